@@ -1,24 +1,25 @@
-//! The daemon: I/O around the scheduler's state machine. One thread runs the scheduling loop; everything that can be slow
-//! (D-Bus, NVML, metrics, the journal, files) has a separate thread.
+//! The daemon: I/O around the scheduler's state machine. One thread runs the scheduling loop. Every
+//! part that can be slow has a separate thread: D-Bus, NVML, metrics, the journal, and files.
 //!
-//! The modules are layers: each uses only those listed before it.
+//! The modules are layers. Each module uses only the modules listed before it.
 //!
-//! - `logging`: the log, the journal.
+//! - `logging`: the log and the journal.
 //! - `node`: checks that a daemon in a pod sees the processes of its node.
-//! - `systemd`: socket activation, notifications, the descriptor store.
+//! - `systemd`: socket activation, notifications, and the file descriptor store.
 //! - `tenants`: limits each tenant's use of the scheduler.
-//! - `transport`: clients' connections as packets, the protocol's state, the peer's identity.
-//! - `checkpoint`: takes clients' processes off their GPUs and restores them, through separate programs.
-//! - `gpu`: NVML, memory accounting, host memory, the driver's limits.
+//! - `transport`: clients' connections as packets, the protocol's state, and the peer's identity.
+//! - `checkpoint`: checkpoints and restores clients' processes, through separate programs.
+//! - `gpu`: NVML, memory accounting, and host memory.
 //! - `swap_files`: files for memory that fits neither on GPUs nor in RAM.
 //! - `metrics`: metrics for monitoring.
 //! - `usage`: records of programs' usage, on disk.
-//! - `core`: the scheduler's state machine, and all the state that it decides about.
-//! - `connections`: clients' connections from beginning to end, GPU locks over D-Bus.
+//! - `core`: the scheduler's state machine, and the state on which it decides.
+//! - `connections`: clients' connections from the handshake to their end, and GPU locks over D-Bus.
 //! - `bus`: the D-Bus object.
-//! - `control`: carries out requests of the D-Bus object on the scheduling loop; changed settings.
+//! - `control`: carries out requests of the D-Bus object on the scheduling loop, and applies changed
+//!   settings.
 //! - `tasks`: periodic jobs of the scheduling loop.
-//! - `run`: startup, the scheduling loop, shutdown.
+//! - `run`: startup, the scheduling loop, and shutdown.
 
 mod bus;
 pub mod checkpoint;

@@ -1,19 +1,24 @@
-//! Checks that a daemon in a pod sees the processes of its node. The daemon identifies clients by their processes, and for a
-//! peer in another PID namespace the kernel reports process ID 0.
+//! Checks that a daemon in a pod can see the processes of its node. The daemon identifies clients by
+//! their processes. If a peer is in a PID namespace that the daemon cannot see, the kernel reports PID
+//! 0 for it.
 
 use std::path::Path;
 
 use crate::identity::Cgroup;
 
-/// The initial PID namespace of every Linux kernel (`PROC_PID_INIT_INO`).
+/// The initial PID namespace of Linux. Its inode number is the same on every kernel
+/// (`PROC_PID_INIT_INO`).
 const INITIAL: &str = "pid:[4026531836]";
 
+/// Checks that the daemon can see the node's processes.
+///
 /// # Errors
-/// A sentence with the remedy if the daemon cannot see the node's processes.
+/// A sentence with the remedy, if it cannot see them.
 pub fn sees_the_host() -> Result<(), String> {
     let namespace = Path::new("/proc/self/ns/pid").read_link().unwrap_or_default();
     let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
-    // A node can itself be a container. Its first process is then not in the machine's initial PID namespace.
+    // A node can itself be a container. Its first process is then not in the machine's initial PID
+    // namespace.
     if namespace == Path::new(INITIAL) || is_of_a_node(&read("/proc/1/cgroup"), &read("/proc/self/cgroup")) {
         return Ok(());
     }
@@ -22,7 +27,8 @@ pub fn sees_the_host() -> Result<(), String> {
         .into())
 }
 
-/// True if the first process is the node's: it is in no container, and not in this process's own control group.
+/// True if process 1 is the node's first process: it is in no container, and not in the daemon's own
+/// control group.
 fn is_of_a_node(first: &str, own: &str) -> bool {
     !first.is_empty() && Cgroup::read(first).container().is_empty() && first != own
 }
@@ -37,12 +43,12 @@ mod tests {
     fn the_first_process_is_the_nodes_or_one_of_a_pod() {
         let in_pod = format!("0::/kubepods/podx/{ID}\n");
         let cases = [
-            // With a control group namespace of its own, which pods have.
+            // In a control group namespace of its own, as pods have.
             ("0::/../../../init.scope\n".to_owned(), "0::/\n".to_owned(), true),
             ("0::/../../..\n".to_owned(), "0::/\n".to_owned(), true),
             ("0::/\n".to_owned(), "0::/\n".to_owned(), false),
             (format!("0::/../cri-containerd-{ID}.scope\n"), "0::/\n".to_owned(), false),
-            // Without a control group namespace of its own.
+            // In the node's control group namespace.
             ("0::/init.scope\n".to_owned(), in_pod.clone(), true),
             ("0::/\n".to_owned(), in_pod.clone(), true),
             (in_pod.clone(), in_pod, false),

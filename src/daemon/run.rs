@@ -34,45 +34,45 @@ use crate::sys::listen::{self, Bound};
 use crate::sys::socket::Kind;
 use crate::sys::{descriptors, privileges};
 
-/// Every user may connect: a client's rights depend on its identity, not on the socket's mode.
+/// Every user may connect. A client's rights depend on its identity, not on the mode of the socket.
 const CLIENTS_MODE: u32 = 0o666;
 const CONTROL_MODE: u32 = 0o660;
 
-/// How long to wait for NVML's first reports.
+/// Maximum time to wait for NVML's first reports.
 const FIRST_REPORTS_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long to wait for the name on the bus before systemd is notified that the daemon is ready.
+/// Maximum time to wait for the name on the bus, before systemd is notified that the daemon is ready.
 const BUS_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long to wait at the end for usage to be saved.
+/// Maximum time to wait at shutdown until usage is saved.
 const USAGE_PATIENCE: Duration = Duration::from_secs(2);
 
 /// The command line.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// The path of the clients' socket, unless systemd passes the socket.
+    /// The path of the clients' socket if systemd does not pass it.
     pub socket: Option<PathBuf>,
     pub control_socket: Option<PathBuf>,
     pub config: Option<PathBuf>,
     pub log_level: Option<LogLevel>,
     /// The file for the scheduler's recording.
     pub record: Option<PathBuf>,
-    /// The address of a bus to use instead of the system bus.
+    /// The address of the bus to use instead of the system bus.
     pub bus_address: Option<String>,
     pub no_bus: bool,
-    /// The daemon is the scheduler of a node, and runs in a pod.
+    /// The daemon is a node's scheduler and runs in a pod.
     pub in_pod: bool,
     /// The parent of the directories with the ResourceClaims' sockets.
     pub claims: Option<PathBuf>,
-    /// Overrides the configured time quantum until it is changed at run time.
+    /// Overrides the configured time quantum. A change at run time overrides both.
     pub time_quantum: Option<Duration>,
 }
 
-/// Why the daemon cannot start, as a sentence.
+/// The reason why the daemon cannot start, as a sentence.
 #[derive(Debug)]
 pub struct StartError {
     text: String,
-    /// The error is already in the journal.
+    /// The journal already contains the error.
     pub is_logged: bool,
 }
 
@@ -115,7 +115,7 @@ pub fn run(options: Options) -> Result<(), StartError> {
 /// The configuration with which the daemon starts.
 struct Configuration {
     config: Config,
-    /// The error of the configuration files, if this configuration replaces them.
+    /// The error in the configuration files, if they are invalid and this configuration replaces them.
     error: Option<String>,
     is_default: bool,
     last_good: LastGood,
@@ -150,8 +150,8 @@ fn run_logged(
         node::sees_the_host().map_err(StartError::new)?;
     }
     let sockets = Sockets::open(&options, &config, state.is_some())?;
-    // The daemon needs no privileges: `/proc` and NVML answer every user. As a service it starts without privileges. No thread
-    // is started before this, so that none inherits privileges.
+    // Drops all privileges: `/proc` and NVML answer every user. As a service, the daemon starts without
+    // privileges. No thread starts before this, so no thread inherits privileges.
     privileges::drop_all().map_err(|e| StartError::new(format!("cannot drop privileges: {e}")))?;
     log.begin();
     systemd::start();
@@ -159,7 +159,7 @@ fn run_logged(
     config.settings.time_quantum = options.time_quantum.unwrap_or(config.settings.time_quantum);
     changes.apply(&mut config);
     let record = options.record.as_deref().map(|path| {
-        // Only for the owner: the recording contains the names of all users' programs.
+        // Only the owner may read the recording, because it contains the names of all users' programs.
         let created = File::options().write(true).create(true).truncate(true).mode(0o600).open(path);
         created.map_err(|e| StartError::new(format!("cannot write the record {}: {e}", path.display())))
     });
@@ -186,7 +186,7 @@ fn run_logged(
     let (claims, in_pod) = (options.claims, options.in_pod);
     let daemon = Startup { control, config, error, sockets, record, bus, state, claims, in_pod };
     let result = LocalSet::new().block_on(&runtime, daemon.serve());
-    // Does not wait for tasks: a hanging directory service must not keep the daemon from stopping.
+    // Does not wait for tasks: if a directory service hangs, the daemon must still be able to stop.
     runtime.shutdown_background();
     result.map_err(|e| StartError::new(format!("cannot start: {e}")))
 }
@@ -196,19 +196,19 @@ struct Sockets {
     clients: OwnedFd,
     control: Option<OwnedFd>,
     metrics: Vec<OwnedFd>,
-    /// Why metrics are not served on the configured address.
+    /// The reason why metrics are not served on the configured address.
     metrics_error: Option<String>,
     clients_path: PathBuf,
     stored: Vec<StoredConnection>,
-    /// Names of passed descriptors that this version does not know.
+    /// Names of passed file descriptors that this version of the daemon does not know.
     unknown: Vec<String>,
-    /// Removes the files of sockets that the daemon bound itself.
+    /// On drop, removes the files of the sockets that the daemon bound itself.
     _bound: Vec<Bound>,
 }
 
 impl Sockets {
-    /// Opens the sockets. A service (`is_service`) starts even if the metrics socket cannot be opened: without a scheduler, no
-    /// rule's limit would be enforced.
+    /// Opens the sockets. If `is_service`, the daemon starts even if the metrics socket cannot be opened:
+    /// without a scheduler, no limit of a rule would be enforced.
     ///
     /// # Errors
     /// If any other socket cannot be opened.
@@ -260,8 +260,9 @@ impl Sockets {
     }
 }
 
-/// The path of the control socket that belongs to a clients' socket: in a separate directory beside the clients' directory,
-/// since containers may have the latter mounted.
+/// The path of the control socket that belongs to a clients' socket. It is in a separate directory,
+/// because containers may have the clients' directory mounted. Its directory is next to the clients'
+/// directory.
 fn control_path(clients: &Path) -> PathBuf {
     let directory = clients.parent().filter(|d| d.file_name().is_some()).unwrap_or(Path::new("nvshare"));
     let mut control = directory.as_os_str().to_owned();
@@ -269,11 +270,11 @@ fn control_path(clients: &Path) -> PathBuf {
     Path::new(&control).join("control.sock")
 }
 
-/// Everything that the scheduling loop needs to start.
+/// The parts with which the scheduling loop starts.
 struct Startup {
     control: Control,
     config: Config,
-    /// The error of the configuration files, if `config` replaces them.
+    /// The error in the configuration files, if they are invalid and `config` replaces them.
     error: Option<String>,
     sockets: Sockets,
     record: Option<File>,
@@ -326,7 +327,7 @@ impl Startup {
         let (bus, bus_attempted) = BusServer::start(bus, control_socket, request, followed)?;
         let (scrape, mut scrapes) = mpsc::unbounded_channel();
         metrics::start(metrics, scrape)?;
-        // Set up before clients of an earlier daemon are taken over, since these may be asleep.
+        // Precedes the takeover of an earlier daemon's clients, because some of them may be asleep.
         match helpers(in_pod) {
             Ok(Some(helpers)) => tasks::start_checkpoints(&core, helpers),
             Ok(None) => {}
@@ -343,7 +344,7 @@ impl Startup {
         let mut feed = tokio::time::interval(watchdog.unwrap_or(Duration::from_secs(3600)));
         loop {
             tokio::select! {
-                // Handles an event of the scheduler first, so that the watchdog notification proves that the loop works.
+                // First handles a scheduler event. The watchdog notification then proves that the loop works.
                 _ = feed.tick(), if watchdog.is_some() => {
                     core.borrow_mut().tick();
                     systemd::watchdog();
@@ -352,7 +353,7 @@ impl Startup {
                 Some(reply) = scrapes.recv() => control.views.answer(reply),
                 Some(request) = requests.recv() => {
                     control.answer(&core, &connections, claims.as_mut(), request);
-                    // Serves clients between requests, however many requests are pending.
+                    // Lets other tasks serve clients between two requests, however many requests are pending.
                     tokio::task::yield_now().await;
                 }
                 _ = hang_up.recv() => {
@@ -372,11 +373,13 @@ impl Startup {
     }
 }
 
-/// How programs are taken off their GPUs. In a pod this requires a separate container with capabilities, which is optional.
+/// The way to start checkpoint helpers. In a pod, helpers need a separate container with capabilities.
+/// That container is optional.
 fn helpers(in_pod: bool) -> std::io::Result<Option<Helpers>> {
     let socket = Path::new(checkpoint::SOCKET);
     if in_pod {
-        // The container may be started or restarted later. The socket's directory exists only in pods with such a container.
+        // The container may start or restart later. The socket's directory exists only in pods with such a
+        // container.
         let has_one = socket.parent().is_some_and(Path::exists);
         return Ok(has_one.then(Helpers::by_socket));
     }
@@ -384,8 +387,9 @@ fn helpers(in_pod: bool) -> std::io::Result<Option<Helpers>> {
     if has_one { Ok(Some(Helpers::by_socket())) } else { Helpers::of_children().map(Some) }
 }
 
-/// Starts the NVML thread, and waits a moment for its first reports: the GPUs and their memory in use should be known before
-/// the first client requests memory. NVML's initialization can take much longer.
+/// Starts the NVML thread, and waits briefly for its first reports. The GPUs and their memory in use
+/// should be known before the first client requests memory. The wait is limited, because NVML's
+/// initialisation can take long.
 async fn start_nvml(core: &RefCell<Core>) -> mpsc::UnboundedReceiver<Report> {
     let (report, mut reports) = mpsc::unbounded_channel();
     core.borrow_mut().use_nvml(nvml::start(report));
@@ -404,7 +408,7 @@ async fn start_nvml(core: &RefCell<Core>) -> mpsc::UnboundedReceiver<Report> {
     reports
 }
 
-/// Takes over stored connections and accepts new ones. Notifies systemd that the daemon is ready once both are possible.
+/// Takes over stored connections and accepts new ones. Then notifies systemd that the daemon is ready.
 fn start_connections(
     core: &Rc<RefCell<Core>>,
     views: &Views,

@@ -1,7 +1,8 @@
 //! Files for swapped memory that does not fit into host memory (`[swap] file`).
 //!
-//! A separate thread creates the files and reserves their space, since a disk can be slow: the scheduling loop sends it jobs
-//! and never waits. A file has no name, and ends when the daemon and its client have closed it, so no file is ever left behind.
+//! Disks can be slow, so a separate thread creates the files and reserves their space. The scheduling
+//! loop sends it jobs and never waits. A file has no name. The kernel deletes it once the daemon and
+//! the client have closed it, so no file is ever left behind.
 
 use std::fs::{DirBuilder, File};
 use std::io;
@@ -18,32 +19,34 @@ use tokio::sync::mpsc::UnboundedSender;
 use crate::config::swap::SwapMax;
 use crate::scheduler::ClientId;
 
-/// Granularity of reserved space, in bytes. Bounds how long one call may keep the disk busy.
+/// Granularity of reserved space, in bytes. It limits the time for which one call can keep the disk
+/// busy.
 pub const STEP: u64 = 256 << 20;
-/// Granularity of the library's buffers, in bytes. Less space is useless.
+/// Granularity of the library's buffers, in bytes. The library cannot use a smaller space.
 const GRANULE: u64 = 2 << 20;
 /// Bytes that a file may occupy beyond its reserved space, for the file system's own data.
 const SLACK: u64 = 64 << 20;
 
-/// A job for the thread.
+/// A job for the file thread.
 #[derive(Debug)]
 pub enum Job {
-    /// Reserves space until the client has `to` bytes in all. Creates the file if the client has none.
+    /// Reserves space until the client has `to` bytes in total. If the client has no file, creates one.
     Grow { client: ClientId, directory: PathBuf, file: Option<Arc<File>>, reserved: u64, to: u64 },
     /// Checks whether a client has written beyond its reserved space.
     Check { client: ClientId, file: Arc<File>, reserved: u64 },
 }
 
-/// A report of the thread.
+/// A report of the file thread.
 #[derive(Debug)]
 pub enum Report {
-    /// `reserved` bytes are now reserved for the client; `error` tells why they are fewer than requested.
+    /// `reserved` bytes are now reserved for the client. If this is less than requested, `error` is the
+    /// reason.
     Grown { client: ClientId, file: Option<Arc<File>>, reserved: u64, error: Option<io::Error> },
     /// The client has written beyond its reserved space. The contents of its file were discarded.
     Overrun { client: ClientId },
 }
 
-/// Sends jobs to the thread.
+/// Sends jobs to the file thread.
 #[derive(Debug)]
 pub struct Keeper(Sender<Job>);
 
@@ -104,26 +107,27 @@ fn grow(directory: &Path, file: &mut Option<Arc<File>>, reserved: &mut u64, to: 
 /// The kernel's `TMPFS_MAGIC` and `RAMFS_MAGIC`.
 const IN_MEMORY: [i64; 2] = [0x0102_1994, 0x8584_58f6];
 
-/// Creates a file without a name, which only this user can open.
+/// Creates an unnamed file that only the daemon's user can open.
 fn create(directory: &Path) -> io::Result<File> {
     if !directory.exists() {
         DirBuilder::new().mode(0o700).create(directory)?;
     }
-    // A file in RAM would save no memory, and would be charged to the scheduler's own control group, which has a low limit.
+    // A file in RAM would save no memory. It would also be charged to the scheduler's own control group,
+    // which has a low limit.
     if IN_MEMORY.contains(&statfs(directory)?.f_type) {
         return Err(io::Error::other("it is in RAM: use a directory on a disk"));
     }
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC | OFlags::EXCL;
     let mode = Mode::RUSR | Mode::WUSR;
-    // Avoids the page cache, which would use the memory that the file is meant to save. Some file systems do not support
-    // `O_DIRECT`.
+    // `O_DIRECT` avoids the page cache, which would use the memory that the file is meant to save. Some
+    // file systems do not support it.
     match open(directory, flags | OFlags::DIRECT, mode) {
         Err(Errno::INVAL) => Ok(open(directory, flags, mode)?.into()),
         opened => Ok(opened?.into()),
     }
 }
 
-/// The size in bytes of the file system that has this directory, or would have it.
+/// The size in bytes of the file system that contains this directory. The directory need not exist yet.
 fn size_of(directory: &Path) -> Option<u64> {
     let there = directory.ancestors().find(|directory| directory.exists())?;
     let system = statvfs(there).ok()?;
@@ -173,7 +177,7 @@ mod tests {
 
     const CLIENT: ClientId = ClientId(1);
 
-    /// A directory on a disk. The directory for temporary files may be in RAM.
+    /// A directory on a disk: the directory for temporary files may be in RAM.
     fn there() -> Directory {
         let tests = std::env::current_exe().expect("this test").with_file_name("swap-files");
         static COUNT: AtomicU32 = AtomicU32::new(0);

@@ -1,4 +1,5 @@
-//! Periodic jobs of the scheduling loop. Each sleeps until a signal of the core announces possible work.
+//! Periodic jobs of the scheduling loop. Each job sleeps until a signal from the core tells that there
+//! may be work.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -20,36 +21,38 @@ use crate::daemon::usage::HoursUsed;
 use crate::scheduler::ClientId;
 use crate::sys::clock;
 
-/// Interval between samples of memory while clients are active, and while they are idle.
+/// Intervals between samples of memory: while clients are active, and while they are idle.
 const SAMPLE_BUSY: Duration = Duration::from_millis(200);
 const SAMPLE_IDLE: Duration = Duration::from_secs(5);
 
-/// Interval between samples of host memory while idle clients have memory that others may need.
+/// Interval between samples of host memory while idle clients have memory that other programs may need.
 const HOST_PERIOD: Duration = Duration::from_secs(1);
 
-/// Minimum time between two changes of the D-Bus property `Holders`, and between two lists of clients whose differences are
-/// announced. Each copies all holders or all clients.
+/// Minimum time between two updates of the D-Bus property `Holders`. Also the minimum time between two
+/// lists of clients, whose differences are announced. Each update copies all holders, and each list
+/// copies all clients.
 const PUBLISHING_PERIOD: Duration = Duration::from_millis(100);
 
 /// Minimum time between two announcements of limits to all clients.
 const LIMITS_PERIOD: Duration = Duration::from_millis(100);
 
-/// Maximum number of clients that are sent their limits before the loop serves other clients.
+/// Maximum number of clients that are sent their limits in one step. The loop then serves other
+/// clients.
 const LIMITS_AT_ONCE: usize = 64;
 
-/// Interval between two saves of programs' usage: the most that a crash can lose.
+/// Interval between two saves of programs' usage. A crash can lose the usage of this time.
 const USAGE_PERIOD: Duration = Duration::from_secs(60);
 
-/// Interval of checks of the GPU time that programs have used, where rules limit it.
+/// Interval of the checks for programs that have used up their `gpu-hours`.
 const HOURS_PERIOD: Duration = Duration::from_secs(5);
 
-/// Interval of checks of stopped processes.
+/// Interval of the checks of stopped processes.
 const STOPPED_PERIOD: Duration = Duration::from_millis(200);
 
-/// Minimum time between two changes of the status line, since locks change hands many times a second.
+/// Minimum time between two updates of the status line. Locks can change hands many times a second.
 const STATUS_PERIOD: Duration = Duration::from_secs(1);
 
-/// Starts the task that takes clients' processes off their GPUs and restores them, on the scheduler's requests.
+/// Starts the task that handles the scheduler's requests to checkpoint and restore clients' processes.
 pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
     let (request, mut requests) = mpsc::unbounded_channel();
     core.borrow_mut().use_checkpoints(request);
@@ -73,7 +76,7 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
                 };
                 drop(awaited);
                 core.borrow_mut().checkpointed(client, operation, &answer);
-                // A client that moves is woken immediately, with the same helper.
+                // A client that moves to another GPU is woken immediately. Its helper is kept for that.
                 if core.borrow().is_to_wake(client) {
                     prepared.borrow_mut().keep(Instant::now(), client, || helper);
                 }
@@ -109,7 +112,7 @@ pub fn start(core: &Rc<RefCell<Core>>, holders: watch::Sender<Holders>, clients:
     spawn_local(save_usage(core.clone()));
 }
 
-/// Passes the scheduler's deadlines to it when they are due.
+/// Calls the scheduler whenever one of its deadlines expires.
 async fn tick(core: Rc<RefCell<Core>>) {
     let timer = core.borrow().timer();
     while timer.expired().await.is_ok() {
@@ -117,15 +120,16 @@ async fn tick(core: Rc<RefCell<Core>>) {
     }
 }
 
-/// Measures memory: often while clients are active, rarely while they are idle, and never without clients. On a nearly full
-/// GPU, measures often enough to notice other programs' growth in time.
+/// Samples memory: often while clients are active, rarely while they are idle, and never without
+/// clients. On a nearly full GPU, samples often enough to notice other programs' growth in time.
 async fn sample_memory(core: Rc<RefCell<Core>>) {
     let signals = core.borrow().signals.clone();
     core.borrow_mut().sample_host();
     loop {
         if signals.clients.get() == 0 {
-            // Samples twice before the next client connects: when most ended processes have freed their memory, and again when
-            // the last must have freed it. Otherwise a slow process's memory would count as other programs' until then.
+            // After the last client has disconnected, two more samples are taken. At the first, most exited
+            // processes have freed their memory. At the second, all of them must have. Otherwise, memory of a slow
+            // process would count as another program's when the next client connects.
             let until_freed = async {
                 for wait in [SAMPLE_BUSY, EXIT_TIME] {
                     tokio::time::sleep(wait).await;
@@ -148,7 +152,7 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
         } else {
             let period = core.borrow().sample_period().min(SAMPLE_IDLE);
             let idle = async {
-                // Other programs may need the memory that is lent to idle clients.
+                // Idle clients have memory that other programs may need.
                 while core.borrow().lends_host_memory() {
                     tokio::time::sleep(HOST_PERIOD).await;
                     core.borrow_mut().sample_host();
@@ -164,7 +168,7 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
     }
 }
 
-/// Checks stopped processes until they run again.
+/// Checks stopped processes until they continue.
 async fn check_stopped(core: Rc<RefCell<Core>>) {
     let signals = core.borrow().signals.clone();
     loop {
@@ -178,7 +182,7 @@ async fn check_stopped(core: Rc<RefCell<Core>>) {
     }
 }
 
-/// Sends clients their limits on GPUs that other clients have named.
+/// Sends clients their limits on GPUs that were found since they connected.
 async fn announce_limits(core: Rc<RefCell<Core>>) {
     let signals = core.borrow().signals.clone();
     loop {
@@ -217,7 +221,7 @@ async fn publish_clients(core: Rc<RefCell<Core>>, clients: watch::Sender<ClientP
     }
 }
 
-/// Adds the hours that an earlier daemon counted, once they have been read from disk.
+/// Adds the GPU time that earlier daemons counted, once it has been read from disk.
 pub fn load_hours(core: &Rc<RefCell<Core>>, saved: oneshot::Receiver<HoursUsed>) {
     let core = core.clone();
     spawn_local(async move {
@@ -227,8 +231,8 @@ pub fn load_hours(core: &Rc<RefCell<Core>>, saved: oneshot::Receiver<HoursUsed>)
     });
 }
 
-/// Saves programs' usage at each full minute of the clock, so that no minute belongs to two hours. Checks `gpu-hours` more
-/// often, if any rule has them.
+/// Saves programs' usage at each full minute of the clock, so that no saved period belongs to two
+/// hours. If any rule has `gpu-hours`, checks them more often.
 async fn save_usage(core: Rc<RefCell<Core>>) {
     loop {
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();

@@ -1,15 +1,18 @@
-//! Budgets of tenants: limits on each tenant's use of the scheduler, so that no tenant can deny the scheduler to others.
+//! Budgets of tenants: limits on each tenant's use of the scheduler. They keep one tenant from denying
+//! service to other tenants.
 //!
-//! - *Time slices*. A tenant's messages are read in slices of at most [`SLICE`]. Round robin over tenants with pending
-//!   messages: each tenant gets one slice per round, regardless of its number of clients. So a message waits for at
-//!   most one slice of each other tenant, however many messages these send.
-//! - *Messages per second*, limited by a token bucket; a costly message counts as several. The daemon stops reading a
-//!   tenant's messages while the tenant has no tokens. No message is lost: unread messages stay in the tenant's sockets.
-//! - *Amounts*: clients, arrivals, open ranges of other clients' memory, GPUs that NVML does not list, bytes that clients
-//!   have not read. A [`Share`] is a part of an amount, and returns it when it is dropped.
+//! - *Time slices*. A tenant's messages are read in slices of at most [`SLICE`]. Tenants with pending
+//!   messages get one slice each in turn, regardless of their numbers of clients. So a message waits
+//!   for at most one slice of each other tenant, however many messages the other tenants send.
+//! - *Messages per second*, limited by a token bucket. A costly message takes several tokens. While a
+//!   tenant has no tokens, the daemon does not read its messages. No message is lost: unread messages
+//!   stay in the tenant's sockets.
+//! - *Amounts*: clients, arrivals, open ranges of other clients' memory, GPUs that NVML does not list,
+//!   and bytes that clients have not read. A [`Share`] is a part of an amount. Dropping it gives the
+//!   part back.
 //!
-//! A tenant whose clients all disconnect keeps its bucket until the bucket would be full, so reconnecting yields no tokens. The
-//! limits of root on the host are [`ROOT_FACTOR`] times as high.
+//! If all clients of a tenant disconnect, the tenant's bucket is kept until it would be full. So
+//! reconnecting yields no tokens. The limits of root on the host are [`ROOT_FACTOR`] times as high.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -22,24 +25,25 @@ use crate::identity::Tenant;
 use crate::scheduler::Time;
 use crate::sys::clock;
 
-/// Time after which a slice ends, as soon as the current message is handled.
+/// Length of a slice. The slice ends once the message in progress has been handled.
 const SLICE: Duration = Duration::from_micros(100);
-/// Messages that a tenant may send per second on average, and in one burst. Two clients that only take turns send about 8,000.
+/// Average number of messages that a tenant may send per second, and the maximum number in a burst. Two
+/// clients that only take turns send about 8,000 messages per second.
 const MESSAGES_PER_SECOND: u32 = 10_000;
-/// Time of the scheduling loop that costs one token. So a tenant with costly messages, because it has many clients, gets at
-/// most two fifths of the loop's time.
+/// Time on the scheduling loop that costs one token. A tenant with many clients has costly messages. It
+/// thus gets at most two fifths of the loop's time.
 const TOKEN_TIME: Duration = Duration::from_micros(40);
-/// The limits of root on the host are this many times as high.
+/// Factor by which the limits of root on the host are higher.
 const ROOT_FACTOR: u32 = 8;
 
 /// A resource with a limit for each tenant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum What {
-    /// Clients, including connections before the handshake. The limit is in the configuration.
+    /// Clients, including connections before the handshake. The configuration sets this limit.
     Clients,
-    /// Connections that are not identified yet.
+    /// Connections whose process is not identified yet.
     Arrivals,
-    /// Connections beyond the limit of clients, until they have been sent the refusal.
+    /// Connections beyond the limit on clients that have not been sent the refusal yet.
     Refusals,
     /// Ranges of other clients' memory that clients have open.
     Imports,
@@ -52,14 +56,14 @@ pub enum What {
 impl What {
     const COUNT: usize = 6;
 
-    /// A tenant's limit, given the configured limit of clients.
+    /// A tenant's limit on this resource. `clients`: the configured limit on clients.
     fn limit(self, clients: u32) -> u32 {
         match self {
             Self::Clients => clients,
             Self::Arrivals => clients.saturating_add(64),
             Self::Refusals => 32,
             Self::Imports => 4096,
-            // Maximum number of GPUs that one client can attach.
+            // The maximum number of GPUs that one client can attach.
             Self::Gpus => nvshare_wire::MAX_SLOTS,
             Self::Queued => 16 << 20,
         }
@@ -74,12 +78,12 @@ pub struct Budgets {
 }
 
 impl Budgets {
-    /// Creates budgets with this limit of clients for each tenant.
+    /// Creates budgets. `clients`: the limit on clients of each tenant.
     pub fn new(clients: u32) -> Self {
         Self { tenants: RefCell::default(), clients: Rc::new(Cell::new(clients)) }
     }
 
-    /// Sets the limit of clients for each tenant. Clients beyond it stay connected.
+    /// Sets the limit on clients of each tenant. Clients beyond a lowered limit stay connected.
     pub fn set_clients(&self, clients: u32) {
         self.clients.set(clients);
     }
@@ -122,7 +126,7 @@ impl Budget {
         if self.tenant == Tenant::Root { ROOT_FACTOR } else { 1 }
     }
 
-    /// The tenant's limit of a resource.
+    /// The tenant's limit on a resource.
     pub fn limit(&self, what: What) -> u32 {
         what.limit(self.clients.get()).saturating_mul(self.factor())
     }
@@ -140,22 +144,22 @@ impl Budget {
         Share { budget: self.clone(), what, amount }
     }
 
-    /// The rest of the amount up to the limit.
+    /// The part of the amount that is left.
     pub fn left(&self, what: What) -> u32 {
         self.limit(what).saturating_sub(self.used(what).get())
     }
 
     fn used(&self, what: What) -> &Cell<u32> {
-        // In range: the array has an element for each variant.
+        // The index is in range: the array has an element for each variant.
         self.used.get(what as usize).unwrap_or(&self.used[0])
     }
 
-    /// The time per token.
+    /// The time after which the bucket gains one token.
     fn token(&self) -> Duration {
         Duration::from_secs(1) / MESSAGES_PER_SECOND.saturating_mul(self.factor())
     }
 
-    /// Waits for the tenant's turn to get a time slice, and until it has tokens.
+    /// Waits until the tenant gets a time slice and has tokens.
     pub async fn slice(&self) -> Slice<'_> {
         let permit = self.slice.acquire().await.ok();
         loop {
@@ -167,8 +171,8 @@ impl Budget {
         }
     }
 
-    /// Begins a time slice immediately, even if the tenant has another slice or no tokens. For work that other tenants wait
-    /// for, and that is limited for each tenant.
+    /// Begins a time slice immediately, even if the tenant has another slice or has no tokens. Only for
+    /// work for which other tenants wait, and which is limited for each tenant.
     pub fn slice_at_once(&self) -> Slice<'_> {
         self.begin(None, clock::now())
     }
@@ -177,13 +181,13 @@ impl Budget {
         Slice { budget: self, ends: now.saturating_add(SLICE), spent: Cell::new(now), permit }
     }
 
-    /// Time until the tenant has tokens.
+    /// Time until the tenant has tokens again.
     fn wait(&self, now: Time) -> Duration {
-        // The bucket holds the tokens of one second.
+        // The bucket has room for the tokens of one second.
         self.full.get().saturating_sub(now.saturating_add(Duration::from_secs(1)))
     }
 
-    /// True if the tenant is out of tokens.
+    /// True if the tenant has used up its tokens.
     pub fn is_spent(&self) -> bool {
         !self.wait(clock::now()).is_zero()
     }
@@ -202,14 +206,14 @@ impl Budget {
 pub struct Slice<'a> {
     budget: &'a Budget,
     ends: Time,
-    /// When tokens were last spent.
+    /// The last time at which tokens were spent.
     spent: Cell<Time>,
     permit: Option<SemaphorePermit<'a>>,
 }
 
 impl Slice<'_> {
-    /// Spends `tokens`, or the tokens for the time since the last call if these are more. Returns true if the slice has time
-    /// left.
+    /// Spends `tokens`, or the cost of the time since the last call if that is higher. Returns true if the
+    /// slice may continue.
     pub fn spend(&self, tokens: u32) -> bool {
         let now = clock::now();
         let time = now.saturating_sub(self.spent.replace(now));
@@ -218,13 +222,14 @@ impl Slice<'_> {
         now < self.ends && (self.permit.is_none() || self.budget.wait(now).is_zero())
     }
 
-    /// Ends the slice. The tenant gets its next slice after the runtime has checked for other tenants' messages.
+    /// Ends the slice. The tenant gets its next slice only after the runtime has polled the tasks of other
+    /// tenants.
     pub async fn end(self) {
         tokio::task::yield_now().await;
     }
 }
 
-/// Part of an amount, returned when this is dropped.
+/// A part of an amount. It is given back when this value is dropped.
 #[derive(Debug)]
 pub struct Share {
     budget: Rc<Budget>,

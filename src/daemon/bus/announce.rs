@@ -1,4 +1,4 @@
-//! Announces changed properties, and clients and GPUs that appear or disappear.
+//! Announces changes of properties, and clients and GPUs that appear or disappear.
 
 use std::collections::HashMap;
 
@@ -15,7 +15,7 @@ use crate::config::names;
 use crate::daemon::core::Present;
 use crate::daemon::core::views::ClientPids;
 
-/// Announces every real change exactly once, until the connection ends.
+/// Announces each change of a value exactly once, until the connection ends.
 pub async fn announce(connection: &Connection, shared: &Shared) {
     let Followed { mut settings, mut problems, mut holders, mut clients, mut gpus, attached: _ } =
         shared.followed.clone();
@@ -48,8 +48,8 @@ pub async fn announce(connection: &Connection, shared: &Shared) {
         present = usable;
         let now = settings.borrow_and_update().clone();
         let mut changed: HashMap<&str, Variant<'_>> = HashMap::new();
-        // Announced without its value: it changes often and most listeners do not need it. Those
-        // that do read the property.
+        // Announced without its value: it changes often, and most listeners do not need it. The others read
+        // the property.
         let holds = holders.borrow_and_update().clone();
         let invalidated: &[&str] = if holds == held { &[] } else { &["Holders"] };
         held = holds;

@@ -1,8 +1,10 @@
-//! Authorization by polkit of users other than root. The subject is the sender of a message, by its unique name on the bus.
-//! Unlike a process ID, that name is never reused. The actions are in `dbus/org.nvshare.Scheduler1.policy`.
+//! Authorization of users other than root by polkit. The subject is the sender of a message, identified
+//! by its unique name on the bus. Unlike a process ID, that name is never reused. The actions are
+//! declared in `dbus/org.nvshare.Scheduler1.policy`.
 //!
-//! A check can take until a user has typed a password, and polkit can hang. So each check has a timeout, and is cancelled when
-//! its sender leaves the bus. `gate` limits the number of calls, and thus the number of checks.
+//! A check can take until a user has typed a password, and polkit can hang. So each check has a
+//! timeout, and is cancelled if its sender leaves the bus. `gate` limits the number of calls, and
+//! therefore the number of checks.
 
 use std::collections::HashMap;
 use std::pin::Pin;
@@ -16,9 +18,9 @@ use zbus::proxy::{CacheProperties, MethodFlags};
 use zbus::{Connection, MatchRule, MessageStream, message};
 use zbus_polkit::policykit1::{self as polkit, AuthorityProxy, AuthorizationResult, CheckAuthorizationFlags};
 
-/// Time for the user to look up and type a password.
+/// Timeout of checks for which the user may need to look up and type a password.
 const INTERACTIVE_TIMEOUT: Duration = Duration::from_secs(120);
-/// For checks that must not delay the caller.
+/// Timeout of checks that must not delay the caller.
 const QUICK_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// An action that polkit authorizes.
@@ -31,8 +33,8 @@ pub enum Action {
     Debug,
 }
 
-/// The details of a request for polkit's dialogues and rules: `program`, and the names in the messages of
-/// `dbus/org.nvshare.Scheduler1.policy`. Every key that a message names must be present.
+/// Details of a check for polkit's dialogues and rules: `program`, and the names used in the messages
+/// of `dbus/org.nvshare.Scheduler1.policy`. If a message uses a name, its key must be present.
 pub type Details<'a> = HashMap<&'a str, &'a str>;
 
 impl Action {
@@ -58,21 +60,21 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// `None` if the message has no sender.
+    /// Creates the subject. `None` if the message has no sender.
     pub fn new(header: &message::Header<'_>) -> Option<Self> {
         let polkit = polkit::Subject::new_for_message_header(header).ok()?;
         Some(Self { sender: header.sender()?.to_owned().into(), polkit })
     }
 }
 
-/// How long a check may take, and whether it may ask for a password.
+/// The timeout of a check, and whether polkit may ask for a password.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Manner {
-    /// The time that a user needs to type a password. polkit may ask for one.
+    /// polkit may ask for a password, and the check lasts as long as a user needs to type it.
     Interactive,
-    /// The same time, but polkit may not ask for a password.
+    /// The same timeout, but polkit may not ask for a password.
     Patient,
-    /// Half a second.
+    /// A timeout of half a second. polkit may not ask for a password.
     Quick,
 }
 
@@ -80,9 +82,9 @@ pub enum Manner {
 #[derive(Debug, PartialEq, Eq)]
 pub enum Authorization {
     Yes,
-    /// Not authorized, with the reason, which follows a colon in the message.
+    /// Not authorized. The reason follows a colon in the error message.
     No(String),
-    /// Authorized only with a password, which polkit was not allowed to ask for.
+    /// Authorization requires a password, but polkit was not allowed to ask for it.
     Challenge,
     /// This system has no polkit.
     Absent,
@@ -125,19 +127,19 @@ impl Authority {
     }
 }
 
-/// One check.
+/// One check by polkit.
 struct Check<'a> {
     connection: &'a Connection,
     subject: &'a Subject,
     action: Action,
     details: Details<'a>,
     interactive: bool,
-    /// The ID by which the check is cancelled.
+    /// The ID with which the check can be cancelled.
     id: String,
 }
 
 impl Check<'_> {
-    /// A future that completes when the sender leaves the bus. `None` if it has left already.
+    /// A future that completes when the sender leaves the bus. `None` if the sender has already left.
     async fn sender_leaves(&self) -> zbus::Result<Option<impl Future<Output = ()> + use<>>> {
         let rule = MatchRule::builder()
             .msg_type(message::Type::Signal)
@@ -150,14 +152,14 @@ impl Check<'_> {
         if !DBusProxy::new(self.connection).await?.name_has_owner(self.subject.sender.clone().into()).await? {
             return Ok(None);
         }
-        // The owner of a unique name changes only when its connection closes.
+        // The owner of a unique name changes only if its connection closes.
         Ok(Some(async move {
             let _ = std::future::poll_fn(|cx| Pin::new(&mut changes).poll_next(cx)).await;
         }))
     }
 
     async fn polkit(&self) -> zbus::Result<AuthorityProxy<'_>> {
-        // No property is read, so caching them is useless.
+        // The daemon reads none of polkit's properties, so it does not cache them.
         AuthorityProxy::builder(self.connection).cache_properties(CacheProperties::No).build().await
     }
 
@@ -189,11 +191,11 @@ impl Check<'_> {
         }
     }
 
-    /// Cancels the check, so that polkit does not keep asking for a password. Does not wait for a reply.
+    /// Cancels the check, so that polkit stops asking for a password. Does not wait for a reply.
     async fn cancel(&self) {
         let flags = MethodFlags::NO_REPLY_EXPECTED | MethodFlags::NO_AUTO_START;
         if let Ok(polkit) = self.polkit().await {
-            // Not an error if polkit is gone.
+            // If polkit is not running, there is nothing to cancel.
             let id = self.id.as_str();
             let _ = polkit.inner().call_with_flags::<_, _, ()>("CancelCheckAuthorization", flags, &id).await;
         }
@@ -254,7 +256,8 @@ mod tests {
                 _ => ["auth_admin", "auth_admin", "auth_admin_keep"],
             };
             assert_eq!(defaults, expected);
-            // Without this annotation, polkit refuses every check requested by a service that does not run as root.
+            // Without this annotation, polkit refuses every check that is requested by a service that does not run
+            // as root.
             let owner = action.descendants().find(|node| node.has_tag_name("annotate")).expect("an owner");
             assert_eq!(owner.attribute("key"), Some("org.freedesktop.policykit.owner"));
             assert_eq!(owner.text(), Some("unix-user:nvshare"));

@@ -21,17 +21,17 @@ use crate::sys::access;
 /// How callers are identified.
 #[derive(Debug)]
 pub enum Callers {
-    /// The bus identifies each sender, and polkit authorizes it.
+    /// Callers on the bus. The bus identifies each sender, and polkit authorizes it.
     Bus { authority: Authority, senders: Senders, gate: Gate },
-    /// The peer of the socket is the only caller. The kernel identifies it.
+    /// The peer of a control socket connection, the only caller on it. The kernel identifies the peer.
     Peer { process: Arc<Process>, groups: Vec<u32>, gate: Arc<Gate> },
 }
 
-/// The bus's credentials of a connection.
+/// A connection's credentials, as reported by the bus.
 #[derive(Debug)]
 pub struct Known {
     pub uid: u32,
-    /// 0 if unknown.
+    /// 0 if the PID is unknown.
     pid: i32,
     process: Arc<Process>,
     groups: Vec<u32>,
@@ -41,10 +41,10 @@ pub struct Known {
 #[derive(Debug)]
 pub struct Caller<'a> {
     pub uid: u32,
-    /// 0 if unknown.
+    /// 0 if the PID is unknown.
     pub pid: i32,
     process: Arc<Process>,
-    /// All groups of the caller, as far as they are known.
+    /// The caller's groups that are known.
     groups: Vec<u32>,
     from: From<'a>,
 }
@@ -55,7 +55,7 @@ enum From<'a> {
         authority: &'a Authority,
         connection: &'a Connection,
         subject: Subject,
-        /// True if the call's flags let polkit ask for a password.
+        /// True if the message's flags allow polkit to ask for a password.
         interactive: bool,
     },
     Peer,
@@ -66,10 +66,10 @@ impl Callers {
         Self::Bus { authority: Authority::default(), senders: Senders::default(), gate: Gate::default() }
     }
 
-    /// Applies the limits of the sender's connection. Sends no request to the bus.
+    /// Applies the limits of the sender's connection. Does not query the bus.
     ///
     /// # Errors
-    /// `LimitsExceeded`
+    /// `LimitsExceeded` if the connection has too many calls in progress.
     pub fn admit_sender(&self, header: Option<&Header<'_>>) -> fdo::Result<Option<Place>> {
         let sender = header.and_then(|header| header.sender());
         match (self, sender) {
@@ -81,7 +81,7 @@ impl Callers {
     /// Identifies the calling user, and applies the user's limits.
     ///
     /// # Errors
-    /// `LimitsExceeded`
+    /// `LimitsExceeded` if the user has too many calls in progress, or calls too often.
     pub async fn admit(&self, header: Option<&Header<'_>>, connection: &Connection) -> fdo::Result<Place> {
         match self {
             Self::Bus { senders, gate, .. } => {
@@ -91,10 +91,10 @@ impl Callers {
         }
     }
 
-    /// Applies the user's limit of calls that queue for records or a timeline.
+    /// Applies the limit on a user's calls that queue for usage records or a timeline.
     ///
     /// # Errors
-    /// `LimitsExceeded`
+    /// `LimitsExceeded` if too many of the user's calls are in that queue.
     pub fn admit_long(&self, uid: u32) -> fdo::Result<Place> {
         match self {
             Self::Bus { gate, .. } => gate.admit_long(uid),
@@ -130,7 +130,7 @@ impl Callers {
     }
 }
 
-/// The bus's credentials of the sender of a message, requested once for each connection.
+/// The sender's credentials, as reported by the bus. They are requested once for each connection.
 async fn known(senders: &Senders, header: Option<&Header<'_>>, connection: &Connection) -> Option<Arc<Known>> {
     let name = header?.sender()?.to_owned();
     let sender = senders.of(&name.clone().into());
@@ -151,14 +151,17 @@ fn denied(text: impl Into<String>) -> fdo::Error {
 }
 
 impl Caller<'_> {
+    /// Checks that the caller may see other users' clients.
+    ///
     /// # Errors
-    /// If the caller may not see other users' clients.
+    /// If the caller may not see them.
     pub fn may_see_others(&self) -> fdo::Result<()> {
         self.is_of_the_host("see what others do")
     }
 
-    /// Refuses processes in containers, even if they run as root. A process may pass its connection on, so the process that
-    /// opened the connection must still exist, and be on the host.
+    /// Refuses processes in containers, even if they run as root. A process may pass its connection on to
+    /// other processes. So the process that opened the connection must still exist, and must be on the
+    /// host.
     fn is_of_the_host(&self, what: &str) -> fdo::Result<()> {
         let text = match self.process.place() {
             Where::Host => return Ok(()),
@@ -174,7 +177,7 @@ impl Caller<'_> {
         Err(denied(text))
     }
 
-    /// The identity of the caller, in the same form as a client's.
+    /// The identity of the caller, in the form that clients have.
     ///
     /// # Errors
     /// If the caller is not on the host.
@@ -182,27 +185,35 @@ impl Caller<'_> {
         self.is_of_the_host(what)?;
         let identity = Identity { groups: self.groups.clone(), ..self.process.describe() };
         if !identity.container.is_empty() || !identity.pod.uid.is_empty() {
-            // The process is in the host's PID namespace, but may still be in a container that lacks the host's devices.
+            // A process in the host's PID namespace may still be in a container without access to the host's
+            // devices.
             return Err(denied(format!("a process in a container may not {what}")));
         }
         Ok(identity)
     }
 
+    /// Checks that the caller may change settings. `what`: completes the message "may not ...". `rule`: the
+    /// name of the changed rule, or empty.
+    ///
     /// # Errors
-    /// If the caller may not change settings. `what` completes the message's "may not ..."; `rule` is the name of the changed
-    /// rule, or empty.
+    /// If the caller may not change settings.
     pub async fn may_change(&self, what: &str, rule: &str) -> fdo::Result<()> {
         self.may_administer(Action::ChangeSettings, what, rule).await
     }
 
+    /// Checks that the caller may create a debug bundle, which shows all users' clients.
+    ///
     /// # Errors
-    /// If the caller may not create a debug bundle, which shows all users' clients.
+    /// If the caller may not create one.
     pub async fn may_debug(&self) -> fdo::Result<()> {
         self.may_administer(Action::Debug, "create a debug bundle", "").await
     }
 
+    /// Checks that the caller may pause and resume this user's programs. Callers on the host may pause
+    /// their own programs.
+    ///
     /// # Errors
-    /// If the caller may not pause and resume this user's programs. Callers on the host may pause their own.
+    /// If the caller may not pause them.
     pub async fn may_pause(&self, user: u32, what: &str) -> fdo::Result<()> {
         match user == self.uid {
             true => self.is_of_the_host(what),
@@ -228,23 +239,27 @@ impl Caller<'_> {
         }
     }
 
+    /// Checks that the caller may acquire this lock. It must be able to use the GPU.
+    ///
     /// # Errors
-    /// If the caller may not acquire this lock: it must be able to use the GPU.
+    /// If the caller may not acquire the lock.
     pub async fn may_lock(&self, Lockable { gpu, rule }: &Lockable) -> fdo::Result<()> {
         self.may_use(Action::AcquireLock, gpu, rule, &format!("acquire the lock of {}", gpu.label)).await
     }
 
+    /// Checks that the caller may reserve memory of this GPU. It must be able to use the GPU.
+    ///
     /// # Errors
-    /// If the caller may not reserve memory of this GPU: it must be able to use the GPU.
+    /// If the caller may not reserve memory.
     pub async fn may_make_room(&self, gpu: &NamedGpu) -> fdo::Result<()> {
         self.may_use(Action::MakeRoom, gpu, "", &format!("have memory of {} kept free", gpu.label)).await
     }
 
     async fn may_use(&self, action: Action, gpu: &NamedGpu, rule: &str, what: &str) -> fdo::Result<()> {
-        // The user that runs the scheduler controls the GPUs anyway. A simulated GPU on a machine without GPUs has no device
-        // file.
+        // The daemon's own user controls the GPUs anyway. On a machine without GPUs, a simulated GPU has no
+        // device file.
         if self.uid != 0 && self.uid != rustix::process::geteuid().as_raw() {
-            // The device file is only known for GPUs that NVML lists.
+            // The device file is known only for GPUs that NVML lists.
             if let Some(minor) = gpu.minor {
                 self.may_open(&format!("/dev/nvidia{minor}"), what)?;
             }
@@ -280,7 +295,7 @@ impl Caller<'_> {
         user_in_words(self.uid)
     }
 
-    /// The caller as log lines show it: `user root (nvsharectl, process 77)`.
+    /// Describes the caller for log lines, such as `user root (nvsharectl, process 77)`.
     pub fn label(&self) -> String {
         format!("{} ({}, process {})", self.user(), printable(&self.program()), self.pid)
     }
@@ -290,7 +305,8 @@ impl Caller<'_> {
         peer::name(self.pid).unwrap_or_else(|| "a program".into())
     }
 
-    /// True if the caller may see other users' command lines. Answers quickly, and never asks for a password.
+    /// True if the caller may see other users' command lines. The check takes little time, and polkit never
+    /// asks for a password.
     pub async fn sees_all(&self) -> bool {
         let From::Bus { authority, connection, subject, .. } = &self.from else { return self.uid == 0 };
         if self.uid == 0 {

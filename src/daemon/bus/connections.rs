@@ -21,15 +21,14 @@ use crate::daemon::core::views::{ClientPids, Holders};
 use crate::daemon::transport::peer::{Process, Where};
 use crate::sys::{credentials, descriptors, socket};
 
-/// Time before another attempt to connect to the bus.
+/// Pause between attempts to connect to the bus.
 const RETRY: Duration = Duration::from_secs(5);
-/// Maximum number of concurrent connections to the control socket. Further connections
-/// wait.
+/// Maximum number of concurrent connections to the control socket. Further connections wait.
 const MAX_PEERS: usize = 64;
-/// A peer that does not finish the handshake in this time is disconnected.
+/// A peer that does not complete the handshake within this time is disconnected.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Keeps a connection to the bus, and reconnects when it is lost.
+/// Maintains a connection to the bus. Reconnects if the connection is lost.
 pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>) {
     let mut attempted = Some(attempted);
     let mut complained = false;
@@ -40,7 +39,7 @@ pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>)
             Bus::Address(address) => connection::Builder::address(address.as_str()),
         };
         let object = Arc::new(Object { shared: shared.clone(), callers: Callers::bus() });
-        // The name is requested last, so that its owner always serves the object.
+        // The name is requested last: its owner then serves the object from the start.
         let connected = builder
             .serve_at(bus::PATH, Served(object))
             .name(bus::NAME)
@@ -57,7 +56,7 @@ pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>)
                 warn!(name: "bus-gone", "the bus has gone away");
             }
             Err(e) => {
-                // A missing bus is not an error: containers and small systems have none.
+                // A missing bus is not an error: containers and small systems have no bus.
                 if !std::mem::replace(&mut complained, true) {
                     info!("not on the bus, will try again: {e}");
                 }
@@ -68,7 +67,7 @@ pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>)
     }
 }
 
-/// Serves the same object on the control socket, without a bus in between.
+/// Serves the same object on the control socket, to directly connected peers.
 pub async fn serve_peers(listener: OwnedFd, shared: Shared) {
     let listener = match descriptors::watch(listener) {
         Ok(listener) => listener,
@@ -102,8 +101,8 @@ async fn serve_peer(stream: OwnedFd, mut shared: Shared) -> zbus::Result<()> {
     let groups = credentials::groups(stream.as_fd(), gid)?;
     let process = Process::of_socket(stream.as_fd())?;
     if process.place() != Where::Host {
-        // The control socket was mounted into a container. Its peer must not see changes
-        // either.
+        // The peer is not known to be on the host: the control socket may be mounted into a container. Clients
+        // and GPUs are hidden from such a peer, and so are changes of them.
         shared.followed.holders = watch::channel(Holders::new()).1;
         shared.followed.clients = watch::channel(ClientPids::new()).1;
         shared.followed.gpus = watch::channel(Present::new()).1;

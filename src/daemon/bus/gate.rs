@@ -1,6 +1,7 @@
-//! Admits calls before the daemon does any work for them. Limits each user's concurrent calls and calls per second, so that no
-//! user's calls exhaust memory or delay other users. A call beyond a limit is refused immediately, or dropped if it expects no
-//! reply. The bus and the control socket have separate gates, so neither can be closed through the other.
+//! Admits calls before the daemon does any work for them. Limits each user's concurrent calls and calls
+//! per second, so that no user's calls exhaust memory or delay other users. A call beyond a limit is
+//! refused immediately. It is dropped if it expects no reply. The bus and the control socket have
+//! separate gates, so that calls on one cannot use up the limits of the other.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,15 +15,16 @@ use super::callers::Known;
 
 /// Maximum number of concurrent calls of one connection to the bus.
 const MAX_OF_SENDER: usize = 16;
-/// Maximum number of concurrent calls of one user, who can have many connections.
+/// Maximum number of concurrent calls of one user. A user can have many connections.
 const MAX_OF_USER: usize = 32;
-/// Maximum number of one user's calls that queue for records or a timeline, which are read one call at a time.
+/// Maximum number of one user's calls that queue for usage records or a timeline. The daemon serves
+/// this queue one call at a time.
 const MAX_LONG: usize = 2;
-/// Calls of one user per second on average, and the size of a burst.
+/// Average number of calls per second that one user may make. Also the maximum number in a burst.
 const CALLS_PER_SECOND: u32 = 200;
 /// Root's limits are this many times a user's.
 const ROOT_FACTOR: u32 = 8;
-/// Maximum number of connections and users kept after their last call has ended.
+/// Maximum number of connections and users that are remembered after their last call has ended.
 const MAX_IDLE: usize = 256;
 
 /// The limits of all users.
@@ -38,7 +40,7 @@ struct User {
     full: Mutex<Instant>,
 }
 
-/// Permit of an admitted call. Dropping it ends the call.
+/// Permit of an admitted call. Dropping the permit ends the call.
 pub type Place = OwnedSemaphorePermit;
 
 impl User {
@@ -57,7 +59,7 @@ impl User {
         let mut full = self.full.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
         let next = (*full).max(now) + self.token;
-        // The bucket holds the tokens of one second.
+        // The bucket has room for the tokens of one second.
         let is_there = next <= now + Duration::from_secs(1);
         if is_there {
             *full = next;
@@ -84,27 +86,28 @@ impl Gate {
         users.entry(uid).or_insert_with(|| Arc::new(User::new(uid))).clone()
     }
 
-    /// Admits a call of a user. `None`: the bus cannot identify the user. All such calls share one user's limits.
+    /// Admits a call of a user. `uid`: `None` if the bus cannot identify the user. All such calls share the
+    /// limits of one user.
     ///
     /// # Errors
-    /// `LimitsExceeded`
+    /// `LimitsExceeded` if the user has too many calls in progress, or calls too often.
     pub fn admit(&self, uid: Option<u32>) -> fdo::Result<Place> {
         let user = self.user(uid.unwrap_or(u32::MAX));
         let place = user.places.clone().try_acquire_owned().map_err(|_| too_many("of this user are being answered"))?;
         if user.take_token() { Ok(place) } else { Err(too_many("of this user have come within a second")) }
     }
 
-    /// Admits a call that queues for records or a timeline.
+    /// Admits a call that queues for usage records or a timeline.
     ///
     /// # Errors
-    /// `LimitsExceeded`
+    /// `LimitsExceeded` if too many of the user's calls are in that queue.
     pub fn admit_long(&self, uid: u32) -> fdo::Result<Place> {
         let place = self.user(uid).long.clone().try_acquire_owned();
         place.map_err(|_| too_many("of this user wait for records or a timeline"))
     }
 }
 
-/// Connections to the bus by unique name. Unique names are never reused.
+/// Connections to the bus, by their unique names. The bus never reuses a unique name.
 #[derive(Debug, Default)]
 pub struct Senders(Mutex<HashMap<OwnedUniqueName, Arc<Sender>>>);
 
@@ -112,7 +115,7 @@ pub struct Senders(Mutex<HashMap<OwnedUniqueName, Arc<Sender>>>);
 #[derive(Debug)]
 pub struct Sender {
     places: Arc<Semaphore>,
-    /// The bus's credentials of the connection, requested again until the bus answers.
+    /// The connection's credentials, as reported by the bus. Requested again until the bus answers.
     pub known: OnceCell<Arc<Known>>,
 }
 
@@ -131,10 +134,11 @@ impl Senders {
 }
 
 impl Sender {
-    /// Admits a call of the connection. `None` if the connection belongs to root, to which only the user's limits apply.
+    /// Admits a call of the connection. `None` if all permits are in use and the connection belongs to
+    /// root. Only the user's limits then apply.
     ///
     /// # Errors
-    /// `LimitsExceeded`
+    /// `LimitsExceeded` if the connection has too many calls in progress.
     pub fn admit(&self) -> fdo::Result<Option<Place>> {
         let place = self.places.clone().try_acquire_owned().ok();
         let is_root = || self.known.get().is_some_and(|known| known.uid == 0);

@@ -1,11 +1,12 @@
-//! The D-Bus object, on the bus and on the control socket. It has its own thread and runtime, so that no call can delay a
-//! hand-over, and exchanges messages with the scheduling loop through channels.
+//! The D-Bus object, on the bus and on the control socket. Runs on its own thread and runtime, so that
+//! no call can delay a hand-over. Exchanges messages with the scheduling loop through channels.
 //!
 //! - `connections`: the bus and the control socket.
 //! - `object`: methods and properties; `served`: their dispatch by zbus; `failure`: their errors.
 //! - `announce`: PropertiesChanged and the signals.
-//! - `suspend`: evicts programs' memory before the host suspends, as logind announces.
-//! - `gate`: admits calls. `callers`: identifies and authorizes callers; `authority`: polkit, which authorizes users other than root.
+//! - `suspend`: follows logind, and evicts programs' memory before the host suspends.
+//! - `gate`: admits calls; `callers`: identifies and authorizes callers.
+//! - `authority`: polkit, which authorizes users other than root.
 
 mod announce;
 mod authority;
@@ -44,7 +45,7 @@ use connections::{serve_bus, serve_peers};
 pub use failure::Failure;
 use gate::Gate;
 
-/// How long a stopping daemon waits for this thread.
+/// Time for which a stopping daemon waits for this thread.
 const STOP_PATIENCE: Duration = Duration::from_millis(300);
 
 /// A request from the object to the scheduling loop.
@@ -54,54 +55,56 @@ pub enum Request {
     View(oneshot::Sender<Arc<View>>),
     /// The recorded usage.
     Usage(Query, oneshot::Sender<UsageAnswer>),
-    /// Changes a setting. The string is the caller's name for the log, as in the other requests with a string.
+    /// Changes a setting. The string describes the caller for the log, here and in the other requests.
     Set(Change, String, oneshot::Sender<Result<(), Failure>>),
     SetRule(Box<Addition>, String, oneshot::Sender<Result<(), Failure>>),
-    /// Replaces all pods of this node. The answer lists the refused rules.
+    /// Replaces the list of this node's pods. The answer lists the refused rules.
     SetPods(Pods, oneshot::Sender<Refused>),
-    /// Replaces all claims of this node. The answer lists the refused claims, or is an error if this daemon serves no claims.
+    /// Replaces the list of this node's claims. The answer lists the refused claims, or is an error if the
+    /// daemon serves no claims.
     SetClaims(Claims, oneshot::Sender<fdo::Result<Refused>>),
-    /// Checks the parts of a lock request that the scheduling loop knows. Authorization is separate.
+    /// Checks a lock request as far as the scheduling loop can. Authorization is separate.
     CheckLock(LockRequest, oneshot::Sender<fdo::Result<Lockable>>),
     Lock(LockRequest, oneshot::Sender<fdo::Result<OwnedFd>>),
-    /// Checks the parts of a request for room that the scheduling loop knows. The answer is the GPU.
+    /// Checks a request for a room as far as the scheduling loop can. The answer is the room's GPU.
     CheckRoom(RoomRequest, oneshot::Sender<fdo::Result<NamedGpu>>),
-    /// Makes room. The answer is sent once the memory is free.
+    /// Makes a room. The answer is sent once the memory is free.
     Room(RoomRequest, oneshot::Sender<fdo::Result<OwnedFd>>),
     /// Ends this client's lock, on an administrator's order.
     TerminateLock(u64, oneshot::Sender<fdo::Result<()>>),
     /// The users of the program with this process ID.
     UsersOf(u32, oneshot::Sender<fdo::Result<BTreeSet<u32>>>),
-    /// Takes the program with this process ID off its GPUs until it is resumed (`false`), if it belongs to one of these users.
+    /// Pauses the program with this process ID (`true`), or resumes it (`false`). The program must belong
+    /// to one of these users.
     Pause {
         pid: u32,
         is_paused: bool,
         users: BTreeSet<u32>,
         reply: oneshot::Sender<fdo::Result<()>>,
     },
-    /// Moves the program with this process ID to this GPU, if it belongs to one of these users. The answer is sent once the
-    /// move has succeeded or failed.
+    /// Moves the program with this process ID to this GPU. The program must belong to one of these users.
+    /// The answer is sent once the move has succeeded or failed.
     Migrate {
         pid: u32,
         gpu: String,
         users: BTreeSet<u32>,
         reply: oneshot::Sender<fdo::Result<()>>,
     },
-    /// Drains a GPU, or allows its use again (`false`).
+    /// Drains a GPU (`true`), or allows its use again (`false`).
     Drain(String, bool, oneshot::Sender<fdo::Result<()>>),
-    /// Adds to a view the rest of a debug bundle's contents.
+    /// Collects the contents of a debug bundle that this view does not include.
     Debug(Arc<View>, oneshot::Sender<Box<Snapshot>>),
     /// Releases the driver for at most this time. The answer lists the programs that still use it.
     ReleaseDriver(Duration, oneshot::Sender<Vec<u64>>),
-    /// The host is about to suspend, or has resumed. The answer is sent once all evictable memory has been evicted from the
-    /// GPUs.
+    /// Handles an imminent suspend of the host (`true`), or its end (`false`). The answer is sent once all
+    /// evictable memory has been evicted from the GPUs.
     Suspend(bool, oneshot::Sender<()>),
     Reload(String, oneshot::Sender<Result<(), String>>),
-    /// Discards all settings changed at run time.
+    /// Discards all settings that were changed at run time.
     Reset(String, oneshot::Sender<Result<(), Failure>>),
 }
 
-/// A changed setting. The caller is authorized.
+/// A change of a setting whose caller is already authorized.
 #[derive(Debug, Clone, Copy)]
 pub enum Change {
     TimeQuantum(Duration),
@@ -129,7 +132,8 @@ pub struct BusServer {
 }
 
 impl BusServer {
-    /// Starts the thread. The receiver completes after the first attempt to connect to the bus, successful or not.
+    /// Starts the thread. The receiver completes after the first attempt to connect to the bus, even if the
+    /// attempt failed.
     pub fn start(
         bus: Bus,
         control: Option<OwnedFd>,
@@ -179,7 +183,7 @@ pub enum Bus {
     Address(String),
 }
 
-/// Values that the scheduling loop publishes to the object.
+/// Values that the scheduling loop publishes for the object.
 #[derive(Debug, Clone)]
 pub struct Followed {
     pub settings: watch::Receiver<Settings>,
@@ -194,11 +198,11 @@ pub struct Followed {
 #[derive(Debug, Clone)]
 struct Shared {
     requests: mpsc::UnboundedSender<Request>,
-    /// Held while a debug bundle is created: bundles take memory, so only one is created at a time.
+    /// Held while a debug bundle is created. Bundles take memory, so only one is created at a time.
     bundling: Arc<Mutex<()>>,
     /// Held while a timeline is drawn, and for a pause afterwards.
     drawing: Arc<Mutex<()>>,
-    /// Held while usage records are read, which can be large.
+    /// Held while usage records are read. They can be large.
     reading_usage: Arc<Mutex<()>>,
     /// Admits the calls of all connections to the control socket.
     control_gate: Arc<Gate>,

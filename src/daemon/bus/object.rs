@@ -23,15 +23,16 @@ use crate::daemon::core::views::{ClientView, Holders};
 use crate::daemon::core::{RoomRequest, View};
 use crate::daemon::usage::{Amounts, Column, Key, Query};
 
-/// Minimum time between two answers to queries for usage.
+/// Minimum pause between two answers to queries for usage.
 const USAGE_PERIOD: Duration = Duration::from_millis(50);
 
-/// Minimum pause after a timeline. The pause is at least `TIMELINE_REST` times as long as drawing the timeline took.
+/// Minimum pause after a timeline. The pause also lasts at least `TIMELINE_REST` times as long as
+/// creating the timeline.
 const TIMELINE_PERIOD: Duration = Duration::from_millis(500);
 const TIMELINE_REST: u32 = 4;
 
-/// The object whose methods zbus's macro calls. A call can wait while a user types a password, so every method takes `&self`:
-/// [`super::served`] explains why.
+/// The object whose methods zbus's macro calls. A call can wait while a user types a password, so every
+/// method takes `&self`. [`super::served`] explains the consequences.
 #[derive(Debug)]
 pub struct Object {
     pub shared: Shared,
@@ -56,7 +57,7 @@ impl Object {
         #[zbus(header)] header: Header<'_>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<Vec<bus::Client>, Failure> {
-        // A caller that the bus cannot identify sees only what every user may see.
+        // A caller that the bus cannot identify may see only the fields that every user may see.
         let caller = self.callers.identify(Some(&header), connection).await.ok();
         caller.as_ref().map_or(Ok(()), Caller::may_see_others)?;
         let clients = self.read(|view| view.list_clients()).await?;
@@ -108,7 +109,8 @@ impl Object {
         let turn = self.shared.reading_usage.clone().lock_owned().await;
         let query = Query { since, by: by.clone(), tenant };
         let rows = self.ask(|reply| Request::Usage(query, reply)).await?;
-        // Each answer makes the scheduling loop read all clients, so it gets time for other work before the next query.
+        // For each answer, the scheduling loop reads all clients. The pause leaves it time for other work
+        // before the next query.
         tokio::spawn(async move {
             tokio::time::sleep(USAGE_PERIOD).await;
             drop(turn);
@@ -132,7 +134,7 @@ impl Object {
         }
         let caller = self.callers.identify(Some(&header), connection).await?;
         let request = LockRequest { gpu, who, why, caller: caller.identity("acquire a lock")? };
-        // Checked first, so that no user is asked for a password for an invalid request.
+        // Checked before authorization, so that no user types a password for an invalid request.
         let checked = request.clone();
         let lockable = self.ask(|reply| Request::CheckLock(checked, reply)).await??;
         caller.may_lock(&lockable).await?;
@@ -151,7 +153,7 @@ impl Object {
         let lasts = room_options(&options)?;
         let caller = self.callers.identify(Some(&header), connection).await?;
         let request = RoomRequest { gpu, bytes, lasts, caller: caller.identity("have memory kept free")? };
-        // Checked first, so that no user is asked for a password for an invalid request.
+        // Checked before authorization, so that no user types a password for an invalid request.
         let checked = request.clone();
         let gpu = self.ask(|reply| Request::CheckRoom(checked, reply)).await??;
         caller.may_make_room(&gpu).await?;
@@ -240,7 +242,7 @@ impl Object {
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
         let keys = rules::table(&rule).map_err(fdo::Error::InvalidArgs)?;
-        // Authorized before the rule is parsed: parsing may look up users in a directory service.
+        // Authorized before the rule is parsed: parsing may query a directory service for users.
         let caller = self.callers.identify(Some(&header), connection).await?;
         caller.may_change(&format!("change the rule {name:?}"), &name).await?;
         let addition = Addition::read(&name, &keys).map_err(fdo::Error::InvalidArgs)?;
@@ -306,8 +308,8 @@ impl Object {
         let view = self.ask(Request::View).await?;
         let snapshot = self.ask(|reply| Request::Debug(view, reply)).await?;
         let written = tokio::task::spawn_blocking(move || snapshot.timeline(&viewer)).await;
-        // Replaying a recording keeps a processor busy for a while. The pause limits timelines to a small part of one
-        // processor, however often they are requested.
+        // Replaying a recording keeps a processor busy for a while. However often timelines are requested, the
+        // pause limits them to a small part of one processor.
         let rest = TIMELINE_PERIOD.max(begin.elapsed() * TIMELINE_REST);
         tokio::spawn(async move {
             tokio::time::sleep(rest).await;
@@ -362,7 +364,8 @@ impl Object {
     #[zbus(signal)]
     pub async fn client_removed(emitter: &SignalEmitter<'_>, id: u64, pid: u32) -> zbus::Result<()>;
 
-    // `Served` announces changes once the scheduling loop reports them. The macro would announce every call.
+    // The scheduling loop reports changes, and `announce` announces them. The macro would announce every
+    // call, even without a change.
     #[zbus(property(emits_changed_signal = "false"))]
     fn time_quantum(&self) -> u32 {
         seconds(self.shared.followed.settings.borrow().time_quantum)
@@ -469,10 +472,10 @@ impl Object {
         Ok(self.ask(|reply| Request::Pause { pid, is_paused, users, reply }).await??)
     }
 
-    /// The users of a program.
+    /// Returns the users of a program. A caller may always act on its own programs.
     ///
     /// # Errors
-    /// If the caller may not perform this action on the program. Callers may act on their own programs.
+    /// If the caller may not perform this action on the program.
     async fn authorize_for(
         &self,
         pid: u32,
@@ -489,7 +492,7 @@ impl Object {
         Ok(users)
     }
 
-    /// Reads the state on a separate thread, since that can take a while if there are many clients.
+    /// Reads the state on a separate thread. With many clients, this can take a while.
     async fn read<T: Send + 'static>(&self, read: impl FnOnce(&View) -> T + Send + 'static) -> Result<T, Error> {
         let view = self.ask(Request::View).await?;
         let read = tokio::task::spawn_blocking(move || read(&view)).await;
@@ -504,7 +507,7 @@ impl Object {
     }
 }
 
-/// Converts usage for D-Bus, with only the columns that the query groups by.
+/// Converts usage for D-Bus. Includes only the columns by which the query groups.
 fn present_usage(key: Key, amounts: &Amounts, by: &BTreeSet<Column>) -> bus::Usage {
     let ((begins, lasts), account) = (key.time, key.account);
     let time = |seconds: i64| by.contains(&Column::Time).then(|| u64::try_from(seconds).unwrap_or(0));
@@ -526,7 +529,8 @@ fn present_usage(key: Key, amounts: &Amounts, by: &BTreeSet<Column>) -> bus::Usa
     }
 }
 
-/// Reads the options: true if names and command lines of programs are requested.
+/// Parses the options of a debug bundle. Returns true if programs' names and command lines are
+/// requested.
 fn debug_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<bool> {
     let mut command_lines = false;
     for (name, value) in options {
@@ -544,7 +548,7 @@ fn debug_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<bool> {
     Ok(command_lines)
 }
 
-/// Reads the options: the time for which the room is kept unless it is renewed.
+/// Parses the options of a room. Returns the time for which it is kept after each renewal.
 fn room_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<Duration> {
     let mut lasts = settings::DEFAULT_ROOM;
     for (name, value) in options {

@@ -1,9 +1,11 @@
 //! The object as zbus serves it.
 //!
-//! Calls can take minutes, and zbus holds read locks during a call: on the interface, and for a property also on `Properties`
-//! and on the object tree. Readers do not block each other, but a writer would wait for all of them, and all later calls would
-//! wait for the writer. So nothing takes a write lock: no method takes `&mut self`, which [`shared`] ensures, and
-//! [`ObjectServer::at`] and `remove` are not called once the object is registered. Each admitted call runs in its own task.
+//! Calls can take minutes, and zbus holds read locks during a call: on the interface, and for a
+//! property also on `Properties` and on the object tree. Readers do not block each other. A writer,
+//! however, would wait for all calls in progress, and all later calls would wait for the writer. So the
+//! daemon never takes a write lock. No method takes `&mut self`, which [`shared`] ensures.
+//! [`ObjectServer::at`] and `remove` are not called once the object is registered. Each admitted call
+//! runs in its own task.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,7 +18,8 @@ use zbus::{BoxDBusError, Connection, Message, ObjectServer, OwnedVariant, Varian
 
 use super::object::Object;
 
-/// [`Object`] with the installed XML as its introspection data. The XML declares how changes are announced.
+/// [`Object`], with the installed XML file as its introspection data. The XML declares how changes of
+/// properties are announced.
 pub struct Served(pub Arc<Object>);
 
 const XML: &str = include_str!("../../../dbus/org.nvshare.Scheduler1.xml");
@@ -48,8 +51,8 @@ impl Interface for Served {
         self.0.get_all(server, connection, header, emitter).await
     }
 
-    /// Disabled: zbus would start a task for each call before the daemon could refuse it. With `false`, zbus awaits `call`,
-    /// which starts a task once the call is admitted.
+    /// If true, zbus starts a task for each call, even for calls that the daemon refuses. With `false`,
+    /// zbus awaits `call`, and `call` starts a task only for admitted calls.
     fn spawn_tasks_for_methods(&self) -> bool {
         false
     }
@@ -136,13 +139,13 @@ impl Interface for Served {
 
     fn introspect_to_writer(&self, writer: &mut dyn std::fmt::Write, level: usize) {
         for line in interface(XML).lines() {
-            // An error of the writer has nowhere to be reported.
+            // An error of the writer cannot be reported to the caller.
             let _ = writeln!(writer, "{:level$}{}", "", line.strip_prefix("  ").unwrap_or(line));
         }
     }
 }
 
-/// Replies with an error, unless the caller expects no reply.
+/// Replies with an error if the caller expects a reply.
 async fn reply_error(connection: &Connection, message: &Message, error: BoxDBusError) -> Result<(), BoxDBusError> {
     let header = message.header();
     if header.primary().flags().contains(Flags::NO_REPLY_EXPECTED) {
@@ -151,7 +154,7 @@ async fn reply_error(connection: &Connection, message: &Message, error: BoxDBusE
     connection.reply_dbus_error(&header, error).await.map_err(|e| fdo::Error::from(e).into())
 }
 
-/// Accepts only methods that take `&self`; others are reported as not found.
+/// Accepts only methods that take `&self`. Other methods are reported as not found.
 fn shared(dispatched: DispatchResult<'_>) -> DispatchResult<'_> {
     match dispatched {
         DispatchResult::RequiresMut => DispatchResult::NotFound,
@@ -159,7 +162,7 @@ fn shared(dispatched: DispatchResult<'_>) -> DispatchResult<'_> {
     }
 }
 
-/// The `interface` element of a file.
+/// The `interface` element of an XML file.
 fn interface(xml: &str) -> &str {
     let end = "</interface>";
     let start = xml.find("  <interface ").unwrap_or(0);
@@ -179,7 +182,7 @@ mod tests {
     use crate::daemon::core::views::{ClientPids, Holders};
     use crate::daemon::transport::peer::Process;
 
-    /// XML without comments and blank lines, one element per line.
+    /// The XML without comments and blank lines, as one element per line.
     fn bare(xml: &str) -> Vec<String> {
         let mut rest = xml;
         let mut kept = String::new();
@@ -214,12 +217,12 @@ mod tests {
         let object = Object { shared, callers };
         let mut generated = String::new();
         object.introspect_to_writer(&mut generated, 0);
-        // `announce` announces changes of these properties, which the macro does not know.
+        // The macro does not know that `announce` announces changes of these properties.
         let silent = "<annotation name=\"org.freedesktop.DBus.Property.EmitsChangedSignal\" value=\"false\"/>";
         let mut written = bare(interface(XML));
         let mut generated: Vec<String> = bare(&generated);
         generated.retain(|line| line != silent);
-        // An element without children can be written in two ways.
+        // XML has two notations for an element without children.
         for lines in [&mut written, &mut generated] {
             let joined = lines.join("\n").replace(">\n</property>", "/>").replace(">\n</method>", "/>");
             *lines = joined.lines().map(str::to_owned).collect();

@@ -1,9 +1,10 @@
-//! Suspend and hibernation through logind: programs' memory is evicted from the GPUs before the host suspends. The driver
-//! preserves the contents of GPU memory only if it is configured to (`NVreg_PreserveVideoMemoryAllocations`), and then has less
-//! to write.
+//! Suspend and hibernation, as announced by logind. Programs' memory is evicted from the GPUs before
+//! the host suspends. The driver preserves GPU memory only if it is configured to
+//! (`NVreg_PreserveVideoMemoryAllocations`). If so, eviction leaves it less to write.
 //!
-//! While a program has a GPU attached, an inhibitor delays suspend. It is closed once all evictable memory has been evicted.
-//! logind waits at most `InhibitDelayMaxSec`, 5 seconds by default.
+//! While a program has a GPU attached, an inhibitor delays suspend. The daemon closes the inhibitor
+//! once all evictable memory has been evicted. logind waits for at most `InhibitDelayMaxSec`, by
+//! default 5 seconds.
 
 use std::time::Duration;
 
@@ -14,10 +15,11 @@ use zbus::{Connection, OwnedFd};
 
 use super::{Request, Shared};
 
-/// logind reports when the host has resumed. If it does not, programs run again after the host has been awake for this time.
+/// If logind does not report that the host has resumed, programs run again after the host has been
+/// awake for this time.
 const RESUMED_AFTER: Duration = Duration::from_secs(60);
 
-/// Time before an inhibitor is requested again after a failure.
+/// Pause after a failed request for an inhibitor.
 const RETRY: Duration = Duration::from_secs(30);
 
 #[zbus::proxy(
@@ -32,7 +34,7 @@ trait Manager {
     fn prepare_for_sleep(&self, start: bool) -> zbus::Result<()>;
 }
 
-/// Follows logind until the connection ends.
+/// Follows logind's announcements until the connection ends.
 pub async fn follow(connection: &Connection, shared: &Shared) {
     let mut suspended = None;
     tokio::select! {
@@ -47,15 +49,16 @@ pub async fn follow(connection: &Connection, shared: &Shared) {
     }
 }
 
-/// Notifies the scheduling loop that the host is about to suspend, or has resumed. The receiver completes once all evictable
-/// memory has been evicted from the GPUs.
+/// Tells the scheduling loop that the host is about to suspend, or has resumed. The receiver completes
+/// once all evictable memory has been evicted from the GPUs.
 fn tell(shared: &Shared, suspended: bool) -> oneshot::Receiver<()> {
     let (done, evacuated) = oneshot::channel();
-    let _ = shared.requests.send(Request::Suspend(suspended, done)); // the loop may be stopping
+    let _ = shared.requests.send(Request::Suspend(suspended, done)); // the scheduling loop may be stopping
     evacuated
 }
 
-/// `suspended`: present from logind's announcement until the host has resumed; completes once memory has been evicted.
+/// Holds the inhibitor. `suspended` is `Some` from logind's announcement until the host has resumed.
+/// Its receiver completes once memory has been evicted.
 async fn prepare(
     connection: &Connection,
     shared: &Shared,

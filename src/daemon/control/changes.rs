@@ -1,6 +1,6 @@
-//! Settings changed at run time (`nvsharectl set`, D-Bus). They take precedence over the configuration file, and are saved in
-//! the directory that systemd provides (`StateDirectory=`). Without a directory they last until the daemon ends. The
-//! configuration file is never written.
+//! Settings changed at run time (`nvsharectl set`, D-Bus). They take precedence over the configuration
+//! file, which is never written. They are saved in the directory that systemd provides
+//! (`StateDirectory=`). Without such a directory, they last until the daemon exits.
 //!
 //! A change takes effect only once it is saved, so every setting in effect survives a restart.
 
@@ -32,18 +32,18 @@ const HEADER: &str =
 pub struct Changes {
     changed: RefCell<Changed>,
     saver: Option<Saver>,
-    /// Serializes changes: each is saved before the next one begins.
+    /// Serializes changes: one change is saved before the next begins.
     turn: Mutex<()>,
 }
 
-/// The thread that saves the changes, since writing can be slow.
+/// The thread that saves the changes. Writing to disk can be slow.
 #[derive(Debug)]
 struct Saver {
     path: PathBuf,
     texts: Sender<(String, oneshot::Sender<io::Result<()>>)>,
 }
 
-/// The content of the file. Unknown keys, from later versions, are ignored.
+/// The content of the file. Keys of later versions are ignored.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Changed {
@@ -59,7 +59,7 @@ struct Changed {
     rule: Added,
 }
 
-/// Reads the rules. Invalid rules are logged and ignored.
+/// Parses the rules. Invalid rules are logged and ignored.
 fn read_rules<'de, D: Deserializer<'de>>(from: D) -> Result<Added, D::Error> {
     let (rules, wrong) = Added::read(Vec::deserialize(from)?);
     for e in wrong {
@@ -109,7 +109,8 @@ impl Changes {
         settings.policy = policy.unwrap_or(settings.policy);
     }
 
-    /// Waits until no other change is in progress, and keeps others from beginning.
+    /// Waits until no other change is in progress. Other changes then wait until the returned value is
+    /// dropped.
     pub async fn begin(&self) -> Turn<'_> {
         Turn { changes: self, _turn: self.turn.lock().await }
     }
@@ -123,10 +124,10 @@ pub struct Turn<'a> {
 }
 
 impl Turn<'_> {
-    /// Saves an additional change.
+    /// Adds a change and saves it.
     ///
     /// # Errors
-    /// `IOError` if it cannot be saved. Then nothing has changed.
+    /// `IOError` if the change cannot be saved. It then has no effect.
     pub async fn set(&self, change: Change) -> fdo::Result<()> {
         let mut changed = self.changes.changed.borrow().clone();
         match change {
@@ -138,20 +139,21 @@ impl Turn<'_> {
         self.save(changed).await
     }
 
-    /// Saves that a rule is set or removed.
+    /// Sets or removes a rule, and saves this change.
     ///
     /// # Errors
-    /// `InvalidArgs` if the rule is wrong, or there are too many; `IOError` if it cannot be saved. Then nothing has changed.
+    /// `InvalidArgs` if the rule is invalid or there are too many rules. `IOError` if the change cannot be
+    /// saved. In both cases, it has no effect.
     pub async fn set_rule(&self, addition: Addition) -> fdo::Result<()> {
         let mut changed = self.changes.changed.borrow().clone();
         changed.rule.set(addition).map_err(fdo::Error::InvalidArgs)?;
         self.save(changed).await
     }
 
-    /// Discards all changes.
+    /// Discards all changes, and saves this.
     ///
     /// # Errors
-    /// `IOError` if this cannot be saved. Then nothing has changed.
+    /// `IOError` if it cannot be saved. The changes then stay in effect.
     pub async fn reset(&self) -> fdo::Result<()> {
         self.save(Changed::default()).await
     }
@@ -178,14 +180,14 @@ impl Turn<'_> {
 }
 
 impl Changed {
-    /// The changes in one line, for the log.
+    /// Describes the changes in one line, for the log.
     fn summary(&self) -> String {
         let settings = self.settings().lines().map(str::to_owned).collect::<Vec<_>>();
         let rules = self.rule.names().map(|name| format!("rule {name:?}"));
         settings.into_iter().chain(rules).collect::<Vec<_>>().join(", ")
     }
 
-    /// The file's content; empty if nothing was changed.
+    /// The content of the file. Empty if nothing was changed.
     fn text(&self) -> String {
         self.settings() + &self.rule.text()
     }

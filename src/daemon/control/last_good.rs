@@ -1,6 +1,6 @@
-//! The last valid configuration, kept in the directory that systemd provides (`StateDirectory=`). The scheduler starts with it
-//! if the configuration files have an error: without a scheduler, no rule's limit would be enforced and programs would not take
-//! turns.
+//! The last valid configuration, saved in the directory that systemd provides (`StateDirectory=`). If
+//! the configuration files have an error at startup, the scheduler starts with the saved configuration.
+//! Without a scheduler, programs would not take turns, and rules would not be enforced.
 
 use std::path::{Path, PathBuf};
 
@@ -13,15 +13,16 @@ use crate::sys::atomic_file;
 const FILE: &str = "configuration.toml";
 const HEADER: &str = "# The configuration files as they were last read without an error: the scheduler starts with them if those have one.\n";
 
-/// The file with the texts of the configuration files. `None` without a state directory.
+/// The path of the file that contains the texts of the configuration files. `None` without a state
+/// directory.
 #[derive(Debug, Clone, Default)]
 pub struct LastGood(Option<PathBuf>);
 
-/// The configuration to start with if the files have an error.
+/// The configuration with which to start if the files have an error.
 #[derive(Debug)]
 pub struct Fallback {
     pub config: Config,
-    /// True if no configuration was kept, so that this is the default one.
+    /// True if no configuration was saved, so that this is the default configuration.
     pub is_default: bool,
 }
 
@@ -30,10 +31,10 @@ impl LastGood {
         Self(directory.map(|directory| directory.join(FILE)))
     }
 
-    /// Reads the configuration files, and keeps their texts if they are valid.
+    /// Reads the configuration files. If they are valid, saves their texts.
     ///
     /// # Errors
-    /// The error of the files.
+    /// The error in the files.
     pub fn load(&self, explicit: Option<&Path>) -> Result<Config, ConfigError> {
         let sources = Sources::read(explicit)?;
         let config = sources.config()?;
@@ -48,8 +49,8 @@ impl LastGood {
         Ok(config)
     }
 
-    /// The kept configuration, or the default one if none was kept. `None` without a state directory: a scheduler that is
-    /// started by hand reports the error and exits.
+    /// The saved configuration, or the default configuration if none was saved. `None` without a state
+    /// directory: a scheduler that was started by hand reports the error and exits.
     pub fn fallback(&self) -> Option<Fallback> {
         self.0.as_ref()?;
         let kept = self.read().and_then(|sources| sources.config_as_before().ok());
@@ -64,7 +65,7 @@ impl LastGood {
     }
 }
 
-/// Describes the error of the files and the configuration that is in effect instead.
+/// Describes the error in the files, and the configuration that is in effect instead.
 pub fn in_effect_despite(error: &str, is_default: bool) -> String {
     let instead = if is_default { "the default settings" } else { "the last configuration without an error" };
     format!("{error} (in effect: {instead})")

@@ -1,7 +1,9 @@
-//! Carries out requests of the D-Bus object on the scheduling loop: views, changed settings and rules, reloading.
+//! Carries out requests of the D-Bus object on the scheduling loop: views, changes of settings and
+//! rules, and reloads.
 //!
 //! - [`changes`]: settings changed at run time.
-//! - [`last_good`]: the last valid configuration, for a start with invalid files.
+//! - [`last_good`]: the last valid configuration, with which the daemon starts if the files are
+//!   invalid.
 //! - [`status_line`]: the line that `systemctl status` shows.
 //! - [`views`]: copies of the state, for readers.
 
@@ -36,7 +38,7 @@ use views::Views;
 
 /// Carries out the D-Bus object's requests.
 pub struct Control {
-    /// The path of the configuration file, if it is not the default one.
+    /// The path of the configuration file. `None` for the default path.
     pub config: Option<PathBuf>,
     /// The log level, if set on the command line.
     pub log_level: Option<LogLevel>,
@@ -45,15 +47,16 @@ pub struct Control {
     pub log: logging::Control,
     pub changes: Changes,
     pub last_good: LastGood,
-    /// True if the files had an error at the start and the default configuration is in effect.
+    /// True if the files had an error at startup and the default configuration is in effect.
     pub is_default: Cell<bool>,
-    /// Held while the configuration is read, so that the last requested reload is the last to take effect.
+    /// Held while the configuration is read. Reloads then take effect in the order in which they were
+    /// requested.
     pub loading: Mutex<()>,
     pub views: Views,
 }
 
 impl Control {
-    /// Carries out a request of the D-Bus object, which has authorised the caller.
+    /// Carries out a request of the D-Bus object, whose caller is already authorized.
     pub fn answer(
         self: &Rc<Self>,
         core: &Rc<RefCell<Core>>,
@@ -61,7 +64,7 @@ impl Control {
         claims: Option<&mut ClaimSockets>,
         request: Request,
     ) {
-        // The caller may have stopped waiting, which is not an error.
+        // A reply cannot be sent if its caller has stopped waiting. This is not an error.
         match request {
             Request::View(reply) => self.views.answer(reply),
             Request::Usage(query, reply) => core.borrow_mut().read_usage(query, reply),
@@ -93,7 +96,7 @@ impl Control {
                 core.borrow_mut().suspend(suspended);
                 spawn_local(evacuate(core.clone(), done));
             }
-            // The remaining requests read or write files, which must not block the scheduling loop.
+            // The following requests read or write files, which must not block the scheduling loop.
             Request::Reload(by, reply) => {
                 let (control, core) = (self.clone(), core.clone());
                 spawn_local(async move { reply.send(control.reload(&core, &by).await) });
@@ -116,12 +119,12 @@ impl Control {
     /// Reads the configuration files again. `by`: the caller, for the log.
     ///
     /// # Errors
-    /// If the files are invalid. Then nothing changes.
+    /// If the files are invalid. The configuration then stays unchanged.
     pub async fn reload(&self, core: &RefCell<Core>, by: &str) -> Result<(), String> {
         let _one_at_a_time = self.loading.lock().await;
         systemd::reloading();
         let config = self.load(core).await;
-        // Taken after reading the file, to include changes made while it was read.
+        // Begins only after the file was read, to include changes that were made during the read.
         let _turn = self.changes.begin().await;
         let result = config.map(|mut config| {
             self.changes.apply(&mut config);
@@ -168,7 +171,7 @@ impl Control {
     /// Discards the changes made at run time.
     async fn reset(&self, core: &RefCell<Core>, by: &str) -> Result<(), Failure> {
         let _one_at_a_time = self.loading.lock().await;
-        // Read before anything is discarded, so that an error in the file leaves everything unchanged.
+        // Read before the changes are discarded, so that an error in the file leaves everything unchanged.
         let config = self.load(core).await.map_err(Error::InvalidConfiguration)?;
         let turn = self.changes.begin().await;
         turn.reset().await?;
@@ -177,8 +180,8 @@ impl Control {
         Ok(())
     }
 
-    /// Reads the configuration files, on another thread: their rules name users and groups, and looking these up in a directory
-    /// service can take long.
+    /// Reads the configuration files on another thread. Their rules name users and groups, and a directory
+    /// service may take long to look them up.
     async fn load(&self, core: &RefCell<Core>) -> Result<Config, String> {
         let (path, last_good) = (self.config.clone(), self.last_good.clone());
         let read = spawn_blocking(move || last_good.load(path.as_deref()).map_err(|e| e.to_string()));
@@ -198,10 +201,10 @@ impl Control {
     }
 }
 
-/// Interval of checks whether memory has been evicted from the GPUs.
+/// Interval of the checks for evicted memory.
 const EVACUATION_LOOK: Duration = Duration::from_millis(20);
 
-/// Answers once all evictable memory has been evicted from the GPUs, or the host has resumed.
+/// Sends the answer once all evictable memory has been evicted from the GPUs, or the host has resumed.
 async fn evacuate(core: Rc<RefCell<Core>>, done: oneshot::Sender<()>) {
     while !core.borrow().is_evacuated() {
         tokio::time::sleep(EVACUATION_LOOK).await;
@@ -214,7 +217,7 @@ fn answer_when_saved(ordered: fdo::Result<Saving>, reply: oneshot::Sender<fdo::R
     spawn_local(async move {
         let result = match ordered {
             Ok(saving) => {
-                // Fails only without a state directory, where nothing can be saved.
+                // An error means that there is no state directory. Nothing can then be saved.
                 let _ = saving.await;
                 Ok(())
             }

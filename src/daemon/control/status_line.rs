@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use crate::bus;
 use crate::daemon::core::views::ClientView;
 
-/// Maximum length of the line in bytes; the rest is cut off.
+/// Maximum length of the line in bytes. Longer lines are truncated.
 const MAX_LENGTH: usize = 400;
 
 /// Formats the line.

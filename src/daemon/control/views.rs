@@ -1,6 +1,7 @@
-//! Views of the state, shared by all readers. A view takes time on the scheduling loop in proportion to the number of clients,
-//! so it is created at most once in [`PERIOD`], only if a reader waits, and then for all waiting readers. Each view is newer
-//! than its request, so a caller whose change was answered sees the changed state.
+//! Views of the state, shared by all readers. The time to create a view on the scheduling loop is
+//! proportional to the number of clients. So a view is created only if a reader waits, for all waiting
+//! readers together, and at most once per [`PERIOD`]. Each view is newer than its reader's request: a
+//! caller that changed a setting sees the change in its next view.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -14,11 +15,11 @@ use crate::daemon::core::{Core, View};
 
 /// Minimum time between two views.
 const PERIOD: Duration = Duration::from_millis(100);
-/// The pause after a view is at least this many times as long as creating the view took, so views take at most one part in
-/// `REST` of the loop's time.
+/// The pause after a view is at least this many times as long as creating the view took. So views take
+/// at most `1 / REST` of the loop's time.
 const REST: u32 = 20;
 
-/// Readers that wait for a view.
+/// The readers that wait for the next view.
 #[derive(Debug, Default, Clone)]
 pub struct Views(Rc<Waiting>);
 
@@ -29,7 +30,7 @@ struct Waiting {
 }
 
 impl Views {
-    /// Answers requests until the scheduling loop ends.
+    /// Starts the task that answers requests, until the scheduling loop ends.
     pub fn start(&self, core: &Rc<RefCell<Core>>) {
         let (waiting, core) = (self.0.clone(), core.clone());
         spawn_local(async move {
@@ -41,7 +42,7 @@ impl Views {
                 }
                 let begin = Instant::now();
                 let view = Arc::new(core.borrow().view());
-                // A reader may have stopped waiting, which is not an error.
+                // A view cannot be sent if its reader has stopped waiting. This is not an error.
                 readers.into_iter().for_each(|reader| drop(reader.send(view.clone())));
                 drop_elsewhere(view);
                 tokio::time::sleep(PERIOD.max(begin.elapsed() * REST)).await;
@@ -55,7 +56,7 @@ impl Views {
         self.0.wake.notify_one();
     }
 
-    /// The next view. `None` if the scheduling loop ends.
+    /// Waits for the next view. `None` if the scheduling loop ends.
     pub async fn next(&self) -> Option<Arc<View>> {
         let (reader, view) = oneshot::channel();
         self.answer(reader);
@@ -63,7 +64,7 @@ impl Views {
     }
 }
 
-/// Frees a view on another thread, since freeing takes about as long as creating it.
+/// Frees a view on another thread. Freeing a view takes about as long as creating it.
 fn drop_elsewhere(view: Arc<View>) {
     tokio::task::spawn_blocking(move || drop(view));
 }

@@ -1,4 +1,4 @@
-//! Host memory that is available for swapped memory: measured, and limited by `[swap] max`.
+//! Host memory that may hold swapped memory: measured on the host, and limited by `[swap] max`.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -6,29 +6,31 @@ use std::time::Duration;
 use crate::config::swap::SwapMax;
 use crate::scheduler::Time;
 
-/// Bytes reserved for other use. The library allocates no buffers when less than `RESERVE` is left. `EXCHANGE` is the
-/// additional memory that an exchange needs, or a sixteenth of a small host.
+/// Bytes reserved for other use. If less than `RESERVE` is available, the library allocates no buffers.
+/// An exchange needs additional memory: `EXCHANGE`, or `1 / SMALLEST_PART` of a small host's memory.
 const RESERVE: u64 = 512 << 20;
 const EXCHANGE: u64 = 512 << 20;
 const SMALLEST_PART: u64 = 16;
-/// A lower figure is accepted only after it has persisted for this time: buffers are allocated before they are reported, and
-/// would count twice.
+/// A lower figure is accepted only after it has persisted for this time. Buffers are allocated before
+/// clients report them, so they would otherwise count twice.
 const BELIEVED_AFTER: Duration = Duration::from_secs(2);
-/// Smaller changes do not lead to new limits: less than this many bytes, and less than the last figure divided by `WORTH_PART`.
+/// A changed figure leads to new limits only if the change exceeds `WORTH_TELLING` bytes or `1 /
+/// WORTH_PART` of the last figure.
 const WORTH_TELLING: u64 = 64 << 20;
 const WORTH_PART: u64 = 32;
 
-/// The host counts as short of memory for `SHORT_FOR` after processes were stalled on memory for at least 1/`STALL_PART` of a
-/// period of at least `STALL_PERIOD`.
+/// The host counts as short of memory for `SHORT_FOR` after processes were stalled on memory. They
+/// count as stalled if the stalls made up at least `1 / STALL_PART` of a period of at least
+/// `STALL_PERIOD`.
 const STALL_PERIOD: Duration = Duration::from_secs(1);
 const STALL_PART: u32 = 10;
 const SHORT_FOR: Duration = Duration::from_secs(30);
 
-/// `/proc/meminfo`, in bytes.
+/// Figures from `/proc/meminfo`, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemInfo {
     pub total: u64,
-    /// Bytes that programs can use without swapping.
+    /// Bytes that programs can use before the kernel must swap.
     pub available: u64,
 }
 
@@ -51,7 +53,7 @@ fn reserve(total: u64) -> u64 {
     RESERVE + EXCHANGE.min(total / SMALLEST_PART)
 }
 
-/// The recent measurements.
+/// The usable host memory, from the most recent measurements.
 #[derive(Debug, Default)]
 pub struct HostMemory {
     lately: VecDeque<(Time, u64)>,
@@ -59,13 +61,13 @@ pub struct HostMemory {
 }
 
 impl HostMemory {
-    /// The usable bytes, from the last measurements.
+    /// The usable bytes. `None` before the first measurement.
     pub fn bytes(&self) -> Option<u64> {
         self.told
     }
 
-    /// Processes a measurement. `held` is the host memory that clients report to use. Returns the bytes that may be committed,
-    /// if they changed significantly.
+    /// Processes a measurement. `held`: host memory that clients use, by their own reports. Returns the
+    /// bytes that may be committed if they changed significantly.
     pub fn sample(&mut self, now: Time, info: MemInfo, held: u64, max: SwapMax) -> Option<u64> {
         let measured = info.available.saturating_add(held).saturating_sub(reserve(info.total));
         self.lately.retain(|(at, bytes)| *at + BELIEVED_AFTER > now && *bytes > measured);
@@ -81,8 +83,8 @@ impl HostMemory {
     }
 }
 
-/// The time for which processes on the host have been stalled on memory since boot (PSI). `None` if the kernel does not report
-/// it.
+/// Total time since boot for which processes on the host have been stalled on memory (PSI). `None` if
+/// the kernel does not report it.
 fn stalled() -> Option<Duration> {
     parse_stalled(&std::fs::read_to_string("/proc/pressure/memory").ok()?)
 }
@@ -93,28 +95,31 @@ fn parse_stalled(text: &str) -> Option<Duration> {
     Some(Duration::from_micros(total.parse().ok()?))
 }
 
-/// The host memory that programs may allocate for memory that is still on a GPU.
+/// The host memory that clients may allocate in advance, for memory that is still on a GPU.
 #[derive(Debug, Default)]
 pub struct HostAhead {
-    /// The time of the last measurement, and for how long processes had been stalled by then.
+    /// The time of the last measurement, and the total stall time at that moment.
     since: Option<(Time, Duration)>,
     short_until: Time,
     told: Option<Option<u64>>,
 }
 
-/// The present figures, in bytes.
+/// The present use of host memory, in bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct HostUse {
     pub info: MemInfo,
-    /// Bytes of host memory that clients use, and the part of them that contains memory that is not on a GPU.
+    /// `held`: bytes of host memory that clients use. `swapped`: the part of them that stores evicted
+    /// memory.
     pub held: u64,
     pub swapped: u64,
 }
 
 impl HostAhead {
-    /// The bytes that all clients together may allocate, if they changed significantly; `Some(None)` if the host is short of
-    /// memory, and clients may keep no empty buffers. At most `most`, and at most half of the available memory, or a quarter if
-    /// the kernel does not report pressure (PSI). Many kernels do not by default.
+    /// Returns the bytes that all clients together may allocate in advance if they changed significantly.
+    /// `Some(None)` means that the host is short of memory, and that clients must free empty buffers.
+    ///
+    /// The result is at most `most`, and at most half of the available memory. It is at most a quarter if
+    /// the kernel does not report pressure (PSI), which many kernels do not by default.
     pub fn sample(&mut self, now: Time, host: HostUse, most: SwapMax) -> Option<Option<u64>> {
         self.decide(now, host, most, stalled())
     }
@@ -122,7 +127,7 @@ impl HostAhead {
     fn decide(&mut self, now: Time, host: HostUse, most: SwapMax, stalled: Option<Duration>) -> Option<Option<u64>> {
         let HostUse { info, held, swapped } = host;
         let spare = info.available.saturating_sub(reserve(info.total));
-        // Without PSI, the kernel's shortage is noticed only when hardly any memory is available.
+        // Without PSI, a shortage of memory is noticed only when hardly any memory is available.
         let part = if stalled.is_some() { 2 } else { 4 };
         if self.stalls(now, stalled) || (spare == 0 && held > swapped) {
             self.short_until = now + SHORT_FOR;
@@ -146,7 +151,7 @@ impl HostAhead {
         now < self.short_until
     }
 
-    /// True if processes were recently stalled on memory.
+    /// True if processes were stalled on memory since the last measurement.
     fn stalls(&mut self, now: Time, stalled: Option<Duration>) -> bool {
         let Some(stalled) = stalled else { return false };
         let (at, before) = *self.since.get_or_insert((now, stalled));
@@ -180,7 +185,7 @@ mod tests {
         let quarter = SwapMax::Percent(25);
         assert_eq!(ahead.decide(at(0), using(61, 0, 0), quarter, Some(ms(0))), Some(Some(16 * GIB)), "of 64 GiB");
         assert_eq!(ahead.decide(at(1), using(45, 16, 0), quarter, Some(ms(50))), None, "clients have allocated it");
-        // At most 20 GiB are available, and 4 GiB of these are lent.
+        // At most 20 GiB are available. This includes 4 GiB that are lent.
         assert_eq!(ahead.decide(at(2), using(17, 4, 0), quarter, Some(ms(100))), Some(Some(10 * GIB)));
         assert_eq!(ahead.decide(at(3), using(17, 4, 0), quarter, Some(ms(250))), Some(None), "150 ms of a second");
         assert_eq!(ahead.decide(at(30), using(21, 0, 0), quarter, Some(ms(250))), None, "it was short lately");

@@ -1,8 +1,9 @@
-//! GPUs and memory, measured by NVML, the driver and the kernel.
+//! GPUs and memory, measured through NVML, the driver and the kernel.
 //!
-//! - [`nvml`]: the thread that talks to NVML.
-//! - [`accounting`]: reconciles clients' reports with measurements: the overhead, and bounds on clients' memory.
-//! - [`host_memory`]: host memory that is available for swapped memory.
+//! - [`nvml`]: the thread that calls NVML.
+//! - [`accounting`]: compares clients' reports with measurements, and derives the overhead and bounds
+//!   on clients' memory.
+//! - [`host_memory`]: host memory that may hold swapped memory.
 pub mod accounting;
 pub mod host_memory;
 pub mod nvml;

@@ -1,7 +1,10 @@
-//! Passes log lines to the journal. The logging thread converts each line into a [`Line`], a value that owns its fields, and
-//! continues. A separate thread passes the lines to tracing-journald, which writes their fields by name (`NVSHARE_CLIENT=`,
-//! `NVSHARE_GPU=`, …) with the `MESSAGE_ID` that the catalog explains. Writing blocks while journald does not read. If journald
-//! falls far behind, lines are dropped and counted, so the scheduling loop never waits.
+//! Passes log lines to the journal. The logging thread converts each line into a [`Line`], which owns
+//! its fields, queues it and continues. A separate thread passes the lines to tracing-journald. It
+//! writes their fields by name (`NVSHARE_CLIENT=`, `NVSHARE_GPU=`, …), with the `MESSAGE_ID` that the
+//! catalog explains.
+//!
+//! Writing blocks while journald does not read. If journald falls far behind, lines are dropped and
+//! counted, so the scheduling loop never waits.
 
 use std::collections::HashMap;
 use std::fmt::{self, Write as _};
@@ -23,14 +26,15 @@ use super::messages;
 const IDENTIFIER: &str = "nvshare-scheduler";
 /// The prefix of the names of nvshare's own fields.
 const PREFIX: &str = "NVSHARE";
-/// Maximum number of lines that wait for journald.
+/// Maximum number of queued lines that journald has not read.
 const MAX_WAITING: usize = 4096;
-/// Maximum length of a value in bytes; longer ones are cut.
+/// Maximum length of a value in bytes. Longer values are truncated.
 const MAX_VALUE: usize = 4096;
-/// How long an ending daemon waits for its last lines to be written.
+/// Time for which an exiting daemon waits for its last lines to be written.
 const FLUSH_PATIENCE: Duration = Duration::from_millis(300);
 
-/// One log line: its metadata (level, location, names of the fields), and the fields' values in the same order.
+/// One log line: its metadata (level, location, names of the fields), and the values of these fields in
+/// the same order.
 #[derive(Debug)]
 struct Line {
     metadata: &'static Metadata<'static>,
@@ -40,21 +44,21 @@ struct Line {
 #[derive(Debug)]
 enum Entry {
     Line(Line),
-    /// Requests a reply once all earlier lines have been written.
+    /// Replies once all earlier lines have been written.
     Flush(mpsc::Sender<()>),
 }
 
-/// The layer that passes lines to the thread.
+/// The tracing layer that passes lines to the thread.
 #[derive(Debug)]
 pub struct Journal(Sender);
 
-/// The queue of lines to the thread.
+/// The sending end of the queue of lines to the thread.
 #[derive(Clone)]
 pub struct Sender {
     entries: SyncSender<Entry>,
-    /// Number of lines dropped since this was last reported.
+    /// Number of lines dropped since the last report of dropped lines.
     lost: Arc<AtomicU64>,
-    /// The receiving end of the queue, until the thread is started.
+    /// The receiving end of the queue. `None` once the thread has started.
     waiting: Arc<Mutex<Option<Receiver<Entry>>>>,
 }
 
@@ -83,14 +87,14 @@ impl Sender {
                     }
                     Entry::Flush(reply) => drop(reply.send(())),
                 }
-                // journald reads again. The report follows the lines that are already queued.
+                // journald reads again. The report is queued behind the lines that are already queued.
                 if let left_out @ 1.. = lost.swap(0, Ordering::Relaxed) {
                     let text = "log lines were lost: the journal did not accept them in time";
                     warn!(name: "log-lines-lost", left_out, "{left_out} {text}");
                 }
             }
         };
-        // If the thread cannot be started, nothing is logged, and this failure cannot be reported either.
+        // Without the thread, no line is written, so a failure to start it cannot be reported either.
         let _ = thread::Builder::new().name("journal".into()).spawn(run);
     }
 
@@ -107,7 +111,7 @@ impl Sender {
 /// Connects to the journal.
 ///
 /// # Errors
-/// If journald does not run.
+/// If journald is not running.
 pub fn connect() -> io::Result<(Journal, Sender)> {
     tracing_journald::layer()?;
     Ok(channel())
@@ -155,7 +159,7 @@ impl Visit for Line {
     }
 }
 
-/// Creates a tracing-journald layer with a message's ID as one of its constant fields.
+/// Creates a tracing-journald layer whose constant fields include the message ID.
 fn journald(id: Option<&'static str>) -> io::Result<tracing_journald::Layer> {
     let priorities =
         PriorityMappings { info: Priority::Informational, debug: Priority::Debug, ..PriorityMappings::new() };
@@ -166,10 +170,11 @@ fn journald(id: Option<&'static str>) -> io::Result<tracing_journald::Layer> {
     Ok(layer.with_custom_fields(id.map(|id| ("MESSAGE_ID", id))))
 }
 
-/// Writes lines. Each message ID in use has its own layer, since a layer's constant fields are set only once.
+/// Writes lines to the journal. A layer's constant fields can be set only once, so each message ID has
+/// its own layer.
 ///
-/// The layers are called directly: as dispatchers of tracing they would make every thread query them about each line, including
-/// lines that are not logged.
+/// The layers are called directly. If they were dispatchers of tracing, every thread would query them
+/// about each line, even about lines that are not logged.
 struct Writer<L> {
     open: fn(Option<&'static str>) -> io::Result<L>,
     by_id: HashMap<Option<&'static str>, Layered<L, Registry>>,
@@ -200,7 +205,7 @@ mod tests {
 
     use super::*;
 
-    /// A line as the journal would receive it.
+    /// A line in the form that journald would receive.
     #[derive(Debug, Default)]
     struct Written(BTreeMap<String, String>);
 
@@ -214,7 +219,7 @@ mod tests {
         }
     }
 
-    /// Stands in for journald: reads only while `STUCK` is not held.
+    /// Stands in for journald. It reads only while `STUCK` is not locked.
     struct Reader {
         id: Option<&'static str>,
         lines: Lines,
@@ -222,7 +227,7 @@ mod tests {
 
     type Lines = Channel<(Option<&'static str>, Written)>;
     static READER: Mutex<Option<Lines>> = Mutex::new(None);
-    /// Held to simulate a stuck journald.
+    /// Locked to simulate a journald that does not read.
     static STUCK: Mutex<()> = Mutex::new(());
 
     impl<S: Subscriber> Layer<S> for Reader {
@@ -239,7 +244,7 @@ mod tests {
         lines.map(|lines| Reader { id, lines }).ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    /// One test, since both parts use the same statics.
+    /// Tests two behaviours in one test, because both use the same statics.
     #[test]
     fn lines_keep_their_fields_and_a_stuck_journal_holds_nobody_up() {
         let (lines, written) = mpsc::channel();

@@ -7,15 +7,15 @@ use crate::identity::Tenant;
 
 /// Maximum number of lines per window about one topic and one tenant.
 const BURST: u32 = 10;
-/// Maximum number of lines per window about clients that connect or leave. It is higher, since a job
-/// may have hundreds of processes.
+/// Maximum number of lines per window about clients that connect or disconnect. This limit is higher,
+/// because a job may have hundreds of processes.
 const BURST_OF_CLIENTS: u32 = 200;
 const WINDOW: Duration = Duration::from_secs(10);
-/// Expired windows are dropped when there are more than this, so that many tenants do not accumulate
-/// memory.
+/// Number of windows from which on expired windows are dropped. Otherwise, many tenants would
+/// accumulate memory.
 const MAX_WINDOWS: usize = 1024;
 
-/// The current windows, by topic and tenant.
+/// The current window of each topic and tenant.
 #[derive(Debug, Default)]
 pub struct LogRateLimit(HashMap<(&'static str, u64), Window>);
 
@@ -26,7 +26,7 @@ struct Window {
 }
 
 impl LogRateLimit {
-    /// Counts one more line of this topic about this tenant. True if it may be logged.
+    /// Counts a line about this topic and tenant. Returns true if the line may be logged.
     pub fn allows(&mut self, topic: &'static str, tenant: &Tenant) -> bool {
         let burst = if matches!(topic, "connected" | "gone") { BURST_OF_CLIENTS } else { BURST };
         let now = Instant::now();

@@ -1,7 +1,7 @@
-//! Log lines with a documented meaning. Each has a name in the code (`name:` of tracing's macros), and an ID in the journal
-//! and its catalog (`systemd/nvshare.catalog`). IDs never change.
+//! Log lines with a documented meaning. Each has a name in the code (`name:` in tracing's macros), and
+//! an ID in the journal and in its catalog (`systemd/nvshare.catalog`). IDs never change.
 
-/// The `MESSAGE_ID` of a line.
+/// The `MESSAGE_ID` of the line with this name.
 pub fn id(name: &str) -> Option<&'static str> {
     IDS.iter().find(|(known, _)| *known == name).map(|(_, id)| *id)
 }
@@ -59,7 +59,7 @@ mod tests {
 
     use super::*;
 
-    /// The quoted names after `name: ` in all files below a directory.
+    /// The quoted names after `name: ` in all source files below a directory.
     fn names_in_the_code(directory: &Path) -> BTreeSet<String> {
         let mut names = BTreeSet::new();
         for file in std::fs::read_dir(directory).expect("the sources").flatten() {

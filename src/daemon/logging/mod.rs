@@ -1,8 +1,8 @@
-//! The log: goes to the journal, with fields, if systemd started the daemon, and
-//! otherwise to stderr.
+//! The log. If systemd started the daemon, lines are sent to the journal with their fields. Otherwise,
+//! they are written to stderr.
 //!
-//! - `journal`: passes log lines to the journal; `messages`: their IDs.
-//! - [`log_rate_limit`]: limits lines about one user's clients.
+//! - `journal`: passes log lines to the journal; `messages`: the IDs of log lines.
+//! - [`log_rate_limit`]: limits the lines about one tenant's clients.
 mod journal;
 pub mod log_rate_limit;
 mod messages;
@@ -18,7 +18,7 @@ use tracing_subscriber::{Layer, Registry};
 
 use crate::config::LogLevel;
 
-/// Changes the level while the daemon runs.
+/// Changes the log level at run time, and controls the thread that writes to the journal.
 #[derive(Debug, Clone)]
 pub struct Control {
     filter: Handle<Targets, Registry>,
@@ -39,13 +39,13 @@ impl Control {
         self.journal.iter().for_each(journal::Sender::begin);
     }
 
-    /// Waits a short time until earlier lines have been written.
+    /// Waits for a short time until earlier lines have been written.
     pub fn flush(&self) {
         self.journal.iter().for_each(journal::Sender::flush);
     }
 }
 
-/// Starts logging. Call it once.
+/// Starts logging. Must be called only once.
 pub fn start(level: LogLevel) -> Control {
     let (filter, handle) = reload::Layer::new(filter(level));
     let journal = if connected_to_journal() { journal::connect().ok() } else { None };
@@ -56,12 +56,12 @@ pub fn start(level: LogLevel) -> Control {
             tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false).with_target(false).compact(),
         ),
     };
-    // The filter is below the sink, so that it can be changed for either sink.
+    // The filter is below the sink, so that its level can be changed for both kinds of sink.
     tracing_subscriber::registry().with(filter).with(sink).init();
     Control { filter: handle, journal: sender }
 }
 
-/// nvshare's own lines at the requested level, and warnings and errors of libraries.
+/// Selects nvshare's own lines at this level, and warnings and errors of libraries.
 fn filter(level: LogLevel) -> Targets {
     let own = match level {
         LogLevel::Error => Level::ERROR,

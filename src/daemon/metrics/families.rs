@@ -1,5 +1,6 @@
-//! Every metric: its name, unit, type and meaning, and how its value is read from a snapshot. Names and types never change,
-//! since dashboards and alerts depend on them. nvshare.service(8) has the same table for users.
+//! The table of all metrics: name, unit, type and meaning of each, and the function that reads its
+//! value from a snapshot. Dashboards and alerts depend on names and types, so these never change.
+//! nvshare.service(8) has the same table for users.
 
 use std::time::Duration;
 
@@ -8,10 +9,10 @@ use prometheus_client::registry::Unit;
 
 use super::snapshot::{OfClient, OfGpu, OfGroup, OfWorkload, Waits};
 
-/// A metric of each `T`, all with one name.
+/// A metric that each `T` has. All of them share one name and differ in their labels.
 #[derive(Debug)]
 pub struct Family<T: 'static> {
-    /// The name without the unit, and without the suffix of the type.
+    /// The name without the suffixes for unit and type.
     pub name: &'static str,
     pub unit: Option<Unit>,
     pub value: Value<T>,
@@ -24,7 +25,7 @@ pub enum Value<T: 'static> {
     Counter(fn(&T) -> u64),
     /// A counter of seconds.
     Time(fn(&T) -> Duration),
-    /// `None` if this `T` has no such value.
+    /// A gauge. `None` if this `T` has no such value.
     Gauge(fn(&T) -> Option<u64>),
     /// A gauge of seconds.
     Age(fn(&T) -> Option<Duration>),

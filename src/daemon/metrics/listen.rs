@@ -1,4 +1,4 @@
-//! The metrics sockets: passed by systemd, or bound according to the configuration.
+//! The sockets for metrics: passed by systemd, or bound as configured.
 
 use std::fmt;
 use std::io;
@@ -10,14 +10,14 @@ use crate::sys::descriptors;
 use crate::sys::listen::{self, Bound};
 use crate::sys::socket::{self, Kind};
 
-/// The group that may use the control socket may read metrics too.
+/// The group that may use the control socket may also read metrics.
 const MODE: u32 = 0o660;
 
-/// Binds the configured socket. Must be called before other threads are started. Dropping the second value
+/// Binds the configured socket. Must be called before other threads start. Dropping the [`Bound`]
 /// removes the socket's file.
 ///
 /// # Errors
-/// A sentence if the socket cannot be bound.
+/// A sentence, if the socket cannot be bound.
 pub fn bind(listen: &Listen) -> Result<Option<(OwnedFd, Option<Bound>)>, String> {
     let failed = |e: &dyn fmt::Display| format!("cannot serve metrics on {listen} (`listen` in [metrics]): {e}");
     match listen {
@@ -28,7 +28,7 @@ pub fn bind(listen: &Listen) -> Result<Option<(OwnedFd, Option<Bound>)>, String>
         }
         Listen::Address(address) => {
             let listener = TcpListener::bind(address).map_err(|e| match e.raw_os_error() {
-                // The unit restricts address families.
+                // nvshare.service restricts the address families that the daemon may use.
                 Some(libc::EAFNOSUPPORT) => {
                     failed(&"the service must not open TCP sockets: enable nvshare-metrics.socket instead")
                 }

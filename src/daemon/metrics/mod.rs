@@ -1,10 +1,11 @@
-//! Metrics in the OpenMetrics format over HTTP, if they are configured. They run in a separate thread and runtime, so that
-//! no scraper can delay a hand-over: the scheduling loop only copies its state.
+//! Metrics in the OpenMetrics format over HTTP, if they are configured. They are served by a separate
+//! thread and runtime, so that no scraper can delay a hand-over. The scheduling loop only copies its
+//! state.
 //!
 //! - `listen`: the sockets.
 //! - `server`: HTTP.
-//! - `source`: one text, shared by all scrapers of about the same time.
-//! - `text`: formats a snapshot. `families` is the table of all metrics.
+//! - `source`: creates the text of the metrics, which concurrent scrapers share.
+//! - `text`: formats a snapshot. `families`: the table of all metrics.
 //! - `snapshot`: the figures.
 
 mod families;
@@ -27,7 +28,8 @@ use snapshot::Figures;
 pub use source::Question;
 use source::Source;
 
-/// Starts to serve metrics on these sockets, if any, until the process ends.
+/// Starts to serve metrics on these sockets until the process exits. Does nothing if there are no
+/// sockets.
 pub fn start<V: Figures + 'static>(
     sockets: Vec<OwnedFd>,
     questions: mpsc::UnboundedSender<Question<V>>,

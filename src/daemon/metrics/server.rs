@@ -1,5 +1,5 @@
-//! HTTP. Every process that can connect may read metrics. Clients can delay each other only briefly: the number of
-//! connections is limited, and each connection has one answer and a timeout.
+//! The HTTP server. Every process that can connect may read metrics. Clients can delay each other only
+//! briefly: the number of connections is limited, and each connection has one answer and a timeout.
 
 use std::convert::Infallible;
 use std::io;
@@ -24,16 +24,16 @@ use super::snapshot::Figures;
 use super::source::Source;
 use super::text;
 
-/// Maximum number of concurrent connections. Further ones wait.
+/// Maximum number of concurrent connections. Further connections wait.
 const MAX_CONNECTIONS: usize = 64;
 /// A peer that has not sent a request within this time is disconnected.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
-/// A peer that has not read the whole answer within this time is disconnected. Prometheus by default waits equally long
-/// for an answer.
+/// A peer that has not read the whole answer within this time is disconnected. By default, Prometheus
+/// waits for the same time.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum length of a request in bytes. hyper allows no lower limit.
+/// Maximum length of a request in bytes. This is the lowest limit that hyper allows.
 const MAX_REQUEST: usize = 8 << 10;
-/// Pause after a failed `accept`, for instance for lack of descriptors.
+/// Pause after a failed `accept`, for example if no file descriptors are left.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
 /// Permits for connections, shared by all sockets.
@@ -43,7 +43,7 @@ pub fn places() -> Places {
     Arc::new(Semaphore::new(MAX_CONNECTIONS))
 }
 
-/// Answers all connections to a socket.
+/// Serves all connections to a socket.
 pub async fn serve<V: Figures + 'static>(listener: Listener, places: Places, source: Rc<Source<V>>) {
     loop {
         let Ok(place) = places.clone().acquire_owned().await else { return };

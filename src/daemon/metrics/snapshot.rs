@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use crate::identity::Identity;
 
-/// Upper bounds of the buckets for waits, in seconds: from a hand-over that moves no memory to several turns with the longest
-/// common time quantum.
+/// Upper bounds of the buckets for waits, in seconds. The shortest waits are hand-overs that move no
+/// memory. The longest are several turns with the longest common time quantum.
 pub const WAIT_BOUNDS: [f64; 14] =
     [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0];
 
-/// A view of the scheduling loop's state, from which the figures are computed.
+/// A view of the scheduling loop's state that can compute the figures.
 pub trait Figures: Send + Sync {
     fn figures(&self) -> Snapshot;
 }
@@ -19,23 +19,25 @@ pub trait Figures: Send + Sync {
 pub struct Snapshot {
     pub gpus: Vec<OfGpu>,
     pub workloads: Vec<OfWorkload>,
-    /// One entry for each GPU that a client uses or has used. Empty unless requested.
+    /// One entry for each client and each GPU that the client uses or has used. Empty if metrics of
+    /// programs are not configured.
     pub clients: Vec<OfClient>,
     pub groups: Vec<OfGroup>,
 }
 
-/// Stalls of the clients of a GPU, a tenant or a unit.
+/// Stall times of the clients of a GPU, a tenant or a unit.
 #[derive(Debug, Clone)]
 pub struct OfGroup {
     pub kind: &'static str,
     pub name: String,
-    /// Time for which at least one client was stalled (`some`), and for which none ran besides (`full`).
+    /// `some`: time for which at least one client was stalled. `full`: the part of it in which no client of
+    /// the group held a lock.
     pub some: Duration,
     pub full: Duration,
 }
 
-/// Programs that are summed for metrics: those of one tenant in one unit, or in one container of a pod. Unlike programs,
-/// workloads persist: they recur with the same name.
+/// Programs that are summed for metrics: the programs of one tenant in one unit, or in one container of
+/// a pod. Programs come and go, but a workload returns under the same name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Workload {
     pub tenant: String,
@@ -58,7 +60,7 @@ impl Workload {
     }
 }
 
-/// The name of a process's container in Kubernetes, or its ID if it has no name there.
+/// The name of a process's container in Kubernetes. Outside Kubernetes, the container's ID.
 pub fn container_name(identity: &Identity) -> &str {
     if identity.pod.container.is_empty() { &identity.container } else { &identity.pod.container }
 }
@@ -68,15 +70,15 @@ pub fn container_name(identity: &Identity) -> &str {
 pub struct OfWorkload {
     pub gpu: Arc<str>,
     pub workload: Workload,
-    /// Includes programs that have ended.
+    /// Includes counters of programs that have ended.
     pub counted: Counted,
     pub programs: u64,
     pub memory: Memory,
     /// The sum of the programs' limits.
     pub limit: u64,
-    /// The highest limit that a rule sets for any group that the programs belong to.
+    /// The highest limit that a rule sets for the programs' groups.
     pub memory_max: Option<u64>,
-    /// The longest current wait.
+    /// The longest wait in progress.
     pub waits: Duration,
 }
 
@@ -110,7 +112,7 @@ impl OfWorkload {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Counted {
     pub lock_time: Duration,
-    /// Total time of waits that ended with a grant.
+    /// Total time of the waits that ended with a grant.
     pub wait_time: Duration,
     pub grants: u64,
     pub hand_overs: u64,
@@ -134,7 +136,8 @@ impl Counted {
             (&mut self.refused, more.refused),
             (&mut self.mapping_failures, more.mapping_failures),
         ];
-        // Clients report some of the counters, so these may have any value.
+        // Clients report some of the counters, so the values are not trustworthy and the sum must not
+        // overflow.
         numbers.into_iter().for_each(|(count, more)| *count = count.saturating_add(more));
     }
 }
@@ -143,8 +146,8 @@ impl Counted {
 #[derive(Debug, Clone, Default)]
 pub struct Waits {
     sum: Duration,
-    /// Number of waits in each bucket: above the previous bound and up to its own. The last bucket is for waits above all
-    /// bounds.
+    /// Number of waits in each bucket: longer than the previous bound, up to the bucket's own bound. The
+    /// last bucket is for waits longer than all bounds.
     buckets: [u64; WAIT_BOUNDS.len() + 1],
 }
 
@@ -178,7 +181,7 @@ pub struct OfGpu {
     pub index: Option<u32>,
     pub name: String,
     pub total: u64,
-    /// `None` if the GPU is gone.
+    /// `None` if NVML no longer lists the GPU.
     pub capacity: Option<u64>,
     pub gone: bool,
     pub overhead: u64,
@@ -227,7 +230,7 @@ pub struct OfClient {
 pub struct Attachment {
     pub memory: Memory,
     pub limit: u64,
-    /// Bytes that a rule allows the client's group.
+    /// Bytes that a rule allows the client's group. `None` without such a rule.
     pub memory_max: Option<u64>,
     pub waits: Duration,
 }

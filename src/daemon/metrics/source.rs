@@ -1,5 +1,5 @@
-//! The text of the metrics, created from a view of the scheduling loop's state, and shared by all scrapers that request it at
-//! about the same time.
+//! The text of the metrics. It is created from a view of the scheduling loop's state, and shared by all
+//! scrapers that request it within [`SHARED_FOR`].
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,9 +10,9 @@ use tracing::error;
 
 use super::{snapshot::Figures, text};
 
-/// Scrapers within this time share one text, so that their number does not affect the scheduling loop.
+/// Scrapers within this time share one text. Their number then does not affect the scheduling loop.
 const SHARED_FOR: Duration = Duration::from_millis(100);
-/// How long to wait for a view. A healthy scheduling loop answers within a tenth of a second.
+/// Time to wait for a view. A scheduling loop that works answers within 0.1 s.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A request for a view.
@@ -21,7 +21,7 @@ pub type Question<V> = oneshot::Sender<Arc<V>>;
 #[derive(Debug)]
 pub struct Source<V> {
     questions: mpsc::UnboundedSender<Question<V>>,
-    /// The newest text, and when it was requested.
+    /// The newest text, and the time of the request for it.
     newest: Mutex<Option<(Instant, Bytes)>>,
 }
 
@@ -32,7 +32,7 @@ impl<V: Figures> Source<V> {
 
     /// The text of the metrics. `None` if the scheduling loop does not answer.
     pub async fn text(&self) -> Option<Bytes> {
-        // The first scraper requests the text, and the others wait for the result.
+        // The first scraper requests the text. The others wait for the lock, and then share the text.
         let mut newest = self.newest.lock().await;
         if let Some((at, text)) = &*newest
             && at.elapsed() < SHARED_FOR

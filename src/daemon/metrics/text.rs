@@ -1,7 +1,7 @@
 //! Formats a snapshot as OpenMetrics 1.0.
 //!
-//! The registry's own metric types are not used: they keep values between scrapes, so thousands of ended clients
-//! would leave values behind. A collector encodes only current values.
+//! The registry's own metric types keep values between scrapes, so values of thousands of ended clients
+//! would accumulate. A collector is used instead, and encodes only current values.
 
 use std::fmt::Error;
 
@@ -19,7 +19,8 @@ use crate::identity::Identity;
 
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Average size of a client's metrics in bytes, used to allocate the text in one step.
+/// Average size of a client's metrics in bytes. The buffer for the text is allocated with this
+/// estimate, so that it rarely grows.
 const BYTES_A_CLIENT: usize = 4096;
 
 /// Formats all metrics.
@@ -45,7 +46,7 @@ impl Collector for Exposition {
     }
 }
 
-/// Writes a family, unless it has no values.
+/// Writes a family if it has any values.
 fn write<T: EncodeLabelSet>(encoder: &mut DescriptorEncoder, family: &Family<T>, all: &[T]) -> Result<(), Error> {
     let mut some = all.iter().filter(|one| family.value.is_there(one)).peekable();
     if some.peek().is_none() {

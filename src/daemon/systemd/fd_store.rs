@@ -1,30 +1,32 @@
-//! Clients' connections and D-Bus locks in systemd's file descriptor store (`FDSTORE=1`), where they outlive the daemon.
+//! Clients' connections and D-Bus locks in systemd's file descriptor store (`FDSTORE=1`). Stored
+//! descriptors outlive the daemon.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
 
-/// The kind of client that a stored connection belongs to.
+/// The kind of client to which a stored connection belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A program: one socket.
+    /// A program. It has one file descriptor: its socket.
     Program,
-    /// A lock. It has two file descriptors under one name: the daemon's end of the `AcquireLock` socket, and a memfd with the
-    /// state for the next daemon.
+    /// A D-Bus lock. It has two file descriptors under one name: the daemon's end of the `AcquireLock`
+    /// socket, and a memfd with the state for the next daemon.
     Lock,
 }
 
-/// The version of locks' memory files that this daemon writes. It reads no other.
+/// The version of the locks' memfds that this daemon writes. Other versions are rejected.
 pub const LOCK_RECORD: u16 = 1;
 
-/// The name of a connection in the store: everything that the next daemon knows about the client before asking it.
+/// The name of a connection in the store. It contains everything that the next daemon knows about the
+/// client before the client answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionName {
     pub kind: Kind,
-    /// The negotiated protocol version; for a lock, the version of its memory file.
+    /// The negotiated protocol version. For a lock, the version of its memfd.
     pub version: u16,
     pub client: u64,
-    /// Start time of the client's process in clock ticks since boot, or 0 if unknown. Distinguishes the process from a later
-    /// one with the same ID.
+    /// Start time of the client's process, in clock ticks since boot. 0 if unknown. It distinguishes the
+    /// process from a later process with the same PID.
     pub start_time: u64,
 }
 
@@ -44,7 +46,8 @@ impl ConnectionName {
 }
 
 impl fmt::Display for ConnectionName {
-    /// Short, because the names of all connections together are in one environment variable of at most 128 KiB.
+    /// Formats the name. It is short, because one environment variable of at most 128 KiB contains the
+    /// names of all connections.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = match self.kind {
             Kind::Program => 'v',
@@ -59,7 +62,7 @@ impl fmt::Display for ConnectionName {
 pub struct StoredConnection {
     pub name: ConnectionName,
     pub socket: OwnedFd,
-    /// The memory file of a lock; `None` for a program.
+    /// The memfd of a lock. `None` for a program.
     pub record: Option<OwnedFd>,
 }
 
@@ -78,8 +81,8 @@ mod tests {
         {
             assert_eq!(ConnectionName::parse(other), None, "{other}");
         }
-        // The maximum number of connections that nvshare.service stores, in one environment variable with the listening
-        // sockets.
+        // One environment variable must have room for the names of the listening sockets and of as many
+        // connections as nvshare.service can store.
         let unit = include_str!("../../../systemd/nvshare.service");
         let most = unit.lines().find_map(|line| line.strip_prefix("FileDescriptorStoreMax="));
         let most: usize = most.expect("nvshare.service keeps descriptors").parse().expect("a number");

@@ -1,6 +1,7 @@
-//! Socket activation, notifications to systemd and its descriptor store. All of these do nothing without systemd.
+//! Socket activation, notifications to systemd, and systemd's file descriptor store. Without systemd,
+//! all functions do nothing.
 //!
-//! Notifications are sent by a separate thread, since systemd may read them late and the scheduling loop must not
+//! A separate thread sends notifications: systemd may read them late, and the scheduling loop must not
 //! wait.
 
 pub mod fd_store;
@@ -20,29 +21,29 @@ use tracing::warn;
 use crate::sys::descriptors;
 use crate::sys::socket::{self, Kind};
 
-/// Names of the descriptors in `nvshare.socket` (`FileDescriptorName=`).
+/// Names of the file descriptors in `nvshare.socket` (`FileDescriptorName=`).
 const CLIENTS: &str = "clients";
 const CONTROL: &str = "control";
 const METRICS: &str = "metrics";
 
-/// How long an ending daemon waits for systemd to read its notifications.
+/// Time for which an exiting daemon waits for systemd to read its notifications.
 const STOP_PATIENCE: Duration = Duration::from_millis(300);
 
-/// The descriptors that systemd passes to the daemon.
+/// The file descriptors that systemd passes to the daemon.
 #[derive(Debug, Default)]
 pub struct Activated {
     pub clients: Option<OwnedFd>,
     pub control: Option<OwnedFd>,
-    /// Any number of sockets: a unit can listen on several addresses.
+    /// The sockets for metrics. There may be several: a socket unit can listen on several addresses.
     pub metrics: Vec<OwnedFd>,
     /// Connections stored by the previous daemon.
     pub stored: Vec<StoredConnection>,
-    /// Names of passed descriptors that this version does not know.
+    /// Names of passed file descriptors that this version of the daemon does not know.
     pub unknown: Vec<String>,
 }
 
-/// Takes over the passed descriptors. Must be called once, before other threads are started, since it changes the
-/// environment.
+/// Takes over the passed file descriptors. Changes the environment, so it must be called once and
+/// before other threads start.
 pub fn activated() -> Result<Activated, String> {
     let given = activation::receive_descriptors_with_names(true)
         .map_err(|e| format!("cannot take over the sockets that systemd passed: {e}"))?;
@@ -95,7 +96,7 @@ pub fn activated() -> Result<Activated, String> {
 
 enum Note {
     Say(String),
-    /// Stores descriptors with systemd.
+    /// Stores file descriptors with systemd under a name.
     Keep(String, Vec<OwnedFd>),
     /// Replies to the sender once all earlier notes have been sent.
     Said(Sender<()>),
@@ -103,8 +104,9 @@ enum Note {
 
 static NOTES: OnceLock<SyncSender<Note>> = OnceLock::new();
 
-/// Maximum number of notes that wait for systemd to read. Further notes are dropped: a connection is then not stored,
-/// or is removed from the store only once systemd notices that it was shut down.
+/// Maximum number of notes that systemd has not read. Further notes are dropped. A dropped note has
+/// mild consequences: a connection is not stored, or a closed connection stays in the store until
+/// systemd notices its end.
 const MOST_NOTES: usize = 1024;
 
 /// Starts the thread for notifications, if systemd started the daemon.
@@ -143,7 +145,7 @@ pub fn is_there() -> bool {
     NOTES.get().is_some()
 }
 
-/// Queues a note. Returns `false` if the note was dropped.
+/// Queues a note. Returns false if the note was dropped.
 fn tell(note: impl FnOnce() -> Note) -> bool {
     NOTES.get().is_some_and(|notes| notes.try_send(note()).is_ok())
 }
@@ -167,7 +169,8 @@ pub fn reloading() {
     }
 }
 
-/// Notifies systemd that the daemon stops, and waits until systemd has read all notes.
+/// Notifies systemd that the daemon stops. Waits until systemd has read all notes, for at most
+/// [`STOP_PATIENCE`].
 pub fn stopping() {
     say(&[NotifyState::Stopping]);
     let (reply, said) = mpsc::channel();
@@ -179,12 +182,14 @@ pub fn watchdog() {
     say(&[NotifyState::Watchdog]);
 }
 
-/// The period for [`watchdog`]: half of systemd's watchdog timeout.
+/// The interval for calls of [`watchdog`]: half of systemd's watchdog timeout. `None` if the watchdog
+/// is disabled.
 pub fn watchdog_period() -> Option<Duration> {
     sd_notify::watchdog_enabled().map(|limit| limit / 2)
 }
 
-/// Stores descriptors with systemd under one name, for the next daemon. Returns `false` if systemd cannot store them.
+/// Stores file descriptors with systemd under one name, for the next daemon. Returns false if they
+/// cannot be stored.
 pub fn keep(name: &str, descriptors: &[BorrowedFd<'_>]) -> bool {
     if !is_there() {
         return false;

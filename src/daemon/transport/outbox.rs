@@ -44,8 +44,7 @@ impl Outbox {
     }
 }
 
-/// True if `newer` supersedes `older`. A message that changes the lock's holder, such as a grant, is
-/// never dropped.
+/// True if `newer` supersedes `older`. A grant is never superseded.
 fn replaces(newer: &SchedulerMessage, older: &SchedulerMessage) -> bool {
     use SchedulerMessage::{Allowance, Contended, Denied, Limit, MemoryMax, Prepare, Reserved, Revoke, Waiting};
     match (newer, older) {

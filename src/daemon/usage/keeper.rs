@@ -1,5 +1,6 @@
-//! The work of the usage thread: holds unsaved usage in memory, saves it, and answers queries. If the disk is full or
-//! read-only, or the directory is missing, logs this once and retries on every save. Sets a damaged database aside.
+//! The work of the usage thread: collects unsaved usage in memory, saves it on disk, and answers
+//! queries. If the disk is full or read-only, or the directory is missing, the thread logs this once
+//! and retries on every save. It sets a damaged database aside.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -10,19 +11,19 @@ use tracing::{info, warn};
 use super::store::{FILE, MAX_ANSWER, Store, StoreError, set_aside};
 use super::{Accounts, HOUR, HoursUsed, Job, Key, Query, Tenants, UsageAnswer};
 
-/// Maximum number of unsaved entries in memory: tenants' hours, and hours of programs whose rules limit their time. Beyond it,
-/// the oldest are dropped.
+/// Maximum number of unsaved entries in memory: hours of tenants, and hours of programs with
+/// `gpu-hours`. If there are more, the oldest are dropped.
 const MAX_UNSAVED: usize = 10_000;
 
 pub struct Records {
     path: PathBuf,
     store: Option<Store>,
     keep: Duration,
-    /// Usage by the start of the hour, in seconds since 1970, and the tenant.
+    /// Usage by hour and tenant. The hour is given by its start, in seconds since 1970.
     unsaved: BTreeMap<(i64, String), Accounts>,
-    /// Seconds with the lock, for programs whose rules limit their time, by hour and programs.
+    /// Lock time in seconds of programs with `gpu-hours`, by hour and programs.
     unsaved_hours: BTreeMap<(i64, String), f64>,
-    /// The hour in which the database was last tidied, in seconds since 1970.
+    /// Start of the hour in which the database was last tidied, in seconds since 1970.
     tidied: Option<i64>,
     /// True once a failure to save records has been logged.
     has_failed: bool,
@@ -55,7 +56,7 @@ impl Records {
                 (self.keep, self.tidied) = (keep, None);
                 self.save();
             }
-            // The receiver may be gone, which is not an error.
+            // A reply cannot be sent if its receiver was dropped. This is not an error.
             Job::Read(query, reply) => drop(reply.send(self.read(&query))),
             Job::ReadHours(reply) => drop(reply.send(self.read_hours())),
         }
@@ -79,7 +80,7 @@ impl Records {
 
     fn save(&mut self) {
         let hour = now().div_euclid(HOUR) * HOUR;
-        // Creates no file before there is usage to save.
+        // Does not create the file before there is usage to save.
         if self.unsaved.is_empty()
             && self.unsaved_hours.is_empty()
             && (self.tidied == Some(hour) || !self.path.exists())
@@ -135,7 +136,7 @@ impl Records {
         Ok(rows.into_iter().collect())
     }
 
-    /// The saved hours. Empty if they cannot be read; that failure is logged when records are saved.
+    /// The saved hours. Empty if they cannot be read. The failure is logged when records are saved.
     fn read_hours(&mut self) -> HoursUsed {
         if !self.path.exists() {
             return HoursUsed::new();
@@ -143,7 +144,8 @@ impl Records {
         self.with_store(|store, _| store.read_hours()).unwrap_or_default()
     }
 
-    /// Runs `what` on the database, and once more on a new one if the database is damaged.
+    /// Runs `what` on the database. If the database is damaged, sets it aside and runs `what` again on a
+    /// new one.
     fn with_store<T>(
         &mut self,
         mut what: impl FnMut(&mut Store, &mut Self) -> Result<T, StoreError>,
@@ -154,7 +156,7 @@ impl Records {
                 None => Store::open(&records.path)?,
             };
             let result = what(&mut store, records);
-            // Reopens the file after a failure, as it may have been replaced.
+            // After a failure, the file is opened again for the next job: it may have been replaced.
             records.store = result.is_ok().then_some(store);
             result
         };
@@ -191,7 +193,7 @@ mod tests {
         now().div_euclid(HOUR) * HOUR
     }
 
-    /// Lock seconds of each tenant.
+    /// The lock time in seconds of each tenant.
     fn read(records: &mut Records) -> Result<Vec<(String, f64)>, String> {
         let query = Query { since: 0.0, by: [Column::Tenant].into(), tenant: None };
         let rows = records.read(&query)?;

@@ -1,8 +1,9 @@
-//! Hourly usage of each GPU by tenants and their systemd units and containers, saved in the directory that systemd provides
-//! (`StateDirectory=`).
+//! Hourly usage of each GPU by tenants, and by their systemd units and containers. It is saved in the
+//! directory that systemd provides (`StateDirectory=`).
 //!
-//! A separate thread reads and writes it, since a disk can be slow: the scheduling loop sends it usage and never waits. `store`
-//! is the database; `keeper` is the thread. Without the feature `accounting` neither exists, and usage is not recorded.
+//! Disks can be slow, so a separate thread reads and writes the records. The scheduling loop sends it
+//! usage and never waits. `keeper` is the thread, and `store` is its database. Without the feature
+//! `accounting`, neither exists and usage is not recorded.
 
 #![cfg_attr(not(feature = "accounting"), expect(dead_code))]
 
@@ -19,14 +20,15 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tracing::warn;
 
-/// Seconds.
+/// An hour in seconds.
 pub const HOUR: i64 = 3600;
-/// Maximum number of one tenant's accounts in one hour. Usage of further accounts is summed.
+/// Maximum number of accounts of one tenant in one hour. Usage of further accounts is summed.
 pub const MAX_ACCOUNTS: usize = 100;
-/// The unit under which usage of further accounts is summed. No real unit has this name.
+/// The unit under which the usage of further accounts is summed. No real unit has this name.
 pub const OTHERS: &str = "others";
 
-/// A GPU, and the unit and container that used it. Empty strings if there is none.
+/// A GPU, and the unit and container that used it. Strings are empty if there is no unit or no
+/// container.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Account {
     pub gpu: String,
@@ -40,15 +42,15 @@ impl Account {
     }
 }
 
-/// Sums. They never decrease.
+/// Sums of usage. They never decrease.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Amounts {
     /// Time with the lock.
     pub lock_seconds: f64,
-    /// Waits that ended with a grant: their number and total time.
+    /// Number of waits that ended with a grant, and their total time.
     pub grants: f64,
     pub wait_seconds: f64,
-    /// Bytes on the GPU and in host memory, multiplied by the time for which they were there.
+    /// Products of bytes and time, for bytes on the GPU and bytes in host memory.
     pub resident_byte_seconds: f64,
     pub swapped_byte_seconds: f64,
     /// Bytes copied to the GPU and from it.
@@ -97,7 +99,7 @@ impl Amounts {
     }
 }
 
-/// The accounts of one tenant: at most [`MAX_ACCOUNTS`], and one that sums the rest.
+/// The accounts of one tenant: at most [`MAX_ACCOUNTS`], and one account that sums the rest.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Accounts(BTreeMap<Account, Amounts>);
 
@@ -111,14 +113,15 @@ impl Accounts {
 /// Usage by tenant name.
 pub type Tenants = BTreeMap<String, Accounts>;
 
-/// Seconds with the lock, for programs whose rules limit their time, by programs and by start of the hour in seconds since
-/// 1970.
+/// Lock time in seconds of programs with `gpu-hours`, by programs and hour. The hour is given by its
+/// start, in seconds since 1970.
 pub type HoursUsed = BTreeMap<String, BTreeMap<i64, f64>>;
 
-/// Columns by which an answer can group records. Records that agree in the requested columns are summed.
+/// A column by which a query can group records. Records with equal values in the requested columns are
+/// summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Column {
-    /// The hour; for records older than a month, the day.
+    /// The hour. For records older than a month, the day.
     Time,
     Gpu,
     Tenant,
@@ -127,6 +130,8 @@ pub enum Column {
 }
 
 impl Column {
+    /// Parses a column's name.
+    ///
     /// # Errors
     /// A sentence that lists the valid names.
     pub fn parse(name: &str) -> Result<Self, String> {
@@ -143,24 +148,24 @@ impl Column {
 
 #[derive(Debug, Clone)]
 pub struct Query {
-    /// Seconds since 1970. Includes records that end later.
+    /// Seconds since 1970. Only records that end later are included.
     pub since: f64,
     pub by: BTreeSet<Column>,
-    /// Includes only records of this tenant.
+    /// If present, only records of this tenant are included.
     pub tenant: Option<String>,
 }
 
-/// The key of one hour or day, or of all of them together. Columns that the query does not group by are empty.
+/// The key of a row in an answer. Columns by which the query does not group are empty.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
-    /// The start in seconds since 1970, and the length in seconds.
+    /// Start in seconds since 1970, and length in seconds.
     pub time: (i64, i64),
     pub tenant: String,
     pub account: Account,
 }
 
 impl Key {
-    /// The key with only the columns that the query groups by.
+    /// The key with only the columns by which the query groups.
     fn reduced(self, by: &BTreeSet<Column>) -> Self {
         let text = |column, text: String| if by.contains(&column) { text } else { String::new() };
         Self {
@@ -179,8 +184,8 @@ impl Key {
 pub type UsageAnswer = Result<Vec<(Key, Amounts)>, String>;
 
 enum Job {
-    /// Usage in the hour that begins at this time, in seconds since 1970, and seconds with the lock of programs whose rules
-    /// limit their time.
+    /// Usage in the hour that begins at this time, in seconds since 1970, and lock time in seconds of
+    /// programs with `gpu-hours`.
     Add(i64, Tenants, BTreeMap<String, f64>),
     Save,
     Keep(Duration),
@@ -188,7 +193,7 @@ enum Job {
     ReadHours(oneshot::Sender<HoursUsed>),
 }
 
-/// Sends jobs to the thread.
+/// Sends jobs to the usage thread.
 #[derive(Debug)]
 pub struct Keeper {
     jobs: Sender<Job>,
@@ -196,7 +201,8 @@ pub struct Keeper {
 }
 
 impl Keeper {
-    /// Starts the thread on the database in this directory. Records are deleted `keep` after they end.
+    /// Starts the thread. Its database is in this directory. Records are deleted when the time `keep` has
+    /// passed since their end.
     #[cfg(feature = "accounting")]
     pub fn start(directory: &Path, keep: Duration) -> Option<Self> {
         let (jobs, asked) = std::sync::mpsc::channel();
@@ -216,8 +222,8 @@ impl Keeper {
         None
     }
 
-    /// Adds usage in the hour that begins at this time, in seconds since 1970. `hours`: seconds with the lock of programs whose
-    /// rules limit their time.
+    /// Adds usage in the hour that begins at `hour`, in seconds since 1970. `hours`: lock time in seconds
+    /// of programs with `gpu-hours`.
     pub fn add(&self, hour: i64, used: Tenants, hours: BTreeMap<String, f64>) {
         let _ = self.jobs.send(Job::Add(hour, used, hours));
     }
@@ -235,12 +241,12 @@ impl Keeper {
         let _ = self.jobs.send(Job::Read(query, reply));
     }
 
-    /// Answers with the saved hours of programs whose rules limit their time. Empty if they cannot be read.
+    /// Replies with the saved hours of programs with `gpu-hours`. Empty if they cannot be read.
     pub fn read_hours(&self, reply: oneshot::Sender<HoursUsed>) {
         let _ = self.jobs.send(Job::ReadHours(reply));
     }
 
-    /// Waits until everything is saved, for at most `patience`, since a disk may hang.
+    /// Waits until everything is saved. A disk may hang, so it waits for at most `patience`.
     pub fn finish(self, patience: Duration) {
         let Self { jobs, ended } = self;
         drop(jobs);

@@ -1,6 +1,7 @@
-//! The database: a table with a row for each hour, tenant, GPU, unit and container. After a month, the hours of a day are
-//! merged into one row. Rows older than the retention time, and the oldest of too many rows, are deleted. Another table has the
-//! last month of programs whose rules limit their time.
+//! The database. One table has a row for each hour, tenant, GPU, unit and container. After a month, the
+//! hours of a day are merged into one row. Rows older than the retention time are deleted, and so are
+//! the oldest rows if there are too many. A second table stores the last month of programs with
+//! `gpu-hours`.
 
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -14,10 +15,11 @@ use rusqlite::{Connection, ErrorCode, Row, Statement, Transaction, params};
 use super::{Account, Accounts, Amounts, HOUR, HoursUsed, Key, MAX_ACCOUNTS, Query};
 
 pub const FILE: &str = "usage.sqlite";
-/// The suffix of a database that was set aside.
+/// Suffix of the file name of a database that was set aside.
 pub const DAMAGED: &str = ".damaged";
 
-/// The version of this schema. A database with another version was written by another version of nvshare, and is not used.
+/// The version of this schema. A database with another version belongs to another version of nvshare,
+/// and is not used.
 const VERSION: i64 = 1;
 const SCHEMA: &str = "
     CREATE TABLE usage (
@@ -45,13 +47,13 @@ const SCHEMA: &str = "
     PRAGMA user_version = 1;";
 
 pub const DAY: i64 = 24 * HOUR;
-/// Hours are merged into days after this many seconds: the longest month.
+/// Age in seconds after which hours are merged into days: the longest month.
 const HOURS_LAST: i64 = 31 * DAY;
-/// Maximum number of rows, about 100 MB. Beyond it, the oldest are deleted.
+/// Maximum number of rows, about 100 MB. If there are more, the oldest are deleted.
 const MAX_ROWS: i64 = 500_000;
-/// Maximum number of rows of programs whose rules limit their time. Beyond it, the oldest are deleted.
+/// Maximum number of rows of programs with `gpu-hours`. If there are more, the oldest are deleted.
 const MAX_HOURS: i64 = 100_000;
-/// Maximum number of rows of an answer.
+/// Maximum number of rows in an answer.
 pub const MAX_ANSWER: usize = 10_000;
 
 const ADD: &str = "
@@ -65,13 +67,13 @@ const ADD: &str = "
         swapped_in_bytes = swapped_in_bytes + excluded.swapped_in_bytes,
         swapped_out_bytes = swapped_out_bytes + excluded.swapped_out_bytes";
 
-/// Why the database cannot be used.
+/// A reason why the database cannot be used.
 #[derive(Debug)]
 pub enum StoreError {
     /// The database is damaged.
     Unusable(String),
-    /// The disk is full or read-only, another version of nvshare wrote the database, or another condition that may be
-    /// temporary.
+    /// A condition that may be temporary: the disk is full or read-only, or another version of nvshare
+    /// wrote the database.
     Other(String),
 }
 
@@ -104,7 +106,7 @@ pub struct Store {
 impl Store {
     /// Opens the database, or creates it.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
-        // Other users must not be able to read the names of programs.
+        // Other users must not read the names of programs.
         let created = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path);
         created.map_err(|e| StoreError::Other(e.to_string()))?;
         let mut connection = Connection::open(path)?;
@@ -123,7 +125,7 @@ impl Store {
                     return Err(StoreError::Unusable(found));
                 }
             }
-            // The database is left unchanged, for a return to the other version.
+            // The database is left unchanged, in case the other version is installed again.
             _ => {
                 return Err(StoreError::Other(format!(
                     "it has the format {version}, of another version of nvshare, instead of {VERSION}: move it away to begin a new one"
@@ -133,8 +135,8 @@ impl Store {
         Ok(Self { connection })
     }
 
-    /// Adds usage; if that fails, adds none of it. Hours are given by their start, in seconds since 1970. `hours`: seconds with
-    /// the lock of programs whose rules limit their time.
+    /// Adds all of this usage, or none of it on failure. Hours are given by their start, in seconds since
+    /// 1970. `hours`: lock time in seconds of programs with `gpu-hours`.
     pub fn add<'a>(
         &mut self,
         used: impl Iterator<Item = (i64, &'a str, &'a Accounts)>,
@@ -173,7 +175,7 @@ impl Store {
         Ok(transaction.commit()?)
     }
 
-    /// Seconds with the lock of programs whose rules limit their time.
+    /// The saved lock time in seconds of programs with `gpu-hours`.
     pub fn read_hours(&self) -> Result<HoursUsed, StoreError> {
         let mut statement = self.connection.prepare("SELECT programs, begins, lock_seconds FROM hours")?;
         let mut rows = statement.query([])?;
@@ -184,8 +186,8 @@ impl Store {
         Ok(all)
     }
 
-    /// Merges hours older than a month into days, deletes rows older than `keep`, and deletes the oldest rows beyond the
-    /// limits. `now` is in seconds since 1970.
+    /// Merges hours older than a month into days. Deletes rows older than `keep`, and the oldest rows
+    /// beyond the limits. `now`: seconds since 1970.
     pub fn tidy(&mut self, now: i64, keep: Duration) -> Result<(), StoreError> {
         self.tidy_to(now, keep, MAX_ROWS)
     }
@@ -208,16 +210,17 @@ impl Store {
             "DELETE FROM hours WHERE begins <= (SELECT begins FROM hours ORDER BY begins DESC LIMIT 1 OFFSET ?1)",
             [MAX_HOURS],
         )?;
-        // All rows of an hour or day are deleted together.
+        // Deletes all rows of an hour or day together.
         let beyond =
             "DELETE FROM usage WHERE begins <= (SELECT begins FROM usage ORDER BY begins DESC LIMIT 1 OFFSET ?1)";
         transaction.execute(beyond, [most])?;
         Ok(transaction.commit()?)
     }
 
-    /// Sums the rows that match a query by its columns. Returns at most one row more than [`MAX_ANSWER`].
+    /// Finds the rows that match a query, and sums them by the query's columns. Returns at most
+    /// [`MAX_ANSWER`] + 1 rows.
     pub fn read(&self, query: &Query) -> Result<BTreeMap<Key, Amounts>, StoreError> {
-        // The group columns have aliases that occur nowhere else.
+        // The aliases of the group columns are not the names of any table columns.
         let mut statement = self.connection.prepare(
             "SELECT CASE WHEN ?3 THEN begins ELSE 0 END AS time, CASE WHEN ?3 THEN lasts ELSE 0 END AS duration,
                 CASE WHEN ?4 THEN tenant ELSE '' END AS whose, CASE WHEN ?5 THEN gpu ELSE '' END AS device,
@@ -249,7 +252,7 @@ impl Store {
     }
 }
 
-/// Reads amounts from the columns that begin with `first`.
+/// Reads amounts from consecutive columns, beginning with the column `first`.
 fn amounts(row: &Row<'_>, first: usize) -> rusqlite::Result<Amounts> {
     let mut all = [0.0; 7];
     for (at, amount) in all.iter_mut().enumerate() {
@@ -273,8 +276,8 @@ fn insert(
     Ok(())
 }
 
-/// Merges each account's hours of a day into one row. If a tenant has too many accounts, those with the most GPU time keep
-/// their own rows.
+/// Merges each account's hours of a day into one row. If a tenant has too many accounts, only the
+/// accounts with the most GPU time keep separate rows.
 fn make_day(transaction: &Transaction<'_>, day: i64) -> rusqlite::Result<()> {
     let sums = "SELECT tenant, gpu, unit, container, sum(lock_seconds), sum(grants), sum(wait_seconds),
             sum(resident_byte_seconds), sum(swapped_byte_seconds), sum(swapped_in_bytes), sum(swapped_out_bytes)
@@ -299,17 +302,17 @@ fn make_day(transaction: &Transaction<'_>, day: i64) -> rusqlite::Result<()> {
     Ok(())
 }
 
-/// Maximum number of databases kept after being set aside. Beyond it, the last one is replaced.
+/// Maximum number of databases that are set aside. Beyond it, the last one is replaced.
 const MAX_ASIDE: u32 = 9;
 
-/// Sets a database aside, next to those set aside before.
+/// Sets a database aside, under a name that no earlier database has.
 pub fn set_aside(path: &Path) -> io::Result<PathBuf> {
     let with = |end: &str| {
         let mut name = path.as_os_str().to_owned();
         name.push(end);
         PathBuf::from(name)
     };
-    // The new database must not find this database's journal.
+    // The new database must not find the journal of this one.
     match std::fs::remove_file(with("-journal")) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
         _ => {}
@@ -395,7 +398,7 @@ mod tests {
         store.tidy(33 * DAY + 1, keep).expect("tidied");
         let days = [((0, DAY), seconds(24.0)), ((DAY, DAY), seconds(24.0))];
         assert_eq!(times(&store), days);
-        // Usage that arrives late, since the disk was full, is added to the day.
+        // Usage that was saved late because the disk was full is added to the day's row.
         add(&mut store, HOUR, "user 1", "a.service", 3.0);
         store.tidy(33 * DAY + 1, keep).expect("tidied");
         assert_eq!(times(&store)[0], ((0, DAY), seconds(27.0)));

@@ -3,17 +3,17 @@
 /// The source of a GPU's memory figures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Basis {
-    /// Clients' reports: NVML is not available.
+    /// Clients' reports, because NVML is not available.
     #[default]
     Reports,
-    /// NVML's figures for the whole GPU. NVML lists no processes, or lists them by the IDs of another PID namespace.
+    /// NVML's figures for the whole GPU. NVML lists no processes, or lists PIDs of another PID namespace.
     Total,
     /// NVML's figures for each process.
     Processes,
 }
 
 impl Basis {
-    /// A sentence for the log.
+    /// A sentence about the source, for the log.
     pub fn in_words(self) -> &'static str {
         match self {
             Self::Reports => "NVML is not available: programs' reports of memory cannot be verified",
@@ -24,7 +24,7 @@ impl Basis {
         }
     }
 
-    /// The name in the status and on D-Bus.
+    /// The source's name in the status and on D-Bus.
     pub fn name(self) -> &'static str {
         match self {
             Self::Reports => "reports",

@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use crate::scheduler::Time;
 
-/// Time until a report arrives.
+/// Maximum delay until a report arrives.
 const REPORT_DELAY: Duration = Duration::from_millis(50);
-/// Maximum time from the beginning of a sample until it is handled.
+/// Maximum age of a sample when it is handled, counted from the beginning of sampling.
 const MAX_SAMPLE_AGE: Duration = Duration::from_secs(2);
-/// Maximum number of changes kept; older ones are merged.
+/// Maximum number of changes kept. Older changes are merged.
 const MAX_CHANGES: usize = 32;
 
 /// Bounds on a client's mapped memory over the last seconds.
@@ -17,13 +17,13 @@ const MAX_CHANGES: usize = 32;
 pub struct History(VecDeque<(Time, (u64, u64))>);
 
 impl History {
-    /// The history of a client that has just attached: until its first report, it may have mapped any part of the GPU's `total`
-    /// bytes. A client of an earlier scheduler may have had memory there all along.
+    /// The history of a client that has just attached. Until its first report, it may have mapped any part
+    /// of the GPU's `total` bytes: a client of an earlier daemon may already have memory.
     pub fn unknown(now: Time, total: u64) -> Self {
         Self(VecDeque::from([(now, (0, total))]))
     }
 
-    /// Records that the mapped bytes are within `extent` from now on.
+    /// Records that the mapped bytes are within the bounds `extent` from now on.
     pub fn record(&mut self, now: Time, extent: (u64, u64)) {
         if self.0.back().is_some_and(|(_, last)| *last == extent) {
             return;
@@ -40,7 +40,8 @@ impl History {
         }
     }
 
-    /// The bounds on the bytes mapped at some moment between `begun` and now, allowing for the delay of reports.
+    /// Bounds on the bytes that were mapped at any moment between `begun` and now. Allows for the delay of
+    /// reports.
     pub fn at(&self, begun: Time) -> (u64, u64) {
         let from = begun.saturating_sub(REPORT_DELAY);
         let later = self.0.iter().skip(1).map(|(at, _)| Some(*at)).chain([None]);

@@ -7,12 +7,12 @@ use crate::daemon::gpu::nvml::Sample;
 use crate::scheduler::{ClientId, Found};
 
 impl Accounting {
-    /// Bounds on each client's mapped bytes; `None` if the sample does not show them.
+    /// Bounds on each client's mapped bytes. `None` if the sample is not sufficient to derive them.
     pub fn found(&self, sample: &Sample, clients: &[Attached], guess: u64) -> Option<BTreeMap<ClientId, Found>> {
         let processes = sample.processes.as_ref().filter(|_| self.basis == Basis::Processes);
         let Some(processes) = processes else { return self.found_in_total(sample, clients) };
         let of_clients = by_process(processes, clients);
-        // A context that was not measured may have any size up to the guess, or may not exist.
+        // A context that was not measured may have any size up to the guess, or may not exist yet.
         let context = |process: &Process| self.contexts.get(&process.first).copied();
         let shared = |(pid, process): (&u32, &Process)| {
             let bytes = process.used.saturating_sub(context(process).unwrap_or(0));
@@ -23,7 +23,7 @@ impl Accounting {
         let found = clients.iter().filter_map(|client| {
             let process = of_clients.get(&client.pid)?;
             let large = context(process).unwrap_or(guess);
-            // The rest may belong to other clients of the process.
+            // The rest may belong to other clients of the same process.
             let others = process.most - client.most;
             let least = process.used.saturating_sub(large).saturating_sub(others).saturating_sub(SIGNIFICANT);
             Some((client.client, Found { least, most: in_use.get_mut(&client.pid)?.take(client) }))
@@ -31,7 +31,8 @@ impl Accounting {
         Some(found.collect())
     }
 
-    /// Without figures for processes, bytes that no client reports may belong to any client, but only to one.
+    /// Bounds from the figures for the whole GPU. Bytes that no client reports may belong to any client,
+    /// but to only one.
     fn found_in_total(&self, sample: &Sample, clients: &[Attached]) -> Option<BTreeMap<ClientId, Found>> {
         let overhead = self.total.filter(|_| sample.steady)?;
         let least = clients.iter().fold(0u64, |sum, client| sum.saturating_add(client.least));
@@ -44,12 +45,12 @@ impl Accounting {
     }
 }
 
-/// Bytes shared by several clients, which must count only once: each client takes the bytes that it may have mapped and that
-/// the other clients need not have mapped. The last client takes the rest.
+/// Bytes shared by several clients, which must count only once. Each client takes the bytes that it may
+/// have mapped, except for the least bytes of the clients after it. The last client takes the rest.
 #[derive(Debug)]
 struct Shared {
     bytes: u64,
-    /// Clients that have not taken their part yet: the sum of their least bytes, and their number.
+    /// Clients that have not taken their bytes yet: the sum of their least bytes, and their number.
     least: u64,
     clients: usize,
 }

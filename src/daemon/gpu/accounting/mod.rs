@@ -1,20 +1,26 @@
 //! Memory accounting of one GPU: reconciles clients' reports with NVML's measurements.
 //!
-//! A sample and a client's reports are taken at different times, so the bytes that the client had mapped at the time of the
-//! sample are only known as an interval, from [`Attached::least`] to [`Attached::most`], and so are quantities derived from
-//! them. An estimate is kept while it lies in the newest interval, and otherwise clamped to it, so that a wrong estimate lasts
+//! A sample and a client's reports are taken at different times. So the bytes that the client had
+//! mapped at the time of the sample are known only as an interval, from [`Attached::least`] to
+//! [`Attached::most`]. Quantities derived from these bytes are intervals too. An estimate is kept while
+//! it lies in the newest interval, and is otherwise clamped to that interval. So a wrong estimate lasts
 //! at most until the next sample, even while memory moves.
 //!
-//! - *Context*: memory of a client's process beyond its mapped memory. It is measured only once it is complete: the
-//!   driver takes seconds to create a context, and a sample taken in that time shows only a part.
-//! - *Overhead*: memory in use beyond all clients' mapped memory: contexts, programs without nvshare, the driver.
-//! - *Others*: the overhead without contexts. Without figures for processes, contexts count with their assumed size.
-//! - *Found*: bounds on a client's mapped memory, independent of the client's reports. The scheduler accepts no report outside
-//!   them.
-//! - *Adopted*: shared memory that its exporter has freed, and that counts for another client now. NVML may show it for the
-//!   exporter, for no process, or for the adopter. It counts for the adopter if NVML shows it anywhere.
+//! - *Context*: memory of a client's process beyond its mapped memory. It is measured only once it is
+//!   complete: the driver takes seconds to create a context, and a sample from that time shows only a
+//!   part.
+//! - *Overhead*: memory in use beyond all clients' mapped memory: contexts, programs without nvshare,
+//!   the driver.
+//! - *Others*: the overhead without contexts. Without figures for processes, contexts count with their
+//!   assumed size.
+//! - *Found*: bounds on a client's mapped memory, independent of the client's reports. The scheduler
+//!   accepts only reports within these bounds.
+//! - *Adopted*: shared memory that its exporter has freed, and that now counts for another client. NVML
+//!   may show it under the exporter, the adopter, or no process. In each case, it counts for the
+//!   adopter.
 //!
-//! `history` keeps the intervals, [`Basis`] is the kind of figures that NVML has, `mapped` bounds each client's memory.
+//! `history` records the intervals. [`Basis`] tells which figures NVML provides. `mapped` derives the
+//! bounds on each client's memory.
 
 mod basis;
 mod history;
@@ -27,7 +33,8 @@ use crate::scheduler::ClientId;
 pub use basis::Basis;
 pub use history::History;
 
-/// Smaller differences are not reported to the scheduler: the granularity of GPU memory.
+/// Smaller differences are not reported to the scheduler. This is the granularity of GPU memory, in
+/// bytes.
 const SIGNIFICANT: u64 = 2 << 20;
 
 /// The estimates for one GPU, in bytes.
@@ -36,12 +43,13 @@ pub struct Accounting {
     contexts: BTreeMap<ClientId, u64>,
     /// The overhead last reported to the scheduler.
     overhead: Option<u64>,
-    /// The estimate of the overhead without figures for processes, before small changes are suppressed.
+    /// The estimate of the overhead from figures for the whole GPU. Unlike `overhead`, it also follows
+    /// small changes.
     total: Option<u64>,
     /// Memory of programs that are not clients.
     others: u64,
     basis: Basis,
-    /// Adopted memory of each process's clients that the last sample did not show for that process.
+    /// Adopted memory of each process's clients that the last sample did not show under that process.
     adopted: BTreeMap<u32, u64>,
 }
 
@@ -55,7 +63,8 @@ pub struct Attached {
     pub most: u64,
     /// Adopted bytes among the mapped bytes.
     pub adopted: u64,
-    /// The client's context may have been incomplete at the time of the sample. The scheduler reserves memory for it.
+    /// The client's context may have been incomplete at the time of the sample. The scheduler reserves
+    /// memory for the context.
     pub is_new: bool,
 }
 
@@ -67,18 +76,21 @@ struct Process {
     most: u64,
     /// Bytes adopted by the process's clients.
     adopted: u64,
-    /// One of the process's clients is new.
+    /// At least one of the process's clients is new.
     is_new: bool,
     clients: usize,
-    /// The client under which the context is recorded, since a process may have several clients.
+    /// The client under which the context is recorded. A process may have several clients but has one
+    /// context.
     first: ClientId,
 }
 
 impl Accounting {
-    /// Processes a sample. Returns the overhead, with small changes suppressed; `None` if it is still unknown.
+    /// Processes a sample. Returns the overhead, with small changes suppressed. `None` if the overhead is
+    /// still unknown.
     ///
-    /// `guess` is the size assumed for a context that was not measured. `is_own` tells whether a process that is not a client
-    /// was one, or may be about to reconnect. Its memory is not overhead.
+    /// `guess`: the size assumed for a context that was not measured. `is_own(pid)` is true for a process
+    /// that is not a client, but was one or may be about to reconnect. Its memory does not count as
+    /// overhead.
     pub fn sample(
         &mut self,
         sample: &Sample,
@@ -88,7 +100,7 @@ impl Accounting {
     ) -> Option<u64> {
         self.contexts.retain(|client, _| clients.iter().any(|c| c.client == *client));
         self.adopted.clear();
-        // An empty list does not show whether NVML would list processes.
+        // An empty list does not prove that NVML can list processes.
         let lists = |processes: &&BTreeMap<u32, u64>| !processes.is_empty() || self.basis == Basis::Processes;
         let bytes = match sample.processes.as_ref().filter(lists) {
             Some(processes) => {
@@ -98,7 +110,7 @@ impl Accounting {
             }
             None => {
                 if self.basis == Basis::Processes {
-                    self.total = self.overhead; // which was measured better
+                    self.total = self.overhead; // the better estimate, from figures for processes
                 }
                 self.basis = Basis::Total;
                 self.contexts.clear();
@@ -129,21 +141,22 @@ impl Accounting {
         let others = self.find_adopted(&of_clients, guess, others);
         self.others = others;
         let contexts = of_clients.values().map(|process| {
-            // Bounds on mapped memory are lowered by this margin, which must not accumulate in the context.
+            // Bounds on mapped memory are lowered by this margin. The margin must not accumulate in the context.
             let most = process.most.saturating_add(SIGNIFICANT);
             let range = (process.used.saturating_sub(most), process.used.saturating_sub(process.least));
             if process.is_new {
-                // The scheduler itself reserves the guess.
+                // The scheduler itself reserves the guessed size.
                 return range.0.saturating_sub(guess);
             }
             let known = self.contexts.get(&process.first);
-            // Managed memory is reported as mapped before it reaches the GPU. Such a sample does not show the context.
+            // Managed memory is reported as mapped before it reaches the GPU. The sample then does not show the
+            // context's size.
             if (1..process.least).contains(&process.used) {
                 return known.copied().unwrap_or(guess);
             }
             match known {
-                // The context is known to the byte only while no memory moves. Exactness matters, since a limit counts each
-                // byte.
+                // The context is known to the byte only while no memory moves. It must be exact, because limits count
+                // each byte.
                 _ if process.most == process.least => {
                     self.contexts.insert(process.first, range.1);
                     range.1
@@ -159,8 +172,9 @@ impl Accounting {
         others.saturating_add(contexts.fold(0, u64::saturating_add))
     }
 
-    /// Finds adopted memory that NVML does not show for the adopter's process: first among clients' processes, in bytes that no
-    /// client reports, then among `others`, the bytes in use by no client's process. Returns the rest of `others`.
+    /// Finds adopted memory that NVML does not show under the adopter's process. Searches bytes of clients'
+    /// processes that no client reports, and then `others`: bytes that no client's process uses. Returns
+    /// the rest of `others`.
     fn find_adopted(&mut self, processes: &BTreeMap<u32, Process>, guess: u64, others: u64) -> u64 {
         let mapped = |process: &Process| {
             process.used.saturating_sub(self.contexts.get(&process.first).copied().unwrap_or(guess))
@@ -170,7 +184,7 @@ impl Accounting {
         let mut adopted = BTreeMap::new();
         for (pid, process) in processes.iter().filter(|(_, process)| process.adopted > 0) {
             let missing = process.most.saturating_sub(mapped(process)).min(process.adopted);
-            // Bytes of the adopter's own process beyond its reports already count as mapped there.
+            // Unreported bytes of the adopter's own process already count as mapped for the adopter.
             let own = mapped(process).saturating_sub(process.least);
             let of_processes = missing.min(unclaimed.saturating_sub(own));
             let of_others = (missing - of_processes).min(others);
@@ -186,7 +200,8 @@ impl Accounting {
         let most = clients.iter().fold(0u64, |sum, c| sum.saturating_add(c.most));
         let least = clients.iter().fold(0u64, |sum, c| sum.saturating_add(c.least));
         let range = (used.saturating_sub(most), used.saturating_sub(least));
-        // Initially, clients that had memory before this daemon started are trusted.
+        // In the first sample, all memory in use counts as the clients', up to their upper bounds: they may
+        // have had it before the daemon started.
         let bytes = self.total.map_or(range.0, |before| before.clamp(range.0, range.1));
         *self.total.insert(bytes)
     }
@@ -210,14 +225,14 @@ impl Accounting {
         self.basis
     }
 
-    /// Discards the estimate made without figures for processes. Clients that had memory before this daemon started may still
-    /// reconnect, and until then the overhead is unknown.
+    /// Discards the estimate from figures for the whole GPU. Clients of an earlier daemon may still
+    /// reconnect, and the overhead is unknown until then.
     pub fn forget_total(&mut self) {
         self.total = None;
     }
 }
 
-/// Groups clients by process. A process that NVML does not list uses no memory.
+/// Groups clients by process. A process that NVML does not list uses no GPU memory.
 fn by_process(processes: &BTreeMap<u32, u64>, clients: &[Attached]) -> BTreeMap<u32, Process> {
     let mut all: BTreeMap<u32, Process> = BTreeMap::new();
     for Attached { client, pid, least, most, adopted, is_new } in clients {

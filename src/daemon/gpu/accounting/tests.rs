@@ -9,7 +9,7 @@ fn sample(used: u64, processes: &[(u32, u64)]) -> Sample {
     Sample { gpu: GpuId(Uuid([0; 16])), begun: Default::default(), steady: true, used: used * MIB, processes }
 }
 
-/// A client whose mapped memory does not move.
+/// A client whose mapped memory is constant.
 fn client(id: u64, mapped: u64) -> Attached {
     moving(id, mapped, mapped)
 }
@@ -46,21 +46,21 @@ fn without_figures_for_processes_contexts_are_assumed() {
 fn moving_memory_changes_nothing() {
     let mut accounting = Accounting::default();
     told(&mut accounting, &sample(5000, &[(1, 4500)]), &[client(1, 4000)]);
-    // The client has unmapped 3 GiB, or mapped 2 GiB, without reporting it.
+    // The client has unmapped 3 GiB, or mapped 2 GiB, and has not reported it yet.
     for (used, process) in [(2000, 1500), (7000, 6500)] {
         let clients = [moving(1, 1000, 6000)];
         assert_eq!(told(&mut accounting, &sample(used, &[(1, process)]), &clients), 1000);
     }
 }
 
-/// Regression test: two servers started together were deadlocked. Only a part of each context was measured, and that figure
-/// was kept, since their memory kept moving afterwards.
+/// Regression test: two servers that started together deadlocked. Samples showed only a part of each
+/// context. These figures were kept, because the servers' memory kept moving afterwards.
 #[test]
 fn a_context_that_is_being_created_is_not_measured() {
     let mut accounting = Accounting::default();
     let new = |id| Attached { is_new: true, ..client(id, 0) };
     told(&mut accounting, &sample(1040, &[(1, 20), (2, 20)]), &[new(1), new(2)]);
-    // The contexts are complete, and both clients keep growing.
+    // The contexts are complete, and the memory of both clients keeps growing.
     let clients = [moving(1, 4000, 4064), moving(2, 5000, 5064)];
     let told = told(&mut accounting, &sample(11_054, &[(1, 4527), (2, 5527)]), &clients);
     assert_eq!(told, 1000 + 2 * 527);
@@ -82,8 +82,8 @@ fn a_context_that_was_never_measured_is_guessed() {
     assert_eq!(told(&mut accounting, &sample(5000, &[(1, 4500)]), &[client(1, 4000)]), 1000);
 }
 
-/// Regression test: a program was refused its last 2 MiB. Its context had been measured while it mapped 2 MiB, and counted as
-/// 2 MiB larger.
+/// Regression test: a program was refused its last 2 MiB. Its context had been measured while it mapped
+/// 2 MiB, so the context counted as 2 MiB too large.
 #[test]
 fn memory_that_arrives_is_not_taken_for_a_part_of_the_context() {
     let mut accounting = Accounting::default();
@@ -95,8 +95,8 @@ fn memory_that_arrives_is_not_taken_for_a_part_of_the_context() {
     assert_eq!(accounting.contexts().get(&ClientId(1)), Some(&(4 * MIB)), "what was measured stays");
 }
 
-/// Regression test: on a slow link, a program's limit was too high by the size of its context. Its managed memory was reported
-/// as mapped but had not arrived yet, so the context seemed to be empty.
+/// Regression test: on a slow link, a program's limit was too high by the size of its context. Its
+/// managed memory was reported as mapped before it reached the GPU, so the context seemed to be empty.
 #[test]
 fn mapped_memory_that_has_not_come_is_not_taken_off_the_context() {
     let mut accounting = Accounting::default();
@@ -152,7 +152,7 @@ fn without_figures_for_processes_only_sums_are_compared() {
 fn what_a_client_has_is_what_its_process_has_less_its_context() {
     let mut accounting = Accounting::default();
     told(&mut accounting, &sample(9000, &[(1, 4500), (2, 1500)]), &[client(1, 4000)]);
-    // The client reports that it freed 3 GiB, but has freed only 1.
+    // The client reports that it freed 3 GiB, but has freed only 1 GiB.
     let clients = [moving(1, 1000, 4000), moving(2, 0, 900)];
     let found = accounting.found(&sample(8000, &[(1, 3500), (2, 1500)]), &clients, GUESS).expect("figures");
     assert_eq!((found[&ClientId(1)].least, found[&ClientId(1)].most), (2998 * MIB, 3000 * MIB));
@@ -204,7 +204,7 @@ fn what_was_adopted_counts_for_who_has_it_wherever_it_is_shown() {
     let given_up = moving(1, 0, 300);
     assert_eq!(found(1300, &[(1, 800), (2, 500)], &[given_up, adopter]), (300, 1000), "the exporter's process");
     assert_eq!(found(800, &[(2, 500)], &[adopter]), (300, 500), "no process");
-    // Memory that does not exist, or that the exporter accounts for, was not adopted.
+    // Memory that does not exist or that the exporter still reports does not count as adopted.
     assert_eq!(found(1000, &[(1, 500), (2, 500)], &[exporter, adopter]).0, 0);
     assert_eq!(found(1300, &[(1, 800), (2, 500)], &[client(1, 300), adopter]).0, 0);
 }

@@ -1,4 +1,5 @@
-//! Calls of an initialised NVML: which GPUs and MIG slices exist, and the memory in use on each.
+//! Calls of an initialised NVML: the existing GPUs and MIG slices, and the memory in use on each of
+//! them.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -28,17 +29,17 @@ pub struct Found<'a> {
     minor: Option<u32>,
 }
 
-/// The GPUs and slices that NVML lists.
+/// The GPUs and MIG slices that NVML lists.
 #[derive(Default)]
 pub struct Devices<'a> {
     pub found: Vec<Found<'a>>,
-    /// The error of a call that should have succeeded. `found` may then lack existing GPUs.
+    /// The error of a call that should have succeeded. If present, `found` may lack existing GPUs.
     pub error: Option<NvmlError>,
 }
 
 impl<'a> Devices<'a> {
-    /// Lists every GPU that can run work. A GPU in MIG mode is represented by its slices. Leaves out GPUs that NVML reports as
-    /// lost.
+    /// Lists every GPU that can run work. A GPU in MIG mode is represented by its slices. GPUs that NVML
+    /// reports as lost are left out.
     pub fn list(nvml: &'a Nvml) -> Self {
         let mut devices = Self::default();
         match nvml.device_count() {
@@ -48,7 +49,7 @@ impl<'a> Devices<'a> {
         devices
     }
 
-    /// The error, if calls failed and no GPU was listed.
+    /// The error, if a call failed and no GPU was listed.
     pub fn broken(&mut self) -> Option<NvmlError> {
         self.error.take_if(|_| self.found.is_empty())
     }
@@ -64,7 +65,7 @@ impl<'a> Devices<'a> {
         for place in 0..places {
             match device.mig_device_by_index(place) {
                 Ok(slice) => self.add(slice, GpuKind::Mig, index, minor),
-                Err(NvmlError::NotFound) => {} // an empty place
+                Err(NvmlError::NotFound) => {} // a slot without a slice
                 Err(e) => self.error = Some(e),
             }
         }
@@ -78,7 +79,8 @@ impl<'a> Devices<'a> {
         }
     }
 
-    /// The answer of a call about one GPU. Errors that mean that the GPU is unusable are answers, too.
+    /// The value that a call about one GPU returned. An error that means that the GPU is unusable yields
+    /// `None` without being recorded in `error`.
     fn answer<T>(&mut self, result: Result<T, NvmlError>) -> Option<T> {
         use NvmlError::{GpuLost, NoPermission, ResetRequired};
         match result {
@@ -89,7 +91,8 @@ impl<'a> Devices<'a> {
         None
     }
 
-    /// Describes all GPUs. If a call about a GPU fails, keeps the error in `error`.
+    /// Describes all GPUs. If a call about a GPU fails, leaves the GPU out and records the error in
+    /// `error`.
     pub fn describe(&mut self) -> Vec<GpuDescription> {
         let mut described = Vec::with_capacity(self.found.len());
         for Found { device, gpu, kind, index, minor } in &self.found {
@@ -112,7 +115,7 @@ impl<'a> Devices<'a> {
         described
     }
 
-    /// The GPUs that have faults, with the faults. A slice has the faults of its GPU.
+    /// The GPUs with faults, each with its fault. A MIG slice has the faults of its physical GPU.
     pub fn failing(&self, nvml: &Nvml, faults: &mut Faults) -> BTreeMap<GpuId, String> {
         let uuids = self.found.iter().filter_map(|found| Some((found, nvml.device_by_index(found.index).ok()?)));
         let uuids = uuids.filter_map(|(found, board)| Some((found, board.uuid().ok()?, board)));
@@ -137,9 +140,11 @@ fn link(device: &Device<'_>) -> Option<u64> {
     link_rate(device.max_pcie_link_gen().ok()?, device.max_pcie_link_width().ok()?)
 }
 
-/// Three quarters of the raw rate: an H200 reaches 46 of 59 GiB/s with copies in both directions.
+/// Rate of copies that a PCIe link achieves, in bytes per second: three quarters of its raw rate. An
+/// H200 reaches 46 of 59 GiB/s with copies in both directions.
 fn link_rate(generation: u32, lanes: u32) -> Option<u64> {
-    // Bytes per second of a lane after line coding: 8 of 10 bits in the first two generations, 128 of 130 from the third on.
+    // Raw bytes per second of a lane, after line coding: 8 of 10 bits in generations 1 and 2, 128 of 130
+    // bits from generation 3 on.
     let lane: u64 = match generation {
         0 => return None,
         1 | 2 => 250_000_000 << (generation - 1),
@@ -151,8 +156,8 @@ fn link_rate(generation: u32, lanes: u32) -> Option<u64> {
 /// Maximum number of attempts to take a consistent sample.
 const TRIES: usize = 3;
 
-/// Samples a GPU, which takes several calls. If the memory in use changed between the first and the last call, repeats the
-/// sample up to `TRIES` times.
+/// Samples a GPU, which takes several calls. Repeats them if the memory in use has changed between the
+/// first and the last call, up to `TRIES` times in all.
 fn sample(Found { device, gpu, .. }: &Found<'_>) -> Option<Sample> {
     let used = || device.memory_info().ok().map(|memory| memory.total.saturating_sub(memory.free));
     let take = || {
@@ -172,7 +177,8 @@ fn sample(Found { device, gpu, .. }: &Found<'_>) -> Option<Sample> {
     Some(sample)
 }
 
-/// True if these process IDs belong to this PID namespace: most of the processes exist. Some may just have ended.
+/// True if these process IDs belong to this PID namespace. This is assumed if most of the processes
+/// exist: some may just have exited.
 fn are_here(pids: impl Iterator<Item = u32>) -> bool {
     let (mut all, mut here) = (0, 0);
     for pid in pids {
@@ -182,7 +188,7 @@ fn are_here(pids: impl Iterator<Item = u32>) -> bool {
     2 * here >= all
 }
 
-/// Memory by process; `None` if any process's memory is unknown.
+/// Memory in use by each process. `None` if NVML does not know the memory of every process.
 fn by_pid(all: &[ProcessInfo]) -> Option<BTreeMap<u32, u64>> {
     let mut processes = BTreeMap::new();
     for process in all {
@@ -192,7 +198,7 @@ fn by_pid(all: &[ProcessInfo]) -> Option<BTreeMap<u32, u64>> {
     Some(processes)
 }
 
-/// Reads `GPU-8a6c…` and `MIG-8a6c…`.
+/// Parses NVML's UUIDs, such as `GPU-8a6c…` and `MIG-8a6c…`.
 fn parse_uuid(text: &str) -> Option<Uuid> {
     Uuid::parse(text.strip_prefix("GPU-").or_else(|| text.strip_prefix("MIG-"))?)
 }

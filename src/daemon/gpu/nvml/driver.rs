@@ -1,17 +1,18 @@
-//! Detects whether the driver is loaded, and which GPUs it has, from files that can be read without using the driver.
+//! Detects whether the driver is loaded, and which GPUs it has. Reads only files, so that the driver is
+//! not used.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The driver's directory, which exists while the module is loaded.
+/// The driver's directory. It exists while the kernel module is loaded.
 const PROC: &str = "/proc/driver/nvidia";
 /// Opening this file makes the kernel load the module.
 const DEVICE: &str = "/dev/nvidiactl";
 
-/// Maximum number of files compared: more than eight GPUs with seven slices each have.
+/// Maximum number of files that are compared. Eight GPUs with seven slices each have fewer.
 const MAX_FILES: usize = 1024;
 
-/// The files, and their state at the last check.
+/// The driver's files, and their state at the last check.
 #[derive(Debug)]
 pub struct Driver {
     proc: PathBuf,
@@ -32,7 +33,7 @@ impl Driver {
         driver
     }
 
-    /// True if the driver was loaded or unloaded, or its GPUs or slices changed, since the last check.
+    /// True if the driver was loaded or unloaded since the last check, or its GPUs or slices changed.
     pub fn has_changed(&mut self) -> bool {
         let mut files = Vec::new();
         let version = self.proc.join("version");
@@ -48,15 +49,15 @@ impl Driver {
         has_changed
     }
 
-    /// True if the driver is certainly not loaded. NVML must not be used then: it would open the device, which loads the
-    /// module again after an administrator's `modprobe -r`. Systems that do not show the driver, such as WSL, have neither
-    /// file.
+    /// True if the driver is certainly not loaded. NVML must then not be used. It would open the device,
+    /// and the kernel would load the module again after an administrator's `modprobe -r`. On systems that
+    /// do not show the driver, such as WSL, neither file exists, and the result is false.
     pub fn is_unloaded(&self) -> bool {
         !self.proc.join("version").exists() && (self.was_loaded || self.device.exists())
     }
 }
 
-/// All files below a directory.
+/// Adds the paths of all files below a directory.
 fn list(directory: &Path, files: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         if files.len() >= MAX_FILES {

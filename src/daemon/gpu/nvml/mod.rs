@@ -1,11 +1,12 @@
-//! NVML: the existing GPUs and MIG slices, and their memory in use. Runs in a separate thread, because calls can take long and
-//! the daemon must start without waiting for it.
+//! NVML: the existing GPUs and MIG slices, and their memory in use. Runs in a separate thread: calls
+//! can take long, and the daemon must start without waiting for them.
 //!
-//! Hosts without NVML work too; GPUs are then known only from the clients that use them. While NVML is open it uses the driver,
-//! which then cannot be unloaded and cannot reset a GPU. So NVML is open only while it is needed.
+//! Hosts without NVML work too. Their GPUs are known only from the clients that use them. While NVML is
+//! open, it uses the driver. The driver then cannot be unloaded, and GPUs cannot be reset. So NVML is
+//! open only while it is needed.
 //!
-//! - `schedule`: when NVML is opened and closed.
-//! - `driver`: facts that files show without NVML.
+//! - `schedule`: decides when NVML is opened and closed.
+//! - `driver`: state of the driver that files show without NVML.
 //! - `devices`: calls of NVML.
 
 mod devices;
@@ -33,20 +34,20 @@ use devices::Devices;
 use driver::Driver;
 use schedule::{Due, Schedule};
 
-/// A query of the scheduling loop.
+/// A query from the scheduling loop.
 #[derive(Debug)]
 pub enum Query {
-    /// Requests the existing GPUs and their memory in use. Ends a release, as `Attach` does.
+    /// Requests the existing GPUs and their memory in use.
     Scan,
     /// Requests the memory in use.
     Sample,
-    /// A client attaches a GPU: requests the memory in use, and ends a release.
+    /// A client attaches a GPU. Requests the memory in use. If NVML is released, ends the release.
     Attach,
-    /// Closes NVML, and keeps it closed for this time, or until a client attaches.
+    /// Closes NVML, and keeps it closed for this time or until a client attaches.
     Release(Duration, oneshot::Sender<()>),
 }
 
-/// Queries received since the last answer. Queries that arrive during a slow call are merged.
+/// Queries that have not been answered yet. Queries that arrive during a slow call are merged.
 #[derive(Debug, Default)]
 struct Asked {
     scan: bool,
@@ -59,8 +60,8 @@ impl Asked {
     }
 }
 
-/// How often GPUs are checked for errors while there are queries. After a fault event of the driver, they are checked with the
-/// next query.
+/// Interval of the checks of GPUs for errors, while queries arrive. After a fault event from the
+/// driver, the next query triggers a check immediately.
 const FAILING_PERIOD: Duration = Duration::from_secs(10);
 
 /// A report to the scheduling loop.
@@ -69,18 +70,18 @@ pub enum Report {
     Gpus(Listing),
     Used(Vec<Sample>),
     Driver(DriverVersions),
-    /// NVML's state from now on: whether queries are answered.
+    /// NVML's new state, which tells whether it answers queries.
     State(NvmlState),
 }
 
 /// NVML's state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NvmlState {
-    /// NVML is open, or will be opened for the next query.
+    /// NVML is open, or is opened for the next query.
     Usable,
-    /// An administrator released NVML.
+    /// An administrator released the driver.
     Released,
-    /// NVML fails, with this error.
+    /// NVML fails with this error.
     Failed(String),
 }
 
@@ -88,13 +89,14 @@ pub enum NvmlState {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listing {
     pub gpus: Vec<GpuDescription>,
-    /// GPUs that report errors, with the errors: the driver needs a reset or similar, or has reported a fault.
+    /// GPUs that report errors, with the errors. Such a GPU needs a reset, for example, or the driver has
+    /// reported a fault of it.
     pub failing: BTreeMap<GpuId, String>,
-    /// True if GPUs that are not listed are gone. Otherwise NVML may have failed to list them.
+    /// True if all GPUs that are not listed are gone. If false, NVML may have failed to list some.
     pub is_complete: bool,
 }
 
-/// Versions of the NVIDIA driver and of NVML; `None` if NVML does not know them.
+/// Versions of the NVIDIA driver and of NVML. `None` if NVML cannot tell.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DriverVersions {
     pub driver: Option<String>,
@@ -105,13 +107,14 @@ pub struct DriverVersions {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sample {
     pub gpu: GpuId,
-    /// When sampling began.
+    /// Time at which sampling began.
     pub begun: Time,
-    /// True if the memory in use did not change during the sample, so its figures are consistent.
+    /// True if the memory in use did not change during the sample. Its figures are then consistent.
     pub steady: bool,
-    /// Total bytes in use, including the driver's own.
+    /// Total bytes in use, including the driver's own memory.
     pub used: u64,
-    /// Bytes in use by each process, by PID; `None` if NVML has no such figures, or reports PIDs of another PID namespace.
+    /// Bytes in use by each process, by PID. `None` if NVML has no such figures, or reports PIDs of another
+    /// PID namespace.
     pub processes: Option<BTreeMap<u32, u64>>,
 }
 
@@ -121,23 +124,24 @@ pub struct GpuDescription {
     pub kind: GpuKind,
     pub name: String,
     pub total: u64,
-    /// NVML's index of the GPU; a slice has its GPU's.
+    /// NVML's index of the GPU. A slice has the index of its physical GPU.
     pub index: u32,
-    /// Minor number of the GPU's device file; a slice has its GPU's.
+    /// Minor number of the GPU's device file. A slice has the number of its physical GPU.
     pub minor: Option<u32>,
     /// Compute capability.
     pub capability: Option<(i32, i32)>,
-    /// Achievable rate of copies over the PCIe link in bytes per second, computed for the fastest link that both ends support.
+    /// Achievable rate of copies over the PCIe link, in bytes per second. Computed for the fastest link
+    /// that both ends support.
     pub link: Option<u64>,
-    /// A display is attached, or initialised without a monitor.
+    /// A display is attached, or is initialised without a monitor.
     pub has_display: bool,
 }
 
-/// Starts the thread. As soon as it can, it reports the GPUs and their memory in use, or that NVML fails.
+/// Starts the thread. Its first reports are the GPUs and their memory in use, or the failure of NVML.
 pub fn start(reports: UnboundedSender<Report>) -> mpsc::Sender<Query> {
     let (ask, queries) = mpsc::channel();
     let supervisor = Supervisor::new(reports.clone());
-    // The thread ends after the scheduling loop, when its report can no longer be sent.
+    // The thread ends after the scheduling loop: it then can send no more reports.
     let started = thread::Builder::new().name("nvml".into()).spawn(move || drop(supervisor.serve(&queries)));
     if let Err(e) = started {
         let _ = reports.send(Report::State(NvmlState::Failed(format!("there is no thread for it: {e}"))));
@@ -148,7 +152,7 @@ pub fn start(reports: UnboundedSender<Report>) -> mpsc::Sender<Query> {
 type Events<'nvml> = Option<EventSet<'nvml>>;
 
 self_cell! {
-    /// NVML, and the driver's events about its GPUs, if the driver supports them.
+    /// An open NVML. If the driver supports it, also a subscription to the driver's events about its GPUs.
     struct Opened {
         owner: Nvml,
         #[covariant]
@@ -165,7 +169,7 @@ struct Supervisor {
     asked: Asked,
     /// The GPUs in the last report.
     listed: BTreeSet<GpuId>,
-    /// Errors of these GPUs, and when they were last checked.
+    /// GPUs with errors, and the time of the last check.
     failing: BTreeMap<GpuId, String>,
     asked_failing: Option<Time>,
     faults: Faults,
@@ -227,7 +231,7 @@ impl Supervisor {
                 self.close();
                 self.schedule.release(now, lasts);
                 self.say(NvmlState::Released)?;
-                let _ = done.send(()); // the receiver may be gone
+                let _ = done.send(()); // the receiver may have been dropped
                 return Ok(());
             }
         }
@@ -250,7 +254,7 @@ impl Supervisor {
                     return self.driver_is_gone();
                 }
                 if has_changed {
-                    // NVML finds new GPUs only when it is initialised.
+                    // NVML finds new GPUs only during its initialisation.
                     debug!("the driver has other GPUs than before, or is another");
                     self.close();
                     self.schedule.closed();
@@ -297,7 +301,7 @@ impl Supervisor {
         }
     }
 
-    /// Reports that the driver is not loaded, so that no GPUs exist.
+    /// Reports that no GPUs exist, because the driver is not loaded.
     fn driver_is_gone(&mut self) -> Sent {
         self.faults.only_there(&BTreeSet::new());
         if !std::mem::take(&mut self.listed).is_empty() {
@@ -314,7 +318,7 @@ impl Supervisor {
         self.asked = Asked::default();
         match self.schedule.is_released() {
             true => Ok(()),
-            // Strips the name of the crate that loads libraries, which means nothing to users.
+            // Removes a prefix that a Rust crate adds and that means nothing to users.
             false => {
                 self.say(NvmlState::Failed(why.to_string().trim_start_matches("a libloading error occurred: ").into()))
             }
@@ -329,7 +333,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Answers queries, the slowest last. Queries are not answered while NVML is closed.
+    /// Answers pending queries, the slowest last. While NVML is closed, they are dropped.
     fn answer(&mut self) -> Sent {
         let asked = std::mem::take(&mut self.asked);
         let Some(opened) = self.nvml.as_ref().filter(|_| asked.is_any()) else { return Ok(()) };
@@ -379,10 +383,10 @@ fn watched(nvml: &Nvml) -> Events<'_> {
     nvml_faults::watch(nvml, devices.collect()).0
 }
 
-/// Records the faults that the driver has reported. Returns true if there were any.
+/// Records the faults that the driver has reported. Returns true if there is a new fault.
 fn take_faults(events: &EventSet<'_>, faults: &mut Faults) -> bool {
     let mut has_failed = false;
-    // `wait` fails with a timeout when no event is pending.
+    // If no event is pending, `wait` fails with a timeout.
     while let Ok(told) = events.wait(0) {
         let (Some(event), Ok(uuid)) = (nvml_faults::event(&told), told.device.uuid()) else { continue };
         let is_fault = faults.happened(&uuid, event, &BTreeSet::new(), Instant::now());

@@ -1,30 +1,33 @@
-//! Decides when NVML is opened and closed; the caller passes the time. NVML is open while it is needed, closed after an idle
-//! period, and retried after a failure.
+//! Decides when NVML is opened and closed. NVML is open while it is needed, closed after an idle
+//! period, and retried after a failure. The caller passes the time.
 
 use std::time::Duration;
 
 use crate::scheduler::Time;
 
-/// NVML is closed after this time without a query. A scheduler with clients sends a query every five seconds.
+/// Time without a query after which NVML is closed. A scheduler with clients sends a query every five
+/// seconds.
 pub const IDLE: Duration = Duration::from_secs(30);
-/// Interval of checks whether GPUs appeared or disappeared.
+/// Interval of the checks for GPUs that appeared or disappeared.
 pub const LOOK: Duration = Duration::from_secs(5);
-/// The first and the longest wait before NVML is retried after a failure. The wait doubles each time.
+/// The first and the longest wait before NVML is retried. The wait doubles with each consecutive
+/// failure.
 pub const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 
-/// When NVML is opened and closed.
+/// The state that decides when NVML is opened and closed.
 #[derive(Debug)]
 pub struct Schedule {
     is_open: bool,
     /// The time of the last query.
     asked: Time,
-    /// NVML stays closed until then, unless a client attaches, because an administrator works on the driver.
+    /// NVML stays closed until this time or until a client attaches. An administrator requested this to
+    /// work on the driver.
     released_until: Option<Time>,
-    /// When to open NVML; `None` if it is open or not needed.
+    /// Time to open NVML. `None` if NVML is open or not needed.
     open: Option<Time>,
-    /// The wait after the last failure; zero if NVML has worked since.
+    /// The wait after the last failure. Zero if NVML has worked since then.
     waited: Duration,
-    /// When to check next whether GPUs appeared or disappeared.
+    /// Time of the next check for GPUs that appeared or disappeared.
     look: Time,
 }
 
@@ -77,7 +80,7 @@ impl Schedule {
         [idle, open, self.released_until].into_iter().flatten().fold(self.look, Time::min)
     }
 
-    /// Records a query. NVML is opened for it, unless NVML fails or is released.
+    /// Records a query. NVML is opened for the query, except while it is released or waits to be retried.
     pub fn ask(&mut self, now: Time) {
         self.asked = now;
         if !self.is_open && self.open.is_none() {
@@ -85,7 +88,8 @@ impl Schedule {
         }
     }
 
-    /// Handles GPUs that appeared or disappeared: NVML is opened even if it failed before, unless it is released.
+    /// Handles GPUs that appeared or disappeared. NVML is opened for them, even before the wait after a
+    /// failure ends, except while it is released.
     pub fn need(&mut self, now: Time) {
         (self.asked, self.waited) = (now, Duration::ZERO);
         if !self.is_open {
@@ -93,18 +97,18 @@ impl Schedule {
         }
     }
 
-    /// Handles a client that attaches. Returns true if this ends a release.
+    /// Handles a client that attaches. Returns true if the client ends a release.
     pub fn attach(&mut self, now: Time) -> bool {
         self.ask(now);
         self.released_until.take().is_some()
     }
 
-    /// Records that NVML was opened. Its idle time starts now.
+    /// Records that NVML was opened. The idle time starts again.
     pub fn opened(&mut self, now: Time) {
         (self.is_open, self.open, self.asked) = (true, None, now);
     }
 
-    /// Records that calls of the opened NVML succeed.
+    /// Records that calls of NVML succeed.
     pub fn works(&mut self) {
         self.waited = Duration::ZERO;
     }
@@ -113,13 +117,13 @@ impl Schedule {
         (self.is_open, self.open) = (false, None);
     }
 
-    /// Records that NVML failed. It is retried later.
+    /// Records that NVML failed. NVML is retried later.
     pub fn failed(&mut self, now: Time) {
         self.waited = (self.waited * 2).clamp(RETRY.0, RETRY.1);
         (self.is_open, self.open) = (false, Some(now + self.waited));
     }
 
-    /// Records that NVML is released for at most `lasts`.
+    /// Records that the driver is released for at most `lasts`.
     pub fn release(&mut self, now: Time, lasts: Duration) {
         self.closed();
         self.released_until = Some(now + lasts);
@@ -140,7 +144,7 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    /// All actions due until `end` except checks for GPUs, with the times since `START`.
+    /// All actions due until `end`, with their times since `START`. Leaves out checks for GPUs.
     fn until(schedule: &mut Schedule, end: Time) -> Vec<(Duration, Due)> {
         let mut all = Vec::new();
         loop {
@@ -167,7 +171,7 @@ mod tests {
         let mut schedule = Schedule::new(START);
         let tried: Vec<u64> = until(&mut schedule, START + s(250)).iter().map(|(at, _)| at.as_secs()).collect();
         assert_eq!(tried, [0, 1, 3, 7, 15, 31, 63, 123, 183, 243]);
-        // Queries do not end the wait, but changes of the driver's files do.
+        // A query does not shorten the wait, but a change of the driver's files does.
         schedule.ask(START + s(251));
         assert_eq!(until(&mut schedule, START + s(252)), []);
         schedule.need(START + s(252));
