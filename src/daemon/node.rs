@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::identity::Cgroup;
 
-/// The initial PID namespace of Linux. Its inode number is the same on every kernel
+/// The initial PID namespace of Linux. The inode number is the same on every kernel
 /// (`PROC_PID_INIT_INO`).
 const INITIAL: &str = "pid:[4026531836]";
 
@@ -17,7 +17,7 @@ const INITIAL: &str = "pid:[4026531836]";
 pub fn sees_the_host() -> Result<(), String> {
     let namespace = Path::new("/proc/self/ns/pid").read_link().unwrap_or_default();
     let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
-    // A node can itself be a container. Its first process is then not in the machine's initial PID
+    // A node can itself be a container. The node's first process is then not in the machine's initial PID
     // namespace.
     if namespace == Path::new(INITIAL) || is_of_a_node(&read("/proc/1/cgroup"), &read("/proc/self/cgroup")) {
         return Ok(());

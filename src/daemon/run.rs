@@ -260,9 +260,8 @@ impl Sockets {
     }
 }
 
-/// The path of the control socket that belongs to a clients' socket. It is in a separate directory,
-/// because containers may have the clients' directory mounted. Its directory is next to the clients'
-/// directory.
+/// The path of the control socket that belongs to a clients' socket. The control socket is in a separate
+/// directory next to the clients' directory: containers may have the clients' directory mounted.
 fn control_path(clients: &Path) -> PathBuf {
     let directory = clients.parent().filter(|d| d.file_name().is_some()).unwrap_or(Path::new("nvshare"));
     let mut control = directory.as_os_str().to_owned();

@@ -19,8 +19,8 @@ use tokio::sync::mpsc::UnboundedSender;
 use crate::config::swap::SwapMax;
 use crate::scheduler::ClientId;
 
-/// Granularity of reserved space, in bytes. It limits the time for which one call can keep the disk
-/// busy.
+/// Granularity of reserved space, in bytes. A small step limits the time for which one call can keep
+/// the disk busy.
 pub const STEP: u64 = 256 << 20;
 /// Granularity of the library's buffers, in bytes. The library cannot use a smaller space.
 const GRANULE: u64 = 2 << 20;
@@ -112,8 +112,8 @@ fn create(directory: &Path) -> io::Result<File> {
     if !directory.exists() {
         DirBuilder::new().mode(0o700).create(directory)?;
     }
-    // A file in RAM would save no memory. It would also be charged to the scheduler's own control group,
-    // which has a low limit.
+    // A file in RAM would save no memory. The file would also be charged to the scheduler's own control
+    // group, which has a low limit.
     if IN_MEMORY.contains(&statfs(directory)?.f_type) {
         return Err(io::Error::other("it is in RAM: use a directory on a disk"));
     }

@@ -76,7 +76,8 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
                 };
                 drop(awaited);
                 core.borrow_mut().checkpointed(client, operation, &answer);
-                // A client that moves to another GPU is woken immediately. Its helper is kept for that.
+                // A client that moves to another GPU is woken immediately. The helper that put the client to sleep is
+                // kept for the wake.
                 if core.borrow().is_to_wake(client) {
                     prepared.borrow_mut().keep(Instant::now(), client, || helper);
                 }

@@ -1,5 +1,5 @@
-//! Budgets of tenants: limits on each tenant's use of the scheduler. They keep one tenant from denying
-//! service to other tenants.
+//! Budgets of tenants: limits on each tenant's use of the scheduler. Budgets keep one tenant from
+//! denying service to other tenants.
 //!
 //! - *Time slices*. A tenant's messages are read in slices of at most [`SLICE`]. Tenants with pending
 //!   messages get one slice each in turn, regardless of their numbers of clients. So a message waits
@@ -30,8 +30,8 @@ const SLICE: Duration = Duration::from_micros(100);
 /// Average number of messages that a tenant may send per second, and the maximum number in a burst. Two
 /// clients that only take turns send about 8,000 messages per second.
 const MESSAGES_PER_SECOND: u32 = 10_000;
-/// Time on the scheduling loop that costs one token. A tenant with many clients has costly messages. It
-/// thus gets at most two fifths of the loop's time.
+/// Time on the scheduling loop that costs one token. A tenant with many clients has costly messages.
+/// Its tokens limit such a tenant to two fifths of the loop's time.
 const TOKEN_TIME: Duration = Duration::from_micros(40);
 /// Factor by which the limits of root on the host are higher.
 const ROOT_FACTOR: u32 = 8;
@@ -137,7 +137,7 @@ impl Budget {
         is_there.then(|| self.hold(what, amount))
     }
 
-    /// Takes part of an amount even if that exceeds the limit.
+    /// Takes part of an amount, even beyond the limit.
     pub fn hold(self: &Rc<Self>, what: What, amount: u32) -> Share {
         let used = self.used(what);
         used.set(used.get().saturating_add(amount));
@@ -229,7 +229,7 @@ impl Slice<'_> {
     }
 }
 
-/// A part of an amount. It is given back when this value is dropped.
+/// A part of an amount. Dropping the value gives the part back.
 #[derive(Debug)]
 pub struct Share {
     budget: Rc<Budget>,

@@ -90,7 +90,7 @@ pub enum Authorization {
     Absent,
 }
 
-/// The polkit of one bus.
+/// The polkit service on one bus.
 #[derive(Debug, Default)]
 pub struct Authority {
     asked: AtomicU64,

@@ -130,7 +130,7 @@ impl Callers {
     }
 }
 
-/// The sender's credentials, as reported by the bus. They are requested once for each connection.
+/// The sender's credentials, as reported by the bus. The bus is asked once for each connection.
 async fn known(senders: &Senders, header: Option<&Header<'_>>, connection: &Connection) -> Option<Arc<Known>> {
     let name = header?.sender()?.to_owned();
     let sender = senders.of(&name.clone().into());
@@ -239,7 +239,7 @@ impl Caller<'_> {
         }
     }
 
-    /// Checks that the caller may acquire this lock. It must be able to use the GPU.
+    /// Checks that the caller may acquire this lock. The caller must be able to use the lock's GPU.
     ///
     /// # Errors
     /// If the caller may not acquire the lock.
@@ -247,7 +247,7 @@ impl Caller<'_> {
         self.may_use(Action::AcquireLock, gpu, rule, &format!("acquire the lock of {}", gpu.label)).await
     }
 
-    /// Checks that the caller may reserve memory of this GPU. It must be able to use the GPU.
+    /// Checks that the caller may reserve memory of this GPU. The caller must be able to use the GPU.
     ///
     /// # Errors
     /// If the caller may not reserve memory.

@@ -1,7 +1,7 @@
 //! Admits calls before the daemon does any work for them. Limits each user's concurrent calls and calls
 //! per second, so that no user's calls exhaust memory or delay other users. A call beyond a limit is
-//! refused immediately. It is dropped if it expects no reply. The bus and the control socket have
-//! separate gates, so that calls on one cannot use up the limits of the other.
+//! refused immediately, or dropped if it expects no reply. The bus and the control socket have separate
+//! gates, so that calls on one cannot use up the limits of the other.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,7 +22,7 @@ const MAX_OF_USER: usize = 32;
 const MAX_LONG: usize = 2;
 /// Average number of calls per second that one user may make. Also the maximum number in a burst.
 const CALLS_PER_SECOND: u32 = 200;
-/// Root's limits are this many times a user's.
+/// Factor by which root's limits are higher than another user's limits.
 const ROOT_FACTOR: u32 = 8;
 /// Maximum number of connections and users that are remembered after their last call has ended.
 const MAX_IDLE: usize = 256;

@@ -202,7 +202,7 @@ struct Shared {
     bundling: Arc<Mutex<()>>,
     /// Held while a timeline is drawn, and for a pause afterwards.
     drawing: Arc<Mutex<()>>,
-    /// Held while usage records are read. They can be large.
+    /// Held while usage records are read, because records can be large.
     reading_usage: Arc<Mutex<()>>,
     /// Admits the calls of all connections to the control socket.
     control_gate: Arc<Gate>,

@@ -1,9 +1,9 @@
 //! The object as zbus serves it.
 //!
-//! Calls can take minutes, and zbus holds read locks during a call: on the interface, and for a
-//! property also on `Properties` and on the object tree. Readers do not block each other. A writer,
-//! however, would wait for all calls in progress, and all later calls would wait for the writer. So the
-//! daemon never takes a write lock. No method takes `&mut self`, which [`shared`] ensures.
+//! Calls can take minutes. During a call, zbus holds a read lock on the interface. For a property, it
+//! also locks `Properties` and the object tree. Readers do not block each other. A writer, however,
+//! would wait for all calls in progress, and all later calls would wait for the writer. So the daemon
+//! never takes a write lock. No method takes `&mut self`, which [`shared`] ensures.
 //! [`ObjectServer::at`] and `remove` are not called once the object is registered. Each admitted call
 //! runs in its own task.
 

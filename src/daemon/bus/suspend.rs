@@ -1,6 +1,7 @@
 //! Suspend and hibernation, as announced by logind. Programs' memory is evicted from the GPUs before
 //! the host suspends. The driver preserves GPU memory only if it is configured to
-//! (`NVreg_PreserveVideoMemoryAllocations`). If so, eviction leaves it less to write.
+//! (`NVreg_PreserveVideoMemoryAllocations`). Eviction before the suspend leaves the driver less to
+//! write.
 //!
 //! While a program has a GPU attached, an inhibitor delays suspend. The daemon closes the inhibitor
 //! once all evictable memory has been evicted. logind waits for at most `InhibitDelayMaxSec`, by
@@ -58,7 +59,7 @@ fn tell(shared: &Shared, suspended: bool) -> oneshot::Receiver<()> {
 }
 
 /// Holds the inhibitor. `suspended` is `Some` from logind's announcement until the host has resumed.
-/// Its receiver completes once memory has been evicted.
+/// The receiver in `suspended` completes once memory has been evicted.
 async fn prepare(
     connection: &Connection,
     shared: &Shared,

@@ -1,7 +1,8 @@
-//! Checkpoints clients' processes, which takes them off their GPUs, and restores them, through
-//! `nvshare-checkpoint`. This helper is a separate program that runs once per process: its driver calls
-//! may take seconds, and do not return while the process is stopped. This module starts helpers and
-//! sends them requests. Every request is answered in bounded time, even if its helper hangs or dies.
+//! Checkpoints clients' processes, which takes them off their GPUs, and restores them. The work is done
+//! by a helper, the program `nvshare-checkpoint`. Each process has its own helper, because a driver
+//! call may take seconds and does not return while the process is stopped. This module starts helpers
+//! and sends them requests. Every request is answered in bounded time, even if its helper hangs or
+//! dies.
 //!
 //! A helper initialises the driver when it starts, which takes 0.2 s for each GPU that no process has
 //! open [H100]. To hide this time, the daemon starts the helper together with the client's order to
@@ -59,8 +60,9 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 struct Patience {
     /// Time to wait for a place among the running helpers.
     place: Duration,
-    /// Time to wait for the answer to a sleep or a wake. Either takes less than a second if the process's
-    /// memory was evicted before (`bench/RESULTS.md`). Otherwise, it takes 0.5 s for each GiB.
+    /// Time to wait for the answer to a sleep or a wake. A sleep or a wake takes less than a second if the
+    /// process's memory was evicted before (`bench/RESULTS.md`). Otherwise, the driver copies the memory,
+    /// which takes 0.5 s for each GiB.
     answer: Duration,
     /// Time to wait for the answer to `Settle`. The helper itself waits for a driver call in progress.
     settled: Duration,
@@ -83,7 +85,8 @@ const PATIENCE: Patience = Patience {
 enum Start {
     /// Through the listener on this socket, which starts a helper for each connection.
     Connect(PathBuf),
-    /// As a child process. It runs as the daemon's user, so it reaches only that user's processes.
+    /// As a child process of the daemon. The child runs as the daemon's user, so it reaches only that
+    /// user's processes.
     Child(PathBuf),
 }
 
@@ -158,8 +161,8 @@ pub struct Helpers {
     tenants: RefCell<HashMap<Tenant, Weak<Semaphore>>>,
 }
 
-/// Permission for one helper to run. It counts against the limit of its tenant and the limit of all
-/// helpers.
+/// Permission for one helper to run. The helper counts against its tenant's limit and against the limit
+/// of all helpers.
 struct Place {
     of_tenant: OwnedSemaphorePermit,
     of_all: OwnedSemaphorePermit,

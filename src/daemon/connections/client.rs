@@ -187,7 +187,7 @@ fn read_last_packets(core: &RefCell<Core>, client: ClientId, connection: &Connec
 /// How a connection ended.
 enum End {
     Closed,
-    /// The process has exited. Its child may still have the socket open.
+    /// The process has exited. A child of the process may still have the socket open.
     Died,
     Violation(Violation),
 }

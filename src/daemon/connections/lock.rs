@@ -1,14 +1,14 @@
 //! GPU locks acquired over D-Bus, without the library. `nvsharectl lock` calls the D-Bus method
 //! `AcquireLock`.
 //!
-//! The caller becomes an ordinary client. It has its own identity and rule, waits in the same queue,
-//! gets the same turns, and counts against its tenant's limit. A [`LockKeeper`] speaks the client
-//! protocol on its behalf. The caller receives one end of a socket pair. Closing that end releases the
-//! lock or cancels the request. A revoked lock is released immediately, even if the caller does not
-//! read, and is requested again.
+//! The caller becomes an ordinary client. This client has its own identity and rule, waits in the same
+//! queue, gets the same turns, and counts against its tenant's limit. A [`LockKeeper`] speaks the
+//! client protocol on its behalf. The caller receives one end of a socket pair. Closing that end
+//! releases the lock or cancels the request. A revoked lock is released immediately, even if the caller
+//! does not read, and is requested again.
 //!
-//! systemd's descriptor store keeps the daemon's end of the pair while the daemon restarts. It also
-//! keeps a memfd ([`Record`]) with the state for the next daemon. If the store has lost the
+//! systemd's descriptor store keeps the daemon's end of the pair while the daemon restarts. The store
+//! also keeps a memfd ([`Record`]) with the state for the next daemon. If the store has lost the
 //! descriptors, the lock is lost, and the caller reads end-of-file.
 
 use std::cell::RefCell;

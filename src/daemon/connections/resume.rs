@@ -4,9 +4,9 @@
 //! before the answer.
 //!
 //! A silent client may hold a lock, so no lock is granted before all clients have answered. There are
-//! two exceptions: stopped processes, and tenants that have used up their message budget. Their clients
-//! are taken over after all others, once they answer. Programs that connect during that time are
-//! welcomed, but their packets are not read until it ends.
+//! two exceptions: stopped processes, and tenants that have used up their message budget. Clients of
+//! these processes and tenants are taken over last, once they answer. Programs that connect during that
+//! time are welcomed, but their packets are not read until it ends.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;

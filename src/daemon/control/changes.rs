@@ -1,6 +1,6 @@
-//! Settings changed at run time (`nvsharectl set`, D-Bus). They take precedence over the configuration
-//! file, which is never written. They are saved in the directory that systemd provides
-//! (`StateDirectory=`). Without such a directory, they last until the daemon exits.
+//! Settings changed at run time (`nvsharectl set`, D-Bus). These settings take precedence over the
+//! configuration file, which is never written. The changes are saved in the directory that systemd
+//! provides (`StateDirectory=`). Without such a directory, the changes last until the daemon exits.
 //!
 //! A change takes effect only once it is saved, so every setting in effect survives a restart.
 
@@ -127,7 +127,7 @@ impl Turn<'_> {
     /// Adds a change and saves it.
     ///
     /// # Errors
-    /// `IOError` if the change cannot be saved. It then has no effect.
+    /// `IOError` if the change cannot be saved. The change then has no effect.
     pub async fn set(&self, change: Change) -> fdo::Result<()> {
         let mut changed = self.changes.changed.borrow().clone();
         match change {

@@ -64,7 +64,7 @@ impl Control {
         claims: Option<&mut ClaimSockets>,
         request: Request,
     ) {
-        // A reply cannot be sent if its caller has stopped waiting. This is not an error.
+        // Sending a reply fails if its caller has stopped waiting, which is not an error.
         match request {
             Request::View(reply) => self.views.answer(reply),
             Request::Usage(query, reply) => core.borrow_mut().read_usage(query, reply),
@@ -180,8 +180,8 @@ impl Control {
         Ok(())
     }
 
-    /// Reads the configuration files on another thread. Their rules name users and groups, and a directory
-    /// service may take long to look them up.
+    /// Reads the configuration files on another thread. Rules in the files name users and groups, and a
+    /// directory service may take long to look these names up.
     async fn load(&self, core: &RefCell<Core>) -> Result<Config, String> {
         let (path, last_good) = (self.config.clone(), self.last_good.clone());
         let read = spawn_blocking(move || last_good.load(path.as_deref()).map_err(|e| e.to_string()));

@@ -42,7 +42,7 @@ impl Views {
                 }
                 let begin = Instant::now();
                 let view = Arc::new(core.borrow().view());
-                // A view cannot be sent if its reader has stopped waiting. This is not an error.
+                // Sending a view fails if its reader has stopped waiting, which is not an error.
                 readers.into_iter().for_each(|reader| drop(reader.send(view.clone())));
                 drop_elsewhere(view);
                 tokio::time::sleep(PERIOD.max(begin.elapsed() * REST)).await;

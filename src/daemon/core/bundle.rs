@@ -125,7 +125,7 @@ pub(super) fn process(client: ClientId, identity: &Identity, resumed: bool) -> P
     Process { client: client.0, pid, name, unit, container, resumed }
 }
 
-/// Creates a sealed memfd with the data that `write` writes. Its file offset is 0.
+/// Creates a sealed memfd with the data that `write` writes. The memfd's file offset is 0.
 pub(super) fn sealed(
     name: &CStr,
     write: impl FnOnce(&mut BufWriter<File>) -> std::io::Result<()>,

@@ -20,8 +20,8 @@ pub struct Counts {
     ended: BTreeMap<(GpuId, Workload), (Counted, Time)>,
 }
 
-/// Time after which a workload without clients is forgotten. Its pressure is forgotten after the same
-/// time. This bounds memory: clients can choose unit names.
+/// Time after which a workload without clients is forgotten. The workload's pressure is forgotten after
+/// the same time. Forgetting workloads bounds memory, because clients can choose unit names.
 const FORGOTTEN: Duration = Duration::from_secs(300);
 
 /// Counters of one GPU.
@@ -30,7 +30,7 @@ pub struct GpuCounts {
     /// `lock_time` covers only attachments that have ended.
     pub counted: Counted,
     pub waits: Waits,
-    /// Total time for which the lock was held. It excludes the present period, which began at `held_since`.
+    /// Total time for which the lock was held, without the present period, which began at `held_since`.
     held: Duration,
     held_since: Option<Time>,
     /// The client to which the lock was last granted.
@@ -92,8 +92,8 @@ impl Counts {
     }
 
     /// Forgets workloads whose last client disconnected long ago, except workloads that have clients again.
-    /// `living` returns the workloads with clients. It is slow, so it is called only if a workload may be
-    /// forgotten.
+    /// `living` returns the workloads with clients. `living` is slow, so it is called only if a workload
+    /// may be forgotten.
     pub(super) fn forget_ended(&mut self, now: Time, living: impl FnOnce() -> BTreeSet<Workload>) {
         let is_recent = |last: Time| now.saturating_sub(last) < FORGOTTEN;
         if self.ended.values().all(|(_, last)| is_recent(*last)) {

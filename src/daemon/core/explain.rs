@@ -14,7 +14,8 @@ use crate::config::units;
 use crate::identity::{Identity, printable};
 use crate::scheduler::{Ahead, ClientId, Explanation, GpuId, HolderAhead, LockState, Obstacle, Reason, SleepPhase};
 
-/// Maximum number of programs in the queue that an explanation names. It only counts the rest.
+/// Maximum number of programs in the queue that an explanation names. Further programs are only
+/// counted.
 const NAMED: usize = 5;
 /// The estimates are no more accurate than this, so shorter times are reported as "less than 0.1s".
 const SHORTEST: Duration = Duration::from_millis(100);

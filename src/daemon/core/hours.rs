@@ -34,7 +34,7 @@ impl Hours {
         *self.used.entry(programs).or_default().entry(at.div_euclid(HOUR) * HOUR).or_default() += seconds;
     }
 
-    /// Adds the hours that an earlier daemon counted.
+    /// Adds the GPU time that earlier daemons counted and saved.
     fn load(&mut self, saved: HoursUsed) {
         for (programs, hours) in saved {
             let all = self.used.entry(programs).or_default();
@@ -93,14 +93,14 @@ impl Core {
         }
     }
 
-    /// Adds the hours that an earlier daemon counted.
+    /// Adds the GPU time that earlier daemons counted and saved.
     pub fn load_hours(&mut self, saved: HoursUsed) {
         self.hours.load(saved);
         self.check_hours();
     }
 
-    /// The `gpu-hours` of a client's rule, and the time already used. That time includes the other programs
-    /// that the rule counts together with the client.
+    /// The `gpu-hours` of a client's rule, and the time already used. The time includes programs that the
+    /// rule counts together with the client.
     pub(super) fn hours_of(&self, client: ClientId) -> Option<(GpuHours, Duration)> {
         let hours = self.rule_of(client)?.gpu_hours?;
         let programs = self.clients.get(&client)?.rule.as_ref()?.programs();

@@ -17,13 +17,13 @@ use crate::scheduler::GpuId;
 pub struct LockDirectories {
     /// The directory of the clients' socket.
     clients: Option<PathBuf>,
-    /// The parent of the claims' directories. It contains a separate set of lock files, and the files in
-    /// the claims' directories link to this set.
+    /// The parent of the claims' directories. This parent contains a second set of lock files, to which the
+    /// files in the claims' directories link.
     ///
-    /// A common set with the clients' directory is impossible: to a container runtime, the directories are
-    /// separate volumes, and the kernel creates no hard links across mounts. Two sets suffice. A GPU is
-    /// offered either through claims or in other ways, so programs that share a GPU always use the same
-    /// set.
+    /// The claims cannot share the set in the clients' directory. To a container runtime, the two
+    /// directories are separate volumes, and the kernel creates no hard links across mounts. Two sets
+    /// suffice. A GPU is offered either through claims or in other ways, so programs that share a GPU
+    /// always use the same set.
     claims: Option<PathBuf>,
 }
 

@@ -27,8 +27,8 @@ pub const EXIT_TIME: Duration = Duration::from_secs(5);
 /// The fastest expected growth of other programs' memory, in bytes per second: a program that loads its
 /// data.
 const GROWTH: u64 = 1 << 30;
-/// A GPU is sampled again before other programs can fill `1 / FREE_PARTS` of its free memory. That
-/// leaves time to evict clients' memory.
+/// A GPU is sampled again before other programs can fill `1 / FREE_PARTS` of its free memory. The early
+/// sample leaves time to evict clients' memory.
 const FREE_PARTS: u64 = 4;
 /// Minimum time between two samples. At this rate, sampling takes about 1 % of the NVML thread's time.
 const SHORTEST_PERIOD: Duration = Duration::from_millis(100);
@@ -176,7 +176,7 @@ impl Core {
     }
 }
 
-/// The event for a GPU that cannot be measured. It accepts clients' reports as measured.
+/// The event for a GPU that cannot be measured: it accepts clients' reports as measured.
 pub(super) fn unmeasured(gpu: GpuId, now: Time) -> Event {
     Event::Measured { gpu, begun: now, free: None, found: BTreeMap::new() }
 }

@@ -1,4 +1,4 @@
-//! The figures of metrics.
+//! Computes the figures of metrics from a view.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

@@ -34,7 +34,7 @@ impl Core {
         }
     }
 
-    /// The client to move, its GPU and its new GPU.
+    /// Checks a requested move. Returns the client, its present GPU and its new GPU.
     fn migration(&self, pid: u32, gpu: &str, users: &BTreeSet<u32>) -> fdo::Result<(ClientId, Move)> {
         if !self.users_of(pid)?.is_subset(users) {
             return Err(fdo::Error::InvalidArgs(format!("process {pid} has just ended")));
@@ -117,7 +117,7 @@ impl Core {
         self.record_extent(client, to, now);
     }
 
-    /// Drains a GPU (`drained`), or allows its use again.
+    /// Drains a GPU if `drained` is true. Otherwise, allows its use again.
     ///
     /// # Errors
     /// `InvalidArgs` if the GPU does not exist.

@@ -1,5 +1,5 @@
-//! The paused processes. They are also saved for the next daemon (`saved`). A process is identified by
-//! its PID and its start time.
+//! The paused processes. The list is also saved for the next daemon (`saved`). A process is identified
+//! by its PID and its start time.
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
-//! Placement: the choice of the GPUs that a program sees. Either the program chooses GPUs within the
-//! limits of its rule and environment, or the scheduler assigns them.
+//! Placement: the choice of the GPUs that a program sees. A program chooses its GPUs within the limits
+//! of its rule and environment, or the scheduler assigns GPUs to it.
 
 use nvshare_wire::env_limits::LimitName;
 use nvshare_wire::scheduler::NoPlacement;

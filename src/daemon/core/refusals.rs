@@ -22,8 +22,8 @@ pub struct Refusal {
 }
 
 impl View {
-    /// A sentence with the time and reason of the process's last refusal. Its user may not be allowed to
-    /// read the journal.
+    /// A sentence with the time and reason of the process's last refusal. The process's user may not be
+    /// allowed to read the journal.
     pub(super) fn refusal_sentence(&self, pid: u32) -> Option<String> {
         let refusal = self.refusals.iter().find(|refusal| u32::try_from(refusal.pid) == Ok(pid))?;
         let ago = units::duration(self.now.saturating_sub(refusal.at));

@@ -24,8 +24,8 @@ const MAX_ADOPTIONS: usize = 64;
 /// sending.
 const READ_TIME: Duration = Duration::from_millis(500);
 
-/// Programs of an earlier daemon reconnect within this time, even if they lost two daemons in a row.
-/// They retry after 2 s.
+/// Programs of an earlier daemon reconnect within this time, even if they lost two daemons in a row. A
+/// program retries after 2 s.
 const LATE_RETURN: Duration = Duration::from_secs(3);
 
 impl Core {
@@ -119,8 +119,8 @@ impl Core {
         }
     }
 
-    /// True if a requested exporter may still announce itself. This is assumed for a short time after the
-    /// client's first request for it.
+    /// True if a requested exporter may still announce itself. An exporter may do so for `READ_TIME` after
+    /// the client's first request for it.
     fn may_come(&mut self, importer: ClientId, exporter: Secret, now: Time) -> bool {
         let Some(entry) = self.clients.get_mut(&importer) else { return false };
         let asked = entry.asked_for.filter(|(key, _)| *key == exporter);

@@ -101,7 +101,7 @@ pub struct Core {
     pub(super) usage: Usage,
     pub(super) hours: Hours,
     pub(super) nvml: Option<std::sync::mpsc::Sender<Query>>,
-    /// True if NVML answers queries.
+    /// Whether NVML answers queries, is released, or fails.
     pub(super) nvml_state: nvml::NvmlState,
     pub(super) driver: DriverVersions,
     /// True once the log says that clients' reports cannot be verified.
@@ -197,14 +197,14 @@ pub(super) struct Client {
     /// The client was connected before. An earlier daemon may have sent it other limits.
     pub reconnects: bool,
     pub file_use: FileUse,
-    /// The process's pidfd. `None` if the process is in another PID namespace.
+    /// The process's pidfd. `None` if the daemon cannot see the process.
     pub process: Option<Rc<AsyncFd<OwnedFd>>>,
     /// The newest request to the checkpoint helper. Dropping it with the client cancels the request.
     pub checkpoint: Option<oneshot::Receiver<Infallible>>,
     /// The connection's name in systemd's descriptor store. `None` if the connection is not stored.
     pub stored_as: Option<ConnectionName>,
-    /// The files of a lock acquired over D-Bus. `None` for a program with the library. Such a lock uses no
-    /// memory.
+    /// The files of a lock acquired over D-Bus. A D-Bus lock uses no memory. `None` for a program with the
+    /// library.
     pub lock: Option<Rc<LockFiles>>,
 }
 
@@ -231,7 +231,7 @@ pub struct Arrival {
     pub reconnects: bool,
     /// An earlier scheduler put the client to sleep.
     pub is_asleep: bool,
-    /// The process's pidfd. `None` if the process is in another PID namespace.
+    /// The process's pidfd. `None` if the daemon cannot see the process.
     pub process: Option<Rc<AsyncFd<OwnedFd>>>,
 }
 

@@ -2,21 +2,22 @@
 //! memory may stay in RAM, and how much space the client's swap file has.
 //!
 //! A client's limit is a promise that there is room for its memory. The scheduler backs promises that
-//! do not fit on the GPUs with a number of bytes on the host, the *excess*: the usable RAM, or more if
-//! files back it. **In the worst case, all memory promised to a client is off its GPUs, and the part
-//! without space in its file needs RAM.** Every promise can be kept, no matter which clients run, if Σ
-//! over clients of max(0, committed − reserved) is at most the RAM. Because Σ committed ≤ excess + Σ
-//! offers of the GPUs, the excess may be RAM + Σ min(reserved, committed) − Σ offers. Clients without a
-//! file need no exception.
+//! do not fit on the GPUs with bytes on the host, the *excess*. The excess is at least the usable RAM,
+//! and more if files back it. **In the worst case, all memory promised to a client is off its GPUs, and
+//! the part without space in its file needs RAM.** So every promise can be kept if Σ over clients of
+//! max(0, committed − reserved) is at most the RAM. Because Σ committed ≤ excess + Σ offers of the
+//! GPUs, the excess may be RAM + Σ min(reserved, committed) − Σ offers. Clients without a file need no
+//! exception.
 //!
 //! Space is reserved before a promise relies on it. If RAM has no room for the higher limit that a
 //! client requests, the request waits for the disk, for at most [`PATIENCE`].
 //!
 //! The RAM is divided among the clients, so that evicted memory moves to disk before RAM runs out.
-//! Memory without space in a file is served first. The rest goes to clients that wait for a GPU, up to
-//! their needs, then to running clients, then to idle clients, most recently active first. While
-//! processes on the host are stalled on memory, idle clients get none of the rest. As a result, the
-//! memory of the longest-idle programs is the first to go to disk, and the sum never exceeds the RAM.
+//! Memory without space in a file is served first. The rest of the RAM is assigned to clients in this
+//! order, up to their needs: waiting for a GPU, running, idle. Among idle clients, the most recently
+//! active are first. While processes on the host are stalled on memory, idle clients get none of this
+//! RAM. As a result, the memory of the longest-idle programs is the first to go to disk, and the sum
+//! never exceeds the RAM.
 //!
 //! Only memory with contents needs RAM. Evicted memory takes no RAM if it was never written or holds
 //! one repeated value, so it displaces no other client's memory. This exemption covers only memory with
@@ -201,8 +202,8 @@ impl Core {
         }
     }
 
-    /// The clients' needs for host memory. `wanted`: a client's request for a GPU. It replaces the client's
-    /// demand on that GPU if it is higher.
+    /// The clients' needs for host memory. `wanted`: a client's request for a GPU. If the request is higher
+    /// than the client's demand on that GPU, it replaces the demand.
     fn host_needs(&self, wanted: Option<(ClientId, GpuId, u64)>) -> Vec<Need> {
         let programs = self.clients.iter().filter(|(_, entry)| entry.lock.is_none());
         let need = |(client, entry): (&ClientId, &super::state::Client)| {

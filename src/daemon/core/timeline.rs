@@ -1,5 +1,5 @@
-//! The flight recorder's timeline for one user. It names the user's own programs, and shows other
-//! programs anonymously.
+//! The flight recorder's timeline for one user. The timeline names the user's own programs, and shows
+//! other programs anonymously.
 
 use std::collections::BTreeMap;
 use std::io::Write;

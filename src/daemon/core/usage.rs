@@ -21,7 +21,7 @@ use nvshare_wire::client::GpuKind;
 #[derive(Debug, Clone, Default)]
 pub struct Used {
     recorded: Counted,
-    /// Bytes on the GPU and bytes in host memory. Both have been unchanged since `since`.
+    /// Bytes on the GPU and bytes in host memory. Both numbers have been constant since `since`.
     resident: u64,
     swapped: u64,
     since: Time,

@@ -38,7 +38,7 @@ pub struct View {
     pub(super) listed_gpus: OnceLock<Arc<Vec<bus::Gpu>>>,
 }
 
-/// A client's data that the copy of the scheduler does not include.
+/// Data about a client that `View::machine` does not include.
 #[derive(Debug)]
 pub(super) struct CopiedClient {
     pub identity: Arc<Identity>,
@@ -46,7 +46,7 @@ pub(super) struct CopiedClient {
     pub connected: SystemTime,
     pub rule: Option<Instance>,
     pub has_used_up: bool,
-    /// The `gpu-hours` of the client's rule, and how much of them is used.
+    /// The `gpu-hours` of the client's rule, and the GPU time already used.
     pub hours: Option<(GpuHours, Duration)>,
     pub env_limits: EnvLimits,
     /// The client is a lock acquired over D-Bus.
@@ -56,7 +56,7 @@ pub(super) struct CopiedClient {
     pub uses: BTreeMap<GpuId, CopiedUse>,
 }
 
-/// A client's data for one GPU that the copy of the scheduler does not include.
+/// Data about a client on one GPU that `View::machine` does not include.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CopiedUse {
     pub idle_since: Time,
@@ -65,7 +65,7 @@ pub(super) struct CopiedUse {
     pub reason: EngineReason,
 }
 
-/// A GPU's data that the copy of the scheduler does not include.
+/// Data about a GPU that `View::machine` does not include.
 #[derive(Debug)]
 pub(super) struct CopiedGpu {
     pub kind: GpuKind,

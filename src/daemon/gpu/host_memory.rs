@@ -19,9 +19,8 @@ const BELIEVED_AFTER: Duration = Duration::from_secs(2);
 const WORTH_TELLING: u64 = 64 << 20;
 const WORTH_PART: u64 = 32;
 
-/// The host counts as short of memory for `SHORT_FOR` after processes were stalled on memory. They
-/// count as stalled if the stalls made up at least `1 / STALL_PART` of a period of at least
-/// `STALL_PERIOD`.
+/// The host counts as short of memory for `SHORT_FOR` after processes were stalled on memory. Processes
+/// count as stalled if stalls made up at least `1 / STALL_PART` of a period of at least `STALL_PERIOD`.
 const STALL_PERIOD: Duration = Duration::from_secs(1);
 const STALL_PART: u32 = 10;
 const SHORT_FOR: Duration = Duration::from_secs(30);
@@ -118,8 +117,8 @@ impl HostAhead {
     /// Returns the bytes that all clients together may allocate in advance if they changed significantly.
     /// `Some(None)` means that the host is short of memory, and that clients must free empty buffers.
     ///
-    /// The result is at most `most`, and at most half of the available memory. It is at most a quarter if
-    /// the kernel does not report pressure (PSI), which many kernels do not by default.
+    /// The result is at most `most`, and at most half of the available memory. Without pressure information
+    /// (PSI), the result is at most a quarter of it. Many kernels do not provide PSI by default.
     pub fn sample(&mut self, now: Time, host: HostUse, most: SwapMax) -> Option<Option<u64>> {
         self.decide(now, host, most, stalled())
     }
@@ -185,7 +184,7 @@ mod tests {
         let quarter = SwapMax::Percent(25);
         assert_eq!(ahead.decide(at(0), using(61, 0, 0), quarter, Some(ms(0))), Some(Some(16 * GIB)), "of 64 GiB");
         assert_eq!(ahead.decide(at(1), using(45, 16, 0), quarter, Some(ms(50))), None, "clients have allocated it");
-        // At most 20 GiB are available. This includes 4 GiB that are lent.
+        // At most 20 GiB are available, including 4 GiB that are lent.
         assert_eq!(ahead.decide(at(2), using(17, 4, 0), quarter, Some(ms(100))), Some(Some(10 * GIB)));
         assert_eq!(ahead.decide(at(3), using(17, 4, 0), quarter, Some(ms(250))), Some(None), "150 ms of a second");
         assert_eq!(ahead.decide(at(30), using(21, 0, 0), quarter, Some(ms(250))), None, "it was short lately");

@@ -1,6 +1,6 @@
 //! Passes log lines to the journal. The logging thread converts each line into a [`Line`], which owns
-//! its fields, queues it and continues. A separate thread passes the lines to tracing-journald. It
-//! writes their fields by name (`NVSHARE_CLIENT=`, `NVSHARE_GPU=`, …), with the `MESSAGE_ID` that the
+//! its fields, queues it and continues. A separate thread passes the lines to tracing-journald, which
+//! writes the fields by name (`NVSHARE_CLIENT=`, `NVSHARE_GPU=`, …), with the `MESSAGE_ID` that the
 //! catalog explains.
 //!
 //! Writing blocks while journald does not read. If journald falls far behind, lines are dropped and
@@ -219,7 +219,7 @@ mod tests {
         }
     }
 
-    /// Stands in for journald. It reads only while `STUCK` is not locked.
+    /// Stands in for journald. The stand-in reads only while `STUCK` is not locked.
     struct Reader {
         id: Option<&'static str>,
         lines: Lines,

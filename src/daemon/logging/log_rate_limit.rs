@@ -7,8 +7,8 @@ use crate::identity::Tenant;
 
 /// Maximum number of lines per window about one topic and one tenant.
 const BURST: u32 = 10;
-/// Maximum number of lines per window about clients that connect or disconnect. This limit is higher,
-/// because a job may have hundreds of processes.
+/// Maximum number of lines per window about clients that connect or disconnect. The number is higher
+/// than `BURST`, because a job may have hundreds of processes.
 const BURST_OF_CLIENTS: u32 = 200;
 const WINDOW: Duration = Duration::from_secs(10);
 /// Number of windows from which on expired windows are dropped. Otherwise, many tenants would

@@ -1,5 +1,5 @@
-//! Metrics in the OpenMetrics format over HTTP, if they are configured. They are served by a separate
-//! thread and runtime, so that no scraper can delay a hand-over. The scheduling loop only copies its
+//! Metrics in the OpenMetrics format over HTTP, if they are configured. A separate thread and runtime
+//! serves the metrics, so that no scraper can delay a hand-over. The scheduling loop only copies its
 //! state.
 //!
 //! - `listen`: the sockets.

@@ -31,7 +31,7 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// A peer that has not read the whole answer within this time is disconnected. By default, Prometheus
 /// waits for the same time.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum length of a request in bytes. This is the lowest limit that hyper allows.
+/// Maximum length of a request in bytes: the lowest limit that hyper allows.
 const MAX_REQUEST: usize = 8 << 10;
 /// Pause after a failed `accept`, for example if no file descriptors are left.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);

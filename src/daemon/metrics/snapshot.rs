@@ -108,7 +108,7 @@ impl OfWorkload {
     }
 }
 
-/// Counters. They never decrease.
+/// Counters, which never decrease.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Counted {
     pub lock_time: Duration,

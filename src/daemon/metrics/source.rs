@@ -1,5 +1,5 @@
-//! The text of the metrics. It is created from a view of the scheduling loop's state, and shared by all
-//! scrapers that request it within [`SHARED_FOR`].
+//! The text of the metrics. The text is created from a view of the scheduling loop's state, and shared
+//! by all scrapers within [`SHARED_FOR`].
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,7 +10,8 @@ use tracing::error;
 
 use super::{snapshot::Figures, text};
 
-/// Scrapers within this time share one text. Their number then does not affect the scheduling loop.
+/// Scrapers within this time share one text. So the number of scrapers does not affect the scheduling
+/// loop.
 const SHARED_FOR: Duration = Duration::from_millis(100);
 /// Time to wait for a view. A scheduling loop that works answers within 0.1 s.
 const PATIENCE: Duration = Duration::from_secs(5);

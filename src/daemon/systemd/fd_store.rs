@@ -7,9 +7,9 @@ use std::os::fd::OwnedFd;
 /// The kind of client to which a stored connection belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A program. It has one file descriptor: its socket.
+    /// A program, with one file descriptor: its socket.
     Program,
-    /// A D-Bus lock. It has two file descriptors under one name: the daemon's end of the `AcquireLock`
+    /// A D-Bus lock, with two file descriptors under one name: the daemon's end of the `AcquireLock`
     /// socket, and a memfd with the state for the next daemon.
     Lock,
 }
@@ -17,16 +17,16 @@ pub enum Kind {
 /// The version of the locks' memfds that this daemon writes. Other versions are rejected.
 pub const LOCK_RECORD: u16 = 1;
 
-/// The name of a connection in the store. It contains everything that the next daemon knows about the
-/// client before the client answers.
+/// The name of a connection in the store. The name contains everything that the next daemon knows about
+/// the client before the client answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionName {
     pub kind: Kind,
     /// The negotiated protocol version. For a lock, the version of its memfd.
     pub version: u16,
     pub client: u64,
-    /// Start time of the client's process, in clock ticks since boot. 0 if unknown. It distinguishes the
-    /// process from a later process with the same PID.
+    /// Start time of the client's process, in clock ticks since boot. 0 if unknown. The start time
+    /// distinguishes the process from a later process with the same PID.
     pub start_time: u64,
 }
 
@@ -46,8 +46,8 @@ impl ConnectionName {
 }
 
 impl fmt::Display for ConnectionName {
-    /// Formats the name. It is short, because one environment variable of at most 128 KiB contains the
-    /// names of all connections.
+    /// Formats the name. The name is short, because one environment variable of at most 128 KiB contains
+    /// the names of all connections.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = match self.kind {
             Kind::Program => 'v',

@@ -29,8 +29,8 @@ pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<Own
     Ok((identity, process.pidfd))
 }
 
-/// A quick guess at the tenant of the process at the other end. It may be wrong if that process has
-/// exited.
+/// A quick guess at the tenant of the process at the other end. The guess may be wrong if that process
+/// has exited.
 pub fn presumed_tenant(socket: BorrowedFd<'_>) -> Tenant {
     let Ok(credentials::Credentials { pid, uid, .. }) = credentials::credentials(socket) else {
         return Tenant::default();
@@ -234,8 +234,8 @@ pub fn parent(pid: i32) -> Option<i32> {
     std::str::from_utf8(stat.get(end + 2..)?).ok()?.split(' ').nth(1)?.parse().ok()
 }
 
-/// The state letter in `/proc/PID/stat`. It follows the process's name, which is in parentheses and may
-/// itself contain parentheses.
+/// The state letter in `/proc/PID/stat`. The letter follows the process's name, which is in parentheses
+/// and may itself contain parentheses.
 fn state(stat: &[u8]) -> Option<u8> {
     let end = stat.iter().rposition(|b| *b == b')')?;
     stat.get(end + 2).copied()

@@ -14,8 +14,8 @@ use crate::scheduler::{ClientId, Event, GpuId, GpuSet, MemoryReport, SleepObstac
 
 /// Larger sizes are rejected: no GPU has so much memory, and sums of such sizes could overflow.
 const MAX_BYTES: u64 = 1 << 50;
-/// Maximum length of a list of GPUs in bytes. It has room for every GPU that a client can attach, each
-/// with its full UUID.
+/// Maximum length of a list of GPUs in bytes. The list has room for every GPU that a client can attach,
+/// each with its full UUID.
 const MAX_CHOICE: usize = MAX_SLOTS as usize * 64;
 
 /// A violation of the protocol. The client is then disconnected. Other clients are not affected.

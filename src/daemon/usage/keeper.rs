@@ -1,6 +1,6 @@
 //! The work of the usage thread: collects unsaved usage in memory, saves it on disk, and answers
 //! queries. If the disk is full or read-only, or the directory is missing, the thread logs this once
-//! and retries on every save. It sets a damaged database aside.
+//! and retries on every save. The thread sets a damaged database aside.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -56,7 +56,7 @@ impl Records {
                 (self.keep, self.tidied) = (keep, None);
                 self.save();
             }
-            // A reply cannot be sent if its receiver was dropped. This is not an error.
+            // Sending a reply fails if its receiver was dropped, which is not an error.
             Job::Read(query, reply) => drop(reply.send(self.read(&query))),
             Job::ReadHours(reply) => drop(reply.send(self.read_hours())),
         }

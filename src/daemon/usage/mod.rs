@@ -1,5 +1,5 @@
-//! Hourly usage of each GPU by tenants, and by their systemd units and containers. It is saved in the
-//! directory that systemd provides (`StateDirectory=`).
+//! Hourly usage of each GPU by tenants, and by their systemd units and containers. The usage is saved
+//! in the directory that systemd provides (`StateDirectory=`).
 //!
 //! Disks can be slow, so a separate thread reads and writes the records. The scheduling loop sends it
 //! usage and never waits. `keeper` is the thread, and `store` is its database. Without the feature
@@ -42,7 +42,7 @@ impl Account {
     }
 }
 
-/// Sums of usage. They never decrease.
+/// Sums of usage, which never decrease.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Amounts {
     /// Time with the lock.
@@ -201,8 +201,8 @@ pub struct Keeper {
 }
 
 impl Keeper {
-    /// Starts the thread. Its database is in this directory. Records are deleted when the time `keep` has
-    /// passed since their end.
+    /// Starts the thread. The thread's database is in this directory. Records are deleted when the time
+    /// `keep` has passed since their end.
     #[cfg(feature = "accounting")]
     pub fn start(directory: &Path, keep: Duration) -> Option<Self> {
         let (jobs, asked) = std::sync::mpsc::channel();

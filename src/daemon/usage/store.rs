@@ -136,7 +136,9 @@ impl Store {
     }
 
     /// Adds all of this usage, or none of it on failure. Hours are given by their start, in seconds since
-    /// 1970. `hours`: lock time in seconds of programs with `gpu-hours`.
+    /// 1970.
+    ///
+    /// `hours`: lock time in seconds of programs with `gpu-hours`.
     pub fn add<'a>(
         &mut self,
         used: impl Iterator<Item = (i64, &'a str, &'a Accounts)>,
@@ -305,7 +307,7 @@ fn make_day(transaction: &Transaction<'_>, day: i64) -> rusqlite::Result<()> {
 /// Maximum number of databases that are set aside. Beyond it, the last one is replaced.
 const MAX_ASIDE: u32 = 9;
 
-/// Sets a database aside, under a name that no earlier database has.
+/// Sets a database aside, under the first free name.
 pub fn set_aside(path: &Path) -> io::Result<PathBuf> {
     let with = |end: &str| {
         let mut name = path.as_os_str().to_owned();

@@ -6,8 +6,8 @@
 //! it lies in the newest interval, and is otherwise clamped to that interval. So a wrong estimate lasts
 //! at most until the next sample, even while memory moves.
 //!
-//! - *Context*: memory of a client's process beyond its mapped memory. It is measured only once it is
-//!   complete: the driver takes seconds to create a context, and a sample from that time shows only a
+//! - *Context*: memory of a client's process beyond its mapped memory. A context is measured only once
+//!   it is complete. The driver takes seconds to create one, and a sample from that time shows only a
 //!   part.
 //! - *Overhead*: memory in use beyond all clients' mapped memory: contexts, programs without nvshare,
 //!   the driver.
@@ -33,8 +33,7 @@ use crate::scheduler::ClientId;
 pub use basis::Basis;
 pub use history::History;
 
-/// Smaller differences are not reported to the scheduler. This is the granularity of GPU memory, in
-/// bytes.
+/// The granularity of GPU memory, in bytes. Smaller differences are not reported to the scheduler.
 const SIGNIFICANT: u64 = 2 << 20;
 
 /// The estimates for one GPU, in bytes.
@@ -89,8 +88,8 @@ impl Accounting {
     /// still unknown.
     ///
     /// `guess`: the size assumed for a context that was not measured. `is_own(pid)` is true for a process
-    /// that is not a client, but was one or may be about to reconnect. Its memory does not count as
-    /// overhead.
+    /// that is not a client, but was one or may be about to reconnect. The memory of such a process does
+    /// not count as overhead.
     pub fn sample(
         &mut self,
         sample: &Sample,
@@ -155,8 +154,8 @@ impl Accounting {
                 return known.copied().unwrap_or(guess);
             }
             match known {
-                // The context is known to the byte only while no memory moves. It must be exact, because limits count
-                // each byte.
+                // The context is known to the byte only while no memory moves. The context's size must be exact,
+                // because limits count each byte.
                 _ if process.most == process.least => {
                     self.contexts.insert(process.first, range.1);
                     range.1
@@ -200,8 +199,8 @@ impl Accounting {
         let most = clients.iter().fold(0u64, |sum, c| sum.saturating_add(c.most));
         let least = clients.iter().fold(0u64, |sum, c| sum.saturating_add(c.least));
         let range = (used.saturating_sub(most), used.saturating_sub(least));
-        // In the first sample, all memory in use counts as the clients', up to their upper bounds: they may
-        // have had it before the daemon started.
+        // In the first sample, memory in use counts as the clients', up to their upper bounds. Clients may
+        // have had this memory before the daemon started.
         let bytes = self.total.map_or(range.0, |before| before.clamp(range.0, range.1));
         *self.total.insert(bytes)
     }

@@ -54,7 +54,7 @@ fn moving_memory_changes_nothing() {
 }
 
 /// Regression test: two servers that started together deadlocked. Samples showed only a part of each
-/// context. These figures were kept, because the servers' memory kept moving afterwards.
+/// context. The wrong sizes were kept, because the servers' memory kept moving afterwards.
 #[test]
 fn a_context_that_is_being_created_is_not_measured() {
     let mut accounting = Accounting::default();
@@ -70,7 +70,7 @@ fn a_context_that_is_being_created_is_not_measured() {
 fn a_wrong_estimate_ends_with_the_next_sample() {
     let mut accounting = Accounting::default();
     told(&mut accounting, &sample(4020, &[(1, 4020)]), &[client(1, 4000)]);
-    // The context has grown while memory moves: it cannot be smaller than 527 - 64.
+    // The context has grown to at least 527 - 64 MiB while memory moves.
     let told = told(&mut accounting, &sample(5027, &[(1, 5027)]), &[moving(1, 4500, 4564)]);
     assert_eq!(told, 461);
 }
@@ -82,8 +82,8 @@ fn a_context_that_was_never_measured_is_guessed() {
     assert_eq!(told(&mut accounting, &sample(5000, &[(1, 4500)]), &[client(1, 4000)]), 1000);
 }
 
-/// Regression test: a program was refused its last 2 MiB. Its context had been measured while it mapped
-/// 2 MiB, so the context counted as 2 MiB too large.
+/// Regression test: a program was refused its last 2 MiB. The program's context had been measured while
+/// the program mapped 2 MiB, so the context counted as 2 MiB too large.
 #[test]
 fn memory_that_arrives_is_not_taken_for_a_part_of_the_context() {
     let mut accounting = Accounting::default();
@@ -95,8 +95,9 @@ fn memory_that_arrives_is_not_taken_for_a_part_of_the_context() {
     assert_eq!(accounting.contexts().get(&ClientId(1)), Some(&(4 * MIB)), "what was measured stays");
 }
 
-/// Regression test: on a slow link, a program's limit was too high by the size of its context. Its
-/// managed memory was reported as mapped before it reached the GPU, so the context seemed to be empty.
+/// Regression test: on a slow link, a program's limit was too high by the size of its context. The
+/// program's managed memory was reported as mapped before it reached the GPU, so the context seemed to
+/// be empty.
 #[test]
 fn mapped_memory_that_has_not_come_is_not_taken_off_the_context() {
     let mut accounting = Accounting::default();
@@ -229,7 +230,7 @@ fn without_figures_for_processes_a_claim_needs_bytes_that_are_in_use() {
     let clients = [client(1, 4000), moving(2, 1000, 4000)];
     let found = accounting.found(&sample(6500, &[]), &clients, GUESS).expect("figures");
     assert_eq!(found[&ClientId(2)].most, 1000 * MIB);
-    // Now they are in use.
+    // Now the reported memory is in use.
     let found = accounting.found(&sample(9500, &[]), &clients, GUESS).expect("figures");
     assert_eq!(found[&ClientId(2)].most, 4000 * MIB);
     let unsteady = Sample { steady: false, ..sample(9500, &[]) };

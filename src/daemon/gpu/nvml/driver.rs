@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The driver's directory. It exists while the kernel module is loaded.
+/// The driver's directory, which exists while the kernel module is loaded.
 const PROC: &str = "/proc/driver/nvidia";
 /// Opening this file makes the kernel load the module.
 const DEVICE: &str = "/dev/nvidiactl";
@@ -49,7 +49,7 @@ impl Driver {
         has_changed
     }
 
-    /// True if the driver is certainly not loaded. NVML must then not be used. It would open the device,
+    /// True if the driver is certainly not loaded. NVML must then not be used. NVML would open the device,
     /// and the kernel would load the module again after an administrator's `modprobe -r`. On systems that
     /// do not show the driver, such as WSL, neither file exists, and the result is false.
     pub fn is_unloaded(&self) -> bool {

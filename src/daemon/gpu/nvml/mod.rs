@@ -1,9 +1,9 @@
 //! NVML: the existing GPUs and MIG slices, and their memory in use. Runs in a separate thread: calls
 //! can take long, and the daemon must start without waiting for them.
 //!
-//! Hosts without NVML work too. Their GPUs are known only from the clients that use them. While NVML is
-//! open, it uses the driver. The driver then cannot be unloaded, and GPUs cannot be reset. So NVML is
-//! open only while it is needed.
+//! Hosts without NVML work too. On such hosts, GPUs are known only from the clients that use them.
+//! While NVML is open, it uses the driver. The driver then cannot be unloaded, and GPUs cannot be
+//! reset. So NVML is open only while it is needed.
 //!
 //! - `schedule`: decides when NVML is opened and closed.
 //! - `driver`: state of the driver that files show without NVML.
@@ -89,8 +89,8 @@ pub enum NvmlState {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listing {
     pub gpus: Vec<GpuDescription>,
-    /// GPUs that report errors, with the errors. Such a GPU needs a reset, for example, or the driver has
-    /// reported a fault of it.
+    /// GPUs that report errors, with the errors. A listed GPU needs a reset, for example, or the driver has
+    /// reported a fault.
     pub failing: BTreeMap<GpuId, String>,
     /// True if all GPUs that are not listed are gone. If false, NVML may have failed to list some.
     pub is_complete: bool,
@@ -109,7 +109,8 @@ pub struct Sample {
     pub gpu: GpuId,
     /// Time at which sampling began.
     pub begun: Time,
-    /// True if the memory in use did not change during the sample. Its figures are then consistent.
+    /// True if the memory in use did not change during the sample. The sample's figures are then
+    /// consistent.
     pub steady: bool,
     /// Total bytes in use, including the driver's own memory.
     pub used: u64,
@@ -137,7 +138,8 @@ pub struct GpuDescription {
     pub has_display: bool,
 }
 
-/// Starts the thread. Its first reports are the GPUs and their memory in use, or the failure of NVML.
+/// Starts the thread. The thread's first reports are the GPUs and their memory in use, or the failure
+/// of NVML.
 pub fn start(reports: UnboundedSender<Report>) -> mpsc::Sender<Query> {
     let (ask, queries) = mpsc::channel();
     let supervisor = Supervisor::new(reports.clone());
