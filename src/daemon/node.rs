@@ -13,7 +13,7 @@ const INITIAL: &str = "pid:[4026531836]";
 /// Checks that the daemon can see the node's processes.
 ///
 /// # Errors
-/// A sentence with the remedy, if it cannot see them.
+/// A sentence with the remedy, if the daemon cannot see these processes.
 pub fn sees_the_host() -> Result<(), String> {
     let namespace = Path::new("/proc/self/ns/pid").read_link().unwrap_or_default();
     let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
@@ -27,8 +27,8 @@ pub fn sees_the_host() -> Result<(), String> {
         .into())
 }
 
-/// True if process 1 is the node's first process: it is in no container, and not in the daemon's own
-/// control group.
+/// True if process 1 is the node's first process: process 1 is in no container, and not in the daemon's
+/// own control group.
 fn is_of_a_node(first: &str, own: &str) -> bool {
     !first.is_empty() && Cgroup::read(first).container().is_empty() && first != own
 }

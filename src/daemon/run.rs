@@ -326,7 +326,8 @@ impl Startup {
         let (bus, bus_attempted) = BusServer::start(bus, control_socket, request, followed)?;
         let (scrape, mut scrapes) = mpsc::unbounded_channel();
         metrics::start(metrics, scrape)?;
-        // Precedes the takeover of an earlier daemon's clients, because some of them may be asleep.
+        // Must precede the takeover of an earlier daemon's clients, because some of these clients may be
+        // asleep.
         match helpers(in_pod) {
             Ok(Some(helpers)) => tasks::start_checkpoints(&core, helpers),
             Ok(None) => {}

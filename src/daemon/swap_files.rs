@@ -1,8 +1,8 @@
 //! Files for swapped memory that does not fit into host memory (`[swap] file`).
 //!
 //! Disks can be slow, so a separate thread creates the files and reserves their space. The scheduling
-//! loop sends it jobs and never waits. A file has no name. The kernel deletes it once the daemon and
-//! the client have closed it, so no file is ever left behind.
+//! loop sends this thread jobs and never waits. The files have no names. The kernel deletes a file once
+//! the daemon and the client have closed it, so no file is ever left behind.
 
 use std::fs::{DirBuilder, File};
 use std::io;
@@ -39,8 +39,8 @@ pub enum Job {
 /// A report of the file thread.
 #[derive(Debug)]
 pub enum Report {
-    /// `reserved` bytes are now reserved for the client. If this is less than requested, `error` is the
-    /// reason.
+    /// `reserved` bytes are now reserved for the client. If the client has less space than requested,
+    /// `error` is the reason.
     Grown { client: ClientId, file: Option<Arc<File>>, reserved: u64, error: Option<io::Error> },
     /// The client has written beyond its reserved space. The contents of its file were discarded.
     Overrun { client: ClientId },

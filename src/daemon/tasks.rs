@@ -129,8 +129,8 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
     loop {
         if signals.clients.get() == 0 {
             // After the last client has disconnected, two more samples are taken. At the first, most exited
-            // processes have freed their memory. At the second, all of them must have. Otherwise, memory of a slow
-            // process would count as another program's when the next client connects.
+            // processes have freed their memory. At the second, all exited processes must have freed their memory.
+            // Otherwise, memory of a slow process would count as another program's when the next client connects.
             let until_freed = async {
                 for wait in [SAMPLE_BUSY, EXIT_TIME] {
                     tokio::time::sleep(wait).await;
@@ -222,7 +222,7 @@ async fn publish_clients(core: Rc<RefCell<Core>>, clients: watch::Sender<ClientP
     }
 }
 
-/// Adds the GPU time that earlier daemons counted, once it has been read from disk.
+/// Adds the GPU time that earlier daemons counted, once the time has been read from disk.
 pub fn load_hours(core: &Rc<RefCell<Core>>, saved: oneshot::Receiver<HoursUsed>) {
     let core = core.clone();
     spawn_local(async move {
@@ -233,7 +233,7 @@ pub fn load_hours(core: &Rc<RefCell<Core>>, saved: oneshot::Receiver<HoursUsed>)
 }
 
 /// Saves programs' usage at each full minute of the clock, so that no saved period belongs to two
-/// hours. If any rule has `gpu-hours`, checks them more often.
+/// hours. If any rule has `gpu-hours`, the used GPU time is checked more often.
 async fn save_usage(core: Rc<RefCell<Core>>) {
     loop {
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();

@@ -25,7 +25,7 @@ use crate::identity::Tenant;
 use crate::scheduler::Time;
 use crate::sys::clock;
 
-/// Length of a slice. The slice ends once the message in progress has been handled.
+/// Length of a slice. After this time, the slice ends once the message in progress has been handled.
 const SLICE: Duration = Duration::from_micros(100);
 /// Average number of messages that a tenant may send per second, and the maximum number in a burst. Two
 /// clients that only take turns send about 8,000 messages per second.

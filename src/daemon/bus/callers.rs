@@ -23,7 +23,7 @@ use crate::sys::access;
 pub enum Callers {
     /// Callers on the bus. The bus identifies each sender, and polkit authorizes it.
     Bus { authority: Authority, senders: Senders, gate: Gate },
-    /// The peer of a control socket connection, the only caller on it. The kernel identifies the peer.
+    /// The peer of a control socket connection, which is its only caller. The kernel identifies the peer.
     Peer { process: Arc<Process>, groups: Vec<u32>, gate: Arc<Gate> },
 }
 
@@ -44,7 +44,7 @@ pub struct Caller<'a> {
     /// 0 if the PID is unknown.
     pub pid: i32,
     process: Arc<Process>,
-    /// The caller's groups that are known.
+    /// The known groups of the caller.
     groups: Vec<u32>,
     from: From<'a>,
 }

@@ -39,7 +39,7 @@ pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>)
             Bus::Address(address) => connection::Builder::address(address.as_str()),
         };
         let object = Arc::new(Object { shared: shared.clone(), callers: Callers::bus() });
-        // The name is requested last: its owner then serves the object from the start.
+        // The name is requested last, so that its owner serves the object from the start.
         let connected = builder
             .serve_at(bus::PATH, Served(object))
             .name(bus::NAME)

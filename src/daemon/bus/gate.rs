@@ -135,7 +135,7 @@ impl Senders {
 
 impl Sender {
     /// Admits a call of the connection. `None` if all permits are in use and the connection belongs to
-    /// root. Only the user's limits then apply.
+    /// root. For root, only the user's limits apply then.
     ///
     /// # Errors
     /// `LimitsExceeded` if the connection has too many calls in progress.

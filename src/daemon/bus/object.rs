@@ -109,8 +109,8 @@ impl Object {
         let turn = self.shared.reading_usage.clone().lock_owned().await;
         let query = Query { since, by: by.clone(), tenant };
         let rows = self.ask(|reply| Request::Usage(query, reply)).await?;
-        // For each answer, the scheduling loop reads all clients. The pause leaves it time for other work
-        // before the next query.
+        // For each answer, the scheduling loop reads all clients. The pause leaves the loop time for other
+        // work before the next query.
         tokio::spawn(async move {
             tokio::time::sleep(USAGE_PERIOD).await;
             drop(turn);
@@ -492,7 +492,7 @@ impl Object {
         Ok(users)
     }
 
-    /// Reads the state on a separate thread. With many clients, this can take a while.
+    /// Reads the state on a separate thread. With many clients, reading can take a while.
     async fn read<T: Send + 'static>(&self, read: impl FnOnce(&View) -> T + Send + 'static) -> Result<T, Error> {
         let view = self.ask(Request::View).await?;
         let read = tokio::task::spawn_blocking(move || read(&view)).await;
@@ -548,7 +548,7 @@ fn debug_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<bool> {
     Ok(command_lines)
 }
 
-/// Parses the options of a room. Returns the time for which it is kept after each renewal.
+/// Parses the options of a room. Returns the time for which the room is kept after each renewal.
 fn room_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<Duration> {
     let mut lasts = settings::DEFAULT_ROOM;
     for (name, value) in options {

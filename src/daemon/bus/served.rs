@@ -1,6 +1,6 @@
 //! The object as zbus serves it.
 //!
-//! Calls can take minutes. During a call, zbus holds a read lock on the interface. For a property, it
+//! Calls can take minutes. During a call, zbus holds a read lock on the interface. For a property, zbus
 //! also locks `Properties` and the object tree. Readers do not block each other. A writer, however,
 //! would wait for all calls in progress, and all later calls would wait for the writer. So the daemon
 //! never takes a write lock. No method takes `&mut self`, which [`shared`] ensures.

@@ -66,8 +66,8 @@ struct Patience {
     answer: Duration,
     /// Time to wait for the answer to `Settle`. The helper itself waits for a driver call in progress.
     settled: Duration,
-    /// Time to wait for a child to exit after the daemon has hung up. The child first undoes its unfinished
-    /// work. For helpers that systemd starts, `RuntimeMaxSec=` is the corresponding limit.
+    /// Time to wait for a child to exit after the daemon has shut down the socket. The child first undoes
+    /// its unfinished work. For helpers that systemd starts, `RuntimeMaxSec=` is the corresponding limit.
     end: Duration,
 }
 
@@ -93,8 +93,8 @@ enum Start {
 /// The result of a request.
 #[derive(Debug)]
 pub struct HelperAnswer {
-    /// The state of the process. If it is [`Outcome::Unknown`], the caller sends [`Operation::Settle`]
-    /// until the state is known.
+    /// The state of the process. If the state is [`Outcome::Unknown`], the caller sends
+    /// [`Operation::Settle`] until the state is known.
     pub outcome: Outcome,
     /// The reason why the request was not carried out.
     pub failure: Option<HelperFailure>,
@@ -232,7 +232,7 @@ impl Helpers {
         };
         let (mut asker, answer) = oneshot::channel();
         let end = self.patience.end;
-        // The helper keeps its place until it exits. The caller does not wait for that, and may be gone by
+        // The helper keeps its place until it exits. The caller does not wait for the exit, and may be gone by
         // then.
         spawn_local(async move {
             let Place { of_tenant: _of_tenant, of_all } = place;
@@ -240,8 +240,8 @@ impl Helpers {
                 answer = timeout(patience, helper.answer()) => answer.ok(),
                 () = asker.closed() => None,
             };
-            // A late helper may never exit. So it gives back its place among all helpers and keeps only its
-            // tenant's place.
+            // A late helper may never exit. So the helper gives back its place among all helpers, and keeps only
+            // its tenant's place.
             let _of_all = answer.is_some().then_some(of_all);
             let has_slept = |answer: nvshare_checkpoint::Reply| answer.outcome == Outcome::Asleep;
             let goes_on = operation == Operation::Sleep && answer.flatten().is_some_and(has_slept);
@@ -274,8 +274,8 @@ impl Helpers {
             tenants.insert(tenant.clone(), Arc::downgrade(&places));
             places
         };
-        // While a request waits for a place among all helpers, it holds only a place of its own tenant. So it
-        // delays no other tenant.
+        // While a request waits for a place among all helpers, it holds only a place of its own tenant. So the
+        // request delays no other tenant.
         match (of_tenant.acquire_owned().await, self.all.clone().acquire_owned().await) {
             (Ok(of_tenant), Ok(of_all)) => Place { of_tenant, of_all },
             _ => pending().await, // neither semaphore is ever closed
@@ -349,8 +349,8 @@ impl Prepared {
     }
 }
 
-/// A started helper. Dropping it hangs up. The helper then undoes its work as far as possible. If the
-/// helper is a child, the runtime reaps it.
+/// A started helper. Dropping this value closes the socket, and the helper then undoes its work as far
+/// as possible. If the helper is a child, the runtime reaps it.
 #[derive(Debug)]
 pub struct Helper {
     socket: AsyncFd<OwnedFd>,
@@ -370,9 +370,9 @@ impl Helper {
         self.socket.async_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), packet, &mut Vec::new())).await
     }
 
-    /// Hangs up, and waits until the helper has exited. A child that does not exit within `patience` is
-    /// killed. Other helpers are killed by the service that started them. `Operation::Settle` then undoes
-    /// the unfinished work.
+    /// Shuts down the socket, and waits until the helper has exited. A child that does not exit within
+    /// `patience` is killed. Other helpers are killed by the service that started them. `Operation::Settle`
+    /// then undoes the unfinished work.
     async fn end(mut self, patience: Duration) {
         let _ = rustix::net::shutdown(self.socket.get_ref(), Shutdown::Write);
         match &mut self.child {

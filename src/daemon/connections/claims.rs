@@ -1,7 +1,7 @@
 //! A listening socket for each Kubernetes ResourceClaim that is prepared on this node. Each socket has
 //! its own directory. Containers that were given the claim have this directory mounted in place of the
-//! usual one. Other containers cannot reach it. So the socket identifies the claim of a connecting
-//! program, whatever the program itself reports.
+//! usual directory. Other containers cannot reach the claim's directory. So the socket identifies the
+//! claim of a connecting program, whatever the program itself reports.
 //!
 //! A claim's directory exists until the claim is removed, because running containers have it mounted.
 //! After a restart, the daemon reads the existing claims from these directories, before the device

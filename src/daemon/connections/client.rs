@@ -71,7 +71,7 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
     let (place, too_many) = match budget.take(What::Clients, 1) {
         Some(place) => (place, false),
         // Sends the client the reason, except if too many refused clients of the tenant are still reading
-        // theirs.
+        // their reasons.
         None => match budget.take(What::Refusals, 1) {
             Some(place) => (place, true),
             None => return,

@@ -119,8 +119,8 @@ pub fn acquire(core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request:
     Ok(theirs.into())
 }
 
-/// The state of a lock for the next daemon. In the file, it follows one byte that is set while the lock
-/// is held.
+/// The state of a lock for the next daemon. In the file, the record follows one byte that tells whether
+/// the lock is held.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Record {
@@ -354,9 +354,9 @@ impl LockKeeper {
         }
     }
 
-    // The order of the steps in these two functions matters if the daemon dies between them. The next
-    // daemon then sends `granted` again. At no time does the owner believe that it holds a lock that it
-    // does not hold.
+    // The order of the steps in these two functions matters if the daemon dies between them. After such a
+    // death, the next daemon sends `granted` again. At no time does the owner believe that it holds a lock
+    // that it does not hold.
 
     fn granted(&self) {
         self.send(ClientMessage::Utilization { slot: SLOT, permille: EXCLUSIVE });

@@ -1,12 +1,12 @@
 //! Takes over connections of an earlier daemon, which systemd stored (`FDSTORE=1`). Messages that the
-//! earlier daemon read but did not handle are lost. So are decisions that it did not send. The new
-//! daemon therefore asks each client to send its whole state again (`Resume`), and discards all packets
-//! before the answer.
+//! earlier daemon read but did not handle are lost. Decisions that the earlier daemon did not send are
+//! lost too. The new daemon therefore asks each client to send its whole state again (`Resume`), and
+//! discards all packets before the answer.
 //!
 //! A silent client may hold a lock, so no lock is granted before all clients have answered. There are
 //! two exceptions: stopped processes, and tenants that have used up their message budget. Clients of
-//! these processes and tenants are taken over last, once they answer. Programs that connect during that
-//! time are welcomed, but their packets are not read until it ends.
+//! these processes and tenants are taken over last, once they answer. Programs that connect during the
+//! takeover are welcomed, but their packets are not read until it is complete.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;

@@ -143,17 +143,17 @@ impl Turn<'_> {
     ///
     /// # Errors
     /// `InvalidArgs` if the rule is invalid or there are too many rules. `IOError` if the change cannot be
-    /// saved. In both cases, it has no effect.
+    /// saved. In both cases, the change has no effect.
     pub async fn set_rule(&self, addition: Addition) -> fdo::Result<()> {
         let mut changed = self.changes.changed.borrow().clone();
         changed.rule.set(addition).map_err(fdo::Error::InvalidArgs)?;
         self.save(changed).await
     }
 
-    /// Discards all changes, and saves this.
+    /// Discards all changes, also on disk.
     ///
     /// # Errors
-    /// `IOError` if it cannot be saved. The changes then stay in effect.
+    /// `IOError` if the file cannot be written. The changes then stay in effect.
     pub async fn reset(&self) -> fdo::Result<()> {
         self.save(Changed::default()).await
     }

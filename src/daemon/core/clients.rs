@@ -1,4 +1,4 @@
-//! Connect, messages and disconnect of clients.
+//! Handles clients that connect, send messages and disconnect.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
@@ -34,7 +34,8 @@ const MAX_ENDED: usize = 1024;
 /// Minimum time between two measurements of host memory for limit requests.
 const HOST_PERIOD: Duration = Duration::from_millis(10);
 
-/// Formats the process's pod as a suffix of its name. The agent may not have reported all parts of it.
+/// Formats the process's pod as a suffix of its name. Leaves out parts of the pod's name that the agent
+/// has not reported.
 fn of_pod(identity: &Identity) -> String {
     let Pod { uid, namespace, name, container } = &identity.pod;
     match (&**uid, &**name, &**container) {
@@ -45,9 +46,8 @@ fn of_pod(identity: &Identity) -> String {
     }
 }
 
-/// True if a client with this library name is `nvsharectl`, as in `nvsharectl run`: it queries GPUs for
-/// a command and uses none itself. Affects only the wording of its log line, so a client gains nothing
-/// by a false name.
+/// True if this library name belongs to `nvsharectl`. `nvsharectl run` queries GPUs for a command and
+/// uses none itself. The name only affects a log line, so a client gains nothing by a false name.
 fn asks_for_a_command(library: &str) -> bool {
     library == "nvsharectl"
 }
@@ -237,7 +237,8 @@ impl Core {
         self.signals.clients.set(self.clients.len());
         self.signals.arrivals.notify_one();
         self.mark_active();
-        // Precedes the release of the client's memory: memory that other clients have open stays in use.
+        // Must precede `Event::Disconnected`, which frees the client's memory. Memory that other clients have
+        // open stays in use.
         let (adopters, unanswered) = self.shared_memory.leave(client);
         self.ask_to_adopt(adopters);
         for (importer, ticket) in unanswered.into_iter().filter_map(|request| request.importer) {
@@ -350,7 +351,7 @@ impl Core {
         self.query_nvml(Query::Attach);
         debug!(client = client.0, slot, gpu = %gpu.0, ?engine, "attached");
         self.apply(event);
-        // A client that reconnects may still use the values that an earlier scheduler sent.
+        // A client that reconnects may still use limits that an earlier daemon sent.
         let reconnects = self.clients.get(&client).is_some_and(|entry| entry.reconnects);
         if reconnects || self.gpus.get(&gpu).is_some_and(|gpu| gpu.has_display) {
             self.limit_run_ahead(client, gpu);

@@ -14,8 +14,7 @@ use crate::daemon::transport::peer;
 use crate::scheduler::{ClientId, Command, Denial, Event, GpuId, GpuSet, Move, Time};
 use crate::sys::clock;
 
-/// Minimum time between two ticks. This minimum limits the CPU time that a bug in the scheduler can
-/// use.
+/// Minimum time between two ticks, so that a bug in the scheduler cannot use up a whole CPU.
 const MIN_TICK: Duration = Duration::from_micros(100);
 
 impl Core {

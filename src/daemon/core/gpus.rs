@@ -49,7 +49,7 @@ impl Core {
             self.gpu_found(found);
             self.gpu_fails(gpu, failing.get(&gpu));
         }
-        // A GPU without an index is known only from clients, so its absence from NVML's list means nothing.
+        // NVML never lists a GPU without an index: only clients have named it.
         let is_missing = |(id, gpu): &(&GpuId, &Gpu)| gpu.index.is_some() && !listed.contains(id);
         let missing: Vec<GpuId> = self.gpus.iter().filter(is_missing).map(|(id, _)| *id).collect();
         if is_complete {

@@ -16,8 +16,8 @@ use crate::config::units;
 use crate::daemon::usage::{HOUR, HoursUsed};
 use crate::scheduler::{ClientId, Event, Group};
 
-/// Maximum number of entries. Programs that a rule counts together share an entry. If there are more,
-/// only the most recently active half of this number is kept.
+/// Maximum number of entries. Programs that a rule counts together share an entry. If there are more
+/// entries, only the `MAX_PROGRAMS / 2` most recently active ones are kept.
 const MAX_PROGRAMS: usize = 4096;
 
 #[derive(Debug, Default)]

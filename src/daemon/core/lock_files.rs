@@ -74,7 +74,7 @@ impl LockDirectories {
 fn create(path: &Path) -> io::Result<()> {
     let mut options = OpenOptions::new();
     let file = options.write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW).open(path)?;
-    // Locking a file requires read access, which every user needs. The umask must not remove it.
+    // Every user must be able to lock the file, which requires read access, whatever the umask is.
     file.set_permissions(Permissions::from_mode(0o644))
 }
 
@@ -89,13 +89,13 @@ fn link(original: &Path, link: &Path) -> io::Result<()> {
 }
 
 impl Core {
-    /// Sets the directory of the clients' socket. Lock files are created in it from now on.
+    /// Sets the directory of the clients' socket. Lock files are created in this directory from now on.
     pub fn create_lock_files_in(&mut self, directory: &Path) {
         self.lock_files.clients = Some(directory.to_owned());
     }
 
-    /// Sets the parent of the claims' directories. Lock files are also created in it, and linked into the
-    /// directory of each claim.
+    /// Sets the parent of the claims' directories. Lock files are also created in this parent, and linked
+    /// into the directory of each claim.
     pub fn create_lock_files_of_claims_in(&mut self, directory: &Path) {
         self.lock_files.claims = Some(directory.to_owned());
         self.gpus.keys().for_each(|gpu| self.lock_files.create(*gpu));

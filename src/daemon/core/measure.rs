@@ -16,8 +16,8 @@ use crate::sys::clock;
 /// does not count as overhead.
 const RECONNECT_TIME: Duration = Duration::from_secs(1);
 
-/// A client reports its memory within this time after attaching. Until then, it may have mapped any
-/// number of bytes.
+/// A client reports its memory within this time after attaching. Until the first report, the client may
+/// have mapped any number of bytes.
 const FIRST_REPORT_TIME: Duration = Duration::from_secs(1);
 
 /// A process that exits closes its connection first, and the driver frees its memory within this time.

@@ -80,8 +80,7 @@ impl Core {
         is_whole && kind(one).is_some() && kind(one) == kind(other)
     }
 
-    /// Handles the end of a move. `why`: the reason why the scheduler did not move the client, if it
-    /// failed.
+    /// Handles the end of a move. `why`: the reason for a failure. `None` if the client was moved.
     pub(super) fn migrated(&mut self, client: ClientId, to: GpuId, why: Option<MoveObstacle>) {
         let reply = self.migrations.remove(&client);
         if let (Some(entry), Some(label)) = (self.clients.get(&client), self.label(to)) {
@@ -135,7 +134,8 @@ impl Core {
         Ok(saving)
     }
 
-    /// Drains a newly found GPU if it is among the saved drained GPUs. An earlier daemon may have saved it.
+    /// Drains a newly found GPU if it is among the saved drained GPUs. An earlier daemon may have received
+    /// the order.
     pub(super) fn drain_again(&mut self, gpu: GpuId) {
         if self.label(gpu).is_some_and(|label| self.drained.all.contains(&label)) {
             self.apply(Event::Drain { gpu, drained: true });

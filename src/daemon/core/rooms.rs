@@ -32,7 +32,7 @@ pub struct RoomRequest {
     /// UUID or index of the GPU. Empty if the host has only one GPU.
     pub gpu: String,
     pub bytes: u64,
-    /// Time for which the room is kept. Each renewal starts it again.
+    /// Time for which the room is kept. Each renewal restarts this time.
     pub lasts: Duration,
     pub caller: Identity,
 }
@@ -98,7 +98,7 @@ impl Core {
         Ok(PendingRoom { room, ready, ended })
     }
 
-    /// Renews a room: its full time starts again.
+    /// Renews a room, which restarts its full time.
     pub fn renew_room(&mut self, room: RoomId) {
         self.ask_for_room(room);
     }

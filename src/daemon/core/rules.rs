@@ -13,8 +13,8 @@ use super::state::Core;
 use crate::config::rules::{Instance, Rule, Rules, Subject};
 use crate::scheduler::{ClientId, Event, Group, GroupId};
 
-/// Number of groups from which on groups without clients are dropped. If there are many clients, the
-/// number is higher.
+/// Threshold for the number of groups. If it is reached, groups without clients are dropped. With many
+/// clients, the threshold is higher.
 const MAX_GROUPS: usize = 1024;
 
 impl Core {
@@ -85,8 +85,9 @@ impl Core {
         self.reapply_rules(&before);
     }
 
-    /// Sends clients the memory limits that their rules set on each GPU, if these have changed. Programs
-    /// query the size of memory before they use a GPU, and size their allocations by it.
+    /// Sends clients the memory limits that their rules set on each GPU, if the limits have changed.
+    /// Programs query the GPU's memory size before they use the GPU, and plan their allocations by this
+    /// size.
     pub(super) fn announce_limits(&mut self, clients: impl IntoIterator<Item = ClientId>) {
         for client in clients {
             let Some(entry) = self.clients.get_mut(&client) else { continue };

@@ -76,7 +76,7 @@ impl<T: Ord + Clone + Serialize + DeserializeOwned> Saved<T> {
     }
 
     /// Saves the present set. An empty set is saved by removing the file. The D-Bus call returns only after
-    /// that, so every confirmed order outlives the daemon.
+    /// the save, so every confirmed order outlives the daemon.
     pub fn save(&self) -> Saving {
         let (done, saving) = oneshot::channel();
         if let Some(saver) = &self.saver {

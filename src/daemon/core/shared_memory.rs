@@ -289,8 +289,8 @@ impl SharedMemoryRegistry {
 
     // ---- requests ------------------------------------------------------------------------------------------------
 
-    /// Records that a client exports memory under this secret. The exporter then counts the imports that
-    /// missed it. Returns their importers.
+    /// Records that a client exports memory under this secret. From now on, the client counts imports whose
+    /// exporter was missing. Returns the importers of these imports.
     pub fn announce(&mut self, client: ClientId, key: Secret) -> Vec<ClientId> {
         self.exporters.insert(client, key);
         if self.imports.missing == 0 {
@@ -395,8 +395,8 @@ impl SharedMemoryRegistry {
         }
     }
 
-    /// The imports whose importers must adopt the memory, because this client's exporters have not
-    /// reconnected in time.
+    /// Chooses adopters for the client's imports whose exporters have not reconnected in time. Returns the
+    /// imports to adopt.
     pub fn overdue(&mut self, client: ClientId, now: Time) -> Vec<Import> {
         let Some(own) = self.imports.of_importer.get_mut(&client) else { return Vec::new() };
         if own.missing_since.is_none_or(|since| now < since + RECONNECT_TIMEOUT) {

@@ -20,8 +20,7 @@ use crate::scheduler::{ClientId, GpuId, Time};
 const MAX_ADOPTIONS: usize = 64;
 
 /// The daemon reads an exporter's messages within this time, even if other clients of its tenant send
-/// at their limit. Messages from different clients may be read in a different order from the order of
-/// sending.
+/// at their limit. Messages from different clients may be read in another order than they were sent.
 const READ_TIME: Duration = Duration::from_millis(500);
 
 /// Programs of an earlier daemon reconnect within this time, even if they lost two daemons in a row. A
@@ -165,7 +164,7 @@ impl Core {
         let Some(Client { adoptions, connection, .. }) = self.clients.get_mut(&importer) else { return };
         while adoptions.asked < MAX_ADOPTIONS {
             let Some(import) = adoptions.waiting.pop_front() else { return };
-            // The client may have closed the memory since then.
+            // The client may have closed the memory since the request was queued.
             if self.shared_memory.is_adopting(import) {
                 adoptions.asked += 1;
                 let Import { exporter, range, .. } = import;

@@ -136,7 +136,7 @@ impl Core {
             SleepOperation::Settle => Operation::Settle,
         };
         let untouched = if operation == Operation::Sleep { SleepOutcome::Runs } else { SleepOutcome::Unknown };
-        // No scheduler can have checkpointed a process for which it could not open a pidfd.
+        // Without a pidfd, no scheduler can have checkpointed the process.
         let Some(process) = &entry.process else {
             return Some(Event::Checkpointed { client, outcome: SleepOutcome::Runs });
         };
@@ -259,8 +259,8 @@ impl Core {
     }
 
     /// Restores the sleep of a newly connected client. `is_asleep`: an earlier scheduler may have put the
-    /// client to sleep. A client of a paused process is paused again, even if an earlier daemon received
-    /// the order.
+    /// client to sleep. If the client's process is paused, the client is paused again. An earlier daemon
+    /// may have received that order.
     pub(super) fn restore_sleep(&mut self, client: ClientId, is_asleep: bool) {
         if is_asleep {
             self.apply(Event::FoundAsleep { client });

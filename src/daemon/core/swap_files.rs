@@ -21,8 +21,8 @@
 //!
 //! Only memory with contents needs RAM. Evicted memory takes no RAM if it was never written or holds
 //! one repeated value, so it displaces no other client's memory. This exemption covers only memory with
-//! space in the file. Other memory is charged in full: the client may write to it at any time, and it
-//! could then be nowhere but in RAM.
+//! space in the file. Other memory is charged in full: the client may write to it at any time, and the
+//! new contents would then need RAM.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -235,7 +235,7 @@ impl Core {
                 FileUse::Possible { ram_max } => (true, ram_max),
                 FileUse::Unasked | FileUse::Offered => (false, u64::MAX),
             };
-            // The library must copy the memory to move it to a file.
+            // Only memory that the library copies can be moved to a file.
             Need { client: *client, files: copies && can_use, demand, present, reserved, ram_max, rank }
         };
         programs.map(need).collect()

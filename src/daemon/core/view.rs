@@ -1,6 +1,6 @@
 //! A copy of the scheduling loop's state at one moment, for all readers: D-Bus, the control socket,
 //! metrics, and systemd's status line. The loop makes the copy, and other threads produce answers from
-//! it. No scheduling decision depends on them.
+//! it. No scheduling decision depends on the copy.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, OnceLock};

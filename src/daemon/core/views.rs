@@ -32,7 +32,7 @@ pub struct ClientView {
     pub rule: (String, String, String),
     /// The number of the group whose limits the client shares. `None` if no rule applies to the client.
     pub rule_group: Option<u64>,
-    /// The limits from the client's environment: those in effect, and remarks about ignored variables.
+    /// The limits in effect from the client's environment, and remarks about ignored variables.
     pub env_limits: (String, Vec<String>),
     /// The other members of the client's gang.
     pub gang_peers: Vec<ClientId>,

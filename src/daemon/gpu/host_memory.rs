@@ -7,15 +7,16 @@ use crate::config::swap::SwapMax;
 use crate::scheduler::Time;
 
 /// Bytes reserved for other use. If less than `RESERVE` is available, the library allocates no buffers.
-/// An exchange needs additional memory: `EXCHANGE`, or `1 / SMALLEST_PART` of a small host's memory.
+/// An exchange needs additional memory: `EXCHANGE` bytes, or `1 / SMALLEST_PART` of the host's memory
+/// if that is less.
 const RESERVE: u64 = 512 << 20;
 const EXCHANGE: u64 = 512 << 20;
 const SMALLEST_PART: u64 = 16;
 /// A lower figure is accepted only after it has persisted for this time. Buffers are allocated before
 /// clients report them, so they would otherwise count twice.
 const BELIEVED_AFTER: Duration = Duration::from_secs(2);
-/// A changed figure leads to new limits only if the change exceeds `WORTH_TELLING` bytes or `1 /
-/// WORTH_PART` of the last figure.
+/// A changed figure leads to new limits only if the change is large enough: more than `WORTH_TELLING`
+/// bytes, or more than `1 / WORTH_PART` of the last figure.
 const WORTH_TELLING: u64 = 64 << 20;
 const WORTH_PART: u64 = 32;
 
@@ -118,7 +119,8 @@ impl HostAhead {
     /// `Some(None)` means that the host is short of memory, and that clients must free empty buffers.
     ///
     /// The result is at most `most`, and at most half of the available memory. Without pressure information
-    /// (PSI), the result is at most a quarter of it. Many kernels do not provide PSI by default.
+    /// (PSI), the result is at most a quarter of the available memory. Many kernels do not provide PSI by
+    /// default.
     pub fn sample(&mut self, now: Time, host: HostUse, most: SwapMax) -> Option<Option<u64>> {
         self.decide(now, host, most, stalled())
     }

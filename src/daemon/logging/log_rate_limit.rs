@@ -11,8 +11,8 @@ const BURST: u32 = 10;
 /// than `BURST`, because a job may have hundreds of processes.
 const BURST_OF_CLIENTS: u32 = 200;
 const WINDOW: Duration = Duration::from_secs(10);
-/// Number of windows from which on expired windows are dropped. Otherwise, many tenants would
-/// accumulate memory.
+/// Threshold for the number of windows. If it is reached, expired windows are dropped. Otherwise,
+/// windows of many tenants would accumulate in memory.
 const MAX_WINDOWS: usize = 1024;
 
 /// The current window of each topic and tenant.

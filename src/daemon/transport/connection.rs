@@ -58,7 +58,8 @@ impl Connection {
         if outbox.is_empty() {
             match socket::send(self.socket(), message.encode(self.version.get()).as_bytes()) {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
-                // Any other error means that the client has disconnected. The reading side notices that.
+                // Any other error means that the client has disconnected. The reading side notices the end of the
+                // connection.
                 _ => return,
             }
         }
@@ -68,7 +69,7 @@ impl Connection {
         self.wake.notify_one();
     }
 
-    /// Sends a message with file descriptors. Such messages are never queued.
+    /// Sends a message with file descriptors. Messages with file descriptors are never queued.
     ///
     /// # Errors
     /// `WouldBlock` if the client must read other messages first.
@@ -134,7 +135,7 @@ impl Connection {
 
     /// Waits until a packet arrives or the connection ends.
     pub async fn readable(&self) {
-        // If this fails, receiving fails too.
+        // If waiting fails, receiving fails too.
         let _ = self.socket.readable().await;
     }
 

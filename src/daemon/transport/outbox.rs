@@ -12,7 +12,7 @@ use crate::daemon::tenants::{Budget, Share, What};
 /// sending and never reads exceeds the limit.
 const MAX_QUEUED: usize = 1024;
 
-/// The messages. Each is charged for its bytes against its tenant's budget of unread bytes.
+/// The messages, each with its charge against the tenant's budget of unread bytes.
 #[derive(Debug, Default)]
 pub struct Outbox(VecDeque<(SchedulerMessage, Share)>);
 

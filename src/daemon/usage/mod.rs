@@ -1,9 +1,9 @@
 //! Hourly usage of each GPU by tenants, and by their systemd units and containers. The usage is saved
 //! in the directory that systemd provides (`StateDirectory=`).
 //!
-//! Disks can be slow, so a separate thread reads and writes the records. The scheduling loop sends it
-//! usage and never waits. `keeper` is the thread, and `store` is its database. Without the feature
-//! `accounting`, neither exists and usage is not recorded.
+//! Disks can be slow, so a separate thread reads and writes the records. The scheduling loop sends
+//! usage to this thread and never waits. `keeper` is the thread, and `store` is its database. Without
+//! the feature `accounting`, neither exists and usage is not recorded.
 
 #![cfg_attr(not(feature = "accounting"), expect(dead_code))]
 

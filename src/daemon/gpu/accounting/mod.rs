@@ -16,8 +16,8 @@
 //! - *Found*: bounds on a client's mapped memory, independent of the client's reports. The scheduler
 //!   accepts only reports within these bounds.
 //! - *Adopted*: shared memory that its exporter has freed, and that now counts for another client. NVML
-//!   may show it under the exporter, the adopter, or no process. In each case, it counts for the
-//!   adopter.
+//!   may show this memory under the exporter, the adopter, or no process. In each case, the memory
+//!   counts for the adopter.
 //!
 //! `history` records the intervals. [`Basis`] tells which figures NVML provides. `mapped` derives the
 //! bounds on each client's memory.
@@ -140,7 +140,8 @@ impl Accounting {
         let others = self.find_adopted(&of_clients, guess, others);
         self.others = others;
         let contexts = of_clients.values().map(|process| {
-            // Bounds on mapped memory are lowered by this margin. The margin must not accumulate in the context.
+            // Bounds on mapped memory are lowered by this margin. The margin must not increase the measured
+            // context.
             let most = process.most.saturating_add(SIGNIFICANT);
             let range = (process.used.saturating_sub(most), process.used.saturating_sub(process.least));
             if process.is_new {
@@ -154,8 +155,8 @@ impl Accounting {
                 return known.copied().unwrap_or(guess);
             }
             match known {
-                // The context is known to the byte only while no memory moves. The context's size must be exact,
-                // because limits count each byte.
+                // The context's size is known to the byte only while no memory moves. The size must be exact, because
+                // limits count each byte.
                 _ if process.most == process.least => {
                     self.contexts.insert(process.first, range.1);
                     range.1

@@ -33,7 +33,8 @@ pub struct Found<'a> {
 #[derive(Default)]
 pub struct Devices<'a> {
     pub found: Vec<Found<'a>>,
-    /// The error of a call that should have succeeded. If present, `found` may lack existing GPUs.
+    /// The error of a call that should have succeeded. If there is an error, `found` may lack existing
+    /// GPUs.
     pub error: Option<NvmlError>,
 }
 
@@ -156,8 +157,8 @@ fn link_rate(generation: u32, lanes: u32) -> Option<u64> {
 /// Maximum number of attempts to take a consistent sample.
 const TRIES: usize = 3;
 
-/// Samples a GPU, which takes several calls. Repeats them if the memory in use has changed between the
-/// first and the last call, up to `TRIES` times in all.
+/// Samples a GPU, which takes several calls. If the memory in use has changed between the first and the
+/// last call, samples again, up to `TRIES` times in all.
 fn sample(Found { device, gpu, .. }: &Found<'_>) -> Option<Sample> {
     let used = || device.memory_info().ok().map(|memory| memory.total.saturating_sub(memory.free));
     let take = || {

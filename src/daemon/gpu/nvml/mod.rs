@@ -37,7 +37,7 @@ use schedule::{Due, Schedule};
 /// A query from the scheduling loop.
 #[derive(Debug)]
 pub enum Query {
-    /// Requests the existing GPUs and their memory in use.
+    /// Requests the existing GPUs and their memory in use. If NVML is released, ends the release.
     Scan,
     /// Requests the memory in use.
     Sample,
@@ -81,7 +81,7 @@ pub enum NvmlState {
     Usable,
     /// An administrator released the driver.
     Released,
-    /// NVML fails with this error.
+    /// NVML cannot be used, because of this error.
     Failed(String),
 }
 
@@ -107,7 +107,7 @@ pub struct DriverVersions {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sample {
     pub gpu: GpuId,
-    /// Time at which sampling began.
+    /// Time when sampling began.
     pub begun: Time,
     /// True if the memory in use did not change during the sample. The sample's figures are then
     /// consistent.
@@ -335,7 +335,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Answers pending queries, the slowest last. While NVML is closed, they are dropped.
+    /// Answers pending queries, the slowest last. While NVML is closed, queries are dropped.
     fn answer(&mut self) -> Sent {
         let asked = std::mem::take(&mut self.asked);
         let Some(opened) = self.nvml.as_ref().filter(|_| asked.is_any()) else { return Ok(()) };

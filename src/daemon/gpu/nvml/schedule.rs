@@ -20,8 +20,8 @@ pub struct Schedule {
     is_open: bool,
     /// The time of the last query.
     asked: Time,
-    /// NVML stays closed until this time or until a client attaches. An administrator requested this to
-    /// work on the driver.
+    /// NVML stays closed until this time or until a client attaches. An administrator requested the
+    /// release, for work on the driver.
     released_until: Option<Time>,
     /// Time to open NVML. `None` if NVML is open or not needed.
     open: Option<Time>,
@@ -80,7 +80,8 @@ impl Schedule {
         [idle, open, self.released_until].into_iter().flatten().fold(self.look, Time::min)
     }
 
-    /// Records a query. NVML is opened for the query, except while it is released or waits to be retried.
+    /// Records a query. NVML is opened for the query. While NVML is released or waits to be retried, it
+    /// stays closed.
     pub fn ask(&mut self, now: Time) {
         self.asked = now;
         if !self.is_open && self.open.is_none() {
@@ -88,8 +89,8 @@ impl Schedule {
         }
     }
 
-    /// Handles GPUs that appeared or disappeared. NVML is opened for them, even before the wait after a
-    /// failure ends, except while it is released.
+    /// Handles GPUs that appeared or disappeared. NVML is opened even if the wait after a failure has not
+    /// ended. While NVML is released, it stays closed.
     pub fn need(&mut self, now: Time) {
         (self.asked, self.waited) = (now, Duration::ZERO);
         if !self.is_open {
