@@ -55,7 +55,7 @@ impl Core {
                     Ok((exporter, ticket)) => {
                         self.send(exporter, SchedulerMessage::Export { ticket, secret, range, allocation, first });
                     }
-                    // The exporter may be about to reconnect after a restart of the daemon, or its messages may still be
+                    // The exporter may be about to reconnect after a restart of the daemon, or its messages may be
                     // unread.
                     Err(Sharing::Unknown)
                         if now < self.started + LATE_RETURN || self.may_come(client, exporter, now) =>

@@ -1,5 +1,5 @@
 //! The text of the metrics. The text is created from a view of the scheduling loop's state, and shared
-//! by all scrapers within [`SHARED_FOR`].
+//! by all scrapers within `SHARED_FOR`.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

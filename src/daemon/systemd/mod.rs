@@ -170,7 +170,7 @@ pub fn reloading() {
 }
 
 /// Notifies systemd that the daemon stops. Waits until systemd has read all notes, for at most
-/// [`STOP_PATIENCE`].
+/// `STOP_PATIENCE`.
 pub fn stopping() {
     say(&[NotifyState::Stopping]);
     let (reply, said) = mpsc::channel();

@@ -155,7 +155,7 @@ impl Session {
         }
     }
 
-    /// Allows the client to repeat its whole state. The client repeats it once for each daemon that
+    /// Allows the client to repeat its whole state. The client sends the state once for each daemon that
     /// requested it, including daemons that ended before reading it. Repeated state is not new, except for
     /// memory that has changed since then.
     pub fn taken_over(&mut self) {

@@ -246,7 +246,7 @@ impl Keeper {
         let _ = self.jobs.send(Job::ReadHours(reply));
     }
 
-    /// Waits until everything is saved. A disk may hang, so it waits for at most `patience`.
+    /// Waits until everything is saved. The wait is limited to `patience`, because a disk may hang.
     pub fn finish(self, patience: Duration) {
         let Self { jobs, ended } = self;
         drop(jobs);
