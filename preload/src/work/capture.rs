@@ -19,8 +19,7 @@ use core::{
     time::Duration,
 };
 
-/// The number of captures in this process. It changes only under the write lock of [`STARTING`] or the
-/// lock of [`CAPTURES`].
+/// The number of captures in this process. It increases only under the write lock of [`STARTING`].
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 static STARTING: RwLock<()> = RwLock::new(Rank::CaptureStart, ());
 /// The number of threads in [`synchronizing`]. After `SYNCHRONIZING_BEGINS`, each of them has entered
