@@ -163,8 +163,8 @@ impl Slot {
     /// Whether the calling thread, whose slot this must be, is inside no gate.
     #[inline]
     pub fn is_outside(&self) -> bool {
-        // SAFETY: only this thread writes `inside`, so a plain read does not race. It also compiles to a
-        // comparison in memory.
+        // SAFETY: only this thread writes `inside`, so a plain read does not race. Unlike an atomic load, it
+        // compiles to a comparison in memory.
         unsafe { self.inside.as_ptr().read() == OUTSIDE }
     }
 

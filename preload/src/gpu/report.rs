@@ -147,7 +147,7 @@ impl Gpu {
         if !after.can_run() {
             self.gate.close(closed::MEMORY);
             if after.may_grow() {
-                connection::wake(); // the allowance has room, but mapping failed: the scheduler will not send another message
+                connection::wake(); // mapping failed, and no message of the scheduler will follow
             }
         } else if self.gate.is_closed_for(closed::MEMORY) {
             connection::wake();

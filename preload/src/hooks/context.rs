@@ -1,5 +1,5 @@
-//! Hooks of initialisation, contexts, captures and lookups: calls that the library must know about, and that never wait
-//! for the lock.
+//! Hooks of initialisation, contexts, captures and lookups. These calls change state that the library
+//! tracks, and never wait for the lock.
 
 use crate::{
     calls::contexts::*,

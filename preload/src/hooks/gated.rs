@@ -1,4 +1,4 @@
-//! Hooks of launches, memsets and other work, which waits at the gate, and of calls that name memory.
+//! Hooks of launches, memsets and other work that waits at the gate, and of calls that refer to memory.
 
 use crate::{
     calls::submit::{GRAPH, ONE, bytes, gated, launched, naming, naming_by},
@@ -13,13 +13,14 @@ use nvshare_wire::MAX_SLOTS;
 
 type P = *mut c_void;
 
-/// Makes one call that launches a kernel in each of several streams, on different GPUs: the kernels may wait for each
-/// other, so the GPUs are held together.
+/// Makes one call that launches a kernel in each of several streams on different GPUs. The kernels may
+/// wait for each other, so the locks of these GPUs must be held together.
 ///
 /// # Safety
 /// `list` is NULL or has `count` entries.
 unsafe fn launched_on_all(list: *const LaunchParams, count: u32, call: impl Fn() -> CUresult) -> CUresult {
-    // SAFETY: the caller's contract; the driver rejects more entries than GPUs.
+    // SAFETY: `list` has `count` entries: the caller's contract. The driver rejects more entries than
+    // there are GPUs.
     let at = |i: u32| unsafe { list.add(i as usize).as_ref() }.map(|launch| launch.stream);
     let streams = (0..count.min(MAX_SLOTS)).map_while(at);
     let mut known = streams.filter_map(|stream| Some((gpu::of_stream(stream)?, stream)));
@@ -27,7 +28,7 @@ unsafe fn launched_on_all(list: *const LaunchParams, count: u32, call: impl Fn()
     known.clone().for_each(|(other, _)| errno::preserved(|| couple(gpu, other)));
     launched(first, ONE, || {
         let result = call();
-        // Done inside the gate, through which all of the kernels have passed.
+        // Recorded inside the gate that all of the kernels have passed.
         known.clone().for_each(|(other, stream)| errno::preserved(|| other.work.note(stream)));
         result
     })
@@ -49,7 +50,7 @@ hooks! { real, flavour;
         launched(flavour.stream(stream), ONE, real)
     }
     [cuLaunchCooperativeKernelMultiDevice] (list: *const LaunchParams, devices: u32, flags: u32) {
-        // SAFETY: the program passes that many entries.
+        // SAFETY: `list` has `devices` entries, as the program states.
         unsafe { launched_on_all(list, devices, real) }
     }
     [cuLaunch] (f: CUfunction) { launched(flavour.stream(CTX_DEFAULT_STREAM), ONE, real) }
@@ -105,7 +106,8 @@ hooks! { real, flavour;
         list: P, n: Size, flags: u32, failed: P, stream: CUstream,
     ) { gated(flavour.stream(stream), GRAPH, real) }
 
-    // ---- calls that name memory: the driver looks it up, so it must be on the GPU; they give the GPU no work ----
+    // ---- calls that refer to memory: they submit no work, but need the memory on the GPU, where the
+    // driver looks it up ----
     [cuGraphAddMemcpyNode] (
         node: P, graph: CUgraph, after: P, n: Size, params: *const Copy3D, context: CUcontext,
     ) {
@@ -174,8 +176,8 @@ hooks! { real, flavour;
         naming(real)
     }
 
-    // ---- stream memory operations: they read and write device memory in stream order ----
-    // A wait does not help running work to end, so it waits with the kernels.
+    // A stream that waits for a value does not help running work to end, so this call waits with the
+    // kernels.
     [cuStreamWaitValue32 | cuStreamWaitValue32_ptsz | cuStreamWaitValue32_v2 | cuStreamWaitValue32_v2_ptsz] (
         stream: CUstream, at: CUdeviceptr, value: u32, flags: u32,
     ) { launched(flavour.stream(stream), ONE, real) }

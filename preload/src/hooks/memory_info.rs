@@ -1,4 +1,5 @@
-//! Hooks of queries about the size of a GPU's memory, which all give the same answer ([`crate::gpu::memory_info`]).
+//! Hooks of queries about the size of a GPU's memory. All of them give the same answer
+//! ([`crate::gpu::memory_info`]).
 
 use crate::{
     driver::{
@@ -12,7 +13,7 @@ use crate::{
     gpu::{self, memory_info, memory_limits},
 };
 
-/// Lowers the size that the driver has reported for a GPU to the program's limit there.
+/// Lowers a size that the driver has reported for a GPU to the program's limit on that GPU.
 fn total(result: CUresult, device: CUdevice, bound: impl FnOnce(u64)) -> CUresult {
     if result == SUCCESS && memory_limits::are_set() {
         crate::sys::errno::preserved(|| {
@@ -48,7 +49,7 @@ hooks! { real, flavour;
             // SAFETY: `now` and `total` outlive the call.
             (unsafe { driver::cuMemGetInfo_v2(&mut now, &mut total) } == SUCCESS).then_some(now as u64)
         });
-        // SAFETY: the program's own places; the driver allows NULL.
+        // SAFETY: the pointers are the program's own. The driver allows NULL.
         unsafe {
             put(free, told.free as Size);
             put(total, told.total as Size);
