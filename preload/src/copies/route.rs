@@ -29,8 +29,8 @@ pub enum Side {
 #[derive(Debug, Clone, Copy)]
 pub struct Route {
     pub way: Way,
-    /// The GPU at whose gate the copy waits. `None` for the gate of the stream's GPU; needed if this
-    /// library does not manage that GPU.
+    /// The GPU at whose gate the copy waits, if this library does not manage the stream's GPU. `None` means
+    /// the gate of the stream's GPU.
     pub gate: Option<&'static Gpu>,
 }
 

@@ -167,7 +167,7 @@ struct CopyNode {
 /// # Safety
 /// `params` is NULL, or a valid argument to the driver for such a node.
 pub unsafe fn copy_node(params: *const Copy3D) -> Route {
-    // SAFETY: the caller's contract.
+    // SAFETY: `params` is NULL or valid: the caller's contract.
     many(CTX_DEFAULT_STREAM, || unsafe { params.as_ref() }.map(Copy3D::sides).into_iter().flatten())
 }
 
@@ -176,7 +176,7 @@ pub unsafe fn copy_node(params: *const Copy3D) -> Route {
 /// # Safety
 /// `params` is NULL, or a valid argument to the driver for such a node.
 pub unsafe fn fill_node(params: *const Fill) -> Route {
-    // SAFETY: the caller's contract.
+    // SAFETY: `params` is NULL or valid: the caller's contract.
     many(CTX_DEFAULT_STREAM, || unsafe { params.as_ref() }.map(|fill| Side::Address(fill.to)).into_iter())
 }
 

@@ -10,7 +10,7 @@ use core::ptr::null_mut;
 
 /// Copies like `cuMemcpy` from one GPU to another. The contexts are those of destination and source.
 pub fn linear(flavour: Flavour, [to, from]: [CUdeviceptr; 2], n: Size, [there, here]: [CUcontext; 2]) -> CUresult {
-    // SAFETY: the program's own arguments, and contexts of its own.
+    // SAFETY: the arguments and both contexts are the program's own.
     unsafe {
         if flavour.per_thread {
             driver::cuMemcpyPeer_ptds(to, there, from, here, n)
@@ -20,14 +20,14 @@ pub fn linear(flavour: Flavour, [to, from]: [CUdeviceptr; 2], n: Size, [there, h
     }
 }
 
-/// Makes such a copy in stream order.
+/// Copies like `cuMemcpyAsync` from one GPU to another.
 pub fn linear_async(
     [to, from]: [CUdeviceptr; 2],
     n: Size,
     [there, here]: [CUcontext; 2],
     stream: CUstream,
 ) -> CUresult {
-    // SAFETY: the program's own arguments, and contexts of its own.
+    // SAFETY: the arguments and both contexts are the program's own.
     unsafe { driver::cuMemcpyPeerAsync(to, there, from, here, n, stream) }
 }
 
@@ -35,14 +35,14 @@ pub fn linear_async(
 pub fn shaped(flavour: Flavour, copy: &Copy3D, contexts: [CUcontext; 2]) -> CUresult {
     let copy = copy.between(contexts);
     let copy = (&raw const copy).cast();
-    // SAFETY: the program's own description, with contexts of its own.
+    // SAFETY: the description and both contexts are the program's own.
     unsafe { if flavour.per_thread { driver::cuMemcpy3DPeer_ptds(copy) } else { driver::cuMemcpy3DPeer(copy) } }
 }
 
-/// Makes such a copy in stream order.
+/// Copies like `cuMemcpy2DAsync` or `cuMemcpy3DAsync` from one GPU to another.
 pub fn shaped_async(copy: &Copy3D, contexts: [CUcontext; 2], stream: CUstream) -> CUresult {
     let copy = copy.between(contexts);
-    // SAFETY: the program's own description, with contexts of its own.
+    // SAFETY: the description and both contexts are the program's own.
     unsafe { driver::cuMemcpy3DPeerAsync((&raw const copy).cast(), stream) }
 }
 

@@ -3,7 +3,7 @@
 //! Threads pass a gate a million times per second and close it only a few times. With `membarrier(2)`,
 //! the closing thread pays for both sides and a passing thread needs no fence. The kernel may lack or
 //! refuse this system call, for example after the program has installed a seccomp filter. Both sides
-//! then use an ordinary fence. A bit of the gate's state tells passing threads to execute it.
+//! then execute an ordinary fence, and a bit of the gate's state tells passing threads to do so.
 
 use crate::sys::time;
 use core::{

@@ -128,14 +128,14 @@ unsafe extern "C" fn give_back(slot: *mut c_void) {
     }
 }
 
-/// This thread's slot, if it has one.
+/// Returns the calling thread's slot, if it has one.
 #[inline]
 pub fn known() -> Option<&'static Slot> {
     // SAFETY: slots are never freed, and `thread::mine` only ever returns a slot or NULL.
     unsafe { thread::mine().cast::<Slot>().as_ref() }
 }
 
-/// This thread's slot.
+/// Returns the calling thread's slot, and assigns one if necessary.
 #[inline]
 pub fn mine() -> &'static Slot {
     known().unwrap_or_else(take)

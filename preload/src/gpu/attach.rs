@@ -24,7 +24,7 @@ use nvshare_wire::{ClientMessage, client as wire};
 /// in a higher layer.
 pub type TellImports = fn(&Gpu);
 
-/// The scheduler's answer whether there is room for a context.
+/// The scheduler's answer to the request for a context.
 mod admission {
     pub const UNKNOWN: u32 = 0;
     pub const ADMITTED: u32 = 1;
@@ -111,9 +111,9 @@ impl Gpu {
     }
 
     /// Waits for the scheduler's answer. An unanswered request times out after [`ADMISSION_TIMEOUT`] and
-    /// counts as admitted. The wait continues while the scheduler is absent for a short time: after a
-    /// reconnect, the GPU is introduced again, and without a scheduler the context is admitted. Returns
-    /// `false` if the context is refused.
+    /// counts as admitted. The wait continues during a short absence of the scheduler. After a reconnect,
+    /// the GPU is introduced again; without a scheduler, the context is admitted. Returns `false` if the
+    /// context is refused.
     fn wait_for_admission(&self) -> bool {
         let _waiting = waiting_for_client_thread();
         let begin = Instant::now();
@@ -186,8 +186,8 @@ impl Gpu {
         self.info()
     }
 
-    /// Introduces this GPU and this client's memory there to the scheduler. With `is_named`, the scheduler
-    /// already knows the GPU.
+    /// Introduces this GPU to the scheduler and reports this client's memory on it. With `is_named`, the
+    /// scheduler already knows the GPU.
     pub fn introduce(&self, is_named: bool, tell_imports: TellImports) {
         self.introduce_to(is_named, Space::reset_for_scheduler, tell_imports);
     }

@@ -67,9 +67,9 @@ pub fn may_have_changed() {
     TIMES.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Makes the identity of a new GPU visible to all threads by calling `publish`. If the process is
-/// restored at the same time, the update of all known GPUs may miss this GPU, so its identity is
-/// queried again with `ask`.
+/// Makes the identity of a new GPU visible to all threads by calling `publish`. A concurrent restore of
+/// the process may update all known GPUs but miss this GPU. The identity is then queried again with
+/// `ask`.
 pub fn learn<'a>(publish: impl FnOnce() -> Option<&'a Identity>, ask: impl Fn(&Identity)) {
     let mut seen = TIMES.load(Ordering::SeqCst);
     let Some(identity) = publish() else { return };

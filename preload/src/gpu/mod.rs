@@ -56,7 +56,7 @@ pub struct Gpu {
     attached: AtomicBool,
     attaching: Mutex<()>,
     space: OnceBox<Mutex<Space>>,
-    /// The mover. It must leave a context before the context is destroyed.
+    /// The mover. The mover must stop using a context before the context is destroyed.
     pub moving: Mutex<Mover>,
     primary: AtomicUsize,
     /// Whether this GPU has been introduced to the connected scheduler.
@@ -269,7 +269,8 @@ impl Gpu {
         self.drained.store(drained, Ordering::SeqCst);
     }
 
-    /// Whether no work of this client that may access memory of this GPU is running, and none can start.
+    /// Whether no work that may access memory of this GPU is running in this client, and no such work can
+    /// start.
     pub fn is_drained(&self) -> bool {
         // The gate must be closed for the lock. Behind a gate that is closed only for memory, earlier work may
         // still be running.

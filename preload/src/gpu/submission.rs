@@ -70,10 +70,11 @@ impl Gpu {
         result
     }
 
-    /// Ends a call that found the stream [as before](Self::is_as_before).
+    /// Ends a call for which [`is_as_before`](Self::is_as_before) returned `true`.
     ///
     /// # Safety
-    /// The call found the stream as before, and entered the gate of the GPU of the last launch.
+    /// [`is_as_before`](Self::is_as_before) returned `true` for the call, which then entered the gate of
+    /// the last launch's GPU.
     #[inline(always)]
     pub unsafe fn leave_as_before(
         slot: &Slot,

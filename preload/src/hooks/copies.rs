@@ -97,7 +97,7 @@ fn by_array(flavour: Flavour, sides: [Side; 2], n: Size, real: impl FnOnce() -> 
 /// Each array is NULL or has `count` entries.
 unsafe fn listed(to: *const CUdeviceptr, from: *const CUdeviceptr, count: Size) -> impl Iterator<Item = Side> {
     let count = if to.is_null() || from.is_null() { 0 } else { count };
-    // SAFETY: the caller's contract.
+    // SAFETY: both arrays have `count` entries: the caller's contract.
     (0..count).flat_map(move |i| unsafe { [*to.add(i), *from.add(i)] }).map(Side::Address)
 }
 
@@ -107,7 +107,7 @@ unsafe fn listed(to: *const CUdeviceptr, from: *const CUdeviceptr, count: Size) 
 /// `list` is NULL or has `count` entries.
 unsafe fn described(list: *const BatchCopy3D, count: Size) -> impl Iterator<Item = Side> {
     let count = if list.is_null() { 0 } else { count };
-    // SAFETY: the caller's contract.
+    // SAFETY: `list` has `count` entries: the caller's contract.
     (0..count).flat_map(move |i| unsafe { &*list.add(i) }.sides())
 }
 

@@ -45,7 +45,7 @@ hooks! { real, flavour;
         shared: u32, stream: CUstream, params: P,
     ) { launched(flavour.stream(stream), ONE, real) }
     [cuLaunchKernelEx | cuLaunchKernelEx_ptsz] (config: *const LaunchConfig, f: CUfunction, params: P, extra: P) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `config` and reports NULL.
         let stream = unsafe { config.as_ref() }.map_or(CTX_DEFAULT_STREAM, |c| c.stream);
         launched(flavour.stream(stream), ONE, real)
     }
@@ -106,52 +106,52 @@ hooks! { real, flavour;
         list: P, n: Size, flags: u32, failed: P, stream: CUstream,
     ) { gated(flavour.stream(stream), GRAPH, real) }
 
-    // ---- calls that refer to memory: they submit no work, but need the memory on the GPU, where the
-    // driver looks it up ----
+    // ---- calls that refer to memory ----
+    // The driver looks the memory up, so it must be on the GPU. The calls submit no work.
     [cuGraphAddMemcpyNode] (
         node: P, graph: CUgraph, after: P, n: Size, params: *const Copy3D, context: CUcontext,
     ) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { copy_node(params) }, real)
     }
     [cuGraphAddMemsetNode] (
         node: P, graph: CUgraph, after: P, n: Size, params: *const Fill, context: CUcontext,
     ) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { fill_node(params) }, real)
     }
     [cuGraphAddBatchMemOpNode] (node: P, graph: CUgraph, after: P, n: Size, params: P) { naming(real) }
     [cuGraphAddNode] (node: P, graph: CUgraph, after: P, n: Size, params: *const NodeParams) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { any_node(params) }, real)
     }
     [cuGraphAddNode_v2 | cuGraphAddNode_v3] (node: P, graph: CUgraph, after: P, edges: P, n: Size, params: *const NodeParams) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { any_node(params) }, real)
     }
     [cuGraphMemcpyNodeSetParams] (node: P, params: *const Copy3D) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { copy_node(params) }, real)
     }
     [cuGraphMemsetNodeSetParams] (node: P, params: *const Fill) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { fill_node(params) }, real)
     }
     [cuGraphBatchMemOpNodeSetParams] (node: P, params: P) { naming(real) }
     [cuGraphNodeSetParams | cuGraphNodeSetParams_v2] (node: P, params: *const NodeParams) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { any_node(params) }, real)
     }
     [cuGraphExecMemcpyNodeSetParams] (graph: CUgraphExec, node: P, params: *const Copy3D, context: CUcontext) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { copy_node(params) }, real)
     }
     [cuGraphExecMemsetNodeSetParams] (graph: CUgraphExec, node: P, params: *const Fill, context: CUcontext) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { fill_node(params) }, real)
     }
     [cuGraphExecNodeSetParams] (graph: CUgraphExec, node: P, params: *const NodeParams) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { any_node(params) }, real)
     }
     [cuGraphExecBatchMemOpNodeSetParams | cuGraphExecChildGraphNodeSetParams] (
@@ -164,7 +164,7 @@ hooks! { real, flavour;
     }
     [cuGraphInstantiateWithFlags] (place: P, graph: CUgraph, flags: u64) { retried(|| naming(real)) }
     [cuGraphInstantiateWithParams | cuGraphInstantiateWithParams_ptsz] (place: P, graph: CUgraph, params: *const InstantiateParams) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         match unsafe { params.as_ref() } {
             Some(p) if p.flags & GRAPH_INSTANTIATE_UPLOAD != 0 => retried(|| gated(flavour.stream(p.upload_stream), ONE, real)),
             _ => retried(|| naming(real)),

@@ -37,7 +37,7 @@ fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresu
         loop {
             match shared::export(gpu, address) {
                 Attempt::Done(handle) => {
-                    // SAFETY: the program's own place, not NULL.
+                    // SAFETY: `place` is the program's own pointer and not NULL.
                     unsafe { place.write_unaligned(MemHandle(handle)) };
                     return SUCCESS;
                 }
@@ -69,7 +69,7 @@ fn open(place: *mut CUdeviceptr, handle: &MemHandle, flags: u32, real: impl FnOn
         };
         match shared::open(&handle.0, gpu, context) {
             Ok(address) => {
-                // SAFETY: the program's own place, not NULL.
+                // SAFETY: `place` is the program's own pointer and not NULL.
                 unsafe { place.write_unaligned(address) };
                 SUCCESS
             }

@@ -22,7 +22,7 @@ hooks! { real, flavour;
         let mut ours = true;
         let result = allocate::allocate(place, size, || { ours = false; real() });
         if ours && result == SUCCESS {
-            // SAFETY: the program's own place.
+            // SAFETY: `pitch` is the program's own pointer.
             unsafe { put(pitch, row) };
         }
         result

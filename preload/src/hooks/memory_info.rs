@@ -28,13 +28,13 @@ fn total(result: CUresult, device: CUdevice, bound: impl FnOnce(u64)) -> CUresul
 hooks! { real, flavour;
     [cuDeviceTotalMem_v2] (bytes: *mut Size, device: CUdevice) {
         total(real(), device, |bound| {
-            // SAFETY: the driver has just written there.
+            // SAFETY: the driver has just written `bytes`.
             unsafe { bytes.write((bytes.read() as u64).min(bound) as Size) }
         })
     }
     [cuDeviceTotalMem] (bytes: *mut u32, device: CUdevice) {
         total(real(), device, |bound| {
-            // SAFETY: the driver has just written there, capped to 32 bits.
+            // SAFETY: the driver has just written `bytes`, a size capped to 32 bits.
             unsafe { bytes.write(u64::from(bytes.read()).min(bound) as u32) }
         })
     }

@@ -66,7 +66,7 @@ fn current_pool(gpu: &Gpu) -> Option<CUmemoryPool> {
     (unsafe { driver::cuDeviceGetMemPool(&mut pool, gpu.index as CUdevice) } == SUCCESS).then_some(pool)
 }
 
-/// Allocates from a pool, or from the current pool of the stream's GPU.
+/// Allocates from `pool`, or from the current pool of the stream's GPU if `pool` is `None`.
 fn allocate(
     place: *mut CUdeviceptr,
     size: Size,
@@ -227,7 +227,7 @@ fn releasing(wait: Wait, real: impl Fn() -> CUresult) -> CUresult {
     result
 }
 
-/// Spins briefly until pending frees are done. They soon are if no work is running.
+/// Spins briefly until pending frees are done. If no work is running, they are done soon.
 fn see_done(gpu: &Gpu, space: &Mutex<Space>) {
     let begin = Instant::now();
     while space.lock().look_at_pools(&gpu.work) && begin.elapsed() < DONE_SPIN {
@@ -322,7 +322,7 @@ hooks! { real, flavour;
     [cuMemPoolTrimTo] (pool: CUmemoryPool, keep: Size) { after(real(), || trim(pool, keep)) }
     [cuMemPoolSetAttribute] (pool: CUmemoryPool, which: i32, value: P) { after(real(), || attribute_set(pool, which)) }
     [cuMemPoolGetAttribute] (pool: CUmemoryPool, which: i32, value: P) {
-        // SAFETY: the driver has just written there.
+        // SAFETY: the driver has just written `value`.
         after(real(), || unsafe { add_statistics(pool, which, value) })
     }
     [cuMemPoolSetAccess] (pool: CUmemoryPool, list: P, count: Size) { after(real(), || pools::access_changed(pool)) }

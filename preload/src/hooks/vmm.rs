@@ -73,13 +73,13 @@ hooks! { real, flavour;
                     return ERROR_INVALID_VALUE;
                 }
                 table.retain(found);
-                // SAFETY: the program's own place, not NULL.
+                // SAFETY: `handle` is the program's own pointer and not NULL.
                 unsafe { handle.write(found) };
                 return SUCCESS;
             }
         }
         let result = real();
-        // SAFETY: the driver has just written there.
+        // SAFETY: the driver has just written `handle`.
         if let (true, SUCCESS, Some(handle)) = (gate::is_active(), result, unsafe { handle.as_ref() }) {
             account::retain(*handle);
         }
@@ -97,13 +97,13 @@ hooks! { real, flavour;
         if types.is_none_or(|types| types == 0 || types & kind == 0) || shareable.is_null() {
             return ERROR_INVALID_VALUE;
         }
-        // SAFETY: the program's own arguments, and the driver's handle for its own.
+        // SAFETY: these are the program's arguments, with the driver's handle instead of the virtual one.
         escaping_handle(handle, |handle| unsafe { driver::cuMemExportToShareableHandle(shareable, handle, kind, flags) })
     }
 
     [cuMemAddressReserve] (place: *mut CUdeviceptr, size: Size, alignment: Size, wanted: CUdeviceptr, flags: u64) {
         let result = real();
-        // SAFETY: the driver has just written there.
+        // SAFETY: the driver has just written `place`.
         if let (true, SUCCESS, Some(at)) = (gate::is_active(), result, unsafe { place.as_ref() }) {
             TABLE.lock().reserve(*at, size as u64);
         }
@@ -168,13 +168,13 @@ hooks! { real, flavour;
     }
 
     [cuMulticastBindMem] (object: Handle, at: Size, memory: Handle, offset: Size, size: Size, flags: u64) {
-        // SAFETY: the program's own arguments, and the driver's handle for its own.
+        // SAFETY: these are the program's arguments, with the driver's handle instead of the virtual one.
         bind(memory, real, |memory| unsafe { driver::cuMulticastBindMem(object, at, memory, offset, size, flags) })
     }
     [cuMulticastBindMem_v2] (
         object: Handle, device: CUdevice, at: Size, memory: Handle, offset: Size, size: Size, flags: u64,
     ) {
-        // SAFETY: the program's own arguments, and the driver's handle for its own.
+        // SAFETY: these are the program's arguments, with the driver's handle instead of the virtual one.
         bind(memory, real, |memory| unsafe {
             driver::cuMulticastBindMem_v2(object, device, at, memory, offset, size, flags)
         })
@@ -182,7 +182,7 @@ hooks! { real, flavour;
     [cuLogicalEndpointBindMem] (
         endpoint: u32, device: CUdevice, at: u64, memory: Handle, offset: u64, size: u64, flags: u64,
     ) {
-        // SAFETY: the program's own arguments, and the driver's handle for its own.
+        // SAFETY: these are the program's arguments, with the driver's handle instead of the virtual one.
         bind(memory, real, |memory| unsafe {
             driver::cuLogicalEndpointBindMem(endpoint, device, at, memory, offset, size, flags)
         })

@@ -1,4 +1,4 @@
-//! The memory account of one GPU: the program's bytes there, their locations, and the program's limits.
+//! The memory account of one GPU: the sizes and locations of the program's memory, and its limits.
 
 use nvshare_wire::Counts;
 
@@ -87,8 +87,8 @@ impl Account {
         let wanted = (self.demand + self.pinned - self.freeing).saturating_add(len);
         len <= self.free() || (beyond && self.max == 0 && wanted <= self.env_max)
     }
-    /// Whether the whole demand has never been on the GPU at once, so that no work can have used all of it
-    /// yet.
+    /// Whether the demand exceeds the largest demand that was completely on the GPU. If so, no work can
+    /// have used all of the memory yet.
     pub fn exceeds_peak(&self) -> bool {
         !self.demand_paged && !self.is_complete() && self.demand > self.peak
     }
@@ -102,12 +102,13 @@ impl Account {
         let most = self.at_most(total - total / 8);
         self.limit < most && self.demand.saturating_add(self.pinned).saturating_add(bytes) <= most
     }
-    /// Whether there is no scheduler and it is still unknown whether other clients exist, which could make
-    /// room.
+    /// Whether no scheduler exists and the library does not know yet whether other clients exist, which
+    /// could make room.
     pub fn awaits_company(&self) -> bool {
         self.allowance == u64::MAX && self.offline_room.is_none() && !self.demand_paged
     }
-    /// Whether the scheduler or other clients will make room for memory that does not fit now.
+    /// Whether memory that does not fit now can be mapped later, because the scheduler or other clients
+    /// make room.
     pub(super) fn room_comes(&self) -> bool {
         self.allowance != u64::MAX || self.demand.saturating_add(self.pinned) <= self.offline_room.unwrap_or(0)
     }

@@ -89,8 +89,8 @@ impl Alias {
     }
 
     fn map(&self, at: u64, len: usize, handle: Handle) -> Result<(), CUresult> {
-        // SAFETY: `handle` is a chunk of ours, which is mapped in full. The program chose the address, and the
-        // driver checks whether the chunk can be mapped there.
+        // SAFETY: `handle` is a chunk of this library, which is mapped in full. The driver checks whether it
+        // can be mapped at the address, which the program chose.
         unsafe {
             check(driver::cuMemMap(at, len, 0, handle, 0))?;
             if self.access.is_empty() {

@@ -1,9 +1,9 @@
 //! Engines: ways to evict memory from a GPU. An [`Engine`] reserves address ranges, maps chunks of them
 //! on the GPU and unmaps them.
 //!
-//! [`Swap`] maps physical chunks at reserved addresses: evicting a chunk frees its bytes immediately, and it is
-//! restored at the same address. [`Managed`] uses managed memory: pages fault in when touched, and chunks are
-//! prefetched.
+//! [`Swap`] maps physical chunks at reserved addresses. The eviction of a chunk frees its bytes
+//! immediately, and the chunk is restored at the same address. [`Managed`] uses managed memory: pages
+//! fault in when they are touched, and chunks are prefetched.
 
 use crate::driver::{self, types::*, *};
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -55,7 +55,7 @@ pub fn properties(gpu: CUdevice, flags: Flags) -> AllocationProp {
 
 pub trait Engine: Sync + core::fmt::Debug {
     fn kind(&self) -> client::Engine;
-    /// Reserves addresses for `len` bytes, without backing memory if the engine supports that.
+    /// Reserves addresses for `len` bytes. The addresses have no memory yet if the engine supports that.
     fn reserve(&self, len: u64) -> Result<u64, CUresult>;
     /// Frees the addresses. Returns `false` if only a thread of the program can free them.
     fn unreserve(&self, base: u64, len: u64) -> bool;
@@ -81,7 +81,7 @@ fn devices(set: u64) -> impl Iterator<Item = CUdevice> {
 pub fn let_in(gpu: CUdevice, at: u64, len: u64) -> Result<(), CUresult> {
     let location = Location { kind: MEM_LOCATION_TYPE_DEVICE, id: gpu };
     let access = AccessDesc { location, flags: MEM_ACCESS_FLAGS_PROT_READWRITE };
-    // SAFETY: `access` outlives the call, and the caller has mapped a chunk of ours at `at`.
+    // SAFETY: `access` outlives the call, and the caller has mapped a chunk of this library at `at`.
     check(unsafe { cuMemSetAccess(at, len as usize, &access, 1) })
 }
 
@@ -127,15 +127,15 @@ impl Engine for Swap {
     }
 
     fn unreserve(&self, base: u64, len: u64) -> bool {
-        // SAFETY: the range is a reservation of ours with nothing mapped in it.
+        // SAFETY: this library has reserved the range, and no chunk is mapped in it.
         unsafe { cuMemAddressFree(base, len as usize) };
         true
     }
 
     fn map(&self, gpu: CUdevice, at: u64, len: u64, flags: Flags) -> Result<Handle, CUresult> {
         let handle = create(gpu, len, flags)?;
-        // SAFETY: `at..at + len` is inside a reservation of ours with nothing mapped there, and `handle` is a new chunk
-        // of `len` bytes.
+        // SAFETY: this library has reserved `at..at + len`, and no chunk is mapped there. `handle` is a new
+        // chunk of `len` bytes.
         unsafe {
             let mapped = check(cuMemMap(at, len as usize, 0, handle, 0)).and_then(|()| {
                 let mut all = core::iter::once(gpu).chain(devices(flags.peers));
@@ -201,8 +201,8 @@ impl Engine for Managed {
 
     fn prefetch(&self, gpu: CUdevice, at: u64, len: u64, onto_gpu: bool, stream: CUstream) {
         let to = if onto_gpu { gpu } else { DEVICE_CPU };
-        // SAFETY: the range is inside an allocation of ours. The result is ignored: if a prefetch fails, pages
-        // fault in on demand.
+        // SAFETY: the range is inside an allocation of this library. The result is ignored: if a prefetch
+        // fails, pages fault in on demand.
         unsafe { cuMemPrefetchAsync(at, len as usize, to, stream) };
     }
 }

@@ -218,7 +218,7 @@ impl Pool {
         }
     }
 
-    /// Joins a free block with adjacent free blocks of the same order.
+    /// Joins a free block with adjacent free blocks of the same segment and order.
     fn join(&mut self, at: u64) {
         let Some((mut at, mut block)) = self.blocks.get(&at).map(|block| (at, *block)) else { return };
         let Some(mut free) = block.free else { return };

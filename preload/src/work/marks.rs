@@ -189,15 +189,16 @@ impl Work {
         }
     }
 
-    /// Waits until the work that was outstanding on entry fits the window.
+    /// Waits until the work that was outstanding at the time of the call fits the window.
     fn wait_while_full(&self, stream: CUstream) {
         let begin = Instant::now();
         while self.is_full() && self.wait_for_oldest(stream, begin) {}
     }
 
-    /// Waits until the oldest mark is done, and adapts the window to the duration. The wait has a timeout:
-    /// the mark may be behind a kernel that ends only when the program tells it to, perhaps by this
-    /// thread's next call. Returns whether the mark is done and was recorded no later than `newest`.
+    /// Waits until the oldest mark is done, and adapts the window to the duration. The wait is limited,
+    /// because the mark may be behind a kernel that ends only when the program tells it to. The program may
+    /// do that in this thread's next call. Returns whether the mark is done and was recorded no later than
+    /// `newest`.
     fn wait_for_oldest(&self, stream: CUstream, newest: Instant) -> bool {
         let begin = Instant::now();
         let mut inner = self.inner.lock();
@@ -245,8 +246,8 @@ impl Work {
         let run_ahead = u64::from(self.run_ahead.load(Ordering::Relaxed));
         let fitting = ahead.saturating_mul(run_ahead) / micros;
         // The window at most doubles, so that little work is queued while the kernels are unknown. The window
-        // is 0 if a single submission takes longer than the run-ahead limit, or recently did: a short
-        // submission in between does not mean that more short ones follow.
+        // is 0 if a single submission takes longer than the run-ahead limit, or recently did. One short
+        // submission in between does not mean that short submissions follow.
         let most = inner.window.saturating_mul(2).clamp(1, MAX_WINDOW).into();
         let window = if inner.longest < run_ahead { fitting.min(most) as u32 } else { 0 };
         self.set_window(inner, if exact { window } else { window.max(inner.window) });

@@ -89,8 +89,8 @@ struct Inner {
     longest: u64,
     /// The oldest mark, if a thread has given up waiting for it.
     abandoned: Option<AbandonedWait>,
-    /// The number of recent marks that finished soon after a thread gave up waiting for them. Their work
-    /// needed the thread's next submission.
+    /// The number of recent marks that finished soon after a thread gave up waiting for them. The marked
+    /// work had been waiting for the thread's next submission.
     futile_waits: u32,
     /// The number of known streams at which idle streams are removed.
     prune_threshold: usize,

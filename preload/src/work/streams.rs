@@ -216,7 +216,8 @@ impl Inner {
         self.closed_streams.push_back(point);
     }
 
-    /// Removes idle streams when there are many: short-lived threads leave many behind.
+    /// Removes idle streams when the number of streams reaches a threshold: short-lived threads leave many
+    /// idle streams.
     pub(super) fn prune_streams(&mut self, stream: Stream) {
         if self.streams.len() >= self.prune_threshold && !self.streams.contains_key(&stream) {
             self.streams.retain(|_, state| state.is_in_use());

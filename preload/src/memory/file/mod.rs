@@ -81,7 +81,7 @@ struct FileState {
     size: u64,
     free: Extents,
     jobs: VecDeque<Job>,
-    /// Jobs that threads have taken from `jobs`.
+    /// The number of jobs that threads have taken from `jobs` and not finished.
     in_progress: usize,
     done: Vec<Done>,
     status: Status,

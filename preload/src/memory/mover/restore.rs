@@ -20,7 +20,7 @@ const TIMEOUT: Duration = Duration::from_millis(300);
 
 impl Mover {
     /// Starts restoring chunks, up to the limit on copies in flight and the room in the allowance. Returns
-    /// the time after which to call again; `None` if no chunk is left to restore.
+    /// the time after which to call again, or `None` if no further chunk can be restored.
     pub(super) fn restore_some(&mut self, space: &Mutex<Space>) -> Result<Option<Duration>, Stop> {
         while self.has_room() {
             if core::mem::take(&mut self.refused) {

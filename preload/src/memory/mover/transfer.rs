@@ -17,8 +17,8 @@ use crate::{
 };
 use alloc::vec::Vec;
 
-/// The most bytes and copies in flight. The bytes exceed what the link carries before the next poll,
-/// for chunks of any size.
+/// The most bytes and copies in flight. Both suffice to keep the link busy until the next poll, for
+/// chunks of any size.
 const MAX_IN_FLIGHT: u64 = 512 << 20;
 
 const MAX_COPIES: usize = 256;

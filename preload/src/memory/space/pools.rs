@@ -189,10 +189,10 @@ impl Space {
     /// Allocates a free block of a pool, for work submitted to `stream` from now on. Returns `None` if no
     /// block fits or the pool is not known on this GPU.
     ///
-    /// `order` is given for the legacy stream. It makes later work of blocking streams wait for their
-    /// earlier work, and returns whether that succeeded. Some programs rely on the legacy stream to order
-    /// other streams. They expect an allocation or a free to be work in that stream, but this library
-    /// submits no such work.
+    /// `order` is `Some` for the legacy stream. Calling it makes later work of blocking streams wait for
+    /// their earlier work; it returns whether that succeeded. The reason is that some programs rely on the
+    /// legacy stream to order other streams. Such programs expect allocations and frees to be work in that
+    /// stream, but this library submits no such work.
     pub fn allocate_from_pool(
         &mut self,
         handle: u64,
