@@ -375,7 +375,7 @@ mod tests {
         extern "C" fn run() {
             call_within();
         }
-        // SAFETY: both contexts exist until the coroutine has ended. Execution then continues in the first.
+        // SAFETY: both contexts exist until the coroutine has ended. Execution then continues in `back`.
         unsafe {
             let (mut back, mut there) = (core::mem::zeroed::<libc::ucontext_t>(), core::mem::zeroed());
             assert_eq!(libc::getcontext(&mut there), 0);

@@ -1,6 +1,6 @@
 //! Devices other than GPUs that may access GPU memory directly: network cards, disks, and GDRCopy, with
-//! which the CPU copies without the driver. No call returns the memory that such a device may access. A
-//! program that uses the device, however, holds its device file open.
+//! which the CPU copies without the driver. The driver does not reveal which memory such a device may
+//! access. However, a program that uses the device keeps its device file open.
 
 use core::mem::MaybeUninit;
 use rustix::fs::{Mode, OFlags, RawDir, open, readlinkat};

@@ -53,8 +53,8 @@ impl Work {
             return None; // another thread is just recording a point
         }
         for stream in dirty {
-            // For some streams, only one thread can record a point, and that thread is about to. If the queue may
-            // be full, points are recorded when it has room again.
+            // Some streams can only be used by one thread, which is about to record a point there. If the queue
+            // may be full, points are recorded when it has room again.
             let made = !inner.is_foreign(stream)
                 && inner.has_room()
                 && with_current(stream.context, || inner.point_with_room(stream).is_some()) == Ok(true);

@@ -74,7 +74,7 @@ enum RangeKind {
     Slab(Box<Slab>),
     /// Memory that the program created with `cuMemCreate`. The program accesses it only at its aliases.
     Created,
-    /// A segment of the memory pool with this name.
+    /// A segment of the memory pool with this number.
     Pool(u32),
 }
 

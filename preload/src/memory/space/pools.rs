@@ -224,7 +224,7 @@ impl Space {
         let len = pool::block_len(size).ok_or(ERROR_OUT_OF_MEMORY)?;
         let id = self.pools.of(handle).ok_or(ERROR_INVALID_VALUE)?.id;
         let backing = self.grow_pool(id, len, beyond, work)?;
-        // The new segment has a block whose free is done, so no stream is needed.
+        // Any stream may use the block of a new segment, because its free counts as done.
         let grown = self.pools.by_id(id).and_then(|its| its.pool.allocate(len, StreamName::NONE));
         let address = grown.ok_or(ERROR_OUT_OF_MEMORY)?;
         self.add_allocation_of_pool(address, size, handle);
