@@ -1,8 +1,8 @@
-//! Copies whose sides may be on different GPUs.
+//! Copies whose source and destination may be on different GPUs.
 //!
-//! - [`route`]: which GPUs a copy concerns, where it waits, and how it is made.
-//! - [`shapes`]: descriptions of copies in two and three dimensions, and of graph nodes.
-//! - [`staged`]: copies from memory out of a GPU's reach.
+//! - [`route`]: the GPUs that a copy concerns, the gate at which it waits, and the method of copying.
+//! - [`shapes`]: the driver's structures for two- and three-dimensional copies, and for graph nodes.
+//! - [`staged`]: copies of memory that a GPU cannot access directly.
 
 pub mod route;
 pub mod shapes;

@@ -1,5 +1,5 @@
-//! Calls from which we learn which GPUs access each other's memory ([`crate::gpu::peers`]), and the [`Route`] of a copy
-//! whose sides are on different GPUs.
+//! Calls that show which GPUs access each other's memory ([`crate::gpu::peers`]), and the [`Route`] of
+//! a copy between different GPUs.
 
 use crate::{
     driver::{self, types::*},
@@ -10,38 +10,40 @@ use crate::{
 };
 use alloc::vec::Vec;
 
-/// Whether this process uses several GPUs. If not, this module has nothing to do.
+/// Whether this process uses several GPUs. Otherwise this module is not needed.
 #[inline]
 fn are_several() -> bool {
     gpu::are_several() && gate::is_active()
 }
 
-/// One side of a copy, as the program names it.
+/// The source or destination of a copy, as the program specifies it.
 #[derive(Debug, Clone, Copy)]
 pub enum Side {
     Host,
-    /// An address of any memory, including the host's.
+    /// An address in GPU or host memory.
     Address(CUdeviceptr),
     Array(CUarray),
 }
 
-/// How a copy is made, and where it waits.
+/// The method of a copy, and the gate at which it waits.
 #[derive(Debug, Clone, Copy)]
 pub struct Route {
     pub way: Way,
-    /// The GPU at whose gate the copy waits, if this library leaves the stream's GPU alone.
+    /// The GPU at whose gate the copy waits, if this library does not manage the stream's GPU. `None` means
+    /// the gate of the stream's GPU.
     pub gate: Option<&'static Gpu>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
-    /// As the program wrote it.
+    /// The program's own call.
     Direct,
-    /// Between two GPUs, if one or both have no access to the other's memory. The driver stages such a copy, but for
-    /// chunks it must be given the contexts of destination and source, which are these.
+    /// A copy between two GPUs, at least one of which cannot access the other's memory. The driver stages
+    /// such a copy. For chunks, the driver needs the contexts of destination and source, which this variant
+    /// contains.
     Peers([CUcontext; 2]),
-    /// Between the host and memory of a GPU that the stream's GPU cannot access. Made in this context of the memory's
-    /// GPU.
+    /// A copy between the host and a GPU whose memory the stream's GPU cannot access. The copy is made in
+    /// this context of the memory's GPU.
     Owner(CUcontext),
 }
 
@@ -49,22 +51,23 @@ impl Route {
     const DIRECT: Self = Self { way: Way::Direct, gate: None };
 }
 
-/// Memory of a GPU, as a copy sees it.
+/// The location and owner of a copy's GPU memory.
 #[derive(Debug, Clone, Copy)]
 struct Place {
     device: CUdevice,
-    /// The context in which it was allocated; 0 if unknown.
+    /// The context in which the memory was allocated; 0 if unknown.
     allocated_in: usize,
-    /// The GPU, unless this library leaves it alone.
+    /// The GPU, if this library manages it.
     gpu: Option<&'static Gpu>,
     kind: Kind,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// Chunks of this library: another GPU has access only if this library has granted it, as it does to peers.
+    /// Chunks of this library. Another GPU has access only if this library has granted it. Peers are
+    /// granted access.
     Ours,
-    /// Chunks of another process: only the GPU that uses them has access.
+    /// Chunks of another process. Only the GPU that uses them has access.
     Imported,
     /// Memory whose access rights the driver or the program sets.
     Other,
@@ -75,15 +78,15 @@ impl Place {
         Self { device: gpu.index as CUdevice, allocated_in, gpu: Some(gpu), kind }
     }
 
-    /// Returns a context of the memory's GPU in which memory can be copied: if possible, the one in which it was
-    /// allocated.
+    /// Returns a context of the memory's GPU in which memory can be copied: if possible, the context in
+    /// which it was allocated.
     fn context(&self) -> CUcontext {
         let contexts = self.gpu.map_or_else(Vec::new, |gpu| gpu.work.contexts());
         let own = contexts.iter().find(|known| **known as usize == self.allocated_in);
         own.or(contexts.first()).copied().unwrap_or(self.allocated_in as CUcontext)
     }
 
-    /// The memory's place, if this library knows it.
+    /// Returns the place of memory that this library knows.
     fn known(side: Side) -> Option<Self> {
         match side {
             Side::Host | Side::Address(0) => None,
@@ -100,8 +103,8 @@ impl Place {
         }
     }
 
-    /// The memory's place according to the driver. Managed and host memory has no place, because every GPU can access
-    /// it.
+    /// Returns the place of memory according to the driver. Managed and host memory has no place, because
+    /// every GPU can access it.
     fn asked(side: Side) -> Option<Self> {
         use pointer_attribute::{CONTEXT, DEVICE_ORDINAL, IS_MANAGED, MEMORY_TYPE};
         let Side::Address(address @ 1..) = side else { return None };
@@ -122,8 +125,8 @@ impl Place {
     }
 }
 
-/// Makes all of these GPUs and the stream's GPU peers. Returns the GPU at whose gate the call waits if the stream's GPU
-/// has none.
+/// Makes these GPUs and the stream's GPU peers. If this library does not manage the stream's GPU (`own`
+/// is `None`), returns the GPU at whose gate the call waits.
 fn together(own: Option<&'static Gpu>, gpus: impl Iterator<Item = &'static Gpu>) -> Option<&'static Gpu> {
     let mut all = own.into_iter().chain(gpus);
     let first = all.next()?;
@@ -131,7 +134,8 @@ fn together(own: Option<&'static Gpu>, gpus: impl Iterator<Item = &'static Gpu>)
     Some(first).filter(|_| own.is_none())
 }
 
-/// The route of a copy in this stream between these sides. Their GPUs are peers from now on.
+/// Returns the route of a copy between two sides, in this stream. The GPUs of both sides are peers from
+/// now on.
 #[inline]
 pub fn route(stream: CUstream, sides: [Side; 2]) -> Route {
     if are_several() { errno::preserved(|| find(stream, sides)) } else { Route::DIRECT }
@@ -155,18 +159,19 @@ fn find(stream: CUstream, sides: [Side; 2]) -> Route {
     Route { way, gate }
 }
 
-/// Whether that GPU has been granted access to memory of this library: peers have access, if the hardware permits it.
+/// Whether this GPU has been granted access to a place in memory of this library. Peers have access if
+/// the hardware supports it.
 fn has_access(device: CUdevice, place: &Place) -> bool {
     let peer = gpu::by_ordinal(device).filter(|_| place.kind == Kind::Ours);
     peer.zip(place.gpu).is_some_and(|(peer, gpu)| peers::can_reach(peer, gpu))
 }
 
-/// Called when the program gives its current context access to another.
+/// Called when the program has given its current context access to another context.
 pub fn enabled(context: CUcontext) {
     contexts(CTX_DEFAULT_STREAM, || Some([context, core::ptr::null_mut()]));
 }
 
-/// The route of a copy between contexts.
+/// Returns the route of a copy between contexts.
 #[inline]
 pub fn contexts(stream: CUstream, named: impl FnOnce() -> Option<[CUcontext; 2]>) -> Route {
     if !are_several() {
@@ -179,7 +184,7 @@ pub fn contexts(stream: CUstream, named: impl FnOnce() -> Option<[CUcontext; 2]>
     })
 }
 
-/// The route of one call that copies to and from many sides.
+/// Returns the route of a call that copies between many sides.
 #[inline]
 pub fn many<I: Iterator<Item = Side>>(stream: CUstream, sides: impl FnOnce() -> I) -> Route {
     if !are_several() {

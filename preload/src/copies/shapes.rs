@@ -1,4 +1,4 @@
-//! The driver's descriptions of copies in two and three dimensions, and of graph nodes.
+//! The driver's structures that describe two- and three-dimensional copies, and graph nodes.
 
 use super::route::{Route, Side, many};
 use crate::driver::types::*;
@@ -30,7 +30,7 @@ pub struct Copy2D {
     extent: [Size; 2],
 }
 
-/// One side of a `CUDA_MEMCPY3D` or a `CUDA_MEMCPY3D_PEER`; only the latter has a context.
+/// One side of a `CUDA_MEMCPY3D` or a `CUDA_MEMCPY3D_PEER`. Only the latter uses the context.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 struct Side3D {
@@ -41,7 +41,7 @@ struct Side3D {
     array: CUarray,
     context: CUcontext,
     pitch: Size,
-    /// Rows from one layer to the next.
+    /// The number of rows per layer.
     height: Size,
 }
 
@@ -75,7 +75,7 @@ impl Side3D {
         }
     }
 
-    /// The same memory, in that context.
+    /// Returns the same side with this context.
     fn of(self, context: CUcontext) -> Self {
         let kind = if self.kind == MEMORYTYPE_UNIFIED { MEMORYTYPE_DEVICE } else { self.kind };
         Self { context, kind, ..self }
@@ -83,17 +83,17 @@ impl Side3D {
 }
 
 impl Copy3D {
-    /// Destination and source.
+    /// Returns destination and source.
     pub fn sides(&self) -> [Side; 2] {
         [self.to.named(), self.from.named()]
     }
 
-    /// The contexts of destination and source, in a copy between contexts.
+    /// Returns the contexts of destination and source. They are set only in a copy between contexts.
     pub fn contexts(&self) -> [CUcontext; 2] {
         [self.to.context, self.from.context]
     }
 
-    /// The same copy between contexts, of destination and source.
+    /// Returns the same copy as a copy between contexts, given those of destination and source.
     pub fn between(&self, [to, from]: [CUcontext; 2]) -> Self {
         Self { from: self.from.of(from), to: self.to.of(to), extent: self.extent }
     }
@@ -138,14 +138,14 @@ impl BatchCopy3D {
     }
 }
 
-/// The beginning of `CUDA_MEMSET_NODE_PARAMS`, in all its versions.
+/// The first field of `CUDA_MEMSET_NODE_PARAMS`, in all its versions.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Fill {
     to: CUdeviceptr,
 }
 
-/// The beginning of `CUgraphNodeParams`; the parameters of the node's kind follow.
+/// The beginning of `CUgraphNodeParams`. The parameters of the node's kind follow.
 #[derive(Debug)]
 #[repr(C)]
 pub struct NodeParams {
@@ -162,32 +162,32 @@ struct CopyNode {
     copy: Copy3D,
 }
 
-/// The route of a node that copies.
+/// Returns the route of a memcpy node.
 ///
 /// # Safety
 /// `params` is NULL, or a valid argument to the driver for such a node.
 pub unsafe fn copy_node(params: *const Copy3D) -> Route {
-    // SAFETY: the caller's contract.
+    // SAFETY: `params` is NULL or valid: the caller's contract.
     many(CTX_DEFAULT_STREAM, || unsafe { params.as_ref() }.map(Copy3D::sides).into_iter().flatten())
 }
 
-/// The route of a node that sets memory.
+/// Returns the route of a memset node.
 ///
 /// # Safety
 /// `params` is NULL, or a valid argument to the driver for such a node.
 pub unsafe fn fill_node(params: *const Fill) -> Route {
-    // SAFETY: the caller's contract.
+    // SAFETY: `params` is NULL or valid: the caller's contract.
     many(CTX_DEFAULT_STREAM, || unsafe { params.as_ref() }.map(|fill| Side::Address(fill.to)).into_iter())
 }
 
-/// The route of a node of any kind.
+/// Returns the route of a node of any kind.
 ///
 /// # Safety
 /// `params` is NULL, or a valid argument to the driver for a node.
 pub unsafe fn any_node(params: *const NodeParams) -> Route {
     const COPY: i32 = 1;
     const FILL: i32 = 2;
-    // SAFETY: the caller's contract; the kind determines the fields that follow.
+    // SAFETY: `params` is valid: the caller's contract. The kind determines the fields that follow.
     unsafe {
         match params.as_ref().map(|params| params.kind) {
             Some(COPY) => copy_node(&raw const (*params.add(1).cast::<CopyNode>()).copy),

@@ -1,5 +1,5 @@
-//! Copies that cannot be made as the program wrote them, because a GPU has no access to memory of this library on
-//! another. For plain memory the driver stages such copies itself.
+//! Copies that cannot be made by the program's own call, because one GPU has no access to memory of
+//! this library on another GPU. For the driver's own memory, the driver stages such copies itself.
 
 use super::shapes::Copy3D;
 use crate::{
@@ -8,9 +8,9 @@ use crate::{
 };
 use core::ptr::null_mut;
 
-/// Makes a copy like `cuMemcpy` from one GPU to another, with the contexts of destination and source.
+/// Copies like `cuMemcpy` from one GPU to another. The contexts are those of destination and source.
 pub fn linear(flavour: Flavour, [to, from]: [CUdeviceptr; 2], n: Size, [there, here]: [CUcontext; 2]) -> CUresult {
-    // SAFETY: the program's own arguments, and contexts of its own.
+    // SAFETY: the arguments and both contexts are the program's own.
     unsafe {
         if flavour.per_thread {
             driver::cuMemcpyPeer_ptds(to, there, from, here, n)
@@ -20,34 +20,35 @@ pub fn linear(flavour: Flavour, [to, from]: [CUdeviceptr; 2], n: Size, [there, h
     }
 }
 
-/// Makes such a copy in stream order.
+/// Copies like `cuMemcpyAsync` from one GPU to another.
 pub fn linear_async(
     [to, from]: [CUdeviceptr; 2],
     n: Size,
     [there, here]: [CUcontext; 2],
     stream: CUstream,
 ) -> CUresult {
-    // SAFETY: the program's own arguments, and contexts of its own.
+    // SAFETY: the arguments and both contexts are the program's own.
     unsafe { driver::cuMemcpyPeerAsync(to, there, from, here, n, stream) }
 }
 
-/// Makes a copy like `cuMemcpy2D` or `cuMemcpy3D`.
+/// Copies like `cuMemcpy2D` or `cuMemcpy3D` from one GPU to another.
 pub fn shaped(flavour: Flavour, copy: &Copy3D, contexts: [CUcontext; 2]) -> CUresult {
     let copy = copy.between(contexts);
     let copy = (&raw const copy).cast();
-    // SAFETY: the program's own description, with contexts of its own.
+    // SAFETY: the description and both contexts are the program's own.
     unsafe { if flavour.per_thread { driver::cuMemcpy3DPeer_ptds(copy) } else { driver::cuMemcpy3DPeer(copy) } }
 }
 
-/// Makes such a copy in stream order.
+/// Copies like `cuMemcpy2DAsync` or `cuMemcpy3DAsync` from one GPU to another.
 pub fn shaped_async(copy: &Copy3D, contexts: [CUcontext; 2], stream: CUstream) -> CUresult {
     let copy = copy.between(contexts);
-    // SAFETY: the program's own description, with contexts of its own.
+    // SAFETY: the description and both contexts are the program's own.
     unsafe { driver::cuMemcpy3DPeerAsync((&raw const copy).cast(), stream) }
 }
 
-/// Makes a call that copies between the host and memory of this context's GPU. It runs with that context current, after
-/// the earlier work of the program's default stream and before its later work.
+/// Makes a call that copies between the host and memory of this context's GPU, with this context
+/// current. The copy runs after the earlier work of the program's default stream and before its later
+/// work.
 pub fn as_owner(context: CUcontext, flavour: Flavour, call: impl FnOnce() -> CUresult) -> CUresult {
     let stream = flavour.stream(CTX_DEFAULT_STREAM);
     // SAFETY: a default stream is always valid.
@@ -59,11 +60,12 @@ pub fn as_owner(context: CUcontext, flavour: Flavour, call: impl FnOnce() -> CUr
     capture::relaxed(copy).err().unwrap_or(SUCCESS)
 }
 
-/// Makes such a call in the order of a stream of another context: `call` gets a stream of this context, whose work
-/// comes after the earlier work of the program's stream and before its later work.
+/// Makes such a call in the order of a stream of another context. `call` receives a stream of
+/// `context`. The work in that stream runs after the earlier work of the program's stream and before
+/// its later work.
 pub fn as_owner_async(context: CUcontext, stream: CUstream, call: impl FnOnce(CUstream) -> CUresult) -> CUresult {
     if capture::any() && capture::is_capturing(stream) {
-        return call(stream); // a stream that joins the capture would have to stay until the capture ends
+        return call(stream); // our stream would join the capture and have to exist until it ends
     }
     let Some(own) = context_of(stream) else { return call(stream) };
     let copy = || {
@@ -79,11 +81,12 @@ pub fn as_owner_async(context: CUcontext, stream: CUstream, call: impl FnOnce(CU
     capture::relaxed(copy).err().unwrap_or(SUCCESS)
 }
 
-/// An event behind the work of a stream. Dropping it is safe: the driver keeps it while work needs it.
+/// An event behind the work of a stream. It may be dropped at any time: the driver keeps the event
+/// while work needs it.
 struct Event(CUevent);
 
 impl Event {
-    /// Records an event behind the work given to this stream of that context.
+    /// Records an event behind the work submitted to this stream of `context`.
     fn behind(stream: CUstream, context: CUcontext) -> Result<Self, CUresult> {
         with_current(context as usize, || {
             let mut event = null_mut();
@@ -97,7 +100,7 @@ impl Event {
         })?
     }
 
-    /// Makes this stream, of any context, wait for it.
+    /// Makes this stream, of any context, wait for the event.
     fn precedes(&self, stream: CUstream) -> Result<(), CUresult> {
         // SAFETY: the event was recorded.
         check(unsafe { driver::cuStreamWaitEvent(stream, self.0, 0) })
@@ -106,12 +109,12 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: the event is ours, and destroyed once.
+        // SAFETY: this object owns the event, which is destroyed only here.
         unsafe { driver::cuEventDestroy_v2(self.0) };
     }
 }
 
-/// A stream for one copy, which continues after the stream is dropped.
+/// A stream for one copy. The copy continues after the stream is dropped.
 struct Stream(CUstream);
 
 impl Stream {
@@ -126,7 +129,7 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // SAFETY: the stream is ours, and destroyed once.
+        // SAFETY: this object owns the stream, which is destroyed only here.
         unsafe { driver::cuStreamDestroy_v2(self.0) };
     }
 }

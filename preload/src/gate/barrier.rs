@@ -1,9 +1,9 @@
-//! The asymmetric fence between a thread that passes a gate and the thread that closes it.
+//! The asymmetric fence between a thread that passes a gate and a thread that closes it.
 //!
-//! Threads pass a gate a million times a second and close it a few times: with `membarrier(2)` the closing thread pays
-//! for both sides, and a passing thread needs no fence. If the kernel lacks or refuses that system call, perhaps
-//! because of a seccomp filter that the program has installed since, both sides use an ordinary fence: the state of the
-//! gate tells the passing thread to do so.
+//! Threads pass a gate a million times per second and close it only a few times. With `membarrier(2)`,
+//! the closing thread pays for both sides and a passing thread needs no fence. The kernel may lack or
+//! refuse this system call, for example after the program has installed a seccomp filter. Both sides
+//! then execute an ordinary fence, and a bit of the gate's state tells passing threads to do so.
 
 use crate::sys::time;
 use core::{
@@ -26,14 +26,16 @@ pub fn refuse() {
     MEMBARRIER.store(false, Ordering::SeqCst);
 }
 
-/// The passing side: between the store of "I am inside" and the load of "is it open?".
+/// The fence of the passing side, between the store of "I am inside" and the load of "is the gate
+/// open?".
 #[inline]
 pub fn light() {
     compiler_fence(Ordering::SeqCst);
 }
 
-/// The closing side: between the store of "it is closed" and the load of "is a thread inside?". `false` if it
-/// fenced only this thread, so that the passing side needs a fence too.
+/// The fence of the closing side, between the store of "the gate is closed" and the load of "is a
+/// thread inside?". Returns `false` if only this thread was fenced, so that the passing side needs a
+/// fence too.
 #[must_use]
 pub fn heavy() -> bool {
     fence(Ordering::SeqCst);
@@ -44,9 +46,9 @@ pub fn heavy() -> bool {
     is_done
 }
 
-/// Waits until all other threads see this thread's stores, and their own earlier stores are visible here, although they
-/// executed no fence. A processor buffers a store for far less time, and when it stops running a thread, it makes the
-/// thread's stores visible.
+/// Waits until other threads see this thread's stores and this thread sees their earlier stores,
+/// although they executed no fence. A processor buffers a store for far less time. When it stops
+/// running a thread, it makes the thread's stores visible.
 pub fn settle() {
     time::sleep_through(Duration::from_millis(10));
 }

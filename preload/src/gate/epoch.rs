@@ -1,6 +1,6 @@
-//! Epochs: the period in which the facts about a thread's last launch hold (its stream is noted, no capture is active,
-//! the queue is not full, and so on). Any change of one of these facts ends the epoch, so a thread passes an open gate
-//! with one comparison instead of one per fact.
+//! Epochs: periods in which the facts about a thread's last launch stay true. For example, its stream
+//! is recorded, no capture is active, and the queue is not full. Any change of such a fact ends the
+//! epoch. So a thread passes an open gate with one comparison instead of one per fact.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -14,8 +14,8 @@ pub fn now() -> u64 {
     EPOCH.load(Ordering::Acquire)
 }
 
-/// Ends the epoch. Called after the change, so that a thread that reads the old epoch and misses the change checks
-/// again in the next epoch.
+/// Ends the epoch. Called after a change. A thread that reads the old epoch may miss the change, but
+/// checks all facts again in the next epoch.
 pub fn end() {
     EPOCH.fetch_add(1, Ordering::AcqRel);
 }

@@ -1,13 +1,13 @@
-//! The gate of one GPU. A thread passes an open gate with one load; at a closed one it waits for the GPU lock and the
-//! memory.
+//! The gate of one GPU. A thread passes an open gate with one load. At a closed gate, the thread waits
+//! for the GPU lock and the memory.
 //!
-//! A thread marks itself as *inside* before it checks whether the gate is open, and leaves after its call has been
-//! submitted. So once [`Gate::close`] has returned and no thread is inside, no submission is in progress any more.
-//! There is a fence between the mark and the check, and another between closing and looking for threads that are inside
-//! ([`barrier`]).
+//! A thread marks itself as *inside* before it checks whether the gate is open, and leaves after the
+//! driver has accepted its call. So when [`Gate::close`] has returned and no thread is inside, no
+//! submission is in progress. One fence separates the mark from the check. Another separates closing
+//! the gate from looking for threads inside ([`barrier`]).
 //!
-//! `tests/gate-model` compiles this file against modelled atomics, fences and sleeping, and explores all interleavings:
-//! it verifies the claims in these comments.
+//! `tests/gate-model` compiles this file with modelled atomics, fences and sleeping. It explores all
+//! interleavings and so verifies the claims in these comments.
 
 use super::{
     atomic::{AtomicU32, Ordering, fence},
@@ -15,14 +15,14 @@ use super::{
 };
 use core::time::Duration;
 
-/// The reasons for which a gate is closed, as bits of its state. Without any it is open.
+/// The reasons for which a gate is closed, as bits of its state. The gate is open if no reason is set.
 pub mod closed {
     /// The client does not have the GPU lock.
     pub const LOCK: u32 = 1;
     /// Part of the client's memory is not on the GPU.
     pub const MEMORY: u32 = 2;
-    /// The GPU lock is being revoked, and running work may need copies and flag writes from the host in order to end:
-    /// kernels and graphs wait, other work passes.
+    /// The GPU lock is being revoked. Kernels and graphs wait. Copies and flag writes still pass, because
+    /// running work may need them in order to end.
     pub const KERNELS: u32 = 4;
     /// The reasons that stop copies, memsets and flag writes.
     pub const FOR_COPIES: u32 = LOCK | MEMORY;
@@ -30,10 +30,10 @@ pub mod closed {
     pub const FOR_ALL: u32 = LOCK | MEMORY | KERNELS;
 }
 
-/// Not a reason: tells entering threads, which read the state anyway, to execute their own fence, because the closing
-/// thread cannot make them execute one. Once set, it stays set.
+/// Not a reason. This bit tells entering threads to execute a fence, because the closing thread cannot
+/// make them do so. Entering threads read the state anyway. The bit is never cleared.
 const FENCED: u32 = 1 << 30;
-/// `FENCED` has been set long enough that every thread sees it, and that the marks of threads that entered earlier
+/// `FENCED` was set long ago: every thread sees it, and the marks of threads that entered earlier
 /// without a fence are visible.
 const SETTLED: u32 = 1 << 31;
 
@@ -47,9 +47,9 @@ impl Gate {
         Self { state: AtomicU32::new(0) }
     }
 
-    /// Enters this gate of GPU `gpu`, unless it is closed for one of these reasons. If it returns `true`, the thread is
-    /// inside and must [`leave`](Self::leave). `here` is the stack pointer of the function that calls the driver, or of
-    /// one of its callers.
+    /// Enters this gate of GPU `gpu`, unless the gate is closed for one of these reasons. After `true`, the
+    /// thread is inside and must call [`leave`](Self::leave). `here` is the stack pointer of the function
+    /// that calls the driver, or of one of its callers.
     pub fn try_enter(&self, gpu: u32, slot: &threads::Slot, here: usize, reasons: u32) -> bool {
         Self::approach(slot, here);
         if slot.turn_to(gpu) {
@@ -62,24 +62,24 @@ impl Gate {
         entered
     }
 
-    /// The first half of entering the gate of the GPU that the thread is `at`: it counts as inside from now on. The
-    /// second half is [`lets_in`](Self::lets_in); if that returns `false`, the thread must
-    /// [`turn_back`](Self::turn_back).
+    /// The first half of entering the gate of the thread's GPU (`Slot::at`). From now on, the thread counts
+    /// as inside. The second half is [`lets_in`](Self::lets_in). If that returns `false`, the thread must
+    /// call [`turn_back`](Self::turn_back).
     #[inline(always)]
     pub fn approach(slot: &threads::Slot, here: usize) {
-        // Release order is enough: a thread that sees this thread inside need not see that it has left another gate
-        // before.
+        // Release order suffices. A thread that sees this thread inside need not see that it has left another
+        // gate before.
         slot.inside.store(here, Ordering::Release);
         barrier::light();
     }
 
-    /// Whether a thread that has [approached](Self::approach) is inside.
+    /// Whether a thread that has called [`approach`](Self::approach) is inside.
     #[inline(always)]
     pub fn lets_in(&self, reasons: u32) -> bool {
         if self.state.load(Ordering::Acquire) & (reasons | FENCED) == 0 {
             return true;
         }
-        // Only useful if the gate is `FENCED`; if it is closed, time does not matter.
+        // This fence is needed only if the gate is `FENCED`. If the gate is closed, the cost does not matter.
         fence(Ordering::SeqCst);
         self.state.load(Ordering::Acquire) & reasons == 0
     }
@@ -90,11 +90,11 @@ impl Gate {
         slot.inside.store(threads::OUTSIDE, Ordering::Release);
     }
 
-    /// Leaves the gate of this GPU. The calling thread is inside it and has submitted something.
+    /// Leaves the gate of this GPU. The calling thread is inside and has submitted work.
     #[inline]
     pub fn leave(gpu: u32, slot: &threads::Slot) {
         if let Some(count) = slot.submitted.get(gpu as usize) {
-            // Only this thread writes it.
+            // Only this thread writes the counter.
             count.store(count.load(Ordering::Relaxed).wrapping_add(1), Ordering::Release);
         }
         slot.inside.store(threads::OUTSIDE, Ordering::Release);
@@ -104,8 +104,8 @@ impl Gate {
         self.state.load(Ordering::Acquire) & why != 0
     }
 
-    /// Waits once for a change of this gate of GPU `gpu`, if it is closed for one of these reasons. `before` runs when
-    /// this thread already counts as waiting.
+    /// Waits once for a change of this gate of GPU `gpu`, if the gate is closed for one of these reasons.
+    /// `before` runs after the thread has been counted as waiting.
     pub fn wait(
         &self,
         gpu: u32,
@@ -116,8 +116,8 @@ impl Gate {
         before: impl FnOnce(),
     ) {
         slot.begin_waiting(gpu, what, timeout);
-        // Pairs with the fence in `close`: either the closing thread sees this one waiting, or `before` sees the
-        // reason.
+        // Pairs with the fence in `close`: either the closing thread sees this thread waiting, or `before`
+        // sees the reason.
         fence(Ordering::SeqCst);
         before();
         let state = self.state.load(Ordering::Acquire);
@@ -127,19 +127,19 @@ impl Gate {
         slot.end_waiting();
     }
 
-    /// Closes the gate: no thread enters from now on. Threads that are inside may still submit, until
-    /// [`is_quiet`](Self::is_quiet).
+    /// Closes the gate: no thread enters from now on. Threads inside may still submit work until
+    /// [`is_quiet`](Self::is_quiet) returns `true`.
     pub fn close(&self, why: u32) {
         let before = self.state.fetch_or(why, Ordering::SeqCst);
         if !barrier::heavy() && before & SETTLED == 0 {
-            // Other threads that close the gate before it is `SETTLED` wait too.
+            // Every thread that closes the gate before it is `SETTLED` waits too.
             self.state.fetch_or(FENCED, Ordering::SeqCst);
             barrier::settle();
             self.state.fetch_or(SETTLED, Ordering::SeqCst);
         }
     }
 
-    /// Removes these reasons; without any left the gate is open. Waiting threads check again.
+    /// Removes these reasons. If none is left, the gate is open. Waiting threads check the state again.
     pub fn open(&self, why: u32) {
         if self.state.fetch_and(!why, Ordering::SeqCst) & why != 0 {
             futex::wake_all(&self.state);
@@ -148,8 +148,8 @@ impl Gate {
 
     /// Whether no thread is inside. Meaningful only after [`close`](Self::close).
     pub fn is_quiet(gpu: u32) -> bool {
-        // In this order: a thread turns to another gate after it has left the previous one, so both conditions hold for
-        // a thread that is inside.
+        // The order of the two loads matters. A thread changes `at` only after it has left the previous gate,
+        // so both conditions hold for a thread that is inside.
         threads::all().all(|slot| {
             slot.inside.load(Ordering::Acquire) == threads::OUTSIDE || slot.at.load(Ordering::Acquire) != gpu
         })
@@ -163,7 +163,7 @@ mod tests {
     use core::sync::atomic::{AtomicBool, AtomicU64};
     use std::time::Instant;
 
-    /// Spins until the condition holds, and fails if it never does.
+    /// Spins until the condition holds. Fails after a deadline.
     #[track_caller]
     fn until(is_so: impl Fn() -> bool) {
         let deadline = Instant::now() + Duration::from_secs(60);
@@ -173,16 +173,16 @@ mod tests {
         }
     }
 
-    /// Threads submit as fast as they can while the gate closes and opens. After it has closed with no thread inside,
-    /// nothing is submitted until it opens, and then every thread continues. From the middle of the test on the kernel
-    /// refuses `membarrier(2)`.
+    /// Threads submit as fast as they can while the gate closes and opens. After the gate has closed and no
+    /// thread is inside, no submission happens until it opens. Then every thread continues. From the middle
+    /// of the test on, the kernel refuses `membarrier(2)`.
     #[test]
     fn nothing_slips_out_after_a_release() {
         static GATE: Gate = Gate::new();
         static RELEASED: AtomicBool = AtomicBool::new(false);
         static END: AtomicBool = AtomicBool::new(false);
         static SUBMITTED: AtomicU64 = AtomicU64::new(0);
-        /// Ends the threads, even after a failure.
+        /// Ends the threads even if an assertion fails.
         struct Ends;
         impl Drop for Ends {
             fn drop(&mut self) {

@@ -1,7 +1,8 @@
 //! The gates at which work waits for the GPU lock and for memory.
 //!
-//! - [`gate`](self::gate): the gate of one GPU. [`threads`], [`barrier`] and [`epoch`] make passing an open one cheap.
-//! - [`is_active`]: whether anything is gated or moved in this process.
+//! - [`gate`](self::gate): the gate of one GPU. [`threads`], [`barrier`] and [`epoch`] make it cheap to
+//!   pass an open gate.
+//! - [`is_active`]: whether this library gates work and moves memory in this process.
 
 pub mod atomic;
 pub mod barrier;
@@ -15,8 +16,8 @@ pub use gate::{Gate, closed};
 use crate::sys::futex;
 use core::sync::atomic::{AtomicBool, Ordering};
 
-/// Unset before CUDA is initialised, if nvshare is disabled, and in the child of a fork, where the driver does not work
-/// either. Every hook then passes its call through.
+/// `false` before CUDA is initialised, if nvshare is disabled, and in the child of a fork, where the
+/// driver does not work either. Every hook then passes its call to the driver unchanged.
 static ACTIVE: AtomicBool = AtomicBool::new(false);
 
 /// Whether this library gates work and moves memory in this process.

@@ -1,7 +1,8 @@
-//! The program's threads as the gate sees them: each has a [`Slot`], which only that thread writes.
+//! The program's threads. Each thread has a [`Slot`], which only that thread writes.
 //!
-//! A slot tells which GPU's gate its thread is inside, and how much it has submitted. Slots are never freed, only
-//! reused by other threads, so a reader of the list never meets a dangling pointer.
+//! A slot contains the GPU whose gate its thread is inside, and the number of the thread's submissions.
+//! Slots are never freed, only reused by other threads, so a reader of the list never follows a
+//! dangling pointer.
 
 use crate::{
     gate::{Gate, epoch},
@@ -20,9 +21,9 @@ use nvshare_wire::MAX_SLOTS;
 /// The reason why a thread waits at a gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Waits {
-    /// It has work for the GPU. Running work may wait for it.
+    /// The thread has work for the GPU. Running work may depend on that work.
     WithWork,
-    /// It is allocating memory.
+    /// The thread is allocating memory.
     ToAllocate,
 }
 
@@ -32,51 +33,58 @@ pub const OUTSIDE: usize = 0;
 /// [`Slot::waits_at`] of a thread that waits at no gate.
 const NOWHERE: u32 = u32::MAX;
 
-/// Set in [`Slot::waits_at`] beside the GPU's index for a thread that is allocating.
+/// A bit of [`Slot::waits_at`], set in addition to the GPU's index if the thread is allocating.
 const ALLOCATES: u32 = 1 << 30;
 
-/// A thread that has not returned this long after the end of its wait was killed, or left the wait by a jump.
+/// A thread that has not returned this long after the timeout of its wait was killed or left the wait
+/// by a `longjmp`.
 const COMES_BACK: Duration = Duration::from_secs(1);
 
-/// The minimum number of stack bytes that a driver call needs, below the function that makes it.
+/// The minimum stack use of a driver call below the frame of its caller, in bytes.
 const CALL_STACK: usize = 4096;
 
 #[derive(Debug)]
 pub struct Slot {
-    /// If this thread is inside the gate of the GPU that it is `at`: the stack pointer of the function that calls the
-    /// driver. A later call uses it to detect that this one was left by a jump.
+    /// If this thread is inside the gate of GPU `at`, the stack pointer of the function that calls the
+    /// driver. A later call uses it to detect that this call was left by a `longjmp`.
     pub inside: AtomicUsize,
-    /// The GPU at whose closed gate this thread waits, and the latest end of the wait, in microseconds on the monotonic
-    /// clock.
+    /// The GPU at whose closed gate this thread waits, and the latest end of the wait in microseconds on
+    /// the monotonic clock.
     waits_at: AtomicU32,
     waits_until: AtomicU64,
-    /// The index of the GPU at whose gate this thread is, or was last. Changes only while it counts as inside.
+    /// The index of the GPU whose gate this thread is inside or was inside last. Changes only while the
+    /// thread counts as inside.
     pub at: AtomicU32,
     /// The number of submissions of this thread to each GPU.
     pub submitted: [AtomicU64; MAX_SLOTS as usize],
-    /// The epoch, stream (by its [name](crate::work::name_of)) and GPU of this thread's last launch. A launch to the
-    /// same stream in the same epoch is known to be noted, see `crate::work`, and the thread is still at the gate of
-    /// that GPU. Only the thread itself uses these three fields and the next two. It changes these three only while it
-    /// counts as inside: a signal handler that launches then finds the thread inside, and does not change them.
+    /// The epoch, the stream's [name](crate::work::name_of) and the GPU of this thread's last launch. If a
+    /// launch is to the same stream in the same epoch, its stream is already recorded, and `at` is still
+    /// that GPU.
+    ///
+    /// Only the thread itself uses these three fields and the next two. It changes the three only while it
+    /// counts as inside. A signal handler that launches then finds the thread inside and does not change
+    /// them.
     pub way: Cell<u64>,
     pub stream: Cell<usize>,
     pub gpu: Cell<*const c_void>,
-    /// The number of submissions of this thread between two marks, and how many of these are left.
+    /// The number of submissions of this thread between two marks, and how many are left until the next
+    /// mark.
     pub between_marks: Cell<i32>,
     pub unmarked_left: Cell<i32>,
-    /// Identifies the thread among all that have had a slot.
+    /// Identifies the thread among all threads that have ever had a slot.
     pub number: AtomicU64,
     taken: AtomicBool,
     next: *const Slot,
 }
 
-// SAFETY: `next` is written once, before the slot is published, and points to a slot that is never freed. Only the
-// thread that owns the slot uses the cells; `taken` orders one owner's uses before the next owner's.
+// SAFETY: `next` is written once, before the slot is published, and points to a slot that is never
+// freed. Only the thread that owns the slot uses the cells. `taken` orders the accesses of successive
+// owners.
 unsafe impl Sync for Slot {}
 
 static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
 
-/// The slot of this library's own threads. It is not in the list.
+/// The common slot of this library's own threads. It is not in the list.
 static OURS: Slot = Slot::new();
 
 /// The key whose destructor returns a slot when its thread ends.
@@ -97,7 +105,7 @@ fn mark_as_ours() {
     thread::set_mine((&raw const OURS).cast());
 }
 
-/// Starts a thread of this library; `false` if that fails.
+/// Starts a thread of this library. Returns `false` if that fails.
 pub fn spawn(name: &'static CStr, main: impl FnOnce() + Send + 'static) -> bool {
     thread::spawn(name, move || {
         mark_as_ours();
@@ -120,14 +128,14 @@ unsafe extern "C" fn give_back(slot: *mut c_void) {
     }
 }
 
-/// This thread's slot, if it has one.
+/// Returns the calling thread's slot, if it has one.
 #[inline]
 pub fn known() -> Option<&'static Slot> {
-    // SAFETY: slots are never freed, and the word is set to nothing else.
+    // SAFETY: slots are never freed, and `thread::mine` only ever returns a slot or NULL.
     unsafe { thread::mine().cast::<Slot>().as_ref() }
 }
 
-/// This thread's slot.
+/// Returns the calling thread's slot, and assigns one if necessary.
 #[inline]
 pub fn mine() -> &'static Slot {
     known().unwrap_or_else(take)
@@ -152,33 +160,37 @@ impl Slot {
         }
     }
 
-    /// Whether this slot's thread, which must be the caller, is inside no gate.
+    /// Whether the calling thread, whose slot this must be, is inside no gate.
     #[inline]
     pub fn is_outside(&self) -> bool {
-        // SAFETY: only this thread writes it, so a plain read does not race, and compares it in place.
+        // SAFETY: only this thread writes `inside`, so a plain read does not race. Unlike an atomic load, it
+        // compiles to a comparison in memory.
         unsafe { self.inside.as_ptr().read() == OUTSIDE }
     }
 
-    /// Like [`is_outside`](Self::is_outside), for a call made by a function with the stack pointer `here`. Detects that
-    /// the call marked as inside was left by a jump, for example out of a signal handler, and then ends that call.
+    /// Like [`is_outside`](Self::is_outside), for a call made by a function with the stack pointer `here`.
+    /// Also detects that the call marked as inside was left by a `longjmp`, for example out of a signal
+    /// handler, and then ends that call.
     ///
-    /// A call in progress has its frame at `inside` and above. So it cannot be right below `here`, where this call
-    /// needs the stack itself. Anywhere else it may still be in progress: above, if this call is nested in it, or on
-    /// another stack, if this call is made by a handler with its own stack, or by a coroutine.
+    /// The frame of a call in progress is at `inside` and above. It cannot be directly below `here`,
+    /// because the new call uses that part of the stack. Anywhere else, the earlier call may still be in
+    /// progress. It is above `here` if the new call is nested in it. It is on another stack if the new call
+    /// is made by a signal handler with its own stack or by a coroutine.
     pub fn is_outside_for(&self, here: usize) -> bool {
         let inside = self.inside.load(Ordering::Relaxed);
         let was_left = inside <= here && here - inside < CALL_STACK;
         if inside != OUTSIDE && was_left {
-            // It may have submitted something.
+            // The abandoned call may have submitted work.
             Gate::leave(self.at.load(Ordering::Relaxed), self);
         }
         inside == OUTSIDE || was_left
     }
 
-    /// Counts the calling thread, whose slot this must be, as waiting at the gate of this GPU until
-    /// [`end_waiting`](Self::end_waiting), but no longer than [`COMES_BACK`] after the timeout. If a signal handler
-    /// waits during a wait, the thread stops counting as waiting when the handler ends, and counts again once the
-    /// interrupted wait is renewed. The signal itself ends the interrupted wait early.
+    /// Counts the calling thread, whose slot this must be, as waiting at the gate of this GPU. The count
+    /// ends with [`end_waiting`](Self::end_waiting), at the latest [`COMES_BACK`] after the timeout.
+    ///
+    /// A signal handler may itself wait during a wait. When its wait ends, the thread no longer counts as
+    /// waiting, until the interrupted wait is renewed. The signal itself ends the interrupted wait early.
     pub fn begin_waiting(&self, gpu: u32, what: Waits, timeout: Duration) {
         let until = Instant::now().since_start() + timeout + COMES_BACK;
         self.waits_until.store(until.as_micros() as u64, Ordering::SeqCst);
@@ -197,19 +209,19 @@ impl Slot {
             && self.waits_until.load(Ordering::SeqCst) > now
     }
 
-    /// Whether the epoch is still the epoch of this thread's last launch.
+    /// Whether the current epoch is the epoch of this thread's last launch.
     #[inline(always)]
     pub fn is_current(&self) -> bool {
         self.way.get() == epoch::now()
     }
 
-    /// Moves the calling thread, whose slot this must be and which counts as inside, to the gate of this GPU. Returns
-    /// whether it was at another gate before.
+    /// Moves the calling thread to the gate of this GPU. The slot must be the caller's, and the caller
+    /// counts as inside. Returns whether the thread was at another gate before.
     pub fn turn_to(&self, gpu: u32) -> bool {
         let turns = self.at.load(Ordering::Relaxed) != gpu;
         if turns {
             self.at.store(gpu, Ordering::Release);
-            self.way.set(epoch::NONE); // it belongs to the other gate
+            self.way.set(epoch::NONE); // the last launch was at the other gate
         }
         turns
     }
@@ -226,7 +238,8 @@ fn take() -> &'static Slot {
     slot.way.set(epoch::NONE);
     thread::set_mine(ptr::from_ref(slot).cast());
     if let (Some(key), Some(set)) = (KEY.get(), c::pthread_setspecific()) {
-        // SAFETY: the key is ours. If that fails for lack of memory, the slot stays taken permanently.
+        // SAFETY: this library created the key. If the call fails for lack of memory, the slot is never
+        // reused.
         unsafe { set(*key, ptr::from_ref(slot).cast()) };
     }
     slot
@@ -239,14 +252,14 @@ fn publish() -> &'static Slot {
         // SAFETY: no other thread sees the slot yet.
         unsafe { (*slot).next = head };
         match SLOTS.compare_exchange_weak(head, slot, Ordering::AcqRel, Ordering::Acquire) {
-            // SAFETY: from here on it is shared and never freed.
+            // SAFETY: the slot is now shared, and is never freed.
             Ok(_) => return unsafe { &*slot },
             Err(now) => head = now,
         }
     }
 }
 
-/// All slots, including slots of threads that have ended.
+/// Iterates over all slots, including the slots of threads that have ended.
 pub fn all() -> impl Iterator<Item = &'static Slot> {
     // SAFETY: slots are never freed.
     let mut next = unsafe { SLOTS.load(Ordering::Acquire).as_ref() };
@@ -258,13 +271,13 @@ pub fn all() -> impl Iterator<Item = &'static Slot> {
     })
 }
 
-/// The number of threads that wait at the gate of this GPU, for this reason or for any.
+/// Returns the number of threads that wait at the gate of this GPU, for the given reason or for any.
 pub fn waiting(gpu: u32, what: Option<Waits>) -> u32 {
     let now = Instant::now().since_start().as_micros() as u64;
     all().filter(|slot| slot.waits_at(gpu, what, now)).count() as u32
 }
 
-/// The number of submissions of all threads to this GPU.
+/// Returns the number of submissions of all threads to this GPU.
 pub fn submitted(gpu: u32) -> u64 {
     let counts = all().filter_map(|slot| slot.submitted.get(gpu as usize));
     counts.fold(0, |sum, count| sum.wrapping_add(count.load(Ordering::Acquire)))
@@ -278,7 +291,8 @@ mod tests {
 
     const GPU: u32 = 9;
 
-    /// A call that enters and, unless it is left by a jump, leaves after `within`.
+    /// Simulates a driver call: enters the gate, runs `within`, and leaves. If `comes_back` is false, the
+    /// call ends without leaving, as after a `longjmp`.
     #[inline(never)]
     fn made(slot: &Slot, comes_back: bool, within: impl FnOnce()) -> bool {
         let here = thread::stack_pointer();
@@ -327,8 +341,9 @@ mod tests {
         call_within();
     }
 
-    /// Handlers with their own stack, and coroutines: on the heap and in the frame of a caller, where the stack lies
-    /// right above the frame of the interrupted call. That call counts as inside all the time.
+    /// Tests signal handlers with their own stack, and coroutines. The stacks are on the heap and in the
+    /// frame of a caller, directly above the frame of the interrupted call. The interrupted call counts as
+    /// inside all the time.
     #[test]
     fn a_call_on_another_stack_is_inside() {
         const LEN: usize = 64 << 10;
@@ -344,7 +359,7 @@ mod tests {
 
     fn on_signal_stack(stack: &mut [u8]) {
         let wanted = libc::stack_t { ss_sp: stack.as_mut_ptr().cast(), ss_flags: 0, ss_size: stack.len() };
-        // SAFETY: the places outlive the calls, and the handler is async-signal-safe.
+        // SAFETY: the objects outlive the calls, and the handler is async-signal-safe.
         unsafe {
             let (mut before, mut action) = (core::mem::zeroed(), core::mem::zeroed::<libc::sigaction>());
             action.sa_sigaction = handler as *const () as usize;
@@ -360,7 +375,7 @@ mod tests {
         extern "C" fn run() {
             call_within();
         }
-        // SAFETY: the contexts live until the coroutine has ended, and it continues in the first.
+        // SAFETY: both contexts exist until the coroutine has ended. Execution then continues in `back`.
         unsafe {
             let (mut back, mut there) = (core::mem::zeroed::<libc::ucontext_t>(), core::mem::zeroed());
             assert_eq!(libc::getcontext(&mut there), 0);
@@ -382,7 +397,7 @@ mod tests {
         assert_eq!(count(), (1, 1, 0));
         slot.end_waiting();
         assert_eq!(count(), (0, 0, 0));
-        // Left by a jump: nothing ends this wait.
+        // Left by a `longjmp`: no call ends this wait.
         slot.begin_waiting(GPU, Waits::WithWork, Duration::ZERO);
         assert_eq!(count(), (1, 1, 0));
         std::thread::sleep(COMES_BACK + Duration::from_millis(100));

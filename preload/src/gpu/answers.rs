@@ -1,4 +1,5 @@
-//! The scheduler's answers that threads of the program wait for. The client's thread stores them.
+//! The scheduler's answers to requests of program threads. The client's thread stores the answers; the
+//! requesting threads wait for them.
 
 use crate::sys::{
     futex,
@@ -11,9 +12,10 @@ use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 pub struct LimitAnswers {
     /// Counts answers.
     pub(super) count: AtomicU32,
-    /// The size of the newest refusal in bytes, and its count.
+    /// The size of the latest refused limit in bytes, and the value of `count` at the refusal.
     denied: Mutex<(u64, u32)>,
-    /// True if the scheduler has said that it will answer once other clients no longer need the memory.
+    /// Whether the scheduler has replied that its answer follows once other clients no longer need the
+    /// memory.
     pub(super) awaited: AtomicBool,
 }
 
@@ -26,7 +28,7 @@ impl LimitAnswers {
         }
     }
 
-    /// Called when a new limit has arrived, or when the scheduler was replaced or lost.
+    /// Called when a new limit has arrived, or when the scheduler was replaced or its connection was lost.
     pub fn changed(&self) {
         self.count.fetch_add(1, Ordering::SeqCst);
         futex::wake_all(&self.count);
@@ -40,25 +42,25 @@ impl LimitAnswers {
         futex::wake_all(&self.count);
     }
 
-    /// Called when the scheduler answers that the memory is available once other clients free some.
+    /// Called when the scheduler replies that the memory becomes available once other clients free some.
     pub fn awaited(&self) {
         self.awaited.store(true, Ordering::SeqCst);
     }
 
-    /// The size of the newest refusal, if it came after the count was `seen`.
+    /// Returns the size of the latest refused limit, if the refusal came after the count was `seen`.
     pub(super) fn denied_since(&self, seen: u32) -> Option<u64> {
         let (bytes, at) = *self.denied.lock();
         (at.wrapping_sub(seen) as i32 > 0).then_some(bytes)
     }
 }
 
-/// The scheduler's answers to requests for memory that the driver needs for itself ([`super::reservation`]).
+/// The scheduler's answers to requests for memory for the driver itself ([`super::reservation`]).
 #[derive(Debug)]
 pub struct ReservationAnswers {
     pub(super) count: AtomicU32,
-    /// The room that was made, in bytes.
+    /// Bytes that the scheduler has made available.
     pub(super) bytes: AtomicU64,
-    /// When a call last failed although room was made, in milliseconds; 0 if never.
+    /// The time at which a call last failed although room was made, in milliseconds; 0 if never.
     pub(super) futile: AtomicU64,
 }
 

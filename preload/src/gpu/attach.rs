@@ -1,5 +1,5 @@
-//! Attaching to a GPU when the program begins to use it: the library identifies it, introduces it to the scheduler, and
-//! waits until a CUDA context is admitted.
+//! Attaching to a GPU when the program begins to use it. The library identifies the GPU, introduces it
+//! to the scheduler, and waits until a CUDA context is admitted.
 
 use super::{Gpu, find, identity, info::Info, memory_limits, unsupported, which};
 use crate::{
@@ -19,20 +19,21 @@ use alloc::boxed::Box;
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::{ClientMessage, client as wire};
 
-/// Tells the scheduler which memory of a GPU this process has imported. Called when the GPU has been introduced, before
-/// the first report of its memory. (The registry of imports is in a layer above.)
+/// Tells the scheduler which memory of a GPU this process has imported. Called after the GPU has been
+/// introduced and before the first report of its memory. A callback, because the registry of imports is
+/// in a higher layer.
 pub type TellImports = fn(&Gpu);
 
-/// The scheduler's answer whether there is room for a context.
+/// The scheduler's answer to the request for a context.
 mod admission {
     pub const UNKNOWN: u32 = 0;
     pub const ADMITTED: u32 = 1;
-    /// There will be room once other clients need less memory, however long that takes.
+    /// The GPU will have room once other clients need less memory. The wait is unlimited.
     pub const DEFERRED: u32 = 2;
-    /// The GPU has no room, and will have none before other clients need less memory.
+    /// The GPU has no room before other clients need less memory, so the context is refused.
     pub const REFUSED: u32 = 3;
 }
-/// The longest wait for an answer. After that the program creates its context anyway.
+/// The longest wait for an answer. After this time, the program creates its context anyway.
 const ADMISSION_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The interval between checks whether another thread has finished destroying a context.
@@ -46,8 +47,8 @@ fn exists(device: CUdevice) -> bool {
 }
 
 impl Gpu {
-    /// Called before the program creates a context on this GPU: introduces the GPU to the scheduler and waits for
-    /// admission. `false` if the context is refused.
+    /// Called before the program creates a context on this GPU. Introduces the GPU to the scheduler and
+    /// waits for admission. Returns `false` if the context is refused.
     pub fn attach(device: CUdevice, tell_imports: TellImports) -> bool {
         if !exists(device) {
             return true; // the driver's call returns the error
@@ -59,19 +60,19 @@ impl Gpu {
         let is_first = gpu.prepare(info);
         which::now_in_use(gpu);
         if !is_first {
-            // An existing context continues its work, so a second one is not refused.
+            // If a context exists already, a further context is not refused.
             return gpu.work.has_contexts() || gpu.attach_again(tell_imports);
         }
         if !connection::is_connected() {
             return true;
         }
-        // From here on the scheduler grants the lock and the allowance.
+        // From now on, the program needs the scheduler's lock and allowance.
         gpu.gate.close(closed::LOCK);
         gpu.introduce(false, tell_imports);
         gpu.wait_for_admission()
     }
 
-    /// Creates the state of a GPU on its first use. `false` if it exists already.
+    /// Creates the state of a GPU on its first use. Returns `false` if the state already exists.
     fn prepare(&'static self, info: &Info) -> bool {
         let _one = self.attaching.lock();
         if self.is_attached() {
@@ -86,8 +87,8 @@ impl Gpu {
         true
     }
 
-    /// [`attach`](Self::attach) for a GPU that was attached before and has no context. Requests a refused context
-    /// again.
+    /// Implements [`attach`](Self::attach) for a GPU that was attached before and has no context. If the
+    /// last context was refused, requests admission again.
     fn attach_again(&self, tell_imports: TellImports) -> bool {
         let asks_anew = {
             let _one = self.introducing.lock();
@@ -109,9 +110,10 @@ impl Gpu {
         self.wait_for_admission()
     }
 
-    /// Waits until the scheduler answers, or for a limited time. The wait spans a short absence of the scheduler: a
-    /// client that reconnects is introduced again, and a client that runs without a scheduler is admitted. Returns
-    /// `false` if the context is refused.
+    /// Waits for the scheduler's answer. An unanswered request times out after [`ADMISSION_TIMEOUT`] and
+    /// counts as admitted. The wait continues during a short absence of the scheduler. After a reconnect,
+    /// the GPU is introduced again; without a scheduler, the context is admitted. Returns `false` if the
+    /// context is refused.
     fn wait_for_admission(&self) -> bool {
         let _waiting = waiting_for_client_thread();
         let begin = Instant::now();
@@ -129,8 +131,9 @@ impl Gpu {
         true
     }
 
-    /// Gives up a refused context: the scheduler forgets this client on this GPU until it asks again. Until then the
-    /// driver reports that no context exists, so no thread waits at the gate.
+    /// Withdraws the request for a refused context. The scheduler then forgets this client on this GPU
+    /// until the next request. Until then, the driver reports that no context exists, so no thread waits at
+    /// the gate.
     fn withdraw(&self) {
         let _one = self.introducing.lock();
         if !self.is_refused() {
@@ -147,25 +150,25 @@ impl Gpu {
         self.admission.load(Ordering::SeqCst) == admission::REFUSED
     }
 
-    /// Called when the program has created a context, or has retained it again. The mover's objects are created in it
-    /// before any other thread of this library, or the program, knows the context.
+    /// Called when the program has created a context or has retained it again. Creates the mover's objects
+    /// in a new context, before the program or any other thread of this library knows the context.
     pub fn add_context(&self, context: CUcontext) {
         if self.work.use_context(context) {
             return;
         }
-        // The driver reuses the handle of a destroyed context, perhaps before the destroying thread has noted the
-        // destruction.
+        // The driver reuses the handle of a destroyed context, perhaps before the destroying thread has
+        // recorded the destruction.
         while self.work.is_dying(context) {
             time::sleep(DYING_POLL_INTERVAL);
         }
         let add = || self.work.add_context(context);
         let Some(space) = self.space() else { return add() };
         let copies = space.lock().engine().copies();
-        // Another thread may be capturing.
+        // Relaxed mode, because another thread may be capturing.
         capture::relaxed(|| Mover::make_ready(&self.moving, context, copies, add));
     }
 
-    /// The properties of this GPU; `None` if this library does not support it. Needs no context.
+    /// Returns the properties of this GPU, or `None` if this library does not support it. Needs no context.
     pub(super) fn identify(&self, device: CUdevice) -> Option<&Info> {
         let learn = || match unsupported::reason(device) {
             Some(why) => {
@@ -183,19 +186,19 @@ impl Gpu {
         self.info()
     }
 
-    /// Tells the scheduler about this GPU and this client's memory there. `is_named`: the scheduler already knows the
-    /// GPU.
+    /// Introduces this GPU to the scheduler and reports this client's memory on it. With `is_named`, the
+    /// scheduler already knows the GPU.
     pub fn introduce(&self, is_named: bool, tell_imports: TellImports) {
         self.introduce_to(is_named, Space::reset_for_scheduler, tell_imports);
     }
 
-    /// Tells a successor of the scheduler, on the same connection.
+    /// Introduces this GPU to a new scheduler on the same connection.
     pub fn introduce_again(&self, is_named: bool, tell_imports: TellImports) {
         self.forget_introduction();
         self.introduce_to(is_named, Space::reset_for_successor, tell_imports);
     }
 
-    /// The message that introduces this GPU to the scheduler. Takes no lock.
+    /// Returns the message that introduces this GPU to the scheduler. Takes no lock.
     pub fn name(&self) -> Option<ClientMessage> {
         self.info().map(|info| ClientMessage::Attach {
             slot: self.index,
@@ -217,7 +220,7 @@ impl Gpu {
             meet(&mut space.lock());
         }
         let sent = is_named || self.name().is_some_and(|attach| connection::send(&attach));
-        // If it could not be sent, the client's thread tries again.
+        // If the message could not be sent, the client's thread tries again.
         self.introduced.store(sent, Ordering::SeqCst);
         tell_imports(self);
         if let Some(space) = self.space.get() {
@@ -233,7 +236,7 @@ impl Gpu {
         self.introduced.load(Ordering::SeqCst)
     }
 
-    /// Called when the scheduler that knew this GPU is gone.
+    /// Called when the scheduler that knew this GPU has ended.
     pub fn forget_introduction(&self) {
         let _one = self.introducing.lock();
         self.introduced.store(false, Ordering::SeqCst);
@@ -256,7 +259,7 @@ impl Gpu {
         );
     }
 
-    /// Called when the scheduler has no room for a context, and will not have any soon.
+    /// Called when the scheduler has no room for a context and expects none soon.
     pub fn refuse_context(&self) {
         if !self.work.has_contexts() {
             self.set_admission(admission::REFUSED);

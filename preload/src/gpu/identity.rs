@@ -1,7 +1,8 @@
-//! The identity of a GPU: which GPU of the host it is. When another process restores this one, the driver may put it on
-//! other GPUs: the process then continues with the same ordinals, contexts and addresses, and only the UUIDs change.
+//! The identity of a GPU: its UUID. When a process is restored from a checkpoint, the driver may place
+//! it on other GPUs. The process then continues with the same ordinals, contexts and addresses, and
+//! only the UUIDs change.
 //!
-//! Reading takes no lock, so it never waits in the child of a fork.
+//! Reading an identity takes no lock, so it never blocks in the child of a fork.
 
 use crate::{
     driver::{self, types::CUdevice},
@@ -14,13 +15,14 @@ use core::{
 };
 use nvshare_wire::{MAX_SLOTS, Uuid};
 
-/// All UUIDs seen by this process. The limit is the number of GPUs that a process may have.
+/// All UUIDs that this process has seen, up to the number of GPUs that a process may have.
 static KNOWN: [OnceBox<Uuid>; MAX_SLOTS as usize] = [const { OnceBox::new() }; MAX_SLOTS as usize];
 
-/// Counts the moments at which GPUs may have changed.
+/// The number of times that the GPUs of this process may have changed.
 static TIMES: AtomicUsize = AtomicUsize::new(0);
 
-/// The UUID in the table; `None` if the table is full.
+/// Returns the table's entry for this UUID, and adds one if necessary. Returns `None` if the table is
+/// full.
 fn known(uuid: Uuid) -> Option<&'static Uuid> {
     KNOWN.iter().find_map(|place| {
         let known = place.get_or_init(|| Box::new(uuid));
@@ -39,19 +41,19 @@ impl Identity {
     }
 
     pub fn get(&self) -> Uuid {
-        // SAFETY: the pointer is NULL, or comes from a reference to a value that is never freed or changed.
+        // SAFETY: the pointer is NULL or comes from a reference to a value that is never freed or changed.
         unsafe { self.0.load(Ordering::SeqCst).as_ref() }.copied().unwrap_or_default()
     }
 
     fn set(&self, uuid: Uuid) {
-        // No host has more GPUs than the table has entries. If one had, the old UUID would be kept.
+        // No host has more GPUs than the table has entries. If the table is full, the old UUID is kept.
         if let Some(known) = known(uuid) {
             self.0.store(ptr::from_ref(known).cast_mut(), Ordering::SeqCst);
         }
     }
 
-    /// Queries the driver; allowed at any time. Returns the UUIDs before and now; both are equal if the driver does not
-    /// answer.
+    /// Queries the driver for the UUID. Allowed at any time. Returns the UUIDs before and after the query,
+    /// which are equal if the driver does not answer.
     pub fn ask(&self, device: CUdevice) -> (Uuid, Uuid) {
         let before = self.get();
         driver::uuid(device).into_iter().for_each(|uuid| self.set(Uuid(uuid)));
@@ -59,13 +61,15 @@ impl Identity {
     }
 }
 
-/// Called when the process has been restored; [`Identity::ask`] follows for all known GPUs.
+/// Called when the process has been restored. The caller then calls [`Identity::ask`] for all known
+/// GPUs.
 pub fn may_have_changed() {
     TIMES.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Learns of a GPU, and stores it for all threads with `publish`. If the process is restored in the same moment, the
-/// update of all known GPUs may miss this one, so it is queried again with `ask`.
+/// Makes the identity of a new GPU visible to all threads by calling `publish`. A concurrent restore of
+/// the process may update all known GPUs but miss this GPU. The identity is then queried again with
+/// `ask`.
 pub fn learn<'a>(publish: impl FnOnce() -> Option<&'a Identity>, ask: impl Fn(&Identity)) {
     let mut seen = TIMES.load(Ordering::SeqCst);
     let Some(identity) = publish() else { return };
@@ -106,7 +110,7 @@ mod tests {
             Some(&identity)
         };
         learn(publish, |_| {
-            // Once more during the first query.
+            // Another restore during the first query.
             if asked.fetch_add(1, Ordering::SeqCst) == 0 {
                 may_have_changed();
             }

@@ -15,7 +15,7 @@ pub struct Info {
     pub total: u64,
     pub engine: Option<&'static dyn Engine>,
     pub reason: wire::EngineReason,
-    /// The limit that the program's environment sets; `u64::MAX` if it sets none.
+    /// The limit set by the program's environment; `u64::MAX` for none.
     pub env_max: u64,
 }
 
@@ -24,10 +24,10 @@ impl Info {
         self.engine.map_or(wire::Engine::None, |engine| engine.kind())
     }
 
-    /// Needs no context.
+    /// Queries the driver for the properties. Needs no context.
     pub fn learn(device: CUdevice) -> Self {
         let (mut uuid, mut name, mut total) = ([0; 16], [0u8; 64], 0);
-        // SAFETY: the places outlive the calls and have the stated sizes.
+        // SAFETY: the buffers outlive the calls and have the stated sizes.
         unsafe {
             if driver::cuDeviceGetUuid_v2(&mut uuid, device) != SUCCESS {
                 driver::cuDeviceGetUuid(&mut uuid, device);

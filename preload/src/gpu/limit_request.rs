@@ -1,6 +1,6 @@
-//! Requests for a higher limit, when an allocation needs one. The scheduler lends unused bytes of a client to other
-//! clients; it takes them back or refuses within seconds, unless a rule lets the client wait. This never waits for the
-//! GPU lock.
+//! Requests for a higher limit when an allocation needs it. The scheduler lends bytes that a client
+//! does not use to other clients. Within seconds, it takes these bytes back or refuses the request,
+//! unless a rule lets the client wait. The request never waits for the GPU lock.
 
 use crate::{
     connection,
@@ -12,7 +12,7 @@ use crate::{
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::ClientMessage;
 
-/// The longest wait for an answer. The scheduler answers within half of that.
+/// The longest wait for an answer. The scheduler answers within half of this time.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// The interval between attempts to send to a scheduler that does not read.
 const SEND_RETRY: Duration = Duration::from_millis(2);
@@ -20,11 +20,11 @@ const SEND_RETRY: Duration = Duration::from_millis(2);
 /// The outcome of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// The limit has been raised: try again.
+    /// The limit has been raised, so the caller should try again.
     Raised,
-    /// Neither the GPU nor the host has memory for it.
+    /// Neither the GPU nor the host has enough memory.
     Denied,
-    /// The limit is not the obstacle, or cannot be raised.
+    /// The allocation failed for another reason, or the limit cannot be raised.
     Beyond,
 }
 

@@ -19,13 +19,14 @@ use nvshare_wire::ClientMessage;
 const WAIT_TIMEOUT: Duration = Duration::from_millis(500);
 
 impl Gpu {
-    /// Called by a thread that found the gate closed: requests the lock and waits for a while.
+    /// Called by a thread that found the gate closed. Requests the lock and waits for at most
+    /// [`WAIT_TIMEOUT`].
     #[cold]
     pub fn wait(&self, reasons: u32) {
         self.wait_for(Waits::WithWork, reasons);
     }
 
-    /// Waits for memory that the thread allocates.
+    /// Waits until memory that the thread has allocated is on the GPU.
     #[cold]
     pub fn wait_to_allocate(&self) {
         self.wait_for(Waits::ToAllocate, closed::MEMORY);
@@ -45,14 +46,15 @@ impl Gpu {
         threads::waiting(self.index, None) > 0
     }
 
-    /// Whether a thread with work waits at this gate. Running work may wait for it.
+    /// Whether a thread with work waits at this gate. Running work may depend on the waiting work.
     pub fn has_work_waiting(&self) -> bool {
         threads::waiting(self.index, Some(Waits::WithWork)) > 0
     }
 
     /// Requests the lock from the scheduler, unless a request is pending.
     pub fn request(&self) {
-        // One at a time: a request replaces the previous one, so the newest must include the most threads.
+        // One request at a time. A request replaces the previous request, so the latest request must include
+        // the GPUs of all waiting threads.
         static ONE: Mutex<()> = Mutex::new(Rank::LockRequest, ());
         let _one = ONE.lock();
         if !self.introduced.load(Ordering::SeqCst) || self.requested.swap(true, Ordering::SeqCst) {
@@ -64,7 +66,7 @@ impl Gpu {
         }
     }
 
-    /// Called when a turn is over; `used`: something was submitted during it.
+    /// Called when a turn is over. `used` says whether work was submitted during the turn.
     pub fn turn_is_over(&self, used: bool) {
         if used {
             self.used_until.store(clock(), Ordering::Relaxed);
@@ -72,11 +74,11 @@ impl Gpu {
     }
 
     pub fn request_is_over(&self) {
-        // A swap rather than a store, so that a thread that still found the flag set is seen waiting.
+        // A swap rather than a store: a thread that still found the flag set is then seen as waiting.
         self.requested.swap(false, Ordering::SeqCst);
     }
 
-    /// When the lock was last requested, on the monotonic clock.
+    /// The time of the last request for the lock, on the monotonic clock.
     pub fn requested_at(&self) -> Duration {
         Duration::from_micros(self.requested_at.load(Ordering::Relaxed))
     }
@@ -86,11 +88,11 @@ impl Gpu {
     }
 }
 
-/// A program still counts as using a GPU for this time after its last turn there.
+/// After its last turn on a GPU, a program counts as using that GPU for this time.
 const LATELY: Duration = Duration::from_secs(2);
 
-/// The GPUs whose locks this client needs together: this one, those where threads wait, recently used ones, and their
-/// peers.
+/// Returns the GPUs whose locks this client needs together: this GPU, all GPUs where threads wait,
+/// recently used GPUs, and their peers.
 fn wanted_with(gpu: &Gpu) -> u64 {
     let wanted = attached().filter(|g| {
         let used_until = g.used_until.load(Ordering::Relaxed);
@@ -98,11 +100,11 @@ fn wanted_with(gpu: &Gpu) -> u64 {
     });
     let together = |gpu: &Gpu| 1 << gpu.index | gpu.work.peers();
     let wanted = wanted.fold(together(gpu), |set, g| set | together(g));
-    // The scheduler does not know GPUs that were not introduced.
+    // The scheduler does not know GPUs that have not been introduced.
     attached().filter(|gpu| !gpu.is_introduced()).fold(wanted, |set, gpu| set & !(1 << gpu.index))
 }
 
-/// Milliseconds on the monotonic clock, never 0.
+/// Returns the monotonic time in milliseconds, never 0.
 fn clock() -> u64 {
     Instant::now().since_start().as_millis() as u64 + 1
 }

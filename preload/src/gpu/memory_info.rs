@@ -1,5 +1,6 @@
-//! The memory sizes that the program sees under a limit from a rule or its environment ([`super::memory_limits`]): the
-//! same through CUDA and NVML, and even before it uses the GPU, because programs plan with them.
+//! The memory sizes that the program sees under a limit from a rule or its environment
+//! ([`super::memory_limits`]). CUDA and NVML report the same sizes, even before the program uses the
+//! GPU, because programs plan with these sizes.
 
 use super::Gpu;
 use crate::{connection, memory::account::Account};
@@ -11,10 +12,11 @@ pub struct MemoryInfo {
     pub free: u64,
 }
 
-/// Returns the sizes for a GPU that reports `total` bytes. `really` returns the bytes that are free on the device.
+/// Returns the sizes for a GPU with `total` bytes. `really` returns the bytes that are free on the
+/// device.
 pub fn of(gpu: &Gpu, total: u64, really: impl FnOnce() -> Option<u64>) -> MemoryInfo {
     let Some(account) = gpu.account() else {
-        // The program has no memory there yet.
+        // The program has no memory on this GPU yet.
         let total = total.min(gpu.bound());
         return MemoryInfo { total, free: total };
     };
@@ -22,7 +24,7 @@ pub fn of(gpu: &Gpu, total: u64, really: impl FnOnce() -> Option<u64>) -> Memory
     if connection::is_connected() {
         return told;
     }
-    // Without a scheduler no room is made, so memory of other programs is not available.
+    // Without a scheduler, other programs make no room, so their memory is not available.
     MemoryInfo { free: really().map_or(told.free, |free| told.free.min(free)), ..told }
 }
 

@@ -1,5 +1,5 @@
-//! The limits that the scheduler's rules set on the program's memory, for each GPU. They also limit the sizes that the
-//! program sees ([`super::memory_info`]), even before it uses the GPU.
+//! The limits that the scheduler's rules set on the program's memory on each GPU. They also limit the
+//! sizes that the program sees ([`super::memory_info`]), even before it uses the GPU.
 
 use crate::{
     env::settings,
@@ -10,12 +10,12 @@ use alloc::vec::Vec;
 use core::sync::atomic::{AtomicBool, Ordering};
 use nvshare_wire::Uuid;
 
-/// The scheduler's newest limit for each GPU. It outlives the scheduler.
+/// The scheduler's latest limit for each GPU. The limits stay in force when the scheduler ends.
 static RULED: Mutex<Vec<(Uuid, u64)>> = Mutex::new(Rank::RuledLimits, Vec::new());
-/// Whether there has ever been a limit. Most programs have none, and skip the lookups.
+/// Whether a limit was ever set. Most programs have none and skip the lookups.
 static IS_RULED: AtomicBool = AtomicBool::new(false);
 
-/// The number of GPUs that a scheduler may name: more than any host has.
+/// The most GPUs that a scheduler may name: more than any host has.
 const MAX_GPUS: usize = 1024;
 
 /// Sets the limit on this GPU, in bytes; 0 for none.
@@ -29,7 +29,7 @@ pub fn set(gpu: Uuid, bytes: u64) {
     IS_RULED.fetch_or(bytes != 0, Ordering::Release);
 }
 
-/// The limit on this GPU, in bytes; 0 for none.
+/// Returns the limit on this GPU, in bytes; 0 for none.
 pub fn of(gpu: Uuid) -> u64 {
     RULED.lock().iter().find(|(other, _)| *other == gpu).map_or(0, |(_, bytes)| *bytes)
 }
@@ -54,7 +54,7 @@ mod tests {
         assert_eq!(gpus.map(of), [9, 8, 0]);
         set(gpus[1], 0);
         assert_eq!(gpus.map(of), [9, 0, 0]);
-        // A scheduler that invents GPUs does not use more memory than that.
+        // A scheduler that names GPUs that do not exist cannot use unlimited memory.
         (0..4 * MAX_GPUS as u64).for_each(|n| set(Uuid((u128::from(n) << 64).to_le_bytes()), 1));
         assert_eq!(RULED.lock().len(), MAX_GPUS);
         assert_eq!(of(gpus[0]), 9);

@@ -1,14 +1,14 @@
-//! One GPU as this client uses it: its gate, its work and its memory; and the table of all GPUs by the driver's
-//! ordinal.
+//! The state of one GPU in this client: its gate, its work and its memory. Also the table of all GPUs,
+//! by the driver's ordinal.
 //!
-//! - [`which`]: the GPU that a call concerns.
-//! - [`info`]: properties of a GPU; [`identity`]: its UUID, which may change when the process is restored.
-//!   [`unsupported`]: GPUs that this library leaves alone.
-//! - [`attach`]: the program begins to use a GPU. [`peers`]: GPUs that reach each other's memory.
-//! - [`lock_request`]: waiting at the gate. [`submission`]: noting the work that passes it.
+//! - [`which`]: finds the GPU that a call concerns.
+//! - [`info`]: properties of a GPU. [`identity`]: its UUID, which may change when the process is
+//!   restored. [`unsupported`]: GPUs that this library does not manage.
+//! - [`attach`]: the program's first use of a GPU. [`peers`]: GPUs that access each other's memory.
+//! - [`lock_request`]: waiting at the gate. [`submission`]: recording the work that passes the gate.
 //! - [`report`]: reporting the memory account to the scheduler.
-//! - [`limit_request`]: asking for a higher limit. [`reservation`]: asking for memory that the driver needs.
-//!   [`answers`] to both.
+//! - [`limit_request`]: requests for a higher limit. [`reservation`]: requests for memory that the
+//!   driver needs. [`answers`]: the answers to both.
 //! - [`memory_limits`]: limits on the program's memory. [`memory_info`]: the sizes that the program sees.
 
 pub mod answers;
@@ -50,34 +50,34 @@ pub struct Gpu {
     pub index: u32,
     pub gate: Gate,
     pub work: Work,
-    /// Queried on first use; the inner `None` means that this library does not support the GPU.
+    /// Queried on first use. The inner `None` means that this library does not support the GPU.
     info: OnceBox<Option<Info>>,
-    /// Set when the program first creates a context here.
+    /// Whether the program has ever created a context on this GPU.
     attached: AtomicBool,
     attaching: Mutex<()>,
     space: OnceBox<Mutex<Space>>,
-    /// Moves the memory. It must leave a context before the context is destroyed.
+    /// The mover. The mover must stop using a context before the context is destroyed.
     pub moving: Mutex<Mover>,
     primary: AtomicUsize,
-    /// The scheduler of this connection knows this GPU.
+    /// Whether this GPU has been introduced to the connected scheduler.
     introduced: AtomicBool,
     introducing: Mutex<()>,
-    /// A request for the lock is pending.
+    /// Whether a request for the lock is pending.
     requested: AtomicBool,
-    /// When the lock was requested, in microseconds.
+    /// The time of the last request for the lock, in microseconds.
     requested_at: AtomicU64,
-    /// Whether a context is admitted, see [`attach`].
+    /// The scheduler's answer to the request for a context; see [`attach`].
     admission: AtomicU32,
-    /// The gate has been closed, and all work has ended since.
+    /// Whether the gate has been closed and all work has ended since then.
     drained: AtomicBool,
     unreported: AtomicBool,
     /// The scheduler's answers to requests for a higher limit.
     pub limit_answers: LimitAnswers,
-    /// The number of bytes that cannot be mapped according to the scheduler; 0 if it has not said so.
+    /// The number of bytes that the scheduler has declared impossible to map; 0 for none.
     unmappable: AtomicU64,
     /// The scheduler's answers to requests for memory that the driver needs.
     pub reservation_answers: ReservationAnswers,
-    /// When this client last released the lock after using it, in milliseconds; 0 if never.
+    /// The time at which this client last released the lock after using it, in milliseconds; 0 if never.
     used_until: AtomicU64,
 }
 
@@ -91,18 +91,18 @@ static GPUS: [Gpu; MAX_SLOTS as usize] = {
     gpus
 };
 
-/// The GPU with that ordinal, once a context was created there.
+/// Returns the GPU with that ordinal, if the program has created a context there.
 pub fn by_ordinal(device: CUdevice) -> Option<&'static Gpu> {
     find(device).filter(|g| g.is_attached())
 }
 
-/// The GPU with that ordinal, in use or not, if this library manages its memory or will.
+/// Returns the GPU with that ordinal, used or not, if this library manages its memory or will do so.
 pub fn managed(device: CUdevice) -> Option<&'static Gpu> {
     let gpu = find(device)?;
     gpu.identify(device).filter(|info| info.engine.is_some()).map(|_| gpu)
 }
 
-/// The GPU with that UUID, under the same condition.
+/// Returns the GPU with that UUID, if this library manages its memory or will do so.
 pub fn managed_by_uuid(uuid: Uuid) -> Option<&'static Gpu> {
     let mut count = 0;
     // SAFETY: `count` outlives the call.
@@ -110,25 +110,26 @@ pub fn managed_by_uuid(uuid: Uuid) -> Option<&'static Gpu> {
     (0..count.min(MAX_SLOTS as i32)).filter_map(managed).find(|gpu| gpu.uuid() == Some(uuid))
 }
 
-/// The GPUs that this process uses.
+/// Iterates over the GPUs that this process uses.
 pub fn attached() -> impl Iterator<Item = &'static Gpu> {
     GPUS.iter().filter(|g| g.is_attached())
 }
 
-/// Updates the identities after the process has been restored, or may have been. Returns each attached GPU with its
-/// UUID before and now. Takes no lock, and can be called while the entries into the driver are closed.
+/// Updates the identities after the process has been, or may have been, restored. Returns each attached
+/// GPU with its UUIDs before and after the update. Takes no lock, and may be called while calls into
+/// the driver are blocked.
 pub fn look_again() -> Vec<(&'static Gpu, Uuid, Uuid)> {
     identity::may_have_changed();
     let learned = GPUS.iter().filter_map(|gpu| Some((gpu, gpu.info()?.identity.ask(gpu.index as CUdevice))));
     learned.filter(|(gpu, _)| gpu.is_attached()).map(|(gpu, (before, now))| (gpu, before, now)).collect()
 }
 
-/// The GPU with that ordinal, in use or not.
+/// Returns the GPU with that ordinal, used or not.
 fn find(device: CUdevice) -> Option<&'static Gpu> {
     GPUS.get(usize::try_from(device).ok()?)
 }
 
-/// The work of a GPU that this process uses.
+/// Returns the work of a GPU that this process uses.
 fn work_of(index: u32) -> Option<&'static Work> {
     GPUS.get(index as usize).filter(|gpu| gpu.is_attached()).map(|gpu| &gpu.work)
 }
@@ -176,8 +177,8 @@ impl Gpu {
         self.info().map(|info| info.identity.get())
     }
 
-    /// Called when this slot has become another GPU: answers about the previous GPU no longer hold. Pending requests
-    /// stay pending, because the scheduler that moved this process has them.
+    /// Called when this slot has become another GPU. Answers about the previous GPU are no longer valid.
+    /// Pending requests stay pending, because the scheduler that moved this process knows them.
     pub fn has_moved(&self) {
         self.forget_denials();
         self.reservation_answers.forget();
@@ -190,12 +191,12 @@ impl Gpu {
         self.info().map_or(0, |i| i.total)
     }
 
-    /// The memory account, if the program uses this GPU and an engine can move its memory.
+    /// Returns the memory account, if the program uses this GPU and an engine can move its memory.
     pub fn account(&self) -> Option<Account> {
         self.space().map(|space| space.lock().account)
     }
 
-    /// The limit on the program's memory on this GPU, in bytes; `u64::MAX` if there is none.
+    /// Returns the limit on the program's memory on this GPU, in bytes; `u64::MAX` for none.
     pub fn bound(&self) -> u64 {
         if let Some(account) = self.account() {
             return account.at_most(u64::MAX);
@@ -221,7 +222,7 @@ impl Gpu {
         released
     }
 
-    /// Whether allocations may be shared with other devices.
+    /// Whether other devices can access allocations (GPUDirect RDMA).
     pub fn is_rdma_capable(&self) -> bool {
         self.space().is_some_and(|space| space.lock().is_rdma_capable())
     }
@@ -238,7 +239,7 @@ impl Gpu {
         self.primary.store(context as usize, Ordering::Release);
     }
 
-    /// GPUs whose work may access memory of this one, and vice versa.
+    /// Iterates over the GPUs whose work may access memory of this GPU, and vice versa.
     pub fn peers(&self) -> impl Iterator<Item = &'static Gpu> + use<> {
         let set = self.work.peers();
         let last = u64::BITS - set.leading_zeros();
@@ -249,7 +250,7 @@ impl Gpu {
         self.work.peers() >> other.index & 1 == 1
     }
 
-    /// Submissions of all threads to this GPU and its peers.
+    /// The number of submissions of all threads to this GPU and its peers.
     pub fn submitted(&self) -> u64 {
         self.peers().fold(threads::submitted(self.index), |sum, gpu| sum.wrapping_add(threads::submitted(gpu.index)))
     }
@@ -268,10 +269,11 @@ impl Gpu {
         self.drained.store(drained, Ordering::SeqCst);
     }
 
-    /// Whether no work of this client that may access memory of this GPU is running, and none can start.
+    /// Whether no work that may access memory of this GPU is running in this client, and no such work can
+    /// start.
     pub fn is_drained(&self) -> bool {
-        // Closed for the lock, not for any reason: behind a gate that is closed only for memory, earlier work may still
-        // be running.
+        // The gate must be closed for the lock. Behind a gate that is closed only for memory, earlier work may
+        // still be running.
         let is_shut = |gpu: &Gpu| gpu.drained.load(Ordering::SeqCst) && gpu.gate.is_closed_for(closed::LOCK);
         is_shut(self) && self.peers().all(is_shut) && self.is_quiet() && !capture::any()
     }

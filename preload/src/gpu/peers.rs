@@ -1,7 +1,10 @@
-//! Peers: GPUs of this process whose work accesses each other's memory, after `cuCtxEnablePeerAccess`, copies between
-//! them, or access rights that the program set; or whose work is submitted by one call, such as the launch of a graph
-//! that was captured in streams of both. Work on one passes only when the gates of all are open, the memory of one is
-//! evicted only when the work of all is done, and their locks are held together or not at all.
+//! Peers: GPUs of this process whose work accesses each other's memory. The causes are
+//! `cuCtxEnablePeerAccess`, copies between the GPUs, and access rights that the program sets. GPUs are
+//! also peers if one call submits work to both, for example the launch of a graph that was captured in
+//! streams of both.
+//!
+//! Work for one of the peers passes only when the gates of all are open. Memory of one is evicted only
+//! when the work of all is done. Their locks are only held together.
 
 use crate::{
     connection,
@@ -19,7 +22,7 @@ use core::time::Duration;
 /// The interval between checks whether transfers are done.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Makes both GPUs, and the peers of either, peers of each other.
+/// Makes two GPUs and all of their peers peers of each other.
 pub fn couple(a: &'static Gpu, b: &'static Gpu) {
     static ONE: Mutex<()> = Mutex::new(Rank::Coupling, ());
     if a.index == b.index || a.is_peer_of(b) {
@@ -29,7 +32,7 @@ pub fn couple(a: &'static Gpu, b: &'static Gpu) {
     if a.is_peer_of(b) {
         return;
     }
-    // Chunks in flight would be restored with their old access rights, so moves end first.
+    // Moves must end first: chunks in flight would be restored with their old access rights.
     let (first, second) = if a.index < b.index { (a, b) } else { (b, a) };
     [first, second].iter().for_each(|gpu| gpu.moving.lock().pause());
     let mut movers = loop {
@@ -57,14 +60,14 @@ pub fn couple(a: &'static Gpu, b: &'static Gpu) {
     connection::wake();
 }
 
-/// Gives work on one GPU access to memory of the other, like access to `cuMemAlloc` memory.
+/// Gives work on `from` the access to memory of `to` that it would have to `cuMemAlloc` memory.
 fn reach(from: &Gpu, to: &Gpu) {
     if let (true, Some(space)) = (can_reach(from, to), to.space()) {
         space.lock().let_in(from.index);
     }
 }
 
-/// Whether work on one GPU can be given access to memory of the other.
+/// Whether work on `from` can access memory of `to`.
 pub fn can_reach(from: &Gpu, to: &Gpu) -> bool {
     let mut can = 0;
     // SAFETY: `can` outlives the call.
@@ -72,7 +75,7 @@ pub fn can_reach(from: &Gpu, to: &Gpu) -> bool {
     asked == SUCCESS && can != 0
 }
 
-/// Called when the program gives a GPU access rights to memory of another.
+/// Called when the program gives a GPU access rights to memory of another GPU.
 pub fn given(owner: &'static Gpu, device: CUdevice) {
     if let Some(gpu) = gpu::by_ordinal(device) {
         couple(owner, gpu);

@@ -1,4 +1,4 @@
-//! The memory account of a GPU: consequences of a change, and reports to the scheduler.
+//! The effects of a change of a GPU's memory account: closing the gate, and reporting to the scheduler.
 
 use super::Gpu;
 use crate::{
@@ -12,14 +12,14 @@ use core::sync::atomic::Ordering;
 use nvshare_wire::{ClientMessage, client as wire};
 
 impl Gpu {
-    /// Reports the account to the scheduler. Called with the space locked after a change, so that the last report is
-    /// the newest.
+    /// Reports the account to the scheduler. Called after a change, with the space still locked, so that
+    /// the last report has the latest state.
     pub fn report(&self, account: &Account) {
         self.send_report(account, u64::MAX);
     }
 
-    /// Reports the account and the bytes that are free on the device. From this, a scheduler without NVML infers the
-    /// memory use of other programs.
+    /// Reports the account and the bytes that are free on the device. A scheduler without NVML uses them to
+    /// compute the memory use of other programs.
     pub fn report_measured(&self, account: &Account, context: CUcontext) {
         let (mut free, mut total) = (0, 0);
         // SAFETY: `free` and `total` outlive the call.
@@ -47,12 +47,12 @@ impl Gpu {
         self.unreported.store(!sent, Ordering::SeqCst);
     }
 
-    /// Whether the newest state of the account has not been sent yet.
+    /// Whether the latest state of the account has not been sent yet.
     pub fn is_unreported(&self) -> bool {
         self.unreported.load(Ordering::SeqCst)
     }
 
-    /// Keeps all memory on the GPU permanently: the program submits work that passes no gate.
+    /// Keeps all memory on the GPU permanently, because the program submits work that passes no gate.
     pub fn make_unevictable(&self) {
         let Some(space) = self.space() else { return };
         let mut guard = space.lock();
@@ -63,8 +63,8 @@ impl Gpu {
         }
     }
 
-    /// Tells the scheduler why all memory stays. If it does not know this GPU yet, the
-    /// introduction of the GPU tells it.
+    /// Tells the scheduler why all memory stays on the GPU. If the GPU has not been introduced yet, its
+    /// introduction calls this function again.
     pub(super) fn explain_unevictable(&self) {
         if self.is_introduced() {
             let reason = wire::StuckReason::UntrackedWork;
@@ -92,13 +92,13 @@ impl Gpu {
         self.account_changed(&before, &after);
     }
 
-    /// Notes the scheduler's finding that this client's `bytes` bytes cannot be mapped together.
+    /// Records that, according to the scheduler, this client's `bytes` bytes cannot be mapped together.
     pub fn deny_mapping(&self, bytes: u64) {
         self.unmappable.store(bytes, Ordering::SeqCst);
     }
 
-    /// Whether memory that was allocated and never used cannot be mapped. Calls that wait for it then fail with out of
-    /// memory.
+    /// Whether memory that was allocated but never used cannot be mapped. Calls that wait for this memory
+    /// then fail with `CUDA_ERROR_OUT_OF_MEMORY`.
     #[cold]
     pub fn is_mapping_denied(&self) -> bool {
         let bytes = self.unmappable.load(Ordering::SeqCst);
@@ -113,24 +113,25 @@ impl Gpu {
         is
     }
 
-    /// Whether contents of this GPU's memory are lost. Calls that could use them then fail as after an error of the
-    /// GPU's memory, from which no process recovers either.
+    /// Whether contents of this GPU's memory are lost. Calls that could use the contents then fail, as
+    /// after an uncorrectable error of the GPU's memory, from which no process recovers either.
     #[cold]
     pub fn has_lost_memory(&self) -> bool {
         self.account().is_some_and(|account| account.is_lost)
     }
 
-    /// Forgets this denial, which has been acted on or no longer holds.
+    /// Forgets this denial, which has been handled or is no longer valid.
     fn forget_denial(&self, bytes: u64) {
         let _ = self.unmappable.compare_exchange(bytes, 0, Ordering::SeqCst, Ordering::SeqCst);
     }
 
-    /// Forgets any denial: the allocation that cannot be mapped was undone, or the scheduler has sent a new answer.
+    /// Forgets any denial, because the allocation that cannot be mapped was undone or the scheduler has
+    /// sent a new answer.
     pub fn forget_denials(&self) {
         self.forget_denial(self.unmappable.load(Ordering::SeqCst));
     }
 
-    /// Called before the gate opens for the lock: closes it for memory if memory is missing.
+    /// Called before the gate opens for the lock. Closes the gate for memory if memory is missing.
     pub fn close_if_lacking(&self) {
         if let Some(space) = self.space()
             && !space.lock().account.can_run()
@@ -139,13 +140,14 @@ impl Gpu {
         }
     }
 
-    /// Called after an allocation or a free changed the account: closes the gate if memory is missing, and reports.
-    /// Only the client's thread, which knows the copies in flight, opens it again.
+    /// Called after an allocation or a free changed the account. Closes the gate if memory is missing, and
+    /// reports the account. Only the client's thread, which knows the copies in flight, opens the gate
+    /// again.
     pub fn account_changed(&self, before: &Account, after: &Account) {
         if !after.can_run() {
             self.gate.close(closed::MEMORY);
             if after.may_grow() {
-                connection::wake(); // the allowance has room, but mapping failed: the scheduler will not send another message
+                connection::wake(); // mapping failed, and no message of the scheduler will follow
             }
         } else if self.gate.is_closed_for(closed::MEMORY) {
             connection::wake();

@@ -1,5 +1,6 @@
-//! Calls in which the driver takes GPU memory for itself. If there is none, because other clients have it or this
-//! program's own demand has filled it, the scheduler is asked to make room and the call is repeated, a few times.
+//! Calls in which the driver allocates GPU memory for itself. Memory may be short because other clients
+//! use it or because this program's own demand has filled the GPU. The library then requests room from
+//! the scheduler and repeats the call, a few times.
 
 use crate::{
     connection,
@@ -12,22 +13,23 @@ use crate::{
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::ClientMessage;
 
-/// The room that each attempt requests: at most this many bytes, and at most this fraction of the GPU.
+/// The room that each attempt requests: at most this many bytes, and at most the GPU's memory divided
+/// by the second number.
 const STEPS: [(u64, u64); 3] = [(64 << 20, 16), (512 << 20, 8), (4 << 30, 4)];
 /// The longest wait for an answer. The scheduler answers within 2 s.
 const TIMEOUT: Duration = Duration::from_secs(3);
 
-/// How long no room is requested after a call that failed in spite of room: other clients' memory would be evicted in
-/// vain.
+/// The time for which no room is requested after a call failed although room was made. Requests during
+/// this time would evict other clients' memory in vain.
 const FUTILE: Duration = Duration::from_secs(10);
 
-/// Makes a call, and repeats it if it ran out of memory and room was made.
+/// Makes a call, and repeats the call if it ran out of memory and room was made.
 #[inline]
 pub fn retried(call: impl Fn() -> CUresult) -> CUresult {
     retried_on(gpu::current, call)
 }
 
-/// Makes a call that concerns this GPU.
+/// Like [`retried`], for a call that concerns this GPU.
 #[inline]
 pub fn retried_on(gpu: impl FnOnce() -> Option<&'static Gpu>, call: impl Fn() -> CUresult) -> CUresult {
     let result = call();
@@ -42,7 +44,7 @@ pub fn again(
     call: impl Fn() -> CUresult,
 ) -> CUresult {
     let Some(gpu) = gate::is_active().then(gpu).flatten() else { return result };
-    // Unused memory of pools is released before other clients' memory is evicted.
+    // Release unused memory of pools before other clients' memory is evicted.
     if crate::sys::errno::preserved(|| gpu.release_pools()) > 0 {
         result = call();
         if result != ERROR_OUT_OF_MEMORY {
@@ -69,12 +71,12 @@ pub fn again(
     result
 }
 
-/// Milliseconds, never 0.
+/// Returns the monotonic time in milliseconds, never 0.
 fn now() -> u64 {
     Instant::now().since_start().as_millis() as u64 + 1
 }
 
-/// Requests room. Returns whether any was made.
+/// Requests room for `bytes` bytes. Returns whether any room was made.
 fn make_room(gpu: &Gpu, bytes: u64) -> bool {
     let _waiting = waiting_for_client_thread();
     let seen = gpu.reservation_answers.count.load(Ordering::SeqCst);
@@ -90,7 +92,7 @@ fn make_room(gpu: &Gpu, bytes: u64) -> bool {
             return false;
         }
         futex::wait(&gpu.reservation_answers.count, seen, left.min(Duration::from_millis(100)));
-        // A new scheduler has not been asked.
+        // A new scheduler does not know the request.
         if asked != connection::generation() {
             let Some(again) = ask() else { return false };
             asked = again;

@@ -1,4 +1,5 @@
-//! Notes the stream of each submission, so that the next one to the same stream passes with a few loads.
+//! Records the stream of each submission. The next submission to the same stream then passes the gate
+//! with a few loads.
 
 use super::Gpu;
 use crate::{
@@ -18,13 +19,14 @@ impl Gpu {
         }
     }
 
-    /// Notes the stream of a submission. Called inside the gate, after the driver has accepted the call.
+    /// Records the stream of a submission. Called inside the gate, after the driver has accepted the call.
     fn note(&'static self, slot: &Slot, stream: CUstream) {
         let epoch = epoch::now();
         self.work.note(stream);
         self.work.renew_marks(slot);
         let name = work::name_of(stream);
-        // Only the thread itself can record a point in its per-thread stream, so each submission records its own.
+        // Only the thread itself can record points in its per-thread stream, so each submission to that stream
+        // records a point.
         let may_last = stream != STREAM_PER_THREAD
             && name.is_some()
             && !work::is_marked_at_once(stream)
@@ -37,24 +39,24 @@ impl Gpu {
         slot.way.set(if may_last { epoch } else { epoch::NONE });
     }
 
-    /// Whether this thread's last launch went to a stream of this name, and nothing relevant has changed since.
+    /// Whether this thread's last launch was to a stream with this name, in the current epoch.
     #[inline(always)]
     pub fn is_as_before(slot: &Slot, name: usize) -> bool {
         slot.is_current() && slot.stream.get() == name
     }
 
-    /// The GPU of this thread's last launch.
+    /// Returns the GPU of this thread's last launch.
     ///
     /// # Safety
-    /// There has been a launch: [`is_as_before`](Self::is_as_before) has returned `true`.
+    /// The thread has launched before: [`is_as_before`](Self::is_as_before) has returned `true`.
     #[inline(always)]
     pub unsafe fn of_last_launch(slot: &Slot) -> &'static Self {
-        // SAFETY: `note` has set the pointer to an entry of the table of GPUs.
+        // SAFETY: `note` has set the pointer to an entry of the static table of GPUs.
         unsafe { &*slot.gpu.get().cast::<Self>() }
     }
 
-    /// Ends a call that gave the GPU `weight` units of work: leaves the gate and counts them. Returns the call's
-    /// result, so that the caller need not keep it.
+    /// Ends a call that submitted `weight` units of work. Leaves the gate and counts the work. Returns
+    /// `result`, so that the caller need not save it across this call.
     #[cold]
     #[inline(never)]
     pub fn leave(&'static self, slot: &Slot, weight: u32, stream: CUstream, result: CUresult) -> CUresult {
@@ -68,10 +70,11 @@ impl Gpu {
         result
     }
 
-    /// Ends a call that found the stream [as before](Self::is_as_before).
+    /// Ends a call for which [`is_as_before`](Self::is_as_before) returned `true`.
     ///
     /// # Safety
-    /// The call found the stream as before, and entered the gate of the GPU of the last launch.
+    /// [`is_as_before`](Self::is_as_before) returned `true` for the call, which then entered the gate of
+    /// the last launch's GPU.
     #[inline(always)]
     pub unsafe fn leave_as_before(
         slot: &Slot,
@@ -79,7 +82,8 @@ impl Gpu {
         stream: impl Fn() -> CUstream,
         result: CUresult,
     ) -> CUresult {
-        // SAFETY: the caller's contract. A nested call does not change it.
+        // SAFETY: the thread has launched before: the caller's contract. A nested call does not change the
+        // pointer.
         let gpu = || unsafe { Self::of_last_launch(slot) };
         if weight > 0 && !slot.is_current() {
             return gpu().leave(slot, weight, stream(), result);

@@ -1,5 +1,5 @@
-//! GPUs that this library leaves alone: they are shared in another way, or not at all, or the engines cannot move their
-//! memory. Checked once per GPU, before the program's first context there.
+//! GPUs that this library does not manage: another mechanism shares them, sharing is impossible, or no
+//! engine can move their memory. Checked once per GPU, before the program's first context there.
 
 use crate::{
     driver::{self, types::*},
@@ -20,7 +20,7 @@ const COMPUTE_MODE_EXCLUSIVE_PROCESS: i32 = 3;
 /// The device file of CUDA under the Windows Subsystem for Linux.
 const WSL: &CStr = c"/dev/dxg";
 
-/// The reason why this GPU is not supported; `None` if it is.
+/// Returns the reason why this GPU is not supported, or `None` if it is supported.
 pub fn reason(gpu: CUdevice) -> Option<&'static str> {
     let attribute = |which| {
         let mut value = 0;
@@ -39,13 +39,14 @@ pub fn reason(gpu: CUdevice) -> Option<&'static str> {
     }
 }
 
-/// For drivers before 545, which lack the attribute: whether the MPS control daemon is listening. If it is, the driver
-/// becomes its client when it is initialised.
+/// Whether the MPS control daemon is listening, for drivers before 545, which lack the attribute. If
+/// so, the driver becomes a client of the daemon during its initialization.
 fn has_mps_daemon() -> bool {
     let folder = c::variable(c"CUDA_MPS_PIPE_DIRECTORY").filter(|folder| !folder.is_empty());
     let path = [folder.unwrap_or(b"/tmp/nvidia-mps"), b"/control"].concat();
     let Ok(address) = SocketAddrUnix::new(path) else { return false };
-    // The daemon's socket is of another type, so it is not disturbed. Without a daemon the connection is refused.
+    // The daemon's socket has another type, so the connection attempt does not disturb the daemon. Without
+    // a daemon, the connection is refused.
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let Ok(socket) = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None) else { return false };
     matches!(connect(&socket, &address), Ok(()) | Err(Errno::PROTOTYPE | Errno::AGAIN))

@@ -1,4 +1,5 @@
-//! Which GPU a call concerns: the GPU of the stream that it names, or else of the current context.
+//! The GPU that a call concerns: the GPU of the stream that the call names, otherwise the GPU of the
+//! current context.
 
 use super::{GPUS, Gpu, by_ordinal};
 use crate::{
@@ -13,12 +14,13 @@ use core::sync::atomic::{AtomicI32, Ordering};
 
 /// The program has no context yet.
 const NONE: i32 = -1;
-/// The program has contexts only on GPUs that this library leaves alone.
+/// The program has contexts only on GPUs that this library does not manage.
 const OTHERS: i32 = -2;
-/// The program has contexts on several GPUs, one or more of them attached: the driver must be queried.
+/// The program has contexts on several GPUs, at least one of them attached. The driver must be queried
+/// for the GPU of a call.
 const SEVERAL: i32 = -3;
-/// The only GPU on which this process has contexts, if there is just one: a launch then need not query the driver for
-/// its GPU.
+/// The GPU on which this process has contexts, if it is only one. A launch then need not query the
+/// driver for its GPU.
 static ONLY: AtomicI32 = AtomicI32::new(NONE);
 
 /// Called before the program creates a context on this GPU, which is attached.
@@ -26,7 +28,7 @@ pub(super) fn now_in_use(gpu: &Gpu) {
     add(gpu.index as i32);
 }
 
-/// Called before the program creates a context on a GPU that this library leaves alone.
+/// Called before the program creates a context on a GPU that this library does not manage.
 pub(super) fn other_in_use() {
     add(OTHERS);
 }
@@ -45,13 +47,15 @@ pub fn are_several() -> bool {
     ONLY.load(Ordering::Relaxed) == SEVERAL
 }
 
-/// The GPU of the calling thread's current context; `None` if this library leaves it alone.
+/// Returns the GPU of the calling thread's current context, or `None` if this library does not manage
+/// it.
 #[inline]
 pub fn current() -> Option<&'static Gpu> {
     of_stream(CTX_DEFAULT_STREAM)
 }
 
-/// The GPU of a stream; `None` if this library leaves it alone. The default streams belong to the current context.
+/// Returns the GPU of a stream, or `None` if this library does not manage it. Default streams belong to
+/// the current context.
 #[inline]
 pub fn of_stream(stream: CUstream) -> Option<&'static Gpu> {
     match ONLY.load(Ordering::Relaxed) {
@@ -61,12 +65,12 @@ pub fn of_stream(stream: CUstream) -> Option<&'static Gpu> {
     }
 }
 
-/// The driver's ordinal of the GPU of a stream, whether this library handles it or not.
+/// Returns the driver's ordinal of a stream's GPU, whether or not this library manages the GPU.
 pub fn device_of(stream: CUstream) -> Option<CUdevice> {
     device_in(work::context_of(stream)?)
 }
 
-/// The GPU of a context; `None` if this library leaves it alone.
+/// Returns the GPU of a context, or `None` if this library does not manage it.
 pub fn of_context(context: CUcontext) -> Option<&'static Gpu> {
     device_in(context).and_then(by_ordinal)
 }

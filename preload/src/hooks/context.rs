@@ -1,5 +1,5 @@
-//! Hooks of initialisation, contexts, captures and lookups: calls that the library must know about, and that never wait
-//! for the lock.
+//! Hooks of initialisation, contexts, captures and lookups. These calls change state that the library
+//! tracks, and never wait for the lock.
 
 use crate::{
     calls::contexts::*,
@@ -30,18 +30,18 @@ hooks! { real, flavour;
 
     // ---- lookups ----
     [cuGetProcAddress] (name: *const c_char, function: *mut P, version: i32, flags: u64) {
-        // SAFETY: the program's own pointer.
+        // SAFETY: `function` is the program's own pointer.
         unsafe { table::replace(real(), function) }
     }
     [cuGetProcAddress_v2] (name: *const c_char, function: *mut P, version: i32, flags: u64, status: P) {
-        // SAFETY: the program's own pointer.
+        // SAFETY: `function` is the program's own pointer.
         unsafe { table::replace(real(), function) }
     }
 
     // ---- contexts ----
     [cuDevicePrimaryCtxRetain] (context: *mut CUcontext, device: CUdevice) {
         let result = creating(device, context, real);
-        // SAFETY: the driver has just written there.
+        // SAFETY: the driver has just written `context`.
         if let (SUCCESS, Some(context), Some(gpu)) = (result, unsafe { context.as_ref() }, gpu::by_ordinal(device)) {
             gpu.set_primary(*context);
         }
@@ -57,7 +57,7 @@ hooks! { real, flavour;
     [cuCtxDestroy | cuCtxDestroy_v2] (context: CUcontext) { destroying(gpu_of(context), context, real, || true) }
     [cuCtxAttach] (place: *mut CUcontext, flags: u32) {
         let result = real();
-        // SAFETY: the driver has just written there.
+        // SAFETY: the driver has just written `place`.
         if let (SUCCESS, Some(context)) = (result, unsafe { place.as_ref() })
             && let Some(gpu) = gpu_of(*context)
         {

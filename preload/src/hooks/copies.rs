@@ -1,5 +1,5 @@
-//! Hooks of copies, which wait at the gate like all work ([`super::gated`]). Copies between two GPUs are work of both,
-//! and are made in another way if necessary ([`crate::copies::staged`]).
+//! Hooks of copies. Copies wait at the gate like all work ([`super::gated`]). A copy between two GPUs
+//! is work of both GPUs, and is staged if necessary ([`crate::copies::staged`]).
 
 use crate::{
     calls::submit::{GRAPH, ONE, bytes, gated, routed},
@@ -18,13 +18,13 @@ use core::ffi::c_void;
 
 type P = *mut c_void;
 
-/// Destination and source of a copy of `n` bytes by address. A side in host memory may be [`HOST`].
+/// Destination and source of a copy by address. A side in host memory may be [`HOST`].
 type Ends = [CUdeviceptr; 2];
 
-/// Stands for an address in host memory.
+/// A placeholder for an address in host memory.
 const HOST: CUdeviceptr = 0;
 
-/// Makes a copy in the default stream.
+/// Copies in the default stream.
 #[inline]
 fn copy(flavour: Flavour, ends: Ends, n: Size, real: impl FnOnce() -> CUresult) -> CUresult {
     let stream = flavour.stream(CTX_DEFAULT_STREAM);
@@ -36,7 +36,7 @@ fn copy(flavour: Flavour, ends: Ends, n: Size, real: impl FnOnce() -> CUresult) 
     })
 }
 
-/// Makes a copy in stream order. `again` makes it in another stream.
+/// Copies in stream order. `again` makes the same copy in another stream.
 #[inline]
 fn copy_async(
     stream: CUstream,
@@ -53,7 +53,8 @@ fn copy_async(
     })
 }
 
-/// Makes a copy of rows and layers in the default stream. Without a description, the driver reports the error.
+/// Makes a two- or three-dimensional copy in the default stream. If the description is NULL, the driver
+/// reports the error.
 #[inline]
 fn shaped(flavour: Flavour, copy: Option<Copy3D>, real: impl FnOnce() -> CUresult) -> CUresult {
     let Some(copy) = copy else { return real() };
@@ -66,7 +67,7 @@ fn shaped(flavour: Flavour, copy: Option<Copy3D>, real: impl FnOnce() -> CUresul
     })
 }
 
-/// Makes a copy of rows and layers in stream order.
+/// Makes a two- or three-dimensional copy in stream order.
 #[inline]
 fn shaped_async(
     stream: CUstream,
@@ -83,30 +84,30 @@ fn shaped_async(
     })
 }
 
-/// Makes a copy to or from an array, in the default stream.
+/// Copies to or from an array in the default stream.
 #[inline]
 fn by_array(flavour: Flavour, sides: [Side; 2], n: Size, real: impl FnOnce() -> CUresult) -> CUresult {
     let stream = flavour.stream(CTX_DEFAULT_STREAM);
     routed(many(stream, || sides.into_iter()), stream, bytes(n), real)
 }
 
-/// The sides of copies that are listed in two arrays.
+/// Returns the sides of copies that are listed in two arrays.
 ///
 /// # Safety
 /// Each array is NULL or has `count` entries.
 unsafe fn listed(to: *const CUdeviceptr, from: *const CUdeviceptr, count: Size) -> impl Iterator<Item = Side> {
     let count = if to.is_null() || from.is_null() { 0 } else { count };
-    // SAFETY: the caller's contract.
+    // SAFETY: both arrays have `count` entries: the caller's contract.
     (0..count).flat_map(move |i| unsafe { [*to.add(i), *from.add(i)] }).map(Side::Address)
 }
 
-/// The sides of copies in a list of descriptions.
+/// Returns the sides of copies in a list of descriptions.
 ///
 /// # Safety
 /// `list` is NULL or has `count` entries.
 unsafe fn described(list: *const BatchCopy3D, count: Size) -> impl Iterator<Item = Side> {
     let count = if list.is_null() { 0 } else { count };
-    // SAFETY: the caller's contract.
+    // SAFETY: `list` has `count` entries: the caller's contract.
     (0..count).flat_map(move |i| unsafe { &*list.add(i) }.sides())
 }
 
@@ -118,7 +119,7 @@ hooks! { real, flavour;
         copy(flavour, [to, from], n, real)
     }
     [cuMemcpyAsync | cuMemcpyAsync_ptsz] (to: CUdeviceptr, from: CUdeviceptr, n: Size, stream: CUstream) {
-        // SAFETY: the program's own arguments, here and below.
+        // SAFETY: these are the program's own arguments, here and in the following hooks.
         let again = |stream| unsafe { driver::cuMemcpyAsync(to, from, n, stream) };
         copy_async(flavour.stream(stream), [to, from], n, real, again)
     }
@@ -137,7 +138,7 @@ hooks! { real, flavour;
 
     // ---- rows and layers ----
     [cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds | cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds] (copy: *const Copy2D) {
-        // SAFETY: the driver dereferences it too, and reports NULL, here and below.
+        // SAFETY: the driver also dereferences `copy` and reports NULL, here and in the following hooks.
         shaped(flavour, unsafe { copy.as_ref() }.map(Copy3D::from), real)
     }
     [cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds] (copy: *const Copy3D) { shaped(flavour, unsafe { copy.as_ref() }.copied(), real) }
@@ -200,7 +201,7 @@ hooks! { real, flavour;
         to: *const CUdeviceptr, from: *const CUdeviceptr, sizes: P, count: Size, attributes: P, indexes: P, n: Size, failed: P, stream: CUstream,
     ) {
         let stream = flavour.stream(stream);
-        // SAFETY: the program passes that many of each, here and below.
+        // SAFETY: each array has as many entries as the program states, here and in the following hooks.
         routed(many(stream, || unsafe { listed(to, from, count) }), stream, GRAPH, real)
     }
     [cuMemcpyBatchAsync_v2 | cuMemcpyBatchAsync_v2_ptsz] (

@@ -1,4 +1,4 @@
-//! Hooks of launches, memsets and other work, which waits at the gate, and of calls that name memory.
+//! Hooks of launches, memsets and other work that waits at the gate, and of calls that refer to memory.
 
 use crate::{
     calls::submit::{GRAPH, ONE, bytes, gated, launched, naming, naming_by},
@@ -13,13 +13,14 @@ use nvshare_wire::MAX_SLOTS;
 
 type P = *mut c_void;
 
-/// Makes one call that launches a kernel in each of several streams, on different GPUs: the kernels may wait for each
-/// other, so the GPUs are held together.
+/// Makes one call that launches a kernel in each of several streams on different GPUs. The kernels may
+/// wait for each other, so the locks of these GPUs must be held together.
 ///
 /// # Safety
 /// `list` is NULL or has `count` entries.
 unsafe fn launched_on_all(list: *const LaunchParams, count: u32, call: impl Fn() -> CUresult) -> CUresult {
-    // SAFETY: the caller's contract; the driver rejects more entries than GPUs.
+    // SAFETY: `list` has `count` entries: the caller's contract. The driver rejects more entries than
+    // there are GPUs.
     let at = |i: u32| unsafe { list.add(i as usize).as_ref() }.map(|launch| launch.stream);
     let streams = (0..count.min(MAX_SLOTS)).map_while(at);
     let mut known = streams.filter_map(|stream| Some((gpu::of_stream(stream)?, stream)));
@@ -27,7 +28,7 @@ unsafe fn launched_on_all(list: *const LaunchParams, count: u32, call: impl Fn()
     known.clone().for_each(|(other, _)| errno::preserved(|| couple(gpu, other)));
     launched(first, ONE, || {
         let result = call();
-        // Done inside the gate, through which all of the kernels have passed.
+        // Recorded inside the gate that all of the kernels have passed.
         known.clone().for_each(|(other, stream)| errno::preserved(|| other.work.note(stream)));
         result
     })
@@ -44,12 +45,12 @@ hooks! { real, flavour;
         shared: u32, stream: CUstream, params: P,
     ) { launched(flavour.stream(stream), ONE, real) }
     [cuLaunchKernelEx | cuLaunchKernelEx_ptsz] (config: *const LaunchConfig, f: CUfunction, params: P, extra: P) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `config` and reports NULL.
         let stream = unsafe { config.as_ref() }.map_or(CTX_DEFAULT_STREAM, |c| c.stream);
         launched(flavour.stream(stream), ONE, real)
     }
     [cuLaunchCooperativeKernelMultiDevice] (list: *const LaunchParams, devices: u32, flags: u32) {
-        // SAFETY: the program passes that many entries.
+        // SAFETY: `list` has `devices` entries, as the program states.
         unsafe { launched_on_all(list, devices, real) }
     }
     [cuLaunch] (f: CUfunction) { launched(flavour.stream(CTX_DEFAULT_STREAM), ONE, real) }
@@ -105,51 +106,52 @@ hooks! { real, flavour;
         list: P, n: Size, flags: u32, failed: P, stream: CUstream,
     ) { gated(flavour.stream(stream), GRAPH, real) }
 
-    // ---- calls that name memory: the driver looks it up, so it must be on the GPU; they give the GPU no work ----
+    // ---- calls that refer to memory ----
+    // The driver looks the memory up, so it must be on the GPU. The calls submit no work.
     [cuGraphAddMemcpyNode] (
         node: P, graph: CUgraph, after: P, n: Size, params: *const Copy3D, context: CUcontext,
     ) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { copy_node(params) }, real)
     }
     [cuGraphAddMemsetNode] (
         node: P, graph: CUgraph, after: P, n: Size, params: *const Fill, context: CUcontext,
     ) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { fill_node(params) }, real)
     }
     [cuGraphAddBatchMemOpNode] (node: P, graph: CUgraph, after: P, n: Size, params: P) { naming(real) }
     [cuGraphAddNode] (node: P, graph: CUgraph, after: P, n: Size, params: *const NodeParams) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { any_node(params) }, real)
     }
     [cuGraphAddNode_v2 | cuGraphAddNode_v3] (node: P, graph: CUgraph, after: P, edges: P, n: Size, params: *const NodeParams) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { any_node(params) }, real)
     }
     [cuGraphMemcpyNodeSetParams] (node: P, params: *const Copy3D) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { copy_node(params) }, real)
     }
     [cuGraphMemsetNodeSetParams] (node: P, params: *const Fill) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { fill_node(params) }, real)
     }
     [cuGraphBatchMemOpNodeSetParams] (node: P, params: P) { naming(real) }
     [cuGraphNodeSetParams | cuGraphNodeSetParams_v2] (node: P, params: *const NodeParams) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { any_node(params) }, real)
     }
     [cuGraphExecMemcpyNodeSetParams] (graph: CUgraphExec, node: P, params: *const Copy3D, context: CUcontext) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { copy_node(params) }, real)
     }
     [cuGraphExecMemsetNodeSetParams] (graph: CUgraphExec, node: P, params: *const Fill, context: CUcontext) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { fill_node(params) }, real)
     }
     [cuGraphExecNodeSetParams] (graph: CUgraphExec, node: P, params: *const NodeParams) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         naming_by(unsafe { any_node(params) }, real)
     }
     [cuGraphExecBatchMemOpNodeSetParams | cuGraphExecChildGraphNodeSetParams] (
@@ -162,7 +164,7 @@ hooks! { real, flavour;
     }
     [cuGraphInstantiateWithFlags] (place: P, graph: CUgraph, flags: u64) { retried(|| naming(real)) }
     [cuGraphInstantiateWithParams | cuGraphInstantiateWithParams_ptsz] (place: P, graph: CUgraph, params: *const InstantiateParams) {
-        // SAFETY: the driver dereferences it too, and reports NULL.
+        // SAFETY: the driver also dereferences `params` and reports NULL.
         match unsafe { params.as_ref() } {
             Some(p) if p.flags & GRAPH_INSTANTIATE_UPLOAD != 0 => retried(|| gated(flavour.stream(p.upload_stream), ONE, real)),
             _ => retried(|| naming(real)),
@@ -174,8 +176,8 @@ hooks! { real, flavour;
         naming(real)
     }
 
-    // ---- stream memory operations: they read and write device memory in stream order ----
-    // A wait does not help running work to end, so it waits with the kernels.
+    // A stream that waits for a value does not help running work to end, so this call waits with the
+    // kernels.
     [cuStreamWaitValue32 | cuStreamWaitValue32_ptsz | cuStreamWaitValue32_v2 | cuStreamWaitValue32_v2_ptsz] (
         stream: CUstream, at: CUdeviceptr, value: u32, flags: u32,
     ) { launched(flavour.stream(stream), ONE, real) }

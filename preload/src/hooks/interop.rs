@@ -1,4 +1,4 @@
-//! Hooks of calls that connect the program to other APIs on the same GPU.
+//! Hooks of calls that connect the program to other APIs, such as OpenGL, on the same GPU.
 
 use crate::{
     calls::interop::{creating_tied, tied},

@@ -1,7 +1,7 @@
-//! Memory of ours that is shared with other processes by IPC handles ([`crate::registry::shared`]). These calls never
-//! wait for the GPU lock, though some wait for memory.
+//! Memory of this library that is shared with other processes by IPC handles
+//! ([`crate::registry::shared`]). These calls never wait for the GPU lock, but some wait for memory.
 //!
-//! The driver's own handles and events are left to the driver.
+//! IPC handles of the driver's own memory, and IPC events, are left to the driver.
 
 use crate::{
     calls::allocate,
@@ -16,10 +16,10 @@ use crate::{
 };
 use core::time::Duration;
 
-/// How long to wait until exported memory is restored to the GPU: a few turns of other clients. A launch would wait as
-/// long.
+/// The longest wait until exported memory is restored to the GPU: a few turns of other clients. A
+/// launch would wait equally long.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(120);
-/// The interval between checks whether it is on the GPU.
+/// The interval between checks whether the memory is on the GPU.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, the only valid flags.
 const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
@@ -37,7 +37,7 @@ fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresu
         loop {
             match shared::export(gpu, address) {
                 Attempt::Done(handle) => {
-                    // SAFETY: the program's own place, not NULL.
+                    // SAFETY: `place` is the program's own pointer and not NULL.
                     unsafe { place.write_unaligned(MemHandle(handle)) };
                     return SUCCESS;
                 }
@@ -45,8 +45,8 @@ fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresu
                 Attempt::Away if begin.elapsed() >= RETURN_TIMEOUT || !gate::is_active() => {
                     return ERROR_OUT_OF_MEMORY;
                 }
-                // The scheduler makes room for clients that request the lock. Once the memory is on the GPU, it does
-                // not matter which client has the lock.
+                // The scheduler makes room for clients that request the lock, so this thread requests it. Once the
+                // memory is on the GPU, any client may hold the lock.
                 Attempt::Away => gpu.wait(closed::MEMORY),
             }
             time::sleep(POLL_INTERVAL);
@@ -69,7 +69,7 @@ fn open(place: *mut CUdeviceptr, handle: &MemHandle, flags: u32, real: impl FnOn
         };
         match shared::open(&handle.0, gpu, context) {
             Ok(address) => {
-                // SAFETY: the program's own place, not NULL.
+                // SAFETY: `place` is the program's own pointer and not NULL.
                 unsafe { place.write_unaligned(address) };
                 SUCCESS
             }

@@ -9,7 +9,7 @@ use core::ffi::c_void;
 
 type P = *mut c_void;
 
-/// The pitch of `cuMemAllocPitch` is a multiple of this.
+/// The granularity of the pitch of `cuMemAllocPitch`, in bytes.
 const PITCH: usize = 512;
 
 hooks! { real, flavour;
@@ -18,11 +18,11 @@ hooks! { real, flavour;
         let row = width.checked_next_multiple_of(PITCH);
         let size = row.and_then(|row| row.checked_mul(height)).filter(|_| matches!(element, 4 | 8 | 16));
         let (Some(row), Some(size), false) = (row, size, pitch.is_null()) else { return real() };
-        // Memory of the driver has the driver's pitch.
+        // If the driver serves the allocation, it also sets the pitch.
         let mut ours = true;
         let result = allocate::allocate(place, size, || { ours = false; real() });
         if ours && result == SUCCESS {
-            // SAFETY: the program's own place.
+            // SAFETY: `pitch` is the program's own pointer.
             unsafe { put(pitch, row) };
         }
         result
@@ -36,7 +36,7 @@ hooks! { real, flavour;
             return result;
         }
         match allocate::free(address) {
-            true if is_current_broken() => real(), // broken by the work for which it has waited
+            true if is_current_broken() => real(), // the awaited work has broken the context
             true => SUCCESS,
             false => pinned::free(Kind::Address, address, real),
         }
@@ -49,7 +49,7 @@ hooks! { real, flavour;
             Some(Err(error)) => return error,
             None => return real(),
         };
-        // SAFETY: the program's own places; the driver allows NULL.
+        // SAFETY: the pointers are the program's own. The driver allows NULL.
         unsafe {
             put(base, begin);
             put(size, len as usize);
@@ -63,11 +63,11 @@ hooks! { real, flavour;
         let Some((gpu, allocation)) = registry::find(address).filter(|_| !data.is_null()) else {
             return address_query::attribute(data, which, address, real);
         };
-        // SAFETY: the program's own place for that attribute.
+        // SAFETY: `data` is the program's own pointer to room for that attribute.
         unsafe { address_query::write_own(data, which, address, gpu, &allocation) }.unwrap_or_else(real)
     }
     [cuPointerGetAttributes] (n: u32, which: *const i32, data: *mut P, address: CUdeviceptr) {
-        // SAFETY: the program's own array of that length.
+        // SAFETY: `which` is the program's own array of `n` entries.
         let asks_for = |attribute| !which.is_null() && (0..n as usize).any(|i| unsafe { *which.add(i) } == attribute);
         if asks_for(pointer_attribute::P2P_TOKENS) {
             let _ = export::announcing(address, || SUCCESS, |_| SUCCESS);
@@ -75,14 +75,15 @@ hooks! { real, flavour;
         let Some((gpu, allocation)) = registry::find(address).filter(|_| !which.is_null() && !data.is_null()) else {
             return address_query::attributes(n, which, data, address, real);
         };
-        // First the driver answers, since some attributes are known only to it; it knows nothing about addresses that
-        // are not mapped. Like the driver, this returns no error for an attribute that an address does not have.
+        // The driver answers first, because only it knows some attributes. It does not know addresses that are
+        // not mapped. Like the driver, this hook returns no error for an attribute that an address does not
+        // have.
         let result = real();
         if result != SUCCESS {
             return result;
         }
         for i in 0..n as usize {
-            // SAFETY: the program's own arrays of that length.
+            // SAFETY: `which` and `data` are the program's own arrays of `n` entries.
             unsafe {
                 let (which, data) = (*which.add(i), *data.add(i));
                 address_query::write_own(data, which, address, gpu, &allocation);
@@ -91,21 +92,22 @@ hooks! { real, flavour;
         SUCCESS
     }
     [cuPointerSetAttribute] (value: *const c_void, which: i32, address: CUdeviceptr) {
-        // SYNC_MEMOPS, the only attribute that can be set, announces that another device will get access to the memory.
+        // SYNC_MEMOPS is the only attribute that can be set. It announces that another device will access the
+        // memory.
         if value.is_null() || which != pointer_attribute::SYNC_MEMOPS {
             return real();
         }
         export::announcing(address, real, |chunks| {
             for chunk in chunks {
-                // SAFETY: the program's own value, for a chunk that is mapped. The driver's answer does not affect how
-                // it copies.
+                // SAFETY: `value` is the program's own, and the chunk is mapped. The result is ignored, because it
+                // does not affect how the driver copies.
                 unsafe { driver::cuPointerSetAttribute(value, which, chunk) };
             }
             SUCCESS
         })
     }
     [cuMemGetHandleForAddressRange] (handle: P, address: CUdeviceptr, size: Size, kind: i32, flags: u64) {
-        // The handle keeps referring to the chunks that are mapped now.
+        // The handle permanently refers to the chunks that are mapped now.
         match registry::find_own(address) {
             Some((gpu, allocation)) if !handle.is_null() => export::escaping(gpu, allocation.base, |_| real()),
             _ => export::escaping_at(address, size, real),

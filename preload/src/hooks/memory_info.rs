@@ -1,4 +1,5 @@
-//! Hooks of queries about the size of a GPU's memory, which all give the same answer ([`crate::gpu::memory_info`]).
+//! Hooks of queries about the size of a GPU's memory. All of them give the same answer
+//! ([`crate::gpu::memory_info`]).
 
 use crate::{
     driver::{
@@ -12,7 +13,7 @@ use crate::{
     gpu::{self, memory_info, memory_limits},
 };
 
-/// Lowers the size that the driver has reported for a GPU to the program's limit there.
+/// Lowers a size that the driver has reported for a GPU to the program's limit on that GPU.
 fn total(result: CUresult, device: CUdevice, bound: impl FnOnce(u64)) -> CUresult {
     if result == SUCCESS && memory_limits::are_set() {
         crate::sys::errno::preserved(|| {
@@ -27,13 +28,13 @@ fn total(result: CUresult, device: CUdevice, bound: impl FnOnce(u64)) -> CUresul
 hooks! { real, flavour;
     [cuDeviceTotalMem_v2] (bytes: *mut Size, device: CUdevice) {
         total(real(), device, |bound| {
-            // SAFETY: the driver has just written there.
+            // SAFETY: the driver has just written `bytes`.
             unsafe { bytes.write((bytes.read() as u64).min(bound) as Size) }
         })
     }
     [cuDeviceTotalMem] (bytes: *mut u32, device: CUdevice) {
         total(real(), device, |bound| {
-            // SAFETY: the driver has just written there, capped to 32 bits.
+            // SAFETY: the driver has just written `bytes`, a size capped to 32 bits.
             unsafe { bytes.write(u64::from(bytes.read()).min(bound) as u32) }
         })
     }
@@ -48,7 +49,7 @@ hooks! { real, flavour;
             // SAFETY: `now` and `total` outlive the call.
             (unsafe { driver::cuMemGetInfo_v2(&mut now, &mut total) } == SUCCESS).then_some(now as u64)
         });
-        // SAFETY: the program's own places; the driver allows NULL.
+        // SAFETY: the pointers are the program's own. The driver allows NULL.
         unsafe {
             put(free, told.free as Size);
             put(total, told.total as Size);

@@ -1,15 +1,16 @@
-//! The interposed functions: tables of hooks, and the reading of their arguments. Their work besides calling the driver
-//! is in [`crate::calls`] and [`crate::copies`]. No file in this folder uses another.
+//! The interposed functions: tables of hooks, and the parsing of their arguments. [`crate::calls`] and
+//! [`crate::copies`] implement the hooks. No file in this directory uses another.
 //!
-//! - [`gated`]: launches and memsets, which wait at the gate, as do [`copies`].
+//! - [`gated`]: launches and memsets, which wait at the gate. [`copies`]: copies, which wait there too.
 //! - [`memory`]: allocations, frees and queries about addresses. [`memory_info`]: queries about the size of memory.
 //! - [`pools`]: memory pools. [`pinned`]: arrays.
 //! - [`vmm`]: memory that the program reserves, creates and maps itself.
-//! - [`reservation`]: calls in which the driver takes memory for itself.
+//! - [`reservation`]: calls in which the driver allocates GPU memory for itself.
 //! - [`context`]: initialisation, contexts, captures, lookups.
-//! - [`ipc`]: memory shared with other processes. [`interop`]: other APIs, whose work passes no hook.
+//! - [`ipc`]: memory shared with other processes. [`interop`]: other APIs. Their work passes no hook.
 //!
-//! `coverage/entry-points.tsv` gives a reason for each entry point of the driver.
+//! `coverage/entry-points.tsv` lists all entry points of the driver, with the reason why each is hooked
+//! or not.
 
 mod context;
 mod copies;

@@ -7,7 +7,7 @@ use crate::{
     registry::pinned::Kind,
 };
 
-/// The size of a `CUDA_ARRAY_DESCRIPTOR` or a `CUDA_ARRAY3D_DESCRIPTOR`.
+/// The dimensions and format that a `CUDA_ARRAY_DESCRIPTOR` or a `CUDA_ARRAY3D_DESCRIPTOR` describes.
 #[derive(Debug)]
 struct Texels {
     width: u64,
@@ -15,7 +15,7 @@ struct Texels {
     depth: u64,
     format: i32,
     channels: u32,
-    /// It has no memory of its own; memory is mapped to it later.
+    /// Whether the array has no memory of its own. Memory is mapped to such an array later.
     unbacked: bool,
 }
 
@@ -45,7 +45,7 @@ pub struct Array3D {
 const ARRAY3D_UNBACKED: u32 = 0x40 | 0x80;
 
 impl Texels {
-    /// The size of the texels in bytes, without the driver's padding.
+    /// Returns the size of the texels in bytes, without the driver's padding.
     fn bytes(&self) -> u64 {
         let each = match self.format {
             0x01 | 0x08 => 1,
@@ -73,14 +73,15 @@ impl From<&Array3D> for Texels {
     }
 }
 
-/// Creates an array with `levels` of resolution, each half of the previous.
+/// Creates an array with `levels` mipmap levels, each half as large per dimension as the previous
+/// level.
 fn make_array<D>(place: *const CUarray, descriptor: *const D, levels: u32, real: impl Fn() -> CUresult) -> CUresult
 where
     Texels: for<'a> From<&'a D>,
 {
-    // SAFETY: the driver dereferences it too, and reports NULL.
+    // SAFETY: the driver also dereferences `descriptor` and reports NULL.
     let bytes = unsafe { descriptor.as_ref() }.map_or(0, |d| Texels::from(d).bytes());
-    // Each level has at most half the size of the previous.
+    // Each level has at most half the bytes of the previous level.
     let bytes = if levels > 1 { bytes.saturating_mul(2) } else { bytes };
     allocate(gpu::current(), Kind::Array, place.cast(), bytes, real)
 }

@@ -1,7 +1,7 @@
-//! Hooks of memory pools: allocating and freeing in stream order. Memory of plain pools moves like any other
-//! ([`crate::registry::pools`]). Allocations that the driver serves count as pinned: from shareable pools, from limited
-//! ones, from pools outside GPUs, and from pools with unknown properties. Allocations made while a stream is captured
-//! belong to the graph.
+//! Hooks of memory pools: allocations and frees in stream order. Memory of plain pools can be moved
+//! like any other memory ([`crate::registry::pools`]). Some pools are served by the driver: shareable
+//! or limited pools, pools outside GPUs, and pools with unknown properties. Their allocations count as
+//! pinned. Allocations made during a stream capture belong to the graph.
 
 use crate::{
     calls::{
@@ -29,16 +29,17 @@ use nvshare_wire::MAX_SLOTS;
 
 type P = *mut c_void;
 
-/// How long a call spins until frees are done: an event takes 4 µs on an idle GPU [H200].
+/// The longest time that a call spins until frees are done. An event takes 4 µs on an idle GPU [H200].
 const DONE_SPIN: Duration = Duration::from_micros(50);
 
-/// The name of a valid stream that is not capturing; `None` for other streams, for which the driver must answer.
+/// Returns the name of a valid stream that is not capturing. Returns `None` for other streams, which
+/// are left to the driver.
 fn name_of(stream: CUstream) -> Option<StreamName> {
     if stream == STREAM_PER_THREAD {
         Gpu::expect_blocking_streams();
     }
     let (mut status, mut id) = (STREAM_CAPTURE_STATUS_NONE, 0);
-    // SAFETY: `status` outlives the call, which is allowed at any time.
+    // SAFETY: `status` outlives the call, which is always allowed.
     let asked = unsafe { driver::cuStreamIsCapturing(stream, &mut status) };
     if asked != SUCCESS || status != STREAM_CAPTURE_STATUS_NONE {
         return None;
@@ -50,7 +51,7 @@ fn name_of(stream: CUstream) -> Option<StreamName> {
     (asked == SUCCESS).then_some(StreamName { context, id })
 }
 
-/// Makes the driver's allocation, in stream order.
+/// Makes the driver's stream-ordered allocation and counts it as pinned.
 fn allocate_pinned(place: *const u64, size: Size, stream: CUstream, real: impl Fn() -> CUresult) -> CUresult {
     if capture::any() && capture::is_capturing(stream) {
         return real();
@@ -58,14 +59,14 @@ fn allocate_pinned(place: *const u64, size: Size, stream: CUstream, real: impl F
     pinned::allocate(gpu::of_stream(stream), Kind::Address, place, size as u64, real)
 }
 
-/// The pool that a device allocates from if the program names none.
+/// Returns the pool from which the GPU allocates if the program names none.
 fn current_pool(gpu: &Gpu) -> Option<CUmemoryPool> {
     let mut pool = core::ptr::null_mut();
     // SAFETY: `pool` outlives the call.
     (unsafe { driver::cuDeviceGetMemPool(&mut pool, gpu.index as CUdevice) } == SUCCESS).then_some(pool)
 }
 
-/// Allocates from a pool, or from the current pool of the stream's GPU.
+/// Allocates from `pool`, or from the current pool of the stream's GPU if `pool` is `None`.
 fn allocate(
     place: *mut CUdeviceptr,
     size: Size,
@@ -77,7 +78,7 @@ fn allocate(
     if is_possible && let Some(allocated) = crate::sys::errno::preserved(|| allocate_movable(size, pool, stream)) {
         return match allocated {
             Ok(address) => {
-                // SAFETY: the program's own place, not NULL.
+                // SAFETY: `place` is the program's own pointer and not NULL.
                 unsafe { *place = address };
                 SUCCESS
             }
@@ -87,7 +88,7 @@ fn allocate(
     allocate_pinned(place, size, stream, real)
 }
 
-/// Allocates movable memory. `None` if the driver has to serve the allocation.
+/// Allocates movable memory. Returns `None` if the driver must serve the allocation.
 fn allocate_movable(size: Size, pool: Option<CUmemoryPool>, stream: CUstream) -> Option<Result<CUdeviceptr, CUresult>> {
     let gpu = gpu::of_stream(stream)?;
     let space = gpu.space()?;
@@ -121,7 +122,7 @@ fn allocate_movable(size: Size, pool: Option<CUmemoryPool>, stream: CUstream) ->
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Freed {
     Done,
-    /// The memory belongs to one of our pools, and the stream cannot accept work.
+    /// The memory belongs to a pool of this library, but the stream cannot accept work.
     Impossible,
     NotOurs,
 }
@@ -136,7 +137,7 @@ fn free_in_pool(address: CUdeviceptr, stream: CUstream) -> Freed {
             continue;
         }
         let Some(name) = name else { return Freed::Impossible };
-        // If the stream belongs to another GPU, all work of both GPUs must be done first.
+        // If the stream belongs to another GPU, the block is reusable only when all work of both GPUs is done.
         let other = if several {
             drop(guard);
             let other = gpu::of_stream(stream).filter(|other| other.index != gpu.index);
@@ -170,8 +171,9 @@ fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> 
     if free_later(address) { SUCCESS } else { pinned::free(Kind::Address, address, real) }
 }
 
-/// Whether the stream does not synchronize with the legacy stream. A free in a stream that does synchronize with it is
-/// ordered after the work of all such streams, and synchronizing that one stream may not wait for all of them.
+/// Whether the stream does not synchronize with the legacy stream. In a stream that does, a free is
+/// ordered after the work of all such streams. Synchronizing that one stream may not wait for all of
+/// them.
 fn is_apart(stream: CUstream) -> bool {
     let mut flags = 0;
     // SAFETY: `flags` outlives the call, and the stream is valid.
@@ -184,13 +186,13 @@ fn is_apart(stream: CUstream) -> bool {
 #[derive(Debug, Clone, Copy)]
 enum Wait {
     Stream(CUstream),
-    /// For all work of this context.
+    /// Waits for all work of this context.
     Context(CUcontext),
     Event,
 }
 
-/// Makes a call that waits for work. Afterwards the frees behind that work are done, and pools release memory above
-/// their thresholds.
+/// Makes a call that waits for work. Then marks the frees behind that work as done, and releases memory
+/// above the thresholds of pools.
 #[inline]
 fn waiting(wait: impl FnOnce() -> Wait, real: impl Fn() -> CUresult) -> CUresult {
     if has_pending_frees() && gate::is_active() { releasing(wait(), real) } else { real() }
@@ -225,7 +227,7 @@ fn releasing(wait: Wait, real: impl Fn() -> CUresult) -> CUresult {
     result
 }
 
-/// Spins briefly until pending frees are done, as they soon are if nothing is running.
+/// Spins briefly until pending frees are done. If no work is running, they are done soon.
 fn see_done(gpu: &Gpu, space: &Mutex<Space>) {
     let begin = Instant::now();
     while space.lock().look_at_pools(&gpu.work) && begin.elapsed() < DONE_SPIN {
@@ -253,7 +255,7 @@ fn attribute_set(pool: CUmemoryPool, which: i32) {
     }
 }
 
-/// Adds our pool's statistics to the driver's.
+/// Adds the statistics of this library's pool to those of the driver's pool.
 ///
 /// # Safety
 /// `value` is valid for that attribute.
@@ -270,11 +272,11 @@ unsafe fn add_statistics(pool: CUmemoryPool, which: i32, value: P) {
         _ => return,
     };
     let value = value.cast::<u64>();
-    // SAFETY: the caller's contract; the driver has written there.
+    // SAFETY: `value` is valid for the attribute: the caller's contract. The driver has written to it.
     unsafe { put(value, value.read_unaligned().saturating_add(bytes)) };
 }
 
-/// Runs `then` if the call has succeeded and pools may be ours.
+/// Runs `then` if the call has succeeded and this library may serve pools.
 fn after(result: CUresult, then: impl FnOnce()) -> CUresult {
     if result == SUCCESS && gate::is_active() && settings::get().movable_pools {
         crate::sys::errno::preserved(then);
@@ -292,7 +294,7 @@ fn destroy(pool: CUmemoryPool, real: impl FnOnce() -> CUresult) -> CUresult {
         if result != SUCCESS {
             taken.restore();
         }
-        connection::wake(); // memory that work still uses is freed later
+        connection::wake(); // the client's thread frees memory that work still uses
     });
     result
 }
@@ -310,7 +312,7 @@ hooks! { real, flavour;
 
     [cuMemPoolCreate] (pool: *mut CUmemoryPool, properties: *const Properties) {
         after(real(), || {
-            // SAFETY: the driver has just written and read there.
+            // SAFETY: the driver has just written `pool` and read `properties`.
             if let (Some(pool), Some(properties)) = unsafe { (pool.as_ref(), properties.as_ref()) } {
                 pools::made(*pool as u64, properties);
             }
@@ -320,7 +322,7 @@ hooks! { real, flavour;
     [cuMemPoolTrimTo] (pool: CUmemoryPool, keep: Size) { after(real(), || trim(pool, keep)) }
     [cuMemPoolSetAttribute] (pool: CUmemoryPool, which: i32, value: P) { after(real(), || attribute_set(pool, which)) }
     [cuMemPoolGetAttribute] (pool: CUmemoryPool, which: i32, value: P) {
-        // SAFETY: the driver has just written there.
+        // SAFETY: the driver has just written `value`.
         after(real(), || unsafe { add_statistics(pool, which, value) })
     }
     [cuMemPoolSetAccess] (pool: CUmemoryPool, list: P, count: Size) { after(real(), || pools::access_changed(pool)) }

@@ -1,5 +1,5 @@
-//! Hooks of calls in which the driver takes GPU memory for itself, for code, stacks and streams. If there is none, room
-//! is made and the call is repeated ([`crate::gpu::reservation`]).
+//! Hooks of calls in which the driver allocates GPU memory for itself, for code, stacks and streams. If
+//! memory is short, the scheduler makes room and the call is repeated ([`crate::gpu::reservation`]).
 
 use crate::{
     driver::{hook::hooks, types::*},
@@ -10,10 +10,11 @@ use core::ffi::{c_char, c_void};
 
 type P = *mut c_void;
 
-/// More options than exist.
+/// An upper bound on the number of options that exist.
 const MANY: u32 = 64;
 
-/// Repeats a call that writes to its options, which are restored before each attempt.
+/// Like [`retried`], for a call that writes to its option values. The values are restored before each
+/// further attempt.
 fn retried_with(n: u32, values: P, real: impl Fn() -> CUresult) -> CUresult {
     let values = values.cast::<usize>();
     if values.is_null() || n == 0 || n > MANY {
@@ -21,14 +22,14 @@ fn retried_with(n: u32, values: P, real: impl Fn() -> CUresult) -> CUresult {
     }
     let mut saved = [0; MANY as usize];
     let restore = |saved: &[usize; MANY as usize]| {
-        // SAFETY: the program's own array of length `n`, and the driver writes there too.
+        // SAFETY: `values` is the program's own array of length `n`, and the driver writes to it too.
         saved
             .iter()
             .take(n as usize)
             .enumerate()
             .for_each(|(i, value)| unsafe { values.add(i).write_unaligned(*value) });
     };
-    // SAFETY: the program's own array of length `n`.
+    // SAFETY: `values` is the program's own array of length `n`.
     saved
         .iter_mut()
         .take(n as usize)
@@ -72,6 +73,6 @@ hooks! { real, flavour;
         making_stream(flags);
         retried(real)
     }
-    // Never a blocking stream.
+    // A stream of a green context is never a blocking stream.
     [cuGreenCtxStreamCreate] (stream: P, green: P, flags: u32, priority: i32) { retried(real) }
 }

@@ -1,10 +1,10 @@
-//! Hooks for memory that the program reserves, creates and maps itself. The program gets *virtual handles*
-//! ([`crate::registry::virtual_memory`]), so that the memory can be evicted and restored at all addresses where the
-//! program has mapped it.
+//! Hooks for memory that the program reserves, creates and maps itself. The program receives *virtual
+//! handles* ([`crate::registry::virtual_memory`]), so that the memory can be evicted, and restored at
+//! all addresses where the program has mapped it.
 //!
-//! None of these calls waits for the GPU lock. While memory is evicted, they only record how it will be mapped when it
-//! is restored; the gate is closed until then. A call that exports memory waits until the memory is on the GPU, where
-//! it is then pinned.
+//! None of these calls waits for the GPU lock. While memory is evicted, the calls only record how the
+//! memory will be mapped when it is restored. The gate is closed until then. A call that exports memory
+//! waits until the memory is on the GPU, and pins it there.
 
 use crate::{
     calls::{
@@ -36,12 +36,14 @@ pub struct ArrayMap {
     reserved: [u32; 2],
 }
 
-/// Whether a list maps memory of ours into an array, which would have to follow the memory.
+/// Whether a list maps memory of this library into an array. Such a mapping would have to change
+/// whenever the memory moves.
 ///
 /// # Safety
 /// `list` is NULL or has `n` entries.
 unsafe fn maps_ours(list: *const ArrayMap, n: u32) -> bool {
-    // SAFETY: the caller's contract. An entry that unmaps may have no handle, but has the field for one.
+    // SAFETY: `list` has `n` entries: the caller's contract. An entry that unmaps may have no handle, but
+    // always has the field.
     !list.is_null() && (0..n as usize).any(|i| is_ours(unsafe { (*list.add(i)).memory }))
 }
 
@@ -62,7 +64,7 @@ hooks! { real, flavour;
     }
     [cuMemRetainAllocationHandle] (handle: *mut Handle, address: P) {
         if registry::is_ours(address as CUdeviceptr) {
-            return ERROR_INVALID_VALUE; // the driver's answer for memory that cuMemCreate did not create
+            return ERROR_INVALID_VALUE; // like the driver, for memory that cuMemCreate did not create
         }
         if gate::is_active() {
             let mut table = TABLE.lock();
@@ -71,13 +73,13 @@ hooks! { real, flavour;
                     return ERROR_INVALID_VALUE;
                 }
                 table.retain(found);
-                // SAFETY: the program's own place, not NULL.
+                // SAFETY: `handle` is the program's own pointer and not NULL.
                 unsafe { handle.write(found) };
                 return SUCCESS;
             }
         }
         let result = real();
-        // SAFETY: the driver has just written there.
+        // SAFETY: the driver has just written `handle`.
         if let (true, SUCCESS, Some(handle)) = (gate::is_active(), result, unsafe { handle.as_ref() }) {
             account::retain(*handle);
         }
@@ -91,17 +93,17 @@ hooks! { real, flavour;
             return real();
         }
         let types = TABLE.lock().memory(handle).map(|memory| memory.flags.handle_types);
-        // Memory that cannot be exported need not be on the GPU.
+        // Checked first: memory that cannot be exported need not be restored to the GPU.
         if types.is_none_or(|types| types == 0 || types & kind == 0) || shareable.is_null() {
             return ERROR_INVALID_VALUE;
         }
-        // SAFETY: the program's own arguments, and the driver's handle for its own.
+        // SAFETY: these are the program's arguments, with the driver's handle instead of the virtual one.
         escaping_handle(handle, |handle| unsafe { driver::cuMemExportToShareableHandle(shareable, handle, kind, flags) })
     }
 
     [cuMemAddressReserve] (place: *mut CUdeviceptr, size: Size, alignment: Size, wanted: CUdeviceptr, flags: u64) {
         let result = real();
-        // SAFETY: the driver has just written there.
+        // SAFETY: the driver has just written `place`.
         if let (true, SUCCESS, Some(at)) = (gate::is_active(), result, unsafe { place.as_ref() }) {
             TABLE.lock().reserve(*at, size as u64);
         }
@@ -116,7 +118,7 @@ hooks! { real, flavour;
         }
         let mut table = TABLE.lock();
         if table.ours_among(address, size as u64).is_some() {
-            return ERROR_INVALID_VALUE; // as if memory were mapped there
+            return ERROR_INVALID_VALUE; // like the driver, if memory is mapped there
         }
         let result = real();
         if result == SUCCESS {
@@ -136,7 +138,7 @@ hooks! { real, flavour;
         }
         let mut table = TABLE.lock();
         if table.ours_among(address, size as u64).is_some() {
-            return ERROR_INVALID_VALUE; // in use, although the driver may not know it now
+            return ERROR_INVALID_VALUE; // in use, even if the driver has no mapping there now
         }
         let result = real();
         if result == SUCCESS {
@@ -166,13 +168,13 @@ hooks! { real, flavour;
     }
 
     [cuMulticastBindMem] (object: Handle, at: Size, memory: Handle, offset: Size, size: Size, flags: u64) {
-        // SAFETY: the program's own arguments, and the driver's handle for its own.
+        // SAFETY: these are the program's arguments, with the driver's handle instead of the virtual one.
         bind(memory, real, |memory| unsafe { driver::cuMulticastBindMem(object, at, memory, offset, size, flags) })
     }
     [cuMulticastBindMem_v2] (
         object: Handle, device: CUdevice, at: Size, memory: Handle, offset: Size, size: Size, flags: u64,
     ) {
-        // SAFETY: the program's own arguments, and the driver's handle for its own.
+        // SAFETY: these are the program's arguments, with the driver's handle instead of the virtual one.
         bind(memory, real, |memory| unsafe {
             driver::cuMulticastBindMem_v2(object, device, at, memory, offset, size, flags)
         })
@@ -180,7 +182,7 @@ hooks! { real, flavour;
     [cuLogicalEndpointBindMem] (
         endpoint: u32, device: CUdevice, at: u64, memory: Handle, offset: u64, size: u64, flags: u64,
     ) {
-        // SAFETY: the program's own arguments, and the driver's handle for its own.
+        // SAFETY: these are the program's arguments, with the driver's handle instead of the virtual one.
         bind(memory, real, |memory| unsafe {
             driver::cuLogicalEndpointBindMem(endpoint, device, at, memory, offset, size, flags)
         })
@@ -194,9 +196,10 @@ hooks! { real, flavour;
     [cuLogicalEndpointBindAddr] (endpoint: u32, device: CUdevice, at: u64, address: CUdeviceptr, size: u64, flags: u64) {
         bind_at(address, size as Size, real)
     }
-    // Memory created for sparse arrays is the driver's; other arrays can be mapped later, from any memory.
+    // Memory created for sparse arrays belongs to the driver. Other arrays can be mapped later, from any
+    // memory.
     [cuMemMapArrayAsync | cuMemMapArrayAsync_ptsz] (list: *const ArrayMap, n: u32, stream: CUstream) {
-        // SAFETY: the program passes that many entries.
+        // SAFETY: `list` has `n` entries, as the program states.
         if unsafe { maps_ours(list, n) } { ERROR_NOT_SUPPORTED } else { gated(flavour.stream(stream), ONE, real) }
     }
 }

@@ -1,55 +1,61 @@
-//! The memory account of one GPU: how many bytes the program has there, where they are, and its limits.
+//! The memory account of one GPU: the sizes and locations of the program's memory, and its limits.
 
 use nvshare_wire::Counts;
 
-/// All values are in bytes. Ranges count whole, so each is a multiple of the granule.
+/// The account of one GPU, in bytes. Ranges are counted in full, so their sizes are multiples of the
+/// granule.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Account {
     /// Bytes that must be on the GPU for the program to run.
     pub demand: u64,
-    /// Of the demand: on the GPU, or on the way there.
+    /// The part of `demand` that is on the GPU or being restored.
     pub mapped: u64,
-    /// Of the demand: in host memory or in a swap file.
+    /// The part of `demand` that is in host memory or in a swap file.
     pub swapped: u64,
-    /// Of `swapped`: in a swap file.
+    /// The part of `swapped` that is in a swap file.
     pub in_file: u64,
-    /// Memory outside the engines: memory of the driver that cannot move.
+    /// Memory that cannot be evicted, because the driver manages it rather than an engine.
     pub pinned: u64,
     /// The scheduler's limit on mapped bytes; `u64::MAX` without a scheduler.
     pub allowance: u64,
-    /// The sequence number of the newest allowance that has been carried out.
+    /// The sequence number of the latest allowance that has been carried out.
     pub ack: u32,
-    /// The limit on the demand, the limit's sequence number, and the highest limit that can be requested.
+    /// The limit on the demand, the sequence number of that limit, and the highest limit that the client
+    /// can request.
     pub limit: u64,
     pub limit_seq: u32,
     pub limit_max: u64,
-    /// The limit set by a rule for this program and its group; 0 for none. It outlives the scheduler.
+    /// The limit that a rule sets for this program and its group; 0 for none. The limit stays in force when
+    /// the scheduler ends.
     pub max: u64,
-    /// The limit that the program's environment sets; `u64::MAX` if it sets none.
+    /// The limit set by the program's environment; `u64::MAX` for none.
     pub env_max: u64,
-    /// Bytes of host buffers that are free or hold copies of chunks on the GPU; and the scheduler's limit on them.
+    /// Bytes of host buffers that are free or hold copies of chunks on the GPU, and the scheduler's limit
+    /// on these bytes.
     pub host_cache: u64,
     pub host_cache_max: u64,
-    /// Bytes of host buffers that are being freed: the driver may have to wait for running work first.
+    /// Bytes of host buffers that are being freed. The driver may first wait for running work.
     pub releasing: u64,
-    /// Copies are being written to a swap file, and the writes are behind: evictions pause until they catch up.
+    /// Writes to the swap file lag behind. Evictions pause until the writes catch up.
     pub is_file_behind: bool,
-    /// Contents were lost on the way to a disk and back. No work can use the memory of this GPU any more.
+    /// Contents were lost while they were written to disk or read back. No more work may use this GPU's
+    /// memory.
     pub is_lost: bool,
     /// Bytes of chunks that are being copied, in either direction.
     pub in_flight: u64,
-    /// Freed bytes that earlier work may still use or that are being moved. Part of the demand until then.
+    /// Freed bytes that earlier work may still use or that are being moved. They count as demand until
+    /// then.
     pub freeing: u64,
-    /// Pages that are not on the GPU are faulted in when they are touched.
+    /// Whether pages that are not on the GPU are faulted in on access.
     pub demand_paged: bool,
-    /// Without a scheduler: the demand for which other clients make room, 0 if none exist; `None` until that is
-    /// known.
+    /// Without a scheduler, the demand for which other clients make room. 0 if no other clients exist,
+    /// `None` while their existence is unknown.
     pub offline_room: Option<u64>,
-    /// The largest demand that was on the GPU as a whole.
+    /// The largest demand that was completely on the GPU.
     pub peak: u64,
-    /// All memory stays on the GPU, since the end of the program's work cannot be detected.
+    /// All memory stays on the GPU, because the library cannot detect the end of the program's work.
     pub unevictable: bool,
-    /// Bytes moved and allocations refused.
+    /// Counters of moved bytes and refused allocations.
     pub counts: Counts,
 }
 
@@ -61,27 +67,28 @@ impl Account {
     pub fn is_complete(&self) -> bool {
         self.mapped >= self.demand
     }
-    /// Whether the allowance has room for missing memory.
+    /// Whether memory is missing from the GPU and the allowance has room for more.
     pub fn may_grow(&self) -> bool {
         !self.is_complete() && self.room() > 0
     }
-    /// Whether the account lets the program run. With demand paging it always may.
+    /// Whether the program may run, as far as its memory is concerned: all of it is on the GPU, or pages
+    /// fault in on demand. No program may run after contents were lost.
     pub fn can_run(&self) -> bool {
         !self.is_lost && (self.demand_paged || (self.is_complete() && self.in_flight == 0))
     }
-    /// Returns `bytes`, capped at the limits of a rule and of the environment.
+    /// Returns `bytes`, capped at the limits of the rule and of the environment.
     pub fn at_most(&self, bytes: u64) -> u64 {
         let ruled = if self.max == 0 { bytes } else { bytes.min(self.max) };
         ruled.min(self.env_max)
     }
-    /// Whether `len` more bytes can be allocated. `beyond` allows more than fits on the GPU, but not more than a rule
-    /// or the environment allows.
+    /// Whether `len` more bytes can be allocated. With `beyond`, the demand may exceed the scheduler's
+    /// limit if no rule sets a limit. The environment's limit still applies.
     pub(super) fn admits(&self, len: u64, beyond: bool) -> bool {
         let wanted = (self.demand + self.pinned - self.freeing).saturating_add(len);
         len <= self.free() || (beyond && self.max == 0 && wanted <= self.env_max)
     }
-    /// Whether the demand includes memory that was never on the GPU together with the rest, so that no work has used it
-    /// yet.
+    /// Whether the demand exceeds the largest demand that was completely on the GPU. If so, no work can
+    /// have used all of the memory yet.
     pub fn exceeds_peak(&self) -> bool {
         !self.demand_paged && !self.is_complete() && self.demand > self.peak
     }
@@ -89,17 +96,19 @@ impl Account {
     pub fn free(&self) -> u64 {
         self.limit.saturating_sub(self.demand + self.pinned - self.freeing)
     }
-    /// Whether `bytes` more would fit if only clients had memory on the GPU. The scheduler reserves up to an eighth of
-    /// `total`.
+    /// Whether `bytes` more would fit if every process on the GPU were a client of nvshare. Assumes the
+    /// scheduler's largest reserve, an eighth of `total`.
     pub fn fits_without_others(&self, bytes: u64, total: u64) -> bool {
         let most = self.at_most(total - total / 8);
         self.limit < most && self.demand.saturating_add(self.pinned).saturating_add(bytes) <= most
     }
-    /// Without a scheduler: whether it is still unknown if other clients exist that could make room.
+    /// Whether no scheduler exists and the library does not know yet whether other clients exist, which
+    /// could make room.
     pub fn awaits_company(&self) -> bool {
         self.allowance == u64::MAX && self.offline_room.is_none() && !self.demand_paged
     }
-    /// Whether room will be made for memory that does not fit now.
+    /// Whether memory that does not fit now can be mapped later, because the scheduler or other clients
+    /// make room.
     pub(super) fn room_comes(&self) -> bool {
         self.allowance != u64::MAX || self.demand.saturating_add(self.pinned) <= self.offline_room.unwrap_or(0)
     }

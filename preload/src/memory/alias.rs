@@ -1,24 +1,25 @@
-//! Aliases: addresses at which the program itself has mapped a range, each with the access rights that the program set.
-//! Chunks on the GPU are *shown* at every alias; before a chunk is evicted, it is hidden at all of them.
+//! Aliases: addresses at which the program itself has mapped a range. Each alias has its own access
+//! rights, set by the program. While a chunk is on the GPU, it is mapped (*shown*) at every alias.
+//! Before the chunk is evicted, it is unmapped (*hidden*) at all of them.
 
 use crate::driver::{self, check, context::is_dead, types::*};
 use alloc::{collections::BTreeMap, vec::Vec};
 
-/// The aliases of one range, by address. A program may have tens of thousands: kvcached maps one chunk wherever it has
-/// no page.
+/// The aliases of one range, by address. A program may have tens of thousands of aliases: kvcached maps
+/// one chunk at every address that has no page.
 #[derive(Debug, Default)]
 pub struct Aliases(BTreeMap<u64, Alias>);
 
 #[derive(Debug, Default)]
 struct Alias {
-    /// One entry per location that has access.
+    /// The access rights, one entry per location.
     access: Vec<AccessDesc>,
-    /// Offset and length of each chunk that is mapped now.
+    /// Lengths of the chunks that are mapped now, by offset.
     shown: BTreeMap<u64, u64>,
 }
 
 impl Aliases {
-    /// Adds an alias, which has no chunks until they are [shown](Self::show).
+    /// Adds an alias. Its chunks are mapped by [`show`](Self::show).
     pub fn add(&mut self, at: u64) {
         self.0.insert(at, Alias::default());
     }
@@ -40,7 +41,7 @@ impl Aliases {
         self.0.get_mut(&at).map_or(Ok(()), |alias| alias.show(at, offset, len, handle))
     }
 
-    /// Unmaps the chunk at this offset. No running work may access it.
+    /// Unmaps the chunk at this offset from all aliases. No running work may access the chunk.
     pub fn hide(&mut self, offset: u64) {
         for (at, alias) in &mut self.0 {
             if let Some(len) = alias.shown.remove(&offset) {
@@ -49,7 +50,7 @@ impl Aliases {
         }
     }
 
-    /// Sets access rights at one alias, for the chunks that are shown now and later.
+    /// Sets access rights at one alias, for its mapped chunks and for chunks mapped later.
     pub fn set_access(&mut self, at: u64, wanted: &[AccessDesc]) -> Result<(), CUresult> {
         let Some(alias) = self.0.get_mut(&at) else { return Ok(()) };
         for (offset, len) in &alias.shown {
@@ -73,8 +74,8 @@ impl Aliases {
 }
 
 fn unmap(at: u64, len: u64) {
-    // SAFETY: the range was mapped by `Alias::map`; the caller ensures that no running work accesses it, as the driver
-    // demands.
+    // SAFETY: the range was mapped by `Alias::map`. As the driver requires, no running work accesses the
+    // range: the caller's contract.
     unsafe { driver::cuMemUnmap(at, len as usize) };
 }
 
@@ -88,8 +89,8 @@ impl Alias {
     }
 
     fn map(&self, at: u64, len: usize, handle: Handle) -> Result<(), CUresult> {
-        // SAFETY: `handle` is a chunk of ours, mapped whole at an address that the program chose; the driver checks
-        // whether it can be.
+        // SAFETY: `handle` is a chunk of this library, which is mapped in full. The driver checks whether it
+        // can be mapped at the address, which the program chose.
         unsafe {
             check(driver::cuMemMap(at, len, 0, handle, 0))?;
             if self.access.is_empty() {
@@ -101,7 +102,7 @@ impl Alias {
                     driver::cuMemUnmap(at, len);
                     return Err(error);
                 }
-                // The chunk must be restored even if the driver no longer grants one of the rights.
+                // Sets each right separately: the chunk must be restored even if the driver now refuses one of them.
                 _ => {
                     for desc in &self.access {
                         let _ = driver::cuMemSetAccess(at, len, desc, 1);

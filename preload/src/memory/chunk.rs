@@ -1,7 +1,8 @@
-//! Chunks: the pieces in which memory is mapped and moved, and where their contents are.
+//! Chunks: the units in which memory is mapped and moved. Their [`Residency`] says where the contents
+//! are.
 //!
-//! A restored chunk leaves its source behind, in host memory or in its file, while there is room. If its fingerprint is
-//! still the same at its next eviction, it is neither copied nor written again.
+//! A restored chunk keeps its copy in host memory or in its file while there is room. If its
+//! fingerprint is unchanged at the next eviction, the chunk is neither copied nor written again.
 
 use super::{
     engine::Flags,
@@ -22,21 +23,22 @@ pub(super) struct Chunk {
 /// Where a chunk's contents are.
 #[derive(Debug)]
 pub(super) enum Residency {
-    /// Nowhere: the chunk has no contents yet.
+    /// The chunk has no contents yet, and no memory.
     Unbacked,
-    /// On the GPU. `copy` is the copy kept since the chunk was last restored; it may still be current.
+    /// On the GPU. `copy` is the copy that was kept when the chunk was last restored, and may still be
+    /// current.
     Gpu { handle: Handle, copy: Option<Kept> },
-    /// In host memory; without a copy of ours if the driver moves it.
+    /// In host memory. `None` if the driver moves the chunk, so that this library holds no copy.
     Host(Option<HostCopy>),
     /// In a swap file only.
     File(FileCopy),
-    /// Nowhere: every 32-bit word has this value.
+    /// Stored nowhere, because every 32-bit word has this value.
     Constant(u32),
     /// The mover has taken the chunk.
     Moving,
 }
 
-/// The copy kept of a chunk that is on the GPU.
+/// A copy of a chunk that is on the GPU.
 #[derive(Debug)]
 pub(super) enum Kept {
     Host(HostCopy),
@@ -44,7 +46,7 @@ pub(super) enum Kept {
 }
 
 impl Kept {
-    /// Takes the buffer. Returns it, and the rest.
+    /// Separates the host buffer from the copy in a file.
     pub(super) fn without_buffer(self) -> (Option<Buffer>, Option<Self>) {
         match self {
             Self::Host(HostCopy { buffer, file, .. }) => (Some(buffer), file.map(Self::File)),
@@ -59,7 +61,7 @@ impl Kept {
         }
     }
 
-    /// The size of its buffer.
+    /// Bytes of the host buffer; 0 if the copy is only in a file.
     pub(super) fn host_bytes(&self) -> u64 {
         match self {
             Self::Host(copy) => copy.buffer.len(),
@@ -69,12 +71,12 @@ impl Kept {
 }
 
 impl Chunk {
-    /// Whether it is neither on the GPU nor being moved.
+    /// Whether the chunk is neither on the GPU nor being moved.
     pub(super) fn is_away(&self) -> bool {
         self.is_at_hand() || matches!(self.residency, Residency::File(_))
     }
 
-    /// Whether it is not on the GPU, and can be put there immediately.
+    /// Whether the chunk is off the GPU and can be restored without reading a file.
     pub(super) fn is_at_hand(&self) -> bool {
         matches!(self.residency, Residency::Unbacked | Residency::Host(_) | Residency::Constant(_))
     }
@@ -90,14 +92,14 @@ impl Chunk {
 pub(super) struct Leaving {
     pub base: u64,
     pub chunk: Chunk,
-    /// Whether this library copies it, rather than the driver.
+    /// Whether this library copies the chunk; otherwise the driver moves it.
     pub is_copied: bool,
     /// The fingerprint of the contents, if known.
     pub fingerprint: Option<Fingerprint>,
 }
 
 impl Leaving {
-    /// Whether it must be copied to a buffer that it does not have yet.
+    /// Whether the chunk must be copied and no buffer is available in its kept copy.
     pub(super) fn needs_buffer(&self) -> bool {
         match &self.chunk.residency {
             Residency::Gpu { copy: Some(copy), .. } => {

@@ -1,42 +1,44 @@
-//! Engines: ways to evict memory from a GPU. An [`Engine`] reserves address ranges, puts chunks of them on the GPU and
-//! takes them off.
+//! Engines: ways to evict memory from a GPU. An [`Engine`] reserves address ranges, maps chunks of them
+//! on the GPU and unmaps them.
 //!
-//! [`Swap`] maps physical chunks at reserved addresses: evicting a chunk frees its bytes immediately, and it is
-//! restored at the same address. [`Managed`] uses managed memory: pages fault in when touched, and chunks are
-//! prefetched.
+//! [`Swap`] maps physical chunks at reserved addresses. The eviction of a chunk frees its bytes
+//! immediately, and the chunk is restored at the same address. [`Managed`] uses managed memory: pages
+//! fault in when they are touched, and chunks are prefetched.
 
 use crate::driver::{self, types::*, *};
 use core::sync::atomic::{AtomicU64, Ordering};
 use nvshare_wire::client::{self, EngineReason};
 
-/// The size of ranges and chunks is a multiple of this: the granularity of `cuMemCreate` on all GPUs that support it.
+/// Granularity of ranges and chunks, in bytes: the granularity of `cuMemCreate` on all GPUs that
+/// support it.
 pub const GRANULE: u64 = 2 << 20;
-/// The largest chunk. Larger ones are no faster to create and map [H200], and smaller ones reach other clients sooner.
+/// The size of the largest chunk, in bytes. Larger chunks are no faster to create and map [H200], and
+/// smaller chunks make room for other clients sooner.
 pub const CHUNK: u64 = 64 << 20;
 
 /// Properties of a chunk.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Flags {
-    /// The `CUmemAllocationHandleType`s with which the program may export it.
+    /// The `CUmemAllocationHandleType`s with which the program may export the chunk.
     pub handle_types: i32,
-    /// Whether other devices may access it (GPUDirect RDMA).
+    /// Whether other devices may access the chunk (GPUDirect RDMA).
     pub rdma: u8,
     /// The size of the program's managed allocation; 0 for other memory.
     pub managed: u64,
-    /// Whether this library may export it. It is created exportable if the GPU supports that.
+    /// Whether this library may export the chunk. The chunk is created exportable if the GPU supports that.
     pub exportable: bool,
-    /// Other GPUs that may access it, as bits.
+    /// Other GPUs that may access the chunk, one bit per GPU.
     pub peers: u64,
 }
 
 impl Flags {
-    /// The bytes of a chunk that are inside its allocation. Bytes beyond it cannot be prefetched.
+    /// Bytes of a chunk that are inside its allocation. Bytes beyond the allocation cannot be prefetched.
     pub fn inside(self, offset: u64, len: u64) -> u64 {
         if self.managed > 0 { len.min(self.managed.saturating_sub(offset)) } else { len }
     }
 }
 
-/// The properties with which chunks are created.
+/// Returns the properties with which chunks are created.
 pub fn properties(gpu: CUdevice, flags: Flags) -> AllocationProp {
     let exportable = flags.exportable && Swap.shares(gpu);
     AllocationProp {
@@ -53,7 +55,7 @@ pub fn properties(gpu: CUdevice, flags: Flags) -> AllocationProp {
 
 pub trait Engine: Sync + core::fmt::Debug {
     fn kind(&self) -> client::Engine;
-    /// Reserves addresses for `len` bytes, without memory if the engine can do that.
+    /// Reserves addresses for `len` bytes. The addresses have no memory yet if the engine supports that.
     fn reserve(&self, len: u64) -> Result<u64, CUresult>;
     /// Frees the addresses. Returns `false` if only a thread of the program can free them.
     fn unreserve(&self, base: u64, len: u64) -> bool;
@@ -61,13 +63,13 @@ pub trait Engine: Sync + core::fmt::Debug {
     fn map(&self, gpu: CUdevice, at: u64, len: u64, flags: Flags) -> Result<Handle, CUresult>;
     /// Frees the chunk's memory on the GPU. No running work may access it.
     fn unmap(&self, at: u64, len: u64, handle: Handle);
-    /// Whether contents must be copied to a host buffer before `unmap` and back after `map`.
+    /// Whether this library must copy contents to a host buffer before `unmap` and back after `map`.
     fn copies(&self) -> bool;
     /// Whether chunks can be exported to other processes.
     fn shares(&self, _: CUdevice) -> bool {
         false
     }
-    /// Moves the chunk to the GPU or off it, if the engine does not copy.
+    /// Prefetches the chunk to the GPU or to the host. Does nothing if the engine copies.
     fn prefetch(&self, gpu: CUdevice, at: u64, len: u64, onto_gpu: bool, stream: CUstream);
 }
 
@@ -75,22 +77,23 @@ fn devices(set: u64) -> impl Iterator<Item = CUdevice> {
     (0..u64::BITS).filter(move |bit| set >> bit & 1 == 1).map(|bit| bit as CUdevice)
 }
 
-/// Gives a GPU access to the memory mapped there.
+/// Gives a GPU access to the chunk that is mapped at `at`.
 pub fn let_in(gpu: CUdevice, at: u64, len: u64) -> Result<(), CUresult> {
     let location = Location { kind: MEM_LOCATION_TYPE_DEVICE, id: gpu };
     let access = AccessDesc { location, flags: MEM_ACCESS_FLAGS_PROT_READWRITE };
-    // SAFETY: `access` outlives the call, and a chunk of ours is mapped there.
+    // SAFETY: `access` outlives the call, and the caller has mapped a chunk of this library at `at`.
     check(unsafe { cuMemSetAccess(at, len as usize, &access, 1) })
 }
 
 #[derive(Debug)]
 pub struct Swap;
 
-/// The GPUs on which chunks are created exportable, as bits. This costs nothing [H200].
+/// The GPUs on which chunks are created exportable, one bit per GPU. Exportable chunks cost nothing
+/// extra [H200].
 static SHARING: AtomicU64 = AtomicU64::new(0);
 
-/// Calls `cuMemCreate` for a chunk. If exportable chunks cannot be created, as in some containers, the chunk isn't
-/// exportable.
+/// Calls `cuMemCreate` for a chunk. If the driver cannot create exportable chunks, as in some
+/// containers, creates a chunk that is not exportable.
 fn create(gpu: CUdevice, len: u64, flags: Flags) -> Result<Handle, CUresult> {
     let create = |flags| {
         let mut handle = 0;
@@ -124,15 +127,15 @@ impl Engine for Swap {
     }
 
     fn unreserve(&self, base: u64, len: u64) -> bool {
-        // SAFETY: the range is a reservation of ours with nothing mapped in it.
+        // SAFETY: this library has reserved the range, and no chunk is mapped in it.
         unsafe { cuMemAddressFree(base, len as usize) };
         true
     }
 
     fn map(&self, gpu: CUdevice, at: u64, len: u64, flags: Flags) -> Result<Handle, CUresult> {
         let handle = create(gpu, len, flags)?;
-        // SAFETY: `at..at + len` is inside a reservation of ours with nothing mapped there, and `handle` is a new chunk
-        // of `len` bytes.
+        // SAFETY: this library has reserved `at..at + len`, and no chunk is mapped there. `handle` is a new
+        // chunk of `len` bytes.
         unsafe {
             let mapped = check(cuMemMap(at, len as usize, 0, handle, 0)).and_then(|()| {
                 let mut all = core::iter::once(gpu).chain(devices(flags.peers));
@@ -183,7 +186,7 @@ impl Engine for Managed {
     }
 
     fn unreserve(&self, _: u64, _: u64) -> bool {
-        false // freeing it makes the driver wait for the work of the current context
+        false // `cuMemFree` would wait for the work of the current context
     }
 
     fn map(&self, _: CUdevice, _: u64, _: u64, _: Flags) -> Result<Handle, CUresult> {
@@ -198,12 +201,13 @@ impl Engine for Managed {
 
     fn prefetch(&self, gpu: CUdevice, at: u64, len: u64, onto_gpu: bool, stream: CUstream) {
         let to = if onto_gpu { gpu } else { DEVICE_CPU };
-        // SAFETY: the range is inside an allocation of ours. If a prefetch fails, pages fault in instead.
+        // SAFETY: the range is inside an allocation of this library. The result is ignored: if a prefetch
+        // fails, pages fault in on demand.
         unsafe { cuMemPrefetchAsync(at, len as usize, to, stream) };
     }
 }
 
-/// Whether the GPU has this attribute.
+/// Whether this attribute of the GPU is nonzero.
 pub fn has(gpu: CUdevice, attribute: i32) -> bool {
     let mut value = 0;
     // SAFETY: `value` outlives the call.
@@ -215,8 +219,9 @@ pub fn can_prefetch(gpu: CUdevice) -> bool {
     has(gpu, DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS)
 }
 
-/// Chooses the engine for a GPU: the requested engine if the GPU supports it, otherwise the best. Returns the reason
-/// too. With `None`, memory stays where the driver put it.
+/// Chooses the engine for a GPU: the requested engine if the GPU supports it, otherwise the best
+/// supported engine. Also returns the reason. If the engine is `None`, memory stays where the driver
+/// put it.
 pub fn choose(gpu: CUdevice, asked: Option<client::Engine>) -> (Option<&'static dyn Engine>, EngineReason) {
     if has(gpu, DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED) {
         SHARING.fetch_or(bit(gpu), Ordering::Relaxed);

@@ -1,5 +1,7 @@
-//! Fingerprints of chunks: 128 bits, computed on the GPU at the speed of its memory. A chunk that holds a single value,
-//! or the same contents as a copy in host memory, is recognised without a copy over a link that is eighty times slower.
+//! Fingerprints of chunks: 128-bit hashes, computed on the GPU at the speed of its memory. A
+//! fingerprint shows whether a chunk consists of one repeated value, or has the same contents as a copy
+//! in host memory. Such a chunk need not be copied over the link, which is eighty times slower than the
+//! GPU's memory.
 
 use super::staging::Buffer;
 use crate::{
@@ -13,46 +15,46 @@ use core::{
     time::Duration,
 };
 
-/// The kernel as machine code for today's GPUs and as PTX for later ones, built by `fingerprint.sh`. Loading machine
-/// code is faster than having the driver compile PTX.
+/// The kernel as machine code for current GPUs and as PTX for later GPUs, built by `fingerprint.sh`.
+/// Loading machine code is faster than compiling PTX in the driver.
 static FAT_BINARY: &Aligned<[u8]> = &Aligned(*include_bytes!("fingerprint.fatbin"));
 
-/// The kernel as PTX alone, NUL-terminated, for drivers that cannot use the fat binary.
+/// The kernel as NUL-terminated PTX only, for drivers that cannot use the fat binary.
 static PTX: &str = concat!(include_str!("fingerprint.ptx"), "\0");
 
-/// The driver reads it in words of 8 bytes.
+/// Aligns the fat binary to 8 bytes, because the driver reads it in 8-byte words.
 #[repr(C, align(8))]
 struct Aligned<T: ?Sized>(T);
 
 const THREADS: u32 = 256;
-/// The kernel takes milliseconds, even beside programs that share the GPU without taking turns. After this time it
-/// counts as hung.
+/// The kernel takes milliseconds, even if programs without nvshare use the GPU at the same time. After
+/// this time the kernel is considered hung.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// The bytes that one block reads.
+/// Bytes of a chunk that one thread block reads.
 const PART: u64 = 4 << 20;
-/// The most parts and chunks per launch, which the table has room for.
+/// The most parts and chunks per launch; the table has room for this many.
 const MAX_PARTS: usize = 8192;
 const MAX_CHUNKS: usize = 1024;
 const LIST: usize = (1 + MAX_CHUNKS) * size_of::<[u64; 2]>();
 const TABLE: u64 = ((LIST + MAX_PARTS * size_of::<Sums>()) as u64).next_multiple_of(4096);
 
-/// The result for one part.
+/// The kernel's result for one part.
 type Sums = [u64; 4];
 
 /// The fingerprint of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fingerprint {
     sums: [u64; 2],
-    /// Every 32-bit word of the chunk has this value.
+    /// The value of every 32-bit word of the chunk, if all are equal.
     pub constant: Option<u32>,
 }
 
-/// Computes fingerprints in one context, which must be current in every call.
+/// Computes fingerprints in one context. The context must be current during every call.
 #[derive(Debug)]
 pub struct Fingerprinter {
     module: CUmodule,
     function: CUfunction,
-    /// The memory for the kernel's input and results, and its address on the GPU.
+    /// Host memory for the kernel's input and results, and its address on the GPU.
     table: Buffer,
     table_on_gpu: u64,
     seed: u64,
@@ -62,10 +64,12 @@ pub struct Fingerprinter {
 unsafe impl Send for Fingerprinter {}
 
 impl Fingerprinter {
-    /// Loads the kernel completely, so that a launch loads nothing. The driver may wait for running work.
+    /// Loads the kernel completely, so that no launch has to load code. The driver may wait for running
+    /// work.
     ///
     /// # Errors
-    /// `ERROR_OUT_OF_MEMORY` for lack of memory; others if this GPU or driver cannot do it.
+    /// `ERROR_OUT_OF_MEMORY` if memory is short. Any other error means that this GPU or driver cannot run
+    /// the kernel.
     pub fn new(context: usize) -> Result<Self, CUresult> {
         let mut table = Buffer::new(TABLE).ok_or(ERROR_OUT_OF_MEMORY)?;
         table.register(context);
@@ -96,8 +100,8 @@ impl Fingerprinter {
 
     fn find(&mut self) -> Result<(), CUresult> {
         const NAME: &CStr = c"nvshare_fingerprint";
-        // SAFETY: `self.function` outlives the call, and `NAME` ends with NUL. With lazy loading, most drivers load the
-        // code here; newer ones have a call for it.
+        // SAFETY: `self.function` outlives the call, and `NAME` ends with NUL. With lazy loading, most drivers
+        // load the code in `cuModuleGetFunction`; newer drivers load it in `cuFuncLoad`.
         unsafe {
             check(driver::cuModuleGetFunction(&mut self.function, self.module, NAME.as_ptr()))?;
             match driver::cuFuncLoad(self.function) {
@@ -107,28 +111,30 @@ impl Fingerprinter {
         }
     }
 
-    /// Called when the context is broken. Returns the buffer, which still has to be unregistered.
+    /// Returns the table of a broken context. The table must still be unregistered.
     pub fn into_buffer(self) -> Buffer {
         self.table
     }
 
-    /// Forgets a context that is gone, and with it the module and the registration.
+    /// Drops the fingerprinter of a context that no longer exists. The module and the registration ended
+    /// with the context.
     pub fn forget_context(mut self, context: usize) {
         self.table.forget_context(context);
     }
 
-    /// Computes the fingerprints of chunks (address and size). No thread writes to the chunks until it returns.
+    /// Computes the fingerprints of chunks (address and size). No thread may write to the chunks during
+    /// this call.
     ///
     /// # Errors
-    /// Errors of the driver; [`ERROR_TIMEOUT`] if the kernel still runs after [`TIMEOUT`]. The kernel may write to the
-    /// table at any time after that, so this `Fingerprinter` must not be used or dropped.
+    /// Errors of the driver; [`ERROR_TIMEOUT`] if the kernel still runs after [`TIMEOUT`]. The kernel may
+    /// then write to the table at any later time, so this `Fingerprinter` must be neither used nor dropped.
     pub fn fingerprints(&mut self, chunks: &[(u64, u64)], stream: CUstream) -> Result<Vec<Fingerprint>, CUresult> {
         let mut fingerprints = Vec::with_capacity(chunks.len());
         let mut rest = chunks;
         while !rest.is_empty() {
             let (count, parts) = batch(rest);
             if count * parts > MAX_PARTS {
-                return Err(ERROR_INVALID_VALUE); // no chunk is as large
+                return Err(ERROR_INVALID_VALUE); // no chunk is this large
             }
             let (now, later) = rest.split_at(count);
             self.run(now, parts, stream)?;
@@ -140,8 +146,8 @@ impl Fingerprinter {
 
     fn run(&mut self, chunks: &[(u64, u64)], parts: usize, stream: CUstream) -> Result<(), CUresult> {
         let list = self.table.address().cast::<[u64; 2]>();
-        // SAFETY: the list is at the table's beginning, which is aligned, and no longer than LIST; no kernel is
-        // running.
+        // SAFETY: the list is at the start of the table, which is aligned, and is at most LIST bytes long. No
+        // kernel is running.
         unsafe {
             list.write([chunks.len() as u64, parts as u64]);
             for (at, (address, len)) in chunks.iter().enumerate().take(MAX_CHUNKS) {
@@ -152,8 +158,8 @@ impl Fingerprinter {
         let (mut seed, mut part) = (self.seed, (PART / 16) as u32);
         let mut arguments: [*mut c_void; 4] =
             [(&raw mut on_gpu).cast(), (&raw mut out).cast(), (&raw mut seed).cast(), (&raw mut part).cast()];
-        // SAFETY: these are the kernel's arguments, which the driver copies; the memory that it reads and writes stays
-        // valid until it is done.
+        // SAFETY: the driver copies the kernel's arguments during the launch. The memory that the kernel reads
+        // and writes stays valid until the kernel is done.
         unsafe {
             check(driver::cuLaunchKernel(
                 self.function,
@@ -182,7 +188,7 @@ impl Fingerprinter {
 
     /// Returns the result for a chunk of `parts` parts.
     fn read(&self, chunk: usize, parts: usize) -> Fingerprint {
-        // SAFETY: the results follow the list, aligned; the kernel has written them.
+        // SAFETY: the results follow the list and are aligned, and the kernel has written them.
         let found = unsafe {
             let out = self.table.address().cast::<u8>().add(LIST).cast::<Sums>();
             core::slice::from_raw_parts(out.add(chunk * parts), parts)
@@ -217,9 +223,11 @@ fn load() -> Result<CUmodule, CUresult> {
     })
 }
 
-/// Returns the number of chunks for one launch, and the number of parts of the largest. The kernel skips parts beyond
-/// the end of a chunk. A launch per chunk size instead would leave most of the GPU idle: 209 chunks of a language
-/// model, of 33 to 90 MB in no order, took 74 ms on an H200.
+/// Returns the number of chunks for one launch, and the number of parts of its largest chunk. The
+/// kernel skips parts beyond the end of a chunk.
+///
+/// Rejected: one launch per chunk size, which leaves most of the GPU idle. The 209 chunks of a language
+/// model, 33 to 90 MB in random order, took 74 ms on an H200.
 fn batch(chunks: &[(u64, u64)]) -> (usize, usize) {
     let (mut count, mut parts) = (0, 1);
     for (_, len) in chunks.iter().take(MAX_CHUNKS) {
@@ -271,7 +279,7 @@ mod tests {
         assert_eq!(batches(&[]), []);
     }
 
-    /// Computes the POSIX `cksum`: the CRC of the bytes and of their number, and the number.
+    /// Computes the POSIX `cksum`: the CRC of the bytes followed by their number, and that number.
     fn cksum(bytes: &[u8]) -> String {
         let len = bytes.len().to_le_bytes();
         let len = &len[..len.len() - bytes.len().leading_zeros() as usize / 8];

@@ -1,6 +1,6 @@
-//! Devices other than GPUs that may access GPU memory directly: network cards, disks, and GDRCopy, with which the CPU
-//! copies without the driver. No call tells which memory they may access, but the program that uses them has their
-//! device file open.
+//! Devices other than GPUs that may access GPU memory directly: network cards, disks, and GDRCopy, with
+//! which the CPU copies without the driver. The driver does not reveal which memory such a device may
+//! access. However, a program that uses the device keeps its device file open.
 
 use core::mem::MaybeUninit;
 use rustix::fs::{Mode, OFlags, RawDir, open, readlinkat};
@@ -12,7 +12,8 @@ fn is_one(path: &[u8]) -> bool {
     DEVICES.iter().any(|device| path.starts_with(device))
 }
 
-/// Whether such a device may access memory of this program. `false` if that cannot be determined.
+/// Whether a device other than a GPU may access GPU memory of this program. Returns `false` if that
+/// cannot be determined.
 pub fn may_reach_memory() -> bool {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let Ok(folder) = open(c"/proc/self/fd", flags, Mode::empty()) else { return false };

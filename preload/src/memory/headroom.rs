@@ -1,35 +1,37 @@
-//! The memory that this process can still allocate: the smaller of the memory that the kernel has available and the
-//! room in its cgroups and their ancestors.
+//! The host memory that this process can still allocate: the minimum of the kernel's available memory
+//! and the room in the process's cgroups and their ancestors.
 
 use crate::sys::file;
 use alloc::{ffi::CString, format, vec::Vec};
 use core::sync::atomic::{AtomicU64, Ordering};
 use rustix::process::{Resource, getrlimit};
 
-/// Bytes left to the host. If less is available, nothing more is evicted to host memory.
+/// Bytes left to the host. If less is available, no more memory is evicted to host memory.
 const HOST_RESERVE: u64 = 512 << 20;
-/// Addresses left to the process within its limit: enough for the stacks and heaps of a few threads.
+/// Bytes of address space left to the process below its limit: enough for the stacks and heaps of a few
+/// threads.
 const ADDRESS_RESERVE: u64 = 32 << 20;
-/// Upper bound on the nodes in one range, whatever the text contains.
+/// The most NUMA nodes parsed from one range of a list, in case the text is malformed.
 const MOST_NODES: u64 = 1024;
-/// The reserve of a cgroup for its other memory, which also grows: the cgroup's limit divided by `GROUP_PART`, but at
-/// most `GROUP_RESERVE` bytes.
+/// The reserve of a cgroup is its limit divided by `GROUP_PART`, but at most `GROUP_RESERVE` bytes. The
+/// reserve leaves room for the cgroup's other memory, which also grows.
 const GROUP_PART: u64 = 16;
 const GROUP_RESERVE: u64 = 256 << 20;
-/// In version 1, a larger number means no limit.
+/// In cgroup version 1, a larger limit means no limit.
 const NO_LIMIT: u64 = 1 << 60;
 /// The deepest nesting of cgroups that is checked.
 const DEPTH: usize = 32;
 
-/// Bytes of buffers whose pages are being allocated, which may not show in the kernel's figures yet.
+/// Bytes of buffers whose pages are being allocated. The kernel's figures may not include these pages
+/// yet.
 static BEING_TAKEN: AtomicU64 = AtomicU64::new(0);
 
-/// A claim on a number of bytes, while their pages are being allocated.
+/// Reserves bytes while their pages are being allocated.
 #[derive(Debug)]
 pub struct Claim(u64);
 
 impl Claim {
-    /// `None` if less than `bytes` is left.
+    /// Claims `bytes` bytes. Returns `None` if fewer are left after the claims of other threads.
     pub fn new(bytes: u64) -> Option<Self> {
         let others = BEING_TAKEN.fetch_add(bytes, Ordering::SeqCst);
         let claim = Self(bytes);
@@ -43,14 +45,14 @@ impl Drop for Claim {
     }
 }
 
-/// The memory available to this process, in bytes.
+/// The memory that is available to this process.
 #[derive(Debug, Clone, Copy)]
 pub struct Headroom {
-    /// Bytes that it can still allocate.
+    /// Bytes that the process can still allocate.
     pub left: u64,
-    /// Bytes by which the cgroups' free memory is below their reserve.
+    /// Bytes by which the free memory of a cgroup is below the cgroup's reserve.
     pub lacking: u64,
-    /// Whether a cgroup limits it.
+    /// Whether a cgroup limits the process's memory.
     pub is_limited: bool,
 }
 
@@ -64,19 +66,20 @@ impl Headroom {
     }
 }
 
-/// Bytes that the cgroups of this process allow, minus the reserve for its other memory; `u64::MAX` if they set no
-/// limit.
+/// Returns the lowest memory limit of this process's cgroups, minus the reserve, in bytes; `u64::MAX`
+/// if no cgroup has a limit.
 pub fn most_in_groups() -> u64 {
     most(in_groups(|group, files| limit(group, files).map(|most| (most - reserve(most)) as i64)))
 }
 
-/// Converts the result of [`in_groups`]: `u64::MAX` if nothing limits it, and 0 if it is negative.
+/// Converts the result of [`in_groups`]: `i64::MAX`, which means no limit, becomes `u64::MAX`, and
+/// negative values become 0.
 fn most(least: i64) -> u64 {
     if least == i64::MAX { u64::MAX } else { least.try_into().unwrap_or(0) }
 }
 
-/// Bytes that the host has available, on the nodes whose memory this process may use, minus the reserve; `u64::MAX` if
-/// unknown.
+/// Returns the bytes that the host has available on the NUMA nodes that this process may use, minus the
+/// reserve; `u64::MAX` if unknown.
 fn of_host() -> u64 {
     let all = kib(&file::read(c"/proc/meminfo"), b"MemAvailable:").unwrap_or(u64::MAX);
     let status = file::read(c"/proc/thread-self/status");
@@ -84,8 +87,9 @@ fn of_host() -> u64 {
     all.min(nodes).saturating_sub(HOST_RESERVE)
 }
 
-/// Free memory and page cache of the nodes that the thread with this `/proc/…/status` may use; `None` if it may use
-/// all. Beyond that the kernel kills the process, even if other nodes have free memory.
+/// Returns the free memory and page cache of the NUMA nodes that a thread may use, in bytes; `None` if
+/// it may use all nodes. `status` is the thread's `/proc/…/status`. If the process allocates more, the
+/// kernel kills it even if other nodes have free memory.
 fn of_nodes(status: &[u8], root: &[u8]) -> Option<u64> {
     let allowed = list(line(status, b"Mems_allowed_list:")?);
     let mut is_limited = false;
@@ -105,7 +109,7 @@ fn of_nodes(status: &[u8], root: &[u8]) -> Option<u64> {
     is_limited.then_some(left)
 }
 
-/// The numbers of a list like `0,2-3`.
+/// Parses a list of numbers such as `0,2-3`.
 fn list(text: &[u8]) -> Vec<u64> {
     let ranges = text.trim_ascii().split(|b| *b == b',').filter_map(|range| {
         let first = number(range)?;
@@ -115,8 +119,8 @@ fn list(text: &[u8]) -> Vec<u64> {
     ranges.flatten().collect()
 }
 
-/// Bytes of address space and private memory that this process may still map, minus the reserve; `u64::MAX` if nothing
-/// limits it.
+/// Returns the bytes of address space and private memory that this process may still map, minus the
+/// reserve; `u64::MAX` without a limit.
 pub fn addresses_left() -> u64 {
     let status = file::read(c"/proc/self/status");
     let below = |limit: Option<u64>, used: &[u8]| {
@@ -127,7 +131,8 @@ pub fn addresses_left() -> u64 {
     addresses.min(data).min(commitment_left())
 }
 
-/// Bytes that the host can still commit, minus the reserve, if it does not overcommit.
+/// Returns the bytes that the host can still commit, minus the reserve; `u64::MAX` if the host
+/// overcommits.
 fn commitment_left() -> u64 {
     const NEVER: u64 = 2;
     if number(&file::read(c"/proc/sys/vm/overcommit_memory")) != Some(NEVER) {
@@ -138,20 +143,23 @@ fn commitment_left() -> u64 {
     limit.zip(promised).map_or(u64::MAX, |(limit, promised)| limit.saturating_sub(promised + HOST_RESERVE))
 }
 
-/// The smallest room of all cgroups; negative if free memory is below the reserve in one.
+/// Returns the least room in any cgroup of this process. The value is negative if a cgroup's free
+/// memory is below its reserve.
 fn of_groups() -> i64 {
     in_groups(of_group)
 }
 
-/// The minimum of a figure over all cgroups of this process; `i64::MAX` if none has it.
+/// Returns the minimum of `figure` over all cgroups of this process; `i64::MAX` if no cgroup has the
+/// figure.
 fn in_groups(figure: fn(&[u8], &Files) -> Option<i64>) -> i64 {
     let text = file::read(c"/proc/self/cgroup");
     let lines = text.split(|b| *b == b'\n');
     lines.filter_map(|line| of_line(line, b"/sys/fs/cgroup", figure)).min().unwrap_or(i64::MAX)
 }
 
-/// The minimum over the cgroups of a line of `/proc/self/cgroup`: `0::/path` (version 2) or `N:memory:/path` (version
-/// 1), mounted at `root`.
+/// Returns the minimum of `figure` over a cgroup and its ancestors. `line` is a line of
+/// `/proc/self/cgroup`: `0::/path` (version 2) or `N:memory:/path` (version 1). `root` is the mount
+/// point of the cgroup file systems.
 fn of_line(line: &[u8], root: &[u8], figure: fn(&[u8], &Files) -> Option<i64>) -> Option<i64> {
     let mut parts = line.splitn(3, |b| *b == b':');
     let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
@@ -179,7 +187,7 @@ fn of_line(line: &[u8], root: &[u8], figure: fn(&[u8], &Files) -> Option<i64>) -
 /// The files of one version of control groups.
 struct Files {
     mount: &'static [u8],
-    /// Names of the limit files; the smallest limit applies.
+    /// Names of the files that contain limits; the smallest limit applies.
     most: &'static [&'static [u8]],
     used: &'static [u8],
     /// The field of `memory.stat` that counts page cache, which the kernel reclaims first.
@@ -199,19 +207,20 @@ fn read(group: &[u8], name: &[u8]) -> Vec<u8> {
     CString::new([group, name].concat()).map(|path| file::read(&path)).unwrap_or_default()
 }
 
-/// The limit of a group; `None` if it has none. `memory.high` counts too: above it the kernel throttles each allocation
-/// of the group's threads, because it cannot reclaim memory that is registered with the driver.
+/// Returns the limit of a cgroup, or `None` if it has no limit. `memory.high` is also a limit: above
+/// it, the kernel throttles every allocation of the cgroup, because it cannot reclaim memory that is
+/// registered with the driver.
 fn limit(group: &[u8], files: &Files) -> Option<u64> {
     let limits = files.most.iter().filter_map(|name| number(&read(group, name)));
     limits.min().filter(|most| *most < NO_LIMIT)
 }
 
-/// The part of a limit that is left to other memory.
+/// The part of a limit that is left to the cgroup's other memory.
 fn reserve(most: u64) -> u64 {
     (most / GROUP_PART).min(GROUP_RESERVE)
 }
 
-/// The room of a group; `None` if it has no limit.
+/// Returns the room in a cgroup, or `None` if the cgroup has no limit.
 fn of_group(group: &[u8], files: &Files) -> Option<i64> {
     let most = limit(group, files)?;
     let used = number(&read(group, files.used))?;
@@ -219,17 +228,17 @@ fn of_group(group: &[u8], files: &Files) -> Option<i64> {
     Some((most - reserve(most)).saturating_add(cached.min(used)) as i64 - used.min(NO_LIMIT) as i64)
 }
 
-/// The rest of the line that begins with a name.
+/// Returns the rest of the line that begins with `name`.
 fn line<'a>(text: &'a [u8], name: &[u8]) -> Option<&'a [u8]> {
     text.split(|b| *b == b'\n').find_map(|line| line.strip_prefix(name))
 }
 
-/// The number after a name.
+/// Returns the number after `name`.
 fn field(text: &[u8], name: &[u8]) -> Option<u64> {
     line(text, name).and_then(number)
 }
 
-/// The number of KiB after a name, in bytes.
+/// Returns the number of KiB after `name`, converted to bytes.
 fn kib(text: &[u8], name: &[u8]) -> Option<u64> {
     field(text, name).map(|kib| kib.saturating_mul(1024))
 }

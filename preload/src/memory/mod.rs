@@ -1,14 +1,17 @@
-//! The memory of one GPU as the program sees it, and where its contents really are.
+//! The program's memory on one GPU: its addresses, and the place where its contents are stored.
 //!
-//! - [`engine`]: ways to put chunks of memory on the GPU and take them off.
-//! - [`space`]: the program's allocations: addresses, sizes, chunks. [`account`]: their bytes.
-//! - [`chunk`]: the pieces that are moved. [`slab`]: one piece for many small allocations.
-//! - [`pool`]: blocks that are allocated and freed in stream order.
-//! - [`alias`]: addresses at which the program has mapped memory itself.
+//! - [`engine`]: ways to map chunks of memory on the GPU and unmap them.
+//! - [`space`]: the program's allocations: addresses, sizes, chunks. [`account`]: counts of their
+//!   bytes.
+//! - [`chunk`]: the units in which memory is moved. [`slab`]: one granule shared by many small
+//!   allocations.
+//! - [`pool`]: a stream-ordered allocator of blocks.
+//! - [`alias`]: additional addresses at which the program has mapped a chunk.
 //! - [`mover`]: eviction and restoring, only on the client's thread.
-//! - [`staging`]: buffers in host memory. [`headroom`]: how much host memory this process may take.
-//! - [`file`]: swap files, for copies that exceed host memory.
-//! - [`fingerprint`]: recognising contents without copying them.
+//! - [`staging`]: buffers in host memory. [`headroom`]: the host memory that this process may still
+//!   allocate.
+//! - [`file`]: swap files, for copies that do not fit in host memory.
+//! - [`fingerprint`]: hashes of chunks, which show whether a chunk has to be copied.
 //! - `waiter`: driver calls that may wait for running work.
 //! - [`foreign_devices`]: other devices that may access GPU memory.
 

@@ -1,24 +1,29 @@
-//! A stream-ordered allocator: hands out blocks of address space, and takes them back in stream order.
+//! A stream-ordered allocator: allocates and frees blocks of address space in stream order.
 //!
-//! Pure bookkeeping; [`super::space`] provides the segments and checks which frees are done. A freed block belongs to
-//! the stream in which it was freed: later work of that stream comes after the free, so an allocation in the same
-//! stream may reuse the block immediately. Other streams must wait until the free is done. This is tracked by number:
-//! the frees of all pools of a GPU are counted, and a fence covers all frees up to a number. Nothing else orders two
-//! streams here. In particular, no stream is made to wait for another: that would make it wait for work that the
-//! program submitted after the free, which may itself be waiting.
+//! This module is pure bookkeeping. [`super::space`] provides the segments and checks which frees are
+//! done.
 //!
-//! Segments are of two classes, so that small blocks do not fragment the room for large ones.
+//! A freed block belongs to the stream in which it was freed. Later work of that stream runs after the
+//! free, so an allocation in the same stream may reuse the block immediately. Other streams must wait
+//! until the free is done. Frees are therefore numbered, across all pools of a GPU, and a fence covers
+//! all frees up to a number.
+//!
+//! This allocator never makes one stream wait for another. The waiting stream would also wait for work
+//! that the program submitted after the free, and that work may itself be waiting.
+//!
+//! Segments are divided into two classes, so that small blocks do not fragment the space for large
+//! blocks.
 
 use alloc::{
     collections::{BTreeMap, BTreeSet},
     vec::Vec,
 };
 
-/// The size and alignment of blocks are multiples of this, in bytes: the driver's alignment of pool memory.
+/// Granularity of block sizes and addresses, in bytes: the driver's alignment of pool memory.
 pub const UNIT: u64 = 512;
 
-/// The size of a new segment, unless the allocation needs a larger one: the growth step of the driver's pools
-/// (580).
+/// Bytes of a new segment, unless the allocation needs a larger segment. The pools of driver 580 grow
+/// in the same steps.
 pub const SEGMENT: u64 = 32 << 20;
 
 /// The largest block of the small class, in bytes.
@@ -27,9 +32,10 @@ const SMALL: u64 = 1 << 20;
 /// Identifies a stream by numbers that are never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct StreamName {
-    /// The context of a default stream, which has one handle in all contexts; 0 for other streams.
+    /// The context of a default stream, because default streams have the same handle in all contexts. 0 for
+    /// other streams.
     pub context: u64,
-    /// The driver's number of the stream.
+    /// The driver's ID of the stream (`cuStreamGetId`).
     pub id: u64,
 }
 
@@ -40,15 +46,15 @@ impl StreamName {
     const LAST: Self = Self { context: u64::MAX, id: u64::MAX };
 }
 
-/// Which streams may reuse a free block without a wait. The order of the variants is the order of preference between
-/// blocks of one size.
+/// The streams that may reuse a free block without waiting. If several blocks have the same size,
+/// earlier variants are preferred.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Order {
     /// Later work of this stream.
     Stream(StreamName),
-    /// All streams: the free is done.
+    /// All streams, because the free is done.
     Done,
-    /// None, until the free is done.
+    /// No stream, until the free is done.
     Unknown,
 }
 
@@ -67,7 +73,7 @@ impl Class {
 #[derive(Debug, Clone, Copy)]
 struct Block {
     len: u64,
-    /// The segment that contains it.
+    /// Address of the segment that contains the block.
     segment: u64,
     class: Class,
     free: Option<Free>,
@@ -76,11 +82,11 @@ struct Block {
 #[derive(Debug, Clone, Copy)]
 struct Free {
     order: Order,
-    /// The number of the free; the highest number if several frees were joined.
+    /// The number of the free. If several free blocks were joined, the highest of their numbers.
     number: u64,
 }
 
-/// All values are in bytes.
+/// Size of a pool and of its used blocks, with their maxima, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Statistics {
     pub reserved: u64,
@@ -95,7 +101,7 @@ pub struct Pool {
     segments: BTreeMap<u64, u64>,
     /// All blocks of all segments, by address.
     blocks: BTreeMap<u64, Block>,
-    /// The free blocks.
+    /// The free blocks: class, order, length and address.
     free: BTreeSet<(Class, Order, u64, u64)>,
     statistics: Statistics,
 }
@@ -122,7 +128,7 @@ impl Pool {
         }
     }
 
-    /// The smallest free block that this stream may use for `len` bytes.
+    /// Returns the smallest free block of at least `len` bytes that `stream` may use now.
     fn find(&self, len: u64, stream: StreamName) -> Option<(Class, Order, u64, u64)> {
         let class = Class::of(len);
         let smallest =
@@ -136,7 +142,8 @@ impl Pool {
         self.find(len, stream).is_some_and(|(_, order, ..)| order != Order::Done)
     }
 
-    /// Allocates a block that this stream may use. `None` if no block of that length (a multiple of [`UNIT`]) is free.
+    /// Allocates a block of `len` bytes, a multiple of [`UNIT`], that `stream` may use now. Returns `None`
+    /// if there is no such free block.
     pub fn allocate(&mut self, len: u64, stream: StreamName) -> Option<u64> {
         let key = self.find(len, stream)?;
         let (class, order, _, at) = key;
@@ -154,8 +161,8 @@ impl Pool {
         Some(at)
     }
 
-    /// Frees a block in the given order. `number` identifies the free, and is higher than all earlier numbers. Returns
-    /// the length of the block; `None` if there is none.
+    /// Frees a block in the given order. `number` identifies the free and must exceed all earlier numbers.
+    /// Returns the length of the block, or `None` if no allocated block starts at `at`.
     pub fn free(&mut self, at: u64, order: Order, number: u64) -> Option<u64> {
         let block = self.blocks.get_mut(&at).filter(|block| block.free.is_none())?;
         block.free = Some(Free { order, number });
@@ -166,7 +173,7 @@ impl Pool {
         Some(block.len)
     }
 
-    /// Adds a free segment, from which a block of `len` bytes will be allocated next.
+    /// Adds a free segment of `segment` bytes, whose class fits a block of `len` bytes.
     pub fn grow(&mut self, base: u64, segment: u64, len: u64) {
         let (class, order) = (Class::of(len), Order::Done);
         self.segments.insert(base, segment);
@@ -201,7 +208,7 @@ impl Pool {
         let is_done = |at: &u64| self.blocks.get(at).and_then(|block| block.free).is_some_and(|f| f.number <= number);
         let done: Vec<u64> = free.map(|(.., at)| *at).filter(is_done).collect();
         for at in done {
-            // It may already have been joined with another of these blocks.
+            // A previous iteration may have joined this block with its neighbour.
             let Some(block) = self.blocks.get(&at).copied() else { continue };
             self.take_out(at, &block);
             let free = Some(Free { order: Order::Done, number: 0 });
@@ -211,7 +218,7 @@ impl Pool {
         }
     }
 
-    /// Joins a free block with adjacent free blocks of the same order.
+    /// Joins a free block with adjacent free blocks of the same segment and order.
     fn join(&mut self, at: u64) {
         let Some((mut at, mut block)) = self.blocks.get(&at).map(|block| (at, *block)) else { return };
         let Some(mut free) = block.free else { return };
@@ -242,14 +249,15 @@ impl Pool {
         }
     }
 
-    /// Whether the freed block at this address is its whole segment, and done.
+    /// Whether the segment consists of one free block whose free is done.
     fn is_idle(&self, base: u64, len: u64) -> bool {
         let block = self.blocks.get(&base);
         block.is_some_and(|block| block.len == len && block.free.is_some_and(|free| free.order == Order::Done))
     }
 
-    /// Removes segments that hold nothing and that no work can use any more, the largest first, until no more than
-    /// `keep` bytes are left. Returns their addresses.
+    /// Removes idle segments, largest first, until at most `keep` bytes are left. A segment is idle if no
+    /// block of it is allocated and no work can still use it. Returns the addresses of the removed
+    /// segments.
     pub fn trim(&mut self, keep: u64) -> Vec<u64> {
         if self.statistics.reserved <= keep {
             return Vec::new();
@@ -265,7 +273,7 @@ impl Pool {
         taken
     }
 
-    /// The bytes of segments that hold nothing and that no work can use any more.
+    /// Bytes of idle segments, which [`trim`](Self::trim) would remove.
     pub fn idle(&self) -> u64 {
         self.segments.iter().filter(|(base, len)| self.is_idle(**base, **len)).map(|(_, len)| len).sum()
     }
@@ -273,7 +281,7 @@ impl Pool {
     fn remove_segment(&mut self, base: u64) {
         let Some(len) = self.segments.remove(&base) else { return };
         if let Some(block) = self.blocks.get(&base).copied() {
-            self.take_out(base, &block); // it covers the whole segment
+            self.take_out(base, &block); // the block covers the whole segment
         }
         self.statistics.reserved -= len;
     }
@@ -380,12 +388,12 @@ mod tests {
         );
     }
 
-    /// The state of every unit of memory, without joining, splitting or searching.
+    /// A simple model to compare with: the state of each unit, without joining, splitting or searching.
     #[derive(Debug, Default)]
     struct Model {
         segments: BTreeMap<u64, u64>,
         live: BTreeMap<u64, u64>,
-        /// Units that were freed: the order of the last free, and its number.
+        /// Freed units: the order and the number of the last free.
         freed: BTreeMap<u64, (Order, u64)>,
     }
 

@@ -1,15 +1,15 @@
-//! A slab: one granule shared by small allocations, in units of 512 bytes (the driver's alignment of small
-//! allocations).
+//! A slab: one granule divided into units of 512 bytes, the driver's alignment of small allocations.
 
 use super::engine::GRANULE;
 
 pub const UNIT: u64 = 512;
 const UNITS: usize = (GRANULE / UNIT) as usize;
 
-/// The largest allocation that goes into a slab, in bytes. The driver aligns larger ones to 2 MiB.
+/// The largest allocation that is placed in a slab, in bytes. The driver aligns larger allocations to 2
+/// MiB.
 pub const LARGEST: u64 = 512 << 10;
 
-/// The units in use.
+/// The allocation state of a slab's units.
 #[derive(Debug)]
 pub struct Slab {
     taken: [u64; UNITS / 64],
@@ -36,7 +36,7 @@ impl Slab {
         }
     }
 
-    /// Allocates `size` bytes. Returns the offset in the slab.
+    /// Allocates `size` bytes and returns their offset in the slab.
     pub fn take(&mut self, size: u64) -> Option<u64> {
         let units = size.div_ceil(UNIT).max(1) as usize;
         if units > self.free {

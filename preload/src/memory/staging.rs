@@ -1,10 +1,10 @@
-//! Host memory that chunks are copied to: anonymous huge pages, registered with the driver so that copies run at the
-//! speed of the link. `cuMemHostAlloc` allocates 3 GiB/s of such memory [H200]; registered pages are allocated as fast
-//! as the kernel provides them.
+//! Host buffers for copies of chunks. The buffers are anonymous huge pages, registered with the driver
+//! so that copies run at the speed of the link. `cuMemHostAlloc` would allocate only 3 GiB/s [H200].
+//! Registered pages are allocated as fast as the kernel provides them.
 //!
-//! Chunks of host memory created with `cuMemCreate` could stay mapped at the addresses of evicted chunks. Creating them
-//! takes four times as long, no container limit applies to them, and a process that has any cannot be restored from a
-//! checkpoint (`bench/RESULTS.md`).
+//! Rejected: host memory created with `cuMemCreate`, which could stay mapped at the addresses of
+//! evicted chunks. Its creation takes four times as long, and no container limit applies to it. A
+//! process that uses it cannot be restored from a checkpoint (`bench/RESULTS.md`).
 
 use super::headroom::{Claim, addresses_left};
 use crate::{
@@ -28,31 +28,33 @@ use rustix::{
 
 /// The size of a huge page.
 const HUGE: usize = 2 << 20;
-/// Bytes whose pages are allocated between two checks whether the host has room. Several programs may find the same
-/// room at the same time: each of their threads then allocates this many bytes too many, which the reserve of the
-/// cgroup absorbs.
+/// Bytes whose pages are allocated between two checks of the host's free memory. Several programs may
+/// find the same free memory at once. Each of their threads then allocates up to this many bytes too
+/// many, which the reserve of the cgroup absorbs.
 const PIECE: usize = 16 << 20;
-/// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for every context, and for kernels.
+/// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: all contexts and kernels can use the
+/// memory.
 const REGISTER_FLAGS: u32 = 1 | 2;
 
-/// The host buffer of one chunk. Dropping it frees the memory. A registered buffer goes to the
-/// [`waiter`](super::waiter) instead.
+/// The host buffer of one chunk. Dropping an unregistered buffer frees its memory. A registered buffer
+/// must be passed to the [`waiter`](super::waiter) instead.
 #[derive(Debug)]
 pub struct Buffer {
     address: usize,
     len: usize,
-    /// The context with which it is registered; 0 for none.
+    /// The context in which the buffer is registered; 0 for none.
     registered: usize,
 }
 
 impl Buffer {
-    /// A buffer of `len` bytes with all its pages; `None` if the host has no room for it.
+    /// Allocates a buffer of `len` bytes with all its pages. Returns `None` if the host has no room.
     pub fn new(len: u64) -> Option<Self> {
         Self::reserve(&[len])?.pop().filter(Self::fill)
     }
 
-    /// Reserves buffers of these sizes without pages, from one mapping, since creating a mapping blocks threads that
-    /// allocate pages. If a limit leaves no addresses for one mapping, uses several, and may return fewer buffers.
+    /// Reserves buffers of these sizes without pages. One mapping serves all buffers, because creating a
+    /// mapping blocks threads that allocate pages. If the address limit rules out one mapping, uses several
+    /// mappings and may return fewer buffers.
     fn reserve_some(sizes: &[u64]) -> Vec<Self> {
         Self::reserve(sizes)
             .unwrap_or_else(|| sizes.iter().map_while(|size| Self::reserve(&[*size])).flatten().collect())
@@ -62,8 +64,8 @@ impl Buffer {
     fn reserve(sizes: &[u64]) -> Option<Vec<Self>> {
         let len = usize::try_from(sizes.iter().sum::<u64>()).ok()?;
         let whole = len.checked_add(HUGE).filter(|whole| *whole as u64 <= addresses_left())?;
-        // SAFETY: a new anonymous mapping; unmapping its ends aligns it to huge pages, and the advice applies to the
-        // rest.
+        // SAFETY: the mapping is new and anonymous. Unmapping its ends aligns it to huge pages, and the other
+        // calls apply to the rest.
         let start = unsafe {
             let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
             let map = mmap_anonymous(core::ptr::null_mut(), whole, ProtFlags::empty(), flags).ok()?;
@@ -73,14 +75,14 @@ impl Buffer {
                     let _ = munmap(at as *mut c_void, end - at);
                 }
             }
-            // After `mlockall` the kernel allocates all pages of a mapping as soon as it is writable, even if the host
-            // lacks memory.
+            // After `mlockall`, the kernel would allocate all pages of a mapping when it becomes writable, even if
+            // the host lacks memory.
             let _ = munlock(start as *mut c_void, len);
             if mprotect(start as *mut c_void, len, MprotectFlags::READ | MprotectFlags::WRITE).is_err() {
                 let _ = munmap(start as *mut c_void, len);
                 return None;
             }
-            // Set before the first touch, so that neither a child process nor a core file gets a copy.
+            // Set before the first access, so that child processes and core files contain no copy.
             for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump, Advice::LinuxHugepage] {
                 let _ = madvise(start as *mut c_void, len, advice);
             }
@@ -95,15 +97,15 @@ impl Buffer {
         Some(buffers.collect())
     }
 
-    /// Allocates the pages; `false` if the host has no room for them.
+    /// Allocates the pages. Returns `false` if the host has no room for them.
     fn fill(&self) -> bool {
         (0..self.len).step_by(PIECE).all(|at| self.fill_piece(at, PIECE.min(self.len - at)))
     }
 
     fn fill_piece(&self, at: usize, len: usize) -> bool {
-        // Checked here, since other processes may have taken the memory a moment ago.
+        // Checked for each piece, because other processes may have allocated memory since the last check.
         let Some(_claim) = Claim::new(len as u64) else { return false };
-        // SAFETY: memory of ours that is not in use yet.
+        // SAFETY: the memory belongs to this buffer and is not in use yet.
         unsafe {
             let address = self.address().byte_add(at);
             match madvise(address, len, Advice::LinuxPopulateWrite) {
@@ -118,11 +120,11 @@ impl Buffer {
         }
     }
 
-    /// Registers the buffer in the current context, so that copies are asynchronous and fast. Copies still work if that
-    /// fails.
+    /// Registers the buffer in the current context, so that copies are asynchronous and fast. If
+    /// registration fails, copies still work, but slower.
     pub fn register(&mut self, context: usize) {
         if self.registered == 0 {
-            // SAFETY: memory of ours that stays mapped until unregistered.
+            // SAFETY: the memory belongs to this buffer and stays mapped until it is unregistered.
             let result = capture::beside(|_| unsafe {
                 driver::cuMemHostRegister_v2(self.address as *mut c_void, self.len, REGISTER_FLAGS)
             });
@@ -132,8 +134,9 @@ impl Buffer {
         }
     }
 
-    /// Unregisters the buffer, so that the kernel can page it out again. The caller has made the context with which it
-    /// is registered current, and ensures that no capture is invalidated. The driver may wait for running work.
+    /// Unregisters the buffer, so that the kernel can page its memory out again. The context in which the
+    /// buffer is registered must be current, and the caller ensures that no capture is invalidated. The
+    /// driver may wait for running work.
     pub fn unregister(&mut self) {
         if core::mem::take(&mut self.registered) != 0 {
             // SAFETY: the buffer is registered, and no copy uses it.
@@ -141,12 +144,12 @@ impl Buffer {
         }
     }
 
-    /// The context with which it is registered.
+    /// The context in which the buffer is registered.
     pub fn registered_with(&self) -> Option<usize> {
         (self.registered != 0).then_some(self.registered)
     }
 
-    /// Called when a context is gone, and the registration with it.
+    /// Marks the buffer as unregistered if it was registered in this context, which no longer exists.
     pub fn forget_context(&mut self, context: usize) {
         if self.registered == context {
             self.registered = 0;
@@ -157,17 +160,17 @@ impl Buffer {
         self.address as *mut c_void
     }
 
-    /// The contents. No copy may write to the buffer.
+    /// The contents. No copy may write to the buffer during the borrow.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: all of the buffer is mapped, and zeroed until a copy writes to it. The caller ensures that none does
-        // now.
+        // SAFETY: the whole buffer is mapped, and zeroed until a copy writes to it. The caller ensures that no
+        // copy writes to the buffer now.
         unsafe { core::slice::from_raw_parts(self.address as *const u8, self.len) }
     }
 
-    /// The contents, for writing. No copy may use the buffer.
+    /// The contents, for writing. No copy may use the buffer during the borrow.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: all of the buffer is mapped, the caller ensures that no copy uses it, and `self` is borrowed
-        // exclusively.
+        // SAFETY: the whole buffer is mapped, and `self` is borrowed exclusively. The caller ensures that no
+        // copy uses the buffer.
         unsafe { core::slice::from_raw_parts_mut(self.address as *mut u8, self.len) }
     }
 
@@ -182,17 +185,18 @@ impl Drop for Buffer {
         if self.registered != 0 {
             return; // the driver would copy to any memory that reuses the address
         }
-        // SAFETY: no copy uses it any more: buffers are dropped after their copies are done.
+        // SAFETY: no copy uses the buffer, because buffers are dropped after their copies are done.
         let _ = unsafe { munmap(self.address as *mut c_void, self.len) };
     }
 }
 
-/// Allocates buffers on several threads, since most of the time is spent touching pages. Buffers can be taken as they
-/// are finished.
+/// Allocates buffers on several threads, because most of the time is spent on page faults. Each buffer
+/// can be taken as soon as its pages are allocated.
 ///
-/// A thread's first driver call may wait for the loader's lock, which another thread holds while it runs constructors
-/// of a library: perhaps until this eviction is over. So nothing waits for a thread before that call has returned; the
-/// thread that takes the buffers allocates them itself.
+/// A thread's first driver call may wait for the dynamic loader's lock. Another thread holds that lock
+/// while it runs a library's constructors, perhaps until this eviction is over. Therefore the eviction
+/// waits for no thread whose first driver call has not returned: [`take`](Self::take) allocates a
+/// buffer itself instead.
 #[derive(Debug)]
 pub struct StagingAllocator(Arc<Queue>);
 
@@ -200,9 +204,9 @@ pub struct StagingAllocator(Arc<Queue>);
 #[derive(Debug)]
 pub enum Taken {
     Buffer(Buffer),
-    /// Threads are allocating.
+    /// Other threads are still allocating buffers.
     Later,
-    /// The host has no room, or no such buffer was requested.
+    /// The host has no room, or no buffer of that size was requested.
     Nothing,
 }
 
@@ -219,14 +223,14 @@ struct Queue {
 struct BufferState {
     /// Buffers without pages. The last one is needed first.
     unfilled: Vec<Buffer>,
-    /// Buffers that threads have taken from `unfilled`.
+    /// The number of buffers whose pages threads are allocating.
     filling: usize,
     filled: Vec<Buffer>,
 }
 
 impl StagingAllocator {
-    /// Allocates buffers of these sizes, registered with that context, until the host has no room, on at most `workers`
-    /// threads.
+    /// Starts at most `workers` threads. They allocate buffers of these sizes and register them in
+    /// `context`, until the host has no room.
     pub fn start(sizes: &[u64], context: usize, work: &'static Work, workers: usize) -> Self {
         let mut unfilled = Buffer::reserve_some(sizes);
         unfilled.reverse();
@@ -243,7 +247,8 @@ impl StagingAllocator {
         Self(queue)
     }
 
-    /// Takes a buffer of that size with its pages: a finished one, or a new one if no thread is allocating.
+    /// Takes a buffer of `len` bytes with its pages: a finished buffer, or a new buffer if no thread is
+    /// allocating.
     pub fn take(&self, len: u64) -> Taken {
         let mut state = self.0.state.lock();
         if let Some(at) = state.filled.iter().position(|buffer| buffer.len() == len) {
@@ -258,18 +263,19 @@ impl StagingAllocator {
         if self.0.fill(&buffer) { Taken::Buffer(buffer) } else { Taken::Nothing }
     }
 
-    /// Whether threads allocate no more: all buffers are finished, the host has no room, or no thread could allocate.
+    /// Whether all threads have stopped allocating: all buffers are finished, the host has no room, or no
+    /// thread could allocate.
     pub fn is_done(&self) -> bool {
         let state = self.0.state.lock();
         self.0.workers.load(Ordering::SeqCst) == 0 || (state.unfilled.is_empty() && state.filling == 0)
     }
 
-    /// Stops allocating buffers, except those already started.
+    /// Stops the allocation of buffers. Buffers that are already being allocated are finished.
     pub fn stop(&self) {
         self.0.stop();
     }
 
-    /// The finished buffers that have not been taken.
+    /// Takes all finished buffers.
     pub fn rest(&self) -> Vec<Buffer> {
         core::mem::take(&mut self.0.state.lock().filled)
     }
@@ -277,12 +283,12 @@ impl StagingAllocator {
 
 impl Queue {
     fn run(&self) {
-        // This first driver call may wait; the thread holds no buffer and no context yet.
+        // This first driver call may wait. The thread has not yet taken a buffer or entered a context.
         let _ = current_or_null();
         while let Some(mut buffer) = self.next() {
             let filled = self.fill(&buffer);
             if filled {
-                // A context that is being destroyed is not entered.
+                // `enter` refuses a context that is being destroyed. The buffer then stays unregistered.
                 let _ = self.work.enter(self.context, || buffer.register(self.context));
             }
             let mut state = self.state.lock();
@@ -299,7 +305,8 @@ impl Queue {
         Some(buffer)
     }
 
-    /// Allocates the pages of a buffer. If the host has no room for them, it has none for the other buffers.
+    /// Allocates the pages of a buffer. If the host has no room for them, stops the allocation of all other
+    /// buffers too.
     fn fill(&self, buffer: &Buffer) -> bool {
         let filled = buffer.fill();
         if !filled {
@@ -310,6 +317,6 @@ impl Queue {
 
     fn stop(&self) {
         let unfilled = core::mem::take(&mut self.state.lock().unfilled);
-        drop(unfilled); // not under the lock, as unmapping takes long
+        drop(unfilled); // not under the lock, because unmapping takes long
     }
 }

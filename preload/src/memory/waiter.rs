@@ -1,9 +1,10 @@
-//! Driver calls that may wait for running work: unregistering host buffers, and loading the fingerprint kernel. A
-//! thread that holds no lock makes them for one GPU, and ends when none are left.
+//! Driver calls that may wait for running work: unregistering host buffers, and loading the fingerprint
+//! kernel. One thread per GPU makes these calls. The thread holds no lock, and ends when no calls are
+//! left.
 //!
-//! A call is made once the driver says that the work submitted to its context before is done. Otherwise the driver
-//! itself might wait for work that ends only after the program's next call, and that call might have to wait inside the
-//! driver too.
+//! The thread makes a call only after all earlier work of the call's context is done. Otherwise the
+//! driver might wait for work that ends only after the program's next call, and the driver might block
+//! that call too.
 
 use super::{file::HostCopy, fingerprint::Fingerprinter};
 use crate::{
@@ -19,13 +20,13 @@ use crate::{
 use alloc::{collections::VecDeque, sync::Arc, vec::Vec};
 use core::time::Duration;
 
-/// The interval between polls of the awaited work. It doubles while no job finishes, up to the longest: a kernel may
-/// run until its program ends.
+/// The interval between polls of the awaited work. The interval doubles, up to
+/// `LONGEST_RETRY_INTERVAL`, until a job finishes: a kernel may run until its program ends.
 const RETRY_INTERVAL: Duration = Duration::from_millis(2);
 const LONGEST_RETRY_INTERVAL: Duration = Duration::from_millis(32);
 
-/// For this time after a context's work was seen done, calls do not wait for later work: a program that is never idle
-/// queues less work than this.
+/// The time for which a context's work counts as done after it was found done. Jobs may then wait for
+/// later work, but a program that is never idle has less work queued than this.
 const PASSED_FOR: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
@@ -51,22 +52,23 @@ struct WaiterState {
 
 #[derive(Debug)]
 enum Job {
-    /// Unregisters a buffer, and then returns or frees it.
+    /// Unregisters a buffer. The buffer then returns to its place, or is freed if no place is given.
     Unregister(HostCopy, Option<Place>),
     /// Loads the fingerprint kernel into this context.
     Load(usize),
 }
 
-/// The chunk that a copy belongs to.
+/// The chunk to which a copy belongs.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Place {
     pub base: u64,
     pub offset: u64,
-    /// The copy is the chunk's only contents, and the chunk is in flight until the copy is returned.
+    /// Whether the chunk has no other contents. The chunk then counts as in flight until the copy is
+    /// returned.
     pub is_away: bool,
 }
 
-/// The results of the thread.
+/// The results of finished jobs.
 #[derive(Debug, Default)]
 pub(super) struct Finished {
     /// Bytes of buffers that have been freed.
@@ -83,17 +85,19 @@ impl Waiter {
         self.0.work
     }
 
-    /// Queues the unregistering of a copy's buffer, which is then freed or returned.
+    /// Queues the unregistering of a copy's buffer. The copy then returns to `back_to`, or is freed if that
+    /// is `None`.
     pub fn unregister(&self, copy: HostCopy, back_to: Option<Place>) {
         self.0.state.lock().jobs.push_back(Job::Unregister(copy, back_to));
         self.start();
     }
 
-    /// Queues loading the fingerprint kernel into this context, unless that is in progress.
+    /// Queues the loading of the fingerprint kernel into this context, unless the thread is running or the
+    /// job is already queued.
     pub fn load(&self, context: usize) {
         {
             let mut state = self.0.state.lock();
-            // The job in progress is in no list, but `is_running` is set.
+            // While a job is in progress, it is not in `jobs`. The running thread may be loading this kernel.
             if state.is_running || state.jobs.iter().any(|job| matches!(job, Job::Load(other) if *other == context)) {
                 return;
             }
@@ -102,14 +106,15 @@ impl Waiter {
         self.start();
     }
 
-    /// The outcome of [`load`](Self::load); `None` while it is pending.
+    /// Returns the outcome of [`load`](Self::load), or `None` while it is pending. The inner `None` means
+    /// that fingerprints cannot be computed.
     pub fn take_loaded(&self, context: usize) -> Option<Option<Fingerprinter>> {
         let mut state = self.0.state.lock();
         let at = state.loaded.iter().position(|(other, _)| *other == context)?;
         Some(state.loaded.swap_remove(at).1)
     }
 
-    /// Starts the thread if there are jobs and it isn't running.
+    /// Starts the thread if jobs are queued and the thread is not running.
     pub fn start(&self) {
         {
             let mut state = self.0.state.lock();
@@ -135,7 +140,8 @@ impl Waiter {
         Finished { freed: core::mem::take(&mut state.freed), returned: core::mem::take(&mut state.returned) }
     }
 
-    /// Called when a context is gone, and the code loaded into it. Jobs detect this themselves.
+    /// Discards the kernel that was loaded into a context that no longer exists. Queued jobs detect the
+    /// missing context themselves.
     pub fn forget_context(&self, context: usize) {
         let of_context = |(other, _): &mut (usize, _)| *other == context;
         let loaded: Vec<_> = self.0.state.lock().loaded.extract_if(.., of_context).collect();
@@ -146,8 +152,8 @@ impl Waiter {
 impl Queue {
     fn run(&self) {
         let mut mode = STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: `mode` outlives the call. Nothing that this thread does may invalidate a stream capture of the
-        // program's threads.
+        // SAFETY: `mode` outlives the call. In relaxed mode, no call of this thread invalidates a stream
+        // capture of the program's threads.
         unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
         let mut passing = Vec::new();
         let mut retry = RETRY_INTERVAL;
@@ -175,11 +181,11 @@ impl Queue {
         connection::wake();
     }
 
-    /// Carries out a job, or returns it if it has to wait.
+    /// Carries out a job. Returns the job if it has to wait.
     fn carry_out(&self, job: Job, passing: &mut Vec<InContext>) -> Option<Job> {
         match job {
             Job::Unregister(mut copy, back_to) => {
-                // A registration ends with its context.
+                // A registration ends when its context is destroyed.
                 copy.buffer.registered_with().filter(|context| !self.work.knows(*context)).inspect(|context| {
                     copy.buffer.forget_context(*context);
                 });
@@ -193,7 +199,7 @@ impl Queue {
                     Some(place) => self.state.lock().returned.push((place, copy)),
                     None => {
                         let len = copy.buffer.len();
-                        drop(copy); // first, as it takes long
+                        drop(copy); // before locking, because unmapping takes long
                         self.state.lock().freed += len;
                     }
                 }
@@ -201,7 +207,7 @@ impl Queue {
             Job::Load(context) => {
                 let load = || {
                     let loaded = Fingerprinter::new(context).ok();
-                    // Inside the context, so that the context is not destroyed before the result is stored.
+                    // Stored before the context is left, so that the context cannot be destroyed before then.
                     self.state.lock().loaded.push((context, loaded));
                 };
                 let has_passed = self.has_passed(context, passing);
@@ -213,7 +219,7 @@ impl Queue {
         None
     }
 
-    /// Whether the work given to this context before the first query is done.
+    /// Whether the work submitted to this context before the first query is done.
     fn has_passed(&self, context: usize, passing: &mut Vec<InContext>) -> bool {
         passing.retain(|other| other.passed_at.is_none_or(|at| at.elapsed() < PASSED_FOR));
         let known = passing.iter().position(|other| other.context == context);
@@ -229,7 +235,7 @@ impl Queue {
     }
 }
 
-/// The awaited work of a context.
+/// The work of a context that jobs wait for.
 #[derive(Debug)]
 struct InContext {
     context: usize,

@@ -1,8 +1,8 @@
-//! Stream captures, which calls of this library must not invalidate.
+//! Stream captures. Calls of this library must not invalidate them.
 //!
-//! Depending on its mode, a capture is invalidated by a concurrent query or context-wide event. [`beside`] makes such
-//! calls either while no capture can begin, or with the thread in relaxed mode, in which queries are allowed during a
-//! capture (driver 580).
+//! Depending on its mode, a capture is invalidated by a concurrent query or context-wide event.
+//! [`beside`] makes such calls while no capture can begin. If a capture is already active, it makes
+//! them in relaxed mode, in which queries are allowed (driver 580).
 
 use super::streams::context_of;
 use crate::{
@@ -19,10 +19,11 @@ use core::{
     time::Duration,
 };
 
-/// The number of captures in this process. Changed under the write lock of [`STARTING`].
+/// The number of captures in this process. It increases only under the write lock of [`STARTING`].
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 static STARTING: RwLock<()> = RwLock::new(Rank::CaptureStart, ());
-/// The number of threads in [`synchronizing`], and the time after which each has begun its call.
+/// The number of threads in [`synchronizing`]. After `SYNCHRONIZING_BEGINS`, each of them has entered
+/// its driver call.
 static SYNCHRONIZING: AtomicUsize = AtomicUsize::new(0);
 const SYNCHRONIZING_BEGINS: Duration = Duration::from_millis(1);
 static CAPTURES: Mutex<Vec<Capture>> = Mutex::new(Rank::Captures, Vec::new());
@@ -31,17 +32,17 @@ static CAPTURES: Mutex<Vec<Capture>> = Mutex::new(Rank::Captures, Vec::new());
 #[derive(Debug, Clone, Copy)]
 struct Member {
     stream: usize,
-    /// The per-thread stream has one handle in all threads, so the thread identifies it too.
+    /// Identifies the per-thread stream, whose handle is the same in all threads; 0 for other streams.
     thread: usize,
     context: usize,
 }
 
 #[derive(Debug)]
 struct Capture {
-    /// The driver's number; 0 if it assigns none.
+    /// The driver's ID of the capture; 0 if the driver assigns none.
     id: u64,
-    /// The origin stream, which ends the capture, then the streams that have joined it. The capture ends if the context
-    /// of the origin is destroyed.
+    /// The origin stream, which ends the capture, followed by the streams that have joined the capture. The
+    /// capture also ends if the context of the origin is destroyed.
     members: Vec<Member>,
 }
 
@@ -67,18 +68,18 @@ pub fn any() -> bool {
     COUNT.load(Ordering::Relaxed) != 0
 }
 
-/// Whether work submitted to this stream goes into a graph instead of to the GPU.
+/// Whether work submitted to this stream is captured into a graph instead of running on the GPU.
 pub fn is_capturing(stream: CUstream) -> bool {
     let mut status = STREAM_CAPTURE_STATUS_NONE;
-    // SAFETY: `status` outlives the call, which is allowed at any time. It fails for the legacy stream during a
-    // capture, but that stream does not capture.
+    // SAFETY: `status` outlives the call, which is always allowed. The call fails for the legacy stream
+    // during a capture, but that stream itself never captures.
     let result = unsafe { driver::cuStreamIsCapturing(stream, &mut status) };
     result == SUCCESS && status != STREAM_CAPTURE_STATUS_NONE
 }
 
-/// Runs `call` so that it invalidates no capture. Its argument says whether a capture is active: `call` must then leave
-/// out operations that are never allowed during one (context-wide events and synchronisation). No capture can begin
-/// until `call` returns, so it must be short.
+/// Runs `call` so that it invalidates no capture. The argument of `call` says whether a capture is
+/// active. `call` must then omit operations that are never allowed during a capture: context-wide
+/// events and synchronization. No capture can begin until `call` returns, so `call` must be short.
 pub fn beside<R>(call: impl FnOnce(bool) -> R) -> R {
     let _no_start = STARTING.read();
     if any() { relaxed(|| call(true)) } else { call(false) }
@@ -87,15 +88,15 @@ pub fn beside<R>(call: impl FnOnce(bool) -> R) -> R {
 /// Runs `call`, which may take long, so that it invalidates no capture of another thread.
 pub fn relaxed<R>(call: impl FnOnce() -> R) -> R {
     let mut mode = STREAM_CAPTURE_MODE_RELAXED;
-    // SAFETY: `mode` outlives both calls; the second one restores the thread's mode.
+    // SAFETY: `mode` outlives both calls. The second call restores the thread's mode.
     unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
     let result = call();
     unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
     result
 }
 
-/// Makes a call that waits for a whole context, which invalidates any capture that is active when it begins. `None` if
-/// one is active.
+/// Makes a call that waits for a whole context. The start of such a call invalidates all active
+/// captures, so this function returns `None` if a capture is active.
 pub fn synchronizing<R>(call: impl FnOnce() -> R) -> Option<R> {
     {
         let _no_start = STARTING.read();
@@ -109,12 +110,12 @@ pub fn synchronizing<R>(call: impl FnOnce() -> R) -> Option<R> {
     Some(result)
 }
 
-/// `cuStreamBeginCapture` in any of its versions.
+/// Implements all versions of `cuStreamBeginCapture`.
 pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
     if !gate::is_active() {
         return call();
     }
-    // Queried before the stream captures.
+    // The context must be queried before the stream captures.
     let context = context_of(stream).unwrap_or(core::ptr::null_mut());
     let _start = STARTING.write();
     if SYNCHRONIZING.load(Ordering::SeqCst) > 0 {
@@ -130,8 +131,8 @@ pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
     result
 }
 
-/// Makes a call that waits for an event. The stream, which does not capture, may join a capture that way; then this
-/// returns the contexts of the stream and of the capture.
+/// Makes a call by which `stream`, which does not capture, waits for an event. The stream may thereby
+/// join a capture. If so, also returns the contexts of the stream and of the capture's origin.
 pub fn joining(stream: CUstream, call: impl FnOnce() -> CUresult) -> (CUresult, Option<[CUcontext; 2]>) {
     let Some(context) = context_of(stream) else { return (call(), None) };
     let result = call();
@@ -146,7 +147,7 @@ pub fn joining(stream: CUstream, call: impl FnOnce() -> CUresult) -> (CUresult, 
     (result, origin.map(|origin| [context, origin]))
 }
 
-/// The context of a capturing stream; `None` if it is not known.
+/// Returns the context of a capturing stream, or `None` if it is not known.
 pub(super) fn context_of_member(stream: CUstream) -> Option<CUcontext> {
     let wanted = Member::of(stream, core::ptr::null_mut());
     let captures = CAPTURES.lock();
@@ -154,15 +155,15 @@ pub(super) fn context_of_member(stream: CUstream) -> Option<CUcontext> {
     member.map(|member| member.context as CUcontext)
 }
 
-/// The driver's number of this stream's capture; 0 if it assigns none.
+/// Returns the driver's ID of this stream's capture; 0 if the driver assigns none.
 fn id_of(stream: CUstream) -> u64 {
     let (mut status, mut id) = (STREAM_CAPTURE_STATUS_NONE, 0);
-    // SAFETY: `status` and `id` outlive the call, which is allowed at any time.
+    // SAFETY: `status` and `id` outlive the call, which is always allowed.
     unsafe { driver::cuStreamGetCaptureInfo(stream, &mut status, &mut id) };
     id
 }
 
-/// Called when the capture on this stream has ended, or the stream has been destroyed.
+/// Called when the capture on this stream has ended or the stream has been destroyed.
 pub fn end(stream: CUstream) {
     if !is_known() {
         return;
@@ -171,13 +172,13 @@ pub fn end(stream: CUstream) {
     forget(|capture| capture.origin().is_none_or(|origin| origin.is(&wanted)));
 }
 
-/// Called when a context has been destroyed, and with it the captures in it.
+/// Called when a context has been destroyed. The captures that originated in it have ended.
 pub fn end_all_in(context: CUcontext) {
     forget(|capture| capture.origin().is_none_or(|origin| origin.context == context as usize));
 }
 
-/// Whether there may be known captures. False in the child of a fork: the count is the parent's, and another thread may
-/// have held the lock.
+/// Whether captures may exist. False in the child of a fork, where the count is the parent's and the
+/// lock may have been held by another thread.
 fn is_known() -> bool {
     any() && gate::is_active()
 }

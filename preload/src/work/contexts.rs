@@ -17,18 +17,19 @@ use core::{
     time::Duration,
 };
 
-/// The only context that the program has had so far; 0 before the first, [`SEVERAL`] from the second on.
+/// The only context that the program has had so far. 0 before the first context, [`SEVERAL`] from the
+/// second on.
 static ONLY: AtomicUsize = AtomicUsize::new(0);
 
 const SEVERAL: usize = usize::MAX;
 
-/// Whether the program has never had another context than this one.
+/// Whether the program has had no context other than this.
 pub(super) fn is_only(context: CUcontext) -> bool {
     !context.is_null() && ONLY.load(Ordering::Acquire) == context as usize
 }
 
-/// Records that the program has this context, on any GPU, even one that this library does not support. Called before
-/// any thread can launch to it, except the thread that creates it.
+/// Records that the program has this context, on any GPU, including GPUs that this library does not
+/// support. Called before any thread except the creating thread can launch work in the context.
 pub fn is_there(context: CUcontext) {
     let context = context as usize;
     let only = ONLY.compare_exchange(0, context, Ordering::AcqRel, Ordering::Acquire);
@@ -37,37 +38,37 @@ pub fn is_there(context: CUcontext) {
     }
 }
 
-/// Records that the program has, or is about to have, contexts other than its first. From now on a handle does not
-/// identify the legacy stream.
+/// Records that the program has had, or is about to create, a second context. From now on, the handle
+/// of the legacy stream does not identify the stream.
 pub fn are_several() {
     if ONLY.swap(SEVERAL, Ordering::AcqRel) != SEVERAL {
         epoch::end();
     }
 }
 
-/// The interval between checks whether threads have left a context, or another thread has destroyed it.
+/// The interval between checks whether threads have left a context or another thread has destroyed it.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
-/// A context that the program is destroying. The driver's call waits for the context's work, and the client's thread,
-/// the gates and other threads must not wait for the call. So during the call this library holds no lock and does not
-/// enter the context.
+/// A context that the program is destroying. The driver's call waits for the context's work, but the
+/// client's thread, the gates and other threads must not wait for that call. So during the call this
+/// library holds no lock and does not enter the context.
 #[derive(Debug)]
 pub(super) struct Dying {
     context: Context,
     streams: BTreeMap<Stream, StreamState>,
-    /// A point that is done when the context is gone, and its work with it.
+    /// A point that is done when the context, and therefore its work, has ended.
     pub(super) end: Arc<Point>,
 }
 
 impl Work {
-    /// Counts another retain or attach of a known context. `false` if it is not known.
+    /// Counts another retain or attach of a known context. Returns `false` if the context is not known.
     pub fn use_context(&self, context: CUcontext) -> bool {
         let mut inner = self.inner.lock();
         let known = inner.context(context as usize);
         known.map(|context| context.uses += 1).is_some()
     }
 
-    /// Counts the creation, or another retain or attach, of a context that the program is not destroying.
+    /// Counts the creation, or another retain or attach, of a context that is not being destroyed.
     pub fn add_context(&self, context: CUcontext) {
         let mut inner = self.inner.lock();
         if !inner.has(context as usize) {
@@ -83,13 +84,13 @@ impl Work {
         self.inner.lock().is_dying(context as usize)
     }
 
-    /// Whether the program has this context, or is destroying it.
+    /// Whether the program has this context or is destroying it.
     pub fn knows(&self, context: usize) -> bool {
         self.inner.lock().known(context).is_some()
     }
 
-    /// Runs `f` in a context of the program, which is not destroyed until `f` returns, on a thread that holds no lock.
-    /// `None` if the context cannot be entered.
+    /// Runs `f` in a context of the program. The context is not destroyed until `f` returns. The calling
+    /// thread holds no lock. Returns `None` if the context cannot be entered.
     pub fn enter<R>(&self, context: usize, f: impl FnOnce() -> R) -> Option<R> {
         {
             let mut inner = self.inner.lock();
@@ -100,9 +101,9 @@ impl Work {
         result
     }
 
-    /// Makes a call that ends one use of a context, if other uses remain, so that the context stays. The context counts
-    /// as entered until the call has returned: otherwise another thread that ends the last use could destroy the
-    /// context during the call.
+    /// Makes a call that ends one use of a context. Returns `None` without a call if no other uses remain,
+    /// because the call would destroy the context. The context counts as entered until the call has
+    /// returned. Otherwise another thread that ends the last use could destroy the context during the call.
     pub fn releasing_context(&self, context: CUcontext, call: impl FnOnce() -> CUresult) -> Option<CUresult> {
         {
             let mut inner = self.inner.lock();
@@ -120,20 +121,20 @@ impl Work {
         Some(result)
     }
 
-    /// Called before a call that may destroy a context. On return, no thread of this library is in the context, and
-    /// none enters it. Returns `false` if the context is not known; otherwise
-    /// [`end_of_destroying`](Self::end_of_destroying) follows.
+    /// Called before a call that may destroy a context. On return, no thread of this library is in the
+    /// context, and none enters it. Returns `false` if the context is not known. Otherwise the caller must
+    /// call [`end_of_destroying`](Self::end_of_destroying) afterwards.
     pub fn begin_destroying(&self, context: CUcontext) -> bool {
         let handle = context as usize;
         {
             let mut inner = self.inner.lock();
-            // Another thread may be destroying it.
+            // Another thread may already be destroying the context.
             while inner.is_dying(handle) {
                 drop(inner);
                 time::sleep(POLL_INTERVAL);
                 inner = self.inner.lock();
             }
-            // A stream created from now on may have the handle of one that is destroyed with the context.
+            // From now on, a new stream may receive the handle of a stream that is destroyed with the context.
             epoch::end();
             let Some(at) = inner.contexts.iter().position(|context| context.handle == handle) else { return false };
             let context = inner.contexts.swap_remove(at);
@@ -150,15 +151,17 @@ impl Work {
         true
     }
 
-    /// Whether a context that is being destroyed is the last on this GPU.
+    /// Whether a context that is being destroyed is the last context on this GPU, apart from green
+    /// contexts.
     pub fn is_last(&self, context: CUcontext) -> bool {
         let inner = self.inner.lock();
         let others = inner.dying.iter().map(|dying| &dying.context).chain(&inner.contexts);
         others.filter(|other| other.handle != context as usize).all(|other| other.foreign)
     }
 
-    /// Called when the call has returned: the context is gone, or stays. If another thread has retained it at that
-    /// moment, the call has succeeded and the context stays with one use less.
+    /// Called when the destroying call has returned. The context then no longer exists, or it stays. If
+    /// another thread has retained the context during the call, the call succeeds and the context stays
+    /// with one use less.
     pub fn end_of_destroying(&self, context: CUcontext, is_gone: bool, result: CUresult) {
         let mut inner = self.inner.lock();
         let Some(at) = inner.dying.iter().position(|dying| dying.context.handle == context as usize) else { return };
@@ -175,8 +178,9 @@ impl Work {
         inner.streams.extend(streams);
     }
 
-    /// Uses each new context once on the client's thread, before other threads depend on it. On first use the driver
-    /// sets up thread-local storage. That may need the loader's lock, which a thread that waits at the gate may hold.
+    /// Uses each new context once on the client's thread, before other threads depend on that thread. On
+    /// first use, the driver sets up thread-local storage. This may need the dynamic loader's lock, which a
+    /// thread that waits at the gate may hold.
     pub fn warm_up_contexts(&self) {
         let mut inner = self.inner.lock();
         if let Some(context) = inner.contexts.iter_mut().find(|c| !c.foreign && !c.warm) {
@@ -198,20 +202,20 @@ impl Work {
         self.inner.lock().has(context as usize)
     }
 
-    /// Whether all work that may access memory of this GPU is in this context.
+    /// Whether all work that may access memory of this GPU runs in this context.
     pub fn is_all_in(&self, context: CUcontext) -> bool {
         let inner = self.inner.lock();
         self.peers() == 0 && inner.has(context as usize) && inner.contexts.len() == 1 && inner.dying.is_empty()
     }
 
-    /// Whether there are contexts, and all of them are broken.
+    /// Whether at least one context exists and all contexts are broken.
     pub fn are_all_broken(&self) -> bool {
         let inner = self.inner.lock();
         let mut own = inner.contexts.iter().filter(|c| !c.foreign).peekable();
         own.peek().is_some() && own.all(|context| is_broken_in(context.handle))
     }
 
-    /// The program's contexts on this GPU that can be used to copy memory.
+    /// Returns the program's contexts on this GPU that can be used to copy memory.
     pub fn contexts(&self) -> Vec<CUcontext> {
         self.inner.lock().contexts.iter().filter(|c| !c.foreign).map(|c| c.handle as CUcontext).collect()
     }
@@ -236,7 +240,7 @@ impl Inner {
         self.contexts.iter_mut().chain(dying).find(|c| c.handle == context)
     }
 
-    /// Called when a thread has left a context.
+    /// Records that a thread has left a context.
     pub(super) fn leave(&mut self, context: usize) {
         if let Some(context) = self.known(context) {
             context.users -= 1;

@@ -1,18 +1,18 @@
-//! Fences: whether all submitted work is done.
+//! Fences: they show whether all work submitted so far is done.
 
 use super::point::Point;
 use super::{Work, streams::Stream};
 use crate::driver::context::with_current;
 use alloc::{sync::Arc, vec::Vec};
 
-/// The largest number of streams for which samples are taken, since each sample costs an event per stream.
+/// The largest number of streams for which samples are taken. Each sample costs an event per stream.
 const MAX_SAMPLED_STREAMS: usize = 32;
 
-/// Covers everything that had been submitted when it was recorded.
+/// Covers all work that had been submitted when the fence was recorded.
 #[derive(Debug, Default)]
 pub struct Fence {
     pub(super) points: Vec<Arc<Point>>,
-    /// The fences of peers.
+    /// The fences of peer GPUs.
     pub(super) others: Vec<(&'static Work, Fence)>,
 }
 
@@ -23,8 +23,8 @@ impl Fence {
 }
 
 impl Work {
-    /// Records a fence behind all submitted work that may access memory of this GPU. `None` if that is not possible at
-    /// the moment, for instance because of a capture.
+    /// Records a fence behind all submitted work that may access memory of this GPU. Returns `None` if that
+    /// is impossible at the moment, for example because of a capture.
     pub fn fence(&self) -> Option<Fence> {
         let mut fence = self.fence_of_own()?;
         for work in self.peer_works() {
@@ -33,7 +33,7 @@ impl Work {
         Some(fence)
     }
 
-    /// Records a fence for a sample of the utilization, if it costs little.
+    /// Records a fence for a sample of the utilization, unless the program uses too many streams.
     pub fn sample(&self) -> Option<Fence> {
         let count = self.inner.lock().streams.len();
         if count > MAX_SAMPLED_STREAMS { None } else { self.fence() }
@@ -50,11 +50,11 @@ impl Work {
             self.find_room(&mut inner);
         }
         if !inner.recording.is_empty() {
-            return None; // a point follows in a moment
+            return None; // another thread is just recording a point
         }
         for stream in dirty {
-            // Only the stream's own thread can record a point there, and is about to. If the queue may be full, points
-            // are recorded as it empties.
+            // Some streams can only be used by one thread, which is about to record a point there. If the queue
+            // may be full, points are recorded when it has room again.
             let made = !inner.is_foreign(stream)
                 && inner.has_room()
                 && with_current(stream.context, || inner.point_with_room(stream).is_some()) == Ok(true);
@@ -66,15 +66,17 @@ impl Work {
         Some(fence)
     }
 
-    /// Whether all work that the fence covers in one context of this GPU is done; `None` if the driver does not say.
+    /// Whether all work that the fence covers in one context of this GPU is done. Returns `None` if the
+    /// driver's answer is inconclusive.
     pub fn is_done_in(&self, fence: &Fence, context: usize) -> Option<bool> {
-        // Prevents the destruction of the context.
+        // While the lock is held, the context cannot be destroyed.
         let _inner = self.inner.lock();
         let points = fence.points.iter().filter(|point| point.context == context);
         points.map(|point| point.progress()).find(|progress| *progress != Some(true)).unwrap_or(Some(true))
     }
 
-    /// Whether all work that the fence covers is done. A fence that is done stays done, and querying it costs nothing.
+    /// Whether all work that the fence covers is done. A fence that is done stays done and is not queried
+    /// again.
     pub fn is_done(&self, fence: &mut Fence) -> bool {
         while let Some((work, other)) = fence.others.last_mut() {
             if !work.is_done(other) {
@@ -82,7 +84,7 @@ impl Work {
             }
             fence.others.pop();
         }
-        // Prevents the destruction of contexts.
+        // While the lock is held, no context can be destroyed.
         let _inner = self.inner.lock();
         while let Some(point) = fence.points.last() {
             if !point.is_done() {

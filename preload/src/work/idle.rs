@@ -1,9 +1,10 @@
-//! Queries the driver whether contexts are idle, before memory is evicted.
+//! Asks the driver whether contexts are idle, before memory is evicted.
 //!
-//! The rest of this library only knows work that passed a hook. A kernel launched past the hooks, by a library that
-//! obtained the driver's own functions, must not lose its memory either. So before memory is evicted, the driver itself
-//! must confirm that all work given to the contexts is done. Neither way to query it is allowed during a capture; then
-//! memory stays.
+//! The rest of this library only knows work that passed a hook. A library may also launch kernels
+//! through driver functions that it obtained without the hooks, and these kernels must not lose their
+//! memory either. Therefore, before an eviction, the driver itself must confirm that all work submitted
+//! to the contexts is done. Neither kind of query is allowed during a capture, so memory stays on the
+//! GPU until the capture ends.
 
 use super::{Fence, Work, point::Point};
 use crate::{
@@ -17,15 +18,15 @@ use crate::{
 };
 use alloc::{sync::Arc, vec::Vec};
 
-/// The point behind all work given to a context.
+/// The point behind all work that was submitted to a context.
 #[derive(Debug, Default)]
 pub struct Passing(Option<Arc<Point>>);
 
 impl Work {
-    /// A fence behind all work that the contexts of this GPU and its peers were given, by any call. `None` if the
-    /// driver cannot be queried at the moment.
+    /// Returns a fence behind all work that was submitted to the contexts of this GPU and its peers, by any
+    /// call. Returns `None` if the driver cannot be queried at the moment.
     ///
-    /// An event of a primary context covers the green contexts of its GPU too.
+    /// An event of a primary context also covers the green contexts of its GPU.
     pub fn fence_of_contexts(&'static self) -> Option<Fence> {
         let mut fence = self.idle_fence()?;
         for other in self.peer_works() {
@@ -34,8 +35,9 @@ impl Work {
         Some(fence)
     }
 
-    /// A fence for memory that is being freed. It includes the driver's answer if that needs no wait and no capture is
-    /// active: the program itself asked for the freeing, so memory does not stay because of a capture.
+    /// Returns a fence for memory that is being freed. The fence includes context events if they can be
+    /// recorded without waiting and no capture is active. The program itself requested the free, so memory
+    /// is freed even during a capture.
     pub fn fence_for_freeing(&self) -> Option<Fence> {
         let mut fence = self.fence()?;
         let add = |work: &Self, fence: &mut Fence| fence.points.extend(work.record_contexts().unwrap_or_default());
@@ -62,15 +64,15 @@ impl Work {
         for context in inner.contexts.iter_mut().filter(|context| !context.foreign) {
             match with_current(context.handle, || context.record_all()).flatten() {
                 Ok(point) => points.push(point),
-                Err(error) if is_dead_in(context.handle, error) => {} // nothing runs there any more
+                Err(error) if is_dead_in(context.handle, error) => {} // no work runs in a broken context
                 Err(error) => return Err(error),
             }
         }
         Ok(points)
     }
 
-    /// Whether the work given to a context at the time of the first query is done. Counts as done if the driver has no
-    /// context events (before 12.5) and so cannot tell.
+    /// Whether the work that was submitted to a context before the first query is done. Returns `true` if
+    /// the driver has no context events (before 12.5) and so cannot tell.
     pub fn has_passed(&self, context: usize, passing: &mut Passing) -> bool {
         let mut inner = self.inner.lock();
         if let Some(point) = &passing.0 {
@@ -87,8 +89,9 @@ impl Work {
         }
     }
 
-    /// Like `record_contexts`, for drivers without context events (before 12.5): threads wait for the contexts. `None`
-    /// while a thread still waits for a context, since its wait does not cover later submissions.
+    /// Like `record_contexts`, for drivers without context events (before 12.5): starts threads that wait
+    /// for the contexts. Returns `None` while a thread still waits for a context, because its wait does not
+    /// cover later submissions.
     fn synchronize_contexts(&'static self) -> Option<Vec<Arc<Point>>> {
         let contexts: Vec<usize> = {
             let mut inner = self.inner.lock();
@@ -115,7 +118,7 @@ impl Work {
         points.into_iter().collect()
     }
 
-    /// Waits until all work of the point's context is done. If the wait fails, the point is never done.
+    /// Waits until all work of the point's context is done. If the wait fails, the point stays pending.
     fn synchronize(&self, point: &Point) {
         // SAFETY: the call takes no arguments.
         let synchronize = || capture::synchronizing(|| unsafe { driver::cuCtxSynchronize() });

@@ -1,4 +1,4 @@
-//! Marks: they limit how much work is queued ahead of the GPU.
+//! Marks: points in the program's streams that limit how much work is queued for the GPU.
 
 use super::point::Point;
 use super::{
@@ -13,57 +13,62 @@ use crate::{
 use alloc::sync::Arc;
 use core::{sync::atomic::Ordering, time::Duration};
 
-/// The GPU time that may be queued, in microseconds, while no other client waits for the lock, and while one does.
+/// The GPU time of the work that may be queued, in microseconds, while no other client waits for the
+/// lock. While another client waits, `RUN_AHEAD_CONTENDED` applies.
 pub(super) const RUN_AHEAD: u32 = 100_000;
 
 const RUN_AHEAD_CONTENDED: u32 = 20_000;
 
-/// The scheduler cannot set a lower limit than this: the GPU would idle between kernels.
+/// The lowest limit that the scheduler can set, in microseconds. With less, the GPU would idle between
+/// kernels.
 const RUN_AHEAD_LEAST: u32 = 1_000;
 
-/// The window of a new program, in submissions, while nothing is known about its kernels; and the largest window.
+/// The first window of a program, in submissions, while the duration of its kernels is unknown.
+/// `MAX_WINDOW` is the largest window.
 pub(super) const FIRST_WINDOW: u32 = 1;
 
 const MAX_WINDOW: u32 = 4096;
 
-/// The number of marks in a window: the more marks, the smaller the steps in which the window advances. A mark is an
-/// event and a few queries, so it costs about as much as a launch. That is little if the window is large, as it is for
-/// small kernels.
+/// The number of marks in a window. With more marks, the window advances in smaller steps. A mark is an
+/// event and a few queries, and costs about as much as a launch. That cost is small if the window is
+/// large, as it is for small kernels.
 const MARKS_PER_WINDOW: u32 = 8;
 
-/// While no more marks than this are pending, each due mark is recorded; normally there are never more. Each takes an
-/// entry in the driver's queue, which has about a thousand. Behind work that does not end, the number of submissions
-/// between two marks doubles with every `MARKS_PER_DOUBLING`, so that a thousand launches take 40 marks, and a million
-/// 70.
+/// Up to this number of pending marks, each due mark is recorded. There are normally no more. Each mark
+/// occupies an entry in the driver's queue, which has about a thousand. If the work does not end, the
+/// spacing of marks doubles with every `MARKS_PER_DOUBLING` marks. A thousand launches then need 40
+/// marks, and a million launches need 70.
 const FEW_MARKS: usize = 16;
 
 const MARKS_PER_DOUBLING: usize = 3;
 
-/// The initial timeout of a thread's wait for a mark. The timeout grows with the duration of recent work and is halved
-/// after each timeout: a program whose work waits for its next submission is delayed by no more than twice this in
-/// total.
+/// The initial timeout of a thread's wait for a mark. The timeout grows with the duration of recent
+/// work and is halved after each timeout. Work that waits for the program's next submission is
+/// therefore delayed by at most twice this time in total.
 const MARK_TIMEOUT: Duration = Duration::from_millis(1500);
 
 const MAX_MARK_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// After this many timeouts for one mark, threads no longer wait for it: each wait would be shorter than a sleep.
+/// After this many timeouts for one mark, threads no longer wait for it, because each wait would be
+/// shorter than a sleep.
 const MAX_HALVINGS: u32 = 15;
 
-/// A waiting thread polls without pause at first, then at this interval, then at this fraction of the time that it has
-/// waited.
+/// A waiting thread first polls continuously, then at `POLL_INTERVAL`, then at intervals of the elapsed
+/// time divided by `POLL_PART`.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 const POLL_PART: u32 = 64;
 
 const MAX_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// A queue has about 1,020 entries. The subtracted entries are left for submissions before a mark is due.
+/// The most queue entries that may be in use when a point is recorded. A queue has about 1,020 entries.
+/// The subtracted entries are reserved for submissions before a mark is due.
 const MANY_ENTRIES: u32 = 1020 - MAX_WINDOW / MARKS_PER_WINDOW;
 
-/// Work that ends this soon after a submission may have needed it.
+/// Work that ends this soon after a submission may have waited for that submission.
 const PROMPTLY: Duration = Duration::from_millis(20);
 
-/// The longest wait of a thread for work that is only in streams other than its own.
+/// The longest wait of a thread for work in other streams than its own.
 const OTHERS_TIMEOUT: Duration = Duration::from_millis(20);
 
 #[derive(Debug)]
@@ -75,11 +80,11 @@ pub(super) struct Mark {
     pub(super) weight: u32,
     /// Upper bound on the queue entries that these submissions took.
     pub(super) entries: u32,
-    /// Submissions that were outstanding when it was recorded, including its own.
+    /// Submissions that were outstanding when the mark was recorded, including its own.
     pub(super) ahead: u32,
 }
 
-/// Submissions since the newest mark, and how often a mark behind them was due.
+/// Submissions since the latest mark, and the number of times that a mark was due since then.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Unmarked {
     weight: u32,
@@ -93,14 +98,15 @@ impl Unmarked {
 
 #[derive(Debug)]
 pub(super) struct AbandonedWait {
-    /// When the mark was recorded, and when a thread first gave up waiting for it.
+    /// The time at which the mark was recorded, and the time at which a thread first gave up waiting for
+    /// it.
     pub(super) mark: Instant,
     pub(super) first: Instant,
     pub(super) times: u32,
 }
 
 impl Work {
-    /// Called before a submission, outside the gate: waits while too much is outstanding.
+    /// Called before a submission, outside the gate. Waits while too much work is outstanding.
     #[inline]
     pub fn throttle(&self, stream: CUstream) {
         if self.full.load(Ordering::Relaxed) {
@@ -112,7 +118,8 @@ impl Work {
         self.full.load(Ordering::Relaxed)
     }
 
-    /// Called after a submission: counts it, and says whether it must be [marked](Self::mark_submissions).
+    /// Called after a submission. Counts the submission and returns whether the thread must [record a
+    /// mark](Self::mark_submissions).
     #[inline(always)]
     pub fn is_mark_due(slot: &threads::Slot, weight: u32) -> bool {
         let left = slot.unmarked_left.get().wrapping_sub_unsigned(weight);
@@ -120,18 +127,19 @@ impl Work {
         left < 0
     }
 
-    /// Records a mark behind all of this thread's submissions since its last one.
+    /// Records a mark behind all submissions of this thread since its last mark.
     pub fn mark_submissions(&self, slot: &threads::Slot, stream: CUstream) {
         let between = slot.between_marks.get();
         let unmarked = between.abs_diff(slot.unmarked_left.get());
-        // Only the last one can have been heavy.
+        // Only the last submission can have been a heavy one.
         let entries = unmarked.min(between.unsigned_abs() + 1);
         slot.unmarked_left.set(between);
         self.renew_marks(slot);
         crate::sys::errno::preserved(|| self.mark(unmarked, entries, stream));
     }
 
-    /// Updates how often this thread records marks. Its submissions since the last mark still count.
+    /// Updates the number of submissions between this thread's marks. Submissions since its last mark still
+    /// count.
     pub fn renew_marks(&self, slot: &threads::Slot) {
         let between = self.per_mark.load(Ordering::Relaxed) as i32 - 1;
         slot.unmarked_left.set(slot.unmarked_left.get() + between - slot.between_marks.get());
@@ -168,7 +176,8 @@ impl Work {
         self.update_full(&mut inner, Instant::now());
     }
 
-    /// Sets `full` if too much is outstanding: more than the window, or for longer than the window was meant to last.
+    /// Sets `full` if too much work is outstanding: more submissions than the window, or a mark that is
+    /// older than the window should last.
     pub(super) fn update_full(&self, inner: &mut Inner, now: Instant) {
         let run_ahead = Duration::from_micros(self.run_ahead.load(Ordering::Relaxed).into());
         let old = inner.marks.front().is_some_and(|oldest| now - oldest.since > run_ahead);
@@ -180,19 +189,20 @@ impl Work {
         }
     }
 
-    /// Waits until the work that was outstanding on entry fits the window.
+    /// Waits until the work that was outstanding at the time of the call fits the window.
     fn wait_while_full(&self, stream: CUstream) {
         let begin = Instant::now();
         while self.is_full() && self.wait_for_oldest(stream, begin) {}
     }
 
-    /// Waits until the oldest mark is done, and learns from the time that it took. The mark may be behind a kernel that
-    /// only ends when the program tells it to, perhaps by this thread's next call, so the wait is limited. Returns
-    /// whether the mark is done and was recorded no later than `newest`.
+    /// Waits until the oldest mark is done, and adapts the window to the duration. The wait is limited,
+    /// because the mark may be behind a kernel that ends only when the program tells it to. The program may
+    /// do that in this thread's next call. Returns whether the mark is done and was recorded no later than
+    /// `newest`.
     fn wait_for_oldest(&self, stream: CUstream, newest: Instant) -> bool {
         let begin = Instant::now();
         let mut inner = self.inner.lock();
-        // Finished work may have been done for a while.
+        // Marks that are already done may have been done for a while, so their duration is not exact.
         self.collect(&mut inner, false);
         self.update_full(&mut inner, Instant::now());
         let oldest = inner.marks.front().map(|m| m.since).filter(|since| self.is_full() && *since <= newest);
@@ -205,7 +215,7 @@ impl Work {
         drop(inner);
         loop {
             let waited = begin.elapsed();
-            // Tiny kernels end within microseconds; for other kernels a sleep is short compared with the window.
+            // Tiny kernels end within microseconds. For longer kernels, a sleep is short compared with the window.
             if waited > POLL_INTERVAL {
                 time::sleep((waited / POLL_PART).clamp(POLL_INTERVAL, MAX_POLL_INTERVAL));
             }
@@ -225,7 +235,7 @@ impl Work {
         }
     }
 
-    /// Learns from a finished mark: how long it took with `ahead` submissions outstanding.
+    /// Adapts the window to a finished mark: `took` is its duration with `ahead` submissions outstanding.
     pub(super) fn learn(&self, inner: &mut Inner, took: Duration, ahead: u32, exact: bool) {
         let micros = (took.as_micros() as u64).max(1);
         let ahead = u64::from(ahead.max(1));
@@ -235,8 +245,9 @@ impl Work {
         }
         let run_ahead = u64::from(self.run_ahead.load(Ordering::Relaxed));
         let fitting = ahead.saturating_mul(run_ahead) / micros;
-        // At most doubles the window, so that little is queued of unknown kernels. 0 if a single submission takes
-        // longer than the window, or did so recently: a short one in between does not mean that more of them follow.
+        // The window at most doubles, so that little work is queued while the kernels are unknown. The window
+        // is 0 if a single submission takes longer than the run-ahead limit, or recently did. One short
+        // submission in between does not mean that short submissions follow.
         let most = inner.window.saturating_mul(2).clamp(1, MAX_WINDOW).into();
         let window = if inner.longest < run_ahead { fitting.min(most) as u32 } else { 0 };
         self.set_window(inner, if exact { window } else { window.max(inner.window) });
@@ -247,7 +258,7 @@ impl Work {
         self.slowest.store(slowest, Ordering::Relaxed);
     }
 
-    /// The longest recent time from submission to completion; `None` if none has been seen.
+    /// Returns the longest recent time from submission to completion, or `None` if no work has completed.
     pub fn slowest(&self) -> Option<Duration> {
         let slowest = self.slowest.load(Ordering::Relaxed);
         (slowest > 0).then(|| Duration::from_micros(slowest))
@@ -255,14 +266,14 @@ impl Work {
 
     pub(super) fn set_window(&self, inner: &mut Inner, window: u32) {
         inner.window = window;
-        // A power of two, so that it seldom decreases: a decrease must reach all threads.
+        // A power of two, so that the value seldom decreases: a decrease must reach all threads.
         let per_mark = 1 << (window / MARKS_PER_WINDOW).max(1).ilog2();
         if per_mark < self.per_mark.swap(per_mark, Ordering::Relaxed) {
             epoch::end();
         }
     }
 
-    /// Sets whether another client waits for the GPU: the queue is kept shorter then.
+    /// Sets whether another client waits for the GPU. While one waits, less work is queued.
     pub fn set_contended(&self, contended: bool) {
         self.contended.store(contended, Ordering::Relaxed);
         self.bound_run_ahead();
@@ -285,20 +296,21 @@ impl Work {
         }
     }
 
-    /// Collects finished marks if the queues of streams may be full otherwise.
+    /// Collects finished marks if the queues of streams may be full.
     pub(super) fn find_room(&self, inner: &mut Inner) {
         if !inner.has_room() {
             self.collect(inner, false);
         }
     }
 
-    /// Removes the marks that are done, and learns from the newest. Only a thread that waited for it knows how long it
-    /// took; otherwise that time is an upper bound, so the window may grow but not shrink.
+    /// Removes finished marks, and adapts the window to the latest of them. `waited` says that a thread
+    /// waited for the mark and knows its duration. Otherwise the duration is an upper bound, so the window
+    /// may grow but not shrink.
     pub(super) fn collect(&self, inner: &mut Inner, waited: bool) {
         let mut newest = None;
         let mut weight = 0;
-        // Marks of one stream finish in order, so only the oldest is queried. There are too few for a linear search to
-        // matter.
+        // Marks of one stream finish in order, so only the oldest mark of each stream is queried. The list is
+        // so short that a linear search suffices.
         let mut pending: [Option<Stream>; FEW_MARKS] = [None; FEW_MARKS];
         let mut count = 0;
         inner.marks.retain(|mark| {
@@ -334,26 +346,28 @@ impl Work {
         }
     }
 
-    /// The number of marks that are done. A drain during which it does not grow makes no progress.
+    /// Returns the number of finished marks. If this number does not grow during a drain, the drain makes
+    /// no progress.
     pub fn progress(&self) -> u64 {
         self.collect(&mut self.inner.lock(), false);
         self.done.load(Ordering::Relaxed)
     }
 }
 
-/// The maximum of recent values, which decays by an eighth with each smaller one.
+/// Returns the maximum of recent values. The maximum decays by an eighth with each smaller value.
 fn decaying_max(known: u64, seen: u64) -> u64 {
     seen.max(known - known / 8)
 }
 
-/// How often a mark must be due before one is recorded, with this many marks pending.
+/// Returns the number of times that a mark must be due before one is recorded, while `pending` marks
+/// are pending.
 fn spacing(pending: usize) -> u32 {
     1 << (pending.saturating_sub(FEW_MARKS) / MARKS_PER_DOUBLING).min(31)
 }
 
 impl Inner {
-    /// Whether any thread can record a point in any stream without waiting: the queues have room, even with the
-    /// submissions that threads made since a mark was last due.
+    /// Whether any thread can record a point in any stream without waiting. The queues must have room even
+    /// for the submissions that threads made since a mark was last due.
     pub(super) fn has_room(&self) -> bool {
         self.marks.iter().map(|mark| mark.entries.saturating_add(1)).fold(self.unmarked.entries, u32::saturating_add)
             < MANY_ENTRIES
@@ -363,15 +377,16 @@ impl Inner {
         self.marks.front().is_some_and(|oldest| oldest.point.is_done())
     }
 
-    /// Without a pending mark nothing tells when the submissions behind the newest mark are done, so they no longer
-    /// count.
+    /// Without a pending mark, this library cannot detect when the submissions behind the latest mark are
+    /// done, so they no longer count.
     fn forget_unmarked(&mut self) {
         if self.marks.is_empty() {
             (self.outstanding, self.unmarked) = (0, Unmarked::NONE);
         }
     }
 
-    /// Whether threads no longer wait for the oldest mark, because its work may need the program to continue.
+    /// Whether threads no longer wait for the oldest mark, because its work may need a further call of the
+    /// program.
     fn is_given_up(&self) -> bool {
         let waits = |abandoned: &AbandonedWait| self.futile_waits + abandoned.times;
         let oldest = self.marks.front().map(|mark| mark.since);

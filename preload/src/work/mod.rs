@@ -1,16 +1,19 @@
-//! Work that was submitted to one GPU and may still run: limits it, and detects when it is done.
+//! Work that was submitted to one GPU and may still run. This module limits the amount of work and
+//! detects when it is done.
 //!
-//! Each submission notes its stream. A [`Point`] is an event in one of them. An event behind *everything* would be
-//! simpler, but an event in the legacy stream makes streams wait for each other that otherwise would not
-//! ([`is_marked_at_once`]), and `cuCtxRecordEvent` is forbidden during any capture and missing before driver 12.5.
+//! Each submission records its stream as in use. A [`Point`] is an event in one stream. A single event
+//! behind the work of all streams would be simpler, but neither kind is usable. An event in the legacy
+//! stream adds dependencies between streams ([`is_marked_at_once`]). `cuCtxRecordEvent` is forbidden
+//! during captures and missing before driver 12.5.
 //!
-//! [`marks`] limit the work. Every few submissions a thread records a point in its stream; when too much is
-//! outstanding, the next submission waits for the oldest mark. The limit is a window of submissions, derived from the
-//! time that marks took: about [`RUN_AHEAD`] µs of GPU time, which is far more than the GPU needs to stay busy, and
-//! bounds how long a revoke waits. No wait is long, because running work may depend on the program's next call.
+//! [`marks`] limit the work. Every few submissions, a thread records a point in its stream. When too
+//! much work is outstanding, the next submission waits for the oldest mark. The limit is a window of
+//! submissions, about [`RUN_AHEAD`] µs of GPU time according to recent marks. This is far more than the
+//! GPU needs to stay busy, and bounds the time that a revoke waits. All waits are short, because
+//! running work may depend on the program's next call.
 //!
-//! [`fence`]s tell when it is done: a point in every stream that was given work. Before memory is evicted, the driver
-//! is queried too ([`idle`]).
+//! [`fence`]s show when the work is done: a fence is a point in every stream with work. Before an
+//! eviction, the driver is also queried ([`idle`]).
 //!
 //! [`streams`], [`contexts`]: the program's streams and contexts. [`capture`]: captures of streams into graphs.
 
@@ -44,22 +47,23 @@ use streams::{MIN_PRUNE_THRESHOLD, Recording, Stream, StreamState};
 
 #[derive(Debug)]
 pub struct Work {
-    /// Submissions of one thread after which it records a mark. An epoch ends when it decreases.
+    /// The number of submissions after which a thread records a mark. When this number decreases, the epoch
+    /// ends.
     per_mark: AtomicU32,
-    /// Microseconds of GPU time that may be queued; follows from `run_ahead_limit` and `contended`.
+    /// Microseconds of GPU time that may be queued, computed from `run_ahead_limit` and `contended`.
     run_ahead: AtomicU32,
-    /// The scheduler's limit on it, and whether another client waits for the GPU.
+    /// The scheduler's limit on `run_ahead`, and whether another client waits for the GPU.
     run_ahead_limit: AtomicU32,
     contended: AtomicBool,
-    /// Marks that were seen done: the measure of progress.
+    /// The number of finished marks: the measure of progress.
     done: AtomicU64,
-    /// Too much is outstanding: the next submission waits.
+    /// Whether too much work is outstanding, so that the next submission waits.
     full: AtomicBool,
     /// The longest recent time from a mark to its completion, in microseconds.
     slowest: AtomicU64,
-    /// GPUs whose work may access memory of this one, as bits.
+    /// GPUs whose work may access memory of this GPU, one bit per GPU.
     peers: AtomicU64,
-    /// Returns the work of another GPU: the table of GPUs is in a layer above.
+    /// Returns the work of another GPU. A function pointer, because the table of GPUs is in a higher layer.
     of_gpu: fn(u32) -> Option<&'static Work>,
     inner: Mutex<Inner>,
 }
@@ -69,26 +73,26 @@ struct Inner {
     contexts: Vec<Context>,
     /// Contexts that the program is destroying.
     dying: Vec<Dying>,
-    /// Streams that were given work and have not been seen idle since.
+    /// Streams to which work was submitted and which have not been found idle since.
     streams: BTreeMap<Stream, StreamState>,
     /// Points that threads are recording.
     recording: Vec<Recording>,
-    /// The last points of streams that were destroyed, whose work may still run.
+    /// The last points of destroyed streams, whose work may still run.
     closed_streams: VecDeque<Arc<Point>>,
     marks: VecDeque<Mark>,
     unmarked: Unmarked,
-    /// Submissions that unfinished marks cover, plus the submissions behind the newest mark.
+    /// Submissions that unfinished marks cover, plus the submissions since the latest mark.
     outstanding: u32,
-    /// Submissions that may be outstanding when another is made.
+    /// The most submissions that may be outstanding before the next submission waits.
     window: u32,
-    /// The longest recent time of one submission, in microseconds, as the mean over a mark.
+    /// The longest recent duration of one submission, in microseconds, averaged over a mark.
     longest: u64,
-    /// The oldest mark, once a thread has given up waiting for it.
+    /// The oldest mark, if a thread has given up waiting for it.
     abandoned: Option<AbandonedWait>,
-    /// The number of recent marks that finished soon after a thread gave up waiting for them: their work had needed the
-    /// thread's next submission.
+    /// The number of recent marks that finished soon after a thread gave up waiting for them. The marked
+    /// work had been waiting for the thread's next submission.
     futile_waits: u32,
-    /// The number of known streams above which idle ones are removed.
+    /// The number of known streams at which idle streams are removed.
     prune_threshold: usize,
 }
 
@@ -125,7 +129,7 @@ impl Work {
         }
     }
 
-    /// Notes a submission to this stream.
+    /// Records a submission to this stream.
     pub fn note(&self, handle: CUstream) {
         let Some(context) = context_of(handle) else { return };
         let stream = Stream::of(handle, context);

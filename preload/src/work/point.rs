@@ -1,5 +1,5 @@
-//! Points: events in the program's streams behind the work given to a stream so far, and the contexts that they belong
-//! to.
+//! Points: events in the program's streams behind the work submitted so far, and the contexts of these
+//! events.
 
 use crate::{
     driver::{self, check, context::is_dead_in, types::*, waiting},
@@ -10,19 +10,20 @@ use alloc::{sync::Arc, vec::Vec};
 use core::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 const ALIVE: u8 = 0;
-/// The program is destroying the context: its work may run, and its handles may be gone at any moment.
+/// The program is destroying the context. Its work may still run, but its handles may become invalid at
+/// any moment.
 const DYING: u8 = 1;
-/// The context is gone, with all of its events.
+/// The context and its events no longer exist.
 const GONE: u8 = 2;
 
-/// An event of ours. When it is dropped, its context can use it again.
+/// An event created by this library. A dropped event returns to the free events of its context.
 #[derive(Debug)]
 pub(super) struct Event {
     handle: usize,
     home: Arc<Events>,
 }
 
-/// The events of a context. They outlive the context while fences still hold some of them.
+/// The events of a context. This object outlives the context while fences hold some of the events.
 #[derive(Debug)]
 struct Events {
     /// Events that are not in use.
@@ -41,14 +42,14 @@ impl Drop for Event {
 #[derive(Debug)]
 pub(super) struct Point {
     pub context: usize,
-    /// `None` for a point without an event: a thread reports when it is done.
+    /// `None` if a thread reports when the point is done.
     event: Option<Event>,
-    /// It was seen done, or its context is gone.
+    /// Whether the point was found done or its context no longer exists.
     done: AtomicBool,
 }
 
 impl Point {
-    /// A point that is done once the caller says so.
+    /// Creates a point that is done when the caller calls [`set_done`](Self::set_done).
     pub fn without_event(context: usize) -> Self {
         Self { context, event: None, done: AtomicBool::new(false) }
     }
@@ -57,14 +58,14 @@ impl Point {
         self.done.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the event is known to be done.
+    /// Whether the point is known to be done.
     pub fn is_done(&self) -> bool {
         self.progress() == Some(true)
     }
 
-    /// Whether the event is done, or nothing will ever run in its context again. After `ERROR_INVALID_HANDLE` the event
-    /// is gone with its context, since nothing else destroys it. Returns `None` after any other error (during an
-    /// invalidated capture, say), which tells nothing.
+    /// Whether the event is done or no more work can run in its context. `ERROR_INVALID_HANDLE` means that
+    /// the event was destroyed with its context, because no code destroys it otherwise. Returns `None`
+    /// after any other error, which is inconclusive (during an invalidated capture, for example).
     pub fn progress(&self) -> Option<bool> {
         let done = self.done.load(Ordering::Relaxed);
         let Some(event) = self.event.as_ref().filter(|_| !done) else { return Some(done) };
@@ -76,7 +77,7 @@ impl Point {
                 return Some(true);
             }
         }
-        // SAFETY: the context is alive, and the caller's lock keeps it so.
+        // SAFETY: the context exists, and the caller's lock prevents its destruction.
         match capture::beside(|_| unsafe { driver::cuEventQuery(event.handle as CUevent) }) {
             ERROR_NOT_READY => Some(false),
             result if matches!(result, SUCCESS | ERROR_INVALID_HANDLE) || is_dead_in(self.context, result) => {
@@ -92,17 +93,17 @@ impl Point {
 #[derive(Debug)]
 pub(super) struct Context {
     pub handle: usize,
-    /// The number of times it was created, retained or attached, minus its releases. Never more than the driver's
-    /// count, so that a release that is not the last is never taken for the last.
+    /// The number of creations, retains and attaches minus releases. The number never exceeds the driver's
+    /// count, so the library never mistakes the last release for an earlier one.
     pub uses: u32,
-    /// A green context: only the thread on which it is current can use it, so the client's thread cannot.
+    /// A green context. The client's thread cannot use it: only the thread on which it is current can.
     pub foreign: bool,
-    /// The client's thread has used it once.
+    /// Whether the client's thread has used the context.
     pub warm: bool,
-    /// Threads that are in it without a lock, or are ending one of several uses. It is not destroyed before they have
-    /// left.
+    /// The number of threads that have entered the context without a lock or are ending one of several
+    /// uses. The context is not destroyed before these threads have left.
     pub users: u32,
-    /// A thread is waiting for all of its work.
+    /// Whether a thread is waiting for all work of the context.
     pub is_awaited: bool,
     events: Arc<Events>,
 }
@@ -113,22 +114,23 @@ impl Context {
         Self { handle, uses: 0, foreign, warm: false, users: 0, is_awaited: false, events: Arc::new(events) }
     }
 
-    /// Records a point behind the work given to this stream, whose queue has room. The context is current.
+    /// Records a point behind the work submitted to this stream, whose queue has room. The context is
+    /// current.
     pub fn record(&mut self, stream: CUstream) -> Result<Arc<Point>, CUresult> {
         let event = self.event()?;
         let result = waiting::with_room(|| capture::beside(|_| record(&event, stream)));
         self.keep(event, result)
     }
 
-    /// Records a point behind all work that the context was given, by any call. The context is current, and the queues
-    /// of its streams have room.
+    /// Records a point behind all work that was submitted to the context, by any call. The context is
+    /// current, and the queues of its streams have room.
     ///
     /// # Errors
-    /// `ERROR_NOT_READY` during a capture, which such an event would invalidate; `ERROR_NOT_FOUND` if the driver has no
-    /// such events (before 12.5); other errors of the driver.
+    /// `ERROR_NOT_READY` during a capture, which such an event would invalidate; `ERROR_NOT_FOUND` if the
+    /// driver has no context events (before 12.5); other errors of the driver.
     pub fn record_all(&mut self) -> Result<Arc<Point>, CUresult> {
         let event = self.event()?;
-        // SAFETY: the event is ours and not in use, and the context has not been destroyed.
+        // SAFETY: this library created the event, which is not in use. The context has not been destroyed.
         let record = |capturing| match capturing {
             true => ERROR_NOT_READY,
             false => unsafe { driver::cuCtxRecordEvent(self.handle as CUcontext, event.handle as CUevent) },
@@ -137,12 +139,13 @@ impl Context {
         self.keep(event, result)
     }
 
-    /// Returns a point if its event was recorded.
+    /// Returns the point of an event, if the event was recorded.
     pub fn keep(&mut self, event: Event, recorded: CUresult) -> Result<Arc<Point>, CUresult> {
         if let Err(error) = check(recorded) {
             if error == ERROR_INVALID_HANDLE {
-                // The event may not belong to this context: it must not spoil every other point.
-                // SAFETY: the event is ours, and nothing refers to it.
+                // The event may belong to another context. It is destroyed, because any later point that reuses it
+                // would fail too.
+                // SAFETY: this library created the event, and no reference to it remains.
                 let _ = capture::beside(|_| unsafe { driver::cuEventDestroy_v2(event.handle as CUevent) });
                 core::mem::forget(event);
             }
@@ -158,44 +161,47 @@ impl Context {
         Ok(Event { handle, home: self.events.clone() })
     }
 
-    /// Makes the kinds of calls that the client's thread makes, without effect.
+    /// Makes one call of each kind that the client's thread makes, without effect.
     pub fn warm_up(&mut self) {
         if let Ok(event) = self.event() {
-            // SAFETY: the event is ours; one that was never recorded counts as done.
+            // SAFETY: this library created the event. An event that was never recorded counts as done.
             capture::beside(|_| unsafe { driver::cuEventQuery(event.handle as CUevent) });
         }
     }
 
-    /// Called before the program destroys the context: its events are no longer queried, and count as not done.
+    /// Called before the program destroys the context. Its events are no longer queried and count as
+    /// pending.
     pub fn begin_to_end(&self) {
         self.events.life.store(DYING, Ordering::Relaxed);
     }
 
-    /// Called when the context stays after all.
+    /// Called if the context was not destroyed.
     pub fn stay(&self) {
         self.events.life.store(ALIVE, Ordering::Relaxed);
     }
 
-    /// Called when the context is gone, with its events.
+    /// Called when the context and its events no longer exist.
     pub fn end(&self) {
         self.events.life.store(GONE, Ordering::Relaxed);
     }
 }
 
-/// Records an unused event behind the work given to this stream of the current context. Refuses a capturing stream,
-/// since the event would be captured, and the legacy stream during a capture, which the event would invalidate.
+/// Records an unused event behind the work submitted to this stream of the current context. Refuses a
+/// capturing stream, because the event would be captured. Refuses the legacy stream during a capture,
+/// because the event would invalidate the capture.
 pub(super) fn record(event: &Event, stream: CUstream) -> CUresult {
     let is_captured = || capture::any() && (is_legacy(stream) || capture::is_capturing(stream));
     if is_captured() {
         return ERROR_NOT_READY;
     }
-    // SAFETY: `event` is ours; streams are forgotten before they are destroyed.
+    // SAFETY: this library created `event`. Streams are forgotten before they are destroyed.
     let result = unsafe { driver::cuEventRecord(event.handle as CUevent, stream) };
-    // Another thread may just have joined the stream to a capture. Such an event would never be done.
+    // Another thread may have joined the stream to a capture in the meantime. The event would then never
+    // be done.
     if is_captured() { ERROR_NOT_READY } else { result }
 }
 
-/// A new event of the current context.
+/// Creates an event in the current context.
 fn create() -> Result<usize, CUresult> {
     let mut event = core::ptr::null_mut();
     // SAFETY: `event` outlives the call.
@@ -203,7 +209,7 @@ fn create() -> Result<usize, CUresult> {
     Ok(event as usize)
 }
 
-/// Whether this is the legacy stream, which must not be used during a capture of another stream.
+/// Whether this is the legacy stream, which must not be used while another stream captures.
 #[inline]
 pub fn is_legacy(stream: CUstream) -> bool {
     stream == CTX_DEFAULT_STREAM || stream == STREAM_LEGACY

@@ -1,4 +1,4 @@
-//! The streams that were given work, and recording points in them.
+//! The streams to which work was submitted, and the recording of points in them.
 
 use super::point::{self, Point, is_legacy};
 use super::{Inner, Work, capture, contexts};
@@ -13,14 +13,15 @@ use crate::{
 use alloc::{sync::Arc, vec::Vec};
 use core::sync::atomic::{AtomicBool, Ordering};
 
-/// The program has, or had, a stream that synchronizes with the legacy stream.
+/// Whether the program has ever created a stream that synchronizes with the legacy stream.
 static BLOCKING_STREAMS: AtomicBool = AtomicBool::new(false);
 
-/// The smallest number of known streams above which idle ones are removed.
+/// The lower bound of the number of known streams at which idle streams are removed.
 pub(super) const MIN_PRUNE_THRESHOLD: usize = 64;
 
-/// Identifies a stream: the default streams have one handle in all contexts or all threads. The thread is a number,
-/// since the work of its stream may outlive it.
+/// Identifies a stream. The handle does not suffice: default streams have the same handle in all
+/// contexts or all threads. The thread is identified by a number that is never reused, because the work
+/// of its stream may outlive the thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Stream {
     pub(super) context: usize,
@@ -30,28 +31,29 @@ pub(super) struct Stream {
 
 #[derive(Debug, Default)]
 pub(super) struct StreamState {
-    /// It may have been given work after its last point.
+    /// Whether work may have been submitted after the last point.
     pub(super) dirty: bool,
     pub(super) last: Option<Arc<Point>>,
 }
 
-/// A thread is recording the last point of a stream.
+/// A thread's recording of a point in a stream.
 #[derive(Debug)]
 pub(super) struct Recording {
     stream: Stream,
-    /// Another thread is recording there too, so which point is the last is not known.
+    /// Whether another thread is recording in the same stream, so that the order of the two points is
+    /// unknown.
     overlaps: bool,
 }
 
 impl StreamState {
-    /// Whether it may have unfinished work.
+    /// Whether the stream may have unfinished work.
     pub(super) fn is_in_use(&self) -> bool {
         self.dirty || self.last.as_ref().is_some_and(|point| !point.is_done())
     }
 }
 
 impl Stream {
-    /// The stream that this handle denotes on the calling thread.
+    /// Identifies the stream that this handle denotes on the calling thread.
     pub(super) fn of(handle: CUstream, context: CUcontext) -> Self {
         let thread = if handle == STREAM_PER_THREAD { threads::mine().number.load(Ordering::Relaxed) } else { 0 };
         Self { context: context as usize, handle: handle as usize, thread }
@@ -62,28 +64,32 @@ impl Stream {
     }
 }
 
-/// Whether a point in this stream is recorded by the submitting thread, right behind each submission.
+/// Whether the submitting thread must record a point in this stream immediately after each submission.
 ///
-/// An event in the legacy stream waits for all blocking streams, and they wait for it. Recorded later, it would add
-/// dependencies that the program did not create: work in one blocking stream that waits for a later step of the program
-/// in another would wait forever. Without blocking streams, an event there adds no dependency, and any thread can
-/// record it.
+/// An event in the legacy stream waits for all blocking streams, and they wait for the event. An event
+/// that is recorded later would add dependencies that the program did not create. For example, work in
+/// one blocking stream may wait for work that the program submits to another one later, and would wait
+/// forever. Without blocking streams, an event in the legacy stream adds no dependency, and any thread
+/// can record it.
 #[inline]
 pub fn is_marked_at_once(stream: CUstream) -> bool {
     is_legacy(stream) && BLOCKING_STREAMS.load(Ordering::Acquire)
 }
 
-/// Called before the program creates its first blocking stream, on any GPU. Returns `false` if it was not the first. If
-/// it was, the caller then calls [`Work::mark_legacy_streams`] for each GPU, before the stream is created.
+/// Called before the program creates a blocking stream on any GPU. Returns whether this is the
+/// program's first. If so, the caller must call [`Work::mark_legacy_streams`] for each GPU before the
+/// stream is created.
 pub fn first_blocking_stream() -> bool {
     !BLOCKING_STREAMS.load(Ordering::Acquire) && !BLOCKING_STREAMS.swap(true, Ordering::AcqRel)
 }
 
 impl Work {
-    /// Records a point in each legacy stream, while no blocking stream exists that would have to wait for it.
+    /// Records a point in each legacy stream, while no blocking stream exists that would wait for the
+    /// point.
     pub fn mark_legacy_streams(&self) {
         let mut inner = self.inner.lock();
-        // Threads that launch from now on learn of the blocking stream, even if there is nothing to mark.
+        // Threads that launch from now on must see that a blocking stream exists, even if no stream needs a
+        // point now.
         epoch::end();
         let unmarked =
             |(stream, state): (&Stream, &StreamState)| (state.dirty && is_legacy(stream.handle())).then_some(*stream);
@@ -96,27 +102,28 @@ impl Work {
         }
     }
 
-    /// Makes all later submissions to streams that synchronize with the legacy stream wait for all work given to them
-    /// so far. `stream` is the legacy stream of the current context. `false` if that is not possible now, for instance
-    /// because of a capture, or because the queues of streams may be full.
+    /// Makes all later submissions to blocking streams wait for all work submitted to them so far. `stream`
+    /// is the legacy stream of the current context. Returns `false` if that is impossible now, for example
+    /// because of a capture or because queues may be full.
     pub fn order_blocking_streams(&self, stream: CUstream) -> bool {
         let Some(context) = context_of(stream) else { return false };
         let stream = Stream::of(stream, context);
         let mut inner = self.inner.lock();
         self.find_room(&mut inner);
-        // An event in the legacy stream is work like any other there.
+        // An event in the legacy stream is ordered like any other work in that stream.
         let is_possible = inner.has(stream.context) && inner.has_room();
         is_possible && with_current(stream.context, || inner.point_with_room(stream).is_some()) == Ok(true)
     }
 
-    /// Called when the program begins to capture this stream: the last moment to record a point behind its work.
+    /// Called when the program begins to capture this stream: the last moment at which a point behind its
+    /// work can be recorded.
     pub fn mark_stream(&self, stream: CUstream) {
         if let Some(context) = context_of(stream) {
             self.mark_if_dirty(Stream::of(stream, context));
         }
     }
 
-    /// Called when the program destroys this stream. Its work continues.
+    /// Called when the program destroys this stream. Submitted work continues to run.
     pub fn forget_stream(&self, stream: CUstream) {
         let Some(context) = context_of(stream) else { return };
         let is_idle = is_idle(stream);
@@ -140,7 +147,8 @@ impl Work {
         }
     }
 
-    /// Returns a point for a mark, behind all work given to this stream so far. The calling thread can use the stream.
+    /// Returns a point for a mark, behind all work submitted to this stream so far. The calling thread can
+    /// use the stream.
     pub(super) fn point_of_mark(&self, stream: Stream) -> Option<Arc<Point>> {
         let is_kept_dirty = {
             let inner = self.inner.lock();
@@ -152,8 +160,8 @@ impl Work {
                 _ => false,
             }
         };
-        // More work will follow, so the stream stays dirty. If it became clean, the epoch would have to end, and the
-        // next launch would have to note the stream again.
+        // The stream stays dirty, because more work will follow. If the stream became clean, the epoch would
+        // have to end, and the next launch would have to record its use again.
         if is_kept_dirty { self.record(stream)?.ok() } else { self.point_in(stream) }
     }
 
@@ -170,8 +178,8 @@ impl Work {
         self.inner.lock().has_recorded(stream, recorded)
     }
 
-    /// Records an event in a stream that the calling thread can use; `None` if the context is not known. The driver
-    /// waits if the stream's queue is full, so no lock is held.
+    /// Records an event in a stream that the calling thread can use. Returns `None` if the context is not
+    /// known. No lock is held during the call, because the driver waits if the stream's queue is full.
     fn record(&self, stream: Stream) -> Option<Result<Arc<Point>, CUresult>> {
         let record = || {
             let event = match self.inner.lock().context(stream.context)?.event() {
@@ -188,17 +196,17 @@ impl Work {
     }
 }
 
-/// Whether the driver says that all work of this stream is done.
+/// Whether all work of this stream is done, according to the driver.
 pub(super) fn is_idle(stream: CUstream) -> bool {
-    // SAFETY: the program uses this stream. A capturing stream is never queried.
+    // SAFETY: the program uses this stream. Capturing streams are not queried.
     capture::beside(|capturing| {
         !(capturing && capture::is_capturing(stream)) && unsafe { driver::cuStreamQuery(stream) } == SUCCESS
     })
 }
 
 impl Inner {
-    /// Keeps the last point of a destroyed stream. Each addition checks two points, so that finished points do not pile
-    /// up, in whatever order they finish.
+    /// Keeps the last point of a destroyed stream. Each addition checks two points, so that finished points
+    /// do not accumulate, in any order of completion.
     fn keep_closed(&mut self, point: Arc<Point>) {
         for _ in 0..2 {
             if let Some(oldest) = self.closed_streams.pop_front().filter(|oldest| !oldest.is_done()) {
@@ -208,7 +216,8 @@ impl Inner {
         self.closed_streams.push_back(point);
     }
 
-    /// Removes idle streams before there are too many: short-lived threads leave many behind.
+    /// Removes idle streams when the number of streams reaches a threshold: short-lived threads leave many
+    /// idle streams.
     pub(super) fn prune_streams(&mut self, stream: Stream) {
         if self.streams.len() >= self.prune_threshold && !self.streams.contains_key(&stream) {
             self.streams.retain(|_, state| state.is_in_use());
@@ -216,14 +225,14 @@ impl Inner {
         }
     }
 
-    /// Whether only one thread can use this stream: the stream's own thread, or the thread on which its context is
-    /// current.
+    /// Whether only one thread can use this stream: the thread of a per-thread stream, or the thread on
+    /// which the stream's green context is current.
     pub(super) fn is_foreign(&self, stream: Stream) -> bool {
         stream.thread != 0 || self.contexts.iter().find(|c| c.handle == stream.context).is_none_or(|c| c.foreign)
     }
 
-    /// Whether a point is recorded in this stream right behind each submission, since no other thread can or should do
-    /// so later.
+    /// Whether a point must be recorded in this stream immediately after each submission, because no other
+    /// thread can or should record it later.
     pub(super) fn needs_points_at_once(&self, stream: Stream) -> bool {
         self.is_foreign(stream) || is_marked_at_once(stream.handle())
     }
@@ -239,11 +248,12 @@ impl Inner {
         self.recording.iter().any(|recording| recording.stream == stream)
     }
 
-    /// Called before a thread records a point behind all work given to this stream. Until it is recorded, the stream
-    /// has work without a point behind it.
+    /// Called before a thread records a point behind all work submitted to this stream. Until the point is
+    /// recorded, the stream has work without a point behind it.
     fn begin_recording(&mut self, stream: Stream) {
-        // Before the point: a thread that reads the old epoch has submitted before the point; a thread that reads the
-        // new epoch notes the stream again, which is dirty from then on.
+        // The epoch ends before the point is recorded. A thread that reads the old epoch has submitted its
+        // work before the point. A thread that reads the new epoch records the stream's use again, which makes
+        // the stream dirty.
         epoch::end();
         self.streams.entry(stream).or_default().dirty = false;
         let overlaps = self.is_recording(stream);
@@ -251,12 +261,12 @@ impl Inner {
         self.recording.push(Recording { stream, overlaps });
     }
 
-    /// Ends the recording of a point in a stream: it is the stream's last, or it could not be recorded.
+    /// Ends the recording of a point in a stream. On success, the point is the stream's last.
     fn has_recorded(&mut self, stream: Stream, recorded: Option<Result<Arc<Point>, CUresult>>) -> Option<Arc<Point>> {
         let at = self.recording.iter().position(|recording| recording.stream == stream)?;
         let overlaps = self.recording.swap_remove(at).overlaps;
         let Some(state) = self.streams.get_mut(&stream) else {
-            // Another thread has destroyed the stream, or found that it does not exist.
+            // Another thread has destroyed the stream or found that it does not exist.
             let point = recorded?.ok()?;
             self.keep_closed(point.clone());
             return Some(point);
@@ -269,7 +279,8 @@ impl Inner {
                 }
                 Some(point)
             }
-            // Nothing runs there any more, or the stream does not exist and the program's call failed.
+            // No work runs in the stream, because its context is broken or the stream does not exist and the
+            // program's call failed.
             Some(Err(error)) if is_dead(error) || matches!(error, ERROR_INVALID_HANDLE | ERROR_STREAM_DETACHED) => {
                 self.streams.remove(&stream);
                 None
@@ -282,12 +293,12 @@ impl Inner {
     }
 }
 
-/// The context of a stream that the calling thread may use. A capturing stream is not queried, as any query may
-/// invalidate its capture.
+/// Returns the context of a stream that the calling thread may use. A capturing stream is not queried,
+/// because a query may invalidate its capture.
 pub fn context_of(stream: CUstream) -> Option<CUcontext> {
     let is_default = (stream as usize) <= STREAM_PER_THREAD as usize;
     let known = if is_default {
-        None // the current context's
+        None // a default stream of the current context
     } else if capture::any() && capture::is_capturing(stream) {
         capture::context_of_member(stream)
     } else {
@@ -299,9 +310,9 @@ pub fn context_of(stream: CUstream) -> Option<CUcontext> {
     known.or_else(|| Some(current_or_null())).filter(|context| !context.is_null())
 }
 
-/// Identifies a stream from one launch to the next; `None` for the legacy stream without a context. The legacy stream
-/// differs between contexts, so its context identifies it, for which the driver must be queried. While the program has
-/// had only one context, the handle is enough.
+/// Returns a value that identifies a stream across launches, or `None` for the legacy stream without a
+/// context. The legacy stream differs between contexts, so it is identified by its context, which must
+/// be queried. While the program has had only one context, the handle suffices.
 #[inline]
 pub fn name_of(stream: CUstream) -> Option<usize> {
     if !is_legacy(stream) {

@@ -1,4 +1,4 @@
-//! The free space of a file.
+//! The free space of a swap file.
 
 use alloc::{collections::BTreeMap, vec::Vec};
 
@@ -9,17 +9,18 @@ pub(super) struct Extent {
     pub len: u64,
 }
 
-/// The free parts of a file. A taken length may consist of several parts, so fragmentation never prevents taking it.
+/// The free parts of a file. An allocation may consist of several parts, so fragmentation never makes
+/// it fail.
 #[derive(Debug, Default)]
 pub(super) struct Extents {
-    /// Lengths by offset. No two parts are adjacent.
+    /// Lengths of the free parts, by offset. No two parts are adjacent.
     free: BTreeMap<u64, u64>,
     /// The sum of the lengths.
     bytes: u64,
 }
 
 impl Extents {
-    /// Bytes that can be taken.
+    /// The number of free bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -43,7 +44,7 @@ impl Extents {
         Some(taken)
     }
 
-    /// Adds free space: a part that was taken, or new space at the end of the file.
+    /// Adds free space: a part that was taken before, or new space at the end of the file.
     pub fn give(&mut self, Extent { mut offset, mut len }: Extent) {
         if len == 0 {
             return;

@@ -1,14 +1,16 @@
-//! Swap files: they hold copies of chunks that exceed host memory.
+//! Swap files: copies of chunks that do not fit in host memory.
 //!
-//! The scheduler creates the file, reserves its space and passes it here ([`SwapFile::open`]); no other process has it.
-//! Threads of the file write and read chunks in the background ([`worker`]), directly from and into the buffers. The
-//! client's thread gives them jobs and applies the results.
+//! The scheduler creates the file, reserves its space and passes its descriptor to this process
+//! ([`SwapFile::open`]). No other process has the file open. The file's threads ([`worker`]) write
+//! chunks from host buffers and read them into host buffers in the background. The client's thread
+//! queues jobs and applies the results.
 //!
-//! The program can neither close the file nor pass it on: it is open only in the threads' own descriptor table, which
-//! no other thread shares, no fork copies and no `exec` keeps. The file has no name, so it disappears with the process.
+//! The program can neither close the file nor pass it on. The file is open only in a separate
+//! descriptor table, which the file's threads share. A fork does not copy this table, and `exec` does
+//! not keep it. The file has no name, so its space is freed when the process ends.
 //!
-//! A chunk's checksum stays in memory, and is compared when the chunk is read. A mismatch means that the contents are
-//! lost, like after an uncorrectable memory error.
+//! A chunk's checksum stays in memory and is compared when the chunk is read. A mismatch means that the
+//! contents are lost, as after an uncorrectable memory error.
 
 mod extents;
 mod worker;
@@ -36,11 +38,11 @@ use rustix::{
 
 pub use worker::is_supported;
 
-/// The number of threads that read and write, and so the number of concurrent disk requests: with fewer than four, a
-/// fast NVMe disk idles at times.
+/// The number of threads that read and write, and therefore of concurrent disk requests. With fewer
+/// than four, a fast NVMe disk is idle at times.
 const WORKERS: usize = 4;
 
-/// The newest file, while it is open in the program's descriptor table.
+/// The latest file, while it is open in the program's descriptor table.
 static HANDED_OVER: InheritedDescriptor = InheritedDescriptor::none();
 
 /// Closes the descriptor in the child of a fork, if the fork copied it.
@@ -48,7 +50,7 @@ pub fn close_in_child() {
     if let Some((number, identity)) = HANDED_OVER.get()
         && identity.is(number)
     {
-        // SAFETY: the child's copy, which nothing in the child uses.
+        // SAFETY: `number` is the child's copy of the descriptor, which no code in the child uses.
         drop(unsafe { OwnedFd::from_raw_fd(number) });
     }
 }
@@ -62,31 +64,31 @@ pub struct ChunkName {
     pub len: u64,
 }
 
-/// A file for swapped memory. Clones are the same file.
+/// A swap file. Clones refer to the same file.
 #[derive(Debug, Clone)]
 pub struct SwapFile(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
     state: Mutex<FileState>,
-    /// Changes whenever the threads have something to do.
+    /// A futex word that changes when the threads have a new job or status.
     news: AtomicU32,
 }
 
 #[derive(Debug)]
 struct FileState {
-    /// The size in bytes. All of it is reserved.
+    /// The size in bytes. The whole size is reserved on disk.
     size: u64,
     free: Extents,
     jobs: VecDeque<Job>,
-    /// Jobs that threads have taken from `jobs`.
+    /// The number of jobs that threads have taken from `jobs` and not finished.
     in_progress: usize,
     done: Vec<Done>,
     status: Status,
-    /// Bytes that are being written, and that have been written.
+    /// Bytes that are being written, and bytes written so far.
     writing: u64,
     written: u64,
-    /// The descriptor in the program's table, until the threads have a table of their own.
+    /// The descriptor in the program's table, until the threads have their own table.
     handed_over: Option<(RawFd, Identity)>,
 }
 
@@ -95,7 +97,8 @@ enum Status {
     /// The threads have not started.
     Opening,
     Usable,
-    /// Nothing more is written: a newer file exists, a write has failed, or the file could not be opened.
+    /// No more chunks are written, because a newer file exists, a write has failed, or the file could not
+    /// be opened.
     ReadOnly,
 }
 
@@ -111,14 +114,14 @@ enum What {
         copy: HostCopy,
         to: FileCopy,
     },
-    /// `into` is used if it is given and has the chunk's size.
+    /// Reads into `into` if its size is the chunk's, otherwise into a new buffer.
     Read {
         copy: FileCopy,
         into: Option<Buffer>,
     },
 }
 
-/// The end of a job.
+/// A finished job.
 #[derive(Debug)]
 pub(in crate::memory) struct Done {
     pub chunk: ChunkName,
@@ -128,14 +131,14 @@ pub(in crate::memory) struct Done {
 #[derive(Debug)]
 pub(in crate::memory) enum Outcome {
     Written(FileCopy, Buffer),
-    /// The disk has rejected the write: the copy stays in host memory.
+    /// The write failed, so the copy stays in host memory.
     NotWritten(HostCopy),
-    /// The contents are still in the file too.
+    /// The chunk was read. The file still has the contents too.
     Read(HostCopy),
     /// The host has no memory for a buffer at the moment.
     NoBuffer(FileCopy),
-    /// The disk has failed, or holds something other than the written contents. The buffer may be registered with the
-    /// driver, which these threads do not enter.
+    /// The read failed, or returned data other than the written contents. The buffer may be registered with
+    /// the driver, which these threads never call.
     Lost(Buffer),
 }
 
@@ -145,11 +148,11 @@ pub(in crate::memory) struct HostCopy {
     pub buffer: Buffer,
     /// The fingerprint of the contents, if known.
     pub fingerprint: Option<Fingerprint>,
-    /// The same contents in a swap file: they need not be written again.
+    /// A copy of the same contents in a swap file, which therefore need not be written again.
     pub file: Option<FileCopy>,
 }
 
-/// A chunk's contents in a file. Dropping it frees the space.
+/// A chunk's contents in a file. Dropping the `FileCopy` frees the space.
 #[derive(Debug)]
 pub(in crate::memory) struct FileCopy {
     file: SwapFile,
@@ -171,7 +174,7 @@ impl Drop for FileCopy {
 }
 
 impl FileState {
-    /// Whether the file is no longer useful.
+    /// Whether the file is read-only and empty, and has no jobs.
     fn is_over(&self) -> bool {
         self.status == Status::ReadOnly
             && self.jobs.is_empty()
@@ -181,9 +184,10 @@ impl FileState {
 }
 
 impl SwapFile {
-    /// Takes over a file from the scheduler, in which nothing is reserved yet. `None` if threads cannot be started.
+    /// Takes over a file that the scheduler has created; nothing is reserved in it yet. Returns `None` if
+    /// no thread can be started.
     pub fn open(descriptor: OwnedFd) -> Option<Self> {
-        // Some programs rely on getting the lowest numbers.
+        // Some programs rely on receiving the lowest descriptor numbers.
         let descriptor = fcntl_dupfd_cloexec(&descriptor, LOWEST_DESCRIPTOR).unwrap_or(descriptor);
         let identity = Identity::of(&descriptor)?;
         let number = descriptor.as_raw_fd();
@@ -205,12 +209,13 @@ impl SwapFile {
             HANDED_OVER.set(None);
             return None;
         }
-        // It is closed once the thread has its own; see `close_in_program`.
+        // `close_in_program` closes the descriptor once the threads have their own table.
         mem::forget(descriptor);
         Some(file)
     }
 
-    /// Closes the program's copy of the descriptor, once the threads have theirs. Called by the thread that received it.
+    /// Closes the descriptor in the program's table, once the threads have their own table. Called by the
+    /// thread that received the descriptor.
     pub fn close_in_program(&self) {
         let number = {
             let mut state = self.0.state.lock();
@@ -223,7 +228,7 @@ impl SwapFile {
             HANDED_OVER.set(None);
         }
         if let Some((number, _)) = number.filter(|(number, identity)| identity.is(*number)) {
-            // SAFETY: it is the descriptor from `open`, and nothing else owns it.
+            // SAFETY: `number` is the descriptor from `open`, and no other object owns it.
             drop(unsafe { OwnedFd::from_raw_fd(number) });
         }
     }
@@ -237,19 +242,20 @@ impl SwapFile {
         }
     }
 
-    /// Stops writing to this file. Its contents stay until they are read.
+    /// Stops writing to this file. Chunks in the file can still be read.
     pub fn retire(&self) {
         self.0.state.lock().status = Status::ReadOnly;
         self.tell();
     }
 
-    /// Whether the file is empty, and stays so.
+    /// Whether the file is empty and will stay empty.
     pub fn is_over(&self) -> bool {
         let state = self.0.state.lock();
         state.is_over() && state.done.is_empty() && state.handed_over.is_none()
     }
 
-    /// Whether chunks read from it should keep their place in it, so that they need not be written again.
+    /// Whether a chunk that has been read should keep its place in the file, so that it need not be written
+    /// again.
     pub(in crate::memory) fn is_kept(&self) -> bool {
         self.0.state.lock().status == Status::Usable
     }
@@ -270,7 +276,7 @@ impl SwapFile {
         self.0.state.lock().written
     }
 
-    /// Jobs that are not done.
+    /// The number of unfinished jobs.
     pub fn jobs(&self) -> usize {
         let state = self.0.state.lock();
         state.jobs.len() + state.in_progress
@@ -290,7 +296,7 @@ impl SwapFile {
         Ok(())
     }
 
-    /// Takes the finished jobs of this GPU.
+    /// Takes the finished jobs for this GPU.
     pub(in crate::memory) fn take_done(&self, gpu: u32) -> Vec<Done> {
         let mut state = self.0.state.lock();
         state.done.extract_if(.., |done| done.chunk.gpu == gpu).collect()
@@ -304,7 +310,7 @@ impl SwapFile {
 }
 
 impl FileCopy {
-    /// Reads the chunk, into the given buffer if its size fits.
+    /// Queues the reading of the chunk, into the given buffer if its size is the chunk's.
     pub fn read(self, chunk: ChunkName, into: Option<Buffer>) {
         let file = self.file.clone();
         let into = into.filter(|buffer| buffer.len() == chunk.len);
@@ -334,12 +340,12 @@ mod tests {
     const LEN: u64 = 4 << 20;
     const CHUNK: ChunkName = ChunkName { gpu: 3, base: 0, offset: 0, len: LEN };
 
-    /// A file without a name, like the scheduler's, and another descriptor of it.
+    /// Creates an unlinked file like the scheduler's. Returns two descriptors of it.
     fn file(name: &str) -> (OwnedFd, File) {
         let path = std::env::temp_dir().join(std::format!("nvshare-file-{}-{name}", std::process::id()));
         let file = File::options().create_new(true).read(true).write(true).open(&path).unwrap();
         fs::remove_file(path).unwrap();
-        // SAFETY: it was just created, and nothing else owns it.
+        // SAFETY: the descriptor was just created, and no other object owns it.
         (unsafe { OwnedFd::from_raw_fd(file.try_clone().unwrap().into_raw_fd()) }, file)
     }
 
@@ -442,6 +448,6 @@ mod tests {
         there.read(CHUNK, None);
         assert!(matches!(next(&file), Outcome::Read(_)));
         assert!(file.is_over());
-        until(|| Arc::strong_count(&file.0) == 1); // its threads have ended
+        until(|| Arc::strong_count(&file.0) == 1); // the file's threads have ended
     }
 }

@@ -17,11 +17,11 @@ use rustix::{
     io::{Errno, pread, pwrite},
 };
 
-/// The most bytes per call: enough to reach the full speed of a disk, and few enough that a shared disk also serves
-/// other requests.
+/// The most bytes per call: enough for the full speed of a disk, and few enough that a shared disk also
+/// serves other requests.
 const PIECE: usize = 8 << 20;
 
-/// The longest sleep of a thread that has nothing to do.
+/// The longest sleep of a thread that has no job.
 const SLEEP: Duration = Duration::from_secs(3600);
 
 /// The kernel's `CLOSE_RANGE_UNSHARE`.
@@ -29,29 +29,30 @@ const UNSHARE: libc::c_uint = 1 << 1;
 
 /// Closes the descriptors from `first` to `last` in the calling thread's table.
 fn close_range(first: u32, last: u32, flags: libc::c_uint) -> Result<(), Errno> {
-    // SAFETY: the call takes only numbers. The caller decides which descriptors may be closed.
+    // SAFETY: the call takes only integers. The caller decides which descriptors may be closed.
     let result = unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) };
     // SAFETY: `errno` is the calling thread's own.
     if result == 0 { Ok(()) } else { Err(Errno::from_raw_os_error(unsafe { *libc::__errno_location() })) }
 }
 
-/// Whether threads can have their own descriptor table here: from Linux 5.9 on, unless a seccomp filter forbids it.
+/// Whether a thread of this process can have its own descriptor table. Requires Linux 5.9, and no
+/// seccomp filter that forbids the call.
 pub fn is_supported() -> bool {
     const UNKNOWN: u8 = 2;
     static ANSWER: AtomicU8 = AtomicU8::new(UNKNOWN);
     if ANSWER.load(Ordering::Relaxed) == UNKNOWN {
-        // A kernel that has the call rejects this range as invalid, and closes nothing.
+        // A kernel that supports the call rejects this range as invalid and closes no descriptor.
         let answer = crate::sys::errno::preserved(|| close_range(1, 0, UNSHARE)) == Err(Errno::INVAL);
         ANSWER.store(u8::from(answer), Ordering::Relaxed);
     }
     ANSWER.load(Ordering::Relaxed) == 1
 }
 
-/// Gives the calling thread its own descriptor table, in which only these descriptors are open.
+/// Gives the calling thread its own descriptor table, in which only `descriptors` are open.
 fn keep_only(mut descriptors: Vec<RawFd>) -> Result<(), Errno> {
     descriptors.sort_unstable();
     let mut end = u32::MAX;
-    let mut flags = UNSHARE; // on the first call, which copies no entry above the last kept one
+    let mut flags = UNSHARE; // only in the first call, which copies no entry above the last kept descriptor
     for descriptor in descriptors.into_iter().rev().filter_map(|descriptor| u32::try_from(descriptor).ok()) {
         if descriptor < end {
             close_range(descriptor + 1, end, flags)?;
@@ -65,11 +66,12 @@ fn keep_only(mut descriptors: Vec<RawFd>) -> Result<(), Errno> {
     close_range(0, end, flags)
 }
 
-/// Runs the first thread of a file, which is open in the program under this number.
+/// Runs the first thread of a file. In the program's table, the file is open as `number`.
 pub(super) fn begin(file: SwapFile, number: RawFd, identity: Identity) {
     let sender = wakeup::sender();
     let kept = [number].into_iter().chain(sender).collect();
-    // A file that the program has since opened under one of these numbers must not stay open here.
+    // The program may have closed a descriptor and opened another file under the same number. That file
+    // must not stay open here.
     let is_open = keep_only(kept).is_ok() && identity.is(number) && wakeup::sender() == sender;
     {
         let mut state = file.0.state.lock();
@@ -77,12 +79,12 @@ pub(super) fn begin(file: SwapFile, number: RawFd, identity: Identity) {
             state.status = if is_open { Status::Usable } else { Status::ReadOnly };
         }
     }
-    // So that the program's copy is closed.
+    // Wake the client's thread, so that it closes the program's copy.
     connection::wake();
     if !is_open {
         return;
     }
-    // The other threads share this thread's table.
+    // Threads that this thread starts share its table.
     for _ in 1..WORKERS {
         let its_own = file.clone();
         threads::spawn(c"nvshare-file", move || work(&its_own, number));
@@ -90,9 +92,9 @@ pub(super) fn begin(file: SwapFile, number: RawFd, identity: Identity) {
     work(&file, number);
 }
 
-/// Does jobs until the file is no longer useful.
+/// Carries out jobs until the file is read-only and empty.
 fn work(file: &SwapFile, number: RawFd) {
-    // SAFETY: nothing closes `number` in the table of these threads.
+    // SAFETY: no code closes `number` in the table of these threads.
     let descriptor = unsafe { BorrowedFd::borrow_raw(number) };
     loop {
         let news = file.0.news.load(Ordering::SeqCst);
@@ -185,7 +187,7 @@ fn read_part(file: BorrowedFd<'_>, mut bytes: &mut [u8], Extent { mut offset, ..
         let piece = bytes.len().min(PIECE);
         let Some(place) = bytes.get_mut(..piece) else { return Err(Errno::IO) };
         match pread(file, place, offset) {
-            Ok(0) => return Err(Errno::IO), // end of file: it was truncated
+            Ok(0) => return Err(Errno::IO), // end of file: the file was truncated
             Ok(n) => {
                 bytes = bytes.get_mut(n..).unwrap_or(&mut []);
                 offset += n as u64;

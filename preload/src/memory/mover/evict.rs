@@ -1,4 +1,5 @@
-//! Eviction: copies chunks to host buffers, unless a current copy exists, and unmaps them from the GPU.
+//! Eviction: copies chunks to host buffers unless a current copy exists, and unmaps the chunks from the
+//! GPU.
 
 use super::{
     Mover, POLL_INTERVAL, RETRY_INTERVAL, Stop,
@@ -23,7 +24,8 @@ use core::time::Duration;
 const LOAD_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Mover {
-    /// Starts evictions up to the limit on copies in flight. Returns when to retry evictions that could not start yet.
+    /// Starts evictions until `target` bytes remain or the limit on copies in flight is reached. Returns
+    /// the time after which to call again, or `None` if no further eviction can start.
     pub(super) fn evict_some(
         &mut self,
         space: &Mutex<Space>,
@@ -31,7 +33,7 @@ impl Mover {
         report: &dyn Fn(&Account),
     ) -> Result<Option<Duration>, Stop> {
         if self.is_idle() {
-            // Nothing is running, so all frees are complete. Freed memory need not be copied.
+            // No work is running, so all frees are done. Unused pool memory is released instead of copied.
             let mut guard = space.lock();
             if guard.release_idle_pools() > 0 {
                 report(&guard.account);
@@ -52,7 +54,7 @@ impl Mover {
             }
             if self.plan.is_empty() {
                 drop(guard);
-                // Buffers allocated for the previous plan must arrive first.
+                // Wait for the buffers of the previous plan.
                 if !self.stop_staging(space) || !self.has_kernel(space) {
                     return Ok(Some(RETRY_INTERVAL));
                 }
@@ -77,7 +79,7 @@ impl Mover {
         Ok(Some(POLL_INTERVAL))
     }
 
-    /// Starts the eviction of one chunk. If that has to wait, returns the chunk and how long to wait.
+    /// Starts the eviction of one chunk. If the chunk has to wait, returns it with the waiting time.
     fn evict_one(
         &mut self,
         space: &Mutex<Space>,
@@ -119,7 +121,7 @@ impl Mover {
                 self.evicted_uncopied(&mut space.lock(), base, offset, len, there, report);
                 return Ok(None);
             }
-            Some(copy) => copy.without_buffer().0, // its place in a file is freed
+            Some(copy) => copy.without_buffer().0, // drops the copy in a file
             None => None,
         };
         let mut buffer = match buffer {
@@ -147,7 +149,8 @@ impl Mover {
             }
         };
         buffer.register(self.context().map_or(0, |context| context as usize));
-        // SAFETY: the chunk is mapped and idle, the buffer is as long, and both stay until the transfer is complete.
+        // SAFETY: the chunk is mapped and idle, and the buffer is as long as the chunk. Both stay valid until
+        // the transfer is complete.
         let copied = unsafe { driver::cuMemcpyDtoHAsync_v2(buffer.address(), at, len as usize, self.stream()) };
         if copied != SUCCESS {
             let mut guard = space.lock();
@@ -177,7 +180,7 @@ impl Mover {
         report(&guard.account);
     }
 
-    /// Puts the chunks of the plan back, so that they stay.
+    /// Cancels the plan: its chunks stay on the GPU.
     pub(super) fn unplan(&mut self, space: &Mutex<Space>) {
         if !self.plan.is_empty() {
             let mut guard = space.lock();
@@ -187,7 +190,8 @@ impl Mover {
         }
     }
 
-    /// Whether the fingerprint kernel is loaded in the mover's context, or the eviction no longer waits for it.
+    /// Whether the eviction need not wait for the fingerprint kernel. This is so if the kernel is loaded in
+    /// the mover's context, if it cannot be loaded, or after [`LOAD_TIMEOUT`].
     fn has_kernel(&mut self, space: &Mutex<Space>) -> bool {
         let has = !space.lock().engine().copies() || self.ready.first_mut().is_none_or(|ready| ready.has_kernel(space));
         has || self.loading_since.get_or_insert_with(Instant::now).elapsed() > LOAD_TIMEOUT

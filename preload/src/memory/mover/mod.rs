@@ -1,18 +1,23 @@
-//! The mover: evicts chunks from the GPU and restores them at the same addresses, as the scheduler's allowance demands.
+//! The mover: evicts chunks from the GPU and restores them at the same addresses, as the scheduler's
+//! allowance requires.
 //!
-//! Nothing waits for a copy. Each step starts new copies and completes finished ones, so that messages are read between
-//! steps and new allowances take effect as they arrive. (Steps do wait for fingerprints, which takes milliseconds.)
-//! Many copies are in flight at a time, and the account is reported after each, so that other clients can use freed
-//! bytes while the rest is still being evicted. No step makes a driver call that may wait for running work: the
-//! [`waiter`](super::waiter) makes those.
+//! The mover never waits for a copy. Each step starts new copies and completes finished ones. Between
+//! steps the client's thread reads messages, so a new allowance takes effect immediately. Steps wait
+//! only for fingerprints, which take milliseconds.
 //!
-//! Chunks that need no copy are not copied, see [`fingerprint`](super::fingerprint).
+//! Many copies are in flight at a time. The account is reported after each copy, so that other clients
+//! can use freed bytes while the eviction continues. No step makes a driver call that may wait for
+//! running work. The [`waiter`](super::waiter) makes such calls.
 //!
-//! The mover's objects in a context are created with the context, on the program's thread ([`Mover::make_ready`]). The
-//! first use of a driver function may take long, and may need the loader's lock; during an eviction, other clients
-//! would wait for that.
+//! A chunk whose contents are already in host memory is not copied; see
+//! [`fingerprint`](super::fingerprint).
 //!
-//! - `evict`, `restore`: the two directions. `transfer`: copies in flight. `staging`: host buffers for evictions.
+//! The mover's objects in a context are created on the program's thread when the context is created
+//! ([`Mover::make_ready`]). The first use of a driver function may take long and may need the dynamic
+//! loader's lock. During an eviction, other clients would have to wait for it.
+//!
+//! - `evict`, `restore`: the two directions of a move. `transfer`: copies in flight. `staging`: host
+//!   buffers for evictions.
 
 mod evict;
 mod restore;
@@ -37,35 +42,38 @@ use alloc::{collections::VecDeque, vec::Vec};
 use core::time::Duration;
 use transfer::{CopyContext, Transfer};
 
-/// The interval between polls of copies in flight: an eighth of the time that one chunk takes.
+/// The interval between polls of copies in flight: an eighth of the time that the copy of one chunk
+/// takes.
 const POLL_INTERVAL: Duration = Duration::from_micros(150);
 
 const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
-/// After this time without a move, the kernel may page out the host buffers, and free ones are released.
+/// After this time without a move, free host buffers are released and the other buffers are
+/// unregistered, so that the kernel can page them out.
 const REST: Duration = Duration::from_secs(180);
 
 /// The number of buffers that are unregistered at a time.
 const TIDY_BATCH: usize = 4;
 
-/// Where memory should move.
+/// The desired direction of a move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Goal {
-    /// Off the GPU, until at most `target` bytes are mapped. No work of this client is running or can start: its gate
-    /// is closed.
+    /// Evict memory until at most `target` bytes are mapped. The client's gate is closed, so no work of the
+    /// client is running or can start.
     Evict { target: u64 },
-    /// Onto the GPU, up to the allowance.
+    /// Restore memory, up to the allowance.
     Restore,
-    /// Nowhere. Transfers in flight are completed.
+    /// Start no transfers; complete those in flight.
     Idle,
 }
 
 /// The outcome of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// Transfers are in flight: take the next step after this time.
+    /// Transfers are in flight. The next step is due after this time.
     Busy(Duration),
-    /// Nothing is in flight, and nothing more can be done. `moved`: memory has moved since the last such step.
+    /// No transfer is in flight, and the step can start no more. `moved`: memory has moved since the last
+    /// step with this outcome.
     Done {
         moved: bool,
     },
@@ -75,9 +83,9 @@ pub enum Step {
 /// The reason why a move ended early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {
-    /// The host has no room: the remaining chunks stay on the GPU.
+    /// The host has no room, so the remaining chunks stay on the GPU.
     HostFull,
-    /// The GPU has no room although the allowance does.
+    /// The GPU has no room, although the allowance has.
     GpuFull,
     /// No context works any more.
     Broken,
@@ -86,29 +94,29 @@ pub enum Stop {
 /// Moves the chunks of one GPU.
 #[derive(Debug)]
 pub struct Mover {
-    /// The contexts in which it can work. It works in the first.
+    /// The contexts in which the mover can work. It works in the first.
     ready: Vec<CopyContext>,
     /// Contexts that have failed.
     broken: Vec<usize>,
     transfers: VecDeque<Transfer>,
     /// The chunks to be evicted next.
     plan: VecDeque<Leaving>,
-    /// Chunks that may be restored next: base, offset and length.
+    /// Chunks to restore next: base, offset and length.
     lacking: VecDeque<(u64, u64, u64)>,
     staging: Option<StagingAllocator>,
     /// Whether the buffers being allocated are for a later eviction.
     preparing: bool,
-    /// When the GPU was first found to have no room although the allowance does.
+    /// The time at which the GPU was first found full although the allowance has room.
     full_since: Option<Instant>,
-    /// A restored chunk could not be mapped at all its aliases.
+    /// A restored chunk could not be mapped at all of its aliases.
     refused: bool,
     /// The number of program threads that pause the mover while they destroy a context or make GPUs peers.
     pauses: u32,
-    /// Contexts in which a thread is creating the mover's objects.
+    /// Contexts in which a program thread is creating the mover's objects.
     in_the_making: Vec<usize>,
-    /// When loading the fingerprint kernel during an eviction began.
+    /// The time at which an eviction started to wait for the fingerprint kernel.
     loading_since: Option<Instant>,
-    /// When memory last moved; `None` once host memory has been tidied up since.
+    /// The time of the last move; `None` once host memory has been tidied up since then.
     untidy_since: Option<Instant>,
     /// Counts for the trace.
     stats: Stats,
@@ -122,7 +130,7 @@ struct Stats {
     since: Option<Instant>,
     out: u64,
     back: u64,
-    /// Of both, the bytes that were not copied.
+    /// The part of `out` and `back` that was not copied.
     uncopied: u64,
 }
 
@@ -131,7 +139,7 @@ struct Stats {
 pub struct Left(Option<CopyContext>);
 
 impl Left {
-    /// Called when the context is gone.
+    /// Drops the objects without driver calls, after the driver has destroyed the context.
     pub fn forget(self) {
         if let Some(ready) = self.0 {
             ready.forget();
@@ -159,7 +167,7 @@ impl Mover {
         }
     }
 
-    /// Takes one step towards the goal, in one of these contexts.
+    /// Takes one step towards the goal. Works in one of `contexts`.
     pub fn step(
         &mut self,
         space: &Mutex<Space>,
@@ -177,7 +185,7 @@ impl Mover {
                 Ok(context) => context,
                 Err(stop) => {
                     self.end(space, goal);
-                    // Only the allocation of buffers for copies may still be in progress.
+                    // Only the allocation of host buffers may still be in progress.
                     return match self.stop_staging(space) {
                         false => Step::Busy(RETRY_INTERVAL),
                         true if goal == Goal::Idle => Step::Done { moved: false },
@@ -185,16 +193,17 @@ impl Mover {
                     };
                 }
             };
-            // At most `MAX_COPIES` are in the queue of the mover's stream.
+            // At most `MAX_COPIES` copies are queued in the mover's stream, so the driver has room for more.
             let step = || waiting::with_room(|| self.step_here(space, goal, report));
             let step = match with_current(context, step) {
                 Ok(step) => step,
                 Err(error) if is_dead_in(context, error) => Step::Stopped(Stop::Broken),
-                Err(_) => return Step::Busy(RETRY_INTERVAL), // only that call has failed
+                Err(_) => return Step::Busy(RETRY_INTERVAL), // only this call has failed
             };
             match step {
                 Step::Stopped(Stop::Broken) => {
-                    // Chunks in flight have lost their contents. The program's own next call returns the error.
+                    // Chunks in flight have lost their contents. The driver returns the error from the program's next
+                    // call.
                     self.complete_all(space, report);
                     if let Some(at) = self.ready.iter().position(|ready| ready.context == context) {
                         space.lock().release_buffers(self.ready.remove(at).into_buffers());
@@ -211,18 +220,18 @@ impl Mover {
         }
     }
 
-    /// Whether nothing is in progress, so that only a new goal creates work.
+    /// Whether no transfer, plan or allocation is in progress, so that only a new goal creates work.
     pub fn is_idle(&self) -> bool {
         self.transfers.is_empty() && self.plan.is_empty() && self.staging.is_none()
     }
 
-    /// The context in which it works.
+    /// The context in which the mover works.
     pub fn context(&self) -> Option<CUcontext> {
         self.ready.first().map(|ready| ready.context as CUcontext)
     }
 
-    /// Tidies up host memory when nothing has moved for a while, or immediately if the host is short of memory. Returns
-    /// when to call again.
+    /// Tidies up host memory after [`REST`] without a move, or immediately if the host is short of memory.
+    /// Returns the time until the next call is due.
     pub fn tidy(&mut self, space: &Mutex<Space>, is_host_short: bool) -> Duration {
         let Some(since) = self.untidy_since else { return Duration::MAX };
         let rest = since.elapsed();
@@ -238,10 +247,10 @@ impl Mover {
         Duration::MAX
     }
 
-    /// Creates the mover's objects in a new context, so that an eviction finds everything loaded and allocated. The
-    /// caller is a thread of the program that holds no lock, since loading code may wait for running work. The program
-    /// does not have the context yet, and `add` registers it with the library. If memory for the kernel is short, an
-    /// eviction loads it later.
+    /// Creates the mover's objects in a new context, so that an eviction finds all code loaded and all
+    /// objects allocated. The caller is a program thread that holds no lock, because loading code may wait
+    /// for running work. `add` registers the context with the library, before the driver's call returns it
+    /// to the program. If memory for the kernel is short, a later eviction loads the kernel.
     pub fn make_ready(mover: &Mutex<Self>, context: CUcontext, copies: bool, add: impl FnOnce()) {
         let handle = context as usize;
         loop {
@@ -269,8 +278,8 @@ impl Mover {
         add();
     }
 
-    /// Returns the context to work in, and chooses one of these if there is none yet. Best called early, while there is
-    /// memory for the mover's objects.
+    /// Returns the context in which the mover works. If there is none yet, chooses one of `contexts`. An
+    /// early call is best, while memory for the mover's objects is available.
     pub fn settle(&mut self, contexts: &[CUcontext]) -> Result<usize, Stop> {
         if let Some(ready) = self.ready.first() {
             return Ok(ready.context);
@@ -289,11 +298,11 @@ impl Mover {
         Err(stop)
     }
 
-    /// Stops using a context that is about to be destroyed. The caller holds no lock.
+    /// Stops using a context that the program is about to destroy. The caller holds no lock.
     pub fn leave(mover: &Mutex<Self>, context: CUcontext, space: &Mutex<Space>, report: &dyn Fn(&Account)) -> Left {
         let mut guard = mover.lock();
         guard.pause();
-        // Buffers are registered with the mover's context, or with an earlier one that has failed.
+        // Host buffers are registered in the mover's context, or in an earlier context that has failed.
         while !(guard.stop_staging(space) && guard.rest(space, report)) {
             drop(guard);
             time::sleep(RETRY_INTERVAL);
@@ -304,7 +313,7 @@ impl Mover {
         Left(at.map(|at| guard.ready.remove(at)))
     }
 
-    /// Called when the context stays after all.
+    /// Undoes [`leave`](Self::leave), if the context was not destroyed.
     pub fn come_back(&mut self, Left(ready): Left) {
         self.ready.extend(ready);
     }
@@ -318,7 +327,7 @@ impl Mover {
         self.pauses -= 1;
     }
 
-    /// Completes or undoes everything in progress. Returns whether nothing is left.
+    /// Completes finished transfers and cancels the plan. Returns whether no transfer is left.
     pub fn rest(&mut self, space: &Mutex<Space>, report: &dyn Fn(&Account)) -> bool {
         if let (false, Some(context)) = (self.transfers.is_empty(), self.context()) {
             let complete = || capture::relaxed(|| self.complete(space, report));
@@ -334,7 +343,7 @@ impl Mover {
         self.stats.since.get_or_insert_with(Instant::now);
         self.complete(space, report);
         if !matches!(goal, Goal::Evict { .. }) {
-            // The program may write to its memory from here on.
+            // From now on, the program may write to its memory.
             self.unplan(space);
             if !self.collect_staging(space) && self.transfers.is_empty() && goal == Goal::Idle {
                 return Step::Busy(RETRY_INTERVAL);

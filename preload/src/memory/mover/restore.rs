@@ -1,4 +1,4 @@
-//! Restoring: maps chunks on the GPU again, at the same addresses, as far as the allowance permits.
+//! Restoring: maps chunks on the GPU again at the same addresses, up to the allowance.
 
 use super::{
     Mover, POLL_INTERVAL, RETRY_INTERVAL, Stop,
@@ -19,7 +19,8 @@ use core::time::Duration;
 const TIMEOUT: Duration = Duration::from_millis(300);
 
 impl Mover {
-    /// Starts restoring chunks, up to the limit on copies in flight and the room in the allowance.
+    /// Starts restoring chunks, up to the limit on copies in flight and the room in the allowance. Returns
+    /// the time after which to call again, or `None` if no further chunk can be restored.
     pub(super) fn restore_some(&mut self, space: &Mutex<Space>) -> Result<Option<Duration>, Stop> {
         while self.has_room() {
             if core::mem::take(&mut self.refused) {
@@ -38,7 +39,8 @@ impl Mover {
                     if is_dead(error) {
                         return Err(Stop::Broken);
                     }
-                    // Other clients report memory after they have freed it, but the driver may need a moment.
+                    // Other clients report memory only after they have freed it, but the driver may still need a
+                    // moment.
                     if self.full_since.get_or_insert_with(Instant::now).elapsed() < TIMEOUT {
                         return Ok(Some(RETRY_INTERVAL));
                     }
@@ -53,13 +55,13 @@ impl Mover {
             self.full_since = None;
             let (stream, context) = (self.stream(), self.context().map_or(0, |context| context as usize));
             if let Residency::Host(Some(copy)) = &mut residency {
-                // The buffer is unregistered if the program has been idle for long, or if the contents come from a
-                // file. Registering and copying together take at most a third of the time of a copy from pageable
-                // memory, for which this thread would wait too [H100, H200].
+                // The buffer is unregistered if the program has been idle for long or if the contents come from a
+                // file. Registering and copying takes at most a third as long as a copy from pageable memory, during
+                // which this thread would block too [H100, H200].
                 copy.buffer.register(context);
             }
-            // SAFETY: the chunk has just been mapped, the buffer is as long, and both stay until the transfer is
-            // complete.
+            // SAFETY: the chunk has just been mapped, and the buffer is as long as the chunk. Both stay valid
+            // until the transfer is complete.
             let copied = unsafe {
                 match &residency {
                     Residency::Host(Some(copy)) => {
@@ -86,7 +88,7 @@ impl Mover {
         Ok(Some(POLL_INTERVAL))
     }
 
-    /// Takes the next chunk that can be restored.
+    /// Takes the next chunk that can be restored and fits in the allowance.
     fn take_lacking(&mut self, space: &mut Space) -> Option<(u64, Chunk)> {
         if self.lacking.is_empty() {
             self.lacking = space.lacking().into();
@@ -95,7 +97,7 @@ impl Mover {
             let room = space.account.room();
             let at = self.lacking.iter().position(|(_, _, len)| *len <= room)?;
             let (base, offset, _) = self.lacking.remove(at)?;
-            // It may have been freed since.
+            // The chunk may have been freed since the list was made.
             if let Some(chunk) = space.take_lacking(base, offset) {
                 return Some((base, chunk));
             }

@@ -1,4 +1,4 @@
-//! The host buffers of an eviction: allocates them, and keeps the unused ones.
+//! The host buffers of an eviction: their allocation, and the reuse of unused buffers.
 
 use super::Mover;
 use crate::{
@@ -9,8 +9,8 @@ use crate::{
 };
 use alloc::vec::Vec;
 
-/// The number of threads that allocate buffers: during an eviction, and ahead of one, when the program needs the
-/// processors more.
+/// The number of threads that allocate buffers during an eviction. Ahead of an eviction,
+/// `WORKERS_AHEAD` threads do, because the program still needs the processors.
 const WORKERS: usize = 8;
 
 const WORKERS_AHEAD: usize = 2;
@@ -30,7 +30,7 @@ impl Mover {
         trace!("buffers are allocated ahead: {}", self.preparing);
     }
 
-    /// Starts allocating the buffers that the plan needs and that do not exist yet.
+    /// Starts allocating the missing buffers for the plan.
     pub(super) fn allocate_for_plan(&mut self, space: &Mutex<Space>) {
         let needs = |leaving: &&Leaving| {
             let is_constant = leaving.fingerprint.is_some_and(|fingerprint| fingerprint.constant.is_some());
@@ -57,13 +57,13 @@ impl Mover {
         }
     }
 
-    /// Stops allocating buffers. Returns whether all allocations have ended.
+    /// Stops allocating buffers. Returns whether all allocating threads have ended.
     pub(super) fn stop_staging(&mut self, space: &Mutex<Space>) -> bool {
         self.preparing = false;
         self.collect_staging(space)
     }
 
-    /// Keeps the buffers that are ready. Returns whether no more are being allocated.
+    /// Keeps the finished buffers. Returns whether the allocation of buffers has ended.
     pub(super) fn collect_staging(&mut self, space: &Mutex<Space>) -> bool {
         let Some(staging) = &self.staging else { return true };
         if !self.preparing {

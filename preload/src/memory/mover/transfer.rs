@@ -17,23 +17,24 @@ use crate::{
 };
 use alloc::vec::Vec;
 
-/// The most bytes and copies in flight: more than the link carries until the next poll, however small the chunks are.
+/// The most bytes and copies in flight. Both suffice to keep the link busy until the next poll, for
+/// chunks of any size.
 const MAX_IN_FLIGHT: u64 = 512 << 20;
 
 const MAX_COPIES: usize = 256;
 
-/// The most copies of large chunks in flight. This many events are created in advance.
+/// The most copies of full-size chunks in flight, and the number of events that are created in advance.
 const FIRST_EVENTS: usize = (MAX_IN_FLIGHT / CHUNK) as usize;
 
-/// The mover's objects in a context in which it can work.
+/// The mover's objects in one context.
 #[derive(Debug)]
 pub(super) struct CopyContext {
     pub(super) context: usize,
     stream: CUstream,
     /// Events that are not in use.
     events: Vec<CUevent>,
-    /// `None` if loading has not been tried, or memory was short. The inner `None` means that fingerprints cannot be
-    /// computed here.
+    /// `None` if the kernel has not been loaded yet or memory was short. The inner `None` means that
+    /// fingerprints cannot be computed in this context.
     fingerprinter: Option<Option<Fingerprinter>>,
 }
 
@@ -43,13 +44,14 @@ impl CopyContext {
         let mut stream = core::ptr::null_mut();
         // SAFETY: `stream` outlives the call.
         check(unsafe { driver::cuStreamCreate(&mut stream, STREAM_NON_BLOCKING) })?;
-        // A transfer that finds no event creates one.
+        // If all events are in use, a transfer creates another.
         let events = (0..FIRST_EVENTS).map_while(|_| new_event()).collect();
         trace!("memory can be moved in context {context:#x}");
         Ok(Self { context, stream, events, fingerprinter: None })
     }
 
-    /// Loads the fingerprint kernel, unless memory for it is short at the moment. The driver may wait for running work.
+    /// Loads the fingerprint kernel. If memory is short, a later call may load it. The driver may wait for
+    /// running work.
     pub(super) fn load_kernel(&mut self) {
         self.fingerprinter = match Fingerprinter::new(self.context) {
             Err(ERROR_OUT_OF_MEMORY) => None,
@@ -57,7 +59,8 @@ impl CopyContext {
         };
     }
 
-    /// Computes the fingerprints of chunks (address and size). Nothing may write to the chunks until it returns.
+    /// Computes the fingerprints of chunks (address and size). No work may write to the chunks during this
+    /// call.
     pub(super) fn fingerprints(&mut self, chunks: &[(u64, u64)]) -> Option<Vec<Fingerprint>> {
         let fingerprinter = self.fingerprinter.as_mut()?;
         let result = fingerprinter.as_mut()?.fingerprints(chunks, self.stream);
@@ -68,7 +71,7 @@ impl CopyContext {
         result.ok()
     }
 
-    /// Whether the fingerprint kernel has been loaded, or cannot be. If neither, starts loading it.
+    /// Whether the fingerprint kernel has been loaded or cannot be loaded. Otherwise starts loading it.
     pub(super) fn has_kernel(&mut self, space: &Mutex<Space>) -> bool {
         if self.fingerprinter.is_none() {
             let guard = space.lock();
@@ -80,12 +83,12 @@ impl CopyContext {
         self.fingerprinter.is_some()
     }
 
-    /// Called when the context is broken. Returns the buffers, which still have to be unregistered.
+    /// Returns the host buffers of a broken context. The buffers must still be unregistered.
     pub(super) fn into_buffers(self) -> Option<Buffer> {
         Some(self.fingerprinter??.into_buffer())
     }
 
-    /// Forgets a context that is gone, and with it the driver's objects.
+    /// Drops the objects of a context that the driver has destroyed, without driver calls.
     pub(super) fn forget(self) {
         if let Some(fingerprinter) = self.fingerprinter.flatten() {
             fingerprinter.forget_context(self.context);
@@ -116,7 +119,7 @@ pub(super) struct Transfer {
 pub(super) enum Direction {
     /// To host memory.
     Out(Option<HostCopy>),
-    /// To the GPU, from this residency. The contents are still there if the transfer fails.
+    /// To the GPU, from this residency. If the transfer fails, the chunk returns to this residency.
     In(Residency),
 }
 
@@ -129,9 +132,9 @@ impl Mover {
         self.ready.first().map_or(core::ptr::null_mut(), |ready| ready.stream)
     }
 
-    /// Records an event behind a transfer that was started.
+    /// Records an event after a transfer that was just started.
     pub(super) fn track(&mut self, mut transfer: Transfer) {
-        // Without an event, completion waits for the stream.
+        // If no event can be recorded, the transfer is complete when the whole stream is idle.
         if let Some(ready) = self.ready.first_mut()
             && let Some(event) = ready.events.pop().or_else(new_event)
             // SAFETY: the event and the stream belong to this context.
@@ -145,15 +148,15 @@ impl Mover {
     /// Completes the transfers that are done.
     pub(super) fn complete(&mut self, space: &Mutex<Space>, report: &dyn Fn(&Account)) {
         while let Some(first) = self.transfers.front() {
-            // SAFETY: the event or stream is the mover's own.
+            // SAFETY: the event and the stream belong to the mover.
             let there = unsafe {
                 match first.event.is_null() {
                     true => driver::cuStreamQuery(self.stream()),
                     false => driver::cuEventQuery(first.event),
                 }
             };
-            // After `ERROR_INVALID_HANDLE`, the event is gone with its context. Any other error concerns only the
-            // query.
+            // `ERROR_INVALID_HANDLE` means that the event ended with its context. Any other error concerns only
+            // the query.
             if !(matches!(there, SUCCESS | ERROR_INVALID_HANDLE) || is_dead(there)) {
                 return;
             }
@@ -163,7 +166,7 @@ impl Mover {
         }
     }
 
-    /// Completes all transfers of a broken context, in which none is running any more.
+    /// Completes all transfers of a broken context, in which no copy is running any more.
     pub(super) fn complete_all(&mut self, space: &Mutex<Space>, report: &dyn Fn(&Account)) {
         while let Some(transfer) = self.transfers.pop_front() {
             self.complete_one(transfer, space, report);
@@ -193,7 +196,7 @@ impl Mover {
                     guard.put(base, offset, Residency::Gpu { handle, copy });
                     return report(&guard.account);
                 }
-                // There may be no room for page tables: the chunk is restored later.
+                // The GPU may lack room for page tables. The chunk is restored later.
                 self.refused = true;
                 residency
             }

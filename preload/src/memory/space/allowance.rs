@@ -1,9 +1,9 @@
-//! The allowance: the scheduler's limit on this client's bytes on the GPU, and the allowances that have been carried
-//! out.
+//! The allowance: the scheduler's limit on this client's bytes on the GPU. Tracks which allowances have
+//! been carried out.
 
 use super::Space;
 
-/// Upper bound on the pending allowances: more than the eviction of any GPU has steps.
+/// The most pending allowances. No eviction has this many steps.
 const MANY_PENDING: usize = 4096;
 
 impl Space {
@@ -12,18 +12,19 @@ impl Space {
         self.account.allowance = bytes;
         self.pending.push_back((seq, bytes));
         if self.pending.len() > MANY_PENDING {
-            self.pending.pop_front(); // a later one replaces it
+            self.pending.pop_front(); // later allowances replace it
         }
         self.settle();
     }
 
-    /// Resets the allowance for a new scheduler: mapped memory stays until it sends allowances.
+    /// Resets the allowance for a new scheduler. Mapped memory stays until the scheduler sends allowances.
     pub fn reset_for_scheduler(&mut self) {
         self.reset_for_successor();
         (self.account.limit_max, self.account.host_cache_max) = (0, u64::MAX);
     }
 
-    /// Resets the allowance for a successor on the same connection: the highest limit that can be requested stays.
+    /// Resets the allowance for a scheduler that continues on the same connection. The highest limit that
+    /// can be requested stays.
     pub fn reset_for_successor(&mut self) {
         self.pending.clear();
         (self.account.allowance, self.account.ack) = (self.account.mapped + self.account.pinned, 0);
@@ -37,20 +38,21 @@ impl Space {
         (self.account.limit_max, self.account.host_cache_max) = (0, u64::MAX);
     }
 
-    /// Applies a new limit.
+    /// Applies a new limit on the demand. `most` is the highest limit that can be requested, and `keep` the
+    /// limit on cached host buffers.
     pub fn limit(&mut self, seq: u32, bytes: u64, most: u64, keep: u64) {
         self.account.limit = bytes.min(self.account.env_max);
         self.account.limit_max = most.min(self.account.env_max);
         (self.account.limit_seq, self.account.host_cache_max) = (seq, keep);
     }
 
-    /// Sets the allowance so that `bytes` bytes are evicted and none restored: without a scheduler, while other clients
-    /// lack memory.
+    /// Sets the allowance so that `bytes` bytes are evicted and none are restored. Used without a
+    /// scheduler, while other clients lack memory.
     pub fn make_room_for_others(&mut self, bytes: u64) {
         self.account.allowance = self.account.mapped.saturating_sub(bytes) + self.account.pinned;
     }
 
-    /// Ends an eviction that cannot continue: the remaining memory stays.
+    /// Ends an eviction that cannot continue. The remaining memory stays on the GPU.
     pub fn give_up_eviction(&mut self) {
         self.account.allowance = self.account.mapped + self.account.pinned;
         if let Some((seq, _)) = self.pending.drain(..).next_back() {
@@ -64,8 +66,8 @@ impl Space {
         }
     }
 
-    /// Acknowledges the allowances that have been carried out. Once the newest one has been, earlier ones no longer
-    /// matter.
+    /// Acknowledges the allowances that have been carried out. If the latest has been carried out, all
+    /// earlier allowances are obsolete.
     pub(super) fn settle(&mut self) {
         let there = self.account.mapped + self.account.pinned;
         if self.pending.back().is_some_and(|(_, bytes)| there <= *bytes) {

@@ -1,4 +1,4 @@
-//! The host buffers of the space: free ones, and copies of chunks that are on the GPU.
+//! The host buffers of the space: free buffers, and copies of chunks that are on the GPU.
 
 use super::Space;
 use crate::memory::{
@@ -10,7 +10,8 @@ use crate::memory::{
 use alloc::vec::Vec;
 
 impl Space {
-    /// Keeps buffers for the next eviction. [`release_surplus`](Self::release_surplus) removes those above the limit.
+    /// Keeps buffers for the next eviction. [`release_surplus`](Self::release_surplus) removes buffers
+    /// above the limit.
     pub(in crate::memory) fn keep_buffers(&mut self, buffers: impl IntoIterator<Item = Buffer>) {
         for buffer in buffers {
             self.account.host_cache += buffer.len();
@@ -41,13 +42,14 @@ impl Space {
         buffers.into_iter().for_each(|buffer| self.release_buffer(buffer));
     }
 
-    /// Starts unregistering and freeing a buffer, which no copy uses.
+    /// Starts unregistering and freeing a buffer that no copy uses.
     pub(in crate::memory) fn release_buffer(&mut self, buffer: Buffer) {
         self.account.releasing += buffer.len();
         self.waiter.unregister(HostCopy { buffer, fingerprint: None, file: None }, None);
     }
 
-    /// Releases buffers beyond `most` bytes: first free ones, then copies of chunks on the GPU.
+    /// Releases cached buffers until at most `most` bytes are left: first free buffers, then copies of
+    /// chunks on the GPU.
     pub fn release_surplus(&mut self, most: u64) {
         while self.account.host_cache > most {
             let Some(buffer) = self.pop_free_buffer().or_else(|| self.take_copy_if(|_| true)) else { break };
@@ -55,9 +57,9 @@ impl Space {
         }
     }
 
-    /// Releases free buffers, and starts unregistering `count` of the others, so that the kernel can page them out.
-    /// Only a few at a time, since a program whose memory is being restored waits for the buffers of evicted chunks.
-    /// Returns whether there may be more.
+    /// Releases free buffers, and starts unregistering `count` other buffers, so that the kernel can page
+    /// them out. The number is small, because a program whose memory is being restored waits for the
+    /// buffers of evicted chunks. Returns whether buffers are still being unregistered.
     pub(in crate::memory) fn tidy_buffers(&mut self, count: usize) -> bool {
         self.release_surplus(self.account.host_cache - self.free_buffers.iter().map(Buffer::len).sum::<u64>());
         for _ in 0..count {
@@ -67,8 +69,8 @@ impl Space {
         self.waiter.is_busy()
     }
 
-    /// Takes a copy whose buffer is registered. Its bytes count as in flight, or as releasing if the chunk is on the
-    /// GPU.
+    /// Takes a copy whose buffer is registered. The bytes of the copy count as in flight, or as releasing
+    /// if the chunk is on the GPU.
     fn take_registered(&mut self) -> Option<(Place, HostCopy)> {
         let is_registered = |copy: &HostCopy| copy.buffer.registered_with().is_some();
         let is_kept = |kept: &Option<Kept>| matches!(kept, Some(Kept::Host(copy)) if is_registered(copy));
@@ -96,7 +98,7 @@ impl Space {
         None
     }
 
-    /// Applies the results of the thread that unregisters buffers. Returns whether there were any.
+    /// Applies the results of the thread that unregisters buffers. Returns whether there were results.
     pub fn collect_released(&mut self) -> bool {
         self.waiter.start(); // in case no thread could be started earlier
         let Finished { freed, returned } = self.waiter.take_finished();
@@ -129,7 +131,7 @@ impl Space {
         self.waiter.is_busy()
     }
 
-    /// Takes the buffer of a copy whose chunk is on the GPU.
+    /// Takes a buffer of `len` bytes from a copy whose chunk is on the GPU.
     pub(in crate::memory) fn take_copy(&mut self, len: u64) -> Option<Buffer> {
         self.take_copy_if(|chunk| chunk.len == len)
     }
@@ -148,13 +150,13 @@ impl Space {
         Some(buffer)
     }
 
-    /// The lengths of the free buffers.
+    /// Returns the lengths of the free buffers.
     pub(in crate::memory) fn free_buffer_lengths(&self) -> Vec<u64> {
         self.free_buffers.iter().map(Buffer::len).collect()
     }
 
-    /// The lengths of the buffers that evicting `bytes` bytes would need, if the chunks with copies have not changed on
-    /// the GPU.
+    /// Returns the lengths of the buffers that an eviction of `bytes` bytes would need. Assumes that chunks
+    /// with copies have not changed on the GPU.
     pub(in crate::memory) fn buffers_for(&self, bytes: u64) -> Vec<u64> {
         let needs = |chunk: &Chunk| {
             self.engine_of(chunk.flags).copies() && matches!(chunk.residency, Residency::Gpu { copy: None, .. })
@@ -162,7 +164,7 @@ impl Space {
         self.leaving(bytes).into_iter().filter(|(_, chunk)| needs(chunk)).map(|(_, chunk)| chunk.len).collect()
     }
 
-    /// All buffers.
+    /// Iterates over all host buffers of the space.
     pub(in crate::memory) fn buffers(&mut self) -> impl Iterator<Item = &mut Buffer> {
         let chunks = self.ranges.values_mut().flat_map(|range| &mut range.chunks);
         let copies = chunks.filter_map(|chunk| match &mut chunk.residency {

@@ -1,4 +1,5 @@
-//! The mover's access to chunks: it takes them out of the space, moves them, and puts them back.
+//! The mover's access to chunks: the mover takes chunks out of the space, moves them and puts them
+//! back.
 
 use super::Space;
 use crate::{
@@ -8,7 +9,8 @@ use crate::{
 use alloc::vec::Vec;
 
 impl Space {
-    /// Takes a chunk that is still off the GPU, if the allowance has room for it. It counts as mapped from here on.
+    /// Takes a chunk that is still off the GPU, if the allowance has room for the chunk. The chunk counts
+    /// as mapped from then on.
     pub(in crate::memory) fn take_lacking(&mut self, base: u64, offset: u64) -> Option<Chunk> {
         let room = self.account.room();
         let range = self.ranges.get_mut(&base).filter(|range| range.moves())?;
@@ -22,7 +24,7 @@ impl Space {
         Some(taken)
     }
 
-    /// All chunks that can be restored immediately: base, offset and length.
+    /// Returns all chunks that can be restored without reading a file: base, offset and length.
     pub(in crate::memory) fn lacking(&self) -> Vec<(u64, u64, u64)> {
         let live = self.ranges.iter().filter(|(_, range)| range.moves());
         let chunks = live.flat_map(|(base, range)| range.chunks.iter().map(move |c| (*base, c)));
@@ -36,7 +38,7 @@ impl Space {
         !self.account.is_complete() && self.ranges.values().any(|r| r.moves() && r.chunks.iter().any(lacking))
     }
 
-    /// The chunks to evict to free `bytes` bytes: chunks that have a copy come first.
+    /// Selects chunks to evict until `bytes` bytes are freed. Chunks with a copy come first.
     pub(super) fn leaving(&self, bytes: u64) -> Vec<(u64, &Chunk)> {
         let mut leaving = Vec::new();
         let mut sum = 0u64;
@@ -55,8 +57,8 @@ impl Space {
         leaving
     }
 
-    /// Takes the chunks to evict. They belong to the mover until [`put`](Self::put): nothing else takes them off the
-    /// GPU.
+    /// Takes the chunks to evict. They belong to the mover until [`put`](Self::put), so no other code
+    /// unmaps them.
     pub(in crate::memory) fn take_leaving(&mut self, bytes: u64) -> Vec<Leaving> {
         let names: Vec<_> = self.leaving(bytes).into_iter().map(|(base, chunk)| (base, chunk.offset)).collect();
         names.into_iter().filter_map(|(base, offset)| self.take_mapped(base, offset)).collect()
@@ -84,10 +86,11 @@ impl Space {
         let dead = range.dead;
         if let Some(chunk) = range.chunks.iter_mut().find(|c| c.offset == offset) {
             if let Residency::Gpu { handle, .. } = residency {
-                // For aliases that were added during the eviction, if the chunk stays after all.
+                // If the chunk was not evicted after all, it must also be mapped at aliases that were added in the
+                // meantime.
                 let _ = range.aliases.show(offset, chunk.len, handle);
             }
-            // The copy from which a chunk was restored is no longer needed, and counts as cached.
+            // The chunk is on the GPU, so its copy in host memory only counts as cache.
             if let Residency::Gpu { copy: Some(copy), .. } = &residency {
                 self.account.host_cache += copy.host_bytes();
             }
@@ -112,7 +115,7 @@ impl Space {
         self.ranges.get_mut(&base).map_or(Ok(()), |range| range.aliases.show(offset, len, handle))
     }
 
-    /// Accounts for a chunk that has left the GPU: its memory there is freed, and `there` is its new residency.
+    /// Accounts for a chunk whose memory on the GPU has been freed. `there` is the chunk's new residency.
     pub(in crate::memory) fn left(&mut self, len: u64, there: &Residency) {
         self.account.mapped -= len;
         if let Residency::Host(_) | Residency::File(_) = there {

@@ -1,4 +1,5 @@
-//! Chunks being written to a swap file or read from it. They count as in flight, so the program does not run.
+//! Chunks that are being written to a swap file or read from it. They count as in flight, so the
+//! program does not run.
 
 use super::Space;
 use crate::memory::{
@@ -7,8 +8,8 @@ use crate::memory::{
 };
 
 impl Space {
-    /// Takes a chunk whose copy can go into a file: one that has a place there already, or else the last one that fits,
-    /// since the first chunks are restored first.
+    /// Takes a chunk whose copy can move to the file. Prefers a chunk that already has a place in a file.
+    /// Otherwise takes the last chunk that fits, because the first chunks are restored first.
     fn take_for_file(&mut self, room: u64) -> Option<(ChunkName, HostCopy)> {
         let gpu = self.gpu as u32;
         for is_there in [true, false] {
@@ -28,7 +29,7 @@ impl Space {
         None
     }
 
-    /// Frees the file places of chunks that have another copy.
+    /// Frees the places in files of all chunks whose contents are also in host memory or on the GPU.
     pub fn forget_places(&mut self) {
         for chunk in self.ranges.values_mut().flat_map(|range| &mut range.chunks) {
             match &mut chunk.residency {
@@ -39,11 +40,11 @@ impl Space {
         }
     }
 
-    /// Moves one more copy out of host memory: it is written, unless it is in a file already. Returns its size; `None`
-    /// if no copy fits.
+    /// Moves one more copy out of host memory. The copy is written unless it is already in a file. Returns
+    /// the size of the chunk, or `None` if no copy fits.
     pub fn write_one(&mut self, file: &SwapFile) -> Option<u64> {
         let (chunk, mut copy) = self.take_for_file(file.room()).or_else(|| {
-            // File places kept for chunks on the GPU take up the room.
+            // The file may be full of places that are kept for chunks in host memory or on the GPU.
             if self.bytes_in_host_buffers() > 0 && file.jobs() == 0 {
                 self.forget_places();
             }
@@ -64,10 +65,10 @@ impl Space {
         }
     }
 
-    /// Starts reading the next chunk for which the allowance has room. Chunks that are being read or held in host
-    /// memory may total `most` bytes; a single chunk may be larger. `spare`: bytes of host memory that the chunk may
-    /// take. If it needs more, it gets the buffer of a copy of a chunk on the GPU, if one exists. Returns the chunk's
-    /// size; `None` if no chunk can be read.
+    /// Starts reading the next chunk that fits in the allowance. Chunks in host memory or in flight may
+    /// total `most` bytes, but a single chunk may be larger. `spare` is the host memory that may be
+    /// allocated, in bytes. A larger chunk takes the buffer of another chunk's copy, if that chunk is on
+    /// the GPU. Returns the size of the chunk, or `None` if no chunk can be read.
     pub fn read_one(&mut self, most: u64, spare: u64) -> Option<u64> {
         let others = self.bytes_in_host_buffers() + self.account.in_flight;
         let room = self.account.room().saturating_sub(self.account.in_flight);
@@ -94,13 +95,13 @@ impl Space {
         None
     }
 
-    /// Bytes of chunks that are off the GPU and in host memory.
+    /// Bytes of chunks whose contents are in host memory only.
     fn bytes_in_host_buffers(&self) -> u64 {
         let chunks = self.ranges.values().filter(|range| range.moves()).flat_map(|range| &range.chunks);
         chunks.filter(|chunk| matches!(chunk.residency, Residency::Host(Some(_)))).map(|chunk| chunk.len).sum()
     }
 
-    /// Puts back the chunks of a file's finished jobs. Returns whether there were any.
+    /// Puts back the chunks of a file's finished jobs. Returns whether there were finished jobs.
     pub fn land(&mut self, file: &SwapFile) -> bool {
         let done = file.take_done(self.gpu as u32);
         let any = !done.is_empty();

@@ -1,8 +1,9 @@
-//! Managed memory: the program's own, and all memory with the managed engine.
+//! Managed memory: the program's managed allocations, and all memory of the managed engine.
 //!
-//! The driver frees managed memory only on a thread that has a context, where it waits for the work of the context. So
-//! the call is made on the program thread that frees the memory: it waits there just as it would without this library.
-//! The client's thread, on which other threads depend, never makes it.
+//! The driver frees managed memory only on a thread with a current context, and first waits for the
+//! work of that context. Therefore the program thread that frees the memory makes the call: it would
+//! also wait without this library. The client's thread never makes the call, because other threads
+//! depend on the client's thread.
 
 use super::{Allocation, Freed, Range, RangeKind, Space};
 use crate::{
@@ -12,14 +13,14 @@ use crate::{
 };
 use alloc::{collections::VecDeque, vec::Vec};
 
-/// Managed memory that the driver is freeing. It is taken out of the space before the call, since its addresses may be
-/// reused before the call returns.
+/// Managed memory that the driver is freeing. The memory is removed from the space before the call,
+/// because its addresses may be reused before the call returns.
 #[derive(Debug)]
 pub struct Freeing {
     base: u64,
     allocation: Allocation,
     range: Range,
-    /// Other allocations of the same range, which earlier work might still use.
+    /// Other freed allocations of the same range, which earlier work might still use.
     freed: VecDeque<Freed>,
 }
 
@@ -30,12 +31,12 @@ impl Freeing {
     }
 }
 
-/// The mover currently holds a part of the memory.
+/// The error if the mover currently holds a part of the memory.
 #[derive(Debug)]
 pub struct IsMoving;
 
 impl Space {
-    /// Allocates memory that `make` obtains from the driver.
+    /// Adds a managed allocation. `make` obtains its memory from the driver.
     pub fn allocate_managed(
         &mut self,
         size: u64,
@@ -57,7 +58,7 @@ impl Space {
         Ok(base)
     }
 
-    /// Whether the program has managed memory of its own.
+    /// Whether the program has allocated managed memory.
     pub fn has_managed(&self) -> bool {
         self.allocations.values().any(|allocation| allocation.managed)
     }
@@ -67,16 +68,16 @@ impl Space {
         flags.map_or(self.engine, |flags| self.engine_of(flags))
     }
 
-    /// Takes out the allocation at this address, if freeing it makes the driver free managed memory. It does not if
-    /// other allocations share the memory.
+    /// Removes the allocation at this address from the space, if freeing it frees managed memory of the
+    /// driver. Returns `None` if other allocations share the memory, which then stays.
     ///
     /// # Errors
-    /// The mover holds a part of it, and puts it back soon.
+    /// [`IsMoving`] if the mover holds a part of the memory, which it will soon put back.
     pub fn take_managed(&mut self, address: u64) -> Result<Option<Freeing>, IsMoving> {
         let Some(allocation) = self.allocations.get(&address).copied() else { return Ok(None) };
         let base = allocation.range;
         let is_shared = |space: &Self| {
-            // The allocations of a slab are within it.
+            // All allocations of a slab lie within one granule.
             let mut within = space.allocations.range(base..base.saturating_add(GRANULE)).map(|(_, other)| other);
             within.any(|other| other.range == base && other.base != address)
         };
@@ -94,7 +95,7 @@ impl Space {
         Ok(Some(Freeing { base, allocation, range, freed }))
     }
 
-    /// Ends a free: the driver has freed the memory, or has refused to, in which case it is put back.
+    /// Ends a free. If the driver has refused to free the memory, puts it back into the space.
     pub fn end_of_freeing(&mut self, freeing: Freeing, is_freed: bool) {
         let Freeing { base, allocation, mut range, freed } = freeing;
         if is_freed {
@@ -106,12 +107,12 @@ impl Space {
         self.freed.extend(freed);
     }
 
-    /// Takes managed memory that could not be freed earlier; the caller passes it to the driver.
+    /// Takes managed memory that could not be freed earlier. The caller passes it to `cuMemFree`.
     pub fn take_unfreed(&mut self) -> Vec<u64> {
         core::mem::take(&mut self.unfreed)
     }
 
-    /// Keeps memory that the driver has refused to free, for instance because of a capture.
+    /// Keeps memory that the driver has refused to free, for example because of a capture.
     pub fn keep_unfreed(&mut self, unfreed: Vec<u64>) {
         self.unfreed.extend(unfreed);
     }

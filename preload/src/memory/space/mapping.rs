@@ -1,4 +1,5 @@
-//! Other ways to reach ranges: the program's own mappings, other GPUs, and calls that need a range to stay on the GPU.
+//! Other accesses to ranges: the program's own mappings, other GPUs, and calls that require a range to
+//! stay on the GPU.
 
 use super::{RangeKind, Space};
 use crate::{
@@ -8,15 +9,16 @@ use crate::{
 use alloc::vec::Vec;
 
 impl Space {
-    /// Whether allocations can be shared with other devices, like `cuMemAlloc` memory on such a GPU.
+    /// Whether other devices can access allocations (GPUDirect RDMA), as they can access `cuMemAlloc`
+    /// memory on such a GPU.
     pub fn is_rdma_capable(&self) -> bool {
         self.flags.rdma != 0 && engine::has(self.gpu, DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
     }
 
-    /// Gives another GPU access to all allocations of this one. No chunk may be moving.
+    /// Gives another GPU access to all allocations on this GPU. No chunk may be moving.
     pub fn let_in(&mut self, gpu: u32) {
         if !self.engine.copies() {
-            return; // every GPU reaches managed memory
+            return; // all GPUs can access managed memory
         }
         self.flags.peers |= 1 << gpu;
         let allocations = self.ranges.iter_mut().filter(|(_, range)| !matches!(range.kind, RangeKind::Created));
@@ -29,8 +31,8 @@ impl Space {
         }
     }
 
-    /// Adds an address at which the program maps a range. Chunks that are off the GPU are mapped there when they are
-    /// restored.
+    /// Adds an alias at which the program maps the range. Chunks that are off the GPU are mapped there when
+    /// they are restored.
     pub fn add_alias(&mut self, base: u64, at: u64) -> Result<(), CUresult> {
         let Some(range) = self.ranges.get_mut(&base) else { return Err(ERROR_INVALID_VALUE) };
         range.aliases.add(at);
@@ -43,7 +45,7 @@ impl Space {
         Ok(())
     }
 
-    /// Removes an address at which the program has unmapped the range.
+    /// Removes an alias at which the program has unmapped the range.
     pub fn remove_alias(&mut self, base: u64, at: u64) {
         if let Some(range) = self.ranges.get_mut(&base) {
             range.aliases.remove(at);
@@ -55,7 +57,7 @@ impl Space {
         self.ranges.get_mut(&base).map(|range| &mut range.aliases)
     }
 
-    /// The driver's handle of the first chunk, if all of the range is on the GPU.
+    /// Returns the driver's handle of the range's first chunk, if the whole range is on the GPU.
     pub fn on_gpu(&self, base: u64) -> Option<Handle> {
         let chunks = &self.ranges.get(&base)?.chunks;
         let handles = chunks
@@ -64,8 +66,8 @@ impl Space {
         handles.reduce(|first, next| first.filter(|_| next.is_some()))?
     }
 
-    /// Keeps a range on the GPU permanently: it counts as pinned instead of demand. `false` if part of it is off the
-    /// GPU.
+    /// Keeps a range on the GPU permanently. The range then counts as pinned instead of as demand. Returns
+    /// `false` if a part of the range is off the GPU.
     pub fn pin(&mut self, base: u64) -> bool {
         let is_there = self.on_gpu(base).is_some();
         let Some(range) = self.ranges.get_mut(&base).filter(|_| is_there) else { return false };
@@ -75,8 +77,8 @@ impl Space {
         true
     }
 
-    /// Pins a range that is a single chunk. Returns the driver's handle of it; `None` if it has several chunks, or is
-    /// off the GPU.
+    /// Pins a range that consists of a single chunk and returns the driver's handle. Returns `None` if the
+    /// range has several chunks or is off the GPU.
     pub fn pin_chunk(&mut self, base: u64) -> Option<Handle> {
         let [_] = self.ranges.get(&base)?.chunks.as_slice() else { return None };
         self.on_gpu(base).filter(|_| self.pin(base))

@@ -1,10 +1,11 @@
 //! The space: the program's allocations on one GPU, with their addresses, chunks and account.
 //!
-//! A *range* is a reserved part of the address space, made of chunks: one large allocation, or a slab that small ones
-//! share. The addresses of a range never change, and freed memory is not reused before all earlier work is done.
+//! A *range* is a reserved part of the address space that is divided into chunks. It holds one large
+//! allocation, or a slab of small allocations. The addresses of a range never change, and freed memory
+//! is reused only after all earlier work is done.
 //!
-//! - `allowance`: the limit on mapped bytes. `chunks`: the mover's access to chunks. `buffers`: host memory. `files`:
-//!   swap files.
+//! - `allowance`: the limit on mapped bytes. `chunks`: the mover's access to chunks. `buffers`: host
+//!   buffers. `files`: swap files.
 //! - `pools`: memory pools of the program. `managed`: memory that only the program's threads can free.
 //! - `mapping`: other addresses and devices that reach a range. `export`: other processes.
 
@@ -51,15 +52,16 @@ pub struct Space {
     /// Freed allocations that earlier work may still use.
     freed: VecDeque<Freed>,
     next_id: u64,
-    /// Allowances that have not been carried out, with their sequence numbers, in order. An eviction is requested in
-    /// steps, so that other clients can use evicted memory while the rest is still being evicted.
+    /// Allowances that have not been carried out, in order, with their sequence numbers. The scheduler
+    /// requests an eviction in steps, so that other clients can use evicted memory while the eviction
+    /// continues.
     pending: VecDeque<(u32, u64)>,
-    /// The properties of the chunks of allocations, which match `cuMemAlloc`.
+    /// The properties of the chunks of allocations. They match those of `cuMemAlloc`.
     flags: Flags,
     /// Host buffers that are not in use.
     free_buffers: Vec<Buffer>,
     waiter: Waiter,
-    /// Managed memory that counts as freed, and that a thread of the program must pass to the driver.
+    /// Managed memory that counts as freed, but that a program thread must still pass to the driver.
     unfreed: Vec<u64>,
     pools: Pools,
     pub account: Account,
@@ -70,9 +72,9 @@ pub struct Space {
 enum RangeKind {
     Single,
     Slab(Box<Slab>),
-    /// Created by the program with `cuMemCreate`: the program knows only its aliases as addresses.
+    /// Memory that the program created with `cuMemCreate`. The program accesses it only at its aliases.
     Created,
-    /// A segment of the memory pool with this name.
+    /// A segment of the memory pool with this number.
     Pool(u32),
 }
 
@@ -81,13 +83,14 @@ struct Range {
     len: u64,
     kind: RangeKind,
     chunks: Vec<Chunk>,
-    /// Freed while the mover had a chunk of the range, which is dismantled when the chunk is back.
+    /// The range was freed while the mover held one of its chunks. It is dismantled when the chunk is put
+    /// back.
     dead: bool,
-    /// The driver has already freed its addresses.
+    /// The driver has already freed the addresses of the range.
     gone: bool,
-    /// It stays on the GPU permanently, and counts as pinned.
+    /// The range stays on the GPU permanently and counts as pinned.
     pinned: bool,
-    /// The name under which other processes know it. An exported range is pinned.
+    /// The name by which other processes open the range. An exported range is pinned.
     exported: Option<Exported>,
     aliases: Aliases,
 }
@@ -99,15 +102,15 @@ pub struct Allocation {
     pub size: u64,
     pub id: u64,
     pub context: usize,
-    /// Managed memory of the program, for which the driver answers all queries.
+    /// Whether the program allocated managed memory. The driver then answers all queries about it.
     pub managed: bool,
-    /// The driver's handle of its memory pool; 0 if it is from none.
+    /// The driver's handle of the memory pool; 0 for an allocation without a pool.
     pub pool: u64,
     range: u64,
 }
 
 impl Allocation {
-    /// An allocation of another process.
+    /// Describes an allocation of another process.
     pub fn foreign(base: u64, size: u64, id: u64, context: usize) -> Self {
         Self { base, size, id, context, managed: false, pool: 0, range: 0 }
     }
@@ -120,8 +123,8 @@ impl Allocation {
 #[derive(Debug)]
 struct Freed {
     allocation: Allocation,
-    /// A fence behind the work that may still use the allocation; `None` if it could not be recorded yet because of a
-    /// capture.
+    /// A fence behind the work that may still use the allocation. `None` if the fence could not be recorded
+    /// yet because of a capture.
     fence: Option<Fence>,
 }
 
@@ -136,14 +139,15 @@ pub struct Allocated {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backing {
     There,
-    /// It is mapped when the scheduler allows it; the gate must be closed until then.
+    /// The memory is mapped when the scheduler allows it. The gate must be closed until then.
     Later,
-    /// Like `Later`, although the allowance had room: the driver had no memory, and may never have.
+    /// Like `Later`, but the allowance had room and the driver had no memory. The driver may never have
+    /// enough.
     Refused,
 }
 
 impl Range {
-    /// Whether the mover may take chunks of it.
+    /// Whether the mover may take chunks of the range.
     fn moves(&self) -> bool {
         !self.dead && !self.pinned
     }
@@ -202,7 +206,7 @@ impl Space {
         (address - a.base < a.size).then_some(*a)
     }
 
-    /// Allocates memory. `beyond` allows it to exceed the limit.
+    /// Allocates memory. With `beyond`, the demand may exceed the limit.
     pub fn allocate(&mut self, size: u64, context: usize, beyond: bool, work: &Work) -> Result<Allocated, CUresult> {
         self.reclaim(work);
         let (range, address, backing) = if size <= slab::LARGEST {
@@ -237,14 +241,15 @@ impl Space {
         }
     }
 
-    /// Allocates memory that has no address known to the program. Returns the base of its range.
+    /// Allocates memory for `cuMemCreate`, at an address that the program does not know. Returns the base
+    /// of its range.
     pub fn create(&mut self, len: u64, flags: Flags, beyond: bool, work: &Work) -> Result<(u64, Backing), CUresult> {
         self.reclaim(work);
         self.make_room(len, work);
         self.make_range(len, RangeKind::Created, flags, beyond)
     }
 
-    /// Frees a range from [`create`](Self::create), when nothing refers to it any more.
+    /// Frees a range from [`create`](Self::create) that is no longer mapped or referenced.
     pub fn destroy(&mut self, base: u64) {
         self.drop_range(base);
     }
@@ -265,7 +270,7 @@ impl Space {
 
     fn add_range(&mut self, base: u64, len: u64, kind: RangeKind, flags: Flags) -> Result<(u64, Backing), CUresult> {
         let engine = self.engine_of(flags);
-        // Exportable memory is a single chunk, since it must be a single handle.
+        // Memory that the program can export has a single handle, so it must be a single chunk.
         let step = if flags.handle_types == 0 { CHUNK } else { len };
         let chunks = (0..len.div_ceil(step))
             .map(|i| Chunk { offset: i * step, len: step.min(len - i * step), flags, residency: Residency::Unbacked })
@@ -273,7 +278,8 @@ impl Space {
         let (pinned, exported, aliases) = (false, None, Aliases::default());
         let mut range = Range { len, kind, chunks, dead: false, gone: false, pinned, exported, aliases };
         self.account.demand += len;
-        // Mapped now only if no other memory is missing: chunks that are restored first must find room.
+        // Maps the range now only if no other memory is missing: chunks that are restored before it need the
+        // room.
         let lacking = self.account.demand - len > self.account.mapped;
         let may_map = !lacking && len <= self.account.room();
         let mut backing = if may_map { Backing::There } else { Backing::Later };
@@ -284,8 +290,8 @@ impl Space {
                         chunk.residency = Residency::Gpu { handle, copy: None };
                         self.account.mapped += chunk.len;
                     }
-                    // Other clients have not freed their memory yet, and the mover retries. Without a scheduler or
-                    // other clients, a retry would not help.
+                    // Other clients have not freed their memory yet, so the mover retries. A retry would not help
+                    // without a scheduler and other clients.
                     Err(ERROR_OUT_OF_MEMORY) if self.account.room_comes() => {
                         backing = Backing::Refused;
                         break;
@@ -302,7 +308,7 @@ impl Space {
         Ok((base, backing))
     }
 
-    /// Frees a range that nothing uses.
+    /// Frees a range that is no longer in use.
     fn dismantle(&mut self, base: u64, mut range: Range) {
         let engine = range.chunks.first().map_or(self.engine, |chunk| self.engine_of(chunk.flags));
         if range.pinned {
@@ -335,17 +341,18 @@ impl Space {
         if !range.gone && !engine.unreserve(base, range.len) {
             self.unfreed.push(base);
         }
-        // Later allocations have not been used by any work.
+        // A new allocation that raises the demand again has not been used by any work.
         self.account.peak = self.account.peak.min(self.account.demand);
         self.update_peak();
         if let Some(Exported { range, .. }) = range.exported {
-            // The scheduler must learn of this before it learns of fewer bytes.
+            // The scheduler must receive this message before the report of fewer bytes.
             outbox::push([ClientMessage::Withdrawn { range }]);
         }
         self.settle();
     }
 
-    /// Frees the allocation at this address, once nothing uses it any more. Returns its id; `None` if there is none.
+    /// Frees the allocation at this address, once no work uses it. Returns its id, or `None` if there is no
+    /// such allocation.
     pub fn free(&mut self, address: u64, work: &Work) -> Option<u64> {
         let allocation = *self.allocations.get(&address)?;
         if self.free_in_pool(address, None) {
@@ -359,7 +366,8 @@ impl Space {
         Some(allocation.id)
     }
 
-    /// Whether work in the context of a freed allocation may still be running. `None` if that cannot be determined now.
+    /// Whether work in the context of a freed allocation may still be running. Returns `None` if that
+    /// cannot be determined now.
     pub fn is_awaited(&mut self, id: u64, work: &Work) -> Option<bool> {
         let Some(freed) = self.freed.iter_mut().find(|freed| freed.allocation.id == id) else { return Some(false) };
         if freed.fence.is_none() {
@@ -369,7 +377,7 @@ impl Space {
         Some(!done)
     }
 
-    /// Frees the allocation at this address, which the program does not know yet.
+    /// Frees a new allocation whose address has not been returned to the program.
     pub fn undo(&mut self, address: u64) {
         if let Some(allocation) = self.allocations.remove(&address) {
             self.release(allocation);
@@ -397,7 +405,8 @@ impl Space {
         self.tend_pools(work);
     }
 
-    /// The bytes that freeing an allocation releases: its range, unless that is a slab.
+    /// Bytes that are released when the allocation is freed: the whole range for a large allocation, 0 for
+    /// a part of a slab or pool.
     fn room_of(&self, allocation: &Allocation) -> u64 {
         let range = self.ranges.get(&allocation.range);
         range.filter(|r| matches!(r.kind, RangeKind::Single)).map_or(0, |r| r.len)
@@ -426,15 +435,15 @@ impl Space {
         let Some(range) = self.ranges.get_mut(&base) else { return };
         if range.is_moving() {
             if !core::mem::replace(&mut range.dead, true) {
-                self.account.freeing += range.len; // its address may be reused: it is dismantled in a moment
+                self.account.freeing += range.len; // dismantled when the moving chunk is put back
             }
         } else if let Some(range) = self.ranges.remove(&base) {
             self.dismantle(base, range);
         }
     }
 
-    /// Frees everything that belongs to a context that is being destroyed, or to any context if none is left. Pool
-    /// memory belongs to no context.
+    /// Frees all memory of a context that is being destroyed. With `last`, frees the memory of all
+    /// contexts, except pool memory, which belongs to no context.
     pub fn drop_context(&mut self, context: usize, last: bool) {
         let of_contexts = self.allocations.values().filter(|a| a.pool == 0);
         let gone: Vec<_> = of_contexts.filter(|a| last || a.context == context).copied().collect();
@@ -442,7 +451,7 @@ impl Space {
             self.allocations.remove(&allocation.base);
             self.release_gone(allocation);
         }
-        self.unfreed.clear(); // some of it may be gone with the context, and its addresses reused
+        self.unfreed.clear(); // the driver may have freed some of it with the context and reused the addresses
         self.buffers().for_each(|buffer| buffer.forget_context(context));
         self.waiter.forget_context(context);
         if last {
@@ -453,7 +462,7 @@ impl Space {
         }
     }
 
-    /// Releases an allocation whose context is gone: the driver has already freed managed memory.
+    /// Releases an allocation whose context no longer exists. The driver has already freed managed memory.
     fn release_gone(&mut self, allocation: Allocation) {
         let is_managed = !self.engine_of_range(allocation.range).copies();
         if let Some(range) = self.ranges.get_mut(&allocation.range) {

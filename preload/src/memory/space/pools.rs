@@ -1,7 +1,8 @@
-//! Memory pools of the program: the blocks of each pool are cut from ranges, its *segments*.
+//! Memory pools of the program. The blocks of each pool are cut from ranges, which are called
+//! *segments*.
 //!
-//! A pool shadows a pool of the driver and has its handle. The driver's pool serves the allocations that this library
-//! leaves to the driver.
+//! Each pool shadows a pool of the driver and has the same handle. The driver's pool serves the
+//! allocations that this library leaves to the driver.
 
 use super::{Allocated, Allocation, Backing, RangeKind, Space};
 use crate::{
@@ -15,10 +16,10 @@ use crate::{
 use alloc::vec::Vec;
 use core::sync::atomic::{AtomicU64, Ordering};
 
-/// The GPUs with frees that are not known to be done, as bits.
+/// The GPUs on which frees are not known to be done, one bit per GPU.
 static PENDING: AtomicU64 = AtomicU64::new(0);
 
-/// Whether [`Space::synchronized`] may have anything to do, on any GPU.
+/// Whether [`Space::synchronized`] may have pending frees to process on any GPU.
 #[inline]
 pub fn has_pending_frees() -> bool {
     PENDING.load(Ordering::Relaxed) != 0
@@ -27,7 +28,7 @@ pub fn has_pending_frees() -> bool {
 /// The work that the program has waited for.
 #[derive(Debug, Clone, Copy)]
 pub enum Awaited {
-    /// All work given to this stream.
+    /// All work that was submitted to this stream.
     Stream(StreamName),
     /// All submitted work.
     All,
@@ -38,10 +39,10 @@ pub enum Awaited {
 /// The properties of a pool that the program can set.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Policy {
-    /// When the program waits for its work, memory above this size, in bytes, is released.
+    /// Bytes that the pool keeps when the program waits for its work. Memory above this size is released.
     pub threshold: u64,
-    /// Whether a block may be reused in another stream once its free is seen to be done, without the program having
-    /// waited for it.
+    /// Whether a block may be reused in another stream when its free is found done, even if the program has
+    /// not waited for it.
     pub opportunistic: bool,
 }
 
@@ -49,19 +50,20 @@ pub struct Policy {
 struct PoolOfGpu {
     /// The driver's handle; 0 once the program has destroyed the pool.
     handle: u64,
-    /// Its number in ranges.
+    /// The pool's number, which `RangeKind::Pool` contains.
     id: u32,
     policy: Policy,
     pool: Pool,
 }
 
 impl PoolOfGpu {
-    /// Whether its memory is released, or reused in other streams, only when the program waits for work.
+    /// Whether the pool releases memory, or reuses it in other streams, only when the program waits for
+    /// work.
     fn needs_waits(&self) -> bool {
         self.pool.statistics().reserved > self.threshold() || !self.policy.opportunistic
     }
 
-    /// Bytes that it keeps when the program waits for its work.
+    /// Bytes that the pool keeps when the program waits for its work.
     fn threshold(&self) -> u64 {
         if self.handle == 0 { 0 } else { self.policy.threshold }
     }
@@ -74,9 +76,9 @@ pub(super) struct Pools {
     next_id: u32,
     /// The number of frees so far.
     frees: u64,
-    /// A number of frees, and a fence behind all work that may use the blocks freed up to that number.
+    /// A fence behind all work that may use freed blocks, and the number of the last free that it covers.
     fence: Option<(u64, Fence)>,
-    /// All frees with this number or a lower one are known to be done, in all streams.
+    /// All frees up to this number are known to be done, in all streams.
     done: u64,
 }
 
@@ -99,7 +101,7 @@ impl Pools {
         self.pools.iter().any(|its| its.pool.has_pending())
     }
 
-    /// Checks whether frees are done. Uses one fence at a time: later frees get the next one.
+    /// Checks whether frees are done. Uses one fence at a time: the next fence covers later frees.
     fn look(&mut self, work: &Work) {
         if let Some((number, fence)) = &mut self.fence {
             if !work.is_done(fence) {
@@ -136,7 +138,7 @@ impl Space {
         self.pools.has_pending()
     }
 
-    /// Makes a pool of the driver one of ours.
+    /// Adds a pool that shadows this pool of the driver.
     pub fn adopt_pool(&mut self, handle: u64, policy: Policy) {
         if self.has_pool(handle) {
             return;
@@ -146,8 +148,8 @@ impl Space {
         self.pools.pools.push(PoolOfGpu { handle, id, policy, pool: Pool::new() });
     }
 
-    /// Called before the program destroys a pool. The pool's memory is freed as its blocks are freed. Returns the
-    /// pool's number, for [`Self::revive_pool`].
+    /// Called before the program destroys a pool. The pool's memory is released as its blocks are freed.
+    /// Returns the pool's number for [`Self::revive_pool`].
     pub fn destroy_pool(&mut self, handle: u64, work: &Work) -> Option<u32> {
         let pool = self.pools.of(handle)?;
         pool.handle = 0;
@@ -156,10 +158,10 @@ impl Space {
         Some(id)
     }
 
-    /// Called when the driver has refused to destroy the pool.
+    /// Undoes [`Self::destroy_pool`], after the driver has refused to destroy the pool.
     pub fn revive_pool(&mut self, id: u32, handle: u64, policy: Policy) {
         if self.has_pool(handle) {
-            return; // another thread has used it since
+            return; // another thread has adopted the pool since
         }
         match self.pools.by_id(id) {
             Some(pool) => pool.handle = handle,
@@ -177,19 +179,20 @@ impl Space {
         self.pools.of(handle).map(|its| its.pool.statistics())
     }
 
-    /// Resets the high-water mark of used memory, or else of reserved memory.
+    /// Resets the high-water mark of used memory (`of_used`) or of reserved memory.
     pub fn reset_pool_high(&mut self, handle: u64, of_used: bool) {
         if let Some(its) = self.pools.of(handle) {
             its.pool.reset_high(of_used);
         }
     }
 
-    /// Allocates a free block of a pool, for work submitted to this stream from now on. `None` if no block fits, or the
-    /// pool is not known on this GPU.
+    /// Allocates a free block of a pool, for work submitted to `stream` from now on. Returns `None` if no
+    /// block fits or the pool is not known on this GPU.
     ///
-    /// In the legacy stream, `order` makes later work of blocking streams wait for their earlier work, and returns
-    /// whether that worked. Programs that rely on the legacy stream to order other streams expect allocating and
-    /// freeing to be work there, but this library submits none.
+    /// `order` is `Some` for the legacy stream. Calling it makes later work of blocking streams wait for
+    /// their earlier work; it returns whether that succeeded. The reason is that some programs rely on the
+    /// legacy stream to order other streams. Such programs expect allocations and frees to be work in that
+    /// stream, but this library submits no such work.
     pub fn allocate_from_pool(
         &mut self,
         handle: u64,
@@ -221,7 +224,7 @@ impl Space {
         let len = pool::block_len(size).ok_or(ERROR_OUT_OF_MEMORY)?;
         let id = self.pools.of(handle).ok_or(ERROR_INVALID_VALUE)?.id;
         let backing = self.grow_pool(id, len, beyond, work)?;
-        // A block whose free is done: the new segment has one.
+        // Any stream may use the block of a new segment, because its free counts as done.
         let grown = self.pools.by_id(id).and_then(|its| its.pool.allocate(len, StreamName::NONE));
         let address = grown.ok_or(ERROR_OUT_OF_MEMORY)?;
         self.add_allocation_of_pool(address, size, handle);
@@ -229,7 +232,7 @@ impl Space {
     }
 
     fn add_allocation_of_pool(&mut self, address: u64, size: u64, pool: u64) {
-        // The segment that contains it.
+        // The segment that contains the block.
         let range = self.ranges.range(..=address).next_back().map_or(address, |(base, _)| *base);
         let id = self.next_id;
         self.next_id += 1;
@@ -237,7 +240,8 @@ impl Space {
         self.allocations.insert(address, Allocation { base: address, size, id, context, managed, range, pool });
     }
 
-    /// Releases unused memory of pools for an allocation that would not fit otherwise, if that is enough.
+    /// Releases unused memory of pools for an allocation that would not fit otherwise. Does nothing if that
+    /// would not suffice.
     pub(super) fn make_room(&mut self, len: u64, work: &Work) {
         let mut lacking = len.saturating_sub(self.account.free().min(self.account.room()));
         if lacking == 0 || self.pools.pools.is_empty() {
@@ -259,7 +263,7 @@ impl Space {
     fn grow_pool(&mut self, id: u32, len: u64, beyond: bool, work: &Work) -> Result<Backing, CUresult> {
         let least = len.checked_next_multiple_of(GRANULE).ok_or(ERROR_OUT_OF_MEMORY)?;
         let usual = least.max(pool::SEGMENT);
-        // Only the necessary size if the program can allocate little more.
+        // Allocates only the necessary size if the program is near its limit.
         let segment = if usual <= self.account.free() / 8 { usual } else { least };
         self.make_room(segment, work);
         let (base, backing) = self.make_range(segment, RangeKind::Pool(id), self.flags, beyond)?;
@@ -269,13 +273,14 @@ impl Space {
         Ok(backing)
     }
 
-    /// Frees an allocation of a pool in the order of this stream's work; `None`: once all work that may use the
-    /// allocation is done. Returns whether the allocation exists.
+    /// Frees an allocation of a pool in the order of this stream's work. With `None`, the block is reusable
+    /// once all work that may use it is done. Returns whether the allocation exists.
     pub fn free_in_pool(&mut self, address: u64, stream: Option<StreamName>) -> bool {
         self.free_in_order(address, stream.map_or(Order::Unknown, Order::Stream))
     }
 
-    /// Frees an allocation of a pool that the program does not know yet, and the segment added for it.
+    /// Frees a pool allocation whose address has not been returned to the program, and the segment added
+    /// for it.
     pub fn undo_in_pool(&mut self, address: u64, work: &Work) {
         if self.free_in_order(address, Order::Done) {
             self.release_pools(work);
@@ -302,13 +307,13 @@ impl Space {
         self.pools.frees
     }
 
-    /// Called when the program has waited for work. `number` is the number of frees before the wait. Releases memory
-    /// above the thresholds.
+    /// Called when the program has waited for work. `number` is the number of frees before that wait.
+    /// Releases memory above the thresholds.
     pub fn synchronized(&mut self, awaited: Awaited, number: u64, work: &Work) {
         match awaited {
             Awaited::Stream(stream) => self.pools.pools.iter_mut().for_each(|its| its.pool.done_in(stream, number)),
             Awaited::All => self.pools.done(number),
-            // Only if a pool needs it: a fence costs more than synchronizing one stream.
+            // Records a fence only if a pool needs it, because a fence costs more than synchronizing one stream.
             Awaited::Some if self.pools.pools.iter().any(PoolOfGpu::needs_waits) => self.pools.look(work),
             Awaited::Some => {}
         }
@@ -318,12 +323,12 @@ impl Space {
         }
     }
 
-    /// Releases unused memory of a pool, until it has at most `keep` bytes.
+    /// Releases unused memory of a pool until the pool has at most `keep` bytes.
     pub fn trim_pool(&mut self, handle: u64, keep: u64) {
         self.trim_pools(|its| if its.handle == handle { keep } else { u64::MAX });
     }
 
-    /// Checks whether frees of pools are done. Returns whether any are left.
+    /// Checks whether frees of pools are done. Returns whether some are still pending.
     pub fn look_at_pools(&mut self, work: &Work) -> bool {
         if self.pools.has_pending() {
             self.pools.look(work);
@@ -331,7 +336,7 @@ impl Space {
         self.pools.has_pending()
     }
 
-    /// Releases all unused memory of pools, since it is needed. Returns the number of bytes.
+    /// Releases all unused memory of pools. Returns the number of bytes.
     pub fn release_pools(&mut self, work: &Work) -> u64 {
         self.look_at_pools(work);
         self.trim_pools(|_| 0)
@@ -360,7 +365,7 @@ impl Space {
         before.saturating_sub(self.account.demand)
     }
 
-    /// Whether destroyed pools are waiting for work to be done.
+    /// Whether destroyed pools still wait for work to be done.
     pub fn has_dying_pools(&self) -> bool {
         self.pools.pools.iter().any(|its| its.handle == 0 && its.pool.has_pending())
     }
