@@ -229,7 +229,7 @@ impl Object<'_> {
         let tables = self.tables();
         let target = |value: usize| {
             let address = tables.base.wrapping_add(value);
-            if self.contains(address) { substitute(address) } else { None } // outside: already redirected by another library
+            if self.contains(address) { substitute(address) } else { None } // already redirected by another library
         };
         let (mut first, mut last) = (usize::MAX, 0);
         // SAFETY: the object stays loaded during the visit.
