@@ -36,13 +36,13 @@ pub fn init(flags: u32) -> Done {
     Ok(())
 }
 
-/// True after a successful [`init`].
+/// Whether [`init`] has succeeded.
 pub fn initialised() -> bool {
     VISIBLE.get().is_some_and(|v| !v.is_empty())
 }
 
-/// The GPUs that `CUDA_VISIBLE_DEVICES` names, by index or by the start of a UUID. An unknown name
-/// ends the list.
+/// Returns the GPUs that `CUDA_VISIBLE_DEVICES` names, by index or by the start of a UUID. An unknown
+/// name ends the list.
 fn visible(list: &str) -> Vec<usize> {
     let config = Config::get();
     let find = |name: &str| match name.parse::<usize>() {
@@ -60,13 +60,13 @@ fn visible(list: &str) -> Vec<usize> {
     gpus
 }
 
-/// The GPU behind a `CUdevice`.
+/// Returns the GPU behind a `CUdevice`.
 pub fn gpu(device: i32) -> Result<usize, Error> {
     let visible = VISIBLE.get().ok_or(Error::NOT_INITIALIZED)?;
     usize::try_from(device).ok().and_then(|at| visible.get(at)).copied().ok_or(Error::INVALID_DEVICE)
 }
 
-/// The `CUdevice` of a GPU.
+/// Returns the `CUdevice` of a GPU.
 pub fn ordinal(gpu: usize) -> i32 {
     VISIBLE.get().and_then(|v| v.iter().position(|g| *g == gpu)).map_or(-1, |at| at as i32)
 }
@@ -96,7 +96,7 @@ pub fn name(name: *mut c_char, len: i32, device: i32) -> Done {
 fn text(to: *mut c_char, len: i32, text: &str) -> Done {
     let len = usize::try_from(len).ok().filter(|len| *len > 0 && !to.is_null()).ok_or(Error::INVALID_VALUE)?;
     let n = text.len().min(len - 1);
-    // SAFETY: the API's contract: the buffer has `len` bytes, and n + 1 ≤ len.
+    // SAFETY: by the API's contract, the buffer has `len` bytes, and n + 1 ≤ len.
     unsafe {
         to.copy_from_nonoverlapping(text.as_ptr().cast(), n);
         to.add(n).write(0);
@@ -122,8 +122,8 @@ pub fn compute_capability(major: *mut i32, minor: *mut i32, device: i32) -> Done
     out(minor, 0)
 }
 
-/// `cuDeviceGetPCIBusId`: unlike the UUID, the bus id stays the original GPU's after a restore on
-/// another [two H100, driver 580.159].
+/// `cuDeviceGetPCIBusId`: after a restore on another GPU, returns the bus id of the original GPU. The
+/// UUID changes instead [two H100, driver 580.159].
 pub fn pci_bus_id(id: *mut c_char, len: i32, device: i32) -> Done {
     let bus = Config::pci_bus(gpu(device)?);
     text(id, len, &format!("0000:{bus:02X}:00.0"))
