@@ -120,7 +120,8 @@ pub fn alloc_pitch(at: *mut u64, pitch: *mut usize, width: usize, height: usize,
     out(pitch, padded)
 }
 
-/// `cuMemFree`: first waits for the work of the current context. The driver waits too.
+/// `cuMemFree`: first waits for work, as the driver does. The simulator waits for the work of the
+/// current context, and the driver for the work of the memory's context.
 pub fn free(at: u64) -> Done {
     let current = context::healthy()?;
     capture::forbid()?;

@@ -222,8 +222,8 @@ pub fn forbid_on(stream: &Stream) -> Done {
     }
 }
 
-/// Handles the destruction of a stream. If a capture began in that stream, it ends without an error
-/// (observed on an H200, driver 580).
+/// Handles the destruction of a stream. Invalidates the capture that the stream belongs to. If that
+/// capture began in the stream, it also ends, without an error (observed on an H200, driver 580).
 pub fn abandon(stream: &Arc<Stream>) {
     let place = lock(&stream.capture).clone();
     if let Some(place) = place {

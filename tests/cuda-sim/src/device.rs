@@ -122,8 +122,8 @@ pub fn compute_capability(major: *mut i32, minor: *mut i32, device: i32) -> Done
     out(minor, 0)
 }
 
-/// `cuDeviceGetPCIBusId`: after a restore on another GPU, returns the bus id of the original GPU. The
-/// UUID changes instead [two H100, driver 580.159].
+/// `cuDeviceGetPCIBusId`: after a restore on another GPU, still returns the bus id of the original
+/// GPU. Only the UUID changes [two H100, driver 580.159].
 pub fn pci_bus_id(id: *mut c_char, len: i32, device: i32) -> Done {
     let bus = Config::pci_bus(gpu(device)?);
     text(id, len, &format!("0000:{bus:02X}:00.0"))

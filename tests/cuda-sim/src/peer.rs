@@ -16,7 +16,7 @@ pub fn enabled(from: usize, to: usize) -> bool {
     from == to || PEERS[from].load(Ordering::Relaxed) & (1 << to) != 0
 }
 
-/// Whether two of the process's GPUs can access each other.
+/// Whether peer access can be enabled between two of the process's GPUs.
 pub fn are_peers(a: usize, b: usize) -> bool {
     Config::get().are_peers(place(a), place(b))
 }

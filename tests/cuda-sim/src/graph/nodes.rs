@@ -67,8 +67,8 @@ pub fn add_any(to: *mut usize, graph: usize, after: *const usize, count: usize, 
     if params.is_null() || unsafe { (*params).kind } != COPY {
         return Err(Error::NOT_SUPPORTED);
     }
-    // SAFETY: the API's contract: the pointer is to a valid description, and the check above has
-    // shown that it is not null and describes a copy.
+    // SAFETY: the pointer is not null and its description is of a copy, as just checked. By the API's
+    // contract, that description is valid.
     let (copy, context) = unsafe { (&raw const (*params).copy, (*params).context) };
     add_copy(to, graph, after, count, copy, context)
 }
