@@ -20,7 +20,7 @@
 //! | [`registry`] | the program's memory on all GPUs, by the handles and addresses that the program uses |
 //! | [`client`] | the thread that carries out the scheduler's messages; running without a scheduler |
 //! | [`copies`] | copies whose sides may be on different GPUs |
-//! | [`calls`] | what hooks do besides calling the driver: submit, allocate, map, export |
+//! | [`calls`] | the steps of hooks besides the driver's call: submitting, allocating, mapping, exporting |
 //! | [`nvml`] | the interposed functions of NVML |
 //! | [`lookup`] | lookups of driver functions, which return hooks |
 //! | [`hooks`] | the interposed functions |

@@ -122,7 +122,7 @@ pub fn is_backed_in_time(
         }
         match must_be_there {
             // Waiting requests the lock. For the lock, memory is evicted even from clients that are running now.
-            // The thread counts as waiting with work, because running work may depend on it.
+            // The thread counts as waiting with work, because running work may depend on this thread.
             true => gpu.wait(closed::MEMORY),
             false if backing == Backing::Later && !has_turn => break,
             false => gpu.wait_to_allocate(),

@@ -1,4 +1,4 @@
-//! What hooks do besides calling the driver.
+//! The steps of hooks besides the driver's call.
 //!
 //! - [`submit`]: makes work wait at the gate, and counts it.
 //! - [`allocate`]: allocations and frees of movable memory. [`pinned`]: allocations that the driver

@@ -120,8 +120,8 @@ pub fn naming_by(route: Route, call: impl FnOnce() -> CUresult) -> CUresult {
 /// made again.
 ///
 /// Nearly every launch uses the stream of the thread's previous launch and takes this path, so every
-/// instruction counts. The function is therefore inlined into each hook, whose arguments stay in their
-/// registers. It calls nothing but the driver. After that call it needs only the slot, which contains
+/// instruction counts. The function is therefore inlined into each hook, whose arguments stay where
+/// they are. It calls nothing but the driver. After that call it needs only the slot, which contains
 /// the GPU and the stream. All slower paths are closures, which are stored to memory only when needed.
 /// If the driver's call itself were in such a closure, the closure would be stored before each launch.
 #[inline(always)]
@@ -138,7 +138,7 @@ pub fn pass<const REPEATED: bool>(
         return out_of_line(move || if REPEATED { retried_on(gpu, pass_anyhow) } else { pass_anyhow() });
     };
     let result = call();
-    // Checked before the thread leaves the gate, because `result` is still in a register.
+    // Checked before the thread leaves the gate, because `result` is available here.
     if REPEATED && result == ERROR_OUT_OF_MEMORY {
         return out_of_line(move || {
             // SAFETY: the thread has entered the gate of its last launch, in `enter_as_before`.

@@ -90,9 +90,9 @@ pub struct Offline {
 /// The state of this client on its other GPUs.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct OtherGpus {
-    /// The client waits for memory on a GPU that precedes this one in the order of turns.
+    /// The client waits for memory on a GPU that precedes this GPU in the order of turns.
     pub before: bool,
-    /// The client waits for memory on a GPU that follows this one.
+    /// The client waits for memory on a GPU that follows this GPU.
     pub after: bool,
     /// The client's memory on a peer of this GPU must be evicted.
     pub stopped: bool,
@@ -143,7 +143,7 @@ impl Held {
 struct Files {
     /// Locked exclusively by the holder of the turn.
     turn: LockFile,
-    /// All clients hold a shared lock on it.
+    /// Each client holds a shared lock on this file.
     here: LockFile,
 }
 
@@ -324,7 +324,7 @@ impl Offline {
                 turn.run_ungated(gpu);
             }
         } else if !turn.is_held() {
-            self.drain_at = Some(now + RETRY); // in case the drain fails and the gate opens again
+            self.drain_at = Some(now + RETRY); // drains again if the drain fails and the gate opens
         } else if self.drain_at.is_none_or(|at| now >= at) {
             turn.abandon(gpu);
         }

@@ -62,7 +62,7 @@ impl StallTimeout {
 
 #[derive(Debug)]
 enum TurnPhase {
-    /// The client does not have the lock. The gate is closed, and nothing runs.
+    /// The client does not have the lock. The gate is closed, and no work runs.
     Over,
     /// The client has the lock, or runs without a scheduler. `contended` is set if another client waits for
     /// the lock.

@@ -77,12 +77,12 @@ pub fn generation() -> u32 {
     GENERATION.load(Ordering::SeqCst)
 }
 
-/// Called when a new scheduler has received the whole state of this process.
+/// Begins a new generation. Called when a new scheduler has received the whole state of this process.
 pub fn begin_generation() {
     GENERATION.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Called when the client's thread has made or lost the connection.
+/// Sets the connection. Called when the client's thread has made or lost it.
 pub fn set_connection(connection: Option<Connection>) {
     let mut guard = CONNECTION.lock();
     DESCRIPTOR.set(connection.as_ref().map(|c| c.socket.name()));

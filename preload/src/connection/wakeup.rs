@@ -11,7 +11,7 @@ use rustix::fd::RawFd;
 /// for work periodically.
 static PAIR: OnceBox<(Socket, Socket)> = OnceBox::new();
 
-/// Called once, before the client's thread starts.
+/// Creates the sockets. Called once, before the client's thread starts.
 pub fn init() {
     if let Some(pair) = socket::pair() {
         let _ = PAIR.set(Box::new(pair));

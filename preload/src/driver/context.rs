@@ -61,9 +61,9 @@ pub fn is_broken_in(context: usize) -> bool {
 }
 
 /// Whether this error may either be permanent or concern only one call. For example, the import of a
-/// chunk may return [`ERROR_UNKNOWN`] [H200, driver 580]. Registering memory may return
+/// chunk returned [`ERROR_UNKNOWN`] on an H200 with driver 580. Registering memory may return
 /// [`ERROR_OPERATING_SYSTEM`]. If a process could not be restored from a checkpoint, every call returns
-/// that error too.
+/// [`ERROR_OPERATING_SYSTEM`].
 fn is_doubtful(result: CUresult) -> bool {
     matches!(result, ERROR_UNKNOWN | ERROR_OPERATING_SYSTEM | ERROR_DEVICE_UNAVAILABLE)
 }

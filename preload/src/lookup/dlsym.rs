@@ -46,7 +46,7 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "jne 4f",
         "cmp byte ptr [rsi + 1], {u}",
         "jne 2f",
-        "cmp byte ptr [rsi + 2], {a}", // not cups… or curl…: the driver's names continue with a capital, as in cuInit
+        "cmp byte ptr [rsi + 2], {a}", // a capital follows, as in cuInit: excludes cups… and curl…
         "jb 2f",
         "cmp byte ptr [rsi + 2], {z}",
         "ja 2f",
@@ -146,7 +146,7 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "cmp w9, #{u}",
         "b.ne 2f",
         "ldrb w9, [x1, #2]",
-        "cmp w9, #{a}", // not cups… or curl…: the driver's names continue with a capital, as in cuInit
+        "cmp w9, #{a}", // a capital follows, as in cuInit: excludes cups… and curl…
         "b.lo 2f",
         "cmp w9, #{z}",
         "b.hi 2f",
@@ -320,7 +320,7 @@ unsafe extern "C" fn is_hooked(name: *const c_char) -> bool {
     hook::all().any(|hook| hook.real.name() == name) || entries::has(name)
 }
 
-/// Handles `dlsym` for a name that may be the driver's: returns the hook if the real function has one.
+/// Handles `dlsym` for a name that may be the driver's. Returns the hook if the real function has one.
 unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     // Checked before the lookup, because the program may query the lookup's error with `dlerror`.
     let is_loaded = driver::loaded().is_some();

@@ -57,7 +57,7 @@ unsafe extern "C" {
     ) -> c_int;
 }
 
-/// `dlvsym` with [`BASE_VERSION`]; NULL if the program has none.
+/// Looks up a symbol with `dlvsym` and [`BASE_VERSION`]. Returns NULL if the program has no `dlvsym`.
 pub fn dlvsym(handle: *mut c_void, name: &CStr) -> *mut c_void {
     // SAFETY: the loader has written the address, and never changes it. The names are NUL-terminated.
     match unsafe { nvshare_dlvsym_address } {

@@ -372,8 +372,8 @@ impl Tables {
         }
     }
 
-    /// `DT_GNU_HASH` is a header, a Bloom filter, the buckets, and chains that end with an odd hash. Returns the
-    /// buckets, the number of the first symbol in a chain, and the chains.
+    /// Reads `DT_GNU_HASH`, which consists of a header, a Bloom filter, the buckets, and chains that end
+    /// with an odd hash. Returns the buckets, the number of the first symbol in a chain, and the chains.
     unsafe fn gnu_hash_table(&self) -> (&[u32], u32, *const u32) {
         // SAFETY: all indices come from the table itself.
         unsafe {

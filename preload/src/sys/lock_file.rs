@@ -19,7 +19,7 @@ use rustix::{
 /// The lowest descriptor number for lock files. Some programs rely on getting the lowest numbers
 /// themselves.
 const LOWEST_DESCRIPTOR: RawFd = 400;
-/// Two for each GPU.
+/// The maximum number of open lock files: two for each GPU.
 const MAX_FILES: usize = 2 * nvshare_wire::MAX_SLOTS as usize;
 
 static DESCRIPTORS: [InheritedDescriptor; MAX_FILES] = [const { InheritedDescriptor::none() }; MAX_FILES];
@@ -81,7 +81,7 @@ impl LockFile {
         self.flock(FlockOperation::NonBlockingLockExclusive)
     }
 
-    /// Locks the file together with other processes.
+    /// Locks the file in shared mode.
     pub fn lock_shared(&self) -> TryLock {
         self.flock(FlockOperation::NonBlockingLockShared)
     }

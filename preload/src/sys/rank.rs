@@ -131,7 +131,7 @@ mod checked {
             Self(rank)
         }
 
-        /// Called before the thread takes the lock.
+        /// Checks the order of ranks. Called before the thread takes the lock.
         pub fn take(&self) -> Held {
             self.take_within(!0 << self.0 as u32)
         }

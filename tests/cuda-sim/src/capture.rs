@@ -234,7 +234,7 @@ pub fn abandon(stream: &Arc<Stream>) {
     }
 }
 
-/// Handles the destruction of a context.
+/// Invalidates and ends the captures of a context that is being destroyed.
 pub fn forget(context: &Arc<Context>) {
     for capture in active().iter().filter(|c| Arc::ptr_eq(&c.context, context)) {
         capture.invalidate();

@@ -137,7 +137,7 @@ pub fn load(module: *mut usize, image: *const c_char) -> Done {
     out(module, MODULES.add(load_text(image, Some(context.handle()))?))
 }
 
-/// `cuModuleLoadDataEx`; options are accepted and ignored.
+/// `cuModuleLoadDataEx`: ignores the options.
 pub fn load_ex(module: *mut usize, image: *const c_char, _count: u32, _options: *mut u32, _values: *mut usize) -> Done {
     load(module, image)
 }

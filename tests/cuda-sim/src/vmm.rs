@@ -231,12 +231,12 @@ pub fn set_access(at: u64, size: usize, access: *const Access, count: usize) -> 
         // SAFETY: the program passes `count` entries.
         let access = unsafe { *access.add(i) };
         if access.location.kind == Location::HOST {
-            return Err(Error::NOT_SUPPORTED); // (driver 580)
+            return Err(Error::NOT_SUPPORTED); // as driver 580 does
         }
         if access.location.kind != Location::DEVICE || !matches!(access.flags, 0 | 1 | 3) {
             return Err(Error::INVALID_VALUE);
         }
-        let gpu = device::gpu(access.location.id).map_err(|_| Error::INVALID_VALUE)?; // (driver 580)
+        let gpu = device::gpu(access.location.id).map_err(|_| Error::INVALID_VALUE)?; // as driver 580 does
         let homes = || starts.iter().filter_map(|start| space.exact(*start)?.gpu());
         if access.flags != 0 && homes().any(|home| home != gpu && !crate::peer::are_peers(gpu, home)) {
             return Err(Error::INVALID_DEVICE);

@@ -33,14 +33,14 @@ const GROUP_PERIOD: Duration = Duration::from_secs(1);
 /// about this much for a few threads.
 const GROWTH: u64 = 8 << 30;
 
-/// The places that hold copies of chunks: host memory and swap files.
+/// The places that contain copies of chunks: host memory and swap files.
 #[derive(Debug)]
 pub(super) struct HostTier {
     /// Bytes of host memory that the scheduler allows; `u64::MAX` if it sets no limit.
     ram: u64,
     /// The file that copies are written to.
     current: Option<SwapFile>,
-    /// All files that may still hold copies.
+    /// All files that may still contain copies.
     files: Vec<SwapFile>,
     /// True if the client has more host memory than allowed and no file has room. The kernel may then page
     /// it out.

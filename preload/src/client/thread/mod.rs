@@ -113,7 +113,7 @@ struct ClientThread {
     /// Host memory, and the files for copies that exceed its limit.
     tier: HostTier,
     sleep: Sleep,
-    /// Closes all entries into the driver if `true`, opens them if `false`.
+    /// Closes all entries into the driver if called with `true`, and opens them if called with `false`.
     shut_driver: fn(bool),
 }
 
@@ -122,7 +122,7 @@ struct ClientThread {
 struct PerGpu {
     turn: Turn,
     idle_check: IdleCheck,
-    /// Replaces the scheduler while none is connected.
+    /// Decides in place of the scheduler while none is connected.
     offline: Offline,
     /// When to try again to restore memory for which the GPU had no room.
     restore_at: Option<Instant>,
@@ -207,7 +207,7 @@ impl ClientThread {
             } else if self.disconnected_since.is_some() {
                 self.on(gpu).offline.show(gpu);
             }
-            // The locks of peer GPUs are held together or not at all.
+            // A client needs the locks of all peer GPUs, and holds all of them or none.
             if connection::is_connected() && gpu.peers().any(|other| !self.turn(other).is_held()) {
                 self.turn(gpu).release_early(gpu);
             }

@@ -37,7 +37,7 @@ impl ClientThread {
         trace::line(format_args!("no scheduler at {path} ({why}): {consequence}"));
     }
 
-    /// Makes the first connection. The program waits for it.
+    /// Makes the first connection. The program waits until the attempt has ended.
     pub(super) fn connect(&mut self) {
         let connected = placement::take_connection();
         self.has_tried(connected.unwrap_or_else(|| handshake::connect(&hello())));

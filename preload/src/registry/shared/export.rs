@@ -26,7 +26,7 @@ use rustix::{
 
 /// The longest wait until the scheduler has read that this process exports memory.
 const ANNOUNCE_TIMEOUT: Duration = Duration::from_millis(200);
-/// The name of this process as an exporter, created at its first export.
+/// The key that names this process as an exporter. Created at the first export.
 static KEY: OnceBox<Secret> = OnceBox::new();
 /// Locked from the creation of the key until its announcement, so that no export uses the key earlier.
 static ANNOUNCING: Mutex<()> = Mutex::new(Rank::ExportKey, ());

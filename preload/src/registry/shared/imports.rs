@@ -31,7 +31,7 @@ pub static ANY_IMPORTS: AtomicBool = AtomicBool::new(false);
 #[derive(Debug)]
 pub struct SharedMemoryRegistry {
     pub imports: BTreeMap<RangeId, Import>,
-    /// The range that is being opened, and whether it has to be adopted afterwards.
+    /// The range that is being opened, and whether this client must adopt it afterwards.
     pub opening: Option<(RangeId, bool)>,
 }
 
@@ -44,7 +44,7 @@ pub struct Import {
     pub mapped: u64,
     /// The GPU whose work uses the memory.
     user: &'static Gpu,
-    /// The GPU that holds the memory, if this process uses that GPU.
+    /// The GPU that contains the memory, if this process uses that GPU.
     home: Option<&'static Gpu>,
     opens: Vec<Open>,
     /// True if the range counts towards this client's memory.
