@@ -30,7 +30,7 @@ const TIMEOUT: Duration = Duration::from_secs(1);
 static SETTLED: Once = Once::new();
 
 /// The connection that was made for the request, or the reason why none was made. The client's thread
-/// takes it over.
+/// takes over the connection.
 pub type Connected = Result<handshake::Connected, String>;
 /// The GPUs that the library has put into `CUDA_VISIBLE_DEVICES`. Unset if one of them is a MIG slice.
 static VISIBLE_GPUS: OnceBox<Vec<Identity>> = OnceBox::new();

@@ -83,7 +83,7 @@ struct Contended {
     count: u64,
     /// A fence behind all submissions that `count` includes.
     fence: Option<Fence>,
-    /// When those submissions were done. From then on, the client keeps the lock for `idle_timeout`.
+    /// When the submissions in `count` were done. From then on, the client keeps the lock for `idle_timeout`.
     idle_since: Option<Instant>,
     idle_timeout: Duration,
 }

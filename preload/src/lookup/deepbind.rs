@@ -20,10 +20,11 @@ use crate::{
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use rustix::{process::getpid, thread::gettid};
 
-/// The process that has opened such a library and has not yet loaded all libraries with hooks; 0 if
-/// there is none. The hook of `dlsym` reads this word. A child of a fork ignores its parent's entry,
-/// and watches only once it opens such a library itself. The check takes the loader's lock, which stays
-/// locked in the child if another thread held it during the fork.
+/// The id of this process while the hook of `dlsym` must check for newly loaded libraries; 0 otherwise.
+/// The process has then opened a library with `RTLD_DEEPBIND`, and has not yet loaded all libraries
+/// with hooks. A child of a fork ignores its parent's id, and checks only after it has opened such a
+/// library itself. The check takes the loader's lock, which stays locked in the child if another thread
+/// held it during the fork.
 pub static WATCHING: AtomicI32 = AtomicI32::new(0);
 
 /// Whether the functions of each library with hooks have been redirected.

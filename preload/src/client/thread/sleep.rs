@@ -316,7 +316,7 @@ impl ClientThread {
 
     /// Called when the process is back on its GPUs, or never left them. `moved` lists the GPUs that the
     /// scheduler exchanged for others. The driver's answer prevails over `moved`, because an earlier
-    /// scheduler may have restored the process without the knowledge of this one.
+    /// scheduler may have restored the process before this scheduler started.
     pub(super) fn wake_up(&mut self, moved: Moves) {
         if matches!(self.sleep, Sleep::Preparing { .. } | Sleep::Leaving(_)) {
             // The process never left. The scheduler stopped waiting for the preparation, and makes no further
