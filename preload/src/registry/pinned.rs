@@ -53,8 +53,8 @@ pub fn add(gpu: Option<&'static Gpu>, kind: Kind, name: u64, bytes: u64) {
     gpu.pin(|pinned| pinned.saturating_add(bytes));
 }
 
-/// Removes all memory of a destroyed context, or all memory of the GPU if it was the `last` context
-/// there.
+/// Removes the arrays and addresses of a destroyed context. If it was the `last` context of the GPU,
+/// removes all of the GPU's. Chunks belong to no context, and stay.
 pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
     let mut table = TABLE.lock();
     let mut bytes = 0u64;
