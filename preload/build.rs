@@ -1,12 +1,15 @@
-//! Links `libnvshare.so`, and lists the driver's functions that the library passes.
+//! Sets the linker options of `libnvshare.so`, and lists the driver functions that the library passes
+//! to the driver unchanged.
 
 use std::{env, fs, path::Path};
 
-/// Queries that the driver answers without the GPU. They return at any time, even in a process that another has locked.
+/// Queries that the driver answers without the GPU. They return even if the driver has locked the
+/// process for a checkpoint.
 const NEVER_BLOCK: [&str; 3] = ["cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"];
 
-/// Writes the list of functions that `coverage/entry-points.tsv` lets pass: the names, each followed by a NUL, and a
-/// call of the macro that creates an entry for each. Functions that never block have no entry, and come last.
+/// Writes two files from the functions that `coverage/entry-points.tsv` marks as passed. `passed-names`
+/// contains their names, each followed by a NUL. `passed-entries.rs` calls the macro that creates an
+/// entry for each function. Functions that never block need no entry, and their names are last.
 fn write_passed() {
     const TABLE: &str = "coverage/entry-points.tsv";
     println!("cargo:rerun-if-changed={TABLE}");
@@ -33,15 +36,18 @@ fn main() {
     write_passed();
     println!("cargo:rerun-if-changed=build.rs");
     for argument in [
-        // By default a Rust cdylib has none, and `ldconfig` and `dlopen` of a preloaded library need one.
+        // A Rust cdylib has no soname by default. `ldconfig` needs one, and so does `dlopen` of a library that
+        // is already preloaded.
         "-soname,libnvshare.so",
-        // Its thread and its fork handler keep running, so it must stay loaded, even if the program closes it.
+        // The library's thread and fork handler keep running, so the library must stay loaded even if the
+        // program closes it.
         "-znodelete",
-        // The table of hooks refers to these very hooks, and the loader need not look them up.
+        // The table of hooks refers to the hooks of this library, so the loader need not look them up.
         "-Bsymbolic",
     ] {
         println!("cargo:rustc-cdylib-link-arg=-Wl,{argument}");
     }
-    // Start files call constructors and destructors, and this library has none.
+    // Start files call constructors and destructors. This library has none in the sections that they
+    // handle.
     println!("cargo:rustc-cdylib-link-arg=-nostartfiles");
 }

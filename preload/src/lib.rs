@@ -1,10 +1,11 @@
 //! `libnvshare.so`: preloaded into a program, it lets the program share its GPUs with other programs.
 //!
-//! The library is a guest. It does nothing until the program initialises CUDA, and it must never crash, exit, hang,
-//! print, or change results. So nothing here panics, and unknown calls pass through; memory that they may use stays on
-//! the GPU.
+//! The library is a guest in the program. It does nothing until the program initialises CUDA. It must
+//! never crash, exit, hang, print, or change results. So no code here panics. Calls that the library
+//! does not know go to the driver unchanged, and memory that such calls may use stays on the GPU.
 //!
-//! The folders are layers. Each uses only those above it in this list, which `tests/layers.rs` checks:
+//! The folders are layers. Each layer uses only the layers above it in this table, which
+//! `tests/layers.rs` checks:
 //!
 //! | folder | contents |
 //! |---|---|
@@ -12,26 +13,26 @@
 //! | [`env`](self::env) | the environment; traces |
 //! | [`driver`] | the real driver: functions, types, contexts, symbols of other libraries |
 //! | [`connection`] | the socket to the scheduler, the handshake, sending |
-//! | [`gate`] | the gates at which work waits for the GPU lock and for memory, and the fast path through an open one |
+//! | [`gate`] | the gates at which work waits for the GPU lock and for memory, and the fast path through an open gate |
 //! | [`work`] | submitted work: limiting it, and detecting when it is done; stream captures |
 //! | [`memory`] | the allocations of one GPU, and moving them to host memory and back |
 //! | [`gpu`] | one GPU: its gate, work and memory together, and its requests to the scheduler |
-//! | [`registry`] | the program's memory by its names in the program, across GPUs |
+//! | [`registry`] | the program's memory on all GPUs, by the handles and addresses that the program uses |
 //! | [`client`] | the thread that carries out the scheduler's messages; running without a scheduler |
 //! | [`copies`] | copies whose sides may be on different GPUs |
-//! | [`calls`] | the work of hooks besides calling the driver: submitting, allocating, mapping, exporting |
+//! | [`calls`] | the steps of hooks besides the driver's call: submitting, allocating, mapping, exporting |
 //! | [`nvml`] | the interposed functions of NVML |
-//! | [`lookup`] | lookups of functions, which lead to hooks |
+//! | [`lookup`] | lookups of driver functions, which return hooks |
 //! | [`hooks`] | the interposed functions |
 //!
-//! A call goes from a hook through the gate to the driver. A message of the scheduler goes from the connection through
-//! the client's thread to the gate, the work and the memory of a GPU. To add a hook, declare it in the fitting file of
-//! [`hooks`], and add one line to `coverage/entry-points.tsv`.
+//! A call passes from a hook through the gate to the driver. A message of the scheduler passes from the
+//! connection through the client's thread to the gate, the work and the memory of a GPU. To add a hook,
+//! declare it in the matching file of [`hooks`], and add one line to `coverage/entry-points.tsv`.
 //!
-//! `version_note` puts the version into the file, where `nvsharectl` reads it.
+//! `version_note` stores the version in the file, for `nvsharectl`.
 
 #![no_std]
-// Hooks are exported, and thus used, only outside tests.
+// Hooks are exported. In test builds no code uses them.
 #![cfg_attr(test, allow(dead_code))]
 
 extern crate alloc;
@@ -55,7 +56,8 @@ mod sys;
 mod version_note;
 mod work;
 
-/// Remembers properties of the process when the library is loaded, with two system calls that only read.
+/// Records properties of the process when the library is loaded. This takes two system calls, which
+/// only read.
 extern "C" fn loaded() {
     sys::errno::preserved(|| {
         sys::thread::remember_cpus();

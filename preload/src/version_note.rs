@@ -1,5 +1,5 @@
-//! The library's version as an ELF note, which `nvsharectl preload` reads from the file without loading it: owner
-//! `nvshare`, type 1, and the version as text.
+//! The library's version as an ELF note. `nvsharectl preload` reads the note from the file without
+//! loading the library. The note has the owner `nvshare`, type 1, and the version as text.
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 const ROUNDED: usize = VERSION.len().next_multiple_of(4);

@@ -1,4 +1,4 @@
-//! Queries about addresses where the program has mapped our memory itself.
+//! Queries about addresses at which the program itself has mapped memory of this library.
 
 use super::export::is_exportable;
 use crate::{
@@ -18,13 +18,13 @@ use core::ffi::c_void;
 
 type P = *mut c_void;
 
-/// Returns the driver's answer while the memory is on the GPU, and the recorded one otherwise.
+/// Returns the driver's answer while the memory is on the GPU, and the recorded answer otherwise.
 fn driver_or_record(
     memory: &Memory,
     real: impl FnOnce() -> CUresult,
     recorded: impl FnOnce(&mut Space) -> CUresult,
 ) -> Option<CUresult> {
-    // Locked, so that the memory is not evicted between the test and the answer.
+    // The lock keeps the memory from being evicted between the test and the answer.
     let mut space = memory.gpu.space()?.lock();
     Some(if space.on_gpu(memory.base).is_some() { real() } else { recorded(&mut space) })
 }
@@ -46,21 +46,21 @@ pub fn get_access(
         return real();
     }
     let is_known = |l: &&Location| matches!(l.kind, MEM_LOCATION_TYPE_DEVICE | MEM_LOCATION_TYPE_HOST);
-    // SAFETY: the driver dereferences it too.
+    // SAFETY: `location` is the program's pointer, which the driver would dereference too.
     let Some(location) = unsafe { location.as_ref() }.filter(is_known).filter(|_| !flags.is_null()) else {
         return ERROR_INVALID_VALUE;
     };
     let Some((mapping, memory)) = found else {
-        // The driver's answer for memory that the program did not map (580).
-        // SAFETY: the program's own place, not NULL.
+        // Driver 580 gives this answer for memory that the program did not map.
+        // SAFETY: `flags` is the program's pointer, and not NULL.
         unsafe { put(flags, 0) };
         return SUCCESS;
     };
     let recorded = |space: &mut Space| {
-        // For the host, the driver gives the same answer as for the memory's own GPU (580).
+        // For the host, driver 580 gives the same answer as for the memory's own GPU.
         let asked = if location.kind == MEM_LOCATION_TYPE_HOST { home(&memory) } else { *location };
         let access = space.aliases(memory.base).map_or(0, |aliases| aliases.access(mapping.at, asked));
-        // SAFETY: the program's own place, not NULL.
+        // SAFETY: `flags` is the program's pointer, and not NULL.
         unsafe { put(flags, access as u64) };
         SUCCESS
     };
@@ -73,29 +73,30 @@ pub fn properties(prop: *mut AllocationProp, handle: Handle) -> CUresult {
     let Some(space) = memory.gpu.space() else { return ERROR_INVALID_VALUE };
     let space = space.lock();
     if let Some(handle) = space.on_gpu(memory.base) {
-        // SAFETY: the program's own place, and a handle of ours.
+        // SAFETY: `prop` is the program's pointer. The handle is the library's own, and stays valid while the
+        // space is locked.
         return unsafe { driver::cuMemGetAllocationPropertiesFromHandle(prop, handle) };
     }
     let made = engine::properties(memory.gpu.index as CUdevice, memory.flags);
-    // SAFETY: the program's own place, not NULL.
+    // SAFETY: `prop` is the program's pointer, and not NULL.
     unsafe { prop.write_unaligned(made) };
     SUCCESS
 }
 
-/// The mapping of our memory that a query concerns.
+/// The mapping that a query concerns, and the library's memory behind it.
 #[derive(Debug)]
 struct AddressInfo {
     mapping: Mapping,
     memory: Memory,
     reservation: (u64, u64),
-    /// The access rights of the memory's own GPU.
+    /// The access rights of the memory's own GPU to the mapping.
     rights: i32,
-    /// True if the memory is evicted, so that the driver knows nothing about it.
+    /// True if the memory is evicted. The driver then knows nothing about the address.
     away: bool,
 }
 
-/// Answers a query about an address where the program has mapped our memory. The memory does not move until `answer`
-/// returns. Returns `None` if none of our memory is mapped there.
+/// Answers a query about an address at which the program has mapped memory of this library. The memory
+/// does not move until `answer` returns. Returns `None` if the address has no such mapping.
 fn query<R>(address: CUdeviceptr, answer: impl FnOnce(&AddressInfo) -> R) -> Option<R> {
     if !gate::is_active() {
         return None;
@@ -109,21 +110,23 @@ fn query<R>(address: CUdeviceptr, answer: impl FnOnce(&AddressInfo) -> R) -> Opt
     Some(answer(&AddressInfo { mapping, memory, reservation, rights, away }))
 }
 
-/// Returns the start and length of the mapping at this address, or the error of driver 580 if the memory's own GPU has
-/// no access. Returns `None` if none of our memory is mapped there.
+/// Returns the start and length of the mapping at this address. If the memory's own GPU has no access,
+/// returns the error that driver 580 would. Returns `None` if the address has no mapping of this
+/// library's memory.
 pub fn extent(address: CUdeviceptr) -> Option<Result<(u64, u64), CUresult>> {
     query(address, |a| if a.rights == 0 { Err(ERROR_NOT_FOUND) } else { Ok((a.mapping.at, a.mapping.len)) })
 }
 
-/// Writes an attribute that the driver would report differently once memory is restored, or cannot report while memory
-/// is evicted. Returns `None` for other attributes. The values match driver 580.
+/// Writes attributes that the driver cannot report while memory is evicted, or would report differently
+/// after a restore. Returns `None` for all other attributes. The values match driver 580.
 ///
 /// # Safety
-/// `data` is valid for that attribute.
+/// `data` is valid for the attribute `which`.
 unsafe fn write(data: P, which: i32, address: CUdeviceptr, asked: &AddressInfo) -> Option<CUresult> {
     use crate::driver::types::pointer_attribute::*;
     let AddressInfo { mapping, memory, reservation, rights, away } = asked;
-    // SAFETY: the caller's contract; each attribute's type is the driver's.
+    // SAFETY: the caller's contract. Each value is written with the type that the driver uses for the
+    // attribute.
     unsafe {
         match which {
             BUFFER_ID | MEMORY_BLOCK_ID => put(data.cast(), mapping.id),
@@ -153,13 +156,15 @@ unsafe fn write(data: P, which: i32, address: CUdeviceptr, asked: &AddressInfo) 
     Some(SUCCESS)
 }
 
-/// Writes an attribute of one of our allocations. `None` if the driver must answer. Flags are 4 bytes (driver 580).
+/// Writes an attribute of an allocation of this library. Returns `None` if the driver must answer.
+/// Flags are 4 bytes, as in driver 580.
 ///
 /// # Safety
-/// `data` is valid for that attribute.
+/// `data` is valid for `attribute`.
 pub unsafe fn write_own(data: P, attribute: i32, address: CUdeviceptr, gpu: &Gpu, a: &Allocation) -> Option<CUresult> {
     use crate::driver::types::pointer_attribute::*;
-    // SAFETY: the caller's contract; each attribute's type is the driver's.
+    // SAFETY: the caller's contract. Each value is written with the type that the driver uses for the
+    // attribute.
     unsafe {
         match attribute {
             CONTEXT => put(data.cast(), a.context),
@@ -172,7 +177,7 @@ pub unsafe fn write_own(data: P, attribute: i32, address: CUdeviceptr, gpu: &Gpu
             IS_LEGACY_CUDA_IPC_CAPABLE => put(data.cast(), u32::from(a.pool == 0 && is_exportable(address, gpu))),
             SYNC_MEMOPS => put(data.cast(), 1u32),
             IS_MANAGED | IS_HW_DECOMPRESS_CAPABLE => put(data.cast(), 0u32),
-            // Other devices cannot access pool memory (driver 580).
+            // Other devices cannot access memory of pools (driver 580).
             IS_GPU_DIRECT_RDMA_CAPABLE => put(data.cast(), u32::from(a.pool == 0 && gpu.is_rdma_capable())),
             ACCESS_FLAGS => put(data.cast(), MEM_ACCESS_FLAGS_PROT_READWRITE),
             BUFFER_ID | MEMORY_BLOCK_ID => put(data.cast(), a.id),
@@ -194,21 +199,22 @@ pub unsafe fn write_own(data: P, attribute: i32, address: CUdeviceptr, gpu: &Gpu
     Some(SUCCESS)
 }
 
-/// `cuPointerGetAttribute` for an address outside our allocations.
+/// `cuPointerGetAttribute` for an address outside this library's allocations.
 pub fn attribute(data: P, which: i32, address: CUdeviceptr, real: impl Fn() -> CUresult) -> CUresult {
     if data.is_null() {
         return real();
     }
     let answered = query(address, |asked| match real() {
-        // After `ERROR_INVALID_VALUE` the driver does not know the address, or it lacks this attribute.
-        // SAFETY: the program's own place for that attribute.
+        // `ERROR_INVALID_VALUE` means that the driver does not know the address, or that the address lacks
+        // this attribute.
+        // SAFETY: `data` is the program's pointer to a value of this attribute.
         result @ (SUCCESS | ERROR_INVALID_VALUE) => unsafe { write(data, which, address, asked) }.unwrap_or(result),
         error => error,
     });
     answered.unwrap_or_else(real)
 }
 
-/// `cuPointerGetAttributes` for an address outside our allocations.
+/// `cuPointerGetAttributes` for an address outside this library's allocations.
 pub fn attributes(
     n: u32,
     which: *const i32,
@@ -223,7 +229,7 @@ pub fn attributes(
         let result = real();
         if result == SUCCESS {
             for i in 0..n as usize {
-                // SAFETY: the program's own arrays of length `n`.
+                // SAFETY: `which` and `data` are the program's arrays of length `n`.
                 unsafe {
                     let (which, data) = (*which.add(i), *data.add(i));
                     write(data, which, address, asked);

@@ -1,6 +1,7 @@
-//! Allocations and frees. An allocation by a program that holds the GPU lock waits until its memory is on the GPU. An
-//! allocation by another program only reserves addresses. It waits too if the driver refuses memory that the scheduler
-//! has allowed, if a stream is being captured, or if another device may access the memory. No other call waits.
+//! Allocations and frees. An allocation by a program that holds the GPU lock waits until its memory is
+//! on the GPU. An allocation by another program usually only reserves addresses. It waits in three
+//! cases: the driver refuses memory that the scheduler has allowed, a stream is being captured, or
+//! another device may access the memory.
 
 use super::pinned;
 use crate::{
@@ -32,19 +33,20 @@ use core::time::Duration;
 
 /// The interval between checks whether freed memory is available.
 const FREED_POLL_INTERVAL: Duration = Duration::from_micros(100);
-/// The interval between checks whether memory of other programs is available.
+/// The interval between checks whether memory of other programs has become available.
 const OTHERS_POLL_INTERVAL: Duration = Duration::from_millis(3);
 /// The longest time that an allocation waits for freed memory that work may still use.
 const FREED_TIMEOUT: Duration = Duration::from_secs(10);
-/// The longest time that an allocation waits for its memory: until other clients have made room, or the scheduler says
-/// that they cannot.
+/// The longest time that an allocation waits until other clients have made room for it. It ends earlier
+/// if the scheduler says that they cannot.
 const BACKING_TIMEOUT: Duration = Duration::from_secs(60);
 /// The longest time that an allocation waits for memory of a program without nvshare, which may be exiting.
 const OTHERS_TIMEOUT: Duration = Duration::from_millis(400);
-/// The same timeout while no scheduler is connected: longer than the 3 s after which the client runs without one.
+/// Replaces `OTHERS_TIMEOUT` while no scheduler is connected. Longer than the 3 s after which the
+/// client runs without a scheduler.
 const AWAY_TIMEOUT: Duration = Duration::from_millis(3500);
-/// Without a scheduler: the longest wait for the client's thread to check whether other clients can make room
-/// ([`crate::client::offline`]). The check takes at most 200 ms.
+/// Without a scheduler, how long an allocation waits for the client's thread to check whether other
+/// clients can make room ([`crate::client::offline`]). The check takes at most 200 ms.
 const OFFLINE_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
@@ -65,7 +67,7 @@ pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUre
                 if !is_backed_in_time(gpu, space, backing, undo) {
                     return ERROR_OUT_OF_MEMORY;
                 }
-                // SAFETY: the program's own place, not NULL.
+                // SAFETY: `place` is the program's pointer, and not NULL.
                 unsafe { *place = address };
                 SUCCESS
             }
@@ -74,10 +76,14 @@ pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUre
     })
 }
 
-/// Waits until new memory is on the GPU in three cases: the client has the lock, so its next launch would wait anyway;
-/// the driver had no room although the allowance did, so that the allocation fails and not a later launch; or the
-/// memory is used without passing a gate, by captured work or by other devices. Returns `false` if no room can be made,
-/// after undoing the allocation.
+/// Waits until new memory is on the GPU, in three cases:
+///
+/// - The client has the lock. Its next launch would wait anyway.
+/// - The driver had no room although the allowance did. If no room can be made, the allocation must
+///   fail, and not a later launch.
+/// - Captured work or other devices use the memory, without passing a gate.
+///
+/// If no room can be made, undoes the allocation and returns `false`.
 pub fn is_backed_in_time(
     gpu: &'static Gpu,
     space: &Mutex<Space>,
@@ -109,24 +115,24 @@ pub fn is_backed_in_time(
             return false;
         }
         let has_turn = !gpu.gate.is_closed_for(closed::LOCK);
-        // If the gate is open although memory is missing, no context works any more, and the next call will return the
-        // error.
+        // If the gate is open although memory is missing, no context works any more. The program's next call
+        // returns the error.
         if !gpu.gate.is_closed_for(closed::MEMORY) || is_late {
             break;
         }
         match must_be_there {
-            // Waiting requests the lock, for which memory is evicted even from clients that are running now. The thread
-            // counts as waiting with work, because running work may wait for it.
+            // Waiting requests the lock. For the lock, memory is evicted even from clients that are running now.
+            // The thread counts as waiting with work, because running work may depend on this thread.
             true => gpu.wait(closed::MEMORY),
             false if backing == Backing::Later && !has_turn => break,
             false => gpu.wait_to_allocate(),
         }
     }
-    true // it is mapped later, as for a program without the lock
+    true // mapped later, as for a program without the lock
 }
 
-/// Called before a call that names memory during a capture. Waits for memory that another thread is allocating, because
-/// such a call passes no gate.
+/// Waits for memory that another thread is allocating. Must be called before a call that names memory
+/// during a capture, because such a call passes no gate.
 pub fn wait_beside_capture(gpu: &Gpu) {
     let begin = Instant::now();
     while gpu.gate.is_closed_for(closed::MEMORY)
@@ -139,8 +145,8 @@ pub fn wait_beside_capture(gpu: &Gpu) {
     }
 }
 
-/// Handles `cuMemAllocManaged`: all but small allocations are moved by prefetching, so they count as demand like other
-/// memory.
+/// Handles `cuMemAllocManaged`. All but small allocations are moved by prefetching, so they count as
+/// demand like other memory.
 pub fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: impl Fn() -> CUresult) -> CUresult {
     let counted = || pinned::allocate(gpu::current(), Kind::Address, place, size as u64, &real);
     let movable = gate::is_active() && !place.is_null() && size as u64 > slab::LARGEST && flags == MEM_ATTACH_GLOBAL;
@@ -158,7 +164,7 @@ pub fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: i
         let beyond = settings::get().oversubscribe;
         let make = || {
             check(real())?;
-            // SAFETY: the driver has just written there.
+            // SAFETY: the driver has just written the address there.
             Ok(unsafe { place.read() })
         };
         let take = |space: &mut Space| space.allocate_managed(size as u64, context, beyond, &gpu.work, make);
@@ -168,13 +174,14 @@ pub fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: i
     })
 }
 
-/// Returns the current context, or `None` if the context does not work: the driver must then return the error.
+/// Returns the current context, or `None` if that context does not work. The driver must then return
+/// the error.
 pub fn working_context() -> Result<Option<usize>, CUresult> {
     let context = current_context()?;
     Ok(Some(context as usize).filter(|context| *context != 0 && !is_current_broken()))
 }
 
-/// Allocates memory, and retries for a limited time if there is none.
+/// Allocates memory. If none is available, retries for a limited time.
 pub fn with_retries<T>(
     gpu: &Gpu,
     space: &Mutex<Space>,
@@ -194,7 +201,8 @@ pub fn with_retries<T>(
         if !matches!(result, Err(ERROR_OUT_OF_MEMORY)) {
             return result;
         }
-        // Memory that was freed during a capture, or while work of other contexts may use it.
+        // Memory is pending if it was freed during a capture, or while work of other contexts may still use
+        // it.
         let is_pending = guard.has_freed() || guard.has_pending_in_pools();
         let comes = is_pending && !capture::any() && begin.elapsed() < FREED_TIMEOUT;
         let timeout = if connection::is_connected() { OTHERS_TIMEOUT } else { AWAY_TIMEOUT };
@@ -204,7 +212,7 @@ pub fn with_retries<T>(
         drop(guard);
         let asked = Instant::now();
         let outcome = limit_request::raise(gpu, size as u64, after.limit);
-        begin = begin + asked.elapsed(); // does not count: a rule may make the request wait for long
+        begin = begin + asked.elapsed(); // a rule may delay the answer for long, so that time does not count
         match outcome {
             Outcome::Raised if begin.elapsed() < FREED_TIMEOUT => continue,
             Outcome::Denied => may_come = false,
@@ -218,20 +226,21 @@ pub fn with_retries<T>(
     }
 }
 
-/// How long a free spins until work is done: an event takes 4 µs on an idle GPU [H200].
+/// How long a free spins until work is done. On an idle GPU, an event takes 4 µs [H200].
 const FREE_SPIN: Duration = Duration::from_micros(50);
 
-/// The longest time that a free waits while it is unknown whether work is done.
+/// The longest time that a free waits while the library cannot tell whether work is done.
 const FREE_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Frees an allocation of ours, on any GPU, once the work that may use it is done. `false` if it is not ours.
+/// Frees an allocation of this library, on any GPU, once the work that may use it is done. Returns
+/// `false` if the allocation is not this library's.
 pub fn free_later(address: CUdeviceptr) -> bool {
     free_with(address, |_, _, _| {})
 }
 
-/// Frees an allocation of ours with the semantics of `cuMemFree`: returns once all work in the memory's context, in
-/// every stream, is done, because programs may rely on that. Does not wait during a capture, whose end may depend on
-/// the calling thread.
+/// Frees an allocation of this library with the semantics of `cuMemFree`: returns only when all work in
+/// all streams of the memory's context is done, because programs may rely on that. Does not wait during
+/// a capture, because the end of the capture may depend on the calling thread.
 pub fn free(address: CUdeviceptr) -> bool {
     free_with(address, |gpu, space, id| {
         let begin = Instant::now();
@@ -259,8 +268,8 @@ pub fn free_with(address: CUdeviceptr, wait: impl Fn(&Gpu, &Mutex<Space>, u64)) 
     gate::is_active() && crate::sys::errno::preserved(|| gpu::attached().any(free))
 }
 
-/// Runs `change`, which frees memory, and updates the account. Wakes the client's thread if it has to free the rest
-/// later.
+/// Runs `change`, which frees memory, and updates the account. If some memory can only be freed later,
+/// wakes the client's thread to do so.
 pub fn changing<R>(gpu: &Gpu, space: &Mutex<Space>, change: impl FnOnce(&mut Space) -> R) -> R {
     let mut guard = space.lock();
     let before = guard.account;
@@ -273,17 +282,17 @@ pub fn changing<R>(gpu: &Gpu, space: &Mutex<Space>, change: impl FnOnce(&mut Spa
     result
 }
 
-/// The interval between checks whether the mover is done with memory that has to be freed.
+/// The interval between checks whether the mover has finished with memory that is to be freed.
 const MOVING_POLL_INTERVAL: Duration = Duration::from_micros(100);
 
-/// Frees managed memory on this thread, which waits for work as it would without this library. `None` if the memory at
-/// this address is not freed that way.
+/// Frees managed memory on the calling thread, which waits for work as it would without this library.
+/// Returns `None` if the library does not move the memory at this address by prefetching.
 pub fn free_managed(address: CUdeviceptr) -> Option<CUresult> {
-    // SAFETY: the memory is ours, and nothing else refers to it any more.
+    // SAFETY: the memory is this library's, and no other reference to it exists any more.
     let by_driver = |base| unsafe { driver::cuMemFree_v2(base) };
     let free = |gpu: &'static Gpu| {
         let space = gpu.space()?;
-        // Retries memory that an earlier call could not free.
+        // Retry memory that an earlier call could not free.
         let mut unfreed = space.lock().take_unfreed();
         unfreed.retain(|base| by_driver(*base) != SUCCESS);
         if !unfreed.is_empty() {

@@ -1,5 +1,5 @@
-//! Creating and destroying contexts, and captures: calls that the library must know about, and that never wait for the
-//! lock.
+//! Creating and destroying contexts, and stream captures. The library must know about these calls. They
+//! never wait for the GPU lock.
 
 use super::submit::naming_for;
 use crate::{
@@ -34,7 +34,7 @@ pub fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() -> CUre
     }
     let begin = Instant::now();
     let create = || loop {
-        // Room has been made, but a program that has just ended may still be releasing its memory.
+        // The scheduler has made room, but a program that has just ended may still be releasing its memory.
         match real() {
             ERROR_OUT_OF_MEMORY if connection::is_connected() && begin.elapsed() < CONTEXT_TIMEOUT => {
                 crate::sys::errno::preserved(|| time::sleep(CONTEXT_RETRY))
@@ -43,7 +43,7 @@ pub fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() -> CUre
         }
     };
     let result = reservation::retried_on(|| gpu::by_ordinal(device).filter(|gpu| gpu.is_introduced()), create);
-    // SAFETY: the driver has just written there.
+    // SAFETY: the driver has just written the context there.
     let context = unsafe { place.as_ref() }.filter(|_| result == SUCCESS);
     if let Some(context) = context {
         work::context_is_there(*context);
@@ -60,7 +60,7 @@ pub fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() -> CUre
     result
 }
 
-/// Destroys a context. This library does not use the context during the call.
+/// Destroys a context. No thread of this library uses the context during the call.
 pub fn destroying(
     gpu: Option<&Gpu>,
     context: CUcontext,
@@ -73,11 +73,13 @@ pub fn destroying(
         gpu.work.begin_destroying(context).then(|| gpu.space().map(leave))
     });
     let Some(left) = begun else { return real() };
-    // The driver waits for work that may need the host, so no lock is held.
+    // The driver waits for work, which may itself need another thread of the program. So this thread holds
+    // no lock.
     let result = real();
     crate::sys::errno::preserved(|| {
         let is_gone = result == SUCCESS && is_gone();
-        // No thread adds a context with this handle before the old one is completely forgotten.
+        // While the mover is locked, no thread adds a new context with this handle before the old context is
+        // forgotten.
         let mut mover = gpu.moving.lock();
         if is_gone {
             forget(gpu, context);
@@ -94,7 +96,7 @@ pub fn destroying(
     result
 }
 
-/// Forgets everything that belonged to a context that is gone.
+/// Forgets all state of a context that has been destroyed.
 pub fn forget(gpu: &Gpu, context: CUcontext) {
     let is_last = gpu.work.is_last(context);
     capture::end_all_in(context);
@@ -109,12 +111,13 @@ pub fn forget(gpu: &Gpu, context: CUcontext) {
     }
 }
 
-/// The GPU of a known context.
+/// Returns the GPU of a context that the library knows.
 pub fn gpu_of(context: CUcontext) -> Option<&'static Gpu> {
     if gate::is_active() { gpu::attached().find(|gpu| gpu.work.has_context(context)) } else { None }
 }
 
-/// Drops one reference to a context. Only the last drop destroys the context; until then, all work in it continues.
+/// Drops one reference to a context. Only the last drop destroys the context. Until then, all its work
+/// continues.
 pub fn releasing(
     gpu: Option<&Gpu>,
     context: CUcontext,
@@ -140,13 +143,13 @@ pub fn releasing_primary(device: CUdevice, real: impl Fn() -> CUresult) -> CUres
     releasing(gpu, primary_of(gpu), real, || is_primary_gone(device))
 }
 
-/// Resets the primary context of a device, however many times it is retained.
+/// Resets the primary context of a device, regardless of its reference count.
 pub fn resetting_primary(device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
     let gpu = gpu::by_ordinal(device);
     destroying(gpu, primary_of(gpu), real, || is_primary_gone(device))
 }
 
-/// Retains the primary context of a GPU as if the program had. Returns whether that succeeded.
+/// Retains the primary context of a GPU as if the program had done so. Returns whether that succeeded.
 pub fn retain_primary(device: CUdevice) -> bool {
     let mut primary = core::ptr::null_mut();
     let place = &raw mut primary;
@@ -158,8 +161,9 @@ pub fn retain_primary(device: CUdevice) -> bool {
     result == SUCCESS
 }
 
-/// Green contexts, each with the GPU whose primary context it belongs to. The primary context stays retained until the
-/// last green context is destroyed, because a fence or mark there also waits for the work of the green context.
+/// Green contexts, each with the GPU of its primary context. The primary context stays retained until
+/// the last green context is destroyed, because the library records fences and marks there that also
+/// wait for the green context's work.
 static GREEN: Mutex<Vec<(usize, CUdevice)>> = Mutex::new(Rank::GreenContexts, Vec::new());
 
 pub fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
@@ -167,9 +171,9 @@ pub fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CU
         return ERROR_OUT_OF_MEMORY;
     }
     let result = real();
-    // A green context is not added like others: the library learns of it at its first launch.
+    // Other contexts are added when they are created. A green context is added at its first launch.
     work::contexts_are_several();
-    // SAFETY: the driver has just written there.
+    // SAFETY: the driver has just written the green context there.
     if let (true, SUCCESS, Some(green)) = (gate::is_active(), result, unsafe { place.as_ref() })
         && crate::sys::errno::preserved(|| retain_primary(device))
     {
@@ -185,8 +189,8 @@ pub fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
     let mut context = core::ptr::null_mut();
     // SAFETY: `context` outlives the call, and `green` is the program's own green context.
     unsafe { driver::cuCtxFromGreenCtx(&mut context, green) };
-    // Forgets it before it is destroyed, so that its work is not queried afterwards. The primary context waits for that
-    // work too.
+    // Forgets the context before it is destroyed, so that no thread queries its work afterwards. Fences in
+    // the primary context wait for that work too.
     gpu::attached().for_each(|gpu| gpu.work.forget_foreign(context));
     let result = real();
     if result != SUCCESS {
@@ -198,20 +202,20 @@ pub fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
     let device = known.map(|at| greens.swap_remove(at).1);
     drop(greens);
     if let Some(device) = device {
-        // SAFETY: `making_green` retained it.
+        // SAFETY: `making_green` has retained the primary context.
         releasing_primary(device, || unsafe { driver::cuDevicePrimaryCtxRelease_v2(device) });
     }
     result
 }
 
-/// Begins a capture. A capture refers to memory, so it waits at the gate until memory is on the GPU, and memory stays
-/// there until the capture ends.
+/// Begins a capture. A capture refers to memory. So it waits at the gate until memory is on the GPU,
+/// and memory stays there until the capture ends.
 pub fn beginning_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
     naming_for(stream, || {
         if gate::is_active()
             && let Some(gpu) = gpu::of_stream(stream)
         {
-            // The stream cannot be queried while it captures.
+            // Marks the stream now, because a capturing stream cannot be queried.
             gpu.work.mark_stream(stream);
         }
         capture::begin(stream, real)
@@ -220,15 +224,15 @@ pub fn beginning_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> C
 
 pub fn ending_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
     let result = real();
-    // It still captures if this was the wrong thread to end it.
+    // If the program called on the wrong thread, the stream is still capturing.
     if capture::any() && !capture::is_capturing(stream) {
         capture::end(stream);
     }
     result
 }
 
-/// Makes a stream wait for an event. If the event is captured, the stream joins the capture. A graph captured from
-/// streams of several GPUs is work of each of these GPUs.
+/// Makes a stream wait for an event. If the event is part of a capture, the stream joins that capture.
+/// A graph that is captured from streams of several GPUs is work of each of those GPUs.
 pub fn waiting(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
     if !(capture::any() && gate::is_active() && gpu::are_several()) || capture::is_capturing(stream) {
         return real();

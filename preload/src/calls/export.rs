@@ -1,4 +1,5 @@
-//! Calls that share memory with other processes or devices. Shared memory is restored first, and never evicted.
+//! Calls that share memory with other processes or devices. The memory is restored to the GPU first,
+//! and never evicted from then on.
 
 use super::{
     mappings::{changing, is_ours},
@@ -14,7 +15,7 @@ use crate::{
 };
 use alloc::vec::Vec;
 
-/// Whether the allocation can be exported to other processes.
+/// Whether the library can export the allocation to other processes.
 pub fn is_exportable(address: CUdeviceptr, gpu: &Gpu) -> bool {
     let can = |space: &Mutex<Space>| {
         let space = space.lock();
@@ -23,8 +24,8 @@ pub fn is_exportable(address: CUdeviceptr, gpu: &Gpu) -> bool {
     gpu.space().is_some_and(can)
 }
 
-/// Exports the memory at `address` with `call`, which gets the addresses of its chunks. Its range is restored first,
-/// and never evicted again.
+/// Exports the memory at `address` with `call`, which is passed the addresses of the memory's chunks.
+/// The range is restored first, and never evicted from then on.
 pub fn escaping(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnce(Vec<u64>) -> CUresult) -> CUresult {
     naming_on(gpu, || {
         let Some(space) = gpu.space() else { return ERROR_NOT_SUPPORTED };
@@ -42,8 +43,9 @@ pub fn escaping(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnce(Vec<u
     })
 }
 
-/// Makes a call that gives another device access to the memory at this address. The memory is on the GPU before the
-/// call, and stays pinned from then on. `announce` gets the addresses of the chunks if the memory is ours.
+/// Makes a call that gives another device access to the memory at this address. The memory is restored
+/// before the call, and stays pinned from then on. If the memory is this library's, the call is
+/// `announce`, which is passed the addresses of the chunks.
 pub fn announcing(
     address: CUdeviceptr,
     real: impl FnOnce() -> CUresult,
@@ -56,13 +58,14 @@ pub fn announcing(
     }
 }
 
-/// Shares the memory behind a handle with other processes, GPUs or hosts. `call` gets the driver's handle, so the
-/// memory must be a single chunk. The memory is restored first, and never evicted again.
+/// Shares the memory behind a handle with other processes, GPUs or hosts. `call` is passed the driver's
+/// handle, so the memory must be a single chunk. The memory is restored first, and never evicted from
+/// then on.
 pub fn escaping_handle(handle: Handle, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
     let Some(memory) = TABLE.lock().memory(handle) else { return ERROR_INVALID_VALUE };
     naming_on(memory.gpu, || {
         let pinned = {
-            // Looked up again, because the program may have released it since.
+            // Looks up the handle again, because the program may have released it since.
             let table = TABLE.lock();
             let Some(memory) = table.memory(handle) else { return ERROR_INVALID_VALUE };
             changing(&memory, |space| space.pin_chunk(memory.base)).flatten()
@@ -71,7 +74,7 @@ pub fn escaping_handle(handle: Handle, call: impl FnOnce(Handle) -> CUresult) ->
     })
 }
 
-/// Makes a call that shares memory by address. Only our memory is pinned.
+/// Makes a call that shares memory by address. Pins the memory if it is this library's.
 pub fn escaping_at(address: CUdeviceptr, size: Size, call: impl FnOnce() -> CUresult) -> CUresult {
     let first = if gate::is_active() { TABLE.lock().at(address) } else { None };
     let Some((_, memory)) = first else { return call() };
@@ -88,7 +91,8 @@ pub fn escaping_at(address: CUdeviceptr, size: Size, call: impl FnOnce() -> CUre
     })
 }
 
-/// Makes a call that binds memory to an object through which other GPUs, or other hosts, access it.
+/// Makes a call that binds memory to an object. Other GPUs or hosts access the memory through that
+/// object.
 pub fn bind(memory: Handle, real: impl FnOnce() -> CUresult, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
     if is_ours(memory) { escaping_handle(memory, call) } else { real() }
 }
@@ -96,7 +100,7 @@ pub fn bind(memory: Handle, real: impl FnOnce() -> CUresult, call: impl FnOnce(H
 /// Makes a call that binds memory by address.
 pub fn bind_at(address: CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
     if registry::is_ours(address) {
-        return ERROR_INVALID_VALUE; // the driver's answer for memory that cuMemCreate did not create
+        return ERROR_INVALID_VALUE; // the driver's answer for memory from other calls than cuMemCreate
     }
     escaping_at(address, size, real)
 }

@@ -1,11 +1,12 @@
-//! Calls that connect the program to other APIs on the same GPU. Work submitted through these passes no gate, and may
-//! use our memory. So from then on the library cannot know when the program's work is done, and the program's memory
-//! stays where it is.
+//! Calls that connect the program to other APIs on the same GPU. Work that is submitted through those
+//! APIs passes no gate, and may use this library's memory. After such a call the library cannot know
+//! when the program's work is done, so the program's memory stays on the GPU.
 
 use super::{contexts, submit::naming};
 use crate::{driver::types::*, gate, gpu};
 
-/// Makes the call while the program's memory is on the GPU, where it stays from then on.
+/// Makes the call while the program's memory is on the GPU. If it succeeds, the memory stays there from
+/// then on.
 pub fn tied(call: impl FnOnce() -> CUresult) -> CUresult {
     naming(|| {
         let result = call();
@@ -16,7 +17,8 @@ pub fn tied(call: impl FnOnce() -> CUresult) -> CUresult {
     })
 }
 
-/// Called before the program submits work that passes no gate: restores its memory to the GPU, where it stays.
+/// Restores the program's memory to the GPU, and keeps it there. Called before the program submits work
+/// that passes no gate.
 pub fn tie() {
     let _ = tied(|| SUCCESS);
 }
@@ -27,7 +29,8 @@ pub fn make_unevictable() {
     }
 }
 
-/// Creates a context that another API shares. This happens outside the gate, because room for it may take a while.
+/// Creates a context that another API shares. Creates it outside the gate, because making room for it
+/// may take a while.
 pub fn creating_tied(device: CUdevice, context: *mut CUcontext, real: impl Fn() -> CUresult) -> CUresult {
     let result = contexts::creating(device, context, real);
     if result == SUCCESS { tied(|| SUCCESS) } else { result }

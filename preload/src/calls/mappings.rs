@@ -1,4 +1,5 @@
-//! Mapping and unmapping memory that the program created, and setting access rights for it.
+//! Mapping and unmapping memory that the program created with `cuMemCreate`, and setting access rights
+//! for it.
 
 use super::allocate;
 use crate::{
@@ -18,21 +19,22 @@ use crate::{
 };
 use alloc::vec::Vec;
 
-/// Upper bound on the number of access descriptors in one call; more than there are locations.
+/// Upper bound on the number of access descriptors in one call. More than the number of locations.
 const MANY: usize = 256;
 
 pub fn whole(len: u64) -> bool {
     len != 0 && len.is_multiple_of(GRANULE)
 }
 
-/// Whether this is a virtual handle. In the child of a fork the answer is irrelevant: the driver refuses every call
-/// there.
+/// Whether this is a virtual handle, which this library has created. In the child of a fork the result
+/// does not matter, because the driver refuses every call there.
 pub fn is_ours(handle: Handle) -> bool {
     gate::is_active() && vmm::is_virtual(handle)
 }
 
-/// Returns the GPU, its space and the flags if this call creates movable memory: plain memory of a GPU whose memory
-/// this library moves. Returns `None` if the driver must create the memory or report an error.
+/// Returns the GPU, its space and the flags if this call creates movable memory, that is, plain memory
+/// of a GPU whose memory this library moves. Otherwise returns `None`, and the driver must create the
+/// memory or report an error.
 pub fn movable(
     place: *mut Handle,
     size: Size,
@@ -41,7 +43,8 @@ pub fn movable(
 ) -> Option<(&'static Gpu, &'static Mutex<Space>, Flags)> {
     let gpu = if gate::is_active() { account::gpu_of(prop) } else { None }?;
     let space = gpu.space().filter(|space| space.lock().engine().copies())?;
-    // SAFETY: the driver dereferences it too; it is not NULL, since it has a GPU.
+    // SAFETY: `prop` is the program's pointer, which the driver would dereference too. It is not NULL,
+    // because `gpu_of` found a GPU.
     let prop = unsafe { prop.as_ref() }?;
     let (device, types) = (prop.location.id, prop.requested_handle_types);
     let is_plain = prop.kind == MEM_ALLOCATION_TYPE_PINNED
@@ -73,7 +76,7 @@ pub fn create(place: *mut Handle, size: Size, gpu: &'static Gpu, space: &Mutex<S
                 return ERROR_OUT_OF_MEMORY;
             }
             let handle = TABLE.lock().add(gpu, base, size as u64, flags);
-            // SAFETY: the program's own place, not NULL.
+            // SAFETY: `place` is the program's pointer, and not NULL.
             unsafe { place.write(handle) };
             SUCCESS
         }
@@ -81,7 +84,7 @@ pub fn create(place: *mut Handle, size: Size, gpu: &'static Gpu, space: &Mutex<S
     }
 }
 
-/// Changes the space that holds this memory, and updates its account.
+/// Changes the space that contains this memory, and updates its account.
 pub fn changing<R>(memory: &Memory, change: impl FnOnce(&mut Space) -> R) -> Option<R> {
     let mut guard = memory.gpu.space()?.lock();
     let before = guard.account;
@@ -113,7 +116,7 @@ pub fn map(address: CUdeviceptr, size: u64, offset: u64, handle: Handle, flags: 
     if !whole(size) || flags != 0 || !address.is_multiple_of(GRANULE) {
         return ERROR_INVALID_VALUE;
     }
-    // The driver maps memory as a whole or not at all.
+    // The driver maps an allocation only as a whole.
     if offset != 0 || size != memory.len {
         return ERROR_NOT_SUPPORTED;
     }
@@ -141,7 +144,7 @@ pub fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUresult) -
         }
         return result;
     };
-    // The driver splits no mapping, and accepts gaps (580).
+    // Driver 580 splits no mapping, and accepts gaps.
     if !whole(size) || !vmm::are_within(&found, address, size) {
         return ERROR_INVALID_VALUE;
     }
@@ -151,7 +154,7 @@ pub fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUresult) -
                 changing(&memory, |space| space.remove_alias(memory.base, mapping.at));
             }
             None => {
-                // SAFETY: the program requested it.
+                // SAFETY: the program has requested the call.
                 unsafe { driver::cuMemUnmap(mapping.at, mapping.len as usize) };
                 account::unmap(mapping.at, mapping.len as usize);
             }
@@ -173,13 +176,13 @@ pub fn set_access(
     if wanted.is_null() || count == 0 || count > MANY || !vmm::make_up(&found, address, size) {
         return ERROR_INVALID_VALUE;
     }
-    // SAFETY: the program passes that many entries.
+    // SAFETY: the program passes `count` entries.
     let wanted: Vec<_> = (0..count).map(|i| unsafe { wanted.add(i).read_unaligned() }).collect();
     for desc in &wanted {
         let mut value = 0;
         match desc.location.kind {
             MEM_LOCATION_TYPE_DEVICE if matches!(desc.flags, 0 | 1 | 3) => {}
-            MEM_LOCATION_TYPE_HOST => return ERROR_NOT_SUPPORTED, // the driver's answer for memory of a GPU (580)
+            MEM_LOCATION_TYPE_HOST => return ERROR_NOT_SUPPORTED, // the answer of driver 580 for GPU memory
             _ => return ERROR_INVALID_VALUE,
         }
         let attribute = DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
@@ -194,7 +197,8 @@ pub fn set_access(
         // SAFETY: `can` outlives the call.
         from == to || unsafe { driver::cuDeviceCanAccessPeer(&mut can, from, to) } != SUCCESS || can != 0
     };
-    // While memory is evicted, the driver does not check this.
+    // Checks that each device can reach the memory. The driver cannot check this while the memory is
+    // evicted.
     let behind = found.iter().filter_map(|mapping| table.behind(mapping));
     let mut all = behind.flat_map(|memory| wanted.iter().map(move |desc| (desc, memory.gpu.index as CUdevice)));
     if all.any(|(desc, owner)| desc.flags != 0 && !reaches(desc.location.id, owner)) {
@@ -207,7 +211,7 @@ pub fn set_access(
             Some(memory) => changing(&memory, |space| {
                 space.aliases(memory.base).map_or(Ok(()), |aliases| aliases.set_access(mapping.at, &wanted))
             }),
-            // SAFETY: the program requested it.
+            // SAFETY: the program has requested the call.
             None => match unsafe { driver::cuMemSetAccess(mapping.at, mapping.len as usize, wanted.as_ptr(), count) } {
                 SUCCESS => None,
                 error => Some(Err(error)),

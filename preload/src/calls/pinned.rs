@@ -1,5 +1,5 @@
-//! Allocations that the driver makes and no engine can move: permitted within the limit, and counted
-//! ([`crate::registry::pinned`]).
+//! Allocations that the driver serves. No engine can move them. They are permitted within the limit,
+//! and counted ([`crate::registry::pinned`]).
 
 use crate::{
     driver::types::*,
@@ -9,7 +9,7 @@ use crate::{
     registry::pinned::{self, Kind},
 };
 
-/// Makes an allocation of `size` bytes, whose name the driver writes to `place`.
+/// Makes an allocation of `size` bytes. The driver writes its address or handle to `place`.
 pub fn allocate(
     gpu: Option<&'static Gpu>,
     kind: Kind,
@@ -25,14 +25,14 @@ pub fn allocate(
         return ERROR_OUT_OF_MEMORY;
     }
     let result = retried(real);
-    // SAFETY: the driver has just written there.
+    // SAFETY: the driver has just written the address or handle there.
     if let (SUCCESS, Some(name)) = (result, unsafe { place.as_ref() }) {
         crate::sys::errno::preserved(|| pinned::add(gpu, kind, *name, size));
     }
     result
 }
 
-/// Makes a call that releases the named allocation.
+/// Makes a call that frees the allocation with this address or handle.
 pub fn free(kind: Kind, name: u64, real: impl FnOnce() -> CUresult) -> CUresult {
     let taken = if gate::is_active() { crate::sys::errno::preserved(|| pinned::take(kind, name)) } else { None };
     let result = real();

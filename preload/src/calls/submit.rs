@@ -1,4 +1,5 @@
-//! Calls that give a GPU work: they wait at the gate of their stream's GPU, and count as submitted.
+//! Calls that submit work to a GPU. They wait at the gate of their stream's GPU, and count as submitted
+//! work.
 
 use super::allocate::wait_beside_capture;
 use crate::{
@@ -18,10 +19,10 @@ use crate::{
 
 /// The weight of a kernel, a memset or a small copy.
 pub const ONE: u32 = 1;
-/// The weight of a graph, which is many kernels.
+/// The weight of a graph, which contains many kernels.
 pub const GRAPH: u32 = 4;
 
-/// The weight of a call that gives the GPU no work.
+/// The weight of a call that submits no work.
 const NOTHING: u32 = 0;
 
 /// The weight of a copy of `n` bytes, in kernels.
@@ -29,7 +30,8 @@ pub fn bytes(n: usize) -> u32 {
     1 + u32::try_from(n >> 24).unwrap_or(u32::MAX).min(1 << 10)
 }
 
-/// Makes a call that submits a copy, a memset or a flag: inside the gate, and counted.
+/// Makes a call that submits a copy, a memset or a flag write. The call is made inside the gate, and
+/// counted.
 #[inline(always)]
 pub fn gated(stream: CUstream, weight: u32, call: impl Fn() -> CUresult + Copy) -> CUresult {
     pass::<false>(stream, weight, closed::FOR_COPIES, call)
@@ -38,12 +40,14 @@ pub fn gated(stream: CUstream, weight: u32, call: impl Fn() -> CUresult + Copy) 
 /// Makes a call that submits a kernel or a graph.
 #[inline(always)]
 pub fn launched(stream: CUstream, weight: u32, call: impl Fn() -> CUresult + Copy) -> CUresult {
-    // At the first launch the driver may load code or enlarge the stack. Room for that is made outside the gate.
+    // At the first launch the driver may load code or enlarge the stack. Room for both is made outside the
+    // gate.
     pass::<true>(stream, weight, closed::FOR_ALL, call)
 }
 
-/// Makes a call that gives the GPU no work but names memory, which must be on the GPU because the driver looks it up.
-/// During a capture the call passes no gate: memory stays on the GPU, and allocations are mapped immediately.
+/// Makes a call that submits no work but names memory. The driver looks up that memory, so it must be
+/// on the GPU. During a capture the call passes no gate, because memory then stays on the GPU, and
+/// allocations are mapped immediately.
 #[inline]
 pub fn naming(call: impl FnOnce() -> CUresult) -> CUresult {
     naming_for(CTX_DEFAULT_STREAM, call)
@@ -69,7 +73,8 @@ pub fn naming_on(gpu: &'static Gpu, call: impl FnOnce() -> CUresult) -> CUresult
     }
 }
 
-/// Makes a call inside the gate of this GPU. The call's work must be done when it returns, because it is not counted.
+/// Makes a call inside the gate of this GPU. The call's work is not counted, so it must be done when
+/// the call returns.
 pub fn inside(gpu: &'static Gpu, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
     let (slot, here) = (threads::mine(), stack_pointer());
     if !gate::is_active() || !slot.is_outside_for(here) {
@@ -91,10 +96,11 @@ pub fn inside(gpu: &'static Gpu, reasons: u32, call: impl FnOnce() -> CUresult) 
 pub fn routed(route: Route, stream: CUstream, weight: u32, call: impl FnOnce() -> CUresult) -> CUresult {
     match route.gate {
         None => pass_anyhow(stream, weight, closed::FOR_COPIES, call),
-        // The stream's work cannot be tracked, so it is completed before the thread leaves the gate.
+        // The library cannot track the stream's work. So the work is completed before the thread leaves the
+        // gate.
         Some(gpu) => inside(gpu, closed::FOR_COPIES, || match call() {
             SUCCESS if !capture::is_capturing(stream) => {
-                // SAFETY: the program has just used it.
+                // SAFETY: the program has just used the stream.
                 capture::relaxed(|| unsafe { driver::cuStreamSynchronize(stream) })
             }
             result => result,
@@ -110,13 +116,14 @@ pub fn naming_by(route: Route, call: impl FnOnce() -> CUresult) -> CUresult {
     }
 }
 
-/// Makes a call inside the gate. A `REPEATED` call is made again if it runs out of memory and room can be made.
+/// Makes a call inside the gate. If a `REPEATED` call runs out of memory and room can be made, it is
+/// made again.
 ///
-/// Nearly every launch goes to the stream of the thread's previous launch and takes this path, so every instruction
-/// counts. The function is therefore inlined into each hook, whose arguments stay where they are. It calls nothing but
-/// the driver, and after that call it needs only the slot, which contains the GPU and the stream. Everything else is in
-/// closures, which are stored to memory only when needed. If the call itself were in such a closure, it would be stored
-/// before each launch.
+/// Nearly every launch uses the stream of the thread's previous launch and takes this path, so every
+/// instruction counts. The function is therefore inlined into each hook, whose arguments stay where
+/// they are. It calls nothing but the driver. After that call it needs only the slot, which contains
+/// the GPU and the stream. All slower paths are closures, which are stored to memory only when needed.
+/// If the driver's call itself were in such a closure, the closure would be stored before each launch.
 #[inline(always)]
 pub fn pass<const REPEATED: bool>(
     stream: CUstream,
@@ -131,15 +138,15 @@ pub fn pass<const REPEATED: bool>(
         return out_of_line(move || if REPEATED { retried_on(gpu, pass_anyhow) } else { pass_anyhow() });
     };
     let result = call();
-    // Checked before the thread leaves the gate, because the result is available here.
+    // Checked before the thread leaves the gate, because `result` is available here.
     if REPEATED && result == ERROR_OUT_OF_MEMORY {
         return out_of_line(move || {
-            // SAFETY: the thread has entered as before.
+            // SAFETY: the thread has entered the gate of its last launch, in `enter_as_before`.
             let gpu_of_call = unsafe { Gpu::of_last_launch(slot) };
             again(gpu_of_call.leave(slot, weight, stream, ERROR_OUT_OF_MEMORY), gpu, pass_anyhow)
         });
     }
-    // SAFETY: the thread has entered as before.
+    // SAFETY: the thread has entered the gate of its last launch, in `enter_as_before`.
     unsafe { Gpu::leave_as_before(slot, weight, || slot.stream.get() as CUstream, result) }
 }
 
@@ -148,14 +155,15 @@ pub fn out_of_line(call: impl FnOnce() -> CUresult) -> CUresult {
     call()
 }
 
-/// Makes a call that cannot take the fast path of [`pass`]. If the program has had several contexts, calls in the
-/// legacy stream always come here, because only the driver knows the context of that stream.
+/// Makes a call that cannot take the fast path of [`pass`]. If the program has had several contexts,
+/// calls in the legacy stream never take the fast path, because only the driver knows the context of
+/// that stream.
 #[inline]
 pub fn pass_anyhow(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
     pass_from(stack_pointer(), stream, weight, reasons, call)
 }
 
-/// [`pass_anyhow`] for a function with the stack pointer `here`.
+/// Does the same as [`pass_anyhow`], for a calling function with the stack pointer `here`.
 #[inline]
 pub fn pass_from(
     here: usize,
@@ -168,7 +176,7 @@ pub fn pass_from(
     let enters = |slot: &Slot| work::name_of(stream).is_some_and(|name| enter_as_before(slot, here, name, reasons));
     if let Some(slot) = known.filter(|slot| enters(slot)) {
         let result = call();
-        // SAFETY: the thread has entered as before.
+        // SAFETY: the thread has entered the gate of its last launch, in `enter_as_before`.
         return unsafe { Gpu::leave_as_before(slot, weight, || stream, result) };
     }
     match enter(stream, here, reasons) {
@@ -178,17 +186,17 @@ pub fn pass_from(
     }
 }
 
-/// Enters the gate of this thread's last launch, if that launch was to the stream with this name, nothing has changed,
-/// and the gate is open.
+/// Enters the gate of this thread's last launch if three conditions hold: that launch used the stream
+/// `name`, nothing has changed since, and the gate is open.
 #[inline(always)]
 pub fn enter_as_before(slot: &Slot, here: usize, name: usize, reasons: u32) -> bool {
     if !slot.is_outside() {
         return false;
     }
-    // Marks the thread as inside before the last launch is read: a signal handler may launch at any time, but does not
-    // change the last launch of a thread that is inside.
+    // Marks the thread as inside before it reads the last launch. A signal handler may launch at any time,
+    // but it does not change the last launch of a thread that is inside.
     Gate::approach(slot, here);
-    // SAFETY: `is_as_before` has found a launch.
+    // SAFETY: `is_as_before` has checked that the slot has a last launch.
     let entered = Gpu::is_as_before(slot, name) && unsafe { Gpu::of_last_launch(slot) }.gate.lets_in(reasons);
     if !entered {
         Gate::turn_back(slot);
@@ -198,17 +206,18 @@ pub fn enter_as_before(slot: &Slot, here: usize, name: usize, reasons: u32) -> b
 
 type Entered = Option<(&'static Gpu, &'static Slot)>;
 
-/// Waits until the thread may enter. `None` if the call does not concern the gate.
+/// Waits until the thread may enter the gate. Returns `None` if the call does not concern the gate.
 ///
 /// # Errors
-/// Memory that the program has allocated and never used cannot be mapped, or contents are lost.
+/// Returns an error if memory that the program has allocated but never used cannot be mapped, or if
+/// contents are lost.
 #[inline(never)]
 pub fn enter(stream: CUstream, here: usize, reasons: u32) -> Result<Entered, CUresult> {
     if !gate::is_active() {
         return Ok(None);
     }
     let slot = threads::mine();
-    // A nested call, or one that is captured into a graph, submits nothing now.
+    // A nested call submits nothing of its own, and a captured call submits nothing now.
     if !slot.is_outside_for(here) || (capture::any() && capture::is_capturing(stream)) {
         return Ok(None);
     }
@@ -220,10 +229,12 @@ pub fn enter(stream: CUstream, here: usize, reasons: u32) -> Result<Entered, CUr
     Ok(wait_at(gpu, slot, here, reasons)?.then_some((gpu, slot)))
 }
 
-/// Waits until this thread is inside the gate of this GPU. `false` if gating has ended.
+/// Waits until this thread is inside the gate of this GPU. Returns `false` if the library has stopped
+/// gating.
 ///
 /// # Errors
-/// Memory that the program has allocated and never used cannot be mapped, or contents are lost.
+/// Returns an error if memory that the program has allocated but never used cannot be mapped, or if
+/// contents are lost.
 pub fn wait_at(gpu: &'static Gpu, slot: &Slot, here: usize, reasons: u32) -> Result<bool, CUresult> {
     loop {
         let closed = if gpu.gate.try_enter(gpu.index, slot, here, reasons) {

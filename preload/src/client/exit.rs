@@ -1,4 +1,5 @@
-//! The end of the process by `exit`: the driver's exit handlers need the process to be on its GPUs.
+//! Exit of the process. The driver's exit handlers need the process to be on its GPUs, so `exit` waits
+//! until it is.
 
 use crate::{driver::presence, sys::c};
 use core::{
@@ -7,17 +8,19 @@ use core::{
     time::Duration,
 };
 
-/// The longest time that an exit waits for the process to be awake. The process that has to wake it may be gone.
+/// The longest time that an exit waits for the process to be awake. The process that has to wake this
+/// one may be gone.
 const MOST: Duration = Duration::from_secs(10);
 
 static BEGUN: AtomicBool = AtomicBool::new(false);
 
-/// Called when CUDA has been initialised, so that this handler runs before the driver's.
+/// Registers the exit handler. Called after CUDA has been initialised, so that this handler runs before
+/// the driver's.
 pub fn watch() {
     c::at_exit(at_exit);
 }
 
-/// Whether the process is exiting, so that it no longer sleeps.
+/// Whether the process is exiting. An exiting process no longer goes to sleep.
 pub fn has_begun() -> bool {
     BEGUN.load(Ordering::SeqCst)
 }

@@ -1,9 +1,10 @@
-//! This process as a client of the scheduler. From the initialisation of CUDA on, one thread acts for it.
+//! This process as a client of the scheduler. After CUDA has been initialised, one thread acts for the
+//! process.
 //!
 //! - [`thread`]: the client's thread. It connects, carries out the scheduler's messages and moves memory.
-//! - [`turn`]: one GPU lock, from grant to release. `nvshare-idle-gap` decides when to release it early;
-//!   [`utilization`] measures how busy the client keeps the GPU.
-//! - [`exit`]: the end of the process. [`offline`]: how clients share a GPU without a scheduler.
+//! - [`turn`]: one GPU lock, from grant to release. `nvshare-idle-gap` decides when to release it
+//!   early. [`utilization`] measures how busy the client keeps the GPU.
+//! - [`exit`]: exit of the process. [`offline`]: how clients share a GPU without a scheduler.
 //! - [`placement`]: the GPUs that this process sees.
 
 mod exit;
@@ -27,21 +28,24 @@ use crate::{
 use core::sync::atomic::{AtomicBool, Ordering};
 use thread::Start;
 
-/// Called before CUDA is initialised: asks the scheduler which GPUs the process sees. `false` if it sees none.
+/// Asks the scheduler which GPUs the process sees. Called before CUDA is initialised. Returns `false`
+/// if the process sees none.
 pub fn request_placement() -> bool {
     placement::request(&thread::hello())
 }
 
-/// Called when CUDA could not be initialised: closes the connection, so that the process does not count as a client.
+/// Closes the connection, so that the process does not count as a client. Called if CUDA could not be
+/// initialised.
 pub fn cancel_placement() {
     drop(placement::take_connection());
 }
 
-/// Called when CUDA has been initialised: starts the client's thread, once per process. The client's thread is running
-/// when this returns, whichever thread calls it: a context created earlier would be unknown. Returns `false` if the
-/// user requires a scheduler and none answers; the next `cuInit` tries again.
+/// Starts the client's thread, once per process. Called on any thread after CUDA has been initialised.
+/// The client's thread is running when this function returns, so the library knows of every context.
+/// Returns `false` if the user requires a scheduler and none answers. The next `cuInit` then tries
+/// again.
 ///
-/// `shut_driver` closes all entries into the driver if `true`, and opens them if `false`.
+/// `shut_driver(true)` closes all entries into the driver, and `shut_driver(false)` opens them.
 pub fn start(shut_driver: fn(bool)) -> bool {
     static STARTED: Once = Once::new();
     settings::get().disabled || STARTED.run(|| start_once(shut_driver))
@@ -62,22 +66,23 @@ fn start_once(shut_driver: fn(bool)) -> bool {
     }
     match thread::start(shut_driver) {
         Start::Started => gate::set_active(true),
-        Start::NoThread => connection::set_connection(None), // nothing would read from it
+        Start::NoThread => connection::set_connection(None), // without the client's thread, no code would read from it
         Start::NoScheduler => return false,
     }
     true
 }
 
-/// Stops all gating and moving: the library has failed.
+/// Stops all gating and moving of memory. Called when the library has failed.
 #[cfg_attr(test, expect(dead_code, reason = "for panics, which end a test"))]
 pub fn give_up() {
-    presence::come_back(); // if the process is off its GPUs, its threads then block inside the driver
+    presence::come_back(); // if the process is off its GPUs, its threads now block inside the driver
     gate::set_active(false);
     epoch::end();
     gpu::open_all();
 }
 
-/// Runs in the child of a fork. A CUDA context does not survive a fork, and the connection is the parent's.
+/// Runs in the child of a fork. CUDA contexts do not survive a fork, and the connection belongs to the
+/// parent.
 extern "C" fn in_child() {
     presence::in_child();
     gate::set_active(false);

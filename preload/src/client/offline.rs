@@ -1,31 +1,34 @@
-//! Sharing a GPU without a scheduler: it has stopped, or never ran.
+//! Sharing a GPU without a scheduler, which has stopped or never ran.
 //!
-//! A program runs only while all of its memory is on the GPU, with or without a scheduler. So programs whose memory
-//! does not fit together never run at the same time, whatever this module does. It only decides which of them has its
-//! memory on the GPU: the holder of the *turn*, an exclusive lock on one file per GPU.
+//! A program runs only while all of its memory is on the GPU, with or without a scheduler. So programs
+//! whose memory does not fit together never run at the same time. This module only decides which
+//! program has its memory on the GPU: the holder of the *turn*, an exclusive lock on one file per GPU.
 //!
-//! - A client that lacks memory for which the GPU has no room takes the turn. Without such a client nothing takes a
-//!   turn, and all clients run.
-//! - While another client holds the turn, a client runs nothing and evicts all of its memory.
-//! - The holder gives up the turn when it has had all of its memory for a while, when it is idle, or when the turn is
-//!   useless.
+//! - A client takes the turn if some of its memory is off the GPU and the GPU has no room for that
+//!   memory. If all memory of all clients fits, no client takes a turn, and all clients run.
+//! - While one client holds the turn, every other client runs nothing and evicts all of its memory.
+//! - The holder gives up the turn in three cases: it has had all of its memory for a while, it is idle,
+//!   or the turn is useless.
 //!
-//! Each of these steps takes a bounded time, provided that submitted work ends, and the kernel releases the lock of a
-//! process that ends. So the memory of every client is eventually on the GPU, if it fits there.
+//! Each of these steps takes a bounded time if submitted work ends. If a process ends, the kernel
+//! releases its lock. So the memory of every client is eventually on the GPU, if the GPU is large
+//! enough for it.
 //!
-//! Any process that can read the file can lock it, but must not be able to block the programs of other users
-//! permanently. So a client that has waited for too long ignores turns for a while: it runs, and evicts no memory for
-//! other clients. Where no turn can be taken, memory is still restored as other programs free theirs.
+//! Any process that can read the file can lock it, but must not be able to block the programs of other
+//! users permanently. So a client that has waited for too long ignores turns for a while: it runs, and
+//! evicts no memory for other clients. If no client can take a turn, memory is still restored when
+//! other programs free theirs.
 //!
-//! A client of several GPUs needs all of them at the same time. It takes their turns in the order of their UUIDs, which
-//! is the same for all clients, and keeps one while it waits for the next. It evicts the memory of one GPU only after
-//! work on its peers has ended.
+//! A client of several GPUs needs all of them at the same time. It takes their turns in the order of
+//! their UUIDs, which is the same for all clients, and keeps each turn while it waits for the next. It
+//! evicts the memory of one GPU only after work on that GPU's peers has ended.
 //!
-//! A second file per GPU tells a client whether other clients exist that could make room: each client holds a shared
-//! lock on it. If a client is alone, an allocation that finds no room fails. The scheduler creates the files beside its
-//! socket. If they don't exist, because no scheduler has ever run there, memory is restored as room appears.
+//! A second file per GPU tells a client whether other clients exist that could make room. Each client
+//! holds a shared lock on that file. If a client is alone, an allocation that finds no room fails. The
+//! scheduler creates the files beside its socket. If no scheduler has ever run there, the files do not
+//! exist, and memory is restored when room appears.
 //!
-//! None of this concerns the engine `managed`, with which pages migrate to the GPU when they are touched.
+//! The engine `managed` needs none of this, because its pages migrate to the GPU when they are touched.
 
 use crate::{
     client::turn::Turn,
@@ -42,12 +45,13 @@ use crate::{
 use alloc::{ffi::CString, format, vec::Vec};
 use core::time::Duration;
 
-/// The length of a turn once all memory is on the GPU: the larger of `MIN_TURN` and `TURN_PER_FILL` times the time that
-/// restoring the memory took, so that most of the time is not spent on moving memory.
+/// The length of a turn once all memory is on the GPU is the larger of two times: `MIN_TURN`, and
+/// `TURN_PER_FILL` times the time that restoring the memory took. So most of the time is not spent on
+/// moving memory.
 const MIN_TURN: Duration = Duration::from_secs(2);
 const TURN_PER_FILL: u32 = 8;
-/// A turn ends after this time if it is useless: no memory has been restored, or the client still waits for another
-/// GPU.
+/// How long a useless turn lasts. A turn is useless while no memory is restored, or while the client
+/// waits for another GPU.
 const MAX_USELESS: Duration = Duration::from_secs(10);
 /// How long a client waits for another client's turn, and how long it ignores turns after that.
 const MAX_WAIT: Duration = Duration::from_secs(300);
@@ -55,8 +59,8 @@ const IGNORE: Duration = Duration::from_secs(1800);
 /// The interval between checks of the lock: while the client runs, and while it waits or holds the turn.
 const POLL_RUNNING: Duration = Duration::from_millis(50);
 const POLL_WAITING: Duration = Duration::from_millis(10);
-/// The number of consecutive checks without another client after which this client counts as alone: a single check may
-/// miss another client that checks at the same moment.
+/// The number of consecutive checks without another client after which this client counts as alone. A
+/// single check may miss a client that checks at the same moment.
 const ALONE: u32 = 2;
 /// The interval between attempts after a failure: to open the files, to drain, to evict.
 const RETRY: Duration = Duration::from_secs(1);
@@ -73,9 +77,10 @@ pub struct Offline {
     stopped_since: Option<Instant>,
     /// True if the GPU had no room for missing memory.
     is_full: bool,
-    /// Until when this client ignores turns.
+    /// Until when this client ignores the turns of other clients.
     ignore_until: Option<Instant>,
-    /// The earliest time to look for the files, take the turn, drain or evict, after a failed attempt.
+    /// After a failed attempt, the earliest time to look for the files, take the turn, drain or evict
+    /// again.
     find_at: Option<Instant>,
     take_at: Option<Instant>,
     drain_at: Option<Instant>,
@@ -85,9 +90,9 @@ pub struct Offline {
 /// The state of this client on its other GPUs.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct OtherGpus {
-    /// The client waits for memory on a GPU that precedes this one in the order of turns.
+    /// The client waits for memory on a GPU that precedes this GPU in the order of turns.
     pub before: bool,
-    /// The client waits for memory on a GPU that follows this one.
+    /// The client waits for memory on a GPU that follows this GPU.
     pub after: bool,
     /// The client's memory on a peer of this GPU must be evicted.
     pub stopped: bool,
@@ -100,7 +105,7 @@ struct Held {
     since: Instant,
     /// The largest number of bytes mapped so far, and when it was reached.
     most: (u64, Instant),
-    /// When all memory was on the GPU.
+    /// When all memory was on the GPU; `None` before.
     filled: Option<Instant>,
 }
 
@@ -109,11 +114,11 @@ impl Held {
         Self { since: now, most: (0, now), filled: None }
     }
 
-    /// Whether the time of the turn is up.
+    /// Whether the turn has lasted long enough.
     fn is_over(&mut self, account: &Account, waits_elsewhere: bool, now: Instant) -> bool {
         if !account.is_complete() {
             if self.filled.is_some() {
-                *self = Self::new(now); // it has allocated more
+                *self = Self::new(now); // the client has allocated more
             }
             if account.mapped > self.most.0 {
                 self.most = (account.mapped, now);
@@ -124,7 +129,7 @@ impl Held {
         now - filled >= if waits_elsewhere { MAX_USELESS } else { self.length() }
     }
 
-    /// The time that restoring all memory took.
+    /// Returns the time that restoring all memory took.
     fn fill_time(&self) -> Duration {
         self.filled.map_or(Duration::ZERO, |filled| filled - self.since)
     }
@@ -138,12 +143,12 @@ impl Held {
 struct Files {
     /// Locked exclusively by the holder of the turn.
     turn: LockFile,
-    /// All clients hold a shared lock on it.
+    /// Each client holds a shared lock on this file.
     here: LockFile,
 }
 
 impl Files {
-    /// Opens the files that a scheduler has created. From then on other clients see this one.
+    /// Opens the files that a scheduler has created. After that, other clients see this client.
     fn open(gpu: &Gpu) -> Option<Self> {
         let directory = settings::get().socket.rsplitn(2, |b| *b == b'/').nth(1).unwrap_or(b".");
         let open = |what: &str| {
@@ -160,8 +165,8 @@ impl Files {
         self.turn.is_open() && self.here.is_open()
     }
 
-    /// Whether other clients without a scheduler exist on this GPU. Two clients that check at the same moment may miss
-    /// each other, since converting a lock releases it for a moment.
+    /// Whether other clients without a scheduler exist on this GPU. Two clients that check at the same
+    /// moment may miss each other, because converting a lock releases it for a moment.
     fn sees_others(&self) -> bool {
         let others = self.here.lock_exclusive() == TryLock::Taken;
         self.here.lock_shared();
@@ -170,7 +175,8 @@ impl Files {
 }
 
 impl Offline {
-    /// Called when a scheduler has connected: it decides from now on.
+    /// Ends the mode without a scheduler. Called when a scheduler has connected, which decides from then
+    /// on.
     pub fn end(&mut self, gpu: &Gpu) {
         *self = Self::default();
         if let Some(space) = gpu.space() {
@@ -178,9 +184,9 @@ impl Offline {
         }
     }
 
-    /// Makes this client visible to other clients that have lost the scheduler, before it runs without one itself. All
-    /// clients lose the scheduler at the same moment, but some run without it sooner, and then check whether other
-    /// clients could make room.
+    /// Makes this client visible to other clients that have lost the scheduler, before this client runs
+    /// without one itself. All clients lose the scheduler at the same moment. But some clients run without
+    /// it sooner, and then check whether other clients could make room.
     pub fn show(&mut self, gpu: &Gpu) {
         if gpu.space().is_some_and(|space| !space.lock().account.demand_paged) {
             self.look_for_files(gpu, Instant::now());
@@ -192,12 +198,12 @@ impl Offline {
         self.is_stopped() || self.is_full || self.held.as_ref().is_some_and(|held| held.filled.is_none())
     }
 
-    /// Whether another client holds the turn, so that nothing may run and memory must be evicted.
+    /// Whether another client holds the turn. Then this client may run nothing, and must evict its memory.
     pub fn is_stopped(&self) -> bool {
         self.stopped_since.is_some()
     }
 
-    /// Called when the GPU has no room for missing memory.
+    /// Records that the GPU has no room for missing memory.
     pub fn gpu_is_full(&mut self) {
         self.is_full = true;
     }
@@ -223,7 +229,7 @@ impl Offline {
     fn look_for_files(&mut self, gpu: &Gpu, now: Instant) {
         if self.files.as_ref().is_some_and(|files| !files.are_open()) {
             trace!("GPU {}: the program has closed the lock files", gpu.index);
-            (self.files, self.held) = (None, None); // and with them the locks
+            (self.files, self.held) = (None, None); // closing the files has released the locks
         }
         if self.files.is_none() && self.find_at.is_none_or(|at| now >= at) {
             self.files = Files::open(gpu);
@@ -231,8 +237,8 @@ impl Offline {
         }
     }
 
-    /// Notes whether another client holds the turn. If so, no memory is restored; otherwise all of it may be restored
-    /// while the GPU has room.
+    /// Records whether another client holds the turn. If so, no memory may be restored. Otherwise all
+    /// memory may be restored while the GPU has room.
     fn look_at_turn(&mut self, gpu: &Gpu, space: &Mutex<Space>, now: Instant) {
         if self.stopped_since.is_some_and(|since| now - since >= MAX_WAIT) {
             trace!("GPU {}: has waited for too long", gpu.index);
@@ -256,7 +262,8 @@ impl Offline {
         }
     }
 
-    /// Sets the limit on allocations. The limit is lower if other clients exist, since each has a context on the GPU.
+    /// Sets the limit on allocations. If other clients exist, the limit is lower, because each of them has
+    /// a context on the GPU.
     fn update_account(&mut self, gpu: &Gpu, space: &Mutex<Space>) -> Account {
         self.seen_alone = match &self.files {
             Some(files) if files.sees_others() => 0,
@@ -281,8 +288,8 @@ impl Offline {
         }
     }
 
-    /// Gives up a turn that is over: its time is up, or the client is idle by the same test as for an early release of
-    /// the lock.
+    /// Gives up the turn if it has lasted long enough, or if the client is idle. The client counts as idle
+    /// by the same test as for an early release of the lock.
     fn give_up_turn(&mut self, gpu: &Gpu, turn: &mut Turn, account: &Account, others: OtherGpus, now: Instant) {
         let (Some(held), Some(files)) = (&mut self.held, &self.files) else { return };
         let was_filled = held.filled.is_some();
@@ -304,12 +311,12 @@ impl Offline {
             self.held = None;
             turn.contend(gpu, None);
             if !is_filled {
-                self.take_at = Some(now + MIN_TURN); // lets other clients take it first
+                self.take_at = Some(now + MIN_TURN); // other clients take the turn first
             }
         }
     }
 
-    /// Drains while memory must be evicted, and runs otherwise.
+    /// Drains while memory must be evicted. Otherwise lets the client run.
     fn stop_or_run(&mut self, gpu: &Gpu, turn: &mut Turn, others: OtherGpus, now: Instant) {
         if !self.is_stopped() && !others.stopped {
             self.drain_at = None;
@@ -317,13 +324,13 @@ impl Offline {
                 turn.run_ungated(gpu);
             }
         } else if !turn.is_held() {
-            self.drain_at = Some(now + RETRY); // in case the drain fails and the gate opens again
+            self.drain_at = Some(now + RETRY); // drains again if the drain fails and the gate opens
         } else if self.drain_at.is_none_or(|at| now >= at) {
             turn.abandon(gpu);
         }
     }
 
-    /// Evicts everything, once nothing is running.
+    /// Evicts all memory once no work is running.
     fn evict(&mut self, gpu: &Gpu, space: &Mutex<Space>, turn: &Turn, now: Instant) {
         let mut guard = space.lock();
         let Account { mapped, pinned, allowance, .. } = guard.account;
@@ -367,7 +374,7 @@ mod tests {
         assert!(!held.is_over(&account(100, 50), false, now + SECOND));
         assert!(!held.is_over(&account(100, 50), false, now + MAX_USELESS));
         assert!(held.is_over(&account(100, 50), false, now + SECOND + MAX_USELESS));
-        // All memory is on this GPU, but never arrives on another.
+        // All memory is on this GPU, but another GPU never has room for its memory.
         let mut held = Held::new(now);
         assert!(!held.is_over(&account(100, 100), true, now));
         assert!(!held.is_over(&account(100, 100), true, now + MIN_TURN));

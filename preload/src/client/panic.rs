@@ -1,5 +1,6 @@
-//! The panic handler. No code of this library should panic. If a thread of ours does, it stops and every gate opens:
-//! the program's work matters more than an explanation.
+//! The panic handler. No code of this library should panic. If a thread of this library panics, the
+//! handler opens every gate and stops the thread, because the program's work matters more than
+//! nvshare's.
 
 use crate::{client, env::trace, gate::threads, sys::errno};
 
@@ -8,8 +9,8 @@ fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
     errno::preserved(|| trace::line(format_args!("defect, please report: {info}")));
     client::give_up();
     if !threads::is_ours() {
-        // Inside a call of the program: no result could be returned.
-        // SAFETY: `abort` ends the process.
+        // The thread is in a call of the program, and the library has no result to return.
+        // SAFETY: `abort` has no preconditions.
         unsafe { libc::abort() };
     }
     loop {
@@ -17,8 +18,8 @@ fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
     }
 }
 
-// core and alloc were compiled with unwinding and refer to these symbols. They are never called, since the panic
-// handler does not return.
+// `core` and `alloc` were compiled with unwinding, and refer to these symbols. They are never called,
+// because the panic handler does not return.
 core::arch::global_asm!(
     ".globl rust_eh_personality",
     ".hidden rust_eh_personality",

@@ -1,5 +1,5 @@
-//! The GPUs that this process sees. The scheduler is asked once, before the driver reads `CUDA_VISIBLE_DEVICES`, and
-//! its answer reaches the driver only through that variable.
+//! The GPUs that this process sees. The library asks the scheduler once, before the driver reads
+//! `CUDA_VISIBLE_DEVICES`. It passes the scheduler's answer to the driver in that variable.
 
 use crate::{
     connection::{
@@ -24,20 +24,21 @@ use nvshare_wire::{
     visible_devices::{self, Chooser, chooser},
 };
 
-/// The longest wait for an answer. After that the program sees the GPUs that it would see without nvshare.
+/// The longest wait for an answer. After that, the program sees the same GPUs as without nvshare.
 const TIMEOUT: Duration = Duration::from_secs(1);
 
 static SETTLED: Once = Once::new();
 
-/// The connection made for the request, which the client's thread takes over: the socket, the protocol version and this
-/// client's id; or the reason why no connection was made.
+/// The connection that was made for the request, or the reason why none was made. The client's thread
+/// takes over the connection.
 pub type Connected = Result<handshake::Connected, String>;
-/// The GPUs that the library put into `CUDA_VISIBLE_DEVICES`; unset if one of them is a MIG slice.
+/// The GPUs that the library has put into `CUDA_VISIBLE_DEVICES`. Unset if one of them is a MIG slice.
 static VISIBLE_GPUS: OnceBox<Vec<Identity>> = OnceBox::new();
 
 static CONNECTED: Mutex<Option<Connected>> = Mutex::new(Rank::EarlyConnection, None);
 
-/// Sets `CUDA_VISIBLE_DEVICES` before the driver is first initialised. `false` if the process must see no GPU.
+/// Sets `CUDA_VISIBLE_DEVICES` before the driver is first initialised. Returns `false` if the process
+/// must see no GPU.
 pub fn request(hello: &ClientMessage) -> bool {
     if settings::get().disabled {
         return true;
@@ -45,7 +46,8 @@ pub fn request(hello: &ClientMessage) -> bool {
     SETTLED.run(|| settle(hello))
 }
 
-/// Returns `false` if the process must see no GPU; the next attempt may find a free one.
+/// Requests a placement and applies it. Returns `false` if the process must see no GPU. The next
+/// attempt may find a free GPU.
 fn settle(hello: &ClientMessage) -> bool {
     let list = c::variable(visible_devices::VISIBLE).unwrap_or_default();
     if chooser(c::variable) == Chooser::List && !visible_devices::names_any(list) {
@@ -65,20 +67,22 @@ fn settle(hello: &ClientMessage) -> bool {
     true
 }
 
-/// The GPUs that this process sees because the scheduler placed it there; `None` if it was not placed.
+/// Returns the GPUs that this process sees because the scheduler has placed it there, or `None` if it
+/// has not.
 pub fn visible_gpus() -> Option<impl ExactSizeIterator<Item = Uuid>> {
     VISIBLE_GPUS.get().map(|gpus| gpus.iter().map(Identity::get))
 }
 
-/// Updates the GPUs after the process has been restored, or may have been. The environment variable still names the
-/// original GPUs: it cannot be changed while threads read it, and nothing reads it here any more.
+/// Updates the GPUs after the process has been restored, or may have been. The environment variable
+/// still names the original GPUs: it cannot be changed while threads may read it, and no code of this
+/// library reads it again.
 pub fn look_again() {
     for (device, identity) in (0..).zip(VISIBLE_GPUS.get().into_iter().flatten()) {
         identity.ask(device);
     }
 }
 
-/// Takes the connection that the client's thread begins with. `Some` at most once.
+/// Takes the connection with which the client's thread begins. Returns `Some` at most once.
 pub fn take_connection() -> Option<Connected> {
     CONNECTED.lock().take()
 }
@@ -122,9 +126,9 @@ fn ask(socket: &Socket, version: u16) -> PlacementAnswer {
                 return if outcome == NoPlacement::NoGpu { PlacementAnswer::NoGpu } else { PlacementAnswer::Free };
             }
             Ok(Some((SchedulerMessage::Remark { text }, _))) => trace!("{}", text.as_str()),
-            // The program may ask for this limit as soon as CUDA is initialised.
+            // The program may ask for this limit immediately after CUDA has been initialised.
             Ok(Some((SchedulerMessage::MemoryMax { uuid, bytes }, _))) => memory_limits::set(uuid, bytes),
-            // The scheduler sends nothing else before this client sends something.
+            // The scheduler sends no other message before this client has sent one.
             Ok(_) => {}
             Err(_) => return PlacementAnswer::Free,
         }
@@ -147,7 +151,8 @@ fn apply(gpus: &[(Uuid, GpuKind)]) {
     c::set_environment(visible_devices::VISIBLE, list.as_bytes());
 }
 
-/// One bit per GPU whose device file this process can open. In a container only some may be accessible.
+/// Returns one bit for each GPU whose device file this process can open. In a container only some may
+/// be accessible.
 fn devices() -> u64 {
     use rustix::fs::{Access, access};
     let can_open = |number: &u32| {

@@ -1,7 +1,7 @@
-//! One GPU lock of this client: held, released early, drained after a revoke.
+//! One GPU lock of this client: holding it, releasing it early, and draining after a revoke.
 //!
-//! Runs on the client's thread only, and never blocks: each step checks the state and returns the time until the next
-//! step.
+//! This module runs on the client's thread only, and never blocks. Each step checks the state, and
+//! returns the time until the next step.
 
 use crate::{
     client::utilization::Utilization,
@@ -18,20 +18,22 @@ use nvshare_wire::{ClientMessage, client::ReleaseReason, client::StuckReason};
 
 /// The interval between polls of a GPU that is finishing its work.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
-/// The interval between attempts to send to a scheduler that does not read.
+/// The interval between attempts to send to a scheduler that does not read its socket.
 const SEND_RETRY: Duration = Duration::from_millis(2);
-/// How long a drain may make no progress while threads wait at the gate. After that, copies and flag writes pass:
-/// running kernels may need them in order to end, and they give the GPU little to do.
+/// How long a drain may make no progress while threads wait at the gate. After that, the gate lets
+/// copies and flag writes pass. Running kernels may need them in order to end, and they give the GPU
+/// little work.
 const HELP_AFTER: Duration = Duration::from_millis(200);
-/// How long the drain may make no further progress before kernels pass too: `OPEN_AFTER_WORK` times the longest recent
-/// duration of submitted work, but at least `OPEN_AFTER` and at most `OPEN_AT_LAST`.
+/// How long the drain may then make no further progress before the gate lets kernels pass too:
+/// `OPEN_AFTER_WORK` times the longest recent duration of submitted work, but at least `OPEN_AFTER` and
+/// at most `OPEN_AT_LAST`.
 const OPEN_AFTER: Duration = Duration::from_millis(500);
 const OPEN_AFTER_WORK: u32 = 3;
 const OPEN_AT_LAST: Duration = Duration::from_secs(3);
-/// Replaces `OPEN_AFTER` for a client that has never opened the gate for kernels: a stalled drain then more likely
-/// means a kernel that is longer than any before.
+/// Replaces `OPEN_AFTER` for a client that has never opened the gate for kernels. If its drain stalls,
+/// it is more likely that a kernel runs longer than all earlier ones.
 const OPEN_FIRST: Duration = Duration::from_secs(2);
-/// A drain without progress is reported after this time even if no thread waits at the gate.
+/// After this time without progress, a drain is reported even if no thread waits at the gate.
 const LONG: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
@@ -39,11 +41,11 @@ pub struct Turn {
     state: TurnPhase,
     /// When the turn began, and the number of submissions at that time.
     began: (Instant, u64),
-    /// How long a drain may make no progress before the gate opens again.
+    /// How long a drain may make no progress before the gate opens again for kernels.
     stall_timeout: StallTimeout,
     utilization: Utilization,
     idle_gaps: IdleGapPredictor,
-    /// When the client ran out of work, if that is why it released the lock.
+    /// When the client ran out of work, if it released the lock for that reason.
     idle_since: Option<Instant>,
 }
 
@@ -60,9 +62,10 @@ impl StallTimeout {
 
 #[derive(Debug)]
 enum TurnPhase {
-    /// The client does not have the lock. The gate is closed, and nothing runs.
+    /// The client does not have the lock. The gate is closed, and no work runs.
     Over,
-    /// The client has the lock, or runs without a scheduler. `contended` if another client waits for it.
+    /// The client has the lock, or runs without a scheduler. `contended` is set if another client waits for
+    /// the lock.
     Holding { contended: Option<Contended> },
     /// The gate is closed, and submitted work is finishing.
     Draining(Drain),
@@ -70,16 +73,17 @@ enum TurnPhase {
     Releasing(ReleaseReason),
 }
 
-/// A holder that another client waits for: it watches for the moment to release the lock early.
+/// The state of a holder while another client waits for the lock. The holder looks for the moment to
+/// release it early.
 #[derive(Debug)]
 struct Contended {
-    /// The cost of a hand-over.
+    /// The cost of a hand-over. An idle client keeps the lock for at most this time.
     grace: Duration,
     /// The number of submissions at the last check.
     count: u64,
-    /// A fence behind those submissions.
+    /// A fence behind all submissions that `count` includes.
     fence: Option<Fence>,
-    /// When those submissions were done, and how long the client keeps the lock from then on.
+    /// When the submissions in `count` were done. From then on, the client keeps the lock for `idle_timeout`.
     idle_since: Option<Instant>,
     idle_timeout: Duration,
 }
@@ -87,10 +91,11 @@ struct Contended {
 #[derive(Debug)]
 struct Drain {
     why: ReleaseReason,
-    /// The gate lets copies and flag writes pass, which running kernels may need in order to end.
+    /// True if the gate lets copies and flag writes pass, because running kernels may need them in order to
+    /// end.
     helped: bool,
     fence: Option<Fence>,
-    /// The number of marks that are done, and when it last changed.
+    /// The number of completed marks, and when it last changed.
     progress: (u64, Instant),
     reported: bool,
 }
@@ -113,12 +118,12 @@ impl Turn {
         matches!(self.state, TurnPhase::Over)
     }
 
-    /// Whether another client waits for the lock that this one has.
+    /// Whether another client waits for the lock that this client has.
     pub fn is_contended(&self) -> bool {
         matches!(self.state, TurnPhase::Holding { contended: Some(_) })
     }
 
-    /// Called when the lock has been granted.
+    /// Begins a turn. Called when the lock has been granted.
     pub fn begin(&mut self, gpu: &Gpu) {
         if let Some(since) = self.idle_since.take() {
             self.idle_gaps.record(gpu.requested_at().saturating_sub(since.since_start()));
@@ -133,7 +138,7 @@ impl Turn {
         gpu.gate.open(closed::LOCK | closed::KERNELS);
     }
 
-    /// Runs work without turns: no scheduler has answered yet, or it is gone.
+    /// Runs work without turns, because no scheduler has answered yet or the scheduler is gone.
     pub fn run_ungated(&mut self, gpu: &Gpu) {
         if !matches!(self.state, TurnPhase::Holding { .. }) {
             self.begin(gpu);
@@ -141,8 +146,8 @@ impl Turn {
         self.contend(gpu, None);
     }
 
-    /// Called when another client waits for the lock, so that this one may stay idle for at most `grace` before
-    /// releasing it, or with `None` when no client waits.
+    /// Called with `Some` when another client waits for the lock: this client may then stay idle for at
+    /// most `grace` before it releases the lock. Called with `None` when no client waits.
     pub fn contend(&mut self, gpu: &Gpu, grace: Option<Duration>) {
         gpu.work.set_contended(grace.is_some());
         if let TurnPhase::Holding { contended } = &mut self.state {
@@ -172,21 +177,22 @@ impl Turn {
         }
     }
 
-    /// Releases the lock without a revoke, because it is useless without the locks of other GPUs.
+    /// Releases the lock without a revoke. A client releases a lock that is useless without the locks of
+    /// other GPUs.
     pub fn release_early(&mut self, gpu: &Gpu) {
         if self.is_held() {
             self.drain(gpu, ReleaseReason::Idle);
         }
     }
 
-    /// Releases the lock because memory could not be restored: other clients run first.
+    /// Releases the lock because memory could not be restored. Other clients then run first.
     pub fn no_memory(&mut self, gpu: &Gpu) {
         if matches!(self.state, TurnPhase::Holding { .. }) && connection::is_connected() {
             self.drain(gpu, ReleaseReason::NoMemory);
         }
     }
 
-    /// Ends the turn without a message: the scheduler that granted it is gone.
+    /// Ends the turn without a message, because the scheduler that granted the lock is gone.
     pub fn abandon(&mut self, gpu: &Gpu) {
         if matches!(self.state, TurnPhase::Draining(Drain { why: ReleaseReason::Gone, .. })) {
             return;
@@ -199,7 +205,7 @@ impl Turn {
     fn drain(&mut self, gpu: &Gpu, why: ReleaseReason) {
         gpu.gate.close(closed::LOCK);
         if let TurnPhase::Holding { contended: Some(contended) } = &self.state {
-            // An idle gap that a revoke cuts short ends with the next request, like any other.
+            // A revoke may cut an idle gap short. Like any other gap, it ends with the client's next request.
             self.idle_since = contended.idle_since.filter(|_| contended.saw_all(gpu));
         }
         gpu.gate.open(closed::KERNELS);
@@ -227,7 +233,8 @@ impl Turn {
                         self.idle_since = contended.idle_since;
                         self.release(gpu, ReleaseReason::Idle)
                     } else {
-                        // The scheduler ignores a request from a holder, so a request sent since is forgotten here too.
+                        // The scheduler ignores a request from a holder. So if a thread has requested the lock since,
+                        // the client forgets that request too.
                         gpu.request_is_over();
                         gpu.gate.open(closed::LOCK);
                         POLL_INTERVAL
@@ -240,11 +247,11 @@ impl Turn {
                 Drained::NeedsHost => {
                     trace!("GPU {}: the drain makes no progress while threads wait: opening the gate", gpu.index);
                     self.stall_timeout = StallTimeout(OPEN_AFTER);
-                    // From now on the lock is released at the first moment without work.
+                    // From now on the client releases the lock as soon as it has no work.
                     self.state = TurnPhase::Holding { contended: Some(Contended::new(Duration::ZERO)) };
                     gpu.gate.open(closed::LOCK | closed::KERNELS);
                     gpu.request_is_over();
-                    // This also withdraws the requests of waiting threads: they continue.
+                    // `Stuck` also withdraws the requests of waiting threads, because these threads now continue.
                     connection::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason: StuckReason::NeedsHost });
                     POLL_INTERVAL
                 }
@@ -256,21 +263,22 @@ impl Turn {
         }
     }
 
-    /// All work is done: releases the lock, and requests it again if threads wait.
+    /// Releases the lock when all work is done. Requests it again if threads wait.
     fn release(&mut self, gpu: &Gpu, reason: ReleaseReason) -> Duration {
         gpu.set_drained(true);
         let (began, count) = self.began;
         let busy_us = began.elapsed().as_micros() as u64;
         let message = ClientMessage::Release { gpus: 1 << gpu.index, reason, busy_us };
-        // `Gone` is never sent: the scheduler that granted the lock is gone.
+        // `Gone` is never sent, because the scheduler that granted the lock is gone.
         if reason != ReleaseReason::Gone && connection::is_connected() && !connection::send(&message) {
             self.state = TurnPhase::Releasing(reason);
             return SEND_RETRY;
         }
         gpu.turn_is_over(gpu.submitted() != count);
         self.state = TurnPhase::Over;
-        // The scheduler ignored a request made during this turn, so it is repeated: by the waiting thread, if it is
-        // awake and sees that no request is pending, or here on its behalf.
+        // The scheduler has ignored any request made during this turn, so the request must be repeated. A
+        // waiting thread repeats it if it is awake and sees that no request is pending. Otherwise this thread
+        // repeats it.
         gpu.request_is_over();
         if gpu.is_waited_for() {
             gpu.request();
@@ -289,7 +297,7 @@ impl Contended {
         Self { grace, count: u64::MAX, fence: None, idle_since: None, idle_timeout: grace }
     }
 
-    /// Whether nothing was submitted since the last check.
+    /// Whether no work has been submitted since the last check.
     fn saw_all(&self, gpu: &Gpu) -> bool {
         gpu.is_quiet() && gpu.submitted() == self.count
     }
@@ -340,7 +348,8 @@ impl Drain {
                 if !core::mem::take(&mut self.helped) {
                     return Drained::Done(self.why);
                 }
-                // Threads have entered since. Closes the gate, so that the next fence covers their work.
+                // Threads have entered since the gate let copies pass. Closes the gate, so that the next fence covers
+                // their work.
                 gpu.gate.close(closed::LOCK);
                 gpu.gate.open(closed::KERNELS);
                 self.fence = None;

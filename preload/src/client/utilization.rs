@@ -1,26 +1,28 @@
-//! Utilization: how busy this client keeps a GPU while it holds the lock. The scheduler uses it to decide which
-//! programs run at the same time.
+//! Utilization: how busy this client keeps a GPU while it holds the lock. From it, the scheduler
+//! decides which programs run at the same time.
 //!
-//! Every few milliseconds a fence is recorded behind the submitted work. If it is done almost immediately, the GPU was
-//! about to run out of work: the program launches more slowly than the GPU works. Otherwise work was queued. Testing
-//! whether the GPU is idle at one moment would not distinguish the two: a launch takes some microseconds to reach the
-//! GPU, so its queue is hardly ever empty. Samples are taken only while another client waits for the lock, because the
-//! scheduler needs the result only then.
+//! Every few milliseconds, the client records a fence behind the submitted work. If the fence is done
+//! almost immediately, the GPU was about to run out of work: the program launches more slowly than the
+//! GPU works. Otherwise work was queued. Rejected: testing whether the GPU is idle at one moment. A
+//! launch takes some microseconds to reach the GPU, so the queue is hardly ever empty in either case.
+//! Samples are taken only while another client waits for the lock, because the scheduler needs the
+//! result only then.
 
 use crate::{connection, gpu::Gpu, sys::time::Instant, work::Fence};
 use core::time::Duration;
 use nvshare_wire::ClientMessage;
 
-/// The interval between samples. A fence is an event in each stream, so it costs about the same as a launch.
+/// The interval between samples. A fence is one event in each stream, so it costs about the same as a
+/// launch.
 const EVERY: Duration = Duration::from_millis(2);
-/// A fence that is done within this time did not wait for the GPU. Longer than a launch takes to reach the GPU, and
-/// much shorter than the wait of a fence behind queued work.
+/// A fence that is done within this time did not wait for other work. The time is longer than a launch
+/// takes to reach the GPU, and much shorter than the wait of a fence behind queued work.
 const AT_ONCE: Duration = Duration::from_micros(100);
-/// A check this late is discarded: other work may have finished in between.
+/// A check that is later than this is discarded, because other work may have finished in the meantime.
 const TOO_LATE: Duration = Duration::from_micros(400);
 /// The number of samples per report.
 const SAMPLES: u32 = 24;
-/// The least change that is reported, in thousandths.
+/// The smallest change of the utilization that is reported, in thousandths.
 const CHANGE: u32 = 100;
 
 #[derive(Debug)]
@@ -37,8 +39,8 @@ impl Utilization {
         Self { next: Instant::now(), sample: None, seen: 0, busy: 0, reported: None }
     }
 
-    /// Begins a turn. Samples of earlier turns count: a program whose bursts are shorter than a report takes needs
-    /// several turns to fill one.
+    /// Begins a turn. Keeps the samples of earlier turns: if a program's bursts are too short for all
+    /// samples of a report, one report needs several turns.
     pub fn begin_turn(&mut self) {
         *self = Self { seen: self.seen, busy: self.busy, ..Self::new() };
     }
@@ -46,7 +48,7 @@ impl Utilization {
     /// Takes a sample if one is due. Returns the time until the next step.
     pub fn step(&mut self, gpu: &Gpu) -> Duration {
         if !connection::is_connected() {
-            return Duration::MAX; // another client waits for an offline turn
+            return Duration::MAX; // an offline turn is contended, and no scheduler needs the result
         }
         match self.sample.take() {
             Some((fence, since)) if since.elapsed() < AT_ONCE => {
@@ -66,7 +68,7 @@ impl Utilization {
             None if Instant::now() < self.next => self.next - Instant::now(),
             None => {
                 self.next = Instant::now() + EVERY;
-                // No sample is taken during a capture.
+                // During a capture, `sample` returns `None`.
                 self.sample = gpu.work.sample().map(|fence| (fence, Instant::now()));
                 if self.sample.is_some() { AT_ONCE } else { EVERY }
             }
@@ -97,7 +99,8 @@ mod tests {
         (utilization.seen, utilization.busy, utilization.reported) = (SAMPLES - 1, 7, Some(500));
         utilization.begin_turn();
         assert_eq!((utilization.seen, utilization.busy), (SAMPLES - 1, 7));
-        // A value that equals an earlier turn's is reported again: the scheduler may have forgotten it.
+        // A value that equals an earlier turn's value is reported again, because the scheduler may have
+        // forgotten it.
         assert_eq!(utilization.reported, None);
     }
 }

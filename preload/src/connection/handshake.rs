@@ -1,4 +1,5 @@
-//! Making a connection: the handshake, and the limits of the environment, which come before all other messages.
+//! Making a connection: the handshake, and then the limits of the environment, which precede all other
+//! messages.
 
 use crate::{
     connection::socket::{ANSWER_TIMEOUT, Socket, new_socket, wait, words},
@@ -15,7 +16,7 @@ pub type Connected = (Socket, u16, u64);
 /// Connects, waits for the answer to the handshake, and announces the limits of the environment.
 ///
 /// # Errors
-/// The reason why connecting failed, in words for the user.
+/// Returns the reason why connecting failed, in words for the user.
 pub fn connect(hello: &ClientMessage) -> Result<Connected, String> {
     let mut attempt = Attempt::begin(hello)?;
     loop {
@@ -23,7 +24,7 @@ pub fn connect(hello: &ClientMessage) -> Result<Connected, String> {
             Look::Pending(attempt) => attempt,
             Look::Over(outcome) => return outcome,
         };
-        // A signal handler of the program may end a wait early.
+        // A signal handler of the program may end the wait early, so the loop repeats it.
         wait([Some(&attempt.socket), None], ANSWER_TIMEOUT.saturating_sub(attempt.since.elapsed()));
     }
 }
@@ -52,7 +53,7 @@ impl Attempt {
     /// Connects and introduces this process, without waiting.
     ///
     /// # Errors
-    /// As [`connect`].
+    /// Returns the same errors as [`connect`].
     pub fn begin(hello: &ClientMessage) -> Result<Self, String> {
         let address = SocketAddrUnix::new(settings::get().socket).map_err(|_| "the path is too long for a socket")?;
         let socket = new_socket().map_err(words)?;
@@ -64,12 +65,12 @@ impl Attempt {
         Ok(Self { socket, since: Instant::now() })
     }
 
-    /// The socket, which is readable when there is an answer.
+    /// Returns the socket, which is readable when the answer has arrived.
     pub fn socket(&self) -> &Socket {
         &self.socket
     }
 
-    /// Takes the answer, if it has arrived, and announces the limits of the environment.
+    /// Reads the answer, if it has arrived, and then announces the limits of the environment.
     pub fn look(self) -> Look {
         match self.answer() {
             None if self.since.elapsed() < ANSWER_TIMEOUT => Look::Pending(self),
@@ -82,7 +83,7 @@ impl Attempt {
         }
     }
 
-    /// The agreed version and this client's id, if there is an answer.
+    /// Returns the agreed version and this client's id, if the answer has arrived.
     fn answer(&self) -> Option<Result<(u16, u64), String>> {
         let message = match self.socket.receive(0) {
             Ok(message) => message?.0,

@@ -1,4 +1,4 @@
-//! The connection to the scheduler, and sending on it. Any thread may send; only the client's thread
+//! The connection to the scheduler, and sending on it. Any thread may send. Only the client's thread
 //! ([`crate::client`]) makes the connection and receives from it.
 //!
 //! - [`socket`]: packets. [`handshake`]: making a connection.
@@ -29,7 +29,7 @@ use rustix::fd::BorrowedFd;
 static CONNECTION: Mutex<Option<Connection>> = Mutex::new(Rank::Connection, None);
 static CONNECTED: AtomicBool = AtomicBool::new(false);
 static GENERATION: AtomicU32 = AtomicU32::new(0);
-/// The connection's descriptor.
+/// The connection's descriptor, which the child of a fork closes.
 static DESCRIPTOR: InheritedDescriptor = InheritedDescriptor::none();
 
 /// An established connection.
@@ -40,8 +40,9 @@ pub struct Connection {
     pub version: u16,
 }
 
-/// Sends one message without waiting. `false` if it was not sent: either the scheduler does not read at the moment, and
-/// the caller retries later, or the connection is lost, which the client's thread detects itself.
+/// Sends one message without waiting. Returns `false` if the message was not sent. Either the scheduler
+/// does not read its socket at the moment, and the caller must retry later. Or the connection is lost,
+/// which the client's thread detects itself.
 pub fn send(message: &ClientMessage) -> bool {
     use ClientMessage::{Open, Request, RequestLimit, Reserve};
     if matches!(message, Open { .. } | Request { .. } | RequestLimit { .. } | Reserve { .. }) {
@@ -57,7 +58,7 @@ pub fn send(message: &ClientMessage) -> bool {
     sent
 }
 
-/// Like [`send`], with descriptors.
+/// Does the same as [`send`], with descriptors.
 pub fn send_with(message: &ClientMessage, descriptors: &[BorrowedFd<'_>]) -> bool {
     let guard = CONNECTION.lock();
     let Some(connection) = &*guard else { return false };
@@ -70,18 +71,18 @@ pub fn is_connected() -> bool {
     CONNECTED.load(Ordering::Acquire)
 }
 
-/// The number of times that this process has introduced itself to a scheduler. A request made in an earlier generation
-/// is not answered.
+/// Returns the number of times that this process has introduced itself to a scheduler. A request that
+/// was made in an earlier generation is never answered.
 pub fn generation() -> u32 {
     GENERATION.load(Ordering::SeqCst)
 }
 
-/// Called when a new scheduler has received everything that it needs to know about this process.
+/// Begins a new generation. Called when a new scheduler has received the whole state of this process.
 pub fn begin_generation() {
     GENERATION.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Called when the client's thread has made or lost the connection.
+/// Sets the connection. Called when the client's thread has made or lost it.
 pub fn set_connection(connection: Option<Connection>) {
     let mut guard = CONNECTION.lock();
     DESCRIPTOR.set(connection.as_ref().map(|c| c.socket.name()));

@@ -1,5 +1,5 @@
-//! Messages that the scheduler must receive before the next memory report: about memory that this process exports,
-//! imports and no longer shares ([`crate::registry::shared`]).
+//! Messages that the scheduler must receive before the next memory report. They are about memory that
+//! this process exports or imports, or no longer shares ([`crate::registry::shared`]).
 
 use crate::{
     connection,
@@ -10,10 +10,11 @@ use core::sync::atomic::{AtomicBool, Ordering};
 use nvshare_wire::ClientMessage;
 
 static OUTBOX: Mutex<VecDeque<ClientMessage>> = Mutex::new(Rank::Outbox, VecDeque::new());
-/// Whether the outbox is not empty, so that most callers need not take the lock.
+/// Whether the outbox contains messages. If not, callers need not take the lock.
 static ANY: AtomicBool = AtomicBool::new(false);
 
-/// Queues messages if a scheduler is connected. Otherwise drops them: the next scheduler is told everything anyway.
+/// Queues messages if a scheduler is connected. Otherwise drops them, because the next scheduler is
+/// sent the whole state.
 pub fn push(messages: impl IntoIterator<Item = ClientMessage>) {
     let mut outbox = OUTBOX.lock();
     if connection::is_connected() {
@@ -22,7 +23,7 @@ pub fn push(messages: impl IntoIterator<Item = ClientMessage>) {
     }
 }
 
-/// Sends the queued messages. `false` if some could not be sent.
+/// Sends the queued messages. Returns `false` if some could not be sent.
 pub fn flush() -> bool {
     if !ANY.load(Ordering::SeqCst) {
         return true;
@@ -38,7 +39,8 @@ pub fn flush() -> bool {
     true
 }
 
-/// Begins a new connection: discards the previous connection's messages, and queues the first message of the new one.
+/// Begins a new connection. Discards the messages of the previous connection, and queues the first
+/// message of the new one.
 pub fn restart(first: impl FnOnce() -> Option<ClientMessage>) {
     let mut outbox = OUTBOX.lock();
     outbox.clear();

@@ -1,7 +1,8 @@
 //! The client's end of the scheduler's `SOCK_SEQPACKET` socket: waiting, sending, receiving.
 //!
-//! The program may close any descriptor, including ours, and then open another file under the same number. So a
-//! [`Socket`] knows the identity of its file, and never writes to, reads from or closes another one.
+//! The program may close any descriptor, also this library's, and then open another file under the same
+//! number. So a [`Socket`] records the identity of its file, and never writes to, reads from or closes
+//! another file.
 
 use crate::sys::{
     file::Identity,
@@ -24,9 +25,10 @@ use rustix::{
     },
 };
 
-/// The longest wait for an answer. A scheduler that is stopped must not stop programs.
+/// The longest wait for an answer. A stopped scheduler must not stop programs.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
-/// The lowest number of our descriptors, since some programs rely on getting the lowest numbers.
+/// The lowest descriptor number for this library's sockets. Some programs rely on getting the lowest
+/// numbers themselves.
 pub const LOWEST_DESCRIPTOR: RawFd = 400;
 
 /// A socket of this library.
@@ -45,18 +47,18 @@ impl Socket {
         Some(Self { descriptor, identity })
     }
 
-    /// The descriptor, unless the program has closed it.
+    /// Returns the descriptor, unless the program has closed it.
     fn get(&self) -> Option<BorrowedFd<'_>> {
-        // SAFETY: the descriptor is open, and only borrowed for a call.
+        // SAFETY: the descriptor is open, and borrowed only for one call.
         self.identity.is(self.descriptor).then(|| unsafe { BorrowedFd::borrow_raw(self.descriptor) })
     }
 
-    /// Whether the socket is still open, not closed by the program.
+    /// Whether the descriptor still refers to the socket. The program may have closed it.
     pub fn is_ours(&self) -> bool {
         self.get().is_some()
     }
 
-    /// The descriptor and its identity, for the child of a fork.
+    /// Returns the descriptor and its identity, for the child of a fork.
     pub fn name(&self) -> (RawFd, Identity) {
         (self.descriptor, self.identity)
     }
@@ -67,14 +69,15 @@ impl Socket {
         self.get().is_some_and(|socket| send(socket, packet, flags).is_ok())
     }
 
-    /// Waits until there is room for many packets. `false` if that takes too long.
+    /// Waits until the socket has room for many packets. Returns `false` if that takes longer than
+    /// `ANSWER_TIMEOUT`.
     pub fn wait_for_room(&self) -> bool {
         let begin = Instant::now();
         loop {
             let left = ANSWER_TIMEOUT.saturating_sub(begin.elapsed());
             let Some(socket) = self.get() else { return false };
             let mut entry = [PollFd::from_borrowed_fd(socket, PollFlags::OUT)];
-            // A signal handler of the program may end a wait early.
+            // A signal handler of the program may end the wait early, so the loop repeats it.
             let _ = poll(&mut entry, Some(&timespec(left)));
             if !entry[0].revents().is_empty() {
                 return entry[0].revents().contains(PollFlags::OUT);
@@ -94,8 +97,8 @@ impl Socket {
         fits && self.get().is_some_and(|to| sendmsg(to, &[IoSlice::new(packet)], &mut control, flags).is_ok())
     }
 
-    /// The next message, if there is one, and the descriptors that came with it. After an error the connection is
-    /// unusable.
+    /// Returns the next message, if one has arrived, and the descriptors that came with it. After an error
+    /// the connection is unusable.
     pub fn receive(&self, version: u16) -> Result<Option<(SchedulerMessage, Vec<OwnedFd>)>, String> {
         let mut buffer = [0u8; MAX_LEN];
         let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
@@ -122,7 +125,7 @@ impl Socket {
         }
     }
 
-    /// Discards everything that has arrived.
+    /// Discards all data that has arrived.
     pub fn drain(&self) {
         let mut buffer = [0u8; 8];
         while self.get().is_some_and(|socket| recv(socket, &mut buffer, RecvFlags::DONTWAIT).is_ok_and(|(_, n)| n > 0))
@@ -134,7 +137,7 @@ impl Socket {
 impl Drop for Socket {
     fn drop(&mut self) {
         if self.identity.is(self.descriptor) {
-            // SAFETY: the descriptor is open, and ours.
+            // SAFETY: the descriptor is open, and belongs to this library.
             drop(unsafe { OwnedFd::from_raw_fd(self.descriptor) });
         }
     }
@@ -153,7 +156,8 @@ pub fn pair() -> Option<(Socket, Socket)> {
     Some((Socket::new(a)?, Socket::new(b)?))
 }
 
-/// Sleeps until one of the sockets is readable, at most `timeout`. Returns which are.
+/// Sleeps until one of the sockets is readable, for at most `timeout`. Returns which sockets are
+/// readable.
 pub fn wait(sockets: [Option<&Socket>; 2], timeout: Duration) -> [bool; 2] {
     let timeout = timespec(timeout.min(Duration::from_secs(86_400)));
     let open = sockets.map(|socket| socket.and_then(Socket::get));
@@ -180,7 +184,7 @@ pub fn wait(sockets: [Option<&Socket>; 2], timeout: Duration) -> [bool; 2] {
     ready
 }
 
-/// Describes the error of a system call for the user, if there is something that the user can do.
+/// Describes the error of a system call in words for the user.
 pub(super) fn words(error: Errno) -> String {
     match error {
         Errno::NOENT => "there is no such socket".into(),
@@ -192,10 +196,10 @@ pub(super) fn words(error: Errno) -> String {
     }
 }
 
-/// Closes a socket in the child of a fork, which must not keep the parent's connection open.
+/// Closes a socket in the child of a fork. Otherwise the child would keep the parent's connection open.
 pub fn close_in_child(descriptor: RawFd, identity: Identity) {
     if identity.is(descriptor) {
-        // SAFETY: the child's copy, which nothing in the child uses from here on.
+        // SAFETY: the descriptor is the child's copy, and the child does not use it any more.
         drop(unsafe { OwnedFd::from_raw_fd(descriptor) });
     }
 }

@@ -1,4 +1,4 @@
-//! Waking the client's thread when another thread has left it something to do.
+//! Waking the client's thread when another thread has left work to it.
 
 use crate::{
     connection::socket::{self, Socket},
@@ -7,30 +7,31 @@ use crate::{
 use alloc::boxed::Box;
 use rustix::fd::RawFd;
 
-/// The sending and the receiving end. If the program closes one of them, the client's thread checks for work
-/// periodically.
+/// The sending and the receiving socket. If the program closes one of them, the client's thread checks
+/// for work periodically.
 static PAIR: OnceBox<(Socket, Socket)> = OnceBox::new();
 
-/// Called once, before the client's thread starts.
+/// Creates the sockets. Called once, before the client's thread starts.
 pub fn init() {
     if let Some(pair) = socket::pair() {
         let _ = PAIR.set(Box::new(pair));
     }
 }
 
-/// Wakes the client's thread: a report could not be sent, memory was freed, and so on.
+/// Wakes the client's thread, for example because a report could not be sent or memory was freed.
 pub fn wake() {
     if let Some((sender, _)) = PAIR.get() {
         sender.send(&[1]);
     }
 }
 
-/// The descriptor that [`wake`] writes to, for threads with their own descriptor table.
+/// Returns the descriptor that [`wake`] writes to, for threads with their own descriptor table.
 pub fn sender() -> Option<RawFd> {
     PAIR.get().filter(|(sender, _)| sender.is_ours()).map(|(sender, _)| sender.name().0)
 }
 
-/// The socket that [`wake`] makes readable; `None` if there is none or the program has closed it.
+/// Returns the socket that [`wake`] makes readable, or `None` if it does not exist or the program has
+/// closed it.
 pub fn receiver() -> Option<&'static Socket> {
     PAIR.get().filter(|(sender, receiver)| sender.is_ours() && receiver.is_ours()).map(|(_, receiver)| receiver)
 }

@@ -2,10 +2,10 @@
 
 use super::{check, cuCtxGetCurrent, cuCtxPopCurrent_v2, cuCtxPushCurrent_v2, cuStreamIsCapturing, types::*};
 
-/// The current context; NULL if there is none.
+/// Returns the current context, or NULL if there is none.
 ///
 /// # Errors
-/// Errors of `cuCtxGetCurrent`.
+/// Returns errors of `cuCtxGetCurrent`.
 pub fn current_context() -> Result<CUcontext, CUresult> {
     let mut context = core::ptr::null_mut();
     // SAFETY: `context` outlives the call.
@@ -13,7 +13,7 @@ pub fn current_context() -> Result<CUcontext, CUresult> {
     Ok(context)
 }
 
-/// The current context; NULL if there is none, or after an error.
+/// Returns the current context, or NULL if there is none or the query fails.
 #[inline]
 pub fn current_or_null() -> CUcontext {
     let mut context = core::ptr::null_mut();
@@ -25,7 +25,7 @@ pub fn current_or_null() -> CUcontext {
 /// Runs `f` with this context current on the calling thread.
 ///
 /// # Errors
-/// The context cannot be made current; `f` was not run.
+/// Returns the driver's error if the context cannot be made current. `f` has not run then.
 pub fn with_current<R>(context: usize, f: impl FnOnce() -> R) -> Result<R, CUresult> {
     // SAFETY: the caller passes a context that has not been destroyed.
     check(unsafe { cuCtxPushCurrent_v2(context as CUcontext) })?;
@@ -35,21 +35,22 @@ pub fn with_current<R>(context: usize, f: impl FnOnce() -> R) -> Result<R, CUres
     Ok(result)
 }
 
-/// Whether this error means that the context is permanently broken, or destroyed: every call returns it from then on.
+/// Whether this error means that the context is permanently broken or destroyed. Every further call
+/// returns the error.
 pub fn is_broken(result: CUresult) -> bool {
-    // Uncorrectable and contained ECC and NVLink errors; an illegal address, a kernel timeout; a destroyed context; an
-    // assertion; from a hardware stack error to a launch failure; tensor memory that was not freed; a client that MPS
-    // has ended; data that another device has declared invalid; unknown errors. Codes in between are errors of one
-    // call.
+    // In the order of the codes: uncorrectable and contained ECC and NVLink errors, an illegal address, a
+    // kernel timeout, a destroyed context, an assertion, the errors from a hardware stack error to a launch
+    // failure, tensor memory that was not freed, a client that MPS has ended, data that another device has
+    // declared invalid, and unknown errors. Codes in between concern only one call.
     matches!(result, 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 810 | 911 | 999)
 }
 
-/// Whether this error of a call means that nothing runs in the current context any more.
+/// Whether this error of a call means that no work runs in the current context any more.
 pub fn is_dead(result: CUresult) -> bool {
     if is_doubtful(result) { is_current_broken() } else { is_dead_without_doubt(result) }
 }
 
-/// Like [`is_dead`], for a context that need not be current.
+/// Does the same as [`is_dead`], for a context that need not be current.
 pub fn is_dead_in(context: usize, result: CUresult) -> bool {
     if is_doubtful(result) { is_broken_in(context) } else { is_dead_without_doubt(result) }
 }
@@ -59,9 +60,10 @@ pub fn is_broken_in(context: usize) -> bool {
     with_current(context, is_current_broken).unwrap_or_else(|error| is_doubtful(error) || is_dead_without_doubt(error))
 }
 
-/// Whether this error may be permanent or concern only one call: [`ERROR_UNKNOWN`] may come from the import of a chunk,
-/// for instance [H200, driver 580]; [`ERROR_OPERATING_SYSTEM`] from registering memory, and from every call once the
-/// process could not be restored from a checkpoint.
+/// Whether this error may either be permanent or concern only one call. For example, the import of a
+/// chunk returned [`ERROR_UNKNOWN`] on an H200 with driver 580. Registering memory may return
+/// [`ERROR_OPERATING_SYSTEM`]. If a process could not be restored from a checkpoint, every call returns
+/// [`ERROR_OPERATING_SYSTEM`].
 fn is_doubtful(result: CUresult) -> bool {
     matches!(result, ERROR_UNKNOWN | ERROR_OPERATING_SYSTEM | ERROR_DEVICE_UNAVAILABLE)
 }
@@ -70,11 +72,12 @@ fn is_dead_without_doubt(result: CUresult) -> bool {
     is_broken(result) || matches!(result, ERROR_DEINITIALIZED | ERROR_INVALID_CONTEXT)
 }
 
-/// Whether the current context is broken, by an illegal address for instance: every call must then return the driver's
-/// error.
+/// Whether the current context is broken, for example by an illegal address. Every call must then
+/// return the driver's error.
 pub fn is_current_broken() -> bool {
     let mut status = STREAM_CAPTURE_STATUS_NONE;
-    // SAFETY: `status` outlives the call. This is the cheapest call that detects it, and is allowed at any time.
+    // SAFETY: `status` outlives the call. This call is the cheapest one that reports a broken context, and
+    // always allowed.
     let said = unsafe { cuStreamIsCapturing(CTX_DEFAULT_STREAM, &mut status) };
     is_broken(said) || is_doubtful(said)
 }
@@ -88,13 +91,13 @@ mod tests {
         for error in [4, 201, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999] {
             assert!(is_dead_without_doubt(error), "{error}");
         }
-        // Peer access, contexts in use, host memory, and launches that are too large, for instance.
+        // Errors of peer access, contexts in use, host memory and launches that are too large, among others.
         for error in
             [SUCCESS, 1, 2, 217, 400, 500, 600, 701, 703, 704, 705, 708, 711, 712, 713, 720, 800, 801, 906, 916, 917]
         {
             assert!(!is_dead_without_doubt(error), "{error}");
         }
-        // For these, a call without effect shows whether the driver returns them permanently.
+        // For these errors, a call without effect shows whether the driver returns them permanently.
         for error in [46, 304, 999] {
             assert!(is_doubtful(error), "{error}");
         }

@@ -1,14 +1,16 @@
-//! An entry into the driver: the address of one of its functions, as callers load it. While the process is off its
-//! GPUs, the entries are shut: callers find no address, and call [`Entry::enter`], which waits. At other times the
-//! check is free, since a caller has to check anyway whether the function is known.
+//! An entry into the driver: a word with the address of one of its functions. While the process is off
+//! its GPUs, the entries are shut: callers find no address, and call [`Entry::enter`], which waits. At
+//! other times the check costs nothing, because a caller has to check anyway whether the function has
+//! been looked up.
 
 use super::presence;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
-/// Looked up and not found. No function has this address or a lower one; 0 means not looked up yet.
+/// The function has been looked up and not found. No function has this address or a lower one. 0 means
+/// not looked up yet.
 pub const MISSING: usize = 1;
 
-/// Set while the entry is shut. No address of a program has this bit.
+/// The bit that is set while the entry is shut. No address in a process has this bit.
 const SHUT: usize = 1 << (usize::BITS - 1);
 
 #[derive(Debug)]
@@ -20,14 +22,15 @@ impl Entry {
         Self(AtomicUsize::new(0))
     }
 
-    /// The address of the function, if it is known and the entry is not shut.
+    /// Returns the address of the function, if it has been looked up and the entry is not shut.
     #[inline(always)]
     pub fn open(&self) -> Option<usize> {
         let address = self.0.load(Ordering::Relaxed);
-        (address as isize > MISSING as isize).then_some(address) // a shut one is negative
+        (address as isize > MISSING as isize).then_some(address) // a shut entry is negative
     }
 
-    /// The address of the function, which the caller may call now; `None` if the driver lacks it. `look_up` finds it.
+    /// Returns the address of the function, or `None` if the driver lacks it. `look_up` finds the address.
+    /// While the entry is shut, waits. The caller may then call the function.
     #[cold]
     pub fn enter(&self, look_up: impl FnOnce() -> Option<usize>) -> Option<usize> {
         let address = self.find(look_up)?;
@@ -37,12 +40,12 @@ impl Entry {
         Some(address)
     }
 
-    /// The address of the function, whether shut or not.
+    /// Returns the address of the function, whether the entry is shut or not.
     pub fn find(&self, look_up: impl FnOnce() -> Option<usize>) -> Option<usize> {
         match self.0.load(Ordering::SeqCst) & !SHUT {
             0 => {
                 let found = look_up();
-                // An entry that was shut in the same moment is looked up again.
+                // If the entry was shut at the same moment, the exchange fails, and the next caller looks it up again.
                 let _ = self.0.compare_exchange(0, found.unwrap_or(MISSING), Ordering::SeqCst, Ordering::SeqCst);
                 found
             }

@@ -1,5 +1,5 @@
-//! The declaration of hooks. Each hook is declared once, with the driver's name and signature, and serves direct
-//! linking (as an exported symbol), `dlsym` and `cuGetProcAddress`.
+//! The declaration of hooks. Each hook is declared once, with the driver's name and signature. It
+//! serves direct linking (as an exported symbol), `dlsym` and `cuGetProcAddress`.
 
 use crate::driver::{
     Function,
@@ -14,8 +14,8 @@ pub struct Hook {
     pub real: &'static Function,
 }
 
-/// A hook and the driver's [`Function`], as distances from the entry itself. If they were pointers, the loader would
-/// have to relocate all of them in every program, whether it uses CUDA or not.
+/// A hook and the driver's [`Function`], as distances from the entry itself. If these were pointers,
+/// the loader would have to relocate all of them in every program, even in one that does not use CUDA.
 #[repr(C)]
 struct Entry {
     hook: i32,
@@ -23,17 +23,18 @@ struct Entry {
 }
 
 unsafe extern "C" {
-    // The linker's names for the section with the entries of all uses of `hooks!`.
+    // The linker's symbols for the section that contains the entries of all uses of `hooks!`.
     #[link_name = "__start_nvshare_hooks"]
     static FIRST: Entry;
     #[link_name = "__stop_nvshare_hooks"]
     static END: Entry;
 }
 
-// Without this they would be exported.
+// Without this directive, the library would export the two symbols.
 core::arch::global_asm!(".hidden __start_nvshare_hooks", ".hidden __stop_nvshare_hooks");
 
-/// Every hook. The linker builds the list, so that users of it need not be in a layer above all hooks.
+/// Returns every hook. The linker builds the list, so that modules that use it need not be in a layer
+/// above all hooks.
 pub fn all() -> impl Iterator<Item = Hook> {
     let (first, end) = (&raw const FIRST, &raw const END);
     let len = (end as usize - first as usize) / size_of::<Entry>();
@@ -42,7 +43,7 @@ pub fn all() -> impl Iterator<Item = Hook> {
         // SAFETY: `entry` is between the beginning and the end of the section, which contains only entries.
         let distances = unsafe { &*entry };
         let target = |distance: &i32| (&raw const *distance).wrapping_byte_offset(*distance as isize);
-        // SAFETY: `hooks!` wrote the distance of a static `Function` here.
+        // SAFETY: `hooks!` has written the distance of a static `Function` here.
         Hook { hook: target(&distances.hook).cast(), real: unsafe { &*target(&distances.real).cast() } }
     })
 }
@@ -54,7 +55,8 @@ impl Hook {
     }
 }
 
-/// The meaning of a NULL stream: the legacy stream, or the calling thread's own in functions with a per-thread suffix.
+/// The meaning of a NULL stream: the legacy stream, or in functions with a per-thread suffix the
+/// calling thread's own.
 #[derive(Debug, Clone, Copy)]
 pub struct Flavour {
     pub per_thread: bool,
@@ -67,14 +69,14 @@ impl Flavour {
         Self { per_thread }
     }
 
-    /// A handle that denotes the same stream in every function.
+    /// Returns a handle that denotes the same stream in every function.
     #[inline]
     pub fn stream(self, stream: CUstream) -> CUstream {
         if self.per_thread && stream.is_null() { STREAM_PER_THREAD } else { stream }
     }
 }
 
-/// The name of a driver function as a C string.
+/// Returns the name of a driver function as a C string.
 pub const fn c_name(bytes: &'static [u8]) -> &'static CStr {
     match CStr::from_bytes_with_nul(bytes) {
         Ok(name) => name,
@@ -82,8 +84,9 @@ pub const fn c_name(bytes: &'static [u8]) -> &'static CStr {
     }
 }
 
-/// Declares hooks: the driver's names that share a signature and a behaviour, the parameters, and the body. In the
-/// body, `real()` makes the program's original call, and `flavour` tells which default stream the name uses.
+/// Declares hooks. Each declaration contains the driver's names that share a signature and a behaviour,
+/// the parameters, and the body. In the body, `real()` makes the program's original call, and `flavour`
+/// tells which default stream the name uses.
 macro_rules! hooks {
     ($real:ident, $flavour:ident; $( [ $($name:ident)|+ ] $args:tt $body:block )*) => {
         $( $( $crate::driver::hook::hook! { $real $flavour $name $args $body } )+ )*
@@ -125,7 +128,7 @@ macro_rules! hook {
             #[allow(unused_variables)]
             let $real = move || {
                 $crate::driver::waiting::check(&$name::REAL);
-                // Each of the two calls consumes the arguments, so that no argument has to be kept across a call.
+                // Each of the two calls consumes the arguments, so no argument has to be kept across a call.
                 // SAFETY: the arguments are the program's own.
                 match $name::REAL.known().map(function) {
                     Some(function) => unsafe { function($($arg),*) },

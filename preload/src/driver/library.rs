@@ -1,4 +1,4 @@
-//! A library that the program may have loaded, and its handle.
+//! A shared library that the program may have loaded, and its handle.
 
 use crate::sys::{c, elf};
 use core::{
@@ -18,13 +18,13 @@ impl Library {
         Self { name, handle: AtomicUsize::new(0) }
     }
 
-    /// The handle, if the program has loaded the library. The handle stays open, so the library is never unloaded
-    /// afterwards.
+    /// Returns the handle if the program has loaded the library. The handle stays open, so the library is
+    /// never unloaded after that.
     pub fn loaded(&self) -> Option<*mut c_void> {
         self.open(libc::RTLD_NOLOAD)
     }
 
-    /// The handle. Loads the library if necessary.
+    /// Returns the handle. Loads the library if necessary.
     pub fn load(&self) -> Option<*mut c_void> {
         self.open(0)
     }
@@ -44,13 +44,13 @@ impl Library {
     }
 }
 
-/// The address of an exported symbol.
+/// Returns the address of an exported symbol.
 pub fn export(library: *mut c_void, name: &CStr) -> Option<usize> {
     // SAFETY: the handle is from `dlopen` and never closed, so the library stays loaded.
     unsafe { elf::symbol(library, name) }
 }
 
-/// An address inside the library.
+/// Returns an address inside the library.
 pub fn inside(library: *mut c_void) -> usize {
     // SAFETY: the handle is from `dlopen` and never closed, so the library stays loaded.
     unsafe { elf::inside(library) }

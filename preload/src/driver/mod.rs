@@ -1,15 +1,17 @@
-//! The real driver, `libcuda.so.1`. This library opens it when the program first needs it, never earlier.
+//! The real driver, `libcuda.so.1`. This library opens the driver when the program first needs it, and
+//! not earlier.
 //!
-//! A [`Function`] is looked up on first use. If this driver lacks it, the call returns `CUDA_ERROR_NOT_FOUND`, as a
-//! lookup by the driver would.
+//! A [`Function`] is looked up on first use. If the driver lacks the function, the call returns
+//! `CUDA_ERROR_NOT_FOUND`, like a lookup by the driver.
 //!
-//! [`entry`]: the entries into the driver, which are shut while [`presence`] says that the process is off its GPUs.
+//! [`entry`]: the entries into the driver. They are shut while [`presence`] says that the process is
+//! off its GPUs.
 //!
 //! [`hook`]: the declaration of interposed functions.
 //!
-//! [`redirect`]: leads programs that find the driver's functions themselves to the hooks.
+//! [`redirect`]: makes programs that look up the driver's functions themselves find the hooks.
 //!
-//! [`waiting`]: which calls may wait for running work, and where these must not be made.
+//! [`waiting`]: which calls may wait for running work, and where such calls are forbidden.
 
 pub mod context;
 pub mod entry;
@@ -28,13 +30,13 @@ use core::ffi::{CStr, c_char, c_void};
 
 static LIBRARY: Library = Library::new(c"libcuda.so.1");
 
-/// The driver's handle, if the program has loaded it. Never loads it.
+/// Returns the driver's handle, if the program has loaded it. Never loads it.
 pub fn loaded() -> Option<*mut c_void> {
     LIBRARY.loaded()
 }
 
-/// Libraries that submit work through tables of private functions, which they request when they start: OptiX, the video
-/// encoder and decoder, optical flow, and frame capture.
+/// Libraries that submit work through tables of private functions. They request these tables when they
+/// start. The libraries are OptiX, the video encoder and decoder, optical flow, and frame capture.
 const UNTRACKED: [&CStr; 5] = [
     c"libnvoptix.so.1",
     c"libnvidia-encode.so.1",
@@ -46,35 +48,37 @@ const UNTRACKED: [&CStr; 5] = [
 /// Whether the process has loaded a library whose work passes no hook.
 pub fn has_untracked_library() -> bool {
     let Some(dlopen) = c::dlopen() else { return false };
-    // SAFETY: the names are NUL-terminated, and the call loads nothing. The extra reference keeps a loaded library,
-    // which does no harm.
+    // SAFETY: the names are NUL-terminated, and the call loads nothing. The additional reference only
+    // keeps a loaded library from being unloaded.
     UNTRACKED.iter().any(|name| !unsafe { dlopen(name.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) }.is_null())
 }
 
-/// Converts a result of the driver.
+/// Converts a result code of the driver.
 ///
 /// # Errors
-/// Any result except `CUDA_SUCCESS`.
+/// Returns any result except `CUDA_SUCCESS`.
 pub fn check(result: CUresult) -> Result<(), CUresult> {
     if result == SUCCESS { Ok(()) } else { Err(result) }
 }
 
-/// Writes through a pointer of the program, where the driver permits NULL.
+/// Writes through a pointer of the program. Does nothing if the pointer is NULL, which the driver
+/// permits.
 ///
 /// # Safety
 /// `place` is NULL or valid for a `T`.
 pub unsafe fn put<T>(place: *mut T, value: T) {
     if !place.is_null() {
-        // SAFETY: the caller's contract. The driver's attributes need not be aligned for us.
+        // SAFETY: the caller's contract. The pointer need not be aligned for `T`, because the driver accepts
+        // that too.
         unsafe { place.write_unaligned(value) };
     }
 }
 
-/// Enough for the driver's longest name, which has 49 bytes.
+/// The length of a name, with room for the driver's longest name, which has 49 bytes.
 const MAX_NAME: usize = 64;
 
-/// A function of the real driver, by its exported name. The name is stored inline: the loader would have to relocate a
-/// pointer in every program.
+/// A function of the real driver, by its exported name. The name is stored inline, because the loader
+/// would have to relocate a pointer in every program.
 #[derive(Debug)]
 pub struct Function {
     entry: Entry,
@@ -82,7 +86,7 @@ pub struct Function {
 }
 
 impl Function {
-    /// For statics: a name that is too long does not compile.
+    /// Creates a static. A name that is too long does not compile.
     pub const fn new(name: &CStr) -> Self {
         let mut own = [0; MAX_NAME];
         let (head, _) = own.split_at_mut(name.to_bytes_with_nul().len());
@@ -98,14 +102,14 @@ impl Function {
         &self.entry
     }
 
-    /// The address of the real function, for a call; `None` if this driver lacks it. Waits while the process is off its
-    /// GPUs.
+    /// Returns the address of the real function, to be called, or `None` if the driver lacks it. Waits
+    /// while the process is off its GPUs.
     #[inline]
     pub fn address(&self) -> Option<usize> {
         self.known().or_else(|| self.enter())
     }
 
-    /// The address, if it has been looked up and there is nothing to wait for.
+    /// Returns the address, if it has been looked up and the entry is not shut.
     #[inline(always)]
     pub fn known(&self) -> Option<usize> {
         self.entry.open()
@@ -116,19 +120,20 @@ impl Function {
         self.entry.enter(|| export(self.name()))
     }
 
-    /// The address of the real function, for comparisons. Never waits.
+    /// Returns the address of the real function, to be compared. Never waits.
     pub fn find(&self) -> Option<usize> {
         self.entry.find(|| export(self.name()))
     }
 }
 
-/// The address of the driver's export with this name. Loads the driver.
+/// Returns the address of the driver's export with this name. Loads the driver.
 pub fn export(name: &CStr) -> Option<usize> {
     library::export(LIBRARY.load()?, name)
 }
 
-/// Makes a call, even while the entries are shut, that returns once no other process has locked this one. Most queries
-/// return at any time, but the query of a limit does not [H100, driver 580].
+/// Makes a driver call that returns once no other process has locked this process. Ignores that the
+/// entries are shut. Most queries return at any time, but the query of a limit does not [H100, driver
+/// 580].
 ///
 /// # Safety
 /// The context exists, or is NULL.
@@ -149,8 +154,8 @@ pub unsafe fn wait_while_locked(context: CUcontext) {
     }
 }
 
-/// The current UUID of a GPU, even while the entries are shut: the driver answers this query in a locked process too
-/// [H100, driver 580]. `None` if it does not answer.
+/// Returns the current UUID of a GPU, even while the entries are shut. The driver answers this query in
+/// a locked process too [H100, driver 580]. Returns `None` if the query fails.
 pub fn uuid(device: CUdevice) -> Option<[u8; 16]> {
     let mut uuid = [0; 16];
     let mut ask = |function: &Function| {
@@ -167,8 +172,8 @@ pub fn uuid(device: CUdevice) -> Option<[u8; 16]> {
     (ask(&address::cuDeviceGetUuid_v2) || ask(&address::cuDeviceGetUuid)).then_some(uuid)
 }
 
-/// Declares functions of the driver that this library calls: `cuEventQuery(event: CUevent);` makes a function of that
-/// name in this module that calls the real one.
+/// Declares functions of the driver that this library calls. `cuEventQuery(event: CUevent);` declares a
+/// function of that name in this module, which calls the real function.
 macro_rules! functions {
     ($( $name:ident ( $($arg:ident : $type:ty),* $(,)? ); )*) => {
         /// Looks up all declared functions, so that no later call has to.
@@ -194,8 +199,8 @@ macro_rules! functions {
             $( pub static $name: Function = Function::new(name(concat!(stringify!($name), "\0").as_bytes())); )*
         }
         $(
-            /// Calls the driver's function of this name. Pointers are passed on unchanged: the caller must satisfy the
-            /// driver's requirements.
+            /// Calls the driver's function of this name. Passes pointers on unchanged, so the caller must satisfy
+            /// the driver's requirements.
             #[allow(non_snake_case, clippy::missing_safety_doc, clippy::too_many_arguments)]
             #[cfg_attr(debug_assertions, track_caller)]
             #[inline]

@@ -1,6 +1,7 @@
-//! Whether the process is on its GPUs. While another process keeps it off them, each driver call blocks inside the
-//! driver, where this library cannot detect it. So threads of the program wait here instead, before they enter, and the
-//! first of them reports that the process is wanted back.
+//! Whether the process is on its GPUs. While another process keeps it off them, each driver call blocks
+//! inside the driver, where this library cannot detect the call. So threads of the program wait in this
+//! module before they enter the driver. The first waiting thread reports that the process is wanted
+//! back.
 
 use crate::sys::{errno, futex, time::Instant};
 use core::{
@@ -15,31 +16,31 @@ const AWAY: u32 = 1;
 static STATE: AtomicU32 = AtomicU32::new(PRESENT);
 /// Whether a thread has arrived since the process left its GPUs.
 static WANTED: AtomicBool = AtomicBool::new(false);
-/// The function to call when the first thread arrives, a `fn()`; 0 if there is none.
+/// The function to call when the first thread arrives, as the address of a `fn()`; 0 if there is none.
 static TELL: AtomicUsize = AtomicUsize::new(0);
 
 /// The longest wait before a thread checks again.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Makes threads wait before they enter the driver; the first one calls `tell`.
+/// Makes threads wait before they enter the driver. The first waiting thread calls `tell`.
 pub fn leave(tell: fn()) {
     TELL.store(tell as usize, Ordering::SeqCst);
     WANTED.store(false, Ordering::SeqCst);
     STATE.store(AWAY, Ordering::SeqCst);
 }
 
-/// Lets threads continue: the process is on its GPUs again, or has never left.
+/// Lets threads continue, because the process is on its GPUs again or has never left them.
 pub fn come_back() {
     STATE.store(PRESENT, Ordering::SeqCst);
     futex::wake_all(&STATE);
 }
 
-/// Stops all waiting in the child of a fork. The driver reports to the child that it has no GPU.
+/// Stops all waiting in the child of a fork. The driver tells the child that it has no GPU.
 pub fn in_child() {
     STATE.store(PRESENT, Ordering::SeqCst);
 }
 
-/// Whether a thread is waiting, or has waited, to enter the driver.
+/// Whether a thread has waited to enter the driver since the process left its GPUs.
 pub fn is_wanted() -> bool {
     WANTED.load(Ordering::SeqCst)
 }
@@ -48,18 +49,18 @@ pub fn is_away() -> bool {
     STATE.load(Ordering::SeqCst) == AWAY
 }
 
-/// Reports that the process is wanted, without waiting.
+/// Reports that the process is wanted back, without waiting.
 pub fn want() {
     if is_away() && !WANTED.swap(true, Ordering::SeqCst) {
         let tell = TELL.load(Ordering::SeqCst);
         if tell != 0 {
-            // SAFETY: `leave` stored such a function.
+            // SAFETY: `leave` has stored the address of a `fn()`.
             errno::preserved(|| unsafe { core::mem::transmute::<usize, fn()>(tell) }());
         }
     }
 }
 
-/// Waits until the process is on its GPUs. Keeps `errno`.
+/// Waits until the process is on its GPUs. Preserves `errno`.
 #[cold]
 pub fn wait() {
     wait_at_most(Duration::MAX);
@@ -85,7 +86,7 @@ mod tests {
 
     #[test]
     fn threads_wait_while_the_process_is_away_and_the_first_one_tells() {
-        wait(); // nothing to wait for
+        wait(); // returns at once
         leave(|| {
             TOLD.fetch_add(1, Ordering::SeqCst);
         });

@@ -1,9 +1,10 @@
 //! Patches symbol tables so that every lookup of a library's functions yields their hooks.
 //!
-//! A library that was opened with `RTLD_DEEPBIND` searches its own libraries first, and so finds the C library's
-//! `dlsym` and the driver's functions instead of the hooks. It can only find addresses from the symbol tables of those
-//! two libraries, so these tables are changed: later bindings, even in constructors and at the first call of a
-//! function, use the hooks. Functions that a library finds in itself or in a wrapper stay as they are.
+//! A library that was opened with `RTLD_DEEPBIND` searches its own dependencies first. So it finds the
+//! C library's `dlsym` and the driver's functions instead of the hooks. Every such lookup reads the
+//! symbol tables of the C library and the driver. This module changes these tables, so that later
+//! bindings use the hooks, even bindings in constructors and at the first call of a function. Functions
+//! that a library finds in itself or in a wrapper stay as they are.
 
 use crate::sys::{c, elf};
 use core::{
@@ -11,18 +12,18 @@ use core::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-/// The addresses of a function and of its hook.
+/// The address of a function, and the address of its hook.
 pub type Pair = (usize, usize);
 
 static REFUSED: AtomicBool = AtomicBool::new(false);
 
-/// Whether a redirection has failed, so that the program may reach the driver past the hooks.
+/// Whether a redirection has failed. The program may then reach the driver without passing the hooks.
 pub fn was_refused() -> bool {
     REFUSED.load(Ordering::SeqCst)
 }
 
-/// Redirects the functions of the library that contains the address `inside`. `pairs` is sorted. One call is enough;
-/// another thread may do the same concurrently.
+/// Redirects the functions of the library that contains the address `inside`. `pairs` is sorted. One
+/// call is enough. Another thread may make the same call concurrently.
 pub fn redirect(inside: usize, pairs: &[Pair]) {
     let hook_of = |address: usize| {
         let at = pairs.binary_search_by_key(&address, |(real, _)| *real).ok()?;
@@ -40,13 +41,14 @@ pub fn redirect(inside: usize, pairs: &[Pair]) {
         !is_it
     });
     if done {
-        // A lookup waits until no other thread is loading a library: all bindings of such a load are then complete.
+        // A lookup waits until no other thread is loading a library. So all bindings of such a load are then
+        // complete.
         c::real_dlsym(libc::RTLD_DEFAULT, c"dlsym".as_ptr());
-        // A function that another library has already redirected stays with that library.
+        // If another library has already redirected a function, that redirection stays.
         let own = |address: usize| if (bounds.0..bounds.1).contains(&address) { hook_of(address) } else { None };
         elf::each_object(|object| {
-            // SAFETY: nothing can be bound to these functions any more, so the remaining bindings are complete and
-            // final.
+            // SAFETY: no object can be bound to these functions any more, so the loader is not processing any
+            // object that is.
             done &= unsafe { object.redirect_bindings(page, own) };
             true
         });

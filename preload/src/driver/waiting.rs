@@ -1,11 +1,14 @@
-//! Which driver calls may wait for running work. Such calls are never made on the client's thread, or with a lock of
-//! this library held: the work may wait for the program's next call, which may need that thread or that lock.
+//! Which driver calls may wait for running work. The client's thread never makes such calls, and
+//! neither does a thread that holds a lock of this library: the work may wait for the program's next
+//! call, and that call may need the client's thread or the lock.
 //!
-//! `coverage/waiting.tsv` classifies the functions. Debug builds check each call and abort; release builds do not.
+//! `coverage/waiting.tsv` classifies the functions. Debug builds check each call, and abort if it is
+//! forbidden. Release builds check nothing.
 
 pub use checks::check;
 
-/// Runs `f`, whose submissions are known to find room in the queues of their streams, so that they do not wait.
+/// Runs `f`. The caller guarantees that its submissions find room in the queues of their streams, and
+/// so do not wait.
 pub fn with_room<R>(f: impl FnOnce() -> R) -> R {
     let _room = crate::sys::rank::with_room();
     f()
@@ -33,7 +36,7 @@ mod checks {
         Waits,
     }
 
-    /// The class of a function, if it is known.
+    /// Returns the class of a function, if it is known.
     fn known_class_of(name: &str) -> Option<Class> {
         let name = ["_ptsz", "_ptds"].iter().find_map(|flavour| name.strip_suffix(flavour)).unwrap_or(name);
         let mut lines = TABLE.lines().filter(|line| !line.starts_with('#')).map(|line| line.split('\t'));
@@ -45,8 +48,9 @@ mod checks {
         })
     }
 
-    /// Aborts if the call of this function may wait where waiting is forbidden. If `LIBNVSHARE_WAITING_CALLS` names a
-    /// file, appends a line to it instead, and also a line for each permitted call that may wait.
+    /// Aborts if a call of this function may wait where waiting is forbidden. If `LIBNVSHARE_WAITING_CALLS`
+    /// names a file, instead appends a line to that file, and also a line for each permitted call that may
+    /// wait.
     #[track_caller]
     pub fn check(function: &Function) {
         let counted = environment(c"LIBNVSHARE_WAITING_CALLS");
@@ -73,7 +77,7 @@ mod checks {
             None => {
                 const WHY: &[u8] =
                     b"nvshare: a call of the driver that may wait, on the client's thread or under a lock: ";
-                // SAFETY: each buffer has that many bytes; the last call ends the process.
+                // SAFETY: each buffer has as many bytes as its call passes. The last call ends the process.
                 unsafe {
                     libc::write(2, WHY.as_ptr().cast(), WHY.len());
                     libc::write(2, line.as_ptr().cast(), line.len());
@@ -125,7 +129,7 @@ mod checks {
             });
         }
 
-        /// No driver provides these functions: the check comes first.
+        /// Calls functions that no driver provides. The check precedes the lookup.
         fn calls(which: &str) {
             static LOCK: Mutex<()> = Mutex::new(Rank::Space, ());
             let _held = LOCK.lock();

@@ -1,7 +1,7 @@
-//! Amounts of memory in the format of the scheduler's configuration: `8G`, `1.5 GiB`, a number of bytes, or `25%` of a
-//! GPU.
+//! Amounts of memory in the format of the scheduler's configuration: `8G`, `1.5 GiB`, a number of
+//! bytes, or `25%` of a GPU.
 
-/// The smallest limit: the GPU's own granularity.
+/// The smallest limit in bytes: the GPU's own granularity.
 const LEAST: u64 = 2 << 20;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -11,7 +11,8 @@ pub enum Amount {
 }
 
 impl Amount {
-    /// `None` if the text is not an amount. The text then sets no limit, and no allocation is refused.
+    /// Parses an amount. Returns `None` if the text is not an amount. The text then sets no limit, and no
+    /// allocation is refused.
     pub fn parse(text: &[u8]) -> Option<Self> {
         let text = core::str::from_utf8(text).ok()?.trim();
         let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
@@ -29,7 +30,7 @@ impl Amount {
         whole.checked_add(part).filter(|bytes| *bytes >= LEAST).map(Self::Bytes)
     }
 
-    /// The amount in bytes, on a GPU of `total` bytes.
+    /// Returns the amount in bytes, on a GPU of `total` bytes.
     pub fn of(self, total: u64) -> u64 {
         match self {
             Self::Bytes(bytes) => bytes,

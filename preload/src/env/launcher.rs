@@ -1,25 +1,26 @@
-//! The gang of a program whose job has several processes, which wait for each other. Launchers (torchrun, Open MPI,
-//! Slurm, and any that sets PyTorch's variables) give the processes of one job environment variables whose values no
-//! other job has.
+//! The gang of a program whose job has several processes that wait for each other. Launchers (torchrun,
+//! Open MPI, Slurm, and any that sets PyTorch's variables) give all processes of one job the same
+//! environment variables. Together, their values identify the job.
 
 use core::ffi::CStr;
 
-/// A job in the environment: the variable with its number of processes, and the variables that together identify it.
+/// The variables of one launcher: the variable with the number of processes, and the variables that
+/// together identify the job.
 struct Launcher {
     size: &'static CStr,
     names: &'static [&'static CStr],
 }
 
-/// The first one that applies is used.
+/// The launchers, in the order in which they are tried.
 const LAUNCHERS: [Launcher; 4] = [
-    // torchrun sets MASTER_ADDR and MASTER_PORT too; the id alone can be "none".
+    // torchrun also sets MASTER_ADDR and MASTER_PORT. All three are used, because the id can be "none".
     Launcher { size: c"WORLD_SIZE", names: &[c"TORCHELASTIC_RUN_ID", c"MASTER_ADDR", c"MASTER_PORT"] },
     Launcher { size: c"WORLD_SIZE", names: &[c"MASTER_ADDR", c"MASTER_PORT"] },
     Launcher { size: c"OMPI_COMM_WORLD_SIZE", names: &[c"PMIX_NAMESPACE"] },
     Launcher { size: c"SLURM_STEP_NUM_TASKS", names: &[c"SLURM_JOB_ID", c"SLURM_STEP_ID"] },
 ];
 
-/// The key of the gang that the environment names; 0 for none.
+/// Returns the key of the gang that the environment names; 0 for no gang.
 pub fn gang(environment: impl Fn(&CStr) -> Option<&'static [u8]>) -> u64 {
     if let Some(text) = environment(c"NVSHARE_GANG") {
         return if matches!(text, b"" | b"0") { 0 } else { hash([text]) };
@@ -34,9 +35,10 @@ fn number(text: &[u8]) -> Option<u32> {
     core::str::from_utf8(text).ok()?.parse().ok()
 }
 
-/// FNV-1a: the same key for the same texts in every process. Never 0, which means no gang.
+/// Hashes with FNV-1a, which gives the same key for the same texts in every process. Never 0, which
+/// means no gang.
 fn hash(texts: impl IntoIterator<Item = &'static [u8]>) -> u64 {
-    // A separator: texts contain no NUL.
+    // NUL separates the texts, because texts contain no NUL.
     let bytes = texts.into_iter().flat_map(|text| text.iter().chain(&[0]));
     let hash = bytes.fold(0xcbf2_9ce4_8422_2325, |h: u64, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
     hash.max(1)

@@ -1,5 +1,6 @@
-//! The limits that the program's environment sets (`NVSHARE_WEIGHT` and others), as messages to the scheduler, which
-//! interprets them. The memory limit ([`Amount`](super::amount::Amount)) also applies without a scheduler.
+//! The limits that the program's environment sets (`NVSHARE_WEIGHT` and others), as messages to the
+//! scheduler. The scheduler interprets them. The memory limit ([`Amount`](super::amount::Amount)) also
+//! applies without a scheduler.
 
 use crate::sys::c::environment;
 use alloc::vec::Vec;
@@ -20,7 +21,7 @@ impl EnvLimits {
         Self { messages: LimitName::ALL.into_iter().flat_map(parts).collect() }
     }
 
-    /// The messages that a scheduler must receive first.
+    /// Returns the messages, which a scheduler must receive before all other messages.
     pub fn messages(&self) -> &[ClientMessage] {
         &self.messages
     }

@@ -1,4 +1,5 @@
-//! Settings from the environment, read once when the program initialises CUDA. A setuid program has none.
+//! Settings from the environment, read once when the program initialises CUDA. In a setuid program,
+//! none are set.
 //!
 //! | variable | meaning |
 //! |---|---|
@@ -28,7 +29,8 @@ pub struct Settings {
     pub debug: bool,
     pub disabled: bool,
     pub required: bool,
-    /// The user named this library in `LD_PRELOAD` for this program, so a line on stderr is welcome.
+    /// True if the user named this library in `LD_PRELOAD` for this program. The user then expects a line
+    /// on stderr.
     pub asked_for: bool,
     pub oversubscribe: bool,
     /// The engine that the user requests, if any.
@@ -36,11 +38,11 @@ pub struct Settings {
     pub socket: &'static [u8],
     pub gang: u64,
     pub memory_max: Option<Amount>,
-    /// The limits, as messages to the scheduler.
+    /// The limits of the environment, as messages to the scheduler.
     pub limits: EnvLimits,
-    /// Whether memory of pools is movable.
+    /// Whether this library serves memory pools, so that their memory can move.
     pub movable_pools: bool,
-    /// `NVSHARE_MEMORY_MAX` is set, but is not an amount.
+    /// True if `NVSHARE_MEMORY_MAX` is set, but is not an amount.
     pub memory_max_is_unread: bool,
 }
 
@@ -67,7 +69,7 @@ impl Settings {
             asked_for: environment(c"LD_PRELOAD").is_some_and(|list| list.windows(7).any(|part| part == b"nvshare")),
             oversubscribe,
             engine: if oversubscribe { Some(Engine::Managed) } else { engine },
-            // A copy: the environment may change while the program runs.
+            // A copy, because the environment may change while the program runs.
             socket: text(c"NVSHARE_SOCKET").map_or(DEFAULT_SOCKET, |path| path.to_vec().leak()),
             gang: launcher::gang(environment),
             memory_max: memory_max.flatten(),
@@ -78,7 +80,7 @@ impl Settings {
     }
 }
 
-/// Whether the library must leave the program alone, even before it initialises CUDA.
+/// Whether the library must leave the program alone, even before the program initialises CUDA.
 pub fn is_disabled() -> bool {
     flag(c"NVSHARE_DISABLE")
 }

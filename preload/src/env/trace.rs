@@ -1,6 +1,8 @@
-//! Messages to the user on stderr: traces if `NVSHARE_DEBUG` is set, and single lines that are always printed.
+//! Messages to the user on stderr: traces if `NVSHARE_DEBUG` is set, and single lines that are always
+//! printed.
 //!
-//! Each line is one `write(2)`, so that lines of several threads do not mix, and no lock or buffer of ours can be held.
+//! Each line is one `write(2)`. So lines of several threads do not mix, and no lock or buffer of this
+//! library is needed.
 
 use crate::{
     env::settings,
@@ -17,7 +19,7 @@ use rustix::{
     fs::fstat,
 };
 
-/// Prints a trace line; costs one test of a flag if tracing is off.
+/// Prints a trace line. If tracing is off, this costs one test of a flag.
 macro_rules! trace {
     ($($arg:tt)*) => {
         if $crate::env::settings::get().debug {
@@ -40,25 +42,26 @@ pub fn line(text: core::fmt::Arguments<'_>) {
     let _ = line.write_fmt(text);
     let end = line.len.min(line.bytes.len() - 1);
     line.bytes[end] = b'\n';
-    // SAFETY: borrowed for three calls, which return an error if it is closed.
+    // SAFETY: the descriptor is borrowed for three calls. They return an error if it is closed.
     let stderr = unsafe { BorrowedFd::borrow_raw(2) };
     if identity(stderr) != stderr_at_load() {
         return;
     }
     let mut ready = [PollFd::from_borrowed_fd(stderr, PollFlags::OUT)];
-    // The line is lost if nothing reads stderr: the program must neither get a SIGPIPE nor wait.
+    // The line is lost if no process reads stderr, because the program must neither get a SIGPIPE nor
+    // wait.
     if poll(&mut ready, Some(&timespec(Duration::ZERO))) == Ok(1) && ready[0].revents() == PollFlags::OUT {
         let _ = rustix::io::write(stderr, line.bytes.get(..=end).unwrap_or(&[]));
     }
 }
 
-/// Device and inode of descriptor 2 when the library was loaded. If the program has closed it since, or its parent had
-/// closed it, the number may belong to a file of the program.
+/// Device and inode of descriptor 2 when the library was loaded. If descriptor 2 has been closed,
+/// before or after that, its number may now belong to a file of the program.
 static STDERR: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
 
-/// Called once, when the library is loaded.
+/// Records the identity of stderr. Called once, when the library is loaded.
 pub fn remember_stderr() {
-    // SAFETY: borrowed for one call, which returns an error if it is closed.
+    // SAFETY: the descriptor is borrowed for one call. The call returns an error if it is closed.
     if let Some((device, inode)) = identity(unsafe { BorrowedFd::borrow_raw(2) }) {
         STDERR[0].store(device, Ordering::Relaxed);
         STDERR[1].store(inode, Ordering::Relaxed);
@@ -69,7 +72,7 @@ fn stderr_at_load() -> Option<(u64, u64)> {
     Some((STDERR[0].load(Ordering::Relaxed), STDERR[1].load(Ordering::Relaxed)))
 }
 
-/// Device and inode of a descriptor; `None` if it is closed.
+/// Returns device and inode of a descriptor, or `None` if it is closed.
 fn identity(file: BorrowedFd<'_>) -> Option<(u64, u64)> {
     fstat(file).ok().map(|stat| (stat.st_dev, stat.st_ino))
 }

@@ -1,11 +1,13 @@
-//! Libraries opened with `RTLD_DEEPBIND`. They search their own libraries before the libraries of the program, and so
-//! do not find the hooks.
+//! Libraries opened with `RTLD_DEEPBIND`. They search their own dependencies before the libraries of
+//! the program, and so do not find the hooks.
 //!
-//! From the first such call on, the functions that they would find are redirected to the hooks ([`redirect`]): the C
-//! library's `dlsym` immediately, so before any code of the library runs, and the functions of the driver and of NVML
-//! as soon as these are loaded. They are loaded before the call if the program already uses CUDA, and at its end if the
-//! library brings the driver with it. A library opened with `dlopen` is always queried with `dlsym` first, so that is
-//! where we notice the latter.
+//! From the first such `dlopen` on, the functions that such libraries would find are redirected to the
+//! hooks ([`redirect`]). The C library's `dlsym` is redirected immediately, before any code of the
+//! library runs. The functions of the driver and of NVML are redirected when the driver or NVML is loaded. If
+//! the program already uses CUDA, the driver is loaded before the `dlopen`. If the opened library
+//! depends on the driver, the driver is loaded by the end of the `dlopen`. A library opened with
+//! `dlopen` is always queried with `dlsym` first, so `dlsym` is where we notice that it has loaded the
+//! driver.
 
 use super::table;
 use crate::{
@@ -18,9 +20,11 @@ use crate::{
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use rustix::{process::getpid, thread::gettid};
 
-/// The process that has opened such a library and has not yet loaded all libraries with hooks; 0 if there is none. The
-/// hook of `dlsym` reads it. A child process continues only once it opens one itself: the check takes the loader's
-/// lock, which stays locked in a child if another thread held it.
+/// The id of this process while the hook of `dlsym` must check for newly loaded libraries; 0 otherwise.
+/// The process has then opened a library with `RTLD_DEEPBIND`, and has not yet loaded all libraries
+/// with hooks. A child of a fork ignores its parent's id, and checks only after it has opened such a
+/// library itself. The check takes the loader's lock, which stays locked in the child if another thread
+/// held it during the fork.
 pub static WATCHING: AtomicI32 = AtomicI32::new(0);
 
 /// Whether the functions of each library with hooks have been redirected.
@@ -28,7 +32,8 @@ static C_LIBRARY: AtomicBool = AtomicBool::new(false);
 static DRIVER: AtomicBool = AtomicBool::new(false);
 static NVML: AtomicBool = AtomicBool::new(false);
 
-/// Called before a library is opened with `RTLD_DEEPBIND`. `dlsym` is the hook of that function.
+/// Called before a library is opened with `RTLD_DEEPBIND`. `dlsym` is the address of the hook of
+/// `dlsym`.
 pub fn opening(dlsym: usize) {
     errno::preserved(|| {
         if settings::is_disabled() || are_all_redirected() {
@@ -37,12 +42,13 @@ pub fn opening(dlsym: usize) {
         WATCHING.store(getpid().as_raw_pid(), Ordering::SeqCst);
         redirect_what_is_loaded(dlsym);
         if redirect::was_refused() && gate::is_active() {
-            interop::tie(); // evicted memory must be restored before the library can use it
+            interop::tie(); // restores evicted memory, because the library may use it without passing a hook
         }
     });
 }
 
-/// Redirects the libraries loaded by now, if such a library was opened.
+/// Redirects functions of the libraries loaded so far, if this process has opened a library with
+/// `RTLD_DEEPBIND`.
 pub fn look(dlsym: usize) {
     if WATCHING.load(Ordering::SeqCst) == getpid().as_raw_pid() {
         errno::preserved(|| redirect_what_is_loaded(dlsym));
@@ -52,8 +58,8 @@ pub fn look(dlsym: usize) {
 fn redirect_what_is_loaded(dlsym: usize) {
     /// The number of loaded objects at the last check.
     static SEEN: AtomicU64 = AtomicU64::new(0);
-    /// The thread that is in this function. A library's `malloc` that looks up a symbol on each call would recurse into
-    /// it.
+    /// The thread that is in this function. A `malloc` that looks up a symbol on each call would otherwise
+    /// recurse into this function.
     static BUSY: AtomicI32 = AtomicI32::new(0);
     let loaded = elf::loaded_so_far();
     if loaded == Some(SEEN.load(Ordering::SeqCst)) {
@@ -78,7 +84,7 @@ fn redirect_each(dlsym: usize) {
     });
     once(&DRIVER, || {
         let (Some(driver), Some(table)) = (driver::loaded(), table::table()) else { return false };
-        driver::resolve_all(); // afterwards their names lead to hooks
+        driver::resolve_all(); // after this, looking up a name yields its hook
         redirect::redirect(driver::library::inside(driver), table);
         true
     });
@@ -92,7 +98,8 @@ fn redirect_each(dlsym: usize) {
     }
 }
 
-/// Runs the action unless it is done. Concurrent threads repeat it, rather than continue before it is done.
+/// Runs the action if it has not been done. Concurrent threads repeat it, so that no thread continues
+/// before it is done.
 fn once(done: &AtomicBool, action: impl FnOnce() -> bool) {
     if !done.load(Ordering::SeqCst) && action() {
         done.store(true, Ordering::SeqCst);

@@ -1,9 +1,10 @@
 //! Lookups of functions by `dlsym` and `cuGetProcAddress`, answered with hooks where they exist.
 //!
-//! Hooks are found by the *address* of the real function, not by name: the driver resolves name, version and stream
-//! flavour to one of its exports (for every name with drivers 470 to 555, which `coverage/compare-headers.py` can
-//! query, and for all 459 lookups of a PyTorch program with 580). So for any variant, a program gets the hook of
-//! exactly that variant, or its entry ([`entries`]); unknown functions have a thunk (`thunks.rs`).
+//! Hooks are found by the *address* of the real function and not by its name, because the driver maps
+//! name, version and stream flavour to one of its exports. With drivers 470 to 555 this was checked for
+//! every name that `coverage/compare-headers.py` can query, and with driver 580 for all 459 lookups of
+//! a PyTorch program. So for any variant, a program gets the hook of exactly that variant, or its entry
+//! ([`entries`]). Unknown functions get a thunk (`thunks.rs`).
 
 use super::{
     deepbind, entries,
@@ -22,13 +23,15 @@ use core::{
     ptr,
 };
 
-/// The hook of `dlsym`. Handles names that begin with `cu` and the hooked NVML names. Passes `RTLD_NEXT` lookups
-/// through, because their result depends on the caller's address. So does the result of `RTLD_DEFAULT` lookups, which
-/// include the libraries loaded with the caller: of the driver's names they are handled only for hooks' names, which
-/// are found in any scope. All other calls jump to the real function with the caller's return address on the stack.
+/// The hook of `dlsym`. It handles names that begin with `cu`, and the NVML names that have a hook. It
+/// passes `RTLD_NEXT` lookups through, because their result depends on the caller's address. The result
+/// of an `RTLD_DEFAULT` lookup depends on the caller too, because it includes the libraries loaded with
+/// the caller. So of the driver's names, such lookups are handled only for names that this library
+/// exports, which every scope contains. All other calls jump to the real function with the caller's
+/// return address on the stack.
 ///
-/// A library opened with `dlopen` is always queried with `dlsym` first, so this is where we notice that a library that
-/// does not find the hooks has loaded the driver ([`deepbind`]).
+/// A library opened with `dlopen` is always queried with `dlsym` first. So this hook is where we notice
+/// that a library opened with `RTLD_DEEPBIND` has loaded the driver ([`deepbind`]).
 #[cfg(target_arch = "x86_64")]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[unsafe(naked)]
@@ -43,7 +46,7 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "jne 4f",
         "cmp byte ptr [rsi + 1], {u}",
         "jne 2f",
-        "cmp byte ptr [rsi + 2], {a}", // not cups… or curl…: the driver's names continue with a capital, as in cuInit
+        "cmp byte ptr [rsi + 2], {a}", // a capital follows, as in cuInit: excludes cups… and curl…
         "jb 2f",
         "cmp byte ptr [rsi + 2], {z}",
         "ja 2f",
@@ -69,7 +72,7 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "jz 6f",
         "jmp rax",
         "6:",
-        "ret", // there is none, so nothing is found
+        "ret", // no real dlsym: returns NULL
         "4:",
         "cmp byte ptr [rsi], {n}",
         "jne 2b",
@@ -79,7 +82,7 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "je 2b",
         "push rdi",
         "push rsi",
-        "sub rsp, 8", // as above
+        "sub rsp, 8", // keeps the stack aligned for the call
         "mov rdi, rsi",
         "call {is_nvml}",
         "add rsp, 8",
@@ -91,7 +94,7 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "5:",
         "push rdi",
         "push rsi",
-        "sub rsp, 8", // as above
+        "sub rsp, 8", // keeps the stack aligned for the call
         "mov rdi, rsi",
         "call {is_driver}",
         "add rsp, 8",
@@ -103,7 +106,7 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "7:",
         "push rdi",
         "push rsi",
-        "sub rsp, 8", // as above
+        "sub rsp, 8", // keeps the stack aligned for the call
         "call {look}",
         "add rsp, 8",
         "pop rsi",
@@ -143,7 +146,7 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "cmp w9, #{u}",
         "b.ne 2f",
         "ldrb w9, [x1, #2]",
-        "cmp w9, #{a}", // not cups… or curl…: the driver's names continue with a capital, as in cuInit
+        "cmp w9, #{a}", // a capital follows, as in cuInit: excludes cups… and curl…
         "b.lo 2f",
         "cmp w9, #{z}",
         "b.hi 2f",
@@ -166,7 +169,7 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "cbz x9, 6f",
         "br x9",
         "6:",
-        "mov x0, xzr", // there is none, so nothing is found
+        "mov x0, xzr", // no real dlsym: returns NULL
         "ret",
         "4:",
         "cmp w9, #{n}",
@@ -219,8 +222,8 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
     )
 }
 
-/// The hook of `dlopen`. The result depends on the caller's address, so the hook jumps to the real function with the
-/// caller's return address on the stack.
+/// The hook of `dlopen`. The result depends on the caller's address, so the hook jumps to the real
+/// function with the caller's return address on the stack.
 #[cfg(target_arch = "x86_64")]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[unsafe(naked)]
@@ -245,11 +248,11 @@ pub unsafe extern "C" fn dlopen(_file: *const c_char, _flags: c_int) -> *mut c_v
         "jz 6f",
         "jmp rax",
         "6:",
-        "ret", // there is none, so nothing is opened
+        "ret", // no real dlopen: returns NULL
         "4:",
         "push rdi",
         "push rsi",
-        "sub rsp, 8", // as above
+        "sub rsp, 8", // keeps the stack aligned for the call
         "call {opening}",
         "add rsp, 8",
         "pop rsi",
@@ -284,7 +287,7 @@ pub unsafe extern "C" fn dlopen(_file: *const c_char, _flags: c_int) -> *mut c_v
         "cbz x9, 6f",
         "br x9",
         "6:",
-        "mov x0, xzr", // there is none, so nothing is opened
+        "mov x0, xzr", // no real dlopen: returns NULL
         "ret",
         "4:",
         "stp x0, x1, [sp, #-32]!",
@@ -305,21 +308,21 @@ extern "C" fn opening() {
     deepbind::opening(dlsym as *const () as usize);
 }
 
-/// Checks whether a library opened that way has loaded the driver.
+/// Checks whether a library opened with `RTLD_DEEPBIND` has loaded the driver.
 pub extern "C" fn look() {
     deepbind::look(dlsym as *const () as usize);
 }
 
 /// Whether this library exports this name of the driver.
 unsafe extern "C" fn is_hooked(name: *const c_char) -> bool {
-    // SAFETY: `name` is the argument of `dlsym`, which has found it to begin with `cu`.
+    // SAFETY: `name` is the argument of `dlsym`. `dlsym` has found that it begins with `cu`.
     let name = unsafe { CStr::from_ptr(name) };
     hook::all().any(|hook| hook.real.name() == name) || entries::has(name)
 }
 
-/// Handles `dlsym` for a name that may be the driver's: returns the hook if the real function has one.
+/// Handles `dlsym` for a name that may be the driver's. Returns the hook if the real function has one.
 unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -> *mut c_void {
-    // Before the lookup, whose error the program may query.
+    // Checked before the lookup, because the program may query the lookup's error with `dlerror`.
     let is_loaded = driver::loaded().is_some();
     let found = c::real_dlsym(handle, name);
     if found.is_null() {
@@ -329,15 +332,15 @@ unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -
     let entry_of_nothing =
         || entries::exported_at(found as usize).is_some_and(|entry| !(is_loaded && entries::is_there(entry)));
     if hook::all().any(is_nowhere) || entry_of_nothing() {
-        // Without the driver these names do not exist, and neither does a name that this driver lacks, unless a library
-        // behind this one defines it. The name was found only because this library exports it.
+        // The lookup has found the name only because this library exports it. Without this library, the name
+        // would not exist, unless another library defines it. So the lookup is repeated behind this library.
         return c::real_dlsym(libc::RTLD_NEXT, name);
     }
     // SAFETY: `name` is the argument of `dlsym`.
     let name = unsafe { CStr::from_ptr(name) };
     match driver::loaded().filter(|driver| driver::library::export(*driver, name) == Some(found as usize)) {
         Some(_) => answer(found),
-        None => table::hook_of(found), // not the driver's own, or a hook already
+        None => table::hook_of(found), // not a function of the driver, or already a hook
     }
 }
 

@@ -1,9 +1,10 @@
-//! Entries: functions of the driver that this library need not intercept. But while the process is off its GPUs, their
-//! callers have to wait outside the driver ([`crate::driver::presence`]). So a program gets an *entry* for each, which
-//! jumps to the function while it is open. That costs one load and a comparison, and preserves all registers and the
-//! stack.
+//! Entries for functions of the driver that this library need not intercept. While the process is off
+//! its GPUs, callers of these functions must wait outside the driver ([`crate::driver::presence`]). So
+//! a program gets an *entry* for each function. While the entry is open, it jumps to the function. That
+//! costs one load and one comparison, and preserves the stack and all registers that may contain
+//! arguments.
 //!
-//! A few functions never block in the driver, and have no entry; `build.rs` lists them.
+//! A few functions never block in the driver, and have no entry. `build.rs` lists them.
 
 use super::detour::detour;
 use crate::{
@@ -18,8 +19,9 @@ use crate::{
 use alloc::{boxed::Box, vec::Vec};
 use core::ffi::CStr;
 
-/// Names of functions that are not intercepted, each followed by a NUL: first those with entries, in their order, then
-/// those without. Stored without pointers, so that the loader has nothing to relocate.
+/// Names of functions that are not intercepted, each followed by a NUL. The names with entries are
+/// first, in the order of the entries. The table has no pointers, so the loader has nothing to
+/// relocate.
 static NAMES: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/passed-names"));
 
 /// The distance between two entries, in bytes.
@@ -29,22 +31,22 @@ fn names() -> impl Iterator<Item = &'static CStr> {
     NAMES.split_inclusive(|byte| *byte == 0).filter_map(|name| CStr::from_bytes_with_nul(name).ok())
 }
 
-/// Declares the entries, and exports each under the name of its function.
+/// Declares the entries, and exports each entry under the name of its function.
 macro_rules! entries {
     ($( $name:ident $index:literal )*) => {
         const ENTRIES: usize = [$( $index ),*].len();
 
-        /// The state of each entry: the address of its function.
+        /// The state of each entry, which includes the address of its function.
         static WAYS: [Entry; ENTRIES] = [const { Entry::new() }; ENTRIES];
 
-        /// Not a function, but the entries, one after another.
+        /// Not a function. Contains the entries, one after another.
         #[cfg(target_arch = "x86_64")]
         #[unsafe(naked)]
         unsafe extern "C" fn entries() {
             core::arch::naked_asm!(
                 $(
                     ".balign {stride}",
-                    concat!("mov r11, qword ptr [rip + {ways} + 8 * ", $index, "]"), // the register is free at a call
+                    concat!("mov r11, qword ptr [rip + {ways} + 8 * ", $index, "]"), // r11 is free at a call
                     "cmp r11, {missing}",
                     "jle 2f",
                     "jmp r11",
@@ -65,7 +67,7 @@ macro_rules! entries {
             core::arch::naked_asm!(
                 $(
                     ".balign {stride}",
-                    concat!("adrp x16, {ways} + 8 * ", $index), // as above
+                    concat!("adrp x16, {ways} + 8 * ", $index), // x16 is free at a call
                     concat!("ldr x16, [x16, #:lo12:{ways} + 8 * ", $index, "]"),
                     "cmp x16, #{missing}",
                     "b.le 2f",
@@ -81,7 +83,7 @@ macro_rules! entries {
             )
         }
 
-        /// Not a function, but the distance of each exported name from its place in this list, see
+        /// Not a function. Contains the distance of each exported name from its place in this list, as in
         /// [`crate::driver::hook`].
         #[unsafe(naked)]
         unsafe extern "C" fn exports() {
@@ -109,27 +111,28 @@ include!(concat!(env!("OUT_DIR"), "/passed-entries.rs"));
 
 detour!(enter, entering);
 
-/// Called by an entry that is not open. Returns the address at which to continue.
+/// Called by an entry that is not open. Returns the address at which the caller continues.
 extern "C" fn entering(entry: usize) -> usize {
     let way = WAYS.get(entry).zip(names().nth(entry));
     let function = way.and_then(|(way, name)| way.enter(|| errno::preserved(|| driver::export(name))));
     function.unwrap_or(missing as *const () as usize)
 }
 
-/// Replaces a function that this driver lacks.
+/// The replacement for a function that the driver lacks.
 extern "C" fn missing() -> CUresult {
     ERROR_NOT_FOUND
 }
 
-/// Shuts all entries into the driver, for the program and for this library, or opens them again
-/// ([`entry`](crate::driver::entry)).
+/// Shuts all entries into the driver, those of the program and those of this library, or opens them
+/// again ([`entry`](crate::driver::entry)).
 pub fn shut_driver(shut: bool) {
     driver::each_function(|function| function.entry().set_shut(shut));
     hook::all().for_each(|hook| hook.real.entry().set_shut(shut));
     WAYS.iter().for_each(|way| way.set_shut(shut));
 }
 
-/// Pairs of the address of a function that this driver has and the address of its entry. Looks up all functions.
+/// Returns pairs of the address of a driver function and the address of its entry. Looks up all
+/// functions.
 pub fn pairs() -> impl Iterator<Item = (usize, usize)> {
     let known = WAYS.iter().zip(names()).enumerate();
     known.filter_map(|(index, (way, name))| Some((way.find(|| driver::export(name))?, entry_at(index))))
@@ -144,7 +147,7 @@ pub fn has(name: &CStr) -> bool {
     names().take(ENTRIES).any(|known| known == name)
 }
 
-/// The number of the entry that this library exports at this address.
+/// Returns the number of the entry that this library exports at this address.
 pub fn exported_at(address: usize) -> Option<usize> {
     let list = exports as *const i32;
     (0..ENTRIES).find(|index| {
@@ -160,7 +163,7 @@ pub fn is_there(entry: usize) -> bool {
     way.is_some_and(|(way, name)| way.find(|| driver::export(name)).is_some())
 }
 
-/// Whether this function of the driver passes without an entry. Unknown before the driver is loaded.
+/// Whether this driver function needs no entry. Returns true if the driver is not loaded.
 pub fn never_blocks(function: usize) -> bool {
     static ADDRESSES: OnceBox<Vec<usize>> = OnceBox::new();
     let Some(driver) = driver::loaded() else { return true };

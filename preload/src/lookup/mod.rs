@@ -1,8 +1,8 @@
-//! Lookups of the driver's functions, which are answered with hooks.
+//! Lookups of the driver's functions. They return hooks.
 //!
 //! - [`dlsym`]: the hooks of `dlsym` and `dlopen`. [`table`]: hooks by the address of the real function.
-//! - [`entries`]: functions that this library need not intercept. [`thunks`]: unknown functions. [`detour`]: code that
-//!   runs before either.
+//! - [`entries`]: functions that this library need not intercept. [`thunks`]: unknown functions.
+//!   [`detour`]: code that runs before both.
 //! - [`deepbind`]: libraries that would not find the hooks.
 
 pub mod deepbind;

@@ -8,16 +8,16 @@ use crate::{
 use alloc::{boxed::Box, vec::Vec};
 use core::ffi::c_void;
 
-/// The address that the program gets for a function that the driver exports.
+/// Returns the address that the program gets for a function that the driver exports.
 pub fn answer(real: *mut c_void) -> *mut c_void {
     let hook = hook_of(real);
-    // If the driver's own table has been redirected, the lookup has found a hook or an entry.
+    // If the driver's own symbol table has been redirected, `real` is already a hook or an entry.
     let is_ours = |address| table().is_some_and(|table| table.iter().any(|(_, hook)| *hook == address));
     let is_known = hook != real || is_ours(real as usize) || entries::exported_at(real as usize).is_some();
     if is_known || entries::never_blocks(real as usize) { hook } else { thunks::guarded(real) }
 }
 
-/// The hook or the entry of a real function, or the function itself.
+/// Returns the hook or the entry of a real function, or the function itself if it has neither.
 pub fn hook_of(real: *mut c_void) -> *mut c_void {
     let Some(table) = table() else { return real };
     match table.binary_search_by_key(&(real as usize), |(real, _)| *real) {
@@ -26,7 +26,8 @@ pub fn hook_of(real: *mut c_void) -> *mut c_void {
     }
 }
 
-/// Pairs of real address and hook or entry, sorted. Built when the driver is loaded; `None` before.
+/// Returns sorted pairs of a real address and its hook or entry. The table is built when the driver is
+/// loaded. Returns `None` before.
 pub fn table() -> Option<&'static [(usize, usize)]> {
     static TABLE: OnceBox<Vec<(usize, usize)>> = OnceBox::new();
     if TABLE.get().is_none() {
@@ -34,7 +35,7 @@ pub fn table() -> Option<&'static [(usize, usize)]> {
         let mut table: Vec<_> = hook::all().filter_map(|h| Some((h.real.find()?, h.hook as usize))).collect();
         table.extend(entries::pairs());
         table.sort_by_key(|(real, _)| *real);
-        table.dedup_by_key(|(real, _)| *real); // if a function has two names, the one with a hook counts
+        table.dedup_by_key(|(real, _)| *real); // if a function has two names, the pair with a hook stays
         let _ = TABLE.set(Box::new(table));
     }
     TABLE.get().map(Vec::as_slice)
@@ -46,7 +47,7 @@ pub fn table() -> Option<&'static [(usize, usize)]> {
 /// `function` is NULL or the pointer that the program passed to `cuGetProcAddress`.
 pub unsafe fn replace(result: CUresult, function: *mut *mut c_void) -> CUresult {
     if result == SUCCESS && !function.is_null() {
-        // SAFETY: the driver has just written there; it may have found nothing.
+        // SAFETY: the driver has just written there. The value may be NULL.
         unsafe {
             if !(*function).is_null() {
                 *function = answer(*function);

@@ -1,6 +1,7 @@
-//! Thunks for functions of the driver that `coverage/entry-points.tsv` does not know, because the driver is newer. They
-//! may submit work that passes no gate. So a program that looks one up gets a thunk, which keeps the program's memory
-//! on the GPU from the first call on and then jumps to the function, with the caller's registers and stack.
+//! Thunks for functions of the driver that `coverage/entry-points.tsv` does not list, because the
+//! driver is newer than the table. Such functions may submit work that passes no gate. So a program
+//! that looks one up gets a thunk. From the first call on, the thunk keeps the program's memory on the
+//! GPU. Then it jumps to the function with the caller's registers and stack.
 
 use super::detour::detour;
 use crate::{calls::interop, driver::presence, sys::errno};
@@ -10,16 +11,18 @@ use core::{
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-/// Enough for the unknown functions that a program is likely to look up. Beyond them, memory stays from the lookup on.
+/// More than the unknown functions that a program is likely to look up. If a program looks up more,
+/// memory stays on the GPU from that lookup on.
 const THUNKS: usize = 64;
 
 /// The distance between two thunks, in bytes.
 const STRIDE: usize = 16;
 
-/// The function of each thunk, in lookup order; 0 if it has none yet. A function keeps its thunk.
+/// The function of each thunk, in the order of the lookups; 0 if the thunk is unused. A function keeps
+/// its thunk.
 static FUNCTIONS: [AtomicUsize; THUNKS] = [const { AtomicUsize::new(0) }; THUNKS];
 
-/// The address that the program gets for an unknown function of the driver.
+/// Returns the address that the program gets for an unknown function of the driver.
 pub fn guarded(function: *mut c_void) -> *mut c_void {
     let address = function as usize;
     for (thunk, place) in FUNCTIONS.iter().enumerate() {
@@ -37,7 +40,7 @@ fn thunk_at(thunk: usize) -> *mut c_void {
     (thunks as *const () as usize + thunk * STRIDE) as *mut c_void
 }
 
-/// Called by a thunk, with an address inside it. Returns the address of its function.
+/// Called by a thunk, with an address inside that thunk. Returns the address of the thunk's function.
 extern "C" fn called(inside: usize) -> usize {
     errno::preserved(interop::tie);
     if presence::is_away() {
@@ -56,7 +59,7 @@ unsafe extern "C" fn thunks() {
     naked_asm!(
         ".rept {thunks}",
         ".balign {stride}",
-        "lea r11, [rip]", // identifies the thunk by its own address; the register is free at a call
+        "lea r11, [rip]", // identifies the thunk by its own address; r11 is free at a call
         "jmp {enter}",
         ".endr",
         thunks = const THUNKS,
@@ -71,7 +74,7 @@ unsafe extern "C" fn thunks() {
     naked_asm!(
         ".rept {thunks}",
         ".balign {stride}",
-        "adr x16, .", // as above
+        "adr x16, .", // identifies the thunk by its own address; x16 is free at a call
         "b {enter}",
         ".endr",
         thunks = const THUNKS,

@@ -1,5 +1,5 @@
-//! The GPUs that NVML shows. If the library, and not the program, has set `CUDA_VISIBLE_DEVICES`, NVML counts and
-//! numbers the same GPUs. Lookups by UUID or PCI bus are not changed.
+//! The GPUs that NVML shows. If this library and not the program has set `CUDA_VISIBLE_DEVICES`, NVML
+//! counts and numbers the same GPUs as CUDA. Lookups by UUID or PCI bus are not changed.
 
 use super::{Device, ERROR_LIBRARY_NOT_FOUND, Function, Return, SUCCESS, uuid};
 use crate::{client::placement, sys::errno};
@@ -13,7 +13,7 @@ pub static BY_INDEX_2: Function = Function::new(c"nvmlDeviceGetHandleByIndex_v2"
 pub static INDEX: Function = Function::new(c"nvmlDeviceGetIndex");
 static BY_UUID: Function = Function::new(c"nvmlDeviceGetHandleByUUID");
 
-/// An index that no GPU has, so that NVML returns its own error.
+/// An index that no GPU has. NVML returns its own error for it.
 const NONE: u32 = u32::MAX;
 
 fn count(real: &Function, count: *mut u32) -> Return {
@@ -40,8 +40,8 @@ fn by_index(real: &Function, index: u32, device: *mut Device) -> Return {
     match visible.nth(index as usize) {
         Some(uuid) => {
             let name = errno::preserved(|| format!("GPU-{uuid}\0"));
-            // SAFETY: NVML's export of this name has this signature; `name` ends with NUL, and `device` is the
-            // program's own.
+            // SAFETY: NVML's export of this name has this signature. `name` ends with NUL, and `device` is the
+            // program's own pointer.
             unsafe { transmute::<usize, ByUuid>(by_uuid)(name.as_ptr().cast(), device) }
         }
         // SAFETY: NVML's export of this name has this signature, and `device` is the program's own.

@@ -1,5 +1,6 @@
-//! The memory sizes that NVML shows: the same sizes as CUDA's ([`memory_info`]). Programs that do not use CUDA, such as
-//! monitors, and programs without a limit see the real sizes; so do queries about a MIG slice.
+//! The memory sizes that NVML shows, which equal CUDA's ([`memory_info`]). The real sizes are shown to
+//! programs that do not use CUDA, such as monitors, to programs without a limit, and in queries about a
+//! MIG slice.
 
 use super::{Device, ERROR_LIBRARY_NOT_FOUND, Function, Return, SUCCESS, uuid};
 use crate::{
@@ -42,7 +43,8 @@ const VERSION_2: u32 = size_of::<Memory2>() as u32 | 2 << 24;
 
 pub static MEMORY: Function = Function::new(c"nvmlDeviceGetMemoryInfo");
 pub static MEMORY_2: Function = Function::new(c"nvmlDeviceGetMemoryInfo_v2");
-/// The sizes that the program sees on a GPU, given the sizes that NVML reports; `None` if it sees NVML's.
+/// Returns the sizes that the program sees on a GPU whose sizes NVML reports as `total` and `free`.
+/// Returns `None` if the program sees NVML's sizes.
 fn told(device: Device, total: u64, free: u64) -> Option<MemoryInfo> {
     if !memory_limits::are_set() {
         return None;
@@ -86,8 +88,9 @@ pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: Device, memory: *mut
     let Some(real) = MEMORY_2.address() else { return ERROR_LIBRARY_NOT_FOUND };
     // SAFETY: NVML's export of this name has this signature, and the arguments are the program's own.
     let result = unsafe { transmute::<usize, Real>(real)(device, memory) };
-    // Other versions may have another layout.
-    // SAFETY: NVML has just written there, and every version begins with its number.
+    // Other versions may have another layout, so they are left unchanged.
+    // SAFETY: NVML has just written there, and every version of the structure begins with its version
+    // number.
     let place = NonNull::new(memory).filter(|place| unsafe { place.cast::<u32>().read_unaligned() } == VERSION_2);
     if let (SUCCESS, Some(place)) = (result, place) {
         // SAFETY: NVML has just written there.

@@ -1,8 +1,8 @@
-//! Hooks of NVML queries whose answers nvshare changes to agree with CUDA: the size of [`memory`], and the list of
-//! [`devices`].
+//! Hooks of NVML queries whose answers nvshare changes to agree with CUDA: sizes of [`memory`], and the
+//! list of [`devices`].
 //!
-//! This library never loads NVML, and makes only queries that the program could make. It holds no lock of its own
-//! during a query.
+//! This library never loads NVML, and makes only queries that the program could make too. It holds no
+//! lock of its own during a query.
 
 mod devices;
 mod memory;
@@ -31,7 +31,7 @@ const UUID_LEN: usize = 96;
 
 static LIBRARY: Library = Library::new(c"libnvidia-ml.so.1");
 
-/// A function of NVML, once the program has loaded NVML.
+/// A function of NVML, which can be called once the program has loaded NVML.
 #[derive(Debug)]
 struct Function {
     name: &'static CStr,
@@ -43,7 +43,8 @@ impl Function {
         Self { name, address: AtomicUsize::new(0) }
     }
 
-    /// The address to call. Without NVML, another library may define the name, such as a wrapper of the program's.
+    /// Returns the address to call. Without NVML, another library may define the name, for example a
+    /// wrapper of the program.
     fn address(&self) -> Option<usize> {
         self.of_nvml().or_else(|| {
             let next = c::real_dlsym(libc::RTLD_NEXT, self.name.as_ptr()) as usize;
@@ -82,7 +83,8 @@ pub fn is_loaded() -> bool {
     LIBRARY.loaded().is_some()
 }
 
-/// The library's handle, and pairs of real address and hook, sorted; `None` if the program has not loaded NVML.
+/// Returns NVML's handle, and sorted pairs of a real address and its hook. Returns `None` if the
+/// program has not loaded NVML.
 pub fn table() -> Option<(*mut c_void, Vec<(usize, usize)>)> {
     let library = LIBRARY.loaded()?;
     let mut table: Vec<_> = hooks().into_iter().filter_map(|(real, hook)| Some((real.of_nvml()?, hook))).collect();
@@ -90,7 +92,7 @@ pub fn table() -> Option<(*mut c_void, Vec<(usize, usize)>)> {
     Some((library, table))
 }
 
-/// Whether a hook has this name.
+/// Whether an NVML hook has this name.
 ///
 /// # Safety
 /// `name` is NULL or ends with NUL.
@@ -104,17 +106,19 @@ pub fn is_hook(address: usize) -> bool {
     hooks().iter().any(|(_, hook)| *hook == address)
 }
 
-/// The hook of a real function, or the function itself.
+/// Returns the hook of a real function, or the function itself if it has none.
 pub fn hook_of(found: *mut c_void) -> *mut c_void {
     let hook = hooks().into_iter().find(|(real, _)| real.of_nvml() == Some(found as usize));
     hook.map_or(found, |(_, hook)| hook as *mut c_void)
 }
 
-/// The UUID of a device. Queried each time: after a shutdown of NVML, a handle may denote another device.
+/// Returns the UUID of a device. Queries it each time, because after a shutdown of NVML a handle may
+/// denote another device.
 fn uuid(device: Device) -> Option<Uuid> {
     type Ask = unsafe extern "C" fn(Device, *mut c_char, u32) -> Return;
     let mut text = [0; UUID_LEN];
-    // SAFETY: NVML's export of this name has this signature, and has just answered another query with that handle.
+    // SAFETY: NVML's export of this name has this signature, and has just answered another query with this
+    // handle.
     let result = unsafe { transmute::<usize, Ask>(UUID.address()?)(device, text.as_mut_ptr().cast(), UUID_LEN as u32) };
     let text = CStr::from_bytes_until_nul(&text).ok().filter(|_| result == SUCCESS)?;
     Uuid::parse(text.to_str().ok()?.strip_prefix("GPU-")?)

@@ -1,7 +1,7 @@
-//! The program's memory by its names in the program: addresses, handles and IPC handles, across all GPUs.
+//! The program's memory on all GPUs, by the addresses, handles and IPC handles that the program uses.
 //!
-//! - [`pinned`]: memory that no engine can move. [`virtual_memory`]: memory that the program reserves, creates and maps
-//!   itself.
+//! - [`pinned`]: memory that no engine can move. [`virtual_memory`]: memory that the program reserves,
+//!   creates and maps itself.
 //! - [`pools`]: memory pools, by the driver's handles.
 //! - [`shared`]: memory exported to other processes and imported from them.
 
@@ -17,8 +17,8 @@ use crate::{
     memory::space::Allocation,
 };
 
-/// The allocation that contains this address, and its GPU. `None` for the program's managed memory, for which the
-/// driver answers.
+/// Returns the allocation that contains this address, and its GPU. Returns `None` for the program's
+/// managed memory, because the driver answers for it.
 pub fn find(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
     if !gate::is_active() {
         return None;
@@ -27,18 +27,18 @@ pub fn find(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
     found.or_else(|| shared::find(address)).filter(|(_, allocation)| !allocation.managed)
 }
 
-/// Like [`find`], but only for allocations of this process.
+/// Does the same as [`find`], but only for allocations of this process.
 pub fn find_own(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
     find(address).filter(|(_, allocation)| !allocation.is_foreign())
 }
 
-/// Whether the address belongs to one of our allocations.
+/// Whether the address belongs to an allocation of this library.
 pub fn is_ours(address: CUdeviceptr) -> bool {
     find(address).is_some()
 }
 
-/// Whether any of these addresses is reserved by this library. The program can neither map memory there nor free the
-/// addresses, even while nothing is mapped and the driver would permit it.
+/// Whether this library has reserved any of these addresses. The program can neither map memory there
+/// nor free the addresses, even while no memory is mapped there and the driver would permit it.
 pub fn are_ours(address: CUdeviceptr, size: Size) -> bool {
     let overlap = |gpu: &Gpu| gpu.space().is_some_and(|space| space.lock().overlaps(address, size as u64));
     gate::is_active() && (gpu::attached().any(overlap) || shared::find(address).is_some())

@@ -1,5 +1,6 @@
-//! Memory of the program that no engine can move: VMM allocations of certain kinds, arrays, pools and managed memory.
-//! It is permitted, counted against the limit, and reported, so that the scheduler does not try to evict it.
+//! Memory of the program that no engine can move: VMM allocations of certain kinds, arrays, pools and
+//! managed memory. The library permits it within the limit, counts it, and reports it, so that the
+//! scheduler does not try to evict it.
 
 use crate::{
     driver::{context::current_context, types::*},
@@ -12,10 +13,10 @@ use crate::{
 };
 use alloc::collections::BTreeMap;
 
-/// The kind of a driver's identifier: handles and addresses may coincide.
+/// The kind of a driver's identifier. It is part of the key, because a handle may equal an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
-    /// `cuMemCreate`. Lives until its last handle and its last mapping are gone.
+    /// A handle from `cuMemCreate`. The chunk lives until its last handle and its last mapping are gone.
     Chunk,
     Array,
     /// Managed memory, or memory of a pool, by address.
@@ -26,9 +27,9 @@ pub enum Kind {
 struct Pinned {
     gpu: &'static Gpu,
     bytes: u64,
-    /// Handles and mappings that refer to it.
+    /// The number of handles and mappings that refer to the memory.
     references: u32,
-    /// The context whose destruction frees it, unless it is freed earlier; 0 for none.
+    /// The context whose destruction frees the memory, unless it is freed earlier; 0 for none.
     context: usize,
 }
 
@@ -45,14 +46,15 @@ static TABLE: Mutex<Table> =
 /// Adds an allocation that the program has made.
 pub fn add(gpu: Option<&'static Gpu>, kind: Kind, name: u64, bytes: u64) {
     let Some(gpu) = gpu.filter(|_| bytes > 0) else { return };
-    // The driver takes whole granules from the GPU, which small allocations share.
+    // The driver takes whole granules from the GPU. Small allocations share a granule.
     let bytes = if bytes < GRANULE / 2 { bytes } else { bytes.div_ceil(GRANULE) * GRANULE };
     let context = if kind == Kind::Chunk { 0 } else { current_context().map_or(0, |context| context as usize) };
     TABLE.lock().pinned.insert((kind, name), Pinned { gpu, bytes, references: 1, context });
     gpu.pin(|pinned| pinned.saturating_add(bytes));
 }
 
-/// Frees everything that belonged to a context that is gone, or to a GPU if it was the `last` context there.
+/// Removes the arrays and addresses of a destroyed context. If it was the `last` context of the GPU,
+/// removes all of the GPU's. Chunks belong to no context, and stay.
 pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
     let mut table = TABLE.lock();
     let mut bytes = 0u64;
@@ -69,7 +71,7 @@ pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
     }
 }
 
-/// Notes another handle of the same chunk.
+/// Records another handle of the same chunk.
 pub fn retain(chunk: Handle) {
     if let Some(pinned) = TABLE.lock().pinned.get_mut(&(Kind::Chunk, chunk)) {
         pinned.references = pinned.references.saturating_add(1);
@@ -80,11 +82,12 @@ pub fn retain(chunk: Handle) {
 #[derive(Debug)]
 pub struct Reference {
     name: (Kind, u64),
-    /// The memory, if this was its last reference.
+    /// The memory, if this was the last reference to it.
     last: Option<Pinned>,
 }
 
-/// Takes a reference out before the call that releases it: after the call, its name may denote other memory.
+/// Takes a reference out before the call that releases it, because after the call its name may denote
+/// other memory.
 pub fn take(kind: Kind, name: u64) -> Option<Reference> {
     let name = (kind, name);
     let mut table = TABLE.lock();
@@ -95,14 +98,14 @@ pub fn take(kind: Kind, name: u64) -> Option<Reference> {
 }
 
 impl Reference {
-    /// Called when the call has succeeded: without references, the memory is free.
+    /// Called if the call has succeeded. Memory without references is then free.
     pub fn release(self) {
         if let Some(Pinned { gpu, bytes, .. }) = self.last {
             gpu.pin(|pinned| pinned.saturating_sub(bytes));
         }
     }
 
-    /// Called when the call has failed: the reference remains.
+    /// Called if the call has failed. The reference then remains.
     pub fn restore(self) {
         let mut table = TABLE.lock();
         match (self.last, table.pinned.get_mut(&self.name)) {
@@ -139,24 +142,24 @@ pub fn unmap(at: CUdeviceptr, size: Size) {
     }
 }
 
-/// The GPU and the context of an array.
+/// Returns the GPU and the context of an array.
 pub fn array(array: CUarray) -> Option<(&'static Gpu, usize)> {
     TABLE.lock().pinned.get(&(Kind::Array, array as u64)).map(|pinned| (pinned.gpu, pinned.context))
 }
 
-/// Whether the program may allocate `bytes` more on that GPU.
+/// Whether the program may allocate `bytes` more on this GPU.
 pub fn fits(gpu: Option<&Gpu>, bytes: u64) -> bool {
     let Some((gpu, space)) = gpu.and_then(|gpu| Some((gpu, gpu.space()?))) else { return true };
     if bytes > space.lock().account.free() {
-        gpu.release_pools(); // unused memory of pools is released before an allocation fails
+        gpu.release_pools(); // before an allocation fails, unused memory of pools is released
     }
     let account = space.lock().account;
     bytes <= account.free() || limit_request::raise(gpu, bytes, account.limit) == Outcome::Raised
 }
 
-/// The GPU of a VMM allocation; `None` for one in host memory.
+/// Returns the GPU of a VMM allocation, or `None` for an allocation in host memory.
 pub fn gpu_of(prop: *const AllocationProp) -> Option<&'static Gpu> {
-    // SAFETY: the driver dereferences it too, and reports NULL.
+    // SAFETY: `prop` is the program's pointer, which the driver would dereference too. NULL is handled.
     let location = unsafe { prop.as_ref() }?.location;
     (location.kind == MEM_LOCATION_TYPE_DEVICE).then(|| gpu::by_ordinal(location.id)).flatten()
 }

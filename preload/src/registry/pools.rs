@@ -1,6 +1,6 @@
-//! Memory pools by the driver's handles, which are also the program's: each of our pools shadows a pool of the driver.
-//! The program's settings are read from the driver's pool, which also serves the allocations that this library leaves
-//! to it.
+//! Memory pools by the driver's handles, which the program uses too. Each pool of this library shadows
+//! a pool of the driver. The program's settings are read from the driver's pool. The driver's pool also
+//! serves the allocations that this library leaves to it.
 
 use crate::{
     driver::{self, check, types::*},
@@ -11,10 +11,10 @@ use crate::{
 use alloc::{collections::BTreeMap, vec::Vec};
 use core::ffi::c_void;
 
-/// The pools that the program has created and that can be ours, and their GPUs.
+/// The pools that the program has created and that this library can serve, and their GPUs.
 static MADE: Mutex<BTreeMap<u64, CUdevice>> = Mutex::new(Rank::MemoryPools, BTreeMap::new());
 
-/// `CUmemPoolProps`. Older headers have fewer names for the same bytes.
+/// `CUmemPoolProps`. Older headers name fewer of the same bytes.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct Properties {
@@ -28,8 +28,8 @@ pub struct Properties {
 }
 
 impl Properties {
-    /// The GPU of a pool of plain memory; `None` for other pools: exportable or limited ones, and those with unknown
-    /// properties.
+    /// Returns the GPU of a pool of plain memory. Returns `None` for other pools, that is, exportable
+    /// pools, limited pools, and pools with unknown properties.
     fn plain(&self) -> Option<CUdevice> {
         let is_plain = self.kind == MEM_ALLOCATION_TYPE_PINNED
             && self.handle_types == 0
@@ -42,9 +42,9 @@ impl Properties {
     }
 }
 
-/// Called when the driver has created a pool.
+/// Records a pool that the driver has created.
 pub fn made(handle: u64, properties: &Properties) {
-    // Another pool may have had the same handle, and have been destroyed with its context.
+    // An earlier pool may have had the same handle, and may have been destroyed with its context.
     for (gpu, space) in spaces() {
         space.lock().destroy_pool(handle, &gpu.work);
     }
@@ -59,7 +59,7 @@ fn spaces() -> impl Iterator<Item = (&'static Gpu, &'static Mutex<Space>)> {
     gpu::attached().filter_map(|gpu| Some((gpu, gpu.space()?)))
 }
 
-/// The GPU and the space of one of our pools.
+/// Returns the GPU and the space of a pool that this library serves.
 pub fn find(handle: u64) -> Option<(&'static Gpu, &'static Mutex<Space>)> {
     spaces().find(|(_, space)| space.lock().has_pool(handle))
 }
@@ -72,7 +72,7 @@ pub struct Destroyed {
     known: Option<(&'static Gpu, u32)>,
 }
 
-/// Takes a pool out before it is destroyed: afterwards, its handle may denote another pool.
+/// Takes a pool out before it is destroyed, because afterwards its handle may denote another pool.
 pub fn take(handle: u64) -> Destroyed {
     let made = MADE.lock().remove(&handle);
     let known = find(handle).and_then(|(gpu, space)| Some((gpu, space.lock().destroy_pool(handle, &gpu.work)?)));
@@ -80,7 +80,7 @@ pub fn take(handle: u64) -> Destroyed {
 }
 
 impl Destroyed {
-    /// Called when the driver has not destroyed the pool.
+    /// Called if the driver has not destroyed the pool.
     pub fn restore(self) {
         if let Some(device) = self.made {
             MADE.lock().insert(self.handle, device);
@@ -94,10 +94,10 @@ impl Destroyed {
     }
 }
 
-/// The program's settings of a pool, as the driver reports them.
+/// Returns the program's settings of a pool, as the driver reports them.
 pub fn policy_of(pool: CUmemoryPool) -> Option<Policy> {
     let (mut opportunistic, mut threshold) = (0i32, 0u64);
-    // SAFETY: `pool` is a pool of the program, and the places have each attribute's type.
+    // SAFETY: `pool` is a pool of the program, and each variable has the type of its attribute.
     unsafe {
         let ask = |which, place| check(driver::cuMemPoolGetAttribute(pool, which, place)).ok();
         ask(attribute::REUSE_ALLOW_OPPORTUNISTIC, (&raw mut opportunistic).cast())?;
@@ -106,13 +106,14 @@ pub fn policy_of(pool: CUmemoryPool) -> Option<Policy> {
     Some(Policy { threshold, opportunistic: opportunistic != 0 })
 }
 
-/// Whether the pool is ours, on this GPU. Adopts the pool if it can be.
+/// Whether this library serves the pool on this GPU. Adopts the pool if possible.
 pub fn is_ours(pool: CUmemoryPool, gpu: &'static Gpu, space: &Mutex<Space>) -> bool {
     let handle = pool as u64;
     let guard = space.lock();
     let (is_known, copies) = (guard.has_pool(handle), guard.engine().copies());
     drop(guard);
-    // Managed memory is not used for pools: it is freed with its context, and only by a thread that can wait.
+    // Pools are not served from managed memory, which is freed with its context, and only by a thread that
+    // can wait.
     if is_known || !copies {
         return is_known;
     }
@@ -132,7 +133,7 @@ fn default_of(device: CUdevice) -> Option<CUmemoryPool> {
     (unsafe { driver::cuDeviceGetDefaultMemPool(&mut pool, device) } == SUCCESS && !pool.is_null()).then_some(pool)
 }
 
-/// Couples two GPUs if the program gives the other one access to this pool.
+/// Couples two GPUs if the program gives `other` access to this pool of `owner`.
 fn reach(pool: CUmemoryPool, owner: &'static Gpu, other: &'static Gpu) {
     if owner.index == other.index {
         return;
@@ -145,14 +146,15 @@ fn reach(pool: CUmemoryPool, owner: &'static Gpu, other: &'static Gpu) {
     }
 }
 
-/// Called when the program has changed the access rights to a pool.
+/// Called after the program has changed the access rights to a pool.
 pub fn access_changed(pool: CUmemoryPool) {
     if let Some((owner, _)) = find(pool as u64) {
         gpu::attached().for_each(|other| reach(pool, owner, other));
     }
 }
 
-/// Called when the program begins to use this GPU, which may have access to pools of others.
+/// Called when the program begins to use this GPU, because the GPU may have access to pools of other
+/// GPUs.
 pub fn now_in_use(gpu: &'static Gpu) {
     for (owner, space) in spaces() {
         let pools: Vec<_> = space.lock().pools().collect();

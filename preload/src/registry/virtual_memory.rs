@@ -1,8 +1,10 @@
-//! A record of the memory that the program reserves, creates and maps itself: its addresses, its memory by handle, and
-//! its mappings. It makes no driver calls, and includes the driver's own memory.
+//! A record of the memory that the program reserves, creates and maps itself: reserved addresses,
+//! memory by handle, and mappings. This module makes no driver calls. It also records memory that the
+//! driver has created.
 //!
-//! Our memory has a *virtual handle*, which denotes a range of a [`Space`](crate::memory::space::Space): the chunks of
-//! the range come and go, and the driver's handles with them. Memory that is left to the driver has the driver's
+//! This library's memory has a *virtual handle*, which denotes a range of a
+//! [`Space`](crate::memory::space::Space). The chunks of the range are created and freed as memory
+//! moves, and the driver's handles with them. Memory that is left to the driver has the driver's
 //! handle.
 
 use crate::{
@@ -13,7 +15,7 @@ use crate::{
 };
 use alloc::{collections::BTreeMap, vec::Vec};
 
-/// The upper bits of virtual handles, which neither addresses nor counters have.
+/// The upper bits of virtual handles. Addresses and counters do not have these bits.
 const VIRTUAL: Handle = 0x6e76_0000_0000_0000;
 const NUMBER: Handle = !0 >> 16;
 
@@ -32,11 +34,11 @@ pub struct Table {
 #[derive(Debug, Clone, Copy)]
 pub struct Memory {
     pub gpu: &'static Gpu,
-    /// The base of its range.
+    /// The base of the memory's range.
     pub base: u64,
     pub len: u64,
     pub flags: Flags,
-    /// References by handles and by mappings. Either kind keeps the memory alive.
+    /// The number of references by handles and by mappings. Each reference keeps the memory alive.
     handles: u32,
     mappings: u32,
 }
@@ -47,7 +49,7 @@ pub struct Mapping {
     pub len: u64,
     /// The virtual handle of the mapped memory; `None` for memory of the driver.
     pub handle: Option<Handle>,
-    /// Distinguishes it from other mappings at this address at other times.
+    /// Distinguishes the mapping from earlier and later mappings at the same address.
     pub id: u64,
 }
 
@@ -68,7 +70,7 @@ impl Table {
     // ---- addresses ----
 
     pub fn reserve(&mut self, at: u64, len: u64) {
-        // The driver rounds up.
+        // The driver rounds the length up.
         self.reservations.insert(at, len.checked_next_multiple_of(GRANULE).unwrap_or(len));
     }
 
@@ -76,12 +78,12 @@ impl Table {
         self.reservations.remove(&at);
     }
 
-    /// Whether all of these addresses are in one reservation.
+    /// Whether all these addresses are in one reservation.
     pub fn is_reserved(&self, at: u64, len: u64) -> bool {
         self.reservation(at).is_some_and(|(start, size)| len <= size - (at - start))
     }
 
-    /// The reservation that contains this address: start and length.
+    /// Returns the start and the length of the reservation that contains this address.
     pub fn reservation(&self, at: u64) -> Option<(u64, u64)> {
         let (start, len) = self.reservations.range(..=at).next_back()?;
         (at - start < *len).then_some((*start, *len))
@@ -96,7 +98,7 @@ impl Table {
         handle
     }
 
-    /// The memory behind a virtual handle, while the program has the handle.
+    /// Returns the memory behind a virtual handle, while the program has the handle.
     pub fn memory(&self, handle: Handle) -> Option<Memory> {
         self.memory.get(&handle).filter(|memory| memory.handles > 0).copied()
     }
@@ -108,7 +110,7 @@ impl Table {
         }
     }
 
-    /// Releases a reference by handle. Returns the memory if that was its last reference.
+    /// Releases a reference by handle. Returns the memory if no references remain.
     pub fn release(&mut self, handle: Handle) -> Option<Memory> {
         self.without(handle, |memory| memory.handles = memory.handles.saturating_sub(1))
     }
@@ -121,7 +123,7 @@ impl Table {
 
     // ---- mappings ----
 
-    /// Records a mapping of this memory, or of memory of the driver.
+    /// Records a mapping of this library's memory, or of memory of the driver.
     pub fn map(&mut self, at: u64, len: u64, handle: Option<Handle>) {
         let id = self.number();
         if let Some(memory) = handle.and_then(|handle| self.memory.get_mut(&handle)) {
@@ -130,20 +132,20 @@ impl Table {
         self.mappings.insert(at, Mapping { at, len, handle, id });
     }
 
-    /// Removes a mapping. Returns the memory if that was its last reference.
+    /// Removes a mapping. Returns the memory if no references remain.
     pub fn unmap(&mut self, at: u64) -> Option<Memory> {
         let handle = self.mappings.remove(&at)?.handle?;
         self.without(handle, |memory| memory.mappings = memory.mappings.saturating_sub(1))
     }
 
-    /// The mapping of our memory that contains this address, and its memory.
+    /// Returns the mapping of this library's memory that contains this address, and its memory.
     pub fn at(&self, address: u64) -> Option<(Mapping, Memory)> {
         let (_, mapping) = self.mappings.range(..=address).next_back()?;
         let memory = self.memory.get(&mapping.handle?)?;
         (address - mapping.at < mapping.len).then_some((*mapping, *memory))
     }
 
-    /// The mappings that overlap these addresses, in order.
+    /// Returns the mappings that overlap these addresses, in the order of their addresses.
     pub fn overlapping(&self, at: u64, len: u64) -> Vec<Mapping> {
         let end = at.saturating_add(len);
         let first = self.mappings.range(..at).next_back().filter(|(start, m)| at - *start < m.len);
@@ -151,24 +153,25 @@ impl Table {
         first.into_iter().chain(rest.into_iter().flatten()).map(|(_, mapping)| *mapping).collect()
     }
 
-    /// The mappings that overlap these addresses, if our memory is among them.
+    /// Returns the mappings that overlap these addresses, if at least one maps this library's memory.
     pub fn ours_among(&self, at: u64, len: u64) -> Option<Vec<Mapping>> {
         let found = self.overlapping(at, len);
         found.iter().any(|mapping| mapping.handle.is_some()).then_some(found)
     }
 
-    /// The mapped memory, if it is ours.
+    /// Returns the mapped memory, if it is this library's.
     pub fn behind(&self, mapping: &Mapping) -> Option<Memory> {
         self.memory.get(&mapping.handle?).copied()
     }
 }
 
-/// Whether each of these mappings, which overlap the addresses, is within them.
+/// Whether each of these mappings is within the addresses. All of them overlap the addresses.
 pub fn are_within(mappings: &[Mapping], at: u64, len: u64) -> bool {
     mappings.iter().all(|m| at <= m.at && m.at - at <= len && m.len <= len - (m.at - at))
 }
 
-/// Whether these mappings, which overlap the addresses, cover them exactly and without a gap.
+/// Whether these mappings cover the addresses exactly and without a gap. All of them overlap the
+/// addresses.
 pub fn make_up(mappings: &[Mapping], at: u64, len: u64) -> bool {
     let end = mappings.iter().try_fold(at, |next, m| (m.at == next).then(|| m.at + m.len));
     end.is_some_and(|end| Some(end) == at.checked_add(len))

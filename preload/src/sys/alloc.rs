@@ -1,9 +1,10 @@
-//! The heap: the program's own `malloc`, and a small pool of our own for when that fails.
+//! The heap: the program's own `malloc`, and a small pool in the library for the case that `malloc`
+//! fails.
 //!
-//! A failed allocation would cause a panic, which ends the program if it happens on one of the program's threads. At
-//! the limit of its address space, the program must get the driver's error instead: the library's allocations in such a
-//! call are small, and come from the pool. Pool memory is not reused, so the pool lasts only for a short time; once it
-//! is used up, allocations do fail.
+//! A failed allocation would panic, and a panic on one of the program's threads would end the program.
+//! A program at the limit of its address space must get the driver's error instead. The library's
+//! allocations in such a call are small, and come from the pool. Pool memory is never reused, so the
+//! pool lasts only for a short time. Once the pool is used up, allocations fail.
 
 use core::{
     alloc::{GlobalAlloc, Layout},
@@ -30,7 +31,7 @@ struct Pool {
     used: AtomicUsize,
 }
 
-// SAFETY: each byte is handed out once.
+// SAFETY: `take` returns each byte only once.
 unsafe impl Sync for Pool {}
 
 static POOL: Pool = Pool { bytes: UnsafeCell::new([0; POOL_SIZE]), used: AtomicUsize::new(0) };
@@ -54,11 +55,11 @@ impl Pool {
     }
 }
 
-// SAFETY: malloc and its relatives fulfil this contract, larger alignments use `posix_memalign`, and the pool hands out
-// each byte once.
+// SAFETY: `malloc` and `posix_memalign`, which serves larger alignments, fulfil this contract. The
+// pool returns each byte only once.
 unsafe impl GlobalAlloc for Heap {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the size is not 0.
+        // SAFETY: the size is not 0, by the contract of `GlobalAlloc`.
         let block: *mut u8 = unsafe {
             if layout.align() <= MALLOC_ALIGNMENT {
                 libc::malloc(layout.size()).cast()
@@ -75,7 +76,7 @@ unsafe impl GlobalAlloc for Heap {
 
     unsafe fn dealloc(&self, block: *mut u8, _: Layout) {
         if !POOL.has(block) {
-            // SAFETY: `alloc` got the block from `malloc` or `posix_memalign`.
+            // SAFETY: the block is not from the pool, so `alloc` got it from `malloc` or `posix_memalign`.
             unsafe { libc::free(block.cast()) };
         }
     }

@@ -1,9 +1,9 @@
-//! Functions of the C library that are looked up on first use, because their symbol version or library has changed over
-//! time. Linking to them would tie this library to the C library of the build machine, or load libpthread and libdl
-//! into every process.
+//! Functions of the C library that are looked up on first use, because their symbol version or library
+//! has changed over time. Linking to them would tie this library to the C library of the build machine,
+//! or load libpthread and libdl into every process.
 //!
-//! `dlvsym`, which finds the others, is linked weakly in a version that every glibc has. In a program without libdl it
-//! is NULL, and nothing is looked up.
+//! `dlvsym` finds the other functions. It is linked weakly, in a version that every glibc has. In a
+//! program without libdl its address is NULL, and no function is looked up with it.
 
 use crate::sys::elf;
 use alloc::vec::Vec;
@@ -57,24 +57,26 @@ unsafe extern "C" {
     ) -> c_int;
 }
 
-/// `dlvsym` with [`BASE_VERSION`]; NULL if the program has none.
+/// Looks up a symbol with `dlvsym` and [`BASE_VERSION`]. Returns NULL if the program has no `dlvsym`.
 pub fn dlvsym(handle: *mut c_void, name: &CStr) -> *mut c_void {
-    // SAFETY: the loader has written the address, once. The names are NUL-terminated.
+    // SAFETY: the loader has written the address, and never changes it. The names are NUL-terminated.
     match unsafe { nvshare_dlvsym_address } {
         Some(dlvsym) => unsafe { dlvsym(handle, name.as_ptr(), BASE_VERSION.as_ptr()) },
         None => core::ptr::null_mut(),
     }
 }
 
-/// The C library's `dlsym`, or the next one that interposes it; 0 until first needed. The hook of `dlsym` reads it
-/// without a call.
+/// The address of the C library's `dlsym`, or of the next library's `dlsym` that interposes it. 0 until
+/// first needed. The hook of `dlsym` reads this static directly, without a call.
 pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 
-/// The next `dlopen` behind this library, for the hook.
+/// The address of the `dlopen` that follows this library's in the search order. The hook of `dlopen`
+/// reads it.
 pub static REAL_DLOPEN: AtomicUsize = AtomicUsize::new(0);
 
-/// Finds the real `dlsym`. No known library interposes `dlvsym`, which finds the next versioned `dlsym` and not ours.
-/// In a program that loaded libdl later, neither is in the search scope.
+/// Finds the real `dlsym` with `dlvsym`, which returns the next versioned `dlsym` and not this
+/// library's. No known library interposes `dlvsym`. In a program that loaded libdl later, neither
+/// function is in the search scope, and the loader's tables are searched.
 pub extern "C" fn find_real_dlsym() -> usize {
     let address = match dlvsym(libc::RTLD_NEXT, c"dlsym") as usize {
         0 => elf::of_c_library(c"dlsym").unwrap_or(0),
@@ -84,7 +86,8 @@ pub extern "C" fn find_real_dlsym() -> usize {
     address
 }
 
-/// Finds the next `dlopen`, which may belong to a tool.
+/// Finds the `dlopen` that follows this library's in the search order. It may belong to a tool that
+/// interposes `dlopen`.
 pub extern "C" fn find_real_dlopen() -> usize {
     let address = match real_dlsym(libc::RTLD_NEXT, c"dlopen".as_ptr()) as usize {
         0 => elf::of_c_library(c"dlopen").unwrap_or(0),
@@ -94,8 +97,8 @@ pub extern "C" fn find_real_dlopen() -> usize {
     address
 }
 
-/// The C library's own `dlopen`. It bypasses all interposers, which may look something up and so call this again.
-/// `None` if the process has none.
+/// Returns the C library's own `dlopen`, or `None` if the process has none. It bypasses all
+/// interposers: an interposer may look up symbols, and would then call this library again.
 pub fn dlopen() -> Option<unsafe extern "C" fn(*const c_char, c_int) -> *mut c_void> {
     static ADDRESS: AtomicUsize = AtomicUsize::new(0);
     let mut address = ADDRESS.load(Ordering::Relaxed);
@@ -110,7 +113,7 @@ pub fn dlopen() -> Option<unsafe extern "C" fn(*const c_char, c_int) -> *mut c_v
     unsafe { transmute(address) }
 }
 
-/// Looks up a symbol as the program would without this library; NULL if `dlsym` cannot be found.
+/// Looks up a symbol as if this library were not loaded. Returns NULL if `dlsym` cannot be found.
 pub fn real_dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     let address = match REAL_DLSYM.load(Ordering::Relaxed) {
         0 => find_real_dlsym(),
@@ -125,11 +128,11 @@ pub fn real_dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     }
 }
 
-/// Not called while objects are visited: the first call looks up a symbol, which waits for another of the loader's
-/// locks.
+/// Returns the page size. Must not be called inside [`elf::each_object`], because the first call looks
+/// up `sysconf`, which takes another lock of the loader.
 pub fn page_size() -> usize {
     const LEAST: usize = 4096;
-    // SAFETY: any name is allowed.
+    // SAFETY: `sysconf` accepts any name.
     let size = sysconf().map_or(0, |sysconf| unsafe { sysconf(libc::_SC_PAGESIZE) });
     usize::try_from(size).ok().filter(|size| size.is_power_of_two()).unwrap_or(LEAST)
 }
@@ -186,7 +189,8 @@ late! {
     pthread_setspecific(libc::pthread_key_t, *const c_void) -> c_int;
 }
 
-/// An environment variable. Always `None` in a setuid program, whose user must not control it.
+/// Returns an environment variable. Always `None` in a setuid program, because its user must not
+/// control the library.
 pub fn environment(name: &CStr) -> Option<&'static [u8]> {
     unsafe extern "C" {
         fn secure_getenv(name: *const c_char) -> *const c_char;
@@ -198,19 +202,21 @@ pub fn environment(name: &CStr) -> Option<&'static [u8]> {
     }
 }
 
-/// The C library's pointer to the environment. Programs may change it too, so it is read and written as a whole.
-/// Resolved at run time: linking to it would slow the start of every program that preloads this library.
+/// Returns the C library's pointer to the environment. Programs may change the pointer too, so it is
+/// read and written atomically. It is looked up at run time, because linking to it would slow the start
+/// of every program that preloads this library.
 fn environ() -> Option<&'static AtomicPtr<*mut c_char>> {
     static ADDRESS: AtomicUsize = AtomicUsize::new(0);
     let known = ADDRESS.load(Ordering::Relaxed);
     let address = if known != 0 { known } else { look_up("environ\0", &ADDRESS) };
-    // SAFETY: the C library's variable of this name is such a pointer and lives until the process ends; 0 is `None`.
+    // SAFETY: the C library's `environ` is such a pointer, and lives until the process ends. Address 0
+    // becomes `None`.
     unsafe { (address as *const AtomicPtr<*mut c_char>).as_ref() }
 }
 
-/// The entries of an environment.
+/// Iterates over the entries of an environment.
 fn entries(environment: *mut *mut c_char) -> impl Iterator<Item = (*mut c_char, &'static CStr)> {
-    // SAFETY: `environment` is NULL, or an array that ends with NULL, of NUL-terminated strings.
+    // SAFETY: `environment` is NULL, or a NULL-terminated array of NUL-terminated strings.
     let entry = move |at| unsafe {
         let entry = if environment.is_null() { environment.cast() } else { *environment.add(at) };
         (!entry.is_null()).then(|| (entry, CStr::from_ptr(entry)))
@@ -222,13 +228,13 @@ fn value_of<'a>(entry: &'a CStr, name: &CStr) -> Option<&'a [u8]> {
     entry.to_bytes().strip_prefix(name.to_bytes())?.strip_prefix(b"=")
 }
 
-/// An environment variable as the driver sees it, even in a setuid program.
+/// Returns an environment variable as the driver sees it, even in a setuid program.
 pub fn variable(name: &CStr) -> Option<&'static [u8]> {
     entries(environ()?.load(Ordering::Acquire)).find_map(|(_, entry)| value_of(entry, name))
 }
 
-/// Sets a variable in a copy of the environment, like `setenv` on another thread would. The old environment is never
-/// freed or changed, so a concurrent reader sees either one as a whole.
+/// Sets a variable in a copy of the environment, and makes the copy current. The old environment is
+/// never freed or changed, so a concurrent reader sees either the old or the new environment.
 pub fn set_environment(name: &CStr, value: &[u8]) {
     let Some(environ) = environ() else { return };
     let mut entry = Vec::with_capacity(name.to_bytes().len() + value.len() + 2);

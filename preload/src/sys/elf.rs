@@ -1,7 +1,7 @@
 //! The loader's own tables: the loaded objects, their symbols and their relocations.
 //!
-//! `dlsym` would find a symbol too, but it takes the loader's lock, which a thread that waits at a gate may hold, and
-//! it resets `dlerror`, which the program may still want to read.
+//! `dlsym` would find a symbol too, but it takes the loader's lock, and a thread that waits at a gate
+//! may hold that lock. `dlsym` also resets `dlerror`, which the program may still want to read.
 
 use core::{
     ffi::{CStr, c_char, c_int, c_void},
@@ -71,22 +71,22 @@ struct Tables {
     relocations: [(usize, usize); 2],
 }
 
-/// The address of a symbol that this library defines.
+/// Returns the address of a symbol that the library behind this handle defines.
 ///
 /// # Safety
-/// `library` is a handle of `dlopen`, and the library is never unloaded.
+/// `library` is a handle from `dlopen`, and the library is never unloaded.
 pub unsafe fn symbol(library: *mut c_void, name: &CStr) -> Option<usize> {
-    // SAFETY: the caller's contract; the loader has filled in all of this.
+    // SAFETY: the caller's contract. The loader has filled in the link map and the tables.
     unsafe {
         let map = library.cast::<LinkMap>().as_ref()?;
         Tables::of(map.base, map.dynamic).look_up(name)
     }
 }
 
-/// An address inside this library.
+/// Returns an address inside the library behind this handle, or 0 if the handle is NULL.
 ///
 /// # Safety
-/// `library` is a handle of `dlopen`, and the library is never unloaded.
+/// `library` is a handle from `dlopen`, and the library is never unloaded.
 pub unsafe fn inside(library: *mut c_void) -> usize {
     // SAFETY: the caller's contract.
     unsafe { library.cast::<LinkMap>().as_ref() }.map_or(0, |map| map.dynamic as usize)
@@ -101,16 +101,17 @@ pub struct Object<'a> {
 
 /// Visits every object, in the order in which they were loaded, until `visit` returns false.
 ///
-/// The loader holds the lock of its list during the visit. No thread holds that lock while it runs a constructor or
-/// waits. `visit` must neither allocate nor look anything up: other threads take the locks for that before this one.
+/// The loader holds the lock of its list of objects during the visit. No thread holds that lock while
+/// it runs a constructor or waits. `visit` must neither allocate nor look up symbols, because other
+/// threads take the locks for that before the lock of the list.
 pub fn each_object(mut visit: impl FnMut(&Object) -> bool) {
     unsafe extern "C" fn call<F: FnMut(&Object) -> bool>(
         info: *mut libc::dl_phdr_info,
         _size: usize,
         visit: *mut c_void,
     ) -> c_int {
-        // SAFETY: `info` is the loader's own description, valid during this call, and `visit` is the pointer passed
-        // below.
+        // SAFETY: `info` is the loader's own description, which is valid during this call. `visit` is the
+        // pointer that `with` passes.
         unsafe {
             let (info, visit) = (&*info, &mut *visit.cast::<F>());
             if info.dlpi_phdr.is_null() {
@@ -121,36 +122,39 @@ pub fn each_object(mut visit: impl FnMut(&Object) -> bool) {
         }
     }
     fn with<F: FnMut(&Object) -> bool>(visit: &mut F) {
-        // SAFETY: the callback gets its own closure.
+        // SAFETY: `call::<F>` gets a pointer to the `F` that it expects.
         unsafe { libc::dl_iterate_phdr(Some(call::<F>), (&raw mut *visit).cast()) };
     }
     with(&mut visit);
 }
 
-/// The number of objects loaded so far, including unloaded ones. `None` if the loader does not report it.
+/// Returns the number of objects loaded so far, including unloaded ones, or `None` if the loader does
+/// not report it.
 pub fn loaded_so_far() -> Option<u64> {
     unsafe extern "C" fn read(info: *mut libc::dl_phdr_info, size: usize, place: *mut c_void) -> c_int {
         const END: usize = core::mem::offset_of!(libc::dl_phdr_info, dlpi_adds) + size_of::<u64>();
         if size >= END {
-            // SAFETY: the loader's description has the field, and `place` is the pointer passed below.
+            // SAFETY: the size shows that the loader's description has the field. `place` is a pointer to
+            // `number`.
             unsafe { *place.cast() = Some((*info).dlpi_adds) };
         }
         1
     }
     let mut number: Option<u64> = None;
-    // SAFETY: `read` gets the place that it writes to.
+    // SAFETY: `read` gets a pointer to `number`, to which it writes.
     unsafe { libc::dl_iterate_phdr(Some(read), (&raw mut number).cast()) };
     number
 }
 
-/// Finds the address of a C library function that `dlsym` cannot find: in a program without libdl that loaded libdl
-/// later, outside the search scope of the earlier objects. `None` while libdl is not loaded.
+/// Finds the address of a C library function that `dlsym` cannot find. This happens in a program that
+/// started without libdl and loaded it later, because libdl is then outside the search scope of the
+/// earlier objects. Returns `None` while libdl is not loaded.
 pub fn of_c_library(name: &CStr) -> Option<usize> {
     let mut found = None;
     each_object(|object| {
         let tables = object.tables();
-        // SAFETY: the object stays loaded during the visit. An interposer of one of these functions does not define all
-        // of them.
+        // SAFETY: the object stays loaded during the visit. Only the C library defines all four functions: an
+        // interposer of one of them does not define the others.
         let is_it =
             [c"dlopen", c"dlsym", c"dlvsym", c"dlerror"].iter().all(|name| unsafe { tables.look_up(name).is_some() });
         if is_it {
@@ -173,7 +177,7 @@ impl Object<'_> {
         self.segments().any(|(at, end, header)| header.p_type == libc::PT_LOAD && (at..end).contains(&address))
     }
 
-    /// The first address, and the end of the last segment.
+    /// Returns the lowest address of the loaded segments, and the end of the last segment.
     pub fn bounds(&self) -> (usize, usize) {
         let loaded = self.segments().filter(|(_, _, header)| header.p_type == libc::PT_LOAD);
         loaded.fold((usize::MAX, 0), |(first, last), (at, end, _)| (first.min(at), last.max(end)))
@@ -185,11 +189,12 @@ impl Object<'_> {
         dynamic.map_or_else(Tables::default, |(at, ..)| unsafe { Tables::of(self.base, at as *const Dynamic) })
     }
 
-    /// The protection that the loader has given these bytes; `None` if they are not inside one segment.
+    /// Returns the protection that the loader has given these bytes, or `None` if they are not inside one
+    /// segment.
     fn protection(&self, page: usize, from: usize, to: usize) -> Option<MprotectFlags> {
         let within = |(at, end, _): &(usize, usize, &libc::Elf64_Phdr)| *at <= from && to <= *end;
         let of = |kind| self.segments().filter(move |(_, _, header)| header.p_type == kind);
-        let relocated = |(at, end, header)| (at, end & !(page - 1), header); // to the last whole page
+        let relocated = |(at, end, header)| (at, end & !(page - 1), header); // rounded down to a whole page
         if of(libc::PT_GNU_RELRO).map(relocated).any(|segment| within(&segment)) {
             return Some(MprotectFlags::READ);
         }
@@ -199,12 +204,12 @@ impl Object<'_> {
         Some(flags.iter().filter(|(flag, _)| header.p_flags & flag != 0).map(|(_, protection)| *protection).collect())
     }
 
-    /// Makes these bytes writable while `change` runs. `false` if that fails.
+    /// Makes these bytes writable while `change` runs. Returns `false` if that fails.
     fn while_writable(&self, page: usize, from: usize, to: usize, change: impl FnOnce()) -> bool {
         let Some(protection) = self.protection(page, from, to) else { return false };
         let start = from & !(page - 1);
         let set = |protection| {
-            // SAFETY: the pages belong to the object; they stay readable, and executable if they were.
+            // SAFETY: the pages belong to the object. They stay readable, and executable if they were before.
             unsafe { mprotect(start as *mut c_void, to.next_multiple_of(page) - start, protection) }
         };
         if set(protection | MprotectFlags::WRITE).is_err() {
@@ -212,18 +217,19 @@ impl Object<'_> {
         }
         change();
         if !protection.contains(MprotectFlags::WRITE) {
-            let _ = set(protection); // it can only fail for lack of memory, and then the pages stay writable
+            let _ = set(protection); // fails only for lack of memory; the pages then stay writable
         }
         true
     }
 
-    /// Redirects symbols that this object defines: `substitute` maps the address of a symbol to its replacement. Later
-    /// bindings use the replacement. `false` if the symbol table cannot be written.
+    /// Redirects symbols that this object defines: `substitute` maps the address of a symbol to its
+    /// replacement. Later bindings use the replacement. Returns `false` if the symbol table cannot be
+    /// written.
     pub fn redirect_symbols(&self, page: usize, substitute: impl Fn(usize) -> Option<usize>) -> bool {
         let tables = self.tables();
         let target = |value: usize| {
             let address = tables.base.wrapping_add(value);
-            if self.contains(address) { substitute(address) } else { None } // another library has redirected it already
+            if self.contains(address) { substitute(address) } else { None } // already redirected by another library
         };
         let (mut first, mut last) = (usize::MAX, 0);
         // SAFETY: the object stays loaded during the visit.
@@ -237,8 +243,8 @@ impl Object<'_> {
         }
         first >= last
             || self.while_writable(page, first, last, || {
-                // SAFETY: the object stays loaded during the visit; other threads read the value, which changes as a
-                // whole.
+                // SAFETY: the object stays loaded during the visit. Other threads may read the value, so it is written
+                // atomically.
                 unsafe {
                     tables.each_defined(|symbol| {
                         let value = AtomicUsize::from_ptr(&raw mut (*symbol).value);
@@ -250,17 +256,18 @@ impl Object<'_> {
             })
     }
 
-    /// Redirects existing bindings of this object in the same way. `false` if some of them cannot be written.
+    /// Redirects existing bindings of this object in the same way. Returns `false` if some bindings cannot
+    /// be written.
     ///
     /// # Safety
-    /// No object that the loader is still processing is bound to an address known to `substitute`, since the protection of
-    /// the object's pages changes.
+    /// The loader is not processing any object that is bound to an address known to `substitute`, because
+    /// this function changes the protection of the object's pages.
     pub unsafe fn redirect_bindings(&self, page: usize, substitute: impl Fn(usize) -> Option<usize>) -> bool {
         let tables = self.tables();
         let mut all = true;
         for (at, size) in tables.relocations {
             for i in 0..size / size_of::<Relocation>() {
-                // SAFETY: the object's own table, and the symbols that it names.
+                // SAFETY: the relocation is in the object's own table, and refers to the object's own symbols.
                 let (relocation, symbols) =
                     unsafe { (&*(at as *const Relocation).add(i), tables.symbols as *const Symbol) };
                 if !STORES_ADDRESS.contains(&relocation.kind) || relocation.addend != 0 || relocation.symbol == 0 {
@@ -272,7 +279,8 @@ impl Object<'_> {
                 if is_own || place % align_of::<usize>() != 0 || !self.contains(place) {
                     continue;
                 }
-                // SAFETY: the loader writes an address to this place, and other threads read it as a whole.
+                // SAFETY: the place is aligned and inside the object. The loader writes an address there, and other
+                // threads read it atomically.
                 let slot = unsafe { AtomicUsize::from_ptr(place as *mut usize) };
                 if let Some(target) = substitute(slot.load(Ordering::Relaxed)) {
                     all &= self.while_writable(page, place, place + size_of::<usize>(), || {
@@ -291,9 +299,9 @@ impl Tables {
     unsafe fn of(base: usize, dynamic: *const Dynamic) -> Self {
         let mut tables = Self { base, ..Self::default() };
         let mut entry = dynamic;
-        // SAFETY: the caller's contract; the loader has filled in all of this.
+        // SAFETY: the caller's contract. The loader has filled in the table.
         while let Some(Dynamic { tag, value }) = unsafe { entry.as_ref() }.filter(|e| e.tag != DT_NULL) {
-            // glibc has added the base to these addresses, unless the table is read-only.
+            // glibc has already added the base to these addresses, except in a read-only table.
             let address = if *value < base { base.wrapping_add(*value) } else { *value };
             match *tag {
                 DT_SYMTAB => tables.symbols = address,
@@ -306,7 +314,7 @@ impl Tables {
                 DT_PLTRELSZ => tables.relocations[1].1 = *value,
                 _ => {}
             }
-            // SAFETY: the table ends with `DT_NULL`.
+            // SAFETY: the table ends with `DT_NULL`, and this entry is not `DT_NULL`.
             entry = unsafe { entry.add(1) };
         }
         if tables.symbols == 0 || tables.strings == 0 {
@@ -316,9 +324,9 @@ impl Tables {
         tables
     }
 
-    /// The address of a symbol that the object defines.
+    /// Returns the address of a symbol that the object defines.
     unsafe fn look_up(&self, name: &CStr) -> Option<usize> {
-        // SAFETY: the tables belong to an object that stays loaded.
+        // SAFETY: the tables belong to an object that stays loaded: the caller's contract.
         unsafe {
             match (self.gnu_hash, self.hash) {
                 (0, 0) => None,
@@ -354,7 +362,7 @@ impl Tables {
         }
     }
 
-    /// The address of the symbol with this number, if it is defined and has this name.
+    /// Returns the address of the symbol with this number, if it is defined and has this name.
     unsafe fn matching(&self, number: u32, name: &CStr) -> Option<usize> {
         // SAFETY: `number` comes from the library's own hash table.
         unsafe {
@@ -364,8 +372,8 @@ impl Tables {
         }
     }
 
-    /// `DT_GNU_HASH` is a header, a Bloom filter, the buckets, and chains that end with an odd hash. Returns the
-    /// buckets, the number of the first symbol in a chain, and the chains.
+    /// Reads `DT_GNU_HASH`, which consists of a header, a Bloom filter, the buckets, and chains that end
+    /// with an odd hash. Returns the buckets, the number of the first symbol in a chain, and the chains.
     unsafe fn gnu_hash_table(&self) -> (&[u32], u32, *const u32) {
         // SAFETY: all indices come from the table itself.
         unsafe {
@@ -400,8 +408,8 @@ impl Tables {
         }
     }
 
-    /// Looks up the name in `DT_HASH`: the number of buckets and of symbols, the buckets, and a chain link for each
-    /// symbol.
+    /// Looks up the name in `DT_HASH`. The table is the number of buckets, the number of symbols, the
+    /// buckets, and one chain link for each symbol.
     unsafe fn look_up_by_hash(&self, name: &CStr) -> Option<usize> {
         let hash = name.to_bytes().iter().fold(0u32, |h, b| {
             let h = (h << 4).wrapping_add(u32::from(*b));

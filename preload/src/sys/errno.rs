@@ -1,4 +1,4 @@
-//! `errno` belongs to the program.
+//! Preserves `errno`, which belongs to the program.
 
 /// Runs `f` and restores `errno` afterwards.
 pub fn preserved<R>(f: impl FnOnce() -> R) -> R {

@@ -8,7 +8,7 @@ use core::{
 use rustix::fd::{AsFd, BorrowedFd, RawFd};
 use rustix::fs::{Mode, OFlags};
 
-/// The contents of a file; empty if it cannot be read.
+/// Returns the contents of a file, or nothing if it cannot be read.
 pub fn read(path: &CStr) -> Vec<u8> {
     let mut contents = Vec::new();
     let Ok(file) = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) else { return contents };
@@ -19,8 +19,9 @@ pub fn read(path: &CStr) -> Vec<u8> {
     contents
 }
 
-/// A descriptor that the child of a fork must close. Only one thread writes it; a fork in the middle of a write finds
-/// none, or a number that does not belong to that file.
+/// A descriptor that the child of a fork must close. Only one thread writes these fields. A child
+/// forked in the middle of a write reads no descriptor, or one that fails the check against `device`
+/// and `inode`.
 #[derive(Debug)]
 pub struct InheritedDescriptor {
     descriptor: AtomicI32,
@@ -50,7 +51,8 @@ impl InheritedDescriptor {
     }
 }
 
-/// Identifies an open file: once the program has closed it, its number may belong to another file.
+/// The identity of an open file. Once the program has closed the file, its descriptor number may belong
+/// to another file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Identity {
     device: u64,
@@ -63,9 +65,9 @@ impl Identity {
         Some(Self { device: stat.st_dev, inode: stat.st_ino })
     }
 
-    /// Whether this descriptor still belongs to that file.
+    /// Whether this descriptor still refers to that file.
     pub fn is(self, descriptor: RawFd) -> bool {
-        // SAFETY: the descriptor is only queried; a number that is not a descriptor gives an error.
+        // SAFETY: the descriptor is only queried. A number that is not a descriptor gives an error.
         descriptor >= 0 && Self::of(unsafe { BorrowedFd::borrow_raw(descriptor) }) == Some(self)
     }
 }

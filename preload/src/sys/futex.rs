@@ -4,7 +4,8 @@ use crate::sys::time::timespec;
 use core::{sync::atomic::AtomicU32, time::Duration};
 use rustix::thread::futex::{self, Flags};
 
-/// Sleeps while the word is `expected`, at most `timeout`. May return early, so callers check again.
+/// Sleeps while the word is `expected`, for at most `timeout`. May return early, so callers must check
+/// the word again.
 pub fn wait(word: &AtomicU32, expected: u32, timeout: Duration) {
     let _ = futex::wait(word, Flags::PRIVATE, expected, Some(&timespec(timeout)));
 }

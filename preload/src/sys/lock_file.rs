@@ -1,8 +1,9 @@
-//! A lock between processes: `flock(2)` on a file. The kernel releases it when the process ends, in whatever way. It
-//! needs only read permission for the file, so it works on a read-only mount, and between users.
+//! A lock between processes: `flock(2)` on a file. The kernel releases the lock when the process ends,
+//! even if it is killed. The lock needs only read permission for the file, so it works on a read-only
+//! mount, and between users.
 //!
-//! The child of a fork would share the lock, so it closes its copy ([`close_in_child`]). The program may close any
-//! descriptor: this releases the lock, and [`LockFile::is_open`] returns `false`.
+//! The child of a fork would share the lock, so the child closes its copy ([`close_in_child`]). If the
+//! program closes the descriptor, the lock is released, and [`LockFile::is_open`] returns `false`.
 
 use super::file::{Identity, InheritedDescriptor};
 use core::{
@@ -15,9 +16,10 @@ use rustix::{
     io::{Errno, fcntl_dupfd_cloexec},
 };
 
-/// The lowest number of our descriptors, since some programs rely on getting the lowest numbers.
+/// The lowest descriptor number for lock files. Some programs rely on getting the lowest numbers
+/// themselves.
 const LOWEST_DESCRIPTOR: RawFd = 400;
-/// Two for each GPU.
+/// The maximum number of open lock files: two for each GPU.
 const MAX_FILES: usize = 2 * nvshare_wire::MAX_SLOTS as usize;
 
 static DESCRIPTORS: [InheritedDescriptor; MAX_FILES] = [const { InheritedDescriptor::none() }; MAX_FILES];
@@ -57,11 +59,11 @@ impl LockFile {
     }
 
     fn get(&self) -> Option<BorrowedFd<'_>> {
-        // SAFETY: the descriptor is open, and only borrowed for a call.
+        // SAFETY: the descriptor is open, and borrowed only for one call.
         self.identity.is(self.descriptor).then(|| unsafe { BorrowedFd::borrow_raw(self.descriptor) })
     }
 
-    /// Whether the file is still open, not closed by the program.
+    /// Whether the descriptor still refers to the file. The program may have closed it.
     pub fn is_open(&self) -> bool {
         self.get().is_some()
     }
@@ -74,12 +76,12 @@ impl LockFile {
         }
     }
 
-    /// Locks the file exclusively. A shared lock of this process is lost, whatever the outcome.
+    /// Locks the file exclusively. A shared lock of this process is lost, even if the attempt fails.
     pub fn lock_exclusive(&self) -> TryLock {
         self.flock(FlockOperation::NonBlockingLockExclusive)
     }
 
-    /// Locks the file together with other processes.
+    /// Locks the file in shared mode.
     pub fn lock_shared(&self) -> TryLock {
         self.flock(FlockOperation::NonBlockingLockShared)
     }
@@ -88,9 +90,9 @@ impl LockFile {
         self.flock(FlockOperation::Unlock);
     }
 
-    /// Whether another process has locked it exclusively. This process must not have locked it.
+    /// Whether another process has locked the file exclusively. This process must not hold a lock on it.
     pub fn is_taken(&self) -> bool {
-        let tried = self.lock_shared(); // concurrent checks do not disturb each other
+        let tried = self.lock_shared(); // shared, so that concurrent checks do not disturb each other
         if tried == TryLock::Got {
             self.unlock();
         }
@@ -102,7 +104,7 @@ impl Drop for LockFile {
     fn drop(&mut self) {
         self.inherited.set(None);
         if self.identity.is(self.descriptor) {
-            // SAFETY: the descriptor is open, and ours.
+            // SAFETY: the descriptor is open, and belongs to this library.
             drop(unsafe { OwnedFd::from_raw_fd(self.descriptor) });
         }
     }
@@ -121,7 +123,7 @@ pub fn close_in_child() {
         if let Some((descriptor, identity)) = inherited.get()
             && identity.is(descriptor)
         {
-            // SAFETY: the child's copy, which nothing in the child uses from here on.
+            // SAFETY: the descriptor is the child's copy, and the child does not use it any more.
             drop(unsafe { OwnedFd::from_raw_fd(descriptor) });
         }
     }

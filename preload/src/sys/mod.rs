@@ -1,10 +1,11 @@
 //! Substitutes for the standard library.
 //!
-//! The library is `no_std` for the sake of its host programs. Every process that preloads it pays for each function
-//! that the loader has to find and each pointer that it has to relocate; std adds a hundred functions and a thousand
-//! pointers. `rustix` makes system calls without the C library, so the program's `errno` is not touched. Functions of
-//! the C library are either as old as GLIBC_2.17 or looked up when CUDA is initialised ([`c`]), so one binary runs
-//! everywhere, wherever it was built.
+//! The library is `no_std` to reduce the cost for the programs that preload it. Each process pays for
+//! each function that the loader has to find, and for each pointer that the loader has to relocate.
+//! `std` adds a hundred functions and a thousand pointers. `rustix` makes system calls without the C
+//! library, and thus does not touch the program's `errno`. Functions of the C library are either as old
+//! as GLIBC_2.17 or looked up when CUDA is initialised ([`c`]). So one binary runs with every supported
+//! C library, whichever machine built it.
 
 pub mod alloc;
 pub mod c;

@@ -1,9 +1,10 @@
-//! Shared values and actions that are initialised or run once.
+//! Values that are initialised once, and actions that run once.
 //!
-//! Neither is a lock: if another thread held a lock during a fork, the child could never take it.
+//! Neither is a lock. If another thread held a lock during a fork, the child could never take that
+//! lock.
 
-/// A value created on first use. Threads may race to create it; the first result is kept and the others are dropped, so
-/// no thread waits.
+/// A value created on first use. Threads may race to create it: the first result is kept, and the
+/// others are dropped. So no thread waits.
 pub use once_cell::race::OnceBox;
 
 use crate::sys::time::{self, Instant};
@@ -12,8 +13,8 @@ use core::{
     time::Duration,
 };
 
-/// How long other threads wait for the thread that runs the action, which a fork may have lost; and the interval
-/// between their polls.
+/// How long other threads wait for the thread that runs the action, and the interval between their
+/// polls. The wait is limited because that thread does not exist in the child of a fork.
 const LONGEST: Duration = Duration::from_secs(4);
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -21,7 +22,7 @@ const NOT_DONE: u8 = 0;
 const DOING: u8 = 1;
 const DONE: u8 = 2;
 
-/// An action that one thread performs for all.
+/// An action that one thread performs for all threads.
 #[derive(Debug)]
 pub struct Once(AtomicU8);
 
@@ -30,8 +31,8 @@ impl Once {
         Self(AtomicU8::new(NOT_DONE))
     }
 
-    /// Runs the action, unless it has been done; waits while another thread runs it. `false` if it failed: the next
-    /// caller tries again.
+    /// Runs the action if no thread has completed it. Waits while another thread runs it. Returns `false`
+    /// if the action failed; the next caller then tries again.
     pub fn run(&self, action: impl FnOnce() -> bool) -> bool {
         match self.0.compare_exchange(NOT_DONE, DOING, Ordering::SeqCst, Ordering::SeqCst) {
             Ok(_) => {

@@ -1,23 +1,24 @@
-//! The order in which a thread takes locks, so that no two threads ever wait for each other.
+//! The order in which threads take locks, so that no two threads ever wait for each other.
 //!
-//! [`once`](super::once) has no rank: its waits are bounded.
+//! [`once`](super::once) needs no rank, because its waits are bounded.
 
-/// All locks of the library, the outermost first. While a thread holds one, it takes only later ones.
+/// All locks of the library, the outermost first. A thread that holds a lock takes only later ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Rank {
     /// The green contexts.
     GreenContexts,
-    /// One thread at a time opens memory of another process, which takes until that process answers.
+    /// Opening memory of another process, by one thread at a time. It takes until that process answers.
     Opening,
-    /// Not a lock: waiting at a gate, or for an answer, which the client's thread must bring about. That thread takes
-    /// none of the earlier locks, and holds this rank itself.
+    /// Not a lock: the calling thread waits at a gate or for an answer, and the client's thread must end
+    /// that wait. So the client's thread takes none of the earlier locks, and holds this rank itself.
     ClientThread,
-    /// The program's own mappings: calls that change the meaning of a handle or an address.
+    /// The memory that the program has mapped itself: calls that change the meaning of a handle or an
+    /// address.
     VirtualMemory,
-    /// One thread at a time makes GPUs peers.
+    /// Making GPUs peers, by one thread at a time.
     Coupling,
-    /// A GPU's mover. The movers of several GPUs are locked in the order of the GPUs.
+    /// A GPU's mover. A thread that locks the movers of several GPUs takes them in the order of the GPUs.
     Mover,
     /// Introducing a GPU to the scheduler.
     Introduction,
@@ -27,29 +28,31 @@ pub enum Rank {
     Imports,
     /// The pending request to another process.
     Question,
-    /// Allocations that the driver makes.
+    /// Allocations that the driver serves.
     PinnedMemory,
     /// Memory pools that the program has created.
     MemoryPools,
-    /// A GPU's allocations and their account. Reports are sent with it locked, so that the newest is the last.
+    /// A GPU's allocations and their account. Reports are sent with this lock held, so that the last report
+    /// is the newest.
     Space,
-    /// A GPU's contexts, streams and marks. Contexts entered under it are not destroyed until it is released.
+    /// A GPU's contexts, streams and marks. A context entered under this lock is not destroyed until the
+    /// lock is released.
     Work,
-    /// No capture begins or ends while it is read-locked.
+    /// While this lock is held for reading, no capture begins or ends.
     CaptureStart,
-    /// The captures.
+    /// The list of stream captures.
     Captures,
-    /// A context's events that are not in use.
+    /// A context's unused events.
     FreeEvents,
     /// Host buffers that are being allocated.
     StagingBuffers,
-    /// Calls that a thread without locks has to make.
+    /// Driver calls that may wait, queued for a thread that holds no locks.
     WaitingCalls,
     /// The contents of a swap file, and the jobs of its threads.
     SwapFile,
-    /// One thread at a time requests GPU locks.
+    /// Requesting GPU locks, by one thread at a time.
     LockRequest,
-    /// The last request for a higher limit that was denied.
+    /// The last denied request for a higher limit.
     DeniedLimit,
     /// The limits that rules set.
     RuledLimits,
@@ -57,7 +60,7 @@ pub enum Rank {
     ExportKey,
     /// Messages to be sent before the next report.
     Outbox,
-    /// The connection: one message at a time.
+    /// The connection: serialises messages.
     Connection,
     /// The connection that was made before CUDA was initialised.
     EarlyConnection,
@@ -68,7 +71,7 @@ pub use checked::{Held, Ranked, has_room, held, holds_any, with_room};
 #[cfg(not(debug_assertions))]
 pub use unchecked::{Held, Ranked, with_room};
 
-/// Release builds: keeps no state, and does nothing.
+/// Release builds: keeps no state, and checks nothing.
 #[cfg(not(debug_assertions))]
 mod unchecked {
     #[derive(Debug)]
@@ -104,8 +107,8 @@ mod unchecked {
     }
 }
 
-/// Debug builds: each thread has a word with a bit for each rank that it holds. A signal handler finds the ranks of the
-/// interrupted thread, and the child of a fork finds the ranks of the forking thread.
+/// Debug builds: each thread has a word with a bit for each rank that it holds. A signal handler sees
+/// the ranks of the interrupted thread, and the child of a fork sees the ranks of the forking thread.
 #[cfg(debug_assertions)]
 mod checked {
     use super::Rank;
@@ -119,7 +122,7 @@ mod checked {
     /// Proof that the calling thread holds a lock of this rank.
     #[derive(Debug)]
     pub struct Held {
-        /// 0 if it holds another lock of this rank.
+        /// The rank's bit; 0 if the thread already holds another lock of this rank.
         bit: u64,
     }
 
@@ -128,17 +131,18 @@ mod checked {
             Self(rank)
         }
 
-        /// Called before the thread takes the lock.
+        /// Checks the order of ranks. Called before the thread takes the lock.
         pub fn take(&self) -> Held {
             self.take_within(!0 << self.0 as u32)
         }
 
-        /// Like `take`, but the thread may hold other locks of this rank.
+        /// Like `take`, but allows the thread to hold other locks of this rank.
         pub fn take_beside(&self) -> Held {
             self.take_within((!0 << self.0 as u32) << 1)
         }
 
-        /// Like `take`, for a rank that is not a lock, and that the thread may have left by a jump.
+        /// Like `take`, for a rank that is not a lock. The thread may have left the rank by `longjmp` without
+        /// dropping it.
         pub fn take_anew(&self) -> Held {
             thread::set_ranks(thread::ranks() & !(1 << self.0 as u32));
             self.take()
@@ -155,10 +159,11 @@ mod checked {
         }
     }
 
-    /// Not a rank: the thread's submissions have room in the stream's queue.
+    /// Not a rank: the bit is set while the thread's submissions have room in the stream's queue.
     const ROOM: u64 = 1 << 63;
 
-    /// Until the result is dropped, the calling thread's submissions have room in the stream's queue.
+    /// Declares that the calling thread's submissions have room in the stream's queue, until the result is
+    /// dropped.
     pub fn with_room() -> Held {
         let held = thread::ranks();
         thread::set_ranks(held | ROOM);
@@ -189,13 +194,14 @@ mod checked {
 
     impl core::fmt::Write for Stderr {
         fn write_str(&mut self, text: &str) -> core::fmt::Result {
-            // SAFETY: `text` has that many bytes.
+            // SAFETY: `text` has `text.len()` bytes.
             unsafe { libc::write(2, text.as_ptr().cast(), text.len()) };
             Ok(())
         }
     }
 
-    /// Two threads could wait for each other. Only tests run debug builds, and they must not miss it.
+    /// Aborts, because two threads could wait for each other. Only tests run debug builds, and they must
+    /// not miss this.
     #[cold]
     fn violation(rank: Rank, held: u64) -> ! {
         let highest = u64::BITS - 1 - held.leading_zeros();
@@ -204,7 +210,7 @@ mod checked {
             "nvshare: takes a lock of rank {rank:?} ({}) while it holds {highest} ({held:#b})",
             rank as u8
         );
-        // SAFETY: `abort` ends the process.
+        // SAFETY: `abort` has no preconditions.
         unsafe { libc::abort() }
     }
 

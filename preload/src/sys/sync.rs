@@ -1,4 +1,4 @@
-//! Locks: futexes without poisoning, which make a system call only under contention.
+//! Locks based on futexes. They have no poisoning, and make a system call only under contention.
 //!
 //! Each lock has a [`Rank`]. Debug builds check that threads take locks in rank order; release builds do not.
 
@@ -42,15 +42,15 @@ impl<G: DerefMut> DerefMut for Guard<G> {
     }
 }
 
-/// Until the result is dropped, the calling thread waits for the client's thread. It must hold no lock that the
-/// client's thread takes.
+/// Marks the calling thread as waiting for the client's thread until the result is dropped. The calling
+/// thread must hold no lock that the client's thread takes.
 #[inline]
 pub fn waiting_for_client_thread() -> Held {
     const RANK: Ranked = Ranked::new(Rank::ClientThread);
     RANK.take_anew()
 }
 
-/// Until the result is dropped, the calling thread is the client's thread.
+/// Marks the calling thread as the client's thread until the result is dropped.
 pub fn on_client_thread() -> Held {
     waiting_for_client_thread()
 }
@@ -66,7 +66,8 @@ impl<T> Mutex<T> {
         Guard { inner: self.inner.lock(), _held: held }
     }
 
-    /// Locks while another lock of this rank may be held. The caller orders locks of this rank.
+    /// Locks, even if the thread holds another lock of this rank. The caller chooses an order among locks
+    /// of this rank.
     #[inline]
     pub fn lock_beside(&self) -> Guard<futex::MutexGuard<'_, T>> {
         let held = self.rank.take_beside();
@@ -79,7 +80,8 @@ impl<T> RwLock<T> {
         Self { rank: Ranked::new(rank), inner: futex::RwLock::new(value) }
     }
 
-    /// Never called while the same thread reads: a thread that waits to write would come between the two.
+    /// Must not be called by a thread that already holds the lock for reading. If another thread waited to
+    /// write in between, both threads would wait for ever.
     #[inline]
     pub fn read(&self) -> Guard<futex::RwLockReadGuard<'_, T>> {
         let held = self.rank.take();

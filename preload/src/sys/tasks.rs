@@ -16,8 +16,8 @@ pub struct Task {
     used: u64,
 }
 
-/// The threads of the process, except the calling one, that were not asleep in a system call. `None` if that cannot be
-/// determined.
+/// Returns the threads of the process that are not asleep in a system call, except the calling thread.
+/// `None` if `/proc` cannot be read.
 pub fn on_their_way() -> Option<Vec<Task>> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let folder = open(c"/proc/self/task", flags, Mode::empty()).ok()?;
@@ -34,14 +34,15 @@ pub fn on_their_way() -> Option<Vec<Task>> {
 }
 
 impl Task {
-    /// Whether it has left its earlier position in the code: it sleeps in a system call, has used processor time, or
-    /// has ended.
+    /// Whether the thread has left the code that it was executing: it sleeps in a system call, has used
+    /// processor time, or has ended.
     pub fn has_moved_on(&self) -> bool {
         state(self.id).is_none_or(|(now, is_asleep)| is_asleep || now.used > self.used)
     }
 }
 
-/// A thread, and whether it sleeps in a system call. `None` if it has ended.
+/// Returns a thread, and whether it sleeps in a system call or has ended. `None` if it no longer
+/// exists.
 fn state(id: i32) -> Option<(Task, bool)> {
     let file =
         openat(CWD, format!("/proc/self/task/{id}/stat"), OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok()?;
@@ -51,13 +52,14 @@ fn state(id: i32) -> Option<(Task, bool)> {
 }
 
 fn parse(id: i32, text: &[u8]) -> Option<(Task, bool)> {
-    // The name may contain spaces and brackets; the following fields contain neither.
+    // The thread's name may contain spaces and brackets. The fields that follow contain neither.
     let end = text.iter().rposition(|byte| *byte == b')')?;
     let mut fields = text.get(end + 2..)?.split(|byte| *byte == b' ');
     let state = fields.next()?;
     let number = |field: &[u8]| core::str::from_utf8(field).ok()?.parse::<u64>().ok();
     let used = number(fields.nth(10)?)? + number(fields.next()?)?;
-    // A thread that waits for a page is in state D, and may be anywhere; an ended one, Z or X, is nowhere.
+    // A thread that waits for a page has state D, and may be at any instruction. An ended thread (Z or X)
+    // executes none.
     Some((Task { id, used }, matches!(state, b"S" | b"Z" | b"X")))
 }
 
@@ -78,7 +80,7 @@ mod tests {
         assert_eq!(parse(42, b""), None);
     }
 
-    /// Polls for a minute, on a busy machine for longer.
+    /// Polls for at least a minute. On a busy machine it takes longer.
     fn until<T>(mut look: impl FnMut() -> Option<T>) -> Option<T> {
         (0..12_000).find_map(|_| {
             thread::sleep(Duration::from_millis(5));

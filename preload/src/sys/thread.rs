@@ -1,4 +1,4 @@
-//! Threads of this library, and thread-local words for every thread.
+//! Starting threads of this library, and thread-local words for every thread.
 
 use super::c;
 use alloc::boxed::Box;
@@ -10,13 +10,13 @@ use core::{
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-/// The stack size of our threads in bytes; virtual until touched.
+/// The stack size of this library's threads in bytes. Untouched pages of a stack take no memory.
 const STACK: usize = 256 << 10;
 
 type Main = Box<dyn FnOnce() + Send>;
 
-/// Starts a detached thread that receives no signals and has the process's scheduling attributes; `false` if that
-/// fails.
+/// Starts a detached thread that receives no signals and has the process's scheduling attributes.
+/// Returns `false` if that fails.
 pub fn spawn(name: &'static CStr, main: impl FnOnce() + Send + 'static) -> bool {
     let run: Main = Box::new(move || {
         let _ = rustix::thread::set_name(name);
@@ -26,7 +26,7 @@ pub fn spawn(name: &'static CStr, main: impl FnOnce() + Send + 'static) -> bool 
     let main = Box::into_raw(Box::new(run));
     let started = with_signals_blocked(|| create(main));
     if !started {
-        // SAFETY: no thread has taken it.
+        // SAFETY: no thread was started, so `main` still belongs to this function.
         drop(unsafe { Box::from_raw(main) });
     }
     started
@@ -43,14 +43,16 @@ fn create(main: *mut Main) -> bool {
         return false;
     };
     let (mut attributes, mut thread) = (MaybeUninit::uninit(), MaybeUninit::uninit());
-    // SAFETY: the places outlive the calls; the attributes are initialised before they are used.
+    // SAFETY: `attributes` and `thread` outlive the calls. The attributes are initialised before they are
+    // used.
     unsafe {
         let attributes = attributes.as_mut_ptr();
         if init(attributes) != 0 {
             return false;
         }
         detach(attributes, libc::PTHREAD_CREATE_DETACHED);
-        // Not the policy of the calling thread: under SCHED_FIFO, it may keep the processor and wait for this one.
+        // Does not inherit the policy of the calling thread. A caller under SCHED_FIFO may keep the processor
+        // while it waits for the new thread, which would then never run.
         if let (Some(inherit), Some(policy), Some(priority)) =
             (c::pthread_attr_setinheritsched(), c::pthread_attr_setschedpolicy(), c::pthread_attr_setschedparam())
         {
@@ -58,8 +60,9 @@ fn create(main: *mut Main) -> bool {
             priority(attributes, &libc::sched_param { sched_priority: 0 });
             inherit(attributes, libc::PTHREAD_EXPLICIT_SCHED);
         }
-        // The C library's own use of the stack is added, such as static thread-local storage, which may have any size.
-        // If the C library does not report its minimum, threads get the program's default size.
+        // Adds the space that the C library itself needs on the stack, for example for static thread-local
+        // storage, which may have any size. If the C library does not report this size, threads get the
+        // program's default stack size.
         if let Some(minimum) = c::__pthread_get_minstack() {
             stack(attributes, STACK.saturating_add(minimum(attributes)));
         }
@@ -70,17 +73,18 @@ fn create(main: *mut Main) -> bool {
 }
 
 extern "C" fn run(main: *mut c_void) -> *mut c_void {
-    // SAFETY: `spawn` created it for this thread only.
+    // SAFETY: `spawn` created the box for this thread only.
     unsafe { Box::from_raw(main.cast::<Main>())() };
     core::ptr::null_mut()
 }
 
-/// Runs `f` with all signals blocked. A new thread inherits the signal mask, and signals are for the program's threads.
+/// Runs `f` with all signals blocked. A thread that `f` starts inherits the mask, so the program's
+/// threads get all signals.
 fn with_signals_blocked<R>(f: impl FnOnce() -> R) -> R {
     let Some(sigprocmask) = c::sigprocmask() else { return f() };
     let (mut all, mut before) = (MaybeUninit::<libc::sigset_t>::uninit(), MaybeUninit::uninit());
-    // SAFETY: the places outlive the calls. On Linux, the mask is the calling thread's own. The C library excludes its
-    // own signals.
+    // SAFETY: `all` and `before` outlive the calls. On Linux, the mask is that of the calling thread. The
+    // C library keeps its own signals unblocked.
     unsafe {
         all.as_mut_ptr().write_bytes(0xff, 1);
         let changed = sigprocmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) == 0;
@@ -92,35 +96,38 @@ fn with_signals_blocked<R>(f: impl FnOnce() -> R) -> R {
     }
 }
 
-/// The processors of the process's first thread when the library was loaded, in the kernel's format.
+/// The processors on which the process's first thread could run when the library was loaded, in the
+/// kernel's format.
 struct Cpus {
     mask: UnsafeCell<[u8; CPU_MASK]>,
-    /// The number of bytes that the kernel has written; 0 if it refused.
+    /// The number of bytes that the kernel has written; 0 if the call failed.
     len: AtomicUsize,
 }
 
 /// The size in bytes of a set of 8,192 processors, the most that Linux supports.
 const CPU_MASK: usize = 1024;
 
-// SAFETY: the loader's thread writes it before any other thread exists; afterwards it is only read.
+// SAFETY: the loader's thread writes the value before any other thread exists. Afterwards threads only
+// read it.
 unsafe impl Sync for Cpus {}
 
 static AT_LOAD: Cpus = Cpus { mask: UnsafeCell::new([0; CPU_MASK]), len: AtomicUsize::new(0) };
 
-/// Called once, when the library is loaded.
+/// Records the processors of the process. Called once, when the library is loaded.
 pub fn remember_cpus() {
-    // SAFETY: no other thread reads it yet, and the kernel writes at most `CPU_MASK` bytes. 0 is the calling thread,
-    // the first.
+    // SAFETY: no other thread reads the mask yet, and the kernel writes at most `CPU_MASK` bytes. Thread 0
+    // stands for the calling thread, which is the process's first.
     let len = unsafe { libc::syscall(libc::SYS_sched_getaffinity, 0, CPU_MASK, AT_LOAD.mask.get()) };
     AT_LOAD.len.store(len.clamp(0, CPU_MASK as _) as usize, Ordering::Relaxed);
 }
 
-/// Replaces attributes that the calling thread has inherited, as far as the kernel allows: its processors by the set at
-/// load, its nice value by the value of the process's first thread, and its memory nodes by all.
+/// Replaces scheduling attributes that the calling thread has inherited, as far as the kernel allows.
+/// It restores the processors recorded at load, takes the nice value of the process's first thread, and
+/// allows all memory nodes.
 fn schedule() {
     const MPOL_DEFAULT: i32 = 0;
     let first = rustix::process::getpid().as_raw_pid();
-    // SAFETY: the mask has `len` bytes, written by the kernel; the other calls take no pointers.
+    // SAFETY: the kernel has written `len` bytes of the mask. The other calls take no pointers.
     unsafe {
         let len = AT_LOAD.len.load(Ordering::Relaxed);
         if len > 0 {
@@ -134,15 +141,15 @@ fn schedule() {
     }
 }
 
-/// The number of CPUs that this library's threads may use.
+/// Returns the number of CPUs that this library's threads may use.
 pub fn cpus() -> usize {
     let len = AT_LOAD.len.load(Ordering::Relaxed);
-    // SAFETY: written once, when the library was loaded.
+    // SAFETY: the mask was written once, when the library was loaded.
     let mask = unsafe { &*AT_LOAD.mask.get() };
     mask.iter().take(len).map(|byte| byte.count_ones() as usize).sum::<usize>().max(1)
 }
 
-/// The stack pointer of the function into which this is inlined.
+/// Returns the stack pointer of the function into which this function is inlined.
 #[inline(always)]
 pub fn stack_pointer() -> usize {
     let here;
@@ -159,11 +166,12 @@ pub fn stack_pointer() -> usize {
     here
 }
 
-// ---- words of a thread ----
+// ---- thread-local words ----
 
-/// Declares a thread-local word, and a function that returns its address in the calling thread: thread-local storage in
-/// the initial-exec model, which costs two instructions, makes no call and exists until its thread ends. In stable Rust
-/// only std offers it.
+/// Declares a thread-local word, and a function that returns its address in the calling thread. The
+/// word uses thread-local storage in the initial-exec model. An access costs two instructions and no
+/// call, and the word exists until its thread ends. In stable Rust only std offers thread-local
+/// storage.
 macro_rules! word {
     ($place:ident, $symbol:literal) => {
         core::arch::global_asm!(
@@ -213,10 +221,10 @@ word!(place, "nvshare_thread");
 #[cfg(debug_assertions)]
 word!(ranks_place, "nvshare_ranks");
 
-/// The calling thread's word; NULL until it is set.
+/// Returns the calling thread's word, which is NULL until `set_mine` is called.
 #[inline(always)]
 pub fn mine() -> *const c_void {
-    // Every launch calls this, so it is `place` and a load with one instruction less.
+    // Every launch reads this word. The code takes one instruction less than `place` followed by a load.
     // SAFETY: reads this thread's own storage.
     #[cfg(target_arch = "x86_64")]
     unsafe {
@@ -241,7 +249,7 @@ pub fn set_mine(word: *const c_void) {
     unsafe { place().cast::<*const c_void>().write(word) }
 }
 
-/// The ranks of the locks that the calling thread holds, as bits ([`super::rank`]).
+/// Returns the ranks of the locks that the calling thread holds, as bits ([`super::rank`]).
 #[cfg(debug_assertions)]
 pub fn ranks() -> u64 {
     // SAFETY: reads this thread's own storage.

@@ -12,7 +12,8 @@ pub struct Instant(Duration);
 
 impl Instant {
     pub fn now() -> Self {
-        // Not the C library's function, which some tools interpose to stop time. This needs no system call either.
+        // Bypasses the C library's function, because some tools interpose it to stop time. Like the C library,
+        // this code makes no system call.
         let time = clock_gettime(ClockId::Monotonic);
         Self(Duration::new(time.tv_sec.try_into().unwrap_or(0), time.tv_nsec.try_into().unwrap_or(0)))
     }
@@ -41,12 +42,12 @@ impl core::ops::Sub for Instant {
     }
 }
 
-/// Sleeps for about this long; a signal may end it early.
+/// Sleeps for about `duration`. A signal may end the sleep early.
 pub fn sleep(duration: Duration) {
     let _ = rustix::thread::nanosleep(&timespec(duration));
 }
 
-/// Sleeps for at least this long, whatever signals arrive.
+/// Sleeps for at least `duration`, even if signals arrive.
 pub fn sleep_through(duration: Duration) {
     let mut left = timespec(duration);
     while let NanosleepRelativeResult::Interrupted(rest) = rustix::thread::nanosleep(&left) {

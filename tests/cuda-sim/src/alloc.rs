@@ -31,7 +31,7 @@ struct Block {
 }
 
 impl Block {
-    /// A gap of this size.
+    /// Returns the offset of a gap of this size.
     fn gap(&self, len: u64) -> Option<u64> {
         let mut at = 0;
         for (start, size) in &self.used {
@@ -48,7 +48,7 @@ fn blocks() -> MutexGuard<'static, BTreeMap<u64, Block>> {
     BLOCKS.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// Takes `len` bytes of a context's GPU at a new address.
+/// Allocates `len` bytes of the context's GPU at a new address.
 pub fn allocate(context: &Arc<Context>, len: u64) -> Result<u64, Error> {
     if len >= SMALL {
         return whole(context, len.next_multiple_of(GRANULARITY));
@@ -77,7 +77,7 @@ fn whole(context: &Arc<Context>, size: u64) -> Result<u64, Error> {
     Ok(at)
 }
 
-/// The allocation that has an address: its first byte and length.
+/// Returns the allocation that contains an address: its first byte and its length.
 pub fn range(addr: u64) -> Option<(u64, u64)> {
     let space = space();
     let mapping = space.at(addr)?;
@@ -95,7 +95,7 @@ pub fn range(addr: u64) -> Option<(u64, u64)> {
     }
 }
 
-/// Forgets the blocks of a context, whose mappings are gone.
+/// Forgets the blocks of a context whose mappings have been removed.
 pub fn forget_context(context: usize) {
     blocks().retain(|_, block| block.context != context);
 }
@@ -120,7 +120,8 @@ pub fn alloc_pitch(at: *mut u64, pitch: *mut usize, width: usize, height: usize,
     out(pitch, padded)
 }
 
-/// `cuMemFree`: waits for the work of the memory's context first, as the driver does.
+/// `cuMemFree`: first waits for work, as the driver does. The simulator waits for the work of the
+/// current context, and the driver for the work of the memory's context.
 pub fn free(at: u64) -> Done {
     let current = context::healthy()?;
     capture::forbid()?;
@@ -138,7 +139,7 @@ pub fn free(at: u64) -> Done {
     if range(at).is_none_or(|(start, _)| start != at) || crate::ipc::is_open(base) {
         return Err(Error::INVALID_VALUE);
     }
-    // For memory of a pool, the driver assumes that no work uses it.
+    // The driver assumes that no work uses memory of a pool, and does not wait.
     if crate::pool::owner(base).is_none() {
         current.synchronise()?;
     }
@@ -174,7 +175,7 @@ pub fn info(free: *mut usize, total: *mut usize) -> Done {
 /// `cuMemGetAddressRange`; either pointer may be null.
 pub fn address_range(base: *mut u64, size: *mut usize, at: u64) -> Done {
     context::healthy()?;
-    // Memory without access rights is not found (driver 580).
+    // Driver 580 does not find memory without access rights.
     let is_closed =
         |m: &memory::Mapping| matches!(m.backing, Backing::Chunk { legacy: false, .. }) && m.read | m.write == 0;
     if space().at(at).is_some_and(is_closed) {

@@ -1,4 +1,4 @@
-//! Arrays: device memory with an opaque layout, which here is plain rows.
+//! Arrays: device memory with an opaque layout. In the simulator, the layout is plain rows.
 
 use crate::{
     alloc, capture, context, copy,
@@ -42,7 +42,7 @@ pub struct Descriptor3D {
 
 static ARRAYS: Registry<Array> = Registry::new();
 
-/// The array behind a handle.
+/// Returns the array behind a handle.
 pub fn of(handle: usize) -> Result<Arc<Array>, Error> {
     ARRAYS.get(handle)
 }

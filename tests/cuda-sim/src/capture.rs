@@ -44,7 +44,7 @@ pub struct Place {
 }
 
 static ACTIVE: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
-/// The number of captures, to skip all checks while it is 0.
+/// The number of captures. While it is 0, calls skip all checks.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
@@ -55,7 +55,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// Captures that have not ended, including invalidated ones.
+/// Returns the captures that have not ended, including invalidated ones.
 fn active() -> Vec<Arc<Capture>> {
     if COUNT.load(Ordering::Acquire) == 0 { Vec::new() } else { lock(&ACTIVE).clone() }
 }
@@ -79,13 +79,13 @@ impl Capture {
     }
 }
 
-/// True while the stream captures.
+/// Whether the stream captures.
 pub fn capturing(stream: &Stream) -> bool {
     COUNT.load(Ordering::Acquire) != 0 && lock(&stream.capture).is_some()
 }
 
-/// Work in the legacy stream would depend on captured work of blocking streams, which invalidates
-/// their captures.
+/// Invalidates the captures of blocking streams if the stream is the legacy stream: its work would
+/// depend on their captured work.
 fn implicit(stream: &Stream) -> Done {
     if stream.kind != Kind::Null || COUNT.load(Ordering::Acquire) == 0 {
         return Ok(());
@@ -96,7 +96,7 @@ fn implicit(stream: &Stream) -> Done {
     if captures.is_empty() { Ok(()) } else { Err(Error::STREAM_CAPTURE_IMPLICIT) }
 }
 
-/// Takes work for the graph if the stream captures; gives it back if not.
+/// Adds work to the graph if the stream captures. Otherwise gives the work back.
 pub fn add(stream: &Arc<Stream>, work: Work) -> Result<Option<Work>, Error> {
     if COUNT.load(Ordering::Acquire) == 0 {
         return Ok(Some(work));
@@ -114,7 +114,7 @@ pub fn add(stream: &Arc<Stream>, work: Work) -> Result<Option<Work>, Error> {
     Ok(None)
 }
 
-/// The stream's position in its capture, if it captures.
+/// Returns the stream's position in its capture, if it captures.
 pub fn place(stream: &Arc<Stream>) -> Result<Option<Place>, Error> {
     if COUNT.load(Ordering::Acquire) == 0 {
         return Ok(None);
@@ -125,7 +125,7 @@ pub fn place(stream: &Arc<Stream>) -> Result<Option<Place>, Error> {
     }
 }
 
-/// A stream waits for a captured event: it joins that capture.
+/// Makes a stream that waits for a captured event join the event's capture.
 pub fn join(stream: &Arc<Stream>, event: Place) -> Done {
     if !event.capture.valid() {
         return Err(Error::STREAM_CAPTURE_INVALIDATED);
@@ -157,7 +157,8 @@ pub fn join(stream: &Arc<Stream>, event: Place) -> Done {
     Ok(())
 }
 
-/// A capturing stream waits for an event of work that is not captured.
+/// Checks a capturing stream that waits for an event. If the event's work is not captured, invalidates
+/// the capture.
 pub fn isolated(stream: &Stream, never_recorded: bool) -> Done {
     match &*lock(&stream.capture) {
         Some(place) if !never_recorded => {
@@ -168,14 +169,16 @@ pub fn isolated(stream: &Stream, never_recorded: bool) -> Done {
     }
 }
 
-/// For calls on a captured event: they invalidate the capture, and fail once it has ended.
+/// Called by calls that are forbidden on a captured event. Invalidates the capture. Returns another
+/// error if the capture has already ended.
 pub fn forbid_at(event: &Place) -> Error {
     let active = event.capture.valid() && lock(&ACTIVE).iter().any(|c| Arc::ptr_eq(c, &event.capture));
     event.capture.invalidate();
     if active { Error::CAPTURED_EVENT } else { Error::INVALID_VALUE }
 }
 
-/// For calls that invalidate a capture depending on its mode and the calling thread.
+/// Called by calls that some captures forbid, depending on the capture's mode and the calling thread.
+/// Invalidates those captures.
 pub fn forbid() -> Done {
     let own_mode = MODE.get();
     let here = thread::current().id();
@@ -195,7 +198,7 @@ pub fn forbid() -> Done {
     if forbidden { Err(Error::STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
 }
 
-/// For calls that invalidate every capture in the context.
+/// Called by calls that every capture in the context forbids. Invalidates all of those captures.
 pub fn forbid_in(context: &Arc<Context>) -> Done {
     let active = active();
     if active.is_empty() {
@@ -207,7 +210,7 @@ pub fn forbid_in(context: &Arc<Context>) -> Done {
     if hit.is_empty() { Ok(()) } else { Err(Error::STREAM_CAPTURE_UNSUPPORTED) }
 }
 
-/// For calls that invalidate the capture of this stream.
+/// Called by calls that a capture of this stream forbids. Invalidates the capture.
 pub fn forbid_on(stream: &Stream) -> Done {
     implicit(stream)?;
     match &*lock(&stream.capture) {
@@ -219,8 +222,8 @@ pub fn forbid_on(stream: &Stream) -> Done {
     }
 }
 
-/// Handles the destruction of a stream, which silently ends the capture that began in it (observed
-/// on an H200, driver 580).
+/// Handles the destruction of a stream. Invalidates the capture that the stream belongs to. If that
+/// capture began in the stream, it also ends, without an error (observed on an H200, driver 580).
 pub fn abandon(stream: &Arc<Stream>) {
     let place = lock(&stream.capture).clone();
     if let Some(place) = place {
@@ -231,7 +234,7 @@ pub fn abandon(stream: &Arc<Stream>) {
     }
 }
 
-/// Handles the destruction of a context.
+/// Invalidates and ends the captures of a context that is being destroyed.
 pub fn forget(context: &Arc<Context>) {
     for capture in active().iter().filter(|c| Arc::ptr_eq(&c.context, context)) {
         capture.invalidate();
@@ -325,8 +328,8 @@ pub fn is_capturing(flavour: Flavour, stream: usize, status: *mut u32) -> Done {
     out(status, state(&stream))
 }
 
-/// A query of the legacy stream fails while a blocking stream captures, but does not invalidate the
-/// capture.
+/// Checks a query of the legacy stream. The query fails while a blocking stream captures, but does not
+/// invalidate that capture.
 fn implicit_query(stream: &Stream) -> Done {
     let capturing = stream.kind == Kind::Null
         && COUNT.load(Ordering::Acquire) != 0
@@ -358,7 +361,7 @@ pub fn info_v2(
     count: *mut usize,
 ) -> Done {
     thread_local! {
-        /// The storage behind `nodes`, valid until the next call.
+        /// The storage to which `nodes` points, valid until the next call.
         static NODES: std::cell::RefCell<Vec<usize>> = const { std::cell::RefCell::new(Vec::new()) };
     }
     let stream = stream::of(stream, flavour)?;
@@ -376,7 +379,7 @@ pub fn info_v2(
     Ok(())
 }
 
-/// `cuStreamGetCaptureInfo_v3`: edges carry no data.
+/// `cuStreamGetCaptureInfo_v3`: edges have no data.
 #[allow(clippy::too_many_arguments)]
 pub fn info_v3(
     flavour: Flavour,

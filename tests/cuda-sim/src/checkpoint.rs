@@ -1,9 +1,9 @@
-//! Checkpoints: other processes block a process's calls, checkpoint it, and restore it, optionally
-//! on other GPUs.
+//! Checkpoints. Another process can lock this process, which blocks its calls, then checkpoint it, and
+//! then restore it, also on other GPUs.
 //!
-//! [`serve`] is the process's side, in a separate thread; the `cuCheckpointProcess…` calls are the
-//! requesters' side. Device memory is simulated in host memory, so a checkpoint only moves the
-//! accounted bytes.
+//! [`serve`] starts the thread that serves requests of other processes. The `cuCheckpointProcess…`
+//! calls make requests of other processes. Device memory is simulated in host memory, so a checkpoint
+//! moves no bytes, and only changes the accounts.
 
 use crate::{
     arg, context, device,
@@ -23,17 +23,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Interval between checks whether calls and work have ended.
+/// Interval between checks whether all calls have returned and all work is done.
 const LOOK: Duration = Duration::from_micros(200);
 
-/// Calls that have passed [`pass`] and have not returned.
+/// The number of calls that have passed [`pass`] and have not returned.
 static INSIDE: AtomicUsize = AtomicUsize::new(0);
 static CLOSED: AtomicBool = AtomicBool::new(false);
-/// Whether the process has failed permanently, for waiting threads.
+/// Whether the process has failed permanently. Waiting threads read this flag.
 static FAILED: Mutex<bool> = Mutex::new(false);
 static OPENED: Condvar = Condvar::new();
 
-/// A running call, for which a lock waits.
+/// A running call. A lock waits until no such value exists.
 #[derive(Debug)]
 pub struct Inside;
 
@@ -43,8 +43,7 @@ impl Drop for Inside {
     }
 }
 
-/// Calls that the driver also answers in a locked process [H100, driver 580.159:
-/// `bench/RESULTS.md`].
+/// Calls that the driver also answers in a locked process [H100, driver 580.159: `bench/RESULTS.md`].
 const QUERIES: &[&str] = &[
     "cuCtxGetCurrent",
     "cuCtxGetDevice",
@@ -79,7 +78,7 @@ const QUERIES: &[&str] = &[
     "cuThreadExchangeStreamCaptureMode",
 ];
 
-/// Admits a call once the process is not locked; admits queries immediately.
+/// Admits a call once the process is not locked. Admits queries immediately.
 pub fn pass(symbol: &str) -> Result<Inside, Error> {
     loop {
         INSIDE.fetch_add(1, Ordering::SeqCst);
@@ -113,10 +112,10 @@ fn open(failed: bool) {
 pub fn serve() {
     static STARTED: Once = Once::new();
     STARTED.call_once(|| {
-        // Other processes find the process from now on, and their requests wait for the thread.
-        // This function does not wait: a library's constructor may be running, and the thread may
-        // need the loader's lock. A program without access to the simulator's directory cannot be
-        // found, and can only make calls that need no memory.
+        // From now on, other processes find this process, and their requests wait for the thread. This
+        // function does not wait for the thread: a library's constructor may be running, and the thread may
+        // need the loader's lock. A program without access to the simulator's directory cannot be found, and
+        // can only make calls that need no memory.
         if Account::find().is_none() {
             return;
         }
@@ -180,7 +179,7 @@ fn answer(own: &Own, operation: Operation, saved: &mut [u64; MAX_GPUS]) -> Done 
     Ok(())
 }
 
-/// The new place of each GPU of the machine. The pairs must name every GPU, also GPUs that the
+/// Returns the new place of each GPU of the machine. The pairs must name every GPU, also GPUs that the
 /// process does not see, and the destinations must be distinct [two H100, driver 580.159].
 fn destinations(pairs: &Destinations) -> Result<[usize; MAX_GPUS], Error> {
     let mut to = [MAX_GPUS; MAX_GPUS];
@@ -245,7 +244,7 @@ fn ask(pid: i32, operation: Operation) -> Done {
     }
 }
 
-/// Reads optional arguments, and checks that their reserved fields are zero.
+/// Reads optional arguments, and checks them with `is_valid`.
 fn optional<T: Copy>(args: *const T, is_valid: impl Fn(&T) -> bool) -> Result<Option<T>, Error> {
     if args.is_null() {
         return Ok(None);
@@ -276,7 +275,7 @@ pub fn checkpoint(pid: i32, args: *const NoArgs) -> Done {
     ask(pid, Operation::Checkpoint)
 }
 
-/// `cuCheckpointProcessRestore`: the caller must have initialized the driver.
+/// `cuCheckpointProcessRestore`: the caller must have initialised the driver.
 pub fn restore(pid: i32, args: *const RestoreArgs) -> Done {
     if !device::initialised() {
         return Err(Error::NOT_INITIALIZED);
@@ -292,7 +291,7 @@ pub fn restore(pid: i32, args: *const RestoreArgs) -> Done {
     let gpu = |uuid| (0..config.gpus).find(|gpu| config.uuid(*gpu) == uuid).ok_or(Error::INVALID_VALUE);
     let mut to = [None; MAX_GPUS];
     for index in 0..args.count as usize {
-        // SAFETY: the API's contract: the list has this number of pairs.
+        // SAFETY: by the API's contract, the list has `args.count` pairs.
         let pair = unsafe { args.pairs.add(index).read_unaligned() };
         if to[gpu(pair.old)?].replace(gpu(pair.new)? as u8).is_some() {
             return Err(Error::INVALID_VALUE);

@@ -36,13 +36,13 @@ pub fn init(flags: u32) -> Done {
     Ok(())
 }
 
-/// True after a successful [`init`].
+/// Whether [`init`] has succeeded.
 pub fn initialised() -> bool {
     VISIBLE.get().is_some_and(|v| !v.is_empty())
 }
 
-/// The GPUs that `CUDA_VISIBLE_DEVICES` names, by index or by the start of a UUID. An unknown name
-/// ends the list.
+/// Returns the GPUs that `CUDA_VISIBLE_DEVICES` names, by index or by the start of a UUID. An unknown
+/// name ends the list.
 fn visible(list: &str) -> Vec<usize> {
     let config = Config::get();
     let find = |name: &str| match name.parse::<usize>() {
@@ -60,13 +60,13 @@ fn visible(list: &str) -> Vec<usize> {
     gpus
 }
 
-/// The GPU behind a `CUdevice`.
+/// Returns the GPU behind a `CUdevice`.
 pub fn gpu(device: i32) -> Result<usize, Error> {
     let visible = VISIBLE.get().ok_or(Error::NOT_INITIALIZED)?;
     usize::try_from(device).ok().and_then(|at| visible.get(at)).copied().ok_or(Error::INVALID_DEVICE)
 }
 
-/// The `CUdevice` of a GPU.
+/// Returns the `CUdevice` of a GPU.
 pub fn ordinal(gpu: usize) -> i32 {
     VISIBLE.get().and_then(|v| v.iter().position(|g| *g == gpu)).map_or(-1, |at| at as i32)
 }
@@ -96,7 +96,7 @@ pub fn name(name: *mut c_char, len: i32, device: i32) -> Done {
 fn text(to: *mut c_char, len: i32, text: &str) -> Done {
     let len = usize::try_from(len).ok().filter(|len| *len > 0 && !to.is_null()).ok_or(Error::INVALID_VALUE)?;
     let n = text.len().min(len - 1);
-    // SAFETY: the API's contract: the buffer has `len` bytes, and n + 1 ≤ len.
+    // SAFETY: by the API's contract, the buffer has `len` bytes, and n + 1 ≤ len.
     unsafe {
         to.copy_from_nonoverlapping(text.as_ptr().cast(), n);
         to.add(n).write(0);
@@ -122,8 +122,8 @@ pub fn compute_capability(major: *mut i32, minor: *mut i32, device: i32) -> Done
     out(minor, 0)
 }
 
-/// `cuDeviceGetPCIBusId`: unlike the UUID, the bus id stays the original GPU's after a restore on
-/// another [two H100, driver 580.159].
+/// `cuDeviceGetPCIBusId`: after a restore on another GPU, still returns the bus id of the original
+/// GPU. Only the UUID changes [two H100, driver 580.159].
 pub fn pci_bus_id(id: *mut c_char, len: i32, device: i32) -> Done {
     let bus = Config::pci_bus(gpu(device)?);
     text(id, len, &format!("0000:{bus:02X}:00.0"))
@@ -147,16 +147,16 @@ pub fn attribute(value: *mut i32, attribute: u32, device: i32) -> Done {
     let vmm = i32::from(Config::get().vmm);
     let mode = if Config::get().exclusive.contains(&place(gpu)) { 3 } else { 0 };
     let answer: i32 = match attribute {
-        1 | 2 => 1024,                            // threads a block; block dimension x
+        1 | 2 => 1024,                            // threads per block; block dimension x
         3 => 1024,                                // block dimension y
         4 => 64,                                  // block dimension z
         5 => i32::MAX,                            // grid dimension x
         6 | 7 => 65_535,                          // grid dimensions y, z
-        8 => 48 << 10,                            // shared memory a block
+        8 => 48 << 10,                            // shared memory per block
         9 => 64 << 10,                            // constant memory
         10 => 32,                                 // warp size
         11 => i32::MAX,                           // pitch
-        12 => 65_536,                             // registers a block
+        12 => 65_536,                             // registers per block
         13 => 1_980_000,                          // clock, kHz
         14 => 512,                                // texture alignment
         15 | 19 | 31 | 41 | 78 | 79 | 80 => 1, // overlap, host mapping, concurrent kernels, unified addresses, priorities, caches
@@ -169,24 +169,24 @@ pub fn attribute(value: *mut i32, attribute: u32, device: i32) -> Done {
         36 => 2_619_000,                       // memory clock, kHz
         37 => 6144,                            // memory bus width
         38 => 50 << 20,                        // L2
-        39 => 2048,                            // threads a multiprocessor
+        39 => 2048,                            // threads per multiprocessor
         40 => 3,                               // copy engines
         50 => 0,                               // PCI domain
         75 => 9,                               // compute capability
         76 => 0,
-        81 => 228 << 10,      // shared memory a multiprocessor
-        82 => 65_536,         // registers a multiprocessor
+        81 => 228 << 10,      // shared memory per multiprocessor
+        82 => 65_536,         // registers per multiprocessor
         83 => 1,              // managed memory
         86 | 88 => 0,         // native host atomics, pageable access
         89..=96 => 1,         // concurrent managed access, preemption, stream memory operations, cooperative
-        97 => 227 << 10,      // shared memory a block, opted in
+        97 => 227 << 10,      // shared memory per block, opted in
         98 | 99 => 1,         // flush, host registration
         102 => vmm,           // virtual memory management
-        103 => vmm,           // shared by file descriptor
-        106 => 32,            // blocks a multiprocessor
-        110 => vmm,           // reached by other devices
+        103 => vmm,           // sharing by file descriptor
+        106 => 32,            // blocks per multiprocessor
+        110 => vmm,           // access by other devices
         115 => 1,             // memory pools
-        119 => 1,             // which pool handles: file descriptors
+        119 => 1,             // pool handle types: file descriptors
         120 | 122 | 123 => 1, // clusters, 64-bit stream memory operations
         0 | 148.. => return Err(Error::INVALID_VALUE),
         _ => 0,

@@ -11,7 +11,7 @@ pub type Done = Result<(), Error>;
 
 macro_rules! errors {
     ($($name:ident = $code:literal $text:literal;)*) => {
-        // The table is complete, although the simulator returns only some of the errors.
+        // The table contains all errors, although the simulator returns only some of them.
         #[allow(dead_code)]
         impl Error {
             $(pub const $name: Error = Error($code);)*

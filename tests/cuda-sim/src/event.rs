@@ -1,4 +1,4 @@
-//! Events: marks in streams, to wait for and to measure time with.
+//! Events: marks in streams. Programs wait for events, and measure time with them.
 
 use crate::{
     capture::{self, Place},
@@ -19,7 +19,7 @@ use std::{
 const DISABLE_TIMING: u32 = 2;
 const INTERPROCESS: u32 = 4;
 const EXTERNAL: u32 = 1;
-/// Polling interval of waits for another process.
+/// Polling interval while waiting for another process.
 const LOOK: Duration = Duration::from_micros(50);
 
 /// An event and its last recording.
@@ -34,11 +34,11 @@ pub struct Event {
 
 #[derive(Clone, Debug, Default)]
 enum Last {
-    /// Never recorded, which counts as reached.
+    /// Never recorded. Such an event counts as reached.
     #[default]
     Never,
     Record(Arc<Record>),
-    /// Recorded in a capturing stream: a position in a graph.
+    /// Recorded in a capturing stream, as a position in a graph.
     Captured(Place),
 }
 
@@ -51,7 +51,7 @@ pub struct IpcHandle {
     _rest: [u64; 5],
 }
 
-/// Magic number that distinguishes event handles from others.
+/// Magic number that distinguishes handles of events from other handles.
 const IPC_EVENT: u64 = 0x7665_6e74;
 
 /// One recording of an event.
@@ -130,7 +130,7 @@ impl Event {
     }
 }
 
-/// The event behind a handle.
+/// Returns the event behind a handle.
 pub fn of(handle: usize) -> Result<Arc<Event>, Error> {
     EVENTS.get(handle)
 }
@@ -248,7 +248,7 @@ pub fn stream_wait(flavour: Flavour, stream: usize, event: usize, _flags: u32) -
     }
 }
 
-/// `cuCtxRecordEvent`: records all submitted work of the context.
+/// `cuCtxRecordEvent`: the event is reached when all submitted work of the context is done.
 pub fn context_record(context: usize, event: usize) -> Done {
     let (context, event) = (context::of(context)?, of(event)?);
     context.error()?;
@@ -262,7 +262,7 @@ pub fn context_record(context: usize, event: usize) -> Done {
     Ok(())
 }
 
-/// `cuCtxWaitEvent`: all later work of the context waits.
+/// `cuCtxWaitEvent`: all later work of the context waits for the event.
 pub fn context_wait(context: usize, event: usize) -> Done {
     let (context, event) = (context::of(context)?, of(event)?);
     context.error()?;

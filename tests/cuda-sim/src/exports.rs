@@ -1,9 +1,9 @@
-//! All symbols of the library in one table: the name for `cuGetProcAddress`, the CUDA version that
-//! introduced this form, the symbol, and the function that implements it.
+//! All symbols of the library in one table. Each entry contains the name for `cuGetProcAddress`, the
+//! CUDA version that introduced this form, the symbol, and the function that implements it.
 //!
-//! `early` calls work before `cuInit`, and while the process is locked. `streams` have two
-//! flavours: with the plain symbol, stream 0 is the context's legacy stream; with the `_ptsz` or
-//! `_ptds` symbol, it is the thread's own.
+//! `early` calls work before `cuInit` and while the process is locked. `streams` calls have two
+//! flavours. With the plain symbol, stream 0 is the context's legacy stream. With the `_ptsz` or
+//! `_ptds` symbol, stream 0 is the thread's own stream.
 
 use crate::{
     alloc, array, capture, checkpoint, context, copy, device, error, event, fill, graph, green, host, ipc, launch,
@@ -22,7 +22,7 @@ macro_rules! exports {
         plain { $($p_name:literal $p_version:literal $p_symbol:ident = $p_do:path, ($($p_arg:ident: $p_type:ty),*);)* }
         streams { $($s_name:literal $s_version:literal $s_symbol:ident, $t_version:literal $t_symbol:ident = $s_do:path, ($($s_arg:ident: $s_type:ty),*);)* }
     ) => {
-        /// The symbols. Each is declared as in the CUDA headers.
+        /// The symbols, declared as in the CUDA headers.
         #[allow(non_snake_case, clippy::too_many_arguments)]
         mod symbols {
             use super::*;
@@ -321,7 +321,7 @@ exports! {
         "cuEventRecordWithFlags" 11010 cuEventRecordWithFlags, 11010 cuEventRecordWithFlags_ptsz = event::record_with_flags, (event: usize, stream: usize, flags: u32);
         "cuStreamAddCallback" 5000 cuStreamAddCallback, 7000 cuStreamAddCallback_ptsz = launch::callback, (stream: usize, call: Option<Callback>, data: usize, flags: u32);
         "cuLaunchHostFunc" 10000 cuLaunchHostFunc, 10000 cuLaunchHostFunc_ptsz = launch::host, (stream: usize, call: Option<HostFn>, data: usize);
-        // A symbol that no driver has and so no table lists. It behaves like the next one.
+        // A symbol that no driver exports, so that no table lists it. It behaves like `cuLaunchKernel`.
         "cuUnheardOfLaunch" 12000 cuUnheardOfLaunch, 12000 cuUnheardOfLaunch_ptsz = launch::kernel, (function: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize, params: *const *const u8, extra: *const usize);
         "cuLaunchKernel" 4000 cuLaunchKernel, 7000 cuLaunchKernel_ptsz = launch::kernel, (function: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize, params: *const *const u8, extra: *const usize);
         "cuLaunchKernelEx" 11060 cuLaunchKernelEx, 11060 cuLaunchKernelEx_ptsz = launch::kernel_ex, (config: *const launch::Config, function: usize, params: *const *const u8, extra: *const usize);

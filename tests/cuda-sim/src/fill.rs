@@ -1,4 +1,4 @@
-//! Fills: every `cuMemset*`.
+//! Fills: all `cuMemset*` calls.
 
 use crate::{
     context::{self, Context},
@@ -52,7 +52,8 @@ impl Fill {
 
     fn write(&self, to: *mut u8, len: u64) {
         let count = (len / self.size) as usize;
-        // SAFETY: `to` has `len` writable bytes while the table is held, and is as aligned as the address.
+        // SAFETY: `to` has `len` writable bytes while the table is locked, and has the alignment of the
+        // address.
         unsafe {
             match self.size {
                 1 => to.write_bytes(self.value as u8, count),
@@ -62,7 +63,7 @@ impl Fill {
         }
     }
 
-    /// Checks the fill against the present mappings.
+    /// Checks the fill against the current mappings.
     pub fn check(&self, context: &Context) -> Done {
         if !self.at.is_multiple_of(self.size)
             || (self.height > 1 && (!self.pitch.is_multiple_of(self.size) || self.pitch < self.width * self.size))
@@ -93,7 +94,7 @@ fn rows(at: u64, pitch: usize, value: u32, size: u64, width: usize, height: usiz
     Fill { at, pitch: pitch as u64, value, size, width: width as u64, height: height as u64 }
 }
 
-/// `cuMemsetD8`; related calls follow. Fills are asynchronous, as on a GPU.
+/// `cuMemsetD8`. The related calls follow. Fills are asynchronous, as on a GPU.
 pub fn d8(flavour: Flavour, at: u64, value: u8, count: usize) -> Done {
     submit(flavour, row(at, value.into(), 1, count), 0)
 }

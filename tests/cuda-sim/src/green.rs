@@ -1,5 +1,6 @@
-//! Green contexts: parts of a GPU's multiprocessors with their own streams. They share the primary context's memory, keep it
-//! alive, and are synchronized with it. Their smaller number of multiprocessors changes nothing here.
+//! Green contexts: parts of a GPU's multiprocessors with their own streams. They share the primary
+//! context's memory, keep that context alive, and are synchronised with it. In the simulator, the
+//! smaller number of multiprocessors changes nothing.
 
 use crate::{
     context::{self, Context},
@@ -26,7 +27,7 @@ struct Description(u32);
 static GREENS: Registry<Green> = Registry::new();
 static DESCRIPTIONS: Registry<Description> = Registry::new();
 
-/// `CUdevResource`; only the kind for multiprocessors is supported.
+/// `CUdevResource`. Only multiprocessors are supported.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Resource {
@@ -37,7 +38,7 @@ pub struct Resource {
 }
 
 const SM: u32 = 1;
-/// Multiprocessors are allocated in multiples of this on compute capability 9.
+/// On compute capability 9, multiprocessors are allocated in multiples of this number.
 const STEP: u32 = 8;
 const DEFAULT_STREAM: u32 = 1;
 
@@ -59,7 +60,7 @@ fn of(green: usize) -> Result<Arc<Green>, Error> {
     GREENS.get(green)
 }
 
-/// The handle of the green context that has this context; 0 if none has.
+/// Returns the handle of the green context that has this context, or 0 if none has it.
 pub fn of_context(context: &Arc<Context>) -> usize {
     GREENS.all().iter().find(|g| Arc::ptr_eq(&g.context, context)).map_or(0, handle_of)
 }
@@ -102,7 +103,7 @@ pub fn split(
     }
     let made = fit.min(room);
     for i in 0..made as usize {
-        // SAFETY: the API's contract: there is room for `count` groups.
+        // SAFETY: by the API's contract, the array has room for `count` groups.
         unsafe { groups.add(i).write(resource(each)) };
     }
     crate::out_if(rest, resource(from.sms - made * each));
@@ -153,7 +154,7 @@ pub fn wait(green: usize, event: usize) -> Done {
     event::context_wait(of(green)?.context.handle(), event)
 }
 
-/// `cuGreenCtxStreamCreate`: never creates a stream that waits for the legacy stream.
+/// `cuGreenCtxStreamCreate`: creates only streams that do not wait for the legacy stream.
 pub fn stream(to: *mut usize, green: usize, flags: u32, priority: i32) -> Done {
     const NON_BLOCKING: u32 = 1;
     let green = of(green)?;

@@ -1,4 +1,4 @@
-//! Host memory that GPUs can access: allocated here, or the program's own, registered.
+//! Host memory that GPUs can access. It is either allocated here, or registered memory of the program.
 
 use crate::{
     capture, context,
@@ -66,7 +66,7 @@ fn there(at: u64, len: usize) -> bool {
     let start = at & !4095;
     let pages = ((at + len as u64).next_multiple_of(4096) - start) / 4096;
     let mut resident = vec![0_u8; pages as usize];
-    // SAFETY: mincore only reads the page tables; `resident` has a byte for each page.
+    // SAFETY: `mincore` only reads the page tables, and `resident` has one byte for each page.
     unsafe { libc::mincore(start as *mut _, (pages * 4096) as usize, resident.as_mut_ptr()) == 0 }
 }
 

@@ -1,5 +1,5 @@
-//! Plain memory that other processes use. A handle names the file behind the chunk, which the exporter keeps open while it
-//! has the memory.
+//! Plain memory that other processes use. A handle names the file behind the chunk. The exporter keeps
+//! the file open until it frees the memory.
 
 use crate::{
     alloc,
@@ -17,7 +17,7 @@ use std::{
 };
 
 const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
-/// Distinguishes handles of memory from others.
+/// Magic number that distinguishes handles of memory from other handles.
 const IPC_MEMORY: u64 = 0x6d65_6d6f_7279;
 
 /// `CUipcMemHandle`
@@ -32,14 +32,14 @@ pub struct Handle {
     _rest: [u64; 3],
 }
 
-/// The memory that this process has opened, by exporter and file.
+/// The memory that this process has opened, by the exporter and the file.
 static OPEN: Mutex<BTreeMap<(u64, u64), Open>> = Mutex::new(BTreeMap::new());
 
 struct Open {
     at: u64,
     len: u64,
     context: usize,
-    /// Reference counts, by the address that was returned.
+    /// Reference counts by returned address.
     references: BTreeMap<u64, u32>,
 }
 
@@ -100,7 +100,7 @@ fn bring_in(context: &Arc<Context>, handle: &Handle) -> Result<Open, Error> {
     Ok(Open { at, len, context: context.handle(), references: BTreeMap::new() })
 }
 
-/// Whether the memory mapped there belongs to another process.
+/// Whether the memory that is mapped at this address belongs to another process.
 pub fn is_open(base: u64) -> bool {
     table().values().any(|open| open.at == base)
 }

@@ -1,4 +1,5 @@
-//! The kernels that the simulator knows, by name. Their computations, which a real GPU gets from PTX, are written here in Rust.
+//! The kernels that the simulator knows, by name. A real GPU executes their PTX. The simulator computes
+//! the same results in Rust.
 
 use crate::{
     context::Context,
@@ -15,9 +16,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The largest number of parameters; each has at most 8 bytes.
+/// The largest number of parameters. Each parameter has at most 8 bytes.
 const MAX_PARAMS: usize = 4;
-/// How long an engine is occupied at a time.
+/// How long a kernel occupies the engine without interruption.
 const SLICE: Duration = Duration::from_millis(1);
 
 /// A kernel: its name in the PTX, the sizes of its parameters, and its computation.
@@ -60,12 +61,13 @@ pub fn all() -> impl Iterator<Item = &'static Kernel> {
     KERNELS.iter()
 }
 
-/// The kernel of this name.
+/// Returns the kernel of this name.
 pub fn find(name: &str) -> Option<&'static Kernel> {
     all().find(|k| k.name == name)
 }
 
-/// The function to launch, and the number of threads, on which the simulated kernels don't depend.
+/// The function to launch, and the number of threads. The results of simulated kernels do not depend on
+/// the number of threads.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     pub function: usize,
@@ -83,10 +85,11 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// Copies the arguments as `kernelParams` has them: a pointer to each.
+    /// Copies the arguments from `kernelParams`, which contains a pointer to each argument.
     ///
     /// # Safety
-    /// `params` must have as many pointers as the kernel has parameters, each to a value of that parameter's size.
+    /// `params` must contain one pointer for each parameter of the kernel, to a value of that parameter's
+    /// size.
     pub unsafe fn from_params(
         kernel: &'static Kernel,
         shape: Shape,
@@ -97,13 +100,13 @@ impl Launch {
             return Err(Error::INVALID_VALUE);
         }
         for (i, size) in kernel.params.iter().enumerate() {
-            // SAFETY: the caller's contract; `size` is at most 8.
+            // SAFETY: the caller's contract. `size` is at most 8.
             unsafe { ptr::copy_nonoverlapping(*params.add(i), ptr::from_mut(&mut args[i]).cast(), *size) };
         }
         Ok(Launch { kernel, shape, args })
     }
 
-    /// Copies the arguments from one buffer, in which each is aligned to its size.
+    /// Copies the arguments from one buffer, in which each argument is aligned to its size.
     pub fn from_buffer(kernel: &'static Kernel, shape: Shape, buffer: &[u8]) -> Result<Launch, Error> {
         let mut args = [0; MAX_PARAMS];
         for (i, (offset, size)) in kernel.layout().enumerate() {
@@ -125,7 +128,7 @@ impl Launch {
 }
 
 impl Kernel {
-    /// Offset and size of each parameter.
+    /// Returns the offset and the size of each parameter.
     pub fn layout(&self) -> impl Iterator<Item = (usize, usize)> {
         let mut end = 0_usize;
         self.params.iter().map(move |size| {
@@ -136,7 +139,7 @@ impl Kernel {
     }
 }
 
-/// A kernel's access to the memory that it sweeps.
+/// How a kernel accesses the memory that it sweeps.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Pass {
     Read,
@@ -148,7 +151,7 @@ enum Pass {
 fn each(context: &Context, at: u64, count: u64, change: Change) -> Done {
     let pass = if matches!(change, Change::Fill(_)) { Pass::Write } else { Pass::Update };
     sweep(context, at, count, pass, |first, elements, n| {
-        // SAFETY: `elements` has `n` aligned elements while the sweep holds the table.
+        // SAFETY: `elements` has `n` aligned elements while the sweep locks the table.
         unsafe { cuda_sim_kernels::change(elements, n, first, change) };
     })
 }
@@ -156,7 +159,7 @@ fn each(context: &Context, at: u64, count: u64, change: Change) -> Done {
 fn sum(context: &Context, &[at, count, result, _]: &[u64; MAX_PARAMS]) -> Done {
     let mut sum = 0_u64;
     sweep(context, at, count, Pass::Read, |_, elements, n| {
-        // SAFETY: `elements` has `n` aligned elements while the sweep holds the table.
+        // SAFETY: `elements` has `n` aligned elements while the sweep locks the table.
         sum = sum.wrapping_add(unsafe { cuda_sim_kernels::sum(elements, n) });
     })?;
     if result % 8 != 0 {
@@ -171,8 +174,8 @@ fn sum(context: &Context, &[at, count, result, _]: &[u64; MAX_PARAMS]) -> Done {
     })
 }
 
-/// The computation of `preload/src/memory/fingerprint.ptx`, implemented independently: two sums over parts of chunks, and
-/// whether a part consists of its chunk's first word only.
+/// The computation of `preload/src/memory/fingerprint.ptx`, implemented independently. For each part of
+/// a chunk it computes two sums, and whether the part only repeats the chunk's first word.
 fn fingerprint(context: &Context, &[list, out, seed, words]: &[u64; MAX_PARAMS]) -> Done {
     let gpu = context.gpu;
     let [chunks, parts]: [u64; 2] = memory::read(list, gpu)?;
@@ -184,7 +187,7 @@ fn fingerprint(context: &Context, &[list, out, seed, words]: &[u64; MAX_PARAMS])
             let (begin, end) = ((part * words).min(all_words), ((part + 1) * words).min(all_words));
             let mut print = Fingerprint::default();
             sweep(context, at + 16 * begin, 4 * (end - begin), Pass::Read, |first, elements, n| {
-                // SAFETY: `elements` has `n` elements while the sweep holds the table.
+                // SAFETY: `elements` has `n` elements while the sweep locks the table.
                 unsafe { print.add(elements.cast(), n / 4, begin + first / 4, seed, value) };
             })?;
             let Fingerprint { sums, differs } = print;
@@ -194,7 +197,7 @@ fn fingerprint(context: &Context, &[list, out, seed, words]: &[u64; MAX_PARAMS])
     Ok(())
 }
 
-/// Processes memory piece by piece, taking the time that the GPU would.
+/// Processes memory piece by piece, and takes the time that the GPU would take.
 fn sweep(context: &Context, at: u64, count: u64, pass: Pass, mut f: impl FnMut(u64, *mut u32, u64)) -> Done {
     let bytes = count.checked_mul(4).ok_or(Error::ILLEGAL_ADDRESS)?;
     if !at.is_multiple_of(4) {
@@ -222,7 +225,8 @@ fn sweep(context: &Context, at: u64, count: u64, pass: Pass, mut f: impl FnMut(u
     Ok(())
 }
 
-/// Keeps the GPU busy for this time, including other processes' turns, as measured by a clock on the GPU.
+/// Keeps the GPU busy for `ns` nanoseconds. The time includes turns of other processes, like a clock on
+/// the GPU.
 fn spin_ns(context: &Context, ns: u64) -> Done {
     let end = Instant::now() + Duration::from_nanos(ns);
     loop {
@@ -235,7 +239,7 @@ fn spin_ns(context: &Context, ns: u64) -> Done {
     }
 }
 
-/// Keeps the GPU busy until `flag` is written.
+/// Keeps the GPU busy until the program writes `flag`.
 fn spin_until(context: &Context, flag: u64) -> Done {
     loop {
         context.error()?;

@@ -25,7 +25,7 @@ const END: usize = 0;
 const BUFFER: usize = 1;
 const BUFFER_SIZE: usize = 2;
 
-/// Prepares a launch, copying its arguments either from `params` or from the buffer in `extra`.
+/// Prepares a launch. Copies its arguments either from `params` or from the buffer in `extra`.
 pub fn prepare(shape: Shape, params: *const *const u8, extra: *const usize) -> Result<Launch, Error> {
     let function = module::function(shape.function)?;
     let threads = shape.block.iter().try_fold(1_u32, |n, d| n.checked_mul(*d));
@@ -37,13 +37,13 @@ pub fn prepare(shape: Shape, params: *const *const u8, extra: *const usize) -> R
         return Err(Error::INVALID_VALUE);
     }
     if extra.is_null() {
-        // SAFETY: the API's contract: `params` has a pointer to a value for each parameter.
+        // SAFETY: by the API's contract, `params` contains a pointer to a value for each parameter.
         return unsafe { Launch::from_params(function.kernel, shape, params) };
     }
     let (mut buffer, mut size) = (0, 0);
     let mut at = extra;
-    // SAFETY: the API's contract: `extra` is a list of pairs that ends with END, and the buffer has the size that
-    // the list points to.
+    // SAFETY: by the API's contract, `extra` is a list of pairs that ends with END, and the buffer has the
+    // size that the list points to.
     unsafe {
         while *at != END {
             match *at {
@@ -112,8 +112,8 @@ pub struct Params {
     params: *const *const u8,
 }
 
-/// `cuLaunchCooperativeKernelMultiDevice`: launches every kernel in its stream. The kernels do not wait for each
-/// other here.
+/// `cuLaunchCooperativeKernelMultiDevice`: launches each kernel in its stream. Unlike on GPUs, the
+/// kernels do not wait for each other.
 pub fn cooperative_on_devices(list: *const Params, count: u32, _flags: u32) -> Done {
     context::healthy()?;
     if list.is_null() || count == 0 {
@@ -121,7 +121,7 @@ pub fn cooperative_on_devices(list: *const Params, count: u32, _flags: u32) -> D
     }
     let mut launches = Vec::new();
     for i in 0..count as usize {
-        // SAFETY: the API's contract: the list has `count` entries.
+        // SAFETY: by the API's contract, the list has `count` entries.
         let Params { function, grid, block, shared, stream, params } = unsafe { *list.add(i) };
         let stream = stream::of(stream, Flavour::Legacy)?;
         let shape = Shape { function, grid, block, shared };
@@ -130,7 +130,7 @@ pub fn cooperative_on_devices(list: *const Params, count: u32, _flags: u32) -> D
     launches.into_iter().try_for_each(|(stream, work)| stream.submit(work).map(drop))
 }
 
-/// `cuLaunchKernelEx`; attributes are accepted and ignored.
+/// `cuLaunchKernelEx`: ignores the attributes.
 pub fn kernel_ex(
     flavour: Flavour,
     config: *const Config,
@@ -148,7 +148,7 @@ pub fn host(flavour: Flavour, stream: usize, call: Option<HostFn>, data: usize) 
     stream::of(stream, flavour)?.submit(Work::Host { call, data }).map(drop)
 }
 
-/// `cuStreamAddCallback`, which cannot be captured.
+/// `cuStreamAddCallback`: fails in a capturing stream.
 pub fn callback(flavour: Flavour, stream: usize, call: Option<Callback>, data: usize, flags: u32) -> Done {
     let call = call.filter(|_| flags == 0).ok_or(Error::INVALID_VALUE)?;
     let queue = stream::of(stream, flavour)?;

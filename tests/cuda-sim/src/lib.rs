@@ -1,10 +1,12 @@
 //! A simulated `libcuda.so.1`. README.md explains its use and its simplifications.
 //!
-//! [`exports`] has all symbols and their functions in one table; [`lookup`] finds them by name and version. [`device`], [`context`],
-//! [`green`] and [`peer`] are about GPUs. [`memory`] is the table of addresses, and [`alloc`], [`vmm`], [`managed`], [`host`], [`pool`],
-//! [`array`] and [`ipc`] add memory to it. [`stream`] queues [`work`], which [`kernels`], [`copy`], [`fill`] and [`value`] execute;
-//! [`event`], [`capture`] and [`graph`] build on streams; [`module`] and [`launch`] lead to kernels; [`checkpoint`] takes whole processes
-//! off the GPUs. State that processes share is in the crate `cuda-sim-gpus`.
+//! [`exports`] lists all symbols and their functions in one table. [`lookup`] finds them by name and
+//! version. [`device`], [`context`], [`green`] and [`peer`] implement GPUs. [`memory`] is the table of
+//! addresses. [`alloc`], [`vmm`], [`managed`], [`host`], [`pool`], [`array`] and [`ipc`] add memory to
+//! that table. [`stream`] queues [`work`], which [`kernels`], [`copy`], [`fill`] and [`value`] execute.
+//! [`event`], [`capture`] and [`graph`] build on streams. [`module`] and [`launch`] load and launch
+//! kernels. [`checkpoint`] takes whole processes off the GPUs. The crate `cuda-sim-gpus` contains the
+//! state that processes share.
 
 mod alloc;
 mod array;
@@ -45,7 +47,7 @@ fn out<T>(to: *mut T, value: T) -> Done {
     if to.is_null() {
         return Err(Error::INVALID_VALUE);
     }
-    // SAFETY: the API's contract: the program passes null or a pointer to room for a `T`.
+    // SAFETY: by the API's contract, the program passes null or a pointer to room for a `T`.
     unsafe { to.write_unaligned(value) };
     Ok(())
 }
@@ -60,12 +62,12 @@ fn arg<T: Copy>(from: *const T) -> Result<T, Error> {
     if from.is_null() {
         return Err(Error::INVALID_VALUE);
     }
-    // SAFETY: the API's contract: the program passes null or a valid `T`.
+    // SAFETY: by the API's contract, the program passes null or a pointer to a valid `T`.
     Ok(unsafe { from.read_unaligned() })
 }
 
-/// The entry of every call: checks whether the driver is usable in this process, and whether this
-/// call should fail.
+/// The entry of every call. Checks whether the driver is usable in this process, and whether a test
+/// makes this call fail.
 fn enter(symbol: &str, early: bool, call: impl FnOnce() -> Done) -> u32 {
     let call = || {
         if !early && (!device::initialised() || cuda_sim_gpus::after_fork()) {
@@ -80,8 +82,8 @@ fn enter(symbol: &str, early: bool, call: impl FnOnce() -> Done) -> u32 {
     keeping_errno(|| call().map_or_else(|e| e.0, |()| 0))
 }
 
-/// Preserves `errno`: the simulator's contended mutexes change it, but the driver's do not, and
-/// tests compare a program's `errno`.
+/// Runs `call` and restores `errno`. Contended mutexes of the simulator change `errno`, but the
+/// driver's do not. Tests compare a program's `errno`.
 fn keeping_errno<R>(call: impl FnOnce() -> R) -> R {
     // SAFETY: the location is valid for the calling thread.
     let errno = unsafe { libc::__errno_location() };
@@ -91,7 +93,7 @@ fn keeping_errno<R>(call: impl FnOnce() -> R) -> R {
     result
 }
 
-/// `CUDA_SIM_FAIL`: counts the named calls, and logs those that fail.
+/// Whether `CUDA_SIM_FAIL` makes this call fail. Counts the named calls, and logs the failing ones.
 fn meant_to_fail(symbol: &str) -> bool {
     static CALLS: Mutex<Option<HashMap<String, u64>>> = Mutex::new(None);
     let Some(nth) = cuda_sim_gpus::Config::get().fail.get(symbol) else { return false };

@@ -1,4 +1,4 @@
-//! `cuGetProcAddress`: from a name, a version and flags to one exported symbol.
+//! `cuGetProcAddress`: maps a name, a version and flags to one exported symbol.
 
 use crate::{
     error::{Done, Error},
@@ -21,20 +21,21 @@ const VERSION_NOT_SUFFICIENT: u32 = 2;
 pub struct Export {
     /// The name for `cuGetProcAddress`.
     pub name: &'static str,
-    /// The CUDA version that introduced this form of it.
+    /// The CUDA version that introduced this form of the function.
     pub version: i32,
     pub flavour: Option<Flavour>,
     pub address: fn() -> usize,
 }
 
-/// The newest form of `name` for a program of this version, or the reason why there is none.
+/// Returns the newest form of `name` for a program of this version, or the reason why none exists.
 fn find(name: &str, version: i32, flags: u64) -> Result<usize, u32> {
     let flavour = if flags & PER_THREAD != 0 { Flavour::PerThread } else { Flavour::Legacy };
     let named = || EXPORTS.iter().filter(|e| e.name == name && e.version <= Config::get().driver);
     if named().next().is_none() {
         return Err(NOT_FOUND);
     }
-    // A stream flavour is chosen first, a version second: `_ptsz` symbols are newer than the functions they belong to.
+    // Chooses the stream flavour first and the version second, because `_ptsz` symbols are newer than the
+    // plain symbols.
     let best = |flavoured: bool| {
         let suits = |e: &&Export| {
             e.version <= version && if flavoured { e.flavour == Some(flavour) } else { e.flavour.is_none() }
@@ -61,8 +62,8 @@ pub fn get(name: *const c_char, to: *mut usize, version: i32, flags: u64) -> Don
     if query(name, to, version, flags)? == FOUND { Ok(()) } else { Err(Error::NOT_FOUND) }
 }
 
-/// `cuGetProcAddress_v2`: succeeds even if the symbol is not found; the pointer is then null, and
-/// the status has the reason.
+/// `cuGetProcAddress_v2`: succeeds even if the symbol is not found. The pointer is then null, and the
+/// status contains the reason.
 pub fn get_v2(name: *const c_char, to: *mut usize, version: i32, flags: u64, status: *mut u32) -> Done {
     let found = query(name, to, version, flags)?;
     crate::out_if(status, found);

@@ -1,9 +1,9 @@
-//! Managed memory: accessible by the host and by GPUs at one address, and on a GPU only while that
+//! Managed memory. The host and GPUs access it at the same address. It resides on a GPU only while that
 //! GPU needs it.
 //!
-//! Residency is kept in blocks. A kernel waits while blocks that it accesses fault in to its GPU.
-//! Other blocks of any process are evicted if there is no room. If no block can be evicted, kernels
-//! access blocks over the link.
+//! Residency is recorded per block. A kernel waits while the blocks that it accesses fault in to its
+//! GPU. If the GPU has no room, other blocks of any process are evicted. If no block can be evicted,
+//! kernels access blocks over the link.
 
 use crate::{
     context, device,
@@ -34,16 +34,16 @@ struct Residency {
     prefetched: i32,
 }
 
-/// The value for no location in results of `cuMemRangeGetAttribute`.
+/// The value that `cuMemRangeGetAttribute` returns for no location.
 const NOWHERE: i32 = -2;
-/// The host.
+/// The host, as a device number.
 const CPU: i32 = -1;
 
 #[derive(Debug)]
 struct Table {
     all: Vec<Weak<Managed>>,
     clock: u64,
-    /// Resident bytes by this process's last update; the account has the bytes that other processes
+    /// Resident bytes at this process's last update. The account contains the bytes that other processes
     /// have not evicted since.
     believed: [u64; MAX_GPUS],
 }
@@ -63,8 +63,8 @@ pub fn alloc(at: *mut u64, bytes: usize, flags: u32) -> Done {
     crate::capture::forbid()?;
     let len = (bytes as u64).next_multiple_of(4096);
     let place = memory::reserve(len, GRANULARITY, 0)?;
-    // SAFETY: `reserve` has allocated these addresses exclusively, and they become host memory in
-    // place.
+    // SAFETY: `reserve` has allocated these addresses exclusively. They become host memory at the same
+    // address.
     let protected = unsafe { libc::mprotect(place as *mut _, len as usize, libc::PROT_READ | libc::PROT_WRITE) };
     if protected != 0 {
         memory::unreserve(place, len);
@@ -79,7 +79,7 @@ pub fn alloc(at: *mut u64, bytes: usize, flags: u32) -> Done {
     out(at, place)
 }
 
-/// Frees memory of [`alloc`] whose mapping has been removed from the table.
+/// Frees memory from [`alloc`]. Its mapping has already been removed from the table.
 pub fn free(mapping: &Mapping, managed: &Managed) {
     let mut table = lock(&TABLE);
     let mut gone = [0; MAX_GPUS];
@@ -94,7 +94,8 @@ pub fn free(mapping: &Mapping, managed: &Managed) {
     memory::unreserve(mapping.at, mapping.len);
 }
 
-/// Faults in the range that a piece of work is about to access, and takes the time of that.
+/// Faults in the range that a piece of work is about to access, and takes the time that this would
+/// take.
 pub fn fault(at: u64, len: u64, gpu: usize) {
     pay(migrate(at, len, gpu), Config::get().fault_bandwidth, gpu, EngineKind::In);
 }
@@ -143,7 +144,7 @@ fn pay(bytes: u64, bandwidth: u64, gpu: usize, engine: EngineKind) {
     }
 }
 
-/// The managed allocations in a range, each with its first and last block there.
+/// Returns the managed allocations in a range, each with its first and last block in that range.
 fn blocks(at: u64, len: u64) -> Vec<(Arc<Managed>, usize, usize)> {
     let space = space();
     let mut found = Vec::new();
@@ -162,7 +163,7 @@ fn blocks(at: u64, len: u64) -> Vec<(Arc<Managed>, usize, usize)> {
     found
 }
 
-/// Makes a range resident as far as there is room. Returns the bytes that cross the link.
+/// Makes a range resident until the GPU has no more room. Returns the bytes that cross the link.
 fn migrate(at: u64, len: u64, gpu: usize) -> u64 {
     let blocks = blocks(at, len);
     if blocks.is_empty() {
@@ -197,8 +198,8 @@ fn migrate(at: u64, len: u64, gpu: usize) -> u64 {
 }
 
 impl Table {
-    /// Drops as many blocks as other processes have evicted, from the least recently used
-    /// allocations.
+    /// Marks as many blocks as not resident as other processes have evicted, beginning with the least
+    /// recently used allocations.
     fn reconcile(&mut self, gpu: usize) {
         self.reconcile_except(gpu, None);
     }
@@ -226,7 +227,7 @@ impl Table {
     }
 }
 
-/// The GPU of a `CUdevice`; `None` for the host.
+/// Returns the GPU of a `CUdevice`, or `None` for the host.
 fn place(device: i32) -> Result<Option<usize>, Error> {
     if device == CPU { Ok(None) } else { device::gpu(device).map(Some) }
 }
@@ -243,7 +244,7 @@ impl Location {
     pub const DEVICE: u32 = 1;
     pub const HOST: u32 = 2;
 
-    /// The GPU of a location; `None` for the host.
+    /// Returns the GPU of a location, or `None` for the host.
     fn gpu(self) -> Result<Option<usize>, Error> {
         match self.kind {
             Location::DEVICE => device::gpu(self.id).map(Some),

@@ -1,10 +1,10 @@
-//! A process's device addresses: the table of mappings and access rights, through which all work
-//! accesses memory.
+//! A process's device addresses: the table of mappings and access rights. All work accesses memory
+//! through this table.
 //!
-//! Device addresses are real, reserved, inaccessible addresses of the process; the bytes live
-//! elsewhere in it (the *alias* of a chunk). So a program that dereferences a device pointer on the
-//! host crashes as expected, remapping only changes a table, and work that accesses unmapped memory
-//! gets an error instead of a signal.
+//! Device addresses are reserved, inaccessible addresses of the process. The bytes are at another
+//! address of the process, the chunk's *alias*. So a program that dereferences a device pointer on the
+//! host crashes, as it should. Remapping only changes a table. Work that accesses unmapped memory gets
+//! an error instead of a signal.
 
 use crate::{
     error::{Done, Error},
@@ -27,8 +27,8 @@ use std::{
 
 /// Granularity of physical memory and of mappings.
 pub const GRANULARITY: u64 = 2 << 20;
-/// The size of the pieces in which work accesses memory, in bytes, so that the table is never
-/// locked for long.
+/// The size in bytes of the pieces in which work accesses memory. Small pieces keep the table from
+/// being locked for long.
 pub const PIECE: u64 = 4 << 20;
 
 /// Physical memory of one GPU.
@@ -39,11 +39,11 @@ pub struct Chunk {
     alias: *mut u8,
     /// Whether the chunk may be exported.
     pub shareable: bool,
-    /// The file that shares the chunk with other processes; created at the first export.
+    /// The file that shares the chunk with other processes. Created at the first export.
     file: OnceLock<ChunkFile>,
     /// Whether the chunk was created for access by other devices.
     pub rdma: AtomicBool,
-    /// Whether this process allocated the chunk, rather than imported it.
+    /// True if this process allocated the chunk, false if it imported the chunk.
     is_own: bool,
 }
 
@@ -60,15 +60,15 @@ impl ChunkFile {
     }
 }
 
-// SAFETY: this object owns the mapping `alias`. Races inside it are the simulated program's, as in
-// any memory that several kernels write to.
+// SAFETY: this object owns the mapping `alias`. Races on its bytes are races of the simulated program,
+// as in any memory that several kernels write to.
 unsafe impl Send for Chunk {}
-// SAFETY: this object owns the mapping `alias`, and races inside it are the simulated program's.
+// SAFETY: this object owns the mapping `alias`. Races on its bytes are races of the simulated program.
 unsafe impl Sync for Chunk {}
 
 impl Chunk {
-    /// Allocates memory of a GPU; out of memory if there is no room. `shareable` chunks can be
-    /// exported.
+    /// Allocates memory of a GPU. Returns out of memory if the GPU has no room. Only `shareable` chunks can
+    /// be exported.
     pub fn new(gpu: usize, len: u64, shareable: bool) -> Result<Arc<Chunk>, Error> {
         if !Account::get().take(gpu, len) {
             return Err(Error::OUT_OF_MEMORY);
@@ -82,8 +82,8 @@ impl Chunk {
             Some(alias) => alias,
             None => {
                 let alias = map(len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)?;
-                // SAFETY: the hints are for a mapping of this size that was just made. A forked
-                // child does not use it.
+                // SAFETY: the hints apply to a mapping of this size that was just made. A forked child does not use
+                // it.
                 unsafe {
                     libc::madvise(alias.cast(), len as usize, libc::MADV_HUGEPAGE);
                     libc::madvise(alias.cast(), len as usize, libc::MADV_DONTFORK);
@@ -95,20 +95,20 @@ impl Chunk {
         Ok(Chunk { gpu, len, alias, shareable, file, rdma, is_own: true })
     }
 
-    /// Creates a descriptor for other processes. The bytes move into a file only at the first export, because few chunks
-    /// are exported and anonymous memory is faster.
+    /// Returns a descriptor for other processes. The bytes move into a file only at the first export,
+    /// because few chunks are exported and anonymous memory is faster.
     pub fn export(&self) -> Result<OwnedFd, Error> {
         self.shared()?.fd.try_clone().map_err(|_| Error::OPERATING_SYSTEM)
     }
 
-    /// The number of this process's own descriptor, and the file's inode.
+    /// Returns the number of this process's own descriptor, and the file's inode.
     pub fn file_name(&self) -> Result<(u64, u64), Error> {
         let file = self.shared()?;
         Ok((file.fd.as_raw_fd() as u64, file.inode))
     }
 
     fn shared(&self) -> Result<&ChunkFile, Error> {
-        // The table's lock excludes all access to memory.
+        // While the table is locked, no work accesses memory.
         let _table = space_mut();
         if let Some(file) = self.file.get() {
             return Ok(file);
@@ -124,7 +124,7 @@ impl Chunk {
         Shared { inode: file.inode, gpu: place(self.gpu), bytes: self.len, is_owner: self.is_own }
     }
 
-    /// Replaces the chunk's bytes by a mapped file with the same contents.
+    /// Replaces the chunk's memory by a mapped file with the same contents.
     fn move_into_file(&self) -> Result<OwnedFd, Error> {
         let (gpu, len) = (place(self.gpu), self.len);
         let name = std::ffi::CString::new(format!("cuda-sim-gpu{gpu}")).map_err(|_| Error::UNKNOWN)?;
@@ -141,18 +141,18 @@ impl Chunk {
         let file = std::fs::File::from(fd);
         file.write_all_at(bytes, 0).map_err(|_| Error::OPERATING_SYSTEM)?;
         let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
-        // SAFETY: the mapping replaces the alias, which this object owns, by a file of the same
-        // length and contents.
+        // SAFETY: this object owns the alias. The mapping replaces it by a file of the same length and
+        // contents.
         let at = unsafe { libc::mmap(self.alias.cast(), len as usize, prot, flags, file.as_raw_fd(), 0) };
         if at == libc::MAP_FAILED { Err(Error::OUT_OF_MEMORY) } else { Ok(file.into()) }
     }
 
-    /// Whether the chunk is exportable; false for imported chunks (driver 580).
+    /// Whether the chunk can be exported. Imported chunks cannot (driver 580).
     pub fn is_exportable(&self) -> bool {
         self.shareable && self.is_own
     }
 
-    /// The chunk behind a descriptor that another process exported.
+    /// Returns the chunk behind a descriptor that another process has exported.
     pub fn import(gpu: usize, len: u64, fd: OwnedFd) -> Result<Arc<Chunk>, Error> {
         let alias = map(len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED, fd.as_raw_fd())?;
         let (file, rdma) = (OnceLock::new(), AtomicBool::new(false));
@@ -169,8 +169,8 @@ impl Chunk {
 impl Drop for Chunk {
     fn drop(&mut self) {
         if !(self.is_own && self.file.get().is_none() && Kept::keep(self.alias, self.len)) {
-            // SAFETY: the mapping was made with this length, and no work can reach it: work holds the table's lock and goes
-            // through mappings that keep their chunk alive.
+            // SAFETY: the mapping has this length. No work can reach it, because work locks the table and uses
+            // only mappings in the table, which keep their chunks alive.
             unsafe { libc::munmap(self.alias.cast(), self.len as usize) };
         }
         match self.file.get() {
@@ -181,8 +181,8 @@ impl Drop for Chunk {
     }
 }
 
-/// Host pages of freed chunks, which later chunks reuse if so configured: a real GPU does not need
-/// to allocate pages either.
+/// Host pages of freed chunks. If so configured, later chunks reuse these pages, because a real GPU
+/// does not need to allocate host pages either.
 #[derive(Debug, Default)]
 struct Kept(Mutex<Vec<(usize, u64)>>);
 
@@ -198,7 +198,7 @@ impl Kept {
         Some(alias)
     }
 
-    /// Keeps a mapping for later chunks; false if keeping is not configured.
+    /// Keeps a mapping for later chunks. Returns false if keeping is not configured.
     fn keep(alias: *mut u8, len: u64) -> bool {
         let keeps = Config::get().keep_memory;
         if keeps {
@@ -214,7 +214,8 @@ fn map(len: u64, prot: i32, flags: i32, fd: i32) -> Result<*mut u8, Error> {
     if at == libc::MAP_FAILED { Err(Error::OUT_OF_MEMORY) } else { Ok(at.cast()) }
 }
 
-/// Reserves unused addresses of the process, aligned to `align`, at `hint` if that is free.
+/// Reserves unused addresses of the process, aligned to `align`. Uses `hint` if those addresses are
+/// free.
 pub fn reserve(len: u64, align: u64, hint: u64) -> Result<u64, Error> {
     let align = align.max(GRANULARITY);
     if hint != 0 && hint.is_multiple_of(align) {
@@ -250,21 +251,21 @@ pub fn reserve(len: u64, align: u64, hint: u64) -> Result<u64, Error> {
 
 /// Releases reserved addresses.
 pub fn unreserve(at: u64, len: u64) {
-    // SAFETY: the caller owns these addresses: `reserve` has returned them, and the table no longer
-    // has them.
+    // SAFETY: the caller owns these addresses. `reserve` has returned them, and the table no longer
+    // contains them.
     unsafe { libc::munmap(at as *mut _, len as usize) };
 }
 
 /// The memory behind a mapping.
 #[derive(Clone, Debug)]
 pub enum Backing {
-    /// A chunk or a part of it, from an offset. `legacy`: from `cuMemAlloc` and related calls, with
-    /// access by peer access between contexts; otherwise from `cuMemMap`, with access by
-    /// `cuMemSetAccess`.
+    /// A chunk or a part of it, beginning at `offset`. Memory of `cuMemAlloc` and related calls is
+    /// `legacy`, and other GPUs access it by peer access between contexts. For memory of `cuMemMap`,
+    /// `cuMemSetAccess` grants access.
     Chunk { chunk: Arc<Chunk>, offset: u64, legacy: bool },
-    /// Host memory that the GPU can access, at its own address.
+    /// Host memory that the GPU can access. The device address equals the host address.
     Host { flags: u32, owned: bool },
-    /// Managed memory, at its own address.
+    /// Managed memory. The device address equals the host address.
     Managed(Arc<Managed>),
 }
 
@@ -274,22 +275,22 @@ pub struct Mapping {
     pub at: u64,
     pub len: u64,
     pub backing: Backing,
-    /// Bit *n*: GPU *n* may read, write.
+    /// Bit *n* is set if GPU *n* may read (`read`) or write (`write`).
     pub read: u64,
     pub write: u64,
-    /// Distinguishes this mapping from others at the same address at other times.
+    /// Distinguishes this mapping from earlier and later mappings at the same address.
     pub id: u64,
     /// The context that created the mapping; 0 for none.
     pub context: usize,
 }
 
 impl Mapping {
-    /// The access rights of a GPU, as `CUmemAccess_flags`.
+    /// Returns the access rights of a GPU, as `CUmemAccess_flags`.
     pub fn rights(&self, gpu: usize) -> u32 {
         u32::from(self.read >> gpu & 1 != 0) | if self.write >> gpu & 1 != 0 { 2 } else { 0 }
     }
 
-    /// A mapping without access rights.
+    /// Creates a mapping without access rights.
     pub fn new(at: u64, len: u64, backing: Backing, context: usize) -> Mapping {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         Mapping { at, len, backing, read: 0, write: 0, id: NEXT.fetch_add(1, Ordering::Relaxed), context }
@@ -304,7 +305,7 @@ impl Mapping {
         self.at + self.len
     }
 
-    /// The GPU that has the bytes; `None` for host and managed memory.
+    /// Returns the GPU that contains the bytes, or `None` for host and managed memory.
     pub fn gpu(&self) -> Option<usize> {
         match &self.backing {
             Backing::Chunk { chunk, .. } => Some(chunk.gpu),
@@ -324,7 +325,7 @@ impl Mapping {
         let granted = if touch.write { self.write } else { self.read };
         match &self.backing {
             Backing::Chunk { chunk, legacy: true, .. } => {
-                // Memory of pools belongs to no context; its pool determines the access rights.
+                // Memory of pools belongs to no context. Its pool determines the access rights.
                 granted & bit != 0 || touch.copy || (self.context != 0 && crate::peer::enabled(touch.gpu, chunk.gpu))
             }
             _ => granted & bit != 0,
@@ -337,7 +338,7 @@ impl Mapping {
 pub struct Touch {
     pub gpu: usize,
     pub write: bool,
-    /// The access is a copy, which can access memory of other GPUs that a kernel cannot.
+    /// True if the access is a copy. Copies can access memory of other GPUs that kernels cannot.
     pub copy: bool,
 }
 
@@ -350,7 +351,7 @@ pub struct Space {
 
 static SPACE: RwLock<Space> = RwLock::new(Space { reserved: BTreeMap::new(), mappings: BTreeMap::new() });
 
-/// Locks the table for reading. Do not sleep while holding it.
+/// Locks the table for reading. The caller must not sleep while it holds the lock.
 pub fn space() -> RwLockReadGuard<'static, Space> {
     SPACE.read().unwrap_or_else(|e| e.into_inner())
 }
@@ -377,19 +378,19 @@ impl Space {
         self.mappings.get_mut(&at)
     }
 
-    /// The mapping that contains `addr`.
+    /// Returns the mapping that contains `addr`.
     pub fn at(&self, addr: u64) -> Option<&Mapping> {
         let (_, mapping) = self.mappings.range(..=addr).next_back()?;
         (addr < mapping.end()).then_some(mapping)
     }
 
-    /// The reservation that contains `addr`.
+    /// Returns the reservation that contains `addr`.
     pub fn reservation(&self, addr: u64) -> Option<(u64, u64)> {
         let (at, len) = self.reserved.range(..=addr).next_back()?;
         (addr < at + len).then_some((*at, *len))
     }
 
-    /// The mappings that overlap a range, in order.
+    /// Returns the mappings that overlap a range, in the order of their addresses.
     pub fn overlapping(&self, at: u64, len: u64) -> Vec<u64> {
         if len == 0 {
             return Vec::new();
@@ -400,7 +401,7 @@ impl Space {
         first.into_iter().chain(rest.filter(|at| Some(*at) != first)).collect()
     }
 
-    /// Whether mappings cover every byte of the range.
+    /// Whether mappings cover all bytes of the range.
     pub fn covers(&self, at: u64, len: u64) -> bool {
         let mut from = at;
         while from < at.saturating_add(len) {
@@ -412,7 +413,7 @@ impl Space {
         true
     }
 
-    /// The bytes of a range, as one run per mapping. Valid while the table is locked.
+    /// Returns the bytes of a range, as one run per mapping. The runs are valid while the table is locked.
     pub fn runs(&self, at: u64, len: u64, touch: Touch) -> Result<Vec<(*mut u8, u64)>, Error> {
         let end = at.checked_add(len).ok_or(Error::ILLEGAL_ADDRESS)?;
         let mut runs = Vec::with_capacity(2);
@@ -426,7 +427,7 @@ impl Space {
         Ok(runs)
     }
 
-    /// Whether there is any managed memory.
+    /// Whether the process has managed memory.
     pub fn has_managed(&self) -> bool {
         self.mappings.values().any(|mapping| matches!(mapping.backing, Backing::Managed(_)))
     }
@@ -446,8 +447,8 @@ impl Space {
     }
 }
 
-/// Accesses a range of at most one [`PIECE`]: `each` receives its runs of bytes. Illegal address if
-/// a part of the range is unmapped or not permitted.
+/// Accesses a range of at most one [`PIECE`]. Calls `each` for each run of bytes. Returns illegal
+/// address if a part of the range is unmapped or the access is not permitted.
 pub fn touch(at: u64, len: u64, touch: Touch, mut each: impl FnMut(*mut u8, u64)) -> Done {
     let space = space();
     space.runs(at, len, touch)?.into_iter().for_each(|(at, len)| each(at, len));
@@ -459,7 +460,8 @@ pub fn read<T: Copy + Default>(at: u64, gpu: usize) -> Result<T, Error> {
     let mut value = T::default();
     let mut done = 0;
     touch(at, size_of::<T>() as u64, Touch { gpu, write: false, copy: false }, |from, len| {
-        // SAFETY: `from` has `len` readable bytes while the table is held, and `value` has that many left.
+        // SAFETY: `from` has `len` readable bytes while the table is locked, and `value` has that many bytes
+        // left.
         unsafe { ptr::copy_nonoverlapping(from, ptr::from_mut(&mut value).cast::<u8>().add(done), len as usize) };
         done += len as usize;
     })?;
@@ -470,7 +472,8 @@ pub fn read<T: Copy + Default>(at: u64, gpu: usize) -> Result<T, Error> {
 pub fn write<T: Copy>(at: u64, gpu: usize, value: T) -> Done {
     let mut done = 0;
     touch(at, size_of::<T>() as u64, Touch { gpu, write: true, copy: false }, |to, len| {
-        // SAFETY: `to` has `len` writable bytes while the table is held, and `value` has that many left.
+        // SAFETY: `to` has `len` writable bytes while the table is locked, and `value` has that many bytes
+        // left.
         unsafe { ptr::copy_nonoverlapping(ptr::from_ref(&value).cast::<u8>().add(done), to, len as usize) };
         done += len as usize;
     })

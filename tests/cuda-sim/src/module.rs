@@ -1,5 +1,5 @@
-//! Modules and libraries: PTX texts and fat binaries. The simulator reads only the kernels' names
-//! from them.
+//! Modules and libraries: PTX texts and fat binaries. The simulator reads only the names of the
+//! kernels.
 
 use crate::{
     context::{self, Context},
@@ -37,7 +37,7 @@ static MODULES: Registry<Module> = Registry::new();
 static LIBRARIES: Registry<Module> = Registry::new();
 static FUNCTIONS: Registry<Function> = Registry::new();
 
-/// The function, or the kernel of a library, behind a handle.
+/// Returns the function, or the kernel of a library, behind a handle.
 pub fn function(handle: usize) -> Result<Arc<Function>, Error> {
     FUNCTIONS.get(handle)
 }
@@ -46,8 +46,8 @@ fn read(image: *const c_char) -> Result<Vec<Arc<Function>>, Error> {
     if image.is_null() {
         return Err(Error::INVALID_VALUE);
     }
-    // SAFETY: the API's contract: an image is a NUL-terminated text, or a binary that starts with a
-    // magic number and whose header has its length.
+    // SAFETY: by the API's contract, an image is a NUL-terminated text, or a binary that starts with a
+    // magic number and contains its length in the header.
     let text = unsafe {
         let start = std::slice::from_raw_parts(image.cast::<u8>(), 4);
         if start == b"\x7fELF" {
@@ -71,8 +71,8 @@ fn read(image: *const c_char) -> Result<Vec<Arc<Function>>, Error> {
     Ok(names.filter_map(kernels::find).map(Function::new).collect())
 }
 
-/// The known kernels whose names occur in a fat binary: compression keeps the first occurrence of a
-/// name intact.
+/// Returns the known kernels whose names occur in a fat binary. Compression keeps the first occurrence
+/// of a name intact.
 fn read_fat_binary(image: &[u8]) -> Result<Vec<Arc<Function>>, Error> {
     if !Config::get().fat_binaries {
         return Err(Error::NO_BINARY_FOR_GPU);
@@ -137,7 +137,7 @@ pub fn load(module: *mut usize, image: *const c_char) -> Done {
     out(module, MODULES.add(load_text(image, Some(context.handle()))?))
 }
 
-/// `cuModuleLoadDataEx`; options are accepted and ignored.
+/// `cuModuleLoadDataEx`: ignores the options.
 pub fn load_ex(module: *mut usize, image: *const c_char, _count: u32, _options: *mut u32, _values: *mut usize) -> Done {
     load(module, image)
 }
@@ -167,7 +167,7 @@ pub fn unload(module: usize) -> Done {
     Ok(())
 }
 
-/// `cuModuleGetLoadingMode`: eager.
+/// `cuModuleGetLoadingMode`: returns eager loading.
 pub fn loading_mode(mode: *mut u32) -> Done {
     out(mode, 1)
 }
@@ -183,7 +183,7 @@ pub fn function_count(count: *mut u32, module: usize) -> Done {
     out(count, MODULES.get(module)?.functions.len() as u32)
 }
 
-/// `cuModuleGetGlobal`: the simulator keeps no variables of modules.
+/// `cuModuleGetGlobal`: fails, because the simulator keeps no variables of modules.
 pub fn get_global(_at: *mut u64, _len: *mut usize, module: usize, _name: *const c_char) -> Done {
     MODULES.get(module)?;
     Err(Error::NOT_FOUND)
@@ -242,7 +242,7 @@ pub fn library_kernels(kernels: *mut usize, count: u32, library: usize) -> Done 
         return Err(Error::INVALID_VALUE);
     }
     for (i, function) in LIBRARIES.get(library)?.functions.iter().take(count as usize).enumerate() {
-        // SAFETY: the API's contract: there is room for `count` handles.
+        // SAFETY: by the API's contract, the array has room for `count` handles.
         unsafe { kernels.add(i).write(handle_of(function)) };
     }
     Ok(())
@@ -271,7 +271,8 @@ pub fn library_module(module: *mut usize, library: usize) -> Done {
     out(module, handle_of(&new))
 }
 
-/// `cuLibraryGetGlobal`, `cuLibraryGetManaged`: the simulator keeps no variables of modules.
+/// `cuLibraryGetGlobal`, `cuLibraryGetManaged`: fail, because the simulator keeps no variables of
+/// modules.
 pub fn library_global(_at: *mut u64, _len: *mut usize, library: usize, _name: *const c_char) -> Done {
     LIBRARIES.get(library)?;
     Err(Error::NOT_FOUND)
@@ -322,13 +323,13 @@ pub fn get_attribute(value: *mut i32, attribute: u32, function: usize) -> Done {
     out(value, attribute_of(attribute)?)
 }
 
-/// `cuFuncSetAttribute`, accepted.
+/// `cuFuncSetAttribute`: has no effect.
 pub fn set_attribute(function: usize, attribute: u32, _value: i32) -> Done {
     self::function(function)?;
     attribute_of(attribute).map(drop)
 }
 
-/// `cuFuncSetCacheConfig`, `cuFuncSetSharedMemConfig`, accepted.
+/// `cuFuncSetCacheConfig`, `cuFuncSetSharedMemConfig`: have no effect.
 pub fn set_config(function: usize, _config: u32) -> Done {
     self::function(function).map(drop)
 }
@@ -338,12 +339,12 @@ pub fn kernel_get_attribute(value: *mut i32, attribute: u32, kernel: usize, _dev
     get_attribute(value, attribute, kernel)
 }
 
-/// `cuKernelSetAttribute`, accepted.
+/// `cuKernelSetAttribute`: has no effect.
 pub fn kernel_set_attribute(attribute: u32, value: i32, kernel: usize, _device: i32) -> Done {
     set_attribute(kernel, attribute, value)
 }
 
-/// `cuKernelSetCacheConfig`, accepted.
+/// `cuKernelSetCacheConfig`: has no effect.
 pub fn kernel_set_config(kernel: usize, config: u32, _device: i32) -> Done {
     set_config(kernel, config)
 }

@@ -1,4 +1,4 @@
-//! Multicast objects. No data is accessed through them: the simulator only decides whether memory
+//! Multicast objects. Programs access no data through them. The simulator only decides whether memory
 //! can be bound.
 
 use crate::{
@@ -63,7 +63,7 @@ pub fn bind_memory(object: u64, at: usize, memory: u64, offset: usize, size: usi
     object.bind(at as u64, size as u64)
 }
 
-/// `cuMulticastBindAddr`: the addresses must belong to one chunk.
+/// `cuMulticastBindAddr`: all addresses must belong to one chunk.
 pub fn bind_address(object: u64, at: usize, address: u64, size: usize, _flags: u64) -> Done {
     let object = OBJECTS.get(object as usize)?;
     vmm::whole(size as u64)?;
@@ -83,19 +83,19 @@ pub fn unbind(object: u64, device: i32, at: usize, size: usize) -> Done {
     Ok(())
 }
 
-/// `cuLogicalEndpointBindMem`: any number is a valid endpoint with enough room.
+/// `cuLogicalEndpointBindMem`: accepts any number as an endpoint with enough room.
 pub fn bind_to_endpoint(_id: u32, device: i32, _at: u64, memory: u64, offset: u64, size: u64, _flags: u64) -> Done {
     device::gpu(device)?;
     vmm::part(memory, offset, size)
 }
 
-/// `cuMemMapArrayAsync`, which only checks the handles: sparse arrays are not supported.
+/// `cuMemMapArrayAsync`: checks only the handles, because sparse arrays are not supported.
 pub fn map_array(_flavour: Flavour, list: *const ArrayMap, count: u32, _stream: usize) -> Done {
     for i in 0..count as usize {
-        // SAFETY: the API's contract: the list has `count` entries.
+        // SAFETY: by the API's contract, the list has `count` entries.
         let entry = crate::arg(unsafe { list.add(i) })?;
-        // The driver's handles are addresses here. Other handles crash the simulator, as they may
-        // crash the driver.
+        // The simulator's handles are addresses. Any other handle ends the process, as it may crash the
+        // driver.
         assert_eq!(entry.memory >> 48, 0, "no handle of the driver");
     }
     Err(Error::NOT_SUPPORTED)

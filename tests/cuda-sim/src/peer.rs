@@ -1,4 +1,4 @@
-//! Access between GPUs of one process.
+//! Access between the GPUs of one process.
 
 use crate::{
     context, device,
@@ -16,7 +16,7 @@ pub fn enabled(from: usize, to: usize) -> bool {
     from == to || PEERS[from].load(Ordering::Relaxed) & (1 << to) != 0
 }
 
-/// Whether two of the process's GPUs can be given access to each other.
+/// Whether peer access can be enabled between two of the process's GPUs.
 pub fn are_peers(a: usize, b: usize) -> bool {
     Config::get().are_peers(place(a), place(b))
 }

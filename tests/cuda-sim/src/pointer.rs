@@ -28,7 +28,7 @@ fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
         _ => (false, false),
     };
     let is_mapped = matches!(mapping.backing, Backing::Chunk { legacy: false, .. });
-    // For a mapping of `cuMemMap`, the whole reservation (driver 580).
+    // For a mapping of `cuMemMap`, driver 580 returns the whole reservation.
     let reserved = if is_mapped { space().reservation(at) } else { None };
     let (base, len) = reserved.or_else(|| alloc::range(at)).unwrap_or((mapping.at, mapping.len));
     let rights = if is_mapped { mapping.rights(mapping.gpu().unwrap_or(0)) } else { ALL_RIGHTS };
@@ -37,8 +37,8 @@ fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
     let pool = crate::pool::owner(mapping.at);
     let (as_u32, as_i32) = (data.cast::<u32>(), data.cast::<i32>());
     match attribute {
-        // Flags are 4 bytes, and memory of `cuMemMap` has no context (driver 580). Memory of pools
-        // has none either.
+        // Flags are 4 bytes, and memory of `cuMemMap` has no context (driver 580). Memory of pools has no
+        // context either.
         1 if mapping.context == 0 && !is_mapped && pool.is_none() => Err(Error::INVALID_VALUE),
         1 => out(data, mapping.context as u64),
         2 => out(as_u32, if host { HOST } else { DEVICE }),
@@ -72,7 +72,7 @@ fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
     }
 }
 
-/// `cuPointerGetAttributes`: an unknown address has zeros.
+/// `cuPointerGetAttributes`: returns zeros for an unknown address.
 pub fn attributes(count: u32, attributes: *const u32, data: *const *mut u64, at: u64) -> Done {
     context::current()?;
     if attributes.is_null() || data.is_null() {
@@ -80,7 +80,7 @@ pub fn attributes(count: u32, attributes: *const u32, data: *const *mut u64, at:
     }
     let mapping = space().at(at).cloned();
     for i in 0..count as usize {
-        // SAFETY: the API's contract: both lists have `count` entries.
+        // SAFETY: by the API's contract, both lists have `count` entries.
         let (attribute, to) = unsafe { (*attributes.add(i), *data.add(i)) };
         let known = mapping.as_ref().is_some_and(|m| answer(to, attribute, at, m).is_ok());
         if !known {
@@ -94,8 +94,8 @@ pub fn attributes(count: u32, attributes: *const u32, data: *const *mut u64, at:
     Ok(())
 }
 
-/// `cuPointerSetAttribute`: only synchronous memory operations can be set; all of them are
-/// synchronous.
+/// `cuPointerSetAttribute`: only synchronous memory operations can be set. All operations are
+/// synchronous anyway.
 pub fn set_attribute(_value: *const u8, attribute: u32, at: u64) -> Done {
     let known = space().at(at).is_some();
     if known && attribute == 6 { Ok(()) } else { Err(Error::INVALID_VALUE) }

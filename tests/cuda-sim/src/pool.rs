@@ -38,7 +38,7 @@ struct State {
     dead: bool,
 }
 
-/// `CUmemPoolProps`, as far as it is read.
+/// `CUmemPoolProps`, up to the last field that the simulator reads.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Properties {
@@ -50,7 +50,7 @@ pub struct Properties {
 static POOLS: Registry<Pool> = Registry::new();
 /// The pool of each address.
 static OWNERS: LazyLock<Mutex<HashMap<u64, Arc<Pool>>>> = LazyLock::new(Mutex::default);
-/// The current pool of each GPU, unless it is the default pool.
+/// The current pool of each GPU; `None` for the default pool.
 static CHOSEN: [Mutex<Option<Arc<Pool>>>; MAX_GPUS] = [const { Mutex::new(None) }; MAX_GPUS];
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -73,7 +73,7 @@ impl Pool {
         lock(&CHOSEN[gpu]).clone().unwrap_or_else(|| Pool::default(gpu))
     }
 
-    /// The GPUs that can access the pool's memory, as bits.
+    /// Returns the GPUs that can access the pool's memory, as bits.
     fn gpus(&self) -> u64 {
         let own = 1 << self.gpu;
         let state = lock(&self.state);
@@ -136,12 +136,12 @@ fn allocate(pool: &Arc<Pool>, at: *mut u64, len: usize, flavour: Flavour, stream
     out(at, place)
 }
 
-/// Handles a free that has been reached in its stream.
+/// Frees memory when its stream has reached the free.
 pub fn freed(mapping: &Mapping) {
     if space().exact(mapping.at).is_none_or(|m| m.id != mapping.id) {
         return;
     }
-    // Before the address can be reused.
+    // Removed before the address can be reused.
     let pool = lock(&OWNERS).remove(&mapping.at);
     space_mut().remove(mapping.at);
     memory::unreserve(mapping.at, mapping.len);
@@ -150,7 +150,7 @@ pub fn freed(mapping: &Mapping) {
     }
 }
 
-/// Handles memory that `cuMemFree` has freed.
+/// Gives memory that `cuMemFree` has freed back to its pool.
 pub fn forget(mapping: &Mapping) {
     if let Some(pool) = lock(&OWNERS).remove(&mapping.at)
         && let Backing::Chunk { chunk, .. } = &mapping.backing
@@ -251,7 +251,7 @@ pub fn get_attribute(pool: usize, attribute: u32, value: *mut u64) -> Done {
     }
 }
 
-/// `cuMemPoolSetAccess`: also changes existing allocations.
+/// `cuMemPoolSetAccess`: also changes the access rights of existing allocations.
 pub fn set_access(pool: usize, access: *const Access, count: usize) -> Done {
     let pool = POOLS.get(pool).map_err(|_| Error::INVALID_VALUE)?;
     for i in 0..count {
@@ -300,7 +300,7 @@ pub fn device_set(device: i32, pool: usize) -> Done {
     Ok(())
 }
 
-/// The handle of the pool of an address, if it has one.
+/// Returns the handle of the pool that owns this address, if one does.
 pub fn owner(at: u64) -> Option<usize> {
     lock(&OWNERS).get(&at).map(crate::registry::handle_of)
 }

@@ -1,4 +1,4 @@
-//! Handles: a program's handle is looked up, never dereferenced.
+//! Handles. The simulator looks up each handle of the program, and never dereferences it.
 
 use crate::error::Error;
 use std::{
@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, LazyLock, RwLock},
 };
 
-/// Living objects of one type by their handles. A handle is the object's address.
+/// Existing objects of one type, by their handles. A handle is the object's address.
 #[derive(Debug)]
 pub struct Registry<T>(LazyLock<RwLock<HashMap<usize, Arc<T>>>>);
 
@@ -30,7 +30,7 @@ impl<T> Registry<T> {
         self.0.read().unwrap_or_else(|e| e.into_inner()).get(&handle).cloned()
     }
 
-    /// Removes a handle; its object lives until running work no longer needs it.
+    /// Removes a handle. Its object lives until running work no longer needs it.
     pub fn remove(&self, handle: usize) -> Result<Arc<T>, Error> {
         self.0.write().unwrap_or_else(|e| e.into_inner()).remove(&handle).ok_or(Error::INVALID_HANDLE)
     }
@@ -40,7 +40,7 @@ impl<T> Registry<T> {
     }
 }
 
-/// The handle of an object that is, or will be, in a [`Registry`].
+/// Returns the handle of an object that is or will be in a [`Registry`].
 pub fn handle_of<T>(object: &Arc<T>) -> usize {
     Arc::as_ptr(object) as usize
 }

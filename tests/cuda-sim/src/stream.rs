@@ -1,5 +1,5 @@
-//! Streams: queues of work, each executed in order by its own thread, and dependencies between
-//! them.
+//! Streams: queues of work, and dependencies between them. Each stream's own thread executes its work
+//! in order.
 
 use crate::{
     capture::{self, Place},
@@ -19,17 +19,18 @@ use std::{
     thread,
 };
 
-/// The number of launches, copies, fills and events that a stream queues before the next one
+/// The number of launches, copies, fills and events in a stream's queue at which the next such call
 /// blocks.
 pub const DEPTH: usize = 1021;
-/// Priorities go from 0, the least, to this.
+/// The greatest priority. The least priority is 0.
 pub const GREATEST_PRIORITY: i32 = -5;
 
 const NON_BLOCKING: u32 = 1;
 const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 
-/// The meaning of handle 0: the context's default stream, or the thread's (`_ptsz`, `_ptds`).
+/// The meaning of stream handle 0: the context's default stream, or in `_ptsz` and `_ptds` functions
+/// the thread's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flavour {
     Legacy,
@@ -39,9 +40,9 @@ pub enum Flavour {
 /// The kind of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// The legacy default stream: waits for all blocking streams, and they for it.
+    /// The legacy default stream. It waits for all blocking streams, and blocking streams wait for it.
     Null,
-    /// A thread's default stream, a blocking one.
+    /// A thread's default stream, which is a blocking stream.
     Thread,
     Blocking,
     NonBlocking,
@@ -77,7 +78,7 @@ struct Op {
     after: Vec<Point>,
 }
 
-/// A point in a stream: reached when all earlier work is done.
+/// A point in a stream. It is reached when all earlier work is done.
 #[derive(Clone, Debug)]
 pub struct Point {
     stream: Arc<Stream>,
@@ -129,12 +130,12 @@ impl Stream {
         self.queue.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// True while work is not done.
+    /// Whether some submitted work is not done.
     pub fn pending(&self) -> bool {
         self.completed.load(Ordering::Acquire) < self.submitted.load(Ordering::Acquire)
     }
 
-    /// The stream's current point.
+    /// Returns the stream's current point.
     pub fn point(self: &Arc<Self>) -> Point {
         Point { stream: self.clone(), count: self.submitted.load(Ordering::Acquire) }
     }
@@ -143,8 +144,8 @@ impl Stream {
         matches!(self.kind, Kind::Blocking | Kind::Thread)
     }
 
-    /// Submits work to the stream, or adds it to the graph that the stream captures and returns no
-    /// point.
+    /// Submits work to the stream and returns its point. If the stream captures, adds the work to the graph
+    /// instead and returns no point.
     pub fn submit(self: &Arc<Self>, work: Work) -> Result<Option<Point>, Error> {
         self.context.error()?;
         Ok(capture::add(self, work)?.map(|work| self.enqueue(work, Vec::new())))
@@ -196,7 +197,7 @@ impl Stream {
         }
     }
 
-    /// The stream's thread.
+    /// The main function of the stream's thread.
     fn work(self: Arc<Self>) {
         loop {
             let mut queue = self.lock();
@@ -211,7 +212,8 @@ impl Stream {
             op.after.iter().for_each(Point::wait);
             op.work.run(&self.context);
             let heavy = op.work.heavy();
-            // Releases the work's resources before it counts as done, on which checkpoints rely.
+            // Releases the work's resources before the work counts as done, because checkpoints rely on this
+            // order.
             drop(op);
             let mut queue = self.lock();
             queue.heavy -= usize::from(heavy);
@@ -220,13 +222,13 @@ impl Stream {
         }
     }
 
-    /// Ends the thread when all work is done.
+    /// Ends the stream's thread once all work is done.
     pub fn close(&self) {
         self.lock().closed = true;
         self.changed.notify_all();
     }
 
-    /// Waits for all submitted work; for the legacy stream, also for work of blocking streams.
+    /// Waits for all submitted work. On the legacy stream, also waits for work of blocking streams.
     pub fn synchronise(self: &Arc<Self>) -> Done {
         let point = match self.kind {
             Kind::Null => self.enqueue(Work::Nothing, Vec::new()),
@@ -236,7 +238,7 @@ impl Stream {
         self.context.error()
     }
 
-    /// Whether the program has destroyed the stream and its work is done.
+    /// Whether the program has destroyed the stream and all its work is done.
     pub fn over(&self) -> bool {
         !self.pending() && self.lock().closed
     }
@@ -247,14 +249,14 @@ impl Stream {
     }
 }
 
-/// Starts a thread of the driver, which receives none of the program's signals, and sleeps with the
+/// Starts a thread of the driver. The thread receives no signals of the program, and sleeps with the
 /// least timer slack.
 ///
 /// # Errors
-/// No more threads can be created.
+/// Returns the error of the system if no more threads can be created.
 pub fn spawn(run: impl FnOnce() + Send + 'static) -> io::Result<thread::JoinHandle<()>> {
-    // The thread starts with the caller's signal mask. SAFETY: the calls change only the calling
-    // thread, and the sets are filled before they are read.
+    // The thread starts with the caller's signal mask. SAFETY: the calls change only the calling thread,
+    // and the sets are filled before they are read.
     unsafe {
         let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
         libc::sigfillset(&mut all);
@@ -268,7 +270,7 @@ pub fn spawn(run: impl FnOnce() + Send + 'static) -> io::Result<thread::JoinHand
     }
 }
 
-/// The stream behind a handle.
+/// Returns the stream behind a handle.
 pub fn of(handle: usize, flavour: Flavour) -> Result<Arc<Stream>, Error> {
     match (handle, flavour) {
         (0, Flavour::Legacy) | (LEGACY, _) => Ok(context::current()?.null()),
@@ -300,7 +302,7 @@ pub fn create_in(context: &Arc<Context>, stream: *mut usize, flags: u32, priorit
     context.join(&new);
     let gate: Vec<Point> =
         context.gate.lock().unwrap_or_else(|e| e.into_inner()).iter().filter(|p| !p.reached()).cloned().collect();
-    // Starts the worker here rather than at the first submission: that may run beside a
+    // Starts the worker here and not at the first submission. The first submission may run beside a
     // constructor, and a new thread waits for the loader's lock.
     new.start_worker(&mut new.lock());
     if !gate.is_empty() {
@@ -384,19 +386,19 @@ pub fn attach(flavour: Flavour, stream: usize, at: u64, _len: usize, _flags: u32
     of(stream, flavour)?.submit(Work::Nothing).map(drop)
 }
 
-/// `cuStreamCopyAttributes`, accepted: streams have no attributes here.
+/// `cuStreamCopyAttributes`: has no effect, because the simulator keeps no attributes of streams.
 pub fn copy_attributes(flavour: Flavour, to: usize, from: usize) -> Done {
     of(to, flavour)?;
     of(from, flavour).map(drop)
 }
 
-/// `cuStreamGetAttribute`: all zero.
+/// `cuStreamGetAttribute`: returns zeros.
 pub fn get_attribute(flavour: Flavour, stream: usize, _attribute: u32, value: *mut [u64; 8]) -> Done {
     of(stream, flavour)?;
     out(value, [0; 8])
 }
 
-/// `cuStreamSetAttribute`, accepted.
+/// `cuStreamSetAttribute`: has no effect.
 pub fn set_attribute(flavour: Flavour, stream: usize, _attribute: u32, _value: *const u8) -> Done {
     of(stream, flavour).map(drop)
 }

@@ -1,4 +1,4 @@
-//! Stream memory operations: waiting for a value in memory, and writing one.
+//! Stream memory operations: waiting for a value in memory, and writing a value.
 
 use crate::{
     context::Context,
@@ -9,7 +9,7 @@ use crate::{
 };
 use std::{thread, time::Duration};
 
-/// Polling interval of a waiting stream.
+/// Polling interval of a stream that waits for a value.
 const LOOK: Duration = Duration::from_micros(50);
 
 /// One stream memory operation.
@@ -18,7 +18,7 @@ pub struct Value {
     at: u64,
     value: u64,
     wide: bool,
-    /// The comparison of a wait; `None` for a write.
+    /// The comparison for a wait; `None` for a write.
     wait: Option<u32>,
 }
 

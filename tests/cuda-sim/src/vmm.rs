@@ -113,7 +113,7 @@ pub fn create(handle: *mut u64, size: usize, properties: *const Properties, flag
     out(handle, hold(chunk))
 }
 
-/// `cuMemRelease`: the memory stays while it is mapped.
+/// `cuMemRelease`: mapped memory stays until it is unmapped.
 pub fn release(handle: u64) -> Done {
     let mut handles = handles();
     let (_, references) = handles.get_mut(&handle).ok_or(Error::INVALID_VALUE)?;
@@ -174,7 +174,7 @@ pub fn map(at: u64, size: usize, offset: usize, handle: u64, flags: u64) -> Done
     if flags != 0 || !at.is_multiple_of(GRANULARITY) {
         return Err(Error::INVALID_VALUE);
     }
-    // The driver maps a chunk completely or not at all.
+    // The driver maps a chunk only as a whole.
     if offset != 0 || size != chunk.len {
         return Err(Error::NOT_SUPPORTED);
     }
@@ -187,7 +187,8 @@ pub fn map(at: u64, size: usize, offset: usize, handle: u64, flags: u64) -> Done
     Ok(())
 }
 
-/// The mappings that make up a range; an error if the range cuts a mapping or has a hole.
+/// Returns the mappings that make up a range. Returns an error if the range cuts a mapping or has a
+/// gap.
 fn mappings(space: &memory::Space, at: u64, size: u64) -> Result<Vec<u64>, Error> {
     let found = space.overlapping(at, size);
     let mut next = at;
@@ -200,8 +201,8 @@ fn mappings(space: &memory::Space, at: u64, size: u64) -> Result<Vec<u64>, Error
     if found.is_empty() || next != at + size { Err(Error::INVALID_VALUE) } else { Ok(found) }
 }
 
-/// `cuMemUnmap`: does not wait for running work. Unmapped ranges are ignored; only cutting a
-/// mapping is an error.
+/// `cuMemUnmap`: does not wait for running work. Ignores unmapped ranges. Returns an error if the range
+/// cuts a mapping.
 pub fn unmap(at: u64, size: usize) -> Done {
     let mut space = space_mut();
     whole(size as u64)?;
@@ -230,12 +231,12 @@ pub fn set_access(at: u64, size: usize, access: *const Access, count: usize) -> 
         // SAFETY: the program passes `count` entries.
         let access = unsafe { *access.add(i) };
         if access.location.kind == Location::HOST {
-            return Err(Error::NOT_SUPPORTED); // (driver 580)
+            return Err(Error::NOT_SUPPORTED); // as driver 580 does
         }
         if access.location.kind != Location::DEVICE || !matches!(access.flags, 0 | 1 | 3) {
             return Err(Error::INVALID_VALUE);
         }
-        let gpu = device::gpu(access.location.id).map_err(|_| Error::INVALID_VALUE)?; // (driver 580)
+        let gpu = device::gpu(access.location.id).map_err(|_| Error::INVALID_VALUE)?; // as driver 580 does
         let homes = || starts.iter().filter_map(|start| space.exact(*start)?.gpu());
         if access.flags != 0 && homes().any(|home| home != gpu && !crate::peer::are_peers(gpu, home)) {
             return Err(Error::INVALID_DEVICE);
@@ -251,8 +252,8 @@ pub fn set_access(at: u64, size: usize, access: *const Access, count: usize) -> 
     Ok(())
 }
 
-/// `cuMemGetAccess`: the host has the rights of the memory's own GPU, and no rights to memory that
-/// `cuMemMap` has not mapped (driver 580).
+/// `cuMemGetAccess`: the host has the same rights as the memory's own GPU. The host has no rights to
+/// memory that was not mapped by `cuMemMap` (driver 580).
 pub fn get_access(flags: *mut u64, location: *const Location, at: u64) -> Done {
     let location = crate::arg(location)?;
     let space = space();
@@ -267,7 +268,7 @@ pub fn get_access(flags: *mut u64, location: *const Location, at: u64) -> Done {
     out(flags, gpu.map_or(0, |gpu| mapping.rights(gpu).into()))
 }
 
-/// `cuMemExportToShareableHandle`: the program owns the descriptor.
+/// `cuMemExportToShareableHandle`: returns a descriptor that the program owns.
 pub fn export(shared: *mut i32, handle: u64, kind: u32, flags: u64) -> Done {
     let chunk = chunk(handle)?;
     if !chunk.shareable || kind != FILE_DESCRIPTOR || flags != 0 {
@@ -276,7 +277,7 @@ pub fn export(shared: *mut i32, handle: u64, kind: u32, flags: u64) -> Done {
     out(shared, chunk.export()?.into_raw_fd())
 }
 
-/// `cuMemImportFromShareableHandle`: the descriptor is passed as the pointer.
+/// `cuMemImportFromShareableHandle`: the pointer argument contains the descriptor number.
 pub fn import(handle: *mut u64, shared: usize, kind: u32) -> Done {
     let fd = i32::try_from(shared).map_err(|_| Error::UNKNOWN)?;
     if kind != FILE_DESCRIPTOR {
@@ -285,7 +286,8 @@ pub fn import(handle: *mut u64, shared: usize, kind: u32) -> Done {
     out(handle, hold(imported(fd)?))
 }
 
-/// The chunk behind a descriptor; an unknown error for other descriptors, as on an H200.
+/// Returns the chunk behind a descriptor. For other descriptors returns an unknown error, like the
+/// driver on an H200.
 pub fn imported(fd: i32) -> Result<Arc<Chunk>, Error> {
     let name = fs::read_link(format!("/proc/self/fd/{fd}")).map_err(|_| Error::UNKNOWN)?;
     let name = name.to_string_lossy().into_owned();
@@ -293,7 +295,7 @@ pub fn imported(fd: i32) -> Result<Arc<Chunk>, Error> {
         .strip_prefix("/memfd:cuda-sim-gpu")
         .and_then(|rest| rest.split(' ').next()?.parse().ok())
         .ok_or(Error::UNKNOWN)?;
-    // SAFETY: the descriptor is open: its name was just read.
+    // SAFETY: the descriptor is open, because its name was just read.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) }.try_clone_to_owned().map_err(|_| Error::OPERATING_SYSTEM)?;
     let path = CString::new(format!("/proc/self/fd/{}", fd.as_raw_fd())).map_err(|_| Error::UNKNOWN)?;
     let len = fs::metadata(path.to_string_lossy().as_ref()).map_err(|_| Error::OPERATING_SYSTEM)?.len();

@@ -1,4 +1,4 @@
-//! The work of streams: one variant per kind, and its execution.
+//! The work of streams: one variant for each kind, and its execution.
 
 use crate::{
     context::Context,
@@ -19,13 +19,13 @@ const LOOK: Duration = Duration::from_micros(50);
 
 /// A function of the program, called in stream order.
 pub type HostFn = unsafe extern "C" fn(*mut c_void);
-/// The older kind of function, which receives the stream's status.
+/// The older kind of function. It receives the stream's status.
 pub type Callback = unsafe extern "C" fn(usize, u32, *mut c_void);
 
 /// One piece of work in a stream or a graph.
 #[derive(Clone, Debug)]
 pub enum Work {
-    /// No work: only waits for its dependencies.
+    /// No work. Only waits for its dependencies.
     Nothing,
     Kernel(Launch),
     Copy(Arc<Copy>),
@@ -40,13 +40,13 @@ pub enum Work {
         data: usize,
     },
     Record(Arc<Record>),
-    /// Marks an event of other processes as reached.
+    /// Marks a recording of an event that other processes share as reached.
     Reach(Arc<Mark>, u64),
     /// Waits for an event of another process.
     Await(Arc<Mark>, u64),
-    /// In graphs: records an event when the graph is launched.
+    /// Only in graphs. Records an event when the graph is launched.
     RecordEvent(Arc<Event>),
-    /// In graphs: waits for the event's recording at the time of the launch.
+    /// Only in graphs. Waits for the event's last recording before the launch.
     WaitEvent(Arc<Event>),
     Value(Value),
     Prefetch {
@@ -56,19 +56,19 @@ pub enum Work {
     },
     /// Releases memory that was freed in stream order.
     Free(Arc<Mapping>),
-    /// In graphs: the memory was allocated when the node was created, and stays until the context
+    /// Only in graphs. The memory was allocated when the node was created, and stays until the context
     /// ends.
     AllocNode,
     FreeNode,
     /// A launched graph, in topological order.
     Graph(Arc<[Work]>),
-    /// In graphs: work captured in a stream of that context, which may differ from the context of
-    /// the launching stream.
+    /// Only in graphs. Work that was captured in a stream of that context. The launching stream may have
+    /// another context.
     In(Arc<Context>, Arc<Work>),
 }
 
 impl Work {
-    /// Whether the work counts towards the stream's depth.
+    /// Whether the work counts towards the depth of the stream's queue.
     pub fn heavy(&self) -> bool {
         matches!(
             self,
@@ -76,7 +76,7 @@ impl Work {
         )
     }
 
-    /// Whether the work takes no time, so that an idle stream need not wake its thread for it.
+    /// Whether the work takes no time. An idle stream need not wake its thread for such work.
     pub fn instant(&self) -> bool {
         match self {
             Work::Nothing | Work::Record(_) => true,
@@ -85,15 +85,15 @@ impl Work {
         }
     }
 
-    /// Executes the work. In a dead context, only work that others wait for is executed. An error
-    /// kills the context.
+    /// Executes the work. In a dead context, executes only work that other threads wait for. An error kills
+    /// the context.
     pub fn run(&self, context: &Context) {
         match self {
             Work::Record(record) => record.happen(),
             Work::Reach(mark, recording) => mark.reach(*recording),
             Work::Callback { call, stream, data } => {
                 let status = context.error().map_or_else(|e| e.0, |()| 0);
-                // SAFETY: the program handed over this function with this argument.
+                // SAFETY: the program passed this function with this argument.
                 unsafe { call(*stream, status, *data as *mut c_void) }
             }
             Work::Free(mapping) => crate::pool::freed(mapping),
@@ -112,7 +112,7 @@ impl Work {
             Work::Copy(copy) => copy.run(context),
             Work::Fill(fill) => fill.run(context),
             Work::Host { call, data } => {
-                // SAFETY: the program handed over this function with this argument.
+                // SAFETY: the program passed this function with this argument.
                 unsafe { call(*data as *mut c_void) };
                 Ok(())
             }

@@ -16,7 +16,7 @@ use nvshare_wire::{
 use rustix::fd::OwnedFd;
 
 impl ClientThread {
-    /// Carries out one message. Closes descriptors that the message doesn't use.
+    /// Carries out one message. Closes descriptors that the message does not use.
     pub(super) fn handle(&mut self, message: SchedulerMessage, descriptors: Vec<OwnedFd>) {
         if let SchedulerMessage::Remark { text } = message {
             return trace!("{}", text.as_str());
@@ -25,8 +25,8 @@ impl ClientThread {
         match message {
             SchedulerMessage::Welcome { .. } => {}
             SchedulerMessage::Refused { text, .. } => self.disconnected(text.as_str()),
-            // Nothing is allocated until the limit arrives in a later message: an earlier allocation could exceed it
-            // permanently.
+            // Admits no allocation yet, because a later message contains the limit. An allocation made now could
+            // exceed that limit permanently.
             SchedulerMessage::Attached { .. } => {}
             SchedulerMessage::Limit { slot, bytes, seq, most, spare, max } => {
                 if let Some(gpu) = by_slot(slot) {
@@ -66,7 +66,7 @@ impl ClientThread {
                     let mut guard = space.lock();
                     guard.allow(seq, bytes);
                     if guard.account.ack == seq {
-                        gpu.report(&guard.account); // no chunk has to be evicted first
+                        gpu.report(&guard.account); // already acknowledged, since no chunk has to be evicted first
                     }
                     self.on(gpu).restore_at = None;
                 }
@@ -101,7 +101,7 @@ impl ClientThread {
             SchedulerMessage::Awake { moved } => self.wake_up(moved),
             SchedulerMessage::Resume { .. } => self.resume(),
             SchedulerMessage::Remark { .. } => {}
-            // Too late: the driver has already read `CUDA_VISIBLE_DEVICES`.
+            // Too late, because the driver has already read `CUDA_VISIBLE_DEVICES`.
             SchedulerMessage::Placed { .. } | SchedulerMessage::Unplaced { .. } => {}
         }
     }

@@ -1,5 +1,5 @@
-//! Keeps this client's host memory within the scheduler's limit: writes copies of chunks to the swap file and reads
-//! them back before their chunks are restored.
+//! Keeps this client's host memory within the scheduler's limit. Writes copies of chunks to the swap
+//! file, and reads them back before their chunks are restored.
 
 use super::{CHORE_INTERVAL, ClientThread, memory::release_surplus};
 use crate::{
@@ -19,28 +19,31 @@ use core::time::Duration;
 use nvshare_wire::ClientMessage;
 use rustix::fd::OwnedFd;
 
-/// Chunks being written or read at a time: two per worker thread, so that no worker waits for the client's thread.
+/// The number of chunks being written or read at a time: two per worker thread, so that no worker waits
+/// for the client's thread.
 const MAX_JOBS: usize = 8;
 
-/// The number of bytes above the limit that copies may occupy while they are being written. Beyond it, eviction pauses.
+/// The number of bytes by which copies may exceed the limit while they are being written. Beyond it,
+/// eviction pauses.
 const MOST_BEHIND: u64 = 512 << 20;
 
-/// The longest interval between checks of the cgroup of a client that has host memory.
+/// The longest interval between checks of the cgroup, for a client that has host memory.
 const GROUP_PERIOD: Duration = Duration::from_secs(1);
-/// Upper bound, in bytes per second, on the growth of a cgroup's other memory: what the kernel can allocate for a few
-/// threads.
+/// Upper bound on the growth of a cgroup's other memory, in bytes per second. The kernel can allocate
+/// about this much for a few threads.
 const GROWTH: u64 = 8 << 30;
 
-/// The places that hold copies of chunks: host memory and swap files.
+/// The places that contain copies of chunks: host memory and swap files.
 #[derive(Debug)]
 pub(super) struct HostTier {
-    /// Bytes of host memory that the scheduler allows; `u64::MAX` without one.
+    /// Bytes of host memory that the scheduler allows; `u64::MAX` if it sets no limit.
     ram: u64,
     /// The file that copies are written to.
     current: Option<SwapFile>,
-    /// All files that may still hold copies.
+    /// All files that may still contain copies.
     files: Vec<SwapFile>,
-    /// More host memory is held than allowed and no file can take it, so the kernel may page it out.
+    /// True if the client has more host memory than allowed and no file has room. The kernel may then page
+    /// it out.
     pub is_pageable: bool,
     /// The kernel's latest figures, and when they were read.
     seen: Option<(Instant, Headroom)>,
@@ -51,12 +54,13 @@ impl HostTier {
         Self { ram: u64::MAX, current: None, files: Vec::new(), is_pageable: false, seen: None }
     }
 
-    /// Whether the client holds no host memory, has no files and no limit.
+    /// Whether the client has no host memory, no files and no limit.
     fn is_unused(&self) -> bool {
         self.ram == u64::MAX && self.files.is_empty() && self.held() == 0
     }
 
-    /// Bytes of host memory that hold chunks of any GPU, without those being written or freed.
+    /// Returns the bytes of host memory that contain chunks of any GPU, without bytes that are being
+    /// written or freed.
     fn held(&self) -> u64 {
         let kept = |account: Account| account.host() - account.releasing;
         let held =
@@ -64,7 +68,8 @@ impl HostTier {
         held.saturating_sub(self.files.iter().map(SwapFile::writing).sum())
     }
 
-    /// Bytes of held host memory above the scheduler's limit, or above the room in this process's cgroups.
+    /// Returns the bytes of host memory above the scheduler's limit, or above the room in this process's
+    /// cgroups.
     fn excess(&self) -> u64 {
         let held = self.held();
         let releasing = gpu::attached().filter_map(Gpu::account).map(|account| account.releasing).sum();
@@ -72,15 +77,15 @@ impl HostTier {
         held.saturating_sub(self.ram).max(lacking.min(held))
     }
 
-    /// Reads the kernel's figures, unless they were read a moment ago.
+    /// Reads the kernel's figures, unless they were read within the last `CHORE_INTERVAL`.
     fn look(&mut self) {
         if self.seen.is_none_or(|(at, _)| at.elapsed() >= CHORE_INTERVAL) {
             self.seen = Some((Instant::now(), Headroom::now()));
         }
     }
 
-    /// The time until the next check of the cgroup. Its other memory grows without notice, so the check comes before
-    /// that memory can have used up the headroom.
+    /// Returns the time until the next check of the cgroup. The cgroup's other memory grows without notice.
+    /// So the check comes before that memory can have used up the headroom.
     fn next_look(&self) -> Duration {
         let headroom = self.headroom();
         if self.held() == 0 || !headroom.is_limited {
@@ -93,21 +98,21 @@ impl HostTier {
         self.seen.map_or(Headroom::UNLIMITED, |(_, headroom)| headroom)
     }
 
-    /// Bytes of host memory that this client may still allocate.
+    /// Returns the bytes of host memory that this client may still allocate.
     fn spare(&self) -> u64 {
         self.ram.saturating_sub(self.held())
     }
 }
 
 impl ClientThread {
-    /// Called when the scheduler offers swap files. Tests only now whether this process can use them.
+    /// Called when the scheduler offers swap files. Tests only then whether this process can use them.
     pub(super) fn use_swap_file(&self) {
         if file::is_supported() {
             connection::send(&ClientMessage::UseSwapFile { ram_max: headroom::most_in_groups() });
         }
     }
 
-    /// Applies the scheduler's limit on host memory, and its reservation in the swap file.
+    /// Applies the scheduler's limit on host memory, and its reservation of space in the swap file.
     pub(super) fn set_host_memory(&mut self, ram: u64, size: u64, descriptors: Vec<OwnedFd>) {
         self.tier.ram = ram;
         if let Some(descriptor) = descriptors.into_iter().next() {
@@ -120,8 +125,8 @@ impl ClientThread {
         }
     }
 
-    /// Called when no scheduler limits host memory any more, or when a new scheduler does, which does not know the
-    /// file.
+    /// Forgets the limit on host memory and the current file. Called when no scheduler sets a limit any
+    /// more, and when a new scheduler takes over, because it does not know the file.
     pub(super) fn forget_host_memory(&mut self) {
         self.tier.ram = u64::MAX;
         self.retire_file();
@@ -135,15 +140,16 @@ impl ClientThread {
         }
     }
 
-    /// Bytes of host memory that this client may allocate for chunks that are still on the GPU. If no other client
-    /// waits for the GPU, half of the headroom of the host and its cgroups is left to other memory; as that memory
-    /// grows, these bytes are freed.
+    /// Returns the bytes of host memory that this client may allocate for chunks that are still on the GPU.
+    /// If no other client waits for the GPU, half of the headroom of the host and the cgroups is left to
+    /// other memory. When other memory grows, these bytes are freed.
     pub(super) fn spare_host_memory(&self, is_contended: bool) -> u64 {
         let left = Headroom::now().left;
         self.tier.spare().min(if is_contended { left } else { left / 2 })
     }
 
-    /// Whether copies are being written to the file. An eviction that finds no host memory then waits for them.
+    /// Whether copies are being written to the file. If so, an eviction that finds no host memory waits for
+    /// the writes.
     pub(super) fn is_writing(&self) -> bool {
         self.tier.files.iter().any(|file| file.writing() > 0)
     }
@@ -182,14 +188,15 @@ impl ClientThread {
         self.write_some(gpu, space)
     }
 
-    /// Bytes of host buffers kept while memory is read back from a file, even above the limit: a chunk that is back on
-    /// the GPU passes its buffer to a chunk still to be read, which saves creating one.
+    /// Returns the bytes of host buffers to keep while memory is read back from a file, even above the
+    /// limit. When a chunk is back on the GPU, its buffer is used for the next chunk to be read, so no new
+    /// buffer has to be created.
     pub(super) fn needed_to_read(account: &Account) -> u64 {
         account.in_file.min(MOST_BEHIND)
     }
 
-    /// Starts reading chunks that the program needs. They occupy host memory until they are on the GPU, so reading
-    /// ahead is bounded.
+    /// Starts reading chunks that the program needs. Reading ahead is bounded, because the chunks occupy
+    /// host memory until they are on the GPU.
     fn read_some(&self, space: &Mutex<Space>) -> Duration {
         let mut jobs: usize = self.tier.files.iter().map(SwapFile::jobs).sum();
         if jobs >= MAX_JOBS {
@@ -201,12 +208,14 @@ impl ClientThread {
             spare = spare.saturating_sub(bytes);
             jobs += 1;
         }
-        // Retries a chunk for which there was no host memory; running jobs report when they are done.
+        // While jobs run, retries soon, because a chunk may have found no host memory. Without jobs, no retry
+        // is due.
         if jobs > 0 { CHORE_INTERVAL } else { Duration::MAX }
     }
 
-    /// Starts writing copies while they exceed the limit, or while an eviction finds no host memory. Also before the
-    /// process sleeps, since nothing can be written during sleep: freeing a buffer may need the driver.
+    /// Starts writing copies while they exceed the limit, or while an eviction finds no host memory. Writes
+    /// also before the process sleeps. It cannot write during sleep, because freeing a buffer may need the
+    /// driver.
     fn write_some(&mut self, gpu: &Gpu, space: &Mutex<Space>) -> Duration {
         let is_full = self.on(gpu).host_full.is_some() && !self.is_writing();
         let excess = self.tier.excess();
@@ -226,7 +235,7 @@ impl ClientThread {
         let is_pageable = jobs == 0 && excess > 0;
         {
             let guard = space.lock();
-            // Some chunks were in the file already.
+            // Some chunks were already in the file, and needed no write.
             if guard.account.in_file != in_file {
                 gpu.report(&guard.account);
             }

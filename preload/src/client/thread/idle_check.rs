@@ -1,15 +1,17 @@
-//! The driver's confirmation that no work of the program is running, which an eviction waits for.
+//! The driver's confirmation that no work of the program is running. An eviction waits for this
+//! confirmation.
 
 use crate::{env::trace::trace, gpu::Gpu, sys::time::Instant, work::Fence};
 use core::time::Duration;
 
-/// The longest wait for the confirmation. All work that passed a hook is done by now, so any remaining work has been
-/// running since before the release. After this time the client reports that its eviction is stuck, and the scheduler
-/// evicts other clients' memory.
+/// The longest wait for the confirmation. All work that passed a hook is done before this wait, so any
+/// remaining work was submitted without a hook. After this time the client reports that its eviction is
+/// stuck, and the scheduler evicts other clients' memory.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// The idle check of one GPU whose memory is about to be evicted: the gate is closed, and all work that passed a hook
-/// is done. No such work can start until the eviction ends, which resets the check.
+/// The idle check of one GPU whose memory is about to be evicted. The gate is closed, and all work that
+/// passed a hook is done. No such work can start until the eviction ends. The end of the eviction
+/// resets the check.
 #[derive(Debug, Default)]
 pub enum IdleCheck {
     #[default]
@@ -27,7 +29,7 @@ pub enum Idleness {
     Idle,
     /// Not yet known.
     Pending,
-    /// Work that passed no hook is running, or may be.
+    /// Work that passed no hook is running, or may be running.
     Busy,
 }
 

@@ -1,4 +1,4 @@
-//! Moves each GPU's memory towards its allowance, and does the chores that other threads left undone.
+//! Moves each GPU's memory towards its allowance, and does work that other threads have deferred.
 
 use super::{
     CHORE_INTERVAL, ClientThread,
@@ -28,16 +28,16 @@ const CALL_POLL_INTERVAL: Duration = Duration::from_micros(100);
 /// The longest time that an eviction waits for host memory.
 const HOST_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// The interval between attempts to restore memory for which the GPU had no room.
+/// The interval between attempts to restore memory when the GPU has no room.
 const RESTORE_RETRY: Duration = Duration::from_millis(50);
 
 impl ClientThread {
-    /// Moves memory as the allowance demands, and does the chores that other threads left undone. Returns the time
-    /// until the next call.
+    /// Moves memory as the allowance demands, and does work that other threads have deferred. Returns the
+    /// time until the next call.
     pub(super) fn service(&mut self, gpu: &'static Gpu) -> Duration {
         gpu.work.warm_up_contexts();
         if connection::is_connected() {
-            gpu.introduce(false, shared::introduce); // in case it could not be sent immediately
+            gpu.introduce(false, shared::introduce); // in case `Attach` could not be sent earlier
         }
         let Some(space) = gpu.space() else { return Duration::MAX };
         let mut wait = self.step_files(gpu, space);
@@ -59,7 +59,7 @@ impl ClientThread {
         let (account, can_restore) = (guard.account, guard.can_restore());
         let is_surplus = account.mapped + account.pinned > account.allowance || self.is_preparing_sleep();
         let leaves = is_surplus && self.turn(gpu).is_over();
-        // Done while the space is locked, so that no thread can change the missing memory between the test and the
+        // The space is locked, so no thread can change the amount of missing memory between the test and the
         // opening.
         if account.can_run() && !leaves && gpu.gate.is_closed_for(closed::MEMORY) {
             gpu.gate.open(closed::MEMORY);
@@ -73,7 +73,8 @@ impl ClientThread {
         wait.min(again).min(self.move_memory(gpu, space, goal))
     }
 
-    /// Returns the goal for this GPU's memory, and the time after which it must be recomputed even if nothing happens.
+    /// Returns the goal for this GPU's memory, and the time after which the goal must be recomputed if no
+    /// event comes earlier.
     fn goal(
         &mut self,
         gpu: &'static Gpu,
@@ -105,10 +106,11 @@ impl ClientThread {
         }
     }
 
-    /// Checks that no work of this client that may access memory of this GPU is running, and that none can start. If
-    /// not, returns when to check again; `None` if checking again is pointless.
+    /// Checks that no work of this client that may access memory of this GPU is running, and that none can
+    /// start. Otherwise returns when to check again, or `None` if another check is pointless.
     fn may_evict(&mut self, gpu: &'static Gpu) -> Result<(), Option<Duration>> {
-        // The scheduler evicts only clients that do not hold the lock, but a release message may still be on its way.
+        // The scheduler evicts only clients that do not hold the lock. But a release message may still be on
+        // its way.
         if !(self.turn(gpu).is_over() && gpu.is_drained()) {
             *self.idle_check(gpu) = IdleCheck::default();
             return Err(Some(CHORE_INTERVAL));
@@ -118,7 +120,7 @@ impl ClientThread {
         }
         let check = self.idle_check(gpu);
         if !gpu.is_quiet() {
-            *check = IdleCheck::default(); // a call that needs only the memory has passed
+            *check = IdleCheck::default(); // a call that needs only the memory gate has passed
             return Err(Some(CALL_POLL_INTERVAL));
         }
         match check.ask(gpu) {
@@ -159,7 +161,7 @@ impl ClientThread {
             Step::Busy(after) => return after,
             Step::Done { .. } => {
                 self.on(gpu).host_full = None;
-                // Chunks that were planned but did not move kept the gate closed.
+                // The gate has stayed closed for chunks that were planned but did not move. Opens it in the next call.
                 let is_closed = gpu.gate.is_closed_for(closed::MEMORY) && space.lock().account.can_run();
                 return if is_closed { CHORE_INTERVAL } else { Duration::MAX };
             }
@@ -167,7 +169,7 @@ impl ClientThread {
                 if self.on(gpu).host_full.get_or_insert_with(Instant::now).elapsed() < HOST_TIMEOUT
                     || self.is_writing() =>
             {
-                return CHORE_INTERVAL; // restoring memory to the GPU, or writing it to a file, frees host memory
+                return CHORE_INTERVAL; // restoring memory to the GPU or writing it to a file will free host memory
             }
             Step::Stopped(stop) if goal != Goal::Restore => {
                 self.on(gpu).host_full = None;
@@ -182,7 +184,7 @@ impl ClientThread {
                     self.on(gpu).offline.gpu_is_full();
                 }
             }
-            // No context works any more. The program's next call returns the error.
+            // No context works any more. The program's next call returns the driver's error.
             Step::Stopped(_) => gpu.gate.open(closed::MEMORY),
         }
         trace!("GPU {}: {step:?}", gpu.index);
@@ -190,8 +192,8 @@ impl ClientThread {
         RESTORE_RETRY
     }
 
-    /// Abandons an eviction whose remaining memory cannot be evicted. The scheduler sees that this memory is still
-    /// mapped, and evicts other clients.
+    /// Abandons an eviction whose remaining memory cannot be evicted. The scheduler's records still count
+    /// this memory as mapped, and the scheduler evicts other clients.
     fn stop_eviction(&mut self, gpu: &Gpu, space: &Mutex<Space>, reason: StuckReason) {
         give_up_eviction(gpu, space);
         report_stuck(gpu, reason);
@@ -205,7 +207,8 @@ fn give_up_eviction(gpu: &Gpu, space: &Mutex<Space>) {
     gpu.report(&guard.account);
 }
 
-/// Reports to the scheduler why memory stays. It then evicts other clients' memory, and asks this client again later.
+/// Tells the scheduler why memory stays. The scheduler then evicts other clients' memory, and asks this
+/// client again later.
 fn report_stuck(gpu: &Gpu, reason: StuckReason) {
     connection::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason });
 }

@@ -1,12 +1,13 @@
 //! The client's thread: owns the connection to the scheduler, receives messages and carries them out.
 //!
-//! It makes no call that waits for running work; debug builds check this. Drains, idle checks and handshakes are polled
-//! in short steps ([`Turn`]), and moving memory is split into steps too. Without a scheduler the program runs ungated,
-//! and the thread keeps trying to connect.
+//! The thread makes no call that waits for running work; debug builds check this. It polls drains, idle
+//! checks and handshakes in short steps ([`Turn`]), and splits moving memory into steps too. Without a
+//! scheduler the program runs ungated, and the thread keeps trying to connect.
 //!
-//! - `dispatch`: carries out messages. `session`: connects, resumes, handles a lost connection. `memory`: moves memory.
-//! - `idle_check`: the driver's confirmation that nothing is running. `files`: the swap files. `sleep`: taking the
-//!   process off its GPUs.
+//! - `dispatch`: carries out messages. `session`: connects, resumes, handles a lost connection.
+//!   `memory`: moves memory.
+//! - `idle_check`: the driver's confirmation that no work is running. `files`: the swap files. `sleep`:
+//!   leaving the GPUs and coming back.
 
 mod dispatch;
 mod files;
@@ -42,27 +43,28 @@ use files::HostTier;
 use idle_check::IdleCheck;
 use sleep::Sleep;
 
-/// The longest wait for a scheduler that went away. After that the client runs ungated.
+/// The longest wait for a scheduler that has gone away. After that, the client runs ungated.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The interval between attempts to connect: at first, and once the scheduler has been away for longer.
+/// The interval between attempts to connect: soon after the scheduler has gone away, and later.
 const RETRY_SOON: Duration = Duration::from_millis(100);
 
 const RETRY_LATE: Duration = Duration::from_secs(2);
 
-/// The interval between checks for chores that other threads left undone: a report that could not be sent, freed
-/// memory.
+/// The interval between checks for work that other threads have deferred, such as unsent reports and
+/// freed memory.
 const CHORE_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The number of messages handled before the thread looks at its GPUs again.
+/// The number of messages after which the thread serves its GPUs again.
 const MESSAGES_AT_ONCE: u32 = 256;
 
-/// The client id that the scheduler assigned; 0 until then.
+/// The client id that the scheduler has assigned; 0 before.
 static CLIENT: AtomicU64 = AtomicU64::new(0);
 
-/// Starts the thread. It first tries to connect, so that the program's first launch is already gated.
+/// Starts the thread. First tries to connect, so that the program's first launch is already gated.
 pub fn start(shut_driver: fn(bool)) -> Start {
-    // A first symbol lookup takes the loader's lock, which a thread of the program may hold while it waits at a gate.
+    // Looks up all symbols now. A later first lookup would take the loader's lock, which a thread of the
+    // program may hold while it waits at a gate.
     driver::resolve_all();
     driver::hook::all().for_each(|hook| {
         hook.real.find();
@@ -98,19 +100,20 @@ struct ClientThread {
     version: u16,
     /// When the scheduler was lost; `None` while connected.
     disconnected_since: Option<Instant>,
-    /// When the current connection was made, and when the previous one had been lost.
+    /// When the current connection was made, and when the previous connection was lost.
     connected_at: (Instant, Instant),
     next_try: Instant,
     /// A handshake in progress.
     attempt: Option<Attempt>,
     ungated: bool,
-    /// The reason for running without a scheduler, and whether it has been printed. It is printed once per process.
+    /// The reason for running without a scheduler, and whether it has been printed. A process prints it
+    /// once.
     offline_reason: String,
     reported: bool,
-    /// Host memory, and the files for the copies that exceed its limit.
+    /// Host memory, and the files for copies that exceed its limit.
     tier: HostTier,
     sleep: Sleep,
-    /// Closes all entries into the driver if `true`, opens them if `false`.
+    /// Closes all entries into the driver if called with `true`, and opens them if called with `false`.
     shut_driver: fn(bool),
 }
 
@@ -119,7 +122,7 @@ struct ClientThread {
 struct PerGpu {
     turn: Turn,
     idle_check: IdleCheck,
-    /// Replaces the scheduler while none is connected.
+    /// Decides in place of the scheduler while none is connected.
     offline: Offline,
     /// When to try again to restore memory for which the GPU had no room.
     restore_at: Option<Instant>,
@@ -150,8 +153,8 @@ impl ClientThread {
     fn run(mut self) {
         let _here = on_client_thread();
         let mut mode = STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: `mode` outlives the call. Nothing that this thread does may invalidate a stream capture of the
-        // program's threads.
+        // SAFETY: `mode` outlives the call. In this mode, no call of this thread can invalidate a stream
+        // capture of the program's threads.
         unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
         loop {
             let mut timeout = if self.is_off_its_gpus() { self.step_asleep() } else { self.step() };
@@ -178,7 +181,8 @@ impl ClientThread {
         }
     }
 
-    /// Does the work that is due. Returns the time until more is due, unless a message arrives first.
+    /// Does the work that is due. Returns the time until the next step is due if no message arrives
+    /// earlier.
     fn step(&mut self) -> Duration {
         if self.ungated && !core::mem::replace(&mut self.reported, true) && settings::get().asked_for {
             self.report_offline("programs run at the same time, and take turns by a lock file where memory is short");
@@ -203,7 +207,7 @@ impl ClientThread {
             } else if self.disconnected_since.is_some() {
                 self.on(gpu).offline.show(gpu);
             }
-            // The locks of peer GPUs are held together or not at all.
+            // A client needs the locks of all peer GPUs, and holds all of them or none.
             if connection::is_connected() && gpu.peers().any(|other| !self.turn(other).is_held()) {
                 self.turn(gpu).release_early(gpu);
             }
@@ -232,7 +236,7 @@ impl ClientThread {
     fn step_offline(&mut self, gpu: &'static Gpu) -> Duration {
         let turn = self.turn(gpu);
         if turn.is_over() && !gpu.gate.is_closed_for(closed::LOCK) {
-            turn.run_ungated(gpu); // it was attached while no scheduler was connected
+            turn.run_ungated(gpu); // the GPU was attached while no scheduler was connected
         }
         let mut others = OtherGpus::default();
         for other in gpu::attached().filter(|other| other.index != gpu.index) {

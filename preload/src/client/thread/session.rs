@@ -1,4 +1,5 @@
-//! The session with a scheduler: connecting, resuming with a successor, losing the connection, running without one.
+//! The session with a scheduler: connecting, taking up the session with a successor, losing the
+//! connection, and running without a scheduler.
 
 use super::{CLIENT, ClientThread, RETRY_LATE};
 use crate::{
@@ -25,8 +26,8 @@ use alloc::{
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::{ClientMessage, SlotSet, Text, client::ASLEEP, version};
 
-/// A connection that is lost this soon after it was made is ignored: the scheduler counts as away since the previous
-/// loss.
+/// A connection that is lost this soon after it was made does not count. The scheduler then counts as
+/// away since the previous loss.
 const STEADY: Duration = Duration::from_millis(50);
 
 impl ClientThread {
@@ -36,14 +37,14 @@ impl ClientThread {
         trace::line(format_args!("no scheduler at {path} ({why}): {consequence}"));
     }
 
-    /// Makes the first connection. The program waits for it.
+    /// Makes the first connection. The program waits until the attempt has ended.
     pub(super) fn connect(&mut self) {
         let connected = placement::take_connection();
         self.has_tried(connected.unwrap_or_else(|| handshake::connect(&hello())));
     }
 
-    /// Continues the handshake of a later connection, or begins one when it is due. Returns whether an attempt has
-    /// ended.
+    /// Continues the handshake of a later connection, or begins a handshake when it is due. Returns whether
+    /// an attempt has ended.
     pub(super) fn step_connecting(&mut self) -> bool {
         let begun = match self.attempt.take() {
             Some(attempt) => Ok(attempt),
@@ -71,7 +72,8 @@ impl ClientThread {
         }
     }
 
-    /// Called when a scheduler has accepted this client. `named`: the GPUs that this scheduler already knows of.
+    /// Called when a scheduler has accepted this client. `named` is the set of GPUs that this scheduler
+    /// already knows.
     pub(super) fn connected(&mut self, socket: Arc<Socket>, version: u16, id: u64, named: SlotSet) {
         trace!("client {id}, protocol version {version}");
         let is_first = CLIENT.swap(id, Ordering::Relaxed) == 0;
@@ -85,8 +87,8 @@ impl ClientThread {
         self.gpus.iter_mut().for_each(|gpu| gpu.restore_at = None);
         for gpu in gpu::attached().filter(|gpu| !gpu.is_refused()) {
             self.on(gpu).offline.end(gpu);
-            // This scheduler has granted no lock: running work is drained, and threads that have work request the lock
-            // again.
+            // This scheduler has granted no lock. So running work is drained, and threads with work request the
+            // lock again.
             gpu.request_is_over();
             self.turn(gpu).abandon(gpu);
             gpu.introduce(named & (1 << gpu.index) != 0, shared::introduce);
@@ -94,26 +96,28 @@ impl ClientThread {
         connection::begin_generation();
     }
 
-    /// A new scheduler has taken over the connection. Tells it everything, including which locks are held.
+    /// Called when a new scheduler has taken over the connection. Sends it the state of this client,
+    /// including which locks it holds.
     pub(super) fn resume(&mut self) {
         self.forget_preparation();
         if self.greet_successor() { self.tell_successor(None) } else { self.disconnected("it does not read") }
     }
 
-    /// Introduces this process to a scheduler that has taken over the connection. `false` if the messages cannot be
-    /// sent.
+    /// Introduces this process to a scheduler that has taken over the connection. Returns `false` if the
+    /// messages cannot be sent.
     pub(super) fn greet_successor(&mut self) -> bool {
         trace!("a new scheduler has taken over the connection");
         let Some(socket) = self.socket.clone() else { return true };
-        // Unread messages sent to the predecessor keep the socket full until the new scheduler discards them.
+        // Unread messages to the predecessor keep the socket full until the new scheduler discards them.
         socket.wait_for_room() && connection::send(&hello()) && handshake::announce_limits(&socket, self.version)
     }
 
-    /// Sends a successor the state of the GPUs, after [`greet_successor`](Self::greet_successor). `named` is `Some` if
-    /// the successor knows that this process is asleep: the GPUs that were already named to it.
+    /// Sends the state of the GPUs to a successor, after [`greet_successor`](Self::greet_successor).
+    /// `named` is `Some` if the successor knows that this process is asleep. It is the set of GPUs that
+    /// were already named to the successor.
     pub(super) fn tell_successor(&mut self, named: Option<SlotSet>) {
         self.forget_host_memory();
-        // The new scheduler discards no message from here on.
+        // From here on, the new scheduler discards no message.
         shared::announce_exporter();
         let mut held = 0;
         for gpu in gpu::attached() {
@@ -130,7 +134,8 @@ impl ClientThread {
         if !(outbox::flush() && is_told()) {
             return self.disconnected("it does not read");
         }
-        // Requests of other threads may have been discarded, so waiting threads repeat them.
+        // The new scheduler may have discarded requests of other threads, so waiting threads repeat their
+        // requests.
         for gpu in gpu::attached() {
             gpu.request_is_over();
             gpu.limit_answers.changed();
@@ -147,8 +152,8 @@ impl ClientThread {
         let now = Instant::now();
         let (met, away) = self.connected_at;
         let since = if now - met < STEADY { away } else { now };
-        // A connection that keeps breaking is not retried immediately, since each attempt stops the program for a
-        // moment.
+        // A connection that keeps breaking is not retried immediately, because each attempt stops the program
+        // for a moment.
         let next_try = if since == now { now } else { now + RETRY_LATE };
         (self.disconnected_since, self.next_try, self.offline_reason) = (Some(since), next_try, why.to_string());
         for gpu in gpu::attached() {
@@ -157,8 +162,8 @@ impl ClientThread {
         }
     }
 
-    /// Runs without a scheduler: programs whose memory fits run. Evicted memory is restored as room appears, and its
-    /// program waits until then.
+    /// Runs without a scheduler. Programs whose memory fits on the GPU run. Evicted memory is restored when
+    /// room appears, and its program waits until then.
     pub(super) fn run_ungated(&mut self) {
         self.ungated = true;
         self.forget_host_memory();
@@ -178,7 +183,7 @@ pub fn hello() -> ClientMessage {
     ClientMessage::Hello {
         min_version: version::MIN,
         max_version: version::MAX,
-        // A process that is away has finished its preparation, so the connection already exists.
+        // `Hello` is sent only before a preparation or after it is complete, so "away" means asleep.
         flags: if presence::is_away() { ASLEEP } else { 0 },
         resume: CLIENT.load(Ordering::Relaxed),
         gang: settings::get().gang,

@@ -1,9 +1,12 @@
-//! Sleep: another process takes this one off its GPUs, until a thread of the program is about to enter the driver.
+//! Sleep: the checkpoint helper takes this process off its GPUs, until a thread of the program is about
+//! to enter the driver.
 //!
-//! Sleep is prepared in three steps: the gates close and all memory is evicted; the entries into the driver close
-//! ([`presence`]); threads that were just about to enter get time to arrive. Each step is undone when a thread arrives.
-//! From then until the scheduler says that the process is awake, this thread takes no lock that a waiting thread of the
-//! program may hold, and makes no driver call. Messages that arrive in that time are carried out afterwards.
+//! A sleep is prepared in three steps. First the gates close, and all memory is evicted. Then the
+//! entries into the driver close ([`presence`]). Then threads that may have read an entry's address
+//! before get time to enter the driver. If a thread needs the GPU in the meantime, all steps are
+//! undone. While the entries are closed, the client's thread makes no driver call, and takes no lock
+//! that a waiting thread of the program may hold. Messages that arrive in that time are carried out
+//! afterwards.
 
 use super::{ClientThread, RETRY_LATE, RETRY_SOON, session};
 use crate::{
@@ -33,25 +36,26 @@ use nvshare_wire::{
 };
 use rustix::fd::OwnedFd;
 
-/// The interval between polls of the conditions that a preparation waits for.
+/// The interval between checks of the conditions that a preparation waits for.
 const LOOK: Duration = Duration::from_millis(1);
-/// The longest preparation: evicting a whole GPU's memory over a slow link.
+/// The longest preparation. Evicting a whole GPU's memory over a slow link takes about this long.
 const MOST: Duration = Duration::from_secs(30);
 /// The longest wait for threads that may be about to enter the driver.
 const MOST_ON_THEIR_WAY: Duration = Duration::from_secs(1);
 
-/// How long to wait for a scheduler that disappeared while the process was asleep, before trying the driver.
+/// If the scheduler disappears while the process is asleep: how long to wait for another one before
+/// calling the driver.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Default)]
 pub(super) enum Sleep {
     #[default]
     Awake,
-    /// Memory is being evicted. `paused`: waiting threads do not prevent the sleep.
+    /// Memory is being evicted. If `paused`, waiting threads do not prevent the sleep.
     Preparing { since: Instant, paused: bool },
     /// The entries into the driver are closed.
     Leaving(Leaving),
-    /// Nothing enters the driver.
+    /// No thread enters the driver. The process may be off its GPUs.
     Prepared(Prepared),
 }
 
@@ -64,29 +68,30 @@ pub(super) struct Leaving {
     paused: bool,
     /// Threads that may have passed an entry into the driver before it closed.
     on_their_way: Vec<Task>,
-    /// Messages received since.
+    /// Messages received since the entries were closed.
     messages: Vec<Message>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Prepared {
-    /// Whether the scheduler has been told that the process is prepared (`told`), and that its threads want to run
-    /// (`asked`).
+    /// Whether the scheduler has been told that the process is prepared (`told`), and that its threads want
+    /// to run (`asked`).
     told: bool,
     asked: bool,
-    /// Messages received since.
+    /// Messages received since the entries were closed.
     messages: Vec<Message>,
-    /// Why the connection was lost, and the connection made since.
+    /// Why the connection was lost, and the connection that was made afterwards.
     lost: Option<String>,
     connected: Option<(Arc<Socket>, u16, u64)>,
     /// When to try to connect.
     next_try: Option<Instant>,
     lost_at: Option<Instant>,
-    /// A thread is calling the driver.
+    /// True if a thread of this library is calling the driver.
     is_tried: bool,
-    /// A successor has taken over the connection and been greeted.
+    /// True if a successor has taken over the connection and been greeted.
     has_successor: bool,
-    /// The GPUs already named to the present scheduler, which replaced the scheduler that asked for the sleep.
+    /// The GPUs already named to the present scheduler, if it replaced the scheduler that asked for the
+    /// sleep.
     named: SlotSet,
 }
 
@@ -110,7 +115,8 @@ impl ClientThread {
         }
     }
 
-    /// Cancels a preparation: the scheduler that asked for it is gone, and the entries into the driver are still open.
+    /// Cancels a preparation while the entries into the driver are still open. Called if the scheduler that
+    /// asked for the sleep is gone.
     pub(super) fn forget_preparation(&mut self) {
         if self.is_preparing_sleep() {
             self.sleep = Sleep::Awake;
@@ -142,7 +148,7 @@ impl ClientThread {
         LOOK
     }
 
-    /// Whether all memory is off this GPU, no work is running there, and none can start.
+    /// Whether all memory has left this GPU, no work is running there, and none can start.
     fn has_left(&mut self, gpu: &'static Gpu) -> bool {
         let is_empty = |account: crate::memory::account::Account| account.mapped == 0 && account.in_flight == 0;
         self.turn(gpu).is_over()
@@ -153,7 +159,8 @@ impl ClientThread {
             && gpu.moving.lock().is_idle()
     }
 
-    /// The reason why this process cannot sleep now. `paused`: its threads may wait until it is resumed.
+    /// Returns the reason why this process cannot sleep now. If `paused`, its threads may wait until it is
+    /// resumed.
     fn why_not(&mut self, paused: bool) -> Option<SleepRefusal> {
         if settings::get().gang != 0 {
             return Some(SleepRefusal::Gang);
@@ -164,8 +171,8 @@ impl ClientThread {
         if exit::has_begun() {
             return Some(SleepRefusal::Busy);
         }
-        // Checked first: memory that these devices may reach is unevictable too, which would be reported as unseen
-        // work.
+        // Checked before `unevictable`, because memory that these devices may reach is unevictable too, and
+        // would be reported as unseen work.
         if foreign_devices::may_reach_memory() {
             return Some(SleepRefusal::Rdma);
         }
@@ -191,7 +198,8 @@ impl ClientThread {
         redirect::was_refused().then_some(SleepRefusal::UnseenWork)
     }
 
-    /// Called when an eviction has stopped: the preparation ends, since it would only begin the eviction again.
+    /// Ends the preparation. Called when an eviction has stopped, because the preparation would only begin
+    /// it again.
     pub(super) fn cannot_leave(&mut self, reason: StuckReason) {
         if self.is_preparing_sleep() {
             let is_unseen = reason == StuckReason::UnseenWork;
@@ -199,7 +207,7 @@ impl ClientThread {
         }
     }
 
-    /// Undoes a preparation, and reports the reason.
+    /// Undoes a preparation, and reports the reason to the scheduler.
     fn stay_awake(&mut self, why: SleepRefusal) -> Duration {
         trace!("cannot sleep: {why:?}");
         self.undo();
@@ -207,7 +215,8 @@ impl ClientThread {
         Duration::ZERO
     }
 
-    /// Lets threads enter the driver again, and carries out the messages received since.
+    /// Lets threads enter the driver again, and carries out the messages that arrived while the entries
+    /// were closed.
     fn undo(&mut self) {
         if presence::is_away() {
             (self.shut_driver)(false);
@@ -240,16 +249,17 @@ impl ClientThread {
                 prepared.next_try = Some(Instant::now() + RETRY_LATE);
                 if let Ok((socket, version, id)) = handshake::connect(&session::hello()) {
                     let socket = Arc::new(socket);
-                    // First, since other threads may send messages about these GPUs.
+                    // Before the connection is set, because other threads may then send messages about these GPUs.
                     prepared.named = name_gpus(&socket, version);
                     connection::set_connection(Some(Connection { socket: socket.clone(), version }));
                     (self.socket, self.version) = (Some(socket.clone()), version);
                     (prepared.connected, prepared.next_try) = (Some((socket, version, id)), None);
-                    (prepared.told, prepared.asked) = (true, false); // its greeting says it
+                    (prepared.told, prepared.asked) = (true, false); // the handshake has said so
                 }
             }
             wait = RETRY_SOON;
-            // The scheduler may have disappeared before it locked the process, or another process may restore it.
+            // The scheduler may have disappeared before it locked the process, or another process may restore this
+            // one.
             if !prepared.is_tried && prepared.lost_at.is_some_and(|lost| lost.elapsed() >= RETURN_TIMEOUT) {
                 prepared.is_tried = try_driver();
             }
@@ -259,7 +269,7 @@ impl ClientThread {
                 return Duration::ZERO;
             }
         }
-        // These threads wait for an answer that is carried out once the process is awake.
+        // Threads may wait for an answer that the client's thread carries out only once the process is awake.
         if gpu::attached().any(|gpu| gpu.is_waited_for()) {
             presence::want();
         }
@@ -282,7 +292,7 @@ impl ClientThread {
             (_, SchedulerMessage::Awake { moved }) => self.wake_up(moved),
             (_, SchedulerMessage::PrepareSleep { flags }) => self.prepare_sleep(flags),
             (Sleep::Prepared(prepared), SchedulerMessage::Resume { .. }) => {
-                // The successor is told the rest once the process is awake. Its predecessor's messages are obsolete.
+                // The successor is told the rest once the process is awake. Messages of its predecessor are obsolete.
                 prepared.messages.clear();
                 (prepared.has_successor, prepared.told, prepared.asked) = (true, true, false);
                 let is_greeted = self.greet_successor();
@@ -294,7 +304,7 @@ impl ClientThread {
                 }
             }
             (Sleep::Prepared(prepared), message) => prepared.messages.push((message, descriptors)),
-            // The scheduler has not been told that the process is prepared, so it has not locked the process.
+            // The scheduler does not know yet that the process is prepared, so it has not locked the process.
             (_, message @ SchedulerMessage::Resume { .. }) => {
                 self.stay_awake(SleepRefusal::Busy);
                 self.handle(message, descriptors);
@@ -304,17 +314,17 @@ impl ClientThread {
         }
     }
 
-    /// Called when the process is back on its GPUs, or never left them. `moved`: GPUs that the scheduler exchanged for
-    /// others. The driver's answer prevails: an earlier scheduler may have restored the process without this one
-    /// knowing.
+    /// Called when the process is back on its GPUs, or never left them. `moved` lists the GPUs that the
+    /// scheduler exchanged for others. The driver's answer prevails over `moved`, because an earlier
+    /// scheduler may have restored the process before this scheduler started.
     pub(super) fn wake_up(&mut self, moved: Moves) {
         if matches!(self.sleep, Sleep::Preparing { .. } | Sleep::Leaving(_)) {
-            // The process never left. The scheduler's wait timed out, and it asks for nothing else until it has an
-            // answer.
+            // The process never left. The scheduler stopped waiting for the preparation, and makes no further
+            // request before it has an answer.
             self.stay_awake(SleepRefusal::Busy);
             return;
         }
-        // First, so that no thread that resumes names a GPU that the process has left.
+        // Before threads resume, so that no thread names a GPU that the process has left.
         placement::look_again();
         let gpus = gpu::look_again();
         let prepared = match &mut self.sleep {
@@ -324,7 +334,8 @@ impl ClientThread {
         self.undo();
         for gpu in gpu::attached().filter(|gpu| gpu.work.are_all_broken()) {
             trace!("GPU {}: the driver could not put the process back", gpu.index);
-            // The program continues until it gets the driver's error, which each of its calls returns from now on.
+            // The program continues until it gets the driver's error. From now on, each of its calls returns that
+            // error.
             if let Some(space) = gpu.space() {
                 space.lock().run_ungated(gpu.total());
             }
@@ -341,7 +352,7 @@ impl ClientThread {
             gpu.has_moved();
         }
         if !is_known {
-            return; // the next connection begins with the names of the GPUs
+            return; // the next connection begins with the UUIDs of the GPUs
         }
         if let Some((socket, version, id)) = connected {
             self.connected(socket, version, id, named);
@@ -368,8 +379,8 @@ impl ClientThread {
     }
 }
 
-/// Names the GPUs to a scheduler that knows that the process is asleep. The rest follows once the process is awake.
-/// Returns the GPUs that were named.
+/// Names the GPUs to a scheduler that knows that the process is asleep. The rest of the state follows
+/// once the process is awake. Returns the GPUs that were named.
 fn name_gpus(socket: &Socket, version: u16) -> SlotSet {
     let send = |gpu: &Gpu| {
         gpu.name().is_some_and(|attach| socket.wait_for_room() && socket.send(attach.encode(version).as_bytes()))
@@ -385,13 +396,13 @@ fn has_answered() -> bool {
     ANSWERED.load(Ordering::SeqCst)
 }
 
-/// Calls the driver on a thread of its own, which is blocked there while the process is locked. `false` if no thread
-/// could be started.
+/// Calls the driver on a separate thread. While the process is locked, the call blocks. Returns `false`
+/// if no thread could be started.
 fn try_driver() -> bool {
     ANSWERED.store(false, Ordering::SeqCst);
     let primary = gpu::attached().find_map(Gpu::primary).unwrap_or(core::ptr::null_mut()) as usize;
     threads::spawn(c"nvshare-try", move || {
-        // SAFETY: `primary` is a context that the program has retained, or NULL, and the thread runs nothing else.
+        // SAFETY: `primary` is NULL or a context that the program has retained. The thread runs nothing else.
         unsafe { driver::wait_while_locked(primary as CUcontext) };
         ANSWERED.store(true, Ordering::SeqCst);
         connection::wake();

@@ -1,4 +1,5 @@
-//! Exporting: names memory of this process so that other processes can open it, and sends them its chunks.
+//! Exporting: names memory of this process so that other processes can open it, and sends the memory's
+//! chunks to them.
 
 use super::handle::{ExportHandle, IpcHandle};
 use crate::{
@@ -23,11 +24,11 @@ use rustix::{
     rand::{GetRandomFlags, getrandom},
 };
 
-/// The longest wait for the scheduler to read that this process exports memory.
+/// The longest wait until the scheduler has read that this process exports memory.
 const ANNOUNCE_TIMEOUT: Duration = Duration::from_millis(200);
-/// The name of this process as an exporter, created at its first export.
+/// The key that names this process as an exporter. Created at the first export.
 static KEY: OnceBox<Secret> = OnceBox::new();
-/// Held from the creation of the key until its announcement, so that no export uses it earlier.
+/// Locked from the creation of the key until its announcement, so that no export uses the key earlier.
 static ANNOUNCING: Mutex<()> = Mutex::new(Rank::ExportKey, ());
 
 fn random() -> Option<Secret> {
@@ -36,7 +37,8 @@ fn random() -> Option<Secret> {
     (n == bytes.len()).then_some(Secret(bytes))
 }
 
-/// The key, announced to the scheduler; `None` if the kernel has no random bytes yet.
+/// Returns the key after announcing it to the scheduler, or `None` if the kernel has no random bytes
+/// yet.
 fn announced_key() -> Option<Secret> {
     let _one = ANNOUNCING.lock();
     if KEY.get().is_none() {
@@ -51,9 +53,9 @@ fn announced_key() -> Option<Secret> {
 #[derive(Debug)]
 pub enum Attempt {
     Done(IpcHandle),
-    /// Part of it is off the GPU at the moment.
+    /// Part of the allocation is off the GPU at the moment.
     Away,
-    /// Not possible: the driver answers.
+    /// The export is not possible. The driver must answer.
     Impossible,
 }
 
@@ -63,7 +65,7 @@ pub fn export(gpu: &'static Gpu, address: u64) -> Attempt {
     let Some(key) = announced_key() else { return Attempt::Impossible };
     let Some(space) = gpu.space() else { return Attempt::Impossible };
     let begin = Instant::now();
-    // Announced first: the process that opens the handle must find this one.
+    // Announces the key first, because a process that opens the handle finds this process by the key.
     while !outbox::flush() && connection::is_connected() && begin.elapsed() < ANNOUNCE_TIMEOUT {
         time::sleep(Duration::from_millis(1));
     }
@@ -83,10 +85,11 @@ pub fn export(gpu: &'static Gpu, address: u64) -> Attempt {
     attempt
 }
 
-/// A descriptor of the chunk, for another process.
+/// Returns a descriptor of the chunk, for another process.
 fn descriptor(chunk: Handle) -> Option<OwnedFd> {
     let mut descriptor = -1;
-    // SAFETY: `descriptor` outlives the call, and the chunk is ours; the descriptor is new and has no other owner.
+    // SAFETY: `descriptor` outlives the call, and the chunk is this library's. The descriptor is new and
+    // has no other owner.
     unsafe {
         let place = (&raw mut descriptor).cast();
         let result = driver::cuMemExportToShareableHandle(place, chunk, MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
@@ -94,8 +97,8 @@ fn descriptor(chunk: Handle) -> Option<OwnedFd> {
     }
 }
 
-/// Answers the scheduler's request for chunks, on behalf of a process that knows the secret. Called only on the
-/// client's thread.
+/// Answers the scheduler's request for chunks, which it makes for a process that knows the secret.
+/// Called only on the client's thread.
 pub fn answer(ticket: u64, secret: Secret, range: u32, allocation: u64, first: u32) {
     let exported = Exported { range, secret };
     let mut outcome = Sharing::Unknown;
@@ -103,7 +106,7 @@ pub fn answer(ticket: u64, secret: Secret, range: u32, allocation: u64, first: u
         let Some(space) = gpu.space() else { continue };
         let guard = space.lock();
         let Some((bytes, chunk, handles)) = guard.exported(exported, allocation, first as usize) else { continue };
-        // With the space locked, so that the chunks are not freed until they are exported.
+        // The space stays locked, so that the chunks are not freed before they are exported.
         let descriptors: Vec<OwnedFd> = handles.take(MAX_DESCRIPTORS).map_while(descriptor).collect();
         drop(guard);
         outcome = Sharing::Failed;
@@ -120,7 +123,7 @@ pub fn answer(ticket: u64, secret: Secret, range: u32, allocation: u64, first: u
     outbox::flush();
 }
 
-/// The name of this process as an exporter, if it has exported anything.
+/// Returns the key of this process as an exporter, if it has exported memory.
 pub fn key() -> Option<Secret> {
     KEY.get().copied()
 }

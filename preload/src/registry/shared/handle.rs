@@ -1,11 +1,13 @@
-//! The handles of exported memory: like the handles of `cuIpcGetMemHandle`, they have 64 bytes and name an allocation.
+//! The handles of exported memory. Like the handles of `cuIpcGetMemHandle`, they have 64 bytes and name
+//! an allocation.
 
 use nvshare_wire::Secret;
 
 /// `CUipcMemHandle`.
 pub type IpcHandle = [u8; 64];
 
-/// The first bytes of our handles. The driver's handles begin with an address in the exporter, which this can never be.
+/// The first bytes of this library's handles. The driver's handles begin with an address, which cannot
+/// have this value.
 const MAGIC: [u8; 8] = *b"nvshare\xfe";
 
 #[derive(Debug, Clone, Copy)]
@@ -19,7 +21,7 @@ pub struct ExportHandle {
     pub offset: u32,
 }
 
-/// Identifies a range of another process: its exporter and its number there.
+/// Identifies a range of another process by the exporter's key and the number of the range there.
 pub type RangeId = (Secret, u32);
 
 pub fn is_ours(handle: &IpcHandle) -> bool {

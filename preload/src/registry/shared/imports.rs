@@ -1,5 +1,6 @@
-//! Memory of other processes that this process has opened. It does not move, and counts with its exporter until the
-//! exporter frees it or ends; then the scheduler tells one of the importers to adopt it.
+//! Memory of other processes that this process has opened. It does not move. The scheduler counts it
+//! with its exporter until the exporter frees it or ends. Then the scheduler tells one of the importers
+//! to adopt it.
 
 use super::handle::{ExportHandle, RangeId};
 use crate::{
@@ -19,18 +20,18 @@ use core::{
 use nvshare_wire::{ClientMessage, Secret};
 use rustix::fd::{AsRawFd, OwnedFd};
 
-/// The first id of imported allocations, above all ids of our own.
+/// The first id of imported allocations. It is above all ids of this process's own allocations.
 const FOREIGN: u64 = 1 << 40;
 
 pub static REGISTRY: Mutex<SharedMemoryRegistry> =
     Mutex::new(Rank::Imports, SharedMemoryRegistry { imports: BTreeMap::new(), opening: None });
-/// Whether there are imports, so that most callers need not take the lock.
+/// Whether the process has imported memory. If not, callers need not take the lock.
 pub static ANY_IMPORTS: AtomicBool = AtomicBool::new(false);
 
 #[derive(Debug)]
 pub struct SharedMemoryRegistry {
     pub imports: BTreeMap<RangeId, Import>,
-    /// The range that is being opened, and whether it has to be adopted afterwards.
+    /// The range that is being opened, and whether this client must adopt it afterwards.
     pub opening: Option<(RangeId, bool)>,
 }
 
@@ -39,16 +40,16 @@ pub struct SharedMemoryRegistry {
 pub struct Import {
     pub at: u64,
     pub bytes: u64,
-    /// The offset of the end of the mapped chunks.
+    /// The offset at which the mapped chunks end.
     pub mapped: u64,
-    /// The GPU whose work uses it.
+    /// The GPU whose work uses the memory.
     user: &'static Gpu,
-    /// The GPU that holds the memory, if this process uses that GPU.
+    /// The GPU that contains the memory, if this process uses that GPU.
     home: Option<&'static Gpu>,
     opens: Vec<Open>,
-    /// It counts towards this client's memory.
+    /// True if the range counts towards this client's memory.
     adopted: bool,
-    /// It has been closed, and is unmapped when the work before the fence is done.
+    /// `Some` if the program has closed the range. It is unmapped when the work before the fence is done.
     closing: Option<Option<Fence>>,
 }
 
@@ -62,14 +63,16 @@ struct Open {
     references: u32,
 }
 
-/// Whether this process has opened memory of others.
+/// Whether this process has opened memory of other processes.
 pub fn has_imports() -> bool {
     ANY_IMPORTS.load(Ordering::SeqCst)
 }
 
-/// Called when that GPU has been introduced to the scheduler: queues the imports that this client has open there.
+/// Queues messages about the imports that this client has open on that GPU. Called when the GPU has
+/// been introduced to the scheduler.
 pub fn introduce(gpu: &Gpu) {
-    // Locked until it is queued: the message about a range that is closed concurrently must come later.
+    // Locked until the messages are queued. If a range is closed concurrently, the message about that must
+    // follow.
     let registry = REGISTRY.lock();
     let here = registry.imports.iter().filter(|(_, i)| i.home.is_some_and(|home| core::ptr::eq(home, gpu)));
     outbox::push(here.map(|((exporter, range), i)| ClientMessage::Imported {
@@ -89,12 +92,13 @@ impl Import {
         Ok(Self { at, bytes, mapped: 0, user, home: None, opens: Vec::new(), adopted: false, closing: None })
     }
 
-    /// Maps the next chunk. The mapping keeps the memory, so descriptor and handle are no longer needed.
+    /// Maps the next chunk. The mapping keeps the memory alive, so the descriptor and the handle are no
+    /// longer needed.
     pub fn map(&mut self, descriptor: &OwnedFd, len: u64) -> Result<(), CUresult> {
         let shared = descriptor.as_raw_fd() as usize as *mut c_void;
         let (mut handle, mut prop) = (0, AllocationProp::default());
-        // SAFETY: the places outlive the calls, and the descriptor is open; the addresses are reserved, and nothing is
-        // mapped there.
+        // SAFETY: `handle` and `prop` outlive the calls, and the descriptor is open. The addresses are
+        // reserved, and no memory is mapped there.
         unsafe {
             check(driver::cuMemImportFromShareableHandle(&mut handle, shared, MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
                 .map_err(|_| ERROR_MAP_FAILED)?;
@@ -113,13 +117,13 @@ impl Import {
     pub fn give_access(&self) -> Result<(), CUresult> {
         let location = Location { kind: MEM_LOCATION_TYPE_DEVICE, id: self.user.index as CUdevice };
         let access = AccessDesc { location, flags: MEM_ACCESS_FLAGS_PROT_READWRITE };
-        // SAFETY: `access` outlives the call; all of the range is mapped.
+        // SAFETY: `access` outlives the call, and the whole range is mapped.
         check(unsafe { driver::cuMemSetAccess(self.at, self.bytes as usize, &access, 1) }).map_err(|_| ERROR_MAP_FAILED)
     }
 
-    /// Unmaps everything. No running work may use it.
+    /// Unmaps the range and frees its addresses. No running work may use it.
     pub fn unmap(&self) {
-        // SAFETY: this import has mapped and reserved the range, and nothing uses it.
+        // SAFETY: this import has mapped and reserved the range, and no work uses it.
         unsafe {
             if self.mapped > 0 {
                 driver::cuMemUnmap(self.at, self.mapped as usize);
@@ -130,7 +134,7 @@ impl Import {
 }
 
 impl SharedMemoryRegistry {
-    /// Opens an allocation once more; `None` if its range is not mapped here.
+    /// Opens an allocation once more. Returns `None` if its range is not mapped here.
     pub fn open(&mut self, handle: &ExportHandle, context: usize) -> Option<Result<u64, CUresult>> {
         static IDS: AtomicU64 = AtomicU64::new(FOREIGN);
         let import = self.imports.get_mut(&handle.range_id())?;
@@ -138,7 +142,7 @@ impl SharedMemoryRegistry {
         if u64::from(handle.offset).saturating_add(handle.size) > import.bytes {
             return Some(Err(ERROR_INVALID_VALUE));
         }
-        // The driver lets only one context of a device open memory of another process.
+        // For each device, the driver lets only one context open memory of another process.
         if import.opens.iter().any(|open| open.context != context) {
             return Some(Err(ERROR_INVALID_HANDLE));
         }
@@ -164,7 +168,7 @@ impl SharedMemoryRegistry {
     }
 }
 
-/// Closes the allocation at this address once; `None` if it is not one of ours.
+/// Closes the allocation at this address once. Returns `None` if this library has not imported it.
 pub fn close(address: u64) -> Option<()> {
     if !ANY_IMPORTS.load(Ordering::SeqCst) {
         return None;
@@ -186,7 +190,7 @@ pub fn close(address: u64) -> Option<()> {
     Some(())
 }
 
-/// Unmaps the ranges that were closed and that no work uses any more. `false` if some remain.
+/// Unmaps closed ranges that no work uses any more. Returns `false` if some closed ranges remain.
 pub fn unmap_closed() -> bool {
     if !ANY_IMPORTS.load(Ordering::SeqCst) {
         return true;
@@ -203,14 +207,15 @@ pub fn unmap_closed() -> bool {
         if done { gone.push(*name) } else { rest = true }
     }
     let gone: Vec<_> = gone.into_iter().filter_map(|name| Some((name, registry.take(name)?))).collect();
-    // Unmapped with the lock held, before they can be opened again.
+    // Unmaps with the lock held, so that no thread opens these ranges in the meantime.
     gone.iter().for_each(|(_, import)| import.unmap());
     drop(registry);
     gone.into_iter().for_each(|(name, import)| forget(name, &import));
     !rest
 }
 
-/// Closes everything that a destroyed context had open, or everything on that GPU if it was the `last` context there.
+/// Closes all allocations that a destroyed context had open, or all on that GPU if it was the `last`
+/// context there.
 pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
     if !ANY_IMPORTS.load(Ordering::SeqCst) {
         return;
@@ -218,7 +223,8 @@ pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
     let mut registry = REGISTRY.lock();
     let mut gone = Vec::new();
     for (name, import) in registry.imports.iter_mut().filter(|(_, i)| core::ptr::eq(i.user, gpu)) {
-        // A range that the program has closed may be used by work in another context: it is unmapped when that is done.
+        // Work in another context may still use a range that the program has closed. Such a range is unmapped
+        // after that work.
         let was_open = !import.opens.is_empty();
         import.opens.retain(|open| !last && open.context != context as usize);
         if last || (was_open && import.opens.is_empty()) {
@@ -241,7 +247,7 @@ fn forget((exporter, range): RangeId, import: &Import) {
     outbox::flush();
 }
 
-/// Makes a range, which the exporter no longer counts, pinned memory of this client.
+/// Counts a range as pinned memory of this client, because the exporter no longer counts it.
 pub fn adopt(exporter: Secret, range: u32) {
     let (home, bytes) = {
         let mut registry = REGISTRY.lock();
@@ -249,7 +255,7 @@ pub fn adopt(exporter: Secret, range: u32) {
             *wanted = true;
             return;
         }
-        let Some(import) = registry.imports.get_mut(&(exporter, range)) else { return }; // it has been closed
+        let Some(import) = registry.imports.get_mut(&(exporter, range)) else { return }; // closed by the program
         let Some(home) = import.home.filter(|_| !import.adopted) else { return };
         import.adopted = true;
         (home, import.bytes)
@@ -259,7 +265,7 @@ pub fn adopt(exporter: Secret, range: u32) {
     home.pin(|pinned| pinned.saturating_add(bytes));
 }
 
-/// The imported allocation that contains this address, and the GPU whose work uses it.
+/// Returns the imported allocation that contains this address, and the GPU whose work uses it.
 pub fn find(address: u64) -> Option<(&'static Gpu, Allocation)> {
     if !ANY_IMPORTS.load(Ordering::SeqCst) {
         return None;

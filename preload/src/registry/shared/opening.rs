@@ -1,4 +1,5 @@
-//! Opening a handle: its range is fetched from the exporter and mapped, unless it is mapped already.
+//! Opening a handle. Unless its range is already mapped, the range is fetched from the exporter and
+//! mapped.
 
 use super::{
     export,
@@ -17,10 +18,11 @@ use crate::{
 use core::sync::atomic::Ordering;
 use nvshare_wire::ClientMessage;
 
-/// More than any GPU has.
+/// The maximum size of a range in bytes, more than the memory of any GPU.
 const MAX_BYTES: u64 = 1 << 46;
 
-/// Opens one of our handles in this context of that GPU. Returns the address of the allocation in this process.
+/// Opens a handle of this library in this context of that GPU. Returns the address of the allocation in
+/// this process.
 pub fn open(handle: &IpcHandle, gpu: &'static Gpu, context: usize) -> Result<u64, CUresult> {
     static ONE: Mutex<()> = Mutex::new(Rank::Opening, ());
     let handle = ExportHandle::read(handle).ok_or(ERROR_INVALID_VALUE)?;
@@ -53,7 +55,7 @@ pub fn open(handle: &IpcHandle, gpu: &'static Gpu, context: usize) -> Result<u64
                 import.unmap();
             }
             REGISTRY.lock().opening = None;
-            // This also covers chunks that may still arrive.
+            // The message also covers chunks that may still arrive.
             outbox::push([ClientMessage::Closed { exporter: handle.exporter, range: handle.range }]);
             outbox::flush();
             Err(result.err().unwrap_or(ERROR_MAP_FAILED))
@@ -61,7 +63,7 @@ pub fn open(handle: &IpcHandle, gpu: &'static Gpu, context: usize) -> Result<u64
     }
 }
 
-/// Fetches and maps a range. After an error, `import` holds the parts that must be undone.
+/// Fetches and maps a range. After an error, `import` contains the parts that must be undone.
 fn bring_in(handle: &ExportHandle, gpu: &'static Gpu, import: &mut Option<Import>) -> Result<(), CUresult> {
     let mut layout = None;
     loop {

@@ -18,14 +18,14 @@ use core::{
 use nvshare_wire::{ClientMessage, client::Sharing};
 use rustix::fd::OwnedFd;
 
-/// The longest wait for an exporter, which may be moving its memory, or be stopped.
+/// The longest wait for an exporter, which may be moving its memory or be stopped.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// The interval between checks whether the scheduler is back, and between requests to an exporter that is busy.
+/// The interval between checks whether the scheduler is back, and between requests to a busy exporter.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The pending request. There is at most one.
 static QUESTION: Mutex<Option<Question>> = Mutex::new(Rank::Question, None);
-/// Counts answers. The requesting thread sleeps on it.
+/// Counts answers. The requesting thread sleeps on this word.
 static ANSWERS: AtomicU32 = AtomicU32::new(0);
 
 #[derive(Debug)]
@@ -42,7 +42,7 @@ pub struct ExporterAnswer {
     pub descriptors: Vec<OwnedFd>,
 }
 
-/// Called when an answer has arrived. If no request is waiting for it, its descriptors are closed.
+/// Stores an answer that has arrived. If no request waits for it, its descriptors are closed.
 pub fn answered(ticket: u32, outcome: Sharing, bytes: u64, chunk: u64, descriptors: Vec<OwnedFd>) {
     if let Some(question) = QUESTION.lock().as_mut().filter(|q| q.ticket == ticket && q.answer.is_none()) {
         question.answer = Some(ExporterAnswer { outcome, bytes, chunk, descriptors });
@@ -51,7 +51,7 @@ pub fn answered(ticket: u32, outcome: Sharing, bytes: u64, chunk: u64, descripto
     futex::wake_all(&ANSWERS);
 }
 
-/// Requests the chunks from number `first` on.
+/// Requests the chunks of a range, beginning with chunk `first`.
 pub fn ask(handle: &ExportHandle, first: u32) -> Result<ExporterAnswer, CUresult> {
     static TICKETS: AtomicU32 = AtomicU32::new(0);
     let _waiting = waiting_for_client_thread();
@@ -73,7 +73,7 @@ pub fn ask(handle: &ExportHandle, first: u32) -> Result<ExporterAnswer, CUresult
             None if late => break Err(ERROR_MAP_FAILED),
             None => {}
         }
-        // A request is lost with the scheduler that received it, and repeated.
+        // If the scheduler that received the request goes away, the request is lost, and must be repeated.
         let now_met = connection::generation();
         asked &= connection::is_connected() && core::mem::replace(&mut met, now_met) == now_met;
         if !asked {
@@ -92,7 +92,7 @@ pub fn ask(handle: &ExportHandle, first: u32) -> Result<ExporterAnswer, CUresult
     let answer = result?;
     match answer.outcome {
         Sharing::Done => Ok(answer),
-        Sharing::Unknown => Err(ERROR_INVALID_VALUE), // the driver's answer for memory that is gone
+        Sharing::Unknown => Err(ERROR_INVALID_VALUE), // the driver's answer for memory that no longer exists
         Sharing::Failed | Sharing::Busy => Err(ERROR_MAP_FAILED),
     }
 }

@@ -33,12 +33,12 @@ pub struct Context {
     /// The error that killed the context; 0 for none.
     error: AtomicU32,
     destroyed: AtomicBool,
-    /// Held while work is submitted, so that all streams agree on the order of submission.
+    /// Locked while work is submitted, so that all streams have the same order of submission.
     pub order: Mutex<()>,
     null: OnceLock<Arc<Stream>>,
     streams: Mutex<Vec<Arc<Stream>>>,
     of_threads: Mutex<HashMap<ThreadId, Arc<Stream>>>,
-    /// Points for which streams that are created later must wait (`cuCtxWaitEvent`).
+    /// Points that every stream created later must wait for (`cuCtxWaitEvent`).
     pub gate: Mutex<Vec<Point>>,
     limits: Mutex<HashMap<u32, usize>>,
     /// The number of growth steps so far (`CUDA_SIM_CONTEXT_GROWTH`).
@@ -55,7 +55,7 @@ enum Kind {
 }
 
 static CONTEXTS: Registry<Context> = Registry::new();
-/// The handles of destroyed contexts, which may have been reused.
+/// The handles of destroyed contexts. A later context may have the same handle.
 static DESTROYED: Mutex<BTreeSet<usize>> = Mutex::new(BTreeSet::new());
 
 #[derive(Debug)]
@@ -112,17 +112,18 @@ impl Context {
         handle_of(self)
     }
 
-    /// The context itself, or the primary context of a green one.
+    /// Returns the context itself, or the primary context of a green context.
     fn root(self: &Arc<Self>) -> &Arc<Context> {
         if let Kind::Green(primary) = &self.kind { primary } else { self }
     }
 
-    /// True for contexts that share memory and handles.
+    /// Whether two contexts share memory and handles.
     pub fn same(self: &Arc<Self>, other: &Arc<Context>) -> bool {
         Arc::ptr_eq(self.root(), other.root())
     }
 
-    /// This context and, for a primary one, its green contexts, which its calls also apply to.
+    /// Returns this context. For a primary context, also returns its green contexts, to which its calls
+    /// apply too.
     pub fn family(self: &Arc<Self>) -> Vec<Arc<Context>> {
         let green = |c: &Arc<Context>| matches!(&c.kind, Kind::Green(primary) if Arc::ptr_eq(primary, self));
         let mut family = vec![self.clone()];
@@ -132,7 +133,7 @@ impl Context {
         family
     }
 
-    /// The error that killed this context.
+    /// Returns the error that killed this context.
     pub fn error(&self) -> Done {
         if let Kind::Green(primary) = &self.kind {
             primary.error()?;
@@ -143,7 +144,7 @@ impl Context {
         }
     }
 
-    /// Kills the context: submitted work is skipped, and calls return this error from now on.
+    /// Kills the context. From now on, submitted work is skipped, and calls return this error.
     pub fn fail(&self, error: Error) {
         if let Kind::Green(primary) = &self.kind
             && error != Error::CONTEXT_IS_DESTROYED
@@ -153,17 +154,17 @@ impl Context {
         let _ = self.error.compare_exchange(0, error.0, Ordering::AcqRel, Ordering::Acquire);
     }
 
-    /// The legacy default stream.
+    /// Returns the legacy default stream. Creates it if necessary.
     pub fn null(self: &Arc<Self>) -> Arc<Stream> {
         self.null.get_or_init(|| Stream::null(self.clone())).clone()
     }
 
-    /// The legacy default stream, if anything has ever used it.
+    /// Returns the legacy default stream if the program has used it.
     pub fn null_if_used(&self) -> Option<&Arc<Stream>> {
         self.null.get()
     }
 
-    /// The calling thread's own default stream.
+    /// Returns the calling thread's own default stream.
     pub fn of_thread(self: &Arc<Self>) -> Arc<Stream> {
         let mut of_threads = lock(&self.of_threads);
         let stream = of_threads.entry(thread::current().id()).or_insert_with(|| {
@@ -174,20 +175,20 @@ impl Context {
         stream.clone()
     }
 
-    /// Makes a stream part of this context.
+    /// Adds a stream to this context.
     pub fn join(&self, stream: &Arc<Stream>) {
         let mut streams = lock(&self.streams);
         streams.retain(|s| !s.over());
         streams.push(stream.clone());
     }
 
-    /// Every stream but the legacy default one.
+    /// Returns all streams except the legacy default stream.
     pub fn streams(&self) -> Vec<Arc<Stream>> {
         lock(&self.streams).clone()
     }
 
-    /// The current point of every stream, including streams of green contexts. All submitted work
-    /// is done once all points are reached.
+    /// Returns the current point of each stream with pending work, including streams of green contexts. All
+    /// submitted work is done once all points are reached.
     pub fn points(self: &Arc<Self>) -> Vec<Point> {
         let points = |context: &Arc<Context>| -> Vec<Point> {
             let streams = context.streams();
@@ -203,13 +204,13 @@ impl Context {
         }
     }
 
-    /// Waits for all work.
+    /// Waits for all work, and returns the error that has killed the context.
     pub fn synchronise(self: &Arc<Self>) -> Done {
         self.wait();
         self.error()
     }
 
-    /// Ends the context once its work is done; its memory is free.
+    /// Destroys the context and frees its memory once its work is done.
     pub fn destroy(self: &Arc<Self>) {
         self.wait();
         if self.destroyed.swap(true, Ordering::AcqRel) {
@@ -235,7 +236,7 @@ impl Context {
         }
     }
 
-    /// Grows the context after a module load or a launch, since newly loaded code takes memory.
+    /// Grows the context after a module load or a launch, because newly loaded code takes memory.
     pub fn grow(self: &Arc<Self>) -> Done {
         let mut grown = lock(&self.root().grown);
         let bytes = growth(*grown);
@@ -250,16 +251,16 @@ impl Context {
     }
 }
 
-/// The bytes of a growth step, counted from 0.
+/// Returns the number of bytes of a growth step. Steps are counted from 0.
 fn growth(step: u64) -> u64 {
     let Config { context_growth: bytes, context_growth_steps: steps, .. } = *Config::get();
     if step >= steps { 0 } else { bytes * (step + 1) / steps - bytes * step / steps }
 }
 
-/// The number of steps in which a new context's bytes appear.
+/// The number of steps in which a new context's bytes are allocated.
 const STEPS: u32 = 8;
-/// The divisor of each step's bytes except the last, which takes the rest, as on a GPU, where most
-/// bytes appear late.
+/// Each step except the last allocates the context's bytes divided by this number. The last step
+/// allocates the rest, because on a GPU most bytes are allocated late.
 const STEP_PART: u64 = 32;
 
 /// Allocates a context's memory, completely or not at all.
@@ -285,23 +286,23 @@ fn take(gpu: usize) -> Done {
     Ok(())
 }
 
-/// Whether any submitted work is not done.
+/// Whether some submitted work is not done.
 pub fn any_pending() -> bool {
     CONTEXTS.all().iter().any(|context| !context.points().is_empty())
 }
 
-/// The context behind a handle.
+/// Returns the context behind a handle.
 pub fn of(handle: usize) -> Result<Arc<Context>, Error> {
     CONTEXTS.find(handle).ok_or(Error::INVALID_CONTEXT)
 }
 
-/// The calling thread's context.
+/// Returns the calling thread's current context.
 pub fn current() -> Result<Arc<Context>, Error> {
     let context = STACK.with(|stack| stack.borrow().last().cloned()).ok_or(Error::INVALID_CONTEXT)?;
     if context.destroyed.load(Ordering::Acquire) { Err(Error::CONTEXT_IS_DESTROYED) } else { Ok(context) }
 }
 
-/// The calling thread's context, unless an error has killed it.
+/// Returns the calling thread's current context, unless an error has killed it.
 pub fn healthy() -> Result<Arc<Context>, Error> {
     let context = current()?;
     context.error()?;
@@ -357,8 +358,8 @@ pub fn attach(context: *mut usize, _flags: u32) -> Done {
     out(context, current()?.handle())
 }
 
-/// `cuCtxPushCurrent`. On a GPU, pushing a destroyed context succeeds and corrupts the driver's
-/// memory, so the simulator ends the process.
+/// `cuCtxPushCurrent`. With the driver, pushing a destroyed context succeeds and corrupts the driver's
+/// memory. So the simulator ends the process.
 pub fn push(context: usize) -> Done {
     let known = of(context);
     if known.is_err() && lock(&DESTROYED).contains(&context) {

@@ -1,9 +1,9 @@
-//! Batches of copies, and copies with attributes, which are ignored: a stream-ordered copy
-//! satisfies all of them.
+//! Batches of copies, and copies with attributes. The simulator ignores the attributes, because a
+//! stream-ordered copy satisfies all of them.
 
 use super::*;
 
-/// Copies one after the other.
+/// Submits the copies one after another.
 fn batch(flavour: Flavour, to: *const u64, from: *const u64, sizes: *const usize, count: usize, stream: usize) -> Done {
     if to.is_null() || from.is_null() || sizes.is_null() || stream == 0 {
         return Err(Error::INVALID_VALUE);
@@ -54,7 +54,8 @@ pub fn batch_13000(
 #[repr(C)]
 pub struct BatchOperand {
     kind: u32,
-    /// The address, the length of a row and of a layer in elements, and a hint; or an array and an offset.
+    /// Either the address, the length of a row and of a layer in elements, and a hint; or an array and an
+    /// offset.
     what: [u64; 4],
 }
 
@@ -73,7 +74,7 @@ impl BatchOperand {
     const POINTER: u32 = 1;
     const UNIFIED: u32 = 4;
 
-    /// For addresses, an element is one byte.
+    /// Returns the operand of a 3D copy. For addresses, an element is one byte.
     fn operand(&self) -> Result<Operand3D, Error> {
         let [device, pitch, height, _] = self.what;
         match self.kind {
@@ -117,7 +118,7 @@ pub fn cuboids_13000(flavour: Flavour, count: usize, list: *const BatchCopy3D, f
     if list.is_null() || stream == 0 {
         return Err(Error::INVALID_VALUE);
     }
-    // SAFETY: the program passes that many entries.
+    // SAFETY: the program passes `count` entries.
     (0..count).try_for_each(|i| cuboid_with_attributes(flavour, unsafe { list.add(i) }, flags, stream))
 }
 

@@ -1,4 +1,4 @@
-//! Copies: every `cuMemcpy*` becomes one box of bytes that moves from one place to another.
+//! Copies. Each `cuMemcpy*` becomes one box of bytes that moves from one place to another.
 
 mod batches;
 mod shapes;
@@ -18,14 +18,14 @@ use crate::{
 use cuda_sim_gpus::{Config, Engine, EngineKind, host_link};
 use std::{ptr, sync::Arc, time::Duration};
 
-/// Copies from pageable memory up to this size, in bytes, are staged immediately; larger ones block
-/// the caller.
+/// The largest size in bytes up to which an asynchronous copy from pageable memory is staged
+/// immediately. A larger copy blocks the caller.
 const STAGED: u64 = 64 << 10;
 
 /// The kind of memory on one side of a copy.
 #[derive(Clone, Debug)]
 enum Side {
-    /// Device and managed memory, accessed through the table.
+    /// Device memory and managed memory, accessed through the table.
     Device,
     /// Host memory that the GPU can access directly.
     Pinned,
@@ -53,11 +53,11 @@ pub struct Copy {
     width: u64,
     height: u64,
     depth: u64,
-    /// The GPUs of both sides differ.
+    /// True if the two sides are on different GPUs.
     peer: bool,
 }
 
-/// Raw pointers and lengths of one contiguous stretch.
+/// Pointers and lengths of the runs that form one contiguous range.
 type Runs = Vec<(*mut u8, u64)>;
 
 impl End {
@@ -65,7 +65,7 @@ impl End {
         End { side, at, pitch: len, slice: len, gpu: None }
     }
 
-    /// The same side, accessed by the GPU of that context, for copies between peers.
+    /// Returns the same side, accessed by the GPU of that context. Used for copies between peers.
     fn by(self, context: &Context) -> End {
         End { gpu: Some(context.gpu), ..self }
     }
@@ -132,8 +132,8 @@ impl Copy {
         let (mut target, mut source) = (to.next(), from.next());
         while let (Some((to_at, to_len)), Some((from_at, from_len))) = (target, source) {
             let n = to_len.min(from_len);
-            // SAFETY: device runs are valid while `space` is held, and host runs are the program's contract. The
-            // sides may overlap, hence `copy`.
+            // SAFETY: device runs are valid while `space` is locked, and the program guarantees host runs.
+            // `ptr::copy` permits overlapping sides.
             unsafe { ptr::copy(from_at, to_at, n as usize) };
             target = if n < to_len { Some((to_at.wrapping_add(n as usize), to_len - n)) } else { to.next() };
             source = if n < from_len { Some((from_at.wrapping_add(n as usize), from_len - n)) } else { from.next() };
@@ -141,7 +141,7 @@ impl Copy {
         Ok(())
     }
 
-    /// The engine and the bandwidth of the copy.
+    /// Returns the engine and the bandwidth of the copy.
     fn route(&self) -> (EngineKind, u64) {
         let config = Config::get();
         let host = |side: &Side| {
@@ -163,11 +163,11 @@ impl Copy {
         matches!(self.to.side, Side::Pageable) || matches!(self.from.side, Side::Pageable)
     }
 
-    /// Reads the bytes of a small pageable source now.
+    /// Reads the bytes of a small pageable source immediately.
     fn stage(&mut self) {
         let len = self.width * self.height * self.depth;
         if matches!(self.from.side, Side::Pageable) && self.height == 1 && self.depth == 1 && len <= STAGED {
-            // SAFETY: the API's contract: the source has this number of bytes.
+            // SAFETY: by the API's contract, the source has `len` bytes.
             let bytes = unsafe { std::slice::from_raw_parts(self.from.at as *const u8, len as usize) };
             self.from = End::linear(Side::Staged(bytes.into()), 0, len);
         }
@@ -188,8 +188,8 @@ impl Copy {
     }
 }
 
-/// Submits a copy to a stream. `wait`: the call is synchronous; with pageable memory it always
-/// waits.
+/// Submits a copy to a stream. Waits for the copy if `wait` is set, or if one side is pageable and was
+/// not staged.
 fn submit(stream: &Arc<Stream>, mut copy: Copy, wait: bool) -> Done {
     stream.context.error()?;
     if copy.width == 0 || copy.height == 0 || copy.depth == 0 {
@@ -242,7 +242,7 @@ fn linear(flavour: Flavour, to: (Side, u64), from: (Side, u64), len: usize, stre
     submit(&stream, copy, wait)
 }
 
-/// The result of a zero-byte copy, which accesses no memory.
+/// Returns the result of a zero-byte copy, which accesses no memory.
 fn nothing(flavour: Flavour, stream: usize) -> Done {
     stream::of(stream, flavour)?.context.error()
 }
@@ -301,7 +301,7 @@ pub fn to_host_async(flavour: Flavour, to: u64, from: u64, len: usize, stream: u
     linear(flavour, (host(to)?, to), (device(from)?, from), len, stream, false)
 }
 
-/// `cuMemcpyDtoD`: ordered like any copy, but asynchronous.
+/// `cuMemcpyDtoD`: ordered like any other copy, but asynchronous.
 pub fn on_device(flavour: Flavour, to: u64, from: u64, len: usize) -> Done {
     on_device_async(flavour, to, from, len, 0)
 }
@@ -395,7 +395,7 @@ pub fn peer_cuboid_async(flavour: Flavour, copy: *const Copy3D, stream: usize) -
     submit(&stream, Copy { to: copy.to.by(&to), from: copy.from.by(&from), ..copy }, false)
 }
 
-/// A copy between two places of device memory, for arrays.
+/// Copies between two addresses, for arrays.
 pub fn between(flavour: Flavour, to: u64, from: u64, len: usize, stream: usize, wait: bool) -> Done {
     context::healthy()?;
     linear(flavour, (host(to)?, to), (host(from)?, from), len, stream, wait)

@@ -25,7 +25,7 @@ pub struct Copy2D {
     height: usize,
 }
 
-/// One side of a 3D copy; `context` is the reserved word of the plain form.
+/// One side of a 3D copy. In the plain form, `context` is a reserved word.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub struct Operand3D {
@@ -98,7 +98,7 @@ impl Operand3D {
 }
 
 impl Copy3D {
-    /// The copy, checked against the present mappings.
+    /// Returns the copy, after checking it against the current mappings.
     pub fn decode(&self) -> Result<Copy, Error> {
         Ok(Copy {
             to: self.to.end(self.width, self.height)?,

@@ -1,4 +1,4 @@
-//! Executable graphs: made from graphs, changed, and launched.
+//! Executable graphs: instantiating, changing and launching them.
 
 use super::*;
 
@@ -108,7 +108,7 @@ pub struct UpdateResult {
     from: usize,
 }
 
-/// `cuGraphExecUpdate_v2`: the new graph must have the same kinds of nodes in the same order.
+/// `cuGraphExecUpdate_v2`: the new graph must have nodes of the same kinds in the same order.
 pub fn exec_update_v2(handle: usize, graph: usize, result: *mut UpdateResult) -> Done {
     let (exec, new) = (exec(handle)?, of(graph)?.steps()?);
     let mut nodes = lock(&exec.nodes);

@@ -46,7 +46,7 @@ struct Params {
     pointers: [usize; 4],
 }
 
-/// A node's work; copies remember how they were described.
+/// A node's work. For copies, also contains the description that the program passed.
 #[derive(Clone, Debug)]
 struct What {
     work: Work,
@@ -59,7 +59,7 @@ struct What {
 pub struct Exec {
     nodes: Mutex<Vec<Step>>,
     flags: u64,
-    /// The end of the last launch: launches of one graph do not overlap.
+    /// The point at the end of the last launch. Launches of one graph do not overlap.
     last: Mutex<Option<Point>>,
 }
 
@@ -83,7 +83,7 @@ impl Graph {
         Arc::new(Graph { nodes: Mutex::default() })
     }
 
-    /// Adds a node; returns its handle.
+    /// Adds a node, and returns its handle.
     pub fn add(self: &Arc<Self>, work: Work, after: &[usize]) -> Result<usize, Error> {
         self.add_what(What { work, copy: None, child: None }, after)
     }
@@ -104,7 +104,7 @@ impl Graph {
         Ok(NODES.add(node))
     }
 
-    /// These nodes and all their transitive dependencies.
+    /// Returns these nodes and all their transitive dependencies.
     pub fn ancestors(&self, nodes: &[usize]) -> HashSet<usize> {
         let mut found = HashSet::new();
         let mut left = nodes.to_vec();
@@ -116,7 +116,7 @@ impl Graph {
         found
     }
 
-    /// The nodes in topological order; an error if there is a cycle.
+    /// Returns the nodes in topological order, or an error if the graph has a cycle.
     fn sorted(&self) -> Result<Vec<Arc<Node>>, Error> {
         let mut left = lock(&self.nodes).clone();
         let mut done = HashSet::new();
@@ -183,7 +183,7 @@ impl What {
     }
 }
 
-/// The graph behind a handle.
+/// Returns the graph behind a handle.
 pub fn of(graph: usize) -> Result<Arc<Graph>, Error> {
     GRAPHS.find(graph).ok_or(Error::INVALID_VALUE)
 }
@@ -197,7 +197,7 @@ pub fn keep(graph: &Arc<Graph>) -> usize {
     GRAPHS.add(graph.clone())
 }
 
-/// A list of nodes as the program passes it.
+/// Reads a list of nodes that the program passes.
 pub fn list(nodes: *const usize, count: usize) -> Result<Vec<usize>, Error> {
     if count == 0 {
         return Ok(Vec::new());
@@ -209,14 +209,14 @@ pub fn list(nodes: *const usize, count: usize) -> Result<Vec<usize>, Error> {
     Ok(unsafe { std::slice::from_raw_parts(nodes, count) }.to_vec())
 }
 
-/// Fills the program's list, or only returns its length.
+/// Fills the program's list. If the program passes no list, returns only the length.
 fn fill_list(items: &[usize], to: *mut usize, count: *mut usize) -> Done {
     let room = crate::arg(count.cast_const())?;
     if to.is_null() {
         return out(count, items.len());
     }
     for i in 0..room {
-        // SAFETY: the API's contract: the list has room for `count` nodes. Entries beyond the last
+        // SAFETY: by the API's contract, the list has room for `count` nodes. Entries after the last node
         // become null.
         unsafe { to.add(i).write(items.get(i).copied().unwrap_or(0)) };
     }

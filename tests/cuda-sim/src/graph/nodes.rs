@@ -59,15 +59,16 @@ pub struct NodeParams {
     copy: copy::Copy3D,
 }
 
-/// `cuGraphAddNode`: copies only.
+/// `cuGraphAddNode`: supports only copies.
 pub fn add_any(to: *mut usize, graph: usize, after: *const usize, count: usize, params: *const NodeParams) -> Done {
     const COPY: u32 = 1;
-    // SAFETY: the API's contract: the program passes null or a valid description, which begins with its kind.
+    // SAFETY: by the API's contract, the program passes null or a valid description, which begins with its
+    // kind.
     if params.is_null() || unsafe { (*params).kind } != COPY {
         return Err(Error::NOT_SUPPORTED);
     }
-    // SAFETY: the API's contract: the pointer is to a valid description, and the check above has
-    // shown that it is not null and describes a copy.
+    // SAFETY: the pointer is not null and its description is of a copy, as just checked. By the API's
+    // contract, that description is valid.
     let (copy, context) = unsafe { (&raw const (*params).copy, (*params).context) };
     add_copy(to, graph, after, count, copy, context)
 }
@@ -105,7 +106,7 @@ pub fn add_wait(to: *mut usize, graph: usize, after: *const usize, count: usize,
     add(to, graph, after, count, plain(Work::WaitEvent(event::of(event)?)))
 }
 
-/// `cuGraphAddChildGraphNode`: copies the child's present nodes.
+/// `cuGraphAddChildGraphNode`: copies the current nodes of the child.
 pub fn add_child(to: *mut usize, graph: usize, after: *const usize, count: usize, child: usize) -> Done {
     let child = of(child)?;
     add(to, graph, after, count, plain(Work::Graph(child.works()?)))
@@ -124,7 +125,7 @@ fn kernel_params(handle: usize) -> Result<KernelParams, Error> {
     Ok(KernelParams { function, grid, block, shared, params: pointers, extra: std::ptr::null() })
 }
 
-/// `cuGraphKernelNodeGetParams`: the pointers are valid until the next call for this node.
+/// `cuGraphKernelNodeGetParams`: the returned pointers are valid until the next call for this node.
 pub fn get_kernel(handle: usize, params: *mut KernelParams) -> Done {
     out(params, kernel_params(handle)?)
 }
@@ -154,7 +155,7 @@ pub fn set_kernel_v2(handle: usize, params: *const KernelParams2) -> Done {
     set(handle, 0, crate::arg(params)?.work()?)
 }
 
-/// `cuGraphMemcpyNodeGetParams`; not for captured copies.
+/// `cuGraphMemcpyNodeGetParams`: does not support captured copies.
 pub fn get_copy(handle: usize, params: *mut copy::Copy3D) -> Done {
     let copy = lock(&node(handle)?.what).copy;
     out(params, copy.ok_or(Error::NOT_SUPPORTED)?)

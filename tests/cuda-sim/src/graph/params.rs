@@ -1,4 +1,4 @@
-//! Parameters of nodes, as programs give and read them.
+//! Parameters of nodes, as programs pass and read them.
 
 use super::*;
 
