@@ -19,7 +19,7 @@ const PRELOAD: &str = "LD_PRELOAD";
 /// Executes the command. Returns only if that fails.
 pub fn run(target: &Target, library: Option<&Path>, request: GpuRequest, command: &[OsString]) -> CtlError {
     let Some((program, arguments)) = command.split_first() else {
-        return CtlError::Failed("there is no command to run".into());
+        return CtlError::Failed("the command is missing".into());
     };
     // Refuses an invalid limit, so that a typo does not remove the limit.
     if let Some(mistake) = env_limits().mistake() {

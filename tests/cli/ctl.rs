@@ -288,7 +288,7 @@ fn a_lost_lock_is_reported_with_its_own_exit_code() {
     };
     let lost = "nvsharectl: the lock was lost: the scheduler ended, or an administrator ended the lock; sh";
     let (mut child, message) = start(&[]);
-    assert_eq!(message, format!("{lost} goes on beside other programs"));
+    assert_eq!(message, format!("{lost} continues beside other programs"));
     assert!(child.try_wait().expect("a child").is_none(), "the command goes on");
     drop(child.stdin.take());
     assert_eq!(wait(&mut child).code(), Some(5));
@@ -307,7 +307,7 @@ fn a_command_can_pause_until_a_lost_lock_is_reacquired() {
     let directory = daemon.kill();
     let mut stderr = BufReader::new(child.stderr.take().expect("its stderr"));
     let paused = next_message(&mut stderr);
-    assert!(paused.ends_with("sh is paused until it is held again"), "{paused}");
+    assert!(paused.ends_with("sh is paused until the lock is reacquired"), "{paused}");
     let pid = child.id();
     assert_eq!(states_below(pid), ['T', 'T'], "the script and its child");
     assert!(next_message(&mut stderr).ends_with("; trying again"));
@@ -330,7 +330,7 @@ fn a_command_can_pause_until_a_lost_lock_is_reacquired() {
 
 #[track_caller]
 fn assert_held_again(message: &str, end: &str) {
-    let begin = "nvsharectl: the lock is held again after ";
+    let begin = "nvsharectl: reacquired the lock after ";
     assert!(message.starts_with(begin) && message.ends_with(&format!("s{end}")), "{message}");
 }
 
@@ -348,17 +348,17 @@ fn a_lock_revoked_at_the_end_of_its_turn_is_reported() {
         let stderr = BufReader::new(child.stderr.take().expect("its stderr"));
         (daemon, child, other, stderr)
     };
-    let lost = "nvsharectl: the lock was lost: the turn is over and other programs wait; sh";
+    let lost = "nvsharectl: the lock was lost: the turn is over, and other programs wait; sh";
 
     let (_daemon, mut child, other, mut stderr) = begin(&[]);
-    assert_eq!(next_message(&mut stderr), format!("{lost} goes on beside other programs"));
+    assert_eq!(next_message(&mut stderr), format!("{lost} continues beside other programs"));
     other.release();
     assert_held_again(&next_message(&mut stderr), "");
     drop(child.stdin.take());
     assert_eq!(wait(&mut child).code(), Some(5), "it was not alone all the time");
 
     let (_daemon, mut child, other, mut stderr) = begin(&["--on-loss=pause"]);
-    assert_eq!(next_message(&mut stderr), format!("{lost} is paused until it is held again"));
+    assert_eq!(next_message(&mut stderr), format!("{lost} is paused until the lock is reacquired"));
     assert_eq!(states_below(child.id()), ['T', 'T'], "the script and its child");
     other.release();
     assert_held_again(&next_message(&mut stderr), ": sh goes on");

@@ -503,7 +503,7 @@ fn a_program_is_told_what_it_waits_for() {
         // Both belong to this process.
         let own = std::process::id();
         let idle = scheduler.explain(own).await.expect("sentences");
-        assert!(idle.iter().any(|sentence| sentence.ends_with("it has no work for it.")), "{idle:?}");
+        assert!(idle.iter().any(|sentence| sentence.ends_with("it has no work for that GPU.")), "{idle:?}");
         assert!(idle.iter().any(|sentence| sentence == "It uses no GPU."), "{idle:?}");
         holder.request();
         holder.until_granted();

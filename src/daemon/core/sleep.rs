@@ -198,7 +198,7 @@ impl Core {
             |client: &super::state::Client| client.lock.is_none() && i64::from(client.identity.pid) == i64::from(pid);
         let found = self.clients.iter().filter(|(_, client)| pid > 0 && is_meant(client)).map(|(id, _)| *id);
         let found: Vec<ClientId> = found.collect();
-        let no_program = || fdo::Error::InvalidArgs(format!("no program under nvshare has the process id {pid}"));
+        let no_program = || fdo::Error::InvalidArgs(format!("no program under nvshare has process ID {pid}"));
         (!found.is_empty()).then_some(found).ok_or_else(no_program)
     }
 
