@@ -234,7 +234,7 @@ fn lock_runs_a_command_and_returns_its_exit_code() {
     assert_eq!(Output::of(&mut ctl(&["--", "/no/such/program"])).code, Some(127));
     let refused = Output::of(&mut ctl(&["--gpu", "7", "--", "true"]));
     assert_eq!(refused.code, Some(1));
-    assert!(refused.stderr.contains("there is no GPU \"7\""), "{}", refused.stderr);
+    assert!(refused.stderr.contains("unknown GPU \"7\""), "{}", refused.stderr);
 }
 
 /// `nvsharectl lock` with a script that announces its start, and ends at the end of its input.

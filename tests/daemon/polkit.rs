@@ -472,7 +472,7 @@ fn a_polkit_that_dies_says_no_and_one_that_is_absent_leaves_root() {
         let (name, text) = refusal(acquire(&scheduler).await);
         assert_eq!(name, NOT_AUTHORIZED);
         assert!(
-            text.ends_with("there is no polkit, so only root may, and the group nvshare on the control socket"),
+            text.ends_with("Without polkit, only root and, on the control socket, the group nvshare may do this."),
             "{text}"
         );
         let _client = daemon.client();

@@ -182,7 +182,7 @@ fn what_cannot_be_moved_stays_and_says_why() {
     let program = started(&machine, naps(&machine, "--mem 8M --pause-ms 5"));
     refused(&program, &both[0], "it is there already");
     refused(&program, "GPU-of-nobody", "GPU-of-nobody");
-    refused(&program, "7", "there is no GPU \"7\"");
+    refused(&program, "7", "unknown GPU \"7\"");
     assert!(machine.ctl_fails(&["migrate", "1", "--to", &both[1]]).contains("process ID 1"));
     let two = started(&machine, naps(&machine, "--mem 8M --pause-ms 5 --gpus 0,1"));
     refused(&two, &both[1], "it uses several GPUs");
@@ -318,7 +318,7 @@ fn no_program_is_placed_on_a_gpu_that_needs_a_reset() {
     let dir = |machine: &Machine| machine.path("gpu");
     is_avoided(
         |machine, gpu| trouble::advise(&dir(machine), gpu, Some(1)).expect("the advice"),
-        "the driver says that it needs a reset",
+        "the driver reports that the GPU needs a reset",
     );
 }
 

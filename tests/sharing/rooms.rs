@@ -99,7 +99,7 @@ fn a_room_is_refused_in_words_and_its_command_runs_without_nvshare() {
     let mut holding = machine.program("stranger --mem 16M --seconds 600").start();
     holding.wait_to_say("holding");
     let text = machine.ctl_fails(&["make-room", "500M"]);
-    assert!(text.contains("GPU 0 has no more than 1") && text.contains("for a room"), "{text}");
+    assert!(text.contains("GPU 0 has at most 1") && text.contains("for a room"), "{text}");
     let text = machine.ctl_fails(&["make-room", "50M", "--for", "2d"]);
     assert!(text.contains("--for"), "{text}");
     let done = machine.ctl_output(&["make-room", "50M", "--", "/bin/sh", "-c", "echo $NVSHARE_DISABLE; kill -9 $$"]);

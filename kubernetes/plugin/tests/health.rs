@@ -36,7 +36,7 @@ async fn an_event_makes_a_gpu_unhealthy_until_the_driver_says_that_it_is_well() 
     assert!(refused.message().contains("is unhealthy: the driver reported XID 79"), "{refused}");
 
     trouble::advise(&node.machine(), 1, Some(1)).expect("it is written");
-    process.log.wait("is unhealthy: the driver says that it needs a reset");
+    process.log.wait("is unhealthy: the driver reports that the GPU needs a reset");
     trouble::advise(&node.machine(), 1, Some(0)).expect("it is written");
     plugin.until_healthy(&[true, true]).await;
     happens(&node, 0, DOUBLE_BIT_ECC, 0);
@@ -87,7 +87,7 @@ async fn without_events_gpus_are_asked() {
     process.log.wait("the driver has no events: GPUs are asked every 1 s");
     trouble::advise(&node.machine(), 0, Some(2)).expect("it is written");
     plugin.until_healthy(&[false, true]).await;
-    process.log.wait("the driver says that it needs a reboot of the node");
+    process.log.wait("the driver reports that the GPU needs a reboot of the node");
     trouble::advise(&node.machine(), 0, None).expect("it is written");
     trouble::lose(&node.machine(), 1, true).expect("it is written");
     plugin.until_healthy(&[true, false]).await;
