@@ -94,7 +94,7 @@ fn check_config(arguments: &Arguments) -> ExitCode {
             let files: Vec<String> = sources.paths().map(|path| path.display().to_string()).collect();
             match files.is_empty() {
                 true => {
-                    println!("the defaults are in effect: {} does not exist, nor do drop-ins", paths::CONFIGURATION)
+                    println!("the default settings are in effect: neither {} nor drop-ins exist", paths::CONFIGURATION)
                 }
                 false => println!("the configuration has no errors: {}", files.join(", ")),
             }

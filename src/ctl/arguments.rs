@@ -69,11 +69,11 @@ impl Arguments {
     pub fn of_process() -> Self {
         let arguments = Self::parse();
         if arguments.command.is_some() && (arguments.set_tq.is_some() || arguments.anti_thrash.is_some()) {
-            let text = "-T and -S stand alone: they cannot be used with a command";
+            let text = "-T and -S cannot be combined with a command";
             Self::command().error(ErrorKind::ArgumentConflict, text).exit();
         }
         if arguments.json.json && arguments.command.as_ref().is_some_and(|command| command.json().is_none()) {
-            let text = "this command prints no JSON: `nvsharectl COMMAND --help` has --json where it does";
+            let text = "this command does not support --json";
             Self::command().error(ErrorKind::ArgumentConflict, text).exit();
         }
         arguments
@@ -429,9 +429,9 @@ fn parse_room(text: &str) -> Result<Duration, String> {
 
 /// Parses a time before now, such as `-10min`.
 fn parse_since(text: &str) -> Result<Duration, String> {
-    let ago = text
-        .strip_prefix('-')
-        .ok_or_else(|| format!("write {text:?} with a minus, since it is a time before now: \"-10min\""))?;
+    let ago = text.strip_prefix('-').ok_or_else(|| {
+        format!("cannot use the time {text:?}: a time before now starts with a minus, like \"-10min\"")
+    })?;
     units::parse_duration(ago)
 }
 
@@ -441,7 +441,7 @@ fn parse_memory(text: &str) -> Result<u64, String> {
     let is_some = (1..=MOST_MEMORY).contains(&bytes);
     is_some
         .then_some(bytes)
-        .ok_or_else(|| format!("{text:?} is no memory of a GPU: a size up to 1T, like \"20G\", is allowed"))
+        .ok_or_else(|| format!("{text:?} is not an amount of GPU memory. Write a size up to 1T, like \"20G\""))
 }
 
 /// Parses the words of [`parse_anti_thrash`], and lists them for shell completion.

@@ -132,7 +132,7 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
             }
             Ok(Notice::Refused(e)) => {
                 if !std::mem::replace(&mut is_told, true) {
-                    eprintln!("nvsharectl: {e}; trying again");
+                    eprintln!("nvsharectl: {e}. Retrying");
                 }
             }
             // A closed channel means that the command has ended: its thread keeps the sender until

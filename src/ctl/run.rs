@@ -65,7 +65,7 @@ fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
         if whole.as_os_str().as_bytes().iter().any(|b| b.is_ascii_whitespace() || *b == b':') {
             let path = whole.display();
             return Err(CtlError::Failed(format!(
-                "{path} has a blank or a colon in its path, which the loader cannot read: move the library elsewhere"
+                "the path {path} contains a space or a colon, which the loader cannot read. Move the library elsewhere"
             )));
         }
         return Ok(whole);

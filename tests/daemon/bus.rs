@@ -610,7 +610,7 @@ fn a_lock_for_which_something_is_wrong_is_refused_in_words() {
         assert!(text.starts_with("the scheduler knows no GPU: the NVIDIA driver cannot be used: "), "{text}");
         let client = daemon.client();
         client.attach();
-        let none = format!("there is no GPU \"GPU-0\": there are {GPU_NAME}");
+        let none = format!("unknown GPU \"GPU-0\". The GPUs are {GPU_NAME}");
         assert_eq!(ask("GPU-0", "a", "b").await, said(&none));
         let long = "why must have 1 to 200 characters";
         assert_eq!(ask("", "a", &"b".repeat(201)).await, said(long));
@@ -751,14 +751,14 @@ fn a_room_that_cannot_be_had_is_refused_in_words() {
         eventually("it to be resident", look).await;
         let (name, text) = ask("", 8 << 30, HashMap::new()).await;
         assert_eq!(name, "org.freedesktop.DBus.Error.Failed", "{text}");
-        assert!(text.contains("cannot leave GPU-") && text.contains("12 GiB of its memory is pinned"), "{text}");
+        assert!(text.contains("from GPU-") && text.contains("12 GiB of its memory is pinned"), "{text}");
         let mut rooms = Vec::new();
         for _ in 0..4 {
             rooms.push(scheduler.make_room("", 1 << 20, HashMap::new()).await.expect("a room"));
         }
         let (name, text) = ask("", 1 << 20, HashMap::new()).await;
         assert_eq!(name, "org.freedesktop.DBus.Error.LimitsExceeded");
-        assert!(text.contains("has 4 rooms already"), "{text}");
+        assert!(text.contains("already has the maximum of 4 rooms"), "{text}");
     });
 }
 

@@ -258,7 +258,10 @@ fn the_driver_is_released_until_a_program_comes() {
     let refused = daemon.ctl(&["release-driver"]);
     assert_eq!((refused.code, open_files(&daemon).len()), (Some(1), 0), "{refused:?}");
     let line = format!("(process {}", std::process::id());
-    assert!(refused.stderr.contains("programs use it: stop them") && refused.stderr.contains(&line), "{refused:?}");
+    assert!(
+        refused.stderr.contains("programs still use it. Stop these programs") && refused.stderr.contains(&line),
+        "{refused:?}"
+    );
     // The program continues without measurements.
     client.report(GIB / 4, 0);
     client.request();

@@ -267,5 +267,5 @@ fn a_bundle_that_cannot_be_read_says_where_and_why() {
     let other = lines[0].replace(env!("CARGO_PKG_VERSION"), "9.9");
     let mut all = lines.clone();
     (all[0], all[4]) = (&other, "{\"kind\":\"checkpoint\"}");
-    assert!(message(&all).contains("the bundle is of version 9.9"), "{}", message(&all));
+    assert!(message(&all).contains("the bundle is from version 9.9"), "{}", message(&all));
 }
