@@ -52,6 +52,6 @@ pub struct Arguments {
 fn read_node(text: &str) -> Result<String, String> {
     match is_pod_name(text) {
         true => Ok(text.to_owned()),
-        false => Err("that is not the name of a node: up to 253 letters, digits, \"-\" and \".\" are allowed".into()),
+        false => Err("invalid node name: up to 253 letters, digits, \"-\" and \".\" are allowed".into()),
     }
 }

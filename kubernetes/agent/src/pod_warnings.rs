@@ -29,7 +29,7 @@ impl PodWarnings {
         }
         said.insert(what.to_owned());
         Some(match said.len() {
-            n if n > MOST => format!("pod {pod}: more is wrong with its annotations, and no more is said of them"),
+            n if n > MOST => format!("pod {pod}: suppressing further warnings about its annotations"),
             _ => format!("pod {pod}: {}", plain(what)),
         })
     }
