@@ -42,13 +42,13 @@ fn main() -> ExitCode {
     let scheduler = arguments.scheduler.unwrap_or_else(|| rustix::process::geteuid().as_raw());
     if let Some(path) = arguments.listen {
         let Err(e) = listen::serve(&path, scheduler);
-        eprintln!("nvshare-checkpoint cannot listen at {}: {e}", path.display());
+        eprintln!("nvshare-checkpoint: cannot listen at {}: {e}", path.display());
         return ExitCode::FAILURE;
     }
     let stdin = stdin();
     let socket = stdin.as_fd();
     if !is_scheduler(socket, scheduler) {
-        eprintln!("nvshare-checkpoint is started by the scheduler, with a socket as its standard input");
+        eprintln!("nvshare-checkpoint must be started by the scheduler, with a socket as its standard input");
         return ExitCode::FAILURE;
     }
     // Loads the driver before the first request arrives, since this takes a while.

@@ -573,7 +573,7 @@ GPU 0  NVIDIA H200  140 GiB  GPU-1
             client(2, "python3 server.py", usage("waiting", 3.0, 7 << 30)),
         ];
         clients[0].environment_ignored = vec![
-            "NVSHARE_WEIGHT=200 has no effect: without a rule the program has weight 100, and can only have less"
+            "NVSHARE_WEIGHT=200 has no effect: without a rule the program already has weight 100, and this variable can only lower the limit"
                 .into(),
         ];
         let gpu = Gpu {
@@ -609,7 +609,7 @@ GPU 0  NVIDIA H200  140 GiB  GPU-1
             "101 root runs, 3.2s left",
             "102 root waits, about 4s",
             "Process 102: python3 (process 101) holds GPU 0; its turn ends in about 3.2s.",
-            "and can only have less.",
+            "and this variable can only lower the limit.",
         ] {
             assert!(one_line.contains(part), "{part}: {narrow}");
         }

@@ -493,7 +493,8 @@ fn a_debug_bundle_replays() {
 
     std::fs::write(&path, "[[gpu]]\n").expect("a file");
     let expected = format!(
-        "nvsharectl: {at}, line 1: this is neither a debug bundle of `nvsharectl debug` nor a record of `nvshare-scheduler --record`\n"
+        "nvsharectl: {at}, line 1: this file is neither a debug bundle of `nvsharectl debug` nor a record of \
+         `nvshare-scheduler --record`\n"
     );
     assert_eq!((replay(&[]).code, replay(&[]).stderr), (Some(1), expected));
     assert_eq!(Output::of(ctl().args(["simulate", "--replay", at, "mix.toml"])).code, Some(2));

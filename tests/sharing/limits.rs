@@ -150,7 +150,7 @@ fn a_limit_is_lowered_and_raised_while_programs_run() {
     // A file with a mistake changes nothing.
     write(&machine, "[[rule]]\nuser = \"nobody-of-this-name\"\nmemory-max = \"1G\"\n");
     let refused = machine.ctl_fails(&["reload"]);
-    assert!(refused.contains("rules.toml:2:8: user: there is no user"), "{refused}");
+    assert!(refused.contains("rules.toml:2:8: user: this host has no user"), "{refused}");
     assert_eq!(reach(machine.program(ASK)), 0);
 
     rule(&machine, &mine("72M"));

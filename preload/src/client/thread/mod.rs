@@ -181,7 +181,7 @@ impl ClientThread {
     /// Does the work that is due. Returns the time until more is due, unless a message arrives first.
     fn step(&mut self) -> Duration {
         if self.ungated && !core::mem::replace(&mut self.reported, true) && settings::get().asked_for {
-            self.report_offline("programs run at the same time, and take turns by a lock file where memory is short");
+            self.report_offline("programs run concurrently, and take turns by a lock file if memory is short");
         }
         let mut wait = Duration::from_secs(3600);
         if let Some(since) = self.disconnected_since {

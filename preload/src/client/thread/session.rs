@@ -97,7 +97,11 @@ impl ClientThread {
     /// A new scheduler has taken over the connection. Tells it everything, including which locks are held.
     pub(super) fn resume(&mut self) {
         self.forget_preparation();
-        if self.greet_successor() { self.tell_successor(None) } else { self.disconnected("it does not read") }
+        if self.greet_successor() {
+            self.tell_successor(None)
+        } else {
+            self.disconnected("it does not read its messages")
+        }
     }
 
     /// Introduces this process to a scheduler that has taken over the connection. `false` if the messages cannot be
@@ -119,7 +123,7 @@ impl ClientThread {
         for gpu in gpu::attached() {
             gpu.introduce_again(named.unwrap_or(0) & (1 << gpu.index) != 0, shared::introduce);
             if !gpu.is_introduced() && !gpu.is_refused() {
-                return self.disconnected("it does not read");
+                return self.disconnected("it does not read its messages");
             }
             let turn = self.turn(gpu);
             turn.contend(gpu, None);
@@ -128,7 +132,7 @@ impl ClientThread {
         // A process that was asleep held no lock.
         let is_told = || named.is_some() || connection::send(&ClientMessage::Held { gpus: held });
         if !(outbox::flush() && is_told()) {
-            return self.disconnected("it does not read");
+            return self.disconnected("it does not read its messages");
         }
         // Requests of other threads may have been discarded, so waiting threads repeat them.
         for gpu in gpu::attached() {
