@@ -25,14 +25,14 @@ use std::{
     process::ExitCode,
 };
 
-/// Takes programs off their GPUs and puts them back, for nvshare-scheduler, which is connected to standard input.
+/// Takes programs off their GPUs and restores them, for the nvshare-scheduler connected to standard input.
 #[derive(Debug, Parser)]
 #[command(name = "nvshare-checkpoint", version)]
 struct Arguments {
-    /// The number of the scheduler's user [default: the user of this process]
+    /// Numeric user ID of the scheduler [default: the user of this process]
     #[arg(long, value_name = "UID")]
     scheduler: Option<u32>,
-    /// Start one for each connection to this socket instead, where there is no systemd that does
+    /// Listen on this socket and start one process per connection, on hosts without systemd
     #[arg(long, value_name = "PATH")]
     listen: Option<PathBuf>,
 }

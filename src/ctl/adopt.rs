@@ -24,13 +24,13 @@ const LONGEST_NAME: usize = 64;
 /// The service or container to adopt or release.
 #[derive(Debug, Clone, Default, Args)]
 pub struct Server {
-    /// The service, like ollama.service
+    /// Name of the service, like ollama.service
     #[arg(value_name = "UNIT", value_hint = clap::ValueHint::Other)]
     unit: String,
-    /// It is a service of your own service manager (systemctl --user)
+    /// UNIT is a service of your user's service manager (systemctl --user)
     #[arg(long)]
     user: bool,
-    /// Restart it at once
+    /// Restart the service immediately
     #[arg(long)]
     restart: bool,
 }

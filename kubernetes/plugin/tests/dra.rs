@@ -442,7 +442,10 @@ fn the_driver_cannot_be_removed_while_pods_have_claims_which_are_told() {
     let refused = node.ask_plugin("--check-removal");
     let said = String::from_utf8(refused.stderr).expect("UTF-8");
     assert_eq!(refused.status.code(), Some(1), "{said}");
-    assert!(said.contains("cannot remove the driver") && said.contains(": team-a/pod-1 (claim claim-1). Delete"), "{said}");
+    assert!(
+        said.contains("cannot remove the driver") && said.contains(": team-a/pod-1 (claim claim-1). Delete"),
+        "{said}"
+    );
     let [event] = &api.events()[..] else { panic!("{:?}", api.events()) };
     assert_eq!((&event["involvedObject"]["kind"], &event["involvedObject"]["name"]), (&"Pod".into(), &"pod-1".into()));
     assert!(event["message"].as_str().is_some_and(|text| text.contains("Delete the pod first")), "{event}");
@@ -452,5 +455,8 @@ fn the_driver_cannot_be_removed_while_pods_have_claims_which_are_told() {
     assert!(node.ask_plugin("--check-removal").status.success());
     api.forbid(true);
     let refused = node.ask_plugin("--check-removal");
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("does not allow this program to list ResourceClaims"), "{refused:?}");
+    assert!(
+        String::from_utf8_lossy(&refused.stderr).contains("does not allow this program to list ResourceClaims"),
+        "{refused:?}"
+    );
 }

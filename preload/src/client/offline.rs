@@ -289,7 +289,11 @@ impl Offline {
         let is_over = held.is_over(account, others.after, now);
         let is_filled = held.filled.is_some();
         if is_filled && !was_filled {
-            trace!("GPU {}: restored all memory, turn ends in {} ms", gpu.index, held.length().as_millis());
+            trace!(
+                "GPU {}: restored all memory {} ms after the start of the turn",
+                gpu.index,
+                held.length().as_millis()
+            );
             turn.contend(gpu, Some(held.length() / TURN_PER_FILL));
         }
         let is_idle = was_filled && is_filled && turn.is_over();

@@ -41,32 +41,32 @@ const DEFAULT_OUTPUT: &str = "/etc/cdi/nvshare.json";
 
 #[derive(Debug, Args)]
 pub struct Generate {
-    /// The file to write, or - for standard output
+    /// File to write, or - for standard output
     #[arg(long, value_name = "FILE", default_value = DEFAULT_OUTPUT, value_hint = ValueHint::FilePath)]
     output: PathBuf,
-    /// The library on this host [default: the one that is installed with nvsharectl]
+    /// Library on this host [default: the library installed with nvsharectl]
     #[arg(long, value_name = "PATH")]
     library: Option<PathBuf>,
-    /// What becomes /etc/ld.so.preload in containers: a file on this host that names the library as it is found there
+    /// File on this host to mount as /etc/ld.so.preload in containers; it contains the library's path in containers
     #[arg(long, value_name = "PATH", default_value = paths::PRELOAD_LIST)]
     preload_list: PathBuf,
-    /// The directory of the socket where programs connect
+    /// Directory of the scheduler's socket for programs
     #[arg(long, value_name = "DIRECTORY", default_value = paths::SOCKETS_IN_CONTAINERS, value_hint = ValueHint::DirPath)]
     sockets: PathBuf,
-    /// This program on this host, which runtimes call to merge an image's own /etc/ld.so.preload with that of nvshare [default: this
-    /// file]
+    /// Path of nvsharectl on this host, which container runtimes call to merge an image's /etc/ld.so.preload with nvshare's
+    /// [default: this program]
     #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
     hook: Option<PathBuf>,
-    /// NVIDIA's CDI file [default: the one in /etc/cdi or /var/run/cdi, if there is one]
+    /// NVIDIA's CDI file [default: the file in /etc/cdi or /var/run/cdi, if any]
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     nvidia: Option<PathBuf>,
-    /// Go on, and write it anew whenever it would be another one, until a signal comes
+    /// Keep running, and rewrite the file whenever its contents change, until a signal arrives
     #[arg(long)]
     watch: bool,
-    /// Write nothing while there is no CDI file of NVIDIA's: containers would have no libraries of the driver
+    /// Write nothing while NVIDIA's CDI file is missing, since containers would lack the driver's libraries
     #[arg(long)]
     require_nvidia: bool,
-    /// Write nothing, and only say whether the file is there and up to date
+    /// Write nothing; only check that the file exists and is up to date
     #[arg(long, conflicts_with = "watch")]
     check: bool,
 }
@@ -76,19 +76,19 @@ const LOOK: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Args)]
 pub struct Install {
-    /// The directory, which is made where there is none
+    /// Directory to install into; created if missing
     #[arg(long, value_name = "DIRECTORY", value_hint = ValueHint::DirPath)]
     to: PathBuf,
     /// The library [default: the one that is installed with nvsharectl]
     #[arg(long, value_name = "PATH")]
     library: Option<PathBuf>,
-    /// The file that names the library as it is found in containers
+    /// File with the library's path in containers
     #[arg(long, value_name = "PATH", default_value = paths::PRELOAD_LIST)]
     preload_list: PathBuf,
-    /// A directory in which the scheduler writes: created if it is missing, and given to --owner; can be repeated
+    /// Directory that the scheduler writes to: created if missing, and owned by --owner; can be repeated
     #[arg(long, value_name = "DIRECTORY", requires = "owner", value_hint = ValueHint::DirPath)]
     give: Vec<PathBuf>,
-    /// The number of the user, and of its group, as whom the scheduler runs
+    /// Numeric user and group ID of the scheduler
     #[arg(long, value_name = "UID", requires = "give")]
     owner: Option<u32>,
 }

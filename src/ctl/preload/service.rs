@@ -23,13 +23,13 @@ use crate::ctl::{CtlError, block_on};
 #[derive(Debug, Clone, Default, Args)]
 #[group(multiple = false)]
 pub struct Of {
-    /// Only for this service
+    /// Apply only to this service
     #[arg(long, value_name = "UNIT", value_hint = clap::ValueHint::Other)]
     unit: Option<String>,
-    /// Only for the services of this user: a name or number
+    /// Apply to the services of this user: name or number
     #[arg(long, value_name = "USER", value_hint = clap::ValueHint::Username)]
     user: Option<String>,
-    /// Refused with the reason, since rules can select by slice
+    /// Always refused with an explanation, because slices cannot preload
     #[arg(long, value_name = "SLICE", hide = true)]
     slice: Option<String>,
 }

@@ -306,7 +306,7 @@ mod tests {
             [config("FromClass", &[], json!({"weight": "idle"})), config("FromClaim", &[], json!({"weight": 100}))];
         assert_eq!(
             read_it(&one, &both),
-            Err("its DeviceClass already sets weight. Remove {key} from the \
+            Err("its DeviceClass already sets weight. Remove weight from the \
             claim"
                 .into())
         );
@@ -316,7 +316,7 @@ mod tests {
     fn what_cannot_be_had_is_refused_with_a_sentence() {
         let one = [result("gpu", "gpu-a", "40Gi", "0")];
         let cases = [
-            (read_it(&[], &[]), "the driver gpu.nvshare.com has not allocated a GPU on node  to itnode-1"),
+            (read_it(&[], &[]), "the driver gpu.nvshare.com has not allocated a GPU on node node-1 to it"),
             (read_it(&[result("gpu", "gpu-z", "0", "0")], &[]), "no longer offers its device \"gpu-z\""),
             (read_it(&[result("gpu", "gpu-c", "0", "0")], &[]), "GPU-c is unhealthy: XID 79"),
             (
