@@ -399,7 +399,7 @@ fn mistakes_say_where_they_are_and_what_is_allowed() {
             format!("{GPU}[[job]]\nname = \"\"\nmemory = 1\nwork = 1"),
             "4:8: name: a job's name must be one line of text",
         ),
-        (both(JOB), "8:8: name: there is a job \"a\" already: each has a name of its own"),
+        (both(JOB), "8:8: name: another job is already called \"a\". Job names must be unique"),
         (both("memory = 2"), "7:1: duplicate key"),
         (both("count = 100001"), "7:9: count cannot be 100001: 1 to 100000 are allowed"),
         (both("count = -1"), "7:9: invalid value: integer `-1`, expected u32"),

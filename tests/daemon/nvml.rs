@@ -244,7 +244,7 @@ fn the_driver_is_released_until_a_program_comes() {
 
     let released = daemon.ctl(&["release-driver", "--for", "600"]);
     assert_eq!((released.code, open_files(&daemon).len()), (Some(0), 0), "{released:?}");
-    assert!(released.stdout.contains("released the driver, for 600 s"), "{released:?}");
+    assert!(released.stdout.contains("released the driver for 600 s"), "{released:?}");
     // The list shows the last known state, without calling NVML.
     assert_eq!(listed(&daemon), [name(0)]);
     assert!(open_files(&daemon).is_empty());

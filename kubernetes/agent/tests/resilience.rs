@@ -12,20 +12,20 @@ fn a_scheduler_that_comes_late_or_again_is_told_everything() {
     node.api.put(pod(1, &[("nvshare.com/weight", "50")]));
     let agent = node.agent();
     agent.log.wait("cannot connect to the scheduler at");
-    agent.log.wait("the API server is there");
+    agent.log.wait("connected to the API server");
     let scheduler = node.scheduler();
     node.until_rule("team-a/pod-1", "weight", "50");
     assert_eq!(agent.log.count("cannot connect to the scheduler at"), 1);
 
     scheduler.kill();
-    agent.log.wait("has gone. Retrying");
+    agent.log.wait("lost the connection to the scheduler");
     // The agent learns of this only after the restart.
     node.api.put(pod(1, &[("nvshare.com/weight", "60")]));
     let _scheduler = node.scheduler();
     node.until_rule("team-a/pod-1", "weight", "60");
-    agent.log.wait_for("the scheduler is there", 2);
+    agent.log.wait_for("connected to the scheduler", 2);
     assert_eq!(agent.log.count("the scheduler knows 1 pods"), 2);
-    assert_eq!(agent.log.count("it is tried again"), 2);
+    assert_eq!(agent.log.count(". Retrying"), 2);
 }
 
 #[test]
@@ -46,8 +46,8 @@ fn while_the_api_server_is_gone_what_is_known_stays() {
     node.api.start_again();
     node.until_rule("team-a/pod-2", "weight", "60");
     node.until_no_rule("team-a/pod-1");
-    agent.log.wait_for("the API server is there", 2);
-    assert_eq!(agent.log.count("cannot be reached"), 1);
+    agent.log.wait_for("connected to the API server", 2);
+    assert_eq!(agent.log.count("cannot reach the API server"), 1);
 }
 
 #[test]

@@ -503,7 +503,7 @@ mod tests {
             ),
             (
                 "affinity = \"a\"\nanti-affinity = \"a\"",
-                "3:17: anti-affinity cannot be \"a\": that is the affinity of the rule".to_owned(),
+                "3:17: anti-affinity cannot be \"a\", which is the rule's own affinity".to_owned(),
             ),
             (
                 "user = 5\naffinity = \"a\"\nallowed-gpus = [0, 1]\n[[rule]]\naffinity = \"a\"\nallowed-gpus = [2]",
