@@ -128,7 +128,7 @@ fn an_outranked_drop_in_is_rolled_back() {
         let directory = Path::new(DROP_IN).parent().expect("a directory");
         fs::create_dir_all(directory).expect("a directory");
         fs::write(directory.join("zzz.conf"), "[Service]\nEnvironment=LD_PRELOAD=/usr/lib/a.so\n").expect("a drop-in");
-        preload(host, &["enable", "--unit", "jupyter"]).refused("Find it with `systemctl cat jupyter.service`");
+        preload(host, &["enable", "--unit", "jupyter"]).refused("Find that file with `systemctl cat jupyter.service`");
         assert!(!Path::new(DROP_IN).exists());
         assert!(directory.join("zzz.conf").exists());
     });
