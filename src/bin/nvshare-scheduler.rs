@@ -9,52 +9,52 @@ use nvshare::config::file::Sources;
 use nvshare::config::{LogLevel, paths};
 use nvshare::daemon::{self, Options};
 
-/// Decides which CUDA program may use which GPU, and tells programs when to move their memory.
+/// Schedules CUDA programs on shared GPUs, and tells programs when to move their memory.
 #[derive(Parser)]
 #[command(name = "nvshare-scheduler", version)]
 struct Arguments {
-    /// Where programs connect [default: /run/nvshare/scheduler.sock, or the socket that systemd passes]
+    /// Socket for programs [default: /run/nvshare/scheduler.sock, or the socket passed by systemd]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
 
-    /// Where nvsharectl connects on hosts without a system bus [default: /run/nvshare-control/control.sock, or beside
+    /// Control socket for nvsharectl on hosts without a system bus [default: /run/nvshare-control/control.sock, or next to
     /// the directory of --socket]
     #[arg(long, value_name = "PATH")]
     control_socket: Option<PathBuf>,
 
-    /// The configuration file [default: /etc/nvshare/nvshare.toml, which may be missing]; FILE.d/*.toml is read too
+    /// Configuration file [default: /etc/nvshare/nvshare.toml, which may be missing]; PATH.d/*.toml is also read
     #[arg(long, value_name = "PATH")]
     config: Option<PathBuf>,
 
-    /// Only say whether the configuration file and its drop-ins are right
+    /// Only check the configuration file and its drop-ins
     #[arg(long)]
     check_config: bool,
 
-    /// How much is logged, whatever the configuration file says
+    /// Log level; overrides the configuration file
     #[arg(long, value_name = "LEVEL")]
     log_level: Option<LogLevel>,
 
-    /// Write what the flight recorder records to a file, too: `nvsharectl timeline` and `simulate --replay` read it
+    /// Also write the flight recorder's data to a file, for `nvsharectl timeline` and `simulate --replay`
     #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
 
-    /// The D-Bus to be on [default: the system bus]
+    /// D-Bus address to connect to [default: the system bus]
     #[arg(long, value_name = "ADDRESS")]
     bus_address: Option<String>,
 
-    /// Be on no bus; the control socket still answers
+    /// Connect to no bus; the control socket still works
     #[arg(long, conflicts_with = "bus_address")]
     no_bus: bool,
 
-    /// Be the scheduler of a node of Kubernetes, in a pod: on no bus, and only where the processes of the node are seen
+    /// Run in a pod as the scheduler of a Kubernetes node: connect to no bus, and require the node's PID namespace
     #[arg(long, conflicts_with = "bus_address")]
     in_pod: bool,
 
-    /// The directory for the sockets of Kubernetes' ResourceClaims, of which it has one below it for each
+    /// Directory for the sockets of Kubernetes ResourceClaims, with one subdirectory for each claim
     #[arg(long, value_name = "DIRECTORY")]
     claims: Option<PathBuf>,
 
-    /// For tests: a time quantum in milliseconds instead of that of the configuration, which has whole seconds
+    /// For tests: time quantum in milliseconds, which overrides the configuration
     #[arg(long, value_name = "MILLISECONDS", hide = true, value_parser = clap::value_parser!(u64).range(1..))]
     time_quantum_ms: Option<u64>,
 }
@@ -94,7 +94,7 @@ fn check_config(arguments: &Arguments) -> ExitCode {
             let files: Vec<String> = sources.paths().map(|path| path.display().to_string()).collect();
             match files.is_empty() {
                 true => {
-                    println!("the defaults are in effect: {} does not exist, nor do drop-ins", paths::CONFIGURATION)
+                    println!("the default settings are in effect: neither {} nor drop-ins exist", paths::CONFIGURATION)
                 }
                 false => println!("the configuration has no errors: {}", files.join(", ")),
             }

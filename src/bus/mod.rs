@@ -318,10 +318,12 @@ pub fn engine_reason(reason: EngineReason) -> &'static str {
     match reason {
         EngineReason::Best => "the default",
         EngineReason::Asked => "NVSHARE_ENGINE asks for it",
-        EngineReason::Oversubscription => "NVSHARE_ENABLE_SINGLE_OVERSUB lets it exceed the GPU",
+        EngineReason::Oversubscription => "NVSHARE_ENABLE_SINGLE_OVERSUB allows it to exceed GPU memory",
         EngineReason::NoVmm => "this GPU or its driver has no virtual memory management",
-        EngineReason::NoManaged => "managed was asked for, but this GPU cannot move managed memory",
-        EngineReason::Neither => "this GPU or its driver can neither map memory elsewhere nor move managed memory",
+        EngineReason::NoManaged => "NVSHARE_ENGINE asks for managed, but this GPU cannot migrate managed memory",
+        EngineReason::Neither => {
+            "this GPU or its driver supports neither virtual memory management nor migration of managed memory"
+        }
     }
 }
 
@@ -344,11 +346,11 @@ pub fn eviction_block_name(block: EvictionBlock) -> &'static str {
     match block {
         EvictionBlock::HostFull => "host memory is full",
         EvictionBlock::Broken => "its CUDA contexts are broken",
-        EvictionBlock::UnseenWork => "the driver says that work runs which the library has not seen",
+        EvictionBlock::UnseenWork => "the driver is running work that the library has not seen",
         EvictionBlock::Late => "it does not answer",
         EvictionBlock::Stopped => "it is stopped",
         EvictionBlock::Undrainable => "its work does not end",
-        EvictionBlock::Unfreed => "NVML sees memory that it says it has freed",
+        EvictionBlock::Unfreed => "NVML still shows memory that it reported as freed",
     }
 }
 
@@ -369,18 +371,18 @@ pub fn sleep_phase_name(phase: SleepPhase) -> &'static str {
 /// The reason why a client cannot sleep.
 pub fn sleep_obstacle_name(obstacle: SleepObstacle) -> &'static str {
     match obstacle {
-        SleepObstacle::Busy => "it has work, or threads that may be inside the driver",
+        SleepObstacle::Busy => "it has unfinished work, or a thread may be in a driver call",
         SleepObstacle::Managed => "it has managed memory",
         SleepObstacle::Ipc => "it shares memory with other processes",
         SleepObstacle::Peers => "its GPUs reach each other's memory",
         SleepObstacle::Immovable => "it has memory that cannot leave the GPU",
         SleepObstacle::Rdma => "other devices may reach its memory",
-        SleepObstacle::UnseenWork => "it uses the driver in ways that the library does not see",
+        SleepObstacle::UnseenWork => "it uses driver functions that the library does not intercept",
         SleepObstacle::Capture => "it captures a stream",
         SleepObstacle::Gang => "it is in a gang",
         SleepObstacle::NoContext => "it has no context",
         SleepObstacle::Unreachable => "its process is not visible to the scheduler",
-        SleepObstacle::Unsupported => "neither this driver nor nvshare-checkpoint can do it here",
+        SleepObstacle::Unsupported => "this host's driver or nvshare-checkpoint does not support it",
         SleepObstacle::Unmeasured => "NVML does not measure its GPU",
         SleepObstacle::Silent => "it does not answer",
         SleepObstacle::Failed => "the driver could not take it off the GPU",
@@ -391,14 +393,14 @@ pub fn sleep_obstacle_name(obstacle: SleepObstacle) -> &'static str {
 pub fn move_obstacle_name(obstacle: MoveObstacle) -> &'static str {
     match obstacle {
         MoveObstacle::NotThere => "it does not use that GPU any more",
-        MoveObstacle::NoGpu => "that GPU is gone, or is of another size",
+        MoveObstacle::NoGpu => "that GPU is gone or has another memory size",
         MoveObstacle::Attached => "it uses that GPU as well",
-        MoveObstacle::NoRoom => "what it needs or was promised has no room on that GPU beside its other programs",
+        MoveObstacle::NoRoom => "that GPU has too little memory for it beside its other programs",
         MoveObstacle::Drained => "that GPU is drained",
         MoveObstacle::Moving => "it is being moved already",
         MoveObstacle::Sleep(why) => sleep_obstacle_name(why),
-        MoveObstacle::Resumed => "it was resumed before it had left",
-        MoveObstacle::Failed => "the driver could not restore it there; it comes back where it was",
+        MoveObstacle::Resumed => "it was resumed before it had left its GPU",
+        MoveObstacle::Failed => "the driver could not restore it on that GPU, so it returns to its previous GPU",
     }
 }
 

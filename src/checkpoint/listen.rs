@@ -64,7 +64,7 @@ pub fn serve(path: &Path, scheduler: u32) -> io::Result<Infallible> {
                 })
             });
             if let Err(e) = started {
-                eprintln!("nvshare-checkpoint cannot be started: {e}");
+                eprintln!("cannot start nvshare-checkpoint: {e}");
             }
         }
     }

@@ -25,14 +25,14 @@ use std::{
     process::ExitCode,
 };
 
-/// Takes programs off their GPUs and puts them back, for nvshare-scheduler, which is connected to standard input.
+/// Takes programs off their GPUs and restores them, for the nvshare-scheduler connected to standard input.
 #[derive(Debug, Parser)]
 #[command(name = "nvshare-checkpoint", version)]
 struct Arguments {
-    /// The number of the scheduler's user [default: the user of this process]
+    /// Numeric user ID of the scheduler [default: the user of this process]
     #[arg(long, value_name = "UID")]
     scheduler: Option<u32>,
-    /// Start one for each connection to this socket instead, where there is no systemd that does
+    /// Listen on this socket and start one process per connection, on hosts without systemd
     #[arg(long, value_name = "PATH")]
     listen: Option<PathBuf>,
 }
@@ -42,13 +42,13 @@ fn main() -> ExitCode {
     let scheduler = arguments.scheduler.unwrap_or_else(|| rustix::process::geteuid().as_raw());
     if let Some(path) = arguments.listen {
         let Err(e) = listen::serve(&path, scheduler);
-        eprintln!("nvshare-checkpoint cannot listen at {}: {e}", path.display());
+        eprintln!("nvshare-checkpoint: cannot listen at {}: {e}", path.display());
         return ExitCode::FAILURE;
     }
     let stdin = stdin();
     let socket = stdin.as_fd();
     if !is_scheduler(socket, scheduler) {
-        eprintln!("nvshare-checkpoint is started by the scheduler, with a socket as its standard input");
+        eprintln!("nvshare-checkpoint must be started by the scheduler, with a socket as its standard input");
         return ExitCode::FAILURE;
     }
     // Loads the driver before the first request arrives, since this takes a while.

@@ -389,7 +389,7 @@ mod tests {
         put("20.toml", "[[rule]]\nmemory-max = \"1G\"\n");
         let error = Config::load(Some(&main)).expect_err("it is wrong").to_string();
         assert!(
-            error.contains("a.toml:5:1: this rule can never match: rule ") && error.contains("20.toml:1"),
+            error.contains("a.toml:5:1: this rule can never match: the earlier rule ") && error.contains("20.toml:1"),
             "{error}"
         );
     }

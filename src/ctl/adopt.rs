@@ -24,13 +24,13 @@ const LONGEST_NAME: usize = 64;
 /// The service or container to adopt or release.
 #[derive(Debug, Clone, Default, Args)]
 pub struct Server {
-    /// The service, like ollama.service
+    /// Name of the service, like ollama.service
     #[arg(value_name = "UNIT", value_hint = clap::ValueHint::Other)]
     unit: String,
-    /// It is a service of your own service manager (systemctl --user)
+    /// UNIT is a service of your user's service manager (systemctl --user)
     #[arg(long)]
     user: bool,
-    /// Restart it at once
+    /// Restart the service immediately
     #[arg(long)]
     restart: bool,
 }
@@ -63,7 +63,9 @@ fn rule_name(manager: Manager, unit: &str) -> Result<String, CtlError> {
     };
     let is_short = name.len() <= LONGEST_NAME;
     is_short.then_some(name).ok_or_else(|| {
-        CtlError::Failed(format!("the name of {unit} is too long for a rule: use `preload enable` and `set-rule`"))
+        CtlError::Failed(format!(
+            "the name of {unit} is too long for a rule name. Use `preload enable` and `set-rule` instead"
+        ))
     })
 }
 
@@ -115,7 +117,7 @@ pub fn adopt(target: &Target, server: &Server, asked: Option<&Path>) -> Result<S
         }
         let mut text = match (&undo.rule, &undo.drop_in) {
             (None, None) => format!("{} is adopted already.\n", ready.unit),
-            _ => format!("{} is adopted; `nvsharectl {command}` undoes that.\n", ready.unit),
+            _ => format!("{} is adopted. To undo this: `nvsharectl {command}`\n", ready.unit),
         };
         if server.restart {
             if let Err(e) = ready.systemd.restart(&ready.unit).await {
@@ -200,7 +202,7 @@ pub fn release(target: &Target, server: &Server) -> Result<String, CtlError> {
         match drop_in::read(manager, &unit).map(|text| text.is_some_and(is_own)) {
             Ok(false) => {}
             Ok(true) => match drop_in::remove(manager, &unit) {
-                Ok(_) => removed.push(format!("{unit} does not preload the library from its next start on.\n")),
+                Ok(_) => removed.push(format!("{unit} no longer preloads the library from its next start.\n")),
                 Err(e) => problems.push(cannot(e).to_string()),
             },
             Err(e) => problems.push(cannot(e).to_string()),
@@ -222,7 +224,7 @@ pub fn release(target: &Target, server: &Server) -> Result<String, CtlError> {
             Ok::<_, CtlError>(is_there)
         };
         match unset.await {
-            Ok(true) => removed.push(format!("The rule {name:?} is gone.\n")),
+            Ok(true) => removed.push(format!("Removed the rule {name:?}.\n")),
             Ok(false) => {}
             Err(e) => problems.push(format!("the rule {name:?} may still be there: {e}")),
         }
@@ -253,11 +255,12 @@ pub fn container(server: &Server) -> String {
     });
     let keys = keys.collect::<Vec<_>>().join(" ");
     format!(
-        "Start it with its GPU by nvshare's CDI file, in the place of --gpus or nvidia.com/gpu (see nvshare-containers(7)):\n\n  \
-         docker run --device nvshare.com/gpu=0 --name {name} ...\n  podman run --device nvshare.com/gpu=0 --name {name} ...\n\n\
-         nvshare-cdi.service, or once `nvsharectl cdi generate`, writes that file. While it runs, this gives it what suits a server:\n\n  \
-         sudo nvsharectl set-rule {name:?} container=ID {keys}\n\n\
-         ID are the first 12 digits of its id, as `docker ps` and `podman ps` show them.\n"
+        "Start the container with nvshare's CDI device instead of --gpus or nvidia.com/gpu (see \
+         nvshare-containers(7)):\n\n  docker run --device nvshare.com/gpu=0 --name {name} ...\n  podman run --device \
+         nvshare.com/gpu=0 --name {name} ...\n\nThe CDI file is written by nvshare-cdi.service or `nvsharectl cdi \
+         generate`. While the container runs, set a rule for a server:\n\n  sudo nvsharectl set-rule {name:?} \
+         container=ID {keys}\n\nID is the first 12 digits of the container's ID, as `docker ps` and `podman ps` show \
+         it.\n"
     )
 }
 

@@ -27,20 +27,21 @@ const MOST_MEMORY: u64 = 1 << 40;
 
 /// Shows who uses which GPU, and changes how GPUs are shared.
 ///
-/// Exit codes: 0 done; 1 it failed; 2 the command line is wrong; 3 the scheduler is not running; 4 `preload status`: off;
-/// 5 `lock`: the lock was lost. `run`, `lock` and `make-room` end as their command does, with 126 or 127 where that cannot be started.
+/// Exit codes: 0 success; 1 failure; 2 invalid command line; 3 the scheduler is not running; 4 `preload status`: off; 5
+/// `lock`: the lock was lost. `run`, `lock` and `make-room` exit with their command's code, or with 126 or 127 if the
+/// command cannot be started.
 #[derive(Debug, Parser)]
 #[command(name = "nvsharectl", version)]
 pub struct Arguments {
-    /// Talk to the scheduler over its control socket instead of the system bus
+    /// Connect to the scheduler's control socket instead of the system bus
     #[arg(long, value_name = "PATH", env = "NVSHARE_CONTROL", global = true)]
     pub control: Option<PathBuf>,
 
-    /// Set the time quantum, in seconds: the same as `set time-quantum`
+    /// Set the time quantum in seconds, like `set time-quantum`
     #[arg(short = 'T', long = "set-tq", value_name = "SECONDS", value_parser = parse_seconds, value_hint = ValueHint::Other)]
     pub set_tq: Option<Duration>,
 
-    /// Set anti-thrash: the same as `set anti-thrash`
+    /// Set anti-thrash, like `set anti-thrash`
     #[arg(short = 'S', long = "anti-thrash", value_name = "on|off|auto", value_parser = Mode, hide_possible_values = true)]
     pub anti_thrash: Option<AntiThrash>,
 
@@ -69,11 +70,11 @@ impl Arguments {
     pub fn of_process() -> Self {
         let arguments = Self::parse();
         if arguments.command.is_some() && (arguments.set_tq.is_some() || arguments.anti_thrash.is_some()) {
-            let text = "-T and -S stand alone: they cannot be used with a command";
+            let text = "-T and -S cannot be combined with a command";
             Self::command().error(ErrorKind::ArgumentConflict, text).exit();
         }
         if arguments.json.json && arguments.command.as_ref().is_some_and(|command| command.json().is_none()) {
-            let text = "this command prints no JSON: `nvsharectl COMMAND --help` has --json where it does";
+            let text = "this command does not support --json";
             Self::command().error(ErrorKind::ArgumentConflict, text).exit();
         }
         arguments
@@ -82,27 +83,27 @@ impl Arguments {
 
 #[derive(Debug, Subcommand)]
 pub enum Verb {
-    /// Show GPUs, who holds them, who waits and what memory is where (the default)
+    /// Show GPUs, lock holders, waiting programs and their memory (the default)
     Status(Json),
-    /// Show GPUs and programs on the whole terminal, each second
+    /// Show GPUs and programs on the full screen, updated every second
     ///
-    /// Where standard output is no terminal, it prints the same as text.
+    /// If standard output is not a terminal, the same data is printed as text.
     #[cfg(feature = "top")]
     Top {
-        /// End after N updates, one a second
+        /// Exit after N updates
         #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), value_hint = ValueHint::Other)]
         iterations: Option<u32>,
     },
-    /// Print the settings and rules that are in effect
+    /// Print the settings and rules in effect
     Get(Json),
-    /// Change a setting; it outranks the configuration file, also after a restart
+    /// Change a setting. It overrides the configuration file, even after a restart
     #[command(subcommand)]
     Set(Setting),
-    /// Set a rule with limits for programs of a unit, container or user; it comes before those of the configuration
+    /// Set a rule with limits for programs of a unit, container or user. It precedes the rules of the configuration file
     ///
-    /// The keys are those of nvshare.toml(5). A rule of that name that was set before is replaced.
+    /// nvshare.toml(5) describes the keys. An existing rule of the same name is replaced.
     SetRule {
-        /// A name for it
+        /// Name of the rule
         #[arg(value_hint = ValueHint::Other)]
         name: String,
         /// The programs it applies to and their limits, like unit=jupyter-*.service memory-max=8G
@@ -111,37 +112,37 @@ pub enum Verb {
     },
     /// Remove a rule that was set with `set-rule`
     UnsetRule {
-        /// Its name
+        /// Name of the rule
         #[arg(value_hint = ValueHint::Other)]
         name: String,
     },
-    /// Forget what was changed with `set` and `set-rule`: the configuration file decides again
+    /// Discard all changes made with `set` and `set-rule`, and return to the configuration file
     Reset,
-    /// Make the scheduler read its configuration files again
+    /// Reload the scheduler's configuration files
     Reload,
-    /// Make the scheduler release the driver, so that it can be unloaded or a GPU be reset
+    /// Make the scheduler release the driver, so that you can unload the driver or reset a GPU
     ///
-    /// Fails if programs use the driver, and names them.
+    /// Fails if programs use the driver, and lists these programs.
     ReleaseDriver {
-        /// Longest time, in seconds; it also ends when a program uses a GPU
+        /// Longest time in seconds. The scheduler reopens the driver earlier if a program uses a GPU
         #[arg(long = "for", value_name = "SECONDS", value_parser = parse_release, value_hint = ValueHint::Other, default_value = "60")]
         lasts: Duration,
     },
-    /// Show for which part of the time programs were kept from GPUs
+    /// Show the share of time in which programs waited for GPUs
     Pressure(Json),
-    /// Explain what a program waits for, when it is expected to run, and why it was refused memory
+    /// Explain why a program waits, when it will run, and why it was refused memory
     Why {
-        /// Its process id, its systemd unit or its container, as `status` shows them
+        /// Process ID, systemd unit, container or pod, as shown by `status`
         #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other)]
         program: String,
         #[command(flatten)]
         json: Json,
     },
-    /// Show the GPU time, memory, waits and moved memory of users, units and containers
+    /// Report GPU time, memory, waits and moved memory by user, unit or container
     ///
-    /// Users see their own; root sees all, and so do users whom polkit lets see command lines.
+    /// Users see their own usage. Root sees all usage, as do users whom polkit allows to see command lines.
     Report {
-        /// Start of the period, to the hour, or to the day if it is older than a month
+        /// Start of the period, rounded to the hour, or to the day if older than a month
         #[arg(long, value_name = "-TIME", value_parser = parse_since, allow_hyphen_values = true, value_hint = ValueHint::Other, default_value = "-30d")]
         since: Duration,
         /// Group by: user, unit, container
@@ -159,52 +160,53 @@ pub enum Verb {
         #[command(flatten)]
         json: Json,
     },
-    /// Take a running program off its GPUs, its contexts included, until it is resumed
+    /// Take a running program and its CUDA contexts off its GPUs until it is resumed
     Pause {
-        /// Its process id, its systemd unit or its container, as `status` shows them
+        /// Process ID, systemd unit, container or pod, as shown by `status`
         #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other)]
         program: String,
     },
     /// Resume a paused program
     Resume {
-        /// Its process id, its systemd unit or its container, as `status` shows them
+        /// Process ID, systemd unit, container or pod, as shown by `status`
         #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other)]
         program: String,
     },
     /// Move a running program to another GPU of the same kind
     ///
-    /// Returns once it is there.
+    /// Returns when the program is on the new GPU.
     Migrate {
-        /// Its process id, its systemd unit or its container, as `status` shows them
+        /// Process ID, systemd unit, container or pod, as shown by `status`
         #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other)]
         program: String,
-        /// The GPU: its UUID or number
+        /// UUID or number of the GPU
         #[arg(long, value_name = "GPU", value_hint = ValueHint::Other)]
         to: String,
     },
-    /// Empty a GPU: its programs move to others of the same kind or sleep, and no more may use it
+    /// Remove all programs from a GPU and admit no others: they move to GPUs of the same kind or sleep
     ///
-    /// Returns once it is empty, and names the programs that sleep or stay.
+    /// Returns when the GPU is empty, and lists the programs that sleep or cannot leave.
     Drain {
-        /// The GPU: its UUID or number
+        /// UUID or number of the GPU
         #[arg(value_name = "GPU", value_hint = ValueHint::Other)]
         gpu: String,
     },
     /// Let programs use a drained GPU again
     Undrain {
-        /// The GPU: its UUID or number
+        /// UUID or number of the GPU
         #[arg(value_name = "GPU", value_hint = ValueHint::Other)]
         gpu: String,
     },
     /// Run a command whose CUDA programs share GPUs
     Run {
-        /// The library to load [default: libnvshare.so beside nvsharectl, else where the loader finds it]
+        /// Library to load [default: libnvshare.so next to nvsharectl, otherwise from the loader's search path]
         #[arg(long, value_name = "PATH", env = "NVSHARE_LIBRARY")]
         library: Option<PathBuf>,
-        /// How many GPUs it sees, chosen by the scheduler [default: as the configuration and its rule say]
+        /// Number of GPUs that the command sees, chosen by the scheduler [default: from the configuration and the command's
+        /// rule]
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_SLOTS)), value_hint = ValueHint::Other)]
         gpus: Option<u32>,
-        /// Memory that it needs on each GPU, like 20G: it gets a GPU where that fits, if there is one
+        /// Memory that the command needs on each GPU, like 20G. The scheduler prefers GPUs where it fits
         #[arg(long, value_name = "SIZE", value_parser = parse_memory, value_hint = ValueHint::Other)]
         memory: Option<u64>,
 
@@ -212,19 +214,19 @@ pub enum Verb {
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND", value_hint = ValueHint::CommandWithArguments)]
         command: Vec<OsString>,
     },
-    /// Run a command while no program under nvshare uses a GPU: it waits for the lock as programs do
+    /// Hold the lock of a GPU while a command runs, so that no program under nvshare uses the GPU
     Lock {
-        /// The GPU: its UUID or number [default: the only one]
+        /// UUID or number of the GPU [default: the only one]
         #[arg(long, value_name = "GPU", value_hint = ValueHint::Other, default_value = "", hide_default_value = true)]
         gpu: String,
-        /// Who has the lock, for others to read [default: the command]
+        /// Name of the lock holder, shown to other users [default: the command]
         #[arg(long, value_name = "TEXT", value_hint = ValueHint::Other)]
         who: Option<String>,
-        /// What it is for, likewise
+        /// Purpose of the lock, shown to other users
         #[arg(long, value_name = "TEXT", value_hint = ValueHint::Other, default_value = "nvsharectl lock")]
         why: String,
-        /// What happens to the command if the lock is lost, because its turn is over or the scheduler ends: it goes on, is paused
-        /// until the lock is held again, or is terminated
+        /// What to do with the command if the lock is lost because its turn is over or the scheduler ends: continue, pause
+        /// it until the lock is reacquired, or terminate it
         #[arg(
             long,
             value_name = "continue|pause|terminate",
@@ -238,21 +240,21 @@ pub enum Verb {
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND", value_hint = ValueHint::CommandWithArguments)]
         command: Vec<OsString>,
     },
-    /// Vacate memory of a GPU and keep it free for programs without nvshare: a game, a renderer, a desktop
+    /// Free GPU memory and reserve it for programs without nvshare: a game, a renderer, a desktop
     ///
-    /// Programs under nvshare continue with the rest, or wait if it is too little. Without a command, the memory is kept free until
-    /// this one is interrupted.
+    /// Programs under nvshare continue with the remaining memory, or wait if it is too small for them. Without COMMAND, the
+    /// memory is kept free until nvsharectl is interrupted.
     MakeRoom {
-        /// How much, like 8G
+        /// Amount of memory, like 8G
         #[arg(value_name = "SIZE", value_parser = parse_memory, value_hint = ValueHint::Other, required_unless_present = "games")]
         size: Option<u64>,
-        /// The GPU: its UUID or number [default: the only one]
+        /// UUID or number of the GPU [default: the only one]
         #[arg(long, value_name = "GPU", value_hint = ValueHint::Other, default_value = "", hide_default_value = true)]
         gpu: String,
-        /// For how long at most, up to a day [default: until the command ends, or this one is interrupted]
+        /// Longest time, up to a day [default: until COMMAND ends or nvsharectl is interrupted]
         #[arg(long = "for", value_name = "TIME", value_parser = parse_room, value_hint = ValueHint::Other)]
         lasts: Option<Duration>,
-        /// Only while a game runs, as GameMode says on the session's bus; 8 GiB unless a size is given
+        /// Keep memory free only while GameMode reports a running game on the session bus; SIZE defaults to 8 GiB
         #[arg(long, conflicts_with_all = ["lasts", "command"])]
         games: bool,
 
@@ -260,21 +262,21 @@ pub enum Verb {
         #[arg(last = true, value_name = "COMMAND", value_hint = ValueHint::CommandWithArguments)]
         command: Vec<OsString>,
     },
-    /// Simulate a described mix of programs in virtual time under each policy, and compare
+    /// Simulate a workload in virtual time under each policy, and compare the results
     ///
-    /// Needs no running scheduler, GPU or privileges. The file is described in nvshare-simulation(7).
+    /// Needs no running scheduler, GPU or privileges. nvshare-simulation(7) describes the file.
     Simulate {
-        /// Only under this policy; can be given several times [default: all]
+        /// Simulate only this policy; can be repeated [default: all]
         #[arg(long, value_name = "NAME", conflicts_with = "replay", value_parser = PossibleValuesParser::new(POLICIES.map(|policy| policy.name)))]
         policy: Vec<String>,
-        /// Draw holders, waits and moved memory of each GPU over time, under each policy, as an SVG file
+        /// Draw lock holders, waits and moved memory of each GPU over time and for each policy, as an SVG file
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "replay")]
         timeline: Option<PathBuf>,
-        /// Instead, replay a debug bundle: show what happened, and check that the scheduler still decides the same
+        /// Replay a debug bundle instead: show its events, and check that the scheduler's decisions are still the same
         #[arg(long, value_name = "BUNDLE", value_hint = ValueHint::FilePath)]
         replay: Option<PathBuf>,
 
-        /// The GPUs, the settings and the jobs
+        /// File with the GPUs, settings and jobs
         #[arg(value_name = "FILE", value_hint = ValueHint::FilePath, required_unless_present = "replay", conflicts_with = "replay")]
         file: Option<PathBuf>,
         #[command(flatten)]
@@ -282,45 +284,45 @@ pub enum Verb {
     },
     /// Save a debug bundle for a bug report: versions, configuration, status and the scheduler's flight recorder
     ///
-    /// Requires root or, over the system bus, an administrator's password, since it shows what all users do.
+    /// The bundle shows all users' activity, so this requires root or, over the system bus, an administrator's password.
     Debug {
-        /// The file, which must not exist; - is standard output [default: nvshare-debug-HOST-TIME.jsonl]
+        /// File to create, which must not exist yet; - for standard output [default: nvshare-debug-HOST-TIME.jsonl]
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
         output: Option<PathBuf>,
         /// Include names and command lines of programs, which can contain secrets
         #[arg(long)]
         command_lines: bool,
     },
-    /// Draw holders, waits and moved memory of each GPU over time, as text or as an SVG file
+    /// Draw lock holders, waits and moved memory of each GPU over time, as text or as an SVG file
     ///
-    /// From the scheduler's flight recorder, or from a file. Users see the names of their own programs only.
+    /// The data comes from the scheduler's flight recorder or from a file. Users see the names of their own programs only.
     Timeline {
-        /// Write an SVG picture to this file, which is overwritten; - is standard output
+        /// Write an SVG image to FILE, overwriting it; - for standard output
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "json")]
         output: Option<PathBuf>,
-        /// Only this GPU: its UUID or its number; in a running record, its UUID
+        /// Draw only this GPU: UUID or number; for a record that is still being written, the UUID
         #[arg(long, value_name = "GPU", value_hint = ValueHint::Other)]
         gpu: Option<String>,
-        /// Only so long before the end, like -10min
+        /// Draw only this time before the end, like -10min
         #[arg(long, value_name = "-TIME", value_parser = parse_since, allow_hyphen_values = true, value_hint = ValueHint::Other)]
         since: Option<Duration>,
-        /// Of a debug bundle, or of what `nvshare-scheduler --record` writes
+        /// Read a debug bundle, or a file written by `nvshare-scheduler --record`
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
         bundle: Option<PathBuf>,
         #[command(flatten)]
         json: Json,
     },
-    /// Make a service share GPUs from its next start on, and give it a rule for a server
+    /// Make a service share GPUs from its next start, and set a rule suited to servers
     ///
-    /// It preloads the library, as by `preload enable --unit`, skips the queue while it is within its share, and is evicted after 5
-    /// idle minutes if others need the room.
+    /// The service preloads the library, as with `preload enable --unit`. By its rule, the service skips the queue while it
+    /// is within its share. It is evicted after 5 idle minutes if other programs need the memory.
     Adopt {
         #[command(flatten)]
         server: adopt::Server,
-        /// It is the name of a container: only print the flags to start it with
+        /// UNIT is the name of a container: only print the options for starting the container
         #[arg(long, conflicts_with_all = ["user", "restart", "library"])]
         container: bool,
-        /// The library [default: the one that is installed with nvsharectl]
+        /// Library to load [default: the library installed with nvsharectl]
         #[arg(long, value_name = "PATH")]
         library: Option<PathBuf>,
     },
@@ -329,10 +331,10 @@ pub enum Verb {
         #[command(flatten)]
         server: adopt::Server,
     },
-    /// Make every program of this machine load the library, or those of a service
+    /// Make every program of this machine, or of one service, load the library
     #[command(subcommand)]
     Preload(Preload),
-    /// Bring GPUs and nvshare into containers, by the Container Device Interface (CDI)
+    /// Provide GPUs and nvshare to containers through the Container Device Interface (CDI)
     #[cfg(feature = "cdi")]
     #[command(subcommand)]
     Cdi(Cdi),
@@ -354,35 +356,36 @@ impl Verb {
 #[cfg(feature = "cdi")]
 #[derive(Debug, Subcommand)]
 pub enum Cdi {
-    /// Write the CDI file of this machine's GPUs; then `--device nvshare.com/gpu=0` has a container share GPU 0
+    /// Write the CDI file of this machine's GPUs, for containers started with `--device nvshare.com/gpu=0`
     Generate(Generate),
-    /// Put the library where containers can mount it from, on a host that has nvshare in containers only
+    /// Copy the library to a directory that containers can mount, on a host that runs nvshare only in containers
     Install(Install),
-    /// Container runtimes call this for each container that the file names, as an OCI hook; standard input is the container's state
+    /// OCI hook that container runtimes call for each container with nvshare's CDI device; standard input is the
+    /// container's state
     #[command(hide = true)]
     MergePreload,
 }
 
 #[derive(Debug, Subcommand)]
 pub enum Preload {
-    /// Show whether programs load the library, which one, and what is wrong with that
+    /// Show whether programs load the library, its path, and any problems
     Status {
         #[command(flatten)]
         of: Of,
         #[command(flatten)]
         json: Json,
     },
-    /// Check that the library can be loaded by everything; changes nothing
+    /// Check that every program can load the library, without changing anything
     Verify {
-        /// The library [default: the one that is installed with nvsharectl]
+        /// Library to load [default: the library installed with nvsharectl]
         #[arg(long, value_name = "PATH")]
         library: Option<PathBuf>,
         #[command(flatten)]
         json: Json,
     },
-    /// Verify the library, and then have every program load it that starts from now on, or a service's programs
+    /// Verify the library, then make all programs started from now on, or those of a service, load it
     Enable {
-        /// The library [default: the one that is installed with nvsharectl]
+        /// Library to load [default: the library installed with nvsharectl]
         #[arg(long, value_name = "PATH")]
         library: Option<PathBuf>,
         #[command(flatten)]
@@ -397,12 +400,12 @@ pub enum Preload {
 
 #[derive(Debug, Subcommand)]
 pub enum Setting {
-    /// How long a program keeps a GPU while others wait: whole seconds, from 1 to 3600
+    /// Time that a program may keep a GPU while others wait: whole seconds, from 1 to 3600
     TimeQuantum {
         #[arg(allow_negative_numbers = true, value_parser = parse_seconds, value_hint = ValueHint::Other)]
         value: Duration,
     },
-    /// Longest wait for a turn, in the mode auto: whole seconds up to 3600, or 0 for no limit
+    /// Longest wait for a turn if anti-thrash is auto: whole seconds up to 3600, or 0 for no limit
     MaxWait {
         #[arg(allow_negative_numbers = true, value_parser = parse_seconds, value_hint = ValueHint::Other)]
         value: Duration,
@@ -412,7 +415,7 @@ pub enum Setting {
         #[arg(value_name = "auto|on|off", value_parser = Mode, hide_possible_values = true)]
         value: AntiThrash,
     },
-    /// Order of programs: first come, first served; or least GPU time first, which shortens mean completion time
+    /// Order of waiting programs: first come, first served; or least GPU time first, which shortens the mean completion time
     Policy {
         #[arg(value_name = "fcfs|adaptive", value_parser = Order, hide_possible_values = true)]
         value: PolicyName,
@@ -429,9 +432,9 @@ fn parse_room(text: &str) -> Result<Duration, String> {
 
 /// Parses a time before now, such as `-10min`.
 fn parse_since(text: &str) -> Result<Duration, String> {
-    let ago = text
-        .strip_prefix('-')
-        .ok_or_else(|| format!("write {text:?} with a minus, since it is a time before now: \"-10min\""))?;
+    let ago = text.strip_prefix('-').ok_or_else(|| {
+        format!("cannot use the time {text:?}: a time before now starts with a minus, like \"-10min\"")
+    })?;
     units::parse_duration(ago)
 }
 
@@ -441,7 +444,7 @@ fn parse_memory(text: &str) -> Result<u64, String> {
     let is_some = (1..=MOST_MEMORY).contains(&bytes);
     is_some
         .then_some(bytes)
-        .ok_or_else(|| format!("{text:?} is no memory of a GPU: a size up to 1T, like \"20G\", is allowed"))
+        .ok_or_else(|| format!("{text:?} is not an amount of GPU memory. Write a size up to 1T, like \"20G\""))
 }
 
 /// Parses the words of [`parse_anti_thrash`], and lists them for shell completion.

@@ -58,12 +58,12 @@ async fn check_unit(connection: &zbus::Connection) -> Result<(), CtlError> {
     // Without systemd, the call's own error is sufficient.
     match Systemd::of(connection.clone()).states(UNIT).await {
         Ok((load_state, _)) if load_state == "masked" => Err(CtlError::NotRunning(format!(
-            "the scheduler is not running: {UNIT} is masked. `systemctl unmask {UNIT} nvshare.socket`, as root, allows it to start"
+            "the scheduler is not running: {UNIT} is masked. As root, run `systemctl unmask {UNIT} nvshare.socket`"
         ))),
         Ok((_, active_state)) if active_state == "failed" => Err(CtlError::NotRunning(format!(
-            "the scheduler is not running: {UNIT} has failed. `journalctl -u {UNIT}` and `systemctl status {UNIT}` say why, and \
-             `nvshare-scheduler --check-config` checks its configuration. Then `systemctl reset-failed {UNIT} nvshare.socket` and \
-             `systemctl start nvshare.socket`, as root, start it again"
+            "the scheduler is not running: {UNIT} has failed. `journalctl -u {UNIT}` and `systemctl status {UNIT}` \
+             show the reason, and `nvshare-scheduler --check-config` checks its configuration. To start it again, run \
+             `systemctl reset-failed {UNIT} nvshare.socket` and `systemctl start nvshare.socket` as root"
         ))),
         _ => Ok(()),
     }
@@ -72,7 +72,7 @@ async fn check_unit(connection: &zbus::Connection) -> Result<(), CtlError> {
 async fn peer(path: &Path) -> Result<zbus::Connection, CtlError> {
     let stream = UnixStream::connect(path).map_err(|e| match e.kind() {
         std::io::ErrorKind::PermissionDenied => CtlError::Failed(format!(
-            "you may not use the control socket {}: only root and the group nvshare may",
+            "cannot use the control socket {}: only root and the group nvshare have access",
             path.display()
         )),
         _ => CtlError::not_running(format_args!("{}: {e}", path.display())),

@@ -32,7 +32,7 @@ pub fn debug(target: &Target, output: Option<&Path>, command_lines: bool) -> Res
     let mut file = OpenOptions::new().write(true).create_new(true).mode(MODE).open(&path).map_err(|e| {
         CtlError::Failed(match e.kind() {
             ErrorKind::AlreadyExists => {
-                format!("{shown} exists and is not overwritten: use --output to name another file")
+                format!("{shown} already exists. Use --output to name another file")
             }
             _ => format!("cannot create {shown}: {e} (use --output to name another file)"),
         })
@@ -53,8 +53,8 @@ pub(super) fn create(target: &Target, command_lines: bool) -> Result<OwnedFd, Ct
         let bundle: zbus::Result<BundleFd> = password::call(&scheduler, "CreateDebugBundle", &(options,)).await;
         match bundle {
             Err(zbus::Error::MethodError(name, ..)) if name == "org.freedesktop.DBus.Error.UnknownMethod" => {
-                let text = "the scheduler that runs is older than nvsharectl and has no flight recorder: \
-                            `systemctl restart nvshare` starts the installed version";
+                let text = "the running scheduler is older than nvsharectl and has no flight recorder. Run `systemctl \
+                    restart nvshare` to start the installed version";
                 Err(CtlError::Failed(text.into()))
             }
             bundle => Ok(bundle?.into()),

@@ -19,12 +19,13 @@ pub fn release(target: &Target, lasts: Duration) -> Result<String, CtlError> {
         Ok((users, clients))
     })?;
     if users.is_empty() {
-        return Ok(format!("The scheduler has released the driver, for {seconds} s or until a program uses a GPU.\n"));
+        return Ok(format!("The scheduler has released the driver for {seconds} s, or until a program uses a GPU.\n"));
     }
     let lines: String =
         users.iter().filter_map(|id| clients.iter().find(|client| client.id == *id)).map(line).collect();
     Err(CtlError::Failed(format!(
-        "the scheduler has released the driver, but programs use it: stop them, then run this again\n{}",
+        "the scheduler has released the driver, but programs still use it. Stop these programs, then run this command \
+         again:\n{}",
         lines.trim_end()
     )))
 }

@@ -32,16 +32,17 @@ impl CtlError {
             (std::env::var_os("KUBERNETES_SERVICE_HOST").is_some(), Path::new(CONTROL_IN_POD).is_dir());
         Self::NotRunning(match (is_pod, is_own) {
             (true, false) => {
-                "cannot ask the scheduler from this pod. On Kubernetes, administrators ask it: `kubectl -n nvshare \
-                              exec daemonset/nvshare -c scheduler -- nvsharectl`"
+                "cannot reach the scheduler from this pod. On Kubernetes, an administrator runs `kubectl -n nvshare \
+                 exec daemonset/nvshare -c scheduler -- nvsharectl`"
                     .to_owned()
             }
             (true, true) => format!(
-                "the scheduler is not running ({why}): kubelet starts it; see the log of the container `scheduler` of this pod"
+                "the scheduler is not running ({why}). Kubelet starts it. See the log of this pod's container \
+                 `scheduler`"
             ),
             (false, _) => format!(
-                "the scheduler is not running ({why}): start it with `systemctl start nvshare.socket` as root; one of your own \
-                 listens where --control or $NVSHARE_CONTROL says"
+                "the scheduler is not running ({why}). As root, start it with `systemctl start nvshare.socket`. To \
+                 reach another scheduler, set --control or $NVSHARE_CONTROL"
             ),
         })
     }

@@ -44,7 +44,7 @@ pub fn follow(target: &Target, request: &RoomRequest) -> Result<u8, CtlError> {
     block_on(async {
         let failed = |e: zbus::Error| {
             CtlError::Failed(format!(
-                "cannot follow GameMode on the session's bus: {e}. Run this in the session of the games"
+                "cannot watch GameMode on the session bus: {e}. Run this command in the session of the games"
             ))
         };
         let session = zbus::connection::Builder::session().build().await.map_err(failed)?;
@@ -67,7 +67,7 @@ pub fn follow(target: &Target, request: &RoomRequest) -> Result<u8, CtlError> {
                     Err(e) => {
                         let why = e.to_string();
                         if why != refused {
-                            eprintln!("nvsharectl: {why}; trying again while a game runs");
+                            eprintln!("nvsharectl: {why}. Retrying while a game runs");
                             refused = why;
                         }
                     }

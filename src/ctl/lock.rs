@@ -70,7 +70,7 @@ enum Notice {
 /// The lock cannot be acquired, or the command cannot be started.
 pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Result<u8, CtlError> {
     let Some((program, arguments)) = command.split_first() else {
-        return Err(CtlError::Failed("there is no command to run".into()));
+        return Err(CtlError::Failed("the command is missing".into()));
     };
     let name = program.to_string_lossy();
     let mut request = request.clone();
@@ -78,7 +78,7 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
     let (sender, notices) = mpsc::channel();
     follow(acquire(target, &request)?, sender.clone());
     if !matches!(notices.recv(), Ok(Notice::Granted)) {
-        return Err(CtlError::Failed("the scheduler has stopped before it gave the lock".into()));
+        return Err(CtlError::Failed("cannot acquire the lock: the scheduler stopped".into()));
     }
     let child = Command::new(program).args(arguments).spawn();
     let child = child.map_err(|error| CtlError::CannotRun { command: name.clone().into_owned(), error })?;
@@ -94,18 +94,18 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
                 let after = units::duration(since.elapsed());
                 match request.on_loss {
                     OnLoss::Pause => {
-                        eprintln!("nvsharectl: the lock is held again after {after}: {name} goes on");
+                        eprintln!("nvsharectl: reacquired the lock after {after}: {name} continues");
                         command.signal(Signal::CONT);
                     }
                     OnLoss::Continue | OnLoss::Terminate => {
-                        eprintln!("nvsharectl: the lock is held again after {after}");
+                        eprintln!("nvsharectl: reacquired the lock after {after}");
                     }
                 }
             }
             Ok(Notice::Revoked | Notice::Lost) => {
                 let is_over = matches!(notice, Ok(Notice::Revoked));
                 let why = match is_over {
-                    true => "the turn is over and other programs wait",
+                    true => "the turn is over, and other programs wait",
                     false => "the scheduler ended, or an administrator ended the lock",
                 };
                 let lost = format!("nvsharectl: the lock was lost: {why};");
@@ -113,7 +113,7 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
                 match request.on_loss {
                     OnLoss::Continue => {
                         was_beside_others = true;
-                        eprintln!("{lost} {name} goes on beside other programs");
+                        eprintln!("{lost} {name} continues beside other programs");
                     }
                     OnLoss::Terminate => {
                         was_beside_others = true;
@@ -123,7 +123,7 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
                     OnLoss::Pause => {
                         // Stops the command before printing, since other programs may already run.
                         command.signal(Signal::STOP);
-                        eprintln!("{lost} {name} is paused until it is held again");
+                        eprintln!("{lost} {name} is paused until the lock is reacquired");
                         if !is_over {
                             acquire_again(target.clone(), request.clone(), sender.clone());
                         }
@@ -132,7 +132,7 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
             }
             Ok(Notice::Refused(e)) => {
                 if !std::mem::replace(&mut is_told, true) {
-                    eprintln!("nvsharectl: {e}; trying again");
+                    eprintln!("nvsharectl: {e}. Retrying");
                 }
             }
             // A closed channel means that the command has ended: its thread keeps the sender until

@@ -71,14 +71,18 @@ fn step(client: &Client) -> String {
     let (resident, swapped) = (sum(|usage| usage.resident), sum(|usage| usage.swapped));
     match client.sleep.as_str() {
         "preparing" if resident > 0 => {
-            format!("its memory leaves, {} of {}", units::size(swapped), units::size(resident.saturating_add(swapped)))
+            format!(
+                "evicting its memory, {} of {}",
+                units::size(swapped),
+                units::size(resident.saturating_add(swapped))
+            )
         }
-        "awake" => "its work ends".into(),
-        "preparing" => "its memory leaves".into(),
-        "checkpointing" => "it is taken off the GPU".into(),
-        "sleeping" | "waking" => "it waits for room".into(),
-        "restoring" => "it is put back".into(),
-        _ => "it is found out where it is".into(),
+        "awake" => "finishing its work".into(),
+        "preparing" => "evicting its memory".into(),
+        "checkpointing" => "taking it off the GPU".into(),
+        "sleeping" | "waking" => "waiting for free memory".into(),
+        "restoring" => "restoring it".into(),
+        _ => "determining its state".into(),
     }
 }
 
@@ -99,7 +103,7 @@ impl There {
         };
         match gpus.iter().find(is_meant) {
             Some(listed) if listed.drained => Ok(Self::of(scheduler.list_clients().await?, &listed.uuid)),
-            Some(_) => Err(CtlError::Failed("cannot drain it: it has been undrained since".into())),
+            Some(_) => Err(CtlError::Failed("cannot drain the GPU: another command has undrained it".into())),
             None => Ok(Self::default()), // it is gone
         }
     }
@@ -126,17 +130,19 @@ impl There {
         };
         let mut text = String::new();
         if !self.asleep.is_empty() {
-            text += "These programs sleep until it is undrained. Before another version of the driver is loaded, they have to end:\n";
+            text += "These programs sleep until the GPU is undrained. End them before you load another version of the \
+                driver:\n";
             text += &lines(&self.asleep, |_| String::new());
         }
         if self.stay.is_empty() {
             return Ok(format!(
-                "No program is on the GPU, and none gets there until `nvsharectl undrain {gpu}`.\n{text}"
+                "No program is on the GPU. New programs cannot use it until `nvsharectl undrain {gpu}`.\n{text}"
             ));
         }
         let stay = lines(&self.stay, |client| format!(": {}", client.sleep_obstacle));
         Err(CtlError::Failed(format!(
-            "programs stay on the GPU that can neither be moved nor sleep; they are asked again from time to time:\n{stay}{text}"
+            "cannot drain the GPU: these programs can neither move nor sleep. The scheduler retries them \
+             periodically:\n{stay}{text}"
         )))
     }
 }
@@ -149,9 +155,9 @@ mod tests {
     fn progress_names_the_evicted_bytes() {
         let usage = GpuUse { resident: 3 << 30, swapped: 1 << 30, ..GpuUse::default() };
         let mut client = Client { sleep: "preparing".into(), gpus: vec![usage], ..Client::default() };
-        assert_eq!(step(&client), "its memory leaves, 1 GiB of 4 GiB");
+        assert_eq!(step(&client), "evicting its memory, 1 GiB of 4 GiB");
         client.sleep = "checkpointing".into();
-        assert_eq!(step(&client), "it is taken off the GPU");
+        assert_eq!(step(&client), "taking it off the GPU");
     }
 
     #[test]

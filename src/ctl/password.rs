@@ -51,7 +51,7 @@ where
         }
         reply => reply?,
     };
-    reply.ok_or_else(|| zbus::Error::Failure("no reply was waited for".into()))
+    reply.ok_or_else(|| zbus::Error::Failure("the reply was not awaited".into()))
 }
 
 fn needs_password(error: &zbus::Error) -> bool {

@@ -36,7 +36,7 @@ pub(super) async fn pids(scheduler: &SchedulerProxy<'_>, program: &str) -> Resul
         Ok(pid) => vec![pid],
         Err(_) => pids_of(&scheduler.list_clients().await?, program),
     };
-    let none = || CtlError::Failed(format!("no program under nvshare is in a unit, container or pod {program:?}"));
+    let none = || CtlError::Failed(format!("no program under nvshare belongs to a unit, container or pod {program:?}"));
     (!pids.is_empty()).then_some(pids).ok_or_else(none)
 }
 

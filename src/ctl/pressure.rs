@@ -24,7 +24,7 @@ pub fn show(target: &Target, as_json: bool) -> Result<String, CtlError> {
 
 fn text(groups: &[Pressure]) -> String {
     if groups.is_empty() {
-        return "No program uses a GPU, or did in the last five minutes.\n".into();
+        return "No program has used a GPU in the last five minutes.\n".into();
     }
     let mut table = Table::new(&[
         ("KIND", Align::Left),

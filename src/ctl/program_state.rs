@@ -44,7 +44,7 @@ pub fn state(client: &Client, usage: Option<&GpuUse>, gpu: Option<&Gpu>, moves_i
         "sleeping" => return ("asleep".into(), Tone::Plain),
         "waking" => return ("waits for room".into(), Tone::Waits),
         "restoring" => return ("coming back, driver".into(), Tone::Waits),
-        "settling" => return ("being determined".into(), Tone::Waits),
+        "settling" => return ("state unknown".into(), Tone::Waits),
         "lost" => return ("lost: calls fail".into(), Tone::Bad),
         _ => {}
     }

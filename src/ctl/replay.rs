@@ -70,11 +70,11 @@ impl Replayed {
             format!("{} events in {}", self.replay.entries, units::duration(took)),
         ];
         match &self.replay.difference {
-            None => lines.push("The scheduler decides as recorded.".into()),
+            None => lines.push("The scheduler's decisions match the recording.".into()),
             Some(Difference { number, event, command, recorded, replayed, .. }) => {
                 let shown = |command: &Option<Command>| command.as_ref().map_or_else(|| "none".to_owned(), notation);
                 lines.push(format!(
-                    "The scheduler decides differently from entry {number} on (line {}):",
+                    "The scheduler's decisions differ from the recording from entry {number} on (line {}):",
                     self.line.unwrap_or_default()
                 ));
                 lines.push(format!("  event      {}", notation(event)));
@@ -83,7 +83,7 @@ impl Replayed {
                 lines.push(format!("  replayed   {}", shown(replayed)));
                 let own = env!("CARGO_PKG_VERSION");
                 if version != own {
-                    lines.push(format!("The bundle is of version {version}, and this nvsharectl of {own}."));
+                    lines.push(format!("The bundle is from version {version}, but this nvsharectl is version {own}."));
                 }
             }
         }
@@ -236,18 +236,24 @@ fn in_words(what: &What) -> String {
                 ReleaseReason::Idle => "idle",
                 ReleaseReason::Revoked => "revoked",
                 ReleaseReason::NoMemory => "mapping its memory failed",
-                ReleaseReason::Gone => "its context is gone",
+                ReleaseReason::Gone => "its context was destroyed",
             };
             format!("released after {} ({why})", units::fine_duration(*held))
         }
         What::Evicted(bytes) => format!("asked to evict {}", units::size(*bytes)),
-        What::MemoryLeft(bytes, took) => format!("{} left within {}", units::size(*bytes), units::fine_duration(*took)),
+        What::MemoryLeft(bytes, took) => {
+            format!("{} evicted within {}", units::size(*bytes), units::fine_duration(*took))
+        }
         What::MemoryReturned(bytes, took) => {
-            format!("{} returned within {}", units::size(*bytes), units::fine_duration(*took))
+            format!("{} restored within {}", units::size(*bytes), units::fine_duration(*took))
         }
         What::Denied(bytes) => format!("refused a limit of {}", units::size(*bytes)),
-        What::Left { held: Some(held), .. } => format!("left, after holding it for {}", units::fine_duration(*held)),
-        What::Left { waited: Some(waited), .. } => format!("left, after waiting for {}", units::fine_duration(*waited)),
+        What::Left { held: Some(held), .. } => {
+            format!("disconnected after holding the lock for {}", units::fine_duration(*held))
+        }
+        What::Left { waited: Some(waited), .. } => {
+            format!("disconnected after waiting for {}", units::fine_duration(*waited))
+        }
         What::Left { .. } => "left".into(),
     }
 }

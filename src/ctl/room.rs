@@ -49,8 +49,8 @@ pub fn keep(target: &Target, request: &RoomRequest, command: &[OsString]) -> Res
         if command.is_none() {
             let until = request
                 .lasts
-                .map_or("until this is interrupted".into(), |lasts| format!("for {}", units::duration(lasts)));
-            eprintln!("nvsharectl: {} are free, and kept free {until}", units::size(request.bytes));
+                .map_or("until this command is interrupted".into(), |lasts| format!("for {}", units::duration(lasts)));
+            eprintln!("nvsharectl: {} are free, and are kept free {until}", units::size(request.bytes));
         }
         loop {
             select! {
@@ -67,9 +67,7 @@ pub fn keep(target: &Target, request: &RoomRequest, command: &[OsString]) -> Res
                 at(ends).await;
                 continue;
             }
-            eprintln!(
-                "nvsharectl: the room was lost, since the scheduler ended or the GPU is gone; asking for it again"
-            );
+            eprintln!("nvsharectl: lost the room, because the scheduler ended or the GPU is gone. Requesting it again");
             let again = RoomRequest { lasts: ends.map(|ends| ends - Instant::now()).map(whole), ..request.clone() };
             room = select! {
                 room = FreeRoom::make_again(target, &again) => room,
@@ -112,7 +110,7 @@ impl FreeRoom {
         let seconds = u32::try_from(seconds).unwrap_or(u32::MAX);
         let options: HashMap<&str, Variant<'_>> = HashMap::from([("for", Variant::from(seconds))]);
         let arguments = (gpu.as_str(), bytes, options);
-        let text = format!("programs make room: {} have to be free", units::size(*bytes));
+        let text = format!("waiting until programs have freed {}", units::size(*bytes));
         let asked = password::call::<RoomFd>(&scheduler, "MakeRoom", &arguments);
         let room = OwnedFd::from(progress.during(&text, asked).await?);
         let socket = std::os::unix::net::UnixStream::from(room);
@@ -132,7 +130,7 @@ impl FreeRoom {
         loop {
             match Self::make(target, request, &mut Progress::new()).await {
                 Ok(room) => return room,
-                Err(e) if !std::mem::replace(&mut is_told, true) => eprintln!("nvsharectl: {e}; trying again"),
+                Err(e) if !std::mem::replace(&mut is_told, true) => eprintln!("nvsharectl: {e}. Retrying"),
                 Err(_) => {}
             }
             sleep(RETRY).await;

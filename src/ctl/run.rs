@@ -19,7 +19,7 @@ const PRELOAD: &str = "LD_PRELOAD";
 /// Executes the command. Returns only if that fails.
 pub fn run(target: &Target, library: Option<&Path>, request: GpuRequest, command: &[OsString]) -> CtlError {
     let Some((program, arguments)) = command.split_first() else {
-        return CtlError::Failed("there is no command to run".into());
+        return CtlError::Failed("the command is missing".into());
     };
     // Refuses an invalid limit, so that a typo does not remove the limit.
     if let Some(mistake) = env_limits().mistake() {
@@ -65,7 +65,7 @@ fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
         if whole.as_os_str().as_bytes().iter().any(|b| b.is_ascii_whitespace() || *b == b':') {
             let path = whole.display();
             return Err(CtlError::Failed(format!(
-                "{path} has a blank or a colon in its path, which the loader cannot read: move the library elsewhere"
+                "the path {path} contains a space or a colon, which the loader cannot read. Move the library elsewhere"
             )));
         }
         return Ok(whole);

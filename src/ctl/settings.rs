@@ -48,7 +48,7 @@ fn whole_seconds(what: &str, value: Duration) -> Result<u32, CtlError> {
     u32::try_from(value.as_secs())
         .ok()
         .filter(|_| whole)
-        .ok_or_else(|| CtlError::Failed(format!("the {what} cannot be {value:?}: it is a number of whole seconds")))
+        .ok_or_else(|| CtlError::Failed(format!("the {what} cannot be {value:?}: write whole seconds")))
 }
 
 /// The settings and rules in effect, in the format of the configuration file or as JSON.

@@ -68,7 +68,7 @@ pub fn text(status: &Status, waits: &Waits, style: Style) -> String {
         paragraph(&mut out, problem, "", RED, style);
     }
     if status.gpus.is_empty() {
-        out.push_str("\nNo GPU is known yet: one appears when a program uses it.\n");
+        out.push_str("\nNo GPU is known yet. A GPU is listed as soon as a program uses it.\n");
     }
     for gpu in &status.gpus {
         out.push('\n');
@@ -99,34 +99,37 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
     let swapped = if gpu.swapped > 0 { format!(", {} swapped", units::size(gpu.swapped)) } else { String::new() };
     let (resident, capacity) = (units::size(gpu.resident), units::size(gpu.capacity));
     let overhead =
-        gpu.overhead.map_or(String::new(), |bytes| format!("; {} contexts and other programs", units::size(bytes)));
+        gpu.overhead.map_or(String::new(), |bytes| format!("; {} for contexts and other programs", units::size(bytes)));
     let mut say = |text: &str| paragraph(out, text, "  ", "", style);
     say(&format!("memory   {resident} of {capacity} for programs{swapped}{overhead}"));
     say(&format!("demand   {}", units::size(gpu.demand)));
     if gpu.shortfall > 0 {
         let shortfall = units::size(gpu.shortfall);
         say(&format!(
-            "A program needs {shortfall} more than it uses, since it could not map memory that is measured as free."
+            "The scheduler keeps {shortfall} more free for a program, because the driver could not map memory that is \
+             measured as free."
         ));
     }
     if gpu.gone {
-        say("This GPU is gone: the driver no longer lists it, and programs that use it get errors.");
+        say("This GPU is gone: the driver no longer lists it, and CUDA calls on it fail.");
     } else if gpu.accounting == "reports" {
-        say("NVML does not measure this GPU: programs are believed what memory they report.");
+        say("NVML does not measure this GPU. The scheduler relies on the programs' own memory reports.");
     }
     if gpu.drained {
-        say("drained: programs leave this GPU, and none gets there (to end it: nvsharectl undrain)");
+        say("drained: programs are moved off this GPU, and no program may start to use it. `nvsharectl undrain` ends \
+            this.");
     }
     for Room { who, pid, uid, bytes, ready, ends_in } in gpu.rooms.iter().flatten() {
         let (bytes, user, ends) = (units::size(*bytes), user(*uid), seconds(*ends_in));
         let free = if *ready { "" } else { " as soon as they are free" };
         say(&format!(
-            "room     {bytes} are kept free{free} for {who} (process {pid}) of {user}; this ends in {ends} unless renewed"
+            "room     {bytes} are kept free{free} for {who} (process {pid}) of {user}. The room ends in {ends} if it \
+             is not renewed"
         ));
     }
     let in_rooms = gpu.rooms.iter().flatten().any(|_| true);
     if let Some(kept) = gpu.kept.filter(|kept| *kept > 0 && !in_rooms) {
-        say(&format!("{} are kept free ahead of other programs that grow.", units::size(kept)));
+        say(&format!("{} are kept free as headroom for other programs that allocate more memory.", units::size(kept)));
     }
     let mut rows: Vec<(usize, &Client, &GpuUse)> = clients
         .iter()
@@ -204,7 +207,7 @@ fn reasons_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, 
         }
     }
     if has_more {
-        out.push_str("  `nvsharectl why PID` tells more.\n");
+        out.push_str("  `nvsharectl why PID` explains the wait.\n");
     }
 }
 
@@ -221,26 +224,32 @@ fn sentences(gpu: &Gpu, clients: &[Client]) -> Vec<String> {
     for (client, usage) in &here {
         if let Some(bytes) = usage.in_file {
             let bytes = units::size(bytes);
-            all.push(format!("{} has {bytes} of its swapped memory in a file on a disk.", process(client)));
+            all.push(format!("{bytes} of the swapped memory of {} are in a swap file.", process(client)));
         }
     }
     let limits = here.iter().filter_map(|(client, usage)| Some((*client, usage.memory_max?)));
     all.extend(groups(
-        limits.map(|(client, max)| (client, format!("may have {} by rule {}", units::size(max), rule(client)))),
+        limits.map(|(client, max)| (client, format!("may use {} by rule {}", units::size(max), rule(client)))),
     ));
     for (client, usage) in &here {
         let who = process(client);
         if let Some(bytes) = usage.pending_limit {
             let bytes = units::size(bytes);
-            all.push(format!("{who} waits for memory: for {bytes} in all, when other programs have freed enough."));
+            all.push(format!(
+                "{who} waits for memory: it requests {bytes} in total, and other programs must free memory first."
+            ));
         }
         if let Some(bytes) = usage.unverified.filter(|_| gpu.accounting != "reports") {
-            all.push(format!("{who} reports {} that NVML does not show: they do not count.", units::size(bytes)));
+            all.push(format!(
+                "{who} reports {} of memory that NVML does not show. They are not counted.",
+                units::size(bytes)
+            ));
         }
         if usage.mapping_failures > 1 {
             let failures = usage.mapping_failures;
             all.push(format!(
-                "{who} has had the GPU {failures} times in a row without room for its memory: other memory is evicted for it."
+                "The driver could not map the memory of {who} in {failures} turns in a row. Other programs' memory is \
+                 being evicted."
             ));
         }
     }
@@ -249,7 +258,7 @@ fn sentences(gpu: &Gpu, clients: &[Client]) -> Vec<String> {
     for (client, _) in &here {
         let who = process(client);
         if !client.environment.is_empty() {
-            all.push(format!("{who} has {} by its own environment.", client.environment));
+            all.push(format!("The environment of {who} sets {}.", client.environment));
         }
         all.extend(client.environment_ignored.iter().map(|remark| format!("{who}: {remark}.")));
         all.extend(sleep_sentences(client));
@@ -269,7 +278,10 @@ fn sentences(gpu: &Gpu, clients: &[Client]) -> Vec<String> {
         all.push(format!("{} was placed on this GPU{still}.", process(client)));
     }
     for (client, _) in here.iter().filter(|(_, usage)| usage.untracked_work) {
-        all.push(format!("{} gives this GPU work by another API than CUDA: its memory stays.", process(client)));
+        all.push(format!(
+            "{} uses this GPU through another API than CUDA, so its memory stays on the GPU.",
+            process(client)
+        ));
     }
     for (client, usage) in here.iter().filter(|(_, usage)| !usage.eviction_blocked.is_empty()) {
         all.push(format!("The memory of {} stays on the GPU: {}.", number(client), usage.eviction_blocked));
@@ -281,18 +293,18 @@ fn sleep_sentences(client: &Client) -> Vec<String> {
     let (who, why) = (process(client), &client.sleep_obstacle);
     let mut all = Vec::new();
     if client.sleep == "lost" {
-        all.push(format!("{who} was off the GPU and cannot come back: its CUDA calls fail."));
+        all.push(format!("{who} was taken off the GPU, and the driver cannot restore it. Its CUDA calls fail."));
     } else if !client.moving.is_empty() {
-        all.push(format!("{who} is on its way to {}.", client.moving));
+        all.push(format!("{who} is moving to {}.", client.moving));
     } else if client.sleep == "settling" && !why.is_empty() {
-        all.push(format!("{who} may be asleep, and gets no turn until that is known: {why}."));
+        all.push(format!("{who} may be asleep, and gets no turn until its state is known: {why}."));
     } else if !why.is_empty() {
-        let held = if client.paused { " is kept from running, but" } else { "" };
+        let held = if client.paused { " is paused, but" } else { "" };
         all.push(format!("{who}{held} cannot sleep: {why}."));
     }
     if let Some(took) = client.wake_time {
         let by = if client.woken_by == "resume" { "it was resumed" } else { "it called the driver" };
-        all.push(format!("{who} last woke because {by}, which took {}.", seconds(took)));
+        all.push(format!("{who} last woke up because {by}. Waking took {}.", seconds(took)));
     }
     all
 }
@@ -502,8 +514,9 @@ GPU 0  NVIDIA H200  140 GiB  GPU-1
         let mut other = status.clone();
         other.clients[1].gpus[0].untracked_work = true;
         assert!(
-            text(&other, &Waits::new(), Style::default())
-                .ends_with("  Process 102 gives this GPU work by another API than CUDA: its memory stays.\n")
+            text(&other, &Waits::new(), Style::default()).ends_with(
+                "  Process 102 uses this GPU through another API than CUDA, so its memory stays on the GPU.\n"
+            )
         );
         assert!(!text(&status, &Waits::new(), Style::default()).contains("engine swap"), "the usual needs no words");
         let mut asked = status.clone();
@@ -545,9 +558,12 @@ GPU 0  NVIDIA H200  140 GiB  GPU-1
         assert!(shown(|client| (client.sleep, client.paused) = ("sleeping".into(), true)).contains(" paused "));
         let held = shown(|client| (client.sleep_obstacle, client.paused) = ("it is in a gang".into(), true));
         assert!(held.contains(" paused "), "{held}");
-        assert!(held.ends_with("  Process 107 is kept from running, but cannot sleep: it is in a gang.\n"), "{held}");
+        assert!(held.ends_with("  Process 107 is paused, but cannot sleep: it is in a gang.\n"), "{held}");
         let woken = shown(|client| (client.woken_by, client.wake_time) = ("call".into(), Some(1.5)));
-        assert!(woken.ends_with("  Process 107 last woke because it called the driver, which took 1.5s.\n"), "{woken}");
+        assert!(
+            woken.ends_with("  Process 107 last woke up because it called the driver. Waking took 1.5s.\n"),
+            "{woken}"
+        );
     }
 
     #[test]
@@ -557,7 +573,7 @@ GPU 0  NVIDIA H200  140 GiB  GPU-1
             client(2, "python3 server.py", usage("waiting", 3.0, 7 << 30)),
         ];
         clients[0].environment_ignored = vec![
-            "NVSHARE_WEIGHT=200 has no effect: without a rule the program has weight 100, and can only have less"
+            "NVSHARE_WEIGHT=200 has no effect: without a rule the program already has weight 100, and this variable can only lower the limit"
                 .into(),
         ];
         let gpu = Gpu {
@@ -593,7 +609,7 @@ GPU 0  NVIDIA H200  140 GiB  GPU-1
             "101 root runs, 3.2s left",
             "102 root waits, about 4s",
             "Process 102: python3 (process 101) holds GPU 0; its turn ends in about 3.2s.",
-            "and can only have less.",
+            "and this variable can only lower the limit.",
         ] {
             assert!(one_line.contains(part), "{part}: {narrow}");
         }
@@ -650,7 +666,7 @@ GPU 0  NVIDIA H200  140 GiB  GPU-1
         let status = Status { gpus, clients, ..Status::default() };
         let waits = Waits::from([(7, vec!["It has waited.".into(), "It is expected to run at once.".into()])]);
         let shown = text(&status, &waits, Style::default());
-        let expected = "\n  Process 107: It has waited.\n  `nvsharectl why PID` tells more.\n";
+        let expected = "\n  Process 107: It has waited.\n  `nvsharectl why PID` explains the wait.\n";
         assert!(shown.contains(expected), "{shown}");
     }
 }

@@ -158,9 +158,9 @@ impl Systemd {
                 tokio::time::sleep(LOOK).await;
             }
         };
-        let restarted = Progress::new().during(&format!("{name} is restarted"), restarted).await;
+        let restarted = Progress::new().during(&format!("restarting {name}"), restarted).await;
         match restarted.map_err(|e| failed(name, &e))? {
-            true => Err(CtlError::Failed(format!("{name} does not start: `journalctl -u {name}` may say why"))),
+            true => Err(CtlError::Failed(format!("{name} does not start. See `journalctl -u {name}`"))),
             false => Ok(()),
         }
     }
@@ -196,11 +196,9 @@ impl Systemd {
         match asked.await {
             Ok(Ok(service)) => Ok(service),
             Ok(Err(state)) if state == "not-found" => Err(CtlError::Failed(format!(
-                "systemd has no {name}: `systemctl list-unit-files --type=service` lists what there is"
+                "systemd knows no {name}. List the services with `systemctl list-unit-files --type=service`"
             ))),
-            Ok(Err(state)) => {
-                Err(CtlError::Failed(format!("{name} cannot be started: systemd says that it is {state}")))
-            }
+            Ok(Err(state)) => Err(CtlError::Failed(format!("cannot start {name}: its state in systemd is {state}"))),
             Err(e) => Err(failed(name, &e)),
         }
     }

@@ -50,7 +50,7 @@ pub fn timeline(source: &Source, gpu: Option<&str>, since: Option<Duration>, for
     if let Some(gpu) = gpu {
         let uuid = names.iter().find(|(_, name)| name.split(' ').nth(1) == Some(gpu)).map(|(uuid, _)| uuid.clone());
         if !timeline.keep_gpu(uuid.as_deref().unwrap_or(gpu)) {
-            return Err(CtlError::Failed(format!("no program used a GPU {gpu:?}: its number or its UUID is needed")));
+            return Err(CtlError::Failed(format!("no program used a GPU {gpu:?}. Name the GPU by its number or UUID")));
         }
     }
     timeline.cut_blank_beginning();

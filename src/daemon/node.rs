@@ -22,8 +22,7 @@ pub fn sees_the_host() -> Result<(), String> {
     if namespace == Path::new(INITIAL) || is_of_a_node(&read("/proc/1/cgroup"), &read("/proc/self/cgroup")) {
         return Ok(());
     }
-    Err("this pod has a PID namespace of its own, so that the scheduler could not know which program is whose: \
-         the pod needs hostPID: true"
+    Err("this pod has its own PID namespace, so the scheduler cannot identify programs. Set hostPID: true for the pod"
         .into())
 }
 

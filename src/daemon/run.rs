@@ -331,7 +331,7 @@ impl Startup {
         match helpers(in_pod) {
             Ok(Some(helpers)) => tasks::start_checkpoints(&core, helpers),
             Ok(None) => {}
-            Err(e) => warn!("cannot take programs off their GPUs: {e}"),
+            Err(e) => warn!("cannot checkpoint programs: {e}"),
         }
         tasks::start_swap_files(&core)?;
         let connections = start_connections(&core, &control.views, clients, stored, bus_attempted);
@@ -403,7 +403,7 @@ async fn start_nvml(core: &RefCell<Core>) -> mpsc::UnboundedReceiver<Report> {
         }
     };
     if tokio::time::timeout(FIRST_REPORTS_TIMEOUT, first).await.is_err() {
-        info!("NVML takes long to list the GPUs");
+        info!("NVML is slow to list the GPUs, continuing without them");
     }
     reports
 }
@@ -429,7 +429,7 @@ fn start_connections(
         let (core, connections) = (core.clone(), connections.clone());
         async move {
             if let Err(e) = accept::accept(core, listener, connections, "").await {
-                error!("cannot accept programs any more: {e}");
+                error!("cannot accept programs: {e}");
             }
         }
     });

@@ -115,7 +115,7 @@ fn create(directory: &Path) -> io::Result<File> {
     // A file in RAM would save no memory. The file would also be charged to the scheduler's own control
     // group, which has a low limit.
     if IN_MEMORY.contains(&statfs(directory)?.f_type) {
-        return Err(io::Error::other("it is in RAM: use a directory on a disk"));
+        return Err(io::Error::other("it is in RAM. Use a directory on a disk"));
     }
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC | OFlags::EXCL;
     let mode = Mode::RUSR | Mode::WUSR;
@@ -158,9 +158,7 @@ pub fn in_words(error: &io::Error) -> String {
         Some(Errno::NOSPC | Errno::DQUOT) => "the disk is full".into(),
         Some(Errno::OPNOTSUPP) => "its file system cannot reserve space (ext4, XFS and Btrfs can)".into(),
         Some(Errno::ACCESS | Errno::PERM) => "the scheduler's user may not write there".into(),
-        Some(Errno::ROFS) => {
-            "it is read-only for the scheduler: allow it with ReadWritePaths= of nvshare.service".into()
-        }
+        Some(Errno::ROFS) => "it is read-only for the scheduler. Add it to ReadWritePaths= of nvshare.service".into(),
         Some(Errno::NOENT) => "there is no such directory".into(),
         _ => error.to_string(),
     }

@@ -90,7 +90,9 @@ impl Faults {
         let is_settled =
             self.faults.get(gpu).is_some_and(|fault| now.saturating_duration_since(fault.since) >= SETTLING);
         match advice {
-            Advice::Action(action) => return Some(format!("the driver says that it needs {}", action_name(action))),
+            Advice::Action(action) => {
+                return Some(format!("the driver reports that the GPU needs {}", action_name(action)));
+            }
             Advice::Nothing if is_settled => drop(self.faults.remove(gpu)),
             Advice::Nothing | Advice::Unknown => {}
         }
@@ -103,7 +105,7 @@ fn action_name(action: u64) -> String {
     match action {
         1 => "a reset".into(),
         2 => "a reboot of the node".into(),
-        3 => "its peer-to-peer traffic to end".into(),
+        3 => "its peer-to-peer traffic to stop".into(),
         4 => "to be drained and reset".into(),
         5 => "a reset of its bus".into(),
         other => format!("recovery action {other}"),
@@ -138,7 +140,7 @@ mod tests {
             // An immediate recommendation may predate the event.
             assert!(faults.answered(GPU, &there(Advice::Nothing), now).is_some());
             let asks = faults.answered(GPU, &there(Advice::Action(1)), now + SETTLING);
-            assert_eq!(asks.as_deref(), Some("the driver says that it needs a reset"));
+            assert_eq!(asks.as_deref(), Some("the driver reports that the GPU needs a reset"));
             assert_eq!(faults.answered(GPU, &there(Advice::Nothing), now + SETTLING), None);
         }
     }

@@ -42,7 +42,7 @@ pub fn watch<'nvml>(nvml: &'nvml Nvml, gpus: Vec<Device<'nvml>>) -> (Option<Even
             match device.register_events(*types, set) {
                 Ok(with) => set = with,
                 Err(e) => {
-                    debug!("events of a GPU cannot be had: {}", e.error);
+                    debug!("cannot receive a GPU's events: {}", e.error);
                     able.remove(at);
                     continue 'anew;
                 }

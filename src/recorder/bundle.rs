@@ -277,7 +277,8 @@ pub fn read<R: BufRead>(from: R) -> Result<Bundle<R>, ReadError> {
         }
         _ => {
             return Err(lines.wrong(
-                "this is neither a debug bundle of `nvsharectl debug` nor a record of `nvshare-scheduler --record`",
+                "this file is neither a debug bundle of `nvsharectl debug` nor a record of `nvshare-scheduler \
+                 --record`",
             ));
         }
     };
@@ -303,7 +304,7 @@ pub fn read<R: BufRead>(from: R) -> Result<Bundle<R>, ReadError> {
                 };
                 return Ok(Bundle { header, status, checkpoint, entries });
             }
-            Some("entry" | "end") => return Err(lines.wrong("a line of the kind checkpoint must come before this one")),
+            Some("entry" | "end") => return Err(lines.wrong("a line of kind checkpoint must precede this line")),
             // Lines for people, and lines of later versions.
             Some(_) => {}
             None => return Err(lines.cut_off()),
@@ -336,7 +337,7 @@ impl<R: BufRead> Entries<R> {
                 Some("end") => {
                     let End { entries } = self.lines.parse(&self.version)?;
                     if entries != self.count {
-                        let text = format!("{entries} entries are announced, and there are {}", self.count);
+                        let text = format!("the end line announces {entries} entries, but the file has {}", self.count);
                         return Err(self.lines.wrong(&text));
                     }
                     return Ok(None);
@@ -392,7 +393,7 @@ impl<R: BufRead> Lines<R> {
         match kind {
             Ok(Kind { kind }) => Ok(Some(kind)),
             Err(_) if self.number == 1 => Ok(Some(String::new())),
-            Err(e) => Err(self.wrong(&format!("this is not an object with a kind: {}", cause(&e)))),
+            Err(e) => Err(self.wrong(&format!("this line is not an object with a kind: {}", cause(&e)))),
         }
     }
 
@@ -405,8 +406,9 @@ impl<R: BufRead> Lines<R> {
         let wrong = |e: serde_json::Error| self.wrong(&cause(&e));
         let Format { format, version } = serde_json::from_str(&self.text).map_err(wrong)?;
         if format != FORMAT {
-            let text =
-                format!("this bundle has format {format} and this nvsharectl reads {FORMAT}: use version {version}");
+            let text = format!(
+                "this bundle has format {format}, but this nvsharectl reads format {FORMAT}. Use nvsharectl {version}"
+            );
             return Err(self.wrong(&text));
         }
         serde_json::from_str(&self.text).map_err(wrong)
@@ -423,14 +425,17 @@ impl<R: BufRead> Lines<R> {
             let own = env!("CARGO_PKG_VERSION");
             let hint = match version == own {
                 true => String::new(),
-                false => format!(" (the bundle is of version {version} and this is {own}: use that one's nvsharectl)"),
+                false => format!(
+                    " (the bundle is from version {version}, but this nvsharectl is version {own}. Use nvsharectl \
+                     {version})"
+                ),
             };
             self.wrong(&format!("{}{hint}", cause(&e)))
         })
     }
 
     fn cut_off(&self) -> ReadError {
-        ReadError { line: self.number + 1, text: "the file is cut off: its last line should be of the kind end".into() }
+        ReadError { line: self.number + 1, text: "the file is truncated: its last line must be of kind end".into() }
     }
 
     fn wrong(&self, text: &str) -> ReadError {

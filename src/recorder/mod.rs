@@ -131,7 +131,7 @@ impl Recorder {
         if let Some(file) = &mut self.file
             && let Err(e) = write(file)
         {
-            warn!("cannot write the record, which ends here: {e}");
+            warn!("cannot continue the record: {e}");
             self.file = None;
         }
     }
@@ -218,7 +218,7 @@ impl Recording {
 }
 
 fn unreadable(error: postcard::Error) -> String {
-    format!("the recording cannot be read: {error}")
+    format!("cannot read the recording: {error}")
 }
 
 /// Appends a value.

@@ -197,18 +197,18 @@ fn job(
 ) -> Result<Job, Mistake> {
     let name = raw.name.get_ref().clone();
     if name.is_empty() || name.chars().any(char::is_control) {
-        return Err((raw.name.span(), "name: a job's name is one line of text".into()));
+        return Err((raw.name.span(), "name: a job's name must be one line of text".into()));
     }
     if others.iter().any(|other| other.name == name) {
-        return Err((raw.name.span(), format!("name: there is a job {name:?} already: each has a name of its own")));
+        return Err((
+            raw.name.span(),
+            format!("name: another job is already called {name:?}. Job names must be unique"),
+        ));
     }
     let count = counted("count", raw.count.as_ref(), PROGRAMS)?;
     let users = match (raw.user, &raw.users) {
         (Some(_), Some(users)) => {
-            return Err((
-                users.span(),
-                "users: the programs are those of one user, or of so many: leave user out".into(),
-            ));
+            return Err((users.span(), "users: user and users exclude each other. Omit user".into()));
         }
         (_, Some(_)) => {
             let number = counted("users", raw.users.as_ref(), PROGRAMS)?;
@@ -231,7 +231,7 @@ fn job(
     let gpu_time = raw.gpu_time.as_ref().map_or(Ok(work), |time| positive("gpu-time", time))?;
     let gap = match (raw.every, raw.random) {
         (Some(_), Some(random)) => {
-            return Err((random.span(), "random: programs come at random or every so often: leave every out".into()));
+            return Err((random.span(), "random: random and every exclude each other. Omit every".into()));
         }
         (_, Some(random)) => Gap::Random(positive("random", &random)?),
         (every, None) => Gap::Always(every.map_or(Duration::ZERO, |every| every.0)),
@@ -263,8 +263,8 @@ fn limits(
     match read.first() {
         Some(rule) if rule.subject == Subject::default() && rule.name.is_empty() => Ok(rule.limits),
         _ => {
-            let keys = "name, unit, slice, container, pod, user and group have no place here";
-            Err((span, format!("rule: the rule of a job is about its programs: {keys}")))
+            let keys = "name, unit, slice, container, pod, user and group are not allowed here";
+            Err((span, format!("rule: a job's rule always applies to the job's own programs: {keys}")))
         }
     }
 }
@@ -274,7 +274,7 @@ fn swap(section: &Spanned<SwapSection>) -> Result<Option<u64>, Mistake> {
         None | Some(SwapMax::None) => Ok(None),
         Some(SwapMax::Bytes(bytes)) => Ok(Some(bytes)),
         Some(SwapMax::Percent(_)) => {
-            let text = "swap.max: how much RAM there is is not said here: write a size like \"64G\", or \"none\"";
+            let text = "swap.max: a scenario does not define the amount of RAM. Write a size like \"64G\", or \"none\"";
             Err((section.span(), text.into()))
         }
     }
@@ -286,9 +286,9 @@ fn places(on: &Spanned<Vec<u32>>, all: usize) -> Result<Vec<usize>, Mistake> {
     places.sort_unstable();
     places.dedup();
     match places.last() {
-        None => Err((on.span(), "on: no GPU is named: leave it out for any".into())),
+        None => Err((on.span(), "on: the list is empty. Omit it to allow every GPU".into())),
         Some(last) if *last >= all => {
-            Err((on.span(), format!("on: there is no GPU {last}: they are numbered from 0 to {}", all - 1)))
+            Err((on.span(), format!("on: the scenario has no GPU {last}. GPUs are numbered from 0 to {}", all - 1)))
         }
         Some(_) => Ok(places),
     }

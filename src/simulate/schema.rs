@@ -88,7 +88,7 @@ impl<'de> Deserialize<'de> for Length {
         };
         match length {
             Ok(length) if length <= LONGEST => Ok(Self(length)),
-            Ok(_) => Err(de::Error::custom("that is too long: at most 3650d is allowed")),
+            Ok(_) => Err(de::Error::custom("too long: at most 3650d is allowed")),
             Err(e) => Err(de::Error::custom(e)),
         }
     }
@@ -102,7 +102,7 @@ impl<'de> Deserialize<'de> for Size {
         };
         match size {
             Ok(bytes) if bytes <= MAX_MEMORY => Ok(Self(bytes)),
-            Ok(_) => Err(de::Error::custom("that is too large: at most 1T is allowed")),
+            Ok(_) => Err(de::Error::custom("too large: at most 1T is allowed")),
             Err(e) => Err(de::Error::custom(e)),
         }
     }

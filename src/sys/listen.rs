@@ -43,16 +43,17 @@ impl fmt::Display for BindError {
         match self {
             Self::Locked { path, pid } => write!(
                 f,
-                "another nvshare-scheduler ({pid}) already serves {}: stop it first, or choose another path with --socket",
+                "another nvshare-scheduler ({pid}) already serves {}. Stop it first, or choose another path with \
+                 --socket",
                 path.display()
             ),
             Self::Answers { path } => write!(
                 f,
-                "another process already answers on {}: stop it first, or choose another path with --socket",
+                "another process already answers on {}. Stop it first, or choose another path with --socket",
                 path.display()
             ),
             Self::NotASocket { path } => {
-                write!(f, "{} exists and is not a socket: move it away, or choose another path", path.display())
+                write!(f, "{} exists and is not a socket. Move it away, or choose another path", path.display())
             }
             Self::Os { what, path, error } => write!(f, "cannot {what} {}: {error}", path.display()),
         }

@@ -13,9 +13,9 @@ pub fn drop_all() -> Result<(), String> {
         let done = caps::clear(None, set);
         let left: Vec<Capability> = caps::read(None, set).map_err(|e| e.to_string())?.into_iter().collect();
         match done {
-            Err(e) if !left.is_empty() => return Err(format!("it still has {left:?}, and cannot give them up: {e}")),
-            Err(e) => debug!("cannot give up capabilities: {e}"), // of a kind that this kernel does not have
-            Ok(()) if !left.is_empty() => return Err(format!("it still has {left:?}")),
+            Err(e) if !left.is_empty() => return Err(format!("cannot drop the remaining privileges {left:?}: {e}")),
+            Err(e) => debug!("cannot drop capabilities: {e}"), // of a kind that this kernel does not have
+            Ok(()) if !left.is_empty() => return Err(format!("the privileges {left:?} remain")),
             Ok(()) => {}
         }
     }

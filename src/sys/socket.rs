@@ -53,7 +53,7 @@ pub(super) fn create(kind: Kind) -> io::Result<OwnedFd> {
 pub(super) fn address(path: &Path) -> io::Result<SocketAddrUnix> {
     SocketAddrUnix::new(path).map_err(|e| match e {
         Errno::NAMETOOLONG => io::Error::other(format!(
-            "the path of a socket has at most {MAX_PATH} bytes, this one {}",
+            "the path of a socket may have at most {MAX_PATH} bytes, but this path has {}",
             path.as_os_str().len()
         )),
         e => e.into(),

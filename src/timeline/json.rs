@@ -76,9 +76,10 @@ pub fn write(timeline: &Timeline, names: &BTreeMap<String, String>) -> Result<Ve
 pub fn read(text: &[u8]) -> Result<(Timeline, BTreeMap<String, String>), String> {
     let document: Document = serde_json::from_slice(text).map_err(|e| e.to_string())?;
     if document.format != FORMAT {
-        return Err(format!("it has the format {}, and this nvsharectl reads {FORMAT}", document.format));
+        return Err(format!("its format is {}, but this nvsharectl reads format {FORMAT}", document.format));
     }
-    let time = |seconds: f64| Duration::try_from_secs_f64(seconds).map_err(|_| format!("{seconds} is no time"));
+    let time =
+        |seconds: f64| Duration::try_from_secs_f64(seconds).map_err(|_| format!("{seconds} is not a valid time"));
     let span = Some((time(document.begins)?, time(document.ends)?));
     let mut timeline = Timeline { host: document.host, span, lanes: BTreeMap::new() };
     let mut names = BTreeMap::new();

@@ -101,7 +101,7 @@ pub fn draw(timeline: &Timeline, title: &str, names: impl Fn(&str) -> String) ->
             let more = lanes.len() - shown.len();
             let _ = writeln!(
                 body,
-                r#"<text class="axis" x="20" y="{:.0}">and {more} more, which did less</text>"#,
+                r#"<text class="axis" x="20" y="{:.0}">and {more} less active programs</text>"#,
                 y + 14.0
             );
             y += ROW;

@@ -45,7 +45,7 @@ impl Cell {
             Self::Idle => (' ', ' ', "", ""),
             Self::Waits => ('·', '.', "2", "waits"),
             Self::Holds => ('█', '#', "32", "holds the GPU"),
-            Self::HoldsShortly => ('▒', '=', "32", "holds it shortly"),
+            Self::HoldsShortly => ('▒', '=', "32", "holds it briefly"),
             Self::Leaves => ('▼', 'v', "31", "memory leaves"),
             Self::Returns => ('▲', '^', "36", "memory returns"),
         }
@@ -84,7 +84,7 @@ pub fn draw(timeline: &Timeline, names: impl Fn(&str) -> String, paint: Paint) -
             let _ = writeln!(out, "  {name:label$}  {}", line.trim_end());
         }
         if shown.len() < lanes.len() {
-            let _ = writeln!(out, "  and {} more, which did less", lanes.len() - shown.len());
+            let _ = writeln!(out, "  and {} less active programs", lanes.len() - shown.len());
         }
     }
     let mut line = String::new();

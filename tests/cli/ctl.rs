@@ -122,7 +122,7 @@ fn errors_have_exit_codes_and_sentences() {
     let negative = daemon.ctl(&["set", "time-quantum", "-5"]).stderr;
     assert!(negative.contains("\"-5\" is not a duration") && !negative.contains("tip:"), "{negative}");
     let since = daemon.ctl(&["report", "--since", "7d"]).stderr;
-    assert!(since.contains("write \"7d\" with a minus, since it is a time before now"), "{since}");
+    assert!(since.contains("cannot use the time \"7d\": a time before now starts with a minus"), "{since}");
     assert!(daemon.ctl(&["-S", "maybe"]).stderr.contains("\"auto\", \"on\" or \"off\" are allowed"));
     assert_eq!(
         daemon.ctl(&["get"]).stdout,
@@ -192,7 +192,7 @@ fn preload_status_names_the_running_scheduler() {
     let on = std::fs::read_to_string("/etc/ld.so.preload").is_ok_and(|list| list.contains("libnvshare.so"));
     let status = daemon.ctl(&["preload", "status"]);
     assert_eq!((status.code, &*status.stderr), (Some(if on { 0 } else { 4 }), ""));
-    assert!(status.stdout.contains(&format!("  the scheduler that runs is version {version}\n")), "{}", status.stdout);
+    assert!(status.stdout.contains(&format!("  the running scheduler is version {version}\n")), "{}", status.stdout);
     let json = daemon.ctl(&["--json", "preload", "status"]);
     let json: serde_json::Value = serde_json::from_str(&json.stdout).expect("JSON");
     assert_eq!((&json["on"], &json["scheduler-version"]), (&on.into(), &version.into()));
@@ -234,7 +234,7 @@ fn lock_runs_a_command_and_returns_its_exit_code() {
     assert_eq!(Output::of(&mut ctl(&["--", "/no/such/program"])).code, Some(127));
     let refused = Output::of(&mut ctl(&["--gpu", "7", "--", "true"]));
     assert_eq!(refused.code, Some(1));
-    assert!(refused.stderr.contains("there is no GPU \"7\""), "{}", refused.stderr);
+    assert!(refused.stderr.contains("unknown GPU \"7\""), "{}", refused.stderr);
 }
 
 /// `nvsharectl lock` with a script that announces its start, and ends at the end of its input.
@@ -288,7 +288,7 @@ fn a_lost_lock_is_reported_with_its_own_exit_code() {
     };
     let lost = "nvsharectl: the lock was lost: the scheduler ended, or an administrator ended the lock; sh";
     let (mut child, message) = start(&[]);
-    assert_eq!(message, format!("{lost} goes on beside other programs"));
+    assert_eq!(message, format!("{lost} continues beside other programs"));
     assert!(child.try_wait().expect("a child").is_none(), "the command goes on");
     drop(child.stdin.take());
     assert_eq!(wait(&mut child).code(), Some(5));
@@ -307,10 +307,10 @@ fn a_command_can_pause_until_a_lost_lock_is_reacquired() {
     let directory = daemon.kill();
     let mut stderr = BufReader::new(child.stderr.take().expect("its stderr"));
     let paused = next_message(&mut stderr);
-    assert!(paused.ends_with("sh is paused until it is held again"), "{paused}");
+    assert!(paused.ends_with("sh is paused until the lock is reacquired"), "{paused}");
     let pid = child.id();
     assert_eq!(states_below(pid), ['T', 'T'], "the script and its child");
-    assert!(next_message(&mut stderr).ends_with("; trying again"));
+    assert!(next_message(&mut stderr).ends_with(". Retrying"));
 
     // Stops the waiting nvsharectl, so that it does not try while the lock is free.
     kill(pid, libc::SIGSTOP);
@@ -323,14 +323,14 @@ fn a_command_can_pause_until_a_lost_lock_is_reacquired() {
     daemon.log.wait("sh connected");
     assert_eq!(states_below(pid), ['T', 'T'], "it waits for the lock");
     other.release();
-    assert_held_again(&next_message(&mut stderr), ": sh goes on");
+    assert_held_again(&next_message(&mut stderr), ": sh continues");
     drop(child.stdin.take());
     assert_eq!(wait(&mut child).code(), Some(7), "its own exit code");
 }
 
 #[track_caller]
 fn assert_held_again(message: &str, end: &str) {
-    let begin = "nvsharectl: the lock is held again after ";
+    let begin = "nvsharectl: reacquired the lock after ";
     assert!(message.starts_with(begin) && message.ends_with(&format!("s{end}")), "{message}");
 }
 
@@ -348,20 +348,20 @@ fn a_lock_revoked_at_the_end_of_its_turn_is_reported() {
         let stderr = BufReader::new(child.stderr.take().expect("its stderr"));
         (daemon, child, other, stderr)
     };
-    let lost = "nvsharectl: the lock was lost: the turn is over and other programs wait; sh";
+    let lost = "nvsharectl: the lock was lost: the turn is over, and other programs wait; sh";
 
     let (_daemon, mut child, other, mut stderr) = begin(&[]);
-    assert_eq!(next_message(&mut stderr), format!("{lost} goes on beside other programs"));
+    assert_eq!(next_message(&mut stderr), format!("{lost} continues beside other programs"));
     other.release();
     assert_held_again(&next_message(&mut stderr), "");
     drop(child.stdin.take());
     assert_eq!(wait(&mut child).code(), Some(5), "it was not alone all the time");
 
     let (_daemon, mut child, other, mut stderr) = begin(&["--on-loss=pause"]);
-    assert_eq!(next_message(&mut stderr), format!("{lost} is paused until it is held again"));
+    assert_eq!(next_message(&mut stderr), format!("{lost} is paused until the lock is reacquired"));
     assert_eq!(states_below(child.id()), ['T', 'T'], "the script and its child");
     other.release();
-    assert_held_again(&next_message(&mut stderr), ": sh goes on");
+    assert_held_again(&next_message(&mut stderr), ": sh continues");
     drop(child.stdin.take());
     assert_eq!(wait(&mut child).code(), Some(7), "its own exit code");
 }
@@ -408,7 +408,7 @@ fn a_debug_bundle_is_private_and_omits_program_names() {
     }
 
     let again = daemon.ctl(&["debug", "--output", at]);
-    let expected = format!("nvsharectl: {at} exists and is not overwritten: use --output to name another file\n");
+    let expected = format!("nvsharectl: {at} already exists. Use --output to name another file\n");
     assert_eq!((again.code, again.stderr), (Some(1), expected));
     assert_eq!(std::fs::read_to_string(&path).expect("the bundle"), bundle);
     let nowhere = daemon.ctl(&["debug", "--output", "/no/such/directory/bundle"]);
@@ -450,7 +450,7 @@ fn a_timeline_is_drawn() {
     let json: serde_json::Value = serde_json::from_str(&json).expect("JSON");
     assert!(json["begins"].as_f64().expect("a number") > 1.7e9 && json["host"].is_string(), "{json}");
     let nobody = draw(&["--bundle", &bundle, "--gpu", "7"]);
-    let expected = "nvsharectl: no program used a GPU \"7\": its number or its UUID is needed\n";
+    let expected = "nvsharectl: no program used a GPU \"7\". Name the GPU by its number or UUID\n";
     assert_eq!((nobody.code, nobody.stderr.as_str()), (Some(1), expected));
     assert_eq!(draw(&["--bundle", &bundle, "--since", "10min"]).code, Some(2));
 
@@ -468,7 +468,7 @@ fn a_debug_bundle_replays() {
 
     let text = replay(&[]);
     assert_eq!((text.code, text.stderr.as_str()), (Some(0), ""));
-    assert!(text.stdout.contains("\nThe scheduler decides as recorded.\n"), "{}", text.stdout);
+    assert!(text.stdout.contains("\nThe scheduler's decisions match the recording.\n"), "{}", text.stdout);
     assert!(text.stdout.contains("granted after "), "{}", text.stdout);
     let json: serde_json::Value = serde_json::from_str(&replay(&["--json"]).stdout).expect("JSON");
     assert_eq!((&json["same"], &json["difference"]), (&true.into(), &serde_json::Value::Null));
@@ -493,7 +493,8 @@ fn a_debug_bundle_replays() {
 
     std::fs::write(&path, "[[gpu]]\n").expect("a file");
     let expected = format!(
-        "nvsharectl: {at}, line 1: this is neither a debug bundle of `nvsharectl debug` nor a record of `nvshare-scheduler --record`\n"
+        "nvsharectl: {at}, line 1: this file is neither a debug bundle of `nvsharectl debug` nor a record of \
+         `nvshare-scheduler --record`\n"
     );
     assert_eq!((replay(&[]).code, replay(&[]).stderr), (Some(1), expected));
     assert_eq!(Output::of(ctl().args(["simulate", "--replay", at, "mix.toml"])).code, Some(2));
@@ -549,7 +550,7 @@ fn json_is_printed_or_refused_and_never_ignored() {
     for command in [&["top", "-n", "1"][..], &["reload"], &["run", "true"], &["drain", "0"]] {
         let refused = daemon.ctl(&[&["--json"], command].concat());
         assert_eq!((refused.code, refused.stdout.as_str()), (Some(2), ""), "{command:?}");
-        assert!(refused.stderr.contains("this command prints no JSON"), "{}", refused.stderr);
+        assert!(refused.stderr.contains("this command does not support --json"), "{}", refused.stderr);
     }
     assert_eq!(daemon.ctl(&["top", "--json"]).code, Some(2));
 }

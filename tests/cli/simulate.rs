@@ -376,7 +376,7 @@ fn mistakes_say_where_they_are_and_what_is_allowed() {
         (GPU.into(), "1:1: programs cannot be 0: 1 to 100000 are allowed: write [[job]] with name, memory and work"),
         ("[[gpu]]\ncount = 2\n".into(), "1:1: missing field `memory`"),
         ("[[gpu]]\nmemory = 1\ncount = 0".into(), "3:9: count cannot be 0: 1 to 10000 are allowed"),
-        ("[[gpu]]\nmemory = \"2T\"".into(), "2:10: that is too large: at most 1T is allowed"),
+        ("[[gpu]]\nmemory = \"2T\"".into(), "2:10: too large: at most 1T is allowed"),
         ("[[gpu]]\nmemory = 1\nlink = \"50\"".into(), "3:8: link cannot be 50: at least 1048576 is allowed"),
         (
             "[[gpu]]\nmemory = \"lots\"".into(),
@@ -395,31 +395,32 @@ fn mistakes_say_where_they_are_and_what_is_allowed() {
             "[[gpu]]\nmemory = 1\nlink = \"2G\"\nlink-total = \"1G\"".into(),
             "4:14: link-total cannot be 1073741824: at least 2147483648 is allowed",
         ),
-        (format!("{GPU}[[job]]\nname = \"\"\nmemory = 1\nwork = 1"), "4:8: name: a job's name is one line of text"),
-        (both(JOB), "8:8: name: there is a job \"a\" already: each has a name of its own"),
+        (
+            format!("{GPU}[[job]]\nname = \"\"\nmemory = 1\nwork = 1"),
+            "4:8: name: a job's name must be one line of text",
+        ),
+        (both(JOB), "8:8: name: another job is already called \"a\". Job names must be unique"),
         (both("memory = 2"), "7:1: duplicate key"),
         (both("count = 100001"), "7:9: count cannot be 100001: 1 to 100000 are allowed"),
         (both("count = -1"), "7:9: invalid value: integer `-1`, expected u32"),
         (both("gpus = 2"), "7:8: gpus cannot be 2: 1 to 1 are allowed"),
-        (both("on = [0, 1]"), "7:6: on: there is no GPU 1: they are numbered from 0 to 0"),
-        (both("on = []"), "7:6: on: no GPU is named: leave it out for any"),
-        (
-            both("user = \"a\"\nusers = 3"),
-            "8:9: users: the programs are those of one user, or of so many: leave user out",
-        ),
-        (both("every = 1\nrandom = 1"), "8:10: random: programs come at random or every so often: leave every out"),
+        (both("on = [0, 1]"), "7:6: on: the scenario has no GPU 1. GPUs are numbered from 0 to 0"),
+        (both("on = []"), "7:6: on: the list is empty. Omit it to allow every GPU"),
+        (both("user = \"a\"\nusers = 3"), "8:9: users: user and users exclude each other. Omit user"),
+        (both("every = 1\nrandom = 1"), "8:10: random: random and every exclude each other. Omit every"),
         (both("random = 0"), "7:10: random cannot be 0: a longer time is allowed"),
         (both("gpu-time = \"0s\""), "7:12: gpu-time cannot be 0: a longer time is allowed"),
         (
             both("cpu-time = \"soon\""),
             "7:12: \"soon\" is not a duration: write a number and ms, s, min, h or d, like \"30s\"",
         ),
-        (both("drain = \"9000d\""), "7:9: that is too long: at most 3650d is allowed"),
+        (both("drain = \"9000d\""), "7:9: too long: at most 3650d is allowed"),
         (both("rule = { weight = 0 }"), "7:19: weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed"),
         (both("rule = { time-max = \"20%\", time-min = \"30%\" }"), "7:39: time-min cannot be 30%: time-max is 20%"),
         (
             both("rule = { user = 5, weight = 5 }"),
-            "7:8: rule: the rule of a job is about its programs: name, unit, slice, container, pod, user and group have no place here",
+            "7:8: rule: a job's rule always applies to the job's own programs: name, unit, slice, container, pod, user \
+             and group are not allowed here",
         ),
         (
             both("rule = {}"),
@@ -428,7 +429,7 @@ fn mistakes_say_where_they_are_and_what_is_allowed() {
         ),
         (
             both("[swap]\nmax = \"80%\""),
-            "7:1: swap.max: how much RAM there is is not said here: write a size like \"64G\", or \"none\"",
+            "7:1: swap.max: a scenario does not define the amount of RAM. Write a size like \"64G\", or \"none\"",
         ),
         (
             format!("time-quantum = 0\n{GPU}"),

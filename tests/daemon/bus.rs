@@ -337,8 +337,8 @@ fn a_debug_bundle_is_a_sealed_file() {
         assert_eq!((replay.difference, attached), (None, 1));
 
         for (option, value, said) in [
-            ("command-lines", Variant::from("yes"), "command-lines is a boolean, true or false"),
-            ("secrets", Variant::from(true), "there is no option \"secrets\": \"command-lines\" is the only one"),
+            ("command-lines", Variant::from("yes"), "the option command-lines must be true or false"),
+            ("secrets", Variant::from(true), "unknown option \"secrets\": only \"command-lines\" is allowed"),
         ] {
             let refused = refusal(scheduler.create_debug_bundle(HashMap::from([(option, value)])).await);
             assert_eq!(refused, ("org.freedesktop.DBus.Error.InvalidArgs".to_owned(), said.to_owned()));
@@ -393,7 +393,7 @@ fn a_bus_that_comes_later_is_joined() {
     let daemon = Daemon::start_with(|command, _| {
         command.arg("--bus-address").arg(&address);
     });
-    daemon.log.wait("not on the bus, will try again");
+    daemon.log.wait("cannot connect to the bus, retrying");
     let client = daemon.client();
     client.attach();
     let bus = Bus::start_at(directory);
@@ -503,7 +503,7 @@ fn a_program_is_told_what_it_waits_for() {
         // Both belong to this process.
         let own = std::process::id();
         let idle = scheduler.explain(own).await.expect("sentences");
-        assert!(idle.iter().any(|sentence| sentence.ends_with("it has no work for it.")), "{idle:?}");
+        assert!(idle.iter().any(|sentence| sentence.ends_with("it has no work for that GPU.")), "{idle:?}");
         assert!(idle.iter().any(|sentence| sentence == "It uses no GPU."), "{idle:?}");
         holder.request();
         holder.until_granted();
@@ -610,14 +610,14 @@ fn a_lock_for_which_something_is_wrong_is_refused_in_words() {
         assert!(text.starts_with("the scheduler knows no GPU: the NVIDIA driver cannot be used: "), "{text}");
         let client = daemon.client();
         client.attach();
-        let none = format!("there is no GPU \"GPU-0\": there are {GPU_NAME}");
+        let none = format!("unknown GPU \"GPU-0\". The GPUs are {GPU_NAME}");
         assert_eq!(ask("GPU-0", "a", "b").await, said(&none));
         let long = "why must have 1 to 200 characters";
         assert_eq!(ask("", "a", &"b".repeat(201)).await, said(long));
         assert_eq!(ask("", "", "b").await, said("who must have 1 to 200 characters"));
         let options = HashMap::from([("now", zbus::Variant::from(true))]);
         let refused = refusal(scheduler.acquire_lock("", "a", "b", options).await);
-        assert_eq!(refused, said("there is no option \"now\""));
+        assert_eq!(refused, said("unknown option \"now\""));
     });
 }
 
@@ -727,12 +727,12 @@ fn a_room_that_cannot_be_had_is_refused_in_words() {
         assert!(text.starts_with("the scheduler knows no GPU: the NVIDIA driver cannot be used: "), "{text}");
         let client = daemon.client();
         client.attach();
-        assert_eq!(ask("", 0, HashMap::new()).await, said("a room has at least 1 byte"));
+        assert_eq!(ask("", 0, HashMap::new()).await, said("the size of a room must be at least 1 byte"));
         let (name, text) = ask("", 17 << 30, HashMap::new()).await;
-        assert!(name == invalid && text.contains("has no more than 1") && text.contains(" for a room"), "{text}");
+        assert!(name == invalid && text.contains("has at most 1") && text.contains(" for a room"), "{text}");
         for (options, text) in [
-            (("now", Variant::from(true)), "there is no option \"now\": \"for\" is the only one"),
-            (("for", Variant::from("long")), "for is a number of seconds (u)"),
+            (("now", Variant::from(true)), "unknown option \"now\": only \"for\" is allowed"),
+            (("for", Variant::from("long")), "the option for must be a number of seconds (type u)"),
             (
                 ("for", Variant::from(0_u32)),
                 "the time of a room cannot be 0 seconds: whole seconds from 1 to 86400 are allowed",
@@ -751,14 +751,14 @@ fn a_room_that_cannot_be_had_is_refused_in_words() {
         eventually("it to be resident", look).await;
         let (name, text) = ask("", 8 << 30, HashMap::new()).await;
         assert_eq!(name, "org.freedesktop.DBus.Error.Failed", "{text}");
-        assert!(text.contains("cannot leave GPU-") && text.contains("12 GiB of its memory is pinned"), "{text}");
+        assert!(text.contains("from GPU-") && text.contains("12 GiB of its memory is pinned"), "{text}");
         let mut rooms = Vec::new();
         for _ in 0..4 {
             rooms.push(scheduler.make_room("", 1 << 20, HashMap::new()).await.expect("a room"));
         }
         let (name, text) = ask("", 1 << 20, HashMap::new()).await;
         assert_eq!(name, "org.freedesktop.DBus.Error.LimitsExceeded");
-        assert!(text.contains("has 4 rooms already"), "{text}");
+        assert!(text.contains("already has the maximum of 4 rooms"), "{text}");
     });
 }
 
@@ -924,7 +924,7 @@ fn a_lock_is_in_no_gang() {
         let connection = on_bus(&bus).await;
         let (name, text) = refusal(scheduler(&connection).await.acquire_lock("", "me", "a test", HashMap::new()).await);
         assert_eq!(name, "org.freedesktop.DBus.Error.AccessDenied");
-        assert!(text.contains("rule \"job\"") && text.ends_with("a lock would exclude them"), "{text}");
+        assert!(text.contains("rule \"job\"") && text.ends_with("which a lock would prevent"), "{text}");
     });
 }
 
@@ -938,7 +938,10 @@ fn an_administrator_ends_a_lock_and_its_caller_reads_the_end() {
         let id = second_once(&scheduler, "holding").await.id;
         for wrong in [client.id, 4711] {
             let (name, text) = refusal(scheduler.terminate_lock(wrong).await);
-            assert_eq!((name.as_str(), text), (INVALID, format!("client {wrong} is no lock of AcquireLock")));
+            assert_eq!(
+                (name.as_str(), text),
+                (INVALID, format!("client {wrong} does not hold a lock acquired with AcquireLock"))
+            );
         }
         client.request();
         let mut lines = lines(lock);

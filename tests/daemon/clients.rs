@@ -81,9 +81,9 @@ fn what_breaks_the_protocol_ends_its_own_connection_only() {
         ("truncated: 3 bytes where", vec![vec![1, 2, 3]]),
         ("oversized: 257 bytes", vec![vec![0; MAX_LEN + 1]]),
         ("oversized: 60000 bytes", vec![vec![0; 60_000]]),
-        ("the header says 200 bytes", vec![changed(release(), 4, 200)]),
+        ("the header announces 200 bytes", vec![changed(release(), 4, 200)]),
         ("unknown message kind 99", vec![changed(release(), 2, 99)]),
-        ("protocol version 3 where 1", vec![changed(release(), 0, 3)]),
+        ("protocol version 3 instead of the negotiated 1", vec![changed(release(), 0, 3)]),
         ("field reason cannot be 9", vec![wire(attach(0, GPU)), changed(release(), 16, 9)]),
         ("a second Hello", vec![wire(hello())]),
         ("slot 64: there are slots 0 to 63", vec![wire(attach(64, GPU))]),
@@ -193,7 +193,7 @@ fn helper_fill() {
     };
     // SAFETY: `getuid` has no preconditions and cannot fail.
     let tenant = format!("user {}", unsafe { libc::getuid() });
-    assert_eq!(text.as_str(), format!("{tenant} has 5 programs connected; max-clients-per-tenant allows no more"));
+    assert_eq!(text.as_str(), format!("{tenant} has 5 programs connected, which is the limit max-clients-per-tenant"));
     assert_eq!(welcomed.len(), 5);
     // When one ends, there is room for another.
     welcomed.pop();
@@ -355,7 +355,7 @@ fn a_holder_that_cannot_drain_is_named_and_shown_and_others_run_beside_it() {
     holder.until(|message| matches!(message, SchedulerMessage::Revoke { gpus: 1 }));
     holder.send(ClientMessage::Stuck { gpus: 1, reason: StuckReason::LongWork });
     waiter.until_granted();
-    let warning = daemon.log.wait("cannot be drained: other programs run beside it");
+    let warning = daemon.log.wait("cannot interrupt the work of ");
     assert!(warning.contains(&format!("pid={}", std::process::id())), "{warning}");
     let shown = daemon.ctl(&["status", "--json"]).stdout;
     assert!(shown.contains("\"undrainable\"") && shown.contains("\"holding\""), "{shown}");
@@ -396,6 +396,6 @@ fn a_client_that_sends_and_never_reads_is_hung_up_on_in_the_end() {
         sent += 1;
         assert!(sent < 100_000, "never hung up on");
     }
-    daemon.log.wait("it does not read what it is sent");
+    daemon.log.wait("it does not read its messages");
     daemon.client().attach();
 }

@@ -92,7 +92,7 @@ fn the_daemon_is_ready_while_nvml_initializes() {
     }
     trouble::hold_init(machine(), true).expect("a file");
     let daemon = Daemon::start(); // waits until it serves
-    daemon.log.wait("NVML takes long");
+    daemon.log.wait("NVML is slow");
     let client = daemon.client();
     attach(&client, 0);
     client.report(GIB / 4, 0);
@@ -111,13 +111,13 @@ fn a_driver_that_is_loaded_later_is_found() {
     }
     trouble::unload(machine(), true).expect("a file");
     let daemon = Daemon::start();
-    daemon.log.wait("NVML cannot be used, and will be tried again");
+    daemon.log.wait("cannot use NVML, retrying");
     assert_eq!(listed(&daemon), [""; 0]);
     assert!(open_files(&daemon).is_empty());
     trouble::unload(machine(), false).expect("no file");
     wait_for_list(&daemon, &[name(0)]);
     daemon.log.wait("NVML can be used");
-    let failures = daemon.log.count("NVML cannot be used");
+    let failures = daemon.log.count("cannot use NVML");
     assert_eq!(failures, 1, "it is said once");
 }
 
@@ -131,7 +131,7 @@ fn nvml_that_begins_to_fail_is_tried_again_and_loses_no_gpu() {
     attach(&client, 0);
     wait_for("its memory to be measured", || (status(&daemon)["gpus"][0]["accounting"] != "reports").then_some(()));
     trouble::break_nvml(machine(), true).expect("a file");
-    daemon.log.wait("NVML cannot be used, and will be tried again");
+    daemon.log.wait("cannot use NVML, retrying");
     assert_eq!(status(&daemon)["gpus"][0]["accounting"], "reports");
     assert_eq!(listed(&daemon), [name(0)], "an error does not say that it is gone");
     // Without measurements, clients don't wait for one.
@@ -201,7 +201,7 @@ fn whoever_waits_for_a_gpu_that_is_lost_goes_on() {
 
     // It cannot be chosen any more, while others can.
     let refused = daemon.ctl(&["lock", "--gpu", &name(0), "true"]);
-    assert!(refused.stderr.contains(&format!("there is no GPU {:?}: there are {}", name(0), name(1))), "{refused:?}");
+    assert!(refused.stderr.contains(&format!("unknown GPU {:?}. The GPUs are {}", name(0), name(1))), "{refused:?}");
     assert_eq!(daemon.ctl(&["lock", "--gpu", &name(1), "true"]).code, Some(0));
 
     drop(holder);
@@ -244,7 +244,7 @@ fn the_driver_is_released_until_a_program_comes() {
 
     let released = daemon.ctl(&["release-driver", "--for", "600"]);
     assert_eq!((released.code, open_files(&daemon).len()), (Some(0), 0), "{released:?}");
-    assert!(released.stdout.contains("released the driver, for 600 s"), "{released:?}");
+    assert!(released.stdout.contains("released the driver for 600 s"), "{released:?}");
     // The list shows the last known state, without calling NVML.
     assert_eq!(listed(&daemon), [name(0)]);
     assert!(open_files(&daemon).is_empty());
@@ -258,7 +258,10 @@ fn the_driver_is_released_until_a_program_comes() {
     let refused = daemon.ctl(&["release-driver"]);
     assert_eq!((refused.code, open_files(&daemon).len()), (Some(1), 0), "{refused:?}");
     let line = format!("(process {}", std::process::id());
-    assert!(refused.stderr.contains("programs use it: stop them") && refused.stderr.contains(&line), "{refused:?}");
+    assert!(
+        refused.stderr.contains("programs still use it. Stop these programs") && refused.stderr.contains(&line),
+        "{refused:?}"
+    );
     // The program continues without measurements.
     client.report(GIB / 4, 0);
     client.request();
@@ -359,7 +362,7 @@ fn without_a_driver_every_command_says_so_in_one_line() {
         std::fs::write(directory.join("libnvidia-ml.so.1"), "").expect("a file");
         command.env("LD_LIBRARY_PATH", directory);
     });
-    daemon.log.wait("NVML cannot be used");
+    daemon.log.wait("cannot use NVML");
     let problem = "the NVIDIA driver cannot be used: ";
     for command in [&[][..], &["top", "-n", "1"]] {
         let shown = daemon.ctl(command);

@@ -464,7 +464,7 @@ fn a_polkit_that_dies_says_no_and_one_that_is_absent_leaves_root() {
         polkit.connection.clone().close().await.expect("it leaves");
         let (name, text) = refusal(waiting.await.expect("no panic"));
         assert_eq!(name, NOT_AUTHORIZED);
-        assert!(text.contains(": polkit does not answer ("), "{text}");
+        assert!(text.contains(": polkit does not answer: "), "{text}");
 
         let (name, text) = refusal(set_quantum(&stranger, 45).await);
         assert_eq!(name, NOT_AUTHORIZED);
@@ -472,7 +472,7 @@ fn a_polkit_that_dies_says_no_and_one_that_is_absent_leaves_root() {
         let (name, text) = refusal(acquire(&scheduler).await);
         assert_eq!(name, NOT_AUTHORIZED);
         assert!(
-            text.ends_with("there is no polkit, so only root may, and the group nvshare on the control socket"),
+            text.ends_with("Without polkit, only root and, on the control socket, the group nvshare may do this."),
             "{text}"
         );
         let _client = daemon.client();

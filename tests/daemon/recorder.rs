@@ -250,13 +250,13 @@ fn a_bundle_that_cannot_be_read_says_where_and_why() {
     };
     assert_eq!(
         message(&[]),
-        "line 1: this is neither a debug bundle of `nvsharectl debug` nor a record of `nvshare-scheduler --record`"
+        "line 1: this file is neither a debug bundle of `nvsharectl debug` nor a record of `nvshare-scheduler --record`"
     );
     assert!(but(0, "[[gpu]]").starts_with("line 1: this is neither a debug bundle"));
     assert!(message(&lines[..9]).starts_with("line 10: the file is cut off"), "{}", message(&lines[..9]));
     let later = lines[0].replace("\"format\":1", "\"format\":2");
-    assert!(but(0, &later).starts_with("line 1: this bundle has format 2 and this nvsharectl reads 1"));
-    assert!(but(8, "{\"kind\":").starts_with("line 9: this is not an object with a kind: EOF"));
+    assert!(but(0, &later).starts_with("line 1: this bundle has format 2, but this nvsharectl reads format 1"));
+    assert!(but(8, "{\"kind\":").starts_with("line 9: this line is not an object with a kind: EOF"));
     let without = lines[8].replace("\"at-ns\"", "\"at\"");
     assert!(but(8, &without).starts_with("line 9: missing field `at-ns`, at column "), "{}", but(8, &without));
     assert!(
@@ -267,5 +267,5 @@ fn a_bundle_that_cannot_be_read_says_where_and_why() {
     let other = lines[0].replace(env!("CARGO_PKG_VERSION"), "9.9");
     let mut all = lines.clone();
     (all[0], all[4]) = (&other, "{\"kind\":\"checkpoint\"}");
-    assert!(message(&all).contains("the bundle is of version 9.9"), "{}", message(&all));
+    assert!(message(&all).contains("the bundle is from version 9.9"), "{}", message(&all));
 }

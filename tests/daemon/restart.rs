@@ -270,7 +270,7 @@ fn locks_are_claimed_only_where_they_were_asked_for() {
     let client = resuming(&manager, &daemon);
     client.send(ClientMessage::Held { gpus: 1 });
     client.until_end();
-    daemon.log.wait("an unexpected Held");
+    daemon.log.wait("unexpected Held");
 }
 
 #[test]

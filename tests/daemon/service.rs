@@ -18,7 +18,8 @@ fn a_second_daemon_is_refused_and_steals_nothing() {
     let second = Output::of(command(&daemon.directory.0).arg("--no-bus"));
     assert_eq!(second.code, Some(1));
     let expected = format!(
-        "nvshare-scheduler: another nvshare-scheduler (process {}) already serves {}: stop it first, or choose another path with --socket\n",
+        "nvshare-scheduler: another nvshare-scheduler (process {}) already serves {}. Stop it first, or choose another \
+         path with --socket\n",
         daemon.child.id(),
         daemon.socket().display()
     );
@@ -246,7 +247,8 @@ fn a_wrong_configuration_file_keeps_it_from_starting() {
     std::fs::write(&drop_in, "[[rule]]\nunit = \"jupyter\"\nmemory-max = \"8G\"\n").expect("a drop-in");
     let output = Output::of(command(&directory.0).arg("--config").arg(&config).arg("--check-config"));
     let sentence = format!(
-        "nvshare-scheduler: {}:2:8: unit: \"jupyter\" can match no unit: their names end with .service or .scope, as in \"jupyter.service\"\n",
+        "nvshare-scheduler: {}:2:8: unit: \"jupyter\" cannot match a unit: unit names end with .service or .scope, as \
+         in \"jupyter.service\"\n",
         drop_in.display()
     );
     assert_eq!((output.code, output.stderr), (Some(1), sentence));
@@ -331,7 +333,7 @@ fn a_full_disk_ends_the_record_and_not_the_scheduler() {
     client.until_granted();
     let replayed = Output::of(ctl().args(["simulate", "--replay"]).arg(&path));
     assert_eq!((replayed.code, replayed.stderr.as_str()), (Some(0), ""));
-    daemon.log.wait("cannot write the record, which ends here");
+    daemon.log.wait("cannot continue the record");
 }
 
 #[test]

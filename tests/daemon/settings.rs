@@ -62,7 +62,7 @@ fn a_state_file_that_is_wrong_is_reported_and_counts_for_nothing() {
         fs::create_dir_all(state(&directory.0)).expect("the state directory");
         fs::write(state(&directory.0).join("settings.toml"), wrong).expect("the state file");
         let daemon = start(directory);
-        daemon.log.wait("settings changed at run time are ignored");
+        daemon.log.wait("ignoring the settings changed at run time");
         assert_eq!(
             get(&daemon),
             "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n"
@@ -97,7 +97,7 @@ fn assert_refused(daemon: &Daemon, why: &str) {
     for change in [&["set", "time-quantum", "9"][..], &["set-rule", "batch", "user=5", "weight=5"], &["reset"]] {
         let output = daemon.ctl(change);
         assert_eq!(output.code, Some(1), "{change:?}");
-        let text = format!("cannot save the change, so nothing has changed: {}", state(&daemon.directory.0).display());
+        let text = format!("cannot save the change: {}", state(&daemon.directory.0).display());
         assert!(output.stderr.contains(&text) && output.stderr.contains(why), "{change:?}: {}", output.stderr);
     }
     assert_eq!(get(daemon), before);
@@ -112,7 +112,7 @@ fn a_change_that_cannot_be_saved_is_refused() {
     fs::rename(&path, path.with_extension("away")).expect("a directory");
     fs::write(&path, "").expect("a file");
     assert_refused(&daemon, "Not a directory");
-    daemon.log.wait("cannot save a change, which is refused");
+    daemon.log.wait("refused a change of settings, because it cannot be saved");
     fs::remove_file(&path).expect("a file");
     fs::rename(path.with_extension("away"), &path).expect("a directory");
     ctl(&daemon, &["set", "time-quantum", "8"]);
@@ -241,7 +241,7 @@ fn a_restart_with_a_wrong_file_uses_the_last_good_configuration_and_says_so() {
         assert!(begin && problem.ends_with(&format!(" (in effect: {instead})")), "{problem}");
         assert!(daemon.ctl(&[]).stdout.contains(&problem));
     };
-    told(&daemon, "the last configuration without an error");
+    told(&daemon, "the last valid configuration");
 
     let again = |daemon: Daemon, socket: Option<&std::os::unix::net::UnixDatagram>| {
         let directory = daemon.kill();
@@ -256,7 +256,7 @@ fn a_restart_with_a_wrong_file_uses_the_last_good_configuration_and_says_so() {
     notify.set_read_timeout(Some(test_support::PATIENCE)).expect("a timeout");
     let daemon = again(daemon, Some(&notify));
     assert!(daemon.log.wait("ERROR the configuration has an error: ").contains(wrong));
-    told(&daemon, "the last configuration without an error");
+    told(&daemon, "the last valid configuration");
     assert_eq!(get(&daemon), before, "the settings and rules of before");
     let mut buffer = [0; 1024];
     let mut line = String::new();

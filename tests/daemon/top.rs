@@ -51,7 +51,7 @@ fn on_a_terminal_keys_do_what_the_last_line_says() {
     terminal.wait(&["It holds "]);
     terminal.press("Enter");
     terminal.press("p");
-    terminal.wait(&["is to be paused"]);
+    terminal.wait(&["pausing "]);
     let all = || daemon.ctl(&["--json", "status"]).stdout;
     let deadline = Instant::now() + PATIENCE;
     while !all().contains("\"paused\": true") {

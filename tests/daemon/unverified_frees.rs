@@ -111,12 +111,12 @@ fn nobody_is_given_what_another_user_says_it_has_freed_and_has_not() {
         }
         let named = clients.iter().find(|client| client["id"] == liar.id)?;
         let why = named["gpus"][0]["eviction-blocked"].as_str()?;
-        (why == "NVML sees memory that it says it has freed" && of(named, "pinned") + kept + SLACK >= DEMAND)
+        (why == "NVML still shows memory that it reported as freed" && of(named, "pinned") + kept + SLACK >= DEMAND)
             .then_some(())
     });
     assert!(other.try_wait().expect("a child").is_none(), "it cannot have the memory yet");
     let text = daemon.ctl(&["status"]).stdout;
-    assert!(text.contains("NVML sees memory that it says it has freed"), "{text}");
+    assert!(text.contains("NVML still shows memory that it reported as freed"), "{text}");
 
     let bundle = daemon.ctl(&["debug", "--output", "-"]).stdout;
     let line = |kind: &str| {

@@ -209,7 +209,7 @@ fn records_are_what_clients_used_and_outlive_daemons_that_stop_or_are_killed() {
     let kept = total(&daemon);
     // Only later usage is lost, unless a minute ended at that moment.
     assert!(kept == both || kept.grants == both.grants + 1, "{kept:?} and before {both:?}");
-    assert_eq!(daemon.log.count("a new one is begun"), 0);
+    assert_eq!(daemon.log.count("created a new one"), 0);
 }
 
 #[test]
@@ -246,11 +246,11 @@ fn a_damaged_database_is_set_aside_once() {
     fs::write(&file, "nonsense ".repeat(1000)).expect("a file");
     let daemon = start(directory);
     assert_eq!(usage(&daemon, &[]), []);
-    daemon.log.wait("and a new one is begun");
+    daemon.log.wait("created a new one");
     let ledger = use_the_gpu(&daemon);
     let daemon = start(daemon.stop());
     assert_used(&total(&daemon), &ledger, 1);
-    assert_eq!(daemon.log.count("a new one is begun"), 0);
+    assert_eq!(daemon.log.count("created a new one"), 0);
     assert!(fs::read_to_string(file.with_extension("sqlite.damaged")).expect("set aside").starts_with("nonsense"));
 }
 
@@ -352,7 +352,7 @@ fn programs_that_have_used_their_gpu_hours_let_others_go_first() {
     std::thread::sleep(Duration::from_secs(1));
     let used_up = |share: &str| share.starts_with("weight idle, gpu-hours 1s/week (") && share.ends_with("s used)");
     until(|| used_up(&share(&daemon))); // within 5 s
-    daemon.log.wait("of 1.0s of GPU time in the last 7d");
+    daemon.log.wait("of 1.0s GPU time in the last 7d");
     let more = client(&daemon);
     drop(first);
     until(|| gone(&daemon) == 1);

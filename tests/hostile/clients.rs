@@ -75,7 +75,7 @@ fn memory_of_others_is_counted_up_to_a_budget() {
     }
     let daemon = Daemon::start();
     as_nobody("clients::helper_imports", &daemon);
-    daemon.log.wait("no more is opened for user 65534");
+    daemon.log.wait("Further imports by user 65534 are refused");
     daemon.client().attach();
 }
 
@@ -151,7 +151,8 @@ fn root_in_a_container_is_limited_like_everybody_and_by_its_outermost_container(
     let invented = format!("docker-{id}.scope/docker-{}.scope", container_id());
     let Some(inner) = Unit::new(&invented) else { return };
     let daemon = limited(5);
-    let refused = format!("container {} has 5 programs connected; max-clients-per-tenant allows no more", &id[..12]);
+    let refused =
+        format!("container {} has 5 programs connected, which is the limit max-clients-per-tenant", &id[..12]);
     assert_eq!(filled_from(Some(&inner), &daemon), format!("5 welcomed: {refused}"));
     assert_eq!(filled_from(Some(&outer), &daemon), format!("5 welcomed: {refused}"));
     // The host's root has a higher limit, which it doesn't share.
@@ -237,7 +238,7 @@ fn invented_gpus_are_few_for_each_tenant_and_forgotten() {
     fs::create_dir(directory.0.join("run")).expect("a directory");
     let daemon = Daemon::start_in(directory, None, |_, _| ());
     as_nobody("clients::helper_invents", &daemon);
-    daemon.log.wait("too many GPUs of its tenant that NVML does not know");
+    daemon.log.wait("too many GPUs of its tenant that NVML does not list");
     wait_for("the GPUs to be forgotten", || (gpus(&daemon) == 0 && lock_files(&daemon) == 0).then_some(()));
     let client = daemon.client();
     client.attach();

@@ -64,7 +64,7 @@ fn programs_of_a_claim_see_what_it_was_allocated_and_have_it_together() {
     other.wait_to_say("holding");
     let status = machine.ctl(&["status"]);
     let together =
-        format!("{} and {} together may have 44 MiB by rule \"team-a/claim-44m\"", holding.pid(), other.pid());
+        format!("{} and {} together may use 44 MiB by rule \"team-a/claim-44m\"", holding.pid(), other.pid());
     assert!(status.contains(&together), "{status}");
     other.kill();
     wait_for("what another one leaves", || (reach(program(&machine, HALF, ASK)) == 20).then_some(()));

@@ -32,7 +32,11 @@ fn status_says_which_engine_a_program_has_and_why() {
         (("NVSHARE_ENGINE", "swap"), "swap", "NVSHARE_ENGINE asks for it"),
         (("NVSHARE_ENGINE", "managed"), "managed", "NVSHARE_ENGINE asks for it"),
         (("NVSHARE_ENGINE", "none"), "none", "NVSHARE_ENGINE asks for it"),
-        (("NVSHARE_ENABLE_SINGLE_OVERSUB", "1"), "managed", "NVSHARE_ENABLE_SINGLE_OVERSUB lets it exceed the GPU"),
+        (
+            ("NVSHARE_ENABLE_SINGLE_OVERSUB", "1"),
+            "managed",
+            "NVSHARE_ENABLE_SINGLE_OVERSUB allows it to exceed GPU memory",
+        ),
     ] {
         let (seen, why, text) = shown(&machine, &[environment]);
         assert_eq!((&*seen, &*why), (engine, reason));

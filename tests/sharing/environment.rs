@@ -43,7 +43,7 @@ fn a_program_is_refused_memory_exactly_at_what_it_allows_itself() {
     let mut machine = ruled(Setup::default(), "memory-max = \"64M\"");
     assert_eq!(reach(&machine, "44M"), 40);
     assert_eq!(reach(&machine, "infinity"), 60, "the rule's");
-    machine.wait_for_log("its environment sets memory-max 44 MiB");
+    machine.wait_for_log("Its environment sets memory-max 44 MiB");
     let report = machine.program("account --mem 16M").env("NVSHARE_MEMORY_MAX", "60M").start().finish();
     assert_eq!(["total", "free", "free_with"].map(|name| report.number(name) / MIB), [60, 56, 40]);
     let mut program = machine.program("stranger --mem 16M --seconds 600").env("NVSHARE_MEMORY_MAX", "44M").start();
@@ -72,7 +72,7 @@ fn what_is_idle_by_its_own_environment_waits_for_all_others() {
     machine.program("mix --mem 32M --chunks 4 --reps 3 --rounds 5").start().finish();
     machine.wait_for_grants(&idle, 2);
     let status = machine.ctl(&["status"]);
-    assert!(status.contains("has weight idle by its own environment."), "{status}");
+    assert!(status.contains(" sets weight idle."), "{status}");
     assert!(status.contains(" and its group have weight 500 by rule \"mine\""), "{status}");
     idle.kill();
 }

@@ -73,7 +73,7 @@ fn memory_in_files_comes_back_as_it_was() {
     for program in [&mut idle, &mut other] {
         program.end();
     }
-    assert!(idle.stderr().contains(" 0 bytes are in a file"), "it has come back");
+    assert!(idle.stderr().contains(" 0 bytes of memory are in the swap file"), "it has come back");
     assert_one_holder(&machine.moves());
     let directory = artifact("nvshare-scheduler").with_file_name("swap-files");
     assert_eq!(fs::read_dir(directory).expect("the directory").count(), 0);
@@ -99,7 +99,7 @@ fn programs_that_allocate_write_and_free_at_random_find_what_they_wrote() {
     let churn = |seed| machine.program(&format!("churn --mem {SHARE} --seconds 2 --seed {seed}")).start();
     let mut programs: Vec<Program> = (1..=3).map(churn).collect();
     programs.iter_mut().for_each(|program| drop(program.finish()));
-    let has_used_it = |program: &Program| program.stderr().contains("bytes are in a file");
+    let has_used_it = |program: &Program| program.stderr().contains("bytes of memory are in the swap file");
     assert!(programs.iter().any(has_used_it), "no memory went to a file");
     machine.wait_until_empty();
 }
@@ -158,7 +158,7 @@ fn loses(program: &mut Program) {
     let is_right = program.wait().success();
     let said = program.stdout();
     assert!(!is_right && (said.contains("214") || said.contains("ECC")), "it has lost memory: {said}");
-    program.wait_to_say("memory that was on the disk is lost");
+    program.wait_to_say("lost memory that was in the swap file");
 }
 
 /// The program must not get results that were computed from other contents.

@@ -123,7 +123,7 @@ fn programs_that_count_together_have_the_limit_together() {
     }
     let limits: u64 = clients.iter().map(|client| number(&client["gpus"][0]["limit"])).sum();
     assert!(limits <= 76 * MIB, "{limits} promised");
-    assert!(machine.ctl(&["status"]).contains("may have 76 MiB by rule \"mine\" ("), "{}", machine.ctl(&["status"]));
+    assert!(machine.ctl(&["status"]).contains("may use 76 MiB by rule \"mine\" ("), "{}", machine.ctl(&["status"]));
     holding.iter_mut().skip(4).for_each(Program::kill);
     wait_for("four to be gone", || (machine.status()["clients"].as_array()?.len() == 4).then_some(()));
     assert_eq!(reach(machine.program(ASK)), 40 * MIB, "what four others leave");
@@ -150,7 +150,7 @@ fn a_limit_is_lowered_and_raised_while_programs_run() {
     // A file with a mistake changes nothing.
     write(&machine, "[[rule]]\nuser = \"nobody-of-this-name\"\nmemory-max = \"1G\"\n");
     let refused = machine.ctl_fails(&["reload"]);
-    assert!(refused.contains("rules.toml:2:8: user: there is no user"), "{refused}");
+    assert!(refused.contains("rules.toml:2:8: user: this host has no user"), "{refused}");
     assert_eq!(reach(machine.program(ASK)), 0);
 
     rule(&machine, &mine("72M"));
@@ -176,7 +176,7 @@ fn an_allocation_waits_until_others_have_freed_enough() {
     };
     let bytes = wait_for("it to wait for memory", awaited);
     assert!((16 * MIB..=32 * MIB).contains(&bytes), "{bytes}: more than the holder leaves");
-    assert!(machine.ctl(&["status"]).contains(" waits for memory: for "), "{}", machine.ctl(&["status"]));
+    assert!(machine.ctl(&["status"]).contains(" waits for memory: it requests "), "{}", machine.ctl(&["status"]));
     std::thread::sleep(Duration::from_secs(11)); // longer than the timeout of answers elsewhere
     assert!(worker.poll().is_none(), "it waits still");
     assert_eq!(reach(machine.program("oversub --mem 300M --chunk 100M --rounds 0")), 0, "what can never be had fails");

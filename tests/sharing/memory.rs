@@ -280,7 +280,7 @@ fn a_program_that_has_all_of_the_gpu_goes_on_when_others_come() {
     machine.wait_for_grants(&all, 1);
     let others: Vec<Program> = (0..4).map(|_| machine.program("stranger --mem 1M --seconds 600").start()).collect();
     wait_for("the others to wait with their contexts", || {
-        (machine.scheduler_log().matches("is waiting to create a CUDA context").count() == others.len()).then_some(())
+        (machine.scheduler_log().matches("delaying the CUDA context of").count() == others.len()).then_some(())
     });
     all.end();
     for other in &others {

@@ -189,7 +189,7 @@ fn what_the_environment_says_and_cannot_be_read_is_traced_once() {
     let unread = |most: &str| {
         let mut program = machine.program("story --context 0").env("NVSHARE_MEMORY_MAX", most).start();
         program.finish();
-        program.stderr().matches("NVSHARE_MEMORY_MAX is ignored").count()
+        program.stderr().matches("ignoring NVSHARE_MEMORY_MAX").count()
     };
     assert_eq!(["1M", "lots"].map(unread), [1, 1]);
     assert_eq!(["", "8G", "25%"].map(unread), [0, 0, 0]);

@@ -182,8 +182,8 @@ fn what_cannot_be_moved_stays_and_says_why() {
     let program = started(&machine, naps(&machine, "--mem 8M --pause-ms 5"));
     refused(&program, &both[0], "it is there already");
     refused(&program, "GPU-of-nobody", "GPU-of-nobody");
-    refused(&program, "7", "there is no GPU \"7\"");
-    assert!(machine.ctl_fails(&["migrate", "1", "--to", &both[1]]).contains("the process id 1"));
+    refused(&program, "7", "unknown GPU \"7\"");
+    assert!(machine.ctl_fails(&["migrate", "1", "--to", &both[1]]).contains("process ID 1"));
     let two = started(&machine, naps(&machine, "--mem 8M --pause-ms 5 --gpus 0,1"));
     refused(&two, &both[1], "it uses several GPUs");
     let managed = machine.program("mix --mem 8M --chunks 2 --reps 2 --rounds endless --cpu-ms 5 --kind managed");
@@ -234,7 +234,7 @@ fn a_gpu_is_drained_and_used_again() {
     assert!(said.contains("No program is on the GPU") && !said.contains("sleep"), "{said}");
     programs.iter().for_each(|program| is_on(&machine, program, 1));
     assert_eq!((&gpu(&machine, 0)["drained"], &gpu(&machine, 1)["clients"]), (&true.into(), &3.into()));
-    assert!(machine.ctl(&["status"]).contains("drained: programs leave this GPU"));
+    assert!(machine.ctl(&["status"]).contains("drained: programs are moved off this GPU"));
     // A new program waits, and gets no error.
     let mut newcomer = machine.program("mix --mem 4M --chunks 2 --reps 2 --rounds 3").start();
     wait_for("it to wait", || client(&machine, &newcomer).filter(|it| it["gpus"][0]["state"] == "attaching"));
@@ -257,7 +257,10 @@ fn where_there_is_no_other_gpu_programs_sleep_until_it_is_undrained() {
         machine.program("mix --mem 8M --chunks 2 --reps 2 --rounds endless --cpu-ms 5 --kind managed").start();
     machine.wait_for_grants(&managed, 1);
     let said = machine.ctl_fails(&["drain", "0"]);
-    assert!(said.contains("programs stay on the GPU") && said.contains("it has managed memory"), "{said}");
+    assert!(
+        said.contains("these programs can neither move nor sleep") && said.contains("it has managed memory"),
+        "{said}"
+    );
     assert!(said.contains("These programs sleep") && said.contains(&format!("process {}", program.pid())), "{said}");
     managed.end();
     machine.ctl(&["drain", "0"]);
@@ -315,7 +318,7 @@ fn no_program_is_placed_on_a_gpu_that_needs_a_reset() {
     let dir = |machine: &Machine| machine.path("gpu");
     is_avoided(
         |machine, gpu| trouble::advise(&dir(machine), gpu, Some(1)).expect("the advice"),
-        "the driver says that it needs a reset",
+        "the driver reports that the GPU needs a reset",
     );
 }
 

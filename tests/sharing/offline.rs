@@ -40,7 +40,7 @@ fn takes_a_turn(program: &Program) {
 
 /// How often the program has taken the turn.
 fn turns(program: &Program) -> usize {
-    program.stderr().matches("takes the turn").count()
+    program.stderr().matches("acquired the turn").count()
 }
 
 #[test]
@@ -63,7 +63,7 @@ fn a_small_program_ends_beside_two_that_take_turns() {
 fn a_program_that_is_idle_gives_the_turn_up() {
     let pauses = format!("{} --cpu-ms 1500", work("44M"));
     let (_machine, mut programs) = abandoned_at([pauses.clone(), pauses]);
-    let gives_up = |program: &Program| program.stderr().contains("gives up the turn (idle)");
+    let gives_up = |program: &Program| program.stderr().contains("released the turn (idle)");
     wait_for("a turn to end early", || programs.iter().any(gives_up).then_some(()));
     programs.iter_mut().for_each(|program| drop(program.end()));
 }
@@ -111,7 +111,7 @@ fn one_that_is_killed_with_the_turn_leaves_it_to_the_other() {
 fn one_that_is_stopped_while_it_runs_does_not_hang_the_other_for_ever() {
     let (machine, mut programs) = abandoned("44M");
     let holder = wait_for("a turn", || programs.iter().position(|program| turns(program) > 0));
-    programs[holder].wait_to_say("all memory is here");
+    programs[holder].wait_to_say("restored all memory");
     machine.stop_beside_work(&programs[holder]);
     std::thread::sleep(Duration::from_secs(3));
     programs[holder].signal(libc::SIGCONT);

@@ -114,7 +114,7 @@ fn run_gives_a_command_as_many_gpus_as_it_asks_for() {
     assert_eq!((report.number("gpus"), number_of(&machine, &report)), (2, 1), "the better one is the first");
     let mut refused = machine.run(&["--gpus", "3"], LOOK).quiet().start();
     assert_eq!(refused.wait().code(), Some(1));
-    let expected = "nvsharectl: cannot place the command on a GPU: it requests 3 GPUs and may use 2\n";
+    let expected = "nvsharectl: cannot place the command on a GPU: it requests 3 GPUs but may use only 2\n";
     assert_eq!(refused.stderr(), expected);
     drop(stays);
 }
@@ -170,7 +170,7 @@ fn programs_of_an_anti_affinity_share_none() {
     let second = machine.program(STAY).start();
     assert_eq!(settled(&machine, 2), [1, 1]);
     finds_none(machine.program(LOOK));
-    let line = machine.wait_for_log("anti-affinity \"servers\": programs of that label");
+    let line = machine.wait_for_log("anti-affinity \"servers\": programs with this label");
     assert!(line.contains("\"apart\""), "{line}");
     let mut refused = machine.run(&[], LOOK).quiet().start();
     assert_eq!(refused.wait().code(), Some(1));
@@ -234,6 +234,7 @@ fn a_command_that_needs_more_memory_than_any_gpu_has_is_not_started() {
     let machine = two_gpus("none", "");
     let mut refused = machine.run(&["--memory", "2G"], LOOK).start();
     assert_eq!(refused.wait().code(), Some(1));
-    let expected = "nvsharectl: cannot place the command on a GPU: it requests 2 GiB of memory, and the largest GPU that it may use has 256 MiB\n";
+    let expected = "nvsharectl: cannot place the command on a GPU: it requests 2 GiB of memory, but the largest GPU \
+        that it may use has 256 MiB\n";
     assert_eq!(refused.stderr(), expected);
 }

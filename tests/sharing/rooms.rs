@@ -40,7 +40,7 @@ fn a_room_stays_free_while_programs_go_on() {
     wait_for("the room to be free", || is_ready(&machine));
     assert_eq!(rooms(&machine)[0]["bytes"], ROOM);
     assert!(machine.ctl(&["status"]).contains("room     56 MiB are kept free for nvsharectl"));
-    let said = "nvsharectl: 56 MiB are free, and kept free until this is interrupted\n";
+    let said = "nvsharectl: 56 MiB are free, and are kept free until this command is interrupted\n";
     wait_for("the message", || (room.stderr() == said).then_some(()));
     let before = programs.each_ref().map(|program| grants(&machine.moves(), program.pid()));
     for _ in 0..5 {
@@ -99,7 +99,7 @@ fn a_room_is_refused_in_words_and_its_command_runs_without_nvshare() {
     let mut holding = machine.program("stranger --mem 16M --seconds 600").start();
     holding.wait_to_say("holding");
     let text = machine.ctl_fails(&["make-room", "500M"]);
-    assert!(text.contains("GPU 0 has no more than 1") && text.contains("for a room"), "{text}");
+    assert!(text.contains("GPU 0 has at most 1") && text.contains("for a room"), "{text}");
     let text = machine.ctl_fails(&["make-room", "50M", "--for", "2d"]);
     assert!(text.contains("--for"), "{text}");
     let done = machine.ctl_output(&["make-room", "50M", "--", "/bin/sh", "-c", "echo $NVSHARE_DISABLE; kill -9 $$"]);
@@ -108,7 +108,7 @@ fn a_room_is_refused_in_words_and_its_command_runs_without_nvshare() {
     assert_eq!(missing.status.code(), Some(127), "{}", String::from_utf8_lossy(&missing.stderr));
     let short = machine.ctl_output(&["make-room", "50M", "--for", "1s"]);
     let said = String::from_utf8_lossy(&short.stderr);
-    assert_eq!((short.status.code(), &*said), (Some(0), "nvsharectl: 50 MiB are free, and kept free for 1.0s\n"));
+    assert_eq!((short.status.code(), &*said), (Some(0), "nvsharectl: 50 MiB are free, and are kept free for 1.0s\n"));
     holding.kill();
 }
 
@@ -120,7 +120,7 @@ fn a_room_that_is_lost_with_its_scheduler_is_asked_for_again() {
     let mut room = machine.order("make-room 50M").start();
     wait_for("the room to be free", || is_ready(&machine));
     machine.kill_scheduler();
-    room.wait_to_say("the room was lost");
+    room.wait_to_say("lost the room");
     machine.start_scheduler();
     room.wait_to_say("50 MiB are free again");
     wait_for("the room to be free", || is_ready(&machine));

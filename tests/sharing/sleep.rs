@@ -121,7 +121,7 @@ fn others_have_the_whole_gpu_while_a_program_is_paused() {
 fn a_process_that_is_no_program_cannot_be_paused() {
     let machine = Machine::with_scheduler(Setup::default());
     let said = machine.ctl_fails(&["pause", "1"]);
-    assert!(said.contains("no program under nvshare has the process id 1"), "{said}");
+    assert!(said.contains("no program under nvshare has process ID 1"), "{said}");
     assert!(machine.ctl_fails(&["resume", "nothing.service"]).contains("nothing.service"));
 }
 
@@ -147,7 +147,7 @@ fn cannot_sleep(machine: &Machine, program: &Program, why: &str) {
     let shown = wait_until(machine, program, "sleep-obstacle", why);
     assert_eq!((&shown["sleep"], &shown["paused"]), (&"awake".into(), &true.into()));
     let status = machine.ctl(&["status"]);
-    assert!(status.contains(&format!("is kept from running, but cannot sleep: {why}.")), "{status}");
+    assert!(status.contains(&format!("is paused, but cannot sleep: {why}.")), "{status}");
     machine.program("mix --mem 64M --chunks 4 --reps 2 --rounds 3").start().finish();
     resume(machine, program);
     wait_until(machine, program, "paused", false);
@@ -455,7 +455,7 @@ fn a_sleeper_gets_no_turn_and_blocks_nobody_while_no_helper_can_tell_that_it_sle
     ends(naps(&machine, "100M", 5));
     let status = machine.ctl(&["status"]);
     let pid = sleeper.pid();
-    let part = format!("Process {pid} may be asleep, and gets no turn until that is known");
+    let part = format!("Process {pid} may be asleep, and gets no turn until its state is known");
     assert!(status.contains(&part), "{part}: {status}");
     assert!(
         machine.status()["problems"].as_array().is_some_and(Vec::is_empty),

@@ -25,10 +25,12 @@ impl fmt::Display for WireError {
         match self {
             Self::Truncated { have, need } => write!(f, "truncated: {have} bytes where {need} are needed"),
             Self::Oversized { have } => write!(f, "oversized: {have} bytes, at most {} are allowed", crate::MAX_LEN),
-            Self::Length { header, packet } => write!(f, "the header says {header} bytes, the packet has {packet}"),
+            Self::Length { header, packet } => {
+                write!(f, "the header announces {header} bytes, but the packet has {packet}")
+            }
             Self::Trailing { extra } => write!(f, "{extra} bytes after the last field"),
             Self::Kind { kind } => write!(f, "unknown message kind {kind}"),
-            Self::Version { got, expected } => write!(f, "protocol version {got} where {expected} was agreed on"),
+            Self::Version { got, expected } => write!(f, "protocol version {got} instead of the negotiated {expected}"),
             Self::Value { field, value } => write!(f, "field {field} cannot be {value}"),
         }
     }

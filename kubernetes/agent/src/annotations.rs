@@ -29,7 +29,7 @@ pub fn read(namespace: &str, annotations: &BTreeMap<String, String>, permissions
     for (name, text) in annotations {
         match read_one(namespace, name, text, permissions) {
             Ok((key, value)) => drop(rule.keys.insert(key, value)),
-            Err(why) => rule.left_out.push(format!("its annotation {PREFIX}{name} is left out: {why}")),
+            Err(why) => rule.left_out.push(format!("ignoring its annotation {PREFIX}{name}: {why}")),
         }
     }
     if let Some(weight) = &permissions.weight
@@ -48,15 +48,15 @@ fn read_one(
     permissions: &Permissions,
 ) -> Result<(&'static str, Value), String> {
     let Some(key) = KEYS.into_iter().find(|key| *key == name) else {
-        return Err(format!("there is no such key, only {}", KEYS.join(", ")));
+        return Err(format!("unknown key. The keys are {}", KEYS.join(", ")));
     };
     if text.len() > LONGEST {
-        return Err(format!("its value has {} bytes, and {LONGEST} are the most", text.len()));
+        return Err(format!("its value has {} bytes. At most {LONGEST} are allowed", text.len()));
     }
     let text = text.trim();
     // D-Bus texts have no NUL: the scheduler would refuse the whole message.
     if text.chars().any(char::is_control) {
-        return Err("its value is no line of text".into());
+        return Err("its value is not a single line of text".into());
     }
     let value = value(namespace, key, text);
     permissions.check(namespace, key, &value)?;
@@ -120,16 +120,16 @@ mod tests {
         let rule = read_all(&annotations);
         assert_eq!(rule.keys, BTreeMap::from([("memory-max", Value::from("8G"))]));
         let said = rule.left_out.join("\n");
-        assert!(said.contains("nvshare.com/exclusion is left out: its value is no line of text"), "{said}");
-        assert!(said.contains("nvshare.com/affinity is left out: its value has 5000 bytes"), "{said}");
-        assert!(said.contains("nvshare.com/colour is left out: there is no such key, only memory-max,"), "{said}");
+        assert!(said.contains("nvshare.com/exclusion is left out: its value is not a single line of text"), "{said}");
+        assert!(said.contains("nvshare.com/affinity: its value has 5000 bytes"), "{said}");
+        assert!(said.contains("nvshare.com/colour is left out: unknown key. The keys are memory-max,"), "{said}");
         assert!(said.contains("nvshare.com/pod is left out: there is no such key"), "{said}");
 
         let annotations = BTreeMap::from([("time-min".to_owned(), "50%".to_owned())]);
         let rule = read("team-a", &annotations, &Permissions::default());
         assert_eq!(
             rule.left_out,
-            ["its annotation nvshare.com/time-min is left out: pods of namespace team-a may not set it"]
+            ["ignoring its annotation nvshare.com/time-min: pods of namespace team-a may not set it"]
         );
     }
 

@@ -10,11 +10,11 @@ use nvshare::config::paths::CONTROL_SOCKET;
 /// The socket on which the running agent answers `--probe`.
 pub const PROBE_SOCKET: &str = "/run/nvshare-agent/agent.sock";
 
-/// Tells nvshare's scheduler which pods are on this node, and what they rule for themselves.
+/// Reports this node's pods and the rules in their annotations to nvshare's scheduler.
 #[derive(Debug, Parser)]
 #[command(name = "nvshare-agent", version)]
 pub struct Arguments {
-    /// The name that this node has in Kubernetes
+    /// Name of this node in Kubernetes
     #[arg(long, value_name = "NAME", env = "NODE_NAME", value_parser = read_node)]
     #[arg(required_unless_present_any = ["check_config", "probe"])]
     pub node: Option<String>,
@@ -23,15 +23,15 @@ pub struct Arguments {
     #[arg(long, value_name = "PATH")]
     pub config: Option<PathBuf>,
 
-    /// Only say whether the configuration file is right
+    /// Only check the configuration file
     #[arg(long)]
     pub check_config: bool,
 
-    /// Only say whether the agent that runs has the API server and the scheduler
+    /// Only check that the running agent is connected to the API server and the scheduler
     #[arg(long, conflicts_with = "check_config")]
     pub probe: bool,
 
-    /// How to reach the API server, outside of a cluster
+    /// Kubeconfig file for reaching the API server from outside a cluster
     #[arg(long, value_name = "PATH")]
     pub kubeconfig: Option<PathBuf>,
 
@@ -39,11 +39,11 @@ pub struct Arguments {
     #[arg(long, value_name = "PATH", default_value = CONTROL_SOCKET)]
     pub control: PathBuf,
 
-    /// The agent's own socket, for --probe
+    /// Socket on which the agent answers --probe
     #[arg(long, value_name = "PATH", default_value = PROBE_SOCKET)]
     pub socket: PathBuf,
 
-    /// How much is logged
+    /// Log level
     #[arg(long, value_name = "LEVEL", default_value = "info")]
     pub log_level: LogLevel,
 }
@@ -52,6 +52,6 @@ pub struct Arguments {
 fn read_node(text: &str) -> Result<String, String> {
     match is_pod_name(text) {
         true => Ok(text.to_owned()),
-        false => Err("that is not the name of a node: up to 253 letters, digits, \"-\" and \".\" are allowed".into()),
+        false => Err("invalid node name: up to 253 letters, digits, \"-\" and \".\" are allowed".into()),
     }
 }

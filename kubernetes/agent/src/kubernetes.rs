@@ -61,7 +61,7 @@ pub async fn follow(client: Client, node: &str, changes: mpsc::Sender<Change>, m
     let mut retry = Retry::up_to(RETRY);
     loop {
         match reader.read(&mut link, &mut retry).await {
-            Over::Stale => debug!("the watch cannot go on: the pods are listed again"),
+            Over::Stale => debug!("the watch has expired, listing the pods again"),
             Over::Failed(why) => link.is_down(why),
             Over::Unwanted => return,
         }
@@ -89,7 +89,7 @@ impl Reader {
         loop {
             let (began, before) = (Instant::now(), self.count);
             let ended = self.watch(link).await;
-            debug!("a watch has ended after {} events", self.count - before);
+            debug!("the watch ended after {} events", self.count - before);
             if self.count > before || began.elapsed() >= LASTING {
                 retry.reset();
             }
@@ -109,7 +109,7 @@ impl Reader {
             Err(_) => return Err(late()),
         };
         self.version = list.metadata.resource_version.unwrap_or_default();
-        debug!("{} pods listed, at version {:?}", list.items.len(), self.version);
+        debug!("listed {} pods, at version {:?}", list.items.len(), self.version);
         self.pass_on(Change::Listed(list.items)).await
     }
 
@@ -130,14 +130,14 @@ impl Reader {
                 Ok(Err(Error::Api(status))) => return Err(refused("watch", &status)),
                 // A new watch from the same version would return the same invalid object.
                 Ok(Err(Error::SerdeError(e))) => {
-                    return Err(Over::Failed(format!("the API server's answer is not understood: {e}")));
+                    return Err(Over::Failed(format!("cannot parse the API server's answer: {e}")));
                 }
                 Ok(Err(e)) => {
-                    debug!("the watch broke: {}", causes(&e));
+                    debug!("the watch failed: {}", causes(&e));
                     return Ok(());
                 }
                 Err(_) => {
-                    debug!("nothing was heard of the watch for {} s", SILENCE.as_secs());
+                    debug!("the watch has been silent for {} s", SILENCE.as_secs());
                     return Ok(());
                 }
             };
@@ -174,8 +174,8 @@ fn late() -> Over {
 fn failed(what: &str, error: &Error) -> Over {
     match error {
         Error::Api(status) => refused(what, status),
-        Error::Service(e) => Over::Failed(format!("the API server cannot be reached: {}", causes(&**e))),
-        e => Over::Failed(format!("the API server cannot be asked for pods: {}", causes(e))),
+        Error::Service(e) => Over::Failed(format!("cannot reach the API server: {}", causes(&**e))),
+        e => Over::Failed(format!("cannot request pods from the API server: {}", causes(e))),
     }
 }
 
@@ -185,8 +185,9 @@ fn refused(what: &str, status: &Status) -> Over {
     match status.code {
         GONE => Over::Stale,
         UNAUTHORIZED | FORBIDDEN => Over::Failed(format!(
-            "the API server does not let the agent {what} pods, and its service account needs \"list\" and \"watch\": {message}"
+            "the API server does not allow the agent to {what} pods. Its service account needs \"list\" and \"watch\": \
+             {message}"
         )),
-        code => Over::Failed(format!("the API server does not {what} pods (status {code}): {message}")),
+        code => Over::Failed(format!("the API server cannot {what} pods (status {code}): {message}")),
     }
 }

@@ -32,14 +32,14 @@ impl Link {
     pub fn is_up(&mut self) {
         self.state.send_replace(None);
         if std::mem::replace(&mut self.said, Said::Up) != Said::Up {
-            info!("{} is there", self.whom);
+            info!("connected to {}", self.whom);
         }
     }
 
     /// Marks the connection as down. `why` is a whole sentence, and is logged once until the connection is up.
     pub fn is_down(&mut self, why: String) {
         if std::mem::replace(&mut self.said, Said::Down) != Said::Down {
-            warn!("{why}; it is tried again until that works");
+            warn!("{why}. Retrying");
         }
         self.state.send_replace(Some(why));
     }

@@ -69,7 +69,8 @@ impl Node {
         if is_crowded && !self.is_crowded {
             let count = all.len();
             warn!(
-                "{count} pods are on this node, and the scheduler is told of {MAX_PODS}: the others have no names there"
+                "this node has {count} pods, but the scheduler accepts only {MAX_PODS}. It does not know the names of \
+                 the other pods"
             );
         }
         self.is_crowded = is_crowded;
@@ -123,7 +124,7 @@ pub async fn keep(
             *before = now;
             is_news
         });
-        debug!("{count} pods{}", if is_news { "" } else { ", of which nothing is new" });
+        debug!("{count} pods{}", if is_news { "" } else { ", unchanged" });
     }
 }
 

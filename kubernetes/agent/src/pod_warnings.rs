@@ -29,7 +29,7 @@ impl PodWarnings {
         }
         said.insert(what.to_owned());
         Some(match said.len() {
-            n if n > MOST => format!("pod {pod}: more is wrong with its annotations, and no more is said of them"),
+            n if n > MOST => format!("pod {pod}: suppressing further warnings about its annotations"),
             _ => format!("pod {pod}: {}", plain(what)),
         })
     }
@@ -68,7 +68,7 @@ mod tests {
         let mut warnings = PodWarnings::default();
         let lines: Vec<_> = (0..1000).filter_map(|n| warnings.line("1", "a/b", &format!("wrong {n}"))).collect();
         assert_eq!(lines.len(), MOST + 1);
-        assert!(lines.last().is_some_and(|line| line.contains("no more is said")), "{lines:?}");
+        assert!(lines.last().is_some_and(|line| line.contains("suppressing further warnings")), "{lines:?}");
         let line = warnings.line("2", "a/b", &format!("\u{1b}[2J\n{}", "x".repeat(100_000))).expect("a line");
         assert!(line.len() < 500 && !line.contains('\u{1b}') && !line.contains('\n'), "{line}");
     }

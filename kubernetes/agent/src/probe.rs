@@ -34,7 +34,7 @@ impl Socket {
     /// Binds the socket. Replaces a socket that no process listens on any more.
     pub fn bind(path: &Path) -> Result<Self, String> {
         if UnixStream::connect(path).is_ok() {
-            return Err(format!("another agent answers at {}: end it first, or name another --socket", path.display()));
+            return Err(format!("another agent answers at {}. Stop it first, or set another --socket", path.display()));
         }
         let made = match std::fs::remove_file(path) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),

@@ -61,7 +61,7 @@ async fn serve(
             let refused = tokio::select! {
                 answer = timeout(ANSWER, proxy.set_pods(pods.to_vec())) => match answer {
                     Ok(Ok(refused)) => refused,
-                    Ok(Err(e)) => return Err(format!("the scheduler does not take what it is told of pods: {}", plain(&e))),
+                    Ok(Err(e)) => return Err(format!("the scheduler rejects the list of pods: {}", plain(&e))),
                     Err(_) => return Err(format!("the scheduler has not answered for {} s", ANSWER.as_secs())),
                 },
                 () = is_over(&mut end) => return Err(gone(control)),
@@ -91,7 +91,7 @@ async fn is_over(messages: &mut MessageStream) {
 }
 
 fn gone(control: &Path) -> String {
-    format!("the scheduler at {} has gone", control.display())
+    format!("lost the connection to the scheduler at {}", control.display())
 }
 
 /// The message of an error, without its D-Bus name.
@@ -110,6 +110,6 @@ fn warn_of_refused(pods: &[bus::Pod], refused: HashMap<String, String>, warnings
     for (uid, why) in refused {
         let Some(pod) = by_uid.get(uid.as_str()) else { continue };
         let name = format!("{}/{}", pod.namespace, pod.name);
-        warnings.log(&uid, &name, &format!("its rule is refused: {why}"));
+        warnings.log(&uid, &name, &format!("the scheduler refuses its rule: {why}"));
     }
 }

@@ -138,9 +138,11 @@ fn what_a_pod_may_not_wish_is_left_out_and_a_new_configuration_counts_at_once() 
     node.until_rule("team-a/pod-1", "memory-max", "8589934592");
     let rule = &node.rules()["team-a/pod-1"];
     assert_eq!((said(rule, "weight"), said(rule, "time-min")), (None, None));
-    agent.log.wait("pod team-a/pod-1: its annotation nvshare.com/weight is left out: pods of namespace team-a may have 100 at most");
     agent.log.wait(
-        "pod team-a/pod-1: its annotation nvshare.com/time-min is left out: pods of namespace team-a may not set it",
+        "pod team-a/pod-1: ignoring its annotation nvshare.com/weight: pods of namespace team-a may have 100 at most",
+    );
+    agent.log.wait(
+        "pod team-a/pod-1: ignoring its annotation nvshare.com/time-min: pods of namespace team-a may not set it",
     );
 
     node.configure("[[namespaces]]\nname = \"team-*\"\nmay-set = [\"weight\", \"time-min\"]\nweight-max = 200\ntime-min-max = \"20%\"\n");
@@ -166,7 +168,7 @@ fn a_wish_with_a_wrong_value_counts_for_nothing_and_the_log_says_why_once() {
     let _scheduler = node.scheduler();
     let agent = node.agent();
     node.until_rule("team-a/pod-2", "weight", "5");
-    let said = "pod team-a/pod-1: its rule is refused: memory-max cannot be \"much\"";
+    let said = "pod team-a/pod-1: the scheduler refuses its rule: memory-max cannot be \"much\"";
     agent.log.wait(said);
     node.api.put(pod(2, &[("nvshare.com/weight", "6")]));
     node.until_rule("team-a/pod-2", "weight", "6");
@@ -186,7 +188,7 @@ fn the_scheduler_is_told_no_more_often_than_needed() {
     for ready in ["False", "True", "False"] {
         node.api.put(with(pod(1, &[]), "/status/conditions/0/status", json!(ready)));
     }
-    agent.log.wait("1 pods, of which nothing is new");
+    agent.log.wait("1 pods, unchanged");
     assert_eq!(agent.log.count("pods to the scheduler in"), 1);
     for number in 2..302 {
         node.api.put(pod(number, &[]));

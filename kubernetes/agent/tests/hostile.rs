@@ -32,7 +32,7 @@ fn annotations_of_any_kind_harm_nobody_else() {
     let agent = node.agent();
     node.until_rule("team-a/pod-9", "weight", "77");
     node.until_rule("team-a/pod-8", "pod", &uid(8));
-    agent.log.wait("its rule is refused");
+    agent.log.wait("the scheduler refuses its rule");
     let mut names: Vec<String> = node.rules().into_keys().collect();
     names.sort();
     assert_eq!(names, ["team-a/pod-8", "team-a/pod-9"]);
@@ -51,7 +51,7 @@ fn ten_thousand_pods_are_as_many_as_the_scheduler_takes() {
     let _scheduler = node.scheduler();
     let agent = node.agent();
     agent.log.wait("sent 5000 pods");
-    assert_eq!(agent.log.count("10000 pods are on this node, and the scheduler is told of 5000"), 1);
+    assert_eq!(agent.log.count("this node has 10000 pods, but the scheduler accepts only 5000"), 1);
     assert_eq!(node.rules().len(), 5000);
     node.api.put(pod(1, &[("nvshare.com/weight", "60")]));
     node.until_rule("team-a/pod-1", "weight", "60");

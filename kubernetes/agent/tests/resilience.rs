@@ -11,21 +11,21 @@ fn a_scheduler_that_comes_late_or_again_is_told_everything() {
     let node = Node::new();
     node.api.put(pod(1, &[("nvshare.com/weight", "50")]));
     let agent = node.agent();
-    agent.log.wait("no scheduler is at");
-    agent.log.wait("the API server is there");
+    agent.log.wait("cannot connect to the scheduler at");
+    agent.log.wait("connected to the API server");
     let scheduler = node.scheduler();
     node.until_rule("team-a/pod-1", "weight", "50");
-    assert_eq!(agent.log.count("no scheduler is at"), 1);
+    assert_eq!(agent.log.count("cannot connect to the scheduler at"), 1);
 
     scheduler.kill();
-    agent.log.wait("has gone; it is tried again until that works");
+    agent.log.wait("lost the connection to the scheduler");
     // The agent learns of this only after the restart.
     node.api.put(pod(1, &[("nvshare.com/weight", "60")]));
     let _scheduler = node.scheduler();
     node.until_rule("team-a/pod-1", "weight", "60");
-    agent.log.wait_for("the scheduler is there", 2);
+    agent.log.wait_for("connected to the scheduler", 2);
     assert_eq!(agent.log.count("the scheduler knows 1 pods"), 2);
-    assert_eq!(agent.log.count("it is tried again"), 2);
+    assert_eq!(agent.log.count(". Retrying"), 2);
 }
 
 #[test]
@@ -37,7 +37,7 @@ fn while_the_api_server_is_gone_what_is_known_stays() {
     let agent = node.agent();
     node.until_rule("team-a/pod-1", "weight", "50");
     node.api.stop();
-    agent.log.wait("the API server cannot be reached");
+    agent.log.wait("cannot reach the API server");
     scheduler.kill();
     let _scheduler = node.scheduler();
     node.until_rule("team-a/pod-1", "weight", "50");
@@ -46,8 +46,8 @@ fn while_the_api_server_is_gone_what_is_known_stays() {
     node.api.start_again();
     node.until_rule("team-a/pod-2", "weight", "60");
     node.until_no_rule("team-a/pod-1");
-    agent.log.wait_for("the API server is there", 2);
-    assert_eq!(agent.log.count("cannot be reached"), 1);
+    agent.log.wait_for("connected to the API server", 2);
+    assert_eq!(agent.log.count("cannot reach the API server"), 1);
 }
 
 #[test]
@@ -106,11 +106,11 @@ fn an_api_server_that_forbids_it_is_said_once_with_what_is_needed() {
     let _scheduler = node.scheduler();
     let agent = node.agent();
     agent.log.wait(
-        "does not let the agent list pods, and its service account needs \"list\" and \"watch\": pods is forbidden",
+        "does not allow the agent to list pods. Its service account needs \"list\" and \"watch\": pods is forbidden",
     );
     node.until("some tries", |node| (node.api.lists() > 3).then_some(()));
-    assert_eq!(agent.log.count("does not let the agent"), 1);
-    assert!(node.probe().contains("does not let the agent"), "{}", node.probe());
+    assert_eq!(agent.log.count("does not allow the agent"), 1);
+    assert!(node.probe().contains("does not allow the agent"), "{}", node.probe());
     node.api.forbid(false);
     node.until_rule("team-a/pod-1", "weight", "50");
     node.until("the probe", |node| node.probe().is_empty().then_some(()));

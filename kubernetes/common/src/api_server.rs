@@ -20,19 +20,22 @@ const LONGEST: usize = 400;
 pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, String> {
     let mut config = match kubeconfig {
         Some(path) => {
-            let wrong = |e: &dyn std::error::Error| format!("{} cannot be used: {}", path.display(), causes(e));
+            let wrong = |e: &dyn std::error::Error| format!("cannot use {}: {}", path.display(), causes(e));
             let file = Kubeconfig::read_from(path).map_err(|e| wrong(&e))?;
             let options = KubeConfigOptions::default();
             Config::from_custom_kubeconfig(file, &options).await.map_err(|e| wrong(&e))?
         }
         None => Config::incluster().map_err(|e| {
-            format!("this is no pod of Kubernetes: {}; --kubeconfig names an API server elsewhere", causes(&e))
+            format!(
+                "this process does not run in a Kubernetes pod: {}. Use --kubeconfig to name an API server",
+                causes(&e)
+            )
         })?,
     };
     config.connect_timeout = Some(CONNECT);
     // Callers retry, and log that.
     config.default_retry = false;
-    Client::try_from(config).map_err(|e| format!("the API server cannot be asked: {}", causes(&e)))
+    Client::try_from(config).map_err(|e| format!("cannot create an API server client: {}", causes(&e)))
 }
 
 /// The API server's message as one line: it may quote a request.

@@ -15,14 +15,14 @@ use zbus::{Connection, OwnedVariant, Variant};
 /// # Errors
 /// A sentence for the log: no scheduler listens there, or it ends the handshake.
 pub async fn connect(control: &Path) -> Result<(Connection, SchedulerProxy<'static>), String> {
-    let missing = |e: std::io::Error| format!("no scheduler is at {}: {e}", control.display());
+    let missing = |e: std::io::Error| format!("cannot connect to the scheduler at {}: {e}", control.display());
     let stream = UnixStream::connect(control).map_err(missing)?;
     let proxy = async {
         let connection = Builder::unix_stream(stream).p2p().build().await?;
         let proxy = SchedulerProxy::builder(&connection).cache_properties(CacheProperties::No).build().await?;
         Ok((connection, proxy))
     };
-    proxy.await.map_err(|e: zbus::Error| format!("the scheduler at {} hangs up: {e}", control.display()))
+    proxy.await.map_err(|e: zbus::Error| format!("the scheduler at {} closed the connection: {e}", control.display()))
 }
 
 /// The keys of a rule as D-Bus variants.

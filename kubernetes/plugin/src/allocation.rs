@@ -19,16 +19,16 @@ pub struct Question<'a> {
 /// The answer, or a sentence about the mistake in the question.
 pub fn prefer(devices: &Devices, allocation: Allocation, asked: Question<'_>) -> Result<Vec<String>, String> {
     let size = usize::try_from(asked.size)
-        .map_err(|_| format!("{} devices were asked for: none or more are allowed", asked.size))?;
+        .map_err(|_| format!("cannot choose {} devices: the number must not be negative", asked.size))?;
     let must: BTreeSet<&String> = asked.must_include.iter().collect();
     if must.len() > size {
-        return Err(format!("{size} devices were asked for, and {} that must be among them", must.len()));
+        return Err(format!("cannot choose {size} devices: {} must be included", must.len()));
     }
     let mut picked: Vec<String> = Vec::new();
     let mut choice = Choice { devices, allocation, free: BTreeMap::new(), taken: BTreeMap::new() };
     for id in &must {
         let (at, _) =
-            devices.find(id).ok_or_else(|| format!("{} must be included and is no device here", quoted(id)))?;
+            devices.find(id).ok_or_else(|| format!("cannot include {}: this node has no such device", quoted(id)))?;
         *choice.taken.entry(at).or_default() += 1;
         picked.push((*id).clone());
     }
@@ -42,7 +42,7 @@ pub fn prefer(devices: &Devices, allocation: Allocation, asked: Question<'_>) ->
     }
     while picked.len() < size {
         let next = choice.next().ok_or_else(|| {
-            format!("{size} devices were asked for, and only {} of those available are healthy ones here", picked.len())
+            format!("cannot choose {size} devices: only {} available devices are healthy", picked.len())
         })?;
         picked.push(next);
     }
@@ -162,12 +162,12 @@ mod tests {
             let asked = Question { available: &available, must_include: must, size };
             prefer(devices, Allocation::Spread, asked).expect_err("it makes no sense")
         };
-        assert!(refused(&two, &[], -1).contains("-1 devices were asked for"));
-        assert!(refused(&two, &[], i32::MAX).contains("only 4 of those"));
-        assert!(refused(&two, &available, 1).contains("4 that must be among them"));
+        assert!(refused(&two, &[], -1).contains("cannot choose -1 devices"));
+        assert!(refused(&two, &[], i32::MAX).contains("only 4 available"));
+        assert!(refused(&two, &available, 1).contains("4 must be included"));
         assert!(refused(&two, &["GPU-z::0".into()], 1).contains("\"GPU-z::0\" must be included"));
         two.gpus[0].problem = Some("it ails".into());
-        assert!(refused(&two, &[], 3).contains("only 2 of those"));
+        assert!(refused(&two, &[], 3).contains("only 2 available"));
     }
 
     proptest! {

@@ -20,7 +20,7 @@ pub const CLAIMS: &str = "/run/nvshare-claims";
 /// The path of containerd's settings in its packages.
 pub const CONTAINERD: &str = "/etc/containerd/config.toml";
 
-/// Offers slots of the GPUs that nvshare shares to Kubernetes.
+/// Offers shares of the GPUs managed by nvshare to Kubernetes.
 #[derive(Debug, Parser)]
 #[command(name = "nvshare-device-plugin", version)]
 pub struct Arguments {
@@ -28,43 +28,43 @@ pub struct Arguments {
     #[arg(long, value_name = "PATH")]
     pub config: Option<PathBuf>,
 
-    /// Only say whether the configuration file is right
+    /// Only check the configuration file
     #[arg(long)]
     pub check_config: bool,
 
-    /// Only say whether the plugin that runs answers, and kubelet knows of it
+    /// Only check that the running plugin answers and is registered with kubelet
     #[arg(long, conflicts_with = "check_config")]
     pub probe: bool,
 
-    /// Only say whether kubelet knows the plugin that runs, and containers can get slots of a GPU
+    /// Only check that the running plugin is registered with kubelet and that containers can get a GPU
     #[arg(long, conflicts_with_all = ["check_config", "probe"])]
     pub ready: bool,
 
-    /// Only say whether pods of the cluster have claims, without which the driver cannot be removed, and give these an event
+    /// Only check whether pods still have claims, which prevent removal of the driver, and create an event for each such pod
     #[arg(long, conflicts_with_all = ["check_config", "probe", "ready"])]
     pub check_removal: bool,
 
-    /// The directory of kubelet's socket and of plugins'
+    /// Directory of kubelet's socket and of the plugins' sockets
     #[arg(long, value_name = "PATH", default_value = KUBELET_DIRECTORY)]
     pub kubelet: PathBuf,
 
-    /// The name of this node in Kubernetes, for offer = "dra"
+    /// Name of this node in Kubernetes, for offer = "dra"
     #[arg(long, value_name = "NAME", env = "NODE_NAME")]
     pub node: Option<String>,
 
-    /// How to reach the API server, outside of a cluster, for offer = "dra"
+    /// Kubeconfig file for reaching the API server from outside a cluster, for offer = "dra"
     #[arg(long, value_name = "PATH")]
     pub kubeconfig: Option<PathBuf>,
 
-    /// kubelet's directory of plugins' own files, for offer = "dra"
+    /// Kubelet's directory for plugins' files, for offer = "dra"
     #[arg(long, value_name = "PATH", default_value = PLUGINS)]
     pub plugins: PathBuf,
 
-    /// The directory in which kubelet finds plugins, for offer = "dra"
+    /// Directory in which kubelet looks for plugins, for offer = "dra"
     #[arg(long, value_name = "PATH", default_value = REGISTRY)]
     pub registry: PathBuf,
 
-    /// The scheduler's directory of claims' sockets, on the host, for offer = "dra"
+    /// Scheduler's directory for the sockets of claims, on the host, for offer = "dra"
     #[arg(long, value_name = "PATH", default_value = CLAIMS)]
     pub claims: PathBuf,
 
@@ -76,15 +76,15 @@ pub struct Arguments {
     #[arg(long, value_name = "PATH", default_value = CONTROL_SOCKET)]
     pub control: PathBuf,
 
-    /// A directory of CDI files, for inject = "cdi"; can be repeated: the last one gets those of claims
+    /// Directory of CDI files, for inject = "cdi"; can be repeated, and the CDI files of claims go to the last directory
     #[arg(long, value_name = "PATH", default_values = specs::DIRECTORIES)]
     pub cdi: Vec<PathBuf>,
 
-    /// containerd's settings, which may be missing: whether it heeds CDI devices
+    /// Configuration file of containerd, which may be missing; checked for CDI support
     #[arg(long, value_name = "PATH", default_value = CONTAINERD)]
     pub containerd: PathBuf,
 
-    /// How much is logged
+    /// Log level
     #[arg(long, value_name = "LEVEL", default_value = "info")]
     pub log_level: LogLevel,
 }

@@ -66,8 +66,7 @@ impl CdiView {
         let device = || quoted(&format!("{kind}={uuid}"));
         (!self.names(kind, uuid)).then(|| {
             format!(
-                "no CDI file in {} names {}: the container \"cdi\", or `nvsharectl cdi generate`, writes it and says what it \
-                 lacks",
+                "no CDI file in {} names {}. The container \"cdi\" or `nvsharectl cdi generate` writes it. See its log",
                 self.searched,
                 device()
             )
@@ -82,7 +81,7 @@ pub async fn follow(paths: Paths, reports: UnboundedSender<Report>) {
         let now = Stamps::of(&paths);
         if before.as_ref() != Some(&now) {
             if let Some(why) = containerd::unreadable(&paths.containerd) {
-                warn!("whether containerd heeds CDI devices is not known: {why}");
+                warn!("cannot check whether containerd supports CDI devices: {why}");
             }
             if reports.send(Report::Cdi(CdiView::read(&paths))).is_err() {
                 return;

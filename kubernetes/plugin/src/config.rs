@@ -270,7 +270,7 @@ fn read_path<'de, D: Deserializer<'de>>(from: D) -> Result<PathBuf, D::Error> {
     if path.is_absolute() {
         return Ok(path);
     }
-    Err(de::Error::custom(format!("{:?} is no path of the host: it must begin with /", path.display().to_string())))
+    Err(de::Error::custom(format!("{:?} is not an absolute path: it must begin with /", path.display().to_string())))
 }
 
 fn read_scheduler_timeout<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
@@ -357,12 +357,12 @@ mod tests {
             ("slot = 3", "p.toml:1:1: unknown field `slot`, expected one of `resource`, `slots`"),
             ("inject = \"nothing\"", "p.toml:1:10: unknown variant `nothing`, expected `cdi` or `mounts`"),
             ("allocation = \"best\"", "expected `spread` or `pack`"),
-            ("resource = \"gpu\"", "p.toml:1:12: \"gpu\" is no name of a resource"),
-            ("cdi-kind = \"gpu\"", "\"gpu\" is no kind of CDI devices"),
+            ("resource = \"gpu\"", "p.toml:1:12: \"gpu\" is not a resource name"),
+            ("cdi-kind = \"gpu\"", "\"gpu\" is not a kind of CDI devices"),
             ("[[gpu]]\ngpu = 0\nslots = 2000", "p.toml:3:9: slots of [[gpu]] cannot be 2000: 0 to 1000 are allowed"),
             ("[[gpu]]\ngpu = 0", "missing field `slots`"),
             ("[[gpu]]\ngpu = -2\nslots = 1", "p.toml:2:7: "),
-            ("[mounts]\nlibrary = \"libnvshare.so\"", "p.toml:2:11: \"libnvshare.so\" is no path of the host"),
+            ("[mounts]\nlibrary = \"libnvshare.so\"", "p.toml:2:11: \"libnvshare.so\" is not an absolute path"),
             ("[health]\nscheduler-timeout = \"1.5s\"", "scheduler-timeout cannot be 1.5 seconds"),
             ("[health]\nquery-interval = 0", "whole seconds from 1 to 600 are allowed"),
             ("[health]\nignored-xids = [\"a\"]", "p.toml:2:17: "),

@@ -34,8 +34,8 @@ pub fn ignores_cdi(path: &Path) -> Option<String> {
     };
     let section = if version >= ENABLED_SINCE { SECTIONS[2] } else { SECTIONS[1] };
     Some(format!(
-        "containerd ignores CDI devices: {} {why}: set enable_cdi = true in [plugins.\"{section}\"] and restart containerd, \
-         or set inject = \"mounts\"",
+        "containerd ignores CDI devices: {} {why}. Set enable_cdi = true in [plugins.\"{section}\"] and restart \
+         containerd, or set inject = \"mounts\"",
         path.display()
     ))
 }

@@ -33,18 +33,15 @@ pub fn answer(config: &Config, devices: &Devices, ids: &[String]) -> Result<Cont
 /// The GPUs of these slots, each once.
 fn gpus<'a>(devices: &'a Devices, ids: &[String]) -> Result<Vec<&'a Gpu>, Status> {
     if ids.is_empty() {
-        return Err(Status::invalid_argument("a container was to have no device at all: name one at least"));
+        return Err(Status::invalid_argument("a container requests no device. Request at least one"));
     }
     let (mut seen, mut positions) = (BTreeSet::new(), BTreeSet::new());
     for id in ids {
         if !seen.insert(id) {
-            return Err(Status::invalid_argument(format!(
-                "the device {} is named twice for one container",
-                quoted(id)
-            )));
+            return Err(Status::invalid_argument(format!("a container requests the device {} twice", quoted(id))));
         }
         let (at, _) = devices.find(id).ok_or_else(|| {
-            Status::not_found(format!("there is no device {}: ListAndWatch says which there are", quoted(id)))
+            Status::not_found(format!("unknown device {}. ListAndWatch lists the devices", quoted(id)))
         })?;
         positions.insert(at);
     }
@@ -80,7 +77,8 @@ fn nodes(gpus: &[&Gpu]) -> Result<Vec<DeviceSpec>, Status> {
         // A slice also needs the files of its instances, whose numbers only the driver's own tools know.
         let minor = gpu.minor.filter(|_| gpu.uuid.starts_with("GPU-")).ok_or_else(|| {
             Status::failed_precondition(format!(
-                "the device files of {} are not known: device-nodes is for whole GPUs that NVML shows; take inject = \"cdi\"",
+                "the device files of {} are unknown: device-nodes supports only whole GPUs that NVML lists. Set inject \
+                 = \"cdi\"",
                 gpu.uuid
             ))
         })?;
@@ -146,16 +144,16 @@ mod tests {
         let nodes: Vec<&str> = answer.devices.iter().map(|node| node.host_path.as_str()).collect();
         assert_eq!(nodes, ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia5"]);
         let slice = give(settings, &["MIG-d::0"]).expect_err("a slice has others");
-        assert!(slice.message().contains("the device files of MIG-d are not known"), "{slice}");
+        assert!(slice.message().contains("the device files of MIG-d are unknown"), "{slice}");
     }
 
     #[test]
     fn what_cannot_be_given_is_refused_with_a_sentence() {
         for (ids, code, said) in [
-            (&[][..], Code::InvalidArgument, "no device at all"),
-            (&["GPU-a::0", "GPU-a::0"], Code::InvalidArgument, "\"GPU-a::0\" is named twice"),
-            (&["GPU-a::3"], Code::NotFound, "there is no device \"GPU-a::3\""),
-            (&["GPU-a::0", "\u{0}"], Code::NotFound, "there is no device \"\\0\""),
+            (&[][..], Code::InvalidArgument, "requests no device"),
+            (&["GPU-a::0", "GPU-a::0"], Code::InvalidArgument, "requests the device \"GPU-a::0\" twice"),
+            (&["GPU-a::3"], Code::NotFound, "unknown device \"GPU-a::3\""),
+            (&["GPU-a::0", "\u{0}"], Code::NotFound, "unknown device \"\\0\""),
             (&["GPU-a::0", "GPU-c::0"], Code::FailedPrecondition, "GPU-c is unhealthy: XID 79"),
         ] {
             let status = give("", ids).expect_err("it cannot be given");

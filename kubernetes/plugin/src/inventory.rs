@@ -50,7 +50,7 @@ pub async fn keep(
             Ok(()) = config.changed() => {}
             () = sleep_until(unnamed.unwrap_or(late)), if unnamed.is_some() => {}
             () = sleep_until(late), if complete.is_some() => {
-                warn!("NVML or the scheduler takes long to answer: GPUs are listed as far as they are known");
+                warn!("NVML or the scheduler is slow to answer, listing the GPUs known so far");
                 known.complete();
             }
         }
@@ -158,7 +158,7 @@ fn tell(old: &Devices, new: &Devices) {
         }
     }
     for uuid in before.keys().filter(|uuid| !now.contains_key(*uuid)) {
-        info!("{uuid} is not offered any more");
+        info!("{uuid} is no longer offered");
     }
 }
 

@@ -50,7 +50,7 @@ pub async fn live(
         match why {
             None => return Ok(()),
             Some(SocketState::Anothers) => return Err(BindError::Taken(directory.join(PLUGIN))),
-            Some(_) => info!("the plugin's socket is gone, as with a kubelet that starts: it is made again"),
+            Some(_) => info!("the plugin's socket has disappeared, as after a restart of kubelet. Creating it again"),
         }
     }
 }
@@ -108,7 +108,7 @@ async fn stay_registered(
             serving.set_registered(false).await;
         }
         match now {
-            None => trouble.tell(format!("there is no kubelet at {} yet: waiting for it", kubelet.display())),
+            None => trouble.tell(format!("waiting for kubelet at {}", kubelet.display())),
             Some(_) if registered.is_none() => match register(directory, resource).await {
                 Ok(()) => {
                     (registered, retry) = (now, Retry::default());
@@ -170,12 +170,12 @@ impl Attention {
             return None;
         }
         if self.was_watched {
-            return Some(Some("kubelet does not watch the list of devices: it is told of the plugin again"));
+            return Some(Some("kubelet does not watch the list of devices, registering the plugin again"));
         }
         self.ignored += 1;
         Some((self.ignored == 1).then_some(
-            "kubelet has registered the plugin and does not ask for its devices: kubelet 1.26 is the least version that can \
-             talk to it; it is told again, ever more rarely",
+            "kubelet has registered the plugin but does not request its devices. The plugin needs kubelet 1.26 or \
+             newer. Registering again at increasing intervals",
         ))
     }
 

@@ -15,7 +15,7 @@ pub const ID_MAX: usize = 63;
 /// A text from kubelet, quoted for a sentence and cut to the length of a device's name.
 pub fn quoted(text: &str) -> String {
     match text.char_indices().nth(ID_MAX) {
-        Some((end, _)) => format!("{:?} and so on", text.get(..end).unwrap_or_default()),
+        Some((end, _)) => format!("{:?} and others", text.get(..end).unwrap_or_default()),
         None => format!("{text:?}"),
     }
 }
@@ -39,7 +39,8 @@ pub fn check_resource(text: &str) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "{text:?} is no name of a resource: write a domain that is not kubernetes.io, /, and a name, like \"nvshare.com/gpu\""
+        "{text:?} is not a resource name. Write a domain other than kubernetes.io, /, and a name, like \
+         \"nvshare.com/gpu\""
     ))
 }
 
@@ -53,7 +54,7 @@ pub fn check_cdi_kind(text: &str) -> Result<(), String> {
     if text.split_once('/').is_some_and(|(vendor, class)| is_part(vendor) && is_part(class)) {
         return Ok(());
     }
-    Err(format!("{text:?} is no kind of CDI devices: write a vendor, /, and a class, like \"nvshare.com/gpu\""))
+    Err(format!("{text:?} is not a kind of CDI devices. Write a vendor, /, and a class, like \"nvshare.com/gpu\""))
 }
 
 /// True if the text begins and ends with an `edge` byte, and has only `edge` and `inner` bytes between.
@@ -157,7 +158,7 @@ mod tests {
     fn what_is_quoted_is_short() {
         assert_eq!(quoted("GPU-a\n"), "\"GPU-a\\n\"");
         assert_eq!(quoted(&"é".repeat(63)), format!("{:?}", "é".repeat(63)));
-        assert_eq!(quoted(&"é".repeat(64)), format!("{:?} and so on", "é".repeat(63)));
+        assert_eq!(quoted(&"é".repeat(64)), format!("{:?} and others", "é".repeat(63)));
     }
 
     #[test]

@@ -49,7 +49,7 @@ impl Notices {
         self.inotify = match begun.map_err(std::io::Error::from).and_then(register) {
             Ok(fd) => Some(fd),
             Err(e) => {
-                debug!("changes of {} cannot be heard: {e}", self.directory.display());
+                debug!("cannot watch {} for changes: {e}", self.directory.display());
                 None
             }
         };

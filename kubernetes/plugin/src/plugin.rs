@@ -37,7 +37,9 @@ pub struct Options {
 pub fn run(options: Options) -> Result<(), String> {
     let config = Config::load(options.config.as_deref()).map_err(|e| e.to_string())?;
     if config.offers_by(Offer::Dra) && options.dra.is_none() {
-        return Err("offer = \"dra\" needs the name of this node: --node, or NODE_NAME in the environment".into());
+        return Err("offer = \"dra\" needs the name of this node. Set --node or the environment variable \
+            NODE_NAME"
+            .into());
     }
     log::start(options.log_level, LevelFilter::WARN);
     block_on(work(&options, config))
@@ -55,7 +57,7 @@ pub fn block_on<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, S
 async fn work(options: &Options, config: Config) -> Result<(), String> {
     let (mut termination, mut hangup) = signals::listen()?;
     info!(
-        "nvshare-device-plugin {}: {} for kubelet at {}, of the scheduler at {}",
+        "nvshare-device-plugin {}: {} for kubelet at {}, scheduler at {}",
         env!("CARGO_PKG_VERSION"),
         if config.offers_by(Offer::DevicePlugin) { &config.resource } else { dra::DRIVER },
         options.kubelet.display(),

@@ -79,10 +79,10 @@ fn gives_gpus(sockets: &[PathBuf]) -> Result<(), String> {
     Err(format!("containers get no GPU: {}", why.join("; ")))
 }
 
-const UNREGISTERED: &str = "the plugin runs, and kubelet does not know of it yet";
+const UNREGISTERED: &str = "the plugin runs, but kubelet has not registered it yet";
 
 fn silent(status: &tonic::Status) -> String {
-    format!("the plugin cannot say how it is: {}", status.message())
+    format!("the plugin cannot report its state: {}", status.message())
 }
 
 fn ask<T>(socket: &Path, question: impl AsyncFnOnce(Channel) -> Result<T, String>) -> Result<T, String> {

@@ -30,7 +30,7 @@ pub async fn register(directory: &Path, resource: &str) -> Result<(), String> {
         options: Some(OPTIONS),
     };
     let registering = async {
-        let unreachable = |e| format!("kubelet cannot be reached at {}: {}", kubelet.display(), causes(&e));
+        let unreachable = |e| format!("cannot reach kubelet at {}: {}", kubelet.display(), causes(&e));
         let mut kubelet = calling.await.map_err(unreachable)?;
         kubelet.register(request).await.map_err(|status| {
             format!("kubelet does not register {resource}: {} ({:?})", status.message(), status.code())

@@ -69,7 +69,7 @@ impl Serving {
         let task = tokio::spawn(async move {
             let end = until_stopped(stopped);
             if let Err(e) = server.serve_with_incoming_shutdown(UnixListenerStream::new(listener), end).await {
-                warn!("the plugin's socket cannot be served: {e}");
+                warn!("cannot serve the plugin's socket: {e}");
             }
         });
         Self { task, stop, reporter, registered, watchers }
@@ -179,12 +179,12 @@ impl DevicePlugin for Plugin {
         let (devices, config) = (self.facts.devices.borrow().clone(), self.facts.config.borrow().clone());
         let containers = request.into_inner().container_requests;
         if containers.is_empty() {
-            return Err(Status::invalid_argument("devices were asked for no container at all: name one at least"));
+            return Err(Status::invalid_argument("the request names no container. Name at least one"));
         }
         let answers = containers.iter().map(|asked| injection::answer(&config, &devices, &asked.devices_ids));
         let container_responses = answers
             .collect::<Result<_, Status>>()
-            .inspect_err(|e| warn!("kubelet asked for devices in vain: {}", e.message()))?;
+            .inspect_err(|e| warn!("refused a request for devices from kubelet: {}", e.message()))?;
         let ids: Vec<&str> = containers.iter().flat_map(|asked| &asked.devices_ids).map(String::as_str).collect();
         info!("a pod gets {}", ids.join(", "));
         Ok(Response::new(AllocateResponse { container_responses }))

@@ -48,7 +48,11 @@ impl fmt::Display for BindError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Taken(path) => {
-                write!(f, "another process serves {}: one plugin runs on a node, end the other first", path.display())
+                write!(
+                    f,
+                    "another process serves {}. Only one plugin can run on a node: stop the other first",
+                    path.display()
+                )
             }
             Self::Failed(path, error) => write!(f, "cannot listen on {}: {error}", path.display()),
         }

@@ -173,12 +173,12 @@ async fn nothing_is_offered_where_the_api_server_drops_what_it_would_mean() {
     let (node, api) = node(1);
     api.set_consumable_capacity(false);
     let (_scheduler, process) = (node.scheduler(), node.plugin());
-    process.log.wait("no GPU is offered, since the API server (v1.35.2) drops allowMultipleAllocations");
+    process.log.wait("cannot offer GPUs: the API server (v1.35.2) drops allowMultipleAllocations");
     assert!(api.slice().is_none());
     assert_eq!(api.requests("dryRun=All").len(), api.requests("POST").len(), "it was never stored");
     Driver::find(&node.registry()).await;
     let said = ready(&node).await;
-    assert!(said.contains("enable the feature gate DRAConsumableCapacity"), "{said}");
+    assert!(said.contains("Enable the feature gate DRAConsumableCapacity"), "{said}");
     api.set_consumable_capacity(true);
     api.until("the GPU", |devices| devices.len() == 1);
     until("it is ready", async || ready(&node).await.is_empty()).await;
@@ -195,15 +195,15 @@ async fn an_api_server_that_cannot_be_used_is_said_so_and_tried_again() {
     let (node, api) = node(1);
     api.set_resource_api(false);
     let (_scheduler, process) = (node.scheduler(), node.plugin());
-    process.log.wait("the API server has no resource.k8s.io/v1, which Kubernetes has from 1.34 on");
+    process.log.wait("the API server has no resource.k8s.io/v1, which needs Kubernetes 1.34");
     api.set_resource_api(true);
     api.forbid(true);
-    process
-        .log
-        .wait("does not let the driver list ResourceSlices, and its service account needs the ClusterRole nvshare-dra");
+    process.log.wait(
+        "does not allow the driver to list ResourceSlices. Its service account needs the ClusterRole nvshare-dra",
+    );
     api.forbid(false);
     api.until("the GPU", |devices| devices.len() == 1);
-    process.log.wait("GPUs are offered by ResourceSlice node-1-gpu.nvshare.com");
+    process.log.wait("offering GPUs in ResourceSlice node-1-gpu.nvshare.com");
     // A starting kubelet does the same.
     api.delete_slices();
     api.until("it again", |devices| devices.len() == 1);
@@ -306,8 +306,8 @@ async fn claims_of_one_pod_are_told_apart_and_refused_each_for_itself() {
         refused(3)
     );
     assert!(refused(4).contains("the scheduler refuses it: weight cannot be \"heavy\""), "{}", refused(4));
-    assert!(refused(5).contains("the API server does not give it"), "{}", refused(5));
-    assert!(refused(99).contains("there is another claim of that name now"), "{}", refused(99));
+    assert!(refused(5).contains("the API server does not return the claim"), "{}", refused(5));
+    assert!(refused(99).contains("another claim has that name now"), "{}", refused(99));
     let names = |rules: Vec<(String, Table)>| rules.into_iter().map(|(name, _)| name).collect::<Vec<_>>();
     assert_eq!(names(rules(&node).await), ["team-a/claim-1", "team-a/claim-2"]);
     let sockets = [1, 2].map(|number| socket(&node, answers[&uid(number)].as_ref().expect("it is prepared")));
@@ -384,7 +384,7 @@ async fn whoever_starts_again_knows_of_the_claims_that_are_prepared() {
     until("its CDI device", async || cdi.exists()).await;
     // A restarted kubelet asks again, and gets the same answer.
     assert_eq!(driver.prepare_one(&named(1)).await.expect("it is known"), devices);
-    process.log.wait("1 claims are prepared");
+    process.log.wait("prepared claims: 1");
     driver.unprepare(&named(1)).await;
     assert!(names().await.is_empty());
 }
@@ -395,7 +395,10 @@ async fn a_claim_is_not_prepared_without_a_scheduler() {
     api.put_claim(claim(1, &[&device(&node, 0)], "1Gi", "0", &[]));
     scheduler.kill();
     let refused = driver.prepare_one(&named(1)).await.expect_err("there is no scheduler");
-    assert!(refused.contains("no scheduler is at") || refused.contains("has not answered"), "{refused}");
+    assert!(
+        refused.contains("cannot connect to the scheduler at") || refused.contains("has not answered"),
+        "{refused}"
+    );
     let _scheduler = node.scheduler();
     until("it is prepared", async || {
         let mut driver = Driver::find(&node.registry()).await;
@@ -405,7 +408,7 @@ async fn a_claim_is_not_prepared_without_a_scheduler() {
     assert_eq!(rules(&node).await.len(), 1);
     // A removed socket is created again, and kubelet finds it again.
     std::fs::remove_file(&driver.info.endpoint).expect("it is there");
-    process.log.wait("a socket of the driver is gone");
+    process.log.wait("a socket of the driver has disappeared");
     let mut driver = Driver::find(&node.registry()).await;
     assert!(driver.prepare_one(&named(1)).await.is_ok());
 }
@@ -416,7 +419,7 @@ fn a_driver_needs_to_know_its_node() {
     node.configure("offer = \"dra\"");
     let mut process = node.plugin();
     assert_eq!(process.wait().code(), Some(1));
-    process.log.wait("offer = \"dra\" needs the name of this node: --node, or NODE_NAME");
+    process.log.wait("offer = \"dra\" needs the name of this node. Set --node or the environment variable NODE_NAME");
     node.configure("offer = \"dra\"\ninject = \"mounts\"");
     let wrong = node.ask_plugin("--check-config");
     assert!(
@@ -439,15 +442,21 @@ fn the_driver_cannot_be_removed_while_pods_have_claims_which_are_told() {
     let refused = node.ask_plugin("--check-removal");
     let said = String::from_utf8(refused.stderr).expect("UTF-8");
     assert_eq!(refused.status.code(), Some(1), "{said}");
-    assert!(said.contains("cannot be removed") && said.contains(": team-a/pod-1 (claim claim-1). Delete"), "{said}");
+    assert!(
+        said.contains("cannot remove the driver") && said.contains(": team-a/pod-1 (claim claim-1). Delete"),
+        "{said}"
+    );
     let [event] = &api.events()[..] else { panic!("{:?}", api.events()) };
     assert_eq!((&event["involvedObject"]["kind"], &event["involvedObject"]["name"]), (&"Pod".into(), &"pod-1".into()));
-    assert!(event["message"].as_str().is_some_and(|text| text.contains("delete the pod first")), "{event}");
+    assert!(event["message"].as_str().is_some_and(|text| text.contains("Delete the pod first")), "{event}");
 
     unused["metadata"]["name"] = "claim-1".into();
     api.put_claim(unused);
     assert!(node.ask_plugin("--check-removal").status.success());
     api.forbid(true);
     let refused = node.ask_plugin("--check-removal");
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("does not list ResourceClaims"), "{refused:?}");
+    assert!(
+        String::from_utf8_lossy(&refused.stderr).contains("does not allow this program to list ResourceClaims"),
+        "{refused:?}"
+    );
 }

@@ -24,19 +24,19 @@ async fn an_event_makes_a_gpu_unhealthy_until_the_driver_says_that_it_is_well() 
     let _scheduler = node.scheduler();
     let (process, _kubelet, mut plugin) = watched(&node).await;
     plugin.until_healthy(&[true, true]).await;
-    process.log.wait("watched by the driver's events");
+    process.log.wait("watching driver events of");
     // An XID of a program's own mistake, then an XID of the GPU.
     happens(&node, 0, XID, 31);
     happens(&node, 1, XID, 79);
     plugin.until_healthy(&[true, false]).await;
     process.log.wait("is unhealthy: the driver reported XID 79");
-    process.log.wait("Xid(31), which is not held against it");
+    process.log.wait("ignoring Xid(31)");
     let ill = plugin.last.last().expect("a device").id.clone();
     let refused = plugin.allocate(&[&[&ill]]).await.expect_err("it is unhealthy");
     assert!(refused.message().contains("is unhealthy: the driver reported XID 79"), "{refused}");
 
     trouble::advise(&node.machine(), 1, Some(1)).expect("it is written");
-    process.log.wait("is unhealthy: the driver says that it needs a reset");
+    process.log.wait("is unhealthy: the driver reports that the GPU needs a reset");
     trouble::advise(&node.machine(), 1, Some(0)).expect("it is written");
     plugin.until_healthy(&[true, true]).await;
     happens(&node, 0, DOUBLE_BIT_ECC, 0);
@@ -50,9 +50,9 @@ async fn xids_can_be_ignored() {
     let _scheduler = node.scheduler();
     let (process, _kubelet, mut plugin) = watched(&node).await;
     plugin.until_healthy(&[true]).await;
-    process.log.wait("watched by the driver's events");
+    process.log.wait("watching driver events of");
     happens(&node, 0, XID, 79);
-    process.log.wait("Xid(79), which is not held against it");
+    process.log.wait("ignoring Xid(79)");
     happens(&node, 0, XID, 48);
     plugin.until_healthy(&[false]).await;
 }
@@ -63,7 +63,7 @@ async fn a_gpu_that_is_lost_is_unhealthy_until_it_answers_again() {
     let _scheduler = node.scheduler();
     let (process, _kubelet, mut plugin) = watched(&node).await;
     plugin.until_healthy(&[true, true]).await;
-    process.log.wait("watched by the driver's events");
+    process.log.wait("watching driver events of");
     let gpus = health(&plugin.last);
     // This driver has no recommendations, so only the reset ends the fault.
     happens(&node, 0, XID, 79);
@@ -84,10 +84,10 @@ async fn without_events_gpus_are_asked() {
     let _scheduler = node.scheduler();
     let (process, _kubelet, mut plugin) = watched(&node).await;
     plugin.until_healthy(&[true, true]).await;
-    process.log.wait("the driver has no events: GPUs are asked every 1 s");
+    process.log.wait("the driver supports no events, polling GPUs every 1 s");
     trouble::advise(&node.machine(), 0, Some(2)).expect("it is written");
     plugin.until_healthy(&[false, true]).await;
-    process.log.wait("the driver says that it needs a reboot of the node");
+    process.log.wait("the driver reports that the GPU needs a reboot of the node");
     trouble::advise(&node.machine(), 0, None).expect("it is written");
     trouble::lose(&node.machine(), 1, true).expect("it is written");
     plugin.until_healthy(&[true, false]).await;
@@ -103,7 +103,7 @@ async fn a_driver_that_comes_later_is_found() {
     // The scheduler found the GPU in time, and its report is sufficient.
     plugin.until_healthy(&[true]).await;
     trouble::unload(&node.machine(), false).expect("it is written");
-    process.log.wait("watched by the driver's events");
+    process.log.wait("watching driver events of");
     happens(&node, 0, XID, 79);
     plugin.until_healthy(&[false]).await;
     assert_eq!(process.log.count("NVML cannot be used"), 1, "it is said once");
@@ -125,7 +125,7 @@ async fn a_scheduler_that_is_gone_or_hangs_makes_every_gpu_unhealthy() {
 
     scheduler.signal(libc::SIGSTOP);
     plugin.until_healthy(&[false, false]).await;
-    process.log.wait("gives no answer");
+    process.log.wait("does not answer");
     scheduler.signal(libc::SIGCONT);
     plugin.until_healthy(&[true, true]).await;
     assert_eq!(health(&plugin.last), gpus);
@@ -153,7 +153,7 @@ async fn a_gpu_that_no_container_would_get_is_unhealthy_and_the_probe_says_why()
     std::fs::write(node.containerd(), "version = 2\n").expect("a file");
     plugin.until_healthy(&[false, false]).await;
     let why = until_ready(&node, false).await;
-    assert_eq!(why.matches("set enable_cdi = true").count(), 1, "{why}");
+    assert_eq!(why.matches("Set enable_cdi = true").count(), 1, "{why}");
     std::fs::write(node.containerd(), "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\"]\nenable_cdi = true\n")
         .expect("a file");
     plugin.until_healthy(&[true, true]).await;
@@ -167,7 +167,7 @@ async fn a_gpu_whose_cdi_file_is_written_after_the_start_is_never_unhealthy() {
     let _scheduler = node.scheduler();
     let mut kubelet = Kubelet::start(&node.kubelet_directory());
     let process = node.plugin();
-    process.log.wait("watched by the driver's events");
+    process.log.wait("watching driver events of");
     // Later than the first reports, and earlier than the file counts as missing.
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
     node.inject(&uuids);

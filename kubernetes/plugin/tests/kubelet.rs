@@ -66,7 +66,7 @@ async fn a_kubelet_that_restarts_is_told_again() {
         let first = before[0].id.clone();
         assert!(plugin.allocate(&[&[&first]]).await.is_ok());
     }
-    assert!(process.log.count("the plugin's socket is gone") >= 2);
+    assert!(process.log.count("the plugin's socket has disappeared") >= 2);
 }
 
 #[tokio::test]
@@ -77,14 +77,14 @@ async fn a_kubelet_that_is_not_there_yet_is_waited_for() {
     let process = node.plugin();
     process.log.wait("cannot listen on");
     std::fs::create_dir(node.kubelet_directory()).expect("a directory");
-    process.log.wait("there is no kubelet at");
+    process.log.wait("waiting for kubelet at");
     assert_eq!(node.ask_plugin("--probe").status.code(), Some(1));
     // A socket left by a kubelet that has ended.
     drop(std::os::unix::net::UnixListener::bind(node.kubelet_directory().join("kubelet.sock")));
-    process.log.wait("kubelet cannot be reached");
+    process.log.wait("cannot reach kubelet");
     let mut kubelet = Kubelet::appear(&node.kubelet_directory());
     kubelet.plugin().await.next().await.expect("a list");
-    assert_eq!(process.log.count("there is no kubelet at"), 1, "it is said once");
+    assert_eq!(process.log.count("waiting for kubelet at"), 1, "it is said once");
 }
 
 #[tokio::test]
@@ -99,7 +99,7 @@ async fn a_kubelet_that_refuses_is_asked_again() {
     process.log.wait("kubelet does not register nvshare.com/gpu: somebody has that resource");
     let probed = node.ask_plugin("--probe");
     assert_eq!(probed.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&probed.stderr).contains("kubelet does not know of it yet"), "{probed:?}");
+    assert!(String::from_utf8_lossy(&probed.stderr).contains("kubelet has not registered it yet"), "{probed:?}");
     *kubelet.refusal.lock().expect("the refusal") = None;
     kubelet.plugin().await.next().await.expect("a list");
     process.log.wait("kubelet has registered nvshare.com/gpu");
@@ -124,7 +124,7 @@ async fn a_kubelet_that_never_asks_is_said_to_be_too_old_once() {
     // A kubelet before 1.26 registers the plugin, but its calls are not valid HTTP/2.
     kubelet.asked().await;
     kubelet.asked().await;
-    process.log.wait("kubelet 1.26 is the least version");
+    process.log.wait("The plugin needs kubelet 1.26 or newer");
     assert_eq!(process.log.count("kubelet 1.26"), 1);
     assert_eq!(process.log.count("kubelet has registered nvshare.com/gpu"), 1, "it is said once");
     // A newer kubelet may start later.
@@ -200,7 +200,7 @@ async fn containers_get_cdi_devices() {
     }
     let twice = slot(0, 0);
     let refused = plugin.allocate(&[&[&twice, &twice]]).await.expect_err("it makes no sense");
-    assert!(refused.message().contains("is named twice"), "{refused}");
+    assert!(refused.message().contains("requests the device"), "{refused}");
 }
 
 #[tokio::test]
@@ -256,7 +256,7 @@ async fn a_configuration_that_is_read_again_changes_the_list() {
     process.signal(libc::SIGHUP);
     plugin.until("three slots", |devices: &[Device]| devices.len() == 3).await;
     process.log.wait("the resource stays nvshare.com/gpu");
-    process.log.wait("is not offered any more");
+    process.log.wait("is no longer offered");
 }
 
 #[test]

@@ -54,9 +54,7 @@ pub fn start(shut_driver: fn(bool)) -> bool {
 fn start_once(shut_driver: fn(bool)) -> bool {
     static REGISTERED: AtomicBool = AtomicBool::new(false);
     if settings::get().memory_max_is_unread {
-        trace!(
-            "NVSHARE_MEMORY_MAX is ignored: it is neither a size of at least 2M, such as 8G, nor a percentage, such as 25%"
-        );
+        trace!("ignoring NVSHARE_MEMORY_MAX: write a size of at least 2M, such as 8G, or a percentage, such as 25%");
     }
     barrier::init();
     threads::init();

@@ -228,7 +228,7 @@ impl Offline {
 
     fn look_for_files(&mut self, gpu: &Gpu, now: Instant) {
         if self.files.as_ref().is_some_and(|files| !files.are_open()) {
-            trace!("GPU {}: the program has closed the lock files", gpu.index);
+            trace!("GPU {}: the program has closed the descriptors of the lock files", gpu.index);
             (self.files, self.held) = (None, None); // closing the files has released the locks
         }
         if self.files.is_none() && self.find_at.is_none_or(|at| now >= at) {
@@ -241,7 +241,7 @@ impl Offline {
     /// memory may be restored while the GPU has room.
     fn look_at_turn(&mut self, gpu: &Gpu, space: &Mutex<Space>, now: Instant) {
         if self.stopped_since.is_some_and(|since| now - since >= MAX_WAIT) {
-            trace!("GPU {}: has waited for too long", gpu.index);
+            trace!("GPU {}: waited too long for the turn", gpu.index);
             self.ignore_until = Some(now + IGNORE);
         }
         let ignores = self.ignore_until.is_some_and(|until| now < until);
@@ -283,7 +283,7 @@ impl Offline {
     fn take_turn(&mut self, gpu: &Gpu, now: Instant) {
         let Some(files) = self.files.as_ref().filter(|_| self.take_at.is_none_or(|at| now >= at)) else { return };
         if files.turn.lock_exclusive() == TryLock::Got {
-            trace!("GPU {}: takes the turn", gpu.index);
+            trace!("GPU {}: acquired the turn", gpu.index);
             self.held = Some(Held::new(now));
         }
     }
@@ -296,17 +296,21 @@ impl Offline {
         let is_over = held.is_over(account, others.after, now);
         let is_filled = held.filled.is_some();
         if is_filled && !was_filled {
-            trace!("GPU {}: all memory is here, for {} ms", gpu.index, held.length().as_millis());
+            trace!(
+                "GPU {}: restored all memory {} ms after the start of the turn",
+                gpu.index,
+                held.length().as_millis()
+            );
             turn.contend(gpu, Some(held.length() / TURN_PER_FILL));
         }
         let is_idle = was_filled && is_filled && turn.is_over();
         if is_over || (is_idle && !others.after) {
             let why = match (is_filled, is_idle) {
-                (false, _) => "no memory comes",
+                (false, _) => "no memory was restored",
                 (true, true) => "idle",
-                (true, false) => "its time is over",
+                (true, false) => "its time has ended",
             };
-            trace!("GPU {}: gives up the turn ({why})", gpu.index);
+            trace!("GPU {}: released the turn ({why})", gpu.index);
             files.turn.unlock();
             self.held = None;
             turn.contend(gpu, None);

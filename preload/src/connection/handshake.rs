@@ -58,9 +58,9 @@ impl Attempt {
         let address = SocketAddrUnix::new(settings::get().socket).map_err(|_| "the path is too long for a socket")?;
         let socket = new_socket().map_err(words)?;
         rustix::net::connect(&socket, &address).map_err(words)?;
-        let socket = Socket::new(socket).ok_or("it cannot be told from others")?;
+        let socket = Socket::new(socket).ok_or("its path is not unique")?;
         if !socket.send(hello.encode(0).as_bytes()) {
-            return Err("it does not listen".into());
+            return Err("no process listens there".into());
         }
         Ok(Self { socket, since: Instant::now() })
     }
@@ -77,7 +77,7 @@ impl Attempt {
             None => Look::Over(Err("it does not answer".into())),
             Some(Err(why)) => Look::Over(Err(why)),
             Some(Ok((version, _))) if !announce_limits(&self.socket, version) => {
-                Look::Over(Err("it does not read".into()))
+                Look::Over(Err("it does not read messages".into()))
             }
             Some(Ok((version, client))) => Look::Over(Ok((self.socket, version, client))),
         }
@@ -94,13 +94,13 @@ impl Attempt {
                 Ok((version, client))
             }
             SchedulerMessage::Welcome { version, .. } => {
-                Err(format!("it speaks protocol {version}, which was not offered"))
+                Err(format!("it chose protocol {version}, which was not offered"))
             }
             SchedulerMessage::Refused { text, .. } => {
                 let text: String = text.as_str().chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-                Err(format!("it refuses: {text}"))
+                Err(format!("it refuses this program: {text}"))
             }
-            _ => Err("it answers with something else".into()),
+            _ => Err("it sent an unexpected answer".into()),
         })
     }
 }

@@ -75,8 +75,7 @@ mod checks {
         match counted {
             Some(path) => append(path, line),
             None => {
-                const WHY: &[u8] =
-                    b"nvshare: a call of the driver that may wait, on the client's thread or under a lock: ";
+                const WHY: &[u8] = b"nvshare: a driver call that may block, on the client's thread or under a lock: ";
                 // SAFETY: each buffer has as many bytes as its call passes. The last call ends the process.
                 unsafe {
                     libc::write(2, WHY.as_ptr().cast(), WHY.len());
@@ -156,7 +155,7 @@ mod checks {
                 let ended = command.args([name, "--exact", "--nocapture"]).env(CHILD, which).output().expect("a child");
                 let said = String::from_utf8_lossy(&ended.stderr).into_owned();
                 assert_eq!(ended.status.success(), is_right, "{which}: {said}");
-                assert_eq!(said.contains("a call of the driver that may wait"), !is_right, "{which}: {said}");
+                assert_eq!(said.contains("a driver call that may block"), !is_right, "{which}: {said}");
             }
         }
     }

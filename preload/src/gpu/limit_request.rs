@@ -57,7 +57,7 @@ pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
         if connection::send(&ClientMessage::RequestLimit { slot: gpu.index, bytes: wanted }) {
             futex::wait(&gpu.limit_answers.count, seen, left);
             if gpu.limit_answers.denied_since(seen).is_some_and(|denied| denied <= wanted) {
-                trace!("GPU {}: a limit of {wanted} bytes is refused", gpu.index);
+                trace!("GPU {}: the scheduler refused a limit of {wanted} bytes", gpu.index);
                 return Outcome::Denied;
             }
         } else {

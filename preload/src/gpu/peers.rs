@@ -54,7 +54,7 @@ pub fn couple(a: &'static Gpu, b: &'static Gpu) {
         gpu.work.set_peers(together & !(1 << gpu.index));
     }
     epoch::end();
-    trace!("GPUs {} and {} reach each other's memory", a.index, b.index);
+    trace!("GPUs {} and {} can access each other's memory", a.index, b.index);
     reach(a, b);
     reach(b, a);
     connection::wake();

@@ -57,7 +57,7 @@ impl Gpu {
         let Some(space) = self.space() else { return };
         let mut guard = space.lock();
         if !core::mem::replace(&mut guard.account.unevictable, true) {
-            trace!("GPU {}: work passes no gate from now on, so memory stays on the GPU", self.index);
+            trace!("GPU {}: keeping memory on the GPU, because some work bypasses the gate", self.index);
             self.explain_unevictable();
             self.report(&guard.account);
         }

@@ -99,6 +99,6 @@ fn make_room(gpu: &Gpu, bytes: u64) -> bool {
         }
     }
     let room = gpu.reservation_answers.bytes.load(Ordering::SeqCst);
-    trace!("GPU {}: room for {room} of {bytes} bytes was made in {} µs", gpu.index, begin.elapsed().as_micros());
+    trace!("GPU {}: reserved {room} of {bytes} bytes in {} µs", gpu.index, begin.elapsed().as_micros());
     room > 0
 }

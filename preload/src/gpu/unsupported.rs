@@ -30,7 +30,7 @@ pub fn reason(gpu: CUdevice) -> Option<&'static str> {
     let mps = attribute(DEVICE_ATTRIBUTE_MPS_ENABLED).map_or_else(has_mps_daemon, |enabled| enabled != 0);
     let integrated = attribute(DEVICE_ATTRIBUTE_INTEGRATED).is_some_and(|integrated| integrated != 0);
     match attribute(DEVICE_ATTRIBUTE_COMPUTE_MODE).unwrap_or(0) {
-        _ if integrated => Some("it is integrated: its memory is the host's"),
+        _ if integrated => Some("it is integrated and uses host memory"),
         _ if mps => Some("it is shared by MPS"),
         COMPUTE_MODE_EXCLUSIVE_PROCESS => Some("its compute mode is exclusive-process"),
         COMPUTE_MODE_PROHIBITED => Some("its compute mode is prohibited"),

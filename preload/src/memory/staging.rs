@@ -181,7 +181,7 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        debug_assert!(self.registered == 0, "a buffer is dropped that the driver knows");
+        debug_assert!(self.registered == 0, "dropping a staging buffer that is registered with the driver");
         if self.registered != 0 {
             return; // the driver would copy to any memory that reuses the address
         }

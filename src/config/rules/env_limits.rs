@@ -83,7 +83,11 @@ impl EnvLimits {
         };
         let without = value.no_tighter_than(rule.map_or_else(RuleLimits::default, |rule| rule.limits))?;
         let by = rule.map_or_else(|| "without a rule".into(), |rule| format!("by rule {rule}"));
-        Some(format!("{name}={} has no effect: {by} the program has {without}, and can only have less", env.text))
+        Some(format!(
+            "{name}={} has no effect: {by} the program already has {without}, and this variable can only lower the \
+             limit",
+            env.text
+        ))
     }
 
     /// The remarks about all limits.
@@ -259,7 +263,7 @@ mod tests {
         ] {
             let (limits, name) = (env_limits(&[(limit, text)]), variable(limit));
             let expected = format!(
-                "{name}={text} has no effect: by rule \"r\" (f:1) the program has {has}, and can only have less"
+                "{name}={text} has no effect: by rule \"r\" (f:1) the program already has {has}, and this variable can only lower the limit"
             );
             assert_eq!(limits.remark(limit, Some(&rule)), Some(expected), "{text}");
             assert_eq!(limits.in_words(Some(&rule)), "");
@@ -270,8 +274,8 @@ mod tests {
             assert_eq!(env_limits(&[(limit, text)]).remark(limit, Some(&rule)), None, "{text}");
         }
         let none = env_limits(&[(LimitName::Weight, "101")]).remark(LimitName::Weight, None);
-        let expected =
-            "NVSHARE_WEIGHT=101 has no effect: without a rule the program has weight 100, and can only have less";
+        let expected = "NVSHARE_WEIGHT=101 has no effect: without a rule the program already has weight 100, and this variable \
+             can only lower the limit";
         assert_eq!(none.as_deref(), Some(expected));
     }
 }

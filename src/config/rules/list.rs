@@ -42,8 +42,12 @@ impl Rules {
         for (at, rule) in all.iter().enumerate() {
             let before = all.iter().take(at).find(|other| other.subject.covers(&rule.subject));
             if let Some(other) = before {
-                let what = if other.subject == Subject::default() { "matches everybody" } else { "names the same" };
-                let text = format!("this rule can never match: rule {other} comes before it and {what}");
+                let what = if other.subject == Subject::default() {
+                    "matches every program"
+                } else {
+                    "matches the same programs"
+                };
+                let text = format!("this rule can never match: the earlier rule {other} {what}");
                 return Err((rule.origin.clone(), text));
             }
             let mut before = all.iter().take(at);

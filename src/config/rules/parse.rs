@@ -138,7 +138,7 @@ impl RawRule {
             exclusion: label("exclusion", &self.exclusion)?,
         };
         if let Some(both) = self.anti_affinity.as_ref().filter(|_| labels.affinity == labels.anti_affinity) {
-            let text = format!("anti-affinity cannot be {:?}: that is the affinity of the rule", both.as_ref());
+            let text = format!("anti-affinity cannot be {:?}, which is the rule's own affinity", both.as_ref());
             return Err((both.span(), text));
         }
         Ok(Whereabouts { allowed: self.allowed_gpus.as_ref().map(|names| names.0.clone()), labels })
@@ -208,7 +208,7 @@ fn account(
         Account::Name(name) => match find(&name) {
             Ok(Some(id)) => Ok(id),
             _ if unknown == Unknown::Nobody => Ok(NOBODY),
-            Ok(None) => Err((span, format!("{what}: there is no {what} {name:?} here: a name or a number is allowed"))),
+            Ok(None) => Err((span, format!("{what}: this host has no {what} {name:?}. Write a name or a number"))),
             Err(e) => Err((span, format!("{what}: cannot look up {name:?}: {e}"))),
         },
     }
@@ -436,11 +436,11 @@ mod tests {
             ),
             (
                 "user = \"nobody-of-this-name\"\nmemory-max = \"1G\"",
-                "2:8: user: there is no user \"nobody-of-this-name\" here: a name or a number is allowed".to_owned(),
+                "2:8: user: this host has no user \"nobody-of-this-name\". Write a name or a number".to_owned(),
             ),
             (
                 "group = \"no-group\"\nmemory-max = \"1G\"",
-                "2:9: group: there is no group \"no-group\" here: a name or a number is allowed".to_owned(),
+                "2:9: group: this host has no group \"no-group\". Write a name or a number".to_owned(),
             ),
             (
                 "user = -1\nmemory-max = \"1G\"",
@@ -452,24 +452,24 @@ mod tests {
             ),
             (
                 "unit = \"jupyter\"\nmemory-max = \"1G\"",
-                "2:8: unit: \"jupyter\" can match no unit: their names end with .service or .scope, as in \"jupyter.service\""
+                "2:8: unit: \"jupyter\" cannot match a unit: unit names end with .service or .scope, as in \"jupyter.service\""
                     .to_owned(),
             ),
             (
                 "slice = \"batch\"\nmemory-max = \"1G\"",
-                "2:9: slice: \"batch\" can match no slice: their names end with .slice, as in \"batch.slice\"".to_owned(),
+                "2:9: slice: \"batch\" cannot match a slice: slice names end with .slice, as in \"batch.slice\"".to_owned(),
             ),
             (
                 "unit = \"\"\nmemory-max = \"1G\"",
-                "2:8: unit: \"\" matches nothing: leave the key out to match everybody".to_owned(),
+                "2:8: unit: \"\" matches nothing. Omit the key to match every program".to_owned(),
             ),
             (
                 "unit = \"system.slice/a.service\"\nmemory-max = \"1G\"",
-                "2:8: unit: \"system.slice/a.service\" can match no path: a path begins with / or **/".to_owned(),
+                "2:8: unit: \"system.slice/a.service\" cannot match a path: a path begins with / or **/".to_owned(),
             ),
             (
                 "container = \"/docker/a\"\nmemory-max = \"1G\"",
-                "2:13: container: \"/docker/a\" can match no container: write its id, or * for any".to_owned(),
+                "2:13: container: \"/docker/a\" cannot match a container. Write its ID, or * for any".to_owned(),
             ),
             (
                 "unit = \"/system.slice/a.service\"\nslice = \"user.slice\"\nmemory-max = \"1G\"",
@@ -477,11 +477,11 @@ mod tests {
             ),
             (
                 "memory-max = \"1G\"\n[[rule]]\nuser = 5\nmemory-max = \"2G\"",
-                "3:1: this rule can never match: rule nvshare.toml:1 comes before it and matches everybody".to_owned(),
+                "3:1: this rule can never match: the earlier rule nvshare.toml:1 matches every program".to_owned(),
             ),
             (
                 "user = 5\nmemory-max = \"1G\"\n[[rule]]\nuser = 5\nunit = \"a.service\"\nmemory-max = \"2G\"",
-                "4:1: this rule can never match: rule nvshare.toml:1 comes before it and names the same".to_owned(),
+                "4:1: this rule can never match: the earlier rule nvshare.toml:1 matches the same programs".to_owned(),
             ),
             (
                 "allowed-gpus = []",
@@ -503,7 +503,7 @@ mod tests {
             ),
             (
                 "affinity = \"a\"\nanti-affinity = \"a\"",
-                "3:17: anti-affinity cannot be \"a\": that is the affinity of the rule".to_owned(),
+                "3:17: anti-affinity cannot be \"a\", which is the rule's own affinity".to_owned(),
             ),
             (
                 "user = 5\naffinity = \"a\"\nallowed-gpus = [0, 1]\n[[rule]]\naffinity = \"a\"\nallowed-gpus = [2]",

@@ -8,8 +8,8 @@ use super::parse::Mistake;
 use super::rule::Glob;
 use crate::identity;
 
-pub(super) const PATTERNS: &str = "* stands for anything but /, ? for one character, [ab] for one of these, and ** between slashes \
-                        for any number of directories";
+pub(super) const PATTERNS: &str = "* matches anything but /, ? one character, [ab] one of the listed characters, and \
+    ** between slashes any number of directories";
 
 /// Parses a pattern, and refuses one that can match nothing.
 pub fn pattern(key: &str, text: Spanned<String>) -> Result<(Glob, Range<usize>), Mistake> {
@@ -17,33 +17,33 @@ pub fn pattern(key: &str, text: Spanned<String>) -> Result<(Glob, Range<usize>),
     let text = text.into_inner();
     let wrong = |why: String| (span.clone(), format!("{key}: {text:?} {why}"));
     if text.is_empty() {
-        return Err(wrong("matches nothing: leave the key out to match everybody".into()));
+        return Err(wrong("matches nothing. Omit the key to match every program".into()));
     }
     let glob =
         glob::Pattern::new(&text).map_err(|e| wrong(format!("is not a valid pattern ({}): {PATTERNS}", e.msg)))?;
     let is_path = text.contains('/');
     if key == "container" && is_path {
-        return Err(wrong("can match no container: write its id, or * for any".into()));
+        return Err(wrong("cannot match a container. Write its ID, or * for any".into()));
     }
     let slashes = text.matches('/').count();
     let is_of_kubernetes = key == "pod" || key == "claim";
     if is_of_kubernetes && (slashes > 1 || text.starts_with('/') || text.ends_with('/')) {
         return Err(wrong(format!(
-            "can match no {key}: write its namespace and name, as in \"team-a/train-*\", or its UID"
+            "cannot match a {key}. Write its namespace and name, as in \"team-a/train-*\", or its UID"
         )));
     }
     if !is_of_kubernetes && is_path && !text.starts_with('/') && !text.starts_with("**/") {
-        return Err(wrong("can match no path: a path begins with / or **/".into()));
+        return Err(wrong("cannot match a path: a path begins with / or **/".into()));
     }
     let name = identity::name(&text);
     let is_open = name.ends_with(['*', '?', ']']);
     let example = if name.is_empty() { "jupyter" } else { name.trim_end_matches('.') };
     match key {
         "unit" if !is_open && !is_path && !identity::is_unit(name) => Err(wrong(format!(
-            "can match no unit: their names end with .service or .scope, as in \"{example}.service\""
+            "cannot match a unit: unit names end with .service or .scope, as in \"{example}.service\""
         ))),
         "slice" if !is_open && !identity::is_slice(name) => {
-            Err(wrong(format!("can match no slice: their names end with .slice, as in \"{example}.slice\"")))
+            Err(wrong(format!("cannot match a slice: slice names end with .slice, as in \"{example}.slice\"")))
         }
         _ => Ok((Glob(glob), span)),
     }

@@ -141,12 +141,12 @@ impl Rule {
         let (mine, theirs) = (&self.places, &other.places);
         let label = mine.labels.affinity.as_ref().filter(|label| theirs.labels.affinity.as_ref() == Some(label))?;
         let apart = |one: &[GpuName], other: &[GpuName]| !one.iter().any(|a| other.iter().any(|b| a.may_be(b)));
-        let has = format!("affinity {label:?}: rule {other} has it as well, and");
+        let has = format!("affinity {label:?}: rule {other} has the same affinity, but");
         match (&mine.allowed, &theirs.allowed) {
             (Some(one), Some(other)) if apart(one, other) => {
                 Some(format!("{has} allows none of the GPUs that this rule allows"))
             }
-            _ if mine.labels.exclusion != theirs.labels.exclusion => Some(format!("{has} another exclusion")),
+            _ if mine.labels.exclusion != theirs.labels.exclusion => Some(format!("{has} a different exclusion")),
             _ => None,
         }
     }

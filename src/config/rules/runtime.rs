@@ -37,10 +37,10 @@ impl Addition {
     /// A sentence about the first mistake.
     pub fn read(name: &str, keys: &Table) -> Result<Self, String> {
         if name.is_empty() || name.len() > LONGEST_NAME || name.chars().any(char::is_control) {
-            return Err(format!("the name of a rule is one line of text, of 1 to {LONGEST_NAME} bytes"));
+            return Err(format!("the name of a rule must be one line of 1 to {LONGEST_NAME} bytes"));
         }
         if keys.contains_key("name") {
-            return Err("a rule has one name".into());
+            return Err("the rule has more than one name".into());
         }
         let read = || {
             let mut table = keys.clone();
@@ -70,7 +70,7 @@ impl Added {
         } else if self.0.len() < MOST {
             self.0.insert(0, rule);
         } else {
-            return Err(format!("there are {MOST} rules already that were set at run time"));
+            return Err(format!("the maximum of {MOST} rules set at run time is reached"));
         }
         Ok(())
     }
@@ -143,8 +143,8 @@ mod tests {
         set(&mut added, "one", "user = 5\nmemory-max = \"8G\"").expect("a rule");
         let before = added.clone();
         for (name, keys, expected) in [
-            ("", "weight = 5", "the name of a rule is one line of text, of 1 to 64 bytes"),
-            ("a\nb", "weight = 5", "the name of a rule is one line of text, of 1 to 64 bytes"),
+            ("", "weight = 5", "the name of a rule must be one line of 1 to 64 bytes"),
+            ("a\nb", "weight = 5", "the name of a rule must be one line of 1 to 64 bytes"),
             ("two", "", "no rule \"two\" was set at run time"),
             (
                 "two",
@@ -153,7 +153,7 @@ mod tests {
                  weight, time-min, time-max, gpu-hours, priority, interactive, gang, allowed-gpus, affinity, anti-affinity, exclusion",
             ),
             ("two", "weight = 0", "weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed"),
-            ("two", "name = \"x\"\nweight = 5", "a rule has one name"),
+            ("two", "name = \"x\"\nweight = 5", "the rule has more than one name"),
         ] {
             assert_eq!(set(&mut added, name, keys), Err(expected.to_owned()), "{name} {keys}");
         }

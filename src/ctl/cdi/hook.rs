@@ -84,7 +84,7 @@ struct Linux {
 /// pod. If the hook cannot look for a list, for example on a kernel before 5.6, it reports that on
 /// standard error and succeeds: the container starts without the image's preloaded libraries.
 pub fn on_create_container(state: impl Read) -> Result<(), CtlError> {
-    let unknown = |why: &str| eprintln!("nvsharectl: cannot look for the image's own /etc/ld.so.preload: {why}");
+    let unknown = |why: &str| eprintln!("nvsharectl: cannot check whether the image has an /etc/ld.so.preload: {why}");
     let (bundle, container) = match read_container(state) {
         Ok(found) => found,
         Err(why) => {
@@ -102,8 +102,8 @@ pub fn on_create_container(state: impl Read) -> Result<(), CtlError> {
     };
     found.merge().map_err(|why| {
         CtlError::Failed(format!(
-            "the image's own /etc/ld.so.preload cannot be merged with that of nvshare: {why}; have the image name its \
-             libraries in LD_PRELOAD instead"
+            "cannot merge the image's /etc/ld.so.preload with nvshare's: {why}. List the image's libraries in \
+             LD_PRELOAD instead"
         ))
     })
 }
@@ -128,8 +128,8 @@ fn check_claims(env: &[String]) -> Result<(), String> {
     }
     let names: Vec<&str> = claims.into_values().collect();
     Err(format!(
-        "the container has several claims of nvshare ({}) and would get the GPUs of one of them: give a claim several requests, \
-         or `count`, instead",
+        "the container has several claims of nvshare ({}), but it can use only one. Use one claim with several \
+         requests or with `count`",
         names.join(", ")
     ))
 }
@@ -162,7 +162,7 @@ impl Found {
         let Some((_, own)) = read(&self.own)? else { return Ok(()) };
         let Some((mounted, nvshares)) = read(&self.etc)? else { return Ok(()) };
         let Some(text) = merged(&own, &nvshares) else { return Ok(()) };
-        self.mount(&text, &mounted).map_err(|e| format!("no file with both can be mounted: {e}"))
+        self.mount(&text, &mounted).map_err(|e| format!("cannot mount the merged file: {e}"))
     }
 
     /// Mounts a read-only file with this text over the mounted file.

@@ -41,32 +41,32 @@ const DEFAULT_OUTPUT: &str = "/etc/cdi/nvshare.json";
 
 #[derive(Debug, Args)]
 pub struct Generate {
-    /// The file to write, or - for standard output
+    /// File to write, or - for standard output
     #[arg(long, value_name = "FILE", default_value = DEFAULT_OUTPUT, value_hint = ValueHint::FilePath)]
     output: PathBuf,
-    /// The library on this host [default: the one that is installed with nvsharectl]
+    /// Library on this host [default: the library installed with nvsharectl]
     #[arg(long, value_name = "PATH")]
     library: Option<PathBuf>,
-    /// What becomes /etc/ld.so.preload in containers: a file on this host that names the library as it is found there
+    /// File on this host to mount as /etc/ld.so.preload in containers; it contains the library's path in containers
     #[arg(long, value_name = "PATH", default_value = paths::PRELOAD_LIST)]
     preload_list: PathBuf,
-    /// The directory of the socket where programs connect
+    /// Directory of the scheduler's socket for programs
     #[arg(long, value_name = "DIRECTORY", default_value = paths::SOCKETS_IN_CONTAINERS, value_hint = ValueHint::DirPath)]
     sockets: PathBuf,
-    /// This program on this host, which runtimes call to merge an image's own /etc/ld.so.preload with that of nvshare [default: this
-    /// file]
+    /// Path of nvsharectl on this host, which container runtimes call to merge an image's /etc/ld.so.preload with nvshare's
+    /// [default: this program]
     #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
     hook: Option<PathBuf>,
-    /// NVIDIA's CDI file [default: the one in /etc/cdi or /var/run/cdi, if there is one]
+    /// NVIDIA's CDI file [default: the file in /etc/cdi or /var/run/cdi, if any]
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     nvidia: Option<PathBuf>,
-    /// Go on, and write it anew whenever it would be another one, until a signal comes
+    /// Keep running, and rewrite the file whenever its contents change, until a signal arrives
     #[arg(long)]
     watch: bool,
-    /// Write nothing while there is no CDI file of NVIDIA's: containers would have no libraries of the driver
+    /// Write nothing while NVIDIA's CDI file is missing, since containers would lack the driver's libraries
     #[arg(long)]
     require_nvidia: bool,
-    /// Write nothing, and only say whether the file is there and up to date
+    /// Write nothing; only check that the file exists and is up to date
     #[arg(long, conflicts_with = "watch")]
     check: bool,
 }
@@ -76,19 +76,19 @@ const LOOK: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Args)]
 pub struct Install {
-    /// The directory, which is made where there is none
+    /// Directory to install into; created if missing
     #[arg(long, value_name = "DIRECTORY", value_hint = ValueHint::DirPath)]
     to: PathBuf,
     /// The library [default: the one that is installed with nvsharectl]
     #[arg(long, value_name = "PATH")]
     library: Option<PathBuf>,
-    /// The file that names the library as it is found in containers
+    /// File with the library's path in containers
     #[arg(long, value_name = "PATH", default_value = paths::PRELOAD_LIST)]
     preload_list: PathBuf,
-    /// A directory in which the scheduler writes: created if it is missing, and given to --owner; can be repeated
+    /// Directory that the scheduler writes to: created if missing, and owned by --owner; can be repeated
     #[arg(long, value_name = "DIRECTORY", requires = "owner", value_hint = ValueHint::DirPath)]
     give: Vec<PathBuf>,
-    /// The number of the user, and of its group, as whom the scheduler runs
+    /// Numeric user and group ID of the scheduler
     #[arg(long, value_name = "UID", requires = "give")]
     owner: Option<u32>,
 }
@@ -111,7 +111,7 @@ pub fn install(asked: &Install, say: impl Fn(&str)) -> Result<(), CtlError> {
         let program = asked.to.join(PROGRAM);
         match std::fs::remove_file(&program) {
             Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(fail(&program, e)),
-            _ => say(&format!("{} is on a file system mounted noexec, so {HIDDEN}", asked.to.display())),
+            _ => say(&format!("{} is on a file system mounted with noexec, so {HIDDEN}", asked.to.display())),
         }
     } else {
         copy(Path::new("/proc/self/exe"), PROGRAM, 0o755)?;
@@ -132,7 +132,8 @@ fn give(directory: &Path, owner: u32) -> std::io::Result<()> {
 
 /// This program's name beside the other files.
 const PROGRAM: &str = "nvsharectl";
-const HIDDEN: &str = "an image's own /etc/ld.so.preload is hidden by that of nvshare, and what it names is not loaded";
+const HIDDEN: &str = "nvshare's /etc/ld.so.preload hides an image's own file, and the libraries listed there are not \
+    loaded";
 
 const DIRECTORY: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
@@ -190,8 +191,12 @@ fn check(target: &Target, asked: &Generate) -> Result<(), CtlError> {
     let output = asked.output.display();
     match std::fs::read(&asked.output) {
         Ok(there) if there == made.text.as_bytes() => Ok(()),
-        Ok(_) => Err(CtlError::Failed(format!("{output} is out of date: write it again, without --check"))),
-        Err(e) => Err(CtlError::Failed(format!("{output}: {e}: write it, without --check"))),
+        Ok(_) => Err(CtlError::Failed(format!(
+            "{output} is out of date. Run this command without --check to write it again"
+        ))),
+        Err(e) => {
+            Err(CtlError::Failed(format!("cannot read {output}: {e}. Run this command without --check to write it")))
+        }
     }
 }
 
@@ -218,8 +223,8 @@ fn make(target: &Target, asked: &Generate) -> Result<Made, CtlError> {
     let gpus = block_on(async { Ok(target.connect().await?.list_gpus().await?) })?;
     if gpus.is_empty() {
         return Err(CtlError::Failed(
-            "the scheduler knows no GPU: if the driver was loaded after it started, restart it; without NVML it knows a \
-             GPU once a program has used it"
+            "the scheduler knows no GPU. If the driver was loaded after the scheduler started, restart the scheduler. \
+             Without NVML, a GPU is known once a program has used it"
                 .into(),
         ));
     }
@@ -236,19 +241,19 @@ fn make(target: &Target, asked: &Generate) -> Result<Made, CtlError> {
     };
     let mut remarks = Vec::new();
     if from_host.hook.is_none() {
-        let program = asked.hook.as_deref().map_or("this program's file".into(), Path::to_string_lossy);
-        remarks.push(format!("{program} cannot be started by container runtimes, so {HIDDEN}"));
+        let program = asked.hook.as_deref().map_or("the file of this program".into(), Path::to_string_lossy);
+        remarks.push(format!("container runtimes cannot start {program}, so {HIDDEN}"));
     }
     if nvidia.is_none() {
-        let missing = "no CDI file of NVIDIA's in /etc/cdi or /var/run/cdi names a GPU: run `nvidia-ctk cdi generate \
-                       --output=/etc/cdi/nvidia.yaml` on the host";
+        let missing = "no NVIDIA CDI file in /etc/cdi or /var/run/cdi names a GPU. Run `nvidia-ctk cdi generate \
+            --output=/etc/cdi/nvidia.yaml` on the host";
         if asked.require_nvidia {
             return Err(CtlError::Failed(missing.into()));
         }
-        let then = if asked.watch || asked.check { "" } else { ", then run this again" };
+        let then = if asked.watch || asked.check { "" } else { ", then run this command again" };
         remarks.push(format!(
-            "{missing}{then}; until then, containers get the device nodes of their GPUs and have to have the driver's \
-             libraries themselves"
+            "{missing}{then}. Until then, containers get their GPUs' device nodes, and their images must contain the \
+             driver's libraries"
         ));
     }
     let spec = Spec::of(&gpus, &from_host, nvidia.as_ref(), &mut remarks).map_err(CtlError::Failed)?;
@@ -264,7 +269,7 @@ fn existing(path: &Path, option: &str) -> Result<String, CtlError> {
     let whole = std::path::absolute(path).map_err(|e| fail(e.to_string()))?;
     whole.metadata().map_err(|e| fail(e.to_string()))?;
     let text = whole.into_os_string().into_string();
-    text.map_err(|_| fail("its path is no text, and cannot be written in a CDI file".into()))
+    text.map_err(|_| fail("its path is not valid UTF-8, which a CDI file requires".into()))
 }
 
 /// The path of a program, if the host can execute it.

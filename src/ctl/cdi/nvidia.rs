@@ -59,7 +59,7 @@ impl Nvidia {
         let said = specs::kind(&value);
         let wrong = |why: String| format!("{}: {why}", file.display());
         if !is_nvidias(said) {
-            return Err(wrong(format!("its kind is {said:?}, and NVIDIA's is {KIND:?}")));
+            return Err(wrong(format!("its kind is {said:?} instead of {KIND:?}")));
         }
         Self::of(&value).map_err(wrong)
     }

@@ -76,13 +76,16 @@ impl Spec {
                 let uuid = &gpu.uuid;
                 remarks.push(match (nvidia, &*gpu.kind) {
                     (Some(_), "mig") => format!(
-                        "{uuid} is left out: NVIDIA's CDI file does not name it; `nvidia-ctk cdi generate \
-                         --device-name-strategy=uuid` does"
+                        "omitted {uuid}: NVIDIA's CDI file does not list its UUID. Run `nvidia-ctk cdi generate \
+                         --device-name-strategy=uuid`"
                     ),
                     (Some(_), _) => {
-                        format!("{uuid} is left out: NVIDIA's CDI file does not name it; is that older than the GPU?")
+                        format!(
+                            "omitted {uuid}: NVIDIA's CDI file does not list the GPU. The file may be older than the \
+                             GPU"
+                        )
                     }
-                    (None, _) => format!("{uuid} is left out: the driver does not say which device node it has"),
+                    (None, _) => format!("omitted {uuid}: the driver does not report its device node"),
                 });
                 continue;
             };

@@ -37,7 +37,7 @@ pub fn parse(file: &Path) -> Result<Value, String> {
     let wrong = |why: String| format!("{}: {why}", file.display());
     let size = file.metadata().map_err(|e| wrong(e.to_string()))?.len();
     if size > LARGEST {
-        return Err(wrong(format!("{size} bytes are more than a CDI file has")));
+        return Err(wrong(format!("its size of {size} bytes exceeds the limit for CDI files")));
     }
     let text = std::fs::read_to_string(file).map_err(|e| wrong(e.to_string()))?;
     if file.extension().is_some_and(|extension| extension == "json") {

@@ -68,7 +68,7 @@ pub fn unit_name(asked: &str) -> Result<String, String> {
     let name = if asked.contains('.') { asked.to_owned() } else { format!("{asked}.service") };
     let allowed = |c: char| c.is_ascii_alphanumeric() || ":-_.\\@".contains(c);
     let is_name = name.len() <= NAME_MAX && name.chars().all(allowed) && !name.starts_with(['.', '@']);
-    is_name.then_some(name).ok_or_else(|| format!("{asked:?} is no name of a unit"))
+    is_name.then_some(name).ok_or_else(|| format!("{asked:?} is not a valid unit name"))
 }
 
 /// `before` with the library in front, and without other copies of `libnvshare.so`.

@@ -38,11 +38,11 @@ pub fn read() -> Result<Found, CtlError> {
         metadata => metadata.map_err(|e| cannot("read", file, &e))?,
     };
     let path = file.canonicalize().map_err(|e| match metadata.is_symlink() {
-        true => CtlError::Failed(format!("{FILE} is a link that leads nowhere ({e}): remove it first")),
+        true => CtlError::Failed(format!("{FILE} is a dangling symbolic link ({e}). Remove it first")),
         false => cannot("read", file, &e),
     })?;
     if !path.metadata().is_ok_and(|metadata| metadata.is_file()) {
-        return Err(CtlError::Failed(format!("{FILE} is not a regular file: remove it first")));
+        return Err(CtlError::Failed(format!("{FILE} is not a regular file. Remove it first")));
     }
     let before = read_regular(&path).map_err(|e| cannot("read", &path, &e))?;
     Ok(Found { path, before: Some(before) })
@@ -54,7 +54,7 @@ fn read_regular(path: &Path) -> io::Result<(Vec<u8>, Metadata)> {
     let mut bytes = Vec::new();
     file.take(SIZE_MAX + 1).read_to_end(&mut bytes)?;
     match bytes.len() as u64 > SIZE_MAX {
-        true => Err(io::Error::other("it is longer than 64 KiB, which no list of libraries is")),
+        true => Err(io::Error::other("it is longer than 64 KiB, so it is not a list of libraries")),
         false => Ok((bytes, metadata)),
     }
 }
@@ -70,9 +70,7 @@ pub fn lock() -> Result<File, CtlError> {
             Ok(()) => return Ok(file),
             Err(TryLockError::Error(e)) => return Err(cannot("lock", path, &e)),
             Err(TryLockError::WouldBlock) if Instant::now() > until => {
-                return Err(CtlError::Failed(format!(
-                    "cannot lock {FILE}: another nvsharectl has been changing it for too long"
-                )));
+                return Err(CtlError::Failed(format!("cannot lock {FILE}: another nvsharectl holds the lock")));
             }
             Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(20)),
         }
@@ -122,7 +120,7 @@ fn replace(path: &Path, before: Option<&(Vec<u8>, Metadata)>, text: &[u8]) -> io
     if let (Some(old), Some((read, _))) = (&old, before)
         && read_regular(old)?.0 != *read
     {
-        return Err(io::Error::other("another process has just changed it: try again"));
+        return Err(io::Error::other("another process has just changed it. Try again"));
     }
     if text.is_empty() && path == Path::new(FILE) {
         if before.is_some() {
@@ -187,10 +185,10 @@ fn cannot(verb: &str, path: &Path, error: &io::Error) -> CtlError {
     use io::ErrorKind as Kind;
     let hint = match error.kind() {
         Kind::PermissionDenied if rustix::process::geteuid().is_root() => {
-            " (is it immutable? `lsattr` shows it, `chattr -i` ends it)"
+            " (it may be immutable: check with `lsattr`, clear with `chattr -i`)"
         }
-        Kind::ReadOnlyFilesystem => " (mount it for writing, or change the image that it comes from)",
-        Kind::ResourceBusy | Kind::CrossesDevices => " (something is mounted there: unmount it first)",
+        Kind::ReadOnlyFilesystem => " (remount its file system read-write, or change the image)",
+        Kind::ResourceBusy | Kind::CrossesDevices => " (a file system is mounted on it. Unmount that first)",
         _ => "",
     };
     CtlError::Failed(format!("cannot {verb} {}: {error}{hint}", path.display()))

@@ -34,7 +34,7 @@ pub fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
     let found = places.iter().find_map(|place| place.canonicalize().ok());
     found.ok_or_else(|| {
         let places: Vec<_> = places.iter().map(|place| place.display().to_string()).collect();
-        CtlError::Failed(format!("there is no library {}: name it with --library", places.join(" nor ")))
+        CtlError::Failed(format!("there is no library {}. Set its path with --library", places.join(" nor ")))
     })
 }
 
@@ -43,13 +43,13 @@ pub fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
 pub fn check_name(path: &Path) -> Result<(), String> {
     let name = path.as_os_str().as_bytes();
     if !entries::is_ours(name) || name.ends_with(b"\r") {
-        return Err("its file name is not libnvshare.so, by which nvsharectl knows its own entry".into());
+        return Err("its file name is not libnvshare.so, which nvsharectl needs to find its own entry".into());
     }
     // `#` begins a comment, and `$` a token that the loader replaces.
     if name.iter().any(|byte| byte.is_ascii_whitespace() || byte.is_ascii_control() || b":#$".contains(byte)) {
-        return Err("there is a blank, a colon, a # or a $ in its path, which the loader cannot read: \
-                    install it elsewhere"
-            .into());
+        return Err(
+            "its path contains a space, colon, # or $, which the loader cannot read. Install it elsewhere".into()
+        );
     }
     Ok(())
 }
@@ -67,16 +67,16 @@ pub fn check_owner(path: &Path) -> Result<(), String> {
         }
         if metadata.uid() != 0 {
             return Err(format!(
-                "{part_name} belongs to user {}, who could change what everybody loads",
+                "{part_name} belongs to user {}, who could replace the library for all users",
                 metadata.uid()
             ));
         }
         if mode & 0o002 != 0 || (mode & 0o020 != 0 && metadata.gid() != 0) {
-            return Err(format!("{part_name} can be changed by others than root (mode {:o})", mode & 0o7777));
+            return Err(format!("{part_name} is writable by users other than root (mode {:o})", mode & 0o7777));
         }
         let (needed, verb) = if level == 0 { (0o444, "read") } else { (0o111, "entered") };
         if mode & needed != needed {
-            return Err(format!("{part_name} cannot be {verb} by everybody (mode {:o})", mode & 0o7777));
+            return Err(format!("{part_name} cannot be {verb} by all users (mode {:o})", mode & 0o7777));
         }
     }
     Ok(())
@@ -91,11 +91,11 @@ pub fn version(path: &Path) -> Result<String, String> {
     let mut bytes = Vec::new();
     let file = std::fs::File::open(path).map_err(|e| e.to_string())?;
     file.take(SIZE_MAX).read_to_end(&mut bytes).map_err(|e| e.to_string())?;
-    let foreign = |_| "it is not a shared object for this machine's programs".to_owned();
+    let foreign = |_| "it is not a shared object for this machine's architecture".to_owned();
     let file = NativeElfFile::<&[u8]>::parse(&*bytes).map_err(foreign)?;
     let (header, endian) = (file.elf_header(), file.endian());
     if header.e_machine(endian) != MACHINE || header.e_type(endian) != elf::ET_DYN {
-        return Err("it is not a shared object for this machine's programs".into());
+        return Err("it is not a shared object for this machine's architecture".into());
     }
     for segment in file.elf_program_headers() {
         let Ok(Some(mut notes)) = segment.notes(endian, &*bytes) else { continue };
@@ -107,7 +107,7 @@ pub fn version(path: &Path) -> Result<String, String> {
             }
         }
     }
-    Err("it is not nvshare's, or not whole: it names no version of nvshare".into())
+    Err("it is not nvshare's library or is incomplete: it contains no nvshare version".into())
 }
 
 #[cfg(test)]
@@ -125,7 +125,7 @@ mod tests {
             "/$LIB/libnvshare.so",
             "/a\r/libnvshare.so",
         ] {
-            assert!(check_name(Path::new(bad)).unwrap_err().contains("install it elsewhere"), "{bad}");
+            assert!(check_name(Path::new(bad)).unwrap_err().contains("Install it elsewhere"), "{bad}");
         }
         for bad in ["/usr/lib/libnvshare.so.1", "/usr/lib/libnvshare.so\r", "/usr/lib/other.so"] {
             assert!(check_name(Path::new(bad)).unwrap_err().contains("file name"), "{bad}");
@@ -134,7 +134,7 @@ mod tests {
 
     #[test]
     fn other_files_have_no_version() {
-        assert!(version(Path::new("/bin/true")).unwrap_err().contains("names no version"));
+        assert!(version(Path::new("/bin/true")).unwrap_err().contains("contains no nvshare version"));
         assert!(version(Path::new("/etc/passwd")).unwrap_err().contains("not a shared object"));
         assert!(version(Path::new("/")).unwrap_err().contains("regular file"));
     }

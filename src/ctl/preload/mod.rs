@@ -81,16 +81,16 @@ pub fn enable(asked: Option<&Path>, of: &Of) -> Result<Output, CtlError> {
     let found = file::read()?;
     if found.is_hidden() {
         return Err(CtlError::Failed(format!(
-            "{FILE} cannot be read by everybody, and the loader heeds it only where it can: chmod 644 {FILE}"
+            "{FILE} is not readable by all users, so the loader ignores it for some of them. Run chmod 644 {FILE}"
         )));
     }
     let text = entries::with(found.text(), library.as_os_str().as_bytes()).map_err(|refusal| {
         CtlError::Failed(match refusal {
             entries::Refusal::Nul => {
-                format!("there is a NUL byte in {FILE}, where the loader stops reading: remove it")
+                format!("{FILE} contains a NUL byte, at which the loader stops reading. Remove it")
             }
             entries::Refusal::Comments => format!(
-                "{FILE} has comments that the loader would read as names of libraries in a longer file: remove them"
+                "{FILE} has comments, which the loader would read as library names once the file is longer. Remove them"
             ),
         })
     })?;
@@ -98,9 +98,9 @@ pub fn enable(asked: Option<&Path>, of: &Of) -> Result<Output, CtlError> {
     let report = verify::verify(&library, Some(&text));
     if !report.is_good() {
         let state = if on_already {
-            format!("It is in force all the same, from {FILE}; `nvsharectl preload disable` ends that")
+            format!("It is still loaded from {FILE}. `nvsharectl preload disable` stops that")
         } else {
-            format!("{FILE} is as it was")
+            format!("{FILE} is unchanged")
         };
         return Err(CtlError::Failed(format!("the library cannot be preloaded\n{}{state}.", report.text())));
     }
@@ -109,7 +109,7 @@ pub fn enable(asked: Option<&Path>, of: &Of) -> Result<Output, CtlError> {
     }
     put_in_force(found, &text, &library)?;
     Ok(Output::done(format!(
-        "On: {FILE} names {}. Programs that start from now on load it.\n{}",
+        "On: {FILE} names {}. All programs started from now on load it.\n{}",
         library.display(),
         notes(&report)
     )))
@@ -123,13 +123,13 @@ fn put_in_force(found: file::Found, text: &[u8], library: &Path) -> Result<(), C
         return Ok(());
     };
     replaced.undo()?;
-    Err(CtlError::Failed(format!("with the library in {FILE}, {what} {why}. {FILE} is back as it was.")))
+    Err(CtlError::Failed(format!("with the library in {FILE}, {what} {why}. {FILE} has been restored.")))
 }
 
 fn notes(report: &Report) -> String {
     let mut notes = report.notes.clone();
     if Path::new("/lib/ld-linux.so.2").exists() {
-        notes.push("32-bit programs cannot load it, and each of them says so on stderr".into());
+        notes.push("32-bit programs cannot load it, and each prints an error on stderr".into());
     }
     notes.iter().map(|note| format!("  note: {note}\n")).collect()
 }
@@ -147,7 +147,7 @@ pub fn disable(of: &Of) -> Result<Output, CtlError> {
         return Ok(Output::done(format!("Already off: {FILE} does not name libnvshare.so.\n")));
     }
     drop(found.replace(&text)?);
-    Ok(Output::done("Off: programs that start from now on do not load libnvshare.so. Those that run keep it.\n".into()))
+    Ok(Output::done("Off: programs started from now on do not load libnvshare.so. Running programs keep it.\n".into()))
 }
 
 pub(super) fn only_root(what: &str, verb: &str) -> Result<(), CtlError> {

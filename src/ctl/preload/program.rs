@@ -22,7 +22,7 @@ pub fn obstacle(program: &Path) -> Option<&'static str> {
         return None;
     }
     if metadata.mode() & SETUID_OR_SETGID != 0 || xattr::get(program, "security.capability").ok().flatten().is_some() {
-        return Some("runs with the rights of its file, so the loader ignores LD_PRELOAD");
+        return Some("is setuid, setgid or has file capabilities, so the loader ignores LD_PRELOAD");
     }
     // Only the headers: an ElfFile also needs the sections, which are at the end.
     let headers = FileHeader64::<Endianness>::parse(&*bytes).and_then(|header| {
@@ -30,13 +30,13 @@ pub fn obstacle(program: &Path) -> Option<&'static str> {
         Ok((endian, header.program_headers(endian, &*bytes)?))
     });
     let Ok((endian, headers)) = headers else {
-        return Some("is no program for this machine's C library");
+        return Some("is not built for this machine's C library");
     };
     let interpreter = headers.iter().find_map(|segment| segment.interpreter(endian, &*bytes).ok().flatten());
     match interpreter.map(|path| path.rsplit(|byte| *byte == b'/').next().unwrap_or_default()) {
         None => Some("is linked statically, so it loads no library"),
         Some(loader) if loader.starts_with(b"ld-linux") => None,
-        Some(_) => Some("uses another C library than glibc, so it cannot load the library"),
+        Some(_) => Some("does not use glibc, so it cannot load the library"),
     }
 }
 
@@ -65,7 +65,7 @@ mod tests {
         let at =
             own.windows(11).position(|bytes| bytes == b"/ld-linux-x" || bytes == b"/ld-linux-a").expect("its loader");
         let musl = [&own[..at], b"/ld-musl-xx", &own[at + 11..]].concat();
-        assert!(obstacle(&file("musl", &musl)).is_some_and(|why| why.contains("another C library")));
+        assert!(obstacle(&file("musl", &musl)).is_some_and(|why| why.contains("does not use glibc")));
 
         let setuid = file("setuid", &own);
         std::fs::set_permissions(&setuid, std::os::unix::fs::PermissionsExt::from_mode(0o4755)).expect("its mode");

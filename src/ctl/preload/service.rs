@@ -23,13 +23,13 @@ use crate::ctl::{CtlError, block_on};
 #[derive(Debug, Clone, Default, Args)]
 #[group(multiple = false)]
 pub struct Of {
-    /// Only for this service
+    /// Apply only to this service
     #[arg(long, value_name = "UNIT", value_hint = clap::ValueHint::Other)]
     unit: Option<String>,
-    /// Only for the services of this user: a name or number
+    /// Apply to the services of this user: name or number
     #[arg(long, value_name = "USER", value_hint = clap::ValueHint::Username)]
     user: Option<String>,
-    /// Refused with the reason, since rules can select by slice
+    /// Always refused with an explanation, because slices cannot preload
     #[arg(long, value_name = "SLICE", hide = true)]
     slice: Option<String>,
 }
@@ -64,8 +64,9 @@ fn uid(user: &str) -> Result<u32, CtlError> {
     }
     let unknown = || CtlError::Failed(format!("there is no user {user:?}"));
     let output = Command::new("getent").args(["passwd", "--", user]).output();
-    let output =
-        output.map_err(|e| CtlError::Failed(format!("cannot look up {user:?}: getent: {e}; use the user's number")))?;
+    let output = output.map_err(|e| {
+        CtlError::Failed(format!("cannot look up the user {user:?}: getent: {e}. Use the numeric user ID"))
+    })?;
     let text = String::from_utf8_lossy(&output.stdout);
     text.split(':').nth(2).and_then(|uid| uid.parse().ok()).ok_or_else(unknown)
 }
@@ -77,7 +78,7 @@ pub fn enable(selected: &Selected, asked: Option<&Path>) -> Result<Output, CtlEr
     block_on(async {
         let ready = Ready::of(Manager::System, unit, &library).await?;
         ready.put(&format!("preload disable {options}")).await?;
-        let text = format!("On: {} preloads {library} from its next start on.\n", ready.unit);
+        let text = format!("On: {} preloads {library} from its next start.\n", ready.unit);
         Ok(Output::done(text + &ready.notes()))
     })
 }
@@ -94,7 +95,7 @@ pub(in crate::ctl) fn verified(asked: Option<&Path>) -> Result<String, CtlError>
     }
     // The verification has excluded blanks in the path.
     let text = library.to_str().map(str::to_owned);
-    text.ok_or_else(|| CtlError::Failed(format!("{} is no text", library.display())))
+    text.ok_or_else(|| CtlError::Failed(format!("{} is not valid UTF-8", library.display())))
 }
 
 /// A service that can preload the library. While this value lives, no other nvsharectl changes the
@@ -151,8 +152,8 @@ impl Ready {
             match drop_in::ours(drop_in::assigned(&now.environment)) == Some(library) {
                 true => Ok(()),
                 false => Err(CtlError::Failed(format!(
-                    "another file outranks {}, so {unit} would not preload the library: `{} cat {unit}` shows them all. Add \
-                     {library} to its LD_PRELOAD. Nothing has changed.",
+                    "{} is overridden by another file, so {unit} would not preload the library. Find that file with \
+                     `{} cat {unit}`, and add {library} to its LD_PRELOAD. Nothing has changed.",
                     manager.path(unit).display(),
                     manager.systemctl()
                 ))),
@@ -206,9 +207,9 @@ pub fn disable(selected: &Selected) -> Result<Output, CtlError> {
             removed |= drop_in::remove(Manager::System, name).map_err(cannot)?;
         }
         if !removed {
-            return Ok(Output::done(format!("Already off: there is no {}.\n", Manager::System.path(&id).display())));
+            return Ok(Output::done(format!("Already off: {} does not exist.\n", Manager::System.path(&id).display())));
         }
-        let mut text = format!("Off: {id} does not preload the library from its next start on.\n");
+        let mut text = format!("Off: {id} no longer preloads the library from its next start.\n");
         let told = match systemd {
             Ok(systemd) => systemd.reload().await,
             Err(e) => Err(e),
@@ -241,12 +242,14 @@ async fn is_service(systemd: &Systemd, unit: &str) -> Result<(), CtlError> {
                 commands => format!("Its services now:{commands}"),
             };
             format!(
-                "{unit} is a slice, and systemd gives a slice no environment to pass to the services in it: preload for each of \
-                 them, and start other programs there with `nvsharectl run`. {members}"
+                "{unit} is a slice, which cannot pass an environment to its services. Enable preloading for each \
+                 service, and start other programs with `nvsharectl run`. {members}"
             )
         }
-        "scope" => format!("{unit} is a scope: systemd does not start its programs. Start them with `nvsharectl run`"),
-        _ => format!("{unit} is not a service, and starts no programs: name the service"),
+        "scope" => {
+            format!("{unit} is a scope, whose programs systemd does not start. Start them with `nvsharectl run`")
+        }
+        _ => format!("{unit} is not a service and starts no programs. Name the service instead"),
     };
     Err(CtlError::Failed(refused))
 }
@@ -259,31 +262,35 @@ impl Service {
         let refused = |why: String| Err(CtlError::Failed(why));
         if !root_image.is_empty() {
             return refused(format!(
-                "{id} runs in an image (RootImage={root_image}), in which this machine's libnvshare.so is not found: install \
-                 nvshare's library in the image, and set LD_PRELOAD in the unit"
+                "{id} runs in an image (RootImage={root_image}), which cannot access this machine's libnvshare.so. \
+                 Install nvshare's library in the image, and set LD_PRELOAD in the unit"
             ));
         }
         if !matches!(&**root_directory, "" | "/") {
             let inside = Path::new(root_directory).join(library.strip_prefix("/").unwrap_or(library));
             if !inside.exists() {
                 return refused(format!(
-                    "{id} runs in {root_directory} (RootDirectory=), and there is no {}: install nvshare's library in there, \
-                     and have /run/nvshare there by BindReadOnlyPaths=",
+                    "{id} runs in {root_directory} (RootDirectory=), and {} does not exist. Install nvshare's library \
+                     in that directory, and mount /run/nvshare there with BindReadOnlyPaths=",
                     inside.display()
                 ));
             }
         }
         if !self.unix_sockets {
             return refused(format!(
-                "{id} may not use Unix sockets, by which programs reach the scheduler: add AF_UNIX to its RestrictAddressFamilies="
+                "{id} may not use Unix sockets, which programs need to reach the scheduler. Add AF_UNIX to its \
+                 RestrictAddressFamilies="
             ));
         }
         if self.unset_environment.iter().any(|name| name.split('=').next() == Some(drop_in::VARIABLE)) {
-            return refused(format!("{id} has UnsetEnvironment=LD_PRELOAD, which outranks what sets it: remove that"));
+            return refused(format!(
+                "{id} has UnsetEnvironment=LD_PRELOAD, which would remove the variable again. Remove that setting"
+            ));
         }
         if let Some(file) = self.file_that_sets_it() {
             return refused(format!(
-                "{id} reads LD_PRELOAD from {}, which outranks the unit's Environment=: add {} to it there",
+                "{id} reads LD_PRELOAD from {}, which overrides the unit's Environment=. Add {} to LD_PRELOAD in that \
+                 file",
                 file.display(),
                 library.display()
             ));
@@ -392,7 +399,7 @@ impl Service {
     fn problem(&self) -> Option<String> {
         let Self { id, main_pid, .. } = self;
         if drop_in::ours(drop_in::assigned(&self.environment)).is_none() {
-            return Some(format!("another file outranks the drop-in: `systemctl cat {id}` shows them all"));
+            return Some(format!("another file overrides the drop-in. Find it with `systemctl cat {id}`"));
         }
         let read = |name: &str| std::fs::read(format!("/proc/{main_pid}/{name}")).ok();
         if *main_pid == 0 {
@@ -406,10 +413,13 @@ impl Service {
         let environment: Vec<String> =
             environment.split(|byte| *byte == 0).map(|pair| String::from_utf8_lossy(pair).into_owned()).collect();
         Some(match drop_in::ours(drop_in::assigned(&environment)) {
-            None => format!("process {main_pid} was started before: {}", restart(Manager::System, id)),
+            None => {
+                format!("process {main_pid} started before preloading was enabled: {}", restart(Manager::System, id))
+            }
             Some(_) => format!(
-                "process {main_pid} has not loaded it: it is linked statically, has another C library or additional rights, or \
-                 AppArmor or SELinux confine it. Programs that it starts may load it"
+                "process {main_pid} has not loaded it. Possible reasons: the program is statically linked, does not \
+                 use glibc, has extra privileges, or is confined by AppArmor or SELinux. Its child processes may still \
+                 load it"
             ),
         })
     }

@@ -45,16 +45,16 @@ impl PreloadState {
             problems.push(format!("there are {} entries for libnvshare.so", ours.len()));
         }
         if found.is_hidden() {
-            problems.push(format!("{FILE} cannot be read by everybody, and is not heeded where it cannot"));
+            problems.push(format!("{FILE} is not readable by all users, so the loader ignores it for some of them"));
         }
         if !path.is_absolute() {
-            problems.push("it is not a whole path: which file is loaded depends on the program".into());
+            problems.push("it is not an absolute path, so the loaded file depends on the program".into());
             return state;
         }
         match library::version(path) {
             Ok(version) => {
                 if state.scheduler.as_ref().is_some_and(|scheduler| *scheduler != version) {
-                    problems.push("the library and the scheduler that runs are of different versions".into());
+                    problems.push("the library and the running scheduler have different versions".into());
                 }
                 state.version = Some(version);
             }
@@ -82,11 +82,11 @@ impl PreloadState {
             }
         };
         let _ = match &self.scheduler {
-            Some(version) => writeln!(text, "  the scheduler that runs is version {version}"),
+            Some(version) => writeln!(text, "  the running scheduler is version {version}"),
             None => writeln!(text, "  no scheduler is running"),
         };
         if !self.others.is_empty() {
-            let _ = writeln!(text, "  others in {FILE}: {}", self.others.join(", "));
+            let _ = writeln!(text, "  other libraries in {FILE}: {}", self.others.join(", "));
         }
         for problem in &self.problems {
             let _ = writeln!(text, "  problem: {problem}");

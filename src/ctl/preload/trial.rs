@@ -163,7 +163,7 @@ impl Output {
             (true, []) => match prints {
                 Prints::Nothing if !self.stdout.is_empty() => Err(format!("printed {}", quote(&self.stdout))),
                 Prints::WhatIsLoaded if !contains(&self.stdout, library) => {
-                    Err(format!("did not load {}: the loader did not read it, or is not glibc's", library.display()))
+                    Err(format!("did not load {}: the loader ignored it or is not glibc's", library.display()))
                 }
                 _ => Ok(()),
             },
@@ -200,7 +200,7 @@ fn output(by: By, user: User, words: &[&str]) -> Result<Output, String> {
     // A leftover child process may keep the pipes open, so reading has a time limit.
     let read = |from: Receiver<Vec<u8>>| {
         let left = until.saturating_duration_since(Instant::now());
-        from.recv_timeout(left).map_err(|_| "left something behind that keeps its output open".to_owned())
+        from.recv_timeout(left).map_err(|_| "left a background process that keeps its output open".to_owned())
     };
     Ok(Output { status, stdout: read(stdout)?, stderr: read(stderr)? })
 }

@@ -20,9 +20,9 @@ pub struct Report {
 }
 
 /// AddressSanitizer's runtime aborts if any library is loaded before it.
-const ADDRESS_SANITIZER: &str = "a program built with gcc -fsanitize=address ends at once where a library is preloaded (\"ASan runtime \
-    does not come first\"): set ASAN_OPTIONS=verify_asan_link_order=0 for it, link it with -static-libasan, or preload for single \
-    programs instead, with nvsharectl run or LD_PRELOAD";
+const ADDRESS_SANITIZER: &str = "a program built with gcc -fsanitize=address aborts if a library is preloaded (\"ASan \
+    runtime does not come first\"). Set ASAN_OPTIONS=verify_asan_link_order=0 for it, link it with -static-libasan, \
+    or preload for single programs only, with nvsharectl run or LD_PRELOAD";
 
 /// Checks the file, and then runs programs with it. `rehearse` is the future text of
 /// `/etc/ld.so.preload`; without it, the programs load the library by `LD_PRELOAD`.
@@ -32,7 +32,7 @@ pub fn verify(path: &Path, rehearse: Option<&[u8]>) -> Report {
     let checks = vec![
         check("a libnvshare.so for this machine", version.clone().map(drop)),
         check("a path that the loader can read in its list", library::check_name(path)),
-        check("everybody can read it, only root can change it or a directory above it", library::check_owner(path)),
+        check("readable by all users, and only root can change it or a directory above it", library::check_owner(path)),
     ];
     let mut report = Report { library: path.into(), version: version.ok(), checks, notes: Vec::new() };
     let root = rustix::process::geteuid().is_root();
@@ -49,12 +49,15 @@ pub fn verify(path: &Path, rehearse: Option<&[u8]>) -> Report {
     };
     let trials = match rehearse {
         Some(text) if root => trial::all(By::Rehearsal(text), path, users).unwrap_or_else(|why| {
-            environment(&mut report, format!("setuid programs were not tried, which takes a rehearsal: {why}"))
+            environment(
+                &mut report,
+                format!("setuid programs were not tested, because the test needs a mount namespace: {why}"),
+            )
         }),
         _ if root => trial::all(By::Environment(path), path, users).unwrap_or_default(),
         _ => environment(
             &mut report,
-            "tried as yourself only: root can try it as root, as nobody and with setuid programs".into(),
+            "tested as the current user only. Root can also test it as root, as nobody and with setuid programs".into(),
         ),
     };
     report.checks.extend(trials);
@@ -62,7 +65,9 @@ pub fn verify(path: &Path, rehearse: Option<&[u8]>) -> Report {
         report.notes.push(ADDRESS_SANITIZER.into());
     }
     if !report.is_good() && rehearse.is_some_and(others_are_bad) {
-        report.notes.push("what else is in /etc/ld.so.preload does harm by itself: mend or remove that first".into());
+        report.notes.push(
+            "another library in /etc/ld.so.preload already makes programs fail. Repair or remove it first".into(),
+        );
     }
     report
 }

@@ -38,7 +38,7 @@ const KEYS: &str = "up/down select  s sort  p pause  m migrate  w why  ? help  q
 
 const HELP: [&str; 8] = [
     "ON GPU, SWAPPED  memory on the GPU, and in host memory",
-    "DUE, HAD         part of the GPU's time due by rules, and had in the last",
+    "DUE, HAD         share of GPU time: entitled by rules, and used in the last",
     "                 minute; programs that run together share that time",
     "WAITED           time spent waiting for turns",
     "up, down         select a program",
@@ -151,7 +151,7 @@ async fn show(
                 }
                 if is_asking {
                     let age = ui.snapshot.as_ref().map_or(0, |snapshot| snapshot.at.elapsed().as_secs());
-                    ui.say(&format!("the scheduler does not answer: these figures are {age} s old"));
+                    ui.say(&format!("the scheduler does not answer. These figures are {age} s old"));
                 } else {
                     is_asking = true;
                     tokio::spawn(ask(target.clone(), scheduler.clone(), answers.clone()));
@@ -201,10 +201,8 @@ async fn carry_out(action: Action, scheduler: SchedulerProxy<'static>, answers: 
     };
     let answer = match action {
         Action::Quit => return,
-        Action::Pause(program) => {
-            done(scheduler.pause(program.pid).await, format!("{} is to be paused", program.title()))
-        }
-        Action::Resume(program) => done(scheduler.resume(program.pid).await, format!("{} goes on", program.title())),
+        Action::Pause(program) => done(scheduler.pause(program.pid).await, format!("pausing {}", program.title())),
+        Action::Resume(program) => done(scheduler.resume(program.pid).await, format!("resumed {}", program.title())),
         Action::Migrate(program, gpu) => {
             let moved = scheduler.migrate(program.pid, &gpu).await;
             done(moved, format!("{} is on GPU {gpu}", program.title()))
@@ -288,7 +286,9 @@ impl Ui {
         let is_selected = |row: &model::Row| row.program.as_ref().map(|program| &program.key) == self.selected.as_ref();
         let selected = self.selected.is_some().then(|| rows.iter().position(is_selected)).flatten();
         let foot = match (&self.migrate, &self.message) {
-            (Some((program, typed)), _) => format!("{} to GPU (number or UUID, Esc ends): {typed}", program.title()),
+            (Some((program, typed)), _) => {
+                format!("move {} to GPU (number or UUID, Esc cancels): {typed}", program.title())
+            }
             (_, Some((text, _))) => text.clone(),
             _ if self.is_text => String::new(),
             _ => format!("{KEYS}   by {}", self.sort.name()),
@@ -352,7 +352,7 @@ impl Ui {
             match key.code {
                 KeyCode::Enter if typed.is_empty() => return None,
                 KeyCode::Enter => {
-                    self.say(&format!("{} is on its way to GPU {typed}", program.title()));
+                    self.say(&format!("{} is moving to GPU {typed}", program.title()));
                     return Some(Action::Migrate(program, typed));
                 }
                 KeyCode::Esc => return None,
@@ -392,7 +392,7 @@ impl Ui {
 
     fn about_program(&mut self, key: char) -> Option<Action> {
         let Some(program) = self.program() else {
-            self.say("select a program first, with the keys up and down");
+            self.say("select a program first (keys up and down)");
             return None;
         };
         if program.pid == 0 {

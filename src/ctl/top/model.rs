@@ -279,13 +279,13 @@ fn panel(gpu: &Gpu, snapshot: &Snapshot, history: &History) -> Panel {
     let holders = holders.collect::<Vec<_>>().join(", ");
     let pressure = snapshot.pressure.iter().find(|group| group.kind == "gpu" && group.name == gpu.uuid);
     let notes = [
-        (gpu.gone, "This GPU is gone: programs that use it get errors."),
-        (gpu.drained, "Drained: programs leave it, and none gets there."),
+        (gpu.gone, "This GPU is gone. CUDA calls on it fail."),
+        (gpu.drained, "Drained: programs are moved off it, and no program may start to use it."),
     ];
     let rooms = gpu.rooms.iter().flatten().map(|room| {
         let (bytes, who) = (units::size(room.bytes), printable(&room.who));
         format!(
-            "{bytes} are kept free for {who} ({}); this ends in {} unless renewed.",
+            "{bytes} are kept free for {who} ({}). The room ends in {} if it is not renewed.",
             room.pid,
             seconds(room.ends_in)
         )

@@ -227,7 +227,7 @@ fn keys_act_on_the_selected_program() {
     for c in "q1".chars() {
         assert_eq!(press(&mut ui, KeyCode::Char(c)), None);
     }
-    assert!(lines(&drawn(&ui, 80, 24)).contains("Esc ends): q1"));
+    assert!(lines(&drawn(&ui, 80, 24)).contains("Esc cancels): q1"));
     press(&mut ui, KeyCode::Backspace);
     press(&mut ui, KeyCode::Backspace);
     press(&mut ui, KeyCode::Char('1'));
@@ -371,5 +371,5 @@ fn a_key_explains_columns_and_keys() {
     let mut ui = ui(false);
     assert_eq!(press(&mut ui, KeyCode::Char('?')), None);
     let shown = lines(&drawn(&ui, 80, 24));
-    assert!(shown.contains("part of the GPU's time due by rules") && shown.contains("Ctrl-C"), "{shown}");
+    assert!(shown.contains("share of GPU time: entitled by rules") && shown.contains("Ctrl-C"), "{shown}");
 }

@@ -120,7 +120,7 @@ impl Authority {
         let answer = tokio::select! {
             answer = check.run() => return answer,
             () = leaving => gone(),
-            () = tokio::time::sleep(limit) => Authorization::No(format!("there was no answer for {limit:?}")),
+            () = tokio::time::sleep(limit) => Authorization::No(format!("polkit did not answer within {limit:?}")),
         };
         check.cancel().await;
         answer
@@ -173,7 +173,7 @@ impl Check<'_> {
         match result.await {
             Ok(result) => self.answer(&result),
             Err(e) if is_absent(&e) => Authorization::Absent,
-            Err(e) => Authorization::No(format!("polkit does not answer ({e})")),
+            Err(e) => Authorization::No(format!("polkit does not answer: {e}")),
         }
     }
 

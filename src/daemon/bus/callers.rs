@@ -156,7 +156,7 @@ impl Caller<'_> {
     /// # Errors
     /// If the caller may not see them.
     pub fn may_see_others(&self) -> fdo::Result<()> {
-        self.is_of_the_host("see what others do")
+        self.is_of_the_host("see other users' activity")
     }
 
     /// Refuses processes in containers, even if they run as root. A process may pass its connection on to
@@ -166,11 +166,14 @@ impl Caller<'_> {
         let text = match self.process.place() {
             Where::Host => return Ok(()),
             Where::Elsewhere => format!("a process in a container, or in another PID namespace, may not {what}"),
-            Where::Ended => format!("the process that connected has ended, so this one may not {what}: connect again"),
+            Where::Ended => {
+                format!("this process may not {what}, because the process that connected has ended. Connect again.")
+            }
             Where::Hidden => {
                 peer::log_hidden();
                 format!(
-                    "nobody may {what} while /proc hides processes from the scheduler (hidepid): see nvshare.service(8)"
+                    "cannot {what}: /proc hides processes from the scheduler (mount option hidepid). See \
+                     nvshare.service(8)."
                 )
             }
         };
@@ -273,7 +276,8 @@ impl Caller<'_> {
                     HashMap::from([("program", program.as_str()), ("gpu", gpu.title.as_str()), ("rule", rule)]);
                 match self.ask(action, details).await {
                     Authorization::Absent => Err(denied(format!(
-                        "{} may not {what}: there is no polkit, so only root may, and the group nvshare on the control socket",
+                        "{} may not {what}: polkit is not running. Without polkit, only root and, on the control \
+                         socket, the group nvshare may do this.",
                         self.user()
                     ))),
                     answer => self.heed(answer, what),

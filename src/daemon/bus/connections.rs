@@ -53,12 +53,12 @@ pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>)
                 drop(attempted.take());
                 complained = false;
                 tokio::join!(announce(&connection, &shared), suspend::follow(&connection, &shared));
-                warn!(name: "bus-gone", "the bus has gone away");
+                warn!(name: "bus-gone", "lost the connection to the bus");
             }
             Err(e) => {
                 // A missing bus is not an error: containers and small systems have no bus.
                 if !std::mem::replace(&mut complained, true) {
-                    info!("not on the bus, will try again: {e}");
+                    info!("cannot connect to the bus, retrying: {e}");
                 }
                 drop(attempted.take());
             }
@@ -82,7 +82,7 @@ pub async fn serve_peers(listener: OwnedFd, shared: Shared) {
                 let shared = shared.clone();
                 spawn_local(async move {
                     if let Err(e) = serve_peer(stream, shared).await {
-                        debug!("a control connection ended: {e}");
+                        debug!("control connection failed: {e}");
                     }
                     drop(place);
                 });

@@ -74,7 +74,7 @@ impl User {
 }
 
 fn too_many(what: &str) -> fdo::Error {
-    fdo::Error::LimitsExceeded(format!("too many calls {what}: try again when some of them have an answer"))
+    fdo::Error::LimitsExceeded(format!("too many calls {what}. Try again when some of them have been answered."))
 }
 
 impl Gate {

@@ -170,7 +170,7 @@ impl BusServer {
     pub fn stop(self) {
         let _ = self.stop.send(());
         if self.stopped.recv_timeout(STOP_PATIENCE) == Err(RecvTimeoutError::Timeout) {
-            debug!("the D-Bus thread is left behind");
+            debug!("the D-Bus thread does not end, exiting without it");
         }
     }
 }

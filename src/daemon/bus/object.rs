@@ -103,7 +103,7 @@ impl Object {
         let by = by.iter().map(|name| Column::parse(name)).collect::<Result<BTreeSet<_>, _>>();
         let by = by.map_err(fdo::Error::InvalidArgs)?;
         let caller = self.callers.identify(Some(&header), connection).await?;
-        let identity = caller.identity("see what was used")?;
+        let identity = caller.identity("read usage records")?;
         let tenant = (!caller.sees_all().await).then(|| identity.tenant.to_string());
         let _place = self.callers.admit_long(caller.uid)?;
         let turn = self.shared.reading_usage.clone().lock_owned().await;
@@ -537,10 +537,10 @@ fn debug_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<bool> {
         match (name.as_str(), &**value) {
             ("command-lines", Variant::Bool(value)) => command_lines = *value,
             ("command-lines", _) => {
-                return Err(fdo::Error::InvalidArgs("command-lines is a boolean, true or false".into()));
+                return Err(fdo::Error::InvalidArgs("the option command-lines must be true or false".into()));
             }
             _ => {
-                let text = format!("there is no option {name:?}: \"command-lines\" is the only one");
+                let text = format!("unknown option {name:?}: only \"command-lines\" is allowed");
                 return Err(fdo::Error::InvalidArgs(text));
             }
         }
@@ -554,9 +554,11 @@ fn room_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<Duration
     for (name, value) in options {
         match (name.as_str(), &**value) {
             ("for", Variant::U32(seconds)) => lasts = Duration::from_secs((*seconds).into()),
-            ("for", _) => return Err(fdo::Error::InvalidArgs("for is a number of seconds (u)".into())),
+            ("for", _) => {
+                return Err(fdo::Error::InvalidArgs("the option for must be a number of seconds (type u)".into()));
+            }
             _ => {
-                let text = format!("there is no option {name:?}: \"for\" is the only one");
+                let text = format!("unknown option {name:?}: only \"for\" is allowed");
                 return Err(fdo::Error::InvalidArgs(text));
             }
         }

@@ -41,7 +41,7 @@ pub async fn follow(connection: &Connection, shared: &Shared) {
     tokio::select! {
         () = connection.closed() => {}
         Err(e) = prepare(connection, shared, &mut suspended) => {
-            debug!("logind does not say when the host suspends: {e}");
+            debug!("cannot receive suspend signals from logind: {e}");
             connection.closed().await;
         }
     }
@@ -106,7 +106,7 @@ async fn prepare(
 async fn inhibit(logind: &ManagerProxy<'_>) -> Option<OwnedFd> {
     let why = "Programs' memory is moved from GPUs to host memory";
     let inhibitor = logind.inhibit("sleep", "nvshare", why, "delay").await;
-    inhibitor.map_err(|e| debug!("suspend cannot be delayed: {e}")).ok()
+    inhibitor.map_err(|e| debug!("cannot delay suspend: {e}")).ok()
 }
 
 /// Waits until all evictable memory has been evicted from the GPUs.

@@ -123,12 +123,12 @@ pub enum HelperFailure {
 impl fmt::Display for HelperFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Busy => write!(f, "other programs are on their way off or onto their GPUs"),
-            Self::NotStarted(e) => write!(f, "{PROGRAM} cannot be started: {e}"),
-            Self::Died => write!(f, "{PROGRAM} ended without an answer"),
-            Self::TimedOut => write!(f, "{PROGRAM} did not answer in time"),
-            Self::NoCalls => write!(f, "there is no driver that can do it, which 570 and newer can"),
-            Self::OtherUser => write!(f, "its process has changed its user"),
+            Self::Busy => write!(f, "other programs are being checkpointed or restored"),
+            Self::NotStarted(e) => write!(f, "cannot start {PROGRAM}: {e}"),
+            Self::Died => write!(f, "{PROGRAM} ended without a reply"),
+            Self::TimedOut => write!(f, "{PROGRAM} did not reply in time"),
+            Self::NoCalls => write!(f, "the driver does not support it. Driver 570 or newer is needed"),
+            Self::OtherUser => write!(f, "its process runs as another user now"),
             Self::Driver { call, error } => write!(f, "{call} failed with error {error}"),
         }
     }

@@ -56,10 +56,11 @@ pub async fn accept(
             // refuse.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
                 if log_limit.borrow_mut().allows("descriptors", &Tenant::Root) {
-                    error!(name: "no-descriptors", "no file descriptors are left ({e}): new programs are refused until others end");
+                    error!(name: "no-descriptors", "cannot accept programs until others end: no file descriptors are \
+                        left ({e})");
                 }
                 let refused = spare.accept(listener.as_fd()).map(|socket| {
-                    refuse(socket.as_fd(), Refusal::TooMany, "the scheduler has no file descriptors left");
+                    refuse(socket.as_fd(), Refusal::TooMany, "no file descriptors are left in the scheduler");
                 });
                 // Another task could take the free descriptor and keep it, so this runs before any other task.
                 spare.refill();

@@ -101,6 +101,6 @@ impl ClaimSockets {
 
 async fn serve(core: Rc<RefCell<Core>>, listener: OwnedFd, connections: Rc<Connections>, uid: String) {
     if let Err(e) = accept::accept(core, listener, connections, &uid).await {
-        error!("cannot accept programs of claim {uid} any more: {e}");
+        error!("cannot accept programs of claim {uid}: {e}");
     }
 }

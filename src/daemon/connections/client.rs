@@ -54,7 +54,7 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
         Ok(known) => known,
         Err(e) => {
             if connections.log_limit.borrow_mut().allows("identify", &Tenant::Root) {
-                error!(name: "client-refused", "cannot identify a program, which is refused: {e}");
+                error!(name: "client-refused", "refused a program, because its process cannot be identified: {e}");
             }
             return refuse(
                 socket.as_fd(),
@@ -134,7 +134,7 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
 /// A sentence about why the tenant's next client is refused.
 pub(super) fn too_many_clients(budget: &Budget) -> String {
     let (tenant, most) = (budget.tenant(), budget.limit(What::Clients));
-    format!("{tenant} has {most} programs connected; max-clients-per-tenant allows no more")
+    format!("{tenant} has {most} programs connected, which is the limit max-clients-per-tenant")
 }
 
 /// Exchanges packets with a welcomed client until either side ends the connection.

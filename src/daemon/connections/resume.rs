@@ -103,7 +103,7 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
     }
     for (connection, identity) in silent.values() {
         let Identity { pid, uid, unit, name, .. } = &**identity;
-        warn!(name: "client-silent", pid, uid, unit, "{name} does not answer and is disconnected");
+        warn!(name: "client-silent", pid, uid, unit, "disconnected {name}, because it does not answer");
         connection.close();
     }
     if count > 0 {

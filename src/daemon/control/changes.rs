@@ -63,7 +63,7 @@ struct Changed {
 fn read_rules<'de, D: Deserializer<'de>>(from: D) -> Result<Added, D::Error> {
     let (rules, wrong) = Added::read(Vec::deserialize(from)?);
     for e in wrong {
-        warn!(name: "settings-ignored", "a rule set at run time is ignored: {e}");
+        warn!(name: "settings-ignored", "ignoring a rule set at run time: {e}");
     }
     Ok(rules)
 }
@@ -76,7 +76,7 @@ impl Changes {
         let changed = match read(&path) {
             Ok(changed) => changed,
             Err(e) => {
-                warn!(name: "settings-ignored", "settings changed at run time are ignored: {e}");
+                warn!(name: "settings-ignored", "ignoring the settings changed at run time: {e}");
                 Changed::default()
             }
         };
@@ -93,7 +93,8 @@ impl Changes {
             }
         });
         if let Err(e) = thread {
-            warn!(name: "settings-unsaved", "cannot start the thread that saves settings, so they cannot be changed at run time: {e}");
+            warn!(name: "settings-unsaved", "cannot start the thread that saves settings: {e}. Settings cannot be \
+                changed at run time.");
         }
         Self { changed: RefCell::new(changed), saver: Some(Saver { path, texts: sender }), turn: Mutex::default() }
     }
@@ -161,17 +162,16 @@ impl Turn<'_> {
     async fn save(&self, changed: Changed) -> fdo::Result<()> {
         if let Some(Saver { path, texts }) = &self.changes.saver {
             let (saved, outcome) = oneshot::channel();
-            let no_thread = || io::Error::other("there is no thread for it");
+            let no_thread = || io::Error::other("the thread that saves settings is not running");
             let outcome = match texts.send((changed.text(), saved)) {
                 Ok(()) => outcome.await.unwrap_or_else(|_| Err(no_thread())),
                 Err(_) => Err(no_thread()),
             };
             if let Err(e) = outcome {
                 let path = path.display();
-                warn!(name: "settings-unsaved", "cannot save a change, which is refused: {path}: {e}");
-                return Err(fdo::Error::IOError(format!(
-                    "cannot save the change, so nothing has changed: {path}: {e}"
-                )));
+                warn!(name: "settings-unsaved", "refused a change of settings, because it cannot be saved: {path}: \
+                    {e}");
+                return Err(fdo::Error::IOError(format!("cannot save the change: {path}: {e}. Nothing has changed.")));
             }
         }
         self.changes.changed.replace(changed);

@@ -11,7 +11,8 @@ use crate::config::{Config, ConfigError};
 use crate::sys::atomic_file;
 
 const FILE: &str = "configuration.toml";
-const HEADER: &str = "# The configuration files as they were last read without an error: the scheduler starts with them if those have one.\n";
+const HEADER: &str = "# A copy of the last valid configuration files. The scheduler starts with this copy if the \
+    files have an error.\n";
 
 /// The path of the file that contains the texts of the configuration files. `None` without a state
 /// directory.
@@ -43,7 +44,7 @@ impl LastGood {
         {
             let text = toml::to_string(&sources).unwrap_or_default();
             if let Err(e) = atomic_file::write(path, &format!("{HEADER}{text}")) {
-                warn!("cannot keep the configuration for a start with wrong files: {}: {e}", path.display());
+                warn!("cannot save a copy of the valid configuration: {}: {e}", path.display());
             }
         }
         Ok(config)
@@ -67,7 +68,7 @@ impl LastGood {
 
 /// Describes the error in the files, and the configuration that is in effect instead.
 pub fn in_effect_despite(error: &str, is_default: bool) -> String {
-    let instead = if is_default { "the default settings" } else { "the last configuration without an error" };
+    let instead = if is_default { "the default settings" } else { "the last valid configuration" };
     format!("{error} (in effect: {instead})")
 }
 

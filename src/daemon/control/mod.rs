@@ -70,7 +70,8 @@ impl Control {
             Request::Usage(query, reply) => core.borrow_mut().read_usage(query, reply),
             Request::SetPods(pods, reply) => drop(reply.send(core.borrow_mut().set_pods(pods))),
             Request::SetClaims(new, reply) => {
-                let none = || fdo::Error::NotSupported("this scheduler has no claims: start it with --claims".into());
+                let none =
+                    || fdo::Error::NotSupported("this scheduler does not serve claims. Start it with --claims".into());
                 drop(reply.send(claims.map(|claims| claims.set(new)).ok_or_else(none)));
             }
             Request::CheckLock(request, reply) => drop(reply.send(lock::check(&core.borrow(), &request))),

@@ -29,7 +29,7 @@ impl Claims {
     pub fn read(claims_of_node: Vec<bus::Claim>) -> Result<(Self, Refused), String> {
         if claims_of_node.len() > MAX_CLAIMS {
             let count = claims_of_node.len();
-            return Err(format!("{count} claims are more than a node can have: {MAX_CLAIMS} are allowed"));
+            return Err(format!("too many claims for a node: {count}. At most {MAX_CLAIMS} are allowed"));
         }
         let (mut claims, mut refused) = (BTreeMap::new(), HashMap::new());
         for claim in claims_of_node {

@@ -67,7 +67,8 @@ impl Core {
             let (library, of) = (printable(&arrival.library), of_pod(&identity));
             match asks_for_a_command(&arrival.library) {
                 true => {
-                    info!(name: "gpus-asked", client = client.0, pid, uid, unit, %tenant, "{name}{of} asks for the GPUs of a command")
+                    info!(name: "gpus-asked", client = client.0, pid, uid, unit, %tenant, "{name}{of} asks which GPUs \
+                        a command may use")
                 }
                 false => {
                     info!(name: "client-connected", client = client.0, pid, uid, unit, %tenant, library, "{name}{of} connected")
@@ -204,7 +205,8 @@ impl Core {
     /// connection.
     pub fn end_lock(&self, client: ClientId) -> fdo::Result<()> {
         let entry = self.clients.get(&client).filter(|entry| entry.lock.is_some());
-        let no_lock = || fdo::Error::InvalidArgs(format!("client {} is no lock of AcquireLock", client.0));
+        let no_lock =
+            || fdo::Error::InvalidArgs(format!("client {} does not hold a lock acquired with AcquireLock", client.0));
         entry.map(|entry| entry.connection.close()).ok_or_else(no_lock)
     }
 
@@ -408,7 +410,8 @@ impl Core {
             _named_by: Some(share),
         };
         if self.log_limit.allows("gpu-found", budget.tenant()) {
-            info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "a client uses {}, which NVML does not know", entry.name);
+            info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "a program uses {}, which NVML does not \
+                list", entry.name);
         }
         self.create_lock_files(gpu);
         self.gpus.insert(gpu, entry);
@@ -428,7 +431,7 @@ impl Core {
         if self.gpus.get(&gpu).is_none_or(|entry| entry.index.is_some()) || is_used() {
             return;
         }
-        debug!(gpu = %gpu.0, "forgotten: nobody uses it any more");
+        debug!(gpu = %gpu.0, "removing it: no program uses it");
         self.apply(Event::GpuGone { gpu });
         self.forget(gpu);
     }

@@ -65,7 +65,7 @@ impl Core {
                     client,
                     &entry.identity,
                     gpu = self.labels(gpus),
-                    "{} submits work to the GPU that nvshare cannot track: its memory stays on the GPU",
+                    "keeping the memory of {} on the GPU, because it submits work that nvshare cannot track",
                     entry.identity.name
                 );
             }
@@ -103,7 +103,7 @@ impl Core {
                     client,
                     identity,
                     gpu = self.labels(gpus),
-                    "{} cannot be drained: other programs run beside it",
+                    "cannot interrupt the work of {}: other programs run beside it",
                     identity.name
                 );
             }
@@ -118,7 +118,7 @@ impl Core {
                     client,
                     identity,
                     gpu = self.label(*gpu),
-                    "the memory of {} cannot be evicted: {}; other programs make room",
+                    "cannot evict the memory of {}, evicting other programs instead: {}",
                     identity.name,
                     bus::eviction_block_name(*why)
                 );
@@ -131,7 +131,7 @@ impl Core {
                     client,
                     identity,
                     gpu = self.labels(gpus),
-                    "{} is waiting to create a CUDA context: another program would no longer fit",
+                    "delaying the CUDA context of {}, because another program's memory would no longer fit",
                     identity.name
                 );
             }

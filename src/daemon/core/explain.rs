@@ -80,13 +80,13 @@ impl View {
             return Ok(vec![format!("It has ended. {refusal}")]);
         }
         if clients.is_empty() {
-            return Err(fdo::Error::InvalidArgs(format!("no program under nvshare has the process id {pid}")));
+            return Err(fdo::Error::InvalidArgs(format!("no program under nvshare has process ID {pid}")));
         }
         let mut text = Vec::new();
         let mut left = MAX_EXPLAINED;
         for client in clients {
             if left == 0 {
-                text.push("It has more connections, which are not explained.".into());
+                text.push("The process has more connections, which are not explained.".into());
                 break;
             }
             let all: Vec<Explanation> = self.machine.explain(client, self.now).take(left).collect();
@@ -98,7 +98,7 @@ impl View {
                 text.extend(sentences(self, client, explanation));
             }
             if all.iter().filter(|explanation| explanation.waits.is_some()).count() > 1 {
-                text.push("It runs once it has all of these GPUs.".into());
+                text.push("It runs when it holds all of these GPUs.".into());
             }
         }
         text.extend(refusal);
@@ -115,7 +115,7 @@ fn sentences(names: &impl Names, client: ClientId, what: &Explanation) -> Vec<St
         text.push(match (what.state, what.holders.first()) {
             (LockState::Idle, _) if obstacle.is_some() => String::new(),
             (LockState::Idle | LockState::Waiting, _) | (_, None) => {
-                format!("It does not wait for {gpu}: it has no work for it.")
+                format!("It does not wait for {gpu}, because it has no work for that GPU.")
             }
             (_, Some(own)) => holds(&gpu, own),
         });
@@ -125,7 +125,7 @@ fn sentences(names: &impl Names, client: ClientId, what: &Explanation) -> Vec<St
     };
     let before = what.ahead.len() + what.holders.len();
     let before = match before {
-        0 => "and is the next".to_owned(),
+        0 => "and is next in the queue".to_owned(),
         1 => "and one program is ahead of it".to_owned(),
         many => format!("and {many} programs are ahead of it"),
     };
@@ -136,9 +136,9 @@ fn sentences(names: &impl Names, client: ClientId, what: &Explanation) -> Vec<St
     text.extend(what.ahead.iter().take(NAMED).map(|ahead| ahead_sentence(names, client, ahead)));
     if let Some(others) = what.ahead.get(NAMED..).filter(|others| !others.is_empty()) {
         let takes = others.iter().try_fold(Duration::ZERO, |sum, other| Some(sum.saturating_add(other.takes?)));
-        let takes = takes.map_or(String::new(), |takes| format!(", for {} in all", about(takes)));
+        let takes = takes.map_or(String::new(), |takes| format!(", which run for {} in total", about(takes)));
         let come = if others.len() == 1 { "comes" } else { "come" };
-        text.push(format!("After these {come} {} more{takes}.", others.len()));
+        text.push(format!("Then {come} {} more{takes}.", others.len()));
     }
     text.extend(moves(what));
     text.push(match what.starts {
@@ -152,32 +152,40 @@ fn sentences(names: &impl Names, client: ClientId, what: &Explanation) -> Vec<St
 /// The sentence about a client's own turn on a GPU that it holds.
 fn holds(gpu: &str, own: &HolderAhead) -> String {
     match (own.state, own.left) {
-        (LockState::Suspended, _) => format!("It holds {gpu}, and its process is stopped: others run beside it."),
-        (LockState::Holding, Some(left)) => format!("It holds {gpu}; its turn ends in {}.", about(left)),
-        (LockState::Holding, None) => format!("It holds {gpu}; its turn has no end yet."),
-        _ => format!("It holds {gpu} and was asked to release it; its submitted work is still running."),
+        (LockState::Suspended, _) => {
+            format!("It holds {gpu}, but its process is stopped. Other programs run until the process continues.")
+        }
+        (LockState::Holding, Some(left)) => format!("It holds {gpu}. Its turn ends in {}.", about(left)),
+        (LockState::Holding, None) => format!("It holds {gpu}. Its turn has no time limit."),
+        _ => format!("It holds {gpu} and was asked to release it. Its submitted work is still running."),
     }
 }
 
 fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> String {
     match obstacle {
-        Obstacle::Paused => "It is paused, until it is resumed.".into(),
-        Obstacle::Drained => format!("{gpu} is drained: programs leave it, and none may come."),
+        Obstacle::Paused => "It is paused. `nvsharectl resume` continues it.".into(),
+        Obstacle::Drained => {
+            format!("{gpu} is drained: its programs are moved away, and no program may start to use it.")
+        }
         Obstacle::Sleeps(phase) => match phase {
-            SleepPhase::Preparing | SleepPhase::Checkpointing => format!("It is on its way off {gpu}, to sleep."),
-            SleepPhase::Waking => format!("It comes back from sleep, and waits for room on {gpu}."),
-            SleepPhase::Restoring => format!("It comes back from sleep: the driver puts it back on {gpu}."),
-            SleepPhase::Lost => "It was off its GPUs and cannot come back: its CUDA calls fail.".into(),
-            SleepPhase::Settling => "It may be asleep, and gets no turn until nvshare-checkpoint tells.".into(),
-            SleepPhase::Asleep | SleepPhase::Awake => "It sleeps, and wakes when it calls the driver.".into(),
+            SleepPhase::Preparing | SleepPhase::Checkpointing => format!("It is being taken off {gpu} to sleep."),
+            SleepPhase::Waking => format!("It is waking up, and waits for free memory on {gpu}."),
+            SleepPhase::Restoring => format!("It is waking up: the driver is restoring it on {gpu}."),
+            SleepPhase::Lost => "It was taken off its GPUs, and the driver cannot restore it. Its CUDA calls \
+                fail."
+                .into(),
+            SleepPhase::Settling => "It may be asleep. It gets no turn until nvshare-checkpoint reports its \
+                state."
+                .into(),
+            SleepPhase::Asleep | SleepPhase::Awake => "It is asleep, and wakes up when it calls the driver.".into(),
         },
-        Obstacle::Stopped => "Its process is stopped, by a signal or a debugger.".into(),
-        Obstacle::Context { deferred: false } => format!("It waits for room for its context on {gpu}."),
+        Obstacle::Stopped => "A signal or a debugger has stopped its process.".into(),
+        Obstacle::Context { deferred: false } => format!("It waits for free memory for its CUDA context on {gpu}."),
         Obstacle::Context { deferred: true } => format!(
-            "It waits for room for its context on {gpu}: beside it, a program that is there could never run again."
+            "It waits to create a CUDA context on {gpu}, which would leave another program too little memory to run."
         ),
         Obstacle::Memory(bytes) => {
-            format!("It waits for other programs to free memory, so that it can have {} in all.", units::size(*bytes))
+            format!("It waits for other programs to free memory, because it requests {} in total.", units::size(*bytes))
         }
         Obstacle::Away(members) => {
             let members: Vec<String> = members.iter().map(|member| names.client(*member)).collect();
@@ -185,25 +193,29 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
             format!("It can run only together with {}, which {are} stopped, paused or asleep.", members.join(", "))
         }
         Obstacle::MappingFailed(left) => {
-            format!("There was no room for its memory when it last ran: it is tried again in {}.", about(*left))
+            format!("The driver could not map its memory in its last turn. The next attempt is in {}.", about(*left))
         }
         Obstacle::TimeMax(left) => {
-            format!("It has used its time-max of {gpu}: it may run again in {}.", about(*left))
+            format!("It has used up its time-max on {gpu}. It may run again in {}.", about(*left))
         }
-        Obstacle::OwnHold => format!("It was asked to release {gpu} earlier, and has not yet."),
+        Obstacle::OwnHold => format!("It was asked to release {gpu}, and has not yet released it."),
         Obstacle::Pinned(full, bytes) => format!(
-            "{} of other programs' memory cannot leave {}, and what it needs does not fit beside that.",
+            "{} of other programs' memory cannot be evicted from {}. The rest of the GPU is too small for this \
+             program.",
             units::size(*bytes),
             names.gpu(*full)
         ),
         Obstacle::Room(full, bytes) => format!(
-            "{} of {} are kept free for other programs (nvsharectl status shows for whom), and what it needs does not fit beside \
-             that.",
+            "{} of {} are kept free for other programs, which `nvsharectl status` names. The rest of the GPU is too \
+             small for this program.",
             units::size(*bytes),
             names.gpu(*full)
         ),
         Obstacle::Behind(other) => {
-            format!("It needs {} as well, which a program whose rule goes before uses or waits for.", names.gpu(*other))
+            format!(
+                "It also needs {}. A program with precedence by its rule uses that GPU or waits for it.",
+                names.gpu(*other)
+            )
         }
         Obstacle::Suspended => "The host is about to suspend.".into(),
     }
@@ -213,16 +225,16 @@ fn holder_sentence(names: &impl Names, client: ClientId, gpu: &str, holder: &Hol
     let who = names.client(holder.client);
     match (holder.state, holder.left) {
         (LockState::Stuck | LockState::Undrainable, _) => {
-            format!("{who} holds {gpu}, was asked to release it, and its work does not end.")
+            format!("{who} holds {gpu} and was asked to release it, but its work does not end.")
         }
-        (LockState::Revoking, _) => format!("{who} holds {gpu}, was asked to release it, and finishes its work."),
-        (_, Some(left)) => format!("{who} holds {gpu}; its turn ends in {}.", about(left)),
+        (LockState::Revoking, _) => format!("{who} holds {gpu} and was asked to release it. It is finishing its work."),
+        (_, Some(left)) => format!("{who} holds {gpu}. Its turn ends in {}.", about(left)),
         (_, None) if holder.precedes => {
             let rule = names.rule(holder.client).or_else(|| names.rule(client));
             let by = rule.map_or(String::new(), |rule| format!(" by {rule}"));
             format!("{who} holds {gpu} for as long as it has work{by}.")
         }
-        (_, None) => format!("{who} holds {gpu}; its turn has no end yet."),
+        (_, None) => format!("{who} holds {gpu}. Its turn has no time limit."),
     }
 }
 
@@ -232,15 +244,15 @@ fn ahead_sentence(names: &impl Names, client: ClientId, ahead: &Ahead) -> String
     let of = |client: ClientId| names.rule(client).map_or(String::new(), |rule| format!(" ({rule})"));
     let why = match ahead.reason {
         Reason::Priority => format!("its priority is higher{}", of(first)),
-        Reason::OtherIsIdle => format!("this one has only time that nobody else wants{}", of(client)),
-        Reason::Interactive => format!("it is interactive and has had no more than its share{}", of(first)),
-        Reason::BelowMinimum => format!("it has had less than its time-min{}", of(first)),
-        Reason::GangTurn => "others that run together with it have their turn".into(),
-        Reason::Share => "its owner has had less of its share".into(),
-        Reason::Aged => "it has waited so long that it goes first".into(),
+        Reason::OtherIsIdle => format!("this program runs only while no other program has work{}", of(client)),
+        Reason::Interactive => format!("it is interactive and within its share{}", of(first)),
+        Reason::BelowMinimum => format!("it has received less than its time-min{}", of(first)),
+        Reason::GangTurn => "other programs of its gang have their turn".into(),
+        Reason::Share => "its owner has used less of its share".into(),
+        Reason::Aged => "it has waited longer than max-wait".into(),
         Reason::Earlier => "it asked earlier".into(),
         Reason::Shorter => "it is expected to need less time".into(),
-        Reason::LessServed => "it has had less time".into(),
+        Reason::LessServed => "it has used less GPU time".into(),
     };
     let takes = ahead.takes.map_or("for as long as it has work".to_owned(), |takes| format!("for {}", about(takes)));
     format!("Before it, {} runs {takes}: {why}.", clients.join(" and "))
@@ -250,9 +262,9 @@ fn moves(what: &Explanation) -> Option<String> {
     let (leaves, comes) = (units::size(what.leaves), units::size(what.comes));
     let mut text = match (what.leaves, what.comes) {
         (0, 0) => return None,
-        (_, 0) => format!("{leaves} have to leave the GPU first"),
-        (0, _) => format!("{comes} of its memory have to come back first"),
-        _ => format!("{leaves} have to leave the GPU first, and {comes} of its memory to come back"),
+        (_, 0) => format!("{leaves} must be evicted from the GPU first"),
+        (0, _) => format!("{comes} of its memory must be restored first"),
+        _ => format!("{leaves} must be evicted from the GPU first and {comes} of its memory restored"),
     };
     let _ = write!(text, ", which takes {}.", about(what.moving));
     Some(text)
@@ -326,10 +338,10 @@ mod tests {
         };
         let expected = [
             "It has waited for GPU 0 for 4.2s, and 3 programs are ahead of it.",
-            "program 2 holds GPU 0; its turn ends in about 3.0s.",
+            "program 2 holds GPU 0. Its turn ends in about 3.0s.",
             "Before it, program 9 runs for about 2.0s: its priority is higher (rule \"render\").",
-            "Before it, program 4 runs for about 2.0s: its owner has had less of its share.",
-            "3 GiB have to leave the GPU first, and 1 GiB of its memory to come back, which takes about 0.2s.",
+            "Before it, program 4 runs for about 2.0s: its owner has used less of its share.",
+            "3 GiB must be evicted from the GPU first and 1 GiB of its memory restored, which takes about 0.2s.",
             "It is expected to run in about 7.0s.",
         ];
         assert_eq!(of(&what), expected);
@@ -350,22 +362,22 @@ mod tests {
         assert_eq!(text[1], "program 9 holds GPU 0 for as long as it has work by rule \"render\".");
         assert_eq!(text[2], "Its start cannot be estimated.");
         let what = Explanation { holders: vec![holder(2, LockState::Stuck, Some(s(0)))], ..waiting() };
-        assert_eq!(of(&what)[1], "program 2 holds GPU 0, was asked to release it, and its work does not end.");
+        assert_eq!(of(&what)[1], "program 2 holds GPU 0 and was asked to release it, but its work does not end.");
     }
 
     #[test]
     fn who_does_not_wait_is_told_so() {
         let idle = Explanation { waits: None, state: LockState::Idle, ..waiting() };
-        assert_eq!(of(&idle), ["It does not wait for GPU 0: it has no work for it."]);
+        assert_eq!(of(&idle), ["It does not wait for GPU 0, because it has no work for that GPU."]);
         let paused = Explanation { obstacle: Some(Obstacle::Paused), ..idle.clone() };
-        assert_eq!(of(&paused), ["It is paused, until it is resumed."]);
+        assert_eq!(of(&paused), ["It is paused. `nvsharectl resume` continues it."]);
         let own = vec![holder(1, LockState::Holding, Some(s(5)))];
         let holding = Explanation { state: LockState::Holding, holders: own, ..idle };
-        assert_eq!(of(&holding), ["It holds GPU 0; its turn ends in about 5.0s."]);
+        assert_eq!(of(&holding), ["It holds GPU 0. Its turn ends in about 5.0s."]);
         let capped = Explanation { obstacle: Some(Obstacle::TimeMax(s(2))), ..waiting() };
         let expected = [
             "It has waited for GPU 0 for 4.2s.",
-            "It has used its time-max of GPU 0: it may run again in about 2.0s.",
+            "It has used up its time-max on GPU 0. It may run again in about 2.0s.",
             "Its start cannot be estimated.",
         ];
         assert_eq!(of(&capped), expected);

@@ -124,7 +124,7 @@ impl Core {
         if let Some(why) = why {
             warn!(gpu = label, "{name} reports errors: {why}");
         } else {
-            info!(gpu = label, "{name} reports no errors any more");
+            info!(gpu = label, "{name} no longer reports errors");
         }
         self.apply(Event::Failing { gpu, failing });
     }
@@ -166,7 +166,8 @@ impl Core {
             NvmlState::Usable => info!(name: "nvml-usable", "NVML can be used"),
             NvmlState::Released => info!(name: "driver-released", "the driver was released"),
             NvmlState::Failed(e) => {
-                info!(name: "no-nvml", "NVML cannot be used, and will be tried again; new GPUs are known from their clients only: {e}");
+                info!(name: "no-nvml", "cannot use NVML, retrying: {e}. Until then, a new GPU is known only when a \
+                    program uses it");
             }
         }
         self.nvml_state = state;

@@ -51,7 +51,7 @@ impl Core {
         if let Some(bytes) = self.host_ahead.sample(clock::now(), host, self.config.swap_ahead) {
             match bytes {
                 Some(bytes) => debug!(bytes, "host memory for what may have to leave GPUs"),
-                None => debug!("the host lacks memory"),
+                None => debug!("the host is short of memory"),
             }
             self.apply(Event::HostAhead { bytes });
         }
@@ -169,7 +169,8 @@ impl Core {
         }
         if !std::mem::replace(&mut self.logged_unverified, true) {
             info!(
-                "without NVML, programs' reports of freed memory cannot be verified, even where another user gets the memory"
+                "cannot verify programs' reports of freed memory without NVML. The memory may be granted to another \
+                 user's programs unverified"
             );
         }
         Some(unmeasured(gpu, now))

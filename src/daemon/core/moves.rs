@@ -42,8 +42,10 @@ impl Core {
         let failed = |text: &str| Err(fdo::Error::Failed(text.into()));
         let named = self.find_gpu(gpu).map_err(fdo::Error::InvalidArgs)?;
         let to = GpuId(named.uuid);
-        let [client] = *self.program(pid)? else { return failed("its process has loaded the library several times") };
-        let Some(entry) = self.clients.get(&client) else { return failed("it has just ended") };
+        let [client] = *self.program(pid)? else {
+            return failed("its process has several connections to the scheduler");
+        };
+        let Some(entry) = self.clients.get(&client) else { return failed("it has ended") };
         let mut gpus = entry.gpus.keys();
         let from = match (gpus.next(), gpus.next()) {
             (None, _) => return failed("it uses no GPU"),
@@ -59,7 +61,8 @@ impl Core {
         if !self.is_of_one_kind(from, to) {
             let label = self.label(from).unwrap_or_default();
             return Err(fdo::Error::Failed(format!(
-                "{} does not match {label}: both need the same model, memory size and compute capability, and no GPU of the host may be cut into slices",
+                "{} does not match {label}. Both GPUs need the same model, memory size and compute capability, and no \
+                 GPU of the host may have MIG slices.",
                 named.label
             )));
         }
@@ -86,10 +89,10 @@ impl Core {
         if let (Some(entry), Some(label)) = (self.clients.get(&client), self.label(to)) {
             let (pid, name) = (entry.identity.pid, &entry.identity.name);
             match why {
-                None => info!(client = client.0, pid, gpu = label, "{name} has been moved to another GPU"),
+                None => info!(client = client.0, pid, gpu = label, "moved {name} to another GPU"),
                 Some(why) => {
                     let why = bus::move_obstacle_name(why);
-                    info!(client = client.0, pid, gpu = label, "{name} is not moved to another GPU: {why}");
+                    info!(client = client.0, pid, gpu = label, "cannot move {name} to another GPU: {why}");
                 }
             }
         }

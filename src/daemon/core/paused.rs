@@ -9,7 +9,7 @@ use super::saved::{Saved, Saving};
 use crate::daemon::transport::peer;
 
 const FILE: &str = "paused.toml";
-const LOST: &str = "programs that are paused will go on if the scheduler is restarted";
+const LOST: &str = "cannot save which programs are paused: they resume if the scheduler is restarted";
 
 #[derive(Debug, Default)]
 pub struct Paused(Saved<Process>);

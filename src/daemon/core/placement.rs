@@ -104,7 +104,7 @@ impl Core {
         {
             let (bytes, largest) = (units::size(bytes), units::size(largest));
             return Choice::None(format!(
-                "it requests {bytes} of memory, and the largest GPU that it may use has {largest}"
+                "it requests {bytes} of memory, but the largest GPU that it may use has {largest}"
             ));
         }
         if is_request || (query.chooser == Chooser::Nobody && policy != Placement::None) {
@@ -139,7 +139,7 @@ impl Core {
             return Err(format!("rule {rule} does not allow {}", gpu.label));
         }
         if rule.limits.gang {
-            return Err(format!("rule {rule} has its programs run together, and a lock would exclude them"));
+            return Err(format!("rule {rule} makes programs run together, which a lock would prevent"));
         }
         Ok(rule.to_string())
     }
@@ -224,15 +224,17 @@ impl Core {
     /// Handles a failed placement of a client by the scheduler.
     pub(super) fn placement_failed(&mut self, client: ClientId, why: &PlacementError) {
         let (text, label) = match why {
-            PlacementError::TooFew { wanted, there } => (format!("it requests {wanted} GPUs and may use {there}"), ""),
+            PlacementError::TooFew { wanted, there } => {
+                (format!("it requests {wanted} GPUs but may use only {there}"), "")
+            }
             PlacementError::Affinity(label) => {
-                (format!("affinity {label:?}: it may use none of the GPUs of that label's programs"), &**label)
+                (format!("affinity {label:?}: it may not use any GPU on which programs with this label run"), &**label)
             }
             PlacementError::AntiAffinity(label) => {
-                (format!("anti-affinity {label:?}: programs of that label use every GPU that it may use"), &**label)
+                (format!("anti-affinity {label:?}: programs with this label use every GPU that it may use"), &**label)
             }
             PlacementError::Exclusion(label) => {
-                (format!("exclusion {label:?}: other programs use every GPU that it may use"), &**label)
+                (format!("exclusion {label:?}: programs without this label use every GPU that it may use"), &**label)
             }
         };
         self.refuse_place(client, &text, label);
@@ -247,12 +249,13 @@ impl Core {
         }
         let rule = self.rule_of(client).map(Rule::to_string).unwrap_or_default();
         let by = if rule.is_empty() { String::new() } else { format!(" (rule {rule})") };
-        info!(name: "not-placed", client = client.0, pid, uid, unit, rule, label, "there is no GPU for {name}: {why}{by}");
+        info!(name: "not-placed", client = client.0, pid, uid, unit, rule, label, "cannot place {name} on a GPU: \
+            {why}{by}");
     }
 
     fn unplaced(&self, client: ClientId, outcome: NoPlacement, why: &str) {
         if outcome == NoPlacement::Free {
-            debug!(client = client.0, "not placed: it sees the GPUs that it chooses");
+            debug!(client = client.0, "not placed: it chooses its own GPUs");
         }
         self.send(client, SchedulerMessage::Unplaced { outcome, text: Text::new(why) });
     }

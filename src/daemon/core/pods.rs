@@ -32,7 +32,7 @@ impl Pods {
     /// A sentence, if the list as a whole is invalid.
     pub fn read(pods_of_node: Vec<bus::Pod>) -> Result<(Self, Refused), String> {
         if pods_of_node.len() > MAX_PODS {
-            return Err(format!("{} pods are more than a node can have: {MAX_PODS} are allowed", pods_of_node.len()));
+            return Err(format!("too many pods for a node: {}. At most {MAX_PODS} are allowed", pods_of_node.len()));
         }
         let (mut pods, mut refused) = (Self::default(), Refused::new());
         for pod in pods_of_node {
@@ -123,7 +123,7 @@ pub(super) fn read_rule(
 ) -> Result<Rule, String> {
     let mut keys = table(rule)?;
     if let Some(key) = SUBJECT_KEYS.into_iter().find(|key| keys.contains_key(*key)) {
-        return Err(format!("a {kind}'s rule applies to that {kind}: {key} is not allowed in it"));
+        return Err(format!("{key} is not allowed in the rule of a {kind}, which always applies to that {kind}"));
     }
     keys.insert(kind.into(), uid.into());
     keys.insert("name".into(), name.into());

@@ -73,15 +73,15 @@ impl Core {
         let (host, promised) = self.machine.host();
         let host = host.unwrap_or(0);
         let text = format!(
-            "{} is refused memory: it requests {} in total, and what does not fit on the GPU ({}) does not fit in host memory \
-             ({}) either; {}",
+            "{} is refused memory: it requests {} in total, which exceeds the GPU ({}) and the host memory for \
+             swapping ({}). To solve this: {}",
             identity.name,
             units::size(bytes),
             units::size(capacity),
             units::size(host),
             match named.join(", ").as_str() {
                 "" => "raise max in [swap]".to_owned(),
-                named => format!("the largest users are {named}: end one of them, or raise max in [swap]"),
+                named => format!("end one of the largest users ({named}), or raise max in [swap]"),
             }
         );
         log_client!(
@@ -103,8 +103,8 @@ impl Core {
     fn log_no_context(&self, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
         let identity = self.identity(client)?;
         let text = format!(
-            "{} is refused a CUDA context: another program, which needs nearly all of the GPU, would no longer fit; with \
-             on-memory-full = \"wait\" in its rule, it waits until that program ends",
+            "{} is refused a CUDA context: the memory of a large program on the GPU would no longer fit. Set \
+             on-memory-full = \"wait\" in its rule to wait until that program ends",
             identity.name
         );
         log_client!(
@@ -124,8 +124,8 @@ impl Core {
         let identity = self.identity(client)?;
         let capacity = self.machine.gpu(gpu).map_or(0, |view| view.capacity);
         let text = format!(
-            "{} is refused memory: it requests {} in total, and the driver maps no more than {}, although no other client \
-             has memory on the GPU",
+            "{} is refused memory: it requests {} in total, but the driver cannot map more than {}, although no other \
+             program has memory on the GPU",
             identity.name,
             units::size(bytes),
             units::size(capacity)
@@ -158,12 +158,12 @@ impl Core {
         let contexts = match everywhere {
             true => String::new(),
             false => {
-                format!(", contexts of the group take {}", units::size(self.machine.contexts_of_group(client, gpu)))
+                format!(" and the group's contexts {}", units::size(self.machine.contexts_of_group(client, gpu)))
             }
         };
         let text = format!(
-            "{} is refused memory: it requests {} in total, other programs of its group have {}{contexts}, and {key} of \
-             rule {rule} allows the group {} in all",
+            "{} is refused memory: it requests {} in total, and other programs of its group use {}{contexts}. {key} of \
+             rule {rule} allows the group {}",
             entry.identity.name,
             units::size(bytes),
             units::size(used),
@@ -188,7 +188,7 @@ impl Core {
         let entry = self.clients.get(&client)?;
         let limits = entry.env_limits.in_words(self.rule_of(client));
         let text = format!(
-            "{} is refused memory: it requests {} in total beside a context of {}, and its environment sets {limits}",
+            "{} is refused memory: it requests {} in total, and its context uses {}. Its environment sets {limits}",
             entry.identity.name,
             units::size(bytes),
             units::size(self.machine.counted_context(client, gpu))
@@ -219,7 +219,7 @@ impl Core {
             identity,
             gpu = self.label(gpu),
             bytes,
-            "the driver could not map {} of {}, for which there should have been room: memory of other programs is evicted",
+            "the driver could not map {} of {}, although the memory should be free. Evicting memory of other programs",
             units::size(bytes),
             identity.name
         );

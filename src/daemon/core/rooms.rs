@@ -66,13 +66,13 @@ impl Core {
     pub fn check_room(&self, request: &RoomRequest) -> fdo::Result<NamedGpu> {
         let gpu = self.find_gpu(&request.gpu).map_err(fdo::Error::InvalidArgs)?;
         if request.bytes == 0 {
-            return Err(fdo::Error::InvalidArgs("a room has at least 1 byte".into()));
+            return Err(fdo::Error::InvalidArgs("the size of a room must be at least 1 byte".into()));
         }
         let uid = request.caller.uid;
         let number = self.rooms.values().filter(|room| room.owner.uid == uid).count();
         if number >= MAX_ROOMS_OF_USER {
             return Err(fdo::Error::LimitsExceeded(format!(
-                "user {uid} has {number} rooms already, which is the most: close one first"
+                "user {uid} already has the maximum of {number} rooms. Close one first."
             )));
         }
         Ok(gpu)
@@ -113,7 +113,8 @@ impl Core {
     pub fn close_room(&mut self, room: RoomId) {
         let Some(Room { owner, gpu, .. }) = self.rooms.remove(&room) else { return };
         self.apply(Event::RoomClosed { room });
-        info!(name: "room-closed", uid = owner.uid, pid = owner.pid, gpu = self.label(gpu), "the room of {} is given back", owner.name);
+        info!(name: "room-closed", uid = owner.uid, pid = owner.pid, gpu = self.label(gpu), "{} closed its \
+            room", owner.name);
     }
 
     /// Handles the scheduler's commands about a room.
@@ -146,7 +147,8 @@ impl Core {
             Command::RoomEnded { room, gpu } => {
                 let Some(Room { owner, ended, .. }) = self.rooms.remove(&room) else { return };
                 ended.notify_one();
-                info!(name: "room-closed", uid = owner.uid, pid = owner.pid, gpu = self.label(gpu), "the time of the room of {} is over", owner.name);
+                info!(name: "room-closed", uid = owner.uid, pid = owner.pid, gpu = self.label(gpu), "the room of {} \
+                    has expired", owner.name);
             }
             _ => {}
         }
@@ -158,18 +160,17 @@ impl Core {
         let name = entry.map_or_else(|| gpu.0.to_string(), |entry| gpu_name(gpu, entry.kind, entry.index));
         match why {
             RoomObstacle::TooLarge { most } => fdo::Error::InvalidArgs(format!(
-                "{name} has no more than {} for a room: the rest is in use by other programs and rooms, or reserved",
+                "{name} has at most {} for a room. Other programs, other rooms and reserves take the rest.",
                 units::size(most)
             )),
             RoomObstacle::Unevictable { bytes } => fdo::Error::Failed(format!(
-                "{} of the memory in the way cannot leave {name}: {}",
+                "cannot evict {} from {name} to make the room: {}",
                 units::size(bytes),
                 self.in_the_way(gpu)
             )),
-            RoomObstacle::Late => fdo::Error::Failed(format!(
-                "the memory has not left {name} in time, and is given back: {}",
-                self.in_the_way(gpu)
-            )),
+            RoomObstacle::Late => {
+                fdo::Error::Failed(format!("cannot make the room on {name} in time: {}", self.in_the_way(gpu)))
+            }
             RoomObstacle::Gone => fdo::Error::Failed(format!("{name} is gone")),
         }
     }

@@ -48,7 +48,7 @@ impl Core {
                     a.zip(b).is_some_and(|(a, b)| a.may_share_with(b))
                 };
                 if self.budget(client).is_none_or(|budget| budget.left(What::Imports) == 0) {
-                    self.log_over_budget(client, "has opened too much memory of other programs");
+                    self.log_over_budget(client, "has imported too much memory of other programs");
                     return self.send_open_result(client, ticket, Sharing::Failed);
                 }
                 match self.shared_memory.request(client, ticket, (exporter, range), may) {
@@ -99,7 +99,8 @@ impl Core {
                 let import = Import { importer: client, exporter, range };
                 // The previous daemon enforced the same budget, so this report is false.
                 let Some(share) = self.budget(client).and_then(|budget| budget.take(What::Imports, 1)) else {
-                    return self.log_over_budget(client, "says that it has opened too much memory of other programs");
+                    return self
+                        .log_over_budget(client, "reports that it has imported too much memory of other programs");
                 };
                 self.shared_memory.restore(import, gpu, bytes.min(total), adopted != 0, now, share);
                 self.report(client, gpu);
@@ -136,7 +137,8 @@ impl Core {
         let Some(identity) = self.clients.get(&client).map(|entry| entry.identity.clone()) else { return };
         let Identity { pid, uid, unit, name, tenant, .. } = &*identity;
         if self.log_limit.allows("over-budget", tenant) {
-            warn!(name: "over-budget", client = client.0, pid, uid, unit, %tenant, "{name} {what}: no more is opened for {tenant}");
+            warn!(name: "over-budget", client = client.0, pid, uid, unit, %tenant, "{name} {what}. Further imports by \
+                {tenant} are refused");
         }
     }
 

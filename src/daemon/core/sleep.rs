@@ -36,7 +36,7 @@ const NO_CHECKPOINTS: Duration = Duration::from_secs(600);
 const KILLS_DO_NO_HARM: [&str; 1] = ["580.159."];
 
 /// The reason why the state of a process cannot be determined.
-const NO_HELPER: &str = "nvshare-checkpoint, which could tell and wake it, is missing or cannot use the driver";
+const NO_HELPER: &str = "nvshare-checkpoint is missing or cannot use the driver";
 
 /// The scheduler's settings with this driver version. Without `sleep-after` in the configuration,
 /// programs sleep only with the drivers in [`KILLS_DO_NO_HARM`].
@@ -180,7 +180,7 @@ impl Core {
             && self.log_limit.allows("checkpoint", tenant)
         {
             let what = if operation == Operation::Wake { "put back onto" } else { "taken off" };
-            warn!(client = client.0, pid, "{name} cannot be {what} its GPUs: {failure}");
+            warn!(client = client.0, pid, "{name} was not {what} its GPUs: {failure}");
         }
         match answer.failure {
             Some(HelperFailure::NoCalls | HelperFailure::NotStarted(_)) => self.no_checkpoints = Some(clock::now()),
@@ -205,7 +205,7 @@ impl Core {
             |client: &super::state::Client| client.lock.is_none() && i64::from(client.identity.pid) == i64::from(pid);
         let found = self.clients.iter().filter(|(_, client)| pid > 0 && is_meant(client)).map(|(id, _)| *id);
         let found: Vec<ClientId> = found.collect();
-        let no_program = || fdo::Error::InvalidArgs(format!("no program under nvshare has the process id {pid}"));
+        let no_program = || fdo::Error::InvalidArgs(format!("no program under nvshare has process ID {pid}"));
         (!found.is_empty()).then_some(found).ok_or_else(no_program)
     }
 
@@ -231,8 +231,8 @@ impl Core {
         }
         if !is_paused && self.program(pid)?.iter().any(|client| self.is_undetermined(*client)) {
             return Err(fdo::Error::Failed(format!(
-                "cannot resume process {pid}: it may be asleep, and {NO_HELPER}. Install nvshare-checkpoint again, on Kubernetes with \
-                 the component sleep/, and resume it then"
+                "cannot resume process {pid}: it may be asleep, and {NO_HELPER}. Install nvshare-checkpoint (on \
+                 Kubernetes: the component sleep/), then resume it."
             )));
         }
         let saving = self.paused.set(pid.try_into().unwrap_or_default(), is_paused);
@@ -254,8 +254,11 @@ impl Core {
     /// changes in it.
     pub fn keep_orders(&mut self, directory: &Path) {
         self.paused = Paused::open(directory);
-        self.drained =
-            Saved::open(directory, DRAINED, "GPUs that are drained will be used again if the scheduler is restarted");
+        self.drained = Saved::open(
+            directory,
+            DRAINED,
+            "cannot save which GPUs are drained: programs use them again if the scheduler is restarted",
+        );
     }
 
     /// Restores the sleep of a newly connected client. `is_asleep`: an earlier scheduler may have put the

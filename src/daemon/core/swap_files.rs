@@ -285,7 +285,7 @@ impl Core {
         if is_lacking && !std::mem::replace(&mut self.swap_files.has_warned, true) {
             let most = swap_files::most(&directory, self.config.swap_file_max);
             warn!(
-                "{} has no more space for programs' memory: file-max in [swap] allows {}",
+                "no space is left for programs' memory in {}: file-max in [swap] allows {}",
                 directory.display(),
                 units::size(most)
             );
@@ -323,14 +323,15 @@ impl Core {
                     let directory = self.config.swap_file.as_deref().unwrap_or("".as_ref());
                     if !std::mem::replace(&mut self.swap_files.has_warned, true) {
                         warn!(
-                            "cannot reserve space for programs' memory in {}: {}; they are promised no more than RAM has room for",
+                            "cannot reserve space for programs' memory in {}: {}. Until then, programs can allocate \
+                             only what fits in RAM",
                             directory.display(),
                             swap_files::in_words(&error)
                         );
                     }
                 } else if self.swap_files.failed.take().is_some() {
                     self.swap_files.has_warned = false;
-                    info!("space for programs' memory can be reserved again");
+                    info!("reserved space for programs' memory again");
                 }
                 if self.clients.contains_key(&client) {
                     let entry = self.swap_files.of.entry(client).or_default();
@@ -343,7 +344,7 @@ impl Core {
             Report::Overrun { client } => {
                 if let Some(entry) = self.clients.get(&client) {
                     warn!(
-                        "{} has written more than it may into its swap file: it is disconnected",
+                        "disconnected {}, because it wrote more than its limit into its swap file",
                         entry.identity.name
                     );
                     entry.connection.close();

@@ -291,10 +291,10 @@ impl Core {
         let found = match name {
             "" if here().count() == 1 => here().next(),
             _ if here().next().is_none() => return Err(self.no_gpu()),
-            "" => return Err(format!("there are several GPUs: choose one of {}", known())),
+            "" => return Err(format!("the host has several GPUs. Name one of them: {}", known())),
             _ => here().find(is_meant),
         };
-        let (id, gpu) = found.ok_or_else(|| format!("there is no GPU {name:?}: there are {}", known()))?;
+        let (id, gpu) = found.ok_or_else(|| format!("unknown GPU {name:?}. The GPUs are {}", known()))?;
         let label = gpu.label(*id);
         let title = match gpu.index {
             Some(index) if gpu.is_slice() => format!("{label} on GPU {index} ({})", gpu.name),

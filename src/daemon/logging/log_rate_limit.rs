@@ -36,7 +36,8 @@ impl LogRateLimit {
         let window = self.0.entry((topic, tenant.number())).or_insert(Window { since: now, lines: 0 });
         if now - window.since >= WINDOW {
             if window.lines > burst {
-                tracing::warn!(name: "lines-left-out", %tenant, topic, suppressed = window.lines - burst, "lines about {tenant} were left out");
+                tracing::warn!(name: "lines-left-out", %tenant, topic, suppressed = window.lines - burst, "suppressed \
+                    log lines about {tenant}");
             }
             *window = Window { since: now, lines: 0 };
         }

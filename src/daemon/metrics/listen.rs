@@ -30,7 +30,7 @@ pub fn bind(listen: &Listen) -> Result<Option<(OwnedFd, Option<Bound>)>, String>
             let listener = TcpListener::bind(address).map_err(|e| match e.raw_os_error() {
                 // nvshare.service restricts the address families that the daemon may use.
                 Some(libc::EAFNOSUPPORT) => {
-                    failed(&"the service must not open TCP sockets: enable nvshare-metrics.socket instead")
+                    failed(&"the service may not open TCP sockets. Enable nvshare-metrics.socket instead")
                 }
                 _ => failed(&e),
             })?;

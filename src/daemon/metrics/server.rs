@@ -66,7 +66,7 @@ where
 {
     spawn_local(async move {
         if let Err(e) = one(stream, source).await {
-            debug!("a connection for metrics ended: {e}");
+            debug!("metrics connection failed: {e}");
         }
         drop(place);
     });
@@ -90,16 +90,16 @@ where
         .serve_connection(TokioIo::new(stream), service);
     match tokio::time::timeout(CONNECTION_TIMEOUT, connection).await {
         Ok(ended) => ended.map_err(io::Error::other),
-        Err(_) => Err(io::Error::other("it took too long")),
+        Err(_) => Err(io::Error::other("timed out")),
     }
 }
 
 async fn answer<V: Figures>(request: &Request<Incoming>, source: &Source<V>) -> Response<Full<Bytes>> {
     if request.uri().path() != "/metrics" {
-        return said(StatusCode::NOT_FOUND, "There is only /metrics here.\n");
+        return said(StatusCode::NOT_FOUND, "Not found. Metrics are at /metrics.\n");
     }
     if ![Method::GET, Method::HEAD].contains(request.method()) {
-        let mut response = said(StatusCode::METHOD_NOT_ALLOWED, "Metrics can only be read: GET or HEAD.\n");
+        let mut response = said(StatusCode::METHOD_NOT_ALLOWED, "Method not allowed. Use GET or HEAD.\n");
         response.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
         return response;
     }

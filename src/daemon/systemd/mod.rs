@@ -65,14 +65,14 @@ pub fn activated() -> Result<Activated, String> {
             CONTROL => Kind::Stream,
             METRICS => Kind::Metrics,
             _ => {
-                warn!("ignoring the descriptor {name:?} from systemd, which this version does not know");
+                warn!("ignoring the unknown descriptor {name:?} from systemd");
                 sockets.unknown.push(name);
                 continue;
             }
         };
         if !socket::is_listening(fd.as_fd(), kind) {
             return Err(format!(
-                "the socket {name:?} that systemd passed is not a listening one of the right kind: see nvshare.socket"
+                "the socket {name:?} from systemd is not a listening socket of the expected type. See nvshare.socket"
             ));
         }
         descriptors::prepare(fd.as_fd())
@@ -136,7 +136,7 @@ pub fn start() {
     });
     match thread {
         Ok(_) => drop(NOTES.set(sender)),
-        Err(e) => warn!("cannot notify systemd: no thread for it: {e}"),
+        Err(e) => warn!("cannot notify systemd: cannot start the thread: {e}"),
     }
 }
 

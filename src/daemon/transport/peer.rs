@@ -157,8 +157,8 @@ pub fn log_hidden() {
     LOGGED.get_or_init(|| {
         warn!(
             name: "processes-hidden",
-            "/proc does not show processes of other users (mount option hidepid): rules that name units, slices, containers or \
-             pods do not apply to them, and nobody may change settings; see nvshare.service(8)"
+            "/proc hides processes of other users (mount option hidepid). Rules that name units, slices, containers or \
+             pods do not apply to their programs, and settings cannot be changed. See nvshare.service(8)"
         );
     });
 }

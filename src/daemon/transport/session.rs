@@ -43,19 +43,19 @@ impl fmt::Display for Violation {
             Self::Wire(error) => error.fmt(f),
             Self::NotHello => f.write_str("the first message is not Hello"),
             Self::SecondHello => f.write_str("a second Hello"),
-            Self::Held => f.write_str("an unexpected Held: the scheduler did not ask for it"),
+            Self::Held => f.write_str("unexpected Held message"),
             Self::Slot { slot } => write!(f, "slot {slot}: there are slots 0 to {}", MAX_SLOTS - 1),
             Self::SlotTaken { slot } => write!(f, "slot {slot} is attached already"),
             Self::GpuTaken { slot, gpu } => write!(f, "GPU {} is attached already, as slot {slot}", gpu.0),
             Self::NotAttached { slot } => write!(f, "slot {slot} is not attached"),
             Self::NoGpu { message } => write!(f, "{message} without a GPU"),
             Self::Bytes { field, bytes } => write!(f, "{field} cannot be {bytes} bytes"),
-            Self::TooManyGpus => f.write_str("too many GPUs of its tenant that NVML does not know"),
+            Self::TooManyGpus => f.write_str("too many GPUs of its tenant that NVML does not list"),
             Self::Choice => write!(f, "a list of GPUs of more than {MAX_CHOICE} bytes"),
             Self::EnvLimit { limit } => {
                 write!(f, "a value of {} with more than {} bytes", variable(*limit), env_limits::LONGEST)
             }
-            Self::Unread => f.write_str("it does not read what it is sent"),
+            Self::Unread => f.write_str("it does not read its messages"),
         }
     }
 }

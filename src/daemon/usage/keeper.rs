@@ -102,7 +102,7 @@ impl Records {
         match result {
             Ok(()) if self.has_failed => {
                 self.has_failed = false;
-                info!("usage is recorded again in {}", self.path.display());
+                info!("recording usage again in {}", self.path.display());
             }
             Ok(()) => {}
             Err(failure) => {
@@ -130,7 +130,7 @@ impl Records {
         }
         if rows.len() > MAX_ANSWER {
             return Err(format!(
-                "there are more than {MAX_ANSWER} records: ask for a shorter time, or tell less apart"
+                "there are more than {MAX_ANSWER} records. Choose a shorter period or fewer grouping columns."
             ));
         }
         Ok(rows.into_iter().collect())
@@ -165,11 +165,11 @@ impl Records {
         match set_aside(&self.path) {
             Ok(aside) => {
                 let (path, aside) = (self.path.display(), aside.display());
-                warn!("cannot use {path} ({reason}): it is now {aside}, and a new one is begun");
+                warn!("cannot use {path}: {reason}. Renamed it to {aside} and created a new one");
                 self.tidied = None;
                 attempt(self)
             }
-            Err(e) => Err(StoreError::Other(format!("{reason}, and it cannot be set aside: {e}"))),
+            Err(e) => Err(StoreError::Other(format!("{reason}, and it cannot be renamed: {e}"))),
         }
     }
 }

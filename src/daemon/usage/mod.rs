@@ -141,7 +141,7 @@ impl Column {
             "tenant" => Ok(Self::Tenant),
             "unit" => Ok(Self::Unit),
             "container" => Ok(Self::Container),
-            _ => Err(format!("there is no column {name:?}: time, gpu, tenant, unit and container are")),
+            _ => Err(format!("unknown column {name:?}. The columns are time, gpu, tenant, unit and container")),
         }
     }
 }

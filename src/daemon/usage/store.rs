@@ -128,7 +128,8 @@ impl Store {
             // The database is left unchanged, in case the other version is installed again.
             _ => {
                 return Err(StoreError::Other(format!(
-                    "it has the format {version}, of another version of nvshare, instead of {VERSION}: move it away to begin a new one"
+                    "its format is {version}, but this version of nvshare needs {VERSION}. Move it away to start a new \
+                     one"
                 )));
             }
         }

@@ -39,7 +39,7 @@ fn a_service_is_adopted_and_released() {
         // Also under its alias.
         let text = ctl(&daemon, &["adopt", "llm"]).fine();
         assert!(
-            text.starts_with("ollama.service is adopted; `nvsharectl release ollama.service` undoes that.\n"),
+            text.starts_with("ollama.service is adopted. To undo this: `nvsharectl release ollama.service`\n"),
             "{text}"
         );
         for part in [
@@ -63,8 +63,8 @@ fn a_service_is_adopted_and_released() {
         assert_eq!(host.text(), None, "nothing else preloads it");
 
         let text = ctl(&daemon, &["release", "ollama", "--restart"]).fine();
-        let expected = "ollama.service does not preload the library from its next start on.\n\
-                        The rule \"adopted ollama.service\" is gone.\nIt was restarted.\n";
+        let expected = "ollama.service no longer preloads the library from its next start.\n\
+                        Removed the rule \"adopted ollama.service\".\nIt was restarted.\n";
         assert_eq!(text, expected);
         assert!(!Path::new("/etc/systemd/system/ollama.service.d").exists());
         assert_eq!(ctl(&daemon, &["get"]).fine(), before);
@@ -89,7 +89,7 @@ fn release_keeps_an_earlier_drop_in_and_rule() {
         let rule = rules(&daemon);
         assert!(ctl(&daemon, &["adopt", "ollama"]).fine().starts_with("ollama.service is adopted already.\n"));
         assert_eq!(rules(&daemon), rule, "who changed it knows why");
-        assert_eq!(ctl(&daemon, &["release", "ollama"]).fine(), "The rule \"adopted ollama.service\" is gone.\n");
+        assert_eq!(ctl(&daemon, &["release", "ollama"]).fine(), "Removed the rule \"adopted ollama.service\".\n");
         assert_eq!(fs::read_to_string(DROP_IN).expect("it is of `preload enable`"), file);
     });
 }
@@ -101,7 +101,7 @@ fn a_users_service_has_its_drop_in_in_the_users_files() {
         let daemon = Daemon::start();
         let text = ctl(&daemon, &["adopt", "--user", "comfyui"]).fine();
         assert!(
-            text.contains("`nvsharectl release --user comfyui.service` undoes that") && text.contains(OF_USER),
+            text.contains("To undo this: `nvsharectl release --user comfyui.service`") && text.contains(OF_USER),
             "{text}"
         );
         assert!(rules(&daemon).contains("\nuser = 0 # root\n"), "it is that of this user only: {}", rules(&daemon));
@@ -125,14 +125,14 @@ fn a_failed_adoption_is_rolled_back() {
         // Without a session, the user has no bus.
         ctl(&daemon, &["adopt", "--user", "comfyui"]).refused("Log in as that user, or start its services");
         let systemd = Systemd::start(vec![ollama()]);
-        ctl(&daemon, &["adopt", "nothing"]).refused("systemd has no nothing.service");
+        ctl(&daemon, &["adopt", "nothing"]).refused("systemd knows no nothing.service");
         ctl(&daemon, &["adopt", "ollama.slice"]).refused("is a slice");
         nothing("there is none");
         // Another file outranks the drop-in: the rule is removed, too.
         let directory = Path::new(DROP_IN).parent().expect("a directory");
         fs::create_dir_all(directory).expect("a directory");
         fs::write(directory.join("zzz.conf"), "[Service]\nEnvironment=LD_PRELOAD=/usr/lib/a.so\n").expect("a drop-in");
-        ctl(&daemon, &["adopt", "ollama"]).refused("another file outranks");
+        ctl(&daemon, &["adopt", "ollama"]).refused("is overridden by another file");
         nothing("it is outranked");
         fs::remove_dir_all(directory).expect("it was there");
         drop(systemd);
@@ -187,7 +187,7 @@ fn a_scheduler_that_systemd_cannot_start_is_reported_immediately() {
             ),
             (
                 Unit { load_state: "masked", ..Unit::new("nvshare.service") },
-                "nvshare.service is masked. `systemctl unmask",
+                "nvshare.service is masked. As root, run `systemctl unmask",
             ),
         ] {
             let _systemd = Systemd::start(vec![unit]);

@@ -19,7 +19,7 @@ fn verify_lists_its_checks() {
             assert!(report.contains(line), "no {line:?} in {report}");
         }
         assert!(report.starts_with("/mnt/lib/libnvshare.so, version 0.1.0\n"), "{report}");
-        let note = "note: a program built with gcc -fsanitize=address ends at once where a library is preloaded";
+        let note = "note: a program built with gcc -fsanitize=address aborts if a library is preloaded";
         assert!(report.contains(note) && report.contains("ASAN_OPTIONS=verify_asan_link_order=0"), "{report}");
         assert_eq!(host.text(), None);
         let json = said(host.command("verify").args(["--json", "--library", LIBRARY])).fine();
@@ -142,7 +142,7 @@ fn disable_works_after_a_library_has_become_fatal() {
                 assert!(!said.status.success(), "{how}: {said:?}");
             }
             assert_eq!(host.preload("status").code(), Some(0), "{how}");
-            host.preload("enable").refused("`nvsharectl preload disable` ends that");
+            host.preload("enable").refused("`nvsharectl preload disable` stops that");
             host.preload("disable").fine();
             assert_eq!(host.text().as_deref(), Some(&b"# kept\n"[..]), "{how}");
             host.is_sound();
@@ -175,7 +175,7 @@ fn a_failure_after_the_rehearsal_is_rolled_back() {
 
         host.write(b"\n\n");
         let identity = host.identity();
-        host.preload("enable").refused("/etc/ld.so.preload is back as it was");
+        host.preload("enable").refused("/etc/ld.so.preload has been restored");
         assert_eq!((host.identity(), host.text().as_deref()), (identity, Some(&b"\n\n"[..])), "the very same file");
         host.is_sound();
         host.is_tidy();
@@ -197,7 +197,7 @@ fn without_a_rehearsal_setuid_programs_are_tried_with_the_real_file() {
         host.compile(LIBRARY, &["-DPRINTS"]);
         enable().refused("/bin/true as root: printed \"hello\"");
         host.compile(LIBRARY, &[]);
-        assert!(enable().fine().contains("note: setuid programs were not tried"));
+        assert!(enable().fine().contains("note: setuid programs were not tested"));
         host.is_sound();
     });
 }
@@ -224,8 +224,8 @@ fn a_library_for_another_machine_is_refused() {
             is_refused(host, "not a shared object for this machine");
         }
         fs::remove_file(LIBRARY).expect("it goes");
-        host.preload("enable").refused("there is no library /mnt/lib/libnvshare.so: name it with --library");
-        said(&mut host.command("enable")).refused("name it with --library");
+        host.preload("enable").refused("there is no library /mnt/lib/libnvshare.so. Set its path with --library");
+        said(&mut host.command("enable")).refused("Set its path with --library");
         // Not nvshare's library, so no program is run with it.
         fs::write(
             "/mnt/other.c",
@@ -233,7 +233,7 @@ fn a_library_for_another_machine_is_refused() {
         )
         .expect("a file");
         said(Command::new("cc").args(["-shared", "-fPIC", "-o", LIBRARY, "/mnt/other.c"])).fine();
-        is_refused(host, "names no version of nvshare");
+        is_refused(host, "contains no nvshare version");
         assert!(Path::new("/mnt/other.c").exists(), "it was run");
     });
 }
@@ -245,17 +245,17 @@ fn a_library_that_others_can_change_is_refused() {
         let owner =
             |path: &str, uid: u32, gid: u32| std::os::unix::fs::chown(path, Some(uid), Some(gid)).expect("root may");
         mode(LIBRARY, 0o666);
-        is_refused(host, "/mnt/lib/libnvshare.so can be changed by others than root (mode 666)");
+        is_refused(host, "/mnt/lib/libnvshare.so is writable by users other than root (mode 666)");
         mode(LIBRARY, 0o640);
-        is_refused(host, "/mnt/lib/libnvshare.so cannot be read by everybody");
+        is_refused(host, "/mnt/lib/libnvshare.so cannot be read by all users");
         mode(LIBRARY, 0o644);
         mode("/mnt/lib", 0o700);
-        is_refused(host, "/mnt/lib cannot be entered by everybody");
+        is_refused(host, "/mnt/lib cannot be entered by all users");
         mode("/mnt/lib", 0o1777);
-        is_refused(host, "/mnt/lib can be changed by others");
+        is_refused(host, "/mnt/lib is writable by users other");
         mode("/mnt/lib", 0o775);
         owner("/mnt/lib", 0, 50);
-        is_refused(host, "/mnt/lib can be changed by others");
+        is_refused(host, "/mnt/lib is writable by users other");
         mode("/mnt/lib", 0o755);
         owner("/mnt/lib", 7, 0);
         is_refused(host, "/mnt/lib belongs to user 7");

@@ -30,7 +30,7 @@ fn only_the_selected_service_preloads_the_library() {
         let _systemd = Systemd::start(vec![jupyter(), Unit::new("other.service")]);
         for unit in ["jupyter.service", "jupyter"] {
             let on = preload(host, &["enable", "--unit", unit]).fine();
-            assert_eq!(on, "On: jupyter.service preloads /mnt/lib/libnvshare.so from its next start on.\n");
+            assert_eq!(on, "On: jupyter.service preloads /mnt/lib/libnvshare.so from its next start.\n");
             let text = fs::read_to_string(DROP_IN).expect("the drop-in");
             assert!(text.ends_with("[Service]\nEnvironment=\"LD_PRELOAD=/mnt/lib/libnvshare.so\"\n"), "{text}");
             assert!(text.contains(&format!("`nvsharectl preload disable --unit {unit}` removes it")), "{text}");
@@ -100,15 +100,15 @@ fn a_service_that_would_not_load_the_library_is_refused() {
         fs::write("/mnt/environment", "A=1\nLD_PRELOAD=/usr/lib/a.so\n").expect("a file");
         fs::create_dir("/mnt/root").expect("a directory");
         let cases = [
-            (Unit { load_state: "not-found", ..jupyter() }, "systemd has no jupyter.service"),
-            (Unit { load_state: "masked", ..jupyter() }, "cannot be started: systemd says that it is masked"),
-            (Unit { load_state: "bad-setting", ..jupyter() }, "says that it is bad-setting"),
-            (Unit { environment_files: vec!["/mnt/env*"], ..jupyter() }, "from /mnt/environment, which outranks"),
+            (Unit { load_state: "not-found", ..jupyter() }, "systemd knows no jupyter.service"),
+            (Unit { load_state: "masked", ..jupyter() }, "its state in systemd is masked"),
+            (Unit { load_state: "bad-setting", ..jupyter() }, "its state in systemd is bad-setting"),
+            (Unit { environment_files: vec!["/mnt/env*"], ..jupyter() }, "from /mnt/environment, which overrides"),
             (Unit { unset_environment: vec!["LD_PRELOAD"], ..jupyter() }, "UnsetEnvironment=LD_PRELOAD"),
-            (Unit { root_directory: "/mnt/root", ..jupyter() }, "there is no /mnt/root/mnt/lib/libnvshare.so"),
+            (Unit { root_directory: "/mnt/root", ..jupyter() }, "/mnt/root/mnt/lib/libnvshare.so does not exist"),
             (Unit { root_image: "/mnt/image.raw", ..jupyter() }, "RootImage=/mnt/image.raw"),
-            (Unit { address_families: (true, vec!["AF_INET"]), ..jupyter() }, "add AF_UNIX"),
-            (Unit { address_families: (false, vec!["AF_UNIX"]), ..jupyter() }, "add AF_UNIX"),
+            (Unit { address_families: (true, vec!["AF_INET"]), ..jupyter() }, "Add AF_UNIX"),
+            (Unit { address_families: (false, vec!["AF_UNIX"]), ..jupyter() }, "Add AF_UNIX"),
         ];
         for (unit, why) in cases {
             let _systemd = Systemd::start(vec![unit]);
@@ -128,7 +128,7 @@ fn an_outranked_drop_in_is_rolled_back() {
         let directory = Path::new(DROP_IN).parent().expect("a directory");
         fs::create_dir_all(directory).expect("a directory");
         fs::write(directory.join("zzz.conf"), "[Service]\nEnvironment=LD_PRELOAD=/usr/lib/a.so\n").expect("a drop-in");
-        preload(host, &["enable", "--unit", "jupyter"]).refused("`systemctl cat jupyter.service` shows them all");
+        preload(host, &["enable", "--unit", "jupyter"]).refused("Find that file with `systemctl cat jupyter.service`");
         assert!(!Path::new(DROP_IN).exists());
         assert!(directory.join("zzz.conf").exists());
     });
@@ -146,11 +146,11 @@ fn units_that_start_no_programs_are_refused() {
             let lines: Vec<&str> = refused.stderr.lines().skip(1).collect();
             let expected = ["a", "b"].map(|name| format!("  sudo nvsharectl preload enable --unit {name}.service"));
             assert_eq!(lines, expected, "{refused:?}");
-            refused.refused("batch.slice is a slice, and systemd gives a slice no environment");
+            refused.refused("batch.slice is a slice, which cannot pass an environment");
         }
         preload(host, &["enable", "--unit", "session-1.scope"]).refused("is a scope");
         preload(host, &["enable", "--unit", "nvshare.socket"]).refused("is not a service");
-        preload(host, &["enable", "--unit", "../x.service"]).refused("is no name of a unit");
+        preload(host, &["enable", "--unit", "../x.service"]).refused("is not a valid unit name");
         let both = preload(host, &["enable", "--unit", "a", "--user", "b"]);
         assert_eq!(both.code(), Some(2), "{both:?}");
     });
@@ -185,7 +185,8 @@ fn status_shows_whether_the_process_has_loaded_the_library() {
             assert!(on.contains("note: it is running: sudo systemctl restart jupyter.service"), "{on}");
             let says = |problem: &bool| {
                 let status = preload(host, &["status", "--unit", "jupyter"]).fine();
-                status.contains("was started before: sudo systemctl restart jupyter.service") == *problem
+                status.contains("started before preloading was enabled: sudo systemctl restart jupyter.service")
+                    == *problem
             };
             // The loader maps the library shortly after the process exists.
             test_support::wait_for("the status", || says(&!preloaded).then_some(()));
@@ -202,7 +203,7 @@ fn a_bad_library_is_not_enabled_for_a_service() {
         host.compile(LIBRARY, &["-DCRASHES_FOR_USERS"]);
         preload(host, &["enable", "--unit", "jupyter"]).refused("/bin/true as nobody: ended with signal: 6");
         fs::set_permissions(LIBRARY, Permissions::from_mode(0o666)).expect("its mode");
-        preload(host, &["enable", "--unit", "jupyter"]).refused("can be changed by others than root");
+        preload(host, &["enable", "--unit", "jupyter"]).refused("is writable by users other than root");
         assert!(!Path::new(DROP_IN).exists());
     });
 }

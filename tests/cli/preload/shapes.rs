@@ -147,8 +147,8 @@ fn a_link_stays_a_link() {
         assert!(fs::symlink_metadata(FILE).expect("it is there").is_symlink());
 
         fs::remove_file("/mnt/real/list").expect("it goes");
-        host.preload("enable").refused("is a link that leads nowhere");
-        host.preload("disable").refused("is a link that leads nowhere");
+        host.preload("enable").refused("is a dangling symbolic link");
+        host.preload("disable").refused("is a dangling symbolic link");
     });
 }
 
@@ -158,11 +158,11 @@ fn an_ambiguous_file_is_refused_and_unchanged() {
         let huge = [b"/mnt/lib/a.so\n".repeat(6000), b"\n".to_vec()].concat();
         let shapes: [(&[u8], &str); 4] = [
             (b"/mnt/lib/a.so\0", "NUL byte"),
-            (b"# one\n# two\n", "has comments that the loader would read as names"),
+            (b"# one\n# two\n", "has comments, which the loader would read as library names"),
             (&huge, "longer than 64 KiB"),
             // A foreign entry that makes the loader print an error in every program, which
             // nvsharectl does not repair.
-            (b"/mnt/lib/a.so\r\n", "does harm by itself: mend or remove that first"),
+            (b"/mnt/lib/a.so\r\n", "already makes programs fail. Repair or remove it first"),
         ];
         for (text, sentence) in shapes {
             host.write(text);
@@ -174,12 +174,12 @@ fn an_ambiguous_file_is_refused_and_unchanged() {
         host.write(b"\n");
         fs::set_permissions(FILE, Permissions::from_mode(0o600)).expect("its mode");
         host.preload("enable")
-            .refused("cannot be read by everybody, and the loader heeds it only where it can: chmod 644");
+            .refused("is not readable by all users, so the loader ignores it for some of them. Run chmod 644");
         fs::remove_file(FILE).expect("it goes");
 
         fs::create_dir(FILE).expect("a directory");
-        host.preload("enable").refused("is not a regular file: remove it first");
-        host.preload("disable").refused("is not a regular file: remove it first");
+        host.preload("enable").refused("is not a regular file. Remove it first");
+        host.preload("disable").refused("is not a regular file. Remove it first");
     });
 }
 
@@ -198,7 +198,7 @@ fn disable_removes_our_entry_from_an_ambiguous_file() {
         host.write(LINE.as_bytes());
         fs::set_permissions(FILE, Permissions::from_mode(0o600)).expect("its mode");
         let status = host.preload("status").fine();
-        assert!(status.contains("problem: /etc/ld.so.preload cannot be read by everybody"), "{status}");
+        assert!(status.contains("problem: /etc/ld.so.preload is not readable by all users"), "{status}");
         host.preload("disable").fine();
         assert_eq!(host.text(), None);
     });
@@ -209,17 +209,17 @@ fn an_unchangeable_file_is_reported_with_the_reason() {
     on_a_host(|host| {
         host.write(b"\n");
         if said(Command::new("chattr").args(["+i", FILE])).status.success() {
-            host.preload("enable").refused("is it immutable?");
+            host.preload("enable").refused("it may be immutable");
             said(Command::new("chattr").args(["-i", FILE])).fine();
         } else {
             test_support::skip("a file system with immutable files");
         }
         mount_bind(FILE, FILE).expect("it is mounted");
-        host.preload("enable").refused("something is mounted there: unmount it first");
+        host.preload("enable").refused("a file system is mounted on it. Unmount that first");
         rustix::mount::unmount(FILE, rustix::mount::UnmountFlags::empty()).expect("it is unmounted");
 
         mount_remount("/etc", MountFlags::BIND | MountFlags::RDONLY, c"").expect("read-only");
-        host.preload("enable").refused("mount it for writing");
+        host.preload("enable").refused("remount its file system read-write");
         assert_eq!(host.text().as_deref(), Some(&b"\n"[..]));
         host.is_tidy();
         host.is_sound();
@@ -234,7 +234,7 @@ fn only_root_changes_the_file_and_other_users_can_read_the_status() {
         nobody("disable").refused("sudo nvsharectl preload disable");
         let verified = nobody("verify").fine();
         assert!(verified.contains("/bin/cat /proc/self/maps as you"), "{verified}");
-        assert!(verified.contains("tried as yourself only"), "{verified}");
+        assert!(verified.contains("tested as the current user only"), "{verified}");
         assert_eq!(nobody("status").code(), Some(4));
         assert_eq!(host.text(), None);
     });

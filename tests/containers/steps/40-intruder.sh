@@ -28,7 +28,7 @@ refused_inside "the scheduler is not running" bookworm nvsharectl status
 
 # An administrator who mounts the control socket into a container gives nothing away either.
 mounted=(--volume "${control%/*}:/run/nvshare-control" --env NVSHARE_CONTROL=/run/nvshare-control/control.sock)
-refused_inside "may not see what others do" "${mounted[@]}" bookworm nvsharectl status
+refused_inside "may not see other users' activity" "${mounted[@]}" bookworm nvsharectl status
 refused_inside "may not change the time quantum" "${mounted[@]}" bookworm nvsharectl set time-quantum 9
 refused_inside 'may not change the rule "mine"' "${mounted[@]}" bookworm nvsharectl set-rule mine memory-max=1G
 refused_inside "may not acquire a lock" "${mounted[@]}" bookworm nvsharectl lock -- true

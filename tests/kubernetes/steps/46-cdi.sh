@@ -44,7 +44,7 @@ both() {
 }
 until_true "both libraries in one program" both
 cdi_pod link links "naps --seconds 600"
-says_why() { kubectl get events -o jsonpath='{.items[*].message}' | grep -q "own /etc/ld.so.preload cannot be merged .* it is a symbolic link"; }
+says_why() { kubectl get events -o jsonpath='{.items[*].message}' | grep -q "cannot merge the image's /etc/ld.so.preload .* it is a symbolic link"; }
 until_true "the event that the README names" says_why
 kubectl delete pods --all --grace-period=1 --timeout=180s >/dev/null
 rm /etc/cdi/nvidia.json /var/run/cdi/nvshare.json /run/control

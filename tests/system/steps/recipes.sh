@@ -54,9 +54,9 @@ do_as_root lab-machine 2 >/tmp/said
 is_shown lab-machine
 of_user python3 train.py --memory 96M --seconds 600 >/tmp/train 2>&1 &
 until_true "a student's program to run" has_rule students
-says "It holds GPU 0; its turn has no end yet." do_as_user lab-machine 4
+says "It holds GPU 0. Its turn has no time limit." do_as_user lab-machine 4
 do_as_root lab-machine 5 >/tmp/said
-grep -q 'may have 128 MiB by rule "students"' /tmp/said || fail "status: $(cat /tmp/said)"
+grep -q 'may use 128 MiB by rule "students"' /tmp/said || fail "status: $(cat /tmp/said)"
 refused CUDA_ERROR_OUT_OF_MEMORY of_user python3 train.py --memory 192M
 do_as_root lab-machine 6 >/tmp/said
 grep -q 'memory-max of rule "students"' /tmp/said || fail "the journal: $(cat /tmp/said)"
@@ -73,8 +73,8 @@ settings=(LD_PRELOAD=libnvshare.so "${gpu[@]}")
 systemd-run --quiet --unit=jupyter-$user-singleuser --uid=$user --working-directory=/home/$user --property=UMask=0 \
     "${settings[@]/#/--setenv=}" python3 train.py --memory 96M --seconds 600
 until_true "a notebook to run" has_rule notebooks
-says "It holds GPU 0; its turn has no end yet." as_user nvsharectl why jupyter-$user-singleuser.service
-nvsharectl | grep -q 'may have 128 MiB by rule "notebooks"' || fail "status: $(nvsharectl)"
+says "It holds GPU 0. Its turn has no time limit." as_user nvsharectl why jupyter-$user-singleuser.service
+nvsharectl | grep -q 'may use 128 MiB by rule "notebooks"' || fail "status: $(nvsharectl)"
 do_as_root notebooks 2 >/tmp/said
 grep -q '^  jupyter-' /tmp/said || fail "top: $(cat /tmp/said)"
 systemctl stop jupyter-$user-singleuser

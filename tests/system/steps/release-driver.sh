@@ -16,7 +16,7 @@ pkill -x cuda-program
 wait $program || true
 until_true "the program to be gone" kept 0
 
-nvsharectl release-driver --for 300 | grep -q "has released the driver, for 300 s" || fail "$(nvsharectl release-driver 2>&1)"
+nvsharectl release-driver --for 300 | grep -q "has released the driver for 300 s" || fail "$(nvsharectl release-driver 2>&1)"
 ! uses_driver || fail "the driver is still used"
 nvsharectl | grep -q Simulated || fail "the GPU is no longer shown: $(nvsharectl 2>&1)"
 ! uses_driver || fail "showing the GPU uses the driver"

@@ -85,7 +85,7 @@ impl Entry {
         if let Some(keys) = self.may_set {
             let known = |name: Spanned<String>| {
                 let key = KEYS.into_iter().find(|key| key == name.as_ref());
-                let what = || format!("may-set cannot have {:?}: {} are allowed", name.as_ref(), KEYS.join(", "));
+                let what = || format!("may-set cannot contain {:?}: {} are allowed", name.as_ref(), KEYS.join(", "));
                 key.ok_or_else(|| Mistake::at(&name, what()))
             };
             permissions.may_set = keys.into_iter().map(known).collect::<Result<_, _>>()?;
@@ -97,7 +97,7 @@ impl Entry {
         let ceiling = |key: &'static str, value: Option<Spanned<Value>>| {
             let Some(value) = value else { return Ok(None) };
             if !permissions.may_set.contains(key) {
-                return Err(Mistake::at(&value, format!("{key}-max says nothing: {key} is not in may-set")));
+                return Err(Mistake::at(&value, format!("{key}-max has no effect: {key} is not in may-set")));
             }
             let read = share(key, value.as_ref());
             read.map(Some).map_err(|what| Mistake::at(&value, format!("{key}-max: {what}")))
@@ -120,7 +120,7 @@ impl Entry {
         let covers = |other: &Pattern| other.as_str() == text || other.as_str() == "*";
         if let Some((other, _)) = before.iter().find(|(other, _)| covers(other)) {
             return mistake(format!(
-                "name: {text:?} can never match: {:?} comes before it and matches all that it does",
+                "name: {text:?} can never match: the earlier {:?} matches all its namespaces",
                 other.as_str()
             ));
         }
@@ -199,7 +199,7 @@ mod tests {
             ),
             (
                 "[[namespaces]]\nname = \"a\"\ntime-min-max = \"20%\"",
-                "agent.toml:3:16: time-min-max says nothing: time-min is not in may-set",
+                "agent.toml:3:16: time-min-max has no effect: time-min is not in may-set",
             ),
             (
                 "[[namespaces]]\nname = \"a\"\nmay-set = [\"time-min\"]\ntime-min-max = 20",
@@ -207,7 +207,7 @@ mod tests {
             ),
             (
                 "[[namespaces]]\nname = \"*\"\n[[namespaces]]\nname = \"a\"",
-                "agent.toml:4:8: name: \"a\" can never match: \"*\" comes before it",
+                "agent.toml:4:8: name: \"a\" can never match: the earlier \"*\" matches",
             ),
         ] {
             let error = parse(text).expect_err(text);

@@ -91,7 +91,7 @@ pub fn read(claim: &ResourceClaim, node: &str, gpus: &Devices, permissions: &Per
         devices.push(PreparedDevice { request, name: result.device.clone(), uuid: gpu.uuid.clone() });
     }
     let Some(share) = shares.values().next() else {
-        return Err(format!("it has no GPU of the driver {DRIVER} on node {node}"));
+        return Err(format!("the driver {DRIVER} has not allocated a GPU on node {node} to it"));
     };
     if shares.values().any(|other| other != share) {
         return Err(UNEQUAL.into());
@@ -100,12 +100,12 @@ pub fn read(claim: &ResourceClaim, node: &str, gpus: &Devices, permissions: &Per
     Ok(Prepared { uid, namespace, name, devices, rule })
 }
 
-const UNEQUAL: &str = "its requests ask for different parts of GPUs, or have different configurations: programs of a claim have one rule, \
-                       which is the same on each GPU; make a claim of each request";
+const UNEQUAL: &str = "its requests have different shares or configurations, but all programs of a claim have the \
+    same rule on each GPU. Create one claim per request";
 
 fn find<'a>(gpus: &'a Devices, device: &str) -> Result<&'a Gpu, String> {
     let gpu = gpus.gpus.iter().find(|gpu| device_name(&gpu.uuid) == device);
-    let gpu = gpu.ok_or_else(|| format!("its device {device:?} is not offered by this node any more"))?;
+    let gpu = gpu.ok_or_else(|| format!("this node no longer offers its device {device:?}"))?;
     match &gpu.problem {
         Some(problem) => Err(format!("{} is unhealthy: {problem}", gpu.uuid)),
         None => Ok(gpu),
@@ -127,13 +127,13 @@ fn share(
         let all = result.consumed_capacity.iter().flatten();
         let amount =
             all.filter(|(key, _)| *key == name || **key == format!("{DRIVER}/{name}")).map(|(_, amount)| amount);
-        let wrong = |text: &str| format!("its capacity {name} is {text:?}, which is no whole number");
+        let wrong = |text: &str| format!("its capacity {name} must be a whole number, not {text:?}");
         amount.map(|amount| quantity::whole(amount).ok_or_else(|| wrong(&amount.0))).sum::<Result<u64, String>>()
     };
     if result.consumed_capacity.is_none() && result.admin_access != Some(true) {
         return Err(format!(
-            "request {:?} was allocated a GPU as if it could not be shared: enable the feature gate DRAConsumableCapacity in \
-             kube-scheduler as well",
+            "kube-scheduler allocated a whole GPU to request {:?}. Enable the feature gate DRAConsumableCapacity in \
+             kube-scheduler too",
             result.request
         ));
     }
@@ -149,7 +149,7 @@ fn share(
     }
     for (key, value) in &of_claim {
         if of_class.get(key).is_some_and(|other| other != value) {
-            return Err(format!("{key} is set by its DeviceClass: remove it from the claim"));
+            return Err(format!("its DeviceClass already sets {key}. Remove {key} from the claim"));
         }
         permissions.check(namespace, key, value).map_err(|why| format!("{key} is not allowed in it: {why}"))?;
     }
@@ -161,10 +161,11 @@ fn share(
 fn keys(parameters: &serde_json::Value) -> Result<BTreeMap<String, Value>, String> {
     let wrong = |what: &str| {
         format!(
-            "its configuration for {DRIVER} {what}: it has apiVersion: {API_VERSION}, kind: {KIND}, and keys of a rule"
+            "its configuration for {DRIVER} {what}. It must have apiVersion: {API_VERSION}, kind: {KIND}, and the keys \
+             of a rule"
         )
     };
-    let all = parameters.as_object().ok_or_else(|| wrong("is no object"))?;
+    let all = parameters.as_object().ok_or_else(|| wrong("is not an object"))?;
     for (key, expected) in [("apiVersion", API_VERSION), ("kind", KIND)] {
         match all.get(key).and_then(serde_json::Value::as_str) {
             Some(text) if text == expected => {}
@@ -184,7 +185,7 @@ fn keys(parameters: &serde_json::Value) -> Result<BTreeMap<String, Value>, Strin
             serde_json::Value::Number(number) => number.as_i64().map(Value::Integer),
             _ => None,
         };
-        let value = value.ok_or_else(|| format!("its {key} has to be a text, a whole number, true or false"))?;
+        let value = value.ok_or_else(|| format!("its {key} must be a string, a whole number, true or false"))?;
         Ok((key.clone(), value))
     });
     pairs.collect()
@@ -201,7 +202,7 @@ fn rule(share: &Share, uuids: Vec<String>, permissions: &Permissions) -> Result<
         let Some(value) = value else { continue };
         if rule.insert(key.to_owned(), value).is_some() {
             return Err(format!(
-                "{key} is in its configuration, and its request for the capacity {capacity} sets it: leave one out"
+                "both its configuration and its request for the capacity {capacity} set {key}. Remove one of them"
             ));
         }
     }
@@ -303,34 +304,39 @@ mod tests {
         }
         let both =
             [config("FromClass", &[], json!({"weight": "idle"})), config("FromClaim", &[], json!({"weight": 100}))];
-        assert_eq!(read_it(&one, &both), Err("weight is set by its DeviceClass: remove it from the claim".into()));
+        assert_eq!(
+            read_it(&one, &both),
+            Err("its DeviceClass already sets weight. Remove weight from the \
+            claim"
+                .into())
+        );
     }
 
     #[test]
     fn what_cannot_be_had_is_refused_with_a_sentence() {
         let one = [result("gpu", "gpu-a", "40Gi", "0")];
         let cases = [
-            (read_it(&[], &[]), "it has no GPU of the driver gpu.nvshare.com on node node-1"),
-            (read_it(&[result("gpu", "gpu-z", "0", "0")], &[]), "\"gpu-z\" is not offered by this node any more"),
+            (read_it(&[], &[]), "the driver gpu.nvshare.com has not allocated a GPU on node node-1 to it"),
+            (read_it(&[result("gpu", "gpu-z", "0", "0")], &[]), "no longer offers its device \"gpu-z\""),
             (read_it(&[result("gpu", "gpu-c", "0", "0")], &[]), "GPU-c is unhealthy: XID 79"),
             (
                 read_it(&[result("a", "gpu-a", "1Gi", "0"), result("b", "gpu-b", "2Gi", "0")], &[]),
-                "make a claim of each",
+                "Create one claim per request",
             ),
             (
                 read_it(
                     &[result("a", "gpu-a", "1Gi", "0"), result("b", "gpu-a", "1Gi", "0")],
                     &[config("FromClaim", &["a"], json!({"gang": true}))],
                 ),
-                "have different configurations",
+                "have different shares or configurations",
             ),
-            (read_it(&[result("gpu", "gpu-a", "much", "0")], &[]), "\"much\", which is no whole number"),
-            (read_it(&one, &[config("FromClaim", &[], json!({"memory-max": "8G"}))]), "leave one out"),
+            (read_it(&[result("gpu", "gpu-a", "much", "0")], &[]), "must be a whole number, not \"much\""),
+            (read_it(&one, &[config("FromClaim", &[], json!({"memory-max": "8G"}))]), "Remove one of them"),
             (
                 read_it(&one, &[config("FromClaim", &[], json!({"allowed-gpus": "0"}))]),
                 "has \"allowed-gpus\": memory-max,",
             ),
-            (read_it(&one, &[config("FromClaim", &[], json!({"gang": [1]}))]), "its gang has to be"),
+            (read_it(&one, &[config("FromClaim", &[], json!({"gang": [1]}))]), "its gang must be"),
             (read_it(&one, &[config("FromClaim", &[], json!({"kind": "Gpu"}))]), "has kind: \"Gpu\""),
         ];
         for (read, said) in cases {

@@ -52,7 +52,7 @@ impl Claims {
         let store = Store::new(places.store.clone());
         let prepared = store.load();
         if !prepared.is_empty() {
-            info!("{} claims are prepared", prepared.len());
+            info!("prepared claims: {}", prepared.len());
         }
         Self { places, store, prepared: Mutex::new(prepared) }
     }
@@ -75,7 +75,7 @@ impl Claims {
         let uid = claim.uid.clone();
         let before = prepared.insert(uid.clone(), claim.clone());
         let done = async {
-            let write = |e: std::io::Error| format!("the claim cannot be written: {e}");
+            let write = |e: std::io::Error| format!("cannot save the claim: {e}");
             self.store.save(&claim).map_err(write)?;
             self.write_cdi(&claim).map_err(write)?;
             match self.tell(&prepared).await?.remove(&uid) {
@@ -118,7 +118,7 @@ impl Claims {
                     // A reboot of the node removes the files.
                     for claim in prepared.values() {
                         if let Err(e) = self.write_cdi(claim) {
-                            warn!("the CDI file of claim {} cannot be written: {e}", claim.uid);
+                            warn!("cannot write the CDI file of claim {}: {e}", claim.uid);
                         }
                     }
                     tell(&proxy, &prepared).await
@@ -127,7 +127,7 @@ impl Claims {
                     Ok(refused) => {
                         retry.reset();
                         for (uid, why) in refused {
-                            warn!("claim {uid} has no rule any more, and its programs no scheduler: {why}");
+                            warn!("the scheduler no longer serves claim {uid} and its programs: {why}");
                         }
                         while let Some(Ok(_)) = end.next().await {}
                     }
@@ -166,7 +166,7 @@ impl Claims {
             _ => Ok(()),
         };
         if let Err(e) = removed.and(self.store.remove(uid)) {
-            warn!("what is left of claim {uid} cannot be removed: {e}");
+            warn!("cannot remove the files of claim {uid}: {e}");
         }
     }
 }
@@ -183,7 +183,7 @@ async fn tell(
         rule: variants(&claim.rule),
     };
     match timeout(ANSWER, proxy.set_claims(prepared.values().map(claim).collect())).await {
-        Ok(answer) => answer.map_err(|e| format!("the scheduler does not take claims: {e}")),
+        Ok(answer) => answer.map_err(|e| format!("the scheduler does not accept claims: {e}")),
         Err(_) => Err(format!("the scheduler has not answered for {} s", ANSWER.as_secs())),
     }
 }

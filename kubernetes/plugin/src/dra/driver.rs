@@ -161,7 +161,7 @@ async fn serve(options: &Options, facts: Facts, register: watch::Sender<bool>) -
         match states {
             (SocketState::Anothers, _) => return Err(BindError::Taken(own).to_string()),
             (_, SocketState::Anothers) => return Err(BindError::Taken(registration).to_string()),
-            _ => info!("a socket of the driver is gone: both are made again"),
+            _ => info!("a socket of the driver has disappeared, creating both sockets again"),
         }
     }
 }
@@ -176,7 +176,7 @@ fn bind(path: &Path) -> Result<(UnixListener, PluginSocket), BindError> {
 async fn listen(server: Router, listener: UnixListener, mut stopped: watch::Receiver<bool>) {
     let end = async move { drop(stopped.wait_for(|stopped| *stopped).await) };
     if let Err(e) = server.serve_with_incoming_shutdown(UnixListenerStream::new(listener), end).await {
-        warn!("a socket of the driver cannot be served: {e}");
+        warn!("cannot serve a socket of the driver: {e}");
         sleep(GRACE).await;
     }
 }

@@ -57,7 +57,7 @@ pub async fn keep(
             let is_news = *before != now;
             match &now {
                 Some(why) if is_news => warn!("{why}"),
-                None if before.is_some() => info!("GPUs are offered by ResourceSlice {}", publisher.name()),
+                None if before.is_some() => info!("offering GPUs in ResourceSlice {}", publisher.name()),
                 _ => {}
             }
             *before = now;
@@ -97,14 +97,17 @@ impl Publisher {
         let version = list.metadata.resource_version.unwrap_or_default();
         let unknown = gpus.gpus.iter().filter(|gpu| gpu.memory.is_none()).count();
         if gpus.gpus.len() - unknown > MAX_DEVICES {
-            warn!("of {} GPUs and MIG slices {MAX_DEVICES} are offered: a ResourceSlice has no more", gpus.gpus.len());
+            warn!(
+                "the node has {} GPUs and MIG slices, but only {MAX_DEVICES} are offered: the limit of a ResourceSlice",
+                gpus.gpus.len()
+            );
         }
         let drops_taints = !self.store(gpus, stored.as_ref(), true).await?;
         if drops_taints {
             if !self.drops_taints {
                 warn!(
-                    "the API server drops taints of ResourceSlices (feature gate DRADeviceTaints): GPUs that are unhealthy or drained \
-                     are left out instead"
+                    "omitting unhealthy and drained GPUs, because the API server drops taints of ResourceSlices \
+                     (feature gate DRADeviceTaints)"
                 );
             }
             self.store(gpus, stored.as_ref(), false).await?;
@@ -204,9 +207,9 @@ impl Publisher {
         let version =
             version.ok().and_then(Result::ok).map_or_else(String::new, |info| format!(" ({})", info.git_version));
         format!(
-            "no GPU is offered, since the API server{version} drops allowMultipleAllocations of ResourceSlices, and a GPU would belong to \
-             one claim alone: enable the feature gate DRAConsumableCapacity in kube-apiserver, kube-scheduler and kubelet, which is off by \
-             default before Kubernetes 1.36, or set offer = \"device-plugin\""
+            "cannot offer GPUs: the API server{version} drops allowMultipleAllocations of ResourceSlices, so claims \
+             could not share a GPU. Enable the feature gate DRAConsumableCapacity in kube-apiserver, kube-scheduler \
+             and kubelet (off by default before Kubernetes 1.36), or set offer = \"device-plugin\""
         )
     }
 
@@ -225,26 +228,26 @@ impl Publisher {
 }
 
 fn late() -> String {
-    format!("GPUs are not offered as they are: the API server has not answered for {} s", ANSWER.as_secs())
+    format!("cannot publish the GPUs: the API server has not answered for {} s", ANSWER.as_secs())
 }
 
 /// The reason why no GPU, or an outdated list of GPUs, is offered.
 fn failed(what: &str, whom: &str, error: &Error) -> String {
     let Error::Api(status) = error else {
-        return format!("GPUs are not offered as they are: the API server cannot be reached: {}", causes(error));
+        return format!("cannot publish the GPUs: cannot reach the API server: {}", causes(error));
     };
     let said = message(status);
     match status.code {
         UNAUTHORIZED | FORBIDDEN => format!(
-            "GPUs are not offered as they are: the API server does not let the driver {what} {whom}, and its service account needs the \
-             ClusterRole nvshare-dra: {said}"
+            "cannot publish the GPUs: the API server does not allow the driver to {what} {whom}. Its service account \
+             needs the ClusterRole nvshare-dra: {said}"
         ),
         NOT_FOUND if what == "list" => format!(
-            "no GPU is offered: the API server has no resource.k8s.io/v1, which Kubernetes has from 1.34 on: set offer = \
+            "cannot offer GPUs: the API server has no resource.k8s.io/v1, which needs Kubernetes 1.34. Set offer = \
              \"device-plugin\": {said}"
         ),
         code => {
-            format!("GPUs are not offered as they are: the API server does not {what} {whom} (status {code}): {said}")
+            format!("cannot publish the GPUs: the API server cannot {what} {whom} (status {code}): {said}")
         }
     }
 }

@@ -24,8 +24,8 @@ const NAMED: usize = 10;
 
 /// The reason and the text of each pod's event.
 const REASON: &str = "DriverInUse";
-const EVENT: &str = "nvshare's DRA driver is to be removed, and this pod has a claim of it: delete the pod first, since it would stay \
-                     Terminating without the driver";
+const EVENT: &str = "nvshare's DRA driver is being removed, but this pod still has a claim. Delete the pod first: \
+    without the driver it would stay Terminating";
 
 /// A pod with a claim of the driver.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -49,7 +49,7 @@ pub async fn check(kubeconfig: Option<&Path>) -> Result<(), String> {
     }
     for pod in pods.keys() {
         if let Err(why) = tell(&client, pod).await {
-            eprintln!("nvshare-device-plugin: pod {}/{} has no event: {why}", pod.namespace, pod.name);
+            eprintln!("nvshare-device-plugin: cannot create an event for pod {}/{}: {why}", pod.namespace, pod.name);
         }
     }
     let named = pods.iter().take(NAMED).map(|(pod, claim)| format!("{}/{} (claim {claim})", pod.namespace, pod.name));
@@ -57,8 +57,8 @@ pub async fn check(kubeconfig: Option<&Path>) -> Result<(), String> {
     let more = pods.len().saturating_sub(NAMED);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     Err(format!(
-        "the driver {DRIVER} cannot be removed: pods have its claims, and would stay Terminating without it: {}{more}. Delete these pods \
-         first",
+        "cannot remove the driver {DRIVER}: these pods still have claims, and would stay Terminating without the \
+         driver: {}{more}. Delete them first",
         named.join(", ")
     ))
 }
@@ -110,10 +110,11 @@ async fn tell(client: &Client, pod: &Pod) -> Result<(), String> {
 async fn ask<T>(what: &str, asking: impl Future<Output = kube::Result<T>>) -> Result<T, String> {
     match timeout(ANSWER, asking).await {
         Ok(Ok(answer)) => Ok(answer),
-        Ok(Err(Error::Api(status))) => {
-            Err(format!("the API server does not {what}, for which dra/access.yaml is needed: {}", message(&status)))
-        }
-        Ok(Err(e)) => Err(format!("the API server cannot be reached: {}", causes(&e))),
+        Ok(Err(Error::Api(status))) => Err(format!(
+            "the API server does not allow this program to {what}. Apply dra/access.yaml: {}",
+            message(&status)
+        )),
+        Ok(Err(e)) => Err(format!("cannot reach the API server: {}", causes(&e))),
         Err(_) => Err(format!("the API server has not answered for {} s", ANSWER.as_secs())),
     }
 }

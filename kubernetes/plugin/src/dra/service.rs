@@ -79,7 +79,7 @@ impl Service {
             None => self.read_claim(asked).await?,
         };
         self.0.claims.prepare(prepared.clone()).await?;
-        info!("claim {}/{} is prepared", prepared.namespace, prepared.name);
+        info!("prepared claim {}/{}", prepared.namespace, prepared.name);
         Ok(self.devices(&prepared))
     }
 
@@ -89,13 +89,13 @@ impl Service {
         let claim = match timeout(ANSWER, api.get(&asked.name)).await {
             Ok(Ok(claim)) => claim,
             Ok(Err(Error::Api(status))) => {
-                return Err(format!("the API server does not give it: {}", message(&status)));
+                return Err(format!("the API server does not return the claim: {}", message(&status)));
             }
-            Ok(Err(e)) => return Err(format!("the API server cannot be asked for it: {}", causes(&e))),
+            Ok(Err(e)) => return Err(format!("cannot request the claim from the API server: {}", causes(&e))),
             Err(_) => return Err(format!("the API server has not answered for {} s", ANSWER.as_secs())),
         };
         if claim.metadata.uid.as_deref() != Some(&asked.uid) {
-            return Err("there is another claim of that name now".into());
+            return Err("another claim has that name now".into());
         }
         let permissions = Permissions::load(self.0.permissions.as_deref()).map_err(|e| e.to_string())?;
         let devices = self.0.devices.borrow().clone();
@@ -125,7 +125,7 @@ impl DraPlugin for Service {
             let answer = match self.prepare(&asked).await {
                 Ok(devices) => NodePrepareResourceResponse { devices, error: String::new() },
                 Err(error) => {
-                    warn!("claim {}/{} cannot be prepared: {error}", asked.namespace, asked.name);
+                    warn!("cannot prepare claim {}/{}: {error}", asked.namespace, asked.name);
                     NodePrepareResourceResponse { devices: Vec::new(), error }
                 }
             };

@@ -27,8 +27,7 @@ impl Store {
         let files = entries.map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|end| end == "json"));
         let read = |path: PathBuf| {
             let claim = std::fs::read(&path).and_then(|text| Ok(serde_json::from_slice::<Prepared>(&text)?));
-            let claim =
-                claim.inspect_err(|e| warn!("{}: {e}: the claim is not known any more", path.display())).ok()?;
+            let claim = claim.inspect_err(|e| warn!("cannot read the saved claim {}: {e}", path.display())).ok()?;
             is_pod_uid(&claim.uid).then(|| (claim.uid.clone(), claim))
         };
         files.filter_map(read).collect()

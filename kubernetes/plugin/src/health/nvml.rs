@@ -114,11 +114,11 @@ impl Watch {
         let seconds = self.interval().as_secs();
         self.say(match &events {
             Some(_) if all => {
-                format!("{able} GPUs are watched by the driver's events, and asked every {seconds} s")
+                format!("watching driver events of {able} GPUs, and polling all GPUs every {seconds} s")
             }
-            Some(_) => format!("some GPUs have no events: those are only asked every {seconds} s"),
+            Some(_) => format!("some GPUs support no events, polling those every {seconds} s"),
             None if self.boards.is_empty() => "NVML shows no GPU".to_owned(),
-            None => format!("the driver has no events: GPUs are asked every {seconds} s"),
+            None => format!("the driver supports no events, polling GPUs every {seconds} s"),
         });
         events
     }
@@ -136,7 +136,7 @@ impl Watch {
                 }
                 Err(NvmlError::Timeout) => {}
                 Err(e) => {
-                    debug!("no events any more: {e}");
+                    debug!("cannot receive further events: {e}");
                     self.query(nvml)?;
                     return Ok(true);
                 }
@@ -149,7 +149,7 @@ impl Watch {
         let config = self.config.borrow().clone();
         match self.faults.happened(&uuid, event, &config.health.ignored_xids, Instant::now()) {
             true => info!("{uuid}: {event:?}"),
-            false => debug!("{uuid}: {event:?}, which is not held against it"),
+            false => debug!("{uuid}: ignoring {event:?}, which does not make the GPU unhealthy"),
         }
     }
 

@@ -33,10 +33,10 @@ pub async fn follow(control: PathBuf, config: watch::Receiver<Arc<Config>>, repo
                 None
             }
             Ok(Err(why)) => Some(why),
-            Err(_) => Some(format!("{} gives no answer", control.display())),
+            Err(_) => Some(format!("{} does not answer", control.display())),
         };
         if let Some(why) = &silence {
-            debug!("the scheduler cannot be asked: {why}");
+            debug!("cannot query the scheduler: {why}");
             proxy = None;
         }
         let silence =

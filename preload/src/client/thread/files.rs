@@ -164,10 +164,10 @@ impl ClientThread {
             file.close_in_program();
             let mut guard = space.lock();
             if guard.land(file) {
-                trace!("GPU {}: {} bytes are in a file", gpu.index, guard.account.in_file);
+                trace!("GPU {}: {} bytes of memory are in the swap file", gpu.index, guard.account.in_file);
                 trace!("{} bytes were written to the file", file.written());
                 if guard.account.is_lost {
-                    trace!("GPU {}: memory that was on the disk is lost", gpu.index);
+                    trace!("GPU {}: lost memory that was in the swap file", gpu.index);
                 }
                 gpu.report(&guard.account);
             }

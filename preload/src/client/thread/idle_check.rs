@@ -49,7 +49,7 @@ impl IdleCheck {
         if since.elapsed() < PATIENCE {
             return Idleness::Pending;
         }
-        trace!("GPU {}: the driver does not say that the contexts are idle, so memory stays", gpu.index);
+        trace!("GPU {}: keeping memory on the GPU, because the driver does not report its contexts as idle", gpu.index);
         Idleness::Busy
     }
 }

@@ -185,7 +185,7 @@ impl ClientThread {
     /// earlier.
     fn step(&mut self) -> Duration {
         if self.ungated && !core::mem::replace(&mut self.reported, true) && settings::get().asked_for {
-            self.report_offline("programs run at the same time, and take turns by a lock file where memory is short");
+            self.report_offline("programs run concurrently, and take turns by a lock file if memory is short");
         }
         let mut wait = Duration::from_secs(3600);
         if let Some(since) = self.disconnected_since {

@@ -100,7 +100,11 @@ impl ClientThread {
     /// including which locks it holds.
     pub(super) fn resume(&mut self) {
         self.forget_preparation();
-        if self.greet_successor() { self.tell_successor(None) } else { self.disconnected("it does not read") }
+        if self.greet_successor() {
+            self.tell_successor(None)
+        } else {
+            self.disconnected("it does not read its messages")
+        }
     }
 
     /// Introduces this process to a scheduler that has taken over the connection. Returns `false` if the
@@ -123,7 +127,7 @@ impl ClientThread {
         for gpu in gpu::attached() {
             gpu.introduce_again(named.unwrap_or(0) & (1 << gpu.index) != 0, shared::introduce);
             if !gpu.is_introduced() && !gpu.is_refused() {
-                return self.disconnected("it does not read");
+                return self.disconnected("it does not read its messages");
             }
             let turn = self.turn(gpu);
             turn.contend(gpu, None);
@@ -132,7 +136,7 @@ impl ClientThread {
         // A process that was asleep held no lock.
         let is_told = || named.is_some() || connection::send(&ClientMessage::Held { gpus: held });
         if !(outbox::flush() && is_told()) {
-            return self.disconnected("it does not read");
+            return self.disconnected("it does not read its messages");
         }
         // The new scheduler may have discarded requests of other threads, so waiting threads repeat their
         // requests.

@@ -264,7 +264,7 @@ impl ClientThread {
                 prepared.is_tried = try_driver();
             }
             if prepared.is_tried && has_answered() {
-                trace!("the process is on its GPUs, and no scheduler says so");
+                trace!("the process is on its GPUs, but no scheduler has resumed it");
                 self.wake_up(Moves::default());
                 return Duration::ZERO;
             }
@@ -300,7 +300,7 @@ impl ClientThread {
                     prepared.named = name_gpus(socket, self.version);
                 }
                 if !(is_greeted && connection::send(&ClientMessage::Held { gpus: 0 })) {
-                    self.disconnected_asleep("it does not read");
+                    self.disconnected_asleep("it does not read its messages");
                 }
             }
             (Sleep::Prepared(prepared), message) => prepared.messages.push((message, descriptors)),
@@ -343,7 +343,7 @@ impl ClientThread {
         }
         let Prepared { messages, lost, connected, has_successor, named, .. } = prepared;
         let is_known = gpus.iter().all(|(gpu, before, now)| gpu.is_refused() || moved.now(*before) == *now);
-        let unknown = || (!is_known).then(|| "it takes this process for one on other GPUs".into());
+        let unknown = || (!is_known).then(|| "it expects this process on other GPUs".into());
         if let Some(why) = lost.or_else(unknown) {
             self.disconnected(&why);
         }

@@ -208,6 +208,6 @@ impl Mover {
         let Some(fingerprints) = self.ready.first_mut().and_then(|ready| ready.fingerprints(&chunks)) else { return };
         let copied = self.plan.iter_mut().filter(|leaving| leaving.is_copied);
         copied.zip(fingerprints).for_each(|(leaving, fingerprint)| leaving.fingerprint = Some(fingerprint));
-        trace!("fingerprints of {} chunks in {} µs", chunks.len(), begin.elapsed().as_micros());
+        trace!("computed fingerprints of {} chunks in {} µs", chunks.len(), begin.elapsed().as_micros());
     }
 }

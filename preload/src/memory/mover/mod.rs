@@ -242,7 +242,7 @@ impl Mover {
         if guard.is_releasing() || guard.tidy_buffers(TIDY_BATCH) {
             return Duration::MAX; // the waiter wakes this thread
         }
-        trace!("idle host memory may be paged out");
+        trace!("advised the kernel to page out idle host memory");
         self.untidy_since = None;
         Duration::MAX
     }

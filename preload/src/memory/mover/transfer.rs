@@ -65,7 +65,7 @@ impl CopyContext {
         let fingerprinter = self.fingerprinter.as_mut()?;
         let result = fingerprinter.as_mut()?.fingerprints(chunks, self.stream);
         if result == Err(ERROR_TIMEOUT) {
-            trace!("the kernel for fingerprints does not end");
+            trace!("the fingerprint kernel does not finish");
             core::mem::forget(fingerprinter.take()); // the kernel may still read and write its buffers
         }
         result.ok()

@@ -76,7 +76,7 @@ impl<'a> Devices<'a> {
         let Some(text) = self.answer(device.uuid()) else { return };
         match parse_uuid(&text) {
             Some(uuid) => self.found.push(Found { device, gpu: GpuId(uuid), kind, index, minor }),
-            None => debug!("NVML names a GPU {text:?}, which is no UUID"),
+            None => debug!("NVML returned an invalid GPU UUID: {text:?}"),
         }
     }
 

@@ -146,7 +146,7 @@ pub fn start(reports: UnboundedSender<Report>) -> mpsc::Sender<Query> {
     // The thread ends after the scheduling loop: it then can send no more reports.
     let started = thread::Builder::new().name("nvml".into()).spawn(move || drop(supervisor.serve(&queries)));
     if let Err(e) = started {
-        let _ = reports.send(Report::State(NvmlState::Failed(format!("there is no thread for it: {e}"))));
+        let _ = reports.send(Report::State(NvmlState::Failed(format!("cannot start its thread: {e}"))));
     }
     ask
 }
@@ -257,7 +257,7 @@ impl Supervisor {
                 }
                 if has_changed {
                     // NVML finds new GPUs only during its initialisation.
-                    debug!("the driver has other GPUs than before, or is another");
+                    debug!("reopening NVML: the driver or its GPUs have changed");
                     self.close();
                     self.schedule.closed();
                     self.schedule.need(now);
@@ -266,7 +266,7 @@ impl Supervisor {
             }
             Due::Open => self.open()?,
             Due::Close => {
-                debug!("closing NVML, which no client uses");
+                debug!("closing NVML: no program uses a GPU");
                 self.close();
                 self.schedule.closed();
             }
@@ -299,7 +299,7 @@ impl Supervisor {
 
     fn close(&mut self) {
         if let Some(Err(e)) = self.nvml.take().map(|opened| opened.into_owner().shutdown()) {
-            debug!("NVML does not shut down: {e}");
+            debug!("cannot shut down NVML: {e}");
         }
     }
 
