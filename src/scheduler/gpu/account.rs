@@ -17,9 +17,9 @@ const MOST: u64 = 1 << 44;
 /// the next step is still being copied. Copies run at full speed from 64 MiB on, so a step is
 /// several chunks of that size.
 const STEP: u64 = 256 << 20;
-/// A report may exceed the measurement by one part in `SLACK_PART` of the measured bytes, and by at
-/// most `SLACK`, because the client may just have mapped a chunk. A measurement of 0 bytes gets no
-/// slack: the slack of many clients without memory would add up.
+/// A report may exceed the measurement because the client may just have mapped a chunk. The excess
+/// is at most one part in `SLACK_PART` of the measured bytes, and at most `SLACK`. A measurement of
+/// 0 bytes gets no slack: the slack of many clients without memory would add up.
 const SLACK_PART: u64 = 16;
 const SLACK: u64 = 64 << 20;
 /// The granularity of GPU memory. A measurement may be lower than the report by this much.

@@ -28,7 +28,7 @@ impl Gpu {
     }
 
     /// Counts the clients to defer. A client is deferred if its context would leave an attached
-    /// client too little memory for that client's whole demand, so that the attached client could
+    /// client too little memory for that client's whole demand. The attached client could then
     /// never run again. The deferred client waits until the attached client needs less or detaches.
     pub fn count_deferred(&mut self, cx: Context) {
         if self.contexts.is_empty() && self.contexts.deferred() == 0 {

@@ -4,10 +4,9 @@
 //! measurement that begins after the failure. If the measurement shows less free memory than was
 //! assumed, that explains the failure: the ledger is overdrawn, and memory of other clients is
 //! evicted.
-//!
-//! If the measurement still shows enough free memory, that memory is unusable: it is fragmented, or
-//! its use is not measured. The unusable bytes become the client's *shortfall*. The client then
-//! needs the shortfall in addition to its reported demand, and is granted the GPU again only after
+//!  If the measurement still shows enough free memory, that memory is unusable: it is fragmented,
+//! or its use is not measured. The unusable bytes become the client's *shortfall*. The client then
+//! needs these bytes in addition to its reported demand. It is granted the GPU again only after
 //! that amount of other clients' memory has been evicted. Each further failure in a row doubles the
 //! amount, up to all evictable memory of other clients. If mapping keeps failing although no other
 //! client has memory on the GPU, the demand cannot be met, and the client is notified.

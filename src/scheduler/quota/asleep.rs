@@ -1,8 +1,7 @@
 //! Clients that are off their GPUs, or are leaving them or returning to them. Each client's limit
-//! is its present memory, so that other clients can use the rest, and so that the client can be
-//! moved to a GPU without spare memory. The lower limit is sent before the order to prepare, so a
-//! prepared client has acknowledged it. Requests for a higher limit are handled as for any other
-//! client.
+//! is its present memory. Other clients can use the rest, and the client can be moved to a GPU
+//! without spare memory. The lower limit is sent before the order to prepare, so a prepared client
+//! has acknowledged it. Requests for a higher limit are handled as for any other client.
 
 use super::{Context, Quota, limit::Limit};
 use crate::{api::*, effects::Effects};
