@@ -192,9 +192,9 @@ impl Account {
         (mapped.min(verified.max(self.frees.high(self.allowed().max(lapsed)))), pinned.min(verified))
     }
 
-    /// The most bytes that the last measurement supports. This is the measured value plus a
-    /// sixteenth (at most 64 MiB), for rounding and for chunks mapped after the measurement.
-    /// `None`: the client was never measured.
+    /// The most bytes that the last measurement supports: the measured value plus a sixteenth (at
+    /// most 64 MiB). The addition covers rounding and chunks mapped after the measurement. `None`:
+    /// the client was never measured.
     fn verified(&self) -> Option<u64> {
         self.found.map(|bytes| bytes.saturating_add((bytes / SLACK_PART).min(SLACK)))
     }
@@ -227,8 +227,8 @@ impl Account {
         self.is_checked |= self.measurement_is_late_at().is_some_and(|at| at <= now);
     }
 
-    /// Whether the believed report exceeds the measured memory. This is possible within the
-    /// client's allowance.
+    /// Whether the believed report exceeds the measured memory. Within its allowance, a client can
+    /// report more than was measured and be believed.
     pub fn is_overstated(&self) -> bool {
         self.verified().is_some_and(|most| self.report.mapped > most)
     }
@@ -238,7 +238,7 @@ impl Account {
         self.claimed.0
     }
 
-    /// Records that the client's process is off its GPUs and has no memory there, whatever it
+    /// Records that the client's process is off its GPUs and has no memory on them, whatever it
     /// reported. `verifies`: the clients of this GPU are measured.
     pub fn is_off(&mut self, verifies: bool) {
         (self.report.mapped, self.report.pinned, self.claimed, self.refuted) = (0, 0, (0, 0), (0, 0));

@@ -8,7 +8,7 @@ use crate::{
 };
 
 /// The reserve and the estimated size of a context are each at most a GPU's size divided by this
-/// number, because contexts are smaller on small GPUs.
+/// number. Contexts are smaller on small GPUs.
 const SMALLEST_PART: u64 = 16;
 /// The highest limit, and the highest demand that counts (16 TiB). The cap keeps sums from
 /// overflowing.
@@ -58,7 +58,8 @@ impl Gpu {
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(taken)
     }
 
-    /// Bytes set aside for contexts and other programs, including memory kept free for other programs.
+    /// Bytes set aside for contexts and other programs, including memory kept free for other
+    /// programs.
     pub(crate) fn overhead(&self, settings: &Settings) -> u64 {
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.usable(settings))
     }

@@ -1,10 +1,11 @@
-//! Raises allowances up to the clients' needs. Raises the allowances of holders that keep growing
-//! beyond their needs.
+//! Raises allowances: up to the clients' needs, and beyond their needs for holders that keep
+//! growing.
 
 use super::{Account, Context, Gpu};
 use crate::{api::*, effects::Effects};
 
-/// A smaller credit is not worth a message, unless it meets the client's need.
+/// A smaller credit is sent only if it meets the client's need. Otherwise it is not worth a
+/// message.
 const CREDIT_STEP: u64 = 2 << 20;
 /// Bytes that a growing holder may map beyond its need. A holder allocates about this much in some
 /// milliseconds. The credit is at most one part in `AHEAD_PART` of the free bytes.
@@ -71,7 +72,7 @@ impl Gpu {
             return need; // an allowance below the client's present memory would make it evict
         }
         // An earlier client leaves bytes free only if they are unverified for that client or too
-        // few for it. These bytes stay reserved for the earlier client.
+        // few for it. So free bytes stay reserved for the earlier client.
         let reserved = reserved_ahead.min(self.free(cx.settings));
         let free = self.free_for(cx, client).saturating_sub(reserved);
         // The client is still charged for its bytes that are being evicted. The client may keep
@@ -85,7 +86,7 @@ impl Gpu {
         need.saturating_sub(self.account(client).map_or(0, |account| account.allowance))
     }
 
-    /// Allows growing holders to map more than they need, as far as bytes are free. Their
+    /// Allows growing holders to map more than they need, as far as bytes are free. The holders'
     /// allocations then need not wait for a message. The excess is taken back when other clients
     /// lack bytes ([`take_back_ahead`](Self::take_back_ahead)).
     pub fn credit_ahead(&mut self, cx: Context, fx: &mut Effects) {

@@ -17,7 +17,7 @@ const MOST_STEPS: u32 = 12;
 /// The first and the longest delay after a failure that the eviction of other clients cannot cure.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
 /// The longest delay on a GPU with other clients. Each attempt of a client that needs the whole GPU
-/// evicts the others, so such attempts are rarer.
+/// evicts the other clients, so its attempts are rarer.
 const BACKOFF_BESIDE_OTHERS: Duration = Duration::from_secs(30);
 /// After this many failures in a row without other clients' memory on the GPU, the mapping counts
 /// as impossible. The delays between the attempts add up to at least 5 s.
@@ -107,7 +107,7 @@ impl Gpu {
     }
 
     /// Bytes that a client needs beyond its demand because it could not map memory that seemed
-    /// free. They are at most the bytes that all other clients can give up.
+    /// free. The result is at most the memory that all other clients can give up.
     pub fn shortfall(&self, cx: Context, client: ClientId) -> u64 {
         let bytes = self.attachments.get(&client).map_or(0, |attachment| attachment.failures.shortfall(cx.now));
         if bytes == 0 {

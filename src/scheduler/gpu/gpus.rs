@@ -73,8 +73,8 @@ impl Gpus {
     }
 
     /// Moves a client's attachment from the GPU `from` to the GPU `to`. The client must be off
-    /// `from` and hold no lock there. Returns whether the attachment was moved: false if the client
-    /// has attached `to`, or a GPU is unknown.
+    /// `from` and must not hold its lock. Returns whether the attachment was moved: false if the
+    /// client has attached `to`, or a GPU is unknown.
     pub fn move_client(&mut self, now: Time, client: ClientId, Move { from, to }: Move) -> bool {
         if self.attachment(client, to).is_some() || !self.contains(to) {
             return false;

@@ -8,7 +8,7 @@ use std::time::Duration;
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ClientLock {
     pub hold: Option<Hold>,
-    /// The client failed to drain in its last hold, so it gets less time to drain in the next one.
+    /// The client failed to drain in its last hold, so it has less time to drain in the next hold.
     /// Cleared by a hold that ends normally.
     pub slow_to_drain: bool,
     pub drains: DrainTime,
@@ -32,9 +32,9 @@ impl ClientLock {
         }
     }
 
-    /// Whether the client holds the lock, cannot drain, and has reported this, now or in its last
-    /// hold. Such a client may have to map more memory before it can drain. A holder that became
-    /// undrainable without a report gets no more memory.
+    /// Whether the client holds the lock, is undrainable, and reported in this hold or its last one
+    /// that it cannot drain. Such a client may have to map more memory before it can drain. A
+    /// holder that became undrainable without a report gets no more memory.
     pub fn may_need_memory(&self) -> bool {
         self.hold.as_ref().is_some_and(|hold| hold.is_undrainable() && (hold.stuck || self.slow_to_drain))
     }
@@ -61,7 +61,7 @@ pub(crate) struct Hold {
     pub since: Time,
     /// How long the GPU was idle before the grant while this client's memory was being moved in.
     pub moved: Duration,
-    /// The request had waited long enough to precede the others of its owner.
+    /// The request had waited long enough to precede the other requests of its owner.
     pub aged: bool,
     /// The owner's finish tag at the grant.
     pub finish_tag: Time,
@@ -92,8 +92,8 @@ pub(crate) struct Hold {
     pub suspended: bool,
     /// The client reported that it cannot drain.
     pub stuck: bool,
-    /// The holder takes longer to drain than usual. It may need other members of its gang in order
-    /// to drain.
+    /// The holder takes longer to drain than usual. The holder may need other members of its gang
+    /// in order to drain.
     pub lags: bool,
     /// The holder did not drain in time. While it is revoked, it does not count as a holder.
     pub undrainable: bool,

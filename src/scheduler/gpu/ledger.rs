@@ -58,7 +58,7 @@ impl Account {
 /// Whether a client's memory can be evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Evictability {
-    /// The client holds the lock. Its memory can be evicted after the client has released the lock.
+    /// The client holds the lock. The client's memory can be evicted after the lock is released.
     Running,
     /// The client has not held the lock since this time.
     Idle(Time),

@@ -41,9 +41,9 @@ impl Gpu {
         fx.touch(self.id);
     }
 
-    /// Unverified bytes that a client cannot use: those of other tenants' clients. During a restore
-    /// they include the bytes of the client's own tenant. If such bytes were still in use, memory
-    /// mapped in their place would be missing for the restore.
+    /// Unverified bytes that a client cannot use: the unverified bytes of other tenants' clients.
+    /// During a restore, the result includes the bytes of the client's own tenant. If such bytes
+    /// were still in use, memory mapped in their place would be missing for the restore.
     pub fn unverified_for(&self, cx: Context, client: ClientId) -> u64 {
         let Some(state) = cx.clients.get(&client) else { return 0 };
         let is_restoring = self.returning.is_some_and(|returning| returning.restored.is_some());

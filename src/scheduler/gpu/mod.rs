@@ -20,8 +20,9 @@
 //! - `others`: memory that is kept free for programs that are not clients.
 //! - `rate`: the speed at which memory moves.
 //!
-//! The decisions about one GPU's memory are methods of [`Gpu`]. They read other components through
-//! a [`Context`] and change only the GPU. They leave commands and timers in [`Effects`]:
+//! The decisions about one GPU's memory are methods of [`Gpu`]. These methods read other components
+//! through a [`Context`] and change only the GPU. The methods leave commands and timers in
+//! [`Effects`]:
 //!
 //! - `credit`, `eviction`: raise and lower allowances.
 //! - `eviction_blocks`: memory that cannot be evicted.
@@ -148,7 +149,7 @@ pub(crate) struct Gpu {
     /// The GPU is being emptied: its clients move to other GPUs or sleep.
     #[serde(default)]
     pub drained: bool,
-    /// The GPU reports errors, so no program should be placed there.
+    /// The GPU reports errors, so no program should be placed on it.
     #[serde(default)]
     pub failing: bool,
     /// The client that waits for its restore on this GPU, or is being restored.
@@ -255,7 +256,8 @@ impl Gpu {
         self.end_return(client);
     }
 
-    /// Ends a client's restore, or the client's wait for a restore. Returns whether there was one.
+    /// Ends a client's restore, or the client's wait for a restore. Returns whether the client was
+    /// being restored or waiting.
     pub fn end_return(&mut self, client: ClientId) -> bool {
         let is_overdue = self.overdue.remove(&client).is_some();
         self.returning.take_if(|returning| returning.client == client).is_some() || is_overdue

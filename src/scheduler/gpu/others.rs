@@ -1,5 +1,5 @@
-//! Bytes that are kept free on a GPU for programs that are not clients. Users request *rooms*;
-//! *headroom* is kept ahead of programs that grow. Memory that other programs have already taken
+//! Bytes that are kept free on a GPU for programs that are not clients. Users request *rooms*.
+//! *Headroom* is kept ahead of programs that grow. Memory that other programs have already taken
 //! from a room or headroom is not kept free a second time. Only the larger of the two is kept free,
 //! because both are for the same programs.
 

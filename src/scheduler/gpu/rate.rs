@@ -7,8 +7,8 @@ use std::time::Duration;
 /// The assumed eviction rate in bytes per second until an eviction is measured, if the link's rate
 /// is unknown. Half the rate of copies to registered memory on an H200.
 const FIRST_RATE: u64 = 24 << 30;
-/// The assumed restore rate in bytes per second if the link's rate is unknown: the rate of copies
-/// from registered memory on an H200 with PCIe 5.
+/// The assumed restore rate in bytes per second if the link's rate is unknown. Equals the rate of
+/// copies from registered memory on an H200 with PCIe 5.
 const RATE_BACK: u64 = 48 << 30;
 /// An eviction of fewer bytes says little about the rate.
 const MEASURABLE: u64 = 64 << 20;

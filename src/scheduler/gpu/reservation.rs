@@ -1,7 +1,7 @@
 //! Reservations: room for allocations that the driver makes inside a client's call, such as code,
 //! stacks, streams and graphs. A client requests a reservation when the driver found no room.
-//! Clients that do not hold the lock then evict that many bytes. The room is kept free for a
-//! moment, in which the client repeats the call.
+//! Clients that do not hold the lock then evict that many bytes. The room is kept free for a moment
+//! while the client repeats the call.
 
 use crate::api::*;
 

@@ -2,23 +2,25 @@
 //!
 //! The same plan would fail again. So the client releases the GPU, and the scheduler requests a
 //! measurement that begins after the failure. If the measurement shows less free memory than was
-//! assumed, that explains the failure: the ledger is overdrawn, and memory of other clients is
+//! assumed, the ledger is overdrawn. This explains the failure, and memory of other clients is
 //! evicted.
-//!  If the measurement still shows enough free memory, that memory is unusable: it is fragmented,
-//! or its use is not measured. The unusable bytes become the client's *shortfall*. The client then
-//! needs these bytes in addition to its reported demand. It is granted the GPU again only after
-//! that amount of other clients' memory has been evicted. Each further failure in a row doubles the
-//! amount, up to all evictable memory of other clients. If mapping keeps failing although no other
-//! client has memory on the GPU, the demand cannot be met, and the client is notified.
+//!
+//! If the measurement still shows enough free memory, that memory is unusable: it is fragmented, or
+//! its use is not measured. The unusable bytes become the client's *shortfall*. The client then
+//! needs these bytes in addition to its reported demand. The client is granted the GPU again only
+//! after that amount of other clients' memory has been evicted. Each further failure in a row
+//! doubles the amount, up to all evictable memory of other clients. If mapping keeps failing
+//! although no other client has memory on the GPU, the demand cannot be met, and the client is
+//! notified.
 //!
 //! A failure is known only from the client's report. So a shortfall changes only the bytes that
 //! this client needs in order to run. The capacity, the limits and the needs of other clients stay
 //! the same.
 //!
-//! A shortfall ends when no client has memory on the GPU any more. It shrinks when a measurement
-//! shows less free memory than the shortfall declares unusable, because some of that memory must
-//! have been used. Otherwise only another mapping can test the shortfall. So the shortfall expires
-//! after a while, and after twice that time if mapping then fails again.
+//! A shortfall ends when no client has memory on the GPU any more. A shortfall shrinks when a
+//! measurement shows less free memory than the shortfall declares unusable, because some of that
+//! memory must have been used. Otherwise only another mapping can test the shortfall. So the
+//! shortfall expires after a while, and after twice that time if mapping then fails again.
 //!
 //! A measurement can also underestimate the free memory. So a client whose demand exceeds the
 //! usable memory gets the whole GPU and may try to map the rest ([`Trial`]). If the trial fails,
@@ -82,7 +84,7 @@ impl Failures {
         self.backoff = Duration::ZERO;
     }
 
-    /// The shortfall in bytes; 0 once it has expired.
+    /// The shortfall in bytes. 0 once the shortfall has expired.
     pub fn shortfall(&self, now: Time) -> u64 {
         if now < self.until { self.unavailable.saturating_add(self.extra) } else { 0 }
     }

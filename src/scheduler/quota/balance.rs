@@ -9,8 +9,8 @@ use std::time::Duration;
 /// How long an attaching client waits for other clients to acknowledge lower limits. After that
 /// time, the client gets a smaller limit itself.
 pub(crate) const FIRST_LIMIT_TIMEOUT: Duration = Duration::from_millis(200);
-/// If a client with a lowered limit acknowledges nothing for this long, it counts as unresponsive.
-/// Its committed bytes then stay promised to it.
+/// If a client with a lowered limit acknowledges nothing for this long, the client counts as
+/// unresponsive. The client's committed bytes then stay promised to it.
 pub(super) const ACK_TIMEOUT: Duration = Duration::from_secs(4);
 
 impl Quota {
@@ -171,7 +171,7 @@ impl Quota {
                 }
                 target
             }
-            // A requested limit is granted completely or not at all: part of the memory would be
+            // A requested limit is granted only in full, because part of the memory would be
             // useless.
             Some(wanted) if wanted.bytes > limit.limit => {
                 let Some(room) = room else { return };
@@ -182,7 +182,7 @@ impl Quota {
                 reach
             }
             // A client that is late to acknowledge a lower limit gets no higher one. Other clients
-            // get its excess as soon as it acknowledges.
+            // get its excess once it acknowledges the lower limit.
             _ if late => return,
             _ => {
                 let Some(room) = room else { return };

@@ -1,6 +1,6 @@
 //! The limits that rules and environments set on a client's memory.
 //!
-//! On each GPU, the members of a group together may use at most their rule's `memory-max`. This
+//! On each GPU, the members of a group together may use at most their rule's `memory-max`. The
 //! bound applies to the members' committed bytes plus their contexts. So the bound holds regardless
 //! of messages in flight and of clients' reports. A client that exceeds its limit uses up its own
 //! group's bound and gains nothing. The group's memory is divided like host memory: each member's
@@ -31,8 +31,8 @@ impl Quota {
         self.entry(client, id).is_some_and(|entry| entry.context.is_none()) && cx.gpus.context(id) > 0
     }
 
-    /// The highest sum of the demands of a client's group on a GPU: its `memory-max` minus the members' contexts.
-    /// `None`: no limit.
+    /// The highest sum of the demands of a client's group on a GPU: its `memory-max` minus the
+    /// members' contexts. `None`: no limit.
     pub(super) fn group_bound(&self, cx: Context, client: ClientId, id: GpuId) -> Option<u64> {
         let max = cx.rules.memory_max(client, cx.gpus.total(id))?;
         Some(max.saturating_sub(self.contexts_of_group(cx, client, id)))
@@ -53,8 +53,8 @@ impl Quota {
         entries.fold(0, |sum, entry| sum.saturating_add(of(entry)))
     }
 
-    /// Whether the demand of a client or of its group exceeds its limit on a GPU. This happens when
-    /// the limit was lowered.
+    /// Whether the demand of a client or of its group exceeds its limit on a GPU. A demand can
+    /// exceed a limit that was lowered.
     pub fn is_over(&self, cx: Context, client: ClientId, id: GpuId) -> bool {
         let demand = |entry: &ClientLimit| entry.limit.demand();
         let group = || self.group_bound(cx, client, id);
@@ -64,8 +64,8 @@ impl Quota {
         cx.rules.is_bounded(client) && (is_over() || is_over_env())
     }
 
-    /// Bytes by which the allowances of a client and its group exceed their limits. `allowance` returns a client's
-    /// allowance.
+    /// Bytes by which the allowances of a client and its group exceed their limits. `allowance`
+    /// returns a client's allowance.
     pub fn surplus(&self, cx: Context, client: ClientId, id: GpuId, allowance: impl Fn(ClientId) -> u64) -> u64 {
         let has = cx.rules.group_peers(client).fold(0u64, |sum, member| sum.saturating_add(allowance(member)));
         let of_group = has.saturating_sub(self.group_bound(cx, client, id).unwrap_or(u64::MAX));

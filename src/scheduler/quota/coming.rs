@@ -1,9 +1,9 @@
 //! Room on a GPU for clients that are about to be moved to it, or may have to be moved back to it.
 //!
-//! The memory of such clients is set aside among the limits of that GPU as if they were already
-//! attached there. The limits of other clients are lowered, and do not rise until there is room. So
-//! a move never uses memory that is still promised to other clients. A move is also not refused
-//! because of memory that other clients may never use.
+//! The memory of such clients is set aside among the limits of that GPU as if the clients had
+//! already attached it. The limits of other clients are lowered, and do not rise until there is
+//! room. So a move never uses memory that is still promised to other clients. A move is also not
+//! refused because of memory that other clients may never use.
 //!
 //! A moved client keeps its place on the old GPU until it is restored on the new one. Until then,
 //! its place on the old GPU is not promised to other clients.
@@ -39,7 +39,7 @@ pub(crate) struct Expected {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum RoomToMove {
     None,
-    /// There will be room once other clients have acknowledged lower limits.
+    /// Room will exist once other clients have acknowledged lower limits.
     Later,
     Now,
 }
@@ -149,9 +149,10 @@ impl Quota {
     }
 
     /// Checks whether the bytes promised to a client on one GPU can be promised on another. Host
-    /// memory must suffice for the bytes that do not fit there, and the client's group must stay
-    /// within its limit. `keeps`: the client's place on the first GPU stays reserved, because the
-    /// client may be moved back. `away`: the client does not acknowledge lower limits any more.
+    /// memory must suffice for the bytes that do not fit on the second GPU, and the client's group
+    /// must stay within its limit. `keeps`: the client's place on the first GPU stays reserved,
+    /// because the client may be moved back. `away`: the client no longer acknowledges lower
+    /// limits.
     pub fn room_to_move(&self, cx: Context, client: ClientId, place: Expected, keeps: bool, away: bool) -> RoomToMove {
         let Expected { to: both, .. } = place;
         let Some(entry) = self.entry(client, both.from) else { return RoomToMove::None };
@@ -172,8 +173,8 @@ impl Quota {
         {
             return RoomToMove::Now;
         }
-        // The smallest possible promises to this client and to the others, once all have
-        // acknowledged lower limits.
+        // The smallest possible promises to this client and to the other clients, once all clients
+        // have acknowledged lower limits.
         let least = |id: GpuId| {
             let clients = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.clients);
             clients.fold(0, |sum: u64, (client, entry)| sum.saturating_add(self.least(cx, *client, &entry.limit)))
@@ -210,7 +211,8 @@ impl Quota {
         of(from).saturating_add(of(to)).min(self.host.committed)
     }
 
-    /// Checks whether host memory suffices for the memory that does not fit on the GPUs after a move.
+    /// Checks whether host memory suffices for the memory that does not fit on the GPUs after a
+    /// move.
     fn fits(&self, cx: Context, place: Expected, keeps: bool, sums: &Sums) -> bool {
         let Expected { to: Move { from, to }, context } = place;
         let (offer_here, offer_there) = (cx.gpus.offer(from), cx.gpus.offer(to));

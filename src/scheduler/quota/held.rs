@@ -1,11 +1,12 @@
-//! Limit requests that are held until the next measurement. There are three reasons:
+//! Limit requests that are held until the next measurement. A request is held for one of three
+//! reasons:
 //!
 //! - The request exceeds the room that the last measurement showed. Other programs may have freed
 //!   memory since.
 //! - The request exceeds a rule's limit together with a context of unknown size, which may be
 //!   small.
-//! - The request lacks only the room set aside for contexts under creation. It is held until those
-//!   contexts are measured.
+//! - The request lacks only the room set aside for contexts under creation. The request is held
+//!   until these contexts are measured.
 
 use super::{Context, Quota};
 use crate::{api::*, effects::Effects, timers::Wake};

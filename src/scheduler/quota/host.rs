@@ -25,8 +25,8 @@ pub(super) struct Host {
     all_changed: bool,
     /// Committed bytes have changed while memory is scarce, so limits can rise further.
     freed: bool,
-    /// A demand has changed since limits were last computed. This change alone does not trigger a
-    /// recomputation.
+    /// A demand has changed since limits were last computed. A changed demand alone does not
+    /// trigger a recomputation.
     demand_changed: bool,
 }
 

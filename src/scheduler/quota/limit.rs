@@ -9,7 +9,7 @@ use crate::api::{Denial, Time};
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// A client with this many unacknowledged limits counts as unresponsive. It is sent no lower
+/// A client with this many unacknowledged limits counts as unresponsive and is sent no lower
 /// limits.
 const MANY_STEPS: usize = 64;
 /// How long memory that a client requested and was granted stays reserved while it is unused.

@@ -1,11 +1,11 @@
-//! Limits on the memory that clients may allocate. The limits keep the memory that does not fit on
-//! the GPUs within host memory: Σ over GPUs of max(0, Σ committed − capacity) ≤ host memory. Rules
-//! and environments may set lower limits.
+//! Limits on the memory that clients may allocate. The memory that does not fit on the GPUs must
+//! fit in host memory: Σ over GPUs of max(0, Σ committed − capacity) ≤ host memory. Rules and
+//! environments may set lower limits.
 //!
 //! Memory that does not fit on a GPU is stored in host memory, which all GPUs share. If host memory
 //! suffices, every client may allocate a whole GPU. Otherwise each client's limit is its demand
-//! plus an equal part of the remaining memory, its *slack*. A client that requests more gets it out
-//! of other clients' slack. A request that can be met is granted, and any other request fails
+//! plus an equal part of the remaining memory, its *slack*. A client that requests more memory gets
+//! part of other clients' slack. A request that can be met is granted, and any other request fails
 //! immediately. A client waits for another client's memory only if a rule says so.
 //!
 //! - `limit`: one client's limit on one GPU, with the changes that it has not acknowledged.
@@ -20,8 +20,8 @@
 //! - `ahead`: host memory that clients allocate before memory on a GPU is evicted to it.
 //! - `asleep`: clients that are off their GPUs. Their limit is their present memory.
 //!
-//! The quota knows demands, limits and requests. It queries [`Capacities`] for the capacity of
-//! GPUs, and [`Rules`] for limits set by rules.
+//! The quota knows demands, limits and requests. The quota queries [`Capacities`] for the capacity
+//! of GPUs, and [`Rules`] for limits set by rules.
 
 mod ahead;
 mod asleep;
@@ -48,7 +48,7 @@ use host::Host;
 use limit::Wanted;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A new limit is sent if it differs by more than this many bytes. This is the driver's own
+/// A new limit is sent if it differs by more than this many bytes. The value is the driver's own
 /// granularity.
 const LIMIT_STEP: u64 = 2 << 20;
 
@@ -86,7 +86,7 @@ pub(crate) struct Quota {
     gpus: BTreeMap<GpuId, GpuLimits>,
     host: Host,
     ahead: Ahead,
-    /// Clients whose process is stopped. They acknowledge nothing.
+    /// Clients whose process is stopped and acknowledges nothing.
     stopped: BTreeSet<ClientId>,
     /// Clients that are off their GPUs, or are leaving or returning. Their limit is their present
     /// memory.
@@ -97,7 +97,8 @@ pub(crate) struct Quota {
     /// Clients for which room was set aside since the last call of `take_expected`.
     #[serde(default)]
     expected: BTreeSet<ClientId>,
-    /// Limits below their target while host memory is scarce. They rise as other clients acknowledge lower limits.
+    /// Limits below their target while host memory is scarce. These limits rise as other clients
+    /// acknowledge lower limits.
     rising: BTreeSet<(GpuId, ClientId)>,
     /// Lowered limits that their clients have not acknowledged.
     falling: BTreeSet<(GpuId, ClientId)>,
@@ -350,7 +351,8 @@ impl Quota {
         }
     }
 
-    /// Whether a member of the client's group is waiting for a limit that depends on the client's demand.
+    /// Whether a member of the client's group is waiting for a limit that depends on the client's
+    /// demand.
     fn is_awaited(&self, cx: Context, client: ClientId, id: GpuId) -> bool {
         let everywhere = cx.rules.swap_max(client).is_some();
         cx.rules.group_peers(client).any(|member| {
@@ -359,8 +361,8 @@ impl Quota {
         })
     }
 
-    /// Whether a client does not acknowledge lower limits. Its memory cannot be promised to other
-    /// clients.
+    /// Whether a client does not acknowledge lower limits. The memory of such a client cannot be
+    /// promised to other clients.
     fn is_unresponsive(&self, cx: Context, client: ClientId, limit: &Limit) -> bool {
         self.stopped.contains(&client)
             || !limit.is_responsive()

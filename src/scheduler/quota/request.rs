@@ -95,8 +95,8 @@ impl Quota {
         false
     }
 
-    /// Grants the requests that can be met, in order. Denies each other request unless its rule
-    /// lets it wait, or outstanding acknowledgements could still help. Returns the granted
+    /// Grants the requests that can be met, in order. Denies the other requests, except if a rule
+    /// lets a request wait, or outstanding acknowledgements could still help. Returns the granted
     /// requests.
     pub(super) fn serve_requests(
         &mut self,

@@ -144,7 +144,8 @@ impl QuotaProblem {
         Ok(())
     }
 
-    /// Whether a request that cannot be granted now could be granted once late clients have acknowledged lower limits.
+    /// Whether a request that cannot be granted now could be granted once late clients have
+    /// acknowledged lower limits.
     pub fn is_possible_later(&self, at: At, bytes: u64, budget: Option<u64>) -> bool {
         self.obstacle(at, bytes, budget, ClientQuota::acknowledged).is_none()
     }
@@ -253,8 +254,8 @@ impl Quota {
         let granted = self.serve_requests(cx, fx, &mut problem, requests, budget);
         problem.divide(&granted);
         let slack = problem.slack(budget);
-        // Each other client may keep an excess of less than one step above its target. That excess
-        // may be all that a granted request lacks.
+        // Each other client may keep an excess of less than one step above its target. The excess
+        // of all clients may be exactly what a granted request lacks.
         let is_awaited = budget.is_some() && !granted.is_empty();
         let target = |gpu: &GpuQuota, quota: &ClientQuota| Target {
             client: quota.client,

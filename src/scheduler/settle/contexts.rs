@@ -1,5 +1,6 @@
-//! Admission of CUDA contexts. A client that is about to create a context waits until there is room
-//! for it, at most [`ATTACH_TIMEOUT`]. A deferred client waits longer (see `gpu::contexts`).
+//! Admission of CUDA contexts. A client that is about to create a context waits until the GPU has
+//! room for it, but at most for [`ATTACH_TIMEOUT`]. A deferred client waits longer (see
+//! `gpu::contexts`).
 
 use crate::{api::*, machine::Machine, quota::FIRST_LIMIT_TIMEOUT};
 use std::time::Duration;
@@ -9,7 +10,7 @@ use std::time::Duration;
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How long a restore may take once it has room. After that time, other clients that attach or wake
-/// do not wait for it any more, because a stopped process can delay its restore indefinitely.
+/// no longer wait for it. A stopped process can delay its restore indefinitely.
 pub(super) const RESTORE: Duration = Duration::from_secs(10);
 
 impl Machine {

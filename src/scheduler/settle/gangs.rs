@@ -149,7 +149,8 @@ impl Machine {
         }
     }
 
-    /// Updates a client's gang after its rule changed. Its requests become requests of the new gang.
+    /// Updates a client's gang after its rule changed. Its requests become requests of the new
+    /// gang.
     pub(crate) fn update_gang(&mut self, client: ClientId) {
         let Some(state) = self.clients.get(&client) else { return };
         let is_gang = |group: &GroupId| self.rules.limits(*group).is_some_and(|limits| limits.gang);

@@ -2,7 +2,7 @@
 //! holders. Settling an unchanged GPU does nothing.
 //!
 //! Each component owns its state and the decisions about it. For example, `gpu` decides on one
-//! GPU's memory. This module makes the decisions that change several components.
+//! GPU's memory. The module `settle` makes the decisions that change several components.
 //!
 //! Memory:
 //! - `serve`: bytes for holders and then for the queue, and grants. `protection`: memory beyond the
@@ -51,7 +51,7 @@ const CONFLICT_LOOK: Duration = Duration::from_millis(100);
 struct Pressure {
     /// Lacking bytes that only holders can free.
     short: u64,
-    /// The holder that itself lacks these bytes. It is not asked to free them.
+    /// The holder that itself lacks these bytes and is not asked to free them.
     grower: Option<ClientId>,
     /// Holders or reservations lack bytes, in addition to the queue.
     overdue: bool,

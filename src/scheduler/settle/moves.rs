@@ -78,8 +78,8 @@ impl Machine {
     }
 
     /// Whether another GPU has room for a client. Its context and demand must fit beside
-    /// unevictable memory, and its context must fit beside the need of any other client there. Also
-    /// checks whether the bytes promised to the client can be promised on that GPU.
+    /// unevictable memory, and its context must fit beside the need of any other client on that
+    /// GPU. Also checks whether the bytes promised to the client can be promised on that GPU.
     fn room_for(&self, client: ClientId, both @ Move { from, to }: Move) -> RoomToMove {
         let (Some(account), Some(gpu)) = (self.gpus.account(client, from), self.gpus.get(to)) else {
             return RoomToMove::None;
@@ -160,15 +160,15 @@ impl Machine {
         self.gpus.get(id).is_some_and(|gpu| gpu.drained)
     }
 
-    /// Whether a client has a context on a drained GPU, or would be restored there.
+    /// Whether a client has a context on a drained GPU, or would be restored on one.
     fn has_drained(&self, client: ClientId) -> bool {
         let is_awake = self.sleep.view(client).phase == SleepPhase::Awake;
         let has_context = |id| self.gpus.attachment(client, id).is_some_and(|attachment| attachment.attached.is_some());
         self.gpus.of_client(client).into_iter().any(|id| self.is_drained(id) && (!is_awake || has_context(id)))
     }
 
-    /// Takes a client off its GPUs because one of them is drained, or restores the client because
-    /// none is drained any more.
+    /// Takes a client off its GPUs if one of them is drained. Restores the client if none is
+    /// drained.
     pub(crate) fn drain_client(&mut self, client: ClientId) {
         let (is_drained, number) = (self.has_drained(client), self.effects.number());
         let step = self.sleep.set_drained(client, is_drained, number);

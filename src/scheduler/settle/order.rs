@@ -97,8 +97,8 @@ impl Machine {
         self.enqueue(entity);
     }
 
-    /// Removes requests from a queue if they would only block other GPUs. This happens when a
-    /// request of a better tier waits in this queue.
+    /// Removes requests from a queue if they would only block other GPUs. A request blocks other
+    /// GPUs if a request of a better tier waits in this queue.
     pub(crate) fn defer_behind(&mut self, id: GpuId) {
         if !self.model().shares().have_classes() {
             return;
@@ -122,7 +122,8 @@ impl Machine {
         self.effects.touch_all(self.gpus.ids());
     }
 
-    /// Moves requests whose class depends on usage to their current positions. Returns the time of the next check.
+    /// Moves requests whose class depends on usage to their current positions. Returns the time of
+    /// the next check.
     pub(crate) fn reclassify(&mut self, id: GpuId) -> Option<Time> {
         if !self.model().shares().are_watched() {
             return None;

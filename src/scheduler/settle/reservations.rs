@@ -1,4 +1,5 @@
-//! Serves reservations (see `gpu::reservation`): clients that do not hold the lock evict the requested bytes.
+//! Serves reservations (see `gpu::reservation`): clients that do not hold the lock evict the
+//! requested bytes.
 
 use crate::{api::*, gpu::Gpu, gpu::reservation::Reservation, machine::Machine};
 use std::time::Duration;
@@ -18,7 +19,7 @@ pub(crate) struct ReservationNeeds {
     pub lacking: u64,
     /// Bytes that only holders can free.
     pub short: u64,
-    /// The client that needs the `short` bytes. It is not asked to free them.
+    /// The client that needs the `short` bytes and is not asked to free them.
     pub caller: Option<ClientId>,
     /// The time of the next check.
     pub next: Option<Time>,
@@ -38,8 +39,8 @@ impl Machine {
         self.touch(id);
     }
 
-    /// Reserves free bytes and evicts memory for the rest. `reserved_ahead` bytes of those being
-    /// freed are reserved for earlier needs.
+    /// Reserves free bytes and evicts memory for the rest. Of the bytes being freed,
+    /// `reserved_ahead` are reserved for earlier needs.
     pub(crate) fn serve_reservations(&mut self, id: GpuId, reserved_ahead: u64) -> ReservationNeeds {
         let now = self.now;
         let mut all = ReservationNeeds::default();

@@ -128,9 +128,9 @@ impl Machine {
         }
     }
 
-    /// Serves holders that cannot drain, which may need more bytes in order to drain. They are
-    /// served after all waiting requests, and no holder frees memory for them. Returns the bytes
-    /// that they lack.
+    /// Serves holders that cannot drain, which may need more bytes in order to drain. Such holders
+    /// are served after all waiting requests, and no other holder frees memory for them. Returns
+    /// the bytes that undrainable holders lack.
     pub(super) fn serve_undrainable(&mut self, id: GpuId) -> u64 {
         let holders = self
             .gpus
@@ -149,8 +149,8 @@ impl Machine {
     }
 
     /// Whether a request fits on the GPU. A request that does not fit leaves the queue until
-    /// unevictable memory becomes evictable, so that it does not delay others. A gang that is too
-    /// large together is split instead.
+    /// unevictable memory becomes evictable, so that it does not delay other requests. A gang that
+    /// is too large together is split instead.
     fn fits(&mut self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
         if self.model().has_room(entity, id, members) {
             return true;

@@ -1,5 +1,5 @@
 //! Clients that are taken off their GPUs, and restored. `sleep` tracks each client's progress. This
-//! module applies the progress to the lock, to memory and to contexts.
+//! module applies each change to the lock, to memory and to contexts.
 //!
 //! A client that is held off its GPUs gets no lock and no memory. A paused client's locks are first
 //! revoked, like any holder's. A client is restored when all of its GPUs have room for its
@@ -283,8 +283,8 @@ impl Machine {
         self.schedule_sleep(client);
     }
 
-    /// Updates the limits for a client's sleep, on the GPU that it will be moved to, and on the
-    /// GPUs that it may be moved back to.
+    /// Updates a client's limits for its sleep. Sets room aside on the GPU that the client will be
+    /// moved to, and on the GPUs that it may be moved back to.
     pub(crate) fn limit_sleeper(&mut self, client: ClientId) {
         let is_asleep = self.sleep.view(client).phase != SleepPhase::Awake;
         let place = |to: Move| Expected { to, context: self.context_elsewhere(client, to.from) };

@@ -1,11 +1,11 @@
 //! Clients that do not answer: a holder that cannot drain, a stopped process, or a client that is
-//! slow to evict. The scheduler waits, asks again, or schedules around such clients. It never
-//! punishes them, because they may be waiting for another client themselves.
+//! slow to evict. The scheduler waits, asks again, or schedules around such clients. The scheduler
+//! never punishes such clients, because they may be waiting for another client themselves.
 //!
 //! A holder is *undrainable* if it reports itself stuck or does not answer, and does not drain in
-//! time. It does not count as a holder any more, and other clients are admitted beside it where its
-//! memory leaves room. It is still revoked periodically, and counts again once it has released the
-//! lock.
+//! time. An undrainable holder no longer counts as a holder, and other clients are admitted beside
+//! it where its memory leaves room. The holder is still revoked periodically, and counts again once
+//! it has released the lock.
 //!
 //! A client that does not answer is charged only for its measured memory and gets no more. So a
 //! process cannot withhold memory that it does not have on the GPU, whatever it reported.
@@ -188,7 +188,7 @@ impl Machine {
             self.lags(client, *id);
         }
         self.schedule_around(client, undrainable);
-        // Locks that were revoked together are revoked again together, or not at all.
+        // Locks that were revoked together are revoked again only together.
         let wanted = again.0.iter().any(|id| self.model().is_wanted_from(client, *id));
         let unwanted = if wanted { GpuSet::new() } else { std::mem::take(&mut again.0) };
         for id in &unwanted {

@@ -1,5 +1,5 @@
-//! Clients that are off their GPUs, and each client's progress in leaving them and returning: awake
-//! → preparing → checkpointing → asleep → waking → restoring → awake.
+//! Clients that are off their GPUs, and each client's stages: awake → preparing → checkpointing →
+//! asleep → waking → restoring → awake.
 //!
 //! - A preparation ends with the client's own answer, or with a timeout. After a timeout the client
 //!   is not asked again until it has answered. So a late answer cannot be mistaken for the answer
@@ -13,10 +13,10 @@ use nvshare_wire::moves::MAX_MOVES;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// How long a client may take to prepare. This is longer than the library itself waits.
+/// How long a client may take to prepare. The time is longer than the library itself waits.
 const PREPARATION: Duration = Duration::from_secs(40);
 /// How long a client that is moved while asleep waits for other clients to acknowledge lower
-/// limits. This is a little longer than the quota waits for acknowledgements.
+/// limits. The time is a little longer than the quota waits for acknowledgements.
 const ROOM: Duration = Duration::from_secs(5);
 /// The first and the longest delay before a failed step is retried. The delay doubles with each
 /// failure.
@@ -50,7 +50,7 @@ pub(crate) enum Step {
     Sleeps,
     /// The client is off its GPUs and waits for room to be restored.
     Wakes,
-    /// The client runs. It has to be notified, because it was asked to prepare.
+    /// The client runs and has to be notified, because it was asked to prepare.
     Runs,
     /// The client runs and already knows that it is awake.
     Stays,
@@ -225,8 +225,8 @@ impl Sleep {
         self.clients.get(&client)?.tried
     }
 
-    /// Whether a client must sleep even if it has work. This is so if the client is paused, about
-    /// to be moved, or drained.
+    /// Whether a client must sleep even if it has work. Paused and drained clients, and clients
+    /// about to be moved, must sleep.
     pub fn is_ordered(&self, client: ClientId) -> bool {
         self.clients.get(&client).is_some_and(Entry::is_ordered)
     }
@@ -379,8 +379,8 @@ impl Sleep {
         self.clients.get(&client).is_some_and(|entry| entry.missed.contains(&id))
     }
 
-    /// Records that the attachment of a sleeping client is now on another GPU. `is_drained`: another of the client's
-    /// GPUs is still drained.
+    /// Records that the attachment of a sleeping client is now on another GPU. `is_drained`:
+    /// another of the client's GPUs is still drained.
     pub fn moved(&mut self, client: ClientId, to: Move, is_drained: bool, number: u64) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         let home = entry.homes.remove(&to.from).unwrap_or(to.from);
@@ -418,7 +418,7 @@ impl Sleep {
         homes.into_iter().flatten().map(|(to, from)| Move { from: *from, to: *to }).collect()
     }
 
-    /// The moves that return a client to the GPUs where its process was. They are made if the
+    /// The moves that return a client to the GPUs where its process was. The moves are made if the
     /// process cannot be restored on its new GPUs.
     pub fn ways_back(&self, client: ClientId) -> Vec<Move> {
         let moves = if self.state_of(client) == Stage::Lost { Vec::new() } else { self.moves(client) };
