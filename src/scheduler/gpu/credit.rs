@@ -7,8 +7,8 @@ use crate::{api::*, effects::Effects};
 /// A smaller credit is sent only if it meets the client's need. Otherwise it is not worth a
 /// message.
 const CREDIT_STEP: u64 = 2 << 20;
-/// Bytes that a growing holder may map beyond its need. A holder allocates about this much in some
-/// milliseconds. The credit is at most one part in `AHEAD_PART` of the free bytes.
+/// Bytes that a growing holder may map beyond its need. A holder allocates about this much within a
+/// few milliseconds. The credit is at most one part in `AHEAD_PART` of the free bytes.
 const AHEAD: u64 = 1 << 30;
 const AHEAD_PART: u64 = 4;
 

@@ -145,7 +145,8 @@ impl Gpu {
         asked
     }
 
-    /// The bytes of each group with `memory-low` on the GPU beyond that `memory-low`.
+    /// For each group with `memory-low`: the bytes that its members are allowed on the GPU beyond
+    /// `memory-low`.
     fn unprotected(&self, cx: Context) -> BTreeMap<GroupId, u64> {
         let protected = cx.rules.groups().filter_map(|(group, limits)| {
             let low = limits.memory_low?;

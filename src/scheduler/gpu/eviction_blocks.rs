@@ -1,6 +1,6 @@
-//! Memory that cannot be evicted although its client does not run. The host is full, a context is
-//! broken, or the client does not answer. The memory counts as unevictable, and the scheduler
-//! evicts memory of other clients instead.
+//! Memory that cannot be evicted although its client does not run. The reason is a full host, a
+//! broken context, or a client that does not answer. The memory counts as unevictable, and the
+//! scheduler evicts memory of other clients instead.
 
 use super::{ClientLock, Context, Gpu, Hold, ledger::Evictability};
 use crate::{api::*, effects::Effects, timers::Wake};

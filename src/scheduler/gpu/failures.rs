@@ -10,9 +10,9 @@ use std::time::Duration;
 
 /// How long a failure waits for a measurement to explain it.
 pub(crate) const FAILURE_TIMEOUT: Duration = Duration::from_millis(500);
-/// A failure evicts at least this many bytes: one chunk.
+/// A failure causes the eviction of at least this many bytes: one chunk.
 const STEP: u64 = 64 << 20;
-/// After this many failures in a row, further failures evict no additional memory.
+/// After this many failures in a row, further failures cause no additional eviction.
 const MOST_STEPS: u32 = 12;
 /// The first and the longest delay after a failure that the eviction of other clients cannot cure.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));

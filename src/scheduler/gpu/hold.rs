@@ -78,8 +78,8 @@ pub(crate) struct Hold {
     /// When the turn ends if other clients keep waiting for this holder. Waiters on other GPUs may
     /// extend the turn. `None`: no client waits, or the end is unknown.
     pub ends: Option<Time>,
-    /// Set if the request was backfilled. The entity is the first request, which this request was
-    /// granted ahead of. The time is the end of the backfilled turn.
+    /// Set if the request was backfilled, that is, granted ahead of the GPU's first request.
+    /// Contains that first request and the end of the backfilled turn.
     pub backfills: Option<(Entity, Time)>,
     /// The number of waiters and the grace period last sent to the holder.
     pub told: Option<(u32, Duration)>,

@@ -90,7 +90,7 @@ pub(crate) enum Access {
     Suspended,
 }
 
-/// A GPU's decisions depend on this state of other components.
+/// The state of other components that a GPU's decisions depend on.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     pub now: Time,
@@ -130,8 +130,8 @@ pub(crate) struct Gpu {
     holders: BTreeMap<u64, ClientId>,
     /// The last holder, if it was preempted.
     preempted: Option<ClientId>,
-    /// The entity that is granted the GPU next, and the start of the idle time during which its
-    /// memory is being moved in.
+    /// The entity that is granted the GPU next, and since when the GPU has been idle while that
+    /// entity's memory is being moved in.
     idle_for: Option<(Entity, Time)>,
     pub ledger: Ledger,
     /// A measurement was requested, and its result has not arrived.
@@ -192,7 +192,7 @@ pub(crate) struct Attachment {
     keeps_growing: bool,
 }
 
-/// A client's records while they are moved from one GPU to another. The client is off both GPUs.
+/// A client's records during a move from one GPU to another. The client is off both GPUs.
 #[derive(Debug)]
 struct Moved {
     attachment: Attachment,

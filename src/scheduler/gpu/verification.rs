@@ -1,6 +1,6 @@
 //! Frees that clients reported and no measurement has confirmed. Freed bytes are available to other
-//! clients of the same tenant immediately. Clients of other tenants get them after a measurement
-//! that began later than the report.
+//! clients of the same tenant immediately. Clients of other tenants get these bytes only after a
+//! measurement that began later than the report.
 //!
 //! An account's charge is the most that its client can have mapped if its reports are true. If the
 //! reports are false, the client can have up to its highest charge since the last measurement. The

@@ -72,7 +72,7 @@ pub(crate) trait Capacities {
     fn is_attaching(&self, gpu: GpuId) -> bool;
 }
 
-/// A decision depends on this state besides the quota's own.
+/// The state outside the quota that the quota's decisions depend on.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     pub now: Time,

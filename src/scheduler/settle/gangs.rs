@@ -45,8 +45,8 @@ impl Machine {
     }
 
     /// The minimum length of a gang's turn on a GPU, so that hand-overs cost little. The time
-    /// quantum and `max-wait` limit it. A turn that only measures utilization is short, because its
-    /// clients may turn out to be able to run together.
+    /// quantum and `max-wait` are upper bounds. A turn that only measures utilization is short,
+    /// because its clients may turn out to be able to run together.
     pub(super) fn shortest_gang_turn(&self, gang: Gang, id: GpuId, waiter: Option<Waiter>) -> Duration {
         let measures = |waiter: Waiter| !waiter.evicts && (waiter.unmeasured || !waiter.holders_measured);
         if self.settings.anti_thrash == AntiThrash::Auto && waiter.is_some_and(measures) {

@@ -15,7 +15,7 @@ const LARGEST_PART: u64 = 4;
 /// Bytes that reservations wait for.
 #[derive(Debug, Default)]
 pub(crate) struct ReservationNeeds {
-    /// Bytes being freed that are reserved for reservations.
+    /// Bytes being freed that are intended for reservations.
     pub lacking: u64,
     /// Bytes that only holders can free.
     pub short: u64,

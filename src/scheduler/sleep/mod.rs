@@ -411,8 +411,8 @@ impl Sleep {
         }
     }
 
-    /// The moves that took a client to its present GPUs. Each starts at the GPU where the client's
-    /// process was.
+    /// The moves that took a client to its present GPUs. Each move starts at the GPU where the
+    /// client's process was.
     pub fn moves(&self, client: ClientId) -> Vec<Move> {
         let homes = self.clients.get(&client).map(|entry| &entry.homes);
         homes.into_iter().flatten().map(|(to, from)| Move { from: *from, to: *to }).collect()
