@@ -1,39 +1,44 @@
-//! One client's account on a GPU: its allowance, its charge, its reports, and the part of them that measurements
-//! confirm.
+//! One client's account on a GPU: its allowance, its charge, its reported memory, and the part of
+//! its reports that measurements confirm.
 //!
-//! An account's *charge* is the most that its client can have mapped at this moment, messages in flight included.
+//! The *allowance* is the number of bytes that the client may map. The *charge* is the most that
+//! the client can have mapped at this moment, counting allowances whose messages are still in
+//! flight.
 
 use super::verification::UnverifiedFrees;
 use crate::api::{Found, MemoryReport, Time};
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Reports count for at most this many bytes (16 TiB), so that sums of absurd reports cannot overflow.
+/// The largest value that a report can claim (16 TiB). The cap keeps sums of absurd reports from
+/// overflowing.
 const MOST: u64 = 1 << 44;
-/// Size of an eviction's steps: memory freed by one step goes to other clients while the next step is still being
-/// copied. Copies run at full speed from chunks of 64 MiB on; a step is several chunks.
+/// The size of one step of an eviction. Memory freed by one step is given to other clients while
+/// the next step is still being copied. Copies run at full speed from 64 MiB on, so a step is
+/// several chunks of that size.
 const STEP: u64 = 256 << 20;
-/// A report may exceed the measurement by one part in `SLACK_PART` of it, and by at most `SLACK`: a chunk may just have
-/// been mapped. A measurement of 0 bytes gets no slack, or the slack of many clients without memory would add up.
+/// A report may exceed the measurement because the client may just have mapped a chunk. The excess
+/// is at most one part in `SLACK_PART` of the measured bytes, and at most `SLACK`. A measurement of
+/// 0 bytes gets no slack: the slack of many clients without memory would add up.
 const SLACK_PART: u64 = 16;
 const SLACK: u64 = 64 << 20;
-/// The granularity of GPU memory: measurements may be this much lower than reports.
+/// The granularity of GPU memory. A measurement may be lower than the report by this much.
 const ROUNDING: u64 = 2 << 20;
-/// How long a client that reconnects with memory waits for a measurement. After that, its allowance is limited to free
-/// memory.
+/// How long a client that reconnects with memory waits for a measurement. After that time, free
+/// memory limits the client's allowance.
 const UNMEASURED: Duration = Duration::from_secs(3);
-/// An eviction without progress for this long counts as unanswered.
+/// An eviction that frees nothing for this long counts as unanswered.
 const SILENT: Duration = Duration::from_secs(1);
 /// The maximum number of steps of an eviction.
 const MOST_STEPS: u64 = 32;
 
-/// An eviction that was requested and not yet confirmed.
+/// An eviction that was requested but is not confirmed yet.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Eviction {
-    /// The allowance whose acknowledgement completes the eviction.
+    /// The sequence number of the allowance whose acknowledgement completes the eviction.
     pub seq: u32,
     pub since: Time,
-    /// When the eviction was requested, or last freed bytes.
+    /// When the eviction was requested or last freed bytes, whichever is later.
     pub progress: Time,
     /// Reported bytes when the eviction was requested.
     mapped: u64,
@@ -44,7 +49,8 @@ pub(crate) struct Eviction {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Evicted {
     pub bytes: u64,
-    /// Evicted bytes whose contents were stored in host memory. Constant and unchanged chunks are not stored.
+    /// Evicted bytes whose contents were stored in host memory. Constant and unchanged chunks are
+    /// not stored.
     pub contents: u64,
     pub time: Duration,
 }
@@ -54,45 +60,51 @@ pub(crate) struct Evicted {
 pub(crate) struct Account {
     pub allowance: u64,
     pub charge: u64,
-    /// The newest report, reduced to the believed values.
+    /// The newest report, with the mapped and pinned bytes reduced to the believed values.
     pub report: MemoryReport,
-    /// The mapped and the pinned bytes of the newest report, believed or not.
+    /// The mapped and the pinned bytes that the newest report claims, believed or not.
     claimed: (u64, u64),
-    /// The upper bound of the client's mapped bytes in its last measurement. `None`: it was never measured, and its
-    /// reports are believed.
+    /// The upper bound of the client's mapped bytes in its last measurement. `None`: the client was
+    /// never measured, and the scheduler believes its reports.
     found: Option<u64>,
     /// The highest measured value of the client's mapped bytes.
     seen: u64,
     /// When the client first reported memory.
     reported: Option<Time>,
-    /// The client has been measured since then, or the measurement timed out.
+    /// The client was measured after it first reported memory, or the wait for that measurement
+    /// timed out.
     is_checked: bool,
-    /// Mapped and pinned bytes that the last measurement refuted: no reason for another measurement.
+    /// The claimed mapped and pinned bytes at the last measurement. Only a claim of more bytes is
+    /// worth another measurement.
     refuted: (u64, u64),
     pub eviction: Option<Eviction>,
     pub frees: UnverifiedFrees,
     seq: u32,
-    /// Allowances that the client may still be applying, newest last. Each is smaller than the one before it: a smaller
-    /// allowance that was superseded by a larger one is dropped, since it cannot bound the mapped bytes.
+    /// Allowances that the client may still be applying, newest last, each smaller than the one
+    /// before. A smaller allowance is dropped once a larger one supersedes it, because it no longer
+    /// bounds the mapped bytes.
     steps: VecDeque<(u32, u64)>,
     lapsed: Option<Lapsed>,
 }
 
-/// An old allowance of a client that was unresponsive. The client is no longer charged for it, but may still apply it
-/// when it continues, until it acknowledges a newer allowance.
+/// An old allowance of a client that was unresponsive. The client is no longer charged for this
+/// allowance. When it continues, it may still apply the allowance until it acknowledges a newer
+/// one.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 struct Lapsed {
     /// The `seq` whose acknowledgement ends the lapsed allowance.
     seq: u32,
     bytes: u64,
-    /// When the client first reported again. Its earlier claims say nothing about the memory that it maps now.
+    /// When the client first reported again. Earlier claims do not describe the memory that it maps
+    /// now.
     spoke: Option<Time>,
 }
 
 impl Account {
-    /// Sets the allowance to `bytes`. Returns the messages to send: one, or several steps if the allowance falls.
+    /// Sets the allowance to `bytes`. Returns the messages to send: one, or several steps if the
+    /// allowance falls.
     pub fn set(&mut self, now: Time, bytes: u64) -> Vec<(u32, u64)> {
-        // The client may have mapped its whole last allowance without having reported it yet.
+        // The client may have mapped its whole last allowance without reporting the memory yet.
         let start = if self.report.ack == self.seq { self.allowance.min(self.report.mapped) } else { self.allowance };
         let mut send = Vec::new();
         if bytes < self.allowance {
@@ -119,7 +131,7 @@ impl Account {
         self.steps.push_back((self.seq, bytes));
         self.charge = self.charge.max(bytes);
         if self.allowance >= self.charge {
-            self.eviction = None; // requested and cancelled
+            self.eviction = None; // the eviction was cancelled
         }
         self.seq
     }
@@ -143,8 +155,8 @@ impl Account {
             eviction.progress = now;
         }
         self.report = report;
-        // From the reported state the client can proceed to any allowance from the acknowledged one on. Steps get
-        // smaller, so the first remaining step is the largest.
+        // The client may be applying any allowance from the acknowledged one on. The allowances in
+        // `steps` decrease, so the first remaining one is the largest.
         while self.steps.front().is_some_and(|(seq, _)| *seq < report.ack) {
             self.steps.pop_front();
         }
@@ -164,14 +176,15 @@ impl Account {
         self.steps.front().map_or(0, |(_, b)| *b).max(self.allowance)
     }
 
-    /// The highest allowance that the client may be applying, including a lapsed one for which it is not charged.
+    /// The highest allowance that the client may be applying. Includes a lapsed allowance, for
+    /// which the client is not charged.
     fn ever_allowed(&self) -> u64 {
         self.lapsed.map_or(0, |lapsed| lapsed.bytes).max(self.allowed())
     }
 
-    /// The mapped and the pinned bytes that are believed. Mapped bytes are believed up to the allowance, since the
-    /// client may have mapped it after its last measurement. Bytes beyond that, and pinned bytes, are believed only if
-    /// they were measured.
+    /// The mapped and the pinned bytes that the scheduler believes. Mapped bytes are believed up to
+    /// the allowance, because the client may have mapped them after its last measurement. Mapped
+    /// bytes beyond the allowance, and pinned bytes, are believed only if they were measured.
     fn believed(&self) -> (u64, u64) {
         let (mapped, pinned) = self.claimed;
         let verified = self.verified().unwrap_or(MOST);
@@ -179,13 +192,14 @@ impl Account {
         (mapped.min(verified.max(self.frees.high(self.allowed().max(lapsed)))), pinned.min(verified))
     }
 
-    /// The most that the last measurement supports: the measured bytes, plus a sixteenth (at most 64 MiB) for chunks
-    /// mapped since and for rounding. `None`: never measured.
+    /// The most bytes that the last measurement supports: the measured value plus a sixteenth (at
+    /// most 64 MiB). The addition covers rounding and chunks mapped after the measurement. `None`:
+    /// the client was never measured.
     fn verified(&self) -> Option<u64> {
         self.found.map(|bytes| bytes.saturating_add((bytes / SLACK_PART).min(SLACK)))
     }
 
-    /// Whether the client reports more than is believed.
+    /// Whether the client claims more than the scheduler believes.
     pub fn is_disbelieved(&self) -> bool {
         self.claimed.0 > self.report.mapped.saturating_add(ROUNDING)
             || self.claimed.1 > self.report.pinned.saturating_add(ROUNDING)
@@ -201,17 +215,20 @@ impl Account {
         self.is_new() && self.is_disbelieved() && !self.is_checked
     }
 
-    /// When the wait for that measurement times out. `None`: nothing is waiting for it.
+    /// When the wait for the client's first measurement times out. `None`: the client does not wait
+    /// for a measurement.
     pub fn measurement_is_late_at(&self) -> Option<Time> {
         self.reported.filter(|_| self.awaits_measurement()).map(|at| at + UNMEASURED)
     }
 
-    /// Ends the wait for a late measurement: the report is then believed as far as is possible without one.
+    /// Ends the wait for a late measurement. From then on, the report is believed as far as the
+    /// allowance covers it.
     pub fn measurement_is_late(&mut self, now: Time) {
         self.is_checked |= self.measurement_is_late_at().is_some_and(|at| at <= now);
     }
 
-    /// Whether the client reports more than was measured, although within its allowance.
+    /// Whether the believed report exceeds the measured memory. Within its allowance, a client can
+    /// report more than was measured and be believed.
     pub fn is_overstated(&self) -> bool {
         self.verified().is_some_and(|most| self.report.mapped > most)
     }
@@ -221,8 +238,8 @@ impl Account {
         self.claimed.0
     }
 
-    /// Records that the client's process is off its GPUs: it has no memory there, whatever it reported. `verifies`:
-    /// measurements will confirm that.
+    /// Records that the client's process is off its GPUs and has no memory on them, whatever it
+    /// reported. `verifies`: the clients of this GPU are measured.
     pub fn is_off(&mut self, verifies: bool) {
         (self.report.mapped, self.report.pinned, self.claimed, self.refuted) = (0, 0, (0, 0), (0, 0));
         (self.allowance, self.charge, self.eviction, self.frees) = (0, 0, None, UnverifiedFrees::default());
@@ -230,12 +247,13 @@ impl Account {
         self.found = verifies.then_some(0);
     }
 
-    /// From now on, believes only memory that was allowed or measured.
+    /// Makes the account believe only memory that was allowed or measured.
     pub fn distrust(&mut self) {
         self.found.get_or_insert(0);
     }
 
-    /// Handles a measurement that began no earlier than `begun`. `None`: it says nothing about this client.
+    /// Handles a measurement that began no earlier than `begun`. `found` is `None` if the
+    /// measurement says nothing about this client.
     pub fn measured(&mut self, begun: Time, found: Option<Found>) {
         let most = self.ever_allowed().max(self.charge);
         self.frees.measured(begun, found.map(|found| found.least), self.charge, most);
@@ -243,7 +261,8 @@ impl Account {
             self.found = Some(found.most);
             self.is_checked |= self.claimed.0 > 0;
             self.refuted = self.claimed;
-            // An honest client claims nothing that it has not mapped.
+            // An honest client claims only memory that it has mapped. So a refuted claim ends the
+            // lapsed allowance.
             let is_refuted = self.verified().is_some_and(|most| self.claimed.0 > most);
             self.lapsed.take_if(|lapsed| is_refuted && lapsed.spoke.is_some_and(|at| at <= begun));
             self.seen = self.seen.max(found.most.min(self.report.mapped));
@@ -252,21 +271,22 @@ impl Account {
         self.charge = self.allowed().max(self.report.mapped);
     }
 
-    /// The known memory, in bytes, of a client that does not answer an eviction. `None`: the eviction progresses, or
-    /// the client has all the memory that it is charged for.
+    /// The known memory, in bytes, of a client that does not answer an eviction. `None`: the
+    /// eviction progresses, or the client has all the memory that it is charged for.
     pub fn unanswered(&self, now: Time) -> Option<u64> {
         let is_silent = self.eviction.as_ref().is_some_and(|eviction| eviction.progress + SILENT <= now);
         self.less_than_charged().filter(|_| is_silent)
     }
 
-    /// The client's memory in bytes, as far as is known. `None`: it has all the memory that it is charged for.
+    /// The client's known memory in bytes. `None`: the client has all the memory that it is charged
+    /// for.
     pub fn less_than_charged(&self) -> Option<u64> {
         let has = self.verified().unwrap_or(self.report.mapped);
         (has < self.charge).then_some(has)
     }
 
-    /// Lowers the charge to the allowance or the client's known memory, whichever is larger. If the client maps more
-    /// after that, the mapping fails or is evicted.
+    /// Lowers the charge to the allowance or the client's known memory, whichever is larger. Memory
+    /// that the client maps beyond that charge fails to map or is evicted.
     pub fn charge_as_known(&mut self, now: Time) {
         self.lapsed = Some(Lapsed { seq: self.seq, bytes: self.ever_allowed(), spoke: None });
         self.steps.clear();
@@ -280,15 +300,16 @@ impl Account {
 
     /// The minimum and the maximum of the bytes that the client can have mapped at this moment.
     ///
-    /// Up to `ignored` unverified bytes are not counted: they are more likely a context that is larger than was
-    /// measured.
+    /// If the client has at most `ignored` unverified bytes, they are not counted. Most likely they
+    /// belong to a context that is larger than was measured.
     pub fn extent(&self, ignored: u64) -> (u64, u64) {
         let present = self.frees.present();
         let least = match self.eviction {
             Some(_) => self.report.mapped.min(self.allowance.max(self.report.pinned)),
             None => self.report.mapped,
         };
-        // A client that has all the memory that it needs maps no more, whatever its allowance.
+        // A client that has all the memory that it needs maps no more, even if its allowance is
+        // larger.
         let grows = self.report.demand > self.report.mapped || self.eviction.is_some();
         let most = if grows { self.charge } else { self.report.mapped };
         let unverified = Some(self.unverified()).filter(|bytes| *bytes > ignored).unwrap_or(0);
@@ -296,13 +317,13 @@ impl Account {
         (least.saturating_add(present), most.saturating_add(present))
     }
 
-    /// The client's demand, up to the highest value ever measured on the GPU. The whole demand where nothing is
-    /// measured.
+    /// The client's demand, but at most its highest measured memory on the GPU. The whole demand if
+    /// the client was never measured.
     pub fn seen_to_need(&self) -> u64 {
         self.found.map_or(self.report.demand, |_| self.report.demand.min(self.seen))
     }
 
-    /// Bytes that the client has on the GPU, as far as is known, including bytes being evicted.
+    /// The client's known bytes on the GPU, including bytes being evicted.
     pub fn in_use(&self) -> u64 {
         let bytes = if self.eviction.is_some() { self.charge } else { self.report.mapped };
         bytes.saturating_add(self.frees.present())
@@ -313,12 +334,12 @@ impl Account {
         self.allowance.saturating_sub(self.report.demand.max(self.report.mapped))
     }
 
-    /// Whether no allowance was ever sent.
+    /// Whether the client was never sent an allowance.
     pub fn is_new(&self) -> bool {
         self.seq == 0
     }
 
-    /// Bytes that a further eviction could free.
+    /// Bytes that another eviction could free.
     pub fn evictable(&self) -> u64 {
         self.allowance.saturating_sub(self.report.pinned)
     }
@@ -327,7 +348,8 @@ impl Account {
         self.frees.unverified(self.charge)
     }
 
-    /// When an unverified free, or the wait for a measurement, expires. `None`: there is neither.
+    /// When the next unverified free, or the wait for a measurement, expires. `None`: neither is
+    /// pending.
     pub(crate) fn expires(&self) -> Option<Time> {
         self.frees.expires().into_iter().chain(self.measurement_is_late_at()).min()
     }

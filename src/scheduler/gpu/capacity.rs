@@ -1,4 +1,5 @@
-//! The bytes of a GPU that can be charged to clients: its total minus the reserve, contexts and other programs.
+//! The bytes of a GPU that can be charged to clients: its total size minus the reserve, contexts
+//! and the memory of other programs.
 
 use crate::{
     api::*,
@@ -6,30 +7,32 @@ use crate::{
     quota::Capacities,
 };
 
-/// The reserve, and the estimate of a context, are at most this part of a GPU: on small GPUs contexts are smaller, too.
+/// The reserve and the estimated size of a context are each at most a GPU's size divided by this
+/// number. Contexts are smaller on small GPUs.
 const SMALLEST_PART: u64 = 16;
-/// No limit is higher than this (16 TiB), and no demand counts for more, so that sums cannot overflow.
+/// The highest limit, and the highest demand that counts (16 TiB). The cap keeps sums from
+/// overflowing.
 pub(super) const MOST: u64 = 1 << 44;
 
 impl Settings {
-    /// Bytes that an unmeasured context counts for on a GPU of `total` bytes.
+    /// The estimated size of an unmeasured context on a GPU of `total` bytes.
     pub fn context_on(&self, total: u64) -> u64 {
         self.context.min(total / SMALLEST_PART)
     }
 }
 
 impl Gpu {
-    /// Bytes that no client gets.
+    /// Bytes that no client may use.
     pub(crate) fn reserve(&self, settings: &Settings) -> u64 {
         settings.reserve.min(self.total / SMALLEST_PART)
     }
 
-    /// Up to this many unverified bytes of a client are assumed to be its context.
+    /// If a client has at most this many unverified bytes, they are assumed to be its context.
     pub(crate) fn ignored_unverified(&self) -> u64 {
         self.total / SMALLEST_PART
     }
 
-    /// Bytes that `count` unmeasured contexts count for.
+    /// The estimated size of `count` unmeasured contexts.
     pub(crate) fn context_bytes(&self, settings: &Settings, count: usize) -> u64 {
         settings.context_on(self.total).saturating_mul(count as u64)
     }
@@ -48,28 +51,29 @@ impl Gpu {
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.overhead_wanted(settings))
     }
 
-    /// Like `usable`, but without room for unmeasured contexts and for growth of other programs, whose sizes will be
-    /// known soon.
+    /// Like `usable`, but assumes that unmeasured contexts take no memory and that other programs
+    /// do not grow. The next measurements will show their sizes.
     fn usable_as_measured(&self, settings: &Settings) -> u64 {
         let taken = self.measured.unwrap_or(0).saturating_add(self.others.in_rooms());
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(taken)
     }
 
-    /// Bytes set aside for contexts and other programs, including memory kept free for other programs.
+    /// Bytes set aside for contexts and other programs, including memory kept free for other
+    /// programs.
     pub(crate) fn overhead(&self, settings: &Settings) -> u64 {
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.usable(settings))
     }
 
-    /// The overhead, even if it exceeds the GPU. `overhead` cannot show that, because the capacity does not fall below
-    /// 0.
+    /// The overhead, which may exceed the GPU's size. The result of `overhead` never does, because
+    /// the capacity is never negative.
     pub(crate) fn overhead_wanted(&self, settings: &Settings) -> u64 {
         let contexts = self.context_bytes(settings, self.unmeasured.len().saturating_sub(self.contexts.deferred()));
         let kept = self.others.kept();
         self.measured.unwrap_or(0).saturating_add(contexts).saturating_add(self.returning_bytes()).saturating_add(kept)
     }
 
-    /// Bytes that the contexts of sleeping clients will need, except contexts whose bytes are already set aside. They
-    /// can be lent, but not promised.
+    /// Bytes that the contexts of sleeping clients will need, except contexts for which memory is
+    /// already set aside. Such bytes can be lent to clients, but not promised to them.
     fn away(&self) -> u64 {
         let returning = self.returning.map(|returning| returning.client);
         let is_set_aside = |client: &ClientId| Some(*client) == returning || self.overdue.contains_key(client);
@@ -89,7 +93,7 @@ impl Gpu {
     }
 }
 
-/// The GPUs as the quota sees them.
+/// The quota's view of the GPUs.
 pub(crate) struct GpuCapacities<'a> {
     pub gpus: &'a Gpus,
     pub settings: &'a Settings,

@@ -1,5 +1,5 @@
-//! Clients that wait to create a context, in the order of arrival. Clients at the back may be *deferred*: with their
-//! contexts, an attached client would have too little memory to ever run.
+//! Clients that wait to create a context, in the order of arrival. Clients at the back may be
+//! *deferred*: their contexts would leave an attached client too little memory to ever run.
 
 use crate::api::*;
 use std::collections::VecDeque;
@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ContextQueue {
     queue: VecDeque<PendingContext>,
-    /// The number of deferred clients. They are the last in the queue.
+    /// The number of deferred clients, which are the last in the queue.
     deferred: usize,
 }
 
@@ -15,9 +15,9 @@ pub(crate) struct ContextQueue {
 pub(crate) struct PendingContext {
     pub client: ClientId,
     pub since: Time,
-    /// `told`: the client was notified that it waits for other clients to need less. `refused`: it was notified that
-    /// its context is denied.
+    /// The client was notified that it waits for other clients to need less memory.
     pub told: bool,
+    /// The client was notified that its context is denied.
     pub refused: bool,
 }
 
@@ -59,8 +59,8 @@ impl ContextQueue {
         self.queue.iter_mut().skip(from)
     }
 
-    /// The first client that is not deferred, since when it has waited, and the number of clients behind it that are
-    /// not deferred either. `None`: all are deferred.
+    /// The first client, the start of its wait, and the number of undeferred clients behind it.
+    /// `None`: all clients are deferred.
     pub fn first(&self) -> Option<(ClientId, Time, usize)> {
         let behind = self.queue.len().checked_sub(1 + self.deferred)?;
         self.queue.front().map(|pending| (pending.client, pending.since, behind))

@@ -1,21 +1,21 @@
-//! CUDA contexts that do not exist yet: a client waits until there is room for its context. If the context would leave
-//! an attached client too little memory to ever run again, it is *deferred*: its client waits longer, and is refused
-//! after [`CONTEXT_TIMEOUT`].
+//! CUDA contexts that do not exist yet. A client waits until the GPU has room for its context. If
+//! the context would leave an attached client too little memory to ever run again, the waiting
+//! client is *deferred*. A deferred client waits longer, and is refused after [`CONTEXT_TIMEOUT`].
 
 use super::{Context, Gpu, context_queue::PendingContext};
 use crate::{api::*, effects::Effects, queue::Gang, quota::CONTEXT_APPEARS};
 use std::time::Duration;
 
-/// How long a client is deferred before it is notified that its context has no room, unless its rule makes allocations
-/// wait.
+/// How long a client is deferred before it is notified that its context has no room. A client whose
+/// rule makes allocations wait is never notified.
 const CONTEXT_TIMEOUT: Duration = Duration::from_secs(30);
-/// Memory that a restore needs beyond the measured context: at most `SLACK`, and at most one part in `SLACK_PART` of a
-/// GPU.
+/// Memory that a restore needs beyond the measured context: at most `SLACK` bytes, and at most one
+/// part in `SLACK_PART` of a GPU.
 const SLACK: u64 = 64 << 20;
 const SLACK_PART: u64 = 64;
 
 impl Gpu {
-    /// Whether a client's complete context existed by `begun`.
+    /// Whether the client's context was complete at the time `begun`.
     pub fn has_context(&self, client: ClientId, begun: Time) -> bool {
         let Some(attachment) = self.attachments.get(&client).filter(|_| !self.away.contains_key(&client)) else {
             return false;
@@ -27,14 +27,15 @@ impl Gpu {
         since.is_some_and(|since| since <= begun)
     }
 
-    /// Counts the clients to defer: those whose contexts would leave an attached client too little memory to ever have
-    /// its whole demand on the GPU again, so that it could never run. They wait until that client needs less or has
-    /// detached.
+    /// Counts the clients to defer. A client is deferred if its context would leave an attached
+    /// client too little memory for that client's whole demand. The attached client could then
+    /// never run again. The deferred client waits until the attached client needs less or detaches.
     pub fn count_deferred(&mut self, cx: Context) {
         if self.contexts.is_empty() && self.contexts.deferred() == 0 {
             return;
         }
-        // A client of an earlier scheduler has its context already.
+        // A client that reports demand or waits for a GPU has a context from an earlier scheduler,
+        // so it is never deferred.
         let waits = |pending: &PendingContext| {
             let needs_nothing = self.account(pending.client).is_some_and(|account| account.report.demand == 0);
             needs_nothing && cx.queues.waiting(pending.client).is_none()
@@ -49,7 +50,7 @@ impl Gpu {
             attachment.is_some_and(|attachment| attachment.attached.is_some() && attachment.engine != Engine::Managed)
                 && !cx.queues.gang(client).is_some_and(waits_with)
         };
-        // Demands that do not fit even without these contexts are not considered.
+        // Ignores demands that would not fit even without the pending contexts.
         let most = self.ledger.needs_up_to(capacity).find(|(_, client)| is_kept_from_running(*client));
         let most = most.map(|(need, _)| need);
         let room = most.and_then(|most| (capacity - most).checked_div(self.context_bytes(cx.settings, 1)));
@@ -68,11 +69,11 @@ impl Gpu {
         }
     }
 
-    /// Notifies clients that have been deferred for too long that their contexts have no room. The request stays until
-    /// the client detaches. Returns when the next client is due.
+    /// Notifies clients that have been deferred for too long that their contexts have no room. A
+    /// client's request stays until the client detaches. Returns when the next client is due.
     pub fn refuse_contexts(&mut self, cx: Context, fx: &mut Effects) -> Option<Time> {
         if self.drained {
-            return None; // until it is in use again
+            return None; // clients wait until the GPU is in use again
         }
         let mut next: Option<Time> = None;
         for pending in self.contexts.iter_mut().filter(|pending| !pending.refused) {
@@ -91,7 +92,7 @@ impl Gpu {
         next
     }
 
-    /// Whether contexts lack room, and other clients could sleep to make it.
+    /// Whether pending contexts lack room, and a client of the GPU could sleep to make room.
     pub fn lacks_contexts(&self, cx: Context) -> bool {
         let all = self.total.saturating_sub(self.reserve(cx.settings));
         let is_full =
@@ -108,7 +109,8 @@ impl Gpu {
         measured.max(self.context_bytes(cx.settings, 1)).saturating_add(slack)
     }
 
-    /// Records that a client has left the GPU, and the memory that its context will need when it returns.
+    /// Records that a client has left the GPU, and the bytes that its context will need when the
+    /// client returns.
     pub fn left(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         let bytes = self.context_of(cx, client);
         self.unmeasured.remove(&client);
@@ -121,7 +123,7 @@ impl Gpu {
         fx.touch(self.id);
     }
 
-    /// Records that a client that had left the GPU is back.
+    /// Records that a client is on the GPU again.
     pub fn came_back(&mut self, now: Time, fx: &mut Effects, client: ClientId) {
         self.end_return(client);
         if let Some(attachment) = self.attachments.get_mut(&client)
@@ -131,13 +133,13 @@ impl Gpu {
             attachment.used = Some(now);
             match &mut attachment.attached {
                 Some(attached) => *attached = now,
-                None => self.contexts.push(now, client), // this scheduler has sent it no limit
+                None => self.contexts.push(now, client), // this scheduler has sent the client no limit
             }
         }
         fx.touch(self.id);
     }
 
-    /// Handles a measurement for the client that waits for its restore.
+    /// Handles a measurement of free memory for the client that waits for its restore.
     pub fn returning_measured(&mut self, settings: &Settings, begun: Time, free: Option<u64>) {
         // Memory that other clients may map at any time is not free for the restore.
         let promised = self.ledger.charged().saturating_sub(self.in_use());

@@ -1,12 +1,14 @@
-//! Raises allowances: up to the clients' needs, and beyond them for holders that keep growing.
+//! Raises allowances: up to the clients' needs, and beyond their needs for holders that keep
+//! growing.
 
 use super::{Account, Context, Gpu};
 use crate::{api::*, effects::Effects};
 
-/// A smaller credit that does not meet a client's need is not worth a message.
+/// A smaller credit is sent only if it meets the client's need. Otherwise it is not worth a
+/// message.
 const CREDIT_STEP: u64 = 2 << 20;
-/// Bytes that a growing holder may map beyond its need: about its allocations of some milliseconds, but at most one
-/// part in `AHEAD_PART` of the free bytes.
+/// Bytes that a growing holder may map beyond its need. A holder allocates about this much within a
+/// few milliseconds. The credit is at most one part in `AHEAD_PART` of the free bytes.
 const AHEAD: u64 = 1 << 30;
 const AHEAD_PART: u64 = 4;
 
@@ -19,8 +21,8 @@ impl Gpu {
         }
     }
 
-    /// Allows memory that stays on the GPU anyway: pinned memory, and all memory of a client that reconnected to a new
-    /// scheduler. The charge does not rise.
+    /// Allows memory that stays on the GPU anyway: a client's pinned memory, or all memory of a
+    /// client that reconnected to a new scheduler. The charge does not rise.
     pub fn allow_resident(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         let Some(account) = self.account(client) else { return };
         if account.awaits_measurement() {
@@ -40,13 +42,15 @@ impl Gpu {
         }
     }
 
-    /// Whether a client runs without its memory on the GPU: its pages fault in and out.
+    /// Whether a client can run without its memory on the GPU, because the driver moves its pages
+    /// on page faults.
     pub fn faults_in(&self, cx: Context, client: ClientId) -> bool {
         cx.settings.anti_thrash == AntiThrash::Off
             && self.attachments.get(&client).is_some_and(|attachment| attachment.engine == Engine::Managed)
     }
 
-    /// The bytes that a client must be allowed in order to run: its demand and its shortfall, up to the capacity.
+    /// The bytes that a client must be allowed in order to run: its demand plus its shortfall, up
+    /// to the capacity.
     pub fn need(&self, cx: Context, client: ClientId) -> u64 {
         let is_off = cx.sleep.is_held_off(client) && self.hold(client).is_none();
         if is_off || self.faults_in(cx, client) {
@@ -58,20 +62,21 @@ impl Gpu {
             .min(self.capacity(cx.settings))
     }
 
-    /// Raises an allowance towards the need as far as bytes are free, without evicting. Returns the bytes still
-    /// lacking. `reserved_ahead` bytes are reserved for other clients: free bytes first, then bytes being freed.
+    /// Raises an allowance towards the need as far as bytes are free, without evicting memory.
+    /// Returns the bytes still lacking. `reserved_ahead` bytes are reserved for other clients: free
+    /// bytes first, then bytes being freed.
     pub fn credit(&mut self, cx: Context, fx: &mut Effects, client: ClientId, reserved_ahead: u64) -> u64 {
         let need = self.need(cx, client);
         let Some(account) = self.account(client) else { return 0 };
         if account.awaits_measurement() {
-            return need; // an allowance below its present memory would make it evict
+            return need; // an allowance below the client's present memory would make it evict
         }
-        // Free bytes that clients before this one did not get are unverified for those clients, or too few: they stay
-        // reserved for them.
+        // An earlier client leaves bytes free only if they are unverified for that client or too
+        // few for it. So free bytes stay reserved for the earlier client.
         let reserved = reserved_ahead.min(self.free(cx.settings));
         let free = self.free_for(cx, client).saturating_sub(reserved);
-        // Bytes of the client that are being evicted are still charged to it: it may keep them, unless they are
-        // reserved for other clients.
+        // The client is still charged for its bytes that are being evicted. The client may keep
+        // these bytes, unless they are reserved for other clients.
         let unreserved = self.ledger.evicting().saturating_sub(reserved_ahead - reserved);
         let leaving = account.charge.saturating_sub(account.allowance).min(unreserved);
         let reach = account.allowance.saturating_add(leaving).saturating_add(free).min(need);
@@ -81,9 +86,9 @@ impl Gpu {
         need.saturating_sub(self.account(client).map_or(0, |account| account.allowance))
     }
 
-    /// Allows growing holders to map more than they need, as far as bytes are free, so that their allocations need not
-    /// wait for a message. The excess is taken back when other clients lack bytes
-    /// ([`take_back_ahead`](Self::take_back_ahead)).
+    /// Allows growing holders to map more than they need, as far as bytes are free. The holders'
+    /// allocations then need not wait for a message. The excess is taken back when other clients
+    /// lack bytes ([`take_back_ahead`](Self::take_back_ahead)).
     pub fn credit_ahead(&mut self, cx: Context, fx: &mut Effects) {
         if !(self.contexts.is_empty() && self.reservations.is_empty()) {
             return;
@@ -95,7 +100,7 @@ impl Gpu {
             let allowance = attachment.account().allowance;
             let limit = cx.quota.limit(client, self.id).map_or(0, |limit| limit.limit);
             let ahead = self.ahead(cx, client);
-            // Most of the free bytes are left for other clients that grow or create a context.
+            // Leaves most of the free bytes to other clients that grow or create a context.
             let free = self.free_for(cx, client);
             let most = AHEAD.min(free.saturating_add(ahead) / AHEAD_PART);
             if !(grows_now && is_running) || ahead > most / 2 {

@@ -2,15 +2,15 @@
 
 use std::time::Duration;
 
-/// Assumed until a drain was measured.
+/// The expected drain time until a drain has been measured.
 const FIRST: Duration = Duration::from_millis(10);
-/// A drain lags if it takes this many times longer than usual: the client may be waiting for another member of its
-/// gang.
+/// A drain lags if it takes this many times as long as usual. The client may then be waiting for
+/// another member of its gang.
 const LONGER: u32 = 2;
-/// A drain never lags before the first of these times, and always lags after the second.
+/// The minimum and the maximum of the time after which a drain lags.
 const LAGS: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
 
-/// The usual time of drains that did not lag, smoothed.
+/// The smoothed duration of drains that did not lag.
 #[derive(Debug, Clone, Copy, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct DrainTime {
     usual: Option<Duration>,
@@ -28,7 +28,7 @@ impl DrainTime {
         self.usual.unwrap_or(FIRST)
     }
 
-    /// The time after which a drain lags.
+    /// How long a drain takes before it lags.
     pub fn lags_after(&self) -> Duration {
         (self.expected() * LONGER).clamp(LAGS.0, LAGS.1)
     }

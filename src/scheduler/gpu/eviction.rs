@@ -1,4 +1,4 @@
-//! Lowers allowances: evicts memory of clients that do not run, for clients that are about to run.
+//! Lowers allowances: evicts memory of clients that do not run, so that other clients can run.
 
 use super::{Account, Context, Gpu};
 use crate::{api::*, effects::Effects, policy, queue::Entity};
@@ -6,12 +6,12 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// The passes over the evictable clients.
+/// The order in which memory is evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Pass {
-    /// Ordinary clients, except memory that rules protect.
+    /// Memory of ordinary clients, except memory that rules protect.
     Ordinary,
-    /// Clients that are evicted last, with the same exception.
+    /// Memory of clients that are evicted last, except memory that rules protect.
     Last,
     /// Memory that rules protect.
     Protected,
@@ -23,7 +23,7 @@ impl Gpu {
         self.ledger.charged().saturating_sub(self.capacity(settings))
     }
 
-    /// Whether no client runs any more, and all evictable memory has been evicted.
+    /// Whether no client runs, and all evictable memory has been evicted.
     pub fn is_evacuated(&self, cx: Context) -> bool {
         let has_left = |client: ClientId| {
             let is_kept = |account: &Account| account.report.mapped <= account.allowance.max(account.report.pinned);
@@ -32,8 +32,8 @@ impl Gpu {
         self.running().next().is_none() && self.attachments.keys().copied().all(has_left)
     }
 
-    /// The time to evict `bytes` from the clients that would be chosen, plus the time to restore them. Clients in
-    /// `exempt` give none.
+    /// The time to evict `bytes` from the clients that would be chosen, plus the time to restore
+    /// the bytes. Clients in `exempt` contribute no bytes.
     pub fn moving_both_ways(&self, bytes: u64, exempt: &[ClientId]) -> Duration {
         let idle = self.ledger.eviction_order().map(|(_, client)| client);
         let (mut rest, mut time) = (bytes, Duration::ZERO);
@@ -46,10 +46,11 @@ impl Gpu {
             rest -= part;
             time += self.rates.both_ways(part, attachment.rate);
         }
-        time + self.rates.both_ways(rest, None) // from clients that are already being evicted
+        time + self.rates.both_ways(rest, None) // the rest comes from clients that are already being evicted
     }
 
-    /// Idle clients with evictable bytes, in the order of eviction, where that order depends on the queue.
+    /// Idle clients with evictable bytes, in the order of eviction, for policies that evict in the
+    /// order of the queue.
     fn victims_by_queue(&self, cx: Context, queue: &[Entity]) -> Vec<ClientId> {
         let before: BTreeMap<Entity, u32> = queue.iter().copied().zip(0..).collect();
         let policy = policy::named(cx.settings.policy);
@@ -59,13 +60,15 @@ impl Gpu {
             (policy.expected_idle(cx.settings, cx.now.saturating_sub(last_run), before), client)
         };
         let mut victims: Vec<_> = self.ledger.eviction_order().map(expected_idle).collect();
-        victims.sort_by_key(|(expected_idle, _)| Reverse(*expected_idle)); // equal ones stay in LRU order
+        victims.sort_by_key(|(expected_idle, _)| Reverse(*expected_idle)); // stable: equal clients stay in LRU order
         victims.into_iter().map(|(_, client)| client).collect()
     }
 
-    /// Evicts `bytes` from clients that do not hold the lock, in the order of the policy. Clients in `last` give bytes
-    /// only if no other client has any; memory that rules protect comes after that. Clients in `exempt` give none.
-    /// `queue`: the order of the queue, where the policy evicts by it. Returns the clients that were asked.
+    /// Evicts `bytes` from idle clients, in the order of the policy. Allowances beyond demand are
+    /// taken back first, from any client. Clients in `last` are evicted after other clients, and
+    /// memory that rules protect after that. Clients in `exempt` are not evicted. `queue`: the
+    /// order of the queue, if the policy evicts by it. Returns the clients that were asked to
+    /// evict.
     pub fn evict(
         &mut self,
         cx: Context,
@@ -80,7 +83,7 @@ impl Gpu {
         let mut lacking = bytes.saturating_sub(self.ledger.evicting().saturating_sub(before));
         let mut victims: BTreeMap<ClientId, u64> = BTreeMap::new();
         let mut unprotected = self.unprotected(cx);
-        // Usually a few clients have all the missing bytes, so the others are not listed.
+        // The iterator is lazy: usually the first few clients have all the missing bytes.
         let by_queue = queue.map(|queue| self.victims_by_queue(cx, queue));
         let idle = || {
             let by_time = by_queue.is_none().then(|| self.ledger.eviction_order().map(|(_, client)| client));
@@ -122,8 +125,9 @@ impl Gpu {
         asked
     }
 
-    /// Takes back allowances beyond demand, until `bytes` are being freed. No client is exempt: one member of a gang
-    /// can have more than it needs while another member lacks bytes. Returns the clients that were asked.
+    /// Takes back allowances beyond demand, until `bytes` are being freed. No client is exempt: one
+    /// member of a gang can have more than it needs while another member lacks bytes. Returns the
+    /// clients whose allowance fell.
     fn take_back_ahead(&mut self, cx: Context, fx: &mut Effects, bytes: u64) -> Vec<ClientId> {
         let clients = self.ledger.ahead().filter(|client| self.eviction_block(cx, *client).is_none());
         let ahead: Vec<(ClientId, u64)> =
@@ -141,7 +145,8 @@ impl Gpu {
         asked
     }
 
-    /// For each group with `memory-low`: its bytes on the GPU beyond `memory-low`.
+    /// For each group with `memory-low`: the bytes that its members are allowed on the GPU beyond
+    /// `memory-low`.
     fn unprotected(&self, cx: Context) -> BTreeMap<GroupId, u64> {
         let protected = cx.rules.groups().filter_map(|(group, limits)| {
             let low = limits.memory_low?;

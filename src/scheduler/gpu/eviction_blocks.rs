@@ -1,21 +1,21 @@
-//! Memory that cannot be evicted although its client does not run: the host is full, a context is broken, or the client
-//! does not answer. Until it can be evicted again, it counts as unevictable, and other clients are asked for their
-//! memory instead.
+//! Memory that cannot be evicted although its client does not run. The reason is a full host, a
+//! broken context, or a client that does not answer. The memory counts as unevictable, and the
+//! scheduler evicts memory of other clients instead.
 
 use super::{ClientLock, Context, Gpu, Hold, ledger::Evictability};
 use crate::{api::*, effects::Effects, timers::Wake};
 use std::time::Duration;
 
-/// A client that could not evict is asked again after the first of these times. The delay doubles with each attempt, up
-/// to the second.
+/// The first and the longest delay before a client that could not evict is asked again. The delay
+/// doubles with each failure.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
-/// An eviction is late if it makes no progress for this long, or for `LATE_TIMES` times its expected duration if that
-/// is longer.
+/// An eviction is late if it makes no progress for this long, or for `LATE_TIMES` times its
+/// expected duration, whichever is longer.
 const LATE: Duration = Duration::from_secs(3);
 const LATE_TIMES: u32 = 4;
 
 impl Gpu {
-    /// Why none of a client's memory can be evicted now. `None`: it can be.
+    /// Why none of a client's memory can be evicted now. `None`: the memory can be evicted.
     pub fn eviction_block(&self, cx: Context, client: ClientId) -> Option<EvictionBlock> {
         let state = cx.clients.get(&client)?;
         let attachment = self.attachments.get(&client)?;
@@ -26,8 +26,8 @@ impl Gpu {
         }
     }
 
-    /// Updates the ledger after a change of a client's hold, or of the reason why its memory cannot be evicted; and
-    /// marks the GPU.
+    /// Updates the client's state in the ledger after its hold or its eviction block has changed,
+    /// and marks the GPU.
     pub fn lock_changed(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         fx.touch(self.id);
         let block = self.eviction_block(cx, client);
@@ -40,7 +40,7 @@ impl Gpu {
         self.ledger.set_state(client, &mut attachment.entry, now);
     }
 
-    /// Handles a client's report that it has given up an eviction because it could not carry it out.
+    /// Handles a client's report that it could not carry out an eviction and has given up.
     pub fn cannot_evict(&mut self, cx: Context, fx: &mut Effects, client: ClientId, why: EvictionBlock) {
         let Some(attachment) = self.attachments.get_mut(&client) else { return };
         attachment.eviction_backoff = (attachment.eviction_backoff * 2).clamp(AGAIN.0, AGAIN.1);
@@ -77,7 +77,8 @@ impl Gpu {
         }
     }
 
-    /// Updates the block after a report: an eviction that was late, or had failed, may be complete.
+    /// Updates the block after a report. The block of a late eviction ends once the eviction
+    /// progresses or is complete.
     pub fn update_eviction_block(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         let Some(attachment) = self.attachments.get_mut(&client) else { return };
         let account = attachment.entry.account();
@@ -92,7 +93,8 @@ impl Gpu {
         }
     }
 
-    /// When the client's pending eviction will be late. `None`: no eviction is pending, or it is blocked already.
+    /// When the client's pending eviction will be late. `None`: no eviction is pending, or the
+    /// eviction is already blocked.
     pub fn late_at(&self, client: ClientId) -> Option<Time> {
         let attachment = self.attachments.get(&client)?;
         let account = attachment.account();
@@ -101,14 +103,14 @@ impl Gpu {
         Some(eviction.progress.saturating_add(LATE.max(self.rates.moving(rest).saturating_mul(LATE_TIMES))))
     }
 
-    /// Blocks an eviction that is late.
+    /// Blocks the eviction of a client that is late.
     pub fn eviction_is_late(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         self.charge_as_known(cx, fx, client);
         self.block_eviction(cx, fx, client, EvictionBlock::Late);
     }
 
-    /// Lowers the charge of a client that does not answer an eviction or a revoke to its known memory, so that it
-    /// cannot withhold unmapped allowances from other clients.
+    /// Lowers the charge of a client that does not answer an eviction or a revoke to the client's
+    /// known memory. Otherwise the client could withhold allowances that it has not mapped.
     pub fn charge_as_known(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         let now = cx.now;
         let Some(account) = self.account(client) else { return };

@@ -10,16 +10,17 @@ use std::time::Duration;
 
 /// How long a failure waits for a measurement to explain it.
 pub(crate) const FAILURE_TIMEOUT: Duration = Duration::from_millis(500);
-/// A failure asks for at least this much room: one chunk.
+/// A failure causes the eviction of at least this many bytes: one chunk.
 const STEP: u64 = 64 << 20;
-/// After this many failures in a row, further failures evict nothing more.
+/// After this many failures in a row, further failures cause no additional eviction.
 const MOST_STEPS: u32 = 12;
-/// How long a client waits after a failure that evicting other clients cannot cure: the first time, and at most. Each
-/// attempt of a client that needs all of the GPU evicts other clients, so it waits longer if there are any.
+/// The first and the longest delay after a failure that the eviction of other clients cannot cure.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
+/// The longest delay on a GPU with other clients. Each attempt of a client that needs the whole GPU
+/// evicts the other clients, so its attempts are rarer.
 const BACKOFF_BESIDE_OTHERS: Duration = Duration::from_secs(30);
-/// After this many failures in a row with no other client's memory on the GPU, the mapping counts as impossible. With
-/// the pauses between attempts, that takes at least 5 s.
+/// After this many failures in a row without other clients' memory on the GPU, the mapping counts
+/// as impossible. The delays between the attempts add up to at least 5 s.
 const PROOF: u32 = 12;
 
 /// A measurement that may explain failures.
@@ -29,13 +30,13 @@ pub(crate) struct Measurement<'a> {
     /// Free bytes of the GPU. `None`: unknown.
     pub free: Option<u64>,
     pub found: &'a BTreeMap<ClientId, Found>,
-    /// Bytes that clients had on the GPU when the measurement arrived, as far as is known.
+    /// The clients' known bytes on the GPU when the measurement arrived.
     pub in_use: u64,
 }
 
 impl Gpu {
-    /// Handles a release because mapping failed. Returns whether the client's request has to wait, at first until the
-    /// next measurement.
+    /// Handles the release of a client whose mapping failed. Returns whether the client's request
+    /// has to wait, at first until the next measurement.
     pub fn mapping_failed(&mut self, cx: Context, fx: &mut Effects, client: ClientId) -> bool {
         let others = self.attachments.keys().copied().filter(|other| *other != client && self.can_give(cx, *other));
         let others = others.collect();
@@ -54,8 +55,8 @@ impl Gpu {
         true
     }
 
-    /// Explains a client's failure by a measurement that began after it. Returns whether there was such a failure, in
-    /// which case the time until which the client's request waits has changed.
+    /// Explains a client's failure by a measurement that began after the failure. Returns whether
+    /// the client had such a failure. If so, the client's delay has changed.
     pub fn explain_failure(
         &mut self,
         cx: Context,
@@ -68,7 +69,7 @@ impl Gpu {
         let failure = attachment.failures.unexplained.take_if(|failure| failure.at <= begun);
         let Some(MappingFailure { others, .. }) = failure else { return false };
         let has_others = others.iter().any(|other| match self.account(*other) {
-            None => true, // it has detached, which made room
+            None => true, // the other client has detached, which made room
             Some(account) => {
                 let pinned = account.report.pinned;
                 self.can_give(cx, *other) && found.get(other).is_none_or(|found| found.most > pinned)
@@ -78,13 +79,14 @@ impl Gpu {
         let is_alone = self.attachments.len() == 1;
         let Some(attachment) = self.attachments.get_mut(&client) else { return false };
         let MemoryReport { demand, mapped, .. } = attachment.account().report;
-        // A client that reports more memory than was measured has not tried to map all of it.
+        // A client that reports more memory than was measured has not tried to map all of its
+        // demand.
         let overstates = found.contains_key(&client) && attachment.account().is_overstated();
         let failures = &mut attachment.failures;
         let steps = failures.in_a_row.saturating_sub(1).min(MOST_STEPS);
         failures.alone = if has_others || overstates { 0 } else { failures.alone.saturating_add(1) };
-        // Without other clients, memory that is measured as free may become usable soon; and an overdrawn ledger
-        // explains the failure.
+        // No shortfall is learned without other clients, since memory measured as free may soon
+        // become usable. If the ledger is overdrawn, that explains the first failure.
         if has_others && !overstates && (steps > 0 || charged <= usable) {
             let more = demand.saturating_sub(mapped).max(STEP).saturating_mul(1 << steps);
             failures.learn(cx.now, usable.saturating_sub(charged), more);
@@ -104,14 +106,14 @@ impl Gpu {
         true
     }
 
-    /// The bytes that a client needs beyond its demand because it could not map memory that seemed free: at most the
-    /// bytes that all other clients can give.
+    /// Bytes that a client needs beyond its demand because it could not map memory that seemed
+    /// free. The result is at most the memory that all other clients can give up.
     pub fn shortfall(&self, cx: Context, client: ClientId) -> u64 {
         let bytes = self.attachments.get(&client).map_or(0, |attachment| attachment.failures.shortfall(cx.now));
         if bytes == 0 {
             return 0;
         }
-        // The remaining room is shared with the clients that run together with this one.
+        // Clients that run together share the remaining room.
         let entity = cx.queues.entity(client);
         let together = self.attachments.iter().filter(|(other, _)| cx.queues.entity(**other) == entity);
         let (mut demand, mut unevictable, mut count) = (0u64, 0u64, 0u64);
@@ -131,19 +133,19 @@ impl Gpu {
         self.account(client).is_some_and(has) && self.eviction_block(cx, client).is_none()
     }
 
-    /// Begins a trial before a request is granted: a client that has all of the GPU and whose demand exceeds the usable
-    /// memory may try to map the rest.
+    /// Begins a trial before a request is granted. A client that has the whole GPU, but whose
+    /// demand exceeds the usable memory, may then try to map the rest.
     pub fn begin_trial(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         let Some(demand) = self.demand_of_trial(client) else { return };
         let Some(account) = self.account(client) else { return };
-        // The trial is all or nothing: memory of the client that is being evicted, and bytes reserved for others,
-        // prevent it.
+        // A trial is all or nothing. The trial cannot begin while memory of the client is being
+        // evicted, or while bytes are reserved for other clients.
         let charge = account.charge;
         if charge > account.allowance || self.trial.is_some() || !self.reservations.is_empty() {
             return;
         }
         let beyond = demand.saturating_sub(self.usable(cx.settings));
-        // A trial has no room while other clients have, or may have, memory on the GPU.
+        // Memory that other clients have, or may have, on the GPU leaves no room for a trial.
         let fits = self.ledger.charged() <= charge.min(self.usable(cx.settings));
         if beyond == 0 || !fits || self.unverified_for(cx, client) > 0 {
             return;
@@ -154,8 +156,8 @@ impl Gpu {
         }
     }
 
-    /// The demand of a client that needs all of its memory mapped (engine `swap`), if the GPU is large enough. `None`:
-    /// the GPU is too small, or the client can run with less.
+    /// The demand of a client that needs all of its memory mapped (engine `swap`). `None`: the
+    /// demand exceeds the GPU's size, or the client can run with less.
     fn demand_of_trial(&self, client: ClientId) -> Option<u64> {
         let attachment = self.attachments.get(&client)?;
         let demand = attachment.account().report.demand;
@@ -166,7 +168,8 @@ impl Gpu {
     pub fn adjust_trial(&mut self, settings: &Settings) {
         let Some(trial) = self.trial else { return };
         let demand = self.demand_of_trial(trial.client).unwrap_or(0);
-        // Memory that has been taken since the trial began is needed by others: the trial does not extend to it.
+        // Memory that became unusable after the trial began is in use elsewhere, so the trial does
+        // not extend to it.
         let most = trial.beyond.saturating_add(demand.saturating_sub(trial.demand));
         let beyond = demand.saturating_sub(self.usable(settings)).min(most);
         self.trial = (beyond > 0).then_some(Trial { demand, beyond, ..trial });

@@ -1,4 +1,4 @@
-//! All GPUs: the clients that have attached each GPU or hold its lock.
+//! All GPUs, with the clients that have attached each GPU or hold its lock.
 
 use super::{Account, Attachment, ClientLock, Gpu, Hold};
 use crate::{
@@ -10,8 +10,8 @@ use std::collections::BTreeMap;
 
 /// All GPUs.
 ///
-/// Invariant: `of_clients` lists, for each client, exactly the GPUs whose attachments include it. So clients are added,
-/// removed and moved only by the methods here.
+/// Invariant: `of_clients` lists, for each client, exactly the GPUs whose `attachments` include the
+/// client. So only the methods here may add, remove or move clients.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Gpus {
     gpus: BTreeMap<GpuId, Gpu>,
@@ -43,12 +43,12 @@ impl Gpus {
         self.gpus.iter_mut().map(|(id, gpu)| (*id, gpu))
     }
 
-    /// Adds a GPU of `total` bytes, or returns the known GPU with this id.
+    /// Adds a GPU of `total` bytes if its id is new. Returns the GPU with this id.
     pub fn found(&mut self, id: GpuId, total: u64) -> &mut Gpu {
         self.gpus.entry(id).or_insert_with(|| Gpu::new(id, total))
     }
 
-    /// Forgets a GPU, which no client has attached.
+    /// Forgets a GPU that no client has attached.
     pub fn forget(&mut self, id: GpuId) {
         debug_assert!(self.get(id).is_none_or(|gpu| gpu.attachments.is_empty()), "a client has attached the GPU");
         self.gpus.remove(&id);
@@ -64,7 +64,7 @@ impl Gpus {
         }
     }
 
-    /// Removes a client, which does not hold the lock, from a GPU.
+    /// Removes a client that does not hold the lock from a GPU.
     pub fn detach(&mut self, client: ClientId, id: GpuId) {
         if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.detach(client);
@@ -72,8 +72,9 @@ impl Gpus {
         self.unlist(client, id);
     }
 
-    /// Moves the attachment of a client that is off the GPU `from`, and holds nothing there, to the GPU `to`, which the
-    /// client has not attached. Returns whether the attachment was moved.
+    /// Moves a client's attachment from the GPU `from` to the GPU `to`. The client must be off
+    /// `from` and must not hold its lock. Returns whether the attachment was moved: false if the
+    /// client has attached `to`, or a GPU is unknown.
     pub fn move_client(&mut self, now: Time, client: ClientId, Move { from, to }: Move) -> bool {
         if self.attachment(client, to).is_some() || !self.contains(to) {
             return false;
@@ -113,7 +114,7 @@ impl Gpus {
         Some(self.attachment(client, id)?.account())
     }
 
-    /// A client's history on a GPU, for policies.
+    /// A client's history on a GPU, from which policies predict its turns.
     pub fn history(&self, client: ClientId, id: GpuId) -> Option<&History> {
         Some(&self.attachment(client, id)?.history)
     }
@@ -124,7 +125,7 @@ impl Gpus {
 
     // Locks.
 
-    /// A client's lock state on a GPU; `None`: it has not attached the GPU.
+    /// A client's lock state on a GPU. `None`: the client has not attached the GPU.
     pub fn lock(&self, client: ClientId, id: GpuId) -> Option<&ClientLock> {
         Some(&self.attachment(client, id)?.lock)
     }
@@ -171,7 +172,8 @@ impl Gpus {
         self.holders(id).filter_map(move |client| Some((client, self.hold(client, id)?)))
     }
 
-    /// Holders that are not bypassed: no other client is admitted beside them, unless they may run together.
+    /// Holders that are not bypassed. While one of them runs, a client is admitted only if the two
+    /// may run together.
     pub fn running_on(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
         self.get(id).into_iter().flat_map(Gpu::running)
     }
@@ -195,8 +197,8 @@ impl Gpus {
         Some(hold)
     }
 
-    /// Makes a client's present holds, except revoked ones, part of a new grant, so that they are revoked together with
-    /// it.
+    /// Adds a client's present holds to the grant with the number `group`. The holds are then
+    /// revoked together with that grant. Revoked holds stay as they are.
     pub fn join_hold_group(&mut self, client: ClientId, group: u64) {
         self.change_holds(client, |hold| {
             if hold.revoked.is_none() {
@@ -222,7 +224,8 @@ impl Gpus {
         self.get(id)?.preempted
     }
 
-    /// Records whether a GPU is idle because memory of the next entity is still being moved in.
+    /// Records since when a GPU has been idle because memory of the next entity is still being
+    /// moved in. `arrives`: that memory is being moved in now.
     pub fn note_idle_for(&mut self, now: Time, id: GpuId, entity: Entity, arrives: bool) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.idle_for = match gpu.idle_for {
@@ -232,7 +235,8 @@ impl Gpus {
         };
     }
 
-    /// Ends that record. Returns since when the GPU was idle for this entity.
+    /// Ends the record of `note_idle_for`. Returns since when the GPU has been idle for this
+    /// entity.
     pub fn take_idle_since(&mut self, id: GpuId, entity: Entity) -> Option<Time> {
         let (whose, since) = self.gpus.get_mut(&id)?.idle_for.take()?;
         (whose == entity).then_some(since)

@@ -1,4 +1,4 @@
-//! A client's lock of a GPU, and statistics of earlier locks.
+//! A client's hold of a GPU's lock, and statistics of its earlier holds.
 
 use super::drain_time::DrainTime;
 use crate::{api::*, entity::Entity};
@@ -8,11 +8,11 @@ use std::time::Duration;
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ClientLock {
     pub hold: Option<Hold>,
-    /// The client failed to drain in its last hold, so it gets less time in the next one. Cleared by a hold that ends
-    /// normally.
+    /// The client failed to drain in its last hold, so it has less time to drain in the next hold.
+    /// Cleared by a hold that ends normally.
     pub slow_to_drain: bool,
     pub drains: DrainTime,
-    /// When the client last held the lock, or attached the GPU.
+    /// When the client last held the lock. If it never held the lock: when it attached the GPU.
     pub last_run: Time,
     pub grants: u64,
     pub lock_time: Duration,
@@ -32,9 +32,9 @@ impl ClientLock {
         }
     }
 
-    /// Whether the client holds the lock, cannot drain, and has reported so, now or in its last hold. Such a client may
-    /// be mapping memory in order to drain, and need more. A holder that became undrainable without a report gets no
-    /// more memory.
+    /// Whether the client holds the lock, is undrainable, and reported in this hold or its last one
+    /// that it cannot drain. Such a client may have to map more memory before it can drain. A
+    /// holder that became undrainable without a report gets no more memory.
     pub fn may_need_memory(&self) -> bool {
         self.hold.as_ref().is_some_and(|hold| hold.is_undrainable() && (hold.stuck || self.slow_to_drain))
     }
@@ -56,41 +56,46 @@ pub(crate) struct Hold {
     pub entity: Entity,
     /// Orders the holders of a GPU.
     pub number: u64,
-    /// Locks with the same group were granted together, and are revoked together.
+    /// Locks with the same group number were granted together and are revoked together.
     pub group: u64,
     pub since: Time,
-    /// How long the GPU was idle before the grant, waiting for this client's memory to be moved in.
+    /// How long the GPU was idle before the grant while this client's memory was being moved in.
     pub moved: Duration,
-    /// The request had aged before it was granted.
+    /// The request had waited long enough to precede the other requests of its owner.
     pub aged: bool,
-    /// The finish tags at the grant: the owner's, and the client's own if it has a weight of its own.
+    /// The owner's finish tag at the grant.
     pub finish_tag: Time,
+    /// The client's own finish tag at the grant, if the client has a weight of its own.
     pub own_finish_tag: Time,
-    /// The clock of the turn: how long other clients have waited for this holder. It has been running since
-    /// `waited_since`.
+    /// The clock of the turn: how long other clients had waited for this holder when the clock was
+    /// last stopped.
     pub waited: Duration,
+    /// Since when the clock has been running. `None`: the clock is stopped.
     pub waited_since: Option<Time>,
-    /// The first waiting request, and the longest expected time to move memory for it. The longest is kept because the
-    /// time shrinks during the turn, as memory of other clients is evicted.
+    /// The first waiting request, and the longest expected time to move memory for that request.
+    /// The expected time shrinks during the turn, as memory of other clients is evicted.
     pub exchange: Option<(Entity, Duration)>,
-    /// When the turn ends if other clients keep waiting for this holder; waiters on other GPUs may extend it. `None`:
-    /// no client waits, or the end is unknown.
+    /// When the turn ends if other clients keep waiting for this holder. Waiters on other GPUs may
+    /// extend the turn. `None`: no client waits, or the end is unknown.
     pub ends: Option<Time>,
-    /// The request was granted by backfilling: ahead of this first request, until this time.
+    /// Set if the request was backfilled, that is, granted ahead of the GPU's first request.
+    /// Contains that first request and the end of the backfilled turn.
     pub backfills: Option<(Entity, Time)>,
     /// The number of waiters and the grace period last sent to the holder.
     pub told: Option<(u32, Duration)>,
-    /// The bytes that the holder was last asked to prepare to evict.
+    /// The number of bytes that the holder was last asked to prepare for eviction.
     pub prepared: u64,
     /// The revoke that the holder has not answered with a release. `None`: it was not revoked.
     pub revoked: Option<Revoked>,
-    /// The client's process is stopped, so it does not count as a holder until it runs again.
+    /// The client's process is stopped. The client does not count as a holder until the process
+    /// continues.
     pub suspended: bool,
     /// The client reported that it cannot drain.
     pub stuck: bool,
-    /// The holder takes longer to drain than usual, and may need other members of its gang in order to drain.
+    /// The holder takes longer to drain than usual. The holder may need other members of its gang
+    /// in order to drain.
     pub lags: bool,
-    /// The holder's time to drain has passed. Whenever it is revoked, it does not count as a holder.
+    /// The holder did not drain in time. While it is revoked, it does not count as a holder.
     pub undrainable: bool,
 }
 
@@ -101,9 +106,9 @@ pub(crate) struct Revoked {
     pub first: Time,
     /// When the last revoke was sent.
     pub since: Time,
-    /// When the client, which reported itself stuck, is revoked again.
+    /// When a client that reported itself stuck is revoked again.
     pub again: Option<Time>,
-    /// The delay after its next report of that kind.
+    /// The delay of the next revoke after the client reports itself stuck once more.
     pub backoff: Duration,
 }
 
@@ -168,8 +173,8 @@ impl Hold {
         self.revoked.is_some() && !self.is_bypassed()
     }
 
-    /// Whether the holder does not count as one: other clients are admitted beside it, and its memory stays where it
-    /// is.
+    /// Whether other clients are admitted beside the holder as if it did not hold the lock. The
+    /// holder's memory stays on the GPU.
     pub fn is_bypassed(&self) -> bool {
         self.suspended || self.is_undrainable()
     }

@@ -1,8 +1,8 @@
-//! The ledger of one GPU's memory: the sums over the [`Account`]s of its clients, updated with every change of an
-//! account. `settle` decides which client gains or loses bytes.
+//! The ledger of one GPU's memory: the sums over the [`Account`]s of its clients, updated with
+//! every change of an account. `settle` decides which client gains or loses bytes.
 //!
-//! Invariant: Σ charge ≤ capacity, so that an allowance can always be mapped. A measurement that lowers the capacity
-//! can break it; then the excess is evicted first.
+//! Invariant: Σ charge ≤ capacity, so that every allowance can be mapped. A measurement that lowers
+//! the capacity can break the invariant. In that case the excess is evicted first.
 
 use super::{Account, capacity::MOST};
 use crate::api::{ClientId, TenantId, Time};
@@ -12,18 +12,19 @@ use std::collections::{BTreeMap, BTreeSet};
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 struct Sums {
     charge: u64,
-    /// Bytes of the charge that cannot be evicted: pinned bytes, and the whole charge if [`Evictability::Unevictable`].
+    /// Bytes of the charge that cannot be evicted: the pinned bytes, or the whole charge if the
+    /// account is [`Evictability::Unevictable`].
     unevictable: u64,
     /// Bytes that an eviction in progress will free.
     evicting: u64,
     unverified: u64,
     /// The reported demand.
     demand: u64,
-    /// The demand, up to the highest value ever measured.
+    /// The demand, but at most the client's highest measured memory.
     need: u64,
     /// The client may map more than its demand.
     is_ahead: bool,
-    /// When the client last ran, if it is idle and has evictable bytes.
+    /// When the client last ran. `None`: the client is not idle, or has no evictable bytes.
     last_run: Option<Time>,
 }
 
@@ -57,16 +58,17 @@ impl Account {
 /// Whether a client's memory can be evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Evictability {
-    /// The client holds the lock. Its memory can be evicted after it has released the lock.
+    /// The client holds the lock. The client's memory can be evicted after the lock is released.
     Running,
-    /// The client does not hold the lock, since this time.
+    /// The client has not held the lock since this time.
     Idle(Time),
-    /// None of the client's memory can be evicted at present; see [`EvictionBlock`](crate::api::EvictionBlock).
+    /// None of the client's memory can be evicted at present.
+    /// [`EvictionBlock`](crate::api::EvictionBlock) lists the reasons.
     Unevictable,
 }
 
-/// A client's account on one GPU, with its contribution to the ledger's sums. Only the ledger changes it, so the sums
-/// stay consistent.
+/// A client's account on one GPU, with its contribution to the ledger's sums. Only the ledger
+/// changes an entry, so that the sums stay consistent.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Entry {
     tenant: TenantId,
@@ -77,7 +79,8 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
-    /// The account of a client that has been idle since `now`. The sums include it from its first change on.
+    /// The account of a client that has been idle since `now`. The sums include the account from
+    /// its first change on.
     pub fn new(now: Time, tenant: TenantId, account: Account) -> Self {
         Self { tenant, state: Evictability::Idle(now), account, sums: Sums::default() }
     }
@@ -100,22 +103,23 @@ impl Entry {
 /// The sums over the accounts of one GPU, in bytes.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Ledger {
-    /// Σ charge, including memory that measurements still show although its client reported it as freed.
+    /// Σ charge, plus memory that clients reported as freed and that measurements still show.
     charged: u64,
     unevictable: u64,
     evicting: u64,
-    /// Unverified frees, by the tenant of the client that reported them.
+    /// Unverified frees of each tenant's clients.
     unverified: BTreeMap<TenantId, u64>,
     all_unverified: u64,
     /// Σ demand.
     demanded: u64,
-    /// `needs`: clients with a need above 0, the smallest need first. `ahead`: clients that may map more than their
-    /// demand.
+    /// Clients with a need above 0, the smallest need first.
     needs: BTreeSet<(u64, ClientId)>,
+    /// Clients that may map more than their demand.
     ahead: BTreeSet<ClientId>,
     /// Idle clients with evictable bytes, least recently run first.
     lru: BTreeSet<(Time, ClientId)>,
-    /// `unevictable` fell since this flag was cleared, so requests that it blocked may now be served.
+    /// `unevictable` fell after this flag was cleared, so requests that unevictable memory blocked
+    /// may now be served.
     unevictable_fell: bool,
 }
 
@@ -161,7 +165,7 @@ impl Ledger {
         self.all_unverified
     }
 
-    /// Unverified frees of clients of other tenants than `tenant`.
+    /// Unverified frees of all clients that do not belong to `tenant`.
     pub fn unverified_for(&self, tenant: TenantId) -> u64 {
         self.all_unverified - self.unverified.get(&tenant).copied().unwrap_or(0)
     }
@@ -171,7 +175,8 @@ impl Ledger {
         self.demanded
     }
 
-    /// The clients with a need of at least 1 and at most `bytes`, with their needs; the largest first.
+    /// The clients with a need of at least 1 byte and at most `bytes`, with their needs. The
+    /// largest need is first.
     pub fn needs_up_to(&self, bytes: u64) -> impl Iterator<Item = (u64, ClientId)> {
         self.needs.range(..=(bytes, ClientId(u64::MAX))).rev().copied()
     }
@@ -181,7 +186,7 @@ impl Ledger {
         self.ahead.iter().copied()
     }
 
-    /// Idle clients with evictable bytes, and when they last ran, the least recent first.
+    /// Idle clients with evictable bytes and the time when each last ran, least recently run first.
     pub fn eviction_order(&self) -> impl Iterator<Item = (Time, ClientId)> {
         self.lru.iter().copied()
     }

@@ -1,4 +1,5 @@
-//! Handles measurements: of the memory that other programs use, and of clients' memory, to verify their reports.
+//! Handles measurements of the memory that other programs use, and of clients' memory, which verify
+//! the clients' reports.
 
 use super::{Account, Context, Gpu};
 use crate::{api::*, effects::Effects, timers::Wake};
@@ -40,8 +41,9 @@ impl Gpu {
         fx.touch(self.id);
     }
 
-    /// Unverified bytes that this client cannot use: bytes of other tenants' clients. During a restore, bytes of its
-    /// own tenant count too: if they are still in use, the restore would lack the memory that takes their place.
+    /// Unverified bytes that a client cannot use: the unverified bytes of other tenants' clients.
+    /// During a restore, the result includes the bytes of the client's own tenant. If such bytes
+    /// were still in use, memory mapped in their place would be missing for the restore.
     pub fn unverified_for(&self, cx: Context, client: ClientId) -> u64 {
         let Some(state) = cx.clients.get(&client) else { return 0 };
         let is_restoring = self.returning.is_some_and(|returning| returning.restored.is_some());
@@ -56,8 +58,9 @@ impl Gpu {
         self.free(cx.settings).saturating_sub(self.unverified_for(cx, client))
     }
 
-    /// Bytes that will be available to these clients without evicting more: bytes being freed, and free bytes that were
-    /// not credited yet because they still have to be measured (which is requested here) or are too few.
+    /// Bytes that will be available to these clients without further eviction: bytes being freed,
+    /// and free bytes. Free bytes may not be credited yet because they are too few or unverified.
+    /// Requests a measurement of unverified bytes.
     pub fn arriving(&mut self, cx: Context, fx: &mut Effects, clients: &[ClientId]) -> u64 {
         for client in clients {
             self.request_verification(cx, fx, *client);
@@ -65,7 +68,8 @@ impl Gpu {
         self.ledger.evicting().saturating_add(self.free(cx.settings))
     }
 
-    /// Requests a measurement of the bytes that are unverified for a waiting client. Returns the number of these bytes.
+    /// Requests a measurement of the bytes that are unverified for a waiting client. Returns the
+    /// number of unverified bytes.
     pub fn request_verification(&mut self, cx: Context, fx: &mut Effects, client: ClientId) -> u64 {
         let unverified = self.unverified_for(cx, client);
         if unverified > 0 {
@@ -74,8 +78,8 @@ impl Gpu {
         unverified
     }
 
-    /// Requests a measurement of unverified bytes that were not measured yet. Bytes that a measurement has found are
-    /// measured again periodically anyway.
+    /// Requests a measurement of unverified bytes that were never measured. Bytes that a
+    /// measurement has found are measured again periodically in any case.
     pub fn request_any_verification(&mut self, fx: &mut Effects) {
         if !self.measurement_requested && self.accounts().any(|account| account.frees.is_unmeasured()) {
             self.measure(fx);
@@ -89,7 +93,8 @@ impl Gpu {
         }
     }
 
-    /// Requests a measurement even if one is pending: the pending one began too early, or its answer may never come.
+    /// Requests a measurement even if one is pending. The pending one may have begun too early, or
+    /// its answer may never arrive.
     pub fn measure_again(&mut self, fx: &mut Effects) {
         self.measurement_requested = false;
         self.measure(fx);
@@ -113,7 +118,7 @@ impl Gpu {
         fx.wake(Wake::Verification(self.id), self.accounts().filter_map(Account::expires).min());
     }
 
-    /// Expires unverified frees whose time has come.
+    /// Expires unverified frees that are older than their timeout.
     pub fn expire_unverified(&mut self, now: Time, fx: &mut Effects) {
         self.measurement_requested = false;
         for client in self.attachments.keys().copied().collect::<Vec<_>>() {

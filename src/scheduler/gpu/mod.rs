@@ -1,14 +1,18 @@
-//! A GPU: the clients that have attached it, the bytes that each may have mapped there, and the known use of the rest.
+//! A GPU: the clients that have attached it, the bytes that each client may have mapped, and the
+//! known use of the remaining memory.
 //!
 //! All records of a client on one GPU are in its [`Attachment`].
 //!
-//! Σ charges ≤ capacity, where a client's *charge* is the most that it can have mapped, messages in flight included.
+//! Invariant: Σ charges ≤ capacity. A client's *charge* is the most that it can have mapped,
+//! counting messages in flight.
 //!
-//! - `gpus`: all GPUs. `hold`: a client's lock of a GPU, and statistics of earlier locks. `drain_time`: how long the
-//!   client usually takes to finish its work and release the lock.
-//! - `account`: the bytes that a client may have mapped. `ledger`: the sums over all accounts.
+//! - `gpus`: all GPUs.
+//! - `hold`: a client's hold of a GPU's lock, and statistics of its earlier holds.
+//! - `drain_time`: how long a client usually takes to finish its work and release the lock.
+//! - `account`: the bytes that a client may have mapped.
+//! - `ledger`: the sums over all accounts.
 //! - `capacity`: the bytes that can be charged to clients.
-//! - `verification`: frees that clients report and that no measurement has confirmed yet.
+//! - `verification`: frees that clients reported and no measurement has confirmed yet.
 //! - `shortfall`: mappings that failed although the ledger had room for them.
 //! - `context_queue`: clients that wait to create a context.
 //! - `reservation`: room for the driver's own allocations.
@@ -16,13 +20,17 @@
 //! - `others`: memory that is kept free for programs that are not clients.
 //! - `rate`: the speed at which memory moves.
 //!
-//! The decisions about one GPU's memory are methods of [`Gpu`]. They read other components through a [`Context`], change
-//! nothing but the GPU, and leave what follows in [`Effects`]:
+//! The decisions about one GPU's memory are methods of [`Gpu`]. These methods read other components
+//! through a [`Context`] and change only the GPU. The methods leave commands and timers in
+//! [`Effects`]:
 //!
-//! - `credit`, `eviction`: raise and lower allowances. `eviction_blocks`: memory that cannot be evicted.
+//! - `credit`, `eviction`: raise and lower allowances.
+//! - `eviction_blocks`: memory that cannot be evicted.
 //! - `contexts`: contexts that do not exist yet, or are removed and restored.
-//! - `rooms`: memory that is kept free for other programs. `failures`: mappings that fail.
-//! - `reports`: memory as clients report it. `measurements`: memory as NVML reports it.
+//! - `rooms`: memory that is kept free for other programs.
+//! - `failures`: mappings that fail.
+//! - `reports`: memory as clients report it.
+//! - `measurements`: memory as NVML reports it.
 
 pub(crate) mod account;
 pub(crate) mod capacity;
@@ -65,23 +73,24 @@ use shortfall::{Failures, Trial};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// A client keeps growing if its demand grew twice within this time, and last grew within this time.
+/// A client keeps growing if its demand grew twice within this time, and the last growth was within
+/// this time too.
 const GROWING: Duration = Duration::from_secs(1);
 
-/// What clients can do on a GPU.
+/// The clients' access to a GPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Access {
     /// Clients take turns and share the GPU's capacity.
     #[default]
     Turns,
-    /// Nothing works on the GPU, so no client waits: turns and capacity would only keep the driver's error from
-    /// clients.
+    /// The GPU is gone, so no client waits for it. Turns and capacity would only keep the driver's
+    /// error from the clients.
     Gone,
-    /// Clients' memory is evicted, and no client runs.
+    /// The clients' memory is evicted, and no client runs.
     Suspended,
 }
 
-/// The inputs of a GPU's decisions besides its own state.
+/// The state of other components that a GPU's decisions depend on.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     pub now: Time,
@@ -100,50 +109,54 @@ pub(crate) struct Gpu {
     /// Size of the GPU in bytes.
     pub total: u64,
     pub access: Access,
-    /// The newest measured overhead in bytes: contexts and other programs. `None`: never measured.
+    /// The newest measured overhead in bytes: contexts and the memory of other programs. `None`:
+    /// never measured.
     pub measured: Option<u64>,
-    /// The measured overhead leaves out processes that may be clients about to reconnect.
+    /// The measured overhead excludes processes that may be clients about to reconnect.
     pub incomplete: bool,
     /// The client that may try to map more than the capacity.
     pub trial: Option<Trial>,
-    /// Clients' memory is measured on this GPU, so their reports are believed only as far as measurements confirm them.
+    /// Clients' memory is measured on this GPU. So clients' reports are believed only as far as
+    /// measurements confirm them.
     pub verifies: bool,
-    /// Clients whose context may be missing in the newest measurement.
+    /// Clients whose context the newest measurement may have missed.
     pub unmeasured: BTreeSet<ClientId>,
-    /// Clients that have attached the GPU. Added and removed only by [`Gpus::attach`] and [`Gpus::detach`].
+    /// Clients that have attached the GPU. Only [`Gpus`] adds and removes them.
     pub attachments: BTreeMap<ClientId, Attachment>,
-    /// Clients that are off the GPU, and the bytes that their contexts will need.
+    /// Clients that are off the GPU, with the bytes that their contexts will need.
     #[serde(default)]
     pub away: BTreeMap<ClientId, u64>,
     /// The holders of the lock, in the order of their grants.
     holders: BTreeMap<u64, ClientId>,
     /// The last holder, if it was preempted.
     preempted: Option<ClientId>,
-    /// The entity that is granted the GPU next, and since when the GPU has been idle because that entity's memory is
-    /// still being moved in.
+    /// The entity that is granted the GPU next, and since when the GPU has been idle while that
+    /// entity's memory is being moved in.
     idle_for: Option<(Entity, Time)>,
     pub ledger: Ledger,
-    /// A measurement has been requested and not received.
+    /// A measurement was requested, and its result has not arrived.
     pub measurement_requested: bool,
     pub contexts: ContextQueue,
     pub reservations: Vec<Reservation>,
     /// The capacity when the GPU was last settled.
     pub capacity: u64,
-    /// A holder or the first request in the queue lacks bytes. Bytes that become free are for them.
+    /// A holder or the first request in the queue lacks bytes. Bytes that become free are used for
+    /// that client first.
     pub lacking: bool,
     /// All programs that use the GPU are clients.
     #[serde(default)]
     pub has_only_clients: bool,
-    /// The GPU is to become empty: its clients move to other GPUs or sleep.
+    /// The GPU is being emptied: its clients move to other GPUs or sleep.
     #[serde(default)]
     pub drained: bool,
-    /// The GPU reports errors, so no program should be placed there.
+    /// The GPU reports errors, so no program should be placed on it.
     #[serde(default)]
     pub failing: bool,
-    /// The client that is about to be restored here.
+    /// The client that waits for its restore on this GPU, or is being restored.
     #[serde(default)]
     pub returning: Option<Returning>,
-    /// Clients whose restore has not ended in time, and the bytes that their contexts may still take at any moment.
+    /// Clients whose restore has not ended in time, with the bytes that their contexts may still
+    /// take at any moment.
     #[serde(default)]
     pub overdue: BTreeMap<ClientId, u64>,
     pub rates: Rates,
@@ -156,27 +169,30 @@ pub(crate) struct Gpu {
 pub(crate) struct Attachment {
     #[serde(with = "crate::encoding::Engine")]
     pub engine: Engine,
-    /// The client's account. Changed through the ledger only, so that its sums stay up to date.
+    /// The client's account. Only the ledger changes it, so that the ledger's sums stay up to date.
     entry: ledger::Entry,
     pub lock: ClientLock,
     /// The client's earlier turns, from which policies predict the next ones.
     pub history: History,
-    /// When the client was notified that it may create its context, and when it first did something that needs a
-    /// context.
+    /// When the client was notified that it may create its context.
     pub attached: Option<Time>,
+    /// When the client first did something that needs a context.
     pub used: Option<Time>,
     pub failures: Failures,
-    /// Why the client cannot evict, and the delay before it is next asked to evict.
+    /// Why the client's memory cannot be evicted.
     pub eviction_block: Option<EvictionBlock>,
+    /// The last delay between a failed eviction and the next request to evict.
     pub eviction_backoff: Duration,
-    /// Bytes per second at which the client's memory is evicted, copied or not, smoothed. `None`: never measured.
+    /// The smoothed rate, in bytes per second, at which the client's memory is evicted. Counts
+    /// chunks that need no copy. `None`: never measured.
     pub rate: Option<u64>,
-    /// When the client's demand last grew, and whether it had grown shortly before that.
+    /// When the client's demand last grew.
     grew: Option<Time>,
+    /// The demand had also grown shortly before `grew`.
     keeps_growing: bool,
 }
 
-/// A client's records while they move from one GPU to another. The client is off both.
+/// A client's records during a move from one GPU to another. The client is off both GPUs.
 #[derive(Debug)]
 struct Moved {
     attachment: Attachment,
@@ -240,21 +256,23 @@ impl Gpu {
         self.end_return(client);
     }
 
-    /// Ends a client's restore, or its wait for one. Returns whether there was one.
+    /// Ends a client's restore, or the client's wait for a restore. Returns whether the client was
+    /// being restored or waiting.
     pub fn end_return(&mut self, client: ClientId) -> bool {
         let is_overdue = self.overdue.remove(&client).is_some();
         self.returning.take_if(|returning| returning.client == client).is_some() || is_overdue
     }
 
-    /// Gives up waiting for a restore that is overdue: other clients no longer wait for it. Its context may still
-    /// appear.
+    /// Ends the wait of other clients for an overdue restore. The restored client's context may
+    /// still appear.
     pub fn give_up_return(&mut self) {
         if let Some(Returning { client, bytes, .. }) = self.returning.take() {
             self.overdue.insert(client, bytes);
         }
     }
 
-    /// Bytes set aside for the contexts of clients that are being restored, or are about to be.
+    /// Bytes set aside for the contexts of clients that are being restored or will be restored
+    /// next.
     pub fn returning_bytes(&self) -> u64 {
         let overdue = self.overdue.values().fold(0u64, |sum, bytes| sum.saturating_add(*bytes));
         self.returning.map_or(0, |returning| returning.bytes).saturating_add(overdue)
@@ -283,12 +301,12 @@ impl Gpu {
         self.reservations.extend(moved.reservation.map(|waits| Reservation { secured: 0, ..waits }));
     }
 
-    /// Bytes that clients have on the GPU, as far as is known.
+    /// The known bytes of all clients on the GPU.
     pub fn in_use(&self) -> u64 {
         self.accounts().fold(0, |sum, account| sum.saturating_add(account.in_use()))
     }
 
-    /// A client's account; `None`: it has not attached the GPU.
+    /// A client's account. `None`: the client has not attached the GPU.
     pub fn account(&self, client: ClientId) -> Option<&Account> {
         Some(self.attachments.get(&client)?.account())
     }
@@ -298,8 +316,9 @@ impl Gpu {
         self.attachments.values().map(Attachment::account)
     }
 
-    /// Changes a client's account, and the sums with it. Marks the GPU if requests that were blocked by unevictable
-    /// memory may now be served. Returns the result of `change`; `None`: the client has not attached the GPU.
+    /// Changes a client's account and the ledger's sums. Marks the GPU if requests that unevictable
+    /// memory blocked may now be served. Returns the result of `change`, or `None` if the client
+    /// has not attached the GPU.
     pub fn change_account<R>(
         &mut self,
         fx: &mut Effects,
@@ -313,7 +332,7 @@ impl Gpu {
         Some(result)
     }
 
-    /// A client's lock state; `None`: it has not attached the GPU.
+    /// A client's lock state. `None`: the client has not attached the GPU.
     pub fn lock(&self, client: ClientId) -> Option<&ClientLock> {
         Some(&self.attachments.get(&client)?.lock)
     }
@@ -327,12 +346,13 @@ impl Gpu {
         self.holders.values().copied()
     }
 
-    /// Holders that are not bypassed: no other client is admitted beside them, unless they may run together.
+    /// Holders that are not bypassed. While one of them runs, a client is admitted only if the two
+    /// may run together.
     pub fn running(&self) -> impl Iterator<Item = ClientId> {
         self.holders().filter(|client| self.hold(*client).is_some_and(|hold| !hold.is_bypassed()))
     }
 
-    /// Bytes that holders other than `client` could give up after releasing the lock.
+    /// Bytes that all holders except `client` could give up after releasing the lock.
     pub fn held_by_others(&self, client: ClientId) -> u64 {
         let gives = self.running().filter(|holder| *holder != client);
         gives.filter_map(|holder| Some(self.account(holder)?.evictable())).fold(0, u64::saturating_add)
@@ -371,7 +391,7 @@ impl Attachment {
         self.keeps_growing = self.grew.replace(now).is_some_and(|before| now < before + GROWING);
     }
 
-    /// Whether the client's demand has been growing repeatedly.
+    /// Whether the client's demand has grown repeatedly.
     pub fn keeps_growing(&self, now: Time) -> bool {
         self.keeps_growing && self.grew.is_some_and(|at| now < at + GROWING)
     }

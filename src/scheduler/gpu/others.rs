@@ -1,31 +1,32 @@
-//! Bytes that are kept free on a GPU for programs that are not clients: *rooms*, which users request, and *headroom*,
-//! kept ahead of programs that grow. Both are relative to the memory that such programs use: memory that they have
-//! taken from a room or headroom is not kept free a second time. Only the larger of the two is kept free, since both
-//! are for the same programs.
+//! Bytes that are kept free on a GPU for programs that are not clients. Users request *rooms*.
+//! *Headroom* is kept ahead of programs that grow. Memory that other programs have already taken
+//! from a room or headroom is not kept free a second time. Only the larger of the two is kept free,
+//! because both are for the same programs.
 
 use crate::api::*;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-/// Headroom covers the growth of other programs during this time at their present rate, so growth is measured over this
-/// time.
+/// The time for which headroom covers the growth of other programs at their present rate. Growth is
+/// measured over the same time.
 const AHEAD: Duration = Duration::from_secs(1);
-/// Slower growth is covered by the reserve.
+/// Growth below this many bytes is covered by the reserve.
 const SLOW: u64 = 64 << 20;
-/// How long headroom is kept after the last growth of other programs. A client that does not fit beside it waits for
-/// that long.
+/// How long headroom is kept after the last growth of other programs. A client that does not fit
+/// beside the headroom waits for that long.
 const HELD: Duration = Duration::from_secs(3);
-/// Growth counts only beyond the highest usage of other programs in this time. Otherwise programs that repeatedly grow
-/// and shrink would always have headroom, and a client that does not fit beside it would wait forever.
+/// Growth counts only beyond the highest usage of other programs in this time. Otherwise programs
+/// that repeatedly grow and shrink would always have headroom, and a client that does not fit
+/// beside the headroom would wait forever.
 const REMEMBERED: Duration = Duration::from_secs(60);
-/// Headroom is at most this part of a GPU.
+/// Headroom is at most a GPU's size divided by this number.
 const LARGEST_PART: u64 = 8;
 
 /// Bytes that are kept free at the request of a user.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Room {
     pub bytes: u64,
-    /// When it was requested.
+    /// When the room was requested.
     pub since: Time,
     /// When the room ends, unless it is requested again.
     pub until: Time,
@@ -38,18 +39,18 @@ pub(crate) struct Room {
 pub(crate) struct Others {
     used: u64,
     rooms: BTreeMap<RoomId, Room>,
-    /// Bytes of `used` that were not taken from a room.
+    /// Bytes of `used` that other programs did not take from a room.
     beside_rooms: u64,
     /// Measurements of the last [`AHEAD`], the newest last, each with its time.
     samples: VecDeque<(Time, u64)>,
     /// The highest measurement of the last [`REMEMBERED`], and its time.
     highest: (u64, Time),
-    /// The expected usage of other programs, and when that expectation ends.
+    /// The expected usage of other programs in bytes, and the end of that expectation.
     expected: Option<(u64, Time)>,
 }
 
 impl Others {
-    /// Handles a measurement.
+    /// Handles a measurement of the memory that other programs use.
     pub fn measured(&mut self, now: Time, total: u64, used: u64) {
         self.used = used;
         self.beside_rooms = self.beside_rooms.min(used);
@@ -67,7 +68,8 @@ impl Others {
         self.expected.take_if(|(_, until)| *until <= now);
         if growth >= SLOW {
             let reached = self.expected.map_or(0, |(bytes, _)| bytes);
-            // Twice the needed headroom, so that memory is evicted now and then instead of at each measurement.
+            // Keeps twice the needed headroom, so that memory need not be evicted at each
+            // measurement.
             let to = if used.saturating_add(growth) > reached { used.saturating_add(growth * 2) } else { reached };
             self.expected = Some((to, now + HELD));
         }
@@ -76,13 +78,13 @@ impl Others {
         }
     }
 
-    /// Restarts the measurement of growth: until now the memory of other programs could not be identified, so a higher
-    /// value does not mean growth.
+    /// Restarts the measurement of growth. Until now, the memory of other programs could not be
+    /// identified, so a higher value does not show growth.
     pub fn begin_again(&mut self) {
         self.samples.clear();
     }
 
-    /// Creates or changes a room. A ready room stays ready unless it grows.
+    /// Creates or changes a room. A ready room stays ready unless it becomes larger.
     pub fn keep(&mut self, now: Time, id: RoomId, bytes: u64, until: Time) {
         if self.rooms.is_empty() {
             self.beside_rooms = self.used;
@@ -91,7 +93,8 @@ impl Others {
         self.rooms.insert(id, Room { bytes, since: now, until, is_ready });
     }
 
-    /// Ends a room. Memory that other programs have taken from it now counts like the rest of their memory.
+    /// Ends a room. Memory that other programs have taken from the room then counts like the rest
+    /// of their memory.
     pub fn end(&mut self, id: RoomId) -> Option<Room> {
         let taken = self.taken();
         let room = self.rooms.remove(&id)?;
@@ -124,7 +127,7 @@ impl Others {
         self.in_rooms().max(ahead)
     }
 
-    /// When headroom ends without another measurement. `None`: there is none.
+    /// When headroom ends without another measurement. `None`: no headroom is kept.
     pub fn next(&self) -> Option<Time> {
         self.expected.map(|(_, until)| until)
     }
@@ -157,7 +160,7 @@ mod tests {
         assert_eq!(others.in_rooms(), 5 * GIB);
         others.measured(ms(40_000), TOTAL, 12 * GIB);
         assert_eq!(others.in_rooms(), 0, "they have more than was asked for");
-        // Programs for which the room was not made end.
+        // The programs that used memory before the room was requested end.
         others.measured(ms(60_000), TOTAL, GIB);
         others.measured(ms(80_000), TOTAL, 3 * GIB);
         assert_eq!(others.in_rooms(), 6 * GIB);
@@ -197,7 +200,7 @@ mod tests {
         others.measured(ms(0), TOTAL, GIB);
         others.measured(ms(500), TOTAL, GIB + 60 * MIB);
         assert_eq!(others.kept(), 0, "the reserve is enough");
-        // 1 GiB/s.
+        // Other programs grow by 1 GiB/s.
         let mut last = others.kept();
         let mut raised = 0;
         for n in 0..40 {

@@ -4,17 +4,18 @@ use super::Gpu;
 use crate::api::*;
 use std::time::Duration;
 
-/// Assumed eviction rate in bytes per second until one is measured, if the link's rate is unknown: half the rate of
-/// copies to registered memory (H200).
+/// The assumed eviction rate in bytes per second until an eviction is measured, if the link's rate
+/// is unknown. Half the rate of copies to registered memory on an H200.
 const FIRST_RATE: u64 = 24 << 30;
-/// The same for restoring memory: the rate of copies from registered memory (H200, PCIe 5).
+/// The assumed restore rate in bytes per second if the link's rate is unknown. Equals the rate of
+/// copies from registered memory on an H200 with PCIe 5.
 const RATE_BACK: u64 = 48 << 30;
-/// A smaller eviction says little about the rate.
+/// An eviction of fewer bytes says little about the rate.
 const MEASURABLE: u64 = 64 << 20;
-/// Measured rates are clamped to these: 64 MiB/s and 1 TiB/s.
+/// The lowest and the highest rate that is recorded: 64 MiB/s and 1 TiB/s.
 const RATES: (u64, u64) = (64 << 20, 1 << 40);
 
-/// Bytes per second.
+/// The rates of a GPU in bytes per second.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Rates {
     /// Rate of copies during evictions, smoothed.
@@ -54,8 +55,9 @@ impl Rates {
         at_rate(bytes, self.back)
     }
 
-    /// The time to evict `bytes` at a client's rate (`None`: unknown) and to restore them. Chunks that did not change
-    /// since they were restored are evicted without a copy, but have to be copied when they are restored again.
+    /// The time to evict `bytes` at a client's rate (`None`: unknown), plus the time to restore
+    /// them. Chunks that did not change after their last restore are evicted without a copy.
+    /// Restoring them again needs a copy.
     pub fn both_ways(&self, bytes: u64, rate: Option<u64>) -> Duration {
         let rate = rate.unwrap_or(self.out);
         at_rate(bytes, rate) + at_rate(bytes, rate.min(self.back))
@@ -63,8 +65,8 @@ impl Rates {
 }
 
 impl Gpu {
-    /// Updates rates after an eviction: the client's own rate, and the rate assumed for clients that have not evicted
-    /// yet.
+    /// Updates the client's own rate after an eviction, and the rate assumed for clients that have
+    /// not evicted yet.
     pub fn learn_rate(&mut self, client: ClientId, bytes: u64, contents: u64, time: Duration) {
         let before = self.rates.out;
         if contents >= MEASURABLE {
@@ -83,8 +85,8 @@ fn measured(rate: u64, bytes: u64, time: Duration) -> u64 {
     smoothed(rate, now.clamp(RATES.0.into(), RATES.1.into()) as u64)
 }
 
-/// Smooths a rate so that it rises faster than it falls: the causes of a slow eviction (host memory that must be
-/// allocated first, a busy CPU) say little about the next one.
+/// Smooths a rate so that it rises faster than it falls. The causes of a slow eviction, such as
+/// host memory that must be allocated first or a busy CPU, say little about the next eviction.
 fn smoothed(rate: u64, measured: u64) -> u64 {
     if measured > rate { rate / 2 + measured / 2 } else { rate / 4 * 3 + measured / 4 }
 }

@@ -4,8 +4,8 @@ use super::{Account, Context, Gpu, account::Evicted};
 use crate::{api::*, effects::Effects, quota::Limit, timers::Wake};
 
 impl Gpu {
-    /// Handles a client's report. Returns the believed part of the report, and whether the client's bytes on the GPU
-    /// have changed. `None`: the client has not attached the GPU.
+    /// Handles a client's report. Returns the believed part of the report, and whether the client's
+    /// mapped bytes have changed. `None`: the client has not attached the GPU.
     pub fn reported(
         &mut self,
         cx: Context,

@@ -1,6 +1,7 @@
-//! Reservations: room for the driver's own allocations inside a client's call, such as code, stacks, streams and
-//! graphs. The driver found no room for them. So clients that do not hold the lock evict that amount, and the room is
-//! kept free for a moment, in which the client tries again.
+//! Reservations: room for allocations that the driver makes inside a client's call, such as code,
+//! stacks, streams and graphs. A client requests a reservation when the driver found no room.
+//! Clients that do not hold the lock then evict that many bytes. The room is kept free for a moment
+//! while the client repeats the call.
 
 use crate::api::*;
 
@@ -9,9 +10,9 @@ pub(crate) struct Reservation {
     pub client: ClientId,
     pub bytes: u64,
     pub since: Time,
-    /// Bytes that are free and kept for this client.
+    /// Bytes that are free and kept for the client.
     pub secured: u64,
-    /// When the client was notified. `None`: it is still waiting.
+    /// When the client was notified. `None`: the client is still waiting.
     pub answered: Option<Time>,
 }
 

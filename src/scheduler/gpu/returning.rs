@@ -1,20 +1,22 @@
-//! Room for the context of a client that wakes up. A restore that runs out of memory cannot be repeated, so it begins
-//! only once the room has been set aside, and was measured as free after that.
+//! Room for the context of a client that wakes up. A restore that runs out of memory cannot be
+//! repeated. So a restore begins only after its room was set aside and a later measurement found
+//! the room free.
 
 use crate::api::{ClientId, Time};
 
-/// The client that waits for its restore on a GPU, or is being restored there. A GPU has at most one such client at a
-/// time, so memory that is measured as free is free for that client.
+/// The client that waits for its restore on a GPU, or is being restored there. A GPU has at most
+/// one such client at a time, so memory that is measured as free is available to that client.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Returning {
     pub client: ClientId,
-    /// Bytes set aside for its context.
+    /// Bytes set aside for the client's context.
     pub bytes: u64,
-    /// Since when these bytes have been free of other charges. `None`: other clients still have some of them.
+    /// Since when these bytes have been free of other charges. `None`: other clients still have
+    /// some of the bytes.
     pub secured: Option<Time>,
-    /// The bytes have been measured as free since then.
+    /// A measurement that began after `secured` found the bytes free.
     pub is_measured: bool,
-    /// When the restore of the client began.
+    /// When the restore of the client began. `None`: the client still waits.
     pub restored: Option<Time>,
     /// When a measurement was last requested.
     pub asked: Option<Time>,
@@ -25,7 +27,7 @@ impl Returning {
         Self { client, bytes, secured: None, is_measured: false, restored: None, asked: None }
     }
 
-    /// Records whether the bytes are secured; if not, other clients still have some of them.
+    /// Records whether the bytes are secured. If not, other clients still have some of the bytes.
     pub fn set_secured(&mut self, now: Time, is_secured: bool) {
         if is_secured {
             if self.secured.is_none() {
@@ -36,8 +38,9 @@ impl Returning {
         }
     }
 
-    /// Handles a measurement that began no earlier than `begun`. `free`: bytes that no client has or may map. `None`:
-    /// unknown, so the clients' reports have to suffice.
+    /// Handles a measurement that began no earlier than `begun`. `free` is the number of bytes that
+    /// no client has or may map. If `free` is `None`, the number is unknown, and the clients'
+    /// reports have to suffice.
     pub fn measured(&mut self, begun: Time, free: Option<u64>) {
         if self.secured.is_some_and(|since| since <= begun) {
             self.is_measured = free.is_none_or(|free| free >= self.bytes);

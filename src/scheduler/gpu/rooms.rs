@@ -1,19 +1,21 @@
-//! Rooms: memory of a GPU that is kept free for programs that are not clients (see `others`). A room is vacated
-//! immediately: holders that do not fit beside it, or whose memory has to be evicted for it, are revoked before their
-//! turn ends. Clients that do not fit on the GPU beside a room wait until it ends.
+//! Rooms: memory of a GPU that is kept free for programs that are not clients (see `others`). A
+//! room is vacated immediately. A holder that does not fit beside the room, or whose memory has to
+//! be evicted for the room, is revoked before its turn ends. Clients that do not fit beside a room
+//! wait until the room ends.
 
 use super::{Access, Gpu};
 use crate::{api::*, effects::Effects};
 use std::time::Duration;
 
-/// How long evicting memory for a room may take. After that the room is refused: some memory cannot be evicted.
+/// How long the eviction of memory for a room may take. After that time the room is refused,
+/// because some memory cannot be evicted.
 const VACATING: Duration = Duration::from_secs(10);
 
 impl Gpu {
     /// Creates or changes a room: see [`Event::RoomRequested`].
     ///
     /// # Errors
-    /// The reason that the room is impossible.
+    /// Why the room is impossible.
     pub fn make_room(
         &mut self,
         now: Time,
@@ -30,7 +32,7 @@ impl Gpu {
         let rooms = others.fold(0u64, |sum, (_, room)| sum.saturating_add(room.bytes));
         let overhead = self.overhead_wanted(settings).saturating_sub(self.others.kept());
         let beside = overhead.saturating_sub(self.others.taken()).saturating_add(rooms);
-        // A room that was promised before is not refused.
+        // A room is never refused a size that it was promised before.
         let before = self.others.rooms().find(|(other, _)| *other == room).map_or(0, |(_, room)| room.bytes);
         let most = self.total.saturating_sub(self.reserve(settings)).saturating_sub(beside).max(before);
         if bytes > most {
@@ -62,7 +64,7 @@ impl Gpu {
         }
     }
 
-    /// Reports rooms that are ready, over, or impossible. Returns the time of the next check.
+    /// Reports rooms that are ready, expired, or impossible. Returns the time of the next check.
     pub fn serve_rooms(&mut self, now: Time, settings: &Settings, fx: &mut Effects) -> Option<Time> {
         self.others.expire(now);
         let mut next = self.others.next();
@@ -92,7 +94,8 @@ impl Gpu {
         next
     }
 
-    /// Whether the memory to be kept free is free: neither charged nor reserved, and measured as free.
+    /// Whether the bytes to be kept free are neither charged nor reserved, and were measured as
+    /// free.
     fn is_vacated(&mut self, settings: &Settings, fx: &mut Effects) -> bool {
         let reserved = self.reservations.iter().fold(0u64, |sum, reservation| sum.saturating_add(reservation.secured));
         let room = self.usable(settings).checked_sub(self.ledger.charged().saturating_add(reserved));
@@ -104,24 +107,25 @@ impl Gpu {
         unverified <= room && !self.is_overdrawn_by_overhead(settings)
     }
 
-    /// Whether contexts and other programs leave too little memory to keep free, even if clients had none.
+    /// Whether contexts and other programs leave too little memory to keep free, even if clients
+    /// used no memory.
     fn is_overdrawn_by_overhead(&self, settings: &Settings) -> bool {
         self.overhead_wanted(settings) > self.total.saturating_sub(self.reserve(settings))
     }
 
-    /// Present unevictable memory that prevents the rooms.
+    /// Present unevictable memory that makes the rooms impossible.
     fn room_obstacle(&self, settings: &Settings) -> Option<RoomObstacle> {
         let bytes = self.ledger.unevictable().saturating_sub(self.usable(settings));
         (bytes > 0).then_some(RoomObstacle::Unevictable { bytes })
     }
 
-    /// Whether memory still has to be evicted for the bytes kept free.
+    /// Whether memory still has to be evicted for rooms or headroom.
     pub fn vacates(&self, settings: &Settings) -> bool {
         self.others.kept() > 0 && self.overdrawn(settings) > 0
     }
 
-    /// Whether these clients together need more memory than the bytes kept free leave. Clients with managed memory are
-    /// not counted: they can run by page faults.
+    /// Whether these clients together need more memory than rooms and headroom leave. Clients with
+    /// managed memory do not count, because they can run by page faults.
     pub fn is_crowded_out(&self, settings: &Settings, clients: &[ClientId]) -> bool {
         if self.access != Access::Turns || self.others.kept() == 0 {
             return false;

@@ -1,11 +1,13 @@
-//! Frees that clients report and that no measurement has confirmed. Such bytes go to other clients of the same tenant
-//! immediately, and to clients of other tenants after a measurement that began later than the report.
+//! Frees that clients reported and no measurement has confirmed. Freed bytes are available to other
+//! clients of the same tenant immediately. Clients of other tenants get these bytes only after a
+//! measurement that began later than the report.
 //!
-//! An account's charge is the most that its client can have mapped if its reports are true. If they are false, the
-//! client can have up to its highest charge since the last measurement; the difference is *unverified*. It expires
-//! after [`VERIFY_TIMEOUT`]: bytes that no measurement has contradicted by then count as freed. Bytes that measurements
-//! still show then are *present* and count as pinned. A client with present bytes is asked to evict all of its memory
-//! in one step, or it could repeat this bit by bit.
+//! An account's charge is the most that its client can have mapped if its reports are true. If the
+//! reports are false, the client can have up to its highest charge since the last measurement. The
+//! difference is *unverified* and expires after [`VERIFY_TIMEOUT`]. Bytes that no measurement has
+//! contradicted by then count as freed. Bytes that measurements still show are *present* and count
+//! as pinned. A client with present bytes is asked to evict all of its memory in one step.
+//! Otherwise the client could report false frees again and again.
 
 use crate::api::*;
 use std::collections::VecDeque;
@@ -13,22 +15,23 @@ use std::time::Duration;
 
 /// How long bytes stay unverified.
 const VERIFY_TIMEOUT: Duration = Duration::from_secs(3);
-/// Once there are this many highs, a new high is merged into the newest.
+/// If this many highs are stored, a new high is merged into the newest one.
 const MANY_HIGHS: usize = 64;
 
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct UnverifiedFrees {
-    /// The highest charges since the last measurement, each with the time until which it applied. Each is lower than
-    /// the one before it.
+    /// The highest charges since the last measurement, each with the time until which it applied,
+    /// in decreasing order.
     highs: VecDeque<(Time, u64)>,
-    /// Bytes beyond the charge in the newest measurement, and since when there have been at least that many.
+    /// Bytes beyond the charge in the newest measurement, and since when measurements have shown at
+    /// least that many.
     found: Option<(Time, u64)>,
-    /// The part of `found` that certainly exists, whatever the client reports.
+    /// The part of `found` that certainly exists.
     present: u64,
 }
 
 impl UnverifiedFrees {
-    /// Records that the charge fell. `from`: the earlier charge in bytes.
+    /// Records that the charge fell from `from` bytes.
     pub fn record_drop(&mut self, now: Time, from: u64) {
         while self.highs.back().is_some_and(|(_, bytes)| *bytes <= from) {
             self.highs.pop_back();
@@ -40,7 +43,7 @@ impl UnverifiedFrees {
         }
     }
 
-    /// The highest charge since the last measurement, where `charge` is the present one.
+    /// The highest charge since the last measurement. `charge` is the present charge.
     pub fn high(&self, charge: u64) -> u64 {
         self.highs.front().map_or(charge, |(_, high)| charge.max(*high))
     }
@@ -50,19 +53,20 @@ impl UnverifiedFrees {
         self.present
     }
 
-    /// Bytes beyond the charge and the present bytes that may exist.
+    /// Bytes that may exist beyond the charge and the present bytes.
     pub fn unverified(&self, charge: u64) -> u64 {
         let found = self.found.map_or(0, |(_, bytes)| bytes.saturating_sub(self.present));
         (self.high(charge) - charge).saturating_add(found)
     }
 
-    /// Whether another measurement could tell more than the newest one.
+    /// Whether another measurement could reveal more than the newest one.
     pub fn is_unmeasured(&self) -> bool {
         !self.highs.is_empty()
     }
 
-    /// Handles a measurement of the client's bytes that began no earlier than `begun`. `None`: the client is believed.
-    /// `most`: the bytes that it may have mapped, whether or not it is charged for them.
+    /// Handles a measurement of the client's bytes that began no earlier than `begun`. `bytes` is
+    /// `None` if the client is believed. `most`: the bytes that the client may have mapped, whether
+    /// charged or not.
     pub fn measured(&mut self, begun: Time, bytes: Option<u64>, charge: u64, most: u64) {
         let most = most.saturating_add(self.present).saturating_add(self.unverified(charge));
         while self.highs.front().is_some_and(|(until, _)| *until <= begun) {
@@ -74,7 +78,8 @@ impl UnverifiedFrees {
         self.present = self.present.min(beyond);
     }
 
-    /// Expires unverified bytes older than [`VERIFY_TIMEOUT`]. Returns whether the number of present bytes has risen.
+    /// Expires unverified bytes older than [`VERIFY_TIMEOUT`]. Returns whether the number of
+    /// present bytes has risen.
     pub fn expire(&mut self, now: Time) -> bool {
         while self.highs.front().is_some_and(|(until, _)| *until + VERIFY_TIMEOUT <= now) {
             self.highs.pop_front();
@@ -88,7 +93,7 @@ impl UnverifiedFrees {
         self.present > before
     }
 
-    /// When the next unverified bytes expire. `None`: there are none.
+    /// When the next unverified bytes expire. `None`: no bytes are unverified.
     pub fn expires(&self) -> Option<Time> {
         let high = self.highs.front().map(|(until, _)| *until);
         let found = self.found.filter(|(_, bytes)| *bytes > self.present).map(|(since, _)| since);

@@ -1,4 +1,5 @@
-//! Host memory that clients allocate ahead of time, for memory that is still on a GPU and may be evicted later.
+//! Host memory that clients allocate in advance for memory that is still on a GPU and may be
+//! evicted later.
 
 use super::{Context, Quota};
 use crate::{api::*, effects::Effects};
@@ -7,11 +8,11 @@ use std::collections::BTreeMap;
 /// The host memory that each client was asked to allocate, in bytes.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct Ahead {
-    /// The maximum for all clients together. `None`: the host is short of memory.
+    /// The maximum in bytes for all clients together. `None`: the host is short of memory.
     most: Option<u64>,
     #[serde(with = "crate::encoding::pairs")]
     asked: BTreeMap<(ClientId, GpuId), u64>,
-    /// Σ asked.
+    /// The sum of `asked`.
     sum: u64,
 }
 
@@ -33,15 +34,15 @@ impl Ahead {
         }
     }
 
-    /// Whether the host is short of memory, so that clients must release unused host memory.
+    /// Whether the host is short of memory. Clients must then release unused host memory.
     pub fn is_host_short(&self) -> bool {
         self.most.is_none()
     }
 }
 
 impl Quota {
-    /// The bytes of host memory that a client with `bytes` on a GPU should allocate ahead. `None`: it was already asked
-    /// for that much, or the maximum for all clients is reached.
+    /// The bytes of host memory that a client with `bytes` on a GPU should allocate ahead. `None`:
+    /// the client was already asked for that many bytes, or the maximum for all clients is reached.
     pub fn ahead(&mut self, client: ClientId, id: GpuId, bytes: u64) -> Option<u64> {
         let Ahead { most, sum, asked } = &mut self.ahead;
         let before = asked.get(&(client, id)).copied().unwrap_or(0);
@@ -55,8 +56,8 @@ impl Quota {
         Some(bytes)
     }
 
-    /// Sets the maximum of host memory that may be allocated ahead. Returns whether it was 0 and no longer is, so that
-    /// all clients can be asked.
+    /// Sets the maximum of host memory that may be allocated ahead. Returns whether the maximum was
+    /// 0 and has risen, so that all clients can be asked.
     pub fn host_ahead(&mut self, cx: Context, fx: &mut Effects, bytes: Option<u64>) -> bool {
         let before = std::mem::replace(&mut self.ahead.most, bytes);
         if before.is_some() != bytes.is_some() {

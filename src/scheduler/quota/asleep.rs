@@ -1,13 +1,14 @@
-//! Clients that are off their GPUs, or on their way off or back. Their limit is their present memory, so that other
-//! clients can use the rest, and so that they can be moved to a GPU without spare memory. The lower limit is sent
-//! before the order to prepare, so a prepared client has acknowledged it. Requests for more are handled like any other
-//! client's.
+//! Clients that are off their GPUs, or are leaving them or returning to them. Each client's limit
+//! is its present memory. Other clients can use the rest, and the client can be moved to a GPU
+//! without spare memory. The lower limit is sent before the order to prepare, so a prepared client
+//! has acknowledged it. Requests for a higher limit are handled as for any other client.
 
 use super::{Context, Quota, limit::Limit};
 use crate::{api::*, effects::Effects};
 
 impl Quota {
-    /// Handles a client that is about to leave its GPUs, or is back on them (`!asleep`).
+    /// Handles a client that is about to leave its GPUs (`asleep`), or is on its GPUs again
+    /// (`!asleep`).
     pub fn set_asleep(&mut self, cx: Context, fx: &mut Effects, client: ClientId, asleep: bool) {
         let has_changed = if asleep { self.asleep.insert(client) } else { self.asleep.remove(&client) };
         if !has_changed {
@@ -39,7 +40,8 @@ impl Quota {
 }
 
 impl Limit {
-    /// The limit of a client that is off its GPUs: its demand, or its request if that is higher.
+    /// The limit of a client that is off its GPUs: its demand or its requested limit, whichever is
+    /// higher.
     pub(super) fn while_asleep(&self) -> u64 {
         self.demand().max(self.wanted.map_or(0, |wanted| wanted.bytes))
     }

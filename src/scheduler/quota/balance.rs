@@ -1,21 +1,21 @@
-//! Brings each client's limit to the solver's result. Limits that are too high are lowered first; others rise as
-//! clients acknowledge lower limits.
+//! Brings each client's limit to the solver's result. Limits above the result are lowered first.
+//! Other limits rise as clients acknowledge lower limits.
 
 use super::{Context, LIMIT_STEP, Quota, limit::Limit, solver::Target};
 use crate::{api::*, effects::Effects, timers::Wake};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// How long an attaching client waits for other clients to acknowledge lower limits before it gets a smaller limit
-/// itself.
+/// How long an attaching client waits for other clients to acknowledge lower limits. After that
+/// time, the client gets a smaller limit itself.
 pub(crate) const FIRST_LIMIT_TIMEOUT: Duration = Duration::from_millis(200);
-/// A client with a lowered limit that has acknowledged nothing for this long counts as unresponsive, and its committed
-/// bytes stay promised to it.
+/// If a client with a lowered limit acknowledges nothing for this long, the client counts as
+/// unresponsive. The client's committed bytes then stay promised to it.
 pub(super) const ACK_TIMEOUT: Duration = Duration::from_secs(4);
 
 impl Quota {
-    /// Targets of clients whose memory no rule or environment limits: the GPU's whole offer, or the present memory of a
-    /// client that is asleep.
+    /// Targets of clients whose memory no rule or environment limits. The target is the GPU's whole
+    /// offer, or the present memory if the client is asleep.
     fn whole_gpu<'a>(
         &self,
         cx: Context,
@@ -31,12 +31,12 @@ impl Quota {
         })
     }
 
-    /// Updates the sums after a change of a GPU's offer or of its number of clients.
+    /// Updates the sums after a GPU's offer or its number of clients has changed.
     pub fn note_offer(&mut self, cx: Context, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let offer = cx.gpus.offer(id);
         if gpu.summed_for.replace(offer) != Some(offer) {
-            // Computed from demands, not from limits, because limits depend on the result.
+            // The sum depends on demands instead of limits, because limits depend on the sum.
             let most = gpu.most_in_host(offer);
             self.host.most = (self.host.most - gpu.most_in_host).saturating_add(most);
             gpu.most_in_host = most;
@@ -65,7 +65,8 @@ impl Quota {
         gpu.in_host = excess;
     }
 
-    /// Recomputes limits: lowers those above their target, and raises others as far as there is room.
+    /// Recomputes limits. Lowers limits above their target and raises other limits as far as there
+    /// is room.
     pub fn balance(&mut self, cx: Context, fx: &mut Effects) {
         let freed = self.host.take_freed();
         if freed && !self.host.is_out_of_date() && self.requests.is_empty() && cx.rules.are_none() {
@@ -77,7 +78,7 @@ impl Quota {
         let mut joined = self.host.take_joined();
         let (changed, was_scarce) = self.host.take_changed();
         let budget = self.host.budget();
-        // Some bounds span all GPUs, and waiting requests may do so too.
+        // Some bounds span all GPUs, and waiting requests may depend on several GPUs.
         let all = was_scarce || budget.is_some() || cx.rules.bound_swap() || self.host.awaited;
         let mut ids = match changed {
             Some(changed) if !all => changed,
@@ -113,8 +114,8 @@ impl Quota {
         self.touch_attaching(cx, fx);
     }
 
-    /// Raises limits further towards their unchanged targets. Where no client waits for memory and no rule bounds it,
-    /// targets depend on demands alone, not on acknowledgements.
+    /// Raises limits further towards their unchanged targets. While no client waits for memory and
+    /// no rule bounds it, targets depend on demands alone, so acknowledgements do not change them.
     fn raise(&mut self, cx: Context, fx: &mut Effects) {
         self.set_all_aside(cx);
         let targets = self.rising.iter().filter_map(|(id, client)| {
@@ -130,18 +131,21 @@ impl Quota {
         self.touch_attaching(cx, fx);
     }
 
-    /// Touches GPUs with attaching clients: these clients wait for limits that are up to date on every GPU.
+    /// Touches GPUs with attaching clients, which wait until the limits on every GPU are up to
+    /// date.
     fn touch_attaching(&self, cx: Context, fx: &mut Effects) {
         fx.touch_all(self.gpus.keys().copied().filter(|id| cx.gpus.is_attaching(*id)));
     }
 
-    /// The targets of clients without a rule's or environment's limit, where host memory suffices.
+    /// The targets of clients without a limit from a rule or their environment, while host memory
+    /// suffices.
     fn unbounded_targets(&self, cx: Context, ids: &GpuSet) -> Vec<Target> {
         let gpus = ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?)));
         gpus.flat_map(|(id, gpu)| self.whole_gpu(cx, id, gpu.clients.keys())).collect()
     }
 
-    /// Likewise, for clients that attached since limits were last computed.
+    /// Like `unbounded_targets`, but only for clients that attached since limits were last
+    /// computed.
     fn fresh_targets(&self, cx: Context, ids: &GpuSet) -> Vec<Target> {
         let gpus = ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?)));
         gpus.flat_map(|(id, gpu)| self.whole_gpu(cx, id, gpu.fresh.iter())).collect()
@@ -167,7 +171,8 @@ impl Quota {
                 }
                 target
             }
-            // All or nothing: part of the requested memory is no use.
+            // A requested limit is granted only in full, because part of the memory would be
+            // useless.
             Some(wanted) if wanted.bytes > limit.limit => {
                 let Some(room) = room else { return };
                 let reach = target.min(limit.committed().saturating_add(room));
@@ -176,8 +181,8 @@ impl Quota {
                 }
                 reach
             }
-            // The limit of a late client is not raised: its excess goes to other clients as soon as it acknowledges the
-            // lower limit.
+            // A client that is late to acknowledge a lower limit gets no higher one. Other clients
+            // get its excess once it acknowledges the lower limit.
             _ if late => return,
             _ => {
                 let Some(room) = room else { return };
@@ -206,14 +211,14 @@ impl Quota {
         here.saturating_add(budget.saturating_sub(self.host.committed))
     }
 
-    /// Schedules a recomputation of limits at `at` or earlier.
+    /// Schedules a recomputation of limits for `at`, unless an earlier one is scheduled.
     pub(super) fn balance_at(&self, cx: Context, fx: &mut Effects, at: Time) {
         let set = fx.wakes_at(Wake::Limits).filter(|set| *set > cx.now);
         fx.wake(Wake::Limits, Some(set.map_or(at, |set| set.min(at))));
     }
 
-    /// Whether an attaching client's limit is close to its target, or cannot rise further because no other client has a
-    /// lower limit to acknowledge. Valid only while limits are up to date.
+    /// Whether an attaching client's limit is close to its target, or cannot rise because no other
+    /// client has a lower limit to acknowledge. Valid only while limits are up to date.
     pub fn has_first_limit(&self, client: ClientId, id: GpuId) -> bool {
         let is_there = self.limit(client, id).is_some_and(|limit| limit.seq > 0 && !limit.is_below_target());
         is_there || self.falling.is_empty()
@@ -224,12 +229,14 @@ impl Quota {
         let Some(Limit { limit: bytes, seq, .. }) = self.limit(client, id) else { return };
         let (bytes, seq) = (*bytes, *seq);
         let spare = if self.host.is_scarce() || self.ahead.is_host_short() { 0 } else { u64::MAX };
-        // `most` includes room that unmeasured contexts may leave: a request for it is held until they are measured.
+        // `most` includes room that unmeasured contexts may leave. A request for that room is held
+        // until the contexts are measured.
         let (most, max) = (cx.gpus.offer_as_measured(id).max(bytes), cx.rules.lowest_max(client, cx.gpus.total(id)));
         fx.command(Command::Limit { client, gpu: id, bytes, seq, most, spare, max });
     }
 
-    /// Sends a client its limit again after its bounds changed, unless it was never sent one.
+    /// Sends a client its limit again after its bounds have changed. Does nothing if the client was
+    /// never sent a limit.
     pub fn tell_again(&self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId) {
         if self.entry(client, id).is_some_and(|entry| entry.is_told) {
             self.tell(cx, fx, client, id);

@@ -1,19 +1,20 @@
 //! The limits that rules and environments set on a client's memory.
 //!
-//! On each GPU, the members of a group together may use at most their rule's `memory-max`. The bound applies to Σ
-//! committed of the members plus their contexts, so it holds regardless of messages in flight and of clients' reports:
-//! a client that exceeds its limit uses up its own group's bound and gains nothing. The group's memory is divided like
-//! host memory: each member's limit is its demand plus an equal part of the rest, and more on request.
+//! On each GPU, the members of a group together may use at most their rule's `memory-max`. The
+//! bound applies to the members' committed bytes plus their contexts. So the bound holds regardless
+//! of messages in flight and of clients' reports. A client that exceeds its limit uses up its own
+//! group's bound and gains nothing. The group's memory is divided like host memory: each member's
+//! limit is its demand plus an equal part of the rest, and more on request.
 //!
-//! Lowering a limit below current usage fails no existing allocation. Some members' limits then fall below their
-//! demand, so that memory they free cannot be allocated again until the rest fits. Until then the excess is swapped out
-//! whenever its client does not run.
+//! A limit that is lowered below current usage fails no existing allocation. Some members' limits
+//! are then below their demand, so that memory they free cannot be allocated again until the rest
+//! fits. Until then, a client's excess memory is swapped out whenever the client does not run.
 
 use super::{ClientLimit, Context, GpuLimits, Quota};
 use crate::api::*;
 
 impl ClientLimit {
-    /// Bytes that the client's context counts for: its measured size, or an estimate.
+    /// The client's context in bytes: its measured size, or an estimate.
     pub(super) fn context(&self, cx: Context, id: GpuId) -> u64 {
         self.context.unwrap_or_else(|| cx.gpus.context(id))
     }
@@ -24,19 +25,20 @@ impl Quota {
         self.entry(client, id).map_or(0, |entry| entry.context(cx, id))
     }
 
-    /// Whether a client's context is counted by an estimate, because it has not been measured.
+    /// Whether the size of a client's context is estimated because the context has not been
+    /// measured.
     pub(super) fn is_context_unmeasured(&self, cx: Context, client: ClientId, id: GpuId) -> bool {
         self.entry(client, id).is_some_and(|entry| entry.context.is_none()) && cx.gpus.context(id) > 0
     }
 
-    /// The highest sum of the demands of a client's group on a GPU: its `memory-max` minus the members' contexts.
-    /// `None`: no limit.
+    /// The highest sum of the demands of a client's group on a GPU: its `memory-max` minus the
+    /// members' contexts. `None`: no limit.
     pub(super) fn group_bound(&self, cx: Context, client: ClientId, id: GpuId) -> Option<u64> {
         let max = cx.rules.memory_max(client, cx.gpus.total(id))?;
         Some(max.saturating_sub(self.contexts_of_group(cx, client, id)))
     }
 
-    /// Bytes that the contexts of a client's group count for on a GPU.
+    /// The contexts of a client's group on a GPU, in bytes.
     pub(crate) fn contexts_of_group(&self, cx: Context, client: ClientId, id: GpuId) -> u64 {
         self.sum_of_group(cx, client, id, |entry| entry.context(cx, id))
     }
@@ -51,7 +53,8 @@ impl Quota {
         entries.fold(0, |sum, entry| sum.saturating_add(of(entry)))
     }
 
-    /// Whether the demand of a client or of its group exceeds its limit on a GPU, because the limit was lowered.
+    /// Whether the demand of a client or of its group exceeds its limit on a GPU. A demand can
+    /// exceed a limit that was lowered.
     pub fn is_over(&self, cx: Context, client: ClientId, id: GpuId) -> bool {
         let demand = |entry: &ClientLimit| entry.limit.demand();
         let group = || self.group_bound(cx, client, id);
@@ -61,8 +64,8 @@ impl Quota {
         cx.rules.is_bounded(client) && (is_over() || is_over_env())
     }
 
-    /// Bytes by which the allowances of a client and its group exceed their limits. `allowance` returns a client's
-    /// allowance.
+    /// Bytes by which the allowances of a client and its group exceed their limits. `allowance`
+    /// returns a client's allowance.
     pub fn surplus(&self, cx: Context, client: ClientId, id: GpuId, allowance: impl Fn(ClientId) -> u64) -> u64 {
         let has = cx.rules.group_peers(client).fold(0u64, |sum, member| sum.saturating_add(allowance(member)));
         let of_group = has.saturating_sub(self.group_bound(cx, client, id).unwrap_or(u64::MAX));
@@ -70,12 +73,13 @@ impl Quota {
         of_group.max(own)
     }
 
-    /// Bytes by which the limits of a client's group can rise on a GPU. `None`: they already exceed the group's bound.
+    /// Bytes by which the limits of a client's group can rise on a GPU. `None`: the limits already
+    /// exceed the group's bound.
     pub(super) fn group_room(&self, cx: Context, client: ClientId, id: GpuId) -> Option<u64> {
         self.room_within(cx, client, id, self.group_bound(cx, client, id))
     }
 
-    /// Like `group_room`, for a given bound on that GPU.
+    /// Like `group_room`, with the given bound for the GPU `id`.
     pub(super) fn room_within(&self, cx: Context, client: ClientId, id: GpuId, bound: Option<u64>) -> Option<u64> {
         let Some(group) = cx.rules.group(client) else { return Some(u64::MAX) };
         let committed = |gpu: &GpuLimits| gpu.by_group.get(&group).copied().unwrap_or(0);

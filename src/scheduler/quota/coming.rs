@@ -1,8 +1,12 @@
-//! Room on a GPU for clients that are about to be moved there, or may have to be moved back. Their memory is set aside
-//! among the limits of that GPU as if they were already there: the limits of other clients are lowered, and do not rise
-//! until there is room. So a move never uses memory that is still promised to other clients, and is not refused because
-//! of memory that those clients might never use. On the GPU that a client was moved from, the client counts as before
-//! until it has been restored on its new GPU; until then its place there is not promised to other clients.
+//! Room on a GPU for clients that are about to be moved to it, or may have to be moved back to it.
+//!
+//! The memory of such clients is set aside among the limits of that GPU as if the clients had
+//! already attached it. The limits of other clients are lowered, and do not rise until there is
+//! room. So a move never uses memory that is still promised to other clients. A move is also not
+//! refused because of memory that other clients may never use.
+//!
+//! A moved client keeps its place on the old GPU until it is restored on the new one. Until then,
+//! its place on the old GPU is not promised to other clients.
 
 use super::{Context, Quota, limit::Limit};
 use crate::api::*;
@@ -12,10 +16,11 @@ use std::collections::{BTreeMap, BTreeSet};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Coming {
     pub from: GpuId,
-    /// The client's demand plus the expected size of its context, in bytes. For a client that may be moved back: its
-    /// committed bytes instead of its demand.
+    /// The client's demand plus the expected size of its context, in bytes. For a client that may
+    /// be moved back, its committed bytes replace its demand.
     pub bytes: u64,
-    /// The part of `bytes` that is set aside: all or nothing, and always all for a client that may be moved back.
+    /// The part of `bytes` that is set aside: all of it or nothing. For a client that may be moved
+    /// back, always all of it.
     pub counted: u64,
     context: u64,
     comes_back: bool,
@@ -24,25 +29,26 @@ pub(super) struct Coming {
 /// A GPU that a client may be moved to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Expected {
-    /// The move to that GPU, from the GPU that the client has attached.
+    /// The move to that GPU from the GPU that the client has attached.
     pub to: Move,
-    /// Expected size of the client's context there, in bytes.
+    /// The expected size of the client's context on the GPU `to.to`, in bytes.
     pub context: u64,
 }
 
-/// Whether limits leave room for a client on another GPU, and when.
+/// Whether, and when, the limits on another GPU leave room for a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum RoomToMove {
     None,
-    /// Once other clients have acknowledged lower limits.
+    /// Room will exist once other clients have acknowledged lower limits.
     Later,
     Now,
 }
 
 impl Quota {
-    /// Sets room aside for a client and its context on the GPUs listed here, and releases its room on all others.
-    /// `goes`: the GPUs that the client is about to be moved to. `back`: the GPUs that its process was moved from, to
-    /// which it returns if it cannot be restored on the new ones.
+    /// Sets room aside for a client and its context on the GPUs in `goes` and `back`, and releases
+    /// its room on all other GPUs. `goes`: the GPUs that the client is about to be moved to.
+    /// `back`: the GPUs that its process was moved from. The client returns to `back` if it cannot
+    /// be restored on the new GPUs.
     pub fn expect(&mut self, cx: Context, client: ClientId, goes: &[Expected], back: &[Expected]) {
         let there = self.gpus.iter().filter_map(|(id, gpu)| Some((*id, *gpu.coming.get(&client)?)));
         let there: BTreeMap<GpuId, Coming> = there.collect();
@@ -78,8 +84,8 @@ impl Quota {
         }
     }
 
-    /// Adjusts the room on the GPUs that a client may be moved back to, to its committed bytes on its present GPU
-    /// `from`.
+    /// Adjusts the room for a client on the GPUs that it may be moved back to. The room follows the
+    /// client's committed bytes on its present GPU `from`.
     pub(super) fn follow(&mut self, cx: Context, client: ClientId, from: GpuId, committed: u64) {
         for id in self.homes(client, from) {
             let Some(gpu) = self.gpus.get_mut(&id) else { continue };
@@ -91,14 +97,15 @@ impl Quota {
         }
     }
 
-    /// The GPUs that a client may be moved back to from `from`.
+    /// The GPUs that a client on `from` may be moved back to.
     fn homes(&self, client: ClientId, from: GpuId) -> GpuSet {
         let is_home = |coming: &Coming| coming.comes_back && coming.from == from;
         let homes = self.gpus.iter().filter(|(_, gpu)| gpu.coming.get(&client).is_some_and(is_home));
         homes.map(|(id, _)| *id).collect()
     }
 
-    /// Bytes by which a client's limit can rise, given the room on the GPUs that it may be moved back to.
+    /// Bytes by which a client's limit can rise without exceeding the room on the GPUs that it may
+    /// be moved back to.
     pub(super) fn room_at_home(&self, cx: Context, client: ClientId, from: GpuId) -> u64 {
         let room = |id: GpuId| self.committable(cx, id).min(self.bytes_in_group(cx, client, id).unwrap_or(u64::MAX));
         self.homes(client, from).into_iter().map(room).min().unwrap_or(u64::MAX)
@@ -112,7 +119,7 @@ impl Quota {
         self.count_in_host(cx, id);
     }
 
-    /// Sets room aside for all clients in `coming`, on GPUs with enough room.
+    /// Sets room aside for all clients in `coming` whose GPU has enough room.
     pub(super) fn set_all_aside(&mut self, cx: Context) {
         let wanting = |(id, gpu): (&GpuId, &super::GpuLimits)| {
             let wanting = gpu.coming.iter().filter(|(_, coming)| coming.counted < coming.bytes);
@@ -133,18 +140,19 @@ impl Quota {
         std::mem::take(&mut self.expected)
     }
 
-    /// Bytes that can still be promised to the client's group on a GPU that the client has not attached yet. `None`:
-    /// unlimited.
+    /// Bytes that can still be promised to the client's group on a GPU that the client has not
+    /// attached. `None`: unlimited.
     fn bytes_in_group(&self, cx: Context, client: ClientId, id: GpuId) -> Option<u64> {
         let (max, group) = self.group_bound(cx, client, id).zip(cx.rules.group(client))?;
         let used = self.gpus.get(&id).and_then(|gpu| gpu.by_group.get(&group)).copied().unwrap_or(0);
         Some(max.saturating_sub(used))
     }
 
-    /// Checks whether the bytes promised to a client on one GPU can be promised on another: host memory must suffice
-    /// for the part that does not fit there, and the client's group must stay within its limit. `keeps`: the client's
-    /// place on the first GPU stays reserved, since the client may be moved back. `away`: the client no longer
-    /// acknowledges lower limits.
+    /// Checks whether the bytes promised to a client on one GPU can be promised on another. Host
+    /// memory must suffice for the bytes that do not fit on the second GPU, and the client's group
+    /// must stay within its limit. `keeps`: the client's place on the first GPU stays reserved,
+    /// because the client may be moved back. `away`: the client no longer acknowledges lower
+    /// limits.
     pub fn room_to_move(&self, cx: Context, client: ClientId, place: Expected, keeps: bool, away: bool) -> RoomToMove {
         let Expected { to: both, .. } = place;
         let Some(entry) = self.entry(client, both.from) else { return RoomToMove::None };
@@ -165,7 +173,8 @@ impl Quota {
         {
             return RoomToMove::Now;
         }
-        // The lowest promises to the other clients and to this one, once all have acknowledged lower limits.
+        // The smallest possible promises to this client and to the other clients, once all clients
+        // have acknowledged lower limits.
         let least = |id: GpuId| {
             let clients = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.clients);
             clients.fold(0, |sum: u64, (client, entry)| sum.saturating_add(self.least(cx, *client, &entry.limit)))
@@ -196,13 +205,14 @@ impl Quota {
         if self.is_unresponsive(cx, client, limit) { limit.committed() } else { limit.demand() }
     }
 
-    /// Host memory that both GPUs need if every client uses its limit, in bytes.
+    /// Host memory in bytes that the two GPUs need if every client uses its whole limit.
     fn excess(&self, cx: Context, Move { from, to }: Move) -> u64 {
         let of = |id| self.committed(id).saturating_sub(cx.gpus.offer(id));
         of(from).saturating_add(of(to)).min(self.host.committed)
     }
 
-    /// Checks whether host memory suffices for the memory that does not fit on the GPUs after a move.
+    /// Checks whether host memory suffices for the memory that does not fit on the GPUs after a
+    /// move.
     fn fits(&self, cx: Context, place: Expected, keeps: bool, sums: &Sums) -> bool {
         let Expected { to: Move { from, to }, context } = place;
         let (offer_here, offer_there) = (cx.gpus.offer(from), cx.gpus.offer(to));
@@ -217,8 +227,8 @@ impl Quota {
     }
 }
 
-/// Bytes promised on the two GPUs of a move, the moving client's part of them, and the other GPUs' bytes in host
-/// memory.
+/// Bytes promised on the two GPUs of a move, the moving client's part of them, and the bytes of the
+/// other GPUs in host memory.
 struct Sums {
     here: u64,
     leaves: u64,

@@ -1,14 +1,20 @@
-//! Limit requests that are held until the next measurement. These exceed the room that the last measurement showed
-//! (other programs may have freed memory since), or exceed a rule's limit together with a context of unknown size
-//! (which may be small). A request that lacks only the room set aside for contexts under creation is held until those
-//! are measured.
+//! Limit requests that are held until the next measurement. A request is held for one of three
+//! reasons:
+//!
+//! - The request exceeds the room that the last measurement showed. Other programs may have freed
+//!   memory since.
+//! - The request exceeds a rule's limit together with a context of unknown size, which may be
+//!   small.
+//! - The request lacks only the room set aside for contexts under creation. The request is held
+//!   until these contexts are measured.
 
 use super::{Context, Quota};
 use crate::{api::*, effects::Effects, timers::Wake};
 use std::time::Duration;
 
-/// How long after its admission a client may still be creating its context, if it has not used it yet: the driver
-/// creates contexts one at a time, and some take more than a second.
+/// How long after its admission a client may still be creating its context, if the client has not
+/// used the context yet. The driver creates contexts one at a time, and some take more than a
+/// second.
 pub(crate) const CONTEXT_APPEARS: Duration = Duration::from_secs(10);
 /// How long a request is held for a measurement.
 const SAMPLE_TIMEOUT: Duration = Duration::from_millis(500);
@@ -21,9 +27,10 @@ const CONTEXTS_LOOK: Duration = Duration::from_millis(100);
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(super) struct HeldRequest {
     bytes: u64,
-    /// The earliest start of a measurement that can decide the request.
+    /// The earliest start of a measurement that can decide on the request.
     since: Time,
-    /// Since when the request waits for other clients' contexts. `None`: it does not.
+    /// Since when the request has waited for other clients' contexts. `None`: it does not wait for
+    /// contexts.
     for_contexts: Option<Time>,
 }
 
@@ -34,8 +41,8 @@ impl HeldRequest {
 }
 
 impl Quota {
-    /// Holds a request that exceeds what the GPU offers now. Returns `false` if it exceeds what the GPU can offer at
-    /// best.
+    /// Holds a request that exceeds the GPU's present offer. Returns `false` if the request exceeds
+    /// even the highest possible offer.
     pub(super) fn hold_for_room(&mut self, cx: Context, client: ClientId, id: GpuId, bytes: u64) -> bool {
         let may_fit = cx.gpus.offer_at_best(id).is_some_and(|best| bytes <= best);
         if let Some(gpu) = self.gpus.get_mut(&id).filter(|_| may_fit) {
@@ -44,8 +51,9 @@ impl Quota {
         may_fit
     }
 
-    /// Holds a request further if the measurement did not admit it but it would fit if the contexts under creation were
-    /// small. Returns `false` if it would not fit even then, or has waited for them too long.
+    /// Holds a request that the measurement did not admit, if it would fit beside small contexts.
+    /// Returns `false` if the request would not fit even then, or has waited too long for the
+    /// contexts.
     pub(super) fn hold_for_contexts(
         &mut self,
         cx: Context,
@@ -60,15 +68,15 @@ impl Quota {
             let held = HeldRequest { since: cx.now + CONTEXTS_LOOK, for_contexts: Some(first), ..before };
             gpu.held_requests.insert(client, held);
             if before.for_contexts.is_none() {
-                // Keeps the client from giving up.
+                // This message keeps the client from giving up.
                 fx.command(Command::Waiting { client, gpus: GpuSet::from([id]), why: WaitReason::Memory });
             }
         }
         waits
     }
 
-    /// Holds a request if the client's context counts towards its memory limit and the context's size is not yet
-    /// measured. Returns whether the request is held.
+    /// Holds a request if the client's context counts towards its memory limit and has not been
+    /// measured yet. Returns whether the request is held.
     pub(super) fn hold_for_context(&mut self, cx: Context, client: ClientId, id: GpuId, bytes: u64) -> bool {
         let total = cx.gpus.total(id);
         let is_bounded = cx.rules.memory_max(client, total).or(cx.rules.env_memory_max(client, total)).is_some();
@@ -81,8 +89,8 @@ impl Quota {
         true
     }
 
-    /// Decides on requests that were held for a measurement which began at `begun`. Returns whether another measurement
-    /// is needed.
+    /// Decides on requests that were held for a measurement that began at `begun`. Returns whether
+    /// another measurement is needed.
     #[must_use]
     pub fn answer_held(&mut self, cx: Context, fx: &mut Effects, id: GpuId, begun: Time) -> bool {
         let Some(gpu) = self.gpus.get_mut(&id) else { return false };
@@ -95,14 +103,15 @@ impl Quota {
         self.schedule_samples(cx, fx, id)
     }
 
-    /// Decides on requests whose measurement has not arrived in time. Returns whether another measurement is needed.
+    /// Decides on requests whose measurement did not arrive in time. Returns whether another
+    /// measurement is needed.
     #[must_use]
     pub fn held_requests_timed_out(&mut self, cx: Context, fx: &mut Effects, id: GpuId) -> bool {
         self.answer_held(cx, fx, id, cx.now.saturating_sub(SAMPLE_TIMEOUT))
     }
 
-    /// Schedules the next check of held requests. Returns whether a measurement has to begin now; an earlier one would
-    /// not count.
+    /// Schedules the next check of held requests. Returns whether a measurement has to begin now. A
+    /// measurement that began earlier would not count.
     pub(super) fn schedule_samples(&self, cx: Context, fx: &mut Effects, id: GpuId) -> bool {
         let held = || self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.held_requests.values());
         let due = |held: &HeldRequest| if held.since > cx.now { held.since } else { held.since + SAMPLE_TIMEOUT };

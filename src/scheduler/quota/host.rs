@@ -1,35 +1,37 @@
-//! The host memory that limits count on, and the limits that are out of date.
+//! The host memory that limits rely on, and the record of which limits are out of date.
 
 use crate::api::GpuId;
 use std::collections::BTreeSet;
 
-/// Host memory, and the limits that are out of date.
+/// The host memory that limits rely on, and which limits are out of date.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct Host {
-    /// Bytes that limits may count on. `None`: unbounded.
+    /// Bytes of host memory that limits may rely on. `None`: unbounded.
     bytes: Option<u64>,
-    /// Bytes in host memory if every client used a whole GPU, over all GPUs.
+    /// Bytes that would be in host memory if every client used a whole GPU, summed over all GPUs.
     pub most: u64,
-    /// Bytes in host memory if every client used its limit.
+    /// Bytes that would be in host memory if every client used its whole limit.
     pub committed: u64,
-    /// `bytes` was less than `most` at the last computation.
+    /// `bytes` was less than `most` when limits were last computed.
     scarce: bool,
     /// An allocation is waiting for other clients to free memory.
     pub awaited: bool,
-    /// GPUs whose limits have to be recomputed. While host memory is scarce, a change on one GPU affects all.
+    /// GPUs whose limits have to be recomputed. While host memory is scarce, a change on one GPU
+    /// affects all GPUs.
     changed: BTreeSet<GpuId>,
-    /// GPUs on which clients without a computed limit have attached, or from which clients have detached. Where memory
-    /// is neither scarce nor limited by rules, the other clients' limits do not change.
+    /// GPUs with newly attached clients that have no computed limit, and GPUs that clients have
+    /// detached. The other clients' limits change only if memory is scarce or limited by rules.
     joined: BTreeSet<GpuId>,
     all_changed: bool,
     /// Committed bytes have changed while memory is scarce, so limits can rise further.
     freed: bool,
-    /// A demand has changed since limits were last computed. This alone does not trigger a recomputation.
+    /// A demand has changed since limits were last computed. A changed demand alone does not
+    /// trigger a recomputation.
     demand_changed: bool,
 }
 
 impl Host {
-    /// Sets the bytes that limits may count on.
+    /// Sets the bytes that limits may rely on.
     pub fn found(&mut self, bytes: u64) {
         if self.bytes.replace(bytes) != Some(bytes) {
             self.all_changed = true;
@@ -40,7 +42,7 @@ impl Host {
         self.bytes
     }
 
-    /// The host memory that limits have to share. `None`: there is enough for all clients.
+    /// The host memory that limits have to share. `None`: host memory suffices for all clients.
     pub fn budget(&self) -> Option<u64> {
         self.bytes.filter(|_| self.scarce)
     }
@@ -53,8 +55,8 @@ impl Host {
         self.bytes.is_some_and(|bytes| bytes < self.most)
     }
 
-    /// Marks all limits for recomputation if memory has become scarce, or is no longer scarce. Called when `most` may
-    /// have changed.
+    /// Marks all limits for recomputation if memory has become scarce or is no longer scarce. Must
+    /// be called when `most` may have changed.
     pub fn check_scarcity(&mut self) {
         self.all_changed |= self.would_be_scarce() != self.scarce;
     }
@@ -63,8 +65,8 @@ impl Host {
         std::mem::take(&mut self.joined)
     }
 
-    /// Returns the GPUs whose limits have to be recomputed (`None`: all) and clears the list. Also returns whether
-    /// memory was scarce before.
+    /// Returns the GPUs whose limits have to be recomputed (`None`: all GPUs), and clears the list.
+    /// Also returns whether memory was scarce before.
     pub fn take_changed(&mut self) -> (Option<BTreeSet<GpuId>>, bool) {
         let changed = std::mem::take(&mut self.changed);
         let all = std::mem::take(&mut self.all_changed);
@@ -78,12 +80,13 @@ impl Host {
         self.freed || self.all_changed || !self.changed.is_empty() || !self.joined.is_empty()
     }
 
-    /// Whether limits have to be recomputed, rather than only raised towards their computed targets.
+    /// Whether limits have to be recomputed. If not, they only have to be raised towards their
+    /// computed targets.
     pub fn is_out_of_date(&self) -> bool {
         self.all_changed || self.demand_changed || !self.changed.is_empty() || !self.joined.is_empty()
     }
 
-    /// Returns and clears `freed`: whether committed bytes have changed while memory is scarce.
+    /// Returns and clears `freed`.
     pub fn take_freed(&mut self) -> bool {
         std::mem::take(&mut self.freed)
     }
@@ -100,19 +103,20 @@ impl Host {
         self.all_changed = true;
     }
 
-    /// Marks all limits for recomputation after a demand changed, if memory is scarce and an allocation is waiting for
-    /// it.
+    /// Marks all limits for recomputation after a demand has changed, if memory is scarce and an
+    /// allocation waits for memory.
     pub fn demand_changed(&mut self) {
         self.demand_changed = true;
         self.all_changed |= self.scarce && self.awaited;
     }
 
-    /// Marks all limits for recomputation, if memory is scarce: an unresponsive client answers again.
+    /// Marks all limits for recomputation if memory is scarce, because an unresponsive client
+    /// answers again.
     pub fn answers_again(&mut self) {
         self.all_changed |= self.scarce;
     }
 
-    /// Lets limits rise further, if memory is scarce, after committed bytes fell or a demand exceeded them.
+    /// If memory is scarce, lets limits rise further. Called after committed bytes have changed.
     pub fn committed_changed(&mut self) {
         self.freed |= self.scarce;
     }

@@ -1,16 +1,18 @@
-//! The limit on one client's demand on one GPU, and earlier limits that the client has not acknowledged yet.
+//! The limit on one client's demand on one GPU, and earlier limits that the client has not
+//! acknowledged yet.
 //!
-//! *Committed* is the highest demand that the client can have at this moment, whatever messages are in flight: a limit
-//! that was lowered counts until the client has acknowledged the new one.
+//! *Committed* is the highest demand that the client can have at this moment, whatever messages are
+//! in flight. A limit that was lowered counts until the client has acknowledged the lower one.
 
 use super::LIMIT_STEP;
 use crate::api::{Denial, Time};
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// A client with this many unacknowledged limits counts as unresponsive and is sent no lower limits.
+/// A client with this many unacknowledged limits counts as unresponsive and is sent no lower
+/// limits.
 const MANY_STEPS: usize = 64;
-/// How long memory that a client requested and was granted stays reserved for it while the client does not use it.
+/// How long memory that a client requested and was granted stays reserved while it is unused.
 const GRANT_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
@@ -18,21 +20,21 @@ pub(crate) struct Limit {
     /// The newest limit, in bytes.
     pub limit: u64,
     pub seq: u32,
-    /// The limit computed by the solver. The client's limit is raised to it once there is room.
+    /// The limit that the solver computed. `limit` is raised to it once there is room.
     pub target: u64,
     /// The higher limit that the client has requested.
     pub wanted: Option<Wanted>,
-    /// Bytes that were granted to the client on request, and until when they stay reserved for it.
+    /// Bytes granted to the client on request, and the time until which they stay reserved for it.
     granted: Option<(u64, Time)>,
-    /// Start of the current wait for an acknowledgement. Set when the limit is lowered, restarted by each
-    /// acknowledgement, cleared once the newest limit is acknowledged. So a client that acknowledges each of many
-    /// limits late still counts as responsive.
+    /// Start of the current wait for an acknowledgement. Set when the limit is lowered, restarted
+    /// by each acknowledgement, and cleared once the newest limit is acknowledged. So a client that
+    /// acknowledges each of many limits late still counts as responsive.
     pub lowered: Option<Time>,
-    /// The client's bytes in the GPU's sum of committed bytes.
+    /// The bytes that the client contributes to the GPU's sum of committed bytes.
     pub counted: u64,
     acked: u32,
     demand: u64,
-    /// Limits that the client may still be applying. Each is smaller than the one before it.
+    /// Limits that the client may still be applying, each smaller than the one before.
     steps: VecDeque<(u32, u64)>,
 }
 
@@ -41,15 +43,15 @@ pub(crate) struct Limit {
 pub(crate) struct Wanted {
     pub bytes: u64,
     pub since: Time,
-    /// Orders limit requests.
+    /// Determines the order of limit requests.
     pub number: u64,
-    /// The limit that makes the request wait until other clients have freed memory. Set once the client was notified.
+    /// Why the request waits until other clients free memory. Set when the client is notified.
     /// `None`: the request does not wait for memory.
     pub held: Option<Denial>,
 }
 
 impl Limit {
-    /// The highest possible demand, in bytes, taking unacknowledged limits into account.
+    /// The highest demand, in bytes, that the client can have under its unacknowledged limits.
     pub fn committed(&self) -> u64 {
         self.steps.front().map_or(0, |(_, bytes)| *bytes).max(self.limit).max(self.demand)
     }
@@ -58,23 +60,24 @@ impl Limit {
         self.demand
     }
 
-    /// Reserves requested memory for the client until its reported demand includes the memory. Without this,
-    /// alternating grants could take it from each of two clients while both wait.
+    /// Reserves requested memory for the client until its reported demand includes the memory.
+    /// Without this reservation, two waiting clients could take the same memory from each other
+    /// again and again.
     pub fn keep(&mut self, now: Time, bytes: u64) {
         self.granted = Some((bytes, now + GRANT_TIMEOUT));
     }
 
-    /// The client's demand, or the memory kept for it if that is more, in bytes.
+    /// The client's demand or the memory reserved for it, whichever is more, in bytes.
     pub fn needed(&self, now: Time) -> u64 {
         self.granted.filter(|(_, until)| now < *until).map_or(self.demand, |(bytes, _)| bytes.max(self.demand))
     }
 
-    /// Whether the limit is below its target by enough to be worth a message.
+    /// Whether the limit is so far below its target that a higher one is worth a message.
     pub fn is_below_target(&self) -> bool {
         self.limit.saturating_add(LIMIT_STEP) < self.target
     }
 
-    /// Whether the client acknowledges limits, so that a lower one can be sent.
+    /// Whether the client acknowledges limits, so that it can be sent a lower one.
     pub fn is_responsive(&self) -> bool {
         self.steps.len() < MANY_STEPS
     }
@@ -105,7 +108,7 @@ impl Limit {
         if std::mem::replace(&mut self.acked, acked) != acked {
             self.lowered = self.lowered.map(|_| now);
         }
-        // From the acknowledged limit the client can proceed to any later one.
+        // The client may be applying any limit from the acknowledged one on.
         while self.steps.front().is_some_and(|(seq, _)| *seq < self.acked) {
             self.steps.pop_front();
         }

@@ -1,24 +1,27 @@
-//! Limits on the memory that clients may allocate. Bytes committed beyond the capacities of the GPUs fit in host
-//! memory: Σ over GPUs of max(0, Σ committed − capacity) ≤ host memory. Rules and environments may set lower limits.
+//! Limits on the memory that clients may allocate. The memory that does not fit on the GPUs must
+//! fit in host memory: Σ over GPUs of max(0, Σ committed − capacity) ≤ host memory. Rules and
+//! environments may set lower limits.
 //!
-//! Memory that does not fit on a GPU lives in host memory, which all GPUs share. Where host memory allows it, every
-//! client may allocate a whole GPU. Otherwise each client's limit is its demand plus an equal part of the remaining
-//! memory (its *slack*); a client that requests more gets it out of other clients' slack. A request that can be met is
-//! granted and any other request fails immediately: a client waits for another client's memory only if a rule says so.
+//! Memory that does not fit on a GPU is stored in host memory, which all GPUs share. If host memory
+//! suffices, every client may allocate a whole GPU. Otherwise each client's limit is its demand
+//! plus an equal part of the remaining memory, its *slack*. A client that requests more memory gets
+//! part of other clients' slack. A request that can be met is granted, and any other request fails
+//! immediately. A client waits for another client's memory only if a rule says so.
 //!
 //! - `limit`: one client's limit on one GPU, with the changes that it has not acknowledged.
-//! - `host`: the host memory that limits count on.
+//! - `host`: the host memory that limits rely on.
 //! - `solver`: divides memory among clients: max-min fairness by water-filling.
 //! - `balance`: brings each client's limit to the solver's result.
 //! - `bounds`: the limits that rules and environments set.
 //! - `request`: allocations that need a higher limit.
 //! - `held`: requests that wait for a measurement.
-//! - `coming`: room set aside for clients that are about to be moved to another GPU, or may be moved back.
-//! - `ahead`: host memory that clients allocate before the memory on a GPU is evicted to it.
-//! - `asleep`: clients that are off their GPUs, whose limit is their present memory.
+//! - `coming`: room set aside for clients that are about to be moved to another GPU, or may be
+//!   moved back.
+//! - `ahead`: host memory that clients allocate before memory on a GPU is evicted to it.
+//! - `asleep`: clients that are off their GPUs. Their limit is their present memory.
 //!
-//! The quota knows demands, limits and requests. It asks [`Capacities`] for the capacity of GPUs, and [`Rules`] for
-//! what rules say.
+//! The quota knows demands, limits and requests. The quota queries [`Capacities`] for the capacity
+//! of GPUs, and [`Rules`] for limits set by rules.
 
 mod ahead;
 mod asleep;
@@ -45,27 +48,31 @@ use host::Host;
 use limit::Wanted;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A new limit is sent when it differs by more than this, the driver's own granularity.
+/// A new limit is sent if it differs by more than this many bytes. The value is the driver's own
+/// granularity.
 const LIMIT_STEP: u64 = 2 << 20;
 
-/// The quota's view of GPUs. It is queried at each decision, because contexts and other programs come and go.
+/// The quota's view of GPUs. The quota queries it at each decision, because contexts and other
+/// programs appear and disappear.
 pub(crate) trait Capacities {
     /// The size of the GPU in bytes.
     fn total(&self, gpu: GpuId) -> u64;
-    /// Bytes of the GPU that limits can count on.
+    /// Bytes of the GPU that limits can rely on.
     fn offer(&self, gpu: GpuId) -> u64;
-    /// The offer if unmeasured contexts had size 0: without estimates, only memory that is certainly unavailable is
-    /// left out.
+    /// The offer if unmeasured contexts had size 0. Without estimates, the offer excludes only
+    /// memory that is certainly unavailable.
     fn offer_as_measured(&self, gpu: GpuId) -> u64;
-    /// Bytes that limits could count on if no other program used the GPU. `None`: the GPU was never measured.
+    /// Bytes that limits could rely on if no other program used the GPU. `None`: the GPU was never
+    /// measured.
     fn offer_at_best(&self, gpu: GpuId) -> Option<u64>;
-    /// Bytes that an unmeasured context counts for.
+    /// The estimated size of an unmeasured context, in bytes.
     fn context(&self, gpu: GpuId) -> u64;
-    /// Whether clients are waiting to create a context on the GPU, and so for their first limit.
+    /// Whether clients are waiting to create a context on the GPU. Such clients also wait for their
+    /// first limit.
     fn is_attaching(&self, gpu: GpuId) -> bool;
 }
 
-/// The inputs of a decision besides the quota's own state.
+/// The state outside the quota that the quota's decisions depend on.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     pub now: Time,
@@ -79,17 +86,19 @@ pub(crate) struct Quota {
     gpus: BTreeMap<GpuId, GpuLimits>,
     host: Host,
     ahead: Ahead,
-    /// Clients whose process is stopped, so they acknowledge nothing.
+    /// Clients whose process is stopped and acknowledges nothing.
     stopped: BTreeSet<ClientId>,
-    /// Clients that are off their GPUs, or on their way off or back. Their limit is their present memory.
+    /// Clients that are off their GPUs, or are leaving or returning. Their limit is their present
+    /// memory.
     #[serde(default)]
     asleep: BTreeSet<ClientId>,
-    /// Limits that clients have requested and that are neither granted nor denied.
+    /// Limit requests that are neither granted nor denied.
     requests: BTreeSet<(GpuId, ClientId)>,
     /// Clients for which room was set aside since the last call of `take_expected`.
     #[serde(default)]
     expected: BTreeSet<ClientId>,
-    /// Limits below their target while host memory is scarce. They rise as other clients acknowledge lower limits.
+    /// Limits below their target while host memory is scarce. These limits rise as other clients
+    /// acknowledge lower limits.
     rising: BTreeSet<(GpuId, ClientId)>,
     /// Lowered limits that their clients have not acknowledged.
     falling: BTreeSet<(GpuId, ClientId)>,
@@ -99,21 +108,24 @@ pub(crate) struct Quota {
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 struct GpuLimits {
     clients: BTreeMap<ClientId, ClientLimit>,
-    /// The clients' demands, except demands of 0; the smallest first.
+    /// The clients' demands, smallest first. Demands of 0 are left out.
     demands: BTreeSet<(u64, ClientId)>,
     held_requests: BTreeMap<ClientId, HeldRequest>,
     #[serde(default)]
     coming: BTreeMap<ClientId, Coming>,
-    /// Σ committed, including memory set aside for clients in `coming`; and the part of each group.
+    /// Σ committed, including memory set aside for clients in `coming`.
     committed: u64,
+    /// The part of `committed` that belongs to each group.
     by_group: BTreeMap<GroupId, u64>,
-    /// The bytes of `committed` beyond the GPU's offer, and the bytes of Σ max(demand, offer) beyond it.
+    /// The bytes of `committed` beyond the GPU's offer.
     in_host: u64,
+    /// The bytes of Σ max(demand, offer) beyond the GPU's offer.
     most_in_host: u64,
-    /// The offer that `most_in_host` was computed for. `None`: a client or a demand has changed since.
+    /// The offer that `most_in_host` was computed for. `None`: a client or a demand has changed
+    /// since that computation.
     summed_for: Option<u64>,
-    /// The offer and the number of clients when limits were last computed, not counting computations for new clients
-    /// only.
+    /// The offer and the number of clients when limits were last computed. Computations for new
+    /// clients only do not count.
     solved_for: Option<(u64, usize)>,
     /// Clients that attached since limits were last computed.
     fresh: BTreeSet<ClientId>,
@@ -124,12 +136,13 @@ struct ClientLimit {
     limit: Limit,
     /// The size of the client's context, if it was measured.
     context: Option<u64>,
-    /// The client was sent a limit, so its context may exist.
+    /// The client was sent a limit, so it may have a context.
     is_told: bool,
 }
 
 impl GpuLimits {
-    /// Bytes in host memory if every client used a whole GPU, or its demand if that is larger.
+    /// Bytes that would be in host memory if every client used a whole GPU, or its demand if that
+    /// is larger.
     fn most_in_host(&self, offer: u64) -> u64 {
         let all = offer.saturating_mul((self.clients.len() + self.coming.len()) as u64);
         let beyond = self.demands.range((offer, ClientId(u64::MAX))..).map(|(demand, _)| demand.saturating_sub(offer));
@@ -143,7 +156,7 @@ impl GpuLimits {
         most
     }
 
-    /// Follows a change of one client's committed bytes.
+    /// Updates the sums after one client's committed bytes have changed.
     fn count(&mut self, group: Option<GroupId>, before: u64, after: u64) {
         self.committed = self.committed - before + after;
         self.count_for(group, before, after);
@@ -164,7 +177,7 @@ impl Quota {
         self.gpus.entry(id).or_default();
     }
 
-    /// Forgets a GPU, which no client has attached.
+    /// Forgets a GPU that no client has attached.
     pub fn gpu_forgotten(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.remove(&id) else { return };
         self.host.committed -= gpu.in_host;
@@ -194,8 +207,8 @@ impl Quota {
         self.ahead.forget((client, id));
     }
 
-    /// Moves a client's limit from one GPU to another; the caller calls `expect` next. Returns the bytes that the
-    /// client has requested; the caller must request them again.
+    /// Moves a client's limit from one GPU to another. The caller must call `expect` next. Returns
+    /// the bytes that the client has requested, which the caller must request again.
     #[must_use]
     pub fn move_client(&mut self, cx: Context, client: ClientId, from: GpuId, to: GpuId) -> Option<u64> {
         let gpu = self.gpus.get_mut(&from)?;
@@ -245,7 +258,8 @@ impl Quota {
         }
     }
 
-    /// Updates the group sums for a client that has joined the group, or is about to leave it.
+    /// Updates the group sums for a client that has joined the group (`joins`) or is about to leave
+    /// it.
     pub fn count_member(&mut self, client: ClientId, group: GroupId, joins: bool) {
         for gpu in self.gpus.values_mut() {
             let coming = gpu.coming.get(&client).map_or(0, |coming| coming.counted);
@@ -265,7 +279,7 @@ impl Quota {
         self.tell(cx, fx, client, id);
     }
 
-    /// Handles a client's report of its demand and of the newest limit in effect.
+    /// Handles a client's report of its demand and of the newest limit that it applies.
     pub fn reported(&mut self, cx: Context, client: ClientId, id: GpuId, ack: u32, demand: u64) {
         let Some(limit) = self.limit(client, id) else { return };
         let (committed, needed, was_unresponsive) =
@@ -288,7 +302,7 @@ impl Quota {
             self.host.committed_changed();
             if was_unresponsive {
                 self.host.answers_again();
-                self.host.mark_changed(id); // its limit may rise again
+                self.host.mark_changed(id); // the client's limit may rise again
             }
             self.mark_bounded_changed(cx, client, id);
         } else if needs_another && self.is_awaited(cx, client, id) {
@@ -329,15 +343,16 @@ impl Quota {
         self.host.has_changed()
     }
 
-    /// Marks the limits on a GPU for recomputation if the client's memory is limited, since they then depend on its
-    /// demand.
+    /// Marks the limits on a GPU for recomputation if the client's memory is limited. The limits
+    /// then depend on its demand.
     fn mark_bounded_changed(&mut self, cx: Context, client: ClientId, id: GpuId) {
         if cx.rules.is_bounded(client) {
             self.host.mark_changed(id);
         }
     }
 
-    /// Whether a member of the client's group is waiting for a limit that depends on the client's demand.
+    /// Whether a member of the client's group is waiting for a limit that depends on the client's
+    /// demand.
     fn is_awaited(&self, cx: Context, client: ClientId, id: GpuId) -> bool {
         let everywhere = cx.rules.swap_max(client).is_some();
         cx.rules.group_peers(client).any(|member| {
@@ -346,7 +361,8 @@ impl Quota {
         })
     }
 
-    /// Whether a client does not acknowledge lower limits, so that its memory cannot be promised to others.
+    /// Whether a client does not acknowledge lower limits. The memory of such a client cannot be
+    /// promised to other clients.
     fn is_unresponsive(&self, cx: Context, client: ClientId, limit: &Limit) -> bool {
         self.stopped.contains(&client)
             || !limit.is_responsive()
@@ -364,7 +380,7 @@ impl Quota {
         }
     }
 
-    /// Updates the sums after a change of one client's limit.
+    /// Updates the sums after one client's limit has changed.
     fn recommit(&mut self, cx: Context, client: ClientId, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let Some(limit) = gpu.clients.get_mut(&client).map(|entry| &mut entry.limit) else { return };
@@ -402,7 +418,8 @@ impl Quota {
         self.gpus.get(&id).map_or(0, |gpu| gpu.committed)
     }
 
-    /// Bytes of host memory that limits may count on (`None`: unbounded), and the bytes that they count on now.
+    /// Bytes of host memory that limits may rely on (`None`: unbounded), and the bytes that they
+    /// rely on now.
     pub fn host(&self) -> (Option<u64>, u64) {
         (self.host.bytes(), self.host.committed)
     }

@@ -1,9 +1,10 @@
-//! Requests for a higher limit. The client's allocation blocks until its request is answered. A request that can be met
-//! is granted. Any other request is denied once acknowledgements of lower limits can no longer help; if a rule says so,
-//! it waits instead until other clients have freed enough. Of a group's waiting requests, the oldest is served first.
+//! Requests for a higher limit. The client's allocation blocks until its request is answered. A
+//! request that can be met is granted. Any other request is denied once acknowledgements of lower
+//! limits can no longer help. If a rule says so, the request waits instead until other clients have
+//! freed enough memory. Of a group's waiting requests, the oldest is served first.
 //!
-//! If every client that could free memory is waiting itself, the newest request is denied: otherwise they would
-//! deadlock.
+//! If all clients that could free memory are waiting themselves, they are in a deadlock. The newest
+//! request is then denied.
 
 use super::{
     Context, Quota,
@@ -15,11 +16,12 @@ use crate::{api::*, effects::Effects};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// How long a request waits for other clients to acknowledge lower limits before it is denied. While the driver creates
-/// contexts for several programs at once, a process may be unable to answer for seconds.
+/// How long a request waits for other clients to acknowledge lower limits before it is denied. A
+/// process may be unable to answer for seconds while the driver creates contexts for several
+/// programs at once.
 const LIMIT_REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A limit request, during the computation of all limits.
+/// A limit request while all limits are being computed.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LimitRequest {
     pub client: ClientId,
@@ -30,16 +32,16 @@ pub(super) struct LimitRequest {
 }
 
 impl Quota {
-    /// Handles a client's request for a limit of `bytes`. Returns whether the request needs a measurement that begins
-    /// now.
+    /// Handles a client's request for a limit of `bytes`. Returns whether the request needs a
+    /// measurement that begins now.
     #[must_use]
     pub fn request(&mut self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId, bytes: u64) -> bool {
         self.decide_request(cx, fx, client, id, bytes, None)
     }
 
-    /// Decides on a request. A request that exceeds the present room is denied only after another measurement (`held`:
-    /// the request was held for that measurement), and not while only an estimate stands in its way. Returns whether
-    /// the request needs a measurement that begins now.
+    /// Decides on a request. A request that exceeds the present room is denied only after another
+    /// measurement, and never because of an estimate alone. `held`: the request was held for such a
+    /// measurement. Returns whether the request needs a measurement that begins now.
     pub(super) fn decide_request(
         &mut self,
         cx: Context,
@@ -52,7 +54,7 @@ impl Quota {
         let number = fx.number();
         let Some(limit) = self.limit(client, id) else { return false };
         let before = limit.wanted;
-        // Other members may free memory, but the client's own context stays allocated.
+        // Other members of the group may free memory, but the client's own context stays allocated.
         let context = self.context(cx, client, id);
         let memory_max = cx.rules.memory_max(client, cx.gpus.total(id)).map(|max| max.saturating_sub(context));
         let is_beyond = |max: Option<u64>| max.is_some_and(|max| bytes > max);
@@ -85,7 +87,7 @@ impl Quota {
             self.set_wanted(client, id, None);
             fx.command(Command::Denied { client, gpu: id, bytes, why });
         } else {
-            // A client that repeats a request keeps its place in the order.
+            // If a client repeats its request, the request keeps its place in the order.
             let fresh = Wanted { bytes, since: cx.now, number, held: None };
             self.set_wanted(client, id, Some(before.map_or(fresh, |before| Wanted { bytes, ..before })));
             self.host.mark_all_changed();
@@ -93,8 +95,9 @@ impl Quota {
         false
     }
 
-    /// Grants the requests that can be met, in order. Denies the others, unless they wait by rule or outstanding
-    /// acknowledgements could still help. Returns the granted requests.
+    /// Grants the requests that can be met, in order. Denies the other requests, except if a rule
+    /// lets a request wait, or outstanding acknowledgements could still help. Returns the granted
+    /// requests.
     pub(super) fn serve_requests(
         &mut self,
         cx: Context,
@@ -104,7 +107,8 @@ impl Quota {
         budget: Option<u64>,
     ) -> Vec<At> {
         let mut granted = Vec::new();
-        // Groups with a waiting request, which is served before all later requests of the group.
+        // Groups with a waiting request, each with the reason. The waiting request is served before
+        // all later requests of its group.
         let mut held: BTreeMap<(GroupId, GpuId), Denial> = BTreeMap::new();
         self.host.awaited = false;
         requests.sort_unstable_by_key(|request| request.wanted.number);
@@ -118,7 +122,7 @@ impl Quota {
             }
             match problem.grant(at, wanted.bytes, budget) {
                 Ok(()) => granted.push(at),
-                // Memory freed by other clients cannot lift the client's own environment limit.
+                // The client's own environment limit stays the same when other clients free memory.
                 Err(why) if waits && why != Denial::EnvLimit => {
                     held.extend(place.map(|place| (place, why)));
                     self.hold_back(fx, client, gpu, why);
@@ -153,7 +157,7 @@ impl Quota {
                 self.set_wanted(client, id, None);
                 self.keep(cx, client, id, wanted.bytes);
             } else if waits && (wanted.bytes <= target || !self.is_last_of_all(cx, client, wanted.held)) {
-                continue; // other clients can still free memory, or only have to acknowledge a lower limit
+                continue; // other clients can still free memory, or have yet to acknowledge a lower limit
             } else if until <= cx.now {
                 let is_full = self.group_room(cx, client, id).is_none_or(|room| room < wanted.bytes - limit);
                 self.deny(fx, client, id, if is_full { Denial::MemoryMax } else { Denial::NoRoom });
@@ -163,8 +167,8 @@ impl Quota {
         }
     }
 
-    /// Whether every client that could free memory for this request is waiting too, and this request is the newest of
-    /// all of theirs. Denying it then resolves a deadlock.
+    /// Whether this request is the newest request, and every client that could free memory for it
+    /// is waiting too. Denying this request then resolves a deadlock.
     fn is_last_of_all(&self, cx: Context, client: ClientId, held: Option<Denial>) -> bool {
         let newest = |client: ClientId| {
             let requests = self.limits_of(client).filter_map(|(_, limit)| limit.wanted);
@@ -188,7 +192,7 @@ impl Quota {
         of_all || (of_group && held != Some(Denial::NoRoom))
     }
 
-    /// Reserves memory that a client requested and that is within its limit, until the client uses it.
+    /// Reserves requested memory within the client's limit until the client uses it.
     fn keep(&mut self, cx: Context, client: ClientId, id: GpuId, bytes: u64) {
         self.entry_mut(client, id).into_iter().for_each(|entry| entry.limit.keep(cx.now, bytes));
     }

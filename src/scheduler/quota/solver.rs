@@ -1,6 +1,7 @@
-//! Computes every client's limit at one moment, from demands, requests, capacities, host memory and the limits of
-//! groups: max-min fairness by water-filling. The water level is the *slack* that every client gets beyond its demand.
-//! It is found by a search, since the use of host memory grows with it. `balance` moves limits to the result.
+//! Computes every client's limit at one moment, from demands, requests, capacities, host memory and
+//! the limits of groups. The method is max-min fairness by water-filling. The water level is the
+//! *slack* that every client gets beyond its demand. The use of host memory grows with the slack,
+//! so a search finds the highest possible slack. `balance` moves limits to the result.
 
 use super::{Context, Quota, request::LimitRequest};
 use crate::{api::*, effects::Effects};
@@ -18,28 +19,28 @@ pub(super) struct Target {
     pub bound: Option<u64>,
 }
 
-/// The index of a client's quota in the problem.
+/// The indices of a client's quota and its GPU in the problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct At {
     gpu: usize,
     quota: usize,
 }
 
-/// A client's variables on a GPU, in bytes.
+/// The variables of one client on one GPU, in bytes.
 #[derive(Debug)]
 struct ClientQuota {
     client: ClientId,
-    /// The least that the client gets, regardless of other clients.
+    /// The smallest limit of the client, regardless of other clients.
     floor: u64,
-    /// The demand; slack is added to it.
+    /// The client's demand, to which slack is added.
     base: u64,
-    /// The limit that was requested and granted; 0: none.
+    /// The limit that was requested and granted. 0: no request was granted.
     granted: u64,
-    /// The most that the client can get, unless the floor is higher.
+    /// The largest limit of the client, unless the floor is higher.
     most: u64,
-    /// The most slack that the client's group leaves it; 0 while the client is off its GPUs.
+    /// The highest slack that the client's group allows it. 0 while the client is off its GPUs.
     slack: u64,
-    /// The client's limit if its group exceeds its bound.
+    /// The client's highest limit if its group exceeds its bound.
     cap: u64,
     /// The client does not acknowledge limits.
     unresponsive: bool,
@@ -48,7 +49,8 @@ struct ClientQuota {
 }
 
 impl ClientQuota {
-    /// The variables of a client that is about to be moved to the GPU: fixed, and including its context.
+    /// The variables of a client that is about to be moved to the GPU. Its limit is fixed and
+    /// includes its context.
     fn fixed(client: ClientId, bytes: u64) -> Self {
         Self {
             client,
@@ -64,17 +66,17 @@ impl ClientQuota {
         }
     }
 
-    /// The limit with this slack.
+    /// The client's limit if all clients get this slack.
     fn at(&self, slack: u64) -> u64 {
         self.base.saturating_add(slack.min(self.slack)).min(self.most).max(self.floor)
     }
 
-    /// The least that the client needs once it has acknowledged a lower limit.
+    /// The bytes that the client needs at least, once it has acknowledged a lower limit.
     fn acknowledged(&self) -> u64 {
         if self.unresponsive { self.base.max(self.granted) } else { self.at(0) }
     }
 
-    /// The limit under `cap`, if its group exceeds its bound.
+    /// The client's limit under `cap`, for a group that exceeds its bound.
     fn capped(&self, cap: u64) -> u64 {
         if self.unresponsive { self.floor } else { self.at(0).min(cap) }
     }
@@ -90,7 +92,7 @@ struct GpuQuota {
     attaching: bool,
 }
 
-/// A bound on the members of a group together.
+/// A bound on the sum over the members of a group.
 #[derive(Debug)]
 struct Bound {
     max: u64,
@@ -130,7 +132,8 @@ impl QuotaProblem {
     /// Raises a client's floor to `bytes`.
     ///
     /// # Errors
-    /// The group's bound, the client's own maximum or the budget does not allow it. Nothing has changed then.
+    /// The group's bound, the client's own maximum or the budget does not allow the new floor.
+    /// Nothing has changed in this case.
     pub fn grant(&mut self, at: At, bytes: u64, budget: Option<u64>) -> Result<(), Denial> {
         if let Some(why) = self.obstacle(at, bytes, budget, |quota| quota.at(0)) {
             return Err(why);
@@ -141,13 +144,14 @@ impl QuotaProblem {
         Ok(())
     }
 
-    /// Whether a request that cannot be granted now could be granted once late clients have acknowledged lower limits.
+    /// Whether a request that cannot be granted now could be granted once late clients have
+    /// acknowledged lower limits.
     pub fn is_possible_later(&self, at: At, bytes: u64, budget: Option<u64>) -> bool {
         self.obstacle(at, bytes, budget, ClientQuota::acknowledged).is_none()
     }
 
-    /// The reason that a client cannot have `bytes` while each other client has the bytes that `of` returns for it.
-    /// `None`: it can.
+    /// The reason why a client cannot have `bytes` while each other client has the bytes that `of`
+    /// returns for it. `None`: the client can have them.
     fn obstacle(&self, at: At, bytes: u64, budget: Option<u64>, of: impl Fn(&ClientQuota) -> u64) -> Option<Denial> {
         let Some(own) = self.quota(at) else { return Some(Denial::NoRoom) };
         let more = bytes.saturating_sub(of(own));
@@ -174,11 +178,11 @@ impl QuotaProblem {
         no_room.then_some(Denial::NoRoom)
     }
 
-    /// Divides each group's bound among its members. `granted`: clients whose request was granted and who wait for the
-    /// new limit.
+    /// Divides each group's bound among its members. `granted`: clients whose request was granted
+    /// and who wait for the new limit.
     fn divide(&mut self, granted: &[At]) {
         for bound in std::mem::take(&mut self.bounds) {
-            // The highest value, up to `most`, for which the members together stay within the bound.
+            // The highest value, up to `most`, that keeps the sum of the members within the bound.
             let highest = |most: u64, used: &dyn Fn(u64) -> u64| {
                 let (mut low, mut high) = (0, most);
                 while low < high {
@@ -197,7 +201,8 @@ impl QuotaProblem {
                 .quotas
                 .iter()
                 .any(|at| granted.contains(at) || self.gpus.get(at.gpu).is_some_and(|gpu| gpu.attaching));
-            // Limits are computed to the byte, unless that is not worth the messages.
+            // Even small changes of these limits are sent if the group exceeds its bound, a client
+            // waits, or the bound has one member. Otherwise they are not worth the messages.
             let exact = over || awaited || bound.quotas.len() == 1;
             for at in bound.quotas {
                 if let Some(quota) = self.quota_mut(at) {
@@ -208,9 +213,9 @@ impl QuotaProblem {
         }
     }
 
-    /// The highest slack that all clients can have within the budget. Host memory use grows with the slack, mostly in
-    /// proportion, so the next slack to try is interpolated; every second try is the middle, which bounds the number of
-    /// tries.
+    /// The highest slack that all clients can have within the budget. The use of host memory grows
+    /// mostly in proportion to the slack, so the search interpolates the next slack to try. Every
+    /// second step tries the middle of the interval, which bounds the number of steps.
     fn slack(&self, budget: Option<u64>) -> u64 {
         let budget = budget.unwrap_or(u64::MAX);
         let (mut low, mut high) = (0, self.gpus.iter().map(|gpu| gpu.capacity).max().unwrap_or(0));
@@ -241,15 +246,16 @@ impl QuotaProblem {
 }
 
 impl Quota {
-    /// Returns the target of each client; clients with granted requests come first, in the order of their requests.
-    /// Denies requests that cannot be met. Without a budget, handles only clients that a rule or environment limits.
+    /// Returns the target of each client. Clients with granted requests come first, in the order of
+    /// their requests. Denies requests that cannot be met. Without a budget, handles only clients
+    /// that a rule or an environment limits.
     pub(super) fn solve(&mut self, cx: Context, fx: &mut Effects, budget: Option<u64>, ids: &GpuSet) -> Vec<Target> {
         let (mut problem, requests) = self.load(cx, budget, ids);
         let granted = self.serve_requests(cx, fx, &mut problem, requests, budget);
         problem.divide(&granted);
         let slack = problem.slack(budget);
-        // The excess that other clients keep above their targets, each less than a step, may be all that a granted
-        // request lacks.
+        // Each other client may keep an excess of less than one step above its target. The excess
+        // of all clients may be exactly what a granted request lacks.
         let is_awaited = budget.is_some() && !granted.is_empty();
         let target = |gpu: &GpuQuota, quota: &ClientQuota| Target {
             client: quota.client,
@@ -267,7 +273,8 @@ impl Quota {
     fn load(&self, cx: Context, budget: Option<u64>, ids: &GpuSet) -> (QuotaProblem, Vec<LimitRequest>) {
         let mut problem = QuotaProblem::default();
         let mut requests = Vec::new();
-        // The bounds of each group: on each GPU (`Some`: the GPU's index), and over all GPUs (`None`).
+        // The bounds of each group: on one GPU (`Some`: the GPU's index), or over all GPUs
+        // (`None`).
         let mut bounds: BTreeMap<(GroupId, Option<usize>), Bound> = BTreeMap::new();
         for (id, gpu) in ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?))) {
             let mut quotas = Vec::new();

@@ -1,11 +1,13 @@
-//! Host memory that clients allocate ahead. At the first eviction of memory, allocating host memory takes longer than
-//! copying. So a client whose memory on a GPU has not changed for a while is asked to allocate host memory beforehand,
-//! within the amount that the daemon says the host can spare.
+//! Asks clients to allocate host memory ahead of evictions. At the first eviction of memory,
+//! allocating host memory takes longer than copying. So a client whose memory on a GPU has not
+//! changed for a while is asked to allocate host memory beforehand. The daemon limits the total to
+//! the amount that the host can spare.
 
 use crate::{api::*, gpu::Account, machine::Machine, timers::Wake};
 use std::time::Duration;
 
-/// How long a client's memory has to be unchanged: programs that end soon, or are still allocating, would gain nothing.
+/// How long a client's memory has to be unchanged. Programs that end soon, or are still allocating,
+/// would gain nothing from an earlier request.
 const AT_REST: Duration = Duration::from_secs(3);
 
 impl Machine {
@@ -14,7 +16,7 @@ impl Machine {
         self.effects.wake(Wake::Ahead(client, id), Some(self.now + AT_REST));
     }
 
-    /// Asks a client whose memory is at rest to allocate host memory for it.
+    /// Asks a client whose memory is unchanged to allocate host memory for it.
     pub(crate) fn ask_ahead(&mut self, client: ClientId, id: GpuId) {
         let Some(attachment) = self.gpus.attachment(client, id) else { return };
         if attachment.engine != Engine::Swap || attachment.eviction_block.is_some() {
@@ -37,7 +39,8 @@ impl Machine {
         }
     }
 
-    /// Whether clients may have allocated host memory ahead, so that the host's memory has to be watched.
+    /// Whether clients may have allocated host memory ahead. The daemon then has to watch the
+    /// host's memory.
     pub fn is_ahead(&self) -> bool {
         self.quota.asked_ahead() > 0
     }

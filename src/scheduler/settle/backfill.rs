@@ -1,4 +1,4 @@
-//! Grants requests ahead of the first request of a GPU: see `model::backfill`.
+//! Grants requests ahead of the first request of a GPU (see `model::backfill`).
 
 use crate::{
     api::*,
@@ -9,8 +9,8 @@ use crate::{
 };
 
 impl Machine {
-    /// Marks the other GPUs that this GPU's present and previous first requests want, after a change of the time at
-    /// which this GPU admits the first request.
+    /// Updates the time at which this GPU admits its first request. If it changed, marks the other
+    /// GPUs that the present and the previous first request want.
     pub(super) fn note_opening(&mut self, id: GpuId) {
         let first = self.queues.first(id).filter(|first| self.model().wants_others(id, *first));
         let opens = first.map(|first| (first, self.model().opens_at(id, first)));
@@ -21,10 +21,11 @@ impl Machine {
         }
     }
 
-    /// Grants a request for this GPU alone that stands behind the first request, while the first request waits for
-    /// other GPUs. Returns whether a request was granted.
+    /// Grants a request behind the first request that wants this GPU alone, while the first request
+    /// waits for other GPUs. Returns whether a request was granted.
     pub(super) fn backfill(&mut self, id: GpuId, first: Entity) -> bool {
-        // Where rules divide the time, the classes of requests would have to be considered.
+        // Backfilling does not consider the classes of requests, so it is off if rules create
+        // classes.
         if !self.model().wants_others(id, first)
             || self.model().shares().have_classes()
             || self.model().access(id) != Access::Turns

@@ -1,23 +1,27 @@
-//! Admission of CUDA contexts: a client that is about to create one waits until there is room for it, at most
-//! [`ATTACH_TIMEOUT`], unless it is deferred (see `gpu::contexts`).
+//! Admission of CUDA contexts. A client that is about to create a context waits until the GPU has
+//! room for it, but at most for [`ATTACH_TIMEOUT`]. A deferred client waits longer (see
+//! `gpu::contexts`).
 
 use crate::{api::*, machine::Machine, quota::FIRST_LIMIT_TIMEOUT};
 use std::time::Duration;
 
-/// How long an attaching client waits for room. Then it is admitted in any case, and the driver decides.
+/// How long an attaching client waits for room. After that time the client is admitted without
+/// room, and the driver decides.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long a restore may take once it has room. After that, other clients that attach or wake no longer wait for it: a
-/// stopped process can delay its restore indefinitely.
+/// How long a restore may take once it has room. After that time, other clients that attach or wake
+/// no longer wait for it. The limit is needed because a stopped process can delay its restore
+/// indefinitely.
 pub(super) const RESTORE: Duration = Duration::from_secs(10);
 
 impl Machine {
-    /// Whether a client's complete context existed by `begun`.
+    /// Whether the client's context was complete at the time `begun`.
     pub fn has_context(&self, client: ClientId, id: GpuId, begun: Time) -> bool {
         self.gpus.get(id).is_some_and(|gpu| gpu.has_context(client, begun))
     }
 
-    /// Admits attaching clients once there is room or they have waited long enough. Returns the time of the next check.
+    /// Admits attaching clients that have room or have waited long enough. Returns the time of the
+    /// next check.
     pub(crate) fn answer_attaching(&mut self, id: GpuId) -> Option<Time> {
         loop {
             let (gpu, cx, fx) = self.gpu_mut(id)?;
@@ -29,10 +33,12 @@ impl Machine {
                 gpu.notify_deferred(fx);
                 return gpu.refuse_contexts(cx, fx);
             };
-            // No client is admitted without room during a restore: the restore would fail permanently.
+            // During a restore, no client is admitted without room. Otherwise the restore could run
+            // out of memory and fail permanently.
             let restored = gpu.returning.and_then(|returning| returning.restored).map(|since| since + RESTORE);
             let deadline = restored.map_or(since + ATTACH_TIMEOUT, |restored| restored.max(since + ATTACH_TIMEOUT));
-            // Capacity sets aside the contexts of all waiting clients; those behind this one do not exist yet.
+            // The capacity excludes the contexts of all waiting clients. The contexts behind this
+            // client's do not exist yet, so their bytes are added.
             let behind = gpu.context_bytes(cx.settings, behind);
             let unverified = gpu.request_verification(cx, fx, client);
             let room =
@@ -42,8 +48,8 @@ impl Machine {
             if (!room || reserved || gpu.incomplete) && cx.now < deadline {
                 return Some(deadline);
             }
-            // Limits are computed next: the earlier ones may count on the room of contexts that were deferred until
-            // now.
+            // Returns here because limits have to be recomputed first. The old limits may rely on
+            // the room of contexts that were deferred until now.
             if cx.quota.has_changed() {
                 return None;
             }
@@ -57,7 +63,7 @@ impl Machine {
             let is_drained = gpu.drained;
             self.with_quota(|quota, cx, fx| quota.admit(cx, fx, client, id));
             if is_drained {
-                self.drain_client(client); // its context predates the scheduler
+                self.drain_client(client); // the client's context predates this scheduler
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Requests that wait because mapping failed. `gpu::failures` decides for how long.
+//! Requests that wait because mapping failed. `gpu::failures` decides how long they wait.
 
 use crate::{
     api::*,
@@ -10,12 +10,12 @@ use crate::{
 use std::collections::BTreeMap;
 
 impl Machine {
-    /// Handles a release because mapping failed.
+    /// Handles the release of a client whose mapping failed.
     pub(crate) fn mapping_failed(&mut self, client: ClientId, id: GpuId) {
         let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return };
         if gpu.mapping_failed(cx, fx, client) {
             self.delay_changed(client);
-            self.measure_again(id); // a measurement under way may have begun before the failure
+            self.measure_again(id); // a pending measurement may have begun before the failure
         }
     }
 
@@ -36,7 +36,8 @@ impl Machine {
         }
     }
 
-    /// Explains failures by a measurement that began at `begun`: `free` bytes in all, and the bytes of each client.
+    /// Explains failures by a measurement that began at `begun`. `free`: the GPU's free bytes.
+    /// `found`: the bytes of each client.
     pub(crate) fn explain_failures(
         &mut self,
         id: GpuId,
@@ -59,7 +60,7 @@ impl Machine {
         }
     }
 
-    /// Decides on failures whose measurement has not arrived in time.
+    /// Decides on failures whose measurement did not arrive in time.
     pub(crate) fn failures_are_unexplained(&mut self, id: GpuId) {
         if let Some(gpu) = self.gpus.get_mut(id) {
             gpu.measurement_requested = false; // the answer may never come

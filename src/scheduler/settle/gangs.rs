@@ -1,5 +1,5 @@
-//! Gang scheduling: members of a gang are granted and revoked together as far as their memory fits; members that do not
-//! fit together take turns.
+//! Gang scheduling. Members of a gang are granted and revoked together as far as their memory fits.
+//! Members that do not fit together take turns.
 
 use crate::{
     api::*,
@@ -11,12 +11,14 @@ use crate::{
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// A gang's turn lasts at least this many of its hand-overs. During a hand-over, members spin for members that have
-/// already drained; with this ratio, spinning costs 3 % of the time.
+/// The minimum length of a gang's turn, as a multiple of the gang's hand-over time. During a
+/// hand-over, members spin for members that have already drained. With this ratio, spinning costs 3
+/// % of the time.
 const HAND_OVERS_PER_TURN: u32 = 33;
 
 impl Machine {
-    /// Begins the turn of a gang that was granted a GPU at `since`, or moves its beginning back.
+    /// Begins the turn of a gang that was granted a GPU at `since`. If the turn has already begun,
+    /// moves its beginning back to `since`.
     pub(super) fn begin_gang_turn(&mut self, entity: Entity, since: Time) {
         if let Some(gang) = entity.gang() {
             let is_measured = self.model().holds_of_gang(gang).all(|(_, hold)| !hold.is_bypassed());
@@ -24,7 +26,8 @@ impl Machine {
         }
     }
 
-    /// Ends the turn of a gang that no longer holds anything. Holds that are bypassed do not count.
+    /// Ends the turn of a gang whose members hold no lock any more. Holds that are bypassed do not
+    /// count.
     pub(super) fn end_gang_turn(&mut self, entity: Entity) {
         let is_over = |gang: &Gang| self.model().holds_of_gang(*gang).all(|(_, hold)| hold.is_bypassed());
         if let Some(gang) = entity.gang().filter(is_over) {
@@ -33,7 +36,7 @@ impl Machine {
         }
     }
 
-    /// Records that a gang's members need not release their locks after all, unless some are still revoked.
+    /// Records that a gang's members keep their locks, unless some of the locks are still revoked.
     pub(super) fn gang_continues(&mut self, entity: Entity) {
         let continues = |gang: &Gang| self.model().holds_of_gang(*gang).all(|(_, hold)| hold.revoked.is_none());
         if let Some(gang) = entity.gang().filter(continues) {
@@ -41,8 +44,9 @@ impl Machine {
         }
     }
 
-    /// The minimum length of a gang's turn on a GPU, so that hand-overs cost little, within the time quantum and
-    /// `max-wait`. A turn that only measures utilization is short: the clients may turn out to be able to run together.
+    /// The minimum length of a gang's turn on a GPU, so that hand-overs cost little. The time
+    /// quantum and `max-wait` are upper bounds. A turn that only measures utilization is short,
+    /// because its clients may turn out to be able to run together.
     pub(super) fn shortest_gang_turn(&self, gang: Gang, id: GpuId, waiter: Option<Waiter>) -> Duration {
         let measures = |waiter: Waiter| !waiter.evicts && (waiter.unmeasured || !waiter.holders_measured);
         if self.settings.anti_thrash == AntiThrash::Auto && waiter.is_some_and(measures) {
@@ -60,7 +64,8 @@ impl Machine {
             .min(most)
     }
 
-    /// Checks all members after one requested a GPU: another may need it in order to drain.
+    /// Checks all members of a gang after one of them requested a GPU. Another member may need the
+    /// requesting member in order to drain.
     pub(crate) fn check_gang_peers(&mut self, entity: Entity) {
         let Some(gang) = entity.gang().filter(|gang| self.queues.gangs().is_job(*gang)) else { return };
         self.queues.gangs().members(gang).collect::<Vec<_>>().into_iter().for_each(|member| self.check(member));
@@ -75,7 +80,8 @@ impl Machine {
         self.touch_gang_peers(client);
     }
 
-    /// Requeues the requests of a client's gang members after their reason to precede other requests has changed.
+    /// Requeues the requests of a client's gang members. Called when their reason to precede other
+    /// requests has changed.
     pub(crate) fn touch_gang_peers(&mut self, client: ClientId) {
         let waiting: BTreeSet<Entity> =
             self.queues.gang_peers(client).filter_map(|peer| self.queues.waiting(peer)).collect();
@@ -86,7 +92,8 @@ impl Machine {
         }
     }
 
-    /// Revokes the rest of a gang after a revoked member has drained: they ran only to let it drain.
+    /// Revokes the remaining locks of a gang after a revoked member has drained. The remaining
+    /// members were running only to let that member drain.
     pub(crate) fn revoke_gang(&mut self, gang: Gang) {
         let is_left = |hold: &Hold| hold.entity == Entity::Gang(gang) && hold.revoked.is_none();
         let first = self.queues.gangs().members(gang).find_map(|client| {
@@ -112,8 +119,8 @@ impl Machine {
         self.members_changed(gang);
     }
 
-    /// Updates the members of a gang after one joined or left: their class changes, and the members may have become a
-    /// gang or ceased to be one.
+    /// Updates the members of a gang after a member joined or left. The members' class changes, and
+    /// they may have become a gang or ceased to be one.
     fn members_changed(&mut self, gang: Gang) {
         for member in self.queues.gangs().members(gang).collect::<Vec<_>>() {
             self.update_entity(member);
@@ -131,7 +138,7 @@ impl Machine {
     /// Assigns a client's holds and requests to its present entity: its gang, or itself.
     pub(crate) fn update_entity(&mut self, client: ClientId) {
         let entity = self.queues.entity(client);
-        // So that it is revoked with the members of that entity.
+        // The holds are revoked together with the members of the new entity.
         if let Some(since) = self.gpus.set_entity_of_holds(client, entity) {
             self.begin_gang_turn(entity, since);
         }
@@ -142,7 +149,8 @@ impl Machine {
         }
     }
 
-    /// Updates a client's gang after its rule changed. Its requests become requests of the new gang.
+    /// Updates a client's gang after its rule changed. Its requests become requests of the new
+    /// gang.
     pub(crate) fn update_gang(&mut self, client: ClientId) {
         let Some(state) = self.clients.get(&client) else { return };
         let is_gang = |group: &GroupId| self.rules.limits(*group).is_some_and(|limits| limits.gang);
@@ -156,7 +164,7 @@ impl Machine {
         self.update_entity(client);
     }
 
-    /// Marks the GPUs of a gang whose holds or requests changed, and of the gangs that conflict with it.
+    /// Marks the GPUs of a gang whose holds or requests changed, and the GPUs of conflicting gangs.
     pub(crate) fn touch_conflicting_gangs(&mut self, entity: Entity) {
         let Some(gang) = entity.gang() else { return };
         let conflicting = self.queues.gangs().others(gang).filter(|other| self.model().gangs_conflict(gang, *other));

@@ -1,5 +1,5 @@
-//! Measurements that affect more than their GPU: limits that wait for one, restores, failed
-//! mappings.
+//! Handles measurements that affect more than their GPU: they decide on held limit requests,
+//! restores and failed mappings.
 
 use crate::{api::*, machine::Machine};
 use std::collections::BTreeMap;

@@ -1,22 +1,24 @@
-//! The steps that bring one GPU up to date after an event: memory first, then the lock, then messages to holders.
-//! Settling an unchanged GPU does nothing.
+//! Brings one GPU up to date after an event: first its memory, then the lock, then messages to
+//! holders. Settling an unchanged GPU does nothing.
 //!
-//! Each component owns its state and the decisions about it; `gpu` makes the decisions about one GPU's memory.
-//! Decisions that change several components are here.
+//! Each component owns its state and the decisions about it. For example, `gpu` decides on one
+//! GPU's memory. The module `settle` makes the decisions that change several components.
 //!
 //! Memory:
-//! - `serve`: bytes for holders, then for the queue, and grants. `protection`: memory beyond the limits of rules.
+//! - `serve`: bytes for holders and then for the queue, and grants. `protection`: memory beyond the
+//!   limits of rules.
 //! - `reservations`: room for the driver's own allocations. `contexts`: admission of CUDA contexts.
-//! - `sleep`: clients that are taken off their GPUs, and room to restore them. `moves`: clients that are restored on
-//!   another GPU.
-//! - `ahead`: host memory allocated ahead of evictions. `measurements`: limits, restores and failures that wait for a
-//!   measurement. `failures`: requests that wait because mapping failed.
+//! - `sleep`: clients that are taken off their GPUs, and room to restore them. `moves`: clients
+//!   that are restored on another GPU.
+//! - `ahead`: host memory allocated ahead of evictions. `measurements`: limits, restores and
+//!   failures that wait for a measurement. `failures`: requests that wait because mapping failed.
 //!
 //! The lock:
-//! - `requests`: from request to release. `order`: the order of queues.
-//! - `turns`: when holders have to release the lock. `corun`: which clients may hold it together.
+//! - `requests`: requests for the lock, from arrival to release. `order`: the order of queues.
+//! - `turns`: when holders have to release the lock. `corun`: clients that may hold the lock
+//!   together.
 //! - `backfill`: grants on a GPU while its first request waits for other GPUs.
-//! - `gangs`: clients that run together or not at all.
+//! - `gangs`: clients that run together.
 //! - `unresponsive`: clients that do not answer.
 
 mod ahead;
@@ -40,32 +42,32 @@ use crate::{api::*, gpu::Access, machine::Machine, policy::Waiter, queue::Entity
 use reservations::ReservationNeeds;
 use std::time::Duration;
 
-/// How often a gang that waits for another gang is checked: whether the two can run together also depends on reports
-/// about other GPUs.
+/// How often a gang that waits for another gang is checked. Whether the two gangs can run together
+/// also depends on reports about other GPUs.
 const CONFLICT_LOOK: Duration = Duration::from_millis(100);
 
 /// Why holders of a GPU should release it.
 #[derive(Debug, Clone, Copy, Default)]
 struct Pressure {
-    /// Bytes that are lacking and that only holders can free.
+    /// Lacking bytes that only holders can free.
     short: u64,
-    /// The holder that lacks these bytes itself, and so is not asked for them.
+    /// The holder that itself lacks these bytes and is not asked to free them.
     grower: Option<ClientId>,
-    /// Holders or reservations lack bytes, not only the queue.
+    /// Holders or reservations lack bytes, in addition to the queue.
     overdue: bool,
     /// The bytes are for other programs, so holders are revoked before their turn ends.
     at_once: bool,
     /// The first request in the queue, or a gang that waits for these holders from other queues.
     first: Option<Entity>,
-    /// Whether holders of the lock keep it from being granted.
+    /// Whether holders of the lock prevent the first request from being granted.
     locked_out: bool,
     /// The first request, as the policy sees it.
     waiter: Option<Waiter>,
 }
 
 impl Pressure {
-    /// Adds the bytes that reservations lack and that only holders can free. From here on, the queue is not the only
-    /// one that lacks bytes.
+    /// Adds the bytes that reservations lack and only holders can free. The queue has added nothing
+    /// to `short` yet, so any missing bytes are overdue.
     fn add_reservations(&mut self, needs: &ReservationNeeds) {
         if needs.short > self.short {
             self.short = needs.short;
@@ -76,7 +78,7 @@ impl Pressure {
 }
 
 impl Machine {
-    /// Brings a GPU up to date. Called for each GPU that an event marked.
+    /// Brings a GPU up to date. Called for each GPU that an event has marked.
     pub(crate) fn settle(&mut self, id: GpuId) {
         // Rooms, the number of contexts, the capacity, and the order of the queue.
         let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return };
@@ -93,8 +95,8 @@ impl Machine {
             return self.effects.wake(Wake::Gpu(id), next);
         }
 
-        // Memory, in order of precedence: contexts and holders, then reservations, then the queue. Of the bytes being
-        // freed, `reserved_ahead` are for needs before the queue.
+        // Memory, in order of precedence: contexts and holders, then reservations, then the queue.
+        // `reserved_ahead` counts the bytes being freed for needs that precede the queue.
         let mut pressure = Pressure::default();
         let holders_lack = self.serve_holders(id, &mut pressure);
         let reserved = self.serve_reservations(id, holders_lack);
@@ -128,7 +130,8 @@ impl Machine {
         self.effects.wake(Wake::Gpu(id), next);
     }
 
-    /// Grants requests for a GPU that is gone, if the other GPUs that they want can be granted too.
+    /// Grants requests for a GPU that is gone, if all other GPUs that the requests want can be
+    /// granted too.
     fn let_through(&mut self, id: GpuId) {
         for entity in self.model().whole_queue(id) {
             for member in self.queues.members(entity, id) {
@@ -143,7 +146,7 @@ impl Machine {
         }
     }
 
-    /// Requeues requests that unevictable memory blocked, once there is more room.
+    /// Requeues requests that unevictable memory blocked, once the GPU has more room.
     fn note_capacity(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(id) else { return };
         let capacity = gpu.capacity(&self.settings);
@@ -157,14 +160,16 @@ impl Machine {
         }
     }
 
-    /// Requeues requests that had to wait for a request of a higher class, if that request has gone.
+    /// Requeues requests that were kept out by a request of a higher class, once that request is
+    /// gone.
     fn enqueue_unblocked(&mut self, id: GpuId) {
         let free: Vec<Entity> =
             self.queues.behind(id).filter(|entity| !self.model().waits_behind(*entity, id)).collect();
         free.into_iter().for_each(|entity| self.enqueue(entity));
     }
 
-    /// Counts a gang that waits in other queues for the holders of this GPU as the first request here.
+    /// If a gang in other queues waits for the holders of this GPU, counts the gang as the first
+    /// request of this GPU.
     fn note_conflict(&mut self, id: GpuId, pressure: &mut Pressure) {
         if !pressure.locked_out
             && let Some(waiting) = self.model().gang_awaiting_holders(id)

@@ -1,9 +1,11 @@
-//! Clients that are moved from one GPU to another of the same kind: each sleeps, is moved, and is restored there.
+//! Clients that are moved from one GPU to another of the same kind. Each client sleeps, is moved,
+//! and is restored on the new GPU.
 //!
-//! A sleeping client has nothing on a GPU except the scheduler's records. So a move takes these out of one GPU's maps
-//! and puts them into the other's, whatever state the client is in, and the client wakes there as it would have on its
-//! old GPU. `sleep` knows where the process was and where the client is attached now, hence where the process has to be
-//! restored. The client is notified once it is awake.
+//! A sleeping client has only the scheduler's records on a GPU. A move takes the records out of one
+//! GPU's maps and puts them into the other's, whatever state the client is in. The client then
+//! wakes as it would have on its old GPU. `sleep` knows where the process was and where the client
+//! is attached now, and so where the process has to be restored. The client is notified once it is
+//! awake.
 
 use crate::{
     api::*,
@@ -32,21 +34,22 @@ impl Machine {
         self.take_step(client, Step::Nothing);
     }
 
-    /// The sets of GPUs within which clients can be moved, as reported by the daemon.
+    /// The sets of GPUs between which clients can be moved, as reported by the daemon.
     pub fn kinds(&self) -> &[GpuSet] {
         self.places.kinds()
     }
 
-    /// The GPUs that a client may use, as reported by the daemon; `None`: any.
+    /// The GPUs that a client may use, as reported by the daemon. `None`: any GPU.
     pub fn allowed(&self, client: ClientId) -> Option<&GpuSet> {
         self.places.allowed(client)
     }
 
-    /// Why a client cannot be moved, whether or not it can sleep.
+    /// Why a client cannot be moved. Obstacles to its sleep are not considered.
     fn move_obstacle(&self, client: ClientId, both @ Move { from, to }: Move) -> Option<MoveObstacle> {
         let total = |id| self.gpus.get(id).filter(|gpu| gpu.access != Access::Gone).map(|gpu| gpu.total);
-        // Whether clients can be measured is known only for GPUs that have clients. On the first GPU they can be
-        // measured, or the client would not sleep.
+        // Only GPUs with clients show whether clients can be measured. On `from` they can be
+        // measured, because otherwise the client would not sleep. So `to` needs only a measured
+        // overhead.
         let is_measured = self.gpus.get(to).is_some_and(|gpu| gpu.measured.is_some());
         let is_gang = self.queues.gang_peers(client).next().is_some();
         let is_like_it = total(to).is_some() && total(to) == self.gpus.get(from).map(|gpu| gpu.total);
@@ -62,8 +65,8 @@ impl Machine {
         first.or_else(|| (self.room_for(client, both) == RoomToMove::None).then_some(MoveObstacle::NoRoom))
     }
 
-    /// Whether the client's attachment of a third GPU may have to be moved back to the GPU that the client would move
-    /// to.
+    /// Whether `to` is the GPU that the client's attachment of a third GPU may have to be moved
+    /// back to.
     fn is_way_back(&self, client: ClientId, Move { from, to }: Move) -> bool {
         self.sleep.ways_back(client).into_iter().any(|back| back.to == to && back.from != from)
     }
@@ -74,9 +77,9 @@ impl Machine {
         away.unwrap_or_else(|| self.context_of(client, from))
     }
 
-    /// Whether another GPU has room for a client: for its context and its demand beside unevictable memory, and for its
-    /// context beside the need of any other client there. Also checks whether the bytes that it was promised can be
-    /// promised there.
+    /// Whether another GPU has room for a client. Its context and demand must fit beside
+    /// unevictable memory, and its context must fit beside the need of any other client on that
+    /// GPU. Also checks whether the bytes promised to the client can be promised on that GPU.
     fn room_for(&self, client: ClientId, both @ Move { from, to }: Move) -> RoomToMove {
         let (Some(account), Some(gpu)) = (self.gpus.account(client, from), self.gpus.get(to)) else {
             return RoomToMove::None;
@@ -85,19 +88,19 @@ impl Machine {
         let context = self.context_elsewhere(client, from);
         let room = here.saturating_sub(context);
         let runs_all_at_once = |id: &ClientId| gpu.attachments.get(id).is_some_and(|it| it.engine != Engine::Managed);
-        // Clients whose needs do not fit anyway are not affected.
+        // Ignores clients whose needs do not fit anyway.
         let most = gpu.ledger.needs_up_to(here).find(|(_, id)| runs_all_at_once(id)).map_or(0, |(need, _)| need);
         let need = account.report.demand.saturating_add(gpu.ledger.unevictable());
         if need.max(most) > room {
             return RoomToMove::None;
         }
         let is_away = self.sleep.is_away(client);
-        // The client's place is kept on a GPU that its process may have to return to.
+        // A GPU that the client's process may have to return to keeps the client's place.
         let keeps = self.sleep.ways_back(client).iter().all(|back| back.from != from);
         self.ask_quota(|quota, cx| quota.room_to_move(cx, client, Expected { to: both, context }, keeps, is_away))
     }
 
-    /// Moves a sleeping client that has a pending move.
+    /// Makes the pending move of a sleeping client.
     pub(super) fn move_sleeper(&mut self, client: ClientId) {
         while let Some(to) = self.sleep.due_move(client) {
             let why = match self.move_obstacle(client, to) {
@@ -111,7 +114,8 @@ impl Machine {
         }
     }
 
-    /// Cancels the move of a sleeping client. A client that has to leave a drained GPU tries the next GPU.
+    /// Cancels the move of a sleeping client. If the client has to leave a drained GPU, plans a
+    /// move to the next GPU.
     fn cannot_move(&mut self, client: ClientId, why: MoveObstacle) {
         self.sleep.cannot_move(client, why);
         self.answer_move(client);
@@ -143,7 +147,7 @@ impl Machine {
         }
     }
 
-    /// Starts to empty the GPU (`drained`), or puts it back in use.
+    /// Starts to empty the GPU (`drained`), or puts it back into use.
     pub(crate) fn drain(&mut self, id: GpuId, drained: bool) {
         let Some(gpu) = self.gpus.get_mut(id) else { return };
         gpu.drained = drained;
@@ -156,14 +160,15 @@ impl Machine {
         self.gpus.get(id).is_some_and(|gpu| gpu.drained)
     }
 
-    /// Whether a client has a context on a drained GPU, or would be restored to one.
+    /// Whether a client has a context on a drained GPU, or would be restored on one.
     fn has_drained(&self, client: ClientId) -> bool {
         let is_awake = self.sleep.view(client).phase == SleepPhase::Awake;
         let has_context = |id| self.gpus.attachment(client, id).is_some_and(|attachment| attachment.attached.is_some());
         self.gpus.of_client(client).into_iter().any(|id| self.is_drained(id) && (!is_awake || has_context(id)))
     }
 
-    /// Takes a client off its GPUs because one of them is drained, or restores it because none is drained any more.
+    /// Takes a client off its GPUs if one of them is drained. Restores the client if none is
+    /// drained.
     pub(crate) fn drain_client(&mut self, client: ClientId) {
         let (is_drained, number) = (self.has_drained(client), self.effects.number());
         let step = self.sleep.set_drained(client, is_drained, number);
@@ -188,13 +193,14 @@ impl Machine {
             if let Some(both) = free.min_by_key(clients) {
                 self.sleep.want_move(client, both);
                 self.limit_sleeper(client);
-                return; // one after the other
+                return; // one move at a time
             }
         }
     }
 
-    /// Moves the attachment of a sleeping client from one GPU to another, together with its limit and its request. Does
-    /// nothing if the target is unknown, or the client has already attached it.
+    /// Moves the attachment of a sleeping client from one GPU to another, together with its limit
+    /// and its request. Does nothing if the target is unknown or the client has already attached
+    /// it.
     fn move_attachment(&mut self, client: ClientId, both @ Move { from, to }: Move) {
         if !self.gpus.move_client(self.now, client, both) {
             return;
@@ -206,12 +212,12 @@ impl Machine {
         self.effects.wake(Wake::Ahead(client, from), None);
         let (is_drained, number) = (self.has_drained(client), self.effects.number());
         self.sleep.moved(client, both, is_drained, number);
-        self.limit_sleeper(client); // in the same step: no other client is promised its place
+        self.limit_sleeper(client); // in the same step, so that no other client is promised its place
         self.effects.command(Command::Moved { client, from, to });
         if let Some(mut wants) = wants {
             wants.remove(&from);
             wants.insert(to);
-            self.request(client, wants); // keeps its place
+            self.request(client, wants); // the request keeps its place
         }
         if let Some(bytes) = wanted {
             self.request_limit(client, to, bytes);

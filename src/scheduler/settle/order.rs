@@ -1,4 +1,5 @@
-//! The order of queues, and the precedence of waiting clients over holders, from policy, shares and memory together.
+//! The order of queues, and the precedence of waiting clients over holders. Both follow from
+//! policy, shares and memory together.
 
 use crate::{
     api::*,
@@ -10,7 +11,8 @@ use crate::{
 use std::time::Duration;
 
 impl Machine {
-    /// Reranks all requests after a change of the policy. Finish tags of the former policy are dropped.
+    /// Reranks all requests after a change of the policy. Drops the finish tags of the former
+    /// policy.
     pub(crate) fn rerank_all(&mut self) {
         self.fairness.clear_finish_tags();
         for entity in self.queues.requests().map(|(entity, _)| entity).collect::<Vec<_>>() {
@@ -31,7 +33,7 @@ impl Machine {
         }
     }
 
-    /// Puts a request that has waited long enough before all other requests of its owner.
+    /// If a request has waited long enough, puts it before all other requests of its owner.
     pub(crate) fn age(&mut self, entity: Entity) {
         let is_due = |request: &Request| !request.aged && request.ages.is_some_and(|at| at <= self.now);
         if !self.queues.request(entity).is_some_and(is_due) {
@@ -44,7 +46,7 @@ impl Machine {
         }
     }
 
-    /// Requeues a client's request after a change of its owner.
+    /// Requeues a client's request after its owner has changed.
     pub(crate) fn owner_changed(&mut self, client: ClientId) {
         let Some(entity) = self.queues.waiting(client) else { return };
         let is_queued = self.queues.request(entity).is_some_and(|request| request.blocked.is_none());
@@ -54,8 +56,9 @@ impl Machine {
         }
     }
 
-    /// Charges a client's owners for a hold that ended, `waited` of it contended: their finish tags rise, and their
-    /// requests move back.
+    /// Charges a client's owners for a hold that ended. `waited` is the part of the hold in which
+    /// other clients waited. The owners' finish tags rise, and their requests move back in the
+    /// queue.
     pub(crate) fn charge_service(&mut self, client: ClientId, id: GpuId, hold: &Hold, waited: Duration) {
         debug_assert!(self.model().owners_are_current(id));
         let shares = self.model().shares();
@@ -71,7 +74,8 @@ impl Machine {
         }
     }
 
-    /// The finish tags of a client at its grant: its owner's, and its own. Advances virtual time first.
+    /// The finish tags of a client at its grant: its owner's tag and its own. Advances virtual time
+    /// first.
     pub(crate) fn finish_tags_before(&mut self, client: ClientId, id: GpuId) -> (Time, Time) {
         let ahead = self.model().shares().virtual_time_lead(id, client);
         if !ahead.is_zero() {
@@ -93,7 +97,8 @@ impl Machine {
         self.enqueue(entity);
     }
 
-    /// Removes requests from a queue that would only block other GPUs, because a request of a better tier waits here.
+    /// Removes requests from a queue if they would only block other GPUs. A request blocks other
+    /// GPUs if a request of a better tier waits in this queue.
     pub(crate) fn defer_behind(&mut self, id: GpuId) {
         if !self.model().shares().have_classes() {
             return;
@@ -103,7 +108,7 @@ impl Machine {
         behind.into_iter().for_each(|entity| self.block(entity, Blocked::Behind(id)));
     }
 
-    /// Moves all requests to their current positions after a change of rules.
+    /// Moves all requests to their current positions after rules have changed.
     pub(crate) fn requeue_all(&mut self) {
         for entity in self.queues.requests().map(|(entity, _)| entity).collect::<Vec<_>>() {
             self.requeue(entity);
@@ -117,7 +122,8 @@ impl Machine {
         self.effects.touch_all(self.gpus.ids());
     }
 
-    /// Moves requests whose class depends on usage to their current positions. Returns the time of the next check.
+    /// Moves requests whose class depends on usage to their current positions. Returns the time of
+    /// the next check.
     pub(crate) fn reclassify(&mut self, id: GpuId) -> Option<Time> {
         if !self.model().shares().are_watched() {
             return None;

@@ -14,12 +14,13 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 impl Machine {
-    /// Handles a client's request, which replaces its earlier one.
+    /// Handles a client's request, which replaces the client's earlier request.
     pub(crate) fn request(&mut self, client: ClientId, gpus: GpuSet) {
         if !self.clients.contains_key(&client) {
             return;
         }
-        // No wait is needed for locks that the client holds; a revoked lock has to be released first.
+        // The client need not wait for locks that it holds. A revoked lock has to be released
+        // first.
         let is_wanted = |gpu: &GpuId| {
             self.gpus.lock(client, *gpu).is_some_and(|lock| lock.hold.as_ref().is_none_or(|h| h.revoked.is_some()))
         };
@@ -63,7 +64,7 @@ impl Machine {
         let (key, gathers) = (self.model().current_key(entity), self.model().gathers_until(entity));
         if let Some(request) = self.queues.request_mut(entity) {
             request.key = key.unwrap_or(request.key);
-            // A member that requests late does not prolong the wait of the others.
+            // A member that requests late does not prolong the wait of the other members.
             request.gathers = gathers.map(|until| request.gathers.map_or(until, |before| before.min(until)));
         }
         if is_absent {
@@ -76,7 +77,8 @@ impl Machine {
         self.check_gang_peers(entity);
     }
 
-    /// Puts a request into the queues of its GPUs, unless it would only delay other requests there.
+    /// Puts a request into the queues of its GPUs, unless it would only delay other requests in
+    /// them.
     pub(crate) fn enqueue(&mut self, entity: Entity) {
         if self.join_queues(entity) {
             self.admit_if_needless(entity);
@@ -86,7 +88,7 @@ impl Machine {
     /// Like `enqueue`, but does not grant the request immediately. Returns whether it is queued.
     pub(crate) fn join_queues(&mut self, entity: Entity) -> bool {
         if self.queues.request(entity).is_none_or(|request| request.blocked == Some(Blocked::Absent)) {
-            return false; // it is queued again when all of its members run
+            return false; // the request is queued again when all of its members run
         }
         self.age(entity);
         if let Some(why) = self.stays_out(entity) {
@@ -103,11 +105,11 @@ impl Machine {
         true
     }
 
-    /// Why a request would only delay others in queues. Splits off members whose part of the request would. `None`: it
-    /// should be queued.
+    /// Why a request would only delay other requests in the queues. `None`: the request should be
+    /// queued. Splits off members that wait for their own locks.
     fn stays_out(&mut self, entity: Entity) -> Option<Blocked> {
-        // A client that waits for its own lock must not delay others. The other members of its gang continue without
-        // it, because it may need them in order to drain.
+        // A client that waits for its own lock must not delay other clients. The other members of
+        // its gang continue without it, because it may need them in order to drain.
         let undrained = self.model().undrained(entity);
         if !undrained.is_empty() {
             if undrained.len() == self.queues.request(entity)?.wants.len() {
@@ -118,7 +120,7 @@ impl Machine {
         if let Some(until) = self.model().shares().request_capped_until(entity) {
             return Some(Blocked::Until(until));
         }
-        // A request that would take bytes on other GPUs without being able to use them stays out.
+        // Keeps a request out that would take bytes on other GPUs without being able to use them.
         let ids = self.queues.request(entity)?.gpus();
         let full = ids.iter().find(|id| {
             let members = self.queues.members(entity, **id);
@@ -133,11 +135,12 @@ impl Machine {
         if request.blocked.take().is_some() {
             request.key = key.unwrap_or(request.key);
         }
-        // Holders of other GPUs are not revoked for a request that has to wait on this one.
+        // Holders of other GPUs are not revoked for a request that has to wait on this GPU.
         ids.into_iter().find(|id| self.model().waits_behind(entity, *id)).map(Blocked::Behind)
     }
 
-    /// Removes a request from the queues. The next request behind it is queued as if it arrived now.
+    /// Removes a request from the queues. The owner's requests behind it then join the queues, with
+    /// keys no earlier than that of the removed request.
     pub(crate) fn dequeue(&mut self, entity: Entity) {
         let Some((id, owner, first)) = self.queues.leave_queues(&mut self.effects, entity) else { return };
         while let Some(next) = self.queues.take_next_of(id, owner) {
@@ -149,8 +152,8 @@ impl Machine {
         }
     }
 
-    /// Keeps a request out of the queues until something changes. Until then it reserves no bytes and delays no other
-    /// request.
+    /// Keeps a request out of the queues until its obstacle is gone. Until then, the request
+    /// reserves no bytes and delays no other request.
     pub(crate) fn block(&mut self, entity: Entity, why: Blocked) {
         self.dequeue(entity);
         self.queues.set_blocked(&mut self.effects, entity, why);
@@ -164,7 +167,7 @@ impl Machine {
         }
     }
 
-    /// Removes a client from its request.
+    /// Removes a client's part from its request.
     pub(crate) fn withdraw(&mut self, client: ClientId) {
         let Some(entity) = self.queues.waiting(client) else { return };
         self.dequeue(entity);
@@ -180,7 +183,7 @@ impl Machine {
         }
     }
 
-    /// Clears the reason why a request is blocked.
+    /// Clears the reason for which a request is blocked.
     pub(crate) fn unblock(&mut self, entity: Entity) {
         if let Some(request) = self.queues.request_mut(entity) {
             request.blocked = None;
@@ -197,7 +200,7 @@ impl Machine {
         }
     }
 
-    /// Notifies the clients of a request why it waits, if the reason changed.
+    /// Tells the clients of a request why it waits, if the reason has changed.
     pub(crate) fn report_wait(&mut self, entity: Entity, why: WaitReason) {
         let Some(request) = self.queues.request_mut(entity).filter(|request| request.told != Some(why)) else { return };
         request.told = Some(why);
@@ -206,8 +209,9 @@ impl Machine {
         }
     }
 
-    /// Grants a request immediately if it needs neither bytes nor turns: managed memory with anti-thrash off. While its
-    /// memory is being evicted for other clients, it waits in the queue like them.
+    /// Grants a request immediately if it needs neither bytes nor turns: managed memory with
+    /// anti-thrash off. While memory of such a client is being evicted for other clients, its
+    /// request waits in the queue.
     fn admit_if_needless(&mut self, entity: Entity) {
         let Some(request) = self.queues.request(entity) else { return };
         let mut wants = request.wants.iter().flat_map(|(client, gpus)| gpus.iter().map(|id| (*client, *id)));
@@ -230,7 +234,7 @@ impl Machine {
         }
     }
 
-    /// Grants a request: its clients hold the locks that they want.
+    /// Grants a request: gives its clients the locks that they want.
     pub(crate) fn grant(&mut self, entity: Entity) {
         self.dequeue(entity);
         let Some(request) = self.queues.take_request(entity) else { return };
@@ -244,14 +248,14 @@ impl Machine {
                 if self.gpus.lock(client, *id).is_none() {
                     continue;
                 }
-                // Time in which no client could run, because this client's memory was being moved in, is charged to
-                // this client.
+                // If the GPU was idle because this client's memory was being moved in, the client
+                // is charged for that time.
                 let idle_since = self.gpus.take_idle_since(*id, entity);
                 let moved = idle_since.map_or(Duration::ZERO, |since| now.saturating_sub(since));
                 let (finish_tag, own_finish_tag) = self.finish_tags_before(client, *id);
                 let hold = Hold::new(entity, number, group, now);
-                // Nothing is evicted from a client that holds the lock. A client that runs by page faults is granted
-                // even while some of its pages are being evicted.
+                // A client that holds the lock is not evicted. A client that runs by page faults is
+                // granted the lock even while some of its pages are being evicted.
                 self.with_gpu(*id, |gpu, cx, fx| gpu.stop_evicting(cx, fx, client));
                 self.begin_hold(client, *id, Hold { moved, aged: request.aged, finish_tag, own_finish_tag, ..hold });
                 if let Some(lock) = self.gpus.lock_mut(client, *id) {
@@ -268,7 +272,7 @@ impl Machine {
         self.lock_changed(client, id);
     }
 
-    /// Takes over locks that a previous scheduler granted. Their turns restart.
+    /// Takes over locks that a previous scheduler granted, and restarts their turns.
     pub(crate) fn held(&mut self, client: ClientId, gpus: &GpuSet) {
         let (entity, now, group) = (self.queues.entity(client), self.now, self.effects.number());
         self.begin_gang_turn(entity, now);
@@ -280,8 +284,8 @@ impl Machine {
         }
     }
 
-    /// Revokes a lock and all locks that were granted with it: a program that needs several GPUs at once gains nothing
-    /// from some of them.
+    /// Revokes a lock and all locks that were granted together with it. A program that needs
+    /// several GPUs at once gains nothing from some of them.
     pub(crate) fn revoke(&mut self, client: ClientId, id: GpuId) {
         let Some(hold) = self.gpus.hold(client, id) else { return };
         let (entity, group) = (hold.entity, hold.group);
@@ -294,7 +298,7 @@ impl Machine {
         }
     }
 
-    /// Sends a revoke. `again`: the revoke is repeated, with this backoff.
+    /// Sends a revoke. `again`: the revoke is a repetition, with this backoff.
     pub(crate) fn revoke_now(&mut self, client: ClientId, gpus: GpuSet, again: Option<Duration>) {
         let now = self.now;
         for id in &gpus {
@@ -313,7 +317,7 @@ impl Machine {
         if !gpus.is_empty() {
             self.effects.command(Command::Revoke { client, gpus });
             self.check(client);
-            // It may need its gang members in order to drain.
+            // The client may need its gang members in order to drain.
             let waiting: BTreeSet<Entity> =
                 self.queues.gang_peers(client).filter_map(|peer| self.queues.waiting(peer)).collect();
             waiting.into_iter().for_each(|entity| self.requeue(entity));
@@ -342,7 +346,8 @@ impl Machine {
         self.check(client);
     }
 
-    /// Ends a client's hold of a GPU. `idle`: it ended because the client had no more work.
+    /// Ends a client's hold of a GPU. `idle`: the client released the lock because it had no more
+    /// work.
     pub(crate) fn end_hold(&mut self, client: ClientId, id: GpuId, busy: Duration, idle: bool) {
         let now = self.now;
         let Some(hold) = self.gpus.end_hold(client, id, !idle) else { return };
@@ -353,7 +358,8 @@ impl Machine {
             lock.ended(now, &hold);
         }
         if let Some(history) = self.gpus.history_mut(client, id) {
-            // As with bursts, uncontended time counts for at most one burst if the client ran out of work.
+            // As with bursts, uncontended time counts as at most one burst if the client ran out of
+            // work.
             let ran = if idle { waited + uncontended.min(history.bursts.expected()) } else { held };
             history.progress.ran(now, ran, idle);
             history.bursts.ran(waited, uncontended, busy, idle);
@@ -376,8 +382,8 @@ impl Machine {
         }
     }
 
-    /// Splits members off a gang's request: each then waits by itself. The rest of the request is in no queue
-    /// afterwards.
+    /// Splits members off a gang's request, so that each of them waits by itself. Afterwards, the
+    /// rest of the request is in no queue.
     pub(crate) fn split(&mut self, entity: Entity, members: &[ClientId]) {
         self.dequeue(entity);
         for client in members {

@@ -1,30 +1,32 @@
-//! Serves reservations (see `gpu::reservation`): clients that do not hold the lock evict the requested bytes.
+//! Serves reservations (see `gpu::reservation`): clients that do not hold the lock evict the
+//! requested bytes.
 
 use crate::{api::*, gpu::Gpu, gpu::reservation::Reservation, machine::Machine};
 use std::time::Duration;
 
-/// How long a reservation waits for room; the client waits longer.
+/// How long a reservation waits for room. The client waits longer.
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// How long room is kept after the client was notified. By then, or soon after, a measurement shows how much of it the
-/// driver took.
+/// How long room is kept after the client was notified. At about that time, a measurement shows how
+/// much of the room the driver took.
 const KEPT: Duration = Duration::from_millis(500);
-/// A reservation is at most this part of a GPU: no driver needs more.
+/// A reservation is at most a GPU's size divided by this number. No driver needs more.
 const LARGEST_PART: u64 = 4;
 
 /// Bytes that reservations wait for.
 #[derive(Debug, Default)]
 pub(crate) struct ReservationNeeds {
-    /// Bytes being freed that are reserved for them.
+    /// Bytes being freed that are intended for reservations.
     pub lacking: u64,
-    /// Bytes that only holders can free, and the client that needs them, which is not asked for them.
+    /// Bytes that only holders can free.
     pub short: u64,
+    /// The client that needs the `short` bytes and is not asked to free them.
     pub caller: Option<ClientId>,
     /// The time of the next check.
     pub next: Option<Time>,
 }
 
 impl Machine {
-    /// Handles a client's reservation, which replaces its earlier one.
+    /// Handles a client's reservation, which replaces the client's earlier reservation.
     pub(crate) fn request_reservation(&mut self, client: ClientId, id: GpuId, bytes: u64) {
         let since = self.now;
         if self.gpus.attachment(client, id).is_none() {
@@ -37,8 +39,8 @@ impl Machine {
         self.touch(id);
     }
 
-    /// Reserves free bytes, and evicts memory for the rest. `reserved_ahead` of the bytes being freed are reserved for
-    /// earlier needs.
+    /// Reserves free bytes and evicts memory for the rest. Of the bytes being freed,
+    /// `reserved_ahead` are reserved for earlier needs.
     pub(crate) fn serve_reservations(&mut self, id: GpuId, reserved_ahead: u64) -> ReservationNeeds {
         let now = self.now;
         let mut all = ReservationNeeds::default();
@@ -53,7 +55,7 @@ impl Machine {
             if reservation.answered.is_none() {
                 reservation.secured += free.min(reservation.bytes - reservation.secured);
                 if let Some(place) = self.gpus.get_mut(id).and_then(|gpu| gpu.reservations.get_mut(i)) {
-                    place.secured = reservation.secured; // so that it is not free any more
+                    place.secured = reservation.secured; // so that these bytes are not free any more
                 }
                 let short = reservation.bytes - reservation.secured;
                 let before = reserved_ahead.saturating_add(all.lacking);

@@ -1,4 +1,5 @@
-//! Serves bytes to holders and to the queue, and grants requests that have all that they need.
+//! Serves bytes to holders and to the queue. Grants requests that have all the bytes that they
+//! need.
 
 use super::Pressure;
 use crate::{
@@ -11,8 +12,9 @@ use crate::{
 };
 
 impl Machine {
-    /// Serves the needs that precede all waiting clients: contexts and other programs, then holders that grow. Returns
-    /// the number of bytes being freed that are reserved for these needs.
+    /// Serves the needs that precede all waiting clients: first contexts and other programs, then
+    /// holders that grow. Returns the number of bytes being freed that are reserved for these
+    /// needs.
     pub(super) fn serve_holders(&mut self, id: GpuId, pressure: &mut Pressure) -> u64 {
         let mut reserved_ahead = self.model().overdrawn(id);
         let next = self.model().members_of_first(id);
@@ -30,8 +32,9 @@ impl Machine {
                 reserved_ahead = reserved_ahead.saturating_add(lacking);
                 let short = self.collect(id, reserved_ahead, &[holder], &next);
                 if short > 0 {
-                    // The holder waits for bytes of other holders. Only the holder granted first does: two holders that
-                    // wait for each other would never continue, so the others are revoked even if they lack bytes.
+                    // The holder waits for bytes of other holders. Only the holder that was granted
+                    // first may do so: two holders that wait for each other would never continue.
+                    // So the other holders are revoked even if they lack bytes.
                     pressure.short = pressure.short.max(short);
                     pressure.grower = Some(holder);
                 }
@@ -41,8 +44,9 @@ impl Machine {
         reserved_ahead
     }
 
-    /// Frees bytes of clients without the lock until `bytes` are free or being freed. Returns the number of bytes that
-    /// only holders can give. Clients in `exempt` give none; clients in `last` give theirs last.
+    /// Evicts memory of clients without the lock until `bytes` are free or being freed. Returns the
+    /// number of bytes that only holders can free. Clients in `exempt` are not evicted, and clients
+    /// in `last` are evicted last.
     pub(crate) fn collect(&mut self, id: GpuId, bytes: u64, exempt: &[ClientId], last: &[ClientId]) -> u64 {
         let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return bytes };
         let arriving = gpu.arriving(cx, fx, exempt);
@@ -53,18 +57,18 @@ impl Machine {
         let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return bytes };
         let asked = gpu.evict(cx, fx, bytes - arriving, exempt, last, queue.as_deref());
         let arriving = gpu.arriving(cx, fx, exempt);
-        asked.into_iter().for_each(|client| self.check(client)); // sets when its answer is due
+        asked.into_iter().for_each(|client| self.check(client)); // sets when the client's answer is due
         bytes.saturating_sub(arriving)
     }
 
-    /// Allows bytes to the first request, grants it if possible and continues with the next request, until one has to
-    /// wait. Returns the bytes that this request lacks.
+    /// Allows bytes to the first request, grants it if possible, and continues with the next
+    /// request until one has to wait. Returns the bytes that the waiting request lacks.
     pub(super) fn serve_queue(&mut self, id: GpuId, reserved_ahead: u64, pressure: &mut Pressure) -> u64 {
         loop {
             let Some(entity) = self.queues.first(id) else { return 0 };
             let members = self.queues.members(entity, id);
             if !self.fits(entity, id, &members) {
-                continue; // it left the queue
+                continue; // the request has left the queue
             }
             let mut lacking = 0u64;
             if pressure.short == 0 {
@@ -72,7 +76,7 @@ impl Machine {
                     lacking = lacking.saturating_add(self.credit(*member, id, reserved_ahead));
                 }
             } else {
-                // Nothing is free, and bytes being freed are reserved for others.
+                // No bytes are free, and bytes being freed are reserved for earlier needs.
                 for member in &members {
                     let allowed = self.gpus.account(*member, id).map_or(0, |account| account.allowance);
                     lacking = lacking.saturating_add(self.model().need(*member, id).saturating_sub(allowed));
@@ -124,8 +128,9 @@ impl Machine {
         }
     }
 
-    /// Serves holders that cannot drain, which may need more bytes in order to drain. They come after all waiting
-    /// requests, and no holder frees memory for them. Returns the bytes that they lack.
+    /// Serves holders that cannot drain, which may need more bytes in order to drain. Such holders
+    /// are served after all waiting requests, and no other holder frees memory for them. Returns
+    /// the bytes that undrainable holders lack.
     pub(super) fn serve_undrainable(&mut self, id: GpuId) -> u64 {
         let holders = self
             .gpus
@@ -143,8 +148,9 @@ impl Machine {
         lacking
     }
 
-    /// Whether a request fits on the GPU. If not, it leaves the queue until unevictable memory becomes evictable, so
-    /// that it does not delay others; a gang that is too large together is split.
+    /// Whether a request fits on the GPU. A request that does not fit leaves the queue until
+    /// unevictable memory becomes evictable, so that it does not delay other requests. A gang that
+    /// is too large together is split instead.
     fn fits(&mut self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
         if self.model().has_room(entity, id, members) {
             return true;

@@ -1,9 +1,10 @@
-//! Clients that are taken off their GPUs altogether, and restored. `sleep` tracks each client's progress; this module
-//! applies it to the lock, to memory and to contexts.
+//! Clients that are taken off their GPUs, and restored. `sleep` tracks each client's progress. This
+//! module applies each change to the lock, to memory and to contexts.
 //!
-//! A client that is held off its GPUs gets no lock and no memory; a paused client's locks are first revoked, like any
-//! holder's. A client is restored when there is room for its contexts on all of its GPUs, which other clients make by
-//! evicting. Clients are restored to a GPU one at a time, in the order in which they wake.
+//! A client that is held off its GPUs gets no lock and no memory. A paused client's locks are first
+//! revoked, like any holder's. A client is restored when all of its GPUs have room for its
+//! contexts, for which other clients are evicted. Each GPU restores one client at a time, in the
+//! order in which the clients wake.
 
 use super::contexts::RESTORE;
 use crate::{
@@ -12,10 +13,10 @@ use crate::{
 };
 use std::time::Duration;
 
-/// The interval of measurements that a wake waits for.
+/// The interval between measurements while a waking client waits for one.
 const MEASURE: Duration = Duration::from_secs(1);
 impl Machine {
-    /// What is known of a client's sleep.
+    /// The known state of a client's sleep.
     pub fn sleep_of(&self, client: ClientId) -> SleepView {
         self.sleep.view(client)
     }
@@ -31,19 +32,19 @@ impl Machine {
         self.return_next(client);
     }
 
-    /// Puts the longest idle client to sleep if it has been idle for long enough and other clients lack room. Returns
-    /// when the next client will have been idle for long enough.
+    /// Puts the client that has been idle longest to sleep, if it has been idle long enough and
+    /// other clients lack room. Returns when the next client will have been idle long enough.
     pub(super) fn sleep_idle(&mut self, id: GpuId) -> Option<Time> {
         let (client, due) = self.next_sleeper(id)?;
         if self.now < due {
             return Some(due);
         }
         self.want_sleep(client, false);
-        None // what follows changes the GPU
+        None // the sleep changes the GPU, so it is settled again
     }
 
-    /// The next client to put to sleep on a GPU, and when. One at a time: its memory may be enough, and the GPU is
-    /// measured first.
+    /// The next client to put to sleep on a GPU, and when. Clients are put to sleep one at a time:
+    /// the memory of one may be enough, and the GPU is measured first.
     fn next_sleeper(&self, id: GpuId) -> Option<(ClientId, Time)> {
         let gpu = self.gpus.get(id).filter(|gpu| gpu.has_only_clients && !gpu.measurement_requested)?;
         let lacks_contexts = self.lacks_contexts(id);
@@ -52,7 +53,7 @@ impl Machine {
             false => gpu.account(*client).map_or(0, |account| account.report.demand),
         };
         let usable = gpu.usable(&self.settings);
-        // Usually the demands fit even if sleeping clients are counted.
+        // Usually the demands fit even if the demands of sleeping clients are counted.
         if !lacks_contexts && gpu.ledger.demanded() <= usable {
             return None;
         }
@@ -75,7 +76,7 @@ impl Machine {
         candidates.filter_map(|client| Some((due(client)?, *client))).min().map(|(due, client)| (client, due))
     }
 
-    /// Whether contexts lack room on a GPU, and other clients could sleep to make it.
+    /// Whether pending contexts lack room on a GPU, and a client could sleep to make room.
     pub(super) fn lacks_contexts(&self, id: GpuId) -> bool {
         self.gpus.get(id).is_some_and(|gpu| gpu.lacks_contexts(self.model().gpu_context()))
     }
@@ -84,14 +85,14 @@ impl Machine {
         self.rules.sleep_after(client, &self.settings)
     }
 
-    /// Handles a possible change of the client's rule.
+    /// Handles a possible change of the client's rule for sleep.
     pub(crate) fn sleep_after_changed(&mut self, client: ClientId) {
         for id in self.gpus.of_client(client) {
             self.touch(id);
         }
     }
 
-    /// Keeps a held-off client from running: its request waits, and its locks are revoked.
+    /// Keeps a held-off client from running: blocks its request and revokes its locks.
     pub(super) fn hold_off(&mut self, client: ClientId) {
         if !self.sleep.is_held_off(client) {
             return;
@@ -106,12 +107,12 @@ impl Machine {
         }
     }
 
-    /// Prepares a client that should sleep, if it can.
+    /// Asks a client that should sleep to prepare, if it can sleep.
     pub(crate) fn try_sleep(&mut self, client: ClientId) {
         if !self.sleep.is_to_prepare(client) {
             return;
         }
-        // Its turn is not ended for a sleep that is impossible.
+        // The client's turn is not ended for a sleep that is impossible.
         if let Some(why) = self.lasting_obstacle(client).filter(|_| self.sleep.is_drained(client)) {
             return self.stays_awake(client, why);
         }
@@ -121,7 +122,7 @@ impl Machine {
             self.hold_off(client);
         }
         if is_ordered && self.gpus.holds_any(client) {
-            return; // tried again when it has released them
+            return; // tried again when the client has released its locks
         }
         if is_ordered {
             self.take_all(client);
@@ -135,7 +136,7 @@ impl Machine {
         self.take_step(client, step);
     }
 
-    /// Keeps a client awake that cannot sleep now. It may run unless it is paused.
+    /// Keeps a client awake that cannot sleep now. The client may run unless it is paused.
     fn stays_awake(&mut self, client: ClientId, why: SleepObstacle) {
         self.sleep.cannot_prepare(self.now, client, why);
         self.answer_move(client);
@@ -145,14 +146,14 @@ impl Machine {
         self.schedule_sleep(client);
     }
 
-    /// Why a client cannot sleep, as far as is known without asking it.
+    /// Why a client cannot sleep, as far as the scheduler knows without asking the client.
     fn obstacle(&self, client: ClientId) -> Option<SleepObstacle> {
         let waits = self.queues.waiting(client).is_some() && !self.sleep.is_ordered(client);
         let is_busy = self.gpus.holds_any(client) || waits;
         is_busy.then_some(SleepObstacle::Busy).or_else(|| self.lasting_obstacle(client))
     }
 
-    /// Like `obstacle`, but regardless of the client's work.
+    /// Like `obstacle`, but ignores the client's work.
     pub(super) fn lasting_obstacle(&self, client: ClientId) -> Option<SleepObstacle> {
         if !matches!(self.queues.entity(client), Entity::Solo(_)) {
             return Some(SleepObstacle::Gang);
@@ -173,7 +174,7 @@ impl Machine {
         })
     }
 
-    /// Takes back all memory of a client.
+    /// Evicts all evictable memory of a client.
     fn take_all(&mut self, client: ClientId) {
         for id in self.gpus.of_client(client) {
             self.with_gpu(id, |gpu, cx, fx| gpu.take_all(cx, fx, client));
@@ -184,7 +185,8 @@ impl Machine {
     pub(crate) fn sleep_ready(&mut self, client: ClientId) {
         let is_there = |id: &GpuId| self.gpus.account(client, *id).is_some_and(|account| account.charge > 0);
         let is_any_there = self.gpus.of_client(client).iter().any(is_there);
-        // The client may have requested a lock or attached another GPU since it was asked to prepare.
+        // The client may have requested a lock or attached another GPU after it was asked to
+        // prepare.
         let obstacle = is_any_there.then_some(SleepObstacle::Immovable).or_else(|| self.obstacle(client));
         let step = self.sleep.ready(self.now, client, obstacle);
         self.take_step(client, step);
@@ -202,7 +204,7 @@ impl Machine {
         }
     }
 
-    /// Handles the attachment of a GPU by a client that may be off its GPUs already.
+    /// Handles the attachment of a GPU by a client that may already be off its GPUs.
     pub(crate) fn attached_asleep(&mut self, client: ClientId) {
         if self.sleep.is_away(client) {
             self.has_left(client);
@@ -227,7 +229,7 @@ impl Machine {
         }
         self.take_step(client, step);
         for id in self.gpus.of_client(client) {
-            self.touch(id); // other clients no longer wait for it to leave
+            self.touch(id); // other clients no longer wait for this client to leave
         }
     }
 
@@ -239,7 +241,7 @@ impl Machine {
     }
 
     pub(super) fn take_step(&mut self, client: ClientId, step: Step) {
-        self.limit_sleeper(client); // before it has to prepare, so that it acknowledges lower limits first
+        self.limit_sleeper(client); // before the client prepares, so that it first acknowledges lower limits
         match step {
             Step::Nothing => {}
             Step::Prepare => {
@@ -258,7 +260,7 @@ impl Machine {
             Step::Runs => {
                 self.has_come_back(client);
                 let moved = self.sleep.take_moves(client);
-                self.limit_sleeper(client); // it does not come back to its old GPUs any more
+                self.limit_sleeper(client); // the client does not return to its old GPUs any more
                 self.effects.command(Command::Awake { client, moved });
                 self.may_run(client);
             }
@@ -267,11 +269,11 @@ impl Machine {
                 self.has_left(client);
                 for id in self.gpus.of_client(client) {
                     if let Some(bytes) = self.gpus.get_mut(id).and_then(|gpu| gpu.away.get_mut(&client)) {
-                        *bytes = 0; // it will need nothing
+                        *bytes = 0; // the client will never need a context
                     }
                     self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
                 }
-                // Its calls return the driver's error; they need no turn.
+                // The client's calls return the driver's error and need no turn.
                 self.effects.command(Command::Awake { client, moved: Vec::new() });
             }
         }
@@ -281,8 +283,8 @@ impl Machine {
         self.schedule_sleep(client);
     }
 
-    /// Updates limits for a client's sleep, for the GPU that it will be moved to, and for the GPUs that it may be moved
-    /// back to.
+    /// Updates a client's limits for its sleep. Sets room aside on the GPU that the client will be
+    /// moved to, and on the GPUs that it may be moved back to.
     pub(crate) fn limit_sleeper(&mut self, client: ClientId) {
         let is_asleep = self.sleep.view(client).phase != SleepPhase::Awake;
         let place = |to: Move| Expected { to, context: self.context_elsewhere(client, to.from) };
@@ -298,15 +300,15 @@ impl Machine {
         self.effects.wake(Wake::Sleep(client), self.sleep.due(client));
     }
 
-    /// Handles a client that is off its GPUs now.
+    /// Handles a client that has left its GPUs.
     fn has_left(&mut self, client: ClientId) {
-        self.quota.set_stopped(client, true); // it reads no message
+        self.quota.set_stopped(client, true); // the client reads no messages
         for id in self.gpus.of_client(client) {
             self.with_gpu(id, |gpu, cx, fx| gpu.left(cx, fx, client));
         }
     }
 
-    /// Handles a client that is back on its GPUs.
+    /// Handles a client that is on its GPUs again.
     fn has_come_back(&mut self, client: ClientId) {
         let is_stopped = self.clients.get(&client).is_some_and(|state| state.stopped);
         self.quota.set_stopped(client, is_stopped);
@@ -340,13 +342,14 @@ impl Machine {
         self.gpus.get(id).map_or(0, |gpu| gpu.context_of(self.model().gpu_context(), client))
     }
 
-    /// Sets room aside for waking clients, in their order. A client behind another one that waits for the same GPU
-    /// waits for it. `changed`: the client whose state may have changed.
+    /// Sets room aside for waking clients, in the order in which they wake. If two clients wait for
+    /// the same GPU, the later one waits for the earlier one. `changed`: the client whose state may
+    /// have changed.
     pub(super) fn return_next(&mut self, changed: ClientId) {
         let waking = self.sleep.waking();
         let is_waking = waking.contains(&changed);
         for id in self.gpus.of_client(changed) {
-            // A client that stays asleep after all gives up the room set aside for it.
+            // A client that stays asleep gives up the room set aside for it.
             if !is_waking
                 && self.sleep.is_away(changed)
                 && let Some(gpu) = self.gpus.get_mut(id)
@@ -382,7 +385,8 @@ impl Machine {
         }
     }
 
-    /// Starts the restore of a client once there is room for it on all of its GPUs. Returns the time of the next check.
+    /// Starts the restore of a client once all of its GPUs have room. Returns the time of the next
+    /// check.
     pub(super) fn serve_returning(&mut self, id: GpuId) -> Option<Time> {
         let now = self.now;
         let gpu = self.gpus.get_mut(id)?;
@@ -393,9 +397,9 @@ impl Machine {
             }
             gpu.give_up_return();
             self.return_next(client);
-            return None; // what follows changes the GPU
+            return None; // `return_next` changes the GPU, so it is settled again
         }
-        let is_gone = gpu.access == Access::Gone; // the driver's error should reach it
+        let is_gone = gpu.access == Access::Gone; // the driver's error should reach the client
         let has_room = gpu.access == Access::Turns
             && gpu.trial.is_none()
             && !gpu.incomplete
@@ -413,7 +417,7 @@ impl Machine {
             let due = returning.asked.map_or(now, |asked| asked + MEASURE);
             if due <= now {
                 returning.asked = Some(now);
-                self.measure_again(id); // the answer may never come, or predates the request
+                self.measure_again(id); // the pending answer may never arrive, or predates the request
             }
             next = Some(due.max(now + MEASURE));
         }

@@ -1,5 +1,5 @@
-//! Turns: when holders have to release the lock. The clock of a turn runs only while the holder keeps another client
-//! waiting.
+//! Turns: when holders have to release the lock. The clock of a turn runs only while the holder
+//! keeps another client waiting.
 
 use super::Pressure;
 use crate::{
@@ -12,21 +12,24 @@ use crate::{
 };
 use std::time::Duration;
 
-/// A holder is asked again to prepare an eviction when the expected number of bytes has grown by this amount.
+/// A holder is asked again to prepare for eviction when the number of bytes to evict has grown by
+/// this much.
 const PREPARE_STEP: u64 = 256 << 20;
 
 /// The state that is common to all holders of a GPU.
 struct Holders {
     /// Holders exclude each other.
     exclusive: bool,
-    /// They may continue together. `first`: the entity that stays if they may not.
+    /// The holders may continue together.
     together: bool,
+    /// The entity that stays if the holders may not continue together.
     first: Option<Entity>,
-    /// Requests outside the queue wait because of a client of a better class, or contexts wait for clients that could
-    /// sleep when idle.
+    /// Requests outside the queue wait for a client of a better class, or contexts wait for clients
+    /// that could sleep when idle.
     awaited: bool,
-    /// The number of waiting requests, at least 1, and the grace period, both as sent to holders.
+    /// The number of waiting requests that is sent to holders. At least 1.
     waiters: u32,
+    /// The grace period that is sent to holders.
     grace: Duration,
 }
 
@@ -39,8 +42,8 @@ struct TurnState {
 }
 
 impl Machine {
-    /// Runs the clocks of holders that keep others waiting, informs holders, and revokes those whose turn is over.
-    /// Returns when the next turn ends.
+    /// Runs the clocks of holders that keep other clients waiting, informs holders, and revokes
+    /// holders whose turn is over. Returns when the next turn ends.
     pub(super) fn update_turns(&mut self, id: GpuId, pressure: &Pressure) -> Option<Time> {
         let now = self.now;
         self.gpus.get(id)?;
@@ -63,7 +66,7 @@ impl Machine {
         let first = self.gpus.holds_on(id).map(|(_, hold)| hold).find(|hold| hold.revoked.is_none());
         Holders {
             exclusive: self.settings.anti_thrash != AntiThrash::Off,
-            // A lone holder may always continue here; its turn decides when it has to stop.
+            // A lone holder may always continue. `turn_ends` decides when its turn ends.
             together: self.gpus.holders(id).nth(1).is_none() || self.model().may_stay(id),
             first: first.map(|hold| hold.entity),
             awaited: self.queues.behind(id).next().is_some() || self.lacks_contexts(id),
@@ -75,8 +78,8 @@ impl Machine {
         }
     }
 
-    /// The state of a holder's turn. Deducts the holder's part of the `short` bytes that holders have to free. `None`:
-    /// the holder was already revoked.
+    /// The state of a holder's turn. Deducts the holder's part from the `short` bytes that holders
+    /// have to free. `None`: the holder was already revoked.
     fn turn_state(
         &self,
         client: ClientId,
@@ -92,12 +95,12 @@ impl Machine {
         let wanted = !is_first && (gives || (all.exclusive && pressure.locked_out));
         let leaves = if gives { evictable.min(*short) } else { 0 };
         *short -= leaves;
-        // The allowance may exceed the mapped memory.
+        // The allowance may exceed the mapped memory, and only mapped memory is evicted.
         let leaves = leaves.min(account.report.mapped);
         hold.revoked.is_none().then_some(TurnState { wanted, leaves })
     }
 
-    /// Informs one holder, or revokes it. Returns the time of its next check.
+    /// Informs or revokes one holder. Returns the time of its next check.
     fn update_holder(
         &mut self,
         client: ClientId,
@@ -116,14 +119,14 @@ impl Machine {
         let own_end = wanted.then_some(ends).filter(|at| *at < Time::MAX);
         let capped = self.model().shares().capped_at(client, id);
         let helps = self.model().helps_to_drain(hold);
-        // If holders may not continue together, all but the first have to release the lock. So does a gang that
-        // conflicts with an earlier gang.
+        // If holders may not continue together, all holders except the first have to release the
+        // lock. A gang that conflicts with an earlier gang has to release it too.
         let surplus = all.exclusive && !all.together && all.first.is_some_and(|first| hold.entity != first);
         let surplus = surplus || self.model().yields(hold.entity);
-        // Memory for other programs does not wait until a turn is over.
+        // Memory for other programs is evicted without waiting for the end of a turn.
         let vacates = pressure.at_once && state.leaves > 0 || self.model().is_crowded_out(id, &[client]);
-        // A holder whose time is counted, or for which requests wait outside the queue, should release the GPU whenever
-        // it is idle.
+        // If a rule caps the holder's time, or requests outside the queue wait for it, the holder
+        // should release the GPU whenever it is idle.
         let (tells, waiters, grace) = match capped {
             _ if wanted => (true, all.waiters, all.grace),
             None if !all.awaited => (false, all.waiters, all.grace),
@@ -143,10 +146,11 @@ impl Machine {
         let over = ends <= now;
         let spent = capped.is_some_and(|at| at <= now);
         let goes = !helps && (surplus || spent || vacates || self.suspended || (wanted && over));
-        // Host memory takes longer to allocate than to fill, and until the turn ends there is time.
+        // Host memory takes longer to allocate than to fill. The rest of the turn is enough time
+        // for that.
         let prepare = state.leaves >= hold.prepared.saturating_add(PREPARE_STEP) && !over;
         hold.prepared = if prepare { state.leaves } else { hold.prepared };
-        // A holder that is revoked is sent nothing else.
+        // A holder that is revoked is sent no other message.
         let tell = tell.filter(|_| !goes);
         hold.told = tell.or(hold.told);
         if let Some((waiters, grace)) = tell {
@@ -163,7 +167,8 @@ impl Machine {
         ends.filter(|at| *at < Time::MAX && !helps).min()
     }
 
-    /// When a holder's turn ends if other clients keep waiting for it. `None`: the client has no history there.
+    /// When a holder's turn ends if other clients keep waiting for it. `None`: the client has no
+    /// history on this GPU.
     fn turn_ends(
         &self,
         client: ClientId,
@@ -178,12 +183,12 @@ impl Machine {
             Some(first) => self.model().shares().precedence(first, client),
             None => Precedence::Equal,
         };
-        // Holders or reservations need the bytes, not only the first in the queue.
+        // Holders or reservations need the bytes, in addition to the first request in the queue.
         let is_overruled = pressure.overdue && precedence == Precedence::After;
         let precedence = if is_overruled { Precedence::Equal } else { precedence };
         let equal = precedence == Precedence::Equal;
-        // A client that wants the GPU for itself reports nothing about its work, so its turn is the administrator's
-        // time quantum.
+        // A client that wants the GPU for itself reports nothing about its work. So its turn is the
+        // administrator's time quantum.
         let for_itself = self.gpus.history(client, id)?.utilization.is_for_itself();
         let turn = match pressure.waiter {
             Some(waiter) if !equal || !for_itself && (all.exclusive || pressure.grower.is_none()) => {
@@ -194,11 +199,12 @@ impl Machine {
         };
         let gang = hold.entity.gang().filter(|gang| equal && self.queues.gangs().is_job(*gang));
         let turn = turn.max(gang.map_or(Duration::ZERO, |gang| self.shortest_gang_turn(gang, id, pressure.waiter)));
-        // Revoking a holder that would be granted again immediately would only cost a drain.
+        // A holder that would be granted again immediately is not revoked, since that would only
+        // cost a drain.
         let other = pressure.first.filter(|_| !pressure.overdue && equal && wanted && waited >= turn);
         let stays = other.and_then(|other| self.model().precedes_until(client, id, other)).unwrap_or_default();
         let ends = self.now.saturating_add(turn.saturating_sub(waited)).max(stays);
-        // Turns of other members of its gang count as the same turn.
+        // Turns of other members of the holder's gang count as the same turn.
         let gang_since = pressure.first.and_then(|first| self.model().awaited_since(hold.entity, first));
         let gang_ends = gang_since.map(|since| since.saturating_add(turn));
         let ends = gang_ends.map_or(ends, |at| at.min(ends));

@@ -1,12 +1,14 @@
-//! Clients that do not answer: a holder that cannot drain, a stopped process, a client that is slow to evict. The
-//! scheduler waits, asks again, or schedules around them. It never punishes them, since they may be waiting for another
-//! client themselves.
+//! Clients that do not answer: a holder that cannot drain, a stopped process, or a client that is
+//! slow to evict. The scheduler waits, asks again, or schedules around such clients. The scheduler
+//! never punishes such clients, because they may be waiting for another client themselves.
 //!
-//! A holder that reports itself stuck, or does not answer, and does not drain in time is *undrainable*: it no longer
-//! counts as a holder, and other clients are admitted beside it where its memory leaves room. It is still revoked
-//! periodically, and counts again once it has released the lock. A client that does not answer is charged only for its
-//! measured memory, and gets no more: a process cannot withhold memory that it does not have on the GPU, whatever it
-//! reported.
+//! A holder is *undrainable* if it reports itself stuck or does not answer, and does not drain in
+//! time. An undrainable holder no longer counts as a holder, and other clients are admitted beside
+//! it where its memory leaves room. The holder is still revoked periodically, and counts again once
+//! it has released the lock.
+//!
+//! A client that does not answer is charged only for its measured memory and gets no more. So a
+//! process cannot withhold memory that it does not have on the GPU, whatever it reported.
 
 use crate::{
     api::*,
@@ -17,28 +19,29 @@ use crate::{
 };
 use std::time::Duration;
 
-/// A stuck holder is revoked again after the first of these times. The time doubles with each attempt, up to the
-/// second.
+/// The first and the longest delay before a stuck holder is revoked again. The delay doubles with
+/// each attempt.
 pub(crate) const STUCK: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
-/// How long a holder may take to drain after the first revoke: if it reports itself stuck; and if it also failed to
-/// drain in its last hold, in which case it need not report again. This lets two programs that wait for each other make
-/// progress.
+/// How long a holder may take to drain after the first revoke. The first time applies if the holder
+/// reports itself stuck. The second applies, even without a report, if the holder also failed to
+/// drain in its last hold. The short time lets two programs that wait for each other make progress.
 const DRAIN: (Duration, Duration) = (Duration::from_secs(3), Duration::from_millis(500));
-/// The same for a holder that runs and does not answer the revoke: since its last message, and in total. A library that
-/// is moving memory answers late, but keeps sending messages.
+/// How long a holder that runs without answering the revoke may take to drain: after its last
+/// message, and in total. A library that is moving memory answers late, but keeps sending messages.
 const SILENCE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(60));
-/// How long the answer to a revoke may take before the process is probed.
+/// How long the answer to a revoke may take before the scheduler probes the process.
 const REVOKE_ANSWER: Duration = Duration::from_secs(1);
-/// The same for an eviction, which moves bytes.
+/// How long the answer to an eviction may take before the scheduler probes the process. Longer,
+/// because an eviction moves bytes.
 const EVICTION_ANSWER: Duration = Duration::from_secs(2);
-/// The interval of probes: at first, and at most.
+/// The first and the longest interval between probes.
 const PROBE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(10));
 
 impl Machine {
     /// Handles a holder's report that it cannot drain or evict.
     pub(crate) fn stuck(&mut self, client: ClientId, gpus: &GpuSet, reason: StuckReason) {
         let cannot_evict = match reason {
-            StuckReason::UntrackedWork => return, // concerns its memory, not a drain
+            StuckReason::UntrackedWork => return, // concerns the client's memory, not a drain
             StuckReason::HostFull => Some(EvictionBlock::HostFull),
             StuckReason::Broken => Some(EvictionBlock::Broken),
             StuckReason::UnseenWork => Some(EvictionBlock::UnseenWork),
@@ -48,7 +51,8 @@ impl Machine {
             return gpus.iter().for_each(|id| self.with_gpu(*id, |gpu, cx, fx| gpu.cannot_evict(cx, fx, client, why)));
         }
         if reason == StuckReason::NeedsHost {
-            // The client's gate is open again and no thread waits there, so its own request must not cause a revoke.
+            // The client's gate is open again and no thread waits at it. So the client's own
+            // request must not cause a revoke.
             self.cancel(client, gpus);
         }
         let now = self.now;
@@ -82,7 +86,8 @@ impl Machine {
                 if stopped {
                     hold.suspended |= revoked.again.is_none();
                 } else if changed {
-                    // The client still has to read the revoke, and gets time to answer and to drain.
+                    // The client still has to read the revoke, and has time again to answer and to
+                    // drain.
                     hold.suspended = false;
                     revoked.first = now;
                     revoked.since = now;
@@ -103,9 +108,10 @@ impl Machine {
         self.check(client);
     }
 
-    /// Keeps a request from being granted while the process of one of its clients is stopped. In a gang that the
-    /// members named themselves, the other members wait too, since they cannot run without it. A gang made by a rule
-    /// may contain clients that need not wait for each other, so there only the stopped client waits.
+    /// Keeps a request from being granted while the process of one of its clients is stopped. If
+    /// the members named the gang themselves, the other members wait too, because they cannot run
+    /// without the stopped one. A gang made by a rule may contain clients that do not wait for each
+    /// other, so only the stopped client waits.
     pub(crate) fn wait_until_it_runs(&mut self, entity: Entity, client: ClientId) {
         if let Entity::Gang(Gang::Group(_)) = entity {
             self.split(entity, &[client]);
@@ -115,7 +121,7 @@ impl Machine {
         }
     }
 
-    /// Takes any message of a client as proof that its process runs.
+    /// Takes any message from a client as proof that its process runs.
     pub(crate) fn alive(&mut self, client: ClientId) {
         let now = self.now;
         let Some(state) = self.clients.get_mut(&client) else { return };
@@ -125,7 +131,8 @@ impl Machine {
         }
     }
 
-    /// Checks the answers that a client owes, asks again where that is due, and sets the time of the next check.
+    /// Checks the answers that a client owes, asks again for overdue answers, and sets the time of
+    /// the next check.
     pub(crate) fn check(&mut self, client: ClientId) {
         let now = self.now;
         let Some(state) = self.clients.get(&client) else { return };
@@ -152,8 +159,8 @@ impl Machine {
                 Some(due) => sooner(&mut next, due),
                 None => {}
             }
-            // The decision depends on time, not on the number of reports: a client whose work makes no call reports
-            // once.
+            // The decision depends on time instead of the number of reports, because a client whose
+            // work makes no CUDA calls reports only once.
             if !hold.undrainable && !state.stopped {
                 let due = match (lock.slow_to_drain, hold.stuck) {
                     (true, _) => revoked.first + DRAIN.1,
@@ -181,16 +188,16 @@ impl Machine {
             self.lags(client, *id);
         }
         self.schedule_around(client, undrainable);
-        // Locks that were revoked together are revoked again together, or not at all.
+        // Locks that were revoked together are revoked again only together.
         let wanted = again.0.iter().any(|id| self.model().is_wanted_from(client, *id));
         let unwanted = if wanted { GpuSet::new() } else { std::mem::take(&mut again.0) };
         for id in &unwanted {
-            // No request waits any more: it is an ordinary holder again.
+            // No request waits any more, so the client is an ordinary holder again.
             self.change_hold(client, *id, |hold| hold.revoked = None);
         }
         if !unwanted.is_empty() {
             self.gang_continues(self.queues.entity(client));
-            self.touch_conflicting_gangs(self.queues.entity(client)); // no GPU is kept any more to let it drain
+            self.touch_conflicting_gangs(self.queues.entity(client)); // GPUs are no longer kept to let the client drain
             self.touch_gang_peers(client);
         }
         let Some(state) = self.clients.get_mut(&client) else { return };
@@ -235,7 +242,7 @@ impl Machine {
         if let Some(entity) = self.queues.waiting(client)
             && self.queues.request(entity).is_some_and(|r| r.blocked.is_none())
         {
-            self.enqueue(entity); // its request would precede others and wait for itself
+            self.enqueue(entity); // its request would precede other requests and wait for its own lock
         }
     }
 }

@@ -1,23 +1,25 @@
-//! Clients that are off their GPUs, and each client's progress on the way off or back: awake → preparing →
-//! checkpointing → asleep → waking → restoring → awake.
+//! Clients that are off their GPUs, and each client's stages: awake → preparing → checkpointing →
+//! asleep → waking → restoring → awake.
 //!
-//! - A preparation ends with the client's own answer, or with a timeout. After a timeout the client is not asked again
-//!   until it has answered, so a late answer cannot be mistaken for the answer to a later request.
-//! - A call of the checkpoint helper ends with the daemon's answer, which always arrives. If the answer leaves the
-//!   state of the process open, the helper is asked repeatedly to settle it: a process counts as awake, or as asleep,
-//!   only when that is certain.
+//! - A preparation ends with the client's own answer, or with a timeout. After a timeout the client
+//!   is not asked again until it has answered. So a late answer cannot be mistaken for the answer
+//!   to a later request.
+//! - A call of the checkpoint helper ends with the daemon's answer, which always arrives. If the
+//!   answer leaves the state of the process open, the helper is asked repeatedly to settle the
+//!   state. A process counts as awake or asleep only when its state is certain.
 
 use crate::api::*;
 use nvshare_wire::moves::MAX_MOVES;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// How long a client may take to prepare: longer than the library itself waits.
+/// How long a client may take to prepare. The time is longer than the library itself waits.
 const PREPARATION: Duration = Duration::from_secs(40);
-/// How long a client that is moved while asleep waits for other clients to acknowledge lower limits: a little longer
-/// than the quota waits for acknowledgements.
+/// How long a client that is moved while asleep waits for other clients to acknowledge lower
+/// limits. The time is a little longer than the quota waits for acknowledgements.
 const ROOM: Duration = Duration::from_secs(5);
-/// The delay before a failed step is first retried, and its maximum. It doubles with each failure.
+/// The first and the longest delay before a failed step is retried. The delay doubles with each
+/// failure.
 const AGAIN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -26,33 +28,33 @@ enum Stage {
     Preparing,
     Checkpointing,
     Asleep,
-    /// It waits for room; the lowest number first.
+    /// The client waits for room. The client with the lowest number is served first.
     Waking(u64),
     Restoring,
-    /// Whether the process runs is unknown. `asked`: the helper is checking.
+    /// The scheduler does not know whether the process runs. `asked`: the helper is checking.
     Settling {
         asked: bool,
     },
-    /// The client can never be restored: its calls return the driver's error.
+    /// The client can never be restored, and its calls return the driver's error.
     Lost,
 }
 
-/// The action that an event requires.
+/// The action that the scheduler must take after an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
     Nothing,
     Prepare,
-    /// The helper has to be called.
+    /// Call the helper.
     Call(SleepOperation),
-    /// The client is off its GPUs, and stays there.
+    /// The client is off its GPUs and stays asleep.
     Sleeps,
-    /// The client is off its GPUs, and waits for room to be restored.
+    /// The client is off its GPUs and waits for room to be restored.
     Wakes,
-    /// The client runs, and has to be notified because it was asked to prepare.
+    /// The client runs and has to be notified, because it was asked to prepare.
     Runs,
-    /// The client runs, and knows it.
+    /// The client runs and already knows that it is awake.
     Stays,
-    /// The client never runs again.
+    /// The client can never run again.
     IsLost,
 }
 
@@ -60,38 +62,39 @@ pub(crate) enum Step {
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 struct Entry {
     state: Stage,
-    /// It should sleep.
+    /// The client should sleep.
     is_wanted: bool,
-    /// The client is held off its GPUs until it is resumed. Otherwise it sleeps only until it wants to enter the
-    /// driver.
+    /// The client is held off its GPUs until it is resumed. Otherwise it sleeps only until it wants
+    /// to enter the driver.
     is_paused: bool,
-    /// A GPU that it has attached is drained. The client sleeps until that GPU is in use again, or another GPU has
-    /// taken its place.
+    /// One of the client's GPUs is drained. The client sleeps until that GPU is in use again, or
+    /// until the client is moved to another GPU.
     #[serde(default)]
     is_drained: bool,
     /// GPUs that the client could not be moved to since its own GPU was drained.
     #[serde(default)]
     missed: GpuSet,
-    /// Its unanswered move to another GPU.
+    /// The client's unanswered move to another GPU.
     moving: Option<Moving>,
-    /// The GPUs that the client was moved to, each with the GPU where its process was.
+    /// The GPUs that the client was moved to. Each key is a new GPU, and its value is the GPU where
+    /// the client's process was.
     homes: BTreeMap<GpuId, GpuId>,
-    /// The outcome of a move, until it is reported.
+    /// The outcome of a move that has not been reported yet.
     answer: Option<(Move, Option<MoveObstacle>)>,
-    /// It has not answered a preparation that timed out.
+    /// The client has not answered a preparation that timed out.
     owes_answer: bool,
     obstacle: Option<SleepObstacle>,
     /// When the client last failed to sleep.
     tried: Option<Time>,
-    /// Why it wakes, and since when.
+    /// Why the client wakes, and when it began to wake.
     waking_for: Option<(WakeReason, Time)>,
     woken: Option<Woken>,
     backoff: Duration,
-    /// The delay before the helper is asked again for the state of the process; 0: the state is known, or the helper is
-    /// asked immediately.
+    /// The delay before the helper is asked again for the state of the process. 0: the state is
+    /// known, or the helper is asked immediately.
     #[serde(default)]
     unknown: Duration,
-    /// The time of the next check.
+    /// The time of the client's next check.
     due: Option<Time>,
 }
 
@@ -99,10 +102,10 @@ struct Entry {
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 struct Moving {
     to: Move,
-    /// The client's attachment is on the other GPU, where the client has not been restored yet. Before `is_moved`, the
-    /// client has to sleep.
+    /// The client's attachment is on the new GPU, where the client has not been restored yet. While
+    /// this is false, the client still has to sleep.
     is_moved: bool,
-    /// Until when the sleeping client waits for limits to leave room there.
+    /// Until when the sleeping client waits for limits to leave room on the new GPU.
     #[serde(default)]
     until: Option<Time>,
 }
@@ -139,17 +142,17 @@ impl Entry {
         self.moving.is_some_and(|moving| !moving.is_moved)
     }
 
-    /// Whether it must sleep regardless of its work.
+    /// Whether the client must sleep even if it has work.
     fn is_ordered(&self) -> bool {
         self.is_paused || self.is_to_move() || (self.is_drained && !self.is_left_alone())
     }
 
-    /// Whether it should be off its GPUs.
+    /// Whether the client should be off its GPUs.
     fn is_to_sleep(&self) -> bool {
         self.is_wanted || self.is_drained
     }
 
-    /// Whether the client failed to sleep, and is asked again later.
+    /// Whether the client failed to sleep and will be asked again later.
     fn is_left_alone(&self) -> bool {
         self.state == Stage::Awake && (self.due.is_some() || self.owes_answer)
     }
@@ -186,7 +189,7 @@ impl Entry {
     }
 }
 
-/// The clients that are not awake, should sleep, or could not.
+/// The clients that are not awake, should sleep, or failed to sleep.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Sleep {
     clients: BTreeMap<ClientId, Entry>,
@@ -201,18 +204,18 @@ impl Sleep {
         self.clients.remove(&client);
     }
 
-    /// Whether a client may not run: it must sleep regardless of its work, or is not awake.
+    /// Whether a client may not run, because it is not awake or must sleep even if it has work.
     pub fn is_held_off(&self, client: ClientId) -> bool {
         self.clients.get(&client).is_some_and(|entry| entry.is_ordered() || entry.state != Stage::Awake)
     }
 
-    /// Whether the client has nothing on its GPUs, as far as is known.
+    /// Whether the client is known to have nothing on its GPUs.
     pub fn is_away(&self, client: ClientId) -> bool {
         matches!(self.state_of(client), Stage::Asleep | Stage::Waking(_) | Stage::Lost)
     }
 
-    /// Whether a client is on its way off its GPUs. A client in `Settling` does not count, since it may never leave
-    /// them: it stays in that state while its process is stopped.
+    /// Whether a client is leaving its GPUs. A client in `Settling` does not count, because it may
+    /// never leave them: its stage does not change while its process is stopped.
     pub fn is_leaving(&self, client: ClientId) -> bool {
         matches!(self.state_of(client), Stage::Preparing | Stage::Checkpointing)
     }
@@ -222,12 +225,13 @@ impl Sleep {
         self.clients.get(&client)?.tried
     }
 
-    /// Whether a client must sleep regardless of its work: it is paused, about to be moved, or drained.
+    /// Whether a client must sleep even if it has work. Paused and drained clients, and clients
+    /// about to be moved, must sleep.
     pub fn is_ordered(&self, client: ClientId) -> bool {
         self.clients.get(&client).is_some_and(Entry::is_ordered)
     }
 
-    /// Whether a client that is awake should be prepared as soon as possible.
+    /// Whether an awake client should be asked to prepare as soon as possible.
     pub fn is_to_prepare(&self, client: ClientId) -> bool {
         let is_to = |entry: &Entry| {
             entry.state == Stage::Awake
@@ -276,7 +280,7 @@ impl Sleep {
         }
     }
 
-    /// Requests that the client sleep. `paused`: until it is resumed.
+    /// Requests that the client sleep. `paused`: the client sleeps until it is resumed.
     pub fn want(&mut self, client: ClientId, paused: bool) {
         let entry = self.clients.entry(client).or_insert_with(Entry::new);
         entry.is_wanted = true;
@@ -284,7 +288,7 @@ impl Sleep {
         entry.waking_for = None;
         if let Stage::Waking(_) = entry.state {
             entry.state = Stage::Asleep;
-            entry.answer_move(None); // it is restored later
+            entry.answer_move(None); // the client is restored later
         }
     }
 
@@ -292,7 +296,8 @@ impl Sleep {
         self.clients.get(&client).is_some_and(|entry| entry.is_drained)
     }
 
-    /// Records whether a GPU that a client has attached is drained. `number` counts up.
+    /// Records whether a GPU that a client has attached is drained. `number` must increase with
+    /// each call.
     pub fn set_drained(&mut self, client: ClientId, is_drained: bool, number: u64) -> Step {
         if !is_drained && !self.is_drained(client) {
             return Step::Nothing;
@@ -315,32 +320,34 @@ impl Sleep {
         }
     }
 
-    /// Requests a move of the client, which has attached `to.from`. Returns why it cannot be moved.
+    /// Requests a move of a client that has attached `to.from`. Returns why the client cannot be
+    /// moved.
     pub fn want_move(&mut self, client: ClientId, to: Move) -> Option<MoveObstacle> {
         let entry = self.clients.entry(client).or_insert_with(Entry::new);
         match entry.state {
             _ if entry.moving.is_some() || entry.homes.len() >= MAX_MOVES => return Some(MoveObstacle::Moving),
             Stage::Lost => return Some(MoveObstacle::Sleep(SleepObstacle::Failed)),
             Stage::Awake if entry.owes_answer => return Some(MoveObstacle::Sleep(SleepObstacle::Silent)),
-            Stage::Awake => entry.due = None, // tries again without waiting
+            Stage::Awake => entry.due = None, // the client is asked to prepare without delay
             _ => {}
         }
         entry.moving = Some(Moving { to, is_moved: false, until: None });
         None
     }
 
-    /// The pending move of a client.
+    /// A client's pending move, for which the client still has to sleep.
     pub fn coming(&self, client: ClientId) -> Option<Move> {
         self.clients.get(&client).filter(|entry| entry.is_to_move())?.moving.map(|moving| moving.to)
     }
 
-    /// The pending move of a client that is asleep, so that it can be made now.
+    /// A client's pending move, if the client is asleep and can be moved now.
     pub fn due_move(&self, client: ClientId) -> Option<Move> {
         let entry = self.clients.get(&client).filter(|entry| entry.is_to_move())?;
         matches!(entry.state, Stage::Asleep | Stage::Waking(_)).then_some(entry.moving?.to)
     }
 
-    /// Whether a sleeping client waits for room on the GPU that it will move to. A waking client does not.
+    /// Whether a sleeping client may still wait for room on the GPU that it will move to. A waking
+    /// client does not wait for such room.
     pub fn waits_for_room(&mut self, now: Time, client: ClientId) -> bool {
         let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.state == Stage::Asleep) else {
             return false;
@@ -366,13 +373,14 @@ impl Sleep {
         self.clients.get_mut(&client).into_iter().for_each(|entry| entry.missed.extend([id]));
     }
 
-    /// Whether a client could not be moved to that GPU since its own GPU was drained.
+    /// Whether an attempt to move a client to that GPU has failed since the client's own GPU was
+    /// drained.
     pub fn has_missed(&self, client: ClientId, id: GpuId) -> bool {
         self.clients.get(&client).is_some_and(|entry| entry.missed.contains(&id))
     }
 
-    /// Records that the attachment of a sleeping client is now on another GPU. `is_drained`: another of the client's
-    /// GPUs is still drained.
+    /// Records that the attachment of a sleeping client is now on another GPU. `is_drained`:
+    /// another of the client's GPUs is still drained.
     pub fn moved(&mut self, client: ClientId, to: Move, is_drained: bool, number: u64) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         let home = entry.homes.remove(&to.from).unwrap_or(to.from);
@@ -393,7 +401,7 @@ impl Sleep {
         }
     }
 
-    /// Handles a client that has detached a GPU: its move from or to that GPU ends.
+    /// Handles a client that has detached a GPU. The client's move from or to that GPU ends.
     pub fn detached(&mut self, client: ClientId, id: GpuId) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         entry.homes.remove(&id);
@@ -403,19 +411,21 @@ impl Sleep {
         }
     }
 
-    /// For each GPU that a client was moved to: the move there from the GPU where its process was.
+    /// The moves that took a client to its present GPUs. Each move starts at the GPU where the
+    /// client's process was.
     pub fn moves(&self, client: ClientId) -> Vec<Move> {
         let homes = self.clients.get(&client).map(|entry| &entry.homes);
         homes.into_iter().flatten().map(|(to, from)| Move { from: *from, to: *to }).collect()
     }
 
-    /// The moves that put a client back where its process was, if the process cannot be restored on its new GPUs.
+    /// The moves that return a client to the GPUs where its process was. The moves are made if the
+    /// process cannot be restored on its new GPUs.
     pub fn ways_back(&self, client: ClientId) -> Vec<Move> {
         let moves = if self.state_of(client) == Stage::Lost { Vec::new() } else { self.moves(client) };
         moves.into_iter().map(|Move { from, to }| Move { from: to, to: from }).collect()
     }
 
-    /// Returns the moves of [`Self::moves`] and clears them: the client is being notified.
+    /// Returns the moves of [`Self::moves`] and clears them, because the client is being notified.
     pub fn take_moves(&mut self, client: ClientId) -> Vec<Move> {
         let moves = self.moves(client);
         if let Some(entry) = self.clients.get_mut(&client) {
@@ -447,7 +457,8 @@ impl Sleep {
         Step::Call(SleepOperation::Settle)
     }
 
-    /// Wakes the client. `resumed`: even if it is paused. `number` increases with each call.
+    /// Wakes the client. `resumed`: the client wakes even if it is paused. `number` must increase
+    /// with each call.
     pub fn wake(&mut self, now: Time, client: ClientId, resumed: bool, number: u64) -> Step {
         let Some(entry) = self.clients.get_mut(&client).filter(|entry| resumed || !entry.is_paused) else {
             return Step::Nothing;
@@ -468,11 +479,11 @@ impl Sleep {
                 }
                 Step::Stays
             }
-            _ => Step::Nothing, // the step under way continues
+            _ => Step::Nothing, // the present step continues
         }
     }
 
-    /// Starts the preparation of a client that should sleep and has no known obstacle.
+    /// Starts to prepare a client that should sleep and has no known obstacle.
     pub fn prepare(&mut self, now: Time, client: ClientId) -> Step {
         let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.state == Stage::Awake) else {
             return Step::Nothing;
@@ -481,19 +492,20 @@ impl Sleep {
         Step::Prepare
     }
 
-    /// Records that a client cannot be prepared now, and stays awake.
+    /// Records that a client cannot be prepared now and stays awake.
     pub fn cannot_prepare(&mut self, now: Time, client: ClientId, why: SleepObstacle) {
         if let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.state == Stage::Awake) {
             entry.cannot(now, why);
         }
     }
 
-    /// Handles the client's answer that it has prepared. `obstacle`: why it still cannot sleep.
+    /// Handles the client's answer that it is prepared. `obstacle`: the reason why it still cannot
+    /// sleep.
     pub fn ready(&mut self, now: Time, client: ClientId, obstacle: Option<SleepObstacle>) -> Step {
         let Some(entry) = self.clients.get_mut(&client) else { return Step::Nothing };
         entry.owes_answer = false;
         if entry.state != Stage::Preparing {
-            return Step::Nothing; // the client has been told since that it is awake
+            return Step::Nothing; // the client was notified in the meantime that it is awake
         }
         match obstacle {
             Some(why) => entry.cannot(now, why),
@@ -506,7 +518,7 @@ impl Sleep {
         Step::Runs
     }
 
-    /// Handles the client's answer that it has not prepared, and is awake.
+    /// Handles the client's answer that it refuses to prepare and is awake.
     pub fn refused(&mut self, now: Time, client: ClientId, why: SleepObstacle) -> Step {
         let Some(entry) = self.clients.get_mut(&client) else { return Step::Nothing };
         entry.owes_answer = false;
@@ -517,7 +529,7 @@ impl Sleep {
         Step::Stays
     }
 
-    /// Starts the restore of a waking client: there is room for it.
+    /// Starts the restore of a waking client that has room.
     pub fn has_room(&mut self, client: ClientId) -> Step {
         let Some(entry) = self.clients.get_mut(&client).filter(|entry| matches!(entry.state, Stage::Waking(_))) else {
             return Step::Nothing;
@@ -526,7 +538,7 @@ impl Sleep {
         Step::Call(SleepOperation::Wake)
     }
 
-    /// Handles the helper's answer.
+    /// Handles the helper's answer about a client.
     pub fn answered(&mut self, now: Time, client: ClientId, outcome: SleepOutcome, number: u64) -> Step {
         let Some(entry) = self.clients.get_mut(&client) else { return Step::Nothing };
         let is_awaited =
@@ -539,7 +551,7 @@ impl Sleep {
         }
         match outcome {
             SleepOutcome::Runs => {
-                // A restored client that should sleep again by now is prepared again.
+                // A restored client that should sleep again is prepared again.
                 match (entry.is_to_sleep() || entry.is_to_move()) && entry.state != Stage::Restoring {
                     true => entry.cannot(now, SleepObstacle::Failed),
                     false => entry.runs(),
@@ -552,14 +564,15 @@ impl Sleep {
                 }
                 Step::Runs
             }
-            // A restore that failed, but not permanently, is retried after a delay.
+            // A failed restore that is not lost is retried after a delay.
             SleepOutcome::Asleep if entry.state == Stage::Restoring && !entry.is_to_sleep() => {
                 entry.state = Stage::Asleep;
                 entry.retry(now);
                 Step::Sleeps
             }
             SleepOutcome::Asleep => entry.is_asleep(number),
-            // A helper that died took no time, so another is asked immediately; the attempts after that are delayed.
+            // If a helper died, another one is asked immediately, because the dead one took no
+            // time. Later attempts are delayed.
             SleepOutcome::Unknown if entry.unknown.is_zero() => {
                 (entry.state, entry.unknown) = (Stage::Settling { asked: true }, AGAIN.0);
                 Step::Call(SleepOperation::Settle)
