@@ -143,7 +143,7 @@ if cargo_has nextest; then
     [ -z "${CI:-}" ] || profile=ci
     # Most tests wait for other processes most of the time.
     step "tests" "$cargo" nextest run --cargo-metadata "$scratch/metadata.json" --binaries-metadata "$scratch/binaries.json" \
-        --no-fail-fast --profile "$profile" --test-threads $(($(nproc) * 2))
+        --no-fail-fast --profile "$profile" --test-threads $(($(nproc) * 3))
     tests/slowest.sh "${built%/*}/nextest/$profile/junit.xml"
 else
     step "tests" "$cargo" test --workspace --locked --no-fail-fast --lib --bins --tests
