@@ -434,6 +434,25 @@ fn a_client_may_try_on_each_of_its_gpus() {
     assert_eq!([0, 1].map(|n| t.machine.gpu(gpu(n)).unwrap().trial), [2 * GIB; 2]);
 }
 
+/// No request follows while the client holds the GPU, so the trial begins when the other client's
+/// memory has left.
+#[test]
+fn a_holder_may_try_once_others_have_left() {
+    let mut t = measured(AntiThrash::On);
+    t.measured(16 * GIB); // no memory seems to be free
+    t.join(1, 2 * GIB);
+    t.join(2, 2 * GIB);
+    t.request(1);
+    t.map(1);
+    assert_eq!(t.attachment(1).mapped, 2 * GIB, "by a trial");
+    t.request(2);
+    t.release(1, ReleaseReason::Idle);
+    assert_eq!((t.state(2), t.attachment(2).allowance), (LockState::Holding, 0));
+    t.map(1);
+    assert_eq!(t.attachment(1).mapped, 0);
+    assert_eq!(t.attachment(2).allowance, 2 * GIB, "{:?}", t.machine.gpu(gpu(0)));
+}
+
 #[test]
 fn a_client_that_tries_to_map_more_takes_nothing_from_contexts() {
     let mut t = measured(AntiThrash::On);

@@ -133,7 +133,7 @@ impl Gpu {
         self.account(client).is_some_and(has) && self.eviction_block(cx, client).is_none()
     }
 
-    /// Begins a trial before a request is granted. A client that has the whole GPU, but whose
+    /// Begins a trial if the client may have one. A client that has the whole GPU, but whose
     /// demand exceeds the usable memory, may then try to map the rest.
     pub fn begin_trial(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         let Some(demand) = self.demand_of_trial(client) else { return };
@@ -153,6 +153,18 @@ impl Gpu {
         self.trial = Some(Trial { client, demand, beyond });
         if self.credit(cx, fx, client, 0) > 0 {
             self.end_trial(fx, client);
+        }
+    }
+
+    /// Begins a trial for a holder that lacks memory. Other clients may have left the GPU since the
+    /// grant, and no request follows while this client holds the GPU.
+    pub fn begin_trials_of_holders(&mut self, cx: Context, fx: &mut Effects) {
+        let lacks = |account: &Account| account.allowance < account.report.demand;
+        for client in self.holders().collect::<Vec<_>>() {
+            let is_running = self.hold(client).is_some_and(|hold| hold.revoked.is_none());
+            if is_running && self.account(client).is_some_and(lacks) {
+                self.begin_trial(cx, fx, client);
+            }
         }
     }
 
