@@ -70,7 +70,7 @@ pub fn accept(listener: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     Ok(rustix::net::accept_with(listener, FLAGS)?)
 }
 
-/// Shuts down a connection for every process that shares it: both sides read end of file.
+/// Shuts down a connection for every process that shares it. Both ends then read end of file.
 pub fn shut_down(socket: BorrowedFd<'_>) {
     // The peer may have closed the connection already.
     let _ = rustix::net::shutdown(socket, Shutdown::Both);
