@@ -1,16 +1,21 @@
-//! The flight recorder: the newest events of the state machine, its commands, and its state before the first of these
-//! events. The machine returns the same commands for the same events.
+//! The flight recorder. It keeps the newest events and commands of the state machine, and the
+//! machine's state before the first of these events. The machine returns the same commands for the
+//! same events, so a recording can be replayed.
 //!
-//! - this file: the [`Recorder`], which receives every event from the daemon.
-//! - `samples`: stores only the differences between successive measurements, which list all clients of a GPU.
-//! - [`bundle`]: a recording as a file, for a bug report or continuously.
-//! - [`replay`]: figures from a recording, and a check that the machine still makes the same decisions; `movement`: the
-//!   times at which memory moved.
+//! - This file: the [`Recorder`], which receives every event from the daemon.
+//! - `samples`: stores only the differences between successive measurements, which list all clients
+//!   of a GPU.
+//! - [`bundle`]: writes a recording to a file, for a bug report or continuously.
+//! - [`replay`]: computes figures from a recording, and checks that the machine still makes the
+//!   same decisions.
+//! - `movement`: infers when memory moved.
 //!
-//! The recording is a sequence of spans. Each span is a checkpoint of the machine and the entries after it. Whole spans are
-//! dropped from the front, so a recording always begins with a checkpoint. Entries are appended to one buffer in a compact
-//! encoding, usually without an allocation. Taking a [`Recording`] copies the newest span and shares the others; another
-//! thread decodes it. With `nvshare-scheduler --record`, everything is written to a file, too.
+//! The recording is a sequence of spans. Each span consists of a checkpoint of the machine and the
+//! entries after it. Only whole spans are dropped from the front, so a recording always begins with
+//! a checkpoint. Entries are appended to one buffer in a compact encoding, usually without an
+//! allocation. Taking a [`Recording`] copies the newest span and shares the others. Another thread
+//! decodes the recording. With `nvshare-scheduler --record`, the recorder also writes everything to
+//! a file.
 
 pub mod bundle;
 mod movement;
