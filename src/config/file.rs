@@ -30,7 +30,7 @@ pub struct Config {
     pub log_level: LogLevel,
     /// The limit of host memory that all programs together use for swapped memory.
     pub swap_max: SwapMax,
-    /// The limit of host memory that programs reserve in advance for memory that is still on a GPU.
+    /// The limit of host memory that programs allocate in advance for memory that is still on a GPU.
     pub swap_ahead: SwapMax,
     /// The directory of swap files, for swapped memory that does not fit in host memory.
     pub swap_file: Option<PathBuf>,

@@ -78,8 +78,8 @@ impl Faults {
     /// Handles the answer to a query. Returns the reason if the GPU is unhealthy.
     ///
     /// A fault ends when a query at least [`SETTLING`] after the event returns the recommendation
-    /// "no action". If the driver gives no recommendations, the fault ends when a lost GPU answers
-    /// again, because that requires a reset or a reload of the driver.
+    /// "no action". It also ends when a lost GPU answers again, because that requires a reset or a
+    /// reload of the driver. If the driver gives no recommendations, only the latter ends a fault.
     pub fn answered(&mut self, gpu: &str, answer: &FaultAnswer, now: Instant) -> Option<String> {
         let advice = match answer {
             FaultAnswer::Silent(why) => return Some(format!("NVML cannot read it: {why}")),

@@ -79,7 +79,7 @@ impl Panel {
 pub struct Amounts {
     pub resident: u64,
     pub swapped: u64,
-    /// Share of the GPU's time that rules guarantee, in thousandths.
+    /// Share of the GPU's time that rules assign, in thousandths.
     pub due: Option<u32>,
     /// Fraction of the GPU's time that the program used.
     pub had: Option<f64>,

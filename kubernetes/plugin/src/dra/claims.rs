@@ -91,7 +91,7 @@ impl Claims {
         if done.is_err() && before.is_none() {
             prepared.remove(&uid);
             self.forget(&uid);
-            // Without this message, the scheduler would keep the refused claim until the next
+            // Without this message, the scheduler would keep the failed claim until the next
             // change.
             if let Err(why) = self.tell(&prepared).await {
                 debug!("{why}");
