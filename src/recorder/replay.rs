@@ -310,7 +310,8 @@ impl Observer {
         let keys: Vec<(ClientId, GpuId)> = self.attachments.keys().copied().collect();
         let last = self.moments.iter().map(|moment| moment.entry).max().unwrap_or(0);
         let unfinished = keys.into_iter().filter_map(|(client, gpu)| self.leave(client, gpu, last, at)).collect();
-        // Moments are sorted by entry, which for a move of memory is the entry of its beginning.
+        // The list has each move of memory at the position of its first report, but with the entry
+        // of its last report.
         self.moments.sort_by_key(|moment| moment.entry);
         (self.moments, unfinished, self.tallies)
     }
