@@ -1,11 +1,11 @@
-# `make help` lists the targets. Cargo builds everything; this file has the order, the required
-# tools, and the installed paths.
+# `make help` lists the targets. Cargo builds everything. This file defines the order of the steps,
+# the required tools, and the installed paths.
 
 CARGO ?= cargo
-# Programs for Kubernetes nodes only, which take long to build.
+# Programs for Kubernetes nodes only. Building them takes long.
 KUBERNETES = nvshare-device-plugin nvshare-agent
-# The prerequisites of checks. tests/check.sh sets this to nothing, since it has already built the
-# programs.
+# The prerequisites of checks. tests/check.sh sets this variable to nothing, because it has already
+# built the programs.
 PROGRAMS ?= programs
 
 TARGET = $(or $(CARGO_TARGET_DIR),target)
@@ -13,14 +13,14 @@ BUILT = $(TARGET)/debug
 QUICK = $(TARGET)/quick
 COMPLETIONS = $(TARGET)/release/completions
 
-# nvsharectl is static, so that it can disable preloading when no other program starts.
+# nvsharectl is linked statically, so that it can disable preloading when no other program starts.
 STATIC ?= -C target-feature=+crt-static
 
 # The installed paths, below $(DESTDIR).
 prefix ?= /usr
 bindir ?= $(prefix)/bin
 libexecdir ?= $(prefix)/libexec
-# Debian's loader searches a directory per architecture; other distributions have lib64 or lib.
+# Debian's loader searches a directory per architecture. Other distributions use lib64 or lib.
 multiarch = $(shell $(CC) -print-multiarch 2>/dev/null)
 libdir ?= $(prefix)/lib$(if $(multiarch),/$(multiarch),$(if $(wildcard /usr/lib64/libc.so*),64))
 unitdir ?= $(prefix)/lib/systemd/system
@@ -81,13 +81,13 @@ build:
 	$(CARGO) run --release --locked -p nvshare-completions -- $(COMPLETIONS)
 	$(CARGO) build --release --locked --manifest-path preload/Cargo.toml
 
-# Without shell completions; nvsharectl is linked dynamically.
+# Builds no shell completions, and links nvsharectl dynamically.
 quick:
 	@tests/needs.sh cargo cc
 	$(CARGO) build --locked --profile quick -p nvshare -p nvshare-checkpoint
 	$(CARGO) build --locked --profile quick --manifest-path preload/Cargo.toml
 
-# The programs that tests start.
+# Builds the programs that tests start.
 artifacts: programs
 	@tests/needs.sh libc.a
 	tests/static-nvsharectl.sh $(BUILT)
@@ -98,7 +98,7 @@ programs:
 	$(CARGO) build --workspace $(addprefix --exclude ,$(KUBERNETES)) --locked
 	$(CARGO) build --locked --manifest-path preload/Cargo.toml
 
-# On a simulated GPU the demo needs no optional features and no optimization.
+# On a simulated GPU, the demo needs no optional features and no optimization.
 demo-programs:
 	@tests/needs.sh cargo cc
 ifeq ($(GPU),real)
@@ -120,7 +120,8 @@ endif
 check:
 	@CARGO='$(CARGO)' tests/check.sh
 
-# Both versions contain the same programs, because dpkg and systemd do the work of an upgrade.
+# The old and the new version contain the same programs, because dpkg and systemd perform the steps
+# of an upgrade.
 check-system: $(PROGRAMS)
 	@tests/needs.sh mmdebstrap systemd-nspawn apt-ftparchive gpg
 	rm -rf $(TARGET)/system/packages
@@ -150,7 +151,7 @@ bench:
 	$(CARGO) build --release --locked -p cuda-sim -p nvml-sim
 	$(CARGO) bench --locked --bench events --bench handover --bench metrics --bench top --bench guest --bench exposure --bench exchange --bench soak
 
-# Does not need cargo, so that root need not have it. Run `make build` first.
+# This target does not use cargo, so that root need not have cargo. Run `make build` first.
 install:
 	@[ -e $(TARGET)/release/libnvshare.so ] || { echo 'Nothing is built yet: make build' >&2; exit 1; }
 	install -d $(addprefix $(DESTDIR),$(bindir) $(libexecdir) $(libdir) $(unitdir) $(userunitdir) $(sysconfdir)/nvshare)
@@ -194,8 +195,8 @@ uninstall:
 	cd $(TARGET)/installed && find . ! -type d ! -name nvshare.toml -print0 | (cd $(DESTDIR)/ && xargs -0 rm -fv)
 	rm -rf $(TARGET)/installed
 
-# The build gets a separate home directory (see debian/rules). --no-check-builddeps: cargo is rarely
-# Debian's package.
+# The build gets a separate home directory (see debian/rules). --no-check-builddeps is set, because
+# cargo is rarely installed from Debian's package.
 deb:
 	@tests/needs.sh cargo cc libc.a dpkg-buildpackage dh
 	@mkdir -p '$(PACKAGES)'
@@ -205,8 +206,8 @@ deb:
 	@echo "  sudo apt install $$(sed -n '/-dbgsym_/d; s|^\([^ ]*\.deb\) .*|$(PACKAGES)/\1|p' debian/files | paste -sd ' ')"
 	@dh_clean -Xvendor/
 
-# Packs the last commit. The output of cargo vendor is the configuration that makes cargo use the
-# vendored crates.
+# Packs the last commit. cargo vendor prints the configuration that makes cargo use the vendored
+# crates.
 dist:
 	@tests/needs.sh cargo
 	rm -rf $(TARGET)/dist

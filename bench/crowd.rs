@@ -1,5 +1,5 @@
-//! A daemon with many clients, and the cost of concurrent activity: time of the scheduling loop,
-//! and slower hand-overs. The daemon is a process, and the clients are sockets.
+//! A daemon with many clients, and the cost of concurrent activity: the time of the scheduling
+//! loop, and slower hand-overs. The daemon is a real process. The clients are only sockets.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ pub fn daemon(more: impl Fn(&std::path::Path) -> String) -> Daemon {
     })
 }
 
-/// Clients with some memory each, on a GPU that has room for all contexts.
+/// Creates clients with some memory each, on a GPU that has room for all contexts.
 pub fn crowd(daemon: &Daemon, clients: usize) -> Vec<Client> {
     let crowd: Vec<Client> = (0..clients).map(|_| daemon.client()).collect();
     for client in &crowd {
@@ -38,15 +38,15 @@ fn attach(client: &Client) {
     client.send(ClientMessage::Attach { slot, uuid, kind, engine, total: 1 << 40, name, reason });
 }
 
-/// Processor time of the first thread, which runs the scheduling loop.
+/// Returns the processor time of the daemon's first thread, which runs the scheduling loop.
 pub fn loop_time(daemon: &Daemon) -> Duration {
     let pid = daemon.child.id();
     let text = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/schedstat")).expect("it runs");
     Duration::from_nanos(text.split(' ').next().and_then(|time| time.parse().ok()).expect("a time"))
 }
 
-/// Measures hand-overs, from the packet that releases the lock until the next client has it.
-/// Returns the times sorted. `beside` is called repeatedly during the measurement.
+/// Measures hand-overs, from the packet that releases the lock until the next client has the lock.
+/// Returns the sorted times. Another thread calls `beside` repeatedly during the measurement.
 pub fn hand_overs(daemon: &Daemon, beside: Option<&(dyn Fn() + Sync)>) -> Vec<Duration> {
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -81,7 +81,7 @@ pub fn hand_overs(daemon: &Daemon, beside: Option<&(dyn Fn() + Sync)>) -> Vec<Du
     })
 }
 
-/// Prints a row of the table of hand-overs; without times, its heading.
+/// Prints a row of the table of hand-overs. Without times, prints the table's heading.
 pub fn print(what: &str, times: Option<&[Duration]>) {
     let Some(times) = times else {
         return println!("\n{what:>34}  {:>10}  {:>10}  {:>10}", "median", "99 %", "longest");
@@ -90,7 +90,7 @@ pub fn print(what: &str, times: Option<&[Duration]>) {
     println!("{what:>34}  {median:>10.1?}  {most:>10.1?}  {all:>10.1?}");
 }
 
-/// The quantile `share` of sorted times.
+/// Returns the quantile `share` of sorted times.
 pub fn at(sorted: &[Duration], share: f64) -> Duration {
     sorted[((sorted.len() - 1) as f64 * share) as usize]
 }

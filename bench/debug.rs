@@ -1,8 +1,9 @@
 //! The cost of a debug bundle while a thousand programs share a GPU and the flight recorder is
-//! full: its duration, its size, the time of the scheduling loop, and slower hand-overs. The daemon
-//! is a process, and the clients are sockets.
+//! full. The benchmark measures the bundle's duration and size, the time of the scheduling loop,
+//! and slower hand-overs. The daemon is a real process. The clients are only sockets.
 //!
-//! `cargo bench --bench debug [-- --json FILE]`; with a file, the figures are put into it (see `bench_support::results`).
+//! `cargo bench --bench debug [-- --json FILE]`: with a file, the benchmark writes the figures to
+//! it (see `bench_support::results`).
 
 mod crowd;
 
@@ -26,7 +27,7 @@ fn main() {
     for clients in [0, 100, CLIENTS] {
         let daemon = crowd::daemon(|_| String::new());
         let _crowd = crowd(&daemon, clients);
-        hand_overs(&daemon, None); // each is several events
+        hand_overs(&daemon, None); // hand_overs(&daemon, None); // each hand-over consists of several events
         let (times, size, held) = bundles(&daemon);
         let (median, longest) = (at(&times, 0.5), at(&times, 1.0));
         let memory = memory(&daemon);
@@ -65,8 +66,8 @@ fn bundle(daemon: &Daemon) -> String {
     output.stdout
 }
 
-/// Cost of the recorder in the scheduling loop: a checkpoint, an event without it, and an event
-/// with it.
+/// Measures the cost of the recorder in the scheduling loop: a checkpoint, an event without the
+/// recorder, and an event with the recorder.
 fn recorder(text: &str) -> [Duration; 3] {
     let read = || {
         let bundle = bundle::read(text.as_bytes()).expect("a bundle");
@@ -98,8 +99,8 @@ fn recorder(text: &str) -> [Duration; 3] {
     [checkpoint, without, begin.elapsed() / count]
 }
 
-/// The sorted durations, the size of the last bundle, and the processor time of the scheduling loop
-/// per bundle.
+/// Returns the sorted durations, the size of the last bundle, and the processor time of the
+/// scheduling loop per bundle.
 fn bundles(daemon: &Daemon) -> (Vec<Duration>, usize, Duration) {
     let before = loop_time(daemon);
     let mut size = 0;

@@ -1,13 +1,15 @@
-//! Eight programs that reserve three quarters of the GPU each, JAX's default, on a GPU of 24 GiB in
-//! a host of 64 GB with a disk: the number of programs that are refused memory. GPU, host and link
-//! are simulated, and all sizes are divided by the scale. The host's memory is the limit of a
-//! cgroup, which also holds the simulated GPU's memory.
+//! Eight programs each reserve three quarters of the GPU, which is JAX's default. The GPU has 24
+//! GiB, and its host has 64 GB and a disk. The figure is the number of programs that are refused
+//! memory. GPU, host and link are simulated, and all sizes are divided by the scale. The host's
+//! memory is the limit of a cgroup, which also contains the simulated GPU's memory.
 //!
-//! `cargo bench --bench eight-jax -- [--scale 8] [--used 0.5] [--steps 20] [--directory DIR] [--programs DIR] [--json FILE]`
+//! `cargo bench --bench eight-jax -- [--scale 8] [--used 0.5] [--steps 20] [--directory DIR]
+//! [--programs DIR] [--json FILE]`
 //!
-//! `--used` is the fraction of its reservation that each program writes, in `--steps` steps. `--directory`, on a disk, is for
-//! the swap files (default: the directory of this benchmark). `--programs`: see `swap_file.rs`. Requires root to create a
-//! control group.
+//! `--used` is the fraction of its reservation that each program writes, in `--steps` steps.
+//! `--directory` is the directory of the swap files and must be on a disk (default: the directory
+//! of this benchmark). `swap_file.rs` describes `--programs`. Requires root to create a control
+//! group.
 
 use std::{
     fs,
@@ -30,9 +32,9 @@ const CONTEXT: f64 = 0.3 * GIB;
 const HOST: f64 = 64e9;
 const LINK: f64 = 25.0 * GIB;
 const BOTH_WAYS: f64 = 35.0 * GIB;
-/// The scheduler's default part of the host's memory for swapped memory.
+/// The default fraction of the host's memory that the scheduler uses for swapped memory.
 const SWAP_PART: f64 = 0.8;
-/// The fraction of the host's memory that must be available at any time.
+/// The minimum fraction of the host's memory that must always be available.
 const LEAST_AVAILABLE: f64 = 0.1;
 /// The exit status of a program that was refused memory.
 const REFUSED: i32 = 3;
@@ -81,8 +83,8 @@ fn main() {
         for (program, status) in programs.iter_mut().zip(&mut statuses) {
             *status = status.or(program.try_wait().expect("a child"));
         }
-        // The simulated GPU's memory is in the cgroup too. Moving memory is briefly counted in both
-        // or in neither.
+        // The simulated GPU's memory is in the cgroup too. While memory moves, it is briefly
+        // counted both on the GPU and in the host, or in neither.
         let on_gpu = || metric(&metrics, "nvshare_gpu_resident_bytes") as u64;
         let (before, used, after) = (on_gpu(), group.used(), on_gpu());
         least = least.min(host.saturating_sub(used.saturating_sub(before.min(after))));

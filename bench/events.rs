@@ -1,7 +1,8 @@
-//! The cost of one event in the scheduler's state machine by the number of clients: two clients
-//! take turns, and the others are idle or wait for the same GPU.
+//! The cost of one event in the scheduler's state machine, by the number of clients. Two clients
+//! take turns. The other clients are idle or wait for the same GPU.
 //!
-//! `cargo bench --bench events [-- --json FILE]`; with a file, the figures are put into it (see `bench_support::results`).
+//! `cargo bench --bench events [-- --json FILE]`: with a file, the benchmark writes the figures to
+//! it (see `bench_support::results`).
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -13,8 +14,8 @@ const GPU: GpuId = GpuId(Uuid([7; 16]));
 const ROUNDS: u32 = 2000;
 /// Demand of each client, in bytes.
 const DEMAND: u64 = 8 << 20;
-/// Numbers of users of waiting clients. A turn of one client changes the order of all clients of
-/// its user.
+/// Numbers of users that own the waiting clients. A turn of one client changes the order of all
+/// clients of its user.
 const USERS: [u64; 3] = [1, 2, 50];
 
 fn main() {
@@ -115,8 +116,8 @@ impl World {
     }
 }
 
-/// The time of one event while clients attach, and while two clients take turns. The `others` wait
-/// too, or are idle.
+/// Returns the time of one event while clients attach, and while two clients take turns. The other
+/// `others` clients either wait too or are idle.
 fn cost(others: u64, users: u64, wait: bool) -> (Duration, Duration) {
     let mut world = World::new();
     let clients = || (1..=others + 2).map(ClientId);
@@ -130,7 +131,7 @@ fn cost(others: u64, users: u64, wait: bool) -> (Duration, Duration) {
     }
     let attach = begun.elapsed() / (world.events - before);
 
-    // Advances beyond the delayed measurement of contexts.
+    // Advances the time beyond the delayed measurement of contexts.
     world.now += Duration::from_secs(30);
     let now = world.now;
     world.say(Event::ContextSizes { gpu: GPU, bytes: clients().map(|client| (client, 1)).collect() });
@@ -141,7 +142,7 @@ fn cost(others: u64, users: u64, wait: bool) -> (Duration, Duration) {
 
     let (begun, before) = (Instant::now(), world.events);
     for _ in 0..ROUNDS {
-        // The length of a turn: turns without duration would be charged nothing.
+        // Each turn lasts 10 ms, because turns without duration would be charged nothing.
         world.now += Duration::from_millis(10);
         let gpus = [GPU].into();
         let release = Event::Released { client: holder, gpus, reason: ReleaseReason::Idle, busy: Duration::ZERO };

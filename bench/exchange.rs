@@ -1,17 +1,22 @@
-//! The duration of a hand-over that moves memory: two programs on a GPU that has room for one, compared in the same run with the
-//! link's speed and with two programs that exchange memory without a scheduler. Requires an NVIDIA GPU on which another
-//! program leaves only the needed room.
+//! The duration of a hand-over that moves memory, between two programs on a GPU that has room for
+//! one. The same run measures two references: the link's speed, and two programs that exchange
+//! memory without a scheduler. Requires an NVIDIA GPU, on which another program occupies all memory
+//! except the needed amount.
 //!
-//! `cargo bench --bench exchange -- [--programs DIR] [--mem 14G] [--leave 17G] [--seconds 20] [--record FILE] [--json FILE]`
+//! `cargo bench --bench exchange -- [--programs DIR] [--mem 14G] [--leave 17G] [--seconds 20]
+//! [--record FILE] [--json FILE]`
 //!
-//! The first eviction of a program is measured separately, before the exchange, since it may have to create host buffers: a
-//! program that has been idle for ten seconds is evicted by a new program.
+//! The first eviction of a program is measured separately, before the exchange, because it may have
+//! to create host buffers. For this measurement, a new program evicts a program that has been idle
+//! for ten seconds.
 //!
-//! With `--mem 14G` or `--mem 40G` and a file, the figures of that size are written to it (see `bench_support::results`).
+//! With `--mem 14G` or `--mem 40G` and a file, the figures of that size are written to it (see
+//! `bench_support::results`).
 //!
-//! `--record` keeps the scheduler's record of the hand-overs. `--programs` is the directory of `nvshare-scheduler`,
-//! `libnvshare.so` and `cuda-program` (default: the directory of this benchmark). It also runs on a simulated GPU in
-//! `LD_LIBRARY_PATH`, where its figures are meaningless.
+//! `--record` keeps the scheduler's record of the hand-overs. `--programs` is the directory of
+//! `nvshare-scheduler`, `libnvshare.so` and `cuda-program` (default: the directory of this
+//! benchmark). The benchmark also runs on a simulated GPU in `LD_LIBRARY_PATH`, but its figures are
+//! then meaningless.
 
 use std::{
     collections::BTreeMap,
@@ -25,9 +30,9 @@ use test_support::record::{Move, Record};
 
 const GIB: f64 = (1u64 << 30) as f64;
 const SETTINGS: &str = "time-quantum = 1\nanti-thrash = \"on\"\n";
-/// The number of exchanges without nvshare.
+/// The number of exchanges that are measured without nvshare.
 const BARE_RUNS: usize = 5;
-/// How long a program is idle before its memory is evicted for the first time.
+/// Time for which a program is idle before its memory is evicted for the first time.
 const IDLE: Duration = Duration::from_secs(10);
 
 fn main() {
@@ -45,7 +50,7 @@ fn main() {
     println!("the link: {:.1} GiB/s out, {:.1} in, {:.1} each way at once", speed("out"), speed("in"), speed("both"));
 
     let holder = stage.ballast(leave);
-    // Both parts must fit at the same time, with two contexts.
+    // Both programs' parts must fit on the GPU at the same time, together with two contexts.
     let part = ((leave - leave / 8) / 2).min(memory).to_string();
     let bare = median((0..BARE_RUNS).filter_map(|_| stage.ask(&["exchange", "--mem", &part])?["each_way"].as_f64()))
         .expect("two programs exchange memory");
@@ -64,7 +69,7 @@ fn main() {
     let record = stage.file("record.jsonl");
     let scheduler = stage.scheduler(SETTINGS, &record);
     let begin = Instant::now();
-    // Long enough for some hand-overs. SIGTERM ends the programs earlier.
+    // The programs run long enough for some hand-overs. SIGTERM ends them earlier.
     let mut pair: Vec<Child> = (0..2)
         .map(|_| {
             let words = ["mix", "--mem", &mem, "--reps", "40", "--rounds", "100000000"];
@@ -88,7 +93,7 @@ fn main() {
         let rate = h.moved / (h.mapped / 1e3).max(1e-6);
         println!("{:>12.0} {:>12.0} {:>12.0} {:>12.2} {:>14.1}", h.drain, h.grant, h.mapped, h.moved, rate);
     }
-    // The first hand-overs allocate the host buffers.
+    // The first two hand-overs allocate the host buffers, so they are skipped.
     let warm = hand_overs.get(2..).unwrap_or(&[]);
     let Some(middle) = median(warm.iter().map(|h| h.mapped)) else { return println!("too few hand-overs") };
     let moved = median(warm.iter().map(|h| h.moved)).unwrap_or_default();
@@ -120,14 +125,15 @@ fn main() {
     results.write();
 }
 
-/// Seconds from a program's first request until all of its memory is on the GPU, after another
-/// program has been idle there.
+/// Returns the seconds from a program's first request until all of its memory is on the GPU.
+/// Another program has been idle on the GPU before.
 fn first_hand_over(stage: &Stage, memory: &str) -> f64 {
     let record = stage.file("first.jsonl");
     let scheduler = stage.scheduler(SETTINGS, &record);
     let start = |words: &[&str]| stage.shared(words).stdout(Stdio::null()).spawn().expect("it runs");
     let bytes: u64 = memory.parse().expect("bytes");
-    // The times of this program's first request, and of the arrival of all its memory.
+    // Returns the time of this program's first request, and the time at which all of its memory has
+    // arrived.
     let mut record = Record::new(&record, 1);
     let mut wait_for_memory = |program: &Child| loop {
         let all = record.moves();
@@ -174,7 +180,7 @@ fn hand_overs(moves: &[Move]) -> Vec<HandOver> {
             "grant" => {
                 let Some((from, when)) = released.filter(|(from, _)| *from != pid) else { continue };
                 let drain = revoked.remove(&from).map_or(0.0, |since| when - since);
-                // The program's moves after the release, until it releases the lock itself.
+                // The program's moves from the release until the program releases the lock itself.
                 let own = |m: &&Move| m.pid == pid;
                 let back =
                     moves[at..].iter().position(|m| own(&m) && m.what == "release").map_or(moves.len(), |n| at + n);

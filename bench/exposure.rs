@@ -1,7 +1,8 @@
-//! The exposure of the scheduler's service by `systemd-analyze security`: from 0 (minimal
+//! The exposure of the scheduler's service according to `systemd-analyze security`, from 0 (minimal
 //! privileges) to 10 (unrestricted).
 //!
-//! `cargo bench --bench exposure [-- --json FILE]`; with a file, the figure is put into it (see `bench_support::results`).
+//! `cargo bench --bench exposure [-- --json FILE]`: with a file, the benchmark writes the figure to
+//! it (see `bench_support::results`).
 
 use bench_support::results::{Figure, Results};
 use std::{path::Path, process::Command};

@@ -1,6 +1,7 @@
-//! Jobs of several processes, and programs on several GPUs, in virtual time: the end of the last
-//! program, relative to the work of the fuller of two GPUs. The scheduler's state machine is driven
-//! by simulated clients (`tests/scheduler-sim`), so the figures are the same on every machine.
+//! Jobs of several processes, and programs on several GPUs, in virtual time. The figure is the end
+//! of the last program, relative to the work of the GPU that has more work. Simulated clients
+//! (`tests/scheduler-sim`) drive the scheduler's state machine, so the figures are the same on
+//! every machine.
 //!
 //! `cargo bench -p nvshare-sched --bench gangs`
 
@@ -10,13 +11,13 @@ use std::time::Duration;
 
 const QUANTUM: Duration = Duration::from_secs(5);
 
-/// Bursts of 110 ms.
+/// A program on GPU `at` with bursts of 110 ms.
 fn busy(at: u64) -> Plan {
     let (gpu, cpu, drain) = (ms(110), Duration::from_micros(100), ms(60));
     Plan { gpus: gpus([at]), demand: 4 * GIB, phases: 100, gpu, cpu, drain, fullness: Some(1000), ..Plan::default() }
 }
 
-/// Bursts of 20 ms, and pauses.
+/// A program on GPU `at` with bursts of 20 ms and pauses.
 fn quick(at: u64) -> Plan {
     Plan { gpu: ms(20), cpu: ms(50), phases: 200, drain: ms(5), ..busy(at) }
 }

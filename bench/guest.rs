@@ -1,8 +1,9 @@
-//! The cost of preloading `libnvshare.so`: loading it, compared with an empty library, and a launch
-//! through its open gate, compared with a direct launch, in instructions and in time. The driver is
-//! a stub, so only the library's cost is measured.
+//! The cost of preloading `libnvshare.so`, in instructions and in time. Loading the library is
+//! compared with loading an empty library. A launch through the library's open gate is compared
+//! with a direct launch. The driver is a stub, so only the library's cost is measured.
 //!
-//! `cargo bench --bench guest [-- --json FILE]`; `make bench` builds the library first.
+//! `cargo bench --bench guest [-- --json FILE]` runs the benchmark. `make bench` builds the library
+//! first.
 
 use std::{
     path::{Path, PathBuf},
@@ -13,13 +14,14 @@ use bench_support::results::{Figure, Results};
 
 /// Number of timed launches.
 const TIMED: &str = "20000000";
-/// Launches before counting starts: the library then knows that launches are short, and records few
-/// marks.
+/// Number of launches before counting starts. By then the library knows that launches are short,
+/// and records few marks.
 const WARM_UP: &str = "1000000";
-/// Number of launches, memsets and launches to the default stream whose instructions are counted: a
-/// multiple of the number between two marks.
+/// Number of launches, memsets and launches to the default stream whose instructions are counted.
+/// It is a multiple of the number of launches between two marks.
 const COUNTED: usize = 256;
-/// Runs of each variant, alternating. The fastest counts, since slower runs were disturbed.
+/// Number of alternating runs of each variant. The fastest run counts, because slower runs were
+/// disturbed.
 const RUNS: usize = 5;
 
 struct Scene {
@@ -85,15 +87,15 @@ fn main() {
     results.write();
 }
 
-/// Instructions per call, including the caller's.
+/// Instructions per call, including the caller's instructions.
 struct Counted {
-    /// Mean of a launch.
+    /// Mean number of instructions of a launch.
     launch: f64,
     /// The part of `launch` that records marks.
     marks: f64,
-    /// A memset that records no mark.
+    /// Number of instructions of a memset that records no mark.
     memset: u64,
-    /// Mean of a launch to the default stream.
+    /// Mean number of instructions of a launch to the default stream.
     to_default: f64,
 }
 
@@ -118,8 +120,8 @@ impl Scene {
             assert!(status.success(), "cc {}", from.display());
         };
         cc(&shared, &scene.empty, &directory.join("empty.c"), &["-nostdlib"]);
-        // `-Bsymbolic`: a memset calls another function of the stub, which must not resolve to a
-        // hook.
+        // `-Bsymbolic` is needed because a memset calls another function of the stub, which must
+        // not resolve to a hook.
         let own = ["-Wl,-Bsymbolic"];
         cc(&shared, &directory.join("libcuda.so.1"), &project.join("tests/guest/driver.c"), &own);
         cc(&["-O2", "-o"], &scene.launches, &project.join("bench/launches.c"), &["-ldl"]);
@@ -145,7 +147,7 @@ impl Scene {
     fn launch(&self, preloaded: bool, count: &str) -> Command {
         let mut command = Command::new(&self.launches);
         command.arg(count).env_clear().env("LD_LIBRARY_PATH", &self.directory);
-        // A missing socket: the gate is the same, and stays open.
+        // The socket is missing. The gate stays open, but is otherwise the same.
         command.env("NVSHARE_SOCKET", self.directory.join("none"));
         if preloaded {
             command.env("LD_PRELOAD", &self.library);

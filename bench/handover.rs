@@ -1,10 +1,10 @@
 //! The cost of the scheduler: the time without a lock holder at a hand-over, and the CPU time of a
-//! daemon with idle clients. Only the clients' work is simulated: the daemon is a process, clients
-//! are sockets, and their threads block in recv.
+//! daemon with idle clients. Only the clients' work is simulated. The daemon is a real process,
+//! clients are sockets, and their threads block in recv.
 //!
-//! `cargo bench --bench handover [-- --json FILE]`; with a file, the figures are put into it (see
-//! `bench_support::results`). `--waiting` measures only hand-overs among clients that all wait. Run
-//! as root, the clients have several users.
+//! `cargo bench --bench handover [-- --json FILE]`: with a file, the benchmark writes the figures
+//! to it (see `bench_support::results`). `--waiting` measures only hand-overs among clients that
+//! all wait. If root runs the benchmark, the clients belong to several users.
 
 mod waiting;
 
@@ -19,8 +19,8 @@ use waiting::Waiting;
 const HAND_OVERS: usize = 20_000;
 const WAITING_CLIENTS: usize = 1_000;
 const WAITING_HAND_OVERS: usize = 5_000;
-/// The number of users that own the waiting clients. One user's clients get its turns in the
-/// order of their requests.
+/// The numbers of users that own the waiting clients. Clients of one user get the user's turns in
+/// the order of their requests.
 const WAITING_USERS: [u32; 3] = [1, 2, 50];
 const IDLE_CLIENTS: usize = 1_000;
 const IDLE_TIME: Duration = Duration::from_secs(10);
@@ -35,8 +35,8 @@ fn main() {
     results.write();
 }
 
-/// Measures two clients that take turns while the others are idle, and a daemon whose clients are
-/// all idle.
+/// Measures two clients that take turns while the others are idle. Also measures a daemon whose
+/// clients are all idle.
 fn two_take_turns(results: &mut Results) {
     row("limit: a thread that passes it on", &limit());
     for others in [0, 200] {
@@ -58,7 +58,8 @@ fn two_take_turns(results: &mut Results) {
     results.add(Figure { name: "idle-1000-clients-cpu", value: percent, unit: "percent", note });
 }
 
-/// Measures many clients that take turns, of one user and of several. The figure is the worst case.
+/// Measures many clients that take turns, with one user and with several users. The worst case is
+/// the figure.
 fn all_wait(results: &mut Results) {
     let mut worst: Option<(Duration, u32)> = None;
     for users in WAITING_USERS {
@@ -85,7 +86,7 @@ fn row(what: &str, sorted: &[Duration]) {
     println!("{what:>34}  {median:>10.1?}  {most:>10.1?}  {nearly_all:>10.1?}  {all:>10.1?}");
 }
 
-/// Two clients alternate while others are attached and idle.
+/// Measures two clients that alternate while other clients are attached and idle.
 fn measure(others: usize) -> Vec<Duration> {
     let daemon = quiet();
     assert_eq!(daemon.ctl(&["set", "anti-thrash", "on"]).code, Some(0));
@@ -108,8 +109,8 @@ fn measure(others: usize) -> Vec<Duration> {
     sorted(times)
 }
 
-/// The lower bound: the same packets without a scheduler. One process wakes another thread, which
-/// wakes the next.
+/// Measures the lower bound, with the same packets but without a scheduler. One process wakes
+/// another thread, which wakes the next.
 fn limit() -> Vec<Duration> {
     let ([from, relay_in], [relay_out, to]) = (pair(), pair());
     std::thread::spawn(move || {
@@ -140,7 +141,7 @@ fn pair() -> [OwnedFd; 2] {
     }
 }
 
-/// Time from the call of `give` until `wait`, which runs in its own thread, returns.
+/// Returns the time from the call of `give` until `wait`, which runs in its own thread, returns.
 fn between(give: impl FnOnce(), wait: impl FnOnce() + Send) -> Duration {
     std::thread::scope(|scope| {
         let waiter = scope.spawn(|| {
@@ -160,7 +161,7 @@ fn sorted(times: impl Iterator<Item = Duration>) -> Vec<Duration> {
     times
 }
 
-/// CPU time of the daemon while its clients are idle, in percent of one core.
+/// Returns the CPU time of the daemon while its clients are idle, in percent of one core.
 fn idle() -> f64 {
     let daemon = quiet();
     let _clients = crowd(&daemon, IDLE_CLIENTS);
@@ -183,7 +184,7 @@ fn quiet() -> Daemon {
     quiet_with("")
 }
 
-/// A daemon with this configuration.
+/// Starts a daemon with this configuration.
 fn quiet_with(configuration: &str) -> Daemon {
     Daemon::start_with(|command, directory| {
         let file = directory.join("nvshare.toml");

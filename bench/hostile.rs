@@ -1,9 +1,9 @@
-//! The effect of hostile tenants on another tenant: each is at its limits, and floods the scheduler
-//! with messages, connections, or calls over D-Bus. The daemon is a process, and so is each hostile
-//! tenant; the clients are sockets.
+//! The effect of hostile tenants on another tenant. Each hostile tenant uses its limits fully, and
+//! floods the scheduler with messages, connections, or calls over D-Bus. The daemon and each
+//! hostile tenant are real processes. The clients are only sockets.
 //!
-//! Requires root, for several users. `cargo bench --bench hostile [-- --json FILE]`; with a file,
-//! the figures are put into it (see `bench_support::results`).
+//! `cargo bench --bench hostile [-- --json FILE]` requires root, in order to have several users.
+//! With a file, the benchmark writes the figures to it (see `bench_support::results`).
 
 #[expect(dead_code, reason = "it needs only hand-overs")]
 mod crowd;
@@ -23,9 +23,9 @@ use nvshare_wire::visible_devices::Chooser;
 use nvshare_wire::{ClientMessage, SchedulerMessage, Secret, Text, Uuid, version};
 use test_support::daemon::{self, Client, Daemon, GIB};
 
-/// The default limit of clients.
+/// The default limit of clients per tenant.
 const CLIENTS: usize = 512;
-/// The budget of open memory.
+/// The budget of imported memory per tenant.
 const IMPORTS: u32 = 4096;
 /// Interval between two probes of the loop.
 const LOOK: Duration = Duration::from_millis(1);
@@ -57,7 +57,7 @@ fn main() {
     }
     row("calls over D-Bus", &[], true);
     let names = FLOODS.map(|(name, _)| name);
-    // One user per flood, so that each is at its limits.
+    // Each flood has its own user, so that each tenant uses its limits fully.
     let all: Vec<(u32, &str)> = (65_000..).zip(names).collect();
     let worst = row("six tenants, one for each of these, and D-Bus", &all, true);
     let note = format!("beside {} hostile tenants at their limits, and calls over D-Bus", all.len());
@@ -73,10 +73,10 @@ struct Measured {
     handover: Duration,
 }
 
-/// Prints the times of hand-overs during floods, the longest time for which the loop did not
-/// answer, and the longest time until a new program was welcomed.
+/// Prints the times of hand-overs during floods. Also prints the longest time for which the loop
+/// did not answer, and the longest time until a new program was welcomed.
 fn row(what: &str, floods: &[(u32, &str)], on_bus: bool) -> Measured {
-    // With the default limits.
+    // The daemon runs with the default limits.
     let daemon = Daemon::start_with(|command, directory| {
         let file = directory.join("nvshare.toml");
         std::fs::write(&file, "anti-thrash = \"on\"\n").expect("a configuration");
@@ -147,8 +147,8 @@ fn call(control: &Path, done: &AtomicBool) {
     });
 }
 
-/// Lowers the calling thread's priority: it should load the scheduler, but not compete with it for
-/// processor time.
+/// Lowers the calling thread's priority. The thread should load the scheduler, but not compete with
+/// it for processor time.
 fn lower_priority() {
     // SAFETY: the call takes no pointers.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
@@ -161,8 +161,7 @@ impl Flood {
     fn start(uid: u32, name: &str, daemon: &Daemon) -> Self {
         let mut command = Command::new(std::env::current_exe().expect("this program"));
         command.args(["--flood", name]).arg(daemon.socket()).uid(uid).gid(uid).stdin(Stdio::null());
-        // SAFETY: the closure makes only system calls, which are async-signal-safe between fork and
-        // exec.
+        // SAFETY: between fork and exec, the closure makes only async-signal-safe system calls.
         unsafe {
             command.pre_exec(|| {
                 lower_priority();
@@ -195,7 +194,7 @@ fn flood(name: &str, socket: &Path) {
     }
 }
 
-/// Sends without blocking. False if the daemon has closed the connection.
+/// Sends without blocking. Returns false if the daemon has closed the connection.
 fn post(client: &Client, message: ClientMessage) -> bool {
     let packet = message.encode(client.version);
     let (bytes, flags) = (packet.as_bytes(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL);
@@ -213,8 +212,8 @@ fn discard(client: &Client) {
     {}
 }
 
-/// A client of the newest protocol version that is attached to two GPUs. `None` if the daemon
-/// refuses it.
+/// Connects a client of the newest protocol version and attaches it to two GPUs. Returns `None` if
+/// the daemon refuses it.
 fn attached(socket: &Path) -> Option<Client> {
     let mut client = Client::connect(socket).ok()?;
     client.send(daemon::hello_of(version::MAX, version::MAX));
@@ -247,7 +246,8 @@ fn messages(socket: &Path) {
     }
 }
 
-/// Every message that is valid in the protocol. Requests name only the hostile clients' GPU.
+/// Returns every message that is valid in the protocol. Requests name only the hostile clients'
+/// GPU.
 fn every_message(round: u32) -> Vec<ClientMessage> {
     let (slot, gpus, bytes) = (0, 1, GIB + u64::from(round));
     let (key, range) = (Secret([7; 16]), round % IMPORTS);
@@ -282,7 +282,7 @@ fn every_message(round: u32) -> Vec<ClientMessage> {
     ]
 }
 
-/// All clients wait for the same GPU, and each holder releases it immediately.
+/// Makes all clients wait for the same GPU. Each holder releases the GPU immediately.
 fn waiting(socket: &Path) {
     let clients = crowd_of(socket);
     loop {

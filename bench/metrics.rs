@@ -1,8 +1,9 @@
-//! The cost of a scrape while a thousand programs share a GPU: its duration, its size, the time of
-//! the scheduling loop, and slower hand-overs. The daemon is a process, and the clients are
-//! sockets.
+//! The cost of a scrape while a thousand programs share a GPU. The benchmark measures the scrape's
+//! duration and size, the time of the scheduling loop, and slower hand-overs. The daemon is a real
+//! process. The clients are only sockets.
 //!
-//! `cargo bench --bench metrics [-- --json FILE]`; with a file, the figures are put into it (see `bench_support::results`).
+//! `cargo bench --bench metrics [-- --json FILE]`: with a file, the benchmark writes the figures to
+//! it (see `bench_support::results`).
 
 mod crowd;
 
@@ -17,7 +18,7 @@ use test_support::daemon::Daemon;
 
 const CLIENTS: usize = 1_000;
 const SCRAPES: u32 = 100;
-/// The daemon answers more frequent scrapes from its cache.
+/// Pause between scrapes. The daemon answers more frequent scrapes from its cache.
 const PAUSE: Duration = Duration::from_millis(120);
 
 fn main() {
@@ -70,10 +71,10 @@ fn scrape(path: &Path) -> usize {
     answer.len()
 }
 
-/// The sorted durations, the size of the last answer, and the processor time of the scheduling loop
-/// per scrape.
+/// Returns the sorted durations, the size of the last answer, and the processor time of the
+/// scheduling loop per scrape.
 fn scrapes(daemon: &Daemon, path: &Path) -> (Vec<Duration>, usize, Duration) {
-    // The loop's own activity during that time, which is subtracted.
+    // The loop's other activity during the scrapes, which is subtracted.
     let time = PAUSE * SCRAPES;
     let idle = {
         let before = loop_time(daemon);

@@ -1,13 +1,14 @@
-//! Measures equal jobs that run concurrently against the same jobs run serially, on a GPU that has
-//! room for one of them. Each job needs a fraction of the GPU's memory and of its time, in periods,
-//! with different time quanta. Overlap gains time, and moving memory costs time. Requires an NVIDIA
-//! GPU on which another program occupies all but the needed room.
+//! Compares equal jobs that run concurrently with the same jobs that run serially, on a GPU that
+//! has room for one job. In each period, a job needs a fraction of the GPU's memory and of its
+//! time. The time quantum varies. Overlap saves time, and moving memory costs time. Requires an
+//! NVIDIA GPU, on which another program occupies all memory except the needed amount.
 //!
-//! `cargo bench --bench mix -- [--programs DIR] [--leave 17G] [--sizes 7.2G,15.3G] [--shares 0.5,0.9] [--periods 1,10]
-//! [--quanta 5,30,1000] [--work 30] [--jobs 2] [--json FILE]`
+//! `cargo bench --bench mix -- [--programs DIR] [--leave 17G] [--sizes 7.2G,15.3G] [--shares
+//! 0.5,0.9] [--periods 1,10] [--quanta 5,30,1000] [--work 30] [--jobs 2] [--json FILE]`
 //!
-//! `--jobs`: the number of concurrent jobs. `--work`: seconds that one job takes alone, at least
-//! three periods. `--programs`: see `exchange.rs`. On a simulated GPU the figures are meaningless.
+//! `--jobs` is the number of concurrent jobs. `--work` is the time that one job takes alone, in
+//! seconds, and at least three periods. `exchange.rs` describes `--programs`. On a simulated GPU
+//! the figures are meaningless.
 
 use std::{
     process::{Child, Command, Stdio},
@@ -17,13 +18,14 @@ use std::{
 use bench_support::results::{Figure, Results};
 use bench_support::stage::{Stage, bytes, kill, option};
 
-/// A job: its memory, the GPU's share of each period, and the number of periods.
+/// A job: its memory, the fraction of each period for which it uses the GPU, and the number of
+/// periods.
 struct Job {
     memory: String,
     share: f64,
     period: f64,
     periods: u64,
-    /// Passes over its memory in each period.
+    /// Number of passes over the job's memory in each period.
     passes: u64,
 }
 
@@ -77,7 +79,7 @@ fn main() {
     results.write();
 }
 
-/// The name of the figure that this case measures, if any.
+/// Returns the name of the figure that this case measures, if any.
 fn figure(jobs: usize, memory: &str, share: f64, period: f64, quantum: f64) -> Option<&'static str> {
     match (jobs, memory, share, period, quantum) {
         (2, "15.3G", 0.5, 10.0, 30.0) => Some("big-0.5-period10-tq30-over-serial"),
@@ -91,7 +93,7 @@ fn figure(jobs: usize, memory: &str, share: f64, period: f64, quantum: f64) -> O
 }
 
 impl Job {
-    /// Calibrates a job, so that it does the same work in every run.
+    /// Creates and calibrates a job, so that the job does the same work in every run.
     fn new(stage: &Stage, memory: String, share: f64, period: f64, work: f64) -> Option<Self> {
         let milliseconds = (share * period * 1e3).to_string();
         let report =
@@ -120,7 +122,8 @@ impl Job {
     }
 }
 
-/// Seconds until all of these concurrent programs have ended. Each checks its results.
+/// Returns the seconds until all of these concurrent programs have ended. Each program checks its
+/// results.
 fn seconds(commands: Vec<Command>) -> f64 {
     let begin = Instant::now();
     let children: Vec<Child> =

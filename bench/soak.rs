@@ -1,15 +1,20 @@
-//! Checks for leaks in the scheduler and in a client, over 100,000 hand-overs. The clients need more memory than the GPU has, so
-//! memory moves at each hand-over, while other clients connect and disconnect. At intervals the clients pause, and resident memory,
-//! address space, mappings and open descriptors of the scheduler and of one client are recorded. The figure is the slope of resident
-//! memory, in KiB per 1,000 hand-overs: the larger of the scheduler's and the client's.
+//! Checks for leaks in the scheduler and in a client, over 100,000 hand-overs. The clients need
+//! more memory than the GPU has, so memory moves at each hand-over. Other clients connect and
+//! disconnect. At intervals the clients pause. The benchmark then records resident memory, address
+//! space, mappings and open descriptors of the scheduler and of one client. The figure is the slope
+//! of resident memory, in KiB per 1,000 hand-overs, of either the scheduler or the client,
+//! whichever is larger.
 //!
-//! `cargo bench --bench soak [-- --handovers 100000] [--library 20000] [--samples 100] [--programs DIR] [--json FILE]`
+//! `cargo bench --bench soak [-- --handovers 100000] [--library 20000] [--samples 100] [--programs
+//! DIR] [--json FILE]`
 //!
-//! The run has two parts. The first `--library` hand-overs are between programs under libnvshare.so on the simulated GPU and take 5
-//! to 10 ms each. These programs are this benchmark itself, run with `--client`; they make driver calls and allocate nothing, so that
-//! any growth is nvshare's. The other hand-overs are between clients that speak the protocol and have no memory behind it; they take
-//! less than 1 ms each and test the scheduler alone. `--programs` is the directory of release builds of nvshare-scheduler,
-//! libnvshare.so and the simulated libcuda.so (default: the directory of this benchmark).
+//! The run has two parts. The first `--library` hand-overs are between programs under libnvshare.so
+//! on the simulated GPU and take 5 to 10 ms each. These programs are this benchmark itself, run
+//! with `--client`. They make driver calls and allocate nothing, so any growth is nvshare's. The
+//! other hand-overs are between clients that speak the protocol but have no GPU memory. These
+//! hand-overs take less than 1 ms each and test the scheduler alone. `--programs` is the directory
+//! of release builds of nvshare-scheduler, libnvshare.so and the simulated libcuda.so (default: the
+//! directory of this benchmark).
 
 use std::{
     ffi::{c_char, c_void},
@@ -27,23 +32,25 @@ use bench_support::stage::{Stage, metric, option};
 use nvshare_wire::{ClientMessage, SchedulerMessage, client::ReleaseReason};
 use test_support::daemon::{self, Client, GIB, PATIENCE};
 
-/// Memory of the simulated GPU, of each program, and of each context, in MiB: two programs need more than the GPU has.
+/// Memory of the simulated GPU, of each program, and of each context, in MiB. Two programs need
+/// more memory than the GPU has.
 const TOTAL: usize = 10;
 const PROGRAM: usize = 4;
 const CONTEXT: usize = 1;
-/// Memory of a protocol client; its GPU has 16 GiB.
+/// Memory of a protocol client in bytes. The clients' GPU has 16 GiB.
 const MEMORY: u64 = 9 * GIB;
-/// The pause between two rounds of a program: long enough for the library to release the lock, which it does after 1 ms to 2 ms
-/// without work while another program waits.
+/// The pause between two rounds of a program. It is long enough for the library to release the
+/// lock. The library does so after 1 ms to 2 ms without work while another program waits.
 const PAUSE: Duration = Duration::from_millis(2);
-/// Rounds of a short-lived program. Each interval has one.
+/// Number of rounds of a short-lived program. Each interval has one such program.
 const VISIT: usize = 10;
-/// Short-lived protocol clients in each interval.
+/// Number of short-lived protocol clients in each interval.
 const VISITORS: usize = 5;
-/// Delay before each observation, for deferred work of the scheduler and the clients.
+/// Delay before each observation, during which the scheduler and the clients complete deferred
+/// work.
 const SETTLE: Duration = Duration::from_millis(300);
-/// The part of the observations that the fit excludes: the scheduler's heap grows by some 300 KiB
-/// before it settles.
+/// The fraction of the observations that the fit excludes. The scheduler's heap grows by about 300
+/// KiB before it stays constant.
 const WARM_UP: f64 = 0.5;
 
 fn main() {
@@ -84,7 +91,7 @@ fn main() {
         visitor.end();
         visitors += 1;
         programs.iter_mut().for_each(Program::finish);
-        // Observes while all memory of the observed program is on the GPU.
+        // The observation happens while all memory of the observed program is on the GPU.
         programs[0].begin(1);
         programs[0].finish();
         let seen = log.observe(by_library.len());
@@ -152,7 +159,7 @@ fn main() {
     results.write();
 }
 
-/// The samples after a number of hand-overs.
+/// The samples that were taken after a number of hand-overs.
 #[derive(Debug, Clone, Copy)]
 struct Observation {
     hand_overs: f64,
@@ -191,14 +198,14 @@ impl Log {
         self.counter("nvshare_gpu_hand_overs_total")
     }
 
-    /// A counter of the scheduler's metrics, summed over GPUs.
+    /// Returns a counter of the scheduler's metrics, summed over GPUs.
     fn counter(&self, name: &str) -> f64 {
         metric(&self.metrics, name)
     }
 }
 
-/// The Theil–Sen estimator, which is robust against outliers: the median of the slopes between all
-/// pairs of points.
+/// Returns the slope by the Theil–Sen estimator, which is robust against outliers. The estimate is
+/// the median of the slopes between all pairs of points.
 fn slope(observations: &[Observation], of: impl Fn(&Observation) -> u64) -> f64 {
     let warm = &observations[(observations.len() as f64 * WARM_UP) as usize..];
     let points: Vec<(f64, f64)> = warm.iter().map(|o| (o.hand_overs / 1e3, of(o) as f64)).collect();
@@ -238,7 +245,7 @@ impl fmt::Display for Sample {
     }
 }
 
-/// A process that is killed when this is dropped.
+/// A process that is killed when this value is dropped.
 struct Running(Child);
 
 impl Drop for Running {
@@ -291,7 +298,7 @@ impl Drop for Program {
     }
 }
 
-/// A protocol client without a GPU: it reports memory, and obeys the scheduler immediately.
+/// A protocol client without GPU memory. It reports memory, and obeys the scheduler immediately.
 struct ProtocolClient {
     connection: Client,
     mapped: u64,
@@ -351,7 +358,7 @@ fn until_granted(clients: &mut [ProtocolClient]) {
     hear_until(clients, |clients| clients.iter().any(|client| client.granted));
 }
 
-/// Receives and obeys messages of all clients until `enough`.
+/// Receives and obeys messages of all clients until `enough` returns true.
 fn hear_until(clients: &mut [ProtocolClient], enough: impl Fn(&[ProtocolClient]) -> bool) {
     while !enough(clients) {
         let of = |client: &ProtocolClient| libc::pollfd {
@@ -370,11 +377,11 @@ fn hear_until(clients: &mut [ProtocolClient], enough: impl Fn(&[ProtocolClient])
     }
 }
 
-/// The program: allocates memory and reports it. Then repeatedly reads a number of rounds from
-/// standard input, works for that many on all of its memory, and reports the end. 0 ends the
-/// program.
+/// The client program. It allocates memory and reports it. Then it repeatedly reads a number of
+/// rounds from standard input, runs that number of rounds on all of its memory, and reports the
+/// end. The number 0 ends the program.
 fn client() {
-    // SAFETY: the calls have the types of the CUDA headers, and all pointers are to live values of
+    // SAFETY: the calls have the types of the CUDA headers. All pointers refer to live values of
     // the right size.
     unsafe {
         let driver = libloading::Library::new("libcuda.so.1").expect("a driver");

@@ -2,13 +2,17 @@
 //! run. The GPU is simulated without artificial delays, so only the disk and the library are
 //! measured.
 //!
-//! `cargo bench --bench swap-file -- [--directory DIR] [--mem 2G] [--rounds 5] [--programs DIR] [--json FILE]`
+//! `cargo bench --bench swap-file -- [--directory DIR] [--mem 2G] [--rounds 5] [--programs DIR]
+//! [--json FILE]`
 //!
-//! One program with `--mem` of memory is evicted by another program, completely into its swap file, since no host memory is allowed. When
-//! the other program has ended, the memory is restored, and the program checks it. Alternating with that, `fio` reads a file of the same size,
-//! in the library's block size, with io_uring and with threads, at depths of 1 to 16; its best result is the disk's speed. `--directory`,
-//! on a disk, has these files (default: the directory of this benchmark). `--programs` is the directory of release builds of
-//! nvshare-scheduler, libnvshare.so, cuda-program and the simulated driver (default: the directory of this benchmark).
+//! One program has `--mem` of memory. Another program causes the eviction of all of this memory.
+//! The memory goes into the swap file, because no host memory is allowed. When the other program
+//! has ended, the memory is restored, and the program checks it. Between these rounds, `fio` reads
+//! a file of the same size and in the library's block size. It uses io_uring and threads, at depths
+//! of 1 to 16. The best result of `fio` is the disk's speed. `--directory` is the directory of
+//! these files and must be on a disk (default: the directory of this benchmark). `--programs` is
+//! the directory of release builds of nvshare-scheduler, libnvshare.so, cuda-program and the
+//! simulated driver (default: the directory of this benchmark).
 
 use std::{
     fs,
@@ -28,7 +32,7 @@ const BESIDE: u64 = 128 << 20;
 /// The library's block size, from `preload/src/memory/file/worker.rs`.
 const BLOCK: &str = "8M";
 const DEPTHS: [u32; 5] = [1, 2, 4, 8, 16];
-/// io_uring, and threads.
+/// The engines of fio: io_uring and threads.
 const ENGINES: [&str; 2] = ["io_uring", "psync"];
 
 fn main() {
@@ -40,7 +44,8 @@ fn main() {
         directory => directory.into(),
     };
     fs::create_dir_all(&directory).expect("the directory");
-    // Keeps the simulated GPU's pages: allocating them again would take as long as reading them.
+    // The simulated GPU keeps its pages, because allocating them again would take as long as
+    // reading them.
     stage.simulate(memory + BESIDE, &[("CUDA_SIM_KEEP_MEMORY", "1".into())]);
 
     let mut best: Option<(f64, &str, u32)> = None;
@@ -86,17 +91,17 @@ fn main() {
     results.write();
 }
 
-/// The read rate of fio, in GiB/s; `None` if fio fails.
+/// Returns the read rate of fio in GiB/s, or `None` if fio fails.
 fn read_by_fio(directory: &Path, engine: &str, depth: u32, bytes: u64) -> Option<f64> {
     let mut command = Command::new("fio");
-    // Buffers of huge pages, like the library's. Other buffers are read in more and smaller
-    // requests.
+    // fio uses buffers of huge pages, like the library. The kernel reads other buffers with more
+    // and smaller requests.
     command.env("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
     command.args(["--name=swap", "--rw=read", "--direct=1", "--output-format=json", "--thread"]);
     command.arg(format!("--filename={}", directory.join("fio").display()));
     command.arg(format!("--bs={BLOCK}")).arg(format!("--size={bytes}")).arg(format!("--ioengine={engine}"));
     match engine {
-        // Each thread reads its own part.
+        // Each thread reads a separate part of the file.
         "psync" => {
             let part = bytes / u64::from(depth);
             command.arg(format!("--numjobs={depth}")).arg(format!("--size={part}"));
@@ -109,7 +114,7 @@ fn read_by_fio(directory: &Path, engine: &str, depth: u32, bytes: u64) -> Option
     Some(said["jobs"][0]["read"]["bw_bytes"].as_f64().filter(|speed| *speed > 0.0)? / GIB)
 }
 
-/// A program that works on request.
+/// A program that does a round of work on request.
 struct Told {
     child: Child,
     to: ChildStdin,

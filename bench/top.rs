@@ -1,7 +1,8 @@
 //! The cost of `nvsharectl top` with many clients, on a terminal of 80 columns without colours. The
-//! daemon is a process, and the clients are sockets.
+//! daemon is a real process. The clients are only sockets.
 //!
-//! `cargo bench --bench top [-- --json FILE]`; with a file, the figures are put into it (see `bench_support::results`).
+//! `cargo bench --bench top [-- --json FILE]`: with a file, the benchmark writes the figures to it
+//! (see `bench_support::results`).
 
 #[allow(dead_code, reason = "nothing is handed over here")]
 mod crowd;
@@ -27,7 +28,7 @@ fn main() {
         let daemon = crowd::daemon(|_| String::new());
         let crowd = crowd(&daemon, clients);
         for client in &crowd {
-            client.request(); // one client has the GPU, and the others have an expected time
+            client.request(); // client.request(); // one client has the GPU, and each other client has an expected time
         }
         let (shown, scheduler) = shown(&daemon);
         println!("{clients:>10}  {shown:>16.3}  {scheduler:>16.3}");
@@ -43,8 +44,8 @@ fn main() {
     results.write();
 }
 
-/// The processor time of `nvsharectl top` at its default interval after its start, and of the
-/// scheduling loop during that time, in percent of a core.
+/// Returns the processor time of `nvsharectl top` at its default interval after its start, and of
+/// the scheduling loop during the same period. Both are in percent of a core.
 fn shown(daemon: &Daemon) -> (f64, f64) {
     let (master, terminal) = terminal();
     let other = |file: &OwnedFd| file.try_clone().expect("a descriptor");
@@ -73,11 +74,11 @@ fn time_of(pid: u32) -> Duration {
     times.sum()
 }
 
-/// A terminal, and its other end.
+/// Opens a pseudo-terminal. Returns the master and the terminal.
 fn terminal() -> (OwnedFd, OwnedFd) {
     let size = libc::winsize { ws_row: LINES, ws_col: COLUMNS, ws_xpixel: 0, ws_ypixel: 0 };
     let (mut master, mut terminal) = (-1, -1);
-    // SAFETY: both pointers are to live integers. The descriptors are new, so no other value owns
+    // SAFETY: both pointers refer to live integers. The descriptors are new, so no other value owns
     // them.
     unsafe {
         let nothing = (std::ptr::null_mut(), std::ptr::null_mut());

@@ -1,6 +1,6 @@
-//! Clients that all wait for one GPU, of many users if the benchmark runs as root. One thread plays
-//! the library for all of them: it acknowledges allowances and limits, and requests the lock again
-//! after each release.
+//! Clients that all wait for one GPU. If root runs the benchmark, the clients belong to many users.
+//! One thread simulates the library of all clients. It acknowledges allowances and limits, and
+//! requests the lock again after each release.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use test_support::daemon::{self, Client, Daemon, GPU, PATIENCE};
 
 /// Demand of each client, in bytes. The GPU has room for all clients.
 const DEMAND: u64 = 8 << 20;
-/// The last hand-over counts as done after this time without a message.
+/// Time without a message after which the last hand-over counts as complete.
 const QUIET: Duration = Duration::from_micros(500);
 const FIRST_USER: u32 = 60_000;
 
@@ -20,7 +20,7 @@ pub struct Waiting {
     epoll: OwnedFd,
     holder: usize,
     attached: usize,
-    /// Clients with an unsent report that acknowledges a message.
+    /// Clients whose report that acknowledges a message has not been sent yet.
     unanswered: Vec<usize>,
 }
 
@@ -32,8 +32,8 @@ struct Waiter {
 }
 
 impl Waiting {
-    /// `clients` waiting clients, alternating among `users` users, and one more client that has the
-    /// lock.
+    /// Creates `clients` waiting clients that belong to `users` users in rotation. Also creates one
+    /// more client, which has the lock.
     pub fn new(daemon: &Daemon, clients: usize, users: u32) -> Self {
         // SAFETY: the call takes no pointers. The descriptor is new, so no other value owns it.
         let epoll = unsafe { OwnedFd::from_raw_fd(libc::epoll_create1(libc::EPOLL_CLOEXEC)) };
@@ -104,14 +104,14 @@ impl Waiting {
         }
     }
 
-    /// Reads one message of each client that has one. False if no message arrived within
-    /// `patience`.
+    /// Reads one message from each client that has a message. Returns false if no message arrived
+    /// within `patience`.
     fn read(&mut self, patience: Duration) -> bool {
         const EVENTS: usize = 64;
         let mut events = [libc::epoll_event { events: 0, u64: 0 }; EVENTS];
         let patience = libc::timespec { tv_sec: patience.as_secs() as _, tv_nsec: patience.subsec_nanos().into() };
-        // SAFETY: the kernel writes at most the given number of events, for which there is room,
-        // and reads the timeout.
+        // SAFETY: the kernel writes at most `EVENTS` events, and the array has room for `EVENTS`
+        // events. The kernel only reads the timeout.
         let count = unsafe {
             let set = std::ptr::null();
             libc::epoll_pwait2(self.epoll.as_raw_fd(), events.as_mut_ptr(), EVENTS as i32, &patience, set)
@@ -154,7 +154,8 @@ fn connect(daemon: &Daemon, users: u32, number: usize) -> Client {
     let user = FIRST_USER + number as u32 % users;
     let becomes = |user: u32| {
         // The raw system call changes only this thread's user. The kernel records a connection's
-        // user when it is made. SAFETY: the call takes no pointers.
+        // user when the connection is made.
+        // SAFETY: the call takes no pointers.
         let done = unsafe { libc::syscall(libc::SYS_setresuid, -1, user, -1) };
         assert_eq!(done, 0, "only root can be several users");
     };

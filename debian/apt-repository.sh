@@ -14,19 +14,20 @@ mkdir -p "$2"
 repository=$(realpath "$2")
 url=${URL:-file:$repository}
 suite=stable
-# The same as in the packages (debian/control).
+# The component is the same as in the packages (debian/control).
 component=contrib
 
 ls "$packages"/*.deb >/dev/null 2>&1 || { echo "there are no packages in $packages: make deb" >&2; exit 1; }
 
 key=${KEY:-}
 if [ -z "$key" ]; then
-    # Only this host has the key, so the repository is as trustworthy as its directory.
+    # The private key exists only on this host, so the repository is as trustworthy as the key's
+    # directory.
     export GNUPGHOME="$repository.key"
     key=nvshare-test-repository
     mkdir -p "$GNUPGHOME"
     chmod 700 "$GNUPGHOME"
-    # Otherwise the agent would keep running and using the directory.
+    # Without this command, the agent would keep running and using the directory.
     trap 'gpgconf --kill gpg-agent 2>/dev/null || true' EXIT
     gpg --batch --list-secret-keys $key >/dev/null 2>&1 ||
         gpg --batch --quiet --passphrase '' --quick-generate-key $key ed25519 sign never
@@ -48,7 +49,8 @@ for architecture in $architectures; do
     gzip -9nk "$index/Packages"
     xz -9k "$index/Packages"
 done
-# Files are also available by hash, so that an update during an upload gets all old or all new files.
+# Files are also available by hash. An apt update during an upload therefore gets either only old
+# files or only new files.
 apt-ftparchive release \
     -o APT::FTPArchive::DoByHash=true \
     -o APT::FTPArchive::Release::Acquire-By-Hash=yes \

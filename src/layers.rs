@@ -1,5 +1,5 @@
-//! Tests that modules form layers: each module uses only modules below it. So imports have no cycles, and each module can
-//! be read without the modules above it.
+//! Tests that modules form layers: each module uses only modules of lower layers. Imports therefore
+//! form no cycles, and each module can be read without the modules that use it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -28,8 +28,9 @@ const DAEMON: [&str; 16] = [
     "run",
 ];
 
-/// Modules of the scheduler, from the lowest to the highest: components that do not depend on each other's decisions,
-/// then the state machine, then decisions that need several components.
+/// Modules of the scheduler, from the lowest to the highest. First are components that do not
+/// depend on each other's decisions. The state machine follows, and then the decisions that need
+/// several components.
 const SCHEDULER: [&str; 19] = [
     "encoding",
     "api",
@@ -60,13 +61,13 @@ fn files(folder: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// A source without its comments and unit tests.
+/// Returns a source without its comments and unit tests.
 fn code(source: &str) -> String {
     let source = source.split("#[cfg(test)]").next().unwrap_or_default();
     source.lines().map(|line| line.split("//").next().unwrap_or_default()).collect::<Vec<_>>().join("\n")
 }
 
-/// The names directly after each `prefix`, including names in braces.
+/// Returns the names directly after each `prefix`, including names in braces.
 fn used(code: &str, prefix: &str) -> Vec<String> {
     let name = |text: &str| -> String { text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect() };
     let mut used = Vec::new();
@@ -94,7 +95,8 @@ fn used(code: &str, prefix: &str) -> Vec<String> {
     used
 }
 
-/// Uses of layers above a file's own layer. `prefix` is the path of the module that contains the layers, with `::`.
+/// Returns the uses of layers above a file's own layer. `prefix` is the path of the module that
+/// contains the layers, with `::`.
 fn upward(folder: &Path, prefix: &str, layers: &[&str]) -> Vec<String> {
     let mut wrong = Vec::new();
     let mut checked = 0;
@@ -108,7 +110,7 @@ fn upward(folder: &Path, prefix: &str, layers: &[&str]) -> Vec<String> {
         let rank = |name: &str| layers.iter().position(|layer| *layer == name);
         let own = rank(layer).unwrap_or_else(|| panic!("{layer} is no layer: add it to the list"));
         let code = code(&fs::read_to_string(&file).expect("a source"));
-        // Uses of other layers have the full path, so that this test finds them.
+        // Other layers must be named by their full path, so that this test finds every use.
         let is_root = path.components().count() == 1 || path == Path::new(layer).join("mod.rs");
         if code.contains("super::super::") || (is_root && code.contains("super::")) {
             wrong.push(format!("{} names another module by super::", path.display()));

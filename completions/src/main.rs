@@ -1,6 +1,6 @@
-//! Writes the completions of `nvsharectl`'s command line for bash, zsh and fish, from its
-//! definition in `src/ctl/arguments.rs`. This is a separate program, so that nvsharectl does not
-//! contain the generator.
+//! Writes the completions of `nvsharectl`'s command line for bash, zsh and fish.
+//! `src/ctl/arguments.rs` defines the command line. The generator is a separate program, so that
+//! nvsharectl does not contain it.
 //!
 //! ```text
 //! nvshare-completions DIRECTORY
@@ -39,7 +39,8 @@ fn write(directory: &Path) -> std::io::Result<()> {
     bash.write_all(BASH.as_bytes())
 }
 
-/// Completions beyond clap: units of this host, and commands with their own completion.
+/// Completions that clap does not generate: units of this host, and commands with their own
+/// completion.
 const BASH: &str = r#"
 _nvsharectl_of_this_host() {
     local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} at scope=--system

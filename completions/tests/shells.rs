@@ -1,4 +1,5 @@
-//! Each shell accepts its completions, and they offer `nvsharectl`'s commands. Missing shells are skipped.
+//! Tests that each shell accepts its completions, and that the completions offer `nvsharectl`'s
+//! commands. Shells that are not installed are skipped.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -6,7 +7,7 @@ use std::process::{Command, Output};
 use clap::CommandFactory;
 use nvshare::ctl::arguments::Arguments;
 
-/// A directory with the written completions.
+/// Creates a directory with the written completions.
 fn written() -> tempfile::TempDir {
     let directory = tempfile::tempdir().expect("a directory");
     let status = Command::new(env!("CARGO_BIN_EXE_nvshare-completions")).arg(directory.path()).status();
@@ -14,7 +15,7 @@ fn written() -> tempfile::TempDir {
     directory
 }
 
-/// The output of a shell with these arguments; `None` if the shell is not installed.
+/// Returns the output of a shell with these arguments, or `None` if the shell is not installed.
 fn ask(shell: &str, arguments: &[&str], directory: &Path) -> Option<String> {
     let run = Command::new(shell).args(arguments).current_dir(directory).env("HOME", directory).output();
     let Ok(Output { status, stdout, stderr }) = run else {
@@ -36,7 +37,7 @@ fn subcommands() -> Vec<String> {
 fn bash_offers_subcommands_options_and_values() {
     let directory = written();
     let complete = |line: &str| {
-        // The arguments that bash passes: the program, the word to complete, and the word before it.
+        // bash passes these arguments: the program, the word to complete, and the word before it.
         let script = "source ./nvsharectl.bash && COMP_WORDS=(\"$@\") COMP_CWORD=$(($# - 1)) && \
                       _nvsharectl \"$1\" \"${@: -1}\" \"${@: -2:1}\" && printf '%s\\n' \"${COMPREPLY[@]}\"";
         let words: Vec<&str> = ["--norc", "-c", script, "bash"].into_iter().chain(line.split(' ')).collect();

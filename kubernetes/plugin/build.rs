@@ -1,12 +1,12 @@
-//! Generates Rust from the protocols' descriptions, without `protoc`. Keeps the compiled descriptions of kubelet's protocols for tests
-//! that compare them with the published ones.
+//! Generates Rust from the protocols' descriptions, without `protoc`. Also keeps the compiled
+//! descriptions of kubelet's protocols, which tests compare with the published protocols.
 
 use std::error::Error;
 use std::path::PathBuf;
 
 use prost::Message;
 
-/// kubelet's protocols: for device plugins, and for DRA drivers.
+/// kubelet's protocols for device plugins and for DRA drivers.
 const KUBELET: [&str; 4] = ["deviceplugin", "dra", "dra-health", "registration"];
 /// The plugin's own service, used by its probe.
 const STATUS: &str = "status";

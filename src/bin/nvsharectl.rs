@@ -110,7 +110,7 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
 #[cfg(feature = "cdi")]
 fn containers(command: Cdi, target: &Target) -> Result<(), CtlError> {
     match command {
-        // Remarks go to standard error, since standard output may receive the file.
+        // Remarks are printed to standard error, because standard output may receive the file.
         Cdi::Generate(asked) => cdi::generate(target, &asked, |text| eprintln!("{text}")),
         Cdi::Install(asked) => cdi::install(&asked, |text| eprintln!("nvsharectl: {text}")),
         Cdi::MergePreload => cdi::on_create_container(std::io::stdin()),

@@ -1,8 +1,10 @@
-//! The D-Bus interface `org.nvshare.Scheduler1` as types: names, dictionaries and the proxy. The daemon serves them
-//! and `nvsharectl` reads them; `dbus/org.nvshare.Scheduler1.xml` documents them.
+//! The D-Bus interface `org.nvshare.Scheduler1` as types: names, dictionaries and the proxy. The
+//! daemon serves the interface, and `nvsharectl` calls it. `dbus/org.nvshare.Scheduler1.xml`
+//! documents it.
 //!
-//! A key added after version 0.1.0 must be an `Option`: an older scheduler, which keeps running after an upgrade until it is
-//! restarted, does not send the key, and `nvsharectl` rejects a dictionary without a key of another type.
+//! A key added after version 0.1.0 must be an `Option`. After an upgrade, an older scheduler keeps
+//! running until it is restarted, and does not send the new key. `nvsharectl` rejects a dictionary
+//! that lacks a key of any other type.
 
 use nvshare_wire::client::{EngineReason, GpuKind};
 use std::collections::HashMap;
@@ -16,11 +18,12 @@ pub mod status;
 pub const NAME: &str = "org.nvshare.Scheduler1";
 pub const PATH: &str = "/org/nvshare/Scheduler1";
 
-/// Represents a lock or a place in its queue. Closing it releases the lock or leaves the queue.
+/// Represents a lock or a place in the lock's queue. Closing the descriptor releases the lock or
+/// leaves the queue.
 pub use zbus::OwnedFd as LockFd;
 
-/// Represents a room of GPU memory, which is kept free until this is closed or the room's time is over. Any write renews the
-/// room.
+/// Represents a room of GPU memory. The room ends when the descriptor is closed or the room's time
+/// is over. Writing any data renews the room.
 pub use zbus::OwnedFd as RoomFd;
 
 /// An in-memory file with a debug bundle or a timeline.
@@ -48,7 +51,7 @@ pub struct Gpu {
     pub gone: bool,
     pub drained: bool,
     pub contexts: Option<u64>,
-    /// Seconds until a turn ends, by client.
+    /// Seconds until the turn of each client ends, by client id.
     pub turn_ends: Option<HashMap<u64, f64>>,
     pub expected_starts: Option<HashMap<u64, f64>>,
     pub swapped_in_bytes: Option<u64>,
@@ -58,7 +61,8 @@ pub struct Gpu {
     pub rooms: Option<Vec<Room>>,
 }
 
-/// Memory of a GPU that is kept free for programs that do not use nvshare. An older scheduler has no rooms.
+/// Memory of a GPU that is kept free for programs that do not use nvshare. Older schedulers do not
+/// support rooms.
 #[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
 #[zbus(signature = "a{sv}", rename_all = "kebab-case")]
 pub struct Room {
@@ -71,8 +75,8 @@ pub struct Room {
     pub ends_in: f64,
 }
 
-/// Time for which a group of clients was stalled on a GPU: in percent of the last 10, 60 and 300 seconds, and in seconds since
-/// the scheduler first saw the group.
+/// Time for which a group of clients was stalled on a GPU. The averages are percentages of the last
+/// 10, 60 and 300 seconds. The totals are seconds since the scheduler first saw the group.
 #[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
 #[zbus(signature = "a{sv}", rename_all = "kebab-case")]
 pub struct Pressure {
@@ -88,8 +92,9 @@ pub struct Pressure {
     pub full_total: f64,
 }
 
-/// GPU usage. The query's grouping decides which optional fields are present: the hour or day, given by its beginning and its
-/// length in seconds, the GPU, the tenant, the unit and the container. The figures are summed over the other columns.
+/// GPU usage. The query's grouping decides which optional fields are present: the GPU, the tenant,
+/// the unit, the container, and the hour or day. An hour or day is given by its beginning and its
+/// length in seconds. The figures are sums over the columns that the query does not group by.
 #[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
 #[zbus(signature = "a{sv}", rename_all = "kebab-case")]
 pub struct Usage {
@@ -136,7 +141,7 @@ pub struct Client {
     pub environment_ignored: Vec<String>,
     pub gang: Vec<u64>,
     pub placed: Vec<String>,
-    /// Seconds since 1970.
+    /// Time of the connection, in seconds since 1970.
     pub connected_since: f64,
     pub stopped: bool,
     pub sleep: String,
@@ -149,7 +154,7 @@ pub struct Client {
     pub gpus: Vec<GpuUse>,
 }
 
-/// A pod of Kubernetes, from the agent.
+/// A pod of Kubernetes, as the agent reports it.
 #[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
 #[zbus(signature = "a{sv}", rename_all = "kebab-case")]
 pub struct Pod {
@@ -158,20 +163,21 @@ pub struct Pod {
     pub name: String,
     /// The name of each container, by its id.
     pub containers: HashMap<String, String>,
-    /// Keys of the rule that applies to this pod unless another rule does; may be empty.
+    /// Keys of the rule that applies to this pod if no other rule does. May be empty.
     pub rule: HashMap<String, OwnedVariant>,
-    /// The keys of `rule` that come from the agent's configuration rather than from the pod. `None`: sent by an older agent.
+    /// The keys of `rule` that come from the agent's configuration rather than from the pod. `None`
+    /// if an older agent sent the pod.
     pub defaults: Option<Vec<String>>,
 }
 
-/// A ResourceClaim of Kubernetes that is prepared on this node, from the device plugin.
+/// A ResourceClaim of Kubernetes that is prepared on this node, as the device plugin reports it.
 #[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
 #[zbus(signature = "a{sv}", rename_all = "kebab-case")]
 pub struct Claim {
     pub uid: String,
     pub namespace: String,
     pub name: String,
-    /// Keys of the rule that applies to the claim's programs unless another rule does.
+    /// Keys of the rule that applies to the claim's programs if no other rule does.
     pub rule: HashMap<String, OwnedVariant>,
 }
 
@@ -187,7 +193,7 @@ pub struct GpuUse {
     pub demand: u64,
     pub resident: u64,
     pub swapped: u64,
-    /// Bytes in swap files; `None` if the client has none.
+    /// Bytes in swap files. `None` if the client has no bytes there.
     pub in_file: Option<u64>,
     pub pinned: u64,
     pub allowance: u64,
@@ -275,22 +281,23 @@ pub trait Scheduler {
     fn version(&self) -> zbus::Result<String>;
 }
 
-/// Errors without a standard D-Bus name, as `org.nvshare.Scheduler1.Error.*`. All other errors are `org.freedesktop.DBus.Error.*`.
+/// Errors of `org.nvshare.Scheduler1.Error.*`, for which D-Bus has no standard name. All other
+/// errors are `org.freedesktop.DBus.Error.*`.
 #[derive(Debug, zbus::DBusError)]
 #[zbus(prefix = "org.nvshare.Scheduler1.Error")]
 pub enum Error {
-    /// The configuration file is invalid. The previous configuration stays in effect.
+    /// The configuration file is invalid, so the previous configuration stays in effect.
     InvalidConfiguration(String),
     /// The scheduler is stopping.
     Stopping(String),
 }
 
-/// The beginning of the sentence of `Explain` that estimates when a waiting program runs.
+/// The beginning of the sentence in which `Explain` estimates when a waiting program will run.
 pub const EXPECTED: &str = "It is expected to run ";
-/// The sentence of `Explain` without an estimate.
+/// The sentence of `Explain` if the start cannot be estimated.
 pub const UNKNOWN_START: &str = "Its start cannot be estimated.";
 
-/// The name of a GPU as `nvidia-smi -L` writes it.
+/// Returns the name of a GPU as `nvidia-smi -L` prints it.
 pub fn gpu_name(kind: GpuKind, gpu: GpuId) -> String {
     match kind {
         GpuKind::Gpu => format!("GPU-{}", gpu.0),
@@ -313,7 +320,7 @@ pub fn engine_name(engine: Engine) -> &'static str {
     }
 }
 
-/// The reason for the engine of a client's memory.
+/// Describes why a client's memory has its engine.
 pub fn engine_reason(reason: EngineReason) -> &'static str {
     match reason {
         EngineReason::Best => "the default",
@@ -327,7 +334,8 @@ pub fn engine_reason(reason: EngineReason) -> &'static str {
     }
 }
 
-/// The name of a client's state on a GPU: "attaching" until the client is attached.
+/// Returns the name of a client's state on a GPU, which is "attaching" until the client is
+/// attached.
 pub fn state_name(state: LockState, attached: bool) -> &'static str {
     match state {
         LockState::Idle if !attached => "attaching",
@@ -341,7 +349,7 @@ pub fn state_name(state: LockState, attached: bool) -> &'static str {
     }
 }
 
-/// Why a client's memory cannot be evicted from a GPU.
+/// Describes why a client's memory cannot be evicted from a GPU.
 pub fn eviction_block_name(block: EvictionBlock) -> &'static str {
     match block {
         EvictionBlock::HostFull => "host memory is full",
@@ -368,7 +376,7 @@ pub fn sleep_phase_name(phase: SleepPhase) -> &'static str {
     }
 }
 
-/// The reason why a client cannot sleep.
+/// Describes why a client cannot sleep.
 pub fn sleep_obstacle_name(obstacle: SleepObstacle) -> &'static str {
     match obstacle {
         SleepObstacle::Busy => "it has unfinished work, or a thread may be in a driver call",
@@ -389,7 +397,7 @@ pub fn sleep_obstacle_name(obstacle: SleepObstacle) -> &'static str {
     }
 }
 
-/// The reason why a client is not moved to another GPU.
+/// Describes why a client is not moved to another GPU.
 pub fn move_obstacle_name(obstacle: MoveObstacle) -> &'static str {
     match obstacle {
         MoveObstacle::NotThere => "it does not use that GPU any more",
@@ -404,7 +412,7 @@ pub fn move_obstacle_name(obstacle: MoveObstacle) -> &'static str {
     }
 }
 
-/// The reason why a client was woken.
+/// Describes why a client was woken.
 pub fn wake_reason_name(reason: WakeReason) -> &'static str {
     match reason {
         WakeReason::Call => "call",
@@ -412,19 +420,19 @@ pub fn wake_reason_name(reason: WakeReason) -> &'static str {
     }
 }
 
-/// The limit of pods per node: ten times the largest number known from any node.
+/// The maximum number of pods per node. It is ten times the largest number known from any node.
 pub const MAX_PODS: usize = 5_000;
-/// The limit of claims per node. Each claim needs a socket of the scheduler.
+/// The maximum number of claims per node. Each claim needs a socket of the scheduler.
 pub const MAX_CLAIMS: usize = 5_000;
-/// Maximum length of a name in Kubernetes.
+/// Maximum length of a name in Kubernetes, in bytes.
 const MAX_POD_NAME: usize = 253;
 
-/// True if the text has the form of the UID of a pod or claim.
+/// Returns true if the text has the form of the UID of a pod or claim.
 pub fn is_pod_uid(text: &str) -> bool {
     (32..=36).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_hexdigit() || b == b'-')
 }
 
-/// True if the text is a valid name in Kubernetes.
+/// Returns true if the text is a valid name in Kubernetes.
 pub fn is_pod_name(text: &str) -> bool {
     let is_of_a_name = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
     !text.is_empty() && text.len() <= MAX_POD_NAME && text.bytes().all(is_of_a_name)

@@ -5,10 +5,10 @@ use std::collections::HashMap;
 use toml::{Table, Value};
 use zbus::{OwnedVariant, Variant};
 
-/// The rule in a dictionary.
+/// Converts a dictionary to a rule.
 ///
 /// # Errors
-/// A sentence: a value has a type that no key of a rule has.
+/// Returns a sentence if a value has a type that no key of a rule has.
 pub fn table(rule: &HashMap<String, OwnedVariant>) -> Result<Table, String> {
     rule.iter().map(|(key, value)| Ok((key.clone(), plain(key, value)?))).collect()
 }
@@ -30,7 +30,7 @@ fn plain(key: &str, value: &Variant<'_>) -> Result<Value, String> {
     }
 }
 
-/// The dictionary of a rule, with its origin.
+/// Converts a rule and its origin to a dictionary.
 pub fn present(keys: Table, origin: String) -> HashMap<String, OwnedVariant> {
     let value = |value| match value {
         Value::Integer(number) => Some(Variant::I64(number)),

@@ -1,4 +1,5 @@
-//! The status of the scheduler as one value, and as JSON: for `nvsharectl status --json` and debug bundles.
+//! The status of the scheduler as one value, and its conversion to JSON for `nvsharectl status
+//! --json` and debug bundles.
 
 use serde_json::{Value, json};
 

@@ -1,4 +1,4 @@
-//! The driver's calls about other processes, as the header of CUDA 13.0 declares them.
+//! The driver's calls that act on other processes, as the header of CUDA 13.0 declares them.
 
 use libloading::Library;
 use nvshare_checkpoint::Uuid;
@@ -54,14 +54,17 @@ pub struct Driver {
 }
 
 impl Driver {
+    /// Loads and initializes the driver.
+    ///
     /// # Errors
-    /// The driver's error, or 0 if the driver is missing or lacks these calls.
+    /// Returns the driver's error, or 0 if the driver is missing or lacks these calls.
     pub fn load() -> Result<Self, Code> {
-        // SAFETY: any program may load the driver's library.
+        // SAFETY: the initializers of the driver's library have no preconditions, so any program
+        // may load it.
         let library = unsafe { Library::new("libcuda.so.1") }.map_err(|_| SUCCESS)?;
-        // Never unloaded, so its functions stay valid.
+        // The library is never unloaded, so its functions stay valid.
         let library: &'static Library = Box::leak(Box::new(library));
-        // SAFETY: the type is the declaration in CUDA's header.
+        // SAFETY: the type is the declaration of `cuInit` in CUDA's header.
         let init = unsafe { library.get::<unsafe extern "C" fn(u32) -> Code>(b"cuInit\0") }.map_err(|_| SUCCESS)?;
         // SAFETY: each type is the declaration of that name in CUDA's header.
         let driver = unsafe {
@@ -80,7 +83,7 @@ impl Driver {
 
     pub fn state(&self, pid: i32) -> Result<ProcessState, Code> {
         let mut state = u32::MAX;
-        // SAFETY: `state` is a valid place for the result.
+        // SAFETY: `state` is valid for writing the result.
         check(unsafe { (self.state)(pid, &raw mut state) })?;
         match state {
             0 => Ok(ProcessState::Running),
@@ -97,7 +100,7 @@ impl Driver {
     }
 
     pub fn checkpoint(&self, pid: i32) -> Result<(), Code> {
-        // SAFETY: the arguments are optional.
+        // SAFETY: the driver accepts null for the optional arguments.
         check(unsafe { (self.checkpoint)(pid, ptr::null()) })
     }
 
@@ -111,7 +114,7 @@ impl Driver {
     }
 
     pub fn unlock(&self, pid: i32) -> Result<(), Code> {
-        // SAFETY: the arguments are optional.
+        // SAFETY: the driver accepts null for the optional arguments.
         check(unsafe { (self.unlock)(pid, ptr::null()) })
     }
 }

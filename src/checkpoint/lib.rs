@@ -1,18 +1,19 @@
-//! Requests to `nvshare-checkpoint` and its answers: one packet each, over the `SOCK_SEQPACKET`
-//! socket that is its standard input. A request comes with a pidfd of the process. Numbers are
-//! little-endian. Another request may follow an answer.
+//! Requests to `nvshare-checkpoint` and its answers. Each is one packet over the `SOCK_SEQPACKET`
+//! socket that is the program's standard input. A request carries a pidfd of the process. Numbers
+//! are little-endian. After an answer, the caller may send another request.
 //!
-//! The caller may wait as long as it likes. Closing the socket cancels a request as far as
-//! possible: the process is never left locked. It runs, or it sleeps if its checkpoint had
-//! already begun.
+//! The caller may wait for any length of time. Closing the socket cancels a request if its
+//! checkpoint has not begun. The process is never left locked: either it runs, or it sleeps because
+//! its checkpoint had already begun.
 
 use std::time::Duration;
 
-/// The version of these packets. Both sides are installed together.
+/// The version of these packets. Both sides are installed together, so only one version is
+/// supported.
 const VERSION: u8 = 1;
 /// `CUuuid`
 pub type Uuid = [u8; 16];
-/// How long the helper waits for a request before it exits.
+/// Time that the helper waits for a request before it exits.
 pub const IDLE: Duration = Duration::from_secs(10);
 /// Maximum number of GPU pairs in a request.
 pub const MAX_PAIRS: usize = 64;
@@ -22,26 +23,27 @@ const HEADER: usize = 12;
 /// The length of an answer in bytes.
 pub const ANSWER: usize = 8;
 
-/// An operation on a process. Each may be requested again after any outcome.
+/// An operation on a process. Every operation may be repeated after any outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
-    /// Lock the process and checkpoint it.
+    /// Locks the process and checkpoints it.
     Sleep,
-    /// Restore the process and unlock it.
+    /// Restores the process and unlocks it.
     Wake,
-    /// Unlock the process if it is locked, for example by a helper that was killed.
+    /// Unlocks the process if it is locked, for example by a helper that was killed.
     Settle,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
     pub operation: Operation,
-    /// The uid that a process must have in order to be put to sleep.
+    /// The uid that a process must have to be put to sleep.
     pub uid: u32,
-    /// How long to wait for calls and work of the process to end, in milliseconds. Must not be 0,
-    /// which the driver treats as no timeout.
+    /// Maximum time to wait until the calls and the work of the process end, in milliseconds. Must
+    /// not be 0, which the driver interprets as no timeout.
     pub lock_timeout_ms: u32,
-    /// The old and the new GPU, for each GPU that the process sees; empty to restore in place.
+    /// The old and the new GPU for each GPU that the process sees. An empty list restores the
+    /// process on its old GPUs.
     pub pairs: Vec<(Uuid, Uuid)>,
 }
 
@@ -54,7 +56,7 @@ impl Request {
         packet
     }
 
-    /// Decodes a request. `None` if the packet is not a request of this version.
+    /// Decodes a request. Returns `None` if the packet is not a request of this version.
     pub fn decode(packet: &[u8]) -> Option<Self> {
         let (header, pairs) = packet.split_at_checked(HEADER)?;
         let word = |at: usize| Some(u32::from_le_bytes(header.get(at..at + 4)?.try_into().ok()?));
@@ -85,11 +87,11 @@ impl Request {
 pub enum Outcome {
     Runs,
     Asleep,
-    /// The restore has failed permanently: the process never runs again.
+    /// The restore has failed permanently, and the process never runs again.
     Lost,
-    /// The process has ended, or the pidfd is not of the intended process.
+    /// The process has ended, or the pidfd does not refer to a process that the helper can see.
     Gone,
-    /// The state could not be read or changed.
+    /// The state of the process cannot be read or changed.
     Unknown,
 }
 
@@ -104,7 +106,7 @@ pub enum Step {
     Checkpoint,
     Restore,
     Unlock,
-    /// The process belongs to another user, and is not checkpointed.
+    /// The process belongs to another user, so it is not checkpointed.
     User,
 }
 
@@ -112,8 +114,8 @@ pub enum Step {
 pub struct Reply {
     pub outcome: Outcome,
     pub failed: Step,
-    /// The driver's error in that step; 0 if there was none, or if the step is not a call of the
-    /// driver.
+    /// The driver's error in the failed step. 0 means that there was no error, or that the step is
+    /// not a call of the driver.
     pub error: u32,
 }
 
@@ -124,7 +126,7 @@ impl Reply {
         packet
     }
 
-    /// Decodes an answer. `None` if the packet is not an answer of this version.
+    /// Decodes an answer. Returns `None` if the packet is not an answer of this version.
     pub fn decode(packet: &[u8]) -> Option<Self> {
         let packet: &[u8; ANSWER] = packet.try_into().ok()?;
         let [VERSION, outcome, failed, _, error @ ..] = *packet else { return None };

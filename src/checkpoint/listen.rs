@@ -1,5 +1,5 @@
-//! Starts this program for each connection on hosts without systemd, for example in a pod.
-//! Elsewhere `nvshare-checkpoint.socket` does this.
+//! Starts this program for each connection on hosts without systemd, for example in a pod. On hosts
+//! with systemd, `nvshare-checkpoint.socket` does this.
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -20,18 +20,19 @@ use std::{
     time::Duration,
 };
 
-/// The same value as `MaxConnections=` of the socket unit, which explains it.
+/// Maximum number of helpers at a time. It equals `MaxConnections=` of the socket unit, which
+/// explains the value.
 const MAX_CONNECTIONS: usize = 64;
-/// The same as `RuntimeMaxSec=` of the service, in seconds.
+/// Maximum run time of a helper in seconds. It equals `RuntimeMaxSec=` of the service.
 const MAX_RUNTIME_S: i64 = 155;
-/// Delay before the next `accept` when descriptors or memory have run out.
+/// Delay before the next `accept` after descriptors or memory have run out.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Serves a socket that the process's user and group may connect to, until the process ends.
-/// `scheduler` is the uid whose requests are carried out.
+/// Serves a socket that the user and the group of this process may connect to, until this process
+/// ends. Helpers accept requests only from the user `scheduler`.
 ///
 /// # Errors
-/// The error of creating the socket.
+/// The socket cannot be created.
 pub fn serve(path: &Path, scheduler: u32) -> io::Result<Infallible> {
     match fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
@@ -50,12 +51,12 @@ pub fn serve(path: &Path, scheduler: u32) -> io::Result<Infallible> {
             thread::sleep(PAUSE);
             continue;
         };
-        // Closes a connection beyond the maximum.
+        // Connections beyond the maximum are closed.
         if running.load(Ordering::Relaxed) < MAX_CONNECTIONS {
             let running = Running::count(&running);
             let mut command = Command::new(&program);
             command.args(["--scheduler", &scheduler.to_string()]).stdin(Stdio::from(connection)).stdout(Stdio::null());
-            // The helper uses the driver, but must not be a client.
+            // The helper uses the driver, but must not become a client of nvshare.
             command.env("NVSHARE_DISABLE", "1");
             let started = command.spawn().and_then(|child| {
                 thread::Builder::new().spawn(move || {
@@ -87,7 +88,7 @@ impl Drop for Running {
 }
 
 /// Waits until the helper has ended, and kills it after `MAX_RUNTIME_S`. The next helper then
-/// undoes an unfinished operation.
+/// undoes the unfinished operation.
 fn wait(mut child: Child) {
     let pidfd = Pid::from_raw(child.id() as i32).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
     let limit = Timespec { tv_sec: MAX_RUNTIME_S, tv_nsec: 0 };

@@ -1,9 +1,9 @@
 //! `nvshare-checkpoint`: checkpoints a process's GPU state and restores it. Standard input is a
-//! socket to the scheduler, which sends the requests; the crate's library describes the packets.
+//! socket on which the scheduler sends the requests. The crate's library describes the packets.
 //!
-//! A call of the driver takes seconds, blocks while the process is stopped, and cannot be
-//! cancelled. So a separate program makes these calls, and the scheduler closes the socket after
-//! its own timeout.
+//! A checkpoint call of the driver takes seconds, blocks while the process is stopped, and cannot
+//! be cancelled. The scheduler must not block, so a separate program makes these calls. The
+//! scheduler closes the socket after its own timeout.
 
 mod driver;
 mod listen;
@@ -51,7 +51,7 @@ fn main() -> ExitCode {
         eprintln!("nvshare-checkpoint must be started by the scheduler, with a socket as its standard input");
         return ExitCode::FAILURE;
     }
-    // Loads the driver before the first request arrives, since this takes a while.
+    // Loading the driver is slow, so this program loads it before the first request arrives.
     let driver = Driver::load();
     while let Some((request, pidfd)) = receive(socket) {
         let answer = match Process::from_pidfd(pidfd) {
@@ -66,14 +66,14 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// True if the peer of the socket is the scheduler's user or root.
+/// Returns true if the peer of the socket is the scheduler's user or root.
 fn is_scheduler(socket: BorrowedFd<'_>, scheduler: u32) -> bool {
     let is_allowed = |peer: UCred| peer.uid.is_root() || peer.uid.as_raw() == scheduler;
     rustix::net::sockopt::socket_peercred(socket).is_ok_and(is_allowed)
 }
 
-/// Receives one request with its descriptor. `None` after `IDLE` without one, or if the packet is
-/// not a request.
+/// Receives one request with its pidfd. Returns `None` if no packet arrives within `IDLE`, or if
+/// the packet is not a request.
 fn receive(socket: BorrowedFd<'_>) -> Option<(Request, OwnedFd)> {
     let mut fds = [PollFd::new(&socket, PollFlags::IN)];
     let limit = Timespec { tv_sec: IDLE.as_secs() as i64, tv_nsec: 0 };
@@ -90,7 +90,7 @@ fn receive(socket: BorrowedFd<'_>) -> Option<(Request, OwnedFd)> {
     Some((Request::decode(packet.get(..received.bytes)?)?, descriptors?.next()?))
 }
 
-/// A step that failed, and the driver's error.
+/// A failed step and the driver's error.
 struct FailedStep(Step, Code);
 
 fn perform(request: &Request, process: &Process, driver: Result<&Driver, &Code>, socket: BorrowedFd<'_>) -> Reply {
@@ -101,13 +101,13 @@ fn perform(request: &Request, process: &Process, driver: Result<&Driver, &Code>,
     let calls = Calls { driver, process };
     let done = match request.operation {
         Operation::Sleep if !process.is_of(request.uid) => Err(FailedStep(Step::User, SUCCESS)),
-        // Only sleep checks the user: a process that changed its user while asleep is still
-        // restored.
+        // Only `sleep` checks the user, because a process that changed its user while asleep must
+        // still be restored.
         Operation::Sleep => calls.sleep(request.lock_timeout_ms, || has_hung_up(socket)),
         Operation::Wake => calls.wake(request),
         Operation::Settle => {
-            // Unlocks even if the process does not look locked: the call waits for a lock in
-            // progress.
+            // `unlock` is called even if the process does not look locked, because the call waits
+            // for a lock in progress.
             let _ = calls.unlock();
             calls.settle()
         }
@@ -143,8 +143,8 @@ impl Calls<'_> {
         self.call(Step::Unlock, |pid| self.driver.unlock(pid))
     }
 
-    /// Makes the call that `next` returns for the present state, until `next` returns none. An
-    /// operation of a killed helper may still be in progress: a call then fails with
+    /// Makes the call that `next` returns for the present state, until `next` returns `None`. An
+    /// operation of a killed helper may still be in progress. A call then fails with
     /// `ILLEGAL_STATE`, and the state is read again.
     fn until_done(&self, next: impl Fn(ProcessState) -> Option<Result<(), FailedStep>>) -> Result<(), FailedStep> {
         loop {
@@ -166,14 +166,14 @@ impl Calls<'_> {
             ProcessState::Locked => Some(self.call(Step::Checkpoint, |pid| self.driver.checkpoint(pid))),
             ProcessState::Checkpointed | ProcessState::Failed => None,
         });
-        // A stopped process does not answer, so the lock may have taken much longer than its
+        // A stopped process does not answer. By now the lock may have taken much longer than its
         // timeout.
         self.settle().and(slept)
     }
 
-    /// Restores the process. Not cancelled once begun: a process that is back on a GPU must run. A
-    /// restore fails permanently without room, so the scheduler reserves the room before it sends
-    /// the request.
+    /// Restores the process. A restore is not cancelled once it has begun, because a process that
+    /// is back on a GPU must run. A restore without enough free memory fails permanently. The
+    /// scheduler therefore reserves the memory before it sends the request.
     fn wake(&self, request: &Request) -> Result<(), FailedStep> {
         self.until_done(|state| match state {
             ProcessState::Checkpointed => {

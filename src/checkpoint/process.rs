@@ -1,6 +1,6 @@
-//! The process of a request. The driver takes a pid, and accepts thread ids too, so each call first
-//! checks that the pidfd's process is alive. The kernel does not reuse a pid until the process has
-//! been reaped.
+//! The process of a request. The driver's calls take a pid, and also accept thread ids. Each call
+//! therefore first checks that the pidfd's process is alive. The kernel does not reuse a pid until
+//! the process has been reaped.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::{
@@ -15,8 +15,8 @@ pub struct Process {
 }
 
 impl Process {
-    /// The process of a pidfd. `None` if `pidfd` is not of a living process in this PID namespace,
-    /// for example if it is of a thread.
+    /// Returns the process of a pidfd. Returns `None` unless the pidfd refers to a living process
+    /// in this PID namespace. A pidfd of a thread is an example.
     pub fn from_pidfd(pidfd: OwnedFd) -> Option<Self> {
         let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
         let pid =
@@ -25,12 +25,12 @@ impl Process {
         (process.status("Tgid:")? == [i64::from(pid)] && process.is_alive()).then_some(process)
     }
 
-    /// True if all uids of the process are `uid`. False for a set-user-ID program.
+    /// Returns true if all uids of the process are `uid`. The uids of a set-user-ID program differ.
     pub fn is_of(&self, uid: u32) -> bool {
         self.status("Uid:").is_some_and(|all| !all.is_empty() && all.iter().all(|id| *id == i64::from(uid)))
     }
 
-    /// The numbers in a field of `/proc/PID/status`.
+    /// Returns the numbers in a field of `/proc/PID/status`.
     fn status(&self, name: &str) -> Option<Vec<i64>> {
         let status = fs::read_to_string(format!("/proc/{}/status", self.pid)).ok()?;
         let field = status.lines().find_map(|line| line.strip_prefix(name))?;
@@ -42,13 +42,13 @@ impl Process {
         poll(&mut fds, Some(&Timespec::default())) == Ok(0)
     }
 
-    /// The pid; `None` once the process has ended.
+    /// Returns the pid, or `None` once the process has ended.
     pub fn pid(&self) -> Option<i32> {
         self.is_alive().then_some(self.pid)
     }
 }
 
-/// True if the peer has closed the socket.
+/// Returns true if the peer has closed the socket.
 pub fn has_hung_up(socket: impl AsFd) -> bool {
     let mut fds = [PollFd::new(&socket, PollFlags::RDHUP)];
     poll(&mut fds, Some(&Timespec::default())) != Ok(0)

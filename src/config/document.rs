@@ -1,11 +1,12 @@
-//! TOML documents, and errors that name the file, the line and the column of a mistake.
+//! TOML documents, and errors that name the file, line and column of a mistake.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 use serde::de;
 
-/// A mistake in a configuration file. The text is a whole sentence that names the file and, if known, the place.
+/// A mistake in a configuration file. Its text is a whole sentence that names the file and, if
+/// known, the line and column.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ConfigError {
     Unreadable { path: PathBuf, reason: String },
@@ -26,7 +27,7 @@ impl std::error::Error for ConfigError {}
 /// Parses the text of a file.
 ///
 /// # Errors
-/// A sentence with the place of the mistake.
+/// Returns the first mistake, with its line and column.
 pub fn parse<T: de::DeserializeOwned>(text: &str, path: &Path) -> Result<T, ConfigError> {
     toml::from_str(text).map_err(|e| {
         let at = e.span().map_or(0, |span| span.start);
@@ -35,20 +36,20 @@ pub fn parse<T: de::DeserializeOwned>(text: &str, path: &Path) -> Result<T, Conf
     })
 }
 
-/// Whether a value is missing at byte `at`: the line ends after `=`.
+/// Returns true if the value at byte `at` is missing, that is, if the line ends after `=`.
 fn lacks_value(text: &str, at: usize) -> bool {
     let (before, after) = text.split_at_checked(at).unwrap_or((text, ""));
     let is_end = |rest: &str| rest.is_empty() || rest.starts_with(['\n', '\r', '#']);
     before.trim_end_matches([' ', '\t']).ends_with('=') && is_end(after.trim_start_matches([' ', '\t']))
 }
 
-/// An error about the mistake at byte `at` of a file.
+/// Builds an error about the mistake at byte `at` of a file.
 pub fn wrong(text: &str, path: &Path, at: usize, reason: String) -> ConfigError {
     let (line, column) = position(text, at);
     ConfigError::Invalid { path: path.into(), line, column, reason }
 }
 
-/// The line and the column of a byte, both counted from 1. Columns count characters.
+/// Returns the line and column of byte `at`. Both are counted from 1, and columns count characters.
 pub fn position(text: &str, at: usize) -> (usize, usize) {
     let before = text.get(..at).unwrap_or(text);
     let line = before.matches('\n').count() + 1;

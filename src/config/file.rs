@@ -19,26 +19,26 @@ use super::settings::{
 use super::swap::{SwapMax, SwapSection};
 use crate::scheduler::{AntiThrash, Placement, PolicyName, Settings};
 
-/// The whole configuration. `Default` has every default.
+/// The whole configuration. `Default` returns the default of every setting.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     pub settings: Settings,
-    /// The files set `sleep-after`. The default applies only with some drivers.
+    /// Whether the files set `sleep-after`. The default applies only with some drivers.
     pub sets_sleep_after: bool,
-    /// The most connections of one tenant; root has no limit.
+    /// The maximum number of connections of one tenant. Root has no limit.
     pub max_clients_per_tenant: u32,
     pub log_level: LogLevel,
     /// The limit of host memory that all programs together use for swapped memory.
     pub swap_max: SwapMax,
-    /// The limit of host memory that programs allocate ahead, for memory that is still on a GPU.
+    /// The limit of host memory that programs allocate in advance for memory that is still on a GPU.
     pub swap_ahead: SwapMax,
     /// The directory of swap files, for swapped memory that does not fit in host memory.
     pub swap_file: Option<PathBuf>,
-    /// The limit of all swap files together.
+    /// The limit of the total size of all swap files.
     pub swap_file_max: SwapMax,
     /// The address for metrics, in addition to sockets passed by systemd.
     pub metrics: Listen,
-    /// Whether the metrics of single programs are served, too.
+    /// Whether the metrics endpoint also serves metrics of single programs.
     pub metrics_of_programs: bool,
     /// How long usage records are kept.
     pub keep_usage: Duration,
@@ -53,14 +53,15 @@ impl Default for Config {
             sets_sleep_after: false,
             max_clients_per_tenant: 512,
             log_level: LogLevel::Info,
-            // Swapped memory is locked in RAM, so the host's own needs must stay outside the limit.
+            // Swapped memory is locked in RAM, so the limit leaves 20 % of RAM for the host itself.
             swap_max: SwapMax::Percent(80),
             swap_ahead: SwapMax::Percent(25),
             swap_file: None,
             swap_file_max: SwapMax::Percent(50),
             metrics: Listen::Nowhere,
             metrics_of_programs: false,
-            // Long enough to compare any month with the same month of the year before.
+            // Usage records cover more than a year, so any month can be compared with the same
+            // month of the year before.
             keep_usage: Duration::from_secs(400 * 24 * 3600),
             rules: Rules::default(),
         }
@@ -71,19 +72,19 @@ impl Config {
     /// Reads `explicit` or the default file, and its drop-ins.
     ///
     /// # Errors
-    /// As [`Sources::read`] and [`Sources::config`].
+    /// Fails like [`Sources::read`] and [`Sources::config`].
     pub fn load(explicit: Option<&Path>) -> Result<Self, ConfigError> {
         Sources::read(explicit)?.config()
     }
 
-    /// Reads the text of a file; `path` is for messages only.
+    /// Parses the text of a file. Error messages name `path`.
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
         Self::read([(path, text)], Unknown::Mistake)
     }
 
-    /// Parses the texts of files, the main file first. The last occurrence of a setting counts.
-    /// Rules of drop-ins are tried before the main file's rules, so that a drop-in can override
-    /// them.
+    /// Parses the texts of files, the main file first. If several files contain a setting, the last
+    /// value applies. Rules of drop-ins are tried before the main file's rules, so that a drop-in
+    /// can override them.
     fn read<'a>(files: impl IntoIterator<Item = (&'a Path, &'a str)>, unknown: Unknown) -> Result<Self, ConfigError> {
         let mut all = File::default();
         let mut rules: Vec<Vec<Rule>> = Vec::new();
@@ -141,8 +142,8 @@ struct Source {
 }
 
 impl Sources {
-    /// Reads `explicit`, or the default file, which may be missing; then the drop-ins beside it, by
-    /// name.
+    /// Reads the file `explicit`, or the default file, which may be missing. Then reads the file's
+    /// drop-ins in the order of their names.
     ///
     /// # Errors
     /// A file cannot be read.
@@ -154,7 +155,8 @@ impl Sources {
         match std::fs::read_to_string(path) {
             Ok(text) => file.push(Source { path: path.to_owned(), text }),
             Err(e) if e.kind() == io::ErrorKind::NotFound && explicit.is_none() => {
-                // `config` treats the first text as the main file.
+                // `config` treats the first text as the main file, so a missing file is stored as
+                // an empty text.
                 file.push(Source { path: path.to_owned(), text: String::new() });
             }
             Err(e) => return Err(unreadable(path, &e)),
@@ -169,18 +171,20 @@ impl Sources {
         Ok(Self { file })
     }
 
+    /// Parses the texts into a configuration.
+    ///
     /// # Errors
-    /// The first mistake in the texts.
+    /// Returns the first mistake in the texts.
     pub fn config(&self) -> Result<Config, ConfigError> {
         self.read_with(Unknown::Mistake)
     }
 
-    /// The configuration from texts that were valid earlier. Accounts in them may have been deleted
-    /// since, or the directory service may not answer yet. Such an account must not invalidate the
-    /// other rules.
+    /// Parses texts that were valid earlier. An account in them may have been deleted since, or the
+    /// directory service may not answer yet. A rule that names such an account matches no program,
+    /// and the other rules remain valid.
     ///
     /// # Errors
-    /// The first mistake in the texts.
+    /// Returns the first mistake in the texts.
     pub fn config_as_before(&self) -> Result<Config, ConfigError> {
         self.read_with(Unknown::Nobody)
     }
@@ -189,20 +193,21 @@ impl Sources {
         Config::read(self.file.iter().map(|source| (source.path.as_path(), source.text.as_str())), unknown)
     }
 
-    /// The files that exist.
+    /// Returns the paths of those files that exist.
     pub fn paths(&self) -> impl Iterator<Item = &Path> {
         self.file.iter().map(|source| source.path.as_path()).filter(|path| path.exists())
     }
 }
 
-/// The directory of a configuration file's drop-ins.
+/// Returns the directory of a configuration file's drop-ins.
 pub fn drop_ins(path: &Path) -> PathBuf {
     let mut directory = path.as_os_str().to_owned();
     directory.push(".d");
     directory.into()
 }
 
-/// The drop-ins in a directory, by name. Hidden files, and files of other kinds, are ignored.
+/// Lists the drop-ins in a directory, sorted by name. Ignores hidden files and files with other
+/// extensions.
 fn listed(directory: &Path) -> io::Result<Vec<PathBuf>> {
     let entries = match std::fs::read_dir(directory) {
         Ok(entries) => entries,
@@ -232,7 +237,7 @@ struct File {
     policy: Option<PolicyName>,
     #[serde(default, deserialize_with = "read_placement")]
     placement: Option<Placement>,
-    /// `Some(None)`: never.
+    /// `Some(None)` means `never`.
     #[serde(default, deserialize_with = "read_sleep_after")]
     sleep_after: Option<Option<Duration>>,
     #[serde(default, deserialize_with = "read_max_clients")]
@@ -252,7 +257,7 @@ struct File {
 }
 
 impl File {
-    /// The settings of this file; keys that it omits have the values of `before`.
+    /// Merges two files: a key that this file omits gets its value from `before`.
     fn over(self, before: Self) -> Self {
         Self {
             time_quantum: self.time_quantum.or(before.time_quantum),
@@ -310,7 +315,8 @@ mod tests {
     fn the_installed_file_says_the_defaults() {
         let text = include_str!("../../etc/nvshare.toml");
         assert_eq!(Config::parse(text, Path::new("etc/nvshare.toml")), Ok(Config::default()));
-        // The file's commented settings are the defaults, so uncommenting one changes nothing.
+        // The commented settings in the file are the defaults, so uncommenting a setting changes
+        // nothing.
         let uncommented: String = text
             .lines()
             .map(|line| match line.strip_prefix('#') {

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::scalar::Scalar;
 
-/// Verbosity of the log; each level includes those before it.
+/// Verbosity of the log. Each level includes all levels that precede it in this list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum LogLevel {

@@ -13,7 +13,7 @@ use super::scalar::Scalar;
 #[derive(Debug, Clone, Deserialize, Default)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct MetricsSection {
-    /// Empty text disables metrics.
+    /// An empty text disables metrics.
     #[serde(default, deserialize_with = "read_listen")]
     pub listen: Option<Listen>,
     #[serde(default)]

@@ -1,4 +1,5 @@
-//! The names of settings' values: the same in the configuration file, on the command line and on D-Bus.
+//! The names of settings' values. The configuration file, the command line and D-Bus use the same
+//! names.
 
 use crate::scheduler::{AntiThrash, PolicyName};
 
@@ -12,7 +13,7 @@ pub fn anti_thrash_name(mode: AntiThrash) -> &'static str {
 
 pub const ANTI_THRASH: [AntiThrash; 3] = [AntiThrash::Auto, AntiThrash::On, AntiThrash::Off];
 
-/// Parses a name from [`anti_thrash_name`].
+/// Parses a name that [`anti_thrash_name`] returned.
 pub fn parse_anti_thrash(text: &str) -> Result<AntiThrash, String> {
     let mode = ANTI_THRASH.into_iter().find(|mode| anti_thrash_name(*mode) == text);
     mode.ok_or_else(|| format!("anti-thrash cannot be {text:?}: \"auto\", \"on\" or \"off\" are allowed"))
@@ -27,7 +28,7 @@ pub fn policy_name(policy: PolicyName) -> &'static str {
 
 pub const POLICY_NAMES: [PolicyName; 2] = [PolicyName::Fcfs, PolicyName::Adaptive];
 
-/// Parses a name from [`policy_name`].
+/// Parses a name that [`policy_name`] returned.
 pub fn parse_policy(text: &str) -> Result<PolicyName, String> {
     let policy = POLICY_NAMES.into_iter().find(|policy| policy_name(*policy) == text);
     policy.ok_or_else(|| format!("the policy cannot be {text:?}: \"fcfs\" or \"adaptive\" is allowed"))

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::de::{self, Deserializer, Visitor};
 
-/// A value that may be written as a number or as a text.
+/// A value that the configuration writes as a number or as a text.
 #[derive(Debug)]
 pub enum Scalar {
     Number(u64),

@@ -1,4 +1,4 @@
-//! The syntax of the scheduler's settings: valid values, and the parser of each key.
+//! The syntax of the scheduler's settings: the valid values and the parser of each key.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -11,10 +11,10 @@ use super::scalar::Scalar;
 use super::units;
 use crate::scheduler::{AntiThrash, Placement, PolicyName, Settings};
 
-/// Valid time quanta in whole seconds. The original's default is 30 s, too.
+/// Valid time quanta in whole seconds. The original nvshare also defaults to 30 s.
 pub const TIME_QUANTUM_SECONDS: RangeInclusive<u64> = 1..=3600;
 
-/// Valid longest waits in whole seconds; 0 means no bound.
+/// Valid values of the longest wait in whole seconds. 0 means no bound.
 pub const MAX_WAIT_SECONDS: RangeInclusive<u64> = 0..=3600;
 
 /// Valid periods, in whole seconds, over which shares of GPU time are counted.
@@ -26,11 +26,11 @@ pub const SLEEP_AFTER_SECONDS: RangeInclusive<u64> = 1..=86_400;
 /// Valid retention times of usage records, in whole seconds: from a day to ten years.
 pub const KEEP_SECONDS: RangeInclusive<u64> = 86_400..=3_660 * 86_400;
 
-/// Valid times, in whole seconds, for which the driver is released.
+/// Valid durations, in whole seconds, of a release of the driver.
 pub const RELEASE_SECONDS: RangeInclusive<u64> = 1..=3600;
 
-/// Valid times, in whole seconds, for which a room is kept before it must be renewed, and the
-/// default time.
+/// Valid durations, in whole seconds, of a room before it must be renewed, and the default
+/// duration.
 pub const ROOM_SECONDS: RangeInclusive<u64> = 1..=86_400;
 pub const DEFAULT_ROOM: Duration = Duration::from_secs(3600);
 
@@ -38,13 +38,13 @@ pub const DEFAULT_ROOM: Duration = Duration::from_secs(3600);
 pub fn defaults() -> Settings {
     Settings {
         time_quantum: Duration::from_secs(30),
-        // With this bound, three programs that displace each other's memory wait no longer than two
-        // do with the default quantum.
+        // With a bound of 60 s, three programs that displace each other's memory wait no longer
+        // than two programs wait with the default quantum of 30 s.
         max_wait: Duration::from_secs(60),
         anti_thrash: AntiThrash::Auto,
         policy: PolicyName::Fcfs,
         reserve: 512 << 20,
-        // A bare context takes about 527 MiB on an H200; loaded libraries add to it.
+        // A bare context uses about 527 MiB on an H200, and loaded libraries use more.
         context: 600 << 20,
         time_period: Duration::from_secs(10),
         placement: Placement::None,
@@ -52,7 +52,7 @@ pub fn defaults() -> Settings {
     }
 }
 
-/// The scheduler's settings in a file. `None`: not set.
+/// The scheduler's settings in a file. `None` means that the file does not set the key.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SchedulerSettings {
     pub time_quantum: Option<Duration>,
@@ -81,22 +81,22 @@ impl SchedulerSettings {
     }
 }
 
-/// The time quantum, or a sentence with its valid values.
+/// Checks the time quantum, or returns a sentence with its valid values.
 pub fn time_quantum(value: Duration) -> Result<Duration, String> {
     whole_seconds(value, "time quantum", TIME_QUANTUM_SECONDS)
 }
 
-/// The longest wait, or a sentence with its valid values.
+/// Checks the longest wait, or returns a sentence with its valid values.
 pub fn max_wait(value: Duration) -> Result<Duration, String> {
     whole_seconds(value, "longest wait", MAX_WAIT_SECONDS)
 }
 
-/// The time for which the driver is released, or a sentence with its valid values.
+/// Checks the duration of a release of the driver, or returns a sentence with its valid values.
 pub fn release(value: Duration) -> Result<Duration, String> {
     whole_seconds(value, "time of a release", RELEASE_SECONDS)
 }
 
-/// The time for which a room is kept, or a sentence with its valid values.
+/// Checks the duration of a room, or returns a sentence with its valid values.
 pub fn room(value: Duration) -> Result<Duration, String> {
     whole_seconds(value, "time of a room", ROOM_SECONDS)
 }
@@ -115,7 +115,7 @@ fn whole_seconds(value: Duration, what: &str, allowed: RangeInclusive<u64>) -> R
     Err(format!("the {what} cannot be {given} seconds: whole seconds from {min} to {max} are allowed"))
 }
 
-/// The scheduler's own part of `[memory]`.
+/// The keys of `[memory]` that belong to the scheduler.
 #[derive(Debug, Clone, Copy, Deserialize, Default)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct MemorySection {
@@ -151,12 +151,12 @@ pub fn read_time_period<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Dur
     read_duration(from, "time-period", time_period)
 }
 
-/// `Some(None)`: never.
+/// `Some(None)` means `never`.
 pub fn read_sleep_after<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Option<Duration>>, D::Error> {
     sleep_after(from).map(Some)
 }
 
-/// `None`: never.
+/// `None` means `never`.
 pub fn sleep_after<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
     let scalar = Scalar::read(from, "sleep-after", "a duration in whole seconds, like \"5min\", or \"never\"")?;
     let parsed = match scalar {
@@ -230,7 +230,8 @@ pub(super) fn read_context<'de, D: Deserializer<'de>>(from: D) -> Result<Option<
     read_size(from, "memory.context")
 }
 
-/// More than the memory of any GPU; a larger number has the wrong unit.
+/// The largest valid size in bytes. No GPU has that much memory, so a larger number has the wrong
+/// unit.
 pub const MAX_MEMORY: u64 = 1 << 40;
 
 fn read_size<'de, D: Deserializer<'de>>(from: D, key: &'static str) -> Result<Option<u64>, D::Error> {

@@ -14,7 +14,7 @@ use super::units;
 pub enum SwapMax {
     None,
     Bytes(u64),
-    /// A percentage of the host's memory or, for swap files, of the file system.
+    /// A percentage of the host's memory. For swap files, a percentage of the file system.
     Percent(u8),
 }
 
@@ -32,7 +32,8 @@ impl SwapMax {
         }
     }
 
-    /// The limit in bytes on a host with `total` bytes of memory; `u64::MAX` without a limit.
+    /// Returns the limit in bytes on a host with `total` bytes of memory. Without a limit, returns
+    /// `u64::MAX`.
     pub fn bytes(self, total: u64) -> u64 {
         match self {
             Self::None => u64::MAX,
@@ -59,7 +60,7 @@ pub struct SwapSection {
     pub max: Option<SwapMax>,
     #[serde(default, deserialize_with = "read_ahead")]
     pub ahead: Option<SwapMax>,
-    /// `Some(None)`: no swap files.
+    /// `Some(None)` disables swap files.
     #[serde(default, deserialize_with = "read_file")]
     pub file: Option<Option<PathBuf>>,
     #[serde(default, deserialize_with = "read_file_max")]
@@ -77,7 +78,7 @@ fn read_file<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Option<PathBuf
     }
 }
 
-/// Percentages are of the file system, not of the host's memory.
+/// Reads `file-max`, whose percentages are of the file system and not of the host's memory.
 fn read_file_max<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SwapMax>, D::Error> {
     read(from, "swap.file-max")
 }
@@ -86,7 +87,7 @@ fn read_max<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SwapMax>, D::Er
     read(from, "swap.max")
 }
 
-/// Here, "none" means no memory rather than no limit.
+/// Reads `ahead`, for which "none" means no memory rather than no limit.
 fn read_ahead<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SwapMax>, D::Error> {
     let ahead = read(from, "swap.ahead")?;
     Ok(ahead.map(|most| if most == SwapMax::None { SwapMax::Bytes(0) } else { most }))

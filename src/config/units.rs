@@ -1,5 +1,5 @@
-//! Sizes and durations in text: the only parser and formatter of each, for the configuration file, the command
-//! line and the output of `nvsharectl`.
+//! Sizes and durations in text. The configuration file, the command line and the output of
+//! `nvsharectl` all use these parsers and formatters.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -22,8 +22,8 @@ const DURATIONS: [(&str, u64); 10] = [
     ("d", 24 * 3600 * SECOND),
 ];
 
-/// Parses `512M`, `1.5G`, `2 GiB` or a plain number of bytes; every unit is a power of 1024, as in systemd's
-/// files.
+/// Parses `512M`, `1.5G`, `2 GiB` or a plain number of bytes. Every unit is a power of 1024, as in
+/// systemd's files.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let wrong = || format!("\"{text}\" is not a size: write a number and K, M, G or T, like \"512M\"");
     let (number, unit) = split(text.trim()).ok_or_else(wrong)?;
@@ -51,15 +51,15 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// A number and the text after it, without the blanks between them.
+/// Splits `text` into a number and the text after it. Drops the blanks between them.
 fn split(text: &str) -> Option<(&str, &str)> {
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, rest) = text.split_at(end);
     (!number.is_empty()).then(|| (number, rest.trim_start()))
 }
 
-/// `number`, which may have a fraction, times `factor`. `None` if `number` is not a number or the product does not
-/// fit.
+/// Multiplies `number`, which may have a fraction, by `factor`. Returns `None` if `number` is not a
+/// number or the product overflows.
 fn scale(number: &str, factor: u64) -> Option<u64> {
     if let Ok(whole) = number.parse::<u64>() {
         return whole.checked_mul(factor);
@@ -68,7 +68,7 @@ fn scale(number: &str, factor: u64) -> Option<u64> {
     (product.is_finite() && product < u64::MAX as f64).then_some(product.round() as u64)
 }
 
-/// `14.5 GiB`: three significant digits, but no more than the number has.
+/// Formats a size as `14.5 GiB`, with at most three significant digits.
 pub fn size(bytes: u64) -> String {
     let names = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut value = bytes as f64;
@@ -82,7 +82,7 @@ pub fn size(bytes: u64) -> String {
     format!("{} {name}", number.strip_suffix(".0").unwrap_or(&number))
 }
 
-/// `1h 05min`, `2min 03s`, `4.2s`: short enough for a table.
+/// Formats a duration as `1h 05min`, `2min 03s` or `4.2s`, short enough for a table.
 pub fn duration(duration: Duration) -> String {
     let seconds = duration.as_secs();
     let mut text = String::new();
@@ -96,7 +96,8 @@ pub fn duration(duration: Duration) -> String {
     text
 }
 
-/// Like [`duration`], with milliseconds below a second: `23ms`, `0.4ms`.
+/// Formats a duration like [`duration`], but in milliseconds if it is shorter than a second:
+/// `23ms`, `0.4ms`.
 pub fn fine_duration(value: Duration) -> String {
     match value.as_micros() {
         0..10_000 => format!("{:.1}ms", value.as_secs_f64() * 1e3),

@@ -1,7 +1,8 @@
 //! `nvsharectl adopt` and `release`: make a server share GPUs from its next start on. `adopt`
 //! writes the same drop-in as `preload enable --unit`, which preloads the library, and sets a rule
-//! for a server: either both or neither. `release` removes only a drop-in and a rule that `adopt`
-//! made, which it recognizes by the drop-in's first line and the rule's name.
+//! for a server. If one of the two steps fails, `adopt` undoes the other. `release` removes only a
+//! drop-in and a rule of `adopt`, which it recognizes by the drop-in's first line and the rule's
+//! name.
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -45,7 +46,7 @@ impl Server {
         drop_in::unit_name(&self.unit).map_err(CtlError::Failed)
     }
 
-    /// The command that undoes `adopt`.
+    /// Returns the command that undoes `adopt`.
     fn undo(&self, unit: &str) -> String {
         if self.user { format!("release --user {unit}") } else { format!("release {unit}") }
     }
@@ -69,9 +70,9 @@ fn rule_name(manager: Manager, unit: &str) -> Result<String, CtlError> {
     })
 }
 
-/// The rule for a server: it skips the queue while it is within its share, and is checkpointed
-/// after an idle time if other programs need the room. Its memory is not protected (the default of
-/// `memory-low`), so idle memory is evicted.
+/// The rule for a server. The server skips the queue while it is within its share. It is
+/// checkpointed after an idle time if other programs need the room. `memory-low` keeps its default,
+/// so the server's idle memory can be evicted.
 fn rule(manager: Manager, unit: &str) -> Vec<(String, Value)> {
     let of_user =
         (manager == Manager::User).then(|| ("user".to_owned(), Value::Integer(nix::unistd::geteuid().as_raw().into())));
@@ -81,11 +82,11 @@ fn rule(manager: Manager, unit: &str) -> Vec<(String, Value)> {
     [("unit".to_owned(), Value::String(pattern))].into_iter().chain(of_user).chain(keys).collect()
 }
 
-/// Makes a service share GPUs from its next start on, or immediately with `--restart`.
+/// Makes a service share GPUs from its next start on. With `--restart`, also restarts the service.
 ///
 /// # Errors
 /// The service does not exist, cannot preload the library or does not start, or the scheduler
-/// refuses the rule. Then nothing has changed.
+/// refuses the rule. In each case nothing has changed.
 pub fn adopt(target: &Target, server: &Server, asked: Option<&Path>) -> Result<String, CtlError> {
     let unit = server.unit()?;
     server.check_user(&unit, "adopt")?;
@@ -95,13 +96,13 @@ pub fn adopt(target: &Target, server: &Server, asked: Option<&Path>) -> Result<S
         let name = rule_name(server.manager(), &ready.unit)?;
         let scheduler = target.connect().await?;
         let mut undo = Undo { ready: &ready, scheduler: &scheduler, rule: None, drop_in: None };
-        // The rule comes first, since polkit may deny it.
+        // `adopt` sets the rule first, because polkit may refuse it.
         if find_rule(&scheduler, &name).await?.is_none() {
             rules::call(&scheduler, &name, &rule(server.manager(), &ready.unit)).await?;
             undo.rule = Some(&name);
         }
         // A drop-in of `preload enable` or an administrator stays unchanged. A drop-in of `adopt`
-        // is rewritten, since the library may have moved.
+        // is rewritten, because the library may have moved.
         let command = server.undo(&ready.unit);
         let own = drop_in::read(ready.manager, &ready.unit).ok().flatten();
         let is_own = own.is_some_and(|text| drop_in::is_removed_by(&text, &command));
@@ -122,8 +123,8 @@ pub fn adopt(target: &Target, server: &Server, asked: Option<&Path>) -> Result<S
         if server.restart {
             if let Err(e) = ready.systemd.restart(&ready.unit).await {
                 let e = undo.carry_out(e).await;
-                // Restarts the service with its old drop-in. The result is visible in the service's
-                // state.
+                // The service is restarted with its old drop-in. The service's state shows the
+                // result, so errors are ignored.
                 let _ = ready.systemd.restart(&ready.unit).await;
                 return Err(e);
             }
@@ -146,13 +147,13 @@ struct Undo<'a> {
     ready: &'a Ready,
     scheduler: &'a SchedulerProxy<'static>,
     rule: Option<&'a str>,
-    /// The text of the earlier drop-in, if any; `None` until the new one is written.
+    /// The text of the earlier drop-in, if any. `None` until the new drop-in is written.
     drop_in: Option<Option<String>>,
 }
 
 impl Undo<'_> {
-    /// Undoes the steps because of the error `why`. Returns `why`, with any step that could not be
-    /// undone.
+    /// Undoes the completed steps after the error `why`. Returns `why`, and adds any step that
+    /// could not be undone.
     async fn carry_out(self, why: CtlError) -> CtlError {
         if let Some(before) = self.drop_in {
             self.ready.put_back(before).await;
@@ -174,20 +175,21 @@ async fn find_rule(
         rule.get(key).and_then(|value| <&str>::try_from(value).ok()) == Some(text)
     };
     let rules = scheduler.list_rules().await?;
-    // Rules of the configuration are never changed.
+    // Only a rule that was set at run time is returned, because rules of the configuration are
+    // never changed.
     Ok(rules.into_iter().find(|rule| is_text(rule, "name", name) && is_text(rule, "origin", "set at run time")))
 }
 
 /// Undoes `adopt`.
 ///
 /// # Errors
-/// The rule or the drop-in cannot be removed. The other one is removed.
+/// Either the rule or the drop-in cannot be removed. The other one is still removed.
 pub fn release(target: &Target, server: &Server) -> Result<String, CtlError> {
     let asked = server.unit()?;
     let manager = server.manager();
     server.check_user(&asked, "release")?;
     block_on(async {
-        // The adopted service may be uninstalled.
+        // The adopted service may have been uninstalled.
         let systemd = Systemd::connect(manager).await;
         let known = match &systemd {
             Ok(systemd) => systemd.service(&asked).await.ok(),
@@ -245,8 +247,8 @@ pub fn release(target: &Target, server: &Server) -> Result<String, CtlError> {
     })
 }
 
-/// Instructions for starting a container. Containers are recreated rather than restarted, so the
-/// host cannot adopt one.
+/// Returns instructions for starting a container. Containers are recreated rather than restarted,
+/// so `adopt` on the host cannot change them.
 pub fn container(server: &Server) -> String {
     let name = &server.unit;
     let keys = rule(Manager::System, "").into_iter().skip(1).map(|(key, value)| {

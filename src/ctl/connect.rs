@@ -1,4 +1,4 @@
-//! Finding the scheduler: on the system bus, else on its control socket.
+//! Finds the scheduler on the system bus, or else on its control socket.
 
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -15,10 +15,10 @@ use crate::config::paths::CONTROL_SOCKET;
 
 const UNIT: &str = "nvshare.service";
 
-/// How to reach the scheduler.
+/// Where to connect to the scheduler.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Target {
-    /// On the system bus; on a host without one, on the control socket.
+    /// The system bus, or the control socket on a host without a system bus.
     #[default]
     Anywhere,
     Control(PathBuf),
@@ -48,14 +48,14 @@ impl Target {
     }
 }
 
-/// Checks the scheduler's unit first: the bus would activate it for the first call, and wait 25
-/// seconds for a unit that cannot be started.
+/// Checks the state of the scheduler's unit before the first call. The bus would activate the unit
+/// for that call, and wait 25 seconds if the unit cannot be started.
 async fn check_unit(connection: &zbus::Connection) -> Result<(), CtlError> {
     let name = BusName::try_from(NAME)?;
     if DBusProxy::new(connection).await?.name_has_owner(name).await? {
         return Ok(());
     }
-    // Without systemd, the call's own error is sufficient.
+    // Without systemd, the error of the later call is sufficient.
     match Systemd::of(connection.clone()).states(UNIT).await {
         Ok((load_state, _)) if load_state == "masked" => Err(CtlError::NotRunning(format!(
             "the scheduler is not running: {UNIT} is masked. As root, run `systemctl unmask {UNIT} nvshare.socket`"

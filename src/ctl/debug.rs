@@ -15,10 +15,12 @@ use crate::bus::BundleFd;
 use crate::config::units;
 use crate::sys::clock;
 
-/// Only the owner may read a bundle, since it shows the activity of all users.
+/// The mode of a bundle's file. A bundle shows the activity of all users, so only the file's owner
+/// may read it.
 const MODE: u32 = 0o600;
 
-/// Saves a bundle, and returns the text to print. `-` is standard output.
+/// Saves a bundle, and returns the text to print. The path `-` writes the bundle to standard
+/// output.
 pub fn debug(target: &Target, output: Option<&Path>, command_lines: bool) -> Result<String, CtlError> {
     let mut bundle = File::from(create(target, command_lines)?);
     if output == Some(Path::new("-")) {
@@ -45,7 +47,7 @@ pub fn debug(target: &Target, output: Option<&Path>, command_lines: bool) -> Res
     Ok(format!("The debug bundle is in {shown} ({}).\n", units::size(bytes)))
 }
 
-/// Requests a bundle from the scheduler. Returns a memfd, positioned at its beginning.
+/// Requests a bundle from the scheduler. Returns a memfd whose position is at the beginning.
 pub(super) fn create(target: &Target, command_lines: bool) -> Result<OwnedFd, CtlError> {
     let options: HashMap<&str, Variant<'_>> = HashMap::from([("command-lines", command_lines.into())]);
     block_on(async {
@@ -62,7 +64,7 @@ pub(super) fn create(target: &Target, command_lines: bool) -> Result<OwnedFd, Ct
     })
 }
 
-/// The default file: in the current directory, with the host's name and the time.
+/// Returns the default file name, which contains the host's name and the time.
 fn default_name() -> PathBuf {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());

@@ -3,16 +3,17 @@
 use std::fmt;
 use std::path::Path;
 
-/// The directory of the control socket in nvshare's own pod; see `kubernetes/base/daemonset.yaml`.
+/// The directory of the control socket in nvshare's own pod. `kubernetes/base/daemonset.yaml`
+/// mounts it.
 const CONTROL_IN_POD: &str = "/run/nvshare-control";
 
 #[derive(Debug)]
 pub enum CtlError {
-    /// The scheduler or the system refused the operation: exit code 1.
+    /// The scheduler or the system refused the operation. The exit code is 1.
     Failed(String),
-    /// The scheduler is not running: exit code 3.
+    /// The scheduler is not running. The exit code is 3.
     NotRunning(String),
-    /// A command cannot be run. The exit code is 127 if the command does not exist, else 126.
+    /// A command cannot be run. The exit code is 127 if the command does not exist, otherwise 126.
     CannotRun { command: String, error: std::io::Error },
 }
 
@@ -27,7 +28,8 @@ impl CtlError {
     }
 
     pub(super) fn not_running(why: impl fmt::Display) -> Self {
-        // kubelet sets the variable in every container, and only nvshare's own pod has the directory.
+        // kubelet sets the variable in every container. Only nvshare's own pod contains the
+        // directory.
         let (is_pod, is_own) =
             (std::env::var_os("KUBERNETES_SERVICE_HOST").is_some(), Path::new(CONTROL_IN_POD).is_dir());
         Self::NotRunning(match (is_pod, is_own) {
@@ -59,7 +61,7 @@ impl fmt::Display for CtlError {
 
 impl std::error::Error for CtlError {}
 
-/// Errors of a bus where the scheduler's name has no owner and cannot be activated.
+/// D-Bus errors if the scheduler's name has no owner and cannot be activated.
 const NOBODY: [&str; 8] = [
     "org.freedesktop.DBus.Error.ServiceUnknown",
     "org.freedesktop.DBus.Error.NameHasNoOwner",
@@ -86,7 +88,7 @@ impl From<zbus::Error> for CtlError {
         let text = text.unwrap_or_else(|| name.clone());
         match name.as_str() {
             name if NOBODY.contains(&name) => Self::not_running(text),
-            // Suggests sudo only to other users: it does not help if root is not authorized either.
+            // sudo is suggested only to other users, because root would be refused again.
             "org.freedesktop.DBus.Error.AccessDenied" if !nix::unistd::geteuid().is_root() => {
                 Self::Failed(format!("{text} (try it with sudo)"))
             }

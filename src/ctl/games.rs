@@ -1,5 +1,5 @@
 //! `nvsharectl make-room --games`: keeps memory of a GPU free while GameMode reports a game on the
-//! session's bus.
+//! session bus.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -15,12 +15,12 @@ use super::progress::Progress;
 use super::room::{FreeRoom, RoomRequest};
 use super::{CtlError, Target, block_on};
 
-/// The default size in bytes: the need of a current game.
+/// The default size in bytes, which a current game needs.
 pub const DEFAULT: u64 = 8 << 30;
-/// Delay before a refused or lost room is requested again, while a game runs.
+/// Delay before a refused or lost room is requested again while a game runs.
 const RETRY: Duration = Duration::from_secs(10);
 
-/// The used part of GameMode's D-Bus interface.
+/// The methods of GameMode's D-Bus interface that nvsharectl uses.
 #[zbus::proxy(
     interface = "com.feralinteractive.GameMode",
     default_service = "com.feralinteractive.GameMode",
@@ -31,12 +31,12 @@ trait GameMode {
     fn game_registered(&self, pid: i32, path: zbus::wire::ObjectPath<'_>) -> zbus::Result<()>;
     #[zbus(signal)]
     fn game_unregistered(&self, pid: i32, path: zbus::wire::ObjectPath<'_>) -> zbus::Result<()>;
-    /// The number of games.
+    /// The number of registered games.
     #[zbus(property)]
     fn client_count(&self) -> zbus::Result<i32>;
 }
 
-/// Keeps the room while a game is registered. Returns when the session's bus closes.
+/// Keeps the room while a game is registered. Returns when the session bus closes.
 ///
 /// # Errors
 /// The session bus cannot be reached.
@@ -48,7 +48,7 @@ pub fn follow(target: &Target, request: &RoomRequest) -> Result<u8, CtlError> {
             ))
         };
         let session = zbus::connection::Builder::session().build().await.map_err(failed)?;
-        // Without a cache, since the property is read only after signals.
+        // The proxy has no cache, because the property is read only after signals.
         let games = GameModeProxy::builder(&session).cache_properties(CacheProperties::No).build();
         let games = games.await.map_err(failed)?;
         let bus = DBusProxy::new(&session).await.map_err(failed)?;
@@ -90,7 +90,7 @@ pub fn follow(target: &Target, request: &RoomRequest) -> Result<u8, CtlError> {
     })
 }
 
-/// True if a game is registered. The query does not activate GameMode.
+/// Returns true if a game is registered. The query does not activate GameMode.
 async fn is_game_running(bus: &DBusProxy<'_>, games: &GameModeProxy<'_>) -> bool {
     let name = games.inner().destination().to_owned();
     bus.name_has_owner(name).await.unwrap_or(false) && games.client_count().await.unwrap_or(0) > 0

@@ -1,4 +1,4 @@
-//! `nvsharectl lock`: runs a command while holding a GPU's lock, like `systemd-inhibit` with its
+//! `nvsharectl lock`: runs a command while holding a GPU's lock, as `systemd-inhibit` does with its
 //! locks.
 
 use std::collections::{BTreeSet, HashMap};
@@ -21,13 +21,13 @@ use super::{CtlError, Target, block_on, password};
 use crate::bus::LockFd;
 use crate::config::units;
 
-/// The exit code if the command ran or ended without the lock.
+/// The exit code if the command ran without the lock for some time.
 pub const LOST: u8 = 5;
 
 /// Delay between attempts to reacquire a lost lock.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// The requested lock, and the texts that describe its holder.
+/// The requested lock, and descriptions of its holder.
 #[derive(Debug, Clone)]
 pub struct LockRequest {
     pub gpu: String,
@@ -36,10 +36,10 @@ pub struct LockRequest {
     pub on_loss: OnLoss,
 }
 
-/// What happens to the command when the lock is lost.
+/// The action on the command when the lock is lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum OnLoss {
-    /// The command continues, beside other programs.
+    /// The command continues to run, concurrently with other programs.
     #[default]
     Continue,
     /// The command is stopped (SIGSTOP) until the lock has been reacquired.
@@ -54,7 +54,7 @@ const STOP_PATIENCE: Duration = Duration::from_secs(1);
 /// An event that a thread reports.
 enum Notice {
     Granted,
-    /// The lock's turn is over. The scheduler grants the lock again later.
+    /// The lock's turn has ended. The scheduler will grant the lock again.
     Revoked,
     /// The other end of the lock's socket was closed.
     Lost,
@@ -64,7 +64,8 @@ enum Notice {
     Refused(CtlError),
 }
 
-/// Waits for the lock, runs the command and returns its exit code: its own, 128 and the signal that ended it, or [`LOST`].
+/// Waits for the lock, runs the command and returns an exit code. The exit code is the command's
+/// own code, 128 plus the signal that ended the command, or [`LOST`].
 ///
 /// # Errors
 /// The lock cannot be acquired, or the command cannot be started.
@@ -121,7 +122,8 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
                         command.signal(Signal::TERM);
                     }
                     OnLoss::Pause => {
-                        // Stops the command before printing, since other programs may already run.
+                        // The command is stopped before the message is printed, because other
+                        // programs may already run.
                         command.signal(Signal::STOP);
                         eprintln!("{lost} {name} is paused until the lock is reacquired");
                         if !is_over {
@@ -135,8 +137,8 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
                     eprintln!("nvsharectl: {e}. Retrying");
                 }
             }
-            // A closed channel means that the command has ended: its thread keeps the sender until
-            // then.
+            // A closed channel means that the command has ended, because the command's thread keeps
+            // its sender until then.
             Ok(Notice::Ended) | Err(_) => {
                 let is_lost = was_beside_others || lost_at.is_some();
                 return Ok(if is_lost { LOST } else { command.exit_code() });
@@ -170,7 +172,7 @@ fn acquire_again(target: Target, request: LockRequest, notices: Sender<Notice>) 
 }
 
 /// Reads the scheduler's messages about a lock. The lock ends with this process, or when the
-/// scheduler ends it. The command does not inherit the descriptor.
+/// scheduler ends it. The command does not inherit the lock's descriptor.
 fn follow(lock: LockFd, notices: Sender<Notice>) {
     thread::spawn(move || {
         for line in BufReader::new(UnixStream::from(OwnedFd::from(lock))).lines().map_while(Result::ok) {
@@ -209,7 +211,7 @@ impl Running {
             Some(pid) if signal == Signal::STOP => stop(pid),
             Some(pid) => {
                 for pid in family(pid) {
-                    // A process that has just ended is no error.
+                    // The error is ignored, because the process may just have ended.
                     let _ = kill_process(pid, signal);
                 }
             }
@@ -224,7 +226,7 @@ impl Running {
     }
 }
 
-/// A process and its descendants: the command may be a script, and a child of it uses the GPU.
+/// Returns a process and its descendants. The command may be a script whose child uses the GPU.
 fn family(pid: Pid) -> Vec<Pid> {
     let mut all = vec![pid];
     let mut at = 0;
@@ -241,8 +243,9 @@ fn family(pid: Pid) -> Vec<Pid> {
     all
 }
 
-/// Stops a process and its descendants. A fork in progress may add a child, so this repeats until
-/// all have stopped, or until [`STOP_PATIENCE`]: a process that waits for a device may take longer.
+/// Stops a process and its descendants. A fork in progress may add a child, so the loop repeats
+/// until all processes have stopped. It gives up after [`STOP_PATIENCE`], because a process that
+/// waits for a device may take longer.
 fn stop(pid: Pid) {
     let mut signalled = BTreeSet::new();
     let deadline = Instant::now() + STOP_PATIENCE;
@@ -259,7 +262,7 @@ fn stop(pid: Pid) {
     }
 }
 
-/// False while a process runs or sleeps.
+/// Returns false while a process runs or sleeps.
 fn has_stopped(pid: Pid) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     !stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with(['R', 'S', 'D']))

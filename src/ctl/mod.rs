@@ -9,13 +9,18 @@
 //! - [`pressure`]: the fraction of time in which programs were kept from GPUs.
 //! - [`why`]: the reasons why a program waits.
 //! - [`report`]: GPU usage of users, units and containers.
-//! - [`pause`]: pausing and resuming programs; [`moves`]: moving them to other GPUs.
+//! - [`pause`]: pausing and resuming programs.
+//! - [`moves`]: moving programs to other GPUs.
 //! - [`lock`]: running a command while holding a GPU's lock.
-//! - [`room`]: keeping memory of a GPU free; [`games`]: while games run.
-//! - [`run`]: running a command under nvshare; [`place`]: the GPUs that it sees; `run_progress`:
-//!   the reasons for its first wait.
+//! - [`room`]: keeping memory of a GPU free.
+//! - [`games`]: keeping memory of a GPU free while games run.
+//! - [`run`]: running a command under nvshare.
+//! - [`place`]: choosing the GPUs that the command sees.
+//! - `run_progress`: showing why the command waits for its first turn.
 //! - [`simulate`]: simulating a described mix of programs under each policy.
-//! - [`debug`]: saving a debug bundle; [`replay`]: analysing one; [`timeline`]: drawing one.
+//! - [`debug`]: saving a debug bundle.
+//! - [`replay`]: analysing a debug bundle.
+//! - [`timeline`]: drawing a timeline.
 //! - [`adopt`]: making a service share GPUs, with a rule for a server.
 //! - [`preload`]: loading the library into every program of the machine.
 //! - [`cdi`]: GPUs and nvshare in containers.

@@ -5,7 +5,7 @@ use super::{CtlError, Target, block_on, driver, password, pause};
 use crate::bus::{Client, Gpu, GpuUse, SchedulerProxy};
 use crate::config::units;
 
-/// Migrates programs to another GPU, one after the other. Returns once they have arrived.
+/// Migrates programs to another GPU, one after the other. Returns once all programs have arrived.
 ///
 /// # Errors
 /// The program does not exist, or a process was not migrated.
@@ -35,7 +35,7 @@ pub fn migrate(target: &Target, program: &str, gpu: &str) -> Result<(), CtlError
 /// Drains a GPU. Returns the text to print once all movable programs have left the GPU.
 ///
 /// # Errors
-/// The GPU does not exist, or programs stay there.
+/// The GPU does not exist, or programs stay on the GPU.
 pub fn drain(target: &Target, gpu: &str) -> Result<String, CtlError> {
     block_on(async {
         let scheduler = target.connect().await?;
@@ -65,7 +65,7 @@ pub fn undrain(target: &Target, gpu: &str) -> Result<(), CtlError> {
     })
 }
 
-/// The progress of a program that is leaving its GPU.
+/// Describes the progress of a program that is leaving its GPU.
 fn step(client: &Client) -> String {
     let sum = |of: fn(&GpuUse) -> u64| client.gpus.iter().map(of).fold(0u64, u64::saturating_add);
     let (resident, swapped) = (sum(|usage| usage.resident), sum(|usage| usage.swapped));
@@ -86,7 +86,7 @@ fn step(client: &Client) -> String {
     }
 }
 
-/// The programs on a GPU that is drained.
+/// The programs that are still on a draining GPU.
 #[derive(Debug, Default)]
 struct There {
     leave: Vec<Client>,
@@ -104,7 +104,7 @@ impl There {
         match gpus.iter().find(is_meant) {
             Some(listed) if listed.drained => Ok(Self::of(scheduler.list_clients().await?, &listed.uuid)),
             Some(_) => Err(CtlError::Failed("cannot drain the GPU: another command has undrained it".into())),
-            None => Ok(Self::default()), // it is gone
+            None => Ok(Self::default()), // the GPU is gone
         }
     }
 

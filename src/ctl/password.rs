@@ -1,5 +1,5 @@
-//! Calls that need authorization. On a terminal, polkit may ask for a password; scripts are refused
-//! immediately.
+//! Calls that need authorization. On a terminal, polkit may ask for a password. Without a terminal,
+//! unauthorized calls are refused immediately.
 
 use std::io::{IsTerminal, Read};
 use std::process::{Child, Command, Stdio};
@@ -64,13 +64,13 @@ fn needs_password(error: &zbus::Error) -> bool {
 
 static ASKS: AtomicBool = AtomicBool::new(false);
 
-/// True if polkit may be asking for a password on the terminal. A progress line would overwrite its
-/// prompt.
+/// Returns true if polkit may be asking for a password on the terminal. A progress line would
+/// overwrite the password prompt.
 pub(super) fn asks() -> bool {
     ASKS.load(Ordering::Relaxed)
 }
 
-/// While this value lives, polkit may be using the terminal.
+/// While a value of this type exists, polkit may be using the terminal.
 struct Question;
 
 impl Question {
@@ -86,12 +86,12 @@ impl Drop for Question {
     }
 }
 
-/// polkit's terminal agent, which asks for passwords until this value is dropped.
+/// polkit's terminal agent. It asks for passwords until this value is dropped.
 struct Agent(Child);
 
 impl Agent {
-    /// Starts an agent and waits until it is registered. Without an agent on the terminal, only a
-    /// desktop's agent can ask for a password.
+    /// Starts an agent and waits until the agent is registered. Without an agent on the terminal,
+    /// only a desktop's agent can ask for a password.
     fn start() -> Option<Self> {
         let mut command = Command::new("pkttyagent");
         // The agent uses the terminal directly, and closes the notify descriptor once it is
@@ -106,7 +106,7 @@ impl Agent {
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        // SIGTERM rather than SIGKILL, so that the agent restores the terminal.
+        // The signal is SIGTERM rather than SIGKILL, so that the agent restores the terminal.
         if let Some(pid) = i32::try_from(self.0.id()).ok().and_then(Pid::from_raw) {
             let _ = kill_process(pid, Signal::TERM);
         }

@@ -11,6 +11,8 @@ pub fn pause(target: &Target, program: &str) -> Result<(), CtlError> {
     call(target, program, "Pause")
 }
 
+/// Resumes paused programs.
+///
 /// # Errors
 /// The program does not exist, or the scheduler refuses.
 pub fn resume(target: &Target, program: &str) -> Result<(), CtlError> {
@@ -27,7 +29,7 @@ fn call(target: &Target, program: &str, method: &str) -> Result<(), CtlError> {
     })
 }
 
-/// The selected processes: the process with that pid, or all processes of a unit, a container or a pod.
+/// Returns the selected processes. `program` is a pid, or names a unit, a container or a pod.
 ///
 /// # Errors
 /// No process matches.
@@ -40,8 +42,9 @@ pub(super) async fn pids(scheduler: &SchedulerProxy<'_>, program: &str) -> Resul
     (!pids.is_empty()).then_some(pids).ok_or_else(none)
 }
 
-/// The processes of the programs in a unit, a container or a pod. A container is named by its whole id or a prefix; [`Client`]
-/// has 12 digits of the id. A pod is named as `namespace/name`.
+/// Returns the processes of the programs in a unit, a container or a pod. A container is named by
+/// its whole id or a prefix. [`Client`] contains only 12 digits of the id. A pod is named as
+/// `namespace/name`.
 fn pids_of(clients: &[Client], program: &str) -> Vec<u32> {
     let is_container = |container: &str| {
         program.len() >= 4

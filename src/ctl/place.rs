@@ -1,6 +1,6 @@
-//! The GPUs of a command that `nvsharectl run` starts. The placement is requested before the
-//! command starts, since the command may count GPUs before it initializes CUDA. This uses the
-//! programs' socket, which every user can connect to, also in containers.
+//! The GPUs of a command that `nvsharectl run` starts. nvsharectl requests the placement before the
+//! command starts, because the command may count GPUs before it initializes CUDA. The request uses
+//! the programs' socket, which every user can connect to, even in containers.
 
 use std::ffi::{CStr, OsStr, OsString};
 use std::os::fd::{AsFd, OwnedFd};
@@ -21,7 +21,7 @@ use crate::identity::printable;
 use crate::scheduler::GpuId;
 use crate::sys::socket::{self, Kind};
 
-/// Timeout of one answer of the scheduler.
+/// Timeout for one answer of the scheduler.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The placement requested on the command line.
@@ -31,8 +31,8 @@ pub struct GpuRequest {
     pub memory: Option<u64>,
 }
 
-/// Requests the value of `CUDA_VISIBLE_DEVICES` for the command. `None`: the variable stays
-/// unchanged, for instance because no scheduler answers.
+/// Requests the value of `CUDA_VISIBLE_DEVICES` for the command. `None` means that the variable
+/// stays unchanged, for instance because no scheduler answers.
 ///
 /// # Errors
 /// No GPU satisfies the request.
@@ -102,7 +102,7 @@ impl PlacementClient {
 
     fn send_request(&self, request: GpuRequest) -> Option<()> {
         let environment = |name: &CStr| std::env::var_os(OsStr::from_bytes(name.to_bytes())).map(OsString::into_vec);
-        // Sends the limits that the command will send.
+        // Sends the same limits that the command will send.
         for limit in LimitName::ALL {
             let value = environment(limit.variable()).unwrap_or_default();
             env_limits::parts(limit, &value).try_for_each(|part| self.send(&part))?;
@@ -148,8 +148,8 @@ impl PlacementClient {
     }
 }
 
-/// Bit set of the GPU device files that this process can open: a container may have only some of
-/// them.
+/// Returns a bit set of the GPU device files that this process can open. A container may contain
+/// only some of the device files.
 fn devices() -> u64 {
     let can_open = |number: &u32| {
         let path = format!("/dev/nvidia{number}");

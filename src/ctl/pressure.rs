@@ -1,4 +1,4 @@
-//! `nvsharectl pressure`: the part of the time in which programs were kept from GPUs.
+//! `nvsharectl pressure`: the fraction of time for which programs were kept from GPUs.
 
 use serde_json::{Value, json};
 
@@ -7,10 +7,10 @@ use super::table::{Align, Table};
 use super::{CtlError, Target, block_on};
 use crate::bus::Pressure;
 
-/// Characters of a GPU's UUID that are shown: `GPU-` and its first eight digits.
+/// Number of displayed characters of a GPU's UUID, which are `GPU-` and the first eight digits.
 const SHORT_UUID: usize = 12;
 
-/// Returns a table, or JSON.
+/// Returns the pressure as a table or as JSON.
 ///
 /// # Errors
 /// The scheduler does not answer.
@@ -46,13 +46,14 @@ fn text(groups: &[Pressure]) -> String {
             group.full_avg300,
         ];
         let averages = averages.map(|percent| format!("{percent:.1}%"));
-        // Omits groups whose programs never waited, or ended long ago. A GPU always has its line.
+        // Groups whose programs never waited or ended long ago are omitted. A GPU always has a
+        // line.
         if group.kind != "gpu" && averages.iter().all(|percent| percent == "0.0%") {
             continue;
         }
         let name = match group.kind.as_str() {
             "tenant" => status::tenant(&group.name),
-            // Long enough to distinguish GPUs, and short enough for a terminal. JSON has the whole
+            // The shortened UUID distinguishes GPUs and fits a terminal. JSON contains the whole
             // UUID.
             "gpu" => group.name.chars().take(SHORT_UUID).collect(),
             _ => group.name.clone(),

@@ -17,12 +17,12 @@ pub enum Tone {
     Bad,
 }
 
-/// Formats a time like `3.2s`.
+/// Formats a number of seconds like `3.2s`.
 pub fn seconds(seconds: f64) -> String {
     units::duration(Duration::try_from_secs_f64(seconds).unwrap_or_default())
 }
 
-/// Formats an estimate like `about 12s`: in whole units, because the estimate is no more precise.
+/// Formats an estimate like `about 12s`. The estimate is imprecise, so it is shown in whole units.
 pub fn about(time: f64) -> String {
     match time {
         ..0.1 => "at once".into(),
@@ -32,7 +32,8 @@ pub fn about(time: f64) -> String {
     }
 }
 
-/// A short description of a program's state on a GPU. `moves_in`: memory is being restored to that GPU.
+/// Describes a program's state on a GPU. `moves_in` tells that memory is being restored to that
+/// GPU.
 pub fn state(client: &Client, usage: Option<&GpuUse>, gpu: Option<&Gpu>, moves_in: bool) -> (String, Tone) {
     let (resident, swapped) = usage.map_or((0, 0), |usage| (usage.resident, usage.swapped));
     let percent = |part: u64| (part as f64 * 100.0 / (resident.saturating_add(swapped).max(1) as f64)).floor();

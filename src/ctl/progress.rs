@@ -1,5 +1,5 @@
-//! A progress line for operations of more than a second. It is rewritten in place on a terminal and
-//! erased at the end. Without a terminal on standard error, nothing is shown.
+//! A progress line for operations that take more than a second. On a terminal, the line is
+//! rewritten in place and erased at the end. If standard error is not a terminal, nothing is shown.
 
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::password;
 use crate::identity::printable;
 
-/// Shorter operations show no progress.
+/// Operations that are shorter than this time show no progress.
 const QUIET: Duration = Duration::from_secs(1);
 /// The interval between updates.
 pub const LOOK: Duration = Duration::from_millis(200);
@@ -62,8 +62,8 @@ impl Progress {
     }
 }
 
-/// The characters that erase the previous line and write a new one. Names in it are chosen by
-/// programs, so control characters are replaced.
+/// Returns the characters that erase the previous line and write a new line. Programs choose the
+/// names in the line, so control characters are replaced.
 fn line(text: &str, before: usize) -> String {
     if text.is_empty() && before == 0 {
         return String::new();

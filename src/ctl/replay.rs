@@ -15,7 +15,7 @@ use crate::recorder::bundle::{self, Bundle, Header, Process, nanos};
 use crate::recorder::replay::{self, Difference, Moment, Replay, Tally, What};
 use crate::scheduler::{Command, GpuId, ReleaseReason, Time};
 
-/// The output, and the exit code: 1 if the commands differ from the recorded ones.
+/// The output, and the exit code, which is 1 if the commands differ from the recorded commands.
 #[derive(Debug)]
 pub struct Output {
     pub text: String,
@@ -130,7 +130,7 @@ impl Replayed {
         (pid, if unit.is_empty() { "-".into() } else { unit.clone() })
     }
 
-    /// The numbers of GPUs, if they are known and unique.
+    /// Returns the indices of GPUs, if they are known and unique.
     fn gpu_names(&self) -> BTreeMap<GpuId, String> {
         let gpus = self.status["gpus"].as_array().into_iter().flatten();
         let numbered: Vec<(String, String)> = gpus
@@ -258,7 +258,7 @@ fn in_words(what: &What) -> String {
     }
 }
 
-/// A value in the notation of the bundle.
+/// Formats a value in the notation of the bundle.
 fn notation(value: &impl serde::Serialize) -> String {
     serde_json::to_string(value).unwrap_or_default()
 }

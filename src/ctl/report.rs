@@ -20,7 +20,7 @@ pub enum By {
 }
 
 impl By {
-    /// The columns to query. Units and containers are grouped per user.
+    /// Returns the columns to query. Units and containers are grouped per user.
     fn columns(self) -> &'static [&'static str] {
         match self {
             Self::User => &["tenant"],
@@ -39,7 +39,7 @@ pub enum Form {
 
 const SECONDS_OF_AN_HOUR: f64 = 3600.0;
 
-/// Reports the usage of the last `since`.
+/// Reports the usage in the period `since` before now.
 ///
 /// # Errors
 /// The scheduler does not answer, or keeps no records.
@@ -55,7 +55,7 @@ pub fn show(target: &Target, since: Duration, by: By, form: Form) -> Result<Stri
     })
 }
 
-/// The grouping columns of a row: names and values.
+/// Returns the names and values of a row's grouping columns.
 fn names(row: &Usage, by: By) -> Vec<(&'static str, String)> {
     let name = |column: &&'static str| {
         let name = match *column {
@@ -105,7 +105,7 @@ fn text(rows: &[Usage], by: By) -> String {
     table.lines().join("\n") + "\n"
 }
 
-/// All columns of a row: names and values.
+/// Returns the names and values of all columns of a row.
 fn fields(row: &Usage, by: By) -> Vec<(&'static str, Value)> {
     let names = names(row, by).into_iter().map(|(column, name)| (column, json!(name)));
     let amounts = [
@@ -125,7 +125,8 @@ fn json_text(rows: &[Usage], by: By) -> String {
     format!("{:#}\n", rows.iter().map(|row| Value::Object(object(row))).collect::<Value>())
 }
 
-/// CSV by RFC 4180, except for LF as the end of lines. Without rows, only the header.
+/// Formats CSV by RFC 4180, except that lines end with LF. Without rows, the text contains only the
+/// header.
 fn csv(rows: &[Usage], by: By) -> String {
     let quoted = |value: &Value| {
         let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
@@ -159,7 +160,7 @@ mod tests {
 
     #[test]
     fn a_table_has_hours_and_sizes() {
-        // A uid without a name, and a uid that has a name everywhere.
+        // The first uid has no name. The second has a name on every host.
         let rows = [row("user 4294967294", "a.service"), row("user 0", "")];
         let expected = "\
 USER             UNIT           HELD     ON GPU  SWAPPED  WAITS    WAITED  MOVED IN  MOVED OUT

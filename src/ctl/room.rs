@@ -1,5 +1,6 @@
 //! `nvsharectl make-room`: vacates memory of a GPU and keeps it free for programs that do not use
-//! nvshare: while a command runs, for a time, or until it is interrupted.
+//! nvshare. The memory stays free while a command runs, for a given time, or until nvsharectl is
+//! interrupted.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -24,7 +25,8 @@ use crate::config::units;
 
 /// Delay between attempts to obtain a lost room again.
 const RETRY: Duration = Duration::from_secs(1);
-/// The interval between renewals of a room without a time limit, well before it expires.
+/// The interval between renewals of a room without a time limit. It is much shorter than the room's
+/// expiry time.
 const RENEWAL: Duration = Duration::from_secs(DEFAULT_ROOM.as_secs() / 3);
 
 /// The requested memory and its duration.
@@ -32,12 +34,12 @@ const RENEWAL: Duration = Duration::from_secs(DEFAULT_ROOM.as_secs() / 3);
 pub struct RoomRequest {
     pub gpu: String,
     pub bytes: u64,
-    /// How long the room is kept; `None`: until this process or its command ends.
+    /// How long the room is kept. `None` means until this process or its command ends.
     pub lasts: Option<Duration>,
 }
 
-/// Keeps the memory free. Returns the command's exit code, or 128 plus the signal that ended it.
-/// Without a command, returns 0 at the end of the time.
+/// Keeps the memory free. Returns the command's exit code, or 128 plus the signal that ended the
+/// command. Without a command, returns 0 when the time is over.
 ///
 /// # Errors
 /// The scheduler refuses the room, or the command cannot be started.
@@ -56,7 +58,7 @@ pub fn keep(target: &Target, request: &RoomRequest, command: &[OsString]) -> Res
             select! {
                 status = command.ends() => return Ok(exit_code(status)),
                 () = at(ends) => match command.is_some() {
-                    // The room expires by itself.
+                    // The room expires without further action.
                     true => return Ok(exit_code(command.ends().await)),
                     false => return Ok(0),
                 },
@@ -79,7 +81,7 @@ pub fn keep(target: &Target, request: &RoomRequest, command: &[OsString]) -> Res
     })
 }
 
-/// Rounds to whole seconds, at least one.
+/// Rounds down to whole seconds, but to at least one second.
 fn whole(time: Duration) -> Duration {
     Duration::from_secs(time.as_secs().max(1))
 }
@@ -137,7 +139,7 @@ impl FreeRoom {
         }
     }
 
-    /// Renews the room. Returns when the scheduler has ended it.
+    /// Renews the room periodically. Returns when the scheduler has ended the room.
     pub(super) async fn lasts(&mut self) {
         let Self { socket, renewals } = self;
         let mut buffer = [0; 16];
@@ -149,7 +151,7 @@ impl FreeRoom {
                 }
             };
             select! {
-                // The socket's buffer never fills: the scheduler reads each renewal.
+                // The socket's buffer never fills, because the scheduler reads each renewal.
                 () = renewal => drop(socket.try_write(b"r")),
                 readable = socket.readable() => match readable.and_then(|()| socket.try_read(&mut buffer)) {
                     Ok(1..) => {}
@@ -164,8 +166,8 @@ impl FreeRoom {
 /// The running command.
 struct Running {
     child: Child,
-    /// Signals that the terminal also sends to the command. They are ignored here, so that the
-    /// room is kept until the command has ended.
+    /// Signals that the terminal sends both to this process and to the command. This process
+    /// ignores them, so that the room is kept until the command has ended.
     _ignored: Vec<Signal>,
 }
 
@@ -184,7 +186,7 @@ impl Running {
 
 /// An optional command.
 trait Ends {
-    /// Waits until the command ends; never returns without a command.
+    /// Waits until the command ends. Never returns if there is no command.
     async fn ends(&mut self) -> Option<ExitStatus>;
 }
 

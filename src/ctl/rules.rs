@@ -1,4 +1,4 @@
-//! `nvsharectl set-rule` and `unset-rule`, and rules as `get` prints them.
+//! `nvsharectl set-rule` and `unset-rule`, and the output of rules by `get`.
 
 use std::collections::HashMap;
 
@@ -13,7 +13,7 @@ use crate::identity::{printable, user_name};
 /// Keys whose value is a list, separated by commas.
 const LISTS: [&str; 1] = ["allowed-gpus"];
 
-/// Parses `KEY=VALUE`. The value is a number, `true`, `false`, or else a text.
+/// Parses `KEY=VALUE`. The value is a number, `true` or `false`. Any other value is a text.
 pub fn parse_pair(text: &str) -> Result<(String, Value), String> {
     let (key, value) = text.split_once('=').ok_or_else(|| format!("{text:?} is not of the form KEY=VALUE"))?;
     if LISTS.contains(&key) {
@@ -23,12 +23,12 @@ pub fn parse_pair(text: &str) -> Result<(String, Value), String> {
     Ok((key.to_owned(), plain.unwrap_or_else(|| value.into())))
 }
 
-/// Sets a rule; without keys, removes it.
+/// Sets a rule. Without keys, removes the rule.
 pub fn set(target: &Target, name: &str, keys: &[(String, Value)]) -> Result<(), CtlError> {
     block_on(async { call(&target.connect().await?, name, keys).await })
 }
 
-/// Sets or removes a rule of a connected scheduler.
+/// Sets or removes a rule through a connection to the scheduler.
 pub(super) async fn call(scheduler: &SchedulerProxy<'_>, name: &str, keys: &[(String, Value)]) -> Result<(), CtlError> {
     let mut rule = HashMap::new();
     for (key, value) in keys {
@@ -45,12 +45,12 @@ pub(super) async fn call(scheduler: &SchedulerProxy<'_>, name: &str, keys: &[(St
     Ok(password::call(scheduler, "SetRule", &(name, rule)).await?)
 }
 
-/// Rules in the format of the configuration, each with its origin.
+/// Formats rules like the configuration, each with its origin.
 pub fn text(rules: Vec<HashMap<String, OwnedVariant>>) -> String {
     let one = |mut rule: HashMap<String, OwnedVariant>| {
         let origin = rule.remove("origin").and_then(|origin| String::try_from(origin).ok()).unwrap_or_default();
         let mut keys: Vec<(String, OwnedVariant)> = rule.into_iter().collect();
-        // Unknown keys, from later versions, come first.
+        // Unknown keys, which come from later versions, are printed first.
         let place = |key: &str| SUBJECT_KEYS.iter().chain(&LIMIT_KEYS).position(|known| *known == key);
         keys.sort_by_key(|(key, _)| (place(key), key.clone()));
         let lines = keys.into_iter().filter_map(|(key, value)| {
@@ -66,7 +66,7 @@ pub fn text(rules: Vec<HashMap<String, OwnedVariant>>) -> String {
     rules.into_iter().map(one).collect()
 }
 
-/// The name of a rule, if it was set at run time.
+/// Returns the name of a rule if the rule was set at run time.
 pub(super) fn set_at_run_time(rule: &HashMap<String, OwnedVariant>) -> Option<String> {
     let text = |key: &str| rule.get(key).and_then(|value| <&str>::try_from(value).ok());
     (text("origin") == Some("set at run time")).then(|| text("name").unwrap_or_default().to_owned())

@@ -1,5 +1,5 @@
 //! `nvsharectl run`: runs one command with the library preloaded. The command replaces this process
-//! by `exec`, and so keeps its own exit code and signals.
+//! by `exec`, so the caller sees the command's own exit code and signals.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -16,12 +16,12 @@ use crate::config::rules::{EnvLimits, variable};
 const LIBRARY: &str = "libnvshare.so";
 const PRELOAD: &str = "LD_PRELOAD";
 
-/// Executes the command. Returns only if that fails.
+/// Executes the command. Returns only if the execution fails.
 pub fn run(target: &Target, library: Option<&Path>, request: GpuRequest, command: &[OsString]) -> CtlError {
     let Some((program, arguments)) = command.split_first() else {
         return CtlError::Failed("the command is missing".into());
     };
-    // Refuses an invalid limit, so that a typo does not remove the limit.
+    // An invalid limit is an error, so that a typo does not remove the limit.
     if let Some(mistake) = env_limits().mistake() {
         return CtlError::Failed(mistake);
     }
@@ -53,15 +53,15 @@ fn env_limits() -> EnvLimits {
     limits
 }
 
-/// The requested library, else the library beside this program, else a name that the loader
-/// searches for.
+/// Returns the requested library. By default, returns the library beside this program, or else a
+/// name that the loader searches for.
 fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
     if let Some(path) = asked {
         let whole = std::path::absolute(path).unwrap_or_else(|_| path.into());
         if !whole.is_file() {
             return Err(CtlError::Failed(format!("there is no library {}", path.display())));
         }
-        // The loader splits its list at blanks and colons, and has no quoting.
+        // The loader splits its list at blanks and colons, and supports no quoting.
         if whole.as_os_str().as_bytes().iter().any(|b| b.is_ascii_whitespace() || *b == b':') {
             let path = whole.display();
             return Err(CtlError::Failed(format!(
@@ -76,7 +76,7 @@ fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
     Ok(found.next().unwrap_or_else(|| LIBRARY.into()))
 }
 
-/// `LD_PRELOAD` with one copy of the library, in front.
+/// Returns a value of `LD_PRELOAD` that names the library once, in the first position.
 fn preload(before: Option<&OsStr>, library: &Path) -> OsString {
     let before = before.filter(|list| !list.is_empty());
     let Some(list) = before else { return library.into() };

@@ -1,6 +1,6 @@
-//! A terminal line that tells why a command of `nvsharectl run` waits for its first turn. Since the
-//! command has replaced nvsharectl, a separate process shows the line. That process is not a child
-//! of the command, inherits only the terminal, and ends at the first turn.
+//! A terminal line that shows why a command of `nvsharectl run` waits for its first turn. A
+//! separate process shows the line, because the command has replaced nvsharectl. That process is
+//! not a child of the command, inherits only the terminal, and ends at the first turn.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -14,11 +14,12 @@ use super::{CtlError, Target, block_on};
 use crate::bus::{Client, Gpu, SchedulerProxy};
 use crate::sys::detached;
 
-/// How long to wait for the command to use a GPU. A command that has not by then may never do so.
+/// Time to wait for the command to use a GPU. A command that has used no GPU by then may never use
+/// one.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Starts the process that shows the line for the command that is about to replace this process.
-/// Failures are ignored, since the line is not essential.
+/// Starts the process that shows the line. The command is about to replace the calling process.
+/// Failures are ignored, because the line is not essential.
 pub fn begin(target: &Target) {
     if !Progress::new().is_shown() {
         return;
@@ -42,7 +43,7 @@ fn watch(target: &Target, command: Pid, process: &OwnedFd) -> Result<(), CtlErro
             }
             match look(&scheduler, command).await? {
                 Step::Unknown if begin.elapsed() > PATIENCE => return Ok(()),
-                // The interval grows with the time for which the command has used no GPU.
+                // The interval grows while the command uses no GPU.
                 Step::Unknown => pause = (pause * 2).min(Duration::from_secs(2)),
                 Step::Runs => return Ok(()),
                 Step::Idle => progress.show(""),
@@ -88,7 +89,7 @@ fn step(client: &Client, gpus: &[Gpu]) -> Step {
         return Step::Idle;
     };
     let gpu = gpus.iter().find(|gpu| gpu.uuid == usage.uuid);
-    // The beginning of a UUID identifies the GPU and is short.
+    // The beginning of a UUID is short and identifies the GPU.
     let short = || usage.uuid.chars().take(12).collect();
     let name = gpu.and_then(|gpu| gpu.index).map_or_else(short, |index| format!("GPU {index}"));
     let ahead = gpu.and_then(|gpu| Some(gpu.queue.iter().position(|id| *id == client.id)? + gpu.holders.len()));

@@ -51,7 +51,7 @@ fn whole_seconds(what: &str, value: Duration) -> Result<u32, CtlError> {
         .ok_or_else(|| CtlError::Failed(format!("the {what} cannot be {value:?}: write whole seconds")))
 }
 
-/// The settings and rules in effect, in the format of the configuration file or as JSON.
+/// Returns the settings and rules in effect, in the format of the configuration file or as JSON.
 pub fn get(target: &Target, as_json: bool) -> Result<String, CtlError> {
     block_on(async {
         let scheduler = target.connect().await?;

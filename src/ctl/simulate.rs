@@ -17,8 +17,9 @@ use crate::simulate::report::{Figures, JobFigures, Report};
 use crate::simulate::scenario::Scenario;
 use crate::timeline::{Timeline, svg};
 
-/// Plays the file's scenario under the named policies, or under all policies that differ. Returns
-/// the text to print. `timeline`: a file for a picture of each policy's timeline.
+/// Simulates the file's scenario under the named policies, or under all policies that differ.
+/// Returns the text to print. If `timeline` names a file, writes a picture of each policy's
+/// timeline to that file.
 pub fn simulate(file: &Path, names: &[String], timeline: Option<&Path>, json: bool) -> Result<String, CtlError> {
     let scenario = Scenario::load(file).map_err(|e| CtlError::Failed(e.to_string()))?;
     let policies = policies(&scenario, names);
@@ -30,7 +31,7 @@ pub fn simulate(file: &Path, names: &[String], timeline: Option<&Path>, json: bo
     Ok(if json { format!("{:#}\n", self::json(&report)) } else { text(&report) })
 }
 
-/// The timelines of all policies in one picture, on one time axis.
+/// Draws the timelines of all policies in one picture, on a common time axis.
 fn picture(scenario: &Scenario, policies: &[Policy], title: &str) -> String {
     let mut all = Timeline::default();
     let mut headings = BTreeMap::new();
@@ -104,8 +105,8 @@ fn gpus(report: &Report) -> Vec<String> {
     table.lines()
 }
 
-/// For each job: the mean completion time of its programs, and its ratio to the time alone. If no
-/// program has ended: the job's share of the GPU time.
+/// Returns, for each job, the mean completion time of its programs and the ratio to the time alone.
+/// If no program of a job has ended, returns the job's share of the GPU time instead.
 fn jobs(report: &Report) -> Vec<String> {
     let policies = report.policies.iter().map(|figures| figures.policy.to_uppercase());
     let names: Vec<String> = ["JOB".to_owned(), "ALONE".to_owned()].into_iter().chain(policies).collect();
@@ -127,7 +128,7 @@ fn jobs(report: &Report) -> Vec<String> {
     table.lines()
 }
 
-/// Columns: the first is left-aligned, all others right-aligned.
+/// Returns columns, of which the first is left-aligned and all others are right-aligned.
 fn columns<'a>(names: &[&'a str]) -> Vec<(&'a str, Align)> {
     let align = |at| if at == 0 { Align::Left } else { Align::Right };
     names.iter().enumerate().map(|(at, name)| (*name, align(at))).collect()
@@ -137,7 +138,7 @@ fn shown(duration: Option<Duration>) -> String {
     duration.map_or_else(|| "-".to_owned(), units::duration)
 }
 
-/// The report as JSON: times in seconds, memory in bytes.
+/// Formats the report as JSON, with times in seconds and memory in bytes.
 pub fn json(report: &Report) -> Value {
     json!({
         "programs": report.programs,

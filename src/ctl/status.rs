@@ -22,7 +22,8 @@ pub struct Style {
 }
 
 impl Style {
-    /// The format for standard output: in colour only on a terminal and without `NO_COLOR`.
+    /// Returns the format for standard output. Colour is used only on a terminal and without
+    /// `NO_COLOR`.
     pub fn of_stdout() -> Self {
         use std::io::IsTerminal;
         if !std::io::stdout().is_terminal() {
@@ -56,7 +57,7 @@ pub(super) async fn fetch(scheduler: &SchedulerProxy<'_>) -> Result<Status, CtlE
     })
 }
 
-/// The status as a table. `waits`: why programs wait.
+/// Formats the status as a table. `waits` contains the reasons why programs wait.
 pub fn text(status: &Status, waits: &Waits, style: Style) -> String {
     let mut out = String::new();
     let _ = writeln!(
@@ -86,9 +87,9 @@ pub fn text(status: &Status, waits: &Waits, style: Style) -> String {
     out
 }
 
-/// Columns in the order in which they are omitted on narrow terminals.
+/// Columns in the order in which narrow terminals omit them.
 const DISPENSABLE: [&str; 7] = ["ENGINE", "FOR", "HELD", "DEMAND", "UNIT", "WAITED", "USER"];
-/// The least width of the command column, in characters.
+/// The minimum width of the command column, in characters.
 const LEAST_COMMAND: usize = 12;
 
 fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, style: Style) {
@@ -195,10 +196,12 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
     }
 }
 
-/// A line with the reason for each waiting program. `nvsharectl why` prints the rest.
+/// Appends a line with the main reason of each waiting program. `nvsharectl why` prints all
+/// reasons.
 fn reasons_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, style: Style) {
     let mut has_more = false;
-    // Reasons concern all GPUs of a client, so they are printed once, below its first GPU.
+    // A client's reasons concern all of its GPUs, so they are printed once, below the client's
+    // first GPU.
     for client in clients.iter().filter(|client| client.gpus.first().is_some_and(|usage| usage.uuid == gpu.uuid)) {
         if let Some(reason) = waits.get(&client.id).and_then(|sentences| why::reason(sentences)) {
             let line = format!("  {}: {reason}", process(client));
@@ -309,8 +312,9 @@ fn sleep_sentences(client: &Client) -> Vec<String> {
     all
 }
 
-/// The limits of clients' groups by rules. Groups of one client with the same text share a line, since a class of notebooks has
-/// one rule.
+/// Formats the limits that rules set for groups of clients. Many groups may consist of one client,
+/// for example if one rule limits each notebook of a class. Such groups share a line if their text
+/// is the same.
 fn groups<'a>(have: impl Iterator<Item = (&'a Client, String)>) -> Vec<String> {
     let mut shared: Vec<(String, Option<u64>, Vec<&Client>)> = Vec::new();
     for (client, what) in have {
@@ -343,7 +347,7 @@ fn groups<'a>(have: impl Iterator<Item = (&'a Client, String)>) -> Vec<String> {
     lines.into_iter().map(line).collect()
 }
 
-/// Writes text wrapped at the width and indented. Continuation lines are indented by two more
+/// Appends text, wrapped at the width and indented. Continuation lines are indented by two more
 /// characters.
 fn paragraph(out: &mut String, text: &str, indent: &str, colour: &str, style: Style) {
     let width = style.width.map_or(usize::MAX, |width| width.saturating_sub(indent.len() + 2).max(20));
@@ -353,7 +357,7 @@ fn paragraph(out: &mut String, text: &str, indent: &str, colour: &str, style: St
     }
 }
 
-/// A line, cut at the width.
+/// Cuts a line at the width.
 fn cut(line: &str, style: Style) -> String {
     let width = style.width.unwrap_or(usize::MAX);
     match line.chars().count() > width {
@@ -372,7 +376,7 @@ fn number(client: &Client) -> String {
     if client.pid == 0 { format!("client {}", client.id) } else { format!("process {}", client.pid) }
 }
 
-/// A client's pod (its Kubernetes name), else its container, else its unit.
+/// Returns a client's pod (its Kubernetes name), or else its container, or else its unit.
 pub(super) fn place_of(client: &Client) -> String {
     match client {
         Client { pod_name: name, pod_namespace: namespace, .. } if !name.is_empty() => format!("{namespace}/{name}"),
@@ -381,7 +385,7 @@ pub(super) fn place_of(client: &Client) -> String {
     }
 }
 
-/// A client's rule: its name and its place in the configuration.
+/// Returns the name of a client's rule, and the rule's place in the configuration.
 fn rule(client: &Client) -> String {
     match &*client.rule {
         "" => client.rule_origin.clone(),
@@ -389,7 +393,7 @@ fn rule(client: &Client) -> String {
     }
 }
 
-/// True if the engine is unusual enough for a sentence below the table.
+/// Returns true if the engine needs a sentence below the table, because it is not the usual one.
 fn is_unusual(usage: &GpuUse) -> bool {
     let usual = ["", bus::engine_reason(EngineReason::Best)];
     !usual.contains(&usage.engine_reason.as_str())
@@ -420,7 +424,7 @@ fn pid(client: &Client) -> String {
 
 pub(super) fn command(client: &Client) -> String {
     match &client.command {
-        // For a client of `nvsharectl lock`: the holder and the purpose.
+        // For a client of `nvsharectl lock`, shows the lock's holder and purpose.
         _ if !client.why.is_empty() => format!("{}: {}", client.name, client.why),
         Some(command) if !command.is_empty() => command.clone(),
         _ if client.name.is_empty() => "?".into(),
@@ -428,12 +432,12 @@ pub(super) fn command(client: &Client) -> String {
     }
 }
 
-/// The name of a user of this host, or the number.
+/// Returns the name of a user of this host, or the uid if the user has no name.
 fn user(uid: u32) -> String {
     user_name(uid).unwrap_or_else(|| uid.to_string())
 }
 
-/// A tenant's display name: for a user, the user name if this host has it.
+/// Returns a tenant's display name. For a user with a name on this host, this is the user's name.
 pub(super) fn tenant(tenant: &str) -> String {
     let uid = tenant.strip_prefix("user ").and_then(|uid| uid.parse().ok());
     uid.and_then(user_name).unwrap_or_else(|| tenant.to_owned())

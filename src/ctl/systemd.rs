@@ -1,4 +1,4 @@
-//! Queries and controls services of systemd over D-Bus.
+//! Queries and controls systemd's services over D-Bus.
 
 use std::time::{Duration, Instant};
 
@@ -11,12 +11,13 @@ use super::preload::drop_in::Manager;
 use crate::ctl::CtlError;
 use crate::ctl::progress::Progress;
 
-/// systemctl's own timeout for `daemon-reload`, which runs every generator.
+/// Timeout for calls. systemctl uses the same value for `daemon-reload`, which runs every
+/// generator.
 const PATIENCE: Duration = Duration::from_secs(90);
 /// Interval between checks whether a service has started.
 const LOOK: Duration = Duration::from_millis(100);
-/// Time for which a restarted service must run. A missing program or an invalid configuration ends
-/// the service sooner.
+/// Time for which a restarted service must keep running. If its program is missing or its
+/// configuration invalid, a service ends sooner.
 const SETTLING: Duration = Duration::from_secs(2);
 
 #[zbus::proxy(
@@ -45,7 +46,7 @@ trait Unit {
     fn active_state(&self) -> zbus::Result<String>;
     #[zbus(property)]
     fn sub_state(&self) -> zbus::Result<String>;
-    /// The pending job's number and object; 0 without a job.
+    /// The pending job's number and object. The number is 0 without a job.
     #[zbus(property)]
     fn job(&self) -> zbus::Result<(u32, OwnedObjectPath)>;
 }
@@ -74,17 +75,17 @@ trait Service {
     fn slice(&self) -> zbus::Result<String>;
 }
 
-/// Path, arguments, whether failures are ignored, the start and end time on two clocks each,
-/// process ID, code, status.
+/// Path, arguments, whether failures are ignored, start and end time on two clocks each, process
+/// ID, code, status.
 type ExecCommand = (String, Vec<String>, bool, u64, u64, u64, u64, u32, i32, i32);
 
 /// A service as systemd has loaded it.
 #[derive(Debug, Default)]
 pub struct Service {
-    /// The service's name, which may differ from the requested alias.
+    /// The service's name, which may differ from the alias that the caller requested.
     pub id: String,
     pub environment: Vec<String>,
-    /// Files with further variables. They take precedence over `environment`.
+    /// Files with further variables, which take precedence over `environment`.
     pub environment_files: Vec<String>,
     pub unset_environment: Vec<String>,
     pub root_directory: String,
@@ -94,11 +95,11 @@ pub struct Service {
     pub apparmor_profile: String,
     /// The programs in `ExecStart=`.
     pub programs: Vec<String>,
-    /// The pid of the main process; 0 if the service is not running.
+    /// The pid of the main process, or 0 if the service is not running.
     pub main_pid: u32,
 }
 
-/// A connection to a service manager: the system's or the calling user's.
+/// A connection to a service manager, either the system's or the calling user's.
 #[derive(Debug)]
 pub struct Systemd {
     connection: Connection,
@@ -136,7 +137,7 @@ impl Systemd {
     /// Restarts a service, and watches it for [`SETTLING`].
     ///
     /// # Errors
-    /// The service does not start, or fails within [`SETTLING`]: systemd considers a simple service
+    /// The service does not start, or fails within [`SETTLING`]. systemd considers a simple service
     /// started as soon as its program is executed.
     pub async fn restart(&self, name: &str) -> Result<(), CtlError> {
         let restarted = async {
@@ -175,7 +176,8 @@ impl Systemd {
         reloaded.map_err(|e| CtlError::Failed(format!("cannot make systemd read its files again (daemon-reload): {e}")))
     }
 
-    /// The properties of a service. For a template, the properties that all instances share.
+    /// Returns the properties of a service. For a template, returns the properties that all
+    /// instances share.
     ///
     /// # Errors
     /// The service does not exist or cannot be started.
@@ -224,7 +226,7 @@ impl Systemd {
         ServiceProxy::builder(&self.connection).path(path.clone()).cache_properties(CacheProperties::No).build().await
     }
 
-    /// The loaded services in a slice or one below it, sorted.
+    /// Returns the loaded services in a slice or its child slices, sorted.
     pub async fn services_in(&self, slice: &str) -> Result<Vec<String>, CtlError> {
         let below = format!("{}-", slice.strip_suffix(".slice").unwrap_or(slice));
         let listed = async {
@@ -233,7 +235,7 @@ impl Systemd {
                 self.manager().await?.list_units_by_patterns(&[], &["*.service"]).await?
             {
                 let own = self.proxy(&path).await?.slice().await?;
-                // `user-runtime-dir@` only creates a directory.
+                // `user-runtime-dir@` services only create a directory.
                 let is_directory = name.starts_with("user-runtime-dir@");
                 if load_state == "loaded" && !is_directory && (own == slice || own.starts_with(&below)) {
                     services.push(name);

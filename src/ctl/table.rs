@@ -1,6 +1,6 @@
 //! Text in aligned columns.
 
-/// Between columns.
+/// The blanks between columns.
 const GAP: &str = "  ";
 
 /// The alignment of a column's cells.
@@ -17,7 +17,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// A table with these headings.
+    /// Creates a table with these headings.
     pub fn new(columns: &[(&str, Align)]) -> Self {
         Self {
             align: columns.iter().map(|(_, align)| *align).collect(),
@@ -29,8 +29,8 @@ impl Table {
         self.rows.push(cells);
     }
 
-    /// Removes columns in the order of `order`, until a line of `width` characters leaves `least` characters for the last
-    /// column.
+    /// Removes columns in the order of `order`, until a line of `width` characters leaves at least
+    /// `least` characters for the last column.
     pub fn fit(&mut self, width: usize, order: &[&str], least: usize) {
         for name in order {
             let widths = self.widths();
@@ -53,7 +53,7 @@ impl Table {
         (0..self.align.len()).map(width).collect()
     }
 
-    /// The lines, headings first, with two blanks between columns and no trailing blanks.
+    /// Returns the lines, headings first, without trailing blanks. Two blanks separate columns.
     pub fn lines(&self) -> Vec<String> {
         let widths = self.widths();
         let line = |row: &Vec<String>| {
@@ -67,7 +67,7 @@ impl Table {
     }
 }
 
-/// Lines of at most `width` characters, broken between words if possible.
+/// Breaks text into lines of at most `width` characters, between words if possible.
 pub fn wrapped(text: &str, width: usize) -> Vec<String> {
     let mut lines = vec![String::new()];
     for word in text.split(' ') {

@@ -1,5 +1,5 @@
-//! `nvsharectl timeline`: the holders, waiters and moved memory of each GPU over time, as text, a
-//! picture or JSON.
+//! `nvsharectl timeline`: the holders, waiting clients and moved memory of each GPU over time, as
+//! text, a picture or JSON.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -29,9 +29,9 @@ pub enum Source {
 pub enum Form {
     /// Text for the terminal.
     Text,
-    /// The scheduler's own JSON, as on D-Bus.
+    /// The scheduler's own JSON, as D-Bus transmits it.
     Json,
-    /// A picture, for a file or, with `-`, for standard output.
+    /// A picture in a file. The path `-` stands for standard output.
     Svg(PathBuf),
 }
 
@@ -75,7 +75,8 @@ pub fn timeline(source: &Source, gpu: Option<&str>, since: Option<Duration>, for
     Ok(String::new())
 }
 
-/// The width and colours of standard output. Without a terminal, lines are 100 characters long.
+/// Returns the width and colours of standard output. Without a terminal, lines are 100 characters
+/// long.
 fn paint() -> text::Paint {
     let Style { colour, width } = Style::of_stdout();
     let set = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
@@ -97,7 +98,7 @@ pub fn write(output: &Path, picture: &str) -> Result<(), CtlError> {
 fn ask(target: &Target) -> Result<Read, CtlError> {
     let created = block_on(async {
         match target.connect().await?.create_timeline().await {
-            // An older scheduler has only debug bundles, which show the activity of all users.
+            // An older scheduler supports only debug bundles, which show the activity of all users.
             Err(zbus::Error::MethodError(name, ..)) if name == "org.freedesktop.DBus.Error.UnknownMethod" => Ok(None),
             created => Ok(Some(OwnedFd::from(created?))),
         }
@@ -130,7 +131,7 @@ fn read_bundle(file: File, shown: &str) -> Result<Read, CtlError> {
     Ok(Read { timeline: from_recording(&replay, &labels, &header), names: gpus(&status) })
 }
 
-/// Titles such as `GPU 0 NVIDIA H200`, by the UUID without its prefix.
+/// Returns titles such as `GPU 0 NVIDIA H200`, by the UUID without its prefix.
 fn gpus(status: &Value) -> BTreeMap<String, String> {
     let text = |gpu: &Value| {
         let uuid = gpu["uuid"].as_str()?.split_once('-')?.1.to_owned();

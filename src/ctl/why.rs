@@ -1,4 +1,4 @@
-//! `nvsharectl why`: the reasons for which programs wait, in the scheduler's sentences.
+//! `nvsharectl why`: the reasons why programs wait, in the scheduler's sentences.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::{CtlError, Target, block_on, pause};
 use crate::bus::{Client, EXPECTED, UNKNOWN_START};
 
-/// Why clients wait: sentences by client id.
+/// The reasons why clients wait, as sentences by client id.
 pub type Waits = BTreeMap<u64, Vec<String>>;
 
 /// The sentences about a program, one per line, below the process id if there are several

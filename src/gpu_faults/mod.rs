@@ -1,16 +1,19 @@
-//! Faults of GPUs: derives from the driver's events and answers when a GPU becomes unhealthy, and when it is healthy again. Used by
-//! the scheduler's daemon and the device plugin. Pure; `nvml` provides the data.
+//! Faults of GPUs. From the driver's events and its answers to queries, this module derives when a
+//! GPU becomes unhealthy, and when it is healthy again. The daemon and nvshare-device-plugin use
+//! it. It does no I/O: `nvml` provides the data.
 
 pub mod nvml;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-/// XIDs that programs cause by their own mistakes and that do not indicate a fault of the GPU: graphics engine exception, MMU fault,
-/// channel stopped because of another error, preemptive cleanup, video processor exception, context switch timeout.
+/// XIDs that result from mistakes of programs and do not indicate a fault of the GPU: graphics
+/// engine exception, MMU fault, channel stopped because of another error, preemptive cleanup, video
+/// processor exception, context switch timeout.
 pub const PROGRAMS_XIDS: [u64; 6] = [13, 31, 43, 45, 68, 109];
 
-/// Time after an event during which the recommendation "no action" is ignored: it may predate the event.
+/// Duration after an event for which a "no action" recommendation is ignored, because the driver
+/// may have computed it before the event.
 pub const SETTLING: Duration = Duration::from_secs(2);
 
 /// An event of the driver.
@@ -20,24 +23,24 @@ pub enum Event {
     DoubleBitEcc,
 }
 
-/// The driver's recommended action for a GPU.
+/// The action that the driver recommends for a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Advice {
-    /// The driver has no recommendations.
+    /// The driver gives no recommendations.
     Unknown,
     Nothing,
     /// The number of an action: `NVML_GPU_RECOVERY_ACTION_*`.
     Action(u64),
 }
 
-/// The result of a query of a GPU.
+/// The result of querying a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum FaultAnswer {
     /// The GPU answers.
     There(Advice),
-    /// The GPU does not answer, with the reason.
+    /// The GPU does not answer. The text is the reason.
     Silent(String),
-    /// The GPU or the driver is gone, with the reason.
+    /// The GPU or the driver has disappeared. The text is the reason.
     Lost(String),
 }
 
@@ -47,7 +50,7 @@ struct Fault {
     since: Instant,
 }
 
-/// The faults of GPUs, by UUID. MIG slices share the faults of their GPU.
+/// The faults of GPUs, by UUID. A MIG slice has the faults of its GPU.
 #[derive(Debug, Default)]
 pub struct Faults {
     faults: BTreeMap<String, Fault>,
@@ -55,7 +58,7 @@ pub struct Faults {
 }
 
 impl Faults {
-    /// Handles an event. True if it makes its GPU unhealthy.
+    /// Handles an event. Returns true if the event makes its GPU unhealthy.
     pub fn happened(&mut self, gpu: &str, event: Event, ignored: &BTreeSet<u64>, now: Instant) -> bool {
         let what = match event {
             Event::Xid(xid) if PROGRAMS_XIDS.contains(&xid) || ignored.contains(&xid) => return false,
@@ -66,15 +69,17 @@ impl Faults {
         true
     }
 
-    /// Marks GPUs with faults as lost if they are not in `gpus`. They must answer again before their faults are cleared.
+    /// Marks faulty GPUs that are missing from `gpus` as lost. A lost GPU must answer again before
+    /// its fault is cleared.
     pub fn only_there(&mut self, gpus: &BTreeSet<String>) {
         self.lost.extend(self.faults.keys().filter(|gpu| !gpus.contains(*gpu)).cloned());
     }
 
     /// Handles the answer to a query. Returns the reason if the GPU is unhealthy.
     ///
-    /// A fault is over when the driver, queried a while later, recommends no action; without recommendations, when
-    /// the GPU was lost and answers again, because that takes a reset or a new driver.
+    /// A fault ends when a query at least [`SETTLING`] after the event returns the recommendation
+    /// "no action". It also ends when a lost GPU answers again, because that requires a reset or a
+    /// reload of the driver. If the driver gives no recommendations, only the latter ends a fault.
     pub fn answered(&mut self, gpu: &str, answer: &FaultAnswer, now: Instant) -> Option<String> {
         let advice = match answer {
             FaultAnswer::Silent(why) => return Some(format!("NVML cannot read it: {why}")),
@@ -100,7 +105,7 @@ impl Faults {
     }
 }
 
-/// The names of the driver's actions, by their numbers in `nvml.h`.
+/// Returns the name of an action by its number in `nvml.h`.
 fn action_name(action: u64) -> String {
     match action {
         1 => "a reset".into(),
@@ -137,7 +142,7 @@ mod tests {
         for (event, said) in [(Event::Xid(79), "XID 79"), (Event::DoubleBitEcc, "ECC error of two bits")] {
             assert!(faults.happened(GPU, event, &BTreeSet::new(), now));
             assert!(faults.answered(GPU, &there(Advice::Unknown), now).is_some_and(|why| why.contains(said)));
-            // An immediate recommendation may predate the event.
+            // The driver may have computed an immediate recommendation before the event.
             assert!(faults.answered(GPU, &there(Advice::Nothing), now).is_some());
             let asks = faults.answered(GPU, &there(Advice::Action(1)), now + SETTLING);
             assert_eq!(asks.as_deref(), Some("the driver reports that the GPU needs a reset"));

@@ -1,4 +1,4 @@
-//! NVML's data about faults: its events, and the driver's recommendations.
+//! NVML's data about faults: events and the driver's recommendations.
 
 use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::enums::device::SampleValue;
@@ -10,13 +10,13 @@ use tracing::debug;
 
 use super::{Advice, Event};
 
-/// `NVML_FI_DEV_GET_GPU_RECOVERY_ACTION` of `nvml.h`, supported by drivers since R570.
+/// `NVML_FI_DEV_GET_GPU_RECOVERY_ACTION` of `nvml.h`. Drivers support it since R570.
 const RECOVERY_ACTION: FieldId = FieldId(230);
 
-/// `NVML_ERROR_UNKNOWN` as an XID.
+/// `NVML_ERROR_UNKNOWN`, used as the number of an unknown XID.
 const UNKNOWN_XID: u64 = 999;
 
-/// The driver's recommendation for a GPU.
+/// Returns the driver's recommendation for a GPU.
 pub fn advice(device: &Device<'_>) -> Advice {
     let values = device.field_values_for(&[RECOVERY_ACTION]).unwrap_or_default();
     let value = values.into_iter().next().and_then(Result::ok).and_then(|sample| sample.value.ok());
@@ -27,14 +27,14 @@ pub fn advice(device: &Device<'_>) -> Advice {
     }
 }
 
-/// Registers for events about faults of these GPUs. Returns the event set and the number of GPUs that support events; `None` if
-/// none does.
+/// Registers for fault events of these GPUs. Returns the event set and the number of GPUs that
+/// support events. The event set is `None` if no GPU supports events.
 pub fn watch<'nvml>(nvml: &'nvml Nvml, gpus: Vec<Device<'nvml>>) -> (Option<EventSet<'nvml>>, usize) {
     let wanted = EventTypes::CRITICAL_XID_ERROR | EventTypes::DOUBLE_BIT_ECC_ERROR;
     let types = |device: &Device<'_>| device.supported_event_types().unwrap_or(EventTypes::empty()) & wanted;
     let able = gpus.into_iter().map(|device| (types(&device), device)).filter(|(types, _)| !types.is_empty());
     let mut able: Vec<(EventTypes, Device<'nvml>)> = able.collect();
-    // A failed registration consumes the set, so start again without that GPU.
+    // A failed registration consumes the set, so the loop starts again without that GPU.
     'anew: while !able.is_empty() {
         let Ok(mut set) = nvml.create_event_set() else { break };
         for at in 0..able.len() {
@@ -53,7 +53,7 @@ pub fn watch<'nvml>(nvml: &'nvml Nvml, gpus: Vec<Device<'nvml>>) -> (Option<Even
     (None, 0)
 }
 
-/// The event, if it is a fault of a GPU.
+/// Returns the event if it is a fault of a GPU.
 pub fn event(of: &EventData<'_>) -> Option<Event> {
     match (&of.event_data, of.event_type) {
         (Some(XidError::Value(xid)), _) => Some(Event::Xid(*xid)),

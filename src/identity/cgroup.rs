@@ -1,38 +1,42 @@
 //! The unit, slice, container or pod of a process, by the path of its control group.
 //!
-//! A user can create control groups below those delegated to them, with any name: `systemd-run --user
-//! --unit=jupyter.service` does. A name is as trustworthy as the owner of the control group, so the part of the path
-//! that the system manager created is distinguished from the rest: its slices, and the first unit below them. The
-//! system manager creates nothing inside its units; control groups there belong to the unit's owner.
+//! A user can create control groups with any name below the control groups that are delegated to
+//! the user, for example with `systemd-run --user --unit=jupyter.service`. A name is therefore only
+//! as trustworthy as the owner of the control group. This module separates the part of the path
+//! that the system manager created from the rest. That part consists of the slices and the first
+//! unit in them. The system manager creates nothing inside its units, so the unit's owner creates
+//! the control groups inside the unit.
 
 use super::printable;
 
 /// A control group.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cgroup {
-    /// The path from the root of the hierarchy, beginning with `/`; empty if unknown. If the daemon is in a control group
-    /// namespace, the path starts at the innermost control group that contains both.
+    /// The path from the root of the hierarchy, beginning with `/`. Empty if unknown. If the daemon
+    /// runs in a control group namespace, the path starts at the innermost control group that
+    /// contains both the daemon and the process.
     pub path: String,
 }
 
-/// The part of a path that one manager owns. Paths are from the root of the hierarchy.
+/// The part of a path that belongs to one manager. Paths are from the root of the hierarchy.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Owned<'a> {
     /// The slices, outermost first.
     pub slices: Vec<&'a str>,
     pub unit: Option<&'a str>,
-    /// The outermost container: its path and its whole id.
+    /// The path and the whole id of the outermost container.
     pub container: Option<(&'a str, &'a str)>,
-    /// The outermost pod: its path and its UID in Kubernetes' form. A control group inside a container does not count as a
-    /// pod.
+    /// The path and the UID (in Kubernetes' form) of the outermost pod. A control group inside a
+    /// container does not count as a pod.
     pub pod: Option<(&'a str, String)>,
 }
 
 impl Cgroup {
-    /// Parses `/proc/PID/cgroup`: version 2 has one line `0::/path`, version 1 has a line for systemd's own hierarchy.
+    /// Parses `/proc/PID/cgroup`. Version 2 has one line `0::/path`. Version 1 has a line for
+    /// systemd's own hierarchy.
     pub fn read(text: &str) -> Self {
         let hierarchies = || text.lines().filter_map(|line| line.split_once(':')?.1.split_once(':'));
-        // On a host with both versions, units are in systemd's hierarchy, if that is in use.
+        // On a host with both versions, systemd's own hierarchy contains the units if it is in use.
         let of = |wanted: &str| hierarchies().find(|(controllers, _)| *controllers == wanted);
         let (named, unified) = (of("name=systemd"), of(""));
         let path = named.filter(|(_, path)| *path != "/" || unified.is_none()).or(unified);
@@ -40,7 +44,8 @@ impl Cgroup {
         Self { path: printable(path) }
     }
 
-    /// The innermost unit, by which people know the process. Any user may own it.
+    /// Returns the name of the innermost unit, by which users know the process. Any user may own
+    /// this unit.
     pub fn unit(&self) -> &str {
         self.names().rfind(|name| is_unit(name)).unwrap_or("")
     }
@@ -49,38 +54,40 @@ impl Cgroup {
         self.names().rfind(|name| is_slice(name)).unwrap_or("")
     }
 
-    /// The id of the outermost container, shortened like in container tools. The outermost counts because a container's
-    /// root can give any name to control groups inside it. A user's container counts only outside of the host's containers.
+    /// Returns the id of the outermost container, shortened like in container tools. A container's
+    /// root can give any name to control groups inside the container, so inner containers do not
+    /// count. A container that a user created counts only outside the containers of the host.
     pub fn container(&self) -> &str {
         let of_user = || self.names().find_map(container);
         let id = self.of_system().container.map(|(_, id)| id).or_else(of_user);
         id.map_or("", |id| id.get(..12).unwrap_or(id))
     }
 
-    /// The part that the system manager and runtimes owned by root created.
+    /// Returns the part that the system manager and root's container runtimes created.
     pub fn of_system(&self) -> Owned<'_> {
         self.owned(0)
     }
 
-    /// The same part, below the container that `own` is also in.
+    /// Returns the same part as [`Self::of_system`], but below the container that also contains
+    /// `own`.
     pub fn of_system_below(&self, own: &Self) -> Owned<'_> {
         let shared = own.of_system().container.map_or("", |(path, _)| path);
         let is_within = self.path.strip_prefix(shared).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
         self.owned(if is_within { shared.len() } else { 0 })
     }
 
-    /// The user whose slice contains the control group.
+    /// Returns the user whose slice contains the control group.
     pub fn user_slice(&self) -> Option<u32> {
         self.of_system().slices.into_iter().find_map(|path| slice_owner(name(path)))
     }
 
-    /// The part that a user's manager created, and that user's id.
+    /// Returns the part that a user's manager created, and the user's id.
     pub fn of_user(&self) -> Option<(u32, Owned<'_>)> {
         let unit = self.of_system().unit?;
         Some((manager(name(unit))?, self.owned(unit.len())))
     }
 
-    /// The paths of this control group and its ancestors, outermost first.
+    /// Returns the paths of this control group and its ancestors, outermost first.
     pub fn within(&self) -> impl DoubleEndedIterator<Item = &str> {
         let ends = self.path.match_indices('/').map(|(at, _)| at).filter(|at| *at > 0).chain([self.path.len()]);
         ends.filter_map(|end| self.path.get(..end)).filter(|path| path.len() > 1).collect::<Vec<_>>().into_iter()
@@ -90,7 +97,7 @@ impl Cgroup {
         self.path.split('/').filter(|name| !name.is_empty())
     }
 
-    /// The part below a manager's root, whose path has `root` bytes.
+    /// Returns the part below a manager's root. The path of the root has `root` bytes.
     fn owned(&self, root: usize) -> Owned<'_> {
         let mut owned = Owned::default();
         let mut above = true;
@@ -108,7 +115,7 @@ impl Cgroup {
                 above = false;
             }
             if manager(name).is_some() {
-                break; // what is in there is that user's
+                break; // break; // the user created all inner control groups
             }
             if of_a_user {
                 continue;
@@ -122,7 +129,8 @@ impl Cgroup {
     }
 }
 
-/// A path without leading `/..`, which a control group namespace puts before paths outside of it.
+/// Strips leading `/..` components. A control group namespace puts them before paths outside the
+/// namespace.
 fn outside(mut path: &str) -> &str {
     while let Some(rest) = path.strip_prefix("/..").filter(|rest| rest.is_empty() || rest.starts_with('/')) {
         path = rest;
@@ -130,7 +138,7 @@ fn outside(mut path: &str) -> &str {
     if path.is_empty() { "/" } else { path }
 }
 
-/// The last component of a path.
+/// Returns the last component of a path.
 pub fn name(path: &str) -> &str {
     path.rsplit('/').next().unwrap_or(path)
 }
@@ -143,25 +151,27 @@ pub fn is_slice(name: &str) -> bool {
     name.ends_with(".slice")
 }
 
-/// The user that a slice belongs to.
+/// Returns the user of a user slice.
 fn slice_owner(slice: &str) -> Option<u32> {
     slice.strip_prefix("user-")?.strip_suffix(".slice")?.parse().ok()
 }
 
-/// The user whose manager runs in a unit.
+/// Returns the user whose manager runs in a unit.
 fn manager(unit: &str) -> Option<u32> {
     unit.strip_prefix("user@")?.strip_suffix(".service")?.parse().ok()
 }
 
-/// The container id in a name: `docker-<id>.scope`, `libpod-<id>.scope`, `cri-containerd-<id>.scope` or `<id>`.
+/// Returns the container id in a name: `docker-<id>.scope`, `libpod-<id>.scope`,
+/// `cri-containerd-<id>.scope` or `<id>`.
 fn container(name: &str) -> Option<&str> {
     let name = name.strip_suffix(".scope").unwrap_or(name);
     let id = name.rsplit(['-', ':']).next().unwrap_or(name);
     (id.len() == 64 && id.bytes().all(|b| b.is_ascii_hexdigit())).then_some(id)
 }
 
-/// The pod's UID in a name: `pod<uid>`, or `kubepods-burstable-pod<uid>.slice`, where underscores replace dashes because
-/// systemd uses dashes itself. Static pods have a UID without dashes.
+/// Returns the pod's UID in a name: `pod<uid>` or `kubepods-burstable-pod<uid>.slice`. In the
+/// slice's name, underscores replace the UID's dashes, because systemd reserves dashes for nesting.
+/// Static pods have a UID without dashes.
 fn pod(name: &str) -> Option<String> {
     let uid = match name.strip_suffix(".slice") {
         Some(slice) => slice.rsplit_once("-pod")?.1.replace('_', "-"),
@@ -240,7 +250,7 @@ mod tests {
                 "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{systemd}.slice/cri-containerd-{ID}.scope"
             ),
             format!("/kubepods/besteffort/pod{uid}/{ID}"),
-            // The path as a scheduler in another pod reads it.
+            // A scheduler in another pod reads the path in this form.
             format!("/../../kubepods-pod{systemd}.slice/crio-{ID}.scope/inner.slice"),
             format!("/../pod{uid}/{ID}/kubepods/podffffffffffffffffffffffffffffffff"),
         ];

@@ -1,5 +1,6 @@
-//! The identity of a process: its user and groups, control group, systemd unit, container and pod, and its tenant. Rules match on
-//! the identity, and the scheduler shows it. It comes from the kernel (`daemon::transport::peer`), never from the process itself.
+//! The identity of a process: its user and groups, control group, systemd unit, container and pod,
+//! and its tenant. Rules match on the identity, and the scheduler shows it. The data come from the
+//! kernel (`daemon::transport::peer`), never from the process itself.
 
 mod cgroup;
 mod printable;
@@ -14,35 +15,38 @@ pub use user_name::{user_in_words, user_name};
 /// A process that connected.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Identity {
-    /// 0 if the process is in a PID namespace that is not visible to the scheduler.
+    /// The pid, or 0 if the scheduler's PID namespace does not contain the process.
     pub pid: i32,
     pub uid: u32,
-    /// The tenant that the process is charged to.
+    /// The tenant that the process belongs to.
     pub tenant: Tenant,
-    /// The short name (`comm`), which every user may see; empty if unknown.
+    /// The short name (`comm`), which every user may see. Empty if unknown.
     pub name: String,
-    /// The command line, which only its user and root may see.
+    /// The command line, which only the process's user and root may see.
     pub command: String,
-    /// The reason given for a lock over D-Bus.
+    /// The reason that a D-Bus caller gave for its lock.
     pub why: String,
-    /// The systemd unit, like `session-2.scope` or `jupyter.service`; empty without a unit.
+    /// The systemd unit, like `session-2.scope` or `jupyter.service`. Empty without a unit.
     pub unit: String,
     pub slice: String,
-    /// The id of its container, shortened like in container tools; empty without a container.
+    /// The id of the container, shortened like in container tools. Empty without a container.
     pub container: String,
-    /// The Kubernetes pod of the process, as far as it is known.
+    /// The Kubernetes pod of the process, if known.
     pub pod: Pod,
     /// The Kubernetes ResourceClaim whose socket the process connected to.
     pub claim: Claim,
-    /// All groups of the process, as the kernel recorded them at the connection. `/proc` would show later groups, perhaps of
-    /// another process, and nothing for a process in another PID namespace.
+    /// All groups of the process, as the kernel recorded them at the connection. `/proc` is
+    /// unsuitable: it would show later groups, perhaps of another process, and nothing for a
+    /// process in another PID namespace.
     pub groups: Vec<u32>,
     pub cgroup: Cgroup,
-    /// Whether the kernel showed the control group. If so, an empty `container` means that the process is in no container.
+    /// Whether the kernel showed the control group. If true, an empty `container` means that the
+    /// process is in no container.
     pub placed: bool,
 }
 
-/// A pod, and the container in it. The UID comes from the kernel, the names from the agent that queries Kubernetes.
+/// A pod, and the container in it. The kernel provides the UID. The agent that queries Kubernetes
+/// provides the names.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Pod {
     /// Empty without a pod.
@@ -52,8 +56,8 @@ pub struct Pod {
     pub container: String,
 }
 
-/// A ResourceClaim. Only containers to which Kubernetes gave a claim have its socket, so the UID is as trustworthy as data from
-/// the kernel. The names come from the device plugin.
+/// A ResourceClaim. Kubernetes mounts a claim's socket only into containers that use the claim, so
+/// the UID is as trustworthy as data from the kernel. The device plugin provides the names.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Claim {
     /// Empty without a claim.
@@ -63,8 +67,9 @@ pub struct Claim {
 }
 
 impl Identity {
-    /// True if either process may open memory that the other exports: both belong to the same tenant. If a process is not visible,
-    /// its container is unknown, so it cannot share memory with any process.
+    /// Returns true if either process may open memory that the other exports, because both belong
+    /// to the same tenant. If a process is not visible, its container is unknown, so it cannot
+    /// share memory with any process.
     pub fn may_share_with(&self, other: &Self) -> bool {
         self.placed && other.placed && self.tenant == other.tenant
     }

@@ -1,7 +1,7 @@
 //! Makes untrusted text, such as names of programs, units and GPUs, safe for terminals, logs and pictures.
 
-/// Replaces with `?` all characters that a terminal could interpret as a command, that change the direction of nearby text, or that
-/// are invisible.
+/// Replaces unsafe characters with `?`: characters that a terminal could interpret as a command,
+/// that change the direction of nearby text, or that are invisible.
 pub fn printable(text: &str) -> String {
     text.chars().map(|c| if is_printable(c) { c } else { '?' }).collect()
 }

@@ -1,13 +1,16 @@
 //! Tenants: the unit of trust and of accounting. Programs of one tenant trust each other.
 //!
-//! The tenant of a process is its outermost container or pod, otherwise its user. It is the only key for budgets, turns,
-//! trust in programs' reports, shared memory and the limits of the log. Two users of one container are one tenant, since the
-//! container's root can become either; one user in two containers is two tenants.
+//! The tenant of a process is its outermost container or pod, otherwise its user. Budgets, turns,
+//! trust in programs' reports, shared memory and log limits all depend on the tenant alone. Two
+//! users of one container are one tenant, because the container's root can become either user. One
+//! user in two containers is two tenants.
 //!
-//! The name of a control group determines a tenant only if root created the control group. Below a user's slice, and in
-//! every control group delegated to a user, that user may choose any name: all processes there are charged to the user, even
-//! with the user's subordinate ids. Inside a container its root may do the same, so the outermost container counts. The
-//! scheduler's own container does not distinguish tenants and does not count.
+//! The name of a control group determines a tenant only if root created the control group. Below a
+//! user's slice, and in every control group delegated to a user, that user may choose any name. All
+//! processes in such control groups are therefore charged to the user, even processes with the
+//! user's subordinate ids. The root of a container may likewise choose any name inside the
+//! container, so only the outermost container counts. The scheduler's own container does not
+//! distinguish tenants and does not count.
 
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -17,9 +20,9 @@ use super::Cgroup;
 /// A unit of trust and of accounting.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Tenant {
-    /// The host's root, in no container and in the scheduler's PID namespace.
+    /// The host's root, outside all containers and in the scheduler's PID namespace.
     Root,
-    /// A user. User 0 is a root user that may not be the host's.
+    /// A user, by uid. Uid 0 is the root of a namespace, which may not be the host's root.
     User(u32),
     /// A container, by its whole id.
     Container(String),
@@ -27,22 +30,23 @@ pub enum Tenant {
     Pod(String),
 }
 
-/// The place of a process, according to the kernel.
+/// Where a process runs, according to the kernel.
 #[derive(Debug, Clone, Copy)]
 pub struct Place<'a> {
     pub cgroup: &'a Cgroup,
-    /// The process is in the scheduler's PID namespace.
+    /// Whether the process is in the scheduler's PID namespace.
     pub on_host: bool,
-    /// The process is in the scheduler's user namespace.
+    /// Whether the process is in the scheduler's user namespace.
     pub own_ids: bool,
 }
 
 impl Tenant {
-    /// The tenant of a process. `own` is the scheduler's control group, and `owner` returns the owner of a control group
-    /// that the scheduler can see.
+    /// Returns the tenant of a process. `own` is the scheduler's control group. `owner` returns the
+    /// owner of a control group that the scheduler can see.
     pub fn of(uid: u32, place: Place<'_>, own: &Cgroup, owner: impl Fn(&str) -> Option<u32>) -> Self {
         let Place { cgroup, on_host, own_ids } = place;
-        // The owner of a control group may create others below it.
+        // The owner of a control group may create others below it, so a non-root owner of an
+        // ancestor counts as their creator.
         let maker = |path: &str| {
             let above = cgroup.within().filter(|other| other.len() < path.len());
             above.filter_map(&owner).find(|owner| *owner != 0)
@@ -59,8 +63,8 @@ impl Tenant {
         if uid == 0 && on_host { Self::Root } else { Self::User(uid) }
     }
 
-    /// The tenant's number in the state machine. It is the same after a reconnect, so that a tenant cannot clear its record
-    /// by disconnecting.
+    /// Returns the tenant's number in the state machine. The number stays the same after a
+    /// reconnect, so a tenant cannot clear its record by disconnecting.
     pub fn number(&self) -> u64 {
         const NAMED: u64 = 1 << 63;
         match self {
@@ -138,7 +142,7 @@ mod tests {
             assert_eq!(of(1000, &path, false, false), Tenant::User(1000), "{path}");
             assert_eq!(of(100_999, &path, false, false), Tenant::User(1000), "a subordinate id: {path}");
         }
-        // Another user through `su`, and root through `sudo`, in the same session.
+        // The same session contains another user through `su`, and root through `sudo`.
         let session = format!("{slice}/session-2.scope");
         assert_eq!(host(1001, &session), Tenant::User(1001));
         assert_eq!(host(0, &session), Tenant::Root);

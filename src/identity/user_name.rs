@@ -1,6 +1,7 @@
 //! Names of users.
 
-/// A user's name on this host. Reads only /etc/passwd: a static program cannot use other name services, and they may be slow.
+/// Returns a user's name on this host. Reads only /etc/passwd, because a static program cannot use
+/// other name services, and they may be slow.
 pub fn user_name(uid: u32) -> Option<String> {
     let accounts = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
     accounts.lines().find_map(|line| {
@@ -10,7 +11,7 @@ pub fn user_name(uid: u32) -> Option<String> {
     })
 }
 
-/// A user in messages: `user bob`, or the number without a known name.
+/// Describes a user in messages: `user bob`, or the number if the name is unknown.
 pub fn user_in_words(uid: u32) -> String {
     format!("user {}", user_name(uid).unwrap_or_else(|| uid.to_string()))
 }

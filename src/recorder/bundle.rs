@@ -1,5 +1,6 @@
-//! A recording as JSON Lines: either a debug bundle, which includes the context needed to understand it, or a running
-//! record, which `nvshare-scheduler --record` appends to as events happen. Each line is an object with a `kind`:
+//! A recording as JSON Lines. It is either a debug bundle or a running record. A debug bundle
+//! includes the context that a reader needs. `nvshare-scheduler --record` appends to a running
+//! record as events happen. Each line is an object with a `kind`:
 //!
 //! | kind | number | contents |
 //! |---|---|---|
@@ -12,11 +13,13 @@
 //! | `entry` | any | an event, its time, and the resulting commands |
 //! | `end` | last | the number of entries: a bundle without this line is truncated |
 //!
-//! A running record has no `configuration`, `status`, `nvml` and `end`, and its last line may be incomplete. Its `client`
-//! lines come before the clients' `connected` events.
+//! A running record has no lines of the kinds `configuration`, `status`, `nvml` and `end`, and its
+//! last line may be incomplete. In a running record, the `client` line of a client precedes the
+//! client's `connected` event.
 //!
-//! Times are nanoseconds of `CLOCK_MONOTONIC`. A `present` or `contexts` event lists the clients whose figures have changed
-//! since the last such event of its GPU, and `gone` lists the clients that are no longer measured.
+//! Times are nanoseconds of `CLOCK_MONOTONIC`. A `present` or `contexts` event lists only the
+//! clients whose figures have changed since the previous event of the same kind and GPU. Its `gone`
+//! lists the clients that are no longer measured.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -31,7 +34,7 @@ use super::samples::Samples;
 use super::{Entry, Recording};
 use crate::scheduler::{ClientId, Command, Event, Machine, Time};
 
-/// The version of the format described above. Incremented by each change that older programs cannot read.
+/// The version of this format. Every change that older programs cannot read increments it.
 pub const FORMAT: u32 = 1;
 
 const BUNDLE: &str = "nvshare-bundle";
@@ -52,16 +55,16 @@ pub struct Header {
     /// The versions of the NVIDIA driver and of NVML, if known.
     pub driver: Option<String>,
     pub nvml: Option<String>,
-    /// Microseconds since 1970.
+    /// Time of creation, in microseconds since 1970.
     pub made: u64,
-    /// The time of entries at that moment.
+    /// The time of creation on the clock of the entries, in nanoseconds.
     pub now_ns: u64,
-    /// True if the bundle has names and command lines of programs.
+    /// Whether the bundle contains names and command lines of programs.
     pub command_lines: bool,
 }
 
 impl Header {
-    /// The time, since 1970, at which the entries' clock was 0.
+    /// Returns the time, since 1970, at which the entries' clock was 0.
     pub fn epoch(&self) -> Duration {
         Duration::from_micros(self.made).saturating_sub(Duration::from_nanos(self.now_ns))
     }
@@ -76,12 +79,12 @@ pub struct Process {
     pub name: String,
     pub unit: String,
     pub container: String,
-    /// True if the client was connected to an earlier scheduler.
+    /// Whether the client had connected to an earlier scheduler.
     pub resumed: bool,
 }
 
 impl Process {
-    /// The name, or a substitute, and the process id.
+    /// Returns the name, or a substitute, and the process id.
     pub fn label(&self) -> String {
         let Self { client, pid, name, unit, container, .. } = self;
         let named = [name, unit, container].into_iter().find(|text| !text.is_empty());
@@ -94,7 +97,7 @@ impl Process {
 #[derive(Debug, Clone)]
 pub struct Circumstances {
     pub header: Header,
-    /// Connected clients, and clients that have recently ended.
+    /// Clients that are connected or have recently ended.
     pub clients: Vec<Process>,
     pub configuration: Value,
     pub status: Value,
@@ -108,7 +111,8 @@ struct Line<T> {
     content: T,
 }
 
-/// `Line` would copy the state into another object.
+/// Serializes the machine by reference, because `Line` would copy the machine's state into another
+/// object.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct CheckpointOut<'a> {
@@ -187,17 +191,18 @@ fn line(to: &mut impl Write, content: &impl Serialize) -> io::Result<()> {
     to.write_all(b"\n")
 }
 
-/// A running record.
+/// A running record, which is appended to a file.
 #[derive(Debug)]
 pub struct RecordFile {
     file: File,
     line: Vec<u8>,
-    /// Samples of the file, which has no spans. The recorder's own samples restart with each span.
+    /// Samples of the whole file. A file has no spans, whereas the recorder's own samples restart
+    /// with each span.
     samples: Samples,
 }
 
 impl RecordFile {
-    /// Writes the beginning. The first entry to follow has the number `first`.
+    /// Writes the first lines. `first` is the number of the next entry.
     pub fn begin(file: File, header: &Header, machine: &Machine, first: u64) -> io::Result<Self> {
         let mut record = Self { file, line: Vec::new(), samples: Samples::default() };
         record.append(&Line { kind: RECORD, content: header })?;
@@ -215,7 +220,8 @@ impl RecordFile {
         self.append(&EntryOut { kind: "entry", number, at_ns: nanos(at), event, gone: &gone, commands })
     }
 
-    /// One write per line, so that a reader that follows the file sees whole lines.
+    /// Appends a line with a single `write`, so that a reader that follows the file sees whole
+    /// lines.
     fn append(&mut self, content: &impl Serialize) -> io::Result<()> {
         self.line.clear();
         line(&mut self.line, content)?;
@@ -241,7 +247,7 @@ pub struct Entries<R> {
     samples: Samples,
     /// The clients named so far, by id.
     pub clients: BTreeMap<u64, Process>,
-    /// The line of the first entry, once it has been read.
+    /// The number of the line that contains the first entry, once that line has been read.
     first_line: usize,
     /// For each `client` line after the first entry, the number of entries before it.
     between: Vec<u64>,
@@ -251,7 +257,7 @@ pub struct Entries<R> {
     is_over: bool,
 }
 
-/// A mistake in a bundle, and its line.
+/// A mistake in a bundle, with its line number.
 #[derive(Debug)]
 pub struct ReadError {
     pub line: usize,
@@ -266,7 +272,7 @@ impl fmt::Display for ReadError {
 
 impl std::error::Error for ReadError {}
 
-/// Reads a file of [`write`] or of a [`RecordFile`], up to the checkpoint.
+/// Reads a file that [`write`] or a [`RecordFile`] wrote, up to the checkpoint.
 pub fn read<R: BufRead>(from: R) -> Result<Bundle<R>, ReadError> {
     let mut lines = Lines { from, number: 0, text: String::new(), is_record: false };
     let header: Header = match lines.next()?.as_deref() {
@@ -305,7 +311,7 @@ pub fn read<R: BufRead>(from: R) -> Result<Bundle<R>, ReadError> {
                 return Ok(Bundle { header, status, checkpoint, entries });
             }
             Some("entry" | "end") => return Err(lines.wrong("a line of kind checkpoint must precede this line")),
-            // Lines for people, and lines of later versions.
+            // Skips lines that only people read, and lines of later versions.
             Some(_) => {}
             None => return Err(lines.cut_off()),
         }
@@ -313,12 +319,12 @@ pub fn read<R: BufRead>(from: R) -> Result<Bundle<R>, ReadError> {
 }
 
 impl<R: BufRead> Entries<R> {
-    /// The line of the entry at the index `at`.
+    /// Returns the line number of the entry with the index `at`.
     pub fn line(&self, at: usize) -> usize {
         self.first_line + at + self.between.iter().filter(|before| **before <= at as u64).count()
     }
 
-    /// Reads the next entry. `None` after a bundle's last line, and at the end of a record.
+    /// Reads the next entry. Returns `None` after a bundle's last line, and at the end of a record.
     fn read(&mut self) -> Result<Option<Entry>, ReadError> {
         loop {
             match self.lines.next()?.as_deref() {
@@ -376,8 +382,8 @@ struct Lines<R> {
 }
 
 impl<R: BufRead> Lines<R> {
-    /// Reads the next line and returns its kind; `None` at the end of the file. A record's last line may be incomplete: the
-    /// scheduler may still be writing it, or the disk was full.
+    /// Reads the next line and returns its kind, or `None` at the end of the file. A record's last
+    /// line may be incomplete, because the scheduler is still writing it or the disk was full.
     fn next(&mut self) -> Result<Option<String>, ReadError> {
         self.text.clear();
         self.number += 1;

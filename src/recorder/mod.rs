@@ -1,16 +1,21 @@
-//! The flight recorder: the newest events of the state machine, its commands, and its state before the first of these
-//! events. The machine returns the same commands for the same events.
+//! The flight recorder. It keeps the newest events and commands of the state machine, and the
+//! machine's state before the first of these events. The machine returns the same commands for the
+//! same events, so a recording can be replayed.
 //!
-//! - this file: the [`Recorder`], which receives every event from the daemon.
-//! - `samples`: stores only the differences between successive measurements, which list all clients of a GPU.
-//! - [`bundle`]: a recording as a file, for a bug report or continuously.
-//! - [`replay`]: figures from a recording, and a check that the machine still makes the same decisions; `movement`: the
-//!   times at which memory moved.
+//! - This file: the [`Recorder`], which receives every event from the daemon.
+//! - `samples`: stores only the differences between successive measurements, which list all clients
+//!   of a GPU.
+//! - [`bundle`]: writes a recording to a file, for a bug report or continuously.
+//! - [`replay`]: computes figures from a recording, and checks that the machine still makes the
+//!   same decisions.
+//! - `movement`: infers when memory moved.
 //!
-//! The recording is a sequence of spans. Each span is a checkpoint of the machine and the entries after it. Whole spans are
-//! dropped from the front, so a recording always begins with a checkpoint. Entries are appended to one buffer in a compact
-//! encoding, usually without an allocation. Taking a [`Recording`] copies the newest span and shares the others; another
-//! thread decodes it. With `nvshare-scheduler --record`, everything is written to a file, too.
+//! The recording is a sequence of spans. Each span consists of a checkpoint of the machine and the
+//! entries after it. Only whole spans are dropped from the front, so a recording always begins with
+//! a checkpoint. Entries are appended to one buffer in a compact encoding, usually without an
+//! allocation. Taking a [`Recording`] copies the newest span and shares the others. Another thread
+//! decodes the recording. With `nvshare-scheduler --record`, the recorder also writes everything to
+//! a file.
 
 pub mod bundle;
 mod movement;
@@ -30,22 +35,22 @@ use tracing::warn;
 use crate::scheduler::{ClientId, Command, Event, Machine, Time};
 use samples::Samples;
 
-/// The least number of entries kept, unless they need more than [`MOST_BYTES`].
+/// The minimum number of entries kept, unless these entries need more than [`MOST_BYTES`].
 pub const ENTRIES: u64 = 10_000;
-/// A span ends, and a checkpoint is taken, after this many entries or bytes.
+/// After this many entries or bytes, the span ends and the recorder takes a checkpoint.
 const SPAN_ENTRIES: u64 = 5_000;
 const SPAN_BYTES: usize = 4 << 20;
-/// Maximum size of the recording in memory, including its checkpoints; one entry may exceed it. Most entries take about 100
-/// bytes; an entry that changes the limits of 1,000 clients takes 40 KB. [`Samples`] takes another 100 bytes per client and
-/// GPU.
+/// Maximum size of the recording in memory, including its checkpoints. A single entry may exceed
+/// this size. Most entries need about 100 bytes, and an entry that changes the limits of 1,000
+/// clients needs 40 KB. [`Samples`] needs another 100 bytes per client and GPU.
 const MOST_BYTES: usize = 16 << 20;
-/// The buffer grows by this size instead of doubling.
+/// The buffer grows in steps of this size instead of doubling.
 const GROWTH: usize = 256 << 10;
 
 /// An event and the resulting commands.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// Counts up from 1 since the machine was created.
+    /// The number of the entry. The first entry after the machine was created is number 1.
     pub number: u64,
     pub at: Time,
     pub event: Event,
@@ -71,7 +76,8 @@ struct Span {
     entries: Vec<u8>,
 }
 
-/// The part of an entry that is written before the machine handles the event; the commands follow.
+/// The part of an entry that is written before the machine handles the event. The commands are
+/// appended afterwards.
 #[derive(Debug, Serialize)]
 struct Head<'a> {
     at: Time,
@@ -88,12 +94,12 @@ struct Stored {
 }
 
 impl Recorder {
-    /// Starts with the current state of `machine`.
+    /// Begins a recording with the current state of `machine`.
     pub fn new(machine: &Machine) -> Self {
         Self { closed: VecDeque::new(), open: Span::new(machine, 1), samples: Samples::default(), file: None }
     }
 
-    /// From now on, also writes all entries to `file`.
+    /// Writes all future entries also to `file`.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -102,7 +108,7 @@ impl Recorder {
         Ok(())
     }
 
-    /// Writes a client's process to the file, if the recording is also written to a file.
+    /// Writes a client's process to the file, if there is one.
     pub fn name(&mut self, process: impl FnOnce() -> Process) {
         self.append(|file| file.client(&process()));
     }
@@ -125,8 +131,8 @@ impl Recorder {
         commands
     }
 
-    /// Ends the record if it cannot be written: a full disk must not stop the scheduler, and a record that continues behind
-    /// a gap cannot be replayed.
+    /// Appends to the file, and ends the record if that fails. A full disk must not stop the
+    /// scheduler, and a record with a gap cannot be replayed.
     fn append(&mut self, write: impl FnOnce(&mut RecordFile) -> io::Result<()>) {
         if let Some(file) = &mut self.file
             && let Err(e) = write(file)
@@ -136,17 +142,18 @@ impl Recorder {
         }
     }
 
-    /// A copy of the recording, for decoding in another thread.
+    /// Returns a copy of the recording, which another thread can decode.
     pub fn recording(&self) -> Recording {
         Recording { spans: self.closed.iter().cloned().chain([Arc::new(self.open.clone())]).collect() }
     }
 
-    /// The recording's size in memory.
+    /// Returns the recording's size in memory, in bytes.
     pub fn bytes(&self) -> usize {
         self.closed.iter().map(|span| span.bytes()).sum::<usize>() + self.open.bytes()
     }
 
-    /// Begins a new span, and drops the oldest spans that are not needed or exceed the memory limit.
+    /// Begins a new span. Drops the oldest spans if they exceed the memory limit or newer spans
+    /// contain enough entries.
     fn close(&mut self, machine: &Machine) {
         let next = Span::new(machine, self.open.first + self.open.count);
         let mut full = std::mem::replace(&mut self.open, next);
@@ -184,7 +191,7 @@ impl Span {
     }
 }
 
-/// The recording up to some moment.
+/// A copy of the recording, up to the time of the copy.
 #[derive(Debug, Clone)]
 pub struct Recording {
     spans: Vec<Arc<Span>>,
@@ -202,8 +209,8 @@ impl Recording {
         postcard::from_bytes(&oldest.checkpoint).map_err(unreadable)
     }
 
-    /// All entries, decoded one at a time: a decoded entry, with all clients of its measurement, is much larger than the
-    /// stored one.
+    /// Decodes the entries one at a time. A decoded entry contains all clients of its measurement,
+    /// so it is much larger than the stored entry.
     pub fn entries(&self) -> impl Iterator<Item = Result<Entry, String>> {
         self.spans.iter().flat_map(|span| {
             let (mut samples, mut rest) = (Samples::default(), &*span.entries);
@@ -223,7 +230,7 @@ fn unreadable(error: postcard::Error) -> String {
 
 /// Appends a value.
 fn encode(value: &(impl Serialize + ?Sized), to: &mut Vec<u8>) {
-    // Fails only for sequences of unknown length, which do not occur here.
+    // postcard fails only for sequences of unknown length, which these types do not contain.
     let written = postcard::serialize_with_flavor(value, Append(to));
     debug_assert!(written.is_ok(), "{written:?}");
 }

@@ -1,10 +1,11 @@
-//! Infers when a client's memory was evicted from a GPU and restored. The client's reports contain amounts, not moves.
+//! Infers when a client's memory was evicted from a GPU and when it was restored. The client's
+//! reports contain amounts of memory rather than moves.
 
 use std::time::Duration;
 
 use crate::scheduler::{MemoryReport, Time};
 
-/// Reports that follow each other within this time belong to one move.
+/// Reports that follow each other within this time belong to the same move.
 const PAUSE: Duration = Duration::from_millis(50);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,7 +32,8 @@ pub struct Movement {
     reported: Option<Time>,
     /// The time since which the client has exceeded its allowance.
     evicts: Option<Time>,
-    /// The newest grant or raised allowance since the last eviction: the cause of a restore.
+    /// The time of the newest grant or raised allowance since the last eviction, which causes a
+    /// restore.
     admitted: Option<Time>,
     newest: Option<Move>,
 }
@@ -41,12 +43,13 @@ impl Movement {
         Self { allowance, mapped, swapped, ..Self::default() }
     }
 
-    /// Starts at the beginning of the recording, perhaps in the middle of an eviction.
+    /// Starts at the beginning of the recording, where an eviction may be in progress.
     pub fn begin(&mut self, at: Time) {
         self.check(at);
     }
 
-    /// Sets a new allowance. Returns the bytes that must be evicted because of it.
+    /// Sets a new allowance. Returns the number of bytes that must be evicted because of the new
+    /// allowance.
     pub fn allow(&mut self, at: Time, bytes: u64) -> u64 {
         let before = std::mem::replace(&mut self.allowance, bytes);
         if bytes > before {
@@ -60,8 +63,9 @@ impl Movement {
         self.admitted = Some(at);
     }
 
-    /// The move that a report shows, and whether it continues the newest move. The host memory in use distinguishes evicted
-    /// memory from freed memory even if no eviction was requested, and restored memory from new memory.
+    /// Infers the move that a report shows, and whether it continues the newest move. The change of
+    /// host memory distinguishes evicted memory from freed memory even if no eviction was
+    /// requested. It also distinguishes restored memory from new memory.
     pub fn report(&mut self, at: Time, report: &MemoryReport) -> Option<(Move, bool)> {
         let (mapped, swapped) = (self.mapped, self.swapped);
         let dropped = mapped.saturating_sub(report.mapped);
@@ -72,7 +76,7 @@ impl Movement {
         let recent = self.reported.replace(at).filter(is_recent);
         let (direction, bytes) = if left > 0 { (Direction::ToHost, left) } else { (Direction::ToGpu, returned) };
         let newest = self.newest.filter(|newest| newest.direction == direction);
-        // One eviction is one move, even with long pauses.
+        // One eviction is one move, even if long pauses separate its reports.
         let continues =
             |newest: &Move| is_recent(&newest.until) || self.evicts.is_some_and(|since| since < newest.until);
         let shown = (bytes > 0).then(|| match newest.filter(continues) {
@@ -107,8 +111,8 @@ mod tests {
         Time::from_millis(ms)
     }
 
-    /// Reports `mapped` and `swapped` at a time. Returns the bytes, beginning and end of the move, and whether it continues the
-    /// previous one.
+    /// Reports `mapped` and `swapped` at a time. Returns the direction, bytes, beginning and end of
+    /// the move, and whether the move continues the previous one.
     fn report(movement: &mut Movement, at: u64, mapped: u64, swapped: u64) -> Option<(Direction, u64, u128, bool)> {
         let report = MemoryReport { mapped, swapped, ..MemoryReport::default() };
         let (Move { direction, since, until, bytes }, continues) = movement.report(ms(at), &report)?;

@@ -1,5 +1,6 @@
-//! Replays a recording: collects the moves of locks and memory, and the times for which clients waited for GPUs
-//! and held them. Checks that the machine returns the same commands for the same events.
+//! Replays a recording. Collects the moves of locks and memory, and the times for which clients
+//! waited for GPUs and held them. Checks that the machine returns the same commands for the same
+//! events.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -32,7 +33,7 @@ pub struct Difference {
     pub at: usize,
     pub number: u64,
     pub event: Event,
-    /// The index of the first command that differs, and both versions of that command.
+    /// The index of the first differing command, and both versions of that command.
     pub command: usize,
     pub recorded: Option<Command>,
     pub replayed: Option<Command>,
@@ -50,20 +51,20 @@ pub struct Moment {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum What {
-    /// With the waiting time.
+    /// The time is how long the client had waited.
     Granted(Duration),
     Revoked,
-    /// With the time for which the client had held the GPU.
+    /// The time is how long the client had held the GPU.
     Released(ReleaseReason, Duration),
     /// The bytes that the client must move to the host.
     Evicted(u64),
-    /// Evicted bytes, and how long the eviction took.
+    /// Evicted bytes, and the duration of the eviction.
     MemoryLeft(u64, Duration),
-    /// Restored bytes, and how long the restore took.
+    /// Restored bytes, and the duration of the restore.
     MemoryReturned(u64, Duration),
-    /// The bytes of a refused allocation.
+    /// The size of a refused allocation, in bytes.
     Denied(u64),
-    /// The client detached or ended, after it had waited for the GPU or held it for this time.
+    /// The client detached or ended. The times are how long it had waited for the GPU or held it.
     Left {
         waited: Option<Duration>,
         held: Option<Duration>,
@@ -124,7 +125,7 @@ fn differs(at: usize, entry: &Entry, replayed: &[Command]) -> Option<Difference>
     })
 }
 
-/// Follows the recorded events and commands.
+/// Infers moments and figures from the recorded events and commands.
 struct Observer {
     attachments: BTreeMap<(ClientId, GpuId), Attachment>,
     tallies: Tallies,
@@ -164,7 +165,8 @@ impl Observer {
         }
     }
 
-    /// Counts times from `at` on, also for clients that already wait or hold a GPU.
+    /// Counts times from `at` on, including times of clients that already wait for a GPU or hold
+    /// one.
     fn begin(&mut self, at: Time) {
         for attachment in self.attachments.values_mut() {
             attachment.waits_since = attachment.waits_since.map(|_| at);
@@ -184,7 +186,7 @@ impl Observer {
                 attachment.stop_waiting(tally, at);
                 None
             }),
-            // The previous scheduler granted these locks.
+            // An earlier scheduler granted these locks.
             Event::Held { client, gpus } => self.each(*client, gpus, |attachment, _| {
                 attachment.holds_since.get_or_insert(at);
                 None
@@ -292,7 +294,8 @@ impl Observer {
         }
     }
 
-    /// Handles a client's detach from a GPU. `None` if the client neither waited for the GPU nor held it.
+    /// Handles a client's detach from a GPU. Returns `None` if the client neither waited for the
+    /// GPU nor held it.
     fn leave(&mut self, client: ClientId, gpu: GpuId, entry: u64, at: Time) -> Option<Moment> {
         let mut attachment = self.attachments.remove(&(client, gpu))?;
         let tally = self.tallies.entry((client, gpu)).or_default();
@@ -307,7 +310,8 @@ impl Observer {
         let keys: Vec<(ClientId, GpuId)> = self.attachments.keys().copied().collect();
         let last = self.moments.iter().map(|moment| moment.entry).max().unwrap_or(0);
         let unfinished = keys.into_iter().filter_map(|(client, gpu)| self.leave(client, gpu, last, at)).collect();
-        // A move of memory is sorted by its beginning.
+        // The list has each move of memory at the position of its first report, but with the entry
+        // of its last report.
         self.moments.sort_by_key(|moment| moment.entry);
         (self.moments, unfinished, self.tallies)
     }

@@ -1,5 +1,6 @@
-//! Measurements of GPUs ([`Event::Measured`], [`Event::ContextSizes`]) list every client several times a second, and most
-//! figures stay the same. Only figures that have changed are stored.
+//! Compression of measurements. Measurements of GPUs ([`Event::Measured`], [`Event::ContextSizes`])
+//! list every client several times a second, and most figures stay the same. The recorder therefore
+//! stores only figures that have changed.
 
 use std::collections::BTreeMap;
 
@@ -15,8 +16,8 @@ pub struct Samples {
 }
 
 impl Samples {
-    /// The event with only the changed figures, and the clients that are no longer listed. `None`: the event is stored
-    /// unchanged.
+    /// Returns the event with only the changed figures, and the clients that are no longer listed.
+    /// Instead of an event, `None` means that the event is stored unchanged.
     pub fn reduce(&mut self, event: &Event) -> (Option<Event>, Vec<ClientId>) {
         match *event {
             Event::Measured { gpu, begun, free, ref found } => {
@@ -31,7 +32,7 @@ impl Samples {
         }
     }
 
-    /// Reverts [`Self::reduce`].
+    /// Restores the event that [`Self::reduce`] reduced.
     pub fn restore(&mut self, event: Event, gone: &[ClientId]) -> Event {
         match event {
             Event::Measured { gpu, begun, free, found } => {

@@ -26,7 +26,7 @@ impl Context {
     }
 }
 
-/// The id of the GPU at `place`.
+/// Returns the id of the GPU with the index `place`.
 pub fn gpu_id(place: usize) -> GpuId {
     let mut bytes = [0; 16];
     let (_, last) = bytes.split_at_mut(8);
@@ -34,7 +34,7 @@ pub fn gpu_id(place: usize) -> GpuId {
     GpuId(Uuid(bytes))
 }
 
-/// The place of a GPU.
+/// Returns the index of a GPU.
 pub fn place_of(gpu: GpuId) -> usize {
     let last = gpu.0.0.iter().skip(8);
     last.fold(0, |place, byte| place << 8 | usize::from(*byte))

@@ -8,7 +8,7 @@ use nvshare_simulated_client::Way;
 use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Time};
 use crate::timeline::{Activity, Span, Timeline};
 
-/// Chunks that follow each other within this time are drawn as one move.
+/// Copies that follow each other within this time are drawn as one move.
 const PAUSE: Duration = Duration::from_millis(50);
 
 /// A timeline that is being recorded.
@@ -30,7 +30,7 @@ struct Open {
 }
 
 impl Drawing {
-    /// `names`: the programs' names, in the order of their numbers.
+    /// `names` are the programs' names, in the order of their numbers.
     pub fn new(names: Vec<String>) -> Self {
         Self { names, ..Self::default() }
     }

@@ -1,6 +1,6 @@
-//! The work of GPUs. A lock holder runs alone at full speed. Concurrent holders that need more than
-//! the GPU are all slowed down by the same factor. A program on several GPUs is as fast as on the
-//! slowest of them.
+//! The work of GPUs. A lock holder that runs alone runs at full speed. If concurrent holders
+//! together need more than the GPU, the GPU slows all of them down by the same factor. A program on
+//! several GPUs is as fast as on the slowest of them.
 
 use std::time::Duration;
 
@@ -25,17 +25,18 @@ struct Engine {
 #[derive(Debug, Clone, Default)]
 pub struct Work {
     gpus: Vec<usize>,
-    /// The part of a GPU that the program can use, in millionths.
+    /// The fraction of a GPU that the program can use, in millionths.
     fullness: u32,
-    /// GPU time left in the current work, in nanoseconds.
+    /// GPU time that the current work still needs, in nanoseconds.
     left: f64,
     /// GPU time of all work so far, in nanoseconds.
     done: f64,
-    /// Start of running at the current rate; `None` while the program does not run.
+    /// The time since which the program has run at the current rate. `None` while the program does
+    /// not run.
     since: Option<Time>,
-    /// GPU time per unit of time.
+    /// GPU time per unit of virtual time.
     rate: f64,
-    /// Number of changes of the rate, which identifies outdated events.
+    /// Number of changes of the rate. An event with another number is outdated.
     number: u32,
 }
 
@@ -58,7 +59,7 @@ impl Engines {
         Self { gpus: vec![Engine::default(); gpus], programs }
     }
 
-    /// GPU time of each program until now, on each of its GPUs.
+    /// Returns the GPU time of each program until `now`, on each of its GPUs.
     pub fn gpu_times(&mut self, now: Time) -> Vec<Duration> {
         let gpu_time = |work: &mut Work| {
             work.advance(now);
@@ -67,7 +68,7 @@ impl Engines {
         self.programs.iter_mut().map(gpu_time).collect()
     }
 
-    /// Starts a program with `left` work.
+    /// Starts a program that needs `left` GPU time.
     pub fn start(&mut self, program: usize, left: Duration, now: Time, queue: &mut Queue) {
         let Some(work) = self.programs.get_mut(program).filter(|work| work.since.is_none()) else { return };
         (work.left, work.since, work.rate) = (left.as_nanos() as f64, Some(now), 0.0);
@@ -80,7 +81,7 @@ impl Engines {
         self.update_rate(program, now, queue);
     }
 
-    /// Interrupts a program. Returns the work left.
+    /// Interrupts a program. Returns the GPU time that its work still needs.
     pub fn stop(&mut self, program: usize, now: Time, queue: &mut Queue) -> Duration {
         let Some(work) = self.programs.get_mut(program).filter(|work| work.since.is_some()) else {
             return Duration::ZERO;
@@ -97,13 +98,13 @@ impl Engines {
         left
     }
 
-    /// Handles the event that a program's work is done. False if the event is outdated.
+    /// Handles the end of a program's work. Returns false if the event is outdated.
     pub fn done(&mut self, program: usize, number: u32, now: Time, queue: &mut Queue) -> bool {
         let Some(work) = self.programs.get_mut(program) else { return false };
         if work.number != number || work.since.is_none() {
             return false;
         }
-        work.done += std::mem::take(&mut work.left); // less than a nanosecond's
+        work.done += std::mem::take(&mut work.left); // work.done += std::mem::take(&mut work.left); // less than a nanosecond
         work.since = Some(now);
         self.stop(program, now, queue);
         true
@@ -118,7 +119,7 @@ impl Engines {
         }
     }
 
-    /// Updates the rates of the other programs on that program's GPUs.
+    /// Updates the rates of the other programs on the program's GPUs.
     fn update_neighbours(&mut self, program: usize, now: Time, queue: &mut Queue) {
         let gpus = self.programs.get(program).map_or(0, |work| work.gpus.len());
         for at in 0..gpus {
@@ -160,7 +161,7 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    /// The end of each of these programs, which start at the same time on their GPUs.
+    /// Starts these programs at the same time on their GPUs, and returns the end time of each.
     fn ends(programs: &[(&[usize], u32, u64)]) -> Vec<f64> {
         let works = programs.iter().map(|(gpus, fullness, _)| Work::new(gpus.to_vec(), *fullness)).collect();
         let (mut engines, mut queue) = (Engines::new(3, works), Queue::default());

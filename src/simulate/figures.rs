@@ -1,4 +1,4 @@
-//! Computing figures: percentiles of durations, exact or from histograms, and fairness.
+//! Functions for figures: percentiles of durations, exact or from histograms, and fairness.
 
 use std::time::Duration;
 
@@ -12,7 +12,8 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// The figures of `all`; `None` if it is empty. `most` is the 95th percentile.
+    /// Computes the figures of `all`, or returns `None` if `all` is empty. `most` is the 95th
+    /// percentile.
     pub fn of(mut all: Vec<Duration>) -> Option<Self> {
         all.sort_unstable();
         let count = u32::try_from(all.len()).ok().filter(|count| *count > 0)?;
@@ -69,7 +70,7 @@ impl Counted {
         self.worst
     }
 
-    /// The percentile, rounded up by at most 2 percent.
+    /// Returns the percentile, which is at most 2 percent too large.
     pub fn percentile(&self, percent: u64) -> Duration {
         let rank = (u128::from(self.count) * u128::from(percent)).div_ceil(100);
         let mut seen = 0u128;
@@ -87,7 +88,7 @@ fn bucket(value: Duration) -> usize {
     ((shift << PARTS) as u64 + (nanos >> shift)) as usize
 }
 
-/// The longest duration in a bucket.
+/// Returns the longest duration in a bucket.
 fn end(bucket: usize) -> Duration {
     let bucket = bucket as u64;
     let shift = (bucket >> PARTS).saturating_sub(1);
@@ -95,7 +96,8 @@ fn end(bucket: usize) -> Duration {
     Duration::from_nanos(first.saturating_add(1).saturating_mul(1 << shift) - 1)
 }
 
-/// Jain's fairness index: 1 if all values are equal, 1/n if one of n has everything.
+/// Computes Jain's fairness index. The index is 1 if all values are equal, and 1/n if only one of n
+/// values is above zero.
 pub fn jain(all: &[f64]) -> Option<f64> {
     let (sum, squares) = all.iter().fold((0.0, 0.0), |(sum, squares), value| (sum + value, squares + value * value));
     (squares > 0.0).then(|| sum * sum / (all.len() as f64 * squares))

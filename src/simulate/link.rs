@@ -4,16 +4,17 @@ use std::time::Duration;
 
 use crate::scheduler::Time;
 
-/// Each direction carries chunks in order, and both directions share the host's memory bandwidth.
+/// Each direction copies chunks in order, and both directions share the host's memory bandwidth.
 #[derive(Debug, Clone, Copy)]
 pub struct Link {
     out: Lane,
     back: Lane,
-    /// The host's memory bandwidth; `None` if it suffices for both directions at full speed.
+    /// The host's memory bandwidth. `None` if the bandwidth suffices for both directions at full
+    /// speed.
     host: Option<Lane>,
 }
 
-/// A channel that carries chunks in order.
+/// A channel that copies chunks in order.
 #[derive(Debug, Clone, Copy)]
 struct Lane {
     /// Bytes per second.
@@ -38,29 +39,30 @@ impl Lane {
 }
 
 impl Link {
-    /// `rate`: bytes per second in each direction. `total`: in both together.
+    /// `rate` is the bandwidth of each direction, and `total` is the bandwidth of both directions
+    /// together, both in bytes per second.
     pub fn new(rate: u64, total: u64) -> Self {
         let host = (total < rate.saturating_mul(2)).then(|| Lane::new(total));
         Self { out: Lane::new(rate), back: Lane::new(rate), host }
     }
 
-    /// The time of a copy in one direction while the other direction is idle.
+    /// Returns the time of a copy in one direction while the other direction is idle.
     pub fn carries(&self, bytes: u64) -> Duration {
         self.out.takes(bytes)
     }
 
-    /// The time at which the host's memory has carried `bytes` more.
+    /// Returns the time at which the host's memory has transferred `bytes` more.
     fn host(&mut self, now: Time, bytes: u64) -> Time {
         self.host.as_mut().map_or(Time::ZERO, |host| host.carry(now, bytes))
     }
 
-    /// The end of a copy to the host that is requested now.
+    /// Requests a copy to the host at `now`, and returns the time at which it ends.
     pub fn copy_out(&mut self, now: Time, bytes: u64) -> Time {
         self.out.free = self.out.carry(now, bytes).max(self.host(now, bytes));
         self.out.free
     }
 
-    /// The end of a copy to the GPU that is requested now.
+    /// Requests a copy to the GPU at `now`, and returns the time at which it ends.
     pub fn copy_back(&mut self, now: Time, bytes: u64) -> Time {
         self.back.free = self.back.carry(now, bytes).max(self.host(now, bytes));
         self.back.free

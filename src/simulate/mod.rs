@@ -1,17 +1,21 @@
-//! Simulates a described mix of programs in virtual time, with the scheduler's own state machine
-//! (`nvshare::scheduler::Machine`) and programs whose clients (`nvshare_simulated_client::Client`) answer it like
-//! `libnvshare.so`. It uses no GPU, daemon or clock, so the same file always gives the same figures.
+//! Simulates a described mix of programs in virtual time. The simulator runs the scheduler's own
+//! state machine (`nvshare::scheduler::Machine`). Each program's client
+//! (`nvshare_simulated_client::Client`) answers the state machine like `libnvshare.so`. The
+//! simulator uses no GPU, daemon or clock, so the same file always gives the same figures.
 //!
 //! - [`scenario`]: the simulated GPUs, settings and jobs; `schema`: the file format.
 //! - `plans`: the arrival time and the GPUs of each program.
-//! - `parts`: independent parts of a scenario, each simulated in a separate world.
+//! - `parts`: splits a scenario into independent parts, each simulated in a separate world.
 //! - [`policies`]: the compared policies.
-//! - `world`: the machine, the programs and the time; `queue`: coming events.
-//! - `program`: one program and its client. `engines`: the work of GPUs; `link`: copies between them and the host.
+//! - `world`: the machine, the programs and the time.
+//! - `queue`: future events.
+//! - `program`: one program and its client.
+//! - `engines`: the work of GPUs.
+//! - `link`: copies between GPUs and the host.
 //! - `context`: state that all programs share.
 //! - `drawing`: records a timeline.
 //! - `serial`: the baseline of the comparison.
-//! - [`report`]: the figures; `statistics`: collects them; `figures`: computes them.
+//! - [`report`]: the figures, which `statistics` collects and `figures` computes.
 
 mod context;
 mod drawing;
@@ -41,7 +45,7 @@ use world::World;
 
 use crate::timeline::Timeline;
 
-/// Plays a scenario under each of these policies, with one thread per processor.
+/// Simulates a scenario under each of these policies, with one thread per processor.
 pub fn run(scenario: &Scenario, policies: &[Policy]) -> Report {
     let plans = plans::plans(scenario);
     let ideal = serial::outcome(scenario, &plans);
@@ -59,8 +63,8 @@ pub fn run(scenario: &Scenario, policies: &[Policy]) -> Report {
     report::report(scenario, &plans, outcomes.into_iter().chain([ideal]))
 }
 
-/// Plays a scenario under one policy, and returns the timeline. A program's name is its job's name
-/// and its number in the job.
+/// Simulates a scenario under one policy, and returns the timeline. A program's name consists of
+/// its job's name and its number in the job.
 pub fn draw(scenario: &Scenario, policy: &Policy) -> Timeline {
     let plans = plans::plans(scenario);
     let mut counts = vec![0; scenario.jobs.len()];
@@ -73,8 +77,8 @@ pub fn draw(scenario: &Scenario, policy: &Policy) -> Timeline {
     World::new(scenario, &scenario.gpus, &plans, policy).draw(names)
 }
 
-/// Plays each of these worlds. A world that panicked has printed the panic, and its outcome is
-/// `None`.
+/// Simulates these worlds. If a world panics, the panic message is printed, and the world's outcome
+/// is `None`.
 fn play(scenario: &Scenario, worlds: &[(&Policy, &Part)]) -> Vec<Option<Outcome>> {
     let next = AtomicUsize::new(0);
     let some = || {

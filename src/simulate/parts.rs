@@ -1,5 +1,6 @@
-//! Independent parts of a scenario: sets of GPUs without a common program, host-memory budget or
-//! rule. Each is played in a separate world, which is small and can run on its own thread.
+//! Independent parts of a scenario. A part is a set of GPUs that shares no program, host-memory
+//! budget or rule with other GPUs. Each part is simulated in a separate world, which is small and
+//! can run in its own thread.
 
 use std::collections::BTreeMap;
 
@@ -14,13 +15,13 @@ use crate::scheduler::Time;
 pub struct Part {
     pub gpus: Vec<Gpu>,
     pub plans: Vec<Plan>,
-    /// The place of each program of the part among all programs.
+    /// The index of each program of the part among all programs.
     places: Vec<usize>,
 }
 
-/// Splits a scenario under a policy into parts. GPUs without programs are in no part.
+/// Splits a scenario under a policy into parts. GPUs without programs belong to no part.
 pub fn parts(scenario: &Scenario, plans: &[Plan], policy: &Policy) -> Vec<Part> {
-    // A rule's group may have members on any GPU.
+    // The group of a rule may have members on any GPU.
     let shares_more = scenario.swap.is_some() || policy.rules && scenario.jobs.iter().any(|job| job.rule.is_some());
     let mut first_of: Vec<usize> = (0..scenario.gpus.len()).map(|gpu| if shares_more { 0 } else { gpu }).collect();
     for plan in plans {
@@ -32,7 +33,7 @@ pub fn parts(scenario: &Scenario, plans: &[Plan], policy: &Policy) -> Vec<Part> 
             }
         }
     }
-    // The GPUs of each part, and the place of each GPU in its part.
+    // Collects the GPUs of each part, and the index of each GPU in its part.
     let mut parts: BTreeMap<usize, Part> = BTreeMap::new();
     let mut place_of = Vec::with_capacity(scenario.gpus.len());
     for (gpu, found) in scenario.gpus.iter().enumerate() {
@@ -51,7 +52,7 @@ pub fn parts(scenario: &Scenario, plans: &[Plan], policy: &Policy) -> Vec<Part> 
     parts.into_values().filter(|part| !part.plans.is_empty()).collect()
 }
 
-/// The first GPU in the part of `gpu`.
+/// Returns the first GPU in the part of `gpu`.
 fn first(first_of: &[usize], mut gpu: usize) -> usize {
     while let Some(first) = first_of.get(gpu).copied().filter(|first| *first != gpu) {
         gpu = first;

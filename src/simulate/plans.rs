@@ -1,5 +1,5 @@
-//! The arrival time, user and GPUs of each program, decided before the simulation, so that they are the same under
-//! every policy.
+//! The arrival time, user and GPUs of each program. They are decided before the simulation, so that
+//! they are the same under every policy.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,16 +10,16 @@ use crate::scheduler::{TenantId, Time};
 /// One program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
-    /// Its job, by its place in the scenario.
+    /// The index of the program's job in the scenario.
     pub job: usize,
     pub tenant: TenantId,
     pub arrives: Time,
-    /// Its GPUs, by their places, in their order.
+    /// The indices of the program's GPUs, in ascending order.
     pub gpus: Vec<usize>,
 }
 
-/// All programs, in the order of arrival. Each is placed on its allowed GPUs with the fewest
-/// earlier programs.
+/// Plans all programs, in the order of arrival. Each program gets those of its allowed GPUs that
+/// have the fewest earlier programs.
 pub fn plans(scenario: &Scenario) -> Vec<Plan> {
     let mut tenants: BTreeMap<&str, TenantId> = BTreeMap::new();
     let mut plans = Vec::new();
@@ -52,7 +52,7 @@ pub fn plans(scenario: &Scenario) -> Vec<Plan> {
     plans
 }
 
-/// The `number` places in `on` with the lowest counts in `given`.
+/// Returns the `number` GPUs in `on` with the lowest counts in `given`.
 fn fewest(given: &[usize], on: &[usize], number: usize) -> Vec<usize> {
     let count = |place: &usize| (given.get(*place).copied().unwrap_or(usize::MAX), *place);
     let mut places: Vec<usize> = match number {
@@ -68,13 +68,13 @@ fn fewest(given: &[usize], on: &[usize], number: usize) -> Vec<usize> {
     places
 }
 
-/// SplitMix64. Implemented here, since a scenario's seed must give the same arrivals on every
-/// machine and in every version.
+/// The SplitMix64 generator. It is implemented here, because a scenario's seed must give the same
+/// arrivals on every machine and in every version.
 #[derive(Debug)]
 struct Dice(u64);
 
 impl Dice {
-    /// The sequence of one job, independent of other jobs.
+    /// Begins the sequence of one job, which does not depend on other jobs.
     fn new(seed: u32, job: usize) -> Self {
         Self(u64::from(seed) << 32 ^ job as u64)
     }
@@ -87,8 +87,8 @@ impl Dice {
         z ^ (z >> 31)
     }
 
-    /// An exponentially distributed time to the next arrival, rounded to milliseconds, so that
-    /// differences between implementations of the logarithm do not matter.
+    /// Returns an exponentially distributed time to the next arrival. The time is rounded to
+    /// milliseconds, so that different implementations of the logarithm give the same time.
     fn gap(&mut self, mean: Duration) -> Duration {
         let part = ((self.next() >> 11) + 1) as f64 / (1u64 << 53) as f64; // above 0, at most 1
         Duration::from_millis((-part.ln() * mean.as_secs_f64() * 1e3).round() as u64)

@@ -2,7 +2,7 @@
 
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
 
-/// A way to schedule.
+/// A combination of mode, order and rules under which a scenario is simulated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Policy {
     /// The name in the output and on the command line.
@@ -13,9 +13,9 @@ pub struct Policy {
     pub rules: bool,
 }
 
-/// All policies, in the order of the output. `fcfs`: first come, first served, under each mode; `rules`: the same
-/// with the jobs' rules, which can set shares; `adaptive`: programs that have used the least GPU time run first;
-/// `both`: the same, within the jobs' rules.
+/// All policies, in the order of the output, each under every mode. `fcfs` is first come, first
+/// served. `rules` is `fcfs` with the jobs' rules, which can set shares. `adaptive` first runs
+/// programs that have used the least GPU time. `both` is `adaptive` with the jobs' rules.
 pub const POLICIES: [Policy; 12] = [
     Policy { name: "fcfs-on", mode: AntiThrash::On, order: PolicyName::Fcfs, rules: false },
     Policy { name: "fcfs-auto", mode: AntiThrash::Auto, order: PolicyName::Fcfs, rules: false },
@@ -31,7 +31,7 @@ pub const POLICIES: [Policy; 12] = [
     Policy { name: "both-off", mode: AntiThrash::Off, order: PolicyName::Adaptive, rules: true },
 ];
 
-/// The baseline's row: programs run one after another, alone.
+/// The name of the baseline, in which programs run one after another.
 pub const SERIAL: &str = "serial";
 
 impl Policy {
@@ -39,7 +39,7 @@ impl Policy {
         POLICIES.into_iter().find(|policy| policy.name == name)
     }
 
-    /// The scenario's settings under this policy.
+    /// Returns the scenario's settings under this policy.
     pub fn settings(&self, settings: &Settings) -> Settings {
         Settings { anti_thrash: self.mode, policy: self.order, ..settings.clone() }
     }

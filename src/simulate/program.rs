@@ -1,4 +1,5 @@
-//! One program: it alternates between pauses and work for its GPUs. Its client answers the scheduler.
+//! One program, which alternates between pauses and work for its GPUs. The program's client answers
+//! the scheduler.
 
 use std::time::Duration;
 
@@ -11,9 +12,9 @@ use super::scenario::Job;
 use super::statistics::End;
 use crate::scheduler::{ClientId, Command, Engine, EnvLimits, Event, Group, Time};
 
-/// Bytes per copy and report. The library's own chunks are at most a quarter of this, which makes a
-/// hand-over some milliseconds shorter, and for a hundred programs on a GPU changes the time at
-/// which the last one ends by less than 3 percent.
+/// Bytes per copy and report. The library's own chunks are at most a quarter of this size, which
+/// shortens a hand-over by some milliseconds. For a hundred programs on a GPU, smaller chunks
+/// change the end of the last program by less than 3 percent.
 const CHUNK: u64 = 256 << 20;
 
 #[derive(Debug)]
@@ -21,15 +22,15 @@ pub struct Program {
     at: usize,
     client: Client,
     phase: Phase,
-    /// Time of an iteration with work for the GPUs, and time without.
+    /// GPU time of an iteration, and the time of an iteration without GPU work.
     gpu_time: Duration,
     cpu_time: Duration,
-    /// The program always has work.
+    /// Whether the program always has work.
     is_steady: bool,
-    /// GPU time left in total, and in this iteration.
+    /// GPU time that is left in total, and in this iteration.
     left: Duration,
     now_left: Duration,
-    /// The time since which the program has had work without running.
+    /// The time since which the program has had work but has not run.
     waits_since: Option<Time>,
 }
 
@@ -80,7 +81,8 @@ impl Program {
         self.client_does(context, |client, _| client.connect());
     }
 
-    /// Calls the client, and carries out its effects. Does nothing once the program has ended.
+    /// Calls the client and carries out the returned effects. Does nothing once the program has
+    /// ended.
     pub fn client_does(&mut self, context: &mut Context, does: impl FnOnce(&mut Client, Time) -> Vec<Effect>) {
         if self.phase != Phase::Over {
             let effects = does(&mut self.client, context.now);
@@ -128,7 +130,7 @@ impl Program {
         self.client_does(context, |client, now| client.end_work(now));
     }
 
-    /// Schedules the pause before the next work, which may be zero.
+    /// Schedules the pause before the next work. The pause may be zero.
     fn pause(&mut self, context: &mut Context) {
         self.phase = Phase::Pauses;
         if self.is_steady {

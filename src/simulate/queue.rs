@@ -1,4 +1,4 @@
-//! Future events: messages, which stay in order, and events of programs and GPUs.
+//! Future events: messages, which are delivered in order, and events of programs and GPUs.
 
 use std::cmp::{Ordering, Reverse};
 use std::collections::{BinaryHeap, VecDeque};
@@ -8,8 +8,9 @@ use nvshare_simulated_client::{Timer, Way};
 
 use crate::scheduler::{ClientId, Command, Event, GpuId, Time};
 
-/// The latency of a message in either direction: half of a hand-over, from the packet that releases
-/// a lock until the next program has read its grant (`bench/RESULTS.md`: 49 µs at the median).
+/// The latency of a message in either direction. It is half of the measured hand-over latency, from
+/// the packet that releases a lock until the next program has read its grant (`bench/RESULTS.md`:
+/// 49 µs at the median).
 pub const LATENCY: Duration = Duration::from_micros(25);
 
 /// An event other than a message.
@@ -19,13 +20,13 @@ pub enum Happening {
     Arrives(usize),
     /// A program has work for the GPU after a pause.
     HasWork(usize),
-    /// A program's work is done, unless the number is outdated.
+    /// A program's work is done. The event is outdated if the number has changed.
     WorkDone(usize, u32),
     /// A timer of the program's client expires.
     Wakes(usize, Timer),
     /// Bytes of a program have been copied to or from that GPU.
     Moved(usize, GpuId, Way, u64),
-    /// A measurement of that GPU, which began at that time, is done.
+    /// A measurement of a GPU, which began at that time, is done.
     Measured(usize, Time),
 }
 
@@ -39,8 +40,8 @@ pub enum Next {
 
 #[derive(Debug, Default)]
 pub struct Queue {
-    /// Messages to the scheduler. All have the same latency, so they arrive in the order of
-    /// sending.
+    /// Messages to the scheduler. All messages have the same latency, so they arrive in the order
+    /// of sending.
     up: VecDeque<(Time, Event)>,
     down: VecDeque<(Time, ClientId, Command)>,
     heap: BinaryHeap<Reverse<Entry>>,
@@ -50,7 +51,7 @@ pub struct Queue {
 #[derive(Debug)]
 struct Entry {
     at: Time,
-    /// Order of creation, which orders events of the same time.
+    /// The order of creation, which orders events with the same time.
     number: u64,
     what: Happening,
 }

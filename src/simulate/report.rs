@@ -13,7 +13,7 @@ use crate::scheduler::{TenantId, Time};
 #[derive(Debug)]
 pub struct Outcome {
     pub policy: &'static str,
-    /// The end of each program; `None` if it has not ended.
+    /// The end of each program. `None` if the program has not ended.
     pub ends: Vec<Option<End>>,
     pub waits: Counted,
     pub hand_overs: u64,
@@ -21,7 +21,7 @@ pub struct Outcome {
     pub swapped_in: u64,
     /// GPU time of each program, on each of its GPUs.
     pub had: Vec<Duration>,
-    /// The GPU time that each user could have had without the others, if it was collected.
+    /// The GPU time that each user could have used without other users, if it was collected.
     pub could: Option<BTreeMap<TenantId, Duration>>,
     /// The end of the simulation.
     pub ended: Time,
@@ -41,7 +41,7 @@ pub struct Report {
 pub struct JobReport {
     pub name: String,
     pub programs: usize,
-    /// Completion time of one program of the job alone.
+    /// Completion time of one program of the job that runs alone.
     pub alone: Duration,
 }
 
@@ -60,7 +60,7 @@ pub struct Figures {
     pub wait_most: Duration,
     pub wait_worst: Duration,
     pub fairness: Option<f64>,
-    /// Busy fraction of all GPUs until the end of the simulation.
+    /// Fraction of the time, until the end of the simulation, for which GPUs were busy.
     pub busy: f64,
     pub hand_overs: u64,
     pub swapped_out: u64,
@@ -73,7 +73,7 @@ pub struct Figures {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct JobFigures {
     pub done: usize,
-    /// Mean completion time, and its ratio to the time alone.
+    /// Mean completion time, and its ratio to the completion time of a program that runs alone.
     pub completion: Option<Duration>,
     pub slowdown: Option<f64>,
     /// Sum of the programs' GPU time on all GPUs.

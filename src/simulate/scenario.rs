@@ -1,5 +1,6 @@
-//! A scenario: GPUs, the scheduler's settings, and jobs, which are programs of one kind. Read from a file
-//! (`schema`), with errors that name the place of a mistake and the valid values.
+//! A scenario: GPUs, the scheduler's settings, and jobs. A job consists of programs of one kind.
+//! Scenarios are read from a file (`schema`), with errors that name the place of a mistake and the
+//! valid values.
 
 use std::fmt::Display;
 use std::ops::{Range, RangeInclusive};
@@ -22,9 +23,10 @@ use crate::scheduler::{AntiThrash, PolicyName, RuleLimits, Settings};
 /// Valid numbers of programs, and of GPUs.
 const PROGRAMS: RangeInclusive<u32> = 1..=100_000;
 const GPUS: RangeInclusive<u32> = 1..=10_000;
-/// Bytes per second of copies between an H200 and registered host memory in each direction [H200, PCIe 5].
+/// Bandwidth of copies between an H200 and registered host memory in each direction, in bytes per
+/// second [H200, PCIe 5].
 const LINK: u64 = 48 << 30;
-/// The slowest valid link, in bytes per second. A slower one is probably a wrong unit.
+/// The slowest valid link, in bytes per second. A smaller number probably has the wrong unit.
 const SLOWEST_LINK: u64 = 1 << 20;
 /// The default end of a simulation. A longer scenario is probably a mistake.
 const UNTIL: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -32,10 +34,10 @@ const UNTIL: Duration = Duration::from_secs(365 * 24 * 3600);
 #[derive(Debug, Clone, PartialEq)]
 pub struct Scenario {
     pub settings: Settings,
-    /// Restricts the comparison to one mode or one policy, if the file names one.
+    /// Restricts the comparison to one mode or one policy, if the file names a mode or a policy.
     pub mode: Option<AntiThrash>,
     pub policy: Option<PolicyName>,
-    /// Limit of the host memory for evicted memory, in bytes; `None` for no limit.
+    /// Limit of host memory for evicted memory, in bytes. `None` means no limit.
     pub swap: Option<u64>,
     pub gpus: Vec<Gpu>,
     pub jobs: Vec<Job>,
@@ -58,23 +60,23 @@ pub struct Gpu {
 pub struct Job {
     pub name: String,
     pub count: u32,
-    /// The users of the programs, in rotation.
+    /// The users who own the programs. The programs are assigned to the users in rotation.
     pub users: Vec<String>,
     /// Number of GPUs that a program needs at the same time.
     pub gpus: usize,
-    /// The allowed GPUs, by their places.
+    /// The indices of the allowed GPUs.
     pub on: Vec<usize>,
     /// Bytes on each GPU of a program.
     pub memory: u64,
     /// Total GPU time on each GPU of a program.
     pub work: Duration,
-    /// The GPU part of an iteration, and the preceding part without GPU work.
+    /// The time with GPU work in an iteration, and the preceding time without GPU work.
     pub gpu_time: Duration,
     pub cpu_time: Duration,
     /// Time for which submitted work continues after a revoke.
     pub drain: Duration,
     pub arrival: Arrival,
-    /// The limits of the job's rule, whose group has all programs of the job.
+    /// The limits of the job's rule. All programs of the job belong to the rule's group.
     pub rule: Option<RuleLimits>,
 }
 
@@ -102,7 +104,7 @@ impl Scenario {
         Self::parse(&std::fs::read_to_string(path).map_err(unreadable)?, path)
     }
 
-    /// Reads the text of a file; `path` is for messages only.
+    /// Parses the text of a file. Error messages name `path`.
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
         let file: schema::File = document::parse(text, path)?;
         let line_of = |at| position(text, at).0;
@@ -159,24 +161,24 @@ impl Scenario {
 }
 
 impl Job {
-    /// The shortest pause that counts. Shorter ones are gaps between launches of a busy program, in
-    /// which the library does not release the lock.
+    /// The shortest pause that the simulation represents. A shorter pause is a gap between launches
+    /// of a busy program, in which the library keeps the lock.
     const NOTICED: Duration = Duration::from_millis(1);
 
-    /// Whether the programs always have work, because their pauses are shorter than
+    /// Returns true if the programs always have work, because their pauses are shorter than
     /// [`NOTICED`](Self::NOTICED).
     pub fn is_steady(&self) -> bool {
         self.cpu_time < Self::NOTICED
     }
 
-    /// The part of a GPU that a program keeps busy while it runs alone, in millionths.
+    /// Returns the fraction of a GPU that a program keeps busy while it runs alone, in millionths.
     pub fn fullness(&self) -> u32 {
         let iteration = (self.gpu_time + self.cpu_time).as_nanos().max(1);
         let part = self.gpu_time.as_nanos() * u128::from(FULL) / iteration;
         if self.is_steady() { u32::try_from(part).unwrap_or(FULL).clamp(1, FULL) } else { FULL }
     }
 
-    /// Completion time of one program that runs alone.
+    /// Returns the completion time of a program that runs alone.
     pub fn alone(&self) -> Duration {
         let (work, part) = (self.work.as_nanos(), self.gpu_time.as_nanos().max(1));
         let nanos = if self.is_steady() {
@@ -280,7 +282,7 @@ fn swap(section: &Spanned<SwapSection>) -> Result<Option<u64>, Mistake> {
     }
 }
 
-/// Places of GPUs, sorted and without duplicates.
+/// Returns the indices of GPUs, sorted and without duplicates.
 fn places(on: &Spanned<Vec<u32>>, all: usize) -> Result<Vec<usize>, Mistake> {
     let mut places: Vec<usize> = on.get_ref().iter().map(|place| *place as usize).collect();
     places.sort_unstable();

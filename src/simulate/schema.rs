@@ -1,5 +1,5 @@
-//! The file format of a scenario, in TOML: its keys, and their values' types. `scenario` checks that they are
-//! consistent.
+//! The file format of a scenario, in TOML: the keys and the types of their values. `scenario`
+//! checks that the values are consistent.
 
 use std::time::Duration;
 
@@ -73,11 +73,11 @@ pub struct Job {
 #[derive(Debug, Clone, Copy)]
 pub struct Length(pub Duration);
 
-/// Bytes, or bytes per second.
+/// A number of bytes, or of bytes per second.
 #[derive(Debug, Clone, Copy)]
 pub struct Size(pub u64);
 
-/// Longer than any simulation; a larger number is a mistake in the unit.
+/// The longest valid duration. It exceeds any simulation, so a larger number has the wrong unit.
 const LONGEST: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
 impl<'de> Deserialize<'de> for Length {

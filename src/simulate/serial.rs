@@ -1,6 +1,6 @@
-//! The baseline that policies are compared with: each GPU runs one program at a time to its end, in
-//! the order of arrival. No lock is handed over and no memory moves, but no work overlaps, and
-//! short programs wait for long ones.
+//! The baseline for comparing policies. Each GPU runs one program at a time to its end, in the
+//! order of arrival. No lock is handed over and no memory moves. On the other hand, no work
+//! overlaps, and short programs wait for long programs.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! Statistics collected during a simulation: the end of each program, its waiting time, moved bytes, and the GPU time
-//! that each user could have had.
+//! Statistics collected during a simulation: the end of each program, its waiting time, moved
+//! bytes, and the GPU time that each user could have used.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -20,25 +20,25 @@ pub enum End {
 #[derive(Debug)]
 pub struct Statistics {
     pub ends: Vec<Option<End>>,
-    /// Times from having work without the GPU to running.
+    /// Times from the beginning of work without the GPU until the program runs.
     pub waits: Counted,
     pub hand_overs: u64,
     pub swapped_out: u64,
     pub swapped_in: u64,
-    /// The last holder of each GPU.
+    /// The newest holder of each GPU.
     last: Vec<Option<usize>>,
-    /// One claim for each pair of user and GPU; `claims_of` has the indices and the fullness of
-    /// each program.
+    /// A claim for each pair of user and GPU. `claims_of` contains the claims' indices and the
+    /// fullness of each program.
     claims: Vec<Claim>,
     claims_of: Vec<(Vec<usize>, u32)>,
     users: Vec<TenantId>,
 }
 
-/// The GPU time that a user's programs could have had on a GPU without other users.
+/// The GPU time that a user's programs could have used on a GPU without other users.
 #[derive(Debug, Clone, Default)]
 struct Claim {
-    /// Sum of the fullness of the programs that have work, in millionths, and the time of its last
-    /// change.
+    /// Sum of the fullness of the programs that have work, in millionths, and the time at which the
+    /// sum last changed.
     wanted: u64,
     since: Time,
     could: f64,
@@ -101,7 +101,8 @@ impl Statistics {
         self.hand_overs += u64::from(last.replace(program).is_some_and(|other| other != program));
     }
 
-    /// GPU time until `now` that each user's programs could have had without other users.
+    /// Returns the GPU time until `now` that each user's programs could have used without other
+    /// users.
     pub fn could(&mut self, now: Time) -> BTreeMap<TenantId, Duration> {
         let mut could: BTreeMap<TenantId, Duration> = BTreeMap::new();
         for (claim, user) in self.claims.iter_mut().zip(&self.users) {

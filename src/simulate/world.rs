@@ -1,5 +1,5 @@
-//! The world of a policy: the scheduler's state machine and the programs, in virtual time. Delivers
-//! messages and runs events in order.
+//! The simulation of a scenario under a policy: the scheduler's state machine and the programs, in
+//! virtual time. Delivers messages and runs events in order.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -20,7 +20,7 @@ use super::statistics::Statistics;
 use crate::scheduler::{ClientId, Command, Event, Group, GroupId, Machine, Time};
 use crate::timeline::Timeline;
 
-/// Duration of a measurement of a GPU's memory, as with NVML.
+/// Duration of a measurement of a GPU's memory, similar to a measurement with NVML.
 const MEASUREMENT: Duration = Duration::from_millis(2);
 
 #[derive(Debug)]
@@ -38,7 +38,7 @@ pub struct World {
 }
 
 impl World {
-    /// `gpus`: the scenario's GPUs that the plans use.
+    /// `gpus` are those GPUs of the scenario that the plans use.
     pub fn new(scenario: &Scenario, gpus: &[Gpu], plans: &[Plan], policy: &Policy) -> Self {
         let groups = scenario.jobs.iter().zip(1..).map(|(job, number)| {
             let limits = job.rule.filter(|_| policy.rules)?;
@@ -80,8 +80,8 @@ impl World {
         world
     }
 
-    /// Plays the world and returns its timeline. `names`: the programs' names, in the order of the
-    /// plans.
+    /// Runs the simulation and returns its timeline. `names` are the programs' names, in the order
+    /// of the plans.
     pub fn draw(mut self, names: Vec<String>) -> Timeline {
         self.drawing = Some(Drawing::new(names));
         self.run();
@@ -105,7 +105,7 @@ impl World {
         }
     }
 
-    /// Plays until all programs have ended, the time is over, or no event is left.
+    /// Runs until all programs have ended, the scenario's time is over, or no event is left.
     fn run(&mut self) {
         while self.left > 0 {
             let next = self.context.queue.next().into_iter().chain(self.machine.deadline()).min();

@@ -1,14 +1,15 @@
-//! Checks whether another user may open a file, by its mode and its access control list. The kernel can only check the access of
-//! the calling process.
+//! Checks whether another user may open a file, by the file's mode and access control list. The
+//! kernel offers this check only for the calling process.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// Read and write.
+/// The permission bits for read and write.
 const BOTH: u32 = 6;
 
-/// True if a process with this user and these groups may open a file for reading and writing.
+/// Returns true if a process with this user and these groups may open a file for reading and
+/// writing.
 ///
 /// # Errors
 /// The file cannot be examined.
@@ -22,7 +23,8 @@ pub fn may_read_and_write(path: &Path, uid: u32, groups: &[u32]) -> io::Result<b
     if uid == file.uid() {
         return Ok(of_class(6));
     }
-    // With an access control list, the mode's group class is the list's mask.
+    // If a file has an access control list, the group bits of its mode are the list's mask. The
+    // list is therefore checked first.
     match xattr::get(path, "system.posix_acl_access") {
         Ok(Some(list)) => Ok(by_list(&list, file.gid(), uid, groups)),
         Ok(None) => Ok(of_class(if groups.contains(&file.gid()) { 3 } else { 0 })),
@@ -33,8 +35,9 @@ pub fn may_read_and_write(path: &Path, uid: u32, groups: &[u32]) -> io::Result<b
     }
 }
 
-/// The access check algorithm of acl(5), for users other than the owner. The list has the format of the extended attribute: four
-/// bytes of version, then entries of a two-byte tag, a two-byte permission and a four-byte id.
+/// Applies the access check algorithm of acl(5) to users other than the owner. The list has the
+/// format of the extended attribute. It begins with a version of four bytes. Each entry consists of
+/// a two-byte tag, a two-byte permission and a four-byte id.
 fn by_list(list: &[u8], owner: u32, uid: u32, groups: &[u32]) -> bool {
     const USER: u16 = 0x02;
     const GROUP_OF_FILE: u16 = 0x04;

@@ -1,13 +1,16 @@
-//! Atomic replacement of a file: after a power failure, either the old or the new content is complete.
+//! Atomic replacement of a file. After a power failure, the file contains either the complete old
+//! content or the complete new content.
 
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::Path;
 
-/// Writes `text` to a file beside `path`, syncs it and renames it over `path`. Empty text removes the file.
+/// Writes `text` to a file in the same directory, syncs that file and renames it to `path`. An
+/// empty text removes the file at `path`.
 ///
 /// # Errors
-/// The error of the first call that failed; `path` then has its old content, unless the error came from syncing the directory.
+/// Returns the error of the first call that failed. `path` then has its old content, unless syncing
+/// the directory failed.
 pub fn write(path: &Path, text: &str) -> io::Result<()> {
     if text.is_empty() {
         return match std::fs::remove_file(path) {
@@ -21,7 +24,7 @@ pub fn write(path: &Path, text: &str) -> io::Result<()> {
         file.sync_all()
     });
     if let Err(e) = written.and_then(|()| std::fs::rename(&beside, path)) {
-        // On a full disk, a partial file wastes space.
+        // Removes the partial file: if the disk is full, it only wastes space.
         let _ = std::fs::remove_file(&beside);
         return Err(e);
     }

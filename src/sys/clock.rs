@@ -12,18 +12,19 @@ use tokio::io::unix::AsyncFd;
 
 use super::descriptors;
 
-/// `CLOCK_MONOTONIC`, since boot.
+/// Returns the time of `CLOCK_MONOTONIC`, which starts at boot.
 pub fn now() -> Duration {
     let time = clock_gettime(ClockId::Monotonic);
     Duration::new(time.tv_sec.try_into().unwrap_or(0), time.tv_nsec.try_into().unwrap_or(0))
 }
 
-/// Formats seconds since 1970 as `20261127T043355Z`.
+/// Formats the time `seconds` after 1970 as `20261127T043355Z`.
 pub fn utc(seconds: u64) -> String {
-    // SAFETY: a `tm` is numbers and a pointer, for which zero is valid.
+    // SAFETY: a `tm` consists of numbers and a pointer, for which zero is a valid value.
     let mut date: libc::tm = unsafe { std::mem::zeroed() };
     let seconds = libc::time_t::try_from(seconds).unwrap_or(0);
-    // SAFETY: both are valid for the call. A year that does not fit leaves `date` as it is.
+    // SAFETY: both pointers are valid for the call. If the year does not fit, `gmtime_r` leaves
+    // `date` unchanged.
     unsafe { libc::gmtime_r(&raw const seconds, &raw mut date) };
     let (year, month) = (i64::from(date.tm_year) + 1900, date.tm_mon + 1);
     format!("{year}{month:02}{:02}T{:02}{:02}{:02}Z", date.tm_mday, date.tm_hour, date.tm_min, date.tm_sec)
@@ -33,22 +34,23 @@ pub fn utc(seconds: u64) -> String {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Local {
     pub year: i64,
-    /// Counted from 1.
+    /// The month, counted from 1.
     pub month: u32,
     pub day: u32,
     pub hour: u32,
     pub minute: u32,
     pub second: u32,
-    /// Seconds ahead of UTC.
+    /// Offset from UTC in seconds, positive east of Greenwich.
     pub offset: i32,
 }
 
-/// The local time `seconds` after 1970 (UTC).
+/// Returns the local time `seconds` after 1970 (UTC).
 pub fn local(seconds: u64) -> Local {
-    // SAFETY: a `tm` is numbers and a pointer, for which zero is valid.
+    // SAFETY: a `tm` consists of numbers and a pointer, for which zero is a valid value.
     let mut date: libc::tm = unsafe { std::mem::zeroed() };
     let seconds = libc::time_t::try_from(seconds).unwrap_or(0);
-    // SAFETY: both are valid for the call. A year that does not fit leaves `date` as it is.
+    // SAFETY: both pointers are valid for the call. If the year does not fit, `localtime_r` leaves
+    // `date` unchanged.
     unsafe { libc::localtime_r(&raw const seconds, &raw mut date) };
     let number = |field: libc::c_int| u32::try_from(field).unwrap_or(0);
     Local {
@@ -62,11 +64,14 @@ pub fn local(seconds: u64) -> Local {
     }
 }
 
-/// A timer on `CLOCK_MONOTONIC` with the kernel's resolution; tokio's own timers have a resolution of one millisecond.
+/// A timer on `CLOCK_MONOTONIC` with the kernel's resolution. tokio's own timers have a resolution
+/// of one millisecond.
 #[derive(Debug)]
 pub struct Timer(AsyncFd<OwnedFd>);
 
 impl Timer {
+    /// Creates a disarmed timer.
+    ///
     /// # Errors
     /// The process has no file descriptors left.
     pub fn new() -> io::Result<Self> {
@@ -74,12 +79,13 @@ impl Timer {
         descriptors::watch(fd).map(Self)
     }
 
-    /// Arms the timer to expire at that time, or disarms it. Replaces the earlier time.
+    /// Arms the timer to expire at `at`, or disarms it if `at` is `None`. The new time replaces the
+    /// old one.
     pub fn set(&self, at: Option<Duration>) {
         let never = Timespec { tv_sec: 0, tv_nsec: 0 };
         let it_value = at.map_or(never, |at| Timespec {
             tv_sec: at.as_secs().try_into().unwrap_or(i64::MAX),
-            // Zero would disarm the timer, so a time of zero becomes the nanosecond after it.
+            // A time of zero would disarm the timer, so zero becomes one nanosecond.
             tv_nsec: at.subsec_nanos().max(1).into(),
         });
         let set = timerfd_settime(&self.0, TimerfdTimerFlags::ABSTIME, &Itimerspec { it_interval: never, it_value });

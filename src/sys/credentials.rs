@@ -1,7 +1,8 @@
 //! The identity of a socket's peer, as the kernel recorded it when the peer connected.
 //!
-//! This uses libc: rustix's `UCred` cannot hold the process id 0 of a peer in another PID namespace, and rustix has
-//! neither `SO_PEERGROUPS` nor `SO_PEERPIDFD`.
+//! This module uses libc, because rustix lacks three features. rustix's `UCred` cannot represent
+//! process id 0, which a peer in another PID namespace has. rustix also lacks `SO_PEERGROUPS` and
+//! `SO_PEERPIDFD`.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -10,7 +11,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// User, group and process. `pid` is 0 for a process that is not visible in this PID namespace.
+/// User, group and process. `pid` is 0 for a process that this PID namespace does not contain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Credentials {
     pub pid: i32,
@@ -18,21 +19,22 @@ pub struct Credentials {
     pub gid: u32,
 }
 
-/// The credentials of the process that connected.
+/// Returns the credentials of the process that connected.
 pub fn credentials(socket: BorrowedFd<'_>) -> io::Result<Credentials> {
     let raw: libc::ucred = option(socket, libc::SO_PEERCRED)?;
     Ok(Credentials { pid: raw.pid, uid: raw.uid, gid: raw.gid })
 }
 
-/// The groups of the process that connected: its effective group `gid`, then its supplementary groups.
+/// Returns the groups of the process that connected: first its effective group `gid`, then its
+/// supplementary groups.
 pub fn groups(socket: BorrowedFd<'_>, gid: u32) -> io::Result<Vec<u32>> {
-    /// `NGROUPS_MAX` of Linux.
+    /// Linux's `NGROUPS_MAX`.
     const MAX_GROUPS: usize = 65536;
     let mut groups: Vec<libc::gid_t> = vec![0; 64];
     loop {
         let mut length = size_of_val(groups.as_slice()) as libc::socklen_t;
         let place = groups.as_mut_ptr().cast();
-        // SAFETY: the kernel writes at most `length` bytes, all of them group ids.
+        // SAFETY: the kernel writes at most `length` bytes, which are group ids.
         let result =
             unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERGROUPS, place, &mut length) };
         match check(result) {
@@ -50,17 +52,18 @@ pub fn groups(socket: BorrowedFd<'_>, gid: u32) -> io::Result<Vec<u32>> {
     }
 }
 
-/// `SO_PEERPIDFD`, since Linux 6.5. Some versions of the libc crate lack it.
+/// `SO_PEERPIDFD`, which Linux has since 6.5. Some versions of the libc crate lack the constant.
 const SO_PEERPIDFD: libc::c_int = 77;
 
-/// A descriptor of the peer's process, which becomes readable when the process ends. `None` if the process has ended or
-/// is not visible here.
+/// Returns a pidfd of the peer, which becomes readable when the process ends. Returns `None` if the
+/// process has ended or is in another PID namespace.
 ///
 /// # Errors
-/// If no descriptors are left.
+/// No file descriptors are left.
 pub fn pidfd(socket: BorrowedFd<'_>, pid: i32) -> io::Result<Option<OwnedFd>> {
     match option::<libc::c_int>(socket, SO_PEERPIDFD) {
-        // SAFETY: the kernel opened this descriptor for this call; it is close-on-exec already.
+        // SAFETY: the kernel opened this descriptor for this call, so no other value owns it. The
+        // kernel also made it close-on-exec.
         Ok(fd) => return Ok(Some(unsafe { OwnedFd::from_raw_fd(fd) })),
         Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => return Err(e),
         Err(_) => {} // an older kernel, or the process has ended
@@ -68,10 +71,10 @@ pub fn pidfd(socket: BorrowedFd<'_>, pid: i32) -> io::Result<Option<OwnedFd>> {
     pidfd_of(pid)
 }
 
-/// A descriptor of the process that now has this pid. `None` if the process does not exist.
+/// Returns a pidfd of the process that now has this pid. Returns `None` if no process has it.
 ///
 /// # Errors
-/// If no descriptors are left.
+/// No file descriptors are left.
 pub fn pidfd_of(pid: i32) -> io::Result<Option<OwnedFd>> {
     let Some(pid) = (pid > 0).then(|| Pid::from_raw(pid)).flatten() else { return Ok(None) };
     match pidfd_open(pid, PidfdFlags::empty()) {
@@ -81,7 +84,7 @@ pub fn pidfd_of(pid: i32) -> io::Result<Option<OwnedFd>> {
     }
 }
 
-/// True if the process of a descriptor has ended.
+/// Returns true if the process of a pidfd has ended.
 pub fn has_ended(pidfd: BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(pidfd, PollFlags::IN)];
     rustix::event::poll(&mut fds, Some(&Timespec::default())) != Ok(0)
@@ -90,7 +93,8 @@ pub fn has_ended(pidfd: BorrowedFd<'_>) -> bool {
 fn option<T>(socket: BorrowedFd<'_>, name: libc::c_int) -> io::Result<T> {
     let mut value = MaybeUninit::<T>::zeroed();
     let mut length = size_of::<T>() as libc::socklen_t;
-    // SAFETY: the kernel writes at most `length` bytes. T is an integer or a struct of integers in every use here.
+    // SAFETY: the kernel writes at most `length` bytes, which is the size of `T`. In every call of
+    // this function, `T` is an integer or a struct of integers.
     unsafe {
         let place = value.as_mut_ptr().cast();
         check(libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, name, place, &mut length))?;

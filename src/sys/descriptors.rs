@@ -1,5 +1,5 @@
-//! File descriptors: their limit, a spare descriptor for when the limit is reached, and their registration
-//! with the runtime.
+//! File descriptors: their limit, a spare descriptor for when the limit is reached, and
+//! registration with the runtime.
 
 use std::fs::File;
 use std::io;
@@ -12,27 +12,29 @@ use tokio::io::unix::AsyncFd;
 
 use super::socket;
 
-/// Registers a non-blocking descriptor with the runtime of this thread.
+/// Registers a non-blocking descriptor with this thread's runtime.
 pub fn watch(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an `OwnedFd` stays open and refers to the same file until it is dropped.
     unsafe { AsyncFd::register(fd) }.map_err(|e| e.into_parts().1)
 }
 
-/// Makes a descriptor that another process created non-blocking and close-on-exec.
+/// Makes a descriptor from another process non-blocking and close-on-exec.
 pub fn prepare(fd: BorrowedFd<'_>) -> io::Result<()> {
     let flags = rustix::fs::fcntl_getfl(fd)?;
     rustix::fs::fcntl_setfl(fd, flags | OFlags::NONBLOCK)?;
     Ok(rustix::io::fcntl_setfd(fd, FdFlags::CLOEXEC)?)
 }
 
-/// Raises the limit of open descriptors to the hard limit: each client needs two.
+/// Raises the soft limit of open descriptors to the hard limit, because each client needs two
+/// descriptors.
 pub fn raise_limit() -> io::Result<()> {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     Ok(setrlimit(Resource::Nofile, limit)?)
 }
 
-/// A reserved descriptor, for accepting and refusing a connection when no others are left.
+/// A reserved descriptor. When no other descriptors are left, it serves to accept and refuse a
+/// connection.
 #[derive(Debug)]
 pub struct Spare(Option<OwnedFd>);
 
@@ -41,7 +43,8 @@ impl Spare {
         Self(File::open("/dev/null").ok().map(OwnedFd::from))
     }
 
-    /// Accepts one connection with the reserve. The caller drops it, then calls [`refill`](Self::refill).
+    /// Accepts one connection with the reserved descriptor. The caller drops the connection and
+    /// then calls [`refill`](Self::refill).
     pub fn accept(&mut self, listener: BorrowedFd<'_>) -> io::Result<OwnedFd> {
         self.0 = None;
         socket::accept(listener)

@@ -1,22 +1,25 @@
-//! Runs work in a detached process: it is not a child of this process, nor of a program that this process executes.
+//! Runs work in a detached process. The detached process is neither a child of this process nor of
+//! a program that this process executes.
 
 use std::io;
 
-/// Runs `work` in a new process that inherits only standard error. Returns once the new process is no longer a child. The new process
-/// ends with the work.
+/// Runs `work` in a new process that inherits only standard error. Returns once the new process is
+/// no longer a child of this process. The new process exits after `work`.
 ///
 /// # Errors
-/// The process cannot be created, or this process has other threads: their locks would stay locked in the copy.
+/// The process cannot be created, or this process has other threads. Locks that other threads hold
+/// would stay locked in the new process forever.
 pub fn run(work: impl FnOnce()) -> io::Result<()> {
     if std::fs::read_dir("/proc/self/task")?.count() != 1 {
         return Err(io::Error::other("there are other threads"));
     }
-    // SAFETY: this is the only thread, so no other thread's lock or half-done change is copied.
+    // SAFETY: this thread is the only one, so the copy contains no lock or half-done change of
+    // another thread.
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
         0 => {
-            // SAFETY: this process is a copy with one thread. It exits immediately, so that init or a subreaper becomes the parent of
-            // the new process.
+            // SAFETY: this process is a copy with one thread. It exits immediately after the fork,
+            // so that init or a subreaper becomes the parent of the new process.
             if unsafe { libc::fork() } == 0 {
                 let is_quiet = leave_descriptors();
                 if is_quiet.is_ok() {
@@ -40,10 +43,10 @@ pub fn run(work: impl FnOnce()) -> io::Result<()> {
     }
 }
 
-/// Closes all descriptors but standard error, so that readers of the program's output see its end, and the program's file locks end
-/// with it.
+/// Closes all descriptors except standard error. Readers of the program's output then see its end,
+/// and the program's file locks are released when the program ends.
 fn leave_descriptors() -> io::Result<()> {
-    // SAFETY: these are plain system calls, and `work` uses none of the closed descriptors.
+    // SAFETY: these system calls only change descriptors, and `work` uses none of the closed ones.
     unsafe {
         let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR);
         if null < 0 || libc::dup2(null, 0) < 0 || libc::dup2(null, 1) < 0 {

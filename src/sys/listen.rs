@@ -1,4 +1,5 @@
-//! A listening socket with a single owner: the owner holds a lock file beside the socket, and removes both at the end.
+//! A listening socket with a single owner. The owner locks a file beside the socket, and removes
+//! both files at the end.
 
 use std::fmt;
 use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
@@ -12,22 +13,22 @@ use rustix::process::umask;
 
 use super::socket::{self, Kind};
 
-/// The kernel limits the backlog to `net.core.somaxconn`.
+/// The backlog that `listen` requests. The kernel caps it at `net.core.somaxconn`.
 const BACKLOG: i32 = 4096;
 
 /// The reason why a socket cannot be bound, with a remedy if there is one.
 #[derive(Debug)]
 pub enum BindError {
-    /// Another daemon holds the lock file.
+    /// Another daemon holds the lock on the lock file.
     Locked {
         path: PathBuf,
         pid: String,
     },
-    /// A process that does not use the lock file answers on the socket.
+    /// A process that does not use the lock file accepts connections on the socket.
     Answers {
         path: PathBuf,
     },
-    /// The file of that name is not a socket.
+    /// The file at `path` is not a socket.
     NotASocket {
         path: PathBuf,
     },
@@ -62,20 +63,20 @@ impl fmt::Display for BindError {
 
 impl std::error::Error for BindError {}
 
-/// The files of a socket that this process bound. Dropping it removes them.
+/// The files of a socket that this process bound. Dropping this value removes them.
 #[derive(Debug)]
 pub struct Bound {
     path: PathBuf,
     lock_path: PathBuf,
-    /// Locked while the socket exists.
+    /// The lock file, which stays locked while the socket exists.
     _lock: File,
-    /// Removed, too, if it is empty.
+    /// The directory that this process created. It is removed too if it is empty.
     created_directory: Option<PathBuf>,
 }
 
 impl Drop for Bound {
     fn drop(&mut self) {
-        // The lock is still held, so this is not another daemon's socket.
+        // This process still holds the lock, so the socket cannot belong to another daemon.
         let _ = std::fs::remove_file(&self.path);
         let _ = std::fs::remove_file(&self.lock_path);
         if let Some(directory) = &self.created_directory {
@@ -84,9 +85,11 @@ impl Drop for Bound {
     }
 }
 
-/// Binds `path` with the file mode `mode`, and listens. Replaces the socket of a daemon that has died.
+/// Binds `path` with the file mode `mode`, and listens. Replaces the socket of a daemon that has
+/// died.
 ///
-/// Temporarily changes the umask of the process, so it must be called before other threads exist.
+/// The function temporarily changes the umask of the process, so it must be called before other
+/// threads exist.
 ///
 /// # Errors
 /// Another process serves the socket, `path` is not a socket, or a system call fails.
@@ -105,7 +108,8 @@ pub fn listen(path: &Path, kind: Kind, mode: u32) -> Result<(OwnedFd, Bound), Bi
             Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
                 std::fs::remove_file(path).map_err(|e| os("remove the stale socket", e))?;
             }
-            // The connection succeeded, or a process listens that is slow or speaks another protocol.
+            // Either the connection succeeded, or the listening process is slow or speaks another
+            // protocol.
             _ => return Err(BindError::Answers { path: path.into() }),
         },
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
@@ -113,7 +117,8 @@ pub fn listen(path: &Path, kind: Kind, mode: u32) -> Result<(OwnedFd, Bound), Bi
     }
     let socket = socket::create(kind).map_err(|e| os("create a socket for", e))?;
     let address = socket::address(path).map_err(|e| os("bind", e))?;
-    // The umask sets the file's mode at `bind`, so that the mode is never too wide.
+    // `bind` creates the file with the mode that the umask allows, so the mode is never too
+    // permissive.
     let before = umask(Mode::from_bits_truncate(!mode & 0o777));
     let bound = rustix::net::bind(&socket, &address);
     umask(before);
@@ -123,11 +128,12 @@ pub fn listen(path: &Path, kind: Kind, mode: u32) -> Result<(OwnedFd, Bound), Bi
     Ok((socket, bound))
 }
 
-/// Binds `path` in a directory that only this user can write to, and listens for connections of all users. Replaces the socket
-/// of a process that has died. Unlike [`listen`], it can be called while other threads exist.
+/// Binds `path` in a directory that only this user can write to, and listens for connections of all
+/// users. Replaces the socket of a process that has died. Unlike [`listen`], this function may be
+/// called while other threads exist.
 ///
 /// # Errors
-/// If a system call fails.
+/// A system call fails.
 pub fn listen_within(path: &Path) -> Result<OwnedFd, BindError> {
     let os = |what, error| BindError::Os { what, path: path.into(), error };
     if let Some(directory) = path.parent() {
@@ -141,7 +147,7 @@ pub fn listen_within(path: &Path) -> Result<OwnedFd, BindError> {
     let socket = socket::create(Kind::Packets).map_err(|e| os("create a socket for", e))?;
     let address = socket::address(path).map_err(|e| os("bind", e))?;
     rustix::net::bind(&socket, &address).map_err(|e| os("bind", e.into()))?;
-    // Clients cannot connect before `listen`, so the mode may be changed after `bind`.
+    // No client can connect before `listen`, so changing the mode after `bind` is safe.
     let everybody = std::fs::Permissions::from_mode(0o666);
     std::fs::set_permissions(path, everybody).map_err(|e| os("set the mode of", e))?;
     rustix::net::listen(&socket, BACKLOG).map_err(|e| os("listen on", e.into()))?;
@@ -154,8 +160,8 @@ fn create_directory(path: &Path) -> io::Result<Option<PathBuf>> {
     Ok(Some(directory.into()))
 }
 
-/// Takes the lock file. Its holder removes the file at the end, so the lock counts only if the path still names the locked
-/// file.
+/// Opens and locks the lock file. The previous holder removes the file when it exits. The lock
+/// therefore counts only if the path still names the locked file.
 fn take_lock(lock_path: &Path, path: &Path) -> Result<File, BindError> {
     let os = |error| BindError::Os { what: "open", path: lock_path.into(), error };
     loop {

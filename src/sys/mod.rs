@@ -1,11 +1,13 @@
-//! System calls for the programs, by rustix if it has them. Nothing here knows about GPUs or the protocol.
+//! System calls for the programs, through rustix where it supports them. This module knows nothing
+//! about GPUs or the protocol.
 //!
 //! - [`access`]: another user's permission to open a file.
 //! - [`atomic_file`]: atomic replacement of a file.
 //! - [`clock`]: the monotonic clock, a timer on it, and dates.
 //! - [`credentials`]: the identity of a socket's peer.
 //! - [`detached`]: work in a process that is not a child of this one.
-//! - [`descriptors`]: file descriptors: their limit, a spare descriptor, their registration with the runtime.
+//! - [`descriptors`]: the limit of file descriptors, a spare descriptor, and registration with the
+//!   runtime.
 //! - [`listen`]: a listening socket with a single owner.
 //! - [`privileges`]: dropping capabilities.
 //! - [`socket`]: connections, packets and the descriptors in them.

@@ -3,8 +3,8 @@
 use caps::{CapSet, Capability};
 use tracing::debug;
 
-/// Drops all capabilities from every set of the calling thread. Threads that it starts inherit the
-/// empty sets.
+/// Drops all capabilities from every set of the calling thread. Threads that the calling thread
+/// starts inherit the empty sets.
 ///
 /// # Errors
 /// A capability remains.

@@ -1,4 +1,4 @@
-//! Connections over Unix sockets: packets, and the file descriptors in them.
+//! Connections over Unix sockets: packets, and the file descriptors that packets carry.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -13,19 +13,19 @@ use rustix::net::{
     SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, sockopt,
 };
 
-/// Sockets never block, and are never inherited by accident.
+/// Sockets never block, and child programs never inherit them.
 const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 /// The size of the path in `struct sockaddr_un`, without the final NUL.
 const MAX_PATH: usize = 107;
 
-/// The use of a socket.
+/// What a socket is used for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// The clients' socket: packets.
+    /// The clients' socket, which carries packets.
     Packets,
-    /// The control socket, for D-Bus: a stream.
+    /// The control socket for D-Bus, which is a stream.
     Stream,
-    /// The metrics socket: a stream, over a Unix socket or TCP.
+    /// The metrics socket, which is a stream over a Unix socket or TCP.
     Metrics,
 }
 
@@ -38,7 +38,7 @@ impl Kind {
     }
 }
 
-/// Connects to a Unix socket without waiting.
+/// Connects to a Unix socket without blocking.
 pub fn connect(path: &Path, kind: Kind) -> io::Result<OwnedFd> {
     let socket = create(kind)?;
     rustix::net::connect(&socket, &address(path)?)?;
@@ -60,17 +60,17 @@ pub(super) fn address(path: &Path) -> io::Result<SocketAddrUnix> {
     })
 }
 
-/// The two ends of one connection, for packets.
+/// Returns the two ends of a packet connection.
 pub fn packet_pair() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok(rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None)?)
 }
 
-/// Accepts the next connection, or fails with `WouldBlock`.
+/// Accepts the next connection. Fails with `WouldBlock` if no connection is pending.
 pub fn accept(listener: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     Ok(rustix::net::accept_with(listener, FLAGS)?)
 }
 
-/// Shuts down a connection for every process that shares it: both sides read end of file.
+/// Shuts down a connection for every process that shares it. Both ends then read end of file.
 pub fn shut_down(socket: BorrowedFd<'_>) {
     // The peer may have closed the connection already.
     let _ = rustix::net::shutdown(socket, Shutdown::Both);

@@ -1,4 +1,5 @@
-//! The axis of a timeline: round times of the host's clock, or times since the beginning if the clock is unknown.
+//! The axis of a timeline. It shows round times of the host's clock, or times since the beginning
+//! if the clock is unknown.
 
 use std::time::Duration;
 
@@ -17,7 +18,7 @@ pub struct Tick {
     pub text: String,
 }
 
-/// Round times within the timeline: at most `most`.
+/// Returns at most `most` round times within the timeline.
 pub fn ticks(timeline: &Timeline, most: f64) -> Vec<Tick> {
     let (begin, end) = timeline.span.unwrap_or_default();
     let length = end.saturating_sub(begin).as_secs_f64().max(1e-6);
@@ -41,7 +42,7 @@ pub fn ticks(timeline: &Timeline, most: f64) -> Vec<Tick> {
     after.map(tick).collect()
 }
 
-/// The host, the date and the period: `lab3, 2026-11-27 12:30:01 to 12:31:02 UTC+01:00`.
+/// Returns the host, the date and the period: `lab3, 2026-11-27 12:30:01 to 12:31:02 UTC+01:00`.
 pub fn period(timeline: &Timeline) -> Option<String> {
     let (begin, end) = timeline.span?;
     let host = timeline.host.as_ref()?;
@@ -59,9 +60,9 @@ pub fn period(timeline: &Timeline) -> Option<String> {
     Some(format!("{host}, {} {} to {until} {zone}", day(&first), time(&first)))
 }
 
-/// The time with the precision of the step. Midnight is shown as the new date.
+/// Formats the time with the precision of the step. Midnight is shown as the new date.
 fn time_of_day(at: Duration, step: f64) -> String {
-    // Rounded, since a sum of steps may be just below a whole second.
+    // The time is rounded, because a sum of steps may be just below a whole second.
     let digits: usize = if step < 1.0 { (-step.log10()).ceil().clamp(1.0, 6.0) as usize } else { 0 };
     let unit = 1_000_000_000 / 10u128.pow(digits as u32);
     let units = (at.as_nanos() + unit / 2) / unit;
@@ -80,8 +81,9 @@ fn time_of_day(at: Duration, step: f64) -> String {
     }
 }
 
-/// The smallest round number of seconds not below `least`. Up to 20 s and from 12 h on, it is one, two or five times a power of
-/// ten, in seconds or days; in between, a fraction of an hour or of a day.
+/// Returns the smallest round number of seconds that is at least `least`. Up to 20 s, the number is
+/// one, two or five times a power of ten. From 12 h on, the same applies to the number of days.
+/// Between these, the number is a fraction of an hour or of a day.
 fn round_step(least: f64) -> f64 {
     let parts = [1.0, 2.0, 5.0, 10.0, 30.0].map(|minutes| minutes * MINUTE).into_iter();
     let mut parts = parts.chain([1.0, 2.0, 6.0, 12.0].map(|hours| hours * HOUR)).filter(|step| *step >= least);
@@ -92,7 +94,8 @@ fn round_step(least: f64) -> f64 {
     }
 }
 
-/// The smallest number that is at least `least` and is one, two or five times a power of ten.
+/// Returns the smallest number that is at least `least` and is one, two or five times a power of
+/// ten.
 fn decimal_step(least: f64) -> f64 {
     let power = 10f64.powf(least.max(1e-6).log10().floor());
     [1.0, 2.0, 5.0].into_iter().map(|times| times * power).find(|step| *step >= least).unwrap_or(10.0 * power)

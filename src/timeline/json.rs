@@ -7,10 +7,11 @@ use serde::{Deserialize, Serialize};
 
 use super::{Activity, Lane, Span, Timeline};
 
-/// Incremented by each change that older programs cannot read.
+/// The version of the format. Each change that older programs cannot read increments it.
 const FORMAT: u32 = 1;
 
-/// Times are in seconds: since 1970 by the clock of `host`, or since the beginning without a host.
+/// Times are in seconds. With a `host`, they are since 1970 by the host's clock. Otherwise they are
+/// since the beginning of the timeline.
 #[derive(Debug, Serialize, Deserialize)]
 struct Document {
     format: u32,
@@ -22,7 +23,7 @@ struct Document {
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Gpu {
-    /// The UUID without its prefix.
+    /// The UUID without `GPU-` or `MIG-`.
     uuid: String,
     name: String,
     lanes: Vec<Lanes>,
@@ -43,7 +44,7 @@ enum Doing {
     Returns,
 }
 
-/// The timeline, with the known names of GPUs.
+/// Writes the timeline, with the known names of GPUs.
 ///
 /// # Errors
 /// The timeline cannot be written as JSON, for example for lack of memory.
@@ -72,7 +73,7 @@ pub fn write(timeline: &Timeline, names: &BTreeMap<String, String>) -> Result<Ve
 /// Reads the output of [`write`]. Lanes are numbered from 1.
 ///
 /// # Errors
-/// A sentence about the mistake.
+/// Returns a sentence about the mistake.
 pub fn read(text: &[u8]) -> Result<(Timeline, BTreeMap<String, String>), String> {
     let document: Document = serde_json::from_slice(text).map_err(|e| e.to_string())?;
     if document.format != FORMAT {

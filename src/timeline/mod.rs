@@ -1,8 +1,9 @@
-//! Timelines: pictures of the holders, waiters and moved memory of each GPU over time.
+//! Timelines: pictures of the holders, waiting clients and moved memory of each GPU over time.
 //!
 //! - `recording`: creates timelines from the flight recorder.
-//! - `svg` and `text`: draw timelines; `axis`: the times below them. `json`: writes and reads
-//!   timelines.
+//! - `svg` and `text`: draw timelines.
+//! - `axis`: computes the times below a timeline.
+//! - `json`: writes and reads timelines.
 
 mod axis;
 pub mod json;
@@ -28,19 +29,19 @@ pub enum Activity {
     Returns,
 }
 
-/// A period of an activity. Times are the timeline's.
+/// A period of an activity. Its times are times of the timeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
     pub activity: Activity,
     pub from: Duration,
     pub to: Duration,
-    /// The moved bytes; 0 if no memory moved.
+    /// The moved bytes, or 0 if no memory moved.
     pub bytes: u64,
 }
 
 impl Span {
-    /// True if the span is visible. For example, a grant without a wait takes no time and moves
-    /// nothing.
+    /// Returns true if the span is visible. An example of an invisible span is a wait of no
+    /// duration that moves no memory.
     fn is_seen(&self) -> bool {
         self.to > self.from || self.bytes > 0
     }
@@ -56,12 +57,12 @@ pub struct Lane {
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Timeline {
-    /// The host on whose clock the times are based, which are then since 1970. `None`: times are
-    /// since the beginning of the timeline.
+    /// The host on whose clock the times are based, in which case times are since 1970. `None`
+    /// means that times are since the beginning of the timeline.
     pub host: Option<String>,
     /// The first and the last moment.
     pub span: Option<(Duration, Duration)>,
-    /// The lanes by the GPU's UUID and the client's number.
+    /// The lanes, by the GPU's UUID and the client's number.
     pub lanes: BTreeMap<String, BTreeMap<u64, Lane>>,
 }
 
@@ -77,7 +78,7 @@ impl Timeline {
     }
 
     /// Adds the lanes of another timeline, which may cover a different period. `name` returns the
-    /// new name of each of its GPUs.
+    /// new name of each GPU of the other timeline.
     pub fn append(&mut self, other: Self, name: impl Fn(&str) -> String) {
         let (first, last) = other.span.unwrap_or_default();
         self.reach(first);
@@ -93,7 +94,7 @@ impl Timeline {
         }
     }
 
-    /// Keeps only the last `last` of the timeline. Spans that began earlier are cut.
+    /// Keeps only the last `last` of the timeline. Earlier beginnings of spans are cut.
     pub fn keep_last(&mut self, last: Duration) {
         let Some((first, end)) = self.span else { return };
         let begin = end.saturating_sub(last).max(first);
@@ -105,7 +106,7 @@ impl Timeline {
         self.lanes.values_mut().for_each(|lanes| lanes.retain(|_, lane| !lane.spans.is_empty()));
     }
 
-    /// Keeps only this GPU, given by its UUID or a prefix of it, with or without `GPU-` or
+    /// Keeps only the GPU `name`, which is a UUID or a prefix of a UUID, with or without `GPU-` or
     /// `MIG-`. Returns false if the GPU does not exist.
     pub fn keep_gpu(&mut self, name: &str) -> bool {
         let plain = |name: &str| name.trim_start_matches("GPU-").trim_start_matches("MIG-").to_ascii_lowercase();
@@ -115,7 +116,8 @@ impl Timeline {
     }
 }
 
-/// The `most` lanes whose programs held the GPU or moved memory longest, in their original order.
+/// Returns the `most` lanes whose programs held the GPU or moved memory longest, in their original
+/// order.
 fn busiest<'a>(lanes: impl Iterator<Item = &'a Lane>, most: usize) -> Vec<&'a Lane> {
     let mut all: Vec<(usize, &Lane)> = lanes.enumerate().collect();
     if all.len() > most {

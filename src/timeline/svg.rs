@@ -2,7 +2,7 @@
 //!
 //! The picture's size is bounded. Short spans less than a pixel apart are drawn as one piece, whose
 //! opacity is the fraction of time that they cover. At most [`MOST_LANES`] programs per GPU are
-//! drawn: the most active ones.
+//! drawn, which are the most active ones.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -13,25 +13,26 @@ use super::{Activity, Lane, Span, Timeline};
 use crate::config::units;
 use crate::identity::printable;
 
-/// The limit of programs drawn per GPU.
+/// The maximum number of programs that are drawn per GPU.
 pub const MOST_LANES: usize = 200;
 
-// All lengths are pixels.
+// All lengths are in pixels.
 const WIDTH: f64 = 1200.0;
 const LEFT: f64 = 250.0;
-/// Width of the right margin. Half of the last time label below extends into it.
+/// Width of the right margin. Half of the last time label extends into the margin.
 const RIGHT: f64 = 44.0;
 const ROW: f64 = 24.0;
 const HEADING: f64 = 30.0;
 const TOP: f64 = 64.0;
 const BAR: f64 = 10.0;
 const STRIP: f64 = 4.0;
-/// Spans that are closer than this are drawn as one. Also the least width.
+/// Spans that are closer together than this are drawn as one piece. It is also the minimum width of
+/// a piece.
 const FINEST: f64 = 0.75;
-/// Spans of at least this width are drawn separately. Also the maximum width of several spans drawn
-/// as one.
+/// Spans of at least this width are drawn separately. It is also the maximum width of a piece of
+/// several spans.
 const COLUMN: f64 = 6.0;
-/// The least opacity, so that a rare span is visible.
+/// The minimum opacity, which keeps a rare span visible.
 const FAINTEST: f64 = 0.1;
 /// The indentation of programs' names.
 const INDENT: f64 = 20.0;
@@ -59,10 +60,10 @@ const fn look(activity: Activity) -> Look {
     Look { class, name, top, height }
 }
 
-/// The drawing order; later activities are on top.
+/// The drawing order. Later activities cover earlier ones.
 const ACTIVITIES: [Activity; 4] = [Activity::Waits, Activity::Holds, Activity::Leaves, Activity::Returns];
 
-/// One or several spans that are drawn as one.
+/// A piece of the picture, which represents one or several spans.
 #[derive(Debug, PartialEq)]
 struct Piece {
     left: f64,
@@ -75,14 +76,14 @@ struct Piece {
 }
 
 impl Piece {
-    /// The fraction of the piece's time that its spans cover; 1 for a single span.
+    /// Returns the fraction of the piece's time that its spans cover. For a single span, returns 1.
     fn opacity(&self) -> f64 {
         let all = self.to.saturating_sub(self.from).as_secs_f64();
         if self.count == 1 || all <= 0.0 { 1.0 } else { (self.time.as_secs_f64() / all).clamp(FAINTEST, 1.0) }
     }
 }
 
-/// Draws a timeline. `title` is the heading; `names` returns a GPU's name.
+/// Draws a timeline. `title` is the heading, and `names` returns a GPU's name.
 pub fn draw(timeline: &Timeline, title: &str, names: impl Fn(&str) -> String) -> String {
     let (begin, end) = timeline.span.unwrap_or_default();
     let length = end.saturating_sub(begin).as_secs_f64().max(1e-6);
@@ -152,7 +153,7 @@ fn draw_legend(out: &mut String, timeline: &Timeline) {
     }
 }
 
-/// Draws lines at round times through the lanes of each GPU, and the times.
+/// Draws lines at round times through the lanes of each GPU, and labels the lines with the times.
 fn draw_axis(out: &mut String, timeline: &Timeline, blocks: &[(f64, f64)], bottom: f64, x: &impl Fn(Duration) -> f64) {
     for Tick { at, text } in axis::ticks(timeline, TICKS) {
         let at = x(at);
@@ -226,7 +227,7 @@ fn width(text: &str) -> f64 {
     text.chars().map(letter).sum()
 }
 
-/// The text, shortened to fit.
+/// Shortens the text to fit.
 fn shortened(text: &str, room: f64) -> String {
     if width(text) <= room {
         return text.to_owned();
@@ -241,7 +242,7 @@ fn shortened(text: &str, room: f64) -> String {
     kept + "…"
 }
 
-/// Text escaped for XML, without control characters, which XML forbids.
+/// Escapes text for XML, and replaces control characters, which XML forbids.
 fn escaped(text: &str) -> String {
     printable(text).chars().fold(String::new(), |mut out, c| {
         match c {
@@ -295,7 +296,7 @@ mod tests {
 
     #[test]
     fn opacity_is_the_share_of_time() {
-        // A pixel is a second: a long turn, many short ones, and rare moves.
+        // A pixel is one second. The spans are a long turn, many short turns, and rare moves.
         let mut all = vec![span(Activity::Holds, 0, 100_000, 0)];
         all.extend((0..40).map(|i| span(Activity::Holds, 100_000 + 1000 * i, 100_250 + 1000 * i, 0)));
         all.push(span(Activity::Leaves, 500_000, 500_001, 1 << 20));

@@ -8,11 +8,11 @@ use super::axis::{self, Tick};
 use super::{Activity, Lane, Timeline};
 use crate::identity::printable;
 
-/// The limit of programs drawn per GPU.
+/// The maximum number of programs that are drawn per GPU.
 const MOST_LANES: usize = 20;
 /// The valid widths of a lane, in characters.
 const CELLS: std::ops::RangeInclusive<usize> = 20..=400;
-/// The width of a time below the lanes, with a blank.
+/// The width of a time label below the lanes, including a blank.
 const TICK: f64 = 14.0;
 
 /// The terminal's capabilities.
@@ -39,7 +39,8 @@ enum Cell {
 const SEEN: [Cell; 5] = [Cell::Holds, Cell::HoldsShortly, Cell::Waits, Cell::Leaves, Cell::Returns];
 
 impl Cell {
-    /// The character, its substitute without Unicode, the colour, and the legend.
+    /// Returns the character, its substitute without Unicode, the colour, and the text of the
+    /// legend.
     const fn look(self) -> (char, char, &'static str, &'static str) {
         match self {
             Self::Idle => (' ', ' ', "", ""),
@@ -58,7 +59,7 @@ impl Cell {
     }
 }
 
-/// Draws a timeline, with the axis below. `names` returns a GPU's name.
+/// Draws a timeline above its axis. `names` returns a GPU's name.
 pub fn draw(timeline: &Timeline, names: impl Fn(&str) -> String, paint: Paint) -> String {
     if timeline.lanes.is_empty() {
         return "No program used a GPU.\n".into();
@@ -100,8 +101,8 @@ pub fn draw(timeline: &Timeline, names: impl Fn(&str) -> String, paint: Paint) -
     out
 }
 
-/// The characters of a lane. Each shows the activity that takes most of its time; moves take
-/// precedence over turns.
+/// Computes the characters of a lane. Each character shows the activity that fills most of the
+/// character's time. Moves take precedence over turns.
 fn cells(lane: &Lane, begin: Duration, step: f64, count: usize) -> Vec<Cell> {
     #[derive(Clone, Copy, Default)]
     struct Shares {
@@ -140,7 +141,7 @@ fn cells(lane: &Lane, begin: Duration, step: f64, count: usize) -> Vec<Cell> {
         _ => Cell::Idle,
     };
     let mut cells: Vec<Cell> = shares.iter().map(turn).collect();
-    // Short moves are shown if moves are rare, but no move hides a whole turn.
+    // If moves are rare, short moves are shown too. No move hides a whole turn.
     let least = if moves * 2 <= count { 0.0 } else { 0.5 };
     let is_held = |cells: &[Cell], at: usize| matches!(cells.get(at), Some(Cell::Holds | Cell::HoldsShortly));
     for (at, shares) in shares.iter().enumerate() {
@@ -172,7 +173,7 @@ mod tests {
 
     const PLAIN: Paint = Paint { width: 60, colour: false, unicode: true };
 
-    /// An activity with its beginning and end in milliseconds.
+    /// An activity, and its beginning and end in milliseconds.
     type Part = (Activity, u64, u64);
 
     /// A timeline of one minute with these lanes on one GPU.
@@ -206,7 +207,7 @@ mod tests {
     #[test]
     fn moves_do_not_hide_a_turn() {
         use Activity::{Holds, Leaves, Returns, Waits};
-        // A character covers 1.25 s.
+        // A character represents 1.25 s.
         let spans = [(Waits, 0, 30_000), (Returns, 30_000, 32_400), (Holds, 30_000, 32_500), (Leaves, 32_300, 35_000)];
         let drawn = draw(&timeline(&[("A", &spans)]), str::to_owned, PLAIN);
         let lane = drawn.lines().nth(1).unwrap_or_default();

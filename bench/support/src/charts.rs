@@ -1,12 +1,12 @@
-//! The charts of `bench/RESULTS.md` and `bench/FIGURES.md`: each figure beside its aim, and tables
-//! that compare several methods. The values come from `figures.toml`, `results.json` and the tables
-//! of the page. Each chart is one SVG file without scripts or fonts, drawn for light and for dark
-//! pages.
+//! The charts of `bench/RESULTS.md` and `bench/FIGURES.md`. They show each figure beside its aim,
+//! and tables that compare several methods. The values come from `figures.toml`, `results.json` and
+//! the tables of `RESULTS.md`. Each chart is one SVG file without scripts or fonts, drawn for light
+//! and for dark pages.
 
 use crate::figures::{Figures, Wanted, digits};
 use std::fmt::Write;
 
-// All lengths are pixels.
+// All lengths are in pixels.
 const WIDTH: f64 = 960.0;
 const RIGHT: f64 = 24.0;
 const TOP: f64 = 64.0;
@@ -44,7 +44,8 @@ impl Figures {
         drawn.into_iter().flat_map(themes).collect()
     }
 
-    /// Each figure with an aim, divided by that aim, sorted by the distance from it.
+    /// Draws each figure that has an aim, divided by the aim. The figures are sorted by the
+    /// distance from the aim.
     fn aims(&self) -> String {
         let mut rows: Vec<(f64, &Wanted, f64)> = self
             .wanted
@@ -82,8 +83,8 @@ impl Figures {
         picture.finish(&ticks, Some(1.0))
     }
 
-    /// Two programs under each sharing method, as bars: two panels, side by side, for each half of
-    /// the table.
+    /// Draws two programs under each sharing method as bars. Two panels are side by side, for each
+    /// half of the table.
     fn peers(&self) -> String {
         const NAMES: f64 = 160.0;
         const PANEL: f64 = (WIDTH - RIGHT - NAMES) / 2.0;
@@ -120,7 +121,7 @@ impl Figures {
         picture.finish(&[], None)
     }
 
-    /// Pairs of loops under three ways of running them, as points.
+    /// Draws pairs of loops as points, under three ways to run them.
     fn pairs(&self) -> String {
         let table = Table::below(&self.page, "Do loops gain from running at once?");
         // Later points are smaller, so that no point hides another.
@@ -149,8 +150,8 @@ impl Figures {
 }
 
 impl Wanted {
-    /// The value divided by the aim, or the inverse if larger is better: at most 1 if the aim is
-    /// met. `None` without an aim, or if the aim is 0.
+    /// Returns the value divided by the aim, or the inverse if larger values are better. The result
+    /// is at most 1 if the aim is met. Returns `None` if there is no aim or the aim is 0.
     fn over_aim(&self, value: f64) -> Option<f64> {
         match (self.at_most, self.at_least) {
             (Some(most), _) if most > 0.0 => Some(value / most),
@@ -160,8 +161,8 @@ impl Wanted {
     }
 }
 
-/// The short unit of a figure: empty for a ratio or a count, and for long units, which are in the
-/// table.
+/// Returns the short unit of a figure. It is empty for a ratio or a count, and for long units,
+/// which the table shows.
 fn unit(wanted: &Wanted) -> String {
     match wanted.unit.as_str() {
         "percent" => " %".into(),
@@ -172,8 +173,9 @@ fn unit(wanted: &Wanted) -> String {
     }
 }
 
-/// The numbers and their sources in a text such as `21.2 (the original), 17 to 20 (HAMi-core)`;
-/// both ends of a range. Numbers without a source were not measured, and are skipped.
+/// Returns the numbers and their sources in a text such as `21.2 (the original), 17 to 20
+/// (HAMi-core)`. For a range, returns both ends. Numbers without a source were not measured, and
+/// are skipped.
 fn others(text: &str) -> Vec<(f64, String)> {
     // Each part of the text ends with its source in brackets.
     let found = text.split(')').filter_map(|part| {
@@ -186,8 +188,8 @@ fn others(text: &str) -> Vec<(f64, String)> {
     found.flatten().collect()
 }
 
-/// The number at the beginning of a table's cell, without markup: `8.1`, `[1.02](results.json
-/// "name")`.
+/// Returns the number at the beginning of a table's cell, without markup: `8.1`,
+/// `[1.02](results.json "name")`.
 fn number(cell: &str) -> Option<f64> {
     let plain = cell.trim_start_matches(['[', '*']).replace(',', "");
     let end = plain.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(plain.len());
@@ -197,13 +199,13 @@ fn number(cell: &str) -> Option<f64> {
 /// A table of the page.
 #[derive(Debug)]
 struct Table {
-    /// The headings without markup, and without the column of the rows' names.
+    /// The headings without markup, and without the heading of the rows' names.
     columns: Vec<String>,
     rows: Vec<(String, Vec<String>)>,
 }
 
 impl Table {
-    /// The first table below a heading that begins with `heading`.
+    /// Finds the first table below a heading that begins with `heading`.
     fn below(page: &str, heading: &str) -> Self {
         let (_, section) =
             page.split_once(&format!("\n## {heading}")).unwrap_or_else(|| panic!("RESULTS.md lacks {heading:?}"));
@@ -224,7 +226,7 @@ impl Table {
 /// Maps values to positions.
 #[derive(Debug, Clone, Copy)]
 enum Scale {
-    /// From 0.
+    /// A linear scale that starts at 0.
     Linear {
         to: f64,
     },
@@ -235,7 +237,7 @@ enum Scale {
 }
 
 impl Scale {
-    /// The position of a value, clamped to 0 to 1.
+    /// Returns the position of a value, clamped to the range 0 to 1.
     fn at(self, value: f64) -> f64 {
         let place = match self {
             Self::Linear { to } => value / to,
@@ -252,7 +254,7 @@ impl Scale {
         }
     }
 
-    /// Round values from 0 on, in steps of one, two or five times a power of ten.
+    /// Returns round values from 0 on. The step is one, two or five times a power of ten.
     fn ticks(self, unit: &str) -> Vec<(f64, String)> {
         let (Self::Linear { to } | Self::Log { to, .. }) = self;
         let power = 10f64.powf((to / 10.0).log10().floor());
@@ -267,7 +269,7 @@ impl Scale {
 #[derive(Debug)]
 struct Picture {
     title: String,
-    /// Room for the rows' names, and for notes behind them.
+    /// Width of the space for the rows' names, and of the space for notes after the rows.
     left: f64,
     right: f64,
     scale: Scale,
@@ -285,7 +287,7 @@ impl Picture {
         self.left + self.scale.at(value) * (WIDTH - RIGHT - self.right - self.left)
     }
 
-    /// The legend of the marks' classes.
+    /// Draws the legend of the marks' classes.
     fn legend(&mut self, keys: &[(&str, &str)]) {
         let mut x = 14.0;
         for (class, text) in keys {
@@ -318,7 +320,7 @@ impl Picture {
         );
     }
 
-    /// A vertical line at a value, from the current row down.
+    /// Draws a vertical line at a value, from the current row down.
     fn vertical(&mut self, class: &str, value: f64, height: f64) {
         let (x, y) = (self.x(value), self.y);
         let _ = writeln!(self.body, r#"<path class="{class}" d="M{x:.1} {y:.0}v{height:.0}"/>"#);
@@ -330,7 +332,7 @@ impl Picture {
         let _ = writeln!(self.body, r#"<text class="quiet" x="{x:.0}" y="{y:.0}">{}</text>"#, escaped(text));
     }
 
-    /// A point, or an arrow at the end of the scale if the value is outside.
+    /// Draws a point. If the value is outside the scale, draws an arrow at the end of the scale.
     fn mark(&mut self, class: &str, radius: f64, value: f64, told: &str) {
         let (x, y, told) = (self.x(value), self.y + 10.0, escaped(told));
         if self.scale.has(value) {
@@ -350,14 +352,15 @@ impl Picture {
         );
     }
 
-    /// A line over all of the values.
+    /// Draws a line from the smallest to the largest value.
     fn range(&mut self, values: impl Iterator<Item = f64> + Clone) {
         let (least, most) = (values.clone().fold(f64::MAX, f64::min), values.fold(0.0, f64::max));
         let (from, to, y) = (self.x(least), self.x(most), self.y + 10.0);
         let _ = writeln!(self.body, r#"<path class="range" d="M{from:.1} {y:.0}H{to:.1}"/>"#);
     }
 
-    /// A bar from 0, followed by its text; only the text without a value. No line crosses the text.
+    /// Draws a bar from 0, followed by its text. Without a value, draws only the text. No line
+    /// crosses the text.
     fn bar(&mut self, class: &str, value: Option<f64>, text: &str) {
         let (left, y) = (self.left, self.y);
         let width = value.map_or(0.0, |value| self.x(value) - left);
@@ -381,7 +384,7 @@ impl Picture {
         let _ = writeln!(self.body, r#"<text class="{class}" x="{x:.1}" y="{y:.0}">{}</text>"#, escaped(text));
     }
 
-    /// The complete picture, with lines at the ticks and the aim.
+    /// Returns the complete picture, with lines at the ticks and the aim.
     fn finish(&self, ticks: &[(f64, String)], aim: Option<f64>) -> String {
         let (bottom, mut out) = (self.y + 6.0, String::new());
         let height = bottom + 26.0;

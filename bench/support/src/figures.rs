@@ -1,5 +1,5 @@
-//! Generates the page `bench/FIGURES.md` from `bench/figures.toml` (what is measured, and the aims) and `bench/results.json`
-//! (the values).
+//! Generates the page `bench/FIGURES.md`. `bench/figures.toml` describes the measurements and their
+//! aims, and `bench/results.json` contains the values.
 
 use crate::results::{self, Row};
 use serde::Deserialize;
@@ -35,7 +35,7 @@ fn nearly_all() -> Vec<String> {
 }
 
 impl Wanted {
-    /// True if this value meets the aim; `None` without an aim.
+    /// Returns true if this value meets the aim, or `None` without an aim.
     pub fn is_met(&self, value: f64) -> Option<bool> {
         match (self.at_most, self.at_least) {
             (Some(most), _) => Some(value <= most),
@@ -50,7 +50,7 @@ impl Wanted {
     }
 }
 
-/// Both files, and the page whose tables are drawn.
+/// The contents of both files, and the page with the tables that charts show.
 #[derive(Debug)]
 pub struct Figures {
     pub wanted: Vec<Wanted>,
@@ -60,7 +60,7 @@ pub struct Figures {
     directory: PathBuf,
 }
 
-/// The table's note on a row whose code has changed since it was measured.
+/// The table's note on a row if its code has changed since the measurement.
 pub const OLDER: &str = ", *older*";
 
 /// The name of the figure that is the README's length.
@@ -106,7 +106,7 @@ impl Figures {
         self.rows.iter().find(|row| row.name == name)
     }
 
-    /// The text of `FIGURES.md`: all figures that have an aim or were measured.
+    /// Returns the text of `FIGURES.md`, with all figures that have an aim or were measured.
     pub fn list(&self) -> String {
         let with_rows = || self.wanted.iter().map(|wanted| (wanted, self.row(&wanted.name)));
         let is_met = |(wanted, row): &(&Wanted, Option<&Row>)| row.and_then(|row| wanted.is_met(row.value));
@@ -152,8 +152,8 @@ impl Figures {
         text
     }
 
-    /// The number of commits since a row's measurement that changed the measured code. `None` if git does not know the row's
-    /// commit.
+    /// Returns the number of commits since a row's measurement that changed the measured code.
+    /// Returns `None` if git does not know the row's commit.
     pub fn commits_since(&self, row: &Row) -> Option<u32> {
         let wanted = self.wanted.iter().find(|wanted| wanted.name == row.name)?;
         let mut command = Command::new("git");

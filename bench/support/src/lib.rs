@@ -1,5 +1,9 @@
-//! Code that benchmarks share: [`results`] writes figures for programs to read, [`figures`] puts
-//! them beside their aims, [`charts`] draws them, and [`stage`] provides a GPU and a scheduler.
+//! Code that benchmarks share.
+//!
+//! - [`results`]: writes figures for programs to read.
+//! - [`figures`]: compares figures with their aims.
+//! - [`charts`]: draws figures.
+//! - [`stage`]: provides a GPU and a scheduler.
 
 pub mod charts;
 pub mod figures;

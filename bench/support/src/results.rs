@@ -1,5 +1,5 @@
-//! Figures for programs: `bench/results.json`, a list of [`Row`]s. A new measurement replaces the
-//! figure of the same name.
+//! Figures in a machine-readable form. `bench/results.json` is a list of [`Row`]s. A new
+//! measurement replaces the figure of the same name.
 
 use serde::{Deserialize, Serialize};
 use std::{
@@ -75,7 +75,7 @@ impl Results {
     }
 }
 
-/// The rows of such a file.
+/// Reads the rows of such a file.
 pub fn read(file: &Path) -> Vec<Row> {
     let text = std::fs::read_to_string(file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
     serde_json::from_str(&text).unwrap_or_else(|e| panic!("{} is not a list of figures: {e}", file.display()))
@@ -97,7 +97,8 @@ fn hardware() -> String {
     format!("{} × {model}", std::thread::available_parallelism().map_or(1, |n| n.get()))
 }
 
-/// The commit, with `-dirty` if tracked files other than the results differ from it.
+/// Returns the commit, with `-dirty` if tracked files other than the results differ from the
+/// commit.
 fn checked_out() -> String {
     let commit = said_by("git", &["rev-parse", "--short", "HEAD"]);
     let others = ["diff", "--quiet", "HEAD", "--", ":/", ":!/bench/results.json", ":!/bench/*.md"];

@@ -17,7 +17,7 @@ pub struct Stage {
     directory: PathBuf,
 }
 
-/// The value of an option on the command line.
+/// Returns the value of an option on the command line.
 pub fn option(name: &str, default: &str) -> String {
     std::env::args().skip_while(|a| a != name).nth(1).unwrap_or_else(|| default.to_owned())
 }
@@ -40,7 +40,7 @@ pub fn kill(mut child: Child) {
     let _ = child.wait();
 }
 
-/// A value of a scheduler's metrics on that socket, summed over GPUs.
+/// Reads a value of the scheduler's metrics from the socket, summed over GPUs.
 pub fn metric(socket: &Path, name: &str) -> f64 {
     let mut stream = UnixStream::connect(socket).expect("the scheduler serves metrics");
     stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").expect("it reads");
@@ -51,7 +51,7 @@ pub fn metric(socket: &Path, name: &str) -> f64 {
 }
 
 impl Stage {
-    /// Reads the programs' directory from `--programs DIR`; the default is the benchmark's
+    /// Reads the programs' directory from `--programs DIR`. The default is the benchmark's
     /// directory.
     pub fn from_arguments() -> Self {
         let exe = std::env::current_exe().expect("the path of this program");
@@ -71,7 +71,7 @@ impl Stage {
         command
     }
 
-    /// A command for a program under nvshare.
+    /// Creates a command that runs a program under nvshare.
     pub fn shared(&self, words: &[&str]) -> Command {
         let mut command = self.program(words);
         self.under_nvshare(&mut command);
@@ -89,7 +89,7 @@ impl Stage {
     }
 
     /// Makes this process and its children use a simulated GPU of `memory` bytes without artificial
-    /// delays, with further settings. The process must be single-threaded.
+    /// delays, with further settings. The caller guarantees that the process is single-threaded.
     pub fn simulate(&self, memory: u64, settings: &[(&str, String)]) {
         let (libraries, directory) = (self.file("simulator"), self.file("gpu"));
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/cuda-sim/install.sh");
@@ -104,15 +104,15 @@ impl Stage {
             ("CUDA_SIM_GPU_BANDWIDTH", fast()),
             ("CUDA_SIM_LINK_BANDWIDTH", fast()),
         ];
-        // SAFETY: the process is single-threaded: the caller's contract.
+        // SAFETY: the process is single-threaded, which the caller guarantees.
         all.iter().chain(settings).for_each(|(name, value)| unsafe { std::env::set_var(name, value) });
     }
 
     /// Starts a program that occupies all but `leave` bytes of the GPU.
     pub fn ballast(&self, leave: u64) -> Child {
         let free = self.ask(&["info"]).and_then(|info| info["free"].as_u64()).expect("free memory");
-        // `info` measures the free memory beside its own context, so room for the ballast's context
-        // remains.
+        // `info` measures the free memory while its own context exists, so room for the ballast's
+        // context remains.
         let bytes = free.saturating_sub(leave).to_string();
         let holder = self.program(&["stranger", "--mem", &bytes, "--seconds", "3600"]).stdout(Stdio::null()).spawn();
         std::thread::sleep(Duration::from_secs(5));
@@ -128,13 +128,13 @@ impl Stage {
         self.directory.join("scheduler.sock")
     }
 
-    /// The output of a program; `None` if it fails.
+    /// Returns the output of a program, or `None` if the program fails.
     pub fn ask(&self, words: &[&str]) -> Option<Value> {
         let output = self.program(words).output().ok().filter(|output| output.status.success())?;
         serde_json::from_slice(&output.stdout).ok()
     }
 
-    /// Starts a scheduler with a configuration that records events to `record`.
+    /// Starts a scheduler with a configuration. The scheduler records events to `record`.
     pub fn scheduler(&self, configuration: &str, record: &Path) -> Child {
         let _ = std::fs::remove_file(self.socket());
         let config = self.directory.join("nvshare.toml");
@@ -153,8 +153,8 @@ impl Stage {
         while !self.socket().exists() {
             std::thread::sleep(Duration::from_millis(10));
         }
-        // Waits until the scheduler has established that other processes on the GPU are no clients
-        // of an earlier scheduler.
+        // Waits until the scheduler has established that the other processes on the GPU are not
+        // clients of an earlier scheduler.
         std::thread::sleep(Duration::from_millis(1500));
         child
     }

@@ -17,10 +17,11 @@ use crate::links::Link;
 use crate::probe::Socket;
 use crate::{kubernetes, node, scheduler};
 
-/// The limit of queued changes. Further changes wait at the API server.
+/// The maximum number of queued changes. If the queue is full, further changes wait at the API
+/// server.
 const QUEUE: usize = 64;
 
-/// How long to wait for threads that look up names to end.
+/// Time to wait for the end of threads that look up names.
 const END: Duration = Duration::from_millis(200);
 
 /// The command line.
@@ -37,10 +38,11 @@ pub struct Options {
     pub log_level: LogLevel,
 }
 
-/// Runs until a signal ends it.
+/// Runs until a signal ends the agent.
 pub fn run(options: Options) -> Result<(), String> {
     let config = Config::load(options.config.as_deref()).map_err(|e| e.to_string())?;
-    // kube and its dependencies log every failed request. `kubernetes` logs the relevant failures once.
+    // kube and its dependencies log every failed request. They are silenced here, because
+    // `kubernetes` logs the relevant failures once.
     let libraries = if options.log_level == LogLevel::Trace { LevelFilter::WARN } else { LevelFilter::OFF };
     log::start(options.log_level, libraries);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();

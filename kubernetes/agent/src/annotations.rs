@@ -10,8 +10,8 @@ use crate::permissions::{KEYS, Permissions};
 /// The prefix of annotations for nvshare.
 pub const PREFIX: &str = "nvshare.com/";
 
-/// Maximum length of a value, in bytes. The longest useful value, a list of all slices of eight GPUs by UUID,
-/// has 2300 bytes.
+/// Maximum length of a value, in bytes. The longest useful value is a list of all slices of eight
+/// GPUs by UUID, which has 2300 bytes.
 const LONGEST: usize = 4096;
 
 /// The rule that a pod requests, and a sentence about each ignored annotation.
@@ -23,7 +23,7 @@ pub struct PodRule {
     pub left_out: Vec<String>,
 }
 
-/// Reads a pod's annotations, whose names are without [`PREFIX`].
+/// Reads a pod's annotations. The keys of `annotations` are names without [`PREFIX`].
 pub fn read(namespace: &str, annotations: &BTreeMap<String, String>, permissions: &Permissions) -> PodRule {
     let mut rule = PodRule::default();
     for (name, text) in annotations {
@@ -54,7 +54,7 @@ fn read_one(
         return Err(format!("its value has {} bytes. At most {LONGEST} are allowed", text.len()));
     }
     let text = text.trim();
-    // D-Bus texts have no NUL: the scheduler would refuse the whole message.
+    // D-Bus texts must not contain NUL: the scheduler would refuse the whole message.
     if text.chars().any(char::is_control) {
         return Err("its value is not a single line of text".into());
     }
@@ -63,14 +63,15 @@ fn read_one(
     Ok((key, value))
 }
 
-/// The value for a rule. An invalid value stays a text, about which the scheduler reports an error.
+/// Converts a text to a rule's value. An invalid value stays a text, and the scheduler reports an
+/// error about it.
 fn value(namespace: &str, key: &str, text: &str) -> Value {
     match key {
         "weight" | "priority" => text.parse::<i64>().map_or_else(|_| text.into(), Value::Integer),
         "interactive" | "gang" => text.parse::<bool>().map_or_else(|_| text.into(), Value::Boolean),
         "allowed-gpus" => text.split(',').map(str::trim).filter(|gpu| !gpu.is_empty()).collect::<Vec<_>>().into(),
-        // Labels belong to a namespace, so that a pod cannot join or obstruct another namespace's pods by
-        // guessing labels.
+        // A label is prefixed with its namespace. A pod can therefore not join or obstruct another
+        // namespace's pods by guessing their labels.
         "affinity" | "anti-affinity" | "exclusion" if !text.is_empty() => format!("{namespace}/{text}").into(),
         _ => text.into(),
     }

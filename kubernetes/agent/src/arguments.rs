@@ -48,7 +48,8 @@ pub struct Arguments {
     pub log_level: LogLevel,
 }
 
-/// The name becomes part of a selector, in which a comma has a meaning.
+/// Only valid names are accepted, because the name becomes part of a selector, in which a comma is
+/// a separator.
 fn read_node(text: &str) -> Result<String, String> {
     match is_pod_name(text) {
         true => Ok(text.to_owned()),

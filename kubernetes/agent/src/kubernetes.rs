@@ -1,8 +1,9 @@
-//! Reads the pods of a node from the API server: first a list, then changes.
+//! Reads the pods of a node from the API server, first as a list and then as changes.
 //!
-//! Uses kube's requests rather than its watcher, which does not report when a failed watch works again: on a quiet node
-//! the agent would not know whether it is connected. A new watch continues where the previous watch ended. If that is too
-//! long ago, all pods are listed again.
+//! This module uses kube's requests rather than kube's watcher. The watcher does not report when a
+//! failed watch works again, so on a quiet node the agent would not know whether it is connected. A
+//! new watch continues where the previous watch ended. If the API server no longer knows the
+//! changes since then, all pods are listed again.
 
 use std::time::Duration;
 
@@ -21,10 +22,10 @@ use crate::node::Change;
 use crate::pod::Pod;
 use crate::retry::Retry;
 
-/// All pods; the selector restricts them.
+/// The path of all pods. A selector restricts them to the node.
 const PODS: &str = "/api/v1/pods";
 
-/// The API server's status if a watch cannot continue.
+/// The API server's status code if a watch cannot continue.
 const GONE: u16 = 410;
 const UNAUTHORIZED: u16 = 401;
 const FORBIDDEN: u16 = 403;
@@ -32,15 +33,15 @@ const FORBIDDEN: u16 = 403;
 /// Timeout for the beginning of an answer.
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// The requested duration of a watch, in seconds. On a quiet watch the API server sends a bookmark about every minute, so
-/// a watch that is silent for the whole time is dead.
+/// The requested duration of a watch, in seconds. On a quiet watch the API server sends a bookmark
+/// about every minute. A watch that is silent for its whole duration is therefore broken.
 const WATCH_SECONDS: u32 = 240;
 const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
 
 /// Maximum pause before the next attempt.
 const RETRY: Duration = Duration::from_secs(30);
 
-/// A watch that has lasted this long has worked, even without a change.
+/// A watch that has lasted this long counts as working, even without a change.
 const LASTING: Duration = Duration::from_secs(10);
 
 /// The reason why a list is no longer valid.
@@ -101,7 +102,7 @@ impl Reader {
     }
 
     async fn list(&mut self) -> Result<(), Over> {
-        // The API server's cache suffices: the watch brings newer changes.
+        // Data from the API server's cache suffices, because the watch delivers newer changes.
         let params = ListParams::default().fields(&self.selector).match_any();
         let request = Request::new(PODS).list(&params).map_err(|e| Over::Failed(causes(&e)))?;
         let list: ObjectList<Pod> = match timeout(ANSWER, self.client.request(request)).await {
@@ -113,7 +114,7 @@ impl Reader {
         self.pass_on(Change::Listed(list.items)).await
     }
 
-    /// Watches from the newest version on, until the API server ends the watch.
+    /// Watches from the newest known version on, until the API server ends the watch.
     async fn watch(&mut self, link: &mut Link) -> Result<(), Over> {
         let params = WatchParams::default().fields(&self.selector).timeout(WATCH_SECONDS);
         let request = Request::new(PODS).watch(&params, &self.version).map_err(|e| Over::Failed(causes(&e)))?;
@@ -128,7 +129,8 @@ impl Reader {
                 Ok(Ok(Some(event))) => event,
                 Ok(Ok(None)) => return Ok(()),
                 Ok(Err(Error::Api(status))) => return Err(refused("watch", &status)),
-                // A new watch from the same version would return the same invalid object.
+                // The list is read again, because a new watch from the same version would return
+                // the same invalid object.
                 Ok(Err(Error::SerdeError(e))) => {
                     return Err(Over::Failed(format!("cannot parse the API server's answer: {e}")));
                 }

@@ -1,10 +1,15 @@
-//! `nvshare-agent`: sends a node's scheduler the names of the node's pods, and the rules that they request.
+//! `nvshare-agent`: sends the names of a node's pods, and the rules that the pods request, to the
+//! node's scheduler.
 //!
-//! - [`config`]: the configuration file; [`permissions`]: the keys that pods may set. Both are shared with the device plugin.
-//! - [`annotations`]: a pod's annotations as a rule. [`pod`]: one pod. [`node`]: all pods of the node, and the
-//!   message to the scheduler. All of these are pure, except the waiting in `node`.
-//! - [`kubernetes`]: reads pods from the API server. [`scheduler`]: sends them to the scheduler.
-//! - [`links`]: the state of both connections, for the log and for [`probe`]; [`retry`]: pauses between attempts.
+//! - [`config`]: the configuration file, shared with the device plugin.
+//! - [`permissions`]: the keys that pods may set, shared with the device plugin.
+//! - [`annotations`]: converts a pod's annotations to a rule, without I/O.
+//! - [`pod`]: one pod, without I/O.
+//! - [`node`]: all pods of the node, and the message to the scheduler. Its only I/O is waiting.
+//! - [`kubernetes`]: reads pods from the API server.
+//! - [`scheduler`]: sends the pods to the scheduler.
+//! - [`links`]: the state of both connections, for the log and for [`probe`].
+//! - [`retry`]: pauses between attempts.
 //! - [`pod_warnings`]: logs each warning about a pod once.
 //! - [`agent`]: the whole agent as one process.
 

@@ -1,15 +1,16 @@
-//! The state of a connection that the agent needs. Changes are logged, and the probe reports the state.
+//! The state of a connection that the agent needs. Changes of the state are logged, and the probe
+//! reports the state.
 
 use tokio::sync::watch;
 use tracing::{info, warn};
 
-/// Why a connection is down; `None` if it is up.
+/// The reason why a connection is down. `None` means that the connection is up.
 pub type Trouble = Option<String>;
 
 /// The connection to the API server or the scheduler.
 #[derive(Debug)]
 pub struct Link {
-    /// The name of the other end, as in "the scheduler".
+    /// The name of the peer, as in "the scheduler".
     whom: &'static str,
     state: watch::Sender<Trouble>,
     said: Said,
@@ -23,7 +24,7 @@ enum Said {
 }
 
 impl Link {
-    /// Creates a connection that is down. The receiver follows its state.
+    /// Creates a connection that is down. The receiver receives the connection's state.
     pub fn new(whom: &'static str) -> (Self, watch::Receiver<Trouble>) {
         let (state, followed) = watch::channel(Some(format!("{whom} has not answered yet")));
         (Self { whom, state, said: Said::Nothing }, followed)
@@ -36,7 +37,8 @@ impl Link {
         }
     }
 
-    /// Marks the connection as down. `why` is a whole sentence, and is logged once until the connection is up.
+    /// Marks the connection as down. `why` is a whole sentence. It is logged once, until the
+    /// connection is up again.
     pub fn is_down(&mut self, why: String) {
         if std::mem::replace(&mut self.said, Said::Down) != Said::Down {
             warn!("{why}. Retrying");

@@ -14,7 +14,7 @@ use crate::config::Config;
 use crate::pod::{KnownPod, Pod};
 use crate::pod_warnings::PodWarnings;
 
-/// Changes within this time are sent together, because a starting pod changes several times.
+/// Changes within this time are sent in one message, because a starting pod changes several times.
 const GATHER: Duration = Duration::from_millis(100);
 
 /// A change reported by Kubernetes.
@@ -26,7 +26,7 @@ pub enum Change {
     Deleted(Pod),
 }
 
-/// The pods as sent to the scheduler; `None` until Kubernetes has listed them.
+/// The pods as the scheduler receives them. `None` until Kubernetes has listed them.
 pub type Told = Option<Arc<Vec<bus::Pod>>>;
 
 /// The pods, by their UIDs in Kubernetes.
@@ -48,7 +48,7 @@ impl Node {
             }
             (Change::Applied(pod), Some(pods)) => (known(pod), pods),
             (Change::Deleted(pod), Some(pods)) => ((pod.metadata.uid, None), pods),
-            // Changes before the first list do not occur.
+            // Changes do not occur before the first list.
             (_, None) => return,
         };
         match pods {
@@ -57,12 +57,12 @@ impl Node {
         }
     }
 
-    /// The pods for the scheduler. Logs each invalid annotation once.
+    /// Returns the pods for the scheduler. Logs each invalid annotation once.
     pub fn told(&mut self, config: &Config) -> Told {
         let pods = self.pods.as_ref()?;
         let mut all: Vec<&KnownPod> = pods.values().collect();
-        // Two pods have the same UID only if one falsely claims to be a static pod. The older pod is the genuine
-        // one.
+        // Two pods have the same UID only if one of them falsely claims to be a static pod. The
+        // older pod is genuine.
         all.sort_by(|a, b| (&a.uid, &a.created, a.full_name()).cmp(&(&b.uid, &b.created, b.full_name())));
         all.dedup_by(|later, first| later.uid == first.uid);
         let is_crowded = all.len() > MAX_PODS;
@@ -98,7 +98,7 @@ impl Node {
     }
 }
 
-/// Follows changes, and sends the pods to the scheduler, until the sender of changes is dropped.
+/// Receives changes, and sends the pods to the scheduler, until the sender of changes is dropped.
 pub async fn keep(
     mut changes: mpsc::Receiver<Change>,
     mut config: watch::Receiver<Arc<Config>>,

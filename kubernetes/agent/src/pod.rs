@@ -7,8 +7,9 @@ use serde::Deserialize;
 
 use crate::annotations::PREFIX;
 
-/// kubelet's annotation on mirror pods, which represent the node's static pods: the static pod's UID, which its control
-/// groups have. The mirror pod has another UID.
+/// Annotations of kubelet on mirror pods. A mirror pod represents a static pod of the node, but has
+/// another UID. The annotations contain the UID of the static pod, which is part of the names of
+/// its control groups.
 const MIRROR: &str = "kubernetes.io/config.mirror";
 const HASH: &str = "kubernetes.io/config.hash";
 
@@ -45,19 +46,20 @@ pub struct Status {
 #[serde(default)]
 pub struct Container {
     pub name: String,
-    /// The runtime's name and the container's id: `containerd://0123...`; missing until the container has started.
+    /// The runtime's name and the container's id: `containerd://0123...`. Missing until the
+    /// container has started.
     #[serde(rename = "containerID")]
     pub id: Option<String>,
 }
 
-/// A pod that can have programs.
+/// A pod in which programs can run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownPod {
-    /// The UID in control groups.
+    /// The UID that is part of the names of the pod's control groups.
     pub uid: String,
     pub namespace: String,
     pub name: String,
-    /// The creation time in Kubernetes' notation, which can be compared as text.
+    /// The creation time in Kubernetes' notation, whose text order is the order of time.
     pub created: String,
     /// The name of each container, by its id.
     pub containers: HashMap<String, String>,
@@ -66,7 +68,7 @@ pub struct KnownPod {
 }
 
 impl KnownPod {
-    /// `None` for a pod that has ended, and for an invalid object.
+    /// Converts a pod. Returns `None` for a pod that has ended, and for an invalid object.
     pub fn read(pod: Pod) -> Option<Self> {
         let Pod { metadata, status } = pod;
         let status = status.unwrap_or_default();
@@ -98,13 +100,14 @@ impl KnownPod {
         })
     }
 
-    /// `namespace/name`.
+    /// Returns `namespace/name`.
     pub fn full_name(&self) -> String {
         format!("{}/{}", self.namespace, self.name)
     }
 }
 
-/// The UID of a static pod. Any user may write annotations, so a UID with dashes, which other pods have, is rejected.
+/// Returns the UID of a static pod. Any user may write annotations, so a UID with dashes, which
+/// could be another pod's, is rejected.
 fn of_node_itself(annotations: &BTreeMap<String, String>) -> Option<String> {
     let hash = annotations.get(HASH).filter(|hash| annotations.get(MIRROR) == Some(hash))?;
     (hash.len() == 32 && hash.bytes().all(|b| b.is_ascii_hexdigit())).then(|| hash.clone())

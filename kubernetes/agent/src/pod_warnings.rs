@@ -1,4 +1,5 @@
-//! Warnings about pods. Each is logged once, and only a few per pod, so that annotations cannot fill the log.
+//! Warnings about pods. Each warning is logged once, and only a few are logged per pod, so that
+//! annotations cannot fill the log.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,7 +8,7 @@ use tracing::warn;
 /// The limit of warnings per pod.
 const MOST: usize = 10;
 
-/// The length limit of a line.
+/// Maximum length of a line in characters.
 const LONGEST: usize = 400;
 
 /// The warnings about each pod, by its UID.
@@ -34,13 +35,13 @@ impl PodWarnings {
         })
     }
 
-    /// Forgets pods that are gone.
+    /// Forgets pods that no longer exist.
     pub fn keep(&mut self, is_there: impl Fn(&str) -> bool) {
         self.0.retain(|uid, _| is_there(uid));
     }
 }
 
-/// The text as one line without control characters, cut to the length limit.
+/// Converts the text to one line without control characters, and cuts it at the maximum length.
 fn plain(text: &str) -> String {
     let mut line: String = text.chars().map(|c| if c.is_control() { '?' } else { c }).take(LONGEST).collect();
     if text.chars().nth(LONGEST).is_some() {

@@ -1,5 +1,5 @@
-//! `nvshare-agent --probe`: queries the running agent, on a separate socket, whether its connections are
-//! up.
+//! `nvshare-agent --probe`: asks the running agent, on a separate socket, whether its connections
+//! are up.
 
 use std::io::{self, Read};
 use std::os::unix::net::UnixStream;
@@ -14,16 +14,16 @@ use tracing::debug;
 
 use crate::links::Trouble;
 
-/// Less than kubelet's default timeout of a second.
+/// Timeout of the probe. It is shorter than kubelet's default timeout of one second.
 const PATIENCE: Duration = Duration::from_millis(800);
 
 /// The answer if both connections are up.
 const WELL: &str = "connected\n";
 
-/// The length limit of an answer.
+/// Maximum length of an answer, in bytes.
 const LONGEST: u64 = 4096;
 
-/// The socket on which an agent answers probes. Dropping it removes the file.
+/// The socket on which an agent answers probes. Dropping this value removes the socket's file.
 #[derive(Debug)]
 pub struct Socket {
     path: PathBuf,
@@ -31,7 +31,7 @@ pub struct Socket {
 }
 
 impl Socket {
-    /// Binds the socket. Replaces a socket that no process listens on any more.
+    /// Binds the socket. Replaces a socket on which no process listens any more.
     pub fn bind(path: &Path) -> Result<Self, String> {
         if UnixStream::connect(path).is_ok() {
             return Err(format!("another agent answers at {}. Stop it first, or set another --socket", path.display()));
@@ -73,7 +73,7 @@ impl Drop for Socket {
 /// Queries the agent that listens on this socket.
 ///
 /// # Errors
-/// No agent answers, or one of its connections is down.
+/// No agent answers, or one of the agent's connections is down.
 pub fn probe(path: &Path) -> Result<(), String> {
     let silent = |e: io::Error| format!("no agent answers at {}: {e}", path.display());
     let stream = UnixStream::connect(path).map_err(silent)?;

@@ -1,5 +1,5 @@
-//! Sends the node's pods to the scheduler over its control socket: the whole list after each change, and to each new
-//! scheduler, which knows no pods.
+//! Sends the node's pods to the scheduler over its control socket. The whole list is sent after
+//! each change, and to each new scheduler, because a new scheduler knows no pods.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -18,14 +18,16 @@ use crate::node::Told;
 use crate::pod_warnings::PodWarnings;
 use crate::retry::Retry;
 
-/// Timeout for the scheduler to accept a connection and a message. A restart takes at most two seconds.
+/// Timeouts for the scheduler to accept a connection and a message. A restart of the scheduler
+/// lasts at most two seconds.
 const HANDSHAKE: Duration = Duration::from_secs(5);
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// Pause between attempts. It is short because attempts are cheap, and pods have no names until one succeeds.
+/// Pause between attempts. It is short, because attempts are cheap and pods have no names until an
+/// attempt succeeds.
 const RETRY: Duration = Duration::from_secs(2);
 
-/// Sending takes at most one part in this many of the time, even if pods change constantly.
+/// Sending uses at most one part in `SHARE` of the time, even if pods change constantly.
 const SHARE: u32 = 10;
 
 /// Sends each new list, until the sender of lists is dropped.
@@ -40,8 +42,8 @@ pub async fn tell(control: PathBuf, mut told: watch::Receiver<Told>, mut link: L
     }
 }
 
-/// Sends the pods to one scheduler while it is connected. Returns an error at the end of the connection, or `Ok` after the
-/// last change.
+/// Sends the pods to one scheduler while the connection lasts. Returns an error at the end of the
+/// connection, or `Ok` after the last change.
 async fn serve(
     control: &Path,
     told: &mut watch::Receiver<Told>,
@@ -85,7 +87,7 @@ async fn serve(
     }
 }
 
-/// Returns when the connection has ended. Other code handles its messages.
+/// Returns when the connection has ended. Other code handles the connection's messages.
 async fn is_over(messages: &mut MessageStream) {
     while let Some(Ok(_)) = messages.next().await {}
 }
@@ -103,7 +105,7 @@ fn plain(error: &zbus::Error) -> String {
     }
 }
 
-/// Logs the pods whose rules are refused.
+/// Logs the pods whose rules the scheduler refuses.
 fn warn_of_refused(pods: &[bus::Pod], refused: HashMap<String, String>, warnings: &mut PodWarnings) {
     let by_uid: BTreeMap<&str, &bus::Pod> = pods.iter().map(|pod| (pod.uid.as_str(), pod)).collect();
     warnings.keep(|uid| by_uid.contains_key(uid));

@@ -1,5 +1,5 @@
-//! The agent with the real scheduler: pods are added, changed and removed, and the scheduler learns of
-//! them.
+//! Tests of the agent with the real scheduler. Pods are added, changed and removed, and the
+//! scheduler is told of each change.
 
 use crate::support::api::{container, pod, uid};
 use crate::support::containers::{Inmate, stay_connected};
@@ -184,7 +184,7 @@ fn the_scheduler_is_told_no_more_often_than_needed() {
     let _scheduler = node.scheduler();
     let agent = node.agent();
     agent.log.wait("sent 1 pods");
-    // Only the pod's status changes, which the scheduler does not need.
+    // Only the pod's status changes, so no message to the scheduler is needed.
     for ready in ["False", "True", "False"] {
         node.api.put(with(pod(1, &[]), "/status/conditions/0/status", json!(ready)));
     }

@@ -7,7 +7,8 @@ use nvshare_agent::arguments::Arguments;
 use nvshare_agent::config::Config;
 use nvshare_agent::permissions::{KEYS, Permissions};
 
-/// The items of the page's lists, as plain words: `.It Fl -probe` is `--probe`.
+/// Returns the items of the page's lists as plain words. For example, `.It Fl -probe` becomes
+/// `--probe`.
 fn items() -> Vec<String> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../man/nvshare-agent.8");
     let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));

@@ -1,5 +1,5 @@
-//! The Helm chart installs the objects of `kubernetes/base`, changed by its values. Without `helm`, only the checks that do not need it
-//! run.
+//! Checks that the Helm chart installs the objects of `kubernetes/base` as its values change them.
+//! Without `helm`, only the checks that do not need `helm` run.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -35,7 +35,7 @@ fn the_chart_has_the_manifests_themselves_and_the_version_of_the_programs() {
     let chart: Value = serde_saphyr::from_str(&read("Chart.yaml")).expect("YAML");
     let version = env!("CARGO_PKG_VERSION");
     assert_eq!((&chart["version"], &chart["appVersion"]), (&json!(version), &json!(version)));
-    // The template uses exactly the values that can be set.
+    // The template must use exactly the values that can be set.
     let values: Value = serde_saphyr::from_str(&read("values.yaml")).expect("YAML");
     let template = read("templates/nvshare.yaml");
     for key in values.as_object().expect("values").keys() {
@@ -60,7 +60,7 @@ fn the_schema_has_the_chart_s_values_and_no_others() {
             let path = format!("{path}.{key}");
             compare(&path, value, known.get(key).unwrap_or_else(|| panic!("{path} is not in the schema")));
         }
-        // `resources` names containers; Helm itself sets `global`.
+        // Under `resources`, the keys are names of containers. Helm itself sets `global`.
         for key in known.keys().filter(|key| *key != "global" && !path.ends_with(".resources")) {
             assert!(values.contains_key(key), "{path}.{key} is in no values");
         }
@@ -98,13 +98,13 @@ fn is_hook(object: &Value) -> bool {
     object.pointer("/metadata/annotations").is_some_and(|all| all.get("helm.sh/hook").is_some())
 }
 
-/// The objects that the chart installs with these values.
+/// Returns the objects that the chart installs with these values.
 fn rendered_list(values: &Value) -> Vec<Value> {
     let all = rendered_with_hooks(values).into_iter();
     all.filter(|object| !is_hook(object)).collect()
 }
 
-/// The chart rendered with these values, including hooks.
+/// Returns the objects of the chart with these values, including hooks.
 fn rendered_with_hooks(values: &Value) -> Vec<Value> {
     let file = tempfile::NamedTempFile::new().expect("a file");
     std::fs::write(file.path(), values.to_string()).expect("values");
@@ -123,7 +123,8 @@ fn rendered(values: &Value) -> BTreeMap<String, Value> {
     rendered_list(values).into_iter().map(by_kind).collect()
 }
 
-/// The object without the chart's own additions, with parsed settings, and with containers and volumes sorted by name.
+/// Returns the object without the chart's own additions, with parsed settings, and with containers
+/// and volumes sorted by name.
 fn plain(mut object: Value) -> Value {
     for key in ["labels", "namespace"] {
         object["metadata"].as_object_mut().expect("metadata").remove(key);
@@ -203,7 +204,7 @@ fn claims_are_looked_for_before_it_is_removed() {
     assert_eq!(pod["serviceAccountName"], account);
 }
 
-/// A cluster with these installed objects, by their paths.
+/// A cluster in which these objects are installed. The keys are their paths.
 #[derive(Debug)]
 struct Installed {
     objects: BTreeMap<&'static str, Value>,
@@ -261,7 +262,8 @@ impl World for Installed {
     }
 }
 
-/// The result of an upgrade from these objects to these values, or the reason why it is refused.
+/// Upgrades from these objects to these values. Returns the result, or the reason why the upgrade
+/// is refused.
 fn upgraded(objects: &[(&'static str, Value)], values: &Value) -> Result<String, String> {
     let own = |(path, object): &(&'static str, Value)| {
         let mut object = object.clone();

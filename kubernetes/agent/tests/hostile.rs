@@ -1,4 +1,4 @@
-//! Hostile annotations and nonsense from the API server do not harm the agent.
+//! Tests that hostile annotations and invalid answers of the API server do not harm the agent.
 
 use crate::support::Node;
 use crate::support::api::{pod, uid};

@@ -1,5 +1,6 @@
-//! The manifests conform to Kubernetes' published schemas, by types generated from them: each field is known and has
-//! the right type. They also request no more privileges than the manual documents.
+//! Checks that the manifests conform to Kubernetes' published schemas, by types generated from the
+//! schemas. Each field must be known and have the right type. Also checks that the manifests
+//! request no more privileges than the manual documents.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -38,7 +39,7 @@ pub fn documents() -> Vec<(PathBuf, Value)> {
     all
 }
 
-/// The part of a document that the schema defines. Kubernetes ignores other fields.
+/// Returns the part of a document that the schema defines. Kubernetes ignores other fields.
 fn known<T: DeserializeOwned + Serialize>(document: &Value) -> Result<Value, String> {
     let typed: T = serde_json::from_value(document.clone()).map_err(|e| e.to_string())?;
     serde_json::to_value(typed).map_err(|e| e.to_string())
@@ -61,7 +62,7 @@ fn unknown(written: &Value, known: &Value, at: &str, found: &mut Vec<String>) {
             }
         }
         (written, known) if written == known => {}
-        // Quantities and similar values are texts, but may be numbers in YAML.
+        // Quantities and similar values are texts in the schema, but may be numbers in YAML.
         (Value::Number(number), Value::String(text)) if number.to_string() == *text => {}
         _ => found.push(format!("{at}: {written} is read as {known}")),
     }
@@ -86,7 +87,8 @@ fn every_field_is_one_that_kubernetes_knows() {
             "ResourceClaimTemplate" => known::<ResourceClaimTemplate>(&document),
             "ValidatingAdmissionPolicy" => known::<ValidatingAdmissionPolicy>(&document),
             "ValidatingAdmissionPolicyBinding" => known::<ValidatingAdmissionPolicyBinding>(&document),
-            // Kinds of kubectl, which belong to no API, and of Prometheus' operator.
+            // These kinds belong to kubectl and to Prometheus' operator rather than to Kubernetes'
+            // API.
             "Kustomization" | "Component" | "PodMonitor" => continue,
             other => panic!("{path:?}: {other:?} is checked by nothing here"),
         };
@@ -117,7 +119,8 @@ fn no_container_has_a_privilege() {
         assert_eq!(context.read_only_root_filesystem, Some(true), "{}", container.name);
         let capabilities = context.capabilities.as_ref().expect(&container.name);
         assert_eq!(capabilities.drop.as_deref(), Some(&["ALL".to_owned()][..]), "{}", container.name);
-        // `prepare` gives directories to the scheduler's user, and only root with CHOWN can do that.
+        // `prepare` changes the owner of directories to the scheduler's user, which requires root
+        // with CHOWN.
         let added = (container.name == "prepare").then(|| vec!["CHOWN".to_owned()]);
         assert_eq!(capabilities.add, added, "{}", container.name);
     }
@@ -125,7 +128,8 @@ fn no_container_has_a_privilege() {
     assert_eq!((pod.host_network, pod.host_ipc), (None, None));
 }
 
-/// Only the component adds a container with capabilities, and the container has no other privilege.
+/// Only this component adds a container with capabilities, and that container has no other
+/// privilege.
 #[test]
 fn what_takes_programs_off_their_gpus_has_what_the_driver_needs_and_is_reached_by_the_scheduler_alone() {
     let of_sleep = |(path, _): &(PathBuf, Value)| path.ends_with("sleep/daemonset.yaml");
@@ -160,7 +164,7 @@ fn the_scheduler_and_the_agent_have_a_user_of_their_own() {
     let user = group.expect("the group of the control socket")[0];
     for container in &pod.containers {
         let context = container.security_context.as_ref().expect(&container.name);
-        // The other containers use directories of the node that belong to root.
+        // The other containers use directories of the node that root owns.
         let expected = match &*container.name {
             "scheduler" | "agent" => (Some(user), Some(user), Some(true)),
             _ => (Some(0), None, None),
@@ -240,7 +244,7 @@ fn the_agent_may_list_and_watch_pods_and_nothing_else_and_the_dra_driver_what_it
     assert_eq!(driver["rules"], rules);
 }
 
-/// The driver accepts the configurations of the examples' claims and classes.
+/// Checks that the driver accepts the configurations in the examples' claims and classes.
 #[test]
 fn the_configurations_of_claims_are_right() {
     let mut count = 0;
@@ -275,7 +279,7 @@ fn the_configurations_of_claims_are_right() {
 fn the_settings_in_the_config_map_are_right() {
     let map = documents().into_iter().find(|(_, document)| document["kind"] == "ConfigMap").expect("a ConfigMap").1;
     let text = |file: &str| map["data"][file].as_str().unwrap_or_else(|| panic!("{file}")).to_owned();
-    // The text with its commented examples enabled.
+    // Returns the text with its commented examples enabled.
     let with_examples = |text: String| -> String {
         let uncommented =
             text.lines().map(|line| line.strip_prefix("# ").filter(|line| line.contains(['=', '['])).unwrap_or(line));
@@ -291,7 +295,7 @@ fn the_settings_in_the_config_map_are_right() {
         .expect("device-plugin.toml");
 }
 
-/// The objects that `kubectl apply -k` would apply.
+/// Returns the objects that `kubectl apply -k` would apply.
 fn built_from(directory: &Path) -> Vec<Value> {
     let output = Command::new("kubectl").arg("kustomize").arg(directory).output().expect("kubectl");
     assert!(output.status.success(), "{directory:?}: {}", String::from_utf8_lossy(&output.stderr));
@@ -299,7 +303,8 @@ fn built_from(directory: &Path) -> Vec<Value> {
     serde_saphyr::from_multiple(&text).unwrap_or_else(|e| panic!("{directory:?}: {e}"))
 }
 
-/// The objects with the component for sleep in the base of this directory, as described in the README.
+/// Builds the base of this directory with the component for sleep, as the README describes, and
+/// returns the objects.
 pub fn built_with_sleep(directory: &str) -> Vec<Value> {
     let copy = tempfile::tempdir().expect("a directory");
     for part in ["base", "mounts", "dra", "sleep"] {

@@ -1,4 +1,4 @@
-//! The agent survives missing and restarted schedulers and API servers.
+//! Tests that the agent survives missing and restarted schedulers and API servers.
 
 use std::cell::RefCell;
 use std::time::Duration;
@@ -19,7 +19,7 @@ fn a_scheduler_that_comes_late_or_again_is_told_everything() {
 
     scheduler.kill();
     agent.log.wait("lost the connection to the scheduler");
-    // The agent learns of this only after the restart.
+    // The agent receives this change only after the restart.
     node.api.put(pod(1, &[("nvshare.com/weight", "60")]));
     let _scheduler = node.scheduler();
     node.until_rule("team-a/pod-1", "weight", "60");
@@ -61,7 +61,7 @@ fn a_stream_that_breaks_goes_on_where_it_was() {
     node.api.break_streams();
     node.api.put(pod(1, &[("nvshare.com/weight", "60")]));
     node.until_rule("team-a/pod-1", "weight", "60");
-    // The watch resumes at the version of a bookmark if no other event arrived.
+    // If no other event has arrived since a bookmark, the watch resumes at the bookmark's version.
     let bookmarks = RefCell::new(Vec::new());
     node.until("a watch from a bookmark", |node| {
         bookmarks.borrow_mut().push(format!("resourceVersion={}", node.api.bookmark()));
@@ -86,7 +86,7 @@ fn a_version_that_is_too_old_has_all_listed_again() {
         node.api.put(pod(3, &[("nvshare.com/weight", "1")]));
         node.until_rule("team-a/pod-3", "weight", "1");
         let lists = node.api.lists();
-        // No watcher is notified of this.
+        // No watcher is notified of these changes.
         node.api.forget(says_so);
         node.api.remove(&uid(removed));
         node.api.put(pod(2, &[("nvshare.com/weight", weight)]));

@@ -1,4 +1,4 @@
-//! Finds the API server, and describes its errors.
+//! Finds the API server, and describes the API server's errors.
 
 use std::path::Path;
 use std::time::Duration;
@@ -7,16 +7,16 @@ use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::core::Status;
 use kube::{Client, Config};
 
-/// Timeout of connecting.
+/// Timeout for connecting.
 const CONNECT: Duration = Duration::from_secs(5);
 
-/// The length limit of the API server's messages.
+/// Maximum length of the API server's messages, in characters.
 const LONGEST: usize = 400;
 
-/// Finds the API server: by `kubeconfig`, or by the environment of a pod.
+/// Finds the API server by `kubeconfig` or by the environment of a pod.
 ///
 /// # Errors
-/// A sentence: the file cannot be used, or this process is not in a pod.
+/// The file cannot be used, or this process is not in a pod.
 pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, String> {
     let mut config = match kubeconfig {
         Some(path) => {
@@ -33,17 +33,18 @@ pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, String> {
         })?,
     };
     config.connect_timeout = Some(CONNECT);
-    // Callers retry, and log that.
+    // kube does not retry by itself, because the callers retry and log each failure.
     config.default_retry = false;
     Client::try_from(config).map_err(|e| format!("cannot create an API server client: {}", causes(&e)))
 }
 
-/// The API server's message as one line: it may quote a request.
+/// Returns the API server's message as one line. Control characters are replaced, because the
+/// message may quote a request.
 pub fn message(status: &Status) -> String {
     status.message.chars().map(|c| if c.is_control() { '?' } else { c }).take(LONGEST).collect()
 }
 
-/// An error and its causes in one line, without repetitions.
+/// Returns an error and its causes in one line, without repetitions.
 pub fn causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

@@ -1,21 +1,21 @@
-//! The end of a program's `main`.
+//! The last steps of a program's `main`.
 
 use std::path::Path;
 use std::process::ExitCode;
 
 use nvshare::config::ConfigError;
 
-/// The answer of `--check-config`.
+/// Prints the result of `--check-config`.
 ///
 /// # Errors
-/// The mistake in the file, with its line.
+/// Returns the mistake in the file, with its line.
 pub fn check_config<T>(path: &Path, read: Result<T, ConfigError>) -> Result<(), String> {
     read.map_err(|e| e.to_string())?;
     println!("{}: the configuration is right", path.display());
     Ok(())
 }
 
-/// Prints the error of `program`, if there is one, and returns its exit code.
+/// Prints the error of `program`, if there is one, and returns the exit code.
 pub fn exit_code(program: &str, result: Result<(), String>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,

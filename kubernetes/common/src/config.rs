@@ -1,4 +1,4 @@
-//! Reading a configuration file, at the start and again on SIGHUP.
+//! Reads a configuration file at the start, and again on SIGHUP.
 
 use std::fmt;
 use std::io;
@@ -7,10 +7,11 @@ use std::path::Path;
 use nvshare::config::ConfigError;
 use tracing::{info, warn};
 
-/// Reads `explicit`, or `default_path`, which may be missing: then the configuration is the default.
+/// Reads `explicit`, or `default_path`. If the file at `default_path` is missing, returns the
+/// default configuration.
 ///
 /// # Errors
-/// The file cannot be read, or `parse` refuses its text.
+/// The file cannot be read, or `parse` rejects its text.
 pub fn load<T: Default>(
     explicit: Option<&Path>,
     default_path: &str,
@@ -24,7 +25,8 @@ pub fn load<T: Default>(
     }
 }
 
-/// Logs the result of a reload, and returns the new configuration. An invalid file changes nothing.
+/// Logs the result of a reload, and returns the new configuration. If the file is invalid, returns
+/// `None`, and the old configuration stays in effect.
 pub fn reloaded<T, E: fmt::Display>(read: Result<T, E>) -> Option<T> {
     match read {
         Ok(config) => {

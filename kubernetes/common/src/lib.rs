@@ -1,9 +1,10 @@
-//! Code shared by `nvshare-agent` and `nvshare-device-plugin`, which run in containers on a Kubernetes node.
+//! Code shared by `nvshare-agent` and `nvshare-device-plugin`, which run in containers on a
+//! Kubernetes node.
 //!
 //! - [`api_server`]: finding the API server, and describing its errors.
-//! - [`command`]: the end of `main`, and `--check-config`.
-//! - [`config`]: a configuration file that may be missing, and reloading it.
-//! - [`log`]: the log, which goes to stderr.
+//! - [`command`]: the last steps of `main`, and `--check-config`.
+//! - [`config`]: reading and reloading a configuration file that may be missing.
+//! - [`log`]: the log, which is written to stderr.
 //! - [`permissions`]: the keys that pods may set.
 //! - [`retry`]: pauses between attempts.
 //! - [`scheduler`]: connecting to the scheduler's control socket.

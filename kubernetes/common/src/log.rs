@@ -1,4 +1,5 @@
-//! The log: lines on stderr, which is a container's log.
+//! The log, which consists of lines on stderr. Container runtimes store stderr as the container's
+//! log.
 
 use nvshare::config::LogLevel;
 use tracing::Level;
@@ -7,8 +8,8 @@ use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
-/// Starts logging: nvshare's own lines up to `level`, lines of libraries up to `libraries`. Must be
-/// called only once.
+/// Starts logging. nvshare's own lines are logged up to `level`, and lines of libraries up to
+/// `libraries`. Must be called only once.
 pub fn start(level: LogLevel, libraries: LevelFilter) {
     let own = match level {
         LogLevel::Error => Level::ERROR,

@@ -1,5 +1,5 @@
-//! Pauses between attempts: they grow exponentially, and are random, so that the agents of all nodes do
-//! not retry at the same moment.
+//! Pauses between attempts. The pauses grow exponentially. They are random, so that the agents of
+//! all nodes do not retry at the same moment.
 
 use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;
@@ -7,7 +7,7 @@ use std::time::Duration;
 /// The first pause.
 const FIRST: Duration = Duration::from_millis(250);
 
-/// Growing pauses.
+/// The state of growing pauses.
 #[derive(Debug)]
 pub struct Retry {
     longest: Duration,
@@ -19,17 +19,17 @@ impl Retry {
         Self { longest, last: None }
     }
 
-    /// The next pause: between half of the current maximum and the maximum.
+    /// Returns the next pause, which is between half of the current maximum and the maximum.
     pub fn wait(&mut self) -> Duration {
         let wait = self.last.map_or(FIRST, |last| last * 2).min(self.longest);
         self.last = Some(wait);
         let half = wait / 2;
-        // Each `RandomState` has random keys.
+        // Each `RandomState` has random keys, so its hashes are random numbers.
         let random = RandomState::new().hash_one(()) % (half.as_millis() as u64 + 1);
         half + Duration::from_millis(random)
     }
 
-    /// Starts again with the first pause, after a success.
+    /// Resets to the first pause after a success.
     pub fn reset(&mut self) {
         self.last = None;
     }

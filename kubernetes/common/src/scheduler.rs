@@ -13,7 +13,8 @@ use zbus::{Connection, OwnedVariant, Variant};
 /// Connects to the scheduler whose control socket is `control`.
 ///
 /// # Errors
-/// A sentence for the log: no scheduler listens there, or it ends the handshake.
+/// No scheduler listens on the socket, or the scheduler ends the handshake. The error is a sentence
+/// for the log.
 pub async fn connect(control: &Path) -> Result<(Connection, SchedulerProxy<'static>), String> {
     let missing = |e: std::io::Error| format!("cannot connect to the scheduler at {}: {e}", control.display());
     let stream = UnixStream::connect(control).map_err(missing)?;

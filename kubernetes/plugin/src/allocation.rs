@@ -1,5 +1,6 @@
-//! Chooses the slots of a container, if kubelet lets the plugin choose: on different GPUs if possible, ordered by their free
-//! slots, and among equal GPUs on one NUMA node. Pure and deterministic.
+//! Chooses the slots of a container, if kubelet lets the plugin choose. The slots are on different
+//! GPUs if possible. GPUs are ordered by their free slots, and equal GPUs by their NUMA node. The
+//! choice is deterministic and does no I/O.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,7 +17,7 @@ pub struct Question<'a> {
     pub size: i32,
 }
 
-/// The answer, or a sentence about the mistake in the question.
+/// Returns the chosen slots, or a sentence about the mistake in the question.
 pub fn prefer(devices: &Devices, allocation: Allocation, asked: Question<'_>) -> Result<Vec<String>, String> {
     let size = usize::try_from(asked.size)
         .map_err(|_| format!("cannot choose {} devices: the number must not be negative", asked.size))?;
@@ -32,7 +33,8 @@ pub fn prefer(devices: &Devices, allocation: Allocation, asked: Question<'_>) ->
         *choice.taken.entry(at).or_default() += 1;
         picked.push((*id).clone());
     }
-    // kubelet's list can be older than ours, so missing and unhealthy GPUs are left out.
+    // kubelet's list can be older than the plugin's list, so missing and unhealthy GPUs are
+    // skipped.
     for id in asked.available.iter().filter(|id| !must.contains(id)) {
         if let Some((at, slot)) = devices.find(id)
             && devices.gpu(at).is_some_and(|gpu| gpu.problem.is_none())
@@ -69,7 +71,8 @@ impl Choice<'_> {
         Some(self.devices.gpu(best)?.id(slot))
     }
 
-    /// The order of GPUs: first by the number of picked slots, then by the allocation's preference.
+    /// Returns the rank of a GPU: first the number of picked slots, then the allocation's
+    /// preference.
     fn rank(&self, at: usize) -> (usize, usize) {
         let free = self.free.get(&at).map_or(0, BTreeSet::len);
         let preferred = match self.allocation {
@@ -79,8 +82,9 @@ impl Choice<'_> {
         (self.taken.get(&at).copied().unwrap_or(0), preferred)
     }
 
-    /// The NUMA distance: 0 on the node of a picked GPU, else 1. Before the first pick, it decreases with the number of GPUs
-    /// of equal rank on the same node.
+    /// Returns the NUMA distance, which is 0 on the node of a picked GPU and 1 on other nodes.
+    /// Before the first pick, the distance decreases with the number of GPUs of equal rank on the
+    /// same node.
     fn strangeness(&self, at: usize) -> usize {
         let node = |at: usize| self.devices.gpu(at).and_then(|gpu| gpu.numa);
         let (mine, rank) = (node(at), self.rank(at));
@@ -99,7 +103,7 @@ mod tests {
     use crate::devices::Gpu;
     use proptest::prelude::*;
 
-    /// GPUs, each with a number of slots and a NUMA node.
+    /// Creates GPUs, each with a number of slots and a NUMA node.
     fn devices(gpus: &[(u32, Option<u32>)]) -> Devices {
         let gpu = |(at, (slots, numa)): (usize, &(u32, Option<u32>))| Gpu {
             uuid: format!("GPU-{}", char::from(b'a' + at as u8)),
@@ -149,7 +153,7 @@ mod tests {
     fn equals_are_taken_on_one_node() {
         let four = devices(&[(2, Some(0)), (2, Some(1)), (2, Some(0)), (2, Some(1))]);
         assert_eq!(ask(&four, Allocation::Spread, &[], &[], 2), ["GPU-a::0", "GPU-c::0"]);
-        // Three GPUs are equally good, and two of them are on one node.
+        // Three GPUs are equally good, and two of these three are on one node.
         assert_eq!(ask(&four, Allocation::Spread, &["GPU-a::0"], &[], 2), ["GPU-b::0", "GPU-d::0"]);
         assert_eq!(ask(&four, Allocation::Spread, &[], &["GPU-b::1"], 2), ["GPU-b::1", "GPU-d::0"]);
     }

@@ -10,14 +10,15 @@ use nvshare::ctl::cdi::specs;
 /// kubelet's default directory for the sockets of device plugins.
 pub const KUBELET_DIRECTORY: &str = "/var/lib/kubelet/device-plugins";
 
-/// kubelet's directory for the files of other plugins, and the directory in which it finds them.
+/// kubelet's directory for the files of other plugins, and the directory in which kubelet finds
+/// those plugins.
 pub const PLUGINS: &str = "/var/lib/kubelet/plugins";
 pub const REGISTRY: &str = "/var/lib/kubelet/plugins_registry";
 
 /// The scheduler's directory for the sockets of claims.
 pub const CLAIMS: &str = "/run/nvshare-claims";
 
-/// The path of containerd's settings in its packages.
+/// The path of containerd's settings in containerd's packages.
 pub const CONTAINERD: &str = "/etc/containerd/config.toml";
 
 /// Offers shares of the GPUs managed by nvshare to Kubernetes.

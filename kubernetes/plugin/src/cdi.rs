@@ -1,6 +1,6 @@
-//! Checks that containers get the CDI devices that the plugin promises: a CDI file on the node must name each device,
-//! and containerd must heed the files. If that cannot be determined, as for other runtimes and unreadable settings,
-//! devices count as heeded.
+//! Checks that containers get the CDI devices that the plugin promises. A CDI file on the node must
+//! name each device, and containerd must heed CDI files. For other runtimes and unreadable
+//! settings, the module assumes that the runtime heeds them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ use tracing::warn;
 use crate::health::Report;
 use crate::{containerd, names::quoted};
 
-/// Period of checks. Files change a few times a year, and pods wait for them.
+/// Period of checks. The files change only a few times a year, but pods wait for each change.
 const LOOK: Duration = Duration::from_secs(2);
 
 /// The paths to check.
@@ -31,9 +31,9 @@ pub struct Paths {
 pub struct CdiView {
     /// The names of devices, by their kind.
     devices: BTreeMap<String, BTreeSet<String>>,
-    /// The directories that were searched, for messages.
+    /// The searched directories, for messages.
     searched: String,
-    /// The reason why the runtime ignores the files.
+    /// The reason why the runtime ignores CDI files.
     ignored: Option<String>,
 }
 
@@ -51,17 +51,17 @@ impl CdiView {
         Self { devices, searched: searched.join(" or "), ignored: containerd::ignores_cdi(&paths.containerd) }
     }
 
-    /// True if a CDI file names the device.
+    /// Returns true if a CDI file names the device.
     pub fn names(&self, kind: &str, uuid: &str) -> bool {
         self.devices.get(kind).is_some_and(|names| names.contains(uuid))
     }
 
-    /// The reason why a container would not get that device.
+    /// Returns the reason why a container would not get the device.
     pub fn problem(&self, kind: &str, uuid: &str) -> Option<String> {
         self.ignored.clone().or_else(|| self.unnamed(kind, uuid))
     }
 
-    /// The reason, if the only problem is that no CDI file names the device.
+    /// Returns the reason if the only problem is that no CDI file names the device.
     pub fn unnamed(&self, kind: &str, uuid: &str) -> Option<String> {
         let device = || quoted(&format!("{kind}={uuid}"));
         (!self.names(kind, uuid)).then(|| {
@@ -92,7 +92,7 @@ pub async fn follow(paths: Paths, reports: UnboundedSender<Report>) {
     }
 }
 
-/// The sizes and modification times of the files, which show whether the files must be read again.
+/// The sizes and modification times of the files. If they change, the files must be read again.
 #[derive(Debug, PartialEq)]
 struct Stamps(Vec<(PathBuf, Option<(u64, SystemTime)>)>);
 

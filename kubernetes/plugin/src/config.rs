@@ -1,5 +1,5 @@
-//! The configuration file `/etc/nvshare/device-plugin.toml`: keys, defaults, and errors that name the place of a mistake.
-//! The command line is in `main`; settings are documented where they are used.
+//! The configuration file `/etc/nvshare/device-plugin.toml`: keys, defaults, and errors that name
+//! the place of a mistake.
 
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
@@ -17,17 +17,18 @@ use crate::names::{self, GpuName};
 
 pub const DEFAULT_PATH: &str = "/etc/nvshare/device-plugin.toml";
 
-/// Valid numbers of slots per GPU. kubelet accepts lists of up to 4 MiB, gRPC's default, which is enough for 8 GPUs of 7
-/// slices with 1000 slots each.
+/// Valid numbers of slots per GPU. kubelet accepts lists of up to 4 MiB, which is gRPC's default.
+/// This is enough for 8 GPUs of 7 slices with 1000 slots each.
 pub const SLOTS: RangeInclusive<u64> = 1..=1000;
 
-/// Valid times, in whole seconds, for which the scheduler may be silent. A restart takes at most two.
+/// Valid times, in whole seconds, for which the scheduler may be silent. A restart lasts at most
+/// two seconds.
 const SCHEDULER_TIMEOUT_SECONDS: RangeInclusive<u64> = 1..=600;
 
 /// Valid intervals between queries of GPUs, in whole seconds.
 const QUERY_INTERVAL_SECONDS: RangeInclusive<u64> = 1..=600;
 
-/// The whole configuration. `Default` has every default.
+/// The whole configuration. `Default` returns the default of every setting.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     /// The resource's name in Kubernetes.
@@ -36,11 +37,11 @@ pub struct Config {
     pub slots: u32,
     pub allocation: Allocation,
     pub inject: Inject,
-    /// The API for GPUs without an entry in `gpus`.
+    /// The kubelet API that offers GPUs without an entry in `gpus`.
     pub offer: Offer,
     /// The kind of the CDI devices.
     pub cdi_kind: String,
-    /// Settings of some GPUs; the first entry that matches a GPU applies.
+    /// Settings of some GPUs. The first entry that matches a GPU applies.
     pub gpus: Vec<GpuSlots>,
     pub mounts: Mounts,
     pub health: HealthSettings,
@@ -56,15 +57,15 @@ pub enum Allocation {
     Pack,
 }
 
-/// The kubelet API that offers a GPU. Each GPU is offered by only one API; otherwise two containers could be promised the
-/// same part of it.
+/// The kubelet API that offers a GPU. Only one API offers each GPU. Otherwise two containers could
+/// be promised the same part of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Offer {
-    /// Slots are an extended resource.
+    /// The slots of the GPU are an extended resource.
     #[default]
     DevicePlugin,
-    /// The GPU is a device of a ResourceSlice, and ResourceClaims get parts of it.
+    /// The GPU is a device of a ResourceSlice, and ResourceClaims get parts of the GPU.
     Dra,
 }
 
@@ -72,13 +73,13 @@ pub enum Offer {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Inject {
-    /// Named CDI devices, which the container runtime looks up.
+    /// By named CDI devices, which the container runtime looks up.
     Cdi,
-    /// Mounts and environment in the answer itself.
+    /// By mounts and environment in the answer to kubelet.
     Mounts,
 }
 
-/// The slots of some GPUs; 0 hides them.
+/// The number of slots of some GPUs. Zero hides the GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GpuSlots {
@@ -89,20 +90,21 @@ pub struct GpuSlots {
     pub offer: Option<Offer>,
 }
 
-/// The files for containers with [`Inject::Mounts`]. Paths are the host's.
+/// The files for containers with [`Inject::Mounts`]. Paths are paths of the host.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Mounts {
     /// The library.
     #[serde(deserialize_with = "read_path")]
     pub library: PathBuf,
-    /// The loader's list, mounted as `/etc/ld.so.preload` in containers. It names the library's path in containers.
+    /// The loader's preload list, mounted as `/etc/ld.so.preload` in containers. The list contains
+    /// the library's path in containers.
     #[serde(deserialize_with = "read_path")]
     pub preload: PathBuf,
     /// The directory of the clients' socket, mounted as `/run/nvshare` in containers.
     #[serde(deserialize_with = "read_path")]
     pub sockets: PathBuf,
-    /// True if the driver's device files are passed too, for runtimes other than NVIDIA's.
+    /// Whether the driver's device files are passed too, which runtimes other than NVIDIA's need.
     pub device_nodes: bool,
 }
 
@@ -116,7 +118,7 @@ pub struct HealthSettings {
     /// Period of queries of each GPU.
     #[serde(deserialize_with = "read_query_interval")]
     pub query_interval: Duration,
-    /// XIDs to ignore, in addition to the XIDs that programs cause.
+    /// XIDs to ignore, in addition to the XIDs that mistakes of programs cause.
     pub ignored_xids: BTreeSet<u64>,
 }
 
@@ -164,7 +166,7 @@ impl Config {
         nvshare_kubernetes::config::load(explicit, DEFAULT_PATH, Self::parse)
     }
 
-    /// Parses the text of a file; `path` is for messages only.
+    /// Parses the text of a file. Error messages name `path`.
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
         let file: File = document::parse(text, path)?;
         let default = Self::default();
@@ -187,12 +189,12 @@ impl Config {
         Ok(config)
     }
 
-    /// True if any GPU can be offered by this API.
+    /// Returns true if this API may offer any GPU.
     pub fn offers_by(&self, offer: Offer) -> bool {
         self.offer == offer || self.gpus.iter().any(|entry| entry.offer == Some(offer))
     }
 
-    /// The API that offers this GPU.
+    /// Returns the API that offers this GPU.
     pub fn offer_of(&self, uuid: &str, index: Option<u32>, name: &str) -> Offer {
         let entry = self.gpus.iter().find(|entry| entry.gpu.is(uuid, index, name));
         entry.and_then(|entry| entry.offer).unwrap_or(self.offer)

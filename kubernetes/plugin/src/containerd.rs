@@ -1,28 +1,33 @@
-//! Determines from containerd's settings whether it heeds CDI devices. containerd 1.7 does so only with `enable_cdi`;
-//! later versions do so unless it is false. The files differ by `version`: version 3 is for containerd 2 only.
+//! Determines from containerd's settings whether containerd heeds CDI devices. containerd 1.7 heeds
+//! them only if `enable_cdi` is true. Later versions heed them unless `enable_cdi` is false. The
+//! format of the settings depends on `version`. Only containerd 2 supports version 3.
 
 use std::path::{Path, PathBuf};
 
 use toml::{Table, Value};
 
-/// The sections of containerd's plugin for kubelet, from the oldest version of the settings to the newest.
+/// The names of the section for containerd's kubelet plugin, from the oldest version of the
+/// settings to the newest.
 const SECTIONS: [&str; 3] = ["cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"];
 
 /// The first version of the settings in which CDI devices are enabled by default.
 const ENABLED_SINCE: i64 = 3;
 
-/// The reason why containerd ignores CDI devices, according to its settings. Without settings, containerd with its
-/// defaults cannot be distinguished from other runtimes.
+/// Returns the reason why containerd ignores CDI devices, according to its settings. Without
+/// settings, returns `None`, because containerd with default settings cannot be distinguished from
+/// other runtimes.
 pub fn ignores_cdi(path: &Path) -> Option<String> {
     let main = read(path).ok()??;
     let disabled = main.get("disabled_plugins").and_then(Value::as_array).into_iter().flatten();
-    // The setting of Docker's packages: containerd creates no containers for kubelet.
+    // Docker's packages disable this plugin, in which case containerd creates no containers for
+    // kubelet.
     if disabled.filter_map(Value::as_str).any(|plugin| SECTIONS.contains(&plugin)) {
         return None;
     }
     let mut enabled = enable_cdi(&main);
     for file in imports(path, &main) {
-        // An unreadable file might enable it.
+        // If a file is unreadable, the result is unknown, because the file might enable CDI
+        // devices.
         enabled = enable_cdi(&read(&file).ok()??).or(enabled);
     }
     let version = main.get("version").and_then(Value::as_integer).unwrap_or(1);
@@ -40,12 +45,12 @@ pub fn ignores_cdi(path: &Path) -> Option<String> {
     ))
 }
 
-/// The reason why existing settings cannot be read.
+/// Returns the reason why existing settings cannot be read.
 pub fn unreadable(path: &Path) -> Option<String> {
     files(path).find_map(|file| read(&file).err())
 }
 
-/// The files that the settings consist of.
+/// Returns the files that the settings consist of.
 pub fn files(path: &Path) -> impl Iterator<Item = PathBuf> {
     let main = read(path).ok().flatten().unwrap_or_default();
     [path.to_owned()].into_iter().chain(imports(path, &main))
@@ -57,7 +62,7 @@ fn enable_cdi(settings: &Table) -> Option<bool> {
     all.next()
 }
 
-/// The imported files. Patterns may be relative paths. Later files take precedence.
+/// Returns the imported files. Patterns may be relative paths. Later files take precedence.
 fn imports(path: &Path, settings: &Table) -> Vec<PathBuf> {
     let directory = path.parent().unwrap_or(Path::new("/"));
     let patterns = settings.get("imports").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str);
@@ -65,7 +70,7 @@ fn imports(path: &Path, settings: &Table) -> Vec<PathBuf> {
     paths.flat_map(|pattern| glob::glob(&pattern).into_iter().flatten().flatten()).collect()
 }
 
-/// Reads a settings file. `None` if the file does not exist.
+/// Reads a settings file. Returns `None` if the file does not exist.
 fn read(path: &Path) -> Result<Option<Table>, String> {
     let wrong = |why: String| format!("{}: {why}", path.display());
     match std::fs::read_to_string(path) {
@@ -95,7 +100,7 @@ mod tests {
             ("version = 3\n".to_owned(), ""),
             (format!("version = 3\n{runtime}enable_cdi = false\n"), "sets enable_cdi = false"),
             (format!("version = 3\n{runtime}enable_cdi = true\n"), ""),
-            // Another program uses containerd.
+            // With these settings, another program than kubelet uses containerd.
             ("version = 2\ndisabled_plugins = [\"cri\"]\n".to_owned(), ""),
             ("version = 2\nimports = [\"conf.d/*.toml\"]\n".to_owned(), ""),
             (

@@ -1,5 +1,5 @@
-//! The devices for kubelet: the slots of each GPU, computed from the configuration and the reports of NVML and the
-//! scheduler. Pure.
+//! The devices for kubelet, which are the slots of each GPU. They are computed from the
+//! configuration and the reports of NVML, the scheduler and CDI, without I/O.
 
 use crate::cdi::CdiView;
 use crate::config::{Config, Inject, Offer};
@@ -9,45 +9,46 @@ use crate::config::{Config, Inject, Offer};
 pub struct NvmlGpu {
     pub uuid: String,
     pub name: String,
-    /// NVML's index. A slice has its GPU's index.
+    /// NVML's index. A slice has the index of its GPU.
     pub index: u32,
-    /// The number of the device file. A slice has its GPU's number.
+    /// The number of the device file. A slice has the number of its GPU.
     pub minor: Option<u32>,
-    /// The GPU's NUMA node, if the host has several.
+    /// The GPU's NUMA node. `None` if the host has only one.
     pub numa: Option<u32>,
     pub properties: Properties,
     /// The reason why no new program should run on the GPU.
     pub trouble: Option<String>,
 }
 
-/// Properties for selecting a GPU in claims, as far as NVML knows them, with the names and texts of NVIDIA's DRA
-/// driver.
+/// Properties by which claims select a GPU, as far as NVML knows them. Names and texts are those of
+/// NVIDIA's DRA driver.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Properties {
     pub architecture: Option<&'static str>,
     pub brand: Option<&'static str>,
-    /// Versions have three numbers, for Kubernetes' comparisons.
+    /// The compute capability. Versions have three numbers, because Kubernetes compares semantic
+    /// versions.
     pub compute_capability: Option<String>,
     pub driver_version: Option<String>,
     pub cuda_driver_version: Option<String>,
     /// The GPU's address in Linux's notation: `0000:65:00.0`.
     pub pci_bus_id: Option<String>,
-    /// The root of its PCIe hierarchy: `pci0000:64`.
+    /// The root of the GPU's PCIe hierarchy: `pci0000:64`.
     pub pcie_root: Option<String>,
-    /// The GPU of a MIG slice, and the slice's profile: `1g.10gb`.
+    /// For a MIG slice, the GPU and the slice's profile: `1g.10gb`.
     pub parent: Option<String>,
     pub profile: Option<String>,
 }
 
-/// A GPU or MIG slice that the scheduler serves.
+/// A GPU or MIG slice that the scheduler manages.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SchedulerGpu {
     pub uuid: String,
     pub name: String,
     pub index: Option<u32>,
-    /// Bytes of memory.
+    /// Size of the memory in bytes.
     pub total: u64,
-    /// True if an administrator has drained the GPU.
+    /// Whether an administrator has drained the GPU.
     pub drained: bool,
 }
 
@@ -56,7 +57,7 @@ pub struct SchedulerGpu {
 pub struct SchedulerView {
     /// The scheduler's newest list of GPUs.
     pub gpus: Vec<SchedulerGpu>,
-    /// Why the scheduler counts as silent; `None` if it answers.
+    /// The reason why the scheduler counts as silent. `None` if the scheduler answers.
     pub silence: Option<String>,
 }
 
@@ -72,7 +73,7 @@ pub struct Gpu {
     pub properties: Properties,
     pub slots: u32,
     pub offer: Offer,
-    /// Bytes of memory; `None` until the scheduler has listed the GPU.
+    /// Size of the memory in bytes. `None` until the scheduler has listed the GPU.
     pub memory: Option<u64>,
     pub drained: bool,
     /// The reason why the GPU is unhealthy.
@@ -80,7 +81,8 @@ pub struct Gpu {
 }
 
 impl Gpu {
-    /// The names of its devices: stable over restarts, and shorter than the limit of 63 characters.
+    /// Returns the names of the GPU's devices. The names stay the same after restarts, and are
+    /// shorter than the limit of 63 characters.
     pub fn ids(&self) -> impl Iterator<Item = String> {
         (0..self.slots).map(|slot| self.id(slot))
     }
@@ -99,7 +101,7 @@ pub struct Devices {
 }
 
 impl Devices {
-    /// Combines the reports. Without NVML, only the scheduler's report counts.
+    /// Combines the reports. Without NVML, the scheduler's report alone determines the list.
     pub fn new(config: &Config, nvml: Option<&[NvmlGpu]>, scheduler: &SchedulerView, cdi: &CdiView) -> Self {
         let listed = |uuid: &str| scheduler.gpus.iter().find(|gpu| gpu.uuid == uuid);
         let unserved = |uuid: &str| match &scheduler.silence {
@@ -107,7 +109,7 @@ impl Devices {
             None if listed(uuid).is_none() => Some("the scheduler does not list it".to_owned()),
             None => None,
         };
-        // The least important reason: without a scheduler, the CDI file is missing, too.
+        // This reason is the least important: without a scheduler, the CDI file is missing too.
         let unreachable = |uuid: &str| match config.inject {
             Inject::Cdi => cdi.problem(&config.cdi_kind, uuid),
             Inject::Mounts => None,
@@ -157,12 +159,12 @@ impl Devices {
         Self { gpus: self.gpus.iter().filter(|gpu| gpu.offer == offer).cloned().collect() }
     }
 
-    /// The position of a device's GPU, and the slot's number.
+    /// Returns the position of a device's GPU, and the slot's number.
     pub fn find(&self, id: &str) -> Option<(usize, u32)> {
         let (uuid, slot) = id.rsplit_once(SEPARATOR)?;
         let (at, gpu) = self.gpus.iter().enumerate().find(|(_, gpu)| gpu.uuid == uuid)?;
         let number = slot.parse().ok().filter(|number| *number < gpu.slots)?;
-        // Only the output of `id` is valid: no `+1`, no `01`.
+        // Only names that `id` returns are valid. For example, `+1` and `01` are invalid.
         (gpu.id(number) == id).then_some((at, number))
     }
 
@@ -193,7 +195,7 @@ mod tests {
         SchedulerView { gpus: uuids.iter().map(gpu).collect(), silence: None }
     }
 
-    /// Devices are mounted, so no CDI name can be missing.
+    /// With mounts, no CDI device can be missing.
     fn mounted() -> Config {
         Config { inject: Inject::Mounts, ..Config::default() }
     }

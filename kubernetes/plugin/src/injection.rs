@@ -1,5 +1,6 @@
-//! The answer for a container with slots: names of CDI devices, or mounts, environment and device files. kubelet
-//! decides the container's slots; `nvsharectl` writes the CDI file.
+//! The answer for a container with slots. It consists of names of CDI devices, or of mounts,
+//! environment and device files. kubelet decides the container's slots, and `nvsharectl` writes the
+//! CDI file.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -12,10 +13,10 @@ use crate::devices::{Devices, Gpu};
 use crate::names::quoted;
 use crate::protocol::{CdiDevice, ContainerAllocateResponse, DeviceSpec, Mount};
 
-/// The variable that selects GPUs in NVIDIA's container runtime.
+/// The variable by which NVIDIA's container runtime selects GPUs.
 const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
 
-/// The driver's device files that do not belong to one GPU.
+/// The driver's device files that do not belong to a single GPU.
 const COMMON_NODES: [&str; 3] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"];
 
 /// The answer for a container with these slots.
@@ -30,7 +31,7 @@ pub fn answer(config: &Config, devices: &Devices, ids: &[String]) -> Result<Cont
     }
 }
 
-/// The GPUs of these slots, each once.
+/// Returns the GPUs of these slots, each GPU once.
 fn gpus<'a>(devices: &'a Devices, ids: &[String]) -> Result<Vec<&'a Gpu>, Status> {
     if ids.is_empty() {
         return Err(Status::invalid_argument("a container requests no device. Request at least one"));
@@ -74,7 +75,8 @@ fn mounted(mounts: &Mounts, gpus: &[&Gpu]) -> Result<ContainerAllocateResponse, 
 fn nodes(gpus: &[&Gpu]) -> Result<Vec<DeviceSpec>, Status> {
     let mut paths: Vec<String> = COMMON_NODES.map(str::to_owned).to_vec();
     for gpu in gpus {
-        // A slice also needs the files of its instances, whose numbers only the driver's own tools know.
+        // A slice also needs the device files of its instances. Only the driver's own tools know
+        // their numbers.
         let minor = gpu.minor.filter(|_| gpu.uuid.starts_with("GPU-")).ok_or_else(|| {
             Status::failed_precondition(format!(
                 "the device files of {} are unknown: device-nodes supports only whole GPUs that NVML lists. Set inject \

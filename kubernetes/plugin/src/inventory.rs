@@ -1,5 +1,6 @@
-//! The current list of devices. `devices` computes it from the configuration and the reports of NVML, the scheduler and CDI; this
-//! module publishes each change, and logs changes of a GPU's health.
+//! The current list of devices. `devices` computes the list from the configuration and the reports
+//! of NVML, the scheduler and CDI. This module publishes each change of the list, and logs changes
+//! of a GPU's health.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,22 +16,24 @@ use crate::config::{Config, Offer};
 use crate::devices::{Devices, Gpu, NvmlGpu, SchedulerView};
 use crate::health::Report;
 
-/// How long the first list waits for missing reports. A driver that must wake its GPUs takes seconds per GPU.
+/// Time that the first list waits for missing reports. If the driver must wake its GPUs, it needs
+/// seconds per GPU.
 const START: Duration = Duration::from_secs(30);
 
-/// The time for which CDI files may lack a new GPU. The container `cdi` learns of a GPU at the same time as the plugin, and writes
-/// its file a second or two later. Without this time, each start of a node would begin with a warning, a taint and an unhealthy
-/// device.
+/// Time for which CDI files need not name a new GPU. The container `cdi` learns of a GPU at the
+/// same time as the plugin, and writes its file one or two seconds later. Without this time, each
+/// start of a node would begin with a warning, a taint and an unhealthy device.
 const NAMING: Duration = Duration::from_secs(10);
 
-/// The receivers of the list's two parts. Both come from one list, so no GPU is in both.
+/// The senders of the list's two parts. Both parts come from the same list, so no GPU is in both.
 #[derive(Debug)]
 pub struct Offered {
     pub by_plugin: watch::Sender<Arc<Devices>>,
     pub by_dra: watch::Sender<Arc<Devices>>,
 }
 
-/// Keeps the list up to date until no sender of reports remains. `complete` is notified of the first list.
+/// Keeps the list up to date until no sender of reports remains. Notifies `complete` when the first
+/// list is published.
 pub async fn keep(
     mut reports: UnboundedReceiver<Report>,
     mut config: watch::Receiver<Arc<Config>>,
@@ -71,13 +74,14 @@ struct Known {
     nvml: Option<Option<Vec<NvmlGpu>>>,
     scheduler: Option<SchedulerView>,
     cdi: Option<CdiView>,
-    /// The list published last.
+    /// The most recently published list.
     published: Devices,
-    /// GPUs that a CDI file has named earlier: their absence is a fault.
+    /// GPUs that a CDI file has named earlier. If no file names such a GPU any more, this is a
+    /// fault.
     named: BTreeSet<String>,
-    /// Other GPUs whose only problem is that no CDI file names them, and since when.
+    /// New GPUs whose only problem is that no CDI file names them, and the time since when.
     unnamed: BTreeMap<String, Instant>,
-    /// The end of the earliest wait for a name.
+    /// The time at which the earliest wait for a CDI file ends.
     unnamed_until: Option<Instant>,
 }
 
@@ -100,8 +104,8 @@ impl Known {
         });
     }
 
-    /// The list to publish; `None` until each kind of report has arrived. A GPU that may still get its name in a CDI file keeps
-    /// its published state.
+    /// Returns the list to publish, or `None` until each kind of report has arrived. A GPU for
+    /// which the CDI file may still be pending keeps its published state.
     fn devices(&mut self, config: &Config, now: Instant) -> Option<Devices> {
         let (nvml, scheduler, cdi) = (self.nvml.as_ref()?, self.scheduler.as_ref()?, self.cdi.as_ref()?);
         let mut devices = Devices::new(config, nvml.as_deref(), scheduler, cdi);
@@ -173,7 +177,7 @@ mod tests {
         SchedulerView { gpus: uuids.iter().map(gpu).collect(), silence: None }
     }
 
-    /// A node whose CDI file may name other GPUs.
+    /// A node on which the CDI file may name other GPUs.
     struct Node {
         paths: Paths,
         known: Known,

@@ -1,17 +1,23 @@
-//! `nvshare-device-plugin`: the kubelet's view of the GPUs that nvshare's scheduler shares.
+//! `nvshare-device-plugin`: offers the GPUs that nvshare's scheduler shares to kubelet.
 //!
-//! - [`config`]: the configuration file; [`names`]: names of resources, CDI devices and GPUs.
-//! - [`devices`]: the devices for kubelet. [`allocation`]: preferred slots for a container. [`injection`]: the
-//!   container's files and variables. All pure.
-//! - [`health`]: reports of NVML and the scheduler about GPUs. [`cdi`]: checks whether containers can get the GPUs;
-//!   [`containerd`] reads that runtime's settings. [`inventory`]: combines the reports.
-//! - [`server`]: the services on the plugin's socket. [`lifecycle`]: maintains the socket and its registration with
-//!   kubelet, with [`sockets`], [`notices`] and [`registration`].
+//! - [`config`]: the configuration file.
+//! - [`names`]: names of resources, CDI devices and GPUs.
+//! - [`devices`]: the devices for kubelet, without I/O.
+//! - [`allocation`]: preferred slots for a container, without I/O.
+//! - [`injection`]: the container's files and variables.
+//! - [`health`]: reports of NVML and the scheduler about GPUs.
+//! - [`cdi`]: checks whether containers can get the GPUs.
+//! - [`containerd`]: reads containerd's settings for this check.
+//! - [`inventory`]: combines the reports.
+//! - [`server`]: the services on the plugin's socket.
+//! - [`lifecycle`]: maintains the socket and its registration with kubelet, with [`sockets`],
+//!   [`notices`] and [`registration`].
 //! - [`dra`]: offers the same GPUs by kubelet's other API.
-//! - [`probe`]: for Kubernetes' probes: checks whether the running plugin is registered and containers can get slots.
+//! - [`probe`]: checks for Kubernetes' probes whether the running plugin is registered and
+//!   containers can get slots.
 //! - [`plugin`]: the whole plugin as one process.
-//! - [`protocol`]: kubelet's device plugin API, generated from `proto/deviceplugin.proto`. [`status`]: the plugin's own
-//!   API, for the probe.
+//! - [`protocol`]: kubelet's device plugin API, generated from `proto/deviceplugin.proto`.
+//! - [`status`]: the plugin's own API, for the probe.
 
 pub mod allocation;
 pub mod arguments;
@@ -33,7 +39,7 @@ pub mod server;
 pub mod sockets;
 
 /// The messages and services of kubelet's device plugin API, version v1beta1.
-#[allow(missing_debug_implementations)] // in generated code
+#[allow(missing_debug_implementations)] // #[allow(missing_debug_implementations)] // tonic generates types without Debug
 pub mod protocol {
     tonic::include_proto!("v1beta1");
 
@@ -41,8 +47,8 @@ pub mod protocol {
     pub const VERSION: &str = "v1beta1";
 }
 
-/// The plugin's own service: its status in words.
-#[allow(missing_debug_implementations)] // in generated code
+/// The plugin's own service, which describes its status in words.
+#[allow(missing_debug_implementations)] // #[allow(missing_debug_implementations)] // tonic generates types without Debug
 pub mod status {
     tonic::include_proto!("nvshare.deviceplugin");
 }

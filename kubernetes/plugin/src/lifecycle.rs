@@ -1,5 +1,6 @@
-//! The plugin's registration with kubelet: creates, serves and registers the socket, and repeats this whenever kubelet
-//! restarts. A restarting kubelet removes the plugin's socket and re-creates its own.
+//! The plugin's registration with kubelet. A restarting kubelet removes the plugin's socket and
+//! creates its own socket again. This module creates, serves and registers the plugin's socket, and
+//! repeats this whenever kubelet restarts.
 
 use std::path::Path;
 use std::time::Duration;
@@ -14,17 +15,18 @@ use crate::registration::register;
 use crate::server::{Facts, Serving};
 use crate::sockets::{BindError, Identity, KUBELET, PLUGIN, PluginSocket, SocketState};
 
-/// Period of checks of the directory in the absence of notices.
+/// Period of checks of the directory while no change is notified.
 const LOOK: Duration = Duration::from_secs(15);
 
-/// The initial time within which a kubelet that has registered the plugin must watch its list.
+/// The initial timeout within which a kubelet that has registered the plugin must watch the
+/// plugin's list.
 const UNWATCHED: Duration = Duration::from_secs(10);
 
 /// The first and the longest pause between attempts.
 const RETRY_FIRST: Duration = Duration::from_millis(250);
 const RETRY_LAST: Duration = Duration::from_secs(30);
 
-/// Serves kubelet until `stopped`. Fails if another plugin has the socket.
+/// Serves kubelet until `stopped`. Fails if another plugin serves the socket.
 pub async fn live(
     directory: &Path,
     resource: &str,
@@ -44,7 +46,8 @@ pub async fn live(
             state = stay_registered(directory, resource, &socket, &serving, &mut notices, &mut trouble) => Some(state),
             _ = end.wait_for(|stopped| *stopped) => None,
         };
-        // From now on, new connections are refused rather than accepted and closed.
+        // From now on the kernel refuses new connections. They are no longer accepted and then
+        // closed.
         drop(socket);
         serving.stop().await;
         match why {
@@ -136,9 +139,9 @@ async fn stay_registered(
 #[derive(Debug)]
 struct Attention {
     watchers: watch::Receiver<usize>,
-    /// Since when kubelet has not been watching.
+    /// The time since which kubelet has not watched the list.
     idle: Option<Instant>,
-    /// True if kubelet has watched since it registered the plugin.
+    /// Whether kubelet has watched the list since it registered the plugin.
     was_watched: bool,
     /// The number of consecutive registrations without a watch.
     ignored: u32,
@@ -149,7 +152,7 @@ impl Attention {
         Self { watchers, idle: None, was_watched: false, ignored: 0 }
     }
 
-    /// Starts after a registration.
+    /// Restarts the timeout after a registration.
     fn begin(&mut self) {
         (self.idle, self.was_watched) = (Some(Instant::now()), false);
         self.look();
@@ -163,7 +166,8 @@ impl Attention {
         }
     }
 
-    /// `None` while kubelet watches or still has time. Afterwards a message, which is `None` if it repeats.
+    /// Returns `None` while kubelet watches the list or the timeout has not expired. Afterwards
+    /// returns a message, which is `None` if the message would repeat the previous one.
     fn is_over(&mut self) -> Option<Option<&'static str>> {
         self.look();
         if self.idle?.elapsed() < unwatched(self.ignored) {
@@ -196,8 +200,8 @@ impl Attention {
     }
 }
 
-/// The time within which a kubelet that has registered the plugin must watch its list, after `ignored` registrations without
-/// a watch.
+/// Returns the timeout within which a kubelet that has registered the plugin must watch the list.
+/// It grows with `ignored`, the number of registrations without a watch.
 fn unwatched(ignored: u32) -> Duration {
     UNWATCHED * 2u32.pow(ignored.min(5))
 }
@@ -214,7 +218,7 @@ impl Retry {
     }
 }
 
-/// The current problem. It is logged once, until it is resolved or another problem replaces it.
+/// The current problem. It is logged once, until it is solved or another problem replaces it.
 #[derive(Debug, Default)]
 pub struct Trouble(Option<String>);
 

@@ -29,7 +29,7 @@ fn main() -> ExitCode {
     exit_code("nvshare-device-plugin", done)
 }
 
-/// The sockets of the running plugin, according to its configuration.
+/// Returns the sockets of the running plugin, according to its configuration.
 fn sockets(arguments: &Arguments) -> Result<Vec<PathBuf>, String> {
     let config = Config::load(arguments.config.as_deref()).map_err(|e| e.to_string())?;
     let all =
@@ -38,7 +38,7 @@ fn sockets(arguments: &Arguments) -> Result<Vec<PathBuf>, String> {
 }
 
 fn options(arguments: Arguments) -> Options {
-    // The last directory takes precedence in runtimes.
+    // Runtimes give precedence to the last directory.
     let for_claims = arguments.cdi.last().cloned().unwrap_or_default();
     let dra = arguments.node.map(|node| dra::driver::Options {
         node,

@@ -5,14 +5,14 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{self, Deserializer, Visitor};
 
-/// Kubernetes' length limits of a domain name and of a name in it, in characters.
+/// Kubernetes' length limits for a domain name and for a label in a domain name, in characters.
 const DOMAIN_MAX: usize = 253;
 const LABEL_MAX: usize = 63;
 
 /// The length limit of a device's name, in characters.
 pub const ID_MAX: usize = 63;
 
-/// A text from kubelet, quoted for a sentence and cut to the length of a device's name.
+/// Quotes a text from kubelet for a sentence, and cuts it to the maximum length of a device's name.
 pub fn quoted(text: &str) -> String {
     match text.char_indices().nth(ID_MAX) {
         Some((end, _)) => format!("{:?} and others", text.get(..end).unwrap_or_default()),
@@ -20,6 +20,8 @@ pub fn quoted(text: &str) -> String {
     }
 }
 
+/// Checks a resource's name.
+///
 /// # Errors
 /// The text is not a valid name of an extended resource in Kubernetes.
 pub fn check_resource(text: &str) -> Result<(), String> {
@@ -44,6 +46,8 @@ pub fn check_resource(text: &str) -> Result<(), String> {
     ))
 }
 
+/// Checks a CDI kind.
+///
 /// # Errors
 /// The text is not a valid kind in CDI.
 pub fn check_cdi_kind(text: &str) -> Result<(), String> {
@@ -57,7 +61,8 @@ pub fn check_cdi_kind(text: &str) -> Result<(), String> {
     Err(format!("{text:?} is not a kind of CDI devices. Write a vendor, /, and a class, like \"nvshare.com/gpu\""))
 }
 
-/// True if the text begins and ends with an `edge` byte, and has only `edge` and `inner` bytes between.
+/// Returns true if the text begins and ends with an `edge` byte, and contains only `edge` and
+/// `inner` bytes in between.
 fn is_framed(text: &str, edge: impl Fn(u8) -> bool, inner: impl Fn(u8) -> bool) -> bool {
     let bytes = text.as_bytes();
     bytes.first().is_some_and(|b| edge(*b))
@@ -68,9 +73,10 @@ fn is_framed(text: &str, edge: impl Fn(u8) -> bool, inner: impl Fn(u8) -> bool) 
 /// The GPUs that an entry of the configuration selects.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GpuName {
-    /// NVML's index, which selects a GPU's slices, too.
+    /// NVML's index, which also selects the GPU's slices.
     Number(u32),
-    /// A pattern, with `*`, `?` and `[…]`, of a UUID in lower case except for its kind, or of a model's name.
+    /// A pattern with `*`, `?` and `[…]`. It matches a model's name or a UUID. UUIDs are in lower
+    /// case except for `GPU-` or `MIG-`.
     Text(glob::Pattern),
 }
 

@@ -1,4 +1,5 @@
-//! Notices of changes in kubelet's directory, by inotify. Without inotify, waiting ends every second.
+//! Notices of changes in kubelet's directory, by inotify. Without inotify, every wait ends after
+//! one second.
 
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
@@ -13,7 +14,8 @@ use tracing::debug;
 /// Polling interval without inotify, for example because the directory does not exist yet.
 const UNHEARD: Duration = Duration::from_secs(1);
 
-/// Size of the buffer, for many events. The name in an event has at most 255 bytes.
+/// Size of the buffer in bytes, which suffices for many events. The name in an event has at most
+/// 255 bytes.
 const BUFFER: usize = 4096;
 
 /// Changes of one directory.
@@ -24,7 +26,7 @@ pub struct Notices {
 }
 
 impl Notices {
-    /// Begins to record changes immediately.
+    /// Creates the watch. Recording of changes begins immediately.
     pub fn new(directory: &Path) -> Self {
         let mut notices = Self { directory: directory.to_owned(), inotify: None };
         notices.begin();
@@ -55,7 +57,8 @@ impl Notices {
         };
     }
 
-    /// Returns when something may have changed. Can be dropped and called again without missing a change.
+    /// Returns when something may have changed. The future can be dropped and created again without
+    /// missing a change.
     pub async fn changed(&mut self) {
         let Some(inotify) = &self.inotify else {
             sleep(UNHEARD).await;
@@ -69,7 +72,7 @@ impl Notices {
         let mut reader = inotify::Reader::new(inotify.get_ref(), &mut buffer);
         let mut is_over = false;
         while let Ok(event) = reader.next() {
-            // The directory itself was removed or replaced.
+            // The directory itself was removed or replaced, so this watch no longer works.
             is_over |= event.events().intersects(ReadFlags::IGNORED | ReadFlags::MOVE_SELF | ReadFlags::UNMOUNT);
         }
         ready.clear_ready();

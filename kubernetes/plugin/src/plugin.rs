@@ -33,7 +33,7 @@ pub struct Options {
     pub log_level: LogLevel,
 }
 
-/// Runs until a signal ends it.
+/// Runs until a signal ends the plugin.
 pub fn run(options: Options) -> Result<(), String> {
     let config = Config::load(options.config.as_deref()).map_err(|e| e.to_string())?;
     if config.offers_by(Offer::Dra) && options.dra.is_none() {
@@ -45,10 +45,10 @@ pub fn run(options: Options) -> Result<(), String> {
     block_on(work(&options, config))
 }
 
-/// Runs asynchronous work on this thread.
+/// Runs an asynchronous task on this thread.
 ///
 /// # Errors
-/// The work fails, or the runtime cannot be started.
+/// The task fails, or the runtime cannot be started.
 pub fn block_on<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.map_err(|e| format!("cannot start: {e}"))?.block_on(work)
@@ -79,7 +79,8 @@ async fn work(options: &Options, config: Config) -> Result<(), String> {
 
     let (stop, stopped) = watch::channel(false);
     let live = async {
-        // GPUs are not reported as unhealthy before the first answers of NVML and the scheduler.
+        // Before the first answers of NVML and the scheduler, GPUs must not be reported as
+        // unhealthy.
         let mut early = stopped.clone();
         tokio::select! {
             _ = completed => {}
@@ -120,8 +121,9 @@ async fn work(options: &Options, config: Config) -> Result<(), String> {
     }
 }
 
-/// Reads the configuration again. The resource's name stays unchanged, because kubelet knows the plugin by this name. A newly
-/// configured API requires a restart: kubelet restarts the plugin when its probe finds the API missing.
+/// Reads the configuration again. The resource's name stays unchanged, because kubelet knows the
+/// plugin by this name. A newly configured API requires a restart. kubelet restarts the plugin when
+/// its probe finds that the API is missing.
 fn reload(path: Option<&Path>, settings: &watch::Sender<Arc<Config>>, offers: [bool; 2]) {
     let read = Config::load(path).map_err(|e| e.to_string()).and_then(|new| {
         let is_missing = [Offer::DevicePlugin, Offer::Dra]

@@ -1,6 +1,9 @@
-//! `nvshare-device-plugin --probe`: checks whether the running plugin answers and kubelet has registered it. Uses gRPC's health
-//! protocol on the plugin's socket, so that other tools can query it, too. `--ready` also checks whether containers can get slots,
-//! with the reasons, which that protocol cannot express, and whether the scheduler has problems.
+//! `nvshare-device-plugin --probe`: checks whether the running plugin answers and kubelet has
+//! registered it. The probe uses gRPC's health protocol on the plugin's socket, so that other tools
+//! can query the plugin, too.
+//!
+//! `--ready` also checks whether containers can get slots, and whether the scheduler has problems.
+//! It prints the reasons, which the health protocol cannot express.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -18,13 +21,13 @@ use crate::server::WHOLE_SERVER;
 use crate::status::StatusRequest;
 use crate::status::status_client::StatusClient;
 
-/// Less than kubelet's default timeout of a second.
+/// Timeout of the probe. It is shorter than kubelet's default timeout of one second.
 const PATIENCE: Duration = Duration::from_millis(800);
 
-/// Queries the plugin on these sockets: of the device plugin API, of DRA, or both.
+/// Queries the plugin on these sockets, which serve the device plugin API, DRA, or both.
 ///
 /// # Errors
-/// No plugin answers on one of the sockets, or it is not registered.
+/// No plugin answers on one of the sockets, or kubelet has not registered it.
 pub fn probe(sockets: &[PathBuf]) -> Result<(), String> {
     sockets.iter().try_for_each(|socket| {
         ask(socket, async |channel| {
@@ -37,18 +40,20 @@ pub fn probe(sockets: &[PathBuf]) -> Result<(), String> {
     })
 }
 
-/// Queries the plugin whether containers can get any GPU, and the scheduler at `control` for its problems.
+/// Asks the plugin whether containers can get any GPU, and the scheduler at `control` for its
+/// problems.
 ///
 /// # Errors
-/// No plugin answers or it is not registered; it offers no GPUs, or no healthy GPU, with each reason once; or the scheduler has
-/// problems.
+/// - No plugin answers, or kubelet has not registered it.
+/// - The plugin offers no GPU or no healthy GPU. The error names each reason once.
+/// - The scheduler has problems.
 pub fn ready(sockets: &[PathBuf], control: &Path) -> Result<(), String> {
     gives_gpus(sockets)?;
     let asking = async {
         let (_connection, scheduler) = connect(control).await.ok()?;
         scheduler.problems().await.ok()
     };
-    // If the scheduler does not answer, the plugin already reports its GPUs as unhealthy.
+    // If the scheduler does not answer, the plugin already reports the GPUs as unhealthy.
     let problems = block_on(async { Ok(timeout(PATIENCE, asking).await.ok().flatten()) })?.unwrap_or_default();
     if problems.is_empty() { Ok(()) } else { Err(problems.join("; ")) }
 }

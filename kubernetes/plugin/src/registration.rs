@@ -10,13 +10,13 @@ use crate::protocol::{RegisterRequest, VERSION};
 use crate::server::OPTIONS;
 use crate::sockets::{KUBELET, PLUGIN};
 
-/// kubelet answers immediately. After this timeout, the registration is tried again.
+/// Timeout of a registration, after which it is tried again. kubelet normally answers immediately.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Registers with the kubelet whose socket is in `directory`.
 ///
 /// # Errors
-/// A sentence with the reason.
+/// The registration fails. The error is a sentence with the reason.
 pub async fn register(directory: &Path, resource: &str) -> Result<(), String> {
     let kubelet = directory.join(KUBELET);
     let calling = async {
@@ -42,7 +42,7 @@ pub async fn register(directory: &Path, resource: &str) -> Result<(), String> {
     }
 }
 
-/// The texts of an error and of all its causes.
+/// Returns the texts of an error and of all its causes.
 pub fn causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut inner = error.source();

@@ -1,5 +1,5 @@
-//! The services on the plugin's socket: kubelet's calls, and health checks for probes. `devices`, `allocation` and
-//! `injection` compute the answers.
+//! The services on the plugin's socket: kubelet's calls, and health checks for probes. `devices`,
+//! `allocation` and `injection` compute the answers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,17 +28,17 @@ use crate::protocol::{
 use crate::status::status_server::{Status as StatusService, StatusServer};
 use crate::status::{GpuStatus, StatusRequest, StatusResponse};
 
-/// The time for pending requests when the server stops.
+/// Time that pending requests have to complete when the server stops.
 pub const GRACE: Duration = Duration::from_millis(500);
 
-/// The name of the whole server in gRPC's health protocol.
+/// The service name that stands for the whole server in gRPC's health protocol.
 pub const WHOLE_SERVER: &str = "";
 
-/// The plugin's options, for registration and for kubelet's call.
+/// The plugin's options, which are sent at registration and on kubelet's call.
 pub const OPTIONS: DevicePluginOptions =
     DevicePluginOptions { pre_start_required: false, get_preferred_allocation_available: true };
 
-/// The data for answers.
+/// The data from which answers are computed.
 #[derive(Debug, Clone)]
 pub struct Facts {
     pub config: watch::Receiver<Arc<Config>>,
@@ -56,7 +56,8 @@ pub struct Serving {
 }
 
 impl Serving {
-    /// Starts the server. Until `set_registered`, probes get the answer that the plugin is not registered.
+    /// Starts the server. Until `set_registered` is called, probes get the answer that the plugin
+    /// is not registered.
     pub async fn start(listener: UnixListener, facts: Facts) -> Self {
         let (stop, stopped) = watch::channel(false);
         let (count, watchers) = watch::channel(0);
@@ -82,12 +83,12 @@ impl Serving {
         self.registered.send_replace(registered);
     }
 
-    /// The number of current calls of ListAndWatch.
+    /// Returns the number of current calls of ListAndWatch.
     pub fn watchers(&self) -> watch::Receiver<usize> {
         self.watchers.clone()
     }
 
-    /// True if the server has ended by itself.
+    /// Returns true if the server has ended without being stopped.
     pub fn is_over(&self) -> bool {
         self.task.is_finished()
     }
@@ -102,7 +103,7 @@ impl Serving {
 }
 
 async fn until_stopped(mut stopped: watch::Receiver<bool>) {
-    // An error means that the server was dropped, which also stops it.
+    // An error means that the server was dropped, which also stops the stream.
     let _ = stopped.wait_for(|stopped| *stopped).await;
 }
 
@@ -137,7 +138,7 @@ impl DevicePlugin for Plugin {
     }
 
     async fn list_and_watch(&self, _: Request<Empty>) -> Result<Response<Self::ListAndWatchStream>, Status> {
-        // One list at a time, so that a slow reader gets the newest list next.
+        // The channel buffers one list, so that a slow reader gets the newest list next.
         let (to, stream) = mpsc::channel(1);
         let (mut devices, stopped, watcher) =
             (self.facts.devices.clone(), self.stopped.clone(), Watcher::new(&self.count));
@@ -215,7 +216,7 @@ impl StatusService for Described {
     }
 }
 
-/// The whole list in kubelet's form.
+/// Returns the whole list in kubelet's form.
 fn list(devices: &Devices) -> ListAndWatchResponse {
     let of_gpu = |gpu: &Gpu| {
         let health = if gpu.problem.is_none() { "Healthy" } else { "Unhealthy" };

@@ -1,4 +1,5 @@
-//! The sockets in kubelet's directory, as files: the plugin's own, which is created here, and kubelet's.
+//! The socket files in kubelet's directory: the plugin's own socket, which this module creates, and
+//! kubelet's socket.
 
 use std::fmt;
 use std::io;
@@ -14,8 +15,8 @@ pub const PLUGIN: &str = "nvshare.sock";
 /// kubelet's socket for registrations.
 pub const KUBELET: &str = "kubelet.sock";
 
-/// Identifies a file, so that a re-created file of the same name is recognized. Inode numbers are reused, so the time
-/// of the last change is included.
+/// Identifies a file, so that a new file of the same name is recognized. Inode numbers are reused,
+/// so the identity includes the time of the last change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Identity {
     device: u64,
@@ -30,7 +31,8 @@ impl Identity {
         Some(Self { device: metadata.dev(), inode: metadata.ino(), changed })
     }
 
-    /// True if both are the same inode. The inode number of a bound socket is not reused, and its mode may change.
+    /// Returns true if both identities have the same inode. The inode number of a bound socket is
+    /// not reused, and the socket's mode may change.
     fn is_file(&self, other: &Self) -> bool {
         (self.device, self.inode) == (other.device, other.inode)
     }
@@ -39,7 +41,7 @@ impl Identity {
 /// The reason why the plugin's socket cannot be bound.
 #[derive(Debug)]
 pub enum BindError {
-    /// Another process answers on it.
+    /// Another process serves the socket.
     Taken(PathBuf),
     Failed(PathBuf, io::Error),
 }
@@ -65,13 +67,13 @@ impl std::error::Error for BindError {}
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SocketState {
     Ours,
-    /// kubelet removes all sockets of plugins when it starts.
+    /// The socket was removed. A starting kubelet removes all sockets of plugins.
     Gone,
-    /// Another process has replaced it.
+    /// Another process has replaced the socket.
     Anothers,
 }
 
-/// The plugin's socket. Dropping it removes the file.
+/// The plugin's socket. Dropping this value removes the socket's file.
 #[derive(Debug)]
 pub struct PluginSocket {
     path: PathBuf,
@@ -79,10 +81,10 @@ pub struct PluginSocket {
 }
 
 impl PluginSocket {
-    /// Binds the socket. Replaces a socket that no process listens on any more.
+    /// Binds the socket. Replaces a socket on which no process listens any more.
     ///
     /// # Errors
-    /// Another process answers on the socket, or a system call fails.
+    /// Another process serves the socket, or a system call fails.
     pub fn bind(path: &Path) -> Result<(UnixListener, Self), BindError> {
         let path = path.to_owned();
         if UnixStream::connect(&path).is_ok() {

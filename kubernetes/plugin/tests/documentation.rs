@@ -6,7 +6,8 @@ use clap::CommandFactory;
 use nvshare_device_plugin::arguments::Arguments;
 use nvshare_device_plugin::config::Config;
 
-/// The items of the page's lists, as plain words: `.It Fl -probe` is `--probe`.
+/// Returns the items of the page's lists as plain words. For example, `.It Fl -probe` becomes
+/// `--probe`.
 fn items() -> Vec<String> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../man/nvshare-device-plugin.8");
     let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));

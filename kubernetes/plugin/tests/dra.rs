@@ -1,4 +1,5 @@
-//! The DRA driver with stand-ins for the API server and kubelet, and the real scheduler: the offered devices, and the life of claims.
+//! Tests of the DRA driver with stand-ins for the API server and kubelet, and with the real
+//! scheduler. They cover the offered devices and the life of claims.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -27,7 +28,7 @@ fn node(gpus: usize) -> (Node, Api) {
     (node, api)
 }
 
-/// The same node with all processes running.
+/// Starts all processes of such a node.
 async fn running(gpus: usize) -> (Node, Api, Process, Process, Driver) {
     let (node, api) = node(gpus);
     let (scheduler, process) = (node.scheduler(), node.plugin());
@@ -40,18 +41,18 @@ fn device(node: &Node, gpu: usize) -> String {
     gpu_uuid(&node.machine(), gpu).to_lowercase()
 }
 
-/// A claim in kubelet's requests.
+/// Returns a claim as kubelet's requests name it.
 fn named(number: u32) -> Claim {
     Claim { namespace: "team-a".into(), uid: uid(number), name: format!("claim-{number}") }
 }
 
-/// A scheduler's answer.
+/// Asks the scheduler a question, and returns its answer.
 async fn ask<T>(node: &Node, question: impl AsyncFn(&SchedulerProxy<'_>) -> zbus::Result<T>) -> T {
     let (_connection, proxy) = nvshare_kubernetes::scheduler::connect(&node.control()).await.expect("it listens");
     question(&proxy).await.expect("it answers")
 }
 
-/// The rules of claims, by their names.
+/// Returns the rules of claims, by their names.
 async fn rules(node: &Node) -> Vec<(String, Table)> {
     let all = ask(node, async |scheduler| scheduler.list_rules().await).await;
     let table = |rule| nvshare::bus::rules::table(&rule).expect("a rule");
@@ -72,14 +73,15 @@ async fn until(what: &str, is_so: impl AsyncFn() -> bool) {
     }
 }
 
-/// A container with the devices of these claims, in this order.
+/// Creates a container with the devices of these claims, in this order.
 fn container(node: &Node, claims: &[&[Device]]) -> Container {
     let devices = claims.iter().copied().flatten();
     let ids: Vec<String> = devices.flat_map(|device| device.cdi_device_ids.clone()).collect();
     Container::new(&node.cdi(), &ids)
 }
 
-/// The socket at `/run/nvshare/scheduler.sock` in a container with these devices.
+/// Returns the path of the socket that is `/run/nvshare/scheduler.sock` in a container with these
+/// devices.
 fn socket(node: &Node, devices: &[Device]) -> PathBuf {
     container(node, &[devices]).sockets.expect("a socket's directory").join("scheduler.sock")
 }
@@ -128,7 +130,7 @@ async fn each_gpu_is_a_device_with_capacity_for_many_claims() {
     until("it is ready", async || ready(&node).await.is_empty()).await;
     assert!(node.ask_plugin("--probe").status.success());
     driver.health().await.until(&[HealthStatus::Healthy, HealthStatus::Healthy]).await;
-    // The device plugin API offers nothing, so its socket is not created.
+    // The device plugin API offers no GPU, so its socket is not created.
     assert!(!node.socket().exists());
 }
 
@@ -147,7 +149,7 @@ async fn a_gpu_is_offered_by_one_api_and_never_by_both() {
         health(devices).into_iter().map(|(uuid, _)| uuid.to_lowercase()).collect()
     };
     assert_eq!((offered(&plugin.last), &*api.devices()[0].name), (vec![device(&node, 0)], &*device(&node, 1)));
-    // With another configuration, both APIs offer GPUs.
+    // With this other configuration, both APIs offer GPUs.
     node.configure(&format!("[[gpu]]\ngpu = 0\nslots = 3\noffer = \"dra\"\n{QUICK}"));
     process.signal(libc::SIGHUP);
     api.until("the first", |devices| devices.len() == 1 && devices[0].name == device(&node, 0));
@@ -182,7 +184,8 @@ async fn nothing_is_offered_where_the_api_server_drops_what_it_would_mean() {
     api.set_consumable_capacity(true);
     api.until("the GPU", |devices| devices.len() == 1);
     until("it is ready", async || ready(&node).await.is_empty()).await;
-    // An API server that was restarted without the feature gate drops the field at the next change.
+    // If an API server is restarted without the feature gate, it drops the field at the next
+    // change.
     api.set_consumable_capacity(false);
     ask(&node, async |scheduler| scheduler.drain("0").await).await;
     api.until("nothing", |devices| devices.is_empty());
@@ -204,7 +207,7 @@ async fn an_api_server_that_cannot_be_used_is_said_so_and_tried_again() {
     api.forbid(false);
     api.until("the GPU", |devices| devices.len() == 1);
     process.log.wait("offering GPUs in ResourceSlice node-1-gpu.nvshare.com");
-    // A starting kubelet does the same.
+    // A starting kubelet deletes the slices in the same way.
     api.delete_slices();
     api.until("it again", |devices| devices.len() == 1);
 }
@@ -259,7 +262,7 @@ async fn a_claim_becomes_a_rule_of_the_programs_that_have_it() {
     assert_eq!(rule["on-memory-full"].as_str(), Some("wait"));
     assert_eq!(rule["allowed-gpus"].as_array().map(Vec::len), Some(1));
 
-    // Two containers, or two pods, of the claim, and a program without a claim.
+    // The clients are two containers or pods of the claim, and a program without a claim.
     let socket = socket(&node, &devices);
     assert_eq!(socket, node.claims().join(uid(1)).join("scheduler.sock"));
     let _programs = [&socket, &socket, &node.clients()].map(|socket| Program::connect_soon(socket));
@@ -312,7 +315,8 @@ async fn claims_of_one_pod_are_told_apart_and_refused_each_for_itself() {
     assert_eq!(names(rules(&node).await), ["team-a/claim-1", "team-a/claim-2"]);
     let sockets = [1, 2].map(|number| socket(&node, answers[&uid(number)].as_ref().expect("it is prepared")));
     let _programs = sockets.map(|socket| Program::connect_soon(&socket));
-    // Without a scheduler, programs of both claims would take turns through the same files.
+    // Without a scheduler, programs that use the same lock files take turns. The two claims must
+    // use different files.
     let turn = |number: u32| {
         let name = format!("nvshare-{}.turn", gpu_uuid(&node.machine(), 1).trim_start_matches("GPU-"));
         node.claims().join(uid(number)).join(name).metadata().expect("a lock file").ino()
@@ -329,7 +333,7 @@ async fn claims_of_one_pod_are_told_apart_and_refused_each_for_itself() {
     assert_eq!(rules_and_gangs().await, [of_claim(1, 1), of_claim(1, 1), of_claim(2, 0)]);
     drop(another);
     until("it is gone", async || rules_and_gangs().await == [of_claim(1, 0), of_claim(2, 0)]).await;
-    // The agent's configuration may allow more.
+    // The agent's configuration may allow more keys.
     std::fs::write(node.directory.join("agent.toml"), "[[namespaces]]\nname = \"*\"\nmay-set = [\"interactive\"]\n")
         .expect("a file");
     assert!(driver.prepare_one(&named(3)).await.is_ok());
@@ -360,7 +364,8 @@ async fn whoever_starts_again_knows_of_the_claims_that_are_prepared() {
     let devices = driver.prepare_one(&named(1)).await.expect("it is right");
     let socket = socket(&node, &devices);
     let names = async || rules(&node).await.into_iter().map(|(name, _)| name).collect::<Vec<_>>();
-    // The scheduler restarts: the socket exists before the driver connects, and the rule as soon as it has.
+    // The scheduler restarts. The socket exists before the driver connects, and the rule exists as
+    // soon as the driver has connected.
     scheduler.kill();
     process.signal(libc::SIGSTOP);
     let scheduler = node.scheduler();
@@ -382,7 +387,7 @@ async fn whoever_starts_again_knows_of_the_claims_that_are_prepared() {
     let mut driver = Driver::find(&node.registry()).await;
     until("its rule", async || names().await == ["team-a/claim-1"]).await;
     until("its CDI device", async || cdi.exists()).await;
-    // A restarted kubelet asks again, and gets the same answer.
+    // A restarted kubelet prepares the claim again, and gets the same answer.
     assert_eq!(driver.prepare_one(&named(1)).await.expect("it is known"), devices);
     process.log.wait("prepared claims: 1");
     driver.unprepare(&named(1)).await;
@@ -406,7 +411,7 @@ async fn a_claim_is_not_prepared_without_a_scheduler() {
     })
     .await;
     assert_eq!(rules(&node).await.len(), 1);
-    // A removed socket is created again, and kubelet finds it again.
+    // The driver creates a removed socket again, and kubelet finds the driver again.
     std::fs::remove_file(&driver.info.endpoint).expect("it is there");
     process.log.wait("a socket of the driver has disappeared");
     let mut driver = Driver::find(&node.registry()).await;

@@ -1,4 +1,4 @@
-//! The plugin refuses nonsense, and serves the next request normally.
+//! Tests that the plugin rejects nonsense, and serves the next request normally.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -26,9 +26,9 @@ async fn what_is_not_grpc_ends_its_own_connection_only() {
         b"",
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         &[0; 4096],
-        // A frame beyond the size limit.
+        // This frame exceeds the size limit.
         &[&preface[..], b"\xff\xff\xff\x00\x00\x00\x00\x00\x01"].concat(),
-        // Invalid headers.
+        // These headers are invalid.
         &[
             &preface[..],
             b"\x00\x00\x00\x04\x00\x00\x00\x00\x00",
@@ -51,7 +51,7 @@ async fn what_is_not_grpc_ends_its_own_connection_only() {
     assert_eq!(process.log.count("panicked"), 0);
 }
 
-/// Calls a method with a message. Returns the code of the refusal.
+/// Calls a method with a message. Returns the status code of the error.
 async fn call<M: Message + 'static>(node: &Node, path: &'static str, message: M) -> Code {
     let endpoint = Endpoint::try_from(format!("unix://{}", node.socket().display())).expect("an endpoint");
     let mut grpc = Grpc::new(endpoint.connect().await.expect("it serves"));
@@ -75,12 +75,12 @@ async fn what_is_no_message_is_refused() {
         |ids: Vec<String>| AllocateRequest { container_requests: vec![ContainerAllocateRequest { devices_ids: ids }] };
     assert_eq!(call(&node, "/v1beta1.DevicePlugin/Nothing", ids(vec![])).await, Code::Unimplemented);
     assert_eq!(call(&node, "/v1.DevicePlugin/Allocate", ids(vec![])).await, Code::Unimplemented);
-    // Messages of another type, whose text is not a container.
+    // These are messages of another type, whose text is not a container.
     for text in ["\u{1}\u{2}", "\n\u{7f}", "\u{18}"] {
         let other = RegisterRequest { version: text.into(), ..Default::default() };
         assert_eq!(call(&node, ALLOCATE, other).await, Code::Internal, "{text:?}");
     }
-    // More than a message may contain.
+    // This message exceeds the maximum size.
     let many = ids((0..600_000).map(|n| format!("GPU-{n}")).collect());
     assert_eq!(call(&node, ALLOCATE, many).await, Code::OutOfRange);
     let strange: Vec<String> = ["", "::", "\u{0}", "GPU-::-1", "🦀::0", &"x".repeat(100_000)].map(str::to_owned).into();

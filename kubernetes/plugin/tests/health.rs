@@ -1,5 +1,5 @@
-//! GPUs become unhealthy, and healthy again, by the driver's events and answers and by the scheduler's
-//! state.
+//! Tests that GPUs become unhealthy, and healthy again, by the driver's events and answers and by
+//! the scheduler's state.
 
 use crate::support::kubelet::{Kubelet, Plugin, health};
 use crate::support::{Node, PATIENCE, Process};
@@ -25,7 +25,7 @@ async fn an_event_makes_a_gpu_unhealthy_until_the_driver_says_that_it_is_well() 
     let (process, _kubelet, mut plugin) = watched(&node).await;
     plugin.until_healthy(&[true, true]).await;
     process.log.wait("watching driver events of");
-    // An XID of a program's own mistake, then an XID of the GPU.
+    // The first XID is a program's own mistake, and the second is a fault of the GPU.
     happens(&node, 0, XID, 31);
     happens(&node, 1, XID, 79);
     plugin.until_healthy(&[true, false]).await;
@@ -65,7 +65,7 @@ async fn a_gpu_that_is_lost_is_unhealthy_until_it_answers_again() {
     plugin.until_healthy(&[true, true]).await;
     process.log.wait("watching driver events of");
     let gpus = health(&plugin.last);
-    // This driver has no recommendations, so only the reset ends the fault.
+    // This driver gives no recommendations, so only a reset ends the fault.
     happens(&node, 0, XID, 79);
     plugin.until_healthy(&[false, true]).await;
     trouble::lose(&node.machine(), 0, true).expect("it is written");
@@ -73,7 +73,7 @@ async fn a_gpu_that_is_lost_is_unhealthy_until_it_answers_again() {
     trouble::lose(&node.machine(), 0, false).expect("it is written");
     plugin.until_healthy(&[true, true]).await;
     assert_eq!(health(&plugin.last), gpus);
-    // The GPU's events are received again.
+    // The plugin receives the GPU's events again.
     happens(&node, 0, XID, 79);
     plugin.until_healthy(&[false, true]).await;
 }
@@ -100,7 +100,7 @@ async fn a_driver_that_comes_later_is_found() {
     trouble::unload(&node.machine(), true).expect("it is written");
     let (process, _kubelet, mut plugin) = watched(&node).await;
     process.log.wait("NVML cannot be used");
-    // The scheduler found the GPU in time, and its report is sufficient.
+    // The scheduler found the GPU in time, so the scheduler's report suffices.
     plugin.until_healthy(&[true]).await;
     trouble::unload(&node.machine(), false).expect("it is written");
     process.log.wait("watching driver events of");
@@ -168,7 +168,7 @@ async fn a_gpu_whose_cdi_file_is_written_after_the_start_is_never_unhealthy() {
     let mut kubelet = Kubelet::start(&node.kubelet_directory());
     let process = node.plugin();
     process.log.wait("watching driver events of");
-    // Later than the first reports, and earlier than the file counts as missing.
+    // The delay ends after the first reports, but before the missing file counts as a fault.
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
     node.inject(&uuids);
     let mut plugin = kubelet.plugin().await;
@@ -177,7 +177,7 @@ async fn a_gpu_whose_cdi_file_is_written_after_the_start_is_never_unhealthy() {
     assert_eq!(process.log.count("is unhealthy"), 0);
 }
 
-/// Runs the probe until it has the expected result, and returns its output.
+/// Repeats the probe until it has the expected result, and returns the probe's output.
 async fn until_ready(node: &Node, expected: bool) -> String {
     let deadline = std::time::Instant::now() + PATIENCE;
     loop {

@@ -1,4 +1,5 @@
-//! The plugin with a kubelet that restarts: registration, the list, the answers for containers, restarts of both.
+//! Tests of the plugin with a kubelet that restarts: registration, the list, the answers for
+//! containers, and restarts of both.
 
 use std::time::Duration;
 
@@ -79,7 +80,7 @@ async fn a_kubelet_that_is_not_there_yet_is_waited_for() {
     std::fs::create_dir(node.kubelet_directory()).expect("a directory");
     process.log.wait("waiting for kubelet at");
     assert_eq!(node.ask_plugin("--probe").status.code(), Some(1));
-    // A socket left by a kubelet that has ended.
+    // This socket was left behind by a kubelet that has ended.
     drop(std::os::unix::net::UnixListener::bind(node.kubelet_directory().join("kubelet.sock")));
     process.log.wait("cannot reach kubelet");
     let mut kubelet = Kubelet::appear(&node.kubelet_directory());

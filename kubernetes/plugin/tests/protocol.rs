@@ -1,6 +1,8 @@
-//! Compares our copies of kubelet's protocols with the published protocols: each message, field, number and type with lists made from
-//! k8s.io/kubelet/pkg/apis: deviceplugin/v1beta1 (kubernetes 0619cbbff1ff), dra/v1 (53eddfd35a50), dra-health/v1alpha1 (c4b5de207d1f) and
-//! pluginregistration/v1 (56e225f4b8de). Also compares encodings with hand-written bytes.
+//! Compares our copies of kubelet's protocols with the published protocols: each message, field,
+//! number and type. The lists for comparison were made from k8s.io/kubelet/pkg/apis:
+//! deviceplugin/v1beta1 (kubernetes 0619cbbff1ff), dra/v1 (53eddfd35a50), dra-health/v1alpha1
+//! (c4b5de207d1f) and pluginregistration/v1 (56e225f4b8de). Also compares encodings with
+//! hand-written bytes.
 
 use std::collections::BTreeSet;
 
@@ -106,10 +108,10 @@ const REGISTRATION_METHODS: [&str; 2] = [
     "Registration.NotifyRegistrationStatus RegistrationStatus RegistrationStatusResponse",
 ];
 
-/// A published protocol: its package, its fields, its messages without fields, its methods.
+/// A published protocol: its package, its fields, its messages without fields, and its methods.
 type Published = (&'static str, &'static [&'static str], &'static [&'static str], &'static [&'static str]);
 
-/// Each of our protocols with its published counterpart.
+/// Returns each of our protocols with the corresponding published protocol.
 fn all() -> [(FileDescriptorSet, Published); 4] {
     let read = |compiled: &[u8]| FileDescriptorSet::decode(compiled).expect("a description");
     [

@@ -1,5 +1,5 @@
-//! A stand-in for the API server: HTTP, streams of watches, and failures. A [`World`] has its data
-//! and answers.
+//! A stand-in for the API server, with HTTP, streams of watches, and failures. A [`World`] contains
+//! the server's data and creates its answers.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -22,14 +22,14 @@ pub type Answer = Response<UnsyncBoxBody<Bytes, io::Error>>;
 
 /// The data of an API server.
 pub trait World: Send + 'static {
-    /// The answer to a request. `uri` is the path with the query.
+    /// Returns the answer to a request. `uri` is the path with the query.
     fn answer(&mut self, method: &Method, uri: &str, body: &[u8]) -> Answer;
 
     /// The watchers of events.
     fn watchers(&mut self) -> &mut Watchers;
 }
 
-/// The API server. It answers requests in order.
+/// The API server, which answers requests in order.
 #[derive(Debug)]
 pub struct ApiServer<W: World> {
     address: SocketAddr,
@@ -51,7 +51,7 @@ impl<W: World> ApiServer<W> {
         server
     }
 
-    /// Restarts the server at the same address, with its data.
+    /// Restarts the server at the same address, with the same data.
     pub fn start_again(&mut self) {
         let listener = TcpListener::bind(self.address).expect("the address is free");
         self.address = listener.local_addr().expect("an address");
@@ -70,7 +70,7 @@ impl<W: World> ApiServer<W> {
         self.running = Some((stop, thread));
     }
 
-    /// Closes all connections, and answers no more.
+    /// Closes all connections, and accepts no more connections.
     pub fn stop(&mut self) {
         if let Some((stop, thread)) = self.running.take() {
             drop(stop);
@@ -145,19 +145,19 @@ pub fn refused(code: u16, reason: &str, message: &str) -> Answer {
     whole(code, &status)
 }
 
-/// The version from which a watch is requested, 0 if it names none; `None` if the request is not a
-/// watch.
+/// Returns the version from which a watch is requested, or 0 if the request names no version.
+/// Returns `None` if the request is not a watch.
 pub fn watches_from(uri: &str) -> Option<u64> {
     let from = |uri: &str| uri.split("resourceVersion=").nth(1)?.split('&').next()?.parse().ok();
     uri.contains("watch=true").then(|| from(uri).unwrap_or(0))
 }
 
-/// The watchers of events. Each has a streaming answer.
+/// The watchers of events. Each watcher has a streaming answer.
 #[derive(Debug, Default)]
 pub struct Watchers(Vec<UnboundedSender<Result<Frame<Bytes>, io::Error>>>);
 
 impl Watchers {
-    /// The answer to a watcher: past events and, if `goes_on`, future events.
+    /// Begins the answer to a watcher, with past events and, if `goes_on` is true, future events.
     pub fn begin(&mut self, past: impl IntoIterator<Item = String>, goes_on: bool) -> Answer {
         let (sender, chunks) = unbounded_channel();
         for line in past {
@@ -169,7 +169,7 @@ impl Watchers {
         response(200, StreamBody::new(UnboundedReceiverStream::new(chunks)).boxed_unsync())
     }
 
-    /// Sends a line to all watchers: an event, or anything else.
+    /// Sends a line to all watchers. The line is an event or any other text.
     pub fn say(&mut self, line: &str) {
         self.0.retain(|watcher| watcher.send(Ok(frame(line))).is_ok());
     }

@@ -8,13 +8,14 @@ use std::time::{Duration, Instant};
 
 pub use processes::Process;
 
-/// Long enough for a loaded machine; nothing waits this long unless it fails.
+/// Timeout of all waits. It is long enough for a loaded machine, and only a failing test waits this
+/// long.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The name of the node.
 pub const NODE: &str = "node-1";
 
-/// Waits until `question` has an answer, and returns it.
+/// Waits until `question` returns an answer, and returns the answer.
 #[track_caller]
 pub fn until<T>(what: &str, question: impl Fn() -> Option<T>) -> T {
     let deadline = Instant::now() + PATIENCE;

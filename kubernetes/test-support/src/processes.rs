@@ -26,7 +26,7 @@ impl Log {
         self.wait_for(text, 1);
     }
 
-    /// Waits for `count` such lines.
+    /// Waits for `count` lines that contain the text.
     #[track_caller]
     pub fn wait_for(&self, text: &str, count: usize) {
         let deadline = Instant::now() + PATIENCE;
@@ -37,7 +37,7 @@ impl Log {
     }
 }
 
-/// A process that ends with the test. Its log is shown if the test fails.
+/// A process that ends with the test. If the test fails, the process's log is printed.
 #[derive(Debug)]
 pub struct Process {
     name: &'static str,
@@ -60,7 +60,7 @@ impl Process {
 
     pub fn signal(&self, signal: i32) {
         // SAFETY: the call takes no pointers. The process is a child that has not been reaped, so
-        // its pid is not reused.
+        // its pid has not been reused.
         assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
     }
 

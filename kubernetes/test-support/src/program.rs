@@ -13,7 +13,8 @@ use crate::until;
 pub struct Program(OwnedFd);
 
 impl Program {
-    /// Connects to the socket and waits for the welcome. `None` if no scheduler serves the socket.
+    /// Connects to the socket and waits for the scheduler's welcome. Returns `None` if no scheduler
+    /// serves the socket.
     pub fn connect(socket: &Path) -> Option<Self> {
         let flags = SocketFlags::CLOEXEC;
         let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).expect("a socket");
@@ -27,7 +28,7 @@ impl Program {
         Some(program)
     }
 
-    /// Connects as soon as possible.
+    /// Connects as soon as a scheduler serves the socket.
     #[track_caller]
     pub fn connect_soon(socket: &Path) -> Self {
         until(&format!("a scheduler at {}", socket.display()), || Self::connect(socket))

@@ -1,5 +1,5 @@
-//! `nvshare-checkpoint` on the simulated GPU. Each test runs this test binary again as the process
-//! that is put to sleep.
+//! Tests of `nvshare-checkpoint` on the simulated GPU. Each test runs this test binary again as the
+//! process that is put to sleep.
 
 use cuda_sim_gpus::{
     account::Figures,
@@ -55,8 +55,8 @@ fn call(name: &str, arguments: [usize; 4]) -> u32 {
     }
 }
 
-/// The process that is put to sleep: it has a context and 32 MiB with a value, and makes one call
-/// for each line of input.
+/// The process that is put to sleep. It creates a context, writes a value to 32 MiB of GPU memory,
+/// and makes one call for each line of input.
 fn sleeper() {
     let (mut context, mut at) = (0_usize, 0_usize);
     assert_eq!(call("cuInit", [0; 4]), 0);
@@ -94,9 +94,9 @@ impl Drop for Sleeper {
     }
 }
 
-/// Starts the process on a simulated GPU of 128 MiB; a context takes 16 MiB of it. The environment
-/// selects the GPU and is read once per process, so each test re-runs in a process of its own.
-/// Returns `None` in the outer process.
+/// Starts the process on a simulated GPU of 128 MiB, where a context uses 16 MiB. The environment
+/// selects the GPU, and the driver reads it once per process. Each test therefore runs again in a
+/// process of its own. Returns `None` in the outer process.
 fn start(test: &str) -> Option<Sleeper> {
     start_as(test, None)
 }
@@ -136,7 +136,8 @@ fn start_as(test: &str, uid: Option<u32>) -> Option<Sleeper> {
     Some(sleeper)
 }
 
-/// The directory of the simulated GPU, with the driver under the name that programs load.
+/// Returns the directory of the simulated GPU, which contains the driver under the name that
+/// programs load.
 fn machine() -> PathBuf {
     env::var_os("CUDA_SIM_DIR").expect("only in the process of a test").into()
 }
@@ -150,7 +151,8 @@ impl Sleeper {
         writeln!(self.child.stdin.as_mut().expect("piped"), "{line}").expect("it runs");
     }
 
-    /// Stops the process, and waits until all threads have stopped: a signal stops them one by one.
+    /// Stops the process, and waits until all threads have stopped, because a signal stops them one
+    /// after the other.
     fn stop(&self) {
         let pid = self.child.id();
         kill(pid, libc::SIGSTOP);
@@ -277,13 +279,13 @@ fn one_helper_serves_several_requests() {
     Helper::start(Command::new(HELPER)).ends();
 }
 
-/// Without systemd, for example in a pod.
+/// Without systemd, for example in a pod, the helper listens itself.
 #[test]
 fn listening_starts_one_helper_per_connection() {
     let Some(mut sleeper) = start("listening_starts_one_helper_per_connection") else { return };
     let directory = Directory::new();
     let path = directory.0.join("checkpoint.sock");
-    // A stale file at the socket's path.
+    // A stale file exists at the socket's path.
     fs::write(&path, "").expect("a file");
     let uid = geteuid().as_raw();
     let mut command = Command::new(HELPER);
@@ -419,7 +421,7 @@ fn requests_for_other_users_processes_are_refused() {
     let gone = |uid, pidfd| sleeper.helper_for(Operation::Sleep, uid, pidfd).answer().outcome == Outcome::Gone;
     let file = fs::File::open("/dev/null").expect("a file");
     assert!(gone(own, file.into()), "no pidfd");
-    // `PIDFD_THREAD` (Linux 6.9), of a thread that is not the leader.
+    // Opens a `PIDFD_THREAD` pidfd (Linux 6.9) of a thread that is not the leader.
     let tasks = fs::read_dir(format!("/proc/{}/task", sleeper.child.id())).expect("threads");
     let ids = tasks.filter_map(|task| task.ok()?.file_name().to_str()?.parse::<u32>().ok());
     for id in ids.filter(|id| *id != sleeper.child.id()) {
@@ -433,7 +435,7 @@ fn requests_for_other_users_processes_are_refused() {
     assert_eq!(used(), 48);
 }
 
-/// A user can start a set-user-ID program in the process that has connected.
+/// A user can execute a set-user-ID program in a process that has already connected.
 #[test]
 fn a_process_with_two_uids_is_refused() {
     let is_root = env::var(ROLE).is_ok() || geteuid().is_root();
@@ -471,7 +473,8 @@ fn a_process_killed_during_its_checkpoint_frees_its_memory() {
             kill(sleeper.child.id(), libc::SIGKILL);
             let outcome = helper.answer().outcome;
             let expected = if operation == Operation::Sleep { ASLEEP.outcome } else { DONE.outcome };
-            // A process that is being killed may no longer answer, but has not ended yet.
+            // A process that is being killed may already have stopped answering without having
+            // ended.
             assert!(
                 [Outcome::Gone, Outcome::Unknown, expected].contains(&outcome),
                 "{operation:?} after {delay} ms: {outcome:?}"
@@ -484,7 +487,7 @@ fn a_process_killed_during_its_checkpoint_frees_its_memory() {
     }
 }
 
-/// With a driver before 570, and without a driver.
+/// Runs the helper with a driver older than 570, and without a driver.
 #[test]
 fn a_driver_without_checkpoints_is_reported() {
     let Some(sleeper) = start("a_driver_without_checkpoints_is_reported") else { return };
@@ -508,8 +511,8 @@ fn a_driver_without_checkpoints_is_reported() {
     assert_eq!(used(), 48);
 }
 
-/// As under systemd: with the capabilities, and as a user that is neither root nor the process's
-/// user.
+/// Runs the helper as systemd does: with two capabilities, and as a user that is neither root nor
+/// the process's user.
 #[test]
 fn two_capabilities_suffice_for_other_users_processes() {
     const CLIENT: u32 = 65533;

@@ -1,6 +1,6 @@
-//! Limits that a program sets for itself in its environment, with the syntax of a rule's values. A
-//! value that is invalid or no tighter than the program's rule has no effect, and a remark gives
-//! the reason.
+//! Limits that a program sets for itself in its environment, with the syntax of a rule's values. An
+//! invalid value has no effect. Neither has a value that is no tighter than the limit of the
+//! program's rule. In both cases a remark gives the reason.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,12 +15,12 @@ use super::values::{MemoryMax, Weight};
 use crate::config::units;
 use crate::scheduler::{self, Amount, RuleLimits};
 
-/// The name of the environment variable in which a program sets a limit.
+/// Returns the name of the environment variable in which a program sets a limit.
 pub fn variable(limit: LimitName) -> &'static str {
     limit.variable().to_str().unwrap_or_default()
 }
 
-/// Characters of a value that are quoted in remarks.
+/// Maximum number of characters of a value that a remark quotes.
 const SHOWN: usize = 48;
 
 /// A parsed value.
@@ -38,7 +38,7 @@ pub struct EnvLimits(BTreeMap<LimitName, EnvValue>);
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct EnvValue {
     text: String,
-    /// The parsed value, or a sentence about the mistake in it.
+    /// The parsed value, or a sentence that describes the mistake in it.
     value: Result<Value, String>,
 }
 
@@ -52,7 +52,7 @@ impl EnvLimits {
         self.0.values().filter_map(|limit| limit.value.as_ref().ok())
     }
 
-    /// The limits in the state machine's form.
+    /// Converts the limits to the state machine's types.
     pub fn limits(&self) -> scheduler::EnvLimits {
         let mut limits = scheduler::EnvLimits::default();
         for value in self.values() {
@@ -65,7 +65,7 @@ impl EnvLimits {
         limits
     }
 
-    /// The GPUs that the program may use; `None`: not limited.
+    /// Returns the GPUs that the program may use. `None` means all GPUs.
     pub fn allowed(&self) -> Option<&[GpuName]> {
         self.values().find_map(|value| match value {
             Value::AllowedGpus(names) => Some(names.as_slice()),
@@ -73,7 +73,8 @@ impl EnvLimits {
         })
     }
 
-    /// The reason why a limit has no effect; `None` if it has one, or is not set.
+    /// Returns the reason why a limit has no effect. Returns `None` if the limit is in effect or
+    /// not set.
     pub fn remark(&self, limit: LimitName, rule: Option<&Rule>) -> Option<String> {
         let env = self.0.get(&limit)?;
         let name = variable(limit);
@@ -90,18 +91,18 @@ impl EnvLimits {
         ))
     }
 
-    /// The remarks about all limits.
+    /// Returns the remarks about all limits.
     pub fn remarks(&self, rule: Option<&Rule>) -> Vec<String> {
         self.0.keys().filter_map(|limit| self.remark(*limit, rule)).collect()
     }
 
-    /// A mistake in a limit, with the variable's name.
+    /// Returns the first mistake in a limit, with the variable's name.
     pub fn mistake(&self) -> Option<String> {
         let mut wrong = self.0.iter().filter_map(|(limit, env)| Some((limit, env.value.as_ref().err()?)));
         wrong.next().map(|(limit, why)| format!("{}: {why}", variable(*limit)))
     }
 
-    /// The limits in effect, in the syntax of a rule: `memory-max 8 GiB, weight 10`.
+    /// Formats the limits in effect in the syntax of a rule: `memory-max 8 GiB, weight 10`.
     pub fn in_words(&self, rule: Option<&Rule>) -> String {
         let limits = self.0.keys().filter(|limit| self.remark(**limit, rule).is_none());
         let words = limits.filter_map(|limit| Some(self.0.get(limit)?.value.as_ref().ok()?.to_string()));
@@ -123,7 +124,7 @@ impl Value {
         })
     }
 
-    /// The limit in `limits`, if this value is no tighter.
+    /// Returns the corresponding limit in `limits` if this value is no tighter than that limit.
     fn no_tighter_than(&self, limits: RuleLimits) -> Option<String> {
         let share = limits.share.unwrap_or_default();
         let (is_no_tighter, has) = match self {
@@ -131,7 +132,8 @@ impl Value {
                 (is_as_much(*value, limits.memory_max), Self::MemoryMax(limits.memory_max).to_string())
             }
             Self::Weight(value) => (*value >= share.weight, Self::Weight(share.weight).to_string()),
-            // The GPUs that a name denotes depend on the program.
+            // Which GPUs a name denotes depends on the program, so two lists of GPUs are not
+            // compared.
             Self::AllowedGpus(_) => (false, String::new()),
         };
         is_no_tighter.then_some(has)
@@ -157,7 +159,7 @@ impl fmt::Display for Value {
     }
 }
 
-/// True if `one` is at least `other` on every GPU.
+/// Returns true if `one` is at least as large as `other` on every GPU.
 fn is_as_much(one: Amount, other: Amount) -> bool {
     match (one, other) {
         (Amount::Infinity, _) | (Amount::Percent(100), Amount::Percent(_)) => true,
@@ -167,7 +169,7 @@ fn is_as_much(one: Amount, other: Amount) -> bool {
     }
 }
 
-/// Parses a value by the syntax of rules, in which numbers may be written with or without quotes.
+/// Parses a value by the syntax of rules. Numbers may be written with or without quotes.
 fn parse<T: for<'de> Deserialize<'de>>(text: &str) -> Result<T, String> {
     let read = |text: &str| match text.parse() {
         Ok(number) => T::deserialize(I64Deserializer::<Error>::new(number)),
@@ -176,7 +178,7 @@ fn parse<T: for<'de> Deserialize<'de>>(text: &str) -> Result<T, String> {
     read(text).or_else(|_| read(&shortened(text))).map_err(|e| e.to_string())
 }
 
-/// The text for remarks. The character that marks a cut occurs in no valid value.
+/// Shortens a value for remarks. A cut is marked with `…`, which occurs in no valid value.
 fn shortened(text: &str) -> String {
     match text.char_indices().nth(SHOWN) {
         Some((end, _)) => format!("{}…", text.get(..end).unwrap_or_default()),
@@ -268,7 +270,8 @@ mod tests {
             assert_eq!(limits.remark(limit, Some(&rule)), Some(expected), "{text}");
             assert_eq!(limits.in_words(Some(&rule)), "");
         }
-        // Values that can only be compared for a known GPU may be tighter.
+        // A percentage and a size can be compared only for a known GPU. Such a value may be
+        // tighter.
         for (limit, text) in [(LimitName::MemoryMax, "7G"), (LimitName::MemoryMax, "99%"), (LimitName::Weight, "idle")]
         {
             assert_eq!(env_limits(&[(limit, text)]).remark(limit, Some(&rule)), None, "{text}");

@@ -1,4 +1,5 @@
-//! `gpu-hours`: the GPU time that a group of programs may use in a day, week or month. Afterwards all other programs go first.
+//! `gpu-hours`: the GPU time that a group of programs may use in a day, week or month. A group that
+//! has used its time runs only after all other programs.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,7 +9,7 @@ use serde::de::{self, Deserializer};
 
 use crate::config::units;
 
-/// A window of time that ends now.
+/// A period that ends at the present time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Window {
     Day,
@@ -18,7 +19,7 @@ pub enum Window {
 
 impl Window {
     const ALL: [Self; 3] = [Self::Day, Self::Week, Self::Month];
-    /// The longest window.
+    /// The longest of the windows.
     pub const LONGEST: Duration = Self::Month.time();
 
     fn name(self) -> &'static str {
@@ -39,19 +40,19 @@ impl Window {
     }
 }
 
-/// GPU time, summed over all GPUs, in each window.
+/// GPU time within a window, summed over all GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GpuHours {
-    /// Whole seconds.
+    /// GPU time in whole seconds.
     pub time: Duration,
     pub window: Window,
 }
 
-/// The largest valid time: a thousand GPUs for a month.
+/// The largest valid time: a thousand GPUs for 30 days.
 const MOST: Duration = Duration::from_secs(1000 * 30 * 24 * 3600);
 
 impl fmt::Display for GpuHours {
-    /// The syntax of the configuration: `20h/week`.
+    /// Formats the value in the syntax of the configuration: `20h/week`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let seconds = self.time.as_secs();
         let (number, unit) = match (seconds % 3600, seconds % 60) {

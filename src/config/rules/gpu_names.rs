@@ -1,22 +1,22 @@
-//! Names of GPUs in rules and in `CUDA_VISIBLE_DEVICES`: a UUID as `nvidia-smi` prints it, a prefix of a UUID, or an
-//! index.
+//! Names of GPUs in rules and in `CUDA_VISIBLE_DEVICES`. A name is a UUID as `nvidia-smi` prints
+//! it, a prefix of a UUID, or an index.
 
 use std::fmt;
 
 use serde::Deserialize;
 use serde::de::{self, Deserializer, SeqAccess, Visitor};
 
-/// The beginnings of UUIDs.
+/// The prefixes that all UUIDs of GPUs and MIG slices begin with.
 const KINDS: [&str; 2] = ["GPU-", "MIG-"];
 const ALLOWED: &str =
     "the UUID of a GPU or MIG slice as nvidia-smi -L prints it, or its beginning, or the number of a GPU";
 
-/// The name of a GPU, or of several slices of a GPU.
+/// The name of a GPU. A prefix of a UUID can also denote several MIG slices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GpuName {
-    /// NVML's index.
+    /// The index that NVML assigns to a GPU.
     Number(u32),
-    /// In lower case, except for the beginning.
+    /// A UUID or a prefix of a UUID, in lower case except for `GPU-` or `MIG-`.
     Uuid(String),
 }
 
@@ -32,7 +32,7 @@ impl GpuName {
         (is_whole && is_hex).then(|| Self::Uuid(format!("{kind}{rest}")))
     }
 
-    /// True if the name can denote that GPU.
+    /// Returns true if the name can denote the GPU with this UUID and index.
     pub fn fits(&self, uuid: &str, index: Option<u32>) -> bool {
         match self {
             Self::Number(number) => index == Some(*number),
@@ -40,7 +40,7 @@ impl GpuName {
         }
     }
 
-    /// True unless the names denote different GPUs on every host.
+    /// Returns false only if the two names denote different GPUs on every host.
     pub fn may_be(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Number(one), Self::Number(other)) => one == other,

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use super::rule::{Origin, Rule, Subject};
 use super::runtime::Added;
 
-/// All rules, in the order in which they are tried: rules set at run time, of files, of claims, of pods. Cloning shares them.
+/// All rules, in the order in which they are tried: rules set at run time, then rules of files, of
+/// claims and of pods. Clones share the rules.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rules {
     added: Arc<[Rule]>,
@@ -23,13 +24,14 @@ impl Rules {
         self.all().nth(at)
     }
 
-    /// Replaces the rules set at run time, which come before the rules of files.
+    /// Replaces the rules set at run time, which are tried before the rules of files.
     pub fn put_first(&mut self, added: &Added) {
         self.added = added.rules().cloned().collect();
     }
 
-    /// Replaces the rules of claims and of pods, which come last. An administrator's rules take precedence over them, and the
-    /// allocation of a claim takes precedence over a pod's own requests.
+    /// Replaces the rules of claims and of pods, which are tried last. An administrator's rules
+    /// take precedence over both. The allocation of a claim takes precedence over a pod's own
+    /// requests.
     pub fn put_last(&mut self, claimed: Vec<Rule>, wished: Vec<Rule>) {
         (self.claimed, self.wished) = (claimed.into(), wished.into());
     }
@@ -37,7 +39,8 @@ impl Rules {
     /// Creates the list from the rules of files.
     ///
     /// # Errors
-    /// A rule can never match, or contradicts another rule: its origin and a sentence.
+    /// Returns the origin of a rule that can never match or that contradicts another rule, and a
+    /// sentence.
     pub fn new(all: Vec<Rule>) -> Result<Self, (Origin, String)> {
         for (at, rule) in all.iter().enumerate() {
             let before = all.iter().take(at).find(|other| other.subject.covers(&rule.subject));
@@ -58,7 +61,8 @@ impl Rules {
         Ok(Self { written: all.into(), ..Self::default() })
     }
 
-    /// The reason why a rule cannot be set at run time. A rule of the same name is ignored, since the rule replaces it.
+    /// Returns the reason why a rule cannot be set at run time. An existing run-time rule with the
+    /// same name is not checked, because `rule` replaces it.
     pub fn contradicted(&self, rule: &Rule) -> Option<String> {
         let added = self.added.iter().filter(|other| other.name != rule.name);
         added.chain(&*self.written).find_map(|other| rule.contradicts(other))

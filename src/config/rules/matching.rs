@@ -1,18 +1,22 @@
-//! Matches programs with rules: the rule that applies to a program, and the programs that count together under it.
+//! Matching of programs with rules: finds the rule that applies to a program, and the programs that
+//! count together under the rule.
 //!
-//! Rules match units, slices and containers of the system manager. Units of a user's own manager match only rules that also
-//! name this user, or patterns of the whole path, since users can give their units any name.
+//! Rules match units, slices and containers of the system manager. Users can give any name to units
+//! of their own managers. Such units match only rules that also name the user, or rules with a
+//! pattern of the whole path.
 
 use super::list::Rules;
 use super::rule::{Glob, Rule, Subject};
 use crate::identity::{self, Claim, Identity, Owned, Pod};
 
-/// The programs that count together under a rule. A rule that names a unit, slice, container, pod or claim limits each one that it
-/// matches separately, and a claim can have several pods; a rule that names a user limits all programs of the user together; a rule that names a group limits
-/// each of its users separately.
+/// The programs that count together under a rule.
 ///
-/// A rule that names nothing limits each container and each unit separately. Programs in sessions of a user count together,
-/// since a user can open any number of sessions.
+/// A rule that names a unit, slice, container, pod or claim limits each matching one separately. A
+/// claim can have several pods. A rule that names a user limits all programs of the user together.
+/// A rule that names a group limits each of the group's users separately.
+///
+/// A rule without conditions limits each container and each unit separately. Programs in sessions
+/// of a user count together, because a user can open any number of sessions.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Instance {
     /// The position of the rule in the list.
@@ -26,12 +30,13 @@ pub struct Instance {
 }
 
 impl Instance {
-    /// The same programs, for a rule at another position.
+    /// Returns the same programs for a rule at another position.
     pub fn of_rule(self, rule: usize) -> Self {
         Self { rule, ..self }
     }
 
-    /// The same programs in words that do not depend on the order of the rules: `unit=/system.slice/a.service`.
+    /// Describes the programs in words that do not depend on the order of the rules, for example
+    /// `unit=/system.slice/a.service`.
     pub fn programs(&self) -> String {
         let user = self.user.map(|uid| uid.to_string());
         let parts = [
@@ -46,7 +51,8 @@ impl Instance {
         parts.collect::<Vec<_>>().join(" ")
     }
 
-    /// The path of the innermost control group that contains all of the programs, unless that is the root.
+    /// Returns the path of the innermost control group that contains all of the programs. Returns
+    /// `None` if only the root contains all of them.
     pub fn place(&self) -> Option<&str> {
         [&self.container, &self.pod, &self.unit, &self.slice]
             .into_iter()
@@ -56,7 +62,7 @@ impl Instance {
 }
 
 impl Rules {
-    /// The rule that applies to a program: the first that matches.
+    /// Returns the rule that applies to a program, which is the first matching rule.
     pub fn of(&self, who: &Identity) -> Option<(&Rule, Instance)> {
         self.all().enumerate().find_map(|(at, rule)| Some((rule, rule.subject.matches(who, at)?)))
     }
@@ -72,7 +78,7 @@ impl Subject {
             return Some(Self::everybody(who, &system, rule));
         }
         let users = who.cgroup.of_user().filter(|(uid, _)| self.user == Some(*uid)).map(|(_, owned)| owned);
-        // All names must be of the same manager.
+        // All names must belong to the same manager.
         let by_name = |owned: &Owned<'_>| self.places(who, owned, rule);
         by_name(&system).or_else(|| by_name(&users?))
     }
@@ -114,7 +120,8 @@ impl Subject {
 }
 
 impl Glob {
-    /// True if the pattern matches the namespace and name of a pod or claim, or its UID. Without a known name, only the UID can match.
+    /// Returns true if the pattern matches the UID of a pod or claim, or its namespace and name.
+    /// Without a known name, only the UID can match.
     fn is_of(&self, uid: &str, namespace: &str, name: &str) -> bool {
         if !self.0.as_str().contains('/') {
             return self.0.matches(uid);
@@ -123,8 +130,9 @@ impl Glob {
         !name.is_empty() && self.0.matches_with(&format!("{namespace}/{name}"), options)
     }
 
-    /// The path of the first control group in `owned` whose name the pattern matches. A pattern with a `/` is compared with the
-    /// paths of all control groups that the program is in instead.
+    /// Returns the path of the first control group in `owned` whose name matches the pattern. A
+    /// pattern with a `/` is instead compared with the paths of all control groups that contain the
+    /// program.
     fn find<'a>(&self, owned: &[&'a str], who: &'a Identity) -> Option<&'a str> {
         let options = glob::MatchOptions { require_literal_separator: true, ..glob::MatchOptions::new() };
         if self.0.as_str().contains('/') {
@@ -152,7 +160,7 @@ mod tests {
         Config::parse(text, Path::new("nvshare.toml")).unwrap_or_else(|e| panic!("{text}: {e}")).rules
     }
 
-    /// Whether a rule with these lines matches.
+    /// Returns true if a rule with these lines matches.
     fn matches(lines: &str, who: &Identity) -> bool {
         rules(&format!("[[rule]]\n{lines}\nmemory-max = \"1G\"")).of(who).is_some()
     }
@@ -303,7 +311,7 @@ mod tests {
         assert!(!together("unit = \"*.service\"", &a, &b), "each unit");
         assert!(together("unit = \"*.service\"", &a, &who(2, "/system.slice/a.service/x")), "whoever is in it");
         assert!(together("slice = \"system.slice\"", &a, &b));
-        // All of Slurm's jobs are in one unit.
+        // All jobs of Slurm run in the same unit.
         let job =
             |job: u32, task: u32| who(1, &format!("/system.slice/slurmstepd.scope/job_{job}/step_0/user/task_{task}"));
         assert!(together("unit = \"slurm*\"", &job(1, 0), &job(2, 0)));

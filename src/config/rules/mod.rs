@@ -1,12 +1,15 @@
-//! Rules: limits and shares of programs by unit, container, user and so on. The first rule that matches a program applies.
+//! Rules: limits and shares of programs by unit, container, user and so on. The first rule that
+//! matches a program applies.
 //!
-//! - `rule`: one rule; `list`: all rules, in order.
-//! - `parse`: `[[rule]]` of the configuration, with an error for each kind of mistake.
+//! - `rule`: one rule.
+//! - `list`: all rules, in order.
+//! - `parse`: parses `[[rule]]` of the configuration, with an error for each kind of mistake.
 //! - `runtime`: rules that were set while the daemon runs.
-//! - `values`: the values of a rule's keys, and `gpu_hours`; `gpu_names`: names of GPUs; `patterns`: patterns of names and paths.
-//! - `matching`: the rule of a program, and the programs that count together under it.
+//! - `values`: the values of a rule's keys. `gpu_hours`, `gpu_names` and `patterns` contain the
+//!   more complex values.
+//! - `matching`: finds the rule of a program, and the programs that count together under the rule.
 //! - `env_limits`: tighter limits that programs set for themselves in their environment.
-//! - `places`: the GPUs that programs may use, and the programs that they may share them with.
+//! - `places`: the GPUs that programs may use, and the programs that they may share the GPUs with.
 
 mod env_limits;
 mod gpu_hours;

@@ -1,4 +1,5 @@
-//! Parses and checks `[[rule]]`. An error has the position of the mistake and says which values are allowed.
+//! Parses and checks `[[rule]]`. An error contains the position of the mistake and the allowed
+//! values.
 
 use std::ops::Range;
 use std::path::Path;
@@ -55,22 +56,22 @@ enum Account {
     Number(u32),
 }
 
-/// The treatment of a rule for an account that this host does not know.
+/// How to treat a rule that names an account which this host does not know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unknown {
-    /// The rule is a mistake.
+    /// The rule is an error.
     Mistake,
     /// The rule matches no program.
     Nobody,
 }
 
-/// The ID that no user and no group has: system calls interpret it as "unchanged".
+/// An ID that no user or group can have, because system calls interpret it as "unchanged".
 const NOBODY: u32 = u32::MAX;
 
 /// The position and the description of a mistake.
 pub type Mistake = (Range<usize>, String);
 
-/// Checks the rules of one file. `line_of` returns the line of a byte in the file.
+/// Checks the rules of one file. `line_of` returns the line number of a byte in the file.
 pub fn read(
     raw: Vec<Spanned<RawRule>>,
     file: &Path,
@@ -85,10 +86,10 @@ pub fn read(
     raw.into_iter().map(rule).collect()
 }
 
-/// Parses the keys of one rule that is not in a file.
+/// Parses the keys of a rule that comes from no file.
 ///
 /// # Errors
-/// A sentence about the first mistake.
+/// Returns a sentence about the first mistake.
 pub fn read_one(text: &str, origin: Origin) -> Result<Rule, String> {
     let raw: RawRule = toml::from_str(text).map_err(|e| e.message().to_owned())?;
     raw.check(0..0, origin, Unknown::Mistake).map_err(|(_, reason)| reason)
@@ -126,7 +127,7 @@ impl RawRule {
         Ok(Rule { origin, name, subject, limits, gpu_hours, places })
     }
 
-    /// The rule's settings for placement.
+    /// Returns the rule's settings for placement.
     fn places(&self) -> Result<Whereabouts, Mistake> {
         let label = |key, label: &Option<Spanned<String>>| {
             let Some(label) = label else { return Ok(None) };
@@ -144,7 +145,7 @@ impl RawRule {
         Ok(Whereabouts { allowed: self.allowed_gpus.as_ref().map(|names| names.0.clone()), labels })
     }
 
-    /// The rule's memory limits, if it sets any.
+    /// Returns the rule's memory limits, if the rule sets any.
     fn memory(&self) -> Result<Option<RuleLimits>, Mistake> {
         let low = self.memory_low.as_ref().map(|low| low.as_ref().0);
         let on_memory_full = match self.on_memory_full {
@@ -156,7 +157,7 @@ impl RawRule {
             return Ok(None);
         }
         let memory_max = self.memory_max.map_or(Amount::Infinity, |max| max.0);
-        // A percentage of a GPU and a size can only be compared where the GPU is known.
+        // A percentage of a GPU can be compared with a size only for a known GPU.
         let is_more = match (low, memory_max) {
             (Some(Amount::Bytes(low)), Amount::Bytes(max)) => low > max,
             (Some(Amount::Percent(low)), Amount::Percent(max)) => low > max,
@@ -169,7 +170,7 @@ impl RawRule {
         Ok(Some(RuleLimits { memory_max, memory_low: low, swap_max, on_memory_full, ..RuleLimits::default() }))
     }
 
-    /// The rule's share of GPU time, if it sets one.
+    /// Returns the rule's share of GPU time, if the rule sets one.
     fn share(&self) -> Result<Option<Share>, Mistake> {
         let percent = |given: &Option<Spanned<Percent>>| given.as_ref().map(|percent| percent.as_ref().0);
         let (min, max) = (percent(&self.time_min), percent(&self.time_max));
@@ -242,7 +243,7 @@ impl Visitor<'_> for AccountVisitor {
     }
 
     fn visit_i64<E: de::Error>(self, value: i64) -> Result<Account, E> {
-        // System calls use the highest ID for "none".
+        // System calls use the highest ID for "none", so no account can have it.
         let id = u32::try_from(value).ok().filter(|id| *id != u32::MAX);
         id.map(Account::Number).ok_or_else(|| E::custom(format!("{value} cannot be {}", Account::ALLOWED)))
     }
@@ -344,7 +345,7 @@ mod tests {
         assert_eq!(rules("[[rule]]\nweight = 5").get(0).map(|rule| rule.limits.memory_max), Some(Amount::Infinity));
     }
 
-    /// Mistakes in the second of these lines, after `[[rule]]`.
+    /// The expected positions are of mistakes in the second of these lines, after `[[rule]]`.
     #[test]
     fn errors_say_where_and_what_is_allowed() {
         let gpus =

@@ -1,4 +1,4 @@
-//! Patterns of names and paths, with checks for patterns that can match nothing.
+//! Patterns of names and paths, with checks that reject patterns which can match nothing.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use crate::identity;
 pub(super) const PATTERNS: &str = "* matches anything but /, ? one character, [ab] one of the listed characters, and \
     ** between slashes any number of directories";
 
-/// Parses a pattern, and refuses one that can match nothing.
+/// Parses a pattern. Rejects a pattern that can match nothing.
 pub fn pattern(key: &str, text: Spanned<String>) -> Result<(Glob, Range<usize>), Mistake> {
     let span = text.span();
     let text = text.into_inner();
@@ -49,7 +49,7 @@ pub fn pattern(key: &str, text: Spanned<String>) -> Result<(Glob, Range<usize>),
     }
 }
 
-/// Refuses a rule whose unit is given by its path and is outside the rule's slice.
+/// Rejects a rule whose unit is given by a path outside the rule's slice.
 pub fn contradiction(unit: Option<&(Glob, Range<usize>)>, slice: Option<&(Glob, Range<usize>)>) -> Result<(), Mistake> {
     let (Some((unit, _)), Some((slice, span))) = (unit, slice) else { return Ok(()) };
     let (unit, slice) = (unit.0.as_str(), slice.0.as_str());

@@ -1,4 +1,4 @@
-//! The GPUs that a rule's programs may use, and the programs that they may share them with.
+//! The GPUs that a rule's programs may use, and the programs that may share those GPUs.
 
 use toml::Value;
 
@@ -10,13 +10,13 @@ const LONGEST_LABEL: usize = 64;
 /// A rule's settings for placement.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Whereabouts {
-    /// The GPUs that programs may use; `None`: all GPUs.
+    /// The GPUs that programs may use. `None` means all GPUs.
     pub allowed: Option<Vec<GpuName>>,
     pub labels: Labels,
 }
 
 impl Whereabouts {
-    /// The keys and values in the syntax of the configuration.
+    /// Returns the keys and values in the syntax of the configuration.
     pub(super) fn pairs(&self) -> impl Iterator<Item = (&'static str, Option<Value>)> {
         let allowed =
             self.allowed.as_ref().map(|names| names.iter().map(GpuName::to_string).collect::<Vec<_>>().into());

@@ -9,7 +9,7 @@ use super::places::Whereabouts;
 use super::values::idle_time;
 use crate::scheduler::{Amount, OnMemoryFull, RuleLimits, Share};
 
-/// The place of a rule: a file and a line. The line is 0 for a rule that is not in a file.
+/// The file and line of a rule. The line is 0 if the rule comes from no file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Origin {
     pub file: PathBuf,
@@ -25,7 +25,7 @@ impl fmt::Display for Origin {
     }
 }
 
-/// The conditions for a program, and the limits that apply if all of them hold.
+/// A rule applies its limits to a program if all of its conditions hold.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rule {
     pub origin: Origin,
@@ -38,7 +38,7 @@ pub struct Rule {
 }
 
 impl fmt::Display for Rule {
-    /// `"students" (/etc/nvshare/nvshare.toml:12)`
+    /// Formats the rule's name and origin: `"students" (/etc/nvshare/nvshare.toml:12)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &*self.name {
             "" => write!(f, "{}", self.origin),
@@ -48,7 +48,7 @@ impl fmt::Display for Rule {
 }
 
 impl Rule {
-    /// The rule in the syntax of the configuration.
+    /// Returns the rule in the syntax of the configuration.
     pub fn to_table(&self) -> toml::Table {
         let Subject { unit, slice, container, pod, claim, user, group } = &self.subject;
         let glob = |glob: &Option<Glob>| Some(toml::Value::from(glob.as_ref()?.0.as_str()));
@@ -92,7 +92,8 @@ impl Rule {
 }
 
 impl Rule {
-    /// The limits of programs that have used their `gpu-hours`: they run only while no other program wants the GPU.
+    /// Returns the limits of programs that have used their `gpu-hours`. These programs run only
+    /// while no other program wants the GPU.
     pub fn limits_when_used_up(&self) -> RuleLimits {
         let share = self.limits.share.unwrap_or_default();
         let share = Share { weight: 0, min: 0, priority: share.priority.min(0), interactive: false, ..share };
@@ -100,26 +101,28 @@ impl Rule {
     }
 }
 
-/// The conditions of a rule. Without any, it applies to every program.
+/// The conditions of a rule. A rule without conditions applies to every program.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Subject {
     pub unit: Option<Glob>,
     pub slice: Option<Glob>,
     pub container: Option<Glob>,
-    /// A pattern of the pod's namespace and name or, without a `/`, of its UID.
+    /// A pattern of the pod's namespace and name. A pattern without a `/` matches the pod's UID
+    /// instead.
     pub pod: Option<Glob>,
-    /// The same for a ResourceClaim.
+    /// A pattern of a ResourceClaim, with the same syntax as `pod`.
     pub claim: Option<Glob>,
     pub user: Option<u32>,
     pub group: Option<u32>,
 }
 
-/// A pattern of a name or, with a `/` in it, of a whole path.
+/// A pattern of a name. A pattern that contains a `/` matches a whole path instead.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Glob(pub(super) glob::Pattern);
 
 impl Subject {
-    /// True if every program that matches `other` also matches this: `other` has all conditions of this.
+    /// Returns true if every program that matches `other` also matches `self`, that is, if `other`
+    /// contains all conditions of `self`.
     pub(super) fn covers(&self, other: &Self) -> bool {
         fn same<T: PartialEq>(mine: &Option<T>, theirs: &Option<T>) -> bool {
             mine.is_none() || mine == theirs
@@ -135,8 +138,8 @@ impl Subject {
 }
 
 impl Rule {
-    /// The reason why programs of this rule can never share a GPU with programs of `other`, although both rules
-    /// request it.
+    /// Returns the reason why programs of this rule can never share a GPU with programs of `other`,
+    /// although both rules have the same `affinity`.
     pub fn contradicts(&self, other: &Self) -> Option<String> {
         let (mine, theirs) = (&self.places, &other.places);
         let label = mine.labels.affinity.as_ref().filter(|label| theirs.labels.affinity.as_ref() == Some(label))?;

@@ -1,18 +1,20 @@
-//! Rules that are set at run time (`nvsharectl set-rule`, D-Bus). Each has a name. The newest rule comes first, and all of them
-//! come before the rules of files.
+//! Rules that are set at run time (`nvsharectl set-rule`, D-Bus). Each rule has a name. The newest
+//! rule is tried first, and all of them are tried before the rules of files.
 
 use toml::Table;
 
 use super::parse::read_one;
 use super::rule::{Origin, Rule};
 
-/// The origin of these rules in messages.
+/// The origin that messages give for these rules.
 const ORIGIN: &str = "set at run time";
-/// Bounds the daemon's memory: the caller may change settings, not exhaust the host.
+/// Bounds on the number of rules and the length of names. A caller that may change settings must
+/// not be able to exhaust the host's memory.
 const MOST: usize = 256;
 const LONGEST_NAME: usize = 64;
 
-/// A change: sets a rule, whose user and group names have been looked up, or removes the rule of that name.
+/// A change. It either sets a rule, whose user and group names have been looked up, or removes the
+/// rule of that name.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Addition {
     name: String,
@@ -31,10 +33,11 @@ impl Addition {
         self.rule.as_ref().map(|(_, rule)| rule)
     }
 
-    /// Parses a change; without keys, it removes the rule. May block on a directory service that looks up users.
+    /// Parses a change. Without keys, the change removes the rule. May block on a directory service
+    /// that looks up users.
     ///
     /// # Errors
-    /// A sentence about the first mistake.
+    /// Returns a sentence about the first mistake.
     pub fn read(name: &str, keys: &Table) -> Result<Self, String> {
         if name.is_empty() || name.len() > LONGEST_NAME || name.chars().any(char::is_control) {
             return Err(format!("the name of a rule must be one line of 1 to {LONGEST_NAME} bytes"));
@@ -54,10 +57,10 @@ impl Addition {
 }
 
 impl Added {
-    /// Sets a rule, which replaces a rule of the same name at its position, or removes it.
+    /// Sets a rule or removes it. A rule of the same name is replaced at its position.
     ///
     /// # Errors
-    /// A sentence: the rule to remove does not exist, or there are too many rules.
+    /// The rule to remove does not exist, or there are too many rules.
     pub fn set(&mut self, Addition { name, rule }: Addition) -> Result<(), String> {
         let Some(rule) = rule else {
             let before = self.0.len();
@@ -75,7 +78,8 @@ impl Added {
         Ok(())
     }
 
-    /// Reads the rules of a file that [`Self::text`] wrote. Returns a sentence about each rule that is no longer valid.
+    /// Reads the rules of a file that [`Self::text`] wrote. Also returns a sentence about each rule
+    /// that is no longer valid.
     pub fn read(tables: Vec<Table>) -> (Self, Vec<String>) {
         let (mut all, mut wrong) = (Self::default(), Vec::new());
         for mut table in tables.into_iter().rev() {
@@ -100,7 +104,7 @@ impl Added {
         self.0.iter().map(|(_, rule)| rule)
     }
 
-    /// The text of a file with these rules.
+    /// Returns the text of a file with these rules.
     pub fn text(&self) -> String {
         self.0.iter().map(|(table, _)| format!("\n[[rule]]\n{table}")).collect()
     }

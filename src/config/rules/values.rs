@@ -1,4 +1,4 @@
-//! The types of a rule's values, with the messages about invalid ones.
+//! The types of a rule's values, with messages about invalid values.
 
 use std::fmt;
 
@@ -8,20 +8,20 @@ use serde::de::{self, Deserializer, Visitor};
 use crate::config::{settings, units};
 use crate::scheduler::{Amount, SleepAfter};
 
-/// The smallest limit, which is the granularity of GPU memory, and the largest, which applies to
-/// all sizes in the file; in bytes.
+/// The smallest and the largest limit, in bytes. `LEAST` is the granularity of GPU memory. `MOST`
+/// applies to all sizes in the file.
 const LEAST: u64 = 2 << 20;
 const MOST: u64 = 1 << 40;
 
-/// The most memory that a group may have on each GPU.
+/// The maximum memory of a group on each GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryMax(pub Amount);
 
-/// Memory of a group on each GPU that is evicted last.
+/// Memory of a group on each GPU that is evicted only after other memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryLow(pub Amount);
 
-/// The most memory that a group may allocate on all GPUs. `None`: no limit.
+/// The maximum memory that a group may allocate, summed over all GPUs. `None` means no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SwapMax(pub Option<u64>);
 
@@ -32,7 +32,7 @@ pub enum OnFull {
     Wait,
 }
 
-/// When idle programs sleep.
+/// The idle time after which programs are put to sleep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct IdleTime(pub SleepAfter);
 
@@ -42,12 +42,12 @@ impl<'de> Deserialize<'de> for IdleTime {
     }
 }
 
-/// The idle time in the syntax of the configuration.
+/// Formats the idle time in the syntax of the configuration.
 pub fn idle_time(after: SleepAfter) -> String {
     after.time().map_or_else(|| "never".into(), |time| format!("{}s", time.as_secs()))
 }
 
-/// Weight of a share; 0 gets only time that no other program wants.
+/// Weight of a share. A program of weight 0 gets only time that no other program wants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Weight(pub u16);
 
@@ -55,7 +55,7 @@ pub struct Weight(pub u16);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Percent(pub u8);
 
-/// The priority. Programs with higher priorities run first.
+/// The priority. Programs with a higher priority run first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Priority(pub i8);
 
@@ -71,7 +71,7 @@ impl SwapMax {
     const KEY: &'static str = "swap-max";
 }
 
-/// Parses an amount of memory: a size, `infinity` or, if allowed, a percentage of a GPU.
+/// Parses an amount of memory, which is a size, `infinity` or, if allowed, a percentage of a GPU.
 struct Memory {
     key: &'static str,
     of_a_gpu: bool,

@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 pub struct Edits(Map<String, Value>);
 
 impl Edits {
-    /// The edits under a key of the file; none if the key is missing.
+    /// Returns the edits under a key of the file, or no edits if the key is missing.
     pub fn of(parent: &Value) -> Self {
         Self(parent.get("containerEdits").and_then(Value::as_object).cloned().unwrap_or_default())
     }
@@ -29,9 +29,10 @@ impl Edits {
 
     /// Mounts a path of the host read-only in the container.
     pub fn mount(&mut self, host: &str, container: &str) {
-        // Not recursive: mounts below the socket's directory stay outside containers.
+        // The bind mount is not recursive, so mounts below the socket's directory stay outside
+        // containers.
         let options = ["ro", "nosuid", "nodev", "noexec", "bind"];
-        // Only a library needs `exec`, for its mappings.
+        // Only a library needs `exec`, because the loader maps it as executable.
         let options: &[&str] = if container.ends_with(".so") { &["ro", "nosuid", "nodev", "bind"] } else { &options };
         self.push("mounts", json!({ "hostPath": host, "containerPath": container, "options": options }));
     }
@@ -44,8 +45,8 @@ impl Edits {
         self.push("deviceNodes", json!({ "path": path }));
     }
 
-    /// Adds a `createContainer` hook: a program of the host that the runtime calls before it
-    /// changes to the container's root.
+    /// Adds a `createContainer` hook. Before a runtime changes to the container's root, it calls
+    /// this program of the host.
     pub fn create_hook(&mut self, program: &str, arguments: &[&str]) {
         self.push("hooks", json!({ "hookName": "createContainer", "path": program, "args": arguments }));
     }

@@ -1,13 +1,14 @@
-//! The OCI hook `createContainer` of nvshare's CDI file. Runtimes call it for each container with
-//! such a GPU, in the container's mount namespace, after all mounts and before `pivot_root`.
+//! The OCI hook `createContainer` of nvshare's CDI file. Runtimes call the hook for each container
+//! with such a GPU. It runs in the container's mount namespace, after all mounts and before
+//! `pivot_root`.
 //!
-//! The file that nvshare mounts as `/etc/ld.so.preload` hides the image's own. If the image has
-//! one, the hook mounts a third file over both, which names the libraries of both. The image is
-//! never changed, and containers of images without the file are left alone. Invariant: a container
-//! either has the libraries of both, or does not start.
+//! The file that nvshare mounts as `/etc/ld.so.preload` hides the image's own file. If the image
+//! has such a file, the hook mounts a third file over both, which lists the libraries of both. The
+//! hook never changes the image, and does nothing in containers of images without the file.
+//! Invariant: a container either preloads the libraries of both files, or does not start.
 //!
-//! The hook also refuses containers with several claims of Kubernetes: each claim mounts its socket
-//! at the same place, and kubelet and runtime decide which mount is the last.
+//! The hook also refuses containers with several ResourceClaims of Kubernetes. Each claim mounts
+//! its socket at the same path, and kubelet and the runtime decide which mount is the last.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -26,21 +27,24 @@ use serde::Deserialize;
 use crate::ctl::CtlError;
 use crate::ctl::preload::entries;
 
-/// The name of the command after `nvsharectl cdi`. It must never change: a CDI file may be older or
-/// newer than the program that it names.
+/// The name of the command after `nvsharectl cdi`. It must never change, because a CDI file may be
+/// older or newer than the program that it names.
 pub const COMMAND: &str = "merge-preload";
 
-/// The beginning of a variable that each claim adds to its containers. The claim's UID follows.
+/// The prefix of a variable that each claim adds to its containers. The claim's UID follows the
+/// prefix.
 pub const CLAIM_VARIABLE: &str = "NVSHARE_CLAIM_";
 
 const NAME: &str = "ld.so.preload";
-/// The size limit of a list, in bytes. Longer files are no plausible list.
+/// The size limit of a preload list, in bytes. A longer file cannot be a real preload list.
 const LONGEST: u64 = 64 << 10;
 const OPEN: OFlags = OFlags::CLOEXEC.union(OFlags::NOFOLLOW);
-/// Resolves the image's links within the image, since the runtime's root is still the root.
+/// Links of the image are resolved within the image, because the hook still runs with the runtime's
+/// root.
 const WITHIN: ResolveFlags = ResolveFlags::IN_ROOT.union(ResolveFlags::NO_MAGICLINKS);
 
-/// The container's state, as a runtime writes it to a hook.
+/// The part of the container's state that the hook needs. The runtime writes the state to the
+/// hook's standard input.
 #[derive(Deserialize)]
 struct ContainerState {
     bundle: PathBuf,
@@ -71,18 +75,20 @@ struct Process {
 #[derive(Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Linux {
-    /// SELinux's label of the container's own mounts.
+    /// The SELinux label of the container's own mounts.
     #[serde(default)]
     mount_label: String,
 }
 
-/// Checks the container whose state a runtime writes to a hook, and merges its lists.
+/// Checks the container whose state a runtime writes to a hook, and merges its preload lists.
 ///
 /// # Errors
-/// The container has several claims, or the image's own list exists and cannot be merged. Then the
-/// runtime does not start the container and reports the reason, in Kubernetes as an event of the
-/// pod. If the hook cannot look for a list, for example on a kernel before 5.6, it reports that on
-/// standard error and succeeds: the container starts without the image's preloaded libraries.
+/// The container has several claims, or the image's own list exists and cannot be merged. The
+/// runtime then does not start the container and reports the reason, in Kubernetes as an event of
+/// the pod.
+///
+/// If the hook cannot look for a list, for example on a kernel before 5.6, it reports that on
+/// standard error and succeeds. The container then starts without the image's preloaded libraries.
 pub fn on_create_container(state: impl Read) -> Result<(), CtlError> {
     let unknown = |why: &str| eprintln!("nvsharectl: cannot check whether the image has an /etc/ld.so.preload: {why}");
     let (bundle, container) = match read_container(state) {
@@ -110,7 +116,7 @@ pub fn on_create_container(state: impl Read) -> Result<(), CtlError> {
 
 /// The container's bundle and its configuration.
 fn read_container(state: impl Read) -> Result<(PathBuf, Container), String> {
-    // Parses only the JSON value, since the runtime may keep the pipe open.
+    // Only the JSON value is parsed, because the runtime may keep the pipe open.
     let state = ContainerState::deserialize(&mut serde_json::Deserializer::from_reader(state));
     let bundle = state.map_err(|e| format!("standard input: {e}"))?.bundle;
     let file = bundle.join("config.json");
@@ -139,7 +145,7 @@ struct Found {
     container: Container,
     /// The container's `/etc`.
     etc: OwnedFd,
-    /// The container's `/etc` without the mounts in it.
+    /// The container's `/etc`, without the mounts on files in it.
     own: OwnedFd,
 }
 
@@ -167,8 +173,8 @@ impl Found {
 
     /// Mounts a read-only file with this text over the mounted file.
     fn mount(&self, text: &[u8], over: &File) -> std::io::Result<()> {
-        // A separate tmpfs, which ends with the container: no existing file system is writable in
-        // every container.
+        // The file is on a separate tmpfs, which ends with the container. No existing file system
+        // is writable in every container.
         let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
         fsconfig_set_string(&context, "mode", "0755")?;
         fsconfig_set_string(&context, "size", "128k")?;
@@ -181,7 +187,8 @@ impl Found {
             MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
         let system = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?;
         // Before Linux 6.15, bind-mounting a file of the tmpfs requires that the tmpfs itself is
-        // mounted. It is mounted here, where no process uses the directory yet.
+        // mounted. `/etc` of the container serves as its mount point, because no process uses that
+        // directory yet.
         let by_descriptors = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
         move_mount(&system, "", &self.etc, "", by_descriptors)?;
         let create = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OPEN;
@@ -201,10 +208,10 @@ fn by_descriptor(fd: &OwnedFd) -> PathBuf {
     Path::new("/proc/self/fd").join(fd.as_raw_fd().to_string())
 }
 
-/// The list in a directory, and its text; `None` if there is none.
+/// Opens the list in a directory, and reads its text. Returns `None` if there is no list.
 fn read(directory: impl AsFd) -> Result<Option<(File, Vec<u8>)>, String> {
-    // An image may contain any file type, and opening a device can have effects, so the type is
-    // checked first.
+    // The file's type is checked before opening, because an image may contain any file type, and
+    // opening a device can have effects.
     let place = match openat(directory, NAME, OFlags::PATH | OPEN, Mode::empty()) {
         Ok(place) => place,
         Err(Errno::NOENT) => return Ok(None),
@@ -225,14 +232,15 @@ fn read(directory: impl AsFd) -> Result<Option<(File, Vec<u8>)>, String> {
     Ok(Some((file, text)))
 }
 
-/// Merges the names in the image's list with the library in nvshare's list, which comes last, as on
-/// a host. `None` if the image's list adds no library, or the mounted list is not nvshare's.
+/// Merges the names in the image's list with the library in nvshare's list. nvshare's library comes
+/// last, as on a host. Returns `None` if the image's list adds no library, or the mounted list is
+/// not nvshare's.
 fn merged(own: &[u8], nvshares: &[u8]) -> Option<Vec<u8>> {
-    // The loader stops at a NUL.
+    // The loader stops reading at a NUL.
     let own = own.split(|byte| *byte == 0).next().unwrap_or_default();
     let all: Vec<&[u8]> = entries::names(own).into_iter().filter(|name| !entries::is_ours(name)).collect();
     let ours = entries::names(nvshares).into_iter().find(|name| entries::is_ours(name))?;
-    // Comments are dropped, since their meaning to the loader depends on their position.
+    // Comments are dropped, because their meaning to the loader depends on their position.
     (!all.is_empty()).then(|| all.into_iter().chain([ours]).flat_map(|name| [name, b"\n"].concat()).collect())
 }
 

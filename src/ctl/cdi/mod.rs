@@ -1,11 +1,12 @@
-//! `nvsharectl cdi`: writes a file that tells container runtimes how to give GPUs and nvshare to containers (the Container Device
-//! Interface, CDI).
+//! `nvsharectl cdi`: writes a file that tells container runtimes how to give GPUs and nvshare to
+//! containers (the Container Device Interface, CDI).
 //!
 //! - `edits`: a runtime's changes to a container.
-//! - `nvidia`: the file of NVIDIA's tools, which lists everything that a GPU needs in a container. `nodes`: a GPU's device nodes,
-//!   for hosts without that file.
-//! - `spec`: nvshare's file. [`specs`]: the CDI files of a host.
-//! - `hook`: the OCI hook that the file names.
+//! - `nvidia`: the file of NVIDIA's tools, which lists everything that a GPU needs in a container.
+//! - `nodes`: a GPU's device nodes, for hosts without NVIDIA's file.
+//! - `spec`: nvshare's file.
+//! - [`specs`]: the CDI files of a host.
+//! - `hook`: the OCI hook that nvshare's file names.
 
 mod edits;
 mod hook;
@@ -36,7 +37,7 @@ use nvidia::Nvidia;
 pub use spec::{CLAIM_KIND, of_claim};
 use spec::{FromHost, Spec};
 
-/// In the runtimes' directory for the administrator's CDI files.
+/// The default output, in the directory that runtimes read for the administrator's CDI files.
 const DEFAULT_OUTPUT: &str = "/etc/cdi/nvshare.json";
 
 #[derive(Debug, Args)]
@@ -71,7 +72,8 @@ pub struct Generate {
     check: bool,
 }
 
-/// Period of `--watch`: GPUs and drivers change a few times a year, and pods wait for them.
+/// Period of `--watch`. GPUs and drivers change only a few times a year, but pods wait for the
+/// change.
 const LOOK: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Args)]
@@ -93,9 +95,9 @@ pub struct Install {
     owner: Option<u32>,
 }
 
-/// Copies the files that containers mount, and this program, into a directory of the host, for
-/// hosts that run nvshare in containers only. Each file is replaced atomically; running containers
-/// keep the old one. Passes remarks to `say`.
+/// Copies the files that containers mount, and this program, into a directory of the host. This is
+/// for hosts that run nvshare only in containers. Each file is replaced atomically, and running
+/// containers keep the old file. Passes remarks to `say`.
 pub fn install(asked: &Install, say: impl Fn(&str)) -> Result<(), CtlError> {
     let fail = |path: &Path, e: std::io::Error| CtlError::Failed(format!("{}: {e}", path.display()));
     let copy = |from: &Path, name: &str, mode: u32| {
@@ -106,7 +108,7 @@ pub fn install(asked: &Install, say: impl Fn(&str)) -> Result<(), CtlError> {
     copy(&library::find(asked.library.as_deref())?, "libnvshare.so", 0o644)?;
     copy(&asked.preload_list, "ld.so.preload", 0o644)?;
     if statvfs(&asked.to).is_ok_and(|system| system.f_flag.contains(StatVfsMountFlags::NOEXEC)) {
-        // A CDI file that names a program that cannot be executed would prevent every container
+        // A CDI file that names a program which cannot be executed would prevent every container
         // from starting.
         let program = asked.to.join(PROGRAM);
         match std::fs::remove_file(&program) {
@@ -123,25 +125,25 @@ pub fn install(asked: &Install, say: impl Fn(&str)) -> Result<(), CtlError> {
     Ok(())
 }
 
-/// Changes the owner of a directory, its files, and the directories of claims with their files.
-/// Sockets and locks may be left from a scheduler that ran as another user.
+/// Changes the owner of a directory and its files, and of the directories of claims and their
+/// files. A scheduler that ran as another user may have left sockets and locks there.
 fn give(directory: &Path, owner: u32) -> std::io::Result<()> {
     std::fs::create_dir_all(directory)?;
     give_opened(&rustix::fs::open(directory, DIRECTORY, Mode::empty())?, owner, true)
 }
 
-/// This program's name beside the other files.
+/// The file name of this program's copy.
 const PROGRAM: &str = "nvsharectl";
 const HIDDEN: &str = "nvshare's /etc/ld.so.preload hides an image's own file, and the libraries listed there are not \
     loaded";
 
 const DIRECTORY: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
-/// Changes owners by descriptors, and no deeper than the directories of claims: the previous owner
-/// could replace entries at the same time.
+/// Changes owners through descriptors, because the previous owner could replace entries at the same
+/// time. Descends no deeper than the directories of claims.
 fn give_opened(directory: &OwnedFd, owner: u32, has_claims: bool) -> std::io::Result<()> {
     // A user who can write to the directory could replace the scheduler's socket. A directory that
-    // already has the owner has the right mode, and is left alone.
+    // already belongs to the owner has the right mode, and stays unchanged.
     if fstat(directory)?.st_mode & 0o022 != 0 {
         fchmod(directory, Mode::from_raw_mode(0o755))?;
     }
@@ -263,7 +265,8 @@ fn make(target: &Target, asked: &Generate) -> Result<Made, CtlError> {
     Ok(Made { text: format!("{:#}\n", spec.json()), remarks })
 }
 
-/// The path of a file that runtimes mount: it must exist, and be valid UTF-8.
+/// Returns the absolute path of a file that runtimes mount. The file must exist, and its path must
+/// be valid UTF-8.
 fn existing(path: &Path, option: &str) -> Result<String, CtlError> {
     let fail = |why: String| CtlError::Failed(format!("--{option} {}: {why}", path.display()));
     let whole = std::path::absolute(path).map_err(|e| fail(e.to_string()))?;
@@ -272,32 +275,34 @@ fn existing(path: &Path, option: &str) -> Result<String, CtlError> {
     text.map_err(|_| fail("its path is not valid UTF-8, which a CDI file requires".into()))
 }
 
-/// The path of a program, if the host can execute it.
+/// Returns the absolute path of a program if the host can execute the program.
 fn startable(program: PathBuf) -> Option<String> {
     let whole = std::path::absolute(program).ok()?;
     let is_startable = whole.is_file() && access(&whole, Access::EXEC_OK).is_ok();
     whole.into_os_string().into_string().ok().filter(|_| is_startable)
 }
 
-/// Writes a file atomically, since runtimes read it at any time. Creates its directory.
+/// Writes a file atomically, because runtimes may read it at any time. Creates the file's
+/// directory.
 ///
 /// # Errors
-/// The error of a system call. Then an earlier file is unchanged.
+/// A system call fails. An earlier file then stays unchanged.
 pub fn write(path: &Path, content: &[u8]) -> std::io::Result<()> {
     publish(path, 0o644, |file| file.write_all(content))
 }
 
-/// Writes a file atomically, with a mode and the content from `fill`.
+/// Writes a file atomically, with the mode `mode` and the content that `fill` writes.
 fn publish(path: &Path, mode: u32, fill: impl FnOnce(&mut File) -> std::io::Result<()>) -> std::io::Result<()> {
     let path = std::path::absolute(path)?;
     let directory = path.parent().unwrap_or(Path::new("/"));
     std::fs::create_dir_all(directory)?;
-    // Runtimes ignore names that do not end in .json.
+    // Runtimes ignore names that do not end in `.json`, so they ignore the temporary file.
     let mut file = tempfile::Builder::new().prefix(".nvshare-").suffix(".new").tempfile_in(directory)?;
     fill(file.as_file_mut())?;
     file.as_file().set_permissions(std::fs::Permissions::from_mode(mode))?;
     file.as_file().sync_all()?;
-    // Closes the file first: a program that is open for writing cannot be executed.
+    // The file is closed before it gets its name, because a program that is open for writing cannot
+    // be executed.
     Ok(file.into_temp_path().persist(&path)?)
 }
 

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::edits::Edits;
 
-/// The directory in which the driver shows each GPU's minor number.
+/// The directory in which the driver lists each GPU's minor number.
 const GPUS: &str = "/proc/driver/nvidia/gpus";
 
 /// Device files that every CUDA program needs.
@@ -17,7 +17,7 @@ pub fn common() -> Edits {
     edits
 }
 
-/// The node of one GPU, by its UUID.
+/// Returns the node of one GPU, by the GPU's UUID.
 pub fn of(uuid: &str) -> Option<Edits> {
     let entries = Path::new(GPUS).read_dir().ok()?;
     let texts = entries.flatten().filter_map(|entry| std::fs::read_to_string(entry.path().join("information")).ok());
@@ -27,7 +27,7 @@ pub fn of(uuid: &str) -> Option<Edits> {
     Some(edits)
 }
 
-/// The number in `/dev/nvidia<number>`, which may differ from `nvidia-smi`'s index.
+/// Returns the number in `/dev/nvidia<number>`, which may differ from `nvidia-smi`'s index.
 fn minor(information: &str, uuid: &str) -> Option<u32> {
     let value = |key: &str| {
         let mut pairs = information.lines().filter_map(|line| line.split_once(':'));

@@ -1,5 +1,6 @@
-//! NVIDIA's CDI file (`nvidia-ctk cdi generate`): the driver's libraries, device nodes and hooks that a GPU needs in
-//! a container. CDI cannot refer to another vendor's device, so the edits are copied.
+//! NVIDIA's CDI file (`nvidia-ctk cdi generate`). It lists the driver's libraries, device nodes and
+//! hooks that a GPU needs in a container. CDI cannot refer to another vendor's device, so nvshare
+//! copies the edits.
 
 use std::path::Path;
 
@@ -9,7 +10,7 @@ use super::edits::Edits;
 use super::specs;
 use crate::bus::Gpu;
 
-/// The kind that `nvidia-ctk cdi generate` writes unless told otherwise.
+/// The kind that `nvidia-ctk cdi generate` writes by default.
 const KIND: &str = "nvidia.com/gpu";
 
 /// A parsed CDI file of NVIDIA's.
@@ -33,7 +34,7 @@ impl Nvidia {
     pub fn find(directories: &[&Path], gpus: &[Gpu]) -> Result<Option<Self>, String> {
         let mut found: Vec<((usize, bool), Self)> = Vec::new();
         for file in directories.iter().flat_map(|directory| specs::files(directory)) {
-            // Invalid files of other vendors are ignored.
+            // Invalid files are ignored, because they may belong to other vendors.
             let Ok(value) = specs::parse(&file) else { continue };
             let kind = specs::kind(&value);
             let is_usual = kind == KIND;
@@ -75,7 +76,8 @@ impl Nvidia {
         })
     }
 
-    /// The edits of a GPU, by its UUID or else its index. MIG slices have indices of another form.
+    /// Returns the edits of a GPU, by its UUID or else its index. MIG slices are indexed
+    /// differently, so the index is not used for them.
     pub fn device(&self, gpu: &Gpu) -> Option<&Edits> {
         let named = |name: &str| self.devices.iter().find(|(known, _)| known == name).map(|(_, edits)| edits);
         let number = gpu.index.filter(|_| gpu.kind != "mig").map(|index| index.to_string());
@@ -83,7 +85,7 @@ impl Nvidia {
     }
 }
 
-/// True for `nvidia.com/gpu`, and for GPUs of vendors below `nvidia.com`.
+/// Returns true for `nvidia.com/gpu`, and for GPUs of vendors below `nvidia.com`.
 fn is_nvidias(kind: &str) -> bool {
     let vendor = kind.strip_suffix("/gpu");
     vendor.is_some_and(|vendor| vendor == "nvidia.com" || vendor.ends_with(".nvidia.com"))
@@ -149,14 +151,14 @@ devices:
             Some(nvidia.device(&gpus[0]).map(|edits| edits.json()["deviceNodes"][0]["path"].clone()))
         };
         assert_eq!(found(), None);
-        // A file with only `all`, which no container should get.
+        // This file contains only the device `all`, which no container should get.
         write(1, "management.nvidia.com-gpu.json", "management.nvidia.com/gpu", "all");
         write(1, "other.json", "example.com/gpu", "GPU-1");
         write(1, "like.json", "notnvidia.com/gpu", "GPU-1");
         assert_eq!(found(), None);
         write(1, "plugin.json", "k8s.device-plugin.nvidia.com/gpu", "GPU-1");
         assert_eq!(found(), Some(Some("/dev/k8s.device-plugin.nvidia.com/gpu".into())));
-        // A file that predates the GPU does not hide another file with the GPU.
+        // A file that is older than the GPU does not hide another file that lists the GPU.
         write(0, "nvidia.json", "nvidia.com/gpu", "GPU-0");
         assert_eq!(found(), Some(Some("/dev/k8s.device-plugin.nvidia.com/gpu".into())));
         write(0, "nvidia.json", "nvidia.com/gpu", "0");

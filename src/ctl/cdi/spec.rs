@@ -1,4 +1,5 @@
-//! The CDI file of nvshare: one device for each GPU by its number and its UUID, and `all`.
+//! The CDI file of nvshare. It defines the device `all`, and devices for each GPU that are named by
+//! the GPU's number and UUID.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +13,7 @@ use crate::config::paths::{LIBRARY_IN_CONTAINERS, PRELOAD_IN_CONTAINERS, SOCKETS
 
 const KIND: &str = "nvshare.com/gpu";
 
-/// The oldest version of CDI in which the name of a device may begin with a digit.
+/// The oldest version of CDI in which a device's name may begin with a digit.
 const VERSION: &str = "0.5.0";
 
 /// Paths on the host that nvshare mounts in containers.
@@ -21,16 +22,18 @@ pub struct FromHost {
     pub library: String,
     pub preload_list: String,
     pub sockets: String,
-    /// This program, if the runtime can execute it. Without it, an image's own list is hidden.
+    /// The path of this program, if the runtime can execute it. Without this program as a hook,
+    /// nvshare's list hides an image's own list.
     pub hook: Option<String>,
 }
 
 /// The kind of the devices of Kubernetes' ResourceClaims.
 pub const CLAIM_KIND: &str = "nvshare.com/claim";
 
-/// A file with one device, named by the UID of a claim. It mounts the directory of the claim's
-/// socket in place of the usual one. It must follow the device of a GPU, so that runtimes replace
-/// that device's mount. The variable shows the hook how many claims a container has.
+/// Returns a CDI file with one device, whose name is the UID of a claim. The device mounts the
+/// directory of the claim's socket in place of the usual directory. A container must list this
+/// device after the device of a GPU, so that runtimes replace the GPU device's mount. The variable
+/// tells the hook how many claims a container has.
 pub fn of_claim(uid: &str, name: &str, sockets: &str) -> String {
     let mut edits = Edits::default();
     edits.mount(sockets, SOCKETS_IN_CONTAINERS);
@@ -47,7 +50,8 @@ pub struct Spec {
 }
 
 impl Spec {
-    /// Takes a GPU's edits from NVIDIA's file, or only its device nodes without such a file.
+    /// Creates the file from the edits of GPUs in NVIDIA's file. Without NVIDIA's file, uses only
+    /// the GPUs' device nodes.
     pub fn of(
         gpus: &[Gpu],
         from_host: &FromHost,
@@ -55,14 +59,16 @@ impl Spec {
         remarks: &mut Vec<String>,
     ) -> Result<Self, String> {
         let mut edits = nvidia.map_or_else(nodes::common, |nvidia| nvidia.edits.clone());
-        // Not LD_PRELOAD: CDI would replace the image's own value. Also, only glibc reads this
-        // file, so programs with another C library are unaffected.
+        // The library is not preloaded by LD_PRELOAD, because CDI would replace the image's own
+        // value. Also, only glibc reads `/etc/ld.so.preload`, so programs with another C library
+        // are unaffected.
         edits.mount(&from_host.preload_list, PRELOAD_IN_CONTAINERS);
         if let Some(program) = &from_host.hook {
             edits.create_hook(program, &["nvsharectl", "cdi", hook::COMMAND]);
         }
         edits.mount(&from_host.library, LIBRARY_IN_CONTAINERS);
-        // The directory rather than the socket: a restarted scheduler creates a new socket there.
+        // The whole directory is mounted rather than the socket, because a restarted scheduler
+        // creates a new socket in the directory.
         edits.mount(&from_host.sockets, SOCKETS_IN_CONTAINERS);
         let mut devices = BTreeMap::new();
         let mut all = Edits::default();
@@ -120,7 +126,7 @@ impl Spec {
     }
 }
 
-/// The newer of two versions of CDI.
+/// Returns the newer of two versions of CDI.
 fn newer<'a>(one: &'a str, other: &'a str) -> &'a str {
     let numbers = |version: &str| -> Vec<u32> {
         version.trim_start_matches('v').split('.').map(|part| part.parse().unwrap_or(0)).collect()

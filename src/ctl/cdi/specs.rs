@@ -4,13 +4,14 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-/// The directories that runtimes read. The last one takes precedence.
+/// The directories that runtimes read. The last directory takes precedence.
 pub const DIRECTORIES: [&str; 2] = ["/etc/cdi", "/var/run/cdi"];
 
 /// The size limit of a file, in bytes.
 const LARGEST: u64 = 16 << 20;
 
-/// The CDI files in a directory, by name. Empty if the directory cannot be read.
+/// Lists the CDI files in a directory, by name. Returns an empty list if the directory cannot be
+/// read.
 pub fn files(directory: &Path) -> Vec<PathBuf> {
     let Ok(entries) = directory.read_dir() else { return Vec::new() };
     let mut files: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(|file| is_spec(file)).collect();
@@ -32,7 +33,8 @@ pub fn devices(spec: &Value) -> impl Iterator<Item = &str> {
 /// Reads a file as JSON or YAML, depending on its name.
 ///
 /// # Errors
-/// A sentence with the path, if the file cannot be read, is larger than 16 MiB, or is invalid.
+/// The file cannot be read, is larger than 16 MiB, or is invalid. The error is a sentence with the
+/// path.
 pub fn parse(file: &Path) -> Result<Value, String> {
     let wrong = |why: String| format!("{}: {why}", file.display());
     let size = file.metadata().map_err(|e| wrong(e.to_string()))?.len();

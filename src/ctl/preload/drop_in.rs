@@ -1,7 +1,7 @@
-//! The drop-in that makes systemd start a service with the library:
-//! `/etc/systemd/system/UNIT.d/zz-nvshare-preload.conf`, or the same in `~/.config/systemd/user`
-//! for a user's manager. Its name sorts after `systemctl edit`'s, because the last `Environment=`
-//! of a variable takes effect.
+//! The drop-in that makes systemd start a service with the library. For the system's manager, its
+//! path is `/etc/systemd/system/UNIT.d/zz-nvshare-preload.conf`. For a user's manager, the same
+//! file is below `~/.config/systemd/user`. The last `Environment=` of a variable takes effect, so
+//! the drop-in's name sorts after the name of `systemctl edit`'s drop-in.
 
 use std::ffi::OsStr;
 use std::io::{self, Write};
@@ -14,7 +14,7 @@ pub const VARIABLE: &str = "LD_PRELOAD";
 
 const UNITS: &str = "/etc/systemd/system";
 const FILE: &str = "zz-nvshare-preload.conf";
-/// The length limit of systemd's unit names, exclusive.
+/// systemd's limit of unit names, in bytes. Names must be shorter.
 const NAME_MAX: usize = 255;
 
 /// The service manager of a unit.
@@ -36,7 +36,7 @@ impl Manager {
         set("XDG_CONFIG_HOME").unwrap_or_else(home).join("systemd/user")
     }
 
-    /// The path of a unit's drop-in, which may not exist.
+    /// Returns the path of a unit's drop-in, which may not exist.
     pub fn path(self, unit: &str) -> PathBuf {
         self.units().join(format!("{unit}.d")).join(FILE)
     }
@@ -50,7 +50,7 @@ impl Manager {
     }
 }
 
-/// The units with a drop-in, sorted.
+/// Lists the units with a drop-in, sorted.
 pub fn units() -> Vec<String> {
     let directories = Path::new(UNITS).read_dir().into_iter().flatten().flatten();
     let unit = |name: &OsStr| Some(name.to_str()?.strip_suffix(".d")?.to_owned());
@@ -60,10 +60,10 @@ pub fn units() -> Vec<String> {
     units
 }
 
-/// The full name of a unit; `.service` is the default suffix.
+/// Returns the full name of a unit. The default suffix is `.service`.
 ///
 /// # Errors
-/// The name is not valid for a unit.
+/// The name is not a valid unit name.
 pub fn unit_name(asked: &str) -> Result<String, String> {
     let name = if asked.contains('.') { asked.to_owned() } else { format!("{asked}.service") };
     let allowed = |c: char| c.is_ascii_alphanumeric() || ":-_.\\@".contains(c);
@@ -71,27 +71,28 @@ pub fn unit_name(asked: &str) -> Result<String, String> {
     is_name.then_some(name).ok_or_else(|| format!("{asked:?} is not a valid unit name"))
 }
 
-/// `before` with the library in front, and without other copies of `libnvshare.so`.
+/// Returns the preload list `before` with the library in front, and without other copies of
+/// `libnvshare.so`.
 pub fn preload_list(before: &str, library: &str) -> String {
     let others =
         before.split([' ', '\t', '\n', ':']).filter(|name| !name.is_empty() && !entries::is_ours(name.as_bytes()));
     std::iter::once(library).chain(others).collect::<Vec<_>>().join(":")
 }
 
-/// The first name in an `LD_PRELOAD` that is a `libnvshare.so`.
+/// Returns the first name in an `LD_PRELOAD` list that is a `libnvshare.so`.
 pub fn ours(list: &str) -> Option<&str> {
     list.split([' ', '\t', '\n', ':']).find(|name| entries::is_ours(name.as_bytes()))
 }
 
-/// The last value of `LD_PRELOAD` in a list of assignments.
+/// Returns the last value of `LD_PRELOAD` in a list of assignments.
 pub fn assigned(environment: &[String]) -> &str {
     let mut values = environment.iter().filter_map(|pair| pair.strip_prefix(VARIABLE)?.strip_prefix('='));
     values.next_back().unwrap_or_default()
 }
 
-/// The text of the drop-in. `undo` is the command of nvsharectl that removes it.
+/// Returns the text of the drop-in. `undo` is the nvsharectl command that removes the drop-in.
 pub fn text(undo: &str, list: &str) -> String {
-    // systemd replaces `%` and `\`, and ends the word at `"`.
+    // systemd interprets `%` and `\`, and a `"` would end the quoted word.
     let quoted = list.replace('\\', "\\\\").replace('"', "\\\"").replace('%', "%%");
     format!(
         "{}\n\
@@ -104,12 +105,12 @@ fn first_line(undo: &str) -> String {
     format!("# Written by nvsharectl(1); `nvsharectl {undo}` removes it.")
 }
 
-/// True if the drop-in's text names `undo` as the command that removes it.
+/// Returns true if the drop-in's text names `undo` as the command that removes the drop-in.
 pub fn is_removed_by(text: &str, undo: &str) -> bool {
     text.lines().next() == Some(first_line(undo).as_str())
 }
 
-/// The text of a unit's drop-in; `None` if it has none.
+/// Returns the text of a unit's drop-in, or `None` if the unit has no drop-in.
 pub fn read(manager: Manager, unit: &str) -> io::Result<Option<String>> {
     match std::fs::read_to_string(manager.path(unit)) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -117,13 +118,13 @@ pub fn read(manager: Manager, unit: &str) -> io::Result<Option<String>> {
     }
 }
 
-/// Writes a unit's drop-in atomically, and returns the text of an earlier one.
+/// Writes a unit's drop-in atomically, and returns the text of the earlier drop-in, if any.
 pub fn write(manager: Manager, unit: &str, text: &str) -> io::Result<Option<String>> {
     let path = manager.path(unit);
     let directory = path.parent().unwrap_or(Path::new(UNITS));
     let before = read(manager, unit)?;
     std::fs::create_dir_all(directory)?;
-    // systemd ignores names that do not end in .conf.
+    // systemd ignores names that do not end in `.conf`, so it ignores the temporary file.
     let mut file = tempfile::Builder::new().prefix(".nvshare-").suffix(".new").tempfile_in(directory)?;
     file.write_all(text.as_bytes())?;
     file.as_file().set_permissions(PermissionsExt::from_mode(0o644))?;
@@ -132,8 +133,8 @@ pub fn write(manager: Manager, unit: &str, text: &str) -> io::Result<Option<Stri
     Ok(before)
 }
 
-/// Removes a unit's drop-in, and its directory if that is then empty. Returns false if the unit
-/// had no drop-in.
+/// Removes a unit's drop-in, and the drop-in's directory if it is then empty. Returns false if the
+/// unit had no drop-in.
 pub fn remove(manager: Manager, unit: &str) -> io::Result<bool> {
     let path = manager.path(unit);
     match std::fs::remove_file(&path) {

@@ -1,28 +1,28 @@
-//! The text of `/etc/ld.so.preload`: parses its entries like the loader, and adds and removes ours.
-//! Pure: bytes in, bytes out.
+//! The text of `/etc/ld.so.preload`. This module parses its entries like the loader, and adds and
+//! removes nvshare's entry. It works on bytes and does no I/O.
 //!
-//! All other bytes are kept. Our entry is added as a line of its own at the end, so that removing it restores the
-//! original bytes.
+//! All other bytes are kept. nvshare's entry is added as a separate line at the end, so that
+//! removing the entry restores the original bytes.
 
 use std::ops::Range;
 
-/// The file name that identifies our entry, in any directory.
+/// The file name that identifies nvshare's entry, in any directory.
 pub const LIBRARY: &[u8] = b"libnvshare.so";
 
-/// Why no entry can be added to a text.
+/// The reason why no entry can be added to a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refusal {
-    /// The text has a NUL, where the loader stops reading.
+    /// The text contains a NUL, where the loader stops reading.
     Nul,
-    /// The text has comments that the loader would parse differently in a longer text.
+    /// The text contains comments that the loader would parse differently in a longer text.
     Comments,
 }
 
-/// The ranges of the entries, in order.
+/// Returns the byte ranges of the entries, in order.
 pub fn entries(text: &[u8]) -> Vec<Range<usize>> {
     let seen = without_comments(text);
-    // The loader stops at a NUL. Entries after it count here nevertheless, so that they are removed
-    // too.
+    // The loader stops at a NUL. This function also returns entries after a NUL, so that they are
+    // removed too.
     let separates = |byte: u8| matches!(byte, b' ' | b'\t' | b'\n' | b':' | 0);
     let mut found = Vec::new();
     let mut start = None;
@@ -39,19 +39,20 @@ pub fn entries(text: &[u8]) -> Vec<Range<usize>> {
     found
 }
 
-/// The names in a text.
+/// Returns the names in a text.
 pub fn names(text: &[u8]) -> Vec<&[u8]> {
     entries(text).into_iter().map(|entry| &text[entry]).collect()
 }
 
-/// True if this is the name of a `libnvshare.so`. In a line that ends in CR LF, the CR belongs to
-/// the last name, as in the loader.
+/// Returns true if this is the name of a `libnvshare.so`. If a line ends in CR LF, the CR counts as
+/// part of the last name, as in the loader.
 pub fn is_ours(name: &[u8]) -> bool {
     let name = name.strip_suffix(b"\r").unwrap_or(name);
     name.rsplit(|byte| *byte == b'/').next() == Some(LIBRARY)
 }
 
-/// The text with one entry for the library: in place of our earlier entry, else at the end.
+/// Returns the text with one entry for the library. The entry replaces an earlier entry of nvshare,
+/// or is added at the end.
 pub fn with(text: &[u8], library: &[u8]) -> Result<Vec<u8>, Refusal> {
     if text.contains(&0) {
         return Err(Refusal::Nul);
@@ -84,11 +85,11 @@ pub fn with(text: &[u8], library: &[u8]) -> Result<Vec<u8>, Refusal> {
     if names(&new) == expected { Ok(new) } else { Err(Refusal::Comments) }
 }
 
-/// The text without our entries.
+/// Returns the text without nvshare's entries.
 pub fn without(text: &[u8]) -> Vec<u8> {
     let mut text = text.to_vec();
-    // Removes one entry at a time: the set of comments that the loader recognizes depends on the
-    // text's length.
+    // One entry is removed at a time, because the text's length determines which comments the
+    // loader recognizes.
     while let Some(entry) = ours(&text).first() {
         text.drain(with_its_separator(&text, entry));
     }
@@ -99,8 +100,8 @@ fn ours(text: &[u8]) -> Vec<Range<usize>> {
     entries(text).into_iter().filter(|entry| is_ours(&text[entry.clone()])).collect()
 }
 
-/// The bytes to remove with an entry: its whole line if it is alone there, else also one separator.
-/// A NUL hides the rest of the line.
+/// Returns the range to remove with an entry. If the entry is alone in its line, this is the whole
+/// line. Otherwise it includes one separator. A NUL hides the rest of the line.
 fn with_its_separator(text: &[u8], entry: &Range<usize>) -> Range<usize> {
     let Range { start, end } = *entry;
     let before = start.checked_sub(1).map(|at| text[at]);
@@ -111,9 +112,9 @@ fn with_its_separator(text: &[u8], entry: &Range<usize>) -> Range<usize> {
     }
 }
 
-/// The text as glibc's loader parses it: comments become blanks. The loader searches for each
-/// comment from the start of the file, but only over the number of bytes that follow the previous
-/// comment, so it may miss a second comment.
+/// Returns the text as glibc's loader parses it, in which comments are blanks. The loader searches
+/// for each comment from the start of the file. However, it searches only as many bytes as follow
+/// the previous comment, so it may miss a second comment.
 fn without_comments(text: &[u8]) -> Vec<u8> {
     let mut text = text.to_vec();
     let mut rest = text.len();
@@ -198,8 +199,8 @@ mod tests {
     #[test]
     fn a_text_that_the_loader_would_parse_differently_is_refused() {
         assert_eq!(with("a.so\0b.so"), Err(Refusal::Nul));
-        // The loader recognizes the second comment only if the text after the first is at least as
-        // long as the text before the second.
+        // The loader finds the second comment only if the text after the first comment is at least
+        // as long as the text before the second comment.
         assert_eq!(with("# one\n# two\n"), Err(Refusal::Comments));
     }
 

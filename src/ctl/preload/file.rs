@@ -1,6 +1,6 @@
-//! `/etc/ld.so.preload` on disk: reads it, and replaces it atomically, keeping the old file aside
-//! until the trials of the new one have passed. After a power failure or a kill, either the whole
-//! old file or the whole new one exists.
+//! `/etc/ld.so.preload` on disk. The file is read and replaced atomically. The old file is kept
+//! under another name until the trials of the new file have passed. After a power failure or a
+//! kill, either the complete old file or the complete new file exists.
 
 use std::fs::{File, Metadata, TryLockError};
 use std::io::{self, Read, Write};
@@ -14,23 +14,23 @@ use xattr::FileExt;
 use crate::ctl::CtlError;
 
 pub const FILE: &str = "/etc/ld.so.preload";
-/// Prefix of temporary files in the same directory. Leftover files are removed.
+/// Prefix of temporary files in the same directory. The next change removes leftover files.
 const BESIDE: &str = ".ld.so.preload.nvshare-";
-/// The lock file of changes. Only root can lock it, and a reboot removes it.
+/// The lock file for changes. Only root can lock it, and a reboot removes it.
 const LOCK: &str = "/run/nvshare-preload.lock";
-/// Timeout of waiting for another process that changes the file.
+/// Timeout of waiting for another process that is changing the file.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// The size limit of the file, in bytes.
 const SIZE_MAX: u64 = 64 << 10;
 
-/// The file as it was found. `before` is `None` if the file does not exist.
+/// The file before a change. `before` is `None` if the file does not exist.
 #[derive(Debug)]
 pub struct Found {
     path: PathBuf,
     before: Option<(Vec<u8>, Metadata)>,
 }
 
-/// Reads the file. A symbolic link is followed, and its target is the file to replace.
+/// Reads the file. If the file is a symbolic link, its target is read and will be replaced.
 pub fn read() -> Result<Found, CtlError> {
     let file = Path::new(FILE);
     let metadata = match file.symlink_metadata() {
@@ -59,7 +59,7 @@ fn read_regular(path: &Path) -> io::Result<(Vec<u8>, Metadata)> {
     }
 }
 
-/// Waits until no other process changes the file.
+/// Takes the lock. Waits until no other process changes the file.
 pub fn lock() -> Result<File, CtlError> {
     let path = Path::new(LOCK);
     let open = File::options().create(true).truncate(false).write(true).mode(0o600).open(path);
@@ -82,12 +82,14 @@ impl Found {
         self.before.as_ref().map_or(&[], |(text, _)| text)
     }
 
-    /// True if some user cannot read the file. The loader then silently ignores it for that user.
+    /// Returns true if some user cannot read the file. The loader silently ignores the file for
+    /// such users.
     pub fn is_hidden(&self) -> bool {
         self.before.as_ref().is_some_and(|(_, metadata)| metadata.mode() & 0o044 != 0o044)
     }
 
-    /// Replaces the file by one with `text`. Removes it if `text` is empty and it is not a link.
+    /// Replaces the file with one that contains `text`. If `text` is empty and the file is not a
+    /// link, removes the file.
     pub fn replace(self, text: &[u8]) -> Result<Replaced, CtlError> {
         let Self { path, before } = self;
         let replaced = replace(&path, before.as_ref(), text);
@@ -95,7 +97,7 @@ impl Found {
     }
 }
 
-/// A replaced file. The old one still exists under another name.
+/// A replaced file. The old file still exists under another name.
 #[derive(Debug)]
 pub struct Replaced {
     path: PathBuf,
@@ -103,7 +105,7 @@ pub struct Replaced {
 }
 
 impl Replaced {
-    /// Restores the old file itself, not a copy.
+    /// Restores the old file itself rather than a copy.
     pub fn undo(self) -> Result<(), CtlError> {
         let undone = match self.old {
             Some(old) => old.persist(&self.path).map_err(|e| e.error),
@@ -130,7 +132,7 @@ fn replace(path: &Path, before: Option<&(Vec<u8>, Metadata)>, text: &[u8]) -> io
         let new = beside(directory, before.map(|(_, metadata)| metadata), old.as_deref(), text)?;
         match before {
             Some(_) => drop(new.persist(path)?),
-            // Another process may have created the file since.
+            // `persist_noclobber` fails if another process has created the file since it was read.
             None => drop(new.persist_noclobber(path)?),
         }
     }
@@ -138,14 +140,14 @@ fn replace(path: &Path, before: Option<&(Vec<u8>, Metadata)>, text: &[u8]) -> io
     Ok(Replaced { path: path.into(), old })
 }
 
-/// A second hard link to the file, removed when the value is dropped.
+/// Creates a second hard link to the file. Dropping the value removes the link.
 fn keep(path: &Path, directory: &Path) -> io::Result<TempPath> {
     let link = Builder::new().prefix(BESIDE).make_in(directory, |name| std::fs::hard_link(path, name));
     link.map(NamedTempFile::into_temp_path)
 }
 
 /// Creates a file with `text`, synced to disk, and with the owner, mode and attributes of the old
-/// one.
+/// file.
 fn beside(directory: &Path, like: Option<&Metadata>, old: Option<&Path>, text: &[u8]) -> io::Result<NamedTempFile> {
     let mut new = Builder::new().prefix(BESIDE).tempfile_in(directory)?;
     new.write_all(text)?;
@@ -156,7 +158,8 @@ fn beside(directory: &Path, like: Option<&Metadata>, old: Option<&Path>, text: &
     file.set_permissions(PermissionsExt::from_mode(like.map_or(0o644, |metadata| metadata.mode() & 0o7777)))?;
     if let Some(old) = old {
         let old = File::open(old)?;
-        // Best effort: a file system may lack attributes, and the kernel sets some itself.
+        // Errors are ignored, because a file system may lack attributes, and the kernel sets some
+        // attributes itself.
         for name in old.list_xattr().into_iter().flatten() {
             if let Some(value) = old.get_xattr(&name)? {
                 let _ = file.set_xattr(&name, &value);
@@ -171,7 +174,7 @@ fn sync_directory(path: &Path) -> io::Result<()> {
     File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
 }
 
-/// Removes the files of an nvsharectl that was killed.
+/// Removes the temporary files of an nvsharectl that was killed.
 fn sweep(directory: &Path) {
     for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
         if entry.file_name().as_encoded_bytes().starts_with(BESIDE.as_bytes()) {
@@ -180,7 +183,7 @@ fn sweep(directory: &Path) {
     }
 }
 
-/// The error's sentence, with a remedy.
+/// Returns the error as a sentence, with a remedy.
 fn cannot(verb: &str, path: &Path, error: &io::Error) -> CtlError {
     use io::ErrorKind as Kind;
     let hint = match error.kind() {

@@ -1,5 +1,5 @@
-//! Finds `libnvshare.so`, and checks whether every process of this machine can safely load it.
-//! Never runs it.
+//! Finds `libnvshare.so`, and checks whether every process of this machine can safely load it. This
+//! module never runs the library.
 
 use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
@@ -17,8 +17,8 @@ const SIZE_MAX: u64 = 64 << 20;
 
 const MACHINE: elf::Machine = if cfg!(target_arch = "aarch64") { elf::EM_AARCH64 } else { elf::EM_X86_64 };
 
-/// The requested library, else the library installed beside this program. Links in the path are
-/// resolved, so that the file that is loaded later is the file that was checked.
+/// Returns the requested library, or else the library installed beside this program. Links in the
+/// path are resolved, so that the checked file is the file that the loader loads later.
 pub fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
     let exe = std::env::current_exe().unwrap_or_default();
     let bin = exe.parent().unwrap_or(Path::new("/usr/bin"));
@@ -38,14 +38,16 @@ pub fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
     })
 }
 
+/// Checks that the path can be an entry of the loader's list.
+///
 /// # Errors
-/// The loader cannot parse the path in its list, or `disable` would not recognize it.
+/// The loader cannot parse the path in its list, or `disable` would not recognize the path.
 pub fn check_name(path: &Path) -> Result<(), String> {
     let name = path.as_os_str().as_bytes();
     if !entries::is_ours(name) || name.ends_with(b"\r") {
         return Err("its file name is not libnvshare.so, which nvsharectl needs to find its own entry".into());
     }
-    // `#` begins a comment, and `$` a token that the loader replaces.
+    // `#` begins a comment. `$` begins a token that the loader replaces.
     if name.iter().any(|byte| byte.is_ascii_whitespace() || byte.is_ascii_control() || b":#$".contains(byte)) {
         return Err(
             "its path contains a space, colon, # or $, which the loader cannot read. Install it elsewhere".into()
@@ -54,8 +56,10 @@ pub fn check_name(path: &Path) -> Result<(), String> {
     Ok(())
 }
 
+/// Checks the owner and the mode of the library and its directories.
+///
 /// # Errors
-/// Some user cannot read the file, or a user other than root can change it or one of its
+/// Some user cannot read the file, or a user other than root can change the file or one of its
 /// directories.
 pub fn check_owner(path: &Path) -> Result<(), String> {
     for (level, part) in path.ancestors().enumerate() {
@@ -82,7 +86,8 @@ pub fn check_owner(path: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// The version of a `libnvshare.so` for this machine; an error that describes any other file.
+/// Returns the version of a `libnvshare.so` for this machine. For any other file, returns an error
+/// that describes the file.
 pub fn version(path: &Path) -> Result<String, String> {
     let regular = path.metadata().map_err(|e| e.to_string())?.is_file();
     if !regular {

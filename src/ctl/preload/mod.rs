@@ -1,17 +1,22 @@
-//! `nvsharectl preload`: the entry in `/etc/ld.so.preload` that loads `libnvshare.so` into every program of the
-//! machine, and drop-ins that load it into single services.
+//! `nvsharectl preload`: the entry in `/etc/ld.so.preload` that loads `libnvshare.so` into every
+//! program of the machine, and drop-ins that load the library into single services.
 //!
-//! - `entries`: the text of that file, in bytes. `file`: the file on disk.
-//! - `library`: `libnvshare.so` as a file. `trial`: programs that are run with it.
-//! - `verify`: checks that the library can be loaded everywhere. `state`: the current state.
-//! - `service`: single services. `drop_in`: the file that systemd reads. `program`: whether a
-//!   program heeds `LD_PRELOAD`.
+//! - `entries`: the text of `/etc/ld.so.preload`, in bytes.
+//! - `file`: `/etc/ld.so.preload` on disk.
+//! - `library`: `libnvshare.so` as a file.
+//! - `trial`: programs that are run with the library.
+//! - `verify`: checks that the library can be loaded everywhere.
+//! - `state`: the current state.
+//! - `service`: single services.
+//! - `drop_in`: the file that systemd reads.
+//! - `program`: checks whether a program heeds `LD_PRELOAD`.
 //!
-//! A library that cannot be loaded prevents every program of the system from starting. So trial
-//! programs first run with a new file that only they see, and run again once the file is in place;
-//! if they fail, the old file is restored. After a power failure between the two trials, the system
-//! has a file that passed the first. `disable` starts no program, so that a statically linked
-//! nvsharectl (`make build` links it so) works even if programs no longer start.
+//! A library that cannot be loaded prevents every program of the system from starting. Trial
+//! programs therefore run first with a new file that only they see, and again once the file is in
+//! place. If the second trials fail, the old file is restored. After a power failure between the
+//! trials, the file in place has passed the first trials. `disable` starts no program. A statically
+//! linked nvsharectl (`make build` creates one) can therefore disable preloading even if other
+//! programs no longer start.
 
 pub(super) mod drop_in;
 pub mod entries;
@@ -63,7 +68,7 @@ pub fn status(target: &Target, of: &Of, json: bool) -> Result<Output, CtlError> 
 pub fn verify(asked: Option<&Path>, json: bool) -> Result<Output, CtlError> {
     let library = library::find(asked)?;
     let alone = [library.as_os_str().as_bytes(), b"\n"].concat();
-    // Verifies the library even if `enable` would refuse the file.
+    // Verifies the library even if `enable` would refuse to change the file.
     let text = file::read().ok().and_then(|found| entries::with(found.text(), library.as_os_str().as_bytes()).ok());
     let report = verify::verify(&library, Some(&text.unwrap_or(alone)));
     let text = if json { format!("{:#}\n", report.json()) } else { report.text() };
@@ -115,7 +120,7 @@ pub fn enable(asked: Option<&Path>, of: &Of) -> Result<Output, CtlError> {
     )))
 }
 
-/// Replaces the file, and restores the old one if a trial fails.
+/// Replaces the file, and restores the old file if a trial fails.
 fn put_in_force(found: file::Found, text: &[u8], library: &Path) -> Result<(), CtlError> {
     let replaced = found.replace(text)?;
     let trials = trial::all(By::File, library, &[User::Caller, User::Nobody]).unwrap_or_default();
@@ -134,7 +139,7 @@ fn notes(report: &Report) -> String {
     notes.iter().map(|note| format!("  note: {note}\n")).collect()
 }
 
-/// For every program of the machine. Starts no program and reads no library.
+/// Disables preloading for every program of the machine. Starts no program and reads no library.
 pub fn disable(of: &Of) -> Result<Output, CtlError> {
     if let Some(selected) = of.selected()? {
         return service::disable(&selected);

@@ -8,12 +8,12 @@ use object::Endianness;
 use object::elf::FileHeader64;
 use object::read::elf::{FileHeader, ProgramHeader};
 
-/// The number of bytes that are read: the headers are at the beginning.
+/// The number of bytes that are read from a program's file. The headers are at the beginning.
 const READ_MAX: u64 = 1 << 20;
 const SETUID_OR_SETGID: u32 = 0o6000;
 
-/// Why a program ignores `LD_PRELOAD`, if its file shows that it does. Its child programs
-/// may still heed it.
+/// Returns the reason why a program ignores `LD_PRELOAD`, if the program's file shows one. The
+/// program's children may still heed `LD_PRELOAD`.
 pub fn obstacle(program: &Path) -> Option<&'static str> {
     let metadata = program.metadata().ok()?;
     let mut bytes = Vec::new();
@@ -24,7 +24,8 @@ pub fn obstacle(program: &Path) -> Option<&'static str> {
     if metadata.mode() & SETUID_OR_SETGID != 0 || xattr::get(program, "security.capability").ok().flatten().is_some() {
         return Some("is setuid, setgid or has file capabilities, so the loader ignores LD_PRELOAD");
     }
-    // Only the headers: an ElfFile also needs the sections, which are at the end.
+    // Only the headers are parsed. An ElfFile also needs the sections, which are at the end of the
+    // file.
     let headers = FileHeader64::<Endianness>::parse(&*bytes).and_then(|header| {
         let endian = header.endian()?;
         Ok((endian, header.program_headers(endian, &*bytes)?))

@@ -1,6 +1,6 @@
 //! `--unit` and `--user`: preload the library in one service, or in all services of a user's
-//! manager, instead of in every program of the machine. Both write a drop-in that sets `LD_PRELOAD`
-//! for a service; for a user, the service is `user@UID.service`.
+//! manager, instead of in every program of the machine. Both options write a drop-in that sets
+//! `LD_PRELOAD` for a service. For a user, the service is `user@UID.service`.
 //!
 //! systemd has no equivalent for slices: `Slice=` is a property of a service, and drop-ins apply by
 //! a unit's name.
@@ -19,7 +19,7 @@ use crate::ctl::progress::Progress;
 use crate::ctl::systemd::{Service, Systemd};
 use crate::ctl::{CtlError, block_on};
 
-/// For which programs.
+/// The programs that a command of `preload` concerns.
 #[derive(Debug, Clone, Default, Args)]
 #[group(multiple = false)]
 pub struct Of {
@@ -43,7 +43,7 @@ pub struct Selected {
 }
 
 impl Of {
-    /// The selected service; `None` for every program of the machine.
+    /// Returns the selected service. `None` means every program of the machine.
     pub fn selected(&self) -> Result<Option<Selected>, CtlError> {
         let (unit, options) = match (&self.unit, &self.user, &self.slice) {
             (None, None, None) => return Ok(None),
@@ -56,8 +56,8 @@ impl Of {
     }
 }
 
-/// The uid of a user. `getent` looks it up, because only a dynamically linked program can query
-/// user databases other than /etc/passwd.
+/// Returns the uid of a user. `getent` looks up the user, because only a dynamically linked program
+/// can query user databases other than /etc/passwd.
 fn uid(user: &str) -> Result<u32, CtlError> {
     if let Ok(uid) = user.parse() {
         return Ok(uid);
@@ -83,7 +83,7 @@ pub fn enable(selected: &Selected, asked: Option<&Path>) -> Result<Output, CtlEr
     })
 }
 
-/// The path of the library, after verification.
+/// Verifies the library, and returns its path.
 pub(in crate::ctl) fn verified(asked: Option<&Path>) -> Result<String, CtlError> {
     let library = library::find(asked)?;
     let report = verify::verify(&library, None);
@@ -93,13 +93,13 @@ pub(in crate::ctl) fn verified(asked: Option<&Path>) -> Result<String, CtlError>
             report.text()
         )));
     }
-    // The verification has excluded blanks in the path.
+    // The path contains no blanks, because the verification has passed.
     let text = library.to_str().map(str::to_owned);
     text.ok_or_else(|| CtlError::Failed(format!("{} is not valid UTF-8", library.display())))
 }
 
-/// A service that can preload the library. While this value lives, no other nvsharectl changes the
-/// preloading of the system's services.
+/// A service that can preload the library. While this value exists, no other nvsharectl changes
+/// preloading in the system's services.
 #[derive(Debug)]
 pub(in crate::ctl) struct Ready {
     pub systemd: Systemd,
@@ -109,17 +109,19 @@ pub(in crate::ctl) struct Ready {
     pub is_running: bool,
     library: String,
     list: String,
-    /// The `libnvshare.so` that the service already preloads.
+    /// The path of the `libnvshare.so` that the service already preloads.
     pub before: Option<String>,
     notes: Vec<String>,
     _lock: Option<File>,
 }
 
 impl Ready {
+    /// Checks the service.
+    ///
     /// # Errors
     /// The service does not exist, or preloading would have no effect.
     pub async fn of(manager: Manager, unit: &str, library: &str) -> Result<Self, CtlError> {
-        // Only the system's services need the lock, and only root can take it.
+        // Only the system's services need the lock, which only root can take.
         let lock = (manager == Manager::System).then(file::lock).transpose()?;
         let systemd = Systemd::connect(manager).await?;
         is_service(&systemd, unit).await?;
@@ -139,8 +141,9 @@ impl Ready {
         })
     }
 
-    /// Writes the drop-in, and reverts it unless the service's environment in systemd then has the
-    /// library. `undo` is the command that removes it. Returns the text of the earlier drop-in.
+    /// Writes the drop-in. Removes the drop-in again if the service's environment in systemd does
+    /// not contain the library afterwards. `undo` is the command that removes the drop-in. Returns
+    /// the text of the earlier drop-in.
     pub async fn put(&self, undo: &str) -> Result<Option<String>, CtlError> {
         let Self { manager, unit, library, .. } = self;
         let cannot = |e| CtlError::Failed(format!("cannot write {}: {e}", manager.path(unit).display()));
@@ -195,7 +198,7 @@ pub fn disable(selected: &Selected) -> Result<Output, CtlError> {
     only_root(unit, &format!("preload disable {options}"))?;
     let _lock = file::lock()?;
     block_on(async {
-        // The drop-in may exist even if the service is gone or systemd is not running.
+        // The drop-in may exist even if the service has been removed or systemd is not running.
         let systemd = Systemd::connect(Manager::System).await;
         let id = match &systemd {
             Ok(systemd) => systemd.service(unit).await.map_or_else(|_| unit.clone(), |service| service.id),
@@ -229,6 +232,8 @@ fn restart(manager: Manager, unit: &str) -> String {
     }
 }
 
+/// Checks that the unit is a service.
+///
 /// # Errors
 /// The unit is of a kind that starts no programs.
 async fn is_service(systemd: &Systemd, unit: &str) -> Result<(), CtlError> {
@@ -255,8 +260,10 @@ async fn is_service(systemd: &Systemd, unit: &str) -> Result<(), CtlError> {
 }
 
 impl Service {
+    /// Checks that preloading the library has an effect in the service.
+    ///
     /// # Errors
-    /// The service would not load the library, or the library would have no effect in it.
+    /// The service would not load the library, or the library would have no effect in the service.
     fn accepts(&self, library: &Path) -> Result<(), CtlError> {
         let Self { id, root_directory, root_image, .. } = self;
         let refused = |why: String| Err(CtlError::Failed(why));
@@ -298,7 +305,7 @@ impl Service {
         Ok(())
     }
 
-    /// The file of `EnvironmentFile=` that sets `LD_PRELOAD`.
+    /// Returns the file of `EnvironmentFile=` that sets `LD_PRELOAD`.
     fn file_that_sets_it(&self) -> Option<PathBuf> {
         let files = self.environment_files.iter().filter_map(|pattern| glob::glob(pattern).ok()).flatten().flatten();
         let sets =
@@ -323,7 +330,7 @@ impl Service {
     }
 }
 
-/// A service with the drop-in, and problems with it.
+/// A service with nvshare's drop-in, and problems of the service.
 #[derive(Debug)]
 pub struct UnitState {
     unit: String,
@@ -332,7 +339,7 @@ pub struct UnitState {
     problems: Vec<String>,
 }
 
-/// The services with the drop-in: all, or only the selected one.
+/// Returns all services with the drop-in, or only the selected service.
 pub fn states(selected: Option<&Selected>) -> Vec<UnitState> {
     let mut units = drop_in::units();
     block_on(async {
@@ -395,7 +402,7 @@ impl UnitState {
 }
 
 impl Service {
-    /// Why the running service has not loaded the library.
+    /// Returns the reason why the running service has not loaded the library.
     fn problem(&self) -> Option<String> {
         let Self { id, main_pid, .. } = self;
         if drop_in::ours(drop_in::assigned(&self.environment)).is_none() {
@@ -405,7 +412,7 @@ impl Service {
         if *main_pid == 0 {
             return None;
         }
-        // Only root can read other users' processes.
+        // Only root can read the memory maps and the environment of other users' processes.
         let (maps, environment) = (read("maps")?, read("environ")?);
         if String::from_utf8_lossy(&maps).contains("/libnvshare.so") {
             return None;

@@ -18,7 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Default)]
 pub struct PreloadState {
-    /// Our entries. More than one is a problem.
+    /// The entries of nvshare. More than one entry is a problem.
     pub ours: Vec<String>,
     pub others: Vec<String>,
     /// The version of the library in the first entry.
@@ -109,7 +109,7 @@ impl PreloadState {
     }
 }
 
-/// The version of the running scheduler. Does not activate it.
+/// Returns the version of the running scheduler. Does not activate a scheduler.
 pub fn scheduler_version(target: &Target) -> Option<String> {
     let ask = async {
         let scheduler = target.connect().await?;

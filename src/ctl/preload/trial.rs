@@ -1,9 +1,10 @@
 //! Trials: runs real programs with the library, and reports failures.
 //!
-//! `/bin/true` is little more than the loader and the C library, so a defect that breaks it breaks
-//! all programs; a shell that starts it adds a fork; `/bin/cat /proc/self/maps` shows whether the
-//! library was loaded; and for a setuid program the loader ignores `LD_PRELOAD` but reads
-//! `/etc/ld.so.preload`.
+//! - `/bin/true` is little more than the loader and the C library. A defect that breaks `/bin/true`
+//!   breaks all programs.
+//! - A shell that starts `/bin/true` adds a fork.
+//! - `/bin/cat /proc/self/maps` shows whether the library was loaded.
+//! - For a setuid program, the loader ignores `LD_PRELOAD` but reads `/etc/ld.so.preload`.
 
 use std::io::Read;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -24,11 +25,11 @@ use wait_timeout::ChildExt;
 use super::file::FILE;
 use crate::ctl::progress::Progress;
 
-/// The time limit of a trial. The programs take milliseconds, but the machine may be busy.
+/// The time limit of a trial. The programs run for only milliseconds, but the machine may be busy.
 const LIMIT: Duration = Duration::from_secs(20);
-/// The bytes of a program's output that are read.
+/// Maximum number of bytes that are read from a program's output.
 const OUTPUT_MAX: u64 = 256 << 10;
-/// The user and group `nobody`, on every Linux.
+/// The user and group `nobody`, which have this id on every Linux.
 const NOBODY: u32 = 65534;
 
 /// Flags that clone the mount of a directory, recursively.
@@ -38,11 +39,12 @@ const CLONE: OpenTreeFlags =
 /// How a trial program loads the library.
 #[derive(Debug, Clone, Copy)]
 pub enum By<'a> {
-    /// `LD_PRELOAD`.
+    /// The program loads the library through `LD_PRELOAD`.
     Environment(&'a Path),
-    /// The actual `/etc/ld.so.preload`.
+    /// The program reads the actual `/etc/ld.so.preload`.
     File,
-    /// `/etc/ld.so.preload` with this text, visible only to the programs of this trial.
+    /// The program reads an `/etc/ld.so.preload` with this text, which only the programs of this
+    /// trial see.
     Rehearsal(&'a [u8]),
 }
 
@@ -62,20 +64,21 @@ impl User {
     }
 }
 
-/// A trial in words, and its result.
+/// A description of a trial, and its result.
 #[derive(Debug)]
 pub struct Trial {
     pub what: String,
     pub result: Result<(), String>,
 }
 
-/// Tries the library as each of the users, up to the first failure.
+/// Runs the trials as each of the users, up to the first failure.
 ///
 /// # Errors
-/// The trial could not be set up.
+/// The trials cannot be set up.
 pub fn all(by: By, library: &Path, users: &[User]) -> Result<Vec<Trial>, String> {
     let By::Rehearsal(text) = by else { return Ok(each(by, library, users)) };
-    // A new thread, since a mount namespace applies to a thread and its child processes.
+    // The trials run in a new thread, because a mount namespace applies to a thread and its child
+    // processes.
     std::thread::scope(|scope| {
         let rehearsal = scope.spawn(|| {
             stage(text).map_err(|e| format!("no mount namespace: {e}"))?;
@@ -87,8 +90,8 @@ pub fn all(by: By, library: &Path, users: &[User]) -> Result<Vec<Trial>, String>
 
 /// Gives this thread a private `/etc` with one changed file.
 fn stage(text: &[u8]) -> std::io::Result<()> {
-    // SAFETY: `unshare` without `FILES` keeps descriptors shared, so no descriptor becomes invalid;
-    // only the thread's root, working directory, umask and mounts become private.
+    // SAFETY: without `FILES`, `unshare` keeps descriptors shared, so every descriptor stays valid.
+    // Only the thread's root, working directory, umask and mounts become private.
     unsafe { unshare_unsafe(UnshareFlags::FS | UnshareFlags::NEWNS)? };
     mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE)?;
     let real = open_tree(CWD, "/etc", CLONE)?;
@@ -134,7 +137,7 @@ fn each(by: By, library: &Path, users: &[User]) -> Vec<Trial> {
     trials
 }
 
-/// A setuid-root program that has a harmless option to print its version.
+/// Returns a setuid-root program that has a harmless option to print its version.
 fn setuid_program() -> Option<&'static str> {
     ["/usr/bin/su", "/bin/su", "/usr/bin/mount", "/bin/mount"].into_iter().find(|program| {
         let metadata = Path::new(program).symlink_metadata();
@@ -142,7 +145,7 @@ fn setuid_program() -> Option<&'static str> {
     })
 }
 
-/// The expected standard output of a program; its standard error must be empty.
+/// The expected standard output of a program. Its standard error must be empty.
 #[derive(Debug, Clone, Copy)]
 enum Prints {
     Nothing,
@@ -182,7 +185,7 @@ fn output(by: By, user: User, words: &[&str]) -> Result<Output, String> {
         command.env("LD_PRELOAD", library);
     }
     if user == User::Nobody {
-        // Also drops root's groups.
+        // Setting the uid also drops root's supplementary groups.
         command.uid(NOBODY).gid(NOBODY);
     }
     let until = Instant::now() + LIMIT;
@@ -220,7 +223,7 @@ fn contains(maps: &[u8], library: &Path) -> bool {
     maps.lines().any(|line| line.splitn(6, ' ').nth(5).is_some_and(|path| Path::new(path.trim_start()) == library))
 }
 
-/// The first line, shortened and escaped for a terminal.
+/// Returns the first line, shortened and escaped for a terminal.
 fn quote(said: &[u8]) -> String {
     let said = String::from_utf8_lossy(said);
     let line: String = said.lines().next().unwrap_or_default().chars().take(300).collect();

@@ -1,5 +1,5 @@
-//! `nvsharectl preload verify`: checks that all programs, of root and of other users, can load the
-//! library.
+//! `nvsharectl preload verify`: checks that all programs, both of root and of other users, can load
+//! the library.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -15,17 +15,17 @@ pub struct Report {
     pub library: PathBuf,
     pub version: Option<String>,
     pub checks: Vec<Trial>,
-    /// Checks that were not possible, with the reason, and programs that no check covers.
+    /// Impossible checks with their reasons, and programs that no check covers.
     pub notes: Vec<String>,
 }
 
-/// AddressSanitizer's runtime aborts if any library is loaded before it.
+/// AddressSanitizer's runtime aborts if another library is loaded before it.
 const ADDRESS_SANITIZER: &str = "a program built with gcc -fsanitize=address aborts if a library is preloaded (\"ASan \
     runtime does not come first\"). Set ASAN_OPTIONS=verify_asan_link_order=0 for it, link it with -static-libasan, \
     or preload for single programs only, with nvsharectl run or LD_PRELOAD";
 
-/// Checks the file, and then runs programs with it. `rehearse` is the future text of
-/// `/etc/ld.so.preload`; without it, the programs load the library by `LD_PRELOAD`.
+/// Checks the file, and then runs programs with the library. `rehearse` is the future text of
+/// `/etc/ld.so.preload`. Without `rehearse`, the programs load the library through `LD_PRELOAD`.
 pub fn verify(path: &Path, rehearse: Option<&[u8]>) -> Report {
     let version = library::version(path);
     let check = |what: &str, result| Trial { what: what.into(), result };
@@ -36,7 +36,7 @@ pub fn verify(path: &Path, rehearse: Option<&[u8]>) -> Report {
     ];
     let mut report = Report { library: path.into(), version: version.ok(), checks, notes: Vec::new() };
     let root = rustix::process::geteuid().is_root();
-    // As root, only runs a file that no other user can change and that is a libnvshare.so.
+    // Root runs only a file that is a libnvshare.so and that no other user can change.
     let fit = if root { report.is_good() } else { report.version.is_some() && report.checks[1].result.is_ok() };
     if !fit {
         report.notes.push("no program was run with it".into());
@@ -72,7 +72,7 @@ pub fn verify(path: &Path, rehearse: Option<&[u8]>) -> Report {
     report
 }
 
-/// True if the other entries alone make programs fail.
+/// Returns true if programs fail with the other entries alone.
 fn others_are_bad(rehearse: &[u8]) -> bool {
     let others = entries::without(rehearse);
     let trials = trial::all(By::Rehearsal(&others), Path::new(""), &[User::Caller]).unwrap_or_default();

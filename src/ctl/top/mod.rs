@@ -1,10 +1,10 @@
-//! `nvsharectl top`: GPUs and programs on the whole terminal, updated every second, with keys to
-//! control them. Without a terminal, or on a terminal that cannot move its cursor, it prints the
-//! same data as text.
+//! `nvsharectl top`: shows GPUs and programs on the whole terminal, updates them every second, and
+//! offers keys to control them. Without a terminal, or on a terminal that cannot move its cursor,
+//! it prints the same data as text.
 //!
-//! All data comes from the scheduler over D-Bus or the control socket. Separate tasks query it, so
-//! that keys work even if the scheduler does not respond. `model` computes the displayed data,
-//! `screen` draws it.
+//! All data comes from the scheduler over D-Bus or the control socket. Separate tasks query the
+//! scheduler, so keys work even if the scheduler does not respond. `model` computes the displayed
+//! data, and `screen` draws it.
 
 mod model;
 mod screen;
@@ -32,7 +32,7 @@ use screen::{Popup, Screen};
 const PERIOD: Duration = Duration::from_secs(1);
 /// The time for which a message replaces the line of keys.
 const MESSAGE_TIME: Duration = Duration::from_secs(8);
-/// The width without a terminal: a terminal's usual width.
+/// The width without a terminal, which is the usual width of a terminal.
 const WIDTH: u16 = 80;
 const KEYS: &str = "up/down select  s sort  p pause  m migrate  w why  ? help  q quit";
 
@@ -74,7 +74,7 @@ pub fn top(target: &Target, iterations: Option<u32>) -> Result<(), CtlError> {
 /// Queries all data of one screen.
 async fn fetch(scheduler: &SchedulerProxy<'_>) -> Result<Snapshot, CtlError> {
     let status = status::fetch(scheduler).await?;
-    // An older scheduler lacks `ListPressure`.
+    // An older scheduler does not support `ListPressure`.
     let pressure = scheduler.list_pressure().await.unwrap_or_default();
     Ok(Snapshot { status, pressure, at: Instant::now() })
 }
@@ -192,8 +192,8 @@ async fn ask(target: Target, scheduler: Option<SchedulerProxy<'static>>, answers
     let _ = answers.send(Reply::Snapshot(Box::new(answer.await)));
 }
 
-/// Carries out an action. It fails without authorization: a password prompt would need this
-/// terminal.
+/// Carries out an action. An action that needs a password fails, because a password prompt would
+/// need this terminal.
 async fn carry_out(action: Action, scheduler: SchedulerProxy<'static>, answers: mpsc::UnboundedSender<Reply>) {
     let done = |result: zbus::Result<()>, text: String| match result {
         Ok(()) => Reply::Done(text),
@@ -231,11 +231,11 @@ impl Program {
     }
 }
 
-/// The shown data, and the state that keys change.
+/// The displayed data, and the state that keys change.
 #[derive(Debug)]
 struct Ui {
     has_colour: bool,
-    /// The output is printed as text, without keys.
+    /// Whether the output is printed as text, without keys.
     is_text: bool,
     sort: Sort,
     history: History,
@@ -326,7 +326,7 @@ impl Ui {
         self.rows().into_iter().filter_map(|row| row.program).find(is_selected)
     }
 
-    /// Selects the next process of the tree, or the one before.
+    /// Selects the next or the previous process of the tree.
     fn step(&mut self, is_down: bool) {
         let keys: Vec<Key> = self.rows().into_iter().filter_map(|row| Some(row.program?.key)).collect();
         let at = keys.iter().position(|key| Some(key) == self.selected.as_ref());

@@ -1,6 +1,6 @@
-//! The model of `nvsharectl top`, computed from the scheduler's answers: a panel for each GPU, and
-//! the tree of slices, units or containers, and processes. `screen` draws it. Programs choose their
-//! names, so control characters are removed.
+//! The model of `nvsharectl top`, computed from the scheduler's answers. It consists of a panel for
+//! each GPU and a tree of slices, units or containers, and processes. `screen` draws the model.
+//! Control characters are removed from names, because programs choose their names.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -13,12 +13,13 @@ use crate::ctl::program_state::{Tone, about, seconds, state};
 use crate::ctl::status;
 use crate::identity::printable;
 
-/// The window of the column HAD.
+/// The period over which the column HAD is computed.
 const WINDOW: Duration = Duration::from_secs(60);
-/// The number of waiting programs that are named.
+/// The number of waiting programs that are listed by name.
 const NAMED: usize = 3;
 
-/// A program on a GPU: the client's id and the GPU's UUID, which is empty for a program without a GPU.
+/// Identifies a program on a GPU by the client's id and the GPU's UUID. The UUID is empty for a
+/// program without a GPU.
 pub type Key = (u64, String);
 
 /// The scheduler's answers at one moment.
@@ -36,7 +37,7 @@ pub enum Kind {
     Others,
     Pinned,
     Contexts,
-    /// Memory of programs without nvshare; includes contexts if these are not known separately.
+    /// Memory of programs without nvshare. It includes contexts if these are not known separately.
     Outside,
     Free,
 }
@@ -52,7 +53,7 @@ pub struct Panel {
     pub pressure: Option<(f64, f64)>,
     pub holders: String,
     pub queue: Vec<String>,
-    /// Bytes per second in and out.
+    /// Bytes per second that are moved to and from the GPU.
     pub rates: Option<(f64, f64)>,
     pub link: Option<u64>,
     pub notes: Vec<String>,
@@ -63,7 +64,7 @@ impl Panel {
         self.memory.iter().filter(|(of, _)| *of == kind).map(|(_, bytes)| bytes).sum()
     }
 
-    /// The queue in words: the next programs, and the number of further ones.
+    /// Describes the queue: the next programs by name, and the number of further programs.
     pub fn queue_in_words(&self) -> String {
         let mut words = self.queue.iter().take(NAMED).cloned().collect::<Vec<_>>().join(", ");
         if self.queue.len() > NAMED {
@@ -73,14 +74,14 @@ impl Panel {
     }
 }
 
-/// Amounts that are summed from processes to units and slices.
+/// Amounts that are summed up from processes to units and slices.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Amounts {
     pub resident: u64,
     pub swapped: u64,
-    /// Share of the GPU's time due by rules, in thousandths.
+    /// Share of the GPU's time that rules assign, in thousandths.
     pub due: Option<u32>,
-    /// Share of the GPU's time that the program had, as a fraction.
+    /// Fraction of the GPU's time that the program used.
     pub had: Option<f64>,
     /// Waiting time in seconds.
     pub waited: f64,
@@ -106,7 +107,7 @@ pub struct Row {
     /// The number of the GPU.
     pub gpu: String,
     pub amounts: Amounts,
-    /// The program that keys act on; only for a process.
+    /// The program that keys act on. Only lines of processes have a program.
     pub program: Option<Program>,
 }
 
@@ -159,13 +160,13 @@ impl Sort {
     }
 }
 
-/// Earlier counters, from which rates are computed.
+/// Earlier counters, which are needed to compute rates.
 #[derive(Debug, Default)]
 pub struct History {
     /// Seconds of GPU time of each program. Programs that hold a GPU together split the time, so
-    /// that the sum never exceeds the elapsed time.
+    /// the sum never exceeds the elapsed time.
     held: HashMap<Key, VecDeque<(Instant, f64)>>,
-    /// The time of the last figures, and the seconds for which each program had held its GPU by
+    /// The time of the last snapshot, and the seconds for which each program had held its GPU by
     /// then.
     last: Option<(Instant, HashMap<Key, f64>)>,
     moved: HashMap<String, (Instant, [u64; 2])>,
@@ -195,7 +196,7 @@ impl History {
                 let part = if all > passed { passed / all } else { 1.0 };
                 let had = samples.back().map_or(0.0, |(_, had)| *had);
                 samples.push_back((at, had + more(&key, usage.lock_time) * part));
-                // Keeps one sample that is at least as old as the window.
+                // One sample that is at least as old as the window is kept.
                 while samples.get(1).is_some_and(|(then, _)| at.saturating_duration_since(*then) >= WINDOW) {
                     samples.pop_front();
                 }
@@ -215,7 +216,7 @@ impl History {
         }
     }
 
-    /// The share of a GPU's time that a program had, over the known part of the window.
+    /// Returns the fraction of a GPU's time that a program used, over the known part of the window.
     fn had(&self, key: &Key) -> Option<f64> {
         let samples = self.held.get(key)?;
         let ((first, before), (last, after)) = (samples.front()?, samples.back()?);
@@ -330,7 +331,7 @@ pub fn rows(snapshot: &Snapshot, history: &History, sort: Sort) -> Vec<Row> {
                 had: history.had(&key),
                 waited: usage.map_or(0.0, |usage| usage.wait_time),
             };
-            // Unknown without an earlier figure.
+            // The rates are unknown in the first snapshot.
             let rates = history.rates.get(&key.1);
             let (state, tone) = state(client, usage, gpu, rates.is_none_or(|(into, _)| *into > 0.0));
             let pid = if client.pid > 0 { client.pid.to_string() } else { "?".into() };

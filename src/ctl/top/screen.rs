@@ -1,5 +1,5 @@
-//! Draws `nvsharectl top`: panels of GPUs above, the tree below, and a line of keys. No information
-//! is conveyed by colour alone.
+//! Draws `nvsharectl top`: panels of GPUs at the top, the tree in the middle, and a line of keys at
+//! the bottom. Every information that a colour conveys is also shown as text.
 
 use std::time::Duration;
 
@@ -15,9 +15,9 @@ use crate::ctl::program_state::Tone;
 use crate::ctl::table::wrapped;
 use crate::identity::printable;
 
-/// The least width for a full layout. Smaller screens are cut.
+/// The minimum width of a complete layout. Smaller screens are cut.
 const NARROWEST: u16 = 40;
-/// Narrower screens omit columns in favour of the programs' names.
+/// Screens narrower than this omit columns in favour of the programs' names.
 const NARROW: u16 = 72;
 
 /// The contents of a screen.
@@ -96,7 +96,7 @@ impl Screen {
         self.problems.iter().flat_map(|problem| wrapped(problem, width.into())).collect()
     }
 
-    /// Draws the screen. `state` has the scroll position of the tree.
+    /// Draws the screen. `state` contains the scroll position of the tree.
     pub fn draw(&self, area: Rect, buffer: &mut Buffer, state: &mut TableState) {
         if area.width < NARROWEST || area.height < 3 {
             buffer.set_stringn(area.x, area.y, "too small", area.width.into(), Style::new());
@@ -113,7 +113,7 @@ impl Screen {
             }
         }
         let full: Vec<Vec<Line<'_>>> = self.panels.iter().map(|panel| self.panel_lines(panel, area.width)).collect();
-        // The tree has at least half of the height.
+        // The tree gets at least half of the height.
         let fits = full.iter().map(|lines| lines.len() + 1).sum::<usize>() <= usize::from(area.height) / 2;
         let is_full = fits || self.panels.len() == 1;
         for (panel, lines) in self.panels.iter().zip(full) {
@@ -259,8 +259,8 @@ fn sides(left: &str, right: &str, width: usize) -> String {
     format!("{left}{:gap$}{right}", "")
 }
 
-/// The number of cells of each kind of memory in a bar: at least one for each kind that is present.
-/// Free memory has the rest.
+/// Returns the number of cells of each kind of memory in a bar. Each kind that is present gets at
+/// least one cell, and free memory gets the remaining cells.
 fn cells(memory: &[(Kind, u64)], total: u64, width: usize) -> Vec<(Kind, usize)> {
     let of = |bytes: u64| (bytes as f64 * width as f64 / total.max(1) as f64).round() as usize;
     let used = memory.iter().filter(|(kind, bytes)| *kind != Kind::Free && *bytes > 0);
@@ -281,7 +281,7 @@ fn draw_popup(popup: &Popup, area: Rect, buffer: &mut Buffer) {
     let width = area.width.saturating_sub(4).min(76);
     let text = Paragraph::new(popup.text.as_str()).wrap(Wrap { trim: false });
     let inner = usize::from(width.saturating_sub(2)).max(1);
-    // Allows for blanks at the ends of wrapped lines.
+    // The factor accounts for blanks at the ends of wrapped lines.
     let lines: usize = popup.text.lines().map(|line| line.chars().count() * 10 / 9 / inner + 1).sum();
     let height = u16::try_from(lines + 2).unwrap_or(u16::MAX).min(area.height);
     let place = Rect { x: area.x + (area.width - width) / 2, y: area.y + (area.height - height) / 2, width, height };

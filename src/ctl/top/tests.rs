@@ -137,7 +137,8 @@ fn eighty_columns_show_all_without_colour() {
     assert!(coloured.content().iter().any(|cell| cell.fg == Color::Green));
 }
 
-/// `NVSHARE_DRAW=1 cargo nextest run -p nvshare the_readme_shows_this_screen` draws them again.
+/// `NVSHARE_DRAW=1 cargo nextest run -p nvshare the_readme_shows_this_screen` draws the pictures
+/// again.
 #[test]
 fn the_readme_shows_this_screen() {
     let docs = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("docs");
@@ -222,7 +223,7 @@ fn keys_act_on_the_selected_program() {
         press(&mut ui, KeyCode::Down);
     }
     assert_eq!(about(press(&mut ui, KeyCode::Char('p'))), "resume 1204", "the last one is paused");
-    // The typed GPU may contain letters that are otherwise keys.
+    // The typed name of the GPU may contain letters that are keys otherwise.
     assert_eq!(press(&mut ui, KeyCode::Char('m')), None);
     for c in "q1".chars() {
         assert_eq!(press(&mut ui, KeyCode::Char(c)), None);

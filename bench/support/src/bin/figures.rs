@@ -1,6 +1,6 @@
 //! Writes `bench/FIGURES.md` from the figures of `bench/results.json` and their aims, draws the
-//! charts, and lists the figures whose code has changed since they were measured. It also measures
-//! one figure, the length of the README.
+//! charts, and lists the figures whose code has changed since they were measured. The program also
+//! measures one figure itself, the length of the README.
 //!
 //! `cargo run -p bench-support --bin figures`
 

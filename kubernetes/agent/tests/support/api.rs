@@ -1,5 +1,5 @@
-//! A stand-in for the API server: lists and watches pods like the real one, with versions, bookmarks, broken streams and outdated
-//! versions.
+//! A stand-in for the API server. It lists and watches pods like the real API server, with
+//! versions, bookmarks, broken streams and outdated versions.
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
@@ -16,7 +16,7 @@ pub struct Api(ApiServer<Pods>);
 #[derive(Debug)]
 pub struct Pods {
     version: u64,
-    /// A watch from an earlier version is too old.
+    /// The oldest version from which a watch may start.
     oldest: u64,
     pods: BTreeMap<String, Value>,
     /// The events by version.
@@ -63,7 +63,7 @@ impl Api {
         });
     }
 
-    /// Sends a bookmark, as after a time without changes.
+    /// Sends a bookmark, as the API server does after a time without changes.
     pub fn bookmark(&self) -> u64 {
         self.with(|world| {
             world.version += 10;
@@ -75,7 +75,8 @@ impl Api {
         })
     }
 
-    /// Forgets all earlier events, and ends the watches. Sends watchers the reason only if `says_so`.
+    /// Forgets all earlier events, and ends the watches. Tells watchers the reason only if
+    /// `says_so` is true.
     pub fn forget(&self, says_so: bool) {
         self.with(|world| {
             world.version += 1;

@@ -1,18 +1,20 @@
-//! Programs in the control groups of pods: clients of the scheduler that do nothing. This requires root and control groups
-//! of version 2, which are mounted in a separate mount namespace.
+//! Programs in the control groups of pods. The programs are clients of the scheduler that do
+//! nothing. They require root and control groups of version 2, which are mounted in a separate
+//! mount namespace.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use kubernetes_test_support::program::Program;
 
-/// Mounts control groups at `$1`, enters `$2` there, and executes the remaining arguments.
+/// Mounts control groups at `$1`, enters the control group `$2`, and executes the remaining
+/// arguments.
 const ENTER: &str =
     r#"mount -t cgroup2 none "$1" && mkdir -p "$1/$2" && echo $$ > "$1/$2/cgroup.procs" && shift 2 && exec "$@""#;
-/// Removes the directories again, innermost first.
+/// Removes the control groups again, innermost first.
 const LEAVE: &str = r#"mount -t cgroup2 none "$1" && cd "$1" && rmdir -p "$2""#;
 
-/// A client in a container of a pod. It ends with the test.
+/// A client in a container of a pod. Dropping it ends the client.
 #[derive(Debug)]
 pub struct Inmate {
     child: Child,
@@ -55,7 +57,8 @@ impl Drop for Inmate {
     }
 }
 
-/// The client's work: connects to the scheduler, and stays until it is killed.
+/// The code of the client process: connects to the scheduler, and stays connected until the process
+/// is killed.
 pub fn stay_connected() {
     let path = PathBuf::from(std::env::var_os("NVSHARE_TEST_SOCKET").expect("run by a test, not by hand"));
     Program::connect(&path).expect("a scheduler").stay();

@@ -1,5 +1,5 @@
-//! The configuration file `/etc/nvshare/agent.toml`: the keys that pods may set, and their weights, with errors that
-//! name the place of a mistake. `permissions` interprets it; the command line is in `main`.
+//! The configuration file `/etc/nvshare/agent.toml`: the keys that pods may set, and their weights.
+//! Errors name the place of a mistake. `permissions` interprets the settings.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ pub const DEFAULT_PATH: &str = "/etc/nvshare/agent.toml";
 /// The whole configuration.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Config {
-    /// Permissions by patterns of namespaces. The first match applies.
+    /// Permissions by patterns of namespaces. The first matching pattern applies.
     namespaces: Vec<(Pattern, Permissions)>,
     /// The permissions of all other namespaces.
     others: Permissions,
@@ -27,7 +27,7 @@ impl Config {
         crate::config::load(explicit, DEFAULT_PATH, Self::parse)
     }
 
-    /// Parses the text of a file; `path` is for messages only.
+    /// Parses the text of a file. Error messages name `path`.
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
         let file: File = parse(text, path)?;
         let mut namespaces: Vec<(Pattern, Permissions)> = Vec::new();

@@ -1,5 +1,6 @@
-//! The keys that pods of a namespace may set, and their defaults. The scheduler decides which values are valid. A permission that
-//! depends on a value parses it like the scheduler. [`file`] reads the permissions from the agent's configuration.
+//! The keys that pods of a namespace may set, and the keys' defaults. The scheduler decides which
+//! values are valid. If a permission depends on a value, this module parses the value like the
+//! scheduler. [`file`] reads the permissions from the agent's configuration.
 
 pub mod file;
 
@@ -12,8 +13,8 @@ use toml::{Table, Value};
 /// The keys that a pod can set.
 pub use nvshare::config::rules::LIMIT_KEYS as KEYS;
 
-/// The keys that pods may set by default: they only restrict the pod itself, or choose the pods that it is placed with. Keys that
-/// can take resources from other programs are excluded.
+/// The keys that pods may set by default. These keys only restrict the pod itself, or choose the
+/// pods that share its GPUs. Keys that can take resources from other programs are excluded.
 const HARMLESS: [&str; 10] = [
     "memory-max",
     "swap-max",
@@ -40,8 +41,8 @@ pub struct Ceilings {
 pub struct Permissions {
     pub may_set: BTreeSet<&'static str>,
     pub ceilings: Ceilings,
-    /// The default weight of a pod. Without a weight or another key for shares of time, the pod counts together with its user's
-    /// other programs.
+    /// The default weight of a pod. A pod without a weight or another key for shares of time counts
+    /// together with its user's other programs.
     pub weight: Option<Value>,
 }
 
@@ -60,12 +61,13 @@ impl Permissions {
     /// Checks that a pod in the namespace may set a key to a value.
     ///
     /// # Errors
-    /// A sentence with the allowed values.
+    /// Returns a sentence with the allowed values.
     pub fn check(&self, namespace: &str, key: &str, value: &Value) -> Result<(), String> {
         if !self.may_set.contains(key) {
             return Err(format!("pods of namespace {namespace} may not set it"));
         }
-        // The scheduler refuses an invalid value and lists the valid values.
+        // The scheduler rejects an invalid value and lists the valid values, so this function
+        // accepts it.
         let Ok(share) = share(key, value) else { return Ok(()) };
         let Ceilings { weight, time_min, priority } = self.ceilings;
         let most = match key {
@@ -78,10 +80,10 @@ impl Permissions {
     }
 }
 
-/// Parses a key of a share of time like the scheduler.
+/// Parses a key for a share of time like the scheduler.
 ///
 /// # Errors
-/// A sentence about the mistake.
+/// Returns a sentence about the mistake.
 pub fn share(key: &str, value: &Value) -> Result<Share, String> {
     let table = Table::from_iter([(key.to_owned(), value.clone())]);
     let rule = read_one(&table.to_string(), Origin { file: Default::default(), line: 0 })?;
@@ -130,7 +132,7 @@ mod tests {
             assert!(refused_here || share("time-min", &least.into()).is_err(), "{least}");
         }
         assert_eq!(said(&permissions, "time-min", "20%"), "");
-        // Values that the scheduler refuses anyway are not checked here.
+        // Values that the scheduler rejects anyway are not checked.
         assert_eq!(
             (said(&permissions, "weight", "heavy"), said(&permissions, "weight", 1_000_000)),
             Default::default()

@@ -1,8 +1,11 @@
-//! Converts the allocation of a ResourceClaim on this node to a rule for the scheduler. Pure.
+//! Converts the allocation of a ResourceClaim on this node to a rule for the scheduler, without
+//! I/O.
 //!
-//! A claim has one rule, which all of its programs share, in all containers and pods. Capacities that Kubernetes has counted (memory,
-//! time) need no permission, since they cannot be promised twice. Other keys of the claim are bounded like pods' annotations. The keys
-//! of its DeviceClass come from an administrator and are not bounded.
+//! A claim has one rule, which all programs of the claim share, in all containers and pods.
+//! Kubernetes counts the capacities memory and time. They need no permission, because Kubernetes
+//! does not promise them twice. Permissions bound the other keys of a claim, like annotations of
+//! pods. An administrator sets the keys of the claim's DeviceClass, so permissions do not bound
+//! them.
 
 use std::collections::BTreeMap;
 
@@ -16,19 +19,22 @@ use super::slice::{MEMORY, TIME, device_name};
 use super::{DRIVER, quantity};
 use crate::devices::{Devices, Gpu};
 
-/// The `apiVersion` and `kind` of the driver's configuration in a claim or class. All other keys are keys of a rule.
+/// The `apiVersion` and `kind` of the driver's configuration in a claim or class. All other keys of
+/// the configuration are keys of a rule.
 pub const API_VERSION: &str = "nvshare.com/v1";
 pub const KIND: &str = "Rule";
 
-/// The keys of a rule that a claim cannot have: they choose GPUs, and Kubernetes chooses a claim's GPUs.
+/// The keys of a rule that a claim cannot set. These keys choose GPUs, but Kubernetes chooses a
+/// claim's GPUs.
 const CHOOSING: [&str; 4] = ["allowed-gpus", "affinity", "anti-affinity", "exclusion"];
 
-/// The keys that a claim can have.
+/// The keys that a claim can set.
 fn allowed() -> impl Iterator<Item = &'static str> {
     LIMIT_KEYS.into_iter().filter(|key| !CHOOSING.contains(key))
 }
 
-/// The default weight of a claim if its namespace has none. It equals the weight of a user.
+/// The default weight of a claim whose namespace has no default weight. It equals the weight of a
+/// user.
 const WEIGHT: i64 = 100;
 
 /// A prepared claim.
@@ -45,7 +51,7 @@ pub struct Prepared {
 /// A GPU of a claim.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PreparedDevice {
-    /// The claim's request that the GPU was allocated for.
+    /// The request of the claim for which the GPU was allocated.
     pub request: String,
     /// The name of the device.
     pub name: String,
@@ -56,7 +62,7 @@ pub struct PreparedDevice {
 /// A claim's share of one GPU.
 #[derive(Debug, Clone, PartialEq, Default)]
 struct Share {
-    /// Memory in bytes, and time in percent; 0: nothing is reserved.
+    /// Memory in bytes, and time in percent. 0 means that nothing is reserved.
     memory: u64,
     time: u64,
     keys: BTreeMap<String, Value>,
@@ -65,8 +71,8 @@ struct Share {
 /// Reads a claim's allocation of these GPUs.
 ///
 /// # Errors
-/// A sentence for an event of the pod: nothing was allocated here, a GPU is gone or unhealthy, or the claim's configuration is
-/// invalid.
+/// Nothing is allocated on this node, a GPU is missing or unhealthy, or the claim's configuration
+/// is invalid. The error is a sentence for an event of the pod.
 pub fn read(claim: &ResourceClaim, node: &str, gpus: &Devices, permissions: &Permissions) -> Result<Prepared, String> {
     let text = |text: &Option<String>| text.clone().unwrap_or_default();
     let (uid, namespace, name) =
@@ -112,7 +118,7 @@ fn find<'a>(gpus: &'a Devices, device: &str) -> Result<&'a Gpu, String> {
     }
 }
 
-/// A request's name without the chosen alternative.
+/// Returns a request's name without the chosen alternative.
 fn main_request(request: &str) -> &str {
     request.split_once('/').map_or(request, |(main, _)| main)
 }
@@ -157,7 +163,7 @@ fn share(
     Ok(Share { memory: consumed(MEMORY)?, time: consumed(TIME)?, keys: of_class })
 }
 
-/// The keys of one configuration.
+/// Returns the keys of one configuration.
 fn keys(parameters: &serde_json::Value) -> Result<BTreeMap<String, Value>, String> {
     let wrong = |what: &str| {
         format!(
@@ -193,7 +199,7 @@ fn keys(parameters: &serde_json::Value) -> Result<BTreeMap<String, Value>, Strin
 
 fn rule(share: &Share, uuids: Vec<String>, permissions: &Permissions) -> Result<BTreeMap<String, Value>, String> {
     let mut rule = share.keys.clone();
-    // Reserved memory is both protected and the limit.
+    // Reserved memory is both guaranteed to the claim and the claim's limit.
     let memory = (share.memory > 0).then(|| i64::try_from(share.memory).unwrap_or(i64::MAX).into());
     let time = (share.time > 0).then(|| format!("{}%", share.time).into());
     let reserved: [(&str, &str, Option<Value>); 3] =

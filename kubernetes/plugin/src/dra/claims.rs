@@ -1,5 +1,7 @@
-//! The prepared claims. Each claim is stored on disk, has a CDI device for the container runtime, and is sent to the scheduler, which
-//! creates its socket. All of this precedes the answer to kubelet, so no program of a claim can run without the claim's rule.
+//! The prepared claims. Preparing a claim stores it on disk, creates a CDI device for the container
+//! runtime, and sends the claim to the scheduler, which creates the claim's socket. All of this
+//! happens before the answer to kubelet. No program of a claim can therefore run without the
+//! claim's rule.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
@@ -18,13 +20,13 @@ use zbus::MessageStream;
 use super::claim::Prepared;
 use super::store::Store;
 
-/// Timeout for the scheduler to accept a connection and a message. kubelet waits for 45 s.
+/// Timeout for the scheduler to accept a connection and a message. kubelet's own timeout is 45 s.
 const ANSWER: Duration = Duration::from_secs(10);
 
 /// Maximum pause between attempts to reach the scheduler.
 const RETRY: Duration = Duration::from_secs(2);
 
-/// The paths that claims are stored in or sent to.
+/// Where claims are stored, and where they are sent.
 #[derive(Debug)]
 pub struct Places {
     /// The scheduler's control socket.
@@ -42,7 +44,8 @@ pub struct Places {
 pub struct Claims {
     places: Places,
     store: Store,
-    /// Locked while claims are sent, so that the last message is always the current state.
+    /// The lock is held while claims are sent, so that the last message always contains the current
+    /// state.
     prepared: Mutex<BTreeMap<String, Prepared>>,
 }
 
@@ -57,7 +60,7 @@ impl Claims {
         Self { places, store, prepared: Mutex::new(prepared) }
     }
 
-    /// The CDI device of a claim.
+    /// Returns the name of a claim's CDI device.
     pub fn cdi_device(uid: &str) -> String {
         format!("{}={uid}", cdi::CLAIM_KIND)
     }
@@ -66,10 +69,11 @@ impl Claims {
         self.prepared.lock().await.get(uid).cloned()
     }
 
-    /// Prepares a claim. For a prepared claim, restores everything that is missing.
+    /// Prepares a claim. For a claim that is already prepared, restores everything that is missing.
     ///
     /// # Errors
-    /// A sentence: the scheduler refuses the rule or does not answer, or a file cannot be written. Then a new claim is not prepared.
+    /// The scheduler refuses the rule or does not answer, or a file cannot be written. In these
+    /// cases a new claim is not prepared. The error is a sentence.
     pub async fn prepare(&self, claim: Prepared) -> Result<(), String> {
         let mut prepared = self.prepared.lock().await;
         let uid = claim.uid.clone();
@@ -87,7 +91,8 @@ impl Claims {
         if done.is_err() && before.is_none() {
             prepared.remove(&uid);
             self.forget(&uid);
-            // Otherwise the scheduler would know the claim until the next change.
+            // Without this message, the scheduler would keep the failed claim until the next
+            // change.
             if let Err(why) = self.tell(&prepared).await {
                 debug!("{why}");
             }
@@ -95,8 +100,8 @@ impl Claims {
         done
     }
 
-    /// Undoes [`Self::prepare`]. Not an error if the claim is not prepared or the scheduler is not running: it receives the claims
-    /// when it returns.
+    /// Undoes [`Self::prepare`]. It is not an error if the claim is not prepared or the scheduler
+    /// is not running. When the scheduler runs again, it receives the current claims.
     pub async fn unprepare(&self, uid: &str) {
         let mut prepared = self.prepared.lock().await;
         self.forget(uid);
@@ -115,7 +120,7 @@ impl Claims {
                 let mut end = MessageStream::from(&connection);
                 let told = {
                     let prepared = self.prepared.lock().await;
-                    // A reboot of the node removes the files.
+                    // A reboot of the node has removed the CDI files, so they are written again.
                     for claim in prepared.values() {
                         if let Err(e) = self.write_cdi(claim) {
                             warn!("cannot write the CDI file of claim {}: {e}", claim.uid);
@@ -171,7 +176,7 @@ impl Claims {
     }
 }
 
-/// Sends all claims to the scheduler. Returns the refused claims with the reasons.
+/// Sends all claims to the scheduler. Returns the refused claims and the reasons.
 async fn tell(
     proxy: &SchedulerProxy<'_>,
     prepared: &BTreeMap<String, Prepared>,

@@ -1,4 +1,4 @@
-//! The driver: creates and serves its sockets, and re-creates them if they are removed.
+//! The whole driver. It creates and serves its sockets, and creates them again if they are removed.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -41,7 +41,8 @@ pub struct Options {
     /// The node's name in Kubernetes.
     pub node: String,
     pub kubeconfig: Option<PathBuf>,
-    /// kubelet's directories: for plugins' own files, and for the sockets with which it discovers plugins.
+    /// kubelet's directory for plugins' own files, and its directory for the sockets with which it
+    /// discovers plugins.
     pub plugins: PathBuf,
     pub registry: PathBuf,
     /// The scheduler's control socket.
@@ -54,21 +55,22 @@ pub struct Options {
     pub permissions: Option<PathBuf>,
 }
 
-/// The driver's socket, below kubelet's directory for plugins' own files.
+/// Returns the path of the driver's socket, below kubelet's directory for plugins' own files.
 pub fn socket(plugins: &Path) -> PathBuf {
     plugins.join(DRIVER).join("dra.sock")
 }
 
-/// The socket with which kubelet discovers the driver. kubelet sends its path as the call's authority, with `%2F` for each `/`. The HTTP
-/// library refuses `%` in an authority, except before an `@`.
+/// Returns the path of the socket with which kubelet discovers the driver. kubelet sends this path
+/// as the call's authority, with `%2F` for each `/`. The HTTP library rejects a `%` in an authority
+/// unless an `@` follows, so the name contains an `@`.
 pub fn registration_socket(registry: &Path) -> PathBuf {
     registry.join(format!("{DRIVER}@reg.sock"))
 }
 
-/// Serves kubelet until it is stopped.
+/// Serves kubelet until the driver is stopped.
 ///
 /// # Errors
-/// Another driver has the sockets, or no API server is configured.
+/// Another driver serves the sockets, or no API server is configured.
 pub async fn run(
     options: Options,
     config: watch::Receiver<Arc<Config>>,
@@ -109,7 +111,8 @@ async fn serve(options: &Options, facts: Facts, register: watch::Sender<bool>) -
     let (own, registration) = (socket(&options.plugins), registration_socket(&options.registry));
     let (mut trouble, mut retry) = (Trouble::default(), Retry::up_to(RETRY));
     loop {
-        // Bind the driver's socket first: kubelet calls the driver as soon as it finds the registration socket.
+        // The driver's socket is bound first, because kubelet calls the driver as soon as it finds
+        // the registration socket.
         let bound = bind(&own).and_then(|one| Ok((one, bind(&registration)?)));
         let ((listener, own_socket), (desk, registration_socket)) = match bound {
             Ok(bound) => bound,

@@ -1,13 +1,19 @@
-//! The DRA driver: offers GPUs by kubelet's other API (`resource.k8s.io/v1`), with consumable capacity.
+//! The DRA driver. It offers GPUs by kubelet's other API (`resource.k8s.io/v1`), with consumable
+//! capacity.
 //!
-//! - [`slice`]: the devices of a ResourceSlice. [`claim`]: the allocation of a ResourceClaim as a rule. [`quantity`]: numbers in
-//!   Kubernetes' notation. All pure.
-//! - [`publish`]: keeps the slice at the API server up to date, and checks what the API server stores.
-//! - [`claims`]: the prepared claims. [`store`] keeps them on disk; the scheduler receives them, and the container runtime finds them
-//!   as CDI devices.
-//! - [`service`]: kubelet's calls. [`registration`]: discovery of the driver by kubelet. [`driver`]: the whole driver.
-//! - [`protocol`]: kubelet's API for DRA drivers; [`health`]: its API for the health of devices; [`plugin_registration`]: its API for
-//!   discovering plugins.
+//! - [`slice`]: the devices of a ResourceSlice, without I/O.
+//! - [`claim`]: the allocation of a ResourceClaim as a rule, without I/O.
+//! - [`quantity`]: numbers in Kubernetes' notation.
+//! - [`publish`]: keeps the slice at the API server up to date, and checks what the API server
+//!   stores.
+//! - [`claims`]: the prepared claims. [`store`] keeps them on disk. The scheduler receives them,
+//!   and the container runtime finds them as CDI devices.
+//! - [`service`]: kubelet's calls.
+//! - [`registration`]: discovery of the driver by kubelet.
+//! - [`driver`]: the whole driver.
+//! - [`protocol`]: kubelet's API for DRA drivers.
+//! - [`health`]: kubelet's API for the health of devices.
+//! - [`plugin_registration`]: kubelet's API for discovering plugins.
 
 pub mod claim;
 pub mod claims;
@@ -24,25 +30,25 @@ pub mod store;
 pub const DRIVER: &str = "gpu.nvshare.com";
 
 /// The messages and services of kubelet's API for DRA drivers.
-#[allow(missing_debug_implementations)] // in generated code
+#[allow(missing_debug_implementations)] // #[allow(missing_debug_implementations)] // tonic generates types without Debug
 pub mod protocol {
     tonic::include_proto!("k8s.io.kubelet.pkg.apis.dra.v1");
 
-    /// kubelet's name for the service in registrations.
+    /// The service's name in registrations with kubelet.
     pub const SERVICE: &str = "v1.DRAPlugin";
 }
 
-/// The health of devices.
-#[allow(missing_debug_implementations)] // in generated code
+/// kubelet's API for the health of devices.
+#[allow(missing_debug_implementations)] // #[allow(missing_debug_implementations)] // tonic generates types without Debug
 pub mod health {
     tonic::include_proto!("v1alpha1");
 
-    /// kubelet's name for the service in registrations.
+    /// The service's name in registrations with kubelet.
     pub const SERVICE: &str = "v1alpha1.DRAResourceHealth";
 }
 
-/// kubelet's registration of plugins.
-#[allow(missing_debug_implementations)] // in generated code
+/// kubelet's API for the registration of plugins.
+#[allow(missing_debug_implementations)] // #[allow(missing_debug_implementations)] // tonic generates types without Debug
 pub mod plugin_registration {
     tonic::include_proto!("pluginregistration");
 

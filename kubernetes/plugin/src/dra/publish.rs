@@ -1,5 +1,6 @@
-//! Keeps the node's ResourceSlice at the API server up to date. An API server silently drops fields whose feature gates are
-//! off. So a dry run first shows what it would store, and the driver offers no device whose meaning would change.
+//! Keeps the node's ResourceSlice at the API server up to date. An API server silently drops fields
+//! whose feature gates are off. A dry run therefore first shows which fields the API server would
+//! store. The driver offers no device whose meaning would change without the dropped fields.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +21,7 @@ use super::DRIVER;
 use super::slice::{self, MAX_DEVICES};
 use crate::devices::Devices;
 
-/// Timeout of the API server's answer.
+/// Timeout for the API server's answer.
 const ANSWER: Duration = Duration::from_secs(30);
 
 /// The requested duration of a watch, in seconds. On a quiet watch the API server sends a bookmark about every minute.
@@ -34,7 +35,8 @@ const UNAUTHORIZED: u16 = 401;
 const FORBIDDEN: u16 = 403;
 const NOT_FOUND: u16 = 404;
 
-/// Keeps the slice up to date until the sender of changes is dropped. `problem` receives the reason why no GPU is offered.
+/// Keeps the slice up to date until the sender of changes is dropped. `problem` receives the reason
+/// if no GPU is offered.
 pub async fn keep(
     client: Client,
     node: String,
@@ -77,7 +79,7 @@ struct Publisher {
     client: Client,
     slices: Api<ResourceSlice>,
     node: String,
-    /// True if the API server dropped taints when they were last needed.
+    /// Whether the API server dropped taints when the slice last needed them.
     drops_taints: bool,
 }
 
@@ -116,7 +118,7 @@ impl Publisher {
         Ok(version)
     }
 
-    /// Stores the slice. False if the API server drops taints.
+    /// Stores the slice. Returns false if the API server drops taints.
     async fn store(&self, gpus: &Devices, stored: Option<&ResourceSlice>, has_taints: bool) -> Result<bool, String> {
         let mut devices = slice::devices(gpus, has_taints);
         let of = |slice: &ResourceSlice| slice.spec.devices.clone().unwrap_or_default();
@@ -155,7 +157,7 @@ impl Publisher {
     async fn slice(&self, devices: Vec<Device>, stored: Option<&ResourceSlice>) -> Result<ResourceSlice, String> {
         let nodes: Api<Node> = Api::all(self.client.clone());
         let node = self.ask_for("read", "its Node", nodes.get(&self.node)).await?;
-        // The slice is deleted with the node.
+        // Kubernetes deletes the slice together with its owner, the node.
         let owner = OwnerReference {
             api_version: "v1".into(),
             kind: "Node".into(),
@@ -231,7 +233,7 @@ fn late() -> String {
     format!("cannot publish the GPUs: the API server has not answered for {} s", ANSWER.as_secs())
 }
 
-/// The reason why no GPU, or an outdated list of GPUs, is offered.
+/// Describes why no GPU, or an outdated list of GPUs, is offered.
 fn failed(what: &str, whom: &str, error: &Error) -> String {
     let Error::Api(status) = error else {
         return format!("cannot publish the GPUs: cannot reach the API server: {}", causes(error));

@@ -2,13 +2,13 @@
 
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
-/// A whole number in Kubernetes' notation.
+/// Converts a whole number to Kubernetes' notation.
 pub fn of(number: u64) -> Quantity {
     Quantity(number.to_string())
 }
 
-/// The number, rounded up to a whole number. `None` if the text is not a number, or the number is
-/// negative or does not fit in 64 bits.
+/// Returns the number, rounded up to a whole number. Returns `None` if the text is not a number, or
+/// if the number is negative or does not fit in 64 bits.
 pub fn whole(quantity: &Quantity) -> Option<u64> {
     let text = quantity.0.strip_prefix('+').unwrap_or(&quantity.0);
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());

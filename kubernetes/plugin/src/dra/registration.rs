@@ -1,5 +1,5 @@
-//! The discovery of the driver by kubelet: a socket in kubelet's directory of plugins, on which kubelet asks for the plugin's type
-//! and reports the result of the registration.
+//! The discovery of the driver by kubelet. kubelet connects to a socket in its directory of
+//! plugins, asks for the plugin's type, and reports the result of the registration.
 
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};

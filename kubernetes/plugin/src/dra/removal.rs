@@ -1,5 +1,5 @@
-//! Checks whether the driver can be removed. Only the driver can release a claim: without the driver, pods with a claim stay
-//! `Terminating`, and only kubelet's own log gives the reason.
+//! Checks whether the driver can be removed. Only the driver can release a claim. Without the
+//! driver, pods with a claim stay `Terminating`, and only kubelet's own log gives the reason.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,10 +16,10 @@ use tokio::time::timeout;
 
 use super::DRIVER;
 
-/// Timeout of the API server's answer.
+/// Timeout for the API server's answer.
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// The limit of pods that an error names.
+/// The maximum number of pods that an error names.
 const NAMED: usize = 10;
 
 /// The reason and the text of each pod's event.
@@ -35,10 +35,11 @@ struct Pod {
     uid: String,
 }
 
-/// Checks that no pod of the cluster has a claim of the driver. Each pod that has one gets an event.
+/// Checks that no pod of the cluster has a claim of the driver. Creates an event for each pod that
+/// has a claim.
 ///
 /// # Errors
-/// The pods, or the reason why the API server cannot be queried.
+/// Pods have claims, or the API server cannot be queried.
 pub async fn check(kubeconfig: Option<&Path>) -> Result<(), String> {
     let client = api_server::client(kubeconfig).await?;
     let claims: Api<ResourceClaim> = Api::all(client.clone());
@@ -63,7 +64,8 @@ pub async fn check(kubeconfig: Option<&Path>) -> Result<(), String> {
     ))
 }
 
-/// The pods that have a claim, each with the claim's name. Empty if the claim has no device of the driver.
+/// Returns the pods that use the claim, each with the claim's name. Returns an empty list if the
+/// claim has no device of the driver.
 fn users(claim: &ResourceClaim) -> Vec<(Pod, String)> {
     let Some(status) = &claim.status else { return Vec::new() };
     let devices = status.allocation.as_ref().and_then(|allocation| allocation.devices.as_ref());

@@ -34,26 +34,26 @@ use crate::names::quoted;
 use crate::status::status_server::Status as StatusService;
 use crate::status::{GpuStatus, StatusRequest, StatusResponse};
 
-/// Timeout of the API server's answer. kubelet waits for 45 s.
+/// Timeout for the API server's answer. kubelet's own timeout is 45 s.
 const ANSWER: Duration = Duration::from_secs(10);
 
-/// Period of health reports. kubelet treats health as unknown after 30 s without a report.
+/// Period of health reports. After 30 s without a report, kubelet treats the health as unknown.
 const REPORT: Duration = Duration::from_secs(10);
 
-/// The data for answers.
+/// The data from which answers are computed.
 #[derive(Clone)]
 pub struct Facts {
     pub node: String,
     pub client: Client,
     pub config: watch::Receiver<Arc<Config>>,
-    /// The GPUs offered by DRA.
+    /// The GPUs that the DRA driver offers.
     pub devices: watch::Receiver<Arc<Devices>>,
     pub claims: Arc<Claims>,
     /// The agent's configuration, which limits the keys of claims.
     pub permissions: Option<PathBuf>,
-    /// The reason why no GPU is offered.
+    /// The reason why no GPU is offered. `None` if GPUs are offered.
     pub problem: watch::Receiver<Option<String>>,
-    /// True once kubelet has registered the driver.
+    /// Whether kubelet has registered the driver.
     pub registered: watch::Receiver<bool>,
     pub stopped: watch::Receiver<bool>,
 }
@@ -73,8 +73,8 @@ impl Service {
             return Err(format!("{} is not the UID of a claim", quoted(&asked.uid)));
         }
         let prepared = match self.0.claims.get(&asked.uid).await {
-            // kubelet has restarted. The claim cannot have changed, since kubelet would have
-            // unprepared it first.
+            // kubelet repeats the call after its restart. The claim cannot have changed, because
+            // kubelet would have unprepared it first.
             Some(prepared) => prepared,
             None => self.read_claim(asked).await?,
         };
@@ -175,7 +175,7 @@ impl DraResourceHealth for Service {
     }
 }
 
-/// Runs `work` until it or `end` ends.
+/// Runs `work` until either `work` or `end` completes.
 fn until(work: impl Future<Output = ()> + Send + 'static, end: impl Future<Output = ()> + Send + 'static) {
     tokio::spawn(async move {
         tokio::select! {

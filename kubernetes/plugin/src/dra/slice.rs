@@ -1,5 +1,6 @@
-//! The devices of the node's ResourceSlice: each GPU with its capacities for claims. Also finds fields that an API server has dropped
-//! because it does not know them or their feature gates are off. Pure.
+//! The devices of the node's ResourceSlice, which are the GPUs with their capacities for claims.
+//! This module also detects fields that an API server has dropped, because the server does not know
+//! them or their feature gates are off. It does no I/O.
 
 use std::collections::BTreeMap;
 
@@ -10,8 +11,9 @@ use k8s_openapi::api::resource::v1::{
 use super::{DRIVER, quantity};
 use crate::devices::{Devices, Gpu};
 
-/// The names of the capacities in claims: the memory limit of a claim's programs in bytes, their guaranteed share of GPU time in
-/// percent, and the claim's slots.
+/// The names of the capacities in claims. `memory` is the memory limit of a claim's programs in
+/// bytes. `time` is their guaranteed share of GPU time in percent. `slots` is the number of the
+/// claim's slots.
 pub const MEMORY: &str = "memory";
 pub const TIME: &str = "time";
 pub const SLOTS: &str = "slots";
@@ -19,15 +21,16 @@ pub const SLOTS: &str = "slots";
 /// The granularity in bytes at which the driver maps memory.
 const GRANULE: u64 = 2 << 20;
 
-/// The limit of devices in a slice, if one of them has a taint.
+/// The maximum number of devices in a slice in which a device has a taint.
 pub const MAX_DEVICES: usize = 64;
 
-/// The name of a GPU's device: its UUID as a DNS label.
+/// Returns the name of a GPU's device, which is its UUID as a DNS label.
 pub fn device_name(uuid: &str) -> String {
     uuid.chars().map(|c| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' }).collect()
 }
 
-/// The offered devices. Without taints, a GPU that must get no new claims is left out.
+/// Returns the offered devices. If taints are not supported, a GPU that must get no new claims is
+/// omitted.
 pub fn devices(gpus: &Devices, has_taints: bool) -> Vec<Device> {
     let device = |gpu: &Gpu| {
         let (memory, taints) = (gpu.memory?, taints(gpu));
@@ -35,8 +38,8 @@ pub fn devices(gpus: &Devices, has_taints: bool) -> Vec<Device> {
             name: device_name(&gpu.uuid),
             attributes: Some(attributes(gpu)),
             capacity: Some(BTreeMap::from([
-                // By default nothing is reserved for a claim, which then shares the memory and time that other programs do not
-                // use.
+                // By default nothing is reserved for a claim. The claim then shares the memory and
+                // time that other programs do not use.
                 (MEMORY.to_owned(), capacity(memory, 0, memory / GRANULE * GRANULE, GRANULE)),
                 (TIME.to_owned(), capacity(100, 0, 100, 1)),
                 (SLOTS.to_owned(), capacity(gpu.slots.into(), 1, gpu.slots.into(), 1)),
@@ -49,9 +52,9 @@ pub fn devices(gpus: &Devices, has_taints: bool) -> Vec<Device> {
     gpus.gpus.iter().filter_map(device).take(MAX_DEVICES).collect()
 }
 
-/// The capacity of a GPU. A claim gets `least` unless it requests more.
+/// Returns a capacity of a GPU. By default a claim gets `least`.
 fn capacity(value: u64, least: u64, most: u64, step: u64) -> DeviceCapacity {
-    // Omit a step that does not fit between `least` and `most`.
+    // A step that does not fit between `least` and `most` is omitted.
     let step = (least + step <= most).then(|| quantity::of(step));
     let range = CapacityRequestPolicyRange { min: quantity::of(least), max: Some(quantity::of(most)), step };
     let policy = CapacityRequestPolicy {
@@ -62,7 +65,7 @@ fn capacity(value: u64, least: u64, most: u64, step: u64) -> DeviceCapacity {
     DeviceCapacity { value: quantity::of(value), request_policy: Some(policy) }
 }
 
-/// The length limit of an attribute's text, in characters.
+/// Maximum length of an attribute's text, in characters.
 const LONGEST: usize = 64;
 
 fn attributes(gpu: &Gpu) -> BTreeMap<String, DeviceAttribute> {
@@ -93,7 +96,8 @@ fn attributes(gpu: &Gpu) -> BTreeMap<String, DeviceAttribute> {
     all.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect()
 }
 
-/// The reasons why a GPU gets no new claims. Running programs stay.
+/// Returns taints, which are the reasons why a GPU gets no new claims. Running programs stay on the
+/// GPU.
 fn taints(gpu: &Gpu) -> Vec<DeviceTaint> {
     let taint = |key: &str| DeviceTaint {
         key: format!("{DRIVER}/{key}"),
@@ -104,8 +108,8 @@ fn taints(gpu: &Gpu) -> Vec<DeviceTaint> {
     all.into_iter().filter(|(_, is_so)| *is_so).map(|(key, _)| taint(key)).collect()
 }
 
-/// Copies the times of stored taints to equal new taints. The API server would set the current time for a taint without a time, even
-/// if only another device has changed.
+/// Copies the times of stored taints to equal new taints. If a taint has no time, the API server
+/// sets the current time, even if only another device has changed.
 pub fn keep_times(devices: &mut [Device], stored: &[Device]) {
     for device in devices {
         let before = stored.iter().find(|stored| stored.name == device.name);
@@ -120,12 +124,12 @@ pub fn keep_times(devices: &mut [Device], stored: &[Device]) {
 /// Fields that an API server has dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Dropped {
-    /// The fields that allow a device to have several claims.
+    /// Whether the fields were dropped that allow several claims per device.
     pub sharing: bool,
     pub taints: bool,
 }
 
-/// The fields of the sent devices that an API server has dropped.
+/// Compares sent and stored devices, and returns the fields that the API server has dropped.
 pub fn dropped(sent: &[Device], stored: &[Device]) -> Dropped {
     let policies = |device: &Device| {
         let all = device.capacity.iter().flatten();
@@ -140,7 +144,7 @@ pub fn dropped(sent: &[Device], stored: &[Device]) -> Dropped {
     dropped
 }
 
-/// True if the devices are equal, regardless of the notation of numbers.
+/// Returns true if the devices are equal apart from the notation of numbers.
 pub fn are_same(one: &[Device], other: &[Device]) -> bool {
     let numbers = |capacity: &DeviceCapacity| {
         let policy = capacity.request_policy.clone().unwrap_or_default();
@@ -201,7 +205,7 @@ mod tests {
         assert_eq!(gpu.get("taints"), None);
     }
 
-    /// The other attributes come from NVML: see tests/dra.rs.
+    /// The other attributes come from NVML, and tests/dra.rs tests them.
     #[test]
     fn a_slice_has_the_attributes_of_its_place() {
         let mut all = gpus();

@@ -1,5 +1,5 @@
-//! The prepared claims on disk. Their programs keep running while the driver restarts, and the new driver sends the claims to
-//! the scheduler.
+//! The prepared claims on disk. The claims' programs keep running while the driver restarts, and
+//! the new driver sends the stored claims to the scheduler.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -20,8 +20,8 @@ impl Store {
         Self(directory)
     }
 
-    /// Reads all claims, by UID. Unreadable files are logged and left out: kubelet prepares the claim again before another
-    /// container uses it.
+    /// Reads all claims, by UID. Unreadable files are logged and skipped, because kubelet prepares
+    /// the claim again before another container uses it.
     pub fn load(&self) -> BTreeMap<String, Prepared> {
         let entries = self.0.read_dir().into_iter().flatten().flatten();
         let files = entries.map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|end| end == "json"));
@@ -33,12 +33,16 @@ impl Store {
         files.filter_map(read).collect()
     }
 
+    /// Stores a claim.
+    ///
     /// # Errors
     /// The file cannot be written.
     pub fn save(&self, claim: &Prepared) -> io::Result<()> {
         cdi::write(&self.path(&claim.uid), serde_json::to_string(claim)?.as_bytes())
     }
 
+    /// Removes a claim.
+    ///
     /// # Errors
     /// The file cannot be removed.
     pub fn remove(&self, uid: &str) -> io::Result<()> {

@@ -10,7 +10,7 @@ use crate::devices::{NvmlGpu, SchedulerView};
 /// A report of NVML, the scheduler or CDI.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Report {
-    /// The GPUs; `None` if NVML has not been available so far.
+    /// The GPUs. `None` if NVML has not been available so far.
     Nvml(Option<Vec<NvmlGpu>>),
     Scheduler(SchedulerView),
     Cdi(CdiView),

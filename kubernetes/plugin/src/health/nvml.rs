@@ -1,7 +1,7 @@
-//! Queries NVML in a separate thread, because its calls can be slow: the GPUs and slices, their
-//! places, and their faults. Faults are found by events and by queries; without support for events,
-//! only by queries. NVML is initialized again after a failure, so that a driver that is loaded
-//! later, or reloaded, is found.
+//! Queries NVML for GPUs and slices, their places, and their faults. The queries run in a separate
+//! thread, because NVML's calls can be slow. Events and queries detect faults. If the driver does
+//! not support events, only queries do. After a failure, NVML is initialized again. This detects a
+//! driver that is loaded later or reloaded.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -23,10 +23,10 @@ use super::Report;
 use crate::config::Config;
 use crate::devices::{NvmlGpu, Properties};
 
-/// The directory of PCI devices.
+/// Linux's directory of PCI devices.
 const PCI_DEVICES: &str = "/sys/bus/pci/devices";
 
-/// Starts the thread. It ends when the receiver of reports is dropped.
+/// Starts the thread, which ends when the receiver of reports is dropped.
 pub fn start(config: watch::Receiver<Arc<Config>>, reports: UnboundedSender<Report>) -> std::io::Result<()> {
     let thread = thread::Builder::new().name("nvml".into());
     thread.spawn(move || {
@@ -35,12 +35,12 @@ pub fn start(config: watch::Receiver<Arc<Config>>, reports: UnboundedSender<Repo
     Ok(())
 }
 
-/// A physical GPU, with its MIG slices if any. Faults belong to the board.
+/// A physical GPU, with its MIG slices if it has any. A fault concerns the whole board.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Board {
     uuid: String,
     index: u32,
-    /// The usable GPUs: the board itself, or its slices.
+    /// The GPUs that programs can use: the board itself, or its slices.
     gpus: Vec<NvmlGpu>,
 }
 
@@ -76,7 +76,7 @@ impl Watch {
         }
     }
 
-    /// Logs a line unless it repeats the last one.
+    /// Logs a line unless it equals the previous line.
     fn say(&mut self, text: String) {
         if self.said.as_ref() != Some(&text) {
             info!("{text}");
@@ -88,7 +88,8 @@ impl Watch {
         self.config.borrow().health.query_interval
     }
 
-    /// Watches until NVML must be initialized again: GPUs were added or removed, or do not answer.
+    /// Watches until NVML must be initialized again, because GPUs were added, removed or do not
+    /// answer.
     fn session(&mut self, nvml: &Nvml) -> Result<(), Unheard> {
         self.boards = scan(nvml, &self.boards);
         let events = self.events(nvml);
@@ -106,7 +107,7 @@ impl Watch {
         }
     }
 
-    /// Registers for the events of all GPUs that support them.
+    /// Registers for the events of all GPUs that support events.
     fn events<'nvml>(&mut self, nvml: &'nvml Nvml) -> Option<EventSet<'nvml>> {
         let devices = self.boards.iter().filter_map(|board| nvml.device_by_index(board.index).ok());
         let (events, able) = watch_events(nvml, devices.collect());
@@ -123,7 +124,7 @@ impl Watch {
         events
     }
 
-    /// Handles events until `until`. True if waiting for events no longer works.
+    /// Handles events until `until`. Returns true if waiting for events no longer works.
     fn listen(&mut self, nvml: &Nvml, events: &EventSet<'_>, until: Instant) -> Result<bool, Unheard> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
@@ -153,7 +154,7 @@ impl Watch {
         }
     }
 
-    /// Queries each GPU and reports the results. True if a GPU does not answer.
+    /// Queries each GPU and reports the results. Returns true if a GPU does not answer.
     fn query(&mut self, nvml: &Nvml) -> Result<bool, Unheard> {
         let mut is_lost = false;
         self.report(|board| {
@@ -174,7 +175,8 @@ impl Watch {
     }
 }
 
-/// A GPU that answers reports its memory, unless it uses the host's memory.
+/// Checks a GPU by querying its memory. GPUs that use the host's memory do not support this query,
+/// which also counts as an answer.
 fn ask(nvml: &Nvml, board: &Board) -> FaultAnswer {
     let asked = nvml.device_by_uuid(board.uuid.as_str()).and_then(|device| match device.memory_info() {
         Ok(_) | Err(NvmlError::NotSupported) => Ok(advice(&device)),
@@ -189,7 +191,7 @@ fn ask(nvml: &Nvml, board: &Board) -> FaultAnswer {
     }
 }
 
-/// All boards. If a board does not answer, its earlier description is kept.
+/// Scans all boards. For a board that does not answer, returns its earlier description.
 fn scan(nvml: &Nvml, before: &[Board]) -> Vec<Board> {
     let Ok(count) = nvml.device_count() else { return before.to_vec() };
     let known: BTreeMap<u32, &Board> = before.iter().map(|board| (board.index, board)).collect();
@@ -241,7 +243,7 @@ fn properties(nvml: &Nvml, device: &Device<'_>) -> Properties {
     }
 }
 
-/// An architecture's name in NVIDIA's DRA driver.
+/// Returns an architecture's name in NVIDIA's DRA driver.
 fn architecture_name(architecture: &DeviceArchitecture) -> Option<&'static str> {
     Some(match architecture {
         DeviceArchitecture::Kepler => "Kepler",
@@ -257,7 +259,7 @@ fn architecture_name(architecture: &DeviceArchitecture) -> Option<&'static str> 
     })
 }
 
-/// A brand's name in NVIDIA's DRA driver.
+/// Returns a brand's name in NVIDIA's DRA driver.
 fn brand_name(brand: Brand) -> Option<&'static str> {
     Some(match brand {
         Brand::Unknown => return None,
@@ -280,7 +282,8 @@ fn brand_name(brand: Brand) -> Option<&'static str> {
     })
 }
 
-/// A driver's version as a semantic version, which has three numbers without leading zeros.
+/// Converts a driver's version to a semantic version, which has three numbers without leading
+/// zeros.
 fn version(text: &str) -> Option<String> {
     let numbers: Option<Vec<u32>> = text.split('.').map(|number| number.parse().ok()).collect();
     match numbers?[..] {
@@ -296,14 +299,14 @@ fn address(device: &Device<'_>) -> Option<String> {
     Some(format!("{:04x}:{:02x}:{:02x}.0", pci.domain, pci.bus, pci.device))
 }
 
-/// The root of a device's PCIe hierarchy, from its path in Linux's device tree.
+/// Returns the root of a device's PCIe hierarchy, from the device's path in Linux's device tree.
 fn pcie_root(devices: &Path, address: &str) -> Option<String> {
     let place = std::fs::read_link(devices.join(address)).ok()?;
     let names = place.iter().filter_map(|name| name.to_str());
     names.map(str::to_owned).find(|name| name.starts_with("pci") && name.contains(':'))
 }
 
-/// Linux shows -1 for a device without a NUMA node.
+/// Returns a device's NUMA node. For a device without a NUMA node, Linux shows -1.
 fn numa_node(devices: &Path, address: &str) -> Option<u32> {
     std::fs::read_to_string(devices.join(address).join("numa_node")).ok()?.trim().parse().ok()
 }

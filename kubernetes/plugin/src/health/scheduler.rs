@@ -1,5 +1,5 @@
-//! The scheduler's report: polls its control socket for its GPUs. Silence counts only after a while, because a
-//! restart is harmless.
+//! Reports of the scheduler. This module polls the scheduler's control socket for its GPUs. The
+//! scheduler may be silent for a while, because a restart is harmless.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,12 +19,12 @@ use crate::devices::{SchedulerGpu, SchedulerView};
 /// Period of queries. An answer takes less than a millisecond.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Queries until the receiver is dropped.
+/// Queries the scheduler until the receiver is dropped.
 pub async fn follow(control: PathBuf, config: watch::Receiver<Arc<Config>>, reports: UnboundedSender<Report>) {
     let (mut proxy, mut gpus, mut heard) = (None, Vec::new(), Instant::now());
     loop {
         let patience = config.borrow().health.scheduler_timeout;
-        // Even after a long silence, each query has at least one period.
+        // Even after a long silence, each query has a timeout of at least one period.
         let deadline = (heard + patience).max(Instant::now() + PERIOD);
         let answer = timeout_at(deadline, ask(&control, &mut proxy)).await;
         let silence = match answer {

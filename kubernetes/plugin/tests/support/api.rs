@@ -1,6 +1,7 @@
-//! A stand-in for the API server: ResourceSlices and ResourceClaims of `resource.k8s.io/v1` over HTTP. Requests must conform to the
-//! published schema, by types generated from it, and to the published rules that concern a driver. Like an API server, it drops fields
-//! whose feature gates are off.
+//! A stand-in for the API server, with ResourceSlices and ResourceClaims of `resource.k8s.io/v1`
+//! over HTTP. Requests must conform to the published schema, by types generated from the schema.
+//! They must also conform to the published rules that concern a driver. Like an API server, the
+//! stand-in drops fields whose feature gates are off.
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
@@ -30,7 +31,7 @@ pub struct Resources {
     claims: BTreeMap<(String, String), Value>,
     events: Vec<Value>,
     watchers: Watchers,
-    /// `DRAConsumableCapacity` and `DRADeviceTaints`.
+    /// The state of the feature gates `DRAConsumableCapacity` and `DRADeviceTaints`.
     has_consumable_capacity: bool,
     has_taints: bool,
     has_resource_api: bool,
@@ -52,7 +53,7 @@ impl DerefMut for Api {
 }
 
 impl Api {
-    /// An API server with all feature gates on.
+    /// Starts an API server with all feature gates on.
     pub fn start() -> Self {
         Self(ApiServer::start(Resources {
             version: 100,
@@ -211,7 +212,7 @@ impl Resources {
             let list = json!({"kind": "ResourceSliceList", "apiVersion": "resource.k8s.io/v1", "metadata": metadata, "items": items});
             return whole(200, &list);
         };
-        // The history is not kept, so a watch from an older version ends.
+        // The stand-in keeps no history, so a watch from an older version ends immediately.
         self.watchers.begin([], from == self.version)
     }
 
@@ -233,7 +234,7 @@ impl Resources {
             }
             _ => {}
         }
-        // A clock that advances by a second at each change.
+        // The clock advances by one second at each change.
         let now =
             i64::try_from(self.version).ok().and_then(|seconds| Timestamp::from_second(seconds).ok()).expect("a time");
         for device in slice.spec.devices.iter_mut().flatten() {
@@ -283,7 +284,7 @@ fn assert_known(written: &Value, known: &Value, at: &str) {
     }
 }
 
-/// The rules for ResourceSlices that apply to the driver's requests.
+/// Checks the rules for ResourceSlices that apply to the driver's requests.
 fn check(slice: &ResourceSlice) -> Result<(), String> {
     let is_label = |text: &str| {
         let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
@@ -302,7 +303,7 @@ fn check(slice: &ResourceSlice) -> Result<(), String> {
         Some((domain, name)) => domain.split('.').all(is_label) && is_identifier(name),
         None => is_identifier(text),
     };
-    // Semantic versions, without suffixes after the numbers.
+    // Accepts semantic versions without suffixes after the numbers.
     let is_version = |text: &str| {
         let is_number = |text: &str| text == "0" || (!text.starts_with('0') && text.parse::<u64>().is_ok());
         text.split('.').count() == 3 && text.split('.').all(is_number)
@@ -362,7 +363,8 @@ fn check(slice: &ResourceSlice) -> Result<(), String> {
     Ok(())
 }
 
-/// The claim `team-a/claim-N` with these allocated devices, and these amounts of memory and time of each.
+/// Returns the claim `team-a/claim-N` with these allocated devices. `memory` and `time` are the
+/// amounts of each device.
 pub fn claim(number: u32, devices: &[&str], memory: &str, time: &str, config: &[Value]) -> Value {
     let result = |device: &&str| {
         json!({"request": "gpu", "driver": "gpu.nvshare.com", "pool": NODE, "device": device, "shareID": uid(900 + number),

@@ -42,7 +42,7 @@ impl Driver {
     async fn look(registry: &Path) -> Option<Self> {
         let entries = registry.read_dir().ok()?.flatten().map(|entry| entry.path());
         let socket = entries.into_iter().find(|path| path.extension().is_some_and(|end| end == "sock"))?;
-        // The escaping of gRPC for Go for a path as the target.
+        // Escapes a path as gRPC for Go does if the path is the target.
         let escape = |c: char| match c {
             'a'..='z' | 'A'..='Z' | '0'..='9' | '-' | '_' | '.' | '~' | '@' => c.to_string(),
             other => format!("%{:02X}", u32::from(other)),

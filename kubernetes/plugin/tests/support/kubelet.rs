@@ -19,13 +19,13 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::PATIENCE;
 
-/// One run of kubelet.
+/// One run of kubelet, until this value is dropped.
 #[derive(Debug)]
 pub struct Kubelet {
     directory: PathBuf,
     server: JoinHandle<()>,
     registrations: mpsc::UnboundedReceiver<RegisterRequest>,
-    /// The error with which registrations are refused, if any.
+    /// The error with which registrations are rejected, if any.
     pub refusal: Arc<Mutex<Option<Status>>>,
 }
 
@@ -47,7 +47,7 @@ impl Registration for Desk {
 }
 
 impl Kubelet {
-    /// Starts like kubelet: removes all files from its directory.
+    /// Starts like kubelet, which first removes all files from its directory.
     pub fn start(directory: &Path) -> Self {
         for entry in std::fs::read_dir(directory).expect("the directory") {
             std::fs::remove_file(entry.expect("an entry").path()).expect("it is removed");
@@ -76,7 +76,8 @@ impl Kubelet {
         asked.expect("a plugin registers").expect("the server runs")
     }
 
-    /// Waits for the next registration and accepts it: calls the plugin back, and watches its list.
+    /// Waits for the next registration and accepts it. Calls the plugin back, and watches the
+    /// plugin's list.
     pub async fn plugin(&mut self) -> Plugin {
         let asked = self.asked().await;
         assert_eq!(asked.version, "v1beta1");
@@ -114,7 +115,7 @@ pub struct Plugin {
 }
 
 impl Plugin {
-    /// Waits for the next list; `None` at the end of the stream.
+    /// Waits for the next list. Returns `None` at the end of the stream.
     pub async fn next(&mut self) -> Option<&[Device]> {
         let next = timeout(PATIENCE, self.list.message()).await.expect("a list comes");
         self.last = next.ok()??.devices;
@@ -169,7 +170,7 @@ pub fn ids(devices: &[Device]) -> Vec<String> {
     devices.iter().map(|device| device.id.clone()).collect()
 }
 
-/// Each GPU of a list with its health, which all slots of a GPU share.
+/// Returns each GPU of a list with its health. All slots of a GPU have the same health.
 pub fn health(devices: &[Device]) -> Vec<(String, bool)> {
     let mut gpus: Vec<(String, bool)> = Vec::new();
     for device in devices {

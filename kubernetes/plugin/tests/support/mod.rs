@@ -16,7 +16,7 @@ const PLUGIN: &str = env!("CARGO_BIN_EXE_nvshare-device-plugin");
 /// The plugin's configuration in most tests, with short times.
 pub const QUICK: &str = "[health]\nscheduler-timeout = 1\nquery-interval = 1\n";
 
-/// The node. It ends with the test.
+/// The node. Dropping it removes its directory.
 #[derive(Debug)]
 pub struct Node {
     pub directory: PathBuf,
@@ -102,7 +102,7 @@ impl Node {
             "{{\"cdiVersion\": \"0.5.0\", \"kind\": \"{kind}\", \"containerEdits\": {{\"mounts\": [{mount}]}}, \"devices\": [{}]}}",
             devices.join(",")
         );
-        // Atomically, like on a real node.
+        // The file is replaced atomically, as on a real node.
         std::fs::write(self.directory.join("cdi/new"), text).expect("a file");
         std::fs::rename(self.directory.join("cdi/new"), self.directory.join("cdi/nvshare.json")).expect("it is moved");
     }
@@ -112,7 +112,7 @@ impl Node {
         self.directory.join("containerd.toml")
     }
 
-    /// A program that sees only the simulated machine.
+    /// Returns a program that sees only the simulated machine.
     fn command(&self, program: &Path) -> Command {
         let mut command = Command::new(program);
         for (name, _) in std::env::vars_os() {
@@ -164,7 +164,7 @@ impl Node {
         Process::start("plugin", command)
     }
 
-    /// Runs the plugin with a flag that it answers before it exits.
+    /// Runs the plugin with a flag that makes it print an answer and exit.
     pub fn ask_plugin(&self, flag: &str) -> Output {
         self.plugin_command().arg(flag).output().expect("the plugin starts")
     }

@@ -5,12 +5,12 @@ use std::fmt::Write;
 use ratatui::buffer::{Buffer, Cell};
 use ratatui::style::{Color, Modifier};
 
-// All lengths are pixels.
+// All lengths are in pixels.
 const COLUMN: f64 = 8.4;
 const ROW: f64 = 19.0;
 const MARGIN: f64 = 14.0;
 
-/// The name of its file in `docs`, and the colours of the page, the text, and the terminal's colours.
+/// The name of the theme's file in `docs`, and the colours of the page, the text and the terminal.
 pub struct Theme {
     pub file: &'static str,
     page: &'static str,
@@ -70,7 +70,8 @@ impl Theme {
         out + "</svg>\n"
     }
 
-    /// Writes cells of one style, each part between wide gaps at its own place, so that columns align in every font.
+    /// Draws cells of one style. Each part between wide gaps is positioned separately, so that
+    /// columns align in every font.
     fn write_run(&self, out: &mut String, column: usize, y: f64, cells: &[Cell]) {
         let mut style = String::new();
         if let Some((_, colour)) = self.colours.iter().find(|(colour, _)| *colour == cells[0].fg) {
