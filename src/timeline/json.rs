@@ -125,6 +125,6 @@ mod tests {
         assert_eq!(read(&text), Ok((timeline, names)));
         assert!(read(b"{}").is_err());
         let newer = String::from_utf8(text).expect("UTF-8").replace("\"format\":1", "\"format\":2");
-        assert!(read(newer.as_bytes()).is_err_and(|why| why.contains("format 2")));
+        assert!(read(newer.as_bytes()).is_err_and(|why| why.contains("format is 2")));
     }
 }

@@ -252,8 +252,8 @@ fn a_bundle_that_cannot_be_read_says_where_and_why() {
         message(&[]),
         "line 1: this file is neither a debug bundle of `nvsharectl debug` nor a record of `nvshare-scheduler --record`"
     );
-    assert!(but(0, "[[gpu]]").starts_with("line 1: this is neither a debug bundle"));
-    assert!(message(&lines[..9]).starts_with("line 10: the file is cut off"), "{}", message(&lines[..9]));
+    assert!(but(0, "[[gpu]]").starts_with("line 1: this file is neither a debug bundle"));
+    assert!(message(&lines[..9]).starts_with("line 10: the file is truncated"), "{}", message(&lines[..9]));
     let later = lines[0].replace("\"format\":1", "\"format\":2");
     assert!(but(0, &later).starts_with("line 1: this bundle has format 2, but this nvsharectl reads format 1"));
     assert!(but(8, "{\"kind\":").starts_with("line 9: this line is not an object with a kind: EOF"));

@@ -301,7 +301,7 @@ fn a_record_has_every_move() {
     std::fs::write(&cut, &text[..text.len() - 20]).expect("a file");
     assert_eq!(replay(&cut).code, Some(0));
     std::fs::write(&cut, format!("{}{{\"kind\":\n{}", lines[0], lines[1..].concat())).expect("a file");
-    assert!(replay(&cut).stderr.contains("line 2: this is not an object with a kind"));
+    assert!(replay(&cut).stderr.contains("line 2: this line is not an object with a kind"));
 }
 
 #[test]

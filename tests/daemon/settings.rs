@@ -179,7 +179,7 @@ fn a_rule_is_set_and_taken_away_while_everything_runs() {
         (&["set-rule", "five", "user=54321"][..], "the rule sets nothing"),
         (&["set-rule", "six", "weight=0"], "weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed"),
         (&["set-rule", "six", "wait=5"], "unknown field `wait`"),
-        (&["set-rule", "six", "user=nobody-of-this-name", "weight=5"], "there is no user \"nobody-of-this-name\" here"),
+        (&["set-rule", "six", "user=nobody-of-this-name", "weight=5"], "this host has no user \"nobody-of-this-name\""),
         (&["set-rule", "six", "weight=5", "weight=6"], "weight is given twice"),
         (&["unset-rule", "six"], "no rule \"six\" was set at run time"),
     ] {

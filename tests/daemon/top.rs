@@ -82,7 +82,7 @@ fn figures_that_are_old_say_so() {
     let Some(terminal) = top(&daemon, "NO_COLOR=1") else { return };
     terminal.wait(&["runs, "]);
     daemon.signal(libc::SIGSTOP);
-    terminal.wait(&["the scheduler does not answer: these figures are ", " s old"]);
+    terminal.wait(&["the scheduler does not answer. These figures are ", " s old"]);
     daemon.signal(libc::SIGCONT);
     terminal.press("q");
     terminal.wait(&["ended with 0"]);

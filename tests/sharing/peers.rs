@@ -56,7 +56,7 @@ fn memory_mapped_for_two_gpus_is_there_for_both() {
 fn gpus_that_reach_each_other_are_held_together() {
     let machine = Machine::with_scheduler(two_gpus());
     let mut program = machine.program(&words("kernel", 60)).start();
-    program.wait_to_say("reach each other's memory");
+    program.wait_to_say("access each other's memory");
     let mut other = machine.program("mix --mem 16M --reps 3 --rounds 10 --device 1").start();
     program.finish();
     other.finish();

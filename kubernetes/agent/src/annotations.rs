@@ -121,10 +121,10 @@ mod tests {
         let rule = read_all(&annotations);
         assert_eq!(rule.keys, BTreeMap::from([("memory-max", Value::from("8G"))]));
         let said = rule.left_out.join("\n");
-        assert!(said.contains("nvshare.com/exclusion is left out: its value is not a single line of text"), "{said}");
+        assert!(said.contains("nvshare.com/exclusion: its value is not a single line of text"), "{said}");
         assert!(said.contains("nvshare.com/affinity: its value has 5000 bytes"), "{said}");
-        assert!(said.contains("nvshare.com/colour is left out: unknown key. The keys are memory-max,"), "{said}");
-        assert!(said.contains("nvshare.com/pod is left out: there is no such key"), "{said}");
+        assert!(said.contains("nvshare.com/colour: unknown key. The keys are memory-max,"), "{said}");
+        assert!(said.contains("nvshare.com/pod: unknown key"), "{said}");
 
         let annotations = BTreeMap::from([("time-min".to_owned(), "50%".to_owned())]);
         let rule = read("team-a", &annotations, &Permissions::default());

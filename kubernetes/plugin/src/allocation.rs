@@ -169,7 +169,7 @@ mod tests {
         assert!(refused(&two, &[], -1).contains("cannot choose -1 devices"));
         assert!(refused(&two, &[], i32::MAX).contains("only 4 available"));
         assert!(refused(&two, &available, 1).contains("4 must be included"));
-        assert!(refused(&two, &["GPU-z::0".into()], 1).contains("\"GPU-z::0\" must be included"));
+        assert!(refused(&two, &["GPU-z::0".into()], 1).contains("cannot include \"GPU-z::0\""));
         two.gpus[0].problem = Some("it ails".into());
         assert!(refused(&two, &[], 3).contains("only 2 available"));
     }

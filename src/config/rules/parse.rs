@@ -508,12 +508,12 @@ mod tests {
             ),
             (
                 "user = 5\naffinity = \"a\"\nallowed-gpus = [0, 1]\n[[rule]]\naffinity = \"a\"\nallowed-gpus = [2]",
-                "5:1: affinity \"a\": rule nvshare.toml:1 has it as well, and allows none of the GPUs that this rule allows"
+                "5:1: affinity \"a\": rule nvshare.toml:1 has the same affinity, but allows none of the GPUs that this rule allows"
                     .to_owned(),
             ),
             (
                 "user = 5\naffinity = \"a\"\nexclusion = \"x\"\n[[rule]]\naffinity = \"a\"",
-                "5:1: affinity \"a\": rule nvshare.toml:1 has it as well, and another exclusion".to_owned(),
+                "5:1: affinity \"a\": rule nvshare.toml:1 has the same affinity, but a different exclusion".to_owned(),
             ),
             ("name = 5\nmemory-max = \"1G\"", "2:8: invalid type: integer `5`, expected a string".to_owned()),
         ];

@@ -31,7 +31,7 @@ pub fn obstacle(program: &Path) -> Option<&'static str> {
         Ok((endian, header.program_headers(endian, &*bytes)?))
     });
     let Ok((endian, headers)) = headers else {
-        return Some("is not built for this machine's C library");
+        return Some("is not a program for this machine");
     };
     let interpreter = headers.iter().find_map(|segment| segment.interpreter(endian, &*bytes).ok().flatten());
     match interpreter.map(|path| path.rsplit(|byte| *byte == b'/').next().unwrap_or_default()) {
@@ -60,7 +60,7 @@ mod tests {
             path
         };
         assert_eq!(obstacle(&file("script", b"#!/bin/sh\n")), None);
-        assert!(obstacle(&file("text", b"exit 1\n")).is_some_and(|why| why.contains("no program")));
+        assert!(obstacle(&file("text", b"exit 1\n")).is_some_and(|why| why.contains("not a program")));
 
         let own = std::fs::read("/bin/true").expect("a program");
         let at =

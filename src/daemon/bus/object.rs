@@ -130,7 +130,7 @@ impl Object {
         #[zbus(connection)] connection: &Connection,
     ) -> Result<bus::LockFd, Failure> {
         if let Some(option) = options.keys().next() {
-            return Err(fdo::Error::InvalidArgs(format!("there is no option {option:?}")).into());
+            return Err(fdo::Error::InvalidArgs(format!("unknown option {option:?}")).into());
         }
         let caller = self.callers.identify(Some(&header), connection).await?;
         let request = LockRequest { gpu, who, why, caller: caller.identity("acquire a lock")? };

@@ -352,7 +352,7 @@ mod tests {
         let queue = (2..=14).map(|client| ahead(client, Reason::Earlier)).collect();
         let text = of(&Explanation { ahead: queue, starts: Some(s(26)), ..waiting() });
         assert_eq!(text.len(), 1 + NAMED + 2, "{text:?}");
-        assert_eq!(text[NAMED + 1], "After these come 8 more, for about 16s in all.");
+        assert_eq!(text[NAMED + 1], "Then come 8 more, which run for about 16s in total.");
     }
 
     #[test]

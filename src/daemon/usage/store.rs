@@ -486,7 +486,7 @@ mod tests {
         newer.execute_batch("CREATE TABLE other (a); PRAGMA user_version = 2;").expect("a schema");
         drop(newer);
         let Err(StoreError::Other(reason)) = Store::open(&path) else { panic!("it is not damaged") };
-        assert!(reason.contains("format 2"), "{reason}");
+        assert!(reason.contains("format is 2"), "{reason}");
         let missing = Store::open(&directory.0.join("missing").join(FILE)).expect_err("no directory");
         assert!(matches!(missing, StoreError::Other(_)), "{missing:?}");
     }

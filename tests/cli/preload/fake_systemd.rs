@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::fs;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::channel;
@@ -260,7 +261,7 @@ impl Systemd {
         let mut command = Command::new("dbus-daemon");
         command.args(["--config-file=/mnt/bus.conf", "--nofork"]).stdout(Stdio::null()).stderr(Stdio::null());
         let bus = command.spawn().expect("dbus-daemon is installed");
-        test_support::wait_for("the bus", || Path::new(BUS).exists().then_some(()));
+        test_support::wait_for("the bus", || UnixStream::connect(BUS).ok());
 
         let (ready, is_ready) = channel();
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();

@@ -186,7 +186,7 @@ mod tests {
             ("[[namespaces]]\nname = \"a[\"", "agent.toml:2:8: name: \"a[\" is not a valid pattern"),
             (
                 "[[namespaces]]\nname = \"a\"\nmay-set = [\"weight\", \"colour\"]",
-                "agent.toml:3:22: may-set cannot have \"colour\": memory-max, memory-low,",
+                "agent.toml:3:22: may-set cannot contain \"colour\": memory-max, memory-low,",
             ),
             (
                 "[[namespaces]]\nname = \"a\"\nweight-max = 0",
