@@ -1,22 +1,25 @@
-//! Decides which clients run on which GPU, and whose memory is there: a pure state machine.
+//! Decides which clients run on which GPU, and which clients' memory is on each GPU. The crate is a
+//! pure state machine.
 //!
-//! `Machine::handle(now, Event) -> Vec<Command>`; `Machine::deadline()` returns the time of the next [`Event::Tick`].
-//! No I/O, no clock, no async: the daemon feeds it real events, tests and simulations feed it made-up ones in virtual
-//! time. The same events give the same commands.
+//! `Machine::handle(now, Event) -> Vec<Command>` handles one event. `Machine::deadline()` returns
+//! the time of the next [`Event::Tick`]. The crate performs no I/O, reads no clock and uses no
+//! async. The daemon passes real events; tests and simulations pass invented events in virtual
+//! time. The same events produce the same commands.
 //!
-//! - [`api`]: the vocabulary: ids, [`Event`], [`Command`], [`Settings`].
-//! - `model`: questions about the present state that concern more than one component.
+//! - [`api`]: ids, [`Event`], [`Command`] and [`Settings`].
+//! - `model`: queries on the current state that involve several components.
 //! - `machine`: the state, and the dispatch of events to components.
 //! - `settle`: the ordered steps that update one GPU after a change: memory first, then the lock.
-//! - `gpu`: the clients that have attached a GPU, the memory that each may have mapped there, and the holders of its
-//!   lock.
+//! - `gpu`: the clients that have attached a GPU, the memory that each client may have mapped
+//!   there, and the holders of the lock.
 //! - `queue`: the queue of requests for each GPU's lock.
 //! - `quota`: how much each client may allocate.
-//! - `fairness`: the order in which clients are served, and each client's part of the GPU's time.
-//! - `policy`: the length of turns, and the order of requests of one owner: first come, first served, or least attained
-//!   service.
+//! - `fairness`: the order in which clients are served, and each client's share of GPU time.
+//! - `policy`: the length of turns, and the order of one owner's requests, either first come, first
+//!   served or least attained service.
 //! - `placement`: the choice of a GPU for programs that do not choose one.
-//! - `sleep`: clients that are off their GPUs, and each client's progress on the way off or back.
+//! - `sleep`: the clients that are off their GPUs, and each client's progress on its way off or
+//!   back.
 //! - `client`: records of a client that do not depend on a GPU.
 //! - `entity`: the unit of queueing and granting: a client or a gang.
 //! - `rules`: what rules and environments say about each client.

@@ -6,7 +6,7 @@ use super::*;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Denial {
-    /// Neither the GPU nor host memory has room for it.
+    /// Neither the GPU nor host memory has room for the allocation.
     NoRoom,
     /// The group's `memory-max` would be exceeded.
     MemoryMax,
@@ -24,11 +24,13 @@ pub enum Denial {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum EvictionBlock {
-    /// Host memory has no room for it: the client reported [`StuckReason::HostFull`].
+    /// Host memory has no room for the evicted bytes: the client reported
+    /// [`StuckReason::HostFull`].
     HostFull,
-    /// The client's contexts no longer work: it reported [`StuckReason::Broken`].
+    /// The client's contexts no longer work: the client reported [`StuckReason::Broken`].
     Broken,
-    /// Work runs that the client has not seen: it reported [`StuckReason::UnseenWork`].
+    /// The client's library did not see all of the client's running work: the client reported
+    /// [`StuckReason::UnseenWork`].
     UnseenWork,
     /// The client has made no progress with an eviction for several seconds.
     Late,
@@ -36,7 +38,8 @@ pub enum EvictionBlock {
     Stopped,
     /// The client was revoked and cannot drain.
     Undrainable,
-    /// Measurements still show memory that the client reported as freed. The client's other memory can be evicted.
+    /// Measurements still show memory that the client reported as freed. The client's other memory
+    /// is evictable.
     Unfreed,
 }
 
@@ -44,102 +47,111 @@ pub enum EvictionBlock {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RoomObstacle {
-    /// At most `most` bytes could be kept free, even if all memory of clients were evicted.
+    /// Even if all clients' memory were evicted, at most `most` bytes could be kept free.
     TooLarge { most: u64 },
-    /// Unevictable memory takes `bytes` bytes of the room.
+    /// Unevictable memory occupies `bytes` bytes of the room.
     Unevictable { bytes: u64 },
-    /// Memory that was to be evicted has not been evicted in time.
+    /// Memory was not evicted in time.
     Late,
     /// The GPU is gone.
     Gone,
 }
 
-/// A command to the daemon. The daemon sends most of them to `client` as messages of the wire protocol; `Probe`,
-/// `Measure` and `Checkpoint` ask the daemon itself; some only record a change for the log.
+/// A command to the daemon. The daemon sends most commands to `client` as messages of the wire
+/// protocol. The daemon itself carries out `Probe`, `Measure` and `Checkpoint`. Some commands only
+/// record a change for the log.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case", rename_all_fields = "kebab-case")]
 pub enum Command {
-    /// Answers [`Event::PlacementRequested`]: the client is to run on these GPUs, and to see them in this order.
+    /// Answers [`Event::PlacementRequested`]: the client must run on these GPUs, and see them in
+    /// this order.
     Placed { client: ClientId, gpus: Vec<GpuId> },
     /// Answers [`Event::PlacementRequested`]: the client may run on no GPU.
     Unplaced { client: ClientId, why: PlacementError },
-    /// Answers [`Event::Attached`]: there is room for the client's context, and it may be created now. A `Limit`
-    /// follows.
+    /// Answers [`Event::Attached`]: the client may create its context now, because there is room
+    /// for it. A `Limit` follows.
     Attached { client: ClientId, gpu: GpuId },
-    /// The highest demand that the client may reach on this GPU, `bytes`: sent after `Attached`, whenever the limit
-    /// changes, and in answer to [`Event::LimitRequested`]. The client acknowledges it by `limit_ack` of a later
-    /// report; until then a lowered limit counts as before. `seq` counts up from 1 for each client and GPU. `most` is
-    /// the highest value that the limit can take once all contexts are measured, `spare` the bytes of empty host memory
-    /// that the client may keep, and `max` the lowest limit that rules and the client's environment set.
+    /// `bytes` is the highest demand that the client may reach on this GPU. Sent after `Attached`,
+    /// whenever the limit changes, and in answer to [`Event::LimitRequested`]. The client
+    /// acknowledges the limit by `limit_ack` of a later report. Until then, the scheduler counts a
+    /// lowered limit at its old value. `seq` counts up from 1 for each client and GPU. `most` is
+    /// the highest value that the limit can reach once all contexts are measured. `spare` is the
+    /// number of bytes of empty host memory that the client may keep. `max` is the lowest limit
+    /// that rules and the client's environment set.
     Limit { client: ClientId, gpu: GpuId, bytes: u64, seq: u32, most: u64, spare: u64, max: Option<u64> },
-    /// Denies the limit of [`Event::LimitRequested`]; with 0 bytes, the context of [`Event::Attached`]; with
-    /// [`Denial::Unmappable`], the demand that the driver repeatedly failed to map. Whatever waits for it in the client
-    /// fails.
+    /// Denies the limit of [`Event::LimitRequested`]. With 0 bytes, denies the context of
+    /// [`Event::Attached`]. With [`Denial::Unmappable`], denies the demand that the driver
+    /// repeatedly failed to map. The waiting calls in the client fail.
     Denied { client: ClientId, gpu: GpuId, bytes: u64, why: Denial },
-    /// Answers [`Event::ReservationRequested`]: `bytes` are free and kept for the client for 500 ms. They may be fewer
-    /// than it asked for.
+    /// Answers [`Event::ReservationRequested`]: `bytes` are free and are kept for the client for
+    /// 500 ms. `bytes` may be less than requested.
     Reserved { client: ClientId, gpu: GpuId, bytes: u64 },
-    /// The bytes that the client may have mapped on this GPU from now on. Sent whenever that number changes. A client
-    /// with more mapped memory evicts the excess, then acknowledges `seq` by `ack` of a report. `seq` counts up from 1
-    /// for each client and GPU.
+    /// The number of bytes that the client may have mapped on this GPU from now on. Sent whenever
+    /// the number changes. A client with more mapped memory evicts the excess, then acknowledges
+    /// `seq` by `ack` of a report. `seq` counts up from 1 for each client and GPU.
     Allowance { client: ClientId, gpu: GpuId, seq: u32, bytes: u64 },
-    /// The client holds the lock of these GPUs from now on. Answers [`Event::Requested`], once all of them are free for
-    /// it and its memory is allowed there.
+    /// The client holds the lock of these GPUs from now on. Answers [`Event::Requested`], once all
+    /// of these GPUs can admit the client and the client's allowances cover its memory there.
     Grant { client: ClientId, gpus: GpuSet },
-    /// The holder is to drain and release these GPUs. It answers with [`Event::Released`], or with [`Event::Stuck`] and
-    /// is then asked again later.
+    /// The holder must drain and release these GPUs. The holder answers with [`Event::Released`].
+    /// If it answers with [`Event::Stuck`], it is asked again later.
     Revoke { client: ClientId, gpus: GpuSet },
-    /// About `bytes` of the client's memory will have to be evicted when its turn is over, or may have to be when
-    /// another client arrives. It may allocate host memory for them now.
+    /// About `bytes` of the client's memory will have to be evicted after its turn, or may have to
+    /// be evicted when another client arrives. The client may allocate host memory for these bytes
+    /// now.
     Prepare { client: ClientId, gpu: GpuId, bytes: u64 },
-    /// To a holder: `waiters` requests wait for these GPUs, so it is to release the lock once it has been idle for
-    /// `grace`. 0 waiters: no request is waiting any more, and the holder may stay idle.
+    /// Sent to a holder: `waiters` requests wait for these GPUs. The holder must release the lock
+    /// once it has been idle for `grace`. With 0 waiters, no request waits any more, and the holder
+    /// may stay idle.
     Contended { client: ClientId, gpus: GpuSet, waiters: u32, grace: Duration },
-    /// The reason why the client still waits for these GPUs, for its debug log. Sent when the reason changes.
+    /// The reason why the client still waits for these GPUs, for the client's debug log. Sent when
+    /// the reason changes.
     Waiting {
         client: ClientId,
         gpus: GpuSet,
         #[serde(with = "crate::encoding::WaitReason")]
         why: WaitReason,
     },
-    /// The client has not answered a revoke or an eviction in time: the daemon is to determine whether its process is
-    /// stopped, and to answer with [`Event::Stopped`].
+    /// The client has not answered a revoke or an eviction in time. The daemon must determine
+    /// whether the client's process is stopped, and answer with [`Event::Stopped`].
     Probe { client: ClientId },
-    /// The daemon is to measure memory in use on the GPU and to answer with [`Event::GpuOverhead`], then
-    /// [`Event::Measured`]. Sent when a decision depends on memory that a client reports to have or to have freed, or
-    /// when a mapping failed.
+    /// The daemon must measure the memory in use on the GPU, and answer with
+    /// [`Event::GpuOverhead`], then [`Event::Measured`]. Sent when a decision depends on memory
+    /// that a client reports as mapped or freed, or when a mapping failed.
     Measure { gpu: GpuId },
-    /// For the log: the client's memory cannot be evicted from the GPU from now on, so other clients are asked for
-    /// theirs.
+    /// For the log: from now on the client's memory on the GPU is not evictable, so other clients
+    /// must evict memory instead.
     EvictionBlocked { client: ClientId, gpu: GpuId, why: EvictionBlock },
-    /// For the log: a client released the GPU because the driver had no room for `bytes` that it was allowed to map,
-    /// for the `failures`-th time in a row.
+    /// For the log: a client released the GPU because the driver had no room for `bytes` that the
+    /// client was allowed to map. This was failure number `failures` in a row.
     MappingFailed { client: ClientId, gpu: GpuId, bytes: u64, failures: u32 },
     /// For the log: this holder cannot drain. From now on other clients are admitted beside it.
     Undrainable { client: ClientId, gpus: GpuSet },
 
-    /// The client is to evict all memory, and to enter the driver no more until `Awake`. It answers with
-    /// [`Event::SleepReady`] or [`Event::SleepRefused`].
-    /// `paused`: threads of it that wait are no reason to refuse.
+    /// The client must evict all memory, and not enter the driver again until `Awake`. The client
+    /// answers with [`Event::SleepReady`] or [`Event::SleepRefused`]. If `paused`, the client must
+    /// not refuse because threads are waiting.
     PrepareSleep { client: ClientId, paused: bool },
-    /// The client is on its GPUs, or stays there. `moved`: for each GPU that has changed, the GPU that the client knows
-    /// and the present GPU.
+    /// The client has returned to its GPUs, or never left them. `moved` lists every GPU that has
+    /// changed: the GPU that the client knows, and the current GPU.
     Awake { client: ClientId, moved: Vec<Move> },
-    /// The daemon must have the checkpoint helper do this with the client's process, and answer with
-    /// [`Event::Checkpointed`] in bounded time, even if the helper fails.
-    /// `moves`: if a wake is on other GPUs than before, the old and the new GPU of each.
+    /// The daemon must have the checkpoint helper perform `operation` on the client's process, and
+    /// answer with [`Event::Checkpointed`] in bounded time, even if the helper fails. If the
+    /// process wakes on other GPUs than before, `moves` lists the old and the new GPUs.
     Checkpoint { client: ClientId, operation: SleepOperation, moves: Vec<Move> },
-    /// All records of the client on GPU `from`, including its requests, are on GPU `to` from now on: this and all later
-    /// commands and events mean `to`. The client is asleep; `Awake` will notify it.
+    /// All records of the client on GPU `from`, including its requests, are on GPU `to` from now
+    /// on. This and all later commands and events refer to `to`. The client is asleep; `Awake` will
+    /// tell the client about the new GPU.
     Moved { client: ClientId, from: GpuId, to: GpuId },
-    /// Answers [`Event::Migrate`], or reports the outcome of a move off a drained GPU: the client is on the other GPU,
-    /// or (`why`) is not moved there. A client that stays asleep may still turn out to be unable to run there; it then
-    /// comes back where it was.
+    /// Answers [`Event::Migrate`], or reports the outcome of a move off a drained GPU. Without
+    /// `why`, the client is on the other GPU; with `why`, it is not moved. A client that stays
+    /// asleep may later prove unable to run on the other GPU. It then returns to the original GPU.
     Migrated { client: ClientId, from: GpuId, to: GpuId, why: Option<MoveObstacle> },
-    /// Answers [`Event::RoomRequested`]: the bytes are free, and stay so.
+    /// Answers [`Event::RoomRequested`]: the bytes are free and stay free.
     RoomReady { room: RoomId, gpu: GpuId },
-    /// Answers [`Event::RoomRequested`]: the room cannot be made. If it existed before, it has ended.
+    /// Answers [`Event::RoomRequested`]: the room is impossible. A room that already existed has
+    /// ended.
     RoomRefused { room: RoomId, gpu: GpuId, why: RoomObstacle },
-    /// The time of a room that was ready is over, or its GPU is gone.
+    /// A room that was ready has expired, or its GPU is gone.
     RoomEnded { room: RoomId, gpu: GpuId },
 }

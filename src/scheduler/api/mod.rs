@@ -1,5 +1,6 @@
-//! The vocabulary of the machine: identities and time (here), inputs ([`Event`]), outputs ([`Command`]), an
-//! administrator's settings ([`Settings`]), and the limits of rules and environments ([`RuleLimits`], [`EnvLimits`]).
+//! The types that the machine shares with its caller: ids and time (in this file), inputs
+//! ([`Event`]), outputs ([`Command`]), an administrator's settings ([`Settings`]), and the limits
+//! of rules and environments ([`RuleLimits`], [`EnvLimits`]).
 
 mod command;
 mod event;
@@ -28,27 +29,30 @@ use std::time::Duration;
 /// Time since an arbitrary start. The daemon passes `CLOCK_MONOTONIC`.
 pub type Time = Duration;
 
-/// A GPU or a MIG slice, identified by its UUID and never by an index: indexes differ between processes.
+/// A GPU or a MIG slice, identified by its UUID. Indexes would not do, because they differ between
+/// processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GpuId(pub Uuid);
 
-/// A client: it exists while its process lives. Ids are never reused.
+/// A client. The client exists while its process lives. Ids are never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct ClientId(pub u64);
 
-/// Memory of a GPU that is kept free for programs that are no clients. Ids are never reused.
+/// GPU memory that is kept free for programs that are not clients. Ids are never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct RoomId(pub u64);
 
-/// A tenant: its clients take turns as one, however many they are, and trust each other's reports. The caller decides
-/// what a tenant is; the daemon takes the container or pod that a client is in, otherwise its user.
+/// A tenant. Its clients trust each other's reports, and take turns as one client however many they
+/// are. The caller chooses the tenants. The daemon's choice is a client's container or pod, or else
+/// its user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct TenantId(pub u64);
 
-/// A set of GPUs. Ordered, so that the machine is deterministic.
+/// A set of GPUs, ordered so that the machine is deterministic.
 pub type GpuSet = BTreeSet<GpuId>;
 
-/// The UUID in the form of `nvidia-smi` in human-readable formats, its bytes in others.
+/// Serializes the UUID as text, in `nvidia-smi`'s form, in human-readable formats, and as bytes in
+/// other formats.
 impl Serialize for GpuId {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match serializer.is_human_readable() {

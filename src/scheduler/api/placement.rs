@@ -1,21 +1,23 @@
-//! Placement of programs that choose no GPU.
+//! Placement: the choice of GPUs for programs that do not choose their own.
 
 use super::GpuId;
 
-/// How a GPU is chosen for programs that choose none.
+/// How a GPU is chosen for programs that do not choose one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Placement {
-    /// Programs see all GPUs. A program that asks for a placement nevertheless gets one as with [`Self::Spread`].
+    /// Programs see all GPUs. A program that requests a placement nevertheless is placed as with
+    /// [`Self::Spread`].
     #[default]
     None,
-    /// The GPU with the least room that suffices, so that others stay free for programs that need a whole GPU.
+    /// Chooses the GPU with the least sufficient room, so that other GPUs stay free for programs
+    /// that need a whole GPU.
     Pack,
-    /// The GPU with the fewest programs.
+    /// Chooses the GPU with the fewest programs.
     Spread,
 }
 
-/// Labels that rules give to a program, and that restrict its neighbours on a GPU.
+/// Labels that rules assign to a program. They restrict the program's neighbours on a GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Labels {
@@ -23,7 +25,7 @@ pub struct Labels {
     pub affinity: Option<String>,
     /// Programs with the same label run on different GPUs.
     pub anti_affinity: Option<String>,
-    /// Only programs with the same label, or only programs without one, share a GPU.
+    /// Programs share a GPU only if all of them have the same label, or none has a label.
     pub exclusion: Option<String>,
 }
 
@@ -31,13 +33,13 @@ pub struct Labels {
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct PlacementRequest {
-    /// GPUs that the program may use. Of equally good ones, the first is taken.
+    /// GPUs that the program may use. Among equally good GPUs, the first is chosen.
     pub candidates: Vec<GpuId>,
     /// The number of GPUs; 0 counts as 1.
     pub count: u32,
-    /// Bytes that the program needs on each GPU, without its context. `None`: unknown.
+    /// Bytes that the program needs on each GPU, excluding its context. `None`: unknown.
     pub bytes: Option<u64>,
-    /// The placement is for the program that this process is about to become or to start.
+    /// The placement is for a program that this process is about to `exec` or to start.
     pub ahead: bool,
 }
 
@@ -45,12 +47,12 @@ pub struct PlacementRequest {
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PlacementError {
-    /// There are fewer candidates than GPUs wanted.
+    /// There are fewer candidates than requested GPUs.
     TooFew { wanted: u32, there: u32 },
     /// Programs with this affinity are on other GPUs.
     Affinity(String),
     /// Programs with this anti-affinity are on all candidates.
     AntiAffinity(String),
-    /// On each candidate is a program that this exclusion keeps apart from the client.
+    /// Every candidate already runs a program that this exclusion separates from the client.
     Exclusion(String),
 }

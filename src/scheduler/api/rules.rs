@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// A group: the clients that a rule counts together, such as all programs of a unit, a container or a user.
+/// A group: clients that a rule counts together, such as all programs of a unit, container or user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct GroupId(pub u64);
 
@@ -18,35 +18,38 @@ pub struct Group {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct RuleLimits {
-    /// The most that the group may allocate on each GPU, contexts included.
+    /// The most memory that the group may allocate on each GPU, contexts included.
     pub memory_max: Amount,
-    /// This much of the group's memory on each GPU is evicted only when no other client has evictable memory.
+    /// The part of the group's memory on each GPU that is evicted only when no other client has
+    /// evictable memory.
     pub memory_low: Option<Amount>,
-    /// Bytes that the group may allocate over all GPUs: all of them may have to be evicted to host memory. `None`: no
-    /// limit.
+    /// Bytes that the group may allocate over all GPUs. The limit covers GPU memory too, because
+    /// all of it may have to be evicted to host memory. `None`: no limit.
     pub swap_max: Option<u64>,
     pub on_memory_full: OnMemoryFull,
-    /// When its clients are put to sleep. `None`: the setting applies.
+    /// The idle time after which the group's clients are put to sleep. `None`: the setting applies.
     #[serde(default)]
     pub sleep_after: Option<SleepAfter>,
     /// The group's share of GPU time. `None`: its clients take turns with all other clients of their tenant.
     pub share: Option<Share>,
-    /// Makes the group's clients one gang, whatever gang they name themselves.
+    /// Makes the group's clients one gang, overriding any gang that they name themselves.
     pub gang: bool,
 }
 
-/// Limits that a program sets for itself by its environment. They apply to this client alone, beside the limits of its
-/// group's rule, and only where they are tighter.
+/// Limits that a program's own environment sets. They apply to this client alone, in addition to
+/// the limits of its group's rule, and only where they are tighter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct EnvLimits {
-    /// The most that the client may allocate on each GPU, its context included.
+    /// The most memory that the client may allocate on each GPU, its context included.
     pub memory_max: Amount,
-    /// The client's weight, if that is lower than its owner's. 0: it runs only while no other client wants the GPU.
+    /// The client's weight, if lower than its owner's. With weight 0, the client runs only while no
+    /// other client wants the GPU.
     pub weight: Option<u16>,
 }
 
-/// How long a client is idle before it is put to sleep if others lack room. Shorter times order first.
+/// The idle time after which a client is put to sleep if other clients lack room. Shorter times
+/// order first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SleepAfter {
@@ -55,7 +58,7 @@ pub enum SleepAfter {
 }
 
 impl SleepAfter {
-    /// `None`: the client is not put to sleep.
+    /// The idle time. `None`: the client is not put to sleep.
     pub fn time(self) -> Option<Duration> {
         match self {
             Self::Idle(time) => Some(time),
@@ -64,20 +67,21 @@ impl SleepAfter {
     }
 }
 
-/// A group's share of the time of each GPU, and its precedence over others.
+/// A group's share of the time of each GPU, and its precedence over other groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Share {
-    /// The group's part of the time that is divided among the groups and tenants that want the GPU, relative to their
-    /// weights. A tenant has weight 100. 0: the group runs only while no other client wants the GPU.
+    /// The group's weight in the division of GPU time among the groups and tenants that want the
+    /// GPU. A tenant has weight 100. With weight 0, the group runs only while no other client wants
+    /// the GPU.
     pub weight: u16,
-    /// The least GPU time that the group gets if it wants that much, and the most, in percent of
-    /// [`Settings::time_period`](super::Settings::time_period).
+    /// The minimum GPU time that the group receives if it needs that time, and the maximum, both in
+    /// percent of [`Settings::time_period`](super::Settings::time_period).
     pub min: u8,
     pub max: u8,
-    /// Clients with a higher priority never wait for the turn of a client with a lower one to end.
+    /// Clients with a higher priority never wait for the end of a lower-priority client's turn.
     pub priority: i8,
-    /// While the group has used no more than its share, it does not wait for turns to end.
+    /// While the group has used no more than its share, its clients do not wait for turns to end.
     pub interactive: bool,
 }
 
@@ -87,15 +91,15 @@ impl Default for Share {
     }
 }
 
-/// The handling of an allocation that finds no room, under a group's limit or in host memory.
+/// What happens to an allocation for which the group's limit or host memory has no room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnMemoryFull {
-    /// It fails.
+    /// The allocation fails.
     #[default]
     Fail,
-    /// It waits until other clients have freed enough. A group's oldest allocation is served first, and later ones wait
-    /// for it.
+    /// The allocation waits until other clients have freed enough memory. A group's oldest
+    /// allocation is served first, and later allocations wait for it.
     Wait,
 }
 

@@ -9,23 +9,24 @@ use std::time::Duration;
 pub enum AntiThrash {
     /// One holder at a time, each for the whole time quantum.
     On,
-    /// Turns are short while no memory has to move. Otherwise they last a multiple of the time to move it, at most the
-    /// time quantum. Holders that fit together may run at the same time.
+    /// Turns are short while no memory has to move. Otherwise a turn lasts a multiple of the time
+    /// that moving the memory takes, at most the time quantum. Holders that fit together may run at
+    /// the same time.
     #[default]
     Auto,
-    /// Holders exclude each other only where their bytes do not fit together.
+    /// Holders exclude each other only if their memory does not fit together.
     Off,
 }
 
-/// The scheduling policy: in which order clients run, and for how long.
+/// The scheduling policy: the order and the length of clients' turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PolicyName {
     /// First come, first served; tenants take turns.
     #[default]
     Fcfs,
-    /// Least attained service: clients that have used the least GPU time run first, which shortens mean completion
-    /// time.
+    /// Least attained service: clients that have used the least GPU time run first. This order
+    /// shortens the mean completion time.
     Adaptive,
 }
 
@@ -33,22 +34,23 @@ pub enum PolicyName {
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Settings {
-    /// How long a holder keeps the GPU lock while a client waits that cannot be admitted beside it.
+    /// How long a holder keeps the GPU lock while a client that cannot be admitted beside it waits.
     pub time_quantum: Duration,
-    /// In [`AntiThrash::Auto`], quanta are shortened so that no client waits longer than this for its turn. 0: they are
-    /// never shortened.
+    /// In [`AntiThrash::Auto`], turns are shortened so that no client waits longer than this for
+    /// its turn. 0: turns are never shortened.
     pub max_wait: Duration,
     pub anti_thrash: AntiThrash,
     pub policy: PolicyName,
-    /// Bytes of each GPU that no client gets.
+    /// Bytes of each GPU that are never given to clients.
     pub reserve: u64,
-    /// Bytes that a CUDA context counts for until its size has been measured.
+    /// Assumed size in bytes of a CUDA context, until the context has been measured.
     pub context: u64,
-    /// The period of the minimum and the maximum of a group's GPU time.
+    /// The period over which a group's minimum and maximum GPU time are counted.
     pub time_period: Duration,
-    /// How a GPU is chosen for programs that choose none.
+    /// How a GPU is chosen for programs that do not choose one.
     pub placement: Placement,
-    /// How long a client is idle before it is put to sleep if others lack room. `None`: it is not put to sleep.
+    /// The idle time after which a client is put to sleep if other clients lack room. `None`:
+    /// clients are not put to sleep.
     #[serde(default)]
     pub sleep_after: Option<Duration>,
 }

@@ -1,4 +1,4 @@
-//! Sleep: a client that is taken off its GPUs, its contexts included.
+//! Sleep: taking a client off its GPUs, contexts included.
 
 use super::GpuId;
 use std::time::Duration;
@@ -7,21 +7,22 @@ use std::time::Duration;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SleepOperation {
-    /// Lock it and checkpoint it.
+    /// Locks and checkpoints the process.
     Sleep,
-    /// Restore it and unlock it.
+    /// Restores and unlocks the process.
     Wake,
-    /// Determine whether it runs, and unlock it if it is locked and still on its GPUs.
+    /// Determines whether the process runs. Unlocks the process if it is locked and still on its
+    /// GPUs.
     Settle,
 }
 
-/// The state in which the helper left the process.
+/// The state in which the checkpoint helper left the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SleepOutcome {
     Runs,
     Asleep,
-    /// It never runs again: its restore failed permanently, or it has ended.
+    /// The process never runs again: its restore failed permanently, or it has ended.
     Lost,
     /// The helper died, took too long, or could not determine the state.
     Unknown,
@@ -31,33 +32,34 @@ pub enum SleepOutcome {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SleepObstacle {
-    /// It has work, or threads that may be in the driver.
+    /// The client has work, or threads that may be in the driver.
     Busy,
-    /// It uses managed memory, which the driver does not checkpoint.
+    /// The client uses managed memory, which the driver does not checkpoint.
     Managed,
-    /// It shares memory with other processes.
+    /// The client shares memory with other processes.
     Ipc,
-    /// Its GPUs reach each other's memory.
+    /// The client's GPUs have peer access to each other's memory.
     Peers,
-    /// It has memory that cannot leave the GPU.
+    /// The client has memory that cannot leave the GPU.
     Immovable,
-    /// Other devices may reach its memory.
+    /// Other devices may access the client's memory.
     Rdma,
-    /// Its work passes no gate.
+    /// Some of the client's work bypasses the gate.
     UnseenWork,
     /// A stream is being captured.
     Capture,
-    /// It is in a gang.
+    /// The client is in a gang.
     Gang,
-    /// It has no context, or is waiting for one.
+    /// The client has no context, or is waiting for one.
     NoContext,
-    /// Its process is not visible to the daemon.
+    /// The daemon cannot see the client's process.
     Unreachable,
-    /// Neither the driver nor the daemon supports it here.
+    /// The driver or the daemon does not support sleep here.
     Unsupported,
-    /// Memory in use on its GPUs is not measured, so the scheduler could not tell when they have room for it again.
+    /// Memory in use on the client's GPUs is not measured, so the scheduler could not tell when the
+    /// client fits again.
     Unmeasured,
-    /// It has not answered.
+    /// The client has not answered.
     Silent,
     /// The checkpoint failed.
     Failed,
@@ -74,24 +76,24 @@ pub struct Move {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MoveObstacle {
-    /// It has not attached the GPU that it should leave.
+    /// The client has not attached the GPU that it should leave.
     NotThere,
-    /// The other GPU does not exist, or is of another size.
+    /// The other GPU does not exist, or has a different size.
     NoGpu,
-    /// It has attached the other GPU too.
+    /// The client has attached the other GPU too.
     Attached,
-    /// On the other GPU, its memory does not fit beside memory that other clients need or may not lose, or limits do
-    /// not allow it.
+    /// The client's memory does not fit on the other GPU beside memory that other clients need or
+    /// that cannot be evicted, or limits forbid it.
     NoRoom,
     /// The other GPU is drained.
     Drained,
-    /// The client is already being moved, or it is asleep and its list of past GPU moves is full.
+    /// The client is already being moved, or it is asleep and its list of past moves is full.
     Moving,
-    /// It cannot sleep.
+    /// The client cannot sleep.
     Sleep(SleepObstacle),
-    /// It was resumed before it slept.
+    /// The client was resumed before it slept.
     Resumed,
-    /// It could not be restored on the other GPU, and is moved back.
+    /// The client could not be restored on the other GPU, and is moved back.
     Failed,
 }
 
@@ -99,32 +101,32 @@ pub enum MoveObstacle {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SleepPhase {
     Awake,
-    /// It evicts its memory, and stops entering the driver.
+    /// The client is evicting its memory, and stops entering the driver.
     Preparing,
     Checkpointing,
     Asleep,
-    /// It waits for room on its GPUs.
+    /// The client is waiting for room on its GPUs.
     Waking,
     Restoring,
-    /// Whether it runs is being determined.
+    /// The checkpoint helper is determining whether the client's process runs.
     Settling,
-    /// It never runs again.
+    /// The client's process never runs again.
     Lost,
 }
 
-/// The known state of a client's sleep.
+/// A client's sleep state, as the scheduler knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SleepView {
     pub phase: SleepPhase,
-    /// It is held off its GPUs until it is resumed, asleep or not.
+    /// The client is kept off its GPUs until it is resumed, whether asleep or not.
     pub paused: bool,
-    /// It should be off its GPUs because one of them is drained.
+    /// The client should be off its GPUs because one of them is drained.
     pub drained: bool,
-    /// Why it could not sleep at the last attempt.
+    /// Why the last attempt to put the client to sleep failed.
     pub obstacle: Option<SleepObstacle>,
-    /// It is on its way to another GPU.
+    /// The client's current move to another GPU.
     pub moving: Option<Move>,
-    /// Its last wake, if it has slept.
+    /// The client's last wake. `None`: the client has not slept.
     pub woken: Option<Woken>,
 }
 
@@ -140,7 +142,7 @@ pub struct Woken {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum WakeReason {
-    /// One of its threads called the driver.
+    /// One of the client's threads called the driver.
     Call,
     Resumed,
 }
