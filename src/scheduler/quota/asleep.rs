@@ -1,7 +1,7 @@
 //! Clients that are off their GPUs, or on their way off or back. Their limit is their present memory, so that other
 //! clients can use the rest, and so that they can be moved to a GPU without spare memory. The lower limit is sent
-//! before the order to prepare, so a prepared client has acknowledged it. Requests for more are handled like any other
-//! client's.
+//! before the order to prepare, so a prepared client has acknowledged it: a sleeping client acknowledges nothing.
+//! Requests for more memory are handled like any other client's.
 
 use super::{Context, Quota, limit::Limit};
 use crate::{api::*, effects::Effects};
