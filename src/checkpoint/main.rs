@@ -1,9 +1,33 @@
 //! `nvshare-checkpoint`: checkpoints a process's GPU state and restores it. Standard input is a
-//! socket on which the scheduler sends the requests. The crate's library describes the packets.
+//! socket to the scheduler, which sends the requests. The crate's library describes the packets.
 //!
-//! A checkpoint call of the driver takes seconds, blocks while the process is stopped, and cannot
-//! be cancelled. The scheduler must not block, so a separate program makes these calls. The
-//! scheduler closes the socket after its own timeout.
+//! A call of the driver takes seconds, blocks while the process is stopped, and cannot be
+//! cancelled. So a separate program makes these calls. The scheduler closes the socket after its
+//! own timeout.
+//!
+//! The invariant is: **a helper never leaves a process locked**. A cancelled request is undone. A
+//! checkpoint that has begun is finished. If a helper was killed, the next helper undoes its
+//! unfinished operation. So a helper may end at any moment without harm. All operations may be
+//! repeated from any state of the process. A call of an earlier helper may still be in progress.
+//! The state then changes between two reads, and the helper reads it again.
+//!
+//! The helper needs the driver. It also needs either the user of the process, or both
+//! `CAP_SYS_PTRACE` and `CAP_DAC_OVERRIDE`: neither capability was sufficient alone [H100, driver
+//! 580.159]. So it is a service with a socket (`nvshare-checkpoint.socket`, `Accept=yes`) in a
+//! directory that only the scheduler's user can enter. The service has that user, these two
+//! capabilities, the devices, and no other privileges. The scheduler has the same user but no
+//! capabilities, so it cannot trace the helper.
+//!
+//! The helper checks every request. Its peer must be the scheduler's user or root (`SO_PEERCRED`).
+//! The descriptor must be a pidfd of a process, not of a thread. Before a sleep, the process must
+//! belong to the client's user. `NVSHARE_DISABLE=1` keeps libnvshare out of the helper.
+//!
+//! Three designs were rejected:
+//!
+//! - A transient unit: a process that may start one can start any program as root.
+//! - A child of the daemon, where systemd is available: the daemon gives up all capabilities.
+//! - Calls of the driver inside the daemon: the daemon would then have the driver's threads, memory
+//!   and hangs.
 
 mod driver;
 mod listen;

@@ -1,7 +1,13 @@
-//! An entry into the driver: a word with the address of one of its functions. While the process is off
-//! its GPUs, the entries are shut: callers find no address, and call [`Entry::enter`], which waits. At
-//! other times the check costs nothing, because a caller has to check anyway whether the function has
-//! been looked up.
+//! An entry into the driver: a word with the address of one of its functions. While the process is
+//! off its GPUs, the entries are shut: callers find no address, and call [`Entry::enter`], which
+//! waits.
+//!
+//! To shut an entry, the library sets a bit in the word. Every caller has to read the word anyway,
+//! to find out whether the function has been looked up. A caller of a shut entry takes the path for
+//! a function that has not been looked up. So hooks need no check of their own, a new hook cannot
+//! omit the check, and a launch executes no additional instruction. Two designs were rejected: a
+//! flag that each hook reads slows every launch, and a count of the calls in progress slows every
+//! call.
 
 use super::presence;
 use core::sync::atomic::{AtomicUsize, Ordering};

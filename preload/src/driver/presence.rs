@@ -1,7 +1,10 @@
-//! Whether the process is on its GPUs. While another process keeps it off them, each driver call blocks
-//! inside the driver, where this library cannot detect the call. So threads of the program wait in this
-//! module before they enter the driver. The first waiting thread reports that the process is wanted
-//! back.
+//! Whether the process is on its GPUs. The invariant is: **while the process is off its GPUs, none
+//! of its threads enters the driver**. A driver call would block inside the driver, where this
+//! library cannot detect the call. So threads of the program wait in this module before they enter
+//! the driver. The first waiting thread reports to the scheduler, once, that the process is wanted
+//! back (`Wake`).
+//!
+//! Shut entries (`entry`) lead threads to this module.
 
 use crate::sys::{errno, futex, time::Instant};
 use core::{

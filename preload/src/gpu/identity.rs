@@ -1,6 +1,18 @@
-//! The identity of a GPU: its UUID. When a process is restored from a checkpoint, the driver may place
-//! it on other GPUs. The process then continues with the same ordinals, contexts and addresses, and
-//! only the UUIDs change.
+//! The identity of a GPU: its UUID. When a process is restored from a checkpoint, the driver may
+//! place it on other GPUs. The process then continues with the same ordinals, contexts and
+//! addresses. The slots by which the scheduler knows its GPUs also stay the same. Only the UUIDs
+//! change.
+//!
+//! The library keeps a UUID for each GPU that it has queried. After each wake, it queries the
+//! driver for all of them before any thread continues. So the UUIDs are right no matter which
+//! program restored the process. The UUIDs in `Awake` only show whether the scheduler knows of the
+//! move. A scheduler may have been killed before it could report the move, and its successor then
+//! does not know of the move. The client then connects again, because a connection begins with the
+//! UUIDs.
+//!
+//! Two names still refer to the old GPU. One is the answer of `cuDeviceGetPCIBusId`, which comes
+//! from the driver. The other is `CUDA_VISIBLE_DEVICES`, which cannot be changed while threads may
+//! read it.
 //!
 //! Reading an identity takes no lock, so it never blocks in the child of a fork.
 

@@ -1,10 +1,15 @@
-//! Entries for functions of the driver that this library need not intercept. While the process is off
-//! its GPUs, callers of these functions must wait outside the driver ([`crate::driver::presence`]). So
-//! a program gets an *entry* for each function. While the entry is open, it jumps to the function. That
-//! costs one load and one comparison, and preserves the stack and all registers that may contain
-//! arguments.
+//! Entries for functions of the driver that this library need not intercept. While the process is
+//! off its GPUs, callers of these functions must wait outside the driver
+//! ([`crate::driver::presence`]). So a program gets an *entry* for each function, from `dlsym`,
+//! from `cuGetProcAddress`, and as an exported symbol. While the entry is open, it jumps to the
+//! function. That costs one load and one comparison, and preserves the stack and all registers that
+//! may contain arguments.
 //!
 //! A few functions never block in the driver, and have no entry. `build.rs` lists them.
+//!
+//! Two ways into the driver stay open while the process is off its GPUs: the private functions that
+//! the CUDA runtime obtains from `cuGetExportTable`, and functions that a program finds by
+//! searching the driver's file.
 
 use super::detour::detour;
 use crate::{

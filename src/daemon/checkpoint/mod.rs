@@ -1,12 +1,30 @@
-//! Checkpoints clients' processes, which takes them off their GPUs, and restores them. The work is done
-//! by a helper, the program `nvshare-checkpoint`. Each process has its own helper, because a driver
-//! call may take seconds and does not return while the process is stopped. This module starts helpers
-//! and sends them requests. Every request is answered in bounded time, even if its helper hangs or
-//! dies.
+//! Checkpoints clients' processes, which takes them off their GPUs, and restores them. Helpers do
+//! the work: each process has its own helper, the program `nvshare-checkpoint`. A driver call may
+//! take seconds and does not return while the process is stopped, so no thread of the daemon makes
+//! one. This module starts helpers and sends each of them a pidfd with a timeout. The helper's
+//! program explains its privileges and the rejected designs (`src/checkpoint/main.rs`).
 //!
-//! A helper initialises the driver when it starts, which takes 0.2 s for each GPU that no process has
-//! open [H100]. To hide this time, the daemon starts the helper together with the client's order to
-//! prepare. If the client only moves to another GPU, the same helper wakes it.
+//! Every request is answered in bounded time, even if its helper hangs or dies. The answer contains
+//! the state of the process, and the reason if the request failed. If the helper died or was late,
+//! the answer says that the state is unknown. Helpers are then asked to settle the process, one
+//! after the other, until the process is known to run or to sleep.
+//!
+//! The daemon shuts down the socket of a late helper. The helper then undoes its work as far as
+//! possible and exits. A helper that does not exit is killed, by the daemon if it is a child,
+//! otherwise by its service (`RuntimeMaxSec=`). Until its exit, a late helper counts among the
+//! helpers of its tenant (`MAX_HELPERS_OF_TENANT`), but no longer among the helpers of all
+//! tenants (`MAX_HELPERS`). A user who stops a process keeps its helper from exiting, and must
+//! not occupy places of other tenants.
+//!
+//! A helper initialises the driver when it starts, which takes 0.2 s for each GPU that no process
+//! has open [H100]. To hide this time, the daemon starts the helper together with the client's
+//! order to prepare, while the client's memory is still being evicted. If the client only moves to
+//! another GPU, the same helper restores it. A helper exits after 10 s without a request. So if the
+//! client does not sleep after all, nothing has to be undone.
+//!
+//! With systemd, a helper is a service that has its own socket. Without systemd, the daemon has the
+//! clients' user and starts the helper as a child. In a pod, a separate container listens at the
+//! same socket and starts a helper for each connection (`src/checkpoint/listen.rs`).
 
 #[cfg(test)]
 mod tests;

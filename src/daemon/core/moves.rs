@@ -1,4 +1,10 @@
-//! Moves of programs between GPUs of the same kind, and draining of GPUs.
+//! Moves of programs between GPUs of the same kind, and draining of GPUs. The state directory keeps
+//! the drained GPUs for the next daemon.
+//!
+//! A client names GPUs by slots, and sends nothing about them from the end of its preparation until
+//! it is awake. So the daemon lets the slot stand for the new GPU, and the client learns the UUID
+//! from `Awake`. The driver takes pairs for all GPUs of a host or for none, so the daemon completes
+//! the moved pairs to a permutation.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,7 +1,8 @@
-//! Clients that are off their GPUs, or are leaving them or returning to them. Each client's limit
-//! is its present memory. Other clients can use the rest, and the client can be moved to a GPU
-//! without spare memory. The lower limit is sent before the order to prepare, so a prepared client
-//! has acknowledged it. Requests for a higher limit are handled as for any other client.
+//! Clients that are off their GPUs, or on their way off or back. Their limit is their present
+//! memory, so that other clients can use the rest, and so that they can be moved to a GPU without
+//! spare memory. The lower limit is sent before the order to prepare, so a prepared client has
+//! acknowledged it: a sleeping client acknowledges nothing. Requests for more memory are handled
+//! like any other client's.
 
 use super::{Context, Quota, limit::Limit};
 use crate::{api::*, effects::Effects};

@@ -1,11 +1,17 @@
-//! Clients that are moved from one GPU to another of the same kind. Each client sleeps, is moved,
-//! and is restored on the new GPU.
+//! Clients that are moved from one GPU to another of the same kind (`Event::Migrate`): each sleeps,
+//! is moved, and is restored there.
 //!
-//! A sleeping client has only the scheduler's records on a GPU. A move takes the records out of one
-//! GPU's maps and puts them into the other's, whatever state the client is in. The client then
-//! wakes as it would have on its old GPU. `sleep` knows where the process was and where the client
-//! is attached now, and so where the process has to be restored. The client is notified once it is
-//! awake.
+//! A sleeping client has nothing on a GPU except the scheduler's records. So a move takes these out
+//! of one GPU's maps and puts them into the other's, including a waiting request, whatever state
+//! the client is in. The client wakes there as it would have on its old GPU: room is made and
+//! measured in the same way. `sleep` knows where the process was and where the client is attached
+//! now, hence where the process has to be restored. The client is notified once it is awake.
+//!
+//! A drained GPU (`Event::Drain`) defers all contexts. Its clients are moved to another GPU of the
+//! same kind (`Event::Kinds`) that they may use (`Event::Allowed`). If the first such GPU has no
+//! room, or the restore there fails, the next one is tried. Clients that cannot be moved are put to
+//! sleep, like paused clients. Clients that can do neither run between attempts, because otherwise
+//! their work would never end.
 
 use crate::{
     api::*,

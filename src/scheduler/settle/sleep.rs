@@ -1,10 +1,27 @@
-//! Clients that are taken off their GPUs, and restored. `sleep` tracks each client's progress. This
-//! module applies each change to the lock, to memory and to contexts.
+//! Clients that are taken off their GPUs altogether, and restored. `sleep` tracks each client's
+//! progress. This module applies it to the lock, to memory and to contexts.
 //!
-//! A client that is held off its GPUs gets no lock and no memory. A paused client's locks are first
-//! revoked, like any holder's. A client is restored when all of its GPUs have room for its
-//! contexts, for which other clients are evicted. Each GPU restores one client at a time, in the
-//! order in which the clients wake.
+//! A client that is held off its GPUs gets no lock and no memory. Its request is blocked, like the
+//! request of a stopped process. The locks of a paused client are first revoked, like any holder's.
+//! The memory of the client's context is lent to other clients on the GPU. Limits do not promise it
+//! to them, so a wake finds room by evicting.
+//!
+//! A client is restored when all of its GPUs have room for its contexts, which other clients make
+//! by evicting. The room is set aside (`gpu::returning`), then measured, and only then does the
+//! restore begin, because a restore that runs out of memory is final. Clients are restored to a GPU
+//! one at a time, in the order in which they wake. After `RESTORE` the next client no longer waits
+//! for a restore in progress, but the memory for that restore's context stays set aside. No client
+//! sleeps on a GPU whose memory is not measured.
+//!
+//! A client that has been idle for `sleep_after` is put to sleep if other clients lack room. They
+//! lack room in two cases: a context does not fit beside the present contexts, or the demands do
+//! not fit together even without the client's own demand. The client that has been idle longest
+//! sleeps first. The memory that it leaves is measured before the next client sleeps. A new client
+//! may have to wait until an attached client needs less (a *deferred* client). It gets the place of
+//! a sleeping client. Until then, holders are asked to release the lock when they are idle.
+//!
+//! Where programs without nvshare use the GPU, their memory could take the room that a wake needs.
+//! No client is put to sleep there, except at a user's request.
 
 use super::contexts::RESTORE;
 use crate::{

@@ -1,12 +1,16 @@
 //! Clients that are off their GPUs, and each client's stages: awake → preparing → checkpointing →
 //! asleep → waking → restoring → awake.
 //!
-//! - A preparation ends with the client's own answer, or with a timeout. After a timeout the client
-//!   is not asked again until it has answered. So a late answer cannot be mistaken for the answer
-//!   to a later request.
+//! - **A preparation ends with the client's own answer**, or with a timeout. After a timeout the
+//!   client is not asked again until it has answered. `Awake` is sent only after that answer, so a
+//!   late answer cannot be mistaken for the answer to a later request.
 //! - A call of the checkpoint helper ends with the daemon's answer, which always arrives. If the
-//!   answer leaves the state of the process open, the helper is asked repeatedly to settle the
-//!   state. A process counts as awake or asleep only when its state is certain.
+//!   answer leaves the state of the process open, the helper is asked repeatedly to settle it: **a
+//!   process counts as awake, or as asleep, only when the helper has said so**.
+//!
+//! For each GPU that a client has attached, this module keeps the GPU on which its process last
+//! was. A restore, `Awake`, a move before the client wakes, and the way back after a failed restore
+//! need no other record.
 
 use crate::api::*;
 use nvshare_wire::moves::MAX_MOVES;

@@ -1,12 +1,29 @@
-//! Sleep: the checkpoint helper takes this process off its GPUs, until a thread of the program is about
-//! to enter the driver.
+//! Sleep: the checkpoint helper takes this process off its GPUs, until a thread of the program is
+//! about to enter the driver.
 //!
-//! A sleep is prepared in three steps. First the gates close, and all memory is evicted. Then the
-//! entries into the driver close ([`presence`]). Then threads that may have read an entry's address
-//! before get time to enter the driver. If a thread needs the GPU in the meantime, all steps are
-//! undone. While the entries are closed, the client's thread makes no driver call, and takes no lock
-//! that a waiting thread of the program may hold. Messages that arrive in that time are carried out
-//! afterwards.
+//! `PrepareSleep` asks for a sleep, which is prepared in steps. First the gates close, the work
+//! drains, and all memory is evicted. Then the entries into the driver close ([`presence`]).
+//! Finally, each thread that was running gets time to enter the driver, because it may have read an
+//! entry's address before: the preparation waits until the thread has slept or used processor time
+//! (`tasks`). `SleepRefused` or `Awake` undoes all steps. The library cannot detect a thread that
+//! was already inside the driver. The timeout of the driver's lock detects such a thread, and
+//! undoes the sleep.
+//!
+//! From the moment the entries are closed until `Awake`, the client's thread makes no driver call.
+//! It also takes no lock of a GPU, because a waiting thread of the program may hold that lock.
+//! Messages that arrive in that time are carried out afterwards. A thread that waits for the
+//! scheduler's answer, at a gate or for a limit, cancels the preparation, or wakes the process if
+//! it is already prepared. A paused process (a flag of `PrepareSleep`) is prepared even if threads
+//! wait, because they could not continue anyway.
+//!
+//! If the scheduler disappears while the process sleeps, the client waits for the next scheduler.
+//! Its `Hello` says that it is asleep. It then names its GPUs, where a wake needs room. Until it is
+//! awake, it sends no other message except a request to be woken. The scheduler's helper finds out
+//! whether the process really sleeps.
+//!
+//! If no scheduler has come after `RETURN_TIMEOUT`, a thread of this library calls the driver.
+//! The call returns once any program has unlocked the process. The process then runs on without a
+//! scheduler. A process cannot unlock itself, so a process that stays locked waits.
 
 use super::{ClientThread, RETRY_LATE, RETRY_SOON, session};
 use crate::{
