@@ -39,8 +39,8 @@ fn write(directory: &Path) -> std::io::Result<()> {
     bash.write_all(BASH.as_bytes())
 }
 
-/// Completions that clap does not generate: units of this host, and commands with their own
-/// completion.
+/// Completions that clap does not generate: units of this host, programs and rules that the
+/// scheduler knows, and commands with their own completion.
 const BASH: &str = r#"
 _nvsharectl_of_this_host() {
     local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} at scope=--system
@@ -62,6 +62,17 @@ _nvsharectl_of_this_host() {
     adopt:* | release:* | preload:--unit:*)
         mapfile -t COMPREPLY < <(compgen -W "$(systemctl "$scope" list-unit-files --type=service --no-legend --plain 2>/dev/null |
             cut -d ' ' -f 1)" -- "$word")
+        return
+        ;;
+    why:why:* | pause:pause:* | resume:resume:* | migrate:migrate:*)
+        mapfile -t COMPREPLY < <(compgen -W "$(nvsharectl --json 2>/dev/null | grep -o '"pid": *[1-9][0-9]*' | grep -o '[0-9]*$')" -- "$word")
+        return
+        ;;
+    unset-rule:unset-rule:*)
+        local IFS=$'\n'
+        mapfile -t COMPREPLY < <(compgen -W "$(nvsharectl get 2>/dev/null |
+            sed -n '/^# set at run time$/,/^name = /s/^name = "\(.*\)"$/\1/p')" -- "$word")
+        ((${#COMPREPLY[@]})) && mapfile -t COMPREPLY < <(printf '%q\n' "${COMPREPLY[@]}")
         return
         ;;
     esac

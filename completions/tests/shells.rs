@@ -60,15 +60,20 @@ fn bash_offers_subcommands_options_and_values() {
 }
 
 #[test]
-fn bash_offers_units_of_this_host_and_commands() {
+fn bash_offers_units_programs_rules_and_commands() {
     let directory = written();
     let programs = directory.path().join("bin");
     std::fs::create_dir(&programs).expect("a directory");
     // Imitates systemctl's answer for each scope.
     let text = "#!/bin/sh\n[ $1 = --user ] && echo comfyui.service enabled || echo ollama.service enabled disabled\n";
-    let systemctl = programs.join("systemctl");
-    std::fs::write(&systemctl, text).expect("a script");
-    std::fs::set_permissions(&systemctl, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("its mode");
+    let status = "#!/bin/sh\n[ $1 = --json ] && echo '{\"clients\":[{\"pid\":1202,\"uid\":0},{\"pid\":0}]}' || printf '%s\\n' \
+                  'time-quantum = 30' '# nvshare.toml:3' '[[rule]]' 'name = \"fixed\"' '# set at run time' '[[rule]]' \
+                  'name = \"adopted a.service\"' 'weight = 5'\n";
+    for (name, text) in [("systemctl", text), ("nvsharectl", status)] {
+        let script = programs.join(name);
+        std::fs::write(&script, text).expect("a script");
+        std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("its mode");
+    }
     let complete = |line: &str| {
         let script = "PATH=$PWD/bin:$PATH; source ./nvsharectl.bash && COMP_WORDS=(\"$@\") COMP_CWORD=$(($# - 1)) && \
                       _nvsharectl_of_this_host \"$1\" \"${@: -1}\" \"${@: -2:1}\" && printf '%s\\n' \"${COMPREPLY[@]}\"";
@@ -80,12 +85,18 @@ fn bash_offers_units_of_this_host_and_commands() {
         ("nvsharectl adopt --user c", "comfyui.service"),
         ("nvsharectl preload enable --unit ", "ollama.service"),
         ("nvsharectl adopt --res", "--restart"),
+        ("nvsharectl why ", "1202"),
+        ("nvsharectl migrate 1", "1202"),
+        ("nvsharectl migrate 1202 --t", "--to"),
+        ("nvsharectl unset-rule ", "adopted\\ a.service"),
         ("nvsharectl run -- systemct", "systemctl"),
         ("nvsharectl prel", "preload"),
     ] {
         let Some(said) = complete(line) else { return };
         assert!(said.iter().any(|word| word == offered), "{line}: {said:?}");
     }
+    let rules = complete("nvsharectl unset-rule ").expect("bash");
+    assert_eq!(rules.len(), 1, "only rules that can be unset: {rules:?}");
 }
 
 #[test]

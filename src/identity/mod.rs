@@ -67,6 +67,11 @@ pub struct Claim {
 }
 
 impl Identity {
+    /// The short name for messages: "a program" if the name is unknown.
+    pub fn label(&self) -> &str {
+        if self.name.is_empty() { "a program" } else { &self.name }
+    }
+
     /// Returns true if either process may open memory that the other exports, because both belong
     /// to the same tenant. If a process is not visible, its container is unknown, so it cannot
     /// share memory with any process.

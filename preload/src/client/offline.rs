@@ -299,7 +299,7 @@ impl Offline {
             trace!(
                 "GPU {}: restored all memory {} ms after the start of the turn",
                 gpu.index,
-                held.length().as_millis()
+                held.fill_time().as_millis()
             );
             turn.contend(gpu, Some(held.length() / TURN_PER_FILL));
         }

@@ -66,7 +66,7 @@ impl Core {
                     &entry.identity,
                     gpu = self.labels(gpus),
                     "keeping the memory of {} on the GPU, because it submits work that nvshare cannot track",
-                    entry.identity.name
+                    entry.identity.label()
                 );
             }
             Event::Stuck { client, gpus, reason } => debug!(client = client.0, ?gpus, ?reason, "cannot drain"),
@@ -104,7 +104,7 @@ impl Core {
                     identity,
                     gpu = self.labels(gpus),
                     "cannot interrupt the work of {}: other programs run beside it",
-                    identity.name
+                    identity.label()
                 );
             }
             Command::EvictionBlocked { client, gpu, why } => {
@@ -119,7 +119,7 @@ impl Core {
                     identity,
                     gpu = self.label(*gpu),
                     "cannot evict the memory of {}, evicting other programs instead: {}",
-                    identity.name,
+                    identity.label(),
                     bus::eviction_block_name(*why)
                 );
             }
@@ -132,7 +132,7 @@ impl Core {
                     identity,
                     gpu = self.labels(gpus),
                     "delaying the CUDA context of {}, because another program's memory would no longer fit",
-                    identity.name
+                    identity.label()
                 );
             }
             Command::PrepareSleep { client, paused } => debug!(client = client.0, paused, "prepare-sleep"),

@@ -31,8 +31,7 @@ trait Names {
 
 /// The name of a client, as users see it.
 pub(super) fn client_name(client: ClientId, identity: Option<&Identity>) -> String {
-    let name = identity.map(|identity| printable(&identity.name)).filter(|name| !name.is_empty());
-    let name = name.unwrap_or_else(|| "a program".into());
+    let name = identity.map_or("a program".into(), |identity| printable(identity.label()));
     match identity.map_or(0, |identity| identity.pid) {
         pid if pid > 0 => format!("{name} (process {pid})"),
         _ => format!("{name} (client {})", client.0),

@@ -130,7 +130,7 @@ impl Core {
         for client in changed {
             let Some((GpuHours { time, window }, used)) = self.hours_of(client) else { continue };
             let Some(entry) = self.clients.get(&client) else { continue };
-            let name = &entry.identity.name;
+            let name = entry.identity.label();
             let now = if used >= time { "other programs run first" } else { "they take normal turns again" };
             let (used, time, window) = (units::duration(used), units::duration(time), units::duration(window.time()));
             if self.log_limit.allows("hours", &entry.identity.tenant) {

@@ -93,7 +93,7 @@ impl Core {
     pub(super) fn migrated(&mut self, client: ClientId, to: GpuId, why: Option<MoveObstacle>) {
         let reply = self.migrations.remove(&client);
         if let (Some(entry), Some(label)) = (self.clients.get(&client), self.label(to)) {
-            let (pid, name) = (entry.identity.pid, &entry.identity.name);
+            let (pid, name) = (entry.identity.pid, entry.identity.label());
             match why {
                 None => info!(client = client.0, pid, gpu = label, "moved {name} to another GPU"),
                 Some(why) => {

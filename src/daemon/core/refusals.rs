@@ -65,7 +65,7 @@ impl Core {
         users.sort_unstable_by(|a, b| b.cmp(a));
         let named = users.iter().filter(|(demand, _)| *demand > 0).take(MAX_NAMED).filter_map(|(demand, client)| {
             let identity = self.identity(*client)?;
-            Some(format!("{} (pid {}) {}", identity.name, identity.pid, units::size(*demand)))
+            Some(format!("{} (pid {}) {}", identity.label(), identity.pid, units::size(*demand)))
         });
         let named: Vec<String> = named.collect();
         let identity = self.identity(client)?;
@@ -75,7 +75,7 @@ impl Core {
         let text = format!(
             "{} is refused memory: it requests {} in total, which exceeds the GPU ({}) and the host memory for \
              swapping ({}). To solve this: {}",
-            identity.name,
+            identity.label(),
             units::size(bytes),
             units::size(capacity),
             units::size(host),
@@ -105,7 +105,7 @@ impl Core {
         let text = format!(
             "{} is refused a CUDA context: the memory of a large program on the GPU would no longer fit. Set \
              on-memory-full = \"wait\" in its rule to wait until that program ends",
-            identity.name
+            identity.label()
         );
         log_client!(
             warn,
@@ -126,7 +126,7 @@ impl Core {
         let text = format!(
             "{} is refused memory: it requests {} in total, but the driver cannot map more than {}, although no other \
              program has memory on the GPU",
-            identity.name,
+            identity.label(),
             units::size(bytes),
             units::size(capacity)
         );
@@ -164,7 +164,7 @@ impl Core {
         let text = format!(
             "{} is refused memory: it requests {} in total, and other programs of its group use {}{contexts}. {key} of \
              rule {rule} allows the group {}",
-            entry.identity.name,
+            entry.identity.label(),
             units::size(bytes),
             units::size(used),
             units::size(max)
@@ -189,7 +189,7 @@ impl Core {
         let limits = entry.env_limits.in_words(self.rule_of(client));
         let text = format!(
             "{} is refused memory: it requests {} in total, and its context uses {}. Its environment sets {limits}",
-            entry.identity.name,
+            entry.identity.label(),
             units::size(bytes),
             units::size(self.machine.counted_context(client, gpu))
         );
@@ -221,7 +221,7 @@ impl Core {
             bytes,
             "the driver could not map {} of {}, although the memory should be free. Evicting memory of other programs",
             units::size(bytes),
-            identity.name
+            identity.label()
         );
     }
 }

@@ -176,7 +176,7 @@ impl Core {
     /// Handles the result of an operation on a client's process.
     pub fn checkpointed(&mut self, client: ClientId, operation: Operation, answer: &HelperAnswer) {
         let Some(entry) = self.clients.get(&client) else { return };
-        let (pid, name, tenant) = (entry.identity.pid, &entry.identity.name, &entry.identity.tenant);
+        let (pid, name, tenant) = (entry.identity.pid, entry.identity.label(), &entry.identity.tenant);
         debug!(client = client.0, ?operation, outcome = ?answer.outcome, "checkpoint");
         if let Some(failure) = &answer.failure
             && self.log_limit.allows("checkpoint", tenant)
@@ -240,7 +240,7 @@ impl Core {
         let saving = self.paused.set(pid.try_into().unwrap_or_default(), is_paused);
         for client in self.program(pid)? {
             if let Some(entry) = self.clients.get(&client) {
-                let (name, uid) = (&entry.identity.name, entry.identity.uid);
+                let (name, uid) = (entry.identity.label(), entry.identity.uid);
                 let word = if is_paused { "paused" } else { "resumed" };
                 info!(client = client.0, pid, uid, "{name} is {word}");
             }

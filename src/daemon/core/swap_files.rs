@@ -345,7 +345,7 @@ impl Core {
                 if let Some(entry) = self.clients.get(&client) {
                     warn!(
                         "disconnected {}, because it wrote more than its limit into its swap file",
-                        entry.identity.name
+                        entry.identity.label()
                     );
                     entry.connection.close();
                 }
