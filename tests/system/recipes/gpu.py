@@ -10,7 +10,7 @@ PTX = b"""
 .address_size 64
 .visible .entry spin_ns(.param .u64 ns) { ret; }
 """
-# Work is submitted in kernels of this length, so that a turn can end between two.
+# Work is submitted in kernels of this length, so that a turn can end between two kernels.
 KERNEL_MS = 5
 PIECE = 32 << 20
 
