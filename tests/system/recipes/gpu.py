@@ -1,4 +1,4 @@
-"""A GPU for stand-ins of trainings and servers, by the plain driver API: memory with contents, and work for a given time."""
+"""A GPU for stand-ins of trainings and servers, by the plain driver API. It offers memory with contents, and work for a given time."""
 
 import ctypes
 import os
@@ -43,7 +43,7 @@ class Gpu:
         call("cuCtxSetCurrent", self.context)
 
     def load(self, bytes):
-        """Allocates memory and fills it by copies, like a model that is loaded: memory that was never written need not move."""
+        """Allocates memory and fills it by copies, like a loaded model. Memory that was never written would not have to move."""
         at, piece = ctypes.c_uint64(), os.urandom(min(bytes, PIECE))
         call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(bytes))
         for start in range(0, bytes, PIECE):
