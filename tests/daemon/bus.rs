@@ -1,5 +1,5 @@
-//! `org.nvshare.Scheduler1` on a private bus and on the control socket: the values that every user
-//! can read, the settings that root can change, and the signals and log lines about changes.
+//! Tests `org.nvshare.Scheduler1` on a private bus and on the control socket. Every user can read
+//! the state, and root can change settings. Signals and log lines report the changes.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};

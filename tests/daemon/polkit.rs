@@ -1,5 +1,5 @@
-//! Authorization on the bus. root may do everything, and other users may do what polkit allows,
-//! however polkit behaves.
+//! Authorization on the bus. root may do everything. Other users may do what polkit allows, even if
+//! polkit behaves badly.
 
 use std::collections::HashMap;
 use std::fs::{self, Permissions};

@@ -21,8 +21,8 @@ const BOUND: Duration = PATIENCE;
 const ASK: Duration = Duration::from_secs(1);
 const MEMORY: u64 = 96 * MIB;
 
-/// The host memory suffices for the current and the previous limit of each client: a client that
-/// never acknowledges a lower limit is charged for the previous one.
+/// The host memory suffices for every client's current and previous limit. A client that never
+/// acknowledges a lower limit is charged for the previous one.
 fn machine() -> Machine {
     let setup = Setup { memory: MEMORY, context: 2 * MIB, reserve: 2 * MIB, swap_max: "none", ..Setup::default() };
     Machine::with_scheduler(setup)

@@ -161,8 +161,8 @@ fn an_old_driver_has_one_thread_wait_for_a_context() {
     machine.wait_until_empty();
 }
 
-/// If the fingerprint kernel cannot be loaded for lack of memory when its context is created, it is
-/// loaded at the next eviction, by a thread that may block.
+/// The fingerprint kernel cannot be loaded when its context is created, for lack of memory. A
+/// thread that may block then loads it at the next eviction.
 #[test]
 fn the_kernel_for_fingerprints_is_loaded_when_there_is_memory_for_it() {
     const LOADED: &str = "fingerprints can be computed in context";

@@ -91,7 +91,8 @@ fn managed_memory_beyond_the_capacity_takes_turns_in_auto() {
     machine.wait_until_empty();
 }
 
-/// Runs programs beside one that competes for memory; all results must be correct, and memory must have moved.
+/// Runs programs beside a program that competes for memory. All results must be correct, and memory
+/// must have moved.
 #[track_caller]
 fn under_pressure(setup: Setup, words: &[&str]) {
     let machine = Machine::with_scheduler(setup);

@@ -45,7 +45,7 @@ impl Dice {
         *self.choose(from).expect("something to pick from")
     }
 
-    /// A random element of a list; `None` if the list is empty.
+    /// A random element of a list, or `None` if the list is empty.
     pub fn choose<'a, T>(&mut self, from: &'a [T]) -> Option<&'a T> {
         self.0.choice(from)
     }

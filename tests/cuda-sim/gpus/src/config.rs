@@ -13,7 +13,7 @@ use std::{
 /// The simulated machine. Sizes are in bytes, bandwidths in bytes per second.
 #[derive(Debug)]
 pub struct Config {
-    /// `CUDA_SIM_GPUS`: the number of GPUs; defaults to 1.
+    /// `CUDA_SIM_GPUS`: the number of GPUs, which defaults to 1.
     pub gpus: usize,
     /// `CUDA_SIM_MEMORY`: memory of one GPU.
     pub memory: u64,

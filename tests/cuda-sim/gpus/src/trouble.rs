@@ -209,7 +209,7 @@ fn number(path: &Path) -> Option<i64> {
     fs::read_to_string(path).ok()?.parse().ok()
 }
 
-/// Writes a number; 0 removes the file.
+/// Writes a number. 0 removes the file.
 fn put_number(path: &Path, number: i64) -> io::Result<()> {
     put(path, (number != 0).then(|| number.to_string()).as_deref())
 }

@@ -353,7 +353,7 @@ impl Drop for Buffer {
     }
 }
 
-/// Pinned, zeroed host memory that kernels can access; freed when dropped.
+/// Pinned, zeroed host memory that kernels can access. It is freed when this value is dropped.
 #[derive(Debug)]
 pub struct Mapped {
     pub host: *mut u8,
