@@ -237,8 +237,8 @@ fn others_than_root_read_and_change_nothing() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// Returns the names of the programs in a timeline. The caller sees the names of its own programs
-/// only.
+/// Returns the names of the programs in a timeline. Users other than root see the names of their own
+/// programs only.
 async fn timeline(connection: &Connection) -> Vec<String> {
     let file = scheduler(connection).await.create_timeline().await.expect("everybody may");
     let mut file = std::fs::File::from(std::os::fd::OwnedFd::from(file));

@@ -35,8 +35,8 @@ const DEBUG: &str = "org.nvshare.Scheduler1.debug";
 /// thread only.
 fn as_user<T: Send + 'static>(uid: u32, work: impl FnOnce() -> T + Send + 'static) -> T {
     let thread = std::thread::spawn(move || {
-        // SAFETY: `setresuid` takes no pointers and changes only this thread's effective user. -1 keeps the
-        // other user IDs.
+        // SAFETY: `setresuid` takes no pointers and changes only this thread's effective user. -1 keeps
+        // the other user IDs.
         assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, -1, uid, -1) }, 0);
         work()
     });

@@ -347,8 +347,8 @@ fn contexts_that_have_just_been_made_keep_nobody_waiting() {
     second.are_served().unwrap();
 }
 
-/// A world that failed once. A client moves to a GPU and may have to return, and the two GPUs
-/// together lack room to reserve both places.
+/// A world that failed once. A client moves to a GPU and may have to return, but the scheduler
+/// cannot reserve room for it on both GPUs.
 #[test]
 fn one_that_may_have_to_come_back_has_its_place_at_home() {
     let unruly = Unruly { stuck: true, managed: true, gangs: true, ..Unruly::default() };

@@ -82,8 +82,8 @@ pub fn cu(name: &str, args: &[usize]) -> u32 {
     let mut a = [0; 11];
     a[..args.len()].copy_from_slice(args);
     type Call = extern "C" fn(usize, usize, usize, usize, usize, usize, usize, usize, usize, usize, usize) -> u32;
-    // SAFETY: integers and pointers use the same registers and stack slots. A function ignores arguments
-    // beyond its parameters.
+    // SAFETY: integers and pointers use the same registers and stack slots. A function ignores
+    // arguments beyond its parameters.
     let call = unsafe { std::mem::transmute::<*mut c_void, Call>(at) };
     call(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10])
 }
@@ -168,8 +168,8 @@ impl Flag {
     pub fn new() -> Self {
         let host = get("cuMemHostAlloc", &[4096, 2]);
         assert_eq!(get("cuMemHostGetDevicePointer_v2", &[host, 0]), host);
-        // SAFETY: the memory is aligned, zeroed and never freed. The host and the GPU read and write it only
-        // as a whole word.
+        // SAFETY: the memory is aligned, zeroed and never freed. The host and the GPU read and
+        // write it only as a whole word.
         Self(unsafe { AtomicU32::from_ptr(host as *mut u32) })
     }
 

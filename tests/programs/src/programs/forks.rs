@@ -39,8 +39,8 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
 
 /// Runs `f` in a forked child, which then exits as programs do. Returns the child's exit status.
 fn child(f: impl FnOnce() -> i32) -> Result<i32, std::io::Error> {
-    // SAFETY: only this thread continues in the child, and `f` takes no lock that another thread could
-    // hold.
+    // SAFETY: only this thread continues in the child, and `f` takes no lock that another thread
+    // could hold.
     match unsafe { libc::fork() } {
         -1 => Err(std::io::Error::last_os_error()),
         0 => {
