@@ -1,6 +1,7 @@
 #!/bin/sh
-# `make check`: everything that can be checked without a GPU. Continues after a failure, and ends with a summary. Tools that
-# this machine lacks are listed; on CI ($CI is set) a missing tool is a failure.
+# `make check` runs all checks that need no GPU. It continues after a failure, and ends with a
+# summary. The summary lists tools that this machine lacks. On CI ($CI is set), a missing tool is a
+# failure.
 set -u
 
 cd "$(dirname "$0")/.."
@@ -31,7 +32,8 @@ step() { # name, command…
     [ $verdict = passed ]
 }
 
-# Runs a step in parallel with the tests, with the processor time that they leave. If it fails, its output is shown at the end.
+# Runs a step in parallel with the tests, on processor time that the tests leave. If the step fails,
+# its output is shown at the end.
 quietly() { # name, command…
     name=$1
     shift
@@ -62,7 +64,8 @@ finish() {
     exit $failed
 }
 
-# rust-version promises that this cargo builds everything. CI uses it, and so checks the promise.
+# rust-version promises that this cargo builds everything. CI uses this cargo, and thus checks the
+# promise.
 oldest_cargo() {
     oldest=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
     version=$("$cargo" --version | cut -d ' ' -f 2)
@@ -92,7 +95,7 @@ end_to_end() {
     tests/cuda-sim/install.sh "$built/simulated" "$built" && "$built/nvshare-demo" --simulated "$built/simulated"
 }
 
-# Tests that need further tools are skipped if those are missing, unless NVSHARE_TEST_ALL is set.
+# Tests that need more tools are skipped if a tool is missing, unless NVSHARE_TEST_ALL is set.
 all=${NVSHARE_TEST_ALL:+apparmor_parser libeatmydata libjemalloc perl python3 setpriv tmux}
 # shellcheck disable=SC2086
 step "what is needed" tests/needs.sh cargo cc libc.a readelf dbus-daemon man $all || finish
@@ -105,14 +108,16 @@ else
     lacking "formatting" "rustup component add rustfmt"
 fi
 
-# Clippy is rustc with more lints, so it builds everything: a separate run would compile all code and its dependencies once
-# more. Its warnings don't fail the build, so that the tests run in any case; cargo repeats them when nothing is left to build.
+# Clippy is rustc with more lints, so it builds everything. A separate run would compile all code
+# and dependencies again. Clippy's warnings don't fail the build, so the tests run anyway. When
+# cargo has nothing left to build, it repeats the warnings.
 lints() { # what to build
     said=$("$cargo" build --quiet "$@" 2>&1) && [ -z "$said" ] || { printf '%s\n' "$said"; return 1; }
 }
 if cargo_has clippy; then export RUSTC_WORKSPACE_WRAPPER=clippy-driver; else lacking "lints" "rustup component add clippy"; fi
 
-# With the tests, because their dependencies have other features: without them, much would be built twice.
+# The build includes the tests, because their dependencies have other features. A build without the
+# tests would compile many crates twice.
 everything='--workspace --all-targets --locked'
 # shellcheck disable=SC2086
 step "build" "$cargo" build $everything || finish
@@ -125,7 +130,8 @@ fi
 step "static nvsharectl" tests/static-nvsharectl.sh "$built" || finish
 oldest_cargo
 
-# Lists the built tests for nextest now: cargo could not do so in parallel with the lints, which lock the directory.
+# Lists the built tests for nextest before the lints run. The lints lock the build directory, so
+# cargo could not list the tests in parallel.
 if cargo_has nextest; then
     "$cargo" metadata --locked --format-version 1 >"$scratch/metadata.json" &&
         "$cargo" nextest list --workspace --locked --list-type binaries-only --message-format json >"$scratch/binaries.json" || finish
@@ -152,10 +158,11 @@ fi
 step "demo on a simulated GPU" end_to_end
 collect
 
-# Whole systems need root, and tools that few machines have; CI skips them.
+# Tests of whole systems need root, and tools that few machines have. CI skips them.
 have() { for tool; do command -v "$tool" >/dev/null || return; done; }
 if [ "$(id -u)" = 0 ] && have mmdebstrap systemd-nspawn dpkg-buildpackage dh; then
-    # The demo and the check in fresh systems would take several times longer than everything else together.
+    # The demo and the check in fresh systems would take several times longer than all other steps
+    # together.
     step "packages on Debian 12 and 13" env -u RUSTC_WORKSPACE_WRAPPER make check-system PROGRAMS= FRESH=no
 else
     line skipped "packages on Debian 12 and 13" "wants root, mmdebstrap, systemd-nspawn, debhelper: make check-system"
@@ -165,7 +172,7 @@ if [ "$(id -u)" = 0 ] && have mmdebstrap podman crun musl-gcc python3; then
 else
     line skipped "containers of Debian 11 and 12" "wants root, mmdebstrap, podman, crun, musl-tools: make check-containers"
 fi
-# Building Kubernetes takes long, so it is built only on request, by make check-kubernetes.
+# Building Kubernetes takes long, so only make check-kubernetes builds it.
 if [ "$(id -u)" = 0 ] && [ -d "${built%/*}/kubernetes/kubernetes" ]; then
     step "pods on a Kubernetes node" make check-kubernetes
 else

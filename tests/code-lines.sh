@@ -1,7 +1,7 @@
 #!/bin/sh
-# Counts the lines of Rust code in each folder. Blank lines, comments, items under `#[cfg(test)]` and
-# files of modules that are declared there do not count. The script relies on rustfmt: an item ends
-# on a line with the indentation of its first line.
+# Counts the lines of Rust code in each folder. Blank lines and comments do not count. Items under
+# `#[cfg(test)]`, and the files of modules declared there, do not count either. The script relies on
+# rustfmt: an item ends on a line with the indentation of its first line.
 #
 #   code-lines.sh FOLDER…
 set -eu
@@ -10,7 +10,7 @@ set -eu
 for folder; do
     [ -d "$folder" ] || { echo "$0: $folder is not a folder" >&2; exit 1; }
     find "$folder" -name target -prune -o -name '*.rs' -print | awk -v folder="$folder" '
-        # The folder of the modules that a file declares.
+        # Returns the folder of the modules that a file declares.
         function modules(file) {
             if (file ~ /\/(mod|lib|main)\.rs$/) sub(/\/[^\/]*$/, "", file); else sub(/\.rs$/, "", file)
             return file

@@ -1,7 +1,8 @@
 #!/bin/sh
-# Checks that another version of nvshare works with this one: programs share a simulated GPU, once with the other version's library
-# and this scheduler, as in containers and in programs that keep running after an upgrade, once with this library and the other
-# version's scheduler, and once with the other scheduler, which is upgraded to this one while they run.
+# Checks that another version of nvshare works with this version. Programs share a simulated GPU
+# three times. First, they use the other version's library and this scheduler, as in containers and
+# in programs that keep running after an upgrade. Second, they use this library and the other
+# scheduler. Third, the other scheduler is upgraded to this one while they run.
 #
 #   compatibility.sh COMMIT BUILT   COMMIT: a tag or any other commit; BUILT: target/debug, with this version's programs
 set -eu
@@ -15,8 +16,9 @@ directory=$built/../compatibility
 mkdir -p "$directory"
 directory=$(realpath "$directory")
 
-# Sharing in general, a restart of the scheduler, its absence, limits, and memory that programs share. These tests check programs'
-# results and the values that they get, but no wording that may change.
+# The tests cover sharing in general, a restart of the scheduler, its absence, limits, and memory
+# that programs share. They check programs' results and the values that programs see, but no
+# wording, which may change.
 tests='
     test(=turns::programs_of_every_kind_take_turns)
   | test(=turns::random_allocations_survive_hand_overs)
@@ -31,7 +33,8 @@ tests='
 echo "--- building $1"
 rm -rf "$directory/source" "$directory/library" "$directory/scheduler" "$directory/upgrade"
 mkdir "$directory/source" "$directory/library" "$directory/scheduler" "$directory/upgrade"
-# With the present time: cargo compares times, and would reuse its build of a newer commit.
+# The files get the present time. cargo compares times, and would otherwise reuse its build of a
+# newer commit.
 git archive "$commit" | tar -xm -C "$directory/source"
 build() { (cd "$directory/source" && CARGO_TARGET_DIR="$directory/target" "$cargo" build --locked "$@"); }
 build -p nvshare --bin nvshare-scheduler
@@ -39,8 +42,8 @@ build --manifest-path preload/Cargo.toml
 cp "$directory/target/debug/libnvshare.so" "$directory/library"
 cp "$directory/target/debug/nvshare-scheduler" "$directory/scheduler"
 rm -rf "$directory/source"
-# A scheduler that is upgraded: the first that a test starts is the other version, later ones are this version. Each run has a
-# separate record with its number.
+# The first scheduler that a test starts is the other version, and later ones are this version. Each
+# run has a separate record with the run's number.
 cat >"$directory/upgrade/nvshare-scheduler" <<END
 #!/bin/sh
 case " \$* " in *"/record-1 "*) exec '$directory/scheduler/nvshare-scheduler' "\$@" ;; esac

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Installs the project's dependencies, for root on Debian; otherwise prints the names of the packages and fails.
+# Installs the project's dependencies if run by root on Debian. Otherwise prints the names of the
+# packages and fails.
 #
 #   needs.sh cargo|cc|libc.a|readelf|dbus-daemon|man|dh…
 set -eu
@@ -7,7 +8,7 @@ set -eu
 # The oldest cargo that builds the workspace.
 oldest=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' "$(dirname "$0")/../Cargo.toml")
 
-# "1.96.0", or nothing without cargo.
+# Prints a version such as "1.96.0", or nothing if cargo is missing.
 version_of_cargo() { "${CARGO:-cargo}" --version 2>/dev/null | cut -d ' ' -f 2; }
 
 is_recent_cargo() {
@@ -28,7 +29,8 @@ has_library() { # its file name, where the loader searches
 
 for what; do
     case $what in
-    # Debian 12 (from its security updates) and 13 have a current one as cargo-web, later releases as cargo.
+    # Debian 12 (in its security updates) and Debian 13 have a current cargo as cargo-web. Later
+    # releases have it as cargo.
     cargo)
         if is_recent_cargo; then continue; fi
         if [ -n "${CARGO:-}" ] && [ "$CARGO" != cargo ]; then

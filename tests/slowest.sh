@@ -1,5 +1,6 @@
 #!/bin/sh
-# Prints the ten tests that took longest, and the time of all tests together, from the report of the last run of nextest.
+# Prints the ten slowest tests and the time of all tests together, from the report of nextest's last
+# run.
 #
 #   slowest.sh REPORT   REPORT: …/nextest/PROFILE/junit.xml in cargo's target directory
 set -eu

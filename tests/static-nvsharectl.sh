@@ -3,9 +3,9 @@
 #
 #   static-nvsharectl.sh BUILT
 #
-# BUILT is where cargo has built the workspace: target/debug. Only the program is compiled, by rustc:
-# cargo would compile the library again, because it chooses other features for one package than for
-# all of them.
+# BUILT is where cargo has built the workspace: target/debug. Only rustc is run, for the program
+# itself. cargo would compile the library again, because it chooses other features for one package
+# than for all packages.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -17,5 +17,5 @@ shift
 mkdir -p "$built/static"
 "${RUSTC:-rustc}" --edition 2024 src/bin/nvsharectl.rs -o "$built/static/nvsharectl.new" "$@" \
     -C target-feature=+crt-static --extern "nvshare=$built/libnvshare.rlib" -L "dependency=$built/deps"
-# Atomically, since the old file may be running.
+# The rename is atomic, because the old file may be running.
 mv "$built/static/nvsharectl.new" "$built/static/nvsharectl"

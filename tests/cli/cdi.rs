@@ -1,4 +1,4 @@
-//! The OCI hook that container runtimes call for each container with a GPU by CDI.
+//! The OCI hook that container runtimes call for each container that gets a GPU by CDI.
 
 use std::fs;
 use std::io::Write;
@@ -11,7 +11,7 @@ use test_support::{Directory, artifact};
 
 const NVSHARES: &str = "/usr/lib/nvshare/libnvshare.so\n";
 
-/// An image, prepared like by a runtime at the time of the hook.
+/// An image in the state in which a runtime has prepared it when it calls the hook.
 struct Container(Directory);
 
 impl Container {
@@ -22,7 +22,7 @@ impl Container {
         }
         fs::write(container.path("list"), NVSHARES).expect("nvshare's list");
         fs::write(container.path("rootfs/etc/hostname"), "name\n").expect("a file of the image");
-        // Runtimes give the root relative to the bundle, or absolute.
+        // Runtimes give the root as a path relative to the bundle, or as an absolute path.
         let config = serde_json::json!({ "root": { "path": "../rootfs", "readonly": true }, "process": {} });
         fs::write(container.path("bundle/config.json"), config.to_string()).expect("the configuration");
         container
@@ -36,7 +36,8 @@ impl Container {
         self.path("rootfs/etc/ld.so.preload")
     }
 
-    /// Runs the hook, and then a command in the container. `None` if mounts are not permitted here.
+    /// Runs the hook, and then a command in the container. Returns `None` if mounts are not
+    /// permitted here.
     fn hook(&self, then: &str) -> Option<Output> {
         let script = format!(
             "mount --bind rootfs rootfs && mount --bind list \"${{1:-rootfs/etc/ld.so.preload}}\" && mount -o remount,bind,ro rootfs || exit 99
@@ -50,7 +51,7 @@ impl Container {
         let command = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().ok()?;
         let state = serde_json::json!({ "ociVersion": "1.0.2", "id": "c", "status": "creating", "bundle": self.path("bundle") });
-        // Ignores the error: without a namespace, no process reads the pipe.
+        // The error is ignored: without a namespace, no process reads the pipe.
         let _ = child.stdin.take().expect("a pipe").write_all(state.to_string().as_bytes());
         let output = child.wait_with_output().expect("it ends");
         let is_impossible =
@@ -86,7 +87,7 @@ fn the_images_list_is_merged_inside_the_container_only() {
 
 #[test]
 fn a_container_without_an_image_list_is_unchanged() {
-    // An empty file, which runtimes create as a mount point, and a list without names.
+    // Tests an empty file, which runtimes create as a mount point, and a list without names.
     for own in ["", "# nothing\n"] {
         let container = Container::new();
         fs::write(container.own(), own).expect("the image's list");
@@ -122,7 +123,8 @@ fn an_unmergeable_list_fails_the_hook_with_a_remedy() {
 #[test]
 fn links_resolve_within_the_image_and_invalid_states_are_ignored() {
     let container = Container::new();
-    // A malicious link to the host's directory: the hook must not read a list there.
+    // The image contains a malicious link to a directory of the host. The hook must not read a list
+    // there.
     fs::create_dir(container.path("etc")).expect("a directory of the host");
     fs::write(container.path("etc/ld.so.preload"), "/lib/libsecret.so\n").expect("the host's list");
     fs::rename(container.path("rootfs/etc"), container.path("rootfs/real")).expect("renamed");

@@ -140,7 +140,7 @@ fn without_a_scheduler_the_exit_code_is_3() {
     assert!(output.stderr.contains("systemctl start"), "{}", output.stderr);
     let output = Output::of(ctl().arg("status").env("NVSHARE_CONTROL", &missing));
     assert_eq!(output.code, Some(3));
-    // No system bus, and no socket at the default path.
+    // This machine has no system bus, and no socket at the default path.
     let output = Output::of(ctl().env("DBUS_SYSTEM_BUS_ADDRESS", format!("unix:path={}", missing.display())));
     if !exists(nvshare::config::paths::CONTROL_SOCKET) {
         assert_eq!(output.code, Some(3), "{}", output.stderr);
@@ -162,8 +162,7 @@ fn run_executes_its_command() {
     let killed = run().args(["--", "sh", "-c", "kill -TERM $$"]).stderr(Stdio::null()).status().expect("it starts");
     assert_eq!(killed.signal(), Some(libc::SIGTERM));
 
-    // The library is an empty file, about which the loader only prints an error. The test checks
-    // the list.
+    // The library is an empty file, so the loader only prints an error. The test checks the list.
     let list = Output::of(run().args(["sh", "-c", "echo $LD_PRELOAD"]));
     assert_eq!(list.stdout, format!("{}\n", library.display()));
     let list = Output::of(run().args(["sh", "-c", "echo $LD_PRELOAD"]).env("LD_PRELOAD", "libm.so.6"));
@@ -237,7 +236,8 @@ fn lock_runs_a_command_and_returns_its_exit_code() {
     assert!(refused.stderr.contains("unknown GPU \"7\""), "{}", refused.stderr);
 }
 
-/// `nvsharectl lock` with a script that announces its start, and ends at the end of its input.
+/// Starts `nvsharectl lock` with a script. The script announces its start, and ends at the end of
+/// its input.
 fn locked(daemon: &Daemon, options: &[&str]) -> std::process::Child {
     let mut command = ctl();
     command.arg("--control").arg(daemon.control()).arg("lock").args(options);
@@ -246,7 +246,7 @@ fn locked(daemon: &Daemon, options: &[&str]) -> std::process::Child {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("nvsharectl");
     let mut line = String::new();
     let mut byte = [0];
-    // Byte by byte, since a later reader needs the rest.
+    // Reads single bytes, because a later reader needs the rest of the output.
     while std::io::Read::read(child.stdout.as_mut().expect("its stdout"), &mut byte).expect("a byte") == 1
         && byte != *b"\n"
     {
@@ -312,7 +312,8 @@ fn a_command_can_pause_until_a_lost_lock_is_reacquired() {
     assert_eq!(states_below(pid), ['T', 'T'], "the script and its child");
     assert!(next_message(&mut stderr).ends_with(". Retrying"));
 
-    // Stops the waiting nvsharectl, so that it does not try while the lock is free.
+    // Stops the waiting nvsharectl, so that it does not try to take the lock while the lock is
+    // free.
     kill(pid, libc::SIGSTOP);
     let daemon = Daemon::start_in(directory, None, |_, _| ());
     let other = daemon.client();
@@ -366,7 +367,7 @@ fn a_lock_revoked_at_the_end_of_its_turn_is_reported() {
     assert_eq!(wait(&mut child).code(), Some(7), "its own exit code");
 }
 
-/// A daemon with a holder, a waiting program, and a lock with a named owner.
+/// Starts a daemon with a holder, a waiting program, and a lock whose owner has a name.
 fn busy() -> (Daemon, [Client; 2], std::process::Child) {
     let daemon = Daemon::start();
     let clients = daemon.holder_and_waiter();
@@ -480,7 +481,7 @@ fn a_debug_bundle_replays() {
     assert!(of(&clients[1])["wait-time"].as_f64().expect("a number") > 0.0);
     assert_eq!(json["timeline"][0]["what"], "granted");
 
-    // A bundle that another version of the scheduler seems to have recorded.
+    // This bundle looks as if another version of the scheduler had recorded it.
     let bundle = std::fs::read_to_string(&path).expect("the bundle");
     let line = bundle.lines().position(|line| line.contains("\"grant\":")).expect("a grant");
     std::fs::write(&path, bundle.replace("{\"grant\":", "{\"revoke\":")).expect("a bundle");

@@ -1,5 +1,5 @@
-//! `nvsharectl simulate`: figures of small scenarios compared with values computed by hand, errors
-//! in files, and the examples.
+//! `nvsharectl simulate`: small scenarios whose figures were computed by hand, errors in files, and
+//! the examples.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -13,7 +13,7 @@ use nvshare::timeline::{Activity, Span};
 
 const GIB: u64 = 1 << 30;
 
-/// A scenario with one GPU of 16 GiB without a reserve, a slow link, and these jobs.
+/// Returns a scenario with these jobs. It has one GPU of 16 GiB without a reserve, and a slow link.
 fn one_gpu(jobs: &str) -> String {
     format!("[memory]\nreserve = 0\ncontext = 0\n[[gpu]]\nmemory = \"16G\"\nlink = \"8G\"\n{jobs}")
 }
@@ -60,7 +60,8 @@ fn a_single_program_takes_its_work_plus_its_pauses() {
 fn two_programs_that_fit_run_in_each_others_pauses() {
     let half = "memory = \"8G\"\nwork = \"10s\"\ngpu-time = \"100ms\"\ncpu-time = \"100ms\"";
     let report = report(&one_gpu(&(job("a", half) + &job("b", half))));
-    // A hundred times twice 100 ms, each released after a grace of 1 ms, plus the first pause.
+    // Each of a hundred phases takes 100 ms twice, and is followed by a grace of 1 ms. The first
+    // pause is added.
     for policy in ["fcfs-on", "fcfs-auto"] {
         let figures = of(&report, policy);
         near(last(figures), 20.3, 0.1);
@@ -68,11 +69,11 @@ fn two_programs_that_fit_run_in_each_others_pauses() {
         assert_eq!((figures.swapped_out, figures.swapped_in), (0, 0));
         assert!(figures.fairness.is_some_and(|fairness| fairness > 0.999));
     }
-    // Both work at the same time at half the speed, and pause at the same time.
+    // Both programs work at the same time at half the speed, and pause at the same time.
     let off = of(&report, "fcfs-off");
     near(last(off), 30.0, 0.01);
     assert!((off.busy - 2.0 / 3.0).abs() < 0.01 && off.wait_worst < Duration::from_millis(1));
-    // One after the other.
+    // The programs run one after the other.
     let serial = of(&report, "serial");
     near(last(serial), 40.0, 0.0);
     near(serial.wait_worst, 20.0, 0.0);
@@ -85,11 +86,12 @@ fn two_programs_that_do_not_fit_swap_the_excess_at_each_turn() {
     let report = report(&text);
     // In the mode auto, the length of turns depends on the moved memory.
     for figures in ["fcfs-on", "fcfs-off"].map(|policy| of(&report, policy)) {
-        // Turns of 10 s: a, b, a, b, a, b, a, b. Of 18 GiB, 2 GiB do not fit. They leave at each of
-        // the first six changes, and return at all but the first, where b allocates new memory.
+        // Turns last 10 s, in the order a, b, a, b, a, b, a, b. Of 18 GiB, 2 GiB do not fit. They
+        // are evicted at each of the first six changes. They are restored at all changes except the
+        // first, at which b allocates new memory.
         assert_eq!((figures.hand_overs, figures.swapped_out, figures.swapped_in), (7, 12 * GIB, 12 * GIB));
-        // Out at 8 GiB/s: 0.25 s, followed by the last chunk's copy in: 0.03 s. At the last change,
-        // after a has ended, only in.
+        // Evicting 2 GiB at 8 GiB/s takes 0.25 s. The last chunk is then copied in, in 0.03 s. At
+        // the last change, a has ended, so memory is only copied in.
         near(last(figures), 78.0 + 0.25 + 5.0 * 0.28 + 0.25, 0.02);
         near(figures.wait_worst, 10.5, 0.1);
     }
@@ -117,7 +119,7 @@ fn a_timeline_has_each_turn_and_each_move() {
     assert_eq!(holds.len(), 8);
     assert!(holds.windows(2).all(|pair| pair[0].to <= pair[1].from), "{holds:?}");
     let worked: Duration = holds.iter().map(|span| span.to - span.from).sum();
-    near(worked, 78.25, 0.3); // each program starts while the last memory returns
+    near(worked, 78.25, 0.3); // each program starts while the last of its memory is restored
     for activity in [Activity::Leaves, Activity::Returns] {
         let moves = of(activity);
         assert_eq!(moves.iter().map(|span| span.bytes).sum::<u64>(), 12 * GIB);
@@ -135,7 +137,8 @@ fn queued_work_continues_after_a_revoke() {
     let text = format!("anti-thrash = \"on\"\ntime-quantum = \"5s\"\n{}", one_gpu(&jobs));
     let report = report(&text);
     let figures = of(&report, "fcfs-on");
-    // Turns of 5.5 s and of 5 s: a has 16.5 s in three, and its last 3.5 s after b's third.
+    // Turns alternate between 5.5 s and 5 s. a gets 16.5 s in three turns, and its last 3.5 s after
+    // b's third turn.
     near(last(figures), 40.0, 0.01);
     near(figures.jobs[0].completion.expect("a has ended"), 35.0, 0.01);
     assert_eq!((figures.hand_overs, figures.busy > 0.999), (7, true));
@@ -148,7 +151,7 @@ fn programs_with_low_utilization_run_concurrently_in_auto() {
     assert_eq!(report.jobs[0].alone, Duration::from_secs(20));
     near(last(of(&report, "fcfs-on")), 40.0, 0.01);
     near(last(of(&report, "fcfs-off")), 20.0, 0.01);
-    // From time to time, each program holds the GPU alone and reports its utilization.
+    // Each program sometimes holds the GPU alone, and then reports its utilization.
     near(last(of(&report, "fcfs-auto")), 20.5, 0.5);
 }
 
@@ -158,7 +161,7 @@ fn shares_match_the_rules() {
     let part = |policy: &str| of(&report, policy).jobs[0].had.as_secs_f64() / 100.0;
     for policy in ["rules-on", "rules-auto"] {
         assert!((part(policy) - 0.3).abs() < 0.02, "{policy}: {}", part(policy));
-        // 0.3 and 0.7 of the GPU time alone: 1 / (2 × 0.58).
+        // Alone, the programs need 0.3 and 0.7 of the GPU time: 1 / (2 × 0.58).
         assert!(of(&report, policy).fairness.is_some_and(|fairness| (fairness - 0.862).abs() < 0.01));
     }
     for policy in ["fcfs-on", "fcfs-auto"] {
@@ -202,7 +205,7 @@ fn a_program_on_two_gpus_holds_both_together() {
         + &job("single", "memory = \"2G\"\nwork = \"10s\"\non = [1]")
         + &job("both", "memory = \"2G\"\nwork = \"10s\"\ngpus = 2");
     let figures = &report(&text).policies[0];
-    // In turns of 5 s: the single one, both, the single one, both.
+    // Turns of 5 s alternate between the single program and the pair.
     near(figures.jobs[0].completion.expect("it has ended"), 15.0, 0.01);
     near(figures.jobs[1].completion.expect("they have ended"), 20.0, 0.01);
     assert!((figures.busy - 30.0 / 40.0).abs() < 0.001, "{}", figures.busy);
@@ -213,7 +216,7 @@ fn serial_is_the_baseline_of_the_comparison() {
     let keys = "count = 3\nevery = \"4s\"\nmemory = \"8G\"\nwork = \"10s\"";
     let report = report(&one_gpu(&job("a", keys)));
     let serial = of(&report, "serial");
-    // They end at 10, 20 and 30 s.
+    // The jobs end after 10, 20 and 30 s.
     let spread = serial.completion.expect("all have ended");
     near(spread.mean, (10.0 + 16.0 + 22.0) / 3.0, 1e-6);
     near(spread.median, 16.0, 0.0);
@@ -291,7 +294,7 @@ fn jobs_end_sooner_on_average(name: &str) {
         assert!(mean < other.mul_f64(0.95), "{mean:?}, {other:?}");
     }
     assert!(adaptive.swapped_out < of(&report, "fcfs-auto").swapped_out / 4 * 3);
-    // Twice max-wait, plus the turns of programs that had waited equally long.
+    // The bound is twice max-wait, plus the turns of programs that had waited equally long.
     assert!(adaptive.wait_worst < Duration::from_secs(2 * 60 + 20), "{:?}", adaptive.wait_worst);
 }
 
@@ -322,13 +325,14 @@ fn two_servers_that_are_asked_without_pause_answer_soon_and_often() {
     let default: Vec<Policy> = Policy::by_name("fcfs-auto").into_iter().collect();
     let report = run(&scenario, &default);
     let figures = of(&report, "fcfs-auto");
-    // An answer of 0.6 s is interrupted once at most. One server alone keeps the GPU busy for 0.6 of each 0.605 s.
+    // An answer takes 0.6 s and is interrupted at most once. One server alone keeps the GPU busy
+    // for 0.6 s of every 0.605 s.
     assert!(figures.wait_worst < Duration::from_millis(7400), "{:?}", figures.wait_worst);
     assert!(figures.busy > 0.85 * 0.6 / 0.605, "{}", figures.busy);
 }
 
-/// On a card whose link is slow, the GPU idles because of moving memory for at most a tenth of the time, and no more than
-/// that share of the link's time is used.
+/// On a card with a slow link, moving memory leaves the GPU idle for at most a tenth of the time.
+/// It also uses at most a tenth of the link's time.
 #[test]
 fn programs_on_a_consumer_card_work_for_nine_tenths_of_the_time() {
     const LINK_TOTAL: f64 = 35.0 * GIB as f64;
@@ -348,7 +352,8 @@ fn programs_on_a_consumer_card_work_for_nine_tenths_of_the_time() {
         assert!(figures.hand_overs > 40 && moving > 0.01, "{name}: {} hand-overs", figures.hand_overs);
         assert!(figures.busy >= 0.9 && moving <= 0.1, "{name}: {} of the time busy, {moving} moving", figures.busy);
         assert!(figures.fairness.is_some_and(|fairness| fairness > 0.99), "{name}: {:?}", figures.fairness);
-        // No program waits longer than the others' turns of one time quantum each.
+        // A program waits at most for one turn of each other program, each as long as the time
+        // quantum.
         let others = scenario.jobs[0].count - 1;
         assert!(figures.wait_worst < scenario.settings.time_quantum * others, "{name}: {:?}", figures.wait_worst);
     }

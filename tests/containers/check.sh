@@ -1,6 +1,6 @@
 #!/bin/bash
-# Containers of Debian 12, of Debian 11, with another C library and with none share a simulated GPU by CDI, under a real
-# podman: see README.md.
+# Containers share a simulated GPU by CDI, under a real podman. They contain Debian 12, Debian 11,
+# another C library, or no C library. See README.md.
 #
 #   check.sh BUILT   BUILT: target/debug
 set -eu
@@ -13,7 +13,7 @@ mkdir -p "$bases"
 for suite in bookworm bullseye; do
     [ -e "$bases/$suite.tar" ] && continue
     echo "--- $suite: making a base system"
-    # old-glibc.sh links with these, from the oldest suite.
+    # old-glibc.sh links with these packages of the oldest suite.
     include=$([ $suite = bookworm ] || echo --include=libc6-dev,libgcc-s1)
     # shellcheck disable=SC2086
     mmdebstrap --quiet --format=tar --variant=essential $include $suite "$bases/$suite.tar.new"
@@ -27,5 +27,6 @@ fi
 echo "--- programs and a simulated GPU for an old glibc"
 programs=$("$here/old-glibc.sh" "$bases/bullseye" "$bases/target")
 
-# The mounts are private to this check, including the control groups of version 2, which podman needs.
+# The mounts are private to this check. They include the control groups of version 2, which podman
+# needs.
 exec unshare --mount "$here/inside.sh" "$built" "$programs" "$bases"

@@ -3,10 +3,11 @@
 
 sockets=$scratch/nvshare
 control=$scratch/nvshare-control/control.sock
-# The simulated machine: all its processes have these variables, including the scheduler and the containers.
+# The simulated machine. All its processes have these variables, including the scheduler and the
+# containers.
 gpu=(CUDA_SIM_DIR="$scratch/gpu" CUDA_SIM_MEMORY=256M CUDA_SIM_CONTEXT=4M)
 mkdir -p "$sockets" "$scratch/gpu" "$scratch/driver"
-# Short turns.
+# Turns are short.
 echo 'time-quantum = "1s"' >"$scratch/nvshare.toml"
 
 pod() {
@@ -61,7 +62,7 @@ import_static() {
     import_directory static "$scratch/static"
 }
 
-# A program with another C library, and its loader.
+# Imports a program with another C library, and the loader of that library.
 import_musl() {
     mkdir -p "$scratch/musl/lib" "$scratch/musl/etc"
     printf '%s\n' "$hello" | musl-gcc -x c - -o "$scratch/musl/hello"
@@ -86,12 +87,13 @@ stop_scheduler() { # signal
 
 ctl() { "$built/nvsharectl" --control "$control" "$@"; }
 
-# The value of a Python expression on the status, `s`.
+# Prints the value of a Python expression. In the expression, `s` is the status.
 status() { ctl --json status | python3 -c "import json,sys; s = json.load(sys.stdin); print($1)"; }
 
 # ---- the CDI file
 
-# NVIDIA's file for this GPU, with its driver and device nodes, and the additional needs of a simulated GPU.
+# Writes NVIDIA's CDI file for this GPU, with its driver and device nodes. The file also has the
+# mounts and variables of a simulated GPU.
 write_nvidia_file() {
     libraries=/usr/lib/$(uname -m)-linux-gnu
     cat >/etc/cdi/nvidia.yaml <<EOF
@@ -123,8 +125,9 @@ write_cdi_file() {
 
 # ---- containers
 
-# Creates a container that sees the GPU, and prints its ID. Nothing here needs a network, limits that root may not
-# raise everywhere, or control groups made by podman: `enter` makes one with the name that podman would give it.
+# Creates a container that sees the GPU, and prints its ID. The containers need no network, and no
+# limits that root may not raise everywhere. podman creates no control groups: `enter` creates a
+# group with the name that podman would use.
 create() { # option… image command…
     pod create --network=none --cgroups=disabled --ulimit nofile=1000:1000 --ulimit nproc=1000:1000 \
         --device nvshare.com/gpu=0 --volume "$programs/cuda-program:/usr/local/bin/cuda-program:ro" "$@"

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Builds the simulated GPU and the programs that use it against the glibc of Debian 11, so that they start in its containers
-# and in newer ones.
+# Builds the simulated GPU and its programs against the glibc of Debian 11, so that they start in
+# containers of Debian 11 and of newer systems.
 #
 #   old-glibc.sh ROOT TARGET_DIR   ROOT: a Debian 11 with libc6-dev; prints the directory of the results
 set -eu
@@ -11,7 +11,8 @@ machine=$(uname -m)
 libc=$target/libc
 mkdir -p "$libc"
 
-# One flat directory: the links and linker scripts of libc6-dev contain absolute paths, which would lead out of it.
+# Copies the files into one flat directory. The links and linker scripts of libc6-dev contain
+# absolute paths, which would lead out of the root.
 cp "$root/usr/lib/$machine-linux-gnu"/{crt1.o,Scrt1.o,crti.o,crtn.o,libc_nonshared.a} "$libc"
 for library in libc.so.6 libpthread.so.0 libdl.so.2 librt.so.1 libm.so.6 libutil.so.1 libgcc_s.so.1 ld-linux-x86-64.so.2; do
     cp -L "$root/lib/$machine-linux-gnu/$library" "$libc"

@@ -1,10 +1,11 @@
-//! The crash test: programs come and go on a GPU that cannot hold them all, and at random moments
-//! one of them, or the scheduler, is killed, stopped, or told to end. All other programs must have
-//! right results, no program may wait forever, and no memory or lock may be left behind.
+//! The crash test. Programs start and end on a GPU that cannot hold them all. At random moments a
+//! program or the scheduler is killed, stopped, or told to end. All other programs must have
+//! correct results, no program may wait for ever, and no memory or lock may be left behind.
 //!
-//! `NVSHARE_CRASH_SECONDS=1800 cargo nextest run --test crash --no-capture` runs it for longer. It
-//! runs in episodes, each on a separate machine with a separate seed; `NVSHARE_TEST_SEED` begins
-//! with that episode, and repeats it as far as timing allows.
+//! `NVSHARE_CRASH_SECONDS=1800 cargo nextest run --test crash --no-capture` runs the test for
+//! longer. It runs in episodes, each on a separate machine with a separate seed.
+//! `NVSHARE_TEST_SEED` starts with the episode of that seed, and repeats it as far as timing
+//! allows.
 
 mod watch;
 
@@ -23,11 +24,12 @@ const EPISODE: Duration = Duration::from_secs(6);
 const CROWD: usize = 6;
 /// The longest pause between two disturbances, in milliseconds.
 const PAUSE: u64 = 100;
-/// The programs. Each checks its own results, and takes a fraction of a second when it runs alone.
-/// None uses memory that cannot move, since the scheduler cannot guarantee room to others beside
-/// it. A program that is refused memory retries: a killed program may hold the GPU's memory briefly
-/// after its connection ended, a program that is slow to reconnect to a new scheduler counts as
-/// foreign, and around a restart programs receive only free memory.
+/// The programs. Each program checks its own results, and takes a fraction of a second when it runs
+/// alone. None uses memory that cannot move, because the scheduler cannot guarantee room to other
+/// programs beside such memory. A program that is refused memory retries, for three reasons. A
+/// killed program may briefly hold the GPU's memory after its connection has ended. A program that
+/// reconnects slowly to a new scheduler counts as foreign. Around a restart, programs receive only
+/// free memory.
 const PROGRAMS: &[&str] = &[
     "mix --mem 18M --chunks 3 --reps 2 --rounds 6",
     "mix --mem 12M --chunks 2 --reps 2 --rounds 8 --cpu-ms 5",
@@ -50,12 +52,12 @@ struct Guest {
     last: (Instant, u64),
     /// The signal that was sent to end the program, and the program's state at that time.
     harm: Option<(i32, &'static str)>,
-    /// The end of a SIGSTOP.
+    /// The time at which a stopped program continues.
     stopped: Option<Instant>,
 }
 
 impl Guest {
-    /// Checks how an ended program ended, and returns a description.
+    /// Checks the end of a program, and returns a description of it.
     fn judge(&mut self, counts: &mut Counts, slowest: &mut Duration) {
         let status = self.program.wait();
         let what = match (status.signal(), self.harm) {
@@ -78,8 +80,8 @@ enum Scheduler {
 }
 
 struct Episode {
-    /// Declared before the machine, so that programs end and print their output while its directory
-    /// exists.
+    /// The programs are declared before the machine, so that they end and print their output while
+    /// the machine's directory exists.
     guests: Vec<Guest>,
     machine: Machine,
     dice: Dice,
@@ -87,17 +89,17 @@ struct Episode {
     schedulers: u32,
     watch: Watch,
     counts: Counts,
-    /// The longest life of a program that finished.
+    /// The longest running time of a program that finished.
     slowest: Duration,
 }
 
 impl Episode {
     fn new(seed: u64) -> Self {
         let mut dice = Dice::new(seed);
-        // With swap files and too little host memory for the evicted memory, or without.
+        // Half of the episodes have swap files, and too little host memory for the evicted memory.
         let has_files = dice.one_in(2);
         let setup = Setup {
-            // Two or three programs fit, or nearly all.
+            // Either two or three programs fit, or nearly all.
             memory: dice.pick(&[48, 64, 128]) * MIB,
             reserve: 2 * MIB,
             context: 2 * MIB,
@@ -109,7 +111,7 @@ impl Episode {
         };
         let files = if has_files { ", swap files" } else { "" };
         eprintln!("NVSHARE_TEST_SEED={seed}: {} MiB, anti-thrash {}{files}", setup.memory / MIB, setup.anti_thrash);
-        // With a manager that keeps connections for the next scheduler, or without.
+        // Half of the episodes have a manager that keeps connections for the next scheduler.
         let machine = if dice.one_in(2) { Machine::with_manager(setup) } else { Machine::with_scheduler(setup) };
         let watch = Watch::new(&machine.record(1));
         let (guests, counts, slowest) = (Vec::new(), Counts::new(), Duration::ZERO);
@@ -123,7 +125,7 @@ impl Episode {
             while self.guests.len() < CROWD {
                 self.invite();
                 if !matches!(self.scheduler, Scheduler::Runs) {
-                    break; // starts few at a time, since many of them are refused
+                    break; // starts few programs at a time, because many of them are refused
                 }
             }
             std::thread::sleep(self.dice.milliseconds(PAUSE));
@@ -150,7 +152,8 @@ impl Episode {
 
     fn invite(&mut self) {
         let mut launch = self.machine.program(self.dice.pick(PROGRAMS)).env("CUDA_PATIENT", "1");
-        // Not with anti-thrash off: see `a_managed_program_runs_with_anti_thrash_off`.
+        // No managed memory with anti-thrash off: see
+        // `a_managed_program_runs_with_anti_thrash_off`.
         let managed = self.dice.one_in(8) && self.machine.setup.anti_thrash != "off";
         if managed {
             launch = launch.env("NVSHARE_ENGINE", "managed");
@@ -237,7 +240,7 @@ impl Episode {
             return;
         }
         let now = Instant::now();
-        // Occasionally long enough for programs to continue without the scheduler.
+        // Some stops are so long that programs continue without the scheduler.
         let most = if self.dice.one_in(12) { 5000 } else { 300 };
         let until = now + self.dice.milliseconds(most);
         match self.dice.below(6) {
@@ -270,7 +273,7 @@ impl Episode {
                 let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
                 (libc::waitid(libc::P_PID, pid, &mut info, flags), info)
             };
-            // SAFETY: `waitid` has filled in these fields; the pid is 0 if the child has not
+            // SAFETY: `waitid` has filled in these fields. The pid is 0 if the child has not
             // changed its state.
             let (ended, status) = unsafe { (info.si_pid() != 0, info.si_status()) };
             assert!(found == 0 && (!ended || (info.si_code, status) == (libc::CLD_EXITED, 0)), "it ends with {status}");
@@ -295,7 +298,7 @@ fn random_kills_leave_other_programs_correct_and_live() {
     let seconds = std::env::var("NVSHARE_CRASH_SECONDS").map_or(SECONDS, |text| text.parse().expect("seconds"));
     let (begin, seed) = (Instant::now(), Dice::seed());
     let mut counts = Counts::new();
-    // Each kind of event must have occurred often enough. On a busy machine that takes longer.
+    // Each kind of event must have occurred often enough, which takes longer on a busy machine.
     let few = (seconds as u32 / 20).max(1);
     let is_enough = |counts: &Counts| {
         let all = ["holder killed", "waiter killed", "scheduler killed", "scheduler told to end", "finished"];

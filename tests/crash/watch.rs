@@ -1,5 +1,5 @@
-//! Observes from outside: the holders and waiters from the scheduler's record, and the used memory
-//! of the simulated GPU.
+//! Observes the machine from outside: the holders and waiters from the scheduler's record, and the
+//! used memory of the simulated GPU.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -23,8 +23,8 @@ pub struct Watch {
     record: Record,
     clients: BTreeMap<u64, (u32, Stand)>,
     /// The highest number of concurrent holders at any grant. The scheduler does not wait for a
-    /// holder that was stopped while the scheduler was replaced: that holder may report its lock
-    /// after another grant, and is then asked to release it immediately.
+    /// holder that was stopped during a replacement of the scheduler. That holder may report its
+    /// lock after another grant, and is then immediately asked to release it.
     pub most_holders: usize,
 }
 
@@ -66,9 +66,10 @@ impl Watch {
     }
 }
 
-/// Bytes of the simulated GPU that living processes use, from the simulator's accounts
-/// (`tests/cuda-sim/gpus`): one file per process, locked while the process lives, with its pid and
-/// two counts for each GPU. `None` while a process is allocating.
+/// Returns the bytes of the simulated GPU that living processes use, or `None` while a process is
+/// allocating. The bytes are from the simulator's accounts (`tests/cuda-sim/gpus`). Each process
+/// has a file, which is locked while the process lives. The file has the pid, and two counts for
+/// each GPU.
 pub fn used(simulator: &Path) -> Option<u64> {
     let all = File::open(simulator.join("accounts.lock")).ok()?;
     if !lock(&all) {
@@ -88,7 +89,7 @@ pub fn used(simulator: &Path) -> Option<u64> {
     Some(bytes.sum())
 }
 
-/// Tries to lock the file until it is closed.
+/// Tries to lock the file. The lock ends when the file is closed.
 fn lock(file: &File) -> bool {
     // SAFETY: `file` keeps the descriptor open during the call.
     unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) == 0 }

@@ -3,19 +3,21 @@
 #
 #   install.sh DIR [TARGET_DIR]
 #
-# TARGET_DIR is where cargo built cuda-sim and nvml-sim; it defaults to ./target/debug. Programs then run with
-# LD_LIBRARY_PATH=DIR. WITHOUT="cuCtxRecordEvent cuGetProcAddress_v2" in the environment removes symbols, as in an older
-# driver; also set CUDA_SIM_DRIVER, so that cuGetProcAddress does not know them either.
+# TARGET_DIR is where cargo built cuda-sim and nvml-sim. It defaults to ./target/debug. Programs
+# then run with LD_LIBRARY_PATH=DIR. To simulate an older driver, set WITHOUT in the environment:
+# WITHOUT="cuCtxRecordEvent cuGetProcAddress_v2" removes these symbols. Set CUDA_SIM_DRIVER too, so
+# that cuGetProcAddress doesn't find them.
 set -eu
 
 dir=${1:?usage: install.sh DIR [TARGET_DIR]}
 from=${2:-target/debug}
 mkdir -p "$dir"
-# Copied under another name and renamed, so that a program that has loaded the old file keeps it.
+# Copies the library under another name and renames it, so that a program that has loaded the old
+# file keeps that file.
 put() {
     cp "$1" "$2.new"
     for symbol in ${WITHOUT:-}; do
-        # The dynamic linker compares names, so a misspelt name is never found.
+        # The dynamic linker compares names, so it never finds a symbol whose name was changed.
         changed=$(printf '%s' "$symbol" | sed 's/^./_/')
         LC_ALL=C sed -i "s/\x00$symbol\x00/\x00$changed\x00/g" "$2.new"
     done

@@ -1,5 +1,5 @@
-//! `org.nvshare.Scheduler1` on a private bus and on the control socket: what every user can read, what root can
-//! change, and the signals and log lines about it.
+//! Tests `org.nvshare.Scheduler1` on a private bus and on the control socket. Every user can read
+//! the state, and root can change settings. Signals and log lines report the changes.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
@@ -70,7 +70,7 @@ fn a_value_that_is_not_allowed_changes_nothing() {
     });
 }
 
-/// The changed properties of the next PropertiesChanged, as text.
+/// Returns the changed properties of the next PropertiesChanged signal, as text.
 async fn next_change(stream: &mut MessageStream) -> Vec<(String, String)> {
     use zbus::export::futures_core::Stream;
     loop {
@@ -102,7 +102,8 @@ fn a_change_is_announced_once_to_everybody_and_no_change_is_not() {
         let mut on_bus = MessageStream::for_match_rule(rule.as_str(), &here, None).await.expect("a match");
         let mut on_control = MessageStream::from(&there);
         let (bus, control) = (scheduler(&here).await, scheduler(&there).await);
-        // Changed on the bus, changed on the control socket, and "changed" to the same value.
+        // Changes a property on the bus and on the control socket. Setting the present value again
+        // sends no signal.
         bus.set_time_quantum(45).await.expect("allowed");
         bus.set_time_quantum(45).await.expect("allowed");
         refusal(bus.set_time_quantum(0).await);
@@ -161,7 +162,7 @@ fn clients_and_gpus_are_listed() {
         let [holder, waiter] = daemon.holder_and_waiter();
 
         let mut gpus = scheduler.list_gpus().await.expect("an answer");
-        // The waiter's request may be read before the holder's last report.
+        // The daemon may read the waiter's request before the holder's last report.
         while gpus.iter().all(|gpu| gpu.resident == 0) {
             gpus = scheduler.list_gpus().await.expect("an answer");
         }
@@ -182,7 +183,7 @@ fn clients_and_gpus_are_listed() {
         let clients = scheduler.list_clients().await.expect("an answer");
         let ids: Vec<u64> = clients.iter().map(|client| client.id).collect();
         assert_eq!(ids, [holder.id, waiter.id]);
-        // Both belong to one user, whose share is divided between them.
+        // Both clients belong to one user, whose share is divided between them.
         assert_eq!(clients.iter().map(|client| client.gpus[0].share_due).collect::<Vec<_>>(), [Some(500); 2]);
         let first = &clients[0];
         assert_eq!((first.pid, first.library.as_str()), (std::process::id(), "test"));
@@ -236,8 +237,8 @@ fn others_than_root_read_and_change_nothing() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// The names of the programs in a timeline, as the caller sees them. They depend on whether the programs are the
-/// caller's own.
+/// Returns the names of the programs in a timeline. Users other than root see the names of their own
+/// programs only.
 async fn timeline(connection: &Connection) -> Vec<String> {
     let file = scheduler(connection).await.create_timeline().await.expect("everybody may");
     let mut file = std::fs::File::from(std::os::fd::OwnedFd::from(file));
@@ -273,7 +274,7 @@ fn helper_timeline() {
         let own = format!("(PID {})", std::process::id());
         let seen = timeline(&connection).await;
         let [first, second, third] = &seen[..] else { panic!("{seen:?}") };
-        // One of the two has ended.
+        // One of the caller's two programs has ended.
         assert!(first.ends_with(&own) && second.ends_with(&own), "{seen:?}");
         assert_eq!(third, "another user's program");
     });
@@ -301,7 +302,7 @@ fn a_timeline_names_only_ones_own_programs() {
     let own = format!("(PID {})", std::process::id());
     assert!(seen.iter().any(|label| label.ends_with(&own)), "{seen:?}");
 
-    // The same holds once the program has ended.
+    // The list shows the same after the program has ended.
     drop(holder);
     block_on(async {
         let connection = on_bus(&bus).await;
@@ -371,7 +372,7 @@ fn reload_reads_the_file_again_and_a_wrong_one_changes_nothing() {
         let (name, text) = refusal(scheduler.reload().await);
         assert_eq!(name, "org.nvshare.Scheduler1.Error.InvalidConfiguration");
         assert!(text.contains("nvshare.toml:1:16: time-quantum"), "{text}");
-        // SIGHUP does the same, and reports to the log.
+        // SIGHUP also reloads the configuration, and reports to the log.
         daemon.signal(libc::SIGHUP);
         daemon.log.wait("the configuration is unchanged");
         assert_eq!(scheduler.time_quantum().await.expect("a value"), 20);
@@ -438,7 +439,7 @@ fn a_crowd_on_d_bus_does_not_delay_a_hand_over() {
             holder.request();
         }
     }
-    // If each hand-over waited for a list, there would be as many lists.
+    // If each hand-over waited for a list, there would be about one list for each hand-over.
     let listings = listed.load(Ordering::Relaxed) - before;
     assert!(listings < 250, "1000 hand-overs took as long as {listings} lists");
     drop(stop);
@@ -449,7 +450,7 @@ fn a_crowd_on_d_bus_does_not_delay_a_hand_over() {
 
 // ---- locks ---------------------------------------------------------------------------------------------------------
 
-/// The lines that the owner of a lock receives.
+/// Returns the lines that the owner of a lock receives.
 fn lines(lock: nvshare::bus::LockFd) -> BufReader<UnixStream> {
     let stream = UnixStream::from(std::os::fd::OwnedFd::from(lock));
     stream.set_nonblocking(false).expect("a blocking socket");
@@ -478,7 +479,7 @@ fn pressure_is_the_time_in_which_somebody_waits() {
             let groups = scheduler.list_pressure().await.expect("an answer");
             let gpu = groups.iter().find(|group| group.kind == "gpu").expect("the GPU").clone();
             let tenant = groups.iter().find(|group| group.kind == "tenant").expect("the tenant");
-            // Both belong to one tenant.
+            // Both clients belong to one tenant.
             assert!((tenant.some_total - gpu.some_total).abs() < 1e-3, "{groups:?}");
             gpu
         };
@@ -500,7 +501,7 @@ fn a_program_is_told_what_it_waits_for() {
         assert_eq!(refused.0, "org.freedesktop.DBus.Error.InvalidArgs", "{}", refused.1);
         let (holder, waiter) = (daemon.client(), daemon.client());
         holder.attach();
-        // Both belong to this process.
+        // Both clients belong to this process.
         let own = std::process::id();
         let idle = scheduler.explain(own).await.expect("sentences");
         assert!(idle.iter().any(|sentence| sentence.ends_with("it has no work for that GPU.")), "{idle:?}");
@@ -523,7 +524,7 @@ fn a_program_is_told_what_it_waits_for() {
     });
 }
 
-/// The second client, once it is in this state.
+/// Waits until the second client is in this state, and returns its entry.
 async fn second_once(scheduler: &SchedulerProxy<'_>, state: &str) -> nvshare::bus::Client {
     let look = async || {
         let seen = scheduler.list_clients().await.expect("clients");
@@ -564,7 +565,7 @@ fn a_lock_needs_no_room_on_the_gpu() {
         let scheduler = scheduler(connection).await;
         let full = daemon.client();
         full.attach();
-        // Leaves less free than a context is expected to take.
+        // The remaining memory is less than a context is expected to take.
         full.report((14 << 30) + (900 << 20), 0);
         let look = async || scheduler.list_gpus().await.expect("GPUs");
         let status = eventually("a demand", async || Some(look().await).filter(|gpus| gpus[0].demand > 0)).await;
@@ -621,8 +622,8 @@ fn a_lock_for_which_something_is_wrong_is_refused_in_words() {
     });
 }
 
-/// A client with `bytes` on the GPU that releases the lock and evicts memory when told to, until the daemon closes its
-/// connection.
+/// Starts a client with `bytes` on the GPU. It releases the lock and evicts memory when the daemon
+/// asks for that, until the daemon closes its connection.
 fn obedient(daemon: &Daemon, bytes: u64) -> std::thread::JoinHandle<()> {
     let client = daemon.client();
     client.attach();
@@ -762,7 +763,7 @@ fn a_room_that_cannot_be_had_is_refused_in_words() {
     });
 }
 
-/// A report of memory that is all on the GPU and cannot be evicted.
+/// Returns a report of memory that is completely on the GPU and cannot be evicted.
 fn pinned(bytes: u64) -> ClientMessage {
     let mut report = memory(0, bytes, bytes);
     if let ClientMessage::Memory { pinned, .. } = &mut report {
@@ -798,7 +799,7 @@ fn who_holds_which_gpu_can_be_followed() {
     });
 }
 
-/// The next signal about a client: its name and its arguments.
+/// Returns the next signal about a client: its name and arguments.
 async fn next_signal(stream: &mut MessageStream) -> (String, u64, u32) {
     use zbus::export::futures_core::Stream;
     loop {
@@ -863,7 +864,7 @@ fn times_are_in_seconds() {
     });
 }
 
-/// A daemon on the bus with these rules.
+/// Starts a daemon on the bus with these rules.
 fn with_rules(bus: &Bus, rules: &str) -> Daemon {
     let daemon = Daemon::start_with(|command, directory| {
         let config = directory.join("nvshare.toml");

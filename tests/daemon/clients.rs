@@ -1,5 +1,5 @@
-//! Clients of the daemon: the messages they get, the messages that are refused, and the failures that harm
-//! neither the daemon nor other clients.
+//! Clients of the daemon: the messages that they receive, the messages that the daemon refuses, and
+//! failures that harm neither the daemon nor other clients.
 
 use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
@@ -43,7 +43,8 @@ fn a_library_of_another_age_is_told_so() {
         client.until_end();
         daemon.log.wait(&format!("its library speaks protocol {min} to {max}"));
     }
-    // A newer library that still speaks our version is served, and so is an older library that already does.
+    // The daemon serves a newer library that still speaks its version, and an older library that
+    // already speaks it.
     for (min, max) in [(version::MAX, version::MAX + 8), (0, version::MAX)] {
         let client = Client::connect(&daemon.socket()).expect("the daemon listens");
         client.send(hello_of(min, max));
@@ -104,12 +105,12 @@ fn what_breaks_the_protocol_ends_its_own_connection_only() {
             client.send_raw(&packet);
         }
         client.until_end();
-        // Log lines about one user are limited, so the reason is expected only while they are not.
+        // Log lines about one user are limited, so the reason appears only below the limit.
         if daemon.log.count("is disconnected after a protocol violation") < 10 {
             daemon.log.wait(reason);
         }
     }
-    // The same mistakes again: the log must not grow with them.
+    // The same mistakes, repeated, must not add log lines.
     for _ in 0..50 {
         let client = daemon.client();
         client.send_raw(b"junk");
@@ -133,7 +134,7 @@ fn what_a_client_says_of_itself_is_bounded_and_answered_in_words() {
         Some(SchedulerMessage::Remark { text }) => text.as_str().to_owned(),
         other => panic!("instead of a remark: {other:?}"),
     };
-    // Values are sent in parts; a part of another value in between doesn't interfere.
+    // Values are sent in parts. A part of another value may come between two parts.
     say(own(1, "1"));
     say(own(0, "0000x"));
     let allowed = "a number from 1 to 10000, or \"idle\" is allowed";
@@ -146,9 +147,9 @@ fn what_a_client_says_of_itself_is_bounded_and_answered_in_words() {
     say(own(0, ""));
     assert_eq!(remark(), format!("NVSHARE_WEIGHT: weight cannot be \"\": {allowed}"));
     daemon.log.wait("NVSHARE_MEMORY_MAX: memory-max cannot be");
-    // A value that never ends.
+    // The client sends a value without an end.
     for _ in 0..=env_limits::LONGEST / 100 {
-        // Until the connection is closed.
+        // The daemon may close the connection at any of these messages.
         client.send_raw(own(1, &"1".repeat(100)).encode(version::MAX).as_bytes());
     }
     client.until_end();
@@ -195,7 +196,7 @@ fn helper_fill() {
     let tenant = format!("user {}", unsafe { libc::getuid() });
     assert_eq!(text.as_str(), format!("{tenant} has 5 programs connected, which is the limit max-clients-per-tenant"));
     assert_eq!(welcomed.len(), 5);
-    // When one ends, there is room for another.
+    // When one program ends, the daemon accepts another.
     welcomed.pop();
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -217,7 +218,7 @@ fn one_user_can_have_so_many_clients_and_no_more() {
     });
     let mut fill = helper("clients::helper_fill", &daemon.socket());
     if is_root() {
-        // root's limit is higher, so another user fills it.
+        // root has a higher limit, so the helper fills the limit of another user.
         fill.uid(65534).gid(65534);
     }
     let output = fill.stderr(Stdio::piped()).output().expect("it starts");
@@ -231,7 +232,7 @@ fn one_user_can_have_so_many_clients_and_no_more() {
     drop(many);
 }
 
-/// A client that reports to be in a gang.
+/// Connects a client that reports a gang.
 fn in_gang(path: &Path, gang: u64) -> Client {
     let mut client = Client::connect(path).expect("the daemon listens");
     let library = Text::new("test");
@@ -291,7 +292,7 @@ fn helper_hold() {
     client.attach();
     client.request();
     client.until_granted();
-    // A child that inherits the socket and outlives this process. SAFETY: `fcntl` with F_SETFD takes no
+    // The child inherits the socket and outlives this process. SAFETY: `fcntl` with F_SETFD takes no
     // pointers, and the descriptor is open.
     unsafe { libc::fcntl(client.socket.as_raw_fd(), libc::F_SETFD, 0) };
     let _child = Command::new("sleep").arg("60").stderr(Stdio::null()).spawn().expect("sleep");
@@ -303,7 +304,7 @@ fn helper_hold() {
 
 #[test]
 fn a_killed_holder_frees_the_lock_even_if_a_child_has_its_socket() {
-    // Only the holder's end frees the lock: turns last an hour.
+    // A turn lasts one hour, so only the holder's end releases the lock.
     let daemon = Daemon::start_with(|command, directory| {
         let config = directory.join("nvshare.toml");
         std::fs::write(&config, "time-quantum = 3600\nanti-thrash = \"on\"\n").expect("a file");
@@ -373,12 +374,12 @@ fn holder(daemon: &Daemon) -> std::process::Child {
     let stderr = child.stderr.take().expect("its stderr");
     let mut lines = std::io::BufRead::lines(std::io::BufReader::new(stderr));
     assert!(lines.by_ref().map_while(Result::ok).any(|line| line.contains("holding")), "the helper failed");
-    // The pipe stays open, so that later output doesn't end the process.
+    // The pipe stays open: if it were closed, later output would end the process.
     std::mem::forget(lines);
     child
 }
 
-/// Ends a holder and its child, which are a separate process group.
+/// Kills a holder and its child, which form a separate process group.
 fn end(holder: &mut std::process::Child) {
     // SAFETY: `kill` takes no pointers, and the group belongs to a child that has not been waited for.
     unsafe { libc::kill(-(holder.id() as i32), libc::SIGKILL) };

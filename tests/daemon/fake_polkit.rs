@@ -1,4 +1,4 @@
-//! A polkit for a private bus, which gives configured answers and records its questions.
+//! A fake polkit for a private bus. It gives configured answers and records the questions.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -93,12 +93,12 @@ impl Polkit {
         self.book.lock().expect("the book").says = says;
     }
 
-    /// The questions since the last call.
+    /// Takes the questions since the last call.
     pub fn asked(&self) -> Vec<Asked> {
         std::mem::take(&mut self.book.lock().expect("the book").asked)
     }
 
-    /// [`asked`](Self::asked), once there are `times` questions.
+    /// Waits for `times` questions, then takes them as [`asked`](Self::asked) does.
     pub async fn asked_times(&self, times: usize) -> Vec<Asked> {
         let so_far = || self.book.lock().expect("the book").asked.len();
         eventually(&format!("{times} questions"), async || (so_far() >= times).then_some(())).await;

@@ -1,4 +1,4 @@
-//! Users who call methods on D-Bus as fast as the bus lets them.
+//! Users who call D-Bus methods at the highest rate that the bus allows.
 
 use std::os::unix::process::CommandExt;
 use std::process::Stdio;
@@ -13,9 +13,10 @@ use test_support::daemon::*;
 use crate::private_bus::{Bus, block_on, on_bus, on_control, scheduler};
 
 const FLOOD: Duration = Duration::from_secs(4);
-/// The most memory that the daemon may use, most of it for the debug build's code.
+/// The maximum memory of the daemon. The debug build's code takes most of it.
 const MAX_MEMORY: u64 = 200 << 20;
-/// The longest time until root's two calls are answered, on a busy machine. Before calls had a budget, they timed out.
+/// The longest time until root's two calls are answered, on a busy machine. Before the daemon
+/// limited each caller's calls by a budget, root's calls timed out.
 const MAX_ANSWER: Duration = Duration::from_secs(10);
 
 #[test]
@@ -75,6 +76,7 @@ fn a_flood_of_calls_takes_no_memory_and_root_is_answered() {
     let used = memory(&daemon);
     eprintln!("{}; {} MiB, root's answers took {by_control:?} and {by_bus:?}", said.trim(), used >> 20);
     assert!(used < MAX_MEMORY, "the daemon has {} MiB after {said}", used >> 20);
-    // The bus delivers calls in order, and a debug build takes a while to refuse the calls before these.
+    // The bus delivers calls in order, and a debug build takes some time to refuse the earlier
+    // calls.
     assert!(by_control < MAX_ANSWER && by_bus < MAX_ANSWER, "root was answered after {by_control:?} and {by_bus:?}");
 }

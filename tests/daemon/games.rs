@@ -1,5 +1,5 @@
-//! `nvsharectl make-room --games`: memory is kept free while a game runs, as announced by GameMode on the
-//! session bus.
+//! `nvsharectl make-room --games`: memory is kept free while a game runs. GameMode announces games
+//! on the session bus.
 
 use std::process::{Child, Stdio};
 use std::sync::Arc;
@@ -79,7 +79,7 @@ fn memory_is_kept_free_while_games_run() {
             eventually(&format!("{bytes} bytes to be kept"), async || is_kept().await.then_some(())).await;
         };
         let mut following = follow(&daemon, &session);
-        // GameMode starts while a game runs already.
+        // GameMode starts while a game is already running.
         let games = Games::start(&session, 1).await;
         kept(2 << 30).await;
         games.run(2).await;
@@ -88,7 +88,7 @@ fn memory_is_kept_free_while_games_run() {
         kept(0).await;
         games.run(1).await;
         kept(2 << 30).await;
-        // GameMode ends, and its count with it.
+        // GameMode ends, and its count of games disappears.
         games.connection.close().await.expect("an end");
         kept(0).await;
         let _again = Games::start(&session, 1).await;

@@ -1,4 +1,5 @@
-//! The log in the journal, as journald receives it: the daemon runs in a mount namespace with the test's journald.
+//! The log as journald receives it. The daemon runs in a mount namespace with the test's own
+//! journald.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
@@ -7,7 +8,7 @@ use std::process::{Child, Command};
 
 use test_support::daemon::*;
 
-/// Puts the socket of the test's journald where the daemon looks for it.
+/// Mounts the socket of the test's journald where the daemon looks for journald.
 const ENTER: &str = "mount -t tmpfs none /run && mkdir -p /run/systemd/journal && \
                      mount --bind \"$JOURNALD\" /run/systemd/journal && exec \"$@\"";
 
@@ -25,14 +26,15 @@ impl Drop for Journald {
 }
 
 impl Journald {
-    /// Starts a daemon that logs to it.
+    /// Starts a daemon that logs to the test's journald.
     fn start() -> Self {
         let directory = Directory::new();
         let journald = directory.0.join("journald");
         std::fs::create_dir(&journald).expect("a directory");
         let socket = UnixDatagram::bind(journald.join("socket")).expect("a socket");
         socket.set_read_timeout(Some(PATIENCE)).expect("a limit");
-        // A service recognises the journal by the inode of its stderr, which systemd passes to it.
+        // systemd tells a service the inode of its stderr, so that the service can detect that
+        // stderr is the journal.
         let stderr = std::fs::File::create(directory.0.join("stderr")).expect("a file");
         let inode = stderr.metadata().expect("its inode");
         let daemon = command(&directory.0);
@@ -45,7 +47,7 @@ impl Journald {
         Self { socket, daemon, directory }
     }
 
-    /// The next entry: its fields by name.
+    /// Returns the fields of the next entry by name.
     fn next(&self) -> BTreeMap<String, String> {
         let mut buffer = [0; 64 << 10];
         let length = self.socket.recv(&mut buffer).unwrap_or_else(|e| panic!("no entry came ({e}): {}", self.stderr()));
@@ -117,7 +119,7 @@ fn entries_have_their_fields_and_a_journald_that_does_not_read_stops_nobody() {
     let attached = journald.until("attached");
     assert_eq!((attached["PRIORITY"].as_str(), attached.get("MESSAGE_ID")), ("7", None));
 
-    // More lines than a socket holds, while no process reads it.
+    // The daemon writes more lines than a socket buffer holds, while no process reads them.
     for _ in 0..300 {
         client.request();
         client.until_granted();
@@ -126,7 +128,7 @@ fn entries_have_their_fields_and_a_journald_that_does_not_read_stops_nobody() {
     drop(client);
     drop(Client::welcomed(&socket));
     assert_eq!(journald.stderr(), "", "nothing of it is on stderr");
-    // It continues where it was.
+    // The log continues where it stopped.
     journald.until("disconnected");
     journald.until(" connected");
 }

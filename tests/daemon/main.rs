@@ -1,5 +1,5 @@
-//! The daemon as a process, with clients that speak the protocol by hand: its service on sockets, on the bus and to metrics
-//! collectors, its records, and its robustness.
+//! The daemon as a process, with clients that speak the protocol themselves. Tests its service on
+//! sockets and on the bus, its metrics, its records, and its robustness.
 
 mod bus;
 mod clients;

@@ -1,5 +1,6 @@
-//! NVML that is slow, fails, or is released; GPUs and MIG slices that come and go. The simulated NVML has a file open while it
-//! is initialized, as the real one has the driver's.
+//! NVML that is slow, fails, or is released, and GPUs and MIG slices that appear and disappear. The
+//! simulated NVML keeps a file open while it is initialized, as the real NVML keeps the driver's
+//! device files open.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -34,7 +35,7 @@ fn status(daemon: &Daemon) -> Value {
     serde_json::from_str(&daemon.ctl(&["--json", "status"]).stdout).expect("JSON")
 }
 
-/// UUIDs of the GPUs in `nvsharectl status`, with a mark on lost GPUs.
+/// UUIDs of the GPUs in `nvsharectl status`. Lost GPUs are marked.
 fn listed(daemon: &Daemon) -> Vec<String> {
     let mut names: Vec<String> = status(daemon)["gpus"]
         .as_array()
@@ -57,7 +58,7 @@ fn wait_for_list(daemon: &Daemon, expected: &[String]) {
     wait_for(&what, || (listed(daemon) == expected).then_some(()));
 }
 
-/// Files of the simulated driver that the daemon has open.
+/// Files of the simulated driver that the daemon has opened.
 fn open_files(daemon: &Daemon) -> Vec<PathBuf> {
     let files = std::fs::read_dir(format!("/proc/{}/fd", daemon.child.id())).expect("it runs");
     let targets = files.flatten().filter_map(|file| std::fs::read_link(file.path()).ok());
@@ -70,7 +71,7 @@ fn attach(client: &Client, gpu: usize) {
     client.attach_gpu(Uuid(Config::get().uuid(gpu)), GIB);
 }
 
-/// The next signal about a GPU that comes or goes.
+/// Returns the next signal about a GPU that appears or disappears.
 async fn next(stream: &mut MessageStream) -> (String, String) {
     use zbus::export::futures_core::Stream;
     loop {
@@ -91,7 +92,7 @@ fn the_daemon_is_ready_while_nvml_initializes() {
         return;
     }
     trouble::hold_init(machine(), true).expect("a file");
-    let daemon = Daemon::start(); // waits until it serves
+    let daemon = Daemon::start(); // waits until the daemon serves clients
     daemon.log.wait("NVML is slow");
     let client = daemon.client();
     attach(&client, 0);
@@ -134,7 +135,7 @@ fn nvml_that_begins_to_fail_is_tried_again_and_loses_no_gpu() {
     daemon.log.wait("cannot use NVML, retrying");
     assert_eq!(status(&daemon)["gpus"][0]["accounting"], "reports");
     assert_eq!(listed(&daemon), [name(0)], "an error does not say that it is gone");
-    // Without measurements, clients don't wait for one.
+    // Without measurements, the scheduler lets no client wait for one.
     client.report(GIB / 4, 0);
     client.request();
     client.until_granted();
@@ -170,7 +171,7 @@ fn gpus_that_come_and_go_are_listed_and_announced() {
         }
     });
     daemon.log.wait("Simulated GPU is gone");
-    // Removing a GPU with a lower number renumbers the others.
+    // If a GPU with a lower number is removed, the others are renumbered.
     trouble::take_out(machine(), 0, true).expect("a file");
     wait_for_list(&daemon, &[name(1)]);
     wait_for("its new number", || (status(&daemon)["gpus"][0]["index"] == 0).then_some(()));
@@ -199,7 +200,7 @@ fn whoever_waits_for_a_gpu_that_is_lost_goes_on() {
     assert!(text.contains("This GPU is gone: the driver no longer lists it"), "{text}");
     daemon.log.wait("is gone, and programs still use it");
 
-    // It cannot be chosen any more, while others can.
+    // The lost GPU can no longer be chosen, but other GPUs can.
     let refused = daemon.ctl(&["lock", "--gpu", &name(0), "true"]);
     assert!(refused.stderr.contains(&format!("unknown GPU {:?}. The GPUs are {}", name(0), name(1))), "{refused:?}");
     assert_eq!(daemon.ctl(&["lock", "--gpu", &name(1), "true"]).code, Some(0));
@@ -224,7 +225,7 @@ fn slices_replace_their_gpu_and_each_other() {
     wait_for_list(&daemon, &[slice(1), slice(2)]);
     trouble::slice(machine(), 0, Some(&[2, 3])).expect("a file");
     wait_for_list(&daemon, &[slice(2), slice(3)]);
-    // Nothing can run on a GPU in MIG mode without slices.
+    // No program can run on a GPU in MIG mode without slices.
     trouble::slice(machine(), 0, Some(&[])).expect("a file");
     wait_for_list(&daemon, &[]);
     trouble::slice(machine(), 0, None).expect("no file");
@@ -245,7 +246,7 @@ fn the_driver_is_released_until_a_program_comes() {
     let released = daemon.ctl(&["release-driver", "--for", "600"]);
     assert_eq!((released.code, open_files(&daemon).len()), (Some(0), 0), "{released:?}");
     assert!(released.stdout.contains("released the driver for 600 s"), "{released:?}");
-    // The list shows the last known state, without calling NVML.
+    // The list shows the last known state and doesn't call NVML.
     assert_eq!(listed(&daemon), [name(0)]);
     assert!(open_files(&daemon).is_empty());
 
@@ -286,7 +287,7 @@ fn the_driver_is_let_go_of_when_no_program_has_needed_it_for_a_while() {
     drop(client);
     wait_for("NVML to be closed", || open_files(&daemon).is_empty().then_some(()));
     daemon.log.wait("nobody needs NVML");
-    // Readers get the last known state, which doesn't open NVML.
+    // Readers get the last known state. Reading it doesn't open NVML.
     assert_eq!(listed(&daemon), [name(0)]);
     assert!(open_files(&daemon).is_empty());
     attach(&daemon.client(), 0);
@@ -358,7 +359,7 @@ fn beside_a_display_programs_queue_less_work() {
 #[test]
 fn without_a_driver_every_command_says_so_in_one_line() {
     let daemon = Daemon::start_in(Directory::new(), None, |command, directory| {
-        // An empty file takes its place, so that no driver of this machine is found.
+        // An empty file replaces the library, so that the daemon finds no driver of this machine.
         std::fs::write(directory.join("libnvidia-ml.so.1"), "").expect("a file");
         command.env("LD_LIBRARY_PATH", directory);
     });

@@ -1,4 +1,5 @@
-//! Authorization on the bus: root may do everything, others what polkit allows, however polkit behaves.
+//! Authorization on the bus. root may do everything. Other users may do what polkit allows, even if
+//! polkit behaves badly.
 
 use std::collections::HashMap;
 use std::fs::{self, Permissions};
@@ -18,7 +19,7 @@ use zbus::proxy::MethodFlags;
 use zbus::{Connection, OwnedVariant, Variant};
 
 const NOBODY: u32 = 65534;
-/// The bus admits only users with a name; this one is "daemon" everywhere.
+/// The bus admits only users with a name. On every system, this user is named "daemon".
 const SOMEBODY: u32 = 1;
 
 const NOT_AUTHORIZED: &str = "org.freedesktop.DBus.Error.AccessDenied";
@@ -30,11 +31,12 @@ const DEBUG: &str = "org.nvshare.Scheduler1.debug";
 
 // ---- users ---------------------------------------------------------------------------------------------------------
 
-/// Runs `work` as another user, in a thread: the kernel changes the user of single threads.
+/// Runs `work` as another user, in a separate thread: the system call changes the user of one
+/// thread only.
 fn as_user<T: Send + 'static>(uid: u32, work: impl FnOnce() -> T + Send + 'static) -> T {
     let thread = std::thread::spawn(move || {
-        // SAFETY: `setresuid` takes no pointers and changes this thread's effective user; -1 leaves the others as they
-        // are.
+        // SAFETY: `setresuid` takes no pointers and changes only this thread's effective user. -1 keeps
+        // the other user IDs.
         assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, -1, uid, -1) }, 0);
         work()
     });
@@ -47,7 +49,7 @@ async fn on_bus_as(bus: &Bus, uid: u32) -> Connection {
     Builder::unix_stream(stream).user_id(uid).build().await.expect("the handshake")
 }
 
-/// Calls a method with flags, which allow or forbid asking for a password.
+/// Calls a method with flags. The flags determine whether polkit may ask for a password.
 async fn call(connection: &Connection, interface: &str, method: &str, body: &Body<'_>, flags: MethodFlags) -> Reply {
     let proxy = zbus::Proxy::new(connection, NAME, PATH, interface).await.expect("a proxy");
     match body {
@@ -68,7 +70,7 @@ async fn set_quantum(connection: &Connection, seconds: u32) -> Reply {
     set(connection, "TimeQuantum", seconds, MethodFlags::empty()).await
 }
 
-/// Starts calls that wait, each in its own task.
+/// Starts calls that wait for polkit, each in a separate task.
 fn start_waiting(connection: &Connection, calls: usize) -> Vec<tokio::task::JoinHandle<Reply>> {
     let wait = |_| {
         let connection = connection.clone();
@@ -77,7 +79,7 @@ fn start_waiting(connection: &Connection, calls: usize) -> Vec<tokio::task::Join
     (0..calls).map(wait).collect()
 }
 
-/// Runs a test with a daemon on a bus that has a polkit.
+/// Runs a test with a daemon on a bus with a fake polkit.
 fn with_polkit(test: impl AsyncFn(&Bus, &Daemon, &Polkit)) {
     if !is_root() {
         return test_support::skip("root, to act as another user");
@@ -98,7 +100,7 @@ async fn acquire(scheduler: &SchedulerProxy<'_>) -> zbus::Result<nvshare::bus::L
     scheduler.acquire_lock("", "somebody", "a test", HashMap::new()).await
 }
 
-/// Whether the only client is listed with its command line.
+/// Whether the only client's command line is listed.
 async fn sees_command(scheduler: &SchedulerProxy<'_>) -> bool {
     let clients = scheduler.list_clients().await.expect("everybody may list");
     let [client] = clients.as_slice() else { panic!("{clients:?}") };
@@ -242,7 +244,7 @@ fn a_room_is_for_whom_polkit_allows_it() {
     });
 }
 
-/// The devices of a machine with one GPU, in the daemon's mount namespace.
+/// Creates the devices of a machine with one GPU, in the daemon's mount namespace.
 const DEVICES: &str = "mount -t tmpfs none /dev && : > /dev/null && : > /dev/nvidia0 && chmod 660 /dev/nvidia0 && \
                        chgrp 44 /dev/nvidia0 && exec \"$@\"";
 
@@ -273,7 +275,7 @@ fn a_lock_needs_access_to_the_gpu_whatever_polkit_says() {
         assert!(text.ends_with(": it may not read and write /dev/nvidia0"), "{text}");
         assert_eq!(polkit.asked(), [], "no password opens the device");
 
-        // The bus passes on this thread's groups, and root's group is one of them.
+        // The bus passes on the groups of this thread. One of them is root's group.
         std::os::unix::fs::chown(&device, None, Some(0)).expect("its group");
         acquire(&scheduler).await.expect("its group may");
         let [question] = polkit.asked().try_into().expect("one question");
@@ -309,7 +311,8 @@ fn polkit_is_told_which_rule_changes_and_a_lock_s_rule() {
         holder.request();
         holder.until_granted();
         let _lock = acquire(&scheduler).await.expect("polkit says yes");
-        // Because of the priority in its caller's rule, it doesn't wait for the turn to end.
+        // The rule of the lock's caller has a priority, so the lock doesn't wait for the end of the
+        // turn.
         holder.until(|message| matches!(message, nvshare_wire::SchedulerMessage::Revoke { .. }));
         let rule = HashMap::from([("weight", Variant::from(5_i64)), ("user", Variant::from("root"))]);
         scheduler.set_rule("batch", rule).await.expect("polkit says yes");
@@ -349,7 +352,7 @@ fn command_lines_of_others_are_shown_where_polkit_says_so_at_once() {
         assert_eq!(polkit.asked(), []);
 
         let _client = daemon.client();
-        // Repeated in case this machine was too slow to answer promptly.
+        // Repeats the query in case this machine was too slow for polkit's answer.
         eventually("an answer in time", async || sees_command(&scheduler).await.then_some(())).await;
         let flags = MethodFlags::ALLOW_INTERACTIVE_AUTH;
         let listed: zbus::Result<Option<Vec<nvshare::bus::Client>>> =
@@ -386,7 +389,8 @@ fn a_polkit_that_hangs_delays_nothing_else() {
             assert_eq!(scheduler.anti_thrash().await.expect("a value"), "auto");
             scheduler.list_gpus().await.expect("an answer");
             scheduler.list_clients().await.expect("an answer");
-            // These calls would wait for the pending ones: zbus takes a lock for them, if a handler needs one.
+            // These calls would wait for the pending ones if a handler needed the lock that zbus
+            // takes for them.
             let plain = MethodFlags::empty();
             for nothing in ["Version", "Holders", "Nothing"] {
                 refusal(set(connection, nothing, "x", plain).await);
@@ -445,7 +449,7 @@ fn who_lets_many_questions_wait_is_refused_and_nobody_else() {
         let [first, _, third] = crowd;
         first.close().await.expect("it leaves");
         eventually("16 questions to be cancelled", async || (polkit.cancelled() == 16).then_some(())).await;
-        // The last message to polkit comes before the last place is free.
+        // The daemon sends the last message to polkit before it frees the last place.
         eventually("a free place", async || set_quantum(&third, 48).await.ok()).await;
         assert_eq!(quantum(&third).await, 48);
     });
@@ -484,7 +488,7 @@ fn a_polkit_that_dies_says_no_and_one_that_is_absent_leaves_root() {
 
 // ---- nvsharectl ----------------------------------------------------------------------------------------------------
 
-/// A terminal: the end that programs see, and the end that keeps it open.
+/// Opens a terminal. Returns the end that programs see, and the end that keeps the terminal open.
 fn terminal() -> (OwnedFd, OwnedFd) {
     let (mut keeper, mut seen) = (-1, -1);
     let null = std::ptr::null_mut();
@@ -497,7 +501,7 @@ fn terminal() -> (OwnedFd, OwnedFd) {
 
 #[test]
 fn nvsharectl_says_what_to_do() {
-    // This script replaces polkit's own agent, which has nothing to register with here.
+    // This script replaces polkit's own agent, which finds no polkit to register with.
     let directory = Directory::new();
     fs::set_permissions(&directory.0, Permissions::from_mode(0o777)).expect("its mode");
     let (program, agent) = (directory.0.join("pkttyagent"), directory.0.join("said"));

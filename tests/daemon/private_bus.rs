@@ -1,4 +1,4 @@
-//! A private bus for the scheduler, and connections to it.
+//! A private bus for the scheduler, and connections to the bus.
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::net::UnixStream;
@@ -13,7 +13,8 @@ use zbus::proxy::CacheProperties;
 
 use test_support::daemon::*;
 
-/// A bus that treats the scheduler as the system bus does, by the installed policy. It may have a polkit.
+/// A bus with the installed policy, so that it treats the scheduler as the system bus does. It may
+/// have a fake polkit.
 #[derive(Debug)]
 pub struct Bus {
     child: Child,
@@ -58,7 +59,8 @@ impl Bus {
               <include>{}</include>
             </busconfig>"#,
             directory.0.join("bus").display(),
-            // The installed policy lets root and the user nvshare own the scheduler's name; here it is the test's user.
+            // The installed policy lets root and the user nvshare own the scheduler's name. On this
+            // bus, the test's user may own it.
             rustix::process::getuid().as_raw(),
             policy.display()
         );
@@ -93,14 +95,14 @@ impl Drop for Bus {
     }
 }
 
-/// Runs a test on its own runtime.
+/// Runs a test on a new tokio runtime.
 pub fn block_on<T>(work: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-    // Some of its steps may take `PATIENCE` each.
+    // Some steps of the test may take `PATIENCE` each.
     runtime.block_on(async { tokio::time::timeout(2 * PATIENCE, work).await.expect("in time") })
 }
 
-/// Polls until there is an answer.
+/// Polls until `look` returns an answer.
 pub async fn eventually<T>(what: &str, mut look: impl AsyncFnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -126,7 +128,7 @@ pub async fn scheduler(connection: &Connection) -> SchedulerProxy<'static> {
     builder.build().await.expect("a proxy")
 }
 
-/// The name of a D-Bus error and its text.
+/// Returns the name and the text of a D-Bus error.
 pub fn refusal<T: std::fmt::Debug>(result: zbus::Result<T>) -> (String, String) {
     use zbus::DBusError;
     match result.expect_err("it is refused") {

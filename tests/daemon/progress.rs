@@ -1,4 +1,4 @@
-//! Progress messages of slow commands, on a terminal and only there.
+//! Progress messages of slow commands, which appear only on a terminal.
 
 use std::process::Command;
 
@@ -17,7 +17,7 @@ fn helper_program() {
     client.until_end();
 }
 
-/// The command line that `nvsharectl run` gets.
+/// The arguments of `nvsharectl run`.
 fn run(daemon: &Daemon) -> Vec<std::ffi::OsString> {
     let program = std::env::current_exe().expect("this program");
     let socket = daemon.socket();
@@ -26,7 +26,7 @@ fn run(daemon: &Daemon) -> Vec<std::ffi::OsString> {
         words.push(format!("{name}={}", socket.display()).into());
     }
     words.extend([artifact("nvsharectl").into(), "--control".into(), daemon.control().into(), "run".into()]);
-    // The program speaks the protocol itself, so any library does.
+    // The program speaks the protocol itself, so any library can be preloaded.
     let library = "/usr/lib/x86_64-linux-gnu/libdl.so.2";
     let library = if exists(library) { library.into() } else { artifact("libnvshare.so").into_os_string() };
     words.extend(["--library".into(), library, "--".into(), program.into()]);
@@ -49,7 +49,7 @@ fn a_command_that_waits_for_its_turn_says_so_on_a_terminal() {
     let words: Vec<&dyn AsRef<std::ffi::OsStr>> = words.iter().map(|word| word as _).collect();
     let Some(terminal) = Terminal::start(&words) else { return };
     terminal.wait(&[" waits for GPU-07070707", " s more"]);
-    // The message disappears once the program runs, and so does the process that printed it.
+    // Once the program runs, the message disappears, and so does the process that printed it.
     drop(holder);
     let deadline = std::time::Instant::now() + PATIENCE;
     while terminal.screen().contains("waits for") {

@@ -1,4 +1,5 @@
-//! The flight recorder: a recording, also one from a file, replays to exactly the recorded commands.
+//! The flight recorder: a replay of a recording, also from a file, yields exactly the recorded
+//! commands.
 
 use std::time::Duration;
 
@@ -10,7 +11,8 @@ use proptest::prelude::*;
 use scheduler_sim::*;
 use serde_json::json;
 
-/// Random programs on up to three GPUs, with groups, gangs and lies, under settings that change midway.
+/// Creates random programs on up to three GPUs, with groups, gangs and lies. The settings change
+/// midway.
 fn history(seed: u64) -> (Settings, Vec<(Time, Event)>) {
     let mut rng = Dice::new(seed);
     let mode = [AntiThrash::On, AntiThrash::Auto, AntiThrash::Off][rng.below(3) as usize];
@@ -64,7 +66,7 @@ fn history(seed: u64) -> (Settings, Vec<(Time, Event)>) {
     (settings, world.history)
 }
 
-/// Plays a history on a machine, and records it from the event at `from` on.
+/// Plays a history on a machine, and records it from event number `from` on.
 fn record(settings: Settings, history: &[(Time, Event)], from: usize) -> (Recorder, Vec<Entry>) {
     let mut machine = Machine::new(settings);
     let (before, after) = history.split_at(from);
@@ -111,7 +113,7 @@ fn written(recording: &Recording) -> Vec<u8> {
     file
 }
 
-/// The entries of a recording, and the difference that a replay finds.
+/// Replays a recording. Returns its entries, and the difference that the replay finds.
 fn replayed(recording: &Recording) -> (Vec<Entry>, Option<Difference>) {
     let entries: Vec<Entry> = recording.entries().collect::<Result<_, _>>().expect("they can be decoded");
     let checkpoint = recording.checkpoint().expect("it can be decoded");
@@ -119,7 +121,7 @@ fn replayed(recording: &Recording) -> (Vec<Entry>, Option<Difference>) {
     (entries, replay.difference)
 }
 
-/// [`replayed`], for a recording written to a file.
+/// Like [`replayed`], for a recording that was written to a file.
 fn replayed_from_file(recording: &Recording) -> (Vec<Entry>, Option<Difference>) {
     let file = written(recording);
     let bundle = bundle::read(&*file).expect("a bundle");
@@ -142,7 +144,7 @@ proptest! {
     }
 }
 
-/// Runs past the end of one of the recorder's spans, with clients that are measured at first and not
+/// Runs past the end of one of the recorder's spans. Clients are measured at first and no longer
 /// later.
 #[test]
 fn a_running_record_has_every_entry() {
@@ -172,7 +174,7 @@ fn a_running_record_has_every_entry() {
     assert_eq!(replayed.difference, None);
 }
 
-/// One event a second for `count` seconds, after a GPU and a client.
+/// Returns one event a second for `count` seconds. A GPU and a client come first.
 fn ticks(count: u64) -> Vec<(Time, Event)> {
     let first = [
         Event::GpuFound { gpu: gpu(0), total: 16 * GIB },
@@ -194,7 +196,7 @@ fn ten_thousand_entries_are_kept_and_not_many_more() {
     }
 }
 
-/// The record of 1,000 clients whose measurements all change each time is bounded.
+/// The record of 1,000 clients is bounded, even if all measurements change each time.
 #[test]
 fn large_entries_are_bounded() {
     let mut machine = Machine::new(scheduler_sim::settings(AntiThrash::Auto, ms(500)));

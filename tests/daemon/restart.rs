@@ -1,4 +1,5 @@
-//! A daemon that is killed or stopped, and its successor, which inherits the connections of its clients and the locks over D-Bus.
+//! A daemon that is killed or stopped, and its successor. The successor inherits the clients'
+//! connections and the locks over D-Bus.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read};
@@ -12,7 +13,7 @@ use test_support::manager::Manager;
 
 use crate::private_bus::{block_on, on_control, scheduler};
 
-/// A daemon whose connections outlive it.
+/// Starts a daemon whose connections outlive it.
 fn kept() -> (Manager, Daemon) {
     let directory = Directory::new();
     let manager = Manager::new(&directory.0);
@@ -20,7 +21,7 @@ fn kept() -> (Manager, Daemon) {
     (manager, daemon)
 }
 
-/// A client whose connection is kept already.
+/// Connects a client, and waits until the manager keeps its connection.
 fn resuming(manager: &Manager, daemon: &Daemon) -> Client {
     let before = manager.kept().len();
     let client = Client::welcomed(&daemon.socket());
@@ -49,7 +50,7 @@ fn until_asked(client: &Client) {
     assert_eq!(asked, SchedulerMessage::Resume { client: client.id }, "the id stays");
 }
 
-/// Repeats all messages of a resumption except the last one.
+/// Sends all messages of a resumption except the last.
 fn say_again(client: &Client, demand: u64, mapped: u64) {
     client.send(hello_again(client.id));
     client.send(attach(0, GPU));
@@ -63,10 +64,10 @@ fn resume(client: &Client, demand: u64, mapped: u64, gpus: u64) {
     client.send(ClientMessage::Held { gpus });
 }
 
-/// Asserts that no grant has been sent: a grant would have been sent by now.
+/// Asserts that the daemon has sent no grant until now. It would have sent a due grant already.
 #[track_caller]
 fn assert_not_granted(daemon: &Daemon, client: &Client) {
-    daemon.ctl(&["status"]); // the loop has processed everything
+    daemon.ctl(&["status"]); // the daemon's loop has then processed all events
     let mut buffer = [0u8; nvshare_wire::MAX_LEN];
     loop {
         // SAFETY: the kernel writes at most `buffer.len()` bytes.
@@ -119,7 +120,7 @@ fn who_was_asked_by_two_daemons_may_say_everything_twice() {
     holder.request();
     holder.until_granted();
     let directory = daemon.kill();
-    // This daemon asks the clients, and is killed before it reads the answers.
+    // This daemon asks the clients to report again, and is killed before it reads the reports.
     let daemon = Daemon::start_under(&manager, directory);
     for client in [&holder, &waiter] {
         until_asked(client);
@@ -136,7 +137,7 @@ fn who_was_asked_by_two_daemons_may_say_everything_twice() {
     daemon.log.wait("2 of 2 programs continue");
     until(|| {
         let status: serde_json::Value = serde_json::from_str(&daemon.ctl(&["--json"]).stdout).expect("JSON");
-        // The newest report.
+        // The newest report counts.
         status["gpus"][0]["resident"] == 12 * GIB
     });
     assert_not_granted(&daemon, &waiter);
@@ -144,7 +145,7 @@ fn who_was_asked_by_two_daemons_may_say_everything_twice() {
     drop(holder);
     waiter.until_granted();
     assert_eq!(daemon.log.count("protocol violation") + daemon.log.count(" connected "), 0);
-    // A second Hello is allowed only for clients that may have been asked twice.
+    // A second Hello is allowed only from clients that the daemon may have asked twice.
     let fresh = daemon.client();
     fresh.send(hello_again(fresh.id));
     fresh.until_end();
@@ -162,7 +163,7 @@ fn nobody_is_granted_anything_before_everybody_has_answered() {
     let daemon = Daemon::start_under(&manager, directory);
     resume(&waiter, GIB, 0, 0);
     waiter.request();
-    // A new client is welcomed, and waits too.
+    // The daemon welcomes a new client, which waits too.
     let newcomer = daemon.client();
     newcomer.send(attach(0, GPU));
     newcomer.request();
@@ -193,7 +194,7 @@ fn what_was_said_to_the_daemon_before_is_thrown_away() {
     until_asked(&client);
     client.report(2 * GIB, 2 * GIB);
     client.send(hello_again(client.id));
-    // Another thread reports about a GPU that isn't attached yet.
+    // Another thread of the client reports memory of a GPU that isn't attached yet.
     client.report(3 * GIB, 3 * GIB);
     client.request();
     say_again(&client, 4 * GIB, 4 * GIB);
@@ -207,7 +208,7 @@ fn what_was_said_to_the_daemon_before_is_thrown_away() {
 fn a_daemon_that_stops_leaves_connections_that_are_kept_and_hangs_up_on_others() {
     let (manager, daemon) = kept();
     let client = resuming(&manager, &daemon);
-    // This client uses no GPU, and so has nothing to lose.
+    // This client uses no GPU, so it loses nothing when it is disconnected.
     let idle = Client::welcomed(&daemon.socket());
     let directory = daemon.stop();
     idle.until_end();
@@ -216,7 +217,7 @@ fn a_daemon_that_stops_leaves_connections_that_are_kept_and_hangs_up_on_others()
     resume(&client, 0, 0, 0);
     daemon.log.wait("1 of 1 programs continue");
     let directory = daemon.stop();
-    // The unit is stopped permanently.
+    // The unit is stopped permanently, so the manager closes the connections.
     manager.close_all();
     client.until_end();
     drop(directory);
@@ -232,7 +233,7 @@ fn who_goes_is_no_longer_kept() {
     let stays = resuming(&manager, &daemon);
     let directory = daemon.kill();
     let daemon = Daemon::start_under(&manager, directory);
-    // The client disconnects as the new daemon asks it to report again.
+    // The client disconnects while the new daemon asks it to report again.
     drop(gone);
     resume(&stays, 0, 0, 0);
     daemon.log.wait("of 2 programs continue");
@@ -316,7 +317,7 @@ fn where_nothing_is_kept_a_client_hears_of_the_end() {
 
 // ---- locks over D-Bus ----------------------------------------------------------------------------------------------
 
-/// A lock whose caller has closed its connection to the scheduler, as `nvsharectl lock` does.
+/// A lock whose caller has disconnected from the scheduler, as `nvsharectl lock` does.
 struct Lock {
     lines: BufReader<UnixStream>,
 }
@@ -340,7 +341,7 @@ impl Lock {
         line
     }
 
-    /// Reads the remaining lines, to the end.
+    /// Reads the remaining lines until the end.
     #[track_caller]
     fn until_end(mut self) -> String {
         let mut rest = String::new();
@@ -381,7 +382,7 @@ fn a_lock_over_d_bus_outlives_the_daemon_with_its_identity() {
     let before = seen(&daemon);
     assert_eq!((&before["rule"], &before["name"]), (&"mine".into(), &"bench".into()));
 
-    // Killed, then stopped as by an upgrade.
+    // The daemon is killed, and the next daemon is stopped as by an upgrade.
     let mut daemon = daemon;
     for how in [Daemon::kill, Daemon::stop] {
         let directory = how(daemon);
@@ -474,7 +475,7 @@ fn a_lock_that_cannot_be_taken_over_ends_and_its_caller_reads_that() {
     drop(client);
     until(|| manager.kept().len() == 1);
     let directory = daemon.kill();
-    // A record of a later version, and a lock without a record.
+    // The manager keeps a lock with a record of a later version, and a lock without a record.
     let [(later, ours), (bare, theirs)] = [(); 2].map(|()| UnixStream::pair().expect("a pair"));
     manager.keep("l9.500.0", later.into());
     manager.keep("l9.500.0", std::fs::File::open("/dev/null").expect("a file").into());
@@ -490,7 +491,8 @@ fn a_lock_that_cannot_be_taken_over_ends_and_its_caller_reads_that() {
     assert!(daemon.client().id > 0x600);
 }
 
-/// The longest time until another program is welcomed while clients are taken over, with some slack for a loaded test machine.
+/// The maximum time until a new program is welcomed while the daemon takes over clients. It allows
+/// for a loaded test machine.
 const MAX_GAP: std::time::Duration = std::time::Duration::from_millis(500);
 
 #[test]
@@ -523,7 +525,7 @@ fn clients_that_say_much_when_they_are_taken_over_keep_nobody_waiting() {
         longest = longest.max(begin.elapsed());
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
-    // Programs are taken over right after that line.
+    // The daemon takes over programs right after that log line.
     for _ in 0..200 {
         let begin = std::time::Instant::now();
         drop(Client::welcomed(&socket));

@@ -1,4 +1,5 @@
-//! The daemon as a service: its sockets, its configuration, its messages to the service manager, and its record.
+//! The daemon as a service: its sockets, configuration, messages to the service manager, and
+//! record.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -86,8 +87,8 @@ fn sigterm_ends_it_and_clients_notice() {
     daemon.signal(libc::SIGTERM);
     client.until_end();
     assert!(daemon.wait().success());
-    // The daemon's sockets, their locks and the directories it made are gone, except the files with which programs
-    // take turns without it.
+    // The daemon removes its sockets, their locks and the directories that it created. It keeps the
+    // files with which programs take turns without a scheduler.
     let names = |directory: &Path| -> Vec<String> {
         let entries = std::fs::read_dir(directory).expect("a directory").flatten();
         let mut names: Vec<String> = entries.map(|entry| entry.file_name().into_string().expect("UTF-8")).collect();
@@ -121,7 +122,7 @@ fn running_out_of_descriptors_neither_ends_it_nor_makes_it_spin() {
     let welcomed = crowd.iter().filter(|c| matches!(c.receive(), Some(SchedulerMessage::Welcome { .. }))).count();
     assert!((5..40).contains(&welcomed), "{welcomed} welcomed");
     let before = daemon.cpu();
-    std::thread::sleep(Duration::from_millis(500)); // a time in which a spinning daemon would use CPU
+    std::thread::sleep(Duration::from_millis(500)); // a spinning daemon would use CPU time meanwhile
     let used = daemon.cpu() - before;
     assert!(used < Duration::from_millis(200), "{used:?} of CPU while nothing happens");
     first.attach();
@@ -171,14 +172,14 @@ fn systemd_can_pass_the_socket() {
     kill(daemon.id(), libc::SIGTERM);
     assert!(wait(&mut daemon).success());
     assert!(exists(&path), "a socket that systemd owns is not removed");
-    // A client that connects while no daemon runs waits for the next one.
+    // A client that connects while no daemon runs waits for the next daemon.
     let early = Client::connect(&path).expect("systemd listens");
     early.send(hello());
     let mut daemon = start("clients");
     assert!(matches!(early.receive(), Some(SchedulerMessage::Welcome { .. })));
     kill(daemon.id(), libc::SIGTERM);
     assert!(wait(&mut daemon).success());
-    // A socket of the wrong kind is an error at startup, not a surprise later.
+    // If a socket has the wrong kind, the daemon refuses to start.
     let mut daemon = start("control");
     assert_eq!(wait(&mut daemon).code(), Some(1));
 }
@@ -241,7 +242,7 @@ fn a_wrong_configuration_file_keeps_it_from_starting() {
     let expected = format!("the configuration has no errors: {}\n", config.display());
     assert_eq!((output.code, output.stdout, output.stderr.as_str()), (Some(0), expected, ""));
 
-    // Its drop-ins are part of it.
+    // The configuration includes its drop-ins.
     let drop_in = directory.0.join("nvshare.toml.d/rules.toml");
     std::fs::create_dir(drop_in.parent().expect("a directory")).expect("a directory");
     std::fs::write(&drop_in, "[[rule]]\nunit = \"jupyter\"\nmemory-max = \"8G\"\n").expect("a drop-in");
@@ -273,11 +274,12 @@ fn a_record_has_every_move() {
     second.request();
     second.until_granted();
     let id = first.id;
-    // The daemon may not read all messages of a client that leaves without having read all of its own.
+    // If a client disconnects without having read all messages, the daemon may not read all of the
+    // client's messages.
     let mut record = Record::new(&path, 1);
     test_support::wait_for("what it has freed", || record.moves().iter().any(|m| m.what == "freed").then_some(()));
     drop(first);
-    // The end is logged before it is recorded.
+    // The daemon logs the end before it records the end.
     test_support::wait_for("its end", || record.moves().iter().any(|m| m.what == "disconnect").then_some(()));
     let moves = record.moves();
     let own: Vec<&str> = moves.iter().filter(|m| m.client == id).map(|m| m.what).collect();
@@ -289,7 +291,8 @@ fn a_record_has_every_move() {
     let mapped = moves.iter().find(|m| m.what == "mapped").expect("seen above");
     assert_eq!((mapped.bytes, mapped.pid), (GIB, std::process::id()));
 
-    // The record can be replayed while the scheduler runs, also if it ends in the middle of a line.
+    // The record can be replayed while the scheduler runs, even if the record ends in the middle of
+    // a line.
     let text = std::fs::read_to_string(&path).expect("the record");
     let lines: Vec<&str> = text.split_inclusive('\n').collect();
     assert!(lines[0].starts_with("{\"kind\":\"nvshare-record\"") && lines.len() > 8, "{text}");
@@ -308,7 +311,8 @@ fn a_record_has_every_move() {
 fn a_full_disk_ends_the_record_and_not_the_scheduler() {
     let directory = Directory::new();
     let daemon = Daemon::start_in(directory, None, |command, directory| {
-        // A limit on the size of files stands for a full disk: writing beyond it fails once its signal is ignored.
+        // A limit on the size of files simulates a full disk: once SIGXFSZ is ignored, writes
+        // beyond the limit fail.
         let limit = libc::rlimit { rlim_cur: 64 << 10, rlim_max: 64 << 10 };
         let act = move || {
             // SAFETY: `signal` and `setrlimit` get valid arguments.

@@ -1,4 +1,5 @@
-//! Settings that are changed at run time outrank the configuration file and outlive the daemon.
+//! Settings that are changed at run time take precedence over the configuration file, and outlive
+//! the daemon.
 
 use std::fs;
 use std::io::Write;
@@ -7,7 +8,8 @@ use std::process::Command;
 
 use test_support::daemon::*;
 
-/// A daemon with a state directory, and a configuration file that sets 20 s.
+/// Starts a daemon with a state directory, and with a configuration file that sets a time quantum
+/// of 20 s.
 fn start(directory: Directory) -> Daemon {
     let (state, file) = (state(&directory.0), directory.0.join("nvshare.toml"));
     fs::create_dir_all(&state).expect("the state directory");
@@ -43,7 +45,7 @@ fn a_change_outlives_a_daemon_that_is_killed_the_moment_it_has_said_yes() {
     let daemon = start(daemon.kill());
     assert_eq!(get(&daemon), "time-quantum = \"45s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n");
     daemon.log.wait("take precedence over the configuration file");
-    // The file is read again, and the changes stay in effect.
+    // The daemon reads the file again, and the settings changed at run time stay in effect.
     ctl(&daemon, &["reload"]);
     assert_eq!(get(&daemon), "time-quantum = \"45s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n");
     let text = fs::read_to_string(daemon.directory.0.join("nvshare.toml")).expect("the file");
@@ -90,7 +92,7 @@ fn reset_with_a_wrong_configuration_file_changes_nothing() {
     assert!(get(&daemon).contains("\"9s\""));
 }
 
-/// Asserts that every change is refused for this reason, and that nothing changes.
+/// Asserts that every change is refused for this reason, and that the settings stay the same.
 #[track_caller]
 fn assert_refused(daemon: &Daemon, why: &str) {
     let before = get(daemon);
@@ -108,7 +110,7 @@ fn a_change_that_cannot_be_saved_is_refused() {
     let daemon = start(Directory::new());
     let path = state(&daemon.directory.0);
     ctl(&daemon, &["set", "time-quantum", "7"]);
-    // Even root cannot write to a directory that is really a file.
+    // Even root cannot write into a "directory" that is a file.
     fs::rename(&path, path.with_extension("away")).expect("a directory");
     fs::write(&path, "").expect("a file");
     assert_refused(&daemon, "Not a directory");
@@ -210,7 +212,7 @@ fn nobody_waits_while_the_configuration_is_read() {
     drop(writer);
     assert!(wait(&mut reload).success());
     assert_eq!(get(&daemon), "time-quantum = \"25s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n");
-    // Nor does the daemon wait for the reload when it ends.
+    // A daemon that ends doesn't wait for the reload either.
     daemon.signal(libc::SIGHUP);
     let _writer = fs::File::options().write(true).open(&file).expect("it is being read");
     daemon.signal(libc::SIGTERM);
@@ -266,7 +268,8 @@ fn a_restart_with_a_wrong_file_uses_the_last_good_configuration_and_says_so() {
     }
     assert!(line.contains(wrong), "systemctl status has it: {line}");
 
-    // Without a kept configuration, the default one and the settings changed at run time are used.
+    // Without a saved configuration, the daemon uses the defaults and the settings changed at run
+    // time.
     fs::remove_file(state(&daemon.directory.0).join("configuration.toml")).expect("what was kept");
     let daemon = again(daemon, None);
     told(&daemon, "the default settings");
@@ -277,7 +280,7 @@ fn a_restart_with_a_wrong_file_uses_the_last_good_configuration_and_says_so() {
     ctl(&daemon, &["reload"]);
     assert_eq!((problems(&daemon).as_str(), get(&daemon)), ("", before.clone()));
 
-    // A socket that cannot be opened must not keep the scheduler from starting.
+    // The scheduler starts even if it cannot open a socket.
     fs::write(drop_ins.join("zz.toml"), "[metrics]\nlisten = \"/proc/no/metrics.sock\"\n").expect("a drop-in");
     ctl(&daemon, &["reload"]);
     let daemon = again(daemon, None);

@@ -1,5 +1,5 @@
-//! Memory that one program shares with another, as the daemon passes it on: the receivers, and the
-//! daemon's own copies.
+//! Memory that one program shares with another, as the daemon passes it on. Tests which clients
+//! receive the memory, and that the daemon closes its own descriptors.
 
 use std::fs::File;
 use std::io::{Read, Seek, Write};
@@ -28,20 +28,20 @@ fn client(daemon: &Daemon) -> Client {
     Client::welcomed(&daemon.socket())
 }
 
-/// A client that exports.
+/// Connects a client that exports memory.
 fn exporter(daemon: &Daemon) -> Client {
     let client = client(daemon);
     client.attach();
     client.send(ClientMessage::Exporter { key: KEY });
-    // Once it has the lock, its messages before the request have been read; other clients' messages may be
-    // read before them.
+    // Once the client has the lock, the daemon has read the client's earlier messages. The daemon
+    // may read other clients' messages first.
     client.request();
     client.until_granted();
     client.release();
     client
 }
 
-/// The ticket of the question that the exporter gets.
+/// Waits for the daemon's question to the exporter, and returns its ticket.
 fn question(exporter: &Client) -> u64 {
     match exporter.until(|message| matches!(message, SchedulerMessage::Export { .. })) {
         SchedulerMessage::Export { ticket, secret: SECRET, range: 1, allocation: 2, first: 0 } => ticket,
@@ -56,7 +56,7 @@ fn outcome(importer: &Client, asked: u32) -> Sharing {
     }
 }
 
-/// A file with this text.
+/// Creates a file with this text.
 fn file(text: &str) -> OwnedFd {
     // SAFETY: the descriptor is new and owned here.
     let mut file = unsafe { File::from_raw_fd(libc::memfd_create(c"test".as_ptr(), libc::MFD_CLOEXEC)) };
@@ -88,7 +88,7 @@ fn send_with(client: &Client, message: &ClientMessage, descriptors: &[OwnedFd]) 
     }
 }
 
-/// The next message with its descriptors.
+/// Receives the next message and its descriptors.
 fn receive_with(client: &Client) -> (SchedulerMessage, Vec<OwnedFd>) {
     let (mut buffer, mut control) = ([0u8; MAX_LEN], Control([0; _]));
     let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
@@ -163,7 +163,7 @@ fn what_nobody_asked_for_is_closed_and_what_makes_no_sense_is_refused() {
         send_with(&exporter, &exported(ticket), &[file("unasked")]);
         send_with(&importer, &ClientMessage::Request { gpus: 1 }, &[file("unasked")]);
     }
-    // More descriptors than a packet can have, and none.
+    // The exporter sends more descriptors than a packet can carry, and then none.
     let many: Vec<OwnedFd> = (0..MAX_DESCRIPTORS + 8).map(|_| file("many")).collect();
     importer.send(open(1));
     let ticket = question(&exporter);
@@ -173,7 +173,7 @@ fn what_nobody_asked_for_is_closed_and_what_makes_no_sense_is_refused() {
     let ticket = question(&exporter);
     exporter.send(exported(ticket));
     assert_eq!(outcome(&importer, 2), Sharing::Failed);
-    // An answer from a client that wasn't asked is ignored.
+    // The daemon ignores an answer from a client that it hasn't asked.
     importer.send(open(3));
     let ticket = question(&exporter);
     let third = client(&daemon);
@@ -207,7 +207,7 @@ fn an_exporter_that_never_answers_is_not_flooded() {
         question(&exporter);
     }
     exporter.send(ClientMessage::Request { gpus: 1 });
-    exporter.until_granted(); // and no other message came before
+    exporter.until_granted(); // no other message came before
 }
 
 #[test]

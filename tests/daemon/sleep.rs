@@ -1,4 +1,4 @@
-//! A machine that suspends, with a stand-in for logind on a private bus.
+//! A machine that suspends, with a fake logind on a private bus.
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;
@@ -15,7 +15,7 @@ use test_support::wait_for;
 
 const MANAGER: &str = "/org/freedesktop/login1";
 
-/// logind's ends of the inhibitors that it gave.
+/// logind's ends of the inhibitors that it has issued.
 type Inhibitors = Arc<Mutex<Vec<UnixStream>>>;
 
 struct Manager(Inhibitors);
@@ -56,7 +56,7 @@ impl Logind {
         Manager::prepare_for_sleep(&emitter, start).await.expect("the bus");
     }
 
-    /// The number of inhibitors held. One is enough at any time.
+    /// Returns the number of inhibitors that the daemon holds, which is never more than one.
     fn held(&self) -> usize {
         let mut all = self.inhibitors.lock().expect("the list");
         all.retain(|inhibitor| {
@@ -72,7 +72,7 @@ impl Logind {
     }
 }
 
-/// Carries out all allowances, down to no bytes on the GPU.
+/// Carries out all allowances until the client has no bytes on the GPU.
 fn evict(client: &Client, demand: u64) {
     let is_last = |message: &SchedulerMessage| matches!(message, SchedulerMessage::Allowance { bytes: 0, .. });
     let SchedulerMessage::Allowance { seq, .. } = client.until(is_last) else { panic!("it is an allowance") };

@@ -1,4 +1,4 @@
-//! A terminal, provided by tmux. Tests are skipped without it.
+//! A terminal, provided by tmux. Without tmux, tests that need a terminal are skipped.
 
 use std::ffi::OsStr;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use test_support::Directory;
 use test_support::daemon::PATIENCE;
 
-/// A terminal of 80 columns and 24 lines with a program on it.
+/// A terminal of 80 columns and 24 lines that runs a program.
 #[derive(Debug)]
 pub struct Terminal {
     socket: PathBuf,

@@ -1,4 +1,4 @@
-//! `nvsharectl top`: as text, and on a terminal, which tmux provides.
+//! `nvsharectl top`, as text and on a terminal. tmux provides the terminal.
 
 use std::time::Instant;
 

@@ -1,4 +1,5 @@
-//! A client that reports memory as freed and keeps it: NVML shows that, and no other user is given the missing memory.
+//! A client that reports memory as freed but keeps it. NVML shows the difference, and no other user
+//! is given the missing memory.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Stdio};
@@ -13,19 +14,20 @@ const MIB: u64 = 1 << 20;
 const TOTAL: u64 = 256 * MIB;
 const CONTEXT: u64 = 16 * MIB;
 const DEMAND: u64 = 120 * MIB;
-/// Discrepancies below this, the granularity of measurements, don't count against a client.
+/// Smaller differences don't count against a client: this is the granularity of measurements.
 const SLACK: u64 = 4 * MIB;
 
 fn attach(client: &Client) {
     client.attach_gpu(Uuid(Config::get().uuid(0)), TOTAL);
 }
 
-/// A report that the client needs all of its memory, has `mapped` bytes of it, and has carried out allowance `ack`.
+/// Returns a report of a client that needs all of its memory, has mapped `mapped` bytes, and has
+/// carried out allowance `ack`.
 fn report(ack: u32, mapped: u64) -> ClientMessage {
     memory_after(ack, 1, DEMAND, mapped)
 }
 
-/// The next allowance with a wanted number of bytes: its sequence number and bytes.
+/// Waits for an allowance with a wanted number of bytes. Returns its sequence number and its bytes.
 fn allowance(client: &Client, wanted: impl Fn(u64) -> bool) -> (u32, u64) {
     let is_it = |m: &SchedulerMessage| matches!(m, SchedulerMessage::Allowance { bytes, .. } if wanted(*bytes));
     match client.until(is_it) {
@@ -38,7 +40,8 @@ fn status(daemon: &Daemon) -> Value {
     serde_json::from_str(&daemon.ctl(&["--json", "status"]).stdout).expect("JSON")
 }
 
-/// A client of another user that wants memory and the lock, and succeeds once it has them.
+/// Starts a client of another user that requests memory and the lock. It ends successfully once it
+/// has both.
 fn other_user(daemon: &Daemon) -> Child {
     let mut other = helper("unverified_frees::helper_wants", &daemon.socket());
     other.uid(65534).gid(65534).stderr(Stdio::inherit()).spawn().expect("it starts")
@@ -69,7 +72,7 @@ fn memory_that_a_process_frees_after_its_connection_is_gone_does_not_count_for_e
     wait_for("its context to be measured", || (status(&daemon)["gpus"][0]["overhead"] == CONTEXT).then_some(()));
     drop(client);
     daemon.log.wait("disconnected");
-    // Lets the first measurement see the memory; if it doesn't, the test shows nothing.
+    // The first measurement must include the memory. Otherwise the test is meaningless.
     std::thread::sleep(std::time::Duration::from_secs(1));
     gpu.give(0, CONTEXT);
     wait_for("the memory to be seen to be free", || (status(&daemon)["gpus"][0]["overhead"] == 0).then_some(()));
@@ -100,7 +103,7 @@ fn nobody_is_given_what_another_user_says_it_has_freed_and_has_not() {
 
     let mut other = other_user(&daemon);
     let (seq, kept) = allowance(&liar, |bytes| bytes < DEMAND);
-    liar.send(report(seq, kept)); // but keeps all of it
+    liar.send(report(seq, kept)); // the liar keeps all of its memory
     wait_for("status to name it", || {
         let status = status(&daemon);
         let clients = status["clients"].as_array().expect("clients");

@@ -1,4 +1,4 @@
-//! The usage of users, units and containers is recorded, and outlives the daemon.
+//! The usage records of users, units and containers, which outlive the daemon.
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -70,12 +70,12 @@ fn usage(daemon: &Daemon, by: &[&str]) -> Vec<Usage> {
     })
 }
 
-/// The whole usage.
+/// Returns the usage of all programs together.
 fn total(daemon: &Daemon) -> Usage {
     usage(daemon, &[]).pop().unwrap_or_default()
 }
 
-/// The clients' usage as the test saw it: ranges with a lower and an upper bound.
+/// The clients' usage as measured by the test. Each range is a lower and an upper bound.
 #[derive(Debug, Default)]
 struct Ledger {
     lock: (f64, f64),
@@ -84,8 +84,8 @@ struct Ledger {
     swapped: (f64, f64),
 }
 
-/// The shortest and the longest possible time between two moments. Each moment is given as a pair: a time before it and a
-/// time after it.
+/// Returns the shortest and the longest possible time between two moments. Each moment is a pair: a
+/// time before the moment, and a time after it.
 fn between(from: (Instant, Instant), to: (Instant, Instant)) -> (f64, f64) {
     ((to.0 - from.1).as_secs_f64().max(0.0), (to.1 - from.0).as_secs_f64())
 }
@@ -98,11 +98,11 @@ fn plus(a: (f64, f64), b: (f64, f64)) -> (f64, f64) {
     (a.0 + b.0, a.1 + b.1)
 }
 
-/// Runs `what`, and returns a time before it and a time when the daemon has certainly noticed it.
+/// Runs `what`. Returns a time before it, and a time at which the daemon has certainly noticed it.
 fn during(client: &Client, what: impl FnOnce()) -> (Instant, Instant) {
     let before = Instant::now();
     what();
-    // A reservation that fits into the free memory is answered immediately.
+    // The daemon immediately answers a reservation that fits into the free memory.
     client.send(ClientMessage::Reserve { slot: 0, bytes: 1 });
     client.until(|message| matches!(message, nvshare_wire::SchedulerMessage::Reserved { .. }));
     (before, Instant::now())
@@ -114,7 +114,7 @@ fn assert_within(value: f64, (least, most): (f64, f64), what: &str) {
     assert!(value >= least * 0.999_999 && value <= most * 1.000_001, "{what}: {value} is not in {least}..={most}");
 }
 
-/// The number of clients that have disconnected.
+/// Returns the number of clients that have disconnected.
 fn gone(daemon: &Daemon) -> usize {
     daemon.log.count("disconnected")
 }
@@ -128,11 +128,11 @@ fn until(done: impl Fn() -> bool) {
     }
 }
 
-/// Two clients take turns, each with memory. Returns their usage.
+/// Two clients take turns, and each has memory on the GPU. Returns their usage.
 fn use_the_gpu(daemon: &Daemon) -> Ledger {
     let pause = || std::thread::sleep(Duration::from_millis(60));
     let (one, other) = (client(daemon), client(daemon));
-    // Counts from before the connection don't belong to this time.
+    // Counts from before the connection don't count as usage.
     report(&one, 0, 0, 1000, 1000);
     report(&other, 0, 0, 0, 0);
     let granted = during(&one, || {
@@ -179,7 +179,7 @@ fn records_are_what_clients_used_and_outlive_daemons_that_stop_or_are_killed() {
     let first = use_the_gpu(&daemon);
     assert_used(&total(&daemon), &first, 1);
     let rows = usage(&daemon, &["time", "gpu", "tenant", "unit", "container"]);
-    // Two if an hour ended at that moment.
+    // There are two rows if an hour ended during the test.
     assert!(matches!(rows.len(), 1 | 2), "{rows:?}");
     for row in rows {
         assert_eq!(row.gpu.as_deref(), Some(GPU_NAME));
@@ -198,7 +198,8 @@ fn records_are_what_clients_used_and_outlive_daemons_that_stop_or_are_killed() {
     };
     let both = total(&daemon);
     assert_used(&both, &ledger, 2);
-    // A changed retention time is applied immediately, and everything is saved with it.
+    // A changed retention time applies immediately, and the daemon saves all usage at the same
+    // time.
     fs::write(config(&daemon.directory.0), "anti-thrash = \"on\"\n[accounting]\nkeep = \"30d\"\n").expect("a file");
     assert_eq!(daemon.ctl(&["reload"]).code, Some(0));
     assert_eq!(total(&daemon), both, "which the thread has done before it answers");
@@ -207,7 +208,7 @@ fn records_are_what_clients_used_and_outlive_daemons_that_stop_or_are_killed() {
     holder.until_granted();
     let daemon = start(daemon.kill());
     let kept = total(&daemon);
-    // Only later usage is lost, unless a minute ended at that moment.
+    // Only later usage is lost. If a minute ended at that moment, the next grant was saved too.
     assert!(kept == both || kept.grants == both.grants + 1, "{kept:?} and before {both:?}");
     assert_eq!(daemon.log.count("created a new one"), 0);
 }
@@ -257,7 +258,7 @@ fn a_damaged_database_is_set_aside_once() {
 #[test]
 fn a_directory_that_cannot_be_written_to_harms_nobody() {
     let directory = Directory::new();
-    // Even root cannot write to a directory that is really a file.
+    // Even root cannot write into a "directory" that is a file.
     fs::write(state(&directory.0), "").expect("a file");
     let daemon = start_as_it_is(directory);
     use_the_gpu(&daemon);
@@ -324,7 +325,7 @@ fn columns_that_there_are_not_are_refused() {
     drop(daemon);
 }
 
-/// The daemon's text about the time of its newest client's rule.
+/// Returns the daemon's text about the rule's time for its newest client.
 fn share(daemon: &Daemon) -> String {
     block_on(async {
         let connection = on_control(&daemon.control()).await;
@@ -351,17 +352,17 @@ fn programs_that_have_used_their_gpu_hours_let_others_go_first() {
     first.until_granted();
     std::thread::sleep(Duration::from_secs(1));
     let used_up = |share: &str| share.starts_with("weight idle, gpu-hours 1s/week (") && share.ends_with("s used)");
-    until(|| used_up(&share(&daemon))); // within 5 s
+    until(|| used_up(&share(&daemon))); // the budget is checked every 5 s
     daemon.log.wait("of 1.0s GPU time in the last 7d");
     let more = client(&daemon);
     drop(first);
     until(|| gone(&daemon) == 1);
-    until(|| used_up(&share(&daemon))); // another program under the rule
+    until(|| used_up(&share(&daemon))); // the rule's budget holds for its next program too
     drop(more);
 
     let daemon = start(daemon.stop());
     let third = client(&daemon);
-    // The records are read while the daemon already serves.
+    // The daemon reads the usage records after it has started to serve.
     until(|| used_up(&share(&daemon)));
     fs::write(config(&daemon.directory.0), rule("100h/month")).expect("a file");
     assert_eq!(daemon.ctl(&["reload"]).code, Some(0));

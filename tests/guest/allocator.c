@@ -1,10 +1,10 @@
-/* An allocator like jemalloc, as other libraries see it: it replaces malloc and its family, finds the C library's
-   functions with dlsym in the first call, and serves dlsym's own allocations during that call from a static buffer. */
+/* An allocator that looks like jemalloc to other libraries. It replaces malloc and its family. In the first call it finds
+   the C library's functions with dlsym, and serves dlsym's own allocations from a static buffer. */
 #include "guest.h"
 
 static void *(*next_malloc)(size_t), *(*next_calloc)(size_t, size_t), *(*next_realloc)(void *, size_t);
 static void (*next_free)(void *);
-/* Reading it must not allocate. */
+/* Reading this variable must not allocate. */
 static __thread int looking __attribute__((tls_model("initial-exec")));
 static char early[1 << 16] __attribute__((aligned(16)));
 static size_t used;
@@ -25,7 +25,7 @@ static void look(void) {
     looking = 0;
 }
 
-/* Filled, so that memory that is read before it is written isn't zero by chance. */
+/* Fills the memory, so that memory that is read before it is written isn't zero by chance. */
 void *malloc(size_t size) {
     if (next_malloc == NULL && !looking) look();
     void *at = looking || next_malloc == NULL ? from_buffer(size) : next_malloc(size);

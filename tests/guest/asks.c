@@ -1,4 +1,4 @@
-/* Looks up a function in each way that does not need the driver. */
+/* Looks up a function in each way that works without the driver. */
 #include "guest.h"
 
 int main(void) {

@@ -1,13 +1,13 @@
-/* Closes descriptors that it doesn't know, as careful programs do, and reuses the numbers. `range`, `each`: all from 3
-   up, and no CUDA afterwards. `socket`, `file`: descriptors that a guest has opened beside the driver's files; a packet
-   socket or a file takes their place, while CUDA continues. */
+/* Closes descriptors that it doesn't know, as careful programs do, and reuses their numbers. With `range` or `each`, it
+   closes all descriptors from 3 up, and uses no CUDA afterwards. With `socket` or `file`, it closes the descriptors that
+   a guest has opened beside the driver's files. A packet socket or a file replaces them, while CUDA continues. */
 #include "guest.h"
 #include <sys/socket.h>
 #include <sys/stat.h>
 
 enum { MOST = 1024 };
 
-/* Sockets and event descriptors: the simulated driver has only files. */
+/* Finds sockets and event descriptors. They belong to a guest, because the simulated driver has only files. */
 static int find(int *found) {
     int count = 0;
     for (int fd = 3; fd < MOST; fd++) {
@@ -36,7 +36,7 @@ int main(int count, char **words) {
     if (is(words[1], "range") || is(words[1], "each")) {
         if (is(words[1], "range")) EXPECT(syscall(SYS_close_range, 3, ~0U, 0) == 0);
         else for (int fd = 3; fd < 1024; fd++) close(fd);
-        /* The numbers now belong to these. */
+        /* The pipes reuse the closed numbers. */
         int pipes[8][2];
         for (int i = 0; i < 8; i++) EXPECT(pipe(pipes[i]) == 0);
         clock_t before_rest = clock();
@@ -53,7 +53,7 @@ int main(int count, char **words) {
         _exit(0);
     }
     n = find(theirs);
-    /* Otherwise nothing would be tested. */
+    /* Without such descriptors nothing would be tested. */
     EXPECT(n > 0 || getenv("LD_PRELOAD") == NULL);
     for (int i = 0; i < n; i++) {
         if (is(words[1], "socket")) {

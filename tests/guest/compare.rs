@@ -1,5 +1,5 @@
-//! Runs a program with and without the library, and compares everything that a user sees. The programs are the C files
-//! in this directory, built on the spot.
+//! Runs a program with and without the library, and compares everything that a user sees. The
+//! programs are the C files of this directory, which the test builds.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ pub struct Host(pub Machine);
 /// How a program ended, and its output.
 #[derive(Debug, PartialEq)]
 pub struct Ended {
-    /// Its exit status, and the signal that killed it.
+    /// The program's exit status, and the signal that killed it.
     pub status: (Option<i32>, Option<i32>),
     pub stdout: String,
     pub stderr: String,
@@ -32,7 +32,7 @@ pub fn output(command: &mut Command) -> Output {
 }
 
 impl Host {
-    /// With a scheduler that lets a client run until its work is done.
+    /// Starts a scheduler that lets a client run until its work is done.
     pub fn new() -> Self {
         Self(Machine::with_scheduler(Setup::default()))
     }
@@ -41,10 +41,11 @@ impl Host {
         Self(Machine::new(Setup::default()))
     }
 
-    /// With a scheduler and a program that keeps the GPU until it is killed, so others wait at the gate.
+    /// Starts a scheduler and a program that keeps the GPU until it is killed. So other programs
+    /// wait at the gate.
     pub fn occupied() -> (Self, impl FnMut()) {
         let host = Self(Machine::with_scheduler(Setup { anti_thrash: "on", time_quantum: HOUR, ..Setup::default() }));
-        // The kernel runs all the time, so its program is never idle.
+        // The kernel runs continuously, so the program is never idle.
         let mut holder = host.0.program("persistent --seconds 3600").start();
         host.0.wait_for_grants(&holder, 1);
         (host, move || holder.kill())
@@ -77,7 +78,8 @@ impl Host {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/guest").join(name).with_extension("c");
         let mut cc = Command::new(std::env::var_os("CC").unwrap_or("cc".into()));
         cc.args(["-O1", "-g", "-Wall", "-Wextra", "-pthread"]).args(options).arg("-o").arg(&to).arg(source);
-        // Programs that use CUDA or NVML are linked to it, and find it in an empty environment too.
+        // Programs that use CUDA or NVML are linked to its library, and find it in an empty
+        // environment too.
         cc.arg("-L").arg(&libraries).args([
             "-Wl,--as-needed",
             "-l:libcuda.so.1",
@@ -105,7 +107,8 @@ impl Host {
         }
     }
 
-    /// Builds this program, and checks for each word that it succeeds, and behaves as without the library.
+    /// Builds this program. Checks for each word that the program succeeds and behaves as without
+    /// the library.
     #[track_caller]
     pub fn succeeds(&self, name: &str, words: &[&str]) {
         let program = self.program(name);
@@ -125,7 +128,8 @@ pub struct Case<'a> {
     program: PathBuf,
     arguments: Vec<String>,
     environment: Vec<(String, String)>,
-    /// The libraries preloaded before nvshare's, nvshare's, and those after it.
+    /// The libraries preloaded before nvshare's library, nvshare's library, and the libraries
+    /// preloaded after it.
     before: Vec<PathBuf>,
     nvshare: Vec<PathBuf>,
     after: Vec<PathBuf>,
@@ -163,7 +167,7 @@ impl Case<'_> {
         self.environment.iter().fold(launch, |launch, (name, value)| launch.env(name, value)).start()
     }
 
-    /// Starts it with the library.
+    /// Starts the program with the library.
     pub fn start(&self) -> Program {
         self.launch(true)
     }
@@ -178,7 +182,8 @@ impl Case<'_> {
         end(&mut self.launch(true))
     }
 
-    /// Checks that the program ends in the same way with and without the library, with the same output.
+    /// Checks that the program ends in the same way and with the same output, with and without the
+    /// library.
     #[track_caller]
     pub fn same(&self) -> Ended {
         let plain = self.without();
@@ -192,7 +197,7 @@ impl Case<'_> {
         plain
     }
 
-    /// [`same`](Self::same), ignoring the single line about a missing scheduler, if there is one.
+    /// Like [`same`](Self::same), but ignores the line about a missing scheduler.
     #[track_caller]
     pub fn same_but_for_the_line(&self) -> Ended {
         let (plain, mut guest) = (self.without(), self.with());
@@ -204,13 +209,13 @@ impl Case<'_> {
         plain
     }
 
-    /// Uses the barest driver, which leaves no traces in the process.
+    /// Uses the minimal driver, which leaves no traces in the process.
     pub fn on_bare_driver(self) -> Self {
         let directory = self.host.bare_driver();
         self.env("LD_LIBRARY_PATH", &directory)
     }
 
-    /// [`same`](Self::same), and checks that the program succeeds with nothing on stderr.
+    /// Like [`same`](Self::same), and also checks that the program succeeds with an empty stderr.
     #[track_caller]
     pub fn succeeds(&self) -> Ended {
         let plain = self.same();

@@ -1,4 +1,4 @@
-/* A library that works while it is being loaded. */
+/* A library that uses CUDA while it is being loaded. */
 #include "guest.h"
 
 __attribute__((constructor)) static void construct(void) {

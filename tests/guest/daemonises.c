@@ -1,5 +1,6 @@
-/* Becomes a daemon by the book, with every descriptor closed, and works there; its output comes through a pipe.
-   `plain`: without CUDA; `cuda`: CUDA in the daemon; `late`: CUDA is initialised before, and used only there. */
+/* Becomes a daemon in the standard way, with every descriptor closed, and works as the daemon. Its output is written to
+   a pipe. `plain`: without CUDA. `cuda`: with CUDA in the daemon. `late`: CUDA is initialised before the fork, and used
+   only in the daemon. */
 #include "guest.h"
 #include <sys/stat.h>
 
@@ -35,7 +36,7 @@ int main(int count, char **words) {
             begin();
             work();
         }
-        /* Nothing that was initialised before the fork works, and nothing hangs. */
+        /* CUDA that was initialised before the fork doesn't work, but no call hangs. */
         uint64_t at = 0;
         if (late) printf("cuInit %d, cuMemAlloc %d\n", cuInit(0), cuMemAlloc_v2(&at, 4096));
         puts("a daemon");

@@ -1,5 +1,5 @@
-/* Opens libraries with RTLD_DEEPBIND, which bind to their own dependencies before preloaded libraries. Not linked to the
-   driver. */
+/* Opens libraries with RTLD_DEEPBIND. They bind to their own dependencies before preloaded libraries. The program is not
+   linked to the driver. */
 #include "guest.h"
 #include <link.h>
 #include <linux/filter.h>
@@ -95,7 +95,7 @@ int main(int count, char **words) {
         use(library, 3);
     }
     if (is(how, "refused")) {
-        /* The program uses CUDA already, and has memory. */
+        /* The program already uses CUDA, and has memory. */
         void *driver = dlopen("libcuda.so.1", RTLD_NOW);
         uint64_t at;
         EXPECT(driver != NULL);
@@ -106,7 +106,7 @@ int main(int count, char **words) {
         use(open_it(RTLD_NOW), 3);
     }
     if (is(how, "look-up")) {
-        /* Uses its own handle of the driver, also for functions that libnvshare.so only passes on. */
+        /* Uses its own handle of the driver, even for functions that libnvshare.so only passes on. */
         void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_DEEPBIND);
         EXPECT(driver != NULL);
 #define CALL(name, ...) CHECK(((int (*)())dlsym(driver, name))(__VA_ARGS__))
@@ -123,7 +123,7 @@ int main(int count, char **words) {
         EXPECT(back == 7);
     }
     if (is(how, "own")) {
-        /* The library's own definitions stay its own. */
+        /* The library still uses its own definitions. */
         int (*own)(void) = (int (*)(void))dlsym(open_it(RTLD_NOW), "own");
         EXPECT(own != NULL);
         printf("%d\n", own());

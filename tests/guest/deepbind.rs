@@ -1,11 +1,12 @@
-//! Libraries that are opened with `RTLD_DEEPBIND`, and so resolve symbols in their own dependencies before preloaded
-//! libraries; and other properties that a program may expect of `dlopen`.
+//! Libraries that are opened with `RTLD_DEEPBIND`. They resolve symbols in their own dependencies
+//! before preloaded libraries. Also tests other properties that a program may expect of `dlopen`.
 
 use std::path::PathBuf;
 
 use crate::compare::*;
 
-/// Two versions of a library, built with several linker options: linked to the driver, and looking up the driver itself.
+/// Builds two versions of a library, each with several linker options. One is linked to the driver,
+/// and the other looks up the driver itself.
 fn libraries(host: &Host) -> Vec<PathBuf> {
     let build = |name: &str, output: &str, options: &[&str]| {
         host.build(name, output, &[&["-shared", "-fPIC"], options].concat()).expect("a C compiler")
@@ -61,7 +62,8 @@ fn its_work_waits_for_the_gpu() {
     }
 }
 
-/// The work of such a library cannot be seen, so memory that it may use must stay on the GPU.
+/// nvshare cannot see the work of such a library, so memory that the library may use must stay on
+/// the GPU.
 #[test]
 fn where_it_cannot_be_bound_to_the_hooks_memory_stays() {
     let host = Host::new();
@@ -69,15 +71,16 @@ fn where_it_cannot_be_bound_to_the_hooks_memory_stays() {
     for library in libraries(&host) {
         let case = host.case(&program, &["refused", &library.to_string_lossy()]);
         case.succeeds();
-        // Read from its own trace, because the scheduler doesn't read the last messages of a program that has ended.
+        // The test reads the program's own trace, because the scheduler doesn't read the last
+        // messages of a program that has ended.
         let ended = case.env("NVSHARE_DEBUG", "1").with();
         assert_eq!(ended.stdout, "worked\n");
         assert!(ended.stderr.contains("reason: UntrackedWork"), "{}", ended.stderr);
     }
 }
 
-/// Julia looks up all functions that it calls. Each function found this way is known, whether it has a hook or is only passed
-/// on.
+/// Julia looks up all functions that it calls. nvshare knows each function that is looked up in
+/// this way, with or without a hook.
 #[test]
 fn functions_that_are_looked_up_in_the_driver_leave_memory_movable() {
     let host = Host::new();

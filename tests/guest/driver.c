@@ -1,5 +1,5 @@
-/* A minimal driver: it opens no file, creates no thread and has no thread-local variables, so any that are found belong
-   to the library. It has one GPU, whose memory is the host's and which does everything immediately. */
+/* A minimal driver. It opens no file, creates no thread and has no thread-local variables, so all of these in the process
+   belong to the library. It has one GPU, which uses the host's memory and completes all work immediately. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,11 +1,11 @@
-//! Drivers that are old, broken, or refuse: the program gets the driver's own answers.
+//! Drivers that are old or broken, or that refuse. The program gets the driver's own answers.
 
 use std::{fs, os::unix::net::UnixListener};
 
 use crate::compare::*;
 use test_support::machine::*;
 
-/// Functions of the simulated driver that 535 doesn't have.
+/// Functions of the simulated driver that driver 535 lacks.
 const NEWER_THAN_535: &str = "\
     cuCtxCreate_v4 cuCtxGetDevice_v2 cuCtxSynchronize_v2 cuCtxRecordEvent cuCtxWaitEvent cuDeviceGetDevResource \
     cuCtxGetDevResource cuGreenCtxGetDevResource cuDevSmResourceSplitByCount cuDevResourceGenerateDesc cuGreenCtxCreate \
@@ -28,7 +28,7 @@ fn a_program_runs_with_drivers_of_every_age() {
         ("cuGetProcAddress_v2 cuGetProcAddress", &[("CUDA_SIM_DRIVER", "11020")]),
         ("cuCtxRecordEvent cuCtxWaitEvent", &[]),
         (NEWER_THAN_535, &[("CUDA_SIM_DRIVER", "12020")]),
-        // Functions that the hooks for memory and captures rely on.
+        // The hooks for memory and captures rely on these functions.
         ("cuMemCreate cuMemMap cuMemAddressReserve cuMemSetAccess", &[("CUDA_SIM_VMM", "0")]),
         ("cuThreadExchangeStreamCaptureMode cuStreamIsCapturing cuDeviceGetUuid_v2 cuDeviceGetUuid", &[]),
     ];
@@ -67,7 +67,8 @@ fn a_driver_that_is_not_there_gives_the_loaders_error() {
     assert_eq!(ended.status, (Some(3), None), "{ended:?}");
 }
 
-/// The library stands aside if a GPU is already shared in another way, or its memory is the host's.
+/// The library does not share a GPU that is already shared in another way, or whose memory is the
+/// host's.
 #[test]
 fn environments_that_it_does_not_know_are_left_alone() {
     let host = Host::new();
@@ -75,7 +76,8 @@ fn environments_that_it_does_not_know_are_left_alone() {
     let attached = || host.0.moves().iter().filter(|m| m.what == "attach").count();
     host.case(&program, &["1"]).on_bare_driver().succeeds();
     assert_eq!(attached(), 1, "a plain GPU is shared");
-    // Integrated; compute mode prohibited, exclusive-process; MPS.
+    // The attributes stand for an integrated GPU, for the compute modes prohibited and
+    // exclusive-process, and for MPS.
     for attribute in ["18=1", "20=2", "20=3", "133=1"] {
         host.case(&program, &["1"]).on_bare_driver().env("BARE_ATTRIBUTE", attribute).succeeds();
         assert_eq!(attached(), 1, "with device attribute {attribute}");
@@ -120,8 +122,8 @@ fn a_driver_that_cannot_be_initialised_is_left_alone() {
     assert_eq!(host.clients(), 2, "it asked before the first attempt which GPUs it is to see");
 }
 
-/// Calls of an unknown function may submit work that passes no gate, so memory that they may use must stay on the GPU
-/// from the first call on, and not before.
+/// Calls of an unknown function may submit work that passes no gate. So memory that such work may
+/// use must stay on the GPU from the first call on, but not before.
 #[test]
 fn a_function_that_nobody_has_heard_of_keeps_memory_on_the_gpu_once_it_is_called() {
     let host = Host::new();

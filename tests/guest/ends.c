@@ -12,7 +12,7 @@ static void free_and_destroy(void) {
     say("destroyed\n");
 }
 
-/* Runs after every exit handler of the program. */
+/* Runs after all exit handlers of the program. */
 __attribute__((destructor)) static void destructor(void) {
     if (how == NULL) return;
     if (is(how, "destructors")) free_and_destroy();
@@ -37,7 +37,7 @@ static void *exiting(void *unused) {
     exit(21);
 }
 
-/* Set again each time, so that the library runs its destructors before and after this one. */
+/* Sets the key again each time, so that the library's destructors run both before and after this one. */
 static void at_thread_end(void *rounds) {
     work();
     launch();
@@ -61,8 +61,8 @@ int main(int count, char **words) {
     EXPECT(count == 2);
     how = words[1];
     pthread_t thread;
-    /* Handlers run in reverse order: one registered before CUDA is initialised runs after all that were registered with
-       it. */
+    /* Handlers run in reverse order. A handler that is registered before CUDA is initialised runs after all handlers
+       that the initialisation registers. */
     if (is(how, "early-handler")) EXPECT(atexit(free_and_destroy) == 0);
     begin();
     load_kernel();

@@ -1,9 +1,10 @@
-//! Ends of programs: any code that runs then may call CUDA, and pending work of the library delays
-//! nothing.
+//! Ends of programs. Any code that runs at the end may call CUDA, and pending work of the library
+//! delays nothing.
 
 use crate::compare::*;
 
-/// The simulated driver has thread-locals, which are gone by then; real drivers don't need any.
+/// The simulated driver has thread-locals, which no longer exist at the end of a program. The
+/// minimal driver and real drivers need none.
 #[track_caller]
 fn each_on_bare_driver(words: &[&str]) {
     let host = Host::new();

@@ -1,5 +1,5 @@
-/* Uses a library that submits work through the driver's private functions. Built as a program, it requests them like
-   that library; built as a library, it is one. */
+/* Uses a library that submits work through the driver's private functions. Built as a program, this file requests the
+   functions as such a library does. Built as a library, it is such a library. */
 #include "guest.h"
 
 #ifndef ENGINE

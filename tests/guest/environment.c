@@ -1,4 +1,4 @@
-/* Clears its environment, except what the simulated driver needs, then works. */
+/* Clears its environment except the simulated driver's variables, and then works. */
 #include "guest.h"
 
 extern char **environ;

@@ -1,4 +1,5 @@
-/* Opens libraries by name, from the program and from a library that finds others, and prints the loader's messages. */
+/* Opens libraries by name, both from the program and from a library with its own search path. Prints the loader's
+   messages. */
 #include "guest.h"
 
 #ifdef OUTER

@@ -1,4 +1,4 @@
-/* Forks with CUDA in use. */
+/* Forks while it uses CUDA. */
 #include "guest.h"
 
 static volatile int end;
@@ -50,7 +50,7 @@ static int stormed(void) {
     return cuInit(0) == 0 || cuMemAlloc_v2(&at, 4096) == 0 || dlsym(RTLD_DEFAULT, "cuMemFree_v2") == NULL;
 }
 
-/* Handlers like those of runtimes: they allocate, and the parent's call the driver. */
+/* Fork handlers like a runtime's. They allocate, and the parent's handlers call the driver. */
 static int handled[3];
 static void in_any(int which) {
     handled[which]++;

@@ -1,4 +1,4 @@
-/* Loads a library whose constructor waits for the GPU, and does work beside it that needs no GPU. */
+/* Loads a library whose constructor waits for the GPU. Meanwhile another thread does work that needs no GPU. */
 #include "guest.h"
 
 static pthread_barrier_t ready;
@@ -6,9 +6,9 @@ static pthread_barrier_t ready;
 static void *beside(void *unused) {
     uint64_t at;
     size_t free, total;
-    CHECK(cuCtxSetCurrent(context)); /* here, because the simulated driver takes the loader's lock in it */
+    CHECK(cuCtxSetCurrent(context)); /* made before the wait: the simulated driver takes the loader's lock in this call */
     EXPECT(pthread_barrier_wait(&ready) <= 0);
-    milliseconds(300); /* the constructor waits now */
+    milliseconds(300); /* after this, the constructor waits */
     CHECK(cuMemAlloc_v2(&at, 1 << 20));
     CHECK(cuMemGetInfo_v2(&free, &total));
     CHECK(cuMemFree_v2(at));

@@ -1,4 +1,4 @@
-/* Common code of these programs: the part of the driver API that they use, and checks that print the failing line. */
+/* Code that these programs share: the part of the driver API that they use, and checks that print the failing line. */
 #ifndef GUEST_H
 #define GUEST_H
 #define _GNU_SOURCE
@@ -36,7 +36,7 @@ int cuModuleGetFunction(void **function, void *module, const char *name);
 int cuLaunchKernel(void *function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared,
                    void *stream, void **params, void **extra);
 
-/* Not exit(): no handler of the program may run after a failure. */
+/* Calls _exit, because no handler of the program may run after a failure. */
 #define FAIL(...) (printf("line %d: ", __LINE__), printf(__VA_ARGS__), putchar('\n'), fflush(stdout), _exit(99))
 #define EXPECT(condition) do { if (!(condition)) FAIL("not so: %s (errno %d)", #condition, errno); } while (0)
 #define CHECK(call) do { int code = (call); if (code) FAIL("%s: CUDA error %d", #call, code); } while (0)
@@ -63,7 +63,7 @@ static inline void launch(void) {
     CHECK(cuLaunchKernel(empty_kernel, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL));
 }
 
-/* A round of all steps: allocates, writes, reads back, frees. */
+/* Allocates memory, writes it, reads it back, and frees it. */
 static inline void work(void) {
     uint64_t at;
     uint32_t back = 0;
@@ -79,12 +79,12 @@ static inline void milliseconds(unsigned ms) {
     while (nanosleep(&rest, &rest) != 0 && errno == EINTR) { }
 }
 
-/* Prints and flushes, whatever happens next. */
+/* Prints without a buffer, so that the text appears whatever happens next. */
 static inline void say(const char *text) {
     EXPECT(write(1, text, strlen(text)) == (ssize_t)strlen(text));
 }
 
-/* How a child ended: its exit status, or 1000 and the signal. A child that hangs must have an alarm. */
+/* Returns the exit status of a child, or 1000 plus the signal that killed it. A child that may hang must have an alarm. */
 static inline int end_of(pid_t child) {
     int status;
     while (waitpid(child, &status, 0) != child) EXPECT(errno == EINTR);

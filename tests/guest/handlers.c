@@ -1,5 +1,5 @@
-/* Looks functions up in a signal handler, for the first time and often, while the program works. (If the program itself
-   looks functions up then, the C library's dlsym can deadlock, also without nvshare.) */
+/* Looks functions up in a signal handler while the program works, both for the first time and often. (If the program
+   itself looked functions up at that time, the C library's dlsym could deadlock, even without nvshare.) */
 #include "guest.h"
 #include <sys/time.h>
 
@@ -15,7 +15,7 @@ static void handler(int signal) {
 int main(void) {
     struct sigaction action = {.sa_handler = handler};
     struct itimerval often = {{0, 1000}, {0, 1000}}, never = {{0, 0}, {0, 0}};
-    alarm(20); /* SIGALRM: not handled, so it ends a program that hangs */
+    alarm(20); /* SIGALRM is not handled, so it ends a program that hangs */
     EXPECT(cuDriverGetVersion((int[1]){0}) == 0);
     EXPECT(sigaction(SIGVTALRM, &action, NULL) == 0 && raise(SIGVTALRM) == 0 && setitimer(ITIMER_VIRTUAL, &often, NULL) == 0);
     while (handled < 50) sum += 1;

@@ -1,4 +1,5 @@
-/* An interposer like a profiler: finds the next function with RTLD_NEXT, counts calls, and prints the count at the end. */
+/* An interposer like a profiler. It finds the next function with RTLD_NEXT, counts calls, and prints the count at the
+   end. */
 #include "guest.h"
 
 static unsigned long mallocs;

@@ -1,5 +1,5 @@
-/* Calls that a signal handler leaves by a jump: during the wait for the GPU (`gate`), or in the middle of a copy (`copy`). Then
-   the program does nothing, or continues. */
+/* Calls that a signal handler leaves by a jump, either during the wait for the GPU (`gate`) or in the middle of a copy
+   (`copy`). Afterwards the program idles, or continues its work. */
 #include "guest.h"
 #include <setjmp.h>
 #include <sys/time.h>

@@ -1,5 +1,5 @@
-/* Exhausts its descriptors, address space or threads, before or `-after` CUDA is initialised, and prints the driver's
-   answers. */
+/* Exhausts its descriptors, address space or threads, and prints the driver's answers. This happens before CUDA is
+   initialised, or afterwards with `-after`. */
 #include "guest.h"
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -20,7 +20,7 @@ static rlim_t address_space(void) {
     return pages * sysconf(_SC_PAGESIZE);
 }
 
-/* Like RLIMIT_NPROC, which doesn't apply to root. */
+/* Forbids new threads like RLIMIT_NPROC, which doesn't apply to root. */
 static void no_threads(void) {
     struct sock_filter filter[] = {
         BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),

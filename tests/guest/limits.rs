@@ -1,10 +1,11 @@
-//! Programs that run out of a resource, lack a permission, or manage their descriptors themselves: they get the driver's
-//! answers, and continue.
+//! Programs that exhaust a resource, lack a permission, or manage their descriptors themselves.
+//! They get the driver's answers, and continue.
 
 use crate::compare::*;
 use test_support::machine::*;
 
-/// Checks that each of these ends as without the library, except that it may not reach a scheduler.
+/// Checks that the program ends with each word as without the library, except that it may not reach
+/// a scheduler.
 #[track_caller]
 fn on_bare_driver(name: &str, words: &[&str]) {
     let host = Host::new();
@@ -38,7 +39,8 @@ fn system_calls_that_are_refused_change_nothing() {
     for call in ["membarrier", "socket", "connect", "eventfd2", "sendto", "recvfrom", "ppoll", "prctl", "sched_yield"] {
         let ended = host.case(&program, &[call, "before"]).without();
         assert_eq!(ended.status, (Some(0), None), "{ended:?}");
-        // A call that is refused before CUDA is initialised is known from the start; a later refusal is harder to handle.
+        // The library notices from the start if a call is refused before CUDA is initialised. A
+        // later refusal is harder to handle.
         for moment in ["before", "after"] {
             let said = host.case(&program, &[call, moment]).with();
             assert_eq!((said.status, &*said.stdout), (ended.status, &*ended.stdout), "{call}, {moment}: {said:?}");
@@ -50,7 +52,7 @@ fn system_calls_that_are_refused_change_nothing() {
 
 #[test]
 fn a_broken_or_full_stderr_neither_kills_nor_stops_a_program() {
-    // Without a scheduler there is a line to write.
+    // Without a scheduler, the library writes one line.
     let host = Host::without_scheduler();
     let program = host.program("stderr");
     for word in ["broken", "full"] {
@@ -73,7 +75,7 @@ fn a_clock_that_stands_still_does_not_stop_the_library() {
     wait_for("it to begin", || holder.stdout().contains("begun").then_some(()));
     let mut waiting = host.case(&path, &[]).on_bare_driver().start();
     host.0.wait_for_move(0, "a request", |m| m.pid == waiting.pid() && m.what == "request");
-    // Without a scheduler, the gate opens after a time.
+    // Without a scheduler, the gate opens after some time.
     host.0.kill_scheduler();
     for program in [&mut holder, &mut waiting] {
         assert_eq!(end(program).stdout, "begun\nworked\n");
@@ -88,7 +90,7 @@ fn its_threads_have_the_scheduling_of_the_process() {
     assert_eq!((ended.status, &*ended.stdout), ((Some(0), None), expected), "{ended:?}");
 }
 
-/// It runs as without the library.
+/// The program runs as without the library.
 #[test]
 fn a_program_for_which_no_thread_can_be_started_runs() {
     let host = Host::new();
@@ -136,8 +138,8 @@ fn a_program_that_closes_every_descriptor_goes_on() {
     Host::new().succeeds("closes", &["range", "each"]);
 }
 
-/// A thread's stack also contains its static thread-local storage. A stack that is too small cannot be created, or
-/// overflows early.
+/// A thread's stack also contains its static thread-local storage. If the stack is too small, it
+/// cannot be created, or overflows early.
 #[test]
 fn a_program_with_much_thread_local_storage_is_shared() {
     let host = Host::new();

@@ -1,4 +1,4 @@
-/* Has memory on the GPU and does nothing, while a thread is in the constructor of a library that it loads. */
+/* Has memory on the GPU and idles, while one of its threads runs the constructor of a library that it loads. */
 #include "guest.h"
 
 #define BYTES (150UL << 20)
@@ -15,7 +15,7 @@ int main(int count, char **words) {
     uint32_t back = 0;
     begin();
     CHECK(cuMemAlloc_v2(&at, BYTES));
-    /* Not all one value: such memory is evicted without a copy. */
+    /* The memory has several values, because memory of one repeated value is evicted without a copy. */
     for (uint64_t offset = 0; offset < BYTES; offset += 1 << 20)
         CHECK(cuMemsetD32_v2(at + offset, (unsigned)(offset >> 20), 1 << 18));
     CHECK(cuCtxSynchronize());

@@ -1,4 +1,5 @@
-/* Loads a plugin that uses CUDA: bound to its own dependencies first, in a separate namespace, or to be unloaded. */
+/* Loads a plugin that uses CUDA. The plugin is bound to its own dependencies first, or is in a separate namespace, or is
+   unloaded later. */
 #include "guest.h"
 
 int main(int count, char **words) {
@@ -19,7 +20,7 @@ int main(int count, char **words) {
     EXPECT(use != NULL && finish != NULL && allocate != NULL);
     use(5);
     if (is(how, "namespace")) {
-        /* The plugin's own driver, looked up by name. */
+        /* Looks up the plugin's own driver by name. */
         int number = 0, (*get)(int *) = (int (*)(int *))dlsym(plugin, "cuDeviceGetCount");
         EXPECT(get != NULL && get(&number) == 0 && number == 1);
     }

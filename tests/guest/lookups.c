@@ -3,7 +3,7 @@
 
 static void *driver;
 
-/* Prints a symbol by the name that it has in its library. */
+/* Prints the name that a symbol has in its library. */
 static void show(const char *what, void *address) {
     Dl_info info;
     const char *name = address != NULL && dladdr(address, &info) && info.dli_sname ? info.dli_sname : "nothing";
@@ -16,7 +16,7 @@ int main(int count, char **words) {
     EXPECT(count == 2);
     const char *what = words[1];
     if (is(what, "errors")) {
-        /* Without a driver, and then with it. */
+        /* Looks the names up without the driver, and then with it. */
         look(RTLD_DEFAULT, "cuNoSuchCall");
         look(RTLD_DEFAULT, "cuda");
         look(RTLD_DEFAULT, "cu");
@@ -45,7 +45,7 @@ int main(int count, char **words) {
         show("memcpy", dlvsym(RTLD_DEFAULT, "memcpy", "GLIBC_9.99"));
         show("realpath", dlvsym(RTLD_DEFAULT, "realpath", "GLIBC_2.3"));
         show("cuInit", dlvsym(driver, "cuInit", "NO_SUCH_VERSION"));
-        /* Found this way, it is the real function, and works as such. */
+        /* dlvsym finds the real dlsym, which must work. */
         void *(*real)(void *, const char *) = (void *(*)(void *, const char *))dlvsym(RTLD_DEFAULT, "dlsym", "GLIBC_2.2.5");
         if (real != NULL) show("cuInit", real(driver, "cuInit"));
     }
@@ -67,19 +67,19 @@ int main(int count, char **words) {
         look(RTLD_DEFAULT, "strlen");
     }
     if (is(what, "errors-loaded")) {
-        look(driver, "cuNoSuchCall"); /* the first of all */
+        look(driver, "cuNoSuchCall"); /* the program's first look-up */
         look(driver, "cuInit");
         look(driver, "cuMemAlloc_v9");
         look(driver, "no_such_call");
-        look(driver, "cuCtxCreate"); /* which this driver lacks */
+        look(driver, "cuCtxCreate"); /* this driver lacks it */
     }
     if (is(what, "lacking")) {
-        /* A driver from before these functions. */
+        /* The driver is older than some of these functions. */
         for (const char **name = (const char *[]){ "cuGreenCtxCreate", "cuMemcpyBatchAsync", "cuInit", NULL }; *name; name++)
             printf("%s is %s\n", *name, dlsym(RTLD_DEFAULT, *name) != NULL ? "there" : "not there");
     }
     if (is(what, "errors-pending")) {
-        /* An error that is never read, then a success. */
+        /* The program never reads the error, and its next look-up succeeds. */
         dlsym(driver, "cuNoSuchCall");
         void *found = dlsym(driver, "cuInit");
         show("after a failure", found);

@@ -1,5 +1,5 @@
-//! The loader: however a program obtains the driver's functions, and whatever it loads and unloads, its look-ups give the same
-//! results as without the library.
+//! The loader. However a program obtains the driver's functions, and whatever it loads and unloads,
+//! its look-ups have the same results as without the library.
 
 use crate::compare::*;
 use test_support::machine::*;
@@ -116,15 +116,16 @@ fn a_constructor_that_waits_at_the_gate_stops_nobody_else() {
     let (plugin, program) = (host.library("constructor"), host.program("gated"));
     let mut program = host.case(&program, &[&plugin.to_string_lossy()]).start();
     host.0.wait_for_move(0, "a request", |m| m.pid == program.pid() && m.what == "request");
-    // While one thread waits under the loader's lock, others allocate, free and query memory.
+    // While one thread waits with the loader's lock held, other threads allocate, free and query
+    // memory.
     test_support::wait_for("the other thread", || program.stdout().contains("allocated").then_some(()));
     assert_eq!(program.poll(), None);
     free();
     assert_eq!(end(&mut program).stdout, "allocated\nconstructed\nworked\n");
 }
 
-/// The client's thread has prepared everything that it needs from the driver, so nothing in an eviction waits for the loader's
-/// lock.
+/// The client's thread has prepared everything that it needs from the driver. So no step of an
+/// eviction waits for the loader's lock.
 #[test]
 fn memory_leaves_for_the_first_time_while_a_constructor_runs() {
     let host = Host::new();

@@ -1,5 +1,5 @@
-//! The rules that `libnvshare.so` keeps as a guest in a foreign process. Each test runs programs with and without the
-//! library, and expects no difference in their output or in how they end.
+//! The rules that `libnvshare.so` follows in a foreign process. Each test runs programs with and
+//! without the library. Their output and the way they end must not differ.
 
 mod compare;
 

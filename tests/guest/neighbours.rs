@@ -1,5 +1,5 @@
-//! Other libraries in the same process, before and after this one: libraries that interpose the same functions of the C
-//! library, and the sanitizers' runtimes.
+//! Other libraries in the same process, preloaded before or after nvshare's library. They are
+//! libraries that interpose the same functions of the C library, and the sanitizers' runtimes.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,7 +8,8 @@ use test_support::{machine::Move, skip};
 
 use crate::compare::*;
 
-/// Checks programs with and without CUDA, with the neighbour on both sides of the library.
+/// Checks programs with and without CUDA. The neighbour is preloaded first before and then after
+/// nvshare's library.
 #[track_caller]
 fn beside(host: &Host, neighbour: &Path) {
     let program = host.program("worker");
@@ -49,7 +50,7 @@ fn all_of_them_at_once_are_good_neighbours() {
     assert_eq!(ended.status, (Some(0), None), "{ended:?}");
 }
 
-/// The real ones. Their stand-ins above are always available.
+/// Tests the real libraries. The other tests use stand-ins for them, which are always available.
 #[test]
 fn libeatmydata_and_jemalloc_are_good_neighbours() {
     let host = Host::new();
@@ -65,7 +66,8 @@ fn libeatmydata_and_jemalloc_are_good_neighbours() {
     }
 }
 
-/// A program built with a sanitizer. Its runtime either comes first, or doesn't insist on that.
+/// Tests a program built with a sanitizer. The sanitizer's runtime is either loaded first, or
+/// accepts another order.
 #[track_caller]
 fn sanitized(sanitizer: &str, options: &str, setting: &str, runtime: Option<&str>) {
     let host = Host::new();
@@ -84,7 +86,7 @@ fn sanitized(sanitizer: &str, options: &str, setting: &str, runtime: Option<&str
     assert!(host.clients() > 0, "it is shared");
 }
 
-/// `nvsharectl preload verify` and the manual state this.
+/// `nvsharectl preload verify` and the manual document this requirement.
 #[test]
 fn the_shared_runtime_of_the_address_sanitizer_wants_to_be_first() {
     let host = Host::new();
@@ -95,7 +97,7 @@ fn the_shared_runtime_of_the_address_sanitizer_wants_to_be_first() {
     let ended = host.case(&shared, &["4"]).env("ASAN_OPTIONS", "detect_leaks=0").with();
     assert_eq!(ended.status, (Some(1), None), "{ended:?}");
     assert!(ended.stderr.contains("ASan runtime does not come first"), "{ended:?}");
-    // A runtime linked into the program comes first.
+    // A runtime that is linked into the program is loaded first.
     if let Some(linked) = build("linked", &["-fsanitize=address", "-static-libasan"]) {
         host.case(&linked, &["4"]).env("ASAN_OPTIONS", "detect_leaks=0").succeeds();
     }
@@ -115,7 +117,8 @@ fn the_undefined_behaviour_sanitizer_has_nothing_to_say() {
 
 #[test]
 fn the_thread_sanitizer_has_nothing_to_say() {
-    // It sees no locks inside code built without it, the driver and this library, and would report races there.
+    // The thread sanitizer sees no locks in code that was built without it, such as the driver and
+    // this library. It would report false races there.
     sanitized("thread", "TSAN_OPTIONS", "ignore_noninstrumented_modules=1", None);
 }
 
@@ -140,7 +143,7 @@ fn a_new_scheduler_learns_that_such_a_library_was_used() {
     assert_eq!(end(&mut running).status, (Some(0), None));
 }
 
-/// Their work passes no hook, so memory that it may use must stay on the GPU.
+/// The work of these libraries passes no hook, so memory that they may use must stay on the GPU.
 #[test]
 fn libraries_that_submit_work_by_private_functions_are_noticed() {
     let host = Host::new();

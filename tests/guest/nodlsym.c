@@ -1,4 +1,4 @@
-/* When preloaded, it makes the loader seem to lack dlsym, as for a library loaded before libdl. */
+/* When this library is preloaded, the loader seems to lack dlsym, as it does to a library loaded before libdl. */
 #include <stddef.h>
 
 void *dlvsym(void *handle, const char *name, const char *version) {

@@ -1,4 +1,4 @@
-/* Skips syncs, like libeatmydata: interposes open and fsync, which it finds with dlsym when it is loaded. */
+/* Skips syncs, like libeatmydata. It interposes open and fsync, and finds the originals with dlsym when it is loaded. */
 #include "guest.h"
 #include <stdarg.h>
 

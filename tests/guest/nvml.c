@@ -1,4 +1,4 @@
-/* Queries NVML, in a program that is linked to it, and in one that looks it up. */
+/* Queries NVML, in a program that is linked to NVML, and in a program that looks NVML up. */
 #include "guest.h"
 
 struct memory { uint64_t total, free, used; };

@@ -1,4 +1,5 @@
-/* Opens the library like any other, and closes it: `idle`, or `running` with CUDA initialised through it. */
+/* Opens the library like any other library, and closes it. With `running`, CUDA has been initialised through it; with
+   `idle`, it hasn't. */
 #include "guest.h"
 
 int main(int count, char **words) {

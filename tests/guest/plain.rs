@@ -1,5 +1,4 @@
-//! Programs that have nothing to do with CUDA, and programs that haven't used it yet: the library leaves them
-//! alone.
+//! Programs that don't use CUDA, or haven't used it yet. The library changes nothing in them.
 
 use crate::compare::*;
 
@@ -69,7 +68,7 @@ fn perl_runs_as_ever() {
 #[test]
 fn python_runs_as_ever() {
     let host = Host::new();
-    // Not a wrapper that looks for the real one.
+    // The path of the interpreter itself. A wrapper would look for the interpreter.
     let found = std::process::Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).output();
     let Ok(found) = found else { return test_support::skip("python3") };
     let script = host.0.path("script.py");
@@ -84,7 +83,8 @@ fn python_runs_as_ever() {
 fn a_program_that_uses_no_cuda_has_no_thread_descriptor_handler_or_variable_of_ours() {
     let host = Host::new();
     let program = host.program("untouched");
-    // Without libcuda, and with it loaded, its version queried and its functions looked up, but not initialised.
+    // Tests a program without libcuda, and a program that loads libcuda, queries its version and
+    // looks up its functions, without initialising CUDA.
     for word in ["none", "loaded"] {
         let ended = host.case(&program, &[word]).succeeds();
         assert!(ended.stdout.contains("threads 1"), "{ended:?}");
@@ -98,7 +98,8 @@ fn nothing_is_said_where_there_is_a_scheduler_or_nobody_asked() {
     host.succeeds("worker", &["2"]);
     let host = Host::without_scheduler();
     let program = host.program("worker");
-    // The name doesn't show that nvshare is wanted for this very program.
+    // Under this name, the library cannot tell that it was preloaded for this program in
+    // particular.
     std::fs::copy(library(), host.0.path("lib/libother.so")).expect("a copy");
     host.case(&program, &["2"]).preloading(&["libother.so".into()]).succeeds();
     let said = host.case(&program, &["2"]).with();
@@ -109,6 +110,6 @@ fn nothing_is_said_where_there_is_a_scheduler_or_nobody_asked() {
 fn a_program_that_makes_itself_a_daemon_goes_on() {
     let host = Host::new();
     host.succeeds("daemonises", &["plain", "cuda", "late"]);
-    // Two of them use CUDA, one of them before it becomes a daemon.
+    // Two of the programs use CUDA, one of them before it becomes a daemon.
     assert_eq!(host.clients(), 2);
 }

@@ -1,4 +1,4 @@
-/* A library that uses CUDA and is linked to it. */
+/* A library that uses CUDA and is linked to the driver. */
 #include "guest.h"
 
 void use_cuda(int rounds) {

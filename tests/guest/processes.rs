@@ -1,4 +1,4 @@
-//! Processes: a program's children and successors inherit nothing of the library's.
+//! Processes. A program's children and successors inherit nothing that belongs to the library.
 
 use std::fs;
 
@@ -22,7 +22,8 @@ fn a_child_that_outlives_its_parent_does_not_keep_the_lock() {
     assert!(fs::exists(format!("/proc/{child}")).expect("/proc"), "the child is still there");
     host.0.wait_until_empty();
     host.0.program("mix --mem 16M --reps 2 --rounds 3").start().finish();
-    // The child isn't ours once its parent is gone, so it isn't handled by `Program`.
+    // When its parent has ended, the child is no longer a child of this test, so `Program` cannot
+    // handle it.
     let _ = std::process::Command::new("kill").args(["-9", &child.to_string()]).status();
 }
 

@@ -1,5 +1,5 @@
-/* Works with one system call refused by a filter (EPERM), as containers and sandboxes do: `before` CUDA is initialised,
-   or `after`. */
+/* Works while a filter refuses one system call (EPERM), as in containers and sandboxes. The filter is installed `before`
+   or `after` CUDA is initialised. */
 #include "guest.h"
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -23,7 +23,7 @@ static void refuse(const char *name) {
     };
     struct sock_fprog program = {sizeof filter / sizeof *filter, filter};
     EXPECT(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
-    /* For every thread, including the library's. */
+    /* The filter applies to every thread, including the library's threads. */
     EXPECT(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &program) == 0);
 }
 

@@ -1,5 +1,4 @@
-/* A library that obtains the driver like one that contains a CUDA runtime: it opens the driver and looks everything up by
-   itself. */
+/* A library that obtains the driver as a CUDA runtime does: it opens the driver and looks up every function itself. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>
@@ -7,7 +6,7 @@
 #include <stdlib.h>
 
 #ifdef OWN
-/* A variant that defines functions of these names itself. */
+/* This variant defines functions with these names itself. */
 void *dlsym(void *handle, const char *name) { return handle == NULL && name[0] == '1' ? (void *)name : NULL; }
 int cuInit(unsigned flags) { return 40 + (int)flags; }
 int (*const table[])(unsigned) = {cuInit};
@@ -51,7 +50,7 @@ void use_cuda(int rounds) {
 void finish(void) { CALL(cuDevicePrimaryCtxRelease, (int), 0); }
 
 #ifdef CONSTRUCT
-/* No work: for that the simulated driver starts a thread, which needs the loader's lock. */
+/* Submits no work: the simulated driver would start a thread for it, which needs the loader's lock. */
 __attribute__((constructor)) static void construct(void) { use_cuda(0); }
 #endif
 #endif

@@ -1,5 +1,6 @@
-/* The library is started by a thread with its own scheduling policy, processors and nice value. The settings of the library's thread
-   are compared with those of the first thread. With `deadline`, the thread has a policy under which no thread can be started. */
+/* A thread with its own scheduling policy, processors and nice value starts the library. The settings of the library's
+   thread are compared with the first thread's settings. With `deadline`, the thread has a policy under which it cannot
+   start threads. */
 #include "guest.h"
 #include <sched.h>
 #include <sys/resource.h>

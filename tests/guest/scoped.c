@@ -1,4 +1,5 @@
-/* A plugin that looks up with RTLD_DEFAULT a function that only its own scope has, with a name like the driver's. */
+/* A plugin that looks up a function with RTLD_DEFAULT. The function is only in the plugin's own scope, and its name is
+   like the names of the driver's functions. */
 #include "guest.h"
 
 int cuPluginHelper(void) { return 42; }

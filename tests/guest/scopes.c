@@ -1,4 +1,4 @@
-/* Opens a plugin in a separate scope, before and after the driver is loaded, and makes it look something up. */
+/* Opens a plugin in a separate scope, before and after the driver is loaded. The plugin then looks up a function. */
 #include "guest.h"
 
 int main(int count, char **words) {

@@ -5,7 +5,7 @@
 int main(void) {
     printf("%ssecure, ", getauxval(AT_SECURE) ? "" : "not ");
     int code = cuInit(0);
-    /* An ordinary user may have no simulated GPU here. */
+    /* An ordinary user may not have access to the simulated GPU. */
     if (code == 0 && getauxval(AT_SECURE)) {
         begin();
         work();

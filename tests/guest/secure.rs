@@ -1,11 +1,13 @@
-//! Programs that run with more privileges than the user who started them: they ignore that user's environment variables.
+//! Programs that run with more privileges than their caller. The library ignores the caller's
+//! environment variables.
 
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
 use crate::compare::*;
 
-/// Runs in a separate mount namespace, where the library is in `/etc/ld.so.preload` and no other process sees it.
+/// Runs a program in a separate mount namespace. The library is in its `/etc/ld.so.preload`, which
+/// no other process sees.
 const PRELOADED: &str = r#"
 mount --make-rprivate / && mount -t tmpfs none "$1" && cp -a /etc "$1/etc" && echo "$2" >"$1/etc/ld.so.preload" &&
 mount --bind "$1/etc" /etc && shift 2 && exec "$@"
@@ -39,17 +41,17 @@ fn a_setuid_program_does_not_hear_the_variables_of_whoever_starts_it() {
             "--clear-groups",
             &program,
         ];
-        // Started without the library, which the file preloads.
+        // The command starts without the library, which the file preloads.
         let case = host.case("/usr/bin/unshare", &arguments).preloading(&[]);
         let case = case.env("NVSHARE_DEBUG", "1").env("NVSHARE_SOCKET", &host.0.socket().to_string_lossy());
         case.with()
     };
-    // An ordinary program of that user obeys the environment, and logs.
+    // An ordinary program of that user obeys the environment, so it logs.
     let plain = run(0o755);
     assert_eq!((plain.status, &*plain.stdout), ((Some(0), None), "not secure, worked\n"), "{plain:?}");
     assert!(plain.stderr.contains("nvshare"), "{plain:?}");
     let clients = host.clients();
-    // A program with another user's privileges ignores it, and logs nothing.
+    // A program with another user's privileges ignores the environment, so it logs nothing.
     let secure = run(0o4755);
     assert_eq!((secure.status, &*secure.stdout, &*secure.stderr), ((Some(0), None), "secure, worked\n", ""));
     assert_eq!(host.clients(), clients, "it did not connect to a socket of the user's");

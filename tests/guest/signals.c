@@ -1,4 +1,5 @@
-/* Frequent signals, while working, initialising (`early`) or waiting for the GPU, and signals that only the program's threads may take. */
+/* Receives frequent signals while it works, initialises CUDA (`early`) or waits for the GPU. Also receives signals that
+   only the program's own threads may take. */
 #include "guest.h"
 #include <sys/time.h>
 
@@ -38,14 +39,14 @@ int main(int count, char **words) {
         often(0);
     }
     if (is(how, "wait")) {
-        begin(); /* with nothing blocked */
+        begin(); /* no signal is blocked yet */
         sigset_t all, pending;
         sigfillset(&all);
         EXPECT(pthread_sigmask(SIG_BLOCK, &all, NULL) == 0);
-        /* Sent to the process: any thread that hasn't blocked it would take it, and die. */
+        /* The signal is sent to the process. A thread that hasn't blocked it would take it, and the process would die. */
         for (int signal = 1; signal < 32; signal++) {
             int taken = 0;
-            if (signal == SIGKILL || (signal >= SIGCONT && signal <= SIGTTOU)) continue; /* for stopping and continuing */
+            if (signal == SIGKILL || (signal >= SIGCONT && signal <= SIGTTOU)) continue; /* SIGKILL cannot be blocked, and the others stop or continue the process */
             EXPECT(kill(getpid(), signal) == 0);
             milliseconds(2);
             EXPECT(sigpending(&pending) == 0 && sigismember(&pending, signal));
@@ -70,7 +71,7 @@ int main(int count, char **words) {
             if (status != NULL) fclose(status);
             if (!is(name, "nvshare")) continue;
             threads++;
-            /* All except SIGKILL, SIGSTOP and the C library's own two. */
+            /* All signals must be blocked except SIGKILL, SIGSTOP and the two that the C library uses itself. */
             unsigned long long not = 1ULL << (SIGKILL - 1) | 1ULL << (SIGSTOP - 1) | 3ULL << 31;
             if ((blocked | not) != ~0ULL) FAIL("blocked are only %llx", blocked);
         }

@@ -1,4 +1,4 @@
-//! Signals are for the program's own threads.
+//! Signals are delivered only to the program's own threads.
 
 use crate::compare::*;
 use test_support::machine::*;
@@ -27,7 +27,7 @@ fn signals_disturb_no_wait_for_the_scheduler() {
     let program = host.program("signals");
     kill(host.0.scheduler_pid(), libc::SIGSTOP);
     let mut program = host.case(&program, &["early"]).start();
-    // It takes hundreds of signals while the scheduler doesn't answer.
+    // The program receives hundreds of signals while the scheduler doesn't answer.
     std::thread::sleep(std::time::Duration::from_millis(500));
     kill(host.0.scheduler_pid(), libc::SIGCONT);
     let ended = Ended { status: (Some(0), None), stdout: "worked\n".into(), stderr: String::new() };
@@ -39,7 +39,7 @@ fn signals_disturb_no_wait_at_the_gate() {
     let (host, mut free) = Host::occupied();
     let mut program = host.case(host.program("signals"), &["gate"]).start();
     host.0.wait_for_move(0, "a request", |m| m.pid == program.pid() && m.what == "request");
-    // It handles signals while it waits, and continues to wait.
+    // The program handles signals while it waits, and then continues to wait.
     wait_for("signals", || program.stdout().contains("100 signals").then_some(()));
     assert_eq!(program.poll(), None);
     free();
@@ -59,7 +59,7 @@ fn a_program_that_is_stopped_and_continued_goes_on() {
     assert_eq!(end(&mut program).status, (Some(0), None));
 }
 
-/// A machine on which programs take turns of a second, and a program that always has work.
+/// Creates a machine with turns of one second, and a program that always has work.
 fn with_turns() -> (Host, Program) {
     let time_quantum = std::time::Duration::from_secs(1);
     let host = Host(Machine::with_scheduler(Setup { anti_thrash: "on", time_quantum, ..Setup::default() }));
@@ -75,8 +75,8 @@ fn a_wait_at_the_gate_that_is_left_by_a_jump_asks_no_more() {
     wait_for("the jump", || program.stdout().contains("left").then_some(()));
     let before = grants(&host.0.moves(), program.pid());
     assert_eq!(end(&mut program).status, (Some(0), None));
-    // It may have the turn that it requested before the jump, but not turn after turn of a second
-    // each.
+    // The program may have the turn that it requested before the jump, but not one turn of a second
+    // after another.
     let turns = grants(&host.0.moves(), program.pid()) - before;
     assert!(turns <= 2, "a program that does nothing had {turns} turns in 8 s");
     worker.kill();
@@ -87,7 +87,7 @@ fn a_copy_that_is_left_by_a_jump_ends_with_the_next_call() {
     let (host, mut worker) = with_turns();
     let mut program = host.case(host.program("jumps"), &["copy"]).start();
     wait_for("the jump", || program.stdout().contains("went on").then_some(()));
-    // The program does nothing from now on.
+    // The program has no work from now on.
     wait_within(std::time::Duration::from_secs(5), "the worker's turn", || {
         let turns = turns(&host.0.moves());
         (turns.contains(&program.pid()) && turns.last() == Some(&worker.pid())).then_some(())

@@ -1,5 +1,5 @@
-/* Works with descriptors 0 to 2 closed, and writes to a file whether they now belong to a guest, which would receive the
-   program's own output. */
+/* Works with descriptors 0 to 2 closed. Writes to a file whether the descriptors now belong to a guest, which would then
+   receive the program's own output. */
 #include "guest.h"
 
 int main(int count, char **words) {

@@ -1,4 +1,4 @@
-/* While it uses CUDA, starts another CUDA program in every possible way, or becomes it. */
+/* While it uses CUDA, starts another CUDA program in every possible way, or replaces itself by that program. */
 #include "guest.h"
 #include <spawn.h>
 
@@ -30,7 +30,7 @@ int main(int count, char **words) {
         snprintf(command, sizeof command, "%s 1 | cat", words[2]);
         EXPECT(system(command) == 0);
     } else if (is(how, "descriptors")) {
-        /* None of the library's descriptors is inherited. */
+        /* The child inherits none of the library's descriptors. */
         EXPECT(system("for fd in /proc/self/fd/*; do readlink \"$fd\"; done | grep -E '^(socket|anon_inode):'") != 0);
     } else {
         execv(words[2], arguments);

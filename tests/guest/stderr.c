@@ -1,5 +1,5 @@
-/* Works with a stderr that is a pipe without a reader, a full pipe, closed, or a file of the program's with that number. 200 ms
-   suffice for a message. */
+/* Works while stderr is a pipe without a reader, a full pipe, closed, or the number of another file of the program. A
+   message takes less than 200 ms. */
 #include "guest.h"
 
 int main(int count, char **words) {

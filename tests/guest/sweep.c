@@ -1,5 +1,5 @@
-/* Calls every named function with zeros, each in its own child: `before` CUDA is initialised, when it is `initialised`,
-   and with a `context`. Prints the call's result, and errno afterwards. */
+/* Calls every named function with zeros, each in a separate child: `before` CUDA is initialised, after it is
+   `initialised`, or with a `context`. Prints the result of each call, and errno after the call. */
 #include "guest.h"
 
 typedef int Call(long, long, long, long, long, long, long, long, long, long, long, long);

@@ -1,12 +1,12 @@
-//! Calls every function that the simulated driver exports with zeros: the answers are the same as without the library,
-//! nothing crashes, and `errno` is unchanged.
+//! Calls every function that the simulated driver exports, with zeros as arguments. The answers are
+//! the same as without the library, no call crashes, and `errno` is unchanged.
 
 use std::collections::BTreeMap;
 use std::process::Command;
 
 use crate::compare::*;
 
-/// The answer to each call, by name.
+/// Returns the answer to each call, by function name.
 fn answers(ended: &Ended) -> BTreeMap<String, String> {
     assert_eq!((ended.status, &*ended.stderr), ((Some(0), None), ""), "{}", ended.stdout);
     let lines = ended.stdout.lines().map(|line| line.split_once(' ').expect("a name and an answer"));
@@ -28,7 +28,7 @@ fn every_call_with_zeros(moment: &str) {
     assert_eq!(plain.len(), names.len() - 1);
     let mut compared = 0;
     for (name, answer) in &plain {
-        // A crash in the driver itself says nothing about the library.
+        // A crash in the driver itself proves nothing about the library.
         if answer.starts_with("signal") {
             continue;
         }

@@ -1,4 +1,5 @@
-/* Four thousand threads, some of them concurrent, that launch work and end: memory doesn't grow with their number. */
+/* Four thousand threads, some of them concurrent, launch work and end. The program's memory doesn't grow with their
+   number. */
 #include "guest.h"
 
 enum { AT_ONCE = 8 };

@@ -1,4 +1,4 @@
-/* The worker, in a program whose threads each have this much thread-local storage. */
+/* The worker, in a program whose threads each have TLS bytes of thread-local storage. */
 #include "worker.c"
 
 __thread char large[TLS];

@@ -1,4 +1,5 @@
-/* Loads the driver like a program that can do without: prints the error, and has an exit status for it. */
+/* Loads the driver like a program that can run without it. If that fails, prints the error and exits with its own
+   status. */
 #include "guest.h"
 
 int main(int count, char **words) {

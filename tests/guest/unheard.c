@@ -1,4 +1,4 @@
-/* Launches a kernel by a function that nvshare doesn't know. */
+/* Launches a kernel with a driver function that nvshare doesn't know. */
 #include "guest.h"
 
 typedef int Launch(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);

@@ -1,9 +1,9 @@
-/* Describes its process after a while in which a guest could have changed something. */
+/* Describes the state of its process after some time, in which a guest could have changed that state. */
 #include "guest.h"
 
 extern char **environ;
 
-/* Prints a variable's name, and a hash of its value, which may be private. */
+/* Prints a variable's name and a hash of its value. The value itself may be private. */
 static void show(const char *variable) {
     unsigned hash = 0;
     for (const char *at = variable; *at != '\0'; at++) hash = hash * 31 + (unsigned char)*at;
@@ -23,7 +23,7 @@ int main(int count, char **words) {
     char line[4096];
     FILE *status = fopen("/proc/self/status", "r");
     while (fgets(line, sizeof line, status) != NULL)
-        /* Not SigQ, which counts the signals of all the user's processes. */
+        /* Skips SigQ, which counts the signals of all processes of the user. */
         if (strncmp(line, "SigQ", 4) != 0 && (strncmp(line, "Sig", 3) == 0 || strncmp(line, "Shd", 3) == 0)) fputs(line, stdout);
     fclose(status);
     int threads = 0;

@@ -1,4 +1,4 @@
-/* When preloaded, it prints what is opened with RTLD_DEEPBIND. */
+/* When this library is preloaded, it prints the names of libraries that are opened with RTLD_DEEPBIND. */
 #include "guest.h"
 
 void *dlopen(const char *file, int flags) {

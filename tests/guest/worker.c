@@ -1,4 +1,4 @@
-/* A plain CUDA program: the given number of threads work, and the results are right. */
+/* A plain CUDA program. The given number of threads work and check their results. */
 #include "guest.h"
 
 static void *worker(void *unused) {

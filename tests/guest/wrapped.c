@@ -1,4 +1,4 @@
-/* A program on a host without NVML, with a library that defines functions with NVML's names. */
+/* A program on a host without NVML. One of its libraries defines functions with NVML's names. */
 #include "guest.h"
 
 int main(int count, char **words) {

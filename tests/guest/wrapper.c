@@ -1,4 +1,4 @@
-/* A library that stands in for NVML where that is not installed, and calls itself by its exported name. */
+/* A library that replaces NVML on a host without NVML, and calls its own function by the exported name. */
 int nvmlDeviceGetCount_v2(unsigned *count) {
     *count = 7;
     return 0;

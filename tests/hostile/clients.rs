@@ -1,5 +1,5 @@
-//! Hostile programs against an honest scheduler: the resources that they can take are bounded for each tenant, and other
-//! clients are served throughout.
+//! Hostile programs against an honest scheduler. The resources that they can take are bounded for
+//! each tenant, and the scheduler always serves other clients.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -22,20 +22,21 @@ use test_support::{has_own_process, wait_for};
 const NOBODY: u32 = 65534;
 const KEY: Secret = Secret([9; 16]);
 
-/// A container ID that no other test uses. Its first twelve digits, which are shown, are unique too.
+/// Returns a container ID that no other test uses. Its first twelve digits are shown, so they are
+/// unique too.
 fn container_id() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     format!("{:04x}{:08x}{:052x}", NEXT.fetch_add(1, Ordering::Relaxed), std::process::id(), 0)
 }
 
-/// An attached client.
+/// Connects and attaches a client.
 fn sharing(path: &std::path::Path, gpu: Uuid) -> Client {
     let client = Client::welcomed(path);
     client.attach_gpu(gpu, GIB);
     client
 }
 
-/// Runs a helper as another user and waits for its success.
+/// Runs a helper as another user, and checks that it succeeds.
 #[track_caller]
 fn as_nobody(name: &str, daemon: &Daemon) {
     let output = helper(name, &daemon.socket()).uid(NOBODY).gid(NOBODY).stderr(Stdio::piped()).output();
@@ -51,7 +52,7 @@ fn helper_imports() {
     for range in 0..30_000 {
         importer.send(ClientMessage::Imported { slot: 0, exporter: KEY, range, bytes: 1, adopted: 0 });
     }
-    // All earlier messages have been read.
+    // Once the lock is granted, the daemon has read all earlier messages.
     importer.request();
     importer.until_granted();
     drop(exporter);
@@ -60,7 +61,7 @@ fn helper_imports() {
         let asked = importer.until(|message| matches!(message, SchedulerMessage::Adopt { .. }));
         let SchedulerMessage::Adopt { exporter, range } = asked else { continue };
         assert!(range < 4096 && adopted.insert(range), "it adopts what was counted, once: {range}");
-        // Acts like a busy client: it reads every message, and answers some of them later.
+        // The client acts like a busy one: it reads every message, and answers some of them later.
         if adopted.len() % 64 == 0 {
             let answer = |range: &u32| importer.send(ClientMessage::Adopted { exporter, range: *range });
             adopted.iter().rev().take(64).for_each(answer);
@@ -86,7 +87,7 @@ fn who_is_refused_cannot_keep_the_scheduler_reading() {
     assert!(client.send_raw(support::hello_of(999, 999).encode(0).as_bytes()));
     let flood = |_| {
         let socket = client.socket.try_clone().expect("a descriptor");
-        // Until it cannot send: the connection is never closed here.
+        // The thread sends until it cannot send, and never closes the connection.
         thread::spawn(move || {
             let packet = support::release().encode(1);
             let client = Client { socket, id: 0, version: 1 };
@@ -95,7 +96,7 @@ fn who_is_refused_cannot_keep_the_scheduler_reading() {
     };
     let floods: Vec<_> = (0..8).map(flood).collect();
     wait_for("the floods to end", || floods.iter().all(thread::JoinHandle::is_finished).then_some(()));
-    // The refusal arrives, whatever was sent together with the refused message.
+    // The refusal arrives, whatever the client sent after the refused message.
     let said = client.receive();
     assert!(matches!(said, Some(SchedulerMessage::Refused { reason: Refusal::Version, .. })), "{said:?}");
     daemon.client();
@@ -119,7 +120,7 @@ fn helper_fill() {
     }
 }
 
-/// A daemon with a limit on clients.
+/// Starts a daemon with a limit on clients.
 fn limited(clients: u32) -> Daemon {
     Daemon::start_with(|command, directory| {
         let config = directory.join("nvshare.toml");
@@ -128,7 +129,8 @@ fn limited(clients: u32) -> Daemon {
     })
 }
 
-/// How often a helper in that control group was welcomed, and the refusal that followed.
+/// Returns how many clients of a helper in that control group were welcomed, and the refusal that
+/// followed.
 fn filled_from(unit: Option<&Unit>, daemon: &Daemon) -> String {
     let mut command = helper("clients::helper_fill", &daemon.socket());
     let procs = unit.map(Unit::procs);
@@ -147,7 +149,7 @@ fn root_in_a_container_is_limited_like_everybody_and_by_its_outermost_container(
     }
     let id = container_id();
     let Some(outer) = Unit::new(&format!("docker-{id}.scope")) else { return };
-    // A container's root may give control groups in it any name.
+    // In its container, a container's root may give any name to control groups.
     let invented = format!("docker-{id}.scope/docker-{}.scope", container_id());
     let Some(inner) = Unit::new(&invented) else { return };
     let daemon = limited(5);
@@ -155,7 +157,7 @@ fn root_in_a_container_is_limited_like_everybody_and_by_its_outermost_container(
         format!("container {} has 5 programs connected, which is the limit max-clients-per-tenant", &id[..12]);
     assert_eq!(filled_from(Some(&inner), &daemon), format!("5 welcomed: {refused}"));
     assert_eq!(filled_from(Some(&outer), &daemon), format!("5 welcomed: {refused}"));
-    // The host's root has a higher limit, which it doesn't share.
+    // The host's root has a separate, higher limit.
     let said = filled_from(None, &daemon);
     assert!(said.starts_with("40 welcomed: root has 40 programs connected"), "{said}");
     drop(inner);
@@ -233,7 +235,7 @@ fn invented_gpus_are_few_for_each_tenant_and_forgotten() {
     if !is_root() {
         return test_support::skip("root, to act as another user");
     }
-    // The directory outlives the daemon, and lock files are made in it.
+    // The directory outlives the daemon, and contains the lock files.
     let directory = support::Directory::new();
     fs::create_dir(directory.0.join("run")).expect("a directory");
     let daemon = Daemon::start_in(directory, None, |_, _| ());
@@ -247,7 +249,7 @@ fn invented_gpus_are_few_for_each_tenant_and_forgotten() {
     wait_for("it to be forgotten", || (gpus(&daemon) == 0 && lock_files(&daemon) == 0).then_some(()));
 }
 
-/// The GPU may be a slice that NVML lists later, or one that this NVML doesn't see.
+/// The GPU may be a slice that NVML lists later, or a GPU that this NVML doesn't see.
 #[test]
 fn a_gpu_that_nvml_does_not_list_is_shared_until_its_last_client_goes() {
     if !has_own_process("clients::a_gpu_that_nvml_does_not_list_is_shared_until_its_last_client_goes", &[]) {
@@ -283,7 +285,7 @@ fn helper_calls() {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse().ok()).expect("a number");
     let parent: i32 = number("NVSHARE_TEST_PARENT");
     wait_for("its parent's end", || (std::os::unix::process::parent_id() as i32 != parent).then_some(()));
-    // SAFETY: the parent passed the descriptor on for this purpose, and nothing else owns it.
+    // SAFETY: the parent passed the descriptor on for this purpose, and no other value owns it.
     let stream = UnixStream::from(unsafe { OwnedFd::from_raw_fd(number("NVSHARE_TEST_FD")) });
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let said = runtime.block_on(async {
@@ -300,9 +302,9 @@ fn who_inherits_a_connection_has_no_rights_by_it() {
     let daemon = Daemon::start();
     let mut command = helper("clients::helper_hands_over", &daemon.control());
     let mut child = command.stderr(Stdio::piped()).spawn().expect("it starts");
-    // The heir has stderr too, and closes it last.
+    // The heir shares stderr, and closes it last.
     let mut lines = BufReader::new(child.stderr.take().expect("its stderr")).lines().map_while(Result::ok);
-    // The connecting process must be reaped, or it would still exist.
+    // The process that connected must be reaped, because it exists until then.
     assert!(support::wait(&mut child).success());
     let said = lines.find(|line| line.contains("it may: ")).expect("its line");
     assert!(said.contains("AccessDenied") && said.contains("the process that connected has ended"), "{said}");
@@ -310,7 +312,7 @@ fn who_inherits_a_connection_has_no_rights_by_it() {
     assert_eq!(daemon.ctl(&["set", "time-quantum", "45"]).code, Some(0), "who is there may");
 }
 
-/// Gives a command a `/proc` that hides other users' processes.
+/// Gives a command a `/proc` that hides the processes of other users.
 fn hides_processes(command: &mut Command) {
     let mount = || {
         let nothing = std::ptr::null();
@@ -343,7 +345,7 @@ fn processes_that_the_kernel_hides_are_nobody_in_particular_and_the_log_says_so(
     as_nobody("clients::helper_connects", &daemon);
     daemon.log.wait("hidepid");
     assert_eq!(daemon.log.count("hidepid"), 1);
-    // Not even root may, since it could be a container's root.
+    // Not even root may change settings, because this root could be a container's.
     let refused = daemon.ctl(&["set", "time-quantum", "45"]);
     assert_eq!(refused.code, Some(1));
     assert!(refused.stderr.contains("hidepid") && refused.stderr.contains("nvshare.service(8)"), "{}", refused.stderr);

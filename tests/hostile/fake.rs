@@ -1,4 +1,4 @@
-//! A fake scheduler that sends arbitrary messages, and programs that meet it.
+//! A fake scheduler that sends arbitrary messages, and the programs that connect to it.
 
 use std::collections::BTreeMap;
 use std::thread;
@@ -9,7 +9,7 @@ use test_support::machine::*;
 
 use crate::peer::{Connection, Listener, Received};
 
-/// The memory that the fake grants; the GPU has more, so the promise always holds.
+/// The memory that the fake grants. The GPU has more, so the grant is always honest.
 pub const MEMORY: u64 = 64 * MIB;
 pub const TICK: Duration = Duration::from_millis(1);
 
@@ -22,12 +22,12 @@ pub struct Fake<'a> {
     machine: &'a Machine,
     listener: Option<Listener>,
     pub connection: Option<Connection>,
-    /// Whether the first packet, the answer to `Hello`, was sent; it settles the version.
+    /// Whether the first packet was sent. It answers `Hello`, and fixes the version.
     pub has_answered: bool,
     pub seq: u32,
-    /// It has told the program a limit below the GPU's memory.
+    /// Whether the fake has told the program a limit below the GPU's memory.
     pub stingy: bool,
-    /// It grants no lock.
+    /// Whether the fake refuses to grant locks.
     pub grants_nothing: bool,
     /// The GPUs that the program has named on this connection, by slot.
     pub named: BTreeMap<u32, Uuid>,
@@ -76,8 +76,8 @@ impl<'a> Fake<'a> {
         self.has_answered = true;
     }
 
-    /// Accepts a client, which has sent `Hello` or is about to. Returns whether one has just
-    /// connected.
+    /// Accepts a client, which has sent `Hello` or will soon send it. Returns whether a client has
+    /// just connected.
     pub fn accept(&mut self) -> bool {
         if self.connection.is_none() {
             self.connection = self.listener.as_ref().and_then(Listener::accept);
@@ -108,7 +108,7 @@ impl<'a> Fake<'a> {
         }
     }
 
-    /// Sends all that a program needs.
+    /// Sends everything that a program needs to run.
     pub fn provide(&mut self, slot: u32) {
         self.seq += 1;
         self.say(SchedulerMessage::Attached { slot });
@@ -116,7 +116,7 @@ impl<'a> Fake<'a> {
         self.say(SchedulerMessage::Allowance { slot, seq: self.seq, bytes: MEMORY });
     }
 
-    /// Acts for a moment as a scheduler with one client.
+    /// Acts for a short time as a scheduler with one client.
     pub fn serve(&mut self) {
         self.return_if_away();
         if self.accept() {
@@ -132,7 +132,7 @@ impl<'a> Fake<'a> {
         thread::sleep(TICK);
     }
 
-    /// Serves until the program has the lock and all its memory.
+    /// Serves the program until it has the lock and all its memory.
     pub fn serve_until_granted(&mut self, program: &mut Program) {
         wait_for("the first grant", || {
             self.serve();
@@ -141,7 +141,7 @@ impl<'a> Fake<'a> {
         });
     }
 
-    /// Serves until it ends.
+    /// Serves the program until it ends.
     pub fn serve_to_the_end(&mut self, program: &mut Program) {
         let begin = Instant::now();
         while program.poll().is_none() {
@@ -151,7 +151,7 @@ impl<'a> Fake<'a> {
     }
 }
 
-/// Checks that the program has ended with right results, or because it was refused memory.
+/// Checks that the program has ended with correct results, or because it was refused memory.
 pub fn judge(program: &mut Program, may_be_refused: bool) {
     let status = program.wait();
     let refused = status.code() == Some(1) && program.stdout().contains("CUDA_ERROR_OUT_OF_MEMORY (2)");
@@ -160,7 +160,7 @@ pub fn judge(program: &mut Program, may_be_refused: bool) {
     }
 }
 
-/// Checks that the program keeps waiting for that long.
+/// Checks that the program keeps waiting for this time.
 pub fn stays_for(program: &mut Program, time: Duration) {
     let begin = Instant::now();
     while begin.elapsed() < time {

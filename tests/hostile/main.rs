@@ -1,10 +1,11 @@
-//! A scheduler that is broken, malicious, or of another version cannot harm a program, and programs cannot keep a
-//! scheduler from serving others (`clients`). With such a scheduler the results of a program are right, it ends, and it
-//! waits only while a living scheduler that never grants may make it wait. The scheduler may refuse it memory, as any
-//! scheduler may, with CUDA's own error.
+//! A scheduler that is broken, malicious, or of another version cannot harm a program. Programs
+//! cannot prevent a scheduler from serving other programs (`clients`). Under such a scheduler, a
+//! program ends with correct results. It waits only as long as a living scheduler that never grants
+//! the lock may make it wait. The scheduler may refuse the program memory, as any scheduler may,
+//! with CUDA's own error.
 //!
-//! `NVSHARE_HOSTILE_SEQUENCES=20000 cargo nextest run --test hostile --no-capture` tries more random sequences;
-//! `NVSHARE_TEST_SEED` sets the first seed.
+//! `NVSHARE_HOSTILE_SEQUENCES=20000 cargo nextest run --test hostile --no-capture` tries more
+//! random sequences. `NVSHARE_TEST_SEED` sets the first seed.
 
 mod clients;
 mod fake;
@@ -51,7 +52,7 @@ fn a_scheduler_that_never_grants_makes_it_wait_until_it_is_gone() {
         }
         matches!(fake.receive(), Some(ClientMessage::Request { .. })).then_some(())
     });
-    // Longer than it would wait for a scheduler that is gone.
+    // This time exceeds a program's wait for a scheduler that is gone.
     stays_for(&mut program, Duration::from_secs(4));
     fake.vanish();
     program.finish();
@@ -61,7 +62,8 @@ fn a_scheduler_that_never_grants_makes_it_wait_until_it_is_gone() {
 fn a_scheduler_that_stops_after_a_grant_lets_it_run_to_the_end() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
-    // It allocates and frees all the time, and its reports are never read, so the socket fills up.
+    // The program allocates and frees continuously. The fake never reads its reports, so the socket
+    // buffer fills up.
     let mut program = machine.program("churn --mem 32M --seconds 3").start();
     fake.serve_until_granted(&mut program);
     program.finish();
@@ -76,7 +78,7 @@ fn a_scheduler_that_reads_nothing_gets_the_lock_back_once_it_does() {
     fake.serve_until_granted(&mut program);
     program.wait_to_say("(not sent)");
     fake.say(SchedulerMessage::Revoke { gpus: 1 });
-    // It drains, and cannot report that.
+    // The program drains, but cannot report that.
     stays_for(&mut program, Duration::from_millis(500));
     wait_for("the release", || matches!(fake.receive(), Some(ClientMessage::Release { .. })).then_some(()));
     fake.serve_to_the_end(&mut program);
@@ -149,7 +151,7 @@ fn refusals_and_wrong_versions_are_one_line_and_no_more() {
             if let Some(ClientMessage::Hello { .. }) = fake.receive() {
                 match version {
                     None => fake.say(nonsense::refusal(&mut dice)),
-                    // A packet in a version that was not agreed on.
+                    // The packet has a version that was not agreed on.
                     Some(version) => fake.send(&[&version.to_le_bytes()[..], &welcome_after_its_version()].concat()),
                 }
                 fake.connection = None;
@@ -230,13 +232,14 @@ fn descriptors_that_nobody_asked_for_are_closed() {
     program.finish();
 }
 
-/// A scheduler's answers to a program that opens another's memory. None of them yields memory.
+/// The answers of a scheduler to a program that opens another program's memory. No answer yields
+/// memory.
 #[test]
 fn a_scheduler_that_passes_on_nonsense_makes_opening_fail_and_no_more() {
     let real = machine();
     let meeting = real.path("meeting");
     let words = format!("--file {} --mem 8M --private 4M --rounds 1", meeting.display());
-    // A handle of nvshare's needs an exporter under nvshare, with any scheduler.
+    // A handle of nvshare's needs an exporter that runs under nvshare, with any scheduler.
     let mut exporter_fake = Fake::new(&real);
     let mut exporter = real.program(&format!("share --role export {words}")).start();
     wait_for("a handle", || {
@@ -250,7 +253,7 @@ fn a_scheduler_that_passes_on_nonsense_makes_opening_fail_and_no_more() {
         (Sharing::Done, 8 * MIB, 8 * MIB, 1, 205), // a descriptor of another kind of file
         (Sharing::Done, 8 * MIB, 8 * MIB, 0, 205),
         (Sharing::Done, 0, 0, 1, 205),
-        (Sharing::Done, 2 * MIB, 2 * MIB, 1, 205), // less than the allocation
+        (Sharing::Done, 2 * MIB, 2 * MIB, 1, 205), // less memory than the allocation
         (Sharing::Done, u64::MAX, 2 * MIB, 16, 205),
         (Sharing::Failed, 0, 0, 4, 205),
         (Sharing::Unknown, 0, 0, 4, 1),
@@ -296,7 +299,7 @@ fn a_scheduler_that_says_it_knows_nothing_over_and_over_is_told_everything() {
     let begin = Instant::now();
     let mut told = 0;
     while program.poll().is_none() {
-        // Several at a time, while the program still answers the one before.
+        // Sends several messages at a time, while the program still answers the previous one.
         (0..3).for_each(|_| fake.say(SchedulerMessage::Resume { client: u64::MAX }));
         fake.return_if_away();
         if fake.accept() {
@@ -317,7 +320,7 @@ fn a_scheduler_that_says_it_knows_nothing_over_and_over_is_told_everything() {
     assert!(told > 3, "it answered {told} times");
 }
 
-/// The scheduler restarts, asks again, and falls silent.
+/// The scheduler restarts, asks the program again, and then stops answering.
 #[test]
 fn a_scheduler_that_asks_again_and_reads_nothing_is_left() {
     let machine = machine();
@@ -333,7 +336,7 @@ fn a_scheduler_that_asks_again_and_reads_nothing_is_left() {
     program.finish();
 }
 
-/// The rest of a `Welcome`, after the two bytes with the header's version.
+/// Returns a `Welcome` without the first two bytes, which have the header's version.
 fn welcome_after_its_version() -> Vec<u8> {
     SchedulerMessage::Welcome { version: 1, client: 1 }.encode(0).as_bytes()[2..].to_vec()
 }

@@ -1,4 +1,5 @@
-//! The messages of a hostile scheduler: well-formed ones that make no sense, and malformed packets.
+//! The messages of a hostile scheduler: well-formed messages that make no sense, and malformed
+//! packets.
 
 use nvshare_wire::{
     SchedulerMessage, Secret, SlotSet, Text, Uuid,
@@ -9,7 +10,7 @@ use nvshare_wire::{
 use test_support::Dice;
 use test_support::machine::MIB;
 
-/// Mostly the only GPU.
+/// Returns mostly the slot of the only GPU.
 fn slots(dice: &mut Dice) -> SlotSet {
     let any = dice.number();
     dice.pick(&[1, 1, 1, 1, 1, 0, 2, 1 << 63, u64::MAX, any])
@@ -30,7 +31,7 @@ fn count(dice: &mut Dice) -> u32 {
     dice.pick(&[0, 1, 1, 2, 1000, u32::MAX, any])
 }
 
-/// A message that a scheduler could send at another time or with other contents.
+/// Returns a message that a scheduler could send at another time or with other contents.
 pub fn message(dice: &mut Dice) -> SchedulerMessage {
     match dice.below(31) {
         0 => SchedulerMessage::Welcome { version: dice.pick(&[0, 1, 2, u16::MAX]), client: dice.number() },
@@ -61,7 +62,8 @@ pub fn message(dice: &mut Dice) -> SchedulerMessage {
             allocation: bytes(dice),
             first: count(dice),
         },
-        // Never with the right number, and never "no GPU": a real answer would be obeyed.
+        // The number is never right, and the answer is never "no GPU": the program would obey such
+        // an answer.
         27 => SchedulerMessage::Placed {
             at: count(dice).max(1),
             of: count(dice),
@@ -91,16 +93,16 @@ pub fn refusal(dice: &mut Dice) -> SchedulerMessage {
     SchedulerMessage::Refused { reason, text: Text::new(text) }
 }
 
-/// The longest text that fits and longer, in letters of two bytes.
+/// A text that exceeds the longest text that fits, in letters of two bytes.
 const LONG: &str = "ääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääää";
 
-/// Bytes that are no message, except by chance.
+/// Returns bytes that are no valid message, except by chance.
 pub fn packet(dice: &mut Dice, version: u16) -> Vec<u8> {
     let mut packet = message(dice).encode(version).as_bytes().to_vec();
     match dice.below(7) {
         0 => packet.truncate(dice.below(packet.len() as u64) as usize),
         1 => packet.extend((0..=dice.below(64)).map(|i| i as u8)),
-        // Longer than any message.
+        // The packet is longer than any message.
         2 => packet.resize(dice.pick(&[256, 257, 4096, 60_000]), 0xa5),
         3 => packet[0] = packet[0].wrapping_add(1), // another version
         4 => packet = (0..dice.below(64)).map(|_| dice.number() as u8).collect(),

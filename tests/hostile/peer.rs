@@ -1,4 +1,5 @@
-//! The scheduler's end of the socket, without a scheduler: accepts connections and sends any bytes. Nothing here blocks.
+//! The scheduler's end of the socket, without a scheduler. It accepts connections and sends any
+//! bytes, and never blocks.
 
 use std::fs;
 use std::io;
@@ -9,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use nvshare_wire::{ClientMessage, MAX_LEN};
 
-/// A listening socket, whose path is removed with it.
+/// A listening socket. Its path is removed when this value is dropped.
 #[derive(Debug)]
 pub struct Listener {
     socket: OwnedFd,
@@ -74,14 +75,14 @@ pub enum Received {
 }
 
 impl Connection {
-    /// Sends one packet, unless the client is behind or gone.
+    /// Sends one packet. Fails if the client is behind or gone.
     pub fn send(&self, packet: &[u8]) -> bool {
         let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
         // SAFETY: `packet` is a valid buffer of that length.
         unsafe { libc::send(self.socket.as_raw_fd(), packet.as_ptr().cast(), packet.len(), flags) >= 0 }
     }
 
-    /// The same with `count` descriptors of /dev/null.
+    /// Like [`send`](Self::send), with `count` descriptors of /dev/null.
     pub fn send_with(&self, packet: &[u8], count: usize) -> bool {
         #[repr(C, align(8))]
         struct Control([u8; 16 + 4 * 64]);
@@ -104,7 +105,7 @@ impl Connection {
         }
     }
 
-    /// Receives a message, which must be well-formed whatever the client was sent.
+    /// Receives a message. It must be well-formed, whatever the client has received.
     pub fn receive(&self) -> Received {
         let mut buffer = [0u8; 2 * MAX_LEN];
         // SAFETY: `buffer` is valid and of that length.

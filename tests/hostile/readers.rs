@@ -1,4 +1,4 @@
-//! Users who read the scheduler's state, and programs that make it as large as they may.
+//! Users who read the scheduler's state, and programs that make the state as large as they may.
 
 use std::cell::Cell;
 use std::os::unix::net::UnixStream;
@@ -10,11 +10,12 @@ use nvshare::bus::SchedulerProxy;
 use nvshare_wire::{ClientMessage, SchedulerMessage, Uuid};
 use test_support::daemon::{self as support, Client, Daemon, GIB};
 
-/// Clients of one process, which all wait for all GPUs. Each GPU has at most one holder.
+/// The number of clients of one process. All of them wait for all GPUs, and each GPU has at most
+/// one holder.
 const CLIENTS: usize = 256;
 const GPUS: u32 = 16;
-/// The longest time until another program is welcomed, with some slack for a loaded test machine. Explaining all waits on
-/// the scheduling loop took more than 4 s.
+/// The maximum time until another program is welcomed. It allows for a loaded test machine. When
+/// the scheduling loop explained all waits itself, the time exceeded 4 s.
 const MAX_GAP: Duration = Duration::from_millis(800);
 
 fn crowd(daemon: &Daemon) -> Vec<Client> {
@@ -22,7 +23,7 @@ fn crowd(daemon: &Daemon) -> Vec<Client> {
     for client in &clients {
         for slot in 0..GPUS {
             let mut attach = support::attach(slot, Uuid([100 + slot as u8; 16]));
-            // Leaves room for all contexts.
+            // Leaves room for the contexts of all clients.
             if let ClientMessage::Attach { total, .. } = &mut attach {
                 *total = 1024 * GIB;
             }
@@ -40,7 +41,7 @@ fn crowd(daemon: &Daemon) -> Vec<Client> {
     clients
 }
 
-/// Ends the other thread, also if this one fails.
+/// Ends the other thread, even if this thread fails.
 struct Ends<'a>(&'a AtomicBool);
 
 impl Drop for Ends<'_> {

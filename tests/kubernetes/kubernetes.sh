@@ -1,10 +1,11 @@
 #!/bin/bash
-# Builds Kubernetes from Debian's source package: the programs of a cluster with one node.
+# Builds the Kubernetes programs of a cluster with one node, from Debian's source package.
 #
 #   kubernetes.sh DIR   DIR: the target directory
 #
-# Debian 12 is the last release whose package has all of them. It is 1.20, built with the one line that 1.26 changed:
-# before that, the kubelet sent the socket's path as the HTTP/2 authority, which tonic rightly refuses.
+# Debian 12 is the last release whose package contains all programs. The package is Kubernetes 1.20,
+# and is built with the one line that 1.26 changed. Before that change, the kubelet sent the
+# socket's path as the HTTP/2 authority, which tonic rightly refuses.
 set -eu
 
 suite=bookworm
@@ -46,7 +47,8 @@ dpkg-source --no-check -x kubernetes_*.dsc kubernetes >/dev/null
 cd kubernetes
 sed -i 's/grpc.WithContextDialer(/grpc.WithAuthority("localhost"), &/' pkg/kubelet/cm/devicemanager/endpoint.go
 
-# The package's own copy of this library crashes in programs that are built with Go 1.18 or newer, when they iterate over a map.
+# The package's copy of this library crashes in programs built with Go 1.18 or newer when they
+# iterate over a map.
 rm vendor/github.com/modern-go/reflect2/*.go vendor/github.com/modern-go/reflect2/*.s
 cp /usr/share/gocode/src/github.com/modern-go/reflect2/* vendor/github.com/modern-go/reflect2
 

@@ -27,7 +27,7 @@ fail() {
 finish() {
     code=$?
     trap - EXIT
-    # The namespaces end with this process, and all processes in them.
+    # When this process ends, the namespaces end, and so do all processes in them.
     exit $code
 }
 

@@ -1,5 +1,6 @@
 #!/bin/bash
-# The node: everything of a computer that Kubernetes sees, in namespaces that end with this script.
+# The node: all parts of a computer that Kubernetes sees. They are in namespaces that end with this
+# script.
 #
 #   node.sh CACHE SCRATCH IMAGES STEP...
 set -eu
@@ -16,8 +17,8 @@ mount -t overlay overlay -o "lowerdir=$cache/node,upperdir=$scratch/upper,workdi
 mount -t proc proc "$node/proc"
 mount -t sysfs sysfs "$node/sys"
 mount -t tmpfs -o mode=755 tmpfs "$node/sys/fs/cgroup"
-# Version 1, since Debian 12's kubelet supports no other. `systemd` has no controller; the scheduler reads pods' names from
-# it.
+# Uses version 1 of control groups, because Debian 12's kubelet supports no other version. `systemd`
+# has no controller. The scheduler reads pods' names from that hierarchy.
 for controller in cpu,cpuacct cpuset memory devices freezer blkio pids name=systemd; do
     directory=$node/sys/fs/cgroup/${controller#name=}
     mkdir -p "$directory"
@@ -42,7 +43,7 @@ ln -s pts/ptmx "$node/dev/ptmx"
 ln -s /proc/self/fd "$node/dev/fd"
 mount -t tmpfs -o mode=755 tmpfs "$node/run"
 mount -t tmpfs tmpfs "$node/tmp"
-# Not on an overlay, in which containerd's own overlays would not work.
+# These directories are not on the overlay, because containerd's own overlays would not work there.
 for directory in var/lib/containerd var/lib/kubelet var/lib/etcd; do
     mkdir -p "$scratch/state/$directory" "$node/$directory"
     mount --bind "$scratch/state/$directory" "$node/$directory"
@@ -58,11 +59,12 @@ mount --bind "$cache/tools" "$node/opt/tools"
 
 # ---- network
 ip link set lo up
-# The API server's address for pods, since nothing here forwards to services.
+# The API server's address for pods, because nothing on this node forwards to services.
 ip address add 10.96.0.1/32 dev lo
 hostname node
 
-# Not chroot: a process that enters a container's namespace would be at the container's old root.
+# Uses pivot_root instead of chroot. With chroot, a process that enters a container's namespace
+# would be at the container's old root.
 mkdir -p "$node/old"
 cd "$node"
 pivot_root . old

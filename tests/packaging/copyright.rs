@@ -1,4 +1,4 @@
-//! The packages' list of the crates that they are linked with.
+//! The packages' list of the crates that are linked into their programs.
 
 use std::path::Path;
 use std::process::{Command, Stdio};

@@ -53,13 +53,13 @@ fn nvsharectl_1_has_every_command_and_option() {
     }
 }
 
-/// A line of the SYNOPSIS: its commands and its options.
+/// One line of the SYNOPSIS, with its commands and options.
 struct Synopsis {
     commands: Vec<String>,
     options: BTreeSet<String>,
 }
 
-/// The lines of nvsharectl(1)'s SYNOPSIS: each begins with `.Nm`.
+/// Returns the lines of the SYNOPSIS in nvsharectl(1). Each line begins with `.Nm`.
 fn synopsis() -> Vec<Synopsis> {
     let text = read("man/nvsharectl.1");
     let (_, rest) = text.split_once(".Sh SYNOPSIS\n").expect("the section");
@@ -69,7 +69,8 @@ fn synopsis() -> Vec<Synopsis> {
 
 fn entry(text: &str) -> Synopsis {
     let words: Vec<&str> = text.split_whitespace().map(|word| word.trim_start_matches('.')).collect();
-    // `.Cm adopt | release` stands for both, and the word after `.Op Cm` is a command, too. The next macro ends the list.
+    // `.Cm adopt | release` stands for both commands. The word after `.Op Cm` is a command, too.
+    // The next macro ends the list.
     let begin = match words[..] {
         ["Cm", ..] => 1,
         _ => words.windows(2).position(|pair| pair == ["Op", "Cm"]).map_or(words.len(), |at| at + 2),
@@ -81,12 +82,12 @@ fn entry(text: &str) -> Synopsis {
     Synopsis { commands, options: options.filter(|option| option != "--").collect() }
 }
 
-/// A command's options by clap, except the global ones.
+/// Returns a command's options according to clap, except the global options.
 fn options(command: &clap::Command) -> BTreeSet<String> {
     let own = command
         .get_arguments()
         .filter(|option| !option.is_global_set() && !option.is_hide_set() && option.get_id() != "help");
-    // An option counts by its letter if the page names only that.
+    // If the page names only the letter of an option, the letter counts.
     own.filter_map(|option| match (option.get_long(), option.get_short()) {
         (_, Some(letter)) => Some(format!("-{letter}")),
         (Some(long), None) => Some(format!("--{long}")),
@@ -110,14 +111,15 @@ fn nvsharectl_1_synopsis_has_every_command_with_its_options() {
         let shown: BTreeSet<_> = shown.difference(&global).cloned().collect();
         assert_eq!(shown, options(command), "the options of nvsharectl {name} in the SYNOPSIS, and in the program");
     }
-    // The reverse.
+    // Checks that each command of the page exists, too.
     for name in lines.iter().flat_map(|line| &line.commands) {
         let found = name.split(' ').try_fold(&root, |command, word| command.find_subcommand(word));
         assert!(found.is_some(), "the SYNOPSIS has nvsharectl {name}, which does not exist");
     }
 }
 
-/// Settings are commented lines of the file with their defaults; keys of rules are named in its comments.
+/// Each setting is a commented line of the file, with its default. The file's comments name the
+/// keys of rules.
 #[test]
 fn nvshare_toml_and_its_page_have_every_setting_and_every_key_of_a_rule() {
     let file = read("etc/nvshare.toml");
@@ -184,7 +186,7 @@ fn the_readme_links_every_page_for_users() {
     }
 }
 
-/// The anchor of a page's heading, as GitHub makes it.
+/// Returns the anchor that GitHub creates for a page's heading.
 fn anchor(heading: &str) -> String {
     let kept = heading.trim().to_lowercase();
     let kept = kept.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
@@ -242,7 +244,7 @@ fn pages_for_users_name_existing_commands() {
     assert!(found > 20, "{found}");
 }
 
-/// The man pages: their file names and texts.
+/// Returns the file names and the texts of the man pages.
 fn man_pages() -> Vec<(String, String)> {
     let files = std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("man")).expect("the folder");
     let names = files.map(|file| file.expect("a file").file_name().into_string().expect("a name"));
@@ -259,7 +261,7 @@ fn man_pages_refer_to_existing_pages_and_sections() {
         let lines: Vec<&str> = text.lines().collect();
         for (number, line) in lines.iter().enumerate() {
             let words: Vec<&str> = line.split(' ').collect();
-            // In an item or after another macro, a reference has no dot.
+            // In an item or after another macro, a reference has no leading dot.
             let at = words.iter().position(|word| matches!(*word, ".Xr" | "Xr"));
             if let Some([name, section, ..]) = at.map(|at| &words[at + 1..])
                 && is_ours(name)
@@ -272,7 +274,8 @@ fn man_pages_refer_to_existing_pages_and_sections() {
             }
             if let Some(heading) = line.strip_prefix(".Sx ") {
                 let heading = heading.trim_end_matches([' ', '.', ',', ')', ';']);
-                // A section of another page: `.Sx NAME`, `in`, `.Xr page 8`.
+                // A reference to a section of another page has the form `.Sx NAME`, `in`, `.Xr page
+                // 8`.
                 let other = match lines[number..] {
                     [_, "in", reference, ..] => reference.strip_prefix(".Xr ").map(|words| words.split(' ').take(2)),
                     _ => None,
@@ -287,7 +290,7 @@ fn man_pages_refer_to_existing_pages_and_sections() {
     assert!(found > 50, "{found}");
 }
 
-/// The pages that were split off nvsharectl(1) must be found from there.
+/// Readers of nvsharectl(1) must find the pages that were split off from it.
 #[test]
 fn nvsharectl_1_lists_the_pages_about_its_commands() {
     let page = read("man/nvsharectl.1");

@@ -1,7 +1,7 @@
-//! Compares the pages that have figures with `bench/results.json`, which benchmarks write, and `bench/figures.toml`, which
-//! has the aims.
+//! Compares the pages that show figures with `bench/results.json` and `bench/figures.toml`.
+//! Benchmarks write the first file. The second file has the aims.
 //!
-//! A page links each figure that it takes from there, with the name of its row as the link's title:
+//! A page links each figure to the first file. The link's title is the name of the figure's row:
 //! `[48.6 µs](results.json "handover-daemon-p50")`.
 
 use bench_support::{
@@ -17,7 +17,7 @@ const README: &str = include_str!("../../README.md");
 const RESULTS: &str = include_str!("../../bench/RESULTS.md");
 const LIST: &str = include_str!("../../bench/FIGURES.md");
 
-/// The number that a text starts with, and how many decimal places it shows.
+/// Returns the number at the start of a text, and how many decimal places the number shows.
 fn number(text: &str) -> (f64, usize) {
     let plain = text.replace('−', "-").replace(',', "");
     let end = plain.find(|c: char| !(c.is_ascii_digit() || c == '-' || c == '.')).unwrap_or(plain.len());
@@ -25,7 +25,7 @@ fn number(text: &str) -> (f64, usize) {
     (plain[..end].parse().unwrap_or_else(|e| panic!("{text:?} does not start with a number: {e}")), places)
 }
 
-/// The text and the row's name of each figure that a page links.
+/// Returns each figure that a page links, as its text and the name of its row.
 fn linked(page: &str) -> Vec<(&str, &str)> {
     let before_names = page.match_indices("results.json \"");
     let figure = |(at, link): (usize, &str)| {
@@ -40,7 +40,7 @@ fn figures() -> Figures {
     Figures::read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("bench"))
 }
 
-/// git determines the measurements that are older than their code; there may be none.
+/// git determines which measurements are older than their code. There may be none.
 #[test]
 fn figures_md_lists_all_figures_and_aims() {
     let undated = |page: &str| page.replace(OLDER, "");
@@ -102,7 +102,8 @@ fn pages_have_the_values_of_results_json() {
         for (shown, name) in linked {
             let value = values.get(name).unwrap_or_else(|| panic!("{page}: results.json has no row {name:?}"));
             let (number, places) = number(shown);
-            // Half of the last place shown, plus an allowance for rounding in binary fractions.
+            // The tolerance is half of the last decimal place, plus an allowance for rounding in
+            // binary fractions.
             let tolerance = 0.5 / 10f64.powi(places as i32) + 1e-9;
             assert!((number - value).abs() <= tolerance, "{page}: {name} is {shown}, and {value} in results.json");
         }

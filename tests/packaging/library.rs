@@ -1,12 +1,13 @@
-//! `libnvshare.so` as a file: every process of a host may load it, so it needs no other libraries, exports only its
-//! hooks, and costs little.
+//! `libnvshare.so` as a file. Every process of a host may load it, so it needs no other libraries,
+//! exports only its hooks, and costs little.
 
 use std::path::PathBuf;
 use std::process::Command;
 
 use test_support::{artifact, steps};
 
-/// The output of `readelf` (binutils, which comes with any C compiler) for the library.
+/// Returns the output of `readelf` for the library. `readelf` is in binutils, which is installed
+/// with any C compiler.
 fn readelf(option: &str) -> String {
     let output =
         Command::new("readelf").args(["-W", option]).arg(artifact("libnvshare.so")).env("LC_ALL", "C").output();
@@ -43,7 +44,7 @@ fn it_needs_nothing_newer_than_glibc_2_17() {
     }
 }
 
-/// The NVML functions that may have to give the same answers as CUDA.
+/// The NVML functions that may have to return the same values as CUDA.
 const NVML: [&str; 7] = [
     "nvmlDeviceGetCount",
     "nvmlDeviceGetCount_v2",
@@ -87,6 +88,7 @@ fn loading_it_costs_next_to_nothing() {
     let cost = with - without;
     eprintln!("/bin/true: {without} instructions, {cost} more with the library");
     assert!(cost > 1000, "it was not loaded");
-    // The released library takes little more than half of that (`bench/guest.rs`, where the limit is 60,000).
+    // The released library needs little more than half of these instructions (see `bench/guest.rs`,
+    // where the limit is 60,000).
     assert!(cost <= 64_000, "{cost} more instructions");
 }

@@ -1,5 +1,5 @@
 //! Compares installed files and documents with the programs: the library as a file, units, manual
-//! pages, figures, the toolchain.
+//! pages, figures, and the toolchain.
 
 mod copyright;
 mod documentation;

@@ -1,4 +1,4 @@
-//! Pages for developers name files that exist.
+//! The pages for developers name only files that exist.
 
 use std::path::Path;
 use std::process::Command;
@@ -22,7 +22,7 @@ fn developers_pages_name_files_that_exist() {
     ] {
         let names = named(text);
         assert!(names.len() > 5, "{page}: {names:?}");
-        // Pages name a file from any folder on.
+        // A page may name a file by any last part of its path.
         let is_there = |name: &str| files.lines().any(|file| file == name || file.ends_with(&format!("/{name}")));
         let missing: Vec<&str> = names.into_iter().filter(|name| !is_there(name)).collect();
         assert_eq!(missing, [""; 0], "{page}");

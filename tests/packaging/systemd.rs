@@ -22,7 +22,7 @@ fn ask(command: &mut Command) -> Option<Output> {
 
 #[test]
 fn the_services_are_exposed_to_little() {
-    // In tenths: 0.7, and 1.5 for the service with capabilities.
+    // The thresholds are in tenths: 0.7, and 1.5 for the service with capabilities.
     for (unit, threshold) in [("nvshare.service", 7), ("nvshare-checkpoint@.service", 15)] {
         let mut command = Command::new("systemd-analyze");
         command.args(["security", "--offline=true", "--no-pager", &format!("--threshold={threshold}")]);
@@ -31,7 +31,7 @@ fn the_services_are_exposed_to_little() {
     }
 }
 
-/// A process that may connect to it has power over all processes.
+/// A process that may connect to the helper has power over all processes.
 #[test]
 fn the_checkpoint_helper_is_started_for_the_scheduler_alone() {
     let read = |name: &str| std::fs::read_to_string(installed(name)).expect("a file");
@@ -44,8 +44,8 @@ fn the_checkpoint_helper_is_started_for_the_scheduler_alone() {
     let user = value(&scheduler, "User");
     assert_eq!((value(&socket, "SocketUser"), value(&socket, "SocketMode")), (user.clone(), "0600".to_owned()));
     assert_eq!(value(&service, "User"), user, "it takes requests from its own user");
-    // Neither capability suffices alone [H100, driver 580.159]: `src/checkpoint/tests/helper.rs` tries each on the
-    // simulated GPU.
+    // Neither capability suffices alone [H100, driver 580.159]. `src/checkpoint/tests/helper.rs`
+    // tries each capability on the simulated GPU.
     for key in ["CapabilityBoundingSet", "AmbientCapabilities"] {
         assert_eq!(value(&service, key), "CAP_SYS_PTRACE CAP_DAC_OVERRIDE");
     }
@@ -58,7 +58,7 @@ fn the_checkpoint_helper_is_started_for_the_scheduler_alone() {
     assert!(value(&read("nvshare.socket"), "Wants").split(' ').any(|unit| unit == "nvshare-checkpoint.socket"));
 }
 
-/// systemd has no complaints about any unit. Nothing is installed yet at the programs' paths.
+/// Checks that systemd accepts every unit. No program is installed at the units' paths yet.
 #[test]
 fn systemd_takes_the_units() {
     let directory = Directory::new();
@@ -85,7 +85,7 @@ fn systemd_takes_the_units() {
     }
 }
 
-/// A profile includes the abstraction, and the parser accepts all of it.
+/// Checks that a profile can include the abstraction, and that the parser accepts the result.
 #[test]
 fn apparmor_takes_the_abstraction() {
     let directory = Directory::new();
@@ -97,7 +97,7 @@ fn apparmor_takes_the_abstraction() {
     );
     std::fs::write(&profile, text).expect("a file");
     let mut command = Command::new("apparmor_parser");
-    // Compiles it without loading it into the kernel.
+    // Compiles the profile without loading it into the kernel.
     command.args(["--skip-kernel-load", "--skip-cache"]).arg(&profile);
     let Some(output) = ask(&mut command) else { return };
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -118,8 +118,8 @@ fn the_journal_takes_the_catalog() {
     assert!(directory.0.join("var/lib/systemd/catalog/database").exists());
 }
 
-/// The sockets' directories belong to tmpfiles.d: a directory owned by the service would disappear with it, and leave
-/// containers that have mounted it with a dead mount.
+/// tmpfiles.d creates the sockets' directories. A directory that belonged to the service would
+/// disappear with the service. Containers that have mounted it would be left with a dead mount.
 #[test]
 fn sockets_are_in_directories_that_outlive_the_service() {
     let read = |name: &str| std::fs::read_to_string(installed(name)).expect("a file");
@@ -134,7 +134,7 @@ fn sockets_are_in_directories_that_outlive_the_service() {
     assert!(!read("nvshare.service").contains("RuntimeDirectory="));
 }
 
-/// The user must exist before the bus reads its policy, and so before sysusers.d has the line.
+/// The user must exist before the bus reads its policy. That is earlier than systemd-sysusers runs.
 #[test]
 fn preinst_creates_the_user_of_sysusers_d() {
     let sysusers = include_str!("../../systemd/nvshare.sysusers");

@@ -1,8 +1,9 @@
-//! The oldest cargo that builds everything is `rust-version` in `Cargo.toml`; other files name the same version.
+//! `rust-version` in `Cargo.toml` is the oldest cargo that builds everything. Other files must name
+//! the same version.
 
 const OLDEST: &str = env!("CARGO_PKG_RUST_VERSION");
 
-/// The versions that a file names between these texts.
+/// Returns the versions that a file names between these two texts.
 fn versions<'a>(text: &'a str, before: &str, after: &str) -> Vec<&'a str> {
     let is_version = |text: &&str| !text.is_empty() && text.chars().all(|c| c.is_ascii_digit() || c == '.');
     text.split(before).skip(1).filter_map(|rest| Some(rest.split_once(after)?.0)).filter(is_version).collect()

@@ -1,4 +1,5 @@
-//! Links the programs to `libcuda.so.1` without a driver: against a stub with its symbols.
+//! Links the programs to `libcuda.so.1` on machines without a driver. The linker gets a stub with
+//! the driver's symbols.
 
 use std::{env, fs, path::PathBuf, process::Command};
 

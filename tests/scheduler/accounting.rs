@@ -1,5 +1,5 @@
-//! Clients' reports are checked against measurements, failed mappings change the plan, and clients that grow don't wait
-//! for messages: message by message.
+//! Accounting, message by message: clients' reports are checked against measurements, failed
+//! mappings change the plan, and clients that grow don't wait for messages.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -7,13 +7,13 @@ use scheduler_sim::*;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Reports a measurement that begins now, with each client's bytes and the free bytes.
+/// Reports a measurement that begins now. It has each client's bytes and the free bytes.
 fn found(t: &mut Talk, free: u64, clients: &[(u64, u64)]) -> Vec<Command> {
     let found: BTreeMap<ClientId, Found> = clients.iter().map(|(n, bytes)| (client(*n), exactly(*bytes))).collect();
     t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: Some(free), found })
 }
 
-/// A GPU of 16 GiB where clients are measured.
+/// Creates a GPU of 16 GiB on which clients' memory is measured.
 fn measured(anti_thrash: AntiThrash) -> Talk {
     let mut t = Talk::in_mode(anti_thrash);
     t.join(9, 0);
@@ -45,7 +45,8 @@ fn a_client_is_not_believed_to_have_what_no_measurement_shows() {
     let commands = t.report(1, 15 * GIB, 15 * GIB, 15 * GIB);
     assert!(commands.contains(&MEASURE), "{commands:?}");
     assert_eq!((t.attachment(1).pinned, t.attachment(1).disbelieved), (0, Some(15 * GIB)));
-    // Client 1's supposed memory must be evicted for client 2. Client 1 doesn't answer, and is measured to have nothing.
+    // Client 1's reported memory must be evicted for client 2. Client 1 doesn't answer, and the
+    // measurement shows that it has no memory.
     t.join(2, 12 * GIB);
     t.request(2);
     for _ in 0..10 {
@@ -72,7 +73,8 @@ fn a_client_that_does_not_answer_keeps_what_is_measured() {
     assert_eq!((t.state(2), t.attachment(1).charge), (LockState::Waiting, 12 * GIB));
 }
 
-/// A client that was given up for dead maps its former allowance, and keeps that memory, whatever it reports.
+/// A client that was treated as dead maps its former allowance. It keeps that memory, whatever it
+/// reports.
 #[test]
 fn what_one_maps_that_did_not_answer_for_long_is_not_lost_sight_of() {
     let mut t = measured(AntiThrash::On);
@@ -100,7 +102,7 @@ fn what_one_maps_that_did_not_answer_for_long_is_not_lost_sight_of() {
         found(&mut t, 0, &[(1, 4 * GIB), (2, 12 * GIB), (9, 0)]);
     }
     assert_eq!(t.attachment(1).unfreed, 4 * GIB);
-    // Its former allowance is not memory that it may still map.
+    // The client can no longer map memory up to its former allowance.
     t.acknowledge(1, u32::MAX, 4 * GIB, 8 * GIB, 0);
     assert_eq!(t.attachment(1).disbelieved, Some(8 * GIB));
 }
@@ -110,7 +112,7 @@ fn what_a_measurement_confirms_counts() {
     let mut t = measured(AntiThrash::On);
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(7) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
-    // Memory that was allocated by the driver, not by nvshare: arrays, pools.
+    // The driver allocates this memory, not nvshare: arrays and pools.
     t.report(1, 3 * GIB, 3 * GIB, 3 * GIB);
     found(&mut t, 13 * GIB, &[(1, 3 * GIB), (9, 0)]);
     let attachment = t.attachment(1);
@@ -147,11 +149,11 @@ fn without_measurements_clients_are_believed() {
 
 // ---- mappings that fail ----
 
-/// Two clients grow side by side on a GPU with 512 MiB less free memory than the scheduler believes, until each lacks 64
-/// MiB.
+/// Two clients grow side by side until each lacks 64 MiB. The GPU has 512 MiB less free memory than
+/// the scheduler believes.
 fn standstill() -> Talk {
     let mut t = measured(AntiThrash::Auto);
-    t.measured(GIB); // really 1.5 GiB
+    t.measured(GIB); // the actual overhead is 1.5 GiB
     for n in [1, 2] {
         t.join(n, 7 * GIB);
         t.report(n, 7 * GIB + 256 * MIB, 7 * GIB, 0);
@@ -165,8 +167,8 @@ fn two_clients_that_lack_a_little_each_do_not_stand_still() {
     let mut t = standstill();
     let really = 16 * GIB - 1536 * MIB;
     let mut done = [false; 2];
-    // Each client that holds the lock maps what is really free. If that is too little it gives the lock back, otherwise it
-    // computes for a moment.
+    // Each client that holds the lock maps the memory that is actually free. If that is too little,
+    // it releases the lock. Otherwise it computes for a moment.
     for _ in 0..100 {
         for n in [1, 2] {
             let other = t.attachment(3 - n).mapped;
@@ -181,7 +183,7 @@ fn two_clients_that_lack_a_little_each_do_not_stand_still() {
                 LockState::Holding | LockState::Revoking => {
                     t.release(n, ReleaseReason::NoMemory);
                     let (one, two) = (t.attachment(1).mapped, t.attachment(2).mapped);
-                    t.measured(GIB); // still wrong
+                    t.measured(GIB); // the overhead is still wrong
                     found(&mut t, really - one - two, &[(1, one), (2, two)]);
                     t.request(n);
                 }
@@ -197,7 +199,7 @@ fn two_clients_that_lack_a_little_each_do_not_stand_still() {
     panic!("{done:?} {:?} {:?}", t.attachment(1), t.attachment(2));
 }
 
-/// Client 1 has 8 GiB. Client 2 has 6, holds the lock, and needs 7 now.
+/// Client 1 has 8 GiB. Client 2 has 6 GiB, holds the lock, and now needs 7 GiB.
 fn grown() -> Talk {
     let mut t = measured(AntiThrash::On);
     t.join(1, 8 * GIB);
@@ -215,14 +217,15 @@ fn a_failure_has_others_evicted_and_the_client_granted_again() {
     assert_eq!(failed(&commands), [(2, GIB, 1)]);
     assert!(commands.contains(&MEASURE));
     assert_eq!(t.request(2), [], "the same would fail again");
-    // The measurement shows free memory. It could not be mapped, so it is not used.
+    // The measurement shows free memory. That memory could not be mapped, so the scheduler doesn't
+    // allocate it.
     let commands = found(&mut t, 2 * GIB, &[(1, 8 * GIB), (2, 6 * GIB)]);
     assert_eq!(allowances(&commands).last(), Some(&(1, 7 * GIB)), "{commands:?}");
     assert_eq!(capacity(&t), 16 * GIB, "others may have what it could not");
     assert_eq!(t.machine.gpu(gpu(0)).unwrap().shortfall, 2 * GIB);
     t.map(1);
     assert_eq!(t.state(2), LockState::Holding);
-    // The mapping fails again, so twice as much is reserved.
+    // The mapping fails again, so the scheduler reserves twice as much.
     assert_eq!(failed(&t.release(2, ReleaseReason::NoMemory)), [(2, GIB, 2)]);
     t.request(2);
     let commands = found(&mut t, 3 * GIB, &[(1, 7 * GIB), (2, 6 * GIB)]);
@@ -263,10 +266,11 @@ fn what_a_failure_taught_ends_where_a_measurement_contradicts_it() {
     let shortfall = |t: &Talk| t.machine.gpu(gpu(0)).unwrap().shortfall;
     found(&mut t, 2 * GIB, &[(1, 8 * GIB), (2, 6 * GIB)]);
     assert_eq!(shortfall(&t), 2 * GIB);
-    // More is free, which says nothing about the memory that couldn't be mapped.
+    // More memory is free. The figure doesn't show whether the memory that failed to map is usable
+    // now.
     found(&mut t, 5 * GIB, &[(1, 5 * GIB), (2, 6 * GIB)]);
     assert_eq!(shortfall(&t), 2 * GIB);
-    // Less is free than couldn't be mapped, so some of that was mapped.
+    // Less memory is free than failed to map, so some of that memory was mapped.
     found(&mut t, 512 * MIB, &[(1, 8 * GIB), (2, 6 * GIB)]);
     assert_eq!(shortfall(&t), 512 * MIB + GIB, "that, and as much as it lacked");
     t.after(Duration::from_secs(10));
@@ -288,7 +292,7 @@ fn a_client_that_needs_more_than_there_seems_to_be_may_try() {
     t.map(2);
     assert_eq!((t.state(1), t.attachment(1).allowance), (LockState::Holding, 12 * GIB), "{:?}", t.machine.gpu(gpu(0)));
     assert_eq!((t.attachment(2).mapped, t.machine.gpu(gpu(0)).unwrap().trial), (0, 2 * GIB));
-    // The mapping fails: others run before it is tried again.
+    // The mapping fails, and other clients run before it is tried again.
     t.release(1, ReleaseReason::NoMemory);
     t.request(1);
     t.request(2);
@@ -343,7 +347,8 @@ fn failures_change_nothing_for_others() {
     let mut t = measured(AntiThrash::On);
     t.join(1, 65 * MIB);
     t.join(2, 12 * GIB);
-    // Client 1 has mapped 64 MiB, so it is believed when it reports again and again that there is no room for the rest.
+    // Client 1 has mapped 64 MiB. So the scheduler believes its repeated reports that the rest
+    // cannot be mapped.
     for _ in 0..20 {
         t.report(1, 65 * MIB, 64 * MIB, 0);
         t.request(1);
@@ -467,7 +472,7 @@ fn a_client_that_tries_to_map_more_takes_nothing_from_contexts() {
 #[test]
 fn a_client_that_comes_back_with_memory_is_measured_before_it_is_asked_for_any() {
     let mut t = measured(AntiThrash::On);
-    t.measured(10 * GIB); // its own memory, before the client was known
+    t.measured(10 * GIB); // includes the client's own memory, which was measured before it connected
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
     let commands = t.report(1, 10 * GIB, 10 * GIB, 0);
@@ -479,7 +484,7 @@ fn a_client_that_comes_back_with_memory_is_measured_before_it_is_asked_for_any()
 
 // ---- growth ----
 
-/// A client that holds the lock and has grown twice.
+/// Joins a client that holds the lock and has grown twice.
 fn growing(t: &mut Talk, n: u64, from: u64) {
     t.join(n, from);
     grows(t, n, from);
@@ -500,7 +505,7 @@ fn a_holder_that_keeps_growing_may_map_ahead() {
     growing(&mut t, 1, GIB);
     let attachment = t.attachment(1);
     assert_eq!((attachment.demand, attachment.allowance), (GIB + 64 * MIB, 2 * GIB + 32 * MIB));
-    // No message is sent until half of that is used.
+    // The scheduler sends no message until half of the advance is used.
     t.now += ms(1);
     assert_eq!(t.report(1, GIB + 500 * MIB, GIB + 500 * MIB, 0), []);
     t.now += ms(1);
@@ -513,7 +518,7 @@ fn what_may_be_mapped_ahead_is_given_back_to_who_needs_it() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     growing(&mut t, 1, 4 * GIB);
     assert_eq!(t.attachment(1).allowance, 5 * GIB + 32 * MIB);
-    // Client 2 leaves a part of the free memory.
+    // Client 2 leaves only a part of the free memory.
     t.join(2, 11 * GIB + 512 * MIB);
     t.request(2);
     assert_eq!(t.attachment(1).allowance, 4 * GIB + 512 * MIB, "as much as is lacking");

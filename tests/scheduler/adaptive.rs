@@ -1,4 +1,5 @@
-//! The policy `adaptive`: the order of clients, whose memory stays, and that no client starves.
+//! The policy `adaptive`: the order of clients, the choice of memory to evict, and the guarantee
+//! that no client starves.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -54,8 +55,8 @@ fn equals_without_room_for_each_other_run_nearly_one_after_another() {
     let jobs = [1, 2, 3].map(|n| world.add(job(n)));
     assert!(world.run(s(400)));
     for client in jobs {
-        // One grant to measure how full the client keeps the GPU, and one for each level below the
-        // length of its work: 1, 4, 16 and 64 s.
+        // The client needs one grant to measure how full it keeps the GPU, and one grant for each
+        // level below the length of its work: 1, 4, 16 and 64 s.
         assert!(grants(&world, client) <= 5, "{client:?}: {}", grants(&world, client));
     }
     let first = jobs.map(|job| ended(&world, job)).into_iter().min().expect("three jobs");
@@ -78,21 +79,21 @@ fn jobs_count_and_not_their_users() {
 fn nobody_waits_much_longer_than_twice_max_wait_or_without_it_than_eight_rounds() {
     for (mode, max_wait) in [AntiThrash::Auto, AntiThrash::On].into_iter().flat_map(|mode| [(mode, 4), (mode, 0)]) {
         let mut world = world(adaptive(mode, s(1), s(max_wait)));
-        // Two long jobs, and newcomers that would fill the GPU by themselves.
+        // Two long jobs compete with newcomers that would fill the GPU by themselves.
         let long = [1, 2].map(|n| world.add(Plan { gpu: s(60), tenant: user(n), ..Plan::default() }));
         for n in 0..400 {
             world.add(Plan { gpu: ms(950), start: s(n), tenant: user(3), ..Plan::default() });
         }
         world.run(s(400));
         assert!(long.iter().all(|client| grants(&world, *client) > 5), "{mode:?}: {}", grants(&world, long[0]));
-        // About five clients wait for turns of 1 s, and clients that aged earlier go first.
+        // About five clients wait for turns of 1 s. Clients that have aged longer run first.
         let is_bounded = mode == AntiThrash::Auto && max_wait > 0;
         let bound = if is_bounded { s(2 * max_wait + 4) } else { s(8 * 8 + 4) };
         assert!(longest_wait(&world) < bound, "{mode:?}, {max_wait} s: {:?}", longest_wait(&world));
     }
 }
 
-/// A turn that ends before the client's memory has been restored is of no use to the client.
+/// A turn is useless if it ends before the client's memory has been restored.
 #[test]
 fn who_has_aged_runs_for_longer_than_its_memory_takes_to_come() {
     let mut world = world(adaptive(AntiThrash::Auto, s(30), s(20)));
@@ -107,7 +108,7 @@ fn who_has_aged_runs_for_longer_than_its_memory_takes_to_come() {
     assert!(grants(&world, large) < 50, "each of its turns is worth its memory: {}", grants(&world, large));
 }
 
-/// Half a second at a hundredth of the weight is made up for after 50 seconds of waiting.
+/// After half a second at a hundredth of the weight, the client waits for 50 s.
 #[test]
 fn a_client_with_a_lower_weight_of_its_own_waits_that_off_and_no_longer() {
     let mut t = Talk::new(adaptive(AntiThrash::On, ms(500), s(0)));

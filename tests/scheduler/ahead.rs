@@ -1,4 +1,4 @@
-//! Host memory that clients allocate ahead, for memory that is still on a GPU.
+//! Host memory that clients allocate ahead of evictions, while their memory is still on a GPU.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -19,7 +19,7 @@ fn prepare(n: u64, bytes: u64) -> Command {
     Command::Prepare { client: client(n), gpu: gpu(0), bytes }
 }
 
-/// The empty host memory that clients may keep, by the commands that tell them.
+/// Returns the empty host memory that each client may keep, according to the commands.
 fn spares(commands: &[Command]) -> Vec<(u64, u64)> {
     let spare = |command: &Command| match command {
         Command::Limit { client, spare, .. } => Some((client.0, *spare)),

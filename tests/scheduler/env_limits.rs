@@ -1,5 +1,5 @@
-//! Limits from programs' environments, message by message: such a limit holds for one client, in addition to its
-//! rule.
+//! Limits from programs' environments, message by message. Such a limit applies to one client, in
+//! addition to its rule.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -14,7 +14,7 @@ fn at_most(bytes: u64) -> EnvLimits {
     EnvLimits { memory_max: Amount::Bytes(bytes), ..EnvLimits::default() }
 }
 
-/// All clients adopt their limits and allowances, until no more commands follow.
+/// All clients carry out their limits and allowances, until no more commands follow.
 fn settle(t: &mut Talk) {
     let clients = t.machine.clients().len() as u64;
     (0..3).for_each(|_| (1..=clients).for_each(|n| drop(t.map(n))));
@@ -27,7 +27,7 @@ fn wish(t: &mut Talk, n: u64, bytes: u64) -> Vec<Command> {
     commands
 }
 
-/// Connects a client with these limits of its own and no memory yet.
+/// Connects a client with these environment limits. It has no memory yet.
 fn arrive(t: &mut Talk, n: u64, own: EnvLimits) -> Vec<Command> {
     t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(0) });
     say(t, n, own);
@@ -51,7 +51,7 @@ fn a_program_has_no_more_than_it_allows_itself_context_included() {
     let beyond = most - 300 * MIB + 1;
     assert_eq!(wish(&mut t, 1, beyond), [denied(1, beyond, Denial::EnvLimit)]);
     assert_eq!(wish(&mut t, 1, beyond - 1), []);
-    // No other client gets less because of this limit.
+    // The limit of client 1 doesn't reduce the limit of other clients.
     t.join(2, 0);
     assert!(t.attachment(2).limit > 14 * GIB, "{:?}", t.attachment(2));
     t.say(Event::Disconnected { client: client(1) });
@@ -74,7 +74,7 @@ fn both_bounds_hold_each_in_its_own_right() {
     t.report(2, 6 * GIB, 0, 0);
     assert_eq!(wish(&mut t, 1, 3 * GIB), [denied(1, 3 * GIB, Denial::MemoryMax)], "its group's");
     assert_eq!(wish(&mut t, 1, 3 * GIB + 1), [denied(1, 3 * GIB + 1, Denial::EnvLimit)]);
-    // A limit looser than the rule changes nothing.
+    // An environment limit above the rule's limit changes nothing.
     say(&mut t, 1, at_most(9 * GIB));
     assert_eq!(wish(&mut t, 1, 3 * GIB), [denied(1, 3 * GIB, Denial::MemoryMax)]);
 }

@@ -1,4 +1,5 @@
-//! Explanations for a client that waits: which clients are ahead and why, and whether the forecast comes true.
+//! Explanations for a waiting client: the clients ahead, the reasons, and a forecast that must come
+//! true.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -68,7 +69,7 @@ fn a_holder_that_nobody_makes_leave_has_no_expected_end() {
     let what = of(&t, 2);
     assert_eq!((what.holders.len(), what.starts), (1, None));
     assert!(what.holders[0].precedes && what.holders[0].left.is_none());
-    // A third client, which has no rule, goes first.
+    // A third client, which has no rule, runs first.
     t.join_of(TenantId(3), 3, GIB);
     t.request(3);
     assert_eq!(reasons(&t, 2), [(3, Reason::OtherIsIdle)]);
@@ -86,7 +87,7 @@ fn a_rule_that_goes_first_is_the_reason() {
         for n in [1, 2, 3] {
             t.join_of(TenantId(n), n, GIB);
         }
-        // The holder is in the group too, so it continues.
+        // Client 3 is in the holder's group too, so the holder continues.
         t.put(&[1, 3], RuleLimits { share: Some(share), ..RuleLimits::default() });
         t.request(1);
         t.after(ms(1));
@@ -112,7 +113,7 @@ fn an_owner_that_has_had_less_goes_first() {
     assert_eq!(reasons(&t, 2), [(3, Reason::Earlier)]);
     t.after(s(1));
     t.release(1, ReleaseReason::Revoked);
-    // The owner of client 3 has used a second, so client 3 waits although it asked first.
+    // The owner of client 3 has used one second, so client 3 waits although its request came first.
     assert_eq!(t.state(2), LockState::Holding);
     t.request(4);
     assert_eq!(reasons(&t, 3), [(4, Reason::Share)]);
@@ -158,7 +159,7 @@ fn memory_that_has_to_move_is_told_and_takes_time() {
     assert!(what.starts.expect("an end") >= rest + s(1), "{what:?}");
 }
 
-/// The error of forecasts for clients that always have work, in seconds, at several moments.
+/// Returns the errors of forecasts at several moments, in seconds. The clients always have work.
 fn errors(mode: AntiThrash, clients: u64, demand: u64, until: u64) -> Vec<f64> {
     let mut world = World::with_gpu(mode, s(2), 16 * GIB);
     world.feed(Event::GpuLink { gpu: gpu(0), rate: 40 * GIB });

@@ -1,12 +1,12 @@
-//! Gangs: clients that wait for each other's kernels.
+//! Gangs: groups of clients that wait for each other's kernels.
 
 use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
 use std::time::Duration;
 
-/// Two jobs of two processes each, which reach two GPUs in opposite order, and two programs beside them. Each process has
-/// the given demand.
+/// Creates two jobs of two processes each, and two programs beside the jobs. The two jobs reach the
+/// two GPUs in opposite order. Each process has the given demand.
 fn two_jobs(mode: AntiThrash, demand: u64, late: Duration, gang: impl Fn(u64) -> u64) -> (World, Vec<ClientId>) {
     let mut world = World::new(settings(mode, Duration::from_secs(2)), 1);
     (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
@@ -37,8 +37,8 @@ fn jobs_that_say_they_are_gangs_never_wait_for_each_other() {
     }
 }
 
-/// If one process of a job always requests its GPU later than the other process, the other's GPU is often revoked while
-/// that process waits for the late one.
+/// One process of a job always requests its GPU later than the other process. The other process
+/// then waits for the late one, and its GPU is often revoked during that wait.
 #[test]
 fn a_gang_that_was_cut_off_in_the_middle_goes_on_until_it_drains() {
     for mode in [AntiThrash::On, AntiThrash::Auto] {
@@ -61,7 +61,8 @@ fn a_deadlock_that_nobody_announced_is_broken_by_running_the_partners() {
     }
 }
 
-/// Clients 1 and 2 are a gang that has the GPU, and client 3 wants it. Client 1 was revoked and has released the lock.
+/// Clients 1 and 2 are a gang that has the GPU, and client 3 requests it. Client 1 was revoked and
+/// has released the lock.
 fn with_one_that_drains() -> Talk {
     let mut t = Talk::in_mode(AntiThrash::On);
     for (n, gang) in [(1, 7), (2, 7), (3, 0)] {

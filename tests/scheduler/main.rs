@@ -1,5 +1,5 @@
-//! The scheduler's tests, in virtual time: with clients that behave as the library does (`World`), or message by message
-//! (`Talk`).
+//! The scheduler's tests, in virtual time. `World` has clients that behave as the library does.
+//! `Talk` sends single messages.
 
 mod accounting;
 mod adaptive;

@@ -1,12 +1,12 @@
-//! Memory limits of rules, message by message: allocations that wait and their order, memory that stays and memory that
-//! must be evicted.
+//! Memory limits of rules, message by message: allocations that wait, their order, and the choice
+//! of memory to evict.
 
 use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
 use std::time::Duration;
 
-/// Clients in one group with these limits, one for each demand.
+/// Creates clients in one group with these limits. Each client has one of the demands.
 fn group<const N: usize>(limits: RuleLimits, demands: [u64; N]) -> Talk {
     let mut t = Talk::in_mode(AntiThrash::On);
     for (n, demand) in (1..).zip(demands) {
@@ -18,12 +18,13 @@ fn group<const N: usize>(limits: RuleLimits, demands: [u64; N]) -> Talk {
     t
 }
 
-/// The first `clients` clients adopt their limits and allowances, until no more commands follow.
+/// The first `clients` clients carry out their limits and allowances, until no more commands
+/// follow.
 fn settle(t: &mut Talk, clients: u64) {
     (0..3).for_each(|_| (1..=clients).for_each(|n| drop(t.map(n))));
 }
 
-/// Requests a limit, and returns the commands that let clients wait or refuse their requests.
+/// Requests a limit. Returns the commands that make clients wait or refuse their requests.
 fn wish(t: &mut Talk, n: u64, bytes: u64) -> Vec<Command> {
     let mut commands = t.wish(n, bytes);
     commands.retain(|command| matches!(command, Command::Waiting { .. } | Command::Denied { .. }));
@@ -35,7 +36,7 @@ fn waits(memory_max: u64) -> RuleLimits {
     RuleLimits { memory_max: Amount::Bytes(memory_max), on_memory_full: OnMemoryFull::Wait, ..RuleLimits::default() }
 }
 
-/// The clients whose limits have reached the requested bytes.
+/// Returns the clients whose limits have reached the requested bytes.
 fn fulfilled(t: &Talk, wishes: &[(u64, u64)]) -> Vec<u64> {
     let has = |n: u64| t.attachment(n).limit;
     wishes.iter().filter(|(n, bytes)| has(*n) >= *bytes).map(|(n, _)| *n).collect()
@@ -127,7 +128,7 @@ fn what_is_protected_leaves_only_if_nobody_else_has_anything_to_give() {
     for n in [1, 2] {
         t.join(n, 6 * GIB);
     }
-    // Client 1 ran longest ago, so its memory is evicted first unless something protects it.
+    // Client 1 ran longest ago, so its memory is evicted first unless it is protected.
     let low = |bytes| RuleLimits { memory_low: Some(Amount::Bytes(bytes)), ..RuleLimits::default() };
     t.put(&[1], low(5 * GIB));
     t.join(3, 8 * GIB);
@@ -137,7 +138,7 @@ fn what_is_protected_leaves_only_if_nobody_else_has_anything_to_give() {
     for n in [1, 2] {
         t.map(n);
     }
-    // Now client 2 has too little left to evict, so protected memory must leave too.
+    // Client 2 now has too little memory left to evict, so protected memory must be evicted too.
     let demand = 14 * GIB;
     let mapped = t.attachment(3).mapped;
     let commands = t.report(3, demand, mapped, 0);
@@ -158,7 +159,7 @@ fn what_a_group_could_swap_out_is_bounded_over_all_gpus() {
         t.report(n, t.attachment(n).demand, t.attachment(n).mapped, 0);
     }
     assert_eq!(wish(&mut t, 1, 5 * GIB), [denied(1, 5 * GIB, Denial::SwapMax)]);
-    // Memory that one client frees on one GPU is available to the other on another GPU.
+    // If one client frees memory on one GPU, the other client may allocate it on another GPU.
     t.report(2, 0, 0, 0);
     settle(&mut t, 2);
     wish(&mut t, 1, 5 * GIB);
@@ -176,7 +177,7 @@ fn what_is_more_than_a_limit_that_fell_leaves_the_gpu_when_its_client_does_not_r
     assert_eq!(least, Some((2, 2 * GIB)), "not from the one that runs: {commands:?}");
     t.map(2);
     assert_eq!(t.attachment(2).allowance, 2 * GIB, "though the GPU has room");
-    // When client 2 runs it gets all that it needs; then client 1's memory has to be evicted.
+    // When client 2 runs, it gets all memory that it needs. Then client 1's memory must be evicted.
     t.release(1, ReleaseReason::Idle);
     t.request(2);
     assert_eq!((t.state(2), t.attachment(2).allowance), (LockState::Holding, 6 * GIB));
@@ -184,7 +185,7 @@ fn what_is_more_than_a_limit_that_fell_leaves_the_gpu_when_its_client_does_not_r
     t.release(2, ReleaseReason::Idle);
     t.map(2);
     assert_eq!(t.attachment(1).allowance + t.attachment(2).allowance, 8 * GIB);
-    // Nothing of the old limit is left when the limit rises.
+    // When the limit rises, the old limit no longer has any effect.
     t.put(&[1, 2], RuleLimits { memory_max: Amount::Bytes(16 * GIB), ..RuleLimits::default() });
     (1..3).for_each(|n| drop(t.map(n)));
     assert_eq!(t.attachment(1).allowance + t.attachment(2).allowance, 12 * GIB);

@@ -8,10 +8,10 @@ use std::time::Duration;
 
 const CONTEXT: u64 = 512 * MIB;
 
-/// Two GPUs where memory is measured, and clients with memory on one of them.
+/// Two GPUs on which memory is measured, and clients with memory on one of them.
 struct Scene {
     t: Talk,
-    /// The GPU that each client's context is on.
+    /// The number of the GPU with each client's context.
     contexts: BTreeMap<u64, u64>,
     gpus: u64,
 }
@@ -47,7 +47,7 @@ impl Scene {
         self.measure();
     }
 
-    /// Measures the GPUs now; the measurement confirms clients' reports.
+    /// Measures the GPUs now. The measurement confirms the clients' reports.
     fn measure(&mut self) -> Vec<Command> {
         self.t.now += ms(1);
         let begun = self.t.now;
@@ -79,7 +79,7 @@ impl Scene {
         self.t.say(Event::Memory { client: client(n), gpu, report })
     }
 
-    /// Maps or evicts exactly up to the allowance.
+    /// Maps or evicts memory exactly up to the allowance.
     fn map(&mut self, n: u64) -> Vec<Command> {
         let AttachmentView { demand, allowance, .. } = self.attachment(n);
         self.report(n, demand, allowance.min(demand))
@@ -103,7 +103,7 @@ impl Scene {
         self.t.say(Event::Checkpointed { client: client(n), outcome })
     }
 
-    /// Checkpoints client 1, which is prepared to sleep.
+    /// Checkpoints client 1 after it has prepared to sleep.
     fn goes(&mut self) -> Vec<Command> {
         self.map(1);
         assert_eq!(self.t.say(Event::SleepReady { client: client(1) }), [checkpoint(SleepOperation::Sleep, &[])]);
@@ -111,13 +111,14 @@ impl Scene {
         self.helper(1, SleepOutcome::Asleep)
     }
 
-    /// From now on there is room for client 1, which sleeps and is due to wake: its restore begins.
+    /// Measures that there is room for client 1, which sleeps and is due to wake. Its restore
+    /// begins.
     fn comes(&mut self, moves: &[(u64, u64)]) {
         let commands = [self.measure(), self.measure()].concat();
         assert!(commands.contains(&checkpoint(SleepOperation::Wake, moves)), "{commands:?}");
     }
 
-    /// Client 1 is being restored on GPU 1.
+    /// Returns a scene in which client 1 is being restored on GPU 1.
     fn restoring() -> Self {
         let mut scene = Self::new();
         scene.migrate(1, 0, 1);
@@ -126,7 +127,7 @@ impl Scene {
         scene
     }
 
-    /// Client 1 sleeps until it wants to run.
+    /// Returns a scene in which client 1 sleeps until it requests the GPU.
     fn asleep() -> Self {
         let mut scene = Self::new();
         scene.t.say(Event::SleepWanted { client: client(1), paused: false });
@@ -319,7 +320,7 @@ fn who_cannot_be_moved_is_refused_at_once() {
     scene.contexts.remove(&2);
     scene.measure();
 
-    // Together with client 2's memory, client 1's is more than that GPU and host memory can hold.
+    // Client 1's memory and client 2's memory together exceed the other GPU and the host memory.
     scene.join(2, 1, 13 * GIB);
     scene.t.say(Event::HostMemory { bytes: GIB });
     scene.map(1);
@@ -335,7 +336,8 @@ fn who_cannot_be_moved_is_refused_at_once() {
     assert_eq!(scene.migrate(9, 0, 1), [], "there is no such client");
 }
 
-/// Client 1, whose limit is a whole GPU, has 4 GiB. Client 2, on the other GPU, has 8 GiB, and host memory is scarce.
+/// Client 1 has 4 GiB, and its limit is a whole GPU. Client 2 has 8 GiB on the other GPU. Host
+/// memory is scarce.
 fn scarce() -> Scene {
     let mut scene = Scene::new();
     scene.join(2, 1, 8 * GIB);
@@ -394,7 +396,8 @@ fn one_that_sleeps_is_moved_when_others_have_acknowledged_lower_limits() {
     }
 }
 
-/// Client 1, with 4 GiB, and client 3, with 8 GiB, are on GPU 0, and GPU 1 is empty. There is hardly any host memory.
+/// Client 1 with 4 GiB and client 3 with 8 GiB are on GPU 0. GPU 1 is empty. There is hardly any
+/// host memory.
 fn shared_home() -> Scene {
     let mut scene = Scene::new();
     scene.join(3, 0, 8 * GIB);
@@ -409,7 +412,7 @@ fn keeps_its_promises(scene: &Scene) {
     assert!(Some(promised) <= host, "{promised} of {host:?}: {:?}", scene.t.machine.gpus());
 }
 
-/// The most that client 3 can have beside client 1 and both contexts, including the host memory.
+/// The maximum memory of client 3 beside client 1 and both contexts, including the host memory.
 const BESIDE: u64 = 11 * GIB + MIB;
 
 #[test]
@@ -455,7 +458,7 @@ fn its_place_is_kept_where_its_process_was_however_often_it_is_moved_asleep() {
     scene.t.after(Duration::from_secs(5));
     scene.map(3);
     assert!(scene.attachment(3).committed <= BESIDE, "{:?}", scene.attachment(3));
-    // A request made in between is granted only if there is room on both GPUs.
+    // A request during the migration is granted only if both GPUs have room.
     scene.t.say(Event::LimitRequested { client: client(1), gpu: gpu(2), bytes: 12 * GIB });
     let commands = scene.t.after(Duration::from_secs(5));
     let denied = |c: &Command| matches!(c, Command::Denied { client: ClientId(1), .. });
@@ -540,7 +543,7 @@ fn one_that_ends_on_its_way_leaves_nothing() {
     }
 }
 
-/// GPUs that are drained.
+/// Draining a GPU.
 mod drain {
     use super::*;
 
@@ -651,7 +654,8 @@ mod drain {
         assert!(commands.contains(&Command::Attached { client: client(2), gpu: gpu(0) }), "{commands:?}");
     }
 
-    /// While the clients are deferred their contexts don't count, so the limits of that time leave no room for contexts.
+    /// While the clients are deferred, their contexts don't count. So their limits at that time
+    /// leave no room for contexts.
     #[test]
     fn whoever_has_waited_is_promised_nothing_of_what_contexts_take() {
         let mut t = Talk::new(Settings { context: CONTEXT, reserve: 0, ..settings(AntiThrash::On, ms(1000)) });
@@ -713,7 +717,7 @@ mod drain {
         scene.comes(&[(0, 2)]);
     }
 
-    /// A scheduler that has just started is told that the GPU is drained, and then about the clients that are there.
+    /// A new scheduler first learns that the GPU is drained, and then about the clients on it.
     #[test]
     fn one_that_was_there_before_the_scheduler_goes_as_well() {
         let mut scene = Scene::new();

@@ -1,4 +1,4 @@
-//! The length of turns in `auto` when memory must move: it depends on the cost of a hand-over.
+//! The length of turns in `auto` when memory must move. It depends on the cost of a hand-over.
 
 use nvshare_sched::*;
 use scheduler_sim::*;
@@ -12,8 +12,8 @@ fn revokes(world: &World) -> usize {
     world.commands.iter().filter(|(_, command)| matches!(command, Command::Revoke { .. })).count()
 }
 
-/// The stable length of turns of two clients that always have work. `moves`: the bytes that don't fit, and move at 40
-/// GiB/s each way.
+/// Returns the length of turns of two clients that always have work, once that length is stable.
+/// `moves` is the number of bytes that don't fit, and that move at 40 GiB/s in each direction.
 fn turn_between_two(settings: Settings, share: Option<Share>, moves: u64) -> Duration {
     let mut world = World::new(settings, 1);
     world.add_gpu(gpu(0), 16 * GIB, 0);
@@ -73,7 +73,8 @@ fn two_servers_that_are_asked_without_pause_answer_soon_and_often() {
 
 #[test]
 fn bursts_that_repeat_are_not_cut_short() {
-    // An exchange of 8 GiB takes 0.4 s both ways, so turns of ten times that would end in the middle of each burst.
+    // Moving 8 GiB out and in takes 0.4 s. A turn of ten times that length would end in the middle
+    // of each burst.
     let mut world = World::with_gpu(AntiThrash::Auto, s(30), 16 * GIB);
     let job = Plan { demand: 12 * GIB, phases: 20, cpu: s(1), gpu: ms(4500), ..Plan::default() };
     world.add(job.clone());

@@ -1,4 +1,4 @@
-//! Which GPU a program gets if it doesn't choose one itself.
+//! The choice of a GPU for a program that doesn't choose one itself.
 
 use nvshare_sched::*;
 use scheduler_sim::*;
@@ -8,7 +8,7 @@ use std::time::Duration;
 const CONTEXT: u64 = GIB / 2;
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A host with a number of GPUs, and programs that start on it.
+/// A host with some GPUs, and programs that start on it.
 struct Host {
     machine: Machine,
     now: Time,
@@ -55,7 +55,8 @@ impl Host {
         answers.into_iter().next().unwrap()
     }
 
-    /// Places a program that needs `bytes`, if that is known, and returns its GPU.
+    /// Places a program and returns the number of its GPU. `bytes` is the memory that it needs, if
+    /// known.
     fn start(&mut self, n: u64, bytes: Option<u64>) -> u64 {
         self.connect(n, Labels::default());
         self.ask(n, PlacementRequest { bytes, ..self.request() }).unwrap()[0]

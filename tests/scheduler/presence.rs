@@ -17,7 +17,8 @@ fn suspend(t: &mut Talk, suspended: bool) -> Vec<Command> {
     t.say(Event::Suspend { suspended })
 }
 
-/// Client 1 holds the lock and client 2 waits for it. The GPU has room for the memory of one of them.
+/// Client 1 holds the lock and client 2 waits for it. The GPU has room for the memory of one
+/// client.
 fn one_too_many() -> Talk {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 12 * GIB);
@@ -52,12 +53,12 @@ fn a_gpu_without_clients_is_forgotten() {
 fn nobody_waits_on_a_gpu_that_is_gone() {
     let mut t = one_too_many();
     let commands = gone(&mut t);
-    // Client 2 is allowed all that it needs, so that it continues; the driver tells it that the GPU
-    // is gone.
+    // Client 2 is allowed all memory that it needs, so it continues and the driver tells it that
+    // the GPU is gone.
     assert_eq!(allowances(&commands), [(2, 12 * GIB)]);
     assert!(commands.contains(&grant(2)), "{commands:?}");
     assert!(!commands.iter().any(|command| matches!(command, Command::Revoke { .. })), "{commands:?}");
-    // Clients that come later don't wait either.
+    // Clients that connect later don't wait either.
     t.say(Event::Connected { client: client(3), gang: 0, tenant: TenantId(1) });
     let commands = t.say(Event::Attached { client: client(3), gpu: gpu(0), engine: Engine::Swap });
     assert!(commands.contains(&Command::Attached { client: client(3), gpu: gpu(0) }), "{commands:?}");
@@ -120,7 +121,7 @@ fn a_request_for_several_gpus_waits_only_for_those_that_are_there() {
 fn no_program_is_placed_on_a_gpu_that_is_gone() {
     let mut t = Talk::new(Settings { placement: Placement::Spread, ..settings(AntiThrash::Auto, ms(1000)) });
     found(&mut t, 1);
-    t.join(9, GIB); // it keeps the GPU known
+    t.join(9, GIB); // this client keeps the GPU known
     gone(&mut t);
     assert_eq!(place(&mut t, 1), [Command::Placed { client: client(1), gpus: vec![gpu(1)] }]);
     t.say(Event::GpuGone { gpu: gpu(1) });
@@ -149,7 +150,7 @@ fn before_sleep_all_memory_leaves_and_nobody_runs() {
     assert!(t.machine.is_evacuated());
     assert_eq!((t.attachment(1).mapped, t.attachment(2).mapped), (0, 0));
 
-    // A client that wants to run waits until the machine has resumed.
+    // A client that requests the GPU waits until the machine has resumed.
     assert!(!t.request(2).contains(&grant(2)));
     t.after(std::time::Duration::from_secs(20));
     assert_eq!(t.state(2), LockState::Waiting);

@@ -1,5 +1,6 @@
-//! Invariants: random worlds of well-behaved and misbehaving clients, and events that make no sense. The checks after every event
-//! are in `scheduler_sim`. `NVSHARE_SCHEDULER_CASES` sets the number of cases.
+//! Invariants, tested in random worlds of well-behaved and misbehaving clients, and with
+//! meaningless events. `scheduler_sim` has the checks that follow every event.
+//! `NVSHARE_SCHEDULER_CASES` sets the number of cases.
 
 use crate::talk::*;
 use crate::worlds::*;
@@ -15,7 +16,8 @@ fn config(cases: u32) -> ProptestConfig {
     ProptestConfig {
         cases: wanted.unwrap_or(cases),
         failure_persistence: None,
-        // Each choice in a strategy makes its own generator. With the default kind, making them took five sixths of the time.
+        // Each choice in a strategy creates its own generator. With proptest's default generator,
+        // creating them took five sixths of the test's time.
         rng_algorithm: RngAlgorithm::XorShift,
         ..ProptestConfig::default()
     }
@@ -24,7 +26,8 @@ fn config(cases: u32) -> ProptestConfig {
 proptest! {
     #![proptest_config(config(200))]
 
-    /// Whatever the shares of the time, every client with a share finishes, also if rules change.
+    /// Every client that has a share of the time finishes, whatever the shares are, even if rules
+    /// change.
     #[test]
     fn shares_keep_nobody_waiting_for_ever(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..12, unruly in unruly(), users: bool,
@@ -66,7 +69,7 @@ proptest! {
 proptest! {
     #![proptest_config(config(400))]
 
-    /// Every client finishes, and every check of the simulation holds on the way.
+    /// Every client finishes, and the simulation's checks never fail.
     #[test]
     fn everybody_is_served(
         seed: u64, mode in mode(), quantum in 20u64..3000, gpus in 1u64..5, clients in 1u64..14, unruly in unruly(),
@@ -79,8 +82,8 @@ proptest! {
         world.check_replay(settings_of(mode, quantum));
     }
 
-    /// Whatever trouble the GPUs have and however wrong their measurements are, every waiting client runs, or its allocation is
-    /// refused.
+    /// Every waiting client runs, or its allocation is refused, whatever trouble the GPUs have and
+    /// however wrong their measurements are.
     #[test]
     fn trouble_keeps_no_client_waiting_for_ever(
         seed: u64, mode in mode(), gpus in 1u64..3, clients in 1u64..8, error in 0u64..2 * GIB, unruly in unruly(),
@@ -89,7 +92,8 @@ proptest! {
         troubled(world(seed, mode, ms(500), gpus, 0, unruly), gpus, clients, error, unruly, calm)?;
     }
 
-    /// On a host with little memory, no client gets memory for which there is no room anywhere, and none waits for such memory.
+    /// On a host with little memory, no client is given memory that fits nowhere, and no client
+    /// waits for such memory.
     #[test]
     fn what_has_no_place_is_refused(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..14, host in 0u64..60, unruly in unruly(),
@@ -106,8 +110,8 @@ proptest! {
         prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
     }
 
-    /// Groups are promised no more than their limits, on each GPU, also if limits change and the host is small. Within these limits,
-    /// every client finishes.
+    /// Groups are promised no more than their limits on each GPU, even if limits change and the
+    /// host is small. Within these limits, every client finishes.
     #[test]
     fn groups_stay_within_their_limits(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..14, host in prop::option::of(0u64..60),
@@ -135,7 +139,8 @@ proptest! {
         prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
     }
 
-    /// Allocations that wait for other clients are granted, or refused if no client would ever free the memory.
+    /// An allocation that waits for other clients is granted. It is refused if no client would ever
+    /// free the memory.
     #[test]
     fn allocations_that_wait_are_answered(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..14, host in prop::option::of(0u64..60),
@@ -162,14 +167,14 @@ proptest! {
             let plan = plan(&mut world.rng, gpus, Unruly { claiming: seed.is_multiple_of(2), ..Unruly::default() });
             world.add(Plan { group: group(seed, n), leaves: true, ..plan });
         }
-        // The clients run one after the other, and each is refused something first.
+        // The clients run one after the other, and each client is first refused an allocation.
         let bound = bound(&world, quantum) + Duration::from_secs(60 + 20 * clients);
         regroup_now_and_then(&mut world, changes, group);
         let done = world.run(bound);
         prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
     }
 
-    /// Clients with managed memory finish in every mode, also if settings change.
+    /// Clients with managed memory finish in every mode, even if settings change.
     #[test]
     fn managed_memory_keeps_no_client_waiting_for_ever(
         seed: u64, changes in prop::collection::vec((mode(), 20u64..3000, 0u64..9000), 0..4), gpus in 1u64..3,
@@ -178,8 +183,8 @@ proptest! {
         managed(seed, &changes, gpus, clients, unruly)?;
     }
 
-    /// Clients are taken off their GPUs and put back, whichever of the steps fail. Every client finishes, and no restore runs out of
-    /// memory.
+    /// Clients are put to sleep and woken, and any of the steps may fail. Every client finishes,
+    /// and no restore runs out of memory.
     #[test]
     fn who_is_put_to_sleep_is_served_all_the_same(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..10, unruly in unruly(), until in 500u64..20_000,
@@ -189,8 +194,8 @@ proptest! {
         Sleepers { seed, mode, gpus, clients, unruly, until, odds, after, host }.are_served()?;
     }
 
-    /// Rooms are opened and closed: each is ready, refused or over in time, no client maps memory that is kept free, and every
-    /// client finishes in the end.
+    /// Rooms are opened and closed. Each room is ready, refused or over in time. No client maps
+    /// memory that is kept free, and every client finishes.
     #[test]
     fn rooms_keep_nobody_waiting_for_ever(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..12, unruly in unruly(), until in 500u64..30_000,
@@ -203,7 +208,7 @@ proptest! {
         world.check_replay(settings_of(mode, ms(500)));
     }
 
-    /// A suspend in between loses no client, and no client runs before the resume.
+    /// After a suspend every client still finishes. No client runs before the resume.
     #[test]
     fn sleep_midway(
         seed: u64, mode in mode(), sleeps in prop::collection::vec((0u64..2000, prop_oneof![10u64..8000, Just(30_000)]), 1..3), gpus in 1u64..3, clients in 2u64..8,
@@ -226,7 +231,7 @@ proptest! {
         prop_assert!(done, "{:#?}", unserved(&world));
     }
 
-    /// Changes of settings in between lose no client.
+    /// Every client finishes, even if settings change while clients run.
     #[test]
     fn settings_change_midway(
         seed: u64, changes in prop::collection::vec((mode(), 20u64..3000, 0u64..2000), 1..6), gpus in 1u64..4, clients in 2u64..10,
@@ -243,8 +248,8 @@ proptest! {
     }
 }
 
-/// A world of clients with managed memory. Each change has the mode, the time quantum in milliseconds, and the milliseconds since
-/// the change before.
+/// Creates a world of clients with managed memory. Each change consists of the mode, the time
+/// quantum in milliseconds, and the milliseconds since the previous change.
 fn managed(
     seed: u64,
     changes: &[(Mode, u64, u64)],
@@ -256,7 +261,7 @@ fn managed(
     let mut world = world(seed, (AntiThrash::Off, PolicyName::Fcfs), ms(500), gpus, 0, unruly);
     for _ in 0..clients {
         let plan = plan(&mut world.rng, gpus, unruly);
-        // Together they need more than the GPUs have.
+        // The clients together need more memory than the GPUs have.
         let engine = if world.rng.one_in(4) { plan.engine } else { Engine::Managed };
         world.add(Plan { engine, gpu: plan.gpu * 5, ..plan });
     }
@@ -271,8 +276,8 @@ fn managed(
     Ok(())
 }
 
-/// A world that failed once: a client was granted the lock while its memory was still being evicted, which it could no longer
-/// finish.
+/// A world that failed once. A client was granted the lock during an eviction of its memory, and
+/// could then no longer finish that eviction.
 #[test]
 fn who_is_granted_the_lock_while_its_memory_leaves_does_not_keep_others_waiting() {
     let (on, off) = ((AntiThrash::On, PolicyName::Fcfs), (AntiThrash::Off, PolicyName::Fcfs));
@@ -287,9 +292,9 @@ struct Sleepers {
     gpus: u64,
     clients: u64,
     unruly: Unruly,
-    /// Milliseconds after which no client is put to sleep any more.
+    /// Milliseconds after which no more clients are put to sleep.
     until: u64,
-    /// The odds, one in `n`, that a client refuses, is silent, fails, or dies.
+    /// The odds, as one in `n`, that a client refuses, is silent, fails, or dies.
     odds: (u64, u64, u64, u64),
     /// Milliseconds after which idle clients sleep.
     after: Option<u64>,
@@ -312,12 +317,12 @@ impl Sleepers {
         }
         for _ in 0..clients {
             let plan = plan(&mut world.rng, gpus, unruly);
-            // The client's memory fits together with the contexts of all clients.
+            // Each client's memory fits beside the contexts of all clients.
             world.add(Plan { demand: plan.demand.min(8 * GIB), cpu: plan.cpu * 4, ..plan });
         }
         let (refused, silent, failed, died) = odds;
         world.put_to_sleep(Sleeps { until: ms(until), refused: refused + 1, silent, failed, died });
-        // A failed helper is retried after up to 30 s.
+        // A failed helper is retried after at most 30 s.
         let bound = bound(&world, ms(500)) * 4 + ms(until) + Duration::from_secs(200 * clients);
         world.most_steps = 600_000;
         let done = world.run(bound);
@@ -327,8 +332,8 @@ impl Sleepers {
     }
 }
 
-/// Worlds that failed once: contexts that were deferred while their GPU was drained, and contexts that count twice after they were
-/// made, until a measurement is known to include them.
+/// Worlds that failed once. In one, contexts were deferred while their GPU was drained. In the
+/// other, new contexts counted twice until a measurement was known to include them.
 #[test]
 fn contexts_that_have_just_been_made_keep_nobody_waiting() {
     let mode = (AntiThrash::On, PolicyName::Fcfs);
@@ -342,7 +347,8 @@ fn contexts_that_have_just_been_made_keep_nobody_waiting() {
     second.are_served().unwrap();
 }
 
-/// Another world that failed once: a client is moved to a GPU and may have to come back, and there is no room for it on both.
+/// A world that failed once. A client moves to a GPU and may have to return, but the scheduler
+/// cannot reserve room for it on both GPUs.
 #[test]
 fn one_that_may_have_to_come_back_has_its_place_at_home() {
     let unruly = Unruly { stuck: true, managed: true, gangs: true, ..Unruly::default() };
@@ -360,7 +366,7 @@ fn unserved(world: &World) -> Vec<String> {
     lines
 }
 
-/// Any event, about so few clients and GPUs that events interact.
+/// Returns any event. The clients and GPUs are few, so events interact.
 fn event() -> impl Strategy<Value = Event> {
     let c = || (0u64..6).prop_map(ClientId);
     let g = || (0u64..4).prop_map(gpu);
@@ -422,7 +428,7 @@ fn event() -> impl Strategy<Value = Event> {
         2 => (c(), g(), 0u32..2000).prop_map(|(client, gpu, permille)| Event::Utilization { client, gpu, permille }),
         3 => (c(), 0u64..3, 0u64..3).prop_map(|(client, gang, user)| Event::Connected { client, gang, tenant: TenantId(user) }),
         2 => prop::collection::btree_map(c(), prop::option::of((0u64..3, bytes())), 0..4).prop_map(|groups| {
-            // A group has one limit, whichever client's event names it.
+            // Each group has one limit. The limit doesn't depend on the client of the event.
             let max = |(id, bytes): (u64, u64)| Group {
                 id: GroupId(id),
                 limits: RuleLimits {
@@ -471,8 +477,8 @@ fn event() -> impl Strategy<Value = Event> {
 proptest! {
     #![proptest_config(config(600))]
 
-    /// For any events: no panic, no command to an unknown client, no raise beyond the existing memory, and the same answers to the
-    /// same events.
+    /// Whatever the events are, the scheduler doesn't panic, sends no command to an unknown client,
+    /// and raises no limit above the existing memory. The same events always have the same answers.
     #[test]
     fn nonsense_is_survived(
         start in prop_oneof![Just(0u64), 0u64..1 << 40],
@@ -510,7 +516,8 @@ proptest! {
             prop_assert_eq!(&commands, &machines[1].handle(now, event.clone()));
             let after = charges(&machines[0]);
             groups.retain(|client, _| machines[0].client(*client).is_some());
-            // No limit in a group rises while the group exceeds its limit, whatever its members report.
+            // While a group exceeds its limit, no limit of its members rises, whatever the members
+            // report.
             for ((client, gpu), limit) in limits(&machines[0]) {
                 let Some(group) = groups.get(&client).copied().flatten() else { continue };
                 let total = machines[0].gpu(gpu).unwrap().total;
@@ -535,7 +542,7 @@ proptest! {
                     .collect();
                 prop_assert_eq!(attachments.iter().map(|s| s.charge).sum::<u64>(), view.charged);
                 prop_assert!(attachments.iter().all(|s| s.charge >= s.allowance && s.charge >= s.mapped));
-                // No client's charge rises on an overcharged GPU, except by its own report.
+                // On an overcharged GPU, a client's charge rises only by its own report.
                 let reporter = match &event {
                     Event::Memory { client, .. } => Some(*client),
                     _ => None,
@@ -544,7 +551,7 @@ proptest! {
                         let old = before.get(&(*client, *id)).copied().unwrap_or(0);
                         *id == view.gpu && Some(*client) != reporter && *charge > old
                     });
-                // A measurement that confirms a report makes the report count.
+                // A report counts once a measurement confirms it.
                 let confirmed = matches!(event, Event::Measured { .. });
                 let fits = view.charged <= view.capacity || confirmed;
                 prop_assert!(!raised || fits, "{:?} after {:?}", view, event);
@@ -556,8 +563,8 @@ proptest! {
 proptest! {
     #![proptest_config(config(200))]
 
-    /// If every client answers immediately, a request for memory is granted whenever it fits beside the others' memory and the
-    /// requests granted before.
+    /// If every client answers immediately, a request for memory is granted whenever it fits. It
+    /// must fit beside the other clients' memory and the requests granted before.
     #[test]
     fn what_fits_is_granted(
         host in 0..20 * GIB,
@@ -579,8 +586,8 @@ proptest! {
             }
             for n in (0..5).flat_map(|_| 1..6) {
                 t.map(n);
-                // As the library does: a client whose request is granted takes the memory, and a client whose limit was lowered
-                // before that requests again.
+                // The clients act as the library does. A client whose request is granted takes the
+                // memory. A client whose limit was lowered before that requests it again.
                 wishes.retain(|(n, wanted)| {
                     let has = t.attachment(*n).limit >= *wanted;
                     if has {
@@ -606,7 +613,7 @@ proptest! {
     }
 }
 
-/// Run it with `cargo test --release -- --ignored`.
+/// Run this test with `cargo test --release -- --ignored`.
 #[test]
 #[ignore = "takes minutes without optimisation"]
 fn ten_thousand_clients_on_a_thousand_gpus() {
@@ -615,7 +622,8 @@ fn ten_thousand_clients_on_a_thousand_gpus() {
     }
 }
 
-/// Run it with `NVSHARE_SCHEDULER_CASES=1000000 cargo test --release -- --ignored troubled_worlds`. Only the outcome is checked.
+/// Run this test with `NVSHARE_SCHEDULER_CASES=1000000 cargo test --release -- --ignored
+/// troubled_worlds`. It checks only the outcome.
 #[test]
 #[ignore = "for a large number of cases"]
 fn many_troubled_worlds_keep_no_client_waiting_for_ever() {
@@ -635,7 +643,7 @@ fn many_troubled_worlds_keep_no_client_waiting_for_ever() {
     }
 }
 
-/// Prints the case that panicked.
+/// Prints the case when the test panics.
 struct Case(String);
 
 impl Drop for Case {

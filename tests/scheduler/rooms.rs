@@ -1,5 +1,5 @@
-//! Rooms: memory that is vacated immediately and kept free for programs that are not clients; and headroom ahead of such
-//! programs.
+//! Rooms: memory that is vacated immediately and kept free for programs without nvshare. Also
+//! headroom ahead of such programs while they grow.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -23,7 +23,7 @@ fn refused(room: u64, why: RoomObstacle) -> Command {
     Command::RoomRefused { room: RoomId(room), gpu: gpu(0), why }
 }
 
-/// Evicts exactly the memory that must leave, and measures the GPU afterwards.
+/// Evicts exactly the memory that must be evicted, and then measures the GPU.
 fn evict(t: &mut Talk, n: u64) -> Vec<Command> {
     let commands = t.map(n);
     t.now += ms(1);
@@ -205,7 +205,8 @@ fn programs_that_grow_have_headroom_before_they_need_it() {
 #[test]
 fn what_turns_out_to_be_of_other_programs_is_no_growth() {
     let mut t = Talk::in_mode(AntiThrash::On);
-    // Right after the scheduler has started, unknown processes may be clients that are about to reconnect.
+    // Immediately after the start of the scheduler, unknown processes may be clients that are about
+    // to reconnect.
     t.say(Event::GpuOverhead { gpu: gpu(0), begun: t.now, bytes: 8 * GIB, others: 0, complete: false });
     t.now += ms(500);
     others(&mut t, 8 * GIB);

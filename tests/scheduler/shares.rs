@@ -1,5 +1,6 @@
-//! Shares of a GPU's time: what each of them amounts to in virtual time, with programs that keep the GPU busy whenever they
-//! may. Figures are for many periods, with work that ends soon and work that doesn't.
+//! Shares of a GPU's time: the time that each share yields in virtual time. The programs keep the
+//! GPU busy whenever they may. Figures are for many periods, with work that drains quickly and work
+//! that drains slowly.
 
 use nvshare_sched::*;
 use scheduler_sim::*;
@@ -21,7 +22,8 @@ fn weight(weight: u16) -> Option<Share> {
     share(Share { weight, ..Share::default() })
 }
 
-/// Programs that never run out of work, each with its own group and user, on a GPU with room for all of them.
+/// Creates a world of programs that always have work, each with its own group and user. The GPU has
+/// room for all of them.
 fn busy(mode: AntiThrash, drain: Duration, shares: &[Option<Share>]) -> World {
     let mut world = World::with_gpu(mode, s(5), 16 * GIB);
     world.most_steps = 3_000_000;
@@ -38,7 +40,7 @@ fn add(world: &mut World, share: Option<Share>, plan: Plan) -> ClientId {
     world.add(Plan { tenant: TenantId(n), group, ..plan })
 }
 
-/// The percentage of the time between two moments that each client held the lock.
+/// Returns the percentage of the time between two moments for which each client held the lock.
 fn parts(world: &mut World, from: Duration, to: Duration) -> Vec<f64> {
     let had = |world: &World| -> Vec<Duration> {
         world
@@ -56,7 +58,7 @@ fn parts(world: &mut World, from: Duration, to: Duration) -> Vec<f64> {
     after.map(|had| had.as_secs_f64() / (to - from).as_secs_f64() * 100.0).collect()
 }
 
-/// Ten periods, after the first few.
+/// Returns the percentages in ten periods, after the first three.
 fn ten_periods(world: &mut World) -> Vec<f64> {
     parts(world, PERIOD * 3, PERIOD * 13)
 }
@@ -67,7 +69,7 @@ fn near(parts: &[f64], expected: &[f64]) {
     assert!(all && parts.len() == expected.len(), "{parts:.1?} percent, and not {expected:?}");
 }
 
-/// Work that drains in no time, in a millisecond, and in a fifth of a second.
+/// Work that drains immediately, in 1 ms, and in 200 ms.
 const DRAINS: [Duration; 3] = [Duration::ZERO, Duration::from_millis(1), Duration::from_millis(200)];
 
 #[test]
@@ -124,7 +126,7 @@ fn everybody_has_at_least_its_minimum() {
 #[test]
 fn what_one_does_not_use_of_its_minimum_others_have() {
     let mut world = busy(AntiThrash::Auto, ms(1), &[None]);
-    // Half a second of work every five seconds.
+    // The client has half a second of work every five seconds.
     let plan = Plan { gpu: ms(500), cpu: ms(4500), phases: 1000, ..Plan::default() };
     add(&mut world, bounds(80, 100), plan);
     let parts = ten_periods(&mut world);
@@ -140,7 +142,7 @@ fn nobody_has_more_than_its_maximum() {
             near(&ten_periods(&mut busy(mode, drain, &[bounds(0, 20)])), &[20.0]);
         }
         near(&ten_periods(&mut busy(AntiThrash::On, drain, &[bounds(0, 20), bounds(0, 30)])), &[20.0, 30.0]);
-        // The client with a maximum waits for turns to end, as others do, so it may get less.
+        // The client with a maximum also waits for turns to end, so its share may be smaller.
         let beside = ten_periods(&mut busy(AntiThrash::On, drain, &[bounds(0, 20), None]));
         assert!((10.0..=20.5).contains(&beside[0]) && beside[1] >= 79.5, "{beside:.1?}");
     }
@@ -220,7 +222,8 @@ fn one_that_only_says_that_it_is_interactive_has_no_more_than_its_share() {
 fn what_it_takes_to_bring_memory_in_is_charged_to_whom_it_belongs() {
     let mut world = World::with_gpu(AntiThrash::On, s(2), 16 * GIB);
     world.most_steps = 3_000_000;
-    // The two small ones fit beside each other, and are slow to evict when the large one comes.
+    // The two small clients fit beside each other. Their memory is evicted slowly when the large
+    // client runs.
     for (demand, rate) in [(2 * GIB, 2 * GIB), (2 * GIB, 2 * GIB), (15 * GIB, 100 * GIB)] {
         add(&mut world, weight(100), Plan { demand, rate, gpu: s(100_000), ..Plan::default() });
     }
@@ -253,7 +256,7 @@ fn nobody_goes_first_by_joining_a_gang() {
     for member in [urgent, other] {
         assert!(world.models[&member].waits[0] > s(2), "it waits for a turn to end: {:?}", world.models[&member].waits);
     }
-    // A gang goes first only if all of it may.
+    // A gang has precedence only if all of its members have it.
     let both = [(); 2].map(|()| world.add(Plan { gang: 8, group: Some(group), start: s(21), ..plan.clone() }));
     world.run(s(25));
     assert!(both.iter().all(|member| world.finished(*member) < s(23)), "{:?}", world.machine.gpus());
@@ -319,7 +322,7 @@ fn who_waits_for_several_gpus_goes_on_when_the_better_one_is_stopped() {
     let stopped = Some((s(3), s(60)));
     add(&mut world, urgent, Plan { gpus: gpus([1]), gpu: s(100_000), stopped, ..Plan::default() });
     let both = add(&mut world, None, Plan { gpus: gpus([0, 1]), start: s(1), gpu: s(5), ..Plan::default() });
-    // The stopped client is noticed when another client needs something from it.
+    // The scheduler notices the stopped client when another client needs its GPU.
     add(&mut world, urgent, Plan { gpus: gpus([1]), start: s(4), gpu: s(1), ..Plan::default() });
     world.run(s(59));
     assert!(world.finished(both) < s(40), "{:?}", world.finished(both));
@@ -361,7 +364,7 @@ fn who_stands_in_line_behind_a_better_one_leaves_other_gpus_to_others() {
     let mut world = World::new(settings(AntiThrash::On, s(1)), 1);
     (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
     let share = |priority| share(Share { priority, ..Share::default() });
-    // On one GPU two clients of a higher priority take turns, so one of them always waits there.
+    // On one GPU, two clients of a higher priority take turns, so one of them always waits there.
     let best = [TenantId(1), TenantId(2)];
     best.into_iter().for_each(|user| {
         add(&mut world, share(10), Plan { tenant: user, gpus: gpus([1]), gpu: s(20), ..Plan::default() });
@@ -399,7 +402,7 @@ fn who_waits_behind_a_better_one_on_one_gpu_takes_no_other_from_anybody() {
     assert!(world.finished(both) < s(57), "{:?}", world.finished(both));
 }
 
-/// [`busy`], with groups by number, and with clients of which some have limits of their own.
+/// Like [`busy`], with given group numbers. Some clients have environment limits.
 fn tightened(mode: AntiThrash, drain: Duration, members: &[(u64, Option<Share>, EnvLimits)]) -> World {
     let mut world = World::with_gpu(mode, s(5), 16 * GIB);
     world.most_steps = 3_000_000;
@@ -422,12 +425,13 @@ fn who_claims_less_has_less_and_leaves_it_to_all_others() {
         [AntiThrash::On, AntiThrash::Auto].into_iter().flat_map(|mode| DRAINS.map(|drain| (mode, drain)))
     {
         let parts_of = |members: &[_]| parts(&mut tightened(mode, drain, members), s(200), s(2_200));
-        // A client with a weight of its own lowers its group's weight if it is the only member.
+        // A client with an environment weight lowers its group's weight if it is the only member.
         near(&parts_of(&[(1, weight(100), own_weight(10)), (2, weight(100), none)]), &[9.1, 90.9]);
-        // The other member gets the time that such a client leaves, and the group gets no more than without the limit.
+        // The other member gets the time that such a client leaves. The group gets no more than
+        // without the environment weight.
         let members = [(1, weight(100), own_weight(10)), (1, weight(100), none), (2, weight(100), none)];
         near(&parts_of(&members), &[4.8, 45.2, 50.0]);
-        // Within one group, and for users without a rule.
+        // An environment weight also applies within one group, and to users without a rule.
         near(&parts_of(&[(1, None, own_weight(25)), (1, None, none)]), &[20.0, 80.0]);
         near(&parts_of(&[(1, None, own_weight(25)), (1, None, own_weight(25))]), &[50.0, 50.0]);
         near(&parts_of(&[(1, None, own_weight(25)), (2, None, own_weight(75))]), &[25.0, 75.0]);

@@ -1,4 +1,4 @@
-//! Clients that leave their GPUs completely and come back, message by message.
+//! Clients that leave their GPUs completely and are restored later, message by message.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -7,7 +7,8 @@ use std::time::Duration;
 
 const CONTEXT: u64 = 512 * MIB;
 
-/// Clients on a GPU where memory is measured, each with a context. The first has all of its memory there.
+/// Clients on a GPU whose memory is measured. Each client has a context there, and the first client
+/// has all of its memory there.
 struct Scene {
     t: Talk,
     /// The clients whose contexts are on the GPU.
@@ -34,12 +35,13 @@ impl Scene {
         scene
     }
 
-    /// Measures the GPU now; the measurement confirms clients' reports.
+    /// Measures the GPU now. The measurement confirms the clients' reports.
     fn measure(&mut self) -> Vec<Command> {
         self.t.now += ms(1);
         let begun = self.t.now;
         let mut commands = self.t.measured(self.contexts.len() as u64 * CONTEXT);
-        // At least one client must be found, or the scheduler assumes that clients cannot be measured at all.
+        // The measurement must include at least one client. Otherwise the scheduler assumes that
+        // clients cannot be measured at all.
         let there = self.t.machine.clients();
         let found = there.iter().map(|c| (c.client, c.attachments.first().map_or(0, |a| a.mapped)));
         let mut found: std::collections::BTreeMap<ClientId, Found> =
@@ -69,7 +71,7 @@ impl Scene {
         self.t.say(Event::Resumed { client: client(n) })
     }
 
-    /// Client 1 is off the GPU, until it is resumed.
+    /// Returns a scene in which client 1 is off the GPU until it is resumed.
     fn paused(demands: &[u64]) -> Self {
         let mut scene = Self::new(demands);
         let commands = scene.pause(1);
@@ -130,7 +132,7 @@ fn one_that_is_paused_runs_only_after_it_is_resumed() {
 fn a_restore_waits_until_others_have_made_room_and_that_is_measured() {
     let mut scene = Scene::paused(&[4 * GIB, 15 * GIB]);
     scene.measure();
-    // Client 2 has the whole GPU except its own context.
+    // Client 2 has all of the GPU's memory except its own context.
     scene.t.request(2);
     scene.t.map(2);
     scene.t.release(2, ReleaseReason::Idle);
@@ -175,7 +177,7 @@ fn nobody_is_let_in_without_room_during_a_restore() {
     assert!(commands.contains(&attached) || scene.t.attachment(3).attached, "{commands:?}");
 }
 
-/// Clients 1 and 2 are off the GPU, and the first is being restored.
+/// Returns a scene in which clients 1 and 2 are off the GPU, and client 1 is being restored.
 fn two_asleep() -> Scene {
     let mut scene = Scene::paused(&[4 * GIB, GIB, GIB]);
     scene.measure();
@@ -190,7 +192,7 @@ fn two_asleep() -> Scene {
     scene
 }
 
-/// A stopped process keeps its restore from ending.
+/// A stopped process prevents its restore from ending.
 #[test]
 fn a_restore_that_does_not_end_keeps_nobody_else_asleep() {
     for is_late in [false, true] {
@@ -210,7 +212,7 @@ fn a_restore_that_does_not_end_keeps_nobody_else_asleep() {
         assert_eq!(scene.measure(), [checkpoint(2, SleepOperation::Wake)]);
         scene.contexts.push(2);
         assert!(scene.helper(2, SleepOutcome::Runs).contains(&awake(2)));
-        // In the end client 1 turns out to have been restored.
+        // Finally the scheduler learns that client 1 was restored.
         if is_late {
             scene.t.after(Duration::from_secs(30));
         }
@@ -232,8 +234,8 @@ fn one_that_runs_is_asked_for_the_lock_first_and_gets_none() {
     let commands = scene.t.release(1, ReleaseReason::Revoked);
     assert!(commands.contains(&Command::PrepareSleep { client: client(1), paused: true }), "{commands:?}");
     assert!(!commands.contains(&grant(1)), "{commands:?}");
-    // Client 1 has threads that wait, so it cannot sleep. It still gets neither the lock nor memory, and is
-    // asked again.
+    // Client 1 has threads that wait, so it cannot sleep. The scheduler gives it neither the lock
+    // nor memory, and asks it again.
     scene.t.map(1);
     scene.t.say(Event::SleepRefused { client: client(1), why: SleepObstacle::Busy });
     assert_eq!(scene.t.attachment(1).allowance, 0);
@@ -258,7 +260,8 @@ fn a_sleeper_is_promised_what_it_has_and_more_only_if_it_asks() {
         commands.iter().filter_map(of).collect::<Vec<_>>()
     };
     assert_eq!((limits(&commands), scene.t.attachment(1).limit), (vec![4 * GIB], 4 * GIB));
-    // A thread of client 1 that waits for more memory gets no error because of the lower limit.
+    // A thread of client 1 waits for more memory. The lower limit must not cause an error in that
+    // thread.
     let commands = scene.t.say(Event::LimitRequested { client: client(1), gpu: gpu(0), bytes: 6 * GIB });
     assert_eq!(limits(&commands), [6 * GIB]);
     scene.t.map(1);
@@ -350,11 +353,12 @@ fn answers_that_nobody_asked_for_change_nothing() {
     assert_eq!(scene.phase(1), SleepPhase::Awake);
 }
 
-/// Clients of an earlier scheduler that report to be asleep.
+/// Clients of an earlier scheduler that report that they are asleep.
 mod found {
     use super::*;
 
-    /// Connects a client that reports to be asleep to a new scheduler, beside clients with these demands.
+    /// Connects a client that reports that it is asleep to a new scheduler. Other clients have
+    /// these demands.
     fn found(demands: &[u64]) -> Scene {
         let mut scene = Scene::new(demands);
         let n = demands.len() as u64 + 1;
@@ -384,7 +388,7 @@ mod found {
         assert_eq!(scene.measure(), [checkpoint(2, SleepOperation::Wake)]);
         scene.contexts.push(2);
         assert!(scene.helper(2, SleepOutcome::Runs).contains(&awake(2)));
-        // From here on the client is treated like one that connected with a context.
+        // From now on the client is treated like a client that connected with a context.
         scene.t.report(2, GIB, 0, 0);
         scene.measure();
         let commands = scene.t.after(Duration::from_secs(3));
@@ -413,13 +417,13 @@ mod found {
     }
 }
 
-/// Clients that have been idle for long while others lack room.
+/// Clients that have been idle for a long time while other clients lack room.
 mod idle {
     use super::*;
 
     const AFTER: Duration = Duration::from_secs(300);
 
-    /// Clients that have been idle since they came. No other programs use the GPU.
+    /// Creates clients that have been idle since they connected. No other programs use the GPU.
     fn idle(demands: &[u64]) -> Scene {
         let mut scene = Scene::new(demands);
         let settings = Settings { sleep_after: Some(AFTER), ..scene.t.machine.settings().clone() };
@@ -448,7 +452,8 @@ mod idle {
         let commands = scene.helper(1, SleepOutcome::Asleep);
         assert!(!commands.contains(&prepares(2)), "it is measured first: {commands:?}");
         let commands = scene.measure();
-        // The three others need 15 GiB, more than the GPU has; then two need 10 GiB, which fit.
+        // The three other clients need 15 GiB, more than the GPU has. Later two clients need 10
+        // GiB, which fit.
         assert!(commands.contains(&prepares(2)), "{commands:?}");
         scene.t.map(2);
         scene.ready(2);
@@ -499,7 +504,7 @@ mod idle {
         assert_eq!(asked_after(None, Some(minutes(2))), Some(2));
     }
 
-    /// A stopped process keeps itself from being settled.
+    /// The state of a stopped process cannot be determined.
     #[test]
     fn one_that_is_never_settled_keeps_nobody_else_from_sleeping() {
         let mut scene = idle(&[12 * GIB, 12 * GIB, 12 * GIB]);
@@ -511,8 +516,8 @@ mod idle {
         assert!(commands.contains(&prepares(2)), "{commands:?}");
     }
 
-    /// A client whose context would leave another too little waits until an idle client has been put to sleep
-    /// for it.
+    /// If a client's context would leave another client too little memory, it waits until an idle
+    /// client has been put to sleep.
     #[test]
     fn a_newcomer_is_given_the_place_of_one_that_is_idle() {
         let mut scene = idle(&[GIB, 15 * GIB]);

@@ -38,7 +38,8 @@ impl Talk {
         self.say(Event::Tick)
     }
 
-    /// Attaches a client that needs `demand` bytes, and has mapped all of them if they were free.
+    /// Attaches a client that needs `demand` bytes. If enough memory is free, the client has mapped
+    /// all of them.
     pub fn join(&mut self, n: u64, demand: u64) -> Vec<Command> {
         self.join_of(TenantId(0), n, demand)
     }
@@ -52,7 +53,7 @@ impl Talk {
     }
 
     pub fn report(&mut self, n: u64, demand: u64, mapped: u64, pinned: u64) -> Vec<Command> {
-        self.acknowledge(n, u32::MAX, demand, mapped, pinned) // all limits that were sent
+        self.acknowledge(n, u32::MAX, demand, mapped, pinned) // acknowledges all limits sent so far
     }
 
     pub fn acknowledge(&mut self, n: u64, ack: u32, demand: u64, mapped: u64, pinned: u64) -> Vec<Command> {
@@ -61,7 +62,7 @@ impl Talk {
         self.say(Event::Memory { client: client(n), gpu: gpu(0), report })
     }
 
-    /// Maps or evicts exactly up to the allowance.
+    /// Maps or evicts memory exactly up to the allowance.
     pub fn map(&mut self, n: u64) -> Vec<Command> {
         let attachment = self.attachment(n);
         self.report(
@@ -108,7 +109,7 @@ impl Talk {
         self.say(Event::Stuck { client: client(n), gpus: gpus([0]), reason })
     }
 
-    /// Client 1 holds the lock, and client 2 waits for it.
+    /// Returns a machine on which client 1 holds the lock, and client 2 waits for it.
     pub fn with_waiter() -> Self {
         let mut t = Self::in_mode(AntiThrash::On);
         t.join(1, GIB);
@@ -118,8 +119,8 @@ impl Talk {
         t
     }
 
-    /// Client 1 holds the lock, was revoked 3 s ago, and cannot drain. Client 2 has waited since
-    /// then.
+    /// Returns a machine on which client 1 holds the lock, was revoked 3 s ago, and cannot drain.
+    /// Client 2 has waited since then.
     pub fn with_undrainable(anti_thrash: AntiThrash, demands: [u64; 2]) -> (Self, Vec<Command>) {
         let mut t = Self::in_mode(anti_thrash);
         t.join(1, demands[0]);
@@ -185,7 +186,7 @@ pub fn limits(commands: &[Command]) -> Vec<(u64, u64)> {
     all.collect()
 }
 
-/// The grace period in the first `Contended` command.
+/// Returns the grace period in the first `Contended` command.
 pub fn grace(commands: &[Command]) -> Option<Duration> {
     commands.iter().find_map(|c| if let Command::Contended { grace, .. } = c { Some(*grace) } else { None })
 }

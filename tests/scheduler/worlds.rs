@@ -1,4 +1,5 @@
-//! Random worlds for the properties: what their clients do, how unruly they are, and a bound on their waits.
+//! Random worlds for the properties: the actions of their clients, the kinds of misbehaviour, and a
+//! bound on waits.
 
 use nvshare_sched::*;
 use proptest::prelude::*;
@@ -28,9 +29,9 @@ pub struct Unruly {
     pub pinned: bool,
     pub gangs: bool,
     pub managed: bool,
-    /// Clients report bytes as freed that are not.
+    /// Some clients report bytes as freed that they still have.
     pub lying: bool,
-    /// Some clients have lower limits of their own.
+    /// Some clients have environment limits, which are lower than their rules' limits.
     pub claiming: bool,
 }
 
@@ -48,7 +49,7 @@ pub fn unruly() -> impl Strategy<Value = Unruly> {
     })
 }
 
-/// A client's own limits: on its memory, and its weight.
+/// A client's environment limits: on its memory, and its weight.
 pub fn claims(rng: &mut Dice) -> EnvLimits {
     let most = [Amount::Infinity, Amount::Percent(1 + rng.below(100) as u8), Amount::Bytes(rng.below(24) * GIB / 2)];
     EnvLimits {
@@ -57,7 +58,7 @@ pub fn claims(rng: &mut Dice) -> EnvLimits {
     }
 }
 
-/// A client's own weight, which limits its share of the time.
+/// A client's weight from its environment, which limits its share of the time.
 pub fn claims_of_time(rng: &mut Dice) -> EnvLimits {
     EnvLimits { weight: [None, Some(0), Some(1), Some(40), Some(400)][rng.below(5) as usize], ..EnvLimits::default() }
 }
@@ -71,9 +72,10 @@ pub fn plan(rng: &mut Dice, gpus: u64, unruly: Unruly) -> Plan {
     }
     let start = rng.between(ms(0), ms(3000));
     let pinned = if unruly.pinned && rng.one_in(3) { rng.below(256 * MIB) } else { 0 };
-    // The pinned memory of all must leave room for the largest, or it could never run.
+    // All pinned memory together must leave room for the largest client. Otherwise that client
+    // could never run.
     let largest = match unruly {
-        Unruly { lingering: true, .. } => 8, // it has to fit beside clients that never drain
+        Unruly { lingering: true, .. } => 8, // the largest client must fit beside clients that never drain
         Unruly { pinned: true, lying: true, .. } => 8,
         Unruly { pinned: true, .. } | Unruly { lying: true, .. } => 12,
         _ => 20,
@@ -133,13 +135,13 @@ pub fn world(seed: u64, mode: Mode, quantum: Duration, gpus: u64, clients: u64, 
     world
 }
 
-/// An upper bound: the time it takes to run all clients one after the other, each at its slowest.
+/// Returns an upper bound: the time to run all clients one after the other, each at its slowest.
 pub fn bound(world: &World, quantum: Duration) -> Duration {
     let mut sum = Duration::from_secs(30);
     for m in world.models.values() {
         let p = &m.plan;
         if p.endless {
-            sum += Duration::from_secs(10); // it is waited for once
+            sum += Duration::from_secs(10); // the scheduler waits for such a client once
             continue;
         }
         let turns = p.phases + (p.gpu.as_nanos() * u128::from(p.phases) / ms(20).as_nanos()) as u32;
@@ -151,7 +153,8 @@ pub fn bound(world: &World, quantum: Duration) -> Duration {
     sum
 }
 
-/// At each of these moments, moves every client to another group, which depends on that moment's number.
+/// At each of these moments, moves every client to another group. The group depends on the client
+/// and on the moment's seed.
 pub fn regroup_now_and_then(world: &mut World, changes: Vec<(u64, u64)>, group: impl Fn(u64, u64) -> Option<Group>) {
     for (after, seed) in changes {
         let at = world.now + ms(after);

@@ -1,6 +1,6 @@
-//! Clients that lie about their memory use: each speaks the protocol itself and has no CUDA context. An honest program beside
-//! them finishes with correct contents, and the scheduler keeps answering. End to end, with a real program on the simulated
-//! GPU.
+//! Clients that lie about their memory use. Each liar speaks the protocol itself and has no CUDA
+//! context. An honest program beside the liars finishes with correct results, and the scheduler
+//! keeps answering. End to end, with a real program on the simulated GPU.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -21,8 +21,8 @@ const BOUND: Duration = PATIENCE;
 const ASK: Duration = Duration::from_secs(1);
 const MEMORY: u64 = 96 * MIB;
 
-/// The host has room for every limit that clients ever had: a client that never acknowledges a lower limit is charged for the
-/// previous one.
+/// The host memory suffices for every client's current and previous limit. A client that never
+/// acknowledges a lower limit is charged for the previous one.
 fn machine() -> Machine {
     let setup = Setup { memory: MEMORY, context: 2 * MIB, reserve: 2 * MIB, swap_max: "none", ..Setup::default() };
     Machine::with_scheduler(setup)
@@ -33,8 +33,8 @@ fn honest(machine: &Machine) -> Program {
     machine.program("grow --mem 40M --step 2M --rounds 2 --pause-ms 10").start()
 }
 
-/// Waits until a program has ended successfully, with correct contents. Until then the liars answer messages that every client
-/// must answer, so that only the lie can do harm.
+/// Waits until an honest program has ended successfully, with correct results. Until then the liars
+/// answer the messages that every client must answer, so that only the lie can do harm.
 fn finish_beside(machine: &Machine, liars: &mut [Liar], program: &mut Program, lie: &str) -> Result<(), String> {
     let begin = Instant::now();
     let mut asked = begin;
@@ -60,14 +60,15 @@ fn finish_beside(machine: &Machine, liars: &mut [Liar], program: &mut Program, l
     Ok(())
 }
 
-/// The machine's GPU as the scheduler names it, from NVML.
+/// The UUID of the machine's only GPU.
 fn gpu_of(machine: &Machine) -> Uuid {
     let status = machine.status();
     let text = status["gpus"][0]["uuid"].as_str().expect("a UUID").to_owned();
     Uuid::parse(text.strip_prefix("GPU-").unwrap_or(&text)).expect("a UUID")
 }
 
-/// A client that sends arbitrary messages. It gives the lock back when another client waits for it.
+/// A client that sends arbitrary messages. When another client waits for the lock, the liar
+/// releases it.
 #[derive(Debug)]
 struct Liar<'a> {
     machine: &'a Machine,
@@ -80,7 +81,7 @@ impl<'a> Liar<'a> {
         Self { machine, client: Client::welcomed(&machine.socket()), is_connected: true }
     }
 
-    /// Sends the messages in order, until it is disconnected.
+    /// Sends the messages in order until the scheduler disconnects the client.
     fn tell(&mut self, messages: &[ClientMessage]) {
         for message in messages {
             self.is_connected = self.is_connected && self.client.send_raw(message.encode(version::MAX).as_bytes());
@@ -116,7 +117,7 @@ impl<'a> Liar<'a> {
         }
     }
 
-    /// Reconnects if it was disconnected.
+    /// Reconnects if the scheduler has disconnected the client.
     fn come_back(&mut self) {
         if !self.is_connected {
             *self = Self::new(self.machine);
@@ -175,8 +176,8 @@ impl Figures {
 
 const MOST: u64 = MEMORY - 8 * MIB;
 
-// The client attaches and creates no context: NVML doesn't list its process, and shows an empty GPU. The client doesn't answer
-// requests to evict memory.
+// The client attaches but creates no context, so NVML doesn't list its process and shows an empty
+// GPU. The client ignores requests to evict memory.
 
 #[test]
 fn a_client_without_a_context_keeps_nothing_by_claiming_pinned_memory() {
@@ -193,8 +194,8 @@ fn a_client_without_a_context_keeps_nothing_by_claiming_demand() {
     claim(Figures { demand: MOST, ..Figures::default() });
 }
 
-/// A client claims a demand of nearly the whole GPU, takes the lock, and reads nothing from then on. Then a second client does
-/// the same, and also claims that all of it is mapped.
+/// A first client claims a demand of nearly the whole GPU, takes the lock, and then stops reading
+/// messages. A second client does the same, and also claims that all of its memory is mapped.
 #[test]
 fn who_never_gives_the_lock_back_and_has_no_context_withholds_nothing() {
     let machine = machine();
@@ -225,15 +226,16 @@ fn claim(figures: Figures) {
 
 const VALUES: [u64; 4] = [0, 1, 1 << 40, u64::MAX];
 
-/// The messages that follow `Hello`, with the number in one of their fields.
+/// Returns the messages that a liar sends after `Hello`, with the number in one of their fields.
 type Lie = fn(Uuid, u64) -> Vec<ClientMessage>;
 
-/// A report with these figures, from an attached client that wants the lock.
+/// Returns a report with these figures, from an attached client that requests the lock.
 fn with(gpu: Uuid, figures: Figures) -> Vec<ClientMessage> {
     vec![attach(gpu), figures.report(), ClientMessage::Request { gpus: 1 }]
 }
 
-/// A message from an attached client that holds or wants the lock and has some memory.
+/// Returns a message from an attached client that has requested the lock and reported 1 MiB of
+/// demand.
 fn then(gpu: Uuid, message: ClientMessage) -> Vec<ClientMessage> {
     let figures = Figures { demand: MIB, ..Figures::default() };
     vec![attach(gpu), figures.report(), ClientMessage::Request { gpus: 1 }, message]
@@ -330,8 +332,8 @@ fn no_other_number_keeps_an_honest_program_from_finishing() {
     lies_keep_nobody_from_finishing(|field| !field.starts_with("Memory."));
 }
 
-/// For each field in turn, four clients tell the lie, each with a different number, while an honest program runs from start to
-/// end.
+/// For each field in turn, four clients send the lie, each with a different number. An honest
+/// program runs beside them from start to end.
 #[track_caller]
 fn lies_keep_nobody_from_finishing(is_meant: impl Fn(&str) -> bool) {
     let machine = machine();
@@ -352,7 +354,7 @@ fn lies_keep_nobody_from_finishing(is_meant: impl Fn(&str) -> bool) {
 
 const RANDOM: Duration = Duration::from_secs(3);
 
-/// Three clients tell one lie after another, and reconnect whenever they are disconnected.
+/// Three clients send one random lie after another, and reconnect whenever they are disconnected.
 #[test]
 fn no_random_lies_keep_honest_programs_from_finishing() {
     let machine = machine();
@@ -368,14 +370,15 @@ fn no_random_lies_keep_honest_programs_from_finishing() {
                 let (_, lie) = random.choose(LIES).expect("a lie");
                 let any = random.number();
                 let n = *random.choose(&[0, 1, MIB, MOST, 1 << 40, u64::MAX, any]).expect("a number");
-                // It repeats `Attach` only now and then, or it would be disconnected each time.
+                // The liar repeats `Attach` in one of four cases only: each repetition would
+                // disconnect it.
                 let messages = lie(gpu, n);
                 let from = if random.below(4) == 0 { 0 } else { messages.len() - 1 };
                 liar.tell(&messages[from..]);
             }
             thread::sleep(random.milliseconds(10));
         }
-        // Then they only stay connected.
+        // From now on the liars only stay connected.
         finish_beside(&machine, &mut liars, &mut program, "random lies").expect("an honest program");
     }
     drop(liars);

@@ -9,13 +9,14 @@ use test_support::machine::*;
 use zbus::connection::Builder;
 use zbus::{OwnedVariant, Variant};
 
-/// Allocates more and more, in steps of the GPU's granularity, and reports how much it got.
+/// Allocates in steps of the GPU's granularity until memory is refused, and reports the allocated
+/// bytes.
 const ASK: &str = "oversub --mem 100M --chunk 2M --rounds 0";
 
 const HALF: &str = "01234567-89ab-cdef-0123-456789abcdef";
 const WHOLE: &str = "11234567-89ab-cdef-0123-456789abcdef";
 
-/// Sets the node's claims as the device plugin does: by UID, with a memory limit.
+/// Sets the node's claims as the device plugin does: each claim has a UID and a memory limit.
 fn set(machine: &Machine, claims: &[(&str, &str)]) {
     let claim = |(uid, most): &(&str, &str)| Claim {
         uid: (*uid).into(),
@@ -48,7 +49,7 @@ fn start(machine: &mut Machine) {
     });
 }
 
-/// The program's context is 4 MiB, and counts towards the limit.
+/// The program's context takes 4 MiB, which count towards the limit.
 #[test]
 fn programs_of_a_claim_see_what_it_was_allocated_and_have_it_together() {
     let mut machine = Machine::new(Setup::default());

@@ -1,6 +1,7 @@
-//! A consumer card: its link is slow compared with its memory, both directions of the link share the host's memory
-//! bandwidth, the host has little memory, and NVML lacks traffic counters, events and link data.
-//! `NVSHARE_TEST_CARD=consumer` runs all of these tests on one.
+//! A consumer card. Its link is slow compared with its memory, and both directions of the link
+//! share the host's memory bandwidth. The host has little memory, and NVML lacks traffic counters,
+//! events and link data. `NVSHARE_TEST_CARD=consumer` runs these tests and `tests/guest` on a
+//! consumer card.
 
 use std::time::Duration;
 
@@ -10,13 +11,13 @@ fn consumer(setup: Setup) -> Setup {
     Setup { card: Card::Consumer, ..setup }
 }
 
-/// A setup whose turns are longer than it takes to move the memory of one program.
+/// A setup in which a turn lasts longer than moving the memory of one program.
 fn desktop() -> Setup {
     let time_quantum = Duration::from_secs(2);
     consumer(Setup { memory: 96 * MIB, reserve: 2 * MIB, time_quantum, ..Setup::default() })
 }
 
-/// Two thirds of the GPU's memory, as 16 GiB are of 24 GiB.
+/// Two thirds of the GPU's memory, in the proportion of 16 GiB to 24 GiB.
 fn two_thirds(memory: u64) -> u64 {
     memory / 3 * 2
 }
@@ -43,8 +44,8 @@ fn three_programs_that_do_not_fit_take_turns_there() {
     machine.wait_until_empty();
 }
 
-/// The host's 64 GB are about two and a half times the GPU's 24 GiB. Memory that fits into neither is refused, and no
-/// program fails later.
+/// The host's 64 GB are about two and a half times the GPU's 24 GiB. An allocation that exceeds
+/// both together is refused, and no program fails later.
 #[test]
 fn more_than_its_host_can_hold_is_refused_there() {
     let machine = Machine::with_scheduler(consumer(Setup { memory: 96 * MIB, reserve: 2 * MIB, ..Setup::default() }));

@@ -1,5 +1,5 @@
-//! The cost of a call doesn't depend on its history: on pending marks, on destroyed streams, or on the number of
-//! addresses at which the same memory is mapped.
+//! The cost of a call doesn't depend on earlier calls: on the number of pending marks, of destroyed
+//! streams, or of addresses at which the same memory is mapped.
 
 use test_support::machine::*;
 
@@ -10,20 +10,22 @@ fn alone(words: &str) -> Report {
     report
 }
 
-/// The limits are wide, since they only have to distinguish a constant cost from one that grows with the history.
+/// The limits are wide: they only have to distinguish a constant cost from a cost that grows with
+/// the number of earlier calls.
 #[track_caller]
 fn is_at_most(report: &Report, name: &str, most: f64) {
     let value = report.0[name].as_f64().unwrap_or_else(|| panic!("no {name} in {}", report.0));
     assert!(value <= most, "{name} is {value}, not at most {most}");
 }
 
-/// The driver's own limit on queued launches, less a twentieth, so that they block neither natively nor under nvshare.
+/// Each stream queues 5 % fewer launches than the driver's limit, so that no launch blocks, either
+/// natively or under nvshare.
 #[test]
 fn launches_behind_waiting_work_cost_a_constant() {
     is_at_most(&alone("queued --streams 16 --each 970"), "launch_us", 200.0);
 }
 
-/// Each mark takes a place in the queue of one stream.
+/// The library's marks take places in the stream's queue too.
 #[test]
 fn launches_to_one_stream_behind_waiting_work_do_not_block() {
     is_at_most(&alone("queued --streams 1 --each 970"), "launch_us", 1000.0);
@@ -35,7 +37,7 @@ fn streams_that_are_gone_leave_nothing_behind() {
         let report = alone(words);
         let first = report.0["first_us"].as_f64().expect("a number");
         is_at_most(&report, "last_us", first * 3.0);
-        // The slack of allocators, which grow in large steps.
+        // Allocators grow in large steps, so some growth is allowed.
         is_at_most(&report, "grown_kib", 6.0 * 1024.0);
     }
 }

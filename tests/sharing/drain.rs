@@ -1,19 +1,20 @@
-//! Revokes of work that doesn't end promptly by itself: deep queues, and work that waits for the host, for another process, or for
-//! ever. End to end, with real processes on the simulated GPU, and with the scheduler's own record of events.
+//! Revokes of work that doesn't end promptly by itself: deep queues, and work that waits for the
+//! host, for another process, or for ever. End to end, with real processes on the simulated GPU.
+//! The tests also read the scheduler's own record of events.
 
 use std::time::Duration;
 
 use test_support::machine::*;
 
-/// A neighbour that works until it is told to end, and checks its results.
+/// A neighbour that checks its results, and works until it is told to end.
 const NEIGHBOUR: &str = "mix --mem 16M --reps 8 --rounds endless";
 
-/// One holder at a time, and full turns.
+/// A setup with one holder at a time and turns of full length.
 fn strict() -> Setup {
     Setup { anti_thrash: "on", ..Setup::default() }
 }
 
-/// How each revoke of the process ended: in a release, or in a report that it is stuck.
+/// Returns how each revoke of the process ended: with `release`, or with `stuck`.
 fn drains(moves: &[Move], pid: u32) -> Vec<String> {
     let own: Vec<&Move> =
         moves.iter().filter(|m| m.pid == pid && ["revoke", "release", "stuck"].contains(&m.what)).collect();
@@ -21,7 +22,8 @@ fn drains(moves: &[Move], pid: u32) -> Vec<String> {
     pairs.map(|pair| pair[1].what.to_owned()).collect()
 }
 
-/// In each stream a kernel waits behind others that touch no memory. It fails if its memory is evicted before it has run.
+/// In each stream a kernel waits behind kernels that touch no memory. The waiting kernel fails if
+/// its memory is evicted before the kernel has run.
 #[test]
 fn what_is_queued_ends_before_its_memory_leaves() {
     let machine = Machine::with_scheduler(Setup { memory: 80 * MIB, ..strict() });
@@ -43,14 +45,16 @@ fn what_is_queued_ends_before_its_memory_leaves() {
 
 // ---- bounded queues ----------------------------------------------------------------------------------------------
 
-/// The most GPU time that may be queued in addition to one submission. A drain takes no longer.
+/// The longest GPU time that may be queued in addition to one submission. It is also the longest
+/// drain.
 const RUN_AHEAD: Duration = Duration::from_millis(100);
-/// The library measures how long kernels take. On a busy machine it does so late, and lets more be queued. Without the limit, a
-/// second or more would be queued.
+/// The factor by which a queue may exceed `RUN_AHEAD`. On a busy machine the library measures
+/// kernel times late, and lets more work be queued. Without a limit, the queue would be a second or
+/// longer.
 const LATE: u32 = 3;
 
-/// Runs a program that queues work for a second or more beside one that takes turns with it. `longest` is its longest single
-/// submission.
+/// Runs a program that submits at least a second of work, beside a program that takes turns with
+/// it. `longest` is the GPU time of its longest single submission.
 #[track_caller]
 fn queues_little(words: &str, longest: Duration) {
     let machine = Machine::with_scheduler(strict());
@@ -101,8 +105,8 @@ fn graphs_of_a_second_are_queued_one_by_one() {
 
 // ---- work that waits for a further step of the host --------------------------------------------------------------
 
-/// Runs a program whose work waits for the host beside a normal one: both end with correct results, and take turns. Returns how
-/// the drains ended.
+/// Runs a program whose work waits for the host, beside a neighbour that never waits. Both take
+/// turns and end with correct results. Returns how the program's drains ended.
 #[track_caller]
 fn both_end(words: &str) -> Vec<String> {
     let machine = Machine::with_scheduler(strict());
@@ -110,7 +114,7 @@ fn both_end(words: &str) -> Vec<String> {
     machine.wait_for_grants(&neighbour, 1);
     let mut program = machine.program(words).start();
     program.finish();
-    machine.wait_for_grants(&neighbour, 2); // it was revoked, and holds the lock again
+    machine.wait_for_grants(&neighbour, 2); // the neighbour was revoked, and holds the lock again
     neighbour.end();
     let moves = machine.moves();
     assert!(grants(&moves, program.pid()) >= 1, "`{words}` ran without the lock");
@@ -126,8 +130,8 @@ fn both_end_and_drain(words: &str) {
     assert!(!ends.is_empty() && ends.iter().all(|end| end == "release"), "`{words}`: drains ended with {ends:?}");
 }
 
-/// Like `both_end_and_drain`, for a program that captures and is idle at times: it may have released the lock before it is
-/// revoked.
+/// Like `both_end_and_drain`, for a program that captures and is sometimes idle. Such a program may
+/// have released the lock before the revoke.
 #[track_caller]
 fn both_end_and_take_turns(words: &str) {
     let ends = both_end(words);
@@ -139,7 +143,8 @@ fn a_value_that_the_same_thread_writes_later_is_written() {
     both_end("host-waits --how write --rounds 2 --pause-ms 600");
 }
 
-/// An event recorded in the legacy stream makes the writing stream wait for the waiting one.
+/// An event recorded in the legacy stream makes the stream that writes wait for the stream that
+/// waits.
 #[test]
 fn a_value_that_a_blocking_stream_writes_later_is_written() {
     both_end("host-waits --how write --blocking 1 --rounds 2 --pause-ms 600");
@@ -218,7 +223,7 @@ fn green_contexts_take_turns() {
     both_end_and_drain("green --mem 32M --rounds 8");
 }
 
-/// The capture ends with the context, so memory can be evicted afterwards.
+/// Destroying the context ends the capture, so memory can be evicted afterwards.
 #[test]
 fn a_green_context_that_is_destroyed_while_it_captures_is_forgotten() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
@@ -241,7 +246,8 @@ fn events_of_another_process_are_waited_for() {
     both_end("pair --how event --rounds 8");
 }
 
-/// Two processes that need each other at the same moment, beside a normal one.
+/// Runs two processes that need each other at the same moment, beside a neighbour that needs
+/// neither.
 #[track_caller]
 fn pair(words: &str, gang: &[(&str, &str)]) {
     let machine = Machine::with_scheduler(strict());
@@ -267,7 +273,8 @@ fn a_gang_that_waits_for_itself_runs_together() {
     pair("pair --how value --rounds 60", &[("NVSHARE_GANG", "pair")]);
 }
 
-/// The environment of a process under PyTorch's launcher. In the gaps between its rounds, both processes release the lock.
+/// Sets the environment that PyTorch's launcher sets. In the gaps between its rounds, both
+/// processes release the lock.
 #[test]
 fn processes_of_a_launcher_are_a_gang() {
     let torchrun =
@@ -287,7 +294,8 @@ fn two_programs_that_wait_for_each_other_without_a_gang_get_by() {
 
 // ---- work that never drains ----------------------------------------------------------------------------------------
 
-/// A client that has not drained for much longer than the patience is shown as stuck, and others run beside it.
+/// A client that has not drained for much longer than the patience is shown as stuck, and other
+/// clients run beside it.
 #[track_caller]
 fn is_scheduled_around(words: &str) {
     let machine = Machine::with_scheduler(strict());
@@ -317,7 +325,8 @@ fn a_graph_that_never_ends_is_shown_and_scheduled_around() {
 
 // ---- work that the library has not seen --------------------------------------------------------------------------
 
-/// Kernels that were launched past the hooks, and run longer than all work that the library knows of, still find their memory.
+/// Kernels that were launched past the hooks run longer than all work that the library knows of.
+/// Their memory stays mapped until they end.
 #[track_caller]
 fn unseen_work_keeps_its_memory(machine: &Machine) {
     let mut neighbour = machine.program("mix --mem 40M --reps 8 --rounds endless").start();
@@ -336,7 +345,7 @@ fn work_that_no_hook_has_seen_keeps_its_memory() {
     unseen_work_keeps_its_memory(&Machine::with_scheduler(Setup { memory: 64 * MIB, ..strict() }));
 }
 
-/// A driver without context events (before 12.5).
+/// Simulates a driver before 12.5, which has no context events.
 #[test]
 fn work_that_no_hook_has_seen_keeps_its_memory_with_an_old_driver() {
     let setup = Setup { memory: 64 * MIB, without: "cuCtxRecordEvent", ..strict() };

@@ -1,10 +1,11 @@
-//! Which engine moves each program's memory, and why, as shown to the administrator.
+//! The engine that moves each program's memory, and the reason for the choice, as shown to the
+//! administrator.
 
 use serde_json::Value;
 use test_support::machine::*;
 
-/// Returns the only program's engine, the reason for it, and the text of `nvsharectl status`, once the program uses
-/// the GPU.
+/// Waits until the only program uses the GPU. Returns its engine, the reason for the engine, and
+/// the text of `nvsharectl status`.
 fn shown(machine: &Machine, environment: &[(&str, &str)]) -> (String, String, String) {
     let mut launch = machine.program("mix --mem 16M --reps 100000");
     for (name, value) in environment {

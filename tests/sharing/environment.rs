@@ -6,7 +6,8 @@ use test_support::machine::*;
 
 /// Works until it is killed.
 const WORK: &str = "mix --mem 32M --chunks 4 --reps 3 --rounds endless";
-/// Allocates more and more, in steps of the GPU's granularity, and reports how much it got.
+/// Allocates in steps of the GPU's granularity until memory is refused, and reports the allocated
+/// bytes.
 const ASK: &str = "oversub --mem 100M --chunk 2M --rounds 0";
 
 fn ruled(setup: Setup, lines: &str) -> Machine {
@@ -25,7 +26,8 @@ fn client(machine: &Machine, program: &Program) -> Value {
     })
 }
 
-/// How long a program has held the lock and has waited for it, in seconds.
+/// Returns the seconds for which a program has held the lock, and for which it has waited for the
+/// lock.
 #[track_caller]
 fn times(machine: &Machine, program: &Program) -> [f64; 2] {
     let client = client(machine, program);
@@ -37,7 +39,7 @@ fn reach(machine: &Machine, most: &str) -> u64 {
     machine.program(ASK).env("NVSHARE_MEMORY_MAX", most).start().finish().number("allocated") / MIB
 }
 
-/// The program's context is 4 MiB, and counts towards the limit.
+/// The program's context takes 4 MiB, which count towards the limit.
 #[test]
 fn a_program_is_refused_memory_exactly_at_what_it_allows_itself() {
     let mut machine = ruled(Setup::default(), "memory-max = \"64M\"");
@@ -51,10 +53,11 @@ fn a_program_is_refused_memory_exactly_at_what_it_allows_itself() {
     let of = |machine: &Machine, key: &str| client(machine, &program)["gpus"][0][key].as_u64();
     assert_eq!((of(&machine, "memory-max"), of(&machine, "environment-memory-max")), (Some(64 * MIB), Some(44 * MIB)));
     assert_eq!(client(&machine, &program)["environment"], "memory-max 44 MiB");
-    // Both limits apply; the rule's limit counts all of its programs together.
+    // Both limits apply. The rule's limit counts all programs of the rule together.
     assert_eq!(reach(&machine, "44M"), 40);
     assert_eq!(reach(&machine, "60M"), 40, "what the other leaves");
-    // A new scheduler learns the limit too, and a program's own limit also holds without a scheduler.
+    // A new scheduler learns the environment's limit too. The environment's limit also holds
+    // without a scheduler.
     machine.kill_scheduler();
     machine.start_scheduler();
     wait_for("it to be back", || (of(&machine, "environment-memory-max") == Some(44 * MIB)).then_some(()));
@@ -68,7 +71,7 @@ fn what_is_idle_by_its_own_environment_waits_for_all_others() {
     let machine = ruled(Setup { time_quantum: HOUR, anti_thrash: "on", ..Setup::default() }, "weight = 500");
     let mut idle = machine.program(WORK).env("NVSHARE_WEIGHT", "idle").start();
     machine.wait_for_grants(&idle, 1);
-    // Otherwise it would wait for ten minutes.
+    // Without its weight `idle`, the idle program would make this program wait for ten minutes.
     machine.program("mix --mem 32M --chunks 4 --reps 3 --rounds 5").start().finish();
     machine.wait_for_grants(&idle, 2);
     let status = machine.ctl(&["status"]);

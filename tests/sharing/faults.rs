@@ -1,5 +1,5 @@
-//! Processes and drivers that die, stop or disappear at any moment: all others get correct results, and none of them hangs.
-//! End to end, with real processes on the simulated GPU.
+//! Processes and drivers that die, stop or disappear at any moment: all other processes get correct
+//! results, and none hangs. End to end, with real processes on the simulated GPU.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use test_support::machine::*;
 
-/// A GPU that two of these programs fill.
+/// A GPU that two programs with the arguments [`ENDLESS`] fill.
 fn pressed() -> Setup {
     Setup { memory: 128 * MIB, anti_thrash: "auto", ..Setup::default() }
 }
 
-/// A GPU with room for all of these programs.
+/// A GPU with room for all programs of a test.
 fn roomy() -> Setup {
     Setup { memory: 256 * MIB, anti_thrash: "auto", ..Setup::default() }
 }
@@ -46,7 +46,7 @@ impl Chaos {
         }
     }
 
-    /// Checks the results of programs that have ended, and starts others in their place.
+    /// Checks the results of programs that have ended, and starts new programs in their place.
     fn tend(&mut self) {
         let (mut running, mut ended): (Vec<Program>, Vec<Program>) = (Vec::new(), Vec::new());
         for mut program in self.programs.drain(..) {
@@ -62,7 +62,7 @@ impl Chaos {
         }
     }
 
-    /// Indices of the program that holds the lock, and of those that don't.
+    /// Indices of the program that holds the lock, and of the programs that don't.
     fn holder_and_waiters(&self) -> (Option<usize>, Vec<usize>) {
         let moves = self.machine.moves();
         let last = holders(&moves).pop().and_then(|(_, now)| now.last().copied());
@@ -79,8 +79,8 @@ impl Chaos {
         self.programs.swap_remove(victim).kill();
     }
 
-    /// Runs until the time is up and enough has happened, which takes longer on a busy machine. Then all remaining programs
-    /// must end, too.
+    /// Repeats `round` until the time is up and enough events have happened, which takes longer on
+    /// a busy machine. Then all remaining programs must end, too.
     fn run(mut self, mut round: impl FnMut(&mut Self)) {
         let begin = Instant::now();
         while begin.elapsed() < ROUNDS_FOR || !self.is_enough() && begin.elapsed() < PATIENCE {
@@ -130,7 +130,7 @@ fn scheduler_killed(setup: Setup) {
         std::thread::sleep(chaos.random.milliseconds(300));
         chaos.machine.start_scheduler();
         chaos.count("scheduler killed");
-        // Leaves time for some progress.
+        // Programs make some progress during this pause.
         std::thread::sleep(chaos.random.milliseconds(600));
     });
 }
@@ -184,7 +184,7 @@ fn everything(setup: Setup) {
     });
 }
 
-/// `NVSHARE_EXITS=500 cargo nextest run --test sharing exit` tries more exits.
+/// `NVSHARE_EXITS=500 cargo nextest run --test sharing exit` runs 500 exits instead of 12.
 #[test]
 fn programs_that_exit_while_memory_moves_do_so_at_once_and_with_their_status() {
     let count: u32 = std::env::var("NVSHARE_EXITS").map_or(12, |text| text.parse().expect("a number"));
@@ -203,7 +203,7 @@ fn programs_that_exit_while_memory_moves_do_so_at_once_and_with_their_status() {
     assert!(machine.moves().iter().any(|m| m.what == "evict"), "no memory had to move");
 }
 
-/// Without nvshare, this is an ordinary error.
+/// Without nvshare, a missing GPU is an ordinary error.
 #[test]
 fn a_gpu_that_does_not_exist_concerns_nobody() {
     let machine = Machine::with_scheduler(pressed());
@@ -243,13 +243,14 @@ fn a_stopped_holder_does_not_keep_others_that_fit_from_running() {
 
 #[test]
 fn a_stopped_program_keeps_its_memory_and_its_results() {
-    // The other program doesn't fit beside it, so it makes progress only once the stopped program continues.
+    // The other program doesn't fit beside the stopped one, so it makes progress only once the
+    // stopped program continues.
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     let mut stopped = machine.program("mix --mem 60M --reps 4 --rounds endless").start();
     machine.wait_for_grants(&stopped, 1);
     let mut other = machine.program("mix --mem 60M --reps 2 --rounds endless").start();
-    // A process that is stopped inside the simulated driver may hold a lock of that driver. It is then continued, and stopped
-    // elsewhere.
+    // A process that is stopped inside the simulated driver may hold a lock of that driver. So the
+    // program is continued and stopped again until it stops outside the driver.
     wait_for("the stopped holder to be asked", || {
         let before = machine.moves().len();
         stopped.signal(libc::SIGSTOP);
@@ -273,7 +274,8 @@ fn a_stopped_scheduler_only_makes_programs_wait() {
         machine.wait_for_move(0, "a request", |m| m.pid == program.pid() && m.what == "request");
     }
     kill(machine.scheduler_pid(), libc::SIGSTOP);
-    // A program that starts now gets no answer. No other program makes room for it, so it is small.
+    // A program that starts now gets no answer from the scheduler. No other program evicts memory
+    // for it, so its allocation is small.
     let late = machine.program("mix --mem 2M --chunks 1 --reps 20 --rounds endless --cpu-ms 5").start();
     late.wait_to_say("no scheduler");
     std::thread::sleep(Duration::from_millis(1500));
@@ -326,8 +328,9 @@ fn a_restarted_scheduler_learns_what_there_is() {
 
 // ---- a driver that fails -----------------------------------------------------------------------------------------
 
-/// Makes calls fail now and then that only the library makes here: memory still moves, later or slower, and the program sees
-/// no error. The driver returns "unknown error" although only that call has failed: the context still works.
+/// Fails some calls that only the library makes here. Memory still moves, only later or more
+/// slowly, and the program sees no error. The driver returns "unknown error" although only one call
+/// has failed and the context still works.
 #[test]
 fn an_unknown_error_of_one_call_does_not_make_a_context_count_as_broken() {
     let calls = ["cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", "cuEventQuery"];
@@ -363,7 +366,8 @@ fn a_context_that_could_not_be_made_current_once_is_not_broken() {
     machine.wait_until_empty();
 }
 
-/// The context is in the state that follows an illegal address. The program keeps running nevertheless, like a notebook.
+/// The context is in the state after an illegal address. The program keeps running nevertheless,
+/// like a notebook.
 #[test]
 fn a_program_with_a_broken_context_is_left_alone() {
     let machine = Machine::with_scheduler(pressed());
@@ -371,12 +375,12 @@ fn a_program_with_a_broken_context_is_left_alone() {
     let fails = fails.env("CUDA_SIM_FAIL", "cuMemcpyDtoHAsync_v2:1").env("CUDA_SIM_FAIL_AS", "700");
     let mut broken = fails.start();
     machine.wait_for_grants(&broken, 1);
-    broken.wait_to_say("round 0 is over"); // its output must not be all one value, which would not be copied
+    broken.wait_to_say("round 0 is over"); // output of one repeated value would not be copied
     let mut other = machine.program("mix --mem 64M --chunks 4 --reps 3 --rounds 2").start();
     broken.wait_to_say("eviction stopped: Broken");
     std::thread::sleep(Duration::from_secs(1));
     let attempts = broken.stderr().matches("eviction stopped").count();
-    assert!(attempts <= 10, "{attempts} attempts"); // the scheduler asks again, less and less often
+    assert!(attempts <= 10, "{attempts} attempts"); // the scheduler repeats its request at growing intervals
     assert!(machine.scheduler_log().contains("contexts are broken"));
     broken.kill();
     other.finish();
@@ -397,7 +401,8 @@ fn moves_survive_driver_calls_that_fail() {
         "cuMemHostRegister_v2",
         "cuMemHostGetDevicePointer_v2",
     ];
-    // The first calls belong to the program's own allocations, which report failures.
+    // The first calls belong to the program's own allocations, which return failures to the
+    // program.
     let nth = |first: usize, step: usize| {
         let fails = CALLS.iter().flat_map(|call| (0..40).map(move |i| format!("{call}:{}", first + step * i)));
         fails.collect::<Vec<_>>().join(",")
@@ -406,7 +411,7 @@ fn moves_survive_driver_calls_that_fail() {
     for fails in [nth(14, 11), nth(5, 4), CALLS.map(|call| format!("{call}:1")).join(",")] {
         let machine = Machine::with_scheduler(pressed());
         let words = "mix --mem 64M --chunks 4 --reps 3 --rounds 7";
-        // Only calls that no allocation makes fail from the start.
+        // Allocations make the three removed calls, so only the other calls fail from the start.
         let fails = fails.replace("cuMemCreate:1,cuMemMap:1,cuMemSetAccess:1,", "");
         let mut failing = machine.program(words).env("CUDA_SIM_FAIL", &fails).start();
         let mut other = machine.program(words).start();

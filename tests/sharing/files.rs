@@ -1,5 +1,5 @@
-//! Programs whose memory fits neither on the GPU nor into their share of RAM: the rest is stored in files, and is restored
-//! unchanged, or the program gets an error.
+//! Programs whose memory fits neither on the GPU nor into their share of RAM. The rest of their
+//! memory is stored in files. It is restored unchanged, or the program gets an error.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -15,7 +15,8 @@ use test_support::machine::*;
 
 const SHARE: u64 = 64 * MIB;
 
-/// The GPU has room for one of three programs with [`SHARE`] each, and the RAM for none.
+/// The GPU has room for one of three programs of [`SHARE`] each. The RAM for swapped memory has
+/// room for none.
 fn tight() -> Setup {
     Setup { memory: 128 * MIB, anti_thrash: "on", swap_max: "16M", file_max: Some("1G"), ..Setup::default() }
 }
@@ -24,7 +25,7 @@ fn mix(rounds: u32) -> String {
     format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds {rounds}")
 }
 
-/// The open files of the library's thread of this name in a program.
+/// Paths of the files that the library's thread with this name has open in a program.
 fn descriptors_of(program: &Program, thread: &str) -> Vec<PathBuf> {
     let tasks = fs::read_dir(format!("/proc/{}/task", program.pid())).into_iter().flatten().flatten();
     let is_it = |task: &PathBuf| fs::read_to_string(task.join("comm")).is_ok_and(|name| name.trim() == thread);
@@ -33,14 +34,14 @@ fn descriptors_of(program: &Program, thread: &str) -> Vec<PathBuf> {
     all.map(|entry| entry.path()).collect()
 }
 
-/// Bytes that a program has in its file, if it has one.
+/// Bytes that a program has in its file, or `None` without a file.
 fn in_file(machine: &Machine, program: &Program) -> Option<u64> {
     let status = machine.status();
     let client = status["clients"].as_array()?.iter().find(|client| client["pid"] == program.pid())?;
     client["gpus"][0]["in-file"].as_u64()
 }
 
-/// A second descriptor of a program's file, opened once the file has contents.
+/// Opens a program's file a second time, once the file has contents.
 #[track_caller]
 fn file_of(machine: &Machine, program: &Program) -> File {
     wait_for("it to have memory in its file", || in_file(machine, program));
@@ -49,14 +50,15 @@ fn file_of(machine: &Machine, program: &Program) -> File {
     OpenOptions::new().read(true).write(true).open(path).expect("the file")
 }
 
-/// A program that idles from its second round on, until it is told to end.
+/// Starts a program that idles from its second round on, until it is told to end.
 fn idle(machine: &Machine) -> Program {
     let idle = machine.program(&format!("{} --cpu-ms 600000", mix(2))).start();
     idle.wait_to_say("round 0 is over");
     idle
 }
 
-/// An idle program with memory in its file, and another that needs the GPU. Both run until they are told to end.
+/// Starts an idle program, which will have memory in its file, and another program, which needs the
+/// GPU. Both run until they are told to end.
 fn one_in_its_file(machine: &Machine) -> (Program, Program) {
     let idle = idle(machine);
     let other = machine.program(&format!("{} --cpu-ms 500", mix(100_000))).start();
@@ -80,7 +82,7 @@ fn memory_in_files_comes_back_as_it_was() {
     machine.wait_until_empty();
 }
 
-/// A copy from unregistered host memory would take so long that the test fails.
+/// Copies from unregistered host memory would be so slow that the test would fail.
 #[test]
 fn memory_in_files_comes_back_at_the_speed_of_the_link() {
     let simulator = vec![("CUDA_SIM_PAGEABLE_BANDWIDTH", "64K".into())];
@@ -151,7 +153,7 @@ fn a_program_that_is_killed_leaves_no_file() {
     machine.wait_until_empty();
 }
 
-/// Tells the program to end; the driver then reports to it that its memory is lost.
+/// Tells the program to end, and checks that the driver reports its memory as lost.
 #[track_caller]
 fn loses(program: &mut Program) {
     program.signal(libc::SIGUSR1);
@@ -161,7 +163,8 @@ fn loses(program: &mut Program) {
     program.wait_to_say("lost memory that was in the swap file");
 }
 
-/// The program must not get results that were computed from other contents.
+/// Spoils a program's file. The program must get an error, never results computed from the wrong
+/// contents.
 fn loses_its_memory(spoil: impl FnOnce(&File)) {
     let machine = Machine::with_scheduler(tight());
     let (mut idle, mut other) = one_in_its_file(&machine);
@@ -216,7 +219,8 @@ fn memory_on_a_disk_that_cannot_be_read_is_lost_and_the_program_is_told() {
     drop(file_of(&machine, &idle));
     disk.lose().expect("a smaller image");
     loses(&mut idle);
-    // The other program's memory there may be lost too. It must never find wrong contents.
+    // The other program's memory on the disk may be lost too. The program must never read wrong
+    // contents.
     if other.poll().is_none() {
         other.signal(libc::SIGUSR1);
     }
@@ -243,15 +247,15 @@ fn what_a_full_disk_has_no_space_for_is_refused_when_it_is_allocated() {
     machine.wait_until_empty();
 }
 
-/// Copies are written to files before other allocations in their control group run out of memory, although the host has
-/// plenty.
+/// Copies are written to files before other allocations in their control group fail for lack of
+/// memory, although the host has plenty.
 #[test]
 fn copies_make_room_for_what_else_is_in_their_control_group() {
     const EACH: u64 = 160 * MIB;
     const LIMIT: u64 = 800 * MIB;
     const STEP: u64 = 16 * MIB;
     let Some(group) = Limited::new(&format!("nvshare-hog-{}", std::process::id()), LIMIT) else { return };
-    // Turns are longer than it takes to move the memory of one program.
+    // A turn lasts longer than moving the memory of one program.
     let time_quantum = Duration::from_secs(1);
     let setup = Setup { swap_max: "2G", file_max: Some("2G"), time_quantum, ..Setup::default() };
     let machine = Machine::with_scheduler(setup);
@@ -268,8 +272,8 @@ fn copies_make_room_for_what_else_is_in_their_control_group() {
     let swapped = || machine.status()["gpus"][0]["swapped"].as_u64().unwrap_or(0);
     wait_for("most of two programs to be off the GPU", || (swapped() >= EACH + EACH / 2).then_some(()));
     assert_eq!(idle.iter().filter_map(|program| in_file(&machine, program)).sum::<u64>(), 0, "there is room for them");
-    // More than fits beside the copies, but less than fits beside a full simulated GPU, whose memory is charged to the group
-    // too.
+    // The hog's memory exceeds the room beside the copies. It would still fit beside a full
+    // simulated GPU, whose memory is charged to the group too.
     let steps = (LIMIT - group.used() + EACH / 2) / STEP;
     let orders = machine.path("orders");
     assert!(Command::new("mkfifo").arg(&orders).status().is_ok_and(|status| status.success()));
@@ -289,14 +293,15 @@ fn copies_make_room_for_what_else_is_in_their_control_group() {
         assert_eq!(group.kills(), 0, "copies could have left: {:?}", group.used());
     }
     assert!(idle.iter().any(|program| in_file(&machine, program).is_some()), "some are in files");
-    // The simulated GPU's memory is charged to the programs, and doesn't fit beside the hog.
+    // The hog must end first: the simulated GPU's memory is charged to the programs, and doesn't
+    // fit beside the hog's memory.
     drop(orders);
     assert!(hog.wait().success());
     runs.end();
     idle.iter_mut().for_each(|program| drop(program.end()));
 }
 
-/// Limits the size of files that a program writes: a disk error that needs no disk.
+/// Limits the size of files that a program writes. It simulates a disk error without a disk.
 fn limit_files(program: &Program, bytes: u64) {
     let limit = libc::rlimit { rlim_cur: bytes, rlim_max: libc::RLIM_INFINITY };
     // SAFETY: `limit` is valid during the call, and the null pointer asks for no old limit.
@@ -327,13 +332,13 @@ fn what_has_not_changed_is_not_written_again() {
     let said = reads.stderr();
     let (before, said) = said.split_once("the weights stay").expect("rounds");
     let (meanwhile, _) = said.split_once("the weights change").expect("a change");
-    // Written once, however often the memory is evicted.
+    // The weights are written once, however often they are evicted.
     let written = bytes_written(meanwhile).saturating_sub(bytes_written(before));
     assert!(written <= SHARE, "{written} bytes were written");
     assert!(meanwhile.matches(" bytes left in ").count() > 1, "its memory left once at most");
 }
 
-/// The latest count of bytes that a program says it has written to its file.
+/// The latest count of written bytes in a program's output.
 fn bytes_written(said: &str) -> u64 {
     let mut numbers = said
         .lines()

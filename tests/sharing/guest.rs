@@ -1,5 +1,5 @@
-//! `libnvshare.so` as a guest: in programs without CUDA, in programs that do unusual things, and without a scheduler.
-//! End to end, with real processes.
+//! `libnvshare.so` in programs without CUDA, in programs that do unusual things, and without a
+//! scheduler. End to end, with real processes.
 
 use std::path::Path;
 
@@ -65,7 +65,7 @@ fn disabled_it_does_nothing_at_all() {
     assert_eq!(program.stderr(), "");
     assert_eq!(machine.moves(), []);
 
-    // `0` doesn't disable it.
+    // `NVSHARE_DISABLE=0` doesn't disable the library.
     let mut program = machine.program(SHORT).quiet().env("NVSHARE_DISABLE", "0").start();
     program.finish();
     assert_eq!(program.stderr(), "");
@@ -79,7 +79,7 @@ fn programs_without_cuda_are_left_alone() {
         ("/bin/true", &[]),
         ("/bin/false", &[]),
         ("/bin/sh", &["-c", "echo out; echo err >&2; (exit 3); echo $?; sh -c 'exit 4'"]),
-        // No descriptor and no thread is left behind.
+        // The library leaves no descriptor and no thread behind.
         ("/bin/sh", &["-c", "ls /proc/self/fd /proc/self/task | sed 's/^[0-9]\\{3,\\}$/N/'"]),
         ("/usr/bin/env", &["LC_ALL=C", "sort", "/etc/passwd"]),
     ];
@@ -131,7 +131,7 @@ fn children_of_a_program_leave_its_connection_alone() {
     let moves = machine.moves();
     let connections: Vec<&Move> = moves.iter().filter(|m| m.what == "connect" && m.pid == parent.pid()).collect();
     assert_eq!(connections.len(), 1, "{connections:?}");
-    // Its children that are CUDA programs themselves are separate clients.
+    // The script's children that are CUDA programs are separate clients.
     let clients = moves.iter().filter(|m| m.what == "connect").count();
     assert_eq!(clients, 2 + 3);
     assert_one_holder(&moves);

@@ -1,5 +1,5 @@
-//! A host or a control group without room for evicted memory: memory that cannot be evicted stays on the GPU, other programs make room
-//! or wait, and no process is killed.
+//! A host or control group without room for evicted memory. Memory that cannot be evicted stays on
+//! the GPU, other programs make room or wait, and no process is killed.
 
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ fn what_a_full_control_group_has_no_room_for_stays_on_the_gpu() {
     stays_on_the_gpu("");
 }
 
-/// The kernel populates all mappings of such a program immediately.
+/// The kernel immediately populates all mappings of a program that locks its memory.
 #[test]
 fn so_it_does_if_the_program_locks_its_memory() {
     stays_on_the_gpu("--lock 1");
@@ -43,7 +43,8 @@ fn stays_on_the_gpu(options: &str) {
     let mix = |rounds: &str| format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds {rounds}");
     let mut inside = machine.program_in(&group.procs(), &format!("{} {options}", mix("endless"))).start();
     machine.wait_for_grants(&inside, 1);
-    // The simulated GPU's memory is charged to the process: what it uses so far doesn't matter, only what is added.
+    // The simulated GPU's memory is charged to the process. Its present use doesn't matter, because
+    // the limit is set 8 MiB above it.
     wait_for("all of it to be there", || (group.used() >= SHARE).then_some(()));
     group.set_limit(settled(&group) + 8 * MIB);
     let mut other = machine.program(&mix("4")).start();
@@ -61,14 +62,15 @@ fn stays_on_the_gpu(options: &str) {
     machine.wait_until_empty();
 }
 
-/// Only the part that fits into the limit on addresses is evicted.
+/// Only as much memory is evicted as the limit on address space allows.
 #[test]
 fn a_limit_on_addresses_leaves_room_for_some() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
     let mut idle = machine.program("mix --mem 96M --chunks 12 --reps 3 --rounds 2 --cpu-ms 600000").start();
     wait_for("it to be idle", || idle.stderr().contains("round 0 is over").then_some(()));
     limit_addresses(idle.pid(), 80 * MIB);
-    // At most 40 MiB must be evicted. The rest is for stacks of threads that start later.
+    // The other program needs at most 40 MiB of the idle program's memory. The other addresses are
+    // for stacks of threads that start later.
     let mut other = machine.program("mix --mem 48M --chunks 3 --reps 3 --rounds 4").start();
     other.finish();
     assert!(idle.poll().is_none());
@@ -91,14 +93,16 @@ fn limit_addresses(pid: u32, more: u64) {
 #[test]
 #[ignore = "takes more than three minutes, as the library waits for so long"]
 fn host_memory_at_rest_is_given_back_and_what_is_in_it_is_not_lost() {
-    // The memory must be restored at the speed of the link: otherwise that would take so long that the test fails.
+    // Copies from unregistered memory would be so slow that the test would fail, so memory must be
+    // restored at the speed of the link.
     let simulator = vec![("CUDA_SIM_PAGEABLE_BANDWIDTH", "64K".into())];
     let machine =
         Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", simulator, ..Setup::default() });
     let words = format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds 1 --cpu-ms 190000");
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words).start()).collect();
     machine.wait_for_move(0, "somebody to make room", |m| m.what == "freed");
-    // One program's memory is in the host during that time, and the other has the buffers that it would need to make room.
+    // During the pause one program's memory is in the host. The other program has allocated the
+    // buffers for a later eviction.
     wait_within(Duration::from_secs(200), "one to tidy up", || {
         programs.iter().any(|p| p.stderr().contains("idle host memory")).then_some(())
     });
@@ -137,8 +141,9 @@ fn buffers_made_ahead_are_given_back_when_their_control_group_needs_the_memory()
     wait_for("it to be asked", || idle.stderr().contains("\u{2190} Prepare").then_some(()));
     let before = group.used();
     wait_for("it to have buffers", || (group.used() >= before.min(SHARE) + SHARE).then_some(()));
-    // The free memory of the group is then smaller than the reserve for its other memory, a sixteenth of the limit. The shortfall is
-    // less than one of the buffers, which are a quarter each, and the program may need a little more until then.
+    // The free memory of the group is now smaller than the reserve for its other memory, a
+    // sixteenth of the limit. The shortfall is less than one buffer, a quarter of `SHARE`. The
+    // program may use a little more memory until it has freed that buffer.
     let before = settled(&group);
     group.set_limit(before + 2 * MIB);
     wait_for("it to give them back", || (group.used() + SHARE / 8 <= before).then_some(()));

@@ -1,5 +1,5 @@
-//! Work that waits for another host thread, which takes its step by a call of the library: no part of the library that the thread
-//! needs may wait for that work.
+//! GPU work that waits for a step of another host thread, which calls the library to take that
+//! step. No part of the library that this call needs may wait for the GPU work.
 
 use std::{
     fs,
@@ -20,10 +20,10 @@ fn pressed() -> Setup {
     Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() }
 }
 
-/// The least number of times that memory comes back in 12 s.
+/// The minimum number of times that memory is restored in 12 s.
 const MOVES: usize = 4;
 
-/// Longer than any of these programs takes.
+/// A limit that exceeds the running time of each program here.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[track_caller]
@@ -60,7 +60,7 @@ fn host_memory_is_given_back_while_a_kernel_waits_for_the_host() {
     let words = "host-step --how allocate --mem 60M --before-ms 5000 --pause-ms 3000";
     let mut program = machine.program_in(&group.procs(), words).start();
     machine.wait_for_grants(&program, 1);
-    // The program's memory is evicted and restored, and copies of it stay in the host.
+    // The program's memory is evicted and restored, and the host keeps copies.
     let mut other = machine.program("mix --mem 60M --reps 3 --rounds 2").start();
     other.finish();
     machine.wait_for_move(0, "its memory to have left", |m| m.pid == program.pid() && m.what == "freed");
@@ -72,7 +72,8 @@ fn host_memory_is_given_back_while_a_kernel_waits_for_the_host() {
     machine.wait_until_empty();
 }
 
-/// No program lacks memory, but the host buffers of restored memory are freed after a long rest.
+/// No program lacks memory, but the library frees the host buffers of restored memory after a long
+/// rest.
 #[test]
 #[ignore = "takes more than three minutes, as the library waits for so long"]
 fn host_memory_at_rest_is_given_back_while_a_kernel_waits_for_the_host() {
@@ -108,8 +109,8 @@ fn memory_beside_a_capture_comes_from_clients_that_run() {
     machine.wait_until_empty();
 }
 
-/// The program has a device open through which a network card reaches GPU memory, so its memory stays resident although it launches
-/// nothing.
+/// The program has opened a device file through which a network card can reach GPU memory. So its
+/// memory stays resident although the program launches nothing.
 #[test]
 fn memory_that_a_network_card_may_read_is_there_when_it_was_allocated() {
     // SAFETY: `geteuid` has no preconditions.
@@ -131,7 +132,8 @@ fn memory_that_a_network_card_may_read_is_there_when_it_was_allocated() {
     machine.wait_until_empty();
 }
 
-/// Before driver 12.5 a thread waits for a context each time the scheduler evicts a program whose work the library cannot see.
+/// Before driver 12.5, a thread waits for a context whenever the scheduler evicts a program whose
+/// work the library cannot see. A repeated eviction must not add a second thread.
 #[test]
 fn an_old_driver_has_one_thread_wait_for_a_context() {
     let machine = Machine::with_scheduler(Setup { without: "cuCtxRecordEvent", ..pressed() });
@@ -159,8 +161,8 @@ fn an_old_driver_has_one_thread_wait_for_a_context() {
     machine.wait_until_empty();
 }
 
-/// If memory for the fingerprint kernel is short when its context is created, a thread that may block loads the kernel at the next
-/// eviction.
+/// The fingerprint kernel cannot be loaded when its context is created, for lack of memory. A
+/// thread that may block then loads it at the next eviction.
 #[test]
 fn the_kernel_for_fingerprints_is_loaded_when_there_is_memory_for_it() {
     const LOADED: &str = "fingerprints can be computed in context";
@@ -179,7 +181,7 @@ fn the_kernel_for_fingerprints_is_loaded_when_there_is_memory_for_it() {
     machine.wait_until_empty();
 }
 
-/// Creates a socket at this path that never answers. The kernel accepts connections on its behalf.
+/// Creates a socket at this path that never answers. The kernel still accepts connections to it.
 fn silent_daemon(path: &Path) -> OwnedFd {
     let bytes = path.as_os_str().as_bytes();
     // SAFETY: `sockaddr_un` is plain old data, the calls read a valid address, and the socket is new and owned here.
@@ -194,7 +196,7 @@ fn silent_daemon(path: &Path) -> OwnedFd {
     }
 }
 
-/// Without a scheduler, memory is moved in many steps of the client's thread.
+/// Without a scheduler, the client thread moves memory in many steps.
 #[test]
 fn a_daemon_that_does_not_answer_does_not_slow_down_what_the_clients_thread_does() {
     let mut machine = Machine::with_scheduler(pressed());

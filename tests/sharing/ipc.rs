@@ -40,7 +40,7 @@ impl Pair {
     }
 }
 
-/// The path of a file that a program waits for.
+/// The path of a file whose creation a program waits for.
 fn mark(machine: &Machine, name: &str) -> String {
     machine.path(name).display().to_string()
 }
@@ -108,8 +108,8 @@ fn two_programs_use_the_same_memory_while_their_own_is_swapped() {
     machine.wait_until_empty();
 }
 
-/// The GPU is large enough for an allocation with more chunks than one answer has descriptors. Many small allocations
-/// share a slab.
+/// The GPU is large enough for an allocation with more chunks than one answer can carry
+/// descriptors. Many small allocations share a slab.
 #[test]
 fn small_allocations_share_a_slab_and_large_ones_have_many_chunks() {
     let machine = Machine::with_scheduler(Setup { memory: 512 * MIB, ..Setup::default() });
@@ -139,7 +139,7 @@ fn a_thousand_handles() {
 fn what_was_swapped_out_comes_back_to_be_exported() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
     let pair = Pair::new(&machine, &format!("--mem {SHARED} --private 40M --rounds 2"));
-    // The exporter waits with its memory filled until another program's demand has evicted it.
+    // The exporter fills its memory and waits until another program's demand has evicted it.
     let export = mark(&machine, "export");
     let mut exporter = pair.exporter(&machine, &format!("--filled {export}")).start();
     reached(&export);
@@ -159,7 +159,8 @@ fn a_wrong_secret_opens_nothing() {
     let pair = Pair::new(&machine, "--rounds 1");
     let mut exporter = pair.exporter(&machine, "").start();
     pair.wait_until_exported();
-    // Offsets of the exporter's name, the secret, the number of the allocation, and the range.
+    // The spoiled bytes are in the exporter's name, the secret, the number of the allocation, and
+    // the range.
     for byte in [8, 24, 48, 56] {
         pair.importer(&machine, &format!("--spoil {byte} --expect 1")).start().finish();
     }
@@ -173,7 +174,7 @@ fn a_handle_of_what_was_freed_opens_nothing() {
     let stay = mark(&machine, "stay");
     let pair = Pair::new(&machine, "--rounds 0");
     let mut exporter = pair.exporter(&machine, &format!("--stay {stay}")).start();
-    reached(&stay); // freed
+    reached(&stay); // the exporter has freed the memory
     pair.importer(&machine, "--expect 1").start().finish();
     exporter.kill();
     pair.importer(&machine, "--expect 1").start().finish();
@@ -205,7 +206,7 @@ fn memory_outlives_its_exporter_and_is_counted_until_the_last_importer_closes_it
     let mut importer = pair.importer(&machine, &format!("--keep {keep}")).start();
     reached(&keep);
     reached(&stay);
-    // The exporter has freed it, so it is charged to the importer now.
+    // The exporter has freed the memory, so it is charged to the importer now.
     wait_for_pinned(&machine, &importer, SHARED);
     wait_for_pinned(&machine, &exporter, 0);
     exporter.kill();
@@ -277,7 +278,7 @@ fn learn_who_has_what(mut machine: Machine) {
     pair.wait_until_exported();
     machine.kill_scheduler();
     machine.start_scheduler();
-    // The exporter is found by its name, as before, and its exported memory is still pinned.
+    // The importer still finds the exporter by its name, and the exported memory is still pinned.
     let mut importer = pair.importer(&machine, &format!("--keep {keep}")).start();
     reached(&keep);
     reached(&stay);
@@ -292,7 +293,8 @@ fn learn_who_has_what(mut machine: Machine) {
     machine.wait_until_empty();
 }
 
-/// Destroying a context closes the memory that was opened in it, but nothing that work of another context uses.
+/// Destroying a context closes the memory that was opened in it, except memory that work of another
+/// context uses.
 #[test]
 fn memory_that_was_closed_stays_while_work_uses_it_and_another_context_ends() {
     let machine = Machine::with_scheduler(Setup::default());

@@ -1,4 +1,5 @@
-//! Rules that limit the memory of programs and divide the time of a GPU: end to end, with real processes on the simulated GPU.
+//! Rules that limit programs' memory and divide the time of a GPU. End to end, with real processes
+//! on the simulated GPU.
 
 use std::fs;
 use std::time::Duration;
@@ -32,7 +33,8 @@ fn ruled(rules: &str) -> Machine {
     machine
 }
 
-/// Returns the bytes that a program gets before it is refused memory, in steps of the GPU's granularity.
+/// Returns the bytes that a program allocates, in steps of the GPU's granularity, before it is
+/// refused memory.
 #[track_caller]
 fn reach(program: Launch<'_>) -> u64 {
     let report = program.start().finish();
@@ -42,7 +44,7 @@ fn reach(program: Launch<'_>) -> u64 {
 
 const ASK: &str = "oversub --mem 100M --chunk 2M --rounds 0";
 
-/// The program's context is 4 MiB, and counts towards the limit.
+/// The program's context takes 4 MiB, which count towards the limit.
 #[test]
 fn a_program_is_refused_memory_exactly_at_its_limit() {
     let machine = ruled(&mine("44M"));
@@ -65,8 +67,8 @@ fn a_program_is_refused_memory_exactly_at_its_limit() {
     assert_eq!(machine.program(ASK).start().finish().number("allocated"), 100 * MIB);
 }
 
-/// The environment tightens the rule's limit and never raises it. It also works without a scheduler, where contexts aren't
-/// counted.
+/// The environment tightens the rule's limit and never raises it. The environment's limit also
+/// holds without a scheduler, but then excludes contexts.
 #[test]
 fn a_program_can_be_given_less_by_its_environment() {
     let mut machine = ruled(&mine("44M"));
@@ -107,7 +109,7 @@ fn programs_that_count_together_have_the_limit_together() {
     let mut holding: Vec<Program> =
         (0..8).map(|_| machine.program("stranger --mem 4M --seconds 600").start()).collect();
     holding.iter().for_each(|program| program.wait_to_say("holding"));
-    // More may be reserved for a context that isn't measured yet than it turns out to need.
+    // The scheduler may first reserve more for a context than it later measures.
     wait_for("all that eight others leave", || {
         let allocated = reach(machine.program(ASK));
         assert!(allocated <= 8 * MIB, "{allocated} beside eight others");
@@ -147,7 +149,7 @@ fn a_limit_is_lowered_and_raised_while_programs_run() {
     assert_eq!(reach(machine.program(ASK)), 0, "more than the limit is there already");
     assert!(holder.poll().is_none(), "nothing fails of what is there");
 
-    // A file with a mistake changes nothing.
+    // A file with a mistake leaves the rules unchanged.
     write(&machine, "[[rule]]\nuser = \"nobody-of-this-name\"\nmemory-max = \"1G\"\n");
     let refused = machine.ctl_fails(&["reload"]);
     assert!(refused.contains("rules.toml:2:8: user: this host has no user"), "{refused}");
@@ -177,12 +179,12 @@ fn an_allocation_waits_until_others_have_freed_enough() {
     let bytes = wait_for("it to wait for memory", awaited);
     assert!((16 * MIB..=32 * MIB).contains(&bytes), "{bytes}: more than the holder leaves");
     assert!(machine.ctl(&["status"]).contains(" waits for memory: it requests "), "{}", machine.ctl(&["status"]));
-    std::thread::sleep(Duration::from_secs(11)); // longer than the timeout of answers elsewhere
+    std::thread::sleep(Duration::from_secs(11)); // longer than the library's timeout for other answers
     assert!(worker.poll().is_none(), "it waits still");
     assert_eq!(reach(machine.program("oversub --mem 300M --chunk 100M --rounds 0")), 0, "what can never be had fails");
     holder.kill();
     worker.finish();
-    // Each program holds memory that the other waits for: one of them must get ahead.
+    // Each program holds memory that the other waits for: one of them must make progress.
     let ask = "oversub --mem 100M --chunk 2M --rounds 0";
     let (mut one, mut other) = (machine.program(ask).start(), machine.program(ask).start());
     let got = [one.finish(), other.finish()].map(|report| report.number("allocated"));
@@ -208,7 +210,8 @@ fn each_unit_has_the_limit_for_all_of_its_programs() {
     machine.wait_until_empty();
 }
 
-/// How long the program has held the lock and has waited for it, in seconds, and the number of its grants.
+/// Returns the seconds for which the program has held the lock, the seconds for which it has
+/// waited, and the number of its grants.
 fn lock_times(machine: &Machine, program: &Program) -> (f64, f64, u64) {
     let status = machine.status();
     let clients = status["clients"].as_array().expect("clients");
@@ -223,10 +226,10 @@ fn a_program_has_no_more_of_the_time_than_its_rule_allows() {
     let uid = unsafe { libc::getuid() };
     let machine = ruled(&format!("time-period = \"1s\"\n[[rule]]\nuser = {uid}\ntime-max = \"30%\"\n"));
     let mut program = machine.program("mix --mem 32M --chunks 4 --reps 3 --rounds endless").start();
-    machine.wait_for_grants(&program, 3); // although no other program waits
+    machine.wait_for_grants(&program, 3); // the limit applies although no other program waits
     let status = machine.ctl(&["status"]);
     assert!(status.contains(" and its group have weight 100, time-max 30% by rule "), "{status}");
-    // It always wants the GPU, so it spends the rest of the time waiting.
+    // The program always requests the GPU, so it waits for the rest of the time.
     let before = lock_times(&machine, &program);
     machine.wait_for_grants(&program, before.2 as usize + 4);
     let after = lock_times(&machine, &program);

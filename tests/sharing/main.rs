@@ -1,4 +1,5 @@
-//! Programs that share a GPU, end to end: a scheduler and real processes with `libnvshare.so` on the simulated GPU.
+//! Programs that share a GPU. End to end: a scheduler, and real processes with `libnvshare.so` on
+//! the simulated GPU.
 
 mod accounting;
 mod claims;

@@ -1,11 +1,11 @@
-//! Programs that together want more memory than the GPU has, each believing that it is alone: end to end, with real processes on the
-//! simulated GPU.
+//! Programs that together need more memory than the GPU has. Each program sees the whole GPU's
+//! memory as its own. End to end, with real processes on the simulated GPU.
 
 use std::fmt::Display;
 
 use test_support::machine::*;
 
-/// Work on `memory` bytes whose results show every lost, repeated or reordered launch.
+/// Work on `memory` bytes whose results reveal every lost, repeated or reordered launch.
 fn mix(memory: u64, rounds: impl Display) -> String {
     format!("mix --mem {memory} --chunks 4 --reps 3 --rounds {rounds}")
 }
@@ -27,12 +27,12 @@ fn managed_memory_moves_too() {
     take_turns(&machine, "managed");
 }
 
-/// Managed memory of the program's own, with the engine `swap`: it is prefetched off the GPU and onto it, and never left to the
-/// driver's own migration.
+/// Managed memory that programs allocate themselves, with the engine `swap`. The library prefetches
+/// it off the GPU and onto it, so the driver never migrates it on demand.
 #[test]
 fn managed_memory_of_programs_moves_with_its_program() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
-    // Not a multiple of any granularity.
+    // The size is not a multiple of any granularity.
     let words = format!("{} --kind managed", endless(SHARE - 4 * 4100));
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words).start()).collect();
     wait_for("both to be known, with nothing pinned", || {
@@ -64,7 +64,7 @@ fn managed_memory_that_is_evicted_leaves_the_gpu() {
     let mut other = machine.program(&endless(SHARE)).start();
     machine.wait_for_move(before, "the managed memory to be evicted", |m| m.what == "freed" && m.pid == idle.pid());
     idle.wait_to_say("bytes left in");
-    // By itself the driver evicts no more than it has to.
+    // Without the library's prefetch, the driver would evict only the minimum.
     wait_for("it to have left", || (machine.free() >= SHARE / 2).then_some(()));
     idle.kill();
     other.end();
@@ -115,7 +115,7 @@ fn take_turns(machine: &Machine, engine: &str) {
     machine.wait_until_empty();
 }
 
-/// Freeing managed memory needs a context, and waits for work.
+/// Freeing managed memory needs a context, and waits for pending work.
 #[test]
 fn freed_memory_is_free_whatever_moves_it() {
     for (engine, kind) in [("managed", "alloc"), ("swap", "managed"), ("swap", "alloc")] {
@@ -174,7 +174,7 @@ fn every_program_sees_all_of_the_gpu_and_what_it_takes_itself() {
         assert_eq!(report.number("device_total"), total);
         let near = |what: &str, want: u64| {
             let got = report.number(what);
-            // The room that other programs' contexts take is measured again and again.
+            // The scheduler repeatedly re-measures the memory of other programs' contexts.
             assert!(got.abs_diff(want) <= 3 * machine.setup.context, "{what}: {got}, not {want}");
         };
         near("free", limit);
@@ -184,7 +184,8 @@ fn every_program_sees_all_of_the_gpu_and_what_it_takes_itself() {
     };
     check(&machine.program("account --mem 32M").start().finish(), limit);
 
-    // Beside another program that holds the lock and much memory the figures are the same, less the other's context.
+    // Beside a program that holds the lock and much memory, the figures are the same, less that
+    // program's context.
     let mut other = machine.program(&endless(120 * MIB)).start();
     machine.wait_for_grants(&other, 1);
     check(&machine.program("account --mem 32M").start().finish(), machine.setup.capacity(2));
@@ -204,7 +205,7 @@ fn one_program_beyond_the_limit_is_refused_unless_it_may_exceed_the_gpu() {
     assert_eq!(exceeds.0["failed"], "");
     assert_eq!(exceeds.number("allocated"), 396 * MIB);
 
-    // `0` means off.
+    // `NVSHARE_ENABLE_SINGLE_OVERSUB=0` means off.
     let refused = machine.program(words).env("NVSHARE_ENABLE_SINGLE_OVERSUB", "0").start().finish();
     assert_eq!(refused.0["failed"], "cuMemAlloc_v2");
 }
@@ -215,7 +216,8 @@ fn what_neither_the_gpu_nor_the_host_has_room_for_is_refused() {
     let all = machine.setup.capacity(2) + 64 * MIB;
     let mut first = machine.program("stranger --mem 160M --seconds 600").start();
     first.wait_to_say("holding");
-    // The rest of the limit is slack of the first program, and passes to this one as it allocates more.
+    // The first program doesn't use the rest of its limit. That rest passes to the second program
+    // as it allocates more.
     let words = "oversub --mem 396M --chunk 32M --rounds 1";
     let refused = machine.program(words).start().finish();
     assert_eq!(refused.0["failed"], "cuMemAlloc_v2");
@@ -225,7 +227,7 @@ fn what_neither_the_gpu_nor_the_host_has_room_for_is_refused() {
     assert!(line.contains("WARN") && line.contains(&format!("(pid {}) 160 MiB", first.pid())), "{line}");
     first.kill();
 
-    // As the only program, it is treated as if the host had plenty.
+    // The scheduler treats the only program as if the host had plenty of memory.
     machine.wait_until_empty();
     let alone = machine.program(words).start().finish();
     assert_eq!(alone.number("allocated"), 224 * MIB);
@@ -237,7 +239,7 @@ fn a_call_in_which_the_driver_finds_no_memory_is_made_again_once_there_is_room()
     let other = machine.program("stranger --mem 228M --seconds 600").start();
     other.wait_to_say("holding");
     let (mix, green) = ("mix --mem 4M --chunks 1 --reps 1 --rounds 1", "green --mem 4M --rounds 1 --reps 1");
-    // The library loads a module and a function before the program does.
+    // The library loads its own module and function before the program loads any.
     for (fails, words) in [
         ("cuModuleLoadData:2", mix),
         ("cuLaunchKernel:1", mix),
@@ -274,7 +276,7 @@ fn programs_swap_within_little_host_memory_and_see_how_much_they_can_have() {
 #[test]
 fn a_program_that_has_all_of_the_gpu_goes_on_when_others_come() {
     let machine = Machine::with_scheduler(Setup::default());
-    // All memory except what its checks need: no context fits beside it.
+    // The program takes all memory except what its checks need, so no context fits beside it.
     let memory = machine.setup.capacity(1) - 2 * MIB;
     let mut all = machine.program(&format!("mix --mem {memory} --chunks 1 --reps 1 --rounds endless")).start();
     machine.wait_for_grants(&all, 1);
@@ -306,7 +308,8 @@ fn what_the_last_program_had_outside_the_engines_is_free_for_the_next() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut last = machine.program("stranger --mem 1M --seconds 600").start();
     last.wait_to_say("holding");
-    // The simplest memory that counts as used by others: a stranger that starts and ends with the last client.
+    // The memory outside the engines is simulated by a stranger that starts and ends together with
+    // the last client.
     let mut stranger = machine.program("stranger --mem 128M --seconds 600").without_nvshare().start();
     stranger.wait_to_say("holding");
     wait_for("the stranger to be measured", || {
@@ -332,7 +335,7 @@ fn a_stranger_that_takes_memory_is_made_room_for() {
         (resident >= 440 * MIB).then_some(())
     });
     let before = machine.moves().len();
-    // It takes all that is left, after which the programs no longer fit together.
+    // The stranger takes all free memory. The two programs then no longer fit together.
     let mut stranger = machine.program("stranger --mem 52M --seconds 60").without_nvshare().start();
     stranger.wait_to_say("holding");
     machine.wait_for_move(before, "somebody to make room", |m| m.what == "evict");
@@ -350,7 +353,7 @@ fn what_has_not_changed_is_not_copied_again() {
     unchanged_is_not_copied(Vec::new());
 }
 
-/// With `CUDA_SIM_FAT_BINARIES=0` the driver compiles the library's kernel.
+/// With `CUDA_SIM_FAT_BINARIES=0` the driver compiles the library's kernel from PTX.
 #[test]
 fn what_has_not_changed_is_not_copied_again_by_a_gpu_that_no_fat_binary_is_for() {
     unchanged_is_not_copied(vec![("CUDA_SIM_FAT_BINARIES", "0".to_owned())]);
@@ -366,7 +369,7 @@ fn unchanged_is_not_copied(simulator: Vec<(&'static str, String)>) {
     let mut other = machine.program(&mix(machine.setup.capacity(2) - 8 * MIB, 1000)).start();
     server.finish();
     other.kill();
-    // The lines are "N bytes left in N µs, N bytes of both without a copy".
+    // The lines read "N bytes left in N µs, N bytes of both without a copy".
     let said = server.stderr();
     assert_eq!(said.contains("the driver compiles PTX"), compiles);
     let sums = said.lines().fold([0u64; 2], |[out, uncopied], line| {
@@ -383,7 +386,8 @@ fn unchanged_is_not_copied(simulator: Vec<(&'static str, String)>) {
     assert!(uncopied < out, "and some was: {sums:?}");
 }
 
-/// The library makes one stream in each context in which it moves memory, and the program makes none.
+/// The library creates one stream in each context in which it moves memory. The program creates
+/// none.
 #[test]
 fn memory_moves_in_one_context_until_that_is_destroyed() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
@@ -398,8 +402,8 @@ fn memory_moves_in_one_context_until_that_is_destroyed() {
     assert_eq!(failed, "", "it left a context that was still there");
 }
 
-/// Returns which threads of a program created the stream and the kernel for moving its memory: `true` stands for the thread that
-/// created the context.
+/// Returns which threads of a program created the stream and the kernel that move its memory.
+/// `true` stands for the thread that created the context.
 fn made_by(fails: &str) -> [Vec<bool>; 2] {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     let launch = || machine.program(&endless(SHARE));
@@ -417,7 +421,8 @@ fn made_by(fails: &str) -> [Vec<bool>; 2] {
 #[test]
 fn an_eviction_finds_everything_made_that_it_needs() {
     assert_eq!(made_by(""), [[true], [true]]);
-    // If memory was short at first, the library's thread creates them later, and the program doesn't notice.
+    // If memory was short at first, the library's thread creates them later, and the program sees
+    // no error.
     assert_eq!(made_by("cuModuleLoadData:1"), [[true], [false]]);
     assert_eq!(made_by("cuFuncLoad:1"), [[true], [false]]);
     assert_eq!(made_by("cuStreamCreate:1"), [[false], [false]]);

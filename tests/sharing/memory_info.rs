@@ -1,5 +1,5 @@
-//! The memory sizes that a program sees: CUDA and NVML agree, and report no more than a rule or the program's
-//! environment allows. Without such a limit, each reports the same as without nvshare.
+//! The memory sizes that a program sees. CUDA and NVML agree, and report no more than a rule or the
+//! program's environment allows. Without such a limit, both report the same as without nvshare.
 
 use std::fs;
 
@@ -38,19 +38,21 @@ fn ruled(setup: Setup, rules: &str) -> Machine {
     machine
 }
 
-/// One reading: the device's total, the total and free memory of `cuMemGetInfo`, and those of NVML.
+/// Returns one reading: the device's total, the total and free memory of `cuMemGetInfo`, and the
+/// total and free memory of NVML.
 #[track_caller]
 fn told(report: &Report, reading: u32) -> [u64; 5] {
     ["device_total", "total", "free", "nvml_total", "nvml_free"].map(|name| report.number(&format!("{name}_{reading}")))
 }
 
-/// One reading of a program without a context: the device's total, and NVML's total and free memory.
+/// Returns one reading of a program without a context: the device's total, and NVML's total and
+/// free memory.
 #[track_caller]
 fn foretold(report: &Report, reading: u32) -> [u64; 3] {
     ["device_total", "nvml_total", "nvml_free"].map(|name| report.number(&format!("{name}_{reading}")))
 }
 
-/// The program's context is 4 MiB, and counts towards the limit.
+/// The program's context takes 4 MiB, which count towards the limit.
 #[test]
 fn a_program_under_a_rule_is_told_one_story_by_all() {
     let machine = ruled(setup(), &mine("100M"));
@@ -74,7 +76,7 @@ fn it_is_told_so_before_it_uses_the_gpu() {
     let after = told(&machine.program("story").start().finish(), 0);
     assert_eq!(before, [(256 * MIB + RESERVED) / 2; 3]);
     assert_eq!((after[0], after[1], after[3]), (before[0], before[0], before[0]));
-    // The limit on host memory limits it too.
+    // The limit on host memory limits the reported total too.
     rule(&machine, &mine("100M").replace("memory-max", "swap-max"));
     assert_eq!(foretold(&machine.program("story --context 0").start().finish(), 0), [100 * MIB; 3]);
     assert_eq!(told(&machine.program("story").start().finish(), 0)[..2], [100 * MIB; 2]);
@@ -108,7 +110,7 @@ fn without_a_bound_all_is_as_it_is_without_nvshare() {
     machine.wait_until_empty();
     let before = machine.program("story --context 0").start().finish();
     assert_eq!(foretold(&before, 0), [truth[0], truth[1], truth[0]]);
-    // Memory taken by other programs changes none of it, nor does a limit above the GPU's memory.
+    // Neither memory taken by other programs nor a limit above the GPU's memory changes the totals.
     let holder = machine.program("stranger --mem 200M --seconds 600").start();
     holder.wait_to_say("holding");
     assert_eq!(totals(&machine.program("story").start().finish()).0, truth);
@@ -171,7 +173,7 @@ fn the_environment_tightens_what_is_told() {
     };
     let told_of =
         |machine: &Machine, most: &str| told(&ask(machine, "story --mem 16M", most), 0).map(|bytes| bytes / MIB);
-    // With a scheduler, the program's context counts too.
+    // With a scheduler, the program's context counts towards the limit too.
     assert_eq!(told_of(&machine, "50M"), [50, 50, 30, 50, 30]);
     assert_eq!(foretold(&ask(&machine, "story --context 0", "25%"), 0), [64 * MIB; 3], "of what CUDA counts");
     for more in ["1G", "infinity", "nonsense", ""] {
@@ -222,7 +224,7 @@ fn a_bound_stays_when_the_scheduler_goes_and_the_next_has_the_last_word() {
     }
 }
 
-/// A program that starts without a scheduler learns its limit once there is one.
+/// A program that starts without a scheduler learns its limit once a scheduler starts.
 #[test]
 fn a_program_that_was_there_first_hears_of_its_bound_later() {
     let mut machine = Machine::new(setup());

@@ -1,5 +1,6 @@
-//! Metrics about memory that was moved or refused, compared with the programs' output and the scheduler's record: end to end,
-//! with real processes on the simulated GPU. Strict parsing of metrics is in `metrics.rs`.
+//! Metrics about moved and refused memory, compared with the programs' output and the scheduler's
+//! record. End to end, with real processes on the simulated GPU. The strict parser of metrics is
+//! tested in `metrics.rs` of the daemon's tests.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -9,9 +10,9 @@ use std::time::Duration;
 use test_support::machine::*;
 
 const SHARE: u64 = 64 * MIB;
-/// Bytes that a program allocates in addition.
+/// Bytes that a program allocates beside its [`SHARE`].
 const BESIDES: u64 = 8 * MIB;
-/// Metrics are computed anew after this time.
+/// The scheduler computes metrics again after this time.
 const ANEW: Duration = Duration::from_millis(150);
 
 /// A machine whose scheduler serves metrics.
@@ -25,7 +26,7 @@ fn served(setup: Setup) -> Machine {
     machine
 }
 
-/// The metrics of its only GPU.
+/// The metrics of the machine's only GPU.
 fn of_gpu(machine: &Machine) -> BTreeMap<String, f64> {
     let mut stream = UnixStream::connect(machine.path("metrics.sock")).expect("it is served");
     stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").expect("it listens");
@@ -73,7 +74,7 @@ fn what_moves_is_counted_to_the_byte() {
             (count("swapped_out_bytes_total"), count("swapped_in_bytes_total"), count("unmoved_bytes_total"));
         let (left, came_back) = told(&programs);
         assert!(out > 0 && back > 0, "{engine}: {said:?}");
-        // Memory that has never had contents is mapped without having been evicted.
+        // Memory that was never written is mapped without an earlier eviction.
         let fresh = (left + came_back) - (out + back + unmoved);
         assert!(fresh <= 2 * (SHARE + BESIDES), "{engine}: {left} left, {came_back} came back: {said:?}");
         assert!(out <= left && back <= came_back, "{engine}: {left} left, {came_back} came back: {said:?}");
@@ -103,7 +104,7 @@ fn memory_that_fits_is_not_counted_as_moved() {
     assert!(said["lock_seconds_total"] > 0.0);
 }
 
-/// Holds for every kind of allocation, and whether the scheduler was asked or not.
+/// Every kind of allocation is counted, whether the library asked the scheduler or not.
 #[test]
 fn each_allocation_that_is_refused_is_counted_once() {
     let rules = "[[rule]]\nmemory-max = \"44M\"\n".to_owned();

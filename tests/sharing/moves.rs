@@ -13,7 +13,7 @@ fn setup() -> Setup {
     Setup { simulator: vec![("CUDA_SIM_GPUS", "2".to_owned())], ..Setup::default() }
 }
 
-/// A GPU by its number.
+/// Returns the status of the GPU with this number.
 #[track_caller]
 fn gpu(machine: &Machine, number: usize) -> Value {
     let status = machine.status();
@@ -26,7 +26,7 @@ fn uuids(machine: &Machine) -> [String; 2] {
     [0, 1].map(|number| gpu(machine, number)["uuid"].as_str().expect("a UUID").to_owned())
 }
 
-/// A program of three threads that calls the driver all the time, or with the given pauses.
+/// A program of three threads that call the driver continuously, or with the given pauses.
 fn naps<'a>(machine: &'a Machine, words: &str) -> Launch<'a> {
     machine.program(&format!("naps --seconds 600 {words}"))
 }
@@ -47,8 +47,8 @@ fn places(machine: &Machine, program: &Program) -> Vec<String> {
     client["gpus"].as_array().expect("GPUs").iter().map(|at| at["uuid"].as_str().expect("a UUID").to_owned()).collect()
 }
 
-/// Asserts that a program is on this GPU, by the scheduler and by the driver, and has nothing left on the other
-/// GPU.
+/// Asserts that scheduler and driver both show the program on this GPU, and that none of its memory
+/// is left on the other GPU.
 #[track_caller]
 fn is_on(machine: &Machine, program: &Program, gpu: usize) {
     assert_eq!(places(machine, program), [uuids(machine)[gpu].clone()]);
@@ -56,7 +56,7 @@ fn is_on(machine: &Machine, program: &Program, gpu: usize) {
     assert!(machine.free_on(gpu) < machine.setup.memory);
 }
 
-/// Asserts that the program keeps getting the GPU.
+/// Asserts that the program still gets turns on the GPU.
 #[track_caller]
 fn goes_on(machine: &Machine, program: &Program) {
     let time = || client(machine, program).and_then(|client| client["gpus"][0]["lock-time"].as_f64());
@@ -64,7 +64,7 @@ fn goes_on(machine: &Machine, program: &Program) {
     wait_for("it to go on", || (time() > before).then_some(()));
 }
 
-/// Ends the program, whose results are correct and which knows the GPU that it is on.
+/// Ends the program. Its results must be correct, and it must know which GPU it is on.
 #[track_caller]
 fn ends_on(machine: &Machine, program: Program, gpu: usize) -> Report {
     let known = uuids(machine)[gpu].clone();
@@ -79,7 +79,7 @@ fn a_program_goes_to_the_other_gpu_and_back_while_it_runs() {
     let program = started(&machine, naps(&machine, "--mem 16M --pause-ms 1"));
     is_on(&machine, &program, 0);
     for to in [1, 0, 1, 0, 1] {
-        migrate(&machine, &program, &to.to_string()); // by its number; elsewhere by its UUID
+        migrate(&machine, &program, &to.to_string()); // by the GPU's number; other tests pass the UUID
         is_on(&machine, &program, to);
         goes_on(&machine, &program);
         assert_eq!(client(&machine, &program).expect("it runs")["moving"], "");
@@ -91,7 +91,8 @@ fn a_program_goes_to_the_other_gpu_and_back_while_it_runs() {
     machine.wait_until_empty();
 }
 
-/// The program uses more memory than fits on either GPU beside the other program there.
+/// On either GPU, the program and the program that is already there need more memory than the GPU
+/// has.
 #[test]
 fn it_takes_turns_with_those_that_are_there() {
     let machine = Machine::with_scheduler(setup());
@@ -122,7 +123,7 @@ fn programs_that_fill_a_gpu_divide_two_between_them() {
     machine.wait_until_empty();
 }
 
-/// The program sees the other GPU as its only one.
+/// The program sees the other GPU as its only GPU.
 #[test]
 fn a_program_that_sees_one_gpu_goes_to_one_that_it_does_not_see() {
     let machine = Machine::with_scheduler(setup());
@@ -137,7 +138,8 @@ fn a_program_that_sees_one_gpu_goes_to_one_that_it_does_not_see() {
     ends_on(&machine, program, 0);
 }
 
-/// A program that the scheduler has placed also counts the GPU that it is on in NVML.
+/// If the scheduler has placed a program, NVML in that program counts the program's present GPU
+/// too.
 #[test]
 fn nvml_follows_a_program_that_was_placed() {
     let machine = Machine::with_scheduler(Setup { placement: "spread", ..setup() });
@@ -212,7 +214,7 @@ fn is_on_still(machine: &Machine, program: &Program, gpus: &[String]) {
     assert_eq!(places, gpus);
 }
 
-/// A program that has migrated sees its former GPU as another one.
+/// After a migration, the program sees its former GPU as a second GPU.
 #[test]
 fn the_gpu_that_it_left_is_one_that_it_may_use() {
     let machine = Machine::with_scheduler(setup());
@@ -235,7 +237,7 @@ fn a_gpu_is_drained_and_used_again() {
     programs.iter().for_each(|program| is_on(&machine, program, 1));
     assert_eq!((&gpu(&machine, 0)["drained"], &gpu(&machine, 1)["clients"]), (&true.into(), &3.into()));
     assert!(machine.ctl(&["status"]).contains("drained: programs are moved off this GPU"));
-    // A new program waits, and gets no error.
+    // A new program waits for the GPU instead of getting an error.
     let mut newcomer = machine.program("mix --mem 4M --chunks 2 --reps 2 --rounds 3").start();
     wait_for("it to wait", || client(&machine, &newcomer).filter(|it| it["gpus"][0]["state"] == "attaching"));
     thread::sleep(Duration::from_millis(2500));
@@ -274,8 +276,8 @@ fn where_there_is_no_other_gpu_programs_sleep_until_it_is_undrained() {
     machine.wait_until_empty();
 }
 
-/// Until the GPU is undrained, the next scheduler keeps it empty too, and moves away the programs that were on
-/// it.
+/// Until the GPU is undrained, the next scheduler keeps it empty too. It also moves away the
+/// programs that were on the GPU.
 fn a_drain_outlives(mut machine: Machine) {
     let state = machine.path("state");
     std::fs::create_dir(&state).expect("a directory");
@@ -335,7 +337,7 @@ fn no_program_is_placed_on_a_gpu_with_an_error_that_no_program_causes() {
     is_avoided(fails, "the driver reported XID 79");
 }
 
-/// A program that is on the GPU stays there until it is migrated by hand.
+/// A program on the failing GPU stays there until it is migrated by hand.
 #[track_caller]
 fn is_avoided(fails: impl Fn(&Machine, usize), why: &str) {
     let machine = Machine::with_scheduler(Setup { placement: "spread", ..setup() });
@@ -355,8 +357,8 @@ fn is_avoided(fails: impl Fn(&Machine, usize), why: &str) {
     machine.wait_until_empty();
 }
 
-/// Waits until the program is awake on one of the two GPUs, with nothing left on the other, whatever the outcome
-/// of the last order. Returns the GPU.
+/// Waits until the program is awake on one of the two GPUs, with nothing left on the other, whether
+/// or not the last order has succeeded. Returns the GPU.
 #[track_caller]
 fn is_somewhere(machine: &Machine, program: &Program) -> usize {
     wait_for(&format!("`{}` to be awake on one GPU", program.name), || {
@@ -385,7 +387,7 @@ fn helpers_that_are_killed_leave_programs_on_one_gpu() {
                 killed += u32::from(unsafe { libc::kill(helper, libc::SIGKILL) } == 0);
             }
         }
-        order.wait(); // whether it succeeds or not, it returns
+        order.wait(); // returns, whether the order succeeds or fails
     }
     let gpu = is_somewhere(&machine, &program);
     assert!(killed > 0, "none was there to be killed");
@@ -393,7 +395,7 @@ fn helpers_that_are_killed_leave_programs_on_one_gpu() {
     machine.wait_until_empty();
 }
 
-/// Ends the scheduler again and again at random moments while a program is migrated.
+/// Ends the scheduler repeatedly, at random moments while a program is migrated.
 fn schedulers_end(mut machine: Machine) {
     let both = uuids(&machine);
     let program = started(&machine, naps(&machine, "--mem 8M --pause-ms 5"));

@@ -1,4 +1,4 @@
-//! The scheduler is gone permanently: programs whose memory doesn't fit take turns among
+//! The scheduler is gone permanently. Programs whose memory doesn't fit together take turns among
 //! themselves.
 
 use std::fs;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use test_support::machine::*;
 
-/// A GPU with room for one of the two programs, but not for both.
+/// A GPU with room for only one of the two programs.
 fn pressed() -> Setup {
     Setup { memory: 64 * MIB, anti_thrash: "on", ..Setup::default() }
 }
@@ -16,12 +16,12 @@ fn work(memory: &str) -> String {
     format!("mix --mem {memory} --chunks 4 --reps 6 --rounds endless")
 }
 
-/// Two programs of `memory` each, whose scheduler was killed and its socket removed.
+/// Starts two programs of `memory` each, then kills their scheduler and removes its socket.
 fn abandoned(memory: &str) -> (Machine, [Program; 2]) {
     abandoned_at([work(memory), work(memory)])
 }
 
-/// [`abandoned`] for programs with these arguments.
+/// Like [`abandoned`], for programs with these arguments.
 fn abandoned_at<const N: usize>(programs: [String; N]) -> (Machine, [Program; N]) {
     let mut machine = Machine::with_scheduler(pressed());
     let programs = programs.map(|arguments| machine.program(&arguments).start());
@@ -38,7 +38,7 @@ fn takes_a_turn(program: &Program) {
     wait_for("a turn", || (turns(program) > 0).then_some(()));
 }
 
-/// How often the program has taken the turn.
+/// Returns the number of turns that the program has taken.
 fn turns(program: &Program) -> usize {
     program.stderr().matches("acquired the turn").count()
 }

@@ -4,7 +4,7 @@ use test_support::machine::*;
 
 const SHARE: u64 = 24 * MIB;
 
-/// Two GPUs without room for two such programs on either.
+/// Two GPUs. Neither has room for two such programs.
 fn two_gpus() -> Setup {
     Setup {
         memory: 96 * MIB,
@@ -22,7 +22,7 @@ fn words(how: &str, rounds: u32) -> String {
 fn reach_while_taking_turns(how: &str) {
     let machine = Machine::with_scheduler(two_gpus());
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words(how, 8)).start()).collect();
-    // On each GPU, another program wants most of it.
+    // On each GPU, another program needs most of the memory.
     let others = ["0", "1"].map(|gpu| format!("mix --mem 64M --chunks 2 --reps 3 --rounds 4 --device {gpu}"));
     programs.extend(others.iter().map(|words| machine.program(words).start()));
     for program in &mut programs {
@@ -63,7 +63,8 @@ fn gpus_that_reach_each_other_are_held_together() {
     assert!(program.stderr().contains("Request { gpus: 3 }"), "both GPUs were never asked for at once");
 }
 
-/// Runs work that concerns both GPUs while the first one's context is current and other programs want most of each.
+/// Runs work that uses both GPUs while a context of the first GPU is current. Other programs need
+/// most of each GPU's memory.
 #[track_caller]
 fn cross(how: &str, simulator: &[(&'static str, &str)]) {
     let mut setup = two_gpus();
@@ -139,9 +140,9 @@ fn copies_through_arrays_are_whole() {
     cross("arrays", &[]);
 }
 
-/// Runs work that concerns the second GPU while the first one's context is current and another program wants most of the
-/// second. After such long pauses a program no longer counts as using a GPU, so it does not request that GPU together with
-/// others.
+/// Runs work that uses the second GPU while a context of the first GPU is current. Another program
+/// needs most of the second GPU's memory. After such long pauses the library no longer counts the
+/// second GPU as in use, so its requests for the first GPU don't include it.
 #[track_caller]
 fn cross_after_pauses(hows: &[&str]) {
     let machine = Machine::with_scheduler(two_gpus());
@@ -157,7 +158,7 @@ fn cross_after_pauses(hows: &[&str]) {
     machine.wait_until_empty();
 }
 
-// Each kind of work comes first once.
+// In one of the programs each kind of work is the first after the pause.
 
 #[test]
 fn work_for_a_stream_of_another_gpu_finds_its_memory() {
@@ -179,7 +180,8 @@ fn a_launch_on_two_gpus_finds_the_memory_of_both() {
     cross("devices", &[]);
 }
 
-/// Runs a program that uses one GPU that nvshare leaves alone and one that it manages, beside another program on the latter.
+/// Runs a program that uses an unmanaged GPU and a managed one, beside another program on the
+/// managed GPU.
 #[track_caller]
 fn cross_with_one_left_alone(alone: &'static str, other: u32, hows: &[&str]) {
     let mut setup = two_gpus();

@@ -1,15 +1,15 @@
-//! Programs on a machine with two GPUs, where the scheduler picks one for each program, or rules allow it
-//! only some.
+//! Programs on a machine with two GPUs. Either the scheduler picks a GPU for each program, or rules
+//! allow programs only some of the GPUs.
 
 use serde_json::Value;
 use test_support::machine::*;
 
 const MEMORY: u64 = 256 * MIB;
-/// Reports the UUID of a GPU that it sees, and the number of GPUs.
+/// Reports the number of GPUs that it sees, and the UUID of one of them.
 const LOOK: &str = "info";
-/// Holds memory and does nothing, until it is killed.
+/// Holds memory without doing any work, until it is killed.
 const STAY: &str = "stranger --mem 24M --seconds 600";
-/// A group that no user belongs to.
+/// The ID of a group without members.
 const GROUP: u32 = 47_113;
 
 fn two_gpus(placement: &'static str, rules: &str) -> Machine {
@@ -25,7 +25,7 @@ fn uuids(machine: &Machine) -> Vec<String> {
     gpus.iter().map(|gpu| gpu["uuid"].as_str().expect("a UUID").to_owned()).collect()
 }
 
-/// Waits until `programs` programs use a GPU, and returns their number on each.
+/// Waits until this number of programs use a GPU. Returns how many use each GPU.
 fn settled(machine: &Machine, programs: usize) -> Vec<u64> {
     let uuids = uuids(machine);
     wait_for("all programs to be on GPUs", || {
@@ -37,7 +37,7 @@ fn settled(machine: &Machine, programs: usize) -> Vec<u64> {
     })
 }
 
-/// The number of the GPU that a program got and that is the only one it sees.
+/// Asserts that the program sees exactly one GPU. Returns that GPU's number.
 #[track_caller]
 fn only_gpu(machine: &Machine, launch: Launch<'_>) -> usize {
     let report = launch.start().finish();
@@ -52,7 +52,7 @@ fn number_of(machine: &Machine, report: &Report) -> usize {
     uuids(machine).iter().position(|known| plain(known) == plain(uuid)).expect("a GPU of this machine")
 }
 
-/// Asserts that a program finds no GPU and gets the driver's error for that.
+/// Asserts that a program finds no GPU, and that the driver returns the matching error.
 #[track_caller]
 fn finds_none(launch: Launch<'_>) {
     let mut program = launch.start();
@@ -90,7 +90,7 @@ fn eight_programs_fill_one_gpu_before_the_other() {
     let machine = two_gpus("pack", "");
     let programs: Vec<Program> = (0..8).map(|_| machine.program(STAY).start()).collect();
     assert_eq!(settled(&machine, 8), [8, 0]);
-    // About a hundred megabytes at most are left there.
+    // At most about 100 MB are free on that GPU.
     assert_eq!(only_gpu(&machine, machine.run(&["--memory", "120M"], LOOK)), 1);
     drop(programs);
     machine.wait_until_empty();

@@ -1,4 +1,5 @@
-//! Memory of pools (`cuMemAllocAsync`) moves like any other, in stream order: end to end on the simulated GPU.
+//! Memory of pools (`cuMemAllocAsync`) moves like other memory, in stream order. End to end on the
+//! simulated GPU.
 
 use test_support::machine::*;
 
@@ -79,7 +80,7 @@ fn pools_keep_what_they_promise() {
     machine.program("pool_rules").without_nvshare().start().finish();
     machine.program("pool_rules").env("NVSHARE_MOVABLE_POOLS", "0").start().finish();
     machine.program("pool_rules --reserve 160M").start().finish();
-    // With engines that copy no memory, or cannot move it at all, pools are the driver's.
+    // With an engine that copies no memory or moves none, the driver manages the pools itself.
     for engine in ["managed", "none"] {
         let program = |words: &str| machine.program(words).env("NVSHARE_ENGINE", engine);
         program("pool_rules").start().finish();

@@ -1,5 +1,6 @@
-//! Programs finish with right contents, or are refused memory, whatever the GPU does and whatever NVML reports: end to
-//! end, with real processes on the simulated GPU. A failure here is a program that waits for ever.
+//! Programs finish with correct contents, or are refused memory, whatever the GPU does and whatever
+//! NVML reports. A test fails if a program waits for ever. End to end, with real processes on the
+//! simulated GPU.
 
 use std::path::PathBuf;
 use std::thread;
@@ -8,7 +9,8 @@ use std::time::{Duration, Instant};
 use cuda_sim_gpus::trouble::{self, Refusal, Stranger};
 use test_support::machine::*;
 
-/// Programs allocate in multiples of the GPU's granularity, so that they use exactly what they report.
+/// Programs allocate in multiples of the GPU's granularity, so they use exactly the bytes that they
+/// report.
 const STEP: u64 = 2 * MIB;
 /// The exit status of `grow` if memory is refused.
 const REFUSED: i32 = 3;
@@ -16,13 +18,13 @@ const REFUSED: i32 = 3;
 /// How a program may end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
-    /// With right contents.
+    /// With correct contents.
     Done,
     /// An allocation or its context was refused: `CUDA_ERROR_OUT_OF_MEMORY`.
     Refused,
 }
 
-/// Waits until each program has ended in one of these ways, and returns which.
+/// Waits until each program has ended in one of these ways. Returns how each ended.
 #[track_caller]
 fn ends(programs: &mut [Program]) -> Vec<End> {
     wait_for("all programs to be done or refused memory", || {
@@ -42,15 +44,16 @@ fn ends(programs: &mut [Program]) -> Vec<End> {
     programs.iter_mut().map(end).collect()
 }
 
-/// [`ends`] for programs none of which has a reason to be refused memory.
+/// Like [`ends`], for programs that each fit alone and so must not be refused memory.
 #[track_caller]
 fn all_finish(programs: &mut [Program]) {
     let ends = ends(programs);
     assert!(ends.iter().all(|end| *end == End::Done), "{ends:?}: each of them fits alone");
 }
 
-/// A large GPU on which strangers leave room for about one and a half programs. The estimate of free memory can then be
-/// wrong by far more than the scheduler reserves when a mapping fails, as on a real GPU.
+/// A large GPU on which strangers leave room for about one and a half programs. As on a real GPU,
+/// the estimate of free memory can then be wrong by far more than the scheduler reserves after a
+/// failed mapping.
 struct Narrow {
     machine: Machine,
     /// Bytes that each program needs.
@@ -59,13 +62,15 @@ struct Narrow {
     strangers: u64,
 }
 
-/// The error of wrong figures: a few percent of the GPU, and many times what programs need.
+/// The error of a wrong figure: a few percent of the GPU, and many times the memory that a program
+/// needs.
 const WRONG: u64 = 2 << 30;
 const MEMORY: u64 = 32 << 30;
 const ROOM: u64 = 96 * MIB;
 
 impl Narrow {
-    /// A GPU with `unusable` bytes that the scheduler may not know to be unusable. The scheduler isn't started yet.
+    /// Creates a GPU of which `unusable` bytes cannot be used. The scheduler may not know that. It
+    /// isn't started yet.
     fn new(unusable: u64, simulator: &[(&'static str, &str)]) -> Self {
         Self::with(Setup::default(), ROOM, unusable, simulator)
     }
@@ -98,7 +103,7 @@ impl Narrow {
         [self.start(&words), self.start(&words)]
     }
 
-    /// Starts the scheduler; two programs then finish.
+    /// Starts the scheduler and two programs, and waits until both have finished.
     #[track_caller]
     fn pair_finishes(&mut self) {
         self.machine.start_scheduler();
@@ -106,7 +111,7 @@ impl Narrow {
         self.machine.wait_until_empty();
     }
 
-    /// Adds strangers to those that are always there.
+    /// Adds strangers to the permanent ones.
     fn strangers(&self, bytes: u64, pid: Option<u32>) {
         let strangers = [Stranger { bytes: self.strangers, pid: None }, Stranger { bytes, pid }];
         trouble::set_strangers(&self.gpu(), 0, &strangers).expect("the strangers");
@@ -137,14 +142,15 @@ impl Narrow {
     }
 }
 
-/// Two programs of two thirds of the free memory each start at the same time, and their contexts appear slowly. NVML is
-/// sampled while these are being created and each has a fifth of its bytes. If that figure is kept, the scheduler
-/// believes the rest to be free: it grants both programs memory that `cuMemCreate` refuses, neither moves aside for the
-/// other, and neither is ever at rest, so nothing is measured again.
+/// Two programs, each of two thirds of the free memory, start at the same time, and their contexts
+/// appear slowly. NVML is sampled during their creation, when each context has a fifth of its
+/// bytes. If the scheduler kept that figure, it would overestimate the free memory. It would grant
+/// both programs memory that `cuMemCreate` refuses. Neither program would move aside for the other,
+/// and neither would ever be at rest, so nothing would be measured again.
 ///
-/// The figures are those of a large GPU that strangers have nearly filled, since the memory believed to be free must
-/// exceed the scheduler's reserve for failed mappings. The contexts are complete between two samples, 200 ms apart, and
-/// the next sample is taken while both programs allocate.
+/// The figures are those of a large GPU that strangers have nearly filled: the error must exceed
+/// the scheduler's reserve for failed mappings. The contexts are completed between two samples,
+/// which are 200 ms apart. The next sample is taken while both programs allocate.
 #[test]
 fn two_programs_whose_contexts_appear_slowly_both_finish() {
     let settings = [("CUDA_SIM_CONTEXT_TIME", "300"), ("CUDA_SIM_GPU_BANDWIDTH", "16G")];
@@ -163,7 +169,8 @@ fn bytes_that_nvml_does_not_show_keep_no_program_waiting() {
     gpu.pair_finishes();
 }
 
-/// NVML shows that a stranger's memory is freed, but not the hidden memory that takes its place.
+/// NVML shows that a stranger's memory is freed. It doesn't show the hidden memory that replaces
+/// it.
 #[test]
 fn bytes_that_become_hidden_while_programs_run_keep_none_waiting() {
     let mut gpu = Narrow::new(0, &[]);
@@ -183,7 +190,8 @@ fn fragmented_memory_keeps_no_program_waiting() {
     gpu.pair_finishes();
 }
 
-/// The scheduler counts 4 MiB for a context, and each takes a gigabyte for code with its first work.
+/// The scheduler counts 4 MiB for a context. Each context takes 1 GiB more for code with its first
+/// work.
 #[test]
 fn contexts_that_grow_later_keep_no_program_waiting() {
     let growth = [("CUDA_SIM_CONTEXT_GROWTH", "1G"), ("CUDA_SIM_CONTEXT_GROWTH_STEPS", "2")];
@@ -191,8 +199,8 @@ fn contexts_that_grow_later_keep_no_program_waiting() {
     gpu.pair_finishes();
 }
 
-/// One program needs more than the GPU can give, and no figure shows that: an allocation is refused, and the other program
-/// makes progress.
+/// One program needs more than the GPU can give, and no figure shows that. One of its allocations
+/// is refused, and the other program makes progress.
 #[test]
 fn a_program_that_can_never_fit_is_refused_memory() {
     let mut gpu = Narrow::new(WRONG, &[("CUDA_SIM_FRAGMENTED", "2G")]);
@@ -205,7 +213,8 @@ fn a_program_that_can_never_fit_is_refused_memory() {
 
 // ---- memory that comes and goes -------------------------------------------------------------------------------------
 
-/// Some strangers take all free memory; a program that allocates then may be refused.
+/// Strangers sometimes take all free memory. A program that allocates at such a moment may be
+/// refused.
 #[test]
 fn strangers_that_come_and_go_keep_no_program_waiting() {
     let mut gpu = Narrow::new(0, &[]);
@@ -234,7 +243,7 @@ fn memory_that_is_refused_to_all_for_three_seconds_is_waited_for() {
     gpu.machine.wait_until_empty();
 }
 
-/// The program's neighbour doesn't wait for it.
+/// The driver refuses memory to one program. The other program doesn't wait for it.
 #[test]
 fn memory_that_is_refused_to_one_program_keeps_the_other_from_nothing() {
     let mut gpu = Narrow::new(0, &[]);
@@ -248,7 +257,7 @@ fn memory_that_is_refused_to_one_program_keeps_the_other_from_nothing() {
     gpu.machine.wait_until_empty();
 }
 
-/// Memory is refused from the first allocation on.
+/// The driver refuses memory from the first allocation on.
 #[test]
 fn memory_that_is_refused_while_programs_allocate_is_waited_for_or_refused() {
     let mut gpu = Narrow::new(0, &[]);
@@ -267,7 +276,8 @@ fn nvml_that_shows_too_little_in_use_keeps_no_program_waiting() {
     gpu.pair_finishes();
 }
 
-/// NVML shows no free memory, although some is free. A program that is refused memory gets an answer.
+/// NVML shows no free memory, although some is free. The library answers a program that it refuses
+/// memory, instead of letting it wait.
 #[test]
 fn nvml_that_shows_too_much_in_use_keeps_no_program_waiting() {
     let mut gpu = Narrow::new(0, &[]);
@@ -289,7 +299,8 @@ fn nvml_that_is_wrong_now_and_then_keeps_no_program_waiting() {
         thread::sleep(random.milliseconds(200));
     }
     gpu.calm();
-    // Each round allocates, and is refused if no memory seems to be free at that moment.
+    // Each round allocates, and its allocation is refused if no memory seems to be free at that
+    // moment.
     ends(&mut programs);
     gpu.machine.wait_until_empty();
 }
@@ -310,7 +321,8 @@ fn nvml_says_of_processes(listing: &str) {
     gpu.pair_finishes();
 }
 
-/// Evicted memory is still shown for 700 ms, and an allocation may be refused while no memory seems to be free.
+/// NVML still shows evicted memory for 700 ms. Until then no memory may seem to be free, and an
+/// allocation may be refused.
 #[test]
 fn nvml_that_is_late_keeps_no_program_waiting() {
     let mut gpu = Narrow::new(0, &[("CUDA_SIM_NVML_DELAY", "700"), ("CUDA_SIM_CONTEXT_TIME", "200")]);
@@ -324,8 +336,8 @@ fn nvml_that_is_late_keeps_no_program_waiting() {
 /// Seconds of trouble, unless `NVSHARE_TEST_SECONDS` is set.
 const TROUBLED: u64 = 5;
 
-/// Runs three programs at any time, under trouble that changes several times a second and always leaves each program room
-/// to run alone. When the trouble ends, all programs finish.
+/// Keeps three programs running, under trouble that changes several times a second. There is always
+/// enough memory for one program to run alone. When the trouble ends, all programs finish.
 #[test]
 fn programs_get_on_under_random_trouble() {
     let seconds = std::env::var("NVSHARE_TEST_SECONDS").map_or(TROUBLED, |text| text.parse().expect("a number"));
@@ -354,7 +366,7 @@ fn programs_get_on_under_random_trouble() {
     gpu.machine.wait_until_empty();
 }
 
-/// Kinds of trouble may be combined.
+/// Starts or ends one kind of trouble. Several kinds may be active at the same time.
 fn change_trouble(gpu: &Narrow, programs: &[Program], random: &mut Dice) {
     let (kind, bytes) = (random.below(8), random.below(ROOM / 12));
     eprintln!("trouble {kind}, {bytes} bytes");

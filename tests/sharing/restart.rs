@@ -1,10 +1,11 @@
-//! The scheduler is restarted, upgraded or killed while programs run: their connections are kept, and they continue.
+//! The scheduler is restarted, upgraded or killed while programs run. Their connections are kept,
+//! and they continue.
 
 use std::collections::BTreeSet;
 
 use test_support::machine::*;
 
-/// A GPU with room for one of the two programs, but not for both.
+/// A GPU with room for only one of the two programs.
 fn pressed() -> Setup {
     Setup { memory: 64 * MIB, anti_thrash: "on", ..Setup::default() }
 }
@@ -13,8 +14,9 @@ fn pressed() -> Setup {
 const WORK: &str = "mix --mem 44M --chunks 4 --reps 3 --rounds endless";
 const BLOWS: u32 = 6;
 
-/// Asserts that each client that holds the lock when a scheduler takes over had it before, under any scheduler: a scheduler may
-/// end before a client has reported its lock to it.
+/// Asserts that each client that holds the lock when a scheduler takes over has held it before.
+/// Schedulers before the previous one count too: a scheduler may end before a client has reported
+/// its lock.
 fn assert_locks_stay(moves: &[Move], runs: u32) {
     let mut had = BTreeSet::new();
     for run in 1..=runs {
@@ -27,7 +29,7 @@ fn assert_locks_stay(moves: &[Move], runs: u32) {
     }
 }
 
-/// Ends the scheduler again and again at random moments.
+/// Ends the scheduler repeatedly, at random moments.
 fn restart_beneath_two_programs(end: impl Fn(&mut Machine)) {
     let mut machine = Machine::with_manager(pressed());
     let mut random = Dice::seeded();
@@ -124,7 +126,8 @@ fn a_scheduler_that_is_gone_for_good_leaves_programs_to_themselves() {
 
 #[test]
 fn an_allocation_that_asks_while_the_scheduler_is_away_is_not_refused() {
-    // The host memory is too small to promise each program the whole GPU, so limits follow the programs' demand.
+    // The host has too little memory to promise each program the whole GPU, so limits follow the
+    // programs' demand.
     let mut machine = Machine::with_manager(Setup { swap_max: "16M", ..Setup::default() });
     let mut random = Dice::seeded();
     let mut programs =

@@ -1,8 +1,9 @@
-//! Memory that is kept free for programs that don't use nvshare: end to end, with real processes on the simulated GPU.
+//! Memory that is kept free for programs that don't use nvshare. End to end, with real processes on
+//! the simulated GPU.
 
 use test_support::machine::*;
 
-/// Two programs of this size fill the GPU; one of them fits beside the room.
+/// Two programs of this size fill the GPU. One program fits beside the room.
 const SHARE: u64 = 52 * MIB;
 const ROOM: u64 = 56 * MIB;
 
@@ -46,7 +47,7 @@ fn a_room_stays_free_while_programs_go_on() {
     for _ in 0..5 {
         assert!(machine.free() >= ROOM, "{} are free", machine.free());
     }
-    // Both have turns on the remaining memory.
+    // Both programs have turns on the remaining memory.
     for (program, before) in programs.iter().zip(before) {
         machine.wait_for_grants(program, before + 2);
     }
@@ -68,7 +69,7 @@ fn a_room_stays_free_while_programs_go_on() {
 fn programs_that_made_room_have_right_results() {
     let machine = machine();
     let mut programs = fill(&machine);
-    // Repeats at arbitrary moments.
+    // The order is repeated at arbitrary moments.
     for _ in 0..5 {
         let done = machine.ctl_output(&["make-room", "56M", "--", "/bin/sh", "-c", "sleep 0.1; exit 7"]);
         assert_eq!(done.status.code(), Some(7), "{}", String::from_utf8_lossy(&done.stderr));

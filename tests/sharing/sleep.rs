@@ -1,5 +1,5 @@
-//! Programs that leave the GPU completely and are restored later: on order, or because they idle while others lack
-//! room.
+//! Programs that leave the GPU completely and are restored later. They leave on order, or because
+//! they are idle and other programs lack room.
 
 use std::fs;
 use std::process::Command;
@@ -33,7 +33,7 @@ pub fn resume(machine: &Machine, program: &Program) {
     machine.ctl(&["resume", &program.pid().to_string()]);
 }
 
-/// A program of three threads that calls the driver all the time, or with the given pauses.
+/// A program of three threads that call the driver continuously, or with the given pauses.
 fn naps(machine: &Machine, memory: &str, pause: u32) -> Program {
     let program = machine.program(&format!("naps --mem {memory} --seconds 600 --pause-ms {pause}")).start();
     machine.wait_for_grants(&program, 1);
@@ -67,7 +67,8 @@ fn a_program_that_is_paused_leaves_nothing_on_the_gpu_until_it_is_resumed() {
     machine.wait_until_empty();
 }
 
-/// A restore that fails for lack of room is never repeated. Here a process other than nvshare's helper calls it.
+/// A restore that fails for lack of room is never repeated. In this test a process other than
+/// nvshare's helper restores the program.
 #[test]
 fn a_program_that_cannot_be_put_back_is_told_so_by_the_driver() {
     let machine = Machine::with_scheduler(Setup { context: 32 * MIB, ..Setup::default() });
@@ -85,7 +86,8 @@ fn a_program_that_cannot_be_put_back_is_told_so_by_the_driver() {
     machine.wait_until_empty();
 }
 
-/// The context is in the state that follows an illegal address: nothing can be copied in it any more.
+/// The context is in the state after an illegal address: the driver refuses all further copies in
+/// it.
 #[test]
 fn a_program_with_a_broken_context_says_at_once_that_it_cannot_sleep() {
     let machine = Machine::with_scheduler(Setup::default());
@@ -93,7 +95,7 @@ fn a_program_with_a_broken_context_says_at_once_that_it_cannot_sleep() {
     let fails = fails.env("CUDA_SIM_FAIL", "cuMemcpyDtoHAsync_v2:1").env("CUDA_SIM_FAIL_AS", "700");
     let mut program = fails.start();
     machine.wait_for_grants(&program, 1);
-    program.wait_to_say("round 0 is over"); // its output must not be all one value, which would not be copied
+    program.wait_to_say("round 0 is over"); // output of one repeated value would not be copied
     pause(&machine, &program);
     wait_until(&machine, &program, "sleep-obstacle", "it has memory that cannot leave the GPU");
     let attempts = program.stderr().matches("eviction stopped").count();
@@ -109,7 +111,7 @@ fn others_have_the_whole_gpu_while_a_program_is_paused() {
     pause(&machine, &program);
     wait_until(&machine, &program, "sleep", "sleeping");
     machine.program("mix --mem 128M --chunks 4 --reps 2 --rounds 4").start().finish();
-    // It comes back beside a program that has its memory there, too.
+    // The program is restored beside another program that has memory on the GPU.
     let other = naps(&machine, "120M", 5);
     resume(&machine, &program);
     wait_until(&machine, &program, "sleep", "awake");
@@ -139,8 +141,8 @@ fn one_that_cannot_sleep_is_held_off_and_says_why() {
     program.end();
 }
 
-/// Asserts that a paused program stays where it is and that `status` shows why. Until it is resumed, other programs
-/// use the place of its memory.
+/// Asserts that a paused program stays where it is, and that `status` shows the reason. Until the
+/// program is resumed, other programs use the room of its evicted memory.
 #[track_caller]
 fn cannot_sleep(machine: &Machine, program: &Program, why: &str) {
     pause(machine, program);
@@ -183,7 +185,7 @@ fn one_that_captures_a_stream_cannot_sleep() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut program = machine.program("captures --mem 16M --rounds 1000 --capture-ms 4000 --mode relaxed").start();
     machine.wait_for_grants(&program, 1);
-    // It can sleep before its first capture.
+    // The program can sleep before its first capture.
     let captures = || {
         pause(&machine, &program);
         let shown = wait_for("it to sleep, or not to", || {
@@ -199,7 +201,7 @@ fn one_that_captures_a_stream_cannot_sleep() {
     program.end();
 }
 
-/// Work that passed no gate is drained before its memory is evicted.
+/// Work that passed no gate is drained before the program's memory is evicted.
 #[test]
 fn one_with_work_that_passed_no_gate_sleeps_when_that_has_ended() {
     let machine = Machine::with_scheduler(Setup::default());
@@ -212,7 +214,7 @@ fn one_with_work_that_passed_no_gate_sleeps_when_that_has_ended() {
     program.finish();
 }
 
-/// The program has a device open of the kind through which network cards reach GPU memory.
+/// The program has opened a device file through which a network card can reach GPU memory.
 #[test]
 fn one_whose_memory_other_devices_may_reach_cannot_sleep() {
     // SAFETY: `geteuid` has no preconditions.
@@ -246,7 +248,7 @@ fn where_the_driver_cannot_do_it_a_program_is_held_off() {
     ends(program);
 }
 
-/// The programs idle in turn, and their memory doesn't fit together.
+/// The programs are idle in turn, and their memory doesn't fit together.
 #[test]
 fn idle_programs_sleep_until_they_call_the_driver() {
     let setup = Setup { sleep_after: "1s", ..Setup::default() };
@@ -268,7 +270,8 @@ fn nobody_sleeps_where_all_have_room() {
     programs.into_iter().for_each(|program| drop(ends(program)));
 }
 
-/// Two contexts fit beside the memory of a working program; a third takes the place of an idle program.
+/// Two contexts fit beside the memory of a working program. A third context takes the room of an
+/// idle program.
 #[test]
 fn a_newcomer_is_given_the_place_of_one_that_is_idle() {
     let setup = Setup { sleep_after: "1s", context: 40 * MIB, ..Setup::default() };
@@ -320,7 +323,7 @@ fn helpers_that_are_killed_leave_programs_running_or_asleep() {
     assert_eq!(machine.free(), machine.setup.memory);
 }
 
-/// Ends the scheduler again and again at random moments, while a program is paused and resumed.
+/// Ends the scheduler repeatedly, at random moments while a program is paused and resumed.
 fn schedulers_end(mut machine: Machine) {
     let program = naps(&machine, "8M", 5);
     let mut random = Dice::seeded();
@@ -334,7 +337,8 @@ fn schedulers_end(mut machine: Machine) {
         machine.kill_scheduler();
         thread::sleep(random.milliseconds(50));
         machine.start_scheduler();
-        // It calls the driver, and the new scheduler was not told to hold it off.
+        // The program calls the driver, and no order tells the new scheduler to hold the program
+        // off.
         wait_until(&machine, &program, "sleep", "awake");
     }
     ends(program);
@@ -352,8 +356,8 @@ fn the_next_scheduler_takes_over_sleepers_whose_connections_were_kept() {
     schedulers_end(Machine::with_manager(Setup::default()));
 }
 
-/// The program stays asleep, or held off if it cannot sleep, until it is resumed, whatever happens to the
-/// scheduler.
+/// The program stays asleep until it is resumed, whatever happens to the scheduler. If the program
+/// cannot sleep, it stays held off instead.
 fn pauses_outlive_the_scheduler(mut machine: Machine, words: &str, phase: &str) {
     let state = machine.path("state");
     fs::create_dir(&state).expect("a directory");
@@ -428,7 +432,7 @@ fn a_program_that_is_killed_on_its_way_leaves_nothing() {
     wait_for("the memory", || (machine.free() == machine.setup.memory).then_some(()));
 }
 
-/// The situation after the component `sleep/` was removed on Kubernetes.
+/// The same happens on Kubernetes when the component `sleep/` is removed.
 #[test]
 fn a_sleeper_gets_no_turn_and_blocks_nobody_while_no_helper_can_tell_that_it_sleeps() {
     let mut machine = Machine::with_scheduler(Setup::default());
@@ -436,7 +440,7 @@ fn a_sleeper_gets_no_turn_and_blocks_nobody_while_no_helper_can_tell_that_it_sle
     pause(&machine, &sleeper);
     wait_until(&machine, &sleeper, "sleep", "sleeping");
     machine.kill_scheduler();
-    // A scheduler finds nvshare-checkpoint beside itself.
+    // A scheduler looks for nvshare-checkpoint in its own directory.
     let alone = machine.path("nvshare-scheduler");
     fs::copy(artifact("nvshare-scheduler"), &alone).expect("a copy of the scheduler");
     machine.start_scheduler_with(|command| {

@@ -1,5 +1,5 @@
-//! Programs take turns on the GPU, however they look up the driver, whatever they do with it, and whatever an
-//! administrator changes. End to end, with real processes on the simulated GPU.
+//! Programs take turns on the GPU. It doesn't matter how they look up the driver, what they do with
+//! it, or what an administrator changes. End to end, with real processes on the simulated GPU.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ const ENDLESS: &str = "mix --mem 16M --reps 4 --rounds endless";
 #[test]
 fn whatever_way_a_program_finds_the_driver_it_waits_for_the_lock() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", time_quantum: HOUR, ..Setup::default() });
-    // It never seems idle, even if it gets little processor time.
+    // The holder never seems idle, even if it gets little processor time.
     let mut holder = machine.program("endless --seconds 3600").start();
     wait_for("its kernel to run", || holder.stderr().contains("running").then_some(()));
 
@@ -32,7 +32,7 @@ fn whatever_way_a_program_finds_the_driver_it_waits_for_the_lock() {
     for program in &programs {
         machine.wait_for_move(0, "a request", |m| m.pid == program.pid() && m.what == "request");
     }
-    // Alone each takes a fraction of this time.
+    // Alone, each program needs a fraction of this time.
     std::thread::sleep(Duration::from_millis(400));
     for (program, (_, way)) in programs.iter_mut().zip(ways) {
         assert_eq!(program.poll(), None, "`{}` found by {way} did not wait: {}", program.name, program.stdout());
@@ -72,8 +72,8 @@ fn programs_of_every_kind_take_turns() {
     machine.wait_until_empty();
 }
 
-/// Managed memory that doesn't fit would thrash if two programs ran at the same time; `auto` prevents that from the
-/// start.
+/// Managed memory that doesn't fit would thrash if two programs ran at the same time. The mode
+/// `auto` prevents such thrashing from the start.
 #[test]
 fn managed_memory_beyond_the_capacity_takes_turns_in_auto() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "auto", ..Setup::default() });
@@ -91,7 +91,8 @@ fn managed_memory_beyond_the_capacity_takes_turns_in_auto() {
     machine.wait_until_empty();
 }
 
-/// Runs programs beside one that competes for memory; all results must be correct, and memory must have moved.
+/// Runs programs beside a program that competes for memory. All results must be correct, and memory
+/// must have moved.
 #[track_caller]
 fn under_pressure(setup: Setup, words: &[&str]) {
     let machine = Machine::with_scheduler(setup);
@@ -152,7 +153,8 @@ fn a_kernel_that_needs_the_host_to_end_does_not_block_the_others() {
 fn programs_that_leave_the_gpu_idle_between_launches_run_at_the_same_moment() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut programs = [0, 1].map(|_| machine.program("launches --ms 600000 --ns 1000 --pause-us 1000").start());
-    // The use of the GPU is measured again in each turn; on a busy machine it may seem higher than it is.
+    // The scheduler measures the use of the GPU again in each turn. On a busy machine the measured
+    // use may be too high.
     wait_for("both to hold the lock", || holders(&machine.moves()).iter().any(|(_, now)| now.len() > 1).then_some(()));
     programs.iter_mut().for_each(Program::kill);
     machine.wait_until_empty();
@@ -178,12 +180,13 @@ fn a_changed_time_quantum_takes_effect_at_once() {
     }
     machine.ctl(&["set", "time-quantum", "3600"]);
     let changed = machine.moves().len();
-    // A revoke may be under way. The next holder keeps the lock, unless the machine is so slow that it seems idle.
+    // A revoke may be in progress. The next holder keeps the lock, unless the holder seems idle
+    // because the machine is slow.
     std::thread::sleep(Duration::from_millis(1500));
     let revokes = machine.moves()[changed..].iter().filter(|m| m.what == "revoke").count();
     assert!(revokes <= 1, "{revokes} turns have ended although one lasts an hour");
 
-    // The turn of an hour ends, and the next ones last a second.
+    // The turn of one hour ends, and later turns last one second.
     let skip = machine.moves().len();
     machine.ctl(&["-T", "1"]);
     wait_for("the end of two turns", || {

@@ -1,5 +1,5 @@
-//! Programs that map their memory themselves (`cuMemCreate`, `cuMemMap`): it moves like any other, at all addresses
-//! where it is mapped.
+//! Programs that map their memory themselves (`cuMemCreate`, `cuMemMap`). Their memory moves like
+//! other memory, at all addresses where it is mapped.
 
 use test_support::machine::*;
 
@@ -8,14 +8,14 @@ fn pressed() -> Setup {
     Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() }
 }
 
-/// Bytes that came back to the program.
+/// Returns the bytes that were restored to the program.
 fn came_back(program: &Program) -> u64 {
     let said = program.stderr();
     let back = said.lines().filter_map(|line| line.split_once(" bytes came back").map(|(before, _)| before));
     back.filter_map(|before| before.rsplit(' ').next()?.parse::<u64>().ok()).sum()
 }
 
-/// Checks the model against the driver, without nvshare.
+/// Checks the test's model of mappings against the driver, without nvshare.
 #[test]
 fn the_model_is_right_about_the_driver() {
     let machine = Machine::new(pressed());
@@ -36,7 +36,8 @@ fn memory_is_bound_to_objects_as_without_nvshare() {
     let alone = machine.program("binds").without_nvshare().start().finish();
     let shared = machine.program("binds").start().finish();
     assert_eq!(alone.number("array"), shared.number("array"));
-    // The driver binds a single one of its own allocations in one call, and this memory consists of several.
+    // In one call the driver binds only one of its own allocations, and this memory consists of
+    // several.
     assert_eq!((alone.number("other"), shared.number("other")), (0, NOT_SUPPORTED));
     let small = machine.program("binds --mem 64M").start().finish();
     assert_eq!(small.number("other"), 0);
@@ -83,7 +84,7 @@ fn a_program_that_maps_all_its_memory_takes_turns() {
 #[test]
 fn mapping_waits_for_nobody() {
     let machine = Machine::with_scheduler(Setup { time_quantum: HOUR, ..pressed() });
-    // It holds the GPU all the time, and most of its memory.
+    // The holder keeps the GPU continuously, and needs most of its memory.
     let mut holder = machine.program("persistent --mem 80M --seconds 3600").start();
     machine.wait_for_grants(&holder, 1);
     let mut other = machine.program("maps --mem 80M --seconds 1 --unused 1").start();
@@ -91,7 +92,8 @@ fn mapping_waits_for_nobody() {
     holder.kill();
 }
 
-/// Memory that is exported stays where it is, is counted, and is shown; the rest of the program's memory moves.
+/// Exported memory stays where it is, is counted, and is shown. The rest of the program's memory
+/// moves.
 #[track_caller]
 fn given_to_others(words: &str, pinned: u64) {
     let machine = Machine::with_scheduler(pressed());
@@ -135,12 +137,13 @@ fn memory_that_is_bound_to_a_multicast_object_stays() {
     given_to_others("--how bind-address", 16 * MIB);
 }
 
-/// There may be no room for page tables, for example.
+/// For example, the driver has no room for page tables.
 #[test]
 fn a_mapping_that_fails_when_memory_comes_back_is_made_again() {
     let machine = Machine::with_scheduler(pressed());
-    // The first calls are two for each of the four chunks. Later ones are for the chunks themselves, which are retried
-    // immediately, or for the addresses where the program has mapped them.
+    // The first eight calls are two for each of the four chunks. Later calls map the chunks
+    // themselves, which the library retries immediately, or the addresses where the program has
+    // mapped them.
     let failing = |call: &str, n: u32| {
         let words = "mix --mem 64M --chunks 4 --reps 3 --rounds 5 --kind vmm";
         machine.program(words).env("CUDA_SIM_FAIL", &format!("{call}:{n}")).start()

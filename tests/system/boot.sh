@@ -1,6 +1,6 @@
 #!/bin/sh
-# Boots the system in a directory as a container, runs a command in it as root, and shuts it down. Returns the
-# command's exit status. Needs root, systemd-nspawn and nsenter.
+# Boots the system in a directory as a container, runs a command in the container as root, and shuts
+# it down. Returns the command's exit status. Needs root, systemd-nspawn and nsenter.
 #
 #   mmdebstrap --variant=apt --include=systemd,systemd-sysv,dbus bookworm DIR
 #   tests/system/boot.sh DIR COMMAND…
@@ -11,7 +11,8 @@ root=$1
 shift
 
 console=$(mktemp)
-# No timers: Debian's daily jobs would change files while inside.sh compares them, if midnight passes during the test.
+# Timers are masked. Otherwise, if midnight passed during the test, Debian's daily jobs would change
+# files while inside.sh compares them.
 setsid systemd-nspawn --quiet --directory="$root" --keep-unit --register=no --private-network --boot \
     systemd.mask=timers.target </dev/null >"$console" 2>&1 &
 container=$!
@@ -37,7 +38,8 @@ inside() {
 }
 
 for _ in $(seq 600); do
-    # Looked up again each time: the first child of systemd-nspawn only prepares the container.
+    # The process is looked up each time, because the first child of systemd-nspawn only prepares
+    # the container.
     init=$(pgrep -P "$container" | head -n 1)
     case $([ -z "$init" ] || inside systemctl is-system-running 2>/dev/null) in
         running | degraded) booted=1 && break ;;

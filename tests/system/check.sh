@@ -1,5 +1,5 @@
 #!/bin/bash
-# Boots Debian systems as containers, installs the packages there with apt, and tests them: see README.md.
+# Boots Debian systems as containers, installs the packages with apt, and tests them: see README.md.
 #
 #   check.sh BUILT PACKAGES   BUILT: target/debug; PACKAGES: a directory with .debs of two versions
 set -eu
@@ -10,12 +10,12 @@ here=$(realpath "$(dirname "$0")")
 bases=${built%/*}/system
 mkdir -p "$bases"
 
-# The packages' dependencies are preinstalled, since the systems have no network. The packages after adduser are for the
-# steps.
+# The systems have no network, so the packages' dependencies are preinstalled. The steps need the
+# packages after adduser.
 include=systemd,systemd-sysv,dbus,dbus-user-session,polkitd,libpam-systemd,libc6,adduser
 include=$include,procps,diffutils,man-db,bash-completion,jq,gamemode-daemon,python3
 
-# Makes the base system of a suite, unless one with these packages exists already.
+# Creates the base system of a suite, unless a base system with these packages already exists.
 base() { # name, packages
     base=$bases/$1.tar
     [ ! -e "$base" ] || [ "$(cat "$base.packages" 2>/dev/null)" != "$2" ] || return 0
@@ -49,7 +49,8 @@ for suite in ${SUITES:-bookworm trixie}; do
     cp -r "$here/../../docs/recipes" "$root/opt/nvshare-test/pages"
     cp -r "$here/../../debian/tests" "$root/opt/nvshare-test/autopkgtests"
     versions=$(for deb in "$packages"/nvshare_*.deb; do dpkg-deb -f "$deb" Version; done | sort -V)
-    # A repository before the newer version is published, and one afterwards; both are served at the same URL.
+    # Creates a repository as it was before the newer version was published, and a repository with
+    # that version. Both are served at the same URL.
     older=$(mktemp -d)
     cp "$packages"/*_"$(head -n 1 <<<"$versions")"_*.deb "$older"
     URL=file:/opt/nvshare-test/repository "$here/../../debian/apt-repository.sh" "$older" "$bases/repository" >/dev/null
@@ -58,18 +59,18 @@ for suite in ${SUITES:-bookworm trixie}; do
     cp -r "$bases/repository" "$root/opt/nvshare-test/repository.newer"
     rm -r "$older"
 
-    # lintian is larger than a system without it, so it has its own system.
+    # lintian is larger than a system without it, so it has a separate system.
     base "$suite-lintian" lintian
     echo "--- $suite: what lintian says"
     mkdir "$root/opt/lintian"
     tar -C "$root/opt/lintian" -xf "$base"
-    # debhelper makes the -dbgsym packages, which have no place for overrides.
+    # debhelper creates the -dbgsym packages, which cannot contain overrides.
     subjects=()
     for deb in "$packages"/*_"$(head -n 1 <<<"$versions")"_*.deb; do
         [[ $deb == *-dbgsym_* ]] || subjects+=("$deb")
     done
     "$here/lintian.sh" "$root/opt/lintian" "${subjects[@]}" || { failed=1 && echo "--- $suite: FAILED" >&2; }
-    # The source is for the newest policy alone, which an older lintian doesn't know.
+    # The source follows only the newest policy, which an older lintian doesn't know.
     if [ "$suite" != bookworm ]; then
         source_package "$root/opt/source"
         "$here/lintian.sh" "$root/opt/lintian" "$root"/opt/source/nvshare_* || { failed=1 && echo "--- $suite: FAILED" >&2; }

@@ -1,6 +1,7 @@
 #!/bin/bash
-# The steps of CONTRIBUTING.md for a newcomer, on a fresh Debian: installs the packages that it names, clones the project, and runs
-# `make demo` and `make check` as an ordinary user. Needs root, mmdebstrap, systemd-nspawn, and the registries of Debian and of
+# Follows the steps of CONTRIBUTING.md for new contributors, on a fresh Debian. It installs the
+# packages that CONTRIBUTING.md names, clones the project, and runs `make demo` and `make check` as
+# an ordinary user. Needs root, mmdebstrap, systemd-nspawn, and the registries of Debian and of
 # crates.
 #
 #   fresh.sh SUITE            FRESH=demo: without `make check`, which builds and tests everything once more; FRESH=no: nothing
@@ -17,7 +18,8 @@ packages=$(sed -n 's/^sudo apt install \(make .*\)/\1/p' "$tree/CONTRIBUTING.md"
 root=$(mktemp -d "${TMPDIR:-/tmp}/nvshare-fresh-XXXXXX")
 trap 'rm -rf --one-file-system "$root"' EXIT
 mmdebstrap --quiet --variant=apt "$suite" "$root"
-# Certificate authorities that this machine needs to reach the registries, for example behind a proxy, are needed there too.
+# The fresh system needs this machine's certificate authorities too, for example to reach the
+# registries through a proxy.
 mkdir -p "$root/usr/local/share/ca-certificates"
 cp -r /usr/local/share/ca-certificates/. "$root/usr/local/share/ca-certificates" 2>/dev/null || true
 inside() {
@@ -31,7 +33,7 @@ echo "--- fresh $suite: apt install $packages"
 inside sh -ec 'apt-get -qq update && apt-get -qq -y install "$@" >/tmp/apt.log 2>&1 || { tail -n 30 /tmp/apt.log; exit 1; }' sh $packages
 inside useradd --create-home --shell /bin/sh newcomer
 
-# A clone, with uncommitted changes.
+# The clone includes uncommitted changes.
 clone=$root/home/newcomer/nvshare
 git clone --quiet "$tree" "$clone"
 git -C "$tree" ls-files -z --deleted | (cd "$clone" && xargs -0 rm -f)

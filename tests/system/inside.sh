@@ -1,9 +1,9 @@
 #!/bin/bash
-# In a booted system: installs the packages, tests everything, removes them, and compares the file system with its
-# state before.
+# Runs in a booted system. Installs the packages, tests them, removes them, and compares the file
+# system with its earlier state.
 . "$(dirname "$0")/lib.sh"
 
-# Files that the rest of the system changes by itself.
+# The rest of the system changes these files by itself.
 elsewhere=(/proc /sys /dev /tmp /var/tmp "$simulated" "$here" /var/log /var/cache /var/lib/apt /var/lib/dpkg /var/lib/systemd/random-seed
     /var/lib/systemd/timers /etc/passwd- /etc/group- /etc/shadow- /etc/gshadow- /run/systemd /run/udev /run/log /run/lock /run/user)
 
@@ -13,7 +13,7 @@ files() { # find's action…
     find / -xdev \( "${skip[@]}" -false \) -prune -o "$@"
 }
 
-# Packages, and every file: its kind, mode, owner and contents.
+# Lists the packages, and the kind, mode, owner and contents of every file.
 snapshot() {
     dpkg-query -W
     files -printf '%p %y %m %U:%G %l\n' | sort
@@ -22,7 +22,8 @@ snapshot() {
 
 useradd --create-home --shell /bin/bash $user
 mkdir -m 777 "$simulated"
-# Users who may open a GPU's device file may take its lock. Every user may open this one, as with NVIDIA's driver.
+# A user who may open a GPU's device file may take the GPU's lock. Every user may open this file, as
+# with NVIDIA's driver.
 install -m 666 /dev/null /dev/nvidia0
 ldconfig
 simulate "${gpu[@]}"

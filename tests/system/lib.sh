@@ -5,15 +5,16 @@ set -eu
 unit=nvshare.service
 bus=(org.nvshare.Scheduler1 /org/nvshare/Scheduler1 org.nvshare.Scheduler1)
 here=/opt/nvshare-test
-# A user who may use the GPU and administers nothing.
+# A user who may use the GPU but is no administrator.
 user=alice
 
-# The simulated machine: all its processes have these variables, including the scheduler and the helper. It isn't in /tmp or
-# /var/tmp, since these services have private ones.
+# The directory of the simulated machine. All processes of the machine have these variables,
+# including the scheduler and the helper. The directory isn't in /tmp or /var/tmp, because the
+# services have private ones.
 simulated=/srv/gpu
 gpu=(CUDA_SIM_DIR=$simulated CUDA_SIM_MEMORY=256M CUDA_SIM_CONTEXT=4M)
 
-# Puts the services on the simulated machine.
+# Makes the services use the simulated machine.
 simulate() { # environment…
     for service in $unit nvshare-checkpoint@.service; do
         mkdir -p /etc/systemd/system/$service.d
@@ -39,7 +40,8 @@ until_true() { # what, command…
     fail "waited in vain for $what"
 }
 
-# Runs a command that must succeed, and compares its output, ignoring spaces at the ends of lines.
+# Runs a command that must succeed, and compares its output with the expected text. Spaces at the
+# ends of lines are ignored.
 says() { # expected, command…
     expected=$1
     shift
@@ -47,7 +49,7 @@ says() { # expected, command…
     [ "$said" = "$expected" ] || fail "$*: said «$said», not «$expected»"
 }
 
-# Runs a command that must fail, with a text in its output.
+# Runs a command that must fail. Its output must contain a text.
 refused() { # text, command…
     text=$1
     shift
@@ -55,24 +57,26 @@ refused() { # text, command…
     [[ $said == *"$text"* ]] || fail "$*: said «$said», which has nothing of «$text»"
 }
 
-# apt-get with nvshare's repository only: the system has no network.
+# Runs apt-get with nvshare's repository only, because the system has no network.
 apt_nvshare() {
     apt-get -qq -y -o Dir::Etc::sourcelist=/etc/apt/sources.list.d/nvshare.sources -o Dir::Etc::sourceparts=- "$@" >/tmp/apt.log 2>&1 ||
         { cat /tmp/apt.log >&2; fail "apt-get $*"; }
 }
 
 as_user() { runuser -u $user -- "$@"; }
-# The same within the user's own service manager and on the session bus, once `user@` runs.
+# Runs a command as the user, within the user's service manager and on the session bus. `user@` must
+# be running.
 in_session() {
     runtime=/run/user/$(id -u $user)
     runuser -u $user -- env XDG_RUNTIME_DIR="$runtime" DBUS_SESSION_BUS_ADDRESS="unix:path=$runtime/bus" "$@"
 }
 
-# A program on the simulated GPU, under nvshare. Its files are accessible to all users, as a GPU is.
+# Runs a program on the simulated GPU under nvshare. Its files are accessible to all users, as a GPU
+# is.
 program() { (umask 0 && exec env "${gpu[@]}" nvsharectl run -- cuda-program "$@"); }
 program_of_user() { (umask 0 && exec runuser -u $user -- env "${gpu[@]}" nvsharectl run -- cuda-program "$@"); }
 
-# Starts two of them, which take turns. Their process IDs are in $programs.
+# Starts two programs, which take turns. Their process IDs are in $programs.
 start_two() {
     programs=()
     for _ in 1 2; do
@@ -85,7 +89,8 @@ start_two() {
 shown() { systemctl show --value -p "$1" $unit; }
 kept() { [ "$(shown NFileDescriptorStore)" = "$1" ]; }
 
-# The output of `nvsharectl --json` through a jq filter; `is_so` succeeds if the filter gives true.
+# `status` passes the output of `nvsharectl --json` through a jq filter. `is_so` succeeds if the
+# filter yields true.
 status() { nvsharectl --json | jq -r "$1"; }
 is_so() { nvsharectl --json | jq -e "$1"; }
 

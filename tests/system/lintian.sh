@@ -1,6 +1,7 @@
 #!/bin/sh
-# Runs lintian on packages, or on a source package. Errors and warnings fail, and so does an override without a comment above it.
-# Uses a Debian that isn't booted and isn't changed. Needs root and systemd-nspawn.
+# Runs lintian on packages, or on a source package. It fails on errors, on warnings, and on an
+# override without a comment above it. It uses a Debian system without booting or changing it. Needs
+# root and systemd-nspawn.
 #
 #   mmdebstrap --variant=apt --include=lintian bookworm DIR
 #   tests/system/lintian.sh DIR PACKAGE.deb… | SOURCE.dsc
@@ -10,7 +11,7 @@ if [ ! -d /packages ]; then
     [ $# -ge 2 ] || { echo "usage: $0 DIR PACKAGE…" >&2; exit 2; }
     root=$1
     shift
-    # The packages may have different paths; the container sees them in one directory.
+    # The packages may be in different directories. The container sees them in one directory.
     packages=$(mktemp -d)
     trap 'rm -rf "$packages"' EXIT
     cp "$@" "$packages"

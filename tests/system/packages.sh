@@ -1,7 +1,7 @@
 #!/bin/sh
-# The packages as dpkg handles them: installation, upgrade, failed upgrade, removal, failed removal, purge; with and
-# without every program preloading the library. Uses a Debian that isn't booted and isn't changed. Needs root and
-# systemd-nspawn.
+# Tests how dpkg handles the packages: installation, upgrade, failed upgrade, removal, failed
+# removal, and purge. Each is tested with and without the library preloaded in every program. Uses a
+# Debian system without booting or changing it. Needs root and systemd-nspawn.
 #
 #   mmdebstrap --variant=apt --include=systemd,dbus,man-db,passwd bookworm DIR
 #   make deb && make deb VERSION=0.1.1~test
@@ -45,7 +45,7 @@ preloading() { nvsharectl preload status >/dev/null; }
 clean() { # No program complains about a library that it loads.
     is "what a program says" "$(/bin/true 2>&1)" ""
 }
-# Makes a package that differs from another in some files.
+# Creates a package that differs from another package in some files.
 remade() { # deb, name, a command that changes the tree
     dpkg-deb --raw-extract "$1" "$work/$2"
     (cd "$work/$2" && eval "$3")
@@ -60,7 +60,7 @@ everything() {
     find /run -mindepth 1 ! -path '/run/host*' -printf '%p %y %m\n' | sort
 }
 
-# Files that are created only once.
+# These commands create files that are created only once.
 quietly ldconfig
 quietly journalctl --update-catalog
 quietly systemd-sysusers
@@ -79,7 +79,8 @@ getent passwd nvshare >/dev/null || fail "there is no user nvshare"
 is "its directory" "$(stat -c %U:%a /run/nvshare)" nvshare:755
 nvshare-scheduler --check-config >/dev/null || fail "the configuration file is wrong"
 LD_PRELOAD=libnvshare.so clean
-# Files of a package that can be installed for several architectures have the architecture in their name.
+# If a package can be installed for several architectures, the names of its files contain the
+# architecture.
 for script in /var/lib/dpkg/info/nvshare.postinst /var/lib/dpkg/info/libnvshare-preload:*.postinst; do
     quietly $script configure "$old"
     quietly $script configure
@@ -91,7 +92,7 @@ is "nvshare" "$(installed nvshare)" "ii $new"
 [ ! -e $list ] || fail "there is a $list"
 
 step "an upgrade leaves the preloading alone"
-# An arbitrary harmless library, and one that resembles ours.
+# One library is arbitrary and harmless, and the other has a name like nvshare's library.
 for other in libother.so libnvshare.so.no; do cp /lib/*-linux-gnu/libresolv.so.2 /usr/lib/$other; done
 printf '# Another library.\n/usr/lib/libother.so\n' >$list
 cp $list "$work/list"
@@ -111,7 +112,8 @@ is "the library" "$(installed libnvshare-preload)" "ii $new"
 is "the file" "$(stat -c '%i %y' $list)" "$before"
 
 step "a removal that fails puts the entry back"
-# A package that replaces others and fails, after dpkg has begun to remove them.
+# Creates a package that replaces other packages, and that fails after dpkg has begun to remove
+# them.
 for others in nvshare 'nvshare, libnvshare-preload'; do
     mkdir -p "$work/rival/DEBIAN"
     cat >"$work/rival/DEBIAN/control" <<EOF
@@ -162,7 +164,7 @@ is "the file" "$(cat $list)" "$(printf '/usr/lib/libother.so: \n/usr/lib/libnvsh
 rm $list /usr/lib/libother.so /usr/lib/libnvshare.so.no
 install "$new"
 quietly nvsharectl preload enable
-# A service that preloads it, and a service with another change in addition.
+# Creates a service that preloads the library, and a service that also has another change.
 for unit in a b; do
     mkdir -p /etc/systemd/system/$unit.service.d
     printf '[Service]\nEnvironment="LD_PRELOAD=libnvshare.so"\n' >/etc/systemd/system/$unit.service.d/zz-nvshare-preload.conf
@@ -182,7 +184,7 @@ quietly usermod --append --groups nvshare nobody
 quietly gpasswd --delete nobody nvshare
 mkdir -p /var/lib/nvshare/swap /etc/cdi && touch /etc/cdi/nvshare.json /var/lib/nvshare/settings.toml /etc/nvshare/nvshare.toml.dpkg-old /run/nvshare/lock
 chown -R nvshare: /var/lib/nvshare
-# The administrator's files in the package's directories.
+# The administrator has files in the package's directories.
 mkdir -p /var/lib/nvshare/backup && touch /var/lib/nvshare/backup/settings.toml /etc/cdi/other.json
 mkdir -p /etc/nvshare/nvshare.toml.d && touch /etc/nvshare/nvshare.toml.d/lab.toml
 quietly dpkg --purge nvshare libnvshare-preload

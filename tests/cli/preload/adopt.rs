@@ -1,4 +1,4 @@
-//! `adopt` and `release`: a service's drop-in, and its rule in the scheduler.
+//! `adopt` and `release`, which change a service's drop-in and its rule in the scheduler.
 
 use std::fs;
 use std::path::Path;
@@ -36,7 +36,7 @@ fn a_service_is_adopted_and_released() {
         let _systemd = Systemd::start(vec![Unit { alias: "llm.service", main_pid: 1, ..ollama() }]);
         let daemon = Daemon::start();
         let before = ctl(&daemon, &["get"]).fine();
-        // Also under its alias.
+        // The service can also be adopted under its alias.
         let text = ctl(&daemon, &["adopt", "llm"]).fine();
         assert!(
             text.starts_with("ollama.service is adopted. To undo this: `nvsharectl release ollama.service`\n"),
@@ -54,7 +54,7 @@ fn a_service_is_adopted_and_released() {
         }
         assert!(rules(&daemon).contains("adopted ollama.service") && Path::new(DROP_IN).exists());
         assert!(!Path::new(RESTARTED).exists(), "nobody asked for that");
-        // Adopting again changes nothing.
+        // Adopting the service again changes nothing.
         let (file, rule) = (fs::read_to_string(DROP_IN).expect("it"), rules(&daemon));
         let again = ctl(&daemon, &["adopt", "ollama.service", "--restart"]).fine();
         assert!(again.starts_with("ollama.service is adopted already.\nIt was restarted.\n"), "{again}");
@@ -80,7 +80,7 @@ fn release_keeps_an_earlier_drop_in_and_rule() {
         let mut enable = host.command("enable");
         enable.args(["--library", LIBRARY, "--unit", "ollama"]).env("DBUS_SYSTEM_BUS_ADDRESS", Systemd::ADDRESS);
         said(&mut enable).fine();
-        // Also after the library has moved.
+        // `release` also works after the library has moved.
         let file = fs::read_to_string(DROP_IN).expect("it").replace("/mnt/lib/", "/mnt/old/");
         fs::write(DROP_IN, &file).expect("it is written");
         drop(systemd);
@@ -128,7 +128,7 @@ fn a_failed_adoption_is_rolled_back() {
         ctl(&daemon, &["adopt", "nothing"]).refused("systemd knows no nothing.service");
         ctl(&daemon, &["adopt", "ollama.slice"]).refused("is a slice");
         nothing("there is none");
-        // Another file outranks the drop-in: the rule is removed, too.
+        // If another file outranks the drop-in, the rule is removed too.
         let directory = Path::new(DROP_IN).parent().expect("a directory");
         fs::create_dir_all(directory).expect("a directory");
         fs::write(directory.join("zzz.conf"), "[Service]\nEnvironment=LD_PRELOAD=/usr/lib/a.so\n").expect("a drop-in");
@@ -136,7 +136,7 @@ fn a_failed_adoption_is_rolled_back() {
         nothing("it is outranked");
         fs::remove_dir_all(directory).expect("it was there");
         drop(systemd);
-        // The service does not start with the drop-in, and is restarted without it.
+        // The service does not start with the drop-in, so it is restarted without the drop-in.
         let systemd = Systemd::start(vec![Unit { active_state: "failed", ..ollama() }]);
         ctl(&daemon, &["adopt", "ollama", "--restart"]).refused("ollama.service does not start");
         assert_eq!(fs::read_to_string(RESTARTED).expect("it was"), "ollama.service\nollama.service\n");
@@ -150,7 +150,7 @@ fn a_failed_adoption_is_rolled_back() {
             drop(systemd);
         }
         let systemd = Systemd::start(vec![ollama()]);
-        // Without a scheduler, neither rule nor drop-in is made.
+        // Without a scheduler, `adopt` creates neither a rule nor a drop-in.
         let control = daemon.control();
         drop(daemon.stop());
         let mut command = Command::new("/mnt/bin/nvsharectl");
@@ -171,7 +171,7 @@ fn adopting_a_container_prints_its_options() {
     });
 }
 
-/// `nvsharectl` while no scheduler is on the bus.
+/// Runs `nvsharectl` while no scheduler is on the bus.
 fn without_a_scheduler() -> Said {
     let mut command = Command::new("/mnt/bin/nvsharectl");
     said(command.arg("status").env("DBUS_SYSTEM_BUS_ADDRESS", Systemd::ADDRESS))

@@ -1,5 +1,5 @@
-//! A fake systemd on a private bus, for a test's services. Like systemd, it reads drop-ins on
-//! reload.
+//! A fake systemd on a private bus, which manages a test's services. Like systemd, it reads
+//! drop-ins on reload.
 
 use std::collections::HashMap;
 use std::fs;
@@ -20,7 +20,7 @@ const BUS: &str = "/mnt/bus";
 #[derive(Debug, Clone)]
 pub struct Unit {
     pub name: &'static str,
-    /// The name of its alias.
+    /// The service's alias.
     pub alias: &'static str,
     pub load_state: &'static str,
     pub environment: Vec<&'static str>,
@@ -35,7 +35,7 @@ pub struct Unit {
     pub main_pid: u32,
     /// The active state after a start.
     pub active_state: &'static str,
-    /// The active state and sub-state a moment later.
+    /// The active state and the sub-state some time after the start.
     pub later: (&'static str, &'static str),
 }
 
@@ -63,7 +63,7 @@ impl Unit {
 
 type Loaded = Arc<Mutex<HashMap<String, Vec<String>>>>;
 
-/// A file with the names of restarted units, one per line.
+/// The file that lists the names of restarted units, one per line.
 pub const RESTARTED: &str = "/mnt/restarted";
 
 struct Manager {
@@ -107,11 +107,13 @@ fn path(at: usize) -> OwnedObjectPath {
     OwnedObjectPath::try_from(format!("/org/freedesktop/systemd1/unit/_{at}")).expect("a path")
 }
 
-/// The environment of the unit file and the drop-ins, in the order of their names.
+/// Returns the environment of the unit file and of the drop-ins, in the order of the drop-ins'
+/// names.
 fn environment(unit: &Unit) -> Vec<String> {
     let mut environment: Vec<String> = unit.environment.iter().map(|pair| (*pair).to_owned()).collect();
     for name in [unit.name, unit.alias] {
-        // Reads the files of the system's manager and of a user's, since it plays both.
+        // Reads the files of the system's manager and of a user's manager, because the fake
+        // represents both.
         let directories = ["/etc/systemd/system", "/mnt/config/systemd/user"];
         let directories = directories.map(|all| Path::new(all).join(format!("{name}.d")));
         let of = |directory: &std::path::PathBuf| fs::read_dir(directory).into_iter().flatten().flatten();
@@ -129,7 +131,7 @@ fn environment(unit: &Unit) -> Vec<String> {
 struct Described(Unit);
 
 impl Described {
-    /// Whether the service has run for a while since its restart.
+    /// Whether some time has passed since the service was restarted.
     fn is_later(&self) -> bool {
         let restarted = fs::metadata(RESTARTED).and_then(|file| file.modified()).ok();
         let since = restarted.and_then(|time| time.elapsed().ok());

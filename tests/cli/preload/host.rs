@@ -1,4 +1,4 @@
-//! A host for one test: the real one, with a private `/etc`.
+//! A host for one test: the real host with a private `/etc`.
 
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -24,7 +24,8 @@ pub fn on_a_host(test: impl FnOnce(&Host) + Send) {
     if !rustix::process::geteuid().is_root() {
         return test_support::skip("root, for an /etc/ld.so.preload of its own");
     }
-    // A new thread, since a mount namespace applies to a thread and its child processes.
+    // Uses a new thread, because a mount namespace applies only to one thread and its child
+    // processes.
     let run = || match set_up() {
         Ok(()) => test(&Host(())),
         Err(e) => test_support::skip(format_args!("the right to mount, for an /etc/ld.so.preload of its own: {e}")),
@@ -92,7 +93,7 @@ pub fn said(command: &mut Command) -> Said {
     Said { status: output.status, stdout: text(&output.stdout), stderr: text(&output.stderr) }
 }
 
-/// The identity of a file, to detect a change or a replacement.
+/// The identity of a file. It reveals a change or a replacement of the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
     pub inode: u64,
@@ -130,7 +131,7 @@ impl Host {
         fs::set_permissions(FILE, Permissions::from_mode(0o644)).expect("its mode");
     }
 
-    /// Writes other text to the same inode.
+    /// Writes new text to the same inode.
     pub fn write_keeping(&self, text: &[u8]) {
         fs::write(FILE, text).expect("the file is written");
     }
@@ -153,7 +154,7 @@ impl Host {
         }
     }
 
-    /// Whether a program of this user loads the library.
+    /// Whether programs of this user load the library.
     pub fn loads(&self, uid: u32) -> bool {
         said(Command::new("/bin/cat").arg("/proc/self/maps").uid(uid).gid(uid)).fine().contains(LIBRARY)
     }
@@ -170,14 +171,14 @@ impl Host {
     pub fn compile(&self, to: &str, options: &[&str]) {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cli/preload/library.c");
         let mut cc = Command::new(std::env::var_os("CC").unwrap_or("cc".into()));
-        // Creates a new inode, like a package manager: a mapped file must not be written to.
+        // Creates a new inode, as a package manager does: a mapped file must not be written to.
         let _ = fs::remove_file(to);
         cc.args(["-shared", "-fPIC", "-w", "-o", to]).arg(source).args(options);
         said(&mut cc).fine();
         fs::set_permissions(to, Permissions::from_mode(0o644)).expect("its mode");
     }
 
-    /// Builds a harmless library other than nvshare's.
+    /// Builds a harmless library that is not nvshare's.
     pub fn other(&self, to: &str) {
         self.compile(to, &[]);
     }

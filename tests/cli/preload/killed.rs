@@ -1,4 +1,4 @@
-//! Concurrent and killed invocations: the file is complete at every moment.
+//! Concurrent and killed invocations. The file is complete at every moment.
 
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ fn a_kill_at_any_moment_leaves_the_old_file_or_the_new_one() {
             for step in 0..40 {
                 host.write(if verb == "enable" { OFF } else { ON });
                 let mut child = host.start(verb);
-                // Kills it at increasing delays.
+                // Kills the invocation after increasing delays.
                 std::thread::sleep(takes.mul_f64(f64::from(step) / 32.0).min(Duration::from_secs(1)));
                 child.kill().expect("it is killed");
                 child.wait().expect("it is gone");

@@ -96,7 +96,7 @@ fn fatal(host: &Host, how: &str) -> &'static str {
         }
         "needs a symbol that nobody has" => host.compile(MADE, &["-DUNRESOLVED", "-Wl,-z,now"]),
         "is cut off" => {
-            // Truncates within the segments that the loader maps.
+            // The file ends within the segments that the loader maps.
             let whole = fs::read(artifact("libnvshare.so")).expect("the library");
             fs::write(MADE, &whole[..20_000]).expect("it is written");
             fs::set_permissions(MADE, Permissions::from_mode(0o644)).expect("its mode");
@@ -157,7 +157,7 @@ fn a_running_shell_can_empty_the_file() {
         fs::rename(fatal(host, FATAL[0]), LIBRARY).expect("it takes the library's place");
         host.write(format!("{LIBRARY}\n").as_bytes());
         assert!(!said(&mut Command::new("/bin/true")).status.success());
-        // The command in the manual.
+        // This is the manual's command for repairing the host.
         shell.stdin.take().expect("a pipe").write_all(b": > /etc/ld.so.preload\n").expect("it reads");
         assert!(shell.wait().expect("it ends").success());
         host.is_sound();
@@ -186,7 +186,7 @@ fn a_failure_after_the_rehearsal_is_rolled_back() {
 fn without_a_rehearsal_setuid_programs_are_tried_with_the_real_file() {
     on_a_host(|host| {
         let enable = || {
-            // Like root in an ordinary container.
+            // The capabilities are those of root in an ordinary container.
             let arguments =
                 ["--bounding-set=-sys_admin", "/mnt/bin/nvsharectl", "preload", "enable", "--library", LIBRARY];
             said(Command::new("setpriv").args(arguments))
@@ -207,13 +207,13 @@ fn a_library_for_another_machine_is_refused() {
     on_a_host(|host| {
         let genuine = fs::read(LIBRARY).expect("the library");
         let shapes: [fn(&mut Vec<u8>); 5] = [
-            // 32 bits.
+            // A library of 32 bits.
             |bytes| bytes[4] = 1,
-            // Another processor.
+            // A library for another processor.
             |bytes| bytes[18..20].copy_from_slice(&8u16.to_le_bytes()),
             |bytes| *bytes = b"hello".to_vec(),
             |bytes| bytes.clear(),
-            // The section headers are at the end.
+            // The section headers are at the end, so they are cut off.
             |bytes| bytes.truncate(20_000),
         ];
         for change in shapes {
@@ -226,7 +226,7 @@ fn a_library_for_another_machine_is_refused() {
         fs::remove_file(LIBRARY).expect("it goes");
         host.preload("enable").refused("there is no library /mnt/lib/libnvshare.so. Set its path with --library");
         said(&mut host.command("enable")).refused("Set its path with --library");
-        // Not nvshare's library, so no program is run with it.
+        // This is not nvshare's library, so no program is run with it.
         fs::write(
             "/mnt/other.c",
             "#include <unistd.h>\n__attribute__((constructor)) void f(void) { unlink(\"/mnt/other.c\"); }",
@@ -281,7 +281,7 @@ fn a_path_that_the_loader_would_misread_is_refused() {
         enable("/mnt/lib/other.so").refused("its file name is not libnvshare.so");
         assert_eq!(host.text(), None);
 
-        // A link is resolved when the path is written, since its target may change later.
+        // A link is resolved when its path is written, because its target may change later.
         fs::create_dir("/mnt/link").expect("a directory");
         symlink(LIBRARY, "/mnt/link/libnvshare.so").expect("a link");
         enable("/mnt/link/libnvshare.so").fine();

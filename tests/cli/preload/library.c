@@ -1,4 +1,4 @@
-/* A library with libnvshare.so's name that does harm in the way that a macro selects. */
+/* A library with libnvshare.so's name. A macro selects the way in which it does harm. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/auxv.h>
@@ -33,7 +33,7 @@ __attribute__((constructor)) static void load(void)
 	if (getauxval(AT_SECURE))
 		abort();
 #elif defined CRASHES_IN_EARNEST
-	/* A trial run has a different /etc. */
+	/* In a trial run, /etc is different. */
 	struct stat buffer;
 	if (stat("/etc/.etc", &buffer))
 		abort();

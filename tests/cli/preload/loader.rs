@@ -8,8 +8,8 @@ use proptest::test_runner::{Config, TestRunner};
 
 use super::host::*;
 
-/// The names that the loader parses: it prints an error for each, because the libraries do not
-/// exist.
+/// Returns the names that the loader parses. The libraries do not exist, so the loader prints an
+/// error for each name.
 fn as_the_loader_reads(host: &Host, text: &[u8]) -> Vec<String> {
     host.write(text);
     let said = said(&mut Command::new("/bin/true"));

@@ -1,5 +1,5 @@
-//! `nvsharectl preload` with the real loader, for many shapes of `/etc/ld.so.preload` and of the
-//! library, each on a host with a private `/etc`. Requires root and `make artifacts`.
+//! `nvsharectl preload` with the real loader. Each test runs on a host with a private `/etc`, with
+//! many variants of `/etc/ld.so.preload` and of the library. Requires root and `make artifacts`.
 
 mod adopt;
 mod fake_systemd;

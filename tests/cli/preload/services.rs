@@ -38,7 +38,7 @@ fn only_the_selected_service_preloads_the_library() {
         }
         assert_eq!(host.text(), None, "nothing else preloads it");
 
-        // The exit code describes the whole machine, or the selected service.
+        // The exit code describes either the whole machine or the selected service.
         let all = preload(host, &["status"]);
         assert_eq!(all.code(), Some(4));
         assert!(all.stdout.ends_with("  on for jupyter.service: /mnt/lib/libnvshare.so, version 0.1.0\n"), "{all:?}");

@@ -1,4 +1,4 @@
-//! Shapes of `/etc/ld.so.preload`.
+//! Variants of `/etc/ld.so.preload`.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -84,7 +84,7 @@ fn owner_and_attributes_are_kept() {
         host.write(b"");
         std::os::unix::fs::chown(FILE, Some(1), Some(2)).expect("root may");
         fs::set_permissions(FILE, Permissions::from_mode(0o640)).expect("its mode");
-        // An access control list: owner rw-, user 7 r--, group r--, mask rw-, others r--.
+        // The access control list is: owner rw-, user 7 r--, group r--, mask rw-, others r--.
         let entries = [(1u16, 6u16, u32::MAX), (2, 4, 7), (4, 4, u32::MAX), (16, 6, u32::MAX), (32, 4, u32::MAX)];
         let list = entries
             .iter()
@@ -119,7 +119,7 @@ fn an_entry_for_another_libnvshare_is_replaced() {
         fs::copy(LIBRARY, "/mnt/old/libnvshare.so").expect("a copy");
         let shapes = [
             ("/mnt/old/libnvshare.so\n/mnt/lib/a.so\n", "/mnt/lib/libnvshare.so\n/mnt/lib/a.so\n"),
-            // A missing library, about which every program prints an error.
+            // The library is missing, so every program prints an error about it.
             ("/mnt/gone/libnvshare.so", "/mnt/lib/libnvshare.so"),
             ("libnvshare.so:/mnt/lib/a.so /mnt/lib/libnvshare.so", "/mnt/lib/libnvshare.so:/mnt/lib/a.so"),
             ("/mnt/lib/libnvshare.so\r\n", "/mnt/lib/libnvshare.so\n"),
@@ -160,8 +160,8 @@ fn an_ambiguous_file_is_refused_and_unchanged() {
             (b"/mnt/lib/a.so\0", "NUL byte"),
             (b"# one\n# two\n", "has comments, which the loader would read as library names"),
             (&huge, "longer than 64 KiB"),
-            // A foreign entry that makes the loader print an error in every program, which
-            // nvsharectl does not repair.
+            // Because of this foreign entry, the loader prints an error in every program.
+            // nvsharectl does not repair foreign entries.
             (b"/mnt/lib/a.so\r\n", "already makes programs fail. Repair or remove it first"),
         ];
         for (text, sentence) in shapes {

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Two containers of different systems, whose memory does not fit together, take turns; `status` shows the
-# containers.
+# Two containers of different systems take turns, because their memory does not fit together.
+# `status` shows the containers.
 
 mix=(cuda-program mix --mem 160M --rounds 60 --gpu-ms 40)
 new=$(create bookworm "${mix[@]}")

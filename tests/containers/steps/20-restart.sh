@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# The scheduler is killed while both containers run, and another one starts, with a new socket in the same directory.
+# The scheduler is killed while both containers run. The next scheduler creates a new socket in the
+# same directory.
 
 new=$(create bookworm "${mix[@]}")
 old=$(create bullseye "${mix[@]}")

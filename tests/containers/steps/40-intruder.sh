@@ -26,7 +26,8 @@ refused_inside() { # text, option… command…
 refused_inside "the scheduler is not running" bookworm nvsharectl set time-quantum 9
 refused_inside "the scheduler is not running" bookworm nvsharectl status
 
-# An administrator who mounts the control socket into a container gives nothing away either.
+# Even if an administrator mounts the control socket into a container, the container's root gains no
+# access.
 mounted=(--volume "${control%/*}:/run/nvshare-control" --env NVSHARE_CONTROL=/run/nvshare-control/control.sock)
 refused_inside "may not see other users' activity" "${mounted[@]}" bookworm nvsharectl status
 refused_inside "may not change the time quantum" "${mounted[@]}" bookworm nvsharectl set time-quantum 9

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# A rule about one container applies to it, also while it runs, and to no other.
+# A rule about one container applies to that container only, even if the container is already
+# running.
 
 new=$(create bookworm cuda-program mix --mem 100M --rounds endless --gpu-ms 40)
 enter "$new" >/dev/null 2>&1 & one=$!

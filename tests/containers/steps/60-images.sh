@@ -1,12 +1,13 @@
 # shellcheck shell=bash
-# An image's own preloaded libraries stay; programs that cannot load the library run normally without it.
+# An image's own preloaded libraries are still loaded. Programs that cannot load nvshare's library
+# run normally without it.
 
 [ "$(run --env LD_PRELOAD=libm.so.6 bookworm sh -c 'echo "$LD_PRELOAD"')" = libm.so.6 ] || fail "LD_PRELOAD was lost"
 maps=$(run --env LD_PRELOAD=libm.so.6 bookworm cat /proc/self/maps)
 [[ $maps == *libm.so.6* && $maps == *libnvshare.so* ]] || fail "one of both is not loaded: $maps"
 
-# An image may also have its own list, which the runtime's hook merges with nvshare's, also if the container cannot
-# write.
+# An image may also have its own preload list. The runtime's hook merges it with nvshare's list,
+# even if the container cannot write.
 mkdir -p "$scratch/own/etc"
 echo libm.so.6 >"$scratch/own/etc/ld.so.preload"
 cp "$bases/bookworm.tar" "$scratch/own.tar"
@@ -19,7 +20,7 @@ for option in --read-only=false --read-only; do
 /usr/lib/nvshare/libnvshare.so" ] || fail "$option: the list is not merged"
 done
 run own sh -c '! echo x >>/etc/ld.so.preload' 2>/dev/null || fail "a container can change the list"
-# A list that cannot be merged keeps the container from starting. crun doesn't pass on the reason.
+# If a list cannot be merged, the container doesn't start. crun doesn't report the reason.
 ln -sf other "$scratch/own/etc/ld.so.preload"
 echo libm.so.6 >"$scratch/own/etc/other"
 cp "$bases/bookworm.tar" "$scratch/link.tar"

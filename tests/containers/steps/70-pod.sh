@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# The scheduler in the image for Kubernetes: it refuses to run in its own PID namespace. In the node's, it identifies
-# processes, and ends when told to.
+# The scheduler runs in the image for Kubernetes. It refuses to run in a separate PID namespace. In
+# the node's PID namespace, it identifies processes, and ends on SIGTERM.
 
 "$here/../../kubernetes/image.sh" "$built" "$scratch/image"
 import_directory nvshare "$scratch/image"
@@ -18,8 +18,9 @@ scheduler_in_pod=(/usr/bin/nvshare-scheduler --in-pod --socket /run/pod/schedule
 if said=$(run "${in_pod[@]}" nvshare "${scheduler_in_pod[@]}" 2>&1); then fail "it runs in a PID namespace of its own"; fi
 [[ $said == *"hostPID: true"* ]] || fail "it does not say what the pod needs: $said"
 
-# podman shares no PID namespace if it makes no control groups, so this does the runtime's work by hand: a separate control
-# group, which is all that the namespace shows, and a separate root.
+# podman shares no PID namespace if it creates no control groups. So this step does the runtime's
+# work: it creates a control group, which is the only one that the namespace shows, and a separate
+# root.
 root=$scratch/image
 mkdir -p "$root"/{proc,run/pod,run/nvshare-control} "$root$scratch/gpu"
 "$here/../cuda-sim/install.sh" "$root/usr/lib/$(uname -m)-linux-gnu" "$programs"

@@ -1,4 +1,5 @@
-//! Compares the metrics in the man page and the dashboard with the existing ones.
+//! Compares the metrics in the man page and on the dashboard with the metrics that the daemon
+//! serves.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -8,7 +9,7 @@ use nvshare_wire::SchedulerMessage;
 use serde_json::Value;
 use test_support::daemon::*;
 
-/// A scrape with every existing metric.
+/// Returns a scrape that contains every metric.
 fn everything() -> Scrape {
     let daemon = scrape::daemon("", "[[rule]]\nmemory-max = \"2G\"");
     let client = Client::welcomed(&daemon.socket());
@@ -23,13 +24,14 @@ fn read(name: &str) -> String {
     std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// The names of all samples.
+/// Returns the names of all samples.
 fn samples(scrape: &Scrape) -> BTreeSet<String> {
     let lines = scrape.text.lines().filter(|line| !line.starts_with('#'));
     lines.filter_map(|line| line.split(['{', ' ']).next()).map(str::to_owned).collect()
 }
 
-/// Each item of the page's section: `.It Li NAME Pq TYPE , UNIT`, in a subsection that has the labels after `Labels:`.
+/// Returns each item of the page's section. An item has the form `.It Li NAME Pq TYPE , UNIT`, and
+/// its subsection lists the labels after `Labels:`.
 fn described() -> BTreeMap<String, (String, String, Vec<String>)> {
     let page = read("man/nvshare.service.8");
     let section = page.split(".Sh METRICS\n").nth(1).expect("a section").split("\n.Sh ").next().expect("its text");
@@ -55,7 +57,7 @@ fn the_man_page_has_every_metric_as_it_is() {
     for (name, family) in &scrape.families {
         let mut labels: Vec<String> = family.samples[0].labels.iter().map(|(label, _)| label.clone()).collect();
         labels.sort();
-        // The name that people write in a query.
+        // The name that users write in queries.
         let (name, unit) = match family.kind {
             "counter" => (format!("{name}_total"), family.unit.clone()),
             "info" => (format!("{name}_info"), family.unit.clone()),
@@ -100,7 +102,7 @@ fn all<'a>(value: &'a Value, name: &str) -> Vec<&'a Value> {
     found
 }
 
-/// The words of a query that are names of nvshare's metrics.
+/// Returns the names of nvshare's metrics in a query.
 fn names(query: &str) -> impl Iterator<Item = &str> {
     let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_';
     query.split(move |c| !is_part(c)).filter(|word| word.starts_with("nvshare_"))
@@ -125,7 +127,7 @@ fn the_dashboard_asks_for_metrics_and_labels_that_there_are() {
         for name in names(query) {
             assert!(samples.contains(name), "{name} in {query}");
         }
-        // by (…), and selectors: {gpu=~"…", name="…"}
+        // Labels occur in `by (…)` and in selectors: `{gpu=~"…", name="…"}`.
         let grouped = query.split("by (").skip(1).filter_map(|rest| rest.split(')').next());
         let named = grouped.flat_map(|list| list.split(',')).map(str::trim);
         let selected = query.split('{').skip(1).filter_map(|rest| rest.split('}').next());
@@ -134,7 +136,7 @@ fn the_dashboard_asks_for_metrics_and_labels_that_there_are() {
             assert!(labels.contains(label), "label {label:?} in {query}");
         }
     }
-    // The required metrics are on the dashboard.
+    // The dashboard must show at least these metrics.
     for name in [
         "nvshare_gpu_held_seconds_total",
         "nvshare_gpu_wait_seconds_bucket",

@@ -1,5 +1,5 @@
-//! How metrics are served: on which sockets, to how many clients, and to clients that speak HTTP badly or
-//! not at all.
+//! The HTTP server for metrics: its sockets, its limit on clients, and clients that speak HTTP
+//! incorrectly or not at all.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream, UdpSocket};
@@ -14,7 +14,7 @@ use super::scrape::{self, *};
 use test_support::daemon::*;
 use test_support::manager::Manager;
 
-/// The address from the log, if metrics are served over TCP.
+/// Returns the TCP address of the metrics from the log.
 fn address(daemon: &Daemon) -> String {
     let line = daemon.log.wait("metrics are at 127.0.0.1:");
     line.rsplit(' ').next().expect("an address").to_owned()
@@ -54,7 +54,7 @@ fn systemd_can_pass_a_socket_of_either_kind() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a socket");
     let at = listener.local_addr().expect("an address").to_string();
     manager.keep("metrics", listener.into());
-    // The configuration's sockets are served in addition.
+    // The daemon also serves the sockets of the configuration.
     let daemon = Daemon::start_in(directory, Some(&manager), |command, path| configure(command, path, "", ""));
     scrape_tcp(&at);
     scrape(&daemon.directory.0);
@@ -147,7 +147,7 @@ fn garbage_ends_its_own_connection_only() {
         drop(rest);
         assert!(answer.as_ref().is_none_or(|answer| (400..=505).contains(&answer.status)), "{case:?}: {answer:?}");
     }
-    // Clients that leave in the middle of a request.
+    // These clients disconnect in the middle of a request.
     for _ in 0..200 {
         let mut stream = connect(&path);
         let _ = stream.write_all(b"GET /metrics HT");
@@ -156,16 +156,16 @@ fn garbage_ends_its_own_connection_only() {
     daemon.client().attach();
 }
 
-/// A silent client occupies a place for a while, and then another client gets it.
+/// A silent client occupies a place for some time. Then another client gets the place.
 #[test]
 fn those_who_say_nothing_are_hung_up_on() {
     let daemon = scrape::daemon("", "");
     let silent: Vec<UnixStream> = (0..64).map(|_| connect(&metrics_path(&daemon.directory.0))).collect();
-    // There is no free place until they are disconnected.
+    // No place is free until the daemon disconnects the silent clients.
     scrape(&daemon.directory.0);
     for mut stream in silent {
         let mut rest = Vec::new();
-        // The daemon may tell it why.
+        // The daemon may send the reason first.
         stream.read_to_end(&mut rest).expect("the end");
         assert!(rest.is_empty() || rest.starts_with(b"HTTP/1.1 408"), "{:?}", String::from_utf8_lossy(&rest));
     }
@@ -185,7 +185,7 @@ fn crowd(daemon: &Daemon) -> Vec<Client> {
     clients
 }
 
-/// Raises the limit on open files: each client needs two descriptors at most.
+/// Raises the limit on open files. Each client needs at most two descriptors.
 fn have_descriptors() {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` is valid during both calls.
@@ -213,7 +213,7 @@ fn many_clients_are_read_by_several_at_once_while_locks_go_round() {
             })
         })
         .collect();
-    // Until then the lock goes back and forth.
+    // The lock is passed back and forth until all readers are done.
     let mut turns = 0;
     while turns < 20 || reading.iter().any(|reader| !reader.is_finished()) {
         for client in [&one, &other] {

@@ -1,4 +1,4 @@
-//! Compares metrics with what clients did.
+//! Compares the metrics with the clients' actions.
 
 mod documents;
 mod http;
@@ -35,14 +35,14 @@ fn report(demand: u64, mapped: u64, counts: [u64; 4]) -> ClientMessage {
 
 /// Waits until the daemon has read all of a client's messages.
 fn settle(client: &Client) {
-    // A reservation that fits into the free memory is answered immediately.
+    // The daemon immediately answers a reservation that fits into the free memory.
     client.send(ClientMessage::Reserve { slot: 0, bytes: 1 });
     client.until(|message| matches!(message, SchedulerMessage::Reserved { .. }));
 }
 
-/// Scrapes everything again, and checks that no counter has decreased.
+/// Scrapes all metrics again, and checks that no counter has decreased.
 fn scrape_again(daemon: &Daemon, before: &Scrape) -> Scrape {
-    // Scrapes close together share one result.
+    // Scrapes within a short time share one result.
     std::thread::sleep(std::time::Duration::from_millis(150));
     let after = scrape(&daemon.directory.0);
     for (name, family) in before.families.iter().filter(|(_, family)| family.kind != "gauge") {
@@ -67,7 +67,7 @@ fn nothing_is_served_unless_it_is_asked_for() {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", daemon.child.id())).expect("it runs");
         tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok()).collect()
     };
-    // A thread sets its name once it runs.
+    // A thread sets its name only after it has started.
     test_support::wait_for("the D-Bus thread", || threads().iter().any(|name| name == "dbus\n").then_some(()));
     assert!(!threads().iter().any(|name| name == "metrics\n"), "{:?}", threads());
     assert_eq!(daemon.log.count("metrics are at"), 0);
@@ -95,13 +95,13 @@ fn locks_and_waits_are_those_of_the_clients() {
     assert_eq!((between.of_gpu("holders"), between.of_gpu("waiters")), (1.0, 0.0));
     let waited = between.of(&other, "wait_seconds");
     assert!(waited >= before.of(&other, "waiting_seconds") && between.of(&other, "waiting_seconds") == 0.0);
-    // The histogram has both waits, and their sum is the clients' total.
+    // The histogram counts both waits. Their sum is the clients' total.
     let [waits] = between.all("nvshare_gpu_wait_seconds", &[])[..] else { panic!("one GPU") };
     assert_eq!(waits.buckets.last(), Some(&(f64::INFINITY, 2)));
     assert_eq!(waits.buckets.iter().find(|(bound, _)| *bound >= waited).map(|(_, count)| *count), Some(2));
     assert!((waits.value - waited - between.of(&one, "wait_seconds")).abs() < 1e-6);
 
-    // Without a holder nothing is counted.
+    // Without a holder, no time is counted.
     other.release();
     settle(&other);
     let idle = scrape_again(&daemon, &between);
@@ -131,7 +131,7 @@ fn clients_that_hold_at_the_same_moment_are_each_counted() {
 fn what_moved_is_what_clients_say_and_stays_when_they_go() {
     let daemon = scrape::daemon("", "");
     let (one, other) = (client(&daemon), client(&daemon));
-    // Counts from before the connection don't belong to this scheduler.
+    // Counts from before the connection don't count for this scheduler.
     one.send(report(8 * GIB, 2 * GIB, [100, 200, 300, 7]));
     other.send(report(GIB, 0, [0; 4]));
     one.send(report(8 * GIB, 3 * GIB, [1100, 200, 350, 9]));
@@ -150,7 +150,8 @@ fn what_moved_is_what_clients_say_and_stays_when_they_go() {
     assert_eq!(moved("swapped_bytes"), (4.0 * gib, 0.0, 4.0 * gib));
     assert_eq!(said.of_gpu("total_bytes"), 16.0 * gib);
 
-    // The client detaches from the GPU and attaches again: counters continue, and gauges don't.
+    // The client detaches from the GPU and attaches again. Its counters continue, but its gauges
+    // start again.
     one.send(ClientMessage::Detach { slot: 0 });
     settle(&other);
     let detached = scrape_again(&daemon, &said);
@@ -192,7 +193,7 @@ fn limits_of_rules_and_of_the_scheduler_are_gauges() {
     client.send(ClientMessage::RequestLimit { slot: 0, bytes: 4 * GIB });
     client.until(|message| matches!(message, SchedulerMessage::Denied { .. }));
     let said = scrape(&daemon.directory.0);
-    // The library counts the allocations that fail, and reports them.
+    // The library counts the allocations that fail, and reports their number.
     assert_eq!((said.of(&client, "refused_allocations"), said.of_gpu("refused_allocations")), (0.0, 0.0));
     assert_eq!(said.of(&client, "memory_max_bytes"), 2.0 * GIB as f64);
     assert!(said.of(&client, "limit_bytes") <= 2.0 * GIB as f64);
@@ -210,7 +211,7 @@ fn a_release_for_want_of_memory_is_a_turn_as_well() {
     assert_eq!(scrape(&daemon.directory.0).of_gpu("grants"), 2.0);
 }
 
-/// A process's name and its GPU's name are arbitrary.
+/// The names of a process and of its GPU may contain any characters.
 #[test]
 fn names_are_escaped_whatever_they_are() {
     let daemon = scrape::daemon("", "");
@@ -264,10 +265,10 @@ fn a_lock_that_somebody_asked_for_by_name_is_a_client_as_well() {
 #[test]
 fn a_workload_keeps_what_its_programs_have_counted_and_programs_are_served_only_where_asked_for() {
     let daemon = scrape::daemon_without_programs();
-    // A GPU that NVML doesn't know exists while a client uses it.
+    // A GPU that NVML doesn't know is listed while a client uses it.
     let _stays = client(&daemon);
     let said = |expected: [f64; 3]| {
-        // Scrapes close together share one result.
+        // Scrapes within a short time share one result.
         std::thread::sleep(std::time::Duration::from_millis(150));
         let scrape = scrape(&daemon.directory.0);
         let all =

@@ -1,4 +1,5 @@
-//! Scrapes the scheduler's metrics by hand over HTTP, and reads them with an independent OpenMetrics parser.
+//! Scrapes the scheduler's metrics over HTTP without an HTTP library, and reads them with an
+//! independent OpenMetrics parser.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -12,7 +13,7 @@ use openmetrics_parser::{MetricNumber, OpenMetricsType, OpenMetricsValue};
 
 use test_support::daemon::*;
 
-/// A daemon that serves metrics on `listen`, with `besides` added to its configuration.
+/// Starts a daemon that serves metrics on `listen`. `besides` is added to its configuration.
 pub fn daemon(listen: &str, besides: &str) -> Daemon {
     Daemon::start_with(|command, directory| configure(command, directory, listen, besides))
 }
@@ -25,7 +26,7 @@ pub fn configure(command: &mut Command, directory: &Path, listen: &str, besides:
     command.arg("--config").arg(&file);
 }
 
-/// A daemon with the default: no metrics of programs.
+/// Starts a daemon with the default configuration, which exports no metrics of programs.
 pub fn daemon_without_programs() -> Daemon {
     Daemon::start_with(|command, directory| {
         configure(command, directory, "", "");
@@ -65,7 +66,8 @@ pub fn connect(path: &Path) -> UnixStream {
     stream
 }
 
-/// Sends a request, and reads until the daemon closes the connection; `None` if it sent no answer.
+/// Sends a request, and reads until the daemon closes the connection. Returns `None` if the daemon
+/// sent no answer.
 pub fn ask(mut stream: impl Read + Write, request: &[u8]) -> Option<Answer> {
     let _ = stream.write_all(request); // the daemon may have closed the connection already
     let mut bytes = Vec::new();
@@ -96,9 +98,9 @@ pub struct Family {
 #[derive(Debug, Clone)]
 pub struct Sample {
     pub labels: Vec<(String, String)>,
-    /// The sum, for a histogram.
+    /// The sample's value, or the sum of a histogram.
     pub value: f64,
-    /// For a histogram: each bound with the cumulative count.
+    /// The bounds of a histogram with their cumulative counts.
     pub buckets: Vec<(f64, u64)>,
 }
 
@@ -129,7 +131,7 @@ pub fn read(answer: Answer) -> Scrape {
     let content_type = answer.header("content-type");
     assert_eq!(content_type, Some("application/openmetrics-text; version=1.0.0; charset=utf-8"));
     assert_eq!(answer.header("content-length"), Some(&*answer.body.len().to_string()));
-    // The parser wrongly rejects units of histograms, so this line is hidden from it.
+    // The parser wrongly rejects the unit of a histogram, so the test removes this line first.
     let has_unit = |line: &&str| !line.starts_with("# UNIT nvshare_gpu_wait_seconds ");
     let without: String = answer.body.split_inclusive('\n').filter(has_unit).collect();
     let read = parse_openmetrics(&without).unwrap_or_else(|e| panic!("{e}\n{}", answer.body));

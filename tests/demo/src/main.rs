@@ -1,7 +1,8 @@
-//! `make demo`: starts a scheduler and two programs that together need more memory than the GPU
-//! has, shows the hand-overs of the lock and the moves of memory, and checks the results.
+//! `make demo` starts a scheduler and two programs that together need more memory than the GPU has.
+//! It shows the hand-overs of the lock and the moves of memory, and checks the results.
 //!
-//! Exits with 0 only if both results are right, the lock alternated, and memory moved both ways.
+//! Exits with 0 only if both results are correct, the lock alternated, and memory moved in both
+//! directions.
 
 mod processes;
 mod sizes;
@@ -26,9 +27,9 @@ use turns::Paint;
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 const NAMES: [&str; 2] = ["A", "B"];
-/// The limit of every wait. It is reached only if a process hangs.
+/// The time limit of every wait, which is reached only if a process hangs.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// The time for which each program computes on a real GPU: a few turns.
+/// The time for which each program computes on a real GPU. It is a few turns long.
 const WORK: Duration = Duration::from_secs(4);
 /// The interval between reads of the record.
 const PERIOD: Duration = Duration::from_millis(50);
@@ -91,7 +92,7 @@ impl Scene<'_> {
         self.scratch.join("record.jsonl")
     }
 
-    /// A command for one of the demo's programs, with the environment of this GPU.
+    /// Returns a command for one of the demo's programs, with the environment for this GPU.
     fn command(&self, name: &str) -> Command {
         let mut command = Command::new(self.programs.join(name));
         for (variable, _) in env::vars_os() {
@@ -195,7 +196,8 @@ fn play(stage: &Stage) -> Result<bool> {
         .map(|(i, name)| {
             let mut command = scene.command("nvsharectl");
             command.arg("run").arg("--library").arg(scene.programs.join("libnvshare.so")).arg("--");
-            // The link gives the program the same name in nvsharectl as in the lines about turns.
+            // With this link, the program has the same name in nvsharectl and in the lines about
+            // turns.
             let program = scene.scratch.join(format!("program-{name}"));
             std::os::unix::fs::symlink(scene.programs.join("cuda-program"), &program)?;
             command.arg(program).args(plan.arguments(i));
@@ -210,7 +212,7 @@ fn play(stage: &Stage) -> Result<bool> {
     let start = Instant::now();
     loop {
         let running = players.iter_mut().any(|player| player.is_running());
-        // The scheduler may not have read the last program's last packet.
+        // The scheduler may not have read the last packet of the program that ended last.
         thread::sleep(PERIOD);
         for turn in story.read() {
             say(&turns::turn(&turn, &NAMES, &paint))?;
@@ -242,7 +244,7 @@ fn play(stage: &Stage) -> Result<bool> {
     Ok(right)
 }
 
-/// Starts a program that holds memory and does nothing.
+/// Starts a program that holds memory without using it.
 fn hold(scene: &Scene<'_>, bytes: u64) -> Result<Process> {
     let mut command = scene.command("cuda-program");
     command.args(["stranger", "--mem", &bytes.to_string(), "--seconds", "3600"]);
@@ -263,7 +265,7 @@ fn schedule(scene: &Scene<'_>, plan: &Plan) -> Result<Process> {
     Ok(scheduler)
 }
 
-/// The output of `nvsharectl` while both programs run.
+/// Returns the output of `nvsharectl` while both programs run.
 fn ask_status(scene: &Scene<'_>) -> Vec<String> {
     let output = scene.command("nvsharectl").arg("--control").arg(scene.control()).output();
     let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
@@ -272,7 +274,7 @@ fn ask_status(scene: &Scene<'_>) -> Vec<String> {
     heading.into_iter().chain(text.lines().filter(|line| !line.is_empty()).map(cut)).collect()
 }
 
-/// Prints the result of each check. True if all are right.
+/// Prints the result of each check. Returns true if all checks succeed.
 fn judge(story: &Story, players: &mut [Process], plan: &Plan, paint: &Paint) -> Result<bool> {
     let mut all = true;
     let mut check = |right: bool, text: String| {

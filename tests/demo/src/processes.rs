@@ -1,4 +1,5 @@
-//! Processes that end with the demo, however it ends; a temporary directory; and Ctrl-C.
+//! Processes that end with the demo, however it ends. Also a temporary directory, and the handling
+//! of Ctrl-C.
 
 use crate::Result;
 use std::{
@@ -11,12 +12,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time limit of a process's start.
+/// The time limit for the start of a process.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
-/// From now on, Ctrl-C, a closed terminal and SIGTERM only set the flag behind [`interrupted`].
+/// From now on, Ctrl-C, a closed terminal and SIGTERM only set a flag, which [`interrupted`] reads.
 pub fn notice_interrupts() {
     extern "C" fn notice(_: libc::c_int) {
         INTERRUPTED.store(true, Ordering::Relaxed);
@@ -37,7 +38,7 @@ pub struct Scratch(PathBuf);
 
 impl Scratch {
     pub fn new() -> Result<Scratch> {
-        // Not in the build directory, whose path may be too long for a socket.
+        // The directory is not in the build directory, whose path may be too long for a socket.
         let path = env::temp_dir().join(format!("nvshare-demo-{}", process::id()));
         fs::create_dir(&path).map_err(|e| format!("cannot make {}: {e}", path.display()))?;
         Ok(Scratch(path))
@@ -54,7 +55,7 @@ impl Drop for Scratch {
     }
 }
 
-/// A child whose output goes to files, and which is killed when this value is dropped.
+/// A child whose output is written to files. It is killed when this value is dropped.
 #[derive(Debug)]
 pub struct Process {
     name: String,
@@ -95,7 +96,7 @@ impl Process {
         Ok(self.child.wait()?)
     }
 
-    /// Waits until the process is ready; `what` is the error text otherwise.
+    /// Waits until the process is ready. If it doesn't become ready, the error is `what`.
     pub fn wait_until(&mut self, what: &str, ready: impl Fn(&Self) -> bool) -> Result<()> {
         let start = Instant::now();
         while !ready(self) {

@@ -1,14 +1,15 @@
-//! The sizes of the demo: of the programs and of the memory that the scheduler keeps free. Checks
-//! that this machine suffices.
+//! The sizes of the demo: the programs' memory, and the memory that the scheduler keeps free.
+//! Checks that this machine is large enough.
 
 use std::{fs, time::Duration};
 
 pub const MIB: u64 = 1 << 20;
 pub const GIB: u64 = 1 << 30;
 
-/// Host memory that is left to the rest of the machine, in bytes.
+/// Host memory that remains for other programs of the machine, in bytes.
 const HOST_RESERVE: u64 = 2 * GIB;
-/// The part of the available memory that each program needs: one program fits, both do not.
+/// The percentage of the available memory that each program needs, so that one program fits but two
+/// don't.
 const SHARE_PERCENT: u64 = 65;
 
 /// The parameters of a demo.
@@ -21,18 +22,19 @@ pub struct Plan {
     reserve: u64,
     context: u64,
     rounds: u64,
-    /// Passes over all memory in a round, in addition to one at its beginning and two for checking.
+    /// The number of passes over all memory in a round. One more pass at its start and two for
+    /// checking are not included.
     passes: u64,
 }
 
 impl Plan {
-    /// 700 MiB each on a GPU of 1 GiB.
+    /// A plan for a GPU of 1 GiB, on which each program needs 700 MiB.
     pub fn simulated() -> Plan {
         let (reserve, context) = (32 * MIB, 16 * MIB);
         Plan { memory: 700 * MIB, room: GIB - reserve - 2 * context, reserve, context, rounds: 3, passes: 1 }
     }
 
-    /// A plan for a GPU with `free` and a host with `host` available bytes.
+    /// A plan for a GPU with `free` free bytes and a host with `host` available bytes.
     pub fn real(free: u64, host: u64) -> Result<Plan, String> {
         let (reserve, context) = (512 * MIB, 600 * MIB);
         let room = free.saturating_sub(reserve + 2 * context);
@@ -61,8 +63,8 @@ impl Plan {
         ["mix".to_owned()].into_iter().chain(words).collect()
     }
 
-    /// Sets the rounds so that each program works for about `wanted`; `trial` is the time of one
-    /// program for all rounds of this plan.
+    /// Sets the number of rounds so that each program works for about `wanted`. `trial` is the time
+    /// that one program takes for all rounds of this plan.
     pub fn work_for(&mut self, wanted: Duration, trial: Duration) {
         let round = trial.as_secs_f64() / self.rounds as f64;
         self.rounds = (wanted.as_secs_f64() / round.max(1e-4)).clamp(4.0, 10_000.0) as u64;
@@ -74,7 +76,7 @@ impl Plan {
     }
 }
 
-/// Formats bytes in MiB.
+/// Formats bytes in MiB or larger units.
 pub fn mib(bytes: u64) -> String {
     match bytes {
         0..GIB => format!("{} MiB", bytes.div_ceil(MIB)),

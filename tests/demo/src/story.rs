@@ -1,4 +1,4 @@
-//! The story of a demo, from the scheduler's record: the turns, and the bytes that moved.
+//! The events of a demo from the scheduler's record: the turns, and the bytes that moved.
 
 use std::path::Path;
 use test_support::record::{Move as Happening, Record};
@@ -10,7 +10,7 @@ pub struct Turn {
     pub at: f64,
     pub waited: f64,
     pub held: f64,
-    /// The move out of the GPU.
+    /// The eviction before the turn.
     pub out: Move,
     pub back: Move,
 }
@@ -44,11 +44,11 @@ struct Player {
     waited: f64,
     leaving: Option<Move>,
     returning: Option<Move>,
-    /// The move out since the last reported turn.
+    /// The bytes evicted since the last reported turn.
     gone: Move,
     /// Bytes that are currently in host memory.
     away: u64,
-    /// It is done, and frees its memory.
+    /// Whether the program is done and frees its memory.
     frees: bool,
     turns: usize,
 }
@@ -92,12 +92,13 @@ impl Story {
         self.order.windows(2).filter(|pair| pair[0] != pair[1]).count()
     }
 
-    /// When a program was granted the lock while the other held it and had all of its memory, in seconds.
+    /// The times, in seconds, when a program was granted the lock while the other program held it
+    /// and had all of its memory.
     pub fn overlaps(&self) -> &[f64] {
         &self.overlaps
     }
 
-    /// Bytes that left the GPU for host memory, and bytes that returned.
+    /// Bytes that were evicted to host memory, and bytes that were restored.
     pub fn moved(&self) -> (u64, u64) {
         (self.out, self.back)
     }
@@ -111,7 +112,7 @@ impl Story {
         turns
     }
 
-    /// Handles one event; a turn that it ends is added to `turns`.
+    /// Handles one event. If the event ends a turn, the turn is added to `turns`.
     fn happened(&mut self, event: &Happening, turns: &mut Vec<Turn>) {
         let Happening { ms, client, pid, what, bytes, .. } = *event;
         let now = (ms - *self.start.get_or_insert(ms)) / 1000.0;
@@ -121,7 +122,8 @@ impl Story {
             player.client = Some(client);
         }
         let Some(who) = self.players.iter().position(|p| p.client == Some(client)) else { return };
-        // A program that is done may be slow to end. What it still holds keeps nobody waiting: both fit by then.
+        // A program that is done may end slowly. Its memory delays no program, because both
+        // programs fit by then.
         let other = &self.players[1 - who];
         let other_has_it = other.holds.is_some() && !other.frees;
         let player = &mut self.players[who];
@@ -164,8 +166,8 @@ impl Story {
                     self.back += bytes;
                 }
             }
-            // An ending program detaches the GPU before it disconnects, and the scheduler grants
-            // the lock at that moment.
+            // A program that ends detaches the GPU before it disconnects. The scheduler grants the
+            // lock at the detach.
             "release" | "detach" | "disconnect" => {
                 if let Some(since) = player.holds.take() {
                     let back = player.returned();
@@ -182,7 +184,7 @@ impl Story {
 }
 
 impl Player {
-    /// Records that the evicted bytes have left.
+    /// Records that the evicted bytes have left the GPU.
     fn left(&mut self) {
         let moved = self.leaving.take().unwrap_or_default();
         self.gone = if self.gone.bytes == 0 {
@@ -192,7 +194,7 @@ impl Player {
         };
     }
 
-    /// Returns the move of the allowed bytes back to the GPU.
+    /// Takes the move of the allowed bytes back to the GPU.
     fn returned(&mut self) -> Move {
         self.returning.take().unwrap_or_default()
     }
@@ -202,7 +204,8 @@ impl Player {
 mod tests {
     use super::*;
 
-    /// A handwritten record: milliseconds, pid (which is also the client's id), event, bytes.
+    /// Creates a story from a handwritten record. Each event has the milliseconds, the pid (which
+    /// is also the client's ID), the name, and the bytes.
     fn story(events: &[(u32, u32, &'static str, u64)]) -> (Story, Vec<Turn>) {
         let (mut story, mut turns) = (Story::new(Path::new(""), &[1, 2]), Vec::new());
         for &(ms, pid, what, bytes) in events {

@@ -1,5 +1,5 @@
-//! Prints one line per turn, of at most 100 columns; in colour only on a terminal and without
-//! `NO_COLOR`.
+//! Prints one line per turn, of at most 100 columns. The line is coloured only on a terminal and
+//! without `NO_COLOR`.
 
 use crate::{
     sizes::mib,

@@ -1,17 +1,18 @@
-//! loom's atomics, with `const` constructors like those of the standard library.
+//! loom's atomics, with `const` constructors like the standard library's.
 
 use crate::barrier::{self, Fences};
 pub use loom::sync::atomic::Ordering;
 use std::{ops::Deref, sync::OnceLock};
 
-/// The gate's own fences.
+/// The fences that the gate itself executes.
 pub fn fence(order: Ordering) {
     if barrier::chosen() != Fences::NoPassing {
         loom::sync::atomic::fence(order);
     }
 }
 
-/// Becomes loom's on first use, by the thread that made it, before other threads know of it.
+/// An atomic that is replaced by loom's atomic on first use. The thread that created it must use it
+/// first, before other threads know it.
 #[derive(Debug)]
 pub struct AtomicU32 {
     initial: u32,

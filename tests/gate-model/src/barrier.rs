@@ -1,15 +1,19 @@
-//! The fences between a thread that passes the gate and the thread that closes it, in the library's variants and in broken
-//! variants.
+//! The fences between a thread that passes the gate and the thread that closes it: the library's
+//! variants, and broken variants.
 //!
-//! `membarrier(2)` makes every running thread of the process execute a full barrier between two of its instructions, after
-//! the call began and before it returns. In such a thread that point is either after its light fence (a compiler fence,
-//! which nothing moves across), and then everything the thread did before the fence is visible to the closing thread; or
-//! before the light fence, and then everything the closing thread did is visible after it. Nothing else is promised, in
-//! particular nothing between two light fences. Two read-modify-writes of a word that belongs to the thread give exactly
-//! that: one comes first, and the other sees everything before it. So a light fence is a read-modify-write of the thread's
-//! own word, and a heavy fence is one of each thread's word.
+//! `membarrier(2)` makes every running thread of the process execute a full barrier between two of
+//! its instructions, after the call begins and before it returns. A thread's light fence is a
+//! compiler fence, across which no access moves. If the barrier comes after the thread's light
+//! fence, the closing thread sees all earlier accesses of the thread. If the barrier comes before
+//! the light fence, the thread sees all earlier accesses of the closing thread after the fence.
+//! `membarrier(2)` guarantees nothing else, in particular nothing between two light fences.
 //!
-//! (A sequentially consistent fence on both sides would promise too much, since it also orders light fences.)
+//! Two read-modify-writes of a word that belongs to the thread give exactly this guarantee: one
+//! comes first, and the other sees all accesses before it. So a light fence is a read-modify-write
+//! of the thread's own word, and a heavy fence is a read-modify-write of each thread's word.
+//!
+//! (Sequentially consistent fences on both sides would guarantee too much, because they also order
+//! light fences.)
 
 use crate::threads;
 use loom::sync::atomic::{Ordering, fence};
@@ -19,17 +23,18 @@ use std::cell::Cell;
 pub enum Fences {
     /// `membarrier(2)` and compiler fences.
     Membarrier,
-    /// Without `membarrier(2)` in the kernel, which each gate knows: ordinary fences.
+    /// Ordinary fences. The kernel lacks `membarrier(2)`, and each gate knows that.
     Ordinary,
-    /// The same before the gates know it: the closing thread waits until stores are visible.
+    /// The kernel lacks `membarrier(2)`, and the gates don't know that yet. The closing thread
+    /// waits until stores are visible.
     Refused,
-    /// Wrong: as `Membarrier`, without the light fence.
+    /// Broken: `Membarrier` without the light fence.
     NoLight,
-    /// Wrong: as `Ordinary`, without the fence of the closing side.
+    /// Broken: `Ordinary` without the closing thread's fence.
     NoHeavy,
-    /// Wrong: as `Ordinary`, without the fence of the passing side.
+    /// Broken: `Ordinary` without the passing thread's fence.
     NoPassing,
-    /// Wrong: as `Refused`, without the wait.
+    /// Broken: `Refused` without the wait.
     NoWait,
 }
 
@@ -47,7 +52,7 @@ pub fn chosen() -> Fences {
     FENCES.get()
 }
 
-/// Whether each gate has been closed before, and has learned that `membarrier(2)` is missing.
+/// Whether each gate has been closed before, and so knows that `membarrier(2)` is missing.
 pub fn is_known_to_be_missing() -> bool {
     matches!(FENCES.get(), Fences::Ordinary | Fences::NoHeavy | Fences::NoPassing)
 }
@@ -75,8 +80,8 @@ pub fn heavy() -> bool {
     false
 }
 
-/// Lets time pass until each thread either sees the earlier stores or has made its own stores visible. This gives exactly the
-/// guarantee of `membarrier(2)`, in the same way.
+/// Lets time pass until each thread either sees the earlier stores or has made its own stores
+/// visible. This is exactly the guarantee of `membarrier(2)`, and it is modelled in the same way.
 pub fn settle() {
     if FENCES.get() != Fences::NoWait {
         threads::all().for_each(meet);

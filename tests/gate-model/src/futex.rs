@@ -1,8 +1,9 @@
 //! Sleeping on a word of memory.
 //!
-//! The kernel promises that checking the word and going to sleep are one step for threads that wake sleepers, and that
-//! both sides execute a full barrier before it. A sleep never ends by its timeout here, so a missing wake-up is a
-//! deadlock, which loom reports. Spurious ends of a sleep (by a signal or the timeout) are [`interrupt`].
+//! For threads that wake sleepers, the kernel promises that checking the word and going to sleep
+//! are one step. It also promises that both sides execute a full barrier first. In this model a
+//! sleep never ends by its timeout, so a missing wake-up is a deadlock, which loom reports.
+//! [`interrupt`] ends sleeps spuriously, as a signal or the timeout does.
 
 use crate::atomic::{AtomicU32, Ordering};
 use core::time::Duration;
@@ -22,7 +23,7 @@ thread_local! {
     static BLIND: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Broken variant: in the scenarios of this thread, sleeps don't check the word.
+/// Selects a broken variant for the scenarios of this thread, in which sleeps don't check the word.
 pub fn make_blind() {
     BLIND.set(true);
 }

@@ -1,18 +1,19 @@
-//! The slots of the program's threads, one for each submitting thread of a scenario, with fixed owners.
+//! The slots of the program's threads. Each submitting thread of a scenario owns one slot
+//! permanently.
 
 use crate::atomic::Ordering;
 use core::time::Duration;
 use loom::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
 use std::cell::Cell;
 
-/// Threads that may submit, and GPUs that they may submit to.
+/// The number of threads that may submit, and the number of GPUs to which they may submit.
 pub const THREADS: usize = 2;
 pub const GPUS: usize = 2;
 
-/// [`Slot::inside`] of a thread that is inside no gate.
+/// The value of [`Slot::inside`] for a thread outside all gates.
 pub const OUTSIDE: usize = 0;
 
-/// [`Slot::waits_at`] of a thread that waits at no gate.
+/// The value of [`Slot::waits_at`] for a thread that waits at no gate.
 const NOWHERE: u32 = u32::MAX;
 
 /// The reason why a thread waits at a gate.
@@ -27,7 +28,8 @@ pub struct Slot {
     waits_at: AtomicU32,
     pub at: AtomicU32,
     pub submitted: [AtomicU64; GPUS],
-    /// The word in which a heavy fence meets this thread's light fences (see [`crate::barrier`]).
+    /// The word on which heavy fences synchronize with this thread's light fences (see
+    /// [`crate::barrier`]).
     pub interrupted: AtomicU32,
 }
 
@@ -51,7 +53,8 @@ impl Slot {
         turns
     }
 
-    /// As in the library, which doesn't count threads that were killed while waiting. No thread is killed here.
+    /// As in the library, except that the library ignores threads that were killed while waiting.
+    /// No thread of a scenario is killed.
     pub fn begin_waiting(&self, gpu: u32, _: Waits, _: Duration) {
         self.waits_at.store(gpu, Ordering::SeqCst);
     }

@@ -1,8 +1,9 @@
-//! The gate's guarantees, in every order of its threads' steps.
+//! The gate's guarantees, checked in every order of the threads' steps.
 //!
-//! The work that a thread gives the GPU is a plain memory cell, one for each thread. If a thread reads it without certainty
-//! that the read comes before or after the write, loom reports a *causality violation*. Sleeps have no timeout, and in the
-//! end all threads are joined: if one would sleep for ever, loom reports a *deadlock*.
+//! A plain memory cell for each thread models the work that the thread submits to the GPU. If
+//! another thread reads the cell without a guaranteed order between the read and the write, loom
+//! reports a *causality violation*. Sleeps have no timeout, and all threads are joined at the end.
+//! If a thread would sleep for ever, loom reports a *deadlock*.
 
 use gate_model::{
     barrier::{self, Fences},
@@ -22,10 +23,12 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 const GPU: u32 = 0;
 const OTHER_GPU: u32 = 1;
-/// The stack pointer with which threads make their calls. It is on no stack, since no call is left by a jump here.
+/// The stack pointer with which threads make their calls. It is on no stack, because no call here
+/// is left by a jump.
 const HERE: usize = 1;
 
-/// How often threads may be preempted: this finds nearly everything, and takes seconds. `NVSHARE_GATE_PREEMPTIONS` adds to it.
+/// The number of times that threads may be preempted. This number finds nearly all errors and takes
+/// seconds. `NVSHARE_GATE_PREEMPTIONS` is added to it.
 const FEW: Option<usize> = Some(2);
 const SOME: Option<usize> = Some(3);
 /// No bound, for small scenarios.
@@ -40,8 +43,9 @@ fn check(fences: Fences, most_preemptions: Option<usize>, scenario: impl Fn() + 
     model.check(scenario);
 }
 
-/// Checks that a scenario ends with threads that wait for ever. loom cannot unwind from that, so the scenario runs in another process:
-/// this test again, selected by an environment variable.
+/// Checks that a scenario ends with threads that wait for ever. loom cannot unwind from a deadlock,
+/// so the scenario runs in another process. That process runs this test again, selected by an
+/// environment variable.
 fn check_for_deadlock(test: &str, scenario: impl Fn() + Sync + Send + 'static) {
     const ALONE: &str = "GATE_MODEL_ALONE";
     if std::env::var_os(ALONE).is_some() {
@@ -59,8 +63,8 @@ fn check_for_deadlock(test: &str, scenario: impl Fn() + Sync + Send + 'static) {
 
 /// The library's two kinds of fences.
 const BOTH: &[Fences] = &[Fences::Membarrier, Fences::Ordinary];
-/// These and the change from one to the other. The change matters to threads inside the gate; for waiting threads it is only another
-/// spurious wake-up.
+/// Both kinds, and the change from one to the other. The change matters to threads inside the gate.
+/// For waiting threads it is only another spurious wake-up.
 const ALL: &[Fences] = &[Fences::Membarrier, Fences::Ordinary, Fences::Refused];
 
 /// Checks the scenario with each of these fences.
@@ -68,21 +72,22 @@ fn check_each(kinds: &[Fences], most_preemptions: Option<usize>, scenario: impl 
     kinds.iter().for_each(|fences| check(*fences, most_preemptions, scenario));
 }
 
-/// GPUs, their gates, and the work that each thread has given them.
+/// The gates of the GPUs, and the work that each thread has submitted to each GPU.
 struct Gpus {
     gates: [Gate; GPUS],
     given: [[UnsafeCell<u64>; THREADS]; GPUS],
 }
 
-// SAFETY: the gates are to guard the cells, which loom checks.
+// SAFETY: the gates guard the cells, which loom checks.
 unsafe impl Sync for Gpus {}
-// SAFETY: it owns all its fields.
+// SAFETY: the value owns all its fields.
 unsafe impl Send for Gpus {}
 
 impl Gpus {
     fn new() -> Arc<Self> {
         let gates = [Gate::new(), Gate::new()];
-        // Initializes everything now: lazy initialization in threads would multiply the orders to check.
+        // Initializes everything here. Lazy initialization in threads would multiply the number of
+        // orders.
         assert!(gates.iter().all(|gate| !gate.is_closed_for(closed::FOR_ALL)) && threads::waiting(GPU) == 0);
         assert_eq!((threads::submitted(GPU), futex::interrupt()), (0, ()));
         if barrier::is_known_to_be_missing() {
@@ -94,8 +99,8 @@ impl Gpus {
         Arc::new(Self { gates, given: Default::default() })
     }
 
-    /// Tries once to submit, from the thread with this slot. It takes the short path if the thread is at this gate already, like a launch
-    /// to the same stream as before.
+    /// Tries once to submit, from the thread with this slot. If the thread is already at this gate,
+    /// the attempt takes the short path, like a launch to the same stream as before.
     fn submit(&self, gpu: u32, index: usize) -> bool {
         let slot = threads::take(index);
         let gate = &self.gates[gpu as usize];
@@ -115,7 +120,7 @@ impl Gpus {
         entered
     }
 
-    /// Submits, however long it takes.
+    /// Retries until the submission succeeds.
     fn submit_patiently(&self, gpu: u32, index: usize, before: impl Fn()) {
         while !self.submit(gpu, index) {
             let slot = threads::take(index);
@@ -124,20 +129,21 @@ impl Gpus {
         }
     }
 
-    /// The work that the GPU has been given, read by a thread that believes that none is being given at the moment.
+    /// Returns the submitted work of a GPU. The calling thread believes that no thread is
+    /// submitting at the moment.
     fn given(&self, gpu: u32) -> u64 {
         // SAFETY: no thread writes at the same time, which loom checks.
         self.given[gpu as usize].iter().map(|given| given.with(|given| unsafe { *given })).sum()
     }
 }
 
-/// The outcomes of a scenario over all orders of its steps.
+/// The different outcomes of a scenario, over all orders of its steps.
 type Seen = std::sync::Mutex<BTreeSet<u64>>;
 
 // ---- nothing slips out ----
 
-/// Two threads submit while a third closes the gate. If it sees no thread inside, it reads the work so far, checks that all of it has
-/// been counted, and opens the gate again.
+/// Two threads submit while a third closes the gate. If the third thread sees no thread inside, it
+/// reads the work so far, checks that all work has been counted, and opens the gate again.
 fn close_look_open(seen: &Seen) {
     let gpus = Gpus::new();
     let submitters: [_; THREADS] = std::array::from_fn(|index| {
@@ -203,7 +209,7 @@ fn without_the_wait_after_a_refusal_a_submission_slips_out() {
     check(Fences::NoWait, FEW, || close_look_open(&Seen::default()));
 }
 
-/// A thread that is seen at another gate has also finished, and counted, its work at this one.
+/// A thread that is seen at another gate has finished and counted its work at this gate.
 #[test]
 fn a_thread_that_went_on_to_another_gate_has_been_counted() {
     check_each(ALL, ANY, || {
@@ -223,8 +229,8 @@ fn a_thread_that_went_on_to_another_gate_has_been_counted() {
     });
 }
 
-/// An early release: the count is from a moment when nothing ran, and the gate was closed afterwards. Nothing new was submitted only if
-/// the count is unchanged.
+/// An early release uses a count from a moment when no work ran, and closes the gate afterwards.
+/// Only an unchanged count shows that no work was submitted since that moment.
 #[test]
 fn an_early_release_misses_no_submission() {
     static SEEN: Seen = Seen::new(BTreeSet::new());
@@ -252,7 +258,7 @@ fn an_early_release_misses_no_submission() {
 
 // ---- two reasons ----
 
-/// Closes for a reason and opens again; in between it may read the work.
+/// Closes the gate for a reason and opens it again. Between the two steps it may read the work.
 fn close_and_open(gpus: &Gpus, why: u32) {
     let gate = &gpus.gates[GPU as usize];
     gate.close(why);
@@ -286,7 +292,7 @@ fn a_gate_is_open_only_with_no_reason_left_to_be_closed() {
 
 // ---- no thread sleeps for ever ----
 
-/// A gate that is closed for two reasons, a thread that wants in, and two threads that each remove a reason.
+/// Two reasons close a gate. One thread waits to enter, and two threads each remove a reason.
 fn wait_for_two_reasons() {
     let gpus = Gpus::new();
     let gate = &gpus.gates[GPU as usize];
@@ -317,11 +323,12 @@ fn a_sleep_that_does_not_look_first_can_be_for_ever() {
     check_for_deadlock("a_sleep_that_does_not_look_first_can_be_for_ever", wait_for_two_reasons);
 }
 
-/// The GPU lock of one client, as the scheduler has it: the holder's requests carry no news and are forgotten.
+/// The GPU lock of one client, as the scheduler sees it. A request of the holder carries no news,
+/// so the scheduler forgets it.
 struct Lock {
     scheduler: Mutex<Scheduler>,
     changed: Condvar,
-    /// The scheduler has a request.
+    /// Whether the client believes that the scheduler has its request.
     requested: AtomicBool,
 }
 
@@ -336,7 +343,7 @@ impl Lock {
         Self { scheduler, changed: Condvar::new(), requested: AtomicBool::new(false) }
     }
 
-    /// As `Gpu::request`.
+    /// Models `Gpu::request`.
     fn request(&self) {
         if !self.requested.swap(true, Ordering::SeqCst) {
             let mut scheduler = self.scheduler.lock().unwrap();
@@ -345,7 +352,7 @@ impl Lock {
         }
     }
 
-    /// As `Gpu::request_is_over`.
+    /// Models `Gpu::request_is_over`.
     fn request_is_over(&self) {
         self.requested.swap(false, Ordering::SeqCst);
     }
@@ -359,15 +366,17 @@ impl Lock {
     }
 }
 
-/// When a release forgets the request that may have been sent before it and that the scheduler has forgotten.
+/// The cases in which a release clears the client's note of its request. The request may have been
+/// sent before the release, and the scheduler may have forgotten it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Forgets {
     Always,
     OnlyWhereThreadsWait,
 }
 
-/// The holder releases the lock as `Turn` does, while a thread comes to a gate that may also be closed for `reason`. A `signal` may wake
-/// the thread once spuriously. In the end the thread must get in. `seen` records whether a release saw it waiting.
+/// The holder releases the lock as `Turn` does, while a thread arrives at the gate, which may also
+/// be closed for `reason`. A `signal` may wake the thread once spuriously. Finally the thread must
+/// be able to enter. `seen` records whether a release saw the thread waiting.
 fn release_while_a_thread_comes(reason: Option<u32>, signal: bool, forgets: Forgets, seen: &Seen) {
     let (gpus, lock) = (Gpus::new(), Arc::new(Lock::held()));
     let gate = &gpus.gates[GPU as usize];
@@ -430,8 +439,9 @@ fn a_signal_during_a_release_loses_no_request() {
     no_request_is_lost(FEW, None, true);
 }
 
-/// The thread isn't counted as waiting for a moment, just when the release checks. The scheduler has forgotten its request, but the
-/// client hasn't, so it never sends another.
+/// The thread isn't counted as waiting for a moment, and the release checks at that moment. The
+/// scheduler has forgotten the request, but the client hasn't. So the client never sends another
+/// request.
 #[test]
 fn a_release_that_forgets_the_request_only_where_threads_wait_can_lose_it() {
     check_for_deadlock("a_release_that_forgets_the_request_only_where_threads_wait_can_lose_it", || {

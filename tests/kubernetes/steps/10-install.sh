@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# Installs nvshare by its README. The RuntimeClass is created late, and the DaemonSet recovers by itself.
+# Installs nvshare according to its README. The RuntimeClass is created late, and the DaemonSet
+# recovers without help.
 
 kubectl apply -k /images/overlay >/dev/null
 has_event() { kubectl -n nvshare get events -o jsonpath='{.items[*].message}' | grep -q "$1"; }

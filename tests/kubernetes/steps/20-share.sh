@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Pods share the GPU, although together they want more memory than it has. A pod beyond the number of slots
+# Pods share the GPU, although together they need more memory than it has. If no slot is left, a pod
 # waits.
 
 pod() { # name, words of the program, annotations
@@ -22,7 +22,7 @@ POD
 phase() { kubectl get pod "$1" -o jsonpath='{.status.phase}'; }
 is() { [ "$(phase "$1")" = "$2" ]; }
 
-# Each needs more than half of the 256 MiB.
+# Each pod needs more than half of the 256 MiB.
 for number in 1 2; do pod share-$number "mix --mem 160M --reps 4 --rounds 12"; done
 for number in 1 2; do
     until_true "share-$number" is share-$number Succeeded

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# nvshare's containers are killed while pods compute, the kubelet is restarted, and the DaemonSet is deployed again: pods continue,
-# with right results.
+# nvshare's containers are killed while pods compute, the kubelet is restarted, and the DaemonSet is
+# deployed again. Pods continue and have correct results.
 
 restarts_of() { # container
     kubectl -n nvshare get pods -o jsonpath="{.items[0].status.containerStatuses[?(@.name=='$1')].restartCount}"
@@ -32,7 +32,8 @@ until_true "slots" slots_are 4
 until_true "the programs to be clients of the next scheduler" eval 'ctl status | grep -q long-1 && ctl status | grep -q long-2'
 running 2 || fail "pods did not outlive the DaemonSet's pod"
 
-# They have run all the time; only programs that end by themselves report whether their results were right.
+# The pods have run all the time. Only programs that end by themselves report whether their results
+# were correct.
 kubectl delete pods --all --grace-period=1 --timeout=180s >/dev/null
 for number in 1 2; do pod after-$number "mix --mem 160M --reps 4 --rounds 12"; done
 sleep 1

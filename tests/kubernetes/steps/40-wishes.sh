@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Pods request limits by annotations: permitted ones apply, and the log gives the reason why others
-# don't.
+# Pods request limits by annotations. Permitted limits apply. The log gives the reason why other
+# limits don't apply.
 
 idle="mix --mem 8M --reps 1 --rounds endless --cpu-ms 20"
 pod modest "$idle" 'nvshare.com/memory-max: "64M", nvshare.com/weight: "20"'

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# The container with the necessary capabilities takes a pod's program off the GPU and puts it back, also if that container and the
-# scheduler were killed in between.
+# The container with the necessary capabilities puts a pod's program to sleep and wakes it. This
+# works even if that container and the scheduler were killed during the sleep.
 
 client() { # what of it
     ctl --json status | jq -r ".clients[] | select(.\"pod-name\" == \"sleeper\") | .$1"
@@ -26,7 +26,8 @@ for pair in checkpoint:nvshare-checkpo scheduler:nvshare-schedu; do
 done
 until_true "the scheduler" ctl status
 until_true "it to be known as asleep" sleeps sleeping
-# Administrators' orders outlive nvshare's pod: the program is still paused, and the GPU still drained.
+# Administrators' orders outlive nvshare's pod: the program is still paused, and the GPU is still
+# drained.
 ctl drain 0
 kubectl -n nvshare rollout restart daemonset/nvshare >/dev/null
 kubectl -n nvshare rollout status daemonset/nvshare --timeout=180s >/dev/null || fail "the DaemonSet is not ready again"
@@ -39,7 +40,7 @@ until_true "it to be awake" sleeps awake
 is sleeper Running || fail "it has not gone on: $(kubectl logs sleeper)"
 kubectl delete pods --all --grace-period=1 --timeout=180s >/dev/null
 
-# The container with the capabilities has nothing else.
+# The container has these two capabilities and no others.
 main=$(pgrep -o nvshare-checkpo)
 grep -q "^CapBnd:.0*80002$" "/proc/$main/status" || fail "its capabilities are $(grep CapBnd "/proc/$main/status")"
 grep -q "^NoNewPrivs:.1$" "/proc/$main/status" || fail "it can gain privileges"

@@ -1,10 +1,11 @@
 # shellcheck shell=bash
-# Containers get the library by nvshare's CDI file, from the files that nvshare has installed on the node. This kubelet cannot request
-# CDI devices, so nvidia-runtime does containerd's part. An image's own preloaded library is loaded too, or an event says why it cannot
-# be.
+# Containers get the library through nvshare's CDI file, which names the files that nvshare has
+# installed on the node. This kubelet cannot request CDI devices, so nvidia-runtime does
+# containerd's part. An image's own preloaded library is loaded too. If it cannot be loaded, an
+# event gives the reason.
 
 node=/var/lib/nvshare-node
-# Paths of sockets must be short.
+# Sockets need short paths.
 ln -sfn /var/lib/kubelet/pods/*/volumes/kubernetes.io~empty-dir/control /run/control
 mkdir -p /etc/cdi
 jq '{cdiVersion: "0.5.0", kind: "nvidia.com/gpu",

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# nvshare's pod has the permissions that the README lists, and other pods have only those that they
-# need.
+# nvshare's pod has the permissions that the README lists. Other pods have only the permissions that
+# they need.
 
 account=system:serviceaccount:nvshare:nvshare
 may() { kubectl auth can-i "$@" --all-namespaces --as=$account --as-group=system:serviceaccounts >/dev/null; }

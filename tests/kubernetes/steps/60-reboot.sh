@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# The node is rebooted: all processes end, and the contents of /run are gone.
+# The node is rebooted: all processes end, and the contents of /run are lost.
 
 stop kubelet
 stop containerd
 pkill -9 -f containerd-shim || true
-# All processes outside the control plane were in containers.
+# All processes outside the control plane are in containers.
 for group in /sys/fs/cgroup/pids/kubepods/*/ /sys/fs/cgroup/pids/kubepods/*/*/ /sys/fs/cgroup/pids/kubepods/*/*/*/; do
     [ ! -e "$group/cgroup.procs" ] || xargs -r kill -9 <"$group/cgroup.procs" 2>/dev/null || true
 done
@@ -18,8 +18,9 @@ start_kubelet
 until_true "the node" node_is_ready
 until_true "nvshare" kubectl -n nvshare wait --for=condition=Ready pods --all --timeout=1s
 until_true "slots" slots_are 4
-# Until the plugin has registered again, the kubelet still offers its former slots, which it cannot allocate: a pod that comes too
-# early fails, and its owner, such as a Job, creates another.
+# Until the plugin has registered again, the kubelet still offers its former slots, but cannot
+# allocate them. A pod that starts too early fails, and its owner, such as a Job, creates another
+# pod.
 work="mix --mem 96M --reps 2 --rounds 4"
 pod rebooted "$work"
 has_run() {

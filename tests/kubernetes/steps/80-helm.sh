@@ -13,7 +13,7 @@ pod charted "mix --mem 160M --reps 2 --rounds 4"
 until_true "a pod to run" is charted Succeeded
 kubectl logs charted | grep -q '"ok":true' || fail "charted: $(kubectl logs charted)"
 
-# The chart has no value of this name.
+# The chart has no value with this name.
 ! /opt/tools/helm --namespace nvshare upgrade nvshare /images/chart "${values[@]}" --set slot=2 >>/logs/helm 2>&1 ||
     fail "a misspelt value is taken"
 helm upgrade nvshare /images/chart "${values[@]}" --set slots=2 --set sleep.enabled=true

@@ -1,8 +1,9 @@
 //! Small CUDA programs whose results can be checked: `cuda-program NAME [--option value]…`.
 //!
-//! Each prints one line of JSON with its name and results. It exits with 1 if a result was wrong or
-//! a call failed, and with 3 if it was refused memory and is a program that handles that. They use
-//! the plain driver API, looked up as `CUDA_LOOKUP` selects, and do not depend on its provider.
+//! Each program prints one line of JSON with its name and results. It exits with 1 if a result was
+//! wrong or a call failed. Programs that handle out-of-memory errors exit with 3 if they were
+//! refused memory. All programs use the plain driver API, which they look up as `CUDA_LOOKUP`
+//! selects. They work with the real driver and with the simulated one.
 
 mod args;
 mod cuda;

@@ -1,4 +1,4 @@
-//! SIGUSR1 asks a program to end its work early. It still checks its results.
+//! SIGUSR1 tells a program to end its work early. The program still checks its results.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},

@@ -1,4 +1,4 @@
-//! Invariants after every event, and for every command.
+//! Checks of the invariants after every event, and of every command.
 
 use crate::*;
 use std::collections::BTreeSet;
@@ -19,7 +19,8 @@ impl World {
                     );
                 }
             }
-            // A gang is revoked as a whole, so a single member need not be in another client's way.
+            // A gang is revoked as a whole, so a revoked member need not have blocked another
+            // client.
             Command::Revoke { client, gpus } if self.gang(*client) == 0 => {
                 let reason = gpus.iter().any(|id| {
                     let view = self.machine.gpu(*id).unwrap();
@@ -30,7 +31,7 @@ impl World {
                 let plan = self.models.get(client).map(|m| &m.plan);
                 let share = plan.and_then(|plan| plan.group?.limits.share);
                 let is_capped = share.is_some_and(|share| share.max < 100);
-                // A stopped client's memory may leave no waiting client any room.
+                // The memory of a stopped client may leave no room for any waiting client.
                 let is_asleep = self.overdrawn.values().any(|until| *until == Time::MAX);
                 let sleep = self.machine.sleep_of(*client);
                 let is_paused = sleep.paused || sleep.drained || sleep.moving.is_some();
@@ -63,7 +64,7 @@ impl World {
         attachments.map(|(client, attachment)| ((client, attachment.gpu), attachment.charge)).collect()
     }
 
-    /// The bytes that were found on a GPU beyond their client's report.
+    /// Bytes of clients that a measurement found on a GPU in addition to their reports.
     pub(crate) fn unfreed(&self) -> Vec<(ClientId, GpuId, u64)> {
         let attachments =
             self.machine.clients().into_iter().flat_map(|c| c.attachments.into_iter().map(move |s| (c.client, s)));
@@ -71,9 +72,10 @@ impl World {
         attachments.map(|(client, attachment)| (client, attachment.gpu, attachment.unfreed)).collect()
     }
 
-    /// Checks that a client whose allowance rises gets free memory only: memory that clients of other users kept, whatever they
-    /// reported, isn't free. Within a user, clients' reports are believed; memory lost through a false report is missing only
-    /// after others' allowances are covered.
+    /// Checks that a client's allowance rises only by free memory. Memory that a client of another
+    /// user kept isn't free, whatever that client reported. The scheduler believes clients of the
+    /// same user. Memory that is missing because of a false report may be missing only after other
+    /// clients' allowances are covered.
     pub(crate) fn check_credit(&self, before: &BTreeMap<(ClientId, GpuId), u64>, commands: &[Command]) {
         let mut charges = self.charges();
         let all = |client, gpu| {
@@ -84,7 +86,7 @@ impl World {
         };
         for command in commands.iter().rev() {
             let Command::Allowance { client, gpu, bytes, .. } = command else { continue };
-            // A higher allowance was withdrawn immediately, in favour of another client.
+            // A higher allowance was withdrawn immediately, for the benefit of another client.
             if all(client, gpu).any(|other| other > *bytes) {
                 continue;
             }
@@ -114,7 +116,7 @@ impl World {
         }
     }
 
-    /// Checks that each migration is answered once.
+    /// Checks that each migration has exactly one answer.
     pub(crate) fn check_migrations(&self) {
         for client in &self.connected {
             let unanswered = self.migrations.get(client).copied().unwrap_or(0);
@@ -147,7 +149,7 @@ impl World {
                 continue;
             }
             let auto = self.machine.settings().anti_thrash == AntiThrash::Auto;
-            // A client that is scheduled before others doesn't wait for drains.
+            // A client with precedence over others doesn't wait for drains.
             let has_class = |m: &Model| m.plan.group.is_some_and(|group| group.limits.share.is_some());
             let preempts = auto && self.models.values().any(|m| has_class(m) || m.plan.own != EnvLimits::default());
             let aside = |h: &HolderView| match h.state {
@@ -164,15 +166,16 @@ impl World {
                 gang => (gang, ClientId(0)),
             };
             let units: BTreeSet<(u64, ClientId)> = holders.clone().map(gang).collect();
-            // Clients that leave the GPU idle run together.
+            // Clients that leave the GPU partly idle run at the same time.
             let full = |h: &HolderView| self.models.get(&h.client).and_then(|m| m.plan.fullness).unwrap_or(1000);
             let light = auto && holders.map(full).sum::<u32>() <= 1100;
             assert!(units.len() <= 1 || light, "{id:?} has the holders {:?} at {:?}", view.holders, self.now);
         }
         if let Some(host) = self.host {
             let (_, promised) = self.machine.host();
-            // The memory of a context that was just made, or restored, was promised before. It also counts twice until a
-            // measurement is known to include it: then some promises count on too little of the GPU, and none on too much.
+            // The memory of a new or restored context was promised before. Such a context also
+            // counts twice until a measurement is known to include it. Until then some promises
+            // assume too little memory on the GPU, but none assumes too much.
             let contexts = self.sleeps.map_or(0, |_| self.machine.settings().context * self.models.len() as u64);
             let views = self.machine.gpus().into_iter();
             let twice: u64 = views.map(|view| view.overhead.saturating_sub(self.overhead_now(view.gpu))).sum();
@@ -182,7 +185,7 @@ impl World {
         }
     }
 
-    /// Checks that the promise to a group covers its demand, and never rises above its limit.
+    /// Checks that the bytes promised to a group cover its demand, and never rise above its limit.
     pub(crate) fn check_groups(&mut self) {
         let mut sums: BTreeMap<(GroupId, GpuId), (Group, u64, u64)> = BTreeMap::new();
         for view in self.machine.clients() {
@@ -204,7 +207,7 @@ impl World {
         self.promised = sums.into_iter().map(|(at, (_, promised, _))| (at, promised)).collect();
     }
 
-    /// Checks that what a client is promised never rises above the client's own limit.
+    /// Checks that the bytes promised to a client never rise above the client's own limit.
     pub(crate) fn check_own(&mut self) {
         let mut all = BTreeMap::new();
         for view in self.machine.clients() {
@@ -228,7 +231,7 @@ impl World {
         self.promised.iter().all(|((id, gpu), promised)| *promised <= most(gpu, id))
     }
 
-    /// Checks that the same events give the same commands on a new machine.
+    /// Checks that a new machine answers the same events with the same commands.
     pub fn check_replay(&self, settings: Settings) {
         let mut machine = Machine::new(settings);
         let mut commands = Vec::new();

@@ -1,10 +1,12 @@
-//! A simulated program and its client, which answers as the library does: the program's work and its misbehaviour.
+//! A simulated program and its client, which answers as the library does. Contains the program's
+//! work and its misbehaviour.
 
 use crate::{sleep::Sleeper, world::Happening, *};
 use nvshare_simulated_client::{Client, Effect, Memory, Setup, Way};
 use std::collections::VecDeque;
 
-/// Bytes that are copied and reported in one step: more than the library's, for the sake of speed.
+/// Bytes that are copied and reported in one step. For speed, the step is larger than the
+/// library's.
 const CHUNK: u64 = GIB;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,9 +27,9 @@ pub struct Model {
     pub(crate) phase: Phase,
     pub(crate) left: u32,
     pub(crate) remaining: Duration,
-    /// When the work that is running was started.
+    /// The time at which the running work was started.
     pub(crate) running: Option<Time>,
-    /// The client's part of the job's work is on the GPU.
+    /// Whether the client has submitted its part of the job's work to the GPU.
     pub(crate) submitted: bool,
     pub(crate) asked: Option<Time>,
     pub(crate) stuck: u32,
@@ -69,12 +71,12 @@ impl Model {
         self.client.memory(gpu).map_or(0, Memory::demand)
     }
 
-    /// Bytes that the client has on the GPU by its own account.
+    /// Bytes that the client has on the GPU, according to its own report.
     pub(crate) fn mapped(&self, gpu: GpuId) -> u64 {
         self.client.memory(gpu).map_or(0, Memory::mapped)
     }
 
-    /// Bytes that the client really has on the GPU.
+    /// Bytes that the client actually has on the GPU.
     pub(crate) fn has(&self, gpu: GpuId) -> u64 {
         self.mapped(gpu) + self.hidden.get(&gpu).copied().unwrap_or(0)
     }
@@ -97,7 +99,7 @@ fn client_of(id: ClientId, plan: &Plan) -> Client {
         gpus: plan.gpus.clone(),
         peers: false,
         drain: (!spins).then_some(plan.drain),
-        fullness: None, // the plan's, whatever runs
+        fullness: None, // the plan has the fullness, whatever work runs
         pinned: plan.pinned,
         chunk: CHUNK,
     };
@@ -107,8 +109,9 @@ fn client_of(id: ClientId, plan: &Plan) -> Client {
 impl World {
     pub(crate) fn start(&mut self, id: ClientId) {
         let Some(m) = self.models.get_mut(&id) else { return };
-        m.client = client_of(id, &m.plan); // its group may have changed
-        // The client allocates in two halves, so that several clients have one half and want the other.
+        m.client = client_of(id, &m.plan); // the client's group may have changed
+        // The client allocates in two halves. So several clients have one half each and wait for
+        // the other half.
         m.client.allocate(self.now, m.plan.demand, m.plan.demand / 2);
         let effects = m.client.connect();
         self.carry_out(id, effects);
@@ -124,7 +127,7 @@ impl World {
         m.finished.get_or_insert(self.now);
         m.client = client_of(id, &m.plan);
         m.hidden.clear();
-        // If the client was killed while it was stopped, these are never read.
+        // A client that was killed while it was stopped never reads its messages.
         m.stopped = false;
         m.sleeper = Sleeper::default();
         m.inbox.clear();
@@ -164,7 +167,7 @@ impl World {
                 }
             }
             Command::Revoke { gpus, .. } if m.stuck > 0 => {
-                // A client that is draining already doesn't answer again.
+                // A client that is already draining doesn't answer again.
                 let held = m.client.held().difference(m.client.draining());
                 let gpus: GpuSet = held.filter(|gpu| gpus.contains(gpu)).copied().collect();
                 if !gpus.is_empty() {
@@ -228,7 +231,7 @@ impl World {
         }
     }
 
-    /// Records that bytes have moved. Some of the evicted bytes may still be there.
+    /// Records that bytes have moved. A lying client may still have some of the evicted bytes.
     pub(crate) fn moved(&mut self, id: ClientId, gpu: GpuId, way: Way, bytes: u64) {
         let now = self.now;
         let Some(m) = self.models.get_mut(&id) else { return };
@@ -274,7 +277,8 @@ impl World {
     fn work(&mut self, id: ClientId) {
         let now = self.now;
         let m = self.models.get_mut(&id).unwrap();
-        // Each member works alone in its first phase; only later does its work need the others'.
+        // In its first phase, each member works alone. Later its work needs the other members'
+        // work.
         if m.plan.job != 0 && m.left + 1 < m.plan.phases {
             m.submitted = true;
             let job = m.plan.job;

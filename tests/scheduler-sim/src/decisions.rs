@@ -1,8 +1,9 @@
-//! A record of all decisions of a machine, to compare a rewritten machine with the one before.
+//! A record of all decisions of a machine, used to compare a rewritten scheduler with the previous
+//! version.
 //!
-//! With `NVSHARE_DECISIONS=DIRECTORY`, every world of a test adds a line to a file of the test's name: the number of
-//! commands that its machine gave, and a hash of them with their times. `PROPTEST_RNG_SEED=N` makes the same worlds
-//! again:
+//! With `NVSHARE_DECISIONS=DIRECTORY`, every world of a test adds a line to a file with the test's
+//! name. The line has the number of commands that the machine gave, and a hash of the commands and
+//! their times. `PROPTEST_RNG_SEED=N` creates the same worlds again:
 //!
 //! ```text
 //! PROPTEST_RNG_SEED=1 NVSHARE_SCHEDULER_CASES=1500 NVSHARE_DECISIONS=/tmp/before cargo nextest run -p nvshare-sched
@@ -10,7 +11,7 @@
 //! diff -r /tmp/before /tmp/after
 //! ```
 //!
-//! Commands are hashed by numbers that this file gives them, so that names can change.
+//! Commands are hashed by numbers from this file, so the hashes don't depend on names.
 
 use nvshare_sched::*;
 use std::fs::OpenOptions;
@@ -25,7 +26,7 @@ pub struct Decisions {
 }
 
 impl Decisions {
-    /// The record of the test that runs on this thread.
+    /// Opens the record of the test that runs on this thread.
     pub fn of_this_test() -> Self {
         let name = std::thread::current().name().unwrap_or("main").replace("::", "-");
         let file = std::env::var_os("NVSHARE_DECISIONS").map(|directory| PathBuf::from(directory).join(name));
@@ -43,7 +44,7 @@ impl Decisions {
         }
     }
 
-    /// FNV-1a.
+    /// Adds a number to the hash (FNV-1a).
     fn number(&mut self, number: u64) {
         for byte in number.to_le_bytes() {
             self.hash = (self.hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);

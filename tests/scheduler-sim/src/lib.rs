@@ -1,6 +1,7 @@
-//! A world in virtual time around the scheduler's machine: clients that behave as the library does
-//! (`nvshare_simulated_client`), or misbehave, and checks of the invariants after every event. Messages take a little
-//! time in both directions and keep their order, so that they cross as on a real host.
+//! A world in virtual time around the scheduler's machine. Its clients behave as the library does
+//! (`nvshare_simulated_client`), or misbehave, and every event is followed by checks of the
+//! invariants. Messages take a little time in both directions and keep their order, so messages
+//! cross each other as on a real host.
 
 mod checks;
 mod client;
@@ -25,7 +26,7 @@ use std::time::Duration;
 
 pub const MIB: u64 = 1 << 20;
 pub const GIB: u64 = 1 << 30;
-/// The period over which shares of the time are counted.
+/// The period in which shares of the time are counted.
 pub const PERIOD: Duration = Duration::from_secs(10);
 
 pub fn ms(ms: u64) -> Duration {
@@ -65,7 +66,7 @@ pub fn exactly(bytes: u64) -> Found {
     Found { least: bytes, most: bytes }
 }
 
-/// Random behaviour, the same for the same seed.
+/// Reproducible random numbers: the same seed gives the same numbers.
 #[derive(Debug, Clone)]
 pub struct Dice(fastrand::Rng);
 

@@ -1,56 +1,57 @@
-//! A simulated client's work, and how well its library behaves.
+//! The work of a simulated client, and the behaviour of its library.
 
 use crate::*;
 
 /// Work that never ends.
 pub const ENDLESS: Duration = Duration::from_secs(1 << 20);
 
-/// A program's work, and how well its library behaves.
+/// The work of a program, and the behaviour of its library.
 #[derive(Debug, Clone)]
 pub struct Plan {
     pub gpus: GpuSet,
     pub gang: u64,
-    /// The job, or 0. The work of a job's clients runs only together: each spins until the others are there, and cannot
-    /// drain until then.
+    /// The job, or 0. The work of a job's clients runs only together: each client's work spins
+    /// until the work of all other clients has started. Until then the client cannot drain.
     pub job: u64,
     pub tenant: TenantId,
-    /// The group that it counts with, and the group's limits.
+    /// The client's group with its limits.
     pub group: Option<Group>,
-    /// Its own limits.
+    /// The client's own limits.
     pub own: EnvLimits,
-    /// How full it keeps a GPU, in thousandths, if it reports that.
+    /// How full the client keeps a GPU, in thousandths, if the client reports that.
     pub fullness: Option<u32>,
     pub engine: Engine,
     pub demand: u64,
-    /// Bytes that it allocates in addition at the beginning of each phase.
+    /// Bytes that the client allocates in addition at the start of each phase.
     pub growth: u64,
     pub pinned: u64,
-    /// When it starts.
+    /// The start time.
     pub start: Time,
     pub phases: u32,
-    /// Time without GPU work before each phase, and time with.
+    /// The time without GPU work before each phase, and the time of the phase's GPU work.
     pub cpu: Duration,
     pub gpu: Duration,
-    /// How long submitted work runs on after a revoke. A client whose work takes long reports that once, as the library
-    /// does.
+    /// The time for which submitted work continues after a revoke. Like the library, a client whose
+    /// work takes long reports that once.
     pub drain: Duration,
-    /// Its work never ends, and it never releases the lock. The world doesn't wait for it.
+    /// The client's work never ends, and the client never releases the lock. The world doesn't wait
+    /// for it.
     pub endless: bool,
-    /// Bytes per second that it can evict.
+    /// Bytes per second that the client can evict.
     pub rate: u64,
-    /// How often it answers a revoke with Stuck and continues its work.
+    /// The number of revokes that the client answers with `Stuck` while it continues its work.
     pub stuck: u32,
-    /// When it is stopped, and continued.
+    /// The times at which the client is stopped and continued.
     pub stopped: Option<(Time, Time)>,
-    /// When it is killed.
+    /// The time at which the client is killed.
     pub killed: Option<Time>,
     pub lie: Option<Lie>,
-    /// Exits when its phases are done, instead of staying idle with its memory.
+    /// The client exits when its phases are done. Otherwise it stays idle and keeps its memory.
     pub leaves: bool,
 }
 
-/// The bytes that a client reports as freed whenever it evicts, and keeps: for the time `late`, or until it may have them
-/// again.
+/// The bytes that a client reports as freed at each eviction but keeps. It keeps them for the time
+/// `late`, or until it is allowed to have them again.
 #[derive(Debug, Clone, Copy)]
 pub struct Lie {
     pub bytes: u64,

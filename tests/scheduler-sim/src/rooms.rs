@@ -1,11 +1,12 @@
-//! Rooms that are opened and closed: memory that is kept free for programs that are not clients.
+//! Rooms that are opened and closed. A room is memory that is kept free for programs that are not
+//! clients.
 
 use crate::{world::Happening, *};
 
-/// The time limit for a room to be ready or refused.
+/// The time within which a room must be ready or refused.
 const ANSWERED: Duration = Duration::from_secs(10);
 
-/// A room as its requester sees it.
+/// The state of a room, as its requester sees it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SimulatedRoom {
     pub gpu: GpuId,
@@ -25,7 +26,7 @@ impl World {
         }
     }
 
-    /// Requests a room, or another size of the present one, and schedules the next request.
+    /// Requests a room or a new size of the present room, and schedules the next request.
     pub(crate) fn ask_for_room(&mut self, room: RoomId, gpu: GpuId) {
         if self.now >= self.rooms_until {
             return;
@@ -72,7 +73,8 @@ impl World {
             assert!(self.now <= state.until, "{room:?} is not over: {state:?}");
             assert!(state.is_ready || self.now <= state.asked + ANSWERED, "{room:?} waits: {state:?}");
         }
-        // A client that was stopped may map its former allowance, and a client that lies isn't measured.
+        // A client that was stopped may map its former allowance. A client that lies isn't
+        // measured.
         let is_honest = |m: &Model| m.plan.lie.is_none() && m.plan.stopped.is_none();
         if self.rooms.is_empty() || self.physical || self.sleeps.is_some() || !self.models.values().all(is_honest) {
             return;

@@ -1,25 +1,26 @@
-//! Clients that are put to sleep and woken: libraries that prepare, refuse or never answer, and a helper that fails or dies.
-//! Throughout, only a prepared process is checkpointed, and a restore never runs out of memory.
+//! Clients that are put to sleep and woken. Libraries prepare, refuse or never answer, and the
+//! helper may fail or die. The checks verify that only a prepared process is checkpointed, and that
+//! no restore runs out of memory.
 
 use crate::{client::Phase, world::Happening, *};
 use nvshare_simulated_client::{rename, replace};
 use std::collections::VecDeque;
 
-/// The library's longest preparation.
+/// The longest time that a library takes to prepare.
 const MOST: Duration = Duration::from_secs(30);
 
-/// A client's process, and its library's part in its sleep.
+/// A client's process, and the state of its library during a sleep.
 #[derive(Debug, Default)]
 pub(crate) struct Sleeper {
     pub(crate) stage: Stage,
-    /// The process has nothing on its GPUs.
+    /// Whether the process has no memory on its GPUs.
     pub(crate) is_off: bool,
-    /// The client has asked to be woken.
+    /// Whether the client has asked to be woken.
     asked: bool,
-    /// Commands that arrived since it was prepared.
+    /// Commands that have arrived since the client was prepared.
     kept: VecDeque<Command>,
-    /// The GPUs that have been replaced since its process was taken off them: from the GPU that it was on to the GPU that it has
-    /// attached.
+    /// The GPUs that have been replaced since the process was taken off its GPUs. The key is the
+    /// GPU that the process was on, and the value is the GPU that the client has attached.
     moves: BTreeMap<GpuId, GpuId>,
 }
 
@@ -33,10 +34,10 @@ pub(crate) enum Stage {
     Prepared,
 }
 
-/// The odds of failures: one in `n` each.
+/// The odds of each failure, as one in `n`.
 #[derive(Debug, Clone, Copy)]
 pub struct Sleeps {
-    /// When clients are last put to sleep.
+    /// The time after which no more clients are put to sleep.
     pub until: Time,
     pub refused: u64,
     pub silent: u64,
@@ -45,8 +46,8 @@ pub struct Sleeps {
 }
 
 impl World {
-    /// Puts clients to sleep, and pauses and resumes them, at random from now on. Their contexts then take memory, by the
-    /// settings.
+    /// From now on, puts clients to sleep, and pauses and resumes them at random. Their contexts
+    /// then take the memory that the settings give.
     pub fn put_to_sleep(&mut self, sleeps: Sleeps) {
         self.sleeps = Some(sleeps);
         self.measure();
@@ -55,7 +56,8 @@ impl World {
         self.at(self.now, Happening::SleepSomebody);
     }
 
-    /// Bytes on a GPU that are not clients' memory. A context counts from the moment when the client may create it.
+    /// Bytes on a GPU that are not clients' memory. A context counts from the time when the client
+    /// may create it.
     pub(crate) fn overhead_now(&self, gpu: GpuId) -> u64 {
         let context = self.machine.settings().context;
         let has_context = |id: &ClientId| {
@@ -117,8 +119,8 @@ impl World {
         self.feed(Event::Migrate { client, from: own.unwrap_or(any), to });
     }
 
-    /// Renames the GPU in commands that were sent to clients that have been moved, and in their models. The library and the
-    /// daemon use slots, so they need no such step.
+    /// In commands to migrated clients and in the clients' models, replaces the former GPU by the
+    /// new one. The library and the daemon identify GPUs by slots, so they need no such step.
     pub(crate) fn move_clients(&mut self, commands: &mut [Command]) {
         for at in 0..commands.len() {
             let (before, [command, ..]) = commands.split_at_mut(at) else { return };
@@ -172,7 +174,8 @@ impl World {
         }
     }
 
-    /// Handles a command that concerns a client's sleep; keeps commands that wait for the end of the sleep.
+    /// Handles a command about a client's sleep. Keeps commands that must wait for the end of the
+    /// sleep.
     pub(crate) fn receive_asleep(&mut self, id: ClientId, command: Command) -> Option<Command> {
         let now = self.now;
         let sleeps = self.sleeps?;
@@ -204,7 +207,7 @@ impl World {
         }
     }
 
-    /// Checks whether the memory of a client that prepares has been evicted.
+    /// Checks whether the memory of a client has been evicted while the client prepares.
     pub(crate) fn prepares(&mut self, id: ClientId) {
         let now = self.now;
         let Some(m) = self.models.get_mut(&id) else { return };
@@ -224,16 +227,16 @@ impl World {
         }
     }
 
-    /// A thread of a client that is prepared wants to enter the driver.
+    /// A thread of a prepared client calls the driver.
     pub(crate) fn wants_driver(&mut self, id: ClientId) {
-        // A process that is stopped but not prepared wants nothing.
+        // A process that is stopped but not prepared makes no calls.
         let wants = |m: &&mut Model| m.sleeper.stage == Stage::Prepared && !m.sleeper.asked;
         let Some(m) = self.models.get_mut(&id).filter(wants) else { return };
         m.sleeper.asked = true;
         self.say(id, Event::WakeRequested { client: id });
     }
 
-    /// Calls the helper, which answers after a while.
+    /// Calls the helper, which answers after some time.
     pub(crate) fn call_helper(&mut self, id: ClientId, operation: SleepOperation, moves: Vec<Move>) {
         let Some(m) = self.models.get(&id) else { return };
         let is_wake = operation == SleepOperation::Wake;
@@ -265,7 +268,8 @@ impl World {
         self.feed(Event::Checkpointed { client: id, outcome });
     }
 
-    /// Checks that a restore has enough memory: running out is final.
+    /// Checks that a restore has enough memory. A restore that runs out of memory cannot be
+    /// repeated.
     fn check_room(&self, id: ClientId) {
         for gpu in &self.models[&id].plan.gpus {
             let there = self.models.iter().filter(|(id, m)| m.plan.gpus.contains(gpu) && self.connected.contains(id));

@@ -1,20 +1,20 @@
-//! Trouble that keeps seemingly free memory from being mapped, and wrong measurements.
+//! Trouble that prevents clients from mapping seemingly free memory, and wrong measurements.
 
 use crate::{world::Happening, *};
 
-/// Trouble that keeps clients from mapping memory that seems to be free on a GPU.
+/// Trouble that prevents clients from mapping memory that seems to be free on a GPU.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Trouble {
-    /// Bytes of other programs.
+    /// Bytes that other programs use.
     pub stranger: u64,
-    /// Bytes that are free and cannot be mapped.
+    /// Bytes that are free but cannot be mapped.
     pub fragmented: u64,
-    /// Every mapping fails until then.
+    /// The time until which every mapping fails.
     pub refuses_until: Time,
 }
 
 impl World {
-    /// Measures with an error, which also applies to clients' figures.
+    /// Measures with an error. The error also applies to clients' figures.
     pub(crate) fn read_wrongly(&mut self, gpu: GpuId, begun: Time, at: Time, found: BTreeMap<ClientId, Found>) {
         let error = self.rng.below(2 * self.error + 1);
         let wrong = |bytes: u64, error: u64, most: u64| (bytes + error).saturating_sub(most);
@@ -31,13 +31,14 @@ impl World {
         self.at(at, Happening::ToMachine(Event::Measured { gpu, begun, free, found }));
     }
 
-    /// Free bytes, if `coming` bytes of the clients' memory are not there yet.
+    /// Returns the free bytes, without `coming` bytes of the clients' memory that are not mapped
+    /// yet.
     fn really_free(&self, gpu: GpuId, coming: u64) -> u64 {
         let used: u64 = self.models.values().map(|m| m.has(gpu)).sum();
         self.totals[&gpu].saturating_sub(self.overheads[&gpu] + self.troubles[&gpu].stranger + used - coming)
     }
 
-    /// How many of the `wanted` bytes a client can map now.
+    /// Returns how many of the `wanted` bytes a client can map now.
     pub(crate) fn mappable(&self, gpu: GpuId, wanted: u64) -> u64 {
         let trouble = self.troubles[&gpu];
         let free = self.really_free(gpu, wanted).saturating_sub(trouble.fragmented);
@@ -56,7 +57,7 @@ impl World {
             let free = self.really_free(gpu, 0);
             let rng = &mut self.rng;
             let trouble = Trouble {
-                // At most the free memory.
+                // The stranger can take at most the free memory.
                 stranger: if rng.one_in(2) { rng.below(before.stranger + free.min(4 * GIB) + 1) } else { 0 },
                 fragmented: if rng.one_in(3) { rng.below(GIB) } else { 0 },
                 refuses_until: if rng.one_in(4) { self.now + rng.between(ms(0), ms(2000)) } else { Time::ZERO },

@@ -1,4 +1,5 @@
-//! A world in virtual time: the machine, its clients, and the messages between them, which keep their order and take a little time.
+//! A world in virtual time: the machine, its clients, and the messages between them. Messages keep
+//! their order and take a little time.
 
 use crate::{client::Phase, rooms::SimulatedRoom, sleep::Stage, *};
 use nvshare_simulated_client::{Timer, Way};
@@ -21,15 +22,15 @@ pub(crate) enum Happening {
     Stop(ClientId),
     Cont(ClientId),
     Kill(ClientId),
-    /// A client really frees the bytes that it lied about.
+    /// A client frees the bytes that it had already reported as freed.
     Frees(ClientId, GpuId),
-    /// Reads a GPU's use, for a measurement that began at that time.
+    /// Reads a GPU's memory use, for a measurement that began at that time.
     Read(GpuId, Time),
-    /// A periodic measurement, without a request.
+    /// A periodic measurement, which the machine didn't request.
     Sample,
     /// Tells a random client to sleep or to run.
     SleepSomebody,
-    /// Requests a room on a GPU, or gives up the present one.
+    /// Requests a room on a GPU, or closes the present room.
     Room(RoomId, GpuId),
     RoomCloses(RoomId),
     /// Checks whether a client is prepared.
@@ -46,9 +47,9 @@ pub struct World {
     pub overheads: BTreeMap<GpuId, u64>,
     /// The host's memory, if it is limited.
     pub host: Option<u64>,
-    /// What each group was promised at the last check.
+    /// The bytes that each group was promised at the last check.
     pub(crate) promised: BTreeMap<(GroupId, GpuId), u64>,
-    /// What each client was promised at the last check.
+    /// The bytes that each client was promised at the last check.
     pub(crate) own_promised: BTreeMap<(ClientId, GpuId), u64>,
     pub models: BTreeMap<ClientId, Model>,
     pub history: Vec<(Time, Event)>,
@@ -56,43 +57,46 @@ pub struct World {
     pub(crate) decisions: Decisions,
     pub rng: Dice,
     pub latency: Duration,
-    /// Clients' memory is measured, as by NVML; otherwise reports are believed.
+    /// Whether clients' memory is measured, as by NVML. Otherwise the machine believes reports.
     pub measures: bool,
-    /// Until then, after a change of settings, there may be several holders, and revokes without a cause.
+    /// The end of the time after a change of settings during which several holders, and revokes
+    /// without a cause, are allowed.
     pub tolerant: Time,
-    /// GPUs where a client may map, or has mapped, more than the machine counts, at least until this time: the client tries to, or
-    /// it was silent for long and continues with its former allowance.
+    /// GPUs on which a client may map more memory than the machine counts, at least until this
+    /// time. Such a client tries to map beyond the capacity, or continues with its former allowance
+    /// after a long silence.
     pub(crate) overdrawn: BTreeMap<GpuId, Time>,
-    /// Mapping fails if there is no room, whatever the machine believes.
+    /// Whether mapping fails without room, even if the machine believes that there is room.
     pub physical: bool,
-    /// How clients are put to sleep.
+    /// The odds with which clients are put to sleep.
     pub(crate) sleeps: Option<Sleeps>,
-    /// When rooms stop being opened.
+    /// The time after which no more rooms are opened.
     pub(crate) rooms_until: Time,
-    /// Requested rooms: when, on which GPU, how large, until when, and whether the bytes are free.
+    /// The requested rooms. Each has its GPU, size, times, and whether its bytes are free.
     pub(crate) rooms: BTreeMap<RoomId, SimulatedRoom>,
     /// Each GPU's trouble, if mapping can fail.
     pub troubles: BTreeMap<GpuId, Trouble>,
-    /// When the trouble ends, and the largest error of each measurement in bytes, also afterwards.
+    /// The time when the trouble ends, and the largest error of each measurement in bytes. Errors
+    /// continue after the trouble.
     pub(crate) troubled: Time,
     pub(crate) error: u64,
     pub(crate) connected: BTreeSet<ClientId>,
     pub(crate) asked: BTreeMap<ClientId, GpuSet>,
-    /// Migrations without an answer so far.
+    /// The number of each client's unanswered migrations.
     pub(crate) migrations: BTreeMap<ClientId, u32>,
-    /// A GPU has been drained, so clients move without an administrator's order.
+    /// Whether a GPU has been drained. Clients then move without an administrator's order.
     pub(crate) has_drained: bool,
-    /// The allowance that each client was sent last.
+    /// The last allowance that each client was sent.
     pub(crate) allowed: BTreeMap<(ClientId, GpuId), u64>,
     pub(crate) queue: BTreeMap<(Time, u64), Happening>,
     pub(crate) last: BTreeMap<(ClientId, bool), Time>,
     pub(crate) counter: u64,
-    /// A world that takes more steps counts as an endless loop.
+    /// The maximum number of steps. A world that takes more steps counts as an endless loop.
     pub most_steps: u64,
-    /// Models that are not done.
+    /// The number of models that are not done.
     pub(crate) busy: usize,
     pub keep: bool,
-    /// Also makes the expensive checks.
+    /// Whether expensive checks run, too.
     pub thorough: bool,
 }
 
@@ -137,7 +141,7 @@ impl World {
         }
     }
 
-    /// A world with one GPU of `total` bytes.
+    /// Creates a world with one GPU of `total` bytes.
     pub fn with_gpu(anti_thrash: AntiThrash, quantum: Duration, total: u64) -> Self {
         let mut world = Self::new(settings(anti_thrash, quantum), 1);
         world.add_gpu(gpu(0), total, 0);
@@ -151,28 +155,30 @@ impl World {
         self.feed(Event::GpuOverhead { gpu, begun: self.now, bytes: overhead, others: 0, complete: true });
     }
 
-    /// Limits the room for evicted memory to `bytes` from now on.
+    /// From now on, limits the host memory for evicted memory to `bytes`.
     pub fn set_host(&mut self, bytes: u64) {
         self.host = Some(bytes);
         self.feed(Event::HostMemory { bytes });
     }
 
-    /// From now on mapping fails if there is no room. Until `until`, other programs start and end, some free memory cannot be
-    /// mapped, and the driver fails for a while. Each measurement is wrong by up to `error` bytes, also afterwards.
+    /// From now on, mapping fails without room. Until `until`, other programs start and end, some
+    /// free memory cannot be mapped, and the driver sometimes fails. Each measurement is wrong by
+    /// up to `error` bytes, also after `until`.
     pub fn trouble(&mut self, until: Time, error: u64) {
         (self.physical, self.troubled, self.error) = (true, until, error);
         self.measure();
         self.at(self.now, Happening::Trouble);
     }
 
-    /// The machine is about to suspend, or has resumed. Until it resumes, all memory on GPUs counts as too much.
+    /// The machine is about to suspend, or has resumed. Until the resume, the checks accept any
+    /// memory on GPUs as overdrawn.
     pub fn suspend(&mut self, suspended: bool) {
         let until = if suspended { Time::MAX } else { self.now };
         self.overdrawn.extend(self.totals.keys().map(|gpu| (*gpu, until)));
         self.feed(Event::Suspend { suspended });
     }
 
-    /// Measures clients' memory from now on: when the machine asks, and periodically.
+    /// From now on, measures clients' memory periodically and when the machine requests it.
     pub fn measure(&mut self) {
         self.measures = true;
         self.at(self.now, Happening::Sample);
@@ -199,7 +205,7 @@ impl World {
         self.queue.insert((at, self.counter), what);
     }
 
-    /// Queues a message behind those that were sent before.
+    /// Queues a message behind all earlier messages.
     pub(crate) fn send(&mut self, client: ClientId, up: bool, what: Happening) {
         let delay = Duration::from_nanos(self.rng.below(self.latency.as_nanos() as u64 + 1));
         let last = self.last.entry((client, up)).or_default();
@@ -212,7 +218,8 @@ impl World {
         self.send(client, true, Happening::FromClient(client, event));
     }
 
-    /// Runs until that time, or until nothing is left to happen. Returns whether all living clients are done.
+    /// Runs until that time, or until no happenings are left. Returns whether all living clients
+    /// are done.
     pub fn run(&mut self, until: Time) -> bool {
         let mut steps = 0u64;
         loop {
@@ -273,7 +280,8 @@ impl World {
             self.commands.extend(commands.iter().map(|command| (self.now, command.clone())));
         }
         self.move_clients(&mut commands);
-        // A charge from before it was found to be too low cannot be compared.
+        // If the machine has just learned that a charge was too low, the earlier charge cannot be
+        // compared.
         if let Some((before, unfreed)) = before
             && unfreed == self.unfreed()
         {
@@ -307,7 +315,7 @@ impl World {
 
     pub(crate) fn happen(&mut self, what: Happening) {
         let now = self.now;
-        // A stopped process does nothing.
+        // A stopped process does no work.
         if let Happening::PhaseBegins(id)
         | Happening::WorkEnds(id, _)
         | Happening::Wakes(id, _)
@@ -327,7 +335,8 @@ impl World {
                 self.feed(Event::Groups { groups: [(id, group)].into() });
             }
             Happening::FromClient(_, event) | Happening::ToMachine(event) => self.feed(event),
-            // A process that is done but stays evicts and releases.
+            // A process that has finished its work but still runs evicts memory and releases the
+            // lock.
             Happening::ToClient(id, command) if self.connected.contains(&id) => {
                 let Some(model) = self.models.get_mut(&id) else { return };
                 match command {
@@ -414,7 +423,7 @@ impl World {
         }
     }
 
-    /// A client's gang, by a rule or by its own statement, or 0.
+    /// A client's gang, from a rule or from the client itself, or 0.
     pub(crate) fn gang(&self, client: ClientId) -> u64 {
         let Some(plan) = self.models.get(&client).map(|m| &m.plan) else { return 0 };
         plan.group.filter(|group| group.limits.gang).map_or(plan.gang, |group| 1000 + group.id.0)
@@ -429,14 +438,15 @@ impl World {
         view.holders.iter().any(|h| h.client == client && h.state == LockState::Undrainable)
     }
 
-    /// Changes the rules: from now on these clients are in these groups.
+    /// Changes the rules. From now on each client is in the group that `group_of` returns.
     pub fn regroup(&mut self, group_of: impl Fn(ClientId) -> Option<Group>) {
         let gangs = |world: &Self| -> Vec<u64> { world.models.keys().map(|id| world.gang(*id)).collect() };
         let before = gangs(self);
         for (id, model) in &mut self.models {
             model.plan.group = group_of(*id);
         }
-        // A client may no longer be in another's way, and clients that ran together may have to drain separately.
+        // A client may no longer block another client. Clients that ran together may have to drain
+        // separately.
         let patience = if gangs(self) == before { ms(1) } else { Duration::from_secs(20) };
         self.tolerant = self.tolerant.max(self.now + patience);
         self.promised.clear();

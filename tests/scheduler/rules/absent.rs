@@ -1,4 +1,4 @@
-//! Clients that are stopped, silent or dead, and a new scheduler.
+//! Clients that are stopped, silent or dead. Also a scheduler that has just started.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -22,8 +22,8 @@ fn a_stopped_holder_is_routed_around() {
     assert_eq!(t.attachment(2).state, LockState::Holding);
 }
 
-/// Client 1, with all its memory, was revoked and has been silent since; its process runs. Returns the last
-/// commands.
+/// Client 1 has all its memory mapped, was revoked, and has been silent since then. Its process
+/// still runs. Returns the last commands.
 fn silent(mut t: Talk, seconds: u64) -> (Talk, Vec<Command>) {
     assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
     let mut last = Vec::new();
@@ -59,7 +59,7 @@ fn others_run_beside_a_holder_that_runs_and_says_nothing() {
     assert_eq!((t.attachment(1).charge, t.state(2)), (GIB, LockState::Holding), "nothing says that it has less");
     t.release(1, ReleaseReason::Revoked);
     assert_eq!(t.state(1), LockState::Idle);
-    // The client's silence doesn't tell how long its work takes, so its next turn has the full length.
+    // A silent client doesn't show how long its work takes, so its next turn has the full length.
     t.request(1);
     t.release(2, ReleaseReason::Idle);
     t.request(2);

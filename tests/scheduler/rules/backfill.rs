@@ -1,4 +1,4 @@
-//! While the first request for a GPU waits for other GPUs, other clients use it.
+//! While the first client in a GPU's queue waits for other GPUs, other clients use the GPU.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -60,7 +60,7 @@ fn no_holder_goes_on_for_a_request_that_others_precede_elsewhere() {
     ask(&mut t, 3, [0, 1]);
     assert_eq!(t.after(ms(1000)), [revoked(1, 0), revoked(2, 1)]);
     leave(&mut t, 1, 0, ReleaseReason::Revoked);
-    // The GPU is lent for 150 ms at a time.
+    // The scheduler lends the GPU for 150 ms at a time.
     assert_eq!(ask(&mut t, 4, [0])[..1], [granted(4, 0)]);
     assert_eq!(t.after(ms(149)), []);
     assert_eq!(t.after(ms(1)), [revoked(4, 0)]);

@@ -14,7 +14,8 @@ fn bytes_in_doubt_are_waited_for_only_where_they_are_free() {
     t.report(1, 0, 8 * GIB, 0);
     t.join(2, 12 * GIB);
     t.request(2);
-    // Client 2 belongs to the same user, so it believes client 1 that 7 GiB are gone, and uses them.
+    // Client 2 belongs to the same user. So the scheduler believes client 1's report of 7 GiB
+    // freed, and client 2 uses them.
     t.map(1);
     assert_eq!(t.state(2), LockState::Holding);
     t.map(2);
@@ -45,7 +46,8 @@ fn what_is_in_doubt_for_a_holder_goes_to_nobody_in_line() {
     assert_eq!(allowances(&t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: None, found })), [(1, 9 * GIB)]);
 }
 
-/// A GPU where each context takes 1 GiB, and client 1 has all of it but half of such a context.
+/// Returns a GPU on which each context takes 1 GiB. Client 1 has all memory except half of such a
+/// context.
 fn nearly_full() -> Talk {
     let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
     t.join(1, 15 * GIB - 512 * MIB);
@@ -71,7 +73,7 @@ fn a_context_for_which_there_is_no_room_is_refused_in_the_end() {
     assert_eq!(t.after(Duration::from_secs(29)), []);
     assert_eq!(t.after(Duration::from_secs(1)), [denied(2, 0, Denial::NoContext)]);
     assert_eq!(t.machine.deadline(), None);
-    // The request stays until the client detaches.
+    // The request stays pending until the client detaches.
     assert_eq!(attached(&t.report(1, 14 * GIB, 14 * GIB, 0)), [2]);
 }
 
@@ -90,10 +92,10 @@ fn a_context_beside_which_a_client_could_not_run_waits() {
     let mut t = nearly_full();
     assert_eq!(arrive(&mut t, 2, 0), [waiting(2, WaitReason::Context)]);
     assert_eq!(arrive(&mut t, 3, 0), [waiting(3, WaitReason::Context)]);
-    // The memory that the others would use doesn't count.
+    // The memory that the waiting clients would use doesn't count.
     assert_eq!(t.after(Duration::from_secs(29)), []);
     assert_eq!((t.state(1), t.attachment(1).allowance), (LockState::Holding, 15 * GIB - 512 * MIB));
-    // There is room for one of them, and then for all.
+    // There is room for one of the waiting contexts, and later for both.
     assert_eq!(attached(&t.report(1, 14 * GIB, 14 * GIB, 0)), [2]);
     assert_eq!(attached(&t.say(Event::Disconnected { client: client(1) })), [3]);
 }
@@ -155,7 +157,7 @@ fn a_context_is_put_aside_until_it_was_measured() {
     t.now += Duration::from_secs(2);
     t.measured(GIB / 2);
     assert_eq!(capacity(&t), 14 * GIB + GIB / 2, "perhaps only a part of it has");
-    // A client that uses its context is known to have it from then on.
+    // Once a client uses its context, the scheduler knows that the context exists.
     t.now += ms(1);
     t.request(1);
     let begun = t.now - ms(1);
@@ -163,15 +165,16 @@ fn a_context_is_put_aside_until_it_was_measured() {
     assert_eq!(capacity(&t), 14 * GIB + GIB / 2);
     t.measured(GIB / 2);
     assert_eq!(capacity(&t), 15 * GIB + GIB / 2);
-    // So is an idle client, after a while.
+    // The context of an idle client counts as existing after some time, too.
     t.join(2, 0);
     t.now += Duration::from_secs(10);
     t.measured(GIB);
     assert_eq!(capacity(&t), 15 * GIB);
 }
 
-/// Eight programs that start at the same time beside a stranger. Their contexts are small, and each counts as 1 GiB
-/// until it is measured, so together they seem to leave nothing. Client 1 is the first to allocate, and is measured.
+/// Eight programs start at the same time beside a stranger. Their contexts are small, but each
+/// counts as 1 GiB until it is measured, so together they seem to take all memory. Client 1
+/// allocates first, and is then measured.
 fn eight_at_once(bytes: u64) -> (Talk, Vec<Command>) {
     let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
     t.measured(9 * GIB);
@@ -227,7 +230,7 @@ fn an_allocation_waits_for_contexts_no_longer_than_they_may_take_to_appear() {
     let begun = t.now;
     while t.now < begun + Duration::from_secs(10) {
         let mut commands = t.after(ms(100));
-        // Something moves all the time, so the overhead isn't known.
+        // Memory moves continuously, so the overhead cannot be determined.
         commands.extend(t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: None, found: BTreeMap::new() }));
         assert_eq!(denials(&commands) > 0, t.now >= begun + Duration::from_secs(10), "{:?}", t.now - begun);
     }

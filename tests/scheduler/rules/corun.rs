@@ -5,7 +5,7 @@ use nvshare_sched::*;
 use scheduler_sim::*;
 use std::time::Duration;
 
-/// Two clients whose memory fits, and which have reported how full they keep the GPU.
+/// Joins two clients whose memory fits. Each has reported how full it keeps the GPU.
 fn with_fullness(permille: &[u32; 2]) -> Talk {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     for n in 1..=2 {
@@ -24,7 +24,8 @@ fn with_fullness(permille: &[u32; 2]) -> Talk {
     t
 }
 
-/// Managed memory pages in without the scheduler, but two such clients that don't fit together would thrash.
+/// Managed memory pages in without the scheduler. Two clients with managed memory that doesn't fit
+/// together would thrash.
 #[test]
 fn managed_memory_runs_together_only_where_it_fits() {
     for (second, fits) in [(6 * GIB, true), (6 * GIB + 1, false)] {
@@ -35,7 +36,7 @@ fn managed_memory_runs_together_only_where_it_fits() {
             t.report(n, demand, 0, 0);
         }
         let holding = |t: &Talk| -> Vec<u64> { (1..=2).filter(|n| t.state(*n) == LockState::Holding).collect() };
-        // Each reports that it leaves the GPU idle while it is the only holder.
+        // Each client reports that it leaves the GPU idle while it is the only holder.
         for round in 0..10 {
             for n in 1..=2 {
                 t.map(n);
@@ -54,7 +55,8 @@ fn managed_memory_runs_together_only_where_it_fits() {
     }
 }
 
-/// For example, a holder of the lock over D-Bus: how long it needs the lock is unknown.
+/// A holder of the lock over D-Bus is an example: the scheduler doesn't know how long it needs the
+/// lock.
 #[test]
 fn one_that_wants_the_gpu_for_itself_has_it_for_the_time_quantum() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
@@ -79,7 +81,8 @@ fn a_turn_to_measure_ends_when_it_is_known_how_full_the_gpu_is() {
     assert_eq!(t.say(Event::Utilization { client: client(1), gpu: gpu(0), permille: 1000 }), [revoke(1)]);
     t.release(1, ReleaseReason::Revoked);
     t.request(1);
-    // Client 2 hasn't been measured, so its turn isn't shortened, although client 1 has been measured.
+    // Client 2's use of the GPU is unknown, so its turn isn't shortened, although client 1's use is
+    // known.
     assert_eq!(t.after(ms(50)), []);
     assert_eq!(t.state(2), LockState::Holding);
 }
@@ -198,8 +201,8 @@ fn a_third_who_needs_the_gpu_alone_gets_it_from_both() {
     assert_eq!(t.state(3), LockState::Holding);
 }
 
-/// Members of one gang are measured although they run at the same time: the overlap can only make their utilization seem
-/// higher.
+/// Members of one gang are measured although they run at the same time: the overlap can only make
+/// their utilization seem higher.
 #[test]
 fn gangs_that_leave_the_gpu_idle_run_together() {
     let mut t = Talk::in_mode(AntiThrash::Auto);

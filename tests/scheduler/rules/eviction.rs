@@ -1,5 +1,5 @@
-//! Eviction: the choice of memory to evict, when it is passed on, and reasons to keep memory on the GPU; reservations of
-//! the driver.
+//! Eviction: the choice of memory to evict, the moment when the next client gets the memory, and
+//! the reasons to keep memory on the GPU. Also reservations of the driver.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -92,7 +92,8 @@ fn the_least_recently_run_is_evicted_and_holders_are_not() {
     t.map(4);
     t.join(6, 6 * GIB);
     t.say(Event::Cancelled { client: client(5), gpus: gpus([0]) });
-    // Client 3 holds the lock, and client 5 came last. So the rest of client 4's memory is evicted, and then client 1's.
+    // Client 3 holds the lock, and client 5 arrived last. So the rest of client 4's memory is
+    // evicted first, and client 1's memory next.
     let victims = allowances(&t.request(6));
     assert_eq!(victims.iter().filter(|(_, b)| *b == 0).map(|(n, _)| *n).collect::<Vec<_>>(), [4]);
     assert_eq!(victims.last(), Some(&(1, GIB)));
@@ -104,8 +105,8 @@ fn nobody_is_evicted_for_what_is_free_already() {
     t.join(1, 8 * GIB);
     t.join(2, 7 * GIB);
     t.request(1);
-    // Client 1 grows by the free memory and a little more, which client 2 gives up. That little would be too small to be
-    // passed on by itself.
+    // Client 1 grows by the free memory and by 4096 bytes, which client 2 gives up. By themselves,
+    // 4096 bytes would be too few to be passed on.
     let commands = t.report(1, 9 * GIB + 4096, 8 * GIB, 0);
     assert_eq!(allowances(&commands), [(1, 9 * GIB), (2, 7 * GIB - 4096)]);
     let mut t = Talk::in_mode(AntiThrash::On);
@@ -173,7 +174,7 @@ fn room_for_a_context_is_made_before_the_client_may_create_it() {
     assert_eq!(commands, [Command::Attached { client: client(2), gpu: gpu(0) }, limit(2, 1)]);
 }
 
-/// Clients 1 and 2 have 8 GiB each on the GPU; client 3 waits for 4 GiB of client 1's.
+/// Clients 1 and 2 each have 8 GiB on the GPU. Client 3 waits for 4 GiB of client 1's memory.
 fn with_eviction() -> Talk {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     for n in [1, 2] {
@@ -202,7 +203,7 @@ fn a_victim_on_which_unseen_work_runs_is_passed_over_and_asked_again_later() {
 #[test]
 fn a_victim_that_finds_no_host_memory_is_passed_over_and_asked_again_later() {
     let mut t = with_eviction();
-    t.report(1, 8 * GIB, 7 * GIB, 0); // the part evicted so far
+    t.report(1, 8 * GIB, 7 * GIB, 0); // 1 GiB has been evicted so far
     let commands = t.stuck(1, StuckReason::HostFull);
     assert!(commands.contains(&stays(1, EvictionBlock::HostFull)), "{commands:?}");
     assert!(allowances(&commands).contains(&(1, 7 * GIB)), "it has that: {commands:?}");
@@ -265,7 +266,7 @@ fn room_for_the_driver_is_freed_by_others_and_kept_for_a_moment() {
     t.after(ms(1));
     assert_eq!(allowances(&t.map(1)), [(1, 8 * GIB)], "what it did not take is free again");
 
-    // The requesting client gives up nothing, and a holder is revoked.
+    // The client that requests the reservation gives up no memory, and a holder is revoked.
     t.map(1);
     let commands = t.say(Event::ReservationRequested { client: client(1), gpu: gpu(0), bytes: GIB });
     let prepare = Command::Prepare { client: client(2), gpu: gpu(0), bytes: GIB };
@@ -357,7 +358,7 @@ fn the_dead_leave_lock_and_bytes_at_once() {
     assert!(commands.contains(&grant(2)));
 }
 
-/// Client 1 has held the lock and must evict 8 GiB, which client 2 waits for.
+/// Client 1 has held the lock and must evict 8 GiB, for which client 2 waits.
 fn asked_for_8_gib() -> Talk {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 12 * GIB);
@@ -377,7 +378,7 @@ fn memory_that_leaves_without_being_copied_is_copied_when_it_comes_back() {
     t.map(2);
     assert_eq!(t.state(2), LockState::Holding);
     let commands = t.request(1);
-    // 8 GiB at no more than 48 GiB/s.
+    // Moving 8 GiB at 48 GiB/s or less takes at least this long.
     assert!(grace(&commands) > Some(ms(160)), "{commands:?}");
 }
 
@@ -393,13 +394,14 @@ fn memory_that_holds_one_value_says_nothing_of_other_memory() {
         let commands = t.request(1);
         grace(&commands).unwrap()
     };
-    // 8 GiB of the other client's memory are evicted at an unknown rate: 24 GiB/s is assumed, and 48 GiB/s at most.
+    // 8 GiB of the other client's memory are evicted at an unknown rate. The scheduler assumes 24
+    // GiB/s, and at most 48 GiB/s.
     assert!(grace_after(0) > ms(400));
     let copied = grace_after(8 * GIB);
     assert!(copied > ms(300) && copied < ms(400), "{copied:?}");
 }
 
-/// The original nvshare needs 21.2 s for this; without any scheduler it takes 16.4 s.
+/// The original nvshare needs 21.2 s for these jobs. Without any scheduler they take 16.4 s.
 #[test]
 fn two_jobs_that_use_the_gpu_half_of_the_time_overlap() {
     let mut world = World::with_gpu(AntiThrash::Auto, Duration::from_secs(30), 16 * GIB);

@@ -110,7 +110,7 @@ fn a_rule_makes_a_gang_of_those_whom_it_counts_together() {
     assert_eq!(t.say(Event::Requested { client: client(1), gpus: gpus([0]) }), [], "it waits for its fellow");
     let both = [grant(1), Command::Grant { client: client(2), gpus: gpus([1]) }];
     assert_eq!(t.say(Event::Requested { client: client(2), gpus: gpus([1]) }), both);
-    // The rule changes while one member is due to be revoked: the other may continue.
+    // The rule changes while one member is due to be revoked, so the other member may continue.
     t.say(rule(false));
     assert_eq!(t.machine.client(client(1)).map(|view| view.gang_peers), Some(vec![]));
     t.join(3, 0);
@@ -122,7 +122,7 @@ fn a_rule_makes_a_gang_of_those_whom_it_counts_together() {
     t.say(rule(true));
     assert_eq!((t.state(1), t.state(3)), (LockState::Waiting, LockState::Holding));
     assert_eq!(t.say(Event::Disconnected { client: client(3) }), [grant(1)]);
-    // Both are one gang again, although one was granted while it was alone.
+    // Both clients are one gang again, although one was granted the lock while it was alone.
     t.join(4, 0);
     t.request(4);
     assert_eq!(t.after(Duration::from_secs(1)), [revoke(1), Command::Revoke { client: client(2), gpus: gpus([1]) }]);
@@ -138,7 +138,7 @@ fn a_gang_waits_for_nobody_who_has_not_run_for_long() {
     t.after(Duration::from_secs(2));
     assert_eq!(t.request(1), [grant(1)]);
     assert_eq!(t.release(1, ReleaseReason::Idle), []);
-    // A client that waits for its gang is known to the others as waiting.
+    // The other clients learn that a client that waits for its gang is waiting.
     assert_eq!(t.request(2), [], "the first was here a moment ago");
     t.join(3, 0);
     assert_eq!(t.request(3), [], "the place is the gang's");
@@ -185,7 +185,8 @@ fn one_stopped_process_holds_up_a_gang_that_says_it_is_one_but_no_other() {
     }
 }
 
-/// In `auto`, clients 1 and 2 are a gang that has the GPU, and client 3 doesn't want it yet. Each of them fills it.
+/// In `auto`, clients 1 and 2 are a gang that has the GPU, and client 3 doesn't request it yet.
+/// Each client fills the GPU.
 fn with_a_gang_in_auto(time_quantum: Duration, max_wait: Duration) -> Talk {
     let mut t = Talk::new(Settings { max_wait, ..settings(AntiThrash::Auto, time_quantum) });
     let fills_the_gpu = |n| Event::Utilization { client: client(n), gpu: gpu(0), permille: 1000 };
@@ -208,7 +209,8 @@ fn with_a_gang_in_auto(time_quantum: Duration, max_wait: Duration) -> Talk {
 #[test]
 fn a_turn_of_a_gang_is_33_times_as_long_as_its_hand_over() {
     let mut t = with_a_gang_in_auto(Duration::from_secs(5), Duration::ZERO);
-    // A hand-over is assumed to take 50 ms until one has been measured. A member may be idle for that long, too.
+    // Until a hand-over has been measured, the scheduler assumes 50 ms for it. A member of the gang
+    // may also be idle for 50 ms.
     assert_eq!(t.request(3), [contended(1, 1, ms(50)), contended(2, 1, ms(50))]);
     assert_eq!(t.after(ms(1649)), []);
     assert_eq!(t.after(ms(1)), [revoke(1), revoke(2)]);
@@ -236,7 +238,8 @@ fn a_turn_of_a_gang_exceeds_neither_the_time_quantum_nor_max_wait() {
     }
 }
 
-/// Otherwise the other member would wait for the gang to drain, and the gang for that member.
+/// Otherwise the other member would wait for the gang to drain, and the gang would wait for that
+/// member.
 #[test]
 fn whoever_comes_back_while_its_gang_has_its_turn_goes_before_all_others() {
     let mut t = Talk::in_mode(AntiThrash::On);

@@ -1,4 +1,5 @@
-//! Limits: what clients and groups may allocate if the host is small or a rule limits them, and requests for more.
+//! Limits: the memory that clients and groups may allocate on a small host or under a rule, and
+//! requests for higher limits.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -6,7 +7,7 @@ use scheduler_sim::*;
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
-/// Two clients that need 2 GiB each, on a GPU of 16 GiB whose host has 8 GiB for evicted memory.
+/// Two clients need 2 GiB each on a GPU of 16 GiB. The host has 8 GiB for evicted memory.
 fn on_a_small_host() -> Talk {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.say(Event::HostMemory { bytes: 8 * GIB });
@@ -17,7 +18,7 @@ fn on_a_small_host() -> Talk {
     t.wish(1, 12 * GIB);
     t.map(1);
     t.map(2);
-    t.after(ms(1000)); // it has not taken it
+    t.after(ms(1000)); // client 1 has not used its limit
     t
 }
 
@@ -75,7 +76,7 @@ fn what_nobody_can_give_is_refused_at_once() {
     assert!(commands.contains(&denied(1, 14 * GIB)), "only 13 are not needed: {commands:?}");
 }
 
-/// A client that requests more than other programs left at the last measurement.
+/// A client that requests more than other programs left free at the last measurement.
 fn hoping() -> Talk {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.measured(8 * GIB);
@@ -96,7 +97,8 @@ fn what_others_use_is_measured_again_before_a_wish_is_refused() {
     let commands = t.measured(0);
     assert!(limits(&commands).contains(&(1, 16 * GIB)), "{commands:?}");
     assert!(limits(&present(&mut t, wished)).contains(&(1, 16 * GIB)));
-    // The other programs are still there; and no measurement can help a request beyond the GPU's size.
+    // The other programs are still there, and their memory cannot be allocated. No measurement can
+    // help a request above the GPU's size.
     let mut t = hoping();
     let wished = t.now;
     t.now += ms(5);
@@ -154,8 +156,9 @@ fn a_wish_waits_for_one_that_answers_late() {
     assert_eq!(t.attachment(1).committed, 14 * GIB, "more once the other has acknowledged that, too");
 }
 
-/// Clients that attach at the same time and need all memory, while the scheduler takes a millisecond for each message, so
-/// that lower limits are acknowledged seconds late. Returns how many got what they need, and how many were refused.
+/// Attaches clients at the same time. Each needs all memory. The scheduler takes 1 ms for each
+/// message, so clients acknowledge lower limits seconds later. Returns how many clients got the
+/// memory that they need, and how many were refused.
 fn crowd(clients: u64, demand: u64) -> (usize, usize) {
     let mut machine = Machine::new(Settings { context: 0, reserve: 0, ..settings(AntiThrash::Auto, ms(1000)) });
     let mut now = Duration::from_secs(100);
@@ -219,14 +222,15 @@ fn whoever_leaves_leaves_its_promise_to_others() {
     assert_eq!(t.machine.host().1, 0);
 }
 
-/// Clients in one group on the GPU of 16 GiB.
+/// Creates clients in one group on the GPU of 16 GiB.
 fn in_a_group(most: Amount, clients: u64) -> Talk {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     for n in 1..=clients {
         t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(0) });
         t.group(n, most);
         t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
-        // Each client has to acknowledge its lower limit before the next one can have the difference.
+        // Each client must acknowledge its lower limit before the next client can have the
+        // difference.
         for m in 1..=n {
             t.report(m, 0, 0, 0);
         }
@@ -271,7 +275,7 @@ fn a_group_divides_its_limit_by_need() {
     t.report(2, 2 * GIB, 2 * GIB, 0);
     assert_eq!(t.wish(2, 2 * GIB + 1), [denied(2, 2 * GIB + 1, Denial::MemoryMax)]);
     assert_eq!(t.wish(2, 9 * GIB), [denied(2, 9 * GIB, Denial::MemoryMax)]);
-    // Memory that one client leaves is available to the other.
+    // The memory that a disconnected client leaves is available to the other client.
     assert_eq!(limits(&t.say(Event::Disconnected { client: client(1) })), [(2, 8 * GIB)]);
 }
 
@@ -334,7 +338,7 @@ fn who_says_to_need_more_than_it_was_promised_is_promised_no_more() {
     t.report(2, 0, 0, 0);
     t.report(1, u64::MAX, 0, 0);
     assert!(t.attachment(1).limit + t.attachment(2).limit <= 8 * GIB);
-    // Nor does a report of no demand release what was promised: the promise still counts.
+    // A report of no demand doesn't release the promised memory: the promise still counts.
     let mut t = in_a_group(Amount::Bytes(8 * GIB), 1);
     t.report(1, 0, 0, 0);
     t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(0) });

@@ -1,5 +1,5 @@
-//! One test for each rule of the scheduler, meant to be read: in virtual time, with clients that behave as the
-//! library does (`World`), or message by message (`Talk`).
+//! One test for each rule of the scheduler, written to be read. The tests run in virtual time: with
+//! clients that behave as the library does (`World`), or message by message (`Talk`).
 
 mod absent;
 mod backfill;

@@ -1,4 +1,5 @@
-//! Turns: their length in each mode, when they end early, and which client is next.
+//! Turns: their length in each mode, the reasons to end them early, and the choice of the next
+//! client.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -97,7 +98,7 @@ fn a_lock_from_before_goes_on_as_a_turn_that_begins_now() {
     assert!(t.release(1, ReleaseReason::Revoked).contains(&grant(2)));
     // Only one of the two clients can hold the lock, so client 1 is revoked.
     assert_eq!(t.say(held(1)), [revoke(1)]);
-    // An unknown client, and a GPU that isn't attached.
+    // The scheduler ignores an unknown client, and a GPU that isn't attached.
     assert_eq!(t.say(held(9)), []);
     assert_eq!(t.say(Event::Held { client: client(1), gpus: gpus([5]) }), []);
 }
@@ -126,7 +127,8 @@ fn auto_lets_a_turn_last_where_bytes_must_move() {
     t.join(2, 12 * GIB);
     t.request(1);
     let commands = t.request(2);
-    // 8 GiB must leave and come back, at 24 GiB/s until the rate has been measured.
+    // 8 GiB must be evicted and restored. Until the rate has been measured, the scheduler assumes
+    // 24 GiB/s.
     assert!(commands.contains(&contended(1, 1, Duration::from_micros(666_666))), "{commands:?}");
     assert_eq!(t.after(ms(3333)), [], "five times what that takes is more than the time quantum");
     assert_eq!(t.after(ms(1)), [revoke(1)]);
@@ -184,7 +186,7 @@ fn nobody_is_passed_for_longer_than_the_time_quantum() {
     let mut world = World::with_gpu(AntiThrash::Auto, quantum, 16 * GIB);
     let long = world.add(Plan { demand: GIB, phases: 1, gpu: Duration::from_secs(3), ..Plan::default() });
     for n in 0..30 {
-        // Together they want more than all of the GPU's time.
+        // These clients together need more than the GPU's whole time.
         world.add(Plan { demand: 0, start: ms(n * 7), phases: 200, cpu: ms(100), gpu: ms(8), ..Plan::default() });
     }
     world.run(Duration::from_secs(120));
@@ -198,7 +200,7 @@ fn three_that_do_not_fit_together_finish_in_turn() {
     let job = Plan { demand: 12 * GIB, phases: 1, gpu: Duration::from_secs(10), ..Plan::default() };
     let clients = [world.add(job.clone()), world.add(job.clone()), world.add(job)];
     assert!(world.run(Duration::from_secs(40)));
-    // 8 GiB move at each change of the holder, at 40 GiB/s: thrashing would take many times longer.
+    // 8 GiB move at each change of the holder, at 40 GiB/s. Thrashing would take many times longer.
     assert!(world.now < Duration::from_millis(32_500), "{:?}", world.now);
     assert!(clients.iter().all(|c| world.revokes_of(*c).len() <= 2));
 }

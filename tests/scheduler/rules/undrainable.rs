@@ -1,4 +1,4 @@
-//! Holders whose work doesn't end: others run beside them.
+//! Holders whose work doesn't end. Other clients run beside them.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -213,7 +213,7 @@ fn a_request_from_before_a_holder_was_known_to_be_undrainable_holds_up_nobody() 
         t.request(n);
     }
     t.after(Duration::from_secs(1));
-    t.request(1); // it crossed the revoke
+    t.request(1); // the request crossed the revoke
     t.stuck(1, StuckReason::LongWork);
     assert!(t.after(Duration::from_secs(3)).contains(&grant(2)));
     assert_eq!(t.release(2, ReleaseReason::Idle), []);
@@ -224,8 +224,8 @@ fn a_request_from_before_a_holder_was_known_to_be_undrainable_holds_up_nobody() 
 fn a_holder_that_goes_on_is_not_asked_for_the_lock_on_its_own_behalf() {
     let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
-    t.request(1); // from a thread that waits at its closed gate
-    t.stuck(1, StuckReason::NeedsHost); // so it opens the gate again
+    t.request(1); // a thread waits at the client's closed gate
+    t.stuck(1, StuckReason::NeedsHost); // so the client opens its gate again
     t.say(Event::Disconnected { client: client(2) });
     assert_eq!(t.after(ms(100)), [contended(1, 0, ms(1))]);
     assert_eq!(t.after(Duration::from_secs(10)), []);

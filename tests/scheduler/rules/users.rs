@@ -5,8 +5,8 @@ use nvshare_sched::*;
 use scheduler_sim::*;
 use std::time::Duration;
 
-/// Clients 1, 2, … of these users, which all want the whole GPU permanently. Returns the clients in the
-/// order of their turns.
+/// Connects clients 1, 2, … of these users. All of them always need the whole GPU. Returns the
+/// clients in the order of their turns.
 fn turns_of(users: &[u64], count: usize) -> Vec<u64> {
     let mut t = Talk::in_mode(AntiThrash::On);
     for (n, user) in (1..).zip(users) {
@@ -58,13 +58,13 @@ fn a_holder_that_would_be_the_next_is_not_asked_for_the_lock() {
     assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
     t.release(1, ReleaseReason::Revoked);
     t.request(1);
-    // Client 2 takes two seconds more to drain, which it owes client 1.
+    // Client 2 takes 2 s longer to drain. Client 1 is owed that time.
     assert_eq!(t.after(Duration::from_secs(1)), [revoke(2)]);
     t.after(Duration::from_secs(2));
     t.release(2, ReleaseReason::Revoked);
     t.request(2);
     assert_eq!(t.state(1), LockState::Holding);
-    // So client 1 continues until their times since then are even.
+    // So client 1 continues until both have had the same time since then.
     assert_eq!(t.after(Duration::from_secs(1)), []);
     assert_eq!(t.after(ms(499)), []);
     assert_eq!(t.after(ms(1)), [revoke(1)]);
@@ -81,7 +81,7 @@ fn what_a_user_had_while_others_needed_little_is_not_held_against_it() {
         t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
         t.report(n, 0, 0, 0);
     }
-    // Client 1 always has work; clients 2 and 5 have a little now and then.
+    // Client 1 always has work. Clients 2 and 5 sometimes have a little work.
     t.request(1);
     for _ in 0..500 {
         t.request(2);

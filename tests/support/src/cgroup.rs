@@ -1,5 +1,5 @@
-//! Makes cgroups that look like systemd's units without systemd, and mounts version 2 where the
-//! scheduler looks for it.
+//! Creates cgroups that look like systemd's units, without systemd. Also mounts cgroup version 2
+//! where the scheduler looks for it.
 
 use std::fs;
 use std::io;
@@ -17,8 +17,8 @@ const ROOT: &str = "/sys/fs/cgroup";
 /// The time limit for killed processes to end.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A cgroup in each relevant hierarchy: in systemd's hierarchy of version 1, if there is one, which
-/// determines a process's unit, and at the same path in version 2.
+/// A cgroup in each relevant hierarchy. If systemd's hierarchy of version 1 exists, it determines a
+/// process's unit. The cgroup has the same path in version 2.
 #[derive(Debug)]
 pub struct Unit {
     /// The path from the root of the hierarchy.
@@ -27,7 +27,7 @@ pub struct Unit {
 }
 
 impl Unit {
-    /// Returns `None`, and prints why, if the cgroup cannot be made.
+    /// Returns `None` and prints the reason if the cgroup cannot be created.
     pub fn new(name: &str) -> Option<Self> {
         let cgroups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         let of = |kind: &str| {
@@ -91,7 +91,7 @@ pub struct Limited {
 }
 
 impl Limited {
-    /// Returns `None`, and prints why, if the cgroup cannot be made.
+    /// Returns `None` and prints the reason if the cgroup cannot be created.
     pub fn new(name: &str, limit: u64) -> Option<Self> {
         let cgroups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         let own = |kind: &str| {
@@ -155,7 +155,7 @@ impl Drop for Limited {
     }
 }
 
-/// The number after a name.
+/// Returns the number that follows a name.
 fn value(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
 }
@@ -170,15 +170,16 @@ impl Drop for Stay {
     }
 }
 
-/// Makes a command find cgroups of version 2 at their usual mount point. Requires root if they are
-/// elsewhere.
+/// Lets a command find cgroups of version 2 at their usual mount point. Requires root if they are
+/// mounted elsewhere.
 pub fn finds_version_2(command: &mut Command) {
     if mounted(" - cgroup2 ").as_deref() != Some(Path::new(ROOT)) {
         finds(command, c"cgroup2");
     }
 }
 
-/// Makes a command find another file system there. Requires root.
+/// Lets a command find a file system other than cgroup version 2 at that mount point. Requires
+/// root.
 pub fn finds_no_version_2(command: &mut Command) {
     finds(command, c"tmpfs");
 }
@@ -198,7 +199,7 @@ fn finds(command: &mut Command, kind: &'static std::ffi::CStr) {
     unsafe { command.pre_exec(mount) };
 }
 
-/// The mount point of a hierarchy, found by a part of its line.
+/// Returns the mount point of a hierarchy. `kind` is a part of its line in `mountinfo`.
 fn mounted(kind: &str) -> Option<PathBuf> {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     let line = mounts.lines().find(|line| line.contains(kind))?;

@@ -20,7 +20,7 @@ pub const GIB: u64 = 1 << 30;
 pub const GPU: Uuid = Uuid([7; 16]);
 pub const GPU_NAME: &str = "GPU-07070707-0707-0707-0707-070707070707";
 
-/// The lines of a process's standard error, as they arrive.
+/// The lines of a process's standard error. They are added as they arrive.
 #[derive(Debug, Clone, Default)]
 pub struct Log(Arc<(Mutex<Vec<String>>, Condvar)>);
 
@@ -37,7 +37,7 @@ impl Log {
         log
     }
 
-    /// The lines so far, also after a wait for a line has failed.
+    /// The lines so far. They are available even after a failed wait.
     pub fn lines(&self) -> Vec<String> {
         self.0.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -75,7 +75,7 @@ impl Daemon {
         Self::start_with(|_, _| ())
     }
 
-    /// Starts a daemon; `change` extends its command line. By default it is on no bus.
+    /// Starts a daemon, by default without a bus. `change` extends its command line.
     pub fn start_with(change: impl FnOnce(&mut Command, &Path)) -> Self {
         Self::start_in(Directory::new(), None, change)
     }
@@ -113,14 +113,14 @@ impl Daemon {
         self.directory.0.join("control/control.sock")
     }
 
-    /// A client after `Hello` and `Welcome`.
+    /// Connects a client, which has exchanged `Hello` and `Welcome`.
     #[track_caller]
     pub fn client(&self) -> Client {
         Client::welcomed(&self.socket())
     }
 
-    /// A client that holds the lock, and a client that waits for it: both need 12 GiB of the GPU's
-    /// 16 GiB.
+    /// Connects a client that holds the lock and a client that waits for it. Each needs 12 GiB of
+    /// the GPU's 16 GiB.
     #[track_caller]
     pub fn holder_and_waiter(&self) -> [Client; 2] {
         let clients = [self.client(), self.client()];
@@ -157,7 +157,7 @@ impl Daemon {
         Duration::from_nanos(threads.filter_map(|thread| ran(thread.ok()?)).sum())
     }
 
-    /// Runs `nvsharectl` on its control socket.
+    /// Runs `nvsharectl` on the daemon's control socket.
     pub fn ctl(&self, arguments: &[&str]) -> Output {
         let mut command = ctl();
         command.arg("--control").arg(self.control()).args(arguments);
@@ -200,7 +200,7 @@ pub fn command(directory: &Path) -> Command {
     let mut command = Command::new(artifact("nvshare-scheduler"));
     command.arg("--socket").arg(directory.join("run/scheduler.sock"));
     command.arg("--control-socket").arg(directory.join("control/control.sock"));
-    // Hides the machine that runs the tests: no real GPUs, no service manager.
+    // Hides this machine's service manager from the daemon.
     command.env_remove("NOTIFY_SOCKET").env_remove("JOURNAL_STREAM").env_remove("STATE_DIRECTORY");
     command
 }
@@ -249,12 +249,12 @@ pub fn is_root() -> bool {
     unsafe { libc::geteuid() == 0 }
 }
 
-/// A client that does nothing by itself.
+/// A client that sends only the messages that a test sends.
 #[derive(Debug)]
 pub struct Client {
     pub socket: OwnedFd,
     pub id: u64,
-    /// The protocol version that it speaks.
+    /// The protocol version that the client speaks.
     pub version: u16,
 }
 
@@ -304,7 +304,7 @@ impl Client {
         n == packet.len() as isize
     }
 
-    /// The next message; `None` at the end of the connection.
+    /// Receives the next message. Returns `None` at the end of the connection.
     #[track_caller]
     pub fn receive(&self) -> Option<SchedulerMessage> {
         let mut buffer = [0u8; MAX_LEN];
@@ -410,8 +410,8 @@ pub fn memory(slot: u32, demand: u64, mapped: u64) -> ClientMessage {
     }
 }
 
-/// A report of a client whose unmapped memory is in the host, with acknowledgements of an allowance
-/// and a limit.
+/// Returns a report of a client whose unmapped memory is in the host. The report acknowledges an
+/// allowance and a limit.
 pub fn memory_after(ack: u32, limit_ack: u32, demand: u64, mapped: u64) -> ClientMessage {
     let (slot, swapped, pinned, device_free) = (0, demand - mapped, 0, u64::MAX);
     let (host, counts) = (swapped, Counts::default());
@@ -434,8 +434,8 @@ pub fn release() -> ClientMessage {
     ClientMessage::Release { gpus: 1, reason: ReleaseReason::Idle, busy_us: 0 }
 }
 
-/// A command that runs one of this test program's ignored tests, by its full name, as a separate
-/// process with `NVSHARE_TEST_SOCKET`.
+/// Returns a command that runs an ignored test of this test program as a separate process with
+/// `NVSHARE_TEST_SOCKET`. `name` is the test's full name.
 pub fn helper(name: &str, socket: &Path) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args([name, "--exact", "--ignored", "--nocapture", "--test-threads=1"]);
@@ -443,7 +443,7 @@ pub fn helper(name: &str, socket: &Path) -> Command {
     command
 }
 
-/// The socket that a helper was given.
+/// The path of the socket that a helper received.
 pub fn helper_socket() -> PathBuf {
     PathBuf::from(std::env::var_os("NVSHARE_TEST_SOCKET").expect("run by a test, not by hand"))
 }

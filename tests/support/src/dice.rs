@@ -10,15 +10,15 @@ impl Dice {
         Self(fastrand::Rng::with_seed(seed))
     }
 
-    /// Dice with the [seed](Self::seed) of this run, which is printed.
+    /// Creates dice with the [seed](Self::seed) of this run, and prints the seed.
     pub fn seeded() -> Self {
         let seed = Self::seed();
         eprintln!("NVSHARE_TEST_SEED={seed}");
         Self::new(seed)
     }
 
-    /// The seed of this run: by default a constant, so that results are reproducible as far as
-    /// timing allows. `NVSHARE_TEST_SEED` sets another number, or `random`.
+    /// The seed of this run. By default the seed is a constant, so results are reproducible as far
+    /// as timing allows. `NVSHARE_TEST_SEED` sets another number, or `random`.
     pub fn seed() -> u64 {
         match std::env::var("NVSHARE_TEST_SEED").as_deref() {
             Err(_) => 1,
@@ -45,7 +45,7 @@ impl Dice {
         *self.choose(from).expect("something to pick from")
     }
 
-    /// A random element of a list; `None` if the list is empty.
+    /// A random element of a list, or `None` if the list is empty.
     pub fn choose<'a, T>(&mut self, from: &'a [T]) -> Option<&'a T> {
         self.0.choice(from)
     }

@@ -17,12 +17,12 @@ impl Directory {
             let path = std::env::temp_dir().join(name);
             match fs::create_dir(&path) {
                 Ok(()) => break path,
-                // A killed test with the same pid has left it.
+                // A test with the same pid was killed and left this directory.
                 Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
                 Err(e) => panic!("{}: {e}", path.display()),
             }
         };
-        // Helpers that run as other users need the sockets in it.
+        // Helpers that run as other users need the sockets in this directory.
         fs::set_permissions(&path, Permissions::from_mode(0o755)).expect("its mode");
         Self(path)
     }

@@ -1,5 +1,5 @@
-//! A private disk for a test that can become full or lose most of its contents: an ext4 file system
-//! on a loop device.
+//! A private disk for a test: an ext4 file system on a loop device. The disk can become full, or
+//! lose most of its contents.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use crate::{Directory, MIB, artifact};
 
-/// The bytes that are left after [`Disk::lose`]: the first tables of the file system.
+/// Bytes of the disk's image that remain after [`Disk::lose`]: the first tables of the file system.
 const LEFT: u64 = 4 << 20;
 
 #[derive(Debug)]
@@ -20,9 +20,9 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Returns `None`, and prints why, if the disk cannot be made.
+    /// Returns `None` and prints the reason if the disk cannot be created.
     pub fn new(name: &str, size: u64) -> Option<Self> {
-        // Not in the temporary directory, which may be in RAM.
+        // The image is not in the temporary directory, because that directory may be in RAM.
         let directory =
             Directory(artifact("nvshare-scheduler").with_file_name(format!("{name}-{}", std::process::id())));
         let (image, mounted) = (directory.0.join("image"), directory.0.join("disk"));
@@ -62,7 +62,7 @@ impl Disk {
         }
     }
 
-    /// Truncates the disk's image, so that its contents cannot be read.
+    /// Truncates the disk's image, so that most contents of the disk cannot be read.
     pub fn lose(&self) -> io::Result<()> {
         self.image.sync_all()?;
         self.image.set_len(LEFT)
@@ -71,7 +71,7 @@ impl Disk {
 
 impl Drop for Disk {
     fn drop(&mut self) {
-        // Lazy, since ending processes may still have open files.
+        // The unmount is lazy, because processes that are about to end may still have open files.
         let _ = Command::new("umount").arg("-l").arg(&self.mounted).status();
         let _ = fs::remove_dir_all(&self.directory.0);
     }

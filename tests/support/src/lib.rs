@@ -1,4 +1,4 @@
-//! Code that tests and benchmarks of several layers share.
+//! Code that is shared by tests and benchmarks of several layers.
 
 pub mod cgroup;
 pub mod daemon;
@@ -22,18 +22,20 @@ pub use own_process::has_own_process;
 
 pub const MIB: u64 = 1 << 20;
 
-/// The limit of every wait: long enough for a loaded machine, and reached only by a failure.
+/// The time limit of every wait. It is long enough for a loaded machine, so only a failure reaches
+/// it.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 const LOOK: Duration = Duration::from_millis(5);
 
-/// A directory with artifacts of another version, which replace the built ones: `make
-/// check-compatibility`.
+/// The variable with a directory of another version's artifacts, which replace the built ones.
+/// `make check-compatibility` sets it.
 const OTHER_VERSION: &str = "NVSHARE_TEST_OTHER_VERSION";
 
-/// Set by `.ci/run`, whose machine has everything that tests need.
+/// The variable that requires every test to run. `.ci/run` sets it, on a machine that meets all
+/// requirements of tests.
 const ALL: &str = "NVSHARE_TEST_ALL";
 
-/// Reports that this machine lacks a requirement of a test or of a part of it. The caller then
+/// Reports that this machine lacks a requirement of a test, or of a part of a test. The caller then
 /// returns, and the test passes.
 ///
 /// # Panics
@@ -44,7 +46,8 @@ pub fn skip(needed: impl Display) {
     eprintln!("skipped: this test needs {needed}");
 }
 
-/// The path of a build artifact: cargo puts it beside the directory of this test program.
+/// Returns the path of a build artifact. Cargo stores artifacts in the parent directory of this
+/// test program's directory.
 pub fn artifact(name: &str) -> PathBuf {
     if let Some(directory) = std::env::var_os(OTHER_VERSION) {
         let path = Path::new(&directory).join(name);

@@ -1,6 +1,6 @@
 //! A simulated machine for each test: a GPU, a scheduler, and real programs with `libnvshare.so`
-//! preloaded. All files are in one directory. Processes are killed when the test ends, and their
-//! output is printed when it fails.
+//! preloaded. All files are in one directory. When the test ends, its processes are killed. If the
+//! test fails, the output of the processes is printed.
 
 mod card;
 mod program;
@@ -35,14 +35,14 @@ pub struct Setup {
     pub context: u64,
     pub time_quantum: Duration,
     pub anti_thrash: &'static str,
-    /// The speeds, the host and NVML's capabilities, unless the simulator's settings override them.
+    /// The card's speeds, its host and NVML's capabilities. The simulator's settings override them.
     pub card: Card,
-    /// Limit of host memory for swapped memory.
+    /// The limit of host memory for swapped memory.
     pub swap_max: &'static str,
-    /// The size limit of swap files, if there are any. They are in the programs' directory, as
-    /// temporary files may be in RAM.
+    /// The size limit of swap files, if swap files are used. They are in the programs' directory,
+    /// because temporary files may be in RAM.
     pub file_max: Option<&'static str>,
-    /// The idle time after which programs sleep if others need the room.
+    /// The idle time after which programs sleep if other programs need the room.
     pub sleep_after: &'static str,
     /// The placement of programs that choose no GPU.
     pub placement: &'static str,
@@ -50,14 +50,14 @@ pub struct Setup {
     pub rules: String,
     /// Further settings of the simulator.
     pub simulator: Vec<(&'static str, String)>,
-    /// Symbols that the driver lacks, like older drivers.
+    /// Symbols that the driver lacks. Older drivers lack some symbols, too.
     pub without: &'static str,
 }
 
 /// A time quantum that outlasts every test.
 pub const HOUR: Duration = Duration::from_secs(3600);
 
-/// The scheduler's default; a card may lower it.
+/// The scheduler's default. A card may lower it.
 const ANY_SWAP: &str = "80%";
 
 impl Default for Setup {
@@ -97,17 +97,17 @@ pub struct Machine {
     /// The number of schedulers started so far. Each writes its own log and record.
     runs: u32,
     launched: AtomicU32,
-    /// The records of all schedulers, as far as they have been read.
+    /// The records of all schedulers. Each has been read up to some point.
     records: Mutex<Vec<Record>>,
 }
 
 impl Machine {
-    /// A machine without a scheduler.
+    /// Creates a machine without a scheduler.
     pub fn new(setup: Setup) -> Self {
         let directory = Directory::new();
         let libraries = directory.0.join("lib");
         fs::create_dir(&libraries).expect("a directory for the libraries");
-        // Like a service's runtime directory, it outlives the scheduler.
+        // This directory outlives the scheduler, like a service's runtime directory.
         fs::create_dir(directory.0.join("run")).expect("a directory for the socket");
         for (file, name) in [("libcuda.so", "libcuda.so.1"), ("libnvidia_ml.so", "libnvidia-ml.so.1")] {
             symlink(artifact(file), libraries.join(name)).expect("a link to a library");
@@ -147,7 +147,7 @@ impl Machine {
         }
     }
 
-    /// A machine with a scheduler whose connections outlive it.
+    /// Creates a machine with a scheduler whose connections outlive it.
     pub fn with_manager(setup: Setup) -> Self {
         let mut machine = Self::new(setup);
         machine.manager = Some(Manager::new(&machine.directory.0));
@@ -155,7 +155,7 @@ impl Machine {
         machine
     }
 
-    /// A machine with a scheduler.
+    /// Creates a machine with a scheduler.
     pub fn with_scheduler(setup: Setup) -> Self {
         let mut machine = Self::new(setup);
         machine.start_scheduler();
@@ -176,7 +176,7 @@ impl Machine {
         self.start_scheduler_with(|_| ());
     }
 
-    /// Starts a scheduler; `change` extends its command line.
+    /// Starts a scheduler. `change` extends its command line.
     pub fn start_scheduler_with(&mut self, change: impl FnOnce(&mut Command)) {
         assert!(self.scheduler.is_none(), "it runs already");
         self.runs += 1;
@@ -217,14 +217,14 @@ impl Machine {
         self.scheduler.take().expect("a scheduler runs").wait().expect("its end");
     }
 
-    /// Runs `nvsharectl` and returns its output, whether or not it succeeds.
+    /// Runs `nvsharectl` and returns its output, even if it fails.
     pub fn ctl_output(&self, arguments: &[&str]) -> Output {
         let mut command = Command::new(artifact("nvsharectl"));
         command.arg("--control").arg(self.path("control/control.sock")).args(arguments);
         command.env_remove("LD_PRELOAD").stdin(Stdio::null()).output().expect("nvsharectl starts")
     }
 
-    /// An `nvsharectl` command to start concurrently.
+    /// Returns an `nvsharectl` command that the test can start concurrently.
     pub fn order(&self, words: &str) -> Launch<'_> {
         let control = self.path("control/control.sock");
         let mut launch = self.command(&artifact("nvsharectl"), &["--control"]).without_nvshare();
@@ -284,7 +284,7 @@ impl Machine {
         read(&mut records.iter_mut().flat_map(|record| record.moves()))
     }
 
-    /// Waits for a move, beyond the first `skip`.
+    /// Waits for a move. The first `skip` moves don't count.
     #[track_caller]
     pub fn wait_for_move(&self, skip: usize, what: &str, mut wanted: impl FnMut(&Move) -> bool) -> Move {
         wait_for(what, || self.read_moves(|all| all.skip(skip).find(|m| wanted(m)).cloned()))
@@ -298,7 +298,7 @@ impl Machine {
         wait_for(&what, || self.read_moves(|all| (all.filter(is_own).count() >= count).then_some(())));
     }
 
-    /// Waits until memory of each of these programs has left the GPU and returned.
+    /// Waits until memory of each of these programs has been evicted and restored.
     #[track_caller]
     pub fn wait_for_exchange(&self, programs: &[Program]) {
         for program in programs {
@@ -345,7 +345,7 @@ impl Machine {
         command.envs(self.setup.simulator.iter().map(|(name, value)| (*name, value)));
     }
 
-    /// `cuda-program` with these arguments, under nvshare and traced.
+    /// Runs `cuda-program` with these arguments, with nvshare and its trace.
     pub fn program(&self, words: &str) -> Launch<'_> {
         let mut launch = self.command(&artifact("cuda-program"), &[]);
         launch.command.args(words.split_whitespace());
@@ -353,13 +353,13 @@ impl Machine {
         launch
     }
 
-    /// `cuda-program` that starts in the cgroup of this `cgroup.procs` file.
+    /// Runs `cuda-program` in the cgroup of this `cgroup.procs` file.
     pub fn program_in(&self, group: &Path, words: &str) -> Launch<'_> {
         let script = format!("echo $$ > {} && exec {} {words}", group.display(), artifact("cuda-program").display());
         self.command(Path::new("/bin/sh"), &["-c", &script])
     }
 
-    /// Any command, under nvshare and traced.
+    /// Runs a command with nvshare and its trace.
     pub fn command(&self, program: &Path, arguments: &[&str]) -> Launch<'_> {
         let mut command = Command::new(program);
         command.args(arguments);
@@ -369,7 +369,8 @@ impl Machine {
         Launch { machine: self, command, name: format!("{} {}", program.display(), arguments.join(" ")) }
     }
 
-    /// `nvsharectl run` of `cuda-program` with these arguments; the library is not preloaded here.
+    /// Runs `cuda-program` with these arguments under `nvsharectl run`. The library is not
+    /// preloaded into `nvsharectl`.
     pub fn run(&self, options: &[&str], words: &str) -> Launch<'_> {
         let mut launch = self.command(&artifact("nvsharectl"), &["run"]);
         launch.command.env_remove("LD_PRELOAD").arg("--library").arg(artifact("libnvshare.so")).args(options);
@@ -379,7 +380,7 @@ impl Machine {
     }
 
     /// Stops a program while it has no work on the GPU. A real GPU continues the work of a stopped
-    /// process; the simulated one waits for the process.
+    /// process, but the simulated GPU waits for the process.
     #[track_caller]
     pub fn stop_beside_work(&self, program: &Program) {
         wait_for("a moment without work", || {
@@ -409,7 +410,7 @@ impl Machine {
     #[track_caller]
     pub fn free_on(&self, gpu: usize) -> u64 {
         let report = self.program(&format!("info --device {gpu}")).without_nvshare().start().finish();
-        report.number("free") + self.setup.context // its own context
+        report.number("free") + self.setup.context // the context of the program that reports
     }
 }
 

@@ -1,5 +1,5 @@
-//! A fake systemd: receives a daemon's messages on the notification socket, stores its descriptors,
-//! and passes them to the next daemon.
+//! A fake systemd. It receives a daemon's messages on the notification socket, stores the daemon's
+//! descriptors, and passes them to the next daemon.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,7 +13,7 @@ use std::thread;
 
 /// The first descriptor that systemd passes.
 const FIRST: RawFd = 3;
-/// A number above all descriptors that a test uses.
+/// A number that exceeds all descriptors used by a test.
 const OUT_OF_THE_WAY: RawFd = 500;
 
 #[derive(Debug, Clone)]
@@ -25,7 +25,7 @@ pub struct Manager {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Stored descriptors by name; several can have the same name.
+    /// Stored descriptors by name. Several descriptors can have the same name.
     kept: BTreeMap<String, Vec<OwnedFd>>,
     /// All received lines.
     said: Vec<String>,
@@ -81,12 +81,13 @@ impl Manager {
         state.said.iter().rev().find_map(|line| line.strip_prefix(name)?.strip_prefix('=').map(str::to_owned))
     }
 
-    /// A command that runs `command` as a service of this manager, with the stored descriptors.
+    /// Returns a command that runs `command` as a service of this manager, with the stored
+    /// descriptors.
     pub fn wrap(&self, command: &Command) -> Command {
         let mut state = self.state.lock().expect("the state");
-        // systemd also reads a service's messages before it handles the service's end.
+        // Like systemd, reads a service's messages before it handles the service's end.
         state.hear_all(&self.socket);
-        // Closed connections are dropped, as in systemd.
+        // Like systemd, drops closed connections.
         for descriptors in state.kept.values_mut() {
             descriptors.retain(|descriptor| !has_hung_up(descriptor));
         }
@@ -95,7 +96,7 @@ impl Manager {
         let names: Vec<String> = all().map(|(name, _)| name.clone()).collect();
         let copies: Vec<OwnedFd> = all().map(|(_, kept)| copy_of(kept).expect("a descriptor")).collect();
         let mut wrapped = Command::new("sh");
-        // A shell sets LISTEN_PID, since the pid is known only after the fork.
+        // A shell sets LISTEN_PID because the pid is known only after the fork.
         wrapped.args(["-c", "LISTEN_PID=$$ exec \"$0\" \"$@\""]).arg(command.get_program()).args(command.get_args());
         for (name, value) in command.get_envs() {
             match value {
@@ -106,7 +107,7 @@ impl Manager {
         wrapped.env("NOTIFY_SOCKET", &self.path);
         wrapped.env("LISTEN_FDS", names.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
         // SAFETY: the closure makes only system calls, which are async-signal-safe. It owns the copies, so
-        // they live until the command is dropped.
+        // they are open until the command is dropped.
         unsafe {
             wrapped.pre_exec(move || {
                 for (to, from) in (FIRST..).zip(&copies) {
@@ -164,7 +165,7 @@ fn receive(socket: &UnixDatagram) -> io::Result<(String, Vec<OwnedFd>)> {
     }
 }
 
-/// A copy whose number is above the numbers for children.
+/// Returns a copy of a descriptor. Its number exceeds all numbers that children use.
 fn copy_of(descriptor: &OwnedFd) -> io::Result<OwnedFd> {
     // SAFETY: the descriptor is open during the call. The new one has no other owner.
     match unsafe { libc::fcntl(descriptor.as_raw_fd(), libc::F_DUPFD_CLOEXEC, OUT_OF_THE_WAY) } {
@@ -177,8 +178,8 @@ fn has_hung_up(descriptor: &OwnedFd) -> bool {
     poll(descriptor.as_raw_fd(), 0, 0) & (libc::POLLHUP | libc::POLLERR) != 0
 }
 
-/// Waits for one of `events`, for at most `milliseconds`, or without limit for -1. Returns the events that
-/// occurred.
+/// Waits for one of `events`, for at most `milliseconds`. The value -1 means no limit. Returns the
+/// events that occurred.
 fn poll(descriptor: RawFd, events: i16, milliseconds: i32) -> i16 {
     let mut entry = libc::pollfd { fd: descriptor, events, revents: 0 };
     // SAFETY: `entry` is one live entry.

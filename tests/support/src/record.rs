@@ -1,4 +1,4 @@
-//! The file that `nvshare-scheduler --record` writes, as a list of moves of locks and memory.
+//! Reads the file that `nvshare-scheduler --record` writes, as a list of moves of locks and memory.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use nvshare_sched::{ClientId, Command, Event, GpuId, GpuSet, StuckReason};
 use serde::Deserialize;
 
-/// An event of a client, on one GPU or on none.
+/// An event of a client, on one GPU or on no GPU.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Move {
     /// The number of the scheduler, from 1.
@@ -50,7 +50,7 @@ pub struct Record {
     file: Option<File>,
     /// The beginning of an incomplete line.
     rest: Vec<u8>,
-    /// The process of each client, and whether it continues from an earlier scheduler.
+    /// Each client's process, and whether the client continues from an earlier scheduler.
     clients: BTreeMap<ClientId, (u32, bool)>,
     memory: BTreeMap<(ClientId, GpuId), Memory>,
     moves: Vec<Move>,
@@ -162,7 +162,7 @@ impl Record {
                     let before = std::mem::replace(&mut memory.allowance, *bytes);
                     let what = match *bytes {
                         bytes if bytes < memory.mapped.min(before) => "evict",
-                        bytes if bytes < before => "take-back", // no memory has to leave
+                        bytes if bytes < before => "take-back", // no memory must be evicted
                         _ => "credit",
                     };
                     self.add(ms, *client, what, before.abs_diff(*bytes));
@@ -192,7 +192,7 @@ pub fn grants(moves: &[Move], pid: u32) -> usize {
     moves.iter().filter(|m| m.what == "grant" && m.pid == pid).count()
 }
 
-/// The processes that were granted the lock, in order.
+/// The processes that were granted the lock, in the order of the grants.
 pub fn turns(moves: &[Move]) -> Vec<u32> {
     moves.iter().filter(|m| m.what == "grant").map(|m| m.pid).collect()
 }
@@ -222,7 +222,7 @@ pub fn holders(moves: &[Move]) -> Vec<(Move, Vec<u64>)> {
     list
 }
 
-/// Asserts that there were never two holders at the same time.
+/// Asserts that no two clients ever held the lock at the same time.
 #[track_caller]
 pub fn assert_one_holder(moves: &[Move]) {
     for (m, now) in holders(moves) {

@@ -1,6 +1,6 @@
-//! Counts the instructions that a program's first thread executes in user mode, by single-stepping
-//! with `ptrace(2)`. The count is reproducible under any load. A system call counts as one
-//! instruction.
+//! Counts the instructions that a program's first thread executes in user mode. It single-steps the
+//! thread with `ptrace(2)`, so the count is reproducible under any load. A system call counts as
+//! one instruction.
 
 use std::{
     io,
@@ -8,7 +8,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-/// Runs the program to its end and counts its instructions. Its output is discarded.
+/// Runs the program to its end and counts its instructions. The program's output is discarded.
 ///
 /// # Errors
 /// The program cannot be started or traced, or it fails.
@@ -16,8 +16,9 @@ pub fn instructions(command: &mut Command) -> io::Result<u64> {
     Ok(stepped(command, None)?.iter().sum())
 }
 
-/// Runs the program to its end, and counts the instructions between the `SIGUSR1`s that it sends
-/// itself. The signals are not delivered. The program runs at full speed until the first one.
+/// Runs the program to its end, and counts the instructions between the `SIGUSR1` signals that it
+/// sends itself. The signals are not delivered. The program runs at full speed until the first
+/// signal.
 ///
 /// # Errors
 /// As for [`instructions`].
@@ -27,8 +28,8 @@ pub fn between_signals(command: &mut Command) -> io::Result<Vec<u64>> {
     Ok(counts.split_off(1.min(counts.len())))
 }
 
-/// Counts the instructions before the first signal (0 if there is a signal, since these are not
-/// counted), and then up to each following signal.
+/// Counts the instructions up to each signal. The first count is for the instructions before the
+/// first signal, and is 0 with `signal_between`.
 fn stepped(command: &mut Command, signal_between: Option<i32>) -> io::Result<Vec<u64>> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     // SAFETY: both calls are async-signal-safe. `ADDR_NO_RANDOMIZE` makes addresses, and so hash

@@ -1,4 +1,4 @@
-"""A GPU for stand-ins of trainings and servers, by the plain driver API: memory with contents, and work for a given time."""
+"""A GPU for stand-ins of trainings and servers, by the plain driver API. It offers memory with contents, and work for a given time."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ PTX = b"""
 .address_size 64
 .visible .entry spin_ns(.param .u64 ns) { ret; }
 """
-# Work is submitted in kernels of this length, so that a turn can end between two.
+# Work is submitted in kernels of this length, so that a turn can end between two kernels.
 KERNEL_MS = 5
 PIECE = 32 << 20
 
@@ -43,7 +43,7 @@ class Gpu:
         call("cuCtxSetCurrent", self.context)
 
     def load(self, bytes):
-        """Allocates memory and fills it by copies, like a model that is loaded: memory that was never written need not move."""
+        """Allocates memory and fills it by copies, like a loaded model. Memory that was never written would not have to move."""
         at, piece = ctypes.c_uint64(), os.urandom(min(bytes, PIECE))
         call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(bytes))
         for start in range(0, bytes, PIECE):

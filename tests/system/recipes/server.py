@@ -1,4 +1,4 @@
-"""A stand-in for a model server: server.py --port 8001 [--memory 1G]. It answers each request after a moment's work."""
+"""A stand-in for a model server: server.py --port 8001 [--memory 1G]. It answers each request after a short piece of work."""
 
 import argparse
 import threading

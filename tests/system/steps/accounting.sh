@@ -1,9 +1,10 @@
 #!/bin/bash
-# The GPU usage of users is recorded in a file of the scheduler, and outlives it. Users see their own usage.
+# The scheduler records the GPU usage of users in a file, which outlives the scheduler. Users see
+# their own usage.
 . "$(dirname "$0")/../lib.sh"
 
 tenant="user $(id -u $user)"
-# The number of grants in total.
+# Prints the number of grants to a tenant.
 had() { # tenant
     nvsharectl report --json | jq "[.[] | select(.tenant == \"$1\").grants] | add // 0"
 }
@@ -22,7 +23,8 @@ says "$tenant" sh -c "runuser -u $user -- nvsharectl report --json | jq -r '.[].
 systemctl restart $unit
 has_had root "$root" && has_had "$tenant" "$of_user" || fail "a restart has lost something: $(nvsharectl report)"
 says "nvshare:nvshare 600" stat -c '%U:%G %a' /var/lib/nvshare/usage.sqlite
-# A scheduler that is killed loses the last minute and no more, and the next one continues from there.
+# If a scheduler is killed, only the usage of the last minute is lost. The next scheduler continues
+# the record.
 systemctl kill --signal=KILL --kill-who=main $unit
 program mix --mem 16M --rounds 4 --gpu-ms 50 >/dev/null || fail "a program ended with $?"
 until_true "the program to be recorded" more root "$root"

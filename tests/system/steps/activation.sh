@@ -7,16 +7,16 @@ says "u 45" busctl get-property "${bus[@]}" TimeQuantum
 [ "$(systemctl is-active $unit)" = active ] || fail "$unit is $(systemctl is-active $unit)"
 nvsharectl reset
 
-# In tenths: 0.7.
+# The threshold is in tenths: 0.7.
 systemd-analyze security --no-pager --threshold=7 $unit >/tmp/said 2>&1 || fail "the service is exposed: $(tail -n 1 /tmp/said)"
-# It stays far below its limits. The process itself is checked, because containers seldom have the
-# controllers.
+# The scheduler stays far below its limits. The test reads the process's own figures, because
+# containers seldom have the controllers.
 says "64 $((2 << 30))" echo "$(shown TasksMax) $(shown MemoryMax)"
 of_process() { awk -v "field=$1:" '$1 == field { print $2 }' "/proc/$(shown MainPID)/status"; }
 [ "$(of_process Threads)" -le 32 ] || fail "the scheduler has $(of_process Threads) threads"
 [ "$(of_process VmRSS)" -le $((64 << 10)) ] || fail "an idle scheduler has $(of_process VmRSS) KiB"
 
-# One unit controls everything: the other socket and the service stop and start with it.
+# One unit controls all others: the other socket and the service stop and start together with it.
 systemctl stop nvshare.socket
 for stopped in nvshare.socket nvshare-control.socket nvshare-checkpoint.socket $unit; do
     until_true "$stopped to stop" sh -c "! systemctl is-active $stopped"

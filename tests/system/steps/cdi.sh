@@ -1,6 +1,6 @@
 #!/bin/bash
-# The CDI file for containers that share GPUs: it is written, and rewritten when NVIDIA's file changes, as it does with
-# each driver.
+# The CDI file for containers that share GPUs. It is written, and it is rewritten when NVIDIA's file
+# changes, which happens with each driver.
 . "$(dirname "$0")/../lib.sh"
 
 nvidias() { # driver

@@ -1,5 +1,6 @@
 #!/bin/bash
-# A user keeps memory free while games run, by a unit of the user's own service manager. GameMode is the real one.
+# A user keeps memory free while games run, through a unit of the user's service manager. GameMode
+# is the real program.
 . "$(dirname "$0")/../lib.sh"
 
 service=nvshare-games.service
@@ -12,7 +13,7 @@ systemctl start "user@$(id -u $user).service"
 rules=/etc/polkit-1/rules.d/10-test.rules
 printf 'polkit.addRule(function(action, subject) {\n    if (action.id == "org.nvshare.Scheduler1.make-room" && subject.user == "%s")\n        return polkit.Result.YES;\n});\n' $user >$rules
 chmod 644 $rules
-# The GPU is too small for 8 GiB; this is how the unit's file says to change that.
+# The GPU is too small for 8 GiB. The unit's file describes this way to change the size.
 mkdir -p /home/$user/.config/systemd/user/$service.d
 printf '[Service]\nExecStart=\nExecStart=/usr/bin/nvsharectl make-room --games 64M\n' >/home/$user/.config/systemd/user/$service.d/override.conf
 chown -R $user: /home/$user/.config

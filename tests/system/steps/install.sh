@@ -1,11 +1,11 @@
 #!/bin/bash
-# After the installation by name from a signed repository, nothing runs and nothing is preloaded: the administrator decides
-# that.
+# Installs the packages by name from a signed repository. Afterwards nothing runs and nothing is
+# preloaded: the administrator decides on both.
 . "$(dirname "$0")/../lib.sh"
 
 repository=$here/repository
 install -m 644 "$repository/nvshare.sources" /etc/apt/sources.list.d/
-# apt accepts nothing without the key, or with a tampered index.
+# Without the key, or with a tampered index, apt accepts no package.
 is_refused() { # why
     apt-get update -o Dir::Etc::sourcelist=/etc/apt/sources.list.d/nvshare.sources -o Dir::Etc::sourceparts=- >/tmp/apt.log 2>&1 || true
     ! apt-cache show nvshare >/dev/null 2>&1 || fail "apt accepts a repository $1: $(cat /tmp/apt.log)"

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Members of the group nvshare take the lock of a GPU whose device file they may open, and keep it over a restart of the
-# scheduler. An administrator may end it, and its owner is told.
+# Members of the group nvshare take the lock of a GPU whose device file they may open. They keep the
+# lock during a restart of the scheduler. An administrator may end the lock, and its owner is told.
 . "$(dirname "$0")/../lib.sh"
 
 refused "without a password" as_user nvsharectl lock -- true
@@ -32,5 +32,6 @@ grep -q "the lock was lost" /tmp/lock.log || fail "its owner is not told: $(cat 
 until_true "nothing to be kept" kept 0
 rm /tmp/lock.log
 gpasswd --delete $user nvshare >/dev/null
-# Otherwise steps that start the scheduler several times each would together reach its start limit.
+# Resets the counter of starts. Several steps start the scheduler repeatedly, and would together
+# reach its start limit.
 systemctl reset-failed $unit

@@ -1,5 +1,6 @@
 #!/bin/bash
-# Metrics: on no socket until an administrator enables one, then on TCP if configured, and on none again.
+# Metrics are on no socket until an administrator enables one. Then they are on TCP if configured,
+# and finally on no socket again.
 . "$(dirname "$0")/../lib.sh"
 
 unit_of_metrics=nvshare-metrics.socket

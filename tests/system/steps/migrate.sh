@@ -1,6 +1,6 @@
 #!/bin/bash
-# A program migrates to another GPU while it runs, and leaves a GPU that is drained. The simulated machine has two GPUs for
-# that.
+# A program migrates to another GPU while it runs, and leaves a GPU that is drained. For this test
+# the simulated machine has two GPUs.
 . "$(dirname "$0")/../lib.sh"
 
 mkdir -m 777 $simulated/two

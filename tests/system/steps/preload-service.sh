@@ -1,10 +1,10 @@
 #!/bin/bash
-# Single services preload the library: a service, the instances of a template, and services of a user's service
-# manager.
+# Only selected services preload the library: a single service, the instances of a template, and the
+# services of a user's service manager.
 . "$(dirname "$0")/../lib.sh"
 
 units=/etc/systemd/system
-# Reports its LD_PRELOAD, and whether the library is loaded.
+# A script that reports its LD_PRELOAD, and whether the library is loaded.
 cat >/usr/local/bin/nvshare-test-service <<'END'
 #!/bin/sh
 echo "${LD_PRELOAD:-nothing}, $(grep -c '/libnvshare\.so$' /proc/self/maps)" >"$1"
@@ -43,7 +43,7 @@ writes test-service.service "/usr/lib/other.so, 0"
 writes test-template@a.service "/usr/lib/other.so, 0"
 systemctl stop test-service.service test-template@a.service
 
-# A user's services have it, since systemd passes it on.
+# A user's services have the variable, because systemd passes it on.
 nvsharectl preload enable --user $user >/dev/null || fail "enable ended with $?"
 systemctl start "user@$(id -u $user).service"
 of_user() { runuser -u $user -- env XDG_RUNTIME_DIR="/run/user/$(id -u $user)" "$@"; }

@@ -1,5 +1,6 @@
 #!/bin/bash
-# The toggle: every program loads the library, and only CUDA programs do anything with it.
+# Turns preloading on and off. Every program loads the library, but the library acts only in CUDA
+# programs.
 . "$(dirname "$0")/../lib.sh"
 
 list=/etc/ld.so.preload
@@ -26,11 +27,11 @@ says "" /bin/true
 
 nvsharectl preload disable >/dev/null || fail "disable ended with $?"
 [ ! -e $list ] || fail "$list is still there: $(cat $list)"
-# Other entries stay, before and after ours.
+# Other entries stay in the list, before and after nvshare's entry.
 printf '# by the administrator\n' >$list
 nvsharectl preload enable >/dev/null || fail "enable ended with $?"
 nvsharectl preload disable >/dev/null || fail "disable ended with $?"
 says "# by the administrator" cat $list
 rm $list
-# Left on for the next step.
+# Preloading stays on for the next step.
 nvsharectl preload enable >/dev/null || fail "enable ended with $?"

@@ -1,18 +1,18 @@
 #!/bin/bash
-# Runs the commands of docs/recipes verbatim, and compares the results with the pages. Stand-ins replace the servers and trainings,
-# and units are started as JupyterHub's spawner starts them.
+# Runs the commands of docs/recipes verbatim, and compares the results with the pages. Stand-ins
+# replace the servers and trainings. Units are started as JupyterHub's spawner starts them.
 . "$(dirname "$0")/../lib.sh"
 
 pages=$here/pages
 rules=/etc/nvshare/nvshare.toml.d
 
-# The commands of a page: one of its blocks of sh, counted from 1.
+# Prints the commands of a page: one of its blocks of sh, counted from 1.
 block() { # page, number
     text=$(awk -v wanted="$2" '/^```sh$/ { at++; inside = at == wanted; next } /^```/ { inside = 0 } inside' "$pages/$1.md")
     [ -n "$text" ] || fail "$1.md has no commands $2"
     printf '%s\n' "$text"
 }
-# In the user's home, on the simulated GPU.
+# Runs a command in the user's home, on the simulated GPU.
 of_user() { # command…
     (umask 0 && cd /home/$user && in_session "${gpu[@]}" USER=$user HOME=/home/$user "$@")
 }
@@ -25,7 +25,7 @@ do_as_user() { # page, number
     block "$@" >/tmp/block
     of_user bash -e /tmp/block 2>&1 || fail "commands $2 of $1.md"
 }
-# Lines with sudo are run as root, the others as the user.
+# Lines with sudo are run as root, and other lines as the user.
 do_each() { # page, number
     block "$@" >/tmp/block
     while read -r line; do

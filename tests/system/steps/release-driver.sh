@@ -1,9 +1,9 @@
 #!/bin/bash
-# The scheduler releases the driver when an administrator tells it to, names the programs that still use it, and opens
-# NVML again for the next program.
+# On an administrator's order, the scheduler releases the driver and names the programs that still
+# use it. It opens NVML again for the next program.
 . "$(dirname "$0")/../lib.sh"
 
-# NVML has the driver's device file open.
+# While NVML is open, it keeps the driver's device file open.
 uses_driver() { readlink "/proc/$(shown MainPID)"/fd/* | grep -q '/nvidiactl$'; }
 
 program persistent --seconds 600 >/dev/null 2>&1 &

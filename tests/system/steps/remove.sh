@@ -1,5 +1,5 @@
 #!/bin/bash
-# Removal while it is preloaded and programs run; then a purge.
+# Removes the packages while the library is preloaded and programs run. Then purges them.
 . "$(dirname "$0")/../lib.sh"
 
 program mix --mem 16M --rounds 100 --gpu-ms 50 >/dev/null 2>&1 &

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Only administrators may change settings; all users may read them.
+# Only administrators may change settings. All users may read them.
 . "$(dirname "$0")/../lib.sh"
 
 busctl set-property "${bus[@]}" TimeQuantum u 46 || fail "root may not change a setting"
@@ -11,7 +11,7 @@ refused "from 1 to 3600" busctl set-property "${bus[@]}" TimeQuantum u 0
 refused "expected u" busctl set-property "${bus[@]}" TimeQuantum s soon
 refused "auto" busctl set-property "${bus[@]}" AntiThrash s sometimes
 refused "may not" as_user busctl set-property "${bus[@]}" TimeQuantum u 5
-# busctl shows its own text for this error, as for all of D-Bus's names.
+# busctl shows its own text for this error, as for all errors that D-Bus defines.
 refused "ccess denied" as_user busctl call "${bus[@]}" Reload
 refused "may not" as_user nvsharectl set time-quantum 5
 refused "denied" as_user busctl call "${bus[@]}" NoSuchMethod
@@ -23,7 +23,7 @@ refused "may not" as_user nvsharectl set-rule mine user=1000 priority=100
 nvsharectl unset-rule batch
 
 as_user nvsharectl | grep -q "Simulated" || fail "a user sees nothing: $(as_user nvsharectl 2>&1)"
-# A user doesn't see the command lines of root's programs, and sees its own programs'.
+# A user sees the command lines of the user's own programs, but not those of root's programs.
 program persistent --seconds 600 >/dev/null 2>&1 &
 program=$!
 until_true "a program of root" sh -c 'nvsharectl --json | grep -q cuda-program'
@@ -32,7 +32,7 @@ nvsharectl --json | grep -q '600' || fail "root does not see its command line"
 pkill -x cuda-program
 wait $program || true
 
-# A changed setting survives a restart; after a reset the file counts.
+# A changed setting survives a restart. After a reset, the file's value applies.
 systemctl restart $unit
 says "u 46" busctl get-property "${bus[@]}" TimeQuantum
 nvsharectl reset

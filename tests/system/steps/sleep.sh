@@ -1,6 +1,7 @@
 #!/bin/bash
-# A user's program is taken off the GPU and put back: by the helper that systemd starts for it, with its sandbox and its capabilities, and
-# over a restart of the scheduler. Other users may not do that.
+# A user's program is put to sleep and woken by the helper, which systemd starts with its sandbox
+# and its capabilities. The program also sleeps during a restart of the scheduler. Other users may
+# not put it to sleep.
 . "$(dirname "$0")/../lib.sh"
 
 program_of_user naps --mem 16M --seconds 600 --pause-ms 5 >/tmp/naps 2>&1 &
@@ -8,7 +9,7 @@ program=$!
 until_true "the program to be served" is_so '.clients[].gpus[].grants > 0'
 pid=$(status '.clients[].pid')
 sleeps() { is_so ".clients[] | .sleep == \"$1\" and .paused == $2"; }
-# Bytes of the GPU in use by any program.
+# Prints the bytes of the GPU that any program uses.
 used() { status '.gpus[] | .overhead + .resident'; }
 helpers() { journalctl -o cat -u 'nvshare-checkpoint@*' | grep -c "^Started.*a program leaves its GPUs or comes back" || true; }
 before=$(used)

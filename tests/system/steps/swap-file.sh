@@ -1,5 +1,6 @@
 #!/bin/bash
-# Memory that doesn't fit into RAM goes into files: in the state directory, in another one once the sandbox allows it, and nowhere else.
+# Memory that doesn't fit into RAM is stored in files. The files are in the state directory, or in
+# another directory once the sandbox allows it.
 . "$(dirname "$0")/../lib.sh"
 
 file=/etc/nvshare/nvshare.toml
@@ -8,7 +9,7 @@ swaps_to() { # directory
     printf '[swap]\nmax = "16M"\nfile = "%s"\nfile-max = "2G"\n' "$1" >$file
     systemctl restart $unit || fail "the scheduler does not start with that"
 }
-# Two programs that together exceed the GPU and the RAM that they may use.
+# Starts two programs. Together they exceed the GPU and the RAM that they may use.
 share() {
     start_two mix --mem 160M --chunks 4 --rounds 6 --gpu-ms 50
     until_true "memory to be in a file" is_so '[.clients[].gpus[]."in-file" // 0] | add > 0'
@@ -25,7 +26,8 @@ says "nvshare:nvshare 700" stat -c '%U:%G %a' /var/lib/nvshare/swap
 elsewhere=/srv/swap
 install -d -o nvshare -g nvshare -m 700 $elsewhere
 swaps_to $elsewhere
-# If the sandbox forbids the directory, the scheduler logs that, and refuses memory that doesn't fit elsewhere.
+# If the sandbox forbids the directory, the scheduler logs that. It refuses memory that fits nowhere
+# else.
 program naps --mem 160M --seconds 600 --pause-ms 50 >/dev/null &
 first=$!
 until_true "the first to have its memory" is_so '.clients[].gpus[].resident > 100e6'

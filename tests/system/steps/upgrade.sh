@@ -1,5 +1,6 @@
 #!/bin/bash
-# A newer version is installed while programs run: the socket stays, the scheduler is the new one, and no program notices.
+# A newer version is installed while programs run. The socket stays, the new scheduler runs, and no
+# program notices the change.
 . "$(dirname "$0")/../lib.sh"
 
 nvsharectl set time-quantum 1

@@ -1,5 +1,5 @@
-//! The memory of each process on each GPU. Each process has a small file, whose bytes count while
-//! the process lives.
+//! The memory of each process on each GPU. A small file for each process has its bytes, which count
+//! while the process lives.
 
 use crate::{
     Config, MAX_GPUS, checkpoint,
@@ -25,9 +25,9 @@ use std::{
 /// The memory of one process on one GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Bytes that stay until they are freed: contexts, allocations, physical chunks.
+    /// Bytes that stay allocated until they are freed: contexts, allocations, physical chunks.
     pub plain: u64,
-    /// Resident bytes of managed memory, which any process that needs the room may evict.
+    /// Resident bytes of managed memory. Any process that needs the room may evict them.
     pub managed: u64,
 }
 
@@ -42,8 +42,8 @@ pub struct Process {
     path: PathBuf,
 }
 
-/// The number of words in the file of a process: its pid, then `plain` and `managed` for each GPU
-/// of the machine, then its shared chunks, then the words of [`checkpoint`].
+/// The number of words in a process's file: its pid, `plain` and `managed` for each GPU of the
+/// machine, its shared chunks, and the words of [`checkpoint`].
 pub(crate) const WORDS: usize = CHECKPOINT + checkpoint::WORDS;
 const SHARED: usize = 1 + 2 * MAX_GPUS;
 pub(crate) const CHECKPOINT: usize = SHARED + shared::WORDS;
@@ -58,8 +58,8 @@ fn managed_word(gpu: usize) -> usize {
 
 static ACCOUNT: OnceLock<io::Result<Account>> = OnceLock::new();
 
-/// This process's account. Functions take the process's own GPU numbers, which [`place`]
-/// translates.
+/// This process's account. Its functions take the process's own GPU numbers, which [`place`]
+/// translates into the machine's.
 #[derive(Debug)]
 pub struct Account {
     words: &'static [AtomicU64; WORDS],
@@ -69,10 +69,11 @@ pub struct Account {
 }
 
 impl Account {
-    /// The account of this process, opened on first use.
+    /// Returns the account of this process. The first call opens it.
     ///
     /// # Panics
-    /// If the simulator's directory cannot be used: a simulated machine without it has no memory.
+    /// If the simulator's directory cannot be used: without the directory, a simulated machine has
+    /// no memory.
     pub fn get() -> &'static Account {
         match ACCOUNT.get_or_init(Account::open) {
             Ok(account) => account,
@@ -80,7 +81,7 @@ impl Account {
         }
     }
 
-    /// The account of this process; `None` if the simulator's directory cannot be used.
+    /// Returns the account of this process, or `None` if the simulator's directory cannot be used.
     pub fn find() -> Option<&'static Account> {
         ACCOUNT.get_or_init(Account::open).as_ref().ok()
     }
@@ -96,7 +97,8 @@ impl Account {
         if !flock(&file, libc::LOCK_EX | libc::LOCK_NB) {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: a fresh shared mapping of a file that is long enough and never shrinks; it is never unmapped.
+        // SAFETY: this is a fresh shared mapping, which is never unmapped. Its file is long enough
+        // and never shrinks.
         let words = unsafe {
             let at = libc::mmap(
                 std::ptr::null_mut(),
@@ -136,8 +138,8 @@ impl Account {
         !shared::read(&table).is_empty()
     }
 
-    /// Allocates `bytes` of a GPU; false if they do not fit. Evicts managed memory of any process
-    /// for them.
+    /// Allocates `bytes` of a GPU, and evicts managed memory of any process if they need its room.
+    /// Returns false if they don't fit.
     #[must_use]
     pub fn take(&self, gpu: usize, bytes: u64) -> bool {
         let Ok(_all) = Everybody::lock() else { return false };
@@ -159,15 +161,16 @@ impl Account {
         debug_assert!(before >= bytes, "gave back more than was taken");
     }
 
-    /// Adds a shared chunk, which this process has allocated or imports. False if the process
-    /// shares too many.
+    /// Adds a shared chunk, which this process has allocated or imports. Returns false if the
+    /// process shares too many chunks.
     #[must_use]
     pub fn share(&self, chunk: Shared) -> bool {
         let Ok(_all) = Everybody::lock() else { return false };
         shared::insert(&self.words[SHARED..CHECKPOINT], chunk)
     }
 
-    /// Removes a shared chunk. An owner's bytes then count for another process that has the chunk.
+    /// Removes a shared chunk. If this process owned the chunk, its bytes then count for another
+    /// process that has the chunk.
     pub fn give_shared(&self, chunk: Shared) {
         let Ok(_all) = Everybody::lock() else { return };
         shared::remove(&self.words[SHARED..CHECKPOINT], chunk);
@@ -176,8 +179,8 @@ impl Account {
         }
     }
 
-    /// Makes `bytes` of managed memory resident, evicting other managed memory. False if they do
-    /// not fit even so.
+    /// Makes `bytes` of managed memory resident, and evicts other managed memory if necessary.
+    /// Returns false if the bytes still don't fit.
     #[must_use]
     pub fn take_managed(&self, gpu: usize, bytes: u64) -> bool {
         let Ok(_all) = Everybody::lock() else { return false };
@@ -197,7 +200,8 @@ impl Account {
         self.words[managed_word(gpu)].store(have.saturating_sub(bytes), Ordering::Relaxed);
     }
 
-    /// Resident bytes of managed memory. Other processes may have evicted some.
+    /// Resident bytes of managed memory. Other processes may have evicted some of this process's
+    /// bytes.
     pub fn managed(&self, gpu: usize) -> u64 {
         self.managed_at(place(gpu))
     }
@@ -206,8 +210,8 @@ impl Account {
         self.words[managed_word(place)].load(Ordering::Relaxed)
     }
 
-    /// Evicts managed memory until `bytes` fit on that GPU of the machine. The caller holds
-    /// [`Everybody`].
+    /// Evicts managed memory until `bytes` fit on that GPU of the machine. The caller holds the
+    /// lock [`Everybody`].
     fn make_room(&self, gpu: usize, bytes: u64) -> bool {
         let mut others = living();
         let total = used_by_processes(gpu, &others);
@@ -222,7 +226,7 @@ impl Account {
         if missing > managed {
             return false;
         }
-        // Takes no time.
+        // This eviction takes no simulated time.
         for other in &others {
             let loss = missing.min(other.gpus[gpu].managed);
             if loss > 0 && set_managed(&other.path, gpu, other.gpus[gpu].managed - loss).is_ok() {
@@ -239,14 +243,14 @@ impl Account {
 #[derive(Clone, Debug, Default)]
 pub struct Figures {
     pub processes: Vec<Process>,
-    /// The bytes that each foreign process has received.
+    /// The foreign processes of the GPU, each with the bytes that it has received.
     pub strangers: Vec<Stranger>,
     /// Bytes in use that NVML does not count.
     pub hidden: u64,
 }
 
 impl Figures {
-    /// The figures of one moment.
+    /// Returns the figures of a GPU at one moment.
     pub fn of(gpu: usize) -> Figures {
         let Ok(_all) = Everybody::lock() else { return Figures::default() };
         let processes = living();
@@ -274,8 +278,8 @@ fn hidden(gpu: usize) -> u64 {
     Config::get().hidden.saturating_add(trouble::hidden(&Config::get().dir, gpu))
 }
 
-/// The foreign processes of a GPU on which other processes use `used` bytes. Each receives, in
-/// order, the bytes that are left, up to its demand.
+/// Returns the foreign processes of a GPU on which other processes use `used` bytes. Each foreign
+/// process in turn receives the remaining bytes, up to its demand.
 fn strangers(gpu: usize, used: u64) -> Vec<Stranger> {
     let mut left = Config::get().memory.saturating_sub(hidden(gpu)).saturating_sub(used);
     let mut strangers = trouble::strangers(&Config::get().dir, gpu);
@@ -303,10 +307,10 @@ impl Process {
         &self.path
     }
 
-    /// The pid in the caller's PID namespace, as the driver reports it; the process's own pid if it
-    /// is not in that namespace.
+    /// Returns the pid in the caller's PID namespace, as the driver does. A process outside that
+    /// namespace has the pid of its own namespace.
     pub fn pid_here(&self) -> u32 {
-        // Opening and closing the own file would release this process's lock.
+        // Closing a descriptor of its own file would release this process's lock.
         if ACCOUNT.get().and_then(|own| own.as_ref().ok()).is_some_and(|own| own.path == self.path) {
             return self.pid;
         }
@@ -315,14 +319,14 @@ impl Process {
     }
 }
 
-/// The file that a process locks to publish its pid: the kernel translates the pid of a lock's
-/// holder to the caller's namespace.
+/// The file that a process locks to publish its pid. The kernel translates the pid of a lock's
+/// holder into the caller's namespace.
 fn pid_file(account: &Path) -> PathBuf {
     Config::get().dir.join("pids").join(account.file_name().unwrap_or_default())
 }
 
-/// Locks a file for this process (`F_SETLK`), or returns the pid of the holder (`F_GETLK`), 0 for
-/// none.
+/// Locks a file for this process (`F_SETLK`), or returns the pid of the lock's holder (`F_GETLK`).
+/// Without a holder, the pid is 0.
 fn lock_as_process(file: &File, command: libc::c_int) -> io::Result<libc::pid_t> {
     // SAFETY: all zeros is a valid `flock`, of the whole file.
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
@@ -335,8 +339,8 @@ fn lock_as_process(file: &File, command: libc::c_int) -> io::Result<libc::pid_t>
     }
 }
 
-/// Reads the accounts of living processes, and removes the files of dead ones. The caller holds
-/// [`Everybody`].
+/// Reads the accounts of living processes, and removes the files of dead processes. The caller
+/// holds the lock [`Everybody`].
 fn living() -> Vec<Process> {
     let Ok(entries) = fs::read_dir(processes_dir()) else { return Vec::new() };
     let mut processes: Vec<Process> = entries.filter_map(|entry| read(entry.ok()?.path())).collect();
@@ -364,7 +368,7 @@ fn set_managed(path: &Path, gpu: usize, bytes: u64) -> io::Result<()> {
     File::options().write(true).open(path)?.write_all_at(&bytes.to_ne_bytes(), managed_word(gpu) as u64 * 8)
 }
 
-/// The lock of all accounts, which makes checking for room and allocating atomic.
+/// The lock of all accounts. It makes the check for room and the allocation one atomic step.
 struct Everybody(MutexGuard<'static, Option<LockFile>>);
 
 impl Everybody {

@@ -1,5 +1,5 @@
-//! Checkpoints and restores a process at the request of other processes. The requester writes into
-//! the process's account, and a thread of the process carries the request out and answers. So a
+//! Checkpoints and restores a process at the request of another process. The requester writes the
+//! request into the process's account, and a thread of the process carries it out and answers. So a
 //! stopped process does not respond, and a request is completed even if the requester has ended.
 
 use crate::{
@@ -25,17 +25,17 @@ const STATE: usize = 0;
 const ASKED: usize = 1;
 const ANSWERED: usize = 2;
 const OPERATION: usize = 3;
-/// Timeout of a lock in milliseconds; 0 for none.
+/// Timeout of a lock in milliseconds. 0 means no timeout.
 const TIMEOUT: usize = 4;
 /// The code of the last answer.
 const RESULT: usize = 5;
-/// The id of the thread that serves requests, in the process's own PID namespace; 0 before it
-/// exists.
+/// The ID of the thread that serves requests, in the process's own PID namespace. It is 0 before
+/// the thread exists.
 const THREAD: usize = 6;
 /// The new GPU for each GPU of the machine.
 const PAIRS: usize = 7;
 
-/// Interval between checks whether the other side is alive.
+/// Interval between checks that the other side is alive.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// `CUprocessState`
@@ -62,7 +62,7 @@ impl State {
 /// A request to a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
-    /// Blocks the program's calls, after running calls have returned and submitted work is done.
+    /// Blocks the program's calls, once running calls have returned and submitted work is done.
     Lock {
         timeout: Option<Duration>,
     },
@@ -74,18 +74,18 @@ pub enum Operation {
     Unlock,
 }
 
-/// The new GPU for each GPU of the machine, if one was given.
+/// The new GPU for each GPU of the machine, or `None` if the request names no new GPU.
 pub type Destinations = [Option<u8>; MAX_GPUS];
 
-/// Destinations that restore in place.
+/// Destinations that restore each GPU's memory on the same GPU.
 pub fn same_places() -> Destinations {
     std::array::from_fn(|gpu| Some(gpu as u8))
 }
 
-/// The value for no GPU.
+/// The value that stands for no GPU.
 const NONE: u64 = u64::MAX;
 
-/// A process that receives requests only from this process while this value lives.
+/// A process that receives requests. While this value lives, only this process may send them.
 #[derive(Debug)]
 pub struct Target {
     words: *mut [AtomicU64; account::WORDS],
@@ -93,7 +93,7 @@ pub struct Target {
     _asking: File,
 }
 
-/// The process cannot receive requests, or has ended instead of answering.
+/// The error for a process that cannot receive requests, or that has ended before its answer.
 #[derive(Debug)]
 pub struct Gone;
 
@@ -105,15 +105,15 @@ impl Drop for Target {
 }
 
 impl Target {
-    /// The process with that pid or thread id in the caller's PID namespace. Waits while another
-    /// process has a request for it.
+    /// Opens the process with that pid or thread ID in the caller's PID namespace. Waits while
+    /// another process has a pending request for it.
     ///
     /// # Errors
     /// The process does not exist, does not use CUDA, or may not be traced by the caller.
     pub fn open(pid: i32) -> Result<Target, Gone> {
         let process = find(pid).ok_or(Gone)?;
-        // Like the driver, requires the permission to trace the process and to open its files
-        // [H100, driver 580.159].
+        // Like the driver, requires permission to trace the process and to open its files [H100,
+        // driver 580.159].
         File::open(format!("/proc/{pid}/environ")).map_err(|_| Gone)?;
         let name = process.path().file_name().ok_or(Gone)?.to_owned();
         let asking = open_shared(&Config::get().dir.join("asking").join(name)).map_err(|_| Gone)?;
@@ -131,7 +131,7 @@ impl Target {
         State::of(self.word(STATE))
     }
 
-    /// The id of the thread that serves requests. Waits until it exists.
+    /// Returns the ID of the thread that serves requests. Waits until the thread exists.
     ///
     /// # Errors
     /// The process has ended.
@@ -147,7 +147,7 @@ impl Target {
 
     /// Sends a request, and waits for the result code.
     pub fn ask(&self, operation: Operation) -> Result<u32, Gone> {
-        self.finished()?; // the request of a requester that has been killed
+        self.finished()?; // waits for a request whose requester has been killed
         let number = match operation {
             Operation::Lock { timeout } => {
                 let timeout = timeout.map_or(0, |timeout| (timeout.as_millis() as u64).max(1));
@@ -185,7 +185,7 @@ impl Target {
     }
 }
 
-/// The process with this pid, or with a thread of this id.
+/// Finds the process with this pid, or with a thread of this ID.
 fn find(pid: i32) -> Option<Process> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let leader = status.lines().find_map(|line| line.strip_prefix("Tgid:"))?.trim().parse().ok()?;
@@ -195,12 +195,13 @@ fn find(pid: i32) -> Option<Process> {
 fn map(path: &Path) -> io::Result<(File, *mut [AtomicU64; account::WORDS])> {
     let file = File::options().read(true).write(true).open(path)?;
     let (len, prot) = (account::WORDS * 8, libc::PROT_READ | libc::PROT_WRITE);
-    // SAFETY: a new mapping at an address of the kernel's choice, of a file that is long enough and never shrinks.
+    // SAFETY: this is a new mapping at an address of the kernel's choice. Its file is long enough
+    // and never shrinks.
     let at = unsafe { libc::mmap(ptr::null_mut(), len, prot, libc::MAP_SHARED, file.as_raw_fd(), 0) };
     if at == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok((file, at.cast())) }
 }
 
-/// The serving side.
+/// The side that serves requests.
 #[derive(Debug)]
 pub struct Own(&'static [AtomicU64]);
 
@@ -209,7 +210,7 @@ pub struct Own(&'static [AtomicU64]);
 pub struct NoRoom;
 
 impl Own {
-    /// Makes the calling thread the one that serves requests.
+    /// Makes the calling thread serve requests.
     pub fn serve() -> Own {
         let own = Own(&Account::get().words()[account::CHECKPOINT..account::CHECKPOINT + WORDS]);
         // SAFETY: `gettid` has no preconditions.
@@ -252,7 +253,7 @@ impl Own {
         self.0[STATE].store(state as u64, Ordering::Release);
     }
 
-    /// Releases all bytes of this process, taking the time of copying them. Returns the bytes of
+    /// Releases all bytes of this process, and takes the time of copying them. Returns the bytes of
     /// each GPU.
     pub fn leave(&self) -> [u64; MAX_GPUS] {
         let bytes = Account::get().plain();
@@ -263,7 +264,7 @@ impl Own {
         bytes
     }
 
-    /// Allocates these bytes on the GPUs `to`, taking the time of copying them.
+    /// Allocates these bytes on the GPUs `to`, and takes the time of copying them.
     ///
     /// # Errors
     /// A GPU has no room. Then no memory is allocated.
@@ -285,7 +286,7 @@ impl Own {
     }
 }
 
-/// Takes the time of a copy. The driver copies to and from pageable memory.
+/// Sleeps for the time of a copy. The driver copies to and from pageable memory.
 fn take_time(place: usize, engine: EngineKind, bytes: u64) {
     if bytes > 0 {
         let cost = u128::from(bytes) * 1_000_000_000 / u128::from(Config::get().pageable_bandwidth);
@@ -293,7 +294,7 @@ fn take_time(place: usize, engine: EngineKind, bytes: u64) {
     }
 }
 
-/// The half of a word that the kernel compares.
+/// Returns the half of a word that the kernel compares.
 fn futex(word: &AtomicU64) -> *const AtomicU32 {
     let half = if cfg!(target_endian = "big") { 1 } else { 0 };
     ptr::from_ref(word).cast::<AtomicU32>().wrapping_add(half)

@@ -1,4 +1,4 @@
-//! The configuration of the simulated machine, read once from the environment.
+//! The configuration of the simulated machine. It is read from the environment once.
 
 use crate::MAX_GPUS;
 use std::{
@@ -13,47 +13,47 @@ use std::{
 /// The simulated machine. Sizes are in bytes, bandwidths in bytes per second.
 #[derive(Debug)]
 pub struct Config {
-    /// `CUDA_SIM_GPUS`: the number of GPUs; defaults to 1.
+    /// `CUDA_SIM_GPUS`: the number of GPUs, which defaults to 1.
     pub gpus: usize,
     /// `CUDA_SIM_MEMORY`: memory of one GPU.
     pub memory: u64,
-    /// `CUDA_SIM_RESERVED`: additional memory for the driver itself; only NVML counts it.
+    /// `CUDA_SIM_RESERVED`: additional memory for the driver itself. Only NVML counts it.
     pub reserved: u64,
     /// `CUDA_SIM_CONTEXT`: memory of one context.
     pub context: u64,
-    /// `CUDA_SIM_CONTEXT_TIME`: the time of creating a context, during which its bytes appear step
-    /// by step.
+    /// `CUDA_SIM_CONTEXT_TIME`: the time to create a context. During this time its bytes appear
+    /// step by step.
     pub context_time: Duration,
     /// `CUDA_SIM_CONTEXT_GROWTH`: memory that a context allocates later, for lazily loaded code.
     pub context_growth: u64,
-    /// `CUDA_SIM_CONTEXT_GROWTH_STEPS`: the number of first module loads and launches over which
-    /// this growth is spread.
+    /// `CUDA_SIM_CONTEXT_GROWTH_STEPS`: the number of steps of this growth. Each of the first
+    /// module loads and launches is one step.
     pub context_growth_steps: u64,
-    /// `CUDA_SIM_HIDDEN`: bytes of each GPU that are in use and that NVML does not count.
+    /// `CUDA_SIM_HIDDEN`: used bytes of each GPU that NVML does not count.
     pub hidden: u64,
-    /// `CUDA_SIM_FRAGMENTED`: bytes of each GPU that are free and cannot be allocated.
+    /// `CUDA_SIM_FRAGMENTED`: free bytes of each GPU that cannot be allocated.
     pub fragmented: u64,
     /// `CUDA_SIM_DIR`: the directory that the processes of one simulated machine share.
     pub dir: PathBuf,
     /// `CUDA_SIM_GPU_BANDWIDTH`: memory bandwidth of kernels.
     pub gpu_bandwidth: u64,
-    /// `CUDA_SIM_LINK_BANDWIDTH`: copies to and from pinned memory, in each direction.
+    /// `CUDA_SIM_LINK_BANDWIDTH`: bandwidth of copies to and from pinned memory, in each direction.
     pub link_bandwidth: u64,
-    /// `CUDA_SIM_HOST_BANDWIDTH`: the host's memory bandwidth for copies to and from all GPUs
-    /// together; 0 for no limit.
+    /// `CUDA_SIM_HOST_BANDWIDTH`: the host's memory bandwidth for the copies of all GPUs together.
+    /// 0 means no limit.
     pub host_bandwidth: u64,
-    /// `CUDA_SIM_PAGEABLE_BANDWIDTH`: copies to and from any other host memory.
+    /// `CUDA_SIM_PAGEABLE_BANDWIDTH`: bandwidth of copies to and from any other host memory.
     pub pageable_bandwidth: u64,
-    /// `CUDA_SIM_FAULT_BANDWIDTH`: bandwidth of faulting in managed memory.
+    /// `CUDA_SIM_FAULT_BANDWIDTH`: bandwidth of page faults in managed memory.
     pub fault_bandwidth: u64,
-    /// `CUDA_SIM_PCIE_LANES`: the width of the first-generation link that NVML reports; 0 for not
-    /// supported.
+    /// `CUDA_SIM_PCIE_LANES`: the number of lanes of the first-generation link that NVML reports.
+    /// With 0, NVML doesn't support link data.
     pub pcie_lanes: u32,
     /// `CUDA_SIM_NVML`: `memory` if NVML supports only memory and processes.
     pub nvml: Support,
     /// `CUDA_SIM_NVML_EVENTS`: `0` for a driver without events.
     pub nvml_events: bool,
-    /// `CUDA_SIM_NVML_PROCESSES`: the information about processes in NVML.
+    /// `CUDA_SIM_NVML_PROCESSES`: NVML's information about processes.
     pub nvml_processes: Listing,
     /// `CUDA_SIM_NVML_DELAY`: the age of NVML's memory figures.
     pub nvml_delay: Duration,
@@ -69,7 +69,7 @@ pub struct Config {
     pub exclusive: Vec<usize>,
     /// `CUDA_SIM_DRIVER`: the CUDA version that `cuDriverGetVersion` returns.
     pub driver: i32,
-    /// `CUDA_SIM_FAIL`: `symbol:n,…`, the n-th call of a symbol fails.
+    /// `CUDA_SIM_FAIL`: with `symbol:n,…`, the n-th call of the symbol fails.
     pub fail: HashMap<String, BTreeSet<u64>>,
     /// `CUDA_SIM_FAIL_AS`: the error of these failures.
     pub fail_as: u32,
@@ -87,7 +87,7 @@ pub enum Support {
 /// NVML's information about the processes of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Listing {
-    /// Each process with its bytes.
+    /// Each process and its bytes.
     All,
     /// Each process, without its bytes.
     Unmeasured,
@@ -96,7 +96,7 @@ pub enum Listing {
 }
 
 impl Config {
-    /// The configuration of this process; the environment is read on the first call.
+    /// Returns the configuration of this process. The first call reads the environment.
     pub fn get() -> &'static Config {
         static CONFIG: OnceLock<Config> = OnceLock::new();
         CONFIG.get_or_init(Config::from_env)
@@ -139,12 +139,12 @@ impl Config {
         }
     }
 
-    /// Whether one GPU can be given access to memory of the other.
+    /// Whether one GPU can get access to the other's memory.
     pub fn are_peers(&self, a: usize, b: usize) -> bool {
         a != b && !self.no_peers.iter().any(|pair| *pair == (a, b) || *pair == (b, a))
     }
 
-    /// The UUID of a GPU: the same in every process that uses the same directory.
+    /// The UUID of a GPU. It is the same in every process with the same directory.
     pub fn uuid(&self, gpu: usize) -> [u8; 16] {
         self.uuid_of(&gpu.to_string())
     }
@@ -168,12 +168,12 @@ impl Config {
         text("MIG", self.slice_uuid(gpu, slice))
     }
 
-    /// The PCI bus of a GPU; device and function are 0.
+    /// The PCI bus of a GPU. Its device and function are 0.
     pub fn pci_bus(gpu: usize) -> u32 {
         0x10 + gpu as u32
     }
 
-    /// The marketing name of every GPU here.
+    /// The marketing name of every simulated GPU.
     pub const NAME: &str = "Simulated GPU";
 }
 
@@ -243,7 +243,7 @@ fn size(name: &str, default: u64) -> u64 {
     }
 }
 
-/// Parses a size such as `512M`; K, M, G and T are powers of 1024.
+/// Parses a size such as `512M`. K, M, G and T are powers of 1024.
 pub fn parse_size(text: &str) -> Option<u64> {
     let text = text.trim();
     let (digits, shift) = match text.char_indices().next_back()? {

@@ -1,5 +1,5 @@
-//! The engines of a GPU: one that computes, one that copies in, one that copies out. Each executes
-//! one piece of work at a time, from any process, and takes the work's simulated time.
+//! The engines of a GPU: one computes, one copies in, and one copies out. Each engine executes one
+//! piece of work of any process at a time, and takes the work's simulated time.
 
 use crate::{MAX_GPUS, lock::LockFile, place::place};
 use std::{
@@ -18,10 +18,10 @@ pub enum EngineKind {
     Out,
 }
 
-/// Work shorter than this, in nanoseconds, is accumulated before the engine sleeps, since sleeping
-/// is imprecise.
+/// Costs below this, in nanoseconds, are accumulated before the engine sleeps, because sleeping is
+/// imprecise.
 const NEGLIGIBLE: i64 = 200_000;
-/// The most oversleeping, in nanoseconds, that later work compensates.
+/// The maximum oversleeping, in nanoseconds, that is deducted from later work.
 const CREDIT: i64 = 2_000_000;
 
 /// One engine of one GPU.
@@ -29,8 +29,8 @@ const CREDIT: i64 = 2_000_000;
 pub struct Engine {
     queue: Mutex<Queue>,
     turn: Condvar,
-    /// The lock of the next process in line, so that processes alternate: a bare `flock` has no
-    /// order.
+    /// The lock of the process that is next in line. It makes processes alternate: a single `flock`
+    /// has no order.
     next: Option<LockFile>,
     busy: Option<LockFile>,
 }
@@ -60,8 +60,8 @@ impl Engine {
         })
     }
 
-    /// Executes `work`, and takes `cost` in total. Callers split work into pieces of some
-    /// milliseconds to let others run between them.
+    /// Executes `work`, and takes `cost` in total. Callers split work into pieces of a few
+    /// milliseconds, so that other work runs between the pieces.
     pub fn run<R>(&self, cost: Duration, work: impl FnOnce() -> R) -> R {
         let cost = cost.as_nanos() as i64;
         let mut queue = self.lock();

@@ -1,4 +1,4 @@
-//! Closes descriptors that hold the parent's locks in a forked child.
+//! In a forked child, closes the descriptors that hold the parent's locks.
 
 use std::{
     cell::RefCell,
@@ -13,21 +13,22 @@ static FORKED: AtomicBool = AtomicBool::new(false);
 static HELD: Mutex<Vec<RawFd>> = Mutex::new(Vec::new());
 
 thread_local! {
-    /// The list's lock while this thread forks, so that the child's list is consistent.
+    /// The lock of the list while this thread forks. It keeps the child's list consistent.
     static FORKING: RefCell<Option<MutexGuard<'static, Vec<RawFd>>>> = const { RefCell::new(None) };
 }
 
 /// Whether this process was forked after the simulator was initialized. Like the driver, the
-/// simulator does not work there.
+/// simulator does not work in such a process.
 pub fn after_fork() -> bool {
     FORKED.load(Ordering::Relaxed)
 }
 
-/// Registers `fd` to be closed in every forked child: a lock belongs to the open file description,
-/// so a child with the descriptor would keep its dead parent's lock.
+/// Registers `fd` to be closed in every forked child. A lock belongs to the open file description,
+/// so a child with the descriptor would keep the lock of its dead parent.
 pub(crate) fn close_in_child(fd: RawFd) {
     static HOOK: Once = Once::new();
-    // SAFETY: the handlers are plain functions of this library, and glibc drops them if it is ever unloaded.
+    // SAFETY: the handlers are functions of this library, and glibc removes them if the library is
+    // unloaded.
     HOOK.call_once(|| unsafe {
         libc::pthread_atfork(Some(before), Some(parent), Some(child));
     });
@@ -50,7 +51,8 @@ extern "C" fn child() {
     FORKED.store(true, Ordering::Relaxed);
     if let Some(mut held) = FORKING.with(|forking| forking.borrow_mut().take()) {
         for fd in held.drain(..) {
-            // SAFETY: these are this library's own descriptors, and nothing uses them in a forked child.
+            // SAFETY: these descriptors belong to this library, and no code uses them in a forked
+            // child.
             unsafe { libc::close(fd) };
         }
     }

@@ -1,5 +1,5 @@
-//! The bandwidth of the host's memory, which copies of all GPUs and processes share, in a file that
-//! all processes map.
+//! The host's memory bandwidth, which copies of all GPUs and processes share. Its state is in a
+//! file that all processes map.
 
 use crate::{Config, lock::open_shared};
 use std::{
@@ -17,7 +17,7 @@ use std::{
 /// The time until which the host's memory is busy with copies, in nanoseconds of `CLOCK_MONOTONIC`.
 type BusyUntil = AtomicU64;
 
-/// Shorter delays, in nanoseconds, are accumulated, since sleeping is imprecise.
+/// Delays below this, in nanoseconds, are accumulated, because sleeping is imprecise.
 const NEGLIGIBLE: u64 = 200_000;
 
 fn busy_until() -> Option<&'static BusyUntil> {
@@ -29,7 +29,8 @@ fn map() -> io::Result<&'static BusyUntil> {
     let len = size_of::<BusyUntil>();
     let file = open_shared(&Config::get().dir.join("host-link"))?;
     file.set_len(len as u64)?;
-    // SAFETY: a fresh shared mapping of a file that is long enough and never shrinks; it is never unmapped.
+    // SAFETY: this is a fresh shared mapping, which is never unmapped. Its file is long enough and
+    // never shrinks.
     unsafe {
         let at =
             libc::mmap(ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED, file.as_raw_fd(), 0);
@@ -37,8 +38,8 @@ fn map() -> io::Result<&'static BusyUntil> {
     }
 }
 
-/// Waits until the host's memory has carried `bytes` of a copy, in order with the copies of all
-/// processes and directions.
+/// Waits until the host's memory has transferred `bytes` of a copy. Copies of all processes and
+/// directions are transferred in order.
 pub fn wait_for_host(bytes: u64) {
     let bandwidth = Config::get().host_bandwidth;
     let Some(busy_until) = busy_until().filter(|_| bandwidth > 0) else { return };

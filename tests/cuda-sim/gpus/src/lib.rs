@@ -1,11 +1,11 @@
-//! The state of the simulated GPUs that all processes share: configuration ([`config`]), memory per
-//! process ([`account`], [`shared`]), engines ([`engine`]), events ([`mark`]), host bandwidth
+//! The state of the simulated GPUs, which all processes share: configuration ([`config`]), memory
+//! per process ([`account`], [`shared`]), engines ([`engine`]), events ([`mark`]), host bandwidth
 //! ([`host_link`]), faults ([`trouble`]), checkpoints ([`checkpoint`]) and restores on other GPUs
 //! ([`mod@place`]).
 //!
 //! Processes share only files in one directory. A `flock` protects all resources of a process, so
-//! that the kernel releases them when the process is killed. The simulated driver and the simulated
-//! NVML both build on this.
+//! the kernel releases them when the process is killed. The simulated driver and the simulated NVML
+//! both use this crate.
 
 pub mod account;
 pub mod checkpoint;

@@ -1,4 +1,5 @@
-//! Locks between processes that end with their holder: `flock` on files of the simulator's directory.
+//! Locks between processes: `flock` on files of the simulator's directory. A lock ends with the
+//! process that holds it.
 
 use crate::{Config, fork::close_in_child};
 use std::{
@@ -8,7 +9,8 @@ use std::{
     path::Path,
 };
 
-/// A file whose lock excludes other processes. It does not exclude threads of this one: pair it with a mutex.
+/// A file whose lock excludes other processes. It does not exclude other threads of this process,
+/// which need a mutex too.
 #[derive(Debug)]
 pub(crate) struct LockFile(File);
 
@@ -28,7 +30,8 @@ impl LockFile {
     }
 }
 
-/// Locks or unlocks; false if another process holds the lock (with `LOCK_NB`), or after a signal.
+/// Locks or unlocks. Returns false after a signal, or with `LOCK_NB` if another process holds the
+/// lock.
 pub(crate) fn flock(file: &File, operation: i32) -> bool {
     // SAFETY: the descriptor is open while `file` is borrowed.
     unsafe { libc::flock(file.as_raw_fd(), operation) == 0 }

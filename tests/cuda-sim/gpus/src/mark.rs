@@ -1,5 +1,5 @@
-//! An event between processes: the number of its recordings, and the last reached recording, in a
-//! mapped file.
+//! An event between processes. A mapped file has the number of its recordings, and the last
+//! recording that was reached.
 
 use crate::{Config, lock::open_shared};
 use std::{
@@ -11,16 +11,17 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// The counters of one event, in this process.
+/// The counters of one event, as this process has mapped them.
 #[derive(Debug)]
 pub struct Mark {
     name: Name,
     counters: *mut [AtomicU64; 2],
-    /// Whether this process created the file, and so removes it.
+    /// Whether this process created the file. The creator also removes it.
     owner: bool,
 }
 
-/// The name of an event for other processes: the process that created it, and the event's number.
+/// The name of an event for other processes: the ID of the process that created it, and the event's
+/// number.
 pub type Name = [u64; 2];
 
 const LEN: usize = 16;
@@ -47,7 +48,8 @@ impl Mark {
     }
 
     fn map(name: Name, file: &File, owner: bool) -> io::Result<Mark> {
-        // SAFETY: a new mapping of a file of at least this length, at an address of the kernel's choice.
+        // SAFETY: this is a new mapping at an address of the kernel's choice. Its file has at least
+        // this length.
         let at = unsafe {
             libc::mmap(ptr::null_mut(), LEN, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED, file.as_raw_fd(), 0)
         };
@@ -72,7 +74,7 @@ impl Mark {
         self.counters()[0].fetch_add(1, Ordering::AcqRel) + 1
     }
 
-    /// The number of the last recording; 0 for none.
+    /// The number of the last recording, or 0 without one.
     pub fn last(&self) -> u64 {
         self.counters()[0].load(Ordering::Acquire)
     }

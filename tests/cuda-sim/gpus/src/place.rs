@@ -1,13 +1,14 @@
-//! Maps a process's GPU numbers to the machine's. They are equal until the process is restored on
-//! other GPUs. The process keeps its own numbers; shared state uses the machine's.
+//! Maps a process's GPU numbers to the machine's. Both are equal until the process is restored on
+//! other GPUs. The process keeps its own numbers, and shared state uses the machine's.
 
 use crate::MAX_GPUS;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The offset of each GPU's place from its number, modulo [`MAX_GPUS`]: 0 in most processes.
+/// The offset of each GPU's number in the machine from its number in the process, modulo
+/// [`MAX_GPUS`]. In most processes it is 0.
 static SHIFTS: [AtomicUsize; MAX_GPUS] = [const { AtomicUsize::new(0) }; MAX_GPUS];
 
-/// The machine's number of one of this process's GPUs.
+/// Returns the machine's number of a GPU of this process.
 pub fn place(gpu: usize) -> usize {
     (gpu + SHIFTS[gpu].load(Ordering::Relaxed)) % MAX_GPUS
 }
@@ -21,8 +22,8 @@ pub(crate) fn all() -> [usize; MAX_GPUS] {
     std::array::from_fn(place)
 }
 
-/// The new places of this process's GPUs after a restore that moves each GPU of the machine to
-/// `to`, a permutation.
+/// Returns the new places of this process's GPUs after a restore. The permutation `to` has the new
+/// GPU of each GPU of the machine.
 pub(crate) fn moved(to: &[usize; MAX_GPUS]) -> [usize; MAX_GPUS] {
     all().map(|place| to[place])
 }

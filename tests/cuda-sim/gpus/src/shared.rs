@@ -1,7 +1,9 @@
-//! Memory that several processes share. It counts for the process that allocated it, its *owner*. After the owner has freed it
-//! or has ended, it counts for one of the importing processes, until the last of them has closed it, as on an H200 (driver 580).
+//! Memory that several processes share. It counts for its *owner*, the process that allocated it.
+//! After the owner has freed it or has ended, it counts for one importing process, until the last
+//! importer has closed it, as on an H200 (driver 580).
 //!
-//! Each process's file has a table of the shared chunks that the process has. An owner's bytes are also among its other bytes.
+//! Each process's file has a table of the process's shared chunks. An owner's shared bytes are also
+//! included in its other bytes.
 
 use crate::account::Process;
 use std::{
@@ -9,10 +11,11 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// A shared chunk of physical memory, as one process has it.
+/// One process's entry for a shared chunk of physical memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shared {
-    /// The inode of the file that has its contents, which no other chunk has at the same time.
+    /// The inode of the file with the chunk's contents. No other chunk has this inode at the same
+    /// time.
     pub inode: u64,
     /// The GPU's number in the machine.
     pub gpu: usize,
@@ -20,9 +23,10 @@ pub struct Shared {
     pub is_owner: bool,
 }
 
-/// The largest number of shared chunks of one process.
+/// The maximum number of shared chunks of one process.
 const MOST: usize = 1024;
-/// Words of the table: for each chunk its inode, or 0 for a free entry, and its other fields.
+/// The words of the table. Each chunk has two words: its inode, or 0 in a free entry, and its other
+/// fields.
 pub(crate) const WORDS: usize = 2 * MOST;
 
 impl Shared {
@@ -35,7 +39,8 @@ impl Shared {
     }
 }
 
-/// Adds an entry; false if the table is full. The caller holds the lock of all accounts.
+/// Adds an entry, and returns false if the table is full. The caller holds the lock of all
+/// accounts.
 pub(crate) fn insert(table: &[AtomicU64], chunk: Shared) -> bool {
     let Some(free) = table.chunks_exact(2).find(|place| place[0].load(Ordering::Relaxed) == 0) else { return false };
     free[1].store(chunk.rest(), Ordering::Relaxed);
@@ -58,7 +63,7 @@ pub(crate) fn read(table: &[u64]) -> Vec<Shared> {
     places.map(|place| Shared::unpack(place[0], place[1])).collect()
 }
 
-/// Counts each chunk without an owner for one process that has it.
+/// Counts each chunk without an owner for one of the processes that have the chunk.
 pub(crate) fn count_without_owner(processes: &mut [Process]) {
     let all = |processes: &[Process]| processes.iter().flat_map(|p| p.shared.clone()).collect::<Vec<_>>();
     let mut counted: BTreeSet<u64> = all(processes).iter().filter(|c| c.is_owner).map(|c| c.inode).collect();

@@ -1,6 +1,6 @@
-//! Faults of the simulated GPUs. Tests write them into files of the simulated machine, and the
-//! simulated NVML reports them. Memory faults also affect the simulated driver, at the next call of
-//! any process.
+//! Faults of the simulated GPUs. Tests write the faults into files of the simulated machine, and
+//! the simulated NVML reports them. Memory faults also affect the simulated driver, at the next
+//! call of any process.
 
 use std::{
     fs::{self, File},
@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-/// An event of the driver, with the number of its kind in `nvml.h`.
+/// An event of the driver. `kind` is its number in `nvml.h`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
     pub gpu: usize,
@@ -21,13 +21,13 @@ pub struct Event {
 pub const DOUBLE_BIT_ECC: u64 = 2;
 pub const XID: u64 = 8;
 
-/// Raises an event for all programs that wait for it.
+/// Raises an event, which all waiting programs receive.
 pub fn happen(dir: &Path, event: Event) -> io::Result<()> {
     let mut file = File::options().append(true).create(true).open(events(dir))?;
     file.write_all(format!("{} {} {}\n", event.gpu, event.kind, event.data).as_bytes())
 }
 
-/// Every event so far. A line that is still being written is left out.
+/// Returns every event so far, except a line that is still being written.
 pub fn happened(dir: &Path) -> Vec<Event> {
     let text = fs::read_to_string(events(dir)).unwrap_or_default();
     let whole = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
@@ -48,7 +48,8 @@ pub fn is_lost(dir: &Path, gpu: usize) -> bool {
     dir.join(format!("gpu-{gpu}.lost")).exists()
 }
 
-/// Sets the recovery action that the driver reports, 0 for none; `None`: not supported.
+/// Sets the recovery action that the driver reports. 0 means no action, and `None` means not
+/// supported.
 pub fn advise(dir: &Path, gpu: usize, action: Option<u32>) -> io::Result<()> {
     put(&dir.join(format!("gpu-{gpu}.recovery")), action.map(|action| action.to_string()).as_deref())
 }
@@ -57,7 +58,7 @@ pub fn advice(dir: &Path, gpu: usize) -> Option<u32> {
     fs::read_to_string(dir.join(format!("gpu-{gpu}.recovery"))).ok()?.parse().ok()
 }
 
-/// Unloads or loads the driver, without which NVML cannot be initialized.
+/// Unloads or loads the driver. NVML cannot be initialized without the driver.
 pub fn unload(dir: &Path, is_unloaded: bool) -> io::Result<()> {
     put(&dir.join("no-driver"), is_unloaded.then_some(""))
 }
@@ -66,7 +67,7 @@ pub fn is_unloaded(dir: &Path) -> bool {
     dir.join("no-driver").exists()
 }
 
-/// Makes `nvmlInit` block until this is called with `false`.
+/// Makes `nvmlInit` block until this function is called with `false`.
 pub fn hold_init(dir: &Path, is_held: bool) -> io::Result<()> {
     put(&dir.join("nvml-init.held"), is_held.then_some(""))
 }
@@ -75,7 +76,7 @@ pub fn is_init_held(dir: &Path) -> bool {
     dir.join("nvml-init.held").exists()
 }
 
-/// Makes every call of an initialized NVML fail with an unknown error, or succeed again.
+/// Makes every call of the initialized NVML fail with an unknown error, or succeed again.
 pub fn break_nvml(dir: &Path, is_broken: bool) -> io::Result<()> {
     put(&dir.join("nvml.broken"), is_broken.then_some(""))
 }
@@ -84,8 +85,8 @@ pub fn is_nvml_broken(dir: &Path) -> bool {
     dir.join("nvml.broken").exists()
 }
 
-/// Removes a GPU from the machine, or adds it: NVML does not list a removed GPU, and renumbers the
-/// others.
+/// Removes a GPU from the machine, or adds it again. NVML does not list a removed GPU, and
+/// renumbers the other GPUs.
 pub fn take_out(dir: &Path, gpu: usize, is_out: bool) -> io::Result<()> {
     put(&dir.join(format!("gpu-{gpu}.out")), is_out.then_some(""))
 }
@@ -94,13 +95,13 @@ pub fn is_out(dir: &Path, gpu: usize) -> bool {
     dir.join(format!("gpu-{gpu}.out")).exists()
 }
 
-/// Enables MIG mode with these slices, which have unique numbers; `None` disables it.
+/// Enables MIG mode with these slices, whose numbers are unique. `None` disables MIG mode.
 pub fn slice(dir: &Path, gpu: usize, slices: Option<&[u8]>) -> io::Result<()> {
     let text = slices.map(|all| all.iter().map(|slice| format!("{slice}\n")).collect::<String>());
     put(&dir.join(format!("gpu-{gpu}.slices")), text.as_deref())
 }
 
-/// The slices of a GPU; `None` if it is not in MIG mode.
+/// Returns the slices of a GPU, or `None` if it is not in MIG mode.
 pub fn slices(dir: &Path, gpu: usize) -> Option<Vec<u8>> {
     let text = fs::read_to_string(dir.join(format!("gpu-{gpu}.slices"))).ok()?;
     Some(text.lines().filter_map(|line| line.parse().ok()).collect())
@@ -142,9 +143,10 @@ pub fn fragmented(dir: &Path, gpu: usize) -> u64 {
 /// Memory of a process that does not run on the simulated driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stranger {
-    /// The demand. It receives the bytes that processes leave free, also later.
+    /// The demand in bytes. The stranger receives the bytes that processes leave free, now or
+    /// later.
     pub bytes: u64,
-    /// The pid in NVML's list; `None` if only the total includes it.
+    /// The pid in NVML's list. With `None`, only the total includes the bytes.
     pub pid: Option<u32>,
 }
 
@@ -173,8 +175,8 @@ pub struct Refusal {
     pub lasts: Option<Duration>,
 }
 
-/// Makes `cuMemCreate` fail with out of memory on a GPU, until the time is over or this is called
-/// with `None`.
+/// Makes `cuMemCreate` fail with out of memory on a GPU. The failures end after a time, or when
+/// this function is called with `None`.
 pub fn refuse(dir: &Path, gpu: usize, refusal: Option<Refusal>) -> io::Result<()> {
     let text = refusal.map(|Refusal { pid, lasts }| {
         let until = lasts.map_or(u64::MAX, |lasts| now().saturating_add(lasts.as_millis() as u64));
@@ -190,7 +192,7 @@ pub fn is_refused(dir: &Path, gpu: usize, pid: u32) -> bool {
     until.parse().is_ok_and(|until: u64| now() < until) && whom.parse().map_or(true, |whom: u32| whom == pid)
 }
 
-/// Sets the error of the used bytes that NVML reports for a GPU.
+/// Sets the error in the used bytes that NVML reports for a GPU.
 pub fn set_nvml_error(dir: &Path, gpu: usize, bytes: i64) -> io::Result<()> {
     put_number(&memory_file(dir, gpu, "nvml-error"), bytes)
 }
@@ -207,7 +209,7 @@ fn number(path: &Path) -> Option<i64> {
     fs::read_to_string(path).ok()?.parse().ok()
 }
 
-/// Writes a number; 0 removes the file.
+/// Writes a number. 0 removes the file.
 fn put_number(path: &Path, number: i64) -> io::Result<()> {
     put(path, (number != 0).then(|| number.to_string()).as_deref())
 }

@@ -1,24 +1,24 @@
-//! The computations of the simulated kernels, element by element. A separate crate, because every
-//! profile optimizes it: kernels dominate the time of tests, while the rest of the simulator takes
-//! long to optimize and gains little.
+//! The computations of the simulated kernels, element by element. They are a separate crate so that
+//! every profile can optimize them. Kernels dominate the time of tests. Optimizing the rest of the
+//! simulator takes long and gains little.
 //!
-//! `inline(never)`: otherwise the compiler inlines small functions into crates that are not
-//! optimized.
+//! The functions are `inline(never)`. Otherwise the compiler would inline small functions into
+//! crates that are not optimized.
 
-/// A kernel's change of each element.
+/// The change that a kernel makes to each element.
 #[derive(Clone, Copy, Debug)]
 pub enum Change {
-    /// Sets it, without reading it.
+    /// Sets the element, without reading it.
     Fill(u32),
     Add(u32),
-    /// Mixes it with its index and a seed: the result depends on the order, and every value
-    /// changes.
+    /// Mixes the element with its index and a seed. The result depends on the order of the changes,
+    /// and every value changes.
     Mix(u32),
     /// Undoes [`Change::Mix`] with the same seed.
     Unmix(u32),
 }
 
-/// Changes `n` elements; the first has the index `first`.
+/// Changes `n` elements. The index of the first element is `first`.
 ///
 /// # Safety
 /// There must be `n` aligned elements without concurrent access.
@@ -26,7 +26,8 @@ pub enum Change {
 pub unsafe fn change(elements: *mut u32, n: u64, first: u64, change: Change) {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("avx2") {
-        // SAFETY: the caller's contract; the processor has AVX2.
+        // SAFETY: by the caller's contract, the elements are valid. The processor has AVX2, as
+        // checked.
         return unsafe { change_eight_at_once(elements, n, first, change) };
     }
     // SAFETY: the caller's contract.
@@ -82,7 +83,7 @@ fn unmix(index: u64, x: u32, seed: u32) -> u32 {
     y ^ seed.wrapping_add(index as u32)
 }
 
-/// The sum of `n` elements.
+/// Returns the sum of `n` elements.
 ///
 /// # Safety
 /// There must be `n` aligned elements without concurrent writes.
@@ -101,7 +102,7 @@ pub struct Fingerprint {
 }
 
 impl Fingerprint {
-    /// Adds `n` pairs of words; the first pair has the index `first` in its chunk.
+    /// Adds `n` pairs of words. The first pair has the index `first` in its chunk.
     ///
     /// # Safety
     /// There must be `n` pairs of words without concurrent writes. They need no alignment.

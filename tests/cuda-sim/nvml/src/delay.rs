@@ -1,4 +1,4 @@
-//! The used memory of `CUDA_SIM_NVML_DELAY` ago.
+//! The used memory at an earlier time: `CUDA_SIM_NVML_DELAY` before now.
 
 use cuda_sim_gpus::{Config, account::Figures};
 use std::{
@@ -11,7 +11,7 @@ use std::{
 /// Interval between stored figures.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// The figures of all GPUs, oldest first. Of the figures that are old enough, only the newest are
+/// The figures of all GPUs, oldest first. Only the newest of the figures that are old enough are
 /// kept.
 static KEPT: Mutex<VecDeque<(Instant, Vec<Figures>)>> = Mutex::new(VecDeque::new());
 

@@ -1,4 +1,4 @@
-//! Events: sets of GPUs and kinds, and waiting for later events of them, which tests raise.
+//! Event sets of GPUs and kinds. Programs wait for later events of a set, which tests raise.
 
 use super::*;
 use cuda_sim_gpus::trouble::{DOUBLE_BIT_ECC, Event, XID, happened, is_lost};

@@ -1,9 +1,9 @@
-//! A simulated `libnvidia-ml.so.1`: the GPUs of `cuda-sim-gpus`, with the memory and the processes
-//! of their accounts. It has the calls of a monitor; utilization is always 0. Events are in
-//! `events`.
+//! A simulated `libnvidia-ml.so.1`. It shows the GPUs of `cuda-sim-gpus`, with the memory and the
+//! processes of their accounts. It has the calls that a monitor needs. Utilization is always 0.
+//! Events are in `events`.
 
-// The symbols are called from C, and valid pointers are the API's contract; tests also call them
-// from Rust.
+// C programs call the symbols, and valid pointers are the API's contract. Tests call the symbols
+// from Rust too.
 #![allow(clippy::not_unsafe_ptr_arg_deref)]
 
 use cuda_sim_gpus::{
@@ -60,7 +60,7 @@ pub struct Memory {
     used: u64,
 }
 
-/// `nvmlMemory_v2_t`. Here, the used memory excludes the reserved memory.
+/// `nvmlMemory_v2_t`. In this structure, the used memory excludes the reserved memory.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Memory2 {
@@ -107,7 +107,7 @@ pub struct FieldValue {
     latency: i64,
     kind: u32,
     done: u32,
-    /// The union; only its unsigned int is used.
+    /// The union. Only its unsigned int is used.
     value: u64,
 }
 
@@ -153,7 +153,7 @@ fn text(to: *mut c_char, len: u32, text: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// The GPU of a handle, which is the GPU's number plus one.
+/// Returns the GPU of a handle. The handle is the GPU's number plus one.
 fn gpu(handle: usize) -> Result<usize, Error> {
     let (dir, all) = (&Config::get().dir, Config::get().gpus);
     let gpu = handle.checked_sub(1).filter(|gpu| *gpu < all).ok_or(INVALID_ARGUMENT)?;
@@ -188,8 +188,8 @@ fn index(handle: usize) -> Result<u32, Error> {
 /// Interval between checks whether initialization may continue.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// A stand-in for the driver's device files, open between the first `nvmlInit` and the last
-/// `nvmlShutdown`.
+/// A file that replaces the driver's device files. It is open between the first `nvmlInit` and the
+/// last `nvmlShutdown`.
 static OPEN: Mutex<(usize, Option<File>)> = Mutex::new((0, None));
 
 fn init() -> Result<(), Error> {
@@ -218,10 +218,11 @@ fn shutdown() -> Result<(), Error> {
     Ok(())
 }
 
-/// Places for slices of a GPU in MIG mode.
+/// The number of slices that a GPU in MIG mode can have.
 const SLICES: u32 = 7;
 
-/// Handles of slices: this, 256 times the GPU's number, and the slice's.
+/// The base of slices' handles. A handle is the base, plus 256 times the GPU's number, plus the
+/// slice's number.
 const FIRST_SLICE: usize = 1 << 16;
 
 /// The GPU and the number of an existing slice.
@@ -239,7 +240,7 @@ fn code(done: Result<(), Error>) -> u32 {
     done.map_or_else(|e| e.0, |()| 0)
 }
 
-/// A GPU's memory, including the driver's reserve, which CUDA does not count.
+/// Returns a GPU's memory. It includes the driver's reserve, which CUDA does not count.
 fn memory(handle: usize) -> Result<Memory2, Error> {
     if slice(handle).is_some() {
         let total = Config::get().memory / u64::from(SLICES);
@@ -258,7 +259,7 @@ const MEMORY_2: u32 = size_of::<Memory2>() as u32 | 2 << 24;
 /// `NVML_VALUE_NOT_AVAILABLE`
 const NOT_AVAILABLE: u64 = u64::MAX;
 
-/// Writes the processes with memory of a GPU into the program's list.
+/// Writes the processes that have memory of a GPU into the program's list.
 fn processes<T>(handle: usize, count: *mut u32, to: *mut T, entry: impl Fn(u32, u64) -> T) -> Result<(), Error> {
     if slice(handle).is_some() {
         return out(count, 0);
@@ -304,7 +305,7 @@ fn further(handle: usize) -> Result<usize, Error> {
     if Config::get().nvml == Support::All { Ok(gpu) } else { Err(NOT_SUPPORTED) }
 }
 
-/// A property of the link, if it is configured.
+/// Returns a property of the link, if the link is configured.
 fn link(handle: usize, value: impl Fn(u32) -> u32) -> Result<u32, Error> {
     further(handle)?;
     let lanes = Config::get().pcie_lanes;
@@ -319,7 +320,7 @@ fn field(gpu: usize, value: &mut FieldValue) {
 }
 
 fn driver_version() -> &'static str {
-    // The first driver of the branch with this CUDA version.
+    // The first driver of the branch that supports this CUDA version.
     match Config::get().driver {
         ..12000 => "470.57.02",
         12000..13000 => "525.60.13",

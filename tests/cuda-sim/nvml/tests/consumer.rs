@@ -1,4 +1,4 @@
-//! NVML with only memory and processes, and host bandwidth that both directions share.
+//! NVML that supports only memory and processes, and host bandwidth that both directions share.
 
 use cuda_sim_gpus::host_link;
 use nvidia_ml::*;
@@ -41,7 +41,8 @@ fn memory_and_processes_only() {
         assert_eq!(answer, NOT_SUPPORTED);
     }
 
-    // Ten pieces of 1 MiB in each direction: the host's memory carries 100 MiB/s in total.
+    // Ten pieces of 1 MiB are copied in each direction. The host's memory transfers 100 MiB/s in
+    // total.
     let begin = Instant::now();
     let ways = [(); 2].map(|()| thread::spawn(|| (0..10).for_each(|_| host_link::wait_for_host(1 << 20))));
     ways.into_iter().for_each(|way| way.join().expect("it ends"));

@@ -1,4 +1,4 @@
-//! Locking, checkpointing and restoring another process, the companion.
+//! Locking, checkpointing and restoring another process, which is called the companion.
 
 use crate::support::*;
 use cuda_sim_gpus::{
@@ -32,8 +32,8 @@ const MACHINE: &[(&str, &str)] = &[
     ("CUDA_SIM_LINK_BANDWIDTH", "8G"),
 ];
 
-/// The companion: it has a context and 32 MiB with a value, and executes one command per line of
-/// input.
+/// Runs the companion. It has a context and 32 MiB with a value, and executes one command per line
+/// of its input.
 fn target() {
     let _gpu = Gpu::open();
     let at = alloc(32 * M);
@@ -45,7 +45,7 @@ fn target() {
             "read" => read(at + 16 * M as u64),
             "sync" => cu("cuCtxSynchronize", &[]),
             "work" => {
-                // Memory that is never written, so that work that waits for it never ends.
+                // This memory is never written, so work that waits for it never ends.
                 let never = get("cuMemHostAlloc", &[4096, 2]);
                 cu("cuStreamWaitValue32_v2", &[0, never, 1, 0])
             }
@@ -150,7 +150,7 @@ impl Target {
         cu(&format!("cuCheckpointProcess{name}"), &[self.pid(), 0])
     }
 
-    /// Restores the process, with the first GPU of each pair on the second.
+    /// Restores the process. The memory of the first GPU of each pair goes to the second GPU.
     fn restore_on(&self, pairs: &[(usize, usize)]) -> u32 {
         let uuid = |gpu| Config::get().uuid(gpu);
         let pairs: Vec<[[u8; 16]; 2]> = pairs.iter().map(|(old, new)| [uuid(*old), uuid(*new)]).collect();
@@ -280,8 +280,8 @@ fn it_comes_back_on_another_gpu() {
     });
 }
 
-/// Devices keep their numbers and bus ids, and the UUID follows the memory. Earlier handles stay
-/// valid.
+/// Devices keep their numbers and bus IDs, but have the UUIDs of the GPUs that now have their
+/// memory. Earlier handles stay valid.
 #[test]
 fn a_moved_process_sees_the_other_gpu_under_its_device() {
     with_target("checkpoint::a_moved_process_sees_the_other_gpu_under_its_device", |mut target| {

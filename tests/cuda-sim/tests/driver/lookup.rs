@@ -1,4 +1,4 @@
-//! `cuGetProcAddress`: results for names, versions and flags, as of driver 580.
+//! `cuGetProcAddress`: its results for names, versions and flags, which equal those of driver 580.
 
 use crate::support::*;
 use std::ffi::CString;

@@ -1,4 +1,4 @@
-//! Tests of the simulated driver: each loads the library as a program would.
+//! Tests of the simulated driver. Each test loads the library as a program would.
 
 mod checkpoint;
 mod lookup;

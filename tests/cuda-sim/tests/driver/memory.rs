@@ -40,7 +40,8 @@ fn memory_of_a_killed_process_is_free() {
     );
 }
 
-/// Prints the handle of 64 MiB, frees them at the first line of its input, and exits at the second.
+/// Prints the handle of 64 MiB. Frees the memory at the first line of input, and exits at the
+/// second.
 fn export() {
     let at = alloc(64 * M);
     let mut handle = [0_u64; 8];

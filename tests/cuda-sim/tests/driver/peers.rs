@@ -9,7 +9,7 @@ const INVALID_DEVICE: u32 = 101;
 const UNSUPPORTED: u32 = 217;
 const APART: &[(&str, &str)] = &[("CUDA_SIM_GPUS", "3"), ("CUDA_SIM_NO_PEERS", "0-1")];
 
-/// Chunks of a GPU, mapped for that GPU.
+/// Creates chunks on a GPU and maps them for that GPU.
 fn mapped(device: u32, len: usize) -> u64 {
     let properties: [u32; 8] = [1, 0, 1, device, 0, 0, 0, 0];
     let handle = get("cuMemCreate", &[len, properties.as_ptr() as usize, 0]);
@@ -24,7 +24,7 @@ fn let_in(device: u32, at: u64, len: usize) -> u32 {
     cu("cuMemSetAccess", &[at as usize, len, access.as_ptr() as usize, 1])
 }
 
-/// The primary contexts of the first two GPUs; the first is current.
+/// Returns the primary contexts of the first two GPUs. The context of the first GPU is current.
 fn contexts() -> [usize; 2] {
     assert_eq!(cu("cuInit", &[0]), 0);
     let contexts = [0, 1].map(|device| get("cuDevicePrimaryCtxRetain", &[device]));
@@ -32,7 +32,7 @@ fn contexts() -> [usize; 2] {
     contexts
 }
 
-/// Memory of either GPU: the first one's has this value.
+/// Returns memory on each of the two GPUs. The memory of the first GPU has this value.
 fn filled(contexts: [usize; 2], value: u32, new: impl Fn(u32) -> u64) -> [u64; 2] {
     let places = [0, 1].map(|device| {
         assert_eq!(cu("cuCtxSetCurrent", &[contexts[device]]), 0);

@@ -55,7 +55,7 @@ fn the_default_stream_does_not_wait_for_other_streams() {
             let flag = Flag::new();
             assert_eq!(gpu.launch("spin_until", first, &[flag.at()]), 0);
             assert_eq!(cu("cuMemsetD32Async", &[at as usize, 1, 1, second]), 0);
-            // The default stream would otherwise wait forever.
+            // Otherwise the default stream would wait for ever.
             assert_eq!(cu("cuStreamSynchronize", &[second]), 0);
             assert_eq!(cu("cuStreamQuery", &[first]), NOT_READY);
             flag.write();
@@ -104,8 +104,8 @@ fn two_processes_share_the_gpu() {
         if role().is_some() {
             return run();
         }
-        // A quarter of a second each, which is a lower bound. Concurrent execution would not take
-        // longer on an idle machine.
+        // Each program needs a quarter of a second, which is a lower bound. On an idle machine,
+        // concurrent execution would take no longer.
         let start = Instant::now();
         let mut other = companion("streams::two_processes_share_the_gpu", "other");
         run();
@@ -118,7 +118,8 @@ fn two_processes_share_the_gpu() {
 #[derive(Clone, Copy)]
 enum Survives {
     Always,
-    /// Global: never; thread-local: if another thread calls; relaxed: yes.
+    /// In global mode never, in thread-local mode if another thread calls, and in relaxed mode
+    /// always.
     ByMode,
     Never,
 }

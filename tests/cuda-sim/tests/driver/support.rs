@@ -1,5 +1,5 @@
-//! Each test runs in a separate process with a separate simulated machine, since the library reads
-//! its environment only once, and a killed context stays dead.
+//! Runs each test in a separate process with a separate simulated machine. The library reads its
+//! environment only once, and a broken context stays broken.
 
 use std::{
     env,
@@ -16,7 +16,7 @@ use std::{
 
 const CHILD: &str = "SIM_TEST";
 
-/// Runs `body` in a fresh process; the test fails if that does.
+/// Runs `body` in a new process. The test fails if that process fails.
 pub fn isolated(test: &str, env: &[(&str, &str)], body: impl FnOnce()) {
     if env::var(CHILD).is_ok_and(|name| name == test) {
         body();
@@ -39,12 +39,12 @@ pub fn simulated_machine() -> PathBuf {
     env::var_os("CUDA_SIM_DIR").expect("only in the process of a test").into()
 }
 
-/// Another process of the same simulated machine; `test` must check [`role`].
+/// Starts another process of the same simulated machine. `test` must check its [`role`].
 pub fn companion(test: &str, role: &str) -> Child {
     again(test).env("SIM_ROLE", role).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("start a companion")
 }
 
-/// The role of a companion; `None` in the first process of a test.
+/// The role of a companion, or `None` in the first process of a test.
 pub fn role() -> Option<String> {
     env::var("SIM_ROLE").ok()
 }
@@ -68,22 +68,22 @@ fn library() -> *mut c_void {
     }) as *mut c_void
 }
 
-/// The address of a symbol, null if there is none.
+/// Returns the address of a symbol, or null without that symbol.
 pub fn symbol(name: &str) -> *mut c_void {
     let text = CString::new(name).expect("no NUL");
     // SAFETY: the library is open, and the name is a C string.
     unsafe { libc::dlsym(library(), text.as_ptr()) }
 }
 
-/// Calls the driver; every argument is an integer or an address.
+/// Calls the driver. Every argument is an integer or an address.
 pub fn cu(name: &str, args: &[usize]) -> u32 {
     let at = symbol(name);
     assert!(!at.is_null(), "no symbol {name}");
     let mut a = [0; 11];
     a[..args.len()].copy_from_slice(args);
     type Call = extern "C" fn(usize, usize, usize, usize, usize, usize, usize, usize, usize, usize, usize) -> u32;
-    // SAFETY: integers and pointers use the same registers and stack slots, and a function ignores arguments beyond
-    // its parameters.
+    // SAFETY: integers and pointers use the same registers and stack slots. A function ignores
+    // arguments beyond its parameters.
     let call = unsafe { std::mem::transmute::<*mut c_void, Call>(at) };
     call(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10])
 }
@@ -112,7 +112,8 @@ impl Gpu {
         Gpu { module: get("cuModuleLoadData", &[image.as_ptr() as usize]), context }
     }
 
-    /// Launches a kernel, whose arguments are 64-bit words; narrower ones are read from their lower end.
+    /// Launches a kernel. Its arguments are 64-bit words, and a narrower argument is the lower part
+    /// of its word.
     pub fn launch(&self, kernel: &str, stream: usize, args: &[u64]) -> u32 {
         let name = CString::new(kernel).expect("no NUL");
         let function = get("cuModuleGetFunction", &[self.module, name.as_ptr() as usize]);
@@ -121,8 +122,8 @@ impl Gpu {
     }
 }
 
-/// Opens memory that another process exported. The handle is passed by value, in memory, unlike all other arguments
-/// here.
+/// Opens memory that another process exported. Unlike all other arguments in these tests, the
+/// handle is passed by value, in memory.
 pub fn open_handle(handle: [usize; 8]) -> usize {
     #[repr(C)]
     struct Handle([usize; 8]);
@@ -167,8 +168,8 @@ impl Flag {
     pub fn new() -> Self {
         let host = get("cuMemHostAlloc", &[4096, 2]);
         assert_eq!(get("cuMemHostGetDevicePointer_v2", &[host, 0]), host);
-        // SAFETY: the memory is aligned, zeroed and never freed, and is only read and written as a whole word, also
-        // by the GPU.
+        // SAFETY: the memory is aligned, zeroed and never freed. The host and the GPU read and
+        // write it only as a whole word.
         Self(unsafe { AtomicU32::from_ptr(host as *mut u32) })
     }
 

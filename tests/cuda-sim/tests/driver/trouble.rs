@@ -12,7 +12,7 @@ use std::{
 
 const M: usize = 1 << 20;
 const OUT_OF_MEMORY: u32 = 2;
-/// 84 MiB are free beside a context.
+/// A machine with 84 MiB free beside a context.
 const MACHINE: &[(&str, &str)] = &[("CUDA_SIM_MEMORY", "100M"), ("CUDA_SIM_CONTEXT", "16M")];
 
 fn with(more: &[(&'static str, &'static str)]) -> Vec<(&'static str, &'static str)> {

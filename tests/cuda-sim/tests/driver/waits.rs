@@ -35,7 +35,7 @@ fn a_stream_waits_for_a_value_that_another_stream_or_the_host_writes() {
         assert_eq!(cu("cuStreamWaitValue64_v2", &[lane, mapped, 5, 1]), 0);
         thread::sleep(Duration::from_millis(20));
         assert_eq!(cu("cuStreamQuery", &[lane]), NOT_READY);
-        // SAFETY: mapped host memory, which the stream reads while it is written, as on a GPU.
+        // SAFETY: this is mapped host memory. The stream reads it during the write, as a GPU does.
         unsafe { (host as *mut u64).write_volatile(5) };
         assert_eq!(cu("cuStreamSynchronize", &[lane]), 0);
     });
@@ -65,7 +65,7 @@ fn functions_of_the_program_run_in_stream_order() {
 
 type Handle = [u64; 8];
 
-/// Passes the handle by value, which [`cu`] cannot.
+/// Opens an event. The handle is passed by value, which [`cu`] cannot do.
 fn open_event(handle: Handle) -> usize {
     type Open = extern "C" fn(*mut usize, Handle8) -> u32;
     #[repr(C)]
@@ -85,7 +85,7 @@ fn an_event_of_another_process_is_waited_for() {
         let gpu = Gpu::open();
         let lane = stream(NON_BLOCKING);
         if role().is_some() {
-            // Exports an event behind work that ends on request.
+            // Exports an event that was recorded behind work. The work ends on request.
             let (event, flag) = (get("cuEventCreate", &[INTERPROCESS]), Flag::new());
             let mut handle: Handle = [0; 8];
             assert_eq!(cu("cuIpcGetEventHandle", &[handle.as_mut_ptr() as usize, event]), 0);
@@ -97,7 +97,7 @@ fn an_event_of_another_process_is_waited_for() {
             let _ = std::io::stdin().read_line(&mut String::new());
             flag.write();
             assert_eq!(cu("cuStreamSynchronize", &[lane]), 0);
-            // Lives until its parent ends.
+            // This process lives until its parent ends.
             let _ = std::io::stdin().read_line(&mut String::new());
             return;
         }
@@ -182,7 +182,7 @@ fn a_graph_that_waits_for_the_host_ends_when_it_is_told() {
         assert_eq!(cu("cuGraphLaunch", &[exec, lane]), 0);
         thread::sleep(Duration::from_millis(20));
         assert_eq!(cu("cuStreamQuery", &[lane]), NOT_READY);
-        // SAFETY: mapped host memory, which the kernel reads while it is written, as on a GPU.
+        // SAFETY: this is mapped host memory. The kernel reads it during the write, as a GPU does.
         unsafe { (host as *mut u32).write_volatile(1) };
         assert_eq!(cu("cuStreamSynchronize", &[lane]), 0);
     });

@@ -51,7 +51,7 @@ macro_rules! api {
             }
         }
 
-        /// The driver, each call under its symbol's name.
+        /// The driver's functions, under their symbols' names.
         #[allow(non_snake_case)]
         #[derive(Clone, Copy, Debug)]
         pub struct Api {
@@ -135,8 +135,8 @@ api! {
 }
 
 impl Api {
-    /// The driver, looked up as `CUDA_LOOKUP` selects: `link` (like a program that is linked to
-    /// it), `dlsym`, or `getproc` (like the CUDA runtime).
+    /// Returns the driver's functions. `CUDA_LOOKUP` selects the lookup: `link` (as in a program
+    /// that is linked to the driver), `dlsym`, or `getproc` (as in the CUDA runtime).
     pub fn get() -> &'static Api {
         static API: OnceLock<Api> = OnceLock::new();
         API.get_or_init(|| match env::var("CUDA_LOOKUP").as_deref() {

@@ -1,4 +1,5 @@
-//! Calls that few programs make and that older drivers lack. Each is looked up at its first call.
+//! Calls that few programs make and that older drivers lack. Each function is looked up at its
+//! first call.
 
 use super::api::{Access, Location, Properties, dlsym};
 use std::{ffi::c_void, mem};

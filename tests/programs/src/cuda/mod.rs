@@ -91,7 +91,7 @@ impl Gpu {
         Gpu::in_current(device, context)
     }
 
-    /// A GPU whose context is already current.
+    /// Opens a GPU whose context is already current.
     pub fn in_current(device: i32, context: usize) -> Result<Arc<Gpu>> {
         let mut module = 0;
         let image = CString::new(include_str!("../kernels.ptx")).expect("no NUL in PTX");
@@ -151,7 +151,7 @@ impl Gpu {
         ))
     }
 
-    /// The same GPU, with another function that launches kernels.
+    /// Returns the same GPU, with another function for launching kernels.
     ///
     /// # Safety
     /// `launch` must be `cuLaunchKernel`.
@@ -187,7 +187,8 @@ impl Gpu {
         self.over(self.add, at, count, value, stream)
     }
 
-    /// Mixes each element with its index and `seed`. The result depends on the order of such steps.
+    /// Mixes each element with its index and `seed`. A later check thus reveals the order of the
+    /// steps.
     pub fn mix(&self, at: u64, count: u64, seed: u32, stream: usize) -> Result<()> {
         self.over(self.mix, at, count, seed, stream)
     }
@@ -239,8 +240,8 @@ impl Gpu {
 /// The time for which [`patiently`] retries a call.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Retries a call that fails for lack of memory, if `CUDA_PATIENT` is set: memory of a killed
-/// process, or memory that is about to move, may soon be free.
+/// Retries a call that fails for lack of memory, if `CUDA_PATIENT` is set. Memory of a killed
+/// process, or memory that is being evicted, may soon be free.
 fn patiently(mut call: impl FnMut() -> Result<()>) -> Result<()> {
     let begin = Instant::now();
     loop {
@@ -337,7 +338,7 @@ impl Buffer {
             Kind::Alloc | Kind::Managed => cu!(cuMemFree_v2(self.at)),
             Kind::Async => cu!(cuMemFreeAsync(self.at, 0)),
             Kind::Vmm => {
-                // Unmapping does not wait for work, so the program does.
+                // Unmapping does not wait for work, so the program waits.
                 cu!(cuCtxSynchronize())?;
                 cu!(cuMemUnmap(self.at, self.len))?;
                 cu!(cuMemAddressFree(self.at, self.len))
@@ -352,7 +353,7 @@ impl Drop for Buffer {
     }
 }
 
-/// Pinned, zeroed host memory that kernels can access; freed when dropped.
+/// Pinned, zeroed host memory that kernels can access. It is freed when this value is dropped.
 #[derive(Debug)]
 pub struct Mapped {
     pub host: *mut u8,

@@ -30,7 +30,7 @@ pub struct Memory2 {
 pub enum Lookup {
     /// In the library itself.
     Library,
-    /// In the loader's global order, as for a program that is linked to NVML.
+    /// In the loader's global order, as in a program that is linked to NVML.
     Linked,
 }
 

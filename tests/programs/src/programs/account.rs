@@ -32,7 +32,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     again.free()?;
     let (free_after, _) = gpu.memory()?;
 
-    // A refusal has no side effects.
+    // A refused allocation has no side effects.
     gpu.add(buffer.at, buffer.count(), 1, 0)?;
     expect("sum", gpu.sum(buffer.at, buffer.count())?, buffer.count() * 2)?;
     report.integer("device_total", device_total as u64);

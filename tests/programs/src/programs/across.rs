@@ -59,7 +59,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
                 pair.far.synchronise()?;
             }
             _ => {
-                // One GPU works on the memory of the other, and vice versa.
+                // Each GPU works on the memory of the other.
                 if round == 0 {
                     pair.near.fill(other, count, 7, 0)?;
                 }
@@ -139,8 +139,8 @@ impl Pair {
         Ok(at)
     }
 
-    /// Work of the near GPU on memory from the far GPU's pool, which is freed and allocated again in the
-    /// near GPU's stream.
+    /// Runs work of the near GPU on memory from the far GPU's pool. The memory is freed and
+    /// allocated again in the near GPU's stream.
     fn touch_and_free_async(&self, pool: usize) -> Outcome {
         const LEN: usize = 4 << 20;
         let short = self.allocate(pool, LEN)?;
@@ -154,7 +154,7 @@ impl Pair {
         Ok(cu!(cuMemFreeAsync(at, 0))?)
     }
 
-    /// Work of one GPU on memory of the other, which is freed immediately.
+    /// Runs work of one GPU on memory of the other, and frees the memory immediately.
     fn touch_and_free(&self, enabled: bool) -> Outcome {
         if !enabled {
             return Ok(());

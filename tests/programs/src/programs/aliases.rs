@@ -1,5 +1,5 @@
-//! One chunk mapped at many addresses, as in allocators that back every unused page with the same
-//! zeros.
+//! One chunk mapped at many addresses. Some allocators back every unused page with the same zeros
+//! in this way.
 
 use super::{Outcome, expect};
 use crate::{

@@ -1,6 +1,6 @@
 //! Binds exportable memory to a multicast object and to a logical endpoint, by handle and by
 //! address, like libraries for several GPUs. Each call must have the same result with and without
-//! preloading, even if it fails. The results for other memory are reported.
+//! nvshare, even a call that fails. The results for other memory are only reported.
 
 use super::{Outcome, expect};
 use crate::{
@@ -41,7 +41,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     late_cu!(cuMulticastCreate(&mut object, &properties))?;
     late_cu!(cuMulticastAddDevice(object, 0))?;
 
-    // The whole memory, and a part of it.
+    // Binds the whole memory, and a part of it.
     late_cu!(cuMulticastBindMem(object, 0, memory, 0, len, 0))?;
     late_cu!(cuMulticastBindMem(object, len, memory, STEP, len - 2 * STEP, 0))?;
     late_cu!(cuMulticastBindAddr(object, 2 * len, at + STEP as u64, len - STEP, 0))?;

@@ -1,5 +1,5 @@
-//! An interactive program: short work after random pauses with the given mean. Reports the time of
-//! each answer.
+//! An interactive program: short work after random pauses with the given mean. Reports how long
+//! each piece of work took.
 
 use super::{Outcome, Random, expect};
 use crate::{
@@ -17,7 +17,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     gpu.fill(buffer.at, buffer.count(), 3, 0)?;
     gpu.synchronise()?;
     let mut latencies = Vec::new();
-    // Random, so that requests arrive at any point of another program's work.
+    // The pauses are random, so that requests arrive at any point of another program's work.
     let mut random = Random::new(1);
     for _ in 0..bursts {
         thread::sleep(pause * (50 + random.below(100) as u32) / 100);

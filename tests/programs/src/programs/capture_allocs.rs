@@ -1,6 +1,6 @@
-//! Memory that is allocated during a stream capture and used immediately: by the captured work, as
-//! in PyTorch's allocator for graphs, or by calls that name it while another thread captures. Also
-//! memory that another device reads, which only the driver knows.
+//! Memory that is allocated during a stream capture and used immediately. Either the captured work
+//! uses it, as in PyTorch's allocator for graphs, or calls name it while another thread captures. A
+//! third mode allocates memory that another device reads, which only the driver knows.
 
 use super::{Outcome, expect, unseen::address_of};
 use crate::{
@@ -16,7 +16,8 @@ use std::{ffi::c_void, mem, sync::mpsc, thread};
 
 /// The capture mode that permits allocations.
 const RELAXED: u32 = 2;
-/// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`: announces that another device is given the memory.
+/// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`. Setting it announces that another device will access the
+/// memory.
 const SYNC_MEMOPS: u32 = 6;
 /// Bytes that are copied.
 const LEN: usize = 1 << 20;
@@ -41,7 +42,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// A graph that fills new memory, and copies to the middle of it.
+/// Captures a graph that fills new memory and copies to its middle.
 fn captured(memory: usize, source: &Buffer, value: u32) -> Outcome {
     let stream = Stream::new()?;
     cu!(cuStreamBeginCapture_v2(stream.0, RELAXED))?;
@@ -95,8 +96,8 @@ fn named(gpu: &Gpu, memory: usize) -> Outcome {
     })
 }
 
-/// Looks up new memory in the driver itself, bypassing the hooks, as for a network card that will
-/// read it.
+/// Looks up new memory in the driver itself, bypassing the hooks. Drivers of network cards do so
+/// before the card reads the memory.
 fn reached(memory: usize) -> Outcome {
     type Ask = unsafe extern "C" fn(*mut c_void, i32, u64) -> u32;
     const MEMORY_TYPE: i32 = 2;

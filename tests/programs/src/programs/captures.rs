@@ -1,4 +1,5 @@
-//! Slow captures in sequence until SIGUSR1, while another thread submits work that is not captured.
+//! Runs slow captures in sequence until SIGUSR1, while another thread submits work that is not
+//! captured.
 
 use super::{Outcome, expect};
 use crate::{
@@ -31,7 +32,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let gpu = Gpu::open(0)?;
     let buffer = Buffer::new(Kind::Alloc, memory as usize / 2)?;
     gpu.fill(buffer.at, buffer.count(), 1, 0)?;
-    // Allocated here, since a capture in global mode forbids allocations.
+    // The memory is allocated here because a capture in global mode forbids allocations.
     let (stream, beside) = (Stream::new()?, Buffer::new(Kind::Alloc, memory as usize / 2)?);
     gpu.fill(beside.at, beside.count(), 0, 0)?;
     gpu.synchronise()?;

@@ -27,7 +27,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             late_cu!(cuCheckpointProcessCheckpoint(pid, ptr::null()))?;
         }
         "awake" => {
-            // `--on 1,0`: the new GPU of each old GPU.
+            // `--on 1,0` lists the new GPU of each old GPU.
             let on = args.text("on", "").split(',').filter(|gpu| !gpu.is_empty());
             let pair = |(old, new): (i32, &str)| -> Result<_, Box<dyn Error>> { Ok([uuid(old)?, uuid(new.parse()?)?]) };
             let pairs = (0..).zip(on).map(pair).collect::<Result<Vec<_>, _>>()?;

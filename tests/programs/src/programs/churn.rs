@@ -1,5 +1,5 @@
-//! Random steps with memory of several kinds and sizes. Contents must persist until the memory is
-//! freed.
+//! Takes random steps with memory of several kinds and sizes. Contents must persist until the
+//! memory is freed.
 
 use super::{Outcome, Random, expect};
 use crate::{

@@ -1,5 +1,5 @@
-//! Two contexts of one GPU. The primary one is retained repeatedly beside a lasting reference, and
-//! ends before the other.
+//! Two contexts of one GPU. The primary context is retained repeatedly while another reference
+//! exists, and it ends before the other context.
 
 use super::{Outcome, expect};
 use crate::{

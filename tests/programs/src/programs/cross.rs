@@ -1,5 +1,5 @@
-//! Work on two GPUs of one process, mostly while the context of the first ("near") GPU is current:
-//! copies by every call, and work in streams of the second ("far") GPU.
+//! Work on two GPUs of one process, mostly while the context of the first ("near") GPU is current.
+//! The work consists of copies by every call, and of work in streams of the second ("far") GPU.
 
 use super::{Outcome, expect};
 use crate::{
@@ -22,7 +22,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let pause = args.milliseconds("pause-ms", "10");
     let how = args.text("how", "unified");
     let mut work = Work::new(memory as usize)?;
-    // The first call opens the gate for the others, so each call can be selected as the first.
+    // The first call opens the gate for later calls. `--first` can select each call as the first.
     let first = args.size("first", "0");
     for round in first..first + rounds {
         work.near.enter()?;
@@ -105,9 +105,9 @@ impl Work {
             _ => {
                 self.near.add(round + 1)?;
                 if how == "recorded" && round == 0 {
-                    // Works once before the capture, like real programs. Until the first copy shows
-                    // that the GPUs belong together, the far GPU's memory may be evicted while a
-                    // capture names it.
+                    // Copies once before the capture, like real programs. Only the first copy shows
+                    // the library that the GPUs belong together. Until then, the far GPU's memory
+                    // may be evicted while a capture names it.
                     late_cu!(cuMemcpyAsync(self.far.buffer.at, self.near.buffer.at, 4, self.near.stream.0))?;
                 }
                 self.near.stream.synchronise()?;
@@ -125,11 +125,11 @@ impl Work {
             }
         }
         self.near.check("near")?;
-        // In this mode the far GPU is used only by the graph.
+        // In this mode only the graph uses the far GPU.
         if how == "graph" { Ok(()) } else { self.far.check("far") }
     }
 
-    /// Copies from one GPU to the other in the near context, with another call in each round.
+    /// Copies from one GPU to the other in the near context. Each round uses another call.
     fn copy(&self, how: &str, round: u32, (to, from): (u64, u64)) -> Outcome {
         let (len, stream) = (self.memory, self.near.stream.0);
         let side2 = |kind, device| late::Side2D { kind, device, pitch: ROW, ..Default::default() };
@@ -168,7 +168,7 @@ impl Work {
         Ok(())
     }
 
-    /// Copies by a graph that captured the call.
+    /// Copies by launching a graph that captured the call.
     fn recorded(&self, copy: impl FnOnce() -> crate::cuda::Result<()>) -> Outcome {
         const GLOBAL: u32 = 0;
         let (mut graph, mut exec) = (0, 0);
@@ -182,14 +182,14 @@ impl Work {
         Ok(cu!(cuGraphDestroy(graph))?)
     }
 
-    /// Copies by a graph's node, which receives the addresses in one of four ways.
+    /// Copies by a node of a graph. The node receives the addresses in one of four ways.
     fn by_node(&self, way: u32, copy: &late::Copy3D) -> Outcome {
         let (mut graph, mut node, mut exec, stream) = (0, 0, 0, self.near.stream.0);
         let at_home = late::Copy3D { to: copy.from, ..*copy };
         let first = if matches!(way, 0 | 3) { copy } else { &at_home };
         let context = self.near.gpu.context;
         late_cu!(cuGraphCreate(&mut graph, 0))?;
-        // If both addresses are on one GPU, it may be the far one.
+        // If both addresses are on one GPU, that GPU may be the far one.
         let nodes_context = if first.from.device == self.near.buffer.at { context } else { self.far.gpu.context };
         if way == 3 {
             late_cu!(cuGraphAddNode(&mut node, graph, ptr::null(), 0, &late::CopyNode::new(*copy, context)))?;
@@ -259,7 +259,7 @@ impl Work {
         Ok(self.near.stream.synchronise()?)
     }
 
-    /// A library's kernel, which runs on the GPU of its stream.
+    /// Launches a kernel of a library, which runs on the GPU of its stream.
     fn add_there(&self, place: &Place, mut value: u32) -> crate::cuda::Result<()> {
         let (mut at, mut count) = (place.buffer.at, place.buffer.count());
         let mut arguments: [*mut c_void; 3] =
@@ -268,7 +268,7 @@ impl Work {
         cu!(cuLaunchKernel(self.kernel, 1024, 1, 1, 256, 1, 1, 0, place.stream.0, to, none))
     }
 
-    /// Submits every kind of work to a stream of the far GPU. Each round begins with another kind.
+    /// Submits every kind of work to a stream of the far GPU. Each round starts with another kind.
     fn streams(&mut self, round: u32) -> Outcome {
         let (at, count, stream) = (self.far.buffer.at, self.far.buffer.count(), self.far.stream.0);
         for step in (0..4).map(|step| (step + round) % 4) {
@@ -288,13 +288,13 @@ impl Work {
                     late_cu!(cuStreamBatchMemOp_v2(stream, 1, &write, 0))?;
                 }
             }
-            // Allows the memory to be evicted before the next call.
+            // During this pause the memory may be evicted before the next call.
             thread::sleep(std::time::Duration::from_millis(5));
         }
         Ok(())
     }
 
-    /// A graph captured in streams of both GPUs, launched repeatedly.
+    /// Captures a graph in streams of both GPUs once, and launches it in every round.
     fn captured(&mut self) -> Outcome {
         const RELAXED: u32 = 2;
         let exec = match self.graph {

@@ -1,4 +1,4 @@
-//! A stream for each piece of work, as in servers: created, used, synchronized, destroyed.
+//! Creates, uses, synchronizes and destroys one stream for each piece of work, like servers.
 
 use super::{Outcome, queued::processor_seconds};
 use crate::{

@@ -1,4 +1,4 @@
-//! Deep queues: kernels at the driver's highest rate, in one stream or in many, one by one or in
+//! Deep queues: kernels at the driver's highest rate, in one stream or in many, individually or in
 //! graphs. Reports the longest queue: the GPU time of all work that was queued when a launch
 //! returned. The simulated GPU runs one kernel at a time.
 
@@ -11,7 +11,7 @@ use crate::{
 
 /// Elements of a lane.
 const COUNT: u64 = 256;
-/// The most GPU time between two counting kernels, in nanoseconds.
+/// The longest GPU time between two counting kernels, in nanoseconds.
 const STEP_NS: u64 = 2_000_000;
 const STEP: u64 = 8;
 
@@ -75,7 +75,7 @@ fn count(gpu: &Gpu, lane: &Lane) -> cuda::Result<()> {
     gpu.add(lane.count.at, 1, 1, lane.stream.0)
 }
 
-/// A graph of `kernels` kernels, followed by one that counts.
+/// Captures a graph of `kernels` kernels, followed by a kernel that counts.
 fn graph(gpu: &Gpu, lane: &Lane, kernels: u64, ns: u64) -> cuda::Result<usize> {
     const RELAXED: u32 = 2;
     let (mut graph, mut exec) = (0, 0);

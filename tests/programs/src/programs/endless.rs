@@ -1,5 +1,5 @@
-//! A kernel or a graph that runs until the host ends it, after some time or at SIGUSR1. The program
-//! makes no call until then, so the library cannot know whether the work will end.
+//! A kernel or a graph that runs until the host ends it, after some time or at SIGUSR1. Until then
+//! the program makes no call, so the library cannot know whether the work will end.
 
 use super::{Outcome, expect};
 use crate::{

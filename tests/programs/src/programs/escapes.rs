@@ -21,7 +21,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let (memory, beside) = (args.size("mem", "16M") as usize, args.size("beside", "32M"));
     let kind = Kind::parse(args.text("kind", "alloc")).ok_or("--kind: want alloc or vmm")?;
     let gpu = Gpu::open(0)?;
-    // Several buffers, so that the other memory can leave.
+    // The other memory is split into several buffers, so that it can be evicted.
     let others = (0..4).map(|_| Buffer::new(Kind::Alloc, beside as usize / 4)).collect::<Result<Vec<_>, _>>()?;
     let mut descriptor = -1;
     let (at, owner) = match args.text("how", "none") {
@@ -55,7 +55,8 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// Memory that is exported, or bound to a multicast object, by its handle or its address.
+/// Allocates memory and exports it, or binds it to a multicast object, by its handle or its
+/// address.
 fn give_whole(len: usize, how: &str, descriptor: &mut i32) -> crate::cuda::Result<u64> {
     let location = api::Location { kind: 1, id: 0 };
     let (mut at, mut handle) = (0, 0);

@@ -1,6 +1,7 @@
-//! The highest rate at which two programs can exchange memory: one copies its pieces to the host,
-//! and unmaps and releases each piece; the other maps pieces and fills them from the host at the
-//! same time. There is no scheduler, and no program waits for the other's memory.
+//! Measures the highest rate at which two programs can exchange memory. One program copies its
+//! pieces to the host, and unmaps and releases each piece. At the same time, the other maps pieces
+//! and fills them from the host. There is no scheduler, and neither program waits for the other's
+//! memory.
 
 use super::Outcome;
 use crate::{
@@ -21,7 +22,7 @@ use std::{
 /// The size of a move and the number of copies in flight, as in the preload library.
 const PIECE: usize = 64 << 20;
 const IN_FLIGHT: usize = 8;
-/// Host buffers: more than copies in flight. They are reused.
+/// The number of host buffers, which are reused. It exceeds the number of copies in flight.
 const HOST_PIECES: usize = 16;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
@@ -102,7 +103,7 @@ impl Side {
         self.events[piece % IN_FLIGHT]
     }
 
-    /// Maps a piece, whose memory is released when it is unmapped.
+    /// Creates and maps a piece. Its memory is released when the piece is unmapped.
     fn map(&self, piece: usize) -> Result<()> {
         let (location, mut handle) = (Location { kind: 1, id: 0 }, 0);
         cu!(cuMemCreate(&mut handle, PIECE, &Properties { kind: 1, location, ..Properties::default() }, 0))?;

@@ -1,5 +1,5 @@
-//! Children of a program with a context: one exits, one tries CUDA, one executes another program.
-//! None may disturb the parent.
+//! Forks children from a program with a context. One child exits, one uses CUDA, and one executes
+//! another program. None of them may disturb the parent.
 
 use super::{Outcome, expect};
 use crate::{
@@ -37,10 +37,10 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// Runs `f` in a forked child, which then exits as programs do; its exit status.
+/// Runs `f` in a forked child, which then exits as programs do. Returns the child's exit status.
 fn child(f: impl FnOnce() -> i32) -> Result<i32, std::io::Error> {
-    // SAFETY: only this thread continues in the child, and takes no lock that another thread could
-    // hold.
+    // SAFETY: only this thread continues in the child, and `f` takes no lock that another thread
+    // could hold.
     match unsafe { libc::fork() } {
         -1 => Err(std::io::Error::last_os_error()),
         0 => {

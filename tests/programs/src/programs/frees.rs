@@ -1,5 +1,5 @@
-//! Frees large and small pieces of memory while queued work uses them, and then does nothing.
-//! `cuMemFree` returns once the work of all streams is done.
+//! Frees large and small pieces of memory while queued work uses them. Afterwards the program is
+//! idle. `cuMemFree` returns once the work of all streams is done.
 
 use super::{Outcome, expect};
 use crate::{
@@ -9,9 +9,10 @@ use crate::{
 };
 use std::{thread, time::Duration};
 
-/// Long enough for the work to run when its memory is freed, in nanoseconds.
+/// GPU time of the work, in nanoseconds. It is long enough that the work still runs when its memory
+/// is freed.
 const BUSY: u64 = 20_000_000;
-/// Pieces that share a mapping.
+/// The size and the number of small pieces, which share a mapping.
 const SMALL: usize = 64 << 10;
 const PIECES: usize = 48;
 

@@ -1,4 +1,4 @@
-//! A graph, captured in global mode with a fork into a second stream, and replayed.
+//! Captures a graph in global mode, with a fork into a second stream, and replays it.
 
 use super::{Outcome, expect};
 use crate::{

@@ -21,10 +21,11 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let (memory, rounds, primary) =
         (args.size("mem", "16M"), args.size("rounds", "20"), args.size("primary", "1") != 0);
     let reps = args.size("reps", "20");
-    // Whether another green context is destroyed while a stream of it captures.
+    // With this option, another green context is destroyed while one of its streams captures.
     let leaves_capture = args.size("leaves-capture", "0") != 0;
     cu!(cuInit(0))?;
-    // Creates the primary context first, as recommended, or only the green one.
+    // With `primary`, creates the primary context first, as CUDA recommends. Otherwise the program
+    // has only the green context.
     let opened = if primary { Some(Gpu::open(0)?) } else { None };
     let (green, context) = create()?;
     cu!(cuCtxSetCurrent(context))?;

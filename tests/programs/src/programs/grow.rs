@@ -1,5 +1,6 @@
-//! Builds a model step by step, like a framework that loads one, then runs over all of it in
-//! rounds. Such programs handle out-of-memory errors, which have their own exit status.
+//! Builds a model step by step, like a framework that loads one, and then processes the whole model
+//! in rounds. An out-of-memory error has its own exit status, because frameworks handle such
+//! errors.
 
 use super::{Outcome, Random, Refused, expect};
 use crate::{
@@ -28,8 +29,8 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             refused(e)
         })?;
         if !fills_late {
-            // A launch may be refused if the memory was allocated without the lock and then has no
-            // room.
+            // A launch may be refused if its memory was allocated without the lock and now does not
+            // fit.
             gpu.fill(part.at, part.count(), value(parts.len(), 0), 0).map_err(refused)?;
         }
         built += len;

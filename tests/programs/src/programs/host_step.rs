@@ -1,5 +1,5 @@
-//! Work that waits for a step of the host. For this step, another thread must allocate, work,
-//! submit, or have room in the queues of streams, all through the library.
+//! GPU work that waits for a step of the host. For this step, another thread must allocate, launch
+//! work, or find room in the queues of streams, all through the library.
 
 use super::{Outcome, expect};
 use crate::{
@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// More launches than a stream's queue takes.
+/// More launches than the queue of a stream can hold.
 const MANY: u32 = 3000;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
@@ -26,8 +26,8 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     }
 }
 
-/// A kernel runs until another thread has allocated memory and worked with it. Before that, the
-/// program works for a while, so that its memory leaves and returns.
+/// Runs a kernel that waits until another thread has allocated and used memory. Before that, the
+/// program works for a while, so that its memory is evicted and restored.
 fn allocate(args: &Args, report: &mut Report) -> Outcome {
     let memory = args.size("mem", "60M") as usize;
     let (before, pause) = (args.milliseconds("before-ms", "3000"), args.milliseconds("pause-ms", "2000"));
@@ -63,7 +63,7 @@ fn allocate(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// Channels to the steps that a function in a stream waits for.
+/// Channels to the steps for which a host function in a stream waits.
 struct Steps {
     go: Mutex<mpsc::Sender<()>>,
     done: Mutex<mpsc::Receiver<()>>,
@@ -76,8 +76,9 @@ unsafe extern "C" fn step(steps: *mut c_void) {
     let _ = steps.done.lock().map(|done| done.recv());
 }
 
-/// A context is destroyed while a function of the program runs in it, which waits until another thread has worked in another context,
-/// after a pause in which other programs have their turn.
+/// Destroys a context while a host function of the program runs in it. The function waits until
+/// another thread has worked in another context. That thread pauses first, and other programs have
+/// their turns during the pause.
 fn destroy(args: &Args, report: &mut Report) -> Outcome {
     let (memory, pause) = (args.size("mem", "60M") as usize, args.milliseconds("pause-ms", "1500"));
     let gpu = Gpu::open(0)?;
@@ -114,8 +115,8 @@ fn destroy(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// A thread fills the queue of a stream behind a waiting kernel, until its launches block too.
-/// Another thread works in its own streams and then ends the kernel.
+/// One thread fills the queue of a stream behind a waiting kernel until its launches block. Another
+/// thread works in its own streams and then ends the kernel.
 fn fill(report: &mut Report) -> Outcome {
     let gpu = Gpu::open(0)?;
     let flag = Mapped::new(4)?;
@@ -126,7 +127,8 @@ fn fill(report: &mut Report) -> Outcome {
             gpu.enter()?;
             (0..MANY).try_for_each(|_| gpu.empty(stream.0))
         });
-        // Longer than the library's longest delay of a launch, so that the queue is full by then.
+        // The pause is longer than the library's longest delay of a launch, so the queue is full
+        // afterwards.
         thread::sleep(Duration::from_secs(8));
         for _ in 0..20 {
             let own = Stream::new()?;

@@ -1,5 +1,5 @@
-//! Work in a stream that waits for a step of the host: a value that a call or a thread writes, or a
-//! host function that waits for a lock.
+//! Work in a stream that waits for a step of the host. It waits for a value that a call or a thread
+//! writes, or its host function waits for a lock.
 
 use super::{Outcome, expect};
 use crate::{
@@ -17,9 +17,9 @@ use std::{
     thread,
 };
 
-/// Wait until the value is at least this.
+/// Waits until the value is at least the given number.
 const AT_LEAST: u32 = 0;
-/// Enough kernels for the library to learn that a deep queue of them is harmless.
+/// Enough kernels for the library to learn that a deep queue of these kernels is harmless.
 const LEGACY_KERNELS: u32 = 6000;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
@@ -51,8 +51,8 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
                 late_cu!(cuStreamAddCallback(waiting.0, enter_told, data, 0))?;
             }
             thread::sleep(pause);
-            // Launches while it holds the lock: the launch may block, and the function in the
-            // stream waits for the lock.
+            // The program launches while it holds its lock. The launch may block, and the function
+            // in the stream waits for the lock.
             gpu.add(buffer.at, buffer.count(), 1, waiting.0)?;
             drop(held);
             waiting.synchronise()?;

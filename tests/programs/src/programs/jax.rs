@@ -9,7 +9,7 @@ use crate::{
 };
 use std::thread;
 
-/// `XLA_PYTHON_CLIENT_MEM_FRACTION` is 0.75.
+/// JAX reserves 0.75 of the GPU by default (`XLA_PYTHON_CLIENT_MEM_FRACTION`).
 const RESERVED: (usize, usize) = (3, 4);
 const SAMPLES: u64 = 256;
 

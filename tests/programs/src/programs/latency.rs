@@ -4,7 +4,7 @@ use super::Outcome;
 use crate::{args::Args, cuda::Gpu, report::Report};
 use std::time::Instant;
 
-/// Launches between synchronizations, well below the depth of a stream's queue.
+/// Launches between two synchronizations. The number is well below the depth of a stream's queue.
 const BATCH: u64 = 500;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {

@@ -1,5 +1,5 @@
-//! Kernels in sequence, with a pause of the host after each. Depending on the options, launching or
-//! the GPU is the bottleneck.
+//! Launches kernels in sequence, with a pause of the host after each. The options determine whether
+//! the launches or the GPU limit the rate.
 
 use super::{Outcome, expect};
 use crate::{

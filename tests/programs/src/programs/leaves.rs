@@ -1,4 +1,4 @@
-//! Exits with a distinct status while one of its threads works, at any state of its memory.
+//! Exits with a distinct status while one of its threads works, whatever the state of its memory.
 
 use super::{Outcome, Random};
 use crate::{

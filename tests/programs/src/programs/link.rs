@@ -1,4 +1,5 @@
-//! Measures the rate of copies between the GPU and the host, the upper bound of moving memory.
+//! Measures the rate of copies between the GPU and the host. Evicting and restoring memory cannot
+//! be faster.
 
 use super::Outcome;
 use crate::{
@@ -34,7 +35,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             }
         }
         gpu.synchronise()?;
-        // Measures each direction.
+        // Reports the rate of this direction in GiB/s.
         report.number(name, (memory as u64 * rounds) as f64 / start.elapsed().as_secs_f64() / (1 << 30) as f64);
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Works in rounds on all of its memory until SIGUSR1. Every round can be undone exactly, so the
+//! Works in rounds on all of its memory until SIGUSR1. Every round can be undone exactly. So the
 //! final check of every element detects a lost, repeated or reordered launch.
 
 use super::{Outcome, Random, expect};
@@ -10,7 +10,7 @@ use crate::{
 };
 use std::time::{Duration, Instant};
 
-/// Elements that are copied out and compared one by one, in each chunk.
+/// Number of elements in each chunk that are copied to the host and compared one by one.
 const SAMPLES: u64 = 64;
 /// Nanoseconds for which an endless program keeps the GPU busy after each round. Spinning costs the simulated GPU hardly any processor
 /// time.

@@ -1,5 +1,5 @@
-//! Threads that launch, query events, and allocate, on several GPUs, with pauses: a program that is
-//! often idle, but only briefly. With `--later` it also uses that GPU after SIGUSR2.
+//! Threads that launch, query events, and allocate, on several GPUs, with pauses. Such a program is
+//! often idle, but only briefly. With `--later` it starts to use that GPU after SIGUSR2.
 
 use super::{Outcome, expect};
 use crate::{
@@ -20,7 +20,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A thread's function: GPU, bytes, pause, and end.
+/// A thread's function. Its arguments are the GPU, the bytes, the pause, and the end.
 type Work = fn(&Gpu, usize, Duration, Instant) -> Outcome;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
@@ -62,7 +62,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     for thread in threads {
         thread.join().map_err(|_| "a thread panicked")??;
     }
-    // The exit of that thread ends the process.
+    // The exit of the joined thread ends the process.
     exit.map(thread::JoinHandle::join);
     report.text("uuids", &gpus.iter().map(|gpu| gpu.uuid()).collect::<cuda::Result<Vec<_>>>()?.join(","));
     if args.given("nvml") {
@@ -77,7 +77,7 @@ extern "C" fn told_of_another(_: i32) {
     TOLD_OF_ANOTHER.store(true, Ordering::SeqCst);
 }
 
-/// Whether the time is over, or a signal has come.
+/// Whether the time is over, or SIGUSR1 has arrived.
 fn has_ended(end: Instant) -> bool {
     signal::has_come() || Instant::now() >= end
 }

@@ -1,4 +1,5 @@
-//! Reports the results of calls with NULL or invalid arguments that programs are known to pass.
+//! Reports the results of calls with NULL or invalid arguments. Programs are known to pass each of
+//! these arguments.
 
 use super::Outcome;
 use crate::{
@@ -13,7 +14,7 @@ use std::{
 
 type P = *mut c_void;
 
-/// Calls a symbol of the driver with words as arguments.
+/// Calls a function of the driver with words as arguments.
 macro_rules! call {
     ($symbol:ident($($arg:expr),*)) => {{
         // SAFETY: the symbol is a function of the driver, and all its parameters are words in
@@ -64,7 +65,7 @@ pub fn run(_: &Args, report: &mut Report) -> Outcome {
         call!(cuPointerGetAttributes(1, null, values.as_mut_ptr(), buffer.at)),
         call!(cuPointerGetAttributes(1, which.as_ptr(), null, buffer.at)),
         call!(cuPointerGetAttributes(2, which.as_ptr(), values.as_mut_ptr(), nonsense)),
-        // A range that the program has not reserved and mapped itself.
+        // The program has not reserved or mapped this range itself.
         call!(cuMemUnmap(buffer.at, 2 << 20)),
         call!(cuMemUnmap(buffer.at & !0x1f_ffff, 2 << 20)),
         call!(cuMemSetAccess(buffer.at, 2 << 20, ptr::from_ref(&access), 1)),

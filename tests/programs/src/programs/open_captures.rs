@@ -1,5 +1,5 @@
-//! Captures whose stream or context is destroyed before they end. Other work of the program must
-//! continue.
+//! Captures whose stream or context is destroyed before the capture ends. Other work of the program
+//! must continue.
 
 use super::{Outcome, expect};
 use crate::{
@@ -10,7 +10,7 @@ use crate::{
 use std::thread;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
-    // The mode that does not restrict other threads: an open capture in global mode would make
+    // The relaxed mode does not restrict other threads. An open capture in global mode would make
     // their calls fail.
     const RELAXED: u32 = 2;
     let (how, rounds) = (args.text("how", "stream"), args.size("rounds", "20"));

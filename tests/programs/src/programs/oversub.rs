@@ -30,8 +30,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             gpu.fill(buffer.at, buffer.count(), i as u32 + 1, 0)?;
         }
     }
-    // A sum needs some memory, so without rounds nothing is checked and all memory can be
-    // allocated.
+    // A sum needs some memory. With no rounds, nothing is summed, so all memory can be allocated.
     for (i, buffer) in buffers.iter().enumerate().take(if rounds == 0 { 0 } else { buffers.len() }) {
         expect("sum", gpu.sum(buffer.at, buffer.count())?, buffer.count() * (i as u64 + 1))?;
     }

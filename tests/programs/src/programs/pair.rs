@@ -1,6 +1,6 @@
-//! Two processes whose work waits for the other's in each round: by values in shared memory, or by
-//! events. With values neither can end its round while the other has not begun, as in a collective
-//! operation.
+//! Two processes whose work waits for the other process's work in each round, by values in shared
+//! memory or by events. With values, neither process can end its round before the other has begun
+//! its own, as in a collective operation.
 
 use super::{Outcome, expect};
 use crate::{
@@ -25,7 +25,8 @@ const LEN: usize = 4096;
 /// The timeout of one side's wait for the other.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// The shared memory: for each side a value, the number of recorded events, and the event's handle.
+/// The shared memory. For each side it contains a value, the number of recorded events, and the
+/// event's handle.
 #[derive(Clone, Copy)]
 struct Shared(*mut u8);
 
@@ -71,7 +72,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         let file = File::options().read(true).write(true).open(file)?;
         return work(Shared::map(&file)?, 1, how, rounds, Duration::ZERO);
     }
-    // Only one side pauses, so that the other's work waits for it.
+    // Only one side pauses, so that the work of the other side waits.
     let pause = args.milliseconds("pause-ms", "0");
     // SAFETY: the descriptor is new, so no other value owns it.
     let file = unsafe { File::from_raw_fd(libc::memfd_create(c"pair".as_ptr(), libc::MFD_CLOEXEC)) };
@@ -84,7 +85,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     expect("the other side's exit status", other.0.wait()?.code().unwrap_or(-1), 0)
 }
 
-/// The other process, which does not outlive this one.
+/// The other process. It is killed when this process drops the value.
 struct Other(Child);
 
 impl Drop for Other {
@@ -95,7 +96,7 @@ impl Drop for Other {
 }
 
 fn work(shared: Shared, side: usize, how: &str, rounds: u32, pause: Duration) -> Outcome {
-    // Ends this process with its parent, the other side. SAFETY: the call changes only this
+    // Kills this process when its parent, the other side, ends. SAFETY: the call changes only this
     // process.
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
     let gpu = Gpu::open(0)?;
@@ -153,7 +154,7 @@ fn events(shared: Shared, side: usize, rounds: u32, gpu: &Gpu, buffer: &Buffer, 
     // set the count.
     let handle = unsafe { shared.handle(1 - side).read_volatile() };
     late_cu!(cuIpcOpenEventHandle(&mut other, handle))?;
-    // The sides alternate: each waits for the other's last event.
+    // The sides alternate: each side waits for the last event of the other.
     for round in 1..=rounds {
         if side == 1 || round > 1 {
             shared.wait(1 - side, if side == 1 { round + 1 } else { round })?;

@@ -1,5 +1,6 @@
-//! A program built with `--default-stream per-thread`: stream 0 is each thread's own, through the
-//! functions that end in `_ptsz` and `_ptds`, looked up as `CUDA_LOOKUP` selects.
+//! A program built with `--default-stream per-thread`: each thread has its own stream 0. The
+//! program uses the functions that end in `_ptsz` and `_ptds`, which it looks up as `CUDA_LOOKUP`
+//! selects.
 
 use super::{Outcome, Random, expect};
 use crate::{

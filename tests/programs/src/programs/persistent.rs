@@ -1,5 +1,5 @@
-//! A kernel that runs until the host ends it, while other streams copy and compute: waiting alone
-//! cannot drain such work.
+//! A kernel that runs until the host ends it, while other streams copy and compute. Such work
+//! cannot be drained by waiting alone.
 
 use super::{Outcome, expect};
 use crate::{

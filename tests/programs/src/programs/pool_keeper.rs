@@ -1,4 +1,5 @@
-//! A pool that never releases memory: allocates, frees nearly all of it, and does nothing.
+//! A pool that never releases memory. The program allocates memory, frees nearly all of it, and
+//! then idles.
 
 use super::Outcome;
 use crate::{
@@ -11,7 +12,7 @@ use std::{thread, time::Duration};
 /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`
 const RELEASE_THRESHOLD: u32 = 4;
 
-/// Large blocks, so that each segment holds only a few.
+/// The blocks are large, so that each segment contains only a few.
 const PIECE: usize = 8 << 20;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {

@@ -1,4 +1,4 @@
-//! Measures allocating from the default pool and freeing, in one otherwise idle stream.
+//! Measures allocating from the default pool and freeing, in the only stream with work.
 
 use super::Outcome;
 use crate::{

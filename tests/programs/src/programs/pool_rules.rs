@@ -1,5 +1,5 @@
-//! The semantics of memory pools, call by call: the owner of a block, invalid frees, and counted,
-//! kept and released memory.
+//! The semantics of memory pools, call by call: the owner of a block, invalid frees, and the
+//! accounting of used, kept and released memory.
 
 use super::{Outcome, expect};
 use crate::{
@@ -223,8 +223,8 @@ fn captures(gpu: &Gpu, stream: &Stream) -> Outcome {
     Ok(stream.synchronise()?)
 }
 
-/// A pool's memory belongs to no context: it outlives a destroyed context, and so do frees in its
-/// streams.
+/// A pool's memory belongs to no context. The memory survives a destroyed context, and so do
+/// pending frees in that context's streams.
 fn contexts(gpu: &Gpu) -> Outcome {
     let mut context = 0;
     late_cu!(cuCtxCreate_v2(&mut context, 0, gpu.device))?;
@@ -254,7 +254,7 @@ fn reserve(gpu: &Gpu, stream: &Stream, len: usize) -> Outcome {
         let at = allocate(len, stream)?;
         gpu.spin(50_000_000, stream.0)?;
         gpu.fill(at, len as u64 / 4, 1, stream.0)?;
-        free(at, stream)?; // while the fill has not begun
+        free(at, stream)?; // before the fill has begun
     }
     let mut plain = 0;
     cu!(cuMemAlloc_v2(&mut plain, len))?;

@@ -1,7 +1,7 @@
-//! Random stream-ordered steps: allocate from two pools, write late, free in the same stream or in
-//! another after an event, destroy streams with pending frees. Blocking streams and the legacy
-//! stream rely on their implicit synchronization. A block that is reused too early is overwritten
-//! by the work of its previous owner.
+//! Random stream-ordered steps: allocating from two pools, late writes, freeing in the same stream
+//! or after an event in another, and destroying streams with pending frees. Blocking streams and
+//! the legacy stream rely on their implicit synchronization. If a block is reused too early, the
+//! work of its previous owner overwrites it.
 
 use super::{Outcome, Random, expect};
 use crate::{
@@ -27,7 +27,7 @@ const PER_THREAD: usize = 2;
 /// The time for which a stream is kept busy before some writes, in nanoseconds.
 const BUSY: u64 = 300_000;
 
-/// The most pending sums of one thread.
+/// The maximum number of pending sums of one thread.
 const SUMS: usize = 256;
 
 const RELEASE_THRESHOLD: u32 = 4;
@@ -107,7 +107,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     })?;
     gpu.synchronise()?;
     for pool in pools {
-        // The driver then still counts up to 195 KiB [H100, driver 580].
+        // Even then the driver counts up to 195 KiB as used [H100, driver 580].
         expect("hardly any bytes in use in the end", get(pool, USED)? < 1 << 20, true)?;
         expect("nothing was ever in use", get(pool, USED_HIGH)? > 0, true)?;
         late_cu!(cuMemPoolTrimTo(pool, 0))?;
@@ -132,7 +132,7 @@ impl Worker<'_> {
         Ok(Worker { gpu, plan, random: Random::new(seed), streams, blocks, sums, results, steps: 0, refused: 0 })
     }
 
-    /// Creates a stream; every other one is blocking.
+    /// Creates a stream. Streams with odd numbers are blocking.
     fn make(number: u64) -> Result<Stream, Error> {
         if number.is_multiple_of(2) { Stream::new() } else { Stream::blocking() }
     }
@@ -147,7 +147,8 @@ impl Worker<'_> {
         before == after || (before == 0 && Self::is_blocking(after)) || (after == 0 && Self::is_blocking(before))
     }
 
-    /// The handle of a stream: the default streams first, then the worker's own.
+    /// Returns the handle of a stream. The first two numbers are the default streams, and the
+    /// others the worker's own.
     fn handle(&self, stream: usize) -> usize {
         match stream {
             0 => LEGACY,
@@ -230,7 +231,7 @@ impl Worker<'_> {
         Ok(())
     }
 
-    /// Writes to a block late.
+    /// Writes to a block after a delay.
     fn change_one(&mut self) -> Outcome {
         let Some(at) = self.pick() else { return Ok(()) };
         let add = self.random.next() as u32;
@@ -260,7 +261,8 @@ impl Worker<'_> {
         let Some(at) = self.pick() else { return Ok(()) };
         let Block { at, count, value, stream } = self.blocks.swap_remove(at);
         let freeing = if self.random.below(3) == 0 { self.any_stream() } else { stream };
-        // If the streams are implicitly ordered, the freeing stream has no other work.
+        // If the streams are implicitly ordered, the freeing stream runs no other work on the
+        // block.
         let last = if Self::is_ordered(stream, freeing) { stream } else { freeing };
         if last != stream {
             self.order(stream, last)?;
@@ -282,7 +284,7 @@ impl Worker<'_> {
         }
         self.gpu.fill(at, count, !value, handle)?;
         if self.random.below(8) == 0 {
-            // The driver requires that all of this work is done.
+            // Before `cuMemFree`, the driver requires that all work on the block is done.
             self.synchronise(last)?;
             cu!(cuMemFree_v2(at))?;
         } else {
@@ -313,7 +315,7 @@ impl Worker<'_> {
             return Ok(());
         };
         let stream = own + 2;
-        // Sums are checked before, and frees stay pending.
+        // Another stream waits for the pending sums, which are checked later. Frees stay pending.
         if self.sums.iter().any(|sum| sum.stream == stream) {
             self.order(stream, 0)?;
             self.sums.iter_mut().filter(|sum| sum.stream == stream).for_each(|sum| sum.stream = 0);

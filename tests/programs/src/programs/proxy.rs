@@ -1,5 +1,5 @@
 //! The pattern of communication libraries: a kernel runs until a thread of the program ends it, and
-//! that thread copies at the same time.
+//! the same thread copies at that time.
 
 use super::{Outcome, expect};
 use crate::{
@@ -18,7 +18,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let gpu = Gpu::open(0)?;
     let stream = Stream::new()?;
     let flag = Arc::new(Mapped::new(4)?);
-    // Allocates everything first, since allocating and freeing may wait for a running kernel.
+    // Allocates everything first, because allocating and freeing may wait for a running kernel.
     let (side, host) = (Stream::new()?, Mapped::new(memory)?);
     let buffer = Arc::new(Buffer::new(Kind::Alloc, memory)?);
     gpu.fill(buffer.at, buffer.count(), 0, 0)?;

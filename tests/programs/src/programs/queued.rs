@@ -1,5 +1,5 @@
-//! Launches in many streams behind a kernel that waits for the host. Without nvshare, none of them
-//! blocks.
+//! Launches in many streams behind a kernel that waits for the host. Without nvshare, none of these
+//! launches blocks.
 
 use super::Outcome;
 use crate::{
@@ -11,7 +11,8 @@ use std::time::Instant;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let (streams, each) = (args.size("streams", "16").max(1), args.size("each", "970"));
-    // The driver blocks on longer queues, so the host ends the kernel before.
+    // The driver blocks launches to longer queues, so the host ends the kernel before the queues
+    // are full.
     let held = args.size("held", "970").min(each);
     let gpu = Gpu::open(0)?;
     let flag = Mapped::new(4)?;
@@ -33,7 +34,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         }
         streams.iter().try_for_each(|stream| gpu.empty(stream.0))?;
     }
-    // Excludes the driver's own threads, which poll the flag.
+    // The thread's clock excludes the driver's own threads, which poll the flag.
     let processor = processor_seconds(libc::CLOCK_THREAD_CPUTIME_ID) - processor;
     flag.set(1);
     gpu.synchronise()?;
@@ -45,7 +46,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// The processor time of this thread, or of all threads of the process.
+/// Returns the processor time of this thread, or of all threads of the process, by the clock.
 pub fn processor_seconds(clock: libc::clockid_t) -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is a live value.

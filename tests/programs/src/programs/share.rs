@@ -1,4 +1,4 @@
-//! Two processes that share memory: one exports it, the other opens it, and both add to it
+//! Two processes that share memory. One exports the memory and the other opens it. Both add to it
 //! alternately until the exporter receives SIGUSR1. Their private memory may move at the same time.
 //! They communicate through a mapped file.
 
@@ -22,14 +22,14 @@ use std::{
 
 const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
 const SYNC_MEMOPS: u32 = 6;
-/// Offset of the handles in the file. The words of both sides precede them.
+/// Offset of the handles in the file. The words of both sides come before the handles.
 const HANDLES: usize = 4096;
 const MOST: usize = 1024;
 const LEN: usize = HANDLES + 64 * MOST;
 /// The timeout of one side's wait for the other.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// The words.
+/// Indices of the words in the file.
 const EXPORTED: usize = 0;
 const STEP: [usize; 2] = [1, 2];
 /// The final number of rounds.
@@ -90,7 +90,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     expect("the sum of the own memory", gpu.sum(private.at, private.count())?, sum)
 }
 
-/// The number of rounds of a side.
+/// The number of rounds that a side has completed.
 type Rounds = Result<u32, Box<dyn std::error::Error>>;
 
 fn export(args: &Args, report: &mut Report, meeting: &Meeting, gpu: &Gpu, private: &Buffer) -> Rounds {
@@ -148,7 +148,8 @@ fn export(args: &Args, report: &mut Report, meeting: &Meeting, gpu: &Gpu, privat
     Ok(rounds)
 }
 
-/// Announces to the driver that another device will access the memory, a second reason to pin it.
+/// Announces to the driver that another device will access the memory. This is a second reason to
+/// pin it.
 fn pin(buffer: &Buffer) -> crate::cuda::Result<()> {
     late_cu!(cuPointerSetAttribute(&1, SYNC_MEMOPS, buffer.at))
 }
@@ -200,7 +201,7 @@ fn import(args: &Args, report: &mut Report, meeting: &Meeting, gpu: &Gpu, privat
     }
     report.integer("imported", count as u64);
     if args.given("keep") {
-        // By now, the exporter has freed the memory or has ended.
+        // The exporter has freed the memory or has ended.
         wait_for_file(args, "keep")?;
         for (i, at) in opened.iter().enumerate() {
             let want = elements * (i as u64 + 2 * u64::from(rounds));

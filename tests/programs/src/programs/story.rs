@@ -1,5 +1,5 @@
-//! Reports total and free memory by all interfaces: the driver, and NVML by each way of lookup.
-//! Reports once, and again after each change.
+//! Reports total and free memory by all interfaces: the driver, and NVML with each kind of lookup.
+//! Reports them once at the start, and again after each change.
 
 use super::{Outcome, expect};
 use crate::{
@@ -13,7 +13,7 @@ use crate::{
 use std::{error::Error, thread, time::Duration};
 
 const LOOK: Duration = Duration::from_millis(2);
-/// Figures that have not changed for this long are settled.
+/// Figures are final once they have not changed for this time.
 const SETTLED: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Debug, PartialEq)]
@@ -34,7 +34,7 @@ struct Asked {
 }
 
 impl Asked {
-    /// Reads all interfaces until the figures are stable, since another program's memory may change
+    /// Reads all interfaces until the figures are stable. Another program's memory may change
     /// between two reads.
     fn read(&self) -> Result<Reading, Box<dyn Error>> {
         loop {
@@ -88,8 +88,8 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             thread::sleep(LOOK);
         }
         reading = asked.read()?;
-        // The total and the free memory change by separate messages: free memory changes once other
-        // programs have released theirs.
+        // The library learns the total and the free memory from separate messages. Free memory
+        // changes once other programs have released theirs.
         let mut before = None;
         while before.replace(reading.clone()).as_ref() != Some(&reading) {
             thread::sleep(SETTLED);

@@ -1,5 +1,6 @@
-//! Works on request: for each line on standard input, it runs a kernel on its memory and reports
-//! its duration, which is the time of the memory's return, and then works on all memory.
+//! Works on request. For each line on standard input, the program runs a kernel on its memory and
+//! reports the kernel's duration, which includes restoring the memory. Then it works on all of its
+//! memory.
 
 use super::{Outcome, expect};
 use crate::{

@@ -1,6 +1,7 @@
-//! Determines which calls of the driver wait for a running kernel: each call is made in a separate
-//! thread, and the kernel ends after a second. `preload/coverage/waiting.tsv` has the library's
-//! assumptions. Run without nvshare, since the library replaces some calls.
+//! Determines which driver calls wait for a running kernel. Each call is made in a separate thread,
+//! and the kernel ends after one second. The library's assumptions are in
+//! `preload/coverage/waiting.tsv`. Run the program without nvshare, because the library replaces
+//! some of the calls.
 
 use super::Outcome;
 use crate::{
@@ -17,11 +18,11 @@ use std::{
 };
 
 const LEN: usize = 16 << 20;
-/// More launches than a stream's queue holds.
+/// More launches than the queue of a stream can hold.
 const MANY: u32 = 3000;
 
-/// Calls a driver's function by its symbol's name. Arguments are integers or addresses, and a
-/// function ignores excess arguments.
+/// Calls a driver function by its symbol's name. Arguments are integers or addresses. A function
+/// ignores excess arguments.
 fn call(symbol: &str, arguments: &[u64]) -> u32 {
     type Function = unsafe extern "C" fn(u64, u64, u64, u64, u64, u64) -> u32;
     let function = api::dlsym(symbol);
@@ -31,7 +32,7 @@ fn call(symbol: &str, arguments: &[u64]) -> u32 {
     unsafe { mem::transmute::<*mut c_void, Function>(function)(at(0), at(1), at(2), at(3), at(4), at(5)) }
 }
 
-/// Leaks a place for a result.
+/// Leaks memory for a result and returns its address.
 fn place() -> u64 {
     Box::leak(Box::new([0u64; 64])).as_ptr() as u64
 }
@@ -60,7 +61,8 @@ pub fn run(_: &Args, report: &mut Report) -> Outcome {
     for (name, call) in calls(&gpu, &busy, &other)? {
         try_beside(&gpu, flag, &busy, name, call, 0, report)?;
     }
-    // Calls on other streams and on the whole context, while the queue of the busy stream is full.
+    // The calls on other streams and on the whole context. They are made while the queue of the
+    // busy stream is full.
     let event = got("cuEventCreate", &[2]);
     let (stream, context) = (other.0 as u64, gpu.context as u64);
     let full: Calls = vec![

@@ -1,5 +1,5 @@
-//! An inference server: weights that are written once and read in every round, a reserve that is never used, and a small
-//! state that changes.
+//! An inference server. It has weights that are written once and read in every round, a reserve
+//! that is never used, and a small state that changes.
 
 use super::{Outcome, expect};
 use crate::{
@@ -29,7 +29,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         thread::sleep(pause);
     }
     eprintln!("the weights change");
-    // Changes one weight in each granule, which the library must detect.
+    // Changes one weight in each granule. The library must detect each change.
     for at in (0..weights.count()).step_by(1 << 19) {
         gpu.add(weights.at + 4 * at, 1, 1, 0)?;
     }

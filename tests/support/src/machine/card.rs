@@ -5,7 +5,7 @@ use std::process::Command;
 
 const GIB: u64 = 1 << 30;
 
-/// The variable that selects the card of tests that do not choose one.
+/// The variable that selects the card of tests that choose none.
 const VARIABLE: &str = "NVSHARE_TEST_CARD";
 
 /// The properties of a machine, scaled to the size of its GPU.
@@ -18,8 +18,8 @@ pub enum Card {
     Consumer,
 }
 
-/// The consumer card [24 GiB, PCIe 4 ×16], and its host with dual-channel DDR4, in bytes and bytes
-/// per second.
+/// The consumer card [24 GiB, PCIe 4 ×16] and its host with dual-channel DDR4. Sizes are in bytes,
+/// and rates in bytes per second.
 const MEMORY: u64 = 24 * GIB;
 const LINK: u64 = 25 * GIB;
 const BOTH_WAYS: u64 = 35 * GIB;
@@ -37,8 +37,8 @@ impl Card {
         }
     }
 
-    /// The factor by which programs may be slower if their memory moves at each turn of a second:
-    /// on a slow link, the move takes most of the turn.
+    /// The factor by which programs may be slower if their memory moves at each turn of one second.
+    /// On a slow link, moving the memory takes most of the turn.
     pub fn slowness(self) -> u32 {
         match self {
             Self::Simulated => 1,
@@ -46,8 +46,8 @@ impl Card {
         }
     }
 
-    /// Limit of host memory for swapped memory on a machine with a GPU of `memory` bytes; `None`
-    /// for the host's own limit.
+    /// The limit of host memory for swapped memory on a machine with a GPU of `memory` bytes.
+    /// `None` means the host's own limit.
     pub(super) fn swap_max(self, memory: u64) -> Option<String> {
         (self == Self::Consumer).then(|| scaled(HOST_MEMORY * SWAP_PERCENT / 100, memory).to_string())
     }
@@ -69,8 +69,8 @@ fn scaled(value: u64, memory: u64) -> u64 {
     (u128::from(value) * u128::from(memory) / u128::from(MEMORY)) as u64
 }
 
-/// Limits this process to the number of processors of the card's host. A real machine with fewer
-/// keeps its number.
+/// Limits this process to as many processors as the card's host has. On a machine with fewer
+/// processors, the process uses all of them.
 fn stay_on_cores() -> std::io::Result<()> {
     // SAFETY: the system calls access only `set`, which outlives them. All zeros is a valid, empty
     // set.

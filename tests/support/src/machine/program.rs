@@ -14,7 +14,7 @@ use serde_json::Value;
 use super::Machine;
 use crate::{kill, wait_for};
 
-/// Lines of each log that are shown when a test fails.
+/// The number of lines of each log that are shown when a test fails.
 const TAIL: usize = 100;
 
 /// A program that has not started yet.
@@ -31,7 +31,7 @@ impl Launch<'_> {
         self
     }
 
-    /// Runs the program with this gid; requires root.
+    /// Runs the program with this group ID. Requires root.
     pub fn group(mut self, id: u32) -> Self {
         self.command.gid(id);
         self
@@ -43,7 +43,7 @@ impl Launch<'_> {
         self
     }
 
-    /// Runs the program without preloading, as a foreign process.
+    /// Runs the program without the preloaded library, like a program that doesn't use nvshare.
     pub fn without_nvshare(mut self) -> Self {
         for name in ["LD_PRELOAD", "NVSHARE_SOCKET", "NVSHARE_DEBUG"] {
             self.command.env_remove(name);
@@ -62,7 +62,7 @@ impl Launch<'_> {
     }
 }
 
-/// Starts a child that does not outlive this test, however the test ends.
+/// Starts a child that is killed when this test ends, however it ends.
 pub(super) fn spawn(command: &mut Command) -> Child {
     // SAFETY: the closure makes one system call, which is async-signal-safe.
     unsafe {
@@ -120,7 +120,7 @@ impl Program {
         wait_for(&what, || self.poll())
     }
 
-    /// Waits for the program's end, which must be a success with right results.
+    /// Waits until the program has ended successfully with correct results.
     #[track_caller]
     pub fn finish(&mut self) -> Report {
         let status = self.wait();
@@ -130,7 +130,7 @@ impl Program {
     }
 
     /// Signals the program to end its work, and waits like [`Self::finish`]. The program must have
-    /// started its work: before that, the signal kills it.
+    /// started its work: an earlier signal kills it.
     #[track_caller]
     pub fn end(&mut self) -> Report {
         self.signal(libc::SIGUSR1);
@@ -143,7 +143,7 @@ impl Program {
         self.ended = true;
     }
 
-    /// Waits for a line of its trace.
+    /// Waits for a line of the program's trace.
     #[track_caller]
     pub fn wait_to_say(&self, text: &str) {
         wait_for(&format!("`{}` to say {text:?}", self.name), || self.stderr().contains(text).then_some(()));

@@ -1,7 +1,7 @@
-//! Random steps of virtual memory management: memory by its handles, mapped at several addresses at
-//! the same time, with changing access rights. A model predicts the result of each call and the
-//! contents of all memory. Its results were observed with driver 580; calls that crash that driver
-//! are made only with `--strict`.
+//! Takes random steps of virtual memory management: memory objects with several handles, mapped at
+//! several addresses at the same time, with changing access rights. A model predicts the result of
+//! each call and the contents of all memory. The predicted results were observed with driver 580.
+//! Calls that crash that driver are made only with `--strict`.
 
 mod queries;
 
@@ -21,19 +21,19 @@ const DESCRIPTOR: u32 = 1;
 const INVALID_VALUE: u32 = 1;
 const NOT_FOUND: u32 = 500;
 const NOT_SUPPORTED: u32 = 801;
-/// The most exportable memory, in bytes. It is pinned until it is freed, so it must leave room for
-/// other programs.
+/// The limit on exportable memory, in bytes. Such memory is pinned until it is freed, so it must
+/// leave room for other programs.
 const MOST_EXPORTED: u64 = 8 << 20;
 
 /// The model of a memory object.
 #[derive(Debug)]
 struct Memory {
-    /// References: handles, which may be equal.
+    /// The object's handles, one for each reference. Two handles may be equal.
     handles: Vec<u64>,
     len: u64,
     types: u32,
     rdma: u8,
-    /// Index in [`Model::contents`] of its contents, which other objects may share.
+    /// Index in [`Model::contents`]. Other objects may share the contents.
     content: usize,
     imported: bool,
     exported: bool,
@@ -56,9 +56,9 @@ struct Model {
     mappings: Vec<Mapping>,
     dead: Vec<u64>,
     limit: u64,
-    /// Memory is neither written nor read, so that no step needs the GPU.
+    /// If set, memory is neither written nor read, so that no step needs the GPU.
     unused: bool,
-    /// Also tests calls with unreliable results: invalid handles.
+    /// If set, calls with unreliable results (on invalid handles) are tested too.
     strict: bool,
     steps: u64,
     checks: u64,
@@ -174,7 +174,7 @@ impl Model {
         let entry = self.memory[memory].as_ref().expect("it exists");
         let (len, handle) = (entry.len, entry.handles.first().copied());
         let mut at = start + self.random.below(size / GRANULE) * GRANULE;
-        // Often adjacent to another mapping.
+        // Half of the mappings are adjacent to another mapping, if one is in this reservation.
         if let Some(last) = self.mappings.last().filter(|m| m.at >= start && m.at < start + size)
             && self.random.below(2) == 0
         {
@@ -213,8 +213,8 @@ impl Model {
         }
     }
 
-    /// A range that begins at a mapping: the mapping, the mapping with its neighbours, a part of
-    /// it, or more than is mapped.
+    /// Returns a range that begins at a mapping. The range is the mapping, the mapping with its
+    /// neighbours, a part of the mapping, or more than is mapped.
     fn any_range(&mut self) -> Option<(u64, u64)> {
         let first = self.any_mapping()?;
         let at = self.mappings[first].at;
@@ -259,7 +259,7 @@ impl Model {
         let (at, len, content) =
             (self.mappings[i].at, self.of(&self.mappings[i]).len, self.of(&self.mappings[i]).content);
         self.gpu.fill(at, len / 4, value, 0)?;
-        // Unmapping does not wait for work, so the program does.
+        // Unmapping does not wait for work, so the program waits.
         self.gpu.synchronise()?;
         self.contents[content] = Some(value);
         Ok(())
@@ -332,7 +332,7 @@ impl Model {
         Ok(())
     }
 
-    /// Exports memory and imports it again: two names of the same bytes.
+    /// Exports memory and imports it again, so that two objects name the same bytes.
     fn export(&mut self) -> Outcome {
         let Some(i) = self.any_memory() else { return Ok(()) };
         let entry = self.memory[i].as_ref().expect("it exists");
@@ -370,7 +370,7 @@ impl Model {
         Ok(())
     }
 
-    /// Queries a mapping, and an address without a mapping.
+    /// Queries a mapped and an unmapped address.
     fn look(&mut self) -> Outcome {
         let Some(i) = self.any_mapping() else { return Ok(()) };
         let (mapping, memory) = (&self.mappings[i], self.of(&self.mappings[i]));
@@ -457,7 +457,8 @@ impl Model {
             expect("cuMemAddressFree", ask!(cuMemAddressFree(*at, *len as usize)), 0)?;
         }
         expect("cuMemGetInfo", ask!(cuMemGetInfo_v2(&mut free[1], std::ptr::null_mut())), 0)?;
-        // Tolerates contexts of other programs that start or end at the same time.
+        // Contexts of other programs may start or end at the same time, so the difference is
+        // tolerated.
         let gained = (free[1] as u64).saturating_sub(free[0] as u64);
         if gained + (16 << 20) < taken { Err(format!("{taken} bytes freed, {gained} gained").into()) } else { Ok(()) }
     }
