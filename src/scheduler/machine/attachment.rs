@@ -12,7 +12,7 @@ impl Machine {
             return;
         };
         if let Some(attachment) = self.gpus.attachment_mut(client, id) {
-            attachment.engine = engine; // a repeated request is answered again, unless the first answer is still pending
+            attachment.engine = engine; // answered again, unless the first answer is pending
             if attachment.attached.is_some() {
                 self.effects.command(Command::Attached { client, gpu: id });
                 self.with_quota(|quota, cx, fx| quota.tell(cx, fx, client, id));
