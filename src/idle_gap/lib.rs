@@ -9,7 +9,7 @@
 //! hand-over. Waiting longer than the cost of a hand-over never pays.
 //!
 //! Before the first observed gap, the assumed distribution of gaps is uniform on a logarithmic
-//! scale: gaps between one and two milliseconds are as likely as gaps between one and two seconds.
+//! scale. Gaps between one and two milliseconds are as likely as gaps between one and two seconds.
 //! A gap that has lasted for a while is then likely to last equally long again.
 //!
 //! `libnvshare.so` uses this crate. The simulated client uses it too, because it must behave like

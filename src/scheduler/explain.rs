@@ -2,9 +2,9 @@
 //! depends on these estimates, and the scheduler keeps no state for them. An explanation takes time
 //! proportional to the length of the queue.
 //!
-//! Estimates assume that no further client arrives, that each request ahead runs for its usual time
-//! and at most one turn, and that its memory moves at the measured rates. Clients that can run at
-//! the same time start earlier than estimated.
+//! Estimates assume that no further client arrives. Each request ahead is assumed to run for its
+//! usual time, at most one turn, and to move its memory at the measured rates. Clients that can run
+//! at the same time start earlier than estimated.
 
 use crate::{
     api::*,
@@ -311,8 +311,8 @@ impl Machine {
         gpu.rates.both_ways(lacking.saturating_sub(given), None)
     }
 
-    /// How long a queued request keeps a GPU from the next request: first the time to move its
-    /// memory in, then its expected run time, at most one turn. `None`: the request keeps the GPU
+    /// How long a queued request keeps a GPU from the next request. The time to move its memory in
+    /// is counted, and its expected run time up to one turn. `None`: the request keeps the GPU
     /// until it has no work, and that time is unknown.
     fn takes(&self, entity: Entity, next: Option<Entity>, id: GpuId, is_first: bool) -> Option<Duration> {
         let gpu = self.gpus.get(id)?;

@@ -27,7 +27,7 @@
 //!       ◀──────────────────────────── Attached            there is room for the context; limit and first allowance
 //! Memory(demand 2 GiB, mapped 0) ───▶                     a state, not a change: the newest report replaces all others
 //! Request(GPUs {0}) ────────────────▶
-//!       ◀──────────────────────────── Allowance(2 GiB)    may map that much
+//!       ◀──────────────────────────── Allowance(2 GiB)    may map 2 GiB
 //!       ◀──────────────────────────── Grant(GPUs {0})     may submit work
 //!       ◀──────────────────────────── Contended           another client waits: release as soon as idle
 //!       ◀──────────────────────────── Revoke              drain, then
@@ -46,7 +46,7 @@
 //! new GPUs:
 //! ```text
 //! client                              scheduler
-//!       ◀──────────────────────────── PrepareSleep           evict, and enter the driver no more
+//!       ◀──────────────────────────── PrepareSleep           evict, and stay out of the driver
 //! Memory(mapped 0), SleepReady ─────▶                         checkpoint; restore on another GPU
 //!       ◀──────────────────────────── Awake(GPU by UUID → GPU by UUID)
 //! Request(GPUs {0}) ────────────────▶                         slot 0 is the other GPU

@@ -18,7 +18,8 @@ use crate::{api::*, gpu::Hold};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// The weight of an owner that is served, and the total weight of the owners that wait meanwhile.
+/// The weight of an owner that is served, and the total weight of the owners that wait at that
+/// time.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ServiceWeights {
     own: u32,

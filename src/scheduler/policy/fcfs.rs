@@ -4,11 +4,11 @@
 //! the turn depends on the cost of changing the holder.
 //!
 //! If memory must move, the turn is a multiple of the time of the move ([`Waiter::moving_turn`]).
-//! If no memory must move, the cost is only a drain, and fairness decides. A holder then keeps the
+//! If no memory must move, the only cost is a drain, and fairness decides. A holder then keeps the
 //! GPU for a little longer than the waiter is expected to need. Two clients with equal bursts thus
 //! finish their bursts (two half-busy jobs overlap perfectly), and a short burst soon ends a long
-//! turn. This is least attained service: burst lengths are heavy-tailed, so the time that a client
-//! has used since it last ran out of work predicts the time that it still needs.
+//! turn. This is least attained service. Burst lengths are heavy-tailed, so the GPU time that a
+//! client has used since its last idle time predicts the GPU time that it still needs.
 //!
 //! A client of a higher class (`fairness::Class`) does not wait for the turn to end. A client of a
 //! lower class waits until the holder has no work. With many waiting clients, `auto` shortens turns

@@ -155,9 +155,9 @@ pub(crate) trait Policy: Debug + Sync {
     /// How long a contended holder may be idle before it releases the lock. `moving` is the time
     /// for which the hand-over moves memory.
     fn grace(&self, settings: &Settings, moving: Duration) -> Duration;
-    /// How long a client is expected to stay idle if it has been idle for `idle` and has `before`
-    /// requests ahead of its own (`None`: it is not waiting). Memory of the client with the longest
-    /// expected idle time is evicted first.
+    /// How long a client is expected to stay idle after being idle for `idle`. `before` is the
+    /// number of requests ahead of the client's own request (`None`: the client is not waiting).
+    /// Memory of the client with the longest expected idle time is evicted first.
     fn expected_idle(&self, settings: &Settings, idle: Duration, before: Option<u32>) -> Duration;
     /// Whether [`Self::expected_idle`] depends on the position in the queue.
     fn evicts_by_queue(&self) -> bool;

@@ -1,7 +1,7 @@
-//! A client's attained GPU time, as `adaptive` counts it: the time that the client ran, minus the
-//! time that it left to other clients while it had no work. A client that runs briefly and then
-//! pauses stays on the lowest level. A client that keeps computing rises level by level. Each level
-//! is four times as long as the level before.
+//! A client's attained GPU time, as `adaptive` counts it: the time that it ran, minus the time for
+//! which it had no work and left the GPU to others. A client that runs briefly and then pauses
+//! stays on the lowest level. A client that keeps computing rises level by level. Each level ends
+//! at four times the GPU time of the level before.
 
 use crate::api::Time;
 use std::time::Duration;
