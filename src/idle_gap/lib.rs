@@ -1,44 +1,46 @@
-//! When a holder of the GPU lock that has run out of work should release the lock: a ski-rental problem.
+//! Decides when a holder of the GPU lock that has run out of work should release the lock. This is
+//! a ski-rental problem.
 //!
-//! Each moment that the holder waits with the lock costs that moment, since the GPU is idle.
-//! Releasing the lock costs a hand-over, which is wasted if work arrives soon afterwards. How long
-//! the gap will be is not known, but programs repeat themselves: [`IdleGapPredictor::timeout`] is
-//! the wait that would have cost the least over the most recent gaps. The wait is close to zero if
-//! all gaps were long, slightly longer than the program's pauses between bursts of work, or the
-//! cost of a hand-over. Waiting longer than a hand-over costs never pays.
+//! While an idle holder keeps the lock, the GPU is idle. Releasing the lock costs a hand-over,
+//! which is wasted if work arrives soon afterwards. The length of the gap is unknown, but programs
+//! repeat themselves. [`IdleGapPredictor::timeout`] is the wait that would have cost the least over
+//! the most recent gaps. If all gaps were long, the wait is close to zero. Otherwise the wait is
+//! slightly longer than the program's pauses between bursts of work, or equal to the cost of a
+//! hand-over. Waiting longer than the cost of a hand-over never pays.
 //!
-//! Before the first observed gap, the prior is uniform on a logarithmic scale: as many gaps between
-//! one and two milliseconds as between one and two seconds. A gap that has lasted for a while is
-//! then likely to last equally long again.
+//! Before the first observed gap, the assumed distribution of gaps is uniform on a logarithmic
+//! scale. Gaps between one and two milliseconds are as likely as gaps between one and two seconds.
+//! A gap that has lasted for a while is then likely to last equally long again.
 //!
-//! `libnvshare.so` uses the crate, and so does the simulated client, which must behave like the
-//! library. It has no dependencies and does not allocate: the library runs inside other people's
-//! processes.
+//! `libnvshare.so` uses this crate. The simulated client uses it too, because it must behave like
+//! the library. The crate has no dependencies and does not allocate, because the library runs
+//! inside unmodified programs.
 
 #![cfg_attr(not(test), no_std)]
 
 use core::time::Duration;
 
-/// The number of gaps that are remembered.
+/// The number of remembered gaps.
 const REMEMBERED: usize = 16;
-/// The number of gaps assumed of every program: one for each power of two of milliseconds, up to 16 s.
+/// The number of assumed gaps for every program: one for each power of two of milliseconds, up to
+/// 16 s.
 const ASSUMED: u32 = 15;
-/// The weight of one observed gap, in assumed gaps.
+/// The weight of one observed gap, in units of assumed gaps.
 const OBSERVED_WEIGHT: u32 = 2 * ASSUMED;
-/// Shorter gaps are ignored: they end before a lock would be released.
+/// Shorter gaps are ignored, because they end before any client would release the lock.
 const SHORTEST: Duration = Duration::from_millis(1);
 
 /// The recent idle gaps of one program on one GPU.
 #[derive(Debug, Default)]
 pub struct IdleGapPredictor {
-    /// A ring buffer; valid up to `observed`.
+    /// A ring buffer. Only the first `observed` entries are valid until it is full.
     recent: [Duration; REMEMBERED],
     /// The number of gaps observed so far.
     observed: usize,
 }
 
 impl IdleGapPredictor {
-    /// Records an idle gap of this length, which has just ended.
+    /// Records an idle gap of length `gap` that has just ended.
     pub fn record(&mut self, gap: Duration) {
         if gap >= SHORTEST {
             if let Some(slot) = self.recent.get_mut(self.observed % REMEMBERED) {
@@ -48,8 +50,8 @@ impl IdleGapPredictor {
         }
     }
 
-    /// The idle time after which a holder releases the lock, if a hand-over costs `cost`. Never
-    /// more than `cost`.
+    /// The idle time after which a holder releases the lock if a hand-over costs `cost`. The result
+    /// never exceeds `cost`.
     pub fn timeout(&self, cost: Duration) -> Duration {
         let assumed = (0..ASSUMED).map(|power| (SHORTEST * (1 << power), 1));
         let observed = self.recent.iter().take(self.observed).map(|gap| (*gap, OBSERVED_WEIGHT));
@@ -59,12 +61,12 @@ impl IdleGapPredictor {
                 .map(|(gap, weight)| (if gap < wait { gap } else { wait.saturating_add(cost) }).saturating_mul(weight))
                 .fold(Duration::ZERO, Duration::saturating_add)
         };
-        // Only waits that outlast some gap are candidates: a wait that ends just before the gap
-        // gains nothing.
+        // Only waits slightly longer than some gap are candidates. A wait that ends just before a
+        // gap does costs time and saves no hand-over.
         let ends = known().map(|(gap, _)| gap.saturating_add(gap / 4).saturating_add(SHORTEST));
         let waits = ends.chain([SHORTEST]).map(|wait| wait.min(cost));
-        // The cost of a hand-over is the wait of the competitive algorithm. It is the default
-        // unless another wait is cheaper.
+        // By default, the wait equals the cost of a hand-over, as in the competitive algorithm. A
+        // cheaper wait replaces this default.
         waits.fold(cost, |best, wait| if price(wait) < price(best) { wait } else { best })
     }
 }

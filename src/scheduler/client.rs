@@ -1,4 +1,4 @@
-//! Records of a client that do not depend on a GPU.
+//! Records of a client that apply to all of its GPUs.
 
 use crate::api::*;
 use std::collections::BTreeMap;
@@ -9,12 +9,14 @@ pub(crate) type Clients = BTreeMap<ClientId, Client>;
 
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Client {
-    /// The gang that the client named; 0: none. A rule may put it into another one.
+    /// The gang that the client named; 0 if it named none. A rule may assign the client to another
+    /// gang.
     pub named: u64,
     pub tenant: TenantId,
     pub stopped: bool,
-    /// When its last message arrived.
+    /// When the client's last message arrived.
     pub heard: Time,
-    /// When the daemon was last asked to probe the process, and the least time until the next probe.
+    /// When the daemon was last asked to probe the process, and the minimum time until the next
+    /// probe.
     pub probed: Option<(Time, Duration)>,
 }

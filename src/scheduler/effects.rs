@@ -1,5 +1,6 @@
-//! The effects of decisions. Components do not call each other: each records here the commands to send, the GPUs to
-//! settle and the times of checks, and the machine acts on them.
+//! The effects of decisions. Components do not call each other. Each component records here the
+//! commands to send, the GPUs to settle and the times of wake-ups, and the machine acts on these
+//! records.
 
 use crate::{
     api::*,
@@ -24,7 +25,7 @@ impl Effects {
         std::mem::take(&mut self.commands)
     }
 
-    /// Marks a GPU on which something changed: it is settled before `Machine::handle` returns.
+    /// Marks a GPU on which something changed. The GPU is settled before `Machine::handle` returns.
     pub fn touch(&mut self, gpu: GpuId) {
         self.touched.insert(gpu);
     }
@@ -38,12 +39,12 @@ impl Effects {
         self.touched.remove(&gpu);
     }
 
-    /// Takes the next GPU to settle.
+    /// Removes and returns the next GPU to settle.
     pub fn take_touched(&mut self) -> Option<GpuId> {
         self.touched.pop_first()
     }
 
-    /// Sets the time of a wake-up, replacing the one before; `None` cancels it.
+    /// Sets the time of a wake-up, replacing an earlier time. `None` cancels the wake-up.
     pub fn wake(&mut self, wake: Wake, at: Option<Time>) {
         self.timers.set(wake, at);
     }
@@ -57,7 +58,7 @@ impl Effects {
         self.timers.next()
     }
 
-    /// Takes a wake-up that is due.
+    /// Removes and returns a wake-up that is due.
     pub fn take_due(&mut self, now: Time) -> Option<Wake> {
         self.timers.pop(now)
     }
@@ -69,7 +70,7 @@ impl Effects {
         all.into_iter().for_each(|wake| self.wake(wake(gpu), None));
     }
 
-    /// The next number. Numbers order arrivals and grants.
+    /// Returns the next number. Numbers order arrivals and grants.
     pub fn number(&mut self) -> u64 {
         self.counter += 1;
         self.counter

@@ -1,5 +1,6 @@
-//! Serde for the state, events and commands: types of `nvshare-wire`, which has no dependencies, and maps whose keys
-//! are not strings, which JSON does not allow.
+//! Serde implementations for the state, events and commands. `nvshare-wire` has no dependencies, so
+//! this module implements serde for its types. Maps whose keys are not strings are encoded as
+//! pairs, because JSON allows only string keys.
 
 use nvshare_wire::{client, scheduler};
 use serde::{Deserialize, Serialize};
@@ -62,7 +63,7 @@ pub(crate) mod wait_reason {
     }
 }
 
-/// A map as a sequence of pairs.
+/// Encodes a map as a sequence of pairs.
 pub(crate) mod pairs {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
     use std::collections::BTreeMap;

@@ -1,5 +1,4 @@
-//! Entities: the units of queueing and granting. Owners: the units to which turns are
-//! charged.
+//! Entities, the units of queueing and granting; and owners, the units to which turns are charged.
 
 use crate::api::{ClientId, GroupId, TenantId};
 
@@ -22,14 +21,14 @@ impl Entity {
 /// Clients whose kernels wait for each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Gang {
-    /// The name that its members gave.
+    /// The gang whose members gave this name.
     Named(u64),
-    /// The clients of a group, by its rule.
+    /// The clients of a group whose rule makes them a gang.
     Group(GroupId),
 }
 
 impl Gang {
-    /// The gang of a client that gave this name; 0: none.
+    /// The gang of clients that gave this name. `None` for name 0.
     pub fn named(name: u64) -> Option<Self> {
         (name != 0).then_some(Self::Named(name))
     }
@@ -40,8 +39,9 @@ impl Gang {
 pub(crate) enum ShareOwner {
     Tenant(TenantId),
     Group(GroupId),
-    /// A client with limits from its environment, beside its tenant or group.
+    /// A client with limits from its environment. Its turns are charged both to the client and to
+    /// its tenant or group.
     Client(ClientId),
-    /// All clients without a share, where the policy does not make tenants take turns.
+    /// All clients without a share, if the policy does not make tenants take turns.
     Others,
 }

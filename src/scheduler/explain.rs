@@ -1,8 +1,10 @@
-//! Why a client does not run on a GPU at this moment, and when it is expected to. No decision depends on these
-//! estimates, and no state is kept for them: an answer takes time proportional to the length of the queue.
+//! Explains why a client does not run on a GPU now, and when it is expected to run. No decision
+//! depends on these estimates, and the scheduler keeps no state for them. An explanation takes time
+//! proportional to the length of the queue.
 //!
-//! Estimates assume that no further client comes, that each request ahead runs for its usual time and no longer than a
-//! turn, and that its memory moves at the measured rates. Clients that can run at the same time start sooner.
+//! Estimates assume that no further client arrives. Each request ahead is assumed to run for its
+//! usual time, at most one turn, and to move its memory at the measured rates. Clients that can run
+//! at the same time start earlier than estimated.
 
 use crate::{
     api::*,
@@ -14,117 +16,129 @@ use crate::{
 };
 use std::time::Duration;
 
-/// What a client does on one GPU, and why it waits. Amounts are bytes.
+/// A client's state on one GPU, and the reasons why it waits. Amounts are bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Explanation {
     pub gpu: GpuId,
     pub state: LockState,
-    /// How long it has waited for the lock.
+    /// How long the client has waited for the lock.
     pub waits: Option<Duration>,
-    /// What keeps it out of the queue, or from making a request.
+    /// What keeps the client out of the queue, or from making a request.
     pub obstacle: Option<Obstacle>,
-    /// Holders that delay its grant, in the order of their own grants; for a holder, itself.
+    /// Holders that delay the client's grant, in the order of their own grants. For a holder, only
+    /// the holder itself.
     pub holders: Vec<HolderAhead>,
-    /// Requests that are served before its own, the next one first.
+    /// Requests that are served before the client's request, the next one first.
     pub ahead: Vec<Ahead>,
-    /// Bytes of other clients that must leave the GPU before its missing memory fits.
+    /// Bytes of other clients that must leave the GPU before the client's missing memory fits.
     pub leaves: u64,
-    /// Bytes of its missing memory that return from host memory.
+    /// Bytes of the client's missing memory that return from host memory.
     pub comes: u64,
-    /// About how long both moves take.
+    /// The estimated time that both moves take.
     pub moving: Duration,
-    /// About how long until it runs. `None`: it does not wait, or the time cannot be estimated.
+    /// The estimated time until the client runs. `None`: the client does not wait, or the time
+    /// cannot be estimated.
     pub starts: Option<Duration>,
 }
 
-/// A holder in front of a waiting client.
+/// A holder that delays a waiting client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HolderAhead {
     pub client: ClientId,
     pub state: LockState,
-    /// The rest of its turn; 0 once it was asked to release the lock. `None`: nothing ends its turn.
+    /// The rest of the holder's turn; 0 once the holder was asked to release the lock. `None`:
+    /// nothing ends the turn.
     pub left: Option<Duration>,
-    /// It keeps the GPU until it has no work, because of its own rule or the waiting client's.
+    /// The holder keeps the GPU until it has no work, because of its own rule or the waiting
+    /// client's.
     pub precedes: bool,
 }
 
-/// A request in front of a waiting client's.
+/// A request that is served before a waiting client's request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ahead {
     /// A single client, or the members of a gang.
     pub clients: Vec<ClientId>,
     pub reason: Reason,
-    /// About how long it keeps the GPU, including the time to move its memory in. `None`: until it has no work.
+    /// The estimated time for which the request keeps the GPU, including the time to move its
+    /// memory in. `None`: until the request has no work.
     pub takes: Option<Duration>,
 }
 
 /// Why a request is served before another one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
-    /// Its rule has a higher priority.
+    /// The request's rule has a higher priority.
     Priority,
-    /// The rule of the other request has weight 0: it is served only while no other client wants the GPU.
+    /// The other request's rule has weight 0: the other request is served only while no other
+    /// client wants the GPU.
     OtherIsIdle,
-    /// Its rule says interactive, and its owner has used no more than its share.
+    /// The request's rule says `interactive`, and its owner has used no more than its share.
     Interactive,
-    /// Its owner is below its minimum.
+    /// The request's owner is below its minimum.
     BelowMinimum,
-    /// Other members of its gang have their turn.
+    /// Other members of the request's gang have their turn.
     GangTurn,
-    /// Its owner has used less of its share.
+    /// The request's owner has used less of its share.
     Share,
-    /// It has waited long enough to precede all other requests of its owner.
+    /// The request has waited long enough to precede all other requests of its owner.
     Aged,
     Earlier,
-    /// It is expected to need the GPU for less time, including the time to move its memory.
+    /// The request is expected to need the GPU for less time, including the time to move its
+    /// memory.
     Shorter,
-    /// It has had less time on the GPU (policy adaptive).
+    /// The request's client has had less time on the GPU (policy `adaptive`).
     LessServed,
 }
 
 /// Why a client is in no queue.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Obstacle {
-    /// It is held off its GPUs until the client is resumed.
+    /// The client is kept off its GPUs until it is resumed.
     Paused,
-    /// A GPU that it has attached is drained.
+    /// A GPU that the client has attached is drained.
     Drained,
-    /// It is off its GPUs, leaving them or returning to them.
+    /// The client is off its GPUs, leaving them or returning to them.
     Sleeps(SleepPhase),
-    /// Its process is stopped.
+    /// The client's process is stopped.
     Stopped,
-    /// It waits for room for its context. `deferred`: with that context, another client could never run again.
+    /// The client waits for room for its context. `deferred`: the context would leave too little
+    /// room for another client ever to run again.
     Context { deferred: bool },
-    /// An allocation waits until other clients have freed memory; it needs a limit of this number of bytes.
+    /// An allocation waits until other clients have freed memory. The number is the limit in bytes
+    /// that the allocation needs.
     Memory(u64),
-    /// These members of its gang are stopped, paused or asleep.
+    /// These members of the client's gang are stopped, paused or asleep.
     Away(Vec<ClientId>),
-    /// It had too little room for its memory when it last ran, and waits this long.
+    /// The driver found too little room for the client's memory when the client last ran. The
+    /// client waits for this long.
     MappingFailed(Duration),
-    /// Its owner has used its maximum of the period, and waits this long.
+    /// The client's owner has used its maximum for the period. The client waits for this long.
     TimeMax(Duration),
-    /// It still holds a lock that it was asked to release.
+    /// The client still holds a lock that it was asked to release.
     OwnHold,
-    /// This number of bytes of other clients cannot leave that GPU, and the client's memory does not fit beside them.
+    /// This number of bytes of other clients cannot be evicted from that GPU, and the client's
+    /// memory does not fit beside them.
     Pinned(GpuId, u64),
-    /// This number of bytes of that GPU is kept free for other programs, and the client's memory does not fit in the
-    /// rest.
+    /// This number of bytes of that GPU is kept free for other programs, and the client's memory
+    /// does not fit in the rest.
     Room(GpuId, u64),
-    /// A client of a better class holds or wants that GPU, which this request also wants.
+    /// A client of a better class holds or wants that GPU. The request wants that GPU and other
+    /// GPUs.
     Behind(GpuId),
     /// The host is about to suspend.
     Suspended,
 }
 
 impl Machine {
-    /// Explains what a client waits for on each of its GPUs. An iterator, since each explanation takes time
-    /// proportional to the queue. `now` must not be before the newest event.
+    /// Explains what a client waits for on each of its GPUs. Returns an iterator, because each
+    /// explanation takes time proportional to the queue. `now` must not be before the newest event.
     pub fn explain(&self, client: ClientId, now: Time) -> impl Iterator<Item = Explanation> {
         self.gpus.locks_of(client).filter_map(move |(id, _)| self.explain_on(client, id, now))
     }
 
-    /// Estimates the time until each of the next `most` requests in the queue of a GPU runs, the next one first. Stops
-    /// at the first request whose start cannot be estimated.
+    /// Estimates the time until each of the next `most` requests in the queue of a GPU runs, the
+    /// next one first. Stops at the first request whose start cannot be estimated.
     pub fn expected_starts(&self, id: GpuId, most: usize, now: Time) -> Vec<(ClientId, Duration)> {
         let queue = self.model().whole_queue(id);
         let mut starts = Vec::new();
@@ -255,12 +269,14 @@ impl Machine {
         HolderAhead { client, state, left, precedes: precedence == Some(Precedence::After) }
     }
 
-    /// Time until the holders that delay the first request of the queue have drained. `None`: unknown.
+    /// The time until the holders that delay the first request of the queue have drained. `None`:
+    /// unknown.
     fn holders_leave_in(&self, first: Entity, id: GpuId, now: Time) -> Option<Duration> {
         if self.model().is_admissible(first, id) {
             return Some(Duration::ZERO);
         }
-        // Without a holder here, the request waits for something elsewhere, such as another gang.
+        // Without a holder on this GPU, the request waits for another GPU, or for a conflicting
+        // gang.
         let mut latest = None;
         for (holder, hold) in self.gpus.holds_on(id).filter(|(_, hold)| !hold.is_bypassed()) {
             if hold.stuck {
@@ -273,7 +289,7 @@ impl Machine {
         latest
     }
 
-    /// Bytes that the members of a request lack on a GPU.
+    /// Bytes that the members of a request still lack on a GPU.
     fn lacking(&self, entity: Entity, id: GpuId) -> u64 {
         let lacking = |client| {
             let allowed = self.gpus.account(client, id).map_or(0, |account| account.allowance);
@@ -282,8 +298,9 @@ impl Machine {
         self.queues.wanting(entity, id).fold(0u64, |sum, client| sum.saturating_add(lacking(client)))
     }
 
-    /// Time to move memory before a request is granted, once nothing else delays the grant. For the first request,
-    /// memory that idle clients can give does not count: it moves while others run.
+    /// The time to move memory before a request is granted, once nothing else delays the grant. For
+    /// the first request, evictable memory of idle clients is not counted, because it moves while
+    /// holders still run.
     fn arrival(&self, entity: Entity, id: GpuId, is_first: bool) -> Duration {
         let Some(gpu) = self.gpus.get(id) else { return Duration::ZERO };
         let lacking = self.lacking(entity, id);
@@ -294,8 +311,9 @@ impl Machine {
         gpu.rates.both_ways(lacking.saturating_sub(given), None)
     }
 
-    /// How long a queued request keeps a GPU from the next one: the time it is expected to need, at most a turn, after
-    /// its memory has moved in. `None`: until it has no work, and that time is unknown.
+    /// How long a queued request keeps a GPU from the next request. The time to move its memory in
+    /// is counted, and its expected run time up to one turn. `None`: the request keeps the GPU
+    /// until it has no work, and that time is unknown.
     fn takes(&self, entity: Entity, next: Option<Entity>, id: GpuId, is_first: bool) -> Option<Duration> {
         let gpu = self.gpus.get(id)?;
         let next = next?;
@@ -337,7 +355,7 @@ impl Machine {
         Some(self.queues.request(entity)?.key.class.tier)
     }
 
-    /// Why a queued request is served before another one.
+    /// Why a queued request is served before another request.
     fn reason(&self, ahead: Entity, behind: Entity) -> Reason {
         let (Some(one), Some(other)) = (self.queues.request(ahead), self.queues.request(behind)) else {
             return Reason::Earlier;
@@ -356,7 +374,7 @@ impl Machine {
             return Reason::GangTurn;
         }
         let is_same_owner = self.model().owner_of(ahead) == self.model().owner_of(behind);
-        // The request behind is held back by its finish tag, not by its rank.
+        // The finish tag of the request behind delays that request, not its rank.
         let is_by_share = own.at != its.at && (!self.model().policy().tenants_take_turns() || its.at > its.rank);
         if is_by_share && !is_same_owner {
             return Reason::Share;

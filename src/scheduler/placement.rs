@@ -1,6 +1,6 @@
-//! Placement: the choice of a GPU for programs that do not choose one. Choices are remembered for a while, so that
-//! programs started together do not all land on the GPU that was free then. Which GPUs a program may use is decided
-//! elsewhere.
+//! Placement: the choice of a GPU for programs that do not choose one. Choices are remembered for a
+//! while, so that programs started together are not all placed on the GPU that was free at the
+//! time. Rules and environments decide which GPUs a program may use, not this module.
 
 use crate::{
     api::*,
@@ -10,19 +10,21 @@ use crate::{
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// How long a placement is kept for a program that is about to start, and how long a program that does not state its
-/// need is expected to take what its rule allows: about what an interpreter takes to load its libraries from a cold
-/// disk.
+/// How long a placement is kept for a program that is about to start. Also, how long a program that
+/// does not state its need is expected to allocate as much as its rule allows. An interpreter takes
+/// about this long to load its libraries from a cold disk.
 const EXPECTED: Duration = Duration::from_secs(30);
-/// The most placements of one tenant that wait for their programs. Beyond that, the oldest is dropped.
+/// The maximum number of a tenant's placements that wait for their programs. A further placement
+/// replaces the oldest.
 const MOST_WAITING: usize = 64;
 
-/// A placement that was given.
+/// A placement that a client has received.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 struct Place {
-    /// The GPUs, and the bytes that the program is expected to need on each, excluding its context.
+    /// The GPUs, and the bytes that the program is expected to need on each GPU, excluding its
+    /// context.
     gpus: BTreeMap<GpuId, u64>,
-    /// The program stated its need. It counts until the program ends.
+    /// The program stated its need. The stated need counts until the program ends.
     is_declared: bool,
     ahead: bool,
     since: Time,
@@ -30,16 +32,16 @@ struct Place {
     labels: Labels,
 }
 
-/// Placements that were given, including placements of programs that have not started yet, and the labels of all
+/// All placements, including those of programs that have not started yet, and the labels of all
 /// clients.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Placements {
     labels: BTreeMap<ClientId, Labels>,
     places: BTreeMap<ClientId, Place>,
-    /// GPUs between which clients can be moved.
+    /// The sets of GPUs within which clients can be moved.
     #[serde(default)]
     kinds: Vec<GpuSet>,
-    /// The GPUs that a client may use, for clients that may not use all of them.
+    /// The permitted GPUs of each client that may not use all GPUs.
     #[serde(default)]
     allowed: BTreeMap<ClientId, GpuSet>,
 }
@@ -73,12 +75,12 @@ impl Placements {
         }
     }
 
-    /// The GPUs that a client may use; `None`: any.
+    /// The GPUs that a client may use. `None`: all GPUs.
     pub fn allowed(&self, client: ClientId) -> Option<&GpuSet> {
         self.allowed.get(&client)
     }
 
-    /// The GPUs that a client on this one can be moved to.
+    /// The GPUs to which a client on `from` can be moved.
     pub fn candidates(&self, client: ClientId, from: GpuId) -> impl Iterator<Item = GpuId> {
         let kind = self.kinds.iter().find(|kind| kind.contains(&from));
         let allowed = self.allowed.get(&client);
@@ -102,15 +104,15 @@ impl Placements {
     }
 }
 
-/// The programs on a GPU, as far as placement depends on them.
+/// The data about the programs on a GPU on which placement depends.
 struct Neighbours {
     labels: Vec<Labels>,
-    /// Bytes that they need, or are expected to need.
+    /// Bytes that the programs need, or are expected to need.
     bytes: u64,
 }
 
 impl Placements {
-    /// Remembers where a client was placed. A client that asks again is placed anew.
+    /// Records a client's placement. A repeated request replaces the earlier placement.
     pub fn set(
         &mut self,
         client: ClientId,
@@ -134,7 +136,7 @@ impl Placements {
         self.places.remove(&client);
     }
 
-    /// Follows the move of a client from one GPU to another.
+    /// Records the move of a client from one GPU to another.
     pub fn move_client(&mut self, client: ClientId, from: GpuId, to: GpuId) {
         let Some(place) = self.places.get_mut(&client) else { return };
         if let Some(bytes) = place.gpus.remove(&from) {
@@ -142,7 +144,7 @@ impl Placements {
         }
     }
 
-    /// Gives `client` the placement that `from`, which has gone, requested for it.
+    /// Assigns `client` the placement that `from` requested for it before `from` disconnected.
     pub fn take_over(&mut self, client: ClientId, from: ClientId) {
         if let Some(place) = self.places.remove(&from) {
             self.places.insert(client, Place { ahead: false, ..place });
@@ -176,7 +178,7 @@ impl Placements {
     }
 }
 
-/// The GPUs at the moment of a decision.
+/// The inputs of a placement decision.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sites<'a> {
     pub now: Time,
@@ -187,10 +189,10 @@ pub(crate) struct Sites<'a> {
 }
 
 impl Sites<'_> {
-    /// The GPUs for a request, and the bytes that the client is expected to need on each.
+    /// The GPUs for a request, and the bytes that the client is expected to need on each GPU.
     ///
     /// # Errors
-    /// There are too few candidates, or labels keep the client from them.
+    /// There are too few candidates, or labels exclude the client from them.
     pub fn place(&self, client: ClientId, request: &PlacementRequest) -> Result<Vec<(GpuId, u64)>, PlacementError> {
         let gpus = self.decide(client, request)?;
         Ok(gpus.into_iter().map(|id| (id, self.expected_need(client, id, request.bytes).unwrap_or(0))).collect())
@@ -225,22 +227,23 @@ impl Sites<'_> {
                 return Err(PlacementError::AntiAffinity(label));
             }
         }
-        // The sort is stable: of equally good GPUs, the first is taken.
+        // The sort is stable, so the first of equally good GPUs is chosen.
         left.sort_by_cached_key(|(id, there)| self.preference(client, *id, there, request.bytes));
         Ok(left.into_iter().take(count).map(|(id, _)| id).collect())
     }
 
-    /// How well a GPU suits a client: the lower, the better.
+    /// How well a GPU suits a client. Lower values are better.
     fn preference(&self, client: ClientId, id: GpuId, there: &Neighbours, bytes: Option<u64>) -> (bool, u64, u64) {
         let Some(gpu) = self.gpus.get(id) else { return (true, u64::MAX, u64::MAX) };
-        // A client that is placed on a drained GPU waits; a GPU that reports errors is avoided.
+        // Drained GPUs are avoided because clients on them wait, and failing GPUs because they
+        // report errors.
         let is_drained = gpu.drained || gpu.failing;
         if self.settings.placement != Placement::Pack {
             return (is_drained, there.labels.len() as u64, there.bytes);
         }
         let capacity = gpu.capacity(self.settings);
         let (free, excess) = (capacity.saturating_sub(there.bytes), there.bytes.saturating_sub(capacity));
-        // For a client of unknown need, any room is enough.
+        // Any room suffices for a client whose need is unknown.
         let need = self.expected_need(client, id, bytes).unwrap_or(1).saturating_add(self.context_bytes(gpu));
         match need.checked_sub(free) {
             None | Some(0) => (is_drained, 0, free),
@@ -248,7 +251,7 @@ impl Sites<'_> {
         }
     }
 
-    /// Bytes that a client is expected to need on a GPU, its context left out. `None`: unknown.
+    /// Bytes that a client is expected to need on a GPU, excluding its context. `None`: unknown.
     fn expected_need(&self, client: ClientId, id: GpuId, bytes: Option<u64>) -> Option<u64> {
         let gpu = self.gpus.get(id)?;
         let of_rules = [self.rules.memory_max(client, gpu.total), self.rules.env_memory_max(client, gpu.total)];

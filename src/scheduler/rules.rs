@@ -1,14 +1,16 @@
-//! Limits from rules and environments: the group of each client, the limits of the group's rule, and the limits that
-//! the client's own environment sets. Plain data: quota, fairness and gangs read it.
+//! Limits from rules and environments: the group of each client, the limits of the group's rule,
+//! and the limits that the client's own environment sets. This module only stores the limits;
+//! quota, fairness and gangs apply them.
 //!
-//! Limits from a client's environment apply in addition to the limits of its group's rule and only tighten them: no
-//! client gains by them, and no other client loses.
+//! Limits from a client's environment apply in addition to the limits of its group's rule, and can
+//! only tighten them. A client therefore cannot gain by such limits at the expense of other
+//! clients.
 
 use crate::api::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// A group that has members.
+/// A group with at least one member.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 struct GroupRule {
     limits: RuleLimits,
@@ -20,19 +22,19 @@ struct GroupRule {
 pub(crate) struct Rules {
     groups: BTreeMap<GroupId, GroupRule>,
     group_of: BTreeMap<ClientId, GroupId>,
-    /// The limits of clients whose environment sets any.
+    /// The limits of those clients whose environment sets any limit.
     env: BTreeMap<ClientId, EnvLimits>,
 }
 
 impl EnvLimits {
-    /// A group's share as tightened for this client.
+    /// A group's share, tightened by this client's limits.
     pub(crate) fn tighten(&self, share: Share) -> Share {
         let weight = self.weight.map_or(share.weight, |weight| weight.min(share.weight));
-        // An idle client has no minimum.
+        // A client of weight 0 has no minimum.
         Share { weight, min: if weight == 0 { 0 } else { share.min }, ..share }
     }
 
-    /// Whether they can put a client into another class than its group.
+    /// Whether these limits can put a client into a different class from its group.
     fn makes_classes(&self) -> bool {
         self.weight == Some(0)
     }
@@ -43,7 +45,7 @@ impl EnvLimits {
 }
 
 impl Rules {
-    /// Takes a client out of its group.
+    /// Removes a client from its group.
     pub fn leave(&mut self, client: ClientId) {
         let Some(group) = self.group_of.remove(&client) else { return };
         if let Some(rule) = self.groups.get_mut(&group) {
@@ -54,8 +56,8 @@ impl Rules {
         }
     }
 
-    /// Puts a client that is in no group into one. The limits apply to all members from now on. Returns the limits
-    /// before.
+    /// Adds a client that is in no group to a group. From now on, `limits` apply to all members of
+    /// the group. Returns the group's previous limits.
     pub fn join(&mut self, client: ClientId, Group { id, limits }: Group) -> RuleLimits {
         self.group_of.insert(client, id);
         let rule = self.groups.entry(id).or_default();
@@ -63,7 +65,7 @@ impl Rules {
         std::mem::replace(&mut rule.limits, limits)
     }
 
-    /// Sets the limits of a client's environment. Returns those before.
+    /// Sets the limits of a client's environment. Returns the previous limits.
     pub fn set_env(&mut self, client: ClientId, limits: EnvLimits) -> EnvLimits {
         let before = self.env.remove(&client).unwrap_or_default();
         if limits != EnvLimits::default() {
@@ -93,7 +95,7 @@ impl Rules {
         self.groups.get(&group).into_iter().flat_map(|rule| rule.members.iter().copied())
     }
 
-    /// The members of a client's group, itself included; none if it is in no group.
+    /// The members of a client's group, including the client. Empty if the client is in no group.
     pub fn group_peers(&self, client: ClientId) -> impl Iterator<Item = ClientId> {
         self.group(client).into_iter().flat_map(|group| self.members(group))
     }
@@ -106,7 +108,7 @@ impl Rules {
         self.groups.is_empty() && self.env.is_empty()
     }
 
-    /// Clients whose environment sets limits.
+    /// Clients whose environment sets limits, with those limits.
     pub fn with_env(&self) -> impl Iterator<Item = (ClientId, &EnvLimits)> {
         self.env.iter().map(|(client, limits)| (*client, limits))
     }
@@ -116,7 +118,7 @@ impl Rules {
         self.groups.values().any(|rule| rule.limits.share.is_some()) || self.env.values().any(EnvLimits::makes_classes)
     }
 
-    /// Whether any rule or environment limits memory, on one GPU or over all.
+    /// Whether any rule or environment limits memory, on one GPU or over all GPUs.
     pub fn bound_memory(&self) -> bool {
         let is_bounded = |limits: &RuleLimits| limits.memory_max != Amount::Infinity || limits.swap_max.is_some();
         self.groups().any(|(_, limits)| is_bounded(limits)) || self.env.values().any(EnvLimits::is_bounded)
@@ -127,7 +129,7 @@ impl Rules {
         self.groups().any(|(_, limits)| limits.swap_max.is_some())
     }
 
-    /// Whether a rule or its environment limits the memory of a client.
+    /// Whether the client's rule or environment limits its memory.
     pub fn is_bounded(&self, client: ClientId) -> bool {
         let by_rule = self
             .limits_of(client)
@@ -140,30 +142,32 @@ impl Rules {
         self.limits_of(client)?.memory_max.on(total)
     }
 
-    /// Bytes that a client's group may allocate over all GPUs, since all of them may have to leave. `None`: no limit.
+    /// Bytes that a client's group may allocate over all GPUs, because all of its memory may have
+    /// to be evicted. `None`: no limit.
     pub fn swap_max(&self, client: ClientId) -> Option<u64> {
         self.limits_of(client)?.swap_max
     }
 
-    /// Bytes that a client's environment lets it allocate on a GPU of `total` bytes, its context included. `None`: no
-    /// limit.
+    /// Bytes that a client's environment allows the client to allocate on a GPU of `total` bytes,
+    /// its context included. `None`: no limit.
     pub fn env_memory_max(&self, client: ClientId, total: u64) -> Option<u64> {
         self.env(client)?.memory_max.on(total)
     }
 
-    /// The lowest of all limits on the client's memory on a GPU of `total` bytes. `None`: there is none.
+    /// The lowest of all limits on the client's memory on a GPU of `total` bytes. `None`: no limit.
     pub fn lowest_max(&self, client: ClientId, total: u64) -> Option<u64> {
         let rule = [self.memory_max(client, total), self.swap_max(client)];
         rule.into_iter().chain([self.env_memory_max(client, total)]).flatten().min()
     }
 
-    /// How long a client is idle before it sleeps: as its rule says, or else the settings. `None`: for ever.
+    /// The idle time after which a client is put to sleep, from its rule or else the settings.
+    /// `None`: the client is not put to sleep.
     pub fn sleep_after(&self, client: ClientId, settings: &Settings) -> Option<Duration> {
         let rule = self.limits_of(client).and_then(|limits| limits.sleep_after);
         rule.or(settings.sleep_after.map(SleepAfter::Idle))?.time()
     }
 
-    /// Whether allocations of the client wait for memory instead of failing.
+    /// Whether the client's allocations wait for memory instead of failing.
     pub fn waits_for_memory(&self, client: ClientId) -> bool {
         self.limits_of(client).is_some_and(|limits| limits.on_memory_full == OnMemoryFull::Wait)
     }

@@ -1,5 +1,5 @@
-//! Wake-ups, one for each reason. A wake-up that finds nothing to do is harmless, so none has to be cancelled
-//! precisely.
+//! Wake-ups, one for each reason. A wake-up with nothing to do is harmless, so wake-ups need not be
+//! cancelled precisely.
 
 use crate::{api::*, entity::Entity};
 use std::collections::{BTreeMap, BTreeSet};
@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// The reason for a wake-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Wake {
-    /// A turn may be over, or an attaching client has waited long enough.
+    /// A turn may be over, or a client that attaches the GPU has waited long enough.
     Gpu(GpuId),
     /// The client's answer to a revoke or an eviction is due.
     Client(ClientId),
@@ -15,17 +15,18 @@ pub(crate) enum Wake {
     Entity(Entity),
     /// Unverified bytes expire.
     Verification(GpuId),
-    /// A measurement that should explain failed mappings is late.
+    /// A measurement that should explain failed mappings is overdue.
     Failures(GpuId),
-    /// A measurement for held limit requests is due, or late.
+    /// A measurement for held limit requests is due or overdue.
     HeldRequests(GpuId),
-    /// A limit request has waited long enough, or the acknowledgement of a lower limit is late.
+    /// A limit request has waited long enough, or the acknowledgement of a lowered limit is
+    /// overdue.
     Limits,
-    /// The client may be asked again for memory that it could not evict.
+    /// The client may be asked again to evict memory that it could not evict before.
     Eviction(ClientId, GpuId),
-    /// The client's memory has been at rest for a while.
+    /// The client's memory has not changed for a while.
     Ahead(ClientId, GpuId),
-    /// The client has not prepared to sleep in time, or a failed step is due to be retried.
+    /// The client has not prepared to sleep in time, or a failed step is due for a retry.
     Sleep(ClientId),
 }
 
@@ -37,7 +38,7 @@ pub(crate) struct Timers {
 }
 
 impl Timers {
-    /// Sets the time of a wake-up, replacing the one before; `None` cancels it.
+    /// Sets the time of a wake-up, replacing an earlier time. `None` cancels the wake-up.
     pub fn set(&mut self, wake: Wake, at: Option<Time>) {
         let old = match at {
             Some(at) => self.at.insert(wake, at),
@@ -62,7 +63,7 @@ impl Timers {
         self.order.first().map(|(at, _)| *at)
     }
 
-    /// Takes a wake-up that is due.
+    /// Removes and returns a wake-up that is due.
     pub fn pop(&mut self, now: Time) -> Option<Wake> {
         let (_, wake) = *self.order.first().filter(|(at, _)| *at <= now)?;
         self.set(wake, None);

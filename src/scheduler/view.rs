@@ -1,4 +1,4 @@
-//! A copy of the state for status and metrics. No decision depends on it.
+//! A copy of the state for status and metrics. No decision depends on this copy.
 
 use crate::{
     api::*,
@@ -8,7 +8,7 @@ use crate::{
 };
 use std::{collections::BTreeMap, time::Duration};
 
-/// A longer turn counts as unbounded: nothing ends it.
+/// A turn longer than this counts as unbounded: nothing ends it.
 pub(crate) const NO_TURN: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// One GPU. Amounts are bytes.
@@ -17,33 +17,35 @@ pub struct GpuView {
     pub gpu: GpuId,
     /// Size of the GPU in bytes.
     pub total: u64,
-    /// Nothing can run there any more.
+    /// The GPU can no longer run any work.
     pub gone: bool,
-    /// It should be empty: see [`Event::Drain`].
+    /// The GPU should become empty: see [`Event::Drain`].
     pub drained: bool,
-    /// Bytes that can be charged to clients. Unbounded on a GPU that is gone, and 0 while the machine is about to
-    /// suspend.
+    /// Bytes that can be charged to clients. Unbounded on a GPU that is gone; 0 while the host is
+    /// about to suspend.
     pub capacity: u64,
-    /// Bytes of the capacity that do not seem to be there: one client tries to map them.
+    /// Bytes of the capacity that measurements do not show. One client tries to map them.
     pub trial: u64,
-    /// Bytes set aside for contexts and other programs, without the reserve.
+    /// Bytes set aside for contexts and other programs, excluding the reserve.
     pub overhead: u64,
-    /// The largest shortfall of a client: bytes that it needs beyond its demand, since it could not map memory that
-    /// measurements show as free.
+    /// The largest shortfall of any client: the bytes that the client needs beyond its demand,
+    /// because it could not map memory that measurements show as free.
     pub shortfall: u64,
-    /// Bytes that are charged to clients.
+    /// Bytes charged to clients.
     pub charged: u64,
-    /// The highest sum that the demands of its clients can reach.
+    /// The highest total that the demands of the GPU's clients can reach.
     pub committed: u64,
-    /// In the order of their grants.
+    /// Holders in the order of their grants.
     pub holders: Vec<HolderView>,
-    /// In the order in which they will be served. Blocked requests come last.
+    /// Waiting clients in the order of service. Clients of blocked requests come last.
     pub waiters: Vec<WaiterView>,
-    /// When the next turn ends, or the GPU is looked at again for another reason. `None`: nothing is due.
+    /// When the next turn ends, or the GPU is next checked for another reason. `None`: no check is
+    /// due.
     pub next: Option<Time>,
-    /// Bytes per second of the link to the host, in each direction, if that is known.
+    /// The rate of the link to the host, in bytes per second in each direction. `None`: unknown.
     pub link: Option<u64>,
-    /// Bytes of the overhead that are kept free for other programs: for rooms, or ahead of programs that grow.
+    /// Bytes of the overhead that are kept free for other programs, either for rooms or in advance
+    /// for programs that grow.
     pub kept: u64,
     pub rooms: Vec<RoomView>,
 }
@@ -53,9 +55,9 @@ pub struct GpuView {
 pub struct RoomView {
     pub room: RoomId,
     pub bytes: u64,
-    /// When it ends, unless it is requested again.
+    /// When the room ends if it is not requested again.
     pub until: Time,
-    /// Its bytes are free.
+    /// The room's bytes are free.
     pub is_ready: bool,
 }
 
@@ -65,11 +67,11 @@ pub struct HolderView {
     pub client: ClientId,
     pub since: Time,
     pub state: LockState,
-    /// When its turn ends. `None`: no end is set.
+    /// When the holder's turn ends. `None`: no end is set.
     pub ends: Option<Time>,
 }
 
-/// A client that waits for a GPU.
+/// A client that is waiting for a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WaiterView {
     pub client: ClientId,
@@ -82,11 +84,11 @@ pub struct WaiterView {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientView {
     pub client: ClientId,
-    /// The group whose limits it shares. `None`: no rule applies to it.
+    /// The group whose limits apply to the client. `None`: no rule applies to the client.
     pub group: Option<GroupId>,
-    /// The other members of its gang.
+    /// The other members of the client's gang.
     pub gang_peers: Vec<ClientId>,
-    /// GPUs on which the client was placed, if it did not choose any.
+    /// The GPUs on which the client was placed. Empty if the client chose its own GPUs.
     pub placed: Vec<GpuId>,
     pub stopped: bool,
     pub attachments: Vec<AttachmentView>,
@@ -100,106 +102,114 @@ pub struct AttachmentView {
     /// Whether the client was told that it may create its context.
     pub attached: bool,
     pub state: LockState,
-    /// Bytes that the client needs on the GPU in order to run.
+    /// Bytes that the client needs on the GPU to run.
     pub demand: u64,
-    /// The newest limit on its demand.
+    /// The newest limit on the client's demand.
     pub limit: u64,
-    /// The limit that one of its allocations waits for, until other clients have freed enough.
+    /// The limit that one of the client's allocations needs. The allocation waits until other
+    /// clients have freed enough memory.
     pub pending_limit: Option<u64>,
-    /// The highest demand possible now, messages in flight included.
+    /// The client's highest possible demand now, including messages in flight.
     pub committed: u64,
-    /// Bytes that it may have mapped.
+    /// Bytes that the client may have mapped.
     pub allowance: u64,
-    /// The most that it can have mapped now, messages in flight included.
+    /// The most bytes that the client can have mapped now, including messages in flight.
     pub charge: u64,
     pub mapped: u64,
     pub swapped: u64,
     pub pinned: u64,
-    /// Bytes that it reported as freed and that measurements still show.
+    /// Bytes that the client reported as freed and that measurements still show.
     pub unfreed: u64,
-    /// Further bytes that it reported as freed and that no measurement has confirmed.
+    /// Other bytes that the client reported as freed. No measurement has confirmed them yet.
     pub unverified: u64,
-    /// The mapped bytes that it reports, if they or its pinned bytes exceed the believed ones.
+    /// The mapped bytes that the client reports, if its mapped or pinned bytes exceed the values
+    /// that the scheduler accepts.
     pub disbelieved: Option<u64>,
-    /// Grants in a row that ended because the driver had no room for memory that it was allowed.
+    /// The number of consecutive grants that ended because the driver had no room for memory that
+    /// the client was allowed to map.
     pub failures: u32,
-    /// Why its memory cannot leave; with `EvictionBlock::Unfreed`, a part of it.
+    /// Why the client's memory cannot be evicted. With `EvictionBlock::Unfreed`, only part of the
+    /// memory is affected.
     pub eviction_blocked: Option<EvictionBlock>,
-    /// The part of the time, in thousandths, in which it keeps the GPU busy. `None`: unknown.
+    /// The part of the time, in thousandths, in which the client keeps the GPU busy. `None`:
+    /// unknown.
     pub utilization: Option<u32>,
-    /// How often it was granted the lock, and how long it has held it and waited for it in all, now included.
+    /// The number of grants, and the total times for which the client has held the lock and waited
+    /// for it, the current turn or wait included.
     pub grants: u64,
     pub lock_time: Duration,
     pub wait_time: Duration,
 }
 
-/// What a client does on a GPU at present. A client that has to end its turn, or that waits for memory during it, does
-/// both.
+/// A client's current activity on a GPU. A client is both stalled and running if it waits for
+/// memory during its turn, or waits for the lock again while it still holds it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Activity {
-    /// It waits for the lock, for memory, or for room to come back onto the GPU, and is not paused.
+    /// The client waits for the lock, for memory, or for room to return to the GPU, and is not
+    /// paused.
     pub is_stalled: bool,
-    /// It holds the lock, and its process is not stopped.
+    /// The client holds the lock, and its process is not stopped.
     pub runs: bool,
 }
 
-/// A client's turns on one GPU since it attached it.
+/// A client's turns on one GPU since the client attached the GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Turns {
     pub grants: u64,
-    /// Time with the lock, the present turn included.
+    /// Total time with the lock, including the current turn.
     pub lock_time: Duration,
-    /// Time spent in waits that ended with a grant.
+    /// Total time of waits that ended with a grant.
     pub wait_time: Duration,
-    /// The length of the present wait; 0: it does not wait.
+    /// Length of the current wait; 0 if the client does not wait.
     pub waits: Duration,
 }
 
-/// The state of a client with regard to one GPU's lock.
+/// A client's state with respect to one GPU's lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LockState {
-    /// Neither holds the lock nor waits for it.
+    /// The client neither holds the lock nor waits for it.
     Idle,
     Waiting,
     Holding,
-    /// Was revoked and has not released the lock yet.
+    /// The client was revoked and has not released the lock yet.
     Revoking,
-    /// Was revoked and reported that it cannot drain.
+    /// The client was revoked and reported that it cannot drain.
     Stuck,
-    /// Has not drained for so long that other clients are admitted beside it.
+    /// The client has not drained for so long that other clients are admitted beside it.
     Undrainable,
-    /// Was revoked, and its process is stopped: it does not count as a holder.
+    /// The client was revoked, and its process is stopped. It does not count as a holder.
     Suspended,
 }
 
 impl Machine {
-    /// Bytes of host memory that limits may count on (`None`: unbounded), and the bytes that they do count on.
+    /// Returns the bytes of host memory that limits may rely on (`None`: unbounded), and the bytes
+    /// that they rely on now.
     pub fn host(&self) -> (Option<u64>, u64) {
         self.quota.host()
     }
 
-    /// Bytes that clients report to have in host memory, over all GPUs.
+    /// Bytes in host memory over all GPUs, as clients report them.
     pub fn swapped(&self) -> u64 {
         let accounts = self.gpus.iter().flat_map(|(_, gpu)| gpu.accounts());
         accounts.fold(0, |sum, account| sum.saturating_add(account.report.swapped))
     }
 
-    /// Whether host memory is too small for every client to have a whole GPU.
+    /// Whether host memory is too small to back a whole GPU's memory for every client.
     pub fn is_host_scarce(&self) -> bool {
         self.quota.is_host_scarce()
     }
 
-    /// Whether a GPU is known: it was found, and has not been forgotten.
+    /// Whether the GPU was found and has not been forgotten.
     pub fn is_known(&self, id: GpuId) -> bool {
         self.gpus.contains(id)
     }
 
-    /// All known GPUs.
+    /// Views of all known GPUs.
     pub fn gpus(&self) -> Vec<GpuView> {
         self.gpus.ids().filter_map(|id| self.gpu(id)).collect()
     }
 
-    /// All connected clients.
+    /// Views of all connected clients.
     pub fn clients(&self) -> Vec<ClientView> {
         self.clients.keys().filter_map(|id| self.client(*id)).collect()
     }
@@ -209,7 +219,7 @@ impl Machine {
         self.clients.iter().map(|(id, client)| (*id, client.tenant)).collect()
     }
 
-    /// One GPU. `None`: it is unknown.
+    /// The view of one GPU. `None`: the GPU is unknown.
     pub fn gpu(&self, id: GpuId) -> Option<GpuView> {
         let gpu = self.gpus.get(id)?;
         let holders = self.gpus.holds_on(id).map(|(client, hold)| HolderView {
@@ -261,13 +271,14 @@ impl Machine {
         })
     }
 
-    /// The part of a GPU's time, in thousandths, that is due to each client that holds it or waits for it, if all of
-    /// them always have work: by the weights of their owners, and in equal parts to the requests of one owner.
+    /// The share of a GPU's time, in thousandths, due to each client that holds the GPU or waits
+    /// for it. Assumes that all these clients always have work. Time is divided among owners by
+    /// weight, and equally among the requests of one owner.
     pub fn shares_due(&self, id: GpuId) -> BTreeMap<ClientId, u32> {
         self.model().shares().due(id)
     }
 
-    /// One client. `None`: it is not connected.
+    /// The view of one client. `None`: the client is not connected.
     pub fn client(&self, id: ClientId) -> Option<ClientView> {
         let client = self.clients.get(&id)?;
         let waiting = self.queues.waiting(id).and_then(|entity| self.queues.request(entity));
@@ -317,42 +328,46 @@ impl Machine {
         })
     }
 
-    /// How a client's memory can leave a GPU. `None`: it has not attached the GPU.
+    /// The engine that moves a client's memory on a GPU. `None`: the client has not attached the
+    /// GPU.
     pub fn engine(&self, id: ClientId, gpu: GpuId) -> Option<Engine> {
         Some(self.gpus.attachment(id, gpu)?.engine)
     }
 
-    /// The fewest and the most bytes that a client can have mapped on a GPU at this moment. `None`: it has not attached
-    /// the GPU.
+    /// The fewest and the most bytes that a client can have mapped on a GPU now. `None`: the client
+    /// has not attached the GPU.
     pub fn extent(&self, id: ClientId, gpu: GpuId) -> Option<(u64, u64)> {
         let ignored = self.gpus.get(gpu).map_or(0, Gpu::ignored_unverified);
         Some(self.gpus.account(id, gpu)?.extent(ignored))
     }
 
-    /// The bytes that a client has on a GPU, and in host memory. `None`: it has not attached the GPU.
+    /// The bytes that a client has on a GPU, and in host memory. `None`: the client has not
+    /// attached the GPU.
     pub fn resident_and_swapped(&self, id: ClientId, gpu: GpuId) -> Option<(u64, u64)> {
         let account = self.gpus.account(id, gpu)?;
         Some((account.report.mapped.saturating_add(account.frees.present()), account.report.swapped))
     }
 
-    /// The highest demand that a client may believe to be allowed on a GPU, or that it has requested, in bytes.
+    /// The highest demand in bytes that a client may believe to be permitted on a GPU, or the limit
+    /// that it has requested if that is higher.
     pub fn committed_or_requested(&self, id: ClientId, gpu: GpuId) -> u64 {
         let Some(limit) = self.quota.limit(id, gpu) else { return 0 };
         limit.committed().max(limit.wanted.map_or(0, |wanted| wanted.bytes))
     }
 
-    /// Whether no client runs any more, and all memory that can leave the GPUs has left, after [`Event::Suspend`].
+    /// Whether all clients have stopped running and all evictable memory has been evicted, after
+    /// [`Event::Suspend`].
     pub fn is_evacuated(&self) -> bool {
         let mut present = self.gpus.iter().filter(|(_, gpu)| gpu.access != Access::Gone);
         present.all(|(_, gpu)| gpu.is_evacuated(self.model().gpu_context()))
     }
 
-    /// Bytes of a GPU that limits count on.
+    /// Bytes of a GPU that limits rely on.
     pub fn offer(&self, gpu: GpuId) -> u64 {
         self.gpus.get(gpu).map_or(0, |gpu| gpu.promisable(&self.settings))
     }
 
-    /// What a client does on each of its GPUs.
+    /// A client's activity on each of its GPUs.
     pub fn activities(&self, id: ClientId) -> impl Iterator<Item = (GpuId, Activity)> {
         let sleep = self.sleep.view(id);
         let is_returning = matches!(sleep.phase, SleepPhase::Waking | SleepPhase::Restoring);
@@ -366,7 +381,7 @@ impl Machine {
         })
     }
 
-    /// A client's turns up to `now`, which must not be before the newest event.
+    /// A client's turns up to `now`. `now` must not be before the newest event.
     pub fn turns(&self, id: ClientId, gpu: GpuId, now: Time) -> Option<Turns> {
         let lock = self.gpus.lock(id, gpu)?;
         let request = self.queues.waiting(id).and_then(|entity| self.queues.request(entity));

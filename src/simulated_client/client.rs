@@ -1,4 +1,4 @@
-//! One client: its requests and turns, and the times at which its memory moves.
+//! One client: its requests and turns, and the times when its memory moves.
 
 use crate::memory::{Memory, Way};
 use crate::utilization::{SAMPLED, Utilization};
@@ -8,9 +8,10 @@ use nvshare_sched::{ClientId, Command, Engine, Event, GpuId, GpuSet, ReleaseReas
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// A grace of at most this length overrides the idle-gap prediction: the lock is released after it.
+/// If the grace is at most this long, it overrides the idle-gap prediction, and the lock is
+/// released after the grace.
 const SHORTEST: Duration = Duration::from_millis(1);
-/// A drain that takes longer is reported (`preload/src/client/turn.rs`).
+/// Drains that take longer are reported (`preload/src/client/turn.rs`).
 const LONG: Duration = Duration::from_secs(2);
 /// The intervals between attempts to map memory: at first, and after a while of failures.
 const RETRY_SOON: Duration = Duration::from_millis(5);
@@ -25,19 +26,19 @@ pub struct Client {
     held: GpuSet,
     /// The part of `held` that the client must release once its work is done.
     draining: GpuSet,
-    /// The grace on each GPU for which another client waits.
+    /// The grace on each GPU that another client waits for.
     graces: BTreeMap<GpuId, Duration>,
     is_requested: bool,
     /// The program has work for its GPUs.
     has_work: bool,
-    /// The program is running its work.
+    /// The program's work is running.
     runs: bool,
     /// Start of the current turn.
     since: Time,
     utilization: Utilization,
     idle_gaps: IdleGapPredictor,
     /// Start of the current idle gap. Set while other clients wait, or after the client released
-    /// the lock for being idle.
+    /// the lock because it was idle.
     idle_since: Option<Time>,
     /// Sequence numbers that identify outdated timers.
     turn: u32,
@@ -170,7 +171,7 @@ impl Client {
     }
 
     /// Sets the bytes that the program wants on each GPU. If the limit is lower, the program
-    /// allocates `part` and requests a higher limit for the rest.
+    /// allocates at most `part` and requests a higher limit for the rest.
     pub fn allocate(&mut self, now: Time, bytes: u64, part: u64) -> Vec<Effect> {
         for gpu in self.setup.gpus.clone() {
             if let Some(memory) = self.memories.get_mut(&gpu) {
@@ -183,7 +184,7 @@ impl Client {
         self.take_effects()
     }
 
-    /// Reduces the wanted bytes on that GPU to the limit.
+    /// Reduces the wanted bytes on this GPU to the limit.
     pub fn make_do(&mut self, now: Time, gpu: GpuId) -> Vec<Effect> {
         if let Some(memory) = self.memories.get_mut(&gpu) {
             memory.make_do();
@@ -192,7 +193,7 @@ impl Client {
         self.take_effects()
     }
 
-    /// Begins the program's work: it runs as soon as the client has the lock and its memory.
+    /// Starts the program's work. It runs as soon as the client has the lock and all of its memory.
     pub fn begin_work(&mut self, now: Time) -> Vec<Effect> {
         self.has_work = true;
         if let Some(since) = self.idle_since.take() {
@@ -217,8 +218,8 @@ impl Client {
         self.take_effects()
     }
 
-    /// Handles the end of a move. `bytes` is the requested number, or less if memory could not be
-    /// mapped.
+    /// Handles the end of a move. `bytes` is the requested number, or less if the world could not
+    /// map all memory.
     pub fn moved(&mut self, now: Time, gpu: GpuId, way: Way, bytes: u64) -> Vec<Effect> {
         let Some(memory) = self.memories.get_mut(&gpu) else { return Vec::new() };
         if memory.moved(bytes) {
@@ -279,7 +280,8 @@ impl Client {
         self.send(Event::Memory { client: self.id, gpu, report });
     }
 
-    /// Requests the lock, unless a request is pending or will follow a release.
+    /// Requests the lock, unless a request is pending or the client requests after its next
+    /// release.
     fn request(&mut self) {
         if self.has_work && !self.is_requested && self.draining.is_empty() && self.held != self.setup.gpus {
             self.is_requested = true;
@@ -287,7 +289,8 @@ impl Client {
         }
     }
 
-    /// Runs the program's work if it has any, and the client has the lock and its memory.
+    /// Runs the program's work, if the program has work and the client has the lock and all of its
+    /// memory.
     fn run(&mut self, now: Time) {
         let is_paged = self.setup.engine == Engine::Managed;
         let can_run = self.has_work && self.draining.is_empty() && self.held == self.setup.gpus;
@@ -329,7 +332,7 @@ impl Client {
         }
     }
 
-    /// Records the grace for these GPUs while other clients wait; `None` once no client waits.
+    /// Sets the grace for these GPUs. `None`: no other client waits for them any more.
     fn set_grace(&mut self, now: Time, gpus: &GpuSet, grace: Option<Duration>) {
         let was_contended = !self.graces.is_empty();
         for gpu in gpus.intersection(&self.held).filter(|gpu| !self.draining.contains(gpu)) {
@@ -351,7 +354,7 @@ impl Client {
         }
     }
 
-    /// Starts the idle timeout if the program pauses while other clients wait.
+    /// Starts the idle timeout if the program has no work while other clients wait.
     fn start_idle_timeout(&mut self, now: Time) {
         let Some(grace) = self.graces.values().min().copied().filter(|_| !self.has_work) else { return };
         self.idle_since = Some(now);
@@ -393,7 +396,8 @@ impl Client {
         self.send(Event::Released { client: self.id, gpus, reason, busy });
     }
 
-    /// After a release, requests the lock again if the program has work, and lets memory move.
+    /// After a release, requests the lock again if the program has work, and starts due moves of
+    /// memory.
     fn on_released(&mut self) {
         self.request();
         for gpu in self.setup.gpus.clone() {
@@ -401,7 +405,7 @@ impl Client {
         }
     }
 
-    /// Allocates the wanted bytes up to the limit, and reports them.
+    /// Allocates the wanted bytes up to the limit, and reports the memory.
     fn allocate_on(&mut self, now: Time, gpu: GpuId) {
         if let Some(bytes) = self.memories.get_mut(&gpu).and_then(Memory::allocate) {
             self.send(Event::LimitRequested { client: self.id, gpu, bytes });
@@ -411,7 +415,7 @@ impl Client {
         self.run(now);
     }
 
-    /// Moves memory towards the allowance. No memory leaves the GPU during a turn.
+    /// Moves memory towards the allowance. During a turn, no memory leaves the GPU.
     fn move_memory(&mut self, gpu: GpuId) {
         let stays = self.held.contains(&gpu);
         let Some(memory) = self.memories.get_mut(&gpu) else { return };
@@ -420,8 +424,9 @@ impl Client {
         }
     }
 
-    /// Handles the end of an attempt to map memory. False if no byte could be mapped: the client
-    /// retries, and after a while of failures releases its locks to let other clients run.
+    /// Handles the end of an attempt to map memory. Returns false if no byte could be mapped. In
+    /// that case the client retries. After a while of failures, it releases its locks so that other
+    /// clients can run.
     fn on_mapped(&mut self, now: Time, gpu: GpuId, bytes: u64) -> bool {
         let Some(memory) = self.memories.get_mut(&gpu) else { return false };
         let is_full = memory.is_full(now, bytes == 0);
@@ -434,7 +439,7 @@ impl Client {
         if is_full && self.held.contains(&gpu) && !self.draining.contains(&gpu) {
             self.halt(now);
             self.release(now, [gpu].into(), ReleaseReason::NoMemory);
-            // The program needs all of its GPUs, so the client releases the other locks too.
+            // The program needs all of its GPUs, so the client also releases the other locks.
             let others: GpuSet = self.held.difference(&self.draining).copied().collect();
             if !others.is_empty() {
                 self.release(now, others, ReleaseReason::Idle);

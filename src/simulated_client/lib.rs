@@ -1,14 +1,18 @@
-//! A client of the scheduler in virtual time that answers like `libnvshare.so`: a pure state
-//! machine, like the scheduler's own. It requests the lock when its program has work, drains after
-//! a revoke, releases the lock in a pause while others wait, allocates within its limit, moves
-//! memory to its allowance, and reports memory and utilization.
+//! A client of the scheduler in virtual time that answers like `libnvshare.so`. It is a pure state
+//! machine, like the scheduler. The client requests the lock when its program has work, and drains
+//! after a revoke. It releases the lock when its program pauses while other clients wait. It
+//! allocates within its limit, moves memory to match its allowance, and reports memory and
+//! utilization.
 //!
-//! `nvsharectl simulate` runs programs on it, and so do the random worlds of the scheduler's tests. Each world delivers
-//! messages, calls back at the client's requested times, and decides how long work and copies take, whether mapping
-//! memory fails, and which misbehaviour occurs. Every function takes the time and returns the [`Effect`]s, which the
-//! world carries out in their order.
+//! `nvsharectl simulate` and the random worlds of the scheduler's tests run programs on this
+//! client. A world delivers messages and calls the client back at the requested times. A world also
+//! decides how long work and copies take, whether mapping memory fails, and which misbehaviour
+//! occurs. Every function takes the time and returns [`Effect`]s, which the world carries out in
+//! order.
 //!
-//! - `client`: requests, turns and allocations. `memory`: the memory on one GPU. `utilization`: how busy it keeps a GPU.
+//! - `client`: requests, turns and allocations.
+//! - `memory`: the memory on one GPU.
+//! - `utilization`: the part of the time in which the client keeps a GPU busy.
 
 mod client;
 mod memory;
@@ -29,22 +33,22 @@ pub struct Setup {
     pub group: Option<Group>,
     /// The limits from the client's environment.
     pub limits: EnvLimits,
-    /// With [`Engine::Managed`] the program runs regardless of the mapped bytes: pages are faulted
-    /// in.
+    /// With [`Engine::Managed`], the program runs regardless of the mapped bytes, because the
+    /// driver handles page faults.
     pub engine: Engine,
-    /// The client's GPUs. The program needs the locks of all of them to run.
+    /// The client's GPUs. The program needs the locks of all these GPUs to run.
     pub gpus: GpuSet,
-    /// Whether the locks of the GPUs are granted and released together.
+    /// Whether the client releases the locks of all its GPUs together.
     pub peers: bool,
     /// The time for which submitted work continues after a revoke. `None`: until the program's work
     /// is done.
     pub drain: Option<Duration>,
-    /// The part of a GPU that the program keeps busy while it runs, in millionths; reported while
+    /// The part of a GPU that the program keeps busy while it runs, in millionths. Reported while
     /// other clients wait. `None`: never reported.
     pub fullness: Option<u32>,
-    /// Bytes on each GPU that cannot leave.
+    /// Bytes on each GPU that cannot be evicted.
     pub pinned: u64,
-    /// Bytes per copy; the client reports after each.
+    /// Bytes per copy. The client reports after each copy.
     pub chunk: u64,
 }
 
@@ -53,20 +57,22 @@ pub struct Setup {
 pub enum Effect {
     /// A message to the scheduler.
     Send(Event),
-    /// The world must call [`Client::wake`] at that time.
+    /// The world must call [`Client::wake`] at the given time.
     Wake(Time, Timer),
-    /// Bytes move; the world must call [`Client::moved`] at the end. Each GPU has at most one move
-    /// in progress.
+    /// The world moves these bytes, and must call [`Client::moved`] at the end of the move. Each
+    /// GPU has at most one move in progress.
     Move { gpu: GpuId, way: Way, bytes: u64 },
-    /// The program's work begins or continues. The world calls [`Client::end_work`] at its end.
+    /// The program's work starts or continues. The world must call [`Client::end_work`] when the
+    /// work ends.
     Run,
     /// The program's work is interrupted.
     Halt,
-    /// An allocation on this GPU is refused: the program ends, or [makes do](Client::make_do) with less memory.
+    /// An allocation on this GPU is denied. The program ends, or [reduces](Client::make_do) its
+    /// demand.
     Denied(GpuId),
 }
 
-/// The reason of a wake-up. The sequence number identifies outdated timers, which have no effect.
+/// The reason for a wake-up. The sequence number identifies outdated timers, which have no effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Timer {
     /// The program has been idle for its timeout.
@@ -75,13 +81,13 @@ pub enum Timer {
     Sampled(u32),
     /// Work submitted before a revoke is done.
     Drained(u32),
-    /// Work submitted before a revoke runs long.
+    /// Work submitted before a revoke still runs after a long time.
     Lingers(u32),
-    /// Time to retry a failed mapping on this GPU.
+    /// A failed mapping on this GPU is due for a retry.
     Retry(GpuId),
 }
 
-/// The client that a command is sent to, or is about.
+/// The client that receives a command, or to which the command refers.
 pub fn addressee(command: &Command) -> Option<ClientId> {
     match command {
         Command::Measure { .. }
@@ -112,7 +118,7 @@ pub fn addressee(command: &Command) -> Option<ClientId> {
     }
 }
 
-/// Replaces `both.from` by `both.to` in a command, for a client that has been migrated.
+/// Replaces `both.from` with `both.to` in a command to a client that has migrated.
 pub fn rename(command: &mut Command, both: nvshare_sched::Move) {
     match command {
         Command::Attached { gpu, .. }
@@ -132,7 +138,7 @@ pub fn rename(command: &mut Command, both: nvshare_sched::Move) {
     }
 }
 
-/// Replaces `from` by `to` in a set.
+/// Replaces `from` with `to` in a set.
 pub fn replace(gpus: &mut GpuSet, nvshare_sched::Move { from, to }: nvshare_sched::Move) {
     if gpus.remove(&from) {
         gpus.insert(to);

@@ -1,11 +1,12 @@
-//! A client's memory on one GPU: limit and demand, allowance and mapped bytes. Allocates, evicts
-//! and restores memory like the library (`preload/src/memory/`).
+//! A client's memory on one GPU: limit and demand, allowance and mapped bytes. Memory is allocated,
+//! evicted and restored as in the library (`preload/src/memory/`).
 
 use nvshare_sched::{MemoryReport, Time};
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// The time for which mapping may fail before the client releases the lock (`preload/src/memory/mover/restore.rs`).
+/// How long mapping may fail before the client releases the lock
+/// (`preload/src/memory/mover/restore.rs`).
 const FULL_TIMEOUT: Duration = Duration::from_millis(300);
 
 /// The direction of a move.
@@ -13,9 +14,9 @@ const FULL_TIMEOUT: Duration = Duration::from_millis(300);
 pub enum Way {
     /// From the GPU to the host.
     Out,
-    /// Back to the GPU: mapped and copied.
+    /// Back to the GPU, by mapping and copying.
     Back,
-    /// Onto the GPU for the first time: mapped, and not copied.
+    /// Onto the GPU for the first time, by mapping without copying.
     Fresh,
 }
 
@@ -23,28 +24,28 @@ pub enum Way {
 #[derive(Debug, Default)]
 pub struct Memory {
     is_attached: bool,
-    /// Bytes that the program allocates as soon as its limit allows.
+    /// Bytes that the program allocates as soon as its limit allows them.
     wanted: u64,
     /// The part of `wanted` that the program can allocate separately.
     part: u64,
     demand: u64,
-    /// A request for a higher limit is pending.
+    /// The client has requested a higher limit and has no answer yet.
     is_limit_requested: bool,
     limit: u64,
     limit_seq: u32,
     allowance: u64,
-    /// Sequence number of the newest allowance that has been carried out.
+    /// Sequence number of the newest allowance that the client has carried out.
     ack: u32,
-    /// Allowances that have not been carried out: sequence number and bytes.
+    /// Allowances that the client has not carried out yet: sequence number and bytes.
     pending: VecDeque<(u32, u64)>,
     /// Bytes on the GPU, including bytes on their way there.
     mapped: u64,
-    /// Bytes that were on the GPU and are in the host.
+    /// Bytes in host memory that were on the GPU before.
     swapped: u64,
     /// Bytes that cannot leave the GPU.
     pinned: u64,
     moving: Option<(Way, u64)>,
-    /// Start of the current run of mapping failures.
+    /// Start of the current series of mapping failures.
     full_since: Option<Time>,
     /// A retry of a mapping is scheduled.
     pub(crate) retries: bool,
@@ -81,7 +82,8 @@ impl Memory {
         self.demand == self.wanted
     }
 
-    /// Whether the program can run: no allocation waits, and all memory is on the GPU or is faulted in.
+    /// Whether the program can run: no limit request is pending, and all memory is on the GPU or
+    /// the driver handles page faults.
     pub(crate) fn is_ready(&self, is_paged: bool) -> bool {
         !self.is_limit_requested && (is_paged || (self.mapped >= self.demand && self.moving.is_none()))
     }
@@ -139,8 +141,8 @@ impl Memory {
         self.wanted = self.wanted.min(self.limit).max(self.demand);
     }
 
-    /// Sets a new allowance. True if no memory has to leave first, so that the client reports
-    /// immediately.
+    /// Sets a new allowance. Returns true if no memory must be evicted first, so that the client
+    /// acknowledges the allowance immediately.
     pub(crate) fn allow(&mut self, seq: u32, bytes: u64) -> bool {
         self.allowance = bytes;
         self.pending.push_back((seq, bytes));
@@ -148,7 +150,8 @@ impl Memory {
         self.ack == seq
     }
 
-    /// Acknowledges the allowances that have been carried out. Once the newest has, earlier ones no longer matter.
+    /// Acknowledges the allowances that have been carried out. If the newest has been carried out,
+    /// all earlier ones are dropped.
     fn settle(&mut self) {
         let mapped = self.mapped;
         if self.pending.back().is_some_and(|(_, bytes)| mapped <= *bytes) {
@@ -160,8 +163,8 @@ impl Memory {
         }
     }
 
-    /// Begins the next move towards the allowance, unless a move is in progress. With `stays`, the
-    /// client holds the lock and no memory leaves.
+    /// Starts the next move towards the allowance, unless a move is in progress. `stays`: the
+    /// client holds the lock, so no memory leaves the GPU.
     pub(crate) fn step(&mut self, stays: bool, chunk: u64) -> Option<(Way, u64)> {
         if self.moving.is_some() {
             return None;
@@ -184,9 +187,9 @@ impl Memory {
         self.moving
     }
 
-    /// Ends a move after `bytes` have been moved. True if the client reports it. The scheduler
-    /// counts returning memory from the allowance on, so the client reports only the end of its
-    /// return.
+    /// Ends a move after `bytes` have been moved. Returns true if the client must report the move.
+    /// While memory returns, the client reports only the last move or a failure, because the
+    /// scheduler counts returning memory from the allowance on.
     pub(crate) fn moved(&mut self, bytes: u64) -> bool {
         let Some((way, wanted)) = self.moving.take() else { return false };
         let failed = wanted.saturating_sub(bytes);
@@ -207,8 +210,8 @@ impl Memory {
         }
     }
 
-    /// Records whether an attempt mapped no memory (`nothing`). True if all attempts have failed
-    /// for [`FULL_TIMEOUT`], so that other clients should run first.
+    /// Records whether an attempt mapped no memory (`nothing`). Returns true if all attempts have
+    /// failed for [`FULL_TIMEOUT`], so that other clients should run first.
     pub(crate) fn is_full(&mut self, now: Time, nothing: bool) -> bool {
         let since = *self.full_since.get_or_insert(now);
         let is_full = nothing && now.saturating_sub(since) >= FULL_TIMEOUT;

@@ -1,12 +1,12 @@
-//! Utilization of a GPU that a client measures during a turn, sampled like the library
+//! A client's utilization of a GPU during a turn, sampled as in the library
 //! (`preload/src/client/utilization.rs`).
 
 use nvshare_sched::Time;
 use std::time::Duration;
 
-/// The utilization of a GPU that is always busy.
+/// The utilization of an always busy GPU, in millionths.
 pub const FULL: u32 = 1_000_000;
-/// The length of the library's sampling: 24 samples, one every 2.1 ms.
+/// The duration of one sample. The library polls 24 times, once every 2.1 ms.
 pub const SAMPLED: Duration = Duration::from_millis(50);
 /// The smallest reported change, in thousandths.
 const CHANGE: u32 = 100;
@@ -14,11 +14,11 @@ const CHANGE: u32 = 100;
 /// The utilization in one turn.
 #[derive(Debug, Default)]
 pub struct Utilization {
-    /// The beginning of sampling, and the running time until then.
+    /// The start of the sample, and the running time in this turn until then.
     sample: Option<(Time, Duration)>,
     /// The last report, in thousandths.
     reported: Option<u32>,
-    /// Running time in this turn, without the current run.
+    /// Running time in this turn, excluding the current run.
     ran: Duration,
     /// Start of the current run.
     runs_since: Option<Time>,
@@ -38,7 +38,7 @@ impl Utilization {
         self.ran + self.runs_since.map_or(Duration::ZERO, |since| now.saturating_sub(since))
     }
 
-    /// Begins to sample. False if a sample is already in progress.
+    /// Starts a sample. Returns false if a sample is already in progress.
     pub fn begin(&mut self, now: Time) -> bool {
         let is_new = self.sample.is_none();
         let ran = self.ran(now);
@@ -46,9 +46,9 @@ impl Utilization {
         is_new
     }
 
-    /// Ends a sample. Returns the thousandths to report, if they have changed, for a program that
-    /// keeps `fullness` millionths of the GPU busy while it runs; and whether to continue. A
-    /// program that ran during the whole sample needs no further one until it pauses.
+    /// Ends a sample of a program that keeps `fullness` millionths of the GPU busy while it runs.
+    /// Returns the thousandths to report, if they have changed, and whether to sample again. A
+    /// program that ran during the whole sample needs no further sample until it pauses.
     pub fn end(&mut self, now: Time, fullness: u32, is_contended: bool) -> (Option<u32>, bool) {
         let Some((since, before)) = self.sample.take().filter(|_| is_contended) else { return (None, false) };
         let (window, ran) = (now.saturating_sub(since), self.ran(now).saturating_sub(before));

@@ -10,15 +10,18 @@ use crate::{
 
 messages! {
     pub enum ClientMessage {
-        /// Begins a connection. Sent once, and again after [`Resume`](crate::SchedulerMessage::Resume).
+        /// Starts a connection. Sent once, and again after
+        /// [`Resume`](crate::SchedulerMessage::Resume).
         1 (handshake) => Hello {
             min_version: u16,
             max_version: u16,
             /// [`ASLEEP`], or 0.
             flags: u32,
-            /// The id that [`Welcome`](crate::SchedulerMessage::Welcome) gave on an earlier connection of this process, or 0.
+            /// The id from [`Welcome`](crate::SchedulerMessage::Welcome) on an earlier connection
+            /// of this process, or 0.
             resume: u64,
-            /// Processes with the same key other than 0 are a gang, which is granted all or nothing.
+            /// The key of the process's gang; 0: none. Processes with the same key are granted
+            /// their GPUs together or not at all.
             gang: u64,
             /// The version of the library, for display.
             library: Text<32>,
@@ -42,102 +45,107 @@ messages! {
         /// there.
         3 => Detach { slot: u32 },
 
-        /// The state of this client's memory on one GPU. Replaces the report before it.
+        /// The state of this client's memory on one GPU. Replaces the client's previous report.
         4 => Memory {
             slot: u32,
-            /// The sequence number of the newest [`Allowance`](crate::SchedulerMessage::Allowance) that had been carried
-            /// out when this was written; 0 before the first.
+            /// The sequence number of the newest [`Allowance`](crate::SchedulerMessage::Allowance)
+            /// that the client had carried out when it wrote this report; 0 before the first.
             ack: u32,
-            /// Bytes that the client needs on the GPU in order to run, pinned bytes included.
+            /// Bytes that the client needs on the GPU to run, including pinned bytes.
             demand: u64,
-            /// Bytes that the client has mapped there now, pinned bytes included.
+            /// Bytes that the client has mapped on the GPU now, including pinned bytes.
             mapped: u64,
             /// Bytes whose contents are in host memory now.
             swapped: u64,
             /// The part of `mapped` that cannot leave the GPU.
             pinned: u64,
-            /// Free bytes of the whole GPU by `cuMemGetInfo`, or [`u64::MAX`] if it was not called.
+            /// Free bytes of the whole GPU, from `cuMemGetInfo`, or [`u64::MAX`] if `cuMemGetInfo`
+            /// was not called.
             device_free: u64,
-            /// The sequence number of the newest [`Limit`](crate::SchedulerMessage::Limit) that was in effect when this
-            /// was written; 0 before the first.
+            /// The sequence number of the newest [`Limit`](crate::SchedulerMessage::Limit) that was
+            /// in effect when the client wrote this report; 0 before the first.
             limit_ack: u32,
-            /// Bytes of host memory that the client holds for memory of this GPU, unused buffers included.
+            /// Bytes of host memory that the client holds for this GPU's memory, including unused
+            /// buffers.
             host: u64,
             counts: Counts,
-            /// The part of `swapped` that is in a swap file, and not in host memory.
+            /// The part of `swapped` that is in a swap file instead of host memory.
             in_file: u64,
         },
 
-        /// Requests the locks of all GPUs in the set, all or nothing. Replaces a pending request.
+        /// Requests the locks of all GPUs in the set together. Replaces a pending request.
         5 => Request { gpus: SlotSet },
 
-        /// Releases the locks of these GPUs. Nothing that the client submitted there is still running.
+        /// Releases the locks of these GPUs. None of the client's submitted work still runs there.
         6 => Release {
             gpus: SlotSet,
             reason: ReleaseReason,
-            /// Time for which the client's work was running on the GPU in this turn, in
-            /// microseconds.
+            /// The time in microseconds for which the client's work ran on the GPUs in this turn.
             busy_us: u64,
         },
 
-        /// The client was asked to release the locks, and cannot drain now. It keeps the locks, and
-        /// the scheduler asks again later.
+        /// The client was asked to release the locks, and cannot drain yet. The client keeps the
+        /// locks, and the scheduler asks again later.
         7 => Stuck { gpus: SlotSet, reason: StuckReason },
 
-        /// Withdraws a request.
+        /// Withdraws the request for these locks.
         8 => Cancel { gpus: SlotSet },
 
-        /// The process exports memory. Processes that know the key can open it.
+        /// The process exports memory. Processes that know the key can open the memory.
         9 => Exporter { key: Secret },
 
-        /// Asks for memory that another process of the same tenant has exported: the descriptors of its chunks from number
-        /// `first` on. Answered by [`Opened`](crate::SchedulerMessage::Opened). A newer request replaces an older one.
+        /// Asks for memory that another process of the same tenant has exported. The request is for
+        /// the descriptors of the memory's chunks, from chunk number `first` on. Answered by
+        /// [`Opened`](crate::SchedulerMessage::Opened). A newer request replaces an older request.
         10 => Open { ticket: u32, exporter: Secret, secret: Secret, range: u32, allocation: u64, first: u32 },
 
-        /// Answers [`Export`](crate::SchedulerMessage::Export), with the descriptors of as many chunks as fit, beginning with
-        /// the requested one. All chunks but the last have `chunk` bytes.
+        /// Answers [`Export`](crate::SchedulerMessage::Export). Carries the descriptors of as many
+        /// chunks as fit, starting with the requested chunk. All chunks have `chunk` bytes, except
+        /// a shorter last chunk.
         11 => Exported { ticket: u64, outcome: Sharing, slot: u32, bytes: u64, chunk: u64 },
 
-        /// Requests a limit of `bytes` on the GPU, for a pending allocation. Answered by a
-        /// [`Limit`](crate::SchedulerMessage::Limit) that is at least as high, or by
+        /// Requests a limit of `bytes` on the GPU for a pending allocation. Answered by a
+        /// [`Limit`](crate::SchedulerMessage::Limit) of at least `bytes`, or by
         /// [`Denied`](crate::SchedulerMessage::Denied).
         12 => RequestLimit { slot: u32, bytes: u64 },
 
-        /// Requests a reservation: the driver found no free memory on the GPU for an allocation of its own, and the client
-        /// is about to call it again. Answered by [`Reserved`](crate::SchedulerMessage::Reserved).
+        /// Requests a reservation. The driver found no free GPU memory for an allocation of its
+        /// own, and the client is about to repeat the driver call. Answered by
+        /// [`Reserved`](crate::SchedulerMessage::Reserved).
         13 => Reserve { slot: u32, bytes: u64 },
 
-        /// The share of the time, in thousandths, for which the client has work on a GPU that it
-        /// holds alone. Above 1100: no other client should run beside it.
+        /// The part of the time, in thousandths, in which the client has work on a GPU that it
+        /// holds alone. Above 1100, no other client should run beside it.
         21 => Utilization { slot: u32, permille: u32 },
 
-        /// The client has freed exported memory. Its next report no longer includes it.
+        /// The client has freed exported memory. Its next report no longer includes the memory.
         16 => Withdrawn { range: u32 },
 
-        /// The client has opened memory that another process exported. Sent on each new connection,
-        /// but not on the connection that opened the memory: there, the scheduler knows. `adopted`:
-        /// the client's reports include the memory.
+        /// The client has opened memory that another process exported. Sent on each new connection.
+        /// Not sent on the connection that opened the memory, because the scheduler knows about it
+        /// there. `adopted`: the client's reports include the memory.
         17 => Imported { slot: u32, exporter: Secret, range: u32, bytes: u64, adopted: u8 },
 
-        /// The exporter has freed this memory. The client includes it, as pinned, from its next
-        /// report on.
+        /// The exporter has freed this memory. From its next report on, the client includes the
+        /// memory as pinned.
         18 => Adopted { exporter: Secret, range: u32 },
 
         /// The client has closed memory that it had opened.
         19 => Closed { exporter: Secret, range: u32 },
 
-        /// The last message after [`Resume`](crate::SchedulerMessage::Resume): the client holds the locks of these GPUs, which
-        /// an earlier scheduler granted.
+        /// The last message after [`Resume`](crate::SchedulerMessage::Resume): the client holds the
+        /// locks of these GPUs, which an earlier scheduler granted.
         20 => Held { gpus: SlotSet },
 
         /// Answers [`PrepareSleep`](crate::SchedulerMessage::PrepareSleep): no thread of the client
         /// enters the driver until [`Awake`](crate::SchedulerMessage::Awake).
         22 => SleepReady {},
 
-        /// Answers [`PrepareSleep`](crate::SchedulerMessage::PrepareSleep): the client stays awake.
+        /// Answers [`PrepareSleep`](crate::SchedulerMessage::PrepareSleep): the client refuses to
+        /// sleep.
         23 => SleepRefused { why: SleepRefusal },
 
-        /// A thread waits to enter the driver while the client is asleep or prepared to sleep. Sent
+        /// A thread waits to enter the driver while the client is asleep or ready to sleep. Sent
         /// once for each sleep.
         24 => Wake {},
 
@@ -150,24 +158,27 @@ messages! {
         /// A part of the process's `CUDA_VISIBLE_DEVICES`. Parts are sent in order.
         30 => VisibleDevices { text: Text<PART> },
 
-        /// Asks which GPUs this process should see, before it initializes CUDA. Answered by one
-        /// [`Placed`](crate::SchedulerMessage::Placed) for each GPU, or by
+        /// Asks which GPUs this process should see. Sent before the process initializes CUDA.
+        /// Answered by one [`Placed`](crate::SchedulerMessage::Placed) for each GPU, or by
         /// [`Unplaced`](crate::SchedulerMessage::Unplaced).
         31 => RequestPlacement {
             chooser: Chooser,
-            /// The number of GPUs; 0: not specified.
+            /// The number of GPUs; 0: unspecified.
             count: u32,
-            /// Bytes that the process needs on each GPU, without its context; 0: unknown.
+            /// Bytes that the process needs on each GPU, excluding its context; 0: unknown.
             bytes: u64,
             /// The device files that the process can open: bit *n* is `/dev/nvidia`*n*; 0: unknown.
             devices: u64,
-            /// 1: the placement is for the program that this process becomes or starts after it has closed this connection.
+            /// 1: after this process has closed the connection, it becomes or starts the program
+            /// that the placement is for.
             ahead: u8,
         },
 
-        /// A limit from the environment of this process. It applies to this client alone, in addition to its rule. Sent on
-        /// each connection before the first [`Attach`](Self::Attach). A newer value of the same limit replaces an older one.
-        /// A value that is invalid or has no effect is answered by a [`Remark`](crate::SchedulerMessage::Remark).
+        /// A limit from this process's environment. The limit applies to this client alone, in
+        /// addition to its rule. Sent on each connection before the first [`Attach`](Self::Attach).
+        /// A newer value of the same limit replaces an older value. A
+        /// [`Remark`](crate::SchedulerMessage::Remark) answers a value that is invalid or has no
+        /// effect.
         32 => EnvLimit {
             limit: LimitName,
             /// 1: the value continues in the next message.
@@ -180,14 +191,14 @@ messages! {
 byte_enum! {
     /// The outcome of opening another process's memory.
     pub enum Sharing {
-        /// The memory is opened.
+        /// The memory has been opened.
         Done = 0,
-        /// No process whose memory this one may open has exported it.
+        /// No process has exported this memory and allows this client to open it.
         Unknown = 1,
         /// The memory exists, but its descriptors could not be passed.
         Failed = 2,
-        /// The exporter has too many requests, or the scheduler has just started and may not know
-        /// it yet. The client should retry.
+        /// The exporter has too many requests. Or the scheduler has just started and may not know
+        /// the exporter yet. The client should retry.
         Busy = 3,
     }
 }
@@ -196,25 +207,27 @@ byte_enum! {
     /// The kind of a GPU.
     pub enum GpuKind {
         Gpu = 0,
-        /// A MIG slice: a GPU of its own, with a UUID of its own.
+        /// A MIG slice. It counts as a separate GPU and has its own UUID.
         Mig = 1,
     }
 }
 
 byte_enum! {
-    /// How a client's memory leaves a GPU.
+    /// The method that moves a client's memory off a GPU.
     pub enum Engine {
-        /// By copies. Work cannot access memory that is not mapped, so all of the demand must be mapped to run.
+        /// The library copies the memory. Work cannot access unmapped memory, so all of the demand
+        /// must be mapped before the client runs.
         Swap = 0,
-        /// By page faults (`cuMemAllocManaged`), so the client can run with less than its demand mapped.
+        /// The driver handles page faults (`cuMemAllocManaged`), so the client can run with less
+        /// than its demand mapped.
         Managed = 1,
-        /// Not at all: all memory is pinned.
+        /// Memory cannot be moved: all memory is pinned.
         None = 2,
     }
 }
 
 byte_enum! {
-    /// Why a client's memory on a GPU has its engine.
+    /// Why a client uses this engine on a GPU.
     pub enum EngineReason {
         /// The engine is the best that the GPU supports.
         Best = 0,
@@ -232,9 +245,9 @@ byte_enum! {
 }
 
 /// A flag of [`Hello`](ClientMessage::Hello): an earlier scheduler told the client to sleep, and
-/// the client is prepared or asleep. The client names its GPUs (`Attach`); neither side sends
-/// anything else about them until the client is awake. After
-/// [`Resume`](crate::SchedulerMessage::Resume), `Held` with no GPU follows.
+/// the client is ready to sleep or asleep. The client names its GPUs (`Attach`). Neither side sends
+/// any other message about these GPUs until the client is awake. After
+/// [`Resume`](crate::SchedulerMessage::Resume), the client sends `Held` without GPUs.
 pub const ASLEEP: u32 = 1;
 
 byte_enum! {
@@ -268,7 +281,7 @@ byte_enum! {
         Idle = 0,
         /// The lock was revoked.
         Revoked = 1,
-        /// Mapping the client's memory failed although its allowance covers it; the client will
+        /// Mapping the client's memory failed although the allowance covers it. The client will
         /// request the lock again.
         NoMemory = 2,
         /// The context is gone or broken.
@@ -277,26 +290,27 @@ byte_enum! {
 }
 
 byte_enum! {
-    /// Why a client cannot drain, or why its memory cannot leave.
+    /// Why a client cannot drain, or why its memory cannot be evicted.
     pub enum StuckReason {
-        /// Submitted work makes no progress while threads wait at the gate: it may need a further call.
+        /// Submitted work makes no progress while threads wait at the gate. The work may need a
+        /// call from one of these threads.
         NeedsHost = 0,
-        /// Submitted work simply runs long.
+        /// Submitted work runs for a long time.
         LongWork = 1,
-        /// A stream is capturing, so the client cannot verify that the contexts are idle.
+        /// A stream is being captured, so the client cannot check that its contexts are idle.
         Capturing = 2,
-        /// Work bypassed the gate (through another API on the same GPU), so the client cannot know
+        /// Work bypassed the gate through another API on the same GPU, so the client cannot know
         /// whether all work is done. Sent once, even if the lock was not revoked. The client's
         /// memory stays on the GPU.
         UntrackedWork = 3,
-        /// Host memory is full: an eviction has stopped, and the rest of the memory stays on the
+        /// Host memory is full. An eviction has stopped, and the rest of the memory stays on the
         /// GPU.
         HostFull = 4,
-        /// The contexts have failed, so no memory can be copied. The memory becomes free when the
+        /// The contexts have failed, so the client cannot copy memory. The memory is freed when the
         /// program ends.
         Broken = 5,
         /// The driver does not report the contexts as idle, although all work that passed the gate
-        /// is done. The client has given up an eviction.
+        /// is done. The client has abandoned an eviction.
         UnseenWork = 6,
     }
 }

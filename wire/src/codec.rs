@@ -8,7 +8,7 @@ use core::fmt;
 pub struct Uuid(pub [u8; 16]);
 
 impl Uuid {
-    /// Parses the format of [`Display`](fmt::Display), with hyphens anywhere.
+    /// Parses the [`Display`](fmt::Display) format. Hyphens may be anywhere.
     pub fn parse(text: &str) -> Option<Self> {
         let mut bytes = [0; 16];
         let mut digits = text.chars().filter(|c| *c != '-').map(|c| c.to_digit(16));
@@ -20,7 +20,7 @@ impl Uuid {
 }
 
 impl fmt::Display for Uuid {
-    /// The format of `nvidia-smi`, without the prefix `GPU-` or `MIG-`.
+    /// Formats the UUID as `nvidia-smi` does, without the prefix `GPU-` or `MIG-`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (i, byte) in self.0.iter().enumerate() {
             if matches!(i, 4 | 6 | 8 | 10) {
@@ -38,7 +38,8 @@ impl fmt::Debug for Uuid {
     }
 }
 
-/// 128 random bits that authorize a process to open memory. They are never logged.
+/// 128 random bits that authorize a process to open memory. `Debug` hides them, so they are never
+/// logged.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Secret(pub [u8; 16]);
 
@@ -48,12 +49,12 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// A short text of at most `N` bytes, padded with zeros. Only for display.
+/// A short text of at most `N` bytes, padded with zeros.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Text<const N: usize>([u8; N]);
 
 impl<const N: usize> Text<N> {
-    /// Truncates `text` at the last character boundary within `N` bytes, and at the first NUL.
+    /// Truncates `text` at the last character boundary within `N` bytes, or at the first NUL.
     pub fn new(text: &str) -> Self {
         let mut bytes = [0; N];
         let mut end = 0;
@@ -66,7 +67,7 @@ impl<const N: usize> Text<N> {
         Self(bytes)
     }
 
-    /// The text up to the first NUL or the first byte that is not UTF-8.
+    /// The text up to the first NUL or the first byte that is not valid UTF-8.
     pub fn as_str(&self) -> &str {
         let end = self.0.iter().position(|b| *b == 0).unwrap_or(N);
         let bytes = self.0.get(..end).unwrap_or(&[]);
@@ -111,7 +112,7 @@ impl<'a> Reader<'a> {
         self.bytes().map(u32::from_le_bytes)
     }
 
-    /// Checks that nothing follows the last field.
+    /// Checks that no bytes follow the last field.
     pub(crate) fn finish(self) -> Result<(), WireError> {
         match self.packet.len() - self.at {
             0 => Ok(()),
@@ -120,7 +121,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// An encoded message, ready to be sent as one packet.
+/// An encoded message, sent as one packet.
 #[derive(Clone, Copy)]
 pub struct Packet {
     bytes: [u8; MAX_LEN],
@@ -132,12 +133,12 @@ impl Packet {
         let mut packet = Self { bytes: [0; MAX_LEN], len: 0 };
         packet.put(&header.version.to_le_bytes());
         packet.put(&header.kind.to_le_bytes());
-        packet.put(&[0; 4]); // the length, known at the end
+        packet.put(&[0; 4]); // the length, set by `finish`
         packet
     }
 
-    /// Appends `bytes`. Every message fits (`message::tests` proves it), so nothing is cut off
-    /// here.
+    /// Appends `bytes`. Bytes beyond [`MAX_LEN`] would be dropped, but every message fits:
+    /// `tests/round_trip.rs` checks this.
     pub(crate) fn put(&mut self, bytes: &[u8]) {
         let end = self.len + bytes.len();
         if let Some(place) = self.bytes.get_mut(self.len..end) {
@@ -165,7 +166,7 @@ impl fmt::Debug for Packet {
     }
 }
 
-/// A type that can be a message's field.
+/// A type that can be a field of a message.
 pub trait Field: Sized {
     fn put(&self, packet: &mut Packet);
     fn get(reader: &mut Reader<'_>, name: &'static str) -> Result<Self, WireError>;

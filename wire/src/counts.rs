@@ -1,4 +1,4 @@
-//! Counters of a client on one GPU since its process started. They never decrease.
+//! Counters of a client on one GPU since the client's process started. Counters never decrease.
 
 use crate::{
     WireError,
@@ -7,13 +7,14 @@ use crate::{
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counts {
-    /// Bytes copied from the GPU to host memory, and from host memory to the GPU.
+    /// Bytes copied from the GPU to host memory (`swapped_out`) and from host memory to the GPU
+    /// (`swapped_in`).
     pub swapped_out: u64,
     pub swapped_in: u64,
-    /// Bytes that left the GPU or returned without a copy, because they were constant or still in
+    /// Bytes evicted or restored without a copy, because their contents were constant or still in
     /// host memory.
     pub unmoved: u64,
-    /// Allocations that were refused.
+    /// The number of refused allocations.
     pub refused: u64,
 }
 

@@ -1,5 +1,5 @@
-//! The environment variables for a program's own limits, and the messages that carry their values. Shared by the
-//! library and `nvsharectl run`. Only the scheduler interprets the values.
+//! The environment variables for a program's own limits, and the messages that carry their values.
+//! The library and `nvsharectl run` share this module. Only the scheduler interprets the values.
 
 use crate::{
     ClientMessage,
@@ -8,10 +8,10 @@ use crate::{
 };
 use core::ffi::CStr;
 
-/// The longest value that is sent, in bytes: a list of the full UUIDs of all GPUs that a client can
-/// attach.
+/// The longest value that is sent, in bytes. A list of the full UUIDs of all GPUs that a client can
+/// attach fits.
 pub const LONGEST: usize = 4096;
-/// Sent instead of a longer value; the scheduler reports it as invalid.
+/// Sent instead of a longer value. The scheduler reports this text as invalid.
 const TOO_LONG: &[u8] = b"(too long)";
 
 byte_enum! {
@@ -36,8 +36,8 @@ impl LimitName {
     }
 }
 
-/// The messages that carry a value. No message for an empty value: an empty variable counts as not
-/// set.
+/// The messages that carry a value. An empty value needs no message, because an empty variable
+/// counts as unset.
 pub fn parts(limit: LimitName, value: &[u8]) -> impl Iterator<Item = ClientMessage> {
     let value = if value.len() > LONGEST { TOO_LONG } else { value };
     let last = value.len().div_ceil(PART).saturating_sub(1);

@@ -1,20 +1,20 @@
-//! Errors in a packet. Each says what was expected.
+//! Errors in a packet. Each error names the value found, and the expected value if there is one.
 
 use core::fmt;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WireError {
-    /// Shorter than a header, or than the body of its kind.
+    /// The packet is shorter than a header, or shorter than the body of its kind.
     Truncated { have: usize, need: usize },
-    /// Longer than [`MAX_LEN`](crate::MAX_LEN).
+    /// The packet is longer than [`MAX_LEN`](crate::MAX_LEN).
     Oversized { have: usize },
-    /// The length in the header is not the length of the packet.
+    /// The length in the header differs from the length of the packet.
     Length { header: u32, packet: usize },
-    /// Bytes after the last field.
+    /// Bytes follow the last field.
     Trailing { extra: usize },
-    /// A kind that does not exist in this direction.
+    /// The kind does not exist in this direction.
     Kind { kind: u16 },
-    /// Not the version that was agreed on (or 0 during the handshake).
+    /// The version differs from the agreed version (0 during the handshake).
     Version { got: u16, expected: u16 },
     /// A field has an undefined value.
     Value { field: &'static str, value: u64 },

@@ -1,11 +1,12 @@
-//! The eight bytes every packet begins with: `version u16`, `kind u16`, `length u32` (header included).
+//! The first eight bytes of every packet: `version u16`, `kind u16`, `length u32` (header
+//! included).
 
 use crate::{WireError, codec::Reader};
 
 pub const HEADER_LEN: usize = 8;
 
-/// The longest message, in bytes. A buffer of this size receives any valid packet; `MSG_TRUNC`
-/// reveals longer packets.
+/// The maximum length of a message, in bytes. A buffer of this size can receive any valid packet.
+/// `MSG_TRUNC` reveals longer packets.
 pub const MAX_LEN: usize = 256;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,8 +16,8 @@ pub struct Header {
 }
 
 impl Header {
-    /// Reads the header and checks its length against the packet's. The returned reader is
-    /// positioned at the body.
+    /// Reads the header and checks its length against the length of the packet. The returned reader
+    /// is positioned at the body.
     pub(crate) fn read(packet: &[u8]) -> Result<(Self, Reader<'_>), WireError> {
         if packet.len() > MAX_LEN {
             return Err(WireError::Oversized { have: packet.len() });

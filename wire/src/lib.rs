@@ -3,13 +3,18 @@
 //! One message is one `SOCK_SEQPACKET` packet: a header ([`header`]) and a body of fixed layout, all integers
 //! little-endian.
 //!
-//! - [`client`]: messages of the client; [`scheduler`]: messages of the scheduler; [`version`]: protocol versions.
-//! - [`visible_devices`]: variables that choose a program's GPUs; [`env_limits`]: variables for a program's own limits.
-//! - [`counts`]: counters of a client; [`moves`]: GPUs that a client has exchanged for others.
-//! - [`codec`]: the encoding of fields; [`error`]: malformed packets.
+//! - [`client`]: messages of the client.
+//! - [`scheduler`]: messages of the scheduler.
+//! - [`version`]: protocol versions.
+//! - [`visible_devices`]: variables that choose a program's GPUs.
+//! - [`env_limits`]: variables for a program's own limits.
+//! - [`counts`]: counters of a client.
+//! - [`moves`]: the GPUs that replaced a client's earlier GPUs.
+//! - [`codec`]: the encoding of fields.
+//! - [`error`]: malformed packets.
 //!
-//! The crate has no dependencies and neither allocates nor panics, since one side of it runs inside the users'
-//! programs.
+//! The crate has no dependencies, and neither allocates nor panics, because the client's side runs
+//! inside unmodified programs.
 //!
 //! # A conversation
 //! ```text
@@ -22,7 +27,7 @@
 //!       ◀──────────────────────────── Attached            there is room for the context; limit and first allowance
 //! Memory(demand 2 GiB, mapped 0) ───▶                     a state, not a change: the newest report replaces all others
 //! Request(GPUs {0}) ────────────────▶
-//!       ◀──────────────────────────── Allowance(2 GiB)    may map that much
+//!       ◀──────────────────────────── Allowance(2 GiB)    may map 2 GiB
 //!       ◀──────────────────────────── Grant(GPUs {0})     may submit work
 //!       ◀──────────────────────────── Contended           another client waits: release as soon as idle
 //!       ◀──────────────────────────── Revoke              drain, then
@@ -30,21 +35,24 @@
 //!       ◀──────────────────────────── Allowance(0)        evict: copy out, unmap
 //! Memory(mapped 0, ack) ────────────▶
 //! ```
-//! The scheduler also passes on memory that one program shares with another, as descriptors, and keeps none of them:
+//! The scheduler also passes on memory that one program shares with another. The memory is passed
+//! as descriptors, and the scheduler keeps none of them:
 //! ```text
 //! importer                            scheduler                            exporter
 //! Open(ticket, secret) ─────────────▶ same tenant? ───────────── Export ──▶
 //!       ◀─────── Opened + descriptors      ◀──────── Exported + descriptors
 //! ```
-//! A client that is taken off its GPUs may be restored on others. Its slots then denote the new GPUs:
+//! A client that is taken off its GPUs may be restored on other GPUs. Its slots then refer to the
+//! new GPUs:
 //! ```text
 //! client                              scheduler
-//!       ◀──────────────────────────── PrepareSleep           evict, and enter the driver no more
+//!       ◀──────────────────────────── PrepareSleep           evict, and stay out of the driver
 //! Memory(mapped 0), SleepReady ─────▶                         checkpoint; restore on another GPU
 //!       ◀──────────────────────────── Awake(GPU by UUID → GPU by UUID)
 //! Request(GPUs {0}) ────────────────▶                         slot 0 is the other GPU
 //! ```
-//! Evicted memory is in host memory. The excess over the scheduler's limit is in a file that the scheduler provides:
+//! Evicted memory is in host memory. Memory beyond the scheduler's limit on host memory is in a
+//! file that the scheduler provides:
 //! ```text
 //! client                              scheduler
 //!       ◀──────────────────────────── OfferSwapFile
@@ -52,10 +60,11 @@
 //!       ◀────────────── HostMemory(ram 1 GiB, file 2 GiB) + descriptor
 //! Memory(swapped 3 GiB, in_file 2 GiB) ─▶
 //! ```
-//! The holder of the *GPU lock* (Grant, Revoke, Release) may submit work. The *allowance* is the number of bytes that a
-//! client may have mapped. They are separate: a client that has lost the lock keeps its memory until the bytes are
-//! needed. The *limit* is the number of bytes that it may allocate: a promise that there is room on the GPU or in the
-//! host (RequestLimit asks for a higher one).
+//! The holder of the *GPU lock* (Grant, Revoke, Release) may submit work. The *allowance* is the
+//! number of bytes that a client may have mapped. The two are independent: a client that has lost
+//! the lock keeps its memory until the bytes are needed. The *limit* is the number of bytes that a
+//! client may allocate. The limit guarantees room on the GPU or in the host. RequestLimit requests
+//! a higher limit.
 
 #![cfg_attr(not(test), no_std)]
 
@@ -82,8 +91,8 @@ pub use scheduler::SchedulerMessage;
 /// The largest number of descriptors in one packet.
 pub const MAX_DESCRIPTORS: usize = 16;
 
-/// GPUs of one client as a set of its slots: bit *n* is slot *n*.
+/// A set of one client's GPUs, by slot: bit *n* is slot *n*.
 pub type SlotSet = u64;
 
-/// The number of GPUs that one client can attach: the bits of a [`SlotSet`].
+/// The number of GPUs that one client can attach, which is the number of bits of a [`SlotSet`].
 pub const MAX_SLOTS: u32 = SlotSet::BITS;

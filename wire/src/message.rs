@@ -1,10 +1,11 @@
-//! The macros that declare messages: each has a number, a name and fields.
+//! Macros that declare messages. Each message has a number, a name and fields.
 
 /// Declares one direction's messages as an enum with `encode(version)` and `decode(packet, version)`.
 ///
-/// Kinds in `handshake` have version 0 in their header and a layout that never changes, because they are exchanged
-/// before the two sides have agreed on a version. `(since 2)` after a kind or before a field names the version that added
-/// it: on an older connection that kind is unknown, and that field is left out and read as its default.
+/// Kinds marked `handshake` have version 0 in their header and a layout that never changes, because
+/// they are exchanged before the two sides have agreed on a version. `(since 2)` after a kind or
+/// before a field names the version that added it. On an older connection, such a kind is unknown,
+/// and such a field is omitted and read as its default.
 macro_rules! messages {
     (
         $(#[$meta:meta])* pub enum $name:ident { $(
@@ -19,7 +20,7 @@ macro_rules! messages {
         pub enum $name { $( $(#[$doc])* $variant { $( $(#[$fdoc])* $field: $type ),* } ),* }
 
         impl $name {
-            /// The packet that carries this message on a connection of that protocol version.
+            /// Encodes this message as a packet for a connection of that protocol version.
             pub fn encode(&self, version: u16) -> $crate::codec::Packet {
                 use $crate::codec::Field;
                 match self { $(
@@ -64,7 +65,7 @@ macro_rules! messages {
     (@has $version:ident $since:literal) => { $version >= $since };
 }
 
-/// Declares an enum that is encoded as one byte; other values are an error of the field.
+/// Declares an enum that is encoded as one byte. Decoding any other byte is an error of the field.
 macro_rules! byte_enum {
     ($(#[$meta:meta])* pub enum $name:ident { $( $(#[$doc:meta])* $variant:ident = $value:literal ),* $(,)? }) => {
         $(#[$meta])*

@@ -5,16 +5,16 @@ use crate::{
     codec::{Field, Packet, Reader},
 };
 
-/// The largest number of moves in one message: the limit is the packet's length.
+/// The maximum number of moves in one message. The packet length limits this number.
 pub const MAX_MOVES: usize = 7;
 
-/// GPUs whose work and memory have moved to another GPU: pairs of the old UUID and the new UUID.
+/// Pairs of the old and the new UUID of each GPU whose work and memory have moved to another GPU.
 /// Padded with nil UUIDs.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub struct Moves([(Uuid, Uuid); MAX_MOVES]);
 
 impl Moves {
-    /// `None` if there are more than [`MAX_MOVES`].
+    /// Returns `None` for more than [`MAX_MOVES`] moves.
     pub fn new(moves: impl IntoIterator<Item = (Uuid, Uuid)>) -> Option<Self> {
         let mut all = Self::default();
         for (at, pair) in moves.into_iter().enumerate() {
@@ -23,7 +23,7 @@ impl Moves {
         Some(all)
     }
 
-    /// The moves. A peer's values are not checked: a GPU may occur twice.
+    /// The moves. The peer's values are not checked, so a GPU may occur twice.
     pub fn iter(&self) -> impl Iterator<Item = (Uuid, Uuid)> {
         self.0.iter().copied().take_while(|(before, _)| *before != Uuid::default())
     }

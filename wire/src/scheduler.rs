@@ -6,7 +6,7 @@ use crate::{
     message::{byte_enum, messages},
 };
 
-/// The length of a remark in bytes: the largest that fits in a packet.
+/// The maximum length of a remark in bytes. A longer remark would not fit in a packet.
 pub const REMARK: usize = 240;
 
 messages! {
@@ -15,36 +15,38 @@ messages! {
         64 (handshake) => Welcome {
             /// The protocol version of all later messages.
             version: u16,
-            /// The client's id, which `nvsharectl status` shows.
+            /// The client's id, as `nvsharectl status` shows it.
             client: u64,
         },
 
-        /// Refuses a `Hello`; the scheduler then closes the connection.
+        /// Refuses a `Hello`. The scheduler then closes the connection.
         65 (handshake) => Refused { reason: Refusal, text: Text<128> },
 
-        /// The client may create its context: the GPU has room for it.
+        /// The GPU has room for the client's context, so the client may create it.
         66 => Attached { slot: u32 },
 
-        /// The highest demand that the client may reach on the GPU. The scheduler guarantees memory
-        /// for it, on the GPU or in the host. An allocation beyond it needs a higher limit
-        /// ([`RequestLimit`](crate::ClientMessage::RequestLimit)) or fails. A limit may fall, but
-        /// only a rule lowers it below a reported demand. `limit_ack` of the next report
+        /// The highest demand that the client may reach on the GPU. The scheduler guarantees this
+        /// much memory, on the GPU or in the host. An allocation beyond the limit needs a higher
+        /// limit ([`RequestLimit`](crate::ClientMessage::RequestLimit)), or fails. A limit may
+        /// fall, but only a rule lowers it below a reported demand. `limit_ack` of the next report
         /// acknowledges the limit.
         67 => Limit {
             slot: u32,
             bytes: u64,
             seq: u32,
-            /// The highest limit possible on this GPU.
+            /// The highest possible limit on this GPU.
             most: u64,
             /// Bytes of unused host buffers that the client may keep.
             spare: u64,
-            /// Bytes that a rule allows the clients of this client's group together; 0: no such
-            /// rule. If set, `NVSHARE_ENABLE_SINGLE_OVERSUB` does not lift the limit.
+            /// Bytes that a rule allows all clients of this client's group together; 0 if no rule
+            /// limits them. With such a rule, `NVSHARE_ENABLE_SINGLE_OVERSUB` does not lift the
+            /// limit.
             max: u64,
         },
 
         /// The bytes that the client may have mapped on the GPU from now on. A client with more
-        /// mapped evicts the excess, except pinned bytes, and reports with this `seq` as `ack`.
+        /// mapped memory evicts the excess, except pinned bytes, and reports with this `seq` as
+        /// `ack`.
         68 => Allowance { slot: u32, seq: u32, bytes: u64 },
 
         /// Grants the locks of these GPUs.
@@ -53,20 +55,21 @@ messages! {
         /// Asks the client to release these locks as soon as its submitted work is done.
         70 => Revoke { gpus: SlotSet },
 
-        /// The number of other clients that wait for one of these GPUs. While it is not 0, the
-        /// client releases the lock once its work is done and it has submitted nothing for
+        /// The number of other clients that wait for one of these GPUs. While the number is not 0,
+        /// the client releases the lock once its work is done and it has submitted no work for
         /// `grace_us` microseconds.
         71 => Contended { gpus: SlotSet, waiters: u32, grace_us: u32 },
 
-        /// Why the client still waits. Only for the trace (`NVSHARE_DEBUG=1`).
+        /// Why the client still waits. Used only for the trace (`NVSHARE_DEBUG=1`).
         72 => Waiting { gpus: SlotSet, why: WaitReason },
 
-        /// Another client, which the scheduler has authorized, opens memory that this client has
-        /// exported. The client must answer with [`Exported`](crate::ClientMessage::Exported), even
-        /// if it cannot pass the memory on.
+        /// Another client, authorized by the scheduler, opens memory that this client has exported.
+        /// The client must answer with [`Exported`](crate::ClientMessage::Exported), even if it
+        /// cannot pass the memory's descriptors on.
         73 => Export { ticket: u64, secret: Secret, range: u32, allocation: u64, first: u32 },
 
-        /// Answers [`Open`](crate::ClientMessage::Open), with descriptors of chunks if the outcome is `Done`.
+        /// Answers [`Open`](crate::ClientMessage::Open). Carries descriptors of chunks if the
+        /// outcome is `Done`.
         74 => Opened { ticket: u32, outcome: Sharing, bytes: u64, chunk: u64 },
 
         /// The exporter has freed memory that this client has opened. This client includes the
@@ -74,40 +77,40 @@ messages! {
         /// [`Adopted`](crate::ClientMessage::Adopted).
         75 => Adopt { exporter: Secret, range: u32 },
 
-        /// Denies a request: the call that waits for the answer fails.
+        /// Denies a request. The call in the client that waits for the answer fails.
         76 => Denied {
             slot: u32,
             bytes: u64,
             what: Denial,
         },
 
-        /// Answers [`Reserve`](crate::ClientMessage::Reserve): `bytes`, perhaps fewer than requested, are free on the GPU and
-        /// kept for this client for half a second.
+        /// Answers [`Reserve`](crate::ClientMessage::Reserve): `bytes` are free on the GPU and are
+        /// kept for this client for half a second. `bytes` may be less than requested.
         77 => Reserved { slot: u32, bytes: u64 },
 
-        /// Approximate number of the client's bytes that are likely to leave the GPU when its turn
-        /// is over. The client can allocate host memory for them until then.
+        /// The approximate number of the client's bytes that are likely to be evicted after its
+        /// turn. The client can allocate host memory for these bytes until then.
         78 => Prepare { slot: u32, bytes: u64 },
 
-        /// A new scheduler has taken over the connection, and does not know the messages that were
-        /// sent on it before. The client sends its state again, as on a new connection: `Hello`
-        /// (which is not answered), each GPU with its memory, and finally
-        /// [`Held`](crate::ClientMessage::Held). Then it repeats unanswered requests. Sequence
-        /// numbers start again.
+        /// A new scheduler has taken over the connection. It does not know the messages that were
+        /// sent on the connection before. The client sends its state again, as on a new connection:
+        /// `Hello` (which is not answered), each GPU with its memory, and finally
+        /// [`Held`](crate::ClientMessage::Held). Then the client repeats unanswered requests.
+        /// Sequence numbers start again.
         79 => Resume {
-            /// The client's id, which does not change.
+            /// The client's id, which stays the same.
             client: u64,
         },
 
-        /// The bytes on a GPU that a rule allows the clients of this client's group together,
-        /// whether or not the client uses that GPU; 0: no limit. Sent before any answer to the
-        /// client, and when the limit changes. A new client receives it only for GPUs with a limit;
-        /// a reconnecting client receives it for every GPU. On GPUs that the client has attached,
-        /// the newest [`Limit`](Self::Limit) applies instead.
+        /// The bytes that a rule allows all clients of this client's group together on a GPU, even
+        /// if the client does not use that GPU. 0: no limit. Sent before any answer to the client,
+        /// and whenever the limit changes. A new client receives this message only for GPUs with a
+        /// limit. A reconnecting client receives it for every GPU. On GPUs that the client has
+        /// attached, the newest [`Limit`](Self::Limit) applies instead.
         80 => MemoryMax { uuid: Uuid, bytes: u64 },
 
-        /// The scheduler is about to checkpoint the client. The client evicts all memory and stays
-        /// out of the driver until [`Awake`](Self::Awake). Answered by
+        /// The scheduler is about to checkpoint the client. The client evicts all memory and does
+        /// not enter the driver until [`Awake`](Self::Awake). Answered by
         /// [`SleepReady`](crate::ClientMessage::SleepReady) or
         /// [`SleepRefused`](crate::ClientMessage::SleepRefused).
         81 => PrepareSleep {
@@ -115,65 +118,68 @@ messages! {
             flags: u32,
         },
 
-        /// The client is on its GPUs, or stays there after all.
+        /// The client has returned to its GPUs, or never left them.
         82 => Awake {
-            /// The GPUs that replaced others when the client was restored, whether or not the
-            /// client has attached them. The slots of the old GPUs mean the new GPUs from now on.
-            /// Between `PrepareSleep` and this message the client names no GPU, except to a new
-            /// scheduler, by the UUIDs before the move. If the client's driver reports other GPUs,
-            /// the client reconnects and names its GPUs.
+            /// The GPUs that replaced others when the client was restored, even if the client has
+            /// not attached them. The slots of the old GPUs refer to the new GPUs from now on.
+            /// Between `PrepareSleep` and this message, the client does not name GPUs. The
+            /// exception is a new scheduler: the client names its GPUs by the UUIDs before the
+            /// move. If the client's driver reports other GPUs than this message, the client
+            /// reconnects and names its GPUs.
             moved: Moves,
         },
 
-        /// The most work that the client may queue ahead of the GPU, in microseconds of GPU time,
-        /// until the next such message. Queued work delays other users of the GPU, such as a
+        /// The maximum work that the client may queue ahead of the GPU, in microseconds of GPU
+        /// time, until the next such message. Queued work delays other users of the GPU, such as a
         /// desktop. 0: the client decides.
         83 => RunAhead { slot: u32, micros: u32 },
 
         /// Where the client may keep memory that has left its GPUs. Sent only to clients that have
         /// sent [`UseSwapFile`](crate::ClientMessage::UseSwapFile). An attached descriptor is a new
-        /// swap file that replaces the client's earlier one; the contents of the earlier file stay
+        /// swap file, which replaces the client's earlier file. Contents of the earlier file stay
         /// there until they are needed.
         84 => HostMemory {
-            /// The most bytes of host memory that the client may hold for all its GPUs. The excess
-            /// goes into the file, as far as the file has room.
+            /// The maximum bytes of host memory that the client may hold for all its GPUs. The
+            /// excess is stored in the file, as far as the file has room.
             ram: u64,
-            /// The size of the newest file in bytes. All of it is reserved on the disk.
+            /// The size of the newest file in bytes. Disk space is reserved for the whole file.
             file: u64,
         },
 
-        /// This host has swap files. A client that can use one answers with
-        /// [`UseSwapFile`](crate::ClientMessage::UseSwapFile); other clients do not answer. The
-        /// client tests its ability only after this offer, since a seccomp filter may kill a
+        /// This host has swap files. A client that can use a swap file answers with
+        /// [`UseSwapFile`](crate::ClientMessage::UseSwapFile). Other clients do not answer. A
+        /// client tests its ability only after this offer, because a seccomp filter may kill a
         /// process that makes the system call.
         85 => OfferSwapFile {},
 
         /// Answers [`RequestPlacement`](crate::ClientMessage::RequestPlacement): the GPU that the
-        /// process should see as number `at` of `of`.
+        /// process should see at position `at` of `of`.
         90 => Placed { at: u32, of: u32, uuid: Uuid, kind: GpuKind },
 
-        /// Answers [`RequestPlacement`](crate::ClientMessage::RequestPlacement) if no GPU was chosen; the text says why.
+        /// Answers [`RequestPlacement`](crate::ClientMessage::RequestPlacement) if no GPU was
+        /// chosen. The text gives the reason.
         91 => Unplaced { outcome: NoPlacement, text: Text<200> },
 
-        /// Why a value of [`EnvLimit`](crate::ClientMessage::EnvLimit) has no effect. Only for the trace (`NVSHARE_DEBUG=1`).
+        /// Why a value of [`EnvLimit`](crate::ClientMessage::EnvLimit) has no effect. Used only for
+        /// the trace (`NVSHARE_DEBUG=1`).
         92 => Remark { text: Text<REMARK> },
     }
 }
 
-/// A flag of [`PrepareSleep`](SchedulerMessage::PrepareSleep): the client is paused, so waiting
-/// threads are no reason to refuse.
+/// A flag of [`PrepareSleep`](SchedulerMessage::PrepareSleep): the client is paused, so it must not
+/// refuse because of waiting threads.
 pub const PAUSED: u32 = 1;
 
 byte_enum! {
     /// Why a connection is refused.
     pub enum Refusal {
-        /// No protocol version in common.
+        /// The client and the scheduler share no protocol version.
         Version = 0,
         /// The user has reached the limit of connections.
         TooMany = 1,
         /// The scheduler is shutting down.
         Stopping = 2,
-        /// The peer is in another PID namespace or cannot be identified.
+        /// The client is in another PID namespace or cannot be identified.
         Identity = 3,
     }
 }
@@ -183,7 +189,7 @@ byte_enum! {
     pub enum NoPlacement {
         /// The process sees the same GPUs as without nvshare.
         Free = 0,
-        /// The process may use no GPU, and must see none.
+        /// The process may not use any GPU, and must see none.
         NoGpu = 1,
     }
 }
@@ -191,13 +197,13 @@ byte_enum! {
 byte_enum! {
     /// The kind of a denied request.
     pub enum Denial {
-        /// A limit of `bytes`.
+        /// A limit of `bytes` is denied.
         Limit = 0,
-        /// A context that would prevent another client from ever running again. The scheduler keeps
-        /// the request until the client detaches.
+        /// A context is denied, because it would prevent another client from ever running again.
+        /// The scheduler keeps the request until the client detaches.
         Context = 1,
-        /// `bytes` on the GPU at the same time, which the client's allocations need. The driver
-        /// does not map them, although no other client has memory there.
+        /// The client's allocations need `bytes` on the GPU at the same time, and this demand is
+        /// denied. The driver does not map the bytes, although no other client has memory there.
         Mapping = 2,
     }
 }
@@ -205,16 +211,16 @@ byte_enum! {
 byte_enum! {
     /// Why a client waits.
     pub enum WaitReason {
-        /// Other clients hold the lock or wait before this client.
+        /// Other clients hold the lock or are ahead in the queue.
         Queue = 0,
         /// A holder cannot drain.
         HolderStuck = 1,
         /// The scheduler must evict memory first.
         Eviction = 2,
-        /// Pinned memory occupies the room.
+        /// Pinned memory leaves too little room.
         Pinned = 3,
-        /// The client may not create its context yet: with it, an attached client could never have
-        /// all of its memory on the GPU.
+        /// The client may not create its context yet, because with that context an attached client
+        /// could never have all of its memory on the GPU.
         Context = 4,
         /// An allocation of the client waits until other clients have freed memory.
         Memory = 5,

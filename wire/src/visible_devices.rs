@@ -1,5 +1,5 @@
-//! Which party chooses a program's GPUs, according to its environment variables. Shared by the library and
-//! `nvsharectl run`; the scheduler decides.
+//! Determines from environment variables which party chooses a program's GPUs. The library and
+//! `nvsharectl run` share this module. The scheduler makes the placement decision.
 
 use crate::{ClientMessage, Text, message::byte_enum};
 use core::ffi::CStr;
@@ -7,23 +7,25 @@ use core::ffi::CStr;
 /// The variable that tells the driver which GPUs a process sees.
 pub const VISIBLE: &CStr = c"CUDA_VISIBLE_DEVICES";
 
-/// Bytes of the list in one message.
+/// The maximum number of bytes of the list in one message.
 pub const PART: usize = 192;
 
 byte_enum! {
     /// The party that chooses a program's GPUs.
     pub enum Chooser {
-        /// No chooser is set: the program takes the first GPU that it sees, or all of them.
+        /// No variable chooses. The program uses the first GPU that it sees, or all GPUs.
         Nobody = 0,
-        /// `CUDA_VISIBLE_DEVICES` is set. Its list was sent before, in [`VisibleDevices`](ClientMessage::VisibleDevices).
+        /// `CUDA_VISIBLE_DEVICES` is set. An earlier
+        /// [`VisibleDevices`](ClientMessage::VisibleDevices) sent its list.
         List = 1,
-        /// The program chooses, by the rank that its launcher gave it.
+        /// The program chooses its GPU by the rank that its launcher assigned.
         Rank = 2,
     }
 }
 
-/// Variables in which launchers pass each process its rank on the host. The process chooses its GPU by the rank. If the
-/// launcher also sets a rank for single processes, a second variable has the number of processes.
+/// Variables in which launchers pass each process its rank on the host. The process chooses its GPU
+/// by this rank. Some launchers set a rank for single processes too; for these, the second list
+/// names variables with the number of processes.
 const RANKS: [(&CStr, &[&CStr]); 3] = [
     (c"LOCAL_RANK", &[]),
     (c"OMPI_COMM_WORLD_LOCAL_RANK", &[]),
@@ -37,7 +39,7 @@ pub fn chooser<T: AsRef<[u8]>>(environment: impl Fn(&CStr) -> Option<T>) -> Choo
         count.is_some_and(|count| count > 1)
     };
     let is_set = |name: &CStr| environment(name).is_some_and(|text| !text.as_ref().is_empty());
-    // An empty list chooses no GPU.
+    // A set but empty list chooses no GPU.
     if environment(VISIBLE).is_some() {
         Chooser::List
     } else if RANKS.iter().any(|(rank, sizes)| is_set(rank) && (sizes.is_empty() || sizes.iter().any(several))) {
@@ -47,7 +49,7 @@ pub fn chooser<T: AsRef<[u8]>>(environment: impl Fn(&CStr) -> Option<T>) -> Choo
     }
 }
 
-/// Whether a list names any GPU. The driver ignores the first name that it does not know and everything after it.
+/// Whether a list names any GPU. The driver ignores the first unknown name and all names after it.
 pub fn names_any(list: &[u8]) -> bool {
     matches!(list.trim_ascii_start().first(), Some(b'0'..=b'9' | b'G' | b'M'))
 }

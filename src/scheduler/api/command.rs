@@ -93,8 +93,8 @@ pub enum Command {
     /// The client holds the lock of these GPUs from now on. Answers [`Event::Requested`], once all
     /// of these GPUs can admit the client and the client's allowances cover its memory there.
     Grant { client: ClientId, gpus: GpuSet },
-    /// The holder must drain and release these GPUs. The holder answers with [`Event::Released`].
-    /// If it answers with [`Event::Stuck`], it is asked again later.
+    /// The holder must drain and release these GPUs. The holder answers with [`Event::Released`]. A
+    /// holder that answers with [`Event::Stuck`] is asked again later.
     Revoke { client: ClientId, gpus: GpuSet },
     /// About `bytes` of the client's memory will have to be evicted after its turn, or may have to
     /// be evicted when another client arrives. The client may allocate host memory for these bytes

@@ -57,13 +57,13 @@ pub enum Event {
     /// highest copy rate between the GPU and the host in each direction.
     GpuLink { gpu: GpuId, rate: u64 },
     /// From the daemon, periodically and after `Command::Measure`. `bytes` is the GPU memory in use
-    /// apart from clients' mapped memory, measured no earlier than `begun`: the memory of other
-    /// programs, plus the contexts of clients that had a context by then (`Machine::has_context`).
-    /// `Settings::context` is set aside for every other context. `others` is the part of `bytes` in
-    /// use by other programs. If `others` grows, more memory is kept free for those programs.
-    /// `complete` is false if the measurement left out processes that may be clients of the
-    /// previous scheduler, about to reconnect. Until a complete measurement, no client is told that
-    /// there is room for its context.
+    /// apart from clients' mapped memory, measured no earlier than `begun`. It includes the memory
+    /// of other programs, and the contexts of clients that had a context by then
+    /// (`Machine::has_context`). `Settings::context` is set aside for every other context. `others`
+    /// is the part of `bytes` in use by other programs. If `others` grows, more memory is kept free
+    /// for those programs. `complete` is false if the measurement left out processes that may be
+    /// clients of the previous scheduler, about to reconnect. Until a complete measurement, no
+    /// client is told that there is room for its context.
     GpuOverhead {
         gpu: GpuId,
         begun: Time,
@@ -85,8 +85,9 @@ pub enum Event {
     /// until the first such event.
     HostMemory { bytes: u64 },
     /// From the daemon: `bytes` of host memory, over all GPUs, that clients may allocate ahead for
-    /// memory that is still on a GPU, so that an eviction starts without delay. 0 until the first
-    /// such event. `None`: the host is short of memory, and clients return unused host memory.
+    /// memory that is still on a GPU. An eviction of that memory then starts without delay. 0 until
+    /// the first such event. `None`: the host is short of memory, and clients return unused host
+    /// memory.
     HostAhead { bytes: Option<u64> },
 
     /// A client connected and was identified. Clients with the same nonzero `gang` are granted and

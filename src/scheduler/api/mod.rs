@@ -1,6 +1,6 @@
-//! The types that the machine shares with its caller: ids and time (in this file), inputs
-//! ([`Event`]), outputs ([`Command`]), an administrator's settings ([`Settings`]), and the limits
-//! of rules and environments ([`RuleLimits`], [`EnvLimits`]).
+//! The types that the machine shares with its caller. Ids and time are in this file. Inputs are
+//! [`Event`]s, outputs are [`Command`]s. [`Settings`] are an administrator's settings.
+//! [`RuleLimits`] and [`EnvLimits`] are the limits of rules and environments.
 
 mod command;
 mod event;

@@ -1,11 +1,11 @@
-//! The minimum and the maximum of the GPU time that an owner gets within a period.
+//! The minimum and maximum GPU time of an owner within a period.
 
 use super::{ShareOwner, Shares, usage::Window};
 use crate::{api::*, gpu::Hold, queue::Entity};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// An owner that has used its maximum is blocked for at least this long.
+/// The minimum time for which an owner that has used its maximum is blocked.
 const LEAST_PAUSE: Duration = Duration::from_millis(1);
 
 /// `percent` of the period.
@@ -25,7 +25,7 @@ pub(super) fn is_watched(share: Share) -> bool {
 impl<'a> Shares<'a> {
     /// An owner's usage of a GPU within the last period.
     fn window(&self, owner: ShareOwner, id: GpuId) -> Window<'a> {
-        // A bypassed holder takes no time from others of its owner.
+        // A bypassed holder does not take time from other clients of its owner.
         let is_own = |client, hold: &Hold| self.owner(client) == Some(owner) && !hold.is_bypassed();
         let holds = self.gpus.holds_on(id).filter(|(client, hold)| is_own(*client, hold));
         let since = holds.map(|(_, hold)| hold.since).min();
@@ -36,7 +36,7 @@ impl<'a> Shares<'a> {
         }
     }
 
-    /// The owner of a client's turns, if it has a minimum or a maximum.
+    /// The owner of a client's turns, if that owner has a minimum or a maximum.
     pub fn bounded_owner(&self, client: ClientId) -> Option<ShareOwner> {
         self.owner(client).filter(|owner| is_bounded(self.share(*owner)))
     }
@@ -47,8 +47,8 @@ impl<'a> Shares<'a> {
         min > 0 && self.window(owner, id).used(self.now) < part(min, self.settings)
     }
 
-    /// When the owner of a holder will have used its maximum; the present time if it already has. `None`: it has no
-    /// maximum.
+    /// When the owner of a holder will have used its maximum, or the current time if the owner
+    /// already has. `None`: the owner has no maximum.
     pub fn capped_at(&self, holder: ClientId, id: GpuId) -> Option<Time> {
         let owner = self.owner(holder)?;
         let share = self.share(owner);
@@ -62,8 +62,9 @@ impl<'a> Shares<'a> {
         Some(window.reaches(most, self.now).unwrap_or(Time::MAX))
     }
 
-    /// Until when a client may hold none of these GPUs because its owner has used its maximum. By then, enough usage
-    /// for a turn is older than a period. `None`: it may hold them.
+    /// Until when a client may not hold these GPUs because its owner has used its maximum. By that
+    /// time, enough of the owner's usage has left the period for another turn. `None`: the client
+    /// may hold them now.
     fn capped_until(&self, client: ClientId, gpus: &GpuSet) -> Option<Time> {
         let owner = self.owner(client)?;
         let share = self.share(owner);
@@ -75,7 +76,7 @@ impl<'a> Shares<'a> {
         let until = gpus.iter().filter_map(|id| {
             let window = self.window(owner, *id);
             let is_spent = window.used(self.now) >= most;
-            // Another client of the owner may hold the GPU until it has drained.
+            // Another client of the owner may still hold the GPU until that client has drained.
             let again =
                 || window.falls_below(most.saturating_sub(turn), self.now).unwrap_or(self.now + self.settings.slice());
             is_spent.then(again)
@@ -83,7 +84,7 @@ impl<'a> Shares<'a> {
         until.max().map(|until| until.max(self.now + LEAST_PAUSE))
     }
 
-    /// The latest of `capped_until` for all clients of a request.
+    /// The latest `capped_until` of all clients of a request.
     pub fn request_capped_until(&self, entity: Entity) -> Option<Time> {
         if self.rules.are_none() {
             return None;
@@ -101,8 +102,8 @@ impl<'a> Shares<'a> {
         is_watched(self.share_of(client))
     }
 
-    /// When the class of an owner that waits for a GPU or holds it will change, if nothing else happens. `None`: not
-    /// within a period.
+    /// When the class of an owner that waits for or holds a GPU will change if no event happens.
+    /// `None`: not within a period.
     pub fn class_changes_at(&self, id: GpuId) -> Option<Time> {
         let waiting = self.queues.queued(id).flat_map(|entity| self.queues.clients_of(entity));
         let owners: BTreeSet<ShareOwner> =

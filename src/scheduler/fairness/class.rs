@@ -20,13 +20,14 @@ impl Shares<'_> {
         self.rules.have_classes()
     }
 
-    /// The class of a client that wants or holds these GPUs: the worst of the classes of its gang's members, which run
-    /// together. So a client cannot gain by joining a gang.
+    /// The class of a client that wants or holds these GPUs: the worst class among the members of
+    /// its gang, because they run together. So a client cannot gain precedence by joining a gang.
     pub fn class(&self, client: ClientId, gpus: &GpuSet) -> Class {
         if self.rules.are_none() {
             return Class::default();
         }
-        // All members of a gang made by a rule have the same share, unless the environment of one sets limits.
+        // All members of a gang made by a rule have the same share if no member's environment sets
+        // limits.
         let gang = self.queues.gang(client);
         if let (Some(Gang::Group(_)), true) = (gang, self.rules.with_env().next().is_none()) {
             return self.own_class(client, gpus);
@@ -46,7 +47,8 @@ impl Shares<'_> {
         }
     }
 
-    /// Whether two clients are of the same tier, and so divide the time that better tiers leave over.
+    /// Whether two clients are of the same tier, and so divide the time that better tiers leave
+    /// unused.
     pub fn are_peers(&self, one: ClientId, other: ClientId) -> bool {
         self.share_of(one).tier() == self.share_of(other).tier()
     }
@@ -63,7 +65,8 @@ impl Shares<'_> {
             return Precedence::Equal;
         }
         let (first, has) = (request.key.class, self.class_of_holder(holder));
-        // An interactive holder counts as interactive even if it has used more than its share.
+        // An interactive holder counts as interactive even if its owner has used more than its
+        // share.
         let is_interactive = has.interactive_first.0 || self.share_of(holder).interactive;
         match (first.tier.cmp(&has.tier), first.interactive_first.0, (first.below_minimum.0, has.below_minimum.0)) {
             (Ordering::Less, ..) => Precedence::Before,
@@ -76,7 +79,8 @@ impl Shares<'_> {
         }
     }
 
-    /// Whether a client must be the only holder: its time is counted, or its tier is not the default one.
+    /// Whether a client must be the only holder, because its usage is counted or its tier is not
+    /// the default tier.
     pub fn runs_alone(&self, client: ClientId) -> bool {
         let share = self.share_of(client);
         bound::is_watched(share) || share.tier() != Tier::default()

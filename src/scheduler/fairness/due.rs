@@ -1,16 +1,17 @@
-//! The part of a GPU's time that is due to each client, for users who compare it with the client's actual part. No
-//! decision depends on it.
+//! Each client's due part of a GPU's time. Users compare it with the client's actual part. No
+//! decision depends on the due part.
 
 use super::{ShareOwner, Shares};
 use crate::{api::*, queue::Entity};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// All of a GPU's time.
+/// All of a GPU's time, in thousandths.
 const WHOLE: u32 = 1000;
 
 impl Shares<'_> {
-    /// The part, in thousandths, of each client that holds a GPU or waits for it, if all of these always have work: the best tier
-    /// divides the time by the weights of its owners, and an owner's requests divide what is due to it.
+    /// The part of the GPU's time, in thousandths, due to each client that holds the GPU or waits
+    /// for it. Assumes that all these clients always have work. The owners of the best tier divide
+    /// the time by weight. The requests of one owner divide the owner's part equally.
     pub fn due(&self, id: GpuId) -> BTreeMap<ClientId, u32> {
         let waiting = self.queues.queued(id).flat_map(|entity| self.queues.members(entity, id));
         let clients: BTreeSet<ClientId> = waiting.chain(self.gpus.running_on(id)).collect();
@@ -18,14 +19,15 @@ impl Shares<'_> {
             return BTreeMap::new();
         };
         let is_best = |client: &&ClientId| self.share_of(**client).tier() == best;
-        // Members of a gang run at the same time, so they count once.
+        // Members of a gang run at the same time, so a gang counts as one request.
         let mut owners: BTreeMap<ShareOwner, BTreeSet<Entity>> = BTreeMap::new();
         for client in clients.iter().filter(is_best) {
             if let Some(owner) = self.owner(*client) {
                 owners.entry(owner).or_default().insert(self.queues.entity(*client));
             }
         }
-        // Computed once per owner: computing a weight can take time proportional to the number of clients.
+        // Each owner's weight is computed once, because the computation can take time proportional
+        // to the number of clients.
         let weigh = |(owner, requests): (ShareOwner, BTreeSet<Entity>)| {
             (owner, (u64::from(self.weight_on(owner, id)), requests.len() as u64))
         };

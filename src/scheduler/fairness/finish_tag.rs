@@ -1,12 +1,15 @@
-//! Weighted fair queueing with virtual finish times (Demers, Keshav and Shenker, "Analysis and Simulation of a Fair
-//! Queueing Algorithm", SIGCOMM 1989), between owners of turns ([`ShareOwner`]: tenants, or groups whose rule gives them
-//! a share). The policy orders the clients of one owner.
+//! Weighted fair queueing with virtual finish times (Demers, Keshav and Shenker, "Analysis and
+//! Simulation of a Fair Queueing Algorithm", SIGCOMM 1989). The queueing is between owners of turns
+//! ([`ShareOwner`]): tenants, or groups whose rule sets a share. The policy orders the clients of
+//! one owner.
 //!
-//! An owner that held the lock while others waited has used some of their time. Its *finish tag* is the time at which
-//! it will have waited for as long in return: the time it used, scaled by the weights of the waiting owners over its
-//! own weight. Its next request is queued by that tag. Time in which no client could run because the owner's memory was
-//! being moved in counts as used. So a tenant with ten clients gets no more turns than a tenant with one, and a new
-//! client does not wait for others to catch up with it.
+//! An owner that held the lock while other owners waited has used some of their time. The *finish
+//! tag* is the time at which the owner will have waited long enough in return. The wait is the time
+//! used, times the total weight of the waiting owners, divided by the owner's own weight. The
+//! owner's next request is queued by the tag. If no client could run because the owner's memory was
+//! being moved in, that time counts as used. A tenant with ten clients therefore gets no more turns
+//! than a tenant with one client. A new client does not wait until older clients have caught up
+//! with it.
 //!
 //! Tags are times on the machine's clock.
 
@@ -15,7 +18,8 @@ use crate::{api::*, gpu::Hold};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// The weight of an owner that is served, and the sum of the weights of the owners that wait at that time.
+/// The weight of an owner that is served, and the total weight of the owners that wait at that
+/// time.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ServiceWeights {
     own: u32,
@@ -23,12 +27,12 @@ pub(crate) struct ServiceWeights {
 }
 
 impl ServiceWeights {
-    /// How long the owner has to wait for `time` of service.
+    /// How long the owner must wait in return for `time` of service.
     fn wait_for(self, time: Duration) -> Duration {
         scaled(time, self.others.into(), self.own.into())
     }
 
-    /// The amount of service after which the owner's finish tag has advanced by `time`.
+    /// The service time that advances the owner's finish tag by `time`.
     pub fn service_until(self, time: Duration) -> Duration {
         scaled(time, self.own.into(), u128::from(self.own) + u128::from(self.others))
     }
@@ -39,12 +43,12 @@ fn scaled(time: Duration, by: u128, of: u128) -> Duration {
     Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
 }
 
-/// The finish tags on one GPU: of each owner that has one in the future, and of some in the past.
+/// The finish tags on one GPU: all tags in the future, and some in the past.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct FinishTags {
     #[serde(with = "crate::encoding::pairs")]
     of: BTreeMap<ShareOwner, Time>,
-    /// The same, the earliest first.
+    /// The same tags, the earliest first.
     order: BTreeSet<(Time, ShareOwner)>,
 }
 
@@ -59,7 +63,7 @@ impl FinishTags {
         }
     }
 
-    /// Sets an owner's tag, unless it has a later one.
+    /// Sets an owner's tag if it has no tag or an earlier one.
     pub fn raise(&mut self, owner: ShareOwner, until: Time) {
         if self.of(owner).is_none_or(|before| before < until) {
             self.remove(owner);
@@ -83,9 +87,10 @@ impl FinishTags {
 }
 
 impl Shares<'_> {
-    /// The finish tag of one of a client's owners if the client's hold ended now, `waited` of it contended; and the
-    /// weights that determine how fast the tag advances. `None`: no other client of its tier waits, so no other
-    /// client's time was used.
+    /// The finish tag that `owner`, one of a client's owners, would have if the client's hold ended
+    /// now. `waited` is the contended part of the hold. Also returns the weights that determine how
+    /// fast the tag advances. `None`: no other owner of the same tier waits, so the hold used no
+    /// other owner's time.
     pub fn finish_tag(
         &self,
         client: ClientId,
@@ -105,11 +110,12 @@ impl Shares<'_> {
         Some((begun.saturating_add(waited).saturating_add(weights.wait_for(waited)), weights))
     }
 
-    /// The summed weights of the other owners of the same tier that wait for a GPU, each counted only for its waiting
-    /// clients. For the client's own tag, other clients of its group or tenant count too.
+    /// The total weight of the other owners of the same tier that wait for a GPU. An owner's weight
+    /// is limited to the weight of its waiting clients. For the client's own tag, other clients of
+    /// its group or tenant count too.
     fn weights_of_others(&self, client: ClientId, owner: ShareOwner, id: GpuId) -> u32 {
         let own = self.owner(client);
-        // Without limits of environments, all clients of an owner have its share.
+        // If no environment sets limits, all clients of an owner have the owner's share.
         if let Some(own) = own.filter(|own| *own == owner && self.rules.with_env().next().is_none()) {
             let tier = self.share(own).tier();
             let others = self.queues.owners_waiting(id).filter(|other| *other != own);
@@ -128,7 +134,7 @@ impl Shares<'_> {
         others.into_values().fold(0, u32::saturating_add)
     }
 
-    /// The weight of an owner that waits for a GPU, if all of its clients have its share.
+    /// The weight of an owner that waits for a GPU, if all of its clients have the owner's share.
     fn waiting_weight(&self, owner: ShareOwner, id: GpuId) -> u32 {
         let weight = self.weight(owner);
         match owner {
@@ -140,8 +146,9 @@ impl Shares<'_> {
         }
     }
 
-    /// The finish tags of a client when it is granted a GPU: its owner's, and its own. They are 0 where no other client
-    /// wants the GPU: time used without competition is not charged.
+    /// The finish tags of a client's owner and of the client itself, at the moment when the client
+    /// is granted a GPU. A tag is 0 if no competitor wants the GPU, because time used without
+    /// competition is not charged.
     pub fn finish_tags_before(&self, client: ClientId, id: GpuId) -> (Time, Time) {
         let Some(owner) = self.owner(client) else { return Default::default() };
         let preempted = self.gpus.preempted(id);
@@ -154,17 +161,18 @@ impl Shares<'_> {
         (tag(owner, by_others), tag(ShareOwner::Client(client), by_any))
     }
 
-    /// The latest finish tag of a client's owners on a GPU; 0: none.
+    /// The latest finish tag of a client's owners on a GPU; 0 if they have no tag.
     pub fn latest_finish_tag(&self, client: ClientId, id: GpuId) -> Time {
         self.owners(client).filter_map(|owner| self.state.finish_tag(owner, id)).max().unwrap_or_default()
     }
 
-    /// The time by which the finish tags of all clients that want a GPU exceed the present time, because the owners for
-    /// which they would wait have gone. A time quantum of it is kept, since turns do not end exactly on time.
+    /// How far the finish tags of all clients that want a GPU are ahead of the current time. Such a
+    /// lead arises when the owners for which these clients would wait have left. The result is
+    /// smaller by a time quantum, because turns do not end exactly on time.
     pub fn virtual_time_lead(&self, id: GpuId, granted: ClientId) -> Duration {
         let until = self.now.saturating_add(self.settings.time_quantum);
         let mut least = Duration::MAX;
-        // Usually the first client already ends the loop.
+        // The loop usually ends at the first client.
         for client in self.queues.waiting_on(id).chain([granted]) {
             least = least.min(self.latest_finish_tag(client, id));
             if least <= until {

@@ -1,19 +1,21 @@
-//! Fairness: the order in which clients are served, and the part of a GPU's time that each gets.
+//! Fairness: the order in which clients are served, and each client's part of a GPU's time.
 //!
 //! Rules give groups *shares* of a GPU's time. Clients without such a rule take turns by tenant, with equal weights.
 //!
 //! - **Weight**: scales the finish tag (`finish_tag`).
-//! - **Priority**, and weight 0 (idle): tiers of a class (`class`). A higher tier goes first and does not wait for the
-//!   turn of a lower one to end.
-//! - **Minimum** (`bound`): the group goes first while it has used less than that part of the last period.
-//! - **Maximum** (`bound`): ends the group's turns once it has used that part of the last period, whether or not others
-//!   wait.
-//! - **Interactive**: the group goes first while it has used no more than its share.
+//! - **Priority**, and weight 0 (idle): the tiers of a class (`class`). Requests of a higher tier
+//!   are served first and do not wait for the turn of a lower tier to end.
+//! - **Minimum** (`bound`): the group is served first while it has used less than its minimum part
+//!   of the last period.
+//! - **Maximum** (`bound`): ends the group's turns once the group has used its maximum part of the
+//!   last period, even if no other client waits.
+//! - **Interactive**: the group is served first while it has used no more than its share.
 //!
-//! The part of the time that is due to each client by weight is computed only for display (`due`).
+//! The part of the time due to each client by weight is computed only for display (`due`).
 //!
-//! [`Fairness`] records the usage of owners: finish tags (virtual time) and usage (in a sliding window of real time).
-//! [`Shares`] answers questions from that, the rules, and the present queues and holders.
+//! [`Fairness`] records the usage of owners: finish tags (virtual time) and usage (in a sliding
+//! window of real time). [`Shares`] answers queries from this record, the rules, and the current
+//! queues and holders.
 
 mod bound;
 mod class;
@@ -45,7 +47,7 @@ struct GpuTime {
     used: BTreeMap<ShareOwner, Usage>,
 }
 
-/// A view of fairness at one moment.
+/// A view of fairness at one point in time.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Shares<'a> {
     pub now: Time,
@@ -90,7 +92,8 @@ impl Fairness {
         }
     }
 
-    /// Sets finish tags on a GPU; none falls. Forgets tags in the past, except tags of owners in `keep`.
+    /// Sets finish tags on a GPU, but never lowers one. Forgets tags in the past, except those of
+    /// owners in `keep`.
     pub fn set_finish_tags(
         &mut self,
         now: Time,
@@ -118,8 +121,8 @@ impl Fairness {
 }
 
 impl<'a> Shares<'a> {
-    /// The owner of a client's turns: its group if that has a share, otherwise its tenant or [`ShareOwner::Others`].
-    /// `None`: the client is unknown.
+    /// The owner of a client's turns: its group if the group has a share, otherwise its tenant or
+    /// [`ShareOwner::Others`]. `None`: the client is unknown.
     pub fn owner(&self, client: ClientId) -> Option<ShareOwner> {
         let tenant = *self.state.tenants.get(&client)?;
         let has_share = |group: &GroupId| self.rules.limits(*group).is_some_and(|limits| limits.share.is_some());
@@ -154,8 +157,9 @@ impl<'a> Shares<'a> {
         self.rules.env(client).map_or(share, |limits| limits.tighten(share))
     }
 
-    /// The owners that are charged for a client's turns: its group or tenant, and the client itself where its environment
-    /// sets a lower weight. It is queued by the later of their finish tags.
+    /// The owners to which a client's turns are charged: its group or tenant, and also the client
+    /// itself if its environment sets a lower weight. The client is queued by the later of their
+    /// finish tags.
     pub fn owners(&self, client: ClientId) -> impl Iterator<Item = ShareOwner> + use<> {
         let owner = self.owner(client);
         let own = self.rules.env(client).and_then(|limits| limits.weight);
@@ -167,8 +171,8 @@ impl<'a> Shares<'a> {
         u32::from(self.share(owner).weight.max(1))
     }
 
-    /// The weight of an owner on a GPU. [`ShareOwner::Others`] counts once for each tenant that waits for the GPU or
-    /// holds it.
+    /// The weight of an owner on a GPU. [`ShareOwner::Others`] counts once for each tenant that
+    /// waits for or holds the GPU.
     fn weight_on(&self, owner: ShareOwner, id: GpuId) -> u32 {
         let tenants = || {
             let waiting = self.queues.queued(id).flat_map(|entity| self.queues.clients_of(entity));

@@ -1,4 +1,4 @@
-//! The time that an owner held a GPU within a sliding window of one period.
+//! The time for which an owner held a GPU within a sliding window of one period.
 
 use crate::api::Time;
 use std::collections::VecDeque;
@@ -7,13 +7,15 @@ use std::time::Duration;
 /// The precision of predicted times.
 const EXACT: Duration = Duration::from_micros(10);
 
-/// When an owner held a GPU, as far back as it matters: spans in order, without overlaps.
+/// The times when an owner held a GPU, as far back as they matter, as ordered spans without
+/// overlaps.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Usage {
     spans: VecDeque<Span>,
 }
 
-/// A span of time in which the GPU was held for `used`: all the time, or in several short holds.
+/// A span of time in which the GPU was held for `used`, either continuously or in several short
+/// holds.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 struct Span {
     from: Time,
@@ -21,11 +23,11 @@ struct Span {
     used: Duration,
 }
 
-/// Holds that together span at most this part of a period are merged.
+/// Holds are merged into one span if they span at most this fraction (1/200) of a period.
 const FINEST: u32 = 200;
 
 impl Span {
-    /// The usage between two times, as if it had been spread evenly over the span.
+    /// The usage between two times, assuming that it is spread evenly over the span.
     fn between(&self, from: Time, to: Time) -> Duration {
         let part = to.min(self.to).saturating_sub(from.max(self.from));
         let whole = self.to - self.from;
@@ -33,11 +35,11 @@ impl Span {
     }
 }
 
-/// An owner's usage in the last period, including a hold that has not ended.
+/// An owner's usage in the last period, including the current hold.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Window<'a> {
     pub usage: Option<&'a Usage>,
-    /// The owner has held the GPU since then. `None`: it does not hold it.
+    /// Since when the owner has held the GPU. `None`: the owner does not hold the GPU.
     pub since: Option<Time>,
     pub period: Duration,
 }
@@ -64,14 +66,15 @@ impl Usage {
         }
     }
 
-    /// Whether all of it is older than a period.
+    /// Whether all usage is older than a period.
     pub fn is_past(&self, now: Time, period: Duration) -> bool {
         self.spans.back().is_none_or(|span| span.to + period <= now)
     }
 }
 
 impl Window<'_> {
-    /// The usage in the period before `at`, if the owner keeps holding the GPU, or keeps not holding it.
+    /// The usage in the period before `at`, assuming that the owner keeps holding the GPU, or keeps
+    /// not holding it.
     pub fn used(&self, at: Time) -> Duration {
         let begin = at.saturating_sub(self.period);
         let before = self.since.unwrap_or(at);
@@ -90,8 +93,9 @@ impl Window<'_> {
         self.first(now, |at| self.used(at) < bound)
     }
 
-    /// When a condition begins to hold that then stays true for the rest of a period: usage grows while the GPU is held
-    /// and falls otherwise.
+    /// The first time at which `holds` is true. `holds` must stay true after that for the rest of a
+    /// period. Bounds on usage satisfy this, because usage only grows while the GPU is held and
+    /// only falls otherwise.
     fn first(&self, now: Time, holds: impl Fn(Time) -> bool) -> Option<Time> {
         let end = now.saturating_add(self.period);
         if !holds(end) {

@@ -1,4 +1,4 @@
-//! Clients that attach and detach GPUs, and the reports of their memory.
+//! Clients that attach and detach GPUs, and their memory reports.
 
 use super::Machine;
 use crate::{api::*, queue::Blocked, timers::Wake};
@@ -12,7 +12,7 @@ impl Machine {
             return;
         };
         if let Some(attachment) = self.gpus.attachment_mut(client, id) {
-            attachment.engine = engine; // a repeated request is answered again, unless the answer is still to come
+            attachment.engine = engine; // answered again, unless the first answer is pending
             if attachment.attached.is_some() {
                 self.effects.command(Command::Attached { client, gpu: id });
                 self.with_quota(|quota, cx, fx| quota.tell(cx, fx, client, id));
@@ -25,7 +25,7 @@ impl Machine {
         self.attached_asleep(client);
     }
 
-    /// Removes a client from a GPU: its memory, its hold and its requests.
+    /// Removes a client from a GPU, with its memory, its hold and its requests.
     pub(super) fn detach(&mut self, client: ClientId, id: GpuId) {
         if self.gpus.attachment(client, id).is_none() {
             return;
@@ -56,14 +56,14 @@ impl Machine {
         }
         self.with_quota(|quota, cx, _| quota.reported(cx, client, id, report.limit_ack, report.demand));
         self.check(client); // the report may be a late answer
-        // The client's need may have changed, and with it whether its request can be served.
+        // The client's need may have changed, and its blocked request may now be servable.
         if let Some(entity) = self.queues.waiting(client)
             && self.queues.request(entity).is_some_and(|request| request.blocked == Some(Blocked::Pinned(id)))
         {
             self.enqueue(entity);
         }
-        // Holders and the first request in the queue come first. Bytes that are free after that may go to a client that
-        // waits for nothing.
+        // Holders and the first request in the queue are served first. Bytes that are still free
+        // may then go to a client that is not waiting.
         self.effects.untouch(id);
         self.settle(id);
         if self.gpus.get(id).is_some_and(|gpu| !gpu.lacking) && !self.is_over_limit(client, id) {

@@ -1,5 +1,5 @@
-//! Events that concern every component: clients that connect and disconnect, and changes of the limits that rules and
-//! environments set.
+//! Events that concern every component: connects, disconnects, and changes to the limits of rules
+//! and environments.
 
 use super::Machine;
 use crate::{
@@ -31,7 +31,7 @@ impl Machine {
         }
         let gpus = self.gpus.of_client(id);
         self.withdraw(id);
-        self.sleep.forget(id); // a client that is gone is told nothing any more
+        self.sleep.forget(id); // a disconnected client receives no more commands
         self.limit_sleeper(id);
         for gpu in gpus {
             self.detach(id, gpu);
@@ -52,8 +52,8 @@ impl Machine {
     pub(super) fn grouped(&mut self, groups: &BTreeMap<ClientId, Option<Group>>) {
         let mut bounds_changed: BTreeSet<ClientId> = groups.keys().copied().collect();
         let mut shares_changed = false;
-        // All clients change groups before any limit is computed: a member that was counted too early would get memory
-        // of other clients.
+        // All clients change groups before any limit is computed. Otherwise a limit could count a
+        // member too early and give that member other clients' memory.
         for (client, group) in groups {
             self.leave_group(*client);
             if !self.clients.contains_key(client) {
@@ -90,7 +90,7 @@ impl Machine {
         }
     }
 
-    /// Whether a client holds a lock or waits for one.
+    /// Whether a client holds or waits for a lock.
     fn has_position(&self, client: ClientId) -> bool {
         self.queues.waiting(client).is_some() || self.gpus.holds_any(client)
     }
@@ -119,8 +119,8 @@ impl Machine {
         }
     }
 
-    /// Applies a change of the bounds on a client's memory: memory beyond them is evicted, and the client is notified.
-    /// New limits follow.
+    /// Applies a change to the bounds on a client's memory. Memory beyond the bounds is evicted if
+    /// the client does not run on that GPU. The client is notified, and its new limits follow.
     fn bounds_changed(&mut self, client: ClientId) {
         for id in self.quota.gpus_of(client) {
             self.quota.mark_changed(id);
@@ -159,7 +159,7 @@ impl Machine {
     pub(crate) fn request_limit(&mut self, client: ClientId, id: GpuId, bytes: u64) {
         let now = self.now;
         if let Some(attachment) = self.gpus.attachment_mut(client, id) {
-            attachment.used.get_or_insert(now); // allocations are made in a context
+            attachment.used.get_or_insert(now); // a client allocates only in a context
         }
         if self.with_quota(|quota, cx, fx| quota.request(cx, fx, client, id, bytes)) {
             self.measure(id);
@@ -169,21 +169,21 @@ impl Machine {
     /// Handles the timeout of a measurement that limit requests wait for.
     pub(super) fn held_requests_timed_out(&mut self, id: GpuId) {
         if let Some(gpu) = self.gpus.get_mut(id) {
-            gpu.measurement_requested = false; // the answer may never come
+            gpu.measurement_requested = false; // the measurement may never arrive
         }
         if self.with_quota(|quota, cx, fx| quota.held_requests_timed_out(cx, fx, id)) {
             self.measure(id);
         }
     }
 
-    /// Runs `act` on the quota, which may change its state and send messages.
+    /// Runs `act` on the quota. `act` may change the quota's state and send messages.
     pub(crate) fn with_quota<R>(&mut self, act: impl FnOnce(&mut Quota, quota::Context, &mut Effects) -> R) -> R {
         let gpus = GpuCapacities { gpus: &self.gpus, settings: &self.settings };
         let context = quota::Context { now: self.now, rules: &self.rules, gpus: &gpus };
         act(&mut self.quota, context, &mut self.effects)
     }
 
-    /// Runs `ask` on the quota, which stays as it is.
+    /// Runs `ask` on the quota without changing it.
     pub(crate) fn ask_quota<R>(&self, ask: impl FnOnce(&Quota, quota::Context) -> R) -> R {
         let gpus = GpuCapacities { gpus: &self.gpus, settings: &self.settings };
         ask(&self.quota, quota::Context { now: self.now, rules: &self.rules, gpus: &gpus })

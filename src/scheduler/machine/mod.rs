@@ -1,5 +1,5 @@
-//! The state, and the dispatch of events. An event changes the state of a component and marks the GPUs that it
-//! concerns; then each marked GPU is settled.
+//! The state, and the dispatch of events. An event changes the state of a component and marks the
+//! affected GPUs. Each marked GPU is then settled.
 
 mod attachment;
 mod membership;
@@ -20,7 +20,8 @@ use crate::{
 };
 use std::time::Duration;
 
-/// Later times are clamped to this one (34 years), so that no sum of times overflows.
+/// The latest time (34 years). Later times are clamped to this time, so that no sum of times
+/// overflows.
 const MAX_TIME: Time = Duration::from_secs(1 << 30);
 
 impl Settings {
@@ -32,7 +33,8 @@ impl Settings {
     }
 }
 
-/// The scheduler's state machine: decides which clients run on which GPU, and whose memory is there.
+/// The scheduler's state machine. Decides which clients run on which GPU, and which clients' memory
+/// is on each GPU.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub struct Machine {
     pub(crate) now: Time,
@@ -71,22 +73,24 @@ impl Machine {
         }
     }
 
-    /// The time at which the next [`Event::Tick`] is due, unless another event comes first. `None`: nothing is due.
+    /// The time at which the next [`Event::Tick`] is due if no other event arrives before. `None`:
+    /// no tick is due.
     pub fn deadline(&self) -> Option<Time> {
         self.effects.deadline()
     }
 
-    /// The present settings.
+    /// The current settings.
     pub fn settings(&self) -> &Settings {
         &self.settings
     }
 
-    /// Handles an event and returns the commands to carry out, in this order. Events that make no sense, such as those
-    /// of unknown clients, change nothing. `now` must not decrease; an earlier time counts as the last one.
+    /// Handles an event. Returns the commands to carry out, in this order. Invalid events, such as
+    /// events of unknown clients, change nothing. `now` should not decrease; an earlier time is
+    /// raised to the time of the last event.
     pub fn handle(&mut self, now: Time, event: Event) -> Vec<Command> {
         self.now = self.now.max(now.min(MAX_TIME));
-        // The event is handled before wake-ups that are due: an answer that arrives in time counts, and clients that
-        // have just disconnected are not asked.
+        // The event is handled before due wake-ups, so that an answer that arrives in time counts,
+        // and clients that have just disconnected receive no requests.
         self.dispatch(event);
         while let Some(wake) = self.effects.take_due(self.now) {
             match wake {
@@ -240,7 +244,7 @@ impl Machine {
         }
     }
 
-    /// Ends a room, if it has not ended.
+    /// Ends a room that has not ended yet.
     fn end_room(&mut self, room: RoomId) {
         self.gpus.iter_mut().for_each(|(_, gpu)| gpu.end_room(&mut self.effects, room));
     }
@@ -307,20 +311,21 @@ impl Machine {
         }
     }
 
-    /// The present state, for questions.
+    /// A read-only view of the current state.
     pub(crate) fn model(&self) -> Model<'_> {
         let Self { now, settings, rules, clients, gpus, queues, sleep, quota, fairness, .. } = self;
         Model { now: *now, settings, rules, clients, gpus, queues, sleep, quota, fairness }
     }
 
-    /// A GPU to change, with its decisions' inputs and the place for their effects. `None`: the GPU is unknown.
+    /// A GPU to change, the inputs of its decisions, and the place for their effects. `None`: the
+    /// GPU is unknown.
     pub(crate) fn gpu_mut(&mut self, id: GpuId) -> Option<(&mut Gpu, gpu::Context<'_>, &mut Effects)> {
         let Self { now, settings, gpus, rules, clients, queues, sleep, quota, effects, .. } = self;
         let context = gpu::Context { now: *now, settings, rules, clients, queues, sleep, quota };
         Some((gpus.get_mut(id)?, context, effects))
     }
 
-    /// Runs `act` on a GPU, if it is known.
+    /// Runs `act` on a GPU if the GPU is known.
     pub(crate) fn with_gpu(&mut self, id: GpuId, act: impl FnOnce(&mut Gpu, gpu::Context, &mut Effects)) {
         if let Some((gpu, cx, fx)) = self.gpu_mut(id) {
             act(gpu, cx, fx);
@@ -335,17 +340,17 @@ impl Machine {
         self.gpu_mut(id).map_or(0, |(gpu, cx, fx)| gpu.credit(cx, fx, client, reserved_ahead))
     }
 
-    /// Requests a measurement of a GPU, unless one is pending.
+    /// Requests a measurement of a GPU if none is pending.
     pub(crate) fn measure(&mut self, id: GpuId) {
         self.with_gpu(id, |gpu, _, fx| gpu.measure(fx));
     }
 
-    /// Requests a measurement even if one is pending.
+    /// Requests a measurement even if another is pending.
     pub(crate) fn measure_again(&mut self, id: GpuId) {
         self.with_gpu(id, |gpu, _, fx| gpu.measure_again(fx));
     }
 
-    /// Changes a client's hold of a GPU, and the ledger with it.
+    /// Changes a client's hold of a GPU, and updates the ledger.
     pub(crate) fn change_hold(&mut self, client: ClientId, id: GpuId, change: impl FnOnce(&mut Hold)) {
         if let Some(hold) = self.gpus.hold_mut(client, id) {
             change(hold);

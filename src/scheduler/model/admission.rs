@@ -1,4 +1,4 @@
-//! Whether a request can be granted, and why not; and whether there is a reason to revoke a holder.
+//! Whether a request can be granted, and why not. Whether there is a reason to revoke a holder.
 
 use super::Model;
 use crate::{
@@ -10,7 +10,7 @@ use crate::{
 use std::cell::OnceCell;
 
 impl Model<'_> {
-    /// The clients of a request that want a lock which they still hold and cannot release.
+    /// The clients of a request that still hold a lock that they want, and cannot release it.
     pub fn undrained(&self, entity: Entity) -> Vec<ClientId> {
         let wants = self.queues.request(entity).into_iter().flat_map(|request| &request.wants);
         let is_undrainable = |client: ClientId, id: GpuId| self.gpus.hold(client, id).is_some_and(Hold::is_undrainable);
@@ -18,7 +18,8 @@ impl Model<'_> {
         undrained.map(|(client, _)| *client).collect()
     }
 
-    /// Whether a client of a request may not be granted a GPU yet because mapping failed there.
+    /// Whether a client of a request must wait before it is granted a GPU again, because mapping
+    /// failed there.
     pub fn is_delayed(&self, entity: Entity) -> bool {
         let mut wants = self.queues.request(entity).into_iter().flat_map(|request| &request.wants);
         wants.any(|(client, gpus)| self.delayed_until(*client, gpus) > self.now)
@@ -35,7 +36,8 @@ impl Model<'_> {
         if !is_gone && (self.waits_for_gang(entity) || self.is_kept_for_gang(entity, id)) {
             return false;
         }
-        // Computed once: the result is the same for all holders that need it, usually one or none.
+        // Computed at most once, because the result is the same for all holders. Usually one holder
+        // or none needs it.
         let known = OnceCell::new();
         let together = || {
             let may_join = || is_gone || self.settings.anti_thrash == AntiThrash::Off || self.may_join(entity, id);
@@ -53,15 +55,16 @@ impl Model<'_> {
         })
     }
 
-    /// Whether a request is allowed all bytes that it needs on a GPU.
+    /// Whether each client of a request has an allowance for all bytes that it needs on a GPU.
     pub fn has_memory(&self, entity: Entity, id: GpuId) -> bool {
         let has =
             |client| self.gpus.account(client, id).is_some_and(|account| account.allowance >= self.need(client, id));
         self.queues.request(entity).is_some() && self.queues.wanting(entity, id).all(has)
     }
 
-    /// Whether memory of clients that run by page faults is still being evicted. A client evicts nothing while it has
-    /// the lock, so memory that other clients wait for would stay.
+    /// Whether memory of a request's clients that run by page faults is still being evicted. A
+    /// client does not evict memory while it holds the lock, so a grant would delay clients that
+    /// wait for the memory.
     pub fn is_evicting(&self, entity: Entity, id: GpuId) -> bool {
         let evicts = |client| {
             let Some(account) = self.gpus.account(client, id) else { return false };
@@ -87,14 +90,16 @@ impl Model<'_> {
         request.wants.values().flatten().all(is_served)
     }
 
-    /// Until when a client is not granted these GPUs because mapping failed there; 0 if it can be granted now.
+    /// Until when a client is not granted these GPUs because mapping failed there. 0 if the client
+    /// can be granted them now.
     pub fn delayed_until(&self, client: ClientId, gpus: &GpuSet) -> Time {
         let attachments = gpus.iter().filter_map(|id| self.gpus.attachment(client, *id));
         attachments.map(|attachment| attachment.failures.not_before).max().unwrap_or_default()
     }
 
-    /// Whether a request could be served if every client gave up all evictable bytes. A request that already has its
-    /// memory on the GPU can be served, unless that memory has to be evicted for a room.
+    /// Whether a request could be served if every client evicted all evictable bytes. A request
+    /// that already has its memory on the GPU can be served, except if that memory must be evicted
+    /// for a room.
     pub fn has_room(&self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
         let (Some(gpu), Some(_)) = (self.gpus.get(id), self.queues.request(entity)) else { return true };
         if gpu.access != Access::Turns {
@@ -117,8 +122,9 @@ impl Model<'_> {
         self.queues.first(id).map(|entity| self.queues.members(entity, id)).unwrap_or_default()
     }
 
-    /// Whether a request that also wants other GPUs has to wait here for a request or holder of a better tier. That may
-    /// take long, and the waiting request would block the other GPUs for all other clients.
+    /// Whether a request that also wants other GPUs must wait on this GPU for a request or holder
+    /// of a better tier. The wait may be long, and in the queue the waiting request would block the
+    /// other GPUs for all other clients.
     pub fn waits_behind(&self, entity: Entity, id: GpuId) -> bool {
         let Some(request) = self.queues.request(entity).filter(|_| self.shares().have_classes()) else { return false };
         if self.access(id) == Access::Gone {
@@ -133,9 +139,9 @@ impl Model<'_> {
         several && (waits() || (self.gpus.holds_on(id).any(is_better) && !self.is_admissible(entity, id)))
     }
 
-    /// Whether a request is admitted beside a draining holder. In `auto`, a request that does not wait for turns to end
-    /// does not wait for queued work either, if its memory fits beside the holder's. The GPU time-slices the two until
-    /// the drain ends.
+    /// Whether a request is admitted beside a draining holder. In `auto`, a request that does not
+    /// wait for turns to end does not wait for the holder's queued work either, if its memory fits
+    /// beside the holder's. The GPU time-slices the two clients until the drain ends.
     pub fn admits_while_draining(&self, holder: ClientId, hold: &Hold, waiter: Entity) -> bool {
         let is_auto = self.settings.anti_thrash == AntiThrash::Auto;
         is_auto && hold.revoked.is_some() && self.shares().precedence(waiter, holder) == Precedence::Before
@@ -143,7 +149,8 @@ impl Model<'_> {
 
     /// Whether there is a reason to revoke a holder.
     pub fn is_wanted_from(&self, client: ClientId, id: GpuId) -> bool {
-        // Requests may be blocked by bytes that the holder cannot free, or may have been admitted beside it.
+        // Bytes that the holder cannot free may block a request, or a request may have been
+        // admitted beside the holder.
         let hold = self.gpus.hold(client, id);
         let undrainable = hold.is_some_and(Hold::is_undrainable);
         let is_in_the_way = || hold.is_some_and(|hold| self.is_in_the_way(hold.entity));
@@ -153,7 +160,7 @@ impl Model<'_> {
             || self.overdrawn(id) > 0
             || (exclusive && self.gpus.holders(id).count() > 1 && !self.may_all_stay(id));
         let is_spent = self.shares().capped_at(client, id).is_some_and(|at| at <= self.now);
-        // The client may want the lock again itself, and has to release it first.
+        // The client itself may want the lock again, and must release it first.
         others || is_in_the_way() || is_spent || self.sleep.is_held_off(client) || self.queues.waits_for(client, id)
     }
 }

@@ -1,9 +1,9 @@
-//! Backfilling: while the first request of a GPU waits for other GPUs, later requests that want only this GPU and have
-//! all their memory there are granted, until the holders of the other GPUs admit the first request.
+//! Backfilling: the first request of a GPU may have to wait for other GPUs. Until those GPUs admit
+//! it, this GPU grants later requests that want no other GPU and have all their memory on this one.
 //!
-//! The turns of its holders give each GPU a time at which it admits the first request. Backfilled grants end at the
-//! latest of these times, and so never delay it: the first request waits only for the turns that it would wait for
-//! anyway, a drain, and, if a time is unknown, [`SLOT`].
+//! The turns of a GPU's holders determine when the GPU admits the first request. Backfilled grants
+//! end at the latest such time among the other GPUs. The first request therefore waits no longer
+//! than without backfilling, except for a drain, and for [`SLOT`] if a time is unknown.
 
 use super::Model;
 use crate::{
@@ -13,14 +13,15 @@ use crate::{
 };
 use std::time::Duration;
 
-/// The minimum time granted to a request, and the time granted if the wait of the first request is unknown.
+/// The minimum time granted to a backfilled request. Also the time granted if the wait of the first
+/// request is unknown.
 pub(crate) const SLOT: Duration = Duration::from_millis(150);
-/// At most this many requests behind the first are considered.
+/// The number of requests behind the first that are considered at most.
 pub(crate) const LOOKS: usize = 16;
 
 impl Model<'_> {
-    /// When a GPU admits its first request, according to the turns of its holders; 0 if it would admit it now. `None`:
-    /// unknown.
+    /// When a GPU admits its first request, according to the turns of its holders. 0 if the GPU
+    /// would admit the request now. `None`: unknown.
     pub fn opens_at(&self, id: GpuId, first: Entity) -> Option<Time> {
         if self.access(id) == Access::Suspended || self.queues.first(id) != Some(first) {
             return None;
@@ -46,8 +47,9 @@ impl Model<'_> {
         others.map(|gpu| self.opens_at(*gpu, first)).try_fold(Time::ZERO, |latest, opens| Some(latest.max(opens?)))
     }
 
-    /// Whether a waiting client may run on a GPU ahead of the first request until `until`: it wants only that GPU, is
-    /// expected to finish by then, and has all of its memory there.
+    /// Whether a waiting client may run on a GPU ahead of the first request until `until`. The
+    /// client must want only that GPU, be expected to finish by `until`, and have all of its memory
+    /// on the GPU.
     pub fn may_backfill(&self, client: ClientId, id: GpuId, until: Time) -> bool {
         let is_quick = |burst: Duration| burst <= until.saturating_sub(self.now);
         let fits = |account: &Account| account.report.demand <= account.allowance;

@@ -1,37 +1,39 @@
-//! Co-running: holding the lock together, in mode `auto`. Programs that leave the GPU idle between launches lose half
-//! of it by taking turns; programs that keep it busy lose some of it by running at the same time. A client reports its
-//! utilization, which it can measure only while no client outside its gang holds the lock. A report is believed for a
-//! while; then the clients take short turns again, long enough to measure anew.
+//! Co-running, in mode `auto`: several clients hold the lock of a GPU at the same time. Programs
+//! that leave the GPU idle between launches waste up to half of its time if they take turns.
+//! Programs that keep the GPU busy slow each other down if they run at the same time. A client
+//! reports its utilization, which it can measure only while no client outside its gang holds the
+//! lock. The scheduler relies on a report for a limited time. After that, the clients take short
+//! turns again, just long enough to measure anew.
 
 use super::Model;
 use crate::{api::*, policy::utilization::FULL, queue::Entity};
 
 impl Model<'_> {
-    /// Whether an entity may hold the lock beside the present holders.
+    /// Whether an entity may hold the lock beside the current holders.
     pub fn may_join(&self, entity: Entity, id: GpuId) -> bool {
         self.run_together(id, self.gpus.running_on(id).chain(self.queues.members(entity, id)))
     }
 
-    /// Whether the holders of a GPU may continue together.
+    /// Whether the holders of a GPU may continue to run together.
     pub fn may_stay(&self, id: GpuId) -> bool {
         let expired = self.believed_until(id).is_some_and(|until| self.now >= until);
         !expired && self.run_together(id, self.gpus.running_on(id))
     }
 
-    /// Whether all holders could continue together, including bypassed ones.
+    /// Whether all holders, including bypassed ones, could continue to run together.
     pub fn may_all_stay(&self, id: GpuId) -> bool {
         self.run_together(id, self.gpus.holders(id))
     }
 
-    /// When the holders of a GPU have to take turns again, if nothing changes. `None`: there is only one holder, or the
-    /// mode is not `auto`.
+    /// When the holders of a GPU must take turns again if nothing changes. `None`: there is only
+    /// one holder, or the mode is not `auto`.
     pub fn together_until(&self, id: GpuId) -> Option<Time> {
         let several = || self.gpus.running_on(id).nth(1).is_some();
         let takes_turns = self.settings.anti_thrash == AntiThrash::Auto && several();
         if takes_turns { self.believed_until(id) } else { None }
     }
 
-    /// Until when the holders' reports are believed.
+    /// Until when the scheduler relies on the holders' reports.
     pub fn believed_until(&self, id: GpuId) -> Option<Time> {
         let histories = || self.gpus.running_on(id).filter_map(|client| self.gpus.history(client, id));
         let last = self.gpus.running_on(id).filter_map(|client| Some(self.gpus.hold(client, id)?.since)).max()?;
@@ -44,7 +46,8 @@ impl Model<'_> {
         self.gpus.running_on(id).filter_map(|c| self.gpus.history(c, id)).all(|history| !history.utilization.is_open())
     }
 
-    /// Whether these clients may run together: they leave the GPU idle at times, and all of their memory fits.
+    /// Whether these clients may run together: they leave the GPU idle at times, and all of their
+    /// memory fits.
     pub fn run_together(&self, id: GpuId, clients: impl Iterator<Item = ClientId>) -> bool {
         let Some(gpu) = self.gpus.get(id).filter(|_| self.settings.anti_thrash == AntiThrash::Auto) else {
             return false;

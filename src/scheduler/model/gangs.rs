@@ -1,8 +1,9 @@
-//! How the members of a gang help each other, and gangs that exclude each other.
+//! How the members of a gang help each other to run and to drain, and which gangs exclude each
+//! other.
 //!
-//! Two gangs conflict if they share a GPU and one of them uses several. One of them waits until the other holds
-//! nothing; a gang that already holds a lock goes first. Otherwise each could hold a GPU that the other waits for, its
-//! kernels spinning for the missing members.
+//! Two gangs conflict if they share a GPU and one of them uses several GPUs. One gang then waits
+//! until the other holds no lock; a gang that already holds a lock runs first. Otherwise each gang
+//! could hold a GPU that the other gang waits for, while its kernels spin for the missing members.
 
 use super::Model;
 use crate::{
@@ -13,14 +14,15 @@ use crate::{
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// How long a gang's request waits for members that have not requested yet, so that they run together.
+/// How long a gang's request waits for members that have not requested a GPU yet, so that all
+/// members run together.
 const GATHERS: Duration = Duration::from_millis(5);
-/// A member that released or attached a GPU within this time is likely to request one. A gang's request waits only for
-/// such members.
+/// A member that released or attached a GPU within this time is likely to request a GPU. A gang's
+/// request waits only for such members.
 const LATELY: Duration = Duration::from_secs(1);
 
 impl Model<'_> {
-    /// The holds that a gang's members have as members of the gang.
+    /// The locks that a gang's members hold as members of the gang.
     pub fn holds_of_gang(&self, gang: Gang) -> impl Iterator<Item = (GpuId, &Hold)> {
         self.queues.gangs().members(gang).flat_map(move |client| self.gpus.holds_in_gang(client, gang))
     }
@@ -30,7 +32,8 @@ impl Model<'_> {
         self.queues.gangs().members(gang).flat_map(|client| self.gpus.of_client(client)).collect()
     }
 
-    /// Until when a new request waits for other members of its gang that ran recently. `None`: it waits for none.
+    /// Until when a new request waits for members of its gang that ran recently. `None`: no such
+    /// member is missing.
     pub fn gathers_until(&self, entity: Entity) -> Option<Time> {
         let gang = entity.gang()?;
         let is_missing = |client: &ClientId| {
@@ -45,8 +48,8 @@ impl Model<'_> {
         missing.any(had_lately).then(|| self.now + GATHERS)
     }
 
-    /// Whether a GPU is kept for another gang that was revoked: one of that gang's members does not drain yet, and may
-    /// need a member in order to drain that has just left this GPU.
+    /// Whether a GPU is kept for another gang that was revoked. This is so while a member of the
+    /// revoked gang has not drained: to drain, it may need a member that has just left this GPU.
     pub fn is_kept_for_gang(&self, entity: Entity, id: GpuId) -> bool {
         let gangs = self.queues.gangs();
         let mut turns = gangs.turns().filter(|(gang, _)| entity != Entity::Gang(*gang) && gangs.is_job(*gang));
@@ -63,16 +66,17 @@ impl Model<'_> {
         gang.is_some_and(|gang| self.holds_of_gang(gang).any(|(_, hold)| hold.drains()))
     }
 
-    /// How long a holder may be idle for its gang's sake: the other members may be spinning for it, and a hand-over of
-    /// the GPU would cost the same time. 0: it is in no gang, or no other member holds a GPU.
+    /// How long a holder may be idle for the sake of its gang. The other members may be spinning
+    /// for the holder, and a hand-over of the GPU would cost the same time. 0: the holder is in no
+    /// gang, or no other member holds a GPU.
     pub fn gang_grace(&self, hold: &Hold) -> Duration {
         let gang = hold.entity.gang().filter(|gang| self.queues.gangs().is_job(*gang));
         let gang = gang.filter(|gang| self.holds_of_gang(*gang).nth(1).is_some());
         gang.map_or(Duration::ZERO, |gang| self.queues.gangs().hand_over(gang).min(self.settings.time_quantum))
     }
 
-    /// When a holder's drain will lag, if other members of its gang are waiting that could help it. `None`: it will
-    /// not.
+    /// When a holder's drain counts as late, if waiting members of its gang could help it. `None`:
+    /// the drain does not become late.
     pub fn lags_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
         let lock = self.gpus.lock(client, id)?;
         let hold = lock.hold.as_ref().filter(|hold| hold.drains() && !hold.may_need_others())?;
@@ -82,9 +86,10 @@ impl Model<'_> {
         peers.any(|peer| self.queues.waiting(peer).is_some()).then(|| begun + lock.drains.lags_after())
     }
 
-    /// Whether a gang has its turn, in which its other members precede all requests of their class. The turn lasts one
-    /// time quantum, and another one if a revoked member cannot drain, since it may need the others. After that the
-    /// gang would only delay other requests, since it waits until all of its members drain.
+    /// Whether a gang has its turn. During the turn, the gang's waiting members precede all
+    /// requests of their class. The turn lasts one time quantum, or two if a revoked member cannot
+    /// drain, because that member may need the others. After that, the gang would only delay other
+    /// requests, because it waits until all of its members drain.
     pub fn has_turn(&self, entity: Entity) -> bool {
         let turn = entity.gang().and_then(|gang| Some((gang, self.queues.gangs().turn_since(gang)?)));
         let Some((gang, since)) = turn else { return false };
@@ -96,20 +101,22 @@ impl Model<'_> {
         }
     }
 
-    /// When a gang's turn may end because time passes. `None`: the gang has no turn.
+    /// When the passage of time may end a gang's turn. `None`: the gang has no turn.
     pub fn turn_passes_at(&self, entity: Entity) -> Option<Time> {
         let since = self.queues.gangs().turn_since(entity.gang()?)?;
         let ends = [1, 2].map(|quanta| since.saturating_add(self.settings.time_quantum.saturating_mul(quanta)));
         ends.into_iter().find(|at| *at > self.now)
     }
 
-    /// Whether a revoked member is about to drain. Until it has drained, no member is granted anything.
+    /// Whether a revoked member is about to drain. Until that member has drained, no member is
+    /// granted a lock.
     pub fn is_about_to_drain(&self, entity: Entity) -> bool {
         let holds = entity.gang().into_iter().flat_map(|gang| self.holds_of_gang(gang));
         holds.into_iter().any(|(_, hold)| hold.drains() && !hold.may_need_others())
     }
 
-    /// Whether two gangs conflict: they share a GPU on which they cannot run together, and one of them uses several.
+    /// Whether two gangs conflict: they share a GPU on which they cannot run together, and one of
+    /// them uses several GPUs.
     pub fn gangs_conflict(&self, one: Gang, other: Gang) -> bool {
         if !(self.queues.gangs().is_job(one) && self.queues.gangs().is_job(other)) {
             return false;
@@ -122,7 +129,7 @@ impl Model<'_> {
             && shared.any(|id| !self.run_together(*id, both().filter(|client| self.gpus.lock(*client, *id).is_some())))
     }
 
-    /// Whether an entity is a gang that has to wait for a conflicting gang, on any GPU.
+    /// Whether an entity is a gang that must wait for a conflicting gang on any GPU.
     pub fn waits_for_gang(&self, entity: Entity) -> bool {
         let Entity::Gang(gang) = entity else { return false };
         if !self.queues.gangs().are_several() || self.settings.anti_thrash == AntiThrash::Off {
@@ -133,7 +140,8 @@ impl Model<'_> {
         })
     }
 
-    /// The first gang in the queues of other GPUs that waits for the holders of this one. `None`: no gang does.
+    /// The first gang in the queues of other GPUs that waits for this GPU's holders. `None`: no
+    /// gang waits for them.
     pub fn gang_awaiting_holders(&self, id: GpuId) -> Option<Entity> {
         if !self.queues.gangs().are_several() || self.settings.anti_thrash == AntiThrash::Off {
             return None;
@@ -148,8 +156,8 @@ impl Model<'_> {
         conflicting.min_by_key(|(_, request)| request.key).map(|(entity, _)| entity)
     }
 
-    /// Whether a conflicting gang, on any GPU, waits for this gang to release all locks, or runs while this gang is
-    /// bypassed.
+    /// Whether a conflicting gang waits, on any GPU, for this gang to release all locks, or runs
+    /// while this gang is bypassed.
     pub fn is_in_the_way(&self, entity: Entity) -> bool {
         let Some(gang) = entity.gang().filter(|_| self.queues.gangs().are_several()) else { return false };
         let waits =
@@ -160,8 +168,8 @@ impl Model<'_> {
             && others.any(|other| (waits(other) || runs(other)) && self.gangs_conflict(gang, other))
     }
 
-    /// Whether a gang has to release its locks because a conflicting gang held a lock first: otherwise they would wait
-    /// for each other.
+    /// Whether a gang must release its locks because a conflicting gang held a lock first. If
+    /// neither released its locks, the two gangs would wait for each other.
     pub fn yields(&self, entity: Entity) -> bool {
         let Some(gang) = entity.gang().filter(|_| self.queues.gangs().are_several()) else { return false };
         if self.settings.anti_thrash == AntiThrash::Off {
@@ -176,7 +184,7 @@ impl Model<'_> {
         others.any(|other| first(other).is_some_and(|other| other < since) && self.gangs_conflict(gang, other))
     }
 
-    /// Since when the holder's gang has had its turn, if the waiter is a conflicting gang.
+    /// The start of the holder's gang's turn, if the waiter is a conflicting gang.
     pub fn awaited_since(&self, holder: Entity, waiter: Entity) -> Option<Time> {
         let (gang, other) = (holder.gang()?, waiter.gang()?);
         let since = self.queues.gangs().turn_since(gang)?;

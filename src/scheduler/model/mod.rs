@@ -1,10 +1,10 @@
-//! Queries about the present state that concern more than one component and change nothing. Decisions use them;
-//! `machine` and `settle` then make the changes.
+//! Read-only queries on the current state that involve several components. Decisions use these
+//! queries; `machine` and `settle` then make the changes.
 //!
 //! - `order`: the order of queues, and the precedence of waiting clients over holders.
 //! - `admission`: whether a request can be granted, and why not.
-//! - `gangs`: how a gang's members help each other, and gangs that exclude each other.
-//! - `corun`: clients that may hold a GPU together.
+//! - `gangs`: how a gang's members help each other, and which gangs exclude each other.
+//! - `corun`: which clients may hold a GPU at the same time.
 //! - `backfill`: requests that may run while the first request of a GPU waits for other GPUs.
 
 mod admission;
@@ -51,13 +51,13 @@ impl<'a> Model<'a> {
         self.gpus.get(id).map_or(Access::default(), |gpu| gpu.access)
     }
 
-    /// The inputs of a GPU's decisions.
+    /// The state that a GPU's decisions depend on.
     pub fn gpu_context(&self) -> gpu::Context<'a> {
         let Self { now, settings, rules, clients, queues, sleep, quota, .. } = *self;
         gpu::Context { now, settings, rules, clients, queues, sleep, quota }
     }
 
-    /// Bytes that a client must be allowed in order to run on a GPU: see [`Gpu::need`].
+    /// The allowance in bytes that a client needs to run on a GPU: see [`Gpu::need`].
     pub fn need(&self, client: ClientId, id: GpuId) -> u64 {
         self.gpus.get(id).map_or(0, |gpu| gpu.need(self.gpu_context(), client))
     }
@@ -66,7 +66,8 @@ impl<'a> Model<'a> {
         self.gpus.get(id).is_some_and(|gpu| gpu.faults_in(self.gpu_context(), client))
     }
 
-    /// Why none of a client's memory can be evicted from a GPU now. `None`: it can be.
+    /// Why none of a client's memory can be evicted from a GPU now. `None`: some of it can be
+    /// evicted.
     pub fn eviction_block(&self, client: ClientId, id: GpuId) -> Option<EvictionBlock> {
         self.gpus.get(id)?.eviction_block(self.gpu_context(), client)
     }
@@ -85,7 +86,8 @@ impl<'a> Model<'a> {
         self.gpus.get(id).map_or(Duration::ZERO, |gpu| gpu.moving_both_ways(bytes, exempt))
     }
 
-    /// Whether a client can use no lock: its process is stopped, or it is held off its GPUs.
+    /// Whether a client cannot use any lock, because its process is stopped or the client is kept
+    /// off its GPUs.
     pub fn is_absent(&self, client: ClientId) -> bool {
         self.clients.get(&client).is_some_and(|state| state.stopped) || self.sleep.is_held_off(client)
     }

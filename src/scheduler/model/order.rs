@@ -1,4 +1,5 @@
-//! The order of queues, and the precedence of waiting clients over holders, from policy, shares and memory together.
+//! The order of queues, and the precedence of waiting clients over holders. Both follow from
+//! policy, shares and memory together.
 
 use super::Model;
 use crate::{
@@ -13,14 +14,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 impl<'a> Model<'a> {
-    /// The fairness state at this moment.
+    /// The fairness state now.
     pub fn shares(&self) -> Shares<'a> {
         let Self { now, settings, rules, gpus, queues, fairness, .. } = *self;
         Shares { now, settings, rules, gpus, queues, state: fairness }
     }
 
-    /// The rank of a request that arrives at `arrival` among the requests of its owner, and when its age puts it before
-    /// all of them. `None`: never.
+    /// The rank, among its owner's requests, of a request that arrives at `arrival`, and the time
+    /// when the request ages and precedes all of them. `None`: the request never ages.
     pub fn rank(&self, client: ClientId, wants: &GpuSet, arrival: Time) -> (Time, Option<Time>) {
         let waiters = wants.iter().map(|gpu| self.waiter(client, *gpu));
         let waiter = waiters.reduce(|a, b| Waiter {
@@ -40,8 +41,8 @@ impl<'a> Model<'a> {
         (at, ages_after.map(|after| arrival.saturating_add(after)))
     }
 
-    /// Since when the owner of a request that arrives now has been waiting for these GPUs; 0 where no rule divides the
-    /// time, since there is then only one owner.
+    /// Since when the owner of a request that arrives now has been waiting for these GPUs. 0 if no
+    /// rule divides the time, because then there is only one owner.
     pub fn joined(&self, client: ClientId, wants: &GpuSet) -> Time {
         if self.policy().tenants_take_turns() || !self.shares().have_classes() {
             return Time::ZERO;
@@ -51,8 +52,9 @@ impl<'a> Model<'a> {
         peers.filter_map(|entity| Some(self.queues.request(entity)?.key.joined)).min().unwrap_or(self.now)
     }
 
-    /// Owners with queued requests, where the policy orders the requests of one owner by rank alone. Their finish tags
-    /// are kept even after they have passed, as the key that these requests share.
+    /// The owners with queued requests, if the policy orders the requests of one owner by rank
+    /// alone; empty otherwise. The finish tags of these owners are kept even after they have
+    /// passed, because all requests of an owner share its tag as their key.
     pub fn owners_with_one_key(&self, id: GpuId) -> BTreeSet<ShareOwner> {
         let is_by_rank = !self.policy().tenants_take_turns() && self.shares().have_classes();
         is_by_rank.then(|| self.queues.owners_waiting(id)).into_iter().flatten().collect()
@@ -95,8 +97,8 @@ impl<'a> Model<'a> {
         }
     }
 
-    /// How much longer a holder can run until its owner has used more than another waiting owner. `None`: no other
-    /// owner waits, or the policy leaves that to the length of turns.
+    /// How much longer a holder can run until its owner has used more than another waiting owner.
+    /// `None`: no other owner waits, or the policy relies on the length of turns alone.
     pub fn other_owner_after(&self, client: ClientId, id: GpuId, hold: &Hold) -> Option<Duration> {
         if self.policy().tenants_take_turns() || !self.shares().have_classes() {
             return None;
@@ -120,16 +122,18 @@ impl<'a> Model<'a> {
         QueueKey { class, at: self.policy().key_among_owners(served, before.rank, before.joined), ..before }
     }
 
-    /// The finish tag of a client whose environment sets a lower weight, while it delays the client. Where the policy
-    /// orders the clients of one owner by rank, they share a key, and the tag counts only until its time: after that,
-    /// it would keep the client behind all clients without a tag of their own.
+    /// The client's own finish tag, while it delays a client whose environment sets a lower weight.
+    /// If the policy orders the clients of one owner by rank, those clients share a key, and the
+    /// tag counts only until the time that it names. After that time, the tag would keep the client
+    /// behind all clients without a tag of their own.
     pub fn own_tag(&self, client: ClientId, id: GpuId) -> Option<Time> {
         let own = self.shares().owners(client).find(|owner| *owner == ShareOwner::Client(client))?;
         let tag = self.shares().tag_of(own, id)?;
         (self.policy().tenants_take_turns() || tag > self.now).then_some(tag)
     }
 
-    /// When the position of a request changes without an event, because a client's own finish tag stops delaying it.
+    /// When a request's position changes without an event, because a client's own finish tag no
+    /// longer delays it.
     pub fn position_changes_at(&self, entity: Entity) -> Option<Time> {
         if self.policy().tenants_take_turns() {
             return None;
@@ -139,8 +143,8 @@ impl<'a> Model<'a> {
         wants.filter_map(|(client, id)| self.own_tag(client, id)).min()
     }
 
-    /// For assertions: whether the queue by owners matches the clients' requests, and no request precedes the request
-    /// that it stands behind.
+    /// For assertions: whether the queue by owners matches the clients' requests, and no request
+    /// precedes the first request of its owner.
     pub fn owners_are_current(&self, id: GpuId) -> bool {
         let mut owners: BTreeMap<ShareOwner, BTreeSet<Entity>> = BTreeMap::new();
         for entity in self.queues.queued(id) {
@@ -154,8 +158,9 @@ impl<'a> Model<'a> {
             && self.whole_queue(id).first().copied() == self.queues.first(id)
     }
 
-    /// Until when a holder would precede a waiting request if it released the lock and requested it again. Revoking it
-    /// sooner would only cost a drain: it would be granted again immediately. `None`: the request goes first.
+    /// Until when a holder would precede a waiting request if the holder released the lock and
+    /// requested it again. An earlier revoke would only cost a drain, because the holder would be
+    /// granted the lock again immediately. `None`: the waiting request precedes the holder.
     pub fn precedes_until(&self, holder: ClientId, id: GpuId, other: Entity) -> Option<Time> {
         let hold = self.gpus.hold(holder, id).filter(|hold| matches!(hold.entity, Entity::Solo(_)))?;
         let (owner, key) = (self.shares().owner(holder)?, self.queues.request(other)?.key);
@@ -175,15 +180,17 @@ impl<'a> Model<'a> {
             true => arrives,
             false => self.policy().key_among_owners(Time::ZERO, arrives, Time::ZERO),
         };
-        // Clients of one owner have the same finish tag, unless one has a lower weight of its own.
+        // Clients of one owner have the same finish tag, except clients with a lower weight of
+        // their own.
         let own_tag =
             || self.queues.first_client(other).and_then(|client| self.own_tag(client, id)).unwrap_or_default();
         let other_at = if is_same_owner { key.rank.max(own_tag()) } else { key.at };
-        // The holder would arrive later by as much as it keeps running.
+        // Each second for which the holder keeps running would delay its new request by a second.
         let mut ahead = other_at.checked_sub(arrival);
         for charged in self.shares().owners(holder) {
             let before = match self.shares().finish_tag(holder, charged, id, hold, waited) {
-                // Its tag advances faster than time, by the weight of the waiting owners.
+                // The holder's tag advances faster than time, in proportion to the weights of the
+                // waiting owners.
                 Some((until, weights)) => other_at.checked_sub(until).map(|left| weights.service_until(left)),
                 None if is_same_owner => (other_at > tag(charged).unwrap_or_default()).then_some(Duration::MAX),
                 None => None,
@@ -205,12 +212,12 @@ impl<'a> Model<'a> {
     pub fn current_key(&self, entity: Entity) -> Option<QueueKey> {
         let request = self.queues.request(entity)?;
         let keys = request.wants.iter().map(|(client, gpus)| self.queue_key(*client, gpus, request.key));
-        // A gang has the worst of its members' classes and the latest of their times.
+        // A gang has the worst class and the latest time of its members.
         let key = keys.reduce(|a, b| QueueKey { class: a.class.max(b.class), at: a.at.max(b.at), ..a })?;
         Some(QueueKey { has_turn: Reverse(self.has_turn(entity)), ..key })
     }
 
-    /// All requests in the queue of a GPU, in the order of service if nothing changed.
+    /// All requests in the queue of a GPU, in their order of service if nothing changes.
     pub fn whole_queue(&self, id: GpuId) -> Vec<Entity> {
         let behind =
             self.queues.behind_first(id).filter_map(|(first, entity)| Some((self.key_behind(first, entity)?, entity)));
@@ -219,14 +226,17 @@ impl<'a> Model<'a> {
         queue.into_iter().map(|(_, entity)| entity).collect()
     }
 
-    /// The key of a request that stands behind another request of its owner. `first`: the key of that request, which
-    /// may still include a finish tag that has passed and was forgotten elsewhere.
+    /// The key of a request that stands behind another request of its owner. `first` is the key of
+    /// that other request, and may include a finish tag that has passed and was forgotten
+    /// elsewhere.
     pub fn key_behind(&self, first: &QueueKey, entity: Entity) -> Option<QueueKey> {
         self.current_key(entity).map(|key| QueueKey { at: key.at.max(first.at), ..key })
     }
 
-    /// Whether a request's position among the requests of its owner follows from its rank alone: its client wants one
-    /// GPU, is in no gang, and its environment sets nothing. Without turns, requests do not wait for each other.
+    /// Whether a request's position among the requests of its owner follows from its rank alone.
+    /// This is true if the client wants one GPU, is in no gang, and has no limits from its
+    /// environment. It is false with anti-thrash `off`, because requests then do not wait for each
+    /// other's turns.
     pub fn is_by_rank(&self, entity: Entity) -> bool {
         let Entity::Solo(client) = entity else { return false };
         self.settings.anti_thrash != AntiThrash::Off

@@ -1,24 +1,29 @@
-//! Least attained service, in levels: clients that have used the least GPU time run first, which shortens mean
-//! completion time when run times are unknown and heavy-tailed (a multi-level feedback queue; compare Tiresias, NSDI
-//! 2019).
+//! Least attained service, in levels: clients that have used the least GPU time run first. This
+//! order shortens mean completion time when run times are unknown and heavy-tailed. It is a
+//! multi-level feedback queue (compare Tiresias, NSDI 2019).
 //!
-//! **Queue.** A client's level is the base-4 logarithm of the GPU time that it has attained (`progress`). Lower levels
-//! go first. Within a level the order is that in which clients entered it, and a client whose memory need not move
-//! precedes a client whose memory must: clients that do not fit together run one after another, each until its level
-//! ends, instead of swapping each other out every turn. Time is divided by job, not by tenant. Groups whose rule gives
-//! them a share have that share; all other clients are one owner beside them (`fairness`).
+//! **Queue.** A client's level is the base-4 logarithm of the GPU time that it has attained
+//! (`progress`). Lower levels are served first. Within a level, clients are ordered by the time
+//! when they entered the level. A client whose memory need not move precedes a client whose memory
+//! must move. Clients that do not fit together therefore run one after another, each until its
+//! level ends, instead of evicting each other every turn. Time is divided by job, not by tenant. A
+//! group whose rule sets a share has that share; all other clients together are one more owner
+//! (`fairness`).
 //!
-//! **Turns.** A holder continues while no client of a lower level waits; otherwise it has the shortest turn that pays
-//! for the moves of memory.
+//! **Turns.** A holder continues while no client of a lower level waits. Otherwise its turn is the
+//! shortest that is worth the moves of memory.
 //!
-//! **Ageing.** In `auto`, a client that has waited for `max-wait` longer than it would if all waiting clients took
-//! turns precedes all others for one turn: the shortest that is worth moving its memory, so that little time is lost
-//! for clients of lower levels. In the other modes, where that turn is the time quantum, and where `max-wait` is 0, it
-//! precedes them after [`AGEING_FACTOR`] times the wait that it would have if all took turns. GPUs are kept for a
-//! client that wants several while it waits for the last of them, so it waits no longer than if all took turns.
+//! **Ageing.** An aged client precedes all others for one turn, the shortest that is worth moving
+//! its memory, so that clients of lower levels lose little time. The reference is the wait that the
+//! client would have if all waiting clients took turns. In `auto`, a client ages when its wait
+//! exceeds the reference by `max-wait`. In the other modes, an aged client's turn is the time
+//! quantum, so a client ages only after [`AGEING_FACTOR`] times the reference. The same applies if
+//! `max-wait` is 0. A client that wants several GPUs ages after the reference itself, because the
+//! GPUs are kept for it while it waits for the last of them.
 //!
-//! **Eviction.** Memory of the client that will run last is evicted first: of waiting clients, from the back of the
-//! queue; an idle client is expected to stay idle for as long again as it has been.
+//! **Eviction.** The memory of the client that will run last is evicted first. Waiting clients are
+//! evicted from the back of the queue. An idle client is expected to stay idle for as long again as
+//! it has already been idle.
 
 use super::{Holder, Policy, SHORTEST_TURN, Waiter, fcfs::Fcfs, progress};
 use crate::{
@@ -28,15 +33,15 @@ use crate::{
 };
 use std::time::Duration;
 
-/// The ageing factor where `max-wait` does not bound waits: a client waits at most this multiple of its wait if all
-/// clients took turns.
+/// The ageing factor if `max-wait` does not bound waits. A client then waits at most this multiple
+/// of the wait that it would have if all clients took turns.
 const AGEING_FACTOR: u32 = 8;
-/// Longer than any time on a level, so that ranks of one level precede ranks of the next.
+/// A time longer than any stay on a level, so that all ranks of a level precede those of the next.
 const LEVEL: Duration = Duration::from_secs(1 << 32);
-/// The minimum turn of a client that has aged, whatever its size.
+/// The minimum turn of an aged client, regardless of its memory size.
 const SHORTEST_AGED_TURN: Duration = Duration::from_secs(1);
-/// A client whose memory must move ranks, within its level, as if it had entered that level later by this many times
-/// the time of the move.
+/// The penalty for moving memory. Within its level, a client whose memory must move ranks as if it
+/// had entered the level later, by this multiple of the time of the move.
 const MOVES: u32 = 5;
 
 #[derive(Debug)]
@@ -45,7 +50,7 @@ pub(super) struct Adaptive;
 impl Policy for Adaptive {
     fn turn(&self, settings: &Settings, holder: &Holder, first: &Waiter) -> Duration {
         if first.precedence != Precedence::Equal || !holder.same_owner {
-            return Fcfs.turn(settings, holder, first); // by their rules
+            return Fcfs.turn(settings, holder, first); // the rules of both owners decide
         }
         let is_auto = settings.anti_thrash == AntiThrash::Auto;
         let least = match (is_auto, first.evicts) {
@@ -55,14 +60,14 @@ impl Policy for Adaptive {
             (true, false) => MEASURED.min(settings.time_quantum),
         };
         let turn = if holder.aged || first.aged {
-            // The client's own memory has to be moved in during the turn.
+            // The client's own memory must be moved in during the turn.
             holder.fills.saturating_mul(MOVES).max(SHORTEST_AGED_TURN).min(turn_of_all(settings, first))
         } else if first.rank < holder.rank {
             least
         } else {
             holder.waited.saturating_add(progress::rest_of_level(holder.attained))
         };
-        // Other owners get their part in whole turns.
+        // Other owners receive their part in whole turns.
         let others =
             holder.other_owner_after.map(|after| turn_of_all(settings, first).max(holder.waited.saturating_add(after)));
         turn.min(others.unwrap_or(Duration::MAX)).max(least)
@@ -70,7 +75,7 @@ impl Policy for Adaptive {
 
     fn rank(&self, settings: &Settings, _: Time, waiter: &Waiter) -> Time {
         if settings.anti_thrash == AntiThrash::Auto && waiter.unmeasured && !waiter.evicts {
-            return Time::ZERO; // a short turn tells whether it can run beside others
+            return Time::ZERO; // a short turn measures whether the client can run beside others
         }
         let moves = waiter.moving.saturating_mul(MOVES).min(LEVEL / 2);
         waiter.level_since.saturating_add(moves).saturating_add(LEVEL * progress::level(waiter.attained))

@@ -1,21 +1,28 @@
 //! First come, first served, modified by the anti-thrash mode.
 //!
-//! **Turns.** In `on` every turn is the full time quantum, as in the original nvshare. In `auto` it depends on the cost
-//! of changing the holder. Where memory must move, the turn is a multiple of the time of the move
-//! ([`Waiter::moving_turn`]). Where nothing must move it is a drain, and fairness decides: a holder keeps the GPU for a
-//! little more than the waiter is expected to need. Equals thus finish their bursts (two half-busy jobs overlap perfectly), and a
-//! short burst soon ends a long turn. This is least attained service: what a client has used since it last ran out of
-//! work predicts what it still needs, because burst lengths are heavy-tailed. A higher class (`fairness::Class`) does
-//! not wait for the turn to end, a lower one waits until the holder has no work. With many waiting clients, `auto`
-//! shortens turns so that the last one waits no longer than `max-wait`.
+//! **Turns.** In `on`, every turn is the full time quantum, as in the original nvshare. In `auto`,
+//! the turn depends on the cost of changing the holder.
 //!
-//! **Queue**, among the clients of one tenant: order of arrival. In `auto` the rank is the arrival plus the expected time
-//! (the burst, and moving memory both ways), rounded down to a power of four. Short bursts pass long ones, equals keep
-//! their order, and ageing is built in: a client is never passed by one that arrived more than a time quantum later.
-//! Moving counts, so a client whose memory is on the GPU goes first.
+//! If memory must move, the turn is a multiple of the time of the move ([`Waiter::moving_turn`]).
+//! If no memory must move, the only cost is a drain, and fairness decides. A holder then keeps the
+//! GPU for a little longer than the waiter is expected to need. Two clients with equal bursts thus
+//! finish their bursts (two half-busy jobs overlap perfectly), and a short burst soon ends a long
+//! turn. This is least attained service. Burst lengths are heavy-tailed, so the GPU time that a
+//! client has used since its last idle time predicts the GPU time that it still needs.
 //!
-//! **Grace**, the longest time that a holder may keep the lock while idle, is the cost of a move (ski rental). A client
-//! that can predict its own pauses waits less.
+//! A client of a higher class (`fairness::Class`) does not wait for the turn to end. A client of a
+//! lower class waits until the holder has no work. With many waiting clients, `auto` shortens turns
+//! so that the last client waits no longer than `max-wait`.
+//!
+//! **Queue**, among the clients of one tenant. Clients are ordered by arrival. In `auto`, the rank
+//! is the arrival plus the expected time (the burst, and moving memory both ways), rounded down to
+//! a power of four. Short bursts precede long ones, and clients with equal bursts keep their order.
+//! Ageing is built in: a client never precedes a client that arrived more than a time quantum
+//! before it. The time to move memory counts, so a client whose memory is on the GPU is served
+//! first.
+//!
+//! **Grace**, the longest time for which a holder may keep the lock while idle, is the cost of a
+//! move (ski rental). A client that can predict its own pauses releases the lock sooner.
 
 use super::{Holder, Policy, SHORTEST_GRACE, SHORTEST_TURN, Waiter};
 use crate::{
@@ -41,7 +48,7 @@ impl Policy for Fcfs {
             let (least, most) = first.moving_turn(holder);
             (first.burst * 2).min(most).max(least).min(settings.time_quantum)
         } else if !first.holders_measured {
-            MEASURED.min(settings.time_quantum) // a shorter turn would tell nothing, and perhaps both can run
+            MEASURED.min(settings.time_quantum) // too short a turn measures nothing, and both may be able to run
         } else if first.unmeasured {
             SHORTEST_TURN
         } else {
@@ -88,12 +95,12 @@ impl Policy for Fcfs {
     }
 }
 
-/// A quarter more: bursts of one program vary by about this much.
+/// Adds a quarter, because the bursts of one program vary by about that much.
 fn a_little_more(burst: Duration) -> Duration {
     burst.saturating_add(burst / 4)
 }
 
-/// The largest power of four milliseconds that is not longer than `length`, at least 1 ms.
+/// `length` rounded down to a power of four milliseconds, at least 1 ms.
 fn rounded(length: Duration) -> Duration {
     let mut rounded = 1u64;
     while rounded < 1 << 30 && u128::from(rounded) * 4 <= length.as_millis() {

@@ -1,4 +1,4 @@
-//! A client's past on a GPU, from which policies predict its future.
+//! A client's past on a GPU. Policies predict the client's future from it.
 
 use super::{progress::Progress, utilization::Utilization};
 use crate::api::*;
@@ -21,30 +21,30 @@ impl History {
     }
 }
 
-/// The lengths of a client's bursts on a GPU: how long it runs from one time without work to the next.
+/// The lengths of a client's bursts on a GPU. A burst lasts from one idle time to the next.
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Bursts {
-    /// Smoothed. `None`: no burst has ended yet.
+    /// The smoothed burst length. `None`: no burst has ended yet.
     estimate: Option<Duration>,
-    /// GPU time since the client last had no work, summed over turns that were cut short, and the part of it in which
-    /// the GPU was busy with the client's work.
+    /// GPU time since the client last had no work, summed over interrupted turns. `busy` is the
+    /// part of it in which the GPU was busy with the client's work.
     attained: Duration,
     busy: Duration,
 }
 
 impl Bursts {
-    /// The expected length of the present burst, or of the next.
+    /// The expected length of the current burst, or of the next burst if the client is idle.
     pub fn expected(&self) -> Duration {
         self.expected_after(Duration::ZERO)
     }
 
-    /// The expected length if a turn of `contended` were cut short now.
+    /// The expected length if a turn with `contended` contended time were interrupted now.
     pub fn expected_after(&self, contended: Duration) -> Duration {
         self.attained.saturating_add(contended).max(self.estimate.unwrap_or(FIRST_BURST))
     }
 
-    /// Records the end of a turn. An uncontended holder keeps the lock through idle times too, so its uncontended time
-    /// counts for at most one burst.
+    /// Records the end of a turn. An uncontended holder keeps the lock while it is idle, so its
+    /// uncontended time counts for at most one burst.
     pub fn ran(&mut self, contended: Duration, uncontended: Duration, busy: Duration, idle: bool) {
         let usual = self.estimate.unwrap_or(FIRST_BURST);
         self.attained = self.attained.saturating_add(contended).saturating_add(uncontended.min(usual));

@@ -1,6 +1,7 @@
-//! The GPU time that a client has attained, as `adaptive` counts it: the time that it ran, minus the time that it left
-//! to others while it had no work. A client that runs briefly and then pauses stays on the lowest level; a client that
-//! keeps computing rises level by level. A level is a power of four.
+//! A client's attained GPU time, as `adaptive` counts it: the time that it ran, minus the time for
+//! which it had no work and left the GPU to others. A client that runs briefly and then pauses
+//! stays on the lowest level. A client that keeps computing rises level by level. Each level ends
+//! at four times the GPU time of the level before.
 
 use crate::api::Time;
 use std::time::Duration;
@@ -12,9 +13,10 @@ const FIRST_LEVEL: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Progress {
     attained: Duration,
-    /// Since when the client has been on its level: it is ordered by this among the clients of that level.
+    /// Since when the client has been on its level. The clients of a level are ordered by this
+    /// time.
     level_since: Time,
-    /// Since when the client has had no work. `None`: it has some.
+    /// Since when the client has had no work. `None`: the client has work.
     idle_since: Option<Time>,
 }
 
@@ -33,14 +35,14 @@ impl Progress {
         self.attained = attained;
     }
 
-    /// Records a turn of length `time`. `idle`: it ended because the client had no more work.
+    /// Records a turn of length `time`. `idle`: the turn ended because the client had no more work.
     pub fn ran(&mut self, now: Time, time: Duration, idle: bool) {
         (self.attained, self.level_since) = self.after(now, time);
         self.idle_since = idle.then_some(now);
     }
 
-    /// The GPU time that the client will have attained after running for `time`, and since when it will have been on
-    /// that level.
+    /// The GPU time that the client will have attained after running for `time`, and since when it
+    /// will have been on the level of that time.
     pub fn after(&self, now: Time, time: Duration) -> (Duration, Time) {
         let attained = self.attained.saturating_add(time);
         (attained, if level(attained) == level(self.attained) { self.level_since } else { now })

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-/// A client's class. The smallest is served first, regardless of arrival.
+/// A client's class. Requests of the smallest class are served first, regardless of arrival.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Class {
     pub tier: Tier,
@@ -10,10 +10,10 @@ pub(crate) struct Class {
     pub below_minimum: Reverse<bool>,
 }
 
-/// The part of a class that the rule alone decides. A better tier is smaller.
+/// The part of a class that depends only on the rule. Better tiers are smaller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Tier {
-    /// The priority of the rule; the highest is served first.
+    /// The priority of the rule. The highest priority is served first.
     Ordinary(Reverse<i8>),
     /// Weight 0: served only while no other client wants the GPU.
     Idle,

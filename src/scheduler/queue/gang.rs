@@ -1,17 +1,17 @@
-//! Gangs: clients whose kernels wait for each other, so that they have to run at the same time. Either a client names
-//! its gang, or a rule makes all clients of its group a gang.
+//! Gangs: clients whose kernels wait for each other, so that they must run at the same time. A
+//! client names its gang, or a rule makes all clients of its group a gang.
 
 use crate::api::{ClientId, Time};
 use crate::entity::Gang;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// A job has at most this many processes on one host: a few for each of its GPUs.
+/// The maximum number of processes of one job on one host: a few for each GPU.
 const MOST_OF_A_JOB: usize = 64;
-/// Assumed duration of a hand-over until one was measured.
+/// Assumed duration of a hand-over until one has been measured.
 const FIRST_HAND_OVER: Duration = Duration::from_millis(50);
 
-/// The members of each gang, its turn, and how long it takes to end one.
+/// The members of each gang, its turn, and the time that ending a turn takes.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Gangs {
     #[serde(with = "crate::encoding::pairs")]
@@ -20,7 +20,8 @@ pub(crate) struct Gangs {
     /// Turns of the gangs that hold a GPU.
     #[serde(with = "crate::encoding::pairs")]
     turns: BTreeMap<Gang, Turn>,
-    /// Duration of each gang's hand-over, from the first revoke until the last member has drained, smoothed.
+    /// The smoothed duration of each gang's hand-over, from the first revoke until the last member
+    /// has drained.
     #[serde(with = "crate::encoding::pairs")]
     hand_overs: BTreeMap<Gang, Duration>,
 }
@@ -30,14 +31,14 @@ pub(crate) struct Gangs {
 struct Turn {
     /// Since when the gang has held a GPU without a break.
     since: Time,
-    /// When the first of its members was revoked.
+    /// When the first member of the gang was revoked.
     revoked: Option<Time>,
-    /// When the turn began, no member had failed to drain, so the end of the turn measures a hand-over.
+    /// All members had drained when the turn began, so the end of the turn measures a hand-over.
     is_measured: bool,
 }
 
 impl Gangs {
-    /// Adds a client that is in no gang to one.
+    /// Adds a client that is in no gang to a gang.
     pub fn join(&mut self, client: ClientId, gang: Gang) {
         self.of.insert(client, gang);
         self.members.entry(gang).or_default().insert(client);
@@ -65,8 +66,8 @@ impl Gangs {
         self.members.get(&gang).map_or(0, BTreeSet::len)
     }
 
-    /// Whether the members may be the processes of one job on one host. Members of a larger gang are not assumed to
-    /// wait for each other.
+    /// Whether the members may be the processes of one job on one host. Members of a larger gang
+    /// are not assumed to wait for each other.
     pub fn is_job(&self, gang: Gang) -> bool {
         (2..=MOST_OF_A_JOB).contains(&self.size(gang))
     }
@@ -79,8 +80,8 @@ impl Gangs {
         self.members.len() > 1
     }
 
-    /// Begins a gang's turn at `since`, or moves its beginning back to `since`. `is_measured`: all members of an
-    /// earlier turn have drained.
+    /// Begins a gang's turn at `since`, or moves the start of its current turn back to `since`.
+    /// `is_measured`: all members of an earlier turn have drained.
     pub fn begin_turn(&mut self, gang: Gang, since: Time, is_measured: bool) {
         let turn = self.turns.entry(gang).or_insert(Turn { since, revoked: None, is_measured });
         turn.since = since.min(turn.since);
@@ -93,7 +94,7 @@ impl Gangs {
         }
     }
 
-    /// Records that no member needs to release its locks after all.
+    /// Records that the revoke is withdrawn, and no member needs to release its locks.
     pub fn goes_on(&mut self, gang: Gang) {
         if let Some(turn) = self.turns.get_mut(&gang) {
             turn.revoked = None;
@@ -114,13 +115,13 @@ impl Gangs {
         self.turns.get(&gang).map(|turn| turn.since)
     }
 
-    /// Gangs that have a turn, and since when.
+    /// Gangs that have a turn, and when each turn began.
     pub fn turns(&self) -> impl Iterator<Item = (Gang, Time)> {
         self.turns.iter().map(|(gang, turn)| (*gang, turn.since))
     }
 
-    /// How long a hand-over by a gang is expected to take. Until it ends, members that have not drained may spin for
-    /// members that have.
+    /// The expected duration of a hand-over by a gang. Until the hand-over ends, members that have
+    /// not drained may spin, waiting for members that have.
     pub fn hand_over(&self, gang: Gang) -> Duration {
         self.hand_overs.get(&gang).copied().unwrap_or(FIRST_HAND_OVER)
     }

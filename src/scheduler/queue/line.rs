@@ -8,27 +8,29 @@ use crate::{
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A request of an entity for the locks of one or several GPUs.
+/// An entity's request for the locks of one or several GPUs.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Request {
     pub key: QueueKey,
-    /// Since when each client has waited, and for which GPUs.
+    /// Since when each client has waited, and which GPUs it wants.
     pub since: BTreeMap<ClientId, Time>,
     pub wants: BTreeMap<ClientId, GpuSet>,
-    /// Earliest time of the grant: other members of the gang are likely to request a GPU until then.
+    /// The earliest time of the grant. Other members of the gang are likely to request a GPU by
+    /// then.
     pub gathers: Option<Time>,
     /// When the request ages, and so precedes all others of its owner. `None`: never.
     pub ages: Option<Time>,
     /// The request has aged: it precedes all others of its owner.
     pub aged: bool,
-    /// Why the request is in no queue. `None`: it is queued.
+    /// Why the request is in no queue. `None`: the request is queued.
     pub blocked: Option<Blocked>,
-    /// The owner of its turns, while it is queued.
+    /// The owner of the request's turns, while the request is queued.
     pub owner: Option<ShareOwner>,
-    /// The request's position among its owner's requests for a GPU depends only on its rank and number, because the
-    /// owner's usage affects all of them alike. So all but the first of these requests stand behind the first.
+    /// The request's position among its owner's requests for a GPU depends only on its rank and
+    /// number, because the owner's usage affects all of these requests alike. So all but the first
+    /// of them stand behind the first.
     pub by_rank: bool,
-    /// The reason for waiting that was last sent to its clients.
+    /// The reason for waiting that was last sent to the request's clients.
     #[serde(with = "crate::encoding::wait_reason")]
     pub told: Option<WaitReason>,
 }
@@ -39,21 +41,22 @@ impl Request {
         Self { key, since, wants, gathers: None, ages, aged, blocked: None, owner: None, by_rank: false, told: None }
     }
 
-    /// All GPUs that its members want.
+    /// All GPUs that the request's members want.
     pub fn gpus(&self) -> GpuSet {
         self.wants.values().flatten().copied().collect()
     }
 }
 
-/// Why a request is in no queue. It then reserves no memory and delays no other request.
+/// Why a request is in no queue. Such a request does not reserve memory or delay other requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Blocked {
-    /// It must wait until this time: its mapping failed, or its owner has used its maximum.
+    /// The request must wait until this time: a mapping failed, or the owner has used its maximum.
     Until(Time),
-    /// The process of a member is stopped, or a member is held off its GPUs.
+    /// The process of a member is stopped, or a member is kept off its GPUs.
     #[serde(alias = "Stopped")] // in older recordings
     Absent,
-    /// It wants a lock that the client still holds, was asked to release, and cannot drain.
+    /// The request wants a lock that its client still holds. The client was asked to release the
+    /// lock and cannot drain.
     Undrained,
     /// Unevictable memory on this GPU leaves too little room.
     Pinned(GpuId),
@@ -61,8 +64,9 @@ pub(crate) enum Blocked {
     Behind(GpuId),
 }
 
-/// The position of a request in queues: by class, then requests of a gang that has its turn, then by finish tag or
-/// arrival (`at`), then, among the requests of one owner, by `rank`. The smallest is served first.
+/// The position of a request in queues; the smallest is served first. Requests are ordered by
+/// class. Within a class, requests of a gang that has its turn come first. Next counts the finish
+/// tag or arrival (`at`), and among the requests of one owner the `rank`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) struct QueueKey {
     pub class: Class,
@@ -70,36 +74,39 @@ pub(crate) struct QueueKey {
     pub at: Time,
     pub rank: Time,
     pub number: u64,
-    /// Since when the request's owner has been waiting there without being served.
+    /// Since when the request's owner has been waiting in the queue without being served.
     pub joined: Time,
 }
 
 /// The queue of a GPU.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct Line {
-    /// Requests that want this GPU, in the order of service, except requests behind another request of their owner.
+    /// Requests that want this GPU, in the order of service. Excludes requests that stand behind
+    /// another request of their owner.
     pub queue: BTreeSet<(QueueKey, Entity)>,
     /// All requests in the queue, by the owner of their turns.
     #[serde(with = "crate::encoding::pairs")]
     pub owners: BTreeMap<ShareOwner, OwnRequests>,
     /// The number of all requests in `owners`.
     pub length: u32,
-    /// Requests kept out of the queue because of a client of a better class: while waiting, they would block other
-    /// GPUs.
+    /// Requests kept out of the queue because a client of a better class wants or holds the GPU. In
+    /// the queue, these requests would block other GPUs while they wait.
     pub behind: BTreeSet<Entity>,
     /// Requests that cannot be served while unevictable memory stays on this GPU.
     pub blocked_by_pinned: BTreeSet<Entity>,
-    /// The first request, if it also waits for other GPUs, and when this GPU is expected to admit it.
+    /// The first request, if it also waits for other GPUs, and the time when this GPU is expected
+    /// to admit it.
     pub opens: Option<(Entity, Option<Time>)>,
 }
 
-/// The requests of one owner in the queue of a GPU. Each service to the owner changes the position of all of them. If
-/// all were in the queue, a turn of an owner with a thousand clients would move a thousand requests.
+/// The requests of one owner in the queue of a GPU. Serving the owner changes the position of all
+/// its requests. If all were in the queue, each turn of an owner with a thousand clients would move
+/// a thousand requests.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct OwnRequests {
-    /// The first of the requests that are ordered by rank. It is in the queue.
+    /// The first of the requests that are ordered by rank. This request is in the queue.
     pub first: Option<(QueueKey, Entity)>,
-    /// The others, by rank and number. They are not in the queue.
+    /// The other requests ordered by rank, by rank and number. They are not in the queue.
     pub behind_first: BTreeSet<(Time, u64, Entity)>,
     /// Requests with individual positions. They are in the queue.
     pub others: BTreeSet<Entity>,
@@ -120,7 +127,7 @@ impl OwnRequests {
 }
 
 impl Line {
-    /// Adds a request, unless it is there already.
+    /// Adds a request that is not in the queue yet. A request that is already there stays in place.
     pub fn join(&mut self, request: &Request, entity: Entity) {
         let new = (request.key, entity);
         let own = request.owner.map(|owner| self.owners.entry(owner).or_default());
@@ -150,7 +157,8 @@ impl Line {
         self.length += u32::from(is_new);
     }
 
-    /// Takes a request out. Returns whether it was there, and whether it was the first of its owner.
+    /// Removes a request. Returns whether the request was queued, and whether it was the first of
+    /// its owner.
     pub fn leave(&mut self, request: &Request, entity: Entity) -> (bool, bool) {
         let key = request.key;
         let (mut was_queued, mut was_first) = (self.queue.remove(&(key, entity)), false);
@@ -166,7 +174,8 @@ impl Line {
         (was_queued, was_first)
     }
 
-    /// Removes and returns the next of an owner's requests behind its first, if the first has left.
+    /// Removes and returns an owner's next request behind the first, if the first has left the
+    /// queue.
     pub fn take_next(&mut self, owner: ShareOwner) -> Option<Entity> {
         let own = self.owners.get_mut(&owner).filter(|own| own.first.is_none())?;
         let (.., next) = own.behind_first.pop_first()?;

@@ -1,11 +1,15 @@
-//! The queues for the GPUs' locks: requests, and the order in which they are served. The holders are in `gpu`.
+//! The queues for the GPUs' locks: requests, and the order in which they are served. `gpu` has the
+//! holders.
 //!
-//! An [`Entity`] (a client, or the members of a gang) is queued and granted as one. It is granted all GPUs that it wants or none,
-//! and has the same [`QueueKey`] in the queue of each of them, so two entities never precede each other: the first of all always
-//! makes progress, and no entity holds one GPU while it waits for another (no hold and wait, hence no deadlock).
+//! An [`Entity`] (a client, or the members of a gang) is queued and granted as a whole. An entity
+//! is granted either all GPUs that it wants or none, and has the same [`QueueKey`] in the queue of
+//! each of them. Two entities therefore never precede each other. The first of all entities always
+//! makes progress. No entity holds one GPU while it waits for another (no hold and wait, hence no
+//! deadlock).
 //!
-//! [`Queues`] is the data: it keeps requests, queues and gangs consistent and marks the GPUs that a change affects.
-//! `settle` decides which requests are granted and when turns end, based on memory and shares too.
+//! [`Queues`] keeps requests, queues and gangs consistent, and marks the GPUs that a change
+//! affects. `settle` decides which requests are granted and when turns end, because these decisions
+//! also depend on memory and shares.
 //!
 //! - `line`: requests and the queue of each GPU.
 //! - `class`: the precedence of clients regardless of arrival.
@@ -27,11 +31,11 @@ use std::collections::BTreeMap;
 /// The requests for GPUs, and the queue of each GPU.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Queues {
-    /// Requests that wait, queued or blocked.
+    /// Waiting requests, queued or blocked.
     #[serde(with = "crate::encoding::pairs")]
     requests: BTreeMap<Entity, Request>,
     gangs: Gangs,
-    /// The request that each waiting client is part of.
+    /// The request to which each waiting client belongs.
     waiting: BTreeMap<ClientId, Entity>,
     gpus: BTreeMap<GpuId, Line>,
 }
@@ -41,7 +45,7 @@ impl Queues {
         self.gpus.entry(id).or_default();
     }
 
-    /// Forgets a GPU, which no client has attached.
+    /// Forgets a GPU that no client has attached.
     pub fn gpu_forgotten(&mut self, id: GpuId) {
         self.gpus.remove(&id);
     }
@@ -50,8 +54,8 @@ impl Queues {
         self.waiting.remove(&client);
     }
 
-    /// Records the first request of a GPU if it also waits for other GPUs, and when this GPU is expected to admit it.
-    /// If either has changed, returns the previous first request.
+    /// Records the first request of a GPU, if it also waits for other GPUs, and when this GPU is
+    /// expected to admit that request. Returns the previous first request if either has changed.
     pub fn note_opening(&mut self, id: GpuId, opens: Option<(Entity, Option<Time>)>) -> Option<Option<Entity>> {
         let line = self.gpus.get_mut(&id).filter(|line| line.opens != opens)?;
         Some(std::mem::replace(&mut line.opens, opens).map(|(entity, _)| entity))
@@ -79,13 +83,14 @@ impl Queues {
         self.gangs.leave(client);
     }
 
-    /// The entity under which a client waits and is granted. A gang of one member is a solo client.
+    /// The entity as which a client waits and is granted. The only member of a gang is a solo
+    /// client.
     pub fn entity(&self, client: ClientId) -> Entity {
         let gang = self.gangs.of(client).filter(|gang| self.gangs.size(*gang) > 1);
         gang.map_or(Entity::Solo(client), Entity::Gang)
     }
 
-    /// All clients of an entity, whether or not they hold or want anything.
+    /// All clients of an entity, even if they neither hold nor want a GPU.
     pub fn clients_of_entity(&self, entity: Entity) -> Vec<ClientId> {
         match entity {
             Entity::Solo(client) => vec![client],
@@ -109,12 +114,12 @@ impl Queues {
         self.requests.get(&entity)
     }
 
-    /// A request, to change anything but its position in queues.
+    /// A request, for changes that do not affect its position in queues.
     pub fn request_mut(&mut self, entity: Entity) -> Option<&mut Request> {
         self.requests.get_mut(&entity)
     }
 
-    /// The request that a client is part of.
+    /// The request to which a client belongs.
     pub fn waiting(&self, client: ClientId) -> Option<Entity> {
         self.waiting.get(&client).copied()
     }
@@ -124,7 +129,7 @@ impl Queues {
         self.request(self.waiting(client)?)?.wants.get(&client)
     }
 
-    /// Whether a client waits for that GPU.
+    /// Whether a client waits for this GPU.
     pub fn waits_for(&self, client: ClientId, id: GpuId) -> bool {
         self.wants(client).is_some_and(|gpus| gpus.contains(&id))
     }
@@ -139,7 +144,7 @@ impl Queues {
         self.clients_of(entity).next()
     }
 
-    /// The clients of a request that want that GPU.
+    /// The clients of a request that want this GPU.
     pub fn members(&self, entity: Entity, id: GpuId) -> Vec<ClientId> {
         self.wanting(entity, id).collect()
     }
@@ -150,8 +155,8 @@ impl Queues {
         wants.filter(move |(_, gpus)| gpus.contains(&id)).map(|(client, _)| *client)
     }
 
-    /// The queue of a GPU, in the order in which requests are served, except requests that stand behind another request
-    /// of their owner.
+    /// The queue of a GPU, in the order of service. Excludes requests that stand behind another
+    /// request of their owner.
     pub fn queue(&self, id: GpuId) -> impl Iterator<Item = (&QueueKey, Entity)> {
         self.gpus.get(&id).into_iter().flat_map(|line| &line.queue).map(|(key, entity)| (key, *entity))
     }
@@ -161,8 +166,8 @@ impl Queues {
         self.gpus.get(&id).into_iter().flat_map(|line| line.owners.values()).flat_map(OwnRequests::all)
     }
 
-    /// Requests that stand behind another request of their owner, with the key of that request; the requests of one
-    /// owner in order.
+    /// Requests that stand behind another request of their owner, each with the key of that other
+    /// request. The requests of one owner are in order.
     pub fn behind_first(&self, id: GpuId) -> impl Iterator<Item = (&QueueKey, Entity)> {
         let owners = self.gpus.get(&id).into_iter().flat_map(|line| line.owners.values());
         let first = owners.filter_map(|own| Some((own, own.first.as_ref().map(|(key, _)| key)?)));
@@ -182,8 +187,8 @@ impl Queues {
         self.queued(id).filter_map(|entity| self.first_client(entity))
     }
 
-    /// Requests kept out of the queue because of a client of a better class: while waiting, they would block other
-    /// GPUs.
+    /// Requests kept out of the queue because a client of a better class wants or holds the GPU. In
+    /// the queue, these requests would block other GPUs while they wait.
     pub fn behind(&self, id: GpuId) -> impl Iterator<Item = Entity> {
         self.gpus.get(&id).into_iter().flat_map(|line| line.behind.iter().copied())
     }
@@ -193,7 +198,8 @@ impl Queues {
         self.gpus.get(&id).is_some_and(|line| !line.blocked_by_pinned.is_empty())
     }
 
-    /// Removes and returns the requests that unevictable memory on a GPU has blocked, so that they can be retried.
+    /// Removes and returns the requests that unevictable memory on a GPU has blocked, so that they
+    /// can be retried.
     pub fn take_blocked_by_pinned(&mut self, id: GpuId) -> impl IntoIterator<Item = Entity> + use<> {
         self.gpus.get_mut(&id).map(|line| std::mem::take(&mut line.blocked_by_pinned)).unwrap_or_default()
     }
@@ -208,7 +214,7 @@ impl Queues {
         self.own_requests(id, owner).into_iter().flat_map(OwnRequests::all)
     }
 
-    /// The queued requests of an owner, except the requests behind its first one.
+    /// The queued requests of an owner, except the requests behind its first request.
     pub fn first_of(&self, id: GpuId, owner: ShareOwner) -> impl Iterator<Item = Entity> {
         self.own_requests(id, owner).into_iter().flat_map(OwnRequests::in_queue)
     }
@@ -217,8 +223,9 @@ impl Queues {
         self.gpus.get(&id)?.owners.get(&owner)
     }
 
-    /// Puts a request into the queues of the GPUs that it wants. It must be in no queue, or already at its position.
-    /// `owner`: the owner of its turns. `by_rank`: see [`Request::by_rank`].
+    /// Adds a request to the queues of the GPUs that it wants. The request must be in no queue, or
+    /// already at its position. `owner` is the owner of its turns. For `by_rank`, see
+    /// [`Request::by_rank`].
     pub fn join_queues(&mut self, fx: &mut Effects, entity: Entity, owner: Option<ShareOwner>, by_rank: bool) {
         let Some(request) = self.requests.get_mut(&entity) else { return };
         (request.owner, request.by_rank) = (owner, by_rank);
@@ -232,8 +239,9 @@ impl Queues {
         }
     }
 
-    /// Removes a request from the queues. If other requests of its owner may have stood behind it on a GPU, returns
-    /// that GPU, the owner, and the request's key.
+    /// Removes a request from the queues. If the request was the first of its owner on a GPU, other
+    /// requests may have stood behind it. The function then returns that GPU, the owner, and the
+    /// request's key.
     pub fn leave_queues(&mut self, fx: &mut Effects, entity: Entity) -> Option<(GpuId, ShareOwner, QueueKey)> {
         let request = self.requests.get(&entity)?;
         let mut first_on = None;
@@ -252,12 +260,12 @@ impl Queues {
         Some((first_on?, request.owner?, request.key))
     }
 
-    /// Removes the next of an owner's requests behind its first from the queue, if the first has left.
+    /// Removes an owner's next request behind the first from the queue, if the first has left.
     pub fn take_next_of(&mut self, id: GpuId, owner: ShareOwner) -> Option<Entity> {
         self.gpus.get_mut(&id)?.take_next(owner)
     }
 
-    /// Sets why a request, which is in no queue, is blocked.
+    /// Sets why a request is blocked. The request must be in no queue.
     pub fn set_blocked(&mut self, fx: &mut Effects, entity: Entity, why: Blocked) {
         let Some(request) = self.requests.get_mut(&entity) else { return };
         request.blocked = Some(why);
@@ -268,7 +276,7 @@ impl Queues {
                 }
             }
             Blocked::Behind(id) => {
-                // Lets the holder be notified that a request waits.
+                // Settling the GPU tells the holder that a request waits.
                 if let Some(line) = self.gpus.get_mut(&id) {
                     line.behind.insert(entity);
                     fx.touch(id);
@@ -278,7 +286,8 @@ impl Queues {
         }
     }
 
-    /// Adds what a client wants to a request that is in no queue: to `new`, or to the existing one.
+    /// Adds a client's wanted GPUs to a request that is in no queue: to `new`, or to the existing
+    /// request.
     pub fn add_to_request(
         &mut self,
         entity: Entity,
@@ -294,8 +303,8 @@ impl Queues {
         self.waiting.insert(client, entity);
     }
 
-    /// Removes a client from its request, which is in no queue. A request without clients ends. Returns since when the
-    /// client has waited, and for which GPUs.
+    /// Removes a client from its request, which must be in no queue. A request without clients
+    /// ends. Returns since when the client has waited, and for which GPUs.
     pub fn take_from_request(&mut self, client: ClientId) -> Option<(Time, GpuSet)> {
         let entity = self.waiting.remove(&client)?;
         let request = self.requests.get_mut(&entity)?;
@@ -306,7 +315,7 @@ impl Queues {
         taken
     }
 
-    /// Ends a request that is granted, and is in no queue.
+    /// Ends a request that has been granted. The request must be in no queue.
     pub fn take_request(&mut self, entity: Entity) -> Option<Request> {
         let request = self.requests.remove(&entity)?;
         for client in request.wants.keys() {
