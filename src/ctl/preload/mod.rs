@@ -128,7 +128,9 @@ fn put_in_force(found: file::Found, text: &[u8], library: &Path) -> Result<(), C
         return Ok(());
     };
     replaced.undo()?;
-    Err(CtlError::Failed(format!("with the library in {FILE}, {what} {why}. {FILE} has been restored.")))
+    Err(CtlError::Failed(format!(
+        "cannot preload the library: the trial run of {what} {why}. {FILE} has been restored."
+    )))
 }
 
 fn notes(report: &Report) -> String {

@@ -336,7 +336,11 @@ impl Caller<'_> {
         let why = match answer {
             Authorization::Yes => return Ok(()),
             Authorization::Challenge => {
-                let text = format!("{} may not {what} without a password, which the call does not allow", self.user());
+                let text = format!(
+                    "{} needs a password to {what}, but the call does not allow a password prompt. Set \
+                     ALLOW_INTERACTIVE_AUTHORIZATION in the message",
+                    self.user()
+                );
                 return Err(fdo::Error::InteractiveAuthorizationRequired(text));
             }
             Authorization::No(why) => why,

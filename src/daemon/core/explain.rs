@@ -212,7 +212,7 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
         ),
         Obstacle::Behind(other) => {
             format!(
-                "It also needs {}. A program with precedence by its rule uses that GPU or waits for it.",
+                "It also needs {}, which is used or awaited by a program whose rule gives it precedence.",
                 names.gpu(*other)
             )
         }

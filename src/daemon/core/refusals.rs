@@ -73,8 +73,8 @@ impl Core {
         let (host, promised) = self.machine.host();
         let host = host.unwrap_or(0);
         let text = format!(
-            "{} is refused memory: it requests {} in total, which exceeds the GPU ({}) and the host memory for \
-             swapping ({}). To solve this: {}",
+            "{} is refused memory: its total of {} and the memory of other programs do not fit into the GPU ({}) plus \
+             the host memory for swapping ({}). To solve this: {}",
             identity.label(),
             units::size(bytes),
             units::size(capacity),

@@ -147,8 +147,8 @@ impl Core {
             Command::RoomEnded { room, gpu } => {
                 let Some(Room { owner, ended, .. }) = self.rooms.remove(&room) else { return };
                 ended.notify_one();
-                info!(name: "room-closed", uid = owner.uid, pid = owner.pid, gpu = self.label(gpu), "the room of {} \
-                    has expired", owner.name);
+                info!(name: "room-closed", uid = owner.uid, pid = owner.pid, gpu = self.label(gpu), "stopped keeping memory \
+                    free for {}: its room has ended", owner.name);
             }
             _ => {}
         }

@@ -113,8 +113,8 @@ pub static OF_GPUS: [Family<OfGpu>; 24] = [
         "nvshare_gpu_mapping_failures",
         None,
         Counter(|gpu| gpu.counted.mapping_failures),
-        "Number of times that a program released the GPU lock because the driver could not map memory within the \
-         allowance.",
+        "Number of times that a program released the GPU lock because the driver could not map memory, although the \
+         allowance permitted it.",
     ),
     family(
         "nvshare_gpu_gone",
@@ -258,8 +258,8 @@ pub static OF_WORKLOADS: [Family<OfWorkload>; 17] = [
         "nvshare_workload_mapping_failures",
         None,
         Counter(|workload| workload.counted.mapping_failures),
-        "Number of times that its programs released the GPU lock because the driver could not map memory within the \
-         allowance.",
+        "Number of times that its programs released the GPU lock because the driver could not map memory, although the \
+         allowance permitted it.",
     ),
     family(
         "nvshare_workload_demand",
@@ -358,8 +358,8 @@ pub static OF_CLIENTS: [Family<OfClient>; 16] = [
         "nvshare_client_mapping_failures",
         None,
         Counter(|client| client.counted.mapping_failures),
-        "Number of times that the program released the GPU lock because the driver could not map memory within the \
-         allowance.",
+        "Number of times that the program released the GPU lock because the driver could not map memory, although the \
+         allowance permitted it.",
     ),
     family(
         "nvshare_client_demand",
