@@ -161,7 +161,8 @@ fn polkit_is_asked_about_the_sender_and_heeded() {
         polkit.say(Says::Challenge);
         let (name, text) = refusal(set(&stranger, "TimeQuantum", 45_u32, plain).await);
         assert_eq!(name, NEEDS_PASSWORD);
-        let wanted = "user nobody may not change the time quantum without a password, which the call does not allow";
+        let wanted = "user nobody may not change the time quantum without a password, \
+                      and the call does not allow a password prompt";
         assert_eq!(text, wanted);
         let (name, text) = refusal(set(&stranger, "TimeQuantum", 45_u32, interactive).await);
         assert_eq!(name, NOT_AUTHORIZED);
@@ -530,7 +531,10 @@ fn nvsharectl_says_what_to_do() {
         polkit.say(Says::Challenge);
         let (code, text) = run(Stdio::null()).await;
         assert_eq!(code, Some(1));
-        assert!(text.ends_with("does not allow (run nvsharectl on a terminal, or with sudo)\n"), "{text}");
+        assert!(
+            text.ends_with("does not allow a password prompt (run nvsharectl on a terminal, or with sudo)\n"),
+            "{text}"
+        );
         assert!(polkit.asked().iter().all(|question| question.flags == 0));
 
         let on_a_terminal = async || {

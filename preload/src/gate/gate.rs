@@ -132,7 +132,8 @@ impl Gate {
     pub fn close(&self, why: u32) {
         let before = self.state.fetch_or(why, Ordering::SeqCst);
         if !barrier::heavy() && before & SETTLED == 0 {
-            // Every thread that closes the gate before it is `SETTLED` waits too.
+            // Until the gate is `SETTLED`, each closing thread waits in `settle`, even if another thread
+            // has already set `FENCED`.
             self.state.fetch_or(FENCED, Ordering::SeqCst);
             barrier::settle();
             self.state.fetch_or(SETTLED, Ordering::SeqCst);

@@ -72,7 +72,7 @@ impl Account {
         !self.is_complete() && self.room() > 0
     }
     /// Whether the program may run, as far as its memory is concerned: all of it is on the GPU, or pages
-    /// fault in on demand. No program may run after contents were lost.
+    /// fault in on demand. A program whose memory has lost its contents may not run.
     pub fn can_run(&self) -> bool {
         !self.is_lost && (self.demand_paged || (self.is_complete() && self.in_flight == 0))
     }

@@ -336,11 +336,9 @@ impl Caller<'_> {
         let why = match answer {
             Authorization::Yes => return Ok(()),
             Authorization::Challenge => {
-                let text = format!(
-                    "{} needs a password to {what}, but the call does not allow a password prompt. Set \
-                     ALLOW_INTERACTIVE_AUTHORIZATION in the message",
-                    self.user()
-                );
+                let user = self.user();
+                let text =
+                    format!("{user} may not {what} without a password, and the call does not allow a password prompt");
                 return Err(fdo::Error::InteractiveAuthorizationRequired(text));
             }
             Authorization::No(why) => why,

@@ -52,14 +52,16 @@ impl Gpu {
     /// The bytes that a client must be allowed in order to run: its demand plus its shortfall, up
     /// to the capacity.
     pub fn need(&self, cx: Context, client: ClientId) -> u64 {
+        self.wanted(cx, client).min(self.capacity(cx.settings))
+    }
+
+    /// The need, which may exceed the capacity.
+    pub fn wanted(&self, cx: Context, client: ClientId) -> u64 {
         let is_off = cx.sleep.is_held_off(client) && self.hold(client).is_none();
         if is_off || self.faults_in(cx, client) {
             return 0;
         }
-        self.account(client)
-            .map_or(0, |account| account.report.demand)
-            .saturating_add(self.shortfall(cx, client))
-            .min(self.capacity(cx.settings))
+        self.account(client).map_or(0, |account| account.report.demand).saturating_add(self.shortfall(cx, client))
     }
 
     /// Raises an allowance towards the need as far as bytes are free, without evicting memory.

@@ -125,9 +125,9 @@ impl Gpu {
         asked
     }
 
-    /// Takes back allowances beyond demand, until `bytes` are being freed. No client is exempt: one
-    /// member of a gang can have more than it needs while another member lacks bytes. Returns the
-    /// clients whose allowance fell.
+    /// Takes back allowances beyond demand, until `bytes` are being freed. Unlike `evict`,
+    /// this includes members of the gang that lacks bytes: one member can have more than it needs
+    /// while another lacks bytes. Returns the clients whose allowance fell.
     fn take_back_ahead(&mut self, cx: Context, fx: &mut Effects, bytes: u64) -> Vec<ClientId> {
         let clients = self.ledger.ahead().filter(|client| self.eviction_block(cx, *client).is_none());
         let ahead: Vec<(ClientId, u64)> =

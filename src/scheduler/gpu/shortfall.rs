@@ -20,7 +20,7 @@
 //! A shortfall ends when no client has memory on the GPU any more. A shortfall shrinks when a
 //! measurement shows less free memory than the shortfall declares unusable, because some of that
 //! memory must have been used. Otherwise only another mapping can test the shortfall. So the
-//! shortfall expires after a while, and after twice that time if mapping then fails again.
+//! shortfall expires after a while. If mapping then fails again, the next one lasts twice as long.
 //!
 //! A measurement can also underestimate the free memory. So a client whose demand exceeds the
 //! usable memory gets the whole GPU and may try to map the rest ([`Trial`]). If the trial fails,

@@ -53,6 +53,7 @@ impl Model<'_> {
             return false;
         };
         let (mut full, mut need, mut own_unevictable) = (0u32, 0u64, 0u64);
+        let (mut wanted, mut with_memory) = (0u64, 0);
         for client in clients {
             let Some(history) = self.gpus.history(client, id) else { return false };
             if self.shares().runs_alone(client) {
@@ -61,9 +62,15 @@ impl Model<'_> {
             let Some(permille) = history.utilization.permille() else { return false };
             full = full.saturating_add(permille);
             need = need.saturating_add(self.need(client, id));
+            let wants = gpu.wanted(self.gpu_context(), client);
+            wanted = wanted.saturating_add(wants);
+            with_memory += u32::from(wants > 0);
             own_unevictable = own_unevictable.saturating_add(gpu.unevictable_of(client));
         }
         let room = gpu.capacity(self.settings).saturating_sub(gpu.ledger.unevictable().saturating_sub(own_unevictable));
-        full <= FULL && need <= room
+        // Needs are capped at the capacity. If it is 0, they would always fit, and no client could
+        // begin a trial beside another one.
+        let bytes = if with_memory > 1 { wanted } else { need };
+        full <= FULL && bytes <= room
     }
 }

@@ -7,7 +7,7 @@ pod modest "$idle" 'nvshare.com/memory-max: "64M", nvshare.com/weight: "20"'
 pod greedy "$idle" 'nvshare.com/weight: "5000"'
 pod wrong "$idle" 'nvshare.com/weight: "heavy"'
 until_true "three pods to run" running 3
-until_true "the modest pod's limit" eval 'ctl status | grep -q "may have 64 MiB"'
+until_true "the modest pod's limit" eval 'ctl status | grep -q "may use 64 MiB"'
 until_true "its weight" eval 'ctl status | grep -q "weight 20"'
 agent() { kubectl -n nvshare logs daemonset/nvshare -c agent --tail=-1; }
 until_true "the agent to refuse a weight" eval 'agent | grep "default/greedy" | grep -q "100 at most"'

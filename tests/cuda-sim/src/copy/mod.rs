@@ -65,7 +65,7 @@ impl End {
         End { side, at, pitch: len, slice: len, gpu: None }
     }
 
-    /// Returns the same side, accessed by the GPU of that context. Used for copies between peers.
+    /// Returns this end, accessed by the GPU of `context`. Used for copies between peers.
     fn by(self, context: &Context) -> End {
         End { gpu: Some(context.gpu), ..self }
     }

@@ -48,7 +48,7 @@ impl Meeting {
     }
 
     fn say(&self, word: usize, value: u32) {
-        // SAFETY: the address is of a word in the mapping, which only this side writes.
+        // SAFETY: the address is inside the mapping. Only this side writes this word.
         unsafe { self.0.cast::<u32>().add(word).write_volatile(value) };
     }
 
