@@ -91,7 +91,7 @@ impl Core {
         if suspended {
             info!(name: "suspend", "the host is about to suspend: evicting all programs' memory");
         } else {
-            info!(name: "resumed", "the host has resumed");
+            info!(name: "host-resumed", "the host has resumed");
         }
         self.apply(Event::Suspend { suspended });
     }

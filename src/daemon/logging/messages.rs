@@ -41,7 +41,7 @@ const IDS: &[(&str, &str)] = &[
     ("configuration-wrong", "e5a46eb3aef9431ba14731b7ac8c622c"),
     ("metrics-not-served", "2f0a6f4b7f5c4d0b9c5b0e8d7a4e61f3"),
     ("suspend", "fe450a46ae884458b566c7ba17a7f303"),
-    ("resumed", "a94602fa24c245b1b4cfb7d9ca178fa3"),
+    ("host-resumed", "a94602fa24c245b1b4cfb7d9ca178fa3"),
     ("started", "acf6bc07a00d4831a5ed96566922874a"),
     ("cannot-start", "28d82b5ac34f445d8864a3dfb045e8a0"),
     ("stopping", "bd10fe47d675479cac02862aaed074ca"),
@@ -79,6 +79,7 @@ mod tests {
         let known: BTreeSet<String> = IDS.iter().map(|(name, _)| (*name).to_owned()).collect();
         let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/daemon");
         assert_eq!(names_in_the_code(&sources), known);
+        assert_eq!(known.len(), IDS.len(), "a name is there twice: `id` would return the first one's");
         let ids: BTreeSet<&str> = IDS.iter().map(|(_, id)| *id).collect();
         assert_eq!(ids.len(), IDS.len(), "an id is there twice");
         assert!(
