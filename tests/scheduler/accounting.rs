@@ -458,6 +458,27 @@ fn a_holder_may_try_once_others_have_left() {
     assert_eq!(t.attachment(2).allowance, 2 * GIB, "{:?}", t.machine.gpu(gpu(0)));
 }
 
+/// Each demand exceeds the capacity of 0. Beside each other, neither client could try to map its
+/// memory.
+#[test]
+fn clients_that_exceed_the_capacity_never_run_together() {
+    let mut t = measured(AntiThrash::Auto);
+    t.measured(16 * GIB); // no memory seems to be free
+    t.join(1, 2 * GIB);
+    t.join(2, 2 * GIB);
+    let uses_little = |n| Event::Utilization { client: client(n), gpu: gpu(0), permille: 100 };
+    t.request(1);
+    t.map(1);
+    t.say(uses_little(1));
+    t.request(2);
+    t.release(1, ReleaseReason::Idle);
+    t.say(uses_little(2));
+    t.request(1);
+    assert_eq!([t.state(1), t.state(2)], [LockState::Waiting, LockState::Holding]);
+    t.map(1);
+    assert_eq!(t.attachment(2).allowance, 2 * GIB);
+}
+
 #[test]
 fn a_client_that_tries_to_map_more_takes_nothing_from_contexts() {
     let mut t = measured(AntiThrash::On);
