@@ -116,7 +116,7 @@ fn host_memory_at_rest_is_given_back_and_what_is_in_it_is_not_lost() {
     machine.wait_until_empty();
 }
 
-const PREPARED: &str = "allocated staging buffers ahead: true";
+const PREPARED: &str = "allocating staging buffers ahead: true";
 
 #[test]
 fn memory_at_rest_has_its_buffers_before_it_has_to_leave() {

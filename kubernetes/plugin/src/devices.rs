@@ -20,7 +20,7 @@ pub struct NvmlGpu {
     pub trouble: Option<String>,
 }
 
-/// Properties by which claims select a GPU, as far as NVML knows them. Names and texts are those of
+/// The properties of a GPU that claims can select, as far as NVML knows them. Names and texts are those of
 /// NVIDIA's DRA driver.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Properties {

@@ -13,7 +13,7 @@ use crate::devices::{Devices, Gpu};
 use crate::names::quoted;
 use crate::protocol::{CdiDevice, ContainerAllocateResponse, DeviceSpec, Mount};
 
-/// The variable by which NVIDIA's container runtime selects GPUs.
+/// The variable from which NVIDIA's container runtime takes the GPUs of a container.
 const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
 
 /// The driver's device files that do not belong to a single GPU.

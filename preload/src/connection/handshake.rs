@@ -58,9 +58,9 @@ impl Attempt {
         let address = SocketAddrUnix::new(settings::get().socket).map_err(|_| "the path is too long for a socket")?;
         let socket = new_socket().map_err(words)?;
         rustix::net::connect(&socket, &address).map_err(words)?;
-        let socket = Socket::new(socket).ok_or("its path is not unique")?;
+        let socket = Socket::new(socket).ok_or("cannot identify the connected socket")?;
         if !socket.send(hello.encode(0).as_bytes()) {
-            return Err("no process listens there".into());
+            return Err("it does not accept messages".into());
         }
         Ok(Self { socket, since: Instant::now() })
     }

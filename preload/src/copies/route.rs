@@ -38,7 +38,7 @@ pub struct Route {
 pub enum Way {
     /// The program's own call.
     Direct,
-    /// A copy between two GPUs, at least one of which cannot access the other's memory. The driver stages
+    /// A copy between two GPUs that cannot both access the other's memory. The driver stages
     /// such a copy. For chunks, the driver needs the contexts of destination and source, which this variant
     /// contains.
     Peers([CUcontext; 2]),

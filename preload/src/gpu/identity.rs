@@ -1,7 +1,6 @@
 //! The identity of a GPU: its UUID. When a process is restored from a checkpoint, the driver may
 //! place it on other GPUs. The process then continues with the same ordinals, contexts and
-//! addresses. The slots by which the scheduler knows its GPUs also stay the same. Only the UUIDs
-//! change.
+//! addresses. The scheduler's slots of its GPUs also stay the same. Only the UUIDs change.
 //!
 //! The library keeps a UUID for each GPU that it has queried. After each wake, it queries the
 //! driver for all of them before any thread continues. So the UUIDs are right no matter which

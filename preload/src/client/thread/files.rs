@@ -23,8 +23,8 @@ use rustix::fd::OwnedFd;
 /// for the client's thread.
 const MAX_JOBS: usize = 8;
 
-/// The number of bytes by which copies may exceed the limit while they are being written. Beyond it,
-/// eviction pauses.
+/// The largest excess over the limit, in bytes, while copies are being written. Eviction pauses beyond
+/// it.
 const MOST_BEHIND: u64 = 512 << 20;
 
 /// The longest interval between checks of the cgroup, for a client that has host memory.
