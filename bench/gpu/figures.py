@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def percentile(values, part):
-    """Returns the smallest value that at least the fraction `part` of the values does not exceed."""
+    """Returns the smallest value that at least a fraction `part` of the values does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
 

@@ -46,7 +46,7 @@ def memory(gib):
 
 
 def verdict(held, result):
-    """Returns the digest of a program's result, or "lost" if the memory that it held has changed."""
+    """Returns the digest of a program's result, or "lost" if its held memory has changed."""
     intact = bool((held == 3).all())
     return {"digest": hashlib.sha256(result.float().cpu().numpy().tobytes()).hexdigest()[:16] if intact else "lost"}
 

@@ -12,9 +12,9 @@ alloc  Calls cuMemAlloc for --size MiB --count times, and then cuMemFree for eac
        context. The modes are native, nvshare, and native with the four calls of virtual memory
        management (reserve, create, map, set access). A movable allocation needs at least these four
        calls. Before the allocations are freed, one byte of each is set, because the driver can
-       defer work until the first use. If the GPU has too little memory, there are fewer allocations.
-       Figure: alloc-32MiB-over-vmm, in microseconds: the median of cuMemAlloc under nvshare minus
-       the median of the four calls.
+       defer work until the first use. If the GPU has too little memory, the script makes fewer
+       allocations. Figure: alloc-32MiB-over-vmm, in microseconds: the median of cuMemAlloc under
+       nvshare minus the median of the four calls.
 
 Prints JSON lines. Each run is a new process, and the order of the modes alternates.
 """
@@ -79,7 +79,8 @@ class Mapped:
         self.access, self.unmap = library.cuMemSetAccess, library.cuMemUnmap
         self.release, self.unreserve = library.cuMemRelease, library.cuMemAddressFree
         self.size, self.zero = ctypes.c_size_t(size), ctypes.c_uint64(0)
-        # CUmemAllocationProp: pinned memory of device 0. CUmemAccessDesc: device 0 reads and writes.
+        # CUmemAllocationProp: pinned memory of device 0. CUmemAccessDesc: read and write access for
+        # device 0.
         self.properties = ctypes.create_string_buffer(struct.pack("iiiiQ8x", 1, 0, 1, 0, 0), 32)
         self.rights = ctypes.create_string_buffer(struct.pack("iii", 1, 0, 3), 12)
 

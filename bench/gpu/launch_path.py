@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Measures the time that nvshare adds to PyTorch's launches and copies, within one process.
 
-  launch_path.py [--programs target/release] [--load launches] [--pairs 150] [--json FILE] [--commit ID]
+  launch_path.py [--programs target/release] [--load launches] [--pairs 150] [--json FILE]
+                 [--commit ID]
 
   launches  additions to 64 numbers, which are launch-bound, in samples of 0.1 s
   decode    a Llama of 12.6 GiB that answers one request at a time, in samples of one answer of 16

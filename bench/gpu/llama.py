@@ -1,4 +1,4 @@
-"""Builds a Llama with 6.7 billion random weights (12.6 GiB in bf16) on the GPU. Downloads nothing."""
+"""Builds a Llama with 6.7 billion random weights (12.6 GiB in bf16) on the GPU, offline."""
 
 LAYERS = 32
 VOCABULARY = 32000

@@ -64,8 +64,8 @@ ASSUMED_START = 25  # seconds of a start, until one has been measured
 KEPT_FILES = 4  # maximum number of files about stuck starts in --out
 
 
-# Servers. Each server writes JSON lines: first {"ready": …} or {"error": …}, then an answer for each
-# line that it reads.
+# Servers. Each server writes JSON lines: first {"ready": …} or {"error": …}, then an answer for
+# each line that it reads.
 
 
 def serve(layers, prompt, tokens):

@@ -111,7 +111,7 @@ class Part:
 
 
 def register(driver, gibibytes, flags):
-    """Allocates host memory, in huge pages if available, and registers it in the current context."""
+    """Allocates host memory, in huge pages if possible, and registers it in the current context."""
     held = []
     for _ in range((gibibytes << 30) // CHUNK):
         memory = mmap.mmap(-1, CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -173,7 +173,7 @@ def move(driver, pid, pairs):
 
 
 def show(driver, options, case, result):
-    """Runs a case. Adds each step to `result` immediately, so that a failure keeps earlier steps."""
+    """Runs a case. Adds each step to `result` immediately, because a later step can fail."""
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": case["visible"]} if "visible" in case else {})
     words = [sys.executable, __file__, "--library", options.library, "--mebibytes", str(options.mebibytes)]
     words += ["--contexts", ",".join(map(str, case["contexts"]))]

@@ -1,5 +1,5 @@
-"""A pytest plugin for `suites.py`. It writes the outcome of each test to $OUTCOMES_FILE, as lines of
-JSON. It writes them while tests run, so that a crash does not lose earlier outcomes.
+"""A pytest plugin for `suites.py`. It writes the outcome of each test to $OUTCOMES_FILE, as a line
+of JSON. It writes the lines while tests run, so that a crash does not lose earlier outcomes.
 
 The plugin skips tests that the file already contains. A process that is restarted after a crash
 therefore continues after the test that crashed. $OUTCOMES_SHARE selects a part of the tests: "1/4"

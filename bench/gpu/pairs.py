@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Measures pairs of concurrent PyTorch loops on one GPU, whose memory fits together.
 
-  pairs.py [--programs target/release] [--seconds 3] [--quantum 1] [--pairs add+add,tiny+tiny,add+tiny]
-           [--runs 1] [--keep FILE] [--records DIRECTORY] [--measured FILE,…] [--json FILE]
-           [--commit ID]
+  pairs.py [--programs target/release] [--seconds 3] [--quantum 1]
+           [--pairs add+add,tiny+tiny,add+tiny] [--runs 1] [--keep FILE] [--records DIRECTORY]
+           [--measured FILE,…] [--json FILE] [--commit ID]
 
 Each pair runs in three modes: without nvshare; in turns of the time quantum (`anti-thrash = on`);
 and with `anti-thrash = auto`, which may run both loops at the same time. Prints the seconds until
@@ -134,7 +134,7 @@ class Children:
 
 
 def together(children, jobs, environment, directory):
-    """Runs the loops at the same time. Returns their outputs, and the seconds until all are done."""
+    """Runs the loops concurrently. Returns their outputs, and the seconds until all are done."""
     go = directory / "go"
     go.unlink(missing_ok=True)
     running = []

@@ -143,8 +143,8 @@ def ballast(room):
     sys.stdin.read()
 
 
-# Setups. Each yields the environment of the programs, or raises Unable with the reason why it cannot
-# run.
+# Setups. Each yields the environment of the programs, or raises Unable with the reason why it
+# cannot run.
 
 
 class Unable(Exception):
@@ -242,7 +242,7 @@ def mixes(words, number, environment, directory, arguments):
     time from their start to their end. Returns their outputs."""
     end, began = time.monotonic() + arguments.limit, time.time()
     words = [arguments.programs / "cuda-program", "mix", *words]
-    environment = environment | {"CUDA_LOOKUP": "getproc"}  # look up functions like the CUDA runtime
+    environment = environment | {"CUDA_LOOKUP": "getproc"}  # functions are found like in libcudart
     children = [start(words, directory / f"child-{i}.log", environment) for i in range(number)]
     said = []
     for process in children:

@@ -61,7 +61,7 @@ class Pools:
         return function(*arguments) if function else -1
 
     def value(self, name, *arguments, kind=ctypes.c_uint64):
-        """Returns the value that the call writes to its first argument, or a text with the error."""
+        """Returns the value that the call writes to its first argument, or a text for an error."""
         place = kind()
         code = self.call(name, ctypes.byref(place), *arguments)
         return place.value if code == 0 else f"error {code}"
@@ -219,7 +219,8 @@ def train(seconds):
     layers = [part for a, b in zip(widths, widths[1:]) for part in (nn.Conv2d(a, b, 3, stride=2), nn.ReLU())]
     net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 1000)).cuda()
     optimizer = torch.optim.Adam(net.parameters())
-    weights = [torch.full((64 * MIB,), float(i), device="cuda") for i in range(16)]  # 4 GiB that are only held
+    # 4 GiB that are only held.
+    weights = [torch.full((64 * MIB,), float(i), device="cuda") for i in range(16)]
     begin, sums = time.monotonic(), []
     for step in range(400):
         size = 64 + 32 * (step % 5)
@@ -268,7 +269,7 @@ class Run:
 
     @contextlib.contextmanager
     def nvshare(self, compete=False):
-        """Runs a scheduler and, with `compete`, a program that allocates all memory every second."""
+        """Runs a scheduler and, with `compete`, a program that takes all memory every second."""
         metrics = self.directory / "metrics.sock"
         metrics.unlink(missing_ok=True)
         settings = 'time-quantum = "1s"\n' if compete else ""

@@ -2,8 +2,8 @@
 """Measures how nvshare makes room for programs that do not use nvshare: the time until requested
 memory is free, and whether memory is free before a growing program needs it.
 
-  room.py [--programs target/release] [--only rooms|growth] [--rounds 30] [--clients 2] [--grow 16] [--growths 3]
-          [--json bench/results.json]
+  room.py [--programs target/release] [--only rooms|growth] [--rounds 30] [--clients 2]
+          [--grow 16] [--growths 3] [--json bench/results.json]
 
 Clients under nvshare fill the GPU with data that must be copied when it is evicted. The clients
 always have work, so one of them holds the lock at any moment.
@@ -39,7 +39,7 @@ SPARED = 256 * MIB  # bytes of its share that a client does not allocate
 
 
 def fill(size, ready, go):
-    """Child process under nvshare: allocates this many bytes, and works on them until it is killed."""
+    """Child process under nvshare: allocates this many bytes, and uses them until it is killed."""
     stage.end_with_parent()
     driver = stage.Driver()
     noise, at = os.urandom(CHUNK), []

@@ -2,7 +2,8 @@
 """Measures the time to put an idle PyTorch program of 16 GiB to sleep and to wake it, and the GPU
 memory that is free while eight notebooks sleep.
 
-  sleep.py [--programs target/release] [--rounds 10] [--wakes 100] [--seed 1] [--json FILE] [--commit ID]
+  sleep.py [--programs target/release] [--gib 16] [--rounds 10] [--wakes 100] [--seed 1]
+           [--json FILE] [--commit ID]
 
 A notebook is a PyTorch program that holds random numbers. A *cell* is a small kernel, followed by a
 checksum of the notebook's memory, piece by piece.

@@ -2,7 +2,8 @@
 """Checks that programs on a real GPU survive sleeping, and that killing them afterwards has no
 effect on the host or on other programs.
 
-  sleepers.py [--programs target/release] [--kills 300] [--crowd 8] [--memory 400M] [--limit 200] [--seed 1]
+  sleepers.py [--programs target/release] [--kills 300] [--crowd 8] [--memory 400M] [--limit 200]
+              [--seed 1]
 
 --crowd programs run at the same time, and constantly call the driver. Each program is paused until
 it sleeps, and then resumed. Then it is killed at a random moment, and a new program replaces it.

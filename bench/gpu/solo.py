@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Measures the slowdown of a program under nvshare that is alone on the GPU. Compares samples of the
-same work natively and under nvshare.
+"""Measures the slowdown under nvshare of a program that is alone on the GPU. Compares samples of
+the same work natively and under nvshare.
 
   solo.py [--programs target/release] [--loads train,launches,decode] [--json FILE] [--commit ID]
 
@@ -120,8 +120,8 @@ class Worker:
 
 
 def interval(values):
-    """Returns the 95 % interval of the median. The binomial distribution determines the ranks of its
-    ends."""
+    """Returns the 95 % interval of the median. The binomial distribution determines the ranks of
+    its ends."""
     ordered, n = sorted(values), len(values)
     below, outside = 0, 0.0
     while below < n // 2 and outside + math.comb(n, below) / 2**n <= 0.025:

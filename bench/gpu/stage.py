@@ -19,7 +19,7 @@ EVENTS |= {"eviction-blocked": "eviction-blocked", "prepare-sleep": "prepare-sle
 
 
 def scheduler(programs, directory, settings):
-    """Starts a scheduler with these settings. Its log is written to scheduler.log in `directory`."""
+    """Starts a scheduler with these settings. Its log goes to scheduler.log in `directory`."""
     (directory / "scheduler.sock").unlink(missing_ok=True)
     (directory / "nvshare.toml").write_text(settings)
     words = [programs / "nvshare-scheduler", "--no-bus", "--socket", directory / "scheduler.sock"]
@@ -133,7 +133,7 @@ def wait_to_begin(ready, go):
 
 
 def end_with_parent():
-    """In a child process: makes the kernel kill this process when its parent ends for any reason."""
+    """In a child process: makes the kernel kill this process when its parent ends."""
     parent, set_parent_death_signal = os.getppid(), 1
     LIBC.prctl(set_parent_death_signal, signal.SIGKILL)
     if os.getppid() != parent:
