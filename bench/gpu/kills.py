@@ -35,7 +35,7 @@ VICTIM = ["mix", "--chunks", "3", "--reps", "20", "--rounds", "400"]
 WITNESS = ["mix", "--chunks", "3", "--reps", "20", "--rounds", "40"]
 # Seconds until the memory of killed programs must be free.
 MEMORY_RETURNS = 5
-# Bytes by which the driver's memory for this process may grow until then.
+# Maximum growth in bytes of the driver's memory for this process until then.
 OWN = 16 << 20
 
 

@@ -107,8 +107,8 @@ def probe():
     said["attributes of a new pool"] = [pools.attribute(default, which) for which in range(1, 15)]
     stream = pools.stream()
     number = lambda handle: pools_id(pools, handle)  # noqa: E731
-    said["streams 0 and 1 are one"] = number(0) == number(1)
-    said["the number of a stream is not used again"] = len({numbered_stream(pools) for _ in range(20)})
+    said["streams 0 and 1 have the same number"] = number(0) == number(1)
+    said["distinct numbers of 20 streams"] = len({numbered_stream(pools) for _ in range(20)})
     sizes = (4, 1000, MIB, 3 * MIB, 40 * MIB)
     for size in sizes:
         at = pools.allocate(size, stream)
@@ -130,55 +130,55 @@ def probe():
         said[f"reserved after a wait, {size} bytes"] = pools.attribute(default, 5)
     at = pools.allocate(MIB, stream)
     pools.free(at, stream)
-    said["its own block at once"] = pools.allocate(MIB, stream) == at
+    said["a freed block is reused immediately"] = pools.allocate(MIB, stream) == at
     pools.free(at, stream)
     said["allocating nothing"] = pools.allocate(0, stream) == 0
     said["freeing nothing"] = pools.free(0, stream)
     plain = pools.value("cuMemAlloc_v2", ctypes.c_size_t(4 * MIB))
-    said["cuMemFreeAsync of what cuMemAlloc gave"] = pools.free(plain, stream)
+    said["cuMemFreeAsync of memory from cuMemAlloc"] = pools.free(plain, stream)
     at = pools.allocate(4 * MIB, stream)
-    said["cuMemFree of memory of a pool"] = pools.call("cuMemFree_v2", ctypes.c_uint64(at))
-    said["and freeing it again"] = pools.free(at, stream)
+    said["cuMemFree of pool memory"] = pools.call("cuMemFree_v2", ctypes.c_uint64(at))
+    said["freeing it again"] = pools.free(at, stream)
     said["destroying the default pool"] = pools.call("cuMemPoolDestroy", ctypes.c_void_p(default))
     pool = pools.create()
     pools.set(pool, 4, 2**64 - 1)
     at = pools.value("cuMemAllocFromPoolAsync", ctypes.c_size_t(64 * MIB), ctypes.c_void_p(pool), ctypes.c_void_p(stream))
     pools.free(at, stream)
     pools.wait(stream)
-    said["kept below the threshold"] = pools.attribute(pool, 5)
-    said["what else is allocated has it"] = another_has_it(pools, pool)
+    said["reserved below the release threshold"] = pools.attribute(pool, 5)
+    said["cuMemAlloc gets memory that the pool keeps unused"] = another_has_it(pools, pool)
     pools.call("cuMemPoolTrimTo", ctypes.c_void_p(pool), ctypes.c_size_t(0))
-    said["after it was trimmed"] = [pools.attribute(pool, which) for which in (5, 6, 7, 8)]
+    said["attributes after trimming the pool"] = [pools.attribute(pool, which) for which in (5, 6, 7, 8)]
     at = pools.value("cuMemAllocFromPoolAsync", ctypes.c_size_t(MIB), ctypes.c_void_p(pool), ctypes.c_void_p(stream))
     handle = ctypes.create_string_buffer(64)
-    said["a handle of the old kind"] = pools.call("cuIpcGetMemHandle", handle, ctypes.c_uint64(at))
-    said["a pointer to share"] = pools.call("cuMemPoolExportPointer", ctypes.create_string_buffer(64), ctypes.c_uint64(at))
+    said["cuIpcGetMemHandle of pool memory"] = pools.call("cuIpcGetMemHandle", handle, ctypes.c_uint64(at))
+    said["cuMemPoolExportPointer"] = pools.call("cuMemPoolExportPointer", ctypes.create_string_buffer(64), ctypes.c_uint64(at))
     said["destroying a pool with a block in use"] = pools.call("cuMemPoolDestroy", ctypes.c_void_p(pool))
-    said["and freeing that"] = pools.free(at, stream)
+    said["freeing the block of the destroyed pool"] = pools.free(at, stream)
     outside = pools.allocate(MIB, stream)
     pools.wait(stream)
     pools.call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), ctypes.c_int(CAPTURE_RELAXED))
-    said["freeing in a capture what is not the graph's"] = pools.free(outside, stream)
+    said["freeing memory in a capture that was allocated before it"] = pools.free(outside, stream)
     graph = ctypes.c_void_p()
-    said["the end of that capture"] = pools.call("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
-    said["freeing it after that"] = pools.free(outside, stream)
+    said["ending that capture"] = pools.call("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
+    said["freeing that memory after the capture"] = pools.free(outside, stream)
     other = pools.stream()
     pools.call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), ctypes.c_int(CAPTURE_GLOBAL))
     at = pools.allocate(MIB, other)
-    said["in another stream beside a capture"] = [isinstance(at, int), pools.free(at, other) if isinstance(at, int) else None]
-    said["the end of the capture beside that"] = pools.call("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
+    said["allocating and freeing in another stream during a capture"] = [isinstance(at, int), pools.free(at, other) if isinstance(at, int) else None]
+    said["ending that capture of one stream"] = pools.call("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
     at = pools.allocate(40 * MIB, stream)
     pools.wait(stream)
-    said["a reset with memory in use"] = pools.call("cuDevicePrimaryCtxReset_v2", ctypes.c_int(0))
+    said["resetting the primary context with memory in use"] = pools.call("cuDevicePrimaryCtxReset_v2", ctypes.c_int(0))
     context = ctypes.c_void_p()
     pools.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(0))
     pools.call("cuCtxSetCurrent", context)
-    said["the default pool after it is the same"] = default == pools.value(
+    said["the default pool is the same after the reset"] = default == pools.value(
         "cuDeviceGetDefaultMemPool", ctypes.c_int(0), kind=ctypes.c_void_p
     )
-    said["reserved and used after it"] = [pools.attribute(default, which) for which in (5, 7)]
-    said["about the memory after it"] = [pools.about(at, which) for which in (2, 9)]
-    said["freeing that memory after it"] = pools.free(at)
+    said["reserved and used after the reset"] = [pools.attribute(default, which) for which in (5, 7)]
+    said["pointer attributes after the reset"] = [pools.about(at, which) for which in (2, 9)]
+    said["freeing that memory after the reset"] = pools.free(at)
     print(json.dumps(said), flush=True)
 
 
@@ -384,7 +384,7 @@ def main():
     parser.add_argument("--free", type=float, default=24, help="GiB that the ballast leaves")
     parser.add_argument("--mem", default="4G", help="memory that `pools` uses in rules")
     parser.add_argument("--runs", type=int, default=5, help="processes of each mode in pairs")
-    parser.add_argument("--seconds", type=float, default=25, help="minimum duration of train and cupy while memory is evicted")
+    parser.add_argument("--seconds", type=float, default=25, help="minimum seconds of train and cupy while memory is evicted")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit")
     arguments = parser.parse_args()
