@@ -6,8 +6,8 @@ random moments on a real GPU.
            [--scheduler-every 40] [--limit 240]
 
 --crowd programs with --memory each run at the same time. They do not fit on the GPU together,
-because a ballast leaves only --leave of it. The script kills one of them after the other at random
-moments, and starts a new program for each. Beside them, witnesses run to completion one after the
+because a ballast leaves only --leave of the GPU free. At random moments, the script kills a random
+one of these programs, and starts a new one. Beside them, witnesses run to completion one after the
 other, and check their results. After every --scheduler-every kills, the script also kills and
 restarts the scheduler.
 
