@@ -4,12 +4,14 @@
 
 mod cgroup;
 mod printable;
+mod subordinate;
 mod tenant;
 mod user_name;
 
 pub use cgroup::{Cgroup, Owned, is_slice, is_unit, name};
 pub use printable::printable;
-pub use tenant::{Place, Tenant};
+pub use subordinate::{accountable, groups};
+pub use tenant::{Owners, Place, Tenant};
 pub use user_name::{user_in_words, user_name};
 
 /// A process that connected.
@@ -18,6 +20,9 @@ pub struct Identity {
     /// The pid, or 0 if the scheduler's PID namespace does not contain the process.
     pub pid: i32,
     pub uid: u32,
+    /// The user that is accountable for the process, if that is another user than `uid`, which is then a
+    /// subordinate id or an id in another user namespace.
+    pub owner: Option<u32>,
     /// The tenant that the process belongs to.
     pub tenant: Tenant,
     /// The short name (`comm`), which every user may see. Empty if unknown.
@@ -35,7 +40,7 @@ pub struct Identity {
     pub pod: Pod,
     /// The Kubernetes ResourceClaim whose socket the process connected to.
     pub claim: Claim,
-    /// All groups of the process, as the kernel recorded them at the connection. `/proc` is
+    /// All groups of the process, as the kernel recorded them at the connection, and those of `owner`. `/proc` is
     /// unsuitable: it would show later groups, perhaps of another process, and nothing for a
     /// process in another PID namespace.
     pub groups: Vec<u32>,
@@ -70,6 +75,11 @@ impl Identity {
     /// The short name for messages: "a program" if the name is unknown.
     pub fn label(&self) -> &str {
         if self.name.is_empty() { "a program" } else { &self.name }
+    }
+
+    /// The user that is accountable for the process. Rules and budgets of users go by this user.
+    pub fn accountable(&self) -> u32 {
+        self.owner.unwrap_or(self.uid)
     }
 
     /// Returns true if either process may open memory that the other exports, because both belong

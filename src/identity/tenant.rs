@@ -7,8 +7,10 @@
 //!
 //! The name of a control group determines a tenant only if root created the control group. Below a
 //! user's slice, and in every control group delegated to a user, that user may choose any name. All
-//! processes in such control groups are therefore charged to the user, even processes with the
-//! user's subordinate ids. The root of a container may likewise choose any name inside the
+//! processes in such control groups are therefore charged to the user. Processes with a user's
+//! [subordinate ids](super::subordinate) are charged to that user everywhere, because the user
+//! chooses the id. In another user namespace, the owner of the control group counts, otherwise the
+//! user that logged in. The root of a container may likewise choose any name inside the
 //! container, so only the outermost container counts. The scheduler's own container does not
 //! distinguish tenants and does not count.
 
@@ -38,29 +40,49 @@ pub struct Place<'a> {
     pub on_host: bool,
     /// Whether the process is in the scheduler's user namespace.
     pub own_ids: bool,
+    /// The user that logged in, which no process without privileges can change. `None` for processes
+    /// of services.
+    pub login: Option<u32>,
+}
+
+/// Lookups of owners on the host.
+#[derive(Clone, Copy)]
+pub struct Owners<'a> {
+    /// Returns the owner of a control group that the scheduler can see.
+    pub cgroup: &'a dyn Fn(&str) -> Option<u32>,
+    /// Returns the [accountable user](super::accountable) of a user id.
+    pub uid: &'a dyn Fn(u32) -> u32,
+}
+
+impl fmt::Debug for Owners<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Owners")
+    }
 }
 
 impl Tenant {
-    /// Returns the tenant of a process. `own` is the scheduler's control group. `owner` returns the
-    /// owner of a control group that the scheduler can see.
-    pub fn of(uid: u32, place: Place<'_>, own: &Cgroup, owner: impl Fn(&str) -> Option<u32>) -> Self {
-        let Place { cgroup, on_host, own_ids } = place;
+    /// Returns the tenant of a process, and the user that is accountable for the process. `own` is the
+    /// scheduler's control group.
+    pub fn of(uid: u32, place: Place<'_>, own: &Cgroup, owners: Owners<'_>) -> (Self, u32) {
+        let Place { cgroup, on_host, own_ids, login } = place;
         // The owner of a control group may create others below it, so a non-root owner of an
         // ancestor counts as their creator.
         let maker = |path: &str| {
             let above = cgroup.within().filter(|other| other.len() < path.len());
-            above.filter_map(&owner).find(|owner| *owner != 0)
+            above.filter_map(owners.cgroup).find(|owner| *owner != 0).map(owners.uid)
         };
+        // Inside another user namespace, the owner of the namespace chooses the ids of its processes.
+        let chosen = || cgroup.user_slice().or_else(|| maker(&cgroup.path)).or(login);
+        let by_id = (owners.uid)(uid);
+        let user = if own_ids || by_id != uid { by_id } else { chosen().unwrap_or(uid) };
         let system = cgroup.of_system_below(own);
         let pod = system.pod.map(|(path, uid)| (path, Self::Pod(uid)));
         let container = || system.container.map(|(path, id)| (path, Self::Container(id.to_owned())));
         if let Some((path, tenant)) = pod.or_else(container) {
-            return maker(path).map_or(tenant, Self::User);
+            return maker(path).map_or((tenant, user), |maker| (Self::User(maker), maker));
         }
-        if !own_ids && let Some(owner) = cgroup.user_slice().or_else(|| maker(&cgroup.path)) {
-            return Self::User(owner);
-        }
-        if uid == 0 && on_host { Self::Root } else { Self::User(uid) }
+        let is_root = user == 0 && uid == 0 && on_host;
+        (if is_root { Self::Root } else { Self::User(user) }, user)
     }
 
     /// Returns the tenant's number in the state machine. The number stays the same after a
@@ -106,9 +128,15 @@ mod tests {
     const OTHER: &str = "fedcba9876543210fedcba9876543210fedcba9876543210fedcba9876543210";
     const POD: &str = "01234567-89ab-cdef-0123-456789abcdef";
 
+    /// Ids from 100,000 belong to user 1000, as in /etc/subuid.
+    fn accountable(uid: u32) -> u32 {
+        if (100_000..165_536).contains(&uid) { 1000 } else { uid }
+    }
+
     fn of(uid: u32, path: &str, on_host: bool, own_ids: bool) -> Tenant {
         let cgroup = Cgroup { path: path.into() };
-        Tenant::of(uid, Place { cgroup: &cgroup, on_host, own_ids }, &Cgroup::default(), |_| None)
+        let place = Place { cgroup: &cgroup, on_host, own_ids, login: None };
+        Tenant::of(uid, place, &Cgroup::default(), Owners { cgroup: &|_| None, uid: &|uid| uid }).0
     }
 
     fn host(uid: u32, path: &str) -> Tenant {
@@ -150,12 +178,37 @@ mod tests {
         let delegated = format!("/system.slice/lab.service/docker-{ID}.scope");
         let cgroup = Cgroup { path: delegated.clone() };
         let of = |uid, own_ids, owner: u32| {
-            let place = Place { cgroup: &cgroup, on_host: true, own_ids };
-            Tenant::of(uid, place, &Cgroup::default(), |path| Some(if path.ends_with(".service") { owner } else { 0 }))
+            let place = Place { cgroup: &cgroup, on_host: true, own_ids, login: None };
+            let owner = |path: &str| Some(if path.ends_with(".service") { owner } else { 0 });
+            Tenant::of(uid, place, &Cgroup::default(), Owners { cgroup: &owner, uid: &accountable }).0
         };
         assert_eq!(of(1000, true, 1000), Tenant::User(1000), "lab.service is delegated to them");
         assert_eq!(of(100_999, false, 1000), Tenant::User(1000));
         assert_eq!(of(1000, true, 0), Tenant::Container(ID.into()), "only root can have made it");
+    }
+
+    #[test]
+    fn subordinate_ids_are_charged_to_their_owner() {
+        let of = |uid, path: &str, own_ids, login| {
+            let cgroup = Cgroup { path: path.into() };
+            let place = Place { cgroup: &cgroup, on_host: true, own_ids, login };
+            Tenant::of(uid, place, &Cgroup::default(), Owners { cgroup: &|_| None, uid: &accountable })
+        };
+        let service = "/system.slice/cron.service";
+        let user = |uid| (Tenant::User(uid), uid);
+        // A set-user-ID copy of a program runs outside of the namespace.
+        assert_eq!(of(100_007, service, true, None), user(1000));
+        assert_eq!(of(100_007, service, false, None), user(1000));
+        assert_eq!(of(100_007, "/user.slice/user-1001.slice/session-2.scope", false, None), user(1000));
+        // Ranges that the host's /etc/subuid does not list: the user that logged in chose the id.
+        assert_eq!(of(200_007, service, false, Some(1001)), user(1001));
+        assert_eq!(of(200_007, service, false, None), user(200_007));
+        // `sudo -u` needs the administrator's permission, so the new user is accountable.
+        assert_eq!(of(1002, service, true, Some(1001)), user(1002));
+        assert_eq!(of(0, service, true, Some(1001)), (Tenant::Root, 0));
+        // In a container that root started, the container is the tenant, whatever the id.
+        let container = format!("/system.slice/docker-{ID}.scope");
+        assert_eq!(of(100_007, &container, false, None), (Tenant::Container(ID.into()), 1000));
     }
 
     #[test]
@@ -169,7 +222,8 @@ mod tests {
         let own = Cgroup { path: format!("/docker/{ID}/init.scope") };
         let of = |path: &str| {
             let cgroup = Cgroup { path: path.into() };
-            Tenant::of(7, Place { cgroup: &cgroup, on_host: true, own_ids: true }, &own, |_| None)
+            let place = Place { cgroup: &cgroup, on_host: true, own_ids: true, login: None };
+            Tenant::of(7, place, &own, Owners { cgroup: &|_| None, uid: &|uid| uid }).0
         };
         assert_eq!(of(&format!("/docker/{ID}")), Tenant::User(7));
         assert_eq!(of(&format!("/docker/{ID}/system.slice/docker-{OTHER}.scope")), Tenant::Container(OTHER.into()));

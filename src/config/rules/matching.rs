@@ -70,7 +70,9 @@ impl Rules {
 
 impl Subject {
     fn matches(&self, who: &Identity, rule: usize) -> Option<Instance> {
-        if self.user.is_some_and(|uid| uid != who.uid) || self.group.is_some_and(|gid| !who.groups.contains(&gid)) {
+        if self.user.is_some_and(|uid| uid != who.accountable())
+            || self.group.is_some_and(|gid| !who.groups.contains(&gid))
+        {
             return None;
         }
         let system = who.cgroup.of_system();
@@ -106,7 +108,7 @@ impl Subject {
             let is_meant = !uid.is_empty() && claim.is_of(uid, namespace, name);
             instance.claim = Some(is_meant.then_some(uid)?.clone());
         }
-        instance.user = self.user.or(self.group).map(|_| who.uid);
+        instance.user = self.user.or(self.group).map(|_| who.accountable());
         Some(instance)
     }
 
@@ -114,7 +116,7 @@ impl Subject {
         let is_of_a_user = owned.slices.iter().any(|path| identity::name(path) == "user.slice");
         let container = owned.container.map(|(path, _)| path.to_owned());
         let unit = owned.unit.filter(|_| container.is_none() && !is_of_a_user).map(str::to_owned);
-        let user = (container.is_none() && unit.is_none()).then_some(who.uid);
+        let user = (container.is_none() && unit.is_none()).then(|| who.accountable());
         Instance { rule, container, unit, user, ..Instance::default() }
     }
 }

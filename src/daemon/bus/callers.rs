@@ -15,7 +15,7 @@ use super::gate::{Gate, Place, Senders};
 use crate::daemon::connections::lock::Lockable;
 use crate::daemon::core::views::NamedGpu;
 use crate::daemon::transport::peer::{self, Process, Where};
-use crate::identity::{Identity, printable, user_in_words};
+use crate::identity::{Identity, accountable, printable, user_in_words};
 use crate::sys::access;
 
 /// How callers are identified.
@@ -186,7 +186,7 @@ impl Caller<'_> {
     /// If the caller is not on the host.
     pub fn identity(&self, what: &str) -> fdo::Result<Identity> {
         self.is_of_the_host(what)?;
-        let identity = Identity { groups: self.groups.clone(), ..self.process.describe() };
+        let identity = self.process.describe(self.groups.clone());
         if !identity.container.is_empty() || !identity.pod.uid.is_empty() {
             // A process in the host's PID namespace may still be in a container without access to the host's
             // devices.
@@ -218,7 +218,7 @@ impl Caller<'_> {
     /// # Errors
     /// If the caller may not pause them.
     pub async fn may_pause(&self, user: u32, what: &str) -> fdo::Result<()> {
-        match user == self.uid {
+        match user == accountable(self.uid) {
             true => self.is_of_the_host(what),
             false => self.may_change(what, "").await,
         }

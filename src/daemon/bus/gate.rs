@@ -12,6 +12,7 @@ use zbus::fdo;
 use zbus::names::OwnedUniqueName;
 
 use super::callers::Known;
+use crate::identity::accountable;
 
 /// Maximum number of concurrent calls of one connection to the bus.
 const MAX_OF_SENDER: usize = 16;
@@ -79,6 +80,7 @@ fn too_many(what: &str) -> fdo::Error {
 
 impl Gate {
     fn user(&self, uid: u32) -> Arc<User> {
+        let uid = accountable(uid);
         let mut users = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if users.len() >= MAX_IDLE && !users.contains_key(&uid) {
             users.retain(|_, user| Arc::strong_count(user) > 1 || !user.is_idle());

@@ -38,7 +38,7 @@ use crate::daemon::systemd::fd_store::{LOCK_RECORD, StoredConnection};
 use crate::daemon::tenants::{Budget, Share, What};
 use crate::daemon::transport::connection::Connection;
 use crate::daemon::transport::peer;
-use crate::identity::{Cgroup, Identity, printable};
+use crate::identity::{Cgroup, Identity, Place, printable};
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
@@ -197,7 +197,8 @@ impl Record {
         };
         if let Some(path) = cgroup {
             // Only callers on the host can acquire a lock, so this caller was on the host.
-            peer::place(&mut identity, Cgroup { path: path.clone() }, true, true);
+            let cgroup = Cgroup { path: path.clone() };
+            peer::place(&mut identity, Place { cgroup: &cgroup, on_host: true, own_ids: true, login: None });
         }
         identity
     }
@@ -420,7 +421,8 @@ mod tests {
         };
         let mut identity = Identity { pid: 5, uid: 1000, groups: vec![1000, 44], ..Identity::default() };
         (identity.name, identity.why, identity.command) = ("me".into(), "to measure".into(), "python x.py".into());
-        peer::place(&mut identity, Cgroup { path: "/system.slice/jupyter.service".into() }, true, true);
+        let cgroup = Cgroup { path: "/system.slice/jupyter.service".into() };
+        peer::place(&mut identity, Place { cgroup: &cgroup, on_host: true, own_ids: true, login: None });
         let file = Record::new(&gpu, &identity).create().expect("a file in memory");
         let (record, held) = Record::read(&file).expect("a record");
         assert_eq!((record.identity(), record.gpu, record.is_slice, held), (identity.clone(), [7; 16], true, false));

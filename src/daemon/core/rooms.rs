@@ -68,8 +68,8 @@ impl Core {
         if request.bytes == 0 {
             return Err(fdo::Error::InvalidArgs("the size of a room must be at least 1 byte".into()));
         }
-        let uid = request.caller.uid;
-        let number = self.rooms.values().filter(|room| room.owner.uid == uid).count();
+        let uid = request.caller.accountable();
+        let number = self.rooms.values().filter(|room| room.owner.accountable() == uid).count();
         if number >= MAX_ROOMS_OF_USER {
             return Err(fdo::Error::LimitsExceeded(format!(
                 "user {uid} already has the maximum of {number} rooms. Close one first."

@@ -211,14 +211,14 @@ impl Core {
         (!found.is_empty()).then_some(found).ok_or_else(no_program)
     }
 
-    /// The users of a process's clients. There are several users if the process connected under several
-    /// user IDs.
+    /// The users accountable for a process's clients. There are several if the process connected under several
+    /// user ids.
     ///
     /// # Errors
     /// `InvalidArgs` if the process has no clients.
     pub fn users_of(&self, pid: u32) -> fdo::Result<BTreeSet<u32>> {
         let clients = self.program(pid)?;
-        Ok(clients.iter().filter_map(|client| Some(self.clients.get(client)?.identity.uid)).collect())
+        Ok(clients.iter().filter_map(|client| Some(self.clients.get(client)?.identity.accountable())).collect())
     }
 
     /// Pauses or resumes a program. A paused program is off its GPUs until it is resumed. `users`: the

@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 
 use tracing::warn;
 
-use crate::identity::{self, Cgroup, Identity, Place, Tenant};
+use crate::identity::{self, Cgroup, Identity, Owners, Place, Tenant};
 use crate::sys::credentials;
 
 /// The identity of the process at the other end, and its pidfd, which becomes readable when the process
@@ -24,9 +24,7 @@ pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<Own
     let pidfd = credentials::pidfd(socket, credentials.pid)?;
     let groups = credentials::groups(socket, credentials.gid)?;
     let process = Process { pid: credentials.pid.max(0), uid: credentials.uid, pidfd };
-    let mut identity = process.describe();
-    identity.groups = groups;
-    Ok((identity, process.pidfd))
+    Ok((process.describe(groups), process.pidfd))
 }
 
 /// A quick guess at the tenant of the process at the other end. The guess may be wrong if that process
@@ -37,7 +35,8 @@ pub fn presumed_tenant(socket: BorrowedFd<'_>) -> Tenant {
     };
     let cgroup = std::fs::read(format!("/proc/{pid}/cgroup")).unwrap_or_default();
     let cgroup = Cgroup::read(&String::from_utf8_lossy(&cgroup));
-    Tenant::of(uid, Place { cgroup: &cgroup, on_host: true, own_ids: true }, own_cgroup(), |_| None)
+    let place = Place { cgroup: &cgroup, on_host: true, own_ids: true, login: None };
+    Tenant::of(uid, place, own_cgroup(), Owners { cgroup: &|_| None, ..OWNERS }).0
 }
 
 /// A process that connected.
@@ -104,16 +103,26 @@ impl Process {
         status.ok_or(Where::Hidden)
     }
 
-    /// The identity of the process, except for its groups.
-    pub fn describe(&self) -> Identity {
+    /// The identity of the process, which has these groups.
+    pub fn describe(&self, groups: Vec<u32>) -> Identity {
+        let mut identity = Identity { groups, ..self.describe_user() };
+        // A process can give up its owner's groups, but the rules for these groups still apply.
+        identity.groups.extend(identity.owner.map(identity::groups).unwrap_or_default());
+        identity
+    }
+
+    fn describe_user(&self) -> Identity {
         let &Self { pid, uid, .. } = self;
-        let unknown = Identity { pid, uid, tenant: Tenant::User(uid), ..Identity::default() };
+        let user = identity::accountable(uid);
+        let owner = (user != uid).then_some(user);
+        let unknown = Identity { pid, uid, owner, tenant: Tenant::User(user), ..Identity::default() };
         if pid == 0 {
             return unknown;
         }
         let read = |file: &str| std::fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
         let (name, command, cgroup) = (read("comm"), read("cmdline"), read("cgroup"));
         let own_ids = read("uid_map") == own_ids();
+        let login = String::from_utf8_lossy(&read("loginuid")).trim().parse().ok().filter(|uid| *uid != u32::MAX);
         let status = match self.status() {
             // On kernels before 6.5, the pidfd may refer to another process that has reused the PID of the
             // connecting process.
@@ -127,23 +136,25 @@ impl Process {
         };
         let mut identity = Identity { name: printable(&name), command: command_line(&command), ..unknown };
         if !cgroup.is_empty() {
-            place(&mut identity, Cgroup::read(&String::from_utf8_lossy(&cgroup)), status.depth == 1, own_ids);
+            let cgroup = Cgroup::read(&String::from_utf8_lossy(&cgroup));
+            place(&mut identity, Place { cgroup: &cgroup, on_host: status.depth == 1, own_ids, login });
         }
         identity
     }
 }
 
-/// Sets a process's control group and the fields derived from it. `on_host` and `own_ids` are fields of
-/// [`Place`].
-pub fn place(identity: &mut Identity, cgroup: Cgroup, on_host: bool, own_ids: bool) {
-    let place = Place { cgroup: &cgroup, on_host, own_ids };
-    identity.tenant = Tenant::of(identity.uid, place, own_cgroup(), owner);
+/// Sets a process's control group and the fields derived from its place.
+pub fn place(identity: &mut Identity, place: Place<'_>) {
+    let Place { cgroup, .. } = place;
+    let (tenant, user) = Tenant::of(identity.uid, place, own_cgroup(), OWNERS);
+    identity.tenant = tenant;
+    identity.owner = (user != identity.uid).then_some(user);
     identity.placed = true;
     identity.unit = cgroup.unit().to_owned();
     identity.slice = cgroup.slice().to_owned();
     identity.container = cgroup.container().to_owned();
     identity.pod.uid = cgroup.of_system().pod.map_or_else(String::new, |(_, uid)| uid);
-    identity.cgroup = cgroup;
+    identity.cgroup = cgroup.clone();
 }
 
 /// The short name of a process. `None` if the process has exited.
@@ -199,6 +210,8 @@ fn own_ids() -> &'static [u8] {
     static OWN: OnceLock<Vec<u8>> = OnceLock::new();
     OWN.get_or_init(|| std::fs::read("/proc/self/uid_map").unwrap_or_default())
 }
+
+const OWNERS: Owners<'static> = Owners { cgroup: &owner, uid: &identity::accountable };
 
 /// The owner of a control group. `None` if the group is not visible.
 fn owner(path: &str) -> Option<u32> {
@@ -283,12 +296,12 @@ mod tests {
         let (pid, uid) = (child.id() as i32, nix::unistd::getuid().as_raw());
         let process = Process::named(pid, uid, None);
         assert_eq!(process.place(), Where::Host);
-        assert!(process.describe().placed);
-        assert!(!Process::named(pid, uid + 1, None).describe().placed, "it is another user's");
+        assert!(process.describe(vec![]).placed);
+        assert!(!Process::named(pid, uid + 1, None).describe(vec![]).placed, "it is another user's");
         child.kill().expect("it runs");
         child.wait().expect("its end");
         assert_eq!(process.place(), Where::Ended);
-        assert_eq!(process.describe(), Identity { pid, uid, tenant: Tenant::User(uid), ..Identity::default() });
+        assert_eq!(process.describe(vec![]), Identity { pid, uid, tenant: Tenant::User(uid), ..Identity::default() });
         assert_eq!(Process::named(0, uid, None).place(), Where::Elsewhere);
     }
 
