@@ -223,7 +223,7 @@ async fn publish_clients(core: Rc<RefCell<Core>>, clients: watch::Sender<ClientP
 }
 
 /// Adds the GPU time that earlier daemons counted, once the time has been read from disk.
-pub fn load_hours(core: &Rc<RefCell<Core>>, saved: oneshot::Receiver<HoursUsed>) {
+pub fn load_hours(core: &Rc<RefCell<Core>>, saved: oneshot::Receiver<Result<HoursUsed, String>>) {
     let core = core.clone();
     spawn_local(async move {
         if let Ok(saved) = saved.await {

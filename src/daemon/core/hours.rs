@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use tracing::info;
+use tracing::{info, warn};
 
 use super::state::{Client, Core};
 use super::usage::unix_time;
@@ -19,6 +19,9 @@ use crate::scheduler::{ClientId, Event, Group};
 /// Maximum number of entries. Programs that a rule counts together share an entry. If there are more
 /// entries, only the `MAX_PROGRAMS / 2` most recently active ones are kept.
 const MAX_PROGRAMS: usize = 4096;
+/// Maximum number of hours of one entry: those of the longest window, and as many that were counted
+/// while the clock was wrong. Entries are bounded by number alone, so that a wrong clock deletes none.
+const MAX_HOURS: usize = 2 * (Window::LONGEST.as_secs() / HOUR as u64) as usize;
 
 #[derive(Debug, Default)]
 pub struct Hours {
@@ -42,11 +45,13 @@ impl Hours {
         }
     }
 
-    /// GPU time used in all hours that overlap the window.
+    /// GPU time used in all hours that overlap the window. Hours after `at` were counted while the clock was
+    /// wrong, and do not count.
     fn used(&self, programs: &str, window: Window, at: i64) -> Duration {
         let since = at.saturating_sub_unsigned(window.time().as_secs());
-        let hours = self.used.get(programs).into_iter().flatten();
-        let seconds: f64 = hours.filter(|(hour, _)| **hour + HOUR > since).map(|(_, seconds)| seconds).sum();
+        let hours =
+            self.used.get(programs).into_iter().flat_map(|hours| hours.range(since.saturating_sub(HOUR - 1)..=at));
+        let seconds: f64 = hours.map(|(_, seconds)| seconds).sum();
         Duration::try_from_secs_f64(seconds).unwrap_or_default()
     }
 
@@ -56,12 +61,12 @@ impl Hours {
         self.used(&programs.programs(), window, now()) >= time
     }
 
-    fn forget(&mut self, at: i64) {
-        let since = at.saturating_sub_unsigned(Window::LONGEST.as_secs());
-        self.used.retain(|_, hours| {
-            hours.retain(|hour, _| *hour + HOUR > since);
-            !hours.is_empty()
-        });
+    fn forget(&mut self) {
+        for hours in self.used.values_mut() {
+            while hours.len() > MAX_HOURS {
+                hours.pop_first();
+            }
+        }
         if self.used.len() > MAX_PROGRAMS {
             // Entries are sorted by their last hour, and then by the time used in that hour.
             let rank = |hours: &BTreeMap<i64, f64>| {
@@ -94,8 +99,14 @@ impl Core {
     }
 
     /// Adds the GPU time that earlier daemons counted and saved.
-    pub fn load_hours(&mut self, saved: HoursUsed) {
-        self.hours.load(saved);
+    pub fn load_hours(&mut self, saved: Result<HoursUsed, String>) {
+        match saved {
+            Ok(saved) => self.hours.load(saved),
+            Err(why) => {
+                warn!(name: "no-hours", "{why}");
+                self.set_usage_error(why);
+            }
+        }
         self.check_hours();
     }
 
@@ -115,7 +126,7 @@ impl Core {
     /// Updates which programs have used up their hours. The scheduler serves such programs after all others
     /// until hours become available again.
     pub fn check_hours(&mut self) {
-        self.hours.forget(now());
+        self.hours.forget();
         let is_used_up = |client: ClientId, entry: &Client| {
             let rule = self.rule_of(client).zip(entry.rule.as_ref());
             rule.is_some_and(|(rule, programs)| self.hours.are_used_up(rule, programs))
@@ -172,8 +183,13 @@ mod tests {
         hours.load([("unit=a".to_owned(), [(at, 32.0)].into())].into());
         assert_eq!(used(&hours, Window::Day, at), 44);
         assert!(hours.take_pending().is_empty(), "what was read is on disk");
-        hours.forget(at + 31 * DAY);
-        assert_eq!(hours.used.len(), 0);
+        // A clock that is ahead for a while costs nothing.
+        hours.add("unit=a".into(), at + 900 * DAY, 64.0);
+        hours.forget();
+        assert_eq!(used(&hours, Window::Month, at), 47);
+        (0..5000).for_each(|hour| hours.add("unit=a".into(), at + hour * HOUR, 1.0));
+        hours.forget();
+        assert_eq!(hours.used["unit=a"].len(), MAX_HOURS);
     }
 
     #[test]
@@ -183,14 +199,14 @@ mod tests {
             hours.add(format!("container={number}"), number * 60, 1.0);
         }
         let at = MAX_PROGRAMS as i64 * 60;
-        hours.forget(at);
+        hours.forget();
         assert!(hours.used.len() <= MAX_PROGRAMS, "{}", hours.used.len());
         assert_eq!(hours.used(&format!("container={MAX_PROGRAMS}"), Window::Day, at), seconds(1));
         assert_eq!(hours.used("container=0", Window::Month, at), Duration::ZERO);
         for number in 0..=MAX_PROGRAMS {
             hours.add(format!("unit={number}"), at, if number == 7 { 9.0 } else { 1.0 });
         }
-        hours.forget(at);
+        hours.forget();
         assert!(hours.used.len() <= MAX_PROGRAMS, "all in one hour: {}", hours.used.len());
         assert_eq!(hours.used("unit=7", Window::Day, at), seconds(9), "who used most is kept");
     }

@@ -112,6 +112,8 @@ pub struct Core {
     configuration_error: Option<String>,
     /// Why metrics are not served on the configured address.
     metrics_error: Option<String>,
+    /// Why the GPU time that programs used earlier is unknown.
+    usage_error: Option<String>,
     problems: watch::Sender<Vec<String>>,
     pub(super) present: watch::Sender<Present>,
     /// Number of attachments of programs to GPUs. `attached` is true if there are any.
@@ -351,6 +353,7 @@ impl Core {
             settings,
             configuration_error: None,
             metrics_error: None,
+            usage_error: None,
             problems: watch::Sender::default(),
             present: watch::Sender::default(),
             attachments: 0,
@@ -451,11 +454,16 @@ impl Core {
         }
     }
 
+    pub(super) fn set_usage_error(&mut self, error: String) {
+        self.usage_error = Some(error);
+        self.publish_problems();
+    }
+
     /// Publishes the problems after a change.
     pub(super) fn publish_problems(&self) {
         let configuration = self.configuration_error.as_ref();
         let configuration = configuration.map(|error| format!("the configuration has an error: {error}"));
-        let others = [self.metrics_error.clone(), self.driver_problem()];
+        let others = [self.metrics_error.clone(), self.usage_error.clone(), self.driver_problem()];
         let problems: Vec<String> = configuration.into_iter().chain(others.into_iter().flatten()).collect();
         if *self.problems.borrow() != problems {
             self.problems.send_replace(problems);

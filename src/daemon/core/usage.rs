@@ -92,7 +92,7 @@ pub(super) fn unix_time() -> u64 {
 impl Core {
     /// Starts to record the usage of programs in this directory. The receiver yields the hours saved there,
     /// for [`load_hours`](Self::load_hours).
-    pub fn keep_usage(&mut self, directory: &Path) -> oneshot::Receiver<HoursUsed> {
+    pub fn keep_usage(&mut self, directory: &Path) -> oneshot::Receiver<Result<HoursUsed, String>> {
         let keeper = Keeper::start(directory, self.config.keep_usage);
         let (reply, saved) = oneshot::channel();
         if let Some(keeper) = &keeper {

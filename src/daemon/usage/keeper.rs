@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use tracing::{info, warn};
 
@@ -25,6 +25,8 @@ pub struct Records {
     unsaved_hours: BTreeMap<(i64, String), f64>,
     /// Start of the hour in which the database was last tidied, in seconds since 1970.
     tidied: Option<i64>,
+    /// When that was, in monotonic time.
+    tidied_at: Option<Instant>,
     /// True once a failure to save records has been logged.
     has_failed: bool,
 }
@@ -44,6 +46,7 @@ impl Records {
             unsaved: BTreeMap::new(),
             unsaved_hours: BTreeMap::new(),
             tidied: None,
+            tidied_at: None,
             has_failed: false,
         }
     }
@@ -94,8 +97,10 @@ impl Records {
             records.unsaved.clear();
             records.unsaved_hours.clear();
             if records.tidied != Some(hour) {
-                store.tidy(now(), records.keep)?;
-                records.tidied = Some(hour);
+                let began = Instant::now();
+                let elapsed = records.tidied_at.map_or(Duration::ZERO, |before| began - before);
+                store.tidy(now(), elapsed, records.keep)?;
+                (records.tidied, records.tidied_at) = (Some(hour), Some(began));
             }
             Ok(())
         });
@@ -115,12 +120,16 @@ impl Records {
 
     fn read(&mut self, query: &Query) -> UsageAnswer {
         let rows = match self.has_failed || self.path.exists() {
-            true => self.with_store(|store, _| store.read(query)),
+            true => self.with_store(|store, _| store.read(query, now())),
             false => Ok(BTreeMap::new()),
         };
         let mut rows = rows.map_err(|failure| format!("{}: {}", self.path.display(), failure.reason()))?;
         for ((hour, tenant), accounts) in &self.unsaved {
-            if (hour + HOUR) as f64 <= query.since || query.tenant.as_ref().is_some_and(|only| only != tenant) {
+            let is_future = *hour > now();
+            if is_future
+                || (hour + HOUR) as f64 <= query.since
+                || query.tenant.as_ref().is_some_and(|only| only != tenant)
+            {
                 continue;
             }
             for (account, amounts) in &accounts.0 {
@@ -136,12 +145,20 @@ impl Records {
         Ok(rows.into_iter().collect())
     }
 
-    /// The saved hours. Empty if they cannot be read. The failure is logged when records are saved.
-    fn read_hours(&mut self) -> HoursUsed {
+    /// The saved hours. Leaves a damaged database for the next save to set aside.
+    fn read_hours(&self) -> Result<HoursUsed, String> {
         if !self.path.exists() {
-            return HoursUsed::new();
+            return Ok(HoursUsed::new());
         }
-        self.with_store(|store, _| store.read_hours()).unwrap_or_default()
+        let hours = Store::open(&self.path).and_then(|store| store.read_hours());
+        hours.map_err(|failure| {
+            format!(
+                "cannot read how much GPU time programs have used: {}: {}. Limits in gpu-hours count only time from now \
+                 on",
+                self.path.display(),
+                failure.reason()
+            )
+        })
     }
 
     /// Runs `what` on the database. If the database is damaged, sets it aside and runs `what` again on a

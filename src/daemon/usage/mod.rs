@@ -190,7 +190,7 @@ enum Job {
     Save,
     Keep(Duration),
     Read(Query, oneshot::Sender<UsageAnswer>),
-    ReadHours(oneshot::Sender<HoursUsed>),
+    ReadHours(oneshot::Sender<Result<HoursUsed, String>>),
 }
 
 /// Sends jobs to the usage thread.
@@ -241,8 +241,9 @@ impl Keeper {
         let _ = self.jobs.send(Job::Read(query, reply));
     }
 
-    /// Replies with the saved hours of programs with `gpu-hours`. Empty if they cannot be read.
-    pub fn read_hours(&self, reply: oneshot::Sender<HoursUsed>) {
+    /// Replies with the saved hours of programs with `gpu-hours`, or with a sentence about why they cannot be
+    /// read.
+    pub fn read_hours(&self, reply: oneshot::Sender<Result<HoursUsed, String>>) {
         let _ = self.jobs.send(Job::ReadHours(reply));
     }
 

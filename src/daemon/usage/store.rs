@@ -2,6 +2,10 @@
 //! hours of a day are merged into one row. Rows older than the retention time are deleted, and so are
 //! the oldest rows if there are too many. A second table stores the last month of programs with
 //! `gpu-hours`.
+//!
+//! The clock may be wrong, for example until the host has synchronized it. So a third table stores the
+//! time up to which deletion may go by the clock: it advances at most [`CATCH_UP`] times as fast as
+//! monotonic time.
 
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -45,10 +49,15 @@ const SCHEMA: &str = "
         PRIMARY KEY (begins, programs)
     ) STRICT, WITHOUT ROWID;
     PRAGMA user_version = 1;";
+/// Also creates the table in a database of an earlier build, which lacks it.
+const RETENTION: &str = "CREATE TABLE IF NOT EXISTS retention (at INTEGER NOT NULL) STRICT";
 
 pub const DAY: i64 = 24 * HOUR;
 /// Age in seconds after which hours are merged into days: the longest month.
 const HOURS_LAST: i64 = 31 * DAY;
+/// A clock that is wrong for an hour costs the records of one day at most. Faster than time, so that
+/// retention follows on hosts that are off most of the time.
+const CATCH_UP: i64 = 24;
 /// Maximum number of rows, about 100 MB. If there are more, the oldest are deleted.
 const MAX_ROWS: i64 = 500_000;
 /// Maximum number of rows of programs with `gpu-hours`. If there are more, the oldest are deleted.
@@ -133,6 +142,7 @@ impl Store {
                 )));
             }
         }
+        connection.execute(RETENTION, [])?;
         Ok(Self { connection })
     }
 
@@ -190,13 +200,15 @@ impl Store {
     }
 
     /// Merges hours older than a month into days. Deletes rows older than `keep`, and the oldest rows
-    /// beyond the limits. `now`: seconds since 1970.
-    pub fn tidy(&mut self, now: i64, keep: Duration) -> Result<(), StoreError> {
-        self.tidy_to(now, keep, MAX_ROWS)
+    /// beyond the limits. `clock`: the time by the clock, in seconds since 1970. `elapsed`: monotonic time
+    /// since the previous call, or zero.
+    pub fn tidy(&mut self, clock: i64, elapsed: Duration, keep: Duration) -> Result<(), StoreError> {
+        self.tidy_to(clock, elapsed, keep, MAX_ROWS)
     }
 
-    fn tidy_to(&mut self, now: i64, keep: Duration, most: i64) -> Result<(), StoreError> {
+    fn tidy_to(&mut self, clock: i64, elapsed: Duration, keep: Duration, most: i64) -> Result<(), StoreError> {
         let transaction = self.connection.transaction()?;
+        let now = advance(&transaction, clock, elapsed)?;
         let keep = i64::try_from(keep.as_secs()).unwrap_or(i64::MAX);
         transaction.execute("DELETE FROM usage WHERE begins + lasts <= ?1", [now.saturating_sub(keep)])?;
         let first_whole_hour = (now - HOURS_LAST).div_euclid(DAY) * DAY;
@@ -222,7 +234,10 @@ impl Store {
 
     /// Finds the rows that match a query, and sums them by the query's columns. Returns at most
     /// [`MAX_ANSWER`] + 1 rows.
-    pub fn read(&self, query: &Query) -> Result<BTreeMap<Key, Amounts>, StoreError> {
+    ///
+    /// `clock`: the time by the clock, in seconds since 1970. Later rows were recorded while the clock was
+    /// wrong, and do not count.
+    pub fn read(&self, query: &Query, clock: i64) -> Result<BTreeMap<Key, Amounts>, StoreError> {
         // The aliases of the group columns are not the names of any table columns.
         let mut statement = self.connection.prepare(
             "SELECT CASE WHEN ?3 THEN begins ELSE 0 END AS time, CASE WHEN ?3 THEN lasts ELSE 0 END AS duration,
@@ -230,7 +245,7 @@ impl Store {
                 CASE WHEN ?6 THEN unit ELSE '' END AS service, CASE WHEN ?7 THEN container ELSE '' END AS box,
                 sum(lock_seconds), sum(grants), sum(wait_seconds), sum(resident_byte_seconds),
                 sum(swapped_byte_seconds), sum(swapped_in_bytes), sum(swapped_out_bytes)
-            FROM usage WHERE begins + lasts > ?1 AND (?2 IS NULL OR tenant = ?2)
+            FROM usage WHERE begins + lasts > ?1 AND begins <= ?9 AND (?2 IS NULL OR tenant = ?2)
             GROUP BY time, duration, whose, device, service, box LIMIT ?8",
         )?;
         let by = |column| query.by.contains(&column);
@@ -244,7 +259,8 @@ impl Store {
                 by(Gpu),
                 by(Unit),
                 by(Container),
-                MAX_ANSWER as i64 + 1
+                MAX_ANSWER as i64 + 1,
+                clock
             ],
             |row| {
                 let account = Account { gpu: row.get(3)?, unit: row.get(4)?, container: row.get(5)? };
@@ -253,6 +269,17 @@ impl Store {
         )?;
         Ok(rows.collect::<Result<_, _>>()?)
     }
+}
+
+/// Advances the time by which rows are deleted towards the clock, and returns it. The first call sets it
+/// to the clock.
+fn advance(transaction: &Transaction<'_>, clock: i64, elapsed: Duration) -> rusqlite::Result<i64> {
+    let before: Option<i64> = transaction.query_row("SELECT max(at) FROM retention", [], |row| row.get(0))?;
+    let elapsed = i64::try_from(elapsed.as_secs()).unwrap_or(i64::MAX);
+    let now = before.map_or(clock, |before| clock.min(before.saturating_add(elapsed.saturating_mul(CATCH_UP))));
+    transaction.execute("DELETE FROM retention", [])?;
+    transaction.execute("INSERT INTO retention VALUES (?1)", [now])?;
+    Ok(now)
 }
 
 /// Reads amounts from consecutive columns, beginning with the column `first`.
@@ -335,6 +362,9 @@ mod tests {
     use super::*;
     use test_support::Directory;
 
+    /// So much monotonic time has elapsed that deletion goes by the clock.
+    const LONG: Duration = Duration::from_secs(1000 * DAY as u64);
+
     fn account(unit: &str) -> Account {
         Account { gpu: "GPU-1".into(), unit: unit.into(), ..Account::default() }
     }
@@ -351,7 +381,7 @@ mod tests {
 
     fn read(store: &Store, since: i64, by: &[Column], tenant: Option<&str>) -> Vec<(Key, Amounts)> {
         let query = Query { since: since as f64, by: by.iter().copied().collect(), tenant: tenant.map(str::to_owned) };
-        store.read(&query).expect("rows").into_iter().collect()
+        store.read(&query, i64::MAX).expect("rows").into_iter().collect()
     }
 
     fn rows(store: &Store) -> i64 {
@@ -392,23 +422,62 @@ mod tests {
             add(&mut store, hour * HOUR, "user 1", "a.service", 1.0);
         }
         let keep = Duration::from_secs(400 * DAY as u64);
-        store.tidy(32 * DAY, keep).expect("tidied");
+        store.tidy(32 * DAY, LONG, keep).expect("tidied");
         let times = |store: &Store| -> Vec<_> {
             read(store, 0, &[Column::Time], None).into_iter().map(|(key, amounts)| (key.time, amounts)).collect()
         };
         let first = times(&store);
         assert_eq!((first.len(), first[0]), (25, ((0, DAY), seconds(24.0))), "the second day is within the month");
-        store.tidy(33 * DAY + 1, keep).expect("tidied");
+        store.tidy(33 * DAY + 1, LONG, keep).expect("tidied");
         let days = [((0, DAY), seconds(24.0)), ((DAY, DAY), seconds(24.0))];
         assert_eq!(times(&store), days);
         // Usage that was saved late because the disk was full is added to the day's row.
         add(&mut store, HOUR, "user 1", "a.service", 3.0);
-        store.tidy(33 * DAY + 1, keep).expect("tidied");
+        store.tidy(33 * DAY + 1, LONG, keep).expect("tidied");
         assert_eq!(times(&store)[0], ((0, DAY), seconds(27.0)));
-        store.tidy(401 * DAY, keep).expect("tidied");
+        store.tidy(401 * DAY, LONG, keep).expect("tidied");
         assert_eq!(times(&store), days[1..]);
-        store.tidy(402 * DAY, keep).expect("tidied");
+        store.tidy(402 * DAY, LONG, keep).expect("tidied");
         assert_eq!(rows(&store), 0);
+    }
+
+    #[test]
+    fn wrong_clock_deletes_nothing_and_its_records_do_not_count() {
+        let directory = Directory::new();
+        let mut store = Store::open(&directory.0.join(FILE)).expect("a database");
+        let (today, keep) = (1000 * DAY, Duration::from_secs(400 * DAY as u64));
+        add(&mut store, today, "user 1", "a.service", 1.0);
+        store.add([].into_iter(), [(today, "unit=a", 1.0)].into_iter()).expect("added");
+        store.tidy(today + HOUR, LONG, keep).expect("tidied");
+        // The host starts with a clock that is 500 days ahead, and synchronizes it after 2 hours.
+        let wrong = today + 500 * DAY;
+        add(&mut store, wrong, "user 1", "a.service", 2.0);
+        drop(store);
+        let mut store = Store::open(&directory.0.join(FILE)).expect("the same");
+        for hours in 0..2 {
+            let elapsed = Duration::from_secs(hours * HOUR as u64);
+            store.tidy(wrong + hours as i64 * HOUR, elapsed, keep).expect("tidied");
+        }
+        assert_eq!((rows(&store), store.read_hours().expect("rows").len()), (2, 1));
+        let query = Query { since: 0.0, by: [].into(), tenant: None };
+        let counted = |clock| store.read(&query, clock).expect("rows").into_values().collect::<Vec<_>>();
+        assert_eq!(counted(today + 3 * HOUR), [seconds(1.0)]);
+        assert_eq!(counted(wrong), [seconds(3.0)]);
+    }
+
+    #[test]
+    fn retention_follows_the_clock_of_a_host_that_was_off() {
+        let directory = Directory::new();
+        let mut store = Store::open(&directory.0.join(FILE)).expect("a database");
+        let keep = Duration::from_secs(10 * DAY as u64);
+        add(&mut store, 0, "user 1", "a.service", 1.0);
+        store.tidy(HOUR, Duration::ZERO, keep).expect("tidied");
+        let hour = Duration::from_secs(HOUR as u64);
+        let hours = (1..100).find(|_| {
+            store.tidy(20 * DAY, hour, keep).expect("tidied");
+            rows(&store) == 0
+        });
+        assert_eq!(hours, Some(11), "a day for each hour");
     }
 
     #[test]
@@ -427,9 +496,9 @@ mod tests {
         };
         assert_eq!(store.read_hours().expect("rows"), all(&[(0, 1.0), (DAY, 2.0)], &[(0, 2.5), (DAY, 5.0)]));
         let keep = Duration::from_secs(DAY as u64);
-        store.tidy(31 * DAY + HOUR - 1, keep).expect("tidied");
+        store.tidy(31 * DAY + HOUR - 1, LONG, keep).expect("tidied");
         assert_eq!(store.read_hours().expect("rows").len(), 2, "whatever is kept of the others");
-        store.tidy(31 * DAY + HOUR, keep).expect("tidied");
+        store.tidy(31 * DAY + HOUR, LONG, keep).expect("tidied");
         assert_eq!(store.read_hours().expect("rows"), all(&[(DAY, 2.0)], &[(DAY, 5.0)]));
         assert_eq!(rows(&store), 0);
     }
@@ -450,7 +519,7 @@ mod tests {
         };
         assert_eq!(of(&store, super::super::OTHERS), Some(seconds(150.0 + 300.0)));
         assert_eq!(of(&store, "a.service"), Some(seconds(5.0)), "another tenant is not concerned");
-        store.tidy(40 * DAY, Duration::from_secs(400 * DAY as u64)).expect("tidied");
+        store.tidy(40 * DAY, LONG, Duration::from_secs(400 * DAY as u64)).expect("tidied");
         assert_eq!(rows(&store), MAX_ACCOUNTS as i64 + 1);
         assert_eq!(of(&store, super::super::OTHERS), Some(seconds(450.0 + 100.0 + 2.0)), "those with least are joined");
         assert_eq!(read(&store, 0, &[], None), [(Key::default(), seconds(750.0 + 5.0))], "nothing is lost");
@@ -465,9 +534,9 @@ mod tests {
             add(&mut store, hour * HOUR, "user 2", "a.service", 1.0);
         }
         let keep = Duration::from_secs(400 * DAY as u64);
-        store.tidy_to(10 * HOUR, keep, 20).expect("tidied");
+        store.tidy_to(10 * HOUR, LONG, keep, 20).expect("tidied");
         assert_eq!(rows(&store), 20);
-        store.tidy_to(10 * HOUR, keep, 7).expect("tidied");
+        store.tidy_to(10 * HOUR, LONG, keep, 7).expect("tidied");
         assert_eq!(rows(&store), 6, "of an hour all or none");
         assert_eq!(read(&store, 0, &[Column::Time], None)[0].0.time, (7 * HOUR, HOUR));
     }
