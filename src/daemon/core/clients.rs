@@ -407,14 +407,17 @@ impl Core {
             sample: None,
             has_others: true,
             has_display: false,
-            _named_by: Some(share),
+            named_by: Some(share),
         };
         if self.log_limit.allows("gpu-found", budget.tenant()) {
             info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "a program uses {}, which NVML does not \
                 list", entry.name);
         }
-        self.create_lock_files(gpu);
+        let is_known = self.is_known(&entry);
         self.gpus.insert(gpu, entry);
+        if is_known {
+            self.create_lock_files(gpu);
+        }
         self.apply(Event::GpuFound { gpu, total });
         self.drain_again(gpu);
         self.announce_limits([client]);

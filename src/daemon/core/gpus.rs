@@ -28,13 +28,26 @@ impl Core {
 
     /// Publishes the GPUs that programs can use. Called after a change of `gpus`.
     pub(super) fn publish_gpus(&self) {
-        let here = self.gpus.iter().filter(|(_, gpu)| !gpu.gone);
-        let now: Present = here.map(|(id, gpu)| gpu.label(*id)).collect();
+        let now: Present = self.known_gpus().filter(|(_, gpu)| !gpu.gone).map(|(id, gpu)| gpu.label(*id)).collect();
         self.present.send_if_modified(|present| {
             let has_changed = *present != now;
             *present = now;
             has_changed
         });
+    }
+
+    /// True if the host has the GPU, as far as the daemon can tell: NVML lists or has listed the GPU, or
+    /// does not answer.
+    ///
+    /// A client can invent a GPU. While NVML answers, a GPU that it does not list matters only to the
+    /// clients that named it: such a GPU is in no list, sum or default, and has no lock files.
+    pub(super) fn is_known(&self, gpu: &Gpu) -> bool {
+        gpu.named_by.is_none() || self.nvml.is_none() || self.nvml_state != NvmlState::Usable
+    }
+
+    /// The GPUs that the host has.
+    pub(super) fn known_gpus(&self) -> impl Iterator<Item = (&GpuId, &Gpu)> {
+        self.gpus.iter().filter(|(_, gpu)| self.is_known(gpu))
     }
 
     /// True if NVML measures the memory in use on a GPU.
@@ -62,7 +75,7 @@ impl Core {
     fn gpu_found(&mut self, found: GpuDescription) {
         let GpuDescription { gpu, kind, name, total, index, minor, capability, link, has_display } = found;
         let before = self.gpus.remove(&gpu).filter(|known| !known.gone);
-        let is_new = before.is_none();
+        let is_new = before.as_ref().is_none_or(|known| known.named_by.is_some());
         let is_same_size = before.as_ref().is_some_and(|known| known.total == total);
         let is_news = before.as_ref().is_none_or(|known| known.index.is_none());
         let failing = before.as_ref().is_some_and(|known| known.failing);
@@ -81,7 +94,7 @@ impl Core {
             sample,
             has_others: true,
             has_display,
-            _named_by: None,
+            named_by: None,
         };
         if is_new {
             info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "found {}", entry.name);

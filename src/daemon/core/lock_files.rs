@@ -98,12 +98,12 @@ impl Core {
     /// into the directory of each claim.
     pub fn create_lock_files_of_claims_in(&mut self, directory: &Path) {
         self.lock_files.claims = Some(directory.to_owned());
-        self.gpus.keys().for_each(|gpu| self.lock_files.create(*gpu));
+        self.known_gpus().for_each(|(gpu, _)| self.lock_files.create(*gpu));
     }
 
     /// Hard-links the lock files of all GPUs into the directory of a new claim.
     pub fn link_lock_files(&self, directory: &Path) {
-        self.gpus.keys().for_each(|gpu| self.lock_files.link(*gpu, directory));
+        self.known_gpus().for_each(|(gpu, _)| self.lock_files.link(*gpu, directory));
     }
 
     pub(super) fn create_lock_files(&self, gpu: GpuId) {

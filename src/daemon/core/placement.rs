@@ -174,7 +174,7 @@ impl Core {
             let number = gpu.minor.filter(|minor| *minor < u64::BITS && devices != 0);
             number.is_none_or(|minor| devices & 1 << minor != 0)
         };
-        let seen = self.gpus.iter().filter(|(_, gpu)| !gpu.gone && is_seen(gpu));
+        let seen = self.known_gpus().filter(|(_, gpu)| !gpu.gone && is_seen(gpu));
         let mut known: Vec<Known<'_>> = seen.map(|(id, gpu)| (*id, gpu, gpu.label(*id))).collect();
         known.sort_by_key(|(id, gpu, _)| (gpu.index.is_none(), gpu.index, *id));
         known

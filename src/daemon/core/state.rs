@@ -280,9 +280,9 @@ pub(super) struct Gpu {
     pub has_display: bool,
     /// Programs without nvshare use the GPU, or may use it.
     pub has_others: bool,
-    /// The GPU's charge against the budget of the tenant whose client named it. `None` if NVML lists the
-    /// GPU.
-    pub _named_by: Option<Share>,
+    /// The GPU's charge against the budget of the tenant whose client named it. `None` if NVML lists or
+    /// has listed the GPU.
+    pub named_by: Option<Share>,
 }
 
 impl Gpu {

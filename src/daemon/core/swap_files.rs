@@ -207,7 +207,8 @@ impl Core {
     fn host_needs(&self, wanted: Option<(ClientId, GpuId, u64)>) -> Vec<Need> {
         let programs = self.clients.iter().filter(|(_, entry)| entry.lock.is_none());
         let need = |(client, entry): (&ClientId, &super::state::Client)| {
-            let gpus = entry.gpus.iter().map(|(gpu, stats)| {
+            let known = entry.gpus.iter().filter(|(id, _)| self.gpus.get(id).is_some_and(|gpu| self.is_known(gpu)));
+            let gpus = known.map(|(gpu, stats)| {
                 let report = stats.report.unwrap_or_default();
                 let demand = report.demand.saturating_sub(report.pinned);
                 let present = report.mapped.saturating_sub(report.pinned).saturating_add(report.swapped).min(demand);
@@ -407,11 +408,13 @@ impl Core {
     /// Sum of the memory that the GPUs in use offer to clients.
     fn offers(&self) -> u64 {
         let used: BTreeSet<GpuId> = self.clients.values().flat_map(|entry| entry.gpus.keys().copied()).collect();
-        used.iter().fold(0u64, |sum, gpu| sum.saturating_add(self.machine.offer(*gpu)))
+        let offers = self.known_gpus().filter(|(id, _)| used.contains(id)).map(|(id, _)| self.machine.offer(*id));
+        offers.fold(0, u64::saturating_add)
     }
 
     /// Adapts reservations, promises and the clients' shares of RAM to the present use of memory.
     pub(super) fn balance_host(&mut self) {
+            let gpus = gpus.filter(|gpu| self.gpus.get(gpu).is_some_and(|gpu| self.is_known(gpu)));
         let now = clock::now();
         if !self.has_swap_files() {
             return self.promise(None);

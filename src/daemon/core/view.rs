@@ -112,7 +112,7 @@ impl Core {
             };
             (*id, copied)
         });
-        let gpus = self.gpus.iter().map(|(id, gpu)| {
+        let gpus = self.known_gpus().map(|(id, gpu)| {
             let accounting = &gpu.accounting;
             let contexts = || accounting.contexts().values().sum();
             let copied = CopiedGpu {

@@ -137,8 +137,9 @@ impl View {
                 let stats = client.uses.get(&attachment.gpu);
                 let since = since.get(&(seen.client, attachment.gpu)).copied();
                 let since = since.or(stats.map(|stats| stats.idle_since)).unwrap_or(self.now);
+                let unlisted = || bus::gpu_name(GpuKind::Gpu, attachment.gpu);
                 bus::GpuUse {
-                    uuid: self.gpus.get(&attachment.gpu).map_or_else(String::new, |entry| entry.label(attachment.gpu)),
+                    uuid: self.gpus.get(&attachment.gpu).map_or_else(unlisted, |entry| entry.label(attachment.gpu)),
                     state: bus::state_name(attachment.state, attachment.attached).into(),
                     since: self.now.saturating_sub(since).as_secs_f64(),
                     engine: bus::engine_name(attachment.engine).into(),
@@ -283,7 +284,7 @@ impl Core {
     /// # Errors
     /// A sentence that lists the known GPUs.
     pub fn find_gpu(&self, name: &str) -> Result<NamedGpu, String> {
-        let here = || self.gpus.iter().filter(|(_, gpu)| !gpu.gone);
+        let here = || self.known_gpus().filter(|(_, gpu)| !gpu.gone);
         let known = || here().map(|(id, gpu)| gpu.label(*id)).collect::<Vec<_>>().join(", ");
         let is_meant = |(id, gpu): &(&GpuId, &Gpu)| {
             gpu.label(**id).eq_ignore_ascii_case(name) || gpu.index.is_some_and(|index| index.to_string() == name)
