@@ -3,9 +3,14 @@
 //! Disks can be slow, so a separate thread creates the files and reserves their space. The scheduling
 //! loop sends this thread jobs and never waits. The files have no names. The kernel deletes a file once
 //! the daemon and the client have closed it, so no file is ever left behind.
+//!
+//! The client gets an open file description of its own. The daemon's description then tells whether
+//! any process still has the file open, even a process to which the client passed its descriptor: the
+//! kernel grants a write lease only if no other description exists.
 
 use std::fs::{DirBuilder, File};
 use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,6 +23,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use crate::config::swap::SwapMax;
 use crate::scheduler::ClientId;
+use crate::sys::lease;
 
 /// Granularity of reserved space, in bytes. A small step limits the time for which one call can keep
 /// the disk busy.
@@ -34,16 +40,27 @@ pub enum Job {
     Grow { client: ClientId, directory: PathBuf, file: Option<Arc<File>>, reserved: u64, to: u64 },
     /// Checks whether a client has written beyond its reserved space.
     Check { client: ClientId, file: Arc<File>, reserved: u64 },
+    /// Checks whether processes still have the file of a disconnected client open, and whether they have
+    /// written beyond its reserved space.
+    CheckLeft { client: ClientId, file: Arc<File>, reserved: u64 },
 }
 
 /// A report of the file thread.
 #[derive(Debug)]
 pub enum Report {
     /// `reserved` bytes are now reserved for the client. If the client has less space than requested,
-    /// `error` is the reason.
-    Grown { client: ClientId, file: Option<Arc<File>>, reserved: u64, error: Option<io::Error> },
+    /// `error` is the reason. `theirs`: the client's description of a new file.
+    Grown {
+        client: ClientId,
+        file: Option<Arc<File>>,
+        theirs: Option<OwnedFd>,
+        reserved: u64,
+        error: Option<io::Error>,
+    },
     /// The client has written beyond its reserved space. The contents of its file were discarded.
     Overrun { client: ClientId },
+    /// No process has the file of the disconnected client open any more.
+    Freed { client: ClientId },
 }
 
 /// Sends jobs to the file thread.
@@ -77,24 +94,46 @@ impl Keeper {
 fn does(job: Job) -> Option<Report> {
     match job {
         Job::Grow { client, directory, mut file, mut reserved, to } => {
-            let error = grow(&directory, &mut file, &mut reserved, to).err();
-            Some(Report::Grown { client, file, reserved, error })
+            let mut theirs = None;
+            let error = grow(&directory, (&mut file, &mut theirs), &mut reserved, to).err();
+            Some(Report::Grown { client, file, theirs, reserved, error })
         }
-        Job::Check { client, file, reserved } => {
-            let used = file.metadata().map_or(0, |metadata| metadata.blocks().saturating_mul(512));
-            if used <= reserved.saturating_add(SLACK) {
-                return None;
-            }
-            let _ = ftruncate(&*file, 0);
-            Some(Report::Overrun { client })
+        Job::Check { client, file, reserved } => is_overrun(&file, reserved).then_some(Report::Overrun { client }),
+        Job::CheckLeft { client, file, reserved } => {
+            let is_free = !lease::is_open_elsewhere(&file);
+            (is_free || {
+                is_overrun(&file, reserved);
+                false
+            })
+            .then_some(Report::Freed { client })
         }
     }
 }
 
-fn grow(directory: &Path, file: &mut Option<Arc<File>>, reserved: &mut u64, to: u64) -> io::Result<()> {
+/// Returns true if more than the reserved space was written to a file. The file's contents are then
+/// discarded.
+fn is_overrun(file: &File, reserved: u64) -> bool {
+    let used = file.metadata().map_or(0, |metadata| metadata.blocks().saturating_mul(512));
+    let is_overrun = used > reserved.saturating_add(SLACK);
+    if is_overrun {
+        let _ = ftruncate(file, 0);
+    }
+    is_overrun
+}
+
+fn grow(
+    directory: &Path,
+    (file, theirs): (&mut Option<Arc<File>>, &mut Option<OwnedFd>),
+    reserved: &mut u64,
+    to: u64,
+) -> io::Result<()> {
     let file = match file {
         Some(file) => file,
-        None => file.insert(Arc::new(create(directory)?)),
+        None => {
+            let created = create(directory)?;
+            *theirs = Some(reopen(&created)?);
+            file.insert(Arc::new(created))
+        }
     };
     while *reserved < to {
         let len = STEP.min(to - *reserved);
@@ -125,6 +164,12 @@ fn create(directory: &Path) -> io::Result<File> {
         Err(Errno::INVAL) => Ok(open(directory, flags, mode)?.into()),
         opened => Ok(opened?.into()),
     }
+}
+
+/// Opens a file again, with the same flags.
+fn reopen(file: &File) -> io::Result<OwnedFd> {
+    let flags = rustix::fs::fcntl_getfl(file)? & (OFlags::RDWR | OFlags::DIRECT);
+    Ok(open(format!("/proc/self/fd/{}", file.as_raw_fd()), flags | OFlags::CLOEXEC, Mode::empty())?)
 }
 
 /// The size in bytes of the file system that contains this directory. The directory need not exist yet.
@@ -232,6 +277,25 @@ mod tests {
         assert!(matches!(check(), Some(Report::Overrun { client: CLIENT })));
         assert_eq!(file.metadata().expect("its figures").blocks(), 0);
         assert!(check().is_none());
+    }
+
+    #[test]
+    fn file_of_a_disconnected_client_is_free_when_no_process_has_it_open() {
+        let there = there();
+        let grow = Job::Grow { client: CLIENT, directory: there.0.clone(), file: None, reserved: 0, to: 4 << 20 };
+        let Some(Report::Grown { file: Some(file), theirs: Some(theirs), .. }) = does(grow) else {
+            panic!("no file");
+        };
+        let is_free = || {
+            let check = Job::CheckLeft { client: CLIENT, file: file.clone(), reserved: 4 << 20 };
+            matches!(does(check), Some(Report::Freed { client: CLIENT }))
+        };
+        assert!(!is_free());
+        let mut heir = std::process::Command::new("sleep").arg("60").stdin(theirs).spawn().expect("a process");
+        assert!(!is_free(), "a child has it open");
+        heir.kill().expect("it runs");
+        heir.wait().expect("its end");
+        assert!(is_free());
     }
 
     #[test]

@@ -153,6 +153,26 @@ fn a_program_that_is_killed_leaves_no_file() {
     machine.wait_until_empty();
 }
 
+/// A process may pass its file on, and then disconnect. So the space counts until the file is closed.
+#[test]
+fn space_of_a_file_is_reserved_until_every_process_has_closed_it() {
+    // Each program reserves 256 MiB, so three programs can have a file.
+    let machine = Machine::with_scheduler(Setup { file_max: Some("768M"), ..tight() });
+    let (mut idle, mut other) = one_in_its_file(&machine);
+    let file = file_of(&machine, &idle);
+    idle.kill();
+    let mut third = machine.program(&format!("{} --cpu-ms 500", mix(100_000))).start();
+    third.wait_to_say("round 0 is over");
+    let mut refused = machine.program(&mix(2)).start();
+    assert!(!refused.wait().success(), "there is no space for its file");
+    assert!(refused.stdout().to_lowercase().replace('_', " ").contains("out of memory"), "{}", refused.stdout());
+    drop(file);
+    wait_for("the space to be free", || machine.program(&mix(2)).start().wait().success().then_some(()));
+    other.end();
+    third.end();
+    machine.wait_until_empty();
+}
+
 /// Tells the program to end, and checks that the driver reports its memory as lost.
 #[track_caller]
 fn loses(program: &mut Program) {

@@ -219,7 +219,7 @@ impl Core {
             self.count_attachments(|count| count - gone.gpus.len());
         }
         self.leave_gang(client, &gone);
-        self.forget_swap_file(client);
+        self.leave_swap_file(client, &gone.identity.tenant);
         if let Some(name) = gone.stored_as {
             systemd::forget(&name.to_string());
         }

@@ -27,6 +27,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -53,6 +54,8 @@ const CHECK_PERIOD: Duration = Duration::from_secs(5);
 pub(super) struct SwapFiles {
     keeper: Option<Keeper>,
     of: BTreeMap<ClientId, ClientFile>,
+    /// Files of disconnected clients. Their space is reserved while any process has them open.
+    left: BTreeMap<ClientId, LeftFile>,
     /// Requests for higher limits that wait for the disk: arrival time, client, GPU and bytes.
     held: Vec<(Time, ClientId, GpuId, u64)>,
     /// RAM has no room for all memory that programs have allocated or requested, or the host is short of
@@ -74,15 +77,22 @@ impl ClientFile {
     }
 }
 
+#[derive(Debug)]
+struct LeftFile {
+    tenant: Tenant,
+    file: Arc<File>,
+    reserved: u64,
+}
+
 #[derive(Debug, Default)]
 struct ClientFile {
     file: Option<Arc<File>>,
+    /// The client's description of the file, until it is sent to the client.
+    theirs: Option<OwnedFd>,
     /// Bytes reserved in the file.
     reserved: u64,
     /// Total bytes that the file thread was asked to reserve.
     asked: u64,
-    /// The file descriptor was sent to the client.
-    is_passed: bool,
     /// The limits last sent to the client: bytes in RAM, and bytes in the file.
     told: Option<(u64, u64)>,
 }
@@ -173,7 +183,7 @@ impl Core {
 
     /// True if memory is in files or may be written to files. Host memory must then be watched.
     pub(super) fn has_swap_files(&self) -> bool {
-        self.config.swap_file.is_some() || !self.swap_files.of.is_empty()
+        self.config.swap_file.is_some() || !self.swap_files.of.is_empty() || !self.swap_files.left.is_empty()
     }
 
     /// If files are configured, asks a client that attaches a GPU whether it can use a file. Each client is
@@ -262,6 +272,7 @@ impl Core {
         }
         let most = swap_files::most(&directory, self.config.swap_file_max);
         let mut left = self.swap_files.of.values().fold(most, |left, file| left.saturating_sub(file.asked));
+        left = self.swap_files.left.values().fold(left, |left, file| left.saturating_sub(file.reserved));
         let mut shares = self.file_shares(most, needs);
         let mut is_lacking = false;
         for need in needs.iter().filter(lacks) {
@@ -311,6 +322,10 @@ impl Core {
             let (sum, has) = tenants.entry(entry.identity.tenant.clone()).or_default();
             (*sum, *has) = (sum.saturating_add(wanted), has.saturating_add(asked));
         }
+        for LeftFile { tenant, reserved, .. } in self.swap_files.left.values() {
+            let (sum, has) = tenants.entry(tenant.clone()).or_default();
+            (*sum, *has) = (sum.saturating_add(*reserved), has.saturating_add(*reserved));
+        }
         let parts = equal_parts(most, tenants.values().map(|(wanted, _)| *wanted).collect());
         tenants.into_iter().zip(parts).map(|((tenant, (_, has)), part)| (tenant, part.saturating_sub(has))).collect()
     }
@@ -318,7 +333,7 @@ impl Core {
     /// Handles a report of the file thread.
     pub fn swap_file_report(&mut self, report: Report) {
         match report {
-            Report::Grown { client, file, reserved, error } => {
+            Report::Grown { client, file, theirs, reserved, error } => {
                 if let Some(error) = error {
                     self.swap_files.failed = Some(clock::now());
                     let directory = self.config.swap_file.as_deref().unwrap_or("".as_ref());
@@ -337,6 +352,7 @@ impl Core {
                 if self.clients.contains_key(&client) {
                     let entry = self.swap_files.of.entry(client).or_default();
                     (entry.file, entry.reserved, entry.asked) = (file, reserved, reserved);
+                    entry.theirs = theirs.or_else(|| entry.theirs.take());
                     debug!(client = client.0, reserved, "space in a swap file");
                 }
                 self.balance_host();
@@ -350,6 +366,10 @@ impl Core {
                     );
                     entry.connection.close();
                 }
+            }
+            Report::Freed { client } => {
+                self.swap_files.left.remove(&client);
+                self.balance_host();
             }
         }
     }
@@ -393,6 +413,7 @@ impl Core {
         let Some(ram) = self.host.bytes() else { return };
         let backed = self.swap_files.of.iter().fold(0u64, |sum, (client, file)| {
             let gpus = self.clients.get(client).into_iter().flat_map(|entry| entry.gpus.keys());
+            let gpus = gpus.filter(|gpu| self.gpus.get(gpu).is_some_and(|gpu| self.is_known(gpu)));
             let committed = gpus.fold(0u64, |sum, gpu| {
                 let wanted = wanted.filter(|(who, at, _)| who == client && at == gpu).map_or(0, |(_, _, bytes)| bytes);
                 sum.saturating_add(self.machine.committed_or_requested(*client, *gpu).max(wanted))
@@ -414,7 +435,6 @@ impl Core {
 
     /// Adapts reservations, promises and the clients' shares of RAM to the present use of memory.
     pub(super) fn balance_host(&mut self) {
-            let gpus = gpus.filter(|gpu| self.gpus.get(gpu).is_some_and(|gpu| self.is_known(gpu)));
         let now = clock::now();
         if !self.has_swap_files() {
             return self.promise(None);
@@ -427,23 +447,23 @@ impl Core {
         let total = needs.iter().fold(0u64, |sum, need| sum.saturating_add(need.present.max(beyond(need))));
         let shares = if total > ram || short { divide(ram, short, &needs) } else { BTreeMap::new() };
         for (client, file) in &mut self.swap_files.of {
-            let Some(entry) = self.clients.get(client) else { continue };
-            let Some(descriptor) = &file.file else { continue };
+            let Some(entry) = self.clients.get(client).filter(|_| file.file.is_some()) else { continue };
             let bytes = shares.get(client).map_or(u64::MAX, |bytes| swap_files::rounded(*bytes));
             let told = (bytes, file.reserved);
             if file.told == Some(told) {
                 continue;
             }
             let message = SchedulerMessage::HostMemory { ram: bytes, file: file.reserved };
-            if file.is_passed {
-                entry.connection.send(message);
-            } else {
+            match file.theirs.take() {
+                None => entry.connection.send(message),
                 // If the client's socket is full, the next call sends the message.
-                let Ok(copy) = descriptor.try_clone() else { continue };
-                if entry.connection.send_with(message, &[copy.into()]).is_err() {
-                    continue;
+                Some(theirs) => {
+                    let sent = [theirs];
+                    if entry.connection.send_with(message, &sent).is_err() {
+                        [file.theirs] = sent.map(Some);
+                        continue;
+                    }
                 }
-                file.is_passed = true;
             }
             file.told = Some(told);
         }
@@ -456,15 +476,30 @@ impl Core {
                     keeper.ask(Job::Check { client: *client, file: file.clone(), reserved: entry.reserved });
                 }
             }
+            for (client, LeftFile { file, reserved, .. }) in &self.swap_files.left {
+                keeper.ask(Job::CheckLeft { client: *client, file: file.clone(), reserved: *reserved });
+            }
         }
         self.release_held();
     }
 
-    /// Removes the file of a client that has disconnected. The kernel frees the file's space once the
-    /// process has closed the file too.
-    pub(super) fn forget_swap_file(&mut self, client: ClientId) {
-        self.swap_files.of.remove(&client);
+    /// Handles the end of a client's connection. Its process, or a process to which it passed the file, may
+    /// still have the file open. The file's space then counts for the tenant, and is checked, until all of
+    /// them have closed it.
+    pub(super) fn leave_swap_file(&mut self, client: ClientId, tenant: &Tenant) {
         self.swap_files.held.retain(|(_, who, ..)| *who != client);
+        let Some(ClientFile { file: Some(file), theirs, reserved, asked, .. }) = self.swap_files.of.remove(&client)
+        else {
+            return;
+        };
+        if theirs.is_some() {
+            return; // the client never got it
+        }
+        let file = LeftFile { tenant: tenant.clone(), file, reserved: reserved.max(asked) };
+        if let Some(keeper) = &self.swap_files.keeper {
+            keeper.ask(Job::CheckLeft { client, file: file.file.clone(), reserved: file.reserved });
+        }
+        self.swap_files.left.insert(client, file);
     }
 }
 
