@@ -69,7 +69,7 @@ fn unknown(written: &Value, known: &Value, at: &str, found: &mut Vec<String>) {
 }
 
 #[test]
-fn every_field_is_one_that_kubernetes_knows() {
+fn every_field_is_in_the_kubernetes_schema() {
     for (path, document) in documents() {
         let kind = document["kind"].as_str().unwrap_or_default();
         let known = match kind {
@@ -131,7 +131,7 @@ fn no_container_has_a_privilege() {
 /// Only this component adds a container with capabilities, and that container has no other
 /// privilege.
 #[test]
-fn what_takes_programs_off_their_gpus_has_what_the_driver_needs_and_is_reached_by_the_scheduler_alone() {
+fn the_checkpoint_container_has_only_the_capabilities_that_it_needs() {
     let of_sleep = |(path, _): &(PathBuf, Value)| path.ends_with("sleep/daemonset.yaml");
     let patch = documents().into_iter().find(of_sleep).expect("the patch").1;
     let patch = &patch["spec"]["template"]["spec"];
@@ -211,7 +211,7 @@ fn mounts_name_volumes_and_only_the_agent_has_a_token() {
 }
 
 #[test]
-fn a_container_is_ready_only_when_it_does_its_work() {
+fn readiness_probes_check_each_containers_task() {
     let pod = pod();
     let probe = |name: &str| {
         let container = pod.containers.iter().find(|container| container.name == name).expect(name);
@@ -228,7 +228,7 @@ fn a_container_is_ready_only_when_it_does_its_work() {
 }
 
 #[test]
-fn the_agent_may_list_and_watch_pods_and_nothing_else_and_the_dra_driver_what_it_needs() {
+fn cluster_roles_grant_only_the_required_permissions() {
     let roles = documents().into_iter().filter(|(_, document)| document["kind"] == "ClusterRole");
     let roles: Vec<(PathBuf, Value)> = roles.collect();
     let [(of_base, agent), (of_dra, driver)] = &roles[..] else { panic!("{roles:?}") };
@@ -246,7 +246,7 @@ fn the_agent_may_list_and_watch_pods_and_nothing_else_and_the_dra_driver_what_it
 
 /// Checks that the driver accepts the configurations in the examples' claims and classes.
 #[test]
-fn the_configurations_of_claims_are_right() {
+fn the_driver_accepts_the_example_claim_configurations() {
     let mut count = 0;
     for (path, document) in documents() {
         let claims = [&document["spec"]["spec"]["devices"], &document["spec"]["devices"], &document["spec"]];
@@ -276,7 +276,7 @@ fn the_configurations_of_claims_are_right() {
 }
 
 #[test]
-fn the_settings_in_the_config_map_are_right() {
+fn the_config_maps_settings_and_examples_are_valid() {
     let map = documents().into_iter().find(|(_, document)| document["kind"] == "ConfigMap").expect("a ConfigMap").1;
     let text = |file: &str| map["data"][file].as_str().unwrap_or_else(|| panic!("{file}")).to_owned();
     // Returns the text with its commented examples enabled.

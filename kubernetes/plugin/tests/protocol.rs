@@ -197,7 +197,7 @@ fn health_has_the_published_numbers() {
 }
 
 #[test]
-fn messages_are_these_bytes() {
+fn messages_encode_to_known_bytes() {
     let device =
         Device { id: "a".into(), health: "b".into(), topology: Some(TopologyInfo { nodes: vec![NumaNode { id: 1 }] }) };
     assert_eq!(device.encode_to_vec(), b"\x0a\x01a\x12\x01b\x1a\x04\x0a\x02\x08\x01");
