@@ -241,7 +241,7 @@ proptest! {
     }
 
     #[test]
-    fn a_text_is_a_prefix(text in ".{0,60}") {
+    fn a_long_text_is_truncated_to_a_prefix(text in ".{0,60}") {
         let kept = Text::<32>::new(&text);
         prop_assert!(text.starts_with(kept.as_str()) && kept.as_str().len() <= 32);
     }
@@ -254,7 +254,7 @@ proptest! {
 }
 
 #[test]
-fn errors_name_what_is_wrong() {
+fn each_invalid_packet_has_its_own_error() {
     let packet = ClientMessage::Request { gpus: 1 }.encode(1);
     let mut bytes = packet.as_bytes().to_vec();
     assert_eq!(ClientMessage::decode(&bytes, 2), Err(WireError::Version { got: 1, expected: 2 }));

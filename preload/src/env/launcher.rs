@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn the_user_has_the_last_word() {
+    fn nvshare_gang_overrides_the_launchers_variables() {
         assert_ne!(of(&[(c"NVSHARE_GANG", "mine")]), 0);
         for none in ["", "0"] {
             let none: &'static str = none;
