@@ -271,7 +271,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes() {
+    fn sizes_are_parsed() {
         assert_eq!(parse_size("12"), Some(12));
         assert_eq!(parse_size("3M"), Some(3 << 20));
         assert_eq!(parse_size("2g"), Some(2 << 30));
