@@ -136,12 +136,12 @@ fn scheduler_killed(setup: Setup) {
 }
 
 #[test]
-fn everything_is_killed_or_stopped_at_random_moments() {
+fn programs_and_scheduler_are_killed_or_stopped_at_random_moments() {
     everything(roomy());
 }
 
 #[test]
-fn everything_is_killed_or_stopped_at_random_moments_under_pressure() {
+fn all_are_killed_or_stopped_at_random_moments_under_pressure() {
     everything(pressed());
 }
 
@@ -186,7 +186,7 @@ fn everything(setup: Setup) {
 
 /// `NVSHARE_EXITS=500 cargo nextest run --test sharing exit` runs 500 exits instead of 12.
 #[test]
-fn programs_that_exit_while_memory_moves_do_so_at_once_and_with_their_status() {
+fn an_exit_during_an_eviction_is_immediate_and_keeps_its_status() {
     let count: u32 = std::env::var("NVSHARE_EXITS").map_or(12, |text| text.parse().expect("a number"));
     let machine = Machine::with_scheduler(pressed());
     let mut neighbour = machine.program("mix --mem 60M --chunks 4 --reps 2 --rounds endless").start();
@@ -205,7 +205,7 @@ fn programs_that_exit_while_memory_moves_do_so_at_once_and_with_their_status() {
 
 /// Without nvshare, a missing GPU is an ordinary error.
 #[test]
-fn a_gpu_that_does_not_exist_concerns_nobody() {
+fn using_a_nonexistent_gpu_affects_no_program() {
     let machine = Machine::with_scheduler(pressed());
     let words = [
         "mix --mem 60M --chunks 4 --reps 2 --rounds endless --cpu-ms 20 --no-device 1",
@@ -220,7 +220,7 @@ fn a_gpu_that_does_not_exist_concerns_nobody() {
 }
 
 #[test]
-fn a_stopped_holder_does_not_keep_others_that_fit_from_running() {
+fn programs_that_fit_run_beside_a_stopped_holder() {
     for anti_thrash in ["on", "auto"] {
         let machine = Machine::with_scheduler(Setup { anti_thrash, ..Setup::default() });
         let mut stopped = machine.program("mix --mem 40M --reps 4 --rounds endless --cpu-ms 20").start();
@@ -289,7 +289,7 @@ fn a_stopped_scheduler_only_makes_programs_wait() {
 }
 
 #[test]
-fn programs_go_on_without_the_scheduler_that_went_for_good() {
+fn programs_finish_after_the_scheduler_is_killed_permanently() {
     let mut machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     let words = "mix --mem 60M --reps 3 --rounds 8";
     let mut programs = [machine.program(words).start(), machine.program(words).start()];
@@ -301,7 +301,7 @@ fn programs_go_on_without_the_scheduler_that_went_for_good() {
 }
 
 #[test]
-fn a_restarted_scheduler_learns_what_there_is() {
+fn a_restarted_scheduler_learns_of_running_programs() {
     let mut machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     let mut programs =
         [machine.program(ENDLESS).start(), machine.program(ENDLESS).start(), machine.program(ENDLESS).start()];
@@ -332,7 +332,7 @@ fn a_restarted_scheduler_learns_what_there_is() {
 /// slowly, and the program sees no error. The driver returns "unknown error" although only one call
 /// has failed and the context still works.
 #[test]
-fn an_unknown_error_of_one_call_does_not_make_a_context_count_as_broken() {
+fn an_unknown_error_of_one_call_does_not_mark_a_context_broken() {
     let calls = ["cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", "cuEventQuery"];
     let fails = calls.iter().flat_map(|call| (0..40).map(move |i| format!("{call}:{}", 2 + 5 * i)));
     let machine = Machine::with_scheduler(pressed());
@@ -351,7 +351,7 @@ fn an_unknown_error_of_one_call_does_not_make_a_context_count_as_broken() {
 }
 
 #[test]
-fn a_context_that_could_not_be_made_current_once_is_not_broken() {
+fn a_failed_context_push_does_not_mark_a_context_broken() {
     let machine = Machine::with_scheduler(pressed());
     let fails: Vec<String> = (1..60).map(|n| format!("cuCtxPushCurrent_v2:{}", 10 + 30 * n)).collect();
     let words = "mix --mem 64M --chunks 4 --reps 3 --rounds endless";
