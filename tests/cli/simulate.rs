@@ -57,7 +57,7 @@ fn a_single_program_takes_its_work_plus_its_pauses() {
 }
 
 #[test]
-fn two_programs_that_fit_interleave_in_each_others_pauses() {
+fn two_programs_that_fit_use_each_others_pauses() {
     let half = "memory = \"8G\"\nwork = \"10s\"\ngpu-time = \"100ms\"\ncpu-time = \"100ms\"";
     let report = report(&one_gpu(&(job("a", half) + &job("b", half))));
     // Each of a hundred phases takes 100 ms twice, and is followed by a grace of 1 ms. The first

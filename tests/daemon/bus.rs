@@ -494,7 +494,7 @@ fn pressure_grows_while_a_client_waits() {
 }
 
 #[test]
-fn explain_names_what_a_program_waits_for() {
+fn explain_names_the_reasons_for_a_wait() {
     both_ways(async |daemon, connection| {
         let scheduler = scheduler(connection).await;
         let refused = refusal(scheduler.explain(0).await);
@@ -560,7 +560,7 @@ fn a_lock_is_queued_shown_and_released_on_close() {
 }
 
 #[test]
-fn a_lock_needs_no_room_on_the_gpu() {
+fn a_lock_needs_no_free_gpu_memory() {
     both_ways(async |daemon, connection| {
         let scheduler = scheduler(connection).await;
         let full = daemon.client();

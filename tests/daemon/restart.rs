@@ -275,7 +275,7 @@ fn an_unrequested_lock_claim_closes_the_connection() {
 }
 
 #[test]
-fn a_kept_client_that_does_not_answer_delays_others_only_briefly() {
+fn a_silent_kept_client_delays_other_clients_only_briefly() {
     let (manager, daemon) = kept();
     let [silent, other] = [(); 2].map(|()| resuming(&manager, &daemon));
     let directory = daemon.kill();

@@ -130,7 +130,7 @@ fn engine(host: &Host, name: &str) -> PathBuf {
 }
 
 #[test]
-fn a_restarted_scheduler_is_told_of_untracked_work() {
+fn a_restarted_scheduler_learns_of_untracked_work() {
     let mut host = Host::new();
     let (program, engine) = (host.program("engines"), engine(&host, "libnvidia-encode.so.1"));
     let mut running = host.case(&program, &[&engine.to_string_lossy(), "5"]).start();

@@ -139,7 +139,7 @@ fn memory_allowed_since_the_measurement_is_believed() {
 }
 
 #[test]
-fn without_measurements_clients_are_believed() {
+fn client_reports_are_believed_without_measurements() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(7) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });

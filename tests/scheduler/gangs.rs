@@ -63,7 +63,7 @@ fn an_undeclared_deadlock_is_broken_by_running_the_partners() {
 
 /// Clients 1 and 2 are a gang that has the GPU, and client 3 requests it. Client 1 was revoked and
 /// has released the lock.
-fn with_one_that_drains() -> Talk {
+fn with_draining_member() -> Talk {
     let mut t = Talk::in_mode(AntiThrash::On);
     for (n, gang) in [(1, 7), (2, 7), (3, 0)] {
         t.join(n, GIB);
@@ -86,7 +86,7 @@ fn with_one_that_drains() -> Talk {
 
 #[test]
 fn a_slowly_draining_member_gets_its_gang_until_it_has_drained() {
-    let mut t = with_one_that_drains();
+    let mut t = with_draining_member();
     assert_eq!(t.after(ms(19)), []);
     assert_eq!(t.after(ms(1))[..1], [grant(1)], "it lags");
     assert_eq!(t.after(ms(500)), [], "nobody is asked for what another one may need");
@@ -97,7 +97,7 @@ fn a_slowly_draining_member_gets_its_gang_until_it_has_drained() {
 
 #[test]
 fn a_member_that_drains_in_time_delays_the_next_grant() {
-    let mut t = with_one_that_drains();
+    let mut t = with_draining_member();
     t.after(ms(15));
     assert_eq!(t.release(2, ReleaseReason::Revoked)[..1], [grant(3)]);
 }

@@ -38,7 +38,7 @@ fn place(t: &mut Talk, n: u64) -> Vec<Command> {
 // ---- a GPU that is gone ----
 
 #[test]
-fn a_gpu_without_clients_is_forgotten() {
+fn a_missing_gpu_without_clients_is_dropped() {
     let mut t = Talk::in_mode(AntiThrash::On);
     gone(&mut t);
     assert!(t.machine.gpus().is_empty());

@@ -616,7 +616,7 @@ proptest! {
 /// Run this test with `cargo test --release -- --ignored`.
 #[test]
 #[ignore = "takes minutes without optimisation"]
-fn ten_thousand_clients_on_a_thousand_gpus() {
+fn ten_thousand_clients_on_a_thousand_gpus_finish() {
     for mode in [AntiThrash::On, AntiThrash::Auto, AntiThrash::Off] {
         crowd(7, (mode, PolicyName::Fcfs), 1000, 10_000).unwrap();
     }

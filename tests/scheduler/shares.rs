@@ -158,7 +158,7 @@ fn no_client_exceeds_its_maximum_in_any_period() {
 }
 
 #[test]
-fn members_of_a_group_have_one_share() {
+fn clients_of_a_group_have_one_share() {
     let mut world = World::with_gpu(AntiThrash::On, s(1), 16 * GIB);
     for (group, user) in [(1, 1), (1, 2), (1, 3), (2, 4)] {
         let group = Group { id: GroupId(group), limits: RuleLimits { share: weight(100), ..RuleLimits::default() } };
@@ -377,7 +377,7 @@ fn a_queued_waiter_for_several_gpus_leaves_its_other_gpus_in_use() {
 }
 
 #[test]
-fn the_class_of_a_gang_that_waits_changes_with_its_members() {
+fn a_waiting_gangs_precedence_follows_its_members() {
     let mut world = busy(AntiThrash::On, ms(1), &[None]);
     let urgent = Share { priority: 1, ..Share::default() };
     let group = Group { id: GroupId(9), limits: RuleLimits { share: Some(urgent), ..RuleLimits::default() } };

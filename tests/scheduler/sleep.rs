@@ -438,7 +438,7 @@ mod idle {
     }
 
     #[test]
-    fn the_longest_idle_clients_sleep_until_the_others_fit() {
+    fn the_longest_idle_clients_sleep_until_the_other_clients_fit() {
         let mut scene = idle(&[5 * GIB; 5]);
         assert!(
             !scene.t.after(AFTER - Duration::from_secs(1)).iter().any(|c| matches!(c, Command::PrepareSleep { .. }))
@@ -506,7 +506,7 @@ mod idle {
 
     /// The state of a stopped process cannot be determined.
     #[test]
-    fn an_unsettled_client_does_not_block_others_from_sleeping() {
+    fn an_unsettled_client_does_not_keep_other_clients_awake() {
         let mut scene = idle(&[12 * GIB, 12 * GIB, 12 * GIB]);
         assert!(scene.t.after(AFTER).contains(&prepares(1)));
         scene.t.map(1);

@@ -166,12 +166,12 @@ fn a_drain_waits_for_a_value_written_by_a_host_thread() {
 }
 
 #[test]
-fn a_function_in_a_stream_may_wait_for_a_lock_of_a_thread_at_the_gate() {
+fn a_host_function_may_wait_for_a_mutex_of_a_thread_at_the_gate() {
     both_end("host-waits --how lock --rounds 2 --pause-ms 600");
 }
 
 #[test]
-fn a_callback_in_a_stream_may_wait_for_a_lock_of_a_thread_at_the_gate() {
+fn a_stream_callback_may_wait_for_a_mutex_of_a_thread_at_the_gate() {
     both_end("host-waits --how callback --rounds 2 --pause-ms 600");
 }
 

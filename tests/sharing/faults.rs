@@ -99,7 +99,7 @@ impl Chaos {
 }
 
 #[test]
-fn programs_are_killed_at_random_moments() {
+fn random_program_kills_do_not_affect_other_programs() {
     Chaos::new(pressed()).run(|chaos| {
         let (holder, waiters) = chaos.holder_and_waiters();
         let (what, victim) = match (chaos.random.below(2), holder) {
@@ -115,12 +115,12 @@ fn programs_are_killed_at_random_moments() {
 }
 
 #[test]
-fn the_scheduler_is_killed_at_random_moments() {
+fn programs_survive_random_scheduler_kills() {
     scheduler_killed(roomy());
 }
 
 #[test]
-fn the_scheduler_is_killed_at_random_moments_under_pressure() {
+fn programs_survive_random_scheduler_kills_under_pressure() {
     scheduler_killed(pressed());
 }
 
@@ -136,12 +136,12 @@ fn scheduler_killed(setup: Setup) {
 }
 
 #[test]
-fn programs_and_scheduler_are_killed_or_stopped_at_random_moments() {
+fn programs_survive_random_kills_and_stops_of_all_processes() {
     everything(roomy());
 }
 
 #[test]
-fn all_are_killed_or_stopped_at_random_moments_under_pressure() {
+fn programs_survive_random_kills_and_stops_under_pressure() {
     everything(pressed());
 }
 
@@ -266,7 +266,7 @@ fn a_stopped_program_keeps_its_memory_and_its_results() {
 }
 
 #[test]
-fn a_stopped_scheduler_only_makes_programs_wait() {
+fn programs_wait_while_the_scheduler_is_stopped() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     let words = "mix --mem 60M --reps 3 --rounds endless";
     let mut programs = vec![machine.program(words).start(), machine.program(words).start()];
@@ -369,7 +369,7 @@ fn a_failed_context_push_does_not_mark_a_context_broken() {
 /// The context is in the state after an illegal address. The program keeps running nevertheless,
 /// like a notebook.
 #[test]
-fn a_program_with_a_broken_context_is_left_alone() {
+fn memory_in_a_broken_context_is_not_evicted_and_rarely_retried() {
     let machine = Machine::with_scheduler(pressed());
     let fails = machine.program("mix --mem 64M --chunks 4 --reps 3 --rounds 2 --cpu-ms 600000");
     let fails = fails.env("CUDA_SIM_FAIL", "cuMemcpyDtoHAsync_v2:1").env("CUDA_SIM_FAIL_AS", "700");
@@ -388,7 +388,7 @@ fn a_program_with_a_broken_context_is_left_alone() {
 }
 
 #[test]
-fn moves_survive_driver_calls_that_fail() {
+fn memory_moves_survive_failing_driver_calls() {
     const CALLS: [&str; 10] = [
         "cuMemCreate",
         "cuMemMap",

@@ -108,7 +108,7 @@ fn a_program_without_a_gpu_gets_the_drivers_error() {
 }
 
 #[test]
-fn null_and_nonsense_are_answered_as_the_driver_does() {
+fn null_and_invalid_arguments_get_the_drivers_answers() {
     let machine = Machine::with_scheduler(Setup::default());
     let answers = |launch: Launch<'_>| {
         let mut report = launch.start().finish().0;
@@ -154,7 +154,7 @@ fn memory_is_tracked_for_any_thread_that_initialises_cuda() {
 }
 
 #[test]
-fn a_cuda_program_under_a_shell_is_shared() {
+fn a_cuda_program_started_by_a_shell_is_granted_the_lock() {
     let machine = Machine::with_scheduler(Setup::default());
     let program = artifact("cuda-program");
     let script = format!("{0} {SHORT} && exec {0} {SHORT}", program.display());

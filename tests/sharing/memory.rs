@@ -274,7 +274,7 @@ fn programs_swap_and_see_their_limits_with_little_host_memory() {
 }
 
 #[test]
-fn a_program_that_fills_the_gpu_continues_when_others_start() {
+fn a_program_that_fills_the_gpu_continues_when_new_programs_start() {
     let machine = Machine::with_scheduler(Setup::default());
     // The program takes all memory except what its checks need, so no context fits beside it.
     let memory = machine.setup.capacity(1) - 2 * MIB;

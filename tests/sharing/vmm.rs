@@ -30,7 +30,7 @@ fn the_tests_model_of_mappings_matches_the_driver() {
 }
 
 #[test]
-fn memory_is_bound_to_objects_as_without_nvshare() {
+fn memory_can_be_bound_to_arrays_and_multicast_objects() {
     const NOT_SUPPORTED: u64 = 801;
     let machine = Machine::with_scheduler(Setup { memory: 512 * MIB, ..Setup::default() });
     let alone = machine.program("binds").without_nvshare().start().finish();
@@ -95,7 +95,7 @@ fn mapping_does_not_wait_for_a_turn() {
 /// Exported memory stays where it is, is counted, and is shown. The rest of the program's memory
 /// moves.
 #[track_caller]
-fn given_to_others(words: &str, pinned: u64) {
+fn check_shared_with_another_device(words: &str, pinned: u64) {
     let machine = Machine::with_scheduler(pressed());
     let mut program = machine.program(&format!("escapes --mem 16M --beside 64M --seconds 600 {words}")).start();
     program.wait_to_say("holding");
@@ -113,28 +113,28 @@ fn given_to_others(words: &str, pinned: u64) {
 
 #[test]
 fn memory_shared_with_another_device_stays_resident() {
-    given_to_others("--how sync", 16 * MIB);
-    given_to_others("--how tokens", 16 * MIB);
-    given_to_others("--how range", 16 * MIB);
+    check_shared_with_another_device("--how sync", 16 * MIB);
+    check_shared_with_another_device("--how tokens", 16 * MIB);
+    check_shared_with_another_device("--how range", 16 * MIB);
 }
 
 #[test]
 fn mapped_memory_shared_with_another_device_stays_resident() {
-    given_to_others("--how sync --kind vmm", 16 * MIB);
-    given_to_others("--how tokens --kind vmm", 16 * MIB);
-    given_to_others("--how range --kind vmm", 16 * MIB);
+    check_shared_with_another_device("--how sync --kind vmm", 16 * MIB);
+    check_shared_with_another_device("--how tokens --kind vmm", 16 * MIB);
+    check_shared_with_another_device("--how range --kind vmm", 16 * MIB);
 }
 
 #[test]
 fn exported_memory_stays_resident() {
-    given_to_others("--how export", 16 * MIB);
-    given_to_others("--how none", 0);
+    check_shared_with_another_device("--how export", 16 * MIB);
+    check_shared_with_another_device("--how none", 0);
 }
 
 #[test]
 fn memory_bound_to_a_multicast_object_stays_resident() {
-    given_to_others("--how bind", 16 * MIB);
-    given_to_others("--how bind-address", 16 * MIB);
+    check_shared_with_another_device("--how bind", 16 * MIB);
+    check_shared_with_another_device("--how bind-address", 16 * MIB);
 }
 
 /// For example, the driver has no room for page tables.

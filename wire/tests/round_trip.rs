@@ -208,7 +208,7 @@ proptest! {
 
     /// The decoder rejects a packet that was cut or lengthened anywhere.
     #[test]
-    fn no_other_length_is_accepted(message in client_message(), len in 0usize..MAX_LEN + 8) {
+    fn packets_of_a_wrong_length_are_rejected(message in client_message(), len in 0usize..MAX_LEN + 8) {
         let packet = message.encode(2);
         let mut bytes = packet.as_bytes().to_vec();
         prop_assume!(len != bytes.len());
@@ -223,7 +223,7 @@ proptest! {
 
     /// A decoded packet encodes to the same bytes: each message has one form.
     #[test]
-    fn decoding_any_bytes_returns(mut bytes in prop::collection::vec(any::<u8>(), 0..MAX_LEN + 8), kind in 0u16..80, fix in any::<bool>()) {
+    fn decodable_bytes_encode_to_the_same_bytes(mut bytes in prop::collection::vec(any::<u8>(), 0..MAX_LEN + 8), kind in 0u16..80, fix in any::<bool>()) {
         if fix && bytes.len() >= HEADER_LEN {
             let len = bytes.len() as u32;
             bytes[..2].copy_from_slice(&1u16.to_le_bytes());

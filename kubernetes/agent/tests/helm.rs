@@ -9,7 +9,7 @@ use k8s_openapi::api::batch::v1::Job;
 use kubernetes_test_support::api_server::{Answer, ApiServer, Method, Watchers, World, refused, whole};
 use serde_json::{Value, json};
 
-use crate::manifests::{built_list, built_with_sleep, documents, kubernetes, the_driver_has_what_it_needs};
+use crate::manifests::{built_list, built_with_sleep, check_dra_additions, documents, kubernetes};
 
 fn chart() -> std::path::PathBuf {
     kubernetes().join("helm/nvshare")
@@ -354,7 +354,7 @@ fn dra_values_render_the_kustomize_output() {
     let without = rendered(&json!({}));
     let with = rendered(&json!({"dra": {"enabled": true}}));
     let base = without["DaemonSet"]["spec"]["template"]["spec"]["containers"].as_array().expect("containers");
-    the_driver_has_what_it_needs(base, &with);
+    check_dra_additions(base, &with);
 }
 
 #[test]

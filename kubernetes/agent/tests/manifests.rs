@@ -109,7 +109,7 @@ fn pod() -> PodSpec {
 }
 
 #[test]
-fn no_container_has_a_privilege() {
+fn no_container_is_privileged() {
     let pod = pod();
     let all = pod.containers.iter().chain(pod.init_containers.iter().flatten());
     for container in all {
@@ -158,7 +158,7 @@ fn the_checkpoint_container_has_only_the_capabilities_that_it_needs() {
 }
 
 #[test]
-fn the_scheduler_and_the_agent_have_a_user_of_their_own() {
+fn scheduler_and_agent_run_as_an_unprivileged_user() {
     let pod = pod();
     let group = pod.security_context.as_ref().and_then(|context| context.supplemental_groups.clone());
     let user = group.expect("the group of the control socket")[0];
@@ -178,7 +178,7 @@ fn the_scheduler_and_the_agent_have_a_user_of_their_own() {
 }
 
 #[test]
-fn the_control_socket_is_in_no_directory_of_the_node() {
+fn the_control_socket_is_not_on_the_node() {
     let pod = pod();
     let volumes = pod.volumes.expect("volumes");
     let control = volumes.iter().find(|volume| volume.name == "control").expect("the volume");
@@ -332,7 +332,7 @@ fn built(directory: &str) -> BTreeMap<String, Value> {
 
 /// Checks the additions of `dra` to the base: two flags, mounts, and the node's name. `helm.rs` checks the same for
 /// the chart.
-pub fn the_driver_has_what_it_needs(base: &[Value], dra: &BTreeMap<String, Value>) {
+pub fn check_dra_additions(base: &[Value], dra: &BTreeMap<String, Value>) {
     let pod = &dra["DaemonSet"]["spec"]["template"]["spec"];
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
     let containers = [list(&pod["initContainers"]), list(&pod["containers"])].concat();
@@ -391,7 +391,7 @@ pub fn the_driver_has_what_it_needs(base: &[Value], dra: &BTreeMap<String, Value
 
 #[test]
 #[ignore = "needs kubectl: make check-kubernetes"]
-fn overlays_change_the_base_and_nothing_else() {
+fn overlays_make_only_the_intended_changes_to_the_base() {
     let base = built("base");
     let containers = |built: &BTreeMap<String, Value>| -> Vec<Value> {
         built["DaemonSet"]["spec"]["template"]["spec"]["containers"].as_array().expect("containers").clone()
@@ -409,7 +409,7 @@ fn overlays_change_the_base_and_nothing_else() {
     config.inject = before.inject;
     assert_eq!(config, before);
 
-    the_driver_has_what_it_needs(&containers(&base), &built("dra"));
+    check_dra_additions(&containers(&base), &built("dra"));
 
     let by_mounts = built("examples/volume-mounts");
     for container in containers(&by_mounts) {

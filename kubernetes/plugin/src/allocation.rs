@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn several_slots_are_several_gpus() {
+    fn several_slots_are_on_different_gpus() {
         let two = devices(&[(3, None), (3, None)]);
         assert_eq!(ask(&two, Allocation::Spread, &[], &[], 2), ["GPU-a::0", "GPU-b::0"]);
         assert_eq!(ask(&two, Allocation::Pack, &[], &[], 2), ["GPU-a::0", "GPU-b::0"]);

@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn without_nvml_the_scheduler_decides() {
+    fn without_nvml_the_scheduler_determines_health() {
         let devices = Devices::new(&mounted(), None, &listed(&["GPU-a"]), &CdiView::default());
         assert_eq!(problems(&devices), [("GPU-a", None)]);
     }

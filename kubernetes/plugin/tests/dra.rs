@@ -213,7 +213,7 @@ async fn an_unusable_api_server_is_reported_and_retried() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_is_unhealthy_or_drained_gets_no_new_claims() {
+async fn unhealthy_and_drained_gpus_get_no_new_claims() {
     let (node, api, _scheduler, _process, mut driver) = running(2).await;
     let mut reports = driver.health().await;
     trouble::happen(&node.machine(), Event { gpu: 1, kind: XID, data: 79 }).expect("it is written");

@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_reserved_only_within_one_reservation() {
+    fn a_range_is_reserved_only_within_one_reservation() {
         let mut table = table(&[]);
         table.reserve(16 * M, 1);
         for (at, len, reserved) in

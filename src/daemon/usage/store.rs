@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn hours_become_days_and_days_are_deleted() {
+    fn hourly_rows_are_merged_into_days_and_old_days_deleted() {
         let directory = Directory::new();
         let mut store = Store::open(&directory.0.join(FILE)).expect("a database");
         for hour in 0..48 {

@@ -39,7 +39,7 @@ fn metrics_are_served_over_tcp() {
 }
 
 #[test]
-fn systemd_can_pass_a_socket_of_either_kind() {
+fn systemd_can_pass_a_unix_or_a_tcp_socket() {
     let directory = Directory::new();
     let manager = Manager::new(&directory.0);
     let path = directory.0.join("given.sock");
@@ -61,7 +61,7 @@ fn systemd_can_pass_a_socket_of_either_kind() {
 }
 
 #[test]
-fn a_socket_of_another_kind_is_an_error() {
+fn a_datagram_socket_from_systemd_is_rejected() {
     let directory = Directory::new();
     let manager = Manager::new(&directory.0);
     manager.keep("metrics", OwnedFd::from(UdpSocket::bind("127.0.0.1:0").expect("a socket")));

@@ -59,7 +59,7 @@ fn evicted_managed_memory_leaves_before_its_client_runs_again() {
 }
 
 #[test]
-fn a_holder_is_told_its_likely_eviction_in_advance() {
+fn a_holder_prepares_for_its_likely_eviction() {
     let mut t = Talk::new(settings(AntiThrash::On, Duration::from_secs(10)));
     let capacity = t.machine.gpus()[0].capacity;
     t.join(1, capacity - GIB);
@@ -75,7 +75,7 @@ fn a_holder_is_told_its_likely_eviction_in_advance() {
 }
 
 #[test]
-fn the_least_recently_run_is_evicted_and_holders_are_not() {
+fn the_least_recently_run_client_is_evicted_and_holders_are_not() {
     let mut t = Talk::in_mode(AntiThrash::On);
     for n in 1..=4 {
         t.join(n, 4 * GIB);
@@ -118,7 +118,7 @@ fn free_memory_is_used_before_any_client_is_evicted() {
 }
 
 #[test]
-fn free_bytes_are_credited_without_the_lock_and_without_evicting() {
+fn free_bytes_are_granted_without_the_lock_and_without_evictions() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     assert_eq!(allowances(&t.join(1, 10 * GIB)), [(1, 10 * GIB)]);
     assert_eq!(allowances(&t.join(2, 10 * GIB)), [(2, 6 * GIB)]);

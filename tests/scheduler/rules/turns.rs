@@ -167,7 +167,7 @@ fn the_idle_grace_follows_the_measured_eviction_rate() {
 }
 
 #[test]
-fn short_bursts_beside_a_long_one_are_served_soon() {
+fn short_bursts_beside_long_bursts_wait_only_briefly() {
     let mut world = World::with_gpu(AntiThrash::Auto, Duration::from_secs(30), 16 * GIB);
     let batch = Plan { demand: 8 * GIB, phases: 1, gpu: Duration::from_secs(30), drain: ms(5), ..Plan::default() };
     world.add(batch.clone());

@@ -36,7 +36,7 @@ fn other_programs_and_contexts_count_as_overhead() {
 }
 
 #[test]
-fn without_figures_for_processes_contexts_are_assumed() {
+fn without_process_figures_context_sizes_are_assumed() {
     let mut accounting = Accounting::default();
     told_in_total(&mut accounting, 9000, &[client(1, 4000), client(2, 2000)]);
     assert_eq!(accounting.others(), 1800 * MIB);
@@ -76,7 +76,7 @@ fn the_next_sample_corrects_a_wrong_context_estimate() {
 }
 
 #[test]
-fn a_context_that_was_never_measured_is_guessed() {
+fn an_unmeasured_context_is_estimated() {
     let mut accounting = Accounting::default();
     assert_eq!(told(&mut accounting, &sample(5000, &[(1, 4500)]), &[moving(1, 0, 4500)]), 1100);
     assert_eq!(told(&mut accounting, &sample(5000, &[(1, 4500)]), &[client(1, 4000)]), 1000);
@@ -139,7 +139,7 @@ fn a_departed_client_leaves_no_overhead() {
 }
 
 #[test]
-fn without_figures_for_processes_only_sums_are_compared() {
+fn without_process_figures_only_sums_are_compared() {
     let mut accounting = Accounting::default();
     assert_eq!(told_in_total(&mut accounting, 6500, &[client(1, 4000), client(2, 1000)]), 1500);
     assert_eq!(told_in_total(&mut accounting, 9000, &[client(1, 4000), moving(2, 1000, 4000)]), 1500);
@@ -223,7 +223,7 @@ fn the_overhead_is_kept_for_a_sample_without_process_figures() {
 }
 
 #[test]
-fn without_figures_for_processes_a_claim_needs_bytes_that_are_in_use() {
+fn without_process_figures_a_claim_requires_bytes_in_use() {
     let mut accounting = Accounting::default();
     told_in_total(&mut accounting, 6500, &[client(1, 4000), client(2, 1000)]);
     // The second client reports 3 GiB more, which are not in use.

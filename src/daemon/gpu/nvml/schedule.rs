@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn released_nvml_stays_closed_until_a_client_attaches_or_the_time_is_over() {
+    fn released_nvml_stays_closed_until_a_client_attaches_or_it_expires() {
         for attaches in [false, true] {
             let mut schedule = Schedule::new(START);
             schedule.opened(START);

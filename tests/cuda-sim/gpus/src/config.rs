@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_name_the_call() {
+    fn failure_settings_are_parsed() {
         assert_eq!(
             failures("cuMemCreate:3, cuMemAlloc_v2:1, cuMemCreate:7"),
             HashMap::from([("cuMemCreate".into(), [3, 7].into()), ("cuMemAlloc_v2".into(), [1].into())])

@@ -135,8 +135,8 @@ fn small_allocations_share_blocks() {
 }
 
 #[test]
-fn chunks_come_back_at_the_same_address() {
-    isolated("memory::chunks_come_back_at_the_same_address", &[], || {
+fn chunks_can_be_remapped_at_the_same_address() {
+    isolated("memory::chunks_can_be_remapped_at_the_same_address", &[], || {
         let gpu = Gpu::open();
         let len = 4 * M;
         let at = get("cuMemAddressReserve", &[len, 0, 0, 0]);
