@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes figures for bench/results.json, in the format of bench/support/src/results.rs, and computes them.
+"""Computes figures, and writes them to a file with the format of bench/results.json, which
+bench/support/src/results.rs defines.
 
   figures.py FROM INTO   copies the figures of one file into another
 """
@@ -17,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def percentile(values, part):
-    """The smallest value that at least this fraction of the values does not exceed."""
+    """Returns the smallest value that at least a fraction `part` of the values does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
 
@@ -30,7 +31,8 @@ def summary(values):
 
 
 def add(file, figures, commit=None):
-    """Writes (name, value, unit, note) into the file. Replaces an existing figure of the same name."""
+    """Writes figures, tuples (name, value, unit, note), to the file. A figure replaces an existing
+    figure of the same name."""
     common = {"hardware": hardware(), "commit": commit or checked_out(), "date": today()}
     fields = ("name", "value", "unit", "note")
     rows = [common | dict(zip(fields, figure)) for figure in figures]
@@ -51,7 +53,8 @@ def today():
 
 
 def checked_out():
-    """The commit, with "-dirty" if tracked files other than the results differ from it; "unknown" without git."""
+    """Returns the checked-out commit, or "unknown" without git. Appends "-dirty" if tracked files
+    other than the results differ from the commit."""
 
     def git(*words):
         return subprocess.run(["git", "-C", REPOSITORY, *words], capture_output=True, text=True)
@@ -76,7 +79,7 @@ def hardware():
 
 
 def measured_files(programs):
-    """The measured binaries: the first digits of their SHA-256."""
+    """Returns the first digits of the SHA-256 of each measured binary; None if it is missing."""
     said = {}
     for name in ("nvshare-scheduler", "libnvshare.so"):
         path = programs / name

@@ -1,25 +1,34 @@
 #!/usr/bin/env python3
-"""Checks that programs of several frameworks are unaffected by sleeping, even in the middle of their work.
+"""Checks that programs of several frameworks compute the same results although they are put to
+sleep at random moments, even during their work.
 
-  frameworks.py [--programs target/release] [--rounds 20] [--only graphs,compile,jax,cupy,textures,warp,pools,llama] [--limit 400] [--seed 1]
+  frameworks.py [--programs target/release] [--rounds 20]
+                [--only graphs,compile,jax,cupy,textures,warp,pools,llama] [--limit 400] [--seed 1]
 
-  graphs   PyTorch: a step of training that was captured as a CUDA graph
-  compile  PyTorch: a step of training by torch.compile
-  jax      JAX: a jitted step of training, with JAX's preallocation
-  cupy     CuPy: products and sums, with its memory pool
-  textures CuPy: reads of a texture of 256 MiB, which is a driver array, added up in ordinary memory
-  warp     Warp: a step of a simulation of particles that was captured as a CUDA graph, with Warp's memory pool
-  pools    PyTorch with backend:cudaMallocAsync
-  llama    a Llama of 4 layers that continues a text, greedily
+  graphs   PyTorch: a training step, captured as a CUDA graph
+  compile  PyTorch: a training step, compiled by torch.compile
+  jax      JAX: a jitted training step, with JAX's preallocation
+  cupy     CuPy: matrix products, with CuPy's memory pool
+  textures CuPy: reads of a texture of 256 MiB, which is a driver array; the values are summed in
+           ordinary memory
+  warp     Warp: a step of a particle simulation, captured as a CUDA graph, with Warp's memory pool
+  pools    PyTorch: a training step, with backend:cudaMallocAsync
+  llama    a Llama of 4 layers that continues a text, with greedy decoding
 
-Each program first runs twice natively, and prints a checksum after each piece of work; a program whose runs differ is skipped. Then all
-programs run together under one scheduler. Each is paused at a random moment, during a piece of work or between two, and resumed when it
-sleeps. With several GPUs, it changes GPUs in half of the rounds, asleep or awake. Every checksum must equal the native run's.
+Each program first runs twice natively, and prints a checksum after each piece of work. A program
+whose two runs differ is skipped. Then all programs run at the same time under one scheduler. In
+each round, a program is paused at a random moment, either during a piece of work or between two
+pieces. It is resumed once it sleeps. With several GPUs, about 40 % of the rounds also move the
+program to another GPU, while it sleeps or while it works. Every checksum must equal the checksum of
+the native run.
 
-Prints a line of JSON for each program: the number of rounds, of sleeps and of changes of GPUs, their durations in seconds (median and
-slowest), the peak of allocated and of pinned memory in MiB, failed operations with their reasons, and wrong checksums. The exit status is 1
-if a checksum is wrong or a program has ended. `nvshare-checkpoint` must be among --programs. Needs the frameworks (missing frameworks are
-skipped) and, as root, `setpriv`; see sleepers.py.
+Prints a line of JSON for each program: the numbers of rounds, sleeps and moves to another GPU;
+their durations in seconds (median and slowest); the peaks of allocated and of pinned memory in MiB;
+failed operations with their reasons; and wrong checksums. The exit status is 1 if a checksum is
+wrong or a program ends early.
+
+Needs `nvshare-checkpoint` in --programs and the frameworks; programs of missing frameworks are
+skipped. As root, the script also needs `setpriv`; see sleepers.py.
 """
 
 import argparse
@@ -38,7 +47,7 @@ import sleepers
 import stage
 
 PATIENCE = 60
-# Seconds after which a reason why a program cannot sleep is not just that it is busy.
+# After this many seconds, a reported sleep obstacle counts. Earlier, the program may just be busy.
 OBSTACLE = 5
 SETTINGS = 'time-quantum = 1\nsleep-after = "never"\n'
 
@@ -53,7 +62,7 @@ def torch_model():
 
 
 def torch_sum(torch, model):
-    # Integers, so that the order of a sum does not matter.
+    # The sum of integers does not depend on the order of the additions.
     return sum(int(parameter.detach().view(torch.int32).sum(dtype=torch.int64)) for parameter in model.parameters())
 
 
@@ -139,7 +148,7 @@ def textures():
     import cupy
     from cupy.cuda import texture
 
-    number = 256  # of its edge: 4 bytes for each of its cubes
+    number = 256  # the texture has 256 x 256 x 1024 floats
     channel = texture.ChannelFormatDescriptor(32, 0, 0, 0, cupy.cuda.runtime.cudaChannelFormatKindFloat)
     array = texture.CUDAarray(channel, number, number, 4 * number)
     array.copy_from(cupy.random.RandomState(1).standard_normal((4 * number, number, number), dtype=cupy.float32))
@@ -215,7 +224,7 @@ WORK = {
     "llama": (llama, 10),
 }
 ENVIRONMENT = {
-    # The fastest algorithm, and with it the sums, would vary between runs.
+    # Autotuning can choose another algorithm in each run, which changes the sums.
     "jax": {"XLA_FLAGS": "--xla_gpu_autotune_level=0", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"},
     "llama": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     "pools": {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
@@ -223,9 +232,9 @@ ENVIRONMENT = {
 
 
 def work(name):
-    """A child: does a piece of work for each input line, and prints the checksum."""
+    """Child process: does a piece of work for each input line, and prints the checksum."""
     stage.end_with_parent()
-    # Messages of frameworks are not checksums.
+    # Messages that frameworks print go to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     make, steps = WORK[name]
@@ -243,8 +252,8 @@ class Program:
         self.name = name
         own = directory / name
         own.mkdir(exist_ok=True)
-        # torch.compile and CuPy cache compiled code: the native run fills the cache, and the run
-        # under nvshare uses it.
+        # Frameworks cache compiled code in this directory. The native run fills the cache, and the
+        # run under nvshare uses it.
         caches = {"HOME": own, "TORCHINDUCTOR_CACHE_DIR": own, "TRITON_CACHE_DIR": own, "CUPY_CACHE_DIR": own, "WARP_CACHE_PATH": own}
         environment = environment | {key: str(path) for key, path in caches.items()} | ENVIRONMENT.get(name, {})
         self.log = own / "stderr"
@@ -259,7 +268,7 @@ class Program:
     def said(self):
         line = self.child.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name} has ended with {self.child.wait()}: {self.log.read_text()[-1500:]}")
+            raise RuntimeError(f"{self.name} ended with status {self.child.wait()}: {self.log.read_text()[-1500:]}")
         return json.loads(line)
 
 
@@ -276,7 +285,7 @@ def natively(name, rounds, directory):
 
 
 class Sleeper(threading.Thread):
-    """One program, which is put to sleep in each round."""
+    """A thread that runs one program, and puts it to sleep in each round."""
 
     def __init__(self, name, expected, seconds, stage_, dice, until):
         super().__init__()
@@ -293,7 +302,7 @@ class Sleeper(threading.Thread):
         return status["gpus"], (clients or [None])[0]
 
     def pause(self):
-        """Pauses the program. True if it has fallen asleep."""
+        """Pauses the program. Returns whether the program sleeps."""
         begun = time.monotonic()
         self.stage.control("pause", str(self.program.child.pid))
         while time.monotonic() - begun < PATIENCE:

@@ -1,14 +1,24 @@
 #!/usr/bin/env python3
-"""Two jobs of two ranks whose kernels wait for each other (NCCL all-reduce) arrive in opposite order on two GPUs, beside an unrelated
-program on each GPU. Without gangs each job would get one GPU and wait for the other GPU forever. Prints, for each case, the seconds until
-each job is done, and whether every result equals that of a solo run.
+"""Measures two jobs of two ranks each, whose kernels wait for each other (NCCL all-reduce).
 
-  gangs.py [--programs target/release] [--cases CASE,...] [--iterations 300] [--memory 4] [--patience 200] [--json FILE] [--commit ID]
+  gangs.py [--programs target/release] [--cases CASE,...] [--iterations 300] [--memory 4]
+           [--patience 200] [--json FILE] [--commit ID]
 
-Cases: `native` (without nvshare), and any of `on`, `auto` (the mode) with `-announced` (as torchrun starts ranks) or `-unknown`
-(`NVSHARE_GANG=0`); with `-scarce`, another program occupies so much of both GPUs that not all memory fits. With `--json`, and `native`,
-`on-announced` and `auto-announced` among the cases, the figure is written to that file, like in `../support/src/results.rs`; `--commit`
-names the commit of programs that were built elsewhere. Needs two GPUs and PyTorch.
+The ranks of the jobs arrive in opposite order on two GPUs, beside an unrelated program on each GPU.
+Without gangs, each job would get one GPU and wait forever for the other GPU. For each case, prints
+the seconds until each program is done. `!` marks a result that differs from the result of a run
+alone.
+
+A case is `native` (without nvshare), or a mode with suffixes:
+
+  on, auto    the value of `anti-thrash`
+  -announced  the scheduler learns the gang, as from torchrun
+  -unknown    the scheduler does not know the gang (`NVSHARE_GANG=0`)
+  -scarce     another program occupies so much of both GPUs that not all memory fits
+
+With `--json`, the figure is written to that file (see `../support/src/results.rs`) if the cases
+include `native`, `on-announced` and `auto-announced`. `--commit` names the commit of programs that
+were built elsewhere. Needs two GPUs and PyTorch.
 """
 
 import argparse
@@ -29,14 +39,14 @@ GIB = 2**30
 
 
 def memory(gib):
-    """An allocation of this size, filled with a pattern."""
+    """Returns an allocation of this size, filled with a pattern."""
     import torch
 
     return torch.full((int(gib * GIB) // 4,), 3, dtype=torch.int32, device="cuda")
 
 
 def verdict(held, result):
-    """The digest of a program's result, or "lost" if its held memory has changed."""
+    """Returns the digest of a program's result, or "lost" if its held memory has changed."""
     intact = bool((held == 3).all())
     return {"digest": hashlib.sha256(result.float().cpu().numpy().tobytes()).hexdigest()[:16] if intact else "lost"}
 
@@ -94,7 +104,8 @@ def start(words, gpu, environment):
 
 
 def together(names, environment, announced, arguments, port):
-    """Starts the programs in order. Returns when each was done, and its result."""
+    """Starts the programs in this order. Returns for each program the seconds until it was done,
+    and its result."""
     children = {}
     began = time.time()
     for name in names:
@@ -134,10 +145,10 @@ def main():
     parser.add_argument("--commit")
     arguments = parser.parse_args()
     programs = arguments.programs.resolve()
-    # Rank 0 of job a is first on GPU 0, rank 1 of job b on GPU 1.
+    # Rank 0 of job a arrives first on GPU 0, and rank 1 of job b arrives first on GPU 1.
     order = ["a0", "b1", "s0", "s1", "b0", "a1"]
     right, wrong, port = {}, False, 29600
-    jobs = {}  # when both were done
+    jobs = {}  # for each case, the seconds until both jobs were done
     with tempfile.TemporaryDirectory() as directory:
         directory = Path(directory)
         alone = []
@@ -180,7 +191,7 @@ def main():
     if arguments.json and native and turns and auto:
         note = f"the later of two jobs of two ranks: {auto:.1f} s in auto, {native:.1f} s without nvshare, {turns:.1f} s in turns"
         figures.add(arguments.json, [("gang-auto-over-best", auto / min(native, turns), "ratio", note)], arguments.commit)
-    sys.exit("a result marked with ! is not what the program gives alone" if wrong else 0)
+    sys.exit("a result marked with ! differs from the program's result alone" if wrong else 0)
 
 
 if __name__ == "__main__":

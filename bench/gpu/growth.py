@@ -1,19 +1,22 @@
 #!/usr/bin/env python3
-"""The cost of allocating memory under nvshare, for a program alone on the GPU.
+"""Measures the cost of allocating memory under nvshare, for a program alone on the GPU.
 
-  growth.py [--programs target/release] [--only build|alloc] [--runs 5] [--layers 32] [--alloc-runs 3] [--count 2000] [--size 32]
-            [--json bench/results.json]
+  growth.py [--programs target/release] [--only build|alloc] [--runs 5] [--layers 32]
+            [--alloc-runs 3] [--count 2000] [--size 32] [--json bench/results.json]
 
-build  A Llama with 12.6 GiB of random weights is built on the GPU in a fresh process, natively and under nvshare in turn: seconds of
-       the build itself (from an existing context to the end of the GPU's work), of making the context, and of the whole process.
-       Figure: model-build-slowdown, of the build's medians. Needs PyTorch and transformers.
-alloc  --count times cuMemAlloc of --size MiB and then as many times cuMemFree, by the driver API in one context: natively, under
-       nvshare, and natively with the calls of virtual memory management (reserve, create, map, set access), which is what an
-       allocation that can be moved needs at least. Figure: alloc-32MiB-over-vmm, the median of cuMemAlloc under nvshare less that of
-       the four calls, in microseconds. Before they are freed, one byte of each allocation is set, which shows work that an
-       allocation put off. Fewer allocations are made where the GPU has less memory.
+build  Builds a Llama with 12.6 GiB of random weights on the GPU, natively and under nvshare. Prints
+       the seconds for creating the context, for the build itself (from the existing context to the
+       end of the GPU's work), and for the whole process. Figure: model-build-slowdown, from the
+       medians of the build itself. Needs PyTorch and transformers.
+alloc  Calls cuMemAlloc for --size MiB --count times, and then cuMemFree for each allocation, in one
+       context. The modes are native, nvshare, and native with the four calls of virtual memory
+       management (reserve, create, map, set access). A movable allocation needs at least these four
+       calls. Before the allocations are freed, one byte of each is set, because the driver can
+       defer work until the first use. If the GPU has too little memory, the script makes fewer
+       allocations. Figure: alloc-32MiB-over-vmm, in microseconds: the median of cuMemAlloc under
+       nvshare minus the median of the four calls.
 
-Prints JSON lines. Each run is a process of its own; the order of the modes alternates.
+Prints JSON lines. Each run is a new process, and the order of the modes alternates.
 """
 
 import argparse
@@ -68,7 +71,7 @@ class Plain:
 
 
 class Mapped:
-    """The same with the calls of virtual memory management."""
+    """Allocates with the calls of virtual memory management instead of cuMemAlloc."""
 
     def __init__(self, driver, size):
         library = driver.library
@@ -76,7 +79,8 @@ class Mapped:
         self.access, self.unmap = library.cuMemSetAccess, library.cuMemUnmap
         self.release, self.unreserve = library.cuMemRelease, library.cuMemAddressFree
         self.size, self.zero = ctypes.c_size_t(size), ctypes.c_uint64(0)
-        # CUmemAllocationProp: pinned memory of device 0. CUmemAccessDesc: device 0 reads and writes.
+        # CUmemAllocationProp: pinned memory of device 0. CUmemAccessDesc: read and write access for
+        # device 0.
         self.properties = ctypes.create_string_buffer(struct.pack("iiiiQ8x", 1, 0, 1, 0, 0), 32)
         self.rights = ctypes.create_string_buffer(struct.pack("iii", 1, 0, 3), 12)
 
@@ -104,9 +108,9 @@ def allocate(how, count, size):
         failed, what = memory.allocate()
         times["allocate"].append(clock() - begun)
         if failed:
-            raise SystemExit(f"allocation {len(taken) + 1} failed with {failed}")
+            raise SystemExit(f"allocation {len(taken) + 1} failed with error {failed}")
         taken.append(what)
-    # Sets one byte of each allocation, for work that was deferred to the first use.
+    # Sets one byte of each allocation. This includes work that was deferred to the first use.
     begun = clock()
     for what in taken:
         at = what if how == "plain" else what[0]
@@ -118,7 +122,7 @@ def allocate(how, count, size):
         failed = memory.free(what)
         times["free"].append(clock() - begun)
         if failed:
-            raise SystemExit(f"a free failed with {failed}")
+            raise SystemExit(f"freeing an allocation failed with error {failed}")
     print(json.dumps({"times": times, "use": used}))
 
 
@@ -127,19 +131,20 @@ def say(what):
 
 
 def child(words, environment):
-    """The output, and the seconds of the whole process."""
+    """Runs this script as a child process. Returns its output, and the seconds that it took."""
     begun = time.perf_counter()
     done = subprocess.run(
         [sys.executable, __file__, "--child", *map(str, words)], env=os.environ | environment, stdout=subprocess.PIPE
     )
     seconds = time.perf_counter() - begun
     if done.returncode:
-        raise SystemExit(f"{' '.join(map(str, words))} ended with {done.returncode}")
+        raise SystemExit(f"{' '.join(map(str, words))} ended with status {done.returncode}")
     return json.loads(done.stdout), seconds
 
 
 def alternating(modes, runs):
-    """Each mode `runs` times, alternately forwards and backwards, so that no mode is always first."""
+    """Yields each mode `runs` times. Reverses the order in every second run, so that no mode is
+    always first."""
     for run in range(runs):
         for mode in list(modes) if run % 2 == 0 else reversed(modes):
             yield run, mode
@@ -199,16 +204,16 @@ def measure_alloc(arguments, environment):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", type=Path, default=Path("target/release"), help="where nvshare-scheduler and libnvshare.so are")
+    parser.add_argument("--programs", type=Path, default=Path("target/release"), help="directory of nvshare-scheduler and libnvshare.so")
     parser.add_argument("--only", choices=["build", "alloc"])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--layers", type=int, default=llama.LAYERS)
     parser.add_argument("--alloc-runs", type=int, default=3)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--size", type=int, default=32, help="MiB, a multiple of 2")
-    parser.add_argument("--settings", default="", help="lines for the scheduler's configuration")
+    parser.add_argument("--settings", default="", help="additional lines of the scheduler's configuration")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="of what is measured, where there is no git")
+    parser.add_argument("--commit", help="commit of the measured programs (default: the checked-out commit)")
     arguments = parser.parse_args()
     programs, said = arguments.programs.resolve(), []
     say({"kind": "measured", "files": figures.measured_files(programs), "hardware": figures.hardware()})

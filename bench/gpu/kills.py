@@ -1,14 +1,19 @@
 #!/usr/bin/env python3
-"""Checks that programs survive when other programs on a real GPU are killed at random moments, and the scheduler occasionally.
+"""Checks that programs survive while other programs, and sometimes the scheduler, are killed at
+random moments on a real GPU.
 
-  kills.py [--programs target/release] [--kills 300] [--crowd 7] [--memory 600M] [--leave 7G] [--scheduler-every 40] [--limit 240]
+  kills.py [--programs target/release] [--kills 300] [--crowd 7] [--memory 600M] [--leave 7G]
+           [--scheduler-every 40] [--limit 240]
 
-A crowd of programs of --memory each, which do not fit on the GPU together, is killed one by one at random moments up to a program's end;
-another program replaces each. Beside them, witnesses run to completion one after the other and check their results. After every
---scheduler-every kills, the scheduler is killed instead and restarted.
+--crowd programs with --memory each run at the same time. They do not fit on the GPU together,
+because a ballast leaves only --leave of the GPU free. At random moments, the script kills a random
+one of these programs, and starts a new one. Beside them, witnesses run to completion one after the
+other, and check their results. After every --scheduler-every kills, the script also kills and
+restarts the scheduler.
 
-Prints a line of JSON: the kills, the witnesses, errors of programs, and the GPU's free memory before and after. The exit status is 1 if
-there was an error. `cuda-program` must be among --programs. Needs a GPU.
+Prints a line of JSON: the numbers of kills and witnesses, errors of programs, and the GPU's free
+memory before and after. The exit status is 1 if an error occurred. Needs a GPU, and `cuda-program`
+in --programs.
 """
 
 import argparse
@@ -25,12 +30,12 @@ import stage
 
 GIB = 2**30
 SETTINGS = "time-quantum = 1\n"
-# The time quantum is short enough, and programs are long enough, that most kills hit a program that waits or moves memory.
+# With a short time quantum and long programs, most kills hit a program that waits or moves memory.
 VICTIM = ["mix", "--chunks", "3", "--reps", "20", "--rounds", "400"]
 WITNESS = ["mix", "--chunks", "3", "--reps", "20", "--rounds", "40"]
-# Seconds until the memory of killed programs is free, and the bytes by which the driver's memory in this process may grow until
-# then.
+# Seconds until the memory of killed programs must be free.
 MEMORY_RETURNS = 5
+# Maximum growth in bytes of the driver's memory for this process until then.
 OWN = 16 << 20
 
 
@@ -101,7 +106,7 @@ def main():
                 witness = start(WITNESS)
         took = time.monotonic() - begun
         if stage.end(*(child for child, _ in crowd)):
-            wrong.append("killed programs are not gone")
+            wrong.append("killed programs did not end")
         # The last witness finishes once the other programs have ended.
         try:
             if witness[0].wait(60):
@@ -109,7 +114,7 @@ def main():
             else:
                 right += 1
         except subprocess.TimeoutExpired:
-            wrong.append(f"the last witness stands still: {said(witness[1])}")
+            wrong.append(f"the last witness did not end: {said(witness[1])}")
             stage.end(witness[0])
         daemon.terminate()
         daemon.wait()
@@ -118,7 +123,7 @@ def main():
             time.sleep(0.1)
         after = driver.free()
         if after + OWN < before:
-            wrong.append("memory is missing")
+            wrong.append("memory of killed programs is not free")
         result = {"kills": kills, "schedulers": schedulers, "seconds": round(took, 1), "witnesses": right, "ended": ended, "wrong": wrong}
         print(json.dumps(result | {"free_before": round(before / GIB, 3), "free_after": round(after / GIB, 3)}))
         stage.end(ballast)

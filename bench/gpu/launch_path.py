@@ -1,17 +1,25 @@
 #!/usr/bin/env python3
-"""The cost that nvshare adds to PyTorch's launches and copies, measured within one process: the function pointers that libcudart and other
-libraries keep are switched repeatedly between the driver's functions and nvshare's.
+"""Measures the time that nvshare adds to PyTorch's launches and copies, within one process.
 
-  launch_path.py [--programs target/release] [--load launches] [--pairs 150] [--json FILE] [--commit ID]
+  launch_path.py [--programs target/release] [--load launches] [--pairs 150] [--json FILE]
+                 [--commit ID]
 
-  launches  additions to 64 numbers, which are bound by launching, in samples of 0.1 s
-  decode    a Llama of 12.6 GiB that answers one request at a time, in samples of one answer of 16 tokens
+  launches  additions to 64 numbers, which are launch-bound, in samples of 0.1 s
+  decode    a Llama of 12.6 GiB that answers one request at a time, in samples of one answer of 16
+            tokens
 
-Two processes differ by several percent from each other, nvshare or not, since their memory lies elsewhere; samples of one process do not.
-They are taken in pairs that follow each other: one with nvshare's functions, one without, in both orders. Prints the median of the pairs'
-ratios and its 95 % interval (by ranks), in percent, and the same where both samples are without nvshare; the figures
-`launch-bound-slowdown` and `solo-slowdown-decode` are the upper ends. The figures exclude effects of nvshare's placement of memory:
-`solo.py` compares processes. Needs a GPU, PyTorch and, for `decode`, transformers.
+libcudart and other libraries keep function pointers to the driver's functions. The script switches
+these pointers repeatedly between the driver's functions and nvshare's.
+
+Two processes differ in speed by several percent even without nvshare, because their memory has
+different addresses. Samples of one process do not have this difference. The samples of a pair
+follow each other directly: one uses nvshare's functions, the other does not. The order alternates.
+In control pairs, neither sample uses nvshare's functions.
+
+Prints the median of the pairs' ratios and its 95 % interval (by ranks), in percent, for both kinds
+of pairs. The figures `launch-bound-slowdown` and `solo-slowdown-decode` are the upper ends of the
+interval. They exclude effects of nvshare's placement of memory; `solo.py` compares processes and
+includes these effects. Needs a GPU, `nm`, PyTorch and, for `decode`, transformers.
 """
 
 import argparse
@@ -31,10 +39,10 @@ import figures
 import solo
 import stage
 
-# The functions called during work. Functions that create or free objects are excluded, since these must not be
-# switched.
+# The functions that are called during work. Functions that create or free objects are excluded,
+# because an object must be created and freed by the same library.
 FUNCTIONS = re.compile(r"cu(LaunchKernel|Memcpy.*Async|Memset.*Async|StreamSynchronize|StreamWaitEvent|StreamQuery|EventRecord|EventSynchronize)")
-# The figure, and the seconds of a sample.
+# For each load: the figure, and the seconds of a sample.
 LOADS = {"launches": ("launch-bound-slowdown", 0.1), "decode": ("solo-slowdown-decode", 0)}
 
 
@@ -43,14 +51,14 @@ class DlInfo(ctypes.Structure):
 
 
 def symbols(path):
-    """The exported functions of a library, and their offsets."""
+    """Returns the exported symbols of a library, and their offsets."""
     said = subprocess.run(["nm", "-D", "--defined-only", path], capture_output=True, text=True, check=True).stdout
     lines = (line.split() for line in said.splitlines())
     return {words[2].split("@")[0]: int(words[0], 16) for words in lines if len(words) == 3}
 
 
 def libraries():
-    """The mapped libraries, and the beginning of each."""
+    """Returns the mapped libraries, and the base address of each."""
     found = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
         words = line.split(maxsplit=5)
@@ -60,7 +68,8 @@ def libraries():
 
 
 def writable(path):
-    """The parts of a library that stay writable, relative to its beginning, from the 64-bit ELF program headers."""
+    """Returns the ranges of a library that stay writable after relocation, relative to its base
+    address. Reads them from the 64-bit ELF program headers."""
     load, relocated_only, may_write = 1, 0x6474E552, 2
     with open(path, "rb") as file:
         head = file.read(64)
@@ -77,8 +86,8 @@ def writable(path):
 
 
 class Switch:
-    """The places where libraries keep the address of one of the functions, with both addresses: libcudart, and libraries with a static
-    libcudart, such as cuBLAS."""
+    """The function pointers to switch, each with both addresses. They are in libcudart, and in
+    libraries with a static libcudart, such as cuBLAS."""
 
     def __init__(self):
         mapped = libraries()
@@ -94,7 +103,7 @@ class Switch:
                 self.places += found
                 self.libraries |= {Path(library).name} if found else set()
         if not self.places:
-            raise SystemExit("no library has any of nvshare's functions in its data")
+            raise SystemExit("no library keeps a pointer to any of nvshare's functions")
 
     def set(self, to_nvshare):
         for words, i, hook, real in self.places:
@@ -102,7 +111,7 @@ class Switch:
 
 
 def work(load, pairs):
-    """The child: prints the ratios with and without nvshare, and the duration of a step."""
+    """Child process: prints the ratios of both kinds of pairs, and the duration of a step."""
     stage.end_with_parent()
     import torch
 

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""PyTorch's allocator under `memory-max`: the reported memory, the memory that it gets until an allocation is refused, and that it works
-afterwards; then the same while the limit is lowered and raised again.
+"""Checks PyTorch's allocator under `memory-max`.
 
   limits.py [--programs target/release] [--limit 20]
 
-`--limit`: GiB. Needs a GPU, PyTorch, and root, to start programs with another group.
+Prints the memory that the program sees, and the memory that it gets until an allocation fails, in
+tensors of 256 MiB and then of 10 MiB. Then halves the limit, and raises it to twice --limit (GiB).
+After each change, prints the memory that the program sees, and whether it gets 256 MiB more. Checks
+the contents of all tensors each time. Needs a GPU and PyTorch, and root to start programs with
+another group.
 """
 
 import argparse
@@ -33,7 +36,7 @@ def told():
         pynvml.nvmlInit()
         memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0))
         said |= {"nvml-total": memory.total, "nvml-free": memory.free, "nvml-used": memory.used}
-    except Exception as e:  # as programs without NVML
+    except Exception as e:  # programs without NVML run, too
         said["nvml"] = str(e)
     return {name: round(value / GIB, 3) if isinstance(value, int) else value for name, value in said.items()}
 
@@ -51,7 +54,7 @@ def fill(step):
 
 
 def is_whole(held):
-    # In the host, since the GPU may lack the memory for the check.
+    # The check runs on the host, because the GPU may lack memory for it.
     return all(bool((tensor.cpu() == i).all()) for i, tensor in enumerate(held))
 
 

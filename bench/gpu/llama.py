@@ -1,4 +1,4 @@
-"""A Llama of 6.7 billion random weights (12.6 GiB in bf16), built on the GPU. Nothing is downloaded."""
+"""Builds a Llama with 6.7 billion random weights (12.6 GiB in bf16) on the GPU, offline."""
 
 LAYERS = 32
 VOCABULARY = 32000

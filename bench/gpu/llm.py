@@ -1,29 +1,40 @@
 #!/usr/bin/env python3
-"""Language-model servers that do not fit on the GPU together: whether they start concurrently, and the time to the first token after a
-switch to another server.
+"""Measures language-model servers that do not fit on the GPU together: whether they start at the
+same time, and the time to the first token after a switch to another server.
 
-  llm.py [--programs target/release] [--free 19.5,15,16,26,14] [--servers 2] [--starts 5] [--limit 60] [--serial 1]
-         [--switches 40] [--questions 2] [--contended 0] [--budget 540] [--out DIRECTORY] [--json bench/results.json]
+  llm.py [--programs target/release] [--free 19.5,15,16,26,14] [--servers 2] [--starts 5]
+         [--limit 60] [--serial 1] [--switches 40] [--questions 2] [--contended 0] [--budget 540]
+         [--out DIRECTORY] [--json bench/results.json]
 
-Each server builds a Llama with 12.6 GiB of random weights on the GPU and answers a prompt of 256 tokens with 32 tokens. A ballast
-process holds all of the GPU but --free GiB, for each value in turn ("all": no ballast), under a scheduler of its own.
+Each server builds a Llama with 12.6 GiB of random weights on the GPU, and answers a prompt of 256
+tokens with 32 tokens. The values of --free are measured one after the other, each with its own
+scheduler. A ballast process leaves this many GiB of the GPU free ("all": no ballast).
 
 Prints JSON lines:
-  serial    seconds until the servers are ready, one after another without nvshare on an empty GPU, and 1.3 times their sum
-  start     --starts times for each value: "ready" with the seconds until the last server was ready; "refused" if a server ended with
-            out of memory; "failed" if a server ended otherwise; "stuck" if a server was not ready after --limit seconds
-  switches  after the first successful start, with --questions to each server before the next: the number of answers; first-token times
-            of questions to another server than before ("switched") and to the same server ("same"); the bytes mapped for each switch (as
-            many leave), and the bytes copied by the clients' own count; and the bound: moved / 47 GiB/s + 0.08 s for the median,
-            + 0.18 s for the 99th percentile
-  contended with --contended SECONDS, after the switches: back-to-back questions for this time, first to one server alone, then to all:
-            the number of answers, the longest time, and the ratio of the throughputs
-  summary   a summary, and the figures llm-pair-starts-stuck, llm-switch-first-token-p99, llm-contended-longest and
-            llm-contended-throughput
+  serial    the seconds until each server is ready, when the servers start one after the other
+            without nvshare on an empty GPU; and the bound, 1.3 times the sum of these seconds
+  start     --starts times for each value of --free, the outcome:
+              ready    with the seconds until the last server was ready
+              refused  a server ended because it was out of memory
+              failed   a server ended for another reason
+              stuck    a server was not ready after --limit seconds
+              cut      the budget ended before the servers were ready
+  switches  after the first successful start: each server in turn gets --questions questions. Prints
+            the number of answers, and the first-token times of questions that follow a question to
+            another server ("switched") or to the same server ("same"). Also prints the bytes that
+            were mapped for each switch (about as many bytes leave), the bytes that clients copied
+            according to their own count, and the bounds: moved / 47 GiB/s, plus 0.08 s for the
+            median and 0.18 s for the 99th percentile
+  contended with --contended SECONDS, after the switches: back-to-back questions for this time,
+            first to one server alone, then to all servers. Prints the number of answers, the
+            longest time, and the ratio of the throughputs
+  summary   a summary, and the figures llm-pair-starts-stuck, llm-switch-first-token-p99,
+            llm-contended-longest and llm-contended-throughput
 
-For each stuck start, the scheduler's status, record and log, and the wait channels of the servers' threads go to a file in --out. The
-record of the contended part goes there, too. --budget: after this many seconds the script stops and reports its results; the values of
---free share the time. Needs a GPU, PyTorch and transformers.
+If a start is stuck, the scheduler's status, record and log, and the wait channels of the servers'
+threads are written to a file in --out. The record of the contended part is written there, too.
+After --budget seconds, the script stops and reports its results. The values of --free share this
+time equally. Needs a GPU, PyTorch and transformers.
 """
 
 import argparse
@@ -46,18 +57,20 @@ import llama
 import stage
 
 GIB = 2**30
-LINK = 47  # GiB/s each way when both directions are in use, H200 on PCIe 5 ×16
-OUTCOMES = ["stuck", "failed", "refused", "cut", "ready"]  # of a start: the first of these that any server has
-ASSUMED_START = 25  # seconds, before one was seen
-KEPT_FILES = 4  # in --out
+LINK = 47  # GiB/s in each direction while both are in use, H200 on PCIe 5 ×16
+# The outcome of a start is the first of these that any of its servers has.
+OUTCOMES = ["stuck", "failed", "refused", "cut", "ready"]
+ASSUMED_START = 25  # seconds of a start, until one has been measured
+KEPT_FILES = 4  # maximum number of files about stuck starts in --out
 
 
-# Servers. Each writes JSON lines: {"ready": …} or {"error": …} first, then an answer for each line that it reads.
+# Servers. Each server writes JSON lines: first {"ready": …} or {"error": …}, then an answer for
+# each line that it reads.
 
 
 def serve(layers, prompt, tokens):
     stage.end_with_parent()
-    # Libraries may print; only the protocol goes to standard output.
+    # Output of libraries goes to standard error. Only the protocol uses standard output.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -116,7 +129,7 @@ class Server:
         self.lines.put((time.monotonic(), {"error": "ended", "out-of-memory": False, "message": ""}))
 
     def hear(self, until):
-        """The time of the next message, and the message; None after the deadline."""
+        """Returns the time of the next message, and the message; None after the deadline."""
         try:
             return self.lines.get(timeout=max(0, until - time.monotonic()))
         except queue.Empty:
@@ -131,7 +144,7 @@ class Server:
 
 
 class Ballast:
-    """A process that holds the GPU's memory except a given amount."""
+    """A process that holds all of the GPU's memory except a given amount."""
 
     def __init__(self):
         words = [sys.executable, __file__, "--ballast"]
@@ -165,7 +178,7 @@ def ballast():
 
 
 class Cast:
-    """The processes of one run, which all end with it."""
+    """The server processes of one run."""
 
     def __init__(self, arguments, directory):
         self.arguments, self.directory, self.number = arguments, directory, 0
@@ -184,11 +197,12 @@ class Cast:
         left = stage.end(*[server.process for server in self.servers])
         self.servers = []
         if left:
-            say({"kind": "warning", "message": f"{len(left)} servers did not end when they were killed"})
+            say({"kind": "warning", "message": f"{len(left)} servers did not end after SIGKILL"})
 
 
 def outcomes(servers, begin, limit, deadline):
-    """The outcome of each start, and the seconds after which it was known."""
+    """Waits for the servers' starts. Returns for each server the outcome, and the seconds after
+    which the server reported it."""
     until, results = begin + limit, []
     for server in servers:
         heard = server.hear(min(until, deadline))
@@ -208,7 +222,7 @@ def outcomes(servers, begin, limit, deadline):
 
 
 def serial(cast, arguments, deadline):
-    # Warms the page cache, so that the first server does not read its libraries from the disk.
+    # Warms the page cache. Otherwise, the first server would read its libraries from the disk.
     if not arguments.server:
         subprocess.run([sys.executable, "-c", "import torch; from transformers import LlamaForCausalLM"], check=False)
     seconds = []
@@ -226,7 +240,8 @@ def serial(cast, arguments, deadline):
 
 
 def mapped(record, windows):
-    """Bytes that each process mapped within its time, from the scheduler's record."""
+    """Returns the bytes that a process mapped in each window (process ID, begin, end), from the
+    scheduler's record."""
     all_mapped = [event for event in stage.events(record) if event["what"] == "mapped"]
 
     def within(pid, since, until):
@@ -237,10 +252,11 @@ def mapped(record, windows):
 
 
 def switches(servers, arguments, directory, deadline):
-    """Sends questions to the servers in turn. Also returns whether an answer is missing."""
+    """Sends questions to the servers in turn. Returns the measurements, and whether an answer is
+    missing."""
     switched, same, whole, asked = [], [], [], []
     metrics, stuck = directory / "metrics.sock", False
-    # The first switch of each server creates its host buffers and is not measured here.
+    # The first switch to each server is not measured, because it creates host buffers.
     for server in servers:
         if not server.ask(time.monotonic() + arguments.limit):
             return None, True
@@ -263,7 +279,7 @@ def switches(servers, arguments, directory, deadline):
             break
     said = {"answers": len(whole), "switched": figures.summary(switched), "same": figures.summary(same), "whole": figures.summary(whole)}
     if asked and not stuck:
-        time.sleep(1)  # until the clients have reported what they moved
+        time.sleep(1)  # until the clients have reported the moved bytes
         copied = [round((b - a) / GIB / len(asked), 3) for a, b in zip(before, stage.swapped(metrics))]
         moved = [part / GIB for part in mapped(directory / "record.jsonl", asked)]
         bound = {"p50": figures.percentile(moved, 0.5) / LINK + 0.08, "p99": figures.percentile(moved, 0.99) / LINK + 0.18}
@@ -275,7 +291,8 @@ def switches(servers, arguments, directory, deadline):
 
 
 def questions(server, seconds, limit):
-    """Sends back-to-back questions for this time. Returns the time of each answer; None if one is missing."""
+    """Sends back-to-back questions for this many seconds. Returns the duration of each answer; None
+    if an answer is missing."""
     end, took = time.monotonic() + seconds, []
     while (began := time.monotonic()) < end:
         if server.ask(began + limit) is None:
@@ -285,8 +302,8 @@ def questions(server, seconds, limit):
 
 
 def contended(servers, arguments):
-    """Back-to-back questions to all servers, compared with one server."""
-    # The first eviction has its own figure.
+    """Compares back-to-back questions to all servers with back-to-back questions to one server."""
+    # Each server is evicted once before, because the first eviction has its own figure.
     if not all(server.ask(time.monotonic() + arguments.limit) for server in [*servers, *servers, servers[0]]):
         return None
     alone = questions(servers[0], arguments.contended, arguments.limit)
@@ -305,17 +322,18 @@ def contended(servers, arguments):
         thread.join()
     if None in each:
         return None
-    # Answers in progress at the end count, and so does their time.
+    # Answers in progress at the end count, and so does the time until they are complete.
     rate = sum(map(len, each)) / (time.monotonic() - began)
     said = {"alone": figures.summary(alone), "each": [figures.summary(took) for took in each]}
     return said | {"longest": max(map(max, each)), "throughput": rate / (len(alone) / sum(alone))}
 
 
-# Data about a start that got stuck.
+# Data about a stuck start.
 
 
 def threads(pid):
-    """The wait channel of each thread, as far as the kernel shows it."""
+    """Returns the wait channel, system call and kernel stack of each thread, as far as the kernel
+    shows them."""
     said = []
     for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
         thread = {"tid": int(task.name)}
@@ -352,7 +370,7 @@ def keep(file, case, servers, programs, directory):
     file.write_text(json.dumps(said, indent=1) + "\n")
 
 
-# The whole.
+# The whole run.
 
 
 def amount(free):
@@ -398,7 +416,7 @@ class Run:
         return outcome
 
     def measure(self, free, deadline):
-        """All starts with this much free memory."""
+        """Measures all starts with this much free memory."""
         for number in range(self.arguments.starts):
             if time.monotonic() + (self.longest or ASSUMED_START) > deadline:
                 break
@@ -447,7 +465,7 @@ class Run:
                 settings = f"{self.arguments.settings}\n[metrics]\nlisten = {json.dumps(str(metrics))}\n"
                 daemon = stage.scheduler(self.programs, self.directory, settings)
                 try:
-                    time.sleep(1.5)  # until it has measured what others have on the GPU
+                    time.sleep(1.5)  # until it has measured the GPU memory of other processes
                     self.measure(free, deadline)
                 finally:
                     stage.end(daemon)
@@ -499,34 +517,34 @@ class Run:
             if self.arguments.servers == 2:
                 figures.add(self.arguments.json, said, self.arguments.commit)
             else:
-                say({"kind": "warning", "message": "not written: the figures are of two servers"})
+                say({"kind": "warning", "message": "figures not written: they are defined for two servers"})
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", type=Path, default=Path("target/release"), help="where nvshare-scheduler, nvsharectl and libnvshare.so are")
+    parser.add_argument("--programs", type=Path, default=Path("target/release"), help="directory of nvshare-scheduler, nvsharectl and libnvshare.so")
     parser.add_argument("--free", type=lambda text: text.split(","), default=["19.5"], help="GiB, or all")
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--starts", type=int, default=5)
-    parser.add_argument("--limit", type=float, default=60, help="seconds for a start, and for an answer")
+    parser.add_argument("--limit", type=float, default=60, help="timeout of a start and of an answer, in seconds")
     parser.add_argument("--serial", type=int, choices=[0, 1], default=1, help="0: without the serial reference")
     parser.add_argument("--switches", type=int, default=40)
-    parser.add_argument("--questions", type=int, default=2, help="to a server before the next one is asked, at least 1")
-    parser.add_argument("--contended", type=float, default=0, help="seconds for which all are asked without pause")
+    parser.add_argument("--questions", type=int, default=2, help="questions to a server before the switch to the next server, at least 1")
+    parser.add_argument("--contended", type=float, default=0, help="seconds of back-to-back questions to all servers")
     parser.add_argument("--pause", type=float, default=0, help="seconds between questions")
     parser.add_argument("--layers", type=int, default=llama.LAYERS)
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a question")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of an answer")
     parser.add_argument("--budget", type=float, default=0, help="seconds; 0: no limit")
-    parser.add_argument("--settings", default="", help="lines for the scheduler's configuration")
-    parser.add_argument("--server", default="", help="a command to start instead of this script's own server")
+    parser.add_argument("--settings", default="", help="additional lines of the scheduler's configuration")
+    parser.add_argument("--server", default="", help="command of the servers, instead of this script's own server")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="of what is measured, where there is no git")
+    parser.add_argument("--commit", help="commit of the measured programs (default: the checked-out commit)")
     arguments = parser.parse_args()
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-    # Kills all started processes, however the run ends.
+    # Turns signals into an exit, so that all started processes are killed.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as directory:

@@ -1,21 +1,31 @@
 #!/usr/bin/env python3
-"""The pause of a PyTorch program of 16 GiB that is migrated between two GPUs, and the time to drain six programs off a GPU.
+"""Measures the pause of a PyTorch program of 16 GiB while it is migrated between two GPUs, and the
+time to drain six programs off a GPU.
 
-  migrate.py [--programs target/release] [--gib 16] [--moves 10] [--visible LIST] [--drained 6] [--each 2] [--json FILE] [--commit ID]
+  migrate.py [--programs target/release] [--gib 16] [--moves 10] [--visible LIST] [--drained 6]
+             [--each 2] [--json FILE] [--commit ID]
 
-A trainer is a small network that learns, beside integers that fill the rest of its memory, all of which every step changes. A running
-checksum has each step's loss and a part of the integers. It is migrated to the other GPU and back, --moves times in all. The pause is the
-longest time between the ends of two steps, from one migration to the next. At the end, a trainer alone on the first GPU, without nvshare,
-makes as many steps, and its checksums must be the same. The same run also times a copy of as many bytes in each direction, between
-registered host memory and the GPU, without nvshare.
+A trainer is a program that trains a small network. Integers fill the rest of its memory, and each
+step changes all of them. A checksum over all steps includes each step's loss and a part of the
+integers.
 
-Then --drained trainers of --each GiB are drained off the first GPU. The time is measured from the command until NVML shows no more memory
-in use than before the trainers. Afterwards all must continue, with the checksums of a trainer alone.
+First, one trainer is migrated between the GPUs --moves times. The pause is the longest time between
+the ends of two steps, from one migration to the next. At the end, a trainer alone, without nvshare,
+runs the same number of steps, and its checksums must be equal. The script also times copies of the
+same number of bytes in each direction, between registered host memory and the GPU, without nvshare.
 
-Prints lines of JSON. The exit status is 1 if a checksum is wrong, or a program has failed or does not leave. Needs two GPUs of the same
-kind, PyTorch, `nvshare-checkpoint` among --programs and, as root, `setpriv`: the scheduler drops all capabilities, and then can only take
-programs of users other than root off a GPU. Some drivers have hung hosts when a restored process was killed (NVIDIA/cuda-checkpoint#53), so
-these processes end by themselves.
+Then --drained trainers of --each GiB are drained off the first GPU. The time is measured from the
+command until NVML shows no more memory in use than before the trainers. Afterwards, all trainers
+must continue, and have the checksums of a trainer alone.
+
+Prints lines of JSON. The exit status is 1 if a checksum is wrong, a program fails, or a program
+does not leave its GPU.
+
+Needs two GPUs of the same kind, PyTorch, and `nvshare-checkpoint` in --programs. As root, the
+script also needs `setpriv`, and runs everything as the user nobody: the scheduler drops all
+capabilities, and then cannot checkpoint programs of root. With some drivers, killing a restored
+process has hung the host (NVIDIA/cuda-checkpoint#53), so the script lets the trainers end by
+themselves.
 """
 
 import argparse
@@ -35,15 +45,15 @@ import stage
 
 SETTINGS = 'time-quantum = 2\nsleep-after = "never"\nplacement = "none"\n'
 GIB = 1 << 30
-# Timeouts of a command, a start and an end in seconds, and the bytes that NVML may still show of a
-# program that has left.
+# Timeout in seconds of a command, and of the start and the end of a program. Bytes that NVML may
+# still show for a program that has left the GPU.
 PATIENCE, LEFT = 120, 16 << 20
-# Seconds between two migrations: some steps, and the turns of the other programs.
+# Seconds between two migrations, enough for some steps and for the turns of other programs.
 PAUSE = 1.5
 
 
 def trainer(gib, most):
-    """A child: makes `most` steps; with 0, it runs until it reads a line."""
+    """Child process: runs `most` steps. If `most` is 0, runs until it reads a line."""
     import torch
 
     torch.manual_seed(1)
@@ -79,24 +89,24 @@ class Trainer:
     def __init__(self, gib, environment, steps=0):
         words = [sys.executable, __file__, "--child-trainer", str(gib), str(steps)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        # Deterministic matrix products need it.
+        # Deterministic matrix products need CUBLAS_WORKSPACE_CONFIG.
         environment = os.environ | environment | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         self.child = subprocess.Popen(words, env=environment, preexec_fn=stage.end_with_parent, **pipes)
 
     def begun(self):
         """Waits until the trainer has its memory, and returns the trainer."""
         if self.child.stdout.readline() != '"ready"\n':
-            raise SystemExit("a trainer has ended before it began")
+            raise SystemExit("a trainer ended during its start")
         return self
 
     def end(self):
-        """The trainer's final output; None if it has failed."""
+        """Ends the trainer. Returns its final output; None if it has failed."""
         said, _ = self.child.communicate("\n", timeout=4 * PATIENCE)
         return json.loads(said) if self.child.returncode == 0 and said else None
 
 
 def is_right(said, gib, environment):
-    """Whether a trainer alone gets the same results in as many steps."""
+    """Returns whether a trainer alone has the same results after the same number of steps."""
     if said is None:
         return False
     alone = Trainer(gib, environment, said["steps"]).begun().end()
@@ -104,7 +114,7 @@ def is_right(said, gib, environment):
 
 
 class Nvml(sleep.Nvml):
-    """NVML's used memory of each GPU, and its name."""
+    """The used memory of each GPU according to NVML, and the GPU's UUID."""
 
     def __init__(self):
         import ctypes
@@ -141,20 +151,21 @@ class Stage(sleep.Stage):
         self.environment = stage.under_nvshare(programs, directory)
 
     def until(self, what, is_so):
-        """Waits until the condition holds. Returns the seconds."""
+        """Waits until the condition holds. Returns the seconds of the wait."""
         begun = time.monotonic()
         while not is_so():
             if time.monotonic() - begun > PATIENCE:
-                raise SystemExit(f"waited in vain for {what}: {self.control('status')}")
+                raise SystemExit(f"timed out while waiting for {what}: {self.control('status')}")
             time.sleep(0.005)
         return time.monotonic() - begun
 
     def migrate(self, one, to, before):
-        """Migrates the trainer. Returns the seconds until NVML shows it only on the other GPU, and the bytes left on the first GPU."""
+        """Migrates the trainer to the GPU `to`. Returns the seconds until NVML shows the trainer
+        only there, and the bytes that are left on the other GPU."""
         begun, there = time.monotonic(), 1 - to
         self.control("migrate", str(one.child.pid), "--to", self.nvml.names[to])
-        self.until("it to leave", lambda: self.nvml.used(there) <= before[there] + LEFT)
-        self.until("it to come", lambda: self.nvml.used(to) > before[to] + LEFT)
+        self.until("the trainer to leave its GPU", lambda: self.nvml.used(there) <= before[there] + LEFT)
+        self.until("the trainer to be on the other GPU", lambda: self.nvml.used(to) > before[to] + LEFT)
         return time.monotonic() - begun, self.nvml.used(there) - before[there]
 
 
@@ -172,7 +183,7 @@ def one_of(gib, moves, environment, stage_):
     said = one.end()
     ends = said["ends"] if said else []
     gaps = [(end, later - end) for end, later in zip(ends, ends[1:])]
-    # A step that began before the command ends after it.
+    # The step that is running when a command is sent ends after the command.
     windows = zip(orders, [*orders[1:], float("inf")])
     pauses = [max((gap for end, gap in gaps if begin <= end + gap and end < until), default=PATIENCE) for begin, until in windows]
     steps = statistics.median(gap for _, gap in gaps) if gaps else None
@@ -182,7 +193,7 @@ def one_of(gib, moves, environment, stage_):
 
 def drain(count, gib, stage_):
     before = [stage_.nvml.used(gpu) for gpu in (0, 1)]
-    # All trainers import PyTorch concurrently, which takes a dozen seconds.
+    # The trainers start concurrently, because importing PyTorch takes a dozen seconds.
     all_of = [one.begun() for one in [Trainer(gib, stage_.environment) for _ in range(count)]]
     time.sleep(2 * PAUSE)
     begun = time.monotonic()
@@ -194,7 +205,7 @@ def drain(count, gib, stage_):
     said_after = time.monotonic() - begun
     left = stage_.nvml.used(0) - before[0]
     drained = time.monotonic()
-    time.sleep(2 * PAUSE * count)  # a turn for each
+    time.sleep(2 * PAUSE * count)  # enough for a turn of each trainer
     stays = stage_.nvml.used(0) <= before[0] + LEFT
     stage_.control("undrain", name)
     said = [one.end() for one in all_of]
@@ -208,10 +219,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=Path, default=Path("target/release"))
     parser.add_argument("--gib", type=int, default=16)
-    parser.add_argument("--moves", type=int, default=10, help="0 for none")
-    parser.add_argument("--visible", help="CUDA_VISIBLE_DEVICES of the one that is moved")
-    parser.add_argument("--drained", type=int, default=6, help="programs, 0 for none")
-    parser.add_argument("--each", type=int, default=2, help="GiB of each of them")
+    parser.add_argument("--moves", type=int, default=10, help="number of migrations; 0: none")
+    parser.add_argument("--visible", help="CUDA_VISIBLE_DEVICES of the migrated trainer")
+    parser.add_argument("--drained", type=int, default=6, help="number of drained trainers; 0: none")
+    parser.add_argument("--each", type=int, default=2, help="GiB of each drained trainer")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit")
     options = parser.parse_args()

@@ -1,17 +1,29 @@
 #!/usr/bin/env python3
-"""The view of a process after it was restored from a checkpoint on another GPU, with the driver's calls only, without nvshare.
+"""Shows what a process sees after the driver has restored it from a checkpoint on another GPU. Uses
+only calls of the driver, without nvshare.
 
   moves.py [--library libcuda.so.1] [--mebibytes 256] [--registered 16]
 
-For each case a fresh process with contexts, memory, a stream and an event is locked, checkpointed, restored with pairs of GPUs, and
-unlocked. Then it moves back. Cases: a process that sees both GPUs and has a context on the first; a process with a context on each GPU,
-which are exchanged; a process that sees only the first GPU (CUDA_VISIBLE_DEVICES), with pairs of both GPUs and with only its own pair; and
-the cases with one context again, with --registered GiB of host memory, registered like in the library, and registered for one context
-without access by kernels.
+In each case, a new process creates contexts, memory, a stream and an event. Then it is locked,
+checkpointed, restored with a list of pairs (old GPU, new GPU), and unlocked. If the restore
+succeeds, the process is moved back in the same way.
 
-Prints a line of JSON for each case: each call's result and seconds, and the output of the process and of nvidia-smi before the move, after
-it, and after the return. Needs two GPUs of the same kind, and permission to trace other processes. Some drivers have hung hosts when a
-restored process was killed (NVIDIA/cuda-checkpoint#53); these processes end by themselves, unless they hang for a minute.
+The cases are:
+- a process that sees both GPUs, and has a context on the first GPU; the list names both GPUs, or
+  only the first GPU
+- a process with a context on each GPU, which exchange their GPUs
+- a process that sees only the first GPU (CUDA_VISIBLE_DEVICES); the list names both GPUs, or only
+  the first GPU
+- processes with one context and --registered GiB of registered host memory: with the library's
+  flags, in a process that sees both GPUs or only the first GPU; and registered for one context
+  only, without access by kernels
+
+Prints a line of JSON for each case: the result and the seconds of each call, and the output of the
+process and of nvidia-smi before the move, after it, and after the move back.
+
+Needs two GPUs of the same kind, and permission to trace other processes. With some drivers, killing
+a restored process has hung the host (NVIDIA/cuda-checkpoint#53). The script therefore lets the
+processes end by themselves, unless they hang for a minute.
 """
 
 import argparse
@@ -35,8 +47,8 @@ CASES = {
     "host memory, neither": {"contexts": [0], "pairs": [(0, 1), (1, 0)], "flags": 0},
     "host memory, sees one": {"contexts": [0], "pairs": [(0, 1), (1, 0)], "flags": 3, "visible": "0"},
 }
-CHUNK = 64 << 20  # registered in one call
-# The timeout of a lock, and the seconds after which a hung process is given up.
+CHUNK = 64 << 20  # bytes that one call registers
+# The timeout of a lock in milliseconds, and the seconds after which a hung process is killed.
 LOCK_MS, PATIENCE = 5000, 60
 
 
@@ -53,7 +65,7 @@ class Driver:
             raise SystemExit(f"{name}: {code}")
 
     def get(self, kind, name, *arguments):
-        """The value that a call writes to its first argument."""
+        """Returns the value that the call writes to its first argument."""
         value = kind()
         self.do(name, ctypes.byref(value), *arguments)
         return value.value
@@ -81,7 +93,8 @@ class Part:
         driver.do("cuMemsetD32_v2", self.memory, 7, ctypes.c_size_t(size // 4))
 
     def says(self):
-        """The device and free MiB of the context, the last word of the memory, and results of calls with the earlier objects."""
+        """Returns the context's device and free MiB, the last word of the memory, and the results
+        of calls with the existing stream and event."""
         driver, free, total = self.driver, ctypes.c_size_t(), ctypes.c_size_t()
         driver.do("cuCtxSetCurrent", ctypes.c_void_p(self.context))
         driver.do("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
@@ -98,7 +111,7 @@ class Part:
 
 
 def register(driver, gibibytes, flags):
-    """Host memory, of huge pages if available, registered in the current context."""
+    """Allocates host memory, in huge pages if possible, and registers it in the current context."""
     held = []
     for _ in range((gibibytes << 30) // CHUNK):
         memory = mmap.mmap(-1, CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -111,10 +124,10 @@ def register(driver, gibibytes, flags):
 
 
 def process(driver, devices, size, registered, flags):
-    """The moved process: prints its view for each line of standard input."""
+    """Child process, which is moved: prints what it sees for each line of standard input."""
     count = driver.gpus()
     parts = [Part(driver, device, size) for device in devices]
-    held = register(driver, registered, flags)  # held while the process runs
+    held = register(driver, registered, flags)  # referenced until the process ends
     signal.alarm(PATIENCE)
     for _ in sys.stdin:
         signal.alarm(PATIENCE)
@@ -129,7 +142,7 @@ def process(driver, devices, size, registered, flags):
 
 
 def listed():
-    """nvidia-smi's used MiB of each GPU, and the processes on it."""
+    """Returns the used MiB of each GPU, and the processes on it, according to nvidia-smi."""
     if not shutil.which("nvidia-smi"):
         return None
 
@@ -141,8 +154,8 @@ def listed():
 
 
 def move(driver, pid, pairs):
-    """Takes a process off its GPUs and restores it, from the first to the second GPU of each pair. Returns the results and seconds of the
-    calls."""
+    """Checkpoints a process, and restores it from the first to the second GPU of each pair. Returns
+    the results and seconds of the calls."""
     uuids = ctypes.create_string_buffer(b"".join(driver.uuid(gpu) for pair in pairs for gpu in pair))
     locks = (ctypes.c_uint32 * 16)(LOCK_MS)
     restores = (ctypes.c_uint64 * 8)(ctypes.addressof(uuids), len(pairs))
@@ -160,7 +173,7 @@ def move(driver, pid, pairs):
 
 
 def show(driver, options, case, result):
-    """Appends to the result immediately, so that the steps before a failure are known."""
+    """Runs a case. Adds each step to `result` immediately, because a later step can fail."""
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": case["visible"]} if "visible" in case else {})
     words = [sys.executable, __file__, "--library", options.library, "--mebibytes", str(options.mebibytes)]
     words += ["--contexts", ",".join(map(str, case["contexts"]))]

@@ -1,7 +1,10 @@
-"""A pytest plugin for `suites.py`: writes JSON lines to $OUTCOMES_FILE while tests run, so that a crash does not lose earlier outcomes.
+"""A pytest plugin for `suites.py`. It writes the outcome of each test to $OUTCOMES_FILE, as a line
+of JSON. It writes the lines while tests run, so that a crash does not lose earlier outcomes.
 
-Tests that the file already contains are skipped: a process that is restarted after a crash continues where the last one ended.
-$OUTCOMES_SHARE, "1/4": only the second of four parts, into which classes go as a whole. $OUTCOMES_TESTS: a file with the only tests to run.
+The plugin skips tests that the file already contains. A process that is restarted after a crash
+therefore continues after the test that crashed. $OUTCOMES_SHARE selects a part of the tests: "1/4"
+is the second of four parts. All tests of a class are in the same part. $OUTCOMES_TESTS is a file
+with the names of the tests to run; without it, all tests run.
 """
 
 import json
@@ -12,7 +15,7 @@ from pathlib import Path
 import pytest
 
 FILE = Path(os.environ["OUTCOMES_FILE"])
-REASON = 400  # characters kept of why a test did not pass
+REASON = 400  # maximum number of characters of the reason why a test did not pass
 
 
 def write(what):
@@ -22,7 +25,8 @@ def write(what):
 
 @pytest.fixture(scope="class")
 def initialize_from_pytest_config(request):
-    """The configuration from conftest.py in numba-cuda's repository, which its tests need and the package lacks."""
+    """A fixture that numba-cuda's tests need. It is in conftest.py of numba-cuda's repository, but
+    not in the package."""
     request.cls._dump_failed_filechecks = False
 
 
@@ -67,11 +71,11 @@ def pytest_runtest_logfinish(nodeid):
     write(said)
 
 
-reports = []  # of the test that runs
+reports = []  # reports of the running test
 
 
 def reason(report):
-    if isinstance(report.longrepr, tuple):  # of a test that was skipped: file, line, reason
+    if isinstance(report.longrepr, tuple):  # a skipped test: file, line, reason
         return str(report.longrepr[2])[:REASON]
     crash = getattr(report.longrepr, "reprcrash", None)
     return crash.message[:REASON] if crash else report.longreprtext[-REASON:]

@@ -1,15 +1,25 @@
 #!/usr/bin/env python3
-"""Two concurrent PyTorch loops on one GPU, whose memory fits together: without nvshare, in turns of the time quantum (`anti-thrash = on`),
-and under `auto`, which may run them simultaneously. Prints, for each pair, the seconds until both are done, and whether every result equals
-that of a solo run.
+"""Measures pairs of concurrent PyTorch loops on one GPU, whose memory fits together.
 
-  pairs.py [--programs target/release] [--seconds 3] [--quantum 1] [--pairs add+add,tiny+tiny,add+tiny] [--runs 1] [--keep FILE]
-           [--records DIRECTORY] [--measured FILE,…] [--json FILE] [--commit ID]
+  pairs.py [--programs target/release] [--seconds 3] [--quantum 1]
+           [--pairs add+add,tiny+tiny,add+tiny] [--runs 1] [--keep FILE] [--records DIRECTORY]
+           [--measured FILE,…] [--json FILE] [--commit ID]
 
-All 15 pairs take about eight minutes. `--seconds`: the duration of a loop alone. `--keep`: a file for all measurements. `--measured`: such
-files, whose pairs are not measured again, for example from runs on several GPUs. `--records`: the directory for the scheduler's record of
-each run. `--json`: writes the figure to that file, like `../support/src/results.rs`; `--commit` names the commit of programs that were
-built elsewhere. `--programs`: the directory of nvshare-scheduler and libnvshare.so. Needs a GPU and PyTorch.
+Each pair runs in three modes: without nvshare; in turns of the time quantum (`anti-thrash = on`);
+and with `anti-thrash = auto`, which may run both loops at the same time. Prints the seconds until
+both loops are done. `!` marks a result that differs from the result of a loop alone. All 15 pairs
+take about eight minutes.
+
+  --programs  directory of nvshare-scheduler and libnvshare.so
+  --seconds   duration of a loop alone
+  --keep      file to which all measurements are written
+  --measured  files that --keep wrote, for example on several GPUs; computes the figure from them,
+              and measures nothing
+  --records   directory for the scheduler's record of each run
+  --json      file to which the figure is written, see `../support/src/results.rs`
+  --commit    commit of programs that were built elsewhere
+
+Needs a GPU and PyTorch.
 """
 
 import argparse
@@ -33,7 +43,7 @@ PAIRS = ["+".join(pair) for pair in itertools.combinations_with_replacement(LOOP
 
 
 def loop(name):
-    """The work of one iteration, and its result."""
+    """Returns a function that runs one iteration, and the tensor with its result."""
     import torch
 
     torch.manual_seed(0)
@@ -45,14 +55,14 @@ def loop(name):
         x = torch.eye(4096, device="cuda", dtype=torch.bfloat16)
         y = torch.rand(4096, 4096, device="cuda").to(torch.bfloat16)
         return lambda: torch.matmul(y, x, out=y.clone()), y
-    if name == "conv":  # many small kernels, neither bound by launches nor filling the GPU
+    if name == "conv":  # many small kernels that are not launch-bound and do not fill the GPU
         net = torch.nn.Sequential(*[torch.nn.Conv2d(32, 32, 3, padding=1) for _ in range(8)]).cuda().requires_grad_(False)
         x = torch.rand(16, 32, 64, 64, device="cuda")
         return lambda: net(x), x
     if name == "tiny":  # launch-bound: the GPU is mostly idle
         x = torch.zeros(64, device="cuda")
         return lambda: x.add_(1), x
-    if name == "bursts":  # about 30 ms of work, and a pause of as long
+    if name == "bursts":  # about 30 ms of work, then a pause of 30 ms
         x = torch.eye(4096, device="cuda", dtype=torch.bfloat16)
         y = torch.rand(4096, 4096, device="cuda").to(torch.bfloat16)
         out = torch.empty_like(y)
@@ -64,17 +74,18 @@ def loop(name):
             time.sleep(0.03)
 
         return burst, out
-    raise SystemExit(f"there is no loop {name!r}: there are {', '.join(LOOPS)}")
+    raise SystemExit(f"unknown loop {name!r}: the loops are {', '.join(LOOPS)}")
 
 
 def at_once(name):
-    """Iterations between checks of the clock; the number of iterations is a multiple of this."""
+    """Returns the number of iterations between two checks of the clock. The number of all
+    iterations is a multiple of it."""
     return 100 if name == "tiny" else 10
 
 
 def run():
-    """A child, which gets its task once it has imported PyTorch: runs the loop `iterations` times when the file `go` exists; with 0
-    iterations, for a second."""
+    """Child process: reads its task after it has imported PyTorch. Runs the loop `iterations` times
+    once the file `go` exists. If `iterations` is 0, runs the loop for a second."""
     import torch
 
     name, iterations, ready, go = sys.stdin.readline().split()
@@ -97,7 +108,8 @@ def run():
 
 
 class Children:
-    """Processes that have imported PyTorch or are importing it: the next processes do so while others run."""
+    """Processes that have imported PyTorch or are importing it. The next processes import PyTorch
+    while others run."""
 
     def __init__(self):
         self.spare = []
@@ -122,7 +134,7 @@ class Children:
 
 
 def together(children, jobs, environment, directory):
-    """Starts the loops together, and returns their outputs."""
+    """Runs the loops concurrently. Returns their outputs, and the seconds until all are done."""
     go = directory / "go"
     go.unlink(missing_ok=True)
     running = []
@@ -134,7 +146,7 @@ def together(children, jobs, environment, directory):
         running.append((ready, child))
     while not all(ready.exists() for ready, _ in running):
         if any(child.poll() is not None for _, child in running):
-            raise SystemExit("a loop has ended before it began")
+            raise SystemExit("a loop ended during its start")
         time.sleep(0.01)
     go.touch()
     said = [json.loads(child.communicate()[0]) for _, child in running]
@@ -143,7 +155,8 @@ def together(children, jobs, environment, directory):
 
 
 def measure(arguments):
-    """Prints a line for each pair. Returns the seconds of each pair in each mode."""
+    """Measures all pairs, and prints a line for each. Returns the seconds of each pair in each
+    mode."""
     programs = arguments.programs.resolve()
     modes = {"native": None, "on": 'anti-thrash = "on"\n', "auto": 'anti-thrash = "auto"\n'}
     measured, children = [], Children()

@@ -1,21 +1,34 @@
 #!/usr/bin/env python3
-"""nvshare compared with other ways to share a GPU: the same programs one after the other, without any sharing layer, under the original
-nvshare, with the memory limits of HAMi-core, under MPS, and under nvshare; all in one run on one GPU.
+"""Compares nvshare with other ways to share a GPU, with the same programs in one run on one GPU.
 
-  peers.py [--programs target/release] [--original DIR] [--hami libvgpu.so] [--setups serial,native,…] [--cases half-fits,…]
-           [--work 10] [--limit 90] [--keep FILE] [--json FILE] [--commit ID]
+  peers.py [--programs target/release] [--original DIR] [--hami libvgpu.so]
+           [--setups serial,native,…] [--cases half-fits,…] [--work 10] [--limit 90] [--keep FILE]
+           [--json FILE] [--commit ID]
 
---original: the directory of the original's nvshare-scheduler and libnvshare.so; it needs /var/run/nvshare (root). --hami: HAMi-core's
-library. If one of these is missing, or MPS does not start, the table says so.
+The setups are:
+  serial    the programs one after the other, without nvshare
+  native    all programs at the same time, without a sharing layer
+  original  under the original nvshare; --original is the directory of its nvshare-scheduler and
+            libnvshare.so. The original needs /var/run/nvshare, so the script must run as root
+  hami      under HAMi-core, with a memory limit for each program: the room divided by the number of
+            programs; --hami is HAMi-core's library
+  mps       under MPS
+  nvshare   under nvshare
+If --original or --hami is missing, or if MPS does not start, the table contains the reason.
 
-  half-fits, most-fits  two programs of 7.2 GiB in 17 GiB that compute 50 or 90 % of the time: seconds until both are done
-  half-big, most-big    the same with 15.3 GiB each, of which one fits
-  servers               two Llamas of 12.6 GiB in 19.5 GiB, each asked 10 times without pause: seconds until all is answered
-  notebooks             ten programs of 1 GiB in 17 GiB, each with a burst of work every 0.5 s: seconds of the 99th percentile
+The cases are:
+  half-fits, most-fits  two programs of 7.2 GiB with 17 GiB of room, which compute for 50 or 90 % of
+                        the time: seconds until both are done
+  half-big, most-big    the same with two programs of 15.3 GiB, of which only one fits
+  servers               two Llamas of 12.6 GiB with 19.5 GiB of room; each answers 10 questions
+                        without a pause: seconds until all questions are answered
+  notebooks             ten programs of 1 GiB with 17 GiB of room, each with a burst of work every
+                        0.5 s: the 99th percentile of the seconds of a burst
 
-Another process holds all of the GPU's memory but the room. The original makes all memory managed; more managed memory than is free can hang
-a card, so it does not run where the programs do not fit. Under HAMi-core, each program's limit is the room divided by the number of
-programs. Every program checks its results. `cuda-program` must be among --programs. Needs a GPU, PyTorch and, for `servers`, transformers.
+Another process holds all of the GPU's memory except the room. The original turns all memory into
+managed memory. More managed memory than is free can hang a GPU, so the original is not run if the
+programs do not fit. Every program checks its results. Needs a GPU, PyTorch, `cuda-program` in
+--programs and, for `servers`, transformers.
 """
 
 import argparse
@@ -35,8 +48,9 @@ import llama
 import stage
 
 GIB = 2**30
-CONTEXT = 0.6  # GiB that a program takes beside its own memory
-# Name: the child's kind and arguments, how many, GiB of each, GiB of room, whether latencies count instead of the time for all.
+CONTEXT = 0.6  # GiB of a program's CUDA context, which its own memory does not include
+# For each case: the child's kind and arguments, the number of children, GiB of each child, GiB of
+# room, and whether latencies are measured instead of the time until all are done.
 CASES = {
     "half-fits": (("mix", 7.2, 0.5), 2, 7.2, 17, False),
     "most-fits": (("mix", 7.2, 0.9), 2, 7.2, 17, False),
@@ -48,8 +62,8 @@ CASES = {
 SETUPS = ["serial", "native", "original", "hami", "mps", "nvshare"]
 
 
-# Children in Python. Each creates a file when its memory is ready, waits for another file, and prints a line of JSON when it is
-# done.
+# Child processes in Python. Each child creates a file when its memory is ready, and then waits for
+# another file. It prints a line of JSON when it is done.
 
 
 def bursts(gib, number):
@@ -75,7 +89,8 @@ def bursts(gib, number):
 
 
 def server(answers):
-    """Answers also differ between native runs, so only NaNs count as wrong."""
+    """Answers questions. Only answers that are not finite count as wrong, because answers also
+    differ between native runs."""
     import torch
 
     model = llama.build()
@@ -101,7 +116,7 @@ def reason(message):
 def child(kind, words, ready, go):
     stage.end_with_parent()
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries may print
+    os.dup2(2, 1)  # output of libraries goes to standard error
     said = {}
     try:
         steps = {"bursts": bursts, "server": server}[kind](*words)
@@ -121,14 +136,15 @@ def ballast(room):
     stage.end_with_parent()
     import torch
 
-    # Its own context exists by then.
+    # The ballast's own context exists already, so `free` does not include it.
     free = torch.cuda.mem_get_info()[0]
     held = torch.empty(max(0, int(free - float(room) * GIB)), dtype=torch.uint8, device="cuda")
     print(json.dumps({"free": torch.cuda.mem_get_info()[0] / GIB, "held": held.numel() / GIB}), flush=True)
     sys.stdin.read()
 
 
-# Setups: each returns the environment of the programs, or the reason why it cannot run.
+# Setups. Each yields the environment of the programs, or raises Unable with the reason why it
+# cannot run.
 
 
 class Unable(Exception):
@@ -143,7 +159,7 @@ def nothing(arguments, directory, number, room):
 @contextlib.contextmanager
 def original(arguments, directory, number, room):
     if not arguments.original:
-        raise Unable("not there")
+        raise Unable("no --original")
     Path("/var/run/nvshare").mkdir(parents=True, exist_ok=True)
     Path("/var/run/nvshare/scheduler.sock").unlink(missing_ok=True)
     with open(directory / "original.log", "w") as log:
@@ -160,7 +176,7 @@ def original(arguments, directory, number, room):
 @contextlib.contextmanager
 def hami(arguments, directory, number, room):
     if not arguments.hami:
-        raise Unable("not there")
+        raise Unable("no --hami")
     limit = f"{int(room * 1024 / number)}m"
     cache = directory / "hami.cache"
     cache.unlink(missing_ok=True)
@@ -195,7 +211,7 @@ def mps(arguments, directory, number, room):
 def nvshare(arguments, directory, number, room):
     daemon = stage.scheduler(arguments.programs, directory, "")
     try:
-        time.sleep(1.5)  # until it has measured what others have on the GPU
+        time.sleep(1.5)  # until it has measured the GPU memory of other processes
         yield stage.under_nvshare(arguments.programs, directory)
     finally:
         stage.end(daemon)
@@ -212,7 +228,7 @@ def start(words, log, environment):
 
 
 def result(process, end, limit):
-    """The child's output. The child is killed at the deadline."""
+    """Returns the child's output. Kills the child at the deadline."""
     try:
         out = process.communicate(timeout=max(0.1, end - time.monotonic()))[0]
     except subprocess.TimeoutExpired:
@@ -222,10 +238,11 @@ def result(process, end, limit):
 
 
 def mixes(words, number, environment, directory, arguments):
-    """`number` concurrent programs of the driver API, as in `../mix.rs`, timed from their start to their end."""
+    """Runs `number` concurrent programs that use the driver API, as in `../mix.rs`. Measures the
+    time from their start to their end. Returns their outputs."""
     end, began = time.monotonic() + arguments.limit, time.time()
     words = [arguments.programs / "cuda-program", "mix", *words]
-    environment = environment | {"CUDA_LOOKUP": "getproc"}  # as the CUDA runtime finds the driver
+    environment = environment | {"CUDA_LOOKUP": "getproc"}  # functions are found like in libcudart
     children = [start(words, directory / f"child-{i}.log", environment) for i in range(number)]
     said = []
     for process in children:
@@ -255,7 +272,7 @@ def programs(job, number, environment, directory, arguments):
 
 
 def verdict(said, counts_latency):
-    """A number of seconds, or what happened."""
+    """Returns the measured seconds, or a text if a program failed or had wrong results."""
     errors = sorted({s["error"] for s in said if "error" in s})
     failed = sum("error" in s for s in said)
     if errors:

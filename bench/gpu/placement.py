@@ -1,10 +1,14 @@
 #!/usr/bin/env python3
-"""Eight programs that do not choose a GPU, on a host with several GPUs: the GPU of each, and the time until all are done, by `placement`.
-With `none`, all of them take the first GPU.
+"""Runs eight programs that do not choose a GPU, on a host with several GPUs. Prints for each value
+of `placement` the GPU of each program, and the time until all programs are done. With `none`, all
+programs use the first GPU.
 
-  placement.py [--programs target/release] [--placements none,spread,pack] [--count 8] [--memory 12] [--iterations 2500]
+  placement.py [--programs target/release] [--placements none,spread,pack] [--count 8]
+               [--memory 12] [--iterations 2500]
 
-`--memory`: GiB that each requests (`nvsharectl run --memory`) and allocates. Needs several GPUs and PyTorch.
+Programs are placed once when they call cuInit, and once by `nvsharectl run`. `--memory` is the GiB
+that each program allocates, and that it requests with `nvsharectl run --memory`. Needs several GPUs
+and PyTorch.
 """
 
 import argparse
@@ -23,14 +27,15 @@ GIB = 2**30
 
 
 def work(gib, iterations):
-    """A child: allocates memory, computes, and prints its GPU and the number of visible GPUs."""
+    """Child process: allocates memory and computes. Returns its GPU and the numbers of GPUs that it
+    sees."""
     counted = None
     try:
         import pynvml
 
         pynvml.nvmlInit()
         counted = pynvml.nvmlDeviceGetCount()
-    except Exception as e:  # NVML's answer does not matter here
+    except Exception as e:  # NVML is optional
         counted = str(e)
     import torch
 

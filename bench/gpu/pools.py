@@ -1,18 +1,24 @@
 #!/usr/bin/env python3
-"""Movable memory of pools: the driver's answers about pools, the cost of a pair of calls, and programs whose memory is evicted.
+"""Checks and measures memory pools, whose memory nvshare makes movable.
 
-  pools.py [--programs target/release] [--cases probe,rules,pairs,train,cupy] [--free 24] [--json FILE] [--commit ID]
+  pools.py [--programs target/release] [--cases probe,rules,pairs,train,cupy] [--free 24]
+           [--json FILE] [--commit ID]
 
-  probe   queries about pools and their memory, natively and under nvshare; prints all answers and the differences
-  rules   cuda-program's `pool_rules` and `pools`: natively, under nvshare, and beside a program that causes the eviction of both
-  pairs   1,000,000 pairs of cuMemAllocAsync and cuMemFreeAsync of 1 MiB in one stream, alternating between native and nvshare; the ratio of
-          the medians is the figure `pool-alloc-free-over-native`
-  train   PyTorch trains with backend:cudaMallocAsync: natively, under nvshare, and while its memory is evicted every second. Prints the
-          checksums, which must be equal, the moved bytes, and the peak of pinned memory
-  cupy    the same with CuPy's asynchronous pool
+  probe   queries pools and their memory, natively and under nvshare; prints all answers and the
+          differences
+  rules   runs `pool_rules` and `pools` of cuda-program: natively, under nvshare, and beside a
+          program under nvshare that causes evictions
+  pairs   calls cuMemAllocAsync and cuMemFreeAsync for 1 MiB in one stream, 1,000,000 times per
+          process, alternating between native and nvshare; the ratio of the medians is the figure
+          `pool-alloc-free-over-native`
+  train   trains with PyTorch and backend:cudaMallocAsync: natively, under nvshare, and while a
+          program under nvshare causes evictions every second; prints the checksums, which must be
+          equal, the moved bytes, and the peak of pinned memory
+  cupy    does the same as train, with CuPy's asynchronous pool
 
-A ballast holds all of the GPU but --free GiB. The exit status is 1 if a case failed.
-Needs a GPU, `nvshare-scheduler`, `nvsharectl` and `libnvshare.so`; `cuda-program` for rules and pairs, PyTorch for train, CuPy for cupy.
+A ballast holds all of the GPU except --free GiB. The exit status is 1 if a case failed. Needs a
+GPU; in --programs, `nvshare-scheduler`, `nvsharectl`, `libnvshare.so` and, for rules and pairs,
+`cuda-program`; PyTorch for train, and CuPy for cupy.
 """
 
 import argparse
@@ -44,7 +50,7 @@ CAPTURE_GLOBAL, CAPTURE_RELAXED = 0, 2
 
 
 class Pools:
-    """The driver's calls, each returning its error."""
+    """Calls of the driver. Each method returns the call's error or result."""
 
     def __init__(self):
         self.driver = stage.Driver()
@@ -55,7 +61,7 @@ class Pools:
         return function(*arguments) if function else -1
 
     def value(self, name, *arguments, kind=ctypes.c_uint64):
-        """The value that a call writes to its first argument."""
+        """Returns the value that the call writes to its first argument, or a text for an error."""
         place = kind()
         code = self.call(name, ctypes.byref(place), *arguments)
         return place.value if code == 0 else f"error {code}"
@@ -101,17 +107,17 @@ def probe():
     said["attributes of a new pool"] = [pools.attribute(default, which) for which in range(1, 15)]
     stream = pools.stream()
     number = lambda handle: pools_id(pools, handle)  # noqa: E731
-    said["streams 0 and 1 are one"] = number(0) == number(1)
-    said["the number of a stream is not used again"] = len({numbered_stream(pools) for _ in range(20)})
+    said["streams 0 and 1 have the same number"] = number(0) == number(1)
+    said["distinct numbers of 20 streams"] = len({numbered_stream(pools) for _ in range(20)})
     sizes = (4, 1000, MIB, 3 * MIB, 40 * MIB)
     for size in sizes:
         at = pools.allocate(size, stream)
         pools.wait(stream)
         answers = {which: pools.about(at, which) for which in range(1, 22)}
-        for which in (3, 11, 19):  # addresses, as distances
+        for which in (3, 11, 19):  # addresses; compared as distances from the allocation
             if isinstance(answers[which], int):
                 answers[which] = at - answers[which]
-        for which in (7, 20):  # numbers of allocations
+        for which in (7, 20):  # numbers of allocations; compared only with 0
             answers[which] = isinstance(answers[which], int) and answers[which] > 0
         answers[17] = answers[17] == default
         said[f"pointer attributes, {size} bytes"] = answers
@@ -124,55 +130,55 @@ def probe():
         said[f"reserved after a wait, {size} bytes"] = pools.attribute(default, 5)
     at = pools.allocate(MIB, stream)
     pools.free(at, stream)
-    said["its own block at once"] = pools.allocate(MIB, stream) == at
+    said["a freed block is reused immediately"] = pools.allocate(MIB, stream) == at
     pools.free(at, stream)
     said["allocating nothing"] = pools.allocate(0, stream) == 0
     said["freeing nothing"] = pools.free(0, stream)
     plain = pools.value("cuMemAlloc_v2", ctypes.c_size_t(4 * MIB))
-    said["cuMemFreeAsync of what cuMemAlloc gave"] = pools.free(plain, stream)
+    said["cuMemFreeAsync of memory from cuMemAlloc"] = pools.free(plain, stream)
     at = pools.allocate(4 * MIB, stream)
-    said["cuMemFree of memory of a pool"] = pools.call("cuMemFree_v2", ctypes.c_uint64(at))
-    said["and freeing it again"] = pools.free(at, stream)
+    said["cuMemFree of pool memory"] = pools.call("cuMemFree_v2", ctypes.c_uint64(at))
+    said["freeing it again"] = pools.free(at, stream)
     said["destroying the default pool"] = pools.call("cuMemPoolDestroy", ctypes.c_void_p(default))
     pool = pools.create()
     pools.set(pool, 4, 2**64 - 1)
     at = pools.value("cuMemAllocFromPoolAsync", ctypes.c_size_t(64 * MIB), ctypes.c_void_p(pool), ctypes.c_void_p(stream))
     pools.free(at, stream)
     pools.wait(stream)
-    said["kept below the threshold"] = pools.attribute(pool, 5)
-    said["what else is allocated has it"] = another_has_it(pools, pool)
+    said["reserved below the release threshold"] = pools.attribute(pool, 5)
+    said["cuMemAlloc gets memory that the pool keeps unused"] = another_has_it(pools, pool)
     pools.call("cuMemPoolTrimTo", ctypes.c_void_p(pool), ctypes.c_size_t(0))
-    said["after it was trimmed"] = [pools.attribute(pool, which) for which in (5, 6, 7, 8)]
+    said["attributes after trimming the pool"] = [pools.attribute(pool, which) for which in (5, 6, 7, 8)]
     at = pools.value("cuMemAllocFromPoolAsync", ctypes.c_size_t(MIB), ctypes.c_void_p(pool), ctypes.c_void_p(stream))
     handle = ctypes.create_string_buffer(64)
-    said["a handle of the old kind"] = pools.call("cuIpcGetMemHandle", handle, ctypes.c_uint64(at))
-    said["a pointer to share"] = pools.call("cuMemPoolExportPointer", ctypes.create_string_buffer(64), ctypes.c_uint64(at))
+    said["cuIpcGetMemHandle of pool memory"] = pools.call("cuIpcGetMemHandle", handle, ctypes.c_uint64(at))
+    said["cuMemPoolExportPointer"] = pools.call("cuMemPoolExportPointer", ctypes.create_string_buffer(64), ctypes.c_uint64(at))
     said["destroying a pool with a block in use"] = pools.call("cuMemPoolDestroy", ctypes.c_void_p(pool))
-    said["and freeing that"] = pools.free(at, stream)
+    said["freeing the block of the destroyed pool"] = pools.free(at, stream)
     outside = pools.allocate(MIB, stream)
     pools.wait(stream)
     pools.call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), ctypes.c_int(CAPTURE_RELAXED))
-    said["freeing in a capture what is not the graph's"] = pools.free(outside, stream)
+    said["freeing memory in a capture that was allocated before it"] = pools.free(outside, stream)
     graph = ctypes.c_void_p()
-    said["the end of that capture"] = pools.call("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
-    said["freeing it after that"] = pools.free(outside, stream)
+    said["ending that capture"] = pools.call("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
+    said["freeing that memory after the capture"] = pools.free(outside, stream)
     other = pools.stream()
     pools.call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), ctypes.c_int(CAPTURE_GLOBAL))
     at = pools.allocate(MIB, other)
-    said["in another stream beside a capture"] = [isinstance(at, int), pools.free(at, other) if isinstance(at, int) else None]
-    said["the end of the capture beside that"] = pools.call("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
+    said["allocating and freeing in another stream during a capture"] = [isinstance(at, int), pools.free(at, other) if isinstance(at, int) else None]
+    said["ending that capture of one stream"] = pools.call("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
     at = pools.allocate(40 * MIB, stream)
     pools.wait(stream)
-    said["a reset with memory in use"] = pools.call("cuDevicePrimaryCtxReset_v2", ctypes.c_int(0))
+    said["resetting the primary context with memory in use"] = pools.call("cuDevicePrimaryCtxReset_v2", ctypes.c_int(0))
     context = ctypes.c_void_p()
     pools.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(0))
     pools.call("cuCtxSetCurrent", context)
-    said["the default pool after it is the same"] = default == pools.value(
+    said["the default pool is the same after the reset"] = default == pools.value(
         "cuDeviceGetDefaultMemPool", ctypes.c_int(0), kind=ctypes.c_void_p
     )
-    said["reserved and used after it"] = [pools.attribute(default, which) for which in (5, 7)]
-    said["about the memory after it"] = [pools.about(at, which) for which in (2, 9)]
-    said["freeing that memory after it"] = pools.free(at)
+    said["reserved and used after the reset"] = [pools.attribute(default, which) for which in (5, 7)]
+    said["pointer attributes after the reset"] = [pools.about(at, which) for which in (2, 9)]
+    said["freeing that memory after the reset"] = pools.free(at)
     print(json.dumps(said), flush=True)
 
 
@@ -190,7 +196,8 @@ def numbered_stream(pools):
 
 
 def another_has_it(pools, pool):
-    """Whether cuMemAlloc gets memory that a pool only keeps: all free memory, and a part of it."""
+    """Allocates all free memory and some of the memory that the pool keeps unused. Returns whether
+    cuMemAlloc succeeds, and the bytes that the pool has reserved afterwards."""
     free = pools.driver.free()
     at = pools.value("cuMemAlloc_v2", ctypes.c_size_t(free + 32 * MIB))
     if isinstance(at, int):
@@ -199,7 +206,8 @@ def another_has_it(pools, pool):
 
 
 def train(seconds):
-    """A small network with buffers of many sizes: a fixed number of steps, for at least `seconds`."""
+    """Trains a small network with buffers of many sizes. Runs a fixed number of steps, and takes at
+    least `seconds`."""
     stage.end_with_parent()
     import torch
 
@@ -211,7 +219,8 @@ def train(seconds):
     layers = [part for a, b in zip(widths, widths[1:]) for part in (nn.Conv2d(a, b, 3, stride=2), nn.ReLU())]
     net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 1000)).cuda()
     optimizer = torch.optim.Adam(net.parameters())
-    weights = [torch.full((64 * MIB,), float(i), device="cuda") for i in range(16)]  # 4 GiB that is only kept
+    # 4 GiB that are only held.
+    weights = [torch.full((64 * MIB,), float(i), device="cuda") for i in range(16)]
     begin, sums = time.monotonic(), []
     for step in range(400):
         size = 64 + 32 * (step % 5)
@@ -260,7 +269,7 @@ class Run:
 
     @contextlib.contextmanager
     def nvshare(self, compete=False):
-        """A scheduler; with `compete`, beside a program that takes all memory every second."""
+        """Runs a scheduler and, with `compete`, a program that takes all memory every second."""
         metrics = self.directory / "metrics.sock"
         metrics.unlink(missing_ok=True)
         settings = 'time-quantum = "1s"\n' if compete else ""
@@ -282,7 +291,7 @@ class Run:
         return json.loads(said.stdout) if said.returncode == 0 else {"clients": []}
 
     def child(self, words, environment):
-        """Runs a program. Returns its answer and its peak of pinned memory."""
+        """Runs a program. Returns its output and its peak of pinned memory."""
         child = subprocess.Popen(list(map(str, words)), env=os.environ | environment, stdout=subprocess.PIPE, text=True)
         pinned = 0
         while child.poll() is None:
@@ -375,7 +384,7 @@ def main():
     parser.add_argument("--free", type=float, default=24, help="GiB that the ballast leaves")
     parser.add_argument("--mem", default="4G", help="memory that `pools` uses in rules")
     parser.add_argument("--runs", type=int, default=5, help="processes of each mode in pairs")
-    parser.add_argument("--seconds", type=float, default=25, help="at least so long in train and cupy, while memory leaves")
+    parser.add_argument("--seconds", type=float, default=25, help="minimum seconds of train and cupy while memory is evicted")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit")
     arguments = parser.parse_args()

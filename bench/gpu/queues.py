@@ -1,18 +1,21 @@
 #!/usr/bin/env python3
-"""The cost of calls in large numbers: launches behind waiting work, a stream for each piece of work, and memory that is mapped at many
-addresses. Alternates between native and nvshare.
+"""Measures the cost of large numbers of calls, alternating between native and nvshare.
 
-  queues.py [--programs target/release] [--runs 5] [--json bench/results.json] [--commit ID]
+  queues.py [--programs target/release] [--runs 5] [--processor] [--json bench/results.json]
+            [--commit ID]
 
-queued    1,000 and 10,000 launches to each of 16 streams. The launches wait behind a kernel that the host ends, up to the depth at
-          which native launches block, less a twentieth. The script determines this depth first. Figure: queued-launches-over-native,
-          the larger of the two ratios of the medians.
-cycles    40,000 streams, each created, used for a memset, synchronized and destroyed. Figure: stream-cycle-over-native, the ratio of
-          the medians for the last eighth of them.
-aliases   a chunk of 2 MiB at 32,768 addresses. Figure: aliases-32768, the median under nvshare.
+queued    1,000 and 10,000 launches to each of 16 streams. The launches wait behind a kernel that
+          runs until the host ends it. Natively, launches block once a certain number of them waits;
+          the script first determines this depth, and keeps 5 % below it. Figure:
+          queued-launches-over-native, the larger of the two ratios of the medians.
+cycles    40,000 streams, each of which is created, used for a memset, synchronized and destroyed.
+          Figure: stream-cycle-over-native, the ratio of the medians for the last eighth of them.
+aliases   a chunk of 2 MiB that is mapped at 32,768 addresses. Figure: aliases-32768, the median
+          under nvshare.
 
-Needs a GPU and `cuda-program`, and neither PyTorch nor root. On the simulated driver, whose threads do the GPU's work beside the program,
-`--processor` compares the processor time of the calls instead.
+Needs a GPU and `cuda-program` in --programs, but neither PyTorch nor root. With `--processor`, the
+script compares the processor time of the calls instead of the wall time. Use it with the simulated
+driver, whose own threads do the GPU's work on the host's processors.
 """
 
 import argparse
@@ -28,9 +31,10 @@ import stage
 
 SETTINGS = 'time-quantum = 5\nanti-thrash = "auto"\n'
 STREAMS = 16
-# Timeout in seconds: a program whose launches block behind its own kernel never ends.
+# Timeout of a program in seconds. A program whose launches block behind its own kernel never ends.
 PATIENCE = 4
-# The arguments, the key of the measured value in the output, and the key of the processor time.
+# For each case: the arguments of cuda-program, and the keys of the wall time and of the processor
+# time in its output.
 CASES = {
     "queued-1000": (f"queued --streams {STREAMS} --each 1000 --held {{held}}", "queue_seconds", "launch_us"),
     "queued-10000": (f"queued --streams {STREAMS} --each 10000 --held {{held}}", "queue_seconds", "launch_us"),
@@ -70,7 +74,8 @@ def main():
 
 
 def depth(programs):
-    """The number of launches per stream, behind a waiting kernel, that natively do not block."""
+    """Returns the number of launches per stream, behind a running kernel, that natively do not
+    block."""
     least, most = 0, 1024
     while most - least > 8:
         tried = (least + most) // 2

@@ -1,14 +1,20 @@
 #!/usr/bin/env python3
-"""The cost of registering host memory: GPU memory is copied to host memory and back, chunk by chunk, without nvshare.
+"""Measures the cost of registering host memory. Copies GPU memory to host memory and back, chunk by
+chunk, without nvshare.
 
   registering.py [--gib 16] [--rounds 3]
 
-Like in the library, one thread maps chunks of 64 MiB and copies them, with eight copies in flight, to and from host memory of huge pages,
-and unmaps chunks that have left. The script times registering and unregistering all of that memory alone; copies with memory that stays
-registered; copies with each chunk registered right before it returns, and unregistered once it has left; and copies with memory that is not
-registered.
+As in the library, one thread maps chunks of 64 MiB on the GPU, copies them from and to huge pages
+of the host, and unmaps chunks that have been copied to the host. Eight copies are in flight.
 
-Prints a line of JSON: the seconds of each, for every round.
+The script measures:
+- registering and unregistering all of the host memory, without copies
+- copies while the host memory stays registered
+- copies for which each chunk is registered directly before it is copied to the GPU, and
+  unregistered after it has been copied to the host
+- copies with host memory that is not registered
+
+Prints a line of JSON with the seconds of each measurement in every round.
 """
 
 import argparse
@@ -18,7 +24,7 @@ import mmap
 import time
 
 CHUNK, IN_FLIGHT, HUGE = 64 << 20, 8, 2 << 20
-# CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP, like in the library.
+# CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP, as in the library.
 FLAGS = 1 | 2
 LIBRARY = ctypes.CDLL("libcuda.so.1")
 SIZE = ctypes.c_size_t(CHUNK)

@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
-"""Memory for programs that do not use nvshare: the time until requested memory is free, and whether memory is free before a growing program
-needs it.
+"""Measures how nvshare makes room for programs that do not use nvshare: the time until requested
+memory is free, and whether memory is free before a growing program needs it.
 
-  room.py [--programs target/release] [--only rooms|growth] [--rounds 30] [--clients 2] [--grow 16] [--growths 3]
-          [--json bench/results.json]
+  room.py [--programs target/release] [--only rooms|growth] [--rounds 30] [--clients 2]
+          [--grow 16] [--growths 3] [--json bench/results.json]
 
-Clients under nvshare fill the GPU with data that has to be copied, and take turns setting a part of each 64 MiB, so that one of them holds
-the lock at any moment.
+Clients under nvshare fill the GPU with data that must be copied when it is evicted. The clients
+always have work, so one of them holds the lock at any moment.
 
-rooms   --rounds times `nvsharectl make-room 8G`: seconds from its start until its command has started, by when the memory is free.
-        Between two rounds the clients get their memory back. Figure: make-room-8GiB, the median.
-growth  A program without nvshare allocates 64 MiB sixteen times a second, until it has --grow GiB; --growths times. An allocation that
-        fails is counted, and tried again with the next. Figure: stranger-growth-failures, the sum.
+rooms   Runs `nvsharectl make-room 8G` with a command, --rounds times. Measures the seconds from the
+        start of nvsharectl until the command starts; the memory is free by then. Between two
+        rounds, the memory of the clients returns. Figure: make-room-8GiB, the median.
+growth  Starts a program without nvshare, --growths times. It allocates 64 MiB sixteen times a
+        second, for --grow GiB in total. An allocation that fails is counted, and not repeated.
+        Figure: stranger-growth-failures, the sum of failed allocations.
 
-Prints JSON lines. Needs a GPU with room for --grow GiB, and neither PyTorch nor root.
+Prints JSON lines. Needs a GPU with room for --grow GiB, but neither PyTorch nor root.
 """
 
 import argparse
@@ -33,18 +35,19 @@ import stage
 MIB, GIB = 2**20, 2**30
 CHUNK = 64 * MIB
 RATE = GIB  # bytes per second
-SPARED = 256 * MIB  # that a client leaves of its share
+SPARED = 256 * MIB  # bytes of its share that a client does not allocate
 
 
 def fill(size, ready, go):
-    """Under nvshare: allocates this many bytes, and works on them until it is killed."""
+    """Child process under nvshare: allocates this many bytes, and uses them until it is killed."""
     stage.end_with_parent()
     driver = stage.Driver()
     noise, at = os.urandom(CHUNK), []
     for n in range(size // CHUNK):
         pointer = ctypes.c_uint64()
         driver.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(CHUNK))
-        # All chunks differ, and none is constant: nvshare would not copy memory that it can reproduce.
+        # All chunks differ and none is constant, because nvshare does not copy memory that it can
+        # reproduce.
         driver.call("cuMemcpyHtoD_v2", pointer, noise, ctypes.c_size_t(CHUNK))
         driver.call("cuMemsetD8_v2", pointer, ctypes.c_ubyte(n % 251), ctypes.c_size_t(4096))
         at.append(pointer)
@@ -58,7 +61,8 @@ def fill(size, ready, go):
 
 
 def grow(size):
-    """Without nvshare: grows at the rate. Prints the number of failed allocations and the delay of the last allocation."""
+    """Child process without nvshare: allocates memory at the rate RATE. Prints the number of failed
+    allocations, and the largest delay of an allocation."""
     stage.end_with_parent()
     driver = stage.Driver()
     begun, failures, late, taken = time.perf_counter(), 0, 0.0, []
@@ -83,7 +87,7 @@ class Control:
         self.words = [str(programs / "nvsharectl"), "--control", str(directory / "control.sock")]
 
     def status(self):
-        """The status of the first GPU, once the scheduler knows it."""
+        """Returns the status of the first GPU. Waits until the scheduler knows the GPU."""
         while True:
             done = subprocess.run([*self.words, "--json", "status"], stdout=subprocess.PIPE, check=True)
             if gpus := json.loads(done.stdout)["gpus"]:
@@ -95,17 +99,17 @@ class Control:
         end = time.monotonic() + patience
         while not what(gpu := self.status()):
             if time.monotonic() > end:
-                raise SystemExit(f"the GPU does not get there: {gpu}")
+                raise SystemExit(f"timed out while waiting for the GPU's memory: {gpu}")
             time.sleep(0.05)
 
     def make_room(self, size):
-        """Seconds until this much memory is free. It is returned immediately."""
+        """Returns the seconds until this much memory is free. Gives the room back immediately."""
         begun = time.perf_counter()
         with subprocess.Popen([*self.words, "make-room", size, "--", "echo", "free"], stdout=subprocess.PIPE) as child:
             said = child.stdout.readline()
             seconds = time.perf_counter() - begun
         if child.returncode or said != b"free\n":
-            raise SystemExit(f"nvsharectl make-room ended with {child.returncode}")
+            raise SystemExit(f"nvsharectl make-room ended with status {child.returncode}")
         return seconds
 
 
@@ -113,7 +117,7 @@ def measure_rooms(arguments, control, full):
     seconds = []
     for n in range(arguments.rounds):
         control.until(lambda gpu: gpu["kept"] == 0 and gpu["resident"] >= full)
-        time.sleep(1)  # the clients have turns
+        time.sleep(1)  # for some turns of the clients
         seconds.append(control.make_room("8G"))
         say({"kind": "room", "round": n, "seconds": round(seconds[-1], 4)})
     middle, slowest = statistics.median(seconds), figures.percentile(seconds, 0.99)
@@ -138,15 +142,15 @@ def measure_growth(arguments, control, full):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", type=Path, default=Path("target/release"), help="where the programs and libnvshare.so are")
+    parser.add_argument("--programs", type=Path, default=Path("target/release"), help="directory of the programs and libnvshare.so")
     parser.add_argument("--only", choices=["rooms", "growth"])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--clients", type=int, default=2)
     parser.add_argument("--grow", type=int, default=16, help="GiB")
     parser.add_argument("--growths", type=int, default=3)
-    parser.add_argument("--settings", default="", help="lines for the scheduler's configuration")
+    parser.add_argument("--settings", default="", help="additional lines of the scheduler's configuration")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="of what is measured, where there is no git")
+    parser.add_argument("--commit", help="commit of the measured programs (default: the checked-out commit)")
     arguments = parser.parse_args()
     programs, said, children = arguments.programs.resolve(), [], []
     say({"kind": "measured", "files": figures.measured_files(programs), "hardware": figures.hardware()})
@@ -155,7 +159,7 @@ def main():
         daemon = stage.scheduler(programs, directory, arguments.settings)
         try:
             control = Control(programs, directory)
-            # Each program still creates a context.
+            # Each program's share must also hold its context.
             size = (control.status()["capacity"] // arguments.clients - GIB - SPARED) // CHUNK * CHUNK
             words = [[sys.executable, __file__, "--child", "fill", size]] * arguments.clients
             children = stage.begin(words, stage.under_nvshare(programs, directory), directory)

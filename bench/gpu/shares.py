@@ -1,14 +1,21 @@
 #!/usr/bin/env python3
-"""Shares of GPU time by rules: measures the share of PyTorch loops of two groups that always have work, in kernels of about 1 ms and of
-about 200 ms, over ten time periods; then the wait of an interactive program beside such a loop, by rule. Prints shares in percent of the
-loop's throughput alone.
+"""Measures the shares of GPU time that rules set.
 
-  shares.py [--programs target/release] [--rows 30+70,10+90] [--loops short,long] [--period 5] [--periods 10] [--latency]
-            [--keep DIRECTORY] [--json FILE] [--commit ID]
+  shares.py [--programs target/release] [--rows 30+70,10+90] [--loops short,long] [--period 5]
+            [--periods 10] [--latency] [--keep DIRECTORY] [--json FILE] [--commit ID]
 
-`--json`: writes the figure of the row 30+70 to that file, like `../support/src/results.rs`; `--commit` names the commit of programs that
-were built elsewhere. `--programs`: the directory of nvshare-scheduler, libnvshare.so and cuda-program; readable by all users. Needs a GPU,
-PyTorch, and root, to start programs with other groups.
+In a row such as 30+70, two PyTorch loops of different groups always have work, in kernels of about
+1 ms (short) or 200 ms (long). Rules guarantee the groups 30 and 70 % of the time (`time-min`).
+Prints the share of each loop over --periods time periods, in percent of the loop's throughput
+alone. With `--latency`, prints instead the durations of another program's short bursts of work,
+alone and beside such a loop, for several rules.
+
+  --programs  directory of nvshare-scheduler, libnvshare.so and, for --latency, cuda-program; all
+              users must be able to read it
+  --json      file to which the figure of the row 30+70 is written, see `../support/src/results.rs`
+  --commit    commit of programs that were built elsewhere
+
+Needs a GPU and PyTorch, and root to start programs with other groups.
 """
 
 import argparse
@@ -23,14 +30,15 @@ from pathlib import Path
 import figures
 import stage
 
-# Rows of square matrices whose product takes about that long on a large GPU of 2024, and products per batch.
+# For each loop: the rows of square matrices whose product takes about 1 ms or 200 ms on a large GPU
+# of 2024, and the number of products per batch.
 LOOPS = {"short": (8192, 32), "long": (43008, 1)}
-# The group IDs need no entry in a database.
+# The groups need not exist in /etc/group.
 GROUPS = [61001, 61002]
 
 
 def run(name, seconds, ready, go):
-    """A child: prints the time at which each batch of its kernels was done."""
+    """Child process: prints the time at which each batch of its kernels was done."""
     import torch
 
     size, batch = LOOPS[name]
@@ -82,7 +90,7 @@ def shares(arguments, programs, directory):
             if arguments.keep:
                 (directory / "record.jsonl").rename(arguments.keep / f"{name}-{wanted[0]}.jsonl")
                 (arguments.keep / f"{name}-{wanted[0]}.json").write_text(json.dumps(all_done))
-            # After the first period, in which shares are not settled yet.
+            # Excludes the first period, in which the shares have not settled yet.
             since = max(done[0] for done in all_done) + arguments.period
             until = since + arguments.period * arguments.periods
             for done, part in zip(all_done, wanted):
@@ -134,7 +142,7 @@ def main():
     parser.add_argument("--period", type=int, default=5)
     parser.add_argument("--periods", type=int, default=10)
     parser.add_argument("--latency", action="store_true")
-    parser.add_argument("--keep", type=Path, help="a directory for the scheduler's records, and for when each batch was done")
+    parser.add_argument("--keep", type=Path, help="directory for the scheduler's records and the end times of the batches")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit")
     arguments = parser.parse_args()

@@ -1,18 +1,25 @@
 #!/usr/bin/env python3
-"""The time to take an idle PyTorch program of 16 GiB off the GPU and back, and the memory that eight idle notebooks leave free.
+"""Measures the time to put an idle PyTorch program of 16 GiB to sleep and to wake it, and the GPU
+memory that is free while eight notebooks sleep.
 
-  sleep.py [--programs target/release] [--rounds 10] [--wakes 100] [--seed 1] [--json FILE] [--commit ID]
+  sleep.py [--programs target/release] [--gib 16] [--rounds 10] [--wakes 100] [--seed 1]
+           [--json FILE] [--commit ID]
 
-A notebook is a PyTorch program that holds random numbers. A *cell* is a small kernel, then a checksum of all its memory, piece by piece.
-The notebook is paused until neither the scheduler nor NVML shows any of it on the GPU, then resumed, and immediately runs a cell. The same
-run also times a copy of as many bytes in each direction, between registered host memory and the GPU, without nvshare.
+A notebook is a PyTorch program that holds random numbers. A *cell* is a small kernel, followed by a
+checksum of the notebook's memory, piece by piece.
 
-Eight notebooks of 4 GiB, together more than the 24 GiB that a ballast of plain memory leaves, are all paused. Then, in random order, each
-is resumed, runs a cell, and is paused again.
+First, one notebook is paused, --rounds times. Once neither the scheduler nor NVML shows any of its
+memory on the GPU, it is resumed, and immediately runs a cell. The script also times copies of the
+same number of bytes in each direction, between registered host memory and the GPU, without nvshare.
 
-Prints lines of JSON. The exit status is 1 if a checksum is wrong or a notebook does not return. Needs PyTorch, `nvshare-checkpoint` among
---programs and, as root, `setpriv`: the scheduler drops all capabilities, and then can only take programs of users other than root off the
-GPU.
+Then eight notebooks of 4 GiB are paused. A ballast of plain device memory leaves only 24 GiB, so
+the notebooks do not fit on the GPU together. --wakes times, a random notebook is resumed, runs a
+cell, and is paused again.
+
+Prints lines of JSON. The exit status is 1 if a checksum is wrong or a notebook does not return.
+Needs PyTorch, and `nvshare-checkpoint` in --programs. As root, the script also needs `setpriv`, and
+runs everything as the user nobody: the scheduler drops all capabilities, and then cannot checkpoint
+programs of root.
 """
 
 import argparse
@@ -37,7 +44,7 @@ CROWD, EACH, LEAVE = 8, 4, 24
 
 
 class Nvml:
-    """NVML's used memory of the first GPU."""
+    """The memory of the first GPU according to NVML."""
 
     class Memory(ctypes.Structure):
         _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
@@ -45,17 +52,17 @@ class Nvml:
     def __init__(self):
         self.library, self.device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
         if self.library.nvmlInit_v2() or self.library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self.device)):
-            raise SystemExit("NVML does not work here")
+            raise SystemExit("cannot initialize NVML")
 
     def memory(self):
         memory = self.Memory()
         if self.library.nvmlDeviceGetMemoryInfo(self.device, ctypes.byref(memory)):
-            raise SystemExit("NVML does not show the memory")
+            raise SystemExit("cannot query the GPU's memory with NVML")
         return memory
 
 
 def notebook(gib):
-    """A child: holds this much memory, and runs a cell for each input line."""
+    """Child process: holds this many GiB, and runs a cell for each input line."""
     import torch
 
     cells = [torch.randint(-(1 << 62), 1 << 62, (GIB // 8,), device="cuda") for _ in range(gib)]
@@ -68,7 +75,7 @@ def notebook(gib):
 
 
 def ballast(leave):
-    """A child: holds all of the GPU but this many GiB, in plain device memory."""
+    """Child process: holds all of the GPU except this many GiB, in plain device memory."""
     driver, taken = stage.Driver(), []
     while driver.free() > leave * GIB:
         piece = ctypes.c_uint64()
@@ -79,7 +86,8 @@ def ballast(leave):
 
 
 def copies(gib):
-    """A child: seconds of copying this many GiB to the GPU and back, in chunks of 32 MiB."""
+    """Child process: prints the seconds for copying this many GiB to the GPU, and to the host, in
+    chunks of 32 MiB."""
     import torch
 
     host, chunk = torch.empty(GIB, dtype=torch.uint8).pin_memory(), 32 << 20
@@ -115,7 +123,8 @@ class Notebook:
 
 
 def as_nobody(into):
-    """Runs this script as a user without write access, and writes its figures to a file. Returns its exit status."""
+    """Runs the script as the user nobody. This user cannot write the figures to `into`, so this
+    process writes them. Returns the exit status."""
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o777)
         file = Path(directory) / "results.json"
@@ -127,7 +136,7 @@ def as_nobody(into):
 
 
 class Stage:
-    """A scheduler, and its view of programs."""
+    """A scheduler, and commands to it."""
 
     def __init__(self, programs, directory, nvml):
         self.programs, self.directory, self.nvml = programs, directory, nvml
@@ -143,7 +152,8 @@ class Stage:
         return next(client for client in clients if client["pid"] == pid)
 
     def pause(self, one, least_used):
-        """Seconds until the program sleeps and NVML shows at most `least_used` bytes in use, and the bytes left beyond that."""
+        """Pauses the program until it sleeps. Returns the seconds until NVML shows at most
+        `least_used` bytes in use, and the bytes that are in use beyond `least_used`."""
         begun = time.monotonic()
         self.control("pause", str(one.child.pid))
         freed = None
@@ -155,10 +165,11 @@ class Stage:
             elif time.monotonic() - begun > 5 and self.sleep(one.child.pid)["sleep"] == "sleeping":
                 return time.monotonic() - begun, self.nvml.memory().used - least_used
             time.sleep(0.002)
-        raise SystemExit(f"it does not fall asleep: {self.sleep(one.child.pid)}")
+        raise SystemExit(f"the program does not fall asleep: {self.sleep(one.child.pid)}")
 
     def wake(self, one):
-        """Seconds from the resume to the end of the first kernel, and the cell."""
+        """Resumes the notebook, and runs a cell. Returns the seconds from the resume to the end of
+        the first kernel, and the output of the cell."""
         begun = time.monotonic()
         self.control("resume", str(one.child.pid))
         told = time.monotonic() - begun
@@ -194,7 +205,7 @@ def crowd(wakes, dice, stage_):
     until = time.monotonic() + PATIENCE
     while any(stage_.sleep(one.child.pid)["sleep"] != "sleeping" for one in all_of):
         if time.monotonic() > until:
-            raise SystemExit(f"not all sleep: {[stage_.sleep(one.child.pid) for one in all_of]}")
+            raise SystemExit(f"not all notebooks sleep: {[stage_.sleep(one.child.pid) for one in all_of]}")
         time.sleep(0.05)
     free, woke, wrong = stage_.nvml.memory().free, [], 0
     for _ in range(wakes):

@@ -1,17 +1,27 @@
 #!/usr/bin/env python3
-"""Checks that programs on a real GPU survive being taken off it and put back, and that killing them afterwards does no harm.
+"""Checks that programs on a real GPU survive sleeping, and that killing them afterwards has no
+effect on the host or on other programs.
 
-  sleepers.py [--programs target/release] [--kills 300] [--crowd 8] [--memory 400M] [--limit 200] [--seed 1]
+  sleepers.py [--programs target/release] [--kills 300] [--crowd 8] [--memory 400M] [--limit 200]
+              [--seed 1]
 
-Each program of a crowd, which constantly calls the driver, is paused until none of it is on the GPU, and resumed. Then it is killed at a
-random moment: three in four after they are back, the others possibly during the wake. Another program replaces it. With several GPUs, half
-of the sleeping programs change GPUs before they are resumed, and half of the others change GPUs instead of sleeping. At the end a witness
-checks its results. Some drivers have hung hosts after such kills (NVIDIA/cuda-checkpoint#53): run this only on an expendable host.
+--crowd programs run at the same time, and constantly call the driver. Each program is paused until
+it sleeps, and then resumed. Then it is killed at a random moment, and a new program replaces it.
+Three in four programs are killed after they have woken, and the others possibly while they wake.
+With several GPUs, half of the programs are migrated to another GPU instead of sleeping. Of the
+programs that sleep, half are migrated to another GPU before they are resumed. At the end, a witness
+runs and checks its results.
 
-Prints a line of JSON: the kills, the number of programs that changed GPUs, seconds to sleep, to wake and to change GPUs (median and
-slowest), errors, and MiB in use before and after. The exit status is 1 if there was an error. `cuda-program` and `nvshare-checkpoint` must
-be among --programs. Needs a GPU, and as root `setpriv`: the scheduler drops all capabilities, and then can only take programs of users
-other than root off the GPU.
+With some drivers, such kills have hung the host (NVIDIA/cuda-checkpoint#53). Run this script only
+on an expendable host.
+
+Prints a line of JSON: the numbers of kills and of migrated programs; the seconds to fall asleep, to
+wake and to migrate (median and slowest); errors; and the MiB in use before and after. The exit
+status is 1 if an error occurred.
+
+Needs a GPU, and `cuda-program` and `nvshare-checkpoint` in --programs. As root, the script also
+needs `setpriv`, and runs everything as the user nobody: the scheduler drops all capabilities, and
+then cannot checkpoint programs of root.
 """
 
 import argparse
@@ -28,8 +38,8 @@ from pathlib import Path
 import stage
 
 SETTINGS = 'time-quantum = 1\nsleep-after = "never"\n'
-# Timeouts in seconds for a program to start, sleep and wake, and for the memory of killed programs
-# to be free.
+# Timeouts in seconds: for the whole life of a program, and until the memory of killed programs is
+# free.
 PATIENCE = 40
 MEMORY_RETURNS = 5
 
@@ -49,7 +59,7 @@ class Program:
         self.kill_at, self.began, self.move = None, self.since, None
 
     def takes(self):
-        """Seconds since the last step began."""
+        """Returns the seconds since the program's current state began."""
         return time.monotonic() - self.began
 
     def goes_on(self, state):
@@ -84,7 +94,7 @@ def main():
             return subprocess.check_output(words, text=True, timeout=30)
 
         def move(program, client, gpus):
-            """Migrates the program to another GPU."""
+            """Starts the migration of the program to another GPU."""
             others = [gpu["uuid"] for gpu in gpus if gpu["uuid"] != client["gpus"][0]["uuid"]]
             words = [programs / "nvsharectl", "--control", directory / "control.sock", "migrate", str(program.child.pid)]
             program.move = subprocess.Popen([*words, "--to", dice.choice(others)], stderr=subprocess.PIPE, text=True)
@@ -105,9 +115,9 @@ def main():
             for program in list(crowd):
                 client = known.get(program.child.pid, {"sleep": None, "gpus": []})
                 if program.child.poll() is not None:
-                    wrong.append(f"one that {program.state} has ended with {program.child.returncode}")
+                    wrong.append(f"a program that {program.state} ended with status {program.child.returncode}")
                 elif time.monotonic() - program.since > PATIENCE:
-                    wrong.append(f"one that {program.state} is {client['sleep']}: {client.get('sleep-obstacle')}")
+                    wrong.append(f"timeout: a program that {program.state} is {client['sleep']}: {client.get('sleep-obstacle')}")
                 elif program.state == "starts" and any(use["resident"] for use in client["gpus"]):
                     if several and dice.random() < 0.5:
                         move(program, client, status["gpus"])
@@ -122,7 +132,7 @@ def main():
                     kills["on the way"] += 1
                 elif program.state == "moves" and not program.kill_at and program.move.poll() is not None:
                     if program.move.returncode:
-                        wrong.append(f"one could not change GPUs: {program.move.stderr.read().strip()}")
+                        wrong.append(f"a program could not be migrated: {program.move.stderr.read().strip()}")
                     moved.append(program.takes())
                     program.goes_on("is back")
                     program.kill_at = time.monotonic() + dice.uniform(0, 0.3)
@@ -131,7 +141,7 @@ def main():
                     if several and dice.random() < 0.5:
                         move(program, client, status["gpus"])
                         if program.move.wait(timeout=30):
-                            wrong.append(f"one that sleeps could not change GPUs: {program.move.stderr.read().strip()}")
+                            wrong.append(f"a sleeping program could not be migrated: {program.move.stderr.read().strip()}")
                         asleep_moved += 1
                     control("resume", str(program.child.pid))
                     program.goes_on("wakes")
@@ -149,7 +159,7 @@ def main():
                     kills["back"] += 1
         took = time.monotonic() - begun
         if stage.end(*(program.child for program in crowd)):
-            wrong.append("killed programs are not gone")
+            wrong.append("killed programs did not end")
         words = [programs / "cuda-program", "mix", "--mem", "1G", "--chunks", "3", "--reps", "5", "--rounds", "5"]
         if subprocess.run(words, env=environment, stdout=subprocess.DEVNULL, timeout=60).returncode:
             wrong.append("the witness has wrong results")
@@ -160,7 +170,7 @@ def main():
         time.sleep(0.1)
     after = in_use()
     if after > before:
-        wrong.append("memory is missing")
+        wrong.append("memory of killed programs is not free")
 
     def times(seconds):
         return {"median": round(statistics.median(seconds), 3), "slowest": round(max(seconds), 3)} if seconds else None

@@ -1,19 +1,27 @@
 #!/usr/bin/env python3
-"""The slowdown of a program alone on the GPU under nvshare: the same work natively and under nvshare, in alternating pairs of samples.
+"""Measures the slowdown under nvshare of a program that is alone on the GPU. Compares samples of
+the same work natively and under nvshare.
 
   solo.py [--programs target/release] [--loads train,launches,decode] [--json FILE] [--commit ID]
 
   train     a small convolutional network with Adam
-  launches  additions to 64 numbers, which are bound by launching
+  launches  additions to 64 numbers, which are launch-bound
   decode    a Llama of 12.6 GiB that answers one request at a time
 
-For each load, groups of processes are started one after the other: one under nvshare, one natively, and, but for `decode`, whose model is
-large, another natively, which is the control. They are asked in turn for samples, in a different order each time. Processes that are not
-asked are idle. Samples of launches are short and numerous: the speed of processors changes from second to second, and two successive
-samples see the same speed. Processes also differ by the placement of their memory, so there are several. Prints the median of the ratios to
-the first native process with its 95 % interval (by ranks: nothing is assumed about their distribution), under nvshare and for the control;
-the figures are the upper ends. If samples come from several processes, the values are the medians of each process, so that the interval
-includes the differences between processes. Needs a GPU, PyTorch and, for `decode`, transformers.
+For each load, the script starts several groups of processes, one group after the other. A group has
+one process under nvshare, one native process, and a second native process as the control. For
+`decode`, there is no control, because the model is large. The processes of a group produce samples
+in turn, in an order that rotates. The other processes are idle during a sample.
+
+Samples of `launches` are short and numerous: the speed of processors changes from second to second,
+but hardly between two successive samples. There are several groups, because processes also differ
+in speed by the placement of their memory.
+
+Prints the median of the ratios to the first native process, and its 95 % interval, for the process
+under nvshare and for the control. The interval is determined by ranks, and therefore assumes
+nothing about the distribution. The figures are the upper ends of the interval. With several groups,
+the values are the medians of the processes, so that the interval includes the differences between
+processes. Needs a GPU, PyTorch and, for `decode`, transformers.
 """
 
 import argparse
@@ -31,7 +39,8 @@ import figures
 import llama
 import stage
 
-# The figure, samples of each process, groups of processes, seconds of a sample, and whether there is a control.
+# For each load: the figure, the samples of each process, the groups of processes, the seconds of a
+# sample, and whether there is a control.
 LOADS = {
     "train": ("solo-slowdown-train", 5, 6, 1, True),
     "launches": ("launch-bound-slowdown", 30, 8, 0.1, True),
@@ -40,7 +49,7 @@ LOADS = {
 
 
 def step_of(load):
-    """The smallest unit of work."""
+    """Returns a function that does the smallest unit of work."""
     import torch
 
     torch.manual_seed(0)
@@ -81,7 +90,7 @@ def step_of(load):
 
 
 def work(load):
-    """A child: for each line, repeats the step as often as requested, and prints the seconds."""
+    """Child process: for each input line, runs this number of steps, and prints the seconds."""
     stage.end_with_parent()
     import torch
 
@@ -106,12 +115,13 @@ class Worker:
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         if not answer:
-            raise SystemExit("a worker has ended")
+            raise SystemExit("a worker process ended")
         return float(answer)
 
 
 def interval(values):
-    """The 95 % interval of the median: between the ranks that a binomial distribution gives."""
+    """Returns the 95 % interval of the median. The binomial distribution determines the ranks of
+    its ends."""
     ordered, n = sorted(values), len(values)
     below, outside = 0, 0.0
     while below < n // 2 and outside + math.comb(n, below) / 2**n <= 0.025:

@@ -1,4 +1,5 @@
-"""Code shared by the scripts of this directory: their own scheduler, and loops that begin together."""
+"""Code that the scripts of this directory share: it starts their scheduler, reads the scheduler's
+record, and starts programs that begin at the same time."""
 
 import contextlib
 import ctypes
@@ -11,14 +12,14 @@ import time
 
 LIBC = ctypes.CDLL(None)
 
-# Events and commands of a record that are moves under other names.
+# Events and commands in a record, and the names of the moves that they become in `events`.
 EVENTS = {"requested": "request", "cancelled": "cancel", "released": "release", "held": "held", "detached": "detach"}
 EVENTS |= {"disconnected": "disconnect", "grant": "grant", "revoke": "revoke", "undrainable": "undrainable"}
 EVENTS |= {"eviction-blocked": "eviction-blocked", "prepare-sleep": "prepare-sleep", "awake": "awake"}
 
 
 def scheduler(programs, directory, settings):
-    """Starts a scheduler with these settings. Its output goes to a file."""
+    """Starts a scheduler with these settings. Its log goes to scheduler.log in `directory`."""
     (directory / "scheduler.sock").unlink(missing_ok=True)
     (directory / "nvshare.toml").write_text(settings)
     words = [programs / "nvshare-scheduler", "--no-bus", "--socket", directory / "scheduler.sock"]
@@ -34,12 +35,13 @@ def scheduler(programs, directory, settings):
 
 
 def under_nvshare(programs, directory):
-    """The environment of a program under nvshare."""
+    """Returns the environment variables of a program under nvshare."""
     return {"LD_PRELOAD": f"{programs}/libnvshare.so", "NVSHARE_SOCKET": f"{directory}/scheduler.sock"}
 
 
 def swapped(metrics):
-    """Bytes that all programs have moved in and out since the scheduler started, from its metrics socket."""
+    """Returns the bytes that all programs have moved in and out since the scheduler started, from
+    the scheduler's metrics socket."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(metrics))
         connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -52,7 +54,8 @@ def swapped(metrics):
 
 
 def events(record):
-    """Moves of locks and memory in the scheduler's record: dictionaries with ms, pid, client, what, and where they apply gpu and bytes."""
+    """Returns the moves of locks and memory in the scheduler's record, as dictionaries with `ms`,
+    `pid`, `client` and `what`. A dictionary has `gpu` and `bytes` if they apply to the move."""
     said, processes, memory = [], {}, {}
 
     def add(at, client, what, gpu=None, bytes_=None):
@@ -64,7 +67,7 @@ def events(record):
         if name == "connected":
             add(at, client, "resume" if processes.get(client, {}).get("resumed") else "connect")
         elif name == "attached":
-            if "engine" in content:  # the command of that name has no engine
+            if "engine" in content:  # the event; the command with the same name has no engine
                 memory[client, gpu] = [0, 0]
                 add(at, client, "attach", gpu)
         elif name == "memory":
@@ -87,7 +90,7 @@ def events(record):
                 add(at, client, EVENTS[name], each)
 
     for line in record.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):  # the last line may be incomplete
+        with contextlib.suppress(json.JSONDecodeError):  # the last line can be incomplete
             line = json.loads(line)
             if line["kind"] == "client":
                 processes[line["client"]] = line
@@ -101,7 +104,8 @@ def events(record):
 
 
 def begin(commands, environment, directory, groups=None):
-    """Starts the programs, each with the path of a file that it creates when it is ready, and of a file that it then waits for."""
+    """Starts the programs, and lets them begin at the same time. Each program gets two paths as
+    arguments: of a file that it creates when it is ready, and of a file that it then waits for."""
     go = directory / "go"
     go.unlink(missing_ok=True)
     children = []
@@ -115,21 +119,21 @@ def begin(commands, environment, directory, groups=None):
         children.append((ready, child))
     while not all(ready.exists() for ready, _ in children):
         if any(child.poll() is not None for _, child in children):
-            raise SystemExit("a loop has ended before it began")
+            raise SystemExit("a program ended during its start")
         time.sleep(0.01)
     go.touch()
     return [child for _, child in children]
 
 
 def wait_to_begin(ready, go):
-    """In a child."""
+    """In a child process: creates the file `ready`, and waits for the file `go`."""
     ready.touch()
     while not go.exists():
         time.sleep(0.001)
 
 
 def end_with_parent():
-    """In a child: makes the kernel kill it when its parent ends for any reason."""
+    """In a child process: makes the kernel kill this process when its parent ends."""
     parent, set_parent_death_signal = os.getppid(), 1
     LIBC.prctl(set_parent_death_signal, signal.SIGKILL)
     if os.getppid() != parent:
@@ -137,7 +141,8 @@ def end_with_parent():
 
 
 def end(*children, patience=20):
-    """Kills the processes and waits until they have ended. Returns the processes that have not ended after the timeout."""
+    """Kills the processes, and waits until they have ended. Returns the processes that have not
+    ended after `patience` seconds."""
     for child in children:
         child.kill()
     left, until = [], time.monotonic() + patience
@@ -163,7 +168,7 @@ class Driver:
     def call(self, name, *arguments):
         code = getattr(self.library, name)(*arguments)
         if code:
-            raise SystemExit(f"{name} failed with {code}")
+            raise SystemExit(f"{name} failed with error {code}")
 
     def free(self):
         free, total = ctypes.c_size_t(), ctypes.c_size_t()

@@ -1,29 +1,43 @@
 #!/usr/bin/env python3
-"""Test suites of other projects, natively, under nvshare, and under nvshare beside a program that forces swaps every second: finds tests
-whose outcome differs.
+"""Runs test suites of other projects natively and under nvshare, and finds tests whose outcome
+differs.
 
-  suites.py [--programs target/release] [--suites cupy,numba,kvcached,torch_memory_saver,torch_memory_saver-nvml,warp]
-            [--modes native,nvshare,swapped] [--tests target/dev/suites] [--budget 330] [--free 24] [--processes 4]
-            [--json bench/results.json] [--commit ID] [--out DIRECTORY]
+  suites.py [--programs target/release]
+            [--suites cupy,numba,kvcached,torch_memory_saver,torch_memory_saver-nvml,warp]
+            [--modes native,nvshare,swapped] [--tests target/dev/suites] [--budget 330] [--free 24]
+            [--processes 4] [--json bench/results.json] [--commit ID] [--out DIRECTORY]
 
-A ballast process holds all of the GPU but --free GiB in every mode, so that tests find the same GPU. Tests run in several concurrent
-processes. `native` runs as many tests as its time allows, and the other modes run the same tests. In `swapped`, a program under the same
-scheduler allocates all available memory once a second, sets it and checks it, and then frees as much as contexts of new processes need.
+The modes are:
+  native   without nvshare; runs the tests for which its time suffices
+  nvshare  under nvshare; runs the same tests
+  swapped  under nvshare; runs the same tests beside a competing program that causes evictions. Once
+           a second, this program allocates all available memory, sets and checks it, and then frees
+           the memory that CUDA contexts of new processes need.
 
-Tests whose outcome differs from `native` run once more in both modes: if the native outcome is the same as before but the other mode's
-differs again, the test is "changed"; if the native outcome differs from before, it is "flaky"; if both are now the native outcome, it
-differed "once". A test during which its process crashed or was silent for --patience seconds has the outcome "crashed" or "timed out"; the
-process is restarted for the tests after it.
+In every mode, a ballast process holds all of the GPU except --free GiB, so that the tests find the
+same GPU. Tests run in several concurrent processes.
+
+A test whose outcome differs from `native` runs once more in both modes. The result is one of:
+  changed  the native outcome is the same again, and the outcome of the other mode differs again
+  flaky    the native outcome differs from the first native outcome
+  once     both outcomes are now the same as the first native outcome
+
+If the process of a test crashes, or prints no outcome for --patience seconds, the test has the
+outcome "crashed" or "timed out". Another process then runs the remaining tests.
 
 Prints JSON lines:
   skipped  a suite that is not installed
-  run      one suite in one mode: how many tests had which outcome, seconds, what the time did not suffice for; beside swaps also
-           the bytes that were swapped and the rounds of the competing program
-  compared one suite in one mode: the number of tests compared, and those that differ, with both outcomes and the reason
-  summary  the figure foreign-suites-outcomes-changed, and what was not run
+  run      one suite in one mode: the number of tests for each outcome, the seconds, and the number
+           of tests for which the time did not suffice; under nvshare also the swapped bytes, and in
+           `swapped` the rounds of the competing program
+  compared one suite in one mode: the number of compared tests, and the tests that differ, with both
+           outcomes and the reason
+  summary  the figure foreign-suites-outcomes-changed, and the tests and suites that were not run
 
-The suites are Python packages: numba-cuda and warp-lang include their tests; the tests of the others are in folders of --tests, named like
-the package. NAME=PATH in --suites also runs the tests at PATH. All output of the tests is in --out/suites.tar.gz. Needs a GPU and pytest.
+The suites are Python packages. numba-cuda and warp-lang include their tests. The tests of the other
+suites are in folders of --tests, which have the names of the packages. NAME=PATH in --suites also
+runs the tests at PATH. --out/suites.tar.gz contains all output of the tests. Needs a GPU and
+pytest.
 """
 
 import argparse
@@ -45,27 +59,30 @@ import figures
 import stage
 
 GIB, MIB = 2**30, 2**20
-MODES = {"native": 1, "nvshare": 1.3, "swapped": 2.2}  # and the part of a suite's time that each gets
-AGAIN = 0.5  # likewise, for the tests that differ
-RESTARTS = 20  # of a process whose tests crash
-START = 30  # seconds that the competing program has for its first round, and at least for tests that run once more
-MEASURED = 1.5  # seconds until the scheduler has measured what others have on the GPU
+MODES = {"native": 1, "nvshare": 1.3, "swapped": 2.2}  # the part of a suite's time for each mode
+AGAIN = 0.5  # the part of a suite's time in which differing tests run once more
+RESTARTS = 20  # maximum number of restarts after crashes, for one process
+# Timeout in seconds of the competing program's first round, and minimum of the time in which
+# differing tests run once more.
+START = 30
+MEASURED = 1.5  # seconds until the scheduler has measured the GPU memory of other processes
 OUT_OF_MEMORY = 2
 WORK, PAUSE = 0.3, 0.7  # seconds of the competing program's rounds
-NAMED = 40  # tests that a line names
+NAMED = 40  # maximum number of tests that an output line names
 
 
 @dataclass
 class Suite:
-    package: str  # must be there
-    files: list[str]  # in order; files that this version lacks are left out
-    inside: str = ""  # the package with the tests, if they are installed
-    processes: int = 0  # 0: the number of --processes
-    weight: float = 1  # its part of the budget
-    options: list[str] = field(default_factory=list)  # of pytest
+    package: str  # package that must be installed
+    files: list[str]  # test files in order; files that the installed version lacks are left out
+    inside: str = ""  # package that contains the tests, if the tests are installed
+    processes: int = 0  # number of test processes; 0: the value of --processes
+    weight: float = 1  # part of the budget, relative to the other suites
+    options: list[str] = field(default_factory=list)  # options of pytest
 
 
-# Tests of torch_memory_saver that assume that no other program allocates on the GPU: they compare NVML's figures.
+# Tests of torch_memory_saver that compare NVML's figures, and therefore assume that no other
+# program allocates on the GPU.
 MEASURING = "simple or cuda_graph or nested_region or training_engine"
 
 SUITES = {
@@ -125,14 +142,14 @@ class Competitor:
     def set(self, value):
         for at, size in list(self.held):
             code = self.driver.library.cuMemsetD32_v2(at, ctypes.c_uint(value), ctypes.c_size_t(size // 4))
-            if code == OUT_OF_MEMORY:  # at the first use of promised memory
+            if code == OUT_OF_MEMORY:  # memory is first needed when it is used
                 self.free(at, size)
             elif code:
                 raise SystemExit(f"cuMemsetD32_v2 failed with {code}")
         self.driver.call("cuCtxSynchronize")
 
     def wrong(self, value):
-        """The number of allocations whose first or last word differs from `value`."""
+        """Returns the number of allocations whose first or last word differs from `value`."""
         word, wrong = ctypes.c_uint(), 0
         for at, size in self.held:
             seen = set()
@@ -205,7 +222,7 @@ class Part:
         return [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
 
     def running(self):
-        """The test in progress."""
+        """Returns the running test; None if no test is running."""
         lines = [line for line in self.lines() if "began" in line or "test" in line]
         return lines[-1].get("began") if lines else None
 
@@ -221,9 +238,9 @@ class Part:
             self.size, self.heard = size, time.monotonic()
         if status is None and time.monotonic() - self.heard < self.patience:
             return False
-        self.kill()  # also what its tests have left
+        self.kill()  # also kills processes that its tests have left
         test = self.running()
-        if status in (0, 1, 5) and self.lines():  # passed, some failed, no tests
+        if status in (0, 1, 5) and self.lines():  # pytest: all passed, some failed, no tests
             return True
         what = "timed out" if status is None else "crashed"
         if test is None or self.starts > RESTARTS:
@@ -237,7 +254,7 @@ class Part:
 
 @dataclass
 class Outcomes:
-    tests: dict = field(default_factory=dict)  # by test: its line of the plugin
+    tests: dict = field(default_factory=dict)  # for each test, the line that the plugin wrote
     collected: int = 0
     cut: bool = False
     troubles: list = field(default_factory=list)
@@ -266,7 +283,7 @@ class Run:
 
     @contextlib.contextmanager
     def mode(self, mode, case, processes):
-        """The environment of `processes` test processes in a mode."""
+        """Prepares a mode for `processes` test processes. Yields their environment variables."""
         if mode == "native":
             yield {}
             return
@@ -281,7 +298,8 @@ class Run:
             time.sleep(MEASURED)
             rounds = self.directory / "rounds.jsonl"
             if mode == "swapped":
-                # Each test process may start another, as tests of IPC do; one more may still be ending.
+                # Each test process can start another process, as tests of IPC do. One more process
+                # can still be ending.
                 spared = self.arguments.context * (2 * processes + 1)
                 with rounds.open("w") as file:
                     words = [sys.executable, __file__, "--compete", str(spared)]
@@ -297,13 +315,14 @@ class Run:
             if mode == "swapped":
                 case["competitor"] = last_line(rounds) or {"rounds": 0, "wrong": 0}
                 if competitor.poll() is not None:
-                    self.notes.append(f"{case['label']}: the competing program ended with {competitor.returncode}")
+                    self.notes.append(f"{case['label']}: the competing program ended with status {competitor.returncode}")
                 if case["competitor"]["wrong"]:
-                    self.notes.append(f"{case['label']}: {case['competitor']['wrong']} allocations of the competing program were wrong")
+                    self.notes.append(f"{case['label']}: {case['competitor']['wrong']} allocations of the competing program had wrong contents")
             (self.directory / "scheduler.log").rename(self.logs / f"{case['label']}-scheduler.log")
 
     def tests_of(self, name, suite):
-        """The folder in which the suite's tests run, and their files; none if the suite is not installed."""
+        """Returns the folder in which the suite's tests run, and the test files. If the suite is
+        not installed, there are no files."""
         find = "import importlib.util as u; "
         find += f"print(u.find_spec({suite.package!r}) and u.find_spec({suite.inside or suite.package!r}).submodule_search_locations[0])"
         found = subprocess.run([sys.executable, "-c", find], capture_output=True, text=True).stdout.strip()
@@ -355,7 +374,8 @@ class Run:
         return said
 
     def compare(self, name, mode, native, other, seconds):
-        """Classifies the tests that differ. They may run longer than `seconds`, at the cost of later suites."""
+        """Runs the tests that differ once more, and classifies them. This can take longer than
+        `seconds`; later suites then have less time."""
         tests = [test for test in {**native.tests, **other.tests} if test in other.tests or not other.cut]
         differing = [test for test in tests if native.of(test) != other.of(test)]
         self.compared[mode] += len(tests)
@@ -443,25 +463,25 @@ def say(what):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", type=Path, default=Path("target/release"), help="where nvshare-scheduler and libnvshare.so are")
+    parser.add_argument("--programs", type=Path, default=Path("target/release"), help="directory of nvshare-scheduler and libnvshare.so")
     parser.add_argument("--suites", type=lambda text: text.split(","), default=list(SUITES))
     parser.add_argument("--modes", type=lambda text: text.split(","), default=list(MODES))
-    parser.add_argument("--tests", type=Path, default=Path("target/dev/suites"), help="a folder with the tests of each suite")
+    parser.add_argument("--tests", type=Path, default=Path("target/dev/suites"), help="folder with the tests of each suite")
     parser.add_argument("--budget", type=float, default=330, help="seconds; 0: no limit")
-    parser.add_argument("--seconds", type=float, default=25, help="at most so long natively")
-    parser.add_argument("--patience", type=float, default=40, help="seconds for one test")
-    parser.add_argument("--processes", type=int, default=4, help="how many run tests at once")
-    parser.add_argument("--free", type=float, default=24, help="GiB that the ballast leaves")
-    parser.add_argument("--context", type=float, default=0.7, help="GiB left to each new process in swapped")
-    parser.add_argument("--settings", default="", help="lines for the scheduler's configuration")
+    parser.add_argument("--seconds", type=float, default=25, help="maximum seconds of a native run")
+    parser.add_argument("--patience", type=float, default=40, help="timeout of a test, in seconds")
+    parser.add_argument("--processes", type=int, default=4, help="number of concurrent test processes")
+    parser.add_argument("--free", type=float, default=24, help="GiB that the ballast leaves free")
+    parser.add_argument("--context", type=float, default=0.7, help="GiB that the competing program leaves free for each new process")
+    parser.add_argument("--settings", default="", help="additional lines of the scheduler's configuration")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="of what is measured, where there is no git")
+    parser.add_argument("--commit", help="commit of the measured programs (default: the checked-out commit)")
     arguments = parser.parse_args()
     known = {*SUITES, *MODES, *(text for text in arguments.suites if "=" in text)}
     if unknown := [text for text in arguments.suites + arguments.modes if text not in known]:
-        parser.error(f"no suite or mode is called {unknown[0]}")
-    # Kills all started processes, however the run ends.
+        parser.error(f"unknown suite or mode: {unknown[0]}")
+    # Turns signals into an exit, so that all started processes are killed.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as directory:

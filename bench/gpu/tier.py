@@ -1,14 +1,20 @@
 #!/usr/bin/env python3
-"""Programs that together have more memory than their limits of GPU memory and RAM: the rest is in swap files.
+"""Runs programs that together allocate more memory than the available GPU memory and RAM. The rest
+of the memory is in swap files.
 
-  tier.py --directory DIR [--programs target/release] [--free 20] [--number 6] [--mem 12G] [--used 0.9] [--steps 3] [--ram 8G]
-          [--limit 500]
+  tier.py --directory DIR [--programs target/release] [--free 20] [--number 6] [--mem 12G]
+          [--used 0.9] [--steps 3] [--ram 8G] [--limit 500]
 
-A ballast process holds all of the GPU but --free GiB. Each program sees a GPU of --mem, reserves three quarters of it in one allocation,
-as JAX does, writes the part --used of that in --steps steps, and checks the contents at the end. --ram is the limit of host memory for all
-programs, and --directory, on a disk, has the swap files; the disk needs room for the memory of all programs. Prints the numbers of programs
-that were refused memory or failed, the peaks of memory in files and in host memory, the host's least available memory, the seconds until
-all were done, and the disk's read and write rates: `dd` with O_DIRECT and blocks of 8 MiB. Needs a GPU.
+A ballast process holds all of the GPU except --free GiB. Each of --number programs sees a GPU with
+--mem. Like JAX, it reserves three quarters of this memory in one allocation. It writes the fraction
+--used of the allocation in --steps steps, and checks the contents at the end. --ram limits the host
+memory of all programs together. --directory is the directory of the swap files; its disk needs room
+for the memory of all programs.
+
+Prints the numbers of programs that were refused memory, that failed, and that were not done after
+--limit seconds. Also prints the peaks of memory in files and in host memory, the minimum of the
+host's available memory, the seconds until all programs were done, and the disk's read and write
+rates, from `dd` with O_DIRECT and blocks of 8 MiB. Needs a GPU, and `cuda-program` in --programs.
 """
 
 import argparse
@@ -25,18 +31,18 @@ from pathlib import Path
 import stage
 
 GIB = 2**30
-SUITES = Path(__file__).with_name("suites.py")  # has a ballast
-REFUSED = 3  # the status of a program that was refused memory
-DISK = 2 * GIB
+SUITES = Path(__file__).with_name("suites.py")  # contains the ballast
+REFUSED = 3  # exit status of a program that was refused memory
+DISK = 2 * GIB  # bytes that measure the disk's rates
 
 
 def available():
-    """The host's available memory in bytes."""
+    """Returns the host's available memory in bytes."""
     return 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
 
 
 def disk(directory):
-    """The disk's write and read rates in GiB/s."""
+    """Measures the disk's write and read rates. Returns them in GiB/s."""
     file, rates = directory / "dd", []
     for words in (["if=/dev/zero", f"of={file}", "oflag=direct"], [f"if={file}", "of=/dev/null", "iflag=direct"]):
         begun = time.perf_counter()
@@ -47,7 +53,7 @@ def disk(directory):
 
 
 def in_files(programs, directory):
-    """Bytes of all programs in files and in host memory."""
+    """Returns the bytes of all programs in files, and in host memory."""
     words = [programs / "nvsharectl", "--control", directory / "control.sock", "status", "--json"]
     done = subprocess.run(words, capture_output=True, text=True)
     with contextlib.suppress(json.JSONDecodeError):
@@ -104,7 +110,7 @@ def main():
         "disk, GiB/s": rates,
     }
     print(json.dumps(said), flush=True)
-    sys.exit(0 if codes.count(0) == arguments.number else "not all programs ended right")
+    sys.exit(0 if codes.count(0) == arguments.number else "not all programs succeeded")
 
 
 if __name__ == "__main__":

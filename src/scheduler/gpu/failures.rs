@@ -133,9 +133,21 @@ impl Gpu {
         self.account(client).is_some_and(has) && self.eviction_block(cx, client).is_none()
     }
 
-    /// Begins a trial if the client may have one. A client that has the whole GPU, but whose
-    /// demand exceeds the usable memory, may then try to map the rest.
-    pub fn begin_trial(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
+    /// Begins a trial for the only holder that wants memory, if it lacks some and no other client has
+    /// memory on the GPU. Other clients' memory may leave after the grant.
+    pub fn try_holder(&mut self, cx: Context, fx: &mut Effects) {
+        let lacks = |account: &Account| account.allowance < account.report.demand;
+        let wanting = self.holders().filter(|client| self.wanted(cx, *client) > 0).take(2).collect::<Vec<_>>();
+        let [client] = wanting[..] else { return };
+        let is_running = self.hold(client).is_some_and(|hold| hold.revoked.is_none());
+        if is_running && self.account(client).is_some_and(lacks) {
+            self.begin_trial(cx, fx, client);
+        }
+    }
+
+    /// Begins a trial if a client that has the whole GPU has a demand that exceeds the usable
+    /// memory. The client may then try to map the rest.
+    fn begin_trial(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         let Some(demand) = self.demand_of_trial(client) else { return };
         let Some(account) = self.account(client) else { return };
         // A trial is all or nothing. The trial cannot begin while memory of the client is being
@@ -153,18 +165,6 @@ impl Gpu {
         self.trial = Some(Trial { client, demand, beyond });
         if self.credit(cx, fx, client, 0) > 0 {
             self.end_trial(fx, client);
-        }
-    }
-
-    /// Begins a trial for a holder that lacks memory. Other clients may have left the GPU since the
-    /// grant, and no request follows while this client holds the GPU.
-    pub fn begin_trials_of_holders(&mut self, cx: Context, fx: &mut Effects) {
-        let lacks = |account: &Account| account.allowance < account.report.demand;
-        for client in self.holders().collect::<Vec<_>>() {
-            let is_running = self.hold(client).is_some_and(|hold| hold.revoked.is_none());
-            if is_running && self.account(client).is_some_and(lacks) {
-                self.begin_trial(cx, fx, client);
-            }
         }
     }
 

@@ -4,7 +4,7 @@ use crate::{
     api::*,
     gpu::{FAILURE_TIMEOUT, Gpu, Measurement},
     machine::Machine,
-    queue::{Blocked, Entity, Request},
+    queue::Blocked,
     timers::Wake,
 };
 use std::collections::BTreeMap;
@@ -66,16 +66,5 @@ impl Machine {
             gpu.measurement_requested = false; // the answer may never come
         }
         self.explain_failures(id, self.now.saturating_sub(FAILURE_TIMEOUT), None, &BTreeMap::new());
-    }
-
-    /// Begins trials before a request is granted: see [`Gpu::begin_trial`].
-    pub(crate) fn begin_trials(&mut self, entity: Entity) {
-        for id in self.queues.request(entity).map(Request::gpus).unwrap_or_default() {
-            if let [client] = *self.queues.members(entity, id)
-                && let Some((gpu, cx, fx)) = self.gpu_mut(id)
-            {
-                gpu.begin_trial(cx, fx, client);
-            }
-        }
     }
 }

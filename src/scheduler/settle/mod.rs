@@ -99,11 +99,11 @@ impl Machine {
         // `reserved_ahead` counts the bytes being freed for needs that precede the queue.
         let mut pressure = Pressure::default();
         let holders_lack = self.serve_holders(id, &mut pressure);
-        self.with_gpu(id, |gpu, cx, fx| gpu.begin_trials_of_holders(cx, fx));
         let reserved = self.serve_reservations(id, holders_lack);
         pressure.add_reservations(&reserved);
         let reserved_ahead = holders_lack.saturating_add(reserved.lacking);
         let mut lacking = self.serve_queue(id, reserved_ahead, &mut pressure);
+        self.with_gpu(id, |gpu, cx, fx| gpu.try_holder(cx, fx));
         self.note_conflict(id, &mut pressure);
         if reserved_ahead == 0 && lacking == 0 {
             lacking = self.serve_undrainable(id);

@@ -86,7 +86,6 @@ impl Machine {
                 if lacking > 0 { self.collect(id, reserved_ahead.saturating_add(lacking), &members, &[]) } else { 0 };
             let locked = !self.model().is_admissible(entity, id);
             if !locked && self.model().is_grantable(entity) {
-                self.begin_trials(entity);
                 self.grant(entity);
                 continue;
             }
