@@ -125,13 +125,13 @@ fn upward(folder: &Path, prefix: &str, layers: &[&str]) -> Vec<String> {
 }
 
 #[test]
-fn names_behind_a_prefix_are_found() {
+fn paths_with_a_prefix_are_extracted() {
     let code = code("use crate::{a::{self, b}, c, // crate::d\n e::f}; crate::g::h();\n#[cfg(test)] crate::i;");
     assert_eq!(used(&code, "crate::"), ["a", "c", "e", "g"]);
 }
 
 #[test]
-fn no_module_uses_one_above_it() {
+fn no_module_uses_a_higher_layer() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     assert_eq!(upward(&source, "crate::", &CRATE), [""; 0]);
     assert_eq!(upward(&source.join("scheduler"), "crate::", &SCHEDULER), [""; 0]);

@@ -22,13 +22,13 @@ directory=$(realpath "$directory")
 tests='
     test(=turns::programs_of_every_kind_take_turns)
   | test(=turns::random_allocations_survive_hand_overs)
-  | test(=memory::swapped_memory_comes_back_as_it_was)
-  | test(=restart::two_programs_go_on_when_the_scheduler_is_restarted_over_and_over)
-  | test(=offline::a_scheduler_that_comes_back_takes_over)
-  | test(=limits::a_program_is_refused_memory_exactly_at_its_limit)
-  | test(=limits::a_program_can_be_given_less_by_its_environment)
-  | test(=memory_info::a_program_under_a_rule_is_told_one_story_by_all)
-  | test(=ipc::two_programs_use_the_same_memory_while_their_own_is_swapped)'
+  | test(=memory::swapped_memory_is_restored_unchanged)
+  | test(=restart::two_programs_continue_while_the_scheduler_is_repeatedly_restarted)
+  | test(=offline::a_restarted_scheduler_takes_over)
+  | test(=limits::memory_max_is_exact)
+  | test(=limits::the_environment_can_lower_a_programs_limit)
+  | test(=memory_info::cuda_and_nvml_report_the_same_limit_under_a_rule)
+  | test(=ipc::two_programs_share_memory_while_private_memory_is_swapped)'
 
 echo "--- building $1"
 rm -rf "$directory/source" "$directory/library" "$directory/scheduler" "$directory/upgrade"

@@ -100,7 +100,7 @@ fn bash_offers_units_programs_rules_and_commands() {
 }
 
 #[test]
-fn zsh_takes_it() {
+fn zsh_loads_the_completion_function() {
     let directory = written();
     // compinit finds the function by its first line.
     let script = "fpath=($PWD $fpath); autoload -U compinit && compinit -u -d ./dump && print -r -- $_comps[nvsharectl] && \

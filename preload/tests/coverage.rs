@@ -93,7 +93,7 @@ fn hooks() -> BTreeMap<String, String> {
 }
 
 #[test]
-fn every_line_is_well_formed_and_no_name_is_there_twice() {
+fn every_table_line_is_valid_and_unique() {
     let mut seen = BTreeSet::new();
     for name in table().iter().flat_map(Entry::exports) {
         assert!(seen.insert(name.clone()), "{name} is there twice");
@@ -102,7 +102,7 @@ fn every_line_is_well_formed_and_no_name_is_there_twice() {
 }
 
 #[test]
-fn what_is_hooked_is_what_the_hooks_declare() {
+fn hooked_table_entries_match_the_declared_hooks() {
     let mut decided = BTreeSet::new();
     for entry in table().iter().filter(|entry| entry.decision == "hooked") {
         decided.extend(entry.exports().map(|name| (name, entry.file().to_owned())));
@@ -118,7 +118,7 @@ fn what_is_hooked_is_what_the_hooks_declare() {
 }
 
 #[test]
-fn every_entry_point_that_programs_look_up_is_decided_on() {
+fn every_entry_point_seen_in_pytorch_is_in_the_table() {
     let known: BTreeSet<_> = table().iter().flat_map(Entry::exports).collect();
     let seen = read(&path("coverage/seen-in-pytorch.txt"));
     let unknown: Vec<_> = lines(&seen).filter(|name| !known.contains(*name)).collect();
@@ -126,7 +126,7 @@ fn every_entry_point_that_programs_look_up_is_decided_on() {
 }
 
 #[test]
-fn no_hook_is_missing() {
+fn no_table_entry_is_marked_missing() {
     let missing: Vec<_> = table().into_iter().filter(|e| e.decision == "missing").map(|e| e.name).collect();
     assert!(missing.is_empty(), "{} are to be hooked: {missing:?}", missing.len());
 }

@@ -157,7 +157,7 @@ fn circles(uses: &[(String, String)]) -> Vec<Vec<String>> {
 }
 
 #[test]
-fn names_behind_crate_are_found() {
+fn crate_paths_are_extracted() {
     let code = code("use crate::{a::{self, b::*}, c, // crate::d\n e::f,}; crate::g::h();");
     assert_eq!(used(&code), ["a", "a", "c", "e", "g"]);
     let found: Vec<_> = paths(&code, "crate::").iter().map(|path| path.join("::")).collect();
@@ -165,7 +165,7 @@ fn names_behind_crate_are_found() {
 }
 
 #[test]
-fn circles_are_found() {
+fn cycles_are_found() {
     let uses = [("a", "b"), ("b", "c"), ("c", "a"), ("c", "d"), ("d", "e")];
     let uses: Vec<_> = uses.map(|(from, to)| (from.to_owned(), to.to_owned())).into();
     assert_eq!(circles(&uses), [["a", "b", "c"]]);
@@ -173,7 +173,7 @@ fn circles_are_found() {
 
 /// Files of one folder use each other in one direction only.
 #[test]
-fn no_folder_has_files_that_use_each_other_in_a_circle() {
+fn no_folder_has_cyclic_dependencies() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let uses = uses_in_folders(&source);
     assert!(uses.len() > 50, "only {} uses were found", uses.len());
@@ -181,7 +181,7 @@ fn no_folder_has_files_that_use_each_other_in_a_circle() {
 }
 
 #[test]
-fn no_layer_uses_one_above_it() {
+fn no_layer_uses_a_higher_layer() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut wrong = Vec::new();
     let mut checked = 0;

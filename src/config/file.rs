@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn the_installed_file_says_the_defaults() {
+    fn the_installed_file_documents_the_defaults() {
         let text = include_str!("../../etc/nvshare.toml");
         assert_eq!(Config::parse(text, Path::new("etc/nvshare.toml")), Ok(Config::default()));
         // The commented settings in the file are the defaults, so uncommenting a setting changes
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn drop_ins_say_more_and_their_rules_come_first() {
+    fn drop_ins_extend_the_file_and_their_rules_come_first() {
         let directory = tempfile::tempdir().expect("a directory");
         let main = directory.path().join("a.toml");
         let put = |name: &str, text: &str| std::fs::write(drop_ins(&main).join(name), text).expect("a drop-in");
@@ -401,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_say_where_and_what_is_allowed() {
+    fn errors_name_the_line_and_the_allowed_values() {
         let cases = [
             (
                 "time-quantum = 0",

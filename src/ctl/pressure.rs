@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_group_is_a_line() {
+    fn each_group_has_a_line() {
         let group = Pressure {
             kind: "gpu".into(),
             name: "GPU-1".into(),

@@ -173,7 +173,7 @@ root             -          1h 05min  1.5 GiB h        0     12  1min 02s     3 
     }
 
     #[test]
-    fn csv_has_jsons_names_and_quotes_where_necessary() {
+    fn csv_has_the_json_names_and_quotes_special_characters() {
         let rows = [row("user 1000", "a,\"b.service")];
         let json: Value = serde_json::from_str(&json_text(&rows, By::Unit)).expect("JSON");
         assert_eq!((&json[0]["unit"], &json[0]["wait-seconds"]), (&json!("a,\"b.service"), &json!(62.5)));

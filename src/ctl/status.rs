@@ -653,7 +653,7 @@ GPU 0  NVIDIA H200  140 GiB  GPU-1
     }
 
     #[test]
-    fn a_lock_is_named_by_its_owner_and_purpose_for_root_as_well() {
+    fn a_lock_is_named_by_its_owner_and_purpose_even_for_root() {
         let lock = Client {
             name: "Ann".into(),
             why: "thesis".into(),

@@ -39,7 +39,7 @@ mod tests {
     const ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
     #[test]
-    fn the_first_process_is_the_nodes_or_one_of_a_pod() {
+    fn pid_1_of_the_node_is_distinguished_from_pid_1_of_a_pod() {
         let in_pod = format!("0::/kubepods/podx/{ID}\n");
         let cases = [
             // In a control group namespace of its own, as pods have.

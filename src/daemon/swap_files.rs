@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_has_no_name_and_its_space() {
+    fn a_swap_file_is_unlinked_and_preallocated() {
         let there = there();
         let directory = there.0.join("swap");
         let (file, reserved, error) = grown(&directory, None, 0, 4 << 20);
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_reserved_is_said() {
+    fn a_failed_reservation_is_reported() {
         let there = there();
         let (file, reserved, error) = grown(&there.0.join("no/such"), None, 0, 4 << 20);
         assert!(file.is_none() && reserved == 0);
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn who_writes_more_than_is_reserved_is_found() {
+    fn a_client_that_exceeds_its_reservation_is_detected() {
         let there = there();
         let file = grown(&there.0, None, 0, 4 << 20).0.expect("a file");
         let check = || does(Job::Check { client: CLIENT, file: file.clone(), reserved: 4 << 20 });
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn the_most_is_a_part_of_the_file_system_or_a_size() {
+    fn swap_max_is_a_percentage_of_the_file_system_or_a_size() {
         let there = there();
         let all = size_of(&there.0.join("not/yet/there")).expect("a size");
         assert_eq!(most(&there.0, SwapMax::Percent(50)), all / 2);

@@ -249,7 +249,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_amount_is_a_tenants_and_comes_back() {
+    fn a_tenants_budget_is_shared_and_returned_on_drop() {
         let budgets = Budgets::new(2);
         let (one, other) = (budgets.of(&Tenant::User(1)), budgets.of(&Tenant::User(2)));
         let shares = [one.take(What::Clients, 1), one.take(What::Clients, 1)];
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_spent_its_tokens_waits_for_new_ones_even_if_it_goes_and_comes_back() {
+    fn a_tenant_without_tokens_waits_even_after_reconnecting() {
         let budgets = Budgets::new(1);
         let budget = budgets.of(&Tenant::User(1));
         let now = clock::now();

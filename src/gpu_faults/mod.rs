@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn what_programs_cause_is_not_held_against_a_gpu() {
+    fn xids_caused_by_programs_are_no_faults() {
         let (mut faults, now) = (Faults::default(), Instant::now());
         for xid in PROGRAMS_XIDS.into_iter().chain([94]) {
             assert!(!faults.happened(GPU, Event::Xid(xid), &BTreeSet::from([94]), now), "{xid}");
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_stays_until_the_driver_says_that_it_is_over() {
+    fn a_fault_lasts_until_the_driver_clears_it() {
         let (mut faults, now) = (Faults::default(), Instant::now());
         for (event, said) in [(Event::Xid(79), "XID 79"), (Event::DoubleBitEcc, "ECC error of two bits")] {
             assert!(faults.happened(GPU, event, &BTreeSet::new(), now));
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn where_the_driver_gives_no_advice_a_fault_stays_until_the_gpu_was_gone() {
+    fn without_driver_advice_a_fault_lasts_until_the_gpu_was_absent() {
         let (mut faults, mut now) = (Faults::default(), Instant::now());
         faults.happened(GPU, Event::Xid(48), &BTreeSet::new(), now);
         now += Duration::from_secs(86_400);
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_that_needs_something_is_unhealthy_without_any_event() {
+    fn a_recommended_recovery_action_makes_a_gpu_unhealthy() {
         let mut faults = Faults::default();
         for (action, said) in [(1, "a reset"), (2, "a reboot"), (4, "drained"), (9, "recovery action 9")] {
             let why = faults.answered(GPU, &there(Advice::Action(action)), Instant::now());

@@ -190,7 +190,7 @@ mod tests {
     const ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
     #[test]
-    fn the_unit_is_the_innermost_and_containers_are_known() {
+    fn the_innermost_unit_and_container_are_identified() {
         let cases = [
             ("0::/user.slice/user-1000.slice/session-2.scope\n".to_owned(), ("session-2.scope", "user-1000.slice", "")),
             ("0::/system.slice/jupyter.service\n".to_owned(), ("jupyter.service", "system.slice", "")),
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_manager_owns_ends_at_its_units() {
+    fn delegated_cgroups_belong_to_the_managers_unit() {
         let inside = Cgroup { path: "/system.slice/a.service/b.slice/c.service".into() };
         let owned = inside.of_system();
         assert_eq!((owned.slices, owned.unit), (vec!["/system.slice"], Some("/system.slice/a.service")));

@@ -16,7 +16,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_to_be_shown_is_replaced() {
+    fn unprintable_characters_are_replaced() {
         assert_eq!(printable("träin.py «7» 日本"), "träin.py «7» 日本");
         assert_eq!(printable("\u{1b}]0;owned\u{7}a\u{9b}31m\n"), "?]0;owned?a?31m?");
         assert_eq!(printable("gpj.\u{202e}yp\u{200b}\u{2066}x\u{feff}"), "gpj.?yp??x?");

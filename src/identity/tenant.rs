@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn the_outermost_container_or_pod_of_roots_counts_and_otherwise_the_user() {
+    fn a_tenant_is_the_outermost_root_owned_container_or_else_the_user() {
         let container = Tenant::Container(ID.into());
         let pod = Tenant::Pod(POD.into());
         for (path, expected) in [
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_user_makes_is_on_that_users_account() {
+    fn a_users_rootless_containers_belong_to_the_user() {
         let slice = "/user.slice/user-1000.slice";
         for below in ["user@1000.service/user.slice/", "session-2.scope/", ""] {
             let path = format!("{slice}/{below}libpod-{ID}.scope/container");
@@ -212,13 +212,13 @@ mod tests {
     }
 
     #[test]
-    fn root_is_the_hosts_only_where_the_kernel_shows_that() {
+    fn only_a_verified_host_root_is_the_root_tenant() {
         assert_eq!(host(0, "/system.slice/a.service"), Tenant::Root);
         assert_eq!(of(0, "/system.slice/a.service", false, true), Tenant::User(0));
     }
 
     #[test]
-    fn a_container_that_the_scheduler_is_in_tells_nobody_apart() {
+    fn the_schedulers_own_container_is_no_tenant() {
         let own = Cgroup { path: format!("/docker/{ID}/init.scope") };
         let of = |path: &str| {
             let cgroup = Cgroup { path: path.into() };
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn tenants_have_numbers_of_their_own() {
+    fn tenant_numbers_are_unique() {
         let tenants = [
             Tenant::Root,
             Tenant::User(0),

@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn an_eviction_under_way_is_recognised_by_mapped_bytes_beyond_the_allowance() {
+    fn an_ongoing_eviction_is_recognised_by_mapped_excess_bytes() {
         let mut movement = Movement::new(50, 100, 0);
         movement.begin(ms(10));
         assert_eq!(report(&mut movement, 400, 50, 0), left(50, 10, false));

@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn the_mode_of_the_class_that_a_user_is_in_decides() {
+    fn file_mode_bits_of_the_users_class_apply() {
         let file = file();
         let about = std::fs::metadata(file.path()).expect("its metadata");
         let (owner, group, stranger) = (about.uid(), about.gid(), 12345);
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_names_users_and_groups() {
+    fn an_acl_grants_access_to_users_and_groups() {
         const ALL: u16 = 7;
         let list = |entries: &[(u16, u16, u32)]| {
             let mut list = 2u32.to_le_bytes().to_vec();

@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_written_is_read() {
+    fn a_timeline_round_trips() {
         let second = Duration::from_secs;
         let host = Some("lab3".to_owned());
         let mut timeline = Timeline { host, span: Some((second(5), second(9))), ..Timeline::default() };

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_seconds_of_one_gpu_are_left() {
+    fn trimming_keeps_the_last_seconds_of_one_gpu() {
         let mut timeline = Timeline::default();
         let holds = |from, to| Span { activity: Activity::Holds, from: at(from), to: at(to), bytes: 0 };
         for (gpu, spans) in [("0af9", [holds(0, 1000), holds(4000, 9000)]), ("1af9", [holds(0, 10), holds(20, 30)])] {

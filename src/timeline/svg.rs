@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_is_where_it_was() {
+    fn turns_are_drawn_at_their_time() {
         let all = vec![span(Activity::Holds, 2500, 5000, 0), span(Activity::Leaves, 5000, 5500, 1 << 30)];
         let svg = draw(&timeline(all, 10), "a & b", |gpu| format!("GPU {gpu}"));
         let scale = (WIDTH - LEFT - RIGHT) / 10.0;
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn the_picture_of_a_long_time_is_small() {
+    fn the_svg_of_a_long_period_is_small() {
         let all = (0..100_000).map(|i| span(Activity::Holds, 20 * i, 20 * i + 10, 0)).collect();
         let svg = draw(&timeline(all, 2000), "", str::to_owned);
         assert!(svg.len() < 40_000, "{} bytes", svg.len());

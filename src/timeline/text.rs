@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn each_program_is_a_line() {
+    fn each_program_has_a_line() {
         use Activity::{Holds, Leaves, Returns, Waits};
         let a: &[_] = &[(Holds, 0, 30_000), (Waits, 30_000, 60_000), (Leaves, 30_000, 33_000)];
         let b: &[_] = &[(Waits, 6_000, 33_000), (Holds, 33_000, 57_000), (Returns, 33_000, 33_001)];

@@ -7,7 +7,7 @@ use std::process::Stdio;
 use test_support::daemon::*;
 
 #[test]
-fn status_shows_who_holds_and_who_waits() {
+fn status_shows_holders_and_waiters() {
     let daemon = Daemon::start();
     let empty = daemon.ctl(&[]);
     assert_eq!((empty.code, empty.stderr.as_str()), (Some(0), ""));
@@ -427,7 +427,7 @@ fn a_debug_bundle_is_private_and_omits_program_names() {
 }
 
 #[test]
-fn a_timeline_is_drawn() {
+fn timeline_draws_a_live_and_a_recorded_svg() {
     let (daemon, _clients, mut lock) = busy();
     let directory = &daemon.directory.0;
     let path = |name: &str| directory.join(name).to_str().expect("UTF-8").to_owned();
@@ -460,7 +460,7 @@ fn a_timeline_is_drawn() {
 }
 
 #[test]
-fn a_debug_bundle_replays() {
+fn a_debug_bundle_replays_to_the_same_commands() {
     let (daemon, clients, mut lock) = busy();
     let path = daemon.directory.0.join("bundle.jsonl");
     let at = path.to_str().expect("UTF-8");

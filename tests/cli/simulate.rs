@@ -57,7 +57,7 @@ fn a_single_program_takes_its_work_plus_its_pauses() {
 }
 
 #[test]
-fn two_programs_that_fit_run_in_each_others_pauses() {
+fn two_programs_that_fit_use_each_others_pauses() {
     let half = "memory = \"8G\"\nwork = \"10s\"\ngpu-time = \"100ms\"\ncpu-time = \"100ms\"";
     let report = report(&one_gpu(&(job("a", half) + &job("b", half))));
     // Each of a hundred phases takes 100 ms twice, and is followed by a grace of 1 ms. The first
@@ -236,7 +236,7 @@ fn unfinished_programs_are_counted() {
 }
 
 #[test]
-fn the_same_file_gives_the_same_figures() {
+fn simulations_are_deterministic() {
     let small = example("mix.toml").replace("count = 200", "count = 40").replace("min\"", "s\"");
     let first = report(&small);
     assert_eq!(first, report(&small));
@@ -254,7 +254,7 @@ fn example(name: &str) -> String {
 }
 
 #[test]
-fn the_examples_are_valid() {
+fn the_example_scenarios_are_valid() {
     let sizes = [
         ("consumer-card-three.toml", 3, 1),
         ("consumer-card-two.toml", 2, 1),
@@ -281,7 +281,7 @@ fn the_examples_are_valid() {
 
 /// Asserts that the adaptive policy shortens the mean completion time.
 #[track_caller]
-fn jobs_end_sooner_on_average(name: &str) {
+fn check_that_adaptive_shortens_mean_completion_time(name: &str) {
     let compared: Vec<Policy> =
         ["fcfs-auto", "rules-auto", "adaptive-auto"].into_iter().filter_map(Policy::by_name).collect();
     let scenario = Scenario::parse(&example(name), Path::new(name)).unwrap_or_else(|e| panic!("{e}"));
@@ -299,27 +299,27 @@ fn jobs_end_sooner_on_average(name: &str) {
 }
 
 #[test]
-fn adaptive_policy_shortens_mean_completion_time_of_notebooks_and_trainings() {
-    jobs_end_sooner_on_average("notebooks-and-trainings.toml");
+fn adaptive_policy_shortens_mean_completion_time_with_notebooks() {
+    check_that_adaptive_shortens_mean_completion_time("notebooks-and-trainings.toml");
 }
 
 #[test]
 fn adaptive_policy_shortens_mean_completion_time_of_three_groups() {
-    jobs_end_sooner_on_average("three-groups.toml");
+    check_that_adaptive_shortens_mean_completion_time("three-groups.toml");
 }
 
 #[test]
-fn adaptive_policy_shortens_mean_completion_time_of_equals() {
-    jobs_end_sooner_on_average("equals.toml");
+fn adaptive_policy_shortens_mean_completion_time_of_equal_jobs() {
+    check_that_adaptive_shortens_mean_completion_time("equals.toml");
 }
 
 #[test]
 fn adaptive_policy_shortens_mean_completion_time_of_heavy_tailed_jobs() {
-    jobs_end_sooner_on_average("heavy-tailed.toml");
+    check_that_adaptive_shortens_mean_completion_time("heavy-tailed.toml");
 }
 
 #[test]
-fn two_servers_that_are_asked_without_pause_answer_soon_and_often() {
+fn two_saturated_servers_have_low_latency_and_high_throughput() {
     let name = "language-model-servers.toml";
     let scenario = Scenario::parse(&example(name), Path::new(name)).unwrap_or_else(|e| panic!("{e}"));
     let default: Vec<Policy> = Policy::by_name("fcfs-auto").into_iter().collect();
@@ -334,7 +334,7 @@ fn two_servers_that_are_asked_without_pause_answer_soon_and_often() {
 /// On a card with a slow link, moving memory leaves the GPU idle for at most a tenth of the time.
 /// It also uses at most a tenth of the link's time.
 #[test]
-fn programs_on_a_consumer_card_work_for_nine_tenths_of_the_time() {
+fn a_consumer_card_is_busy_for_90_percent_of_the_time() {
     const LINK_TOTAL: f64 = 35.0 * GIB as f64;
     for name in ["consumer-card-two.toml", "consumer-card-three.toml"] {
         let scenario = Scenario::parse(&example(name), Path::new(name)).unwrap_or_else(|e| panic!("{e}"));
@@ -372,7 +372,7 @@ fn ten_thousand_programs_share_a_thousand_gpus() {
 }
 
 #[test]
-fn mistakes_say_where_they_are_and_what_is_allowed() {
+fn errors_name_the_line_and_the_allowed_values() {
     const GPU: &str = "[[gpu]]\nmemory = 1\n";
     const JOB: &str = "[[job]]\nname = \"a\"\nmemory = 1\nwork = 1\n";
     let both = |more: &str| format!("{GPU}{JOB}{more}");
@@ -460,7 +460,7 @@ fn ctl(arguments: &[&str]) -> Output {
 }
 
 #[test]
-fn the_command_prints_tables_or_json_and_names_mistakes() {
+fn the_command_prints_tables_or_json_and_reports_errors() {
     let file = scenarios().join("shares.toml");
     let file = file.to_str().expect("a path");
     let shown = ctl(&[file, "--policy", "fcfs-on", "--policy=rules-auto"]);

@@ -201,10 +201,10 @@ impl Episode {
     /// Disturbs a random process.
     fn strike(&mut self) {
         match self.dice.below(100) {
-            0..25 => self.end_somebody(libc::SIGKILL, Some(Stand::Holds), "holder killed"),
-            25..50 => self.end_somebody(libc::SIGKILL, Some(Stand::Waits), "waiter killed"),
-            50..56 => self.end_somebody(libc::SIGKILL, None, "anybody killed"),
-            56..60 => self.end_somebody(libc::SIGTERM, None, "anybody told to end"),
+            0..25 => self.signal_random_program(libc::SIGKILL, Some(Stand::Holds), "holder killed"),
+            25..50 => self.signal_random_program(libc::SIGKILL, Some(Stand::Waits), "waiter killed"),
+            50..56 => self.signal_random_program(libc::SIGKILL, None, "anybody killed"),
+            56..60 => self.signal_random_program(libc::SIGTERM, None, "anybody told to end"),
             60..74 => {
                 if let Some(at) = self.find(None) {
                     self.guests[at].program.signal(libc::SIGSTOP);
@@ -227,7 +227,7 @@ impl Episode {
     }
 
     /// Signals a random program. The event is counted once the signal has ended the program.
-    fn end_somebody(&mut self, signal: i32, stand: Option<Stand>, whom: &'static str) {
+    fn signal_random_program(&mut self, signal: i32, stand: Option<Stand>, whom: &'static str) {
         if let Some(at) = self.find(stand) {
             let guest = &mut self.guests[at];
             guest.harm = Some((signal, whom));
@@ -294,7 +294,7 @@ impl Episode {
 }
 
 #[test]
-fn random_kills_leave_other_programs_correct_and_live() {
+fn other_programs_finish_correctly_despite_random_kills() {
     let seconds = std::env::var("NVSHARE_CRASH_SECONDS").map_or(SECONDS, |text| text.parse().expect("seconds"));
     let (begin, seed) = (Instant::now(), Dice::seed());
     let mut counts = Counts::new();

@@ -35,7 +35,7 @@ fn both_ways(test: impl AsyncFn(&Daemon, &Connection)) {
 }
 
 #[test]
-fn settings_are_read_and_changed() {
+fn settings_can_be_read_and_changed() {
     both_ways(async |_, connection| {
         let scheduler = scheduler(connection).await;
         assert_eq!(scheduler.time_quantum().await.expect("a value"), 30);
@@ -53,7 +53,7 @@ fn settings_are_read_and_changed() {
 }
 
 #[test]
-fn a_value_that_is_not_allowed_changes_nothing() {
+fn an_invalid_value_is_rejected_and_changes_nothing() {
     both_ways(async |_, connection| {
         let scheduler = scheduler(connection).await;
         for quantum in [0, 3601, u32::MAX] {
@@ -90,7 +90,7 @@ async fn next_change(stream: &mut MessageStream) -> Vec<(String, String)> {
 }
 
 #[test]
-fn a_change_is_announced_once_to_everybody_and_no_change_is_not() {
+fn a_settings_change_is_signalled_once_to_every_subscriber() {
     if !is_root() {
         return test_support::skip("root, who may change settings on a bus");
     }
@@ -121,7 +121,7 @@ fn a_change_is_announced_once_to_everybody_and_no_change_is_not() {
 }
 
 #[test]
-fn it_says_of_itself_what_the_file_says() {
+fn introspection_matches_the_xml_file() {
     both_ways(async |_, connection| {
         let interface = "org.freedesktop.DBus.Introspectable";
         let reply = connection.call_method(Some(NAME), PATH, Some(interface), "Introspect", &()).await;
@@ -198,7 +198,7 @@ fn clients_and_gpus_are_listed() {
 
 #[test]
 #[ignore = "a helper: what a user who is not root sees and may do"]
-fn helper_stranger() {
+fn helper_other_user() {
     let address = std::env::var("NVSHARE_TEST_BUS").expect("run by a test, not by hand");
     block_on(async {
         let connection = Builder::address(address.as_str()).build().await.expect("the bus");
@@ -224,14 +224,14 @@ fn helper_stranger() {
 }
 
 #[test]
-fn others_than_root_read_and_change_nothing() {
+fn users_other_than_root_cannot_change_settings() {
     if !is_root() {
         return test_support::skip("root, to act as another user");
     }
     let bus = Bus::start();
     let daemon = bus.daemon();
     let _client = daemon.client();
-    let mut stranger = helper("bus::helper_stranger", &daemon.socket());
+    let mut stranger = helper("bus::helper_other_user", &daemon.socket());
     stranger.env("NVSHARE_TEST_BUS", &bus.address).uid(65534).gid(65534).stderr(Stdio::piped());
     let output = stranger.output().expect("it starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -282,7 +282,7 @@ fn helper_timeline() {
 }
 
 #[test]
-fn a_timeline_names_only_ones_own_programs() {
+fn a_timeline_names_only_the_callers_own_programs() {
     if !is_root() {
         return test_support::skip("root, to act as another user");
     }
@@ -348,7 +348,7 @@ fn a_debug_bundle_is_a_sealed_file() {
 }
 
 #[test]
-fn reload_reads_the_file_again_and_a_wrong_one_changes_nothing() {
+fn reload_applies_a_valid_file_and_ignores_an_invalid_file() {
     if !is_root() {
         return test_support::skip("root, who may change settings on a bus");
     }
@@ -388,7 +388,7 @@ fn reload_reads_the_file_again_and_a_wrong_one_changes_nothing() {
 }
 
 #[test]
-fn a_bus_that_comes_later_is_joined() {
+fn the_daemon_joins_a_bus_that_starts_later() {
     let directory = Directory::new();
     let address = format!("unix:path={}", directory.0.join("bus").display());
     let daemon = Daemon::start_with(|command, _| {
@@ -405,7 +405,7 @@ fn a_bus_that_comes_later_is_joined() {
 }
 
 #[test]
-fn a_crowd_on_d_bus_does_not_delay_a_hand_over() {
+fn many_d_bus_calls_do_not_delay_a_hand_over() {
     let bus = Bus::start();
     let daemon = bus.daemon();
     let crowd: Vec<Client> = (0..50).map(|_| daemon.client()).collect();
@@ -465,7 +465,7 @@ fn next_line(lines: &mut BufReader<UnixStream>) -> String {
 }
 
 #[test]
-fn pressure_is_the_time_in_which_somebody_waits() {
+fn pressure_grows_while_a_client_waits() {
     both_ways(async |daemon, connection| {
         let scheduler = scheduler(connection).await;
         assert_eq!(scheduler.list_pressure().await.expect("an answer"), []);
@@ -494,7 +494,7 @@ fn pressure_is_the_time_in_which_somebody_waits() {
 }
 
 #[test]
-fn a_program_is_told_what_it_waits_for() {
+fn explain_names_the_reasons_for_a_wait() {
     both_ways(async |daemon, connection| {
         let scheduler = scheduler(connection).await;
         let refused = refusal(scheduler.explain(0).await);
@@ -534,7 +534,7 @@ async fn second_once(scheduler: &SchedulerProxy<'_>, state: &str) -> nvshare::bu
 }
 
 #[test]
-fn a_lock_waits_in_line_is_shown_and_is_over_when_it_is_closed() {
+fn a_lock_is_queued_shown_and_released_on_close() {
     both_ways(async |daemon, connection| {
         let scheduler = scheduler(connection).await;
         let holder = daemon.client();
@@ -560,7 +560,7 @@ fn a_lock_waits_in_line_is_shown_and_is_over_when_it_is_closed() {
 }
 
 #[test]
-fn a_lock_needs_no_room_on_the_gpu() {
+fn a_lock_needs_no_free_gpu_memory() {
     both_ways(async |daemon, connection| {
         let scheduler = scheduler(connection).await;
         let full = daemon.client();
@@ -576,7 +576,7 @@ fn a_lock_needs_no_room_on_the_gpu() {
 }
 
 #[test]
-fn a_lock_is_passed_on_after_its_turn_whether_its_owner_reads_or_not() {
+fn a_lock_is_revoked_after_its_turn_even_if_its_owner_never_reads() {
     both_ways(async |daemon, connection| {
         let scheduler = scheduler(connection).await;
         scheduler.set_anti_thrash("on").await.expect("allowed");
@@ -598,7 +598,7 @@ fn a_lock_is_passed_on_after_its_turn_whether_its_owner_reads_or_not() {
 }
 
 #[test]
-fn a_lock_for_which_something_is_wrong_is_refused_in_words() {
+fn an_invalid_lock_request_is_refused_with_a_reason() {
     both_ways(async |daemon, connection| {
         let scheduler = scheduler(connection).await;
         let ask = async |gpu: &str, who: &str, why: &str| {
@@ -662,7 +662,7 @@ async fn rooms_once(scheduler: &SchedulerProxy<'_>, count: usize) -> nvshare::bu
 }
 
 #[test]
-fn a_room_is_vacated_shown_and_over_when_it_is_closed() {
+fn a_room_is_vacated_shown_and_ended_on_close() {
     both_ways(async |daemon, connection| {
         let scheduler = scheduler(connection).await;
         let _client = obedient(daemon, 12 << 30);
@@ -693,7 +693,7 @@ async fn second_resident(scheduler: &SchedulerProxy<'_>, bytes: u64) {
 }
 
 #[test]
-fn a_room_ends_with_its_time_and_is_renewed_by_a_byte() {
+fn a_room_expires_unless_a_written_byte_renews_it() {
     both_ways(async |daemon, connection| {
         let scheduler = scheduler(connection).await;
         let client = daemon.client();
@@ -717,7 +717,7 @@ fn a_room_ends_with_its_time_and_is_renewed_by_a_byte() {
 }
 
 #[test]
-fn a_room_that_cannot_be_had_is_refused_in_words() {
+fn an_impossible_room_is_refused_with_a_reason() {
     both_ways(async |daemon, connection| {
         let scheduler = scheduler(connection).await;
         let ask = async |gpu: &str, bytes: u64, options| refusal(scheduler.make_room(gpu, bytes, options).await);
@@ -773,7 +773,7 @@ fn pinned(bytes: u64) -> ClientMessage {
 }
 
 #[test]
-fn who_holds_which_gpu_can_be_followed() {
+fn changes_of_holders_are_signalled() {
     let daemon = Daemon::start();
     block_on(async {
         let connection = on_control(&daemon.control()).await;
@@ -815,7 +815,7 @@ async fn next_signal(stream: &mut MessageStream) -> (String, u64, u32) {
 }
 
 #[test]
-fn clients_that_come_and_go_are_announced_on_the_bus_and_on_the_control_socket() {
+fn client_arrivals_and_departures_are_signalled() {
     if !is_root() {
         return test_support::skip("root, who may change settings on a bus");
     }
@@ -853,7 +853,7 @@ fn clients_that_come_and_go_are_announced_on_the_bus_and_on_the_control_socket()
 }
 
 #[test]
-fn times_are_in_seconds() {
+fn connection_times_are_in_unix_seconds() {
     let daemon = Daemon::start();
     let _client = daemon.client();
     block_on(async {
@@ -876,7 +876,7 @@ fn with_rules(bus: &Bus, rules: &str) -> Daemon {
 }
 
 #[test]
-fn a_lock_goes_by_the_rule_of_its_caller() {
+fn a_lock_is_subject_to_its_callers_rule() {
     if !is_root() {
         return test_support::skip("root, who may change settings on a bus");
     }
@@ -930,7 +930,7 @@ fn a_lock_is_in_no_gang() {
 }
 
 #[test]
-fn an_administrator_ends_a_lock_and_its_caller_reads_the_end() {
+fn an_administrator_can_end_a_lock_and_its_caller_is_notified() {
     both_ways(async |daemon, connection| {
         let scheduler = scheduler(connection).await;
         let client = daemon.client();

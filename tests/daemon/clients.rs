@@ -15,7 +15,7 @@ use test_support::daemon::*;
 use test_support::record::Record;
 
 #[test]
-fn a_conversation() {
+fn a_client_attaches_gets_an_allowance_and_is_granted_the_lock() {
     let daemon = Daemon::start();
     let client = daemon.client();
     client.attach();
@@ -28,7 +28,7 @@ fn a_conversation() {
 }
 
 #[test]
-fn a_library_of_another_age_is_told_so() {
+fn an_unsupported_library_version_is_refused_with_a_reason() {
     let daemon = Daemon::start();
     for (min, max) in [(version::MAX + 1, 9), (0, 0), (7, 3)] {
         let client = Client::connect(&daemon.socket()).expect("the daemon listens");
@@ -66,7 +66,7 @@ fn a_first_message_that_is_not_hello_ends_the_connection() {
 }
 
 #[test]
-fn what_breaks_the_protocol_ends_its_own_connection_only() {
+fn a_protocol_violation_closes_only_its_own_connection() {
     let (began, daemon) = (Instant::now(), Daemon::start());
     let bystander = daemon.client();
     bystander.attach();
@@ -125,7 +125,7 @@ fn what_breaks_the_protocol_ends_its_own_connection_only() {
 }
 
 #[test]
-fn what_a_client_says_of_itself_is_bounded_and_answered_in_words() {
+fn environment_limits_are_bounded_and_errors_are_answered() {
     let daemon = Daemon::start();
     let own = |more, text: &str| ClientMessage::EnvLimit { limit: LimitName::Weight, more, text: Text::new(text) };
     let client = Client::welcomed(&daemon.socket());
@@ -157,7 +157,7 @@ fn what_a_client_says_of_itself_is_bounded_and_answered_in_words() {
 }
 
 #[test]
-fn two_hundred_clients_at_once() {
+fn two_hundred_simultaneous_clients_are_served() {
     let daemon = Daemon::start();
     let clients: Vec<Client> = (0..200).map(|_| daemon.client()).collect();
     for client in &clients {
@@ -210,7 +210,7 @@ fn helper_fill() {
 }
 
 #[test]
-fn one_user_can_have_so_many_clients_and_no_more() {
+fn clients_of_one_user_are_limited() {
     let daemon = Daemon::start_with(|command, directory| {
         let config = directory.join("nvshare.toml");
         std::fs::write(&config, "max-clients-per-tenant = 5\n").expect("a file");
@@ -250,7 +250,7 @@ fn helper_in_gang() {
 }
 
 #[test]
-fn nobody_gets_into_another_users_gang() {
+fn no_client_joins_another_users_gang() {
     let daemon = Daemon::start();
     let fellows = [in_gang(&daemon.socket(), 5), in_gang(&daemon.socket(), 5)];
     let others = [in_gang(&daemon.socket(), 6), in_gang(&daemon.socket(), 0), in_gang(&daemon.socket(), 0)];
@@ -322,7 +322,7 @@ fn a_killed_holder_frees_the_lock_even_if_a_child_has_its_socket() {
 }
 
 #[test]
-fn a_stopped_holder_is_found_and_runs_on_later() {
+fn a_stopped_holder_is_detected_and_continues_later() {
     let daemon = Daemon::start_with(|command, directory| {
         let config = directory.join("nvshare.toml");
         std::fs::write(&config, "time-quantum = 1\nanti-thrash = \"on\"\n").expect("a file");
@@ -341,7 +341,7 @@ fn a_stopped_holder_is_found_and_runs_on_later() {
 }
 
 #[test]
-fn a_holder_that_cannot_drain_is_named_and_shown_and_others_run_beside_it() {
+fn an_undrainable_holder_is_shown_and_other_clients_run_beside_it() {
     let daemon = Daemon::start_with(|command, directory| {
         let config = directory.join("nvshare.toml");
         std::fs::write(&config, "time-quantum = 1\nanti-thrash = \"on\"\n").expect("a file");
@@ -387,7 +387,7 @@ fn end(holder: &mut std::process::Child) {
 }
 
 #[test]
-fn a_client_that_sends_and_never_reads_is_hung_up_on_in_the_end() {
+fn a_client_that_sends_but_never_reads_is_disconnected() {
     let daemon = Daemon::start();
     let client = daemon.client();
     client.attach();

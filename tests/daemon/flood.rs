@@ -49,7 +49,7 @@ fn memory(daemon: &Daemon) -> u64 {
 }
 
 #[test]
-fn a_flood_of_calls_takes_no_memory_and_root_is_answered() {
+fn a_flood_of_calls_uses_little_memory_and_root_is_still_answered() {
     if !is_root() {
         return test_support::skip("root, to act as another user");
     }

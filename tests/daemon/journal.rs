@@ -84,7 +84,7 @@ impl Journald {
 }
 
 #[test]
-fn entries_have_their_fields_and_a_journald_that_does_not_read_stops_nobody() {
+fn entries_have_their_fields_and_a_hung_journald_blocks_no_client() {
     if !is_root() {
         return test_support::skip("root, for a mount namespace");
     }

@@ -106,8 +106,8 @@ fn the_daemon_is_ready_while_nvml_initializes() {
 }
 
 #[test]
-fn a_driver_that_is_loaded_later_is_found() {
-    if !own_process("a_driver_that_is_loaded_later_is_found", 1) {
+fn a_driver_loaded_later_is_detected() {
+    if !own_process("a_driver_loaded_later_is_detected", 1) {
         return;
     }
     trouble::unload(machine(), true).expect("a file");
@@ -123,8 +123,8 @@ fn a_driver_that_is_loaded_later_is_found() {
 }
 
 #[test]
-fn nvml_that_begins_to_fail_is_tried_again_and_loses_no_gpu() {
-    if !own_process("nvml_that_begins_to_fail_is_tried_again_and_loses_no_gpu", 1) {
+fn failing_nvml_is_retried_and_no_gpu_is_lost() {
+    if !own_process("failing_nvml_is_retried_and_no_gpu_is_lost", 1) {
         return;
     }
     let daemon = Daemon::start();
@@ -147,8 +147,8 @@ fn nvml_that_begins_to_fail_is_tried_again_and_loses_no_gpu() {
 // ---- GPUs that come and go ----
 
 #[test]
-fn gpus_that_come_and_go_are_listed_and_announced() {
-    if !own_process("gpus_that_come_and_go_are_listed_and_announced", 2) {
+fn added_and_removed_gpus_are_listed_and_signalled() {
+    if !own_process("added_and_removed_gpus_are_listed_and_signalled", 2) {
         return;
     }
     trouble::take_out(machine(), 1, true).expect("a file");
@@ -178,8 +178,8 @@ fn gpus_that_come_and_go_are_listed_and_announced() {
 }
 
 #[test]
-fn whoever_waits_for_a_gpu_that_is_lost_goes_on() {
-    if !own_process("whoever_waits_for_a_gpu_that_is_lost_goes_on", 2) {
+fn a_client_waiting_for_a_lost_gpu_continues() {
+    if !own_process("a_client_waiting_for_a_lost_gpu_continues", 2) {
         return;
     }
     let daemon = Daemon::start();
@@ -214,8 +214,8 @@ fn whoever_waits_for_a_gpu_that_is_lost_goes_on() {
 }
 
 #[test]
-fn slices_replace_their_gpu_and_each_other() {
-    if !own_process("slices_replace_their_gpu_and_each_other", 1) {
+fn mig_slices_replace_their_gpu_and_each_other() {
+    if !own_process("mig_slices_replace_their_gpu_and_each_other", 1) {
         return;
     }
     let slice = |slice| Config::get().slice_uuid_text(0, slice);
@@ -235,8 +235,8 @@ fn slices_replace_their_gpu_and_each_other() {
 // ---- releasing the driver ----
 
 #[test]
-fn the_driver_is_released_until_a_program_comes() {
-    if !own_process("the_driver_is_released_until_a_program_comes", 1) {
+fn the_driver_is_released_until_a_program_attaches() {
+    if !own_process("the_driver_is_released_until_a_program_attaches", 1) {
         return;
     }
     let daemon = Daemon::start();
@@ -276,8 +276,8 @@ fn the_driver_is_released_until_a_program_comes() {
 
 #[test]
 #[ignore = "takes more than half a minute, as the daemon waits for so long"]
-fn the_driver_is_let_go_of_when_no_program_has_needed_it_for_a_while() {
-    if !own_process("the_driver_is_let_go_of_when_no_program_has_needed_it_for_a_while", 1) {
+fn an_unused_driver_is_released_after_a_timeout() {
+    if !own_process("an_unused_driver_is_released_after_a_timeout", 1) {
         return;
     }
     let daemon = Daemon::start();
@@ -295,8 +295,8 @@ fn the_driver_is_let_go_of_when_no_program_has_needed_it_for_a_while() {
 }
 
 #[test]
-fn a_release_ends_when_its_time_is_over() {
-    if !own_process("a_release_ends_when_its_time_is_over", 1) {
+fn a_driver_release_expires() {
+    if !own_process("a_driver_release_expires", 1) {
         return;
     }
     let daemon = Daemon::start();
@@ -335,8 +335,8 @@ fn only_administrators_release_the_driver() {
 }
 
 #[test]
-fn beside_a_display_programs_queue_less_work() {
-    if !own_process("beside_a_display_programs_queue_less_work", 1) {
+fn programs_queue_less_work_on_a_gpu_with_a_display() {
+    if !own_process("programs_queue_less_work_on_a_gpu_with_a_display", 1) {
         return;
     }
     let daemon = Daemon::start();
@@ -357,7 +357,7 @@ fn beside_a_display_programs_queue_less_work() {
 }
 
 #[test]
-fn without_a_driver_every_command_says_so_in_one_line() {
+fn without_a_driver_every_command_reports_it_in_one_line() {
     let daemon = Daemon::start_in(Directory::new(), None, |command, directory| {
         // An empty file replaces the library, so that the daemon finds no driver of this machine.
         std::fs::write(directory.join("libnvidia-ml.so.1"), "").expect("a file");

@@ -110,7 +110,7 @@ async fn sees_command(scheduler: &SchedulerProxy<'_>) -> bool {
 // ---- the tests -----------------------------------------------------------------------------------------------------
 
 #[test]
-fn polkit_is_asked_about_the_sender_and_heeded() {
+fn polkit_decides_about_the_sender_of_a_call() {
     with_polkit(async |bus, _, polkit| {
         let stranger = on_bus_as(bus, NOBODY).await;
         let name = stranger.unique_name().expect("a name").to_string();
@@ -176,7 +176,7 @@ fn polkit_is_asked_about_the_sender_and_heeded() {
 }
 
 #[test]
-fn nothing_is_asked_about_root_nor_for_a_value_that_is_not_allowed() {
+fn polkit_is_not_asked_about_root_or_for_an_invalid_value() {
     with_polkit(async |bus, daemon, polkit| {
         polkit.say(Says::No);
         let (root, stranger) = (on_bus(bus).await, on_bus_as(bus, NOBODY).await);
@@ -198,7 +198,7 @@ fn nothing_is_asked_about_root_nor_for_a_value_that_is_not_allowed() {
 }
 
 #[test]
-fn a_lock_is_for_whom_polkit_allows_it() {
+fn a_lock_requires_polkit_authorization() {
     with_polkit(async |bus, daemon, polkit| {
         let client = daemon.client();
         client.attach();
@@ -224,7 +224,7 @@ fn a_lock_is_for_whom_polkit_allows_it() {
 }
 
 #[test]
-fn a_room_is_for_whom_polkit_allows_it() {
+fn a_room_requires_polkit_authorization() {
     with_polkit(async |bus, daemon, polkit| {
         let client = daemon.client();
         client.attach();
@@ -250,7 +250,7 @@ const DEVICES: &str = "mount -t tmpfs none /dev && : > /dev/null && : > /dev/nvi
                        chgrp 44 /dev/nvidia0 && exec \"$@\"";
 
 #[test]
-fn a_lock_needs_access_to_the_gpu_whatever_polkit_says() {
+fn a_lock_requires_access_to_the_gpu_even_if_polkit_permits_it() {
     if !is_root() {
         return test_support::skip("root, to act as another user");
     }
@@ -291,7 +291,7 @@ fn a_lock_needs_access_to_the_gpu_whatever_polkit_says() {
 }
 
 #[test]
-fn polkit_is_told_which_rule_changes_and_a_lock_s_rule() {
+fn polkit_requests_name_the_changed_rule_or_the_locks_rule() {
     if !is_root() {
         return test_support::skip("root, to act as another user");
     }
@@ -325,7 +325,7 @@ fn polkit_is_told_which_rule_changes_and_a_lock_s_rule() {
 }
 
 #[test]
-fn a_debug_bundle_has_an_action_of_its_own() {
+fn a_debug_bundle_has_its_own_polkit_action() {
     with_polkit(async |bus, _, polkit| {
         let stranger = on_bus_as(bus, NOBODY).await;
         let scheduler = scheduler(&stranger).await;
@@ -341,7 +341,7 @@ fn a_debug_bundle_has_an_action_of_its_own() {
 }
 
 #[test]
-fn command_lines_of_others_are_shown_where_polkit_says_so_at_once() {
+fn other_users_command_lines_are_shown_if_polkit_permits_it() {
     with_polkit(async |bus, daemon, polkit| {
         let stranger = on_bus_as(bus, NOBODY).await;
         let scheduler = scheduler(&stranger).await;
@@ -374,7 +374,7 @@ fn command_lines_of_others_are_shown_where_polkit_says_so_at_once() {
 }
 
 #[test]
-fn a_polkit_that_hangs_delays_nothing_else() {
+fn a_hung_polkit_delays_no_other_call() {
     with_polkit(async |bus, daemon, polkit| {
         polkit.say(Says::Nothing);
         let (root, stranger) = (on_bus(bus).await, on_bus_as(bus, NOBODY).await);
@@ -430,7 +430,7 @@ fn a_polkit_that_hangs_delays_nothing_else() {
 }
 
 #[test]
-fn who_lets_many_questions_wait_is_refused_and_nobody_else() {
+fn pending_polkit_questions_are_limited_per_caller() {
     with_polkit(async |bus, _, polkit| {
         polkit.say(Says::Nothing);
         let crowd = [on_bus_as(bus, NOBODY).await, on_bus_as(bus, NOBODY).await, on_bus_as(bus, NOBODY).await];
@@ -457,7 +457,7 @@ fn who_lets_many_questions_wait_is_refused_and_nobody_else() {
 }
 
 #[test]
-fn a_polkit_that_dies_says_no_and_one_that_is_absent_leaves_root() {
+fn a_lost_polkit_denies_and_without_polkit_only_root_is_authorized() {
     with_polkit(async |bus, daemon, polkit| {
         let client = daemon.client();
         client.attach();
@@ -501,7 +501,7 @@ fn terminal() -> (OwnedFd, OwnedFd) {
 }
 
 #[test]
-fn nvsharectl_says_what_to_do() {
+fn nvsharectl_starts_an_agent_or_explains_a_denial() {
     // This script replaces polkit's own agent, which finds no polkit to register with.
     let directory = Directory::new();
     fs::set_permissions(&directory.0, Permissions::from_mode(0o777)).expect("its mode");

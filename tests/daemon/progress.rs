@@ -37,7 +37,7 @@ fn run(daemon: &Daemon) -> Vec<std::ffi::OsString> {
 }
 
 #[test]
-fn a_command_that_waits_for_its_turn_says_so_on_a_terminal() {
+fn a_command_shows_its_wait_on_a_terminal() {
     let daemon = Daemon::start();
     let holder = daemon.client();
     holder.attach();
@@ -61,7 +61,7 @@ fn a_command_that_waits_for_its_turn_says_so_on_a_terminal() {
 }
 
 #[test]
-fn elsewhere_it_says_nothing() {
+fn a_command_shows_no_wait_without_a_terminal() {
     let daemon = Daemon::start();
     let words = run(&daemon);
     let mut command = Command::new(&words[0]);

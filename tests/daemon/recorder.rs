@@ -147,7 +147,7 @@ proptest! {
 /// Runs past the end of one of the recorder's spans. Clients are measured at first and no longer
 /// later.
 #[test]
-fn a_running_record_has_every_entry() {
+fn a_record_written_at_run_time_has_every_entry() {
     let directory = test_support::Directory::new();
     let path = directory.0.join("record");
     let mut machine = Machine::new(scheduler_sim::settings(AntiThrash::Auto, ms(500)));
@@ -186,7 +186,7 @@ fn ticks(count: u64) -> Vec<(Time, Event)> {
 }
 
 #[test]
-fn ten_thousand_entries_are_kept_and_not_many_more() {
+fn the_recorder_keeps_10000_to_15000_entries() {
     let settings = scheduler_sim::settings(AntiThrash::Auto, ms(500));
     for count in [10, 9_998, 14_998, 14_999, 40_000] {
         let (recorder, entries) = record(settings.clone(), &ticks(count), 0);
@@ -215,7 +215,7 @@ fn large_entries_are_bounded() {
 }
 
 #[test]
-fn other_commands_are_a_difference() {
+fn a_replay_reports_different_commands() {
     let (settings, history) = history(7);
     let (recorder, _) = record(settings, &history, 0);
     let recording = recorder.recording();
@@ -231,7 +231,7 @@ fn other_commands_are_a_difference() {
 }
 
 #[test]
-fn a_bundle_that_cannot_be_read_says_where_and_why() {
+fn an_unreadable_bundle_is_rejected_with_line_and_reason() {
     let settings = scheduler_sim::settings(AntiThrash::Auto, ms(500));
     let (recorder, _) = record(settings, &ticks(5), 0);
     let text = String::from_utf8(written(&recorder.recording())).expect("UTF-8");

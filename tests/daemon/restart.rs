@@ -86,7 +86,7 @@ fn clients(daemon: &Daemon) -> Vec<serde_json::Value> {
 }
 
 #[test]
-fn a_lock_and_its_bytes_outlive_a_daemon_that_is_killed() {
+fn a_lock_and_its_memory_survive_a_killed_daemon() {
     let (manager, daemon) = kept();
     let [holder, waiter] = [(); 2].map(|()| resuming(&manager, &daemon));
     holder.report(12 * GIB, 0);
@@ -113,7 +113,7 @@ fn a_lock_and_its_bytes_outlive_a_daemon_that_is_killed() {
 }
 
 #[test]
-fn who_was_asked_by_two_daemons_may_say_everything_twice() {
+fn a_client_asked_by_two_daemons_may_report_twice() {
     let (manager, daemon) = kept();
     let [holder, waiter] = [(); 2].map(|()| resuming(&manager, &daemon));
     holder.report(12 * GIB, 0);
@@ -153,7 +153,7 @@ fn who_was_asked_by_two_daemons_may_say_everything_twice() {
 }
 
 #[test]
-fn nobody_is_granted_anything_before_everybody_has_answered() {
+fn no_lock_is_granted_before_every_kept_client_has_answered() {
     let (manager, daemon) = kept();
     let [holder, waiter] = [(); 2].map(|()| resuming(&manager, &daemon));
     holder.request();
@@ -181,7 +181,7 @@ fn nobody_is_granted_anything_before_everybody_has_answered() {
 }
 
 #[test]
-fn what_was_said_to_the_daemon_before_is_thrown_away() {
+fn messages_to_the_previous_daemon_are_discarded() {
     let (manager, daemon) = kept();
     let client = resuming(&manager, &daemon);
     client.request();
@@ -205,7 +205,7 @@ fn what_was_said_to_the_daemon_before_is_thrown_away() {
 }
 
 #[test]
-fn a_daemon_that_stops_leaves_connections_that_are_kept_and_hangs_up_on_others() {
+fn a_stopping_daemon_closes_only_connections_that_are_not_kept() {
     let (manager, daemon) = kept();
     let client = resuming(&manager, &daemon);
     // This client uses no GPU, so it loses nothing when it is disconnected.
@@ -224,7 +224,7 @@ fn a_daemon_that_stops_leaves_connections_that_are_kept_and_hangs_up_on_others()
 }
 
 #[test]
-fn who_goes_is_no_longer_kept() {
+fn a_disconnected_client_is_removed_from_the_fd_store() {
     let (manager, daemon) = kept();
     let client = resuming(&manager, &daemon);
     drop(client);
@@ -242,7 +242,7 @@ fn who_goes_is_no_longer_kept() {
 }
 
 #[test]
-fn ids_are_not_used_again() {
+fn client_ids_are_not_reused_after_a_restart() {
     let (manager, daemon) = kept();
     let client = resuming(&manager, &daemon);
     let directory = daemon.kill();
@@ -252,7 +252,7 @@ fn ids_are_not_used_again() {
 }
 
 #[test]
-fn who_answers_as_somebody_else_is_hung_up_on() {
+fn a_client_that_answers_with_another_clients_id_is_disconnected() {
     let (manager, daemon) = kept();
     let [liar, honest] = [(); 2].map(|()| resuming(&manager, &daemon));
     let directory = daemon.kill();
@@ -266,7 +266,7 @@ fn who_answers_as_somebody_else_is_hung_up_on() {
 }
 
 #[test]
-fn locks_are_claimed_only_where_they_were_asked_for() {
+fn an_unrequested_lock_claim_closes_the_connection() {
     let (manager, daemon) = kept();
     let client = resuming(&manager, &daemon);
     client.send(ClientMessage::Held { gpus: 1 });
@@ -275,7 +275,7 @@ fn locks_are_claimed_only_where_they_were_asked_for() {
 }
 
 #[test]
-fn who_does_not_answer_holds_up_others_for_a_while_only() {
+fn a_silent_kept_client_delays_other_clients_only_briefly() {
     let (manager, daemon) = kept();
     let [silent, other] = [(); 2].map(|()| resuming(&manager, &daemon));
     let directory = daemon.kill();
@@ -288,7 +288,7 @@ fn who_does_not_answer_holds_up_others_for_a_while_only() {
 }
 
 #[test]
-fn descriptors_that_nobody_knows_are_given_back() {
+fn unknown_descriptors_in_the_fd_store_are_closed() {
     let directory = Directory::new();
     let manager = Manager::new(&directory.0);
     let null = std::fs::File::open("/dev/null").expect("a file");
@@ -303,7 +303,7 @@ fn descriptors_that_nobody_knows_are_given_back() {
 }
 
 #[test]
-fn where_nothing_is_kept_a_client_hears_of_the_end() {
+fn without_an_fd_store_clients_are_disconnected() {
     let directory = Directory::new();
     let manager = Manager::new(&directory.0);
     manager.keep_nothing();
@@ -369,7 +369,7 @@ fn start_with_rule(manager: &Manager, directory: Directory) -> Daemon {
 }
 
 #[test]
-fn a_lock_over_d_bus_outlives_the_daemon_with_its_identity() {
+fn a_d_bus_lock_survives_a_restart_with_its_identity() {
     let directory = Directory::new();
     let manager = Manager::new(&directory.0);
     let daemon = start_with_rule(&manager, directory);
@@ -407,7 +407,7 @@ fn a_lock_over_d_bus_outlives_the_daemon_with_its_identity() {
 }
 
 #[test]
-fn a_lock_that_waits_keeps_waiting() {
+fn a_waiting_d_bus_lock_survives_a_restart() {
     let (manager, daemon) = kept();
     let holder = resuming(&manager, &daemon);
     holder.request();
@@ -424,7 +424,7 @@ fn a_lock_that_waits_keeps_waiting() {
 }
 
 #[test]
-fn a_lock_whose_caller_goes_while_there_is_no_daemon_is_gone() {
+fn a_lock_is_dropped_if_its_caller_exits_while_no_daemon_runs() {
     let (manager, daemon) = kept();
     let other = resuming(&manager, &daemon);
     let mut lock = Lock::acquire(&daemon.control());
@@ -441,7 +441,7 @@ fn a_lock_whose_caller_goes_while_there_is_no_daemon_is_gone() {
 }
 
 #[test]
-fn a_lock_that_nobody_keeps_ends_with_the_daemon_and_its_caller_reads_that() {
+fn a_lock_outside_the_fd_store_ends_with_the_daemon() {
     let directory = Directory::new();
     let manager = Manager::new(&directory.0);
     manager.keep_nothing();
@@ -465,7 +465,7 @@ fn a_lock_that_nobody_keeps_ends_with_the_daemon_and_its_caller_reads_that() {
 }
 
 #[test]
-fn a_lock_that_cannot_be_taken_over_ends_and_its_caller_reads_that() {
+fn a_lock_that_cannot_be_restored_ends_and_its_caller_is_notified() {
     let (manager, daemon) = kept();
     let client = daemon.client();
     client.attach();
@@ -496,7 +496,7 @@ fn a_lock_that_cannot_be_taken_over_ends_and_its_caller_reads_that() {
 const MAX_GAP: std::time::Duration = std::time::Duration::from_millis(500);
 
 #[test]
-fn clients_that_say_much_when_they_are_taken_over_keep_nobody_waiting() {
+fn talkative_kept_clients_do_not_delay_other_clients() {
     if !is_root() {
         return test_support::skip("root, whose budget is larger: the program that waits here is of the same user");
     }

@@ -13,7 +13,7 @@ use test_support::daemon::*;
 use test_support::record::Record;
 
 #[test]
-fn a_second_daemon_is_refused_and_steals_nothing() {
+fn a_second_daemon_fails_to_start_and_disturbs_no_client() {
     let mut daemon = Daemon::start();
     let client = daemon.client();
     let second = Output::of(command(&daemon.directory.0).arg("--no-bus"));
@@ -32,7 +32,7 @@ fn a_second_daemon_is_refused_and_steals_nothing() {
 }
 
 #[test]
-fn a_socket_that_a_dead_daemon_left_is_taken_over() {
+fn a_killed_daemons_socket_is_replaced() {
     let mut daemon = Daemon::start();
     daemon.child.kill().expect("it runs");
     daemon.wait();
@@ -50,7 +50,7 @@ fn a_socket_that_a_dead_daemon_left_is_taken_over() {
 }
 
 #[test]
-fn what_is_not_a_stale_socket_is_left_alone() {
+fn a_file_that_is_no_stale_socket_is_left_unchanged() {
     let directory = Directory::new();
     let run = directory.0.join("run");
     std::fs::create_dir(&run).expect("a directory");
@@ -71,7 +71,7 @@ fn what_is_not_a_stale_socket_is_left_alone() {
 }
 
 #[test]
-fn anybody_may_connect_and_only_root_may_control() {
+fn every_user_may_connect_and_only_root_may_control() {
     use std::os::unix::fs::PermissionsExt;
     let daemon = Daemon::start();
     let mode = |path: &Path| std::fs::metadata(path).expect("a socket").permissions().mode() & 0o777;
@@ -80,7 +80,7 @@ fn anybody_may_connect_and_only_root_may_control() {
 }
 
 #[test]
-fn sigterm_ends_it_and_clients_notice() {
+fn sigterm_ends_the_daemon_and_disconnects_clients() {
     let mut daemon = Daemon::start();
     let client = daemon.client();
     client.attach();
@@ -100,7 +100,7 @@ fn sigterm_ends_it_and_clients_notice() {
 }
 
 #[test]
-fn running_out_of_descriptors_neither_ends_it_nor_makes_it_spin() {
+fn a_lack_of_descriptors_neither_ends_the_daemon_nor_makes_it_spin() {
     let daemon = Daemon::start_with(|command, _| {
         // SAFETY: `setrlimit` is async-signal-safe.
         unsafe {
@@ -185,7 +185,7 @@ fn systemd_can_pass_the_socket() {
 }
 
 #[test]
-fn systemd_is_told_of_readiness_and_of_the_end() {
+fn systemd_is_notified_of_readiness_and_stopping() {
     let directory = Directory::new();
     let notify = std::os::unix::net::UnixDatagram::bind(directory.0.join("notify")).expect("a socket");
     notify.set_read_timeout(Some(PATIENCE)).expect("a timeout");
@@ -220,7 +220,7 @@ fn systemd_is_told_of_readiness_and_of_the_end() {
 }
 
 #[test]
-fn a_wrong_configuration_file_keeps_it_from_starting() {
+fn an_invalid_configuration_file_prevents_the_start() {
     let directory = Directory::new();
     let config = directory.0.join("nvshare.toml");
     std::fs::write(&config, "time-quantum = \"1ms\"\n").expect("a file");
@@ -256,7 +256,7 @@ fn a_wrong_configuration_file_keeps_it_from_starting() {
 }
 
 #[test]
-fn a_record_has_every_move() {
+fn the_record_file_has_every_memory_move() {
     let daemon = Daemon::start_with(|command, directory| {
         command.arg("--record").arg(directory.join("record"));
     });

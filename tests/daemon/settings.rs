@@ -34,7 +34,7 @@ fn ctl(daemon: &Daemon, arguments: &[&str]) {
 }
 
 #[test]
-fn a_change_outlives_a_daemon_that_is_killed_the_moment_it_has_said_yes() {
+fn a_confirmed_change_survives_a_killed_daemon() {
     let daemon = start(Directory::new());
     assert_eq!(get(&daemon), "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n");
     ctl(&daemon, &["set", "anti-thrash", "on"]);
@@ -58,7 +58,7 @@ fn a_change_outlives_a_daemon_that_is_killed_the_moment_it_has_said_yes() {
 }
 
 #[test]
-fn a_state_file_that_is_wrong_is_reported_and_counts_for_nothing() {
+fn an_invalid_state_file_is_reported_and_ignored() {
     for wrong in ["time-quantum = \"0s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n", "half a li", "\0\0\0"] {
         let directory = Directory::new();
         fs::create_dir_all(state(&directory.0)).expect("the state directory");
@@ -80,7 +80,7 @@ fn a_state_file_that_is_wrong_is_reported_and_counts_for_nothing() {
 }
 
 #[test]
-fn reset_with_a_wrong_configuration_file_changes_nothing() {
+fn reset_with_an_invalid_configuration_file_changes_nothing() {
     let daemon = start(Directory::new());
     ctl(&daemon, &["set", "time-quantum", "9"]);
     fs::write(daemon.directory.0.join("nvshare.toml"), "time-quantum = 0\n").expect("the file");
@@ -123,7 +123,7 @@ fn a_change_that_cannot_be_saved_is_refused() {
 }
 
 #[test]
-fn a_full_disk_changes_nothing() {
+fn a_change_is_refused_on_a_full_disk() {
     if !is_root() {
         return test_support::skip("root, to mount a file system");
     }
@@ -155,7 +155,7 @@ fn a_full_disk_changes_nothing() {
 }
 
 #[test]
-fn a_rule_is_set_and_taken_away_while_everything_runs() {
+fn a_rule_can_be_set_and_removed_at_run_time() {
     let daemon = start(Directory::new());
     let settings = get(&daemon);
     let drop_ins = daemon.directory.0.join("nvshare.toml.d");
@@ -196,7 +196,7 @@ fn a_rule_is_set_and_taken_away_while_everything_runs() {
 }
 
 #[test]
-fn nobody_waits_while_the_configuration_is_read() {
+fn reading_the_configuration_blocks_no_client() {
     let mut daemon = start(Directory::new());
     let file = daemon.directory.0.join("nvshare.toml");
     // Reading a pipe takes as long as a slow directory service that resolves user names.
@@ -220,7 +220,7 @@ fn nobody_waits_while_the_configuration_is_read() {
 }
 
 #[test]
-fn a_restart_with_a_wrong_file_uses_the_last_good_configuration_and_says_so() {
+fn an_invalid_file_at_restart_falls_back_to_the_last_good_one() {
     let daemon = start(Directory::new());
     let file = daemon.directory.0.join("nvshare.toml");
     let drop_ins = daemon.directory.0.join("nvshare.toml.d");
@@ -290,7 +290,7 @@ fn a_restart_with_a_wrong_file_uses_the_last_good_configuration_and_says_so() {
 }
 
 #[test]
-fn the_log_says_what_changed_from_what_to_what_and_by_whom() {
+fn the_log_names_old_value_new_value_and_author_of_a_change() {
     let daemon = start(Directory::new());
     ctl(&daemon, &["set", "time-quantum", "45"]);
     let line = daemon.log.wait("settings were changed by user ");
@@ -308,7 +308,7 @@ fn the_log_says_what_changed_from_what_to_what_and_by_whom() {
 }
 
 #[test]
-fn a_user_learns_why_memory_was_refused_also_afterwards() {
+fn the_reason_for_refused_memory_is_shown_later_too() {
     let daemon = start(Directory::new());
     let user = rustix::process::geteuid().as_raw().to_string();
     ctl(&daemon, &["set-rule", "small", &format!("user={user}"), "memory-max=2G"]);

@@ -124,7 +124,7 @@ fn wait_until_closed(daemon: &Daemon, before: usize) {
 }
 
 #[test]
-fn descriptors_reach_who_asked_and_stay_nowhere() {
+fn descriptors_reach_the_requester_and_do_not_leak() {
     let daemon = Daemon::start();
     let (exporter, importer) = (exporter(&daemon), client(&daemon));
     importer.attach();
@@ -154,7 +154,7 @@ fn descriptors_reach_who_asked_and_stay_nowhere() {
 }
 
 #[test]
-fn what_nobody_asked_for_is_closed_and_what_makes_no_sense_is_refused() {
+fn unrequested_descriptors_are_closed_and_invalid_answers_refused() {
     let daemon = Daemon::start();
     let (exporter, importer) = (exporter(&daemon), client(&daemon));
     importer.attach();
@@ -186,7 +186,7 @@ fn what_nobody_asked_for_is_closed_and_what_makes_no_sense_is_refused() {
 }
 
 #[test]
-fn who_waits_for_an_exporter_that_ends_is_told() {
+fn a_request_fails_when_its_exporter_exits() {
     let daemon = Daemon::start();
     let (exporter, importer) = (exporter(&daemon), client(&daemon));
     importer.send(open(1));
@@ -227,7 +227,7 @@ fn helper_ask() {
 }
 
 #[test]
-fn another_user_gets_nothing_and_the_exporter_does_not_hear_of_it() {
+fn another_users_request_is_refused_without_asking_the_exporter() {
     if !is_root() {
         return test_support::skip("root, to act as another user");
     }
@@ -251,7 +251,7 @@ fn pinned(daemon: &Daemon, client: &Client) -> u64 {
 }
 
 #[test]
-fn bytes_that_an_exporter_leaves_are_counted_at_once_and_once() {
+fn an_exporters_orphaned_bytes_are_counted_immediately_and_once() {
     let daemon = Daemon::start();
     let (exporter, importer) = (exporter(&daemon), client(&daemon));
     importer.attach();

@@ -80,7 +80,7 @@ fn evict(client: &Client, demand: u64) {
 }
 
 #[test]
-fn memory_leaves_before_sleep_and_programs_go_on_afterwards() {
+fn memory_is_evicted_before_a_suspend_and_programs_run_afterwards() {
     let bus = Bus::start();
     block_on(async {
         let logind = Logind::start(&bus).await;
@@ -114,7 +114,7 @@ fn memory_leaves_before_sleep_and_programs_go_on_afterwards() {
 }
 
 #[test]
-fn sleep_is_delayed_only_while_a_program_has_a_gpu() {
+fn a_suspend_is_delayed_only_while_a_program_uses_a_gpu() {
     let bus = Bus::start();
     let daemon = bus.daemon();
     block_on(async {
@@ -133,7 +133,7 @@ fn sleep_is_delayed_only_while_a_program_has_a_gpu() {
 }
 
 #[test]
-fn programs_run_again_when_the_bus_is_lost_before_the_machine_wakes() {
+fn programs_run_again_if_the_bus_is_lost_during_a_suspend() {
     let bus = Bus::start();
     let daemon = bus.daemon();
     let client = daemon.client();

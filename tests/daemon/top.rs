@@ -13,7 +13,7 @@ fn top(daemon: &Daemon, environment: &str) -> Option<Terminal> {
 }
 
 #[test]
-fn without_a_terminal_it_prints_text() {
+fn top_prints_text_without_a_terminal() {
     let daemon = Daemon::start();
     let _clients = daemon.holder_and_waiter();
     let shown = daemon.ctl(&["top", "-n", "1"]);
@@ -28,7 +28,7 @@ fn without_a_terminal_it_prints_text() {
 }
 
 #[test]
-fn without_a_scheduler_it_says_so_as_other_commands_do() {
+fn top_without_a_scheduler_exits_with_3() {
     let directory = Directory::new();
     let mut command = ctl();
     command.arg("--control").arg(directory.0.join("none.sock")).arg("top");
@@ -38,7 +38,7 @@ fn without_a_scheduler_it_says_so_as_other_commands_do() {
 }
 
 #[test]
-fn on_a_terminal_keys_do_what_the_last_line_says() {
+fn keys_of_top_work_on_a_terminal() {
     let daemon = Daemon::start();
     let [_holder, waiter] = daemon.holder_and_waiter();
     let Some(terminal) = top(&daemon, "NO_COLOR=1") else { return };
@@ -76,7 +76,7 @@ fn a_dumb_terminal_gets_text() {
 }
 
 #[test]
-fn figures_that_are_old_say_so() {
+fn top_shows_the_age_of_outdated_figures() {
     let daemon = Daemon::start();
     let _clients = daemon.holder_and_waiter();
     let Some(terminal) = top(&daemon, "NO_COLOR=1") else { return };

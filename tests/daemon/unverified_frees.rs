@@ -58,8 +58,8 @@ fn helper_wants() {
 }
 
 #[test]
-fn memory_that_a_process_frees_after_its_connection_is_gone_does_not_count_for_ever() {
-    let test = "unverified_frees::memory_that_a_process_frees_after_its_connection_is_gone_does_not_count_for_ever";
+fn memory_freed_after_the_disconnect_stops_counting() {
+    let test = "unverified_frees::memory_freed_after_the_disconnect_stops_counting";
     if !has_own_process(test, &[("CUDA_SIM_MEMORY", TOTAL.to_string()), ("CUDA_SIM_CONTEXT", CONTEXT.to_string())]) {
         return;
     }
@@ -79,11 +79,11 @@ fn memory_that_a_process_frees_after_its_connection_is_gone_does_not_count_for_e
 }
 
 #[test]
-fn nobody_is_given_what_another_user_says_it_has_freed_and_has_not() {
+fn falsely_reported_frees_are_not_given_to_another_user() {
     if !is_root() {
         return test_support::skip("root, to act as another user");
     }
-    let test = "unverified_frees::nobody_is_given_what_another_user_says_it_has_freed_and_has_not";
+    let test = "unverified_frees::falsely_reported_frees_are_not_given_to_another_user";
     let environment = [("CUDA_SIM_MEMORY", TOTAL.to_string()), ("CUDA_SIM_CONTEXT", CONTEXT.to_string())];
     if !has_own_process(test, &environment) {
         return;

@@ -172,7 +172,7 @@ fn assert_used(usage: &Usage, ledger: &Ledger, rounds: u64) {
 }
 
 #[test]
-fn records_are_what_clients_used_and_outlive_daemons_that_stop_or_are_killed() {
+fn usage_records_survive_stopped_and_killed_daemons() {
     let daemon = start(Directory::new());
     assert_eq!(usage(&daemon, &["tenant"]), []);
     assert!(!database(&daemon).exists(), "nobody has used anything");
@@ -214,7 +214,7 @@ fn records_are_what_clients_used_and_outlive_daemons_that_stop_or_are_killed() {
 }
 
 #[test]
-fn the_report_is_for_people_and_for_programs() {
+fn the_report_is_printed_as_table_csv_or_json() {
     let daemon = start(Directory::new());
     let none = daemon.ctl(&["report"]);
     assert_eq!((none.code, none.stdout.as_str()), (Some(0), "No program has used a GPU in that time.\n"));
@@ -232,7 +232,7 @@ fn the_report_is_for_people_and_for_programs() {
 }
 
 #[test]
-fn without_a_state_directory_the_report_says_so() {
+fn without_a_state_directory_the_report_fails_with_a_reason() {
     let daemon = Daemon::start();
     let report = daemon.ctl(&["report"]);
     assert_eq!(report.code, Some(1));
@@ -256,7 +256,7 @@ fn a_damaged_database_is_set_aside_once() {
 }
 
 #[test]
-fn a_directory_that_cannot_be_written_to_harms_nobody() {
+fn an_unwritable_state_directory_affects_no_client() {
     let directory = Directory::new();
     // Even root cannot write into a "directory" that is a file.
     fs::write(state(&directory.0), "").expect("a file");
@@ -273,7 +273,7 @@ fn a_directory_that_cannot_be_written_to_harms_nobody() {
 
 #[test]
 #[ignore = "a helper: a user who is not root uses a GPU, and sees nothing but that"]
-fn helper_stranger() {
+fn helper_other_user() {
     let client = Client::welcomed(Path::new(&std::env::var("NVSHARE_TEST_SOCKET").expect("by a test")));
     client.attach();
     client.request();
@@ -291,7 +291,7 @@ fn helper_stranger() {
 }
 
 #[test]
-fn others_than_root_see_what_they_had_themselves() {
+fn users_other_than_root_see_only_their_own_usage() {
     if !is_root() {
         return test_support::skip("root, to act as another user");
     }
@@ -304,7 +304,7 @@ fn others_than_root_see_what_they_had_themselves() {
     });
     daemon.log.wait("on the bus as");
     use_the_gpu(&daemon);
-    let mut stranger = helper("usage::helper_stranger", &daemon.socket());
+    let mut stranger = helper("usage::helper_other_user", &daemon.socket());
     stranger.env("NVSHARE_TEST_BUS", &bus.address).uid(65534).gid(65534).stderr(Stdio::piped());
     let output = stranger.output().expect("it starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -313,7 +313,7 @@ fn others_than_root_see_what_they_had_themselves() {
 }
 
 #[test]
-fn columns_that_there_are_not_are_refused() {
+fn unknown_report_columns_are_rejected() {
     let bus = Bus::start();
     let daemon = bus.daemon();
     block_on(async {
@@ -335,7 +335,7 @@ fn share(daemon: &Daemon) -> String {
 }
 
 #[test]
-fn programs_that_have_used_their_gpu_hours_let_others_go_first() {
+fn programs_that_used_up_their_gpu_hours_lose_precedence() {
     let directory = Directory::new();
     let uid = rustix::process::geteuid().as_raw();
     let rule = |hours: &str| {

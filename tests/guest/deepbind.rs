@@ -22,7 +22,7 @@ fn libraries(host: &Host) -> Vec<PathBuf> {
 }
 
 #[test]
-fn a_library_bound_to_itself_shares_the_gpu() {
+fn a_deepbind_library_shares_the_gpu() {
     let host = Host::new();
     let program = host.program("deepbind");
     let mut clients = 0;
@@ -36,7 +36,7 @@ fn a_library_bound_to_itself_shares_the_gpu() {
 }
 
 #[test]
-fn its_constructors_share_the_gpu() {
+fn constructors_of_a_deepbind_library_share_the_gpu() {
     let host = Host::new();
     let options = ["-shared", "-fPIC", "-DCONSTRUCT"];
     let library = host.build("runtime", "libconstruct.so", &options).expect("a C compiler");
@@ -45,7 +45,7 @@ fn its_constructors_share_the_gpu() {
 }
 
 #[test]
-fn its_work_waits_for_the_gpu() {
+fn work_of_a_deepbind_library_waits_for_the_lock() {
     let (host, mut free) = Host::occupied();
     let program = host.program("deepbind");
     let mut programs: Vec<_> = libraries(&host)
@@ -65,7 +65,7 @@ fn its_work_waits_for_the_gpu() {
 /// nvshare cannot see the work of such a library, so memory that the library may use must stay on
 /// the GPU.
 #[test]
-fn where_it_cannot_be_bound_to_the_hooks_memory_stays() {
+fn memory_is_pinned_if_a_library_cannot_be_bound_to_the_hooks() {
     let host = Host::new();
     let program = host.program("deepbind");
     for library in libraries(&host) {
@@ -82,7 +82,7 @@ fn where_it_cannot_be_bound_to_the_hooks_memory_stays() {
 /// Julia looks up all functions that it calls. nvshare knows each function that is looked up in
 /// this way, with or without a hook.
 #[test]
-fn functions_that_are_looked_up_in_the_driver_leave_memory_movable() {
+fn looking_up_driver_functions_leaves_memory_movable() {
     let host = Host::new();
     let case = host.case(host.program("deepbind"), &["look-up", ""]);
     case.succeeds();
@@ -94,7 +94,7 @@ fn functions_that_are_looked_up_in_the_driver_leave_memory_movable() {
 }
 
 #[test]
-fn a_library_with_functions_of_these_names_keeps_its_own() {
+fn a_library_keeps_its_own_functions_with_driver_names() {
     let host = Host::new();
     let program = host.program("deepbind");
     for options in [&["-Wl,-z,now"][..], &["-Wl,-z,lazy"], &["-Wl,-Bsymbolic"]] {
@@ -106,7 +106,7 @@ fn a_library_with_functions_of_these_names_keeps_its_own() {
 }
 
 #[test]
-fn threads_open_and_close_such_libraries_at_once() {
+fn threads_can_open_and_close_deepbind_libraries_concurrently() {
     let host = Host::new();
     let program = host.program("deepbind");
     for library in libraries(&host) {
@@ -115,7 +115,7 @@ fn threads_open_and_close_such_libraries_at_once() {
 }
 
 #[test]
-fn it_is_one_client_where_the_library_is_loaded_twice() {
+fn a_program_with_two_copies_of_the_library_is_one_client() {
     let host = Host::new();
     let (program, copied) = (host.program("deepbind"), host.0.path("libnvshare-copied.so"));
     std::fs::copy(self::library(), &copied).expect("a copy");
@@ -141,7 +141,7 @@ fn a_disabled_library_changes_nothing() {
 }
 
 #[test]
-fn files_are_found_and_errors_are_said_as_without_the_library() {
+fn dlopen_search_paths_and_errors_are_unchanged() {
     let host = Host::new();
     std::fs::create_dir_all(host.0.path("inner/deeper")).expect("directories");
     let build = |name: &str, output: &str, options: &[&str]| host.build(name, output, options).expect("a C compiler");
@@ -155,7 +155,7 @@ fn files_are_found_and_errors_are_said_as_without_the_library() {
 }
 
 #[test]
-fn interposers_of_dlopen_before_and_behind_see_what_they_see_without() {
+fn interposers_of_dlopen_see_the_same_calls_as_without_the_library() {
     let host = Host::new();
     let (watcher, program) = (host.library("watcher"), host.program("deepbind"));
     for library in libraries(&host) {

@@ -21,7 +21,7 @@ const NEWER_THAN_535: &str = "\
     cuStreamUpdateCaptureDependencies_v2 cuStreamUpdateCaptureDependencies_v2_ptsz";
 
 #[test]
-fn a_program_runs_with_drivers_of_every_age() {
+fn a_program_runs_with_old_and_new_drivers() {
     let settings = [
         ("", &[("CUDA_SIM_VMM", "0")][..]),
         ("cuGetProcAddress_v2", &[("CUDA_SIM_DRIVER", "11080")]),
@@ -41,7 +41,7 @@ fn a_program_runs_with_drivers_of_every_age() {
 }
 
 #[test]
-fn a_driver_that_is_no_library_gives_the_loaders_error() {
+fn an_invalid_driver_file_gives_the_loaders_error() {
     let host = Host::new();
     let (linked, loading) = (host.program("worker"), host.program("tries"));
     let driver = host.0.path("lib").join("libcuda.so.1");
@@ -57,7 +57,7 @@ fn a_driver_that_is_no_library_gives_the_loaders_error() {
 }
 
 #[test]
-fn a_driver_that_is_not_there_gives_the_loaders_error() {
+fn a_missing_driver_gives_the_loaders_error() {
     let host = Host::new();
     let program = host.program("tries");
     let ended = host.case(&program, &["libcuda-of-nobody.so.1"]).same();
@@ -70,7 +70,7 @@ fn a_driver_that_is_not_there_gives_the_loaders_error() {
 /// The library does not share a GPU that is already shared in another way, or whose memory is the
 /// host's.
 #[test]
-fn environments_that_it_does_not_know_are_left_alone() {
+fn integrated_exclusive_and_mps_gpus_are_left_alone() {
     let host = Host::new();
     let program = host.program("worker");
     let attached = || host.0.moves().iter().filter(|m| m.what == "attach").count();
@@ -86,7 +86,7 @@ fn environments_that_it_does_not_know_are_left_alone() {
 
 /// Drivers before 545 don't report whether MPS shares a GPU.
 #[test]
-fn with_a_driver_without_that_attribute_mps_is_known_by_its_daemon() {
+fn on_drivers_before_545_mps_is_recognized_by_its_daemon() {
     let host = Host::new();
     let program = host.program("worker");
     let attached = || host.0.moves().iter().filter(|m| m.what == "attach").count();
@@ -109,7 +109,7 @@ fn with_a_driver_without_that_attribute_mps_is_known_by_its_daemon() {
 }
 
 #[test]
-fn a_driver_that_cannot_be_initialised_is_left_alone() {
+fn a_failing_cuinit_leaves_the_program_unmanaged() {
     let host = Host::new();
     let program = host.program("tries");
     for (name, value) in [("CUDA_VISIBLE_DEVICES", ""), ("CUDA_VISIBLE_DEVICES", "-1")] {
@@ -125,7 +125,7 @@ fn a_driver_that_cannot_be_initialised_is_left_alone() {
 /// Calls of an unknown function may submit work that passes no gate. So memory that such work may
 /// use must stay on the GPU from the first call on, but not before.
 #[test]
-fn a_function_that_nobody_has_heard_of_keeps_memory_on_the_gpu_once_it_is_called() {
+fn calling_an_unknown_driver_function_pins_the_memory() {
     let host = Host::new();
     let program = host.program("unheard");
     for (word, noticed) in [("called", true), ("found", false)] {

@@ -13,22 +13,22 @@ fn each_on_bare_driver(words: &[&str]) {
 }
 
 #[test]
-fn what_runs_after_main_may_call_cuda() {
+fn exit_handlers_and_destructors_may_call_cuda() {
     each_on_bare_driver(&["early-handler", "late-handler", "destructors", "destroyed"]);
 }
 
 #[test]
-fn a_program_whose_first_thread_has_ended_goes_on() {
+fn a_program_continues_after_its_main_thread_exits() {
     Host::new().succeeds("ends", &["main-thread"]);
 }
 
 #[test]
-fn threads_may_call_cuda_while_they_end() {
+fn thread_local_destructors_may_call_cuda() {
     each_on_bare_driver(&["keys"]);
 }
 
 #[test]
-fn programs_end_with_the_status_that_they_chose() {
+fn exit_statuses_are_unchanged() {
     let host = Host::new();
     let program = host.program("ends");
     for (word, status) in [
@@ -56,7 +56,7 @@ fn a_program_may_exit_while_its_threads_wait_at_the_gate() {
 }
 
 #[test]
-fn thousands_of_short_threads_that_launch_leave_nothing_behind() {
+fn thousands_of_short_launching_threads_leak_nothing() {
     let host = Host::new();
     host.case(host.program("threads"), &[]).succeeds();
 }

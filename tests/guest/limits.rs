@@ -17,7 +17,7 @@ fn on_bare_driver(name: &str, words: &[&str]) {
 }
 
 #[test]
-fn a_program_that_may_open_nothing_gets_the_drivers_answers() {
+fn a_program_without_file_descriptors_gets_the_drivers_answers() {
     on_bare_driver("limits", &["files", "files-after"]);
 }
 
@@ -28,12 +28,12 @@ fn a_program_without_address_space_gets_the_drivers_answers() {
 }
 
 #[test]
-fn a_program_that_can_make_no_thread_gets_the_drivers_answers() {
+fn a_program_that_cannot_create_threads_gets_the_drivers_answers() {
     on_bare_driver("limits", &["threads", "threads-after"]);
 }
 
 #[test]
-fn system_calls_that_are_refused_change_nothing() {
+fn refused_system_calls_do_not_change_results() {
     let host = Host::new();
     let program = host.program("refused");
     for call in ["membarrier", "socket", "connect", "eventfd2", "sendto", "recvfrom", "ppoll", "prctl", "sched_yield"] {
@@ -51,7 +51,7 @@ fn system_calls_that_are_refused_change_nothing() {
 }
 
 #[test]
-fn a_broken_or_full_stderr_neither_kills_nor_stops_a_program() {
+fn a_broken_or_full_stderr_neither_kills_nor_blocks_a_program() {
     // Without a scheduler, the library writes one line.
     let host = Host::without_scheduler();
     let program = host.program("stderr");
@@ -61,13 +61,13 @@ fn a_broken_or_full_stderr_neither_kills_nor_stops_a_program() {
 }
 
 #[test]
-fn a_file_of_the_program_by_the_number_of_stderr_gets_no_line() {
+fn a_program_file_with_descriptor_2_gets_no_message() {
     let host = Host::without_scheduler();
     host.case(host.program("stderr"), &["file"]).on_bare_driver().succeeds();
 }
 
 #[test]
-fn a_clock_that_stands_still_does_not_stop_the_library() {
+fn a_stopped_clock_does_not_stop_the_library() {
     let setup = Setup { anti_thrash: "on", time_quantum: HOUR, ..Setup::default() };
     let mut host = Host(Machine::with_scheduler(setup));
     let path = host.program("clock");
@@ -83,7 +83,7 @@ fn a_clock_that_stands_still_does_not_stop_the_library() {
 }
 
 #[test]
-fn its_threads_have_the_scheduling_of_the_process() {
+fn library_threads_do_not_change_the_programs_scheduling() {
     let host = Host::new();
     let ended = host.case(host.program("scheduling"), &[]).with();
     let expected = "policy 0, all processors, the right nice value\n";
@@ -92,7 +92,7 @@ fn its_threads_have_the_scheduling_of_the_process() {
 
 /// The program runs as without the library.
 #[test]
-fn a_program_for_which_no_thread_can_be_started_runs() {
+fn a_deadline_scheduled_program_runs_without_the_librarys_thread() {
     let host = Host::new();
     let mut program = host.case(host.program("scheduling"), &["deadline"]).on_bare_driver().start();
     let ended = end(&mut program);
@@ -103,7 +103,7 @@ fn a_program_for_which_no_thread_can_be_started_runs() {
 }
 
 #[test]
-fn standard_descriptors_that_are_closed_are_not_taken() {
+fn closed_standard_descriptors_are_not_reused() {
     let host = Host::new();
     let program = host.program("standard").to_string_lossy().into_owned();
     let result = host.0.path("result").to_string_lossy().into_owned();
@@ -117,31 +117,31 @@ fn standard_descriptors_that_are_closed_are_not_taken() {
 }
 
 #[test]
-fn an_empty_environment_is_enough() {
+fn a_program_runs_with_an_empty_environment() {
     let host = Host::without_scheduler();
     let program = host.program("environment");
     host.case(&program, &[]).succeeds();
 }
 
 #[test]
-fn a_socket_in_the_place_of_a_closed_descriptor_is_the_programs_own() {
+fn a_socket_that_reuses_a_closed_library_descriptor_is_unchanged() {
     Host::new().succeeds("closes", &["socket"]);
 }
 
 #[test]
-fn a_file_in_the_place_of_a_closed_descriptor_is_the_programs_own() {
+fn a_file_that_reuses_a_closed_library_descriptor_is_unchanged() {
     Host::new().succeeds("closes", &["file"]);
 }
 
 #[test]
-fn a_program_that_closes_every_descriptor_goes_on() {
+fn a_program_that_closes_every_descriptor_continues() {
     Host::new().succeeds("closes", &["range", "each"]);
 }
 
 /// A thread's stack also contains its static thread-local storage. If the stack is too small, it
 /// cannot be created, or overflows early.
 #[test]
-fn a_program_with_much_thread_local_storage_is_shared() {
+fn a_program_with_large_thread_local_storage_takes_turns() {
     let host = Host::new();
     for kib in [100, 228, 248, 1024] {
         let name = format!("tls-{kib}");

@@ -5,7 +5,7 @@ use crate::compare::*;
 use test_support::machine::*;
 
 #[test]
-fn a_plugin_bound_to_itself_and_one_in_a_namespace_of_its_own_work() {
+fn plugins_opened_with_deepbind_or_dlmopen_work() {
     let host = Host::new();
     let plugin = host.library("plugin");
     let program = host.program("loads");
@@ -15,7 +15,7 @@ fn a_plugin_bound_to_itself_and_one_in_a_namespace_of_its_own_work() {
 }
 
 #[test]
-fn the_next_function_of_an_interposer_is_what_it_is_without_the_library() {
+fn rtld_next_of_an_interposer_is_unchanged() {
     let host = Host::new();
     let (interposer, program) = (host.library("interposer"), host.program("worker"));
     let ended = host.case(&program, &["2"]).before(&interposer).same();
@@ -26,7 +26,7 @@ fn the_next_function_of_an_interposer_is_what_it_is_without_the_library() {
 
 #[test]
 #[ignore = "a hook calls the driver, not the next library which interposes the same function"]
-fn an_interposer_behind_the_library_sees_what_it_sees_without() {
+fn an_interposer_behind_the_library_sees_the_same_calls() {
     let host = Host::new();
     let (interposer, program) = (host.library("interposer"), host.program("worker"));
     let ended = host.case(&program, &["2"]).after(&interposer).same();
@@ -34,7 +34,7 @@ fn an_interposer_behind_the_library_sees_what_it_sees_without() {
 }
 
 #[test]
-fn versioned_look_ups_and_addresses_have_the_names_that_they_have_without() {
+fn versioned_lookups_and_dladdr_names_are_unchanged() {
     Host::new().succeeds("lookups", &["versions", "addresses", "next"]);
 }
 
@@ -44,12 +44,12 @@ fn errors_of_the_loader_name_the_program() {
 }
 
 #[test]
-fn errors_of_look_ups_in_the_driver_are_what_they_are_without() {
+fn errors_of_driver_lookups_are_unchanged() {
     Host::new().succeeds("lookups", &["errors-loaded"]);
 }
 
 #[test]
-fn what_the_driver_lacks_is_not_found_although_the_library_has_a_hook_for_it() {
+fn a_function_missing_in_the_driver_is_not_found_despite_its_hook() {
     let without = "cuGreenCtxCreate cuMemcpyBatchAsync";
     let host = Host(Machine::with_scheduler(Setup { without, ..Setup::default() }));
     let ended = host.case(host.program("lookups"), &["lacking"]).succeeds();
@@ -57,18 +57,18 @@ fn what_the_driver_lacks_is_not_found_although_the_library_has_a_hook_for_it() {
 }
 
 #[test]
-fn errors_that_the_program_has_not_asked_for_are_what_they_are_without() {
+fn pending_dlerror_messages_are_unchanged() {
     Host::new().succeeds("lookups", &["errors-pending"]);
 }
 
 #[test]
 #[ignore = "hooks are found by RTLD_NEXT and by the program's own handle, and a look-up that is refused leaves no error"]
-fn names_of_the_driver_do_not_exist_before_it_is_loaded() {
+fn driver_functions_are_not_found_before_the_driver_is_loaded() {
     Host::new().succeeds("lookups", &["absent"]);
 }
 
 #[test]
-fn what_only_the_scope_of_a_plugin_has_is_found_there() {
+fn symbols_in_a_plugins_own_scope_are_found() {
     let host = Host::new();
     let (plugin, program) = (host.library("scoped"), host.program("scopes"));
     let ended = host.case(&program, &[&plugin.to_string_lossy()]).succeeds();
@@ -76,7 +76,7 @@ fn what_only_the_scope_of_a_plugin_has_is_found_there() {
 }
 
 #[test]
-fn where_the_loader_shows_no_dlsym_it_is_found_in_the_c_library() {
+fn without_an_exported_dlsym_the_c_librarys_is_found() {
     let host = Host::new();
     let (without, program) = (host.library("nodlsym"), host.program("asks"));
     let ended = host.case(&program, &[]).before(&without).same();
@@ -84,7 +84,7 @@ fn where_the_loader_shows_no_dlsym_it_is_found_in_the_c_library() {
 }
 
 #[test]
-fn nvml_answers_as_without_however_it_is_come_by() {
+fn nvml_answers_are_unchanged_for_every_kind_of_lookup() {
     let host = Host::new();
     let program = host.program("nvml");
     for word in ["linked", "looked-up", "default", "next"] {
@@ -95,7 +95,7 @@ fn nvml_answers_as_without_however_it_is_come_by() {
 }
 
 #[test]
-fn without_nvml_a_library_that_has_its_names_is_called() {
+fn without_nvml_a_librarys_own_nvml_functions_are_called() {
     let host = Host::new();
     let (library, program) = (host.library("wrapper"), host.program("wrapped"));
     let ended = host.case(&program, &[&library.to_string_lossy()]).same();
@@ -103,7 +103,7 @@ fn without_nvml_a_library_that_has_its_names_is_called() {
 }
 
 #[test]
-fn a_program_looks_up_in_constructors_and_in_signal_handlers() {
+fn lookups_work_in_constructors_and_signal_handlers() {
     let host = Host::new();
     host.case(host.program("constructors"), &[]).succeeds();
     host.case(host.program("handlers"), &[]).succeeds();
@@ -111,7 +111,7 @@ fn a_program_looks_up_in_constructors_and_in_signal_handlers() {
 
 #[test]
 #[ignore = "the simulated driver starts a thread with the first work in a stream, which needs the loader's lock"]
-fn a_constructor_that_waits_at_the_gate_stops_nobody_else() {
+fn a_constructor_waiting_at_the_gate_blocks_no_other_thread() {
     let (host, mut free) = Host::occupied();
     let (plugin, program) = (host.library("constructor"), host.program("gated"));
     let mut program = host.case(&program, &[&plugin.to_string_lossy()]).start();
@@ -127,7 +127,7 @@ fn a_constructor_that_waits_at_the_gate_stops_nobody_else() {
 /// The client's thread has prepared everything that it needs from the driver. So no step of an
 /// eviction waits for the loader's lock.
 #[test]
-fn memory_leaves_for_the_first_time_while_a_constructor_runs() {
+fn a_first_eviction_works_while_a_constructor_runs() {
     let host = Host::new();
     let (until, plugin, program) = (host.0.path("until"), host.library("until"), host.program("loading"));
     let case = host.case(&program, &[&plugin.to_string_lossy()]).env("UNTIL", &until.to_string_lossy());
@@ -144,7 +144,7 @@ fn memory_leaves_for_the_first_time_while_a_constructor_runs() {
 }
 
 #[test]
-fn the_library_can_be_opened_and_closed_by_hand() {
+fn the_library_can_be_opened_and_closed_with_dlopen() {
     let host = Host::new();
     let program = host.program("opens");
     let library = library().to_string_lossy().into_owned();

@@ -25,25 +25,25 @@ fn beside(host: &Host, neighbour: &Path) {
 }
 
 #[test]
-fn an_allocator_that_looks_up_while_it_allocates_is_a_good_neighbour() {
+fn an_allocator_that_calls_dlsym_works_beside_the_library() {
     let host = Host::new();
     beside(&host, &host.library("allocator"));
 }
 
 #[test]
-fn a_library_that_leaves_out_syncs_is_a_good_neighbour() {
+fn a_library_that_skips_fsync_works_beside_the_library() {
     let host = Host::new();
     beside(&host, &host.library("nosync"));
 }
 
 #[test]
-fn a_library_that_colours_stderr_is_a_good_neighbour() {
+fn a_library_that_colours_stderr_works_beside_the_library() {
     let host = Host::new();
     beside(&host, &host.library("colours"));
 }
 
 #[test]
-fn all_of_them_at_once_are_good_neighbours() {
+fn several_preloaded_libraries_work_together() {
     let host = Host::new();
     let [allocator, nosync, colours] = ["allocator", "nosync", "colours"].map(|name| host.library(name));
     let ended = host.case(host.program("worker"), &["4"]).before(&allocator).before(&colours).after(&nosync).same();
@@ -52,7 +52,7 @@ fn all_of_them_at_once_are_good_neighbours() {
 
 /// Tests the real libraries. The other tests use stand-ins for them, which are always available.
 #[test]
-fn libeatmydata_and_jemalloc_are_good_neighbours() {
+fn libeatmydata_and_jemalloc_work_beside_the_library() {
     let host = Host::new();
     for names in [&["libeatmydata.so.1", "libeatmydata.so"][..], &["libjemalloc.so.2"]] {
         let find = |name: &&str| {
@@ -88,7 +88,7 @@ fn sanitized(sanitizer: &str, options: &str, setting: &str, runtime: Option<&str
 
 /// `nvsharectl preload verify` and the manual document this requirement.
 #[test]
-fn the_shared_runtime_of_the_address_sanitizer_wants_to_be_first() {
+fn the_shared_asan_runtime_must_be_preloaded_first() {
     let host = Host::new();
     let build = |output: &str, options: &[&str]| host.build("worker", output, options);
     let Some(shared) = build("shared", &["-fsanitize=address"]) else {
@@ -104,19 +104,19 @@ fn the_shared_runtime_of_the_address_sanitizer_wants_to_be_first() {
 }
 
 #[test]
-fn the_address_sanitizer_has_nothing_to_say() {
+fn the_address_sanitizer_reports_nothing() {
     // The simulated driver keeps the process's memory until its end.
     sanitized("address", "ASAN_OPTIONS", "verify_asan_link_order=0:detect_leaks=0", None);
     sanitized("address", "ASAN_OPTIONS", "detect_leaks=0", Some("libasan.so"));
 }
 
 #[test]
-fn the_undefined_behaviour_sanitizer_has_nothing_to_say() {
+fn the_undefined_behaviour_sanitizer_reports_nothing() {
     sanitized("undefined", "UBSAN_OPTIONS", "", None);
 }
 
 #[test]
-fn the_thread_sanitizer_has_nothing_to_say() {
+fn the_thread_sanitizer_reports_nothing() {
     // The thread sanitizer sees no locks in code that was built without it, such as the driver and
     // this library. It would report false races there.
     sanitized("thread", "TSAN_OPTIONS", "ignore_noninstrumented_modules=1", None);
@@ -130,7 +130,7 @@ fn engine(host: &Host, name: &str) -> PathBuf {
 }
 
 #[test]
-fn a_new_scheduler_learns_that_such_a_library_was_used() {
+fn a_restarted_scheduler_learns_of_untracked_work() {
     let mut host = Host::new();
     let (program, engine) = (host.program("engines"), engine(&host, "libnvidia-encode.so.1"));
     let mut running = host.case(&program, &[&engine.to_string_lossy(), "5"]).start();
@@ -145,7 +145,7 @@ fn a_new_scheduler_learns_that_such_a_library_was_used() {
 
 /// The work of these libraries passes no hook, so memory that they may use must stay on the GPU.
 #[test]
-fn libraries_that_submit_work_by_private_functions_are_noticed() {
+fn libraries_that_submit_untracked_work_are_recognized() {
     let host = Host::new();
     let program = host.program("engines");
     for (name, noticed) in [

@@ -47,7 +47,7 @@ if __name__ == "__main__":
 "#;
 
 #[test]
-fn a_shell_runs_as_ever() {
+fn a_shell_runs_unchanged() {
     let host = Host::new();
     let ended = host.case("/bin/bash", &["-c", SHELL]).same();
     assert_eq!(ended.status, (Some(7), None), "{ended:?}");
@@ -55,7 +55,7 @@ fn a_shell_runs_as_ever() {
 }
 
 #[test]
-fn perl_runs_as_ever() {
+fn perl_runs_unchanged() {
     if !std::path::Path::new("/usr/bin/perl").exists() {
         return test_support::skip("perl");
     }
@@ -66,7 +66,7 @@ fn perl_runs_as_ever() {
 }
 
 #[test]
-fn python_runs_as_ever() {
+fn python_runs_unchanged() {
     let host = Host::new();
     // The path of the interpreter itself. A wrapper would look for the interpreter.
     let found = std::process::Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).output();
@@ -80,7 +80,7 @@ fn python_runs_as_ever() {
 }
 
 #[test]
-fn a_program_that_uses_no_cuda_has_no_thread_descriptor_handler_or_variable_of_ours() {
+fn a_program_without_cuda_has_no_trace_of_the_library() {
     let host = Host::new();
     let program = host.program("untouched");
     // Tests a program without libcuda, and a program that loads libcuda, queries its version and
@@ -93,7 +93,7 @@ fn a_program_that_uses_no_cuda_has_no_thread_descriptor_handler_or_variable_of_o
 }
 
 #[test]
-fn nothing_is_said_where_there_is_a_scheduler_or_nobody_asked() {
+fn no_message_with_a_scheduler_or_without_an_explicit_preload() {
     let host = Host::new();
     host.succeeds("worker", &["2"]);
     let host = Host::without_scheduler();
@@ -107,7 +107,7 @@ fn nothing_is_said_where_there_is_a_scheduler_or_nobody_asked() {
 }
 
 #[test]
-fn a_program_that_makes_itself_a_daemon_goes_on() {
+fn a_program_that_daemonizes_continues() {
     let host = Host::new();
     host.succeeds("daemonises", &["plain", "cuda", "late"]);
     // Two of the programs use CUDA, one of them before it becomes a daemon.

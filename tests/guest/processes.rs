@@ -6,7 +6,7 @@ use crate::compare::*;
 use test_support::machine::*;
 
 #[test]
-fn a_forked_child_gets_the_drivers_answers_and_its_parent_goes_on() {
+fn a_forked_child_gets_the_drivers_answers_and_its_parent_continues() {
     let host = Host::new();
     host.succeeds("forks", &["exits", "calls", "handlers"]);
     // The children are not clients.
@@ -28,7 +28,7 @@ fn a_child_that_outlives_its_parent_does_not_keep_the_lock() {
 }
 
 #[test]
-fn hundreds_of_forks_beside_threads_that_allocate_and_launch_deadlock_nowhere() {
+fn forks_beside_allocating_and_launching_threads_do_not_deadlock() {
     let host = Host::new();
     let program = host.program("forks");
     let ended = host.case(&program, &["storm"]).with();
@@ -36,7 +36,7 @@ fn hundreds_of_forks_beside_threads_that_allocate_and_launch_deadlock_nowhere() 
 }
 
 #[test]
-fn programs_that_replace_and_start_programs_find_them_as_ever() {
+fn exec_spawn_and_system_work_unchanged() {
     let host = Host::new();
     let (program, worker) = (host.program("starts"), host.program("worker"));
     for word in ["vfork", "spawn", "exec", "system", "descriptors"] {

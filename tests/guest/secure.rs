@@ -14,7 +14,7 @@ mount --bind "$1/etc" /etc && shift 2 && exec "$@"
 "#;
 
 #[test]
-fn a_setuid_program_does_not_hear_the_variables_of_whoever_starts_it() {
+fn a_setuid_program_ignores_its_callers_environment_variables() {
     let host = Host::new();
     // SAFETY: `geteuid` has no preconditions.
     let root = unsafe { libc::geteuid() } == 0;

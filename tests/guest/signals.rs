@@ -4,7 +4,7 @@ use crate::compare::*;
 use test_support::machine::*;
 
 #[test]
-fn no_signal_is_ever_delivered_to_the_librarys_thread() {
+fn no_signal_is_delivered_to_the_librarys_thread() {
     let host = Host::new();
     let program = host.program("signals");
     host.case(&program, &["wait"]).succeeds();
@@ -17,7 +17,7 @@ fn no_signal_is_ever_delivered_to_the_librarys_thread() {
 }
 
 #[test]
-fn thousands_of_signals_a_second_disturb_no_call() {
+fn thousands_of_signals_per_second_disturb_no_call() {
     Host::new().succeeds("signals", &["timer"]);
 }
 
@@ -47,7 +47,7 @@ fn signals_disturb_no_wait_at_the_gate() {
 }
 
 #[test]
-fn a_program_that_is_stopped_and_continued_goes_on() {
+fn a_stopped_program_continues_after_sigcont() {
     let host = Host::new();
     let mut program = host.case(host.program("signals"), &["timer"]).start();
     for _ in 0..5 {
@@ -69,7 +69,7 @@ fn with_turns() -> (Host, Program) {
 }
 
 #[test]
-fn a_wait_at_the_gate_that_is_left_by_a_jump_asks_no_more() {
+fn a_gate_wait_left_by_longjmp_requests_no_more_turns() {
     let (host, mut worker) = with_turns();
     let mut program = host.case(host.program("jumps"), &["gate"]).start();
     wait_for("the jump", || program.stdout().contains("left").then_some(()));
@@ -83,7 +83,7 @@ fn a_wait_at_the_gate_that_is_left_by_a_jump_asks_no_more() {
 }
 
 #[test]
-fn a_copy_that_is_left_by_a_jump_ends_with_the_next_call() {
+fn a_copy_left_by_longjmp_ends_with_the_next_call() {
     let (host, mut worker) = with_turns();
     let mut program = host.case(host.program("jumps"), &["copy"]).start();
     wait_for("the jump", || program.stdout().contains("went on").then_some(()));

@@ -40,16 +40,16 @@ fn every_call_with_zeros(moment: &str) {
 }
 
 #[test]
-fn before_initialisation_every_call_with_zeros_is_answered_as_without() {
+fn calls_with_zero_arguments_are_unchanged_before_cuinit() {
     every_call_with_zeros("before");
 }
 
 #[test]
-fn without_a_context_every_call_with_zeros_is_answered_as_without() {
+fn calls_with_zero_arguments_are_unchanged_without_a_context() {
     every_call_with_zeros("initialised");
 }
 
 #[test]
-fn with_a_context_every_call_with_zeros_is_answered_as_without() {
+fn calls_with_zero_arguments_are_unchanged_with_a_context() {
     every_call_with_zeros("context");
 }

@@ -70,7 +70,7 @@ fn helper_imports() {
 }
 
 #[test]
-fn memory_of_others_is_counted_up_to_a_budget() {
+fn imports_of_one_user_are_limited() {
     if !is_root() {
         return test_support::skip("root, to act as another user");
     }
@@ -81,7 +81,7 @@ fn memory_of_others_is_counted_up_to_a_budget() {
 }
 
 #[test]
-fn who_is_refused_cannot_keep_the_scheduler_reading() {
+fn a_refused_client_cannot_keep_the_scheduler_reading() {
     let daemon = Daemon::start();
     let client = Client::connect(&daemon.socket()).expect("the daemon listens");
     assert!(client.send_raw(support::hello_of(999, 999).encode(0).as_bytes()));
@@ -143,7 +143,7 @@ fn filled_from(unit: Option<&Unit>, daemon: &Daemon) -> String {
 }
 
 #[test]
-fn root_in_a_container_is_limited_like_everybody_and_by_its_outermost_container() {
+fn a_containers_root_is_limited_by_its_outermost_container() {
     if !is_root() {
         return test_support::skip("root, to create control groups");
     }
@@ -164,11 +164,11 @@ fn root_in_a_container_is_limited_like_everybody_and_by_its_outermost_container(
 }
 
 #[test]
-fn containers_share_no_memory_even_of_the_same_user() {
+fn containers_of_the_same_user_share_no_memory() {
     if !is_root() {
         return test_support::skip("root, to create control groups");
     }
-    if !has_own_process("clients::containers_share_no_memory_even_of_the_same_user", &[]) {
+    if !has_own_process("clients::containers_of_the_same_user_share_no_memory", &[]) {
         return;
     }
     let [Some(one), Some(other)] = [(); 2].map(|()| Unit::new(&format!("docker-{}.scope", container_id()))) else {
@@ -213,7 +213,7 @@ fn lock_files(daemon: &Daemon) -> usize {
 
 #[test]
 #[ignore = "a helper: invents GPUs until it is hung up on"]
-fn helper_invents() {
+fn helper_invents_gpus() {
     let one = Client::welcomed(&helper_socket());
     for slot in 0..64 {
         one.send(support::attach(slot, Uuid([slot as u8 + 1; 16])));
@@ -231,7 +231,7 @@ fn helper_invents() {
 }
 
 #[test]
-fn invented_gpus_are_few_for_each_tenant_and_forgotten() {
+fn invented_gpus_are_limited_per_tenant_and_dropped() {
     if !is_root() {
         return test_support::skip("root, to act as another user");
     }
@@ -239,7 +239,7 @@ fn invented_gpus_are_few_for_each_tenant_and_forgotten() {
     let directory = support::Directory::new();
     fs::create_dir(directory.0.join("run")).expect("a directory");
     let daemon = Daemon::start_in(directory, None, |_, _| ());
-    as_nobody("clients::helper_invents", &daemon);
+    as_nobody("clients::helper_invents_gpus", &daemon);
     daemon.log.wait("too many GPUs of its tenant that NVML does not list");
     wait_for("the GPUs to be forgotten", || (gpus(&daemon) == 0 && lock_files(&daemon) == 0).then_some(()));
     let client = daemon.client();
@@ -269,11 +269,11 @@ fn gpu_that_nvml_does_not_list_matters_only_to_its_clients() {
 #[test]
 #[ignore = "a helper: connects to the control socket, has another process use that connection, and ends"]
 #[expect(clippy::zombie_processes, reason = "the child is to outlive this process")]
-fn helper_hands_over() {
+fn helper_hands_over_its_connection() {
     let stream = UnixStream::connect(helper_socket()).expect("the control socket");
     // SAFETY: `fcntl` with F_SETFD takes no pointers, and the descriptor is open.
     unsafe { libc::fcntl(stream.as_raw_fd(), libc::F_SETFD, 0) };
-    let mut heir = helper("clients::helper_calls", &helper_socket());
+    let mut heir = helper("clients::helper_uses_an_inherited_connection", &helper_socket());
     heir.env("NVSHARE_TEST_FD", stream.as_raw_fd().to_string())
         .env("NVSHARE_TEST_PARENT", std::process::id().to_string());
     heir.stdout(Stdio::inherit()).stderr(Stdio::inherit()).spawn().expect("it starts");
@@ -281,7 +281,7 @@ fn helper_hands_over() {
 
 #[test]
 #[ignore = "a helper: once its parent has ended, sets the time quantum on a connection of its parent"]
-fn helper_calls() {
+fn helper_uses_an_inherited_connection() {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse().ok()).expect("a number");
     let parent: i32 = number("NVSHARE_TEST_PARENT");
     wait_for("its parent's end", || (std::os::unix::process::parent_id() as i32 != parent).then_some(()));
@@ -298,9 +298,9 @@ fn helper_calls() {
 }
 
 #[test]
-fn who_inherits_a_connection_has_no_rights_by_it() {
+fn an_inherited_connection_grants_no_rights() {
     let daemon = Daemon::start();
-    let mut command = helper("clients::helper_hands_over", &daemon.control());
+    let mut command = helper("clients::helper_hands_over_its_connection", &daemon.control());
     let mut child = command.stderr(Stdio::piped()).spawn().expect("it starts");
     // The heir shares stderr, and closes it last.
     let mut lines = BufReader::new(child.stderr.take().expect("its stderr")).lines().map_while(Result::ok);
@@ -335,7 +335,7 @@ fn hides_processes(command: &mut Command) {
 }
 
 #[test]
-fn processes_that_the_kernel_hides_are_nobody_in_particular_and_the_log_says_so() {
+fn processes_hidden_by_hidepid_are_unidentified_and_logged() {
     let mut probe = Command::new("true");
     hides_processes(&mut probe);
     if !is_root() || !probe.status().is_ok_and(|status| status.success()) {

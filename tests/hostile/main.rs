@@ -27,7 +27,7 @@ use test_support::machine::*;
 const WORK: &str = "mix --mem 8M --chunks 2 --reps 2 --rounds 20 --cpu-ms 5";
 
 #[test]
-fn a_scheduler_that_never_answers_is_done_without() {
+fn a_program_runs_without_a_scheduler_that_never_answers() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = machine.program(WORK).quiet().start();
@@ -41,7 +41,7 @@ fn a_scheduler_that_never_answers_is_done_without() {
 }
 
 #[test]
-fn a_scheduler_that_never_grants_makes_it_wait_until_it_is_gone() {
+fn a_program_waits_for_a_grant_until_the_scheduler_disconnects() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = machine.program(WORK).start();
@@ -59,7 +59,7 @@ fn a_scheduler_that_never_grants_makes_it_wait_until_it_is_gone() {
 }
 
 #[test]
-fn a_scheduler_that_stops_after_a_grant_lets_it_run_to_the_end() {
+fn a_granted_program_finishes_if_the_scheduler_hangs() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     // The program allocates and frees continuously. The fake never reads its reports, so the socket
@@ -71,7 +71,7 @@ fn a_scheduler_that_stops_after_a_grant_lets_it_run_to_the_end() {
 }
 
 #[test]
-fn a_scheduler_that_reads_nothing_gets_the_lock_back_once_it_does() {
+fn a_release_is_delivered_once_the_scheduler_reads_again() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = machine.program("churn --mem 32M --seconds 4").start();
@@ -86,7 +86,7 @@ fn a_scheduler_that_reads_nothing_gets_the_lock_back_once_it_does() {
 }
 
 #[test]
-fn a_scheduler_that_takes_and_gives_at_every_moment_changes_no_result() {
+fn rapid_revokes_and_grants_change_no_result() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = machine.program(WORK).start();
@@ -105,7 +105,7 @@ fn a_scheduler_that_takes_and_gives_at_every_moment_changes_no_result() {
 }
 
 #[test]
-fn a_scheduler_that_never_stops_talking_changes_no_result() {
+fn a_flood_of_messages_changes_no_result() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = machine.program(WORK).quiet().start();
@@ -123,7 +123,7 @@ fn a_scheduler_that_never_stops_talking_changes_no_result() {
 }
 
 #[test]
-fn a_version_that_it_does_not_speak_is_no_agreement() {
+fn an_unknown_protocol_version_is_rejected() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = machine.program(WORK).start();
@@ -140,7 +140,7 @@ fn a_version_that_it_does_not_speak_is_no_agreement() {
 }
 
 #[test]
-fn refusals_and_wrong_versions_are_one_line_and_no_more() {
+fn refusals_and_wrong_versions_print_one_line() {
     let mut dice = Dice::new(1);
     for version in [None, Some(1), Some(2), Some(u16::MAX)] {
         let machine = machine();
@@ -165,7 +165,7 @@ fn refusals_and_wrong_versions_are_one_line_and_no_more() {
 }
 
 #[test]
-fn a_scheduler_that_ends_after_every_welcome_is_done_without() {
+fn a_program_runs_without_a_scheduler_that_quits_after_each_welcome() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = machine.program(WORK).start();
@@ -181,7 +181,7 @@ fn a_scheduler_that_ends_after_every_welcome_is_done_without() {
 }
 
 #[test]
-fn a_refusal_cannot_write_to_the_terminal_what_it_likes() {
+fn control_characters_in_a_refusal_are_replaced() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = machine.program(WORK).quiet().start();
@@ -205,7 +205,7 @@ fn open_files(program: &Program) -> usize {
 }
 
 #[test]
-fn descriptors_that_nobody_asked_for_are_closed() {
+fn unrequested_descriptors_are_closed() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = machine.program("bursts --mem 4M --bursts 100 --pause-ms 20").quiet().start();
@@ -235,7 +235,7 @@ fn descriptors_that_nobody_asked_for_are_closed() {
 /// The answers of a scheduler to a program that opens another program's memory. No answer yields
 /// memory.
 #[test]
-fn a_scheduler_that_passes_on_nonsense_makes_opening_fail_and_no_more() {
+fn invalid_answers_to_an_import_only_fail_the_import() {
     let real = machine();
     let meeting = real.path("meeting");
     let words = format!("--file {} --mem 8M --private 4M --rounds 1", meeting.display());
@@ -291,7 +291,7 @@ fn a_scheduler_that_passes_on_nonsense_makes_opening_fail_and_no_more() {
 }
 
 #[test]
-fn a_scheduler_that_says_it_knows_nothing_over_and_over_is_told_everything() {
+fn repeated_resume_requests_are_answered_in_full() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = machine.program(WORK).start();
@@ -322,7 +322,7 @@ fn a_scheduler_that_says_it_knows_nothing_over_and_over_is_told_everything() {
 
 /// The scheduler restarts, asks the program again, and then stops answering.
 #[test]
-fn a_scheduler_that_asks_again_and_reads_nothing_is_left() {
+fn a_program_abandons_a_restarted_scheduler_that_reads_nothing() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = machine.program(WORK).start();

@@ -51,7 +51,7 @@ impl Drop for Ends<'_> {
 }
 
 #[test]
-fn readers_do_not_hold_up_the_scheduling_loop() {
+fn readers_do_not_block_the_scheduling_loop() {
     let daemon = Daemon::start_with(|command, _| {
         command.args(["--log-level", "info"]);
     });

@@ -108,7 +108,7 @@ fn play(seed: u64) {
 }
 
 #[test]
-fn no_sequence_of_nonsense_harms_a_program() {
+fn random_message_sequences_harm_no_program() {
     let sequences =
         std::env::var("NVSHARE_HOSTILE_SEQUENCES").map_or(SEQUENCES, |text| text.parse().expect("a number"));
     let (first, next) = (Dice::seed(), AtomicU64::new(0));

@@ -115,18 +115,18 @@ fn a_program_linked_to_the_driver_sleeps_often() {
 }
 
 #[test]
-fn one_that_looks_names_up_sleeps_often() {
+fn a_program_that_uses_dlsym_sleeps_often() {
     sleeps_often("dlsym");
 }
 
 #[test]
-fn one_that_asks_the_driver_for_names_sleeps_often() {
+fn a_program_that_uses_cugetprocaddress_sleeps_often() {
     sleeps_often("getproc");
 }
 
 /// Kills a program that sleeps and makes no calls. Nothing of the program is left.
 #[test]
-fn one_that_is_killed_asleep_leaves_nothing() {
+fn a_program_killed_asleep_leaves_no_memory() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = naps(&machine, "--seconds 600 --pause-ms 400", "link");
@@ -139,7 +139,7 @@ fn one_that_is_killed_asleep_leaves_nothing() {
 
 /// Waiting threads continue when the scheduler reports that the sleep didn't happen.
 #[test]
-fn one_that_was_prepared_in_vain_goes_on() {
+fn a_program_continues_after_a_cancelled_sleep() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = naps(&machine, "--seconds 3 --pause-ms 50", "link");
@@ -157,7 +157,7 @@ fn one_that_was_prepared_in_vain_goes_on() {
 /// The scheduler disappears while the program sleeps. The next scheduler learns of the sleep, wakes
 /// the program, and then receives its other messages.
 #[test]
-fn the_next_scheduler_wakes_it() {
+fn the_next_scheduler_wakes_a_sleeping_program() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = naps(&machine, "--seconds 3 --pause-ms 200", "link");
@@ -184,7 +184,7 @@ fn the_next_scheduler_wakes_it() {
 
 /// The scheduler disappears permanently after the preparation, before any process has locked the program.
 #[test]
-fn one_that_nobody_has_locked_goes_on_by_itself() {
+fn an_unlocked_program_continues_without_the_scheduler() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = naps(&machine, "--seconds 600 --pause-ms 100", "link");
@@ -199,7 +199,7 @@ fn one_that_nobody_has_locked_goes_on_by_itself() {
 /// The scheduler disappears while the program is off the GPU. The program continues when another
 /// process restores it, and not before.
 #[test]
-fn one_that_is_put_back_by_others_goes_on() {
+fn a_program_restored_by_another_process_continues() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = naps(&machine, "--seconds 600 --pause-ms 100", "link");
@@ -216,7 +216,7 @@ fn one_that_is_put_back_by_others_goes_on() {
 
 /// A program that exits while it sleeps is woken for its exit.
 #[test]
-fn an_exit_wakes_it() {
+fn an_exit_requests_a_wake() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = naps(&machine, "--seconds 600 --pause-ms 300 --exit 7", "link");
@@ -231,7 +231,7 @@ fn an_exit_wakes_it() {
 
 /// A program exits while it sleeps, and no scheduler wakes it.
 #[test]
-fn an_exit_does_not_wait_for_ever() {
+fn an_exit_without_a_scheduler_does_not_hang() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = naps(&machine, "--seconds 600 --pause-ms 300 --exit 7", "link");
@@ -245,7 +245,7 @@ fn an_exit_does_not_wait_for_ever() {
 
 /// A paused program sleeps although some of its threads wait, at the gate or before a driver call.
 #[test]
-fn one_that_is_paused_sleeps_although_it_has_work() {
+fn a_paused_program_sleeps_despite_waiting_threads() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = naps(&machine, "--seconds 600 --pause-ms 0", "link");
@@ -274,7 +274,7 @@ fn one_that_is_paused_sleeps_although_it_has_work() {
 /// A scheduler may get no answer in time, for example because the process was stopped. It still
 /// waits for that answer before it makes another request.
 #[test]
-fn one_that_is_told_to_stay_awake_before_it_has_answered_answers() {
+fn a_cancelled_sleep_request_is_still_answered() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = naps(&machine, "--seconds 600 --pause-ms 5", "link");
@@ -298,7 +298,7 @@ fn one_that_is_told_to_stay_awake_before_it_has_answered_answers() {
 /// A message that arrives during the preparation is carried out, and doesn't interfere with the
 /// preparation.
 #[test]
-fn messages_do_not_keep_it_awake() {
+fn messages_during_the_preparation_do_not_prevent_sleep() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = naps(&machine, "--seconds 600 --pause-ms 400", "link");
@@ -355,32 +355,32 @@ fn refuses(words: &str, environment: Option<(&str, &str)>, expected: SleepRefusa
 const WORK: &str = "mix --mem 8M --chunks 2 --reps 2 --rounds endless --cpu-ms 5";
 
 #[test]
-fn one_with_managed_memory_refuses() {
+fn a_program_with_managed_memory_refuses_to_sleep() {
     refuses(&format!("{WORK} --kind managed"), None, SleepRefusal::Managed);
 }
 
 #[test]
-fn one_whose_engine_is_managed_refuses() {
+fn a_program_with_the_managed_engine_refuses_to_sleep() {
     refuses(WORK, Some(("NVSHARE_ENGINE", "managed")), SleepRefusal::Managed);
 }
 
 #[test]
-fn one_without_an_engine_refuses() {
+fn a_program_without_an_engine_refuses_to_sleep() {
     refuses(WORK, Some(("NVSHARE_ENGINE", "none")), SleepRefusal::Immovable);
 }
 
 #[test]
-fn one_with_memory_of_the_driver_refuses() {
+fn a_program_with_driver_allocated_memory_refuses_to_sleep() {
     refuses(&format!("{WORK} --kind async"), Some(("NVSHARE_MOVABLE_POOLS", "0")), SleepRefusal::Immovable);
 }
 
 #[test]
-fn one_in_a_gang_refuses() {
+fn a_gang_member_refuses_to_sleep() {
     refuses(WORK, Some(("NVSHARE_GANG", "pair")), SleepRefusal::Gang);
 }
 
 #[test]
-fn one_that_works_refuses() {
+fn a_busy_program_refuses_to_sleep() {
     refuses("mix --mem 8M --reps 2 --rounds endless", None, SleepRefusal::Busy);
 }
 
@@ -454,24 +454,24 @@ fn changes_gpus(gpus: &[usize], visible: Option<&str>) {
 }
 
 #[test]
-fn one_that_changes_gpus_goes_on() {
+fn a_program_continues_on_another_gpu() {
     changes_gpus(&[0], None);
 }
 
 #[test]
-fn one_that_sees_one_gpu_alone_changes_it() {
+fn a_program_that_sees_one_gpu_continues_on_another() {
     changes_gpus(&[1], Some("1"));
 }
 
 #[test]
-fn one_with_work_on_two_gpus_exchanges_them() {
+fn a_program_on_two_gpus_continues_with_the_gpus_exchanged() {
     changes_gpus(&[0, 1], None);
 }
 
 /// The driver knows the process's GPU, whatever the scheduler claims. The program reports that GPU
 /// to the scheduler.
 #[test]
-fn one_that_is_not_where_it_is_said_to_be_says_so() {
+fn a_program_reports_its_real_gpu_after_false_moves() {
     let machine = two_gpus();
     let both = uuids(&machine);
     let mut fake = Fake::new(&machine);
@@ -507,7 +507,7 @@ fn one_that_is_not_where_it_is_said_to_be_says_so() {
 /// The scheduler moves the program to another GPU, and disappears before it has told the program.
 /// The program tells the next scheduler the old GPU first, and then the new GPU.
 #[test]
-fn one_that_was_moved_by_a_scheduler_that_is_gone_tells_the_next_one() {
+fn a_program_reports_an_unannounced_move_to_the_next_scheduler() {
     let machine = two_gpus();
     let both = uuids(&machine);
     let mut fake = Fake::new(&machine);

@@ -67,7 +67,7 @@ fn charts_show_the_values_of_the_tables() {
 }
 
 #[test]
-fn every_row_is_a_figure_that_figures_toml_describes() {
+fn every_result_is_described_in_figures_toml() {
     let Figures { wanted, rows, .. } = figures();
     let units: BTreeMap<&str, &str> = wanted.iter().map(|w| (w.name.as_str(), w.unit.as_str())).collect();
     assert_eq!(units.len(), wanted.len(), "figures.toml has a figure twice");
@@ -114,7 +114,7 @@ fn pages_have_the_values_of_results_json() {
 }
 
 #[test]
-fn results_md_tells_every_miss() {
+fn results_md_lists_every_missed_aim() {
     let figures = figures();
     let (_, rest) = RESULTS.split_once("\n## What falls short\n").expect("the section");
     let told: BTreeSet<&str> =
@@ -132,7 +132,7 @@ fn results_md_tells_every_miss() {
 }
 
 #[test]
-fn the_length_of_the_readme_is_measured() {
+fn the_readme_length_in_results_json_is_current() {
     let lines = README.lines().count() as f64;
     let row = figures().rows.into_iter().find(|row| row.name == README_LINES).expect("its row");
     assert_eq!(row.value, lines, "the README has another length now: cargo run -p bench-support --bin figures");

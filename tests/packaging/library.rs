@@ -24,7 +24,7 @@ fn symbols(defined: bool) -> Vec<String> {
 }
 
 #[test]
-fn it_needs_the_c_library_and_nothing_else() {
+fn the_library_needs_only_the_c_library() {
     let dynamic = readelf("-d");
     let needed: Vec<&str> = dynamic.lines().filter(|line| line.contains("(NEEDED)")).collect();
     assert!(matches!(&needed[..], [one] if one.contains("[libc.so.6]")), "{needed:?}");
@@ -33,7 +33,7 @@ fn it_needs_the_c_library_and_nothing_else() {
 }
 
 #[test]
-fn it_needs_nothing_newer_than_glibc_2_17() {
+fn the_library_needs_no_symbol_newer_than_glibc_2_17() {
     let undefined = symbols(false);
     assert!(undefined.iter().any(|name| name.starts_with("malloc@")), "{undefined:?}");
     for name in undefined {
@@ -56,7 +56,7 @@ const NVML: [&str; 7] = [
 ];
 
 #[test]
-fn it_exports_its_hooks_and_nothing_else() {
+fn the_library_exports_only_its_hooks() {
     let exported = symbols(true);
     assert!(exported.iter().any(|name| name == "cuLaunchKernel"));
     for name in exported {
@@ -69,7 +69,7 @@ fn it_exports_its_hooks_and_nothing_else() {
 }
 
 #[test]
-fn loading_it_costs_next_to_nothing() {
+fn loading_the_library_executes_few_instructions() {
     let run = |library: Option<PathBuf>| {
         let mut command = Command::new("/bin/true");
         command.env_clear();

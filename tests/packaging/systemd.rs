@@ -21,7 +21,7 @@ fn ask(command: &mut Command) -> Option<Output> {
 }
 
 #[test]
-fn the_services_are_exposed_to_little() {
+fn systemd_analyze_rates_the_services_as_secure() {
     // The thresholds are in tenths: 0.7, and 1.5 for the service with capabilities.
     for (unit, threshold) in [("nvshare.service", 7), ("nvshare-checkpoint@.service", 15)] {
         let mut command = Command::new("systemd-analyze");
@@ -60,7 +60,7 @@ fn the_checkpoint_helper_is_started_for_the_scheduler_alone() {
 
 /// Checks that systemd accepts every unit. No program is installed at the units' paths yet.
 #[test]
-fn systemd_takes_the_units() {
+fn systemd_accepts_the_units() {
     let directory = Directory::new();
     for unit in std::fs::read_dir(installed("")).expect("a directory").map(|entry| entry.expect("an entry").path()) {
         let name = unit.file_name().and_then(|name| name.to_str()).expect("a name").to_owned();
@@ -87,7 +87,7 @@ fn systemd_takes_the_units() {
 
 /// Checks that a profile can include the abstraction, and that the parser accepts the result.
 #[test]
-fn apparmor_takes_the_abstraction() {
+fn apparmor_accepts_the_abstraction() {
     let directory = Directory::new();
     let abstraction = Path::new(env!("CARGO_MANIFEST_DIR")).join("etc/apparmor-abstraction");
     let profile = directory.0.join("profile");
@@ -104,7 +104,7 @@ fn apparmor_takes_the_abstraction() {
 }
 
 #[test]
-fn the_journal_takes_the_catalog() {
+fn journalctl_accepts_the_catalog() {
     let directory = Directory::new();
     let place = directory.0.join("usr/lib/systemd/catalog");
     std::fs::create_dir_all(&place).expect("a directory");

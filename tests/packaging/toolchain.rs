@@ -10,7 +10,7 @@ fn versions<'a>(text: &'a str, before: &str, after: &str) -> Vec<&'a str> {
 }
 
 #[test]
-fn every_file_names_the_same_oldest_cargo() {
+fn every_file_names_the_same_minimum_cargo_version() {
     let preload = include_str!("../../preload/Cargo.toml");
     assert_eq!(versions(preload, "\nrust-version = \"", "\""), [OLDEST]);
     assert_eq!(versions(include_str!("../../CONTRIBUTING.md"), "cargo ", " or newer"), [OLDEST]);

@@ -38,7 +38,7 @@ const MEASURE: Command = Command::Measure { gpu: GpuId(Uuid([0; 16])) };
 // ---- reports ----
 
 #[test]
-fn a_client_is_not_believed_to_have_what_no_measurement_shows() {
+fn reported_memory_that_no_measurement_shows_is_disbelieved() {
     let mut t = measured(AntiThrash::On);
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(7) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
@@ -59,7 +59,7 @@ fn a_client_is_not_believed_to_have_what_no_measurement_shows() {
 }
 
 #[test]
-fn a_client_that_does_not_answer_keeps_what_is_measured() {
+fn a_silent_client_is_charged_its_measured_memory() {
     let mut t = measured(AntiThrash::On);
     t.join(1, 12 * GIB);
     t.join(2, 8 * GIB);
@@ -76,7 +76,7 @@ fn a_client_that_does_not_answer_keeps_what_is_measured() {
 /// A client that was treated as dead maps its former allowance. It keeps that memory, whatever it
 /// reports.
 #[test]
-fn what_one_maps_that_did_not_answer_for_long_is_not_lost_sight_of() {
+fn memory_that_a_late_client_maps_is_still_charged() {
     let mut t = measured(AntiThrash::On);
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(1) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
@@ -108,7 +108,7 @@ fn what_one_maps_that_did_not_answer_for_long_is_not_lost_sight_of() {
 }
 
 #[test]
-fn what_a_measurement_confirms_counts() {
+fn memory_confirmed_by_a_measurement_counts() {
     let mut t = measured(AntiThrash::On);
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(7) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
@@ -124,7 +124,7 @@ fn what_a_measurement_confirms_counts() {
 }
 
 #[test]
-fn what_was_allowed_since_the_measurement_is_believed() {
+fn memory_allowed_since_the_measurement_is_believed() {
     let mut t = measured(AntiThrash::On);
     t.join(1, 8 * GIB);
     assert_eq!(t.attachment(1).mapped, 8 * GIB);
@@ -139,7 +139,7 @@ fn what_was_allowed_since_the_measurement_is_believed() {
 }
 
 #[test]
-fn without_measurements_clients_are_believed() {
+fn client_reports_are_believed_without_measurements() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(7) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
@@ -163,7 +163,7 @@ fn standstill() -> Talk {
 }
 
 #[test]
-fn two_clients_that_lack_a_little_each_do_not_stand_still() {
+fn two_clients_that_each_lack_a_little_make_progress() {
     let mut t = standstill();
     let really = 16 * GIB - 1536 * MIB;
     let mut done = [false; 2];
@@ -211,7 +211,7 @@ fn grown() -> Talk {
 }
 
 #[test]
-fn a_failure_has_others_evicted_and_the_client_granted_again() {
+fn a_mapping_failure_evicts_other_clients_and_grants_again() {
     let mut t = grown();
     let commands = t.release(2, ReleaseReason::NoMemory);
     assert_eq!(failed(&commands), [(2, GIB, 1)]);
@@ -236,7 +236,7 @@ fn a_failure_has_others_evicted_and_the_client_granted_again() {
 }
 
 #[test]
-fn a_failure_that_a_measurement_explains_leaves_no_shortfall() {
+fn a_mapping_failure_explained_by_a_measurement_leaves_no_shortfall() {
     let mut t = grown();
     t.release(2, ReleaseReason::NoMemory);
     t.request(2);
@@ -249,7 +249,7 @@ fn a_failure_that_a_measurement_explains_leaves_no_shortfall() {
 }
 
 #[test]
-fn a_measurement_that_never_comes_is_not_waited_for() {
+fn a_missing_measurement_times_out() {
     let mut t = grown();
     t.release(2, ReleaseReason::NoMemory);
     t.request(2);
@@ -260,7 +260,7 @@ fn a_measurement_that_never_comes_is_not_waited_for() {
 }
 
 #[test]
-fn what_a_failure_taught_ends_where_a_measurement_contradicts_it() {
+fn a_measurement_clears_a_contradicted_shortfall() {
     let mut t = grown();
     t.release(2, ReleaseReason::NoMemory);
     let shortfall = |t: &Talk| t.machine.gpu(gpu(0)).unwrap().shortfall;
@@ -278,7 +278,7 @@ fn what_a_failure_taught_ends_where_a_measurement_contradicts_it() {
 }
 
 #[test]
-fn a_client_that_needs_more_than_there_seems_to_be_may_try() {
+fn a_client_may_try_to_map_more_than_seems_free() {
     let mut t = measured(AntiThrash::On);
     t.join(1, 12 * GIB);
     t.join(2, 3 * GIB);
@@ -303,7 +303,7 @@ fn a_client_that_needs_more_than_there_seems_to_be_may_try() {
 }
 
 #[test]
-fn a_client_that_cannot_map_its_memory_alone_is_told_so() {
+fn a_client_that_cannot_map_its_memory_alone_is_denied() {
     let mut t = measured(AntiThrash::On);
     t.join(1, 15 * GIB);
     t.request(1);
@@ -325,7 +325,7 @@ fn a_client_that_cannot_map_its_memory_alone_is_told_so() {
 }
 
 #[test]
-fn a_client_that_only_says_that_mapping_failed_changes_nothing() {
+fn an_unconfirmed_mapping_failure_has_no_effect() {
     let mut t = measured(AntiThrash::On);
     t.join(1, 12 * GIB);
     t.join(2, 4 * GIB - 4096);
@@ -343,7 +343,7 @@ fn a_client_that_only_says_that_mapping_failed_changes_nothing() {
 }
 
 #[test]
-fn failures_change_nothing_for_others() {
+fn mapping_failures_do_not_reduce_other_clients_memory() {
     let mut t = measured(AntiThrash::On);
     t.join(1, 65 * MIB);
     t.join(2, 12 * GIB);
@@ -366,7 +366,7 @@ fn failures_change_nothing_for_others() {
 }
 
 #[test]
-fn a_failure_beside_pinned_memory_leaves_the_client_enough() {
+fn a_mapping_failure_beside_pinned_memory_leaves_enough_room() {
     let mut t = measured(AntiThrash::On);
     t.say(Event::Connected { client: client(3), gang: 0, tenant: TenantId(0) });
     t.say(Event::Attached { client: client(3), gpu: gpu(0), engine: Engine::Swap });
@@ -384,7 +384,7 @@ fn a_failure_beside_pinned_memory_leaves_the_client_enough() {
 }
 
 #[test]
-fn another_client_that_maps_after_a_failure_does_not_hide_that_the_first_was_alone() {
+fn a_lone_mapping_failure_is_recognized_despite_a_later_mapping() {
     let mut t = measured(AntiThrash::On);
     t.join(1, 15 * GIB);
     t.join(2, GIB / 2);
@@ -412,7 +412,7 @@ fn another_client_that_maps_after_a_failure_does_not_hide_that_the_first_was_alo
 }
 
 #[test]
-fn a_client_that_comes_back_does_not_wait_for_ever_for_a_measurement() {
+fn a_reconnecting_client_waits_for_a_measurement_only_briefly() {
     let mut t = measured(AntiThrash::On);
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
@@ -425,7 +425,7 @@ fn a_client_that_comes_back_does_not_wait_for_ever_for_a_measurement() {
 }
 
 #[test]
-fn a_client_may_try_on_each_of_its_gpus() {
+fn a_client_may_try_to_map_more_on_each_gpu() {
     let mut t = measured(AntiThrash::On);
     t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
@@ -442,7 +442,7 @@ fn a_client_may_try_on_each_of_its_gpus() {
 /// No request follows while the client holds the GPU, so the trial begins when the other client's
 /// memory has left.
 #[test]
-fn a_holder_may_try_once_others_have_left() {
+fn a_holder_may_try_to_map_more_after_other_memory_is_evicted() {
     let mut t = measured(AntiThrash::On);
     t.measured(16 * GIB); // no memory seems to be free
     t.join(1, 2 * GIB);
@@ -480,7 +480,7 @@ fn clients_that_exceed_the_capacity_never_run_together() {
 }
 
 #[test]
-fn a_client_that_tries_to_map_more_takes_nothing_from_contexts() {
+fn a_mapping_trial_takes_no_memory_from_contexts() {
     let mut t = measured(AntiThrash::On);
     t.measured(6 * GIB);
     t.join(1, 12 * GIB);
@@ -491,7 +491,7 @@ fn a_client_that_tries_to_map_more_takes_nothing_from_contexts() {
 }
 
 #[test]
-fn a_client_that_comes_back_with_memory_is_measured_before_it_is_asked_for_any() {
+fn a_reconnecting_client_is_measured_before_it_is_evicted() {
     let mut t = measured(AntiThrash::On);
     t.measured(10 * GIB); // includes the client's own memory, which was measured before it connected
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
@@ -535,7 +535,7 @@ fn a_holder_that_keeps_growing_may_map_ahead() {
 }
 
 #[test]
-fn what_may_be_mapped_ahead_is_given_back_to_who_needs_it() {
+fn a_map_ahead_allowance_returns_to_a_client_that_needs_it() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     growing(&mut t, 1, 4 * GIB);
     assert_eq!(t.attachment(1).allowance, 5 * GIB + 32 * MIB);
@@ -549,7 +549,7 @@ fn what_may_be_mapped_ahead_is_given_back_to_who_needs_it() {
 }
 
 #[test]
-fn what_may_be_mapped_ahead_is_given_to_another_of_the_same_gang() {
+fn a_map_ahead_allowance_passes_to_another_gang_member() {
     let mut t = Talk::in_mode(AntiThrash::On);
     let join = |t: &mut Talk, n: u64, demand: u64| {
         t.say(Event::Connected { client: client(n), gang: 1, tenant: TenantId(0) });
@@ -574,7 +574,7 @@ fn what_may_be_mapped_ahead_is_given_to_another_of_the_same_gang() {
 }
 
 #[test]
-fn a_limit_holds_for_what_is_mapped_ahead() {
+fn a_map_ahead_allowance_stays_within_the_limit() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
     t.group(1, Amount::Bytes(GIB + 128 * MIB));
@@ -591,7 +591,7 @@ fn a_limit_holds_for_what_is_mapped_ahead() {
 }
 
 #[test]
-fn a_holder_that_does_not_grow_maps_nothing_ahead() {
+fn a_holder_that_does_not_grow_gets_no_map_ahead_allowance() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, GIB);
     t.request(1);

@@ -39,7 +39,7 @@ fn longest_wait(world: &World) -> Duration {
 }
 
 #[test]
-fn who_has_had_less_passes_who_has_had_much() {
+fn a_new_short_job_overtakes_a_long_job() {
     let mut world = world(adaptive(AntiThrash::Auto, s(30), s(60)));
     let long = world.add(Plan { gpu: s(200), tenant: user(1), ..Plan::default() });
     let short = world.add(Plan { gpu: s(3), start: s(20), tenant: user(2), ..Plan::default() });
@@ -49,7 +49,7 @@ fn who_has_had_less_passes_who_has_had_much() {
 }
 
 #[test]
-fn equals_without_room_for_each_other_run_nearly_one_after_another() {
+fn equal_jobs_that_do_not_fit_together_run_nearly_in_sequence() {
     let mut world = world(adaptive(AntiThrash::Auto, s(30), s(60)));
     let job = |n| Plan { demand: 12 * GIB, gpu: s(60), tenant: user(n), ..Plan::default() };
     let jobs = [1, 2, 3].map(|n| world.add(job(n)));
@@ -64,7 +64,7 @@ fn equals_without_room_for_each_other_run_nearly_one_after_another() {
 }
 
 #[test]
-fn jobs_count_and_not_their_users() {
+fn gpu_time_is_divided_per_job_and_not_per_user() {
     let mut world = world(adaptive(AntiThrash::Auto, s(5), s(10)));
     let job = |n| Plan { gpu: s(400), tenant: user(n), ..Plan::default() };
     let many = [1, 1, 1].map(|n| world.add(job(n)));
@@ -76,7 +76,7 @@ fn jobs_count_and_not_their_users() {
 }
 
 #[test]
-fn nobody_waits_much_longer_than_twice_max_wait_or_without_it_than_eight_rounds() {
+fn waits_are_bounded_by_twice_max_wait_or_eight_rounds() {
     for (mode, max_wait) in [AntiThrash::Auto, AntiThrash::On].into_iter().flat_map(|mode| [(mode, 4), (mode, 0)]) {
         let mut world = world(adaptive(mode, s(1), s(max_wait)));
         // Two long jobs compete with newcomers that would fill the GPU by themselves.
@@ -95,7 +95,7 @@ fn nobody_waits_much_longer_than_twice_max_wait_or_without_it_than_eight_rounds(
 
 /// A turn is useless if it ends before the client's memory has been restored.
 #[test]
-fn who_has_aged_runs_for_longer_than_its_memory_takes_to_come() {
+fn an_aged_clients_turn_exceeds_its_restore_time() {
     let mut world = world(adaptive(AntiThrash::Auto, s(30), s(20)));
     let large = world.add(Plan { demand: 14 * GIB, gpu: s(300), tenant: user(1), ..Plan::default() });
     for n in 0..400 {
@@ -110,7 +110,7 @@ fn who_has_aged_runs_for_longer_than_its_memory_takes_to_come() {
 
 /// After half a second at a hundredth of the weight, the client waits for 50 s.
 #[test]
-fn a_client_with_a_lower_weight_of_its_own_waits_that_off_and_no_longer() {
+fn a_lower_environment_weight_delays_a_client_only_temporarily() {
     let mut t = Talk::new(adaptive(AntiThrash::On, ms(500), s(0)));
     (1..=3).for_each(|n| drop(t.join(n, GIB)));
     let limits = EnvLimits { weight: Some(1), ..EnvLimits::default() };
@@ -133,7 +133,7 @@ fn a_client_with_a_lower_weight_of_its_own_waits_that_off_and_no_longer() {
 }
 
 #[test]
-fn memory_leaves_from_those_first_who_run_last() {
+fn clients_that_run_last_are_evicted_first() {
     let mut world = world(adaptive(AntiThrash::Auto, s(30), s(0)));
     for n in 1..=4 {
         let start = ms(500 * n);
@@ -157,7 +157,7 @@ fn memory_leaves_from_those_first_who_run_last() {
 }
 
 #[test]
-fn shares_hold_whatever_the_number_of_jobs() {
+fn shares_hold_for_any_number_of_jobs() {
     for (weights, part) in [((300, 100), 0.75), ((100, 100), 0.5)] {
         let mut world = world(adaptive(AntiThrash::Auto, s(1), s(4)));
         let group = |id, weight| {
@@ -175,7 +175,7 @@ fn shares_hold_whatever_the_number_of_jobs() {
 }
 
 #[test]
-fn those_without_a_rule_count_for_as_many_groups_as_they_have_users() {
+fn clients_without_a_rule_form_one_group_per_user() {
     let mut world = world(adaptive(AntiThrash::Auto, s(1), s(4)));
     let share = Share { weight: 200, ..Share::default() };
     let group = Some(Group { id: GroupId(1), limits: RuleLimits { share: Some(share), ..RuleLimits::default() } });
@@ -189,7 +189,7 @@ fn those_without_a_rule_count_for_as_many_groups_as_they_have_users() {
 }
 
 #[test]
-fn a_least_and_a_greatest_part_hold() {
+fn time_min_and_time_max_hold() {
     let mut world = world(adaptive(AntiThrash::Auto, s(1), s(4)));
     let group = |id, min, max| {
         let share = Share { min, max, ..Share::default() };
@@ -206,7 +206,7 @@ fn a_least_and_a_greatest_part_hold() {
 }
 
 #[test]
-fn who_is_interactive_waits_for_no_turn_to_end() {
+fn an_interactive_client_waits_for_no_turn_to_end() {
     let mut world = world(adaptive(AntiThrash::Auto, s(30), s(60)));
     let share = Share { interactive: true, ..Share::default() };
     let group = Some(Group { id: GroupId(1), limits: RuleLimits { share: Some(share), ..RuleLimits::default() } });
@@ -221,7 +221,7 @@ fn who_is_interactive_waits_for_no_turn_to_end() {
 }
 
 #[test]
-fn a_policy_that_changes_counts_at_once() {
+fn a_policy_change_takes_effect_immediately() {
     let mut world = world(settings(AntiThrash::Auto, s(30)));
     let job = |gpu, start| Plan { demand: 12 * GIB, gpu, start, ..Plan::default() };
     let long = world.add(job(s(300), s(0)));

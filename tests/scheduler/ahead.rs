@@ -29,7 +29,7 @@ fn spares(commands: &[Command]) -> Vec<(u64, u64)> {
 }
 
 #[test]
-fn a_client_whose_memory_rests_prepares_for_losing_it_once() {
+fn a_client_with_unchanged_memory_prepares_once_for_eviction() {
     let mut t = with_client(64 * GIB);
     assert_eq!(t.after(REST - ms(1)), []);
     assert!(!t.machine.is_ahead());
@@ -45,7 +45,7 @@ fn a_client_whose_memory_rests_prepares_for_losing_it_once() {
 }
 
 #[test]
-fn memory_that_keeps_changing_or_cannot_leave_needs_none() {
+fn changing_or_unevictable_memory_gets_no_buffers_ahead() {
     let mut t = with_client(64 * GIB);
     for n in 1..10 {
         assert_eq!(t.after(REST / 2), []);
@@ -64,7 +64,7 @@ fn memory_that_keeps_changing_or_cannot_leave_needs_none() {
 }
 
 #[test]
-fn together_they_take_what_the_host_can_spare() {
+fn buffers_ahead_stay_within_the_hosts_spare_memory() {
     let mut t = with_client(5 * GIB);
     t.after(REST);
     t.join(2, 4 * GIB);
@@ -79,7 +79,7 @@ fn together_they_take_what_the_host_can_spare() {
 }
 
 #[test]
-fn they_give_it_back_when_the_host_lacks_memory_and_are_asked_again_when_it_no_longer_does() {
+fn buffers_ahead_are_returned_under_host_memory_pressure() {
     let mut t = with_client(64 * GIB);
     t.after(REST);
     t.join(2, 0);
@@ -93,7 +93,7 @@ fn they_give_it_back_when_the_host_lacks_memory_and_are_asked_again_when_it_no_l
 }
 
 #[test]
-fn where_host_memory_is_scarce_or_nothing_may_be_lent_nobody_is_asked() {
+fn no_buffers_are_made_ahead_if_host_memory_is_scarce() {
     let mut t = with_client(0);
     assert_eq!(t.after(REST), []);
     let mut t = with_client(64 * GIB);

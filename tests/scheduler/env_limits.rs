@@ -35,7 +35,7 @@ fn arrive(t: &mut Talk, n: u64, own: EnvLimits) -> Vec<Command> {
 }
 
 #[test]
-fn a_program_has_no_more_than_it_allows_itself_context_included() {
+fn an_environment_memory_max_includes_the_context() {
     let mut t = Talk::new(Settings { context: 512 * MIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
     let most = 5 * GIB + 2 * MIB;
     let commands = arrive(&mut t, 1, at_most(most));
@@ -60,7 +60,7 @@ fn a_program_has_no_more_than_it_allows_itself_context_included() {
 }
 
 #[test]
-fn both_bounds_hold_each_in_its_own_right() {
+fn environment_and_rule_limits_hold_independently() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     for n in [1, 2] {
         arrive(&mut t, n, if n == 1 { at_most(3 * GIB) } else { EnvLimits::default() });
@@ -80,7 +80,7 @@ fn both_bounds_hold_each_in_its_own_right() {
 }
 
 #[test]
-fn what_is_too_much_for_itself_leaves_when_its_client_does_not_run() {
+fn memory_above_an_environment_limit_is_evicted_while_idle() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 6 * GIB);
     let commands = say(&mut t, 1, at_most(4 * GIB));

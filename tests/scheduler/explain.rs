@@ -19,7 +19,7 @@ fn reasons(t: &Talk, n: u64) -> Vec<(u64, Reason)> {
 }
 
 #[test]
-fn turns_that_end_by_the_clock_end_when_expected() {
+fn timed_turns_end_at_the_predicted_time() {
     let mut t = Talk::with_waiter();
     t.join(3, GIB);
     t.request(3);
@@ -47,7 +47,7 @@ fn turns_that_end_by_the_clock_end_when_expected() {
 }
 
 #[test]
-fn who_waits_for_nothing_is_told_nothing_else() {
+fn a_client_that_does_not_wait_has_no_predicted_start() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, GIB);
     let idle = of(&t, 1);
@@ -59,7 +59,7 @@ fn who_waits_for_nothing_is_told_nothing_else() {
 }
 
 #[test]
-fn a_holder_that_nobody_makes_leave_has_no_expected_end() {
+fn a_holder_that_is_not_preempted_has_no_predicted_end() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join_of(TenantId(1), 1, GIB);
     t.join_of(TenantId(2), 2, GIB);
@@ -77,7 +77,7 @@ fn a_holder_that_nobody_makes_leave_has_no_expected_end() {
 }
 
 #[test]
-fn a_rule_that_goes_first_is_the_reason() {
+fn precedence_by_rule_is_named_as_the_reason() {
     for (share, reason) in [
         (Share { priority: 5, ..Share::default() }, Reason::Priority),
         (Share { interactive: true, ..Share::default() }, Reason::Interactive),
@@ -100,7 +100,7 @@ fn a_rule_that_goes_first_is_the_reason() {
 }
 
 #[test]
-fn an_owner_that_has_had_less_goes_first() {
+fn a_tenant_with_less_used_time_goes_first() {
     let mut t = Talk::in_mode(AntiThrash::On);
     for (n, tenant) in [(1, 1), (2, 2), (3, 1), (4, 4)] {
         t.join_of(TenantId(tenant), n, GIB);
@@ -120,7 +120,7 @@ fn an_owner_that_has_had_less_goes_first() {
 }
 
 #[test]
-fn what_keeps_a_client_out_of_the_queue_is_named() {
+fn the_obstacle_of_an_unqueued_client_is_named() {
     let mut t = Talk::with_waiter();
     t.say(Event::Stopped { client: client(2), stopped: true });
     assert_eq!(of(&t, 2).obstacle, Some(Obstacle::Stopped));
@@ -144,7 +144,7 @@ fn what_keeps_a_client_out_of_the_queue_is_named() {
 }
 
 #[test]
-fn memory_that_has_to_move_is_told_and_takes_time() {
+fn the_predicted_start_includes_the_time_to_move_memory() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::GpuLink { gpu: gpu(0), rate: 8 * GIB });
     t.join(1, 12 * GIB);
@@ -187,7 +187,7 @@ fn errors(mode: AntiThrash, clients: u64, demand: u64, until: u64) -> Vec<f64> {
 }
 
 #[test]
-fn what_is_expected_happens_within_a_turn() {
+fn predicted_starts_are_accurate_to_two_seconds() {
     for (mode, clients, demand) in [
         (AntiThrash::On, 2, GIB),
         (AntiThrash::On, 4, GIB),

@@ -26,7 +26,7 @@ fn two_jobs(mode: AntiThrash, demand: u64, late: Duration, gang: impl Fn(u64) ->
 }
 
 #[test]
-fn jobs_that_say_they_are_gangs_never_wait_for_each_other() {
+fn declared_gangs_never_deadlock_each_other() {
     for mode in [AntiThrash::On, AntiThrash::Auto] {
         for demand in [GIB, 12 * GIB] {
             let (mut world, clients) = two_jobs(mode, demand, Duration::ZERO, |job| job);
@@ -40,7 +40,7 @@ fn jobs_that_say_they_are_gangs_never_wait_for_each_other() {
 /// One process of a job always requests its GPU later than the other process. The other process
 /// then waits for the late one, and its GPU is often revoked during that wait.
 #[test]
-fn a_gang_that_was_cut_off_in_the_middle_goes_on_until_it_drains() {
+fn a_gang_revoked_midway_continues_until_it_drains() {
     for mode in [AntiThrash::On, AntiThrash::Auto] {
         for demand in [GIB, 12 * GIB] {
             let (mut world, clients) = two_jobs(mode, demand, ms(20), |job| job);
@@ -52,7 +52,7 @@ fn a_gang_that_was_cut_off_in_the_middle_goes_on_until_it_drains() {
 }
 
 #[test]
-fn a_deadlock_that_nobody_announced_is_broken_by_running_the_partners() {
+fn an_undeclared_deadlock_is_broken_by_running_the_partners() {
     for mode in [AntiThrash::On, AntiThrash::Auto] {
         let (mut world, clients) = two_jobs(mode, GIB, Duration::ZERO, |_| 0);
         assert!(world.run(Duration::from_secs(300)), "{mode:?}: {:?}", world.machine.gpus());
@@ -63,7 +63,7 @@ fn a_deadlock_that_nobody_announced_is_broken_by_running_the_partners() {
 
 /// Clients 1 and 2 are a gang that has the GPU, and client 3 requests it. Client 1 was revoked and
 /// has released the lock.
-fn with_one_that_drains() -> Talk {
+fn with_draining_member() -> Talk {
     let mut t = Talk::in_mode(AntiThrash::On);
     for (n, gang) in [(1, 7), (2, 7), (3, 0)] {
         t.join(n, GIB);
@@ -85,8 +85,8 @@ fn with_one_that_drains() -> Talk {
 }
 
 #[test]
-fn one_that_drains_for_long_is_helped_by_its_gang_until_it_has_drained() {
-    let mut t = with_one_that_drains();
+fn a_slowly_draining_member_gets_its_gang_until_it_has_drained() {
+    let mut t = with_draining_member();
     assert_eq!(t.after(ms(19)), []);
     assert_eq!(t.after(ms(1))[..1], [grant(1)], "it lags");
     assert_eq!(t.after(ms(500)), [], "nobody is asked for what another one may need");
@@ -96,8 +96,8 @@ fn one_that_drains_for_long_is_helped_by_its_gang_until_it_has_drained() {
 }
 
 #[test]
-fn one_that_drains_in_time_is_waited_for() {
-    let mut t = with_one_that_drains();
+fn a_member_that_drains_in_time_delays_the_next_grant() {
+    let mut t = with_draining_member();
     t.after(ms(15));
     assert_eq!(t.release(2, ReleaseReason::Revoked)[..1], [grant(3)]);
 }

@@ -43,7 +43,7 @@ fn fulfilled(t: &Talk, wishes: &[(u64, u64)]) -> Vec<u64> {
 }
 
 #[test]
-fn an_allocation_beyond_the_groups_limit_waits_until_others_have_freed_enough() {
+fn an_allocation_beyond_the_group_limit_waits_for_freed_memory() {
     let mut t = group(waits(8 * GIB), [6 * GIB, GIB]);
     assert_eq!(wish(&mut t, 2, 3 * GIB), [waiting(2, WaitReason::Memory)]);
     assert_eq!(t.after(Duration::from_secs(3600)), [], "as long as it takes");
@@ -54,7 +54,7 @@ fn an_allocation_beyond_the_groups_limit_waits_until_others_have_freed_enough() 
 }
 
 #[test]
-fn what_can_never_be_had_fails_at_once() {
+fn an_allocation_above_the_limit_fails_immediately() {
     let mut t = group(waits(8 * GIB), [GIB, GIB]);
     assert_eq!(wish(&mut t, 1, 9 * GIB), [denied(1, 9 * GIB, Denial::MemoryMax)]);
     let mut t = group(RuleLimits { swap_max: Some(4 * GIB), ..waits(8 * GIB) }, [GIB, GIB]);
@@ -62,7 +62,7 @@ fn what_can_never_be_had_fails_at_once() {
 }
 
 #[test]
-fn where_all_wait_for_each_other_the_last_to_come_is_refused() {
+fn the_last_of_mutually_waiting_allocations_is_denied() {
     let mut t = group(waits(8 * GIB), [4 * GIB, 4 * GIB]);
     assert_eq!(wish(&mut t, 1, 6 * GIB), [waiting(1, WaitReason::Memory)]);
     assert_eq!(t.after(Duration::from_secs(60)), [], "the other may free some");
@@ -75,7 +75,7 @@ fn where_all_wait_for_each_other_the_last_to_come_is_refused() {
 }
 
 #[test]
-fn one_alone_that_has_all_there_is_waits_for_nobody() {
+fn a_lone_client_at_its_limit_is_denied_immediately() {
     let mut t = group(waits(8 * GIB), [GIB]);
     t.put(&[1], waits(2 * GIB));
     assert_eq!(wish(&mut t, 1, 3 * GIB), [denied(1, 3 * GIB, Denial::MemoryMax)]);
@@ -101,7 +101,7 @@ fn waiting_allocations_of_a_group_are_served_in_order_of_arrival() {
 }
 
 #[test]
-fn a_rule_that_no_longer_has_anybody_wait_refuses_those_who_do() {
+fn pending_allocations_are_denied_if_the_rule_stops_waiting() {
     let mut t = group(waits(8 * GIB), [8 * GIB, 0]);
     assert_eq!(wish(&mut t, 2, GIB), [waiting(2, WaitReason::Memory)]);
     let commands = t.put(&[1, 2], RuleLimits { memory_max: Amount::Bytes(8 * GIB), ..RuleLimits::default() });
@@ -109,7 +109,7 @@ fn a_rule_that_no_longer_has_anybody_wait_refuses_those_who_do() {
 }
 
 #[test]
-fn allocations_wait_for_host_memory_as_well() {
+fn allocations_also_wait_for_host_memory() {
     let mut t = group(waits(16 * GIB), [10 * GIB, 6 * GIB]);
     t.say(Event::HostMemory { bytes: 2 * GIB });
     t.join(3, 0);
@@ -123,7 +123,7 @@ fn allocations_wait_for_host_memory_as_well() {
 }
 
 #[test]
-fn what_is_protected_leaves_only_if_nobody_else_has_anything_to_give() {
+fn protected_memory_is_evicted_last() {
     let mut t = Talk::in_mode(AntiThrash::On);
     for n in [1, 2] {
         t.join(n, 6 * GIB);
@@ -148,7 +148,7 @@ fn what_is_protected_leaves_only_if_nobody_else_has_anything_to_give() {
 }
 
 #[test]
-fn what_a_group_could_swap_out_is_bounded_over_all_gpus() {
+fn swap_max_bounds_a_groups_memory_on_all_gpus() {
     let limits = RuleLimits { swap_max: Some(6 * GIB), ..RuleLimits::default() };
     let mut t = group(limits, [4 * GIB, GIB]);
     t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
@@ -168,7 +168,7 @@ fn what_a_group_could_swap_out_is_bounded_over_all_gpus() {
 }
 
 #[test]
-fn what_is_more_than_a_limit_that_fell_leaves_the_gpu_when_its_client_does_not_run() {
+fn memory_above_a_lowered_limit_is_evicted_while_idle() {
     let mut t = group(RuleLimits { memory_max: Amount::Bytes(16 * GIB), ..RuleLimits::default() }, [6 * GIB, 6 * GIB]);
     t.request(1);
     let lowered = RuleLimits { memory_max: Amount::Bytes(8 * GIB), ..RuleLimits::default() };
@@ -192,7 +192,7 @@ fn what_is_more_than_a_limit_that_fell_leaves_the_gpu_when_its_client_does_not_r
 }
 
 #[test]
-fn contexts_count_for_a_groups_limit() {
+fn contexts_count_towards_a_groups_limit() {
     let settings = Settings { context: 512 * MIB, ..settings(AntiThrash::On, Duration::from_secs(1)) };
     let mut t = Talk::new(settings);
     t.join(1, 0);

@@ -173,7 +173,7 @@ fn migrated(from: u64, to: u64, why: Option<MoveObstacle>) -> Command {
 const PREPARE: Command = Command::PrepareSleep { client: ClientId(1), paused: true };
 
 #[test]
-fn one_that_is_idle_sleeps_is_moved_and_wakes() {
+fn an_idle_client_sleeps_moves_and_wakes() {
     let mut scene = Scene::new();
     let commands = scene.migrate(1, 0, 1);
     assert_eq!(commands.last(), Some(&PREPARE), "{commands:?}");
@@ -194,7 +194,7 @@ fn one_that_is_idle_sleeps_is_moved_and_wakes() {
 }
 
 #[test]
-fn one_that_has_work_is_asked_for_the_lock_and_goes_on_there() {
+fn a_busy_client_releases_the_lock_and_resumes_on_the_new_gpu() {
     let mut scene = Scene::new();
     scene.request(1);
     assert_eq!(scene.migrate(1, 0, 1), [revoke(1)]);
@@ -211,7 +211,7 @@ fn one_that_has_work_is_asked_for_the_lock_and_goes_on_there() {
 }
 
 #[test]
-fn one_that_sleeps_is_moved_at_once_and_sleeps_on() {
+fn a_sleeping_client_moves_immediately_and_stays_asleep() {
     let mut scene = Scene::asleep();
     let commands = scene.migrate(1, 0, 1);
     assert!(commands.contains(&moved(0, 1)) && commands.contains(&migrated(0, 1, None)), "{commands:?}");
@@ -224,7 +224,7 @@ fn one_that_sleeps_is_moved_at_once_and_sleeps_on() {
 }
 
 #[test]
-fn one_that_is_moved_back_before_it_wakes_has_not_been_moved() {
+fn a_client_moved_back_before_it_wakes_counts_as_unmoved() {
     let mut scene = Scene::asleep();
     scene.migrate(1, 0, 1);
     assert!(scene.migrate(1, 1, 0).contains(&moved(1, 0)));
@@ -235,7 +235,7 @@ fn one_that_is_moved_back_before_it_wakes_has_not_been_moved() {
 }
 
 #[test]
-fn one_that_cannot_be_restored_there_comes_back_where_it_was() {
+fn a_client_whose_restore_fails_returns_to_its_old_gpu() {
     for settles in [false, true] {
         let mut scene = Scene::restoring();
         if settles {
@@ -253,7 +253,7 @@ fn one_that_cannot_be_restored_there_comes_back_where_it_was() {
 }
 
 #[test]
-fn one_that_a_helper_left_running_is_on_the_other_gpu() {
+fn a_client_found_running_after_a_restore_is_on_the_new_gpu() {
     let mut scene = Scene::restoring();
     scene.helper(1, SleepOutcome::Unknown);
     let commands = scene.helper(1, SleepOutcome::Runs);
@@ -262,7 +262,7 @@ fn one_that_a_helper_left_running_is_on_the_other_gpu() {
 }
 
 #[test]
-fn one_that_refuses_to_sleep_goes_on_where_it_is() {
+fn a_client_that_refuses_to_sleep_continues_on_its_gpu() {
     let mut scene = Scene::new();
     scene.request(1);
     scene.migrate(1, 0, 1);
@@ -277,7 +277,7 @@ fn one_that_refuses_to_sleep_goes_on_where_it_is() {
 }
 
 #[test]
-fn one_that_is_resumed_before_it_sleeps_stays() {
+fn a_client_resumed_before_it_sleeps_is_not_moved() {
     let mut scene = Scene::new();
     scene.request(1);
     scene.migrate(1, 0, 1);
@@ -289,7 +289,7 @@ fn one_that_is_resumed_before_it_sleeps_stays() {
 }
 
 #[test]
-fn one_that_is_paused_while_it_is_restored_there_has_arrived() {
+fn a_client_paused_during_its_restore_has_been_moved() {
     let mut scene = Scene::restoring();
     scene.t.say(Event::SleepWanted { client: client(1), paused: true });
     let commands = scene.helper(1, SleepOutcome::Runs);
@@ -297,7 +297,7 @@ fn one_that_is_paused_while_it_is_restored_there_has_arrived() {
 }
 
 #[test]
-fn who_cannot_be_moved_is_refused_at_once() {
+fn an_impossible_move_is_refused_immediately() {
     let mut scene = Scene::new();
     let refused = |scene: &mut Scene, from, to, why| {
         assert_eq!(scene.migrate(1, from, to), [migrated(from, to, Some(why))]);
@@ -349,7 +349,7 @@ fn scarce() -> Scene {
 }
 
 #[test]
-fn where_host_memory_is_scarce_others_limits_leave_room_for_one_that_comes() {
+fn scarce_host_memory_lowers_limits_on_the_target_gpu() {
     let mut scene = scarce();
     let commands = scene.migrate(1, 0, 1);
     let own = commands.iter().position(|c| matches!(c, Command::Limit { client: ClientId(1), .. }));
@@ -375,7 +375,7 @@ fn where_host_memory_is_scarce_others_limits_leave_room_for_one_that_comes() {
 }
 
 #[test]
-fn one_that_sleeps_is_moved_when_others_have_acknowledged_lower_limits() {
+fn a_sleeping_client_moves_after_lower_limits_are_acknowledged() {
     for answers in [false, true] {
         let mut scene = scarce();
         scene.t.say(Event::SleepWanted { client: client(1), paused: true });
@@ -416,7 +416,7 @@ fn keeps_its_promises(scene: &Scene) {
 const BESIDE: u64 = 11 * GIB + MIB;
 
 #[test]
-fn its_place_is_promised_to_nobody_before_it_is_restored_on_the_other_gpu() {
+fn the_old_gpus_memory_stays_reserved_until_the_restore_succeeds() {
     for fails in [true, false] {
         let mut scene = shared_home();
         scene.migrate(1, 0, 1);
@@ -444,7 +444,7 @@ fn its_place_is_promised_to_nobody_before_it_is_restored_on_the_other_gpu() {
 }
 
 #[test]
-fn its_place_is_kept_where_its_process_was_however_often_it_is_moved_asleep() {
+fn repeated_moves_while_asleep_keep_the_memory_on_the_old_gpu() {
     let mut scene = shared_home();
     scene.add_gpu(2);
     scene.t.say(Event::SleepWanted { client: client(1), paused: true });
@@ -472,7 +472,7 @@ fn its_place_is_kept_where_its_process_was_however_often_it_is_moved_asleep() {
 }
 
 #[test]
-fn nothing_else_of_it_goes_where_it_may_have_to_come_back_to() {
+fn a_clients_possible_return_gpu_is_no_target_for_its_other_gpus() {
     let mut scene = Scene::new();
     scene.add_gpu(2);
     scene.t.say(Event::Attached { client: client(1), gpu: gpu(2), engine: Engine::Swap });
@@ -486,7 +486,7 @@ fn nothing_else_of_it_goes_where_it_may_have_to_come_back_to() {
 }
 
 #[test]
-fn one_of_a_gang_is_refused() {
+fn a_gang_member_cannot_be_moved() {
     let mut scene = Scene::new();
     let group = Group { id: GroupId(1), limits: RuleLimits { gang: true, ..RuleLimits::default() } };
     scene.join(2, 0, GIB);
@@ -496,7 +496,7 @@ fn one_of_a_gang_is_refused() {
 }
 
 #[test]
-fn a_group_gets_no_more_than_it_may_have_there() {
+fn a_move_beyond_the_group_limit_is_refused() {
     let mut scene = Scene::new();
     scene.join(2, 1, 6 * GIB);
     let limits = RuleLimits { memory_max: Amount::Bytes(10 * GIB), ..RuleLimits::default() };
@@ -506,7 +506,7 @@ fn a_group_gets_no_more_than_it_may_have_there() {
 }
 
 #[test]
-fn one_for_which_there_is_no_room_any_more_wakes_at_home() {
+fn a_client_without_room_on_the_target_wakes_on_its_old_gpu() {
     let mut scene = Scene::new();
     scene.migrate(1, 0, 1);
     scene.map(1);
@@ -521,7 +521,7 @@ fn one_for_which_there_is_no_room_any_more_wakes_at_home() {
 }
 
 #[test]
-fn one_that_ends_on_its_way_leaves_nothing() {
+fn a_client_that_exits_during_a_move_leaves_no_charges() {
     for stage in 0..3 {
         let mut scene = Scene::new();
         scene.migrate(1, 0, 1);
@@ -560,7 +560,7 @@ mod drain {
     }
 
     #[test]
-    fn who_is_there_goes_to_another_gpu() {
+    fn draining_a_gpu_moves_its_clients() {
         let mut scene = Scene::new();
         scene.request(1);
         assert_eq!(drain(&mut scene, &[1]), [revoke(1)]);
@@ -575,7 +575,7 @@ mod drain {
     }
 
     #[test]
-    fn who_has_no_other_gpu_sleeps_until_it_is_in_use_again() {
+    fn a_client_without_another_gpu_sleeps_until_the_undrain() {
         for is_idle in [false, true] {
             let mut scene = if is_idle { Scene::asleep() } else { Scene::new() };
             drain(&mut scene, &[]);
@@ -597,7 +597,7 @@ mod drain {
     }
 
     #[test]
-    fn who_was_asleep_before_sleeps_on_after() {
+    fn a_client_asleep_before_a_drain_stays_asleep() {
         let mut scene = Scene::asleep();
         drain(&mut scene, &[]);
         undrain(&mut scene);
@@ -609,7 +609,7 @@ mod drain {
     }
 
     #[test]
-    fn who_can_neither_go_nor_sleep_goes_on_and_is_asked_again() {
+    fn a_client_that_cannot_leave_a_drained_gpu_runs_and_is_asked_again() {
         let mut scene = Scene::new();
         scene.request(1);
         drain(&mut scene, &[]);
@@ -628,7 +628,7 @@ mod drain {
     }
 
     #[test]
-    fn who_can_certainly_not_sleep_is_not_interrupted() {
+    fn a_client_that_can_never_sleep_is_not_interrupted_by_a_drain() {
         let mut scene = Scene::new();
         let group = Group { id: GroupId(1), limits: RuleLimits { gang: true, ..RuleLimits::default() } };
         scene.join(2, 0, GIB);
@@ -641,7 +641,7 @@ mod drain {
     }
 
     #[test]
-    fn whoever_comes_waits_and_is_not_refused() {
+    fn a_client_attaching_to_a_drained_gpu_waits() {
         let mut scene = Scene::new();
         drain(&mut scene, &[1]);
         scene.t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(2) });
@@ -657,7 +657,7 @@ mod drain {
     /// While the clients are deferred, their contexts don't count. So their limits at that time
     /// leave no room for contexts.
     #[test]
-    fn whoever_has_waited_is_promised_nothing_of_what_contexts_take() {
+    fn limits_of_deferred_clients_leave_room_for_their_contexts() {
         let mut t = Talk::new(Settings { context: CONTEXT, reserve: 0, ..settings(AntiThrash::On, ms(1000)) });
         t.say(Event::HostMemory { bytes: 0 });
         t.say(Event::Drain { gpu: gpu(0), drained: true });
@@ -676,7 +676,7 @@ mod drain {
     }
 
     #[test]
-    fn nobody_is_moved_or_placed_there() {
+    fn no_client_is_moved_to_or_placed_on_a_drained_gpu() {
         let mut scene = Scene::new();
         scene.t.say(Event::Drain { gpu: gpu(1), drained: true });
         assert_eq!(scene.migrate(1, 0, 1), [migrated(0, 1, Some(MoveObstacle::Drained))]);
@@ -687,7 +687,7 @@ mod drain {
     }
 
     #[test]
-    fn one_that_could_not_be_restored_on_one_gpu_goes_to_the_next() {
+    fn a_drained_client_tries_the_next_gpu_after_a_failed_restore() {
         let mut scene = Scene::new();
         scene.add_gpu(2);
         drain(&mut scene, &[1, 2]);
@@ -704,7 +704,7 @@ mod drain {
     }
 
     #[test]
-    fn one_that_finds_the_other_gpu_full_goes_to_the_next() {
+    fn a_drained_client_tries_the_next_gpu_if_the_first_is_full() {
         let mut scene = Scene::new();
         scene.add_gpu(2);
         drain(&mut scene, &[1, 2]);
@@ -719,7 +719,7 @@ mod drain {
 
     /// A new scheduler first learns that the GPU is drained, and then about the clients on it.
     #[test]
-    fn one_that_was_there_before_the_scheduler_goes_as_well() {
+    fn a_drain_also_moves_clients_that_reconnect() {
         let mut scene = Scene::new();
         scene.t.say(Event::Disconnected { client: client(1) });
         drain(&mut scene, &[1]);
@@ -733,7 +733,7 @@ mod drain {
     }
 
     #[test]
-    fn one_that_could_not_be_restored_elsewhere_sleeps_at_home() {
+    fn a_drained_client_sleeps_on_its_gpu_if_no_restore_succeeds() {
         let mut scene = Scene::new();
         drain(&mut scene, &[1]);
         scene.goes();

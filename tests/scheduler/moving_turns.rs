@@ -43,7 +43,7 @@ fn turn_between_two(settings: Settings, share: Option<Share>, moves: u64) -> Dur
 }
 
 #[test]
-fn two_servers_that_are_asked_without_pause_answer_soon_and_often() {
+fn two_saturated_servers_have_low_latency_and_high_throughput() {
     for users in [[0, 0], [1, 2]] {
         let mut world = World::with_gpu(AntiThrash::Auto, s(30), 16 * GIB);
         world.feed(Event::GpuLink { gpu: gpu(0), rate: 40 * GIB });
@@ -72,7 +72,7 @@ fn two_servers_that_are_asked_without_pause_answer_soon_and_often() {
 }
 
 #[test]
-fn bursts_that_repeat_are_not_cut_short() {
+fn repeating_bursts_are_not_cut_short() {
     // Moving 8 GiB out and in takes 0.4 s. A turn of ten times that length would end in the middle
     // of each burst.
     let mut world = World::with_gpu(AntiThrash::Auto, s(30), 16 * GIB);
@@ -84,7 +84,7 @@ fn bursts_that_repeat_are_not_cut_short() {
 }
 
 #[test]
-fn a_turn_pays_for_what_moves() {
+fn a_turn_is_ten_to_sixteen_times_as_long_as_the_memory_exchange() {
     let auto = Settings { max_wait: Duration::ZERO, ..settings(AntiThrash::Auto, s(60)) };
     for moves in [8 * GIB, 12 * GIB, 16 * GIB] {
         let length = turn_between_two(auto.clone(), None, moves).as_secs_f64();
@@ -95,14 +95,14 @@ fn a_turn_pays_for_what_moves() {
 }
 
 #[test]
-fn a_turn_for_which_little_moves_is_a_few_seconds_long() {
+fn a_turn_that_moves_little_memory_lasts_a_few_seconds() {
     let auto = Settings { max_wait: Duration::ZERO, ..settings(AntiThrash::Auto, s(60)) };
     let length = turn_between_two(auto, None, GIB / 4);
     assert!((s(1)..=ms(5100)).contains(&length), "{length:?}");
 }
 
 #[test]
-fn the_time_quantum_and_max_wait_bound_turns_that_would_pay() {
+fn the_time_quantum_and_max_wait_bound_long_turns() {
     let short = settings(AntiThrash::Auto, s(4));
     assert_eq!(turn_between_two(Settings { max_wait: Duration::ZERO, ..short }, None, 8 * GIB), s(4));
     let many = settings(AntiThrash::Auto, s(60));
@@ -110,7 +110,7 @@ fn the_time_quantum_and_max_wait_bound_turns_that_would_pay() {
 }
 
 #[test]
-fn programs_for_which_nobody_waits_have_the_time_quantum() {
+fn a_turn_before_an_idle_weight_client_lasts_the_time_quantum() {
     let auto = Settings { max_wait: Duration::ZERO, ..settings(AntiThrash::Auto, s(60)) };
     let idle = Share { weight: 0, ..Share::default() };
     assert_eq!(turn_between_two(auto, Some(idle), 4 * GIB), s(60));

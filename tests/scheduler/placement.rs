@@ -91,7 +91,7 @@ fn exclusive(label: &str) -> Labels {
 }
 
 #[test]
-fn pack_fills_the_gpu_with_the_least_room_that_suffices() {
+fn pack_chooses_the_fullest_gpu_with_enough_room() {
     let mut host = Host::new(Placement::Pack, &[16, 8, 24]);
     assert_eq!(host.start(1, Some(7 * GIB)), 1);
     assert_eq!(host.start(2, Some(7 * GIB)), 0, "with its context it does not fit beside the first");
@@ -100,7 +100,7 @@ fn pack_fills_the_gpu_with_the_least_room_that_suffices() {
 }
 
 #[test]
-fn what_just_fits_fits() {
+fn a_program_that_exactly_fits_is_placed() {
     let mut host = Host::new(Placement::Pack, &[8, 16]);
     assert_eq!(host.start(1, Some(8 * GIB - CONTEXT)), 0);
     let mut host = Host::new(Placement::Pack, &[8, 16]);
@@ -108,7 +108,7 @@ fn what_just_fits_fits() {
 }
 
 #[test]
-fn pack_puts_what_nobody_knows_onto_the_fullest_that_has_room() {
+fn pack_places_programs_of_unknown_size_on_the_fullest_gpu() {
     let mut host = Host::new(Placement::Pack, &[16, 16]);
     assert_eq!(host.start(1, None), 0);
     host.attach(1, 0, 10 * GIB);
@@ -120,7 +120,7 @@ fn pack_puts_what_nobody_knows_onto_the_fullest_that_has_room() {
 }
 
 #[test]
-fn where_no_gpu_has_room_the_least_overcommitted_is_taken() {
+fn the_least_overcommitted_gpu_is_chosen_if_none_has_room() {
     for bytes in [None, Some(4 * GIB)] {
         let mut host = Host::new(Placement::Pack, &[16, 16]);
         for (n, at, demand) in [(1, 0, 20), (2, 1, 18)] {
@@ -144,7 +144,7 @@ fn spread_counts_programs_first_and_then_their_memory() {
 }
 
 #[test]
-fn eight_that_start_at_once_do_not_all_land_on_one_gpu() {
+fn eight_simultaneous_programs_are_spread_over_the_gpus() {
     let places = |placement, bytes| {
         let mut host = Host::new(placement, &[16, 16]);
         let all: Vec<u64> = (1..=8).map(|n| host.start(n, bytes)).collect();
@@ -156,7 +156,7 @@ fn eight_that_start_at_once_do_not_all_land_on_one_gpu() {
 }
 
 #[test]
-fn a_program_that_uses_little_of_what_it_asked_for_keeps_its_place_for_as_long_as_it_lives() {
+fn a_placed_programs_requested_memory_is_reserved_until_it_exits() {
     let mut host = Host::new(Placement::Pack, &[16, 16]);
     assert_eq!(host.start(1, Some(10 * GIB)), 0);
     host.attach(1, 0, GIB);
@@ -167,7 +167,7 @@ fn a_program_that_uses_little_of_what_it_asked_for_keeps_its_place_for_as_long_a
 }
 
 #[test]
-fn what_a_rule_allows_is_expected_for_a_while() {
+fn a_rules_memory_max_is_expected_for_a_limited_time() {
     let group =
         Group { id: GroupId(7), limits: RuleLimits { memory_max: Amount::Percent(75), ..RuleLimits::default() } };
     let mut host = Host::new(Placement::Pack, &[16, 16]);
@@ -184,7 +184,7 @@ fn what_a_rule_allows_is_expected_for_a_while() {
 }
 
 #[test]
-fn a_place_for_a_program_to_come_is_kept_until_it_is_there_and_not_for_ever() {
+fn a_placement_ahead_is_kept_until_the_program_starts_or_times_out() {
     let mut host = Host::new(Placement::Spread, &[16, 16]);
     let ahead = |host: &mut Host, n: u64| {
         host.connect(n, Labels::default());
@@ -204,7 +204,7 @@ fn a_place_for_a_program_to_come_is_kept_until_it_is_there_and_not_for_ever() {
 }
 
 #[test]
-fn who_asks_without_end_keeps_a_few_places_only() {
+fn placements_ahead_are_bounded() {
     let mut host = Host::new(Placement::Spread, &[16, 16]);
     for n in 1..=1000 {
         host.connect(n, Labels::default());
@@ -221,7 +221,7 @@ fn who_asks_without_end_keeps_a_few_places_only() {
 }
 
 #[test]
-fn a_program_can_have_several_gpus() {
+fn a_program_can_be_placed_on_several_gpus() {
     let mut host = Host::new(Placement::Spread, &[16, 16, 16]);
     assert_eq!(host.start(1, None), 0);
     host.connect(2, Labels::default());
@@ -237,14 +237,14 @@ fn a_program_can_have_several_gpus() {
 }
 
 #[test]
-fn only_candidates_are_taken_and_of_equals_the_first() {
+fn the_first_of_equal_candidates_is_chosen() {
     let mut host = Host::new(Placement::Spread, &[16, 16, 16]);
     host.connect(1, Labels::default());
     assert_eq!(host.ask(1, PlacementRequest { candidates: vec![gpu(2), gpu(1)], ..host.request() }), Ok(vec![2]));
 }
 
 #[test]
-fn programs_of_an_affinity_are_on_one_gpu() {
+fn programs_with_the_same_affinity_share_a_gpu() {
     for placement in [Placement::Pack, Placement::Spread] {
         let mut host = Host::new(placement, &[16, 16]);
         host.connect(9, Labels::default());
@@ -262,7 +262,7 @@ fn programs_of_an_affinity_are_on_one_gpu() {
 }
 
 #[test]
-fn programs_of_an_anti_affinity_are_on_different_gpus() {
+fn programs_with_the_same_anti_affinity_use_different_gpus() {
     for placement in [Placement::Pack, Placement::Spread] {
         let mut host = Host::new(placement, &[16, 16]);
         assert_eq!(host.start_labelled(1, apart("a")), Ok(0));
@@ -279,7 +279,7 @@ fn programs_of_an_anti_affinity_are_on_different_gpus() {
 }
 
 #[test]
-fn programs_of_an_exclusion_are_with_their_like_only() {
+fn programs_with_an_exclusion_share_a_gpu_only_with_each_other() {
     for placement in [Placement::Pack, Placement::Spread] {
         let mut host = Host::new(placement, &[16, 16]);
         assert_eq!(host.start_labelled(1, exclusive("a")), Ok(0));
@@ -293,7 +293,7 @@ fn programs_of_an_exclusion_are_with_their_like_only() {
 }
 
 #[test]
-fn labels_count_of_those_who_chose_themselves_and_as_rules_say_now() {
+fn labels_apply_to_self_placed_programs_and_follow_rule_changes() {
     let mut host = Host::new(Placement::Spread, &[16, 16]);
     host.connect(1, apart("a"));
     host.attach(1, 0, 0);

@@ -38,7 +38,7 @@ fn place(t: &mut Talk, n: u64) -> Vec<Command> {
 // ---- a GPU that is gone ----
 
 #[test]
-fn a_gpu_without_clients_is_forgotten() {
+fn a_missing_gpu_without_clients_is_dropped() {
     let mut t = Talk::in_mode(AntiThrash::On);
     gone(&mut t);
     assert!(t.machine.gpus().is_empty());
@@ -50,7 +50,7 @@ fn a_gpu_without_clients_is_forgotten() {
 }
 
 #[test]
-fn nobody_waits_on_a_gpu_that_is_gone() {
+fn no_client_waits_on_a_missing_gpu() {
     let mut t = one_too_many();
     let commands = gone(&mut t);
     // Client 2 is allowed all memory that it needs, so it continues and the driver tells it that
@@ -68,7 +68,7 @@ fn nobody_waits_on_a_gpu_that_is_gone() {
 }
 
 #[test]
-fn a_client_that_has_yet_to_release_the_lock_is_granted_it_afterwards() {
+fn a_revoked_client_on_a_missing_gpu_is_granted_again() {
     let mut t = one_too_many();
     assert_eq!(t.after(std::time::Duration::from_secs(10)), [revoke(1)]);
     t.request(1);
@@ -81,7 +81,7 @@ fn a_client_that_has_yet_to_release_the_lock_is_granted_it_afterwards() {
 }
 
 #[test]
-fn a_gpu_that_is_gone_is_forgotten_with_its_last_client() {
+fn a_missing_gpu_is_dropped_with_its_last_client() {
     let mut t = one_too_many();
     gone(&mut t);
     t.say(Event::Disconnected { client: client(1) });
@@ -92,7 +92,7 @@ fn a_gpu_that_is_gone_is_forgotten_with_its_last_client() {
 }
 
 #[test]
-fn a_gpu_that_comes_back_is_shared_by_turns_again() {
+fn a_returning_gpu_is_shared_in_turns_again() {
     let mut t = one_too_many();
     gone(&mut t);
     assert_eq!((t.state(1), t.state(2)), (LockState::Holding, LockState::Holding));
@@ -102,7 +102,7 @@ fn a_gpu_that_comes_back_is_shared_by_turns_again() {
 }
 
 #[test]
-fn a_request_for_several_gpus_waits_only_for_those_that_are_there() {
+fn a_request_for_several_gpus_waits_only_for_present_gpus() {
     let mut t = Talk::in_mode(AntiThrash::On);
     found(&mut t, 1);
     t.say(Event::GpuOverhead { gpu: gpu(1), begun: t.now, bytes: 0, others: 0, complete: true });
@@ -118,7 +118,7 @@ fn a_request_for_several_gpus_waits_only_for_those_that_are_there() {
 }
 
 #[test]
-fn no_program_is_placed_on_a_gpu_that_is_gone() {
+fn no_program_is_placed_on_a_missing_gpu() {
     let mut t = Talk::new(Settings { placement: Placement::Spread, ..settings(AntiThrash::Auto, ms(1000)) });
     found(&mut t, 1);
     t.join(9, GIB); // this client keeps the GPU known
@@ -132,7 +132,7 @@ fn no_program_is_placed_on_a_gpu_that_is_gone() {
 // ---- suspend ----
 
 #[test]
-fn before_sleep_all_memory_leaves_and_nobody_runs() {
+fn a_suspend_evicts_all_memory_and_stops_all_clients() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 6 * GIB);
     t.join(2, 6 * GIB);
@@ -161,7 +161,7 @@ fn before_sleep_all_memory_leaves_and_nobody_runs() {
 }
 
 #[test]
-fn what_cannot_leave_does_not_keep_the_machine_awake() {
+fn unevictable_memory_does_not_block_a_suspend() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 6 * GIB);
     t.report(1, 6 * GIB, 6 * GIB, 2 * GIB);
@@ -175,7 +175,7 @@ fn what_cannot_leave_does_not_keep_the_machine_awake() {
 }
 
 #[test]
-fn managed_memory_that_takes_no_turns_waits_as_well() {
+fn managed_clients_without_turns_wait_during_a_suspend() {
     let mut t = Talk::in_mode(AntiThrash::Off);
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Managed });
@@ -186,7 +186,7 @@ fn managed_memory_that_takes_no_turns_waits_as_well() {
 }
 
 #[test]
-fn a_gpu_that_appears_during_sleep_waits_for_its_end() {
+fn clients_of_a_gpu_found_during_a_suspend_wait_for_the_resume() {
     let mut t = Talk::in_mode(AntiThrash::On);
     gone(&mut t);
     suspend(&mut t, true);

@@ -29,7 +29,7 @@ proptest! {
     /// Every client that has a share of the time finishes, whatever the shares are, even if rules
     /// change.
     #[test]
-    fn shares_keep_nobody_waiting_for_ever(
+    fn every_client_with_a_share_finishes(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..12, unruly in unruly(), users: bool,
         changes in prop::collection::vec((0u64..4000, 0u64..u64::MAX), 0..3),
     ) {
@@ -71,7 +71,7 @@ proptest! {
 
     /// Every client finishes, and the simulation's checks never fail.
     #[test]
-    fn everybody_is_served(
+    fn every_client_finishes(
         seed: u64, mode in mode(), quantum in 20u64..3000, gpus in 1u64..5, clients in 1u64..14, unruly in unruly(),
     ) {
         let quantum = ms(quantum);
@@ -85,7 +85,7 @@ proptest! {
     /// Every waiting client runs, or its allocation is refused, whatever trouble the GPUs have and
     /// however wrong their measurements are.
     #[test]
-    fn trouble_keeps_no_client_waiting_for_ever(
+    fn every_client_is_served_despite_gpu_trouble(
         seed: u64, mode in mode(), gpus in 1u64..3, clients in 1u64..8, error in 0u64..2 * GIB, unruly in unruly(),
         calm in 0u64..20_000,
     ) {
@@ -95,7 +95,7 @@ proptest! {
     /// On a host with little memory, no client is given memory that fits nowhere, and no client
     /// waits for such memory.
     #[test]
-    fn what_has_no_place_is_refused(
+    fn memory_that_fits_nowhere_is_refused(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..14, host in 0u64..60, unruly in unruly(),
     ) {
         let quantum = ms(500);
@@ -142,7 +142,7 @@ proptest! {
     /// An allocation that waits for other clients is granted. It is refused if no client would ever
     /// free the memory.
     #[test]
-    fn allocations_that_wait_are_answered(
+    fn every_waiting_allocation_is_answered(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..14, host in prop::option::of(0u64..60),
         changes in prop::collection::vec((0u64..4000, 0u64..u64::MAX), 0..4),
     ) {
@@ -176,7 +176,7 @@ proptest! {
 
     /// Clients with managed memory finish in every mode, even if settings change.
     #[test]
-    fn managed_memory_keeps_no_client_waiting_for_ever(
+    fn every_client_with_managed_memory_finishes(
         seed: u64, changes in prop::collection::vec((mode(), 20u64..3000, 0u64..9000), 0..4), gpus in 1u64..3,
         clients in 2u64..10, unruly in unruly(),
     ) {
@@ -186,7 +186,7 @@ proptest! {
     /// Clients are put to sleep and woken, and any of the steps may fail. Every client finishes,
     /// and no restore runs out of memory.
     #[test]
-    fn who_is_put_to_sleep_is_served_all_the_same(
+    fn every_client_that_sleeps_finishes(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..10, unruly in unruly(), until in 500u64..20_000,
         odds in (1u64..6, 2u64..12, 2u64..6, 2u64..6), after in prop::option::of(10u64..5000),
         host in prop::option::of(0u64..60),
@@ -197,7 +197,7 @@ proptest! {
     /// Rooms are opened and closed. Each room is ready, refused or over in time. No client maps
     /// memory that is kept free, and every client finishes.
     #[test]
-    fn rooms_keep_nobody_waiting_for_ever(
+    fn every_client_finishes_beside_reserved_rooms(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..12, unruly in unruly(), until in 500u64..30_000,
     ) {
         let mut world = world(seed, mode, ms(500), gpus, clients, unruly);
@@ -210,7 +210,7 @@ proptest! {
 
     /// After a suspend every client still finishes. No client runs before the resume.
     #[test]
-    fn sleep_midway(
+    fn every_client_finishes_after_a_suspend(
         seed: u64, mode in mode(), sleeps in prop::collection::vec((0u64..2000, prop_oneof![10u64..8000, Just(30_000)]), 1..3), gpus in 1u64..3, clients in 2u64..8,
     ) {
         let mut world = world(seed, mode, ms(500), gpus, clients, Unruly::default());
@@ -233,7 +233,7 @@ proptest! {
 
     /// Every client finishes, even if settings change while clients run.
     #[test]
-    fn settings_change_midway(
+    fn every_client_finishes_after_settings_change(
         seed: u64, changes in prop::collection::vec((mode(), 20u64..3000, 0u64..2000), 1..6), gpus in 1u64..4, clients in 2u64..10,
     ) {
         let mut world = world(seed, (AntiThrash::Auto, PolicyName::Fcfs), ms(500), gpus, clients, Unruly::default());
@@ -279,7 +279,7 @@ fn managed(
 /// A world that failed once. A client was granted the lock during an eviction of its memory, and
 /// could then no longer finish that eviction.
 #[test]
-fn who_is_granted_the_lock_while_its_memory_leaves_does_not_keep_others_waiting() {
+fn a_grant_during_an_eviction_blocks_no_other_client() {
     let (on, off) = ((AntiThrash::On, PolicyName::Fcfs), (AntiThrash::Off, PolicyName::Fcfs));
     let unruly = Unruly { stopped: true, killed: true, ..Unruly::default() };
     managed(765_340_403_619_117_952, &[(on, 20, 0), (off, 20, 2746)], 1, 5, unruly).unwrap();
@@ -335,7 +335,7 @@ impl Sleepers {
 /// Worlds that failed once. In one, contexts were deferred while their GPU was drained. In the
 /// other, new contexts counted twice until a measurement was known to include them.
 #[test]
-fn contexts_that_have_just_been_made_keep_nobody_waiting() {
+fn new_contexts_block_no_other_client() {
     let mode = (AntiThrash::On, PolicyName::Fcfs);
     let unruly = Unruly { stopped: true, gangs: true, claiming: true, ..Unruly::default() };
     let (seed, odds, host) = (5_310_962_096_927_615_282, (1, 2, 2, 2), Some(0));
@@ -350,7 +350,7 @@ fn contexts_that_have_just_been_made_keep_nobody_waiting() {
 /// A world that failed once. A client moves to a GPU and may have to return, but the scheduler
 /// cannot reserve room for it on both GPUs.
 #[test]
-fn one_that_may_have_to_come_back_has_its_place_at_home() {
+fn a_moving_client_keeps_room_on_its_old_gpu() {
     let unruly = Unruly { stuck: true, managed: true, gangs: true, ..Unruly::default() };
     let mode = (AntiThrash::On, PolicyName::Fcfs);
     let (seed, odds, host) = (16_725_226_304_014_557_030, (1, 9, 2, 4), Some(23));
@@ -480,7 +480,7 @@ proptest! {
     /// Whatever the events are, the scheduler doesn't panic, sends no command to an unknown client,
     /// and raises no limit above the existing memory. The same events always have the same answers.
     #[test]
-    fn nonsense_is_survived(
+    fn arbitrary_events_do_not_break_the_scheduler(
         start in prop_oneof![Just(0u64), 0u64..1 << 40],
         events in prop::collection::vec((prop_oneof![0u64..50, 0u64..20_000, Just(u64::MAX)], event()), 1..200),
     ) {
@@ -566,7 +566,7 @@ proptest! {
     /// If every client answers immediately, a request for memory is granted whenever it fits. It
     /// must fit beside the other clients' memory and the requests granted before.
     #[test]
-    fn what_fits_is_granted(
+    fn every_request_that_fits_is_granted(
         host in 0..20 * GIB,
         rounds in prop::collection::vec(prop::collection::btree_map(1u64..6, 0..8 * GIB, 1..5), 1..12),
     ) {
@@ -608,7 +608,7 @@ proptest! {
 
     /// Many clients on many GPUs.
     #[test]
-    fn a_crowd_is_served(seed: u64, mode in mode()) {
+    fn many_clients_on_many_gpus_finish(seed: u64, mode in mode()) {
         crowd(seed, mode, 30, 600)?;
     }
 }
@@ -616,7 +616,7 @@ proptest! {
 /// Run this test with `cargo test --release -- --ignored`.
 #[test]
 #[ignore = "takes minutes without optimisation"]
-fn ten_thousand_clients_on_a_thousand_gpus() {
+fn ten_thousand_clients_on_a_thousand_gpus_finish() {
     for mode in [AntiThrash::On, AntiThrash::Auto, AntiThrash::Off] {
         crowd(7, (mode, PolicyName::Fcfs), 1000, 10_000).unwrap();
     }
@@ -626,7 +626,7 @@ fn ten_thousand_clients_on_a_thousand_gpus() {
 /// troubled_worlds`. It checks only the outcome.
 #[test]
 #[ignore = "for a large number of cases"]
-fn many_troubled_worlds_keep_no_client_waiting_for_ever() {
+fn every_client_is_served_in_many_troubled_worlds() {
     let cases = config(1000).cases;
     let mut dice = Dice::new(std::env::var("NVSHARE_SCHEDULER_SEED").map_or(1, |seed| seed.parse().expect("a number")));
     for _ in 0..cases {

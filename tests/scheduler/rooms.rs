@@ -36,7 +36,7 @@ fn others(t: &mut Talk, bytes: u64) -> Vec<Command> {
 }
 
 #[test]
-fn what_is_free_is_ready_at_once() {
+fn a_room_of_free_memory_is_ready_immediately() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 4 * GIB);
     assert!(make(&mut t, 1, 8 * GIB).contains(&ready(1)));
@@ -47,7 +47,7 @@ fn what_is_free_is_ready_at_once() {
 }
 
 #[test]
-fn a_holder_gives_its_memory_without_the_rest_of_its_turn() {
+fn a_room_preempts_a_holders_turn() {
     for mode in [AntiThrash::On, AntiThrash::Auto, AntiThrash::Off] {
         let mut t = Talk::in_mode(mode);
         t.join(1, 12 * GIB);
@@ -69,7 +69,7 @@ fn a_holder_gives_its_memory_without_the_rest_of_its_turn() {
 }
 
 #[test]
-fn those_who_fit_beside_a_room_go_on() {
+fn clients_that_fit_beside_a_room_continue() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 8 * GIB);
     t.join(2, 8 * GIB);
@@ -86,7 +86,7 @@ fn those_who_fit_beside_a_room_go_on() {
 }
 
 #[test]
-fn what_was_freed_is_free_once_it_was_measured() {
+fn a_room_is_ready_once_the_freed_memory_is_measured() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 12 * GIB);
     let found = [(client(1), exactly(12 * GIB))].into();
@@ -102,7 +102,7 @@ fn what_was_freed_is_free_once_it_was_measured() {
 }
 
 #[test]
-fn what_other_programs_take_of_a_room_is_not_kept_again() {
+fn memory_that_other_programs_take_from_a_room_is_not_kept_again() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 8 * GIB);
     make(&mut t, 1, 8 * GIB);
@@ -117,7 +117,7 @@ fn what_other_programs_take_of_a_room_is_not_kept_again() {
 }
 
 #[test]
-fn a_room_that_cannot_be_had_is_refused() {
+fn an_impossible_room_is_refused() {
     let mut t = Talk::in_mode(AntiThrash::On);
     assert_eq!(make(&mut t, 1, 17 * GIB), [refused(1, RoomObstacle::TooLarge { most: 16 * GIB })]);
     make(&mut t, 2, 6 * GIB);
@@ -134,7 +134,7 @@ fn a_room_that_cannot_be_had_is_refused() {
 }
 
 #[test]
-fn a_holder_that_does_not_drain_is_not_waited_for_for_long() {
+fn a_room_waits_only_briefly_for_a_holder_that_does_not_drain() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 12 * GIB);
     t.request(1);
@@ -148,7 +148,7 @@ fn a_holder_that_does_not_drain_is_not_waited_for_for_long() {
 }
 
 #[test]
-fn a_room_ends_when_its_time_is_over_unless_it_is_asked_for_again() {
+fn a_room_expires_unless_it_is_renewed() {
     let mut t = Talk::in_mode(AntiThrash::On);
     make(&mut t, 1, 8 * GIB);
     t.after(Duration::from_secs(50));
@@ -180,7 +180,7 @@ fn a_gang_that_does_not_fit_beside_a_room_waits_and_is_not_split() {
 }
 
 #[test]
-fn programs_that_grow_have_headroom_before_they_need_it() {
+fn growing_foreign_programs_get_headroom_in_advance() {
     let mut t = Talk::new(Settings { reserve: 512 * MIB, ..settings(AntiThrash::On, Duration::from_secs(1)) });
     t.join(1, 15 * GIB);
     t.request(1);
@@ -203,7 +203,7 @@ fn programs_that_grow_have_headroom_before_they_need_it() {
 }
 
 #[test]
-fn what_turns_out_to_be_of_other_programs_is_no_growth() {
+fn memory_attributed_late_to_other_programs_is_no_growth() {
     let mut t = Talk::in_mode(AntiThrash::On);
     // Immediately after the start of the scheduler, unknown processes may be clients that are about
     // to reconnect.
@@ -217,7 +217,7 @@ fn what_turns_out_to_be_of_other_programs_is_no_growth() {
 }
 
 #[test]
-fn an_allocation_waits_until_programs_have_grown() {
+fn an_allocation_waits_until_foreign_programs_stop_growing() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::HostMemory { bytes: 0 });
     t.join(1, 0);

@@ -86,7 +86,7 @@ fn time_is_divided_by_weight() {
 }
 
 #[test]
-fn what_is_due_is_what_all_get_that_always_have_work() {
+fn continuously_busy_clients_get_their_due_shares() {
     let idle = weight(0);
     let cases: [(&[Option<Share>], &[u32]); 3] = [
         (&[None, weight(200), None], &[250, 500, 250]),
@@ -104,14 +104,14 @@ fn what_is_due_is_what_all_get_that_always_have_work() {
 }
 
 #[test]
-fn who_slept_has_no_more_than_its_part_when_it_wakes() {
+fn an_idle_client_gets_no_arrears_when_it_returns() {
     let mut world = busy(AntiThrash::On, ms(1), &[weight(100)]);
     add(&mut world, weight(100), Plan { start: s(1000), gpu: s(100_000), ..Plan::default() });
     near(&parts(&mut world, s(1000), s(1060)), &[50.0, 50.0]);
 }
 
 #[test]
-fn everybody_has_at_least_its_minimum() {
+fn every_client_gets_at_least_its_minimum() {
     for (mode, drain) in
         [AntiThrash::On, AntiThrash::Auto].into_iter().flat_map(|mode| DRAINS.map(|drain| (mode, drain)))
     {
@@ -124,7 +124,7 @@ fn everybody_has_at_least_its_minimum() {
 }
 
 #[test]
-fn what_one_does_not_use_of_its_minimum_others_have() {
+fn other_clients_get_the_unused_part_of_a_minimum() {
     let mut world = busy(AntiThrash::Auto, ms(1), &[None]);
     // The client has half a second of work every five seconds.
     let plan = Plan { gpu: ms(500), cpu: ms(4500), phases: 1000, ..Plan::default() };
@@ -136,7 +136,7 @@ fn what_one_does_not_use_of_its_minimum_others_have() {
 }
 
 #[test]
-fn nobody_has_more_than_its_maximum() {
+fn no_client_exceeds_its_maximum() {
     for drain in DRAINS {
         for mode in [AntiThrash::On, AntiThrash::Auto, AntiThrash::Off] {
             near(&ten_periods(&mut busy(mode, drain, &[bounds(0, 20)])), &[20.0]);
@@ -149,7 +149,7 @@ fn nobody_has_more_than_its_maximum() {
 }
 
 #[test]
-fn in_no_period_has_anybody_more_than_its_maximum() {
+fn no_client_exceeds_its_maximum_in_any_period() {
     for n in 0..100 {
         let at = PERIOD + ms(700) * n;
         let part = parts(&mut busy(AntiThrash::On, ms(1), &[bounds(0, 20)]), at, at + PERIOD)[0];
@@ -158,7 +158,7 @@ fn in_no_period_has_anybody_more_than_its_maximum() {
 }
 
 #[test]
-fn members_of_a_group_have_one_share() {
+fn clients_of_a_group_have_one_share() {
     let mut world = World::with_gpu(AntiThrash::On, s(1), 16 * GIB);
     for (group, user) in [(1, 1), (1, 2), (1, 3), (2, 4)] {
         let group = Group { id: GroupId(group), limits: RuleLimits { share: weight(100), ..RuleLimits::default() } };
@@ -169,7 +169,7 @@ fn members_of_a_group_have_one_share() {
 }
 
 #[test]
-fn who_has_a_higher_priority_waits_for_nobody_with_a_lower_one() {
+fn a_higher_priority_preempts_a_lower_priority() {
     let mut world = busy(AntiThrash::On, ms(3), &[None]);
     let urgent = share(Share { priority: 5, ..Share::default() });
     let one = add(&mut world, urgent, Plan { start: s(1), gpu: s(20), phases: 1, ..Plan::default() });
@@ -183,7 +183,7 @@ fn who_has_a_higher_priority_waits_for_nobody_with_a_lower_one() {
 }
 
 #[test]
-fn what_is_idle_has_what_nobody_wants() {
+fn idle_weight_clients_get_only_unused_time() {
     let mut world = busy(AntiThrash::Auto, ms(1), &[weight(0)]);
     let plan = Plan { gpu: ms(500), cpu: ms(500), phases: 1000, ..Plan::default() };
     let other = add(&mut world, None, plan);
@@ -193,7 +193,7 @@ fn what_is_idle_has_what_nobody_wants() {
 }
 
 #[test]
-fn an_interactive_program_has_the_gpu_at_the_next_moment() {
+fn an_interactive_program_gets_the_gpu_within_milliseconds() {
     for mode in [AntiThrash::On, AntiThrash::Auto] {
         let mut world = busy(mode, ms(2), &[None, None]);
         let interactive = share(Share { interactive: true, ..Share::default() });
@@ -211,7 +211,7 @@ fn an_interactive_program_has_the_gpu_at_the_next_moment() {
 }
 
 #[test]
-fn one_that_only_says_that_it_is_interactive_has_no_more_than_its_share() {
+fn a_busy_interactive_program_gets_only_its_share() {
     for mode in [AntiThrash::On, AntiThrash::Auto] {
         let interactive = share(Share { interactive: true, ..Share::default() });
         near(&parts(&mut busy(mode, ms(1), &[None, interactive]), s(100), s(500)), &[50.0, 50.0]);
@@ -219,7 +219,7 @@ fn one_that_only_says_that_it_is_interactive_has_no_more_than_its_share() {
 }
 
 #[test]
-fn what_it_takes_to_bring_memory_in_is_charged_to_whom_it_belongs() {
+fn restore_time_is_charged_to_the_restored_client() {
     let mut world = World::with_gpu(AntiThrash::On, s(2), 16 * GIB);
     world.most_steps = 3_000_000;
     // The two small clients fit beside each other. Their memory is evicted slowly when the large
@@ -234,7 +234,7 @@ fn what_it_takes_to_bring_memory_in_is_charged_to_whom_it_belongs() {
 }
 
 #[test]
-fn a_rule_that_changes_counts_at_once() {
+fn a_rule_change_takes_effect_immediately() {
     let mut world = busy(AntiThrash::On, ms(1), &[bounds(0, 10)]);
     near(&ten_periods(&mut world), &[10.0]);
     let now = world.now;
@@ -245,7 +245,7 @@ fn a_rule_that_changes_counts_at_once() {
 }
 
 #[test]
-fn nobody_goes_first_by_joining_a_gang() {
+fn joining_a_gang_gives_no_precedence() {
     let mut world = busy(AntiThrash::On, ms(1), &[None]);
     let urgent = Share { priority: 1, ..Share::default() };
     let group = Group { id: GroupId(9), limits: RuleLimits { share: Some(urgent), ..RuleLimits::default() } };
@@ -263,7 +263,7 @@ fn nobody_goes_first_by_joining_a_gang() {
 }
 
 #[test]
-fn nobody_owes_anything_to_those_who_are_gone() {
+fn time_owed_to_departed_clients_is_dropped() {
     let mut world = busy(AntiThrash::On, ms(1), &[weight(1)]);
     add(&mut world, weight(10_000), Plan { killed: Some(s(60)), gpu: s(100_000), ..Plan::default() });
     add(&mut world, weight(1), Plan { start: s(60), gpu: s(100_000), ..Plan::default() });
@@ -272,7 +272,7 @@ fn nobody_owes_anything_to_those_who_are_gone() {
 }
 
 #[test]
-fn one_that_cannot_drain_keeps_its_fellows_from_nothing() {
+fn an_undrainable_client_does_not_block_its_group() {
     let mut world = World::with_gpu(AntiThrash::Auto, s(1), 16 * GIB);
     let group = Some(Group { id: GroupId(1), limits: RuleLimits { share: bounds(0, 50), ..RuleLimits::default() } });
     let stuck = world.add(Plan { group, endless: true, gpu: ENDLESS, ..Plan::default() });
@@ -286,7 +286,7 @@ fn one_that_cannot_drain_keeps_its_fellows_from_nothing() {
 }
 
 #[test]
-fn who_waits_for_several_gpus_behind_a_better_one_keeps_none_of_them_from_others() {
+fn a_preceded_waiter_for_several_gpus_blocks_no_gpu() {
     let mut world = World::new(settings(AntiThrash::On, s(1)), 1);
     (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
     let urgent = share(Share { priority: 10, ..Share::default() });
@@ -299,7 +299,7 @@ fn who_waits_for_several_gpus_behind_a_better_one_keeps_none_of_them_from_others
 }
 
 #[test]
-fn an_interactive_program_that_computes_for_long_makes_way_for_another() {
+fn a_computing_interactive_program_yields_to_another() {
     let interactive = share(Share { interactive: true, ..Share::default() });
     let mut world = busy(AntiThrash::On, ms(2), &[interactive]);
     let plan = Plan { start: s(1), gpu: ms(10), cpu: s(1), phases: 100, ..Plan::default() };
@@ -315,7 +315,7 @@ fn an_interactive_program_that_computes_for_long_makes_way_for_another() {
 }
 
 #[test]
-fn who_waits_for_several_gpus_goes_on_when_the_better_one_is_stopped() {
+fn a_waiter_for_several_gpus_runs_once_its_predecessor_is_stopped() {
     let mut world = World::new(settings(AntiThrash::On, s(1)), 1);
     (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
     let urgent = share(Share { priority: 10, ..Share::default() });
@@ -329,7 +329,7 @@ fn who_waits_for_several_gpus_goes_on_when_the_better_one_is_stopped() {
 }
 
 #[test]
-fn who_goes_first_waits_for_no_drain_where_there_is_room_beside_it() {
+fn a_preceding_client_with_room_does_not_wait_for_a_drain() {
     let interactive = share(Share { interactive: true, ..Share::default() });
     for (demand, mode, expected) in [
         (GIB, AntiThrash::Auto, ms(1)),
@@ -347,7 +347,7 @@ fn who_goes_first_waits_for_no_drain_where_there_is_room_beside_it() {
 }
 
 #[test]
-fn a_gang_that_is_too_large_for_the_gpu_takes_turns_though_one_of_it_is_interactive() {
+fn a_gang_too_large_for_the_gpu_takes_turns_despite_interactivity() {
     let mut world = World::with_gpu(AntiThrash::On, s(1), 16 * GIB);
     let interactive = Share { interactive: true, ..Share::default() };
     let group =
@@ -360,7 +360,7 @@ fn a_gang_that_is_too_large_for_the_gpu_takes_turns_though_one_of_it_is_interact
 }
 
 #[test]
-fn who_stands_in_line_behind_a_better_one_leaves_other_gpus_to_others() {
+fn a_queued_waiter_for_several_gpus_leaves_its_other_gpus_in_use() {
     let mut world = World::new(settings(AntiThrash::On, s(1)), 1);
     (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
     let share = |priority| share(Share { priority, ..Share::default() });
@@ -377,7 +377,7 @@ fn who_stands_in_line_behind_a_better_one_leaves_other_gpus_to_others() {
 }
 
 #[test]
-fn the_class_of_a_gang_that_waits_changes_with_its_members() {
+fn a_waiting_gangs_precedence_follows_its_members() {
     let mut world = busy(AntiThrash::On, ms(1), &[None]);
     let urgent = Share { priority: 1, ..Share::default() };
     let group = Group { id: GroupId(9), limits: RuleLimits { share: Some(urgent), ..RuleLimits::default() } };
@@ -390,7 +390,7 @@ fn the_class_of_a_gang_that_waits_changes_with_its_members() {
 }
 
 #[test]
-fn who_waits_behind_a_better_one_on_one_gpu_takes_no_other_from_anybody() {
+fn a_waiter_preceded_on_one_gpu_preempts_no_other_gpu() {
     let mut world = World::new(settings(AntiThrash::On, s(1)), 1);
     (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
     let share = |priority| share(Share { priority, ..Share::default() });
@@ -419,7 +419,7 @@ fn own_weight(weight: u16) -> EnvLimits {
 }
 
 #[test]
-fn who_claims_less_has_less_and_leaves_it_to_all_others() {
+fn a_lower_environment_weight_cedes_time_to_all_other_clients() {
     let none = EnvLimits::default();
     for (mode, drain) in
         [AntiThrash::On, AntiThrash::Auto].into_iter().flat_map(|mode| DRAINS.map(|drain| (mode, drain)))
@@ -439,7 +439,7 @@ fn who_claims_less_has_less_and_leaves_it_to_all_others() {
 }
 
 #[test]
-fn a_claim_that_is_looser_than_the_rule_has_no_effect() {
+fn an_environment_limit_looser_than_the_rule_has_no_effect() {
     let loose = EnvLimits { weight: Some(10_000), memory_max: Amount::Bytes(16 * GIB) };
     let rule = share(Share { max: 40, ..Share::default() });
     let grants = |own: EnvLimits| {
@@ -455,7 +455,7 @@ fn a_claim_that_is_looser_than_the_rule_has_no_effect() {
 }
 
 #[test]
-fn an_idle_weight_of_its_own_puts_a_program_behind_its_fellows() {
+fn an_idle_environment_weight_ranks_a_client_last_in_its_group() {
     let bursts = Plan { start: s(1), gpu: ms(10), cpu: ms(500), phases: 100, ..Plan::default() };
     let waits = |own: EnvLimits, share: Option<Share>| {
         let mut world = tightened(AntiThrash::On, ms(2), &[(1, share, own)]);

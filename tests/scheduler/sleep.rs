@@ -99,7 +99,7 @@ fn awake(n: u64) -> Command {
 }
 
 #[test]
-fn what_a_sleeper_had_is_free_once_that_is_measured() {
+fn a_sleeping_clients_memory_is_free_once_measured() {
     let mut scene = Scene::paused(&[4 * GIB, GIB]);
     assert_eq!(scene.t.attachment(1).charge, 0);
     assert_eq!(scene.capacity(), 16 * GIB - 2 * CONTEXT, "the newest measurement still has its context");
@@ -110,7 +110,7 @@ fn what_a_sleeper_had_is_free_once_that_is_measured() {
 }
 
 #[test]
-fn one_that_is_paused_runs_only_after_it_is_resumed() {
+fn a_paused_client_runs_only_after_it_is_resumed() {
     let mut scene = Scene::paused(&[4 * GIB, GIB]);
     scene.measure();
     assert_eq!(scene.t.say(Event::WakeRequested { client: client(1) }), []);
@@ -129,7 +129,7 @@ fn one_that_is_paused_runs_only_after_it_is_resumed() {
 }
 
 #[test]
-fn a_restore_waits_until_others_have_made_room_and_that_is_measured() {
+fn a_restore_waits_until_evicted_memory_is_measured_free() {
     let mut scene = Scene::paused(&[4 * GIB, 15 * GIB]);
     scene.measure();
     // Client 2 has all of the GPU's memory except its own context.
@@ -152,7 +152,7 @@ fn a_restore_waits_until_others_have_made_room_and_that_is_measured() {
 }
 
 #[test]
-fn nobody_is_let_in_without_room_during_a_restore() {
+fn no_client_is_admitted_without_room_during_a_restore() {
     let mut scene = Scene::paused(&[4 * GIB, 15 * GIB]);
     scene.measure();
     scene.t.request(2);
@@ -194,7 +194,7 @@ fn two_asleep() -> Scene {
 
 /// A stopped process prevents its restore from ending.
 #[test]
-fn a_restore_that_does_not_end_keeps_nobody_else_asleep() {
+fn a_hung_restore_does_not_block_other_restores() {
     for is_late in [false, true] {
         let mut scene = two_asleep();
         scene.resume(2);
@@ -226,7 +226,7 @@ fn a_restore_that_does_not_end_keeps_nobody_else_asleep() {
 }
 
 #[test]
-fn one_that_runs_is_asked_for_the_lock_first_and_gets_none() {
+fn a_running_client_is_revoked_before_it_sleeps() {
     let mut scene = Scene::new(&[4 * GIB, GIB]);
     scene.t.request(1);
     assert_eq!(scene.pause(1), [revoke(1)]);
@@ -248,7 +248,7 @@ fn one_that_runs_is_asked_for_the_lock_first_and_gets_none() {
 }
 
 #[test]
-fn a_sleeper_is_promised_what_it_has_and_more_only_if_it_asks() {
+fn a_sleeping_client_is_promised_its_demand_or_its_request() {
     let mut scene = Scene::new(&[4 * GIB, GIB]);
     let before = scene.t.attachment(1).limit;
     let commands = scene.pause(1);
@@ -280,7 +280,7 @@ fn a_sleeper_is_promised_what_it_has_and_more_only_if_it_asks() {
 }
 
 #[test]
-fn one_that_has_work_is_not_made_to_sleep() {
+fn a_busy_client_is_not_put_to_sleep() {
     let mut scene = Scene::new(&[4 * GIB, GIB]);
     scene.t.request(1);
     assert_eq!(scene.t.say(Event::SleepWanted { client: client(1), paused: false }), []);
@@ -298,7 +298,7 @@ fn one_that_has_work_is_not_made_to_sleep() {
 }
 
 #[test]
-fn nobody_sleeps_where_room_could_not_be_measured() {
+fn no_client_sleeps_if_free_memory_cannot_be_measured() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, GIB);
     t.say(Event::SleepWanted { client: client(1), paused: false });
@@ -306,7 +306,7 @@ fn nobody_sleeps_where_room_could_not_be_measured() {
 }
 
 #[test]
-fn a_helper_that_dies_leaves_the_client_as_it_is_found() {
+fn a_helpers_death_is_followed_by_settling_the_client() {
     let mut scene = Scene::new(&[4 * GIB, GIB]);
     scene.t.say(Event::SleepWanted { client: client(1), paused: false });
     scene.t.map(1);
@@ -319,7 +319,7 @@ fn a_helper_that_dies_leaves_the_client_as_it_is_found() {
 }
 
 #[test]
-fn a_client_that_ends_asleep_or_on_its_way_back_leaves_nothing() {
+fn a_client_that_exits_asleep_or_waking_leaves_no_charges() {
     for wakes in [false, true] {
         let mut scene = Scene::paused(&[4 * GIB, GIB]);
         scene.measure();
@@ -337,7 +337,7 @@ fn a_client_that_ends_asleep_or_on_its_way_back_leaves_nothing() {
 }
 
 #[test]
-fn answers_that_nobody_asked_for_change_nothing() {
+fn unsolicited_answers_have_no_effect() {
     let mut scene = Scene::new(&[GIB, GIB]);
     let all = [
         Event::SleepReady { client: client(1) },
@@ -370,7 +370,7 @@ mod found {
     }
 
     #[test]
-    fn one_that_is_asleep_comes_back_when_it_asks_and_there_is_room() {
+    fn a_client_found_asleep_wakes_on_request_once_there_is_room() {
         let mut scene = found(&[15 * GIB]);
         scene.helper(2, SleepOutcome::Asleep);
         scene.measure();
@@ -398,7 +398,7 @@ mod found {
     }
 
     #[test]
-    fn one_that_was_only_prepared_goes_on() {
+    fn a_client_found_prepared_continues() {
         let mut scene = found(&[GIB]);
         let commands = scene.helper(2, SleepOutcome::Runs);
         assert!(commands.contains(&awake(2)), "{commands:?}");
@@ -407,7 +407,7 @@ mod found {
     }
 
     #[test]
-    fn one_that_names_no_gpu_is_put_back_all_the_same() {
+    fn a_client_found_asleep_without_a_gpu_is_restored() {
         let mut scene = Scene::new(&[GIB]);
         scene.t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(2) });
         scene.t.say(Event::FoundAsleep { client: client(2) });
@@ -438,7 +438,7 @@ mod idle {
     }
 
     #[test]
-    fn the_one_that_has_been_idle_for_longest_makes_room_until_all_others_fit() {
+    fn the_longest_idle_clients_sleep_until_the_other_clients_fit() {
         let mut scene = idle(&[5 * GIB; 5]);
         assert!(
             !scene.t.after(AFTER - Duration::from_secs(1)).iter().any(|c| matches!(c, Command::PrepareSleep { .. }))
@@ -466,7 +466,7 @@ mod idle {
     }
 
     #[test]
-    fn nobody_sleeps_where_all_fit_or_where_others_use_the_gpu() {
+    fn no_client_sleeps_if_all_fit_or_foreign_programs_use_the_gpu() {
         let mut scene = idle(&[4 * GIB, 4 * GIB]);
         assert_eq!(scene.t.after(AFTER * 2), []);
         let mut scene = idle(&[12 * GIB, 12 * GIB, 12 * GIB]);
@@ -476,7 +476,7 @@ mod idle {
     }
 
     #[test]
-    fn one_that_refuses_is_not_asked_again_soon_and_the_next_is() {
+    fn after_a_refusal_the_next_client_is_asked_to_sleep() {
         let mut scene = idle(&[12 * GIB, 12 * GIB, 12 * GIB]);
         assert!(scene.t.after(AFTER).contains(&prepares(1)));
         let refusal = Event::SleepRefused { client: client(1), why: SleepObstacle::Busy };
@@ -484,7 +484,7 @@ mod idle {
     }
 
     #[test]
-    fn a_rule_sets_when_its_programs_sleep_whatever_the_settings_say() {
+    fn a_rules_sleep_after_overrides_the_setting() {
         let minutes = |minutes: u64| SleepAfter::Idle(Duration::from_secs(60 * minutes));
         let asked_after = |setting: Option<Duration>, rule: Option<SleepAfter>| {
             let mut scene = idle(&[12 * GIB, 12 * GIB, 12 * GIB]);
@@ -506,7 +506,7 @@ mod idle {
 
     /// The state of a stopped process cannot be determined.
     #[test]
-    fn one_that_is_never_settled_keeps_nobody_else_from_sleeping() {
+    fn an_unsettled_client_does_not_keep_other_clients_awake() {
         let mut scene = idle(&[12 * GIB, 12 * GIB, 12 * GIB]);
         assert!(scene.t.after(AFTER).contains(&prepares(1)));
         scene.t.map(1);
@@ -519,7 +519,7 @@ mod idle {
     /// If a client's context would leave another client too little memory, it waits until an idle
     /// client has been put to sleep.
     #[test]
-    fn a_newcomer_is_given_the_place_of_one_that_is_idle() {
+    fn an_idle_client_sleeps_to_make_room_for_a_new_client() {
         let mut scene = idle(&[GIB, 15 * GIB]);
         scene.t.request(2);
         scene.t.map(2);

@@ -180,24 +180,24 @@ const MOST: u64 = MEMORY - 8 * MIB;
 // GPU. The client ignores requests to evict memory.
 
 #[test]
-fn a_client_without_a_context_keeps_nothing_by_claiming_pinned_memory() {
+fn a_false_pinned_claim_without_a_context_blocks_no_program() {
     claim(Figures { demand: MOST, mapped: MOST, pinned: MOST, ..Figures::default() });
 }
 
 #[test]
-fn a_client_without_a_context_keeps_nothing_by_claiming_mapped_memory() {
+fn a_false_mapped_claim_without_a_context_blocks_no_program() {
     claim(Figures { demand: MOST, mapped: MOST, ..Figures::default() });
 }
 
 #[test]
-fn a_client_without_a_context_keeps_nothing_by_claiming_demand() {
+fn a_false_demand_without_a_context_blocks_no_program() {
     claim(Figures { demand: MOST, ..Figures::default() });
 }
 
 /// A first client claims a demand of nearly the whole GPU, takes the lock, and then stops reading
 /// messages. A second client does the same, and also claims that all of its memory is mapped.
 #[test]
-fn who_never_gives_the_lock_back_and_has_no_context_withholds_nothing() {
+fn a_hung_holder_without_a_context_withholds_no_memory() {
     let machine = machine();
     let gpu = gpu_of(&machine);
     for claimed in [0, MEMORY - 10 * MIB] {
@@ -323,19 +323,19 @@ fn place(count: u32, bytes: u64, devices: u64) -> ClientMessage {
 }
 
 #[test]
-fn no_number_of_a_report_of_memory_keeps_an_honest_program_from_finishing() {
-    lies_keep_nobody_from_finishing(|field| field.starts_with("Memory."));
+fn no_false_memory_report_blocks_an_honest_program() {
+    false_messages_block_no_program(|field| field.starts_with("Memory."));
 }
 
 #[test]
-fn no_other_number_keeps_an_honest_program_from_finishing() {
-    lies_keep_nobody_from_finishing(|field| !field.starts_with("Memory."));
+fn no_false_message_field_blocks_an_honest_program() {
+    false_messages_block_no_program(|field| !field.starts_with("Memory."));
 }
 
 /// For each field in turn, four clients send the lie, each with a different number. An honest
 /// program runs beside them from start to end.
 #[track_caller]
-fn lies_keep_nobody_from_finishing(is_meant: impl Fn(&str) -> bool) {
+fn false_messages_block_no_program(is_meant: impl Fn(&str) -> bool) {
     let machine = machine();
     let gpu = gpu_of(&machine);
     let mut failures = Vec::new();
@@ -356,7 +356,7 @@ const RANDOM: Duration = Duration::from_secs(3);
 
 /// Three clients send one random lie after another, and reconnect whenever they are disconnected.
 #[test]
-fn no_random_lies_keep_honest_programs_from_finishing() {
+fn random_false_messages_block_no_honest_program() {
     let machine = machine();
     let (gpu, mut random) = (gpu_of(&machine), Dice::seeded());
     let mut liars: Vec<Liar> = (0..3).map(|_| Liar::new(&machine)).collect();

@@ -51,7 +51,7 @@ fn start(machine: &mut Machine) {
 
 /// The program's context takes 4 MiB, which count towards the limit.
 #[test]
-fn programs_of_a_claim_see_what_it_was_allocated_and_have_it_together() {
+fn programs_of_a_claim_see_and_share_its_allocation() {
     let mut machine = Machine::new(Setup::default());
     start(&mut machine);
     set(&machine, &[(HALF, "44M"), (WHOLE, "infinity")]);

@@ -23,7 +23,7 @@ fn two_thirds(memory: u64) -> u64 {
 }
 
 #[test]
-fn two_programs_that_do_not_fit_take_turns_there() {
+fn two_programs_that_do_not_fit_take_turns_on_a_consumer_card() {
     let setup = desktop();
     let words = format!("mix --mem {} --chunks 4 --reps 4 --rounds endless", two_thirds(setup.memory));
     let machine = Machine::with_scheduler(setup);
@@ -36,7 +36,7 @@ fn two_programs_that_do_not_fit_take_turns_there() {
 }
 
 #[test]
-fn three_programs_that_do_not_fit_take_turns_there() {
+fn three_programs_that_do_not_fit_take_turns_on_a_consumer_card() {
     let machine = Machine::with_scheduler(desktop());
     let mut programs = [(); 3].map(|()| machine.program("mix --mem 40M --chunks 4 --reps 4 --rounds endless").start());
     machine.wait_for_exchange(&programs);
@@ -47,7 +47,7 @@ fn three_programs_that_do_not_fit_take_turns_there() {
 /// The host's 64 GB are about two and a half times the GPU's 24 GiB. An allocation that exceeds
 /// both together is refused, and no program fails later.
 #[test]
-fn more_than_its_host_can_hold_is_refused_there() {
+fn memory_beyond_the_hosts_capacity_is_refused_on_a_consumer_card() {
     let machine = Machine::with_scheduler(consumer(Setup { memory: 96 * MIB, reserve: 2 * MIB, ..Setup::default() }));
     let words = "mix --mem 64M --chunks 4 --reps 2 --rounds endless";
     let mut first: Vec<Program> = (0..4).map(|_| machine.program(words).start()).collect();

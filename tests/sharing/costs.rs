@@ -21,7 +21,7 @@ fn is_at_most(report: &Report, name: &str, most: f64) {
 /// Each stream queues 5 % fewer launches than the driver's limit, so that no launch blocks, either
 /// natively or under nvshare.
 #[test]
-fn launches_behind_waiting_work_cost_a_constant() {
+fn launches_behind_waiting_work_take_constant_time() {
     is_at_most(&alone("queued --streams 16 --each 970"), "launch_us", 200.0);
 }
 
@@ -32,7 +32,7 @@ fn launches_to_one_stream_behind_waiting_work_do_not_block() {
 }
 
 #[test]
-fn streams_that_are_gone_leave_nothing_behind() {
+fn destroyed_streams_leak_nothing() {
     for words in ["cycles --streams 20000", "cycles --streams 20000 --busy 1"] {
         let report = alone(words);
         let first = report.0["first_us"].as_f64().expect("a number");
@@ -43,7 +43,7 @@ fn streams_that_are_gone_leave_nothing_behind() {
 }
 
 #[test]
-fn mapping_costs_the_same_however_often_memory_is_mapped() {
+fn mapping_time_does_not_grow_with_the_number_of_mappings() {
     let (few, many) = (alone("aliases --count 256"), alone("aliases"));
     let few = few.0["remap_us"].as_f64().expect("a number");
     is_at_most(&many, "remap_us", few * 10.0);

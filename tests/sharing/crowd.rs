@@ -5,7 +5,7 @@ use test_support::machine::*;
 const CLIENTS: usize = 64;
 
 #[test]
-fn many_programs_at_once_all_finish() {
+fn many_concurrent_programs_all_finish() {
     let setup = Setup { memory: 160 * MIB, context: MIB, anti_thrash: "on", ..Setup::default() };
     // Together they want three times the GPU's memory.
     let each = 4 * MIB;

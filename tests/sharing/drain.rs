@@ -25,7 +25,7 @@ fn drains(moves: &[Move], pid: u32) -> Vec<String> {
 /// In each stream a kernel waits behind kernels that touch no memory. The waiting kernel fails if
 /// its memory is evicted before the kernel has run.
 #[test]
-fn what_is_queued_ends_before_its_memory_leaves() {
+fn queued_work_ends_before_its_memory_is_evicted() {
     let machine = Machine::with_scheduler(Setup { memory: 80 * MIB, ..strict() });
     let mut neighbour = machine.program("mix --mem 48M --reps 8 --rounds endless").start();
     machine.wait_for_grants(&neighbour, 1);
@@ -74,22 +74,22 @@ fn queues_little(words: &str, longest: Duration) {
 }
 
 #[test]
-fn few_of_thousands_of_small_kernels_are_queued() {
+fn only_few_of_thousands_of_small_kernels_are_queued() {
     queues_little("deep --launches 4000 --ns 250000", Duration::ZERO);
 }
 
 #[test]
-fn few_kernels_are_queued_in_256_streams() {
+fn only_few_kernels_are_queued_in_256_streams() {
     queues_little("deep --launches 1000 --ns 2000000 --streams 256", Duration::from_millis(2));
 }
 
 #[test]
-fn few_of_a_loop_of_graphs_are_queued() {
+fn only_few_graphs_of_a_loop_are_queued() {
     queues_little("deep --launches 5000 --ns 200000 --per-graph 50", Duration::from_millis(10));
 }
 
 #[test]
-fn few_kernels_of_30_ms_are_queued() {
+fn only_few_kernels_of_30_ms_are_queued() {
     queues_little("deep --launches 40 --ns 30000000", Duration::from_millis(30));
 }
 
@@ -139,57 +139,57 @@ fn both_end_and_take_turns(words: &str) {
 }
 
 #[test]
-fn a_value_that_the_same_thread_writes_later_is_written() {
+fn a_stream_wait_ends_by_a_later_write_of_the_same_thread() {
     both_end("host-waits --how write --rounds 2 --pause-ms 600");
 }
 
 /// An event recorded in the legacy stream makes the stream that writes wait for the stream that
 /// waits.
 #[test]
-fn a_value_that_a_blocking_stream_writes_later_is_written() {
+fn a_stream_wait_ends_by_a_later_write_in_a_blocking_stream() {
     both_end("host-waits --how write --blocking 1 --rounds 2 --pause-ms 600");
 }
 
 #[test]
-fn a_value_that_the_same_thread_copies_later_is_copied() {
+fn a_stream_wait_ends_by_a_later_copy_of_the_same_thread() {
     both_end("host-waits --how copy --rounds 2 --pause-ms 600");
 }
 
 #[test]
-fn a_value_in_a_batch_of_operations_is_written() {
+fn a_stream_wait_ends_by_a_write_in_a_batch_operation() {
     both_end("host-waits --how batch --rounds 2 --pause-ms 600");
 }
 
 #[test]
-fn a_value_that_another_thread_writes_on_the_host_is_waited_for() {
+fn a_drain_waits_for_a_value_written_by_a_host_thread() {
     both_end_and_drain("host-waits --how thread --rounds 2 --pause-ms 600");
 }
 
 #[test]
-fn a_function_in_a_stream_may_wait_for_a_lock_of_a_thread_at_the_gate() {
+fn a_host_function_may_wait_for_a_mutex_of_a_thread_at_the_gate() {
     both_end("host-waits --how lock --rounds 2 --pause-ms 600");
 }
 
 #[test]
-fn a_callback_in_a_stream_may_wait_for_a_lock_of_a_thread_at_the_gate() {
+fn a_stream_callback_may_wait_for_a_mutex_of_a_thread_at_the_gate() {
     both_end("host-waits --how callback --rounds 2 --pause-ms 600");
 }
 
 #[test]
-fn a_kernel_waits_for_a_thread_that_copies() {
+fn a_kernel_may_wait_for_a_thread_that_copies() {
     both_end("proxy --mem 16M --rounds 3 --steps 10");
 }
 
 #[test]
 #[ignore = "whether a moment between two kernels is caught is chance"]
-fn a_program_with_such_kernels_lets_others_in_between_two_of_them() {
+fn a_program_drains_between_kernels_that_wait_for_copies() {
     let ends = both_end("proxy --mem 4M --rounds 100 --steps 6");
     let released = ends.iter().filter(|end| *end == "release").count();
     assert!(released > ends.len() / 2, "drains ended with {ends:?}");
 }
 
 #[test]
-fn a_graph_that_the_host_ends_is_waited_for() {
+fn a_drain_waits_for_a_graph_that_the_host_ends() {
     both_end_and_drain("endless --seconds 1 --graph 1");
 }
 
@@ -209,12 +209,12 @@ fn captures_in_relaxed_mode_survive_revokes() {
 }
 
 #[test]
-fn a_capture_left_open_by_its_stream_holds_nobody_up() {
+fn a_capture_of_a_destroyed_stream_blocks_no_program() {
     both_end_and_take_turns("open-captures --how stream --rounds 20 --pause-ms 50");
 }
 
 #[test]
-fn a_capture_left_open_by_its_context_holds_nobody_up() {
+fn a_capture_of_a_destroyed_context_blocks_no_program() {
     both_end_and_take_turns("open-captures --how context --rounds 20 --pause-ms 50");
 }
 
@@ -225,7 +225,7 @@ fn green_contexts_take_turns() {
 
 /// Destroying the context ends the capture, so memory can be evicted afterwards.
 #[test]
-fn a_green_context_that_is_destroyed_while_it_captures_is_forgotten() {
+fn destroying_a_capturing_green_context_ends_its_capture() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
     let mut program = machine.program("green --mem 60M --rounds 100000 --leaves-capture 1").start();
     machine.wait_for_grants(&program, 1);
@@ -235,14 +235,14 @@ fn a_green_context_that_is_destroyed_while_it_captures_is_forgotten() {
 }
 
 #[test]
-fn a_green_context_that_is_the_first_takes_turns() {
+fn a_green_context_without_a_primary_context_takes_turns() {
     both_end_and_drain("green --mem 32M --rounds 8 --primary 0");
 }
 
 // ---- programs that wait for each other ---------------------------------------------------------------------------
 
 #[test]
-fn events_of_another_process_are_waited_for() {
+fn a_drain_waits_for_events_of_another_process() {
     both_end("pair --how event --rounds 8");
 }
 
@@ -269,26 +269,26 @@ fn pair(words: &str, gang: &[(&str, &str)]) {
 }
 
 #[test]
-fn a_gang_that_waits_for_itself_runs_together() {
+fn members_of_a_gang_that_wait_for_each_other_run_together() {
     pair("pair --how value --rounds 60", &[("NVSHARE_GANG", "pair")]);
 }
 
 /// Sets the environment that PyTorch's launcher sets. In the gaps between its rounds, both
 /// processes release the lock.
 #[test]
-fn processes_of_a_launcher_are_a_gang() {
+fn processes_of_a_launcher_form_a_gang() {
     let torchrun =
         [("TORCHELASTIC_RUN_ID", "none"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500"), ("WORLD_SIZE", "2")];
     pair("pair --how value --rounds 60", &torchrun);
 }
 
 #[test]
-fn a_member_of_a_gang_that_pauses_joins_the_others_again() {
+fn a_gang_member_rejoins_after_a_pause() {
     pair("pair --how value --rounds 20 --pause-ms 50", &[("NVSHARE_GANG", "pair")]);
 }
 
 #[test]
-fn two_programs_that_wait_for_each_other_without_a_gang_get_by() {
+fn two_programs_that_wait_for_each_other_progress_without_a_gang() {
     pair("pair --how value --rounds 3", &[]);
 }
 
@@ -314,12 +314,12 @@ fn is_scheduled_around(words: &str) {
 }
 
 #[test]
-fn a_kernel_that_never_ends_is_shown_and_scheduled_around() {
+fn an_endless_kernel_is_shown_and_other_programs_run() {
     is_scheduled_around("endless --seconds 600");
 }
 
 #[test]
-fn a_graph_that_never_ends_is_shown_and_scheduled_around() {
+fn an_endless_graph_is_shown_and_other_programs_run() {
     is_scheduled_around("endless --seconds 600 --graph 1");
 }
 
@@ -341,13 +341,13 @@ fn unseen_work_keeps_its_memory(machine: &Machine) {
 }
 
 #[test]
-fn work_that_no_hook_has_seen_keeps_its_memory() {
+fn memory_of_untracked_work_stays_on_the_gpu() {
     unseen_work_keeps_its_memory(&Machine::with_scheduler(Setup { memory: 64 * MIB, ..strict() }));
 }
 
 /// Simulates a driver before 12.5, which has no context events.
 #[test]
-fn work_that_no_hook_has_seen_keeps_its_memory_with_an_old_driver() {
+fn memory_of_untracked_work_stays_on_the_gpu_with_an_old_driver() {
     let setup = Setup { memory: 64 * MIB, without: "cuCtxRecordEvent", ..strict() };
     unseen_work_keeps_its_memory(&Machine::with_scheduler(setup));
 }

@@ -24,7 +24,7 @@ fn shown(machine: &Machine, environment: &[(&str, &str)]) -> (String, String, St
 }
 
 #[test]
-fn status_says_which_engine_a_program_has_and_why() {
+fn status_shows_a_programs_engine_and_its_reason() {
     let machine = Machine::with_scheduler(Setup::default());
     let (engine, reason, text) = shown(&machine, &[]);
     assert_eq!((&*engine, &*reason), ("swap", "the default"));
@@ -46,7 +46,7 @@ fn status_says_which_engine_a_program_has_and_why() {
 }
 
 #[test]
-fn status_says_that_a_gpu_has_no_virtual_memory_management() {
+fn status_shows_that_a_gpu_lacks_virtual_memory_management() {
     let simulator = vec![("CUDA_SIM_VMM", "0".to_owned())];
     let machine = Machine::with_scheduler(Setup { simulator, ..Setup::default() });
     let reason = "this GPU or its driver has no virtual memory management";

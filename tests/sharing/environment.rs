@@ -41,7 +41,7 @@ fn reach(machine: &Machine, most: &str) -> u64 {
 
 /// The program's context takes 4 MiB, which count towards the limit.
 #[test]
-fn a_program_is_refused_memory_exactly_at_what_it_allows_itself() {
+fn an_environment_memory_max_is_exact() {
     let mut machine = ruled(Setup::default(), "memory-max = \"64M\"");
     assert_eq!(reach(&machine, "44M"), 40);
     assert_eq!(reach(&machine, "infinity"), 60, "the rule's");
@@ -67,7 +67,7 @@ fn a_program_is_refused_memory_exactly_at_what_it_allows_itself() {
 }
 
 #[test]
-fn what_is_idle_by_its_own_environment_waits_for_all_others() {
+fn a_program_with_idle_environment_weight_runs_last() {
     let machine = ruled(Setup { time_quantum: HOUR, anti_thrash: "on", ..Setup::default() }, "weight = 500");
     let mut idle = machine.program(WORK).env("NVSHARE_WEIGHT", "idle").start();
     machine.wait_for_grants(&idle, 1);
@@ -81,7 +81,7 @@ fn what_is_idle_by_its_own_environment_waits_for_all_others() {
 }
 
 #[test]
-fn a_program_of_a_low_weight_has_a_small_part_of_the_time() {
+fn a_low_environment_weight_lowers_the_share_of_time() {
     let machine = ruled(Setup { anti_thrash: "on", ..Setup::default() }, "weight = 100");
     let mut low = machine.program(WORK).env("NVSHARE_WEIGHT", "10").start();
     machine.wait_for_grants(&low, 1);
@@ -97,7 +97,7 @@ fn a_program_of_a_low_weight_has_a_small_part_of_the_time() {
 }
 
 #[test]
-fn a_program_sees_no_other_gpus_than_it_allows_itself() {
+fn environment_allowed_gpus_limits_the_visible_gpus() {
     let simulator = vec![("CUDA_SIM_GPUS", "2".to_owned())];
     let machine = ruled(Setup { simulator: simulator.clone(), ..Setup::default() }, "weight = 100");
     let status = machine.status();
@@ -142,7 +142,7 @@ const NONSENSE: [(&str, &str, &str); 3] = [
 ];
 
 #[test]
-fn what_cannot_be_understood_says_nothing_and_is_told_once() {
+fn invalid_environment_limits_are_ignored_and_reported_once() {
     let machine = ruled(Setup::default(), "weight = 100");
     let with_nonsense = |words: &str| {
         let launch = machine.program(words);
@@ -172,7 +172,7 @@ fn what_cannot_be_understood_says_nothing_and_is_told_once() {
 }
 
 #[test]
-fn what_is_looser_than_the_rule_has_no_effect_and_is_told() {
+fn environment_limits_looser_than_the_rule_are_ignored_and_reported() {
     let machine = ruled(Setup::default(), "weight = 50\ntime-max = \"90%\"");
     let mut program = machine.program("stranger --mem 16M --seconds 600").env("NVSHARE_WEIGHT", "10000").start();
     program.wait_to_say("holding");

@@ -99,7 +99,7 @@ impl Chaos {
 }
 
 #[test]
-fn programs_are_killed_at_random_moments() {
+fn random_program_kills_do_not_affect_other_programs() {
     Chaos::new(pressed()).run(|chaos| {
         let (holder, waiters) = chaos.holder_and_waiters();
         let (what, victim) = match (chaos.random.below(2), holder) {
@@ -115,12 +115,12 @@ fn programs_are_killed_at_random_moments() {
 }
 
 #[test]
-fn the_scheduler_is_killed_at_random_moments() {
+fn programs_survive_random_scheduler_kills() {
     scheduler_killed(roomy());
 }
 
 #[test]
-fn the_scheduler_is_killed_at_random_moments_under_pressure() {
+fn programs_survive_random_scheduler_kills_under_pressure() {
     scheduler_killed(pressed());
 }
 
@@ -136,12 +136,12 @@ fn scheduler_killed(setup: Setup) {
 }
 
 #[test]
-fn everything_is_killed_or_stopped_at_random_moments() {
+fn programs_survive_random_kills_and_stops_of_all_processes() {
     everything(roomy());
 }
 
 #[test]
-fn everything_is_killed_or_stopped_at_random_moments_under_pressure() {
+fn programs_survive_random_kills_and_stops_under_pressure() {
     everything(pressed());
 }
 
@@ -186,7 +186,7 @@ fn everything(setup: Setup) {
 
 /// `NVSHARE_EXITS=500 cargo nextest run --test sharing exit` runs 500 exits instead of 12.
 #[test]
-fn programs_that_exit_while_memory_moves_do_so_at_once_and_with_their_status() {
+fn an_exit_during_an_eviction_is_immediate_and_keeps_its_status() {
     let count: u32 = std::env::var("NVSHARE_EXITS").map_or(12, |text| text.parse().expect("a number"));
     let machine = Machine::with_scheduler(pressed());
     let mut neighbour = machine.program("mix --mem 60M --chunks 4 --reps 2 --rounds endless").start();
@@ -205,7 +205,7 @@ fn programs_that_exit_while_memory_moves_do_so_at_once_and_with_their_status() {
 
 /// Without nvshare, a missing GPU is an ordinary error.
 #[test]
-fn a_gpu_that_does_not_exist_concerns_nobody() {
+fn using_a_nonexistent_gpu_affects_no_program() {
     let machine = Machine::with_scheduler(pressed());
     let words = [
         "mix --mem 60M --chunks 4 --reps 2 --rounds endless --cpu-ms 20 --no-device 1",
@@ -220,7 +220,7 @@ fn a_gpu_that_does_not_exist_concerns_nobody() {
 }
 
 #[test]
-fn a_stopped_holder_does_not_keep_others_that_fit_from_running() {
+fn programs_that_fit_run_beside_a_stopped_holder() {
     for anti_thrash in ["on", "auto"] {
         let machine = Machine::with_scheduler(Setup { anti_thrash, ..Setup::default() });
         let mut stopped = machine.program("mix --mem 40M --reps 4 --rounds endless --cpu-ms 20").start();
@@ -266,7 +266,7 @@ fn a_stopped_program_keeps_its_memory_and_its_results() {
 }
 
 #[test]
-fn a_stopped_scheduler_only_makes_programs_wait() {
+fn programs_wait_while_the_scheduler_is_stopped() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     let words = "mix --mem 60M --reps 3 --rounds endless";
     let mut programs = vec![machine.program(words).start(), machine.program(words).start()];
@@ -289,7 +289,7 @@ fn a_stopped_scheduler_only_makes_programs_wait() {
 }
 
 #[test]
-fn programs_go_on_without_the_scheduler_that_went_for_good() {
+fn programs_finish_after_the_scheduler_is_killed_permanently() {
     let mut machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     let words = "mix --mem 60M --reps 3 --rounds 8";
     let mut programs = [machine.program(words).start(), machine.program(words).start()];
@@ -301,7 +301,7 @@ fn programs_go_on_without_the_scheduler_that_went_for_good() {
 }
 
 #[test]
-fn a_restarted_scheduler_learns_what_there_is() {
+fn a_restarted_scheduler_learns_of_running_programs() {
     let mut machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     let mut programs =
         [machine.program(ENDLESS).start(), machine.program(ENDLESS).start(), machine.program(ENDLESS).start()];
@@ -332,7 +332,7 @@ fn a_restarted_scheduler_learns_what_there_is() {
 /// slowly, and the program sees no error. The driver returns "unknown error" although only one call
 /// has failed and the context still works.
 #[test]
-fn an_unknown_error_of_one_call_does_not_make_a_context_count_as_broken() {
+fn an_unknown_error_of_one_call_does_not_mark_a_context_broken() {
     let calls = ["cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", "cuEventQuery"];
     let fails = calls.iter().flat_map(|call| (0..40).map(move |i| format!("{call}:{}", 2 + 5 * i)));
     let machine = Machine::with_scheduler(pressed());
@@ -351,7 +351,7 @@ fn an_unknown_error_of_one_call_does_not_make_a_context_count_as_broken() {
 }
 
 #[test]
-fn a_context_that_could_not_be_made_current_once_is_not_broken() {
+fn a_failed_context_push_does_not_mark_a_context_broken() {
     let machine = Machine::with_scheduler(pressed());
     let fails: Vec<String> = (1..60).map(|n| format!("cuCtxPushCurrent_v2:{}", 10 + 30 * n)).collect();
     let words = "mix --mem 64M --chunks 4 --reps 3 --rounds endless";
@@ -369,7 +369,7 @@ fn a_context_that_could_not_be_made_current_once_is_not_broken() {
 /// The context is in the state after an illegal address. The program keeps running nevertheless,
 /// like a notebook.
 #[test]
-fn a_program_with_a_broken_context_is_left_alone() {
+fn memory_in_a_broken_context_is_not_evicted_and_rarely_retried() {
     let machine = Machine::with_scheduler(pressed());
     let fails = machine.program("mix --mem 64M --chunks 4 --reps 3 --rounds 2 --cpu-ms 600000");
     let fails = fails.env("CUDA_SIM_FAIL", "cuMemcpyDtoHAsync_v2:1").env("CUDA_SIM_FAIL_AS", "700");
@@ -388,7 +388,7 @@ fn a_program_with_a_broken_context_is_left_alone() {
 }
 
 #[test]
-fn moves_survive_driver_calls_that_fail() {
+fn memory_moves_survive_failing_driver_calls() {
     const CALLS: [&str; 10] = [
         "cuMemCreate",
         "cuMemMap",

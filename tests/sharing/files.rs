@@ -66,7 +66,7 @@ fn one_in_its_file(machine: &Machine) -> (Program, Program) {
 }
 
 #[test]
-fn memory_in_files_comes_back_as_it_was() {
+fn memory_in_swap_files_is_restored_unchanged() {
     let machine = Machine::with_scheduler(tight());
     let (mut idle, mut other) = one_in_its_file(&machine);
     drop(file_of(&machine, &idle));
@@ -84,7 +84,7 @@ fn memory_in_files_comes_back_as_it_was() {
 
 /// Copies from unregistered host memory would be so slow that the test would fail.
 #[test]
-fn memory_in_files_comes_back_at_the_speed_of_the_link() {
+fn memory_in_swap_files_is_restored_at_link_speed() {
     let simulator = vec![("CUDA_SIM_PAGEABLE_BANDWIDTH", "64K".into())];
     let machine = Machine::with_scheduler(Setup { simulator, ..tight() });
     let (mut idle, mut other) = one_in_its_file(&machine);
@@ -96,7 +96,7 @@ fn memory_in_files_comes_back_at_the_speed_of_the_link() {
 }
 
 #[test]
-fn programs_that_allocate_write_and_free_at_random_find_what_they_wrote() {
+fn random_allocations_writes_and_frees_keep_their_contents() {
     let machine = Machine::with_scheduler(tight());
     let churn = |seed| machine.program(&format!("churn --mem {SHARE} --seconds 2 --seed {seed}")).start();
     let mut programs: Vec<Program> = (1..=3).map(churn).collect();
@@ -107,7 +107,7 @@ fn programs_that_allocate_write_and_free_at_random_find_what_they_wrote() {
 }
 
 #[test]
-fn what_files_have_no_space_for_is_refused_when_it_is_allocated() {
+fn an_allocation_beyond_the_file_space_is_refused() {
     let machine = Machine::with_scheduler(Setup { file_max: Some("8M"), ..tight() });
     let mut first = machine.program(&format!("stranger --mem {SHARE} --seconds 600")).start();
     first.wait_to_say("holding");
@@ -124,7 +124,7 @@ fn what_files_have_no_space_for_is_refused_when_it_is_allocated() {
 }
 
 #[test]
-fn a_directory_that_cannot_be_used_is_said_and_ram_is_all_there_is() {
+fn an_unusable_swap_directory_is_reported_and_only_ram_is_used() {
     let rules = "file = \"/etc/passwd/swap\"\n".to_owned();
     let machine = Machine::with_scheduler(Setup { file_max: None, rules, ..tight() });
     let mut programs: Vec<Program> =
@@ -137,7 +137,7 @@ fn a_directory_that_cannot_be_used_is_said_and_ram_is_all_there_is() {
 }
 
 #[test]
-fn a_program_that_is_killed_leaves_no_file() {
+fn a_killed_program_leaves_no_swap_file() {
     let machine = Machine::with_scheduler(tight());
     let (mut idle, mut other) = one_in_its_file(&machine);
     let file = file_of(&machine, &idle);
@@ -195,12 +195,12 @@ fn loses_its_memory(spoil: impl FnOnce(&File)) {
 }
 
 #[test]
-fn memory_that_cannot_be_read_is_lost_and_the_program_is_told() {
+fn a_truncated_swap_file_is_reported_to_the_program() {
     loses_its_memory(|file| file.set_len(0).expect("it is truncated"));
 }
 
 #[test]
-fn memory_that_has_changed_on_the_disk_is_lost_and_the_program_is_told() {
+fn a_modified_swap_file_is_reported_to_the_program() {
     loses_its_memory(|file| {
         let mut block = vec![0; 4096];
         for at in (0..SHARE).step_by(1 << 20) {
@@ -214,7 +214,7 @@ fn memory_that_has_changed_on_the_disk_is_lost_and_the_program_is_told() {
 }
 
 #[test]
-fn memory_in_a_file_outlives_the_scheduler() {
+fn memory_in_a_swap_file_survives_a_scheduler_restart() {
     let mut machine = Machine::with_scheduler(tight());
     let (mut idle, mut other) = one_in_its_file(&machine);
     drop(file_of(&machine, &idle));
@@ -232,7 +232,7 @@ fn tight_on(disk: &Disk) -> Setup {
 }
 
 #[test]
-fn memory_on_a_disk_that_cannot_be_read_is_lost_and_the_program_is_told() {
+fn a_failing_disk_is_reported_to_the_program() {
     let Some(disk) = Disk::new("failing-disk", 512 * MIB) else { return };
     let machine = Machine::with_scheduler(tight_on(&disk));
     let (mut idle, mut other) = one_in_its_file(&machine);
@@ -251,7 +251,7 @@ fn memory_on_a_disk_that_cannot_be_read_is_lost_and_the_program_is_told() {
 }
 
 #[test]
-fn what_a_full_disk_has_no_space_for_is_refused_when_it_is_allocated() {
+fn an_allocation_beyond_a_full_disk_is_refused() {
     let Some(disk) = Disk::new("full-disk", 1024 * MIB) else { return };
     let machine = Machine::with_scheduler(tight_on(&disk));
     let mut first = machine.program(&format!("stranger --mem {SHARE} --seconds 600")).start();
@@ -270,7 +270,7 @@ fn what_a_full_disk_has_no_space_for_is_refused_when_it_is_allocated() {
 /// Copies are written to files before other allocations in their control group fail for lack of
 /// memory, although the host has plenty.
 #[test]
-fn copies_make_room_for_what_else_is_in_their_control_group() {
+fn copies_are_written_to_files_when_their_cgroup_needs_memory() {
     const EACH: u64 = 160 * MIB;
     const LIMIT: u64 = 800 * MIB;
     const STEP: u64 = 16 * MIB;
@@ -331,7 +331,7 @@ fn limit_files(program: &Program, bytes: u64) {
 }
 
 #[test]
-fn what_cannot_be_written_stays_in_host_memory() {
+fn memory_that_cannot_be_written_to_a_file_stays_in_ram() {
     let machine = Machine::with_scheduler(tight());
     let mut idle = idle(&machine);
     limit_files(&idle, SHARE / 2);
@@ -341,7 +341,7 @@ fn what_cannot_be_written_stays_in_host_memory() {
 }
 
 #[test]
-fn what_has_not_changed_is_not_written_again() {
+fn unchanged_memory_is_not_written_to_its_file_again() {
     let machine = Machine::with_scheduler(tight());
     let mut reads =
         machine.program(&format!("weights --mem {SHARE} --reserve 4M --state 4M --rounds 4 --pause-ms 500")).start();

@@ -9,7 +9,7 @@ use test_support::machine::*;
 const SHORT: &str = "mix --mem 16M --reps 2 --rounds 3";
 
 #[test]
-fn without_a_scheduler_programs_run_and_say_so_once() {
+fn programs_run_without_a_scheduler_and_report_it_once() {
     let machine = Machine::new(Setup::default());
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(SHORT).quiet().start()).collect();
     for program in &mut programs {
@@ -22,7 +22,7 @@ fn without_a_scheduler_programs_run_and_say_so_once() {
 }
 
 #[test]
-fn a_scheduler_that_starts_later_is_joined() {
+fn programs_join_a_scheduler_that_starts_later() {
     let mut machine = Machine::new(Setup { anti_thrash: "on", ..Setup::default() });
     let words = "mix --mem 24M --reps 6 --rounds 20";
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(words).quiet().start()).collect();
@@ -42,7 +42,7 @@ fn a_scheduler_that_starts_later_is_joined() {
 }
 
 #[test]
-fn where_it_is_required_a_program_does_not_run_without_a_scheduler() {
+fn nvshare_required_fails_a_program_without_a_scheduler() {
     let mut machine = Machine::new(Setup::default());
     let mut program = machine.program(SHORT).quiet().env("NVSHARE_REQUIRED", "1").start();
     let status = wait_for("its end", || program.poll());
@@ -58,7 +58,7 @@ fn where_it_is_required_a_program_does_not_run_without_a_scheduler() {
 }
 
 #[test]
-fn disabled_it_does_nothing_at_all() {
+fn nvshare_disable_turns_the_library_off() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut program = machine.program(SHORT).quiet().env("NVSHARE_DISABLE", "1").start();
     program.finish();
@@ -73,7 +73,7 @@ fn disabled_it_does_nothing_at_all() {
 }
 
 #[test]
-fn programs_without_cuda_are_left_alone() {
+fn programs_without_cuda_run_unchanged() {
     let machine = Machine::with_scheduler(Setup::default());
     let commands: [(&str, &[&str]); 5] = [
         ("/bin/true", &[]),
@@ -108,7 +108,7 @@ fn a_program_without_a_gpu_gets_the_drivers_error() {
 }
 
 #[test]
-fn null_and_nonsense_are_answered_as_the_driver_does() {
+fn null_and_invalid_arguments_get_the_drivers_answers() {
     let machine = Machine::with_scheduler(Setup::default());
     let answers = |launch: Launch<'_>| {
         let mut report = launch.start().finish().0;
@@ -123,7 +123,7 @@ fn null_and_nonsense_are_answered_as_the_driver_does() {
 }
 
 #[test]
-fn children_of_a_program_leave_its_connection_alone() {
+fn forked_children_do_not_use_their_parents_connection() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..Setup::default() });
     let mut other = machine.program("mix --mem 24M --reps 4 --rounds endless").start();
     let mut parent = machine.program("forks --mem 24M --rounds 9").start();
@@ -140,7 +140,7 @@ fn children_of_a_program_leave_its_connection_alone() {
 }
 
 #[test]
-fn whichever_thread_initialises_cuda_its_memory_is_known() {
+fn memory_is_tracked_for_any_thread_that_initialises_cuda() {
     let machine = Machine::with_scheduler(Setup::default());
     for _ in 0..4 {
         let mut program = machine.program("starts --mem 4M --threads 8 --seconds 1").start();
@@ -154,7 +154,7 @@ fn whichever_thread_initialises_cuda_its_memory_is_known() {
 }
 
 #[test]
-fn a_cuda_program_under_a_shell_is_shared() {
+fn a_cuda_program_started_by_a_shell_is_granted_the_lock() {
     let machine = Machine::with_scheduler(Setup::default());
     let program = artifact("cuda-program");
     let script = format!("{0} {SHORT} && exec {0} {SHORT}", program.display());

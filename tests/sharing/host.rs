@@ -26,13 +26,13 @@ fn settled(group: &Limited) -> u64 {
 }
 
 #[test]
-fn what_a_full_control_group_has_no_room_for_stays_on_the_gpu() {
+fn memory_stays_on_the_gpu_if_the_programs_cgroup_is_full() {
     stays_on_the_gpu("");
 }
 
 /// The kernel immediately populates all mappings of a program that locks its memory.
 #[test]
-fn so_it_does_if_the_program_locks_its_memory() {
+fn memory_stays_on_the_gpu_if_the_cgroup_is_full_and_pages_are_locked() {
     stays_on_the_gpu("--lock 1");
 }
 
@@ -64,7 +64,7 @@ fn stays_on_the_gpu(options: &str) {
 
 /// Only as much memory is evicted as the limit on address space allows.
 #[test]
-fn a_limit_on_addresses_leaves_room_for_some() {
+fn an_address_space_limit_permits_a_partial_eviction() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
     let mut idle = machine.program("mix --mem 96M --chunks 12 --reps 3 --rounds 2 --cpu-ms 600000").start();
     wait_for("it to be idle", || idle.stderr().contains("round 0 is over").then_some(()));
@@ -92,7 +92,7 @@ fn limit_addresses(pid: u32, more: u64) {
 
 #[test]
 #[ignore = "takes more than three minutes, as the library waits for so long"]
-fn host_memory_at_rest_is_given_back_and_what_is_in_it_is_not_lost() {
+fn host_memory_at_rest_is_freed_without_losing_contents() {
     // Copies from unregistered memory would be so slow that the test would fail, so memory must be
     // restored at the speed of the link.
     let simulator = vec![("CUDA_SIM_PAGEABLE_BANDWIDTH", "64K".into())];
@@ -119,7 +119,7 @@ fn host_memory_at_rest_is_given_back_and_what_is_in_it_is_not_lost() {
 const PREPARED: &str = "allocating staging buffers ahead: true";
 
 #[test]
-fn memory_at_rest_has_its_buffers_before_it_has_to_leave() {
+fn memory_at_rest_gets_host_buffers_before_its_eviction() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
     let mix = |cpu_ms: u32| format!("mix --mem 90M --chunks 4 --reps 3 --rounds 2 --cpu-ms {cpu_ms}");
     let mut idle = machine.program(&mix(600_000)).start();
@@ -133,7 +133,7 @@ fn memory_at_rest_has_its_buffers_before_it_has_to_leave() {
 }
 
 #[test]
-fn buffers_made_ahead_are_given_back_when_their_control_group_needs_the_memory() {
+fn buffers_made_ahead_are_freed_when_their_cgroup_needs_memory() {
     let Some(group) = group(4 << 30) else { return };
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
     let words = format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds 2 --cpu-ms 600000");

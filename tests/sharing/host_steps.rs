@@ -31,7 +31,7 @@ fn ends(program: &mut Program) {
 }
 
 #[test]
-fn a_context_is_destroyed_while_its_work_waits_for_another_turn() {
+fn a_context_can_be_destroyed_while_its_work_waits_for_a_turn() {
     let machine = Machine::with_scheduler(pressed());
     let mut worker = machine.program("mix --mem 60M --reps 4 --rounds endless").start();
     machine.wait_for_grants(&worker, 1);
@@ -43,7 +43,7 @@ fn a_context_is_destroyed_while_its_work_waits_for_another_turn() {
 }
 
 #[test]
-fn launches_that_wait_for_a_full_queue_hold_nothing() {
+fn launches_blocked_by_a_full_queue_hold_no_lock() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut program = machine.program("host-step --how fill").start();
     ends(&mut program);
@@ -51,7 +51,7 @@ fn launches_that_wait_for_a_full_queue_hold_nothing() {
 }
 
 #[test]
-fn host_memory_is_given_back_while_a_kernel_waits_for_the_host() {
+fn host_memory_is_freed_while_a_kernel_waits_for_the_host() {
     let Some(group) = Limited::new(&format!("nvshare-steps-{}", std::process::id()), 4 << 30) else { return };
     let machine = Machine::with_scheduler(pressed());
     let words = "host-step --how allocate --mem 60M --before-ms 5000 --pause-ms 3000";
@@ -73,7 +73,7 @@ fn host_memory_is_given_back_while_a_kernel_waits_for_the_host() {
 /// rest.
 #[test]
 #[ignore = "takes more than three minutes, as the library waits for so long"]
-fn host_memory_at_rest_is_given_back_while_a_kernel_waits_for_the_host() {
+fn host_memory_at_rest_is_freed_while_a_kernel_waits_for_the_host() {
     let machine = Machine::with_scheduler(pressed());
     let mut program = machine.program("host-step --how allocate --mem 60M --before-ms 5000 --pause-ms 190000").start();
     machine.wait_for_grants(&program, 1);
@@ -86,7 +86,7 @@ fn host_memory_at_rest_is_given_back_while_a_kernel_waits_for_the_host() {
 }
 
 #[test]
-fn memory_is_there_that_is_allocated_beside_a_capture() {
+fn memory_allocated_during_a_capture_is_resident() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, ..Setup::default() });
     for how in ["captured", "named"] {
         machine.program(&format!("capture-allocs --mem 40M --rounds 20 --how {how}")).start().finish();
@@ -95,7 +95,7 @@ fn memory_is_there_that_is_allocated_beside_a_capture() {
 }
 
 #[test]
-fn memory_beside_a_capture_comes_from_clients_that_run() {
+fn memory_allocated_during_a_capture_is_evicted_from_running_clients() {
     let machine = Machine::with_scheduler(pressed());
     let mut holder = machine.program("mix --mem 90M --reps 4 --rounds endless").start();
     machine.wait_for_grants(&holder, 1);
@@ -109,7 +109,7 @@ fn memory_beside_a_capture_comes_from_clients_that_run() {
 /// The program has opened a device file through which a network card can reach GPU memory. So its
 /// memory stays resident although the program launches nothing.
 #[test]
-fn memory_that_a_network_card_may_read_is_there_when_it_was_allocated() {
+fn memory_accessible_to_a_network_card_is_resident_when_allocated() {
     // SAFETY: `geteuid` has no preconditions.
     if unsafe { libc::geteuid() } != 0 {
         return test_support::skip("root, to mount device files");
@@ -132,7 +132,7 @@ fn memory_that_a_network_card_may_read_is_there_when_it_was_allocated() {
 /// Before driver 12.5, a thread waits for a context whenever the scheduler evicts a program whose
 /// work the library cannot see. A repeated eviction must not add a second thread.
 #[test]
-fn an_old_driver_has_one_thread_wait_for_a_context() {
+fn on_an_old_driver_only_one_thread_waits_for_a_context() {
     let machine = Machine::with_scheduler(Setup { without: "cuCtxRecordEvent", ..pressed() });
     let mut program = machine.program("unseen --mem 60M --rounds 1 --ms 12000 --pause-ms 100").start();
     machine.wait_for_grants(&program, 1);
@@ -161,7 +161,7 @@ fn an_old_driver_has_one_thread_wait_for_a_context() {
 /// The fingerprint kernel cannot be loaded when its context is created, for lack of memory. A
 /// thread that may block then loads it at the next eviction.
 #[test]
-fn the_kernel_for_fingerprints_is_loaded_when_there_is_memory_for_it() {
+fn the_fingerprint_kernel_is_loaded_once_memory_is_available() {
     const LOADED: &str = "fingerprints can be computed in context";
     let machine = Machine::with_scheduler(pressed());
     let words = "mix --mem 60M --reps 3 --rounds 12";

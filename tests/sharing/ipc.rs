@@ -70,7 +70,7 @@ fn wait_for_pinned(machine: &Machine, program: &Program, bytes: u64) {
 }
 
 #[test]
-fn the_program_is_right_without_nvshare() {
+fn the_test_program_works_without_nvshare() {
     let machine = Machine::new(Setup::default());
     let pair = Pair::new(&machine, "--count 3 --mem 4M --rounds 3");
     let mut exporter = pair.exporter(&machine, "").without_nvshare().start();
@@ -80,7 +80,7 @@ fn the_program_is_right_without_nvshare() {
 }
 
 #[test]
-fn drivers_handles_are_the_drivers() {
+fn ipc_handles_of_the_driver_are_passed_to_the_driver() {
     let machine = Machine::with_scheduler(Setup::default());
     let pair = Pair::new(&machine, "--rounds 3");
     let mut exporter = pair.exporter(&machine, "").env("NVSHARE_ENGINE", "none").start();
@@ -91,7 +91,7 @@ fn drivers_handles_are_the_drivers() {
 }
 
 #[test]
-fn two_programs_use_the_same_memory_while_their_own_is_swapped() {
+fn two_programs_share_memory_while_private_memory_is_swapped() {
     let machine = Machine::with_scheduler(pressed());
     let pair = Pair::new(&machine, &format!("--mem {SHARED} --private 56M --rounds 8"));
     let mut third = machine.program("mix --mem 64M --chunks 4 --reps 3 --rounds endless").start();
@@ -111,7 +111,7 @@ fn two_programs_use_the_same_memory_while_their_own_is_swapped() {
 /// The GPU is large enough for an allocation with more chunks than one answer can carry
 /// descriptors. Many small allocations share a slab.
 #[test]
-fn small_allocations_share_a_slab_and_large_ones_have_many_chunks() {
+fn slab_and_many_chunk_allocations_can_be_imported() {
     let machine = Machine::with_scheduler(Setup { memory: 512 * MIB, ..Setup::default() });
     for (count, mem) in [(40, 60_000), (1, 200 * MIB)] {
         let pair = Pair::new(&machine, &format!("--count {count} --mem {mem} --rounds 2"));
@@ -125,7 +125,7 @@ fn small_allocations_share_a_slab_and_large_ones_have_many_chunks() {
 }
 
 #[test]
-fn a_thousand_handles() {
+fn a_thousand_handles_can_be_imported() {
     let machine = Machine::with_scheduler(Setup { memory: 512 * MIB, ..Setup::default() });
     let pair = Pair::new(&machine, "--count 1000 --mem 20000 --rounds 1");
     let mut exporter = pair.exporter(&machine, "").quiet().start();
@@ -136,7 +136,7 @@ fn a_thousand_handles() {
 }
 
 #[test]
-fn what_was_swapped_out_comes_back_to_be_exported() {
+fn exporting_evicted_memory_restores_it() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
     let pair = Pair::new(&machine, &format!("--mem {SHARED} --private 40M --rounds 2"));
     // The exporter fills its memory and waits until another program's demand has evicted it.
@@ -154,7 +154,7 @@ fn what_was_swapped_out_comes_back_to_be_exported() {
 }
 
 #[test]
-fn a_wrong_secret_opens_nothing() {
+fn a_handle_with_a_wrong_secret_cannot_be_opened() {
     let machine = Machine::with_scheduler(Setup::default());
     let pair = Pair::new(&machine, "--rounds 1");
     let mut exporter = pair.exporter(&machine, "").start();
@@ -169,7 +169,7 @@ fn a_wrong_secret_opens_nothing() {
 }
 
 #[test]
-fn a_handle_of_what_was_freed_opens_nothing() {
+fn a_handle_of_freed_memory_cannot_be_opened() {
     let machine = Machine::with_scheduler(Setup::default());
     let stay = mark(&machine, "stay");
     let pair = Pair::new(&machine, "--rounds 0");
@@ -182,7 +182,7 @@ fn a_handle_of_what_was_freed_opens_nothing() {
 }
 
 #[test]
-fn an_exporter_that_is_stopped_is_not_waited_for_without_end() {
+fn importing_from_a_stopped_exporter_times_out() {
     let machine = Machine::with_scheduler(Setup::default());
     let pair = Pair::new(&machine, "--rounds 1");
     let mut exporter = pair.exporter(&machine, "").start();
@@ -196,7 +196,7 @@ fn an_exporter_that_is_stopped_is_not_waited_for_without_end() {
 }
 
 #[test]
-fn memory_outlives_its_exporter_and_is_counted_until_the_last_importer_closes_it() {
+fn exported_memory_is_counted_until_its_last_importer_closes_it() {
     let machine = Machine::with_scheduler(Setup::default());
     let (keep, stay) = (mark(&machine, "keep"), mark(&machine, "stay"));
     let pair = Pair::new(&machine, &format!("--mem {SHARED} --rounds 2"));
@@ -216,7 +216,7 @@ fn memory_outlives_its_exporter_and_is_counted_until_the_last_importer_closes_it
 }
 
 #[test]
-fn memory_that_stays_for_two_reasons_is_counted_once() {
+fn memory_pinned_for_two_reasons_is_counted_once() {
     let machine = Machine::with_scheduler(pressed());
     let pair = Pair::new(&machine, "--count 3 --mem 8M --private 64M --rounds 3");
     let stay = mark(&machine, "stay");
@@ -231,7 +231,7 @@ fn memory_that_stays_for_two_reasons_is_counted_once() {
 }
 
 #[test]
-fn an_exporter_that_is_killed_leaves_its_memory_to_the_importer() {
+fn a_killed_exporter_leaves_its_memory_to_the_importer() {
     let machine = Machine::with_scheduler(Setup::default());
     let (keep, end) = (mark(&machine, "keep"), mark(&machine, "end"));
     let pair = Pair::new(&machine, &format!("--mem {SHARED}"));
@@ -247,7 +247,7 @@ fn an_exporter_that_is_killed_leaves_its_memory_to_the_importer() {
 }
 
 #[test]
-fn an_importer_that_is_killed_leaves_the_exporter_as_it_was() {
+fn a_killed_importer_does_not_affect_the_exporter() {
     let machine = Machine::with_scheduler(Setup::default());
     let pair = Pair::new(&machine, &format!("--mem {SHARED} --rounds 3"));
     let keep = mark(&machine, "keep");
@@ -262,16 +262,16 @@ fn an_importer_that_is_killed_leaves_the_exporter_as_it_was() {
 }
 
 #[test]
-fn a_new_scheduler_learns_who_has_what() {
-    learn_who_has_what(Machine::with_scheduler(Setup::default()));
+fn a_restarted_scheduler_learns_of_shared_memory() {
+    restarted_scheduler_learns_of_shared_memory(Machine::with_scheduler(Setup::default()));
 }
 
 #[test]
-fn a_new_scheduler_learns_who_has_what_on_connections_that_were_kept() {
-    learn_who_has_what(Machine::with_manager(Setup::default()));
+fn a_restarted_scheduler_learns_of_shared_memory_on_kept_connections() {
+    restarted_scheduler_learns_of_shared_memory(Machine::with_manager(Setup::default()));
 }
 
-fn learn_who_has_what(mut machine: Machine) {
+fn restarted_scheduler_learns_of_shared_memory(mut machine: Machine) {
     let (keep, stay) = (mark(&machine, "keep"), mark(&machine, "stay"));
     let pair = Pair::new(&machine, &format!("--mem {SHARED} --rounds 1"));
     let mut exporter = pair.exporter(&machine, &format!("--stay {stay}")).start();
@@ -296,7 +296,7 @@ fn learn_who_has_what(mut machine: Machine) {
 /// Destroying a context closes the memory that was opened in it, except memory that work of another
 /// context uses.
 #[test]
-fn memory_that_was_closed_stays_while_work_uses_it_and_another_context_ends() {
+fn closed_memory_stays_while_work_of_another_context_uses_it() {
     let machine = Machine::with_scheduler(Setup::default());
     let pair = Pair::new(&machine, "--mem 8M --rounds 2");
     let mut exporter = pair.exporter(&machine, "").start();

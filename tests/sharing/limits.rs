@@ -46,7 +46,7 @@ const ASK: &str = "oversub --mem 100M --chunk 2M --rounds 0";
 
 /// The program's context takes 4 MiB, which count towards the limit.
 #[test]
-fn a_program_is_refused_memory_exactly_at_its_limit() {
+fn memory_max_is_exact() {
     let machine = ruled(&mine("44M"));
     for kind in ["alloc", "vmm", "managed"] {
         assert_eq!(reach(machine.program(&format!("{ASK} --kind {kind}"))), 40 * MIB, "{kind}");
@@ -70,7 +70,7 @@ fn a_program_is_refused_memory_exactly_at_its_limit() {
 /// The environment tightens the rule's limit and never raises it. The environment's limit also
 /// holds without a scheduler, but then excludes contexts.
 #[test]
-fn a_program_can_be_given_less_by_its_environment() {
+fn the_environment_can_lower_a_programs_limit() {
     let mut machine = ruled(&mine("44M"));
     let ask = |machine: &Machine, most: &str| reach(machine.program(ASK).env("NVSHARE_MEMORY_MAX", most));
     assert_eq!(ask(&machine, "20M"), 16 * MIB);
@@ -93,7 +93,7 @@ fn a_program_can_be_given_less_by_its_environment() {
 }
 
 #[test]
-fn a_program_under_a_limit_is_told_of_no_more() {
+fn a_limited_program_sees_only_its_limit() {
     let machine = ruled(&mine("100M"));
     let report = machine.program("account --mem 32M").start().finish();
     assert_eq!(report.number("total"), 100 * MIB);
@@ -104,7 +104,7 @@ fn a_program_under_a_limit_is_told_of_no_more() {
 }
 
 #[test]
-fn programs_that_count_together_have_the_limit_together() {
+fn programs_of_a_group_share_its_limit() {
     let machine = ruled(&mine("76M"));
     let mut holding: Vec<Program> =
         (0..8).map(|_| machine.program("stranger --mem 4M --seconds 600").start()).collect();
@@ -133,7 +133,7 @@ fn programs_that_count_together_have_the_limit_together() {
 }
 
 #[test]
-fn a_limit_is_lowered_and_raised_while_programs_run() {
+fn a_limit_can_be_lowered_and_raised_at_run_time() {
     let machine = ruled(&mine("infinity"));
     let limit = |program: &Program| {
         let status = machine.status();
@@ -165,7 +165,7 @@ fn a_limit_is_lowered_and_raised_while_programs_run() {
 }
 
 #[test]
-fn an_allocation_waits_until_others_have_freed_enough() {
+fn an_allocation_waits_until_other_programs_free_memory() {
     let waits = "on-memory-full = \"wait\"\n";
     let machine = ruled(&(mine("64M") + waits));
     let mut holder = machine.program("stranger --mem 40M --seconds 600").start();
@@ -193,7 +193,7 @@ fn an_allocation_waits_until_others_have_freed_enough() {
 }
 
 #[test]
-fn each_unit_has_the_limit_for_all_of_its_programs() {
+fn a_unit_pattern_limits_each_unit_separately() {
     let name = |letter: char| format!("nvshare-test-{}-{letter}.service", std::process::id());
     let Some((a, b)) = Unit::new(&name('a')).zip(Unit::new(&name('b'))) else { return };
     let machine = ruled("[[rule]]\nunit = \"**/nvshare-test-*.service\"\nmemory-max = \"44M\"\n");
@@ -221,7 +221,7 @@ fn lock_times(machine: &Machine, program: &Program) -> (f64, f64, u64) {
 }
 
 #[test]
-fn a_program_has_no_more_of_the_time_than_its_rule_allows() {
+fn time_max_limits_a_programs_share_of_time() {
     // SAFETY: `getuid` has no preconditions.
     let uid = unsafe { libc::getuid() };
     let machine = ruled(&format!("time-period = \"1s\"\n[[rule]]\nuser = {uid}\ntime-max = \"30%\"\n"));
@@ -246,7 +246,7 @@ fn a_program_has_no_more_of_the_time_than_its_rule_allows() {
 }
 
 #[test]
-fn who_has_a_higher_priority_waits_for_no_turn_to_end() {
+fn a_program_with_higher_priority_preempts_a_turn() {
     let name = format!("nvshare-test-{}-urgent.service", std::process::id());
     let Some(unit) = Unit::new(&name) else { return };
     let mut machine = Machine::new(Setup { time_quantum: HOUR, anti_thrash: "on", ..Setup::default() });
@@ -261,7 +261,7 @@ fn who_has_a_higher_priority_waits_for_no_turn_to_end() {
 }
 
 #[test]
-fn what_a_program_had_of_the_time_counts_for_the_next_that_counts_with_it() {
+fn used_time_counts_for_later_programs_of_the_group() {
     // SAFETY: `getuid` has no preconditions.
     let uid = unsafe { libc::getuid() };
     let machine = ruled(&format!("time-period = \"60s\"\n[[rule]]\nuser = {uid}\ntime-max = \"1%\"\n"));

@@ -16,13 +16,13 @@ fn endless(memory: u64) -> String {
 }
 
 #[test]
-fn swapped_memory_comes_back_as_it_was() {
+fn swapped_memory_is_restored_unchanged() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     take_turns(&machine, "swap");
 }
 
 #[test]
-fn managed_memory_moves_too() {
+fn programs_with_the_managed_engine_take_turns() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     take_turns(&machine, "managed");
 }
@@ -30,7 +30,7 @@ fn managed_memory_moves_too() {
 /// Managed memory that programs allocate themselves, with the engine `swap`. The library prefetches
 /// it off the GPU and onto it, so the driver never migrates it on demand.
 #[test]
-fn managed_memory_of_programs_moves_with_its_program() {
+fn a_programs_own_managed_memory_moves_with_its_turns() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     // The size is not a multiple of any granularity.
     let words = format!("{} --kind managed", endless(SHARE - 4 * 4100));
@@ -55,7 +55,7 @@ fn managed_memory_of_programs_moves_with_its_program() {
 }
 
 #[test]
-fn managed_memory_that_is_evicted_leaves_the_gpu() {
+fn evicted_managed_memory_leaves_the_gpu() {
     let machine = Machine::with_scheduler(pressed());
     let mut idle = machine.program(&format!("stranger --mem {SHARE} --kind managed --seconds 600")).start();
     idle.wait_to_say("holding");
@@ -117,7 +117,7 @@ fn take_turns(machine: &Machine, engine: &str) {
 
 /// Freeing managed memory needs a context, and waits for pending work.
 #[test]
-fn freed_memory_is_free_whatever_moves_it() {
+fn freed_memory_is_free_with_every_engine() {
     for (engine, kind) in [("managed", "alloc"), ("swap", "managed"), ("swap", "alloc")] {
         let machine = Machine::with_scheduler(Setup::default());
         let words = format!("frees --mem 16M --rounds 6 --kind {kind} --seconds 600");
@@ -133,7 +133,7 @@ fn freed_memory_is_free_whatever_moves_it() {
 }
 
 #[test]
-fn memory_that_fits_does_not_move() {
+fn memory_that_fits_is_not_moved() {
     for anti_thrash in ["auto", "on"] {
         let machine = Machine::with_scheduler(Setup { anti_thrash, ..Setup::default() });
         let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&endless(40 * MIB)).start()).collect();
@@ -152,7 +152,7 @@ fn memory_that_fits_does_not_move() {
 }
 
 #[test]
-fn a_program_without_vmm_or_with_an_old_driver_is_shared_too() {
+fn programs_without_vmm_or_with_an_old_driver_take_turns() {
     let old = vec![("CUDA_SIM_DRIVER", "12020".to_owned())];
     for (simulator, without) in [(vec![("CUDA_SIM_VMM", "0".to_owned())], ""), (old, "cuCtxRecordEvent")] {
         let machine = Machine::with_scheduler(Setup { anti_thrash: "on", simulator, without, ..pressed() });
@@ -166,7 +166,7 @@ fn a_program_without_vmm_or_with_an_old_driver_is_shared_too() {
 }
 
 #[test]
-fn every_program_sees_all_of_the_gpu_and_what_it_takes_itself() {
+fn programs_see_the_gpus_total_and_their_own_use() {
     let machine = Machine::with_scheduler(Setup::default());
     let (total, limit) = (machine.setup.memory, machine.setup.capacity(1));
     let check = |report: &Report, limit: u64| {
@@ -193,7 +193,7 @@ fn every_program_sees_all_of_the_gpu_and_what_it_takes_itself() {
 }
 
 #[test]
-fn one_program_beyond_the_limit_is_refused_unless_it_may_exceed_the_gpu() {
+fn exceeding_the_gpu_requires_single_oversub() {
     let machine = Machine::with_scheduler(Setup::default());
     let words = "oversub --mem 396M --chunk 36M --rounds 1";
     assert_eq!(machine.setup.capacity(1) / (36 * MIB), 6);
@@ -211,7 +211,7 @@ fn one_program_beyond_the_limit_is_refused_unless_it_may_exceed_the_gpu() {
 }
 
 #[test]
-fn what_neither_the_gpu_nor_the_host_has_room_for_is_refused() {
+fn memory_that_fits_neither_gpu_nor_host_is_refused() {
     let machine = Machine::with_scheduler(Setup { swap_max: "64M", ..Setup::default() });
     let all = machine.setup.capacity(2) + 64 * MIB;
     let mut first = machine.program("stranger --mem 160M --seconds 600").start();
@@ -234,7 +234,7 @@ fn what_neither_the_gpu_nor_the_host_has_room_for_is_refused() {
 }
 
 #[test]
-fn a_call_in_which_the_driver_finds_no_memory_is_made_again_once_there_is_room() {
+fn a_driver_call_that_runs_out_of_memory_is_retried_with_room() {
     let machine = Machine::with_scheduler(Setup::default());
     let other = machine.program("stranger --mem 228M --seconds 600").start();
     other.wait_to_say("holding");
@@ -253,7 +253,7 @@ fn a_call_in_which_the_driver_finds_no_memory_is_made_again_once_there_is_room()
 }
 
 #[test]
-fn programs_swap_within_little_host_memory_and_see_how_much_they_can_have() {
+fn programs_swap_and_see_their_limits_with_little_host_memory() {
     let setup = Setup { memory: 128 * MIB, anti_thrash: "on", swap_max: "40M", ..Setup::default() };
     let machine = Machine::with_scheduler(setup);
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&endless(64 * MIB)).start()).collect();
@@ -274,7 +274,7 @@ fn programs_swap_within_little_host_memory_and_see_how_much_they_can_have() {
 }
 
 #[test]
-fn a_program_that_has_all_of_the_gpu_goes_on_when_others_come() {
+fn a_program_that_fills_the_gpu_continues_when_new_programs_start() {
     let machine = Machine::with_scheduler(Setup::default());
     // The program takes all memory except what its checks need, so no context fits beside it.
     let memory = machine.setup.capacity(1) - 2 * MIB;
@@ -291,7 +291,7 @@ fn a_program_that_has_all_of_the_gpu_goes_on_when_others_come() {
 }
 
 #[test]
-fn the_context_of_a_program_is_counted_once() {
+fn a_programs_context_is_counted_once() {
     let machine = Machine::with_scheduler(Setup { memory: 512 * MIB, context: 32 * MIB, ..Setup::default() });
     let programs: Vec<Program> = (0..2).map(|_| machine.program("stranger --mem 1M --seconds 600").start()).collect();
     for program in &programs {
@@ -304,7 +304,7 @@ fn the_context_of_a_program_is_counted_once() {
 }
 
 #[test]
-fn what_the_last_program_had_outside_the_engines_is_free_for_the_next() {
+fn memory_outside_the_engines_is_free_after_the_last_program_ends() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut last = machine.program("stranger --mem 1M --seconds 600").start();
     last.wait_to_say("holding");
@@ -323,7 +323,7 @@ fn what_the_last_program_had_outside_the_engines_is_free_for_the_next() {
 }
 
 #[test]
-fn a_stranger_that_takes_memory_is_made_room_for() {
+fn memory_is_evicted_for_a_foreign_program() {
     let machine = Machine::with_scheduler(Setup { memory: 512 * MIB, ..Setup::default() });
     let words = "mix --mem 220M --chunks 4 --reps 1 --rounds endless";
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(words).start()).collect();
@@ -349,13 +349,13 @@ fn a_stranger_that_takes_memory_is_made_room_for() {
 }
 
 #[test]
-fn what_has_not_changed_is_not_copied_again() {
+fn unchanged_memory_is_not_copied_again() {
     unchanged_is_not_copied(Vec::new());
 }
 
 /// With `CUDA_SIM_FAT_BINARIES=0` the driver compiles the library's kernel from PTX.
 #[test]
-fn what_has_not_changed_is_not_copied_again_by_a_gpu_that_no_fat_binary_is_for() {
+fn unchanged_memory_is_not_copied_again_on_a_gpu_without_fat_binary() {
     unchanged_is_not_copied(vec![("CUDA_SIM_FAT_BINARIES", "0".to_owned())]);
 }
 
@@ -389,7 +389,7 @@ fn unchanged_is_not_copied(simulator: Vec<(&'static str, String)>) {
 /// The library creates one stream in each context in which it moves memory. The program creates
 /// none.
 #[test]
-fn memory_moves_in_one_context_until_that_is_destroyed() {
+fn memory_moves_in_one_context_until_the_context_is_destroyed() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     let words = "contexts --mem 16M --rounds 4 --pause-ms 60";
     let mut program = machine.program(words).env("CUDA_SIM_FAIL", "cuStreamCreate:3").start();
@@ -419,7 +419,7 @@ fn made_by(fails: &str) -> [Vec<bool>; 2] {
 }
 
 #[test]
-fn an_eviction_finds_everything_made_that_it_needs() {
+fn resources_for_an_eviction_are_created_in_advance() {
     assert_eq!(made_by(""), [[true], [true]]);
     // If memory was short at first, the library's thread creates them later, and the program sees
     // no error.

@@ -54,7 +54,7 @@ fn foretold(report: &Report, reading: u32) -> [u64; 3] {
 
 /// The program's context takes 4 MiB, which count towards the limit.
 #[test]
-fn a_program_under_a_rule_is_told_one_story_by_all() {
+fn cuda_and_nvml_report_the_same_limit_under_a_rule() {
     let machine = ruled(setup(), &mine("100M"));
     for lookup in ["link", "dlsym", "getproc"] {
         let report = machine.program("story --mem 32M").env("CUDA_LOOKUP", lookup).start().finish();
@@ -66,7 +66,7 @@ fn a_program_under_a_rule_is_told_one_story_by_all() {
 }
 
 #[test]
-fn it_is_told_so_before_it_uses_the_gpu() {
+fn the_limit_is_reported_before_the_gpu_is_used() {
     let machine = ruled(setup(), &mine("100M"));
     let report = machine.program("story --context 0").start().finish();
     assert_eq!(foretold(&report, 0), [100 * MIB; 3]);
@@ -83,7 +83,7 @@ fn it_is_told_so_before_it_uses_the_gpu() {
 }
 
 #[test]
-fn programs_that_count_together_are_told_the_same_by_all() {
+fn cuda_and_nvml_agree_for_programs_of_a_group() {
     let machine = ruled(setup(), &mine("100M"));
     let holder = machine.program("stranger --mem 40M --seconds 600").start();
     holder.wait_to_say("holding");
@@ -95,7 +95,7 @@ fn programs_that_count_together_are_told_the_same_by_all() {
 }
 
 #[test]
-fn without_a_bound_all_is_as_it_is_without_nvshare() {
+fn without_a_limit_sizes_are_reported_as_without_nvshare() {
     let machine = ruled(setup(), "");
     let truth = [256 * MIB, 256 * MIB + RESERVED];
     let totals = |report: &Report| {
@@ -123,7 +123,7 @@ fn without_a_bound_all_is_as_it_is_without_nvshare() {
 }
 
 #[test]
-fn a_program_that_uses_no_cuda_is_told_the_truth_by_nvml() {
+fn nvml_reports_real_sizes_to_a_program_without_cuda() {
     let machine = ruled(setup(), &mine("100M"));
     let report = machine.program("story --init 0 --context 0").env("NVSHARE_MEMORY_MAX", "50M").start().finish();
     assert_eq!(report.number("nvml_total_0"), 256 * MIB + RESERVED);
@@ -131,7 +131,7 @@ fn a_program_that_uses_no_cuda_is_told_the_truth_by_nvml() {
 }
 
 #[test]
-fn nvml_tells_the_truth_of_a_gpu_that_the_program_does_not_see() {
+fn nvml_reports_real_sizes_of_an_invisible_gpu() {
     let mut setup = setup();
     setup.simulator.push(("CUDA_SIM_GPUS", "2".into()));
     let machine = ruled(setup, &mine("100M"));
@@ -145,7 +145,7 @@ fn nvml_tells_the_truth_of_a_gpu_that_the_program_does_not_see() {
 }
 
 #[test]
-fn a_bound_is_told_as_it_is_while_programs_run() {
+fn a_changed_limit_is_reported_while_programs_run() {
     let machine = ruled(setup(), &mine("100M"));
     let mut user = machine.program("story --mem 32M --changes 3").start();
     let mut newcomer = machine.program("story --context 0 --changes 3").start();
@@ -166,7 +166,7 @@ fn a_bound_is_told_as_it_is_while_programs_run() {
 }
 
 #[test]
-fn the_environment_tightens_what_is_told() {
+fn an_environment_limit_lowers_the_reported_sizes() {
     let mut machine = ruled(setup(), &mine("100M"));
     let ask = |machine: &Machine, words: &str, most: &str| {
         machine.program(words).env("NVSHARE_MEMORY_MAX", most).start().finish()
@@ -186,7 +186,7 @@ fn the_environment_tightens_what_is_told() {
 }
 
 #[test]
-fn what_the_environment_says_and_cannot_be_read_is_traced_once() {
+fn an_invalid_environment_limit_is_traced_once() {
     let machine = Machine::new(setup());
     let unread = |most: &str| {
         let mut program = machine.program("story --context 0").env("NVSHARE_MEMORY_MAX", most).start();
@@ -201,7 +201,7 @@ fn what_the_environment_says_and_cannot_be_read_is_traced_once() {
 }
 
 #[test]
-fn a_bound_stays_when_the_scheduler_goes_and_the_next_has_the_last_word() {
+fn a_limit_persists_until_the_next_scheduler_changes_it() {
     let mut machine = ruled(setup(), &mine("100M"));
     let mut programs =
         ["--mem 32M", "--context 0"].map(|how| machine.program(&format!("story {how} --changes 2")).start());
@@ -226,7 +226,7 @@ fn a_bound_stays_when_the_scheduler_goes_and_the_next_has_the_last_word() {
 
 /// A program that starts without a scheduler learns its limit once a scheduler starts.
 #[test]
-fn a_program_that_was_there_first_hears_of_its_bound_later() {
+fn a_program_older_than_the_scheduler_learns_its_limit_later() {
     let mut machine = Machine::new(setup());
     write(&machine, &mine("100M"));
     let mut programs =

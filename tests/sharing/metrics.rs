@@ -58,7 +58,7 @@ fn told(programs: &[Program]) -> (u64, u64) {
 }
 
 #[test]
-fn what_moves_is_counted_to_the_byte() {
+fn moved_memory_is_counted_to_the_byte() {
     for engine in ["swap", "managed"] {
         let machine = served(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
         let words = format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds endless");
@@ -106,7 +106,7 @@ fn memory_that_fits_is_not_counted_as_moved() {
 
 /// Every kind of allocation is counted, whether the library asked the scheduler or not.
 #[test]
-fn each_allocation_that_is_refused_is_counted_once() {
+fn each_refused_allocation_is_counted_once() {
     let rules = "[[rule]]\nmemory-max = \"44M\"\n".to_owned();
     let machine = served(Setup { rules, ..Setup::default() });
     for (count, kind) in (1..).zip(["alloc", "vmm", "managed"]) {

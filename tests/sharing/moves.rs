@@ -74,7 +74,7 @@ fn ends_on(machine: &Machine, program: Program, gpu: usize) -> Report {
 }
 
 #[test]
-fn a_program_goes_to_the_other_gpu_and_back_while_it_runs() {
+fn a_running_program_moves_to_another_gpu_and_back() {
     let machine = Machine::with_scheduler(setup());
     let program = started(&machine, naps(&machine, "--mem 16M --pause-ms 1"));
     is_on(&machine, &program, 0);
@@ -94,7 +94,7 @@ fn a_program_goes_to_the_other_gpu_and_back_while_it_runs() {
 /// On either GPU, the program and the program that is already there need more memory than the GPU
 /// has.
 #[test]
-fn it_takes_turns_with_those_that_are_there() {
+fn a_moved_program_takes_turns_with_programs_on_its_new_gpu() {
     let machine = Machine::with_scheduler(setup());
     let both = uuids(&machine);
     let program = started(&machine, naps(&machine, "--mem 100M --pause-ms 1"));
@@ -113,7 +113,7 @@ fn it_takes_turns_with_those_that_are_there() {
 }
 
 #[test]
-fn programs_that_fill_a_gpu_divide_two_between_them() {
+fn two_programs_that_fill_one_gpu_can_use_one_gpu_each() {
     let machine = Machine::with_scheduler(setup());
     let [one, other] = [0, 1].map(|_| started(&machine, naps(&machine, "--mem 100M --pause-ms 5")));
     migrate(&machine, &other, "1");
@@ -125,7 +125,7 @@ fn programs_that_fill_a_gpu_divide_two_between_them() {
 
 /// The program sees the other GPU as its only GPU.
 #[test]
-fn a_program_that_sees_one_gpu_goes_to_one_that_it_does_not_see() {
+fn a_program_moves_to_a_gpu_that_it_does_not_see() {
     let machine = Machine::with_scheduler(setup());
     let both = uuids(&machine);
     let program = naps(&machine, "--mem 16M --pause-ms 1").env("CUDA_VISIBLE_DEVICES", "1");
@@ -141,7 +141,7 @@ fn a_program_that_sees_one_gpu_goes_to_one_that_it_does_not_see() {
 /// If the scheduler has placed a program, NVML in that program counts the program's present GPU
 /// too.
 #[test]
-fn nvml_follows_a_program_that_was_placed() {
+fn nvml_shows_the_gpu_of_a_placed_program_after_a_move() {
     let machine = Machine::with_scheduler(Setup { placement: "spread", ..setup() });
     let both = uuids(&machine);
     let program = started(&machine, naps(&machine, "--mem 8M --pause-ms 5 --nvml 1"));
@@ -152,7 +152,7 @@ fn nvml_follows_a_program_that_was_placed() {
 }
 
 #[test]
-fn a_sleeping_program_is_moved_and_wakes_there() {
+fn a_sleeping_program_moves_and_wakes_on_the_new_gpu() {
     let machine = Machine::with_scheduler(setup());
     let both = uuids(&machine);
     let program = started(&machine, naps(&machine, "--mem 16M --pause-ms 5"));
@@ -173,7 +173,7 @@ fn a_sleeping_program_is_moved_and_wakes_there() {
 }
 
 #[test]
-fn what_cannot_be_moved_stays_and_says_why() {
+fn a_program_that_cannot_move_stays_and_its_obstacle_is_shown() {
     let machine = Machine::with_scheduler(setup());
     let both = uuids(&machine);
     let refused = |program: &Program, to: &str, why: &str| {
@@ -216,7 +216,7 @@ fn is_on_still(machine: &Machine, program: &Program, gpus: &[String]) {
 
 /// After a migration, the program sees its former GPU as a second GPU.
 #[test]
-fn the_gpu_that_it_left_is_one_that_it_may_use() {
+fn a_moved_program_may_use_its_former_gpu() {
     let machine = Machine::with_scheduler(setup());
     let both = uuids(&machine);
     let first = started(&machine, naps(&machine, "--mem 8M --pause-ms 5 --gpus 0 --later 1"));
@@ -228,7 +228,7 @@ fn the_gpu_that_it_left_is_one_that_it_may_use() {
 }
 
 #[test]
-fn a_gpu_is_drained_and_used_again() {
+fn a_gpu_can_be_drained_and_undrained() {
     let machine = Machine::with_scheduler(setup());
     let both = uuids(&machine);
     let programs = [0, 1, 2].map(|_| started(&machine, naps(&machine, "--mem 60M --pause-ms 2")));
@@ -252,7 +252,7 @@ fn a_gpu_is_drained_and_used_again() {
 }
 
 #[test]
-fn where_there_is_no_other_gpu_programs_sleep_until_it_is_undrained() {
+fn without_another_gpu_programs_sleep_until_the_undrain() {
     let machine = Machine::with_scheduler(Setup::default());
     let program = started(&machine, naps(&machine, "--mem 8M --pause-ms 5"));
     let mut managed =
@@ -306,12 +306,12 @@ fn a_drain_outlives(mut machine: Machine) {
 }
 
 #[test]
-fn a_drain_outlives_the_scheduler() {
+fn a_drain_survives_a_scheduler_restart() {
     a_drain_outlives(Machine::with_scheduler(setup()));
 }
 
 #[test]
-fn a_drain_outlives_the_scheduler_where_connections_are_kept() {
+fn a_drain_survives_a_restart_that_keeps_connections() {
     a_drain_outlives(Machine::with_manager(setup()));
 }
 
@@ -325,7 +325,7 @@ fn no_program_is_placed_on_a_gpu_that_needs_a_reset() {
 }
 
 #[test]
-fn no_program_is_placed_on_a_gpu_with_an_error_that_no_program_causes() {
+fn no_program_is_placed_on_a_gpu_with_a_hardware_error() {
     let happens = |machine: &Machine, gpu, xid| {
         let event = trouble::Event { gpu, kind: trouble::XID, data: xid };
         trouble::happen(&machine.path("gpu"), event).expect("an event");
@@ -370,7 +370,7 @@ fn is_somewhere(machine: &Machine, program: &Program) -> usize {
 }
 
 #[test]
-fn helpers_that_are_killed_leave_programs_on_one_gpu() {
+fn killed_helpers_leave_programs_on_one_gpu() {
     let machine = Machine::with_scheduler(setup());
     let both = uuids(&machine);
     let program = started(&machine, naps(&machine, "--mem 8M --pause-ms 5"));
@@ -416,17 +416,17 @@ fn schedulers_end(mut machine: Machine) {
 }
 
 #[test]
-fn schedulers_that_are_killed_leave_programs_on_one_gpu() {
+fn killed_schedulers_leave_programs_on_one_gpu() {
     schedulers_end(Machine::with_scheduler(setup()));
 }
 
 #[test]
-fn the_next_scheduler_learns_where_programs_are_whose_connections_were_kept() {
+fn a_restarted_scheduler_learns_moved_programs_gpus() {
     schedulers_end(Machine::with_manager(setup()));
 }
 
 #[test]
-fn a_program_that_is_killed_while_it_moves_leaves_nothing() {
+fn a_program_killed_during_a_move_leaves_no_memory() {
     let machine = Machine::with_scheduler(setup());
     let both = uuids(&machine);
     let mut random = Dice::seeded();

@@ -44,14 +44,14 @@ fn turns(program: &Program) -> usize {
 }
 
 #[test]
-fn two_programs_that_want_twice_the_gpu_both_end() {
+fn two_programs_that_overcommit_the_gpu_both_finish() {
     let (_machine, mut programs) = abandoned("44M");
     programs.iter().for_each(takes_a_turn);
     programs.iter_mut().for_each(|program| drop(program.end()));
 }
 
 #[test]
-fn a_small_program_ends_beside_two_that_take_turns() {
+fn a_small_program_finishes_beside_two_that_take_turns() {
     let small = "mix --mem 10M --chunks 4 --reps 6 --rounds 12".to_owned();
     let (_machine, [mut one, mut small, mut other]) = abandoned_at([work("44M"), small, work("44M")]);
     small.finish();
@@ -60,7 +60,7 @@ fn a_small_program_ends_beside_two_that_take_turns() {
 }
 
 #[test]
-fn a_program_that_is_idle_gives_the_turn_up() {
+fn an_idle_program_releases_its_turn() {
     let pauses = format!("{} --cpu-ms 1500", work("44M"));
     let (_machine, mut programs) = abandoned_at([pauses.clone(), pauses]);
     let gives_up = |program: &Program| program.stderr().contains("released the turn (idle)");
@@ -69,7 +69,7 @@ fn a_program_that_is_idle_gives_the_turn_up() {
 }
 
 #[test]
-fn programs_that_begin_after_the_scheduler_is_gone_both_end_too() {
+fn programs_started_after_the_scheduler_is_gone_both_finish() {
     let (machine, [mut early]) = abandoned_at([work("20M")]);
     early.end();
     let mut first = machine.program(&work("44M")).start();
@@ -80,7 +80,7 @@ fn programs_that_begin_after_the_scheduler_is_gone_both_end_too() {
 }
 
 #[test]
-fn allocations_fail_as_without_nvshare_where_no_scheduler_has_ever_run() {
+fn allocations_fail_natively_if_no_scheduler_has_ever_run() {
     const REFUSED: i32 = 3;
     let machine = Machine::new(pressed());
     let mut first = machine.program("stranger --mem 44M --seconds 5").start();
@@ -92,7 +92,7 @@ fn allocations_fail_as_without_nvshare_where_no_scheduler_has_ever_run() {
 }
 
 #[test]
-fn programs_that_fit_run_on_and_take_no_turns() {
+fn programs_that_fit_continue_without_turns() {
     let words = "mix --mem 20M --chunks 4 --reps 6 --rounds 12".to_owned();
     let (_machine, mut programs) = abandoned_at([words.clone(), words]);
     programs.iter_mut().for_each(|program| drop(program.finish()));
@@ -100,7 +100,7 @@ fn programs_that_fit_run_on_and_take_no_turns() {
 }
 
 #[test]
-fn one_that_is_killed_with_the_turn_leaves_it_to_the_other() {
+fn a_killed_program_releases_its_turn() {
     let (_machine, mut programs) = abandoned("44M");
     let holder = wait_for("a turn", || programs.iter().position(|program| turns(program) > 0));
     programs[holder].kill();
@@ -108,7 +108,7 @@ fn one_that_is_killed_with_the_turn_leaves_it_to_the_other() {
 }
 
 #[test]
-fn one_that_is_stopped_while_it_runs_does_not_hang_the_other_for_ever() {
+fn a_stopped_program_does_not_block_the_other_permanently() {
     let (machine, mut programs) = abandoned("44M");
     let holder = wait_for("a turn", || programs.iter().position(|program| turns(program) > 0));
     programs[holder].wait_to_say("restored all memory");
@@ -119,7 +119,7 @@ fn one_that_is_stopped_while_it_runs_does_not_hang_the_other_for_ever() {
 }
 
 #[test]
-fn a_scheduler_that_comes_back_takes_over() {
+fn a_restarted_scheduler_takes_over() {
     let (mut machine, mut programs) = abandoned("44M");
     wait_for("a turn", || programs.iter().position(|program| turns(program) > 0));
     machine.start_scheduler();
@@ -133,7 +133,7 @@ fn a_scheduler_that_comes_back_takes_over() {
 }
 
 #[test]
-fn a_program_of_two_gpus_ends_beside_programs_that_never_do() {
+fn a_program_on_two_gpus_finishes_beside_endless_programs() {
     let simulator = vec![("CUDA_SIM_GPUS", "2".to_owned())];
     let mut machine = Machine::with_scheduler(Setup { simulator, ..pressed() });
     let neighbours = [0, 1].map(|gpu| {

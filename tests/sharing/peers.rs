@@ -33,27 +33,27 @@ fn reach_while_taking_turns(how: &str) {
 }
 
 #[test]
-fn copies_from_one_gpu_to_the_other_are_whole() {
+fn copies_between_gpus_are_complete() {
     reach_while_taking_turns("copy");
 }
 
 #[test]
-fn copies_of_rows_from_one_gpu_to_the_other_are_whole() {
+fn row_copies_between_gpus_are_complete() {
     reach_while_taking_turns("pitched");
 }
 
 #[test]
-fn kernels_reach_memory_of_a_peer() {
+fn kernels_can_access_memory_of_a_peer() {
     reach_while_taking_turns("kernel");
 }
 
 #[test]
-fn memory_mapped_for_two_gpus_is_there_for_both() {
+fn memory_mapped_for_two_gpus_is_resident_for_both() {
     reach_while_taking_turns("map");
 }
 
 #[test]
-fn gpus_that_reach_each_other_are_held_together() {
+fn gpus_with_peer_access_are_held_together() {
     let machine = Machine::with_scheduler(two_gpus());
     let mut program = machine.program(&words("kernel", 60)).start();
     program.wait_to_say("access each other's memory");
@@ -84,59 +84,59 @@ fn cross(how: &str, simulator: &[(&'static str, &str)]) {
 const APART: &[(&str, &str)] = &[("CUDA_SIM_NO_PEERS", "0-1")];
 
 #[test]
-fn copies_by_address_are_whole() {
+fn copies_by_address_are_complete() {
     cross("unified", &[]);
 }
 
 #[test]
-fn copies_by_address_are_whole_without_peer_access() {
+fn copies_by_address_are_complete_without_peer_access() {
     cross("unified", APART);
 }
 
 #[test]
-fn copies_of_rows_and_layers_are_whole_without_peer_access() {
+fn row_and_layer_copies_are_complete_without_peer_access() {
     cross("rows", APART);
 }
 
 #[test]
-fn copies_that_are_captured_are_whole_without_peer_access() {
+fn captured_copies_are_complete_without_peer_access() {
     cross("recorded", APART);
 }
 
 #[test]
-fn copies_between_the_host_and_another_gpu_are_whole() {
+fn copies_between_host_and_another_gpu_are_complete() {
     cross("host", &[]);
 }
 
 #[test]
-fn copies_between_the_host_and_another_gpu_are_whole_without_peer_access() {
+fn copies_between_host_and_another_gpu_need_no_peer_access() {
     cross("host", APART);
 }
 
 #[test]
-fn copies_of_rows_between_the_host_and_another_gpu_are_whole_without_peer_access() {
+fn row_copies_between_host_and_another_gpu_need_no_peer_access() {
     cross("rows-host", APART);
 }
 
 #[test]
-fn copies_with_attributes_are_whole() {
+fn copies_with_attributes_are_complete() {
     cross("attributes", &[]);
     cross("attributes --first 1", &[]);
 }
 
 #[test]
-fn copies_in_batches_are_whole() {
+fn batch_copies_are_complete() {
     cross("batches", &[]);
     cross("batches --first 1", &[]);
 }
 
 #[test]
-fn copies_by_nodes_of_graphs_are_whole() {
+fn graph_node_copies_are_complete() {
     (0..4).for_each(|first| cross(&format!("nodes --first {first}"), &[]));
 }
 
 #[test]
-fn copies_through_arrays_are_whole() {
+fn copies_through_arrays_are_complete() {
     cross("arrays", &[]);
 }
 
@@ -161,22 +161,22 @@ fn cross_after_pauses(hows: &[&str]) {
 // In one of the programs each kind of work is the first after the pause.
 
 #[test]
-fn work_for_a_stream_of_another_gpu_finds_its_memory() {
+fn work_in_a_stream_of_another_gpu_finds_its_memory_resident() {
     cross_after_pauses(&["streams --first 0", "streams --first 3"]);
 }
 
 #[test]
-fn other_work_for_a_stream_of_another_gpu_finds_its_memory() {
+fn other_work_in_a_stream_of_another_gpu_finds_its_memory_resident() {
     cross_after_pauses(&["streams --first 1", "streams --first 2"]);
 }
 
 #[test]
-fn a_graph_of_two_gpus_finds_the_memory_of_both() {
+fn a_graph_of_two_gpus_finds_both_gpus_memory_resident() {
     cross_after_pauses(&["graph"]);
 }
 
 #[test]
-fn a_launch_on_two_gpus_finds_the_memory_of_both() {
+fn a_launch_on_two_gpus_finds_both_gpus_memory_resident() {
     cross("devices", &[]);
 }
 
@@ -199,16 +199,16 @@ fn cross_with_one_left_alone(alone: &'static str, other: u32, hows: &[&str]) {
 }
 
 #[test]
-fn memory_of_a_gpu_that_is_left_alone_is_on_that_gpu() {
+fn memory_of_an_unmanaged_gpu_stays_on_that_gpu() {
     cross_with_one_left_alone("1", 0, &["own"]);
 }
 
 #[test]
-fn copies_to_and_from_a_gpu_that_is_left_alone_are_whole() {
+fn copies_to_and_from_an_unmanaged_gpu_are_complete() {
     cross_with_one_left_alone("1", 0, &["unified", "rows", "host"]);
 }
 
 #[test]
-fn copies_made_by_a_gpu_that_is_left_alone_are_whole() {
+fn copies_by_an_unmanaged_gpu_are_complete() {
     cross_with_one_left_alone("0", 1, &["unified", "rows", "host", "rows-host"]);
 }

@@ -62,7 +62,7 @@ fn finds_none(launch: Launch<'_>) {
 }
 
 #[test]
-fn programs_see_all_gpus_where_nothing_is_said() {
+fn programs_see_all_gpus_without_a_placement_policy() {
     let machine = two_gpus("none", "");
     let report = machine.program(LOOK).start().finish();
     assert_eq!((report.number("gpus"), number_of(&machine, &report)), (2, 0));
@@ -72,7 +72,7 @@ fn programs_see_all_gpus_where_nothing_is_said() {
 }
 
 #[test]
-fn eight_programs_are_spread_over_two_gpus() {
+fn spread_distributes_eight_programs_over_two_gpus() {
     let machine = two_gpus("spread", "");
     let programs: Vec<Program> = (0..8).map(|_| machine.program(STAY).start()).collect();
     assert_eq!(settled(&machine, 8), [4, 4]);
@@ -86,7 +86,7 @@ fn eight_programs_are_spread_over_two_gpus() {
 }
 
 #[test]
-fn eight_programs_fill_one_gpu_before_the_other() {
+fn pack_fills_one_gpu_with_programs_before_the_other() {
     let machine = two_gpus("pack", "");
     let programs: Vec<Program> = (0..8).map(|_| machine.program(STAY).start()).collect();
     assert_eq!(settled(&machine, 8), [8, 0]);
@@ -97,7 +97,7 @@ fn eight_programs_fill_one_gpu_before_the_other() {
 }
 
 #[test]
-fn programs_of_known_size_that_start_at_once_do_not_land_on_one_gpu() {
+fn pack_counts_the_memory_of_simultaneously_started_programs() {
     let machine = two_gpus("pack", "");
     let programs: Vec<Program> = (0..8).map(|_| machine.run(&["--memory", "50M"], STAY).start()).collect();
     assert_eq!(settled(&machine, 8), [4, 4]);
@@ -105,7 +105,7 @@ fn programs_of_known_size_that_start_at_once_do_not_land_on_one_gpu() {
 }
 
 #[test]
-fn run_gives_a_command_as_many_gpus_as_it_asks_for() {
+fn run_gives_a_command_the_requested_number_of_gpus() {
     let machine = two_gpus("spread", "");
     let stays = machine.run(&[], STAY).start();
     assert_eq!(settled(&machine, 1), [1, 0]);
@@ -120,7 +120,7 @@ fn run_gives_a_command_as_many_gpus_as_it_asks_for() {
 }
 
 #[test]
-fn who_chooses_is_left_alone() {
+fn a_program_that_sets_cuda_visible_devices_is_not_placed() {
     let machine = two_gpus("spread", "");
     let uuids = uuids(&machine);
     for (list, gpus, first) in [("1", 1, 1), ("1,0", 2, 1), (uuids[1].as_str(), 1, 1), (&uuids[1][..12], 1, 1)] {
@@ -139,7 +139,7 @@ fn who_chooses_is_left_alone() {
 }
 
 #[test]
-fn a_rule_says_which_gpus_programs_may_see() {
+fn a_rules_allowed_gpus_limit_the_visible_gpus() {
     for placement in ["none", "pack", "spread"] {
         let machine = two_gpus(placement, "[[rule]]\nallowed-gpus = [1]\n");
         assert_eq!(only_gpu(&machine, machine.program(LOOK)), 1);
@@ -155,7 +155,7 @@ fn a_rule_says_which_gpus_programs_may_see() {
 }
 
 #[test]
-fn programs_of_an_affinity_share_a_gpu() {
+fn programs_with_the_same_affinity_share_a_gpu() {
     let machine = two_gpus("spread", "[[rule]]\naffinity = \"team\"\n");
     let programs: Vec<Program> = (0..4).map(|_| machine.program(STAY).start()).collect();
     assert_eq!(settled(&machine, 4), [4, 0]);
@@ -163,7 +163,7 @@ fn programs_of_an_affinity_share_a_gpu() {
 }
 
 #[test]
-fn programs_of_an_anti_affinity_share_none() {
+fn programs_with_the_same_anti_affinity_share_no_gpu() {
     let machine = two_gpus("pack", "[[rule]]\nname = \"apart\"\nanti-affinity = \"servers\"\n");
     let mut first = machine.program(STAY).start();
     settled(&machine, 1);
@@ -181,7 +181,7 @@ fn programs_of_an_anti_affinity_share_none() {
 }
 
 #[test]
-fn programs_of_an_exclusion_are_by_themselves() {
+fn programs_with_an_exclusion_share_a_gpu_only_with_each_other() {
     // SAFETY: `geteuid` has no preconditions.
     if unsafe { libc::geteuid() } != 0 {
         return test_support::skip("root, to start programs of another group");
@@ -196,7 +196,7 @@ fn programs_of_an_exclusion_are_by_themselves() {
 }
 
 #[test]
-fn a_program_without_a_scheduler_sees_what_it_sees() {
+fn without_a_scheduler_a_program_sees_all_gpus() {
     let simulator = vec![("CUDA_SIM_GPUS", "2".to_owned())];
     let machine = Machine::new(Setup { memory: MEMORY, placement: "pack", simulator, ..Setup::default() });
     for launch in [machine.program(LOOK), machine.run(&["--gpus", "1"], LOOK)] {
@@ -205,7 +205,7 @@ fn a_program_without_a_scheduler_sees_what_it_sees() {
 }
 
 #[test]
-fn a_scheduler_that_does_not_answer_holds_nobody_up_for_long() {
+fn a_hung_scheduler_delays_a_start_only_briefly() {
     let machine = two_gpus("spread", "");
     kill(machine.scheduler_pid(), libc::SIGSTOP);
     let mut program = machine.program("info").start();
@@ -230,7 +230,7 @@ fn nvml_counts_the_gpus_that_a_program_was_given() {
 }
 
 #[test]
-fn a_command_that_needs_more_memory_than_any_gpu_has_is_not_started() {
+fn a_command_larger_than_every_gpu_is_not_started() {
     let machine = two_gpus("none", "");
     let mut refused = machine.run(&["--memory", "2G"], LOOK).start();
     assert_eq!(refused.wait().code(), Some(1));

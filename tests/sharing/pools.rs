@@ -23,7 +23,7 @@ fn assert_moved(machine: &Machine, programs: &[Program]) {
 }
 
 #[test]
-fn memory_of_pools_leaves_and_comes_back_as_it_was() {
+fn pool_memory_is_evicted_and_restored_unchanged() {
     let machine = Machine::with_scheduler(pressed());
     let words = format!("mix --mem {} --chunks 4 --reps 3 --rounds endless --kind async", 64 * MIB);
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words).start()).collect();
@@ -43,7 +43,7 @@ fn memory_of_pools_leaves_and_comes_back_as_it_was() {
 }
 
 #[test]
-fn blocks_are_reused_in_the_order_of_streams_while_memory_moves() {
+fn pool_blocks_are_reused_in_stream_order_while_memory_moves() {
     for seed in [1, 2] {
         let machine = Machine::with_scheduler(pressed());
         let program = |number: u64| {
@@ -58,7 +58,7 @@ fn blocks_are_reused_in_the_order_of_streams_while_memory_moves() {
 }
 
 #[test]
-fn memory_of_pools_sleeps_with_its_program() {
+fn pool_memory_is_evicted_when_its_program_sleeps() {
     let machine = Machine::with_scheduler(Setup::default());
     let words = "pools --mem 64M --seconds 6 --pause-ms 3 --seed 5";
     let mut program = machine.program(words).start();
@@ -75,7 +75,7 @@ fn memory_of_pools_sleeps_with_its_program() {
 }
 
 #[test]
-fn pools_keep_what_they_promise() {
+fn pools_follow_the_drivers_specification() {
     let machine = Machine::with_scheduler(Setup::default());
     machine.program("pool_rules").without_nvshare().start().finish();
     machine.program("pool_rules").env("NVSHARE_MOVABLE_POOLS", "0").start().finish();
@@ -98,7 +98,7 @@ fn pools_keep_what_they_promise() {
 }
 
 #[test]
-fn memory_of_pools_counts_against_the_limit() {
+fn pool_memory_counts_towards_the_limit() {
     let machine = Machine::with_scheduler(Setup::default());
     let words = "oversub --mem 396M --chunk 36M --rounds 1 --kind async";
     let refused = machine.program(words).start().finish();
@@ -110,7 +110,7 @@ fn memory_of_pools_counts_against_the_limit() {
 }
 
 #[test]
-fn what_pools_keep_unused_is_not_moved_but_released() {
+fn unused_pool_memory_is_released_instead_of_moved() {
     let machine = Machine::with_scheduler(Setup { memory: 256 * MIB, ..Setup::default() });
     let idle = machine.program("pool_keeper --mem 96M --live 8M --seconds 600").start();
     idle.wait_to_say("holding");
@@ -129,7 +129,7 @@ fn what_pools_keep_unused_is_not_moved_but_released() {
 }
 
 #[test]
-fn memory_of_a_pool_is_reached_by_whom_the_program_lets() {
+fn pool_access_by_other_gpus_follows_the_programs_settings() {
     let simulator = vec![("CUDA_SIM_GPUS", "2".to_owned())];
     let machine = Machine::with_scheduler(Setup { memory: 96 * MIB, anti_thrash: "on", simulator, ..Setup::default() });
     let words = format!("across --mem {} --how pool --rounds 8", 24 * MIB);
@@ -143,7 +143,7 @@ fn memory_of_a_pool_is_reached_by_whom_the_program_lets() {
 }
 
 #[test]
-fn where_streams_have_no_numbers_pools_are_the_drivers() {
+fn without_stream_ids_pools_are_left_to_the_driver() {
     let simulator = vec![("CUDA_SIM_DRIVER", "11080".to_owned())];
     let without = "cuStreamGetId cuStreamGetId_ptsz cuCtxRecordEvent";
     let machine = Machine::with_scheduler(Setup { simulator, without, ..Setup::default() });
@@ -154,7 +154,7 @@ fn where_streams_have_no_numbers_pools_are_the_drivers() {
 }
 
 #[test]
-fn memory_of_pools_that_are_left_to_the_driver_is_pinned() {
+fn memory_of_driver_managed_pools_is_pinned() {
     let machine = Machine::with_scheduler(Setup::default());
     let idle =
         machine.program("stranger --mem 32M --kind async --seconds 600").env("NVSHARE_MOVABLE_POOLS", "0").start();

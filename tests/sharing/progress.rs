@@ -152,7 +152,7 @@ impl Narrow {
 /// the scheduler's reserve for failed mappings. The contexts are completed between two samples,
 /// which are 200 ms apart. The next sample is taken while both programs allocate.
 #[test]
-fn two_programs_whose_contexts_appear_slowly_both_finish() {
+fn two_programs_with_slowly_created_contexts_both_finish() {
     let settings = [("CUDA_SIM_CONTEXT_TIME", "300"), ("CUDA_SIM_GPU_BANDWIDTH", "16G")];
     let mut gpu = Narrow::with(Setup { context: 1 << 30, ..Setup::default() }, 384 * MIB, 0, &settings);
     gpu.machine.start_scheduler();
@@ -164,7 +164,7 @@ fn two_programs_whose_contexts_appear_slowly_both_finish() {
 // ---- a GPU that has less than it shows ------------------------------------------------------------------------------
 
 #[test]
-fn bytes_that_nvml_does_not_show_keep_no_program_waiting() {
+fn bytes_hidden_from_nvml_block_no_program() {
     let mut gpu = Narrow::new(WRONG, &[("CUDA_SIM_HIDDEN", "2G")]);
     gpu.pair_finishes();
 }
@@ -172,7 +172,7 @@ fn bytes_that_nvml_does_not_show_keep_no_program_waiting() {
 /// NVML shows that a stranger's memory is freed. It doesn't show the hidden memory that replaces
 /// it.
 #[test]
-fn bytes_that_become_hidden_while_programs_run_keep_none_waiting() {
+fn bytes_hidden_at_run_time_block_no_program() {
     let mut gpu = Narrow::new(0, &[]);
     gpu.machine.start_scheduler();
     let mut programs = gpu.pair_for(20);
@@ -185,7 +185,7 @@ fn bytes_that_become_hidden_while_programs_run_keep_none_waiting() {
 }
 
 #[test]
-fn fragmented_memory_keeps_no_program_waiting() {
+fn fragmented_memory_blocks_no_program() {
     let mut gpu = Narrow::new(WRONG, &[("CUDA_SIM_FRAGMENTED", "2G")]);
     gpu.pair_finishes();
 }
@@ -193,7 +193,7 @@ fn fragmented_memory_keeps_no_program_waiting() {
 /// The scheduler counts 4 MiB for a context. Each context takes 1 GiB more for code with its first
 /// work.
 #[test]
-fn contexts_that_grow_later_keep_no_program_waiting() {
+fn contexts_that_grow_later_block_no_program() {
     let growth = [("CUDA_SIM_CONTEXT_GROWTH", "1G"), ("CUDA_SIM_CONTEXT_GROWTH_STEPS", "2")];
     let mut gpu = Narrow::new(WRONG, &growth);
     gpu.pair_finishes();
@@ -216,7 +216,7 @@ fn a_program_that_can_never_fit_is_refused_memory() {
 /// Strangers sometimes take all free memory. A program that allocates at such a moment may be
 /// refused.
 #[test]
-fn strangers_that_come_and_go_keep_no_program_waiting() {
+fn foreign_programs_that_come_and_go_block_no_program() {
     let mut gpu = Narrow::new(0, &[]);
     gpu.machine.start_scheduler();
     let mut programs = gpu.pair_for(20);
@@ -233,7 +233,7 @@ fn strangers_that_come_and_go_keep_no_program_waiting() {
 }
 
 #[test]
-fn memory_that_is_refused_to_all_for_three_seconds_is_waited_for() {
+fn programs_wait_while_the_driver_refuses_memory_for_three_seconds() {
     let mut gpu = Narrow::new(0, &[]);
     gpu.machine.start_scheduler();
     let mut programs = gpu.pair();
@@ -245,7 +245,7 @@ fn memory_that_is_refused_to_all_for_three_seconds_is_waited_for() {
 
 /// The driver refuses memory to one program. The other program doesn't wait for it.
 #[test]
-fn memory_that_is_refused_to_one_program_keeps_the_other_from_nothing() {
+fn memory_refused_to_one_program_does_not_block_the_other() {
     let mut gpu = Narrow::new(0, &[]);
     gpu.machine.start_scheduler();
     let [refused, mut other] = gpu.pair();
@@ -259,7 +259,7 @@ fn memory_that_is_refused_to_one_program_keeps_the_other_from_nothing() {
 
 /// The driver refuses memory from the first allocation on.
 #[test]
-fn memory_that_is_refused_while_programs_allocate_is_waited_for_or_refused() {
+fn allocations_wait_or_fail_while_the_driver_refuses_memory() {
     let mut gpu = Narrow::new(0, &[]);
     gpu.machine.start_scheduler();
     gpu.refuse(Some(Refusal { pid: None, lasts: Some(Duration::from_secs(2)) }));
@@ -270,7 +270,7 @@ fn memory_that_is_refused_while_programs_allocate_is_waited_for_or_refused() {
 // ---- NVML that is wrong ---------------------------------------------------------------------------------------------
 
 #[test]
-fn nvml_that_shows_too_little_in_use_keeps_no_program_waiting() {
+fn nvml_showing_too_little_used_memory_blocks_no_program() {
     let mut gpu = Narrow::new(0, &[]);
     gpu.set_nvml_error(-(WRONG as i64));
     gpu.pair_finishes();
@@ -279,7 +279,7 @@ fn nvml_that_shows_too_little_in_use_keeps_no_program_waiting() {
 /// NVML shows no free memory, although some is free. The library answers a program that it refuses
 /// memory, instead of letting it wait.
 #[test]
-fn nvml_that_shows_too_much_in_use_keeps_no_program_waiting() {
+fn nvml_showing_too_much_used_memory_blocks_no_program() {
     let mut gpu = Narrow::new(0, &[]);
     gpu.set_nvml_error(WRONG as i64);
     gpu.machine.start_scheduler();
@@ -288,7 +288,7 @@ fn nvml_that_shows_too_much_in_use_keeps_no_program_waiting() {
 }
 
 #[test]
-fn nvml_that_is_wrong_now_and_then_keeps_no_program_waiting() {
+fn intermittently_wrong_nvml_figures_block_no_program() {
     let mut gpu = Narrow::new(0, &[]);
     gpu.machine.start_scheduler();
     let mut programs = gpu.pair_for(20);
@@ -306,12 +306,12 @@ fn nvml_that_is_wrong_now_and_then_keeps_no_program_waiting() {
 }
 
 #[test]
-fn nvml_that_gives_no_figures_for_processes_keeps_no_program_waiting() {
+fn nvml_without_process_figures_blocks_no_program() {
     nvml_says_of_processes("unmeasured");
 }
 
 #[test]
-fn nvml_that_lists_no_processes_keeps_no_program_waiting() {
+fn nvml_without_a_process_list_blocks_no_program() {
     nvml_says_of_processes("none");
 }
 
@@ -324,7 +324,7 @@ fn nvml_says_of_processes(listing: &str) {
 /// NVML still shows evicted memory for 700 ms. Until then no memory may seem to be free, and an
 /// allocation may be refused.
 #[test]
-fn nvml_that_is_late_keeps_no_program_waiting() {
+fn delayed_nvml_figures_block_no_program() {
     let mut gpu = Narrow::new(0, &[("CUDA_SIM_NVML_DELAY", "700"), ("CUDA_SIM_CONTEXT_TIME", "200")]);
     gpu.machine.start_scheduler();
     ends(&mut gpu.pair());
@@ -339,7 +339,7 @@ const TROUBLED: u64 = 5;
 /// Keeps three programs running, under trouble that changes several times a second. There is always
 /// enough memory for one program to run alone. When the trouble ends, all programs finish.
 #[test]
-fn programs_get_on_under_random_trouble() {
+fn programs_make_progress_under_random_trouble() {
     let seconds = std::env::var("NVSHARE_TEST_SECONDS").map_or(TROUBLED, |text| text.parse().expect("a number"));
     let mut gpu = Narrow::new(0, &[("CUDA_SIM_CONTEXT_TIME", "100")]);
     gpu.machine.start_scheduler();

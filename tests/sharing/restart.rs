@@ -55,17 +55,17 @@ fn restart_beneath_two_programs(end: impl Fn(&mut Machine)) {
 }
 
 #[test]
-fn two_programs_go_on_when_the_scheduler_is_killed_over_and_over() {
+fn two_programs_continue_while_the_scheduler_is_repeatedly_killed() {
     restart_beneath_two_programs(Machine::kill_scheduler);
 }
 
 #[test]
-fn two_programs_go_on_when_the_scheduler_is_restarted_over_and_over() {
+fn two_programs_continue_while_the_scheduler_is_repeatedly_restarted() {
     restart_beneath_two_programs(Machine::stop_scheduler);
 }
 
 #[test]
-fn a_holder_whom_nobody_waits_for_keeps_the_lock_and_every_byte() {
+fn an_uncontended_holder_keeps_lock_and_memory_across_a_restart() {
     let mut machine = Machine::with_manager(pressed());
     let mut program = machine.program(WORK).start();
     program.wait_to_say("← Grant");
@@ -81,7 +81,7 @@ fn a_holder_whom_nobody_waits_for_keeps_the_lock_and_every_byte() {
 }
 
 #[test]
-fn a_stopped_program_holds_nobody_up_and_goes_on_later() {
+fn a_program_stopped_during_a_restart_delays_no_other_program() {
     let mut machine = Machine::with_manager(Setup::default());
     let mut programs = [0, 1].map(|_| machine.program("mix --mem 40M --chunks 4 --reps 6 --rounds endless").start());
     for program in &programs {
@@ -101,7 +101,7 @@ fn a_stopped_program_holds_nobody_up_and_goes_on_later() {
 }
 
 #[test]
-fn programs_without_a_manager_connect_anew_as_ever() {
+fn programs_reconnect_if_no_service_manager_keeps_connections() {
     let mut machine = Machine::with_scheduler(pressed());
     let mut program = machine.program(WORK).start();
     machine.wait_for_grants(&program, 1);
@@ -113,7 +113,7 @@ fn programs_without_a_manager_connect_anew_as_ever() {
 }
 
 #[test]
-fn a_scheduler_that_is_gone_for_good_leaves_programs_to_themselves() {
+fn programs_run_alone_after_the_scheduler_stops_permanently() {
     let mut machine = Machine::with_manager(pressed());
     let mut programs = [0, 1].map(|_| machine.program("mix --mem 44M --chunks 4 --reps 3 --rounds 10").start());
     for program in &programs {
@@ -125,7 +125,7 @@ fn a_scheduler_that_is_gone_for_good_leaves_programs_to_themselves() {
 }
 
 #[test]
-fn an_allocation_that_asks_while_the_scheduler_is_away_is_not_refused() {
+fn an_allocation_during_a_scheduler_restart_is_not_refused() {
     // The host has too little memory to promise each program the whole GPU, so limits follow the
     // programs' demand.
     let mut machine = Machine::with_manager(Setup { swap_max: "16M", ..Setup::default() });

@@ -34,7 +34,7 @@ fn is_ready(machine: &Machine) -> Option<()> {
 }
 
 #[test]
-fn a_room_stays_free_while_programs_go_on() {
+fn a_room_stays_free_while_programs_run() {
     let machine = machine();
     let mut programs = fill(&machine);
     let mut room = machine.order(&format!("make-room {ROOM}")).start();
@@ -66,7 +66,7 @@ fn a_room_stays_free_while_programs_go_on() {
 }
 
 #[test]
-fn programs_that_made_room_have_right_results() {
+fn programs_evicted_for_a_room_have_correct_results() {
     let machine = machine();
     let mut programs = fill(&machine);
     // The order is repeated at arbitrary moments.
@@ -79,7 +79,7 @@ fn programs_that_made_room_have_right_results() {
 }
 
 #[test]
-fn what_does_not_fit_beside_a_room_waits_and_is_told_so() {
+fn a_program_too_large_beside_a_room_waits_and_sees_the_reason() {
     let machine = machine();
     let mut program = machine.program(&format!("mix --mem {} --chunks 4 --reps 3 --rounds endless", 80 * MIB)).start();
     machine.wait_for_grants(&program, 1);
@@ -95,7 +95,7 @@ fn what_does_not_fit_beside_a_room_waits_and_is_told_so() {
 }
 
 #[test]
-fn a_room_is_refused_in_words_and_its_command_runs_without_nvshare() {
+fn a_refused_room_has_a_reason_and_room_commands_run_unmanaged() {
     let machine = machine();
     let mut holding = machine.program("stranger --mem 16M --seconds 600").start();
     holding.wait_to_say("holding");
@@ -114,7 +114,7 @@ fn a_room_is_refused_in_words_and_its_command_runs_without_nvshare() {
 }
 
 #[test]
-fn a_room_that_is_lost_with_its_scheduler_is_asked_for_again() {
+fn a_room_lost_with_its_scheduler_is_requested_again() {
     let mut machine = machine();
     let mut holding = machine.program("stranger --mem 16M --seconds 600").start();
     holding.wait_to_say("holding");

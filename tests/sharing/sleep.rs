@@ -46,7 +46,7 @@ pub fn ends(mut program: Program) -> Report {
 }
 
 #[test]
-fn a_program_that_is_paused_leaves_nothing_on_the_gpu_until_it_is_resumed() {
+fn a_paused_program_leaves_no_memory_on_the_gpu() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut program = naps(&machine, "8M", 5);
     for _ in 0..3 {
@@ -70,7 +70,7 @@ fn a_program_that_is_paused_leaves_nothing_on_the_gpu_until_it_is_resumed() {
 /// A restore that fails for lack of room is never repeated. In this test a process other than
 /// nvshare's helper restores the program.
 #[test]
-fn a_program_that_cannot_be_put_back_is_told_so_by_the_driver() {
+fn a_program_whose_restore_fails_gets_the_drivers_error() {
     let machine = Machine::with_scheduler(Setup { context: 32 * MIB, ..Setup::default() });
     let mut program = naps(&machine, "8M", 5);
     pause(&machine, &program);
@@ -89,7 +89,7 @@ fn a_program_that_cannot_be_put_back_is_told_so_by_the_driver() {
 /// The context is in the state after an illegal address: the driver refuses all further copies in
 /// it.
 #[test]
-fn a_program_with_a_broken_context_says_at_once_that_it_cannot_sleep() {
+fn a_program_with_a_broken_context_refuses_to_sleep_immediately() {
     let machine = Machine::with_scheduler(Setup::default());
     let fails = machine.program("mix --mem 64M --chunks 4 --reps 3 --rounds 2 --cpu-ms 600000");
     let fails = fails.env("CUDA_SIM_FAIL", "cuMemcpyDtoHAsync_v2:1").env("CUDA_SIM_FAIL_AS", "700");
@@ -105,7 +105,7 @@ fn a_program_with_a_broken_context_says_at_once_that_it_cannot_sleep() {
 }
 
 #[test]
-fn others_have_the_whole_gpu_while_a_program_is_paused() {
+fn other_programs_get_the_whole_gpu_while_a_program_is_paused() {
     let machine = Machine::with_scheduler(Setup { context: 32 * MIB, ..Setup::default() });
     let program = naps(&machine, "120M", 5);
     pause(&machine, &program);
@@ -120,7 +120,7 @@ fn others_have_the_whole_gpu_while_a_program_is_paused() {
 }
 
 #[test]
-fn a_process_that_is_no_program_cannot_be_paused() {
+fn only_processes_of_clients_can_be_paused() {
     let machine = Machine::with_scheduler(Setup::default());
     let said = machine.ctl_fails(&["pause", "1"]);
     assert!(said.contains("no program under nvshare has process ID 1"), "{said}");
@@ -128,7 +128,7 @@ fn a_process_that_is_no_program_cannot_be_paused() {
 }
 
 #[test]
-fn one_that_cannot_sleep_is_held_off_and_says_why() {
+fn a_paused_program_that_cannot_sleep_gets_no_turn_and_has_a_reason() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut program =
         machine.program("mix --mem 8M --chunks 2 --reps 2 --rounds endless --cpu-ms 5 --kind managed").start();
@@ -156,7 +156,7 @@ fn cannot_sleep(machine: &Machine, program: &Program, why: &str) {
 }
 
 #[test]
-fn one_that_shares_memory_cannot_sleep() {
+fn a_program_that_shares_memory_cannot_sleep() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, ..Setup::default() });
     let words = format!("--file {} --private 32M --rounds 100000", machine.path("meeting").display());
     let mut exporter = machine.program(&format!("share --role export {words}")).start();
@@ -171,7 +171,7 @@ fn one_that_shares_memory_cannot_sleep() {
 }
 
 #[test]
-fn one_whose_gpus_reach_each_other_cannot_sleep() {
+fn a_program_with_peer_access_cannot_sleep() {
     let simulator = vec![("CUDA_SIM_GPUS", "2".to_owned())];
     let machine = Machine::with_scheduler(Setup { simulator, ..Setup::default() });
     let mut program = machine.program("across --mem 16M --how kernel --rounds 100000").start();
@@ -181,7 +181,7 @@ fn one_whose_gpus_reach_each_other_cannot_sleep() {
 }
 
 #[test]
-fn one_that_captures_a_stream_cannot_sleep() {
+fn a_program_that_captures_a_stream_cannot_sleep() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut program = machine.program("captures --mem 16M --rounds 1000 --capture-ms 4000 --mode relaxed").start();
     machine.wait_for_grants(&program, 1);
@@ -203,7 +203,7 @@ fn one_that_captures_a_stream_cannot_sleep() {
 
 /// Work that passed no gate is drained before the program's memory is evicted.
 #[test]
-fn one_with_work_that_passed_no_gate_sleeps_when_that_has_ended() {
+fn a_program_with_untracked_work_sleeps_once_the_work_ends() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut program = machine.program("unseen --mem 16M --rounds 2 --ms 1500 --pause-ms 100").start();
     machine.wait_for_grants(&program, 1);
@@ -216,7 +216,7 @@ fn one_with_work_that_passed_no_gate_sleeps_when_that_has_ended() {
 
 /// The program has opened a device file through which a network card can reach GPU memory.
 #[test]
-fn one_whose_memory_other_devices_may_reach_cannot_sleep() {
+fn a_program_with_memory_accessible_to_devices_cannot_sleep() {
     // SAFETY: `geteuid` has no preconditions.
     if unsafe { libc::geteuid() } != 0 {
         return test_support::skip("root, to mount device files");
@@ -235,7 +235,7 @@ fn one_whose_memory_other_devices_may_reach_cannot_sleep() {
 }
 
 #[test]
-fn where_the_driver_cannot_do_it_a_program_is_held_off() {
+fn a_paused_program_gets_no_turn_if_the_driver_lacks_checkpoints() {
     let without = "cuCheckpointProcessLock cuCheckpointProcessCheckpoint cuCheckpointProcessRestore \
                    cuCheckpointProcessUnlock cuCheckpointProcessGetState";
     let machine = Machine::with_scheduler(Setup { without, ..Setup::default() });
@@ -262,7 +262,7 @@ fn idle_programs_sleep_until_they_call_the_driver() {
 }
 
 #[test]
-fn nobody_sleeps_where_all_have_room() {
+fn no_program_sleeps_if_all_fit() {
     let machine = Machine::with_scheduler(Setup { sleep_after: "1s", ..Setup::default() });
     let programs = [0, 1].map(|_| naps(&machine, "16M", 2500));
     thread::sleep(Duration::from_secs(4));
@@ -273,7 +273,7 @@ fn nobody_sleeps_where_all_have_room() {
 /// Two contexts fit beside the memory of a working program. A third context takes the room of an
 /// idle program.
 #[test]
-fn a_newcomer_is_given_the_place_of_one_that_is_idle() {
+fn an_idle_program_sleeps_to_make_room_for_a_new_program() {
     let setup = Setup { sleep_after: "1s", context: 40 * MIB, ..Setup::default() };
     let machine = Machine::with_scheduler(setup);
     let idle = naps(&machine, "8M", 6000);
@@ -296,7 +296,7 @@ pub fn helpers(scheduler: u32) -> Vec<i32> {
 }
 
 #[test]
-fn helpers_that_are_killed_leave_programs_running_or_asleep() {
+fn killed_helpers_leave_programs_running_or_asleep() {
     let machine = Machine::with_scheduler(Setup::default());
     let program = naps(&machine, "8M", 5);
     let mut random = Dice::seeded();
@@ -347,18 +347,18 @@ fn schedulers_end(mut machine: Machine) {
 }
 
 #[test]
-fn schedulers_that_are_killed_leave_programs_running_or_asleep() {
+fn killed_schedulers_leave_programs_running_or_asleep() {
     schedulers_end(Machine::with_scheduler(Setup::default()));
 }
 
 #[test]
-fn the_next_scheduler_takes_over_sleepers_whose_connections_were_kept() {
+fn a_restarted_scheduler_takes_over_sleeping_programs() {
     schedulers_end(Machine::with_manager(Setup::default()));
 }
 
 /// The program stays asleep until it is resumed, whatever happens to the scheduler. If the program
 /// cannot sleep, it stays held off instead.
-fn pauses_outlive_the_scheduler(mut machine: Machine, words: &str, phase: &str) {
+fn pauses_survive_a_scheduler_restart(mut machine: Machine, words: &str, phase: &str) {
     let state = machine.path("state");
     fs::create_dir(&state).expect("a directory");
     let again = |machine: &mut Machine| {
@@ -391,8 +391,8 @@ fn pauses_outlive_the_scheduler(mut machine: Machine, words: &str, phase: &str) 
 }
 
 #[test]
-fn a_pause_outlives_the_scheduler() {
-    pauses_outlive_the_scheduler(
+fn a_pause_survives_a_scheduler_restart() {
+    pauses_survive_a_scheduler_restart(
         Machine::with_scheduler(Setup::default()),
         "naps --mem 8M --seconds 600 --pause-ms 5",
         "sleeping",
@@ -400,8 +400,8 @@ fn a_pause_outlives_the_scheduler() {
 }
 
 #[test]
-fn a_pause_outlives_the_scheduler_where_connections_are_kept() {
-    pauses_outlive_the_scheduler(
+fn a_pause_survives_a_restart_that_keeps_connections() {
+    pauses_survive_a_scheduler_restart(
         Machine::with_manager(Setup::default()),
         "naps --mem 8M --seconds 600 --pause-ms 5",
         "sleeping",
@@ -409,13 +409,13 @@ fn a_pause_outlives_the_scheduler_where_connections_are_kept() {
 }
 
 #[test]
-fn a_pause_of_one_that_cannot_sleep_outlives_the_scheduler() {
+fn a_pause_of_a_program_that_cannot_sleep_survives_a_restart() {
     let words = "mix --mem 8M --chunks 2 --reps 2 --rounds endless --cpu-ms 5 --kind managed";
-    pauses_outlive_the_scheduler(Machine::with_scheduler(Setup::default()), words, "awake");
+    pauses_survive_a_scheduler_restart(Machine::with_scheduler(Setup::default()), words, "awake");
 }
 
 #[test]
-fn a_program_that_is_killed_on_its_way_leaves_nothing() {
+fn a_program_killed_during_a_checkpoint_leaves_no_memory() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut random = Dice::seeded();
     for round in 0..12 {
@@ -434,7 +434,7 @@ fn a_program_that_is_killed_on_its_way_leaves_nothing() {
 
 /// The same happens on Kubernetes when the component `sleep/` is removed.
 #[test]
-fn a_sleeper_gets_no_turn_and_blocks_nobody_while_no_helper_can_tell_that_it_sleeps() {
+fn a_sleeping_program_gets_no_turn_while_no_helper_is_available() {
     let mut machine = Machine::with_scheduler(Setup::default());
     let sleeper = naps(&machine, "8M", 5);
     pause(&machine, &sleeper);

@@ -14,7 +14,7 @@ fn pressed() -> Setup {
 const ENDLESS: &str = "mix --mem 16M --reps 4 --rounds endless";
 
 #[test]
-fn whatever_way_a_program_finds_the_driver_it_waits_for_the_lock() {
+fn programs_wait_for_the_lock_with_every_kind_of_driver_lookup() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", time_quantum: HOUR, ..Setup::default() });
     // The holder never seems idle, even if it gets little processor time.
     let mut holder = machine.program("endless --seconds 3600").start();
@@ -119,7 +119,7 @@ fn graphs_are_replayed_after_evictions() {
 }
 
 #[test]
-fn captures_survive_hand_overs() {
+fn stream_captures_survive_hand_overs() {
     under_pressure(pressed(), &["captures --mem 32M --rounds 6 --capture-ms 150"]);
 }
 
@@ -135,7 +135,7 @@ fn random_allocations_survive_hand_overs() {
 }
 
 #[test]
-fn a_kernel_that_needs_the_host_to_end_does_not_block_the_others() {
+fn a_kernel_that_the_host_ends_does_not_block_other_programs() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..Setup::default() });
     let mut other = machine.program(ENDLESS).start();
     machine.wait_for_grants(&other, 1);
@@ -150,7 +150,7 @@ fn a_kernel_that_needs_the_host_to_end_does_not_block_the_others() {
 // ---- co-running ----------------------------------------------------------------------------------------------------
 
 #[test]
-fn programs_that_leave_the_gpu_idle_between_launches_run_at_the_same_moment() {
+fn programs_with_low_utilization_run_concurrently() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut programs = [0, 1].map(|_| machine.program("launches --ms 600000 --ns 1000 --pause-us 1000").start());
     // The scheduler measures the use of the GPU again in each turn. On a busy machine the measured
@@ -161,7 +161,7 @@ fn programs_that_leave_the_gpu_idle_between_launches_run_at_the_same_moment() {
 }
 
 #[test]
-fn programs_that_keep_the_gpu_busy_take_turns() {
+fn programs_with_high_utilization_take_turns() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut programs = [0, 1].map(|_| machine.program("launches --ms 1500 --ns 5000000 --pause-us 0").start());
     programs.iter_mut().for_each(|program| drop(program.finish()));
@@ -172,7 +172,7 @@ fn programs_that_keep_the_gpu_busy_take_turns() {
 }
 
 #[test]
-fn a_changed_time_quantum_takes_effect_at_once() {
+fn a_changed_time_quantum_takes_effect_immediately() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..Setup::default() });
     let mut programs = [machine.program(ENDLESS).start(), machine.program(ENDLESS).start()];
     for program in &programs {
@@ -203,7 +203,7 @@ fn a_changed_time_quantum_takes_effect_at_once() {
 }
 
 #[test]
-fn anti_thrash_changes_while_programs_run() {
+fn anti_thrash_can_be_changed_at_run_time() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..Setup::default() });
     let mut programs = [machine.program(ENDLESS).start(), machine.program(ENDLESS).start()];
     for program in &programs {

@@ -17,7 +17,7 @@ fn came_back(program: &Program) -> u64 {
 
 /// Checks the test's model of mappings against the driver, without nvshare.
 #[test]
-fn the_model_is_right_about_the_driver() {
+fn the_tests_model_of_mappings_matches_the_driver() {
     let machine = Machine::new(pressed());
     for seed in 1..=3 {
         let report = machine
@@ -30,7 +30,7 @@ fn the_model_is_right_about_the_driver() {
 }
 
 #[test]
-fn memory_is_bound_to_objects_as_without_nvshare() {
+fn memory_can_be_bound_to_arrays_and_multicast_objects() {
     const NOT_SUPPORTED: u64 = 801;
     let machine = Machine::with_scheduler(Setup { memory: 512 * MIB, ..Setup::default() });
     let alone = machine.program("binds").without_nvshare().start().finish();
@@ -45,7 +45,7 @@ fn memory_is_bound_to_objects_as_without_nvshare() {
 }
 
 #[test]
-fn whatever_programs_map_comes_back_as_it_was() {
+fn all_mappings_of_a_program_are_restored_unchanged() {
     let machine = Machine::with_scheduler(pressed());
     let mut random = Dice::seeded();
     let words = |seed: u64| format!("maps --mem 80M --seconds 4 --strict 1 --seed {seed}");
@@ -82,7 +82,7 @@ fn a_program_that_maps_all_its_memory_takes_turns() {
 }
 
 #[test]
-fn mapping_waits_for_nobody() {
+fn mapping_does_not_wait_for_a_turn() {
     let machine = Machine::with_scheduler(Setup { time_quantum: HOUR, ..pressed() });
     // The holder keeps the GPU continuously, and needs most of its memory.
     let mut holder = machine.program("persistent --mem 80M --seconds 3600").start();
@@ -95,7 +95,7 @@ fn mapping_waits_for_nobody() {
 /// Exported memory stays where it is, is counted, and is shown. The rest of the program's memory
 /// moves.
 #[track_caller]
-fn given_to_others(words: &str, pinned: u64) {
+fn check_shared_with_another_device(words: &str, pinned: u64) {
     let machine = Machine::with_scheduler(pressed());
     let mut program = machine.program(&format!("escapes --mem 16M --beside 64M --seconds 600 {words}")).start();
     program.wait_to_say("holding");
@@ -112,34 +112,34 @@ fn given_to_others(words: &str, pinned: u64) {
 }
 
 #[test]
-fn memory_that_another_device_was_given_stays() {
-    given_to_others("--how sync", 16 * MIB);
-    given_to_others("--how tokens", 16 * MIB);
-    given_to_others("--how range", 16 * MIB);
+fn memory_shared_with_another_device_stays_resident() {
+    check_shared_with_another_device("--how sync", 16 * MIB);
+    check_shared_with_another_device("--how tokens", 16 * MIB);
+    check_shared_with_another_device("--how range", 16 * MIB);
 }
 
 #[test]
-fn mapped_memory_that_another_device_was_given_stays() {
-    given_to_others("--how sync --kind vmm", 16 * MIB);
-    given_to_others("--how tokens --kind vmm", 16 * MIB);
-    given_to_others("--how range --kind vmm", 16 * MIB);
+fn mapped_memory_shared_with_another_device_stays_resident() {
+    check_shared_with_another_device("--how sync --kind vmm", 16 * MIB);
+    check_shared_with_another_device("--how tokens --kind vmm", 16 * MIB);
+    check_shared_with_another_device("--how range --kind vmm", 16 * MIB);
 }
 
 #[test]
-fn memory_that_was_exported_stays() {
-    given_to_others("--how export", 16 * MIB);
-    given_to_others("--how none", 0);
+fn exported_memory_stays_resident() {
+    check_shared_with_another_device("--how export", 16 * MIB);
+    check_shared_with_another_device("--how none", 0);
 }
 
 #[test]
-fn memory_that_is_bound_to_a_multicast_object_stays() {
-    given_to_others("--how bind", 16 * MIB);
-    given_to_others("--how bind-address", 16 * MIB);
+fn memory_bound_to_a_multicast_object_stays_resident() {
+    check_shared_with_another_device("--how bind", 16 * MIB);
+    check_shared_with_another_device("--how bind-address", 16 * MIB);
 }
 
 /// For example, the driver has no room for page tables.
 #[test]
-fn a_mapping_that_fails_when_memory_comes_back_is_made_again() {
+fn a_mapping_that_fails_during_a_restore_is_retried() {
     let machine = Machine::with_scheduler(pressed());
     // The first eight calls are two for each of the four chunks. Later calls map the chunks
     // themselves, which the library retries immediately, or the addresses where the program has

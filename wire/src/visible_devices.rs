@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_single_process_without_a_list_has_no_chooser() {
+    fn a_single_process_without_a_list_chooses_no_gpu() {
         assert_eq!(of(&[]), Chooser::Nobody);
         assert_eq!(of(&[(c"LOCAL_RANK", "")]), Chooser::Nobody);
         assert_eq!(of(&[(c"SLURM_LOCALID", "0")]), Chooser::Nobody);
@@ -97,13 +97,13 @@ mod tests {
     }
 
     #[test]
-    fn a_list_may_name_no_gpu() {
+    fn an_empty_or_invalid_list_names_no_gpu() {
         assert!([" 0,1", "GPU-8", "MIG-8"].iter().all(|list| names_any(list.as_bytes())));
         assert!(!["", " ", "-1", "none"].iter().any(|list| names_any(list.as_bytes())));
     }
 
     #[test]
-    fn a_list_of_any_length_arrives_whole() {
+    fn a_list_of_any_length_is_sent_completely() {
         for list in [String::new(), "0".into(), "GPU-0123,".repeat(100), "é,\n1".into()] {
             let parts = parts(list.as_bytes()).map(|part| match part {
                 ClientMessage::VisibleDevices { text } => text.as_str().to_owned(),

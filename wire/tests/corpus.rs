@@ -159,7 +159,7 @@ fn kind(debug: String) -> String {
 }
 
 #[test]
-fn client_corpus() {
+fn the_client_corpus_covers_and_round_trips_all_messages() {
     let real = client_messages();
     check("client_message", real.iter().map(|(n, m)| (*n, m.encode(1).as_bytes().to_vec())), |packet| {
         let message = ClientMessage::decode(packet, 1).ok()?;
@@ -168,7 +168,7 @@ fn client_corpus() {
 }
 
 #[test]
-fn scheduler_corpus() {
+fn the_scheduler_corpus_covers_and_round_trips_all_messages() {
     let real = scheduler_messages();
     check("scheduler_message", real.iter().map(|(n, m)| (*n, m.encode(1).as_bytes().to_vec())), |packet| {
         let message = SchedulerMessage::decode(packet, 1).ok()?;

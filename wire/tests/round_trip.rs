@@ -208,7 +208,7 @@ proptest! {
 
     /// The decoder rejects a packet that was cut or lengthened anywhere.
     #[test]
-    fn no_other_length_is_accepted(message in client_message(), len in 0usize..MAX_LEN + 8) {
+    fn packets_of_a_wrong_length_are_rejected(message in client_message(), len in 0usize..MAX_LEN + 8) {
         let packet = message.encode(2);
         let mut bytes = packet.as_bytes().to_vec();
         prop_assume!(len != bytes.len());
@@ -223,7 +223,7 @@ proptest! {
 
     /// A decoded packet encodes to the same bytes: each message has one form.
     #[test]
-    fn decoding_any_bytes_returns(mut bytes in prop::collection::vec(any::<u8>(), 0..MAX_LEN + 8), kind in 0u16..80, fix in any::<bool>()) {
+    fn decodable_bytes_encode_to_the_same_bytes(mut bytes in prop::collection::vec(any::<u8>(), 0..MAX_LEN + 8), kind in 0u16..80, fix in any::<bool>()) {
         if fix && bytes.len() >= HEADER_LEN {
             let len = bytes.len() as u32;
             bytes[..2].copy_from_slice(&1u16.to_le_bytes());
@@ -241,7 +241,7 @@ proptest! {
     }
 
     #[test]
-    fn a_text_is_a_prefix(text in ".{0,60}") {
+    fn a_long_text_is_truncated_to_a_prefix(text in ".{0,60}") {
         let kept = Text::<32>::new(&text);
         prop_assert!(text.starts_with(kept.as_str()) && kept.as_str().len() <= 32);
     }
@@ -254,7 +254,7 @@ proptest! {
 }
 
 #[test]
-fn errors_name_what_is_wrong() {
+fn each_invalid_packet_has_its_own_error() {
     let packet = ClientMessage::Request { gpus: 1 }.encode(1);
     let mut bytes = packet.as_bytes().to_vec();
     assert_eq!(ClientMessage::decode(&bytes, 2), Err(WireError::Version { got: 1, expected: 2 }));

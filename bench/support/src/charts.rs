@@ -420,7 +420,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_numbers_with_a_source_are_read() {
+    fn numbers_without_a_source_are_ignored() {
         let of = |text: &str| others(text).into_iter().map(|(value, who)| format!("{value} {who}")).collect::<Vec<_>>();
         assert_eq!(
             of("16.0 (no scheduler), 21.2 (the original); 10 is possible"),
@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_is_read_from_below_its_heading() {
+    fn a_table_is_found_by_its_heading() {
         let page = "\n## A\n\n| x | y |\n|---|---|\n| 1 | 2 |\n\n## How? (H100)\n\ntext\n\n| | `a` | b |\n|---|---|---|\n| one | 1,000.5 | [2](results.json \"r\") |\n| two | out of memory | |\n";
         let table = Table::below(page, "How?");
         assert_eq!(table.columns, ["a", "b"]);
@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn ticks_are_round_and_reach_the_end() {
+    fn ticks_are_round_numbers_up_to_the_end() {
         let last = |to: f64| Scale::Linear { to }.ticks("").last().map(|(at, _)| *at);
         assert_eq!([last(9.64), last(14.9), last(100.0)], [Some(9.0), Some(14.0), Some(100.0)]);
     }

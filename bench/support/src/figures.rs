@@ -185,7 +185,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_short_and_grouped() {
+    fn numbers_are_rounded_and_have_thousands_separators() {
         let cases =
             [(0.0, "0"), (0.344, "0.344"), (-0.7411, "-0.741"), (11012.0, "11,012"), (-1234567.5, "-1,234,567.5")];
         for (value, text) in cases {
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn an_aim_is_met_on_its_right_side() {
+    fn aims_are_upper_or_lower_bounds() {
         let wanted =
             |aim: &str| -> Wanted { toml::from_str(&format!("name = ''\nwhat = ''\nunit = ''\n{aim}")).expect("TOML") };
         let (most, least, none) = (wanted("at-most = 0.7"), wanted("at-least = 10_000"), wanted(""));

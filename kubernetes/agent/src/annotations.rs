@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn every_key_has_its_kind_of_value() {
+    fn annotation_text_becomes_a_typed_value() {
         for (key, text, expected) in [
             ("memory-max", "8G", Value::from("8G")),
             ("memory-max", "8589934592", "8589934592".into()),
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unknown_or_no_value_or_not_allowed_is_left_out_and_the_rest_counts() {
+    fn invalid_annotations_are_ignored_and_valid_annotations_apply() {
         let long = "x".repeat(5000);
         let annotations =
             [("memory-max", "8G"), ("pod", "*"), ("colour", "red"), ("affinity", &long), ("exclusion", "a\u{0}b")];
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn who_wishes_for_no_weight_has_that_of_the_namespace() {
+    fn a_pod_without_a_weight_gets_the_namespaces_weight() {
         let permissions = Permissions { weight: Some(100.into()), ..Permissions::default() };
         for (wished, expected, defaults) in [("50", 50, 0), ("500", 100, 1)] {
             let annotations = BTreeMap::from([("weight".to_owned(), wished.to_owned())]);
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wish_goes_over_the_bus_as_it_is() {
+    fn rule_values_keep_their_types_on_the_bus() {
         let rule = read_all(&[("weight", "50"), ("gang", "true"), ("allowed-gpus", "0,1"), ("time-max", "20%")]);
         let sent = variants(&rule.keys);
         let text = |key: &str| format!("{:?}", **sent.get(key).expect("a key"));

@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_told_before_the_list_is_whole() {
+    fn no_pods_are_reported_before_the_first_full_list() {
         let mut node = Node::default();
         node.change(Change::Applied(pod(1, "a")));
         assert_eq!(node.told(&Config::default()), None);
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn pods_come_change_end_and_go_and_a_new_list_is_all_there_is() {
+    fn a_new_list_replaces_the_known_pods() {
         let mut node = Node::default();
         node.change(Change::Listed(vec![pod(1, "a"), pod(2, "b")]));
         node.change(Change::Applied(pod(3, "c")));
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn who_claims_a_pod_of_the_node_comes_too_late() {
+    fn the_oldest_mirror_pod_of_a_static_pod_is_reported() {
         let hash = "0123456789abcdef0123456789abcdef";
         let mirror = |number, name: &str, created: &str| {
             let mut pod = pod(number, name);
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn more_pods_than_the_scheduler_takes_are_cut_off() {
+    fn pods_beyond_the_schedulers_limit_are_dropped() {
         let mut node = Node::default();
         node.change(Change::Listed((0..10_000).map(|number| pod(number, "a")).collect()));
         assert_eq!(names(&mut node).len(), MAX_PODS);

@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_has_its_containers_of_every_kind_and_runtime() {
+    fn a_pod_lists_containers_of_every_kind_and_runtime() {
         let status = r#"{"phase": "Running",
             "containerStatuses": [{"name": "main", "containerID": "containerd://aa"}, {"name": "late", "containerID": ""}],
             "initContainerStatuses": [{"name": "setup", "containerID": "cri-o://bb"}, {"name": "waits"}],
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_counts_from_before_it_runs_until_it_has_ended() {
+    fn pending_and_running_pods_are_reported_and_ended_pods_are_not() {
         for (phase, counts) in
             [("Pending", true), ("Running", true), ("Unknown", true), ("Succeeded", false), ("Failed", false)]
         {
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_of_the_node_itself_is_known_by_its_hash_and_nobody_else_is() {
+    fn only_a_static_pods_mirror_is_identified_by_its_config_hash() {
         let claims = |hash: &str, mirror: &str| {
             with(&format!(r#"{{"{HASH}": "{hash}", "{MIRROR}": "{mirror}"}}"#), "{}").expect("a pod").uid
         };
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_be_no_pod_is_none() {
+    fn invalid_pod_metadata_is_rejected() {
         for (uid, namespace, name) in [("", "a", "b"), (UID, "", "b"), (UID, "a", "b\u{1b}"), ("x/../y", "a", "b")] {
             let metadata =
                 Metadata { uid: uid.into(), namespace: namespace.into(), name: name.into(), ..Default::default() };

@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_same_is_said_once_and_again_of_another_pod() {
+    fn a_repeated_warning_is_logged_once_per_pod() {
         let mut warnings = PodWarnings::default();
         assert_eq!(warnings.line("1", "a/b", "it is wrong").as_deref(), Some("pod a/b: it is wrong"));
         assert_eq!(warnings.line("1", "a/b", "it is wrong"), None);

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 #[test]
 #[ignore = "is run by tests, as a process of its own"]
-fn stays_connected() {
+fn helper_stays_connected() {
     stay_connected();
 }
 
@@ -18,7 +18,7 @@ fn with(mut pod: Value, pointer: &str, value: Value) -> Value {
 }
 
 #[test]
-fn pods_come_change_and_go() {
+fn rules_follow_added_changed_and_deleted_pods() {
     let node = Node::new();
     node.api.put(pod(1, &[("nvshare.com/memory-max", "8G"), ("nvshare.com/weight", "50")]));
     node.api.put(pod(2, &[("example.com/weight", "50")]));
@@ -47,7 +47,7 @@ fn pods_come_change_and_go() {
 }
 
 #[test]
-fn a_program_is_known_by_its_pod_and_has_its_wish() {
+fn a_pods_annotations_apply_to_its_programs() {
     let node = Node::new();
     let scheduler = node.scheduler();
     let Some(_program) = Inmate::start(&node.path(""), &node.clients(), &uid(1), &container(1)) else { return };
@@ -75,7 +75,7 @@ fn a_program_is_known_by_its_pod_and_has_its_wish() {
 }
 
 #[test]
-fn a_weight_that_the_pod_does_not_set_is_said_to_be_the_agents() {
+fn a_default_weight_has_the_agents_configuration_as_its_origin() {
     let node = Node::new();
     node.configure("[[namespaces]]\nname = \"*\"\nweight = 100\n");
     node.api.put(pod(1, &[]));
@@ -91,7 +91,7 @@ fn a_weight_that_the_pod_does_not_set_is_said_to_be_the_agents() {
 }
 
 #[test]
-fn an_administrators_rule_goes_before_a_pods_own_wish() {
+fn an_administrators_rule_precedes_a_pods_annotations() {
     let node = Node::new();
     node.rule("name = \"team a\"\npod = \"team-a/*\"\nweight = 10");
     let _scheduler = node.scheduler();
@@ -104,7 +104,7 @@ fn an_administrators_rule_goes_before_a_pods_own_wish() {
 }
 
 #[test]
-fn a_pod_that_the_node_has_by_itself_is_known_by_the_uid_of_its_control_group() {
+fn a_static_pod_is_identified_by_the_uid_in_its_cgroup() {
     let node = Node::new();
     let _scheduler = node.scheduler();
     let hash = "0123456789abcdef0123456789abcdef";
@@ -116,7 +116,7 @@ fn a_pod_that_the_node_has_by_itself_is_known_by_the_uid_of_its_control_group() 
 }
 
 #[test]
-fn pods_of_other_nodes_are_not_asked_for() {
+fn the_agent_requests_only_its_own_nodes_pods() {
     let node = Node::new();
     node.api.put(with(pod(1, &[("nvshare.com/weight", "30")]), "/spec/nodeName", json!("node-2")));
     node.api.put(pod(2, &[("nvshare.com/weight", "30")]));
@@ -128,7 +128,7 @@ fn pods_of_other_nodes_are_not_asked_for() {
 }
 
 #[test]
-fn what_a_pod_may_not_wish_is_left_out_and_a_new_configuration_counts_at_once() {
+fn forbidden_annotations_are_ignored_until_a_reload_permits_them() {
     let node = Node::new();
     node.configure("");
     let greedy = [("nvshare.com/weight", "200"), ("nvshare.com/time-min", "20%"), ("nvshare.com/memory-max", "8G")];
@@ -161,7 +161,7 @@ fn what_a_pod_may_not_wish_is_left_out_and_a_new_configuration_counts_at_once() 
 }
 
 #[test]
-fn a_wish_with_a_wrong_value_counts_for_nothing_and_the_log_says_why_once() {
+fn a_rejected_annotation_is_logged_once_and_discards_the_pods_rule() {
     let node = Node::new();
     node.api.put(pod(1, &[("nvshare.com/memory-max", "much"), ("nvshare.com/weight", "5")]));
     node.api.put(pod(2, &[("nvshare.com/weight", "5")]));
@@ -178,7 +178,7 @@ fn a_wish_with_a_wrong_value_counts_for_nothing_and_the_log_says_why_once() {
 }
 
 #[test]
-fn the_scheduler_is_told_no_more_often_than_needed() {
+fn updates_are_batched_and_unchanged_pods_are_not_sent() {
     let node = Node::new();
     node.api.put(pod(1, &[]));
     let _scheduler = node.scheduler();
@@ -199,7 +199,7 @@ fn the_scheduler_is_told_no_more_often_than_needed() {
 }
 
 #[test]
-fn the_probe_is_content_with_both_and_the_agent_ends_when_it_is_asked_to() {
+fn the_probe_needs_both_connections_and_sigterm_ends_the_agent() {
     let mut node = Node::new();
     assert!(node.probe().contains("no agent answers"));
     let scheduler = node.scheduler();

@@ -40,7 +40,7 @@ fn the_page_has_every_setting() {
 }
 
 #[test]
-fn the_page_says_of_every_key_whether_a_pod_may_set_it() {
+fn the_page_lists_each_keys_default_permission() {
     let (items, default) = (items(), Permissions::default());
     for key in KEYS {
         let said = items.iter().find_map(|item| {

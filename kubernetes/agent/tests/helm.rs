@@ -9,7 +9,7 @@ use k8s_openapi::api::batch::v1::Job;
 use kubernetes_test_support::api_server::{Answer, ApiServer, Method, Watchers, World, refused, whole};
 use serde_json::{Value, json};
 
-use crate::manifests::{built_list, built_with_sleep, documents, kubernetes, the_driver_has_what_it_needs};
+use crate::manifests::{built_list, built_with_sleep, check_dra_additions, documents, kubernetes};
 
 fn chart() -> std::path::PathBuf {
     kubernetes().join("helm/nvshare")
@@ -21,7 +21,7 @@ fn read(name: &str) -> String {
 }
 
 #[test]
-fn the_chart_has_the_manifests_themselves_and_the_version_of_the_programs() {
+fn the_chart_embeds_the_manifests_and_has_the_programs_version() {
     for file in [
         "base/access.yaml",
         "base/config.yaml",
@@ -52,7 +52,7 @@ fn the_chart_has_the_manifests_themselves_and_the_version_of_the_programs() {
 
 /// A misspelt value is refused, and every value of `values.yaml` is accepted.
 #[test]
-fn the_schema_has_the_chart_s_values_and_no_others() {
+fn the_schema_lists_exactly_the_charts_values() {
     fn compare(path: &str, values: &Value, schema: &Value) {
         let (Some(values), Some(known)) = (values.as_object(), schema["properties"].as_object()) else { return };
         assert_eq!(schema["additionalProperties"], json!(false), "{path}");
@@ -156,7 +156,7 @@ fn plain(mut object: Value) -> Value {
 
 #[test]
 #[ignore = "needs helm: make check-kubernetes"]
-fn with_its_default_values_it_installs_the_same_as_kustomize() {
+fn default_values_render_the_kustomize_base() {
     let rendered = rendered(&json!({}));
     let base = documents().into_iter().filter(|(path, _)| path.parent().is_some_and(|parent| parent.ends_with("base")));
     let mut count = 0;
@@ -175,14 +175,14 @@ fn with_its_default_values_it_installs_the_same_as_kustomize() {
 
 #[test]
 #[ignore = "needs helm: make check-kubernetes"]
-fn helm_finds_nothing_wrong_with_it() {
+fn the_chart_passes_helm_lint() {
     let output = Command::new("helm").args(["lint", "--strict"]).arg(chart()).output().expect("helm");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
 }
 
 #[test]
 #[ignore = "needs helm: make check-kubernetes"]
-fn claims_are_looked_for_before_it_is_removed() {
+fn uninstalling_checks_for_remaining_claims() {
     let hooks = |values: Value| -> Vec<Value> { rendered_with_hooks(&values).into_iter().filter(is_hook).collect() };
     assert!(hooks(json!({})).is_empty());
     let image = json!({"repository": "registry/nvshare", "tag": "1"});
@@ -288,7 +288,7 @@ fn upgraded(objects: &[(&'static str, Value)], values: &Value) -> Result<String,
 
 #[test]
 #[ignore = "needs helm: make check-kubernetes"]
-fn an_upgrade_does_not_take_away_what_is_needed() {
+fn an_upgrade_that_removes_sleep_or_dra_must_be_confirmed() {
     let containers = json!([{"name": "checkpoint"}, {"name": "scheduler"}]);
     let daemon_set = json!({"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"name": "nvshare", "namespace": "nvshare"},
         "spec": {"template": {"spec": {"containers": containers}}}});
@@ -310,7 +310,7 @@ fn an_upgrade_does_not_take_away_what_is_needed() {
 
 #[test]
 #[ignore = "needs helm and kubectl: make check-kubernetes"]
-fn whatever_is_enabled_it_installs_the_same_as_kustomize() {
+fn every_combination_of_features_renders_the_kustomize_output() {
     let sleep = json!({"enabled": true});
     for (directory, has_sleep, values) in [
         ("base", false, json!({})),
@@ -350,16 +350,16 @@ fn whatever_is_enabled_it_installs_the_same_as_kustomize() {
 
 #[test]
 #[ignore = "needs helm: make check-kubernetes"]
-fn with_dra_it_installs_the_same_as_kustomize() {
+fn dra_values_render_the_kustomize_output() {
     let without = rendered(&json!({}));
     let with = rendered(&json!({"dra": {"enabled": true}}));
     let base = without["DaemonSet"]["spec"]["template"]["spec"]["containers"].as_array().expect("containers");
-    the_driver_has_what_it_needs(base, &with);
+    check_dra_additions(base, &with);
 }
 
 #[test]
 #[ignore = "needs helm: make check-kubernetes"]
-fn its_values_are_heeded() {
+fn values_change_the_rendered_manifests() {
     let values = json!({
         "image": {"repository": "registry.example/nvshare", "tag": "1.2.3"}, "inject": "mounts", "slots": 3, "agent": {"enabled": false},
         "metrics": {"enabled": true, "port": 1234, "podMonitor": true}, "nodeSelector": {"nvidia.com/gpu.present": null, "a": "b"}, "tolerations": [],

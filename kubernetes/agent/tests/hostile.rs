@@ -4,7 +4,7 @@ use crate::support::Node;
 use crate::support::api::{pod, uid};
 
 #[test]
-fn annotations_of_any_kind_harm_nobody_else() {
+fn hostile_annotations_do_not_affect_other_pods() {
     let node = Node::new();
     let huge = "8".repeat(200_000);
     let unknown: Vec<(String, String)> =
@@ -43,7 +43,7 @@ fn annotations_of_any_kind_harm_nobody_else() {
 }
 
 #[test]
-fn ten_thousand_pods_are_as_many_as_the_scheduler_takes() {
+fn ten_thousand_pods_are_cut_off_at_the_schedulers_limit() {
     let node = Node::new();
     for number in 1..=10_000 {
         node.api.put(pod(number, &[("nvshare.com/weight", "50")]));
@@ -58,7 +58,7 @@ fn ten_thousand_pods_are_as_many_as_the_scheduler_takes() {
 }
 
 #[test]
-fn nonsense_from_the_api_server_is_survived() {
+fn the_agent_survives_invalid_api_server_responses() {
     let node = Node::new();
     node.api.put(pod(1, &[("nvshare.com/weight", "50")]));
     let _scheduler = node.scheduler();

@@ -69,7 +69,7 @@ fn unknown(written: &Value, known: &Value, at: &str, found: &mut Vec<String>) {
 }
 
 #[test]
-fn every_field_is_one_that_kubernetes_knows() {
+fn every_field_is_in_the_kubernetes_schema() {
     for (path, document) in documents() {
         let kind = document["kind"].as_str().unwrap_or_default();
         let known = match kind {
@@ -109,7 +109,7 @@ fn pod() -> PodSpec {
 }
 
 #[test]
-fn no_container_has_a_privilege() {
+fn no_container_is_privileged() {
     let pod = pod();
     let all = pod.containers.iter().chain(pod.init_containers.iter().flatten());
     for container in all {
@@ -131,7 +131,7 @@ fn no_container_has_a_privilege() {
 /// Only this component adds a container with capabilities, and that container has no other
 /// privilege.
 #[test]
-fn what_takes_programs_off_their_gpus_has_what_the_driver_needs_and_is_reached_by_the_scheduler_alone() {
+fn the_checkpoint_container_has_only_the_capabilities_that_it_needs() {
     let of_sleep = |(path, _): &(PathBuf, Value)| path.ends_with("sleep/daemonset.yaml");
     let patch = documents().into_iter().find(of_sleep).expect("the patch").1;
     let patch = &patch["spec"]["template"]["spec"];
@@ -158,7 +158,7 @@ fn what_takes_programs_off_their_gpus_has_what_the_driver_needs_and_is_reached_b
 }
 
 #[test]
-fn the_scheduler_and_the_agent_have_a_user_of_their_own() {
+fn scheduler_and_agent_run_as_an_unprivileged_user() {
     let pod = pod();
     let group = pod.security_context.as_ref().and_then(|context| context.supplemental_groups.clone());
     let user = group.expect("the group of the control socket")[0];
@@ -178,7 +178,7 @@ fn the_scheduler_and_the_agent_have_a_user_of_their_own() {
 }
 
 #[test]
-fn the_control_socket_is_in_no_directory_of_the_node() {
+fn the_control_socket_is_not_on_the_node() {
     let pod = pod();
     let volumes = pod.volumes.expect("volumes");
     let control = volumes.iter().find(|volume| volume.name == "control").expect("the volume");
@@ -211,7 +211,7 @@ fn mounts_name_volumes_and_only_the_agent_has_a_token() {
 }
 
 #[test]
-fn a_container_is_ready_only_when_it_does_its_work() {
+fn readiness_probes_check_each_containers_task() {
     let pod = pod();
     let probe = |name: &str| {
         let container = pod.containers.iter().find(|container| container.name == name).expect(name);
@@ -228,7 +228,7 @@ fn a_container_is_ready_only_when_it_does_its_work() {
 }
 
 #[test]
-fn the_agent_may_list_and_watch_pods_and_nothing_else_and_the_dra_driver_what_it_needs() {
+fn cluster_roles_grant_only_the_required_permissions() {
     let roles = documents().into_iter().filter(|(_, document)| document["kind"] == "ClusterRole");
     let roles: Vec<(PathBuf, Value)> = roles.collect();
     let [(of_base, agent), (of_dra, driver)] = &roles[..] else { panic!("{roles:?}") };
@@ -246,7 +246,7 @@ fn the_agent_may_list_and_watch_pods_and_nothing_else_and_the_dra_driver_what_it
 
 /// Checks that the driver accepts the configurations in the examples' claims and classes.
 #[test]
-fn the_configurations_of_claims_are_right() {
+fn the_driver_accepts_the_example_claim_configurations() {
     let mut count = 0;
     for (path, document) in documents() {
         let claims = [&document["spec"]["spec"]["devices"], &document["spec"]["devices"], &document["spec"]];
@@ -276,7 +276,7 @@ fn the_configurations_of_claims_are_right() {
 }
 
 #[test]
-fn the_settings_in_the_config_map_are_right() {
+fn the_config_maps_settings_and_examples_are_valid() {
     let map = documents().into_iter().find(|(_, document)| document["kind"] == "ConfigMap").expect("a ConfigMap").1;
     let text = |file: &str| map["data"][file].as_str().unwrap_or_else(|| panic!("{file}")).to_owned();
     // Returns the text with its commented examples enabled.
@@ -332,7 +332,7 @@ fn built(directory: &str) -> BTreeMap<String, Value> {
 
 /// Checks the additions of `dra` to the base: two flags, mounts, and the node's name. `helm.rs` checks the same for
 /// the chart.
-pub fn the_driver_has_what_it_needs(base: &[Value], dra: &BTreeMap<String, Value>) {
+pub fn check_dra_additions(base: &[Value], dra: &BTreeMap<String, Value>) {
     let pod = &dra["DaemonSet"]["spec"]["template"]["spec"];
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
     let containers = [list(&pod["initContainers"]), list(&pod["containers"])].concat();
@@ -391,7 +391,7 @@ pub fn the_driver_has_what_it_needs(base: &[Value], dra: &BTreeMap<String, Value
 
 #[test]
 #[ignore = "needs kubectl: make check-kubernetes"]
-fn overlays_change_the_base_and_nothing_else() {
+fn overlays_make_only_the_intended_changes_to_the_base() {
     let base = built("base");
     let containers = |built: &BTreeMap<String, Value>| -> Vec<Value> {
         built["DaemonSet"]["spec"]["template"]["spec"]["containers"].as_array().expect("containers").clone()
@@ -409,7 +409,7 @@ fn overlays_change_the_base_and_nothing_else() {
     config.inject = before.inject;
     assert_eq!(config, before);
 
-    the_driver_has_what_it_needs(&containers(&base), &built("dra"));
+    check_dra_additions(&containers(&base), &built("dra"));
 
     let by_mounts = built("examples/volume-mounts");
     for container in containers(&by_mounts) {

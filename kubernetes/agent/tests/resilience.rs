@@ -7,7 +7,7 @@ use crate::support::Node;
 use crate::support::api::{pod, uid};
 
 #[test]
-fn a_scheduler_that_comes_late_or_again_is_told_everything() {
+fn a_late_or_restarted_scheduler_receives_all_pods() {
     let node = Node::new();
     node.api.put(pod(1, &[("nvshare.com/weight", "50")]));
     let agent = node.agent();
@@ -29,7 +29,7 @@ fn a_scheduler_that_comes_late_or_again_is_told_everything() {
 }
 
 #[test]
-fn while_the_api_server_is_gone_what_is_known_stays() {
+fn known_pods_are_kept_while_the_api_server_is_down() {
     let mut node = Node::new();
     node.api.put(pod(1, &[("nvshare.com/weight", "50")]));
     node.api.put(pod(2, &[("nvshare.com/weight", "50")]));
@@ -51,7 +51,7 @@ fn while_the_api_server_is_gone_what_is_known_stays() {
 }
 
 #[test]
-fn a_stream_that_breaks_goes_on_where_it_was() {
+fn a_broken_watch_resumes_at_its_resource_version() {
     let node = Node::new();
     node.api.put(pod(1, &[("nvshare.com/weight", "50")]));
     let _scheduler = node.scheduler();
@@ -74,7 +74,7 @@ fn a_stream_that_breaks_goes_on_where_it_was() {
 }
 
 #[test]
-fn a_version_that_is_too_old_has_all_listed_again() {
+fn an_expired_resource_version_triggers_a_new_list() {
     let node = Node::new();
     node.api.put(pod(1, &[("nvshare.com/weight", "50")]));
     node.api.put(pod(2, &[("nvshare.com/weight", "50")]));
@@ -99,7 +99,7 @@ fn a_version_that_is_too_old_has_all_listed_again() {
 }
 
 #[test]
-fn an_api_server_that_forbids_it_is_said_once_with_what_is_needed() {
+fn a_forbidden_list_is_logged_once_with_the_required_permission() {
     let node = Node::new();
     node.api.forbid(true);
     node.api.put(pod(1, &[("nvshare.com/weight", "50")]));

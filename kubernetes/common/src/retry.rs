@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waits_grow_up_to_the_longest_and_begin_anew_once_it_has_worked() {
+    fn the_retry_delay_grows_to_its_maximum_and_resets_on_success() {
         let longest = Duration::from_secs(5);
         let mut retry = Retry::up_to(longest);
         assert!((FIRST / 2..=FIRST).contains(&retry.wait()));

@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn several_slots_are_several_gpus() {
+    fn several_slots_are_on_different_gpus() {
         let two = devices(&[(3, None), (3, None)]);
         assert_eq!(ask(&two, Allocation::Spread, &[], &[], 2), ["GPU-a::0", "GPU-b::0"]);
         assert_eq!(ask(&two, Allocation::Pack, &[], &[], 2), ["GPU-a::0", "GPU-b::0"]);
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn spread_takes_the_gpu_with_the_most_free_slots_and_pack_the_one_with_the_fewest() {
+    fn spread_prefers_the_emptiest_gpu_and_pack_the_fullest() {
         let three = devices(&[(3, None), (3, None), (3, None)]);
         let used = ["GPU-a::0", "GPU-b::0", "GPU-b::2"];
         assert_eq!(ask(&three, Allocation::Spread, &used, &[], 1), ["GPU-c::0"]);
@@ -144,13 +144,13 @@ mod tests {
     }
 
     #[test]
-    fn what_must_be_included_counts() {
+    fn must_include_devices_count_towards_the_size() {
         let two = devices(&[(3, None), (3, None)]);
         assert_eq!(ask(&two, Allocation::Pack, &["GPU-a::1"], &["GPU-a::0"], 2), ["GPU-a::0", "GPU-b::0"]);
     }
 
     #[test]
-    fn equals_are_taken_on_one_node() {
+    fn equally_good_gpus_are_chosen_from_one_numa_node() {
         let four = devices(&[(2, Some(0)), (2, Some(1)), (2, Some(0)), (2, Some(1))]);
         assert_eq!(ask(&four, Allocation::Spread, &[], &[], 2), ["GPU-a::0", "GPU-c::0"]);
         // Three GPUs are equally good, and two of these three are on one node.
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused_with_a_sentence() {
+    fn impossible_preferences_are_rejected_with_a_reason() {
         let mut two = devices(&[(2, None), (2, None)]);
         let available = all(&two);
         let refused = |devices: &Devices, must: &[String], size| {
@@ -177,7 +177,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
         #[test]
-        fn as_many_different_gpus_as_can_be(
+        fn the_choice_maximizes_the_number_of_different_gpus(
             gpus in prop::collection::vec((1..6_u32, prop::option::of(0..3_u32)), 1..6),
             picks in any::<[u64; 2]>(),
             size in 0..12_usize,

@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_is_one_that_a_file_of_any_directory_names() {
+    fn a_cdi_device_is_found_in_any_spec_directory() {
         let directory = std::env::temp_dir().join(format!("nvshare-plugin-cdi-{}", std::process::id()));
         let directories = ["static", "dynamic"].map(|name| directory.join(name));
         let paths = Paths { directories: directories.to_vec(), containerd: directory.join("config.toml") };

@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_can_be_said() {
+    fn every_setting_is_parsed() {
         let text = r#"
             resource = "example.com/shared-gpu"
             slots = 4
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_sentences_with_their_place() {
+    fn errors_name_the_line_and_the_allowed_values() {
         for (text, said) in [
             ("slots = 0", "p.toml:1:9: slots cannot be 0: 1 to 1000 are allowed"),
             ("\nslots = 1001", "p.toml:2:9: slots cannot be 1001: 1 to 1000 are allowed"),

@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cdi_is_ignored_where_the_settings_say_so_and_by_default_before_containerd_2() {
+    fn containerd_ignores_cdi_if_disabled_or_by_default_before_2() {
         let directory = std::env::temp_dir().join(format!("nvshare-plugin-containerd-{}", std::process::id()));
         std::fs::create_dir_all(directory.join("conf.d")).expect("a directory");
         let path = directory.join("config.toml");

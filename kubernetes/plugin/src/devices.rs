@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_is_healthy_where_nvml_and_the_scheduler_say_so() {
+    fn a_gpu_is_healthy_if_nvml_and_the_scheduler_list_it() {
         let config = mounted();
         let mut nvml = [seen("GPU-b", 1), seen("GPU-a", 0), seen("GPU-c", 2)];
         nvml[2].trouble = Some("XID 79".into());
@@ -220,20 +220,20 @@ mod tests {
     }
 
     #[test]
-    fn without_nvml_the_scheduler_decides() {
+    fn without_nvml_the_scheduler_determines_health() {
         let devices = Devices::new(&mounted(), None, &listed(&["GPU-a"]), &CdiView::default());
         assert_eq!(problems(&devices), [("GPU-a", None)]);
     }
 
     #[test]
-    fn a_gpu_that_no_container_would_get_is_unhealthy() {
+    fn a_gpu_that_cannot_be_injected_is_unhealthy() {
         let devices = Devices::new(&Config::default(), None, &listed(&["GPU-a"]), &CdiView::default());
         let said = devices.gpus[0].problem.as_deref().unwrap_or_default();
         assert!(said.contains("names \"nvshare.com/gpu=GPU-a\""), "{said}");
     }
 
     #[test]
-    fn a_silent_scheduler_leaves_what_it_listed_last_and_none_of_it_healthy() {
+    fn a_silent_scheduler_makes_its_last_listed_gpus_unhealthy() {
         let scheduler = SchedulerView { silence: Some("it is gone".into()), ..listed(&["GPU-a"]) };
         let devices = Devices::new(&mounted(), Some(&[seen("GPU-b", 0)]), &scheduler, &CdiView::default());
         assert_eq!(problems(&devices), [("GPU-b", Some("it is gone")), ("GPU-a", Some("it is gone"))]);
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_as_the_configuration_says() {
+    fn each_gpu_has_the_configured_number_of_slots() {
         let text = "slots = 2\n[[gpu]]\ngpu = 1\nslots = 0\n[[gpu]]\ngpu = \"GPU-c\"\nslots = 3";
         let config = Config::parse(text, "x".as_ref()).expect("it is right");
         let nvml = [seen("GPU-a", 0), seen("GPU-b", 1), seen("GPU-c", 2)];

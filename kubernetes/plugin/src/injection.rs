@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn cdi_devices_are_named_once_a_gpu() {
+    fn each_allocated_gpu_is_one_cdi_device() {
         let answer =
             give("cdi-kind = \"example.com/gpu\"", &["GPU-b::1", "GPU-a::0", "GPU-b::0"]).expect("they are right");
         let names: Vec<&str> = answer.cdi_devices.iter().map(|device| device.name.as_str()).collect();
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn mounts_are_all_that_a_container_needs() {
+    fn mount_injection_sets_mounts_and_the_visible_devices() {
         let settings = "inject = \"mounts\"\n[mounts]\nlibrary = \"/opt/libnvshare.so\"\npreload = \"/opt/preload\"";
         let answer = give(settings, &["GPU-b::1", "GPU-a::0"]).expect("they are right");
         assert_eq!(answer.envs, HashMap::from([("NVIDIA_VISIBLE_DEVICES".into(), "GPU-a,GPU-b".into())]));
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn device_files_are_named_where_asked() {
+    fn device_nodes_adds_the_gpus_device_files() {
         let settings = "inject = \"mounts\"\n[mounts]\ndevice-nodes = true";
         let answer = give(settings, &["GPU-b::1", "GPU-b::0"]).expect("they are right");
         let nodes: Vec<&str> = answer.devices.iter().map(|node| node.host_path.as_str()).collect();
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_given_is_refused_with_a_sentence() {
+    fn impossible_allocations_are_rejected_with_a_reason() {
         for (ids, code, said) in [
             (&[][..], Code::InvalidArgument, "requests no device"),
             (&["GPU-a::0", "GPU-a::0"], Code::InvalidArgument, "requests the device \"GPU-a::0\" twice"),

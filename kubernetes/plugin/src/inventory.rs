@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_gpu_is_listed_once_a_cdi_file_names_it_or_should_have() {
+    fn a_new_gpu_is_listed_once_cdi_names_it_or_after_a_timeout() {
         let (mut node, start) = (Node::new("naming"), Instant::now());
         node.known.receive(Report::Scheduler(listed(&["GPU-a"])));
         node.name(&[]);
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_that_a_cdi_file_named_is_unhealthy_as_soon_as_none_does() {
+    fn a_gpu_becomes_unhealthy_when_no_cdi_file_names_it_anymore() {
         let (mut node, start) = (Node::new("named"), Instant::now());
         node.known.receive(Report::Scheduler(listed(&["GPU-a"])));
         node.name(&["GPU-a"]);
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_with_another_fault_keeps_it_until_a_cdi_file_names_it() {
+    fn an_unhealthy_gpu_stays_unhealthy_until_a_cdi_file_names_it() {
         let (mut node, start) = (Node::new("fault"), Instant::now());
         node.known.receive(Report::Scheduler(SchedulerView { silence: Some("starts".into()), ..listed(&["GPU-a"]) }));
         node.name(&[]);

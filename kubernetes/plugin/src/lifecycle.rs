@@ -240,13 +240,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_kubelet_that_never_asks_is_told_ever_more_rarely() {
+    fn registration_backs_off_while_kubelet_does_not_watch() {
         let seconds = [0, 1, 2, 5, 6, u32::MAX].map(|ignored| unwatched(ignored).as_secs());
         assert_eq!(seconds, [10, 20, 40, 320, 320, 320]);
     }
 
     #[tokio::test]
-    async fn one_that_watches_again_counts_from_the_start() {
+    async fn a_watch_by_kubelet_resets_the_registration_backoff() {
         let (count, watchers) = watch::channel(0);
         let mut attention = Attention::new(watchers);
         attention.ignored = 3;

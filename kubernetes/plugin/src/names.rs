@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn resources_are_named_as_kubernetes_wants() {
+    fn resource_names_follow_the_kubernetes_syntax() {
         for right in ["nvshare.com/gpu", "a/b", "example.com/Shared_GPU.1"] {
             assert_eq!(check_resource(right), Ok(()), "{right}");
         }
@@ -161,14 +161,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_quoted_is_short() {
+    fn quoted_text_is_truncated() {
         assert_eq!(quoted("GPU-a\n"), "\"GPU-a\\n\"");
         assert_eq!(quoted(&"é".repeat(63)), format!("{:?}", "é".repeat(63)));
         assert_eq!(quoted(&"é".repeat(64)), format!("{:?} and others", "é".repeat(63)));
     }
 
     #[test]
-    fn kinds_are_named_as_cdi_wants() {
+    fn cdi_kinds_follow_the_cdi_syntax() {
         assert_eq!(check_cdi_kind("nvshare.com/gpu"), Ok(()));
         for wrong in ["", "gpu", "1x/gpu", "nvshare.com/gpu=all", "nvshare.com/9", "a/b-"] {
             assert!(check_cdi_kind(wrong).is_err(), "{wrong}");
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn gpus_are_meant_by_number_uuid_or_model() {
+    fn gpus_are_selected_by_index_uuid_or_model() {
         let read = |text: &str| {
             let value: toml::Table = toml::from_str(&format!("gpu = {text}")).expect("TOML");
             GpuName::deserialize(value["gpu"].clone()).expect(text)

@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_list_is_one_that_kubelet_takes() {
+    fn the_longest_device_list_fits_in_a_grpc_message() {
         /// gRPC's default limit of received messages, in bytes.
         const MESSAGE_MAX: usize = 4 << 20;
         let slots = u32::try_from(*crate::config::SLOTS.end()).expect("it fits");

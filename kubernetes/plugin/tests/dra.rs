@@ -96,7 +96,7 @@ async fn ready(node: &Node) -> String {
 }
 
 #[tokio::test]
-async fn each_gpu_is_a_device_with_capacity_for_many_claims() {
+async fn each_gpu_becomes_a_device_with_consumable_capacity() {
     let (node, api, _scheduler, process, driver) = running(2).await;
     let slice = api.slice().expect("a slice");
     assert_eq!(slice.metadata.name.as_deref(), Some("node-1-gpu.nvshare.com"));
@@ -161,7 +161,7 @@ async fn a_gpu_is_offered_by_one_api_and_never_by_both() {
 }
 
 #[tokio::test]
-async fn what_the_plugin_was_not_started_for_takes_a_restart() {
+async fn offering_gpus_by_another_api_needs_a_restart() {
     let (node, api, _scheduler, process, _driver) = running(1).await;
     node.configure(QUICK);
     process.signal(libc::SIGHUP);
@@ -171,7 +171,7 @@ async fn what_the_plugin_was_not_started_for_takes_a_restart() {
 }
 
 #[tokio::test]
-async fn nothing_is_offered_where_the_api_server_drops_what_it_would_mean() {
+async fn no_gpus_are_offered_if_the_api_server_drops_consumable_capacity() {
     let (node, api) = node(1);
     api.set_consumable_capacity(false);
     let (_scheduler, process) = (node.scheduler(), node.plugin());
@@ -194,7 +194,7 @@ async fn nothing_is_offered_where_the_api_server_drops_what_it_would_mean() {
 }
 
 #[tokio::test]
-async fn an_api_server_that_cannot_be_used_is_said_so_and_tried_again() {
+async fn an_unusable_api_server_is_reported_and_retried() {
     let (node, api) = node(1);
     api.set_resource_api(false);
     let (_scheduler, process) = (node.scheduler(), node.plugin());
@@ -213,7 +213,7 @@ async fn an_api_server_that_cannot_be_used_is_said_so_and_tried_again() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_is_unhealthy_or_drained_gets_no_new_claims() {
+async fn unhealthy_and_drained_gpus_get_no_new_claims() {
     let (node, api, _scheduler, _process, mut driver) = running(2).await;
     let mut reports = driver.health().await;
     trouble::happen(&node.machine(), Event { gpu: 1, kind: XID, data: 79 }).expect("it is written");
@@ -243,7 +243,7 @@ async fn a_gpu_that_is_unhealthy_or_drained_gets_no_new_claims() {
 }
 
 #[tokio::test]
-async fn a_claim_becomes_a_rule_of_the_programs_that_have_it() {
+async fn a_prepared_claim_becomes_a_rule_for_its_programs() {
     let (node, api, _scheduler, _process, mut driver) = running(1).await;
     let keys = json!({"weight": 50, "gang": false, "on-memory-full": "wait"});
     api.put_claim(claim(1, &[&device(&node, 0)], "1Gi", "25", &[config("FromClaim", keys)]));
@@ -286,7 +286,7 @@ async fn a_claim_becomes_a_rule_of_the_programs_that_have_it() {
 }
 
 #[tokio::test]
-async fn claims_of_one_pod_are_told_apart_and_refused_each_for_itself() {
+async fn claims_of_one_pod_are_prepared_or_rejected_independently() {
     let (node, api, _scheduler, _process, mut driver) = running(2).await;
     let (first, second) = (device(&node, 0), device(&node, 1));
     api.put_claim(claim(
@@ -340,7 +340,7 @@ async fn claims_of_one_pod_are_told_apart_and_refused_each_for_itself() {
 }
 
 #[tokio::test]
-async fn a_container_with_several_claims_is_refused_in_any_order() {
+async fn a_container_with_several_claims_is_rejected_in_any_order() {
     let (node, api, _scheduler, _process, mut driver) = running(2).await;
     api.put_claim(claim(1, &[&device(&node, 0), &device(&node, 1)], "1Gi", "0", &[]));
     api.put_claim(claim(2, &[&device(&node, 1)], "2Gi", "0", &[]));
@@ -358,7 +358,7 @@ async fn a_container_with_several_claims_is_refused_in_any_order() {
 }
 
 #[tokio::test]
-async fn whoever_starts_again_knows_of_the_claims_that_are_prepared() {
+async fn prepared_claims_survive_restarts_of_scheduler_and_driver() {
     let (node, mut api, scheduler, mut process, mut driver) = running(1).await;
     api.put_claim(claim(1, &[&device(&node, 0)], "1Gi", "0", &[]));
     let devices = driver.prepare_one(&named(1)).await.expect("it is right");
@@ -419,7 +419,7 @@ async fn a_claim_is_not_prepared_without_a_scheduler() {
 }
 
 #[test]
-fn a_driver_needs_to_know_its_node() {
+fn the_dra_driver_requires_its_node_name() {
     let node = Node::with_gpus(1);
     node.configure("offer = \"dra\"");
     let mut process = node.plugin();
@@ -434,7 +434,7 @@ fn a_driver_needs_to_know_its_node() {
 }
 
 #[test]
-fn the_driver_cannot_be_removed_while_pods_have_claims_which_are_told() {
+fn check_removal_fails_and_lists_the_claims_that_pods_use() {
     let (node, api) = node(1);
     let gpu = device(&node, 0);
     api.put_claim(claim(1, &[&gpu], "1Gi", "0", &[]));

@@ -14,7 +14,7 @@ use tonic::{Code, Request};
 use tonic_prost::ProstCodec;
 
 #[tokio::test]
-async fn what_is_not_grpc_ends_its_own_connection_only() {
+async fn invalid_grpc_closes_only_its_own_connection() {
     let node = Node::with_gpus(1);
     let _scheduler = node.scheduler();
     let mut kubelet = Kubelet::start(&node.kubelet_directory());
@@ -64,7 +64,7 @@ async fn call<M: Message + 'static>(node: &Node, path: &'static str, message: M)
 const ALLOCATE: &str = "/v1beta1.DevicePlugin/Allocate";
 
 #[tokio::test]
-async fn what_is_no_message_is_refused() {
+async fn unknown_methods_and_invalid_messages_are_rejected() {
     let node = Node::with_gpus(1);
     let _scheduler = node.scheduler();
     let mut kubelet = Kubelet::start(&node.kubelet_directory());

@@ -19,7 +19,7 @@ fn happens(node: &Node, gpu: usize, kind: u64, data: u64) {
 }
 
 #[tokio::test]
-async fn an_event_makes_a_gpu_unhealthy_until_the_driver_says_that_it_is_well() {
+async fn an_xid_makes_a_gpu_unhealthy_until_the_driver_clears_it() {
     let node = Node::with_gpus(2);
     let _scheduler = node.scheduler();
     let (process, _kubelet, mut plugin) = watched(&node).await;
@@ -58,7 +58,7 @@ async fn xids_can_be_ignored() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_is_lost_is_unhealthy_until_it_answers_again() {
+async fn a_lost_gpu_is_unhealthy_until_nvml_reaches_it() {
     let node = Node::with_gpus(2);
     let _scheduler = node.scheduler();
     let (process, _kubelet, mut plugin) = watched(&node).await;
@@ -79,7 +79,7 @@ async fn a_gpu_that_is_lost_is_unhealthy_until_it_answers_again() {
 }
 
 #[tokio::test]
-async fn without_events_gpus_are_asked() {
+async fn gpus_are_polled_if_the_driver_supports_no_events() {
     let node = Node::with_gpus(2).without_events();
     let _scheduler = node.scheduler();
     let (process, _kubelet, mut plugin) = watched(&node).await;
@@ -94,7 +94,7 @@ async fn without_events_gpus_are_asked() {
 }
 
 #[tokio::test]
-async fn a_driver_that_comes_later_is_found() {
+async fn a_driver_loaded_after_the_start_is_detected() {
     let node = Node::with_gpus(1);
     let _scheduler = node.scheduler();
     trouble::unload(&node.machine(), true).expect("it is written");
@@ -110,7 +110,7 @@ async fn a_driver_that_comes_later_is_found() {
 }
 
 #[tokio::test]
-async fn a_scheduler_that_is_gone_or_hangs_makes_every_gpu_unhealthy() {
+async fn a_dead_or_hung_scheduler_makes_every_gpu_unhealthy() {
     let node = Node::with_gpus(2);
     let scheduler = node.scheduler();
     let (process, _kubelet, mut plugin) = watched(&node).await;
@@ -132,7 +132,7 @@ async fn a_scheduler_that_is_gone_or_hangs_makes_every_gpu_unhealthy() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_no_container_would_get_is_unhealthy_and_the_probe_says_why() {
+async fn a_gpu_that_cannot_be_injected_fails_readiness_with_a_reason() {
     let node = Node::with_gpus(2);
     let _scheduler = node.scheduler();
     let uuids: Vec<String> = (0..2).map(|gpu| gpu_uuid(&node.machine(), gpu)).collect();
@@ -160,7 +160,7 @@ async fn a_gpu_that_no_container_would_get_is_unhealthy_and_the_probe_says_why()
 }
 
 #[tokio::test]
-async fn a_gpu_whose_cdi_file_is_written_after_the_start_is_never_unhealthy() {
+async fn a_late_cdi_file_never_makes_a_gpu_unhealthy() {
     let node = Node::with_gpus(2);
     let uuids: Vec<String> = (0..2).map(|gpu| gpu_uuid(&node.machine(), gpu)).collect();
     node.inject(&[]);
@@ -193,7 +193,7 @@ async fn until_ready(node: &Node, expected: bool) -> String {
 }
 
 #[tokio::test]
-async fn a_problem_of_the_scheduler_is_the_reason_why_the_pod_is_not_ready() {
+async fn the_readiness_probe_reports_the_schedulers_problem() {
     let node = Node::with_gpus(1);
     let config = node.directory.join("nvshare.toml");
     std::fs::write(&config, "policy = \"fcfs\"\n").expect("a file");
@@ -210,7 +210,7 @@ async fn a_problem_of_the_scheduler_is_the_reason_why_the_pod_is_not_ready() {
 }
 
 #[tokio::test]
-async fn gpus_of_a_scheduler_that_is_not_there_yet_are_unhealthy() {
+async fn gpus_are_unhealthy_before_the_scheduler_starts() {
     let node = Node::with_gpus(1);
     let (_process, _kubelet, mut plugin) = watched(&node).await;
     plugin.until_healthy(&[false]).await;

@@ -19,7 +19,7 @@ async fn running(node: &Node) -> (Process, Process, Kubelet, Plugin) {
 }
 
 #[tokio::test]
-async fn kubelet_learns_of_every_slot() {
+async fn kubelet_receives_a_device_per_slot() {
     let node = Node::with_gpus(2);
     let (_scheduler, _process, _kubelet, plugin) = running(&node).await;
     assert_eq!(
@@ -35,7 +35,7 @@ async fn kubelet_learns_of_every_slot() {
 }
 
 #[tokio::test]
-async fn a_plugin_that_restarts_offers_the_same_devices() {
+async fn a_restarted_plugin_offers_the_same_devices() {
     let node = Node::with_gpus(1);
     let (_scheduler, mut process, mut kubelet, mut plugin) = running(&node).await;
     let before = plugin.last.clone();
@@ -55,7 +55,7 @@ async fn a_plugin_that_restarts_offers_the_same_devices() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_restarts_is_told_again() {
+async fn the_plugin_registers_with_a_restarted_kubelet() {
     let node = Node::with_gpus(1);
     let (_scheduler, process, kubelet, plugin) = running(&node).await;
     let before = plugin.last.clone();
@@ -71,7 +71,7 @@ async fn a_kubelet_that_restarts_is_told_again() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_is_not_there_yet_is_waited_for() {
+async fn the_plugin_waits_for_kubelet_to_start() {
     let node = Node::with_gpus(1);
     let _scheduler = node.scheduler();
     std::fs::remove_dir(node.kubelet_directory()).expect("it is empty");
@@ -89,7 +89,7 @@ async fn a_kubelet_that_is_not_there_yet_is_waited_for() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_refuses_is_asked_again() {
+async fn the_plugin_retries_a_refused_registration() {
     let node = Node::with_gpus(1);
     let _scheduler = node.scheduler();
     let mut kubelet = Kubelet::start(&node.kubelet_directory());
@@ -108,7 +108,7 @@ async fn a_kubelet_that_refuses_is_asked_again() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_stops_to_watch_is_told_again() {
+async fn the_plugin_registers_again_if_kubelet_stops_watching() {
     let node = Node::with_gpus(1);
     let (_scheduler, process, mut kubelet, plugin) = running(&node).await;
     drop(plugin);
@@ -117,7 +117,7 @@ async fn a_kubelet_that_stops_to_watch_is_told_again() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_never_asks_is_said_to_be_too_old_once() {
+async fn a_kubelet_that_never_watches_is_reported_once_as_too_old() {
     let node = Node::with_gpus(1);
     let _scheduler = node.scheduler();
     let mut kubelet = Kubelet::start(&node.kubelet_directory());
@@ -135,7 +135,7 @@ async fn a_kubelet_that_never_asks_is_said_to_be_too_old_once() {
 }
 
 #[tokio::test]
-async fn a_probe_says_whether_kubelet_knows_the_plugin() {
+async fn the_probe_reports_whether_kubelet_has_registered_the_plugin() {
     let node = Node::with_gpus(1);
     let none = node.ask_plugin("--probe");
     assert_eq!(none.status.code(), Some(1));
@@ -205,7 +205,7 @@ async fn containers_get_cdi_devices() {
 }
 
 #[tokio::test]
-async fn containers_get_mounts_where_kubelet_knows_no_cdi() {
+async fn containers_get_mounts_if_mount_injection_is_configured() {
     let node = Node::with_gpus(2);
     node.configure(&format!("slots = 2\ninject = \"mounts\"\n[mounts]\ndevice-nodes = true\n{QUICK}"));
     let (_scheduler, _process, _kubelet, mut plugin) = running(&node).await;
@@ -225,7 +225,7 @@ async fn containers_get_mounts_where_kubelet_knows_no_cdi() {
 }
 
 #[tokio::test]
-async fn kubelet_is_advised_to_take_different_gpus() {
+async fn preferred_allocation_favours_different_gpus() {
     let node = Node::with_gpus(3);
     let (_scheduler, process, _kubelet, mut plugin) = running(&node).await;
     let all = ids(&plugin.last);
@@ -247,7 +247,7 @@ async fn kubelet_is_advised_to_take_different_gpus() {
 }
 
 #[tokio::test]
-async fn a_configuration_that_is_read_again_changes_the_list() {
+async fn reloading_the_configuration_changes_the_device_list() {
     let node = Node::with_gpus(2);
     let (_scheduler, process, _kubelet, mut plugin) = running(&node).await;
     node.configure("slots = 5000");
@@ -261,7 +261,7 @@ async fn a_configuration_that_is_read_again_changes_the_list() {
 }
 
 #[test]
-fn a_configuration_can_be_checked() {
+fn check_config_validates_a_configuration_file() {
     let node = Node::with_gpus(1);
     let right = node.ask_plugin("--check-config");
     assert!(right.status.success() && String::from_utf8_lossy(&right.stdout).contains("the configuration is right"));

@@ -161,7 +161,7 @@ fn fields(message: &DescriptorProto) -> Vec<String> {
 }
 
 #[test]
-fn every_message_is_as_published() {
+fn messages_match_the_published_definitions() {
     for (ours, (package, published, without_fields, _)) in all() {
         let [file] = &ours.file[..] else { panic!("one file") };
         assert_eq!((file.package(), file.syntax()), (package, "proto3"));
@@ -173,7 +173,7 @@ fn every_message_is_as_published() {
 }
 
 #[test]
-fn every_method_is_as_published() {
+fn methods_match_the_published_definitions() {
     for (ours, (.., published)) in all() {
         let [file] = &ours.file[..] else { panic!("one file") };
         let methods = file.service.iter().flat_map(|service| {
@@ -189,7 +189,7 @@ fn every_method_is_as_published() {
 }
 
 #[test]
-fn health_has_the_published_numbers() {
+fn health_states_have_the_published_numbers() {
     let (ours, _) = &all()[2];
     let values =
         ours.file[0].enum_type.iter().flat_map(|all| all.value.iter().map(|value| (value.name(), value.number())));
@@ -197,7 +197,7 @@ fn health_has_the_published_numbers() {
 }
 
 #[test]
-fn messages_are_these_bytes() {
+fn messages_encode_to_known_bytes() {
     let device =
         Device { id: "a".into(), health: "b".into(), topology: Some(TopologyInfo { nodes: vec![NumaNode { id: 1 }] }) };
     assert_eq!(device.encode_to_vec(), b"\x0a\x01a\x12\x01b\x1a\x04\x0a\x02\x08\x01");

@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_lasts_as_long_as_memory_comes_and_then_in_proportion() {
+    fn a_turns_length_is_proportional_to_its_fill_time() {
         let now = Instant::now();
         let mut held = Held::new(now);
         for second in 0..20 {
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_of_no_use_is_given_up() {
+    fn a_turn_without_progress_ends() {
         let now = Instant::now();
         let mut held = Held::new(now);
         assert!(!held.is_over(&account(100, 50), false, now + SECOND));
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_allocates_more_gets_it_in_the_same_turn() {
+    fn a_turn_continues_while_its_client_allocates() {
         let now = Instant::now();
         let mut held = Held::new(now);
         assert!(!held.is_over(&account(100, 100), false, now));

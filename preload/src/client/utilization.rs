@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn samples_of_several_turns_make_a_report() {
+    fn a_report_combines_samples_of_several_turns() {
         let mut utilization = Utilization::new();
         (utilization.seen, utilization.busy, utilization.reported) = (SAMPLES - 1, 7, Some(500));
         utilization.begin_turn();

@@ -203,7 +203,7 @@ mod tests {
     use core::mem::offset_of;
 
     #[test]
-    fn descriptions_are_laid_out_as_the_driver_has_them() {
+    fn copy_parameters_have_the_drivers_layout() {
         assert_eq!((size_of::<Copy2D>(), size_of::<Copy3D>()), (128, 200));
         assert_eq!((offset_of!(Copy3D, to), offset_of!(Side3D, context)), (88, 64));
         assert_eq!((size_of::<Operand>(), size_of::<BatchCopy3D>()), (40, 112));
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_one_layer() {
+    fn a_2d_copy_converts_to_a_3d_copy_of_one_layer() {
         let side =
             |device, y| Side2D { at: [8, y], kind: MEMORYTYPE_UNIFIED, host: 0, device, array: null_mut(), pitch: 512 };
         let copy = Copy3D::from(&Copy2D { from: side(1 << 21, 3), to: side(1 << 22, 0), extent: [64, 10] });

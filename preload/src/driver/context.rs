@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_that_stay_are_told_from_those_of_one_call() {
+    fn sticky_errors_are_distinguished_from_errors_of_one_call() {
         for error in [4, 201, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999] {
             assert!(is_dead_without_doubt(error), "{error}");
         }

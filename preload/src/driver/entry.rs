@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_shut_entry_is_known_and_not_open() {
+    fn a_shut_entry_keeps_its_address_but_is_not_open() {
         let entry = Entry::new();
         assert_eq!((entry.open(), entry.find(|| Some(4096)), entry.open()), (None, Some(4096), Some(4096)));
         entry.set_shut(true);
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_looked_up_while_it_is_shut_stays_shut() {
+    fn a_lookup_does_not_open_a_shut_entry() {
         let entry = Entry::new();
         entry.set_shut(true);
         assert_eq!((entry.find(|| Some(4096)), entry.open()), (Some(4096), None));

@@ -88,7 +88,7 @@ mod tests {
     static TOLD: AtomicU32 = AtomicU32::new(0);
 
     #[test]
-    fn threads_wait_while_the_process_is_away_and_the_first_one_tells() {
+    fn threads_wait_while_the_process_sleeps_and_only_one_reports_it() {
         wait(); // returns at once
         leave(|| {
             TOLD.fetch_add(1, Ordering::SeqCst);

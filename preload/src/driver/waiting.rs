@@ -121,7 +121,7 @@ mod checks {
         use std::{env, process::Command, string::String};
 
         #[test]
-        fn every_function_that_the_library_calls_has_a_class() {
+        fn every_called_driver_function_has_a_waiting_class() {
             driver::each_function(|function| {
                 let name = function.name().to_str().expect("a name");
                 assert!(known_class_of(name).is_some(), "{name} is not in coverage/waiting.tsv");
@@ -142,12 +142,12 @@ mod checks {
         }
 
         #[test]
-        fn a_call_that_may_wait_under_a_lock_ends_the_process() {
+        fn a_waiting_call_under_a_lock_aborts_the_process() {
             const CHILD: &str = "NVSHARE_TEST_CALL";
             if let Ok(which) = env::var(CHILD) {
                 return calls(&which);
             }
-            let name = "driver::waiting::checks::tests::a_call_that_may_wait_under_a_lock_ends_the_process";
+            let name = "driver::waiting::checks::tests::a_waiting_call_under_a_lock_aborts_the_process";
             for (which, is_right) in
                 [("waits", false), ("queues", false), ("in room", true), ("never", true), ("unknown", false)]
             {

@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn amounts_are_read_as_in_the_configuration() {
+    fn amounts_use_the_configurations_syntax() {
         for (text, expected) in [
             ("8G", Some(8 << 30)),
             (" 1.5 GiB", Some(3 << 29)),

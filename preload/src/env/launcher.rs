@@ -53,7 +53,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_of_one_job_are_one_gang() {
+    fn processes_of_one_job_form_a_gang() {
         let torch = of(&[(c"MASTER_ADDR", "a"), (c"MASTER_PORT", "29500"), (c"WORLD_SIZE", "2"), (c"RANK", "0")]);
         let other = of(&[(c"MASTER_ADDR", "a"), (c"MASTER_PORT", "29500"), (c"WORLD_SIZE", "2"), (c"RANK", "1")]);
         assert!(torch != 0 && torch == other);
@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_alone_is_in_no_gang() {
+    fn a_single_process_is_in_no_gang() {
         for alone in [
             of(&[]),
             of(&[(c"MASTER_ADDR", "a"), (c"MASTER_PORT", "29500"), (c"WORLD_SIZE", "1")]),
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn the_user_has_the_last_word() {
+    fn nvshare_gang_overrides_the_launchers_variables() {
         assert_ne!(of(&[(c"NVSHARE_GANG", "mine")]), 0);
         for none in ["", "0"] {
             let none: &'static str = none;

@@ -178,7 +178,7 @@ mod tests {
     /// thread is inside, no submission happens until it opens. Then every thread continues. From the middle
     /// of the test on, the kernel refuses `membarrier(2)`.
     #[test]
-    fn nothing_slips_out_after_a_release() {
+    fn no_submission_happens_after_a_release() {
         static GATE: Gate = Gate::new();
         static RELEASED: AtomicBool = AtomicBool::new(false);
         static END: AtomicBool = AtomicBool::new(false);
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_open_only_with_no_reason_left() {
+    fn a_gate_opens_when_its_last_reason_is_removed() {
         let gate = Gate::new();
         gate.close(closed::LOCK);
         gate.close(closed::MEMORY);

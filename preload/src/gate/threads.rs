@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_that_was_left_is_over_with_the_next() {
+    fn a_call_abandoned_by_longjmp_ends_with_the_next_call() {
         let slot = Slot::new();
         let call = |comes_back| made(&slot, comes_back, || {});
         assert!(call(false) && !slot.is_outside());
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_within_another_is_inside() {
+    fn a_nested_call_does_not_enter_again() {
         let slot = Slot::new();
         call(&slot, || assert!(!call(&slot, || {})));
         assert!(slot.is_outside());
@@ -345,7 +345,7 @@ mod tests {
     /// frame of a caller, directly above the frame of the interrupted call. The interrupted call counts as
     /// inside all the time.
     #[test]
-    fn a_call_on_another_stack_is_inside() {
+    fn a_nested_call_on_another_stack_does_not_enter_again() {
         const LEN: usize = 64 << 10;
         let mut in_frame = [0_u8; LEN];
         let mut on_heap = vec![0_u8; LEN];
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_that_is_not_renewed_ends() {
+    fn a_wait_expires_unless_renewed() {
         let slot = mine();
         let count = || (waiting(GPU, None), waiting(GPU, Some(Waits::WithWork)), waiting(GPU, Some(Waits::ToAllocate)));
         slot.begin_waiting(GPU, Waits::ToAllocate, Duration::from_secs(60));

@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_refusal_is_one_of_what_was_asked_before_it() {
+    fn a_refusal_answers_only_earlier_requests() {
         let answers = LimitAnswers::new();
         let seen = answers.count.load(Ordering::SeqCst);
         assert_eq!(answers.denied_since(seen), None);

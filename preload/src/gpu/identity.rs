@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_what_was_set_last_and_the_table_does_not_grow_by_moves() {
+    fn an_identity_is_the_last_uuid_and_moves_do_not_grow_the_table() {
         let [a, b] = [0xa1, 0xb1].map(|n| Uuid([n; 16]));
         let identity = Identity::new(a);
         assert_eq!(identity.get(), a);
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_learned_while_the_process_is_put_back_is_asked_for_again() {
+    fn an_identity_read_during_a_restore_is_queried_again() {
         let identity = Identity::new(Uuid([0xc1; 16]));
         let asked = AtomicUsize::new(0);
         let publish = || {

@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_rules_allow_is_known_by_gpu_and_the_newest_counts() {
+    fn the_newest_limit_of_each_gpu_applies() {
         let gpus = [1, 2, 3].map(|n| Uuid([n; 16]));
         set(gpus[0], 0);
         assert!(!IS_RULED.load(Ordering::Relaxed), "none does");

@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_driver_is_asked_only_where_contexts_are_on_several_gpus() {
+    fn the_driver_is_queried_only_if_contexts_use_several_gpus() {
         let after = |used: &[i32]| used.iter().fold(NONE, |only, used| with(only, *used));
         assert_eq!(after(&[]), NONE);
         assert_eq!(after(&[3, 3]), 3);

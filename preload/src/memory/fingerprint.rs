@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_of_different_sizes_go_together() {
+    fn chunks_of_different_sizes_share_a_batch() {
         let sizes = [64, 64, 86, 86, 54, 32].map(|mib| (0, mib * MIB));
         assert_eq!(batches(&sizes.repeat(30)), [(180, 22)]);
     }

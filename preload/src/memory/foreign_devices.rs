@@ -33,7 +33,7 @@ mod tests {
     use std::fs::File;
 
     #[test]
-    fn devices_that_reach_gpu_memory_are_told_from_others() {
+    fn devices_that_can_access_gpu_memory_are_recognized() {
         for path in ["/dev/infiniband/uverbs0", "/dev/cxi0", "/dev/hfi1_0", "/dev/nvidia-fs12", "/dev/gdrdrv"] {
             assert!(is_one(path.as_bytes()), "{path}");
         }
@@ -43,7 +43,7 @@ mod tests {
     }
 
     #[test]
-    fn many_open_files_are_none_of_them() {
+    fn ordinary_files_are_not_foreign_devices() {
         let _open: std::vec::Vec<_> = (0..200).map(|_| File::open("/dev/null").unwrap()).collect();
         assert!(!may_reach_memory());
     }

@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn the_group_with_the_least_left_decides() {
+    fn the_tightest_cgroup_determines_the_headroom() {
         let groups = Groups::new("v2");
         let put = |group, most: &str, used: i64| {
             let used = (used * MIB).to_string();
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_beyond_which_a_group_is_held_up_counts() {
+    fn memory_high_limits_the_headroom() {
         let groups = Groups::new("high");
         let put = |high| {
             groups.put("a", [("memory.max", "1073741824\n"), ("memory.high", high), ("memory.current", "0\n")]);
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn only_nodes_that_the_process_may_use_count() {
+    fn only_allowed_numa_nodes_count() {
         let groups = Groups::new("nodes");
         let put = |name: &str, text: &str| groups.put(name, [("meminfo", text), ("x", ""), ("y", "")]);
         put("node0", "Node 0 MemTotal: 9000 kB\nNode 0 MemFree: 100 kB\nNode 0 Inactive(file): 20 kB\n");
@@ -333,12 +333,12 @@ mod tests {
     }
 
     #[test]
-    fn no_limit_is_no_limit() {
+    fn an_unlimited_cgroup_has_unlimited_headroom() {
         assert_eq!((most(i64::MAX), most(5), most(-5)), (u64::MAX, 5, 0));
     }
 
     #[test]
-    fn pages_of_files_are_not_in_the_way() {
+    fn inactive_page_cache_counts_as_free() {
         let groups = Groups::new("v1");
         groups.put(
             "memory/a",
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn no_limit_of_version_1_is_none() {
+    fn an_unlimited_cgroup_v1_has_unlimited_headroom() {
         let groups = Groups::new("v1-unlimited");
         let files =
             [("memory.limit_in_bytes", "9223372036854771712\n"), ("memory.usage_in_bytes", "5\n"), ("memory.stat", "")];
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_being_touched_counts() {
+    fn bytes_of_pending_claims_count_as_used() {
         let all = Claim::new(0).map(|_| Headroom::now().left).unwrap();
         let half = Claim::new(all / 2).expect("there is room for half of it");
         assert!(Claim::new(all / 4 * 3).is_none());

@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_has_its_own_block_back_at_once() {
+    fn a_stream_reuses_its_own_block_immediately() {
         let mut pool = Pool::new();
         assert_eq!(pool.allocate(SMALL, stream(1)), None);
         pool.grow(BASE, SEGMENT, SMALL);
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn another_stream_has_it_once_the_free_is_done() {
+    fn another_stream_reuses_a_block_after_its_free_completes() {
         let mut pool = Pool::new();
         pool.grow(BASE, 2 * UNIT, UNIT);
         let (a, b) = (pool.allocate(UNIT, stream(1)), pool.allocate(UNIT, stream(1)));
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_use_or_may_be_is_not_trimmed() {
+    fn segments_in_use_or_with_pending_frees_are_not_trimmed() {
         let mut pool = Pool::new();
         for i in 0..3 {
             pool.grow(BASE + i * SEGMENT, SEGMENT, SEGMENT);
@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn no_block_is_in_two_hands_or_reused_before_its_free_is_done() {
+    fn no_block_is_allocated_twice_or_before_its_free_completes() {
         for seed in 1..=100u64 {
             let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
             let mut random = move |below: u64| {

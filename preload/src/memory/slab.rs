@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn holes_are_used() {
+    fn freed_holes_are_reused() {
         let mut slab = Slab::new();
         let (a, b, c) = (slab.take(1).unwrap(), slab.take(1024).unwrap(), slab.take(4).unwrap());
         assert_eq!((a, b, c), (0, 512, 1536));

@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_reserved_only_within_one_reservation() {
+    fn a_range_is_reserved_only_within_one_reservation() {
         let mut table = table(&[]);
         table.reserve(16 * M, 1);
         for (at, len, reserved) in
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn mappings_that_make_up_a_range_are_told_from_those_that_do_not() {
+    fn mappings_that_exactly_cover_a_range_are_recognized() {
         let table = table(&[(8, 2), (10, 1), (12, 4)]);
         let found = |at: u64, len: u64| {
             let found = table.overlapping(at * M, len * M);
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn handles_are_not_taken_for_the_drivers() {
+    fn virtual_handles_differ_from_driver_handles() {
         let mut table = Table::new();
         assert!(is_virtual(VIRTUAL | table.number()));
         for drivers in [0, 1, 0x7fff_ffff_f000, 0xffff_8000_0000_0000, u64::MAX] {

@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pool_gives_each_byte_once_and_aligned_and_then_no_more() {
+    fn the_pool_returns_aligned_disjoint_blocks_until_exhausted() {
         let pool = Pool { bytes: UnsafeCell::new([0; POOL_SIZE]), used: AtomicUsize::new(0) };
         let layout = |size, align| Layout::from_size_align(size, align).expect("a layout");
         let mut end = 0;

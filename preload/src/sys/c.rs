@@ -254,7 +254,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_variable_is_set_once_and_the_others_stay() {
+    fn setting_a_variable_replaces_it_and_keeps_other_variables() {
         let name = c"NVSHARE_TEST_VARIABLE";
         for value in [b"one".as_slice(), b"", b"GPU-1,GPU-2"] {
             let others = std::env::vars_os().filter(|(other, _)| *other != *"NVSHARE_TEST_VARIABLE").count();

@@ -440,7 +440,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_finds_what_dlsym_finds() {
+    fn symbol_lookup_agrees_with_dlsym() {
         // SAFETY: the names are NUL-terminated, and the C library stays loaded.
         unsafe {
             let library = libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_LAZY);

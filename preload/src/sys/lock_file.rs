@@ -135,7 +135,7 @@ mod tests {
     use std::{ffi::CString, format};
 
     #[test]
-    fn one_process_locks_it_alone_or_many_together() {
+    fn a_lock_is_exclusive_or_shared() {
         let path = CString::new(format!("/tmp/nvshare-lock-test-{}", std::process::id())).unwrap();
         assert!(LockFile::open(&path).is_none());
         std::fs::write(path.to_str().unwrap(), "").unwrap();
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_file_is_no_lock() {
+    fn only_regular_files_can_be_locked() {
         assert!(LockFile::open(c"/tmp").is_none());
         assert!(LockFile::open(c"/dev/null").is_none());
     }

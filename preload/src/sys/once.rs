@@ -58,7 +58,7 @@ mod tests {
     use std::sync::Barrier;
 
     #[test]
-    fn nobody_returns_before_it_is_done() {
+    fn no_caller_returns_before_initialization_completes() {
         static ONCE: Once = Once::new();
         static RUNS: AtomicU8 = AtomicU8::new(0);
         static IS_DONE: AtomicU8 = AtomicU8::new(0);
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn what_failed_is_tried_again() {
+    fn a_failed_initialization_is_retried() {
         let once = Once::new();
         assert!(!once.run(|| false));
         assert!(once.run(|| true));

@@ -219,7 +219,7 @@ mod checked {
         use super::*;
 
         #[test]
-        fn what_is_held_is_known_until_it_is_given_back() {
+        fn held_ranks_are_tracked_until_release() {
             let (outer, inner) = (Ranked::new(Rank::Space), Ranked::new(Rank::Outbox));
             let bits = |ranks: &[Rank]| ranks.iter().fold(0, |bits, rank| bits | 1 << *rank as u64);
             let first = outer.take();
@@ -236,7 +236,7 @@ mod checked {
         }
 
         #[test]
-        fn the_wrong_order_ends_the_process() {
+        fn taking_locks_in_the_wrong_order_aborts_the_process() {
             const CHILD: &str = "NVSHARE_TEST_WRONG_ORDER";
             if std::env::var_os(CHILD).is_some() {
                 let _inner = Ranked::new(Rank::Work).take();
@@ -244,7 +244,7 @@ mod checked {
                 return;
             }
             let program = std::env::current_exe().expect("this program");
-            let name = "sys::rank::checked::tests::the_wrong_order_ends_the_process";
+            let name = "sys::rank::checked::tests::taking_locks_in_the_wrong_order_aborts_the_process";
             let mut command = std::process::Command::new(program);
             let ended = command.args([name, "--exact", "--nocapture"]).env(CHILD, "1").output().expect("a child");
             let said = std::string::String::from_utf8_lossy(&ended.stderr).into_owned();

@@ -73,7 +73,7 @@ mod tests {
     };
 
     #[test]
-    fn a_line_of_the_kernel_is_read() {
+    fn a_proc_stat_line_is_parsed() {
         let line = b"42 (a) R (b)) R 1 42 42 0 -1 4194304 9 0 0 0 70 30 0 0 20 0 1 0 5 1 1";
         assert_eq!(parse(42, line), Some((Task { id: 42, used: 100 }, false)));
         assert_eq!(parse(42, b"42 (x) S 1 42 42 0 -1 4194304 9 0 0 0 7 3 0"), Some((Task { id: 42, used: 10 }, true)));
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_runs_moves_on_and_one_that_sleeps_is_not_listed() {
+    fn running_threads_progress_and_sleeping_threads_are_not_listed() {
         static END: AtomicBool = AtomicBool::new(false);
         let busy = thread::spawn(|| {
             while !END.load(Ordering::Relaxed) {

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn values_are_read_as_those_of_a_rule() {
+    fn values_use_the_syntax_of_rules() {
         let limits = env_limits(&[
             (LimitName::MemoryMax, "8G"),
             (LimitName::Weight, " 10 "),
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn what_means_nothing_says_nothing_and_is_told() {
+    fn invalid_values_are_ignored_and_reported() {
         let amounts = "a size from 2M to 1T like \"8G\", a part of a GPU from 1% to 100%, or \"infinity\" is allowed";
         let gpus =
             "the UUID of a GPU or MIG slice as nvidia-smi -L prints it, or its beginning, or the number of a GPU";
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_tighter_than_a_rule_has_no_effect() {
+    fn values_no_tighter_than_the_rule_have_no_effect() {
         let rule = rule("memory-max = \"8G\"\nweight = 50");
         for (limit, text, has) in [
             (LimitName::MemoryMax, "8G", "memory-max 8 GiB"),

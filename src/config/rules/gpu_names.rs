@@ -134,7 +134,7 @@ mod tests {
     const UUID: &str = "GPU-8a6c1b2d-0011-2233-4455-66778899aabb";
 
     #[test]
-    fn a_gpu_is_named_by_uuid_beginning_or_number() {
+    fn a_gpu_is_named_by_uuid_uuid_prefix_or_index() {
         for name in [UUID, "GPU-8a6c1b2d", "GPU-8", "GPU-8A6C", "3"] {
             let name = GpuName::parse(name).unwrap_or_else(|| panic!("{name} is a name"));
             assert!(name.fits(UUID, Some(3)), "{name}");
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_can_mean_no_common_gpu_are_known() {
+    fn names_that_cannot_match_the_same_gpu_are_recognized() {
         let may_be = |one: &str, other: &str| GpuName::parse(one).unwrap().may_be(&GpuName::parse(other).unwrap());
         assert!(may_be("0", "0") && may_be("GPU-8a", "GPU-8a6c") && may_be("GPU-8a6c", "GPU-8a") && may_be("0", UUID));
         assert!(!may_be("0", "1") && !may_be("GPU-8a", "GPU-8b") && !may_be("GPU-8a", "MIG-8a"));

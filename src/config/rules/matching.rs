@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn names_count_where_the_systems_manager_gave_them() {
+    fn unit_names_match_only_units_of_the_expected_manager() {
         let docker = format!("/system.slice/docker-{ID}.scope");
         let cgroupfs = format!("/docker/{ID}");
         let rootless = format!("/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{ID}.scope/container");
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn version_1_and_version_2_are_the_same() {
+    fn cgroup_v1_and_v2_match_the_same_units() {
         for text in ["0::/system.slice/a.service\n", "4:memory:/x\n1:name=systemd:/system.slice/a.service\n"] {
             let who = Identity { cgroup: Cgroup::read(text), ..Identity::default() };
             assert!(matches("unit = \"a.service\"", &who), "{text}");
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_is_named_as_kubernetes_does_or_by_its_uid_and_counts_as_one() {
+    fn a_pod_matches_by_name_or_uid_and_shares_one_limit() {
         let uid = "01234567-89ab-cdef-0123-456789abcdef";
         let pod = |container: char| {
             let id: String = ID.chars().take(63).chain([container]).collect();
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn the_programs_of_a_claim_count_together_in_whatever_pod_they_are() {
+    fn programs_of_a_claim_in_different_pods_share_one_limit() {
         let uid = "11234567-89ab-cdef-0123-456789abcdef";
         let with = |claim: &str, path: &str| {
             let claim = Claim { uid: claim.into(), namespace: "team-a".into(), name: "half".into() };
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_that_matches_counts() {
+    fn the_first_matching_rule_applies() {
         let rules = rules(
             "[[rule]]\nname = \"one\"\nuser = 1\nmemory-max = \"1G\"\n[[rule]]\nname = \"lab\"\ngroup = 50\nmemory-max = \"2G\"\n\
              [[rule]]\nname = \"all\"\nmemory-max = \"3G\"\n",
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn those_count_together_whom_the_rule_names_together() {
+    fn clients_matched_by_the_same_pattern_share_one_limit() {
         let session = |n: u32| format!("/user.slice/user-1000.slice/session-{n}.scope");
         let together = |lines: &str, one: &Identity, other: &Identity| {
             let rules = rules(&format!("[[rule]]\n{lines}\nmemory-max = \"1G\""));

@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rule_says_whom_it_is_about_and_what_they_may_have() {
+    fn a_rule_has_subjects_and_limits() {
         let text = "log-level = \"info\"\n[[rule]]\nname = \"students\"\nunit = \"jupyter-*.service\"\nslice = \"lab.slice\"\n\
                     container = \"*\"\nuser = \"root\"\ngroup = 7\nmemory-max = \"8G\"\n\n[[rule]]\nmemory-max = \"50%\"\n";
         let rules = rules(text);
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rule_can_be_written_as_it_was_read() {
+    fn a_rule_round_trips_through_toml() {
         for text in [
             "name = \"a\"\nunit = \"a-*.service\"\nslice = \"b.slice\"\ncontainer = \"*\"\nuser = 5\ngroup = 6\nmemory-max = \"8G\"",
             "memory-max = \"50%\"\nweight = \"idle\"\npriority = -3\ninteractive = true\ntime-max = \"80%\"",
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn an_amount_is_a_size_a_part_or_infinity() {
+    fn an_amount_is_a_size_a_percentage_or_infinity() {
         for (text, expected) in [
             ("8589934592", Amount::Bytes(8 << 30)),
             ("\"1.5G\"", Amount::Bytes(3 << 29)),
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rule_says_how_much_of_the_time_somebody_has() {
+    fn a_rules_keys_determine_the_share_of_time() {
         let default = Share::default();
         for (text, expected) in [
             ("memory-max = \"1G\"", None),
@@ -347,7 +347,7 @@ mod tests {
 
     /// The expected positions are of mistakes in the second of these lines, after `[[rule]]`.
     #[test]
-    fn errors_say_where_and_what_is_allowed() {
+    fn errors_name_the_line_and_the_allowed_values() {
         let gpus =
             "the UUID of a GPU or MIG slice as nvidia-smi -L prints it, or its beginning, or the number of a GPU";
         let amounts = "a size from 2M to 1T like \"8G\", a part of a GPU from 1% to 100%, or \"infinity\" is allowed";

@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_set_is_written_and_read_again() {
+    fn runtime_rules_round_trip_through_the_state_file() {
         let mut added = Added::default();
         set(&mut added, "one", "user = 5\nmemory-max = \"8G\"").expect("a rule");
         set(&mut added, "two", "unit = \"a.service\"\nweight = \"idle\"\ninteractive = true").expect("another");
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_changes_nothing_and_is_said() {
+    fn an_invalid_runtime_rule_is_rejected_and_changes_nothing() {
         let mut added = Added::default();
         set(&mut added, "one", "user = 5\nmemory-max = \"8G\"").expect("a rule");
         let before = added.clone();

@@ -166,7 +166,7 @@ fn without_a_terminal_the_screen_is_printed() {
 }
 
 #[test]
-fn a_small_screen_shows_what_fits() {
+fn the_screen_fills_any_terminal_size() {
     for (width, height) in [(80, 4), (40, 8), (10, 2), (1, 1), (200, 60)] {
         let text = lines(&drawn(&ui(true), width, height));
         assert_eq!(text.lines().count(), usize::from(height));

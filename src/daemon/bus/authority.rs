@@ -216,7 +216,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_bus_lets_every_method_through() {
+    fn the_bus_policy_permits_every_method() {
         let read = |path: &str| std::fs::read_to_string(path).expect("the file");
         let (interface, rules) = (read("dbus/org.nvshare.Scheduler1.xml"), read("dbus/org.nvshare.Scheduler1.conf"));
         let names = |text: &str, tag: &str, key: &str, wanted: &dyn Fn(roxmltree::Node<'_, '_>) -> bool| {
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn the_policy_has_the_actions_that_are_asked_for() {
+    fn the_polkit_policy_defines_every_requested_action() {
         let text = std::fs::read_to_string("dbus/org.nvshare.Scheduler1.policy").expect("the file");
         let options = roxmltree::ParsingOptions { allow_dtd: true, ..Default::default() };
         let policy = roxmltree::Document::parse_with_options(&text, options).expect("it is well-formed");

@@ -156,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn calls_of_a_user_are_few_at_a_time_and_in_a_second_and_other_users_have_their_own() {
+    fn each_users_calls_are_limited_in_number_and_rate() {
         let gate = Gate::default();
         let places: Vec<Place> = (0..100).map_while(|_| gate.admit(Some(1000)).ok()).collect();
         assert_eq!(places.len(), MAX_OF_USER);
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_of_a_connection_are_few_at_a_time_and_idle_connections_are_forgotten() {
+    fn each_connections_calls_are_limited_and_idle_ones_are_forgotten() {
         let senders = Senders::default();
         let name = |n: usize| OwnedUniqueName::try_from(format!(":1.{n}")).expect("a name");
         let places: Vec<_> = (0..100).map_while(|_| senders.of(&name(0)).admit().ok()).collect();

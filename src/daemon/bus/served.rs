@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn the_xml_file_is_what_the_object_does() {
+    fn the_object_implements_the_interface_of_the_xml_file() {
         let (requests, _) = mpsc::unbounded_channel();
         let (_, settings) = watch::channel(Config::default().settings);
         let (_, problems) = watch::channel(Vec::new());

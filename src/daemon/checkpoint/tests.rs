@@ -76,7 +76,7 @@ async fn wait_for_end(socket: &AsyncFd<OwnedFd>) {
 }
 
 #[test]
-fn what_is_asked_and_answered_arrives() {
+fn requests_and_answers_are_delivered_intact() {
     let directory = Directory::new();
     run(async {
         let (listener, helpers) = listen(&directory, LONG);
@@ -99,7 +99,7 @@ fn what_is_asked_and_answered_arrives() {
 }
 
 #[test]
-fn a_helper_that_ends_or_says_nonsense_leaves_the_state_unknown() {
+fn an_exit_or_invalid_answer_of_a_helper_leaves_the_state_unknown() {
     let directory = Directory::new();
     run(async {
         let (listener, helpers) = listen(&directory, LONG);
@@ -123,7 +123,7 @@ fn a_helper_that_ends_or_says_nonsense_leaves_the_state_unknown() {
 
 /// The helper's place is freed only when the helper has exited.
 #[test]
-fn a_helper_that_never_answers_is_hung_up_on_and_keeps_its_place() {
+fn a_hung_helper_is_disconnected_and_still_counts() {
     let directory = Directory::new();
     run(async {
         let (listener, helpers) = listen(&directory, SHORT);
@@ -175,7 +175,7 @@ fn a_helper_that_never_answers_is_hung_up_on_and_keeps_its_place() {
 }
 
 #[test]
-fn one_that_was_started_before_is_asked_and_asked_again_once_its_process_sleeps() {
+fn a_prepared_helper_serves_the_sleep_and_the_wake() {
     let directory = Directory::new();
     run(async {
         let (listener, helpers) = listen(&directory, LONG);
@@ -203,7 +203,7 @@ fn one_that_was_started_before_is_asked_and_asked_again_once_its_process_sleeps(
 }
 
 #[test]
-fn one_is_started_for_a_client_that_prepares_again_only_when_the_first_has_ended() {
+fn a_client_gets_a_second_prepared_helper_only_after_the_first_ends() {
     let directory = Directory::new();
     run(async {
         let (_listener, helpers) = listen(&directory, LONG);
@@ -229,7 +229,7 @@ fn one_is_started_for_a_client_that_prepares_again_only_when_the_first_has_ended
 }
 
 #[test]
-fn another_is_asked_where_one_that_was_started_before_has_ended() {
+fn an_ended_prepared_helper_is_replaced() {
     let directory = Directory::new();
     run(async {
         let (listener, helpers) = listen(&directory, LONG);
@@ -248,7 +248,7 @@ fn another_is_asked_where_one_that_was_started_before_has_ended() {
 }
 
 #[test]
-fn a_request_that_is_dropped_is_taken_back() {
+fn dropping_a_request_cancels_it() {
     let directory = Directory::new();
     run(async {
         let (listener, helpers) = listen(&directory, LONG);
@@ -269,7 +269,7 @@ fn a_request_that_is_dropped_is_taken_back() {
 }
 
 #[test]
-fn a_driver_without_the_calls_leaves_it_as_it_was() {
+fn a_driver_without_checkpoints_leaves_the_state_unchanged() {
     let directory = Directory::new();
     run(async {
         let (listener, helpers) = listen(&directory, LONG);
@@ -288,7 +288,7 @@ fn a_driver_without_the_calls_leaves_it_as_it_was() {
 }
 
 #[test]
-fn where_none_can_be_started_it_is_left_as_it_was() {
+fn a_helper_that_cannot_start_leaves_the_process_running() {
     let directory = Directory::new();
     let nothing = directory.0.join("nothing");
     run(async {
@@ -342,7 +342,7 @@ fn a_child_that_dies_leaves_the_state_unknown() {
 
 /// Starts the real program. The test host has no driver, and the process in the request has exited.
 #[test]
-fn the_helper_is_asked_as_a_child() {
+fn the_helper_answers_as_a_child_process() {
     run(async {
         let helpers = Helpers::new(Start::Child(artifact(PROGRAM)), LONG);
         let mut child = std::process::Command::new("true").spawn().expect("a process");

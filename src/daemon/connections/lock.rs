@@ -410,7 +410,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_recorded_of_a_lock_is_read_again() {
+    fn a_locks_record_round_trips() {
         let gpu = NamedGpu {
             uuid: Uuid([7; 16]),
             kind: GpuKind::Mig,

@@ -215,7 +215,7 @@ mod tests {
     use crate::scheduler::Settings;
 
     #[test]
-    fn what_is_written_is_read_again() {
+    fn changed_settings_round_trip_through_the_state_file() {
         let changed = Changed {
             time_quantum: Some(Duration::from_secs(45)),
             max_wait: Some(Duration::ZERO),
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_changed_is_left_as_the_file_says() {
+    fn unchanged_settings_keep_the_configurations_values() {
         let mut config = Config::default();
         let before = config.clone();
         Changes::default().apply(&mut config);

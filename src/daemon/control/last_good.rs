@@ -78,7 +78,7 @@ mod tests {
     use test_support::Directory;
 
     #[test]
-    fn a_rule_for_an_account_that_is_gone_is_for_nobody_and_the_others_hold() {
+    fn a_rule_for_a_deleted_account_matches_no_client() {
         let directory = Directory::new();
         let kept = LastGood::new(Some(&directory.0));
         let text = r#"

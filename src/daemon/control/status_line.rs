@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn it_names_holders_and_counts_waiters() {
+    fn the_status_line_names_holders_and_counts_waiters() {
         assert_eq!(format(&[], &[], &[]), "No programs");
         let clients = [client(1, "python"), client(2, "trainer")];
         let busy = bus::Gpu { index: Some(0), holders: vec![1], queue: vec![2], ..bus::Gpu::default() };
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn it_has_an_end() {
+    fn the_status_line_is_truncated() {
         let clients: Vec<ClientView> = (0..500).map(|id| client(id, "größer")).collect();
         let gpu = bus::Gpu { index: Some(0), holders: (0..500).collect(), ..bus::Gpu::default() };
         assert!(format(&[], &[gpu], &clients).len() <= MAX_LENGTH + '…'.len_utf8());

@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_has_a_rule_of_its_own() {
+    fn a_claims_rule_applies_to_its_programs() {
         let (claims, refused) = Claims::read(vec![claim(&[("memory-max", "8G")])]).expect("a claim");
         assert!(refused.is_empty());
         let [rule] = &claims.rules()[..] else { panic!("one rule") };
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_whose_rule_is_wrong_or_empty_is_left_out() {
+    fn a_claim_with_an_invalid_or_empty_rule_is_skipped() {
         for wrong in [&[("memory-max", "much")][..], &[("claim", "*"), ("weight", "5")], &[("pod", "*")], &[]] {
             let (claims, refused) = Claims::read(vec![claim(wrong)]).expect("a list");
             assert_eq!((claims.uids().count(), refused.len()), (0, 1), "{wrong:?}");
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_claim_is_an_error() {
+    fn an_invalid_claim_is_an_error() {
         for (uid, name) in [("../..", "a"), (UID, ""), (UID, "a/b")] {
             let claim = bus::Claim { uid: uid.into(), name: name.into(), ..claim(&[("weight", "idle")]) };
             assert!(Claims::read(vec![claim]).is_err(), "{uid} {name:?}");

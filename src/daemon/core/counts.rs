@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hand_over_is_a_grant_to_another_than_before() {
+    fn only_a_grant_to_a_different_client_is_a_hand_over() {
         let mut counts = Counts::default();
         for client in [ONE, ONE, OTHER, OTHER, ONE] {
             counts.granted(client, GPU, &turns(1, 0, 0));
@@ -293,7 +293,7 @@ mod tests {
 
     /// In the metrics, the counters of a GPU and of a workload must never decrease.
     #[test]
-    fn a_client_that_moves_leaves_what_it_counted_where_it_was() {
+    fn a_moved_clients_counters_stay_with_the_old_gpu() {
         const THERE: GpuId = GpuId(Uuid([2; 16]));
         let mut counts = Counts::default();
         let swapped = |bytes| Reported { swapped_out: bytes, ..Reported::default() };
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_counted_before_and_what_gets_less_adds_nothing() {
+    fn the_first_report_and_decreasing_counters_add_nothing() {
         let mut counts = Counts::default();
         for swapped_out in [100, 130, 5, 7, u64::MAX, 0, u64::MAX] {
             counts.report(ONE, GPU, Reported { swapped_out, ..Reported::default() });

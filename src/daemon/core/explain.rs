@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_ahead_what_moves_and_when_it_runs() {
+    fn a_waiting_clients_queue_moves_and_start_time_are_explained() {
         let what = Explanation {
             holders: vec![holder(2, LockState::Holding, Some(s(3)))],
             ahead: vec![ahead(9, Reason::Priority), ahead(4, Reason::Share)],
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_long_queue_only_the_next_are_named() {
+    fn only_the_next_clients_of_a_long_queue_are_named() {
         let queue = (2..=14).map(|client| ahead(client, Reason::Earlier)).collect();
         let text = of(&Explanation { ahead: queue, starts: Some(s(26)), ..waiting() });
         assert_eq!(text.len(), 1 + NAMED + 2, "{text:?}");
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_known_is_not_told() {
+    fn unknown_end_and_start_times_are_omitted() {
         let what = Explanation { holders: vec![holder(9, LockState::Holding, None)], ..waiting() };
         let text = of(&what);
         assert_eq!(text[1], "program 9 holds GPU 0 for as long as it has work by rule \"render\".");
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn who_does_not_wait_is_told_so() {
+    fn a_client_that_does_not_wait_gets_the_reason() {
         let idle = Explanation { waits: None, state: LockState::Idle, ..waiting() };
         assert_eq!(of(&idle), ["It does not wait for GPU 0, because it has no work for that GPU."]);
         let paused = Explanation { obstacle: Some(Obstacle::Paused), ..idle.clone() };

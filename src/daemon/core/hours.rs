@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn time_is_counted_in_the_window_that_ends_now() {
+    fn used_time_is_counted_within_a_sliding_window() {
         let mut hours = Hours::default();
         let at = 100 * DAY;
         hours.add("unit=a".into(), at - 8 * DAY, 1.0);
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn the_programs_that_are_kept_are_bounded() {
+    fn the_number_of_recorded_programs_is_bounded() {
         let mut hours = Hours::default();
         for number in 0..=MAX_PROGRAMS as i64 {
             hours.add(format!("container={number}"), number * 60, 1.0);

@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn directories_of_claims_have_the_same_files() {
+    fn claim_directories_contain_the_same_lock_files() {
         let above = tempfile::tempdir().expect("a directory");
         let [clients, claims] = ["clients", "claims"].map(|name| above.path().join(name));
         let [one, other] = ["1", "2"].map(|name| claims.join(name));

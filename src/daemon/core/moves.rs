@@ -208,7 +208,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_restore_on_another_gpu_names_each_gpu_of_the_host_once_on_either_side() {
+    fn restore_pairs_are_a_permutation_of_the_hosts_gpus() {
         let gpu = |n| GpuId(nvshare_wire::Uuid([n; 16]));
         let host = (0..4).map(gpu).collect::<GpuSet>();
         assert_eq!(pairs(&host, &[]), []);

@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_paused_is_known_to_the_next_daemon_until_it_is_resumed() {
+    fn a_paused_process_is_remembered_until_it_is_resumed() {
         let directory = Directory::new();
         let file = directory.0.join(FILE);
         let mut paused = Paused::open(&directory.0);
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn another_process_of_the_same_number_is_not_paused() {
+    fn a_process_that_reuses_a_paused_pid_is_not_paused() {
         let directory = Directory::new();
         let began = peer::start_time(own()).expect("it runs");
         let write = |boot: String, began| {

@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rule_says_whose_wish_it_is() {
+    fn a_pod_rules_origin_distinguishes_annotations_and_defaults() {
         let origin = |defaults: Option<&[&str]>| {
             let defaults = defaults.map(|keys| keys.iter().map(|key| (*key).to_owned()).collect());
             let pod = bus::Pod { defaults, ..pod(&[("memory-max", "8G"), ("time-max", "20%")]) };
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_in_a_pod_has_its_names_and_keeps_them_no_longer_than_it_is_there() {
+    fn a_client_has_its_pods_names_while_the_pod_is_known() {
         let (pods, refused) = Pods::read(vec![pod(&[("memory-max", "8G")])]).expect("a pod");
         assert_eq!((pods.rules().len(), refused.len()), (1, 0));
         let cgroup = Cgroup { path: format!("/kubepods/pod{UID}/{ID}") };
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wish_that_is_wrong_is_refused_and_the_pod_is_known_all_the_same() {
+    fn a_pod_with_invalid_annotations_is_known_without_a_rule() {
         let wrong = [("memory-max", "much"), ("user", "root"), ("pod", "*"), ("colour", "red"), ("time-min", "120%")];
         for (key, value) in wrong {
             let (pods, refused) = Pods::read(vec![pod(&[(key, value)])]).expect("a pod");
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pod_is_an_error() {
+    fn an_invalid_pod_is_an_error() {
         for (uid, name) in [("x", "a"), (UID, ""), (UID, "a b"), (UID, "a\u{1b}"), (UID, &"x".repeat(254))] {
             let pod = bus::Pod { uid: uid.into(), name: name.into(), ..pod(&[]) };
             assert!(Pods::read(vec![pod]).is_err(), "{uid} {name:?}");

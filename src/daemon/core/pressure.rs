@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_full_while_somebody_waits_and_nobody_runs() {
+    fn pressure_is_full_while_a_client_waits_and_none_runs() {
         let mut pressure = Pressure::default();
         let (one, other) = (of(1), of(2));
         let mut set = |now, client, identity, activity| {
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_runs_on_one_gpu_is_not_full_while_it_waits_for_another() {
+    fn a_program_running_on_one_gpu_adds_no_full_pressure_for_its_tenant() {
         let mut pressure = Pressure::default();
         pressure.set(at(0), ClientId(1), &of(1), BTreeMap::from([(GPU, RUNS), (OTHER, WAITS)]));
         assert_eq!(totals(&pressure, &Subject::Tenant(Tenant::User(1)), 3), (3.0, 0.0));
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_is_forgotten_a_while_after_its_last_client_has_left() {
+    fn a_group_is_dropped_some_time_after_its_last_client_leaves() {
         let mut pressure = Pressure::default();
         let tenant = |user| Subject::Tenant(Tenant::User(user));
         pressure.set(at(0), ClientId(1), &of(1), BTreeMap::from([(GPU, WAITS)]));

@@ -506,7 +506,7 @@ mod tests {
     }
 
     #[test]
-    fn only_who_may_is_passed_on_and_never_to_itself() {
+    fn only_permitted_requests_reach_the_exporter() {
         let mut registry = shared_with(&[]);
         assert_eq!(registry.request(B, 1, (KEY, 5), |_| false), Err(Sharing::Unknown));
         assert_eq!(registry.request(B, 1, (Secret([2; 16]), 5), |_| true), Err(Sharing::Unknown));
@@ -518,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_given_up_gets_no_answer() {
+    fn a_cancelled_request_gets_no_answer() {
         let mut registry = shared_with(&[]);
         let (_, number) = registry.request(B, 1, (KEY, 5), |_| true).expect("it may");
         assert_eq!(registry.close(import(B)), None);
@@ -526,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn an_exporter_that_does_not_answer_is_not_asked_without_end() {
+    fn requests_to_a_silent_exporter_are_bounded() {
         let mut registry = shared_with(&[]);
         let first = registry.request(B, 0, (KEY, 5), |_| true).expect("it may").1;
         for ticket in 1..MAX_PENDING as u32 {
@@ -541,7 +541,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_counted_once_from_the_exporters_to_the_last_importers_end() {
+    fn shared_bytes_are_counted_once_until_the_last_importer_closes_them() {
         let mut registry = shared_with(&[B, C]);
         assert_eq!(registry.uncounted(B, GPU) + registry.uncounted(C, GPU), 0, "the exporter counts it");
         assert_eq!(registry.withdraw(A, 5), Some(import(B)));
@@ -564,7 +564,7 @@ mod tests {
     }
 
     #[test]
-    fn an_exporters_death_orphans_what_is_open_and_an_importers_nothing_that_the_exporter_counts() {
+    fn only_an_exporters_exit_orphans_open_imports() {
         let mut registry = shared_with(&[B, C]);
         assert_eq!(registry.leave(B).0, []);
         assert_eq!(registry.leave(A).0, [import(C)]);
@@ -572,7 +572,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_restart_the_order_of_return_does_not_matter() {
+    fn imports_are_counted_once_in_any_order_of_reconnection() {
         let mut registry = SharedMemoryRegistry::default();
         registry.restore(import(B), GPU, 100, false, NOW, share());
         assert_eq!(registry.uncounted(B, GPU), 100, "nobody else counts it yet");
@@ -589,14 +589,14 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_that_was_replaced_orphans_nothing() {
+    fn a_replaced_connection_of_the_exporter_orphans_nothing() {
         let mut registry = shared_with(&[B]);
         registry.announce(C, KEY);
         assert_eq!(registry.leave(A).0, [], "C is the same process");
     }
 
     #[test]
-    fn what_is_known_about_a_client_is_what_its_imports_say() {
+    fn per_client_totals_match_the_imports() {
         let mut dice = 1u32;
         let mut next = |n: u32| {
             dice = dice.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);

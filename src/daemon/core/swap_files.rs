@@ -524,7 +524,7 @@ mod tests {
     }
 
     #[test]
-    fn those_that_wait_have_ram_first_and_those_that_have_been_idle_for_longest_have_none() {
+    fn ram_goes_to_waiting_clients_first_and_longest_idle_clients_last() {
         let needs = [
             need(1, 18, 18, idle(5)),
             need(2, 18, 18, Rank::Runs),
@@ -538,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_file_has_space_for_stays_in_ram() {
+    fn memory_without_file_space_stays_in_ram() {
         let old = Need { files: false, ..need(3, 10, 0, Rank::Runs) };
         let needs = [need(1, 18, 4, idle(5)), need(2, 18, 18, Rank::Waits), old];
         assert_eq!(shares(30, false, &needs), [14, 6]);
@@ -546,7 +546,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_contents_takes_no_ram_from_others_if_its_file_has_space_for_it() {
+    fn empty_memory_with_file_space_takes_no_ram() {
         let mostly_empty = |client, reserved, rank| Need { present: 2 * GIB, ..need(client, 18, reserved, rank) };
         let needs = [need(1, 18, 18, idle(5)), mostly_empty(2, 18, Rank::Waits), mostly_empty(3, 18, Rank::Runs)];
         assert_eq!(shares(22, false, &needs), [18, 2, 2]);
@@ -555,7 +555,7 @@ mod tests {
     }
 
     #[test]
-    fn tenants_have_equal_parts_of_the_disk_and_what_one_does_not_need_is_for_the_others() {
+    fn tenants_share_the_disk_equally_and_redistribute_the_unused_part() {
         assert_eq!(equal_parts(90, vec![100]), [90]);
         assert_eq!(equal_parts(90, vec![100, 10, 50]), [40, 10, 40]);
         assert_eq!(equal_parts(90, vec![20, 10, 50]), [20, 10, 50]);
@@ -565,7 +565,7 @@ mod tests {
 
     /// For any numbers, the sum exceeds the RAM only if memory without space in a file exceeds it.
     #[test]
-    fn the_ram_is_divided_once() {
+    fn ram_shares_never_exceed_the_ram() {
         let mut seed = 7u64;
         let mut random = |n: u64| {
             seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);

@@ -73,7 +73,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn of_others_there_is_only_when() {
+    fn other_users_lanes_show_only_times() {
         let mut timeline = Timeline::default();
         for client in 1..=3 {
             let span = Span { activity: Activity::Leaves, from: Duration::ZERO, to: Duration::from_secs(1), bytes: 77 };

@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_multiplied_by_the_time_for_which_they_were_there() {
+    fn byte_seconds_integrate_bytes_over_time() {
         let mut used = Used::default();
         used.has(at(100), 10, 1);
         used.has(at(103), 20, 0);
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_counter_has_grown_by_is_taken_once() {
+    fn each_counter_increase_is_recorded_once() {
         let mut used = Used::default();
         let counted = |lock: u64, waits: u64, moved: u64| Counted {
             lock_time: at(lock),

@@ -170,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernel_says_how_long_processes_have_waited() {
+    fn memory_pressure_is_parsed_from_psi() {
         let text =
             "some avg10=0.00 avg60=0.12 avg300=0.00 total=2500000\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=7\n";
         assert_eq!(parse_stalled(text), Some(Duration::from_millis(2500)));
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_lent_ahead_while_the_host_has_it_and_taken_back_when_processes_wait_for_it() {
+    fn buffers_are_lent_ahead_and_reclaimed_under_memory_pressure() {
         let mut ahead = HostAhead::default();
         let using =
             |available, held, swapped| HostUse { info: info(available), held: held * GIB, swapped: swapped * GIB };
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernels_figures_are_read() {
+    fn meminfo_is_parsed() {
         let text = "MemTotal:       24576 kB\nMemFree:        1 kB\nMemAvailable:      2048 kB\n";
         assert_eq!(MemInfo::parse(text), Some(MemInfo { total: 24 << 20, available: 2 << 20 }));
         assert_eq!(MemInfo::parse("MemTotal: x kB"), None);
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn the_most_is_a_part_or_a_size_or_not_set() {
+    fn swap_max_is_a_percentage_a_size_or_none() {
         assert_eq!(SwapMax::parse("80%"), Ok(SwapMax::Percent(80)));
         assert_eq!(SwapMax::parse("64G"), Ok(SwapMax::Bytes(64 * GIB)));
         assert_eq!(SwapMax::parse("none"), Ok(SwapMax::None));
@@ -235,14 +235,14 @@ mod tests {
     }
 
     #[test]
-    fn what_programs_hold_already_is_there_for_them() {
+    fn memory_swapped_by_programs_counts_as_available() {
         let mut host = HostMemory::default();
         assert_eq!(host.sample(at(0), info(41), 0, SwapMax::None), Some(40 * GIB));
         assert_eq!(host.sample(at(1), info(21), 20 * GIB, SwapMax::None), None, "they have swapped 20 GiB out");
     }
 
     #[test]
-    fn less_is_believed_when_it_lasts_and_more_at_once() {
+    fn a_decrease_must_last_and_an_increase_applies_immediately() {
         let mut host = HostMemory::default();
         host.sample(at(10), info(41), 0, SwapMax::None);
         assert_eq!(host.sample(at(11), info(21), 0, SwapMax::None), None);

@@ -246,7 +246,7 @@ mod tests {
 
     /// Tests two behaviours in one test, because both use the same statics.
     #[test]
-    fn lines_keep_their_fields_and_a_stuck_journal_holds_nobody_up() {
+    fn lines_keep_their_fields_and_a_stuck_journal_blocks_no_thread() {
         let (lines, written) = mpsc::channel();
         *READER.lock().expect("the channel") = Some(lines);
         let (journal, sender) = channel();

@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_flood_is_cut_for_its_tenant_only() {
+    fn log_rate_limits_apply_per_tenant() {
         let mut limit = LogRateLimit::default();
         let logged = (0..1000).filter(|_| limit.allows("client", &Tenant::User(1000))).count();
         assert_eq!(logged, BURST as usize);

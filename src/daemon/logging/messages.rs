@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn every_line_with_a_name_has_an_id_and_every_id_a_line() {
+    fn names_of_log_lines_and_message_ids_match() {
         let known: BTreeSet<String> = IDS.iter().map(|(name, _)| (*name).to_owned()).collect();
         let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/daemon");
         assert_eq!(names_in_the_code(&sources), known);
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn the_catalog_explains_every_id_and_no_other() {
+    fn the_catalog_explains_exactly_the_known_ids() {
         let catalog = include_str!("../../../systemd/nvshare.catalog");
         let mut explained = BTreeMap::new();
         for entry in catalog.split("\n-- ").skip(1) {

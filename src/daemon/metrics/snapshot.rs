@@ -240,7 +240,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wait_counts_where_it_is_no_longer_than_the_bound() {
+    fn a_wait_counts_in_the_first_bucket_that_contains_it() {
         let mut waits = Waits::default();
         for wait in [0, 1, 2, 3, 700_000] {
             waits.add(Duration::from_millis(wait));

@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_read_as_they_are_written_and_short() {
+    fn connection_names_round_trip_and_are_short() {
         for kind in [Kind::Program, Kind::Lock] {
             let name = ConnectionName { kind, version: 3, client: 0xabcdef, start_time: 0x12_3456_789a };
             assert_eq!(ConnectionName::parse(&name.to_string()), Some(name));

@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn grants_are_never_dropped_and_the_queue_has_an_end() {
+    fn grants_are_never_dropped_and_the_queue_is_bounded() {
         let (mut outbox, budget) = (Outbox::default(), budget());
         for _ in 0..MAX_QUEUED {
             outbox.push(SchedulerMessage::Grant { gpus: 1 }, &budget).expect("room");
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn what_all_clients_of_a_tenant_leave_unread_has_an_end() {
+    fn a_tenants_unread_messages_are_bounded() {
         let budget = budget();
         let mut outboxes: Vec<Outbox> = Vec::new();
         let fill = |outbox: &mut Outbox| {

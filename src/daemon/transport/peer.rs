@@ -280,7 +280,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_groups_of_who_connected_are_all_of_its_groups() {
+    fn a_peers_groups_include_its_supplementary_groups() {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("a pair of sockets");
         let (identity, _) = identify(ours.as_fd()).expect("an identity");
         let mut expected = nix::unistd::getgroups().expect("groups");
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn the_place_of_a_process_is_known_while_it_runs() {
+    fn a_process_is_located_only_while_it_runs() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep");
         let (pid, uid) = (child.id() as i32, nix::unistd::getuid().as_raw());
         let process = Process::named(pid, uid, None);
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_status_without_a_namespace_is_none() {
+    fn a_proc_status_without_nspid_is_rejected() {
         let text = "Name:\ta\nUid:\t0\t1\t2\t3\nNSpid:\t4711\t1\n";
         let status = Status::parse(text).expect("a status");
         assert_eq!((status.uids, status.depth), (vec![0, 1, 2, 3], 2));
@@ -314,14 +314,14 @@ mod tests {
     }
 
     #[test]
-    fn the_state_follows_the_last_parenthesis() {
+    fn the_process_state_follows_the_last_parenthesis() {
         assert_eq!(state(b"17 (a) T (b) S 1 2 3"), Some(b'S'));
         assert_eq!(state(b"17 (sh) T 1 2 3"), Some(b'T'));
         assert_eq!(state(b""), None);
     }
 
     #[test]
-    fn what_a_process_calls_itself_cannot_write_to_a_terminal() {
+    fn control_characters_in_a_command_line_are_replaced() {
         assert_eq!(command_line(b"python\0-c\0print('\x1b[2J')\0"), "python -c print('?[2J')");
         let long = command_line(&[b'x'; 10_000]);
         assert_eq!(long.chars().count(), MAX_COMMAND + 1);

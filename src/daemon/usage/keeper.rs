@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_saved_yet_is_seen_and_lost_when_the_process_is_killed() {
+    fn unsaved_records_are_readable_but_lost_if_the_daemon_is_killed() {
         let directory = Directory::new();
         let mut records = Records::new(&directory.0, KEEP);
         records.does(Job::Add(hour(), used("root", 2.0), BTreeMap::new()));
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_database_is_set_aside_before_and_while_it_is_used() {
+    fn a_damaged_database_is_set_aside_at_start_and_at_run_time() {
         let directory = Directory::new();
         let (path, aside) = (directory.0.join(FILE), directory.0.join(format!("{FILE}{DAMAGED}")));
         std::fs::write(&path, "nonsense ".repeat(1000)).expect("a file");
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_is_missing_is_tried_again() {
+    fn a_missing_state_directory_is_retried() {
         let directory = Directory::new();
         let state = directory.0.join("state");
         let mut records = Records::new(&state, KEEP);
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn while_nothing_can_be_saved_memory_is_bounded() {
+    fn unsaved_records_are_bounded() {
         let directory = Directory::new();
         let mut records = Records::new(&directory.0.join("missing"), KEEP);
         for at in 0..2 * MAX_UNSAVED as i64 {

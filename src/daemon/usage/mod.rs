@@ -262,7 +262,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_uses_many_accounts_has_the_rest_counted_together() {
+    fn accounts_beyond_the_maximum_are_combined() {
         let mut accounts = Accounts::default();
         let one = Amounts { lock_seconds: 1.0, grants: 2.0, ..Amounts::default() };
         for round in 0..2 {

@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_added_is_summed_by_what_is_asked_for() {
+    fn usage_is_summed_by_the_requested_columns() {
         let directory = Directory::new();
         let mut store = Store::open(&directory.0.join(FILE)).expect("a database");
         add(&mut store, 0, "user 1", "a.service", 1.0);
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn hours_become_days_and_days_are_deleted() {
+    fn hourly_rows_are_merged_into_days_and_old_days_deleted() {
         let directory = Directory::new();
         let mut store = Store::open(&directory.0.join(FILE)).expect("a database");
         for hour in 0..48 {
@@ -481,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn time_of_programs_with_a_limit_is_kept_for_a_month() {
+    fn gpu_time_of_limited_programs_is_kept_for_a_month() {
         let directory = Directory::new();
         let mut store = Store::open(&directory.0.join(FILE)).expect("a database");
         for hour in [0, DAY, DAY] {
@@ -504,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tenant_with_many_units_takes_few_rows() {
+    fn a_tenants_excess_units_share_a_row() {
         let directory = Directory::new();
         let mut store = Store::open(&directory.0.join(FILE)).expect("a database");
         for number in 0..250 {
@@ -526,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_rows_are_deleted_when_there_are_too_many() {
+    fn the_oldest_rows_are_deleted_beyond_the_maximum() {
         let directory = Directory::new();
         let mut store = Store::open(&directory.0.join(FILE)).expect("a database");
         for hour in 0..10 {
@@ -542,7 +542,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_is_unusable() {
+    fn invalid_or_newer_databases_are_unusable() {
         let directory = Directory::new();
         let path = directory.0.join(FILE);
         let failure = |text: &str| {

@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn usage_leaves_the_window_as_it_entered() {
+    fn usage_expires_gradually_from_the_window() {
         let mut usage = Usage::default();
         usage.record(s(100), s(102), s(10));
         usage.record(s(105), s(106), s(10));
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn several_holds_at_once_count_once() {
+    fn overlapping_holds_count_once() {
         let mut usage = Usage::default();
         usage.record(s(3), s(4), s(10));
         usage.record(s(2), s(5), s(10));
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn many_short_holds_take_little_room() {
+    fn many_short_holds_are_stored_compactly() {
         let mut usage = Usage::default();
         let ms = Duration::from_millis;
         (0..100_000u64).for_each(|n| usage.record(ms(2 * n), ms(2 * n + 1), s(10)));

@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn drains_that_lag_do_not_change_the_usual_time() {
+    fn late_drains_do_not_change_the_usual_drain_time() {
         let mut drains = DrainTime::default();
         let ms = Duration::from_millis;
         assert_eq!(drains.lags_after(), ms(20));

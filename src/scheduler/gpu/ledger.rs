@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sums_follow_the_accounts() {
+    fn the_sums_match_the_accounts() {
         let (mut ledger, mut a, mut b) = ledger(5, 3);
         assert_eq!((ledger.charged(), ledger.unevictable(), ledger.evicting()), (8, 0, 0));
         report(&mut ledger, B, &mut b, 3, 2);
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn unevictable_memory_counts_until_it_can_leave() {
+    fn unevictable_memory_counts_until_it_is_evictable() {
         let (mut ledger, mut a, _) = ledger(5, 3);
         ledger.set_state(A, &mut a, Evictability::Unevictable);
         assert_eq!((ledger.unevictable(), ledger.take_unevictable_fell()), (5, false));

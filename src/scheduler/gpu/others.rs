@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_from_a_room_is_not_kept_again() {
+    fn memory_taken_from_a_reserved_room_is_not_reserved_again() {
         let mut others = Others::default();
         others.measured(ms(0), TOTAL, 3 * GIB);
         others.keep(ms(0), RoomId(1), 8 * GIB, ms(60_000));
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn rooms_are_kept_beside_each_other() {
+    fn reserved_rooms_are_accounted_separately() {
         let mut others = Others::default();
         others.keep(ms(0), RoomId(1), 8 * GIB, ms(60_000));
         others.measured(ms(20_000), TOTAL, 6 * GIB);
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_room_that_grows_has_to_be_vacated_again() {
+    fn only_a_growing_room_is_vacated_again() {
         let mut others = Others::default();
         let is_ready = |others: &Others| others.rooms().all(|(_, room)| room.is_ready);
         others.keep(ms(0), RoomId(1), 8 * GIB, ms(60_000));
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_that_grow_again_and_again_have_no_headroom_for_ever() {
+    fn repeated_growth_does_not_keep_headroom_reserved_permanently() {
         let mut others = Others::default();
         let mut with_headroom = 0;
         for second in 0..300 {

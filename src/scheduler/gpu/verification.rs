@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_is_found_than_was_unverified() {
+    fn a_measurement_adds_no_more_than_the_unverified_frees() {
         let mut frees = UnverifiedFrees::default();
         frees.measured(at(10), Some(9), 2, 2);
         assert_eq!(
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn many_reports_are_few_highs() {
+    fn many_reports_are_stored_as_few_peaks() {
         let mut frees = UnverifiedFrees::default();
         for i in 0..10_000 {
             frees.record_drop(at(i), 20_000 - i);

@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn leaving_the_gpu_to_others_lowers_the_attained_time() {
+    fn releasing_the_gpu_lowers_the_attained_time() {
         let mut progress = Progress::new(s(0));
         progress.asks(s(10));
         progress.ran(s(20), s(10), true);

@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_acknowledges_limits_late_answers() {
+    fn an_acknowledgement_restarts_the_wait_for_the_next_limit() {
         let (mut limit, later) = (Limit::default(), NOW + Duration::from_secs(3));
         for bytes in [10, 6, 4] {
             limit.set(NOW, bytes, true);
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_that_was_lowered_and_raised_again_counts_as_the_highest() {
+    fn unacknowledged_limits_count_as_the_highest_of_them() {
         let mut limit = Limit::default();
         for (bytes, committed) in [(10, 10), (2, 10), (5, 10), (4, 10)] {
             limit.set(NOW, bytes, true);

@@ -648,7 +648,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_sleeps_until_it_wants_to_run() {
+    fn a_sleeping_client_wakes_to_run() {
         let mut sleep = asleep(false);
         assert_eq!(sleep.wake(at(10), A, false, 2), Step::Wakes);
         assert_eq!((sleep.waking(), sleep.has_room(A)), (vec![A], Step::Call(Wake)));
@@ -668,7 +668,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_is_paused_sleeps_until_it_is_resumed() {
+    fn a_paused_client_sleeps_until_it_is_resumed() {
         let mut sleep = asleep(true);
         assert_eq!(sleep.wake(at(10), A, false, 2), Step::Nothing);
         assert_eq!(phase(&sleep), SleepPhase::Asleep);
@@ -678,7 +678,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_was_told_to_sleep_by_another_scheduler_is_as_it_is_found() {
+    fn an_earlier_schedulers_sleep_is_settled_first() {
         let mut sleep = Sleep::default();
         assert_eq!(sleep.found(A), Step::Call(Settle));
         assert!(sleep.is_held_off(A) && !sleep.is_away(A));
@@ -695,7 +695,7 @@ mod tests {
     }
 
     #[test]
-    fn each_state_leads_back() {
+    fn every_sleep_phase_can_return_to_running() {
         let mut sleep = Sleep::default();
         sleep.want(A, true);
         assert_eq!(sleep.wake(at(10), A, true, 1), Step::Stays, "nothing has begun");
@@ -711,7 +711,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_is_paused_while_it_comes_back_goes_again() {
+    fn a_client_paused_during_its_restore_sleeps_again() {
         let mut sleep = asleep(false);
         sleep.wake(at(10), A, false, 2);
         sleep.has_room(A);
@@ -721,7 +721,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_is_asked_for_again_only_of_one_that_is_paused() {
+    fn only_a_paused_client_is_asked_again_after_a_refusal() {
         for paused in [false, true] {
             let mut sleep = Sleep::default();
             sleep.want(A, paused);
@@ -735,7 +735,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_comes_late_is_not_one_to_a_later_request() {
+    fn a_late_answer_does_not_answer_a_later_request() {
         let mut sleep = Sleep::default();
         sleep.want(A, true);
         sleep.prepare(at(0), A);
@@ -750,7 +750,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_helper_leaves_is_settled_until_it_is_known() {
+    fn an_unknown_outcome_is_settled_until_it_is_known() {
         let mut sleep = Sleep::default();
         sleep.want(A, false);
         sleep.prepare(at(0), A);
@@ -767,7 +767,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restore_that_failed_is_tried_again_unless_that_was_final() {
+    fn a_failed_restore_is_retried_unless_the_failure_is_final() {
         let mut sleep = asleep(false);
         sleep.wake(at(10), A, false, 2);
         sleep.has_room(A);
@@ -779,7 +779,7 @@ mod tests {
     }
 
     #[test]
-    fn who_wakes_first_has_room_first() {
+    fn room_is_given_in_order_of_waking() {
         let mut sleep = asleep(false);
         sleep.want(B, false);
         sleep.prepare(at(0), B);

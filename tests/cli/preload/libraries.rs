@@ -239,7 +239,7 @@ fn a_library_for_another_machine_is_refused() {
 }
 
 #[test]
-fn a_library_that_others_can_change_is_refused() {
+fn a_library_writable_by_other_users_is_refused() {
     on_a_host(|host| {
         let mode = |path: &str, mode: u32| fs::set_permissions(path, Permissions::from_mode(mode)).expect("its mode");
         let owner =

@@ -18,7 +18,7 @@ fn as_the_loader_reads(host: &Host, text: &[u8]) -> Vec<String> {
 }
 
 #[test]
-fn the_loader_finds_the_same_entries() {
+fn preload_entries_are_parsed_as_by_the_loader() {
     on_a_host(|host| {
         let piece = prop::sample::select(vec![
             "a.so", "/b/c.so", "d", " ", "\t", "\n", ":", "#", "# e", "\r\n", "\n\n", "\u{b}",

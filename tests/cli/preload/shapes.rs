@@ -134,7 +134,7 @@ fn an_entry_for_another_libnvshare_is_replaced() {
 }
 
 #[test]
-fn a_link_stays_a_link() {
+fn a_symlinked_file_stays_a_symlink() {
     on_a_host(|host| {
         fs::create_dir("/mnt/real").expect("a directory");
         fs::write("/mnt/real/list", "").expect("a file");

@@ -51,7 +51,7 @@ fn described() -> BTreeMap<String, (String, String, Vec<String>)> {
 }
 
 #[test]
-fn the_man_page_has_every_metric_as_it_is() {
+fn the_man_page_describes_every_metric_correctly() {
     let scrape = everything();
     let mut served = BTreeMap::new();
     for (name, family) in &scrape.families {
@@ -77,7 +77,7 @@ fn the_man_page_has_every_metric_as_it_is() {
 }
 
 #[test]
-fn each_metric_says_what_it_is() {
+fn each_metric_has_a_help_text_and_a_unit() {
     for (name, family) in everything().families {
         assert!(family.help.ends_with('.') && family.help.starts_with(char::is_uppercase), "{name}: {}", family.help);
         assert!(family.unit.is_empty() || name.ends_with(&format!("_{}", family.unit)), "{name} in {}", family.unit);
@@ -109,7 +109,7 @@ fn names(query: &str) -> impl Iterator<Item = &str> {
 }
 
 #[test]
-fn the_dashboard_asks_for_metrics_and_labels_that_there_are() {
+fn the_dashboard_queries_only_existing_metrics_and_labels() {
     let dashboard: Value = serde_json::from_str(&read("kubernetes/grafana/nvshare.json")).expect("JSON");
     let scrape = everything();
     let samples = samples(&scrape);
@@ -156,7 +156,7 @@ fn the_dashboard_asks_for_metrics_and_labels_that_there_are() {
 }
 
 #[test]
-fn the_dashboard_is_at_home_in_any_grafana() {
+fn the_dashboard_imports_into_any_grafana() {
     let dashboard: Value = serde_json::from_str(&read("kubernetes/grafana/nvshare.json")).expect("JSON");
     assert!(dashboard["schemaVersion"].as_u64().is_some_and(|version| version >= 39));
     assert_eq!(dashboard["id"], Value::Null);

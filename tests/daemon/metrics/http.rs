@@ -21,7 +21,7 @@ fn address(daemon: &Daemon) -> String {
 }
 
 #[test]
-fn a_unix_socket_is_for_its_group() {
+fn a_unix_socket_is_accessible_to_its_group() {
     let daemon = scrape::daemon("", "");
     let path = metrics_path(&daemon.directory.0);
     scrape(&daemon.directory.0);
@@ -31,7 +31,7 @@ fn a_unix_socket_is_for_its_group() {
 }
 
 #[test]
-fn tcp_says_the_same() {
+fn metrics_are_served_over_tcp() {
     let daemon = scrape::daemon("127.0.0.1:0", "");
     let client = daemon.client();
     client.attach();
@@ -39,7 +39,7 @@ fn tcp_says_the_same() {
 }
 
 #[test]
-fn systemd_can_pass_a_socket_of_either_kind() {
+fn systemd_can_pass_a_unix_or_a_tcp_socket() {
     let directory = Directory::new();
     let manager = Manager::new(&directory.0);
     let path = directory.0.join("given.sock");
@@ -61,7 +61,7 @@ fn systemd_can_pass_a_socket_of_either_kind() {
 }
 
 #[test]
-fn a_socket_of_another_kind_is_an_error() {
+fn a_datagram_socket_from_systemd_is_rejected() {
     let directory = Directory::new();
     let manager = Manager::new(&directory.0);
     manager.keep("metrics", OwnedFd::from(UdpSocket::bind("127.0.0.1:0").expect("a socket")));
@@ -71,7 +71,7 @@ fn a_socket_of_another_kind_is_an_error() {
 }
 
 #[test]
-fn what_cannot_be_served_is_said_at_the_start() {
+fn an_unusable_address_fails_the_start() {
     let directory = Directory::new();
     let taken = TcpListener::bind("127.0.0.1:0").expect("a socket");
     let taken = taken.local_addr().expect("an address").to_string();
@@ -95,7 +95,7 @@ fn what_cannot_be_served_is_said_at_the_start() {
 }
 
 #[test]
-fn where_it_is_served_does_not_change_while_it_runs() {
+fn the_address_does_not_change_at_run_time() {
     let daemon = scrape::daemon("", "");
     let file = daemon.directory.0.join("nvshare.toml");
     std::fs::write(file, "[metrics]\nlisten = \"/run/elsewhere.sock\"\n").expect("a configuration");
@@ -105,7 +105,7 @@ fn where_it_is_served_does_not_change_while_it_runs() {
 }
 
 #[test]
-fn only_metrics_can_be_read() {
+fn paths_and_methods_other_than_get_metrics_are_rejected() {
     let daemon = scrape::daemon("", "");
     let ask = |request: &str| ask(connect(&metrics_path(&daemon.directory.0)), request.as_bytes());
     for path in ["/", "/metrics/", "/metric", "//metrics", "/../metrics", "/%6detrics"] {
@@ -125,7 +125,7 @@ fn only_metrics_can_be_read() {
 }
 
 #[test]
-fn garbage_ends_its_own_connection_only() {
+fn an_invalid_request_closes_only_its_own_connection() {
     let daemon = scrape::daemon("", "");
     let path = metrics_path(&daemon.directory.0);
     let long = format!("GET /{} HTTP/1.1\r\n\r\n", "x".repeat(100_000));
@@ -158,7 +158,7 @@ fn garbage_ends_its_own_connection_only() {
 
 /// A silent client occupies a place for some time. Then another client gets the place.
 #[test]
-fn those_who_say_nothing_are_hung_up_on() {
+fn silent_clients_are_disconnected() {
     let daemon = scrape::daemon("", "");
     let silent: Vec<UnixStream> = (0..64).map(|_| connect(&metrics_path(&daemon.directory.0))).collect();
     // No place is free until the daemon disconnects the silent clients.
@@ -197,7 +197,7 @@ fn have_descriptors() {
 }
 
 #[test]
-fn many_clients_are_read_by_several_at_once_while_locks_go_round() {
+fn concurrent_scrapes_of_many_clients_do_not_block_grants() {
     have_descriptors();
     let daemon = scrape::daemon("", "max-clients-per-tenant = 65535\nanti-thrash = \"on\"");
     let clients = crowd(&daemon);
@@ -240,7 +240,7 @@ fn many_clients_are_read_by_several_at_once_while_locks_go_round() {
 }
 
 #[test]
-fn those_who_do_not_read_hold_nobody_up() {
+fn readers_that_do_not_read_block_no_other_reader() {
     have_descriptors();
     let daemon = scrape::daemon("", "max-clients-per-tenant = 65535");
     let _clients = crowd(&daemon);
@@ -265,7 +265,7 @@ fn those_who_do_not_read_hold_nobody_up() {
 }
 
 #[test]
-fn a_reader_over_tcp_that_is_slow_gets_all_of_it() {
+fn a_slow_tcp_reader_gets_the_whole_answer() {
     let daemon = scrape::daemon("127.0.0.1:0", "");
     daemon.client().attach();
     let mut stream = TcpStream::connect(address(&daemon)).expect("it listens");

@@ -60,7 +60,7 @@ fn scrape_again(daemon: &Daemon, before: &Scrape) -> Scrape {
 }
 
 #[test]
-fn nothing_is_served_unless_it_is_asked_for() {
+fn metrics_are_served_only_if_configured() {
     let daemon = Daemon::start();
     daemon.client().attach();
     let threads = || -> Vec<String> {
@@ -74,7 +74,7 @@ fn nothing_is_served_unless_it_is_asked_for() {
 }
 
 #[test]
-fn locks_and_waits_are_those_of_the_clients() {
+fn lock_and_wait_times_match_the_clients_turns() {
     let daemon = scrape::daemon("", "anti-thrash = \"on\"");
     let (one, other) = (client(&daemon), client(&daemon));
     one.request();
@@ -115,7 +115,7 @@ fn locks_and_waits_are_those_of_the_clients() {
 }
 
 #[test]
-fn clients_that_hold_at_the_same_moment_are_each_counted() {
+fn concurrent_holders_are_each_counted() {
     let daemon = scrape::daemon("", "anti-thrash = \"off\"");
     let clients = [client(&daemon), client(&daemon), client(&daemon)];
     clients.iter().for_each(Client::request);
@@ -128,7 +128,7 @@ fn clients_that_hold_at_the_same_moment_are_each_counted() {
 }
 
 #[test]
-fn what_moved_is_what_clients_say_and_stays_when_they_go() {
+fn moved_bytes_match_reports_and_outlive_their_clients() {
     let daemon = scrape::daemon("", "");
     let (one, other) = (client(&daemon), client(&daemon));
     // Counts from before the connection don't count for this scheduler.
@@ -174,7 +174,7 @@ fn what_moved_is_what_clients_say_and_stays_when_they_go() {
 }
 
 #[test]
-fn what_a_hostile_client_says_neither_overflows_nor_goes_back() {
+fn counters_of_a_hostile_client_never_overflow_or_decrease() {
     let daemon = scrape::daemon("", "");
     let client = client(&daemon);
     let mut before = scrape(&daemon.directory.0);
@@ -187,7 +187,7 @@ fn what_a_hostile_client_says_neither_overflows_nor_goes_back() {
 }
 
 #[test]
-fn limits_of_rules_and_of_the_scheduler_are_gauges() {
+fn rule_and_scheduler_limits_are_gauges() {
     let daemon = scrape::daemon("", "[[rule]]\nmemory-max = \"2G\"");
     let client = client(&daemon);
     client.send(ClientMessage::RequestLimit { slot: 0, bytes: 4 * GIB });
@@ -200,7 +200,7 @@ fn limits_of_rules_and_of_the_scheduler_are_gauges() {
 }
 
 #[test]
-fn a_release_for_want_of_memory_is_a_turn_as_well() {
+fn a_release_for_lack_of_memory_counts_as_a_turn() {
     let daemon = scrape::daemon("", "");
     let client = client(&daemon);
     client.request();
@@ -213,7 +213,7 @@ fn a_release_for_want_of_memory_is_a_turn_as_well() {
 
 /// The names of a process and of its GPU may contain any characters.
 #[test]
-fn names_are_escaped_whatever_they_are() {
+fn label_values_are_escaped() {
     let daemon = scrape::daemon("", "");
     let before = std::fs::read("/proc/self/comm").expect("a name");
     let names: [(&[u8], &str); 5] = [
@@ -247,7 +247,7 @@ fn names_are_escaped_whatever_they_are() {
 }
 
 #[test]
-fn a_lock_that_somebody_asked_for_by_name_is_a_client_as_well() {
+fn a_d_bus_lock_counts_as_a_client() {
     let daemon = scrape::daemon("", "");
     let client = daemon.client();
     client.attach();
@@ -263,7 +263,7 @@ fn a_lock_that_somebody_asked_for_by_name_is_a_client_as_well() {
 }
 
 #[test]
-fn a_workload_keeps_what_its_programs_have_counted_and_programs_are_served_only_where_asked_for() {
+fn a_workloads_counters_outlive_its_programs() {
     let daemon = scrape::daemon_without_programs();
     // A GPU that NVML doesn't know is listed while a client uses it.
     let _stays = client(&daemon);

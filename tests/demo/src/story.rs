@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_frees_its_memory_and_still_holds_the_lock_overlaps_nobody() {
+    fn a_holder_without_memory_overlaps_no_program() {
         let before = [(0, 1, "connect", 0), (0, 2, "connect", 0), (1, 1, "grant", 0), (1, 1, "mapped", 100)];
         let (story, _) = story(&[&before[..], &[(2, 1, "freed", 100), (3, 2, "grant", 0)]].concat());
         assert_eq!(story.overlaps(), [0.0; 0]);

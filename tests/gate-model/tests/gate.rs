@@ -174,16 +174,16 @@ fn nothing_is_submitted_while_closed(fences: Fences, most_preemptions: Option<us
 }
 
 #[test]
-fn nothing_is_submitted_while_closed_and_all_before_is_counted_with_membarrier() {
+fn a_closed_gate_admits_no_submission_with_membarrier() {
     nothing_is_submitted_while_closed(Fences::Membarrier, SOME);
 }
 #[test]
-fn nothing_is_submitted_while_closed_and_all_before_is_counted_with_ordinary_fences() {
+fn a_closed_gate_admits_no_submission_with_ordinary_fences() {
     nothing_is_submitted_while_closed(Fences::Ordinary, SOME);
 }
 
 #[test]
-fn nothing_is_submitted_while_closed_and_all_before_is_counted_when_membarrier_is_refused() {
+fn a_closed_gate_admits_no_submission_if_membarrier_is_refused() {
     nothing_is_submitted_while_closed(Fences::Refused, FEW);
 }
 
@@ -200,7 +200,7 @@ fn without_the_heavy_fence_a_submission_slips_out() {
 
 #[test]
 #[should_panic(expected = "Causality violation")]
-fn without_the_fence_of_the_passing_side_a_submission_slips_out() {
+fn without_the_fence_of_the_entering_thread_a_submission_slips_out() {
     check(Fences::NoPassing, FEW, || close_look_open(&Seen::default()));
 }
 #[test]
@@ -211,7 +211,7 @@ fn without_the_wait_after_a_refusal_a_submission_slips_out() {
 
 /// A thread that is seen at another gate has finished and counted its work at this gate.
 #[test]
-fn a_thread_that_went_on_to_another_gate_has_been_counted() {
+fn work_of_a_thread_at_another_gate_has_been_counted() {
     check_each(ALL, ANY, || {
         let gpus = Gpus::new();
         let submitter = thread::spawn({
@@ -270,7 +270,7 @@ fn close_and_open(gpus: &Gpus, why: u32) {
 }
 
 #[test]
-fn a_gate_is_open_only_with_no_reason_left_to_be_closed() {
+fn a_gate_opens_when_its_last_reason_is_removed() {
     check_each(ALL, FEW, || {
         let gpus = Gpus::new();
         let [submitter, other] = [0, 1].map(|who| {
@@ -313,14 +313,14 @@ fn wait_for_two_reasons() {
 }
 
 #[test]
-fn opening_wakes_whoever_waits() {
+fn opening_a_gate_wakes_its_waiters() {
     check_each(BOTH, ANY, wait_for_two_reasons);
 }
 
 #[test]
-fn a_sleep_that_does_not_look_first_can_be_for_ever() {
+fn a_futex_wait_without_a_check_can_deadlock() {
     futex::make_blind();
-    check_for_deadlock("a_sleep_that_does_not_look_first_can_be_for_ever", wait_for_two_reasons);
+    check_for_deadlock("a_futex_wait_without_a_check_can_deadlock", wait_for_two_reasons);
 }
 
 /// The GPU lock of one client, as the scheduler sees it. A request of the holder carries no news,
@@ -427,11 +427,11 @@ fn no_request_is_lost(most_preemptions: Option<usize>, reason: Option<u32>, sign
 }
 
 #[test]
-fn whoever_comes_during_a_release_gets_the_lock_asked_for() {
+fn a_thread_arriving_during_a_release_causes_a_request() {
     no_request_is_lost(SOME, None, false);
 }
 #[test]
-fn whoever_waits_for_memory_during_a_release_gets_the_lock_asked_for() {
+fn a_thread_waiting_for_memory_during_a_release_causes_a_request() {
     no_request_is_lost(SOME, Some(closed::MEMORY), false);
 }
 #[test]
@@ -443,8 +443,8 @@ fn a_signal_during_a_release_loses_no_request() {
 /// scheduler has forgotten the request, but the client hasn't. So the client never sends another
 /// request.
 #[test]
-fn a_release_that_forgets_the_request_only_where_threads_wait_can_lose_it() {
-    check_for_deadlock("a_release_that_forgets_the_request_only_where_threads_wait_can_lose_it", || {
+fn resetting_the_request_only_if_threads_wait_can_lose_a_request() {
+    check_for_deadlock("resetting_the_request_only_if_threads_wait_can_lose_a_request", || {
         release_while_a_thread_comes(None, true, Forgets::OnlyWhereThreadsWait, &Seen::default())
     });
 }

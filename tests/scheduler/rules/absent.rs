@@ -6,7 +6,7 @@ use scheduler_sim::*;
 use std::time::Duration;
 
 #[test]
-fn a_stopped_holder_is_routed_around() {
+fn other_clients_run_while_a_holder_is_stopped() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 4 * GIB);
     t.join(2, 4 * GIB);
@@ -37,7 +37,7 @@ fn silent(mut t: Talk, seconds: u64) -> (Talk, Vec<Command>) {
 }
 
 #[test]
-fn a_silent_holder_that_runs_is_looked_at_less_and_less_often() {
+fn a_silent_running_holder_is_probed_with_backoff() {
     let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
     let mut looks = Vec::new();
@@ -51,7 +51,7 @@ fn a_silent_holder_that_runs_is_looked_at_less_and_less_often() {
 }
 
 #[test]
-fn others_run_beside_a_holder_that_runs_and_says_nothing() {
+fn other_clients_run_beside_a_silent_running_holder() {
     let (t, commands) = silent(Talk::with_waiter(), 4);
     assert_eq!((t.state(1), commands.contains(&grant(2))), (LockState::Revoking, false), "it has 5 s");
     let (mut t, commands) = silent(Talk::with_waiter(), 5);
@@ -68,7 +68,7 @@ fn others_run_beside_a_holder_that_runs_and_says_nothing() {
 }
 
 #[test]
-fn a_holder_that_says_something_now_and_then_has_a_minute() {
+fn a_holder_that_sends_reports_has_a_minute_to_drain() {
     let mut t = Talk::with_waiter();
     assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
     for second in 1..=60 {
@@ -80,7 +80,7 @@ fn a_holder_that_says_something_now_and_then_has_a_minute() {
 
 /// A process without a context on the GPU has no memory there, whatever it reports.
 #[test]
-fn a_silent_holder_withholds_nothing_but_what_is_measured() {
+fn a_silent_holder_withholds_only_its_measured_memory() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 12 * GIB);
     t.join(2, 12 * GIB);
@@ -97,7 +97,7 @@ fn a_silent_holder_withholds_nothing_but_what_is_measured() {
 }
 
 #[test]
-fn the_dead_are_told_nothing() {
+fn a_disconnected_client_gets_no_messages() {
     let mut t = Talk::in_mode(AntiThrash::Off);
     t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
     t.join(1, 16 * GIB);

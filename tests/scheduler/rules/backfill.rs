@@ -35,7 +35,7 @@ fn revoked(n: u64, at: u64) -> Command {
 }
 
 #[test]
-fn requests_for_a_free_gpu_alone_are_granted_until_the_first_has_its_others() {
+fn a_free_gpu_of_a_waiting_gpu_set_is_lent_until_the_set_is_free() {
     let mut t = two_gpus(AntiThrash::On);
     ask(&mut t, 1, [0]);
     ask(&mut t, 3, [0, 1]);
@@ -52,7 +52,7 @@ fn requests_for_a_free_gpu_alone_are_granted_until_the_first_has_its_others() {
 }
 
 #[test]
-fn no_holder_goes_on_for_a_request_that_others_precede_elsewhere() {
+fn a_gpu_of_a_preceded_gpu_set_is_lent_for_short_turns() {
     let mut t = two_gpus(AntiThrash::On);
     ask(&mut t, 1, [0]);
     ask(&mut t, 2, [1]);
@@ -67,7 +67,7 @@ fn no_holder_goes_on_for_a_request_that_others_precede_elsewhere() {
 }
 
 #[test]
-fn nobody_whose_memory_would_have_to_move_is_let_in_before_the_first() {
+fn backfill_admits_no_client_whose_memory_must_move() {
     let mut t = two_gpus(AntiThrash::On);
     t.report(3, 8 * GIB, 0, 0);
     t.map(3);

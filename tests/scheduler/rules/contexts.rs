@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 #[test]
-fn bytes_in_doubt_are_waited_for_only_where_they_are_free() {
+fn unverified_bytes_delay_a_grant_only_if_they_are_free() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join_of(TenantId(1), 3, 3 * GIB);
     t.join(1, 8 * GIB);
@@ -29,7 +29,7 @@ fn bytes_in_doubt_are_waited_for_only_where_they_are_free() {
 }
 
 #[test]
-fn what_is_in_doubt_for_a_holder_goes_to_nobody_in_line() {
+fn unverified_bytes_for_a_holder_go_to_no_later_client() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 8 * GIB);
     t.join_of(TenantId(1), 2, 4 * GIB);
@@ -67,7 +67,7 @@ fn attached(commands: &[Command]) -> Vec<u64> {
 }
 
 #[test]
-fn a_context_for_which_there_is_no_room_is_refused_in_the_end() {
+fn a_context_without_room_is_refused_after_a_timeout() {
     let mut t = nearly_full();
     arrive(&mut t, 2, 0);
     assert_eq!(t.after(Duration::from_secs(29)), []);
@@ -78,7 +78,7 @@ fn a_context_for_which_there_is_no_room_is_refused_in_the_end() {
 }
 
 #[test]
-fn a_context_waits_for_as_long_as_it_takes_where_a_rule_has_allocations_wait() {
+fn a_context_waits_without_timeout_under_on_memory_full_wait() {
     let mut t = nearly_full();
     t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(0) });
     t.put(&[2], RuleLimits { on_memory_full: OnMemoryFull::Wait, ..RuleLimits::default() });
@@ -88,7 +88,7 @@ fn a_context_waits_for_as_long_as_it_takes_where_a_rule_has_allocations_wait() {
 }
 
 #[test]
-fn a_context_beside_which_a_client_could_not_run_waits() {
+fn a_context_that_would_block_a_client_waits() {
     let mut t = nearly_full();
     assert_eq!(arrive(&mut t, 2, 0), [waiting(2, WaitReason::Context)]);
     assert_eq!(arrive(&mut t, 3, 0), [waiting(3, WaitReason::Context)]);
@@ -101,7 +101,7 @@ fn a_context_beside_which_a_client_could_not_run_waits() {
 }
 
 #[test]
-fn nobody_is_let_in_while_others_may_be_on_their_way_back() {
+fn no_context_is_admitted_while_clients_may_reconnect() {
     let measured = |complete| {
         let mut t = Talk::in_mode(AntiThrash::Auto);
         let say = |t: &mut Talk, complete| {
@@ -122,7 +122,7 @@ fn nobody_is_let_in_while_others_may_be_on_their_way_back() {
 }
 
 #[test]
-fn a_context_waits_for_nobody_who_could_not_run_anyway() {
+fn a_context_does_not_wait_for_a_client_that_cannot_run() {
     let mut t = nearly_full();
     t.measured(2 * GIB);
     arrive(&mut t, 2, 0);
@@ -130,7 +130,7 @@ fn a_context_waits_for_nobody_who_could_not_run_anyway() {
 }
 
 #[test]
-fn a_gang_is_not_kept_apart() {
+fn contexts_of_a_gang_are_admitted_together() {
     let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
     arrive(&mut t, 1, 7);
     t.report(1, 15 * GIB, 0, 0);
@@ -139,7 +139,7 @@ fn a_gang_is_not_kept_apart() {
 }
 
 #[test]
-fn whoever_has_its_context_without_having_waited_is_let_in() {
+fn a_client_that_created_its_context_early_is_admitted() {
     let mut t = nearly_full();
     arrive(&mut t, 2, 0);
     t.report(2, GIB, 0, 0);
@@ -147,7 +147,7 @@ fn whoever_has_its_context_without_having_waited_is_let_in() {
 }
 
 #[test]
-fn a_context_is_put_aside_until_it_was_measured() {
+fn memory_for_a_context_is_reserved_until_it_is_measured() {
     let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
     t.join(1, 0);
     let capacity = |t: &Talk| t.machine.gpu(gpu(0)).unwrap().capacity;
@@ -200,7 +200,7 @@ fn denials(commands: &[Command]) -> usize {
 }
 
 #[test]
-fn an_allocation_is_not_refused_because_contexts_that_are_coming_are_guessed() {
+fn estimated_future_contexts_do_not_deny_an_allocation() {
     let (mut t, commands) = eight_at_once(800 * MIB);
     assert_eq!(commands, [waiting(1, WaitReason::Memory)], "the library gives up unless it is told to wait");
     for n in 2..=8 {
@@ -216,7 +216,7 @@ fn an_allocation_is_not_refused_because_contexts_that_are_coming_are_guessed() {
 }
 
 #[test]
-fn an_allocation_is_refused_for_what_was_measured() {
+fn measured_memory_denies_an_allocation() {
     let (_, commands) = eight_at_once(7 * GIB);
     assert_eq!(commands, [denied(1, 7 * GIB, Denial::NoRoom)], "however small the other contexts are");
     let (mut t, _) = eight_at_once(800 * MIB);
@@ -225,7 +225,7 @@ fn an_allocation_is_refused_for_what_was_measured() {
 }
 
 #[test]
-fn an_allocation_waits_for_contexts_no_longer_than_they_may_take_to_appear() {
+fn an_allocation_waits_at_most_ten_seconds_for_new_contexts() {
     let (mut t, _) = eight_at_once(800 * MIB);
     let begun = t.now;
     while t.now < begun + Duration::from_secs(10) {

@@ -27,7 +27,7 @@ fn with_fullness(permille: &[u32; 2]) -> Talk {
 /// Managed memory pages in without the scheduler. Two clients with managed memory that doesn't fit
 /// together would thrash.
 #[test]
-fn managed_memory_runs_together_only_where_it_fits() {
+fn managed_clients_run_concurrently_only_if_they_fit() {
     for (second, fits) in [(6 * GIB, true), (6 * GIB + 1, false)] {
         let mut t = Talk::in_mode(AntiThrash::Auto);
         for (n, demand) in [(1, 10 * GIB), (2, second)] {
@@ -58,7 +58,7 @@ fn managed_memory_runs_together_only_where_it_fits() {
 /// A holder of the lock over D-Bus is an example: the scheduler doesn't know how long it needs the
 /// lock.
 #[test]
-fn one_that_wants_the_gpu_for_itself_has_it_for_the_time_quantum() {
+fn a_client_that_demands_exclusive_use_gets_the_time_quantum() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     for n in 1..=2 {
         t.join(n, GIB);
@@ -71,7 +71,7 @@ fn one_that_wants_the_gpu_for_itself_has_it_for_the_time_quantum() {
 }
 
 #[test]
-fn a_turn_to_measure_ends_when_it_is_known_how_full_the_gpu_is() {
+fn a_measuring_turn_ends_once_the_utilization_is_known() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     for n in 1..=2 {
         t.join(n, GIB);
@@ -88,7 +88,7 @@ fn a_turn_to_measure_ends_when_it_is_known_how_full_the_gpu_is() {
 }
 
 #[test]
-fn a_turn_to_measure_is_not_cut_short_for_one_with_short_bursts() {
+fn a_measuring_turn_is_not_cut_short_for_short_bursts() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     for n in 1..=2 {
         t.join(n, GIB);
@@ -110,25 +110,25 @@ fn a_turn_to_measure_is_not_cut_short_for_one_with_short_bursts() {
 }
 
 #[test]
-fn clients_that_leave_the_gpu_idle_run_together() {
+fn clients_with_low_utilization_run_concurrently() {
     let t = with_fullness(&[300, 200]);
     assert_eq!([t.state(1), t.state(2)], [LockState::Holding; 2]);
 }
 
 #[test]
-fn clients_that_keep_the_gpu_busy_take_turns() {
+fn clients_with_high_utilization_take_turns() {
     let t = with_fullness(&[900, 800]);
     assert_eq!([t.state(1), t.state(2)], [LockState::Waiting, LockState::Holding]);
 }
 
 #[test]
-fn one_that_hardly_needs_the_gpu_runs_beside_one_that_fills_it() {
+fn a_nearly_idle_client_runs_beside_a_busy_client() {
     let t = with_fullness(&[50, 1000]);
     assert_eq!([t.state(1), t.state(2)], [LockState::Holding; 2]);
 }
 
 #[test]
-fn clients_do_not_run_together_where_memory_would_have_to_move() {
+fn clients_that_do_not_fit_together_do_not_run_concurrently() {
     let mut t = with_fullness(&[300, 200]);
     t.report(1, 10 * GIB, GIB, 0);
     assert_eq!([t.state(1), t.state(2)], [LockState::Holding; 2], "together they fit still");
@@ -137,7 +137,7 @@ fn clients_do_not_run_together_where_memory_would_have_to_move() {
 }
 
 #[test]
-fn those_who_run_together_are_asked_again_how_full_they_keep_the_gpu() {
+fn concurrent_clients_are_measured_again_periodically() {
     let mut t = with_fullness(&[300, 200]);
     assert_eq!(t.after(ms(9999)), []);
     assert_eq!(t.after(ms(1)), [revoke(1)]);
@@ -153,7 +153,7 @@ fn those_who_run_together_are_asked_again_how_full_they_keep_the_gpu() {
 }
 
 #[test]
-fn those_who_say_the_same_again_are_asked_more_rarely() {
+fn clients_of_stable_utilization_are_measured_less_often() {
     let mut t = with_fullness(&[300, 200]);
     let measure = |t: &mut Talk, n: u64, permille: u32| {
         t.release(n, ReleaseReason::Revoked);
@@ -172,7 +172,7 @@ fn those_who_say_the_same_again_are_asked_more_rarely() {
 }
 
 #[test]
-fn a_client_that_never_says_how_full_it_keeps_the_gpu_is_taken_to_fill_it() {
+fn a_client_of_unknown_utilization_counts_as_busy() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     for n in 1..=2 {
         t.join(n, GIB);
@@ -188,7 +188,7 @@ fn a_client_that_never_says_how_full_it_keeps_the_gpu_is_taken_to_fill_it() {
 }
 
 #[test]
-fn a_third_who_needs_the_gpu_alone_gets_it_from_both() {
+fn both_concurrent_holders_yield_to_a_client_that_needs_the_gpu() {
     let mut t = with_fullness(&[300, 200]);
     t.join(3, 16 * GIB);
     t.request(3);
@@ -204,7 +204,7 @@ fn a_third_who_needs_the_gpu_alone_gets_it_from_both() {
 /// Members of one gang are measured although they run at the same time: the overlap can only make
 /// their utilization seem higher.
 #[test]
-fn gangs_that_leave_the_gpu_idle_run_together() {
+fn gangs_with_low_utilization_run_concurrently() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     for (n, gang) in [(1, 8), (2, 8), (3, 9), (4, 9)] {
         t.say(Event::Connected { client: client(n), gang, tenant: TenantId(0) });

@@ -7,7 +7,7 @@ use scheduler_sim::*;
 use std::time::Duration;
 
 #[test]
-fn what_is_freed_is_passed_on_while_the_rest_is_still_leaving() {
+fn freed_memory_is_passed_on_while_the_eviction_continues() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 16 * GIB);
     t.join(2, GIB);
@@ -27,7 +27,7 @@ fn what_is_freed_is_passed_on_while_the_rest_is_still_leaving() {
 }
 
 #[test]
-fn bytes_are_charged_until_they_are_known_to_be_gone() {
+fn bytes_are_charged_until_their_eviction_is_acknowledged() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 16 * GIB);
     t.join(2, 16 * GIB);
@@ -40,7 +40,7 @@ fn bytes_are_charged_until_they_are_known_to_be_gone() {
 }
 
 #[test]
-fn managed_memory_that_leaves_for_others_leaves_before_its_client_runs_again() {
+fn evicted_managed_memory_leaves_before_its_client_runs_again() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Managed });
@@ -59,7 +59,7 @@ fn managed_memory_that_leaves_for_others_leaves_before_its_client_runs_again() {
 }
 
 #[test]
-fn a_holder_is_told_what_it_is_likely_to_lose() {
+fn a_holder_prepares_for_its_likely_eviction() {
     let mut t = Talk::new(settings(AntiThrash::On, Duration::from_secs(10)));
     let capacity = t.machine.gpus()[0].capacity;
     t.join(1, capacity - GIB);
@@ -75,7 +75,7 @@ fn a_holder_is_told_what_it_is_likely_to_lose() {
 }
 
 #[test]
-fn the_least_recently_run_is_evicted_and_holders_are_not() {
+fn the_least_recently_run_client_is_evicted_and_holders_are_not() {
     let mut t = Talk::in_mode(AntiThrash::On);
     for n in 1..=4 {
         t.join(n, 4 * GIB);
@@ -100,7 +100,7 @@ fn the_least_recently_run_is_evicted_and_holders_are_not() {
 }
 
 #[test]
-fn nobody_is_evicted_for_what_is_free_already() {
+fn free_memory_is_used_before_any_client_is_evicted() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 8 * GIB);
     t.join(2, 7 * GIB);
@@ -118,7 +118,7 @@ fn nobody_is_evicted_for_what_is_free_already() {
 }
 
 #[test]
-fn free_bytes_are_credited_without_the_lock_and_without_evicting() {
+fn free_bytes_are_granted_without_the_lock_and_without_evictions() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     assert_eq!(allowances(&t.join(1, 10 * GIB)), [(1, 10 * GIB)]);
     assert_eq!(allowances(&t.join(2, 10 * GIB)), [(2, 6 * GIB)]);
@@ -126,7 +126,7 @@ fn free_bytes_are_credited_without_the_lock_and_without_evicting() {
 }
 
 #[test]
-fn a_holder_that_grows_takes_from_those_who_do_not_run() {
+fn a_growing_holder_evicts_idle_clients() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.join(1, 8 * GIB);
     t.join(2, 8 * GIB);
@@ -151,7 +151,7 @@ fn two_holders_that_both_grow_do_not_wait_for_each_other() {
 }
 
 #[test]
-fn room_for_a_context_is_made_before_the_client_may_create_it() {
+fn memory_for_a_context_is_evicted_before_the_client_creates_it() {
     let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
     t.join(1, 20 * GIB);
     assert_eq!(t.attachment(1).allowance, 15 * GIB);
@@ -191,7 +191,7 @@ fn stays(n: u64, why: EvictionBlock) -> Command {
 }
 
 #[test]
-fn a_victim_on_which_unseen_work_runs_is_passed_over_and_asked_again_later() {
+fn a_victim_with_untracked_work_is_skipped_and_asked_again_later() {
     let mut t = with_eviction();
     let commands = t.stuck(1, StuckReason::UnseenWork);
     assert!(commands.contains(&stays(1, EvictionBlock::UnseenWork)), "{commands:?}");
@@ -201,7 +201,7 @@ fn a_victim_on_which_unseen_work_runs_is_passed_over_and_asked_again_later() {
 }
 
 #[test]
-fn a_victim_that_finds_no_host_memory_is_passed_over_and_asked_again_later() {
+fn a_victim_without_host_memory_is_skipped_and_asked_again_later() {
     let mut t = with_eviction();
     t.report(1, 8 * GIB, 7 * GIB, 0); // 1 GiB has been evicted so far
     let commands = t.stuck(1, StuckReason::HostFull);
@@ -221,7 +221,7 @@ fn a_victim_that_finds_no_host_memory_is_passed_over_and_asked_again_later() {
 }
 
 #[test]
-fn a_victim_that_is_late_is_passed_over_until_it_answers() {
+fn a_late_victim_is_skipped_until_it_answers() {
     let mut t = with_eviction();
     t.after(ms(2999));
     assert_eq!(t.attachment(1).eviction_blocked, None);
@@ -235,7 +235,7 @@ fn a_victim_that_is_late_is_passed_over_until_it_answers() {
 }
 
 #[test]
-fn a_victim_that_gets_on_is_not_late() {
+fn a_victim_that_makes_progress_is_not_late() {
     let mut t = with_eviction();
     for n in 1..=3 {
         t.after(Duration::from_secs(2));
@@ -251,7 +251,7 @@ fn room(n: u64, bytes: u64) -> Command {
 }
 
 #[test]
-fn room_for_the_driver_is_freed_by_others_and_kept_for_a_moment() {
+fn a_driver_reservation_evicts_other_clients_and_expires() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.join(1, 8 * GIB);
     t.join(2, 8 * GIB);
@@ -276,14 +276,14 @@ fn room_for_the_driver_is_freed_by_others_and_kept_for_a_moment() {
 }
 
 #[test]
-fn where_nobody_else_has_anything_there_is_no_room_to_wait_for() {
+fn a_driver_reservation_without_evictable_memory_is_answered_with_0() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.join(1, 16 * GIB);
     assert_eq!(t.say(Event::ReservationRequested { client: client(1), gpu: gpu(0), bytes: GIB }), [room(1, 0)]);
 }
 
 #[test]
-fn room_that_does_not_come_is_not_waited_for() {
+fn a_driver_reservation_times_out() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.join(1, 8 * GIB);
     t.join(2, 7 * GIB);
@@ -294,7 +294,7 @@ fn room_that_does_not_come_is_not_waited_for() {
 }
 
 #[test]
-fn one_that_needs_more_than_the_gpu_leaves_less_to_others() {
+fn a_demand_above_the_gpus_size_lowers_other_clients_limits() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.join(1, 22 * GIB);
     t.say(Event::HostMemory { bytes: 16 * GIB });
@@ -304,7 +304,7 @@ fn one_that_needs_more_than_the_gpu_leaves_less_to_others() {
 }
 
 #[test]
-fn bytes_of_a_stopped_process_are_taken_from_another() {
+fn a_stopped_victim_is_replaced_by_another() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 8 * GIB);
     t.join(2, 8 * GIB);
@@ -317,7 +317,7 @@ fn bytes_of_a_stopped_process_are_taken_from_another() {
 }
 
 #[test]
-fn whoever_cannot_be_served_for_what_is_pinned_holds_up_nobody() {
+fn a_client_blocked_by_pinned_memory_blocks_no_other_client() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 8 * GIB);
     t.report(1, 8 * GIB, 8 * GIB, 8 * GIB);
@@ -335,7 +335,7 @@ fn whoever_cannot_be_served_for_what_is_pinned_holds_up_nobody() {
 }
 
 #[test]
-fn pinned_bytes_stay_and_are_allowed() {
+fn pinned_bytes_raise_the_allowance_of_their_client() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 16 * GIB);
     t.join(2, 8 * GIB);
@@ -347,7 +347,7 @@ fn pinned_bytes_stay_and_are_allowed() {
 }
 
 #[test]
-fn the_dead_leave_lock_and_bytes_at_once() {
+fn a_disconnected_client_frees_its_lock_and_bytes_immediately() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 16 * GIB);
     t.join(2, 16 * GIB);
@@ -371,7 +371,7 @@ fn asked_for_8_gib() -> Talk {
 }
 
 #[test]
-fn memory_that_leaves_without_being_copied_is_copied_when_it_comes_back() {
+fn memory_evicted_without_a_copy_counts_as_copied_on_return() {
     let mut t = asked_for_8_gib();
     t.after(ms(10));
     t.map(1); // all of it is evicted
@@ -383,7 +383,7 @@ fn memory_that_leaves_without_being_copied_is_copied_when_it_comes_back() {
 }
 
 #[test]
-fn memory_that_holds_one_value_says_nothing_of_other_memory() {
+fn uniform_memory_does_not_affect_the_measured_copy_rate() {
     let grace_after = |swapped| {
         let mut t = asked_for_8_gib();
         t.after(ms(10));
@@ -403,7 +403,7 @@ fn memory_that_holds_one_value_says_nothing_of_other_memory() {
 
 /// The original nvshare needs 21.2 s for these jobs. Without any scheduler they take 16.4 s.
 #[test]
-fn two_jobs_that_use_the_gpu_half_of_the_time_overlap() {
+fn two_jobs_of_50_percent_utilization_overlap() {
     let mut world = World::with_gpu(AntiThrash::Auto, Duration::from_secs(30), 16 * GIB);
     let job = Plan { demand: 7 * GIB, phases: 10, cpu: ms(500), gpu: ms(500), drain: ms(1), ..Plan::default() };
     world.add(job.clone());

@@ -6,7 +6,7 @@ use scheduler_sim::*;
 use std::time::Duration;
 
 #[test]
-fn requests_are_served_in_their_order_and_sets_whole() {
+fn requests_are_served_in_order_and_gpu_sets_are_granted_whole() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
     for n in 1..=4 {
@@ -33,7 +33,7 @@ fn requests_are_served_in_their_order_and_sets_whole() {
 }
 
 #[test]
-fn a_set_does_not_pass_one_that_waits_for_a_part_of_it() {
+fn a_gpu_set_does_not_overtake_a_waiting_overlapping_set() {
     let mut t = Talk::in_mode(AntiThrash::On);
     for g in [1, 2] {
         t.say(Event::GpuFound { gpu: gpu(g), total: 16 * GIB });
@@ -53,7 +53,7 @@ fn a_set_does_not_pass_one_that_waits_for_a_part_of_it() {
 }
 
 #[test]
-fn what_was_granted_together_is_revoked_together() {
+fn gpus_granted_together_are_revoked_together() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
     t.join(1, 0);
@@ -66,7 +66,7 @@ fn what_was_granted_together_is_revoked_together() {
 }
 
 #[test]
-fn a_holder_that_wants_one_more_gets_only_that_one() {
+fn a_holders_request_for_another_gpu_grants_only_that_gpu() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
     t.join(1, 0);
@@ -94,7 +94,7 @@ fn a_gang_waits_for_its_members_and_is_granted_whole() {
 }
 
 #[test]
-fn a_rule_makes_a_gang_of_those_whom_it_counts_together() {
+fn a_rule_with_gang_makes_its_group_a_gang() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
     for n in [1, 2] {
@@ -129,7 +129,7 @@ fn a_rule_makes_a_gang_of_those_whom_it_counts_together() {
 }
 
 #[test]
-fn a_gang_waits_for_nobody_who_has_not_run_for_long() {
+fn a_gang_does_not_wait_for_members_idle_for_long() {
     let mut t = Talk::in_mode(AntiThrash::On);
     for n in [1, 2] {
         t.say(Event::Connected { client: client(n), gang: 9, tenant: TenantId(0) });
@@ -146,7 +146,7 @@ fn a_gang_waits_for_nobody_who_has_not_run_for_long() {
 }
 
 #[test]
-fn a_gang_of_one_is_no_gang_until_another_joins() {
+fn a_gang_of_one_runs_alone_until_another_member_joins() {
     let mut t = Talk::in_mode(AntiThrash::On);
     let arrive = |t: &mut Talk, n| {
         t.say(Event::Connected { client: client(n), gang: 9, tenant: TenantId(0) });
@@ -162,7 +162,7 @@ fn a_gang_of_one_is_no_gang_until_another_joins() {
 }
 
 #[test]
-fn one_stopped_process_holds_up_a_gang_that_says_it_is_one_but_no_other() {
+fn a_stopped_member_blocks_a_declared_gang_but_not_a_rules_gang() {
     for (by_rule, expected) in [(false, vec![]), (true, vec![grant(2)])] {
         let mut t = Talk::in_mode(AntiThrash::On);
         t.join(3, 0);
@@ -241,7 +241,7 @@ fn a_turn_of_a_gang_exceeds_neither_the_time_quantum_nor_max_wait() {
 /// Otherwise the other member would wait for the gang to drain, and the gang would wait for that
 /// member.
 #[test]
-fn whoever_comes_back_while_its_gang_has_its_turn_goes_before_all_others() {
+fn a_member_returning_during_its_gangs_turn_goes_first() {
     let mut t = Talk::in_mode(AntiThrash::On);
     for n in [1, 2] {
         t.say(Event::Connected { client: client(n), gang: 9, tenant: TenantId(0) });

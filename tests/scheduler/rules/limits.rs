@@ -23,7 +23,7 @@ fn on_a_small_host() -> Talk {
 }
 
 #[test]
-fn whoever_is_alone_is_promised_the_whole_gpu_whatever_the_host_has() {
+fn a_lone_client_is_promised_the_whole_gpu() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.say(Event::HostMemory { bytes: 0 });
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
@@ -32,7 +32,7 @@ fn whoever_is_alone_is_promised_the_whole_gpu_whatever_the_host_has() {
 }
 
 #[test]
-fn where_the_host_has_little_everybody_is_promised_what_it_needs_and_an_equal_part_of_the_rest() {
+fn a_small_host_promises_demands_plus_equal_parts_of_the_rest() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.say(Event::HostMemory { bytes: 8 * GIB });
     t.join(1, 2 * GIB);
@@ -47,7 +47,7 @@ fn where_the_host_has_little_everybody_is_promised_what_it_needs_and_an_equal_pa
 }
 
 #[test]
-fn whoever_attaches_is_not_kept_by_one_that_does_not_answer() {
+fn a_silent_client_does_not_delay_an_attaching_client() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.say(Event::HostMemory { bytes: 8 * GIB });
     t.join(1, 2 * GIB);
@@ -58,7 +58,7 @@ fn whoever_attaches_is_not_kept_by_one_that_does_not_answer() {
 }
 
 #[test]
-fn a_wish_is_fulfilled_from_what_others_do_not_need() {
+fn a_limit_request_is_granted_from_other_clients_unused_promises() {
     let mut t = on_a_small_host();
     assert_eq!((t.attachment(1).committed, t.attachment(2).committed), (12 * GIB, 12 * GIB));
     assert_eq!(limits(&t.wish(1, 14 * GIB)), [(2, 10 * GIB)], "first the other has to know");
@@ -67,7 +67,7 @@ fn a_wish_is_fulfilled_from_what_others_do_not_need() {
 }
 
 #[test]
-fn what_nobody_can_give_is_refused_at_once() {
+fn an_impossible_limit_request_is_denied_immediately() {
     let mut t = on_a_small_host();
     let denied = |n, bytes| denied(n, bytes, Denial::NoRoom);
     assert_eq!(t.wish(1, 17 * GIB), [denied(1, 17 * GIB)], "more than the GPU");
@@ -90,7 +90,7 @@ fn present(t: &mut Talk, begun: Duration) -> Vec<Command> {
 }
 
 #[test]
-fn what_others_use_is_measured_again_before_a_wish_is_refused() {
+fn a_measurement_precedes_the_denial_of_a_limit_request() {
     let mut t = hoping();
     let wished = t.now;
     t.now += ms(5);
@@ -111,7 +111,7 @@ fn what_others_use_is_measured_again_before_a_wish_is_refused() {
 }
 
 #[test]
-fn a_wish_does_not_wait_for_ever_for_a_measurement() {
+fn a_limit_request_waits_for_a_measurement_only_briefly() {
     let mut t = hoping();
     assert_eq!(t.after(ms(499)), []);
     assert_eq!(t.after(ms(1)), [denied(1, 12 * GIB, Denial::NoRoom)]);
@@ -121,7 +121,7 @@ fn a_wish_does_not_wait_for_ever_for_a_measurement() {
 }
 
 #[test]
-fn two_that_each_hold_half_and_want_more_do_not_wait_for_each_other() {
+fn two_clients_with_half_each_that_want_more_do_not_deadlock() {
     let mut t = on_a_small_host();
     for n in [1, 2] {
         t.report(n, 12 * GIB, 2 * GIB, 0);
@@ -132,7 +132,7 @@ fn two_that_each_hold_half_and_want_more_do_not_wait_for_each_other() {
 }
 
 #[test]
-fn a_wish_does_not_wait_for_ever_for_one_that_does_not_answer() {
+fn a_limit_request_times_out_if_a_client_does_not_answer() {
     let mut t = on_a_small_host();
     assert_eq!(limits(&t.wish(1, 14 * GIB)), [(2, 10 * GIB)]);
     assert_eq!((t.after(ms(3999)), t.after(ms(1000))), (vec![], vec![]));
@@ -145,7 +145,7 @@ fn a_wish_does_not_wait_for_ever_for_one_that_does_not_answer() {
 }
 
 #[test]
-fn a_wish_waits_for_one_that_answers_late() {
+fn a_limit_request_waits_for_a_late_answer() {
     let mut t = on_a_small_host();
     assert_eq!(limits(&t.wish(1, 14 * GIB)), [(2, 10 * GIB)]);
     assert_eq!(t.after(ms(4500)), []);
@@ -199,14 +199,14 @@ fn crowd(clients: u64, demand: u64) -> (usize, usize) {
 }
 
 #[test]
-fn of_many_that_attach_at_once_none_is_refused_what_all_can_have_together() {
+fn simultaneously_attaching_clients_that_fit_are_never_denied() {
     assert_eq!(crowd(1000, 24 * MIB), (1000, 0));
     let (has, refused) = crowd(1000, 40 * MIB);
     assert!(has >= 24 * 1024 / 40 && has + refused >= 1000, "{has} have it, {refused} are refused");
 }
 
 #[test]
-fn host_memory_that_goes_takes_from_what_nobody_needs() {
+fn a_host_memory_decrease_lowers_unused_promises() {
     let mut t = on_a_small_host();
     let commands = t.say(Event::HostMemory { bytes: 4 * GIB });
     assert_eq!(limits(&commands), [(1, 10 * GIB), (2, 10 * GIB)]);
@@ -215,7 +215,7 @@ fn host_memory_that_goes_takes_from_what_nobody_needs() {
 }
 
 #[test]
-fn whoever_leaves_leaves_its_promise_to_others() {
+fn a_departing_clients_promise_passes_to_other_clients() {
     let mut t = on_a_small_host();
     let commands = t.say(Event::Disconnected { client: client(2) });
     assert_eq!(limits(&commands), [(1, 16 * GIB)]);
@@ -239,7 +239,7 @@ fn in_a_group(most: Amount, clients: u64) -> Talk {
 }
 
 #[test]
-fn a_program_under_a_rule_has_its_limit_to_the_byte() {
+fn a_rules_memory_max_is_exact_to_the_byte() {
     let most = 5 * GIB + 2 * MIB;
     let mut t = in_a_group(Amount::Bytes(most), 1);
     assert_eq!((t.attachment(1).limit, t.machine.memory_max(client(1), gpu(0))), (most, Some(most)));
@@ -280,7 +280,7 @@ fn a_group_divides_its_limit_by_need() {
 }
 
 #[test]
-fn what_one_needs_meanwhile_is_left_to_it_and_keeps_nobody_waiting() {
+fn memory_allocated_before_a_lower_limit_arrives_is_kept() {
     let mut t = in_a_group(Amount::Bytes(10 * GIB), 3);
     t.wish(3, 3 * GIB + GIB / 2);
     // Client 1 allocates all that it was promised before it learns of its lower limit.
@@ -294,7 +294,7 @@ fn what_one_needs_meanwhile_is_left_to_it_and_keeps_nobody_waiting() {
 }
 
 #[test]
-fn many_of_one_group_have_no_more_than_one() {
+fn a_group_of_many_clients_stays_within_its_limit() {
     let mut t = in_a_group(Amount::Bytes(8 * GIB), 20);
     let promised = |t: &Talk| (1..=20).map(|n| t.attachment(n).committed).sum::<u64>();
     assert!(promised(&t) <= 8 * GIB);
@@ -310,7 +310,7 @@ fn many_of_one_group_have_no_more_than_one() {
 }
 
 #[test]
-fn a_limit_that_is_lowered_has_nobody_fail_and_gives_nothing() {
+fn lowering_a_limit_fails_no_client_and_frees_no_promise() {
     let mut t = in_a_group(Amount::Bytes(8 * GIB), 2);
     t.report(1, 4 * GIB, 4 * GIB, 0);
     t.report(2, 2 * GIB, 2 * GIB, 0);
@@ -331,7 +331,7 @@ fn a_limit_that_is_lowered_has_nobody_fail_and_gives_nothing() {
 }
 
 #[test]
-fn who_says_to_need_more_than_it_was_promised_is_promised_no_more() {
+fn a_demand_above_the_promise_raises_no_limit() {
     let mut t = in_a_group(Amount::Bytes(8 * GIB), 2);
     t.report(1, 40 * GIB, 0, 0);
     assert!(t.attachment(1).limit <= 8 * GIB && t.attachment(2).limit <= 4 * GIB);
@@ -348,7 +348,7 @@ fn who_says_to_need_more_than_it_was_promised_is_promised_no_more() {
 }
 
 #[test]
-fn each_gpu_has_the_limit_by_itself() {
+fn a_memory_limit_applies_per_gpu() {
     let mut t = in_a_group(Amount::Percent(50), 1);
     t.say(Event::GpuFound { gpu: gpu(1), total: 8 * GIB });
     t.say(Event::Attached { client: client(1), gpu: gpu(1), engine: Engine::Swap });
@@ -357,7 +357,7 @@ fn each_gpu_has_the_limit_by_itself() {
 }
 
 #[test]
-fn a_group_and_a_small_host_bound_both() {
+fn group_limits_and_host_memory_both_apply() {
     let mut t = in_a_group(Amount::Bytes(10 * GIB), 1);
     t.join(2, 12 * GIB);
     t.say(Event::HostMemory { bytes: 4 * GIB });
@@ -368,7 +368,7 @@ fn a_group_and_a_small_host_bound_both() {
 }
 
 #[test]
-fn whoever_cannot_be_given_room_for_a_context_gets_the_drivers_own_answer() {
+fn a_client_without_room_for_a_context_attaches_after_a_timeout() {
     let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
     t.measured(16 * GIB);
     t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });

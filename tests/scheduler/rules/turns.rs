@@ -7,7 +7,7 @@ use scheduler_sim::*;
 use std::time::Duration;
 
 #[test]
-fn whoever_is_alone_is_granted_at_once_and_never_revoked() {
+fn a_lone_client_is_granted_immediately_and_never_revoked() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, GIB);
     assert_eq!(t.request(1), [grant(1)]);
@@ -16,7 +16,7 @@ fn whoever_is_alone_is_granted_at_once_and_never_revoked() {
 }
 
 #[test]
-fn on_honours_the_time_quantum() {
+fn anti_thrash_on_honours_the_time_quantum() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, GIB);
     t.join(2, GIB);
@@ -30,7 +30,7 @@ fn on_honours_the_time_quantum() {
 }
 
 #[test]
-fn the_clock_of_a_turn_stands_while_nobody_waits() {
+fn a_turns_clock_is_paused_while_no_client_waits() {
     let mut t = Talk::with_waiter();
     t.after(ms(600));
     assert_eq!(t.say(Event::Cancelled { client: client(2), gpus: gpus([0]) }), [contended(1, 0, ms(1))]);
@@ -41,14 +41,14 @@ fn the_clock_of_a_turn_stands_while_nobody_waits() {
 }
 
 #[test]
-fn a_shorter_quantum_ends_a_turn_that_is_over_by_it() {
+fn a_shorter_time_quantum_ends_an_overlong_turn() {
     let mut t = Talk::with_waiter();
     t.after(ms(500));
     assert_eq!(t.say(Event::Configure(settings(AntiThrash::On, ms(400)))), [revoke(1)]);
 }
 
 #[test]
-fn off_admits_all_that_fit() {
+fn anti_thrash_off_admits_all_clients_that_fit() {
     let mut t = Talk::in_mode(AntiThrash::Off);
     for n in 1..=4 {
         t.join(n, 4 * GIB);
@@ -62,7 +62,7 @@ fn off_admits_all_that_fit() {
 }
 
 #[test]
-fn off_asks_nothing_of_managed_memory() {
+fn anti_thrash_off_admits_managed_clients_immediately() {
     let mut t = Talk::in_mode(AntiThrash::Off);
     t.join(1, 16 * GIB);
     t.request(1);
@@ -73,7 +73,7 @@ fn off_asks_nothing_of_managed_memory() {
 }
 
 #[test]
-fn turning_anti_thrash_on_leaves_the_first_holder() {
+fn turning_anti_thrash_on_revokes_all_but_the_first_holder() {
     let mut t = Talk::in_mode(AntiThrash::Off);
     for n in 1..=3 {
         t.join(n, GIB);
@@ -84,7 +84,7 @@ fn turning_anti_thrash_on_leaves_the_first_holder() {
 }
 
 #[test]
-fn a_lock_from_before_goes_on_as_a_turn_that_begins_now() {
+fn a_lock_held_before_a_restart_continues_as_a_new_turn() {
     let quantum = Duration::from_secs(10);
     let mut t = Talk::new(settings(AntiThrash::On, quantum));
     t.join(1, GIB);
@@ -104,7 +104,7 @@ fn a_lock_from_before_goes_on_as_a_turn_that_begins_now() {
 }
 
 #[test]
-fn auto_keeps_turns_short_where_nothing_moves() {
+fn auto_keeps_turns_short_if_no_memory_moves() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.join(1, GIB);
     t.join(2, GIB);
@@ -121,7 +121,7 @@ fn auto_keeps_turns_short_where_nothing_moves() {
 }
 
 #[test]
-fn auto_lets_a_turn_last_where_bytes_must_move() {
+fn auto_lengthens_turns_if_memory_must_move() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.join(1, 12 * GIB);
     t.join(2, 12 * GIB);
@@ -135,7 +135,7 @@ fn auto_lets_a_turn_last_where_bytes_must_move() {
 }
 
 #[test]
-fn auto_shortens_turns_where_many_wait() {
+fn auto_shortens_turns_if_many_clients_wait() {
     let quantum = Duration::from_secs(30);
     let mut t = Talk::new(Settings { max_wait: Duration::from_secs(20), ..settings(AntiThrash::Auto, quantum) });
     for n in 1..=5 {
@@ -147,7 +147,7 @@ fn auto_shortens_turns_where_many_wait() {
 }
 
 #[test]
-fn the_grace_follows_what_evictions_were_measured_to_take() {
+fn the_idle_grace_follows_the_measured_eviction_rate() {
     let mut world = World::with_gpu(AntiThrash::Auto, Duration::from_secs(30), 16 * GIB);
     for _ in 0..2 {
         world.add(Plan { demand: 12 * GIB, rate: GIB, phases: 12, cpu: ms(4000), gpu: ms(2000), ..Plan::default() });
@@ -167,7 +167,7 @@ fn the_grace_follows_what_evictions_were_measured_to_take() {
 }
 
 #[test]
-fn short_bursts_beside_a_long_one_are_served_soon() {
+fn short_bursts_beside_long_bursts_wait_only_briefly() {
     let mut world = World::with_gpu(AntiThrash::Auto, Duration::from_secs(30), 16 * GIB);
     let batch = Plan { demand: 8 * GIB, phases: 1, gpu: Duration::from_secs(30), drain: ms(5), ..Plan::default() };
     world.add(batch.clone());
@@ -181,7 +181,7 @@ fn short_bursts_beside_a_long_one_are_served_soon() {
 }
 
 #[test]
-fn nobody_is_passed_for_longer_than_the_time_quantum() {
+fn no_client_is_overtaken_for_longer_than_the_time_quantum() {
     let quantum = Duration::from_secs(2);
     let mut world = World::with_gpu(AntiThrash::Auto, quantum, 16 * GIB);
     let long = world.add(Plan { demand: GIB, phases: 1, gpu: Duration::from_secs(3), ..Plan::default() });
@@ -195,7 +195,7 @@ fn nobody_is_passed_for_longer_than_the_time_quantum() {
 }
 
 #[test]
-fn three_that_do_not_fit_together_finish_in_turn() {
+fn three_clients_that_do_not_fit_together_finish_in_turn() {
     let mut world = World::with_gpu(AntiThrash::Auto, Duration::from_secs(5), 16 * GIB);
     let job = Plan { demand: 12 * GIB, phases: 1, gpu: Duration::from_secs(10), ..Plan::default() };
     let clients = [world.add(job.clone()), world.add(job.clone()), world.add(job)];

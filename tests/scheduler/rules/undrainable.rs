@@ -6,7 +6,7 @@ use scheduler_sim::*;
 use std::time::Duration;
 
 #[test]
-fn a_stuck_holder_is_asked_again_less_and_less_often() {
+fn a_stuck_holder_is_revoked_again_with_backoff() {
     let mut t = Talk::with_waiter();
     assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
     let stuck = Event::Stuck { client: client(1), gpus: gpus([0]), reason: StuckReason::NeedsHost };
@@ -27,7 +27,7 @@ fn a_stuck_holder_is_asked_again_less_and_less_often() {
 }
 
 #[test]
-fn a_stuck_holder_that_drains_in_time_had_the_lock_for_itself() {
+fn no_client_runs_beside_a_stuck_holder_that_drains_in_time() {
     let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
     t.stuck(1, StuckReason::Capturing);
@@ -38,7 +38,7 @@ fn a_stuck_holder_that_drains_in_time_had_the_lock_for_itself() {
 }
 
 #[test]
-fn time_decides_that_a_holder_cannot_drain_and_not_how_often_it_says_so() {
+fn a_holder_becomes_undrainable_by_time_and_not_by_report_count() {
     let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
     t.after(Duration::from_secs(2));
@@ -49,7 +49,7 @@ fn time_decides_that_a_holder_cannot_drain_and_not_how_often_it_says_so() {
 }
 
 #[test]
-fn a_holder_that_says_it_is_stuck_when_its_time_is_over_has_had_its_time() {
+fn a_holder_that_reports_stuck_too_late_is_undrainable_immediately() {
     let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
     t.after(Duration::from_secs(4));
@@ -59,7 +59,7 @@ fn a_holder_that_says_it_is_stuck_when_its_time_is_over_has_had_its_time() {
 }
 
 #[test]
-fn those_beside_a_holder_that_cannot_drain_take_turns() {
+fn clients_beside_an_undrainable_holder_take_turns() {
     let (mut t, commands) = Talk::with_undrainable(AntiThrash::On, [GIB, GIB]);
     assert_eq!(commands, [undrainable(1), grant(2)]);
     t.join(3, GIB);
@@ -75,7 +75,7 @@ fn those_beside_a_holder_that_cannot_drain_take_turns() {
 }
 
 #[test]
-fn two_holders_that_cannot_drain_run_beside_each_other_and_a_third() {
+fn two_undrainable_holders_and_a_third_client_run_concurrently() {
     let (mut t, _) = Talk::with_undrainable(AntiThrash::On, [GIB, GIB]);
     t.join(3, GIB);
     t.request(3);
@@ -94,7 +94,7 @@ fn two_holders_that_cannot_drain_run_beside_each_other_and_a_third() {
 }
 
 #[test]
-fn the_bytes_of_a_holder_that_cannot_drain_stay_and_others_make_room() {
+fn an_undrainable_holder_keeps_its_bytes_and_others_are_evicted() {
     let (mut t, commands) = Talk::with_undrainable(AntiThrash::On, [6 * GIB, 4 * GIB]);
     assert_eq!(commands, [undrainable(1), grant(2)]);
     t.join(3, 10 * GIB);
@@ -107,7 +107,7 @@ fn the_bytes_of_a_holder_that_cannot_drain_stay_and_others_make_room() {
 }
 
 #[test]
-fn whoever_does_not_fit_beside_a_holder_that_cannot_drain_waits_for_it_and_holds_up_nobody() {
+fn a_client_too_large_beside_an_undrainable_holder_blocks_no_other() {
     let (mut t, commands) = Talk::with_undrainable(AntiThrash::On, [6 * GIB, 12 * GIB]);
     assert_eq!(commands, [undrainable(1), waiting(2, WaitReason::Pinned)]);
     t.join(3, 6 * GIB);
@@ -129,7 +129,7 @@ fn whoever_does_not_fit_beside_a_holder_that_cannot_drain_waits_for_it_and_holds
 }
 
 #[test]
-fn a_holder_that_cannot_drain_gets_bytes_that_nobody_else_waits_for() {
+fn an_undrainable_holder_gets_bytes_of_idle_clients() {
     let (mut t, _) = Talk::with_undrainable(AntiThrash::On, [6 * GIB, 6 * GIB]);
     t.release(2, ReleaseReason::Idle);
     let commands = t.report(1, 12 * GIB, 6 * GIB, 0);
@@ -139,7 +139,7 @@ fn a_holder_that_cannot_drain_gets_bytes_that_nobody_else_waits_for() {
 }
 
 #[test]
-fn off_asks_other_holders_for_what_one_that_cannot_drain_cannot_give() {
+fn anti_thrash_off_revokes_another_holder_if_one_is_undrainable() {
     let mut t = Talk::in_mode(AntiThrash::Off);
     for n in [1, 2] {
         t.join(n, 6 * GIB);
@@ -158,7 +158,7 @@ fn off_asks_other_holders_for_what_one_that_cannot_drain_cannot_give() {
 }
 
 #[test]
-fn a_holder_that_did_not_drain_is_waited_for_less_until_it_did() {
+fn the_patience_for_a_holder_shrinks_until_it_drains_in_time() {
     let (mut t, _) = Talk::with_undrainable(AntiThrash::On, [GIB, GIB]);
     let mut patience = Vec::new();
     for (late, says) in [(true, false), (true, true), (false, false), (true, true)] {
@@ -181,7 +181,7 @@ fn a_holder_that_did_not_drain_is_waited_for_less_until_it_did() {
 }
 
 #[test]
-fn a_holder_that_cannot_drain_is_left_alone_when_nobody_waits_and_keeps_nobody_waiting_later() {
+fn an_undrainable_holder_without_waiters_is_not_asked_but_remembered() {
     let (mut t, _) = Talk::with_undrainable(AntiThrash::On, [GIB, GIB]);
     t.stuck(1, StuckReason::NeedsHost);
     t.say(Event::Disconnected { client: client(2) });
@@ -194,7 +194,7 @@ fn a_holder_that_cannot_drain_is_left_alone_when_nobody_waits_and_keeps_nobody_w
 }
 
 #[test]
-fn a_request_that_waits_for_its_own_release_holds_up_nobody() {
+fn a_request_waiting_for_its_own_release_blocks_no_other_client() {
     let (mut t, _) = Talk::with_undrainable(AntiThrash::On, [GIB, GIB]);
     t.join(3, GIB);
     assert_eq!(t.request(1), [waiting(1, WaitReason::HolderStuck)]);
@@ -206,7 +206,7 @@ fn a_request_that_waits_for_its_own_release_holds_up_nobody() {
 }
 
 #[test]
-fn a_request_from_before_a_holder_was_known_to_be_undrainable_holds_up_nobody() {
+fn an_earlier_request_of_an_undrainable_holder_blocks_no_other_client() {
     let mut t = Talk::in_mode(AntiThrash::On);
     for n in [1, 2] {
         t.join(n, GIB);
@@ -221,7 +221,7 @@ fn a_request_from_before_a_holder_was_known_to_be_undrainable_holds_up_nobody() 
 }
 
 #[test]
-fn a_holder_that_goes_on_is_not_asked_for_the_lock_on_its_own_behalf() {
+fn a_continuing_holder_is_not_revoked_for_its_own_request() {
     let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
     t.request(1); // a thread waits at the client's closed gate
@@ -234,7 +234,7 @@ fn a_holder_that_goes_on_is_not_asked_for_the_lock_on_its_own_behalf() {
 }
 
 #[test]
-fn a_client_that_gives_the_gpu_work_unseen_can_drain_as_others_do() {
+fn a_client_with_untracked_work_is_not_undrainable() {
     let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
     assert_eq!(t.stuck(1, StuckReason::UntrackedWork), []);
@@ -243,7 +243,7 @@ fn a_client_that_gives_the_gpu_work_unseen_can_drain_as_others_do() {
 }
 
 #[test]
-fn the_fellows_of_a_holder_that_cannot_drain_run_beside_it() {
+fn members_of_an_undrainable_holders_gang_run_beside_it() {
     let mut t = Talk::in_mode(AntiThrash::On);
     for n in [1, 2, 3] {
         t.say(Event::Connected { client: client(n), gang: 9, tenant: TenantId(0) });
@@ -269,7 +269,7 @@ fn the_fellows_of_a_holder_that_cannot_drain_run_beside_it() {
 }
 
 #[test]
-fn a_stopped_holder_has_its_time_to_drain_when_it_runs_again() {
+fn a_stopped_holder_gets_its_drain_time_after_it_continues() {
     let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
     t.stuck(1, StuckReason::NeedsHost);
@@ -290,7 +290,7 @@ fn a_stopped_holder_has_its_time_to_drain_when_it_runs_again() {
 }
 
 #[test]
-fn a_holder_that_cannot_drain_on_one_gpu_keeps_no_other() {
+fn a_holder_undrainable_on_one_gpu_releases_its_other_gpus() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
     for n in [1, 2] {
@@ -310,7 +310,7 @@ fn a_holder_that_cannot_drain_on_one_gpu_keeps_no_other() {
 }
 
 #[test]
-fn a_program_that_never_ends_costs_others_three_seconds_once() {
+fn an_endless_kernel_delays_other_clients_once_by_three_seconds() {
     for (stuck, mode) in [(0, AntiThrash::On), (u32::MAX, AntiThrash::On), (0, AntiThrash::Auto)] {
         let mut world = World::with_gpu(mode, Duration::from_secs(1), 16 * GIB);
         world.add(Plan { endless: true, gpu: ENDLESS, stuck, ..Plan::default() });
@@ -325,7 +325,7 @@ fn a_program_that_never_ends_costs_others_three_seconds_once() {
 }
 
 #[test]
-fn a_stuck_holder_that_nobody_waits_for_is_left_alone() {
+fn a_stuck_holder_without_waiters_is_not_revoked() {
     let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
     t.say(Event::Stuck { client: client(1), gpus: gpus([0]), reason: StuckReason::LongWork });

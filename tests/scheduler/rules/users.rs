@@ -33,7 +33,7 @@ fn clients_of_one_user_take_turns() {
 }
 
 #[test]
-fn a_user_with_many_clients_has_no_more_turns_than_one_with_a_single_client() {
+fn turns_are_divided_per_user_and_not_per_client() {
     assert_eq!(turns_of(&[0, 0, 0, 7], 9), [1, 4, 2, 4, 3, 4, 1, 4, 2]);
     assert_eq!(turns_of(&[0, 0, 7, 7], 8), [1, 3, 2, 4, 1, 3, 2, 4]);
 }
@@ -47,7 +47,7 @@ fn three_users_share_the_gpu_in_thirds() {
 }
 
 #[test]
-fn a_holder_that_would_be_the_next_is_not_asked_for_the_lock() {
+fn a_holder_that_is_next_itself_is_not_revoked() {
     let mut t = Talk::in_mode(AntiThrash::On);
     for n in 1..=2 {
         t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(n) });
@@ -74,7 +74,7 @@ fn a_holder_that_would_be_the_next_is_not_asked_for_the_lock() {
 }
 
 #[test]
-fn what_a_user_had_while_others_needed_little_is_not_held_against_it() {
+fn time_used_on_an_uncontended_gpu_is_not_held_against_a_user() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     for n in 1..=5 {
         t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(n) });
@@ -111,7 +111,7 @@ fn what_a_user_had_while_others_needed_little_is_not_held_against_it() {
 }
 
 #[test]
-fn short_bursts_do_not_wait_to_be_measured() {
+fn clients_with_short_bursts_are_granted_without_a_measuring_turn() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.join(1, GIB);
     t.join(2, GIB);

@@ -36,7 +36,7 @@ impl Inmate {
         }
         let mut command = within(ENTER, &mount, &group);
         command.arg(std::env::current_exe().expect("this program"));
-        command.args(["agent::stays_connected", "--exact", "--ignored", "--test-threads=1"]);
+        command.args(["agent::helper_stays_connected", "--exact", "--ignored", "--test-threads=1"]);
         let child = command.env("NVSHARE_TEST_SOCKET", socket).stdin(Stdio::piped()).spawn().expect("unshare is there");
         Some(Self { child, mount, group })
     }

@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_entry_that_matches_counts_and_else_the_default() {
+    fn the_first_matching_entry_applies_or_else_the_default() {
         let text = r#"
             [[namespaces]]
             name = "team-a"
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_sentences_with_their_place() {
+    fn errors_name_the_line_and_the_allowed_values() {
         for (text, said) in [
             ("namespace = 1", "agent.toml:1:1: unknown field `namespace`, expected `namespaces`"),
             ("[[namespaces]]", "agent.toml:1:1: missing field `name`"),

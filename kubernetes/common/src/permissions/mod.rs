@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn by_default_a_pod_can_take_nothing_from_others() {
+    fn default_permissions_exclude_keys_that_disadvantage_other_pods() {
         let default = Permissions::default();
         for (key, value) in [
             ("memory-max", "100%"),
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ceiling_holds_however_the_value_is_written() {
+    fn a_ceiling_applies_to_every_notation_of_a_value() {
         let mut permissions = Permissions::default();
         permissions.may_set.insert("time-min");
         permissions.ceilings.time_min = 20;

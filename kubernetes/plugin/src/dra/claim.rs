@@ -253,12 +253,12 @@ mod tests {
     }
 
     #[test]
-    fn what_chooses_gpus_are_keys_of_rules() {
+    fn keys_that_choose_gpus_are_rule_keys() {
         assert!(CHOOSING.iter().all(|key| LIMIT_KEYS.contains(key)));
     }
 
     #[test]
-    fn what_was_reserved_is_had_and_no_more() {
+    fn a_claims_rule_grants_exactly_the_reserved_capacity() {
         let claim = read_it(&[result("gpu", "gpu-a", "40Gi", "20")], &[]).expect("it is right");
         let expected = BTreeMap::from(
             [
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gang_has_several_gpus_and_one_rule() {
+    fn a_gang_claim_has_one_rule_for_all_its_gpus() {
         let results = [result("gpus/large", "gpu-b", "0", "0"), result("gpus/large", "gpu-a", "0", "0")];
         let claim = read_it(&results, &[config("FromClaim", &["gpus"], json!({"gang": true}))]).expect("it is right");
         assert_eq!(claim.rule["gang"], true.into());
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_one_gpu_add_up() {
+    fn shares_of_one_gpu_in_a_claim_are_summed() {
         let results = [result("a", "gpu-a", "1Gi", "10"), result("b", "gpu-a", "2Gi", "5")];
         let claim = read_it(&results, &[]).expect("it is right");
         assert_eq!((&claim.rule["memory-max"], &claim.rule["time-min"]), (&(3_i64 << 30).into(), &"15%".into()));
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_class_may_set_what_a_claim_may_not() {
+    fn a_device_class_may_set_keys_that_a_claim_may_not() {
         let one = [result("gpu", "gpu-a", "0", "0")];
         let keys = json!({"interactive": true, "sleep-after": "10min", "weight": 500});
         let claim = read_it(&one, &[config("FromClass", &["gpu"], keys.clone())]).expect("an administrator said so");
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_had_is_refused_with_a_sentence() {
+    fn invalid_claims_are_rejected_with_a_reason() {
         let one = [result("gpu", "gpu-a", "40Gi", "0")];
         let cases = [
             (read_it(&[], &[]), "the driver gpu.nvshare.com has not allocated a GPU on node node-1 to it"),
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn the_configuration_of_other_requests_and_drivers_is_none_of_ours() {
+    fn configurations_for_other_requests_and_drivers_are_ignored() {
         let mut other = config("FromClaim", &[], json!({"interactive": true}));
         other["opaque"]["driver"] = "gpu.nvidia.com".into();
         let another = config("FromClaim", &["second"], json!({"interactive": true}));

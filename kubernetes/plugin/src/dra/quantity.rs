@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_form_that_kubernetes_writes_is_read() {
+    fn every_kubernetes_quantity_notation_is_parsed() {
         for (text, expected) in [
             ("0", Some(0)),
             ("42", Some(42)),

@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_is_a_device_with_parts_for_many_claims() {
+    fn a_gpu_becomes_a_device_with_consumable_capacity() {
         let devices = devices(&gpus(), true);
         let names: Vec<&str> = devices.iter().map(|device| device.name.as_str()).collect();
         assert_eq!(names, ["gpu-a", "gpu-b", "mig-c"], "a GPU of which the scheduler knows nothing is not offered");
@@ -207,7 +207,7 @@ mod tests {
 
     /// The other attributes come from NVML, and tests/dra.rs tests them.
     #[test]
-    fn a_slice_has_the_attributes_of_its_place() {
+    fn a_mig_device_has_its_pcie_root_parent_and_profile() {
         let mut all = gpus();
         all.gpus[0].properties = Properties {
             pcie_root: Some("pci0000:64".into()),
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_fit_the_rules_for_policies() {
+    fn capacity_request_policies_are_valid() {
         for memory in [80 << 30, (80 << 30) + 12_345, 3 << 20, 1 << 20] {
             let one = Gpu { memory: Some(memory), slots: 1, uuid: "GPU-a".into(), ..Gpu::default() };
             let device = devices(&Devices { gpus: vec![one] }, true).remove(0);
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_that_gets_no_new_claims_has_a_taint_or_is_left_out() {
+    fn unhealthy_and_drained_gpus_are_tainted_or_omitted() {
         let tainted = devices(&gpus(), true);
         let key = |at: usize| Some(tainted[at].taints.as_ref()?[0].key.clone());
         assert_eq!(
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_api_server_drops_shows() {
+    fn fields_that_the_api_server_drops_are_detected() {
         let sent = devices(&gpus(), true);
         assert_eq!(dropped(&sent, &sent), Dropped::default());
         let mut stored = sent.clone();
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_the_same_however_they_are_written() {
+    fn equal_quantities_in_different_notations_compare_equal() {
         let sent = devices(&gpus(), true);
         let mut stored = sent.clone();
         let mut set = |text: &str| {

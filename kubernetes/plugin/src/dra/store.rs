@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn claims_are_read_as_they_were_written() {
+    fn prepared_claims_round_trip_through_the_store() {
         let directory = std::env::temp_dir().join(format!("nvshare-plugin-claims-{}", std::process::id()));
         let store = Store::new(directory.clone());
         assert!(store.load().is_empty());

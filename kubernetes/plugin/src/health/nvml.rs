@@ -316,7 +316,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_node_is_what_linux_says() {
+    fn the_numa_node_is_read_from_sysfs() {
         let directory = std::env::temp_dir().join(format!("nvshare-plugin-numa-{}", std::process::id()));
         for (address, text) in [("0000:10:00.0", "1\n"), ("0000:11:00.0", "-1\n")] {
             let device = directory.join(address);
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pcie_root_is_the_beginning_of_the_path() {
+    fn the_pcie_root_is_the_first_component_of_the_sysfs_path() {
         let directory = std::env::temp_dir().join(format!("nvshare-plugin-root-{}", std::process::id()));
         std::fs::create_dir_all(&directory).expect("a directory");
         let place = "../../../devices/pci0000:64/0000:64:01.0/0000:65:00.0";

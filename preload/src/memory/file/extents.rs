@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_is_in_one_part_where_it_can_be_and_else_in_several() {
+    fn an_allocation_is_split_only_if_no_extent_is_large_enough() {
         let mut free = Extents::default();
         free.give(extent(0, 100));
         assert_eq!(free.take(30), Some(std::vec![extent(0, 30)]));
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn adjoining_parts_become_one() {
+    fn adjacent_free_extents_merge() {
         let mut free = Extents::default();
         free.give(extent(0, 10));
         free.give(extent(20, 10));
@@ -97,7 +97,7 @@ mod tests {
 
     /// Taken parts never overlap, and in the end all space can be taken again.
     #[test]
-    fn nothing_is_taken_twice_and_nothing_is_lost() {
+    fn extents_never_overlap_and_no_space_leaks() {
         let mut free = Extents::default();
         free.give(extent(0, 1000));
         let (mut held, mut seed) = (Vec::<Vec<Extent>>::new(), 12345u64);

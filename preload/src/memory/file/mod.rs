@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_come_back_although_the_program_closes_everything() {
+    fn chunks_are_readable_after_the_program_closes_all_descriptors() {
         if !is_supported() {
             return;
         }
@@ -419,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_what_was_written_is_lost() {
+    fn a_chunk_changed_on_disk_is_reported_lost() {
         if !is_supported() {
             return;
         }
@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_replaced_keeps_what_is_in_it_until_it_is_read() {
+    fn a_retired_file_keeps_its_chunks_until_they_are_read() {
         if !is_supported() {
             return;
         }

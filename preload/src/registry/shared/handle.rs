@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_handle_says_what_it_was_made_of() {
+    fn an_export_handle_round_trips() {
         let (exporter, secret) = (Secret([1; 16]), Secret([2; 16]));
         let handle = ExportHandle { exporter, secret, size: 3 << 40, id: 4, range: 5, offset: 6 };
         let bytes = handle.write();

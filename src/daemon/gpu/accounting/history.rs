@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_is_known_of_a_moment_before_the_first_report() {
+    fn bounds_before_the_first_report_are_unknown() {
         let ms = Duration::from_millis;
         let mut history = History::unknown(ms(100), 64);
         history.record(ms(200), (48, 48));
@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn history_covers_what_was_on_its_way() {
+    fn history_includes_values_still_in_transit() {
         let ms = Duration::from_millis;
         let mut history = History::default();
         assert_eq!(history.at(ms(0)), (0, 0));

@@ -28,7 +28,7 @@ fn told_in_total(accounting: &mut Accounting, used: u64, clients: &[Attached]) -
 }
 
 #[test]
-fn other_programs_and_contexts_count() {
+fn other_programs_and_contexts_count_as_overhead() {
     let mut accounting = Accounting::default();
     let told = told(&mut accounting, &sample(9000, &[(1, 4500), (7, 3000)]), &[client(1, 4000)]);
     assert_eq!(told, 5000, "500 of context, 3000 of process 7, 1500 of no process");
@@ -36,14 +36,14 @@ fn other_programs_and_contexts_count() {
 }
 
 #[test]
-fn without_figures_for_processes_contexts_are_assumed() {
+fn without_process_figures_context_sizes_are_assumed() {
     let mut accounting = Accounting::default();
     told_in_total(&mut accounting, 9000, &[client(1, 4000), client(2, 2000)]);
     assert_eq!(accounting.others(), 1800 * MIB);
 }
 
 #[test]
-fn moving_memory_changes_nothing() {
+fn moving_memory_does_not_change_the_overhead() {
     let mut accounting = Accounting::default();
     told(&mut accounting, &sample(5000, &[(1, 4500)]), &[client(1, 4000)]);
     // The client has unmapped 3 GiB, or mapped 2 GiB, and has not reported it yet.
@@ -56,7 +56,7 @@ fn moving_memory_changes_nothing() {
 /// Regression test: two servers that started together deadlocked. Samples showed only a part of each
 /// context. The wrong sizes were kept, because the servers' memory kept moving afterwards.
 #[test]
-fn a_context_that_is_being_created_is_not_measured() {
+fn a_context_under_construction_is_not_measured() {
     let mut accounting = Accounting::default();
     let new = |id| Attached { is_new: true, ..client(id, 0) };
     told(&mut accounting, &sample(1040, &[(1, 20), (2, 20)]), &[new(1), new(2)]);
@@ -67,7 +67,7 @@ fn a_context_that_is_being_created_is_not_measured() {
 }
 
 #[test]
-fn a_wrong_estimate_ends_with_the_next_sample() {
+fn the_next_sample_corrects_a_wrong_context_estimate() {
     let mut accounting = Accounting::default();
     told(&mut accounting, &sample(4020, &[(1, 4020)]), &[client(1, 4000)]);
     // The context has grown to at least 527 - 64 MiB while memory moves.
@@ -76,7 +76,7 @@ fn a_wrong_estimate_ends_with_the_next_sample() {
 }
 
 #[test]
-fn a_context_that_was_never_measured_is_guessed() {
+fn an_unmeasured_context_is_estimated() {
     let mut accounting = Accounting::default();
     assert_eq!(told(&mut accounting, &sample(5000, &[(1, 4500)]), &[moving(1, 0, 4500)]), 1100);
     assert_eq!(told(&mut accounting, &sample(5000, &[(1, 4500)]), &[client(1, 4000)]), 1000);
@@ -85,7 +85,7 @@ fn a_context_that_was_never_measured_is_guessed() {
 /// Regression test: a program was refused its last 2 MiB. The program's context had been measured while
 /// the program mapped 2 MiB, so the context counted as 2 MiB too large.
 #[test]
-fn memory_that_arrives_is_not_taken_for_a_part_of_the_context() {
+fn arriving_memory_is_not_attributed_to_the_context() {
     let mut accounting = Accounting::default();
     told(&mut accounting, &sample(8, &[(1, 8)]), &[moving(1, 2, 4)]);
     assert_eq!(accounting.contexts().get(&ClientId(1)), None);
@@ -99,7 +99,7 @@ fn memory_that_arrives_is_not_taken_for_a_part_of_the_context() {
 /// program's managed memory was reported as mapped before it reached the GPU, so the context seemed to
 /// be empty.
 #[test]
-fn mapped_memory_that_has_not_come_is_not_taken_off_the_context() {
+fn mapped_memory_still_in_transit_does_not_shrink_the_context() {
     let mut accounting = Accounting::default();
     assert_eq!(told(&mut accounting, &sample(24, &[(1, 24)]), &[client(1, 40)]), 600, "it is not known yet");
     assert_eq!(accounting.contexts().get(&ClientId(1)), None);
@@ -110,14 +110,14 @@ fn mapped_memory_that_has_not_come_is_not_taken_off_the_context() {
 }
 
 #[test]
-fn a_context_larger_than_guessed_counts_before_it_is_complete() {
+fn a_growing_context_counts_beyond_the_guess() {
     let mut accounting = Accounting::default();
     let new = Attached { is_new: true, ..client(1, 0) };
     assert_eq!(told(&mut accounting, &sample(1000, &[(1, 1000)]), &[new]), 398);
 }
 
 #[test]
-fn processes_that_have_left_or_will_reconnect_are_no_overhead() {
+fn memory_of_disconnected_clients_is_no_overhead() {
     let mut accounting = Accounting::default();
     let overhead = accounting.sample(&sample(5000, &[(1, 4500)]), &[], GUESS, |_| true);
     assert_eq!(overhead, Some(500 * MIB));
@@ -125,21 +125,21 @@ fn processes_that_have_left_or_will_reconnect_are_no_overhead() {
 }
 
 #[test]
-fn a_new_clients_context_is_the_schedulers_to_count() {
+fn a_new_clients_context_is_not_counted_as_overhead() {
     let mut accounting = Accounting::default();
     let new = Attached { is_new: true, ..client(1, 4000) };
     assert_eq!(told(&mut accounting, &sample(5000, &[(1, 4500)]), &[new]), 500);
 }
 
 #[test]
-fn a_client_that_leaves_leaves_nothing() {
+fn a_departed_client_leaves_no_overhead() {
     let mut accounting = Accounting::default();
     told(&mut accounting, &sample(5000, &[(1, 4500)]), &[client(1, 4000)]);
     assert_eq!(told(&mut accounting, &sample(500, &[]), &[]), 500);
 }
 
 #[test]
-fn without_figures_for_processes_only_sums_are_compared() {
+fn without_process_figures_only_sums_are_compared() {
     let mut accounting = Accounting::default();
     assert_eq!(told_in_total(&mut accounting, 6500, &[client(1, 4000), client(2, 1000)]), 1500);
     assert_eq!(told_in_total(&mut accounting, 9000, &[client(1, 4000), moving(2, 1000, 4000)]), 1500);
@@ -150,7 +150,7 @@ fn without_figures_for_processes_only_sums_are_compared() {
 }
 
 #[test]
-fn what_a_client_has_is_what_its_process_has_less_its_context() {
+fn a_clients_memory_is_its_processs_memory_less_the_context() {
     let mut accounting = Accounting::default();
     told(&mut accounting, &sample(9000, &[(1, 4500), (2, 1500)]), &[client(1, 4000)]);
     // The client reports that it freed 3 GiB, but has freed only 1 GiB.
@@ -162,7 +162,7 @@ fn what_a_client_has_is_what_its_process_has_less_its_context() {
 }
 
 #[test]
-fn a_process_that_nvml_does_not_list_has_nothing() {
+fn a_process_not_listed_by_nvml_has_no_memory() {
     let mut accounting = Accounting::default();
     let clients = [client(1, 4000), Attached { least: 0, ..client(2, 8000) }];
     assert_eq!(told(&mut accounting, &sample(5000, &[(1, 4500)]), &clients), 1000);
@@ -181,7 +181,7 @@ fn clients_of_one_process_share_its_figures() {
 }
 
 #[test]
-fn what_a_process_has_counts_once_whatever_its_clients_claim() {
+fn a_processs_memory_counts_once_despite_its_clients_claims() {
     let mut accounting = Accounting::default();
     let of_one = |id, least, most| Attached { pid: 1, ..moving(id, least, most) };
     told(&mut accounting, &sample(8500, &[(1, 8500)]), &[of_one(1, 8000, 8000)]);
@@ -191,7 +191,7 @@ fn what_a_process_has_counts_once_whatever_its_clients_claim() {
 }
 
 #[test]
-fn what_was_adopted_counts_for_who_has_it_wherever_it_is_shown() {
+fn adopted_memory_counts_for_the_adopter() {
     let adopter = Attached { adopted: 300 * MIB, ..moving(2, 0, 300) };
     let found = |used: u64, processes: &[(u32, u64)], clients: &[Attached]| {
         let mut accounting = Accounting::default();
@@ -211,7 +211,7 @@ fn what_was_adopted_counts_for_who_has_it_wherever_it_is_shown() {
 }
 
 #[test]
-fn the_overhead_is_kept_where_figures_for_processes_are_missing_for_once() {
+fn the_overhead_is_kept_for_a_sample_without_process_figures() {
     let mut accounting = Accounting::default();
     told(&mut accounting, &sample(9000, &[(1, 4500), (2, 0)]), &[client(1, 4000), client(2, 0)]);
     // The second client claims 4 GiB that are not in use.
@@ -223,7 +223,7 @@ fn the_overhead_is_kept_where_figures_for_processes_are_missing_for_once() {
 }
 
 #[test]
-fn without_figures_for_processes_a_claim_needs_bytes_that_are_in_use() {
+fn without_process_figures_a_claim_requires_bytes_in_use() {
     let mut accounting = Accounting::default();
     told_in_total(&mut accounting, 6500, &[client(1, 4000), client(2, 1000)]);
     // The second client reports 3 GiB more, which are not in use.
@@ -238,7 +238,7 @@ fn without_figures_for_processes_a_claim_needs_bytes_that_are_in_use() {
 }
 
 #[test]
-fn small_changes_do_not_count() {
+fn small_overhead_changes_are_ignored() {
     let mut accounting = Accounting::default();
     assert_eq!(told(&mut accounting, &sample(500, &[]), &[]), 500);
     assert_eq!(told(&mut accounting, &sample(501, &[]), &[]), 500);

@@ -209,7 +209,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_link_is_known_by_its_generation_and_lanes() {
+    fn the_link_rate_follows_from_pcie_generation_and_lanes() {
         let gib = |generation, lanes| link_rate(generation, lanes).map(|rate| rate as f64 / f64::from(1 << 30));
         assert!(gib(5, 16).is_some_and(|rate| (43.0..46.0).contains(&rate)));
         assert!(gib(3, 16).is_some_and(|rate| (10.0..12.0).contains(&rate)));
@@ -219,14 +219,14 @@ mod tests {
     }
 
     #[test]
-    fn processes_of_another_namespace_are_not_taken_for_ours() {
+    fn pids_of_another_namespace_are_detected() {
         let (own, none) = (std::process::id(), u32::MAX);
         assert!(are_here([].into_iter()) && are_here([own].into_iter()) && are_here([own, none].into_iter()));
         assert!(!are_here([none].into_iter()) && !are_here([own, none, none - 1].into_iter()));
     }
 
     #[test]
-    fn uuids_are_read_as_nvidia_smi_writes_them() {
+    fn uuids_are_parsed_in_nvidia_smi_format() {
         let text = "GPU-00112233-4455-6677-8899-aabbccddeeff";
         let uuid = parse_uuid(text).expect("a UUID");
         assert_eq!(format!("GPU-{uuid}"), text);

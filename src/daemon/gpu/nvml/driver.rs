@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_comes_and_goes_is_seen() {
+    fn loading_and_unloading_of_the_driver_is_detected() {
         let (files, mut driver) = files();
         assert!(!driver.has_changed() && !driver.is_unloaded(), "a system that shows no driver may have one");
         files.put("proc/version");
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn gpus_and_slices_that_come_and_go_are_seen() {
+    fn added_and_removed_gpus_and_mig_slices_are_detected() {
         let (files, mut driver) = files();
         files.put("proc/version");
         files.put("proc/gpus/0000:17:00.0/information");

@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn nvml_that_fails_is_tried_again_ever_more_rarely() {
+    fn failed_nvml_initialization_is_retried_with_backoff() {
         let mut schedule = Schedule::new(START);
         let tried: Vec<u64> = until(&mut schedule, START + s(250)).iter().map(|(at, _)| at.as_secs()).collect();
         assert_eq!(tried, [0, 1, 3, 7, 15, 31, 63, 123, 183, 243]);
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn nvml_is_closed_when_nobody_needs_it_and_opened_when_somebody_does() {
+    fn nvml_is_closed_when_unused_and_reopened_on_demand() {
         let mut schedule = Schedule::new(START);
         assert_eq!(schedule.due(START), Some(Due::Open));
         schedule.opened(START);
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn released_nvml_stays_closed_until_a_client_attaches_or_the_time_is_over() {
+    fn released_nvml_stays_closed_until_a_client_attaches_or_it_expires() {
         for attaches in [false, true] {
             let mut schedule = Schedule::new(START);
             schedule.opened(START);
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_looked_every_few_seconds_whatever_else_happens() {
+    fn driver_files_are_checked_every_few_seconds() {
         let mut schedule = Schedule::new(START);
         schedule.closed();
         let mut looks = Vec::new();

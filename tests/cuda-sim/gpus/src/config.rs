@@ -271,7 +271,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes() {
+    fn sizes_are_parsed() {
         assert_eq!(parse_size("12"), Some(12));
         assert_eq!(parse_size("3M"), Some(3 << 20));
         assert_eq!(parse_size("2g"), Some(2 << 30));
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_name_the_call() {
+    fn failure_settings_are_parsed() {
         assert_eq!(
             failures("cuMemCreate:3, cuMemAlloc_v2:1, cuMemCreate:7"),
             HashMap::from([("cuMemCreate".into(), [3, 7].into()), ("cuMemAlloc_v2".into(), [1].into())])

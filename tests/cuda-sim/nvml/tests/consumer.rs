@@ -10,7 +10,7 @@ use std::{
 const NOT_SUPPORTED: u32 = 3;
 
 #[test]
-fn memory_and_processes_only() {
+fn a_consumer_card_has_only_memory_and_process_figures() {
     let dir = env::temp_dir().join(format!("nvml-sim-test-{}", process::id()));
     // SAFETY: this is the only test of the process, and no other thread reads the environment.
     unsafe {

@@ -5,7 +5,7 @@ use nvidia_ml::*;
 use std::{env, ffi::CStr, fs, process, ptr};
 
 #[test]
-fn memory_and_processes() {
+fn memory_and_process_figures_match_allocations() {
     let dir = env::temp_dir().join(format!("nvml-sim-test-{}", process::id()));
     // SAFETY: this is the only test of the process, and no other thread reads the environment.
     unsafe {

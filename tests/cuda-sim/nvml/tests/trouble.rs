@@ -70,24 +70,24 @@ fn foreign_processes_with_a_pid_are_listed() {
 }
 
 #[test]
-fn processes_may_have_no_figures() {
-    isolated("processes_may_have_no_figures", ("CUDA_SIM_NVML_PROCESSES", "unmeasured"), |_| {
+fn processes_can_be_listed_without_memory_figures() {
+    isolated("processes_can_be_listed_without_memory_figures", ("CUDA_SIM_NVML_PROCESSES", "unmeasured"), |_| {
         assert!(Account::get().take(0, 30 * M));
         assert_eq!((used(), processes()), (30 * M, vec![(process::id(), u64::MAX)]));
     });
 }
 
 #[test]
-fn processes_may_not_be_listed() {
-    isolated("processes_may_not_be_listed", ("CUDA_SIM_NVML_PROCESSES", "none"), |_| {
+fn processes_can_be_left_unlisted() {
+    isolated("processes_can_be_left_unlisted", ("CUDA_SIM_NVML_PROCESSES", "none"), |_| {
         assert!(Account::get().take(0, 30 * M));
         assert_eq!((used(), processes()), (30 * M, vec![]));
     });
 }
 
 #[test]
-fn figures_may_be_late() {
-    isolated("figures_may_be_late", ("CUDA_SIM_NVML_DELAY", "300"), |_| {
+fn figures_can_be_delayed() {
+    isolated("figures_can_be_delayed", ("CUDA_SIM_NVML_DELAY", "300"), |_| {
         assert_eq!(used(), 0);
         thread::sleep(Duration::from_millis(350));
         let since = Instant::now();

@@ -185,8 +185,8 @@ fn with_target(test: &'static str, body: impl FnOnce(Target)) {
 }
 
 #[test]
-fn all_bytes_leave_and_come_back() {
-    with_target("checkpoint::all_bytes_leave_and_come_back", |mut target| {
+fn a_checkpoint_frees_all_memory_and_a_restore_returns_it() {
+    with_target("checkpoint::a_checkpoint_frees_all_memory_and_a_restore_returns_it", |mut target| {
         assert_eq!((target.state(), used(0)), (RUNNING, 48));
         assert_eq!((target.lock(0), target.state(), used(0)), (0, LOCKED, 48));
         assert_eq!((target.call("Checkpoint"), target.state(), used(0)), (0, CHECKPOINTED, 0));
@@ -199,8 +199,8 @@ fn all_bytes_leave_and_come_back() {
 }
 
 #[test]
-fn calls_wait_until_it_is_unlocked() {
-    with_target("checkpoint::calls_wait_until_it_is_unlocked", |mut target| {
+fn calls_of_a_locked_process_wait_for_the_unlock() {
+    with_target("checkpoint::calls_of_a_locked_process_wait_for_the_unlock", |mut target| {
         assert_eq!(target.lock(0), 0);
         target.tell("alloc");
         thread::sleep(Duration::from_millis(100));
@@ -210,8 +210,8 @@ fn calls_wait_until_it_is_unlocked() {
 }
 
 #[test]
-fn each_step_needs_its_state() {
-    with_target("checkpoint::each_step_needs_its_state", |target| {
+fn each_checkpoint_step_requires_its_state() {
+    with_target("checkpoint::each_checkpoint_step_requires_its_state", |target| {
         assert_eq!(cu("cuInit", &[0]), 0);
         let steps = || ["Checkpoint", "Restore", "Unlock"].map(|name| target.call(name));
         assert_eq!(steps(), [ILLEGAL_STATE; 3]);
@@ -226,8 +226,8 @@ fn each_step_needs_its_state() {
 }
 
 #[test]
-fn work_that_does_not_end_is_waited_for_until_the_timeout() {
-    with_target("checkpoint::work_that_does_not_end_is_waited_for_until_the_timeout", |mut target| {
+fn a_lock_waits_for_unfinished_work_until_the_timeout() {
+    with_target("checkpoint::a_lock_waits_for_unfinished_work_until_the_timeout", |mut target| {
         assert_eq!(target.does("work"), 0);
         let begin = Instant::now();
         assert_eq!((target.lock(200), target.state()), (NOT_READY, RUNNING));
@@ -264,8 +264,8 @@ fn a_restore_without_room_is_final() {
 }
 
 #[test]
-fn it_comes_back_on_another_gpu() {
-    with_target("checkpoint::it_comes_back_on_another_gpu", |mut target| {
+fn a_process_can_be_restored_on_another_gpu() {
+    with_target("checkpoint::a_process_can_be_restored_on_another_gpu", |mut target| {
         assert_eq!(cu("cuInit", &[0]), 0);
         let bus = target.does("bus");
         assert_eq!((target.lock(0), target.call("Checkpoint")), (0, 0));
@@ -306,8 +306,8 @@ fn a_moved_process_sees_the_other_gpu_under_its_device() {
 }
 
 #[test]
-fn a_thread_passes_for_its_process_and_nobody_for_a_stranger() {
-    with_target("checkpoint::a_thread_passes_for_its_process_and_nobody_for_a_stranger", |target| {
+fn a_thread_id_names_its_process_but_foreign_pids_are_rejected() {
+    with_target("checkpoint::a_thread_id_names_its_process_but_foreign_pids_are_rejected", |target| {
         let mut thread = 0_i32;
         let at = &raw mut thread as usize;
         assert_eq!(cu("cuCheckpointProcessGetRestoreThreadId", &[target.pid(), at]), 0);
@@ -318,8 +318,8 @@ fn a_thread_passes_for_its_process_and_nobody_for_a_stranger() {
 }
 
 #[test]
-fn it_frees_everything_when_it_is_killed_and_answers_nobody_while_it_is_stopped() {
-    let test = "checkpoint::it_frees_everything_when_it_is_killed_and_answers_nobody_while_it_is_stopped";
+fn a_killed_process_frees_its_memory_and_a_stopped_one_blocks_locks() {
+    let test = "checkpoint::a_killed_process_frees_its_memory_and_a_stopped_one_blocks_locks";
     with_target(test, |target| {
         let pid = target.pid();
         // SAFETY: `kill` takes no pointers, and the process is a child that has not been waited

@@ -16,8 +16,8 @@ fn ask(name: &str, version: usize, flags: usize) -> ((u32, u32), usize) {
 }
 
 #[test]
-fn forms_by_version_and_flags() {
-    isolated("lookup::forms_by_version_and_flags", &[], || {
+fn lookups_return_the_form_for_version_and_flags() {
+    isolated("lookup::lookups_return_the_form_for_version_and_flags", &[], || {
         for (name, version, flags, want) in [
             ("cuMemAlloc", 3020, 0, "cuMemAlloc_v2"),
             ("cuCtxCreate", 11030, 0, "cuCtxCreate_v2"),
@@ -46,8 +46,8 @@ fn forms_by_version_and_flags() {
 }
 
 #[test]
-fn what_is_not_there() {
-    isolated("lookup::what_is_not_there", &[], || {
+fn unknown_names_and_versions_are_not_found() {
+    isolated("lookup::unknown_names_and_versions_are_not_found", &[], || {
         for (name, version, flags, want) in [
             ("cuNope", 12000, 0, (0, 1)),
             ("", 12000, 0, (0, 1)),
@@ -69,16 +69,16 @@ fn what_is_not_there() {
 }
 
 #[test]
-fn an_older_driver_knows_less() {
-    isolated("lookup::an_older_driver_knows_less", &[("CUDA_SIM_DRIVER", "11040")], || {
+fn an_older_driver_lacks_newer_functions() {
+    isolated("lookup::an_older_driver_lacks_newer_functions", &[("CUDA_SIM_DRIVER", "11040")], || {
         assert_eq!(ask("cuCtxRecordEvent", 11040, 0), ((0, 1), 0));
         assert_eq!(ask("cuGetProcAddress", 11040, 0), (SUCCESS, symbol("cuGetProcAddress") as usize));
     });
 }
 
 #[test]
-fn nothing_works_before_init() {
-    isolated("lookup::nothing_works_before_init", &[("CUDA_SIM_GPUS", "3"), ("CUDA_VISIBLE_DEVICES", "2,0")], || {
+fn calls_before_cuinit_fail() {
+    isolated("lookup::calls_before_cuinit_fail", &[("CUDA_SIM_GPUS", "3"), ("CUDA_VISIBLE_DEVICES", "2,0")], || {
         let mut count = 0_i32;
         assert_eq!(cu("cuDeviceGetCount", &[&raw mut count as usize]), 3);
         assert_eq!(cu("cuInit", &[0]), 0);

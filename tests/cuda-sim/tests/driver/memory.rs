@@ -102,8 +102,8 @@ fn imported_memory_outlives_its_exporter() {
 }
 
 #[test]
-fn imported_memory_stays_when_its_exporter_frees_it() {
-    imported_memory_counts_once_until_it_is_closed("memory::imported_memory_stays_when_its_exporter_frees_it", false);
+fn imported_memory_outlives_the_exporters_free() {
+    imported_memory_counts_once_until_it_is_closed("memory::imported_memory_outlives_the_exporters_free", false);
 }
 
 #[test]
@@ -135,8 +135,8 @@ fn small_allocations_share_blocks() {
 }
 
 #[test]
-fn chunks_come_back_at_the_same_address() {
-    isolated("memory::chunks_come_back_at_the_same_address", &[], || {
+fn chunks_can_be_remapped_at_the_same_address() {
+    isolated("memory::chunks_can_be_remapped_at_the_same_address", &[], || {
         let gpu = Gpu::open();
         let len = 4 * M;
         let at = get("cuMemAddressReserve", &[len, 0, 0, 0]);
@@ -164,8 +164,8 @@ fn chunks_come_back_at_the_same_address() {
 }
 
 #[test]
-fn unmapping_waits_for_nothing_and_kills_the_kernel() {
-    isolated("memory::unmapping_waits_for_nothing_and_kills_the_kernel", &[("CUDA_SIM_GPU_BANDWIDTH", "1M")], || {
+fn unmapping_does_not_wait_and_faults_the_kernel() {
+    isolated("memory::unmapping_does_not_wait_and_faults_the_kernel", &[("CUDA_SIM_GPU_BANDWIDTH", "1M")], || {
         let gpu = Gpu::open();
         let len = 8 * M;
         let at = get("cuMemAddressReserve", &[len, 0, 0, 0]);
@@ -203,8 +203,8 @@ fn unmapping_waits_for_nothing_and_kills_the_kernel() {
 }
 
 #[test]
-fn no_access_means_none() {
-    isolated("memory::no_access_means_none", &[], || {
+fn mapped_memory_without_access_faults() {
+    isolated("memory::mapped_memory_without_access_faults", &[], || {
         let gpu = Gpu::open();
         let len = 2 * M;
         let at = get("cuMemAddressReserve", &[len, 0, 0, 0]);
@@ -241,8 +241,8 @@ fn managed_memory_may_exceed_the_gpu() {
 }
 
 #[test]
-fn the_nth_call_fails_when_told() {
-    isolated("memory::the_nth_call_fails_when_told", &[("CUDA_SIM_FAIL", "cuMemCreate:2")], || {
+fn cuda_sim_fail_makes_the_nth_call_fail() {
+    isolated("memory::cuda_sim_fail_makes_the_nth_call_fail", &[("CUDA_SIM_FAIL", "cuMemCreate:2")], || {
         let _gpu = Gpu::open();
         assert!(chunk(2 * M).is_ok());
         assert_eq!(chunk(2 * M), Err(OUT_OF_MEMORY));
@@ -251,8 +251,8 @@ fn the_nth_call_fails_when_told() {
 }
 
 #[test]
-fn a_gpu_without_vmm_says_so() {
-    isolated("memory::a_gpu_without_vmm_says_so", &[("CUDA_SIM_VMM", "0")], || {
+fn a_gpu_without_vmm_reports_it() {
+    isolated("memory::a_gpu_without_vmm_reports_it", &[("CUDA_SIM_VMM", "0")], || {
         let _gpu = Gpu::open();
         assert_eq!(get("cuDeviceGetAttribute", &[102, 0]), 0);
         assert_eq!(chunk(2 * M), Err(801));
@@ -260,8 +260,8 @@ fn a_gpu_without_vmm_says_so() {
 }
 
 #[test]
-fn a_forked_child_has_no_driver() {
-    isolated("memory::a_forked_child_has_no_driver", &[], || {
+fn a_forked_child_cannot_call_the_driver() {
+    isolated("memory::a_forked_child_cannot_call_the_driver", &[], || {
         let _gpu = Gpu::open();
         // SAFETY: the child only calls the driver and _exit.
         let status = unsafe {

@@ -44,8 +44,8 @@ fn filled(contexts: [usize; 2], value: u32, new: impl Fn(u32) -> u64) -> [u64; 2
 }
 
 #[test]
-fn neither_can_be_given_access_to_the_other() {
-    isolated("peers::neither_can_be_given_access_to_the_other", APART, || {
+fn isolated_gpus_cannot_get_peer_access() {
+    isolated("peers::isolated_gpus_cannot_get_peer_access", APART, || {
         let contexts = contexts();
         let can = |from, to| get("cuDeviceCanAccessPeer", &[from, to]) as u32;
         assert_eq!([can(0, 1), can(1, 0), can(0, 2), can(2, 1), can(1, 1)], [0, 0, 1, 1, 0]);
@@ -57,8 +57,8 @@ fn neither_can_be_given_access_to_the_other() {
 }
 
 #[test]
-fn plain_memory_is_copied_all_the_same() {
-    isolated("peers::plain_memory_is_copied_all_the_same", APART, || {
+fn plain_memory_is_copied_without_peer_access() {
+    isolated("peers::plain_memory_is_copied_without_peer_access", APART, || {
         let contexts = contexts();
         let [from, to] = filled(contexts, 7, |_| alloc(2 * M));
         assert_eq!(cu("cuMemcpyDtoD_v2", &[to as usize, from as usize, 2 * M]), 0);
@@ -94,9 +94,9 @@ fn mapped_memory_is_copied_only_between_contexts() {
 }
 
 #[test]
-fn a_gpu_may_be_for_one_process_only() {
+fn exclusive_mode_admits_one_process() {
     isolated(
-        "peers::a_gpu_may_be_for_one_process_only",
+        "peers::exclusive_mode_admits_one_process",
         &[("CUDA_SIM_GPUS", "2"), ("CUDA_SIM_EXCLUSIVE", "1")],
         || {
             assert_eq!(cu("cuInit", &[0]), 0);

@@ -12,8 +12,8 @@ const NON_BLOCKING: usize = 1;
 const NOT_READY: u32 = 600;
 
 #[test]
-fn work_in_a_stream_is_in_order() {
-    isolated("streams::work_in_a_stream_is_in_order", &[("CUDA_SIM_GPU_BANDWIDTH", "256M")], || {
+fn work_in_a_stream_runs_in_order() {
+    isolated("streams::work_in_a_stream_runs_in_order", &[("CUDA_SIM_GPU_BANDWIDTH", "256M")], || {
         let gpu = Gpu::open();
         let (at, count) = (alloc(1 << 20), 1 << 18);
         let (a, b, mark, flag) = (stream(NON_BLOCKING), stream(NON_BLOCKING), event(), Flag::new());
@@ -65,9 +65,9 @@ fn the_default_stream_does_not_wait_for_other_streams() {
 }
 
 #[test]
-fn a_stream_takes_so_many_launches_and_then_blocks() {
+fn a_full_stream_queue_blocks_launches() {
     static IS_FULL: AtomicBool = AtomicBool::new(false);
-    isolated("streams::a_stream_takes_so_many_launches_and_then_blocks", &[], || {
+    isolated("streams::a_full_stream_queue_blocks_launches", &[], || {
         let gpu = Gpu::open();
         let (flag, lane) = (Flag::new(), stream(NON_BLOCKING));
         assert_eq!(gpu.launch("spin_until", lane, &[flag.at()]), 0);
@@ -125,8 +125,8 @@ enum Survives {
 }
 
 #[test]
-fn capture_rules() {
-    isolated("streams::capture_rules", &[], || {
+fn calls_during_a_capture_follow_the_capture_mode() {
+    isolated("streams::calls_during_a_capture_follow_the_capture_mode", &[], || {
         let gpu = Gpu::open();
         let (other, mark, at) = (stream(NON_BLOCKING), event(), alloc(16));
         let mut host = vec![0_u64; 512];
@@ -202,8 +202,8 @@ fn capture_rules() {
 }
 
 #[test]
-fn a_thread_that_relaxed_itself_may_allocate() {
-    isolated("streams::a_thread_that_relaxed_itself_may_allocate", &[], || {
+fn a_thread_in_relaxed_mode_may_allocate_during_a_capture() {
+    isolated("streams::a_thread_in_relaxed_mode_may_allocate_during_a_capture", &[], || {
         let gpu = Gpu::open();
         let lane = stream(NON_BLOCKING);
         assert_eq!(cu("cuStreamBeginCapture_v2", &[lane, 0]), 0);
@@ -227,8 +227,8 @@ fn get_after(lane: usize) -> usize {
 }
 
 #[test]
-fn a_graph_does_its_work_when_launched_and_only_then() {
-    isolated("streams::a_graph_does_its_work_when_launched_and_only_then", &[], || {
+fn a_graphs_work_runs_only_when_launched() {
+    isolated("streams::a_graphs_work_runs_only_when_launched", &[], || {
         let gpu = Gpu::open();
         let at = alloc(64);
         let (lane, side, fork, join) = (stream(NON_BLOCKING), stream(NON_BLOCKING), event(), event());

@@ -41,8 +41,8 @@ fn hidden_bytes_are_not_free() {
 }
 
 #[test]
-fn fragmented_bytes_are_free_and_of_no_use() {
-    isolated("trouble::fragmented_bytes_are_free_and_of_no_use", &with(&[("CUDA_SIM_FRAGMENTED", "4M")]), || {
+fn fragmented_bytes_are_free_but_unusable() {
+    isolated("trouble::fragmented_bytes_are_free_but_unusable", &with(&[("CUDA_SIM_FRAGMENTED", "4M")]), || {
         let (_gpu, dir) = (Gpu::open(), simulated_machine());
         trouble::fragment(&dir, 0, 20 << 20).expect("a file");
         assert_eq!(free_memory(), 84 * M);
@@ -56,8 +56,8 @@ fn fragmented_bytes_are_free_and_of_no_use() {
 }
 
 #[test]
-fn strangers_get_what_is_left() {
-    isolated("trouble::strangers_get_what_is_left", MACHINE, || {
+fn foreign_processes_reduce_the_free_memory() {
+    isolated("trouble::foreign_processes_reduce_the_free_memory", MACHINE, || {
         let (_gpu, dir) = (Gpu::open(), simulated_machine());
         let (seen, unseen) = (Stranger { bytes: 30 << 20, pid: Some(1) }, Stranger { bytes: 20 << 20, pid: None });
         trouble::set_strangers(&dir, 0, &[seen, unseen]).expect("a file");
@@ -74,8 +74,8 @@ fn strangers_get_what_is_left() {
 }
 
 #[test]
-fn chunks_are_refused_for_a_while() {
-    isolated("trouble::chunks_are_refused_for_a_while", MACHINE, || {
+fn chunks_can_be_refused_temporarily() {
+    isolated("trouble::chunks_can_be_refused_temporarily", MACHINE, || {
         let (_gpu, dir) = (Gpu::open(), simulated_machine());
         let refuse = |refusal| trouble::refuse(&dir, 0, refusal).expect("a file");
         refuse(Some(Refusal::default()));
@@ -95,9 +95,9 @@ fn chunks_are_refused_for_a_while() {
 }
 
 #[test]
-fn contexts_appear_step_by_step() {
+fn contexts_can_grow_in_steps() {
     let slow = [("CUDA_SIM_CONTEXT", "64M"), ("CUDA_SIM_CONTEXT_TIME", "400")];
-    isolated("trouble::contexts_appear_step_by_step", &with(&slow), || {
+    isolated("trouble::contexts_can_grow_in_steps", &with(&slow), || {
         assert_eq!(cu("cuInit", &[0]), 0);
         let begin = Instant::now();
         let making = thread::spawn(|| get("cuDevicePrimaryCtxRetain", &[0]));
@@ -119,9 +119,9 @@ fn contexts_appear_step_by_step() {
 }
 
 #[test]
-fn contexts_grow_with_their_first_work() {
+fn contexts_can_grow_with_their_first_work() {
     let growth = [("CUDA_SIM_CONTEXT_GROWTH", "10M"), ("CUDA_SIM_CONTEXT_GROWTH_STEPS", "3")];
-    isolated("trouble::contexts_grow_with_their_first_work", &with(&growth), || {
+    isolated("trouble::contexts_can_grow_with_their_first_work", &with(&growth), || {
         assert_eq!(cu("cuInit", &[0]), 0);
         let context = get("cuCtxCreate_v2", &[0, 0]);
         assert_eq!(free_memory(), 84 * M);

@@ -16,8 +16,8 @@ const NOT_READY: u32 = 600;
 const INTERPROCESS: usize = 4 | 2;
 
 #[test]
-fn a_stream_waits_for_a_value_that_another_stream_or_the_host_writes() {
-    isolated("waits::a_stream_waits_for_a_value_that_another_stream_or_the_host_writes", &[], || {
+fn a_stream_waits_for_a_value_written_by_a_stream_or_the_host() {
+    isolated("waits::a_stream_waits_for_a_value_written_by_a_stream_or_the_host", &[], || {
         let gpu = Gpu::open();
         let (at, lane, other) = (alloc(64), stream(NON_BLOCKING), stream(NON_BLOCKING));
         let fill = || assert_eq!(gpu.launch("fill_u32", lane, &[at + 32, 1, 7]), 0);
@@ -42,7 +42,7 @@ fn a_stream_waits_for_a_value_that_another_stream_or_the_host_writes() {
 }
 
 #[test]
-fn functions_of_the_program_run_in_stream_order() {
+fn host_functions_run_in_stream_order() {
     static CALLS: AtomicU32 = AtomicU32::new(0);
     unsafe extern "C" fn plain(_: *mut c_void) {
         CALLS.fetch_add(1, Ordering::SeqCst);
@@ -50,7 +50,7 @@ fn functions_of_the_program_run_in_stream_order() {
     unsafe extern "C" fn told(_: usize, status: u32, _: *mut c_void) {
         CALLS.fetch_add(10 + status, Ordering::SeqCst);
     }
-    isolated("waits::functions_of_the_program_run_in_stream_order", &[], || {
+    isolated("waits::host_functions_run_in_stream_order", &[], || {
         let gpu = Gpu::open();
         let (lane, flag) = (stream(NON_BLOCKING), Flag::new());
         assert_eq!(gpu.launch("spin_until", lane, &[flag.at()]), 0);
@@ -79,8 +79,8 @@ fn open_event(handle: Handle) -> usize {
 }
 
 #[test]
-fn an_event_of_another_process_is_waited_for() {
-    const NAME: &str = "waits::an_event_of_another_process_is_waited_for";
+fn a_stream_waits_for_an_event_of_another_process() {
+    const NAME: &str = "waits::a_stream_waits_for_an_event_of_another_process";
     isolated(NAME, &[], || {
         let gpu = Gpu::open();
         let lane = stream(NON_BLOCKING);
@@ -131,8 +131,8 @@ fn green() -> (usize, usize) {
 }
 
 #[test]
-fn a_green_context_is_waited_for_with_the_primary_one() {
-    isolated("waits::a_green_context_is_waited_for_with_the_primary_one", &[], || {
+fn synchronizing_the_primary_context_waits_for_green_contexts() {
+    isolated("waits::synchronizing_the_primary_context_waits_for_green_contexts", &[], || {
         let gpu = Gpu::open();
         let before = free_memory();
         let (green, context) = green();
@@ -170,8 +170,8 @@ fn a_green_context_is_waited_for_with_the_primary_one() {
 }
 
 #[test]
-fn a_graph_that_waits_for_the_host_ends_when_it_is_told() {
-    isolated("waits::a_graph_that_waits_for_the_host_ends_when_it_is_told", &[], || {
+fn a_graph_that_waits_for_the_host_ends_on_its_signal() {
+    isolated("waits::a_graph_that_waits_for_the_host_ends_on_its_signal", &[], || {
         let gpu = Gpu::open();
         let (lane, host) = (stream(NON_BLOCKING), get("cuMemHostAlloc", &[4096, 2]));
         assert_eq!(cu("cuStreamBeginCapture_v2", &[lane, 0]), 0);
