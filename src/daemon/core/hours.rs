@@ -103,7 +103,7 @@ impl Core {
         match saved {
             Ok(saved) => self.hours.load(saved),
             Err(why) => {
-                warn!(name: "no-hours", "{why}");
+                warn!("{why}");
                 self.set_usage_error(why);
             }
         }

@@ -477,7 +477,7 @@ mod tests {
             store.tidy(20 * DAY, hour, keep).expect("tidied");
             rows(&store) == 0
         });
-        assert_eq!(hours, Some(11), "a day for each hour");
+        assert_eq!(hours, Some(10), "a day for each hour");
     }
 
     #[test]

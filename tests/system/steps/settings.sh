@@ -32,6 +32,18 @@ nvsharectl --json | grep -q '600' || fail "root does not see its command line"
 pkill -x cuda-program
 wait $program || true
 
+# A rule for a user also applies to the user's subordinate IDs.
+first=$(sed -n "s/^$user:\([0-9]*\):.*/\1/p" /etc/subuid)
+[ -n "$first" ] || fail "$user has no subordinate user IDs"
+nvsharectl set-rule own user=$user memory-max=64M
+(umask 0 && exec setpriv --reuid $((first + 7)) --clear-groups env "${gpu[@]}" nvsharectl run -- \
+    cuda-program persistent --seconds 600) >/dev/null 2>&1 &
+program=$!
+until_true "the rule to apply" sh -c "nvsharectl --json | grep -Eq '\"rule\": ?\"own\"'"
+pkill -x cuda-program
+wait $program || true
+nvsharectl unset-rule own
+
 # A changed setting survives a restart. After a reset, the file's value applies.
 systemctl restart $unit
 says "u 46" busctl get-property "${bus[@]}" TimeQuantum
