@@ -2,12 +2,12 @@
 
 use test_support::machine::*;
 
-const SHARE: u64 = 24 * MIB;
+const SHARE: u64 = 12 * MIB;
 
 /// Two GPUs. Neither has room for two such programs.
 fn two_gpus() -> Setup {
     Setup {
-        memory: 96 * MIB,
+        memory: 56 * MIB,
         anti_thrash: "on",
         simulator: vec![("CUDA_SIM_GPUS", "2".to_owned())],
         ..Setup::default()
@@ -23,7 +23,7 @@ fn reach_while_taking_turns(how: &str) {
     let machine = Machine::with_scheduler(two_gpus());
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words(how, 8)).start()).collect();
     // On each GPU, another program needs most of the memory.
-    let others = ["0", "1"].map(|gpu| format!("mix --mem 64M --chunks 2 --reps 3 --rounds 4 --device {gpu}"));
+    let others = ["0", "1"].map(|gpu| format!("mix --mem 32M --chunks 2 --reps 3 --rounds 4 --device {gpu}"));
     programs.extend(others.iter().map(|words| machine.program(words).start()));
     for program in &mut programs {
         program.finish();
@@ -57,7 +57,7 @@ fn gpus_with_peer_access_are_held_together() {
     let machine = Machine::with_scheduler(two_gpus());
     let mut program = machine.program(&words("kernel", 60)).start();
     program.wait_to_say("access each other's memory");
-    let mut other = machine.program("mix --mem 16M --reps 3 --rounds 10 --device 1").start();
+    let mut other = machine.program("mix --mem 8M --reps 3 --rounds 10 --device 1").start();
     program.finish();
     other.finish();
     assert!(program.stderr().contains("Request { gpus: 3 }"), "both GPUs were never asked for at once");
@@ -72,7 +72,7 @@ fn cross(how: &str, simulator: &[(&'static str, &str)]) {
     let machine = Machine::with_scheduler(setup);
     let words = format!("cross --mem {SHARE} --pause-ms 50 --rounds 6 --how {how}");
     let mut programs = vec![machine.program(&words).start()];
-    let others = ["0", "1"].map(|gpu| format!("mix --mem 64M --chunks 2 --reps 3 --rounds 4 --device {gpu}"));
+    let others = ["0", "1"].map(|gpu| format!("mix --mem 32M --chunks 2 --reps 3 --rounds 4 --device {gpu}"));
     programs.extend(others.iter().map(|words| machine.program(words).start()));
     for program in &mut programs {
         program.finish();
@@ -149,7 +149,7 @@ fn cross_after_pauses(hows: &[&str]) {
     let share = SHARE / hows.len() as u64;
     let words = |how: &&str| format!("cross --mem {share} --rounds 2 --pause-ms 2500 --how {how}");
     let mut programs: Vec<Program> = hows.iter().map(|how| machine.program(&words(how)).start()).collect();
-    let mut other = machine.program("mix --mem 64M --chunks 2 --reps 3 --rounds endless --device 1").start();
+    let mut other = machine.program("mix --mem 32M --chunks 2 --reps 3 --rounds endless --device 1").start();
     for program in &mut programs {
         program.finish();
     }
@@ -189,7 +189,7 @@ fn cross_with_one_left_alone(alone: &'static str, other: u32, hows: &[&str]) {
     let machine = Machine::with_scheduler(setup);
     for how in hows {
         let mut program = machine.program(&format!("cross --mem {SHARE} --how {how} --rounds 6 --pause-ms 50")).start();
-        let words = format!("mix --mem 64M --chunks 2 --reps 3 --rounds 4 --device {other}");
+        let words = format!("mix --mem 32M --chunks 2 --reps 3 --rounds 4 --device {other}");
         let mut other = machine.program(&words).start();
         program.finish();
         other.finish();
