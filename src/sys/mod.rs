@@ -17,6 +17,7 @@ pub mod clock;
 pub mod credentials;
 pub mod descriptors;
 pub mod detached;
+pub mod device_file;
 pub mod lease;
 pub mod listen;
 pub mod privileges;

@@ -2,7 +2,7 @@
 //! each tenant, and the scheduler always serves other clients.
 
 use std::collections::BTreeSet;
-use std::fs;
+use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -247,6 +247,31 @@ fn invented_gpus_are_limited_per_tenant_and_dropped() {
     assert_eq!((gpus(&daemon), lock_files(&daemon)), (1, 2));
     client.send(ClientMessage::Detach { slot: 0 });
     wait_for("it to be forgotten", || (gpus(&daemon) == 0 && lock_files(&daemon) == 0).then_some(()));
+}
+
+/// Each claim to the host's only GPU ends the connection: without a device file, with one that is open
+/// for reading only, and with another file.
+#[test]
+fn a_client_that_cannot_open_the_device_file_is_disconnected() {
+    if !has_own_process("clients::a_client_that_cannot_open_the_device_file_is_disconnected", &[]) {
+        return;
+    }
+    let daemon = Daemon::start();
+    daemon.log.wait("found");
+    let packet =
+        |client: &Client| support::attach(0, Uuid(cuda_sim_gpus::Config::get().uuid(0))).encode(client.version);
+    let [own, other, ..] = &support::device_files()[..] else { panic!("no device files") };
+    let number = own.as_raw_fd();
+    let only_read = File::open(format!("/proc/self/fd/{number}")).expect("the device file");
+    for files in [vec![], vec![only_read], vec![other.try_clone().expect("a descriptor")]] {
+        let client = daemon.client();
+        assert!(client.send_with(packet(&client).as_bytes(), &files));
+        client.until_end();
+    }
+    daemon.log.wait("has not shown that it can open the device file of GPU-");
+    let client = daemon.client();
+    assert!(client.send_with(packet(&client).as_bytes(), &[own.try_clone().expect("a descriptor")]));
+    client.until(|message| matches!(message, SchedulerMessage::Attached { slot: 0 }));
 }
 
 /// A client can invent a GPU. The GPU must not become a second choice beside the host's only GPU.

@@ -65,5 +65,5 @@ cat >"$out/gpu/edits.json" <<EDITS
   {"type": "bind", "source": "/opt/gpu/libcuda.so.1", "destination": "$libraries/libcuda.so.1", "options": ["bind", "ro"]},
   {"type": "bind", "source": "/opt/gpu/libnvidia-ml.so.1", "destination": "$libraries/libnvidia-ml.so.1", "options": ["bind", "ro"]},
   {"type": "bind", "source": "/run/gpu", "destination": "/run/gpu", "options": ["bind", "rw"]}],
- "env": ["CUDA_SIM_DIR=/run/gpu", "CUDA_SIM_MEMORY=256M", "CUDA_SIM_CONTEXT=4M"]}
+ "env": ["CUDA_SIM_DIR=/run/gpu", "NVSHARE_DEVICES=/run/gpu", "CUDA_SIM_MEMORY=256M", "CUDA_SIM_CONTEXT=4M"]}
 EDITS

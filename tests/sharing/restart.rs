@@ -2,8 +2,12 @@
 //! and they continue.
 
 use std::collections::BTreeSet;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
 
+use test_support::daemon::is_root;
 use test_support::machine::*;
+use test_support::skip;
 
 /// A GPU with room for only one of the two programs.
 fn pressed() -> Setup {
@@ -78,6 +82,26 @@ fn an_uncontended_holder_keeps_lock_and_memory_across_a_restart() {
     let moves = machine.moves();
     let moves = |what: &str| moves.iter().filter(|m| m.run == 2 && m.what == what).count();
     assert_eq!((moves("held"), moves("connect"), moves("evict"), moves("revoke")), (1, 0, 0, 0));
+}
+
+/// The program can no longer open the device file, so it shows the driver's descriptor to the next
+/// scheduler.
+#[test]
+fn a_program_that_dropped_its_privileges_keeps_its_gpu_across_a_restart() {
+    if !is_root() {
+        return skip("root, to drop privileges");
+    }
+    let mut machine = Machine::with_manager(Setup::default());
+    let mut program = machine.program("mix --mem 20M --reps 3 --rounds endless --setuid 65534").start();
+    program.wait_to_say("runs as user 65534");
+    let file = machine.path("gpu").join("nvidia0");
+    fs::set_permissions(file, Permissions::from_mode(0o600)).expect("the device file");
+    machine.kill_scheduler();
+    machine.start_scheduler();
+    machine.wait_for_move(0, "it to continue", |m| m.run == 2 && m.what == "resume");
+    program.end();
+    machine.wait_until_empty();
+    assert_eq!(machine.moves().iter().filter(|m| m.what == "connect").count(), 1, "it did not connect again");
 }
 
 #[test]

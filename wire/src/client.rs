@@ -28,6 +28,8 @@ messages! {
         },
 
         /// The client is about to create a context on a GPU. Later messages name the GPU by `slot`.
+        /// Carries descriptors of the device files of GPUs, open for reading and writing, which prove
+        /// that the client may use these GPUs. A client that is asleep sends none.
         2 => Attach {
             slot: u32,
             uuid: Uuid,

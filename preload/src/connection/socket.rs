@@ -92,7 +92,7 @@ impl Socket {
     pub fn send_with(&self, packet: &[u8], descriptors: &[BorrowedFd<'_>]) -> bool {
         let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
         let mut control = SendAncillaryBuffer::new(&mut room);
-        let fits = control.push(SendAncillaryMessage::ScmRights(descriptors));
+        let fits = descriptors.is_empty() || control.push(SendAncillaryMessage::ScmRights(descriptors));
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         fits && self.get().is_some_and(|to| sendmsg(to, &[IoSlice::new(packet)], &mut control, flags).is_ok())
     }

@@ -1,7 +1,7 @@
 //! Attaching to a GPU when the program begins to use it. The library identifies the GPU, introduces it
 //! to the scheduler, and waits until a CUDA context is admitted.
 
-use super::{Gpu, find, identity, info::Info, memory_limits, unsupported, which};
+use super::{Gpu, find, identity, info::Info, memory_limits, proof, unsupported, which};
 use crate::{
     connection,
     driver::{self, types::*},
@@ -219,7 +219,8 @@ impl Gpu {
         if let Some(space) = self.space.get() {
             meet(&mut space.lock());
         }
-        let sent = is_named || self.name().is_some_and(|attach| connection::send(&attach));
+        let send = |attach| proof::with_device_files(|files| connection::send_with(&attach, files));
+        let sent = is_named || self.name().is_some_and(send);
         // If the message could not be sent, the client's thread tries again.
         self.introduced.store(sent, Ordering::SeqCst);
         tell_imports(self);

@@ -4,7 +4,7 @@
 //! - [`which`]: finds the GPU that a call concerns.
 //! - [`info`]: properties of a GPU. [`identity`]: its UUID, which may change when the process is
 //!   restored. [`unsupported`]: GPUs that this library does not manage.
-//! - [`attach`]: the program's first use of a GPU. [`peers`]: GPUs that access each other's memory.
+//! - [`attach`]: the program's first use of a GPU. [`proof`]: the proof that it may use the GPU. [`peers`]: GPUs that access each other's memory.
 //! - [`lock_request`]: waiting at the gate. [`submission`]: recording the work that passes the gate.
 //! - [`report`]: reporting the memory account to the scheduler.
 //! - [`limit_request`]: requests for a higher limit. [`reservation`]: requests for memory that the
@@ -20,6 +20,7 @@ mod lock_request;
 pub mod memory_info;
 pub mod memory_limits;
 pub mod peers;
+mod proof;
 mod report;
 pub mod reservation;
 mod submission;

@@ -14,6 +14,7 @@ use super::authority::{Action, Authority, Authorization, Details, Manner, Subjec
 use super::gate::{Gate, Place, Senders};
 use crate::daemon::connections::lock::Lockable;
 use crate::daemon::core::views::NamedGpu;
+use crate::daemon::gpu::device_files;
 use crate::daemon::transport::peer::{self, Process, Where};
 use crate::identity::{Identity, accountable, printable, user_in_words};
 use crate::sys::access;
@@ -259,12 +260,11 @@ impl Caller<'_> {
     }
 
     async fn may_use(&self, action: Action, gpu: &NamedGpu, rule: &str, what: &str) -> fdo::Result<()> {
-        // The daemon's own user controls the GPUs anyway. On a machine without GPUs, a simulated GPU has no
-        // device file.
+        // The daemon's own user controls the GPUs anyway.
         if self.uid != 0 && self.uid != rustix::process::geteuid().as_raw() {
             // The device file is known only for GPUs that NVML lists.
             if let Some(minor) = gpu.minor {
-                self.may_open(&format!("/dev/nvidia{minor}"), what)?;
+                self.may_open(&device_files::path(minor), what)?;
             }
         }
         match self.from {
@@ -286,11 +286,11 @@ impl Caller<'_> {
         }
     }
 
-    fn may_open(&self, device: &str, what: &str) -> fdo::Result<()> {
-        let why = match access::may_read_and_write(Path::new(device), self.uid, &self.groups) {
+    fn may_open(&self, device: &Path, what: &str) -> fdo::Result<()> {
+        let why = match access::may_read_and_write(device, self.uid, &self.groups) {
             Ok(true) => return Ok(()),
-            Ok(false) => format!("it may not read and write {device}"),
-            Err(e) => format!("cannot examine {device}: {e}"),
+            Ok(false) => format!("it may not read and write {}", device.display()),
+            Err(e) => format!("cannot examine {}: {e}", device.display()),
         };
         Err(denied(format!("{} may not {what}: {why}", self.user())))
     }

@@ -9,7 +9,7 @@
 //! takeover are welcomed, but their packets are not read until it is complete.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use tracing::{info, warn};
 use super::Connections;
 use super::client::{self, Hello};
 use super::lock::{self, TakenOver};
-use crate::daemon::core::{Arrival, Core};
+use crate::daemon::core::{Arrival, Core, MAX_DEVICES};
 use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::{ConnectionName, Kind, StoredConnection};
 use crate::daemon::tenants::{Share, Slice, What};
@@ -34,6 +34,7 @@ use crate::daemon::transport::connection::Connection;
 use crate::daemon::transport::peer;
 use crate::identity::Identity;
 use crate::scheduler::ClientId;
+use crate::sys::device_file::DeviceFile;
 use crate::sys::{descriptors, socket};
 
 /// Maximum time for a client to answer. A client that is moving its memory answers late.
@@ -57,6 +58,8 @@ struct ClientState {
     asked: StoredClient,
     hello: Hello,
     packets: Vec<Vec<u8>>,
+    /// The device files that the client has open.
+    devices: BTreeSet<DeviceFile>,
     held: SlotSet,
 }
 
@@ -164,22 +167,28 @@ fn ask(name: ConnectionName, socket: OwnedFd, connections: &Connections) -> Opti
 
 /// Waits for the state of one client. `None` if the client has disconnected.
 async fn read_state(asked: StoredClient) -> Option<ClientState> {
-    let (hello, packets, held) = tokio::select! {
+    let (hello, packets, devices, held) = tokio::select! {
         answer = read_answer(&asked.connection, asked.name) => answer?,
         () = client::died(asked.pidfd.as_deref()) => return None,
         // This branch never completes: a failure to send does not end the connection.
         () = async { asked.connection.flush().await; std::future::pending().await } => return None,
     };
-    Some(ClientState { asked, hello, packets, held })
+    Some(ClientState { asked, hello, packets, devices, held })
 }
 
-async fn read_answer(connection: &Connection, name: ConnectionName) -> Option<(Hello, Vec<Vec<u8>>, SlotSet)> {
+async fn read_answer(
+    connection: &Connection,
+    name: ConnectionName,
+) -> Option<(Hello, Vec<Vec<u8>>, BTreeSet<DeviceFile>, SlotSet)> {
     let mut buffer = [0; MAX_LEN];
     let mut hello = None;
-    let mut packets = Vec::new();
+    let (mut packets, mut devices) = (Vec::new(), BTreeSet::new());
     loop {
-        // Received descriptors belong to answers to the earlier daemon, so they are closed.
-        let packet = connection.receive(&mut buffer, &mut Vec::new()).await.ok()??;
+        // Other descriptors belong to answers to the earlier daemon, so they are closed.
+        let mut descriptors = Vec::new();
+        let packet = connection.receive(&mut buffer, &mut descriptors).await.ok()??;
+        devices.extend(descriptors.iter().filter_map(DeviceFile::opened).take(MAX_DEVICES - devices.len()));
+        drop(descriptors);
         match ClientMessage::decode(packet, name.version) {
             Ok(ClientMessage::Hello { min_version: min, max_version: max, flags, resume, gang, library }) => {
                 if resume != name.client || !(min..=max).contains(&name.version) {
@@ -189,7 +198,7 @@ async fn read_answer(connection: &Connection, name: ConnectionName) -> Option<(H
                 hello = Some(Hello { min, max, resume, is_asleep, gang, library });
                 packets.clear();
             }
-            Ok(ClientMessage::Held { gpus }) if hello.is_some() => return Some((hello?, packets, gpus)),
+            Ok(ClientMessage::Held { gpus }) if hello.is_some() => return Some((hello?, packets, devices, gpus)),
             Ok(_) if hello.is_some() => {
                 if packets.len() == MAX_PACKETS {
                     return None;
@@ -227,7 +236,7 @@ async fn admit(
     states.sort_by_key(|state| state.asked.name.client);
     let (mut admitted, mut late) = (Vec::new(), Vec::new());
     for mut state in states {
-        let ClientState { asked, hello, packets: packets_left, .. } = &mut state;
+        let ClientState { asked, hello, packets: packets_left, devices, .. } = &mut state;
         if !is_late && asked.connection.budget().is_spent() {
             late.push(state);
             continue;
@@ -245,6 +254,7 @@ async fn admit(
             process: asked.pidfd.clone(),
         };
         core.borrow_mut().resume(client, arrival, asked.name);
+        core.borrow_mut().prove(client, std::mem::take(devices));
         let packets = std::mem::take(packets_left);
         let (later, first): (Vec<_>, Vec<_>) =
             packets.into_iter().partition(|packet| is_request(packet, asked.name.version));

@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 
 use nvshare_wire::client::{GpuKind, Sharing};
 use nvshare_wire::{SchedulerMessage, SlotSet};
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 use zbus::fdo;
 
 use super::bundle;
@@ -16,6 +16,7 @@ use super::state::{Adoptions, Arrival, Client, ClientGpuStats, Core, Gang, Gpu};
 use super::swap_files::FileUse;
 use crate::config::rules::EnvLimits;
 use crate::daemon::gpu::accounting::{Accounting, History};
+use crate::daemon::gpu::device_files;
 use crate::daemon::gpu::nvml::{Query, Sample};
 use crate::daemon::metrics::snapshot::Workload;
 use crate::daemon::systemd;
@@ -26,11 +27,14 @@ use crate::daemon::transport::session::{ClientAction, Session, Violation};
 use crate::identity::{Identity, Pod, printable};
 use crate::scheduler::{ClientId, Engine, Event, GpuId, TenantId};
 use crate::sys::clock;
+use crate::sys::device_file::DeviceFile;
 
 /// If `departed` has this many entries at a disconnect, entries older than [`EXIT_TIME`] are dropped.
 const MAX_DEPARTED: usize = 1024;
 /// Maximum number of ended clients whose names are kept for timelines and bundles.
 const MAX_ENDED: usize = 1024;
+/// Maximum number of device files that are remembered of a client.
+pub const MAX_DEVICES: usize = 64;
 /// Minimum time between two measurements of host memory for limit requests.
 const HOST_PERIOD: Duration = Duration::from_millis(10);
 
@@ -143,7 +147,7 @@ impl Core {
     }
 
     fn add_client(&mut self, client: ClientId, arrival: Arrival, gang: u64, resumed: bool) {
-        let Arrival { connection, identity, version, gang: named, library, lock, reconnects, is_asleep: _, process } =
+        let Arrival { connection, identity, version, gang: named, library, lock, reconnects, is_asleep, process } =
             arrival;
         let entry = Client {
             connection,
@@ -161,6 +165,8 @@ impl Core {
             asked_for: None,
             reconnects,
             file_use: FileUse::default(),
+            devices: BTreeSet::new(),
+            is_exempt: is_asleep,
             process,
             checkpoint: None,
             stored_as: None,
@@ -286,7 +292,11 @@ impl Core {
                 self.apply(event);
                 detached.into_iter().for_each(|gpu| self.forget_unlisted(gpu));
             }
-            ClientAction::Attach { .. } => self.attach(client, action)?,
+            ClientAction::Attach { .. } => {
+                self.prove(client, descriptors.iter().filter_map(DeviceFile::opened));
+                drop(descriptors);
+                self.attach(client, action)?;
+            }
             ClientAction::Memory { gpu, mut report, device_free, host, in_file, counts } => {
                 self.counts.report(client, gpu, counts);
                 if let Some(stats) = self.stats(client, gpu) {
@@ -322,16 +332,50 @@ impl Core {
         Ok(())
     }
 
+    /// Records device files that a client has open. At most [`MAX_DEVICES`] files count.
+    pub fn prove(&mut self, client: ClientId, files: impl IntoIterator<Item = DeviceFile>) {
+        let Some(entry) = self.clients.get_mut(&client) else { return };
+        let room = MAX_DEVICES.saturating_sub(entry.devices.len());
+        entry.devices.extend(files.into_iter().take(room));
+    }
+
+    /// True if a client has proven that it may use a GPU, or need not prove it. The device file of a GPU
+    /// that NVML does not list is unknown. A lock acquired over D-Bus was checked when it was requested.
+    pub(super) fn may_use(&self, client: ClientId, gpu: GpuId) -> bool {
+        let Some((entry, found)) = self.clients.get(&client).zip(self.gpus.get(&gpu)) else { return true };
+        let is_free = entry.lock.is_some() || entry.is_exempt || found.index.is_none();
+        is_free
+            || match found.minor {
+                Some(minor) => entry.devices.contains(&device_files::of_gpu(minor)),
+                None => entry.devices.iter().any(|file| device_files::is_of_gpu(*file)),
+            }
+    }
+
+    /// Disconnects clients that use a GPU without proof. Clients may attach a GPU before NVML lists it.
+    pub(super) fn disconnect_unproven(&mut self, gpu: GpuId) {
+        let users = self.clients.iter().filter(|(_, entry)| entry.gpus.contains_key(&gpu));
+        for (_, entry) in users.filter(|(client, _)| !self.may_use(**client, gpu)) {
+            let label = self.gpus.get(&gpu).map_or_else(String::new, |found| found.label(gpu));
+            warn!("disconnected {}: {}", entry.identity.label(), Violation::Unproven { gpu: label });
+            entry.connection.close();
+        }
+    }
+
     /// Attaches a GPU to a client.
     ///
     /// # Errors
-    /// If the client's tenant has named too many GPUs that NVML does not list.
+    /// If the client's tenant has named too many GPUs that NVML does not list, or the client has not proven
+    /// that it may use the GPU.
     fn attach(&mut self, client: ClientId, attach: ClientAction) -> Result<(), Violation> {
         let ClientAction::Attach { event, slot, gpu, kind, total, name, reason } = attach else { return Ok(()) };
         let Event::Attached { engine, .. } = event else { return Ok(()) };
         self.offer_swap_file(client);
         let now = clock::now();
         self.add_unknown_gpu(client, gpu, kind, total, name)?;
+        if !self.may_use(client, gpu) {
+            let label = self.gpus.get(&gpu).map_or_else(String::new, |found| found.label(gpu));
+            return Err(Violation::Unproven { gpu: label });
+        }
         let Some(entry) = self.clients.get_mut(&client) else { return Ok(()) };
         let is_program = entry.lock.is_none();
         let total = self.gpus.get(&gpu).filter(|_| is_program).map_or(0, |gpu| gpu.total);

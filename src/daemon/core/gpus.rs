@@ -106,6 +106,9 @@ impl Core {
             self.drain_again(gpu);
             self.announce_all_limits();
         }
+        if is_news {
+            self.disconnect_unproven(gpu);
+        }
         if has_display != had_display {
             self.tell_run_ahead(gpu);
         }

@@ -54,6 +54,7 @@ mod usage;
 mod view;
 pub mod views;
 
+pub use clients::MAX_DEVICES;
 pub use gpus::Present;
 pub use measure::EXIT_TIME;
 pub use rooms::{PendingRoom, RoomRequest};

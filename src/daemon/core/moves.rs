@@ -18,6 +18,7 @@ use super::state::{ClientGpuStats, Core, Gpu};
 use crate::bus;
 use crate::daemon::checkpoint::Uuid;
 use crate::daemon::gpu::accounting::History;
+use crate::daemon::gpu::device_files;
 use crate::scheduler::{ClientId, Event, GpuId, GpuSet, Move, MoveObstacle, Time};
 
 /// Receives the result of a move: success once the program is on the new GPU, or the reason for the
@@ -112,6 +113,8 @@ impl Core {
     pub(super) fn moved(&mut self, client: ClientId, from: GpuId, to: GpuId, now: Time) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         entry.session.moved(from, to);
+        // The driver has restored the process there.
+        entry.devices.extend(self.gpus.get(&to).and_then(|gpu| gpu.minor).map(device_files::of_gpu));
         if let Some(stats) = entry.gpus.remove(&from) {
             // The history describes the old GPU, so it is not copied.
             entry.gpus.insert(to, ClientGpuStats { history: History::default(), ..stats });

@@ -22,7 +22,7 @@ use crate::daemon::checkpoint::{HelperAnswer, HelperFailure, Operation, Outcome,
 use crate::daemon::gpu::nvml::DriverVersions;
 use crate::identity::Identity;
 use crate::scheduler::{
-    ClientId, Event, Move, Settings, SleepObstacle, SleepOperation, SleepOutcome, SleepPhase, Time,
+    ClientId, Event, GpuId, Move, Settings, SleepObstacle, SleepOperation, SleepOutcome, SleepPhase, Time,
 };
 use crate::sys::clock;
 
@@ -189,6 +189,8 @@ impl Core {
             None => self.no_checkpoints = None, // checkpoints work again
             Some(_) => {}
         }
+        // The client claimed to be asleep, and is not.
+        let is_settled = operation == Operation::Settle && answer.outcome == Outcome::Runs;
         let outcome = match answer.outcome {
             Outcome::Runs => SleepOutcome::Runs,
             Outcome::Asleep => SleepOutcome::Asleep,
@@ -196,6 +198,11 @@ impl Core {
             Outcome::Unknown => SleepOutcome::Unknown,
         };
         self.apply(Event::Checkpointed { client, outcome });
+        if let Some(entry) = self.clients.get_mut(&client).filter(|_| is_settled) {
+            entry.is_exempt = false;
+            let gpus: Vec<GpuId> = entry.gpus.keys().copied().collect();
+            gpus.into_iter().for_each(|gpu| self.disconnect_unproven(gpu));
+        }
     }
 
     /// The clients of a process. A process has several clients if it has loaded the library several times.

@@ -49,6 +49,7 @@ use crate::identity::{Identity, Tenant};
 use crate::recorder::Recorder;
 use crate::scheduler::{ClientId, Event, GpuId, GroupId, Machine, MemoryReport, RoomId, Settings, Time};
 use crate::sys::clock::{self, Timer};
+use crate::sys::device_file::DeviceFile;
 
 /// Clients count as idle if no client has sent a message for this long. While they are idle, memory is
 /// sampled less often.
@@ -199,6 +200,11 @@ pub(super) struct Client {
     /// The client was connected before. An earlier daemon may have sent it other limits.
     pub reconnects: bool,
     pub file_use: FileUse,
+    /// The device files that the client has shown to be open.
+    pub devices: BTreeSet<DeviceFile>,
+    /// The client may be asleep, so it need not prove that it may use its GPUs: only the driver can put a
+    /// process to sleep and wake it.
+    pub is_exempt: bool,
     /// The process's pidfd. `None` if the daemon cannot see the process.
     pub process: Option<Rc<AsyncFd<OwnedFd>>>,
     /// The newest request to the checkpoint helper. Dropping it with the client cancels the request.

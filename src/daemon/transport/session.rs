@@ -32,6 +32,7 @@ pub enum Violation {
     NoGpu { message: &'static str },
     Bytes { field: &'static str, bytes: u64 },
     TooManyGpus,
+    Unproven { gpu: String },
     Choice,
     EnvLimit { limit: LimitName },
     Unread,
@@ -51,6 +52,9 @@ impl fmt::Display for Violation {
             Self::NoGpu { message } => write!(f, "{message} without a GPU"),
             Self::Bytes { field, bytes } => write!(f, "{field} cannot be {bytes} bytes"),
             Self::TooManyGpus => f.write_str("too many GPUs of its tenant that NVML does not list"),
+            Self::Unproven { gpu } => {
+                write!(f, "it has not shown that it can open the device file of {gpu} for reading and writing")
+            }
             Self::Choice => write!(f, "a list of GPUs of more than {MAX_CHOICE} bytes"),
             Self::EnvLimit { limit } => {
                 write!(f, "a value of {} with more than {} bytes", variable(*limit), env_limits::LONGEST)

@@ -13,6 +13,7 @@ use crate::{
 use cuda_sim_gpus::{
     Account, Config, MAX_GPUS,
     checkpoint::{Destinations, Operation, Own, State, Target, same_places},
+    device_file,
 };
 use std::{
     sync::{
@@ -160,6 +161,7 @@ fn answer(own: &Own, operation: Operation, saved: &mut [u64; MAX_GPUS]) -> Done 
                 return Err(Error::NOT_SUPPORTED);
             }
             *saved = own.leave();
+            device_file::close();
             own.set_state(State::Checkpointed);
         }
         Operation::Restore { to } => {
@@ -169,6 +171,7 @@ fn answer(own: &Own, operation: Operation, saved: &mut [u64; MAX_GPUS]) -> Done 
                 open(true);
                 return Err(Error::OUT_OF_MEMORY);
             }
+            device::open_files();
             own.set_state(State::Locked);
         }
         Operation::Unlock => {

@@ -5,11 +5,11 @@ use crate::{
     error::{Done, Error},
     out,
 };
-use cuda_sim_gpus::{Config, place};
+use cuda_sim_gpus::{Config, device_file, place};
 use std::{
     env,
     ffi::{CStr, c_char},
-    sync::OnceLock,
+    sync::{Once, OnceLock},
 };
 
 static VISIBLE: OnceLock<Vec<usize>> = OnceLock::new();
@@ -33,7 +33,18 @@ pub fn init(flags: u32) -> Done {
         return Err(Error::NO_DEVICE);
     }
     checkpoint::serve();
+    open_files_once();
     Ok(())
+}
+
+fn open_files_once() {
+    static OPENED: Once = Once::new();
+    OPENED.call_once(open_files);
+}
+
+/// Opens the device files of the visible GPUs.
+pub fn open_files() {
+    device_file::open(VISIBLE.get().into_iter().flatten().copied());
 }
 
 /// Whether [`init`] has succeeded.

@@ -105,7 +105,9 @@ impl Scene<'_> {
         command.env_remove("NOTIFY_SOCKET").env_remove("JOURNAL_STREAM");
         if let Stage::Simulated { libraries } = self.stage {
             command.env("LD_LIBRARY_PATH", libraries).env_remove("CUDA_VISIBLE_DEVICES");
-            command.env("CUDA_SIM_DIR", self.scratch.join("gpu")).env("CUDA_SIM_MEMORY", format!("{}M", GIB / MIB));
+            let gpu = self.scratch.join("gpu");
+            command.env("CUDA_SIM_DIR", &gpu).env("NVSHARE_DEVICES", &gpu);
+            command.env("CUDA_SIM_MEMORY", format!("{}M", GIB / MIB));
         }
         command.stdin(Stdio::null());
         command

@@ -1,9 +1,12 @@
 //! A daemon in a temporary directory, and clients that send protocol messages directly.
 
 use std::ffi::OsStr;
-use std::io::{self, BufRead, BufReader};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::fs::{self, File, Permissions};
+use std::io::{self, BufRead, BufReader, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -11,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use nvshare_wire::client::{Engine, EngineReason, GpuKind, ReleaseReason};
 use nvshare_wire::{ClientMessage, Counts, MAX_LEN, SchedulerMessage, Text, Uuid, version};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 use crate::artifact;
 use crate::manager::Manager;
@@ -293,8 +297,23 @@ impl Client {
         client
     }
 
+    /// Sends a message. Proves the right to use the GPUs when it attaches one.
     pub fn send(&self, message: ClientMessage) {
-        assert!(self.send_raw(message.encode(self.version).as_bytes()), "the daemon has hung up");
+        let packet = message.encode(self.version);
+        let is_sent = match message {
+            ClientMessage::Attach { .. } => self.send_with(packet.as_bytes(), &device_files()),
+            _ => self.send_raw(packet.as_bytes()),
+        };
+        assert!(is_sent, "the daemon has hung up");
+    }
+
+    /// Sends a packet with descriptors.
+    pub fn send_with(&self, packet: &[u8], files: &[File]) -> bool {
+        let files: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(GPUS))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(files.is_empty() || control.push(SendAncillaryMessage::ScmRights(&files)), "{} files", files.len());
+        sendmsg(&self.socket, &[IoSlice::new(packet)], &mut control, SendFlags::NOSIGNAL).is_ok()
     }
 
     pub fn send_raw(&self, packet: &[u8]) -> bool {
@@ -374,6 +393,25 @@ impl Client {
     pub fn release(&self) {
         self.send(release());
     }
+}
+
+/// The number of simulated GPUs whose device files a [`Client`] shows.
+const GPUS: usize = 4;
+
+/// Opens the device files of the simulated GPUs. Empty in a test without simulated GPUs.
+pub fn device_files() -> Vec<File> {
+    let Some(directory) = std::env::var_os("NVSHARE_DEVICES").map(PathBuf::from) else { return Vec::new() };
+    let access = |path: &Path, mode| drop(fs::set_permissions(path, Permissions::from_mode(mode)));
+    if fs::create_dir_all(&directory).is_ok() {
+        access(&directory, 0o777);
+    }
+    let open = |number| {
+        let path = directory.join(format!("nvidia{number}"));
+        let file = File::options().read(true).write(true).create(true).truncate(false).open(&path).ok()?;
+        access(&path, 0o666);
+        Some(file)
+    };
+    (0..GPUS).filter_map(open).collect()
 }
 
 pub fn hello() -> ClientMessage {

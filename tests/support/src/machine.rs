@@ -338,7 +338,7 @@ impl Machine {
             }
         }
         command.env("LD_LIBRARY_PATH", self.path("lib"));
-        command.env("CUDA_SIM_DIR", self.path("gpu"));
+        command.env("CUDA_SIM_DIR", self.path("gpu")).env("NVSHARE_DEVICES", self.path("gpu"));
         command.env("CUDA_SIM_MEMORY", self.setup.memory.to_string());
         command.env("CUDA_SIM_CONTEXT", self.setup.context.to_string());
         self.setup.card.apply(self.setup.memory, command);

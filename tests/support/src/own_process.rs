@@ -22,7 +22,8 @@ pub fn has_own_process(test: &str, environment: &[(&str, String)]) -> bool {
     symlink(artifact("libnvidia_ml.so"), simulated.0.join("libnvidia-ml.so.1")).expect("a link to NVML");
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args([test, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]).env(NAME, test);
-    command.env("CUDA_SIM_DIR", simulated.0.join("gpu")).env("LD_LIBRARY_PATH", &simulated.0);
+    let gpu = simulated.0.join("gpu");
+    command.env("CUDA_SIM_DIR", &gpu).env("NVSHARE_DEVICES", &gpu).env("LD_LIBRARY_PATH", &simulated.0);
     let output = command.envs(environment.iter().map(|(name, value)| (name, value))).stdin(Stdio::null()).output();
     let output = output.expect("this program starts");
     let stdout = String::from_utf8_lossy(&output.stdout);

@@ -5,7 +5,7 @@
 
 mkdir -m 777 $simulated/two
 one=("${gpu[@]}")
-gpu=("${gpu[@]/#CUDA_SIM_DIR=*/CUDA_SIM_DIR=$simulated/two}" CUDA_SIM_GPUS=2)
+gpu=("${gpu[@]/%=$simulated/=$simulated/two}" CUDA_SIM_GPUS=2)
 simulate "${gpu[@]}"
 systemctl restart $unit
 

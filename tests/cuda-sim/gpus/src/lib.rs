@@ -1,6 +1,6 @@
 //! The state of the simulated GPUs, which all processes share: configuration ([`config`]), memory
 //! per process ([`account`], [`shared`]), engines ([`engine`]), events ([`mark`]), host bandwidth
-//! ([`host_link`]), faults ([`trouble`]), checkpoints ([`checkpoint`]) and restores on other GPUs
+//! ([`host_link`]), device files ([`device_file`]), faults ([`trouble`]), checkpoints ([`checkpoint`]) and restores on other GPUs
 //! ([`mod@place`]).
 //!
 //! Processes share only files in one directory. A `flock` protects all resources of a process, so
@@ -10,6 +10,7 @@
 pub mod account;
 pub mod checkpoint;
 pub mod config;
+pub mod device_file;
 pub mod engine;
 mod fork;
 pub mod host_link;

@@ -39,6 +39,12 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         gpu.fill(buffer.at, buffer.count(), first(i), 0)?;
     }
     gpu.synchronise()?;
+    if args.given("setuid") {
+        let user = args.size("setuid", "65534") as libc::uid_t;
+        // SAFETY: `setresuid` takes no pointers.
+        expect("result of setresuid", unsafe { libc::setresuid(user, user, user) }, 0)?;
+        eprintln!("runs as user {user}");
+    }
 
     let mut passes = if args.given("reps") { args.size("reps", "1") } else { 1 };
     let mut done = Vec::new();
