@@ -62,9 +62,9 @@ impl<'a> Shares<'a> {
         Some(window.reaches(most, self.now).unwrap_or(Time::MAX))
     }
 
-    /// Until when a client may not hold these GPUs because its owner has used its maximum. By that
-    /// time, enough of the owner's usage has left the period for another turn. `None`: the client
-    /// may hold them now.
+    /// When a client may hold these GPUs again after its owner has used its maximum. By that time,
+    /// enough of the owner's usage has left the period for another turn. `None`: the client may
+    /// hold the GPUs now.
     fn capped_until(&self, client: ClientId, gpus: &GpuSet) -> Option<Time> {
         let owner = self.owner(client)?;
         let share = self.share(owner);
