@@ -70,10 +70,11 @@ impl Gpu {
     }
 
     /// Notifies clients that have been deferred for too long that their contexts have no room. A
-    /// client's request stays until the client detaches. Returns when the next client is due.
+    /// client's request stays until the client detaches. Returns the time of the next such
+    /// notification.
     pub fn refuse_contexts(&mut self, cx: Context, fx: &mut Effects) -> Option<Time> {
         if self.drained {
-            return None; // clients wait until the GPU is in use again
+            return None; // clients wait until the drain ends
         }
         let mut next: Option<Time> = None;
         for pending in self.contexts.iter_mut().filter(|pending| !pending.refused) {
