@@ -18,8 +18,8 @@ pub struct Plan {
     pub gpus: Vec<usize>,
 }
 
-/// Plans all programs, in the order of arrival. Each program gets those of its allowed GPUs that
-/// have the fewest earlier programs.
+/// Plans all programs, in the order of arrival. Each program gets the allowed GPUs with the fewest
+/// earlier programs.
 pub fn plans(scenario: &Scenario) -> Vec<Plan> {
     let mut tenants: BTreeMap<&str, TenantId> = BTreeMap::new();
     let mut plans = Vec::new();

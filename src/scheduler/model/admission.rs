@@ -91,8 +91,8 @@ impl Model<'_> {
         request.wants.values().flatten().all(is_served)
     }
 
-    /// When a client can be granted these GPUs again after mapping failed there. 0 if mapping did
-    /// not fail there.
+    /// When a client can be granted these GPUs again after mapping failed there. 0 if mapping never
+    /// failed there.
     pub fn delayed_until(&self, client: ClientId, gpus: &GpuSet) -> Time {
         let attachments = gpus.iter().filter_map(|id| self.gpus.attachment(client, *id));
         attachments.map(|attachment| attachment.failures.not_before).max().unwrap_or_default()

@@ -68,9 +68,9 @@ impl Model<'_> {
             own_unevictable = own_unevictable.saturating_add(gpu.unevictable_of(client));
         }
         let room = gpu.capacity(self.settings).saturating_sub(gpu.ledger.unevictable().saturating_sub(own_unevictable));
-        // A need is at most the capacity, so with a capacity of 0 all needs would fit, and no
-        // client could begin a trial. So several clients with memory must fit with their whole
-        // wants.
+        // A need is at most the capacity. With a capacity of 0, all needs would fit together, and
+        // no client would be alone to begin a trial. So if several clients want memory, their
+        // uncapped wants must fit.
         let bytes = if with_memory > 1 { wanted } else { need };
         full <= FULL && bytes <= room
     }

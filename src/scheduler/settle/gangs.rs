@@ -12,8 +12,8 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// The minimum length of a gang's turn, as a multiple of the gang's hand-over time. During a
-/// hand-over, members spin for members that have already drained. With this ratio, spinning costs 3
-/// % of the time.
+/// hand-over, members spin for members that have already drained. This ratio limits the time lost
+/// by spinning to 3 %.
 const HAND_OVERS_PER_TURN: u32 = 33;
 
 impl Machine {
@@ -26,8 +26,7 @@ impl Machine {
         }
     }
 
-    /// Ends the turn of a gang whose members hold no lock any more. Holds that are bypassed do not
-    /// count.
+    /// Ends the turn of a gang whose members hold no lock any more. Bypassed holds do not count.
     pub(super) fn end_gang_turn(&mut self, entity: Entity) {
         let is_over = |gang: &Gang| self.model().holds_of_gang(*gang).all(|(_, hold)| hold.is_bypassed());
         if let Some(gang) = entity.gang().filter(is_over) {
@@ -149,8 +148,8 @@ impl Machine {
         }
     }
 
-    /// Updates a client's gang after its rule changed. Its requests become requests of the new
-    /// gang.
+    /// Updates a client's gang after its rule changed. The client's requests become requests of the
+    /// new gang.
     pub(crate) fn update_gang(&mut self, client: ClientId) {
         let Some(state) = self.clients.get(&client) else { return };
         let is_gang = |group: &GroupId| self.rules.limits(*group).is_some_and(|limits| limits.gang);
