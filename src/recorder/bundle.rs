@@ -246,7 +246,7 @@ pub struct Entries<R> {
     samples: Samples,
     /// The clients named so far, by id.
     pub clients: BTreeMap<u64, Process>,
-    /// The number of the line that contains the first entry, once that line has been read.
+    /// The number of the line that contains the first entry; 0 before that line was read.
     first_line: usize,
     /// For each `client` line after the first entry, the number of entries before it.
     between: Vec<u64>,

@@ -25,8 +25,8 @@ pub struct Explanation {
     pub waits: Option<Duration>,
     /// What keeps the client out of the queue, or from making a request.
     pub obstacle: Option<Obstacle>,
-    /// Holders that delay the client's grant, in the order of their own grants. If the client is a
-    /// holder itself, only that client.
+    /// Holders that delay the client's grant, in the order of their own grants. If the client is
+    /// itself a holder, the list contains only that client.
     pub holders: Vec<HolderAhead>,
     /// Requests that are served before the client's request, the next one first.
     pub ahead: Vec<Ahead>,

@@ -59,7 +59,7 @@ impl Program {
             chunk: CHUNK,
         };
         let mut client = Client::new(ClientId(at as u64), setup);
-        client.allocate(Time::ZERO, job.memory, 0); // takes effect once the client is attached
+        client.allocate(Time::ZERO, job.memory, 0); // takes effect when the client is attached
         Self {
             at,
             client,
@@ -81,7 +81,7 @@ impl Program {
         self.client_does(context, |client, _| client.connect());
     }
 
-    /// Calls the client and carries out the returned effects. Does nothing once the program has
+    /// Calls the client and carries out the returned effects. Does nothing if the program has
     /// ended.
     pub fn client_does(&mut self, context: &mut Context, does: impl FnOnce(&mut Client, Time) -> Vec<Effect>) {
         if self.phase != Phase::Over {

@@ -7,7 +7,7 @@ use super::{Activity, Span, Timeline};
 use crate::recorder::bundle::Header;
 use crate::recorder::replay::{Moment, Replay, What};
 
-/// Creates the timeline of a replayed recording. Times are times of the recorded host's clock.
+/// Creates the timeline of a replayed recording. Times are from the clock of the recorded host.
 /// Clients without a label in `labels` are labelled with their number.
 pub fn from_recording(replay: &Replay, labels: &BTreeMap<u64, String>, header: &Header) -> Timeline {
     let epoch = header.epoch();

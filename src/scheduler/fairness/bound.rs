@@ -76,7 +76,8 @@ impl<'a> Shares<'a> {
         let until = gpus.iter().filter_map(|id| {
             let window = self.window(owner, *id);
             let is_spent = window.used(self.now) >= most;
-            // Another client of the owner may still hold the GPU until that client has drained.
+            // While another client of the owner still holds the GPU, the usage does not fall, so
+            // the request is checked again after a slice.
             let again =
                 || window.falls_below(most.saturating_sub(turn), self.now).unwrap_or(self.now + self.settings.slice());
             is_spent.then(again)

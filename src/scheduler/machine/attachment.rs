@@ -12,7 +12,8 @@ impl Machine {
             return;
         };
         if let Some(attachment) = self.gpus.attachment_mut(client, id) {
-            attachment.engine = engine; // the request is answered again, unless its first answer is pending
+            attachment.engine = engine;
+            // The request is answered again, unless its first answer is pending.
             if attachment.attached.is_some() {
                 self.effects.command(Command::Attached { client, gpu: id });
                 self.with_quota(|quota, cx, fx| quota.tell(cx, fx, client, id));

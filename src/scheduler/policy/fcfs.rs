@@ -48,7 +48,9 @@ impl Policy for Fcfs {
             let (least, most) = first.moving_turn(holder);
             (first.burst * 2).min(most).max(least).min(settings.time_quantum)
         } else if !first.holders_measured {
-            MEASURED.min(settings.time_quantum) // a shorter turn measures nothing; the clients may be able to run together
+            // A shorter turn would measure nothing. The measurement may show that the clients can run
+            // together.
+            MEASURED.min(settings.time_quantum)
         } else if first.unmeasured {
             SHORTEST_TURN
         } else {

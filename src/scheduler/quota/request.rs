@@ -157,7 +157,8 @@ impl Quota {
                 self.set_wanted(client, id, None);
                 self.keep(cx, client, id, wanted.bytes);
             } else if waits && (wanted.bytes <= target || !self.is_last_of_all(cx, client, wanted.held)) {
-                continue; // other clients can still free memory, or have yet to acknowledge a lower limit
+                // Other clients can still free memory, or have yet to acknowledge a lower limit.
+                continue;
             } else if until <= cx.now {
                 let is_full = self.group_room(cx, client, id).is_none_or(|room| room < wanted.bytes - limit);
                 self.deny(fx, client, id, if is_full { Denial::MemoryMax } else { Denial::NoRoom });

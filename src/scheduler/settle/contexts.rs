@@ -1,6 +1,5 @@
-//! Admission of CUDA contexts. A client that is about to create a context waits until the GPU has
-//! room for it, but at most for [`ATTACH_TIMEOUT`]. A deferred client waits longer (see
-//! `gpu::contexts`).
+//! Admission of CUDA contexts. A client that is about to create a context waits for room on the
+//! GPU, but at most for [`ATTACH_TIMEOUT`]. A deferred client waits longer (see `gpu::contexts`).
 
 use crate::{api::*, machine::Machine, quota::FIRST_LIMIT_TIMEOUT};
 use std::time::Duration;

@@ -12,8 +12,8 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// The minimum length of a gang's turn, as a multiple of the gang's hand-over time. During a
-/// hand-over, members spin for members that have already drained. This ratio limits the time lost
-/// by spinning to 3 %.
+/// hand-over, members spin for members that have already drained. With turns of this length,
+/// spinning costs 3 % of the time.
 const HAND_OVERS_PER_TURN: u32 = 33;
 
 impl Machine {

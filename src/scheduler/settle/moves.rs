@@ -218,7 +218,8 @@ impl Machine {
         self.effects.wake(Wake::Ahead(client, from), None);
         let (is_drained, number) = (self.has_drained(client), self.effects.number());
         self.sleep.moved(client, both, is_drained, number);
-        self.limit_sleeper(client); // in the same step, so that no other client is promised this client's place
+        // Called in the same step, so that no other client is promised this client's place.
+        self.limit_sleeper(client);
         self.effects.command(Command::Moved { client, from, to });
         if let Some(mut wants) = wants {
             wants.remove(&from);

@@ -57,7 +57,8 @@ impl Machine {
         let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return bytes };
         let asked = gpu.evict(cx, fx, bytes - arriving, exempt, last, queue.as_deref());
         let arriving = gpu.arriving(cx, fx, exempt);
-        asked.into_iter().for_each(|client| self.check(client)); // sets when the client's answer is due
+        // Sets the time at which each client's answer is due.
+        asked.into_iter().for_each(|client| self.check(client));
         bytes.saturating_sub(arriving)
     }
 

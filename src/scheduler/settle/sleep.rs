@@ -260,7 +260,8 @@ impl Machine {
     }
 
     pub(super) fn take_step(&mut self, client: ClientId, step: Step) {
-        self.limit_sleeper(client); // before the client prepares, so that it first acknowledges lower limits
+        // Called before the client prepares, so that the client first acknowledges lower limits.
+        self.limit_sleeper(client);
         match step {
             Step::Nothing => {}
             Step::Prepare => {
@@ -436,7 +437,8 @@ impl Machine {
             let due = returning.asked.map_or(now, |asked| asked + MEASURE);
             if due <= now {
                 returning.asked = Some(now);
-                self.measure_again(id); // a pending measurement may never arrive, or may have begun too early
+                // A pending measurement may never arrive, or may have begun too early.
+                self.measure_again(id);
             }
             next = Some(due.max(now + MEASURE));
         }

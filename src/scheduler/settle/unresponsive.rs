@@ -197,7 +197,8 @@ impl Machine {
         }
         if !unwanted.is_empty() {
             self.gang_continues(self.queues.entity(client));
-            self.touch_conflicting_gangs(self.queues.entity(client)); // GPUs are no longer kept to let the client drain
+            // GPUs are no longer kept to let the client drain.
+            self.touch_conflicting_gangs(self.queues.entity(client));
             self.touch_gang_peers(client);
         }
         let Some(state) = self.clients.get_mut(&client) else { return };
@@ -242,7 +243,8 @@ impl Machine {
         if let Some(entity) = self.queues.waiting(client)
             && self.queues.request(entity).is_some_and(|r| r.blocked.is_none())
         {
-            self.enqueue(entity); // its request would precede other requests and wait for its own lock
+            // Blocks the request, which would otherwise wait for the client's own lock ahead of others.
+            self.enqueue(entity);
         }
     }
 }
