@@ -98,7 +98,7 @@ pub enum Obstacle {
     Paused,
     /// A GPU that the client has attached is drained.
     Drained,
-    /// The client is off its GPUs, leaving them or returning to them.
+    /// The client is off its GPUs, or is leaving them or returning to them.
     Sleeps(SleepPhase),
     /// The client's process is stopped.
     Stopped,

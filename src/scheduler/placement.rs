@@ -32,8 +32,8 @@ struct Place {
     labels: Labels,
 }
 
-/// All placements, including placements of programs that have not started yet, and the labels of
-/// all clients.
+/// The placements of clients and of programs that have not started yet, and the labels of all
+/// clients.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Placements {
     labels: BTreeMap<ClientId, Labels>,

@@ -64,8 +64,8 @@ pub(crate) struct Account {
     pub report: MemoryReport,
     /// The mapped and the pinned bytes that the newest report claims, believed or not.
     claimed: (u64, u64),
-    /// The upper bound of the client's mapped bytes in its last measurement. `None`: the client was
-    /// never measured, and the scheduler believes its reports.
+    /// The upper bound of the client's mapped bytes in the client's last measurement. `None`: the
+    /// client was never measured, and the scheduler believes its reports.
     found: Option<u64>,
     /// The highest measured value of the client's mapped bytes.
     seen: u64,

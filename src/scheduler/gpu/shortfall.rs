@@ -53,7 +53,7 @@ pub(crate) struct Failures {
     interval: Duration,
     /// The client is not granted the GPU before this time.
     pub not_before: Time,
-    /// The last delay of the client.
+    /// The client's last delay after a failure.
     pub backoff: Duration,
 }
 

@@ -124,7 +124,7 @@ impl QuotaProblem {
         self.gpus.iter().fold(0, |sum, gpu| sum.saturating_add(excess(gpu)))
     }
 
-    /// The sum of `of` over a bound's members.
+    /// Sums the results of `of` over a bound's members.
     fn used(&self, bound: &Bound, of: impl Fn(&ClientQuota) -> u64) -> u64 {
         bound.quotas.iter().filter_map(|at| self.quota(*at)).fold(0, |sum, quota| sum.saturating_add(of(quota)))
     }

@@ -45,7 +45,7 @@ impl Machine {
 
     /// The minimum length of a gang's turn on a GPU, so that hand-overs cost little. The time
     /// quantum and `max-wait` are upper bounds. A turn that only measures utilization is short,
-    /// because its clients may turn out to be able to run together.
+    /// because the measurement may show that the clients can run together.
     pub(super) fn shortest_gang_turn(&self, gang: Gang, id: GpuId, waiter: Option<Waiter>) -> Duration {
         let measures = |waiter: Waiter| !waiter.evicts && (waiter.unmeasured || !waiter.holders_measured);
         if self.settings.anti_thrash == AntiThrash::Auto && waiter.is_some_and(measures) {
@@ -134,7 +134,8 @@ impl Machine {
         }
     }
 
-    /// Assigns a client's holds and requests to its present entity: its gang, or itself.
+    /// Assigns a client's holds and requests to the client's present entity: its gang, or the
+    /// client alone.
     pub(crate) fn update_entity(&mut self, client: ClientId) {
         let entity = self.queues.entity(client);
         // The holds are revoked together with the members of the new entity.

@@ -183,7 +183,7 @@ impl Machine {
         self.take_step(client, step);
     }
 
-    /// Plans the move of a client off a drained GPU to another GPU, if one has room for it.
+    /// Plans the move of a client off a drained GPU, if another GPU has room for the client.
     pub(super) fn leave_drained(&mut self, client: ClientId) {
         if !self.sleep.is_drained(client) {
             return;

@@ -72,7 +72,8 @@ impl Machine {
             false => gpu.account(*client).map_or(0, |account| account.report.demand),
         };
         let usable = gpu.usable(&self.settings);
-        // Usually the demands fit even if the demands of sleeping clients are counted.
+        // Usually the demands fit even if the demands of sleeping clients are counted, so the exact
+        // sum is rarely needed.
         if !lacks_contexts && gpu.ledger.demanded() <= usable {
             return None;
         }

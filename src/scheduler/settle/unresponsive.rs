@@ -22,9 +22,10 @@ use std::time::Duration;
 /// The first and the longest delay before a stuck holder is revoked again. The delay doubles with
 /// each attempt.
 pub(crate) const STUCK: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
-/// How long a holder may take to drain after the first revoke. The first time applies if the holder
-/// reports itself stuck. The second applies, even without a report, if the holder also failed to
-/// drain in its last hold. The short time lets two programs that wait for each other make progress.
+/// How long a holder may take to drain after the first revoke. The first value applies if the
+/// holder reports itself stuck. The second value applies, even without a report, if the holder also
+/// failed to drain in its last hold. The second value lets two programs that wait for each other
+/// make progress.
 const DRAIN: (Duration, Duration) = (Duration::from_secs(3), Duration::from_millis(500));
 /// How long a holder that runs without answering the revoke may take to drain: after its last
 /// message, and in total. A library that is moving memory answers late, but keeps sending messages.
