@@ -48,8 +48,8 @@ impl Policy for Fcfs {
             let (least, most) = first.moving_turn(holder);
             (first.burst * 2).min(most).max(least).min(settings.time_quantum)
         } else if !first.holders_measured {
-            // A shorter turn would measure nothing. The measurement may show that the clients can run
-            // together.
+            // A shorter turn would measure nothing. The measurement may show that the clients can
+            // run together.
             MEASURED.min(settings.time_quantum)
         } else if first.unmeasured {
             SHORTEST_TURN

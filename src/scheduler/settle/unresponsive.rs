@@ -244,7 +244,8 @@ impl Machine {
         if let Some(entity) = self.queues.waiting(client)
             && self.queues.request(entity).is_some_and(|r| r.blocked.is_none())
         {
-            // Blocks the request, which would otherwise wait for the client's own lock ahead of others.
+            // Blocks the request. Otherwise it would wait for the client's own lock, ahead of other
+            // requests.
             self.enqueue(entity);
         }
     }
