@@ -33,7 +33,7 @@ const SHORTEST: Duration = Duration::from_millis(1);
 /// The recent idle gaps of one program on one GPU.
 #[derive(Debug, Default)]
 pub struct IdleGapPredictor {
-    /// A ring buffer. Only the first `observed` entries are valid until it is full.
+    /// A ring buffer. Before it wraps around, only the first `observed` entries are valid.
     recent: [Duration; REMEMBERED],
     /// The number of gaps observed so far.
     observed: usize,
@@ -61,8 +61,8 @@ impl IdleGapPredictor {
                 .map(|(gap, weight)| (if gap < wait { gap } else { wait.saturating_add(cost) }).saturating_mul(weight))
                 .fold(Duration::ZERO, Duration::saturating_add)
         };
-        // Only waits slightly longer than some gap are candidates. A wait that ends just before a
-        // gap does costs time and saves no hand-over.
+        // Only waits slightly longer than some gap are candidates. A wait that ends just before the
+        // gap ends costs time and saves no hand-over.
         let ends = known().map(|(gap, _)| gap.saturating_add(gap / 4).saturating_add(SHORTEST));
         let waits = ends.chain([SHORTEST]).map(|wait| wait.min(cost));
         // By default, the wait equals the cost of a hand-over, as in the competitive algorithm. A

@@ -5,7 +5,7 @@
 //! | kind | number | contents |
 //! |---|---|---|
 //! | `nvshare-bundle` or `nvshare-record` | first | versions, and the time of creation |
-//! | `configuration` | one | settings and rules in effect, with the keys of the configuration file |
+//! | `configuration` | one | settings and rules in effect, with the configuration file's keys |
 //! | `status` | one | the output of `nvsharectl status --json` |
 //! | `nvml` | one | the newest measurement of each GPU |
 //! | `client` | any | a client's process: its id, its unit and its name |
@@ -84,7 +84,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// Returns the name, or a substitute, and the process id.
+    /// Returns the process's name (or else its unit, container or client id), and its process id.
     pub fn label(&self) -> String {
         let Self { client, pid, name, unit, container, .. } = self;
         let named = [name, unit, container].into_iter().find(|text| !text.is_empty());
@@ -111,8 +111,7 @@ struct Line<T> {
     content: T,
 }
 
-/// Serializes the machine by reference, because `Line` would copy the machine's state into another
-/// object.
+/// A `checkpoint` line to write. Borrows the machine, so that its large state is not copied.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct CheckpointOut<'a> {
@@ -247,7 +246,7 @@ pub struct Entries<R> {
     samples: Samples,
     /// The clients named so far, by id.
     pub clients: BTreeMap<u64, Process>,
-    /// The number of the line that contains the first entry, once that line has been read.
+    /// The number of the line that contains the first entry; 0 before that line was read.
     first_line: usize,
     /// For each `client` line after the first entry, the number of entries before it.
     between: Vec<u64>,

@@ -3,8 +3,8 @@
 //! same events, so a recording can be replayed.
 //!
 //! - This file: the [`Recorder`], which receives every event from the daemon.
-//! - `samples`: stores only the differences between successive measurements, which list all clients
-//!   of a GPU.
+//! - `samples`: stores each measurement as differences from the previous one, because a measurement
+//!   lists all clients of a GPU.
 //! - [`bundle`]: writes a recording to a file, for a bug report or continuously.
 //! - [`replay`]: computes figures from a recording, and checks that the machine still makes the
 //!   same decisions.
@@ -99,7 +99,7 @@ impl Recorder {
         Self { closed: VecDeque::new(), open: Span::new(machine, 1), samples: Samples::default(), file: None }
     }
 
-    /// Writes all future entries also to `file`.
+    /// Also writes all future entries to `file`.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -152,8 +152,8 @@ impl Recorder {
         self.closed.iter().map(|span| span.bytes()).sum::<usize>() + self.open.bytes()
     }
 
-    /// Begins a new span. Drops the oldest spans if they exceed the memory limit or newer spans
-    /// contain enough entries.
+    /// Begins a new span. Drops the oldest spans that [`ENTRIES`] does not require, and more of
+    /// them while the recording exceeds [`MOST_BYTES`].
     fn close(&mut self, machine: &Machine) {
         let next = Span::new(machine, self.open.first + self.open.count);
         let mut full = std::mem::replace(&mut self.open, next);

@@ -30,10 +30,10 @@ pub struct Movement {
     mapped: u64,
     swapped: u64,
     reported: Option<Time>,
-    /// The time since which the client has exceeded its allowance.
+    /// When the client began to exceed its allowance. `None`: the client does not exceed it.
     evicts: Option<Time>,
-    /// The time of the newest grant or raised allowance since the last eviction, which causes a
-    /// restore.
+    /// When the client was last granted the lock or a higher allowance after its last eviction. A
+    /// restore begins then.
     admitted: Option<Time>,
     newest: Option<Move>,
 }
@@ -43,7 +43,7 @@ impl Movement {
         Self { allowance, mapped, swapped, ..Self::default() }
     }
 
-    /// Starts at the beginning of the recording, where an eviction may be in progress.
+    /// Records whether an eviction is in progress at the beginning of the recording.
     pub fn begin(&mut self, at: Time) {
         self.check(at);
     }

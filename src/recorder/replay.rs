@@ -1,6 +1,6 @@
-//! Replays a recording. Collects the moves of locks and memory, and the times for which clients
-//! waited for GPUs and held them. Checks that the machine returns the same commands for the same
-//! events.
+//! Replays a recording. Collects the grants and releases of locks, the moves of memory, and how
+//! long clients waited for GPUs and held them. Checks that the machine returns the same commands
+//! for the same events.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -64,7 +64,8 @@ pub enum What {
     MemoryReturned(u64, Duration),
     /// The size of a refused allocation, in bytes.
     Denied(u64),
-    /// The client detached or ended. The times are how long it had waited for the GPU or held it.
+    /// The client detached or ended. The times are how long the client had waited for the GPU or
+    /// held the GPU.
     Left {
         waited: Option<Duration>,
         held: Option<Duration>,

@@ -16,8 +16,8 @@ pub struct Samples {
 }
 
 impl Samples {
-    /// Returns the event with only the changed figures, and the clients that are no longer listed.
-    /// Instead of an event, `None` means that the event is stored unchanged.
+    /// Returns the event with only the changed figures (`None`: the event is stored unchanged), and
+    /// the clients that are no longer listed.
     pub fn reduce(&mut self, event: &Event) -> (Option<Event>, Vec<ClientId>) {
         match *event {
             Event::Measured { gpu, begun, free, ref found } => {

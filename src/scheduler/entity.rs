@@ -39,8 +39,8 @@ impl Gang {
 pub(crate) enum ShareOwner {
     Tenant(TenantId),
     Group(GroupId),
-    /// A client with limits from its environment. Its turns are charged both to the client and to
-    /// its tenant or group.
+    /// A client whose environment sets a lower weight than its tenant or group has. The client's
+    /// turns are charged both to the client and to its tenant or group.
     Client(ClientId),
     /// All clients without a share, if the policy does not make tenants take turns.
     Others,

@@ -25,8 +25,8 @@ pub struct Explanation {
     pub waits: Option<Duration>,
     /// What keeps the client out of the queue, or from making a request.
     pub obstacle: Option<Obstacle>,
-    /// Holders that delay the client's grant, in the order of their own grants. For a holder, only
-    /// the holder itself.
+    /// Holders that delay the client's grant, in the order of their own grants. If the client is
+    /// itself a holder, the list contains only that client.
     pub holders: Vec<HolderAhead>,
     /// Requests that are served before the client's request, the next one first.
     pub ahead: Vec<Ahead>,
@@ -49,8 +49,8 @@ pub struct HolderAhead {
     /// The rest of the holder's turn; 0 once the holder was asked to release the lock. `None`:
     /// nothing ends the turn.
     pub left: Option<Duration>,
-    /// The holder keeps the GPU until it has no work, because of its own rule or the waiting
-    /// client's.
+    /// The holder keeps the GPU until it runs out of work, because of its own rule or the waiting
+    /// client's rule.
     pub precedes: bool,
 }
 
@@ -61,7 +61,7 @@ pub struct Ahead {
     pub clients: Vec<ClientId>,
     pub reason: Reason,
     /// The estimated time for which the request keeps the GPU, including the time to move its
-    /// memory in. `None`: until the request has no work.
+    /// memory in. `None`: the request keeps the GPU until it runs out of work.
     pub takes: Option<Duration>,
 }
 
@@ -98,7 +98,7 @@ pub enum Obstacle {
     Paused,
     /// A GPU that the client has attached is drained.
     Drained,
-    /// The client is off its GPUs, leaving them or returning to them.
+    /// The client is off its GPUs, or is leaving them or returning to them.
     Sleeps(SleepPhase),
     /// The client's process is stopped.
     Stopped,
@@ -311,9 +311,9 @@ impl Machine {
         gpu.rates.both_ways(lacking.saturating_sub(given), None)
     }
 
-    /// How long a queued request keeps a GPU from the next request. The time to move its memory in
-    /// is counted, and its expected run time up to one turn. `None`: the request keeps the GPU
-    /// until it has no work, and that time is unknown.
+    /// How long a queued request keeps a GPU from the next request: the time to move the request's
+    /// memory in, plus its expected run time of at most one turn. `None`: no request follows, or
+    /// the turn ends only when the request runs out of work.
     fn takes(&self, entity: Entity, next: Option<Entity>, id: GpuId, is_first: bool) -> Option<Duration> {
         let gpu = self.gpus.get(id)?;
         let next = next?;
@@ -374,7 +374,7 @@ impl Machine {
             return Reason::GangTurn;
         }
         let is_same_owner = self.model().owner_of(ahead) == self.model().owner_of(behind);
-        // The finish tag of the request behind delays that request, not its rank.
+        // The request behind is delayed by its finish tag, not by its rank.
         let is_by_share = own.at != its.at && (!self.model().policy().tenants_take_turns() || its.at > its.rank);
         if is_by_share && !is_same_owner {
             return Reason::Share;

@@ -1,6 +1,6 @@
 //! Placement: the choice of a GPU for programs that do not choose one. Choices are remembered for a
 //! while, so that programs started together are not all placed on the GPU that was free at the
-//! time. Rules and environments decide which GPUs a program may use, not this module.
+//! time. Rules and environments, not this module, decide which GPUs a program may use.
 
 use crate::{
     api::*,
@@ -32,7 +32,7 @@ struct Place {
     labels: Labels,
 }
 
-/// All placements, including those of programs that have not started yet, and the labels of all
+/// The placements of clients and of programs that have not started yet, and the labels of all
 /// clients.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Placements {
@@ -104,7 +104,7 @@ impl Placements {
     }
 }
 
-/// The data about the programs on a GPU on which placement depends.
+/// The properties of a GPU's programs that placement considers.
 struct Neighbours {
     labels: Vec<Labels>,
     /// Bytes that the programs need, or are expected to need.
@@ -151,7 +151,8 @@ impl Placements {
         }
     }
 
-    /// Removes a client. A placement for a program that has not started yet is kept, within [`MOST_WAITING`].
+    /// Removes a client. A placement for a program that has not started yet is kept, within
+    /// [`MOST_WAITING`].
     pub fn leave(&mut self, client: ClientId, is_here: impl Fn(&ClientId) -> bool) {
         self.labels.remove(&client);
         self.allowed.remove(&client);

@@ -142,8 +142,8 @@ impl Rules {
         self.limits_of(client)?.memory_max.on(total)
     }
 
-    /// Bytes that a client's group may allocate over all GPUs, because all of its memory may have
-    /// to be evicted. `None`: no limit.
+    /// Bytes that a client's group may allocate over all GPUs. All of these bytes may have to be
+    /// evicted to the host. `None`: no limit.
     pub fn swap_max(&self, client: ClientId) -> Option<u64> {
         self.limits_of(client)?.swap_max
     }

@@ -24,7 +24,7 @@ pub struct GpuView {
     /// Bytes that can be charged to clients. Unbounded on a GPU that is gone; 0 while the host is
     /// about to suspend.
     pub capacity: u64,
-    /// Bytes of the capacity that measurements do not show. One client tries to map them.
+    /// Bytes by which the capacity exceeds the usable memory, because one client tries to map them.
     pub trial: u64,
     /// Bytes set aside for contexts and other programs, excluding the reserve.
     pub overhead: u64,
@@ -76,7 +76,7 @@ pub struct HolderView {
 pub struct WaiterView {
     pub client: ClientId,
     pub since: Time,
-    /// Why the request is in no queue. `None`: it is queued.
+    /// Why the request is in no queue. `None`: the request is queued.
     pub blocked: Option<WaitReason>,
 }
 
@@ -142,7 +142,7 @@ pub struct AttachmentView {
 }
 
 /// A client's current activity on a GPU. A client is both stalled and running if it waits for
-/// memory during its turn, or waits for the lock again while it still holds it.
+/// memory during its turn, or waits for the lock again before it has released the lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Activity {
     /// The client waits for the lock, for memory, or for room to return to the GPU, and is not
@@ -177,7 +177,7 @@ pub enum LockState {
     Stuck,
     /// The client has not drained for so long that other clients are admitted beside it.
     Undrainable,
-    /// The client was revoked, and its process is stopped. It does not count as a holder.
+    /// The client was revoked, and its process is stopped. The client does not count as a holder.
     Suspended,
 }
 
@@ -348,8 +348,8 @@ impl Machine {
         Some((account.report.mapped.saturating_add(account.frees.present()), account.report.swapped))
     }
 
-    /// The highest demand in bytes that a client may believe to be permitted on a GPU, or the limit
-    /// that it has requested if that is higher.
+    /// The highest demand, in bytes, that a client can reach on a GPU under its unacknowledged
+    /// limits, or the limit that it has requested if that is higher.
     pub fn committed_or_requested(&self, id: ClientId, gpu: GpuId) -> u64 {
         let Some(limit) = self.quota.limit(id, gpu) else { return 0 };
         limit.committed().max(limit.wanted.map_or(0, |wanted| wanted.bytes))
@@ -362,7 +362,7 @@ impl Machine {
         present.all(|(_, gpu)| gpu.is_evacuated(self.model().gpu_context()))
     }
 
-    /// Bytes of a GPU that limits rely on.
+    /// Bytes of a GPU that limits may rely on.
     pub fn offer(&self, gpu: GpuId) -> u64 {
         self.gpus.get(gpu).map_or(0, |gpu| gpu.promisable(&self.settings))
     }

@@ -1,4 +1,5 @@
-//! State that all programs share: the time, messages, the engines and links of GPUs, and statistics.
+//! State that all programs share: the time, messages, the engines and links of GPUs, and
+//! statistics.
 
 use super::engines::Engines;
 use super::link::Link;

@@ -31,8 +31,7 @@ pub struct Work {
     left: f64,
     /// GPU time of all work so far, in nanoseconds.
     done: f64,
-    /// The time since which the program has run at the current rate. `None` while the program does
-    /// not run.
+    /// The time up to which `left` and `done` are accounted. `None` while the program does not run.
     since: Option<Time>,
     /// GPU time per unit of virtual time.
     rate: f64,
@@ -104,7 +103,7 @@ impl Engines {
         if work.number != number || work.since.is_none() {
             return false;
         }
-        work.done += std::mem::take(&mut work.left); // work.done += std::mem::take(&mut work.left); // less than a nanosecond
+        work.done += std::mem::take(&mut work.left); // less than a nanosecond
         work.since = Some(now);
         self.stop(program, now, queue);
         true

@@ -70,7 +70,7 @@ impl Counted {
         self.worst
     }
 
-    /// Returns the percentile, which is at most 2 percent too large.
+    /// Returns a percentile. The result is at most 2 percent too large.
     pub fn percentile(&self, percent: u64) -> Duration {
         let rank = (u128::from(self.count) * u128::from(percent)).div_ceil(100);
         let mut seen = 0u128;

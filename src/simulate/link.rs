@@ -46,7 +46,7 @@ impl Link {
         Self { out: Lane::new(rate), back: Lane::new(rate), host }
     }
 
-    /// Returns the time of a copy in one direction while the other direction is idle.
+    /// Returns how long a copy in one direction takes while the other direction is idle.
     pub fn carries(&self, bytes: u64) -> Duration {
         self.out.takes(bytes)
     }

@@ -18,8 +18,8 @@ pub struct Plan {
     pub gpus: Vec<usize>,
 }
 
-/// Plans all programs, in the order of arrival. Each program gets those of its allowed GPUs that
-/// have the fewest earlier programs.
+/// Plans all programs, in the order of arrival. Each program gets the allowed GPUs with the fewest
+/// earlier programs.
 pub fn plans(scenario: &Scenario) -> Vec<Plan> {
     let mut tenants: BTreeMap<&str, TenantId> = BTreeMap::new();
     let mut plans = Vec::new();
@@ -38,7 +38,8 @@ pub fn plans(scenario: &Scenario) -> Vec<Plan> {
             plans.push(Plan { job: at, tenant, arrives, gpus: Vec::new() });
         }
     }
-    plans.sort_by_key(|plan| plan.arrives); // stable: simultaneous arrivals keep the order of the file
+    // The sort is stable, so simultaneous arrivals keep the order of the file.
+    plans.sort_by_key(|plan| plan.arrives);
     let mut given = vec![0usize; scenario.gpus.len()];
     for plan in &mut plans {
         let Some(job) = scenario.jobs.get(plan.job) else { continue };

@@ -12,9 +12,9 @@ use super::scenario::Job;
 use super::statistics::End;
 use crate::scheduler::{ClientId, Command, Engine, EnvLimits, Event, Group, Time};
 
-/// Bytes per copy and report. The library's own chunks are at most a quarter of this size, which
-/// shortens a hand-over by some milliseconds. For a hundred programs on a GPU, smaller chunks
-/// change the end of the last program by less than 3 percent.
+/// Bytes per copy and report. The library's own chunks are at most a quarter of this size. Smaller
+/// chunks shorten a hand-over by some milliseconds. For a hundred programs on a GPU, they change
+/// the end of the last program by less than 3 percent.
 const CHUNK: u64 = 256 << 20;
 
 #[derive(Debug)]
@@ -22,7 +22,7 @@ pub struct Program {
     at: usize,
     client: Client,
     phase: Phase,
-    /// GPU time of an iteration, and the time of an iteration without GPU work.
+    /// The time with GPU work in an iteration, and the preceding time without GPU work.
     gpu_time: Duration,
     cpu_time: Duration,
     /// Whether the program always has work.
@@ -30,7 +30,7 @@ pub struct Program {
     /// GPU time that is left in total, and in this iteration.
     left: Duration,
     now_left: Duration,
-    /// The time since which the program has had work but has not run.
+    /// When the program got work or was interrupted. `None`: the program runs or has no work.
     waits_since: Option<Time>,
 }
 
@@ -59,7 +59,7 @@ impl Program {
             chunk: CHUNK,
         };
         let mut client = Client::new(ClientId(at as u64), setup);
-        client.allocate(Time::ZERO, job.memory, 0); // takes effect once the client is attached
+        client.allocate(Time::ZERO, job.memory, 0); // takes effect when the client is attached
         Self {
             at,
             client,
@@ -81,7 +81,7 @@ impl Program {
         self.client_does(context, |client, _| client.connect());
     }
 
-    /// Calls the client and carries out the returned effects. Does nothing once the program has
+    /// Calls the client and carries out the returned effects. Does nothing if the program has
     /// ended.
     pub fn client_does(&mut self, context: &mut Context, does: impl FnOnce(&mut Client, Time) -> Vec<Effect>) {
         if self.phase != Phase::Over {

@@ -1,4 +1,4 @@
-//! The results of a scenario: figures for each policy, and for each job under it.
+//! The results of a scenario: figures for each policy, and for each job under each policy.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

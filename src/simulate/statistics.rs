@@ -20,7 +20,7 @@ pub enum End {
 #[derive(Debug)]
 pub struct Statistics {
     pub ends: Vec<Option<End>>,
-    /// Times from the beginning of work without the GPU until the program runs.
+    /// How long programs that had work waited before they ran.
     pub waits: Counted,
     pub hand_overs: u64,
     pub swapped_out: u64,

@@ -38,7 +38,7 @@ pub struct World {
 }
 
 impl World {
-    /// `gpus` are those GPUs of the scenario that the plans use.
+    /// `gpus` are the GPUs to which the plans' indices refer.
     pub fn new(scenario: &Scenario, gpus: &[Gpu], plans: &[Plan], policy: &Policy) -> Self {
         let groups = scenario.jobs.iter().zip(1..).map(|(job, number)| {
             let limits = job.rule.filter(|_| policy.rules)?;

@@ -24,7 +24,7 @@ pub struct Client {
     memories: BTreeMap<GpuId, Memory>,
     /// The GPUs whose locks the client holds.
     held: GpuSet,
-    /// The part of `held` that the client must release once its work is done.
+    /// The part of `held` that the client must release when submitted work is done.
     draining: GpuSet,
     /// The grace on each GPU that another client waits for.
     graces: BTreeMap<GpuId, Duration>,
@@ -193,7 +193,8 @@ impl Client {
         self.take_effects()
     }
 
-    /// Starts the program's work. It runs as soon as the client has the lock and all of its memory.
+    /// Starts the program's work. The work runs as soon as the client has the lock and all of its
+    /// memory.
     pub fn begin_work(&mut self, now: Time) -> Vec<Effect> {
         self.has_work = true;
         if let Some(since) = self.idle_since.take() {
@@ -280,8 +281,8 @@ impl Client {
         self.send(Event::Memory { client: self.id, gpu, report });
     }
 
-    /// Requests the lock, unless a request is pending or the client requests after its next
-    /// release.
+    /// Requests the lock, unless a request is pending, or the client is draining and requests the
+    /// lock after the release.
     fn request(&mut self) {
         if self.has_work && !self.is_requested && self.draining.is_empty() && self.held != self.setup.gpus {
             self.is_requested = true;

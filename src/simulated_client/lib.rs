@@ -40,11 +40,11 @@ pub struct Setup {
     pub gpus: GpuSet,
     /// Whether the client releases the locks of all its GPUs together.
     pub peers: bool,
-    /// The time for which submitted work continues after a revoke. `None`: until the program's work
-    /// is done.
+    /// The time for which submitted work continues after a revoke. `None`: the program's work
+    /// continues to its end.
     pub drain: Option<Duration>,
-    /// The part of a GPU that the program keeps busy while it runs, in millionths. Reported while
-    /// other clients wait. `None`: never reported.
+    /// The part of a GPU that the program keeps busy while it runs, in millionths. The client
+    /// reports it while other clients wait. `None`: the client never reports it.
     pub fullness: Option<u32>,
     /// Bytes on each GPU that cannot be evicted.
     pub pinned: u64,
@@ -87,7 +87,7 @@ pub enum Timer {
     Retry(GpuId),
 }
 
-/// The client that receives a command, or to which the command refers.
+/// The client that receives a command or that the command names.
 pub fn addressee(command: &Command) -> Option<ClientId> {
     match command {
         Command::Measure { .. }

@@ -10,8 +10,8 @@ use super::{Activity, Lane, Span, Timeline};
 /// The version of the format. Each change that older programs cannot read increments it.
 const FORMAT: u32 = 1;
 
-/// Times are in seconds. With a `host`, they are since 1970 by the host's clock. Otherwise they are
-/// since the beginning of the timeline.
+/// Times are in seconds. With a `host`, times count from 1970 on the host's clock. Otherwise, times
+/// count from the beginning of the timeline.
 #[derive(Debug, Serialize, Deserialize)]
 struct Document {
     format: u32,

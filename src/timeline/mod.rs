@@ -29,7 +29,7 @@ pub enum Activity {
     Returns,
 }
 
-/// A period of an activity. Its times are times of the timeline.
+/// A period of an activity. `from` and `to` are times of the timeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
     pub activity: Activity,
@@ -40,8 +40,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// Returns true if the span is visible. An example of an invisible span is a wait of no
-    /// duration that moves no memory.
+    /// Returns true if the span is visible, because it has a duration or memory moved in it.
     fn is_seen(&self) -> bool {
         self.to > self.from || self.bytes > 0
     }
@@ -57,8 +56,8 @@ pub struct Lane {
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Timeline {
-    /// The host on whose clock the times are based, in which case times are since 1970. `None`
-    /// means that times are since the beginning of the timeline.
+    /// The host whose clock gives the times, counted from 1970. `None`: times count from the
+    /// beginning of the timeline.
     pub host: Option<String>,
     /// The first and the last moment.
     pub span: Option<(Duration, Duration)>,

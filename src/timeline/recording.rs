@@ -7,8 +7,8 @@ use super::{Activity, Span, Timeline};
 use crate::recorder::bundle::Header;
 use crate::recorder::replay::{Moment, Replay, What};
 
-/// Creates the timeline of a replayed recording. Times are those of the host's clock at the time of
-/// the recording. `labels` contains labels of clients for which more than the number is known.
+/// Creates the timeline of a replayed recording. Times are from the clock of the recorded host.
+/// Clients without a label in `labels` are labelled with their number.
 pub fn from_recording(replay: &Replay, labels: &BTreeMap<u64, String>, header: &Header) -> Timeline {
     let epoch = header.epoch();
     let span = replay.span.map(|(first, last)| (epoch + first, epoch + last));

@@ -1,8 +1,8 @@
 //! Timelines as SVG: a self-contained picture, without scripts, fonts or external resources.
 //!
 //! The picture's size is bounded. Short spans less than a pixel apart are drawn as one piece, whose
-//! opacity is the fraction of time that they cover. At most [`MOST_LANES`] programs per GPU are
-//! drawn, which are the most active ones.
+//! opacity is the fraction of time that they cover. Of each GPU's programs, only the [`MOST_LANES`]
+//! most active are drawn.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;

@@ -16,7 +16,8 @@ pub enum Denial {
     EnvLimit,
     /// The client's context and the memory of another client do not fit on the GPU together.
     NoContext,
-    /// The driver repeatedly failed to map the client's demand, although no other client has memory on the GPU.
+    /// The driver repeatedly failed to map the client's demand, although no other client has memory
+    /// on the GPU.
     Unmappable,
 }
 
@@ -43,7 +44,7 @@ pub enum EvictionBlock {
     Unfreed,
 }
 
-/// Why a room is impossible. Amounts are bytes.
+/// Why a room ([`RoomId`]) cannot be kept free. Amounts are bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RoomObstacle {
@@ -75,9 +76,9 @@ pub enum Command {
     /// whenever the limit changes, and in answer to [`Event::LimitRequested`]. The client
     /// acknowledges the limit by `limit_ack` of a later report. Until then, the scheduler counts a
     /// lowered limit at its old value. `seq` counts up from 1 for each client and GPU. `most` is
-    /// the highest value that the limit can reach once all contexts are measured. `spare` is the
-    /// number of bytes of empty host memory that the client may keep. `max` is the lowest limit
-    /// that rules and the client's environment set.
+    /// the highest value that the limit could reach if unmeasured contexts took no memory. `spare`
+    /// is the number of bytes of empty host memory that the client may keep. `max` is the lowest
+    /// limit that rules and the client's environment set.
     Limit { client: ClientId, gpu: GpuId, bytes: u64, seq: u32, most: u64, spare: u64, max: Option<u64> },
     /// Denies the limit of [`Event::LimitRequested`]. With 0 bytes, denies the context of
     /// [`Event::Attached`]. With [`Denial::Unmappable`], denies the demand that the driver
@@ -90,8 +91,8 @@ pub enum Command {
     /// the number changes. A client with more mapped memory evicts the excess, then acknowledges
     /// `seq` by `ack` of a report. `seq` counts up from 1 for each client and GPU.
     Allowance { client: ClientId, gpu: GpuId, seq: u32, bytes: u64 },
-    /// The client holds the lock of these GPUs from now on. Answers [`Event::Requested`], once all
-    /// of these GPUs can admit the client and the client's allowances cover its memory there.
+    /// The client holds the lock of these GPUs from now on. Answers [`Event::Requested`] as soon as
+    /// all of these GPUs admit the client and the client's allowances cover its memory there.
     Grant { client: ClientId, gpus: GpuSet },
     /// The holder must drain and release these GPUs. The holder answers with [`Event::Released`]. A
     /// holder that answers with [`Event::Stuck`] is asked again later.
@@ -100,9 +101,9 @@ pub enum Command {
     /// be evicted when another client arrives. The client may allocate host memory for these bytes
     /// now.
     Prepare { client: ClientId, gpu: GpuId, bytes: u64 },
-    /// Sent to a holder: `waiters` requests wait for these GPUs. The holder must release the lock
-    /// once it has been idle for `grace`. With 0 waiters, no request waits any more, and the holder
-    /// may stay idle.
+    /// Sent to a holder: `waiters` requests wait for these GPUs. A holder that has been idle for
+    /// `grace` must release the lock. With 0 waiters, no request waits any more, and the holder may
+    /// stay idle.
     Contended { client: ClientId, gpus: GpuSet, waiters: u32, grace: Duration },
     /// The reason why the client still waits for these GPUs, for the client's debug log. Sent when
     /// the reason changes.
@@ -132,8 +133,8 @@ pub enum Command {
     /// answers with [`Event::SleepReady`] or [`Event::SleepRefused`]. If `paused`, the client must
     /// not refuse because threads are waiting.
     PrepareSleep { client: ClientId, paused: bool },
-    /// The client has returned to its GPUs, or never left them. `moved` lists every GPU that has
-    /// changed: the GPU that the client knows, and the current GPU.
+    /// The client has returned to its GPUs, or never left them. `moved` lists the client's moves,
+    /// each from the GPU that the client knows to the current GPU.
     Awake { client: ClientId, moved: Vec<Move> },
     /// The daemon must have the checkpoint helper perform `operation` on the client's process, and
     /// answer with [`Event::Checkpointed`] in bounded time, even if the helper fails. If the

@@ -81,13 +81,13 @@ pub enum Event {
     /// From the daemon: the measured sizes of clients' contexts on a GPU. A context's measured size
     /// counts towards limits. Until a size is measured, `Settings::context` counts instead.
     ContextSizes { gpu: GpuId, bytes: BTreeMap<ClientId, u64> },
-    /// From the daemon: `bytes` of host memory, over all GPUs, that limits may rely on. Unbounded
-    /// until the first such event.
+    /// From the daemon: the limits on all GPUs together may rely on `bytes` of host memory. Before
+    /// the first such event, host memory counts as unbounded.
     HostMemory { bytes: u64 },
-    /// From the daemon: `bytes` of host memory, over all GPUs, that clients may allocate ahead for
-    /// memory that is still on a GPU. An eviction of that memory then starts without delay. 0 until
-    /// the first such event. `None`: the host is short of memory, and clients return unused host
-    /// memory.
+    /// From the daemon: all clients together may allocate `bytes` of host memory ahead, for memory
+    /// that is still on a GPU. An eviction of that memory then starts without delay. Before the
+    /// first such event, clients allocate nothing ahead. `None`: the host is short of memory, and
+    /// clients return unused host memory.
     HostAhead { bytes: Option<u64> },
 
     /// A client connected and was identified. Clients with the same nonzero `gang` are granted and
@@ -133,8 +133,9 @@ pub enum Event {
     /// From the client: the driver found no room for `bytes` of its own data, such as code or
     /// stacks. Answered by `Command::Reserved` within 2 s.
     ReservationRequested { client: ClientId, gpu: GpuId, bytes: u64 },
-    /// From a holder: the part of the time, in thousandths, in which submitted work was waiting for
-    /// the GPU to complete it. Above 1100, the client wants no other client beside it.
+    /// From a holder: the part of the time, in thousandths, in which the GPU had not completed all
+    /// of the client's submitted work. A value above 1100 means that the client wants no other
+    /// client beside it.
     Utilization { client: ClientId, gpu: GpuId, permille: u32 },
     /// From the client: it wants the locks of all of `gpus` at the same time. The client has
     /// attached all of `gpus`. Replaces a request that is still waiting. Answered by
@@ -183,12 +184,12 @@ pub enum Event {
     RoomClosed { room: RoomId },
 
     /// From the daemon: the client should leave its GPUs, contexts included, if it can. The client
-    /// stays off its GPUs until it wants to enter the driver, or, if `paused`, until `Resumed`. A
-    /// paused client does not run even if it cannot sleep.
+    /// stays off its GPUs until one of its threads calls the driver, or, if `paused`, until
+    /// `Resumed`. A paused client does not run even if it cannot sleep.
     SleepWanted { client: ClientId, paused: bool },
     /// From the daemon: a client that has just connected reports that an earlier scheduler told it
     /// to sleep. The checkpoint helper determines whether the client is off its GPUs. The client
-    /// stays asleep until it wants to enter the driver.
+    /// stays asleep until one of its threads calls the driver.
     FoundAsleep { client: ClientId },
     /// From the daemon: the client should run again. A move is abandoned if the client is not yet
     /// asleep for it.
@@ -198,11 +199,11 @@ pub enum Event {
     /// sleeps is moved immediately and stays asleep. Answered by `Command::Migrated` unless the
     /// client disconnects.
     Migrate { client: ClientId, from: GpuId, to: GpuId },
-    /// From the daemon: the GPU should become empty (`drained`), or is in use again. While the GPU
+    /// From the daemon: the GPU should become empty (`drained`), or its drain ends. While the GPU
     /// is drained, clients that request a context there wait. A client that has a context there
     /// moves, as with `Migrate`, to another permitted GPU of the same kind with enough room. If no
-    /// such GPU exists, the client sleeps until the drained GPU is in use again. A client that can
-    /// neither move nor sleep keeps running, and is asked again from time to time.
+    /// such GPU exists, the client sleeps until the drain ends. A client that can neither move nor
+    /// sleep keeps running, and is asked again from time to time.
     Drain { gpu: GpuId, drained: bool },
     /// From the daemon: whether the GPU reports errors after which it should not be used. No
     /// program is placed on a failing GPU while other GPUs exist.

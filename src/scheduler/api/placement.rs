@@ -6,7 +6,7 @@ use super::GpuId;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Placement {
-    /// Programs see all GPUs. A program that requests a placement nevertheless is placed as with
+    /// Programs see all GPUs. If a program requests a placement nevertheless, it is placed as with
     /// [`Self::Spread`].
     #[default]
     None,

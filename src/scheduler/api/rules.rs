@@ -20,8 +20,8 @@ pub struct Group {
 pub struct RuleLimits {
     /// The most memory that the group may allocate on each GPU, contexts included.
     pub memory_max: Amount,
-    /// The part of the group's memory on each GPU that is evicted only when no other client has
-    /// evictable memory.
+    /// The part of the group's memory on each GPU that is evicted only if no unprotected memory can
+    /// be evicted.
     pub memory_low: Option<Amount>,
     /// Bytes that the group may allocate over all GPUs. The limit covers GPU memory too, because
     /// all of it may have to be evicted to host memory. `None`: no limit.
@@ -30,7 +30,8 @@ pub struct RuleLimits {
     /// The idle time after which the group's clients are put to sleep. `None`: the setting applies.
     #[serde(default)]
     pub sleep_after: Option<SleepAfter>,
-    /// The group's share of GPU time. `None`: its clients take turns with all other clients of their tenant.
+    /// The group's share of GPU time. `None`: its clients take turns with all other clients of
+    /// their tenant.
     pub share: Option<Share>,
     /// Makes the group's clients one gang, overriding any gang that they name themselves.
     pub gang: bool,
@@ -43,8 +44,8 @@ pub struct RuleLimits {
 pub struct EnvLimits {
     /// The most memory that the client may allocate on each GPU, its context included.
     pub memory_max: Amount,
-    /// The client's weight, if lower than its owner's. With weight 0, the client runs only while no
-    /// other client wants the GPU.
+    /// The client's weight, if lower than the weight of its group or tenant. With weight 0, the
+    /// client runs only while no other client wants the GPU.
     pub weight: Option<u16>,
 }
 

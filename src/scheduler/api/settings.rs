@@ -56,7 +56,7 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// The length of a holder's turn while a client of a group below its minimum waits.
+    /// The length of a holder's turn while a waiting client's group is below its minimum.
     pub(crate) fn slice(&self) -> Duration {
         self.time_period / 40
     }

@@ -62,9 +62,9 @@ impl<'a> Shares<'a> {
         Some(window.reaches(most, self.now).unwrap_or(Time::MAX))
     }
 
-    /// Until when a client may not hold these GPUs because its owner has used its maximum. By that
-    /// time, enough of the owner's usage has left the period for another turn. `None`: the client
-    /// may hold them now.
+    /// When a client may hold these GPUs again after its owner has used its maximum. By that time,
+    /// enough of the owner's usage has left the period for another turn. `None`: the client may
+    /// hold the GPUs now.
     fn capped_until(&self, client: ClientId, gpus: &GpuSet) -> Option<Time> {
         let owner = self.owner(client)?;
         let share = self.share(owner);
@@ -76,7 +76,8 @@ impl<'a> Shares<'a> {
         let until = gpus.iter().filter_map(|id| {
             let window = self.window(owner, *id);
             let is_spent = window.used(self.now) >= most;
-            // Another client of the owner may still hold the GPU until that client has drained.
+            // While another client of the owner still holds the GPU, the usage does not fall, so
+            // the request is checked again after a slice.
             let again =
                 || window.falls_below(most.saturating_sub(turn), self.now).unwrap_or(self.now + self.settings.slice());
             is_spent.then(again)

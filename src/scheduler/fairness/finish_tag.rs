@@ -8,8 +8,8 @@
 //! used, times the total weight of the waiting owners, divided by the owner's own weight. The
 //! owner's next request is queued by the tag. If no client could run because the owner's memory was
 //! being moved in, that time counts as used. A tenant with ten clients therefore gets no more turns
-//! than a tenant with one client. A new client does not wait until older clients have caught up
-//! with it.
+//! than a tenant with one client. Time in which an owner did not want the GPU earns no credit, so
+//! older clients do not precede a new client to make up for their idle time.
 //!
 //! Tags are times on the machine's clock.
 

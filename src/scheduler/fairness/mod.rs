@@ -1,6 +1,7 @@
 //! Fairness: the order in which clients are served, and each client's part of a GPU's time.
 //!
-//! Rules give groups *shares* of a GPU's time. Clients without such a rule take turns by tenant, with equal weights.
+//! Rules give groups *shares* of a GPU's time. Clients without such a rule take turns by tenant,
+//! with equal weights.
 //!
 //! - **Weight**: scales the finish tag (`finish_tag`).
 //! - **Priority**, and weight 0 (idle): the tiers of a class (`class`). Requests of a higher tier
@@ -92,7 +93,7 @@ impl Fairness {
         }
     }
 
-    /// Sets finish tags on a GPU, but never lowers one. Forgets tags in the past, except those of
+    /// Sets finish tags on a GPU, but never lowers one. Forgets tags in the past, except tags of
     /// owners in `keep`.
     pub fn set_finish_tags(
         &mut self,

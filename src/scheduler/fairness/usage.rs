@@ -7,8 +7,7 @@ use std::time::Duration;
 /// The precision of predicted times.
 const EXACT: Duration = Duration::from_micros(10);
 
-/// The times when an owner held a GPU, as far back as they matter, as ordered spans without
-/// overlaps.
+/// The times when an owner held a GPU in the last period, as ordered spans that do not overlap.
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Usage {
     spans: VecDeque<Span>,
@@ -23,7 +22,7 @@ struct Span {
     used: Duration,
 }
 
-/// Holds are merged into one span if they span at most this fraction (1/200) of a period.
+/// Successive holds are merged into one span if that span is at most 1/200 of a period long.
 const FINEST: u32 = 200;
 
 impl Span {

@@ -24,8 +24,8 @@ const SLACK_PART: u64 = 16;
 const SLACK: u64 = 64 << 20;
 /// The granularity of GPU memory. A measurement may be lower than the report by this much.
 const ROUNDING: u64 = 2 << 20;
-/// How long a client that reconnects with memory waits for a measurement. After that time, free
-/// memory limits the client's allowance.
+/// How long a client that reconnects with memory waits for a measurement. After that time, the
+/// client's allowance grows only as far as bytes are free, as for a client without memory.
 const UNMEASURED: Duration = Duration::from_secs(3);
 /// An eviction that frees nothing for this long counts as unanswered.
 const SILENT: Duration = Duration::from_secs(1);
@@ -64,8 +64,8 @@ pub(crate) struct Account {
     pub report: MemoryReport,
     /// The mapped and the pinned bytes that the newest report claims, believed or not.
     claimed: (u64, u64),
-    /// The upper bound of the client's mapped bytes in its last measurement. `None`: the client was
-    /// never measured, and the scheduler believes its reports.
+    /// The upper bound of the client's mapped bytes in the client's last measurement. `None`: the
+    /// client was never measured, and the scheduler believes its reports.
     found: Option<u64>,
     /// The highest measured value of the client's mapped bytes.
     seen: u64,
@@ -88,15 +88,15 @@ pub(crate) struct Account {
 }
 
 /// An old allowance of a client that was unresponsive. The client is no longer charged for this
-/// allowance. When it continues, it may still apply the allowance until it acknowledges a newer
-/// one.
+/// allowance. When the client continues, it may still apply the allowance until it acknowledges a
+/// newer one.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 struct Lapsed {
     /// The `seq` whose acknowledgement ends the lapsed allowance.
     seq: u32,
     bytes: u64,
-    /// When the client first reported again. Earlier claims do not describe the memory that it maps
-    /// now.
+    /// When the client first reported again. Earlier claims do not describe the memory that the
+    /// client maps now.
     spoke: Option<Time>,
 }
 
@@ -136,7 +136,7 @@ impl Account {
         self.seq
     }
 
-    /// Handles a report. Returns the evicted bytes if it completes an eviction.
+    /// Handles a report. Returns the evicted bytes if the report completes an eviction.
     pub fn reported(&mut self, now: Time, mut report: MemoryReport) -> Option<Evicted> {
         report.demand = report.demand.min(MOST);
         report.pinned = report.pinned.min(MOST);
@@ -238,8 +238,8 @@ impl Account {
         self.claimed.0
     }
 
-    /// Records that the client's process is off its GPUs and has no memory on them, whatever it
-    /// reported. `verifies`: the clients of this GPU are measured.
+    /// Records that the client's process is off its GPUs and has no memory on them, whatever the
+    /// client reported. `verifies`: the clients of this GPU are measured.
     pub fn is_off(&mut self, verifies: bool) {
         (self.report.mapped, self.report.pinned, self.claimed, self.refuted) = (0, 0, (0, 0), (0, 0));
         (self.allowance, self.charge, self.eviction, self.frees) = (0, 0, None, UnverifiedFrees::default());
@@ -285,8 +285,8 @@ impl Account {
         (has < self.charge).then_some(has)
     }
 
-    /// Lowers the charge to the allowance or the client's known memory, whichever is larger. Memory
-    /// that the client maps beyond that charge fails to map or is evicted.
+    /// Lowers the charge to the allowance or the client's known memory, whichever is larger. If the
+    /// client maps more than that, the mapping fails or the memory is evicted.
     pub fn charge_as_known(&mut self, now: Time) {
         self.lapsed = Some(Lapsed { seq: self.seq, bytes: self.ever_allowed(), spoke: None });
         self.steps.clear();

@@ -52,7 +52,7 @@ impl Gpu {
     }
 
     /// Like `usable`, but assumes that unmeasured contexts take no memory and that other programs
-    /// do not grow. The next measurements will show their sizes.
+    /// do not grow. The next measurements will show the contexts and the growth.
     fn usable_as_measured(&self, settings: &Settings) -> u64 {
         let taken = self.measured.unwrap_or(0).saturating_add(self.others.in_rooms());
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(taken)

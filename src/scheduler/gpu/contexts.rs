@@ -1,6 +1,6 @@
-//! CUDA contexts that do not exist yet. A client waits until the GPU has room for its context. If
-//! the context would leave an attached client too little memory to ever run again, the waiting
-//! client is *deferred*. A deferred client waits longer, and is refused after [`CONTEXT_TIMEOUT`].
+//! CUDA contexts that do not exist yet. A client waits for room for its context on the GPU. If the
+//! context would leave an attached client too little memory to ever run again, the waiting client
+//! is *deferred*. A deferred client waits longer, and is refused after [`CONTEXT_TIMEOUT`].
 
 use super::{Context, Gpu, context_queue::PendingContext};
 use crate::{api::*, effects::Effects, queue::Gang, quota::CONTEXT_APPEARS};
@@ -70,10 +70,11 @@ impl Gpu {
     }
 
     /// Notifies clients that have been deferred for too long that their contexts have no room. A
-    /// client's request stays until the client detaches. Returns when the next client is due.
+    /// client's request stays until the client detaches. Returns the time of the next such
+    /// notification.
     pub fn refuse_contexts(&mut self, cx: Context, fx: &mut Effects) -> Option<Time> {
         if self.drained {
-            return None; // clients wait until the GPU is in use again
+            return None; // clients wait until the drain ends
         }
         let mut next: Option<Time> = None;
         for pending in self.contexts.iter_mut().filter(|pending| !pending.refused) {
@@ -133,7 +134,8 @@ impl Gpu {
             attachment.used = Some(now);
             match &mut attachment.attached {
                 Some(attached) => *attached = now,
-                None => self.contexts.push(now, client), // this scheduler has sent the client no limit
+                // This scheduler has sent the client no limit.
+                None => self.contexts.push(now, client),
             }
         }
         fx.touch(self.id);

@@ -71,7 +71,7 @@ impl Gpu {
         let need = self.need(cx, client);
         let Some(account) = self.account(client) else { return 0 };
         if account.awaits_measurement() {
-            return need; // an allowance below the client's present memory would make it evict
+            return need; // an allowance below the client's present memory would cause an eviction
         }
         // An earlier client leaves bytes free only if they are unverified for that client or too
         // few for it. So free bytes stay reserved for the earlier client.

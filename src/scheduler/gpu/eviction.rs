@@ -46,7 +46,8 @@ impl Gpu {
             rest -= part;
             time += self.rates.both_ways(part, attachment.rate);
         }
-        time + self.rates.both_ways(rest, None) // the rest comes from clients that are already being evicted
+        // The rest comes from clients that are already being evicted.
+        time + self.rates.both_ways(rest, None)
     }
 
     /// Idle clients with evictable bytes, in the order of eviction, for policies that evict in the
@@ -60,7 +61,8 @@ impl Gpu {
             (policy.expected_idle(cx.settings, cx.now.saturating_sub(last_run), before), client)
         };
         let mut victims: Vec<_> = self.ledger.eviction_order().map(expected_idle).collect();
-        victims.sort_by_key(|(expected_idle, _)| Reverse(*expected_idle)); // stable: equal clients stay in LRU order
+        // The sort is stable, so equal clients stay in LRU order.
+        victims.sort_by_key(|(expected_idle, _)| Reverse(*expected_idle));
         victims.into_iter().map(|(_, client)| client).collect()
     }
 

@@ -110,7 +110,8 @@ impl Gpu {
     }
 
     /// Lowers the charge of a client that does not answer an eviction or a revoke to the client's
-    /// known memory. Otherwise the client could withhold allowances that it has not mapped.
+    /// known memory. Otherwise the client could withhold bytes that it is allowed but has not
+    /// mapped.
     pub fn charge_as_known(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         let now = cx.now;
         let Some(account) = self.account(client) else { return };

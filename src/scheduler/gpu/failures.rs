@@ -86,7 +86,7 @@ impl Gpu {
         let steps = failures.in_a_row.saturating_sub(1).min(MOST_STEPS);
         failures.alone = if has_others || overstates { 0 } else { failures.alone.saturating_add(1) };
         // No shortfall is learned without other clients, since memory measured as free may soon
-        // become usable. If the ledger is overdrawn, that explains the first failure.
+        // become usable. An overdrawn ledger explains the first failure without a shortfall.
         if has_others && !overstates && (steps > 0 || charged <= usable) {
             let more = demand.saturating_sub(mapped).max(STEP).saturating_mul(1 << steps);
             failures.learn(cx.now, usable.saturating_sub(charged), more);
@@ -133,8 +133,9 @@ impl Gpu {
         self.account(client).is_some_and(has) && self.eviction_block(cx, client).is_none()
     }
 
-    /// Begins a trial for the only holder that wants memory, if it lacks some and no other client has
-    /// memory on the GPU. Other clients' memory may leave after the grant.
+    /// Begins a trial for the only holder that wants memory, if the holder lacks memory and no
+    /// other client has memory on the GPU. Called whenever the GPU is settled, because other
+    /// clients' memory may leave only after the grant.
     pub fn try_holder(&mut self, cx: Context, fx: &mut Effects) {
         let lacks = |account: &Account| account.allowance < account.report.demand;
         let wanting = self.holders().filter(|client| self.wanted(cx, *client) > 0).take(2).collect::<Vec<_>>();
@@ -176,7 +177,7 @@ impl Gpu {
         (attachment.engine == Engine::Swap && demand <= self.total).then_some(demand)
     }
 
-    /// Adjusts the trial after the client's demand or the overhead has changed.
+    /// Adjusts the trial after its client's demand or the overhead has changed.
     pub fn adjust_trial(&mut self, settings: &Settings) {
         let Some(trial) = self.trial else { return };
         let demand = self.demand_of_trial(trial.client).unwrap_or(0);

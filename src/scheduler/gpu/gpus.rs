@@ -207,7 +207,7 @@ impl Gpus {
         });
     }
 
-    /// Changes the entity of a client's holds. Returns when the first of these holds began.
+    /// Changes the entity of a client's holds. Returns the start of the first of these holds.
     pub fn set_entity_of_holds(&mut self, client: ClientId, entity: Entity) -> Option<Time> {
         self.change_holds(client, |hold| hold.entity = entity);
         self.holds_of(client).map(|(_, hold)| hold.since).min()

@@ -114,7 +114,7 @@ pub(crate) struct Gpu {
     pub measured: Option<u64>,
     /// The measured overhead excludes processes that may be clients about to reconnect.
     pub incomplete: bool,
-    /// The client that may try to map more than the capacity.
+    /// The client that may try to map more than the usable memory.
     pub trial: Option<Trial>,
     /// Clients' memory is measured on this GPU. So clients' reports are believed only as far as
     /// measurements confirm them.

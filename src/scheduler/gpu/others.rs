@@ -7,7 +7,7 @@ use crate::api::*;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-/// The time for which headroom covers the growth of other programs at their present rate. Growth is
+/// Headroom covers the growth of other programs for this long, at their present rate. Growth is
 /// measured over the same time.
 const AHEAD: Duration = Duration::from_secs(1);
 /// Growth below this many bytes is covered by the reserve.

@@ -5,10 +5,10 @@ use crate::api::*;
 use std::time::Duration;
 
 /// The assumed eviction rate in bytes per second until an eviction is measured, if the link's rate
-/// is unknown. Half the rate of copies to registered memory on an H200.
+/// is unknown. The value is half the rate of copies to registered memory on an H200.
 const FIRST_RATE: u64 = 24 << 30;
-/// The assumed restore rate in bytes per second if the link's rate is unknown. Equals the rate of
-/// copies from registered memory on an H200 with PCIe 5.
+/// The assumed restore rate in bytes per second if the link's rate is unknown. The value is the
+/// rate of copies from registered memory on an H200 with PCIe 5.
 const RATE_BACK: u64 = 48 << 30;
 /// An eviction of fewer bytes says little about the rate.
 const MEASURABLE: u64 = 64 << 20;
@@ -56,8 +56,9 @@ impl Rates {
     }
 
     /// The time to evict `bytes` at a client's rate (`None`: unknown), plus the time to restore
-    /// them. Chunks that did not change after their last restore are evicted without a copy.
-    /// Restoring them again needs a copy.
+    /// them. Chunks that did not change after their last restore are evicted without a copy, so the
+    /// client's rate can exceed the link's. Restoring these chunks needs a copy, so the link's rate
+    /// limits the restore.
     pub fn both_ways(&self, bytes: u64, rate: Option<u64>) -> Duration {
         let rate = rate.unwrap_or(self.out);
         at_rate(bytes, rate) + at_rate(bytes, rate.min(self.back))

@@ -15,7 +15,7 @@ impl Gpu {
     /// Creates or changes a room: see [`Event::RoomRequested`].
     ///
     /// # Errors
-    /// Why the room is impossible.
+    /// Why the room cannot be kept free.
     pub fn make_room(
         &mut self,
         now: Time,
@@ -107,8 +107,8 @@ impl Gpu {
         unverified <= room && !self.is_overdrawn_by_overhead(settings)
     }
 
-    /// Whether contexts and other programs leave too little memory to keep free, even if clients
-    /// used no memory.
+    /// Whether contexts and other programs leave too little memory for rooms and headroom, even if
+    /// clients used no memory.
     fn is_overdrawn_by_overhead(&self, settings: &Settings) -> bool {
         self.overhead_wanted(settings) > self.total.saturating_sub(self.reserve(settings))
     }

@@ -1,9 +1,9 @@
 //! Failed mappings: the driver had no room for bytes that a client was allowed.
 //!
-//! The same plan would fail again. So the client releases the GPU, and the scheduler requests a
-//! measurement that begins after the failure. If the measurement shows less free memory than was
-//! assumed, the ledger is overdrawn. This explains the failure, and memory of other clients is
-//! evicted.
+//! Mapping the same bytes again would fail again. So the client releases the GPU, and the scheduler
+//! requests a measurement that begins after the failure. If the measurement shows less free memory
+//! than was assumed, the ledger is overdrawn. This explains the failure, and memory of other
+//! clients is evicted.
 //!
 //! If the measurement still shows enough free memory, that memory is unusable: it is fragmented, or
 //! its use is not measured. The unusable bytes become the client's *shortfall*. The client then
@@ -20,7 +20,8 @@
 //! A shortfall ends when no client has memory on the GPU any more. A shortfall shrinks when a
 //! measurement shows less free memory than the shortfall declares unusable, because some of that
 //! memory must have been used. Otherwise only another mapping can test the shortfall. So the
-//! shortfall expires after a while. If mapping then fails again, the next one lasts twice as long.
+//! shortfall expires after a while. If mapping then fails again, the next shortfall lasts twice as
+//! long.
 //!
 //! A measurement can also underestimate the free memory. So a client whose demand exceeds the
 //! usable memory gets the whole GPU and may try to map the rest ([`Trial`]). If the trial fails,
@@ -52,7 +53,7 @@ pub(crate) struct Failures {
     interval: Duration,
     /// The client is not granted the GPU before this time.
     pub not_before: Time,
-    /// The last delay of the client.
+    /// The client's last delay after a failure.
     pub backoff: Duration,
 }
 
@@ -63,7 +64,7 @@ pub(crate) struct MappingFailure {
     pub others: Vec<ClientId>,
 }
 
-/// A client that may map more than the capacity while it holds the lock.
+/// A client that may map more than the usable memory while it holds the lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Trial {
     pub client: ClientId,
@@ -84,7 +85,7 @@ impl Failures {
         self.backoff = Duration::ZERO;
     }
 
-    /// The shortfall in bytes. 0 once the shortfall has expired.
+    /// The shortfall in bytes. 0 after the shortfall has expired.
     pub fn shortfall(&self, now: Time) -> u64 {
         if now < self.until { self.unavailable.saturating_add(self.extra) } else { 0 }
     }

@@ -15,13 +15,13 @@ use std::time::Duration;
 
 /// How long bytes stay unverified.
 const VERIFY_TIMEOUT: Duration = Duration::from_secs(3);
-/// If this many highs are stored, a new high is merged into the newest one.
+/// If this many past charges are stored, the next one is merged into the newest.
 const MANY_HIGHS: usize = 64;
 
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct UnverifiedFrees {
-    /// The highest charges since the last measurement, each with the time until which it applied,
-    /// in decreasing order.
+    /// Past charges since the last measurement that were higher than all later charges, each with
+    /// the time at which the charge fell. The highest is first.
     highs: VecDeque<(Time, u64)>,
     /// Bytes beyond the charge in the newest measurement, and since when measurements have shown at
     /// least that many.
@@ -65,8 +65,8 @@ impl UnverifiedFrees {
     }
 
     /// Handles a measurement of the client's bytes that began no earlier than `begun`. `bytes` is
-    /// `None` if the client is believed. `most`: the bytes that the client may have mapped, whether
-    /// charged or not.
+    /// `None` if the measurement says nothing about the client, so that its reports are believed.
+    /// `most`: the bytes that the client may have mapped, whether charged or not.
     pub fn measured(&mut self, begun: Time, bytes: Option<u64>, charge: u64, most: u64) {
         let most = most.saturating_add(self.present).saturating_add(self.unverified(charge));
         while self.highs.front().is_some_and(|(until, _)| *until <= begun) {

@@ -12,7 +12,8 @@ impl Machine {
             return;
         };
         if let Some(attachment) = self.gpus.attachment_mut(client, id) {
-            attachment.engine = engine; // answered again, unless the first answer is pending
+            attachment.engine = engine;
+            // The request is answered again, unless its first answer is pending.
             if attachment.attached.is_some() {
                 self.effects.command(Command::Attached { client, gpu: id });
                 self.with_quota(|quota, cx, fx| quota.tell(cx, fx, client, id));
@@ -55,7 +56,7 @@ impl Machine {
             self.memory_changed(client, id);
         }
         self.with_quota(|quota, cx, _| quota.reported(cx, client, id, report.limit_ack, report.demand));
-        self.check(client); // the report may be a late answer
+        self.check(client); // the report may be a late answer to a revoke or an eviction
         // The client's need may have changed, and its blocked request may now be servable.
         if let Some(entity) = self.queues.waiting(client)
             && self.queues.request(entity).is_some_and(|request| request.blocked == Some(Blocked::Pinned(id)))

@@ -119,8 +119,9 @@ impl Machine {
         }
     }
 
-    /// Applies a change to the bounds on a client's memory. Memory beyond the bounds is evicted if
-    /// the client does not run on that GPU. The client is notified, and its new limits follow.
+    /// Applies a change of the bounds on a client's memory. Evicts memory beyond the bounds from
+    /// GPUs on which the client does not run. Notifies the client of the bounds, and later of its
+    /// new limits.
     fn bounds_changed(&mut self, client: ClientId) {
         for id in self.quota.gpus_of(client) {
             self.quota.mark_changed(id);

@@ -244,7 +244,7 @@ impl Machine {
         }
     }
 
-    /// Ends a room that has not ended yet.
+    /// Ends a room on all GPUs.
     fn end_room(&mut self, room: RoomId) {
         self.gpus.iter_mut().for_each(|(_, gpu)| gpu.end_room(&mut self.effects, room));
     }

@@ -1,4 +1,5 @@
-//! Whether a request can be granted, and why not. Whether there is a reason to revoke a holder.
+//! Checks whether a request can be granted, why it cannot, and whether there is a reason to revoke
+//! a holder.
 
 use super::Model;
 use crate::{
@@ -36,8 +37,8 @@ impl Model<'_> {
         if !is_gone && (self.waits_for_gang(entity) || self.is_kept_for_gang(entity, id)) {
             return false;
         }
-        // Computed at most once, because the result is the same for all holders. Usually one holder
-        // or none needs it.
+        // Computed at most once, because the result is the same for all holders. Usually at most
+        // one holder needs the result.
         let known = OnceCell::new();
         let together = || {
             let may_join = || is_gone || self.settings.anti_thrash == AntiThrash::Off || self.may_join(entity, id);
@@ -90,8 +91,8 @@ impl Model<'_> {
         request.wants.values().flatten().all(is_served)
     }
 
-    /// Until when a client is not granted these GPUs because mapping failed there. 0 if the client
-    /// can be granted them now.
+    /// When a client can be granted these GPUs again after mapping failed there. 0 if mapping never
+    /// failed there.
     pub fn delayed_until(&self, client: ClientId, gpus: &GpuSet) -> Time {
         let attachments = gpus.iter().filter_map(|id| self.gpus.attachment(client, *id));
         attachments.map(|attachment| attachment.failures.not_before).max().unwrap_or_default()

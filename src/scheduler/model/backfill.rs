@@ -1,5 +1,6 @@
 //! Backfilling: the first request of a GPU may have to wait for other GPUs. Until those GPUs admit
-//! it, this GPU grants later requests that want no other GPU and have all their memory on this one.
+//! the first request, this GPU is granted to later requests that want only this GPU and have all of
+//! their memory on it.
 //!
 //! The turns of a GPU's holders determine when the GPU admits the first request. Backfilled grants
 //! end at the latest such time among the other GPUs. The first request therefore waits no longer
@@ -16,7 +17,7 @@ use std::time::Duration;
 /// The minimum time granted to a backfilled request. Also the time granted if the wait of the first
 /// request is unknown.
 pub(crate) const SLOT: Duration = Duration::from_millis(150);
-/// The number of requests behind the first that are considered at most.
+/// The maximum number of requests behind the first that are considered.
 pub(crate) const LOOKS: usize = 16;
 
 impl Model<'_> {

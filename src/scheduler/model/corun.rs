@@ -1,9 +1,9 @@
 //! Co-running, in mode `auto`: several clients hold the lock of a GPU at the same time. Programs
-//! that leave the GPU idle between launches waste up to half of its time if they take turns.
+//! that leave the GPU idle between launches waste up to half of the GPU's time if they take turns.
 //! Programs that keep the GPU busy slow each other down if they run at the same time. A client
-//! reports its utilization, which it can measure only while no client outside its gang holds the
-//! lock. The scheduler relies on a report for a limited time. After that, the clients take short
-//! turns again, just long enough to measure anew.
+//! reports its utilization. The client can measure it only while no client outside its gang holds
+//! the lock. The scheduler relies on a report for a limited time. After that, the clients take
+//! short turns again, just long enough to measure anew.
 
 use super::Model;
 use crate::{api::*, policy::utilization::FULL, queue::Entity};
@@ -68,8 +68,9 @@ impl Model<'_> {
             own_unevictable = own_unevictable.saturating_add(gpu.unevictable_of(client));
         }
         let room = gpu.capacity(self.settings).saturating_sub(gpu.ledger.unevictable().saturating_sub(own_unevictable));
-        // Needs are capped at the capacity. If it is 0, they would always fit, and no client could
-        // begin a trial beside another one.
+        // A need is at most the capacity. With a capacity of 0, all needs would fit together, and
+        // no client would be alone to begin a trial. So if several clients want memory, their
+        // uncapped wants must fit.
         let bytes = if with_memory > 1 { wanted } else { need };
         full <= FULL && bytes <= room
     }

@@ -2,8 +2,9 @@
 //! other.
 //!
 //! Two gangs conflict if they share a GPU and one of them uses several GPUs. One gang then waits
-//! until the other holds no lock; a gang that already holds a lock runs first. Otherwise each gang
-//! could hold a GPU that the other gang waits for, while its kernels spin for the missing members.
+//! until the other has released all locks; a gang that already holds a lock runs first. Otherwise
+//! each gang could hold a GPU that the other gang waits for, while its kernels spin for the missing
+//! members.
 
 use super::Model;
 use crate::{
@@ -48,8 +49,9 @@ impl Model<'_> {
         missing.any(had_lately).then(|| self.now + GATHERS)
     }
 
-    /// Whether a GPU is kept for another gang that was revoked. This is so while a member of the
-    /// revoked gang has not drained: to drain, it may need a member that has just left this GPU.
+    /// Whether a GPU is kept for another gang that was revoked. A GPU is kept while a member of the
+    /// revoked gang has not drained, because that member may need another member that has just left
+    /// this GPU.
     pub fn is_kept_for_gang(&self, entity: Entity, id: GpuId) -> bool {
         let gangs = self.queues.gangs();
         let mut turns = gangs.turns().filter(|(gang, _)| entity != Entity::Gang(*gang) && gangs.is_job(*gang));
@@ -67,16 +69,16 @@ impl Model<'_> {
     }
 
     /// How long a holder may be idle for the sake of its gang. The other members may be spinning
-    /// for the holder, and a hand-over of the GPU would cost the same time. 0: the holder is in no
-    /// gang, or no other member holds a GPU.
+    /// for the holder, and a hand-over would cost as much time as the holder may be idle. 0: the
+    /// holder is in no gang, or no other member holds a GPU.
     pub fn gang_grace(&self, hold: &Hold) -> Duration {
         let gang = hold.entity.gang().filter(|gang| self.queues.gangs().is_job(*gang));
         let gang = gang.filter(|gang| self.holds_of_gang(*gang).nth(1).is_some());
         gang.map_or(Duration::ZERO, |gang| self.queues.gangs().hand_over(gang).min(self.settings.time_quantum))
     }
 
-    /// When a holder's drain counts as late, if waiting members of its gang could help it. `None`:
-    /// the drain does not become late.
+    /// When a holder's drain counts as late, if waiting members of its gang could help the holder.
+    /// `None`: the drain does not become late.
     pub fn lags_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
         let lock = self.gpus.lock(client, id)?;
         let hold = lock.hold.as_ref().filter(|hold| hold.drains() && !hold.may_need_others())?;
@@ -87,9 +89,9 @@ impl Model<'_> {
     }
 
     /// Whether a gang has its turn. During the turn, the gang's waiting members precede all
-    /// requests of their class. The turn lasts one time quantum, or two if a revoked member cannot
-    /// drain, because that member may need the others. After that, the gang would only delay other
-    /// requests, because it waits until all of its members drain.
+    /// requests of their class. The turn lasts one time quantum. If members have been revoked, the
+    /// turn is over, because no member is granted a lock before they drain. But if a revoked member
+    /// may need the others in order to drain, the turn lasts two time quanta.
     pub fn has_turn(&self, entity: Entity) -> bool {
         let turn = entity.gang().and_then(|gang| Some((gang, self.queues.gangs().turn_since(gang)?)));
         let Some((gang, since)) = turn else { return false };

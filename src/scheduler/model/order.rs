@@ -41,8 +41,9 @@ impl<'a> Model<'a> {
         (at, ages_after.map(|after| arrival.saturating_add(after)))
     }
 
-    /// Since when the owner of a request that arrives now has been waiting for these GPUs. 0 if no
-    /// rule divides the time, because then there is only one owner.
+    /// Since when the owner of a request that arrives now has been waiting for these GPUs. 0 if the
+    /// policy ignores this time, or if no rule divides the GPU's time, because then there is only
+    /// one owner.
     pub fn joined(&self, client: ClientId, wants: &GpuSet) -> Time {
         if self.policy().tenants_take_turns() || !self.shares().have_classes() {
             return Time::ZERO;
@@ -54,7 +55,7 @@ impl<'a> Model<'a> {
 
     /// The owners with queued requests, if the policy orders the requests of one owner by rank
     /// alone; empty otherwise. The finish tags of these owners are kept even after they have
-    /// passed, because all requests of an owner share its tag as their key.
+    /// passed, because all requests of an owner have the owner's tag as their key.
     pub fn owners_with_one_key(&self, id: GpuId) -> BTreeSet<ShareOwner> {
         let is_by_rank = !self.policy().tenants_take_turns() && self.shares().have_classes();
         is_by_rank.then(|| self.queues.owners_waiting(id)).into_iter().flatten().collect()
@@ -122,9 +123,9 @@ impl<'a> Model<'a> {
         QueueKey { class, at: self.policy().key_among_owners(served, before.rank, before.joined), ..before }
     }
 
-    /// The client's own finish tag, while it delays a client whose environment sets a lower weight.
-    /// If the policy orders the clients of one owner by rank, those clients share a key, and the
-    /// tag counts only until the time that it names. After that time, the tag would keep the client
+    /// The own finish tag of a client whose environment sets a lower weight, while the tag delays
+    /// the client. If the policy orders the clients of one owner by rank, those clients share a
+    /// key, and the tag counts only while it is in the future. A past tag would keep the client
     /// behind all clients without a tag of their own.
     pub fn own_tag(&self, client: ClientId, id: GpuId) -> Option<Time> {
         let own = self.shares().owners(client).find(|owner| *owner == ShareOwner::Client(client))?;

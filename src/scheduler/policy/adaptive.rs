@@ -1,5 +1,5 @@
 //! Least attained service, in levels: clients that have used the least GPU time run first. This
-//! order shortens mean completion time when run times are unknown and heavy-tailed. It is a
+//! order shortens mean completion time when run times are unknown and heavy-tailed. The queue is a
 //! multi-level feedback queue (compare Tiresias, NSDI 2019).
 //!
 //! **Queue.** A client's level is the base-4 logarithm of the GPU time that it has attained
@@ -36,7 +36,8 @@ use std::time::Duration;
 /// The ageing factor if `max-wait` does not bound waits. A client then waits at most this multiple
 /// of the wait that it would have if all clients took turns.
 const AGEING_FACTOR: u32 = 8;
-/// A time longer than any stay on a level, so that all ranks of a level precede those of the next.
+/// A time longer than any stay on a level, so that all ranks of a level precede all ranks of the
+/// next.
 const LEVEL: Duration = Duration::from_secs(1 << 32);
 /// The minimum turn of an aged client, regardless of its memory size.
 const SHORTEST_AGED_TURN: Duration = Duration::from_secs(1);

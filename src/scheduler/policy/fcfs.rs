@@ -11,8 +11,8 @@
 //! client has used since its last idle time predicts the GPU time that it still needs.
 //!
 //! A client of a higher class (`fairness::Class`) does not wait for the turn to end. A client of a
-//! lower class waits until the holder has no work. With many waiting clients, `auto` shortens turns
-//! so that the last client waits no longer than `max-wait`.
+//! lower class waits until the holder runs out of work. With many waiting clients, `auto` shortens
+//! turns so that the last client waits no longer than `max-wait`.
 //!
 //! **Queue**, among the clients of one tenant. Clients are ordered by arrival. In `auto`, the rank
 //! is the arrival plus the expected time (the burst, and moving memory both ways), rounded down to
@@ -48,7 +48,9 @@ impl Policy for Fcfs {
             let (least, most) = first.moving_turn(holder);
             (first.burst * 2).min(most).max(least).min(settings.time_quantum)
         } else if !first.holders_measured {
-            MEASURED.min(settings.time_quantum) // too short a turn measures nothing, and both may be able to run
+            // A shorter turn would measure nothing. The measurement may show that the clients can
+            // run together.
+            MEASURED.min(settings.time_quantum)
         } else if first.unmeasured {
             SHORTEST_TURN
         } else {

@@ -30,8 +30,8 @@ pub(crate) const SHORTEST_GRACE: Duration = Duration::from_millis(1);
 /// minimum, so that the GPU works most of the time. In `auto`, a turn lasts the second multiple,
 /// and up to the third if the waiting client needs a long time.
 const MOVES_PER_TURN: (u32, u32, u32) = (5, 10, 15);
-/// Lower bounds of the second and third multiples. They let long bursts finish if little memory
-/// moves.
+/// Lower bounds of turns of the second and third multiple. They let long bursts finish if little
+/// memory moves.
 const SHORTEST_MOVING_TURN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(5));
 
 /// The precedence of a waiting request over a holder.
@@ -46,8 +46,7 @@ pub(crate) enum Precedence {
     BelowMinimum,
     #[default]
     Equal,
-    /// The request waits until the holder has no work, or the holder's owner is no longer below its
-    /// minimum.
+    /// The request waits until the holder runs out of work, or its owner has used its minimum.
     After,
 }
 
@@ -73,7 +72,7 @@ pub(crate) struct Waiter {
     /// The number of requests in the queue, including this request.
     pub waiters: u32,
     /// The GPU time that the client has attained, minus the time that it left to other clients. The
-    /// next field is the time since which the client has been on its level.
+    /// next field is the time when the client reached its level.
     pub attained: Duration,
     pub level_since: Time,
     /// The request's rank. The next field tells whether the request has aged and so precedes
@@ -96,14 +95,15 @@ impl Waiter {
     ///
     /// The least length is ten times the time of the move, so that the move costs little. If this
     /// request is expected to need long, the turn lasts up to fifteen times that time, so that
-    /// fewer bursts are interrupted. The turn is no longer even if both clients always have work.
-    /// The scheduler cannot distinguish a computation from a server that always has requests, and
-    /// the server's users wait. A holder with weight 0 is the exception: by its rule, no user waits
-    /// for its results.
+    /// fewer bursts are interrupted. Even two clients that always have work get no longer turns,
+    /// because the scheduler cannot distinguish a computation from a server that always has
+    /// requests and whose users wait. A holder with weight 0 is the exception: by its rule, no user
+    /// waits for its results.
     fn moving_turn(&self, holder: &Holder) -> (Duration, Duration) {
         let (_, least, most) = MOVES_PER_TURN;
         let worth = |moves, least: Duration| holder.exchange.saturating_mul(moves).max(least);
-        // Once all bytes have arrived, the hand-over costs no more than a hand-over without a move.
+        // After all bytes have arrived, the hand-over costs no more than a hand-over without a
+        // move.
         let least = if self.evicts { worth(least, SHORTEST_MOVING_TURN.0) } else { SHORTEST_TURN };
         if holder.batch { (Duration::MAX, Duration::MAX) } else { (least, worth(most, SHORTEST_MOVING_TURN.1)) }
     }
@@ -143,8 +143,8 @@ pub(crate) trait Policy: Debug + Sync {
     /// smallest rank is served first.
     fn rank(&self, settings: &Settings, arrival: Time, waiter: &Waiter) -> Time;
     /// The key of a request among the requests of all owners. It depends on the finish tag of the
-    /// request's owner (`served`), the request's rank, and the time since which the owner has been
-    /// waiting (`joined`).
+    /// request's owner (`served`), the request's rank, and the time when the owner began to wait
+    /// (`joined`).
     fn key_among_owners(&self, served: Time, rank: Time, joined: Time) -> Time;
     /// The time after which a waiting request precedes all other requests of its owner. `None`:
     /// never, because the rank already bounds the wait.

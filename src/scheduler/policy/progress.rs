@@ -1,7 +1,7 @@
-//! A client's attained GPU time, as `adaptive` counts it: the time that it ran, minus the time for
-//! which it had no work and left the GPU to others. A client that runs briefly and then pauses
-//! stays on the lowest level. A client that keeps computing rises level by level. Each level ends
-//! at four times the GPU time of the level before.
+//! A client's attained GPU time, as `adaptive` counts it: the time that the client ran, minus the
+//! time for which it had no work and left the GPU to other clients. A client that runs briefly and
+//! then pauses stays on the lowest level. A client that keeps computing rises level by level. Each
+//! level ends at four times the GPU time of the level before.
 
 use crate::api::Time;
 use std::time::Duration;
@@ -41,8 +41,8 @@ impl Progress {
         self.idle_since = idle.then_some(now);
     }
 
-    /// The GPU time that the client will have attained after running for `time`, and since when it
-    /// will have been on the level of that time.
+    /// The GPU time that the client will have attained after running for `time`, and when it will
+    /// have reached the level of that GPU time.
     pub fn after(&self, now: Time, time: Duration) -> (Duration, Time) {
         let attained = self.attained.saturating_add(time);
         (attained, if level(attained) == level(self.attained) { self.level_since } else { now })

@@ -27,8 +27,8 @@ pub(crate) struct Request {
     /// The owner of the request's turns, while the request is queued.
     pub owner: Option<ShareOwner>,
     /// The request's position among its owner's requests for a GPU depends only on its rank and
-    /// number, because the owner's usage affects all of these requests alike. So all but the first
-    /// of them stand behind the first.
+    /// number, because the owner's usage affects all of these requests alike. So only the first of
+    /// these requests is in the queue, and the others stand behind it.
     pub by_rank: bool,
     /// The reason for waiting that was last sent to the request's clients.
     #[serde(with = "crate::encoding::wait_reason")]
@@ -65,8 +65,8 @@ pub(crate) enum Blocked {
 }
 
 /// The position of a request in queues; the smallest is served first. Requests are ordered by
-/// class. Within a class, requests of a gang that has its turn come first. Next counts the finish
-/// tag or arrival (`at`), and among the requests of one owner the `rank`.
+/// class. Within a class, requests of a gang that has its turn come first. Next, requests are
+/// ordered by finish tag or arrival (`at`), and requests of one owner by `rank`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) struct QueueKey {
     pub class: Class,
@@ -174,8 +174,8 @@ impl Line {
         (was_queued, was_first)
     }
 
-    /// Removes and returns an owner's next request behind the first, if the first has left the
-    /// queue.
+    /// If an owner's first request has left the queue, removes and returns the next request behind
+    /// it.
     pub fn take_next(&mut self, owner: ShareOwner) -> Option<Entity> {
         let own = self.owners.get_mut(&owner).filter(|own| own.first.is_none())?;
         let (.., next) = own.behind_first.pop_first()?;

@@ -3,9 +3,9 @@
 //!
 //! An [`Entity`] (a client, or the members of a gang) is queued and granted as a whole. An entity
 //! is granted either all GPUs that it wants or none, and has the same [`QueueKey`] in the queue of
-//! each of them. Two entities therefore never precede each other. The first of all entities always
-//! makes progress. No entity holds one GPU while it waits for another (no hold and wait, hence no
-//! deadlock).
+//! each of them. Any two entities therefore have the same order in all queues, and the first of all
+//! entities always makes progress. No entity holds one GPU while it waits for another (no hold and
+//! wait, hence no deadlock).
 //!
 //! [`Queues`] keeps requests, queues and gangs consistent, and marks the GPUs that a change
 //! affects. `settle` decides which requests are granted and when turns end, because these decisions
@@ -83,8 +83,8 @@ impl Queues {
         self.gangs.leave(client);
     }
 
-    /// The entity as which a client waits and is granted. The only member of a gang is a solo
-    /// client.
+    /// The entity that a client belongs to: its gang, or the client alone if its gang has no other
+    /// member.
     pub fn entity(&self, client: ClientId) -> Entity {
         let gang = self.gangs.of(client).filter(|gang| self.gangs.size(*gang) > 1);
         gang.map_or(Entity::Solo(client), Entity::Gang)
@@ -224,7 +224,7 @@ impl Queues {
     }
 
     /// Adds a request to the queues of the GPUs that it wants. The request must be in no queue, or
-    /// already at its position. `owner` is the owner of its turns. For `by_rank`, see
+    /// already at its position. `owner` is the owner of the request's turns. For `by_rank`, see
     /// [`Request::by_rank`].
     pub fn join_queues(&mut self, fx: &mut Effects, entity: Entity, owner: Option<ShareOwner>, by_rank: bool) {
         let Some(request) = self.requests.get_mut(&entity) else { return };
@@ -260,7 +260,8 @@ impl Queues {
         Some((first_on?, request.owner?, request.key))
     }
 
-    /// Removes an owner's next request behind the first from the queue, if the first has left.
+    /// If an owner's first request has left the queue, removes and returns the next request behind
+    /// it.
     pub fn take_next_of(&mut self, id: GpuId, owner: ShareOwner) -> Option<Entity> {
         self.gpus.get_mut(&id)?.take_next(owner)
     }

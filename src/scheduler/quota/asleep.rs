@@ -1,8 +1,8 @@
 //! Clients that are off their GPUs, or on their way off or back. Their limit is their present
 //! memory, so that other clients can use the rest, and so that they can be moved to a GPU without
-//! spare memory. The lower limit is sent before the order to prepare, so a prepared client has
-//! acknowledged it: a sleeping client acknowledges nothing. Requests for more memory are handled
-//! like any other client's.
+//! spare memory. The lower limit is sent before the order to prepare, because a sleeping client
+//! acknowledges nothing. Requests of such clients for more memory are handled like the requests of
+//! other clients.
 
 use super::{Context, Quota, limit::Limit};
 use crate::{api::*, effects::Effects};

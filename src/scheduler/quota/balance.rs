@@ -115,7 +115,8 @@ impl Quota {
     }
 
     /// Raises limits further towards their unchanged targets. While no client waits for memory and
-    /// no rule bounds it, targets depend on demands alone, so acknowledgements do not change them.
+    /// no rule bounds memory, targets depend on demands alone, so acknowledgements do not change
+    /// the targets.
     fn raise(&mut self, cx: Context, fx: &mut Effects) {
         self.set_all_aside(cx);
         let targets = self.rising.iter().filter_map(|(id, client)| {
@@ -131,8 +132,8 @@ impl Quota {
         self.touch_attaching(cx, fx);
     }
 
-    /// Touches GPUs with attaching clients, which wait until the limits on every GPU are up to
-    /// date.
+    /// Marks the GPUs with attaching clients to be settled, because these clients wait for
+    /// up-to-date limits on every GPU.
     fn touch_attaching(&self, cx: Context, fx: &mut Effects) {
         fx.touch_all(self.gpus.keys().copied().filter(|id| cx.gpus.is_attaching(*id)));
     }
@@ -181,8 +182,8 @@ impl Quota {
                 }
                 reach
             }
-            // A client that is late to acknowledge a lower limit gets no higher one. Other clients
-            // get its excess once it acknowledges the lower limit.
+            // A client that is late to acknowledge a lower limit gets no higher limit. The client's
+            // excess goes to other clients when the client acknowledges the lower limit.
             _ if late => return,
             _ => {
                 let Some(room) = room else { return };

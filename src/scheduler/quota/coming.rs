@@ -1,13 +1,14 @@
 //! Room on a GPU for clients that are about to be moved there, or may have to be moved back. Their
 //! memory is set aside among the limits of that GPU as if they were already there. The limits of
-//! other clients are lowered, and do not rise until there is room. So a move never uses memory that
-//! is still promised to other clients. Nor is a move refused because of memory that those clients
-//! might never use.
+//! other clients are lowered, and do not rise until the room is set aside. So a move never uses
+//! memory that is still promised to other clients. Nor is a move refused because of memory that
+//! those clients might never use.
 //!
 //! The invariant of a move is: **until a process is restored on another GPU, it counts on the old
-//! GPU as if it slept there**. So its place there is promised to no other client, and no promise is
-//! broken if it has to come back. A move therefore needs room on both GPUs. Rejected: making room
-//! on the old GPU when the client comes back, because no client may be able to give any then.
+//! GPU as if it slept there**. So no other client is promised the process's place on the old GPU,
+//! and no promise is broken if the process has to come back. A move therefore needs room on both
+//! GPUs. Rejected: making room on the old GPU when the client comes back, because no client may be
+//! able to give any then.
 
 use super::{Context, Quota, limit::Limit};
 use crate::api::*;

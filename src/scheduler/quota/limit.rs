@@ -12,7 +12,8 @@ use std::time::Duration;
 /// A client with this many unacknowledged limits counts as unresponsive and is sent no lower
 /// limits.
 const MANY_STEPS: usize = 64;
-/// How long memory that a client requested and was granted stays reserved while it is unused.
+/// How long memory that a client requested and was granted stays reserved while the client does not
+/// use it.
 const GRANT_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
@@ -20,11 +21,12 @@ pub(crate) struct Limit {
     /// The newest limit, in bytes.
     pub limit: u64,
     pub seq: u32,
-    /// The limit that the solver computed. `limit` is raised to it once there is room.
+    /// The limit that the solver computed. `limit` is raised to the target as room becomes
+    /// available.
     pub target: u64,
     /// The higher limit that the client has requested.
     pub wanted: Option<Wanted>,
-    /// Bytes granted to the client on request, and the time until which they stay reserved for it.
+    /// Bytes granted to the client on request, and when their reservation ends.
     granted: Option<(u64, Time)>,
     /// Start of the current wait for an acknowledgement. Set when the limit is lowered, restarted
     /// by each acknowledgement, and cleared once the newest limit is acknowledged. So a client that

@@ -124,8 +124,8 @@ struct GpuLimits {
     /// The offer that `most_in_host` was computed for. `None`: a client or a demand has changed
     /// since that computation.
     summed_for: Option<u64>,
-    /// The offer and the number of clients when limits were last computed. Computations for new
-    /// clients only do not count.
+    /// The offer and the number of clients when limits were last computed. A computation for new
+    /// clients alone does not count.
     solved_for: Option<(u64, usize)>,
     /// Clients that attached since limits were last computed.
     fresh: BTreeSet<ClientId>,

@@ -3,8 +3,8 @@
 //! limits can no longer help. If a rule says so, the request waits instead until other clients have
 //! freed enough memory. Of a group's waiting requests, the oldest is served first.
 //!
-//! If all clients that could free memory are waiting themselves, they are in a deadlock. The newest
-//! request is then denied.
+//! If all clients that could free memory are waiting themselves, the clients are in a deadlock. The
+//! newest request is then denied.
 
 use super::{
     Context, Quota,
@@ -157,7 +157,8 @@ impl Quota {
                 self.set_wanted(client, id, None);
                 self.keep(cx, client, id, wanted.bytes);
             } else if waits && (wanted.bytes <= target || !self.is_last_of_all(cx, client, wanted.held)) {
-                continue; // other clients can still free memory, or have yet to acknowledge a lower limit
+                // Other clients can still free memory, or have yet to acknowledge a lower limit.
+                continue;
             } else if until <= cx.now {
                 let is_full = self.group_room(cx, client, id).is_none_or(|room| room < wanted.bytes - limit);
                 self.deny(fx, client, id, if is_full { Denial::MemoryMax } else { Denial::NoRoom });
@@ -182,7 +183,8 @@ impl Quota {
         for other in clients.into_iter().filter(|other| *other != client && has_some(other)) {
             let newest = newest(other).filter(|wanted| Some(wanted.number) < number);
             of_all &= newest.is_some();
-            // Another member's request may be met with memory from outside the group.
+            // A member that waits for room on the GPU or the host may get it from clients outside
+            // the group, so the group's members are not in a deadlock.
             let is_member = group.is_some() && cx.rules.group(other) == group;
             of_group &= !is_member || newest.is_some_and(|wanted| wanted.held != Some(Denial::NoRoom));
             if !(of_group || of_all) {

@@ -40,7 +40,7 @@ struct ClientQuota {
     most: u64,
     /// The highest slack that the client's group allows it. 0 while the client is off its GPUs.
     slack: u64,
-    /// The client's highest limit if its group exceeds its bound.
+    /// The client's highest limit if the group exceeds the group's bound.
     cap: u64,
     /// The client does not acknowledge limits.
     unresponsive: bool,
@@ -71,7 +71,7 @@ impl ClientQuota {
         self.base.saturating_add(slack.min(self.slack)).min(self.most).max(self.floor)
     }
 
-    /// The bytes that the client needs at least, once it has acknowledged a lower limit.
+    /// The fewest bytes that the client needs after it has acknowledged a lower limit.
     fn acknowledged(&self) -> u64 {
         if self.unresponsive { self.base.max(self.granted) } else { self.at(0) }
     }
@@ -92,7 +92,7 @@ struct GpuQuota {
     attaching: bool,
 }
 
-/// A bound on the sum over the members of a group.
+/// A bound on the sum of the limits of a group's members.
 #[derive(Debug)]
 struct Bound {
     max: u64,
@@ -124,7 +124,7 @@ impl QuotaProblem {
         self.gpus.iter().fold(0, |sum, gpu| sum.saturating_add(excess(gpu)))
     }
 
-    /// The sum of `of` over a bound's members.
+    /// Sums the results of `of` over a bound's members.
     fn used(&self, bound: &Bound, of: impl Fn(&ClientQuota) -> u64) -> u64 {
         bound.quotas.iter().filter_map(|at| self.quota(*at)).fold(0, |sum, quota| sum.saturating_add(of(quota)))
     }
@@ -254,8 +254,9 @@ impl Quota {
         let granted = self.serve_requests(cx, fx, &mut problem, requests, budget);
         problem.divide(&granted);
         let slack = problem.slack(budget);
-        // Each other client may keep an excess of less than one step above its target. The excess
-        // of all clients may be exactly what a granted request lacks.
+        // Each other client may keep an excess of less than one step above its target. Together,
+        // these excesses may be the bytes that a granted request lacks, so even small changes are
+        // sent.
         let is_awaited = budget.is_some() && !granted.is_empty();
         let target = |gpu: &GpuQuota, quota: &ClientQuota| Target {
             client: quota.client,

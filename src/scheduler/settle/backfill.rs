@@ -9,8 +9,9 @@ use crate::{
 };
 
 impl Machine {
-    /// Updates the time at which this GPU admits its first request. If it changed, marks the other
-    /// GPUs that the present and the previous first request want.
+    /// Updates the time at which this GPU admits its first request. If that time or the first
+    /// request has changed, marks the other GPUs that the present and the previous first request
+    /// want.
     pub(super) fn note_opening(&mut self, id: GpuId) {
         let first = self.queues.first(id).filter(|first| self.model().wants_others(id, *first));
         let opens = first.map(|first| (first, self.model().opens_at(id, first)));

@@ -1,6 +1,5 @@
-//! Admission of CUDA contexts. A client that is about to create a context waits until the GPU has
-//! room for it, but at most for [`ATTACH_TIMEOUT`]. A deferred client waits longer (see
-//! `gpu::contexts`).
+//! Admission of CUDA contexts. A client that is about to create a context waits for room on the
+//! GPU, but at most for [`ATTACH_TIMEOUT`]. A deferred client waits longer (see `gpu::contexts`).
 
 use crate::{api::*, machine::Machine, quota::FIRST_LIMIT_TIMEOUT};
 use std::time::Duration;
@@ -9,9 +8,8 @@ use std::time::Duration;
 /// room, and the driver decides.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long a restore may take once it has room. After that time, other clients that attach or wake
-/// no longer wait for it. The limit is needed because a stopped process can delay its restore
-/// indefinitely.
+/// How long other clients that attach or wake wait for a restore in progress. The limit is needed
+/// because a stopped process can delay its restore indefinitely.
 pub(super) const RESTORE: Duration = Duration::from_secs(10);
 
 impl Machine {

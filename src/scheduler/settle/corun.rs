@@ -1,10 +1,10 @@
 //! Co-running in mode `auto`: clients hold the lock together. Programs that leave the GPU idle
-//! between launches lose half of it by taking turns. Programs that keep the GPU busy lose some of
-//! it by running at the same time.
+//! between launches lose up to half of the GPU's time by taking turns. Programs that keep the GPU
+//! busy lose some of the GPU's time by running at the same time.
 //!
-//! A client reports its utilization, which it can measure only while no client outside its gang
-//! holds the lock. The scheduler believes a report for a while. After that, the clients take short
-//! turns again, each long enough for a new measurement.
+//! A client reports its utilization. The client can measure it only while no client outside its
+//! gang holds the lock. The scheduler believes a report for a while. After that, the clients take
+//! short turns again, each long enough for a new measurement.
 
 use crate::{api::*, machine::Machine, policy::utilization::FULL};
 

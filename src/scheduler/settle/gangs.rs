@@ -12,8 +12,8 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// The minimum length of a gang's turn, as a multiple of the gang's hand-over time. During a
-/// hand-over, members spin for members that have already drained. With this ratio, spinning costs 3
-/// % of the time.
+/// hand-over, members spin for members that have already drained. With turns of this length,
+/// spinning costs 3 % of the time.
 const HAND_OVERS_PER_TURN: u32 = 33;
 
 impl Machine {
@@ -26,8 +26,7 @@ impl Machine {
         }
     }
 
-    /// Ends the turn of a gang whose members hold no lock any more. Holds that are bypassed do not
-    /// count.
+    /// Ends the turn of a gang whose members hold no lock any more. Bypassed holds do not count.
     pub(super) fn end_gang_turn(&mut self, entity: Entity) {
         let is_over = |gang: &Gang| self.model().holds_of_gang(*gang).all(|(_, hold)| hold.is_bypassed());
         if let Some(gang) = entity.gang().filter(is_over) {
@@ -46,7 +45,7 @@ impl Machine {
 
     /// The minimum length of a gang's turn on a GPU, so that hand-overs cost little. The time
     /// quantum and `max-wait` are upper bounds. A turn that only measures utilization is short,
-    /// because its clients may turn out to be able to run together.
+    /// because the measurement may show that the clients can run together.
     pub(super) fn shortest_gang_turn(&self, gang: Gang, id: GpuId, waiter: Option<Waiter>) -> Duration {
         let measures = |waiter: Waiter| !waiter.evicts && (waiter.unmeasured || !waiter.holders_measured);
         if self.settings.anti_thrash == AntiThrash::Auto && waiter.is_some_and(measures) {
@@ -135,7 +134,8 @@ impl Machine {
         }
     }
 
-    /// Assigns a client's holds and requests to its present entity: its gang, or itself.
+    /// Assigns a client's holds and requests to the client's present entity: its gang, or the
+    /// client alone.
     pub(crate) fn update_entity(&mut self, client: ClientId) {
         let entity = self.queues.entity(client);
         // The holds are revoked together with the members of the new entity.
@@ -149,8 +149,8 @@ impl Machine {
         }
     }
 
-    /// Updates a client's gang after its rule changed. Its requests become requests of the new
-    /// gang.
+    /// Updates a client's gang after its rule changed. The client's requests become requests of the
+    /// new gang.
     pub(crate) fn update_gang(&mut self, client: ClientId) {
         let Some(state) = self.clients.get(&client) else { return };
         let is_gang = |group: &GroupId| self.rules.limits(*group).is_some_and(|limits| limits.gang);

@@ -43,7 +43,7 @@ use reservations::ReservationNeeds;
 use std::time::Duration;
 
 /// How often a gang that waits for another gang is checked. Whether the two gangs can run together
-/// also depends on reports about other GPUs.
+/// also depends on reports about other GPUs, and such a report does not settle this GPU.
 const CONFLICT_LOOK: Duration = Duration::from_millis(100);
 
 /// Why holders of a GPU should release it.
@@ -147,7 +147,7 @@ impl Machine {
         }
     }
 
-    /// Requeues requests that unevictable memory blocked, once the GPU has more room.
+    /// Requeues requests that unevictable memory blocked, if the GPU has gained room.
     fn note_capacity(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(id) else { return };
         let capacity = gpu.capacity(&self.settings);
@@ -161,8 +161,8 @@ impl Machine {
         }
     }
 
-    /// Requeues requests that were kept out by a request of a higher class, once that request is
-    /// gone.
+    /// Requeues requests that were kept out by a request or holder of a better tier, if they no
+    /// longer have to wait for it.
     fn enqueue_unblocked(&mut self, id: GpuId) {
         let free: Vec<Entity> =
             self.queues.behind(id).filter(|entity| !self.model().waits_behind(*entity, id)).collect();

@@ -1,17 +1,18 @@
 //! Clients that are moved from one GPU to another of the same kind (`Event::Migrate`): each sleeps,
 //! is moved, and is restored there.
 //!
-//! A sleeping client has nothing on a GPU except the scheduler's records. So a move takes these out
-//! of one GPU's maps and puts them into the other's, including a waiting request, whatever state
-//! the client is in. The client wakes there as it would have on its old GPU: room is made and
-//! measured in the same way. `sleep` knows where the process was and where the client is attached
-//! now, hence where the process has to be restored. The client is notified once it is awake.
+//! A sleeping client has nothing on a GPU except the scheduler's records. So a move takes these
+//! records, including a waiting request, out of one GPU's maps and puts them into the maps of the
+//! other GPU, whatever state the client is in. The client wakes there as it would have on its old
+//! GPU: room is made and measured in the same way. `sleep` knows where the process was and where
+//! the client is attached now, hence where the process has to be restored. The client is notified
+//! when it is awake again.
 //!
 //! A drained GPU (`Event::Drain`) defers all contexts. Its clients are moved to another GPU of the
 //! same kind (`Event::Kinds`) that they may use (`Event::Allowed`). If the first such GPU has no
 //! room, or the restore there fails, the next one is tried. Clients that cannot be moved are put to
-//! sleep, like paused clients. Clients that can do neither run between attempts, because otherwise
-//! their work would never end.
+//! sleep, like paused clients. Clients that can neither be moved nor sleep keep running between
+//! attempts, because otherwise their work would never end.
 
 use crate::{
     api::*,
@@ -71,8 +72,7 @@ impl Machine {
         first.or_else(|| (self.room_for(client, both) == RoomToMove::None).then_some(MoveObstacle::NoRoom))
     }
 
-    /// Whether `to` is the GPU that the client's attachment of a third GPU may have to be moved
-    /// back to.
+    /// Whether the client's attachment of a third GPU may have to be moved back to `to`.
     fn is_way_back(&self, client: ClientId, Move { from, to }: Move) -> bool {
         self.sleep.ways_back(client).into_iter().any(|back| back.to == to && back.from != from)
     }
@@ -183,7 +183,7 @@ impl Machine {
         self.take_step(client, step);
     }
 
-    /// Plans the move of a client off a drained GPU to another GPU, if one has room for it.
+    /// Plans the move of a client off a drained GPU, if another GPU has room for the client.
     pub(super) fn leave_drained(&mut self, client: ClientId) {
         if !self.sleep.is_drained(client) {
             return;
@@ -218,7 +218,8 @@ impl Machine {
         self.effects.wake(Wake::Ahead(client, from), None);
         let (is_drained, number) = (self.has_drained(client), self.effects.number());
         self.sleep.moved(client, both, is_drained, number);
-        self.limit_sleeper(client); // in the same step, so that no other client is promised its place
+        // Called in the same step, so that no other client is promised this client's place.
+        self.limit_sleeper(client);
         self.effects.command(Command::Moved { client, from, to });
         if let Some(mut wants) = wants {
             wants.remove(&from);

@@ -140,7 +140,7 @@ impl Machine {
     }
 
     /// Removes a request from the queues. The owner's requests behind it then join the queues, with
-    /// keys no earlier than that of the removed request.
+    /// keys no earlier than the key of the removed request.
     pub(crate) fn dequeue(&mut self, entity: Entity) {
         let Some((id, owner, first)) = self.queues.leave_queues(&mut self.effects, entity) else { return };
         while let Some(next) = self.queues.take_next_of(id, owner) {
@@ -152,8 +152,8 @@ impl Machine {
         }
     }
 
-    /// Keeps a request out of the queues until its obstacle is gone. Until then, the request
-    /// reserves no bytes and delays no other request.
+    /// Keeps a request out of the queues because of an obstacle. A blocked request reserves no
+    /// bytes and delays no other request.
     pub(crate) fn block(&mut self, entity: Entity, why: Blocked) {
         self.dequeue(entity);
         self.queues.set_blocked(&mut self.effects, entity, why);
@@ -209,9 +209,9 @@ impl Machine {
         }
     }
 
-    /// Grants a request immediately if it needs neither bytes nor turns: managed memory with
-    /// anti-thrash off. While memory of such a client is being evicted for other clients, its
-    /// request waits in the queue.
+    /// Grants a request immediately if it needs neither bytes nor turns, because its clients use
+    /// managed memory and anti-thrash is `off`. While memory of such a client is being evicted for
+    /// other clients, the client's request waits in the queue.
     fn admit_if_needless(&mut self, entity: Entity) {
         let Some(request) = self.queues.request(entity) else { return };
         let mut wants = request.wants.iter().flat_map(|(client, gpus)| gpus.iter().map(|id| (*client, *id)));
@@ -254,8 +254,9 @@ impl Machine {
                 let moved = idle_since.map_or(Duration::ZERO, |since| now.saturating_sub(since));
                 let (finish_tag, own_finish_tag) = self.finish_tags_before(client, *id);
                 let hold = Hold::new(entity, number, group, now);
-                // A client that holds the lock is not evicted. A client that runs by page faults is
-                // granted the lock even while some of its pages are being evicted.
+                // A client does not evict memory while it holds the lock, so a pending eviction is
+                // cancelled. A client that runs by page faults can be granted the lock while its
+                // eviction is blocked.
                 self.with_gpu(*id, |gpu, cx, fx| gpu.stop_evicting(cx, fx, client));
                 self.begin_hold(client, *id, Hold { moved, aged: request.aged, finish_tag, own_finish_tag, ..hold });
                 if let Some(lock) = self.gpus.lock_mut(client, *id) {

@@ -1,4 +1,4 @@
-//! Serves bytes to holders and to the queue. Grants requests that have all the bytes that they
+//! Allocates bytes to holders and to the queue. Grants requests that have all the bytes that they
 //! need.
 
 use super::Pressure;
@@ -57,11 +57,12 @@ impl Machine {
         let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return bytes };
         let asked = gpu.evict(cx, fx, bytes - arriving, exempt, last, queue.as_deref());
         let arriving = gpu.arriving(cx, fx, exempt);
-        asked.into_iter().for_each(|client| self.check(client)); // sets when the client's answer is due
+        // Sets the time at which each client's answer is due.
+        asked.into_iter().for_each(|client| self.check(client));
         bytes.saturating_sub(arriving)
     }
 
-    /// Allows bytes to the first request, grants it if possible, and continues with the next
+    /// Allocates bytes to the first request, grants it if possible, and continues with the next
     /// request until one has to wait. Returns the bytes that the waiting request lacks.
     pub(super) fn serve_queue(&mut self, id: GpuId, reserved_ahead: u64, pressure: &mut Pressure) -> u64 {
         loop {
@@ -127,7 +128,7 @@ impl Machine {
         }
     }
 
-    /// Serves holders that cannot drain, which may need more bytes in order to drain. Such holders
+    /// Serves undrainable holders, because they may need more bytes in order to drain. Such holders
     /// are served after all waiting requests, and no other holder frees memory for them. Returns
     /// the bytes that undrainable holders lack.
     pub(super) fn serve_undrainable(&mut self, id: GpuId) -> u64 {
@@ -148,8 +149,8 @@ impl Machine {
     }
 
     /// Whether a request fits on the GPU. A request that does not fit leaves the queue until
-    /// unevictable memory becomes evictable, so that it does not delay other requests. A gang that
-    /// is too large together is split instead.
+    /// unevictable memory becomes evictable, so that it does not delay other requests. A gang whose
+    /// members do not fit together is split instead.
     fn fits(&mut self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
         if self.model().has_room(entity, id, members) {
             return true;

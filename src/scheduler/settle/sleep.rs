@@ -3,22 +3,23 @@
 //!
 //! A client that is held off its GPUs gets no lock and no memory. Its request is blocked, like the
 //! request of a stopped process. The locks of a paused client are first revoked, like any holder's.
-//! The memory of the client's context is lent to other clients on the GPU. Limits do not promise it
-//! to them, so a wake finds room by evicting.
+//! The memory of the client's context is lent to other clients on the GPU. Limits do not promise
+//! this memory to the other clients, so a wake gets room by evicting them.
 //!
-//! A client is restored when all of its GPUs have room for its contexts, which other clients make
-//! by evicting. The room is set aside (`gpu::returning`), then measured, and only then does the
-//! restore begin, because a restore that runs out of memory is final. Clients are restored to a GPU
-//! one at a time, in the order in which they wake. After `RESTORE` the next client no longer waits
-//! for a restore in progress, but the memory for that restore's context stays set aside. No client
-//! sleeps on a GPU whose memory is not measured.
+//! A client is restored when all of its GPUs have room for its contexts. Other clients make this
+//! room by evicting memory. The room is set aside (`gpu::returning`), then measured, and only then
+//! does the restore begin, because a restore that runs out of memory is final. Clients are restored
+//! to a GPU one at a time, in the order in which they wake. After `RESTORE` the next client no
+//! longer waits for a restore in progress, but the memory for that restore's context stays set
+//! aside. No client sleeps on a GPU whose memory is not measured.
 //!
-//! A client that has been idle for `sleep_after` is put to sleep if other clients lack room. They
-//! lack room in two cases: a context does not fit beside the present contexts, or the demands do
-//! not fit together even without the client's own demand. The client that has been idle longest
-//! sleeps first. The memory that it leaves is measured before the next client sleeps. A new client
-//! may have to wait until an attached client needs less (a *deferred* client). It gets the place of
-//! a sleeping client. Until then, holders are asked to release the lock when they are idle.
+//! A client that has been idle for `sleep_after` is put to sleep if other clients lack room. Other
+//! clients lack room in two cases: a context does not fit beside the present contexts, or the
+//! demands do not fit together even without the client's own demand. The client that has been idle
+//! longest sleeps first. The memory that it leaves is measured before the next client sleeps. A new
+//! client is *deferred* if it has to wait until an attached client needs less. A deferred client
+//! gets the place of a client that falls asleep. Until a client can sleep, holders are asked to
+//! release the lock when they are idle.
 //!
 //! Where programs without nvshare use the GPU, their memory could take the room that a wake needs.
 //! No client is put to sleep there, except at a user's request.
@@ -50,7 +51,8 @@ impl Machine {
     }
 
     /// Puts the client that has been idle longest to sleep, if it has been idle long enough and
-    /// other clients lack room. Returns when the next client will have been idle long enough.
+    /// other clients lack room. Returns the time at which the next client will have been idle long
+    /// enough.
     pub(super) fn sleep_idle(&mut self, id: GpuId) -> Option<Time> {
         let (client, due) = self.next_sleeper(id)?;
         if self.now < due {
@@ -70,7 +72,8 @@ impl Machine {
             false => gpu.account(*client).map_or(0, |account| account.report.demand),
         };
         let usable = gpu.usable(&self.settings);
-        // Usually the demands fit even if the demands of sleeping clients are counted.
+        // Usually the demands fit even if the demands of sleeping clients are counted, so the exact
+        // sum is rarely needed.
         if !lacks_contexts && gpu.ledger.demanded() <= usable {
             return None;
         }
@@ -258,7 +261,8 @@ impl Machine {
     }
 
     pub(super) fn take_step(&mut self, client: ClientId, step: Step) {
-        self.limit_sleeper(client); // before the client prepares, so that it first acknowledges lower limits
+        // Called before the client prepares, so that the client first acknowledges lower limits.
+        self.limit_sleeper(client);
         match step {
             Step::Nothing => {}
             Step::Prepare => {
@@ -402,7 +406,7 @@ impl Machine {
         }
     }
 
-    /// Starts the restore of a client once all of its GPUs have room. Returns the time of the next
+    /// Starts the restore of a client if all of its GPUs have room. Returns the time of the next
     /// check.
     pub(super) fn serve_returning(&mut self, id: GpuId) -> Option<Time> {
         let now = self.now;
@@ -434,7 +438,8 @@ impl Machine {
             let due = returning.asked.map_or(now, |asked| asked + MEASURE);
             if due <= now {
                 returning.asked = Some(now);
-                self.measure_again(id); // the pending answer may never arrive, or predates the request
+                // A pending measurement may never arrive, or may have begun too early.
+                self.measure_again(id);
             }
             next = Some(due.max(now + MEASURE));
         }

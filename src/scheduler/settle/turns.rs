@@ -43,7 +43,7 @@ struct TurnState {
 
 impl Machine {
     /// Runs the clocks of holders that keep other clients waiting, informs holders, and revokes
-    /// holders whose turn is over. Returns when the next turn ends.
+    /// holders whose turn is over. Returns the time at which the next turn ends.
     pub(super) fn update_turns(&mut self, id: GpuId, pressure: &Pressure) -> Option<Time> {
         let now = self.now;
         self.gpus.get(id)?;
@@ -120,13 +120,13 @@ impl Machine {
         let capped = self.model().shares().capped_at(client, id);
         let helps = self.model().helps_to_drain(hold);
         // If holders may not continue together, all holders except the first have to release the
-        // lock. A gang that conflicts with an earlier gang has to release it too.
+        // lock. A gang that conflicts with an earlier gang has to release the lock too.
         let surplus = all.exclusive && !all.together && all.first.is_some_and(|first| hold.entity != first);
         let surplus = surplus || self.model().yields(hold.entity);
         // Memory for other programs is evicted without waiting for the end of a turn.
         let vacates = pressure.at_once && state.leaves > 0 || self.model().is_crowded_out(id, &[client]);
-        // If a rule caps the holder's time, or requests outside the queue wait for it, the holder
-        // should release the GPU whenever it is idle.
+        // If a rule caps the holder's time, or requests outside the queue wait for the GPU, the
+        // holder should release the GPU whenever the holder is idle.
         let (tells, waiters, grace) = match capped {
             _ if wanted => (true, all.waiters, all.grace),
             None if !all.awaited => (false, all.waiters, all.grace),
@@ -146,8 +146,8 @@ impl Machine {
         let over = ends <= now;
         let spent = capped.is_some_and(|at| at <= now);
         let goes = !helps && (surplus || spent || vacates || self.suspended || (wanted && over));
-        // Host memory takes longer to allocate than to fill. The rest of the turn is enough time
-        // for that.
+        // Host memory takes longer to allocate than to fill, so the holder allocates it during the
+        // rest of the turn.
         let prepare = state.leaves >= hold.prepared.saturating_add(PREPARE_STEP) && !over;
         hold.prepared = if prepare { state.leaves } else { hold.prepared };
         // A holder that is revoked is sent no other message.
@@ -167,8 +167,8 @@ impl Machine {
         ends.filter(|at| *at < Time::MAX && !helps).min()
     }
 
-    /// When a holder's turn ends if other clients keep waiting for it. `None`: the client has no
-    /// history on this GPU.
+    /// When a holder's turn ends if other clients keep waiting for the holder. `None`: the client
+    /// has no history on this GPU.
     fn turn_ends(
         &self,
         client: ClientId,

@@ -4,8 +4,8 @@
 //!
 //! A holder is *undrainable* if it reports itself stuck or does not answer, and does not drain in
 //! time. An undrainable holder no longer counts as a holder, and other clients are admitted beside
-//! it where its memory leaves room. The holder is still revoked periodically, and counts again once
-//! it has released the lock.
+//! it if its memory leaves room. The holder is still revoked periodically. After it has released
+//! the lock, it takes turns like any other client.
 //!
 //! A client that does not answer is charged only for its measured memory and gets no more. So a
 //! process cannot withhold memory that it does not have on the GPU, whatever it reported.
@@ -22,17 +22,18 @@ use std::time::Duration;
 /// The first and the longest delay before a stuck holder is revoked again. The delay doubles with
 /// each attempt.
 pub(crate) const STUCK: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
-/// How long a holder may take to drain after the first revoke. The first time applies if the holder
-/// reports itself stuck. The second applies, even without a report, if the holder also failed to
-/// drain in its last hold. The short time lets two programs that wait for each other make progress.
+/// How long a holder may take to drain after the first revoke. The first value applies if the
+/// holder reports itself stuck. The second value applies, even without a report, if the holder also
+/// failed to drain in its last hold. The second value lets two programs that wait for each other
+/// make progress.
 const DRAIN: (Duration, Duration) = (Duration::from_secs(3), Duration::from_millis(500));
 /// How long a holder that runs without answering the revoke may take to drain: after its last
 /// message, and in total. A library that is moving memory answers late, but keeps sending messages.
 const SILENCE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(60));
 /// How long the answer to a revoke may take before the scheduler probes the process.
 const REVOKE_ANSWER: Duration = Duration::from_secs(1);
-/// How long the answer to an eviction may take before the scheduler probes the process. Longer,
-/// because an eviction moves bytes.
+/// How long the answer to an eviction may take before the scheduler probes the process. The time is
+/// longer than for a revoke, because an eviction moves bytes.
 const EVICTION_ANSWER: Duration = Duration::from_secs(2);
 /// The first and the longest interval between probes.
 const PROBE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(10));
@@ -86,8 +87,8 @@ impl Machine {
                 if stopped {
                     hold.suspended |= revoked.again.is_none();
                 } else if changed {
-                    // The client still has to read the revoke, and has time again to answer and to
-                    // drain.
+                    // The client may not have read the revoke yet, so its time to answer and to
+                    // drain starts anew.
                     hold.suspended = false;
                     revoked.first = now;
                     revoked.since = now;
@@ -108,10 +109,10 @@ impl Machine {
         self.check(client);
     }
 
-    /// Keeps a request from being granted while the process of one of its clients is stopped. If
-    /// the members named the gang themselves, the other members wait too, because they cannot run
-    /// without the stopped one. A gang made by a rule may contain clients that do not wait for each
-    /// other, so only the stopped client waits.
+    /// Keeps a request from being granted while one of its clients is absent: stopped or held off
+    /// its GPUs. If the members named the gang themselves, the other members wait too, because they
+    /// cannot run without the absent client. A gang made by a rule may contain clients that do not
+    /// wait for each other, so only the absent client waits.
     pub(crate) fn wait_until_it_runs(&mut self, entity: Entity, client: ClientId) {
         if let Entity::Gang(Gang::Group(_)) = entity {
             self.split(entity, &[client]);
@@ -188,7 +189,7 @@ impl Machine {
             self.lags(client, *id);
         }
         self.schedule_around(client, undrainable);
-        // Locks that were revoked together are revoked again only together.
+        // Of locks that were revoked together, either all or none are revoked again.
         let wanted = again.0.iter().any(|id| self.model().is_wanted_from(client, *id));
         let unwanted = if wanted { GpuSet::new() } else { std::mem::take(&mut again.0) };
         for id in &unwanted {
@@ -197,7 +198,8 @@ impl Machine {
         }
         if !unwanted.is_empty() {
             self.gang_continues(self.queues.entity(client));
-            self.touch_conflicting_gangs(self.queues.entity(client)); // GPUs are no longer kept to let the client drain
+            // GPUs are no longer kept to let the client drain.
+            self.touch_conflicting_gangs(self.queues.entity(client));
             self.touch_gang_peers(client);
         }
         let Some(state) = self.clients.get_mut(&client) else { return };
@@ -242,7 +244,9 @@ impl Machine {
         if let Some(entity) = self.queues.waiting(client)
             && self.queues.request(entity).is_some_and(|r| r.blocked.is_none())
         {
-            self.enqueue(entity); // its request would precede other requests and wait for its own lock
+            // Blocks the request. Otherwise it would wait for the client's own lock, ahead of other
+            // requests.
+            self.enqueue(entity);
         }
     }
 }

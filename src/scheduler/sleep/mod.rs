@@ -1,16 +1,16 @@
 //! Clients that are off their GPUs, and each client's stages: awake → preparing → checkpointing →
 //! asleep → waking → restoring → awake.
 //!
-//! - **A preparation ends with the client's own answer**, or with a timeout. After a timeout the
-//!   client is not asked again until it has answered. `Awake` is sent only after that answer, so a
-//!   late answer cannot be mistaken for the answer to a later request.
+//! - **A preparation ends with the client's own answer**, or with a timeout. After a timeout, the
+//!   client is sent `Awake`, but is not asked again before it has answered. So a late answer cannot
+//!   be mistaken for the answer to a later request.
 //! - A call of the checkpoint helper ends with the daemon's answer, which always arrives. If the
 //!   answer leaves the state of the process open, the helper is asked repeatedly to settle it: **a
 //!   process counts as awake, or as asleep, only when the helper has said so**.
 //!
-//! For each GPU that a client has attached, this module keeps the GPU on which its process last
-//! was. A restore, `Awake`, a move before the client wakes, and the way back after a failed restore
-//! need no other record.
+//! For each GPU that a client has attached, this module records the GPU where the client's process
+//! last was. A restore, `Awake`, a move before the client wakes, and the way back after a failed
+//! restore need no other record.
 
 use crate::api::*;
 use nvshare_wire::moves::MAX_MOVES;
@@ -68,11 +68,11 @@ struct Entry {
     state: Stage,
     /// The client should sleep.
     is_wanted: bool,
-    /// The client is held off its GPUs until it is resumed. Otherwise it sleeps only until it wants
-    /// to enter the driver.
+    /// The client is held off its GPUs until it is resumed. Otherwise the client sleeps only until
+    /// one of its threads calls the driver.
     is_paused: bool,
-    /// One of the client's GPUs is drained. The client sleeps until that GPU is in use again, or
-    /// until the client is moved to another GPU.
+    /// One of the client's GPUs is drained. The client sleeps until the drain ends or the client is
+    /// moved to another GPU.
     #[serde(default)]
     is_drained: bool,
     /// GPUs that the client could not be moved to since its own GPU was drained.
@@ -568,15 +568,16 @@ impl Sleep {
                 }
                 Step::Runs
             }
-            // A failed restore that is not lost is retried after a delay.
+            // If a restore failed but the process is not lost, the restore is retried after a
+            // delay.
             SleepOutcome::Asleep if entry.state == Stage::Restoring && !entry.is_to_sleep() => {
                 entry.state = Stage::Asleep;
                 entry.retry(now);
                 Step::Sleeps
             }
             SleepOutcome::Asleep => entry.is_asleep(number),
-            // If a helper died, another one is asked immediately, because the dead one took no
-            // time. Later attempts are delayed.
+            // The first time, another helper is asked immediately, because the first helper may
+            // have died without trying. Later attempts are delayed.
             SleepOutcome::Unknown if entry.unknown.is_zero() => {
                 (entry.state, entry.unknown) = (Stage::Settling { asked: true }, AGAIN.0);
                 Step::Call(SleepOperation::Settle)
