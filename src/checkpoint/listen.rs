@@ -29,7 +29,7 @@ const MAX_RUNTIME_S: i64 = 155;
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Serves a socket that the user and the group of this process may connect to, until this process
-/// ends. Helpers accept requests only from the user `scheduler`.
+/// ends. Helpers accept requests only from root and the user `scheduler`.
 ///
 /// # Errors
 /// The socket cannot be created.
@@ -71,7 +71,7 @@ pub fn serve(path: &Path, scheduler: u32) -> io::Result<Infallible> {
     }
 }
 
-/// Counts a running helper. Dropping it ends the count.
+/// A running helper in the count. Dropping this value subtracts the helper.
 struct Running(Arc<AtomicUsize>);
 
 impl Running {

@@ -79,7 +79,8 @@ impl Faults {
     ///
     /// A fault ends when a query at least [`SETTLING`] after the event returns the recommendation
     /// "no action". It also ends when a lost GPU answers again, because that requires a reset or a
-    /// reload of the driver. If the driver gives no recommendations, only the latter ends a fault.
+    /// reload of the driver. If the driver gives no recommendations, only the return of a lost GPU
+    /// ends a fault.
     pub fn answered(&mut self, gpu: &str, answer: &FaultAnswer, now: Instant) -> Option<String> {
         let advice = match answer {
             FaultAnswer::Silent(why) => return Some(format!("NVML cannot read it: {why}")),

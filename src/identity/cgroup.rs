@@ -115,7 +115,7 @@ impl Cgroup {
                 above = false;
             }
             if manager(name).is_some() {
-                break; // break; // the user created all inner control groups
+                break; // the user created all inner control groups
             }
             if of_a_user {
                 continue;

@@ -1,5 +1,5 @@
-//! Runs work in a detached process. The detached process is neither a child of this process nor of
-//! a program that this process executes.
+//! Runs work in a detached process. The detached process is not a child of this process, and so not
+//! a child of the program that this process executes next.
 
 use std::io;
 
@@ -43,8 +43,8 @@ pub fn run(work: impl FnOnce()) -> io::Result<()> {
     }
 }
 
-/// Closes all descriptors except standard error. Readers of the program's output then see its end,
-/// and the program's file locks are released when the program ends.
+/// Closes all descriptors except standard error. When the program ends, readers of the program's
+/// output then see end of file, and the program's file locks are released.
 fn leave_descriptors() -> io::Result<()> {
     // SAFETY: these system calls only change descriptors, and `work` uses none of the closed ones.
     unsafe {
