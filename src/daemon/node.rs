@@ -42,12 +42,12 @@ mod tests {
     fn pid_1_of_the_node_is_distinguished_from_pid_1_of_a_pod() {
         let in_pod = format!("0::/kubepods/podx/{ID}\n");
         let cases = [
-            // In a control group namespace of its own, as pods have.
+            // The daemon is in a control group namespace of its own, as in most pods.
             ("0::/../../../init.scope\n".to_owned(), "0::/\n".to_owned(), true),
             ("0::/../../..\n".to_owned(), "0::/\n".to_owned(), true),
             ("0::/\n".to_owned(), "0::/\n".to_owned(), false),
             (format!("0::/../cri-containerd-{ID}.scope\n"), "0::/\n".to_owned(), false),
-            // In the node's control group namespace.
+            // The daemon is in the node's control group namespace.
             ("0::/init.scope\n".to_owned(), in_pod.clone(), true),
             ("0::/\n".to_owned(), in_pod.clone(), true),
             (in_pod.clone(), in_pod, false),

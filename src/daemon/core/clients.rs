@@ -34,8 +34,8 @@ const MAX_ENDED: usize = 1024;
 /// Minimum time between two measurements of host memory for limit requests.
 const HOST_PERIOD: Duration = Duration::from_millis(10);
 
-/// Formats the process's pod as a suffix of its name. Leaves out parts of the pod's name that the agent
-/// has not reported.
+/// Formats the process's pod as a suffix to append to the client's name in log lines. Leaves out
+/// parts of the pod's name that the agent has not reported.
 fn of_pod(identity: &Identity) -> String {
     let Pod { uid, namespace, name, container } = &identity.pod;
     match (&**uid, &**name, &**container) {
@@ -116,7 +116,7 @@ impl Core {
         let Identity { placed, tenant, .. } = &*arrival.identity;
         if !placed {
             self.next_gang += 1;
-            return self.next_gang; // a gang of its own: without a control group, its tenant is uncertain
+            return self.next_gang; // alone: without a control group, the tenant is uncertain
         }
         let gang = self.gangs.entry((tenant.clone(), arrival.gang)).or_insert_with(|| {
             self.next_gang += 1;
@@ -192,7 +192,7 @@ impl Core {
         }
     }
 
-    /// Handles a client's report about the locks that it holds from an earlier daemon.
+    /// Handles a client's report about the locks that an earlier daemon granted to the client.
     pub fn resume_locks(&mut self, client: ClientId, slots: SlotSet) {
         let Some(entry) = self.clients.get(&client) else { return };
         let gpus = entry.session.attached(slots);
@@ -361,7 +361,7 @@ impl Core {
         Ok(())
     }
 
-    /// Handles a packet from a client that has ended. Only the counters in it still matter.
+    /// Handles a packet from a client that has ended. Only the counters in the packet still matter.
     pub fn receive_last(&mut self, client: ClientId, packet: &[u8]) {
         let action = self.clients.get_mut(&client).map(|entry| entry.session.receive(packet));
         if let Some(Ok(ClientAction::Memory { gpu, counts, .. })) = action {

@@ -190,8 +190,8 @@ impl Core {
         self.apply(Event::Labels { labels });
     }
 
-    /// Assigns a new client the placement that was requested for it. The request came from one of its
-    /// ancestors, or from an earlier program of the same process.
+    /// Assigns a new client the placement that was requested for it. The request came from an
+    /// ancestor of the client's process, or from a program that the process executed earlier.
     pub(super) fn find_place(&mut self, client: ClientId) {
         let now = clock::now();
         self.pending_placements.retain(|ahead| now < ahead.since + REMEMBERED);
@@ -271,8 +271,7 @@ enum Choice {
     Machine(PlacementRequest),
 }
 
-/// True if a name denotes this GPU. A name is an index, or a prefix of a UUID that no other GPU's UUID
-/// has.
+/// True if a name denotes this GPU. A name is an index, or a prefix of the UUID of exactly one GPU.
 fn means(name: &GpuName, (_, gpu, label): &Known<'_>, known: &[Known<'_>]) -> bool {
     let alone = || match name {
         GpuName::Number(_) => true,

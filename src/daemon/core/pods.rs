@@ -1,5 +1,5 @@
-//! The pods of this node, as reported by the agent. Each pod gives names to the UIDs in control groups,
-//! and may have a rule in its annotations.
+//! The pods of this node, as reported by the agent. A report contains the names for the UIDs in
+//! control groups, and the pods' rules.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

@@ -119,8 +119,8 @@ impl Core {
         }
     }
 
-    /// True if a requested exporter may still announce itself. An exporter may do so for `READ_TIME` after
-    /// the client's first request for it.
+    /// True if a requested exporter may still announce itself. An exporter may do so for
+    /// `READ_TIME` after the importer first requested the exporter's memory.
     fn may_come(&mut self, importer: ClientId, exporter: Secret, now: Time) -> bool {
         let Some(entry) = self.clients.get_mut(&importer) else { return false };
         let asked = entry.asked_for.filter(|(key, _)| *key == exporter);
