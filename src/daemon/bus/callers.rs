@@ -23,7 +23,8 @@ use crate::sys::access;
 pub enum Callers {
     /// Callers on the bus. The bus identifies each sender, and polkit authorizes it.
     Bus { authority: Authority, senders: Senders, gate: Gate },
-    /// The peer of a control socket connection, which is its only caller. The kernel identifies the peer.
+    /// The peer of a control socket connection. The peer is the connection's only caller, and the
+    /// kernel identifies it.
     Peer { process: Arc<Process>, groups: Vec<u32>, gate: Arc<Gate> },
 }
 
@@ -180,7 +181,7 @@ impl Caller<'_> {
         Err(denied(text))
     }
 
-    /// The identity of the caller, in the form that clients have.
+    /// The caller's identity, with the same fields as a client's identity.
     ///
     /// # Errors
     /// If the caller is not on the host.
@@ -259,8 +260,8 @@ impl Caller<'_> {
     }
 
     async fn may_use(&self, action: Action, gpu: &NamedGpu, rule: &str, what: &str) -> fdo::Result<()> {
-        // The daemon's own user controls the GPUs anyway. On a machine without GPUs, a simulated GPU has no
-        // device file.
+        // The daemon's own user needs no check, because it controls the GPUs anyway. The check
+        // would also refuse simulated GPUs, which have no device files.
         if self.uid != 0 && self.uid != rustix::process::geteuid().as_raw() {
             // The device file is known only for GPUs that NVML lists.
             if let Some(minor) = gpu.minor {

@@ -92,7 +92,7 @@ pub enum Request {
     },
     /// Drains a GPU (`true`), or allows its use again (`false`).
     Drain(String, bool, oneshot::Sender<fdo::Result<()>>),
-    /// Collects the contents of a debug bundle that this view does not include.
+    /// Collects the contents of a debug bundle, including this view.
     Debug(Arc<View>, oneshot::Sender<Box<Snapshot>>),
     /// Releases the driver for at most this time. The answer lists the programs that still use it.
     ReleaseDriver(Duration, oneshot::Sender<Vec<u64>>),

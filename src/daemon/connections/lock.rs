@@ -112,7 +112,8 @@ pub fn acquire(core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request:
         connections.resumed().await;
         let keeper = keeper.of(&core, client);
         keeper.attach();
-        // A program first waits for its context. A lock has none, so it is requested immediately.
+        // A program first waits for its context. A lock has no context, so the lock is requested
+        // immediately.
         keeper.request();
         keeper.keep(place).await;
     });
@@ -355,9 +356,9 @@ impl LockKeeper {
         }
     }
 
-    // The order of the steps in these two functions matters if the daemon dies between them. After such a
-    // death, the next daemon sends `granted` again. At no time does the owner believe that it holds a lock
-    // that it does not hold.
+    // The daemon may die between the steps of `granted` or `revoked`. The order of the steps
+    // ensures that the owner then never believes that it holds a lock that it has lost. At worst,
+    // the next daemon sends `granted` again.
 
     fn granted(&self) {
         self.send(ClientMessage::Utilization { slot: SLOT, permille: EXCLUSIVE });

@@ -2,8 +2,8 @@
 //! rules, and reloads.
 //!
 //! - [`changes`]: settings changed at run time.
-//! - [`last_good`]: the last valid configuration, with which the daemon starts if the files are
-//!   invalid.
+//! - [`last_good`]: the last valid configuration. The daemon starts with this configuration if the
+//!   files are invalid.
 //! - [`status_line`]: the line that `systemctl status` shows.
 //! - [`views`]: copies of the state, for readers.
 
@@ -125,7 +125,8 @@ impl Control {
         let _one_at_a_time = self.loading.lock().await;
         systemd::reloading();
         let config = self.load(core).await;
-        // Begins only after the file was read, to include changes that were made during the read.
+        // The turn begins only after the files were read, so that the configuration includes
+        // changes that were made during the read.
         let _turn = self.changes.begin().await;
         let result = config.map(|mut config| {
             self.changes.apply(&mut config);
@@ -172,7 +173,8 @@ impl Control {
     /// Discards the changes made at run time.
     async fn reset(&self, core: &RefCell<Core>, by: &str) -> Result<(), Failure> {
         let _one_at_a_time = self.loading.lock().await;
-        // Read before the changes are discarded, so that an error in the file leaves everything unchanged.
+        // Reads the files before discarding the changes, so that an error in the files leaves
+        // everything unchanged.
         let config = self.load(core).await.map_err(Error::InvalidConfiguration)?;
         let turn = self.changes.begin().await;
         turn.reset().await?;

@@ -1,5 +1,6 @@
-//! The protocol state of one connection: its slots, and values sent in several messages. Decodes packets into
-//! [`ClientAction`]s, and rejects packets that violate the protocol. No I/O.
+//! The protocol state of one connection: its slots, and values sent in several messages. Decodes
+//! packets into [`ClientAction`]s, and rejects packets that violate the protocol. This module does
+//! no I/O.
 
 use std::fmt;
 use std::time::Duration;
@@ -155,9 +156,9 @@ impl Session {
         }
     }
 
-    /// Allows the client to repeat its whole state. The client sends the state once for each daemon that
-    /// requested it, including daemons that ended before reading it. Repeated state is not new, except for
-    /// memory that has changed since then.
+    /// Allows the client to repeat its whole state. The client sends the state once for each daemon
+    /// that requested it, including daemons that ended before reading it. Repeated state changes
+    /// nothing, except for memory that has changed since the last report.
     pub fn taken_over(&mut self) {
         self.is_taken_over = true;
     }

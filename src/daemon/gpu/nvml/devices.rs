@@ -178,8 +178,8 @@ fn sample(Found { device, gpu, .. }: &Found<'_>) -> Option<Sample> {
     Some(sample)
 }
 
-/// True if these process IDs belong to this PID namespace. Most of the processes must exist in `/proc`.
-/// Some may just have exited.
+/// True if these process IDs belong to this PID namespace. At least half of the processes must
+/// exist in `/proc`. The others may just have exited.
 fn are_here(pids: impl Iterator<Item = u32>) -> bool {
     let (mut all, mut here) = (0, 0);
     for pid in pids {
