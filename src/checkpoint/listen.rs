@@ -20,10 +20,10 @@ use std::{
     time::Duration,
 };
 
-/// Maximum number of helpers at a time. It equals `MaxConnections=` of the socket unit, which
+/// Maximum number of helpers at a time. The socket unit has the same limit (`MaxConnections=`) and
 /// explains the value.
 const MAX_CONNECTIONS: usize = 64;
-/// Maximum run time of a helper in seconds. It equals `RuntimeMaxSec=` of the service.
+/// Maximum run time of a helper in seconds. The service has the same limit (`RuntimeMaxSec=`).
 const MAX_RUNTIME_S: i64 = 155;
 /// Delay before the next `accept` after descriptors or memory have run out.
 const PAUSE: Duration = Duration::from_millis(100);

@@ -18,9 +18,10 @@
 //! capabilities, the devices, and no other privileges. The scheduler has the same user but no
 //! capabilities, so it cannot trace the helper.
 //!
-//! The helper checks every request. Its peer must be the scheduler's user or root (`SO_PEERCRED`).
-//! The descriptor must be a pidfd of a process, not of a thread. Before a sleep, the process must
-//! belong to the client's user. `NVSHARE_DISABLE=1` keeps libnvshare out of the helper.
+//! The helper checks every request. The helper's peer must be the scheduler's user or root
+//! (`SO_PEERCRED`). The descriptor must be a pidfd of a process, not of a thread. Before a sleep,
+//! the process must belong to the client's user. `NVSHARE_DISABLE=1` keeps libnvshare out of the
+//! helper.
 //!
 //! Three designs were rejected:
 //!

@@ -110,7 +110,8 @@ pub struct Budget {
     clients: Rc<Cell<u32>>,
     used: [Cell<u32>; What::COUNT],
     slice: Semaphore,
-    /// Time at which the token bucket is full again. Each message postpones it by the time of one token.
+    /// Time at which the token bucket is full again. Each message postpones this time by the time
+    /// of one token.
     full: Cell<Time>,
 }
 

@@ -42,8 +42,8 @@ pub struct Place<'a> {
     pub on_host: bool,
     /// Whether the process is in the scheduler's user namespace.
     pub own_ids: bool,
-    /// The user that logged in, which no process without privileges can change. `None` for processes
-    /// of services.
+    /// The user that logged in (`loginuid`). Only privileged processes can change this user. `None`
+    /// for processes of services.
     pub login: Option<u32>,
 }
 

@@ -18,15 +18,16 @@ pub fn run(work: impl FnOnce()) -> io::Result<()> {
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
         0 => {
-            // SAFETY: this process is a copy with one thread. It exits immediately after the fork,
-            // so that init or a subreaper becomes the parent of the new process.
+            // SAFETY: this process is a copy with one thread. This copy exits immediately after the
+            // fork, so that init or a subreaper becomes the parent of the new process.
             if unsafe { libc::fork() } == 0 {
                 let is_quiet = leave_descriptors();
                 if is_quiet.is_ok() {
                     work();
                 }
             }
-            // SAFETY: `_exit` takes no pointers. It skips the exit handlers, which belong to the original process.
+            // SAFETY: `_exit` takes no pointers. `_exit` skips the exit handlers, which belong to
+            // the original process.
             unsafe { libc::_exit(0) }
         }
         child => {

@@ -63,7 +63,7 @@ impl Instance {
 }
 
 impl Rules {
-    /// Returns the rule that applies to a program, which is the first matching rule.
+    /// Returns the rule that applies to a program: the first matching rule.
     pub fn of(&self, who: &Identity) -> Option<(&Rule, Instance)> {
         self.all().enumerate().find_map(|(at, rule)| Some((rule, rule.subject.matches(who, at)?)))
     }

@@ -1,5 +1,5 @@
-//! Rules that are set at run time (`nvsharectl set-rule`, D-Bus). Each rule has a name. The newest
-//! rule is tried first, and all of them are tried before the rules of files.
+//! Rules that are set at run time (`nvsharectl set-rule`, D-Bus). Each rule has a name. These rules
+//! are tried before the rules of files, the newest first.
 
 use toml::Table;
 

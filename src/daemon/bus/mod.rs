@@ -68,7 +68,7 @@ pub enum Request {
     Lock(LockRequest, oneshot::Sender<fdo::Result<OwnedFd>>),
     /// Checks a request for a room as far as the scheduling loop can. The answer is the room's GPU.
     CheckRoom(RoomRequest, oneshot::Sender<fdo::Result<NamedGpu>>),
-    /// Makes a room. The answer is sent once the memory is free.
+    /// Makes a room. The answer is sent when the memory has been freed.
     Room(RoomRequest, oneshot::Sender<fdo::Result<OwnedFd>>),
     /// Ends this client's lock, on an administrator's order.
     TerminateLock(u64, oneshot::Sender<fdo::Result<()>>),

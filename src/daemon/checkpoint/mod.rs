@@ -1,8 +1,8 @@
-//! Checkpoints clients' processes, which takes them off their GPUs, and restores them. Helpers do
-//! the work: each process has its own helper, the program `nvshare-checkpoint`. A driver call may
-//! take seconds and does not return while the process is stopped, so no thread of the daemon makes
-//! one. This module starts helpers and sends each of them a pidfd with a timeout. The helper's
-//! program explains its privileges and the rejected designs (`src/checkpoint/main.rs`).
+//! Takes clients' processes off their GPUs by checkpoints, and restores them. Helpers do the work:
+//! each process has its own helper, the program `nvshare-checkpoint`. A driver call may take
+//! seconds and does not return while the process is stopped, so no thread of the daemon makes
+//! driver calls. This module starts helpers and sends each helper a pidfd with a timeout. The
+//! helper's program explains its privileges and the rejected designs (`src/checkpoint/main.rs`).
 //!
 //! Every request is answered in bounded time, even if its helper hangs or dies. The answer contains
 //! the state of the process, and the reason if the request failed. If the helper died or was late,

@@ -225,7 +225,8 @@ impl Record {
     }
 }
 
-/// A lock taken over from an earlier daemon. If it was not held, its request must be repeated.
+/// A lock taken over from an earlier daemon. If the lock was not held, its request must be
+/// repeated.
 pub struct TakenOver {
     keeper: LockKeeper,
     held: bool,

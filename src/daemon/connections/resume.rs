@@ -1,7 +1,7 @@
-//! Takes over connections of an earlier daemon, which systemd stored (`FDSTORE=1`). Messages that the
-//! earlier daemon read but did not handle are lost. Decisions that the earlier daemon did not send are
-//! lost too. The new daemon therefore asks each client to send its whole state again (`Resume`), and
-//! discards all packets before the answer.
+//! Takes over the connections that systemd stored for an earlier daemon (`FDSTORE=1`). Messages
+//! that the earlier daemon read but did not handle are lost. Decisions that the earlier daemon did
+//! not send are lost too. The new daemon therefore asks each client to send its whole state again
+//! (`Resume`), and discards all packets before the answer.
 //!
 //! A silent client may hold a lock, so no lock is granted before all clients have answered. There
 //! are two exceptions: stopped processes, and tenants that have used up their message budget.

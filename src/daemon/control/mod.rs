@@ -64,7 +64,7 @@ impl Control {
         claims: Option<&mut ClaimSockets>,
         request: Request,
     ) {
-        // Sending a reply fails if its caller has stopped waiting, which is not an error.
+        // If a caller has stopped waiting, sending its reply fails. That is not an error.
         match request {
             Request::View(reply) => self.views.answer(reply),
             Request::Usage(query, reply) => core.borrow_mut().read_usage(query, reply),
@@ -97,7 +97,8 @@ impl Control {
                 core.borrow_mut().suspend(suspended);
                 spawn_local(evacuate(core.clone(), done));
             }
-            // The following requests read or write files, which must not block the scheduling loop.
+            // The following requests read or write files, so they run in tasks that do not block
+            // the scheduling loop.
             Request::Reload(by, reply) => {
                 let (control, core) = (self.clone(), core.clone());
                 spawn_local(async move { reply.send(control.reload(&core, &by).await) });

@@ -194,8 +194,9 @@ impl Core {
         }
     }
 
-    /// Releases the driver for at most `lasts`, or until a client attaches a GPU. The receiver completes
-    /// once the driver is released. Also returns the programs that still use the driver.
+    /// Releases the driver for at most `lasts`, or until a client attaches a GPU. The receiver
+    /// completes when the driver has been released. Also returns the programs that still use the
+    /// driver.
     pub fn release_driver(&self, lasts: Duration) -> (oneshot::Receiver<()>, Vec<u64>) {
         let (done, released) = oneshot::channel();
         self.query_nvml(Query::Release(lasts, done));

@@ -20,13 +20,12 @@ use crate::daemon::checkpoint::Uuid;
 use crate::daemon::gpu::accounting::History;
 use crate::scheduler::{ClientId, Event, GpuId, GpuSet, Move, MoveObstacle, Time};
 
-/// Receives the result of a move: success once the program is on the new GPU, or the reason for the
-/// failure.
+/// Receives the result of a move: success, or the reason for the failure.
 pub type Reply = oneshot::Sender<fdo::Result<()>>;
 
 impl Core {
-    /// Moves a program to another GPU. `users`: the users whose programs the caller may move. The reply is
-    /// sent once the program is on the new GPU, or once the move has failed.
+    /// Moves a program to another GPU. `users`: the users whose programs the caller may move. The
+    /// reply is sent when the program is on the new GPU or the move has failed.
     ///
     /// The error is `InvalidArgs` if the program or GPU does not exist, or if the process ID now belongs to
     /// another user's process.

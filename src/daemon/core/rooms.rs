@@ -98,7 +98,7 @@ impl Core {
         Ok(PendingRoom { room, ready, ended })
     }
 
-    /// Renews a room, which restarts its full time.
+    /// Renews a room: restarts its full time.
     pub fn renew_room(&mut self, room: RoomId) {
         self.ask_for_room(room);
     }

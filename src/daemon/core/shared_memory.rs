@@ -330,7 +330,8 @@ impl SharedMemoryRegistry {
         Ok((exporter, self.requests.insert(importer, request)))
     }
 
-    /// Handles an exporter's answer to a request. Returns the request, or `None` if it is unknown.
+    /// Handles an exporter's answer to a request. Returns the request, or `None` if the number is
+    /// unknown.
     pub fn answer(&mut self, exporter: ClientId, number: u64) -> Option<OpenRequest> {
         self.requests.all.get(&number).filter(|request| request.exporter == exporter)?;
         self.requests.remove(number)

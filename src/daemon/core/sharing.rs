@@ -15,8 +15,9 @@ use crate::daemon::tenants::{Budget, What};
 use crate::identity::Identity;
 use crate::scheduler::{ClientId, GpuId, Time};
 
-/// Maximum number of unanswered requests to adopt memory, per client. An exporter can leave thousands
-/// of ranges. Requests for all of them at the same time would overflow the client's socket.
+/// Maximum number of unanswered requests to adopt memory, per client. An exporter can leave
+/// thousands of ranges. Requests for all ranges at the same time would overflow the client's
+/// socket.
 const MAX_ADOPTIONS: usize = 64;
 
 /// The daemon reads an exporter's messages within this time, even if other clients of its tenant send

@@ -57,7 +57,7 @@ pub enum Checkpoint {
     Do(CheckpointRequest),
 }
 
-/// A request to checkpoint a process, which takes it off its GPUs, or to restore it.
+/// A request to take a process off its GPUs by a checkpoint, or to restore the process.
 #[derive(Debug)]
 pub struct CheckpointRequest {
     pub client: ClientId,

@@ -55,7 +55,8 @@ const CHECK_PERIOD: Duration = Duration::from_secs(5);
 pub(super) struct SwapFiles {
     keeper: Option<Keeper>,
     of: BTreeMap<ClientId, ClientFile>,
-    /// Files of disconnected clients. Their space is reserved while any process has them open.
+    /// Files of disconnected clients. The space of a file stays reserved while any process has the
+    /// file open.
     left: BTreeMap<ClientId, LeftFile>,
     /// Requests for higher limits that wait for the disk: arrival time, client, GPU and bytes.
     held: Vec<(Time, ClientId, GpuId, u64)>,

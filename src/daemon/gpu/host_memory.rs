@@ -108,8 +108,8 @@ pub struct HostAhead {
 #[derive(Debug, Clone, Copy)]
 pub struct HostUse {
     pub info: MemInfo,
-    /// `held`: bytes of host memory that clients use. `swapped`: the part of them that stores evicted
-    /// memory.
+    /// `held`: bytes of host memory that clients use. `swapped`: the part of `held` that stores
+    /// evicted memory.
     pub held: u64,
     pub swapped: u64,
 }

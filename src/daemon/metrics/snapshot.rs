@@ -30,8 +30,8 @@ pub struct Snapshot {
 pub struct OfGroup {
     pub kind: &'static str,
     pub name: String,
-    /// `some`: time for which at least one client was stalled. `full`: the part of it in which no client of
-    /// the group held a lock.
+    /// `some`: time for which at least one client was stalled. `full`: the part of this time in
+    /// which no client of the group held a lock.
     pub some: Duration,
     pub full: Duration,
 }

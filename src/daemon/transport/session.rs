@@ -13,7 +13,7 @@ use nvshare_wire::{ClientMessage, Counts, MAX_SLOTS, SlotSet, WireError};
 use crate::config::rules::variable;
 use crate::scheduler::{ClientId, Event, GpuId, GpuSet, MemoryReport, SleepObstacle};
 
-/// Larger sizes are rejected: no GPU has so much memory, and sums of such sizes could overflow.
+/// Larger sizes are rejected: no GPU has that much memory, and sums of such sizes could overflow.
 const MAX_BYTES: u64 = 1 << 50;
 /// Maximum length of a list of GPUs in bytes. The list has room for every GPU that a client can attach,
 /// each with its full UUID.

@@ -59,7 +59,8 @@ impl Records {
                 (self.keep, self.tidied) = (keep, None);
                 self.save();
             }
-            // Sending a reply fails if its receiver was dropped, which is not an error.
+            // If the receiver of a reply was dropped, sending the reply fails. That is not an
+            // error.
             Job::Read(query, reply) => drop(reply.send(self.read(&query))),
             Job::ReadHours(reply) => drop(reply.send(self.read_hours())),
         }

@@ -147,8 +147,8 @@ impl Store {
         Ok(Self { connection })
     }
 
-    /// Adds all of this usage, or none of it on failure. Hours are given by their start, in seconds since
-    /// 1970.
+    /// Adds all of the usage, or nothing on failure. Hours are given by their start, in seconds
+    /// since 1970.
     ///
     /// `hours`: lock time in seconds of programs with `gpu-hours`.
     pub fn add<'a>(
