@@ -13,7 +13,7 @@ const INITIAL: &str = "pid:[4026531836]";
 /// Checks that the daemon can see the node's processes.
 ///
 /// # Errors
-/// A sentence with the remedy, if the daemon cannot see these processes.
+/// Returns a sentence with the remedy if the daemon cannot see these processes.
 pub fn sees_the_host() -> Result<(), String> {
     let namespace = Path::new("/proc/self/ns/pid").read_link().unwrap_or_default();
     let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();

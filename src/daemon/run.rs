@@ -93,7 +93,7 @@ impl std::error::Error for StartError {}
 /// Runs the daemon until SIGTERM or SIGINT. Must be called while the process has only one thread.
 ///
 /// # Errors
-/// If the daemon cannot start.
+/// The daemon cannot start.
 pub fn run(options: Options) -> Result<(), StartError> {
     let state = std::env::var_os("STATE_DIRECTORY").map(PathBuf::from);
     let log = logging::start(options.log_level.unwrap_or(LogLevel::Info));
@@ -211,7 +211,7 @@ impl Sockets {
     /// without a scheduler, no limit of a rule would be enforced.
     ///
     /// # Errors
-    /// If any other socket cannot be opened.
+    /// Any other socket cannot be opened.
     fn open(options: &Options, config: &Config, is_service: bool) -> Result<Self, StartError> {
         let given = systemd::activated().map_err(StartError::new)?;
         let mut all_bound = Vec::new();

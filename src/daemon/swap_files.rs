@@ -72,7 +72,7 @@ impl Keeper {
     /// Starts the thread.
     ///
     /// # Errors
-    /// If no thread can be started.
+    /// No thread can be started.
     pub fn start(reports: UnboundedSender<Report>) -> io::Result<Self> {
         let (jobs, asked) = mpsc::channel();
         thread::Builder::new().name("swap-files".into()).spawn(move || {

@@ -90,7 +90,7 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
 /// Starts the thread that creates files for memory that fits neither on GPUs nor in RAM.
 ///
 /// # Errors
-/// If no thread can be started.
+/// No thread can be started.
 pub fn start_swap_files(core: &Rc<RefCell<Core>>) -> std::io::Result<()> {
     let (report, mut reports) = mpsc::unbounded_channel();
     core.borrow_mut().use_swap_files(Keeper::start(report)?);

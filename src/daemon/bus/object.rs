@@ -478,7 +478,7 @@ impl Object {
     /// Returns the users of a program. A caller may always act on its own programs.
     ///
     /// # Errors
-    /// If the caller may not perform this action on the program.
+    /// The caller may not perform this action on the program.
     async fn authorize_for(
         &self,
         pid: u32,

@@ -195,7 +195,7 @@ impl Helpers {
     /// Starts helpers as children, from the program that is installed beside the daemon.
     ///
     /// # Errors
-    /// If the daemon cannot determine the path of its own program.
+    /// The daemon cannot determine the path of its own program.
     pub fn of_children() -> io::Result<Self> {
         let own = std::env::current_exe()?;
         let beside = own.with_file_name(PROGRAM);

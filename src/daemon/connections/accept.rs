@@ -26,7 +26,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// belongs to, or empty.
 ///
 /// # Errors
-/// If the runtime cannot watch the listening socket.
+/// The runtime cannot watch the listening socket.
 pub async fn accept(
     core: Rc<RefCell<Core>>,
     listener: OwnedFd,

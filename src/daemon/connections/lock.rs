@@ -91,7 +91,7 @@ pub fn check(core: &Core, request: &LockRequest) -> fdo::Result<Lockable> {
 /// Queues the caller for the lock. Returns the caller's end of the socket pair.
 ///
 /// # Errors
-/// If the request is invalid or not allowed, or the caller's tenant has too many clients.
+/// The request is invalid or not allowed, or the caller's tenant has too many clients.
 pub fn acquire(core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request: LockRequest) -> fdo::Result<OwnedFd> {
     let failed = |e: io::Error| fdo::Error::Failed(format!("cannot create a lock: {e}"));
     let Lockable { gpu, .. } = check(&core.borrow(), &request)?;

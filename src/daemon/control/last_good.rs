@@ -35,7 +35,7 @@ impl LastGood {
     /// Reads the configuration files. If they are valid, saves their texts.
     ///
     /// # Errors
-    /// The error in the files.
+    /// Returns the error in the files.
     pub fn load(&self, explicit: Option<&Path>) -> Result<Config, ConfigError> {
         let sources = Sources::read(explicit)?;
         let config = sources.config()?;

@@ -121,7 +121,7 @@ impl Control {
     /// Reads the configuration files again. `by`: the caller, for the log.
     ///
     /// # Errors
-    /// If the files are invalid. The configuration then stays unchanged.
+    /// The files are invalid. The configuration then stays unchanged.
     pub async fn reload(&self, core: &RefCell<Core>, by: &str) -> Result<(), String> {
         let _one_at_a_time = self.loading.lock().await;
         systemd::reloading();

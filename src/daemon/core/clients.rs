@@ -264,7 +264,7 @@ impl Core {
     /// Handles one packet from a client, and the file descriptors received with it.
     ///
     /// # Errors
-    /// If the client broke the protocol. The caller must then close the connection.
+    /// The client broke the protocol. The caller must then close the connection.
     pub fn receive(&mut self, client: ClientId, packet: &[u8], descriptors: Vec<OwnedFd>) -> Result<(), Violation> {
         let now = clock::now();
         let Some(entry) = self.clients.get_mut(&client) else { return Ok(()) };
@@ -325,7 +325,7 @@ impl Core {
     /// Attaches a GPU to a client.
     ///
     /// # Errors
-    /// If the client's tenant has named too many GPUs that NVML does not list.
+    /// The client's tenant has named too many GPUs that NVML does not list.
     fn attach(&mut self, client: ClientId, attach: ClientAction) -> Result<(), Violation> {
         let ClientAction::Attach { event, slot, gpu, kind, total, name, reason } = attach else { return Ok(()) };
         let Event::Attached { engine, .. } = event else { return Ok(()) };

@@ -127,7 +127,7 @@ impl Core {
     /// rule's name for messages, or an empty string if no rule applies.
     ///
     /// # Errors
-    /// A sentence, if the rule forbids the lock.
+    /// Returns a sentence if the rule forbids the lock.
     pub fn may_lock(&self, identity: &Identity, gpu: &NamedGpu) -> Result<String, String> {
         let Some((rule, _)) = self.config.rules.of(identity) else { return Ok(String::new()) };
         let known = self.known(0);
@@ -147,7 +147,7 @@ impl Core {
     /// Checks that a client may use a GPU.
     ///
     /// # Errors
-    /// A sentence, if the client's rule or environment forbids it.
+    /// Returns a sentence if the client's rule or environment forbids the GPU.
     pub(super) fn may_be_on(&self, client: ClientId, gpu: GpuId) -> Result<(), String> {
         let known = self.known(0);
         let is_named = |names: &[GpuName]| {

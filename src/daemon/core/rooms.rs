@@ -81,7 +81,7 @@ impl Core {
     /// Requests a room from the scheduler.
     ///
     /// # Errors
-    /// The same as [`Self::check_room`].
+    /// Fails like [`Self::check_room`].
     pub fn request_room(&mut self, request: RoomRequest) -> fdo::Result<PendingRoom> {
         let gpu = GpuId(self.check_room(&request)?.uuid);
         self.last_room += 1;

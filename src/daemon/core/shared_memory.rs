@@ -312,7 +312,8 @@ impl SharedMemoryRegistry {
     /// share memory with the exporter. Returns the exporter and the number of the request.
     ///
     /// # Errors
-    /// The answer for the importer, if the exporter is unknown or has too many pending requests.
+    /// Returns the answer for the importer if the exporter is unknown or has too many pending
+    /// requests.
     pub fn request(
         &mut self,
         importer: ClientId,

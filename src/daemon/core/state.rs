@@ -299,7 +299,7 @@ impl Core {
     /// Creates the state. `record`: the file for the scheduler's recording.
     ///
     /// # Errors
-    /// If the process has no file descriptors left, or the record cannot be written.
+    /// The process has no file descriptors left, or the record cannot be written.
     pub fn new(config: Config, record: Option<File>, settings: watch::Sender<Settings>) -> std::io::Result<Self> {
         let machine = Machine::new(sleep::settings(&config, None));
         let mut recorder = Recorder::new(&machine);

@@ -283,7 +283,7 @@ impl Core {
     /// Finds a GPU by its UUID or index. An empty name denotes the only GPU.
     ///
     /// # Errors
-    /// A sentence that lists the known GPUs.
+    /// Returns a sentence that lists the known GPUs.
     pub fn find_gpu(&self, name: &str) -> Result<NamedGpu, String> {
         let here = || self.known_gpus().filter(|(_, gpu)| !gpu.gone);
         let known = || here().map(|(id, gpu)| gpu.label(*id)).collect::<Vec<_>>().join(", ");

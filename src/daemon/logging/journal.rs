@@ -111,7 +111,7 @@ impl Sender {
 /// Connects to the journal.
 ///
 /// # Errors
-/// If journald is not running.
+/// Journald is not running.
 pub fn connect() -> io::Result<(Journal, Sender)> {
     tracing_journald::layer()?;
     Ok(channel())

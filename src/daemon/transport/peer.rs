@@ -66,7 +66,7 @@ impl Process {
     /// The process at the other end of a socket.
     ///
     /// # Errors
-    /// If the daemon has no free file descriptors.
+    /// The daemon has no free file descriptors.
     pub fn of_socket(socket: BorrowedFd<'_>) -> std::io::Result<Self> {
         let credentials::Credentials { pid, uid, .. } = credentials::credentials(socket)?;
         Ok(Self { pid: pid.max(0), uid, pidfd: credentials::pidfd(socket, pid)? })

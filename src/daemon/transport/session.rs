@@ -166,7 +166,7 @@ impl Session {
     /// Decodes and validates one packet.
     ///
     /// # Errors
-    /// If the packet violates the protocol.
+    /// The packet violates the protocol.
     pub fn receive(&mut self, packet: &[u8]) -> Result<ClientAction, Violation> {
         let client = self.client;
         Ok(match ClientMessage::decode(packet, self.version)? {

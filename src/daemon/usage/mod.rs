@@ -133,7 +133,7 @@ impl Column {
     /// Parses a column's name.
     ///
     /// # Errors
-    /// A sentence that lists the valid names.
+    /// Returns a sentence that lists the valid names.
     pub fn parse(name: &str) -> Result<Self, String> {
         match name {
             "time" => Ok(Self::Time),
