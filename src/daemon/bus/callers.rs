@@ -18,7 +18,7 @@ use crate::daemon::transport::peer::{self, Process, Where};
 use crate::identity::{Identity, accountable, printable, user_in_words};
 use crate::sys::access;
 
-/// The transport of calls, and the means to identify its callers.
+/// The source of calls, with the means to identify the callers.
 #[derive(Debug)]
 pub enum Callers {
     /// Callers on the bus. The bus identifies each sender, and polkit authorizes it.

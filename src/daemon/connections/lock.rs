@@ -273,7 +273,7 @@ pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: St
 }
 
 impl TakenOver {
-    /// Keeps the lock from now on. Repeats the request if the lock is not held.
+    /// Serves the lock from now on. Repeats the request if the lock is not held.
     pub fn go_on(self) {
         let Self { keeper, held, place } = self;
         if !held {

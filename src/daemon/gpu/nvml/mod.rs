@@ -89,8 +89,8 @@ pub enum NvmlState {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listing {
     pub gpus: Vec<GpuDescription>,
-    /// GPUs that report errors, with the errors. A listed GPU needs a reset, for example, or the driver has
-    /// reported a fault.
+    /// GPUs with errors, and the errors. For example, a GPU needs a reset, or the driver has
+    /// reported a fault of the GPU.
     pub failing: BTreeMap<GpuId, String>,
     /// True if all GPUs that are not listed are gone. If false, NVML may have failed to list some.
     pub is_complete: bool,
