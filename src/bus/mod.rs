@@ -320,7 +320,7 @@ pub fn engine_name(engine: Engine) -> &'static str {
     }
 }
 
-/// Describes why a client's memory has its engine.
+/// Describes why a client's library chose its memory engine.
 pub fn engine_reason(reason: EngineReason) -> &'static str {
     match reason {
         EngineReason::Best => "the default",
@@ -362,7 +362,7 @@ pub fn eviction_block_name(block: EvictionBlock) -> &'static str {
     }
 }
 
-/// The name of a client's step in falling asleep or waking.
+/// Returns the name of a client's phase of falling asleep, sleeping or waking.
 pub fn sleep_phase_name(phase: SleepPhase) -> &'static str {
     match phase {
         SleepPhase::Awake => "awake",
@@ -420,7 +420,8 @@ pub fn wake_reason_name(reason: WakeReason) -> &'static str {
     }
 }
 
-/// The maximum number of pods per node. It is ten times the largest number known from any node.
+/// The maximum number of pods per node. The limit is ten times the largest number known from any
+/// node.
 pub const MAX_PODS: usize = 5_000;
 /// The maximum number of claims per node. Each claim needs a socket of the scheduler.
 pub const MAX_CLAIMS: usize = 5_000;

@@ -1,6 +1,6 @@
-//! Requests to `nvshare-checkpoint` and its answers. Each is one packet over the `SOCK_SEQPACKET`
-//! socket that is the program's standard input. A request carries a pidfd of the process. Numbers
-//! are little-endian. After an answer, the caller may send another request.
+//! Requests to `nvshare-checkpoint` and its answers. Each request and each answer is one packet
+//! over the `SOCK_SEQPACKET` socket that is the program's standard input. A request carries a pidfd
+//! of the process. Numbers are little-endian. After an answer, the caller may send another request.
 //!
 //! The caller may wait for any length of time. Closing the socket cancels a request if its
 //! checkpoint has not begun. The process is never left locked: either it runs, or it sleeps because

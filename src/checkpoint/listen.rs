@@ -20,16 +20,16 @@ use std::{
     time::Duration,
 };
 
-/// Maximum number of helpers at a time. It equals `MaxConnections=` of the socket unit, which
+/// Maximum number of helpers at a time. The socket unit has the same limit (`MaxConnections=`) and
 /// explains the value.
 const MAX_CONNECTIONS: usize = 64;
-/// Maximum run time of a helper in seconds. It equals `RuntimeMaxSec=` of the service.
+/// Maximum run time of a helper in seconds. The service has the same limit (`RuntimeMaxSec=`).
 const MAX_RUNTIME_S: i64 = 155;
 /// Delay before the next `accept` after descriptors or memory have run out.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Serves a socket that the user and the group of this process may connect to, until this process
-/// ends. Helpers accept requests only from the user `scheduler`.
+/// ends. Helpers accept requests only from root and the user `scheduler`.
 ///
 /// # Errors
 /// The socket cannot be created.
@@ -71,7 +71,7 @@ pub fn serve(path: &Path, scheduler: u32) -> io::Result<Infallible> {
     }
 }
 
-/// Counts a running helper. Dropping it ends the count.
+/// A running helper in the count. Dropping this value subtracts the helper.
 struct Running(Arc<AtomicUsize>);
 
 impl Running {

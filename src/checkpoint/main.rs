@@ -11,16 +11,17 @@
 //! repeated from any state of the process. A call of an earlier helper may still be in progress.
 //! The state then changes between two reads, and the helper reads it again.
 //!
-//! The helper needs the driver. It also needs either the user of the process, or both
+//! The helper needs the driver. The helper must also run as the user of the process, or have both
 //! `CAP_SYS_PTRACE` and `CAP_DAC_OVERRIDE`: neither capability was sufficient alone [H100, driver
-//! 580.159]. So it is a service with a socket (`nvshare-checkpoint.socket`, `Accept=yes`) in a
-//! directory that only the scheduler's user can enter. The service has that user, these two
+//! 580.159]. So the helper is a service with a socket (`nvshare-checkpoint.socket`, `Accept=yes`)
+//! in a directory that only the scheduler's user can enter. The service has that user, these two
 //! capabilities, the devices, and no other privileges. The scheduler has the same user but no
 //! capabilities, so it cannot trace the helper.
 //!
-//! The helper checks every request. Its peer must be the scheduler's user or root (`SO_PEERCRED`).
-//! The descriptor must be a pidfd of a process, not of a thread. Before a sleep, the process must
-//! belong to the client's user. `NVSHARE_DISABLE=1` keeps libnvshare out of the helper.
+//! The helper checks every request. The helper's peer must be the scheduler's user or root
+//! (`SO_PEERCRED`). The descriptor must be a pidfd of a process, not of a thread. Before a sleep,
+//! the process must belong to the client's user. `NVSHARE_DISABLE=1` keeps libnvshare out of the
+//! helper.
 //!
 //! Three designs were rejected:
 //!
@@ -82,7 +83,7 @@ fn main() -> ExitCode {
             Some(process) => perform(&request, &process, driver.as_ref(), socket),
             None => Reply { outcome: Outcome::Gone, failed: Step::None, error: SUCCESS },
         };
-        // The scheduler has closed the socket and needs no answer.
+        // If sending fails, the scheduler has closed the socket and needs no answer.
         if send(socket, &answer.encode(), SendFlags::NOSIGNAL).is_err() {
             break;
         }
@@ -190,8 +191,9 @@ impl Calls<'_> {
             ProcessState::Locked => Some(self.call(Step::Checkpoint, |pid| self.driver.checkpoint(pid))),
             ProcessState::Checkpointed | ProcessState::Failed => None,
         });
-        // A stopped process does not answer. By now the lock may have taken much longer than its
-        // timeout.
+        // Unlocks the process if the checkpoint was cancelled or failed. While the process is
+        // stopped, `lock` does not return even after its timeout, so the scheduler may have
+        // cancelled the request.
         self.settle().and(slept)
     }
 

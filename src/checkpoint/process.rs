@@ -1,6 +1,6 @@
-//! The process of a request. The driver's calls take a pid, and also accept thread ids. Each call
-//! therefore first checks that the pidfd's process is alive. The kernel does not reuse a pid until
-//! the process has been reaped.
+//! The process of a request. The driver's calls take a pid, which may be reused after the process
+//! has been reaped. Before each call, the helper therefore checks that the pidfd's process is
+//! alive. The calls also accept thread ids, so `from_pidfd` rejects the pidfd of a thread.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::{
@@ -15,8 +15,8 @@ pub struct Process {
 }
 
 impl Process {
-    /// Returns the process of a pidfd. Returns `None` unless the pidfd refers to a living process
-    /// in this PID namespace. A pidfd of a thread is an example.
+    /// Returns the process of a pidfd. Returns `None` if the pidfd refers to a thread, to a process
+    /// that has ended, or to a process outside this PID namespace.
     pub fn from_pidfd(pidfd: OwnedFd) -> Option<Self> {
         let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
         let pid =
@@ -42,7 +42,7 @@ impl Process {
         poll(&mut fds, Some(&Timespec::default())) == Ok(0)
     }
 
-    /// Returns the pid, or `None` once the process has ended.
+    /// Returns the pid, or `None` if the process has ended.
     pub fn pid(&self) -> Option<i32> {
         self.is_alive().then_some(self.pid)
     }

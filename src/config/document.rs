@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use serde::de;
 
-/// A mistake in a configuration file. Its text is a whole sentence that names the file and, if
-/// known, the line and column.
+/// A mistake in a configuration file. The displayed text is a whole sentence that names the file
+/// and, if known, the line and column.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ConfigError {
     Unreadable { path: PathBuf, reason: String },

@@ -17,8 +17,8 @@ pub const SOCKETS_IN_CONTAINERS: &str = "/run/nvshare";
 /// The loader's list of preloaded libraries, in containers.
 pub const PRELOAD_IN_CONTAINERS: &str = "/etc/ld.so.preload";
 
-/// The loader's list of preloaded libraries as the package installs it on a host. It is mounted
-/// into containers as [`PRELOAD_IN_CONTAINERS`].
+/// The loader's list of preloaded libraries as the package installs it on a host. The file is
+/// mounted into containers as [`PRELOAD_IN_CONTAINERS`].
 pub const PRELOAD_LIST: &str = "/usr/share/nvshare/ld.so.preload";
 
 /// The library in containers, at the path that the list of preloaded libraries contains.

@@ -38,8 +38,8 @@ pub const DEFAULT_ROOM: Duration = Duration::from_secs(3600);
 pub fn defaults() -> Settings {
     Settings {
         time_quantum: Duration::from_secs(30),
-        // With a bound of 60 s, three programs that displace each other's memory wait no longer
-        // than two programs wait with the default quantum of 30 s.
+        // A program that waits for two other programs waits for two turns. The bound of 60 s leaves
+        // each of these turns the default quantum of 30 s. With more programs, turns are shorter.
         max_wait: Duration::from_secs(60),
         anti_thrash: AntiThrash::Auto,
         policy: PolicyName::Fcfs,

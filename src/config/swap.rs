@@ -78,7 +78,7 @@ fn read_file<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Option<PathBuf
     }
 }
 
-/// Reads `file-max`, whose percentages are of the file system and not of the host's memory.
+/// Reads `file-max`. A percentage refers to the size of the file system, not to the host's memory.
 fn read_file_max<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SwapMax>, D::Error> {
     read(from, "swap.file-max")
 }
@@ -87,7 +87,7 @@ fn read_max<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SwapMax>, D::Er
     read(from, "swap.max")
 }
 
-/// Reads `ahead`, for which "none" means no memory rather than no limit.
+/// Reads `ahead`. Here, "none" means no memory rather than no limit.
 fn read_ahead<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SwapMax>, D::Error> {
     let ahead = read(from, "swap.ahead")?;
     Ok(ahead.map(|most| if most == SwapMax::None { SwapMax::Bytes(0) } else { most }))

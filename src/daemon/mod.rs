@@ -13,7 +13,7 @@
 //! - `swap_files`: files for memory that fits neither on GPUs nor in RAM.
 //! - `metrics`: metrics for monitoring.
 //! - `usage`: records of programs' usage, on disk.
-//! - `core`: the scheduler's state machine, and the state on which it decides.
+//! - `core`: the scheduler's state machine, and the state that its decisions depend on.
 //! - `connections`: clients' connections from the handshake to their end, and GPU locks over D-Bus.
 //! - `bus`: the D-Bus object.
 //! - `control`: carries out requests of the D-Bus object on the scheduling loop, and applies changed

@@ -13,7 +13,7 @@ const INITIAL: &str = "pid:[4026531836]";
 /// Checks that the daemon can see the node's processes.
 ///
 /// # Errors
-/// A sentence with the remedy, if the daemon cannot see these processes.
+/// Returns a sentence with the remedy if the daemon cannot see these processes.
 pub fn sees_the_host() -> Result<(), String> {
     let namespace = Path::new("/proc/self/ns/pid").read_link().unwrap_or_default();
     let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
@@ -42,12 +42,12 @@ mod tests {
     fn pid_1_of_the_node_is_distinguished_from_pid_1_of_a_pod() {
         let in_pod = format!("0::/kubepods/podx/{ID}\n");
         let cases = [
-            // In a control group namespace of its own, as pods have.
+            // The daemon is in a control group namespace of its own, as in most pods.
             ("0::/../../../init.scope\n".to_owned(), "0::/\n".to_owned(), true),
             ("0::/../../..\n".to_owned(), "0::/\n".to_owned(), true),
             ("0::/\n".to_owned(), "0::/\n".to_owned(), false),
             (format!("0::/../cri-containerd-{ID}.scope\n"), "0::/\n".to_owned(), false),
-            // In the node's control group namespace.
+            // The daemon is in the node's control group namespace.
             ("0::/init.scope\n".to_owned(), in_pod.clone(), true),
             ("0::/\n".to_owned(), in_pod.clone(), true),
             (in_pod.clone(), in_pod, false),

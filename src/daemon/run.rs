@@ -93,7 +93,7 @@ impl std::error::Error for StartError {}
 /// Runs the daemon until SIGTERM or SIGINT. Must be called while the process has only one thread.
 ///
 /// # Errors
-/// If the daemon cannot start.
+/// The daemon cannot start.
 pub fn run(options: Options) -> Result<(), StartError> {
     let state = std::env::var_os("STATE_DIRECTORY").map(PathBuf::from);
     let log = logging::start(options.log_level.unwrap_or(LogLevel::Info));
@@ -112,7 +112,7 @@ pub fn run(options: Options) -> Result<(), StartError> {
     result
 }
 
-/// The configuration with which the daemon starts.
+/// The configuration at startup.
 struct Configuration {
     config: Config,
     /// The error in the configuration files, if they are invalid and this configuration replaces them.
@@ -211,7 +211,7 @@ impl Sockets {
     /// without a scheduler, no limit of a rule would be enforced.
     ///
     /// # Errors
-    /// If any other socket cannot be opened.
+    /// Any other socket cannot be opened.
     fn open(options: &Options, config: &Config, is_service: bool) -> Result<Self, StartError> {
         let given = systemd::activated().map_err(StartError::new)?;
         let mut all_bound = Vec::new();
@@ -269,7 +269,7 @@ fn control_path(clients: &Path) -> PathBuf {
     Path::new(&control).join("control.sock")
 }
 
-/// The parts with which the scheduling loop starts.
+/// The parts that the scheduling loop needs at its start.
 struct Startup {
     control: Control,
     config: Config,
@@ -373,8 +373,8 @@ impl Startup {
     }
 }
 
-/// The way to start checkpoint helpers. In a pod, helpers need a separate container with capabilities.
-/// That container is optional.
+/// Chooses how checkpoint helpers are started. In a pod, helpers run in an optional separate
+/// container with capabilities. Returns `None` if the pod lacks that container.
 fn helpers(in_pod: bool) -> std::io::Result<Option<Helpers>> {
     let socket = Path::new(checkpoint::SOCKET);
     if in_pod {

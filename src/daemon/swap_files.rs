@@ -4,9 +4,10 @@
 //! loop sends this thread jobs and never waits. The files have no names. The kernel deletes a file once
 //! the daemon and the client have closed it, so no file is ever left behind.
 //!
-//! The client gets an open file description of its own. The daemon's description then tells whether
-//! any process still has the file open, even a process to which the client passed its descriptor: the
-//! kernel grants a write lease only if no other description exists.
+//! The client gets a separate open file description. The daemon checks with a write lease on its
+//! own description whether any process still has the file open: the kernel grants the lease only if
+//! no other description exists. This check also finds processes that received the descriptor from
+//! the client.
 
 use std::fs::{DirBuilder, File};
 use std::io;
@@ -71,7 +72,7 @@ impl Keeper {
     /// Starts the thread.
     ///
     /// # Errors
-    /// If no thread can be started.
+    /// No thread can be started.
     pub fn start(reports: UnboundedSender<Report>) -> io::Result<Self> {
         let (jobs, asked) = mpsc::channel();
         thread::Builder::new().name("swap-files".into()).spawn(move || {

@@ -52,7 +52,8 @@ const STOPPED_PERIOD: Duration = Duration::from_millis(200);
 /// Minimum time between two updates of the status line. Locks can change hands many times a second.
 const STATUS_PERIOD: Duration = Duration::from_secs(1);
 
-/// Starts the task that handles the scheduler's requests to checkpoint and restore clients' processes.
+/// Starts the task that handles the scheduler's requests to checkpoint and restore clients'
+/// processes.
 pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
     let (request, mut requests) = mpsc::unbounded_channel();
     core.borrow_mut().use_checkpoints(request);
@@ -89,7 +90,7 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
 /// Starts the thread that creates files for memory that fits neither on GPUs nor in RAM.
 ///
 /// # Errors
-/// If no thread can be started.
+/// No thread can be started.
 pub fn start_swap_files(core: &Rc<RefCell<Core>>) -> std::io::Result<()> {
     let (report, mut reports) = mpsc::unbounded_channel();
     core.borrow_mut().use_swap_files(Keeper::start(report)?);
@@ -128,9 +129,10 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
     core.borrow_mut().sample_host();
     loop {
         if signals.clients.get() == 0 {
-            // After the last client has disconnected, two more samples are taken. At the first, most exited
-            // processes have freed their memory. At the second, all exited processes must have freed their memory.
-            // Otherwise, memory of a slow process would count as another program's when the next client connects.
+            // After the last client has disconnected, two more samples are taken. At the first,
+            // most exited processes have freed their memory. At the second, all exited processes
+            // have freed their memory. Without the second sample, memory of a slow process would
+            // count as another program's when the next client connects.
             let until_freed = async {
                 for wait in [SAMPLE_BUSY, EXIT_TIME] {
                     tokio::time::sleep(wait).await;
@@ -183,7 +185,7 @@ async fn check_stopped(core: Rc<RefCell<Core>>) {
     }
 }
 
-/// Sends clients their limits on GPUs that were found since they connected.
+/// Sends clients their limits on GPUs that were found after the clients connected.
 async fn announce_limits(core: Rc<RefCell<Core>>) {
     let signals = core.borrow().signals.clone();
     loop {

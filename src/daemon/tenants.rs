@@ -30,8 +30,9 @@ const SLICE: Duration = Duration::from_micros(100);
 /// Average number of messages that a tenant may send per second, and the maximum number in a burst. Two
 /// clients that only take turns send about 8,000 messages per second.
 const MESSAGES_PER_SECOND: u32 = 10_000;
-/// Time on the scheduling loop that costs one token. A tenant with many clients has costly messages.
-/// Its tokens limit such a tenant to two fifths of the loop's time.
+/// Time on the scheduling loop that costs one token. A tenant with many clients has costly
+/// messages. With [`MESSAGES_PER_SECOND`] tokens, such a tenant gets at most two fifths of the
+/// loop's time.
 const TOKEN_TIME: Duration = Duration::from_micros(40);
 /// Factor by which the limits of root on the host are higher.
 const ROOT_FACTOR: u32 = 8;
@@ -109,7 +110,8 @@ pub struct Budget {
     clients: Rc<Cell<u32>>,
     used: [Cell<u32>; What::COUNT],
     slice: Semaphore,
-    /// Time at which the token bucket is full again. Each message postpones it by the time of one token.
+    /// Time at which the token bucket is full again. Each message postpones this time by the time
+    /// of one token.
     full: Cell<Time>,
 }
 
@@ -171,8 +173,8 @@ impl Budget {
         }
     }
 
-    /// Begins a time slice immediately, even if the tenant has another slice or has no tokens. Only for
-    /// work for which other tenants wait, and which is limited for each tenant.
+    /// Begins a time slice immediately, even if the tenant has another slice or has no tokens. Only
+    /// for work that other tenants wait for, and that is limited for each tenant.
     pub fn slice_at_once(&self) -> Slice<'_> {
         self.begin(None, clock::now())
     }

@@ -1,6 +1,6 @@
 //! Faults of GPUs. From the driver's events and its answers to queries, this module derives when a
 //! GPU becomes unhealthy, and when it is healthy again. The daemon and nvshare-device-plugin use
-//! it. It does no I/O: `nvml` provides the data.
+//! the module. The module does no I/O: `nvml` provides the data.
 
 pub mod nvml;
 
@@ -78,8 +78,9 @@ impl Faults {
     /// Handles the answer to a query. Returns the reason if the GPU is unhealthy.
     ///
     /// A fault ends when a query at least [`SETTLING`] after the event returns the recommendation
-    /// "no action". It also ends when a lost GPU answers again, because that requires a reset or a
-    /// reload of the driver. If the driver gives no recommendations, only the latter ends a fault.
+    /// "no action". A fault also ends when a lost GPU answers again, because that requires a reset
+    /// or a reload of the driver. If the driver gives no recommendations, only the return of a lost
+    /// GPU ends a fault.
     pub fn answered(&mut self, gpu: &str, answer: &FaultAnswer, now: Instant) -> Option<String> {
         let advice = match answer {
             FaultAnswer::Silent(why) => return Some(format!("NVML cannot read it: {why}")),

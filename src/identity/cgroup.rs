@@ -44,8 +44,8 @@ impl Cgroup {
         Self { path: printable(path) }
     }
 
-    /// Returns the name of the innermost unit, by which users know the process. Any user may own
-    /// this unit.
+    /// Returns the name of the innermost unit. Users know the process by this name. Any user may
+    /// own this unit.
     pub fn unit(&self) -> &str {
         self.names().rfind(|name| is_unit(name)).unwrap_or("")
     }
@@ -115,7 +115,7 @@ impl Cgroup {
                 above = false;
             }
             if manager(name).is_some() {
-                break; // break; // the user created all inner control groups
+                break; // the user created all inner control groups
             }
             if of_a_user {
                 continue;

@@ -20,8 +20,8 @@ pub struct Identity {
     /// The pid, or 0 if the scheduler's PID namespace does not contain the process.
     pub pid: i32,
     pub uid: u32,
-    /// The user that is accountable for the process, if that is another user than `uid`, which is then a
-    /// subordinate id or an id in another user namespace.
+    /// The accountable user, if that is not `uid`. Then `uid` is, for example, a subordinate id or
+    /// an id of another user namespace.
     pub owner: Option<u32>,
     /// The tenant that the process belongs to.
     pub tenant: Tenant,
@@ -40,9 +40,9 @@ pub struct Identity {
     pub pod: Pod,
     /// The Kubernetes ResourceClaim whose socket the process connected to.
     pub claim: Claim,
-    /// All groups of the process, as the kernel recorded them at the connection, and those of `owner`. `/proc` is
-    /// unsuitable: it would show later groups, perhaps of another process, and nothing for a
-    /// process in another PID namespace.
+    /// The groups of the process, as the kernel recorded them at the connection, and the groups of
+    /// `owner`. `/proc` is unsuitable: it shows the groups at a later time, perhaps of another
+    /// process with the same pid, and shows no process of another PID namespace.
     pub groups: Vec<u32>,
     pub cgroup: Cgroup,
     /// Whether the kernel showed the control group. If true, an empty `container` means that the
@@ -77,7 +77,8 @@ impl Identity {
         if self.name.is_empty() { "a program" } else { &self.name }
     }
 
-    /// The user that is accountable for the process. Rules and budgets of users go by this user.
+    /// The user that is accountable for the process. Rules and budgets for users apply to this
+    /// user.
     pub fn accountable(&self) -> u32 {
         self.owner.unwrap_or(self.uid)
     }

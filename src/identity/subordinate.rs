@@ -58,7 +58,8 @@ struct Range {
 impl Ranges {
     fn read() -> (Version, Self) {
         let mut text = String::new();
-        // The version is that of the file that is read, even if another one replaces it.
+        // Takes the version from the open file, so that the version fits the text even if another
+        // file replaces this one.
         let version = File::open(RANGES).and_then(|mut file| {
             let version = Version::of(&file.metadata()?);
             file.read_to_string(&mut text)?;
@@ -68,8 +69,8 @@ impl Ranges {
         (version.unwrap_or_default(), Self::parse(&text, &users))
     }
 
-    /// Parses the contents of `/etc/subuid`, and uses those of `/etc/passwd` for the ids of named
-    /// owners. Skips lines that the system's tools do not understand either.
+    /// Parses `text`, the contents of `/etc/subuid`. Looks up named owners in `users`, the contents
+    /// of `/etc/passwd`. Skips lines that the system's tools do not understand either.
     fn parse(text: &str, users: &str) -> Self {
         let range = |line: &str| {
             let mut fields = line.split(':');

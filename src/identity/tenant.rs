@@ -9,10 +9,11 @@
 //! user's slice, and in every control group delegated to a user, that user may choose any name. All
 //! processes in such control groups are therefore charged to the user. Processes with a user's
 //! [subordinate ids](super::subordinate) are charged to that user everywhere, because the user
-//! chooses the id. In another user namespace, the owner of the control group counts, otherwise the
-//! user that logged in. The root of a container may likewise choose any name inside the
-//! container, so only the outermost container counts. The scheduler's own container does not
-//! distinguish tenants and does not count.
+//! chooses the id. A process in another user namespace is charged to the user whose slice contains
+//! the process, otherwise to the owner of a control group above the process, otherwise to the user
+//! that logged in. The root of a container may likewise choose any name inside the container, so
+//! only the outermost container counts. The scheduler's own container does not distinguish tenants
+//! and does not count.
 
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -24,7 +25,8 @@ use super::Cgroup;
 pub enum Tenant {
     /// The host's root, outside all containers and in the scheduler's PID namespace.
     Root,
-    /// A user, by uid. Uid 0 is the root of a namespace, which may not be the host's root.
+    /// A user, by uid. Uid 0 is the root of another namespace, or of a container: not necessarily
+    /// the host's root.
     User(u32),
     /// A container, by its whole id.
     Container(String),
@@ -40,8 +42,8 @@ pub struct Place<'a> {
     pub on_host: bool,
     /// Whether the process is in the scheduler's user namespace.
     pub own_ids: bool,
-    /// The user that logged in, which no process without privileges can change. `None` for processes
-    /// of services.
+    /// The user that logged in (`loginuid`). Only privileged processes can change this user. `None`
+    /// for processes of services.
     pub login: Option<u32>,
 }
 
@@ -65,8 +67,8 @@ impl Tenant {
     /// scheduler's control group.
     pub fn of(uid: u32, place: Place<'_>, own: &Cgroup, owners: Owners<'_>) -> (Self, u32) {
         let Place { cgroup, on_host, own_ids, login } = place;
-        // The owner of a control group may create others below it, so a non-root owner of an
-        // ancestor counts as their creator.
+        // The owner of a control group may create control groups below it. A non-root owner of an
+        // ancestor therefore counts as the creator of `path`.
         let maker = |path: &str| {
             let above = cgroup.within().filter(|other| other.len() < path.len());
             above.filter_map(owners.cgroup).find(|owner| *owner != 0).map(owners.uid)
@@ -200,13 +202,14 @@ mod tests {
         assert_eq!(of(100_007, service, true, None), user(1000));
         assert_eq!(of(100_007, service, false, None), user(1000));
         assert_eq!(of(100_007, "/user.slice/user-1001.slice/session-2.scope", false, None), user(1000));
-        // Ranges that the host's /etc/subuid does not list: the user that logged in chose the id.
+        // The host's /etc/subuid does not list this id, so the user that logged in is accountable.
+        // Without a login, the id counts as a user.
         assert_eq!(of(200_007, service, false, Some(1001)), user(1001));
         assert_eq!(of(200_007, service, false, None), user(200_007));
         // `sudo -u` needs the administrator's permission, so the new user is accountable.
         assert_eq!(of(1002, service, true, Some(1001)), user(1002));
         assert_eq!(of(0, service, true, Some(1001)), (Tenant::Root, 0));
-        // In a container that root started, the container is the tenant, whatever the id.
+        // In a container that root started, the container is the tenant for any id.
         let container = format!("/system.slice/docker-{ID}.scope");
         assert_eq!(of(100_007, &container, false, None), (Tenant::Container(ID.into()), 1000));
     }

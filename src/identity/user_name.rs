@@ -1,7 +1,7 @@
 //! Names of users.
 
-/// Returns a user's name on this host. Reads only /etc/passwd, because a static program cannot use
-/// other name services, and they may be slow.
+/// Returns a user's name on this host. Reads only /etc/passwd, because other name services may be
+/// slow, and a static program cannot use them.
 pub fn user_name(uid: u32) -> Option<String> {
     let accounts = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
     accounts.lines().find_map(|line| {

@@ -35,9 +35,9 @@ pub fn may_read_and_write(path: &Path, uid: u32, groups: &[u32]) -> io::Result<b
     }
 }
 
-/// Applies the access check algorithm of acl(5) to users other than the owner. The list has the
-/// format of the extended attribute. It begins with a version of four bytes. Each entry consists of
-/// a two-byte tag, a two-byte permission and a four-byte id.
+/// Applies the access check algorithm of acl(5) to users other than the owner. `list` has the
+/// format of the extended attribute: a four-byte version, then entries that consist of a two-byte
+/// tag, a two-byte permission and a four-byte id.
 fn by_list(list: &[u8], owner: u32, uid: u32, groups: &[u32]) -> bool {
     const USER: u16 = 0x02;
     const GROUP_OF_FILE: u16 = 0x04;

@@ -24,7 +24,7 @@ pub fn write(path: &Path, text: &str) -> io::Result<()> {
         file.sync_all()
     });
     if let Err(e) = written.and_then(|()| std::fs::rename(&beside, path)) {
-        // Removes the partial file: if the disk is full, it only wastes space.
+        // Removes the partial file, which would waste space on a disk that may be full.
         let _ = std::fs::remove_file(&beside);
         return Err(e);
     }

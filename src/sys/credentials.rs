@@ -1,7 +1,7 @@
 //! The identity of a socket's peer, as the kernel recorded it when the peer connected.
 //!
 //! This module uses libc, because rustix lacks three features. rustix's `UCred` cannot represent
-//! process id 0, which a peer in another PID namespace has. rustix also lacks `SO_PEERGROUPS` and
+//! process id 0, the pid of a peer in another PID namespace. rustix also lacks `SO_PEERGROUPS` and
 //! `SO_PEERPIDFD`.
 
 use std::io;
@@ -34,7 +34,8 @@ pub fn groups(socket: BorrowedFd<'_>, gid: u32) -> io::Result<Vec<u32>> {
     loop {
         let mut length = size_of_val(groups.as_slice()) as libc::socklen_t;
         let place = groups.as_mut_ptr().cast();
-        // SAFETY: the kernel writes at most `length` bytes, which are group ids.
+        // SAFETY: the kernel writes at most `length` bytes, the size of `groups`, and any bytes are
+        // valid group ids.
         let result =
             unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERGROUPS, place, &mut length) };
         match check(result) {
@@ -52,11 +53,12 @@ pub fn groups(socket: BorrowedFd<'_>, gid: u32) -> io::Result<Vec<u32>> {
     }
 }
 
-/// `SO_PEERPIDFD`, which Linux has since 6.5. Some versions of the libc crate lack the constant.
+/// `SO_PEERPIDFD`. Linux supports the option since 6.5. Some versions of the libc crate lack the
+/// constant.
 const SO_PEERPIDFD: libc::c_int = 77;
 
-/// Returns a pidfd of the peer, which becomes readable when the process ends. Returns `None` if the
-/// process has ended or is in another PID namespace.
+/// Returns a pidfd of the peer's process. The pidfd becomes readable when the process ends. Returns
+/// `None` if the process has ended or is in another PID namespace.
 ///
 /// # Errors
 /// No file descriptors are left.
@@ -71,7 +73,7 @@ pub fn pidfd(socket: BorrowedFd<'_>, pid: i32) -> io::Result<Option<OwnedFd>> {
     pidfd_of(pid)
 }
 
-/// Returns a pidfd of the process that now has this pid. Returns `None` if no process has it.
+/// Returns a pidfd of the process that now has this pid. Returns `None` if no process has this pid.
 ///
 /// # Errors
 /// No file descriptors are left.

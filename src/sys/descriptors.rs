@@ -33,8 +33,8 @@ pub fn raise_limit() -> io::Result<()> {
     Ok(setrlimit(Resource::Nofile, limit)?)
 }
 
-/// A reserved descriptor. When no other descriptors are left, it serves to accept and refuse a
-/// connection.
+/// A reserved descriptor. If the process has no other descriptors left, [`Spare::accept`] closes
+/// the reserved one in order to accept a connection, which the caller then refuses.
 #[derive(Debug)]
 pub struct Spare(Option<OwnedFd>);
 

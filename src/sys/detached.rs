@@ -1,5 +1,5 @@
-//! Runs work in a detached process. The detached process is neither a child of this process nor of
-//! a program that this process executes.
+//! Runs work in a detached process. The detached process is not a child of this process, and so not
+//! a child of the program that this process executes next.
 
 use std::io;
 
@@ -18,15 +18,16 @@ pub fn run(work: impl FnOnce()) -> io::Result<()> {
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
         0 => {
-            // SAFETY: this process is a copy with one thread. It exits immediately after the fork,
-            // so that init or a subreaper becomes the parent of the new process.
+            // SAFETY: this process is a copy with one thread. This copy exits immediately after the
+            // fork, so that init or a subreaper becomes the parent of the new process.
             if unsafe { libc::fork() } == 0 {
                 let is_quiet = leave_descriptors();
                 if is_quiet.is_ok() {
                     work();
                 }
             }
-            // SAFETY: `_exit` takes no pointers. It skips the exit handlers, which belong to the original process.
+            // SAFETY: `_exit` takes no pointers. `_exit` skips the exit handlers, which belong to
+            // the original process.
             unsafe { libc::_exit(0) }
         }
         child => {
@@ -43,8 +44,8 @@ pub fn run(work: impl FnOnce()) -> io::Result<()> {
     }
 }
 
-/// Closes all descriptors except standard error. Readers of the program's output then see its end,
-/// and the program's file locks are released when the program ends.
+/// Closes all descriptors except standard error. When the program ends, readers of the program's
+/// output then see end of file, and the program's file locks are released.
 fn leave_descriptors() -> io::Result<()> {
     // SAFETY: these system calls only change descriptors, and `work` uses none of the closed ones.
     unsafe {

@@ -70,7 +70,8 @@ pub struct Bound {
     lock_path: PathBuf,
     /// The lock file, which stays locked while the socket exists.
     _lock: File,
-    /// The directory that this process created. It is removed too if it is empty.
+    /// The directory that this process created. Dropping the value removes the directory if it is
+    /// empty.
     created_directory: Option<PathBuf>,
 }
 

@@ -14,7 +14,7 @@ pub fn drop_all() -> Result<(), String> {
         let left: Vec<Capability> = caps::read(None, set).map_err(|e| e.to_string())?.into_iter().collect();
         match done {
             Err(e) if !left.is_empty() => return Err(format!("cannot drop the remaining privileges {left:?}: {e}")),
-            Err(e) => debug!("cannot drop capabilities: {e}"), // of a kind that this kernel does not have
+            Err(e) => debug!("cannot drop capabilities: {e}"), // harmless: the set is empty
             Ok(()) if !left.is_empty() => return Err(format!("the privileges {left:?} remain")),
             Ok(()) => {}
         }

@@ -97,8 +97,8 @@ fn is_tcp(socket: BorrowedFd<'_>) -> bool {
     matches!(sockopt::socket_domain(socket), Ok(AddressFamily::INET | AddressFamily::INET6))
 }
 
-/// Receives one packet, and appends its descriptors. Returns the packet's length, which exceeds the
-/// buffer's length if the packet was truncated; 0 is the end of the connection.
+/// Receives one packet, and appends its descriptors. Returns the packet's length. The length
+/// exceeds the buffer's length if the packet was truncated, and is 0 at the end of the connection.
 pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<usize> {
     // The kernel closes descriptors that do not fit.
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_DESCRIPTORS))];

@@ -473,8 +473,7 @@ fn a_process_killed_during_its_checkpoint_frees_its_memory() {
             kill(sleeper.child.id(), libc::SIGKILL);
             let outcome = helper.answer().outcome;
             let expected = if operation == Operation::Sleep { ASLEEP.outcome } else { DONE.outcome };
-            // A process that is being killed may already have stopped answering without having
-            // ended.
+            // A process that is being killed may stop answering the driver before it ends.
             assert!(
                 [Outcome::Gone, Outcome::Unknown, expected].contains(&outcome),
                 "{operation:?} after {delay} ms: {outcome:?}"

@@ -1,6 +1,6 @@
-//! Limits that a program sets for itself in its environment, with the syntax of a rule's values. An
-//! invalid value has no effect. Neither has a value that is no tighter than the limit of the
-//! program's rule. In both cases a remark gives the reason.
+//! Limits that a program sets for itself in its environment, with the syntax of a rule's values. A
+//! value is ignored if it is invalid, or if the limit of the program's rule is at least as tight. A
+//! remark then gives the reason.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -132,7 +132,7 @@ impl Value {
                 (is_as_much(*value, limits.memory_max), Self::MemoryMax(limits.memory_max).to_string())
             }
             Self::Weight(value) => (*value >= share.weight, Self::Weight(share.weight).to_string()),
-            // Which GPUs a name denotes depends on the program, so two lists of GPUs are not
+            // The GPUs that a name denotes depend on the program, so two lists of GPUs are not
             // compared.
             Self::AllowedGpus(_) => (false, String::new()),
         };
@@ -270,8 +270,8 @@ mod tests {
             assert_eq!(limits.remark(limit, Some(&rule)), Some(expected), "{text}");
             assert_eq!(limits.in_words(Some(&rule)), "");
         }
-        // A percentage and a size can be compared only for a known GPU. Such a value may be
-        // tighter.
+        // A percentage and a size can be compared only for a known GPU, so the percentage stays in
+        // effect.
         for (limit, text) in [(LimitName::MemoryMax, "7G"), (LimitName::MemoryMax, "99%"), (LimitName::Weight, "idle")]
         {
             assert_eq!(env_limits(&[(limit, text)]).remark(limit, Some(&rule)), None, "{text}");

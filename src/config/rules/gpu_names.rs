@@ -93,7 +93,7 @@ impl<'de> Visitor<'de> for ListVisitor {
 /// Parses a name.
 ///
 /// # Errors
-/// A sentence about the mistake.
+/// Returns a sentence about the mistake.
 pub(super) fn read(text: &str) -> Result<GpuName, String> {
     NameVisitor.visit_str(text).map_err(|e: de::value::Error| e.to_string())
 }

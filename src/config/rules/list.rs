@@ -39,8 +39,8 @@ impl Rules {
     /// Creates the list from the rules of files.
     ///
     /// # Errors
-    /// Returns the origin of a rule that can never match or that contradicts another rule, and a
-    /// sentence.
+    /// If a rule can never match or contradicts another rule, returns the rule's origin and a
+    /// sentence about the mistake.
     pub fn new(all: Vec<Rule>) -> Result<Self, (Origin, String)> {
         for (at, rule) in all.iter().enumerate() {
             let before = all.iter().take(at).find(|other| other.subject.covers(&rule.subject));

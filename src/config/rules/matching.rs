@@ -11,9 +11,10 @@ use crate::identity::{self, Claim, Identity, Owned, Pod};
 
 /// The programs that count together under a rule.
 ///
-/// A rule that names a unit, slice, container, pod or claim limits each matching one separately. A
-/// claim can have several pods. A rule that names a user limits all programs of the user together.
-/// A rule that names a group limits each of the group's users separately.
+/// A rule that names a unit, slice, container, pod or claim limits each matching one separately.
+/// Several pods that use the same claim count together. A rule that names a user limits all
+/// programs of the user together. A rule that names a group limits each of the group's users
+/// separately.
 ///
 /// A rule without conditions limits each container and each unit separately. Programs in sessions
 /// of a user count together, because a user can open any number of sessions.
@@ -62,7 +63,7 @@ impl Instance {
 }
 
 impl Rules {
-    /// Returns the rule that applies to a program, which is the first matching rule.
+    /// Returns the rule that applies to a program: the first matching rule.
     pub fn of(&self, who: &Identity) -> Option<(&Rule, Instance)> {
         self.all().enumerate().find_map(|(at, rule)| Some((rule, rule.subject.matches(who, at)?)))
     }

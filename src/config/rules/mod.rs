@@ -9,7 +9,7 @@
 //!   more complex values.
 //! - `matching`: finds the rule of a program, and the programs that count together under the rule.
 //! - `env_limits`: tighter limits that programs set for themselves in their environment.
-//! - `places`: the GPUs that programs may use, and the programs that they may share the GPUs with.
+//! - `places`: the GPUs that a rule's programs may use, and the programs that may share those GPUs.
 
 mod env_limits;
 mod gpu_hours;

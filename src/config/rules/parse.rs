@@ -56,7 +56,7 @@ enum Account {
     Number(u32),
 }
 
-/// How to treat a rule that names an account which this host does not know.
+/// The treatment of a rule that names an account which this host does not know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unknown {
     /// The rule is an error.
@@ -345,7 +345,7 @@ mod tests {
         assert_eq!(rules("[[rule]]\nweight = 5").get(0).map(|rule| rule.limits.memory_max), Some(Amount::Infinity));
     }
 
-    /// The expected positions are of mistakes in the second of these lines, after `[[rule]]`.
+    /// Each case follows a line `[[rule]]`, so line 2 is the first line of the case.
     #[test]
     fn errors_name_the_line_and_the_allowed_values() {
         let gpus =

@@ -1,5 +1,5 @@
-//! Rules that are set at run time (`nvsharectl set-rule`, D-Bus). Each rule has a name. The newest
-//! rule is tried first, and all of them are tried before the rules of files.
+//! Rules that are set at run time (`nvsharectl set-rule`, D-Bus). Each rule has a name. These rules
+//! are tried before the rules of files, the newest first.
 
 use toml::Table;
 
@@ -13,8 +13,8 @@ const ORIGIN: &str = "set at run time";
 const MOST: usize = 256;
 const LONGEST_NAME: usize = 64;
 
-/// A change. It either sets a rule, whose user and group names have been looked up, or removes the
-/// rule of that name.
+/// A change: sets the rule `name`, or removes it if `rule` is `None`. User and group names in the
+/// rule have already been looked up.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Addition {
     name: String,

@@ -48,8 +48,8 @@ pub async fn announce(connection: &Connection, shared: &Shared) {
         present = usable;
         let now = settings.borrow_and_update().clone();
         let mut changed: HashMap<&str, Variant<'_>> = HashMap::new();
-        // The signal omits the new value, which changes often and which most listeners do not need. Other
-        // listeners read the property.
+        // The signal omits the new value of `Holders`, because the value changes often, and most
+        // listeners do not need it. Listeners that need the value read the property.
         let holds = holders.borrow_and_update().clone();
         let invalidated: &[&str] = if holds == held { &[] } else { &["Holders"] };
         held = holds;

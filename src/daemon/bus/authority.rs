@@ -18,7 +18,7 @@ use zbus::proxy::{CacheProperties, MethodFlags};
 use zbus::{Connection, MatchRule, MessageStream, message};
 use zbus_polkit::policykit1::{self as polkit, AuthorityProxy, AuthorizationResult, CheckAuthorizationFlags};
 
-/// Timeout of checks for which the user may need to look up and type a password.
+/// Timeout of checks in which the user may have to look up and type a password.
 const INTERACTIVE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Timeout of checks that must not delay the caller.
 const QUICK_TIMEOUT: Duration = Duration::from_millis(500);
@@ -33,8 +33,9 @@ pub enum Action {
     Debug,
 }
 
-/// Details of a check for polkit's dialogues and rules: `program`, and the names used in the messages
-/// of `dbus/org.nvshare.Scheduler1.policy`. If a message uses a name, its key must be present.
+/// Details of a check for polkit's dialogues and rules: `program`, and the names used in the
+/// messages of `dbus/org.nvshare.Scheduler1.policy`. If a message uses a name, the details must
+/// contain that name.
 pub type Details<'a> = HashMap<&'a str, &'a str>;
 
 impl Action {
@@ -70,11 +71,11 @@ impl Subject {
 /// The timeout of a check, and whether polkit may ask for a password.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Manner {
-    /// polkit may ask for a password, and the check lasts as long as a user needs to type it.
+    /// polkit may ask for a password. The timeout is long enough to type one.
     Interactive,
-    /// The same timeout, but polkit may not ask for a password.
+    /// The same timeout, but polkit must not ask for a password.
     Patient,
-    /// A timeout of half a second. polkit may not ask for a password.
+    /// A timeout of half a second. polkit must not ask for a password.
     Quick,
 }
 
@@ -134,7 +135,7 @@ struct Check<'a> {
     action: Action,
     details: Details<'a>,
     interactive: bool,
-    /// The ID with which the check can be cancelled.
+    /// The ID for cancelling the check.
     id: String,
 }
 

@@ -19,12 +19,13 @@ use crate::daemon::transport::peer::{self, Process, Where};
 use crate::identity::{Identity, accountable, printable, user_in_words};
 use crate::sys::access;
 
-/// How callers are identified.
+/// The source of calls, with the means to identify the callers.
 #[derive(Debug)]
 pub enum Callers {
     /// Callers on the bus. The bus identifies each sender, and polkit authorizes it.
     Bus { authority: Authority, senders: Senders, gate: Gate },
-    /// The peer of a control socket connection, which is its only caller. The kernel identifies the peer.
+    /// The peer of a control socket connection. The peer is the connection's only caller, and the
+    /// kernel identifies it.
     Peer { process: Arc<Process>, groups: Vec<u32>, gate: Arc<Gate> },
 }
 
@@ -106,7 +107,7 @@ impl Callers {
     /// Identifies the sender of a message.
     ///
     /// # Errors
-    /// If the bus does not know the sender.
+    /// The bus does not know the sender.
     pub async fn identify<'a>(
         &'a self,
         header: Option<&Header<'_>>,
@@ -155,7 +156,7 @@ impl Caller<'_> {
     /// Checks that the caller may see other users' clients.
     ///
     /// # Errors
-    /// If the caller may not see them.
+    /// The caller may not see other users' clients.
     pub fn may_see_others(&self) -> fdo::Result<()> {
         self.is_of_the_host("see other users' activity")
     }
@@ -181,10 +182,10 @@ impl Caller<'_> {
         Err(denied(text))
     }
 
-    /// The identity of the caller, in the form that clients have.
+    /// The caller's identity, with the same fields as a client's identity.
     ///
     /// # Errors
-    /// If the caller is not on the host.
+    /// The caller is not on the host.
     pub fn identity(&self, what: &str) -> fdo::Result<Identity> {
         self.is_of_the_host(what)?;
         let identity = self.process.describe(self.groups.clone());
@@ -200,7 +201,7 @@ impl Caller<'_> {
     /// name of the changed rule, or empty.
     ///
     /// # Errors
-    /// If the caller may not change settings.
+    /// The caller may not change settings.
     pub async fn may_change(&self, what: &str, rule: &str) -> fdo::Result<()> {
         self.may_administer(Action::ChangeSettings, what, rule).await
     }
@@ -208,7 +209,7 @@ impl Caller<'_> {
     /// Checks that the caller may create a debug bundle, which shows all users' clients.
     ///
     /// # Errors
-    /// If the caller may not create one.
+    /// The caller may not create a debug bundle.
     pub async fn may_debug(&self) -> fdo::Result<()> {
         self.may_administer(Action::Debug, "create a debug bundle", "").await
     }
@@ -217,7 +218,7 @@ impl Caller<'_> {
     /// their own programs.
     ///
     /// # Errors
-    /// If the caller may not pause them.
+    /// The caller may not pause the user's programs.
     pub async fn may_pause(&self, user: u32, what: &str) -> fdo::Result<()> {
         match user == accountable(self.uid) {
             true => self.is_of_the_host(what),
@@ -246,7 +247,7 @@ impl Caller<'_> {
     /// Checks that the caller may acquire this lock. The caller must be able to use the lock's GPU.
     ///
     /// # Errors
-    /// If the caller may not acquire the lock.
+    /// The caller may not acquire the lock.
     pub async fn may_lock(&self, Lockable { gpu, rule }: &Lockable) -> fdo::Result<()> {
         self.may_use(Action::AcquireLock, gpu, rule, &format!("acquire the lock of {}", gpu.label)).await
     }
@@ -254,13 +255,13 @@ impl Caller<'_> {
     /// Checks that the caller may reserve memory of this GPU. The caller must be able to use the GPU.
     ///
     /// # Errors
-    /// If the caller may not reserve memory.
+    /// The caller may not reserve memory.
     pub async fn may_make_room(&self, gpu: &NamedGpu) -> fdo::Result<()> {
         self.may_use(Action::MakeRoom, gpu, "", &format!("have memory of {} kept free", gpu.label)).await
     }
 
     async fn may_use(&self, action: Action, gpu: &NamedGpu, rule: &str, what: &str) -> fdo::Result<()> {
-        // The daemon's own user controls the GPUs anyway.
+        // The daemon's own user needs no check, because it controls the GPUs anyway.
         if self.uid != 0 && self.uid != rustix::process::geteuid().as_raw() {
             // The device file is known only for GPUs that NVML lists.
             if let Some(minor) = gpu.minor {

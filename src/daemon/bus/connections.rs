@@ -101,8 +101,8 @@ async fn serve_peer(stream: OwnedFd, mut shared: Shared) -> zbus::Result<()> {
     let groups = credentials::groups(stream.as_fd(), gid)?;
     let process = Process::of_socket(stream.as_fd())?;
     if process.place() != Where::Host {
-        // The peer is not known to be on the host: the control socket may be mounted into a container. Clients
-        // and GPUs are hidden from such a peer, and so are changes of them.
+        // The peer is not known to be on the host: the control socket may be mounted into a
+        // container. Clients, GPUs and their changes are hidden from such a peer.
         shared.followed.holders = watch::channel(Holders::new()).1;
         shared.followed.clients = watch::channel(ClientPids::new()).1;
         shared.followed.gpus = watch::channel(Present::new()).1;

@@ -68,7 +68,7 @@ pub enum Request {
     Lock(LockRequest, oneshot::Sender<fdo::Result<OwnedFd>>),
     /// Checks a request for a room as far as the scheduling loop can. The answer is the room's GPU.
     CheckRoom(RoomRequest, oneshot::Sender<fdo::Result<NamedGpu>>),
-    /// Makes a room. The answer is sent once the memory is free.
+    /// Makes a room. The answer is sent when the memory has been freed.
     Room(RoomRequest, oneshot::Sender<fdo::Result<OwnedFd>>),
     /// Ends this client's lock, on an administrator's order.
     TerminateLock(u64, oneshot::Sender<fdo::Result<()>>),
@@ -92,7 +92,7 @@ pub enum Request {
     },
     /// Drains a GPU (`true`), or allows its use again (`false`).
     Drain(String, bool, oneshot::Sender<fdo::Result<()>>),
-    /// Collects the contents of a debug bundle that this view does not include.
+    /// Collects the contents of a debug bundle, including this view.
     Debug(Arc<View>, oneshot::Sender<Box<Snapshot>>),
     /// Releases the driver for at most this time. The answer lists the programs that still use it.
     ReleaseDriver(Duration, oneshot::Sender<Vec<u64>>),

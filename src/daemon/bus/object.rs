@@ -134,7 +134,8 @@ impl Object {
         }
         let caller = self.callers.identify(Some(&header), connection).await?;
         let request = LockRequest { gpu, who, why, caller: caller.identity("acquire a lock")? };
-        // Checked before authorization, so that no user types a password for an invalid request.
+        // The request is checked before authorization, so that no user types a password for an
+        // invalid request.
         let checked = request.clone();
         let lockable = self.ask(|reply| Request::CheckLock(checked, reply)).await??;
         caller.may_lock(&lockable).await?;
@@ -153,7 +154,8 @@ impl Object {
         let lasts = room_options(&options)?;
         let caller = self.callers.identify(Some(&header), connection).await?;
         let request = RoomRequest { gpu, bytes, lasts, caller: caller.identity("have memory kept free")? };
-        // Checked before authorization, so that no user types a password for an invalid request.
+        // The request is checked before authorization, so that no user types a password for an
+        // invalid request.
         let checked = request.clone();
         let gpu = self.ask(|reply| Request::CheckRoom(checked, reply)).await??;
         caller.may_make_room(&gpu).await?;
@@ -242,7 +244,8 @@ impl Object {
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
         let keys = rules::table(&rule).map_err(fdo::Error::InvalidArgs)?;
-        // Authorized before the rule is parsed: parsing may query a directory service for users.
+        // The caller is authorized before the rule is parsed, because parsing may query a directory
+        // service for users.
         let caller = self.callers.identify(Some(&header), connection).await?;
         caller.may_change(&format!("change the rule {name:?}"), &name).await?;
         let addition = Addition::read(&name, &keys).map_err(fdo::Error::InvalidArgs)?;
@@ -475,7 +478,7 @@ impl Object {
     /// Returns the users of a program. A caller may always act on its own programs.
     ///
     /// # Errors
-    /// If the caller may not perform this action on the program.
+    /// The caller may not perform this action on the program.
     async fn authorize_for(
         &self,
         pid: u32,
@@ -507,7 +510,7 @@ impl Object {
     }
 }
 
-/// Converts usage for D-Bus. Includes only the columns by which the query groups.
+/// Converts usage for D-Bus. Includes only the columns that the query groups by.
 fn present_usage(key: Key, amounts: &Amounts, by: &BTreeSet<Column>) -> bus::Usage {
     let ((begins, lasts), account) = (key.time, key.account);
     let time = |seconds: i64| by.contains(&Column::Time).then(|| u64::try_from(seconds).unwrap_or(0));

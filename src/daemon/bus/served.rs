@@ -1,11 +1,11 @@
 //! The object as zbus serves it.
 //!
-//! Calls can take minutes. During a call, zbus holds a read lock on the interface. For a property, zbus
-//! also locks `Properties` and the object tree. Readers do not block each other. A writer, however,
-//! would wait for all calls in progress, and all later calls would wait for the writer. So the daemon
-//! never takes a write lock. No method takes `&mut self`, which [`shared`] ensures.
-//! [`ObjectServer::at`] and `remove` are not called once the object is registered. Each admitted call
-//! runs in its own task.
+//! Calls can take minutes. During a call, zbus holds a read lock on the interface. For a property,
+//! zbus also locks `Properties` and the object tree. Readers do not block each other. A writer,
+//! however, would wait for all calls in progress, and all later calls would wait for the writer. So
+//! the daemon never takes a write lock. [`shared`] ensures that no method takes `&mut self`. The
+//! daemon does not call [`ObjectServer::at`] and `remove` after it has registered the object. Each
+//! admitted call runs in its own task.
 
 use std::collections::HashMap;
 use std::sync::Arc;

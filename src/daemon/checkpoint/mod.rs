@@ -1,8 +1,8 @@
-//! Checkpoints clients' processes, which takes them off their GPUs, and restores them. Helpers do
-//! the work: each process has its own helper, the program `nvshare-checkpoint`. A driver call may
-//! take seconds and does not return while the process is stopped, so no thread of the daemon makes
-//! one. This module starts helpers and sends each of them a pidfd with a timeout. The helper's
-//! program explains its privileges and the rejected designs (`src/checkpoint/main.rs`).
+//! Takes clients' processes off their GPUs by checkpoints, and restores them. Helpers do the work:
+//! each process has its own helper, the program `nvshare-checkpoint`. A driver call may take
+//! seconds and does not return while the process is stopped, so no thread of the daemon makes
+//! driver calls. This module starts helpers and sends each helper a pidfd with a timeout. The
+//! helper's program explains its privileges and the rejected designs (`src/checkpoint/main.rs`).
 //!
 //! Every request is answered in bounded time, even if its helper hangs or dies. The answer contains
 //! the state of the process, and the reason if the request failed. If the helper died or was late,
@@ -12,15 +12,15 @@
 //! The daemon shuts down the socket of a late helper. The helper then undoes its work as far as
 //! possible and exits. A helper that does not exit is killed, by the daemon if it is a child,
 //! otherwise by its service (`RuntimeMaxSec=`). Until its exit, a late helper counts among the
-//! helpers of its tenant (`MAX_HELPERS_OF_TENANT`), but no longer among the helpers of all
-//! tenants (`MAX_HELPERS`). A user who stops a process keeps its helper from exiting, and must
-//! not occupy places of other tenants.
+//! helpers of its tenant (`MAX_HELPERS_OF_TENANT`), but no longer among the helpers of all tenants
+//! (`MAX_HELPERS`). A user can keep a helper from exiting by stopping its process. Such helpers
+//! must not occupy places of other tenants.
 //!
 //! A helper initialises the driver when it starts, which takes 0.2 s for each GPU that no process
-//! has open [H100]. To hide this time, the daemon starts the helper together with the client's
-//! order to prepare, while the client's memory is still being evicted. If the client only moves to
-//! another GPU, the same helper restores it. A helper exits after 10 s without a request. So if the
-//! client does not sleep after all, nothing has to be undone.
+//! has open [H100]. To hide this time, the daemon starts the helper when it orders the client to
+//! prepare, while the client's memory is still being evicted. If the client only moves to another
+//! GPU, the same helper restores the process. A helper exits after 10 s without a request. So if
+//! the client does not sleep after all, nothing has to be undone.
 //!
 //! With systemd, a helper is a service that has its own socket. Without systemd, the daemon has the
 //! clients' user and starts the helper as a child. In a pod, a separate container listens at the
@@ -55,8 +55,8 @@ use crate::identity::Tenant;
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
-/// The socket whose listener starts a helper for each connection. The listener is systemd
-/// (`nvshare-checkpoint.socket`), or in a pod a separate container (`--listen`).
+/// The socket for requests. Its listener starts a helper for each connection, and is systemd
+/// (`nvshare-checkpoint.socket`) or, in a pod, a separate container (`--listen`).
 pub const SOCKET: &str = "/run/nvshare-checkpoint/checkpoint.sock";
 const PROGRAM: &str = "nvshare-checkpoint";
 
@@ -69,8 +69,8 @@ const MAX_HELPERS: usize = 8;
 const MAX_HELPERS_OF_TENANT: usize = 4;
 /// Maximum number of prepared helpers. Further helpers are started only with their requests.
 const MAX_PREPARED: usize = 8;
-/// Timeout with which a helper locks a process, while the process's driver calls and GPU work end. A
-/// prepared process should have neither.
+/// Maximum time that a helper waits until a process's driver calls and GPU work have ended, in
+/// order to lock the process. A prepared process should have neither.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Timeouts of a request.
@@ -195,7 +195,7 @@ impl Helpers {
     /// Starts helpers as children, from the program that is installed beside the daemon.
     ///
     /// # Errors
-    /// If the daemon cannot determine the path of its own program.
+    /// The daemon cannot determine the path of its own program.
     pub fn of_children() -> io::Result<Self> {
         let own = std::env::current_exe()?;
         let beside = own.with_file_name(PROGRAM);

@@ -54,7 +54,8 @@ async fn accept(listener: &AsyncFd<OwnedFd>) -> AsyncFd<OwnedFd> {
     descriptors::watch(accepted.expect("a connection")).expect("watched")
 }
 
-/// Receives a request. Returns it with the PID of the process whose pidfd it includes.
+/// Receives a request. Returns the request, and the PID of the process whose pidfd was sent with
+/// it.
 async fn request(socket: &AsyncFd<OwnedFd>) -> (Request, u32) {
     let (mut packet, mut fds) = ([0; nvshare_checkpoint::MAX_REQUEST], Vec::with_capacity(MAX_DESCRIPTORS));
     let received = socket.async_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), &mut packet, &mut fds)).await;

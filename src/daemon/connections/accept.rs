@@ -22,11 +22,11 @@ use crate::sys::socket;
 /// Pause after a failure to accept that may be temporary.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Accepts connections until the daemon exits. `claim`: the UID of the claim to which the socket
-/// belongs, or empty.
+/// Accepts connections until the daemon exits. `claim`: the UID of the claim that the socket
+/// belongs to, or empty.
 ///
 /// # Errors
-/// If the runtime cannot watch the listening socket.
+/// The runtime cannot watch the listening socket.
 pub async fn accept(
     core: Rc<RefCell<Core>>,
     listener: OwnedFd,
@@ -62,7 +62,8 @@ pub async fn accept(
                 let refused = spare.accept(listener.as_fd()).map(|socket| {
                     refuse(socket.as_fd(), Refusal::TooMany, "no file descriptors are left in the scheduler");
                 });
-                // Another task could take the free descriptor and keep it, so this runs before any other task.
+                // Reserves a descriptor again before any other task runs, because another task
+                // could take and keep the free descriptor.
                 spare.refill();
                 match refused {
                     Ok(()) => {}

@@ -32,7 +32,7 @@ pub struct ClaimSockets {
     open: BTreeMap<String, ClaimSocket>,
 }
 
-/// A served socket. Dropping this removes the socket file but not its directory.
+/// A served socket. Dropping this value removes the socket file but not its directory.
 #[derive(Debug)]
 struct ClaimSocket {
     path: PathBuf,

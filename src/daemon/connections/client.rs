@@ -23,8 +23,8 @@ use crate::identity::{Identity, Tenant};
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
-/// A connection on which no packet arrives for this long is closed before its handshake. A client that
-/// was stopped for that time reconnects.
+/// A connection is closed if its first packet does not arrive within this time. A client that was
+/// stopped for that time reconnects.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// Charge to the tenant's message budget for identifying a process, and for adding or removing a
 /// client.
@@ -38,7 +38,7 @@ const DISCONNECTED: &str = "is disconnected after a protocol violation";
 /// An accepted connection.
 pub(super) struct Incoming {
     pub socket: OwnedFd,
-    /// The UID of the claim to which the socket belongs. Empty if it belongs to no claim.
+    /// The UID of the claim that the socket belongs to. Empty if the socket belongs to no claim.
     pub claim: String,
     /// The budget of the presumed tenant, and the connection's share of that budget.
     pub budget: Rc<Budget>,
@@ -172,7 +172,7 @@ pub async fn converse(
 }
 
 /// Reads packets that a process sent before it exited. The daemon can notice the exit before it has
-/// read them.
+/// read these packets.
 fn read_last_packets(core: &RefCell<Core>, client: ClientId, connection: &Connection) {
     let mut buffer = [0; MAX_LEN];
     // The number is limited: another process that shares the socket could send packets forever.

@@ -91,7 +91,7 @@ pub fn check(core: &Core, request: &LockRequest) -> fdo::Result<Lockable> {
 /// Queues the caller for the lock. Returns the caller's end of the socket pair.
 ///
 /// # Errors
-/// If the request is invalid or not allowed, or the caller's tenant has too many clients.
+/// The request is invalid or not allowed, or the caller's tenant has too many clients.
 pub fn acquire(core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request: LockRequest) -> fdo::Result<OwnedFd> {
     let failed = |e: io::Error| fdo::Error::Failed(format!("cannot create a lock: {e}"));
     let Lockable { gpu, .. } = check(&core.borrow(), &request)?;
@@ -112,7 +112,8 @@ pub fn acquire(core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request:
         connections.resumed().await;
         let keeper = keeper.of(&core, client);
         keeper.attach();
-        // A program first waits for its context. A lock has none, so it is requested immediately.
+        // A program first waits for its context. A lock has no context, so the lock is requested
+        // immediately.
         keeper.request();
         keeper.keep(place).await;
     });
@@ -224,7 +225,8 @@ impl Record {
     }
 }
 
-/// A lock taken over from an earlier daemon. If it was not held, its request must be repeated.
+/// A lock taken over from an earlier daemon. If the lock was not held, its request must be
+/// repeated.
 pub struct TakenOver {
     keeper: LockKeeper,
     held: bool,
@@ -271,7 +273,7 @@ pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: St
 }
 
 impl TakenOver {
-    /// Keeps the lock from now on. Repeats the request if the lock is not held.
+    /// Serves the lock from now on. Repeats the request if the lock is not held.
     pub fn go_on(self) {
         let Self { keeper, held, place } = self;
         if !held {
@@ -355,9 +357,9 @@ impl LockKeeper {
         }
     }
 
-    // The order of the steps in these two functions matters if the daemon dies between them. After such a
-    // death, the next daemon sends `granted` again. At no time does the owner believe that it holds a lock
-    // that it does not hold.
+    // The daemon may die between the steps of `granted` or `revoked`. The order of the steps
+    // ensures that the owner then never believes that it holds a lock that it has lost. At worst,
+    // the next daemon sends `granted` again.
 
     fn granted(&self) {
         self.send(ClientMessage::Utilization { slot: SLOT, permille: EXCLUSIVE });

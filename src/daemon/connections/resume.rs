@@ -1,12 +1,13 @@
-//! Takes over connections of an earlier daemon, which systemd stored (`FDSTORE=1`). Messages that the
-//! earlier daemon read but did not handle are lost. Decisions that the earlier daemon did not send are
-//! lost too. The new daemon therefore asks each client to send its whole state again (`Resume`), and
-//! discards all packets before the answer.
+//! Takes over the connections that systemd stored for an earlier daemon (`FDSTORE=1`). Messages
+//! that the earlier daemon read but did not handle are lost. Decisions that the earlier daemon did
+//! not send are lost too. The new daemon therefore asks each client to send its whole state again
+//! (`Resume`), and discards all packets before the answer.
 //!
-//! A silent client may hold a lock, so no lock is granted before all clients have answered. There are
-//! two exceptions: stopped processes, and tenants that have used up their message budget. Clients of
-//! these processes and tenants are taken over last, once they answer. Programs that connect during the
-//! takeover are welcomed, but their packets are not read until it is complete.
+//! A silent client may hold a lock, so no lock is granted before all clients have answered. There
+//! are two exceptions: stopped processes, and tenants that have used up their message budget.
+//! Clients of these processes and tenants are taken over last, once they answer. Programs that
+//! connect during the takeover are welcomed, but their packets are not read until the takeover is
+//! complete.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -41,7 +42,7 @@ use crate::sys::{descriptors, socket};
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval of the checks for silent clients that are stopped.
 const CHECK_PERIOD: Duration = Duration::from_millis(50);
-/// Maximum number of packets with which a client can send its state.
+/// Maximum number of packets that contain a client's state.
 const MAX_PACKETS: usize = 1024;
 
 /// A client with a stored connection that was asked for its state.

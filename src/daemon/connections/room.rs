@@ -1,8 +1,9 @@
 //! Rooms requested over D-Bus. `nvsharectl make-room` calls the D-Bus method `MakeRoom`.
 //!
-//! Once the memory is free, the caller receives one end of a socket pair. Writing to this end renews
-//! the room. Closing its last copy ends the room. If the room ends first, the caller reads end-of-file.
-//! Rooms end with the daemon: its end of the pair is not passed on to the next daemon.
+//! When the memory has been freed, the caller receives one end of a socket pair. Writing to this
+//! end renews the room. Closing the last copy of this end ends the room. If the room ends first,
+//! the caller reads end-of-file. Rooms end with the daemon: its end of the pair is not passed on to
+//! the next daemon.
 
 use std::cell::RefCell;
 use std::io;
@@ -27,7 +28,7 @@ const RENEWAL_PERIOD: Duration = Duration::from_millis(500);
 /// Maximum number of reads before each renewal. A socket buffer holds less data.
 const MAX_READS: usize = 256;
 
-/// Makes a room. Once the memory is free, sends the caller its end of the socket pair.
+/// Makes a room. When the memory has been freed, sends the caller its end of the socket pair.
 pub fn make(core: &Rc<RefCell<Core>>, request: RoomRequest, reply: oneshot::Sender<fdo::Result<OwnedFd>>) {
     let pending = core.borrow_mut().request_room(request);
     let PendingRoom { room, ready, ended } = match pending {
@@ -48,7 +49,7 @@ pub fn make(core: &Rc<RefCell<Core>>, request: RoomRequest, reply: oneshot::Send
             Ok(pair) => pair,
             Err(e) => return drop(reply.send(Err(e))),
         };
-        // If the caller has stopped waiting, the send fails, which closes the caller's end.
+        // If the caller has stopped waiting, the send fails and closes the caller's end.
         drop(reply.send(Ok(theirs.into())));
         select! {
             () = kept.serve(&own) => {}

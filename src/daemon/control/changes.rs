@@ -2,7 +2,8 @@
 //! configuration file, which is never written. The changes are saved in the directory that systemd
 //! provides (`StateDirectory=`). Without such a directory, the changes last until the daemon exits.
 //!
-//! A change takes effect only once it is saved, so every setting in effect survives a restart.
+//! A change takes effect only after it has been saved, so every setting in effect survives a
+//! restart.
 
 use std::cell::RefCell;
 use std::io;

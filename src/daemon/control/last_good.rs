@@ -19,7 +19,7 @@ const HEADER: &str = "# A copy of the last valid configuration files. The schedu
 #[derive(Debug, Clone, Default)]
 pub struct LastGood(Option<PathBuf>);
 
-/// The configuration with which to start if the files have an error.
+/// The configuration to start with if the files have an error.
 #[derive(Debug)]
 pub struct Fallback {
     pub config: Config,
@@ -35,7 +35,7 @@ impl LastGood {
     /// Reads the configuration files. If they are valid, saves their texts.
     ///
     /// # Errors
-    /// The error in the files.
+    /// Returns the error in the files.
     pub fn load(&self, explicit: Option<&Path>) -> Result<Config, ConfigError> {
         let sources = Sources::read(explicit)?;
         let config = sources.config()?;

@@ -2,8 +2,8 @@
 //! rules, and reloads.
 //!
 //! - [`changes`]: settings changed at run time.
-//! - [`last_good`]: the last valid configuration, with which the daemon starts if the files are
-//!   invalid.
+//! - [`last_good`]: the last valid configuration. The daemon starts with this configuration if the
+//!   files are invalid.
 //! - [`status_line`]: the line that `systemctl status` shows.
 //! - [`views`]: copies of the state, for readers.
 
@@ -64,7 +64,7 @@ impl Control {
         claims: Option<&mut ClaimSockets>,
         request: Request,
     ) {
-        // Sending a reply fails if its caller has stopped waiting, which is not an error.
+        // If a caller has stopped waiting, sending its reply fails. That is not an error.
         match request {
             Request::View(reply) => self.views.answer(reply),
             Request::Usage(query, reply) => core.borrow_mut().read_usage(query, reply),
@@ -97,7 +97,8 @@ impl Control {
                 core.borrow_mut().suspend(suspended);
                 spawn_local(evacuate(core.clone(), done));
             }
-            // The following requests read or write files, which must not block the scheduling loop.
+            // The following requests read or write files, so they run in tasks that do not block
+            // the scheduling loop.
             Request::Reload(by, reply) => {
                 let (control, core) = (self.clone(), core.clone());
                 spawn_local(async move { reply.send(control.reload(&core, &by).await) });
@@ -120,12 +121,13 @@ impl Control {
     /// Reads the configuration files again. `by`: the caller, for the log.
     ///
     /// # Errors
-    /// If the files are invalid. The configuration then stays unchanged.
+    /// The files are invalid. The configuration then stays unchanged.
     pub async fn reload(&self, core: &RefCell<Core>, by: &str) -> Result<(), String> {
         let _one_at_a_time = self.loading.lock().await;
         systemd::reloading();
         let config = self.load(core).await;
-        // Begins only after the file was read, to include changes that were made during the read.
+        // The turn begins only after the files were read, so that the configuration includes
+        // changes that were made during the read.
         let _turn = self.changes.begin().await;
         let result = config.map(|mut config| {
             self.changes.apply(&mut config);
@@ -172,7 +174,8 @@ impl Control {
     /// Discards the changes made at run time.
     async fn reset(&self, core: &RefCell<Core>, by: &str) -> Result<(), Failure> {
         let _one_at_a_time = self.loading.lock().await;
-        // Read before the changes are discarded, so that an error in the file leaves everything unchanged.
+        // Reads the files before discarding the changes, so that an error in the files leaves
+        // everything unchanged.
         let config = self.load(core).await.map_err(Error::InvalidConfiguration)?;
         let turn = self.changes.begin().await;
         turn.reset().await?;

@@ -42,7 +42,7 @@ impl Views {
                 }
                 let begin = Instant::now();
                 let view = Arc::new(core.borrow().view());
-                // Sending a view fails if its reader has stopped waiting, which is not an error.
+                // If a reader has stopped waiting, sending it the view fails. That is not an error.
                 readers.into_iter().for_each(|reader| drop(reader.send(view.clone())));
                 drop_elsewhere(view);
                 tokio::time::sleep(PERIOD.max(begin.elapsed() * REST)).await;

@@ -25,7 +25,7 @@ impl Claims {
     /// rule, a claim's programs would get more than their allocation.
     ///
     /// # Errors
-    /// A sentence, if the list as a whole is invalid.
+    /// Returns a sentence if the list as a whole is invalid.
     pub fn read(claims_of_node: Vec<bus::Claim>) -> Result<(Self, Refused), String> {
         if claims_of_node.len() > MAX_CLAIMS {
             let count = claims_of_node.len();

@@ -38,8 +38,8 @@ pub const MAX_DEVICES: usize = 64;
 /// Minimum time between two measurements of host memory for limit requests.
 const HOST_PERIOD: Duration = Duration::from_millis(10);
 
-/// Formats the process's pod as a suffix of its name. Leaves out parts of the pod's name that the agent
-/// has not reported.
+/// Formats the process's pod as a suffix to append to the client's name in log lines. Leaves out
+/// parts of the pod's name that the agent has not reported.
 fn of_pod(identity: &Identity) -> String {
     let Pod { uid, namespace, name, container } = &identity.pod;
     match (&**uid, &**name, &**container) {
@@ -120,7 +120,7 @@ impl Core {
         let Identity { placed, tenant, .. } = &*arrival.identity;
         if !placed {
             self.next_gang += 1;
-            return self.next_gang; // a gang of its own: without a control group, its tenant is uncertain
+            return self.next_gang; // alone: without a control group, the tenant is uncertain
         }
         let gang = self.gangs.entry((tenant.clone(), arrival.gang)).or_insert_with(|| {
             self.next_gang += 1;
@@ -198,7 +198,7 @@ impl Core {
         }
     }
 
-    /// Handles a client's report about the locks that it holds from an earlier daemon.
+    /// Handles a client's report about the locks that an earlier daemon granted to the client.
     pub fn resume_locks(&mut self, client: ClientId, slots: SlotSet) {
         let Some(entry) = self.clients.get(&client) else { return };
         let gpus = entry.session.attached(slots);
@@ -270,7 +270,7 @@ impl Core {
     /// Handles one packet from a client, and the file descriptors received with it.
     ///
     /// # Errors
-    /// If the client broke the protocol. The caller must then close the connection.
+    /// The client broke the protocol. The caller must then close the connection.
     pub fn receive(&mut self, client: ClientId, packet: &[u8], descriptors: Vec<OwnedFd>) -> Result<(), Violation> {
         let now = clock::now();
         let Some(entry) = self.clients.get_mut(&client) else { return Ok(()) };
@@ -364,7 +364,7 @@ impl Core {
     /// Attaches a GPU to a client.
     ///
     /// # Errors
-    /// If the client's tenant has named too many GPUs that NVML does not list, or the client has not proven
+    /// The client's tenant has named too many GPUs that NVML does not list, or the client has not proven
     /// that it may use the GPU.
     fn attach(&mut self, client: ClientId, attach: ClientAction) -> Result<(), Violation> {
         let ClientAction::Attach { event, slot, gpu, kind, total, name, reason } = attach else { return Ok(()) };
@@ -405,7 +405,7 @@ impl Core {
         Ok(())
     }
 
-    /// Handles a packet from a client that has ended. Only the counters in it still matter.
+    /// Handles a packet from a client that has ended. Only the counters in the packet still matter.
     pub fn receive_last(&mut self, client: ClientId, packet: &[u8]) {
         let action = self.clients.get_mut(&client).map(|entry| entry.session.receive(packet));
         if let Some(Ok(ClientAction::Memory { gpu, counts, .. })) = action {

@@ -1,6 +1,6 @@
-//! Counters for metrics, derived from events, commands and clients' own counters. Counters are exact
-//! and never decrease. A GPU's counters include clients that have disconnected. A workload's counters
-//! include them too, until the workload is forgotten.
+//! Counters for metrics, derived from events, commands and clients' own counters. Counters are
+//! exact and never decrease. The counters of a GPU or a workload include clients that have
+//! disconnected. A workload's counters are dropped when the workload is forgotten.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -30,10 +30,11 @@ pub struct GpuCounts {
     /// `lock_time` covers only attachments that have ended.
     pub counted: Counted,
     pub waits: Waits,
-    /// Total time for which the lock was held, without the present period, which began at `held_since`.
+    /// Total time for which the lock was held, without the present period that began at
+    /// `held_since`.
     held: Duration,
     held_since: Option<Time>,
-    /// The client to which the lock was last granted.
+    /// The client that was granted the lock last.
     last_holder: Option<ClientId>,
 }
 

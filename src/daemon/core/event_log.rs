@@ -37,7 +37,7 @@ const REPEAT: Duration = Duration::from_secs(10);
 pub(super) struct Logged(RefCell<BTreeMap<&'static str, Time>>);
 
 impl Core {
-    /// True if a line with this name may be logged now. Such a line is recorded as logged.
+    /// True if a line with this name may be logged now. In this case, records the line as logged.
     pub(super) fn may_log(&self, name: &'static str, client: ClientId, gpu: GpuId, now: Time) -> bool {
         let Some(stats) = self.clients.get(&client).and_then(|entry| entry.gpus.get(&gpu)) else { return false };
         let mut lines = stats.logged.0.borrow_mut();

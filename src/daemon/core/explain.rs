@@ -65,8 +65,8 @@ impl Names for View {
 impl View {
     /// Explains a process's state in sentences, for each of its GPUs.
     ///
-    /// Explains at most [`MAX_EXPLAINED`] waits. The time for each is proportional to the queue, and a
-    /// process can have many connections.
+    /// Explains at most [`MAX_EXPLAINED`] waits. The time for each explanation is proportional to
+    /// the length of the queue, and a process can have many connections.
     ///
     /// # Errors
     /// `InvalidArgs` if no client has this process ID.

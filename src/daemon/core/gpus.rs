@@ -159,8 +159,8 @@ impl Core {
         self.apply(Event::GpuGone { gpu });
     }
 
-    /// Removes GPUs that have disappeared and that no client uses any more. The scheduler has then
-    /// forgotten them too.
+    /// Removes GPUs that have disappeared and that the scheduler has forgotten, because no client
+    /// uses them any more.
     pub(super) fn forget_gone(&mut self) {
         let is_over = |(id, gpu): &(&GpuId, &Gpu)| gpu.gone && !self.machine.is_known(**id);
         let over: Vec<GpuId> = self.gpus.iter().filter(is_over).map(|(id, _)| *id).collect();
@@ -188,7 +188,8 @@ impl Core {
         }
         self.nvml_state = state;
         self.publish_problems();
-        // The scheduler may be waiting for a measurement, and none will arrive.
+        // The scheduler may be waiting for a measurement that will not arrive. Clients' reports
+        // count as measured instead.
         if self.nvml_state != NvmlState::Usable {
             let now = clock::now();
             let measured = self.gpus.iter().filter(|(_, gpu)| gpu.index.is_some()).map(|(id, _)| *id);
@@ -196,8 +197,9 @@ impl Core {
         }
     }
 
-    /// Releases the driver for at most `lasts`, or until a client attaches a GPU. The receiver completes
-    /// once the driver is released. Also returns the programs that still use the driver.
+    /// Releases the driver for at most `lasts`, or until a client attaches a GPU. The receiver
+    /// completes when the driver has been released. Also returns the programs that still use the
+    /// driver.
     pub fn release_driver(&self, lasts: Duration) -> (oneshot::Receiver<()>, Vec<u64>) {
         let (done, released) = oneshot::channel();
         self.query_nvml(Query::Release(lasts, done));

@@ -19,8 +19,9 @@ use crate::scheduler::{ClientId, Event, Group};
 /// Maximum number of entries. Programs that a rule counts together share an entry. If there are more
 /// entries, only the `MAX_PROGRAMS / 2` most recently active ones are kept.
 const MAX_PROGRAMS: usize = 4096;
-/// Maximum number of hours of one entry: those of the longest window, and as many that were counted
-/// while the clock was wrong. Entries are bounded by number alone, so that a wrong clock deletes none.
+/// Maximum number of hours of one entry: the hours of the longest window, and the same number of
+/// hours that were counted while the clock was wrong. Entries are bounded by number alone, so that
+/// a wrong clock deletes none.
 const MAX_HOURS: usize = 2 * (Window::LONGEST.as_secs() / HOUR as u64) as usize;
 
 #[derive(Debug, Default)]
@@ -123,8 +124,8 @@ impl Core {
         self.clients.keys().any(|client| self.rule_of(*client).is_some_and(|rule| rule.gpu_hours.is_some()))
     }
 
-    /// Updates which programs have used up their hours. The scheduler serves such programs after all others
-    /// until hours become available again.
+    /// Updates which programs have used up their hours. The scheduler serves such programs after
+    /// all other programs until hours become available again.
     pub fn check_hours(&mut self) {
         self.hours.forget();
         let is_used_up = |client: ClientId, entry: &Client| {
@@ -183,7 +184,7 @@ mod tests {
         hours.load([("unit=a".to_owned(), [(at, 32.0)].into())].into());
         assert_eq!(used(&hours, Window::Day, at), 44);
         assert!(hours.take_pending().is_empty(), "what was read is on disk");
-        // A clock that is ahead for a while costs nothing.
+        // Hours that were counted while the clock was ahead do not count.
         hours.add("unit=a".into(), at + 900 * DAY, 64.0);
         hours.forget();
         assert_eq!(used(&hours, Window::Month, at), 47);

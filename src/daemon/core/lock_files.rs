@@ -17,8 +17,8 @@ use crate::scheduler::GpuId;
 pub struct LockDirectories {
     /// The directory of the clients' socket.
     clients: Option<PathBuf>,
-    /// The parent of the claims' directories. This parent contains a second set of lock files, to which the
-    /// files in the claims' directories link.
+    /// The parent of the claims' directories. This parent contains a second set of lock files. The
+    /// files in the claims' directories are hard links to that set.
     ///
     /// The claims cannot share the set in the clients' directory. To a container runtime, the two
     /// directories are separate volumes, and the kernel creates no hard links across mounts. Two sets
@@ -74,7 +74,8 @@ impl LockDirectories {
 fn create(path: &Path) -> io::Result<()> {
     let mut options = OpenOptions::new();
     let file = options.write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW).open(path)?;
-    // Every user must be able to lock the file, which requires read access, whatever the umask is.
+    // Every user must be able to lock the file. Locking requires read access, which the umask may
+    // have removed.
     file.set_permissions(Permissions::from_mode(0o644))
 }
 

@@ -24,8 +24,8 @@ const FIRST_REPORT_TIME: Duration = Duration::from_secs(1);
 /// Memory that remains afterwards counts as another program's.
 pub const EXIT_TIME: Duration = Duration::from_secs(5);
 
-/// The fastest expected growth of other programs' memory, in bytes per second: a program that loads its
-/// data.
+/// The fastest expected growth of other programs' memory, in bytes per second: the rate of a
+/// program that loads its data.
 const GROWTH: u64 = 1 << 30;
 /// A GPU is sampled again before other programs can fill `1 / FREE_PARTS` of its free memory. The early
 /// sample leaves time to evict clients' memory.

@@ -1,5 +1,5 @@
-//! The scheduler's state machine and the state on which it decides, all on one thread. When a call
-//! returns, the resulting messages have been sent to all clients concerned.
+//! The scheduler's state machine and the state that its decisions depend on, all on one thread.
+//! When a call returns, the resulting messages have been sent to all clients concerned.
 //!
 //! - `state`: [`Core`], which owns everything; `dispatch`: passes events to the state machine and
 //!   carries out its commands.

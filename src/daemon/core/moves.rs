@@ -1,10 +1,10 @@
 //! Moves of programs between GPUs of the same kind, and draining of GPUs. The state directory keeps
 //! the drained GPUs for the next daemon.
 //!
-//! A client names GPUs by slots, and sends nothing about them from the end of its preparation until
-//! it is awake. So the daemon lets the slot stand for the new GPU, and the client learns the UUID
-//! from `Awake`. The driver takes pairs for all GPUs of a host or for none, so the daemon completes
-//! the moved pairs to a permutation.
+//! A client names GPUs by slots, and sends no message about its slots between the end of its
+//! preparation for sleep and its wake. So the daemon can assign the slot to the new GPU in that
+//! time. The client learns the new GPU's UUID from `Awake`. The driver takes pairs for all GPUs of
+//! a host or for none, so the daemon completes the moved pairs to a permutation.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,13 +21,12 @@ use crate::daemon::gpu::accounting::History;
 use crate::daemon::gpu::device_files;
 use crate::scheduler::{ClientId, Event, GpuId, GpuSet, Move, MoveObstacle, Time};
 
-/// Receives the result of a move: success once the program is on the new GPU, or the reason for the
-/// failure.
+/// Receives the result of a move: success, or the reason for the failure.
 pub type Reply = oneshot::Sender<fdo::Result<()>>;
 
 impl Core {
-    /// Moves a program to another GPU. `users`: the users whose programs the caller may move. The reply is
-    /// sent once the program is on the new GPU, or once the move has failed.
+    /// Moves a program to another GPU. `users`: the users whose programs the caller may move. The
+    /// reply is sent when the program is on the new GPU or the move has failed.
     ///
     /// The error is `InvalidArgs` if the program or GPU does not exist, or if the process ID now belongs to
     /// another user's process.
@@ -154,7 +153,7 @@ impl Core {
         }
     }
 
-    /// Sends the scheduler the sets of GPUs between which clients can move. Called after a change of
+    /// Sends the scheduler the sets of GPUs that clients can move between. Called after a change of
     /// `gpus`.
     pub(super) fn tell_kinds(&mut self) {
         let mut kinds: Vec<GpuSet> = Vec::new();
@@ -193,7 +192,8 @@ impl Core {
     }
 }
 
-/// Pairs all GPUs of the host: the driver rejects incomplete lists. Empty if nothing moves.
+/// Pairs all GPUs of the host, because the driver rejects incomplete lists. Returns an empty list
+/// if nothing moves.
 fn pairs(host: &GpuSet, moves: &[Move]) -> Vec<(Uuid, Uuid)> {
     if moves.is_empty() {
         return Vec::new();

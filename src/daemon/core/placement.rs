@@ -127,7 +127,7 @@ impl Core {
     /// rule's name for messages, or an empty string if no rule applies.
     ///
     /// # Errors
-    /// A sentence, if the rule forbids the lock.
+    /// Returns a sentence if the rule forbids the lock.
     pub fn may_lock(&self, identity: &Identity, gpu: &NamedGpu) -> Result<String, String> {
         let Some((rule, _)) = self.config.rules.of(identity) else { return Ok(String::new()) };
         let known = self.known(0);
@@ -147,7 +147,7 @@ impl Core {
     /// Checks that a client may use a GPU.
     ///
     /// # Errors
-    /// A sentence, if the client's rule or environment forbids it.
+    /// Returns a sentence if the client's rule or environment forbids the GPU.
     pub(super) fn may_be_on(&self, client: ClientId, gpu: GpuId) -> Result<(), String> {
         let known = self.known(0);
         let is_named = |names: &[GpuName]| {
@@ -190,8 +190,8 @@ impl Core {
         self.apply(Event::Labels { labels });
     }
 
-    /// Assigns a new client the placement that was requested for it. The request came from one of its
-    /// ancestors, or from an earlier program of the same process.
+    /// Assigns a new client the placement that was requested for it. The request came from an
+    /// ancestor of the client's process, or from a program that the process executed earlier.
     pub(super) fn find_place(&mut self, client: ClientId) {
         let now = clock::now();
         self.pending_placements.retain(|ahead| now < ahead.since + REMEMBERED);
@@ -271,8 +271,7 @@ enum Choice {
     Machine(PlacementRequest),
 }
 
-/// True if a name denotes this GPU. A name is an index, or a prefix of a UUID that no other GPU's UUID
-/// has.
+/// True if a name denotes this GPU. A name is an index, or a prefix of the UUID of exactly one GPU.
 fn means(name: &GpuName, (_, gpu, label): &Known<'_>, known: &[Known<'_>]) -> bool {
     let alone = || match name {
         GpuName::Number(_) => true,

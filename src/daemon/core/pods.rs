@@ -1,5 +1,5 @@
-//! The pods of this node, as reported by the agent. Each pod gives names to the UIDs in control groups,
-//! and may have a rule in its annotations.
+//! The pods of this node, as reported by the agent. A report contains the names for the UIDs in
+//! control groups, and the pods' rules.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -29,7 +29,7 @@ impl Pods {
     /// Validates the pods that an agent sent. A pod with an invalid rule is kept without the rule.
     ///
     /// # Errors
-    /// A sentence, if the list as a whole is invalid.
+    /// Returns a sentence if the list as a whole is invalid.
     pub fn read(pods_of_node: Vec<bus::Pod>) -> Result<(Self, Refused), String> {
         if pods_of_node.len() > MAX_PODS {
             return Err(format!("too many pods for a node: {}. At most {MAX_PODS} are allowed", pods_of_node.len()));

@@ -32,7 +32,7 @@ impl View {
 }
 
 impl Core {
-    /// Logs that a client is refused memory, with the reason. Keeps the text for the client's user.
+    /// Logs that a client is refused memory, and why. Keeps the text for the client's user.
     pub(super) fn note_refusal(&mut self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial, now: Time) {
         if !self.may_log("memory-refused", client, gpu, now) {
             return;

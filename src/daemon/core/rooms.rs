@@ -43,18 +43,18 @@ pub(super) struct Room {
     gpu: GpuId,
     bytes: u64,
     lasts: Duration,
-    /// Sends the reply to the caller. `None` once the memory is free.
+    /// Sends the reply to the caller. `None` after the reply.
     reply: Option<oneshot::Sender<fdo::Result<()>>>,
-    /// Notified if the room ends without its owner closing it.
+    /// Notified if the room ends before its owner closes it.
     ended: Rc<Notify>,
 }
 
 /// A pending request for a room, as returned to the caller.
 pub struct PendingRoom {
     pub room: RoomId,
-    /// Receives the reply once the memory is free.
+    /// Receives the reply: success when the memory is free, or the reason why the room was refused.
     pub ready: oneshot::Receiver<fdo::Result<()>>,
-    /// Notified if the room ends without its owner closing it.
+    /// Notified if the room ends before its owner closes it.
     pub ended: Rc<Notify>,
 }
 
@@ -81,7 +81,7 @@ impl Core {
     /// Requests a room from the scheduler.
     ///
     /// # Errors
-    /// The same as [`Self::check_room`].
+    /// Fails like [`Self::check_room`].
     pub fn request_room(&mut self, request: RoomRequest) -> fdo::Result<PendingRoom> {
         let gpu = GpuId(self.check_room(&request)?.uuid);
         self.last_room += 1;
@@ -98,7 +98,7 @@ impl Core {
         Ok(PendingRoom { room, ready, ended })
     }
 
-    /// Renews a room, which restarts its full time.
+    /// Renews a room: restarts its full time.
     pub fn renew_room(&mut self, room: RoomId) {
         self.ask_for_room(room);
     }
@@ -123,7 +123,7 @@ impl Core {
             Command::RoomReady { room, .. } => {
                 let Some(entry) = self.rooms.get_mut(&room) else { return };
                 let Some(reply) = entry.reply.take() else { return };
-                let _ = reply.send(Ok(())); // if the caller has left the bus, no process holds the descriptor
+                let _ = reply.send(Ok(())); // fails if the room's task has ended
                 let Room { owner, gpu, bytes, .. } = &self.rooms[&room];
                 info!(
                     name: "room-made",

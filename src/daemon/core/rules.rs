@@ -1,5 +1,5 @@
-//! Rules: the rule and group of each client, limits from its environment, and the memory limits sent to
-//! it.
+//! Rules: each client's rule and group, the limits from the client's environment, and the memory
+//! limits that the daemon sends to the client.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -28,8 +28,8 @@ impl Core {
         self.announce_limits([client]);
     }
 
-    /// Applies changed rules to all clients at the same time. A group keeps its usage if the new rules
-    /// include one with the same subject, even with other limits.
+    /// Applies changed rules to all clients at the same time. A group keeps its usage if the new
+    /// rules include a rule with the same subject, even with other limits.
     pub(super) fn reapply_rules(&mut self, before: &Rules) {
         let now: Vec<&Subject> = self.config.rules.all().map(|rule| &rule.subject).collect();
         let place =

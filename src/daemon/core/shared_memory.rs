@@ -1,5 +1,5 @@
-//! Memory that programs share (CUDA IPC): pending requests to open it, and the client whose report
-//! includes its bytes. No I/O.
+//! The registry of memory that programs share (CUDA IPC): pending requests to open the memory, and
+//! the client whose report includes the bytes. The registry does no I/O.
 //!
 //! The daemon passes descriptors and secrets on without storing them. The registry records which
 //! exported memory each client has open.
@@ -161,8 +161,8 @@ enum CountedBy {
 struct Imports {
     /// The importers of each range.
     ranges: BTreeMap<Range, BTreeMap<ClientId, OpenMemory>>,
-    /// The importers that have adopted a range, or were asked to adopt it. At most one, except if clients
-    /// of an earlier daemon report several.
+    /// The importers that have adopted a range, or were asked to adopt it. A range has at most one,
+    /// unless several clients of an earlier daemon report that they adopted the range.
     adopters: BTreeMap<Range, BTreeSet<ClientId>>,
     of_importer: BTreeMap<ClientId, OfImporter>,
     /// Number of imports whose exporter is missing.
@@ -289,8 +289,9 @@ impl SharedMemoryRegistry {
 
     // ---- requests ------------------------------------------------------------------------------------------------
 
-    /// Records that a client exports memory under this secret. From now on, the client counts imports whose
-    /// exporter was missing. Returns the importers of these imports.
+    /// Records that a client exports memory under this secret. If the exporter of imports under
+    /// this secret was missing, the client counts these imports from now on. Returns the importers
+    /// of these imports.
     pub fn announce(&mut self, client: ClientId, key: Secret) -> Vec<ClientId> {
         self.exporters.insert(client, key);
         if self.imports.missing == 0 {
@@ -311,7 +312,8 @@ impl SharedMemoryRegistry {
     /// share memory with the exporter. Returns the exporter and the number of the request.
     ///
     /// # Errors
-    /// The answer for the importer, if the exporter is unknown or has too many pending requests.
+    /// Returns the answer for the importer if the exporter is unknown or has too many pending
+    /// requests.
     pub fn request(
         &mut self,
         importer: ClientId,
@@ -329,7 +331,8 @@ impl SharedMemoryRegistry {
         Ok((exporter, self.requests.insert(importer, request)))
     }
 
-    /// Handles an exporter's answer to a request. Returns the request, or `None` if it is unknown.
+    /// Handles an exporter's answer to a request. Returns the request, or `None` if the number is
+    /// unknown.
     pub fn answer(&mut self, exporter: ClientId, number: u64) -> Option<OpenRequest> {
         self.requests.all.get(&number).filter(|request| request.exporter == exporter)?;
         self.requests.remove(number)

@@ -15,8 +15,9 @@ use crate::daemon::tenants::{Budget, What};
 use crate::identity::Identity;
 use crate::scheduler::{ClientId, GpuId, Time};
 
-/// Maximum number of unanswered requests to adopt memory, per client. An exporter can leave thousands
-/// of ranges. Requests for all of them at the same time would overflow the client's socket.
+/// Maximum number of unanswered requests to adopt memory, per client. An exporter can leave
+/// thousands of ranges. Requests for all ranges at the same time would overflow the client's
+/// socket.
 const MAX_ADOPTIONS: usize = 64;
 
 /// The daemon reads an exporter's messages within this time, even if other clients of its tenant send
@@ -119,8 +120,8 @@ impl Core {
         }
     }
 
-    /// True if a requested exporter may still announce itself. An exporter may do so for `READ_TIME` after
-    /// the client's first request for it.
+    /// True if a requested exporter may still announce itself. An exporter may do so for
+    /// `READ_TIME` after the importer first requested the exporter's memory.
     fn may_come(&mut self, importer: ClientId, exporter: Secret, now: Time) -> bool {
         let Some(entry) = self.clients.get_mut(&importer) else { return false };
         let asked = entry.asked_for.filter(|(key, _)| *key == exporter);

@@ -1,7 +1,7 @@
 //! Suspend of the host, and sleep of programs. Before a suspend, programs' memory is evicted from
 //! the GPUs. A program sleeps when a user pauses it, or when it has been idle for long. By default,
-//! idle programs sleep only with driver versions on which hundreds of restored programs were killed
-//! without harm, because with some drivers such kills have hung hosts.
+//! idle programs sleep only with tested driver versions (`KILLS_DO_NO_HARM`), because with some
+//! drivers the kill of a restored program has hung the host.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -32,9 +32,10 @@ const DRAINED: &str = "drained.toml";
 /// replaced the driver by then.
 const NO_CHECKPOINTS: Duration = Duration::from_secs(600);
 
-/// Prefixes of the driver versions with which idle programs are put to sleep by default. With some
-/// drivers, killing restored programs has hung hosts (NVIDIA/cuda-checkpoint#53). With these versions,
-/// 300 such kills caused no failure: `bench/RESULTS.md`.
+/// Prefixes of driver versions. By default, the scheduler puts idle programs to sleep only with
+/// these versions. With some drivers, killing restored programs has hung hosts
+/// (NVIDIA/cuda-checkpoint#53). With these versions, 300 such kills caused no failure
+/// (`bench/RESULTS.md`).
 const KILLS_DO_NO_HARM: [&str; 1] = ["580.159."];
 
 /// The reason why the state of a process cannot be determined.
@@ -56,7 +57,7 @@ pub enum Checkpoint {
     Do(CheckpointRequest),
 }
 
-/// A request to checkpoint a process, which takes it off its GPUs, or to restore it.
+/// A request to take a process off its GPUs by a checkpoint, or to restore the process.
 #[derive(Debug)]
 pub struct CheckpointRequest {
     pub client: ClientId,
@@ -66,7 +67,7 @@ pub struct CheckpointRequest {
     pub identity: Arc<Identity>,
     /// For a wake on other GPUs: each GPU of the host, paired with the GPU on which its memory is restored.
     pub pairs: Vec<(Uuid, Uuid)>,
-    /// Closed once the client is gone. The answer is then not needed any more.
+    /// Closed when the client disconnects. The answer is then not needed any more.
     pub awaited: oneshot::Sender<Infallible>,
 }
 
@@ -143,8 +144,9 @@ impl Core {
             return Some(Event::Checkpointed { client, outcome: SleepOutcome::Runs });
         };
         let Some(requests) = &self.checkpoints else {
-            // An earlier scheduler may have had a helper, and may have put the process to sleep. A sleeping
-            // process would never end its turn.
+            // For operations other than `Sleep`, the outcome is unknown: an earlier scheduler may
+            // have had a helper, and may have put the process to sleep. A sleeping process that
+            // counts as running would never end its turn.
             return Some(Event::Checkpointed { client, outcome: untouched });
         };
         let (awaited, awaits) = oneshot::channel();
@@ -160,9 +162,9 @@ impl Core {
 
     /// True if a client may be asleep, but no helper can determine its state.
     ///
-    /// The claim that an earlier scheduler put it to sleep comes from the client itself, so only the
-    /// client's own status shows the problem. If it were a problem of the scheduler, any program could make
-    /// a Kubernetes node's pod not ready.
+    /// The claim that an earlier scheduler put the client to sleep comes from the client itself, so
+    /// only the client's own status shows the problem. If the scheduler's status showed the
+    /// problem, any program could make the scheduler's pod on a Kubernetes node not ready.
     pub(super) fn is_undetermined(&self, client: ClientId) -> bool {
         let is_unable = self.checkpoints.is_none() || self.no_checkpoints.is_some();
         is_unable && self.machine.sleep_of(client).phase == SleepPhase::Settling

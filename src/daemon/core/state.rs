@@ -55,7 +55,7 @@ use crate::sys::device_file::DeviceFile;
 /// sampled less often.
 pub const SAMPLE_QUIET: Duration = Duration::from_secs(2);
 
-/// The scheduler and all the state on which it decides.
+/// The scheduler, and all the state that its decisions depend on.
 pub struct Core {
     pub config: Config,
     pub(super) machine: Machine,
@@ -80,7 +80,7 @@ pub struct Core {
     pub(super) lock_files: LockDirectories,
     pub(super) next_client: u64,
     pub(super) timer: Rc<Timer>,
-    /// The deadline to which the timer is set.
+    /// The deadline that the timer is set to.
     pub(super) armed: Option<Time>,
     /// Time of the scheduler's last tick.
     pub(super) ticked: Time,
@@ -105,7 +105,7 @@ pub struct Core {
     /// Whether NVML answers queries, is released, or fails.
     pub(super) nvml_state: nvml::NvmlState,
     pub(super) driver: DriverVersions,
-    /// True once the log says that clients' reports cannot be verified.
+    /// The log already says that clients' reports cannot be verified.
     pub(super) logged_unverified: bool,
     pub(super) settings: watch::Sender<Settings>,
     /// The error found in the configuration files when they were last read, and the configuration that is
@@ -194,8 +194,8 @@ pub(super) struct Client {
     /// Memory limits from rules that the daemon has sent to the client, in bytes by GPU.
     pub announced_limits: BTreeMap<GpuId, u64>,
     pub adoptions: Adoptions,
-    /// The unknown exporter that the client requested last, and the time of the first request for that
-    /// exporter.
+    /// The unknown exporter whose memory the client requested last, and the time of the first such
+    /// request.
     pub asked_for: Option<(Secret, Time)>,
     /// The client was connected before. An earlier daemon may have sent it other limits.
     pub reconnects: bool,
@@ -233,7 +233,7 @@ pub struct Arrival {
     /// The gang's number as sent by the client. 0 stands for no gang.
     pub gang: u64,
     pub library: String,
-    /// The same as in `Client`.
+    /// The files of a D-Bus lock, as in [`Client::lock`].
     pub lock: Option<Rc<LockFiles>>,
     /// The client was connected before, to this daemon or an earlier one.
     pub reconnects: bool,
@@ -302,10 +302,10 @@ impl Gpu {
 }
 
 impl Core {
-    /// Creates the state. `record`: the file to which the scheduler's recording is written.
+    /// Creates the state. `record`: the file for the scheduler's recording.
     ///
     /// # Errors
-    /// If the process has no file descriptors left, or the record cannot be written.
+    /// The process has no file descriptors left, or the record cannot be written.
     pub fn new(config: Config, record: Option<File>, settings: watch::Sender<Settings>) -> std::io::Result<Self> {
         let machine = Machine::new(sleep::settings(&config, None));
         let mut recorder = Recorder::new(&machine);
@@ -477,8 +477,8 @@ impl Core {
         }
     }
 
-    /// Closes the connections that systemd does not store, because the daemon stops. Stored connections
-    /// stay open. systemd closes them if no daemon takes them over.
+    /// Prepares the daemon's exit: closes the connections that systemd does not store. Stored
+    /// connections stay open, and systemd closes them if no daemon takes them over.
     pub fn stop(&mut self) {
         for client in self.clients.values().filter(|client| client.stored_as.is_none()) {
             client.connection.close();

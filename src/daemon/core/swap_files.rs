@@ -1,23 +1,24 @@
 //! Swap files, the tier behind host memory. This module decides how much of each client's evicted
 //! memory may stay in RAM, and how much space the client's swap file has.
 //!
-//! A client's limit is a promise that there is room for its memory. The scheduler backs promises that
-//! do not fit on the GPUs with bytes on the host, the *excess*. The excess is at least the usable RAM,
-//! and more if files back it. **In the worst case, all memory promised to a client is off its GPUs, and
-//! the part without space in its file needs RAM.** So every promise can be kept if Σ over clients of
-//! max(0, committed − reserved) is at most the RAM. Because Σ committed ≤ excess + Σ offers of the
-//! GPUs, the excess may be RAM + Σ min(reserved, committed) − Σ offers. Clients without a file need no
-//! exception.
+//! A client's limit is a promise that there is room for its memory. The scheduler backs promises
+//! that do not fit on the GPUs with bytes on the host, the *excess*. The excess is at least the
+//! usable RAM, and more if files back it. **In the worst case, all memory promised to a client is
+//! off its GPUs, and the part without space in its file needs RAM.** So every promise can be kept
+//! if Σ over clients of max(0, committed − reserved) is at most the RAM. The scheduler keeps Σ
+//! committed ≤ excess + Σ offers, where a GPU's offer is the memory that it has for clients. So the
+//! excess may be RAM + Σ min(reserved, committed) − Σ offers. For clients without a file,
+//! `reserved` is 0.
 //!
 //! Space is reserved before a promise relies on it. If RAM has no room for the higher limit that a
 //! client requests, the request waits for the disk, for at most [`PATIENCE`].
 //!
 //! The RAM is divided among the clients, so that evicted memory moves to disk before RAM runs out.
-//! Memory without space in a file is served first. The rest of the RAM is assigned to clients in this
-//! order, up to their needs: waiting for a GPU, running, idle. Among idle clients, the most recently
-//! active are first. While processes on the host are stalled on memory, idle clients get none of this
-//! RAM. As a result, the memory of the longest-idle programs is the first to go to disk, and the sum
-//! never exceeds the RAM.
+//! Memory without space in a file gets RAM first. The rest of the RAM is assigned to clients in
+//! this order, up to their needs: waiting for a GPU, running, idle. Among idle clients, the most
+//! recently active are first. While processes on the host are stalled on memory, idle clients get
+//! none of this RAM. As a result, the memory of the longest-idle programs is the first to go to
+//! disk, and the sum never exceeds the RAM.
 //!
 //! Only memory with contents needs RAM. Evicted memory takes no RAM if it was never written or holds
 //! one repeated value, so it displaces no other client's memory. This exemption covers only memory with
@@ -54,14 +55,15 @@ const CHECK_PERIOD: Duration = Duration::from_secs(5);
 pub(super) struct SwapFiles {
     keeper: Option<Keeper>,
     of: BTreeMap<ClientId, ClientFile>,
-    /// Files of disconnected clients. Their space is reserved while any process has them open.
+    /// Files of disconnected clients. The space of a file stays reserved while any process has the
+    /// file open.
     left: BTreeMap<ClientId, LeftFile>,
     /// Requests for higher limits that wait for the disk: arrival time, client, GPU and bytes.
     held: Vec<(Time, ClientId, GpuId, u64)>,
     /// RAM has no room for all memory that programs have allocated or requested, or the host is short of
     /// memory.
     is_short: bool,
-    /// When the last reservation of space failed.
+    /// Time at which a reservation of space last failed.
     failed: Option<Time>,
     /// The last failure has been logged.
     has_warned: bool,
@@ -87,7 +89,7 @@ struct LeftFile {
 #[derive(Debug, Default)]
 struct ClientFile {
     file: Option<Arc<File>>,
-    /// The client's description of the file, until it is sent to the client.
+    /// The open file description for the client, until the daemon has sent it.
     theirs: Option<OwnedFd>,
     /// Bytes reserved in the file.
     reserved: u64,
@@ -103,7 +105,7 @@ struct Need {
     client: ClientId,
     /// The client can use a file.
     files: bool,
-    /// Maximum bytes that the client may have to keep off its GPUs.
+    /// Bytes that the client keeps off its GPUs if all its movable memory is evicted.
     demand: u64,
     /// The part of `demand` that takes host memory, or would take it if evicted now: memory on the GPUs,
     /// and evicted memory with contents.
@@ -262,7 +264,7 @@ impl Core {
         }
         let Some(ram) = self.host.bytes() else { return };
         let total = needs.iter().fold(0u64, |sum, need| sum.saturating_add(need.demand));
-        // The headroom of a control group is shared by all its programs, which may use it at any time. So a
+        // All programs of a control group share its headroom, and may use it at any time. So a
         // client in a group with a limit needs a file even if the host has free RAM.
         let is_short = total > ram || self.host_ahead.is_short(now);
         let lacks = |need: &&Need| need.files && need.demand > need.reserved && (is_short || need.ram_max < u64::MAX);
@@ -280,7 +282,8 @@ impl Core {
             let share = tenant.and_then(|tenant| shares.get_mut(&tenant));
             let entry = self.swap_files.of.entry(need.client).or_default();
             let Some(share) = share.filter(|_| !entry.is_growing()) else { continue };
-            // Reserving in steps spares a client with small allocations a wait for each of them.
+            // Space is reserved in steps, so that a client with small allocations does not wait for
+            // each allocation.
             let more = swap_files::usable(in_steps(need.demand - need.reserved).min(left).min(*share));
             if more == 0 {
                 is_lacking = true;
@@ -483,9 +486,9 @@ impl Core {
         self.release_held();
     }
 
-    /// Handles the end of a client's connection. Its process, or a process to which it passed the file, may
-    /// still have the file open. The file's space then counts for the tenant, and is checked, until all of
-    /// them have closed it.
+    /// Handles the end of a client's connection. The client's process, or a process that received
+    /// the file's descriptor from it, may still have the file open. Until no process has the file
+    /// open, the file's space counts for the tenant and is checked.
     pub(super) fn leave_swap_file(&mut self, client: ClientId, tenant: &Tenant) {
         self.swap_files.held.retain(|(_, who, ..)| *who != client);
         let Some(ClientFile { file: Some(file), theirs, reserved, asked, .. }) = self.swap_files.of.remove(&client)
@@ -493,7 +496,7 @@ impl Core {
             return;
         };
         if theirs.is_some() {
-            return; // the client never got it
+            return; // the client never got the file
         }
         let file = LeftFile { tenant: tenant.clone(), file, reserved: reserved.max(asked) };
         if let Some(keeper) = &self.swap_files.keeper {
@@ -563,7 +566,8 @@ mod tests {
         assert_eq!(equal_parts(u64::MAX, vec![7, u64::MAX]), [7, u64::MAX - 7]);
     }
 
-    /// For any numbers, the sum exceeds the RAM only if memory without space in a file exceeds it.
+    /// For any needs, the sum of the shares exceeds the RAM only if the memory without space in
+    /// files exceeds the RAM.
     #[test]
     fn ram_shares_never_exceed_the_ram() {
         let mut seed = 7u64;

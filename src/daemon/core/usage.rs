@@ -16,8 +16,8 @@ use crate::scheduler::{ClientId, GpuId, Time};
 use crate::sys::clock;
 use nvshare_wire::client::GpuKind;
 
-/// Bookkeeping for one client on one GPU: the counters already recorded, and the client's bytes at
-/// present.
+/// The state of recording for one client on one GPU: the counters already recorded, and the
+/// client's present bytes.
 #[derive(Debug, Clone, Default)]
 pub struct Used {
     recorded: Counted,
@@ -110,8 +110,8 @@ impl Core {
         }
     }
 
-    /// Records a client's usage of a GPU since the last call. `to`: the GPU to which the client has moved,
-    /// or the same GPU.
+    /// Records a client's usage of a GPU since the last call. `to`: the GPU that the client has
+    /// moved to, otherwise `gpu`.
     pub(super) fn record_usage_of(&mut self, client: ClientId, gpu: GpuId, to: GpuId, now: Time) {
         let turns = self.machine.turns(client, to, now).unwrap_or_default();
         let Some(counts) = self.counts.of(client, gpu) else { return };

@@ -22,7 +22,8 @@ const MAX_USES: usize = 2048;
 /// Maximum number of requests in a GPU's queue for which a start time is estimated.
 const MAX_EXPECTED: usize = 128;
 
-/// A client, with all data for its D-Bus object. The object hides fields that its caller may not see.
+/// A client, with all data for D-Bus callers. [`Self::present`] leaves out the data that a caller
+/// may not see.
 #[derive(Debug, Clone)]
 pub struct ClientView {
     pub id: ClientId,
@@ -41,7 +42,7 @@ pub struct ClientView {
     pub connected: SystemTime,
     pub stopped: bool,
     pub sleep: SleepView,
-    /// Label of the GPU to which the client is moving. Empty if it is not moving.
+    /// Label of the GPU that the client is moving to. Empty if the client is not moving.
     pub moving: String,
     pub uses: Vec<bus::GpuUse>,
 }
@@ -282,7 +283,7 @@ impl Core {
     /// Finds a GPU by its UUID or index. An empty name denotes the only GPU.
     ///
     /// # Errors
-    /// A sentence that lists the known GPUs.
+    /// Returns a sentence that lists the known GPUs.
     pub fn find_gpu(&self, name: &str) -> Result<NamedGpu, String> {
         let here = || self.known_gpus().filter(|(_, gpu)| !gpu.gone);
         let known = || here().map(|(id, gpu)| gpu.label(*id)).collect::<Vec<_>>().join(", ");

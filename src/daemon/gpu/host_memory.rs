@@ -66,8 +66,8 @@ impl HostMemory {
         self.told
     }
 
-    /// Processes a measurement. `held`: host memory that clients use, by their own reports. Returns the
-    /// bytes that may be committed if they changed significantly.
+    /// Processes a measurement. `held`: host memory that clients use, by their own reports. Returns
+    /// the bytes that clients may commit, or `None` if this number has not changed significantly.
     pub fn sample(&mut self, now: Time, info: MemInfo, held: u64, max: SwapMax) -> Option<u64> {
         let measured = info.available.saturating_add(held).saturating_sub(reserve(info.total));
         self.lately.retain(|(at, bytes)| *at + BELIEVED_AFTER > now && *bytes > measured);
@@ -108,15 +108,16 @@ pub struct HostAhead {
 #[derive(Debug, Clone, Copy)]
 pub struct HostUse {
     pub info: MemInfo,
-    /// `held`: bytes of host memory that clients use. `swapped`: the part of them that stores evicted
-    /// memory.
+    /// `held`: bytes of host memory that clients use. `swapped`: the part of `held` that stores
+    /// evicted memory.
     pub held: u64,
     pub swapped: u64,
 }
 
 impl HostAhead {
-    /// Returns the bytes that all clients together may allocate in advance if they changed significantly.
-    /// `Some(None)` means that the host is short of memory, and that clients must free empty buffers.
+    /// Returns the bytes that all clients together may allocate in advance, or `None` if this
+    /// number has not changed significantly. `Some(None)` means that the host is short of memory,
+    /// and that clients must free empty buffers.
     ///
     /// The result is at most `most`, and at most half of the available memory. Without pressure information
     /// (PSI), the result is at most a quarter of the available memory. Many kernels do not provide PSI by
@@ -186,7 +187,8 @@ mod tests {
         let quarter = SwapMax::Percent(25);
         assert_eq!(ahead.decide(at(0), using(61, 0, 0), quarter, Some(ms(0))), Some(Some(16 * GIB)), "of 64 GiB");
         assert_eq!(ahead.decide(at(1), using(45, 16, 0), quarter, Some(ms(50))), None, "clients have allocated it");
-        // At most 20 GiB are available, including 4 GiB that are lent.
+        // Without the 1 GiB in reserve, 20 GiB are available, including 4 GiB that are lent.
+        // Clients may allocate half of the 20 GiB.
         assert_eq!(ahead.decide(at(2), using(17, 4, 0), quarter, Some(ms(100))), Some(Some(10 * GIB)));
         assert_eq!(ahead.decide(at(3), using(17, 4, 0), quarter, Some(ms(250))), Some(None), "150 ms of a second");
         assert_eq!(ahead.decide(at(30), using(21, 0, 0), quarter, Some(ms(250))), None, "it was short lately");

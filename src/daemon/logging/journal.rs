@@ -111,7 +111,7 @@ impl Sender {
 /// Connects to the journal.
 ///
 /// # Errors
-/// If journald is not running.
+/// Journald is not running.
 pub fn connect() -> io::Result<(Journal, Sender)> {
     tracing_journald::layer()?;
     Ok(channel())
@@ -173,8 +173,8 @@ fn journald(id: Option<&'static str>) -> io::Result<tracing_journald::Layer> {
 /// Writes lines to the journal. A layer's constant fields can be set only once, so each message ID has
 /// its own layer.
 ///
-/// The layers are called directly. If they were dispatchers of tracing, every thread would query them
-/// about each line, even about lines that are not logged.
+/// The layers are called directly. If the layers were dispatchers of tracing, every thread would
+/// query them about each line, even about lines that are not logged.
 struct Writer<L> {
     open: fn(Option<&'static str>) -> io::Result<L>,
     by_id: HashMap<Option<&'static str>, Layered<L, Registry>>,

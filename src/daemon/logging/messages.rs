@@ -1,5 +1,6 @@
-//! Log lines with a documented meaning. Each has a name in the code (`name:` in tracing's macros), and
-//! an ID in the journal and in its catalog (`systemd/nvshare.catalog`). IDs never change.
+//! Log lines with a documented meaning. Each line has a name in the code (`name:` in tracing's
+//! macros), and an ID in the journal and in its catalog (`systemd/nvshare.catalog`). IDs never
+//! change.
 
 /// The `MESSAGE_ID` of the line with this name.
 pub fn id(name: &str) -> Option<&'static str> {

@@ -56,7 +56,8 @@ pub fn start(level: LogLevel) -> Control {
             tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false).with_target(false).compact(),
         ),
     };
-    // The filter is below the sink, so that its level can be changed for both kinds of sink.
+    // The filter is applied before the sink, so one handle changes the level for both kinds of
+    // sink.
     tracing_subscriber::registry().with(filter).with(sink).init();
     Control { filter: handle, journal: sender }
 }

@@ -9,7 +9,7 @@ use prometheus_client::registry::Unit;
 
 use super::snapshot::{OfClient, OfGpu, OfGroup, OfWorkload, Waits};
 
-/// A metric that each `T` has. All of them share one name and differ in their labels.
+/// A metric that each `T` has. The metrics of all `T` share one name and differ in their labels.
 #[derive(Debug)]
 pub struct Family<T: 'static> {
     /// The name without the suffixes for unit and type.

@@ -17,7 +17,7 @@ const MODE: u32 = 0o660;
 /// removes the socket's file.
 ///
 /// # Errors
-/// A sentence, if the socket cannot be bound.
+/// Returns a sentence if the socket cannot be bound.
 pub fn bind(listen: &Listen) -> Result<Option<(OwnedFd, Option<Bound>)>, String> {
     let failed = |e: &dyn fmt::Display| format!("cannot serve metrics on {listen} (`listen` in [metrics]): {e}");
     match listen {

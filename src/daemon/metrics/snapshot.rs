@@ -30,14 +30,14 @@ pub struct Snapshot {
 pub struct OfGroup {
     pub kind: &'static str,
     pub name: String,
-    /// `some`: time for which at least one client was stalled. `full`: the part of it in which no client of
-    /// the group held a lock.
+    /// `some`: time for which at least one client was stalled. `full`: the part of this time in
+    /// which no client of the group held a lock.
     pub some: Duration,
     pub full: Duration,
 }
 
-/// Programs that are summed for metrics: the programs of one tenant in one unit, or in one container of
-/// a pod. Programs come and go, but a workload returns under the same name.
+/// Programs whose figures are summed for metrics: the programs of one tenant in one unit, or in one
+/// container of a pod. Programs come and go, but a workload returns under the same name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Workload {
     pub tenant: String,

@@ -33,7 +33,8 @@ impl<V: Figures> Source<V> {
 
     /// The text of the metrics. `None` if the scheduling loop does not answer.
     pub async fn text(&self) -> Option<Bytes> {
-        // The first scraper requests the text. The others wait for the lock, and then share the text.
+        // The first scraper requests the text. Other scrapers wait for the lock, and then share the
+        // text.
         let mut newest = self.newest.lock().await;
         if let Some((at, text)) = &*newest
             && at.elapsed() < SHARED_FOR

@@ -4,7 +4,7 @@
 use std::fmt;
 use std::os::fd::OwnedFd;
 
-/// The kind of client to which a stored connection belongs.
+/// The kind of client that a stored connection belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// A program, with one file descriptor: its socket.
@@ -81,8 +81,8 @@ mod tests {
         {
             assert_eq!(ConnectionName::parse(other), None, "{other}");
         }
-        // One environment variable must have room for the names of the listening sockets and of as many
-        // connections as nvshare.service can store.
+        // One environment variable must have room for the names of the listening sockets and of all
+        // connections that nvshare.service can store.
         let unit = include_str!("../../../systemd/nvshare.service");
         let most = unit.lines().find_map(|line| line.strip_prefix("FileDescriptorStoreMax="));
         let most: usize = most.expect("nvshare.service keeps descriptors").parse().expect("a number");

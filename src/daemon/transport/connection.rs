@@ -117,7 +117,7 @@ impl Connection {
     /// connection.
     ///
     /// # Errors
-    /// If the packet is longer than any valid message.
+    /// The packet is longer than any valid message.
     pub async fn receive<'a>(
         &self,
         buffer: &'a mut [u8; MAX_LEN],
@@ -142,7 +142,7 @@ impl Connection {
     /// Receives the next packet with its file descriptors, if a packet has arrived.
     ///
     /// # Errors
-    /// If the packet is longer than any valid message.
+    /// The packet is longer than any valid message.
     pub fn try_receive(
         &self,
         buffer: &mut [u8; MAX_LEN],

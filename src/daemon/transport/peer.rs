@@ -17,8 +17,8 @@ use tracing::warn;
 use crate::identity::{self, Cgroup, Identity, Owners, Place, Tenant};
 use crate::sys::credentials;
 
-/// The identity of the process at the other end, and its pidfd, which becomes readable when the process
-/// exits.
+/// The identity of the process at the other end, and its pidfd. The pidfd becomes readable when the
+/// process exits.
 pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<OwnedFd>)> {
     let credentials = credentials::credentials(socket)?;
     let pidfd = credentials::pidfd(socket, credentials.pid)?;
@@ -66,7 +66,7 @@ impl Process {
     /// The process at the other end of a socket.
     ///
     /// # Errors
-    /// If the daemon has no free file descriptors.
+    /// The daemon has no free file descriptors.
     pub fn of_socket(socket: BorrowedFd<'_>) -> std::io::Result<Self> {
         let credentials::Credentials { pid, uid, .. } = credentials::credentials(socket)?;
         Ok(Self { pid: pid.max(0), uid, pidfd: credentials::pidfd(socket, pid)? })
@@ -103,7 +103,7 @@ impl Process {
         status.ok_or(Where::Hidden)
     }
 
-    /// The identity of the process, which has these groups.
+    /// The identity of the process. `groups`: the process's own groups.
     pub fn describe(&self, groups: Vec<u32>) -> Identity {
         let mut identity = Identity { groups, ..self.describe_user() };
         // A process can give up its owner's groups, but the rules for these groups still apply.

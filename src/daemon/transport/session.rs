@@ -1,5 +1,6 @@
-//! The protocol state of one connection: its slots, and values sent in several messages. Decodes packets into
-//! [`ClientAction`]s, and rejects packets that violate the protocol. No I/O.
+//! The protocol state of one connection: its slots, and values sent in several messages. Decodes
+//! packets into [`ClientAction`]s, and rejects packets that violate the protocol. This module does
+//! no I/O.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,7 +13,7 @@ use nvshare_wire::{ClientMessage, Counts, MAX_SLOTS, SlotSet, WireError};
 use crate::config::rules::variable;
 use crate::scheduler::{ClientId, Event, GpuId, GpuSet, MemoryReport, SleepObstacle};
 
-/// Larger sizes are rejected: no GPU has so much memory, and sums of such sizes could overflow.
+/// Larger sizes are rejected: no GPU has that much memory, and sums of such sizes could overflow.
 const MAX_BYTES: u64 = 1 << 50;
 /// Maximum length of a list of GPUs in bytes. The list has room for every GPU that a client can attach,
 /// each with its full UUID.
@@ -159,9 +160,9 @@ impl Session {
         }
     }
 
-    /// Allows the client to repeat its whole state. The client sends the state once for each daemon that
-    /// requested it, including daemons that ended before reading it. Repeated state is not new, except for
-    /// memory that has changed since then.
+    /// Allows the client to repeat its whole state. The client sends the state once for each daemon
+    /// that requested it, including daemons that ended before reading it. Repeated state changes
+    /// nothing, except for memory that has changed since the last report.
     pub fn taken_over(&mut self) {
         self.is_taken_over = true;
     }
@@ -169,7 +170,7 @@ impl Session {
     /// Decodes and validates one packet.
     ///
     /// # Errors
-    /// If the packet violates the protocol.
+    /// The packet violates the protocol.
     pub fn receive(&mut self, packet: &[u8]) -> Result<ClientAction, Violation> {
         let client = self.client;
         Ok(match ClientMessage::decode(packet, self.version)? {

@@ -25,7 +25,7 @@ pub struct Records {
     unsaved_hours: BTreeMap<(i64, String), f64>,
     /// Start of the hour in which the database was last tidied, in seconds since 1970.
     tidied: Option<i64>,
-    /// When that was, in monotonic time.
+    /// Monotonic time at which the database was last tidied.
     tidied_at: Option<Instant>,
     /// True once a failure to save records has been logged.
     has_failed: bool,
@@ -59,7 +59,8 @@ impl Records {
                 (self.keep, self.tidied) = (keep, None);
                 self.save();
             }
-            // Sending a reply fails if its receiver was dropped, which is not an error.
+            // If the receiver of a reply was dropped, sending the reply fails. That is not an
+            // error.
             Job::Read(query, reply) => drop(reply.send(self.read(&query))),
             Job::ReadHours(reply) => drop(reply.send(self.read_hours())),
         }
@@ -145,7 +146,7 @@ impl Records {
         Ok(rows.into_iter().collect())
     }
 
-    /// The saved hours. Leaves a damaged database for the next save to set aside.
+    /// The saved hours. Does not set a damaged database aside: the next save does this.
     fn read_hours(&self) -> Result<HoursUsed, String> {
         if !self.path.exists() {
             return Ok(HoursUsed::new());

@@ -133,7 +133,7 @@ impl Column {
     /// Parses a column's name.
     ///
     /// # Errors
-    /// A sentence that lists the valid names.
+    /// Returns a sentence that lists the valid names.
     pub fn parse(name: &str) -> Result<Self, String> {
         match name {
             "time" => Ok(Self::Time),
@@ -155,7 +155,7 @@ pub struct Query {
     pub tenant: Option<String>,
 }
 
-/// The key of a row in an answer. Columns by which the query does not group are empty.
+/// The key of a row in an answer. Columns that the query does not group by are empty.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
     /// Start in seconds since 1970, and length in seconds.
@@ -165,7 +165,7 @@ pub struct Key {
 }
 
 impl Key {
-    /// The key with only the columns by which the query groups.
+    /// The key with only the columns that the query groups by.
     fn reduced(self, by: &BTreeSet<Column>) -> Self {
         let text = |column, text: String| if by.contains(&column) { text } else { String::new() };
         Self {

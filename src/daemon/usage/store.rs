@@ -3,9 +3,9 @@
 //! the oldest rows if there are too many. A second table stores the last month of programs with
 //! `gpu-hours`.
 //!
-//! The clock may be wrong, for example until the host has synchronized it. So a third table stores the
-//! time up to which deletion may go by the clock: it advances at most [`CATCH_UP`] times as fast as
-//! monotonic time.
+//! The clock may be wrong, for example until the host has synchronized it. So deletion goes by a
+//! separate time, which a third table stores. This time follows the clock, but advances at most
+//! [`CATCH_UP`] times as fast as monotonic time.
 
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -49,14 +49,15 @@ const SCHEMA: &str = "
         PRIMARY KEY (begins, programs)
     ) STRICT, WITHOUT ROWID;
     PRAGMA user_version = 1;";
-/// Also creates the table in a database of an earlier build, which lacks it.
+/// Creates the table if it is missing, as in a database of an earlier build.
 const RETENTION: &str = "CREATE TABLE IF NOT EXISTS retention (at INTEGER NOT NULL) STRICT";
 
 pub const DAY: i64 = 24 * HOUR;
 /// Age in seconds after which hours are merged into days: the longest month.
 const HOURS_LAST: i64 = 31 * DAY;
-/// A clock that is wrong for an hour costs the records of one day at most. Faster than time, so that
-/// retention follows on hosts that are off most of the time.
+/// Maximum speed of the time for deletion, as a multiple of monotonic time. A clock that is ahead
+/// for an hour then costs at most the records of one day. The time can catch up with the clock
+/// after the host was off.
 const CATCH_UP: i64 = 24;
 /// Maximum number of rows, about 100 MB. If there are more, the oldest are deleted.
 const MAX_ROWS: i64 = 500_000;
@@ -146,8 +147,8 @@ impl Store {
         Ok(Self { connection })
     }
 
-    /// Adds all of this usage, or none of it on failure. Hours are given by their start, in seconds since
-    /// 1970.
+    /// Adds all of the usage, or nothing on failure. Hours are given by their start, in seconds
+    /// since 1970.
     ///
     /// `hours`: lock time in seconds of programs with `gpu-hours`.
     pub fn add<'a>(
@@ -238,7 +239,8 @@ impl Store {
     /// `clock`: the time by the clock, in seconds since 1970. Later rows were recorded while the clock was
     /// wrong, and do not count.
     pub fn read(&self, query: &Query, clock: i64) -> Result<BTreeMap<Key, Amounts>, StoreError> {
-        // The aliases of the group columns are not the names of any table columns.
+        // The aliases differ from the names of the table's columns, because GROUP BY would prefer
+        // the table's columns.
         let mut statement = self.connection.prepare(
             "SELECT CASE WHEN ?3 THEN begins ELSE 0 END AS time, CASE WHEN ?3 THEN lasts ELSE 0 END AS duration,
                 CASE WHEN ?4 THEN tenant ELSE '' END AS whose, CASE WHEN ?5 THEN gpu ELSE '' END AS device,
@@ -271,8 +273,8 @@ impl Store {
     }
 }
 
-/// Advances the time by which rows are deleted towards the clock, and returns it. The first call sets it
-/// to the clock.
+/// Advances the time for deletion towards the clock, and returns the new time. The first call sets
+/// the time to the clock's.
 fn advance(transaction: &Transaction<'_>, clock: i64, elapsed: Duration) -> rusqlite::Result<i64> {
     let before: Option<i64> = transaction.query_row("SELECT max(at) FROM retention", [], |row| row.get(0))?;
     let elapsed = i64::try_from(elapsed.as_secs()).unwrap_or(i64::MAX);
@@ -362,7 +364,7 @@ mod tests {
     use super::*;
     use test_support::Directory;
 
-    /// So much monotonic time has elapsed that deletion goes by the clock.
+    /// An elapsed monotonic time that is long enough for deletion to follow the clock.
     const LONG: Duration = Duration::from_secs(1000 * DAY as u64);
 
     fn account(unit: &str) -> Account {

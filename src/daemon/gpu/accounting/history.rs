@@ -17,8 +17,9 @@ const MAX_CHANGES: usize = 32;
 pub struct History(VecDeque<(Time, (u64, u64))>);
 
 impl History {
-    /// The history of a client that has just attached. Until its first report, it may have mapped any part
-    /// of the GPU's `total` bytes: a client of an earlier daemon may already have memory.
+    /// The history of a client that has just attached. Until its first report, the client may have
+    /// mapped any part of the GPU's `total` bytes: a client of an earlier daemon may already have
+    /// memory.
     pub fn unknown(now: Time, total: u64) -> Self {
         Self(VecDeque::from([(now, (0, total))]))
     }

@@ -23,7 +23,7 @@ impl Accounting {
         let found = clients.iter().filter_map(|client| {
             let process = of_clients.get(&client.pid)?;
             let large = context(process).unwrap_or(guess);
-            // The rest may belong to other clients of the same process.
+            // Other clients of the same process may have mapped up to `others` of these bytes.
             let others = process.most - client.most;
             let least = process.used.saturating_sub(large).saturating_sub(others).saturating_sub(SIGNIFICANT);
             Some((client.client, Found { least, most: in_use.get_mut(&client.pid)?.take(client) }))
@@ -31,8 +31,8 @@ impl Accounting {
         Some(found.collect())
     }
 
-    /// Bounds from the figures for the whole GPU. Bytes that no client reports may belong to any client,
-    /// but to only one.
+    /// Bounds from the figures for the whole GPU. Bytes that no client reports may belong to any
+    /// client, but to only one client.
     fn found_in_total(&self, sample: &Sample, clients: &[Attached]) -> Option<BTreeMap<ClientId, Found>> {
         let overhead = self.total.filter(|_| sample.steady)?;
         let least = clients.iter().fold(0u64, |sum, client| sum.saturating_add(client.least));
@@ -45,12 +45,14 @@ impl Accounting {
     }
 }
 
-/// Bytes shared by several clients, which must count only once. Each client takes the bytes that it may
-/// have mapped, except for the least bytes of the clients after it. The last client takes the rest.
+/// Bytes of several clients, each of which counts only once. One after the other, each client takes
+/// up to its `most` bytes, but leaves the `least` bytes of the later clients. The last client takes
+/// the rest.
 #[derive(Debug)]
 struct Shared {
     bytes: u64,
-    /// Clients that have not taken their bytes yet: the sum of their least bytes, and their number.
+    /// The sum of `least` over the clients that have not taken their bytes yet, and the number of
+    /// these clients.
     least: u64,
     clients: usize,
 }

@@ -6,9 +6,9 @@
 //! it lies in the newest interval, and is otherwise clamped to that interval. So a wrong estimate lasts
 //! at most until the next sample, even while memory moves.
 //!
-//! - *Context*: memory of a client's process beyond its mapped memory. A context is measured only once
-//!   it is complete. The driver takes seconds to create one, and a sample from that time shows only a
-//!   part.
+//! - *Context*: memory of a client's process beyond its mapped memory. The driver takes seconds to
+//!   create a context, and a sample from that time shows only a part. So a context is measured only
+//!   after its creation.
 //! - *Overhead*: memory in use beyond all clients' mapped memory: contexts, programs without nvshare,
 //!   the driver.
 //! - *Others*: the overhead without contexts. Without figures for processes, contexts count with their
@@ -140,8 +140,8 @@ impl Accounting {
         let others = self.find_adopted(&of_clients, guess, others);
         self.others = others;
         let contexts = of_clients.values().map(|process| {
-            // Bounds on mapped memory are lowered by this margin. The margin must not increase the measured
-            // context.
+            // `found` lowers the bounds on mapped memory by `SIGNIFICANT`. Adding this margin here
+            // keeps it from increasing the measured context.
             let most = process.most.saturating_add(SIGNIFICANT);
             let range = (process.used.saturating_sub(most), process.used.saturating_sub(process.least));
             if process.is_new {

@@ -157,7 +157,7 @@ fn link_rate(generation: u32, lanes: u32) -> Option<u64> {
 /// Maximum number of attempts to take a consistent sample.
 const TRIES: usize = 3;
 
-/// Samples a GPU, which takes several calls. If the memory in use has changed between the first and the
+/// Samples a GPU with several calls. If the memory in use has changed between the first and the
 /// last call, samples again, up to `TRIES` times in all.
 fn sample(Found { device, gpu, .. }: &Found<'_>) -> Option<Sample> {
     let used = || device.memory_info().ok().map(|memory| memory.total.saturating_sub(memory.free));
@@ -178,8 +178,8 @@ fn sample(Found { device, gpu, .. }: &Found<'_>) -> Option<Sample> {
     Some(sample)
 }
 
-/// True if these process IDs belong to this PID namespace. Most of the processes must exist in `/proc`.
-/// Some may just have exited.
+/// True if these process IDs belong to this PID namespace. At least half of the processes must
+/// exist in `/proc`. The others may just have exited.
 fn are_here(pids: impl Iterator<Item = u32>) -> bool {
     let (mut all, mut here) = (0, 0);
     for pid in pids {

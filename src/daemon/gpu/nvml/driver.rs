@@ -49,9 +49,10 @@ impl Driver {
         has_changed
     }
 
-    /// True if the driver is certainly not loaded. NVML must then not be used. NVML would open the device,
-    /// and the kernel would load the module again after an administrator's `modprobe -r`. On systems that
-    /// do not show the driver, such as WSL, neither file exists, and the result is false.
+    /// True if the driver is certainly not loaded. NVML must then not be used. NVML would open the
+    /// device, and the kernel would load the module again after an administrator's `modprobe -r`.
+    /// On systems that do not show the driver, such as WSL, neither its `version` file nor the
+    /// device file exists, and the result is false.
     pub fn is_unloaded(&self) -> bool {
         !self.proc.join("version").exists() && (self.was_loaded || self.device.exists())
     }

@@ -70,14 +70,14 @@ pub enum Report {
     Gpus(Listing),
     Used(Vec<Sample>),
     Driver(DriverVersions),
-    /// NVML's new state, which tells whether it answers queries.
+    /// NVML's new state.
     State(NvmlState),
 }
 
 /// NVML's state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NvmlState {
-    /// NVML is open, or is opened for the next query.
+    /// NVML is open, or will be opened for the next query.
     Usable,
     /// An administrator released the driver.
     Released,
@@ -89,14 +89,14 @@ pub enum NvmlState {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listing {
     pub gpus: Vec<GpuDescription>,
-    /// GPUs that report errors, with the errors. A listed GPU needs a reset, for example, or the driver has
-    /// reported a fault.
+    /// GPUs with errors, and the errors. For example, a GPU needs a reset, or the driver has
+    /// reported a fault of the GPU.
     pub failing: BTreeMap<GpuId, String>,
     /// True if all GPUs that are not listed are gone. If false, NVML may have failed to list some.
     pub is_complete: bool,
 }
 
-/// Versions of the NVIDIA driver and of NVML. `None` if NVML cannot tell.
+/// Versions of the NVIDIA driver and of NVML. `None` if NVML does not report them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DriverVersions {
     pub driver: Option<String>,
@@ -143,7 +143,7 @@ pub struct GpuDescription {
 pub fn start(reports: UnboundedSender<Report>) -> mpsc::Sender<Query> {
     let (ask, queries) = mpsc::channel();
     let supervisor = Supervisor::new(reports.clone());
-    // The thread ends after the scheduling loop: it then can send no more reports.
+    // The thread ends after the scheduling loop, when it can send no more reports.
     let started = thread::Builder::new().name("nvml".into()).spawn(move || drop(supervisor.serve(&queries)));
     if let Err(e) = started {
         let _ = reports.send(Report::State(NvmlState::Failed(format!("cannot start its thread: {e}"))));
@@ -154,7 +154,8 @@ pub fn start(reports: UnboundedSender<Report>) -> mpsc::Sender<Query> {
 type Events<'nvml> = Option<EventSet<'nvml>>;
 
 self_cell! {
-    /// An open NVML. If the driver supports it, also a subscription to the driver's events about its GPUs.
+    /// An open NVML and, if the driver supports events, a subscription to the driver's events about
+    /// its GPUs.
     struct Opened {
         owner: Nvml,
         #[covariant]

@@ -80,8 +80,7 @@ impl Schedule {
         [idle, open, self.released_until].into_iter().flatten().fold(self.look, Time::min)
     }
 
-    /// Records a query. NVML is opened for the query. While NVML is released or waits to be retried, it
-    /// stays closed.
+    /// Records a query. Opens NVML for the query, unless NVML is released or waits to be retried.
     pub fn ask(&mut self, now: Time) {
         self.asked = now;
         if !self.is_open && self.open.is_none() {
