@@ -89,7 +89,8 @@ impl Gpu {
             return gpu().leave(slot, weight, stream(), result);
         }
         let index = slot.at.load(Ordering::Relaxed);
-        // SAFETY: the table has `MAX_SLOTS` entries. This saves a bounds check.
+        // SAFETY: `at` is the index of a GPU in the table, which has `MAX_SLOTS` entries. The
+        // assertion saves a bounds check.
         unsafe { core::hint::assert_unchecked(index < MAX_SLOTS) };
         Gate::leave(index, slot);
         if weight > 0 && Work::is_mark_due(slot, weight) {
