@@ -1,5 +1,5 @@
-//! Utilization: how busy this client keeps a GPU while it holds the lock. From it, the scheduler
-//! decides which programs run at the same time.
+//! Utilization: how busy this client keeps a GPU while it holds the lock. The scheduler uses the
+//! utilization to decide which programs run at the same time.
 //!
 //! Every few milliseconds, the client records a fence behind the submitted work. If the fence is done
 //! almost immediately, the GPU was about to run out of work: the program launches more slowly than the

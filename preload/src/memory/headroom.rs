@@ -50,7 +50,7 @@ impl Drop for Claim {
 pub struct Headroom {
     /// Bytes that the process can still allocate.
     pub left: u64,
-    /// Bytes that a cgroup lacks to its reserve of free memory.
+    /// Bytes by which the free memory of a cgroup is below the cgroup's reserve.
     pub lacking: u64,
     /// Whether a cgroup limits the process's memory.
     pub is_limited: bool,
