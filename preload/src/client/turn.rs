@@ -264,7 +264,7 @@ impl Turn {
         }
     }
 
-    /// Releases the lock when all work is done. Requests it again if threads wait.
+    /// Releases the lock, after all work is done. Requests the lock again if threads wait.
     fn release(&mut self, gpu: &Gpu, reason: ReleaseReason) -> Duration {
         gpu.set_drained(true);
         let (began, count) = self.began;

@@ -25,8 +25,8 @@ impl Gpu {
         self.work.note(stream);
         self.work.renew_marks(slot);
         let name = work::name_of(stream);
-        // Only the thread itself can record points in its per-thread stream, so each submission to that stream
-        // records a point.
+        // Only the thread itself can record points in its per-thread stream. So each submission to
+        // that stream takes the slow path, which records a point.
         let may_last = stream != STREAM_PER_THREAD
             && name.is_some()
             && !work::is_marked_at_once(stream)

@@ -46,8 +46,8 @@ fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresu
                     return ERROR_OUT_OF_MEMORY;
                 }
                 // The scheduler makes room for clients that request the lock, so this thread
-                // requests the lock. But the thread waits only for the memory, whichever client
-                // holds the lock then.
+                // requests the lock. But the thread waits only for the memory, and not for the
+                // lock.
                 Attempt::Away => gpu.wait(closed::MEMORY),
             }
             time::sleep(POLL_INTERVAL);

@@ -29,8 +29,8 @@ use rustix::{
 /// The size of a huge page.
 const HUGE: usize = 2 << 20;
 /// Bytes whose pages are allocated between two checks of the host's free memory. Several programs
-/// may find the same free memory at once. Each of their threads then allocates up to this many
-/// bytes too many. The reserve of the cgroup absorbs these bytes.
+/// may find the same free memory at the same time. Each of their threads then allocates up to this
+/// many bytes too many. The reserve of the cgroup absorbs these bytes.
 const PIECE: usize = 16 << 20;
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: all contexts and kernels can use the
 /// memory.

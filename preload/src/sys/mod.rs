@@ -5,7 +5,7 @@
 //! relocate. `std` adds a hundred functions and a thousand pointers. `rustix` makes system calls
 //! without the C library, and thus does not touch the program's `errno`. Functions of the C library
 //! are either no newer than GLIBC_2.17 or looked up on first use ([`c`]). So one binary runs with
-//! every supported C library, whichever machine built it.
+//! every supported C library, independent of the machine that built it.
 
 pub mod alloc;
 pub mod c;

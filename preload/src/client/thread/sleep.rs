@@ -273,7 +273,7 @@ impl ClientThread {
                     connection::set_connection(Some(Connection { socket: socket.clone(), version }));
                     (self.socket, self.version) = (Some(socket.clone()), version);
                     (prepared.connected, prepared.next_try) = (Some((socket, version, id)), None);
-                    (prepared.told, prepared.asked) = (true, false); // `Hello` has the flag `ASLEEP`
+                    (prepared.told, prepared.asked) = (true, false); // told by `Hello`
                 }
             }
             wait = RETRY_SOON;

@@ -209,7 +209,7 @@ pub fn unmap_closed() -> bool {
         if done { gone.push(*name) } else { rest = true }
     }
     let gone: Vec<_> = gone.into_iter().filter_map(|name| Some((name, registry.take(name)?))).collect();
-    // Unmaps with the lock held, so that no thread opens these ranges in the meantime.
+    // Unmaps with the lock held, so that no thread opens these ranges during the unmapping.
     gone.iter().for_each(|(_, import)| import.unmap());
     drop(registry);
     gone.into_iter().for_each(|(name, import)| forget(name, &import));
