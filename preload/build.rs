@@ -1,5 +1,5 @@
-//! Sets the linker options of `libnvshare.so`, and lists the driver functions that the library passes
-//! to the driver unchanged.
+//! Sets the linker options of `libnvshare.so`, and lists the driver functions that the library
+//! passes to the driver unchanged.
 
 use std::{env, fs, path::Path};
 

@@ -29,7 +29,7 @@
 //! connection through the client's thread to the gate, the work and the memory of a GPU. To add a hook,
 //! declare it in the matching file of [`hooks`], and add one line to `coverage/entry-points.tsv`.
 //!
-//! `version_note` stores the version in the file, for `nvsharectl`.
+//! `version_note` stores the library's version in its file, where `nvsharectl` reads it.
 
 #![no_std]
 // Hooks are exported. In test builds no code uses them.

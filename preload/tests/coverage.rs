@@ -1,5 +1,6 @@
-//! `coverage/entry-points.tsv` decides on every entry point of the driver. This compares it with the hooks declared in
-//! `src/hooks/`, and with the names that programs were seen to look up.
+//! `coverage/entry-points.tsv` contains a decision for every entry point of the driver. These tests
+//! compare this table with the hooks that `src/hooks/` declares, and with the names that PyTorch
+//! was seen to look up.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -53,13 +54,13 @@ impl Entry {
         })
     }
 
-    /// The names that the driver exports for it.
+    /// The names that the driver exports for this entry point.
     fn exports(&self) -> impl Iterator<Item = String> {
         let flavour = self.flavour.as_ref().map(|flavour| format!("{}{flavour}", self.name));
         std::iter::once(self.name.clone()).chain(flavour)
     }
 
-    /// The file of hooks with which the reason begins.
+    /// The file of hooks, whose name begins the reason.
     fn file(&self) -> &str {
         self.reason.split_once(": ").map_or("", |(file, _)| file)
     }

@@ -1,6 +1,7 @@
-//! The folders of `src/` are layers: a module uses its own layer and those below it, never one above. So folders do not
-//! import each other in cycles, and each layer can be read without the layers above it. The same holds for the files of
-//! a folder, in an unwritten order; `mod.rs`, which stands for the folder, uses them and is used by them.
+//! The folders of `src/` are layers: a module uses only its own layer and lower layers. So folders
+//! do not import each other in cycles, and each layer can be read without the layers above it. The
+//! files of a folder must not import each other in cycles either. The folder's `mod.rs` is exempt:
+//! it uses the files, and the files use it.
 
 use std::{
     fs,
@@ -91,7 +92,8 @@ fn used(code: &str) -> Vec<String> {
     paths(code, "crate::").into_iter().filter_map(|path| path.into_iter().next()).collect()
 }
 
-/// The paths of a file's modules: `memory::space::chunks`. A folder's `mod.rs` is the folder.
+/// The parts of a file's module path, such as `memory`, `space` and `chunks`. A `mod.rs` has the
+/// path of its folder.
 fn module(source: &Path, file: &Path) -> Vec<String> {
     let path = file.strip_prefix(source).expect("below src").with_extension("");
     let parts = path.components().map(|part| part.as_os_str().to_str().expect("a name").to_owned());
@@ -103,14 +105,14 @@ fn uses_in_folders(source: &Path) -> Vec<(String, String)> {
     let mut uses = Vec::new();
     for file in files(source) {
         let own = module(source, &file);
-        // Lists of uses and macros belong to this file; unit tests are at the end.
+        // Unit tests, at the end of the file, do not count.
         let text = fs::read_to_string(&file).expect("a source");
         let code = code(text.split("#[cfg(test)]\nmod tests").next().unwrap_or(""));
         let parent = own.split_last().map_or(&[][..], |(_, parent)| parent);
         let beside = paths(&code, "super::").into_iter().map(|path| [parent, &path[..]].concat());
         for path in paths(&code, "crate::").into_iter().chain(beside) {
             let common = own.iter().zip(&path).take_while(|(own, other)| own == other).count();
-            // In one folder, but not the folder itself.
+            // Only other files of the same folder count, not the folder itself.
             if common == 0 || common >= own.len() || common >= path.len() {
                 continue;
             }

@@ -110,9 +110,9 @@ fn query<R>(address: CUdeviceptr, answer: impl FnOnce(&AddressInfo) -> R) -> Opt
     Some(answer(&AddressInfo { mapping, memory, reservation, rights, away }))
 }
 
-/// Returns the start and length of the mapping at this address. If the memory's own GPU has no access,
-/// returns the error that driver 580 would. Returns `None` if the address has no mapping of this
-/// library's memory.
+/// Returns the start and length of the mapping at this address. If the memory's own GPU has no
+/// access, returns the error that driver 580 returns. Returns `None` if the address has no mapping
+/// of this library's memory.
 pub fn extent(address: CUdeviceptr) -> Option<Result<(u64, u64), CUresult>> {
     query(address, |a| if a.rights == 0 { Err(ERROR_NOT_FOUND) } else { Ok((a.mapping.at, a.mapping.len)) })
 }

@@ -37,10 +37,11 @@ const FREED_POLL_INTERVAL: Duration = Duration::from_micros(100);
 const OTHERS_POLL_INTERVAL: Duration = Duration::from_millis(3);
 /// The longest time that an allocation waits for freed memory that work may still use.
 const FREED_TIMEOUT: Duration = Duration::from_secs(10);
-/// The longest time that an allocation waits until other clients have made room for it. It ends earlier
-/// if the scheduler says that they cannot.
+/// The longest time that an allocation waits until other clients have made room for it. The wait
+/// ends earlier if the scheduler says that other clients cannot make room.
 const BACKING_TIMEOUT: Duration = Duration::from_secs(60);
-/// The longest time that an allocation waits for memory of a program without nvshare, which may be exiting.
+/// The longest time that an allocation waits for memory of a program without nvshare. That program
+/// may be exiting.
 const OTHERS_TIMEOUT: Duration = Duration::from_millis(400);
 /// Replaces `OTHERS_TIMEOUT` while no scheduler is connected. Longer than the 3 s after which the
 /// client runs without a scheduler.
@@ -79,9 +80,9 @@ pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUre
 /// Waits until new memory is on the GPU, in three cases:
 ///
 /// - The client has the lock. Its next launch would wait anyway.
-/// - The driver had no room although the allowance did. If no room can be made, the allocation must
-///   fail, and not a later launch.
-/// - Captured work or other devices use the memory, without passing a gate.
+/// - The driver had no room for the memory, although the allowance has room. If no room can be
+///   made, the allocation must fail, and not a later launch.
+/// - Captured work or other devices may use the memory without passing a gate.
 ///
 /// If no room can be made, undoes the allocation and returns `false`.
 pub fn is_backed_in_time(
@@ -90,7 +91,7 @@ pub fn is_backed_in_time(
     backing: Backing,
     undo: impl FnOnce(&mut Space),
 ) -> bool {
-    // A thread inside the gate would keep the client from draining.
+    // A thread that waited here inside the gate would keep the client from draining.
     let is_inside = !threads::mine().is_outside_for(stack_pointer());
     if backing == Backing::There || is_inside {
         return true;
@@ -121,8 +122,9 @@ pub fn is_backed_in_time(
             break;
         }
         match must_be_there {
-            // Waiting requests the lock. For the lock, memory is evicted even from clients that are running now.
-            // The thread counts as waiting with work, because running work may depend on this thread.
+            // The wait requests the lock. For a client that requests the lock, the scheduler evicts
+            // memory even from clients that are running now. The thread counts as waiting with
+            // work, because running work may depend on this thread.
             true => gpu.wait(closed::MEMORY),
             false if backing == Backing::Later && !has_turn => break,
             false => gpu.wait_to_allocate(),
@@ -201,8 +203,8 @@ pub fn with_retries<T>(
         if !matches!(result, Err(ERROR_OUT_OF_MEMORY)) {
             return result;
         }
-        // Memory is pending if it was freed during a capture, or while work of other contexts may still use
-        // it.
+        // Freed memory is pending if it was freed during a capture, or if work of other contexts
+        // may still use it.
         let is_pending = guard.has_freed() || guard.has_pending_in_pools();
         let comes = is_pending && !capture::any() && begin.elapsed() < FREED_TIMEOUT;
         let timeout = if connection::is_connected() { OTHERS_TIMEOUT } else { AWAY_TIMEOUT };
@@ -212,7 +214,7 @@ pub fn with_retries<T>(
         drop(guard);
         let asked = Instant::now();
         let outcome = limit_request::raise(gpu, size as u64, after.limit);
-        begin = begin + asked.elapsed(); // a rule may delay the answer for long, so that time does not count
+        begin = begin + asked.elapsed(); // excludes a delay of the answer by a rule
         match outcome {
             Outcome::Raised if begin.elapsed() < FREED_TIMEOUT => continue,
             Outcome::Denied => may_come = false,

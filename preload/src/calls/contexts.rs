@@ -73,13 +73,13 @@ pub fn destroying(
         gpu.work.begin_destroying(context).then(|| gpu.space().map(leave))
     });
     let Some(left) = begun else { return real() };
-    // The driver waits for work, which may itself need another thread of the program. So this thread holds
-    // no lock.
+    // The driver waits for the context's work, and that work may need another thread of the
+    // program. So this thread holds no lock.
     let result = real();
     crate::sys::errno::preserved(|| {
         let is_gone = result == SUCCESS && is_gone();
-        // While the mover is locked, no thread adds a new context with this handle before the old context is
-        // forgotten.
+        // The mover stays locked, so that no thread adds a new context with this handle before the
+        // old context is forgotten.
         let mut mover = gpu.moving.lock();
         if is_gone {
             forget(gpu, context);
@@ -161,9 +161,9 @@ pub fn retain_primary(device: CUdevice) -> bool {
     result == SUCCESS
 }
 
-/// Green contexts, each with the GPU of its primary context. The primary context stays retained until
-/// the last green context is destroyed, because the library records fences and marks there that also
-/// wait for the green context's work.
+/// Green contexts, each with the GPU of its primary context. The primary context stays retained
+/// until the last green context is destroyed, because the library records fences and marks in the
+/// primary context, and these also wait for the work of the green contexts.
 static GREEN: Mutex<Vec<(usize, CUdevice)>> = Mutex::new(Rank::GreenContexts, Vec::new());
 
 pub fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
@@ -171,7 +171,8 @@ pub fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CU
         return ERROR_OUT_OF_MEMORY;
     }
     let result = real();
-    // Other contexts are added when they are created. A green context is added at its first launch.
+    // The library registers other contexts when they are created, but a green context only at its
+    // first launch. So it must expect a second context from now on.
     work::contexts_are_several();
     // SAFETY: the driver has just written the green context there.
     if let (true, SUCCESS, Some(green)) = (gate::is_active(), result, unsafe { place.as_ref() })
@@ -208,8 +209,8 @@ pub fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
     result
 }
 
-/// Begins a capture. A capture refers to memory. So it waits at the gate until memory is on the GPU,
-/// and memory stays there until the capture ends.
+/// Begins a capture. A capture refers to memory. So the call waits at the gate until the memory is
+/// on the GPU, and the memory stays there until the capture ends.
 pub fn beginning_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
     naming_for(stream, || {
         if gate::is_active()
@@ -224,7 +225,8 @@ pub fn beginning_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> C
 
 pub fn ending_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
     let result = real();
-    // If the program called on the wrong thread, the stream is still capturing.
+    // If the program made the call on the wrong thread, the call has failed, and the stream is
+    // still capturing.
     if capture::any() && !capture::is_capturing(stream) {
         capture::end(stream);
     }

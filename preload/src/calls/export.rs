@@ -24,8 +24,8 @@ pub fn is_exportable(address: CUdeviceptr, gpu: &Gpu) -> bool {
     gpu.space().is_some_and(can)
 }
 
-/// Exports the memory at `address` with `call`, which is passed the addresses of the memory's chunks.
-/// The range is restored first, and never evicted from then on.
+/// Exports the memory at `address` with `call`, which receives the addresses of the memory's
+/// chunks. The range is restored first, and never evicted from then on.
 pub fn escaping(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnce(Vec<u64>) -> CUresult) -> CUresult {
     naming_on(gpu, || {
         let Some(space) = gpu.space() else { return ERROR_NOT_SUPPORTED };
@@ -43,9 +43,9 @@ pub fn escaping(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnce(Vec<u
     })
 }
 
-/// Makes a call that gives another device access to the memory at this address. The memory is restored
-/// before the call, and stays pinned from then on. If the memory is this library's, the call is
-/// `announce`, which is passed the addresses of the chunks.
+/// Makes a call that gives another device access to the memory at this address. The memory is
+/// restored before the call, and stays pinned from then on. For memory of this library, the call is
+/// `announce`, which receives the addresses of the chunks.
 pub fn announcing(
     address: CUdeviceptr,
     real: impl FnOnce() -> CUresult,
@@ -58,9 +58,9 @@ pub fn announcing(
     }
 }
 
-/// Shares the memory behind a handle with other processes, GPUs or hosts. `call` is passed the driver's
-/// handle, so the memory must be a single chunk. The memory is restored first, and never evicted from
-/// then on.
+/// Shares the memory behind a handle with other processes, GPUs or hosts. `call` receives the
+/// driver's handle, so the memory must be a single chunk. The memory is restored first, and never
+/// evicted from then on.
 pub fn escaping_handle(handle: Handle, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
     let Some(memory) = TABLE.lock().memory(handle) else { return ERROR_INVALID_VALUE };
     naming_on(memory.gpu, || {
@@ -100,7 +100,7 @@ pub fn bind(memory: Handle, real: impl FnOnce() -> CUresult, call: impl FnOnce(H
 /// Makes a call that binds memory by address.
 pub fn bind_at(address: CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
     if registry::is_ours(address) {
-        return ERROR_INVALID_VALUE; // the driver's answer for memory from other calls than cuMemCreate
+        return ERROR_INVALID_VALUE; // like the driver, for memory not from cuMemCreate
     }
     escaping_at(address, size, real)
 }

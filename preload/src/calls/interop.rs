@@ -5,8 +5,8 @@
 use super::{contexts, submit::naming};
 use crate::{driver::types::*, gate, gpu};
 
-/// Makes the call while the program's memory is on the GPU. If it succeeds, the memory stays there from
-/// then on.
+/// Makes the call while the program's memory is on the GPU. If the call succeeds, the memory stays
+/// on the GPU from then on.
 pub fn tied(call: impl FnOnce() -> CUresult) -> CUresult {
     naming(|| {
         let result = call();

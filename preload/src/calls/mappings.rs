@@ -84,7 +84,7 @@ pub fn create(place: *mut Handle, size: Size, gpu: &'static Gpu, space: &Mutex<S
     }
 }
 
-/// Changes the space that contains this memory, and updates its account.
+/// Changes the space that contains this memory, and updates the account of the GPU.
 pub fn changing<R>(memory: &Memory, change: impl FnOnce(&mut Space) -> R) -> Option<R> {
     let mut guard = memory.gpu.space()?.lock();
     let before = guard.account;
@@ -144,7 +144,7 @@ pub fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUresult) -
         }
         return result;
     };
-    // Driver 580 splits no mapping, and accepts gaps.
+    // Like driver 580, this library splits no mapping, but accepts gaps between mappings.
     if !whole(size) || !vmm::are_within(&found, address, size) {
         return ERROR_INVALID_VALUE;
     }

@@ -9,7 +9,8 @@ use crate::{
     registry::pinned::{self, Kind},
 };
 
-/// Makes an allocation of `size` bytes. The driver writes its address or handle to `place`.
+/// Makes an allocation of `size` bytes. The driver writes the allocation's address or handle to
+/// `place`.
 pub fn allocate(
     gpu: Option<&'static Gpu>,
     kind: Kind,

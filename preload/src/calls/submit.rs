@@ -116,8 +116,8 @@ pub fn naming_by(route: Route, call: impl FnOnce() -> CUresult) -> CUresult {
     }
 }
 
-/// Makes a call inside the gate. If a `REPEATED` call runs out of memory and room can be made, it is
-/// made again.
+/// Makes a call inside the gate. If a `REPEATED` call runs out of memory and room can be made, the
+/// call is repeated.
 ///
 /// Nearly every launch uses the stream of the thread's previous launch and takes this path, so every
 /// instruction counts. The function is therefore inlined into each hook, whose arguments stay where
@@ -138,7 +138,7 @@ pub fn pass<const REPEATED: bool>(
         return out_of_line(move || if REPEATED { retried_on(gpu, pass_anyhow) } else { pass_anyhow() });
     };
     let result = call();
-    // Checked before the thread leaves the gate, because `result` is available here.
+    // This check precedes the end of the call, because `result` is still available here.
     if REPEATED && result == ERROR_OUT_OF_MEMORY {
         return out_of_line(move || {
             // SAFETY: the thread has entered the gate of its last launch, in `enter_as_before`.

@@ -14,10 +14,10 @@
 //! releases its lock. So the memory of every client is eventually on the GPU, if the GPU is large
 //! enough for it.
 //!
-//! Any process that can read the file can lock it, but must not be able to block the programs of other
-//! users permanently. So a client that has waited for too long ignores turns for a while: it runs, and
-//! evicts no memory for other clients. If no client can take a turn, memory is still restored when
-//! other programs free theirs.
+//! Any process that can read the file can lock it, but must not be able to block the programs of
+//! other users permanently. So a client that has waited for too long ignores turns for a while: it
+//! runs, and evicts no memory for other clients. If no client can take a turn, memory is still
+//! restored when other programs free memory.
 //!
 //! A client of several GPUs needs all of them at the same time. It takes their turns in the order of
 //! their UUIDs, which is the same for all clients, and keeps each turn while it waits for the next. It
@@ -45,9 +45,9 @@ use crate::{
 use alloc::{ffi::CString, format, vec::Vec};
 use core::time::Duration;
 
-/// The length of a turn once all memory is on the GPU is the larger of two times: `MIN_TURN`, and
-/// `TURN_PER_FILL` times the time that restoring the memory took. So most of the time is not spent on
-/// moving memory.
+/// After all memory is on the GPU, a turn lasts for the longer of two times: `MIN_TURN`, and
+/// `TURN_PER_FILL` times the time that restoring the memory took. So moving memory takes only a
+/// small part of the time.
 const MIN_TURN: Duration = Duration::from_secs(2);
 const TURN_PER_FILL: u32 = 8;
 /// How long a useless turn lasts. A turn is useless while no memory is restored, or while the client
@@ -77,7 +77,7 @@ pub struct Offline {
     stopped_since: Option<Instant>,
     /// True if the GPU had no room for missing memory.
     is_full: bool,
-    /// Until when this client ignores the turns of other clients.
+    /// The time until which this client ignores the turns of other clients.
     ignore_until: Option<Instant>,
     /// After a failed attempt, the earliest time to look for the files, take the turn, drain or evict
     /// again.
@@ -175,8 +175,8 @@ impl Files {
 }
 
 impl Offline {
-    /// Ends the mode without a scheduler. Called when a scheduler has connected, which decides from then
-    /// on.
+    /// Ends the mode without a scheduler. Called when this client has connected to a scheduler,
+    /// because the scheduler decides from then on.
     pub fn end(&mut self, gpu: &Gpu) {
         *self = Self::default();
         if let Some(space) = gpu.space() {
@@ -184,9 +184,10 @@ impl Offline {
         }
     }
 
-    /// Makes this client visible to other clients that have lost the scheduler, before this client runs
-    /// without one itself. All clients lose the scheduler at the same moment. But some clients run without
-    /// it sooner, and then check whether other clients could make room.
+    /// Makes this client visible to other clients that have lost the scheduler, before this client
+    /// itself runs without a scheduler. All clients lose the scheduler at the same moment. But some
+    /// clients run without a scheduler sooner, and then check whether other clients could make
+    /// room.
     pub fn show(&mut self, gpu: &Gpu) {
         if gpu.space().is_some_and(|space| !space.lock().account.demand_paged) {
             self.look_for_files(gpu, Instant::now());
@@ -334,7 +335,7 @@ impl Offline {
         }
     }
 
-    /// Evicts all memory once no work is running.
+    /// Evicts all memory if no work is running.
     fn evict(&mut self, gpu: &Gpu, space: &Mutex<Space>, turn: &Turn, now: Instant) {
         let mut guard = space.lock();
         let Account { mapped, pinned, allowance, .. } = guard.account;

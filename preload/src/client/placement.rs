@@ -67,8 +67,8 @@ fn settle(hello: &ClientMessage) -> bool {
     true
 }
 
-/// Returns the GPUs that this process sees because the scheduler has placed it there, or `None` if it
-/// has not.
+/// Returns the GPUs on which the scheduler has placed this process, or `None` if the scheduler has
+/// not placed it.
 pub fn visible_gpus() -> Option<impl ExactSizeIterator<Item = Uuid>> {
     VISIBLE_GPUS.get().map(|gpus| gpus.iter().map(Identity::get))
 }
@@ -128,7 +128,7 @@ fn ask(socket: &Socket, version: u16) -> PlacementAnswer {
             Ok(Some((SchedulerMessage::Remark { text }, _))) => trace!("{}", text.as_str()),
             // The program may ask for this limit immediately after CUDA has been initialised.
             Ok(Some((SchedulerMessage::MemoryMax { uuid, bytes }, _))) => memory_limits::set(uuid, bytes),
-            // The scheduler sends no other message before this client has sent one.
+            // The scheduler sends other messages only after this client has attached a GPU.
             Ok(_) => {}
             Err(_) => return PlacementAnswer::Free,
         }

@@ -21,8 +21,8 @@ const POLL_INTERVAL: Duration = Duration::from_micros(100);
 /// The interval between attempts to send to a scheduler that does not read its socket.
 const SEND_RETRY: Duration = Duration::from_millis(2);
 /// How long a drain may make no progress while threads wait at the gate. After that, the gate lets
-/// copies and flag writes pass. Running kernels may need them in order to end, and they give the GPU
-/// little work.
+/// copies and flag writes pass. Running kernels may need copies and flag writes in order to end,
+/// and these give the GPU little work.
 const HELP_AFTER: Duration = Duration::from_millis(200);
 /// How long the drain may then make no further progress before the gate lets kernels pass too:
 /// `OPEN_AFTER_WORK` times the longest recent duration of submitted work, but at least `OPEN_AFTER` and
@@ -30,8 +30,9 @@ const HELP_AFTER: Duration = Duration::from_millis(200);
 const OPEN_AFTER: Duration = Duration::from_millis(500);
 const OPEN_AFTER_WORK: u32 = 3;
 const OPEN_AT_LAST: Duration = Duration::from_secs(3);
-/// Replaces `OPEN_AFTER` for a client that has never opened the gate for kernels. If its drain stalls,
-/// it is more likely that a kernel runs longer than all earlier ones.
+/// Replaces `OPEN_AFTER` for a client that has never opened the gate for kernels. If the drain of
+/// such a client stalls, the likely cause is a kernel that runs longer than all earlier kernels, so
+/// the drain gets more time.
 const OPEN_FIRST: Duration = Duration::from_secs(2);
 /// After this time without progress, a drain is reported even if no thread waits at the gate.
 const LONG: Duration = Duration::from_secs(2);
@@ -263,7 +264,7 @@ impl Turn {
         }
     }
 
-    /// Releases the lock when all work is done. Requests it again if threads wait.
+    /// Releases the lock, after all work is done. Requests the lock again if threads wait.
     fn release(&mut self, gpu: &Gpu, reason: ReleaseReason) -> Duration {
         gpu.set_drained(true);
         let (began, count) = self.began;
@@ -276,9 +277,9 @@ impl Turn {
         }
         gpu.turn_is_over(gpu.submitted() != count);
         self.state = TurnPhase::Over;
-        // The scheduler has ignored any request made during this turn, so the request must be repeated. A
-        // waiting thread repeats it if it is awake and sees that no request is pending. Otherwise this thread
-        // repeats it.
+        // The scheduler has ignored any request made during this turn, so the request must be
+        // repeated. A waiting thread repeats the request if the thread is awake and sees that no
+        // request is pending. Otherwise this thread repeats the request.
         gpu.request_is_over();
         if gpu.is_waited_for() {
             gpu.request();

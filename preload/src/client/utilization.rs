@@ -1,5 +1,5 @@
-//! Utilization: how busy this client keeps a GPU while it holds the lock. From it, the scheduler
-//! decides which programs run at the same time.
+//! Utilization: how busy this client keeps a GPU while it holds the lock. The scheduler uses the
+//! utilization to decide which programs run at the same time.
 //!
 //! Every few milliseconds, the client records a fence behind the submitted work. If the fence is done
 //! almost immediately, the GPU was about to run out of work: the program launches more slowly than the
@@ -18,7 +18,7 @@ const EVERY: Duration = Duration::from_millis(2);
 /// A fence that is done within this time did not wait for other work. The time is longer than a launch
 /// takes to reach the GPU, and much shorter than the wait of a fence behind queued work.
 const AT_ONCE: Duration = Duration::from_micros(100);
-/// A check that is later than this is discarded, because other work may have finished in the meantime.
+/// A check that is later than this is discarded, because other work may have finished by then.
 const TOO_LATE: Duration = Duration::from_micros(400);
 /// The number of samples per report.
 const SAMPLES: u32 = 24;

@@ -13,8 +13,8 @@ static OUTBOX: Mutex<VecDeque<ClientMessage>> = Mutex::new(Rank::Outbox, VecDequ
 /// Whether the outbox contains messages. If not, callers need not take the lock.
 static ANY: AtomicBool = AtomicBool::new(false);
 
-/// Queues messages if a scheduler is connected. Otherwise drops them, because the next scheduler is
-/// sent the whole state.
+/// Queues messages if a scheduler is connected. Otherwise drops them, because this client sends its
+/// whole state to the next scheduler.
 pub fn push(messages: impl IntoIterator<Item = ClientMessage>) {
     let mut outbox = OUTBOX.lock();
     if connection::is_connected() {

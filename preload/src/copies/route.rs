@@ -38,9 +38,9 @@ pub struct Route {
 pub enum Way {
     /// The program's own call.
     Direct,
-    /// A copy between two GPUs that cannot both access the other's memory. The driver stages
-    /// such a copy. For chunks, the driver needs the contexts of destination and source, which this variant
-    /// contains.
+    /// A copy whose source and destination are in GPU memory that the stream's GPU cannot access
+    /// completely. The driver stages such a copy. To copy chunks, the driver needs the contexts of
+    /// destination and source, which this variant contains.
     Peers([CUcontext; 2]),
     /// A copy between the host and a GPU whose memory the stream's GPU cannot access. The copy is made in
     /// this context of the memory's GPU.
@@ -64,8 +64,8 @@ struct Place {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// Chunks of this library. Another GPU has access only if this library has granted it. Peers are
-    /// granted access.
+    /// Chunks of this library. Another GPU has access only if this library has granted access, as
+    /// it does for peers.
     Ours,
     /// Chunks of another process. Only the GPU that uses them has access.
     Imported,
@@ -78,8 +78,8 @@ impl Place {
         Self { device: gpu.index as CUdevice, allocated_in, gpu: Some(gpu), kind }
     }
 
-    /// Returns a context of the memory's GPU in which memory can be copied: if possible, the context in
-    /// which it was allocated.
+    /// Returns a context of the memory's GPU in which memory can be copied: if possible, the
+    /// context in which the memory was allocated.
     fn context(&self) -> CUcontext {
         let contexts = self.gpu.map_or_else(Vec::new, |gpu| gpu.work.contexts());
         let own = contexts.iter().find(|known| **known as usize == self.allocated_in);

@@ -93,7 +93,7 @@ impl Copy3D {
         [self.to.context, self.from.context]
     }
 
-    /// Returns the same copy as a copy between contexts, given those of destination and source.
+    /// Converts the copy to a copy between contexts, with these contexts of destination and source.
     pub fn between(&self, [to, from]: [CUcontext; 2]) -> Self {
         Self { from: self.from.of(from), to: self.to.of(to), extent: self.extent }
     }
@@ -187,7 +187,8 @@ pub unsafe fn fill_node(params: *const Fill) -> Route {
 pub unsafe fn any_node(params: *const NodeParams) -> Route {
     const COPY: i32 = 1;
     const FILL: i32 = 2;
-    // SAFETY: `params` is valid: the caller's contract. The kind determines the fields that follow.
+    // SAFETY: `params` is NULL or valid: the caller's contract. The kind determines the fields that
+    // follow.
     unsafe {
         match params.as_ref().map(|params| params.kind) {
             Some(COPY) => copy_node(&raw const (*params.add(1).cast::<CopyNode>()).copy),

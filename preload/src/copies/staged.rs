@@ -8,7 +8,8 @@ use crate::{
 };
 use core::ptr::null_mut;
 
-/// Copies like `cuMemcpy` from one GPU to another. The contexts are those of destination and source.
+/// Copies like `cuMemcpy` from one GPU to another. `there` and `here` are the contexts of
+/// destination and source.
 pub fn linear(flavour: Flavour, [to, from]: [CUdeviceptr; 2], n: Size, [there, here]: [CUcontext; 2]) -> CUresult {
     // SAFETY: the arguments and both contexts are the program's own.
     unsafe {
@@ -60,12 +61,12 @@ pub fn as_owner(context: CUcontext, flavour: Flavour, call: impl FnOnce() -> CUr
     capture::relaxed(copy).err().unwrap_or(SUCCESS)
 }
 
-/// Makes such a call in the order of a stream of another context. `call` receives a stream of
-/// `context`. The work in that stream runs after the earlier work of the program's stream and before
-/// its later work.
+/// Makes a call like [`as_owner`], but in the order of a stream of another context. `call` receives
+/// a stream of `context`. The work in that stream runs after the earlier work of the program's
+/// stream and before its later work.
 pub fn as_owner_async(context: CUcontext, stream: CUstream, call: impl FnOnce(CUstream) -> CUresult) -> CUresult {
     if capture::any() && capture::is_capturing(stream) {
-        return call(stream); // our stream would join the capture and have to exist until it ends
+        return call(stream); // our stream would join the capture and have to outlive it
     }
     let Some(own) = context_of(stream) else { return call(stream) };
     let copy = || {

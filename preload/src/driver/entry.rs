@@ -1,6 +1,5 @@
-//! An entry into the driver: a word with the address of one of its functions. While the process is
-//! off its GPUs, the entries are shut: callers find no address, and call [`Entry::enter`], which
-//! waits.
+//! An entry into the driver: a word with the address of a driver function. While the process is off
+//! its GPUs, the entries are shut: callers find no address, and call [`Entry::enter`], which waits.
 //!
 //! To shut an entry, the library sets a bit in the word. Every caller has to read the word anyway,
 //! to find out whether the function has been looked up. A caller of a shut entry takes the path for
@@ -12,8 +11,8 @@
 use super::presence;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
-/// The function has been looked up and not found. No function has this address or a lower one. 0 means
-/// not looked up yet.
+/// The word of a function that was looked up and not found. No function has this address or a lower
+/// one. A word of 0 means that the function has not been looked up yet.
 pub const MISSING: usize = 1;
 
 /// The bit that is set while the entry is shut. No address in a process has this bit.
@@ -35,8 +34,8 @@ impl Entry {
         (address as isize > MISSING as isize).then_some(address) // a shut entry is negative
     }
 
-    /// Returns the address of the function, or `None` if the driver lacks it. `look_up` finds the address.
-    /// While the entry is shut, waits. The caller may then call the function.
+    /// Returns the address of the function, or `None` if the driver lacks it. `look_up` finds the
+    /// address. Waits while the entry is shut. After the return, the caller may call the function.
     #[cold]
     pub fn enter(&self, look_up: impl FnOnce() -> Option<usize>) -> Option<usize> {
         let address = self.find(look_up)?;
@@ -51,7 +50,8 @@ impl Entry {
         match self.0.load(Ordering::SeqCst) & !SHUT {
             0 => {
                 let found = look_up();
-                // If the entry was shut at the same moment, the exchange fails, and the next caller looks it up again.
+                // If the entry was shut at the same moment, the exchange fails, and the next caller
+                // looks the function up again.
                 let _ = self.0.compare_exchange(0, found.unwrap_or(MISSING), Ordering::SeqCst, Ordering::SeqCst);
                 found
             }

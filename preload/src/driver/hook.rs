@@ -1,5 +1,6 @@
-//! The declaration of hooks. Each hook is declared once, with the driver's name and signature. It
-//! serves direct linking (as an exported symbol), `dlsym` and `cuGetProcAddress`.
+//! The declaration of hooks. Each hook is declared once, with the name and the signature of the
+//! driver function. It serves direct linking (as an exported symbol), `dlsym` and
+//! `cuGetProcAddress`.
 
 use crate::driver::{
     Function,
@@ -14,8 +15,9 @@ pub struct Hook {
     pub real: &'static Function,
 }
 
-/// A hook and the driver's [`Function`], as distances from the entry itself. If these were pointers,
-/// the loader would have to relocate all of them in every program, even in one that does not use CUDA.
+/// A hook and the driver's [`Function`], each as its distance from the field that stores the
+/// distance. If these were pointers, the loader would have to relocate all of them in every
+/// program, even in one that does not use CUDA.
 #[repr(C)]
 struct Entry {
     hook: i32,
@@ -55,8 +57,8 @@ impl Hook {
     }
 }
 
-/// The meaning of a NULL stream: the legacy stream, or in functions with a per-thread suffix the
-/// calling thread's own.
+/// The meaning of a NULL stream: the legacy stream or, in functions with a per-thread suffix, the
+/// calling thread's stream.
 #[derive(Debug, Clone, Copy)]
 pub struct Flavour {
     pub per_thread: bool,
@@ -84,9 +86,9 @@ pub const fn c_name(bytes: &'static [u8]) -> &'static CStr {
     }
 }
 
-/// Declares hooks. Each declaration contains the driver's names that share a signature and a behaviour,
-/// the parameters, and the body. In the body, `real()` makes the program's original call, and `flavour`
-/// tells which default stream the name uses.
+/// Declares hooks. Each declaration contains the parameters, the body, and the names of all driver
+/// functions with the same signature and behaviour. In the body, `real()` makes the program's
+/// original call, and `flavour` is the meaning of a NULL stream in that call.
 macro_rules! hooks {
     ($real:ident, $flavour:ident; $( [ $($name:ident)|+ ] $args:tt $body:block )*) => {
         $( $( $crate::driver::hook::hook! { $real $flavour $name $args $body } )+ )*
@@ -108,7 +110,7 @@ macro_rules! hook {
                 $crate::driver::Function::new($crate::driver::hook::c_name(concat!(stringify!($name), "\0").as_bytes()));
         }
 
-        // The parameters are the driver's, and so are their requirements.
+        // The driver defines the parameters and the requirements on them.
         #[allow(non_snake_case, clippy::missing_safety_doc, clippy::too_many_arguments)]
         #[cfg_attr(not(test), unsafe(no_mangle))]
         pub unsafe extern "C" fn $name($($arg: $type),*) -> $crate::driver::types::CUresult {

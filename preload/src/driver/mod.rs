@@ -86,7 +86,7 @@ pub struct Function {
 }
 
 impl Function {
-    /// Creates a static. A name that is too long does not compile.
+    /// Creates a function, to be stored in a static. A name that is too long does not compile.
     pub const fn new(name: &CStr) -> Self {
         let mut own = [0; MAX_NAME];
         let (head, _) = own.split_at_mut(name.to_bytes_with_nul().len());
@@ -131,9 +131,9 @@ pub fn export(name: &CStr) -> Option<usize> {
     library::export(LIBRARY.load()?, name)
 }
 
-/// Makes a driver call that returns once no other process has locked this process. Ignores that the
-/// entries are shut. Most queries return at any time, but the query of a limit does not [H100, driver
-/// 580].
+/// Makes a driver call that blocks while another process has locked this process. Makes the call
+/// even while the entries are shut. Most queries do not block in a locked process, but the query of
+/// a limit does [H100, driver 580].
 ///
 /// # Safety
 /// The context exists, or is NULL.

@@ -22,7 +22,7 @@ static WANTED: AtomicBool = AtomicBool::new(false);
 /// The function to call when the first thread arrives, as the address of a `fn()`; 0 if there is none.
 static TELL: AtomicUsize = AtomicUsize::new(0);
 
-/// The longest wait before a thread checks again.
+/// The longest sleep of a waiting thread before it checks `STATE` again.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// Makes threads wait before they enter the driver. The first waiting thread calls `tell`.

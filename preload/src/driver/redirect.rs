@@ -22,8 +22,9 @@ pub fn was_refused() -> bool {
     REFUSED.load(Ordering::SeqCst)
 }
 
-/// Redirects the functions of the library that contains the address `inside`. `pairs` is sorted. One
-/// call is enough. Another thread may make the same call concurrently.
+/// Redirects the functions of the library that contains the address `inside`. `pairs` is sorted by
+/// the real address. Each library needs only one call. Another thread may make the same call
+/// concurrently.
 pub fn redirect(inside: usize, pairs: &[Pair]) {
     let hook_of = |address: usize| {
         let at = pairs.binary_search_by_key(&address, |(real, _)| *real).ok()?;
@@ -41,14 +42,14 @@ pub fn redirect(inside: usize, pairs: &[Pair]) {
         !is_it
     });
     if done {
-        // A lookup waits until no other thread is loading a library. So all bindings of such a load are then
-        // complete.
+        // A lookup with `dlsym` waits until no other thread is loading a library, so after it the
+        // bindings of loads that were in progress are complete.
         c::real_dlsym(libc::RTLD_DEFAULT, c"dlsym".as_ptr());
         // If another library has already redirected a function, that redirection stays.
         let own = |address: usize| if (bounds.0..bounds.1).contains(&address) { hook_of(address) } else { None };
         elf::each_object(|object| {
-            // SAFETY: no object can be bound to these functions any more, so the loader is not processing any
-            // object that is.
+            // SAFETY: the symbols are redirected, and loads that began earlier are complete. So the
+            // loader is not processing any object that is bound to one of these functions.
             done &= unsafe { object.redirect_bindings(page, own) };
             true
         });

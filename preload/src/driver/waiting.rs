@@ -7,8 +7,8 @@
 
 pub use checks::check;
 
-/// Runs `f`. The caller guarantees that its submissions find room in the queues of their streams, and
-/// so do not wait.
+/// Runs `f`. The caller guarantees that the submissions of `f` find room in the queues of their
+/// streams, and so do not wait.
 pub fn with_room<R>(f: impl FnOnce() -> R) -> R {
     let _room = crate::sys::rank::with_room();
     f()
@@ -128,7 +128,7 @@ mod checks {
             });
         }
 
-        /// Calls functions that no driver provides. The check precedes the lookup.
+        /// Checks a call of a function of this class while a lock is held, without making the call.
         fn calls(which: &str) {
             static LOCK: Mutex<()> = Mutex::new(Rank::Space, ());
             let _held = LOCK.lock();

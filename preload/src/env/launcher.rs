@@ -1,6 +1,6 @@
-//! The gang of a program whose job has several processes that wait for each other. Launchers (torchrun,
-//! Open MPI, Slurm, and any that sets PyTorch's variables) give all processes of one job the same
-//! environment variables. Together, their values identify the job.
+//! The gang of a program whose job has several processes that wait for each other. Launchers
+//! (torchrun, Open MPI, Slurm, and any other that sets PyTorch's variables) give all processes of
+//! one job the same environment variables. The values of these variables together identify the job.
 
 use core::ffi::CStr;
 

@@ -42,7 +42,8 @@ pub fn line(text: core::fmt::Arguments<'_>) {
     let _ = line.write_fmt(text);
     let end = line.len.min(line.bytes.len() - 1);
     line.bytes[end] = b'\n';
-    // SAFETY: the descriptor is borrowed for three calls. They return an error if it is closed.
+    // SAFETY: the descriptor is borrowed for three calls. The calls return an error if it is
+    // closed.
     let stderr = unsafe { BorrowedFd::borrow_raw(2) };
     if identity(stderr) != stderr_at_load() {
         return;

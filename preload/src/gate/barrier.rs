@@ -46,9 +46,9 @@ pub fn heavy() -> bool {
     is_done
 }
 
-/// Waits until other threads see this thread's stores and this thread sees their earlier stores,
-/// although they executed no fence. A processor buffers a store for far less time. When it stops
-/// running a thread, it makes the thread's stores visible.
+/// Waits until this thread and all other threads see each other's earlier stores, although the
+/// other threads executed no fence. A processor buffers a store for far less time than this wait.
+/// When a processor stops running a thread, the thread's stores become visible.
 pub fn settle() {
     time::sleep_through(Duration::from_millis(10));
 }

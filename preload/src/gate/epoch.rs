@@ -14,8 +14,8 @@ pub fn now() -> u64 {
     EPOCH.load(Ordering::Acquire)
 }
 
-/// Ends the epoch. Called after a change. A thread that reads the old epoch may miss the change, but
-/// checks all facts again in the next epoch.
+/// Ends the epoch. Called after a fact about launches has changed. A thread that reads the
+/// old epoch may miss the change, but checks all facts again in the next epoch.
 pub fn end() {
     EPOCH.fetch_add(1, Ordering::AcqRel);
 }

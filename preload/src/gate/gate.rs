@@ -30,8 +30,9 @@ pub mod closed {
     pub const FOR_ALL: u32 = LOCK | MEMORY | KERNELS;
 }
 
-/// Not a reason. This bit tells entering threads to execute a fence, because the closing thread cannot
-/// make them do so. Entering threads read the state anyway. The bit is never cleared.
+/// Not a reason. This bit tells entering threads to execute a fence themselves, because
+/// `membarrier(2)` has failed in the closing thread. Entering threads read the state anyway. The
+/// bit is never cleared.
 const FENCED: u32 = 1 << 30;
 /// `FENCED` was set long ago: every thread sees it, and the marks of threads that entered earlier
 /// without a fence are visible.
@@ -47,9 +48,9 @@ impl Gate {
         Self { state: AtomicU32::new(0) }
     }
 
-    /// Enters this gate of GPU `gpu`, unless the gate is closed for one of these reasons. After `true`, the
-    /// thread is inside and must call [`leave`](Self::leave). `here` is the stack pointer of the function
-    /// that calls the driver, or of one of its callers.
+    /// Enters this gate of GPU `gpu`, unless the gate is closed for one of these reasons. A thread
+    /// that gets `true` is inside and must call [`leave`](Self::leave). `here` is the stack pointer
+    /// of the function that calls the driver, or of one of its callers.
     pub fn try_enter(&self, gpu: u32, slot: &threads::Slot, here: usize, reasons: u32) -> bool {
         Self::approach(slot, here);
         if slot.turn_to(gpu) {
@@ -67,13 +68,13 @@ impl Gate {
     /// call [`turn_back`](Self::turn_back).
     #[inline(always)]
     pub fn approach(slot: &threads::Slot, here: usize) {
-        // Release order suffices. A thread that sees this thread inside need not see that it has left another
-        // gate before.
+        // Release order suffices: a thread that sees this mark need not see that this thread has
+        // left its previous gate.
         slot.inside.store(here, Ordering::Release);
         barrier::light();
     }
 
-    /// Whether a thread that has called [`approach`](Self::approach) is inside.
+    /// Whether the gate lets in a thread that has called [`approach`](Self::approach).
     #[inline(always)]
     pub fn lets_in(&self, reasons: u32) -> bool {
         if self.state.load(Ordering::Acquire) & (reasons | FENCED) == 0 {
@@ -132,8 +133,8 @@ impl Gate {
     pub fn close(&self, why: u32) {
         let before = self.state.fetch_or(why, Ordering::SeqCst);
         if !barrier::heavy() && before & SETTLED == 0 {
-            // Until the gate is `SETTLED`, each closing thread waits in `settle`, even if another thread
-            // has already set `FENCED`.
+            // While `SETTLED` is not set, every closing thread waits in `settle`, even if another
+            // thread has already set `FENCED`.
             self.state.fetch_or(FENCED, Ordering::SeqCst);
             barrier::settle();
             self.state.fetch_or(SETTLED, Ordering::SeqCst);
@@ -149,8 +150,9 @@ impl Gate {
 
     /// Whether no thread is inside. Meaningful only after [`close`](Self::close).
     pub fn is_quiet(gpu: u32) -> bool {
-        // The order of the two loads matters. A thread changes `at` only after it has left the previous gate,
-        // so both conditions hold for a thread that is inside.
+        // The order of the two loads matters. A thread changes `at` only after it has left its
+        // previous gate. So if a thread is inside this gate, the first load finds it inside and the
+        // second load finds `gpu`.
         threads::all().all(|slot| {
             slot.inside.load(Ordering::Acquire) == threads::OUTSIDE || slot.at.load(Ordering::Acquire) != gpu
         })

@@ -36,8 +36,8 @@ const NOWHERE: u32 = u32::MAX;
 /// A bit of [`Slot::waits_at`], set in addition to the GPU's index if the thread is allocating.
 const ALLOCATES: u32 = 1 << 30;
 
-/// A thread that has not returned this long after the timeout of its wait was killed or left the wait
-/// by a `longjmp`.
+/// A thread returns from a wait at most this time after the wait's timeout. A thread that does not
+/// return was killed, or has left the wait by a `longjmp`.
 const COMES_BACK: Duration = Duration::from_secs(1);
 
 /// The minimum stack use of a driver call below the frame of its caller, in bytes.
@@ -61,9 +61,9 @@ pub struct Slot {
     /// launch is to the same stream in the same epoch, its stream is already recorded, and `at` is still
     /// that GPU.
     ///
-    /// Only the thread itself uses these three fields and the next two. It changes the three only while it
-    /// counts as inside. A signal handler that launches then finds the thread inside and does not change
-    /// them.
+    /// Only the thread itself uses these three fields and the next two. The thread changes these
+    /// three fields only while it counts as inside. So a signal handler that launches work during a
+    /// change finds the thread inside, and leaves the fields alone.
     pub way: Cell<u64>,
     pub stream: Cell<usize>,
     pub gpu: Cell<*const c_void>,
@@ -117,7 +117,7 @@ pub fn is_ours() -> bool {
     ptr::eq(thread::mine(), (&raw const OURS).cast())
 }
 
-/// Frees the slot when its thread ends.
+/// Makes the slot available to other threads when its thread ends.
 unsafe extern "C" fn give_back(slot: *mut c_void) {
     thread::set_mine(ptr::null());
     // SAFETY: slots are never freed.
@@ -160,7 +160,7 @@ impl Slot {
         }
     }
 
-    /// Whether the calling thread, whose slot this must be, is inside no gate.
+    /// Whether the calling thread is inside no gate. The slot must be the calling thread's.
     #[inline]
     pub fn is_outside(&self) -> bool {
         // SAFETY: only this thread writes `inside`, so a plain read does not race. Unlike an atomic load, it
@@ -172,10 +172,11 @@ impl Slot {
     /// Also detects that the call marked as inside was left by a `longjmp`, for example out of a signal
     /// handler, and then ends that call.
     ///
-    /// The frame of a call in progress is at `inside` and above. It cannot be directly below `here`,
-    /// because the new call uses that part of the stack. Anywhere else, the earlier call may still be in
-    /// progress. It is above `here` if the new call is nested in it. It is on another stack if the new call
-    /// is made by a signal handler with its own stack or by a coroutine.
+    /// The frame of a call in progress is at `inside` and above. If `inside` is at `here` or
+    /// directly below, the earlier call has ended, because the new call uses that part of the
+    /// stack. Anywhere else, the earlier call may still be in progress. Its frame is above `here`
+    /// if the new call is nested in the earlier call. Its frame is on another stack if the new call
+    /// is made by a coroutine, or by a signal handler with its own stack.
     pub fn is_outside_for(&self, here: usize) -> bool {
         let inside = self.inside.load(Ordering::Relaxed);
         let was_left = inside <= here && here - inside < CALL_STACK;
@@ -186,11 +187,13 @@ impl Slot {
         inside == OUTSIDE || was_left
     }
 
-    /// Counts the calling thread, whose slot this must be, as waiting at the gate of this GPU. The count
-    /// ends with [`end_waiting`](Self::end_waiting), at the latest [`COMES_BACK`] after the timeout.
+    /// Counts the calling thread as waiting at the gate of this GPU. The slot must be the calling
+    /// thread's. The thread counts until it calls [`end_waiting`](Self::end_waiting), but at most
+    /// until [`COMES_BACK`] after the timeout.
     ///
-    /// A signal handler may itself wait during a wait. When its wait ends, the thread no longer counts as
-    /// waiting, until the interrupted wait is renewed. The signal itself ends the interrupted wait early.
+    /// A signal handler may wait too, during a wait of its thread. When the handler's wait ends,
+    /// the thread does not count as waiting until it renews the interrupted wait. That is soon,
+    /// because the signal ends the interrupted wait early.
     pub fn begin_waiting(&self, gpu: u32, what: Waits, timeout: Duration) {
         let until = Instant::now().since_start() + timeout + COMES_BACK;
         self.waits_until.store(until.as_micros() as u64, Ordering::SeqCst);

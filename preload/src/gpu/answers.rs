@@ -14,8 +14,8 @@ pub struct LimitAnswers {
     pub(super) count: AtomicU32,
     /// The size of the latest refused limit in bytes, and the value of `count` at the refusal.
     denied: Mutex<(u64, u32)>,
-    /// Whether the scheduler has replied that its answer follows once other clients no longer need the
-    /// memory.
+    /// Whether the scheduler has replied that its answer follows when other clients no longer need
+    /// the memory.
     pub(super) awaited: AtomicBool,
 }
 
@@ -42,7 +42,8 @@ impl LimitAnswers {
         futex::wake_all(&self.count);
     }
 
-    /// Called when the scheduler replies that the memory becomes available once other clients free some.
+    /// Called when the scheduler replies that the memory becomes available after other clients have
+    /// freed some.
     pub fn awaited(&self) {
         self.awaited.store(true, Ordering::SeqCst);
     }

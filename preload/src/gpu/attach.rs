@@ -28,7 +28,7 @@ pub type TellImports = fn(&Gpu);
 mod admission {
     pub const UNKNOWN: u32 = 0;
     pub const ADMITTED: u32 = 1;
-    /// The GPU will have room once other clients need less memory. The wait is unlimited.
+    /// The GPU will have room when other clients need less memory. The wait is unlimited.
     pub const DEFERRED: u32 = 2;
     /// The GPU has no room before other clients need less memory, so the context is refused.
     pub const REFUSED: u32 = 3;
@@ -137,7 +137,7 @@ impl Gpu {
     fn withdraw(&self) {
         let _one = self.introducing.lock();
         if !self.is_refused() {
-            return; // another thread has requested it again
+            return; // another thread has requested the context again
         }
         if self.is_introduced() && connection::send(&ClientMessage::Detach { slot: self.index }) {
             self.introduced.store(false, Ordering::SeqCst);
@@ -164,7 +164,7 @@ impl Gpu {
         let add = || self.work.add_context(context);
         let Some(space) = self.space() else { return add() };
         let copies = space.lock().engine().copies();
-        // Relaxed mode, because another thread may be capturing.
+        // Uses relaxed mode, because another thread may be capturing.
         capture::relaxed(|| Mover::make_ready(&self.moving, context, copies, add));
     }
 
@@ -250,7 +250,8 @@ impl Gpu {
         self.set_admission(admission::ADMITTED);
     }
 
-    /// Called when the scheduler will have room for a context once other clients need less memory.
+    /// Called when the scheduler replies that the GPU will have room for a context when other
+    /// clients need less memory.
     pub fn defer_context(&self) {
         let _ = self.admission.compare_exchange(
             admission::UNKNOWN,

@@ -1,6 +1,7 @@
 //! The identity of a GPU: its UUID. When a process is restored from a checkpoint, the driver may
 //! place it on other GPUs. The process then continues with the same ordinals, contexts and
-//! addresses. The scheduler's slots of its GPUs also stay the same. Only the UUIDs change.
+//! addresses. The scheduler's slots of the process's GPUs also stay the same. Only the UUIDs
+//! change.
 //!
 //! The library keeps a UUID for each GPU that it has queried. After each wake, it queries the
 //! driver for all of them before any thread continues. So the UUIDs are right no matter which
@@ -121,7 +122,7 @@ mod tests {
             Some(&identity)
         };
         learn(publish, |_| {
-            // Another restore during the first query.
+            // Another restore happens during the first query.
             if asked.fetch_add(1, Ordering::SeqCst) == 0 {
                 may_have_changed();
             }

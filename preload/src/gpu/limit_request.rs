@@ -1,6 +1,7 @@
-//! Requests for a higher limit when an allocation needs it. The scheduler lends bytes that a client
-//! does not use to other clients. Within seconds, it takes these bytes back or refuses the request,
-//! unless a rule lets the client wait. The request never waits for the GPU lock.
+//! Requests for a higher limit when an allocation needs it. The scheduler lends a client's unused
+//! bytes to other clients. Within seconds of a request, the scheduler takes these bytes back or
+//! refuses the request, unless a rule lets the client wait. The request never waits for the GPU
+//! lock.
 
 use crate::{
     connection,

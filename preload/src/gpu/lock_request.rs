@@ -74,7 +74,8 @@ impl Gpu {
     }
 
     pub fn request_is_over(&self) {
-        // A swap rather than a store: a thread that still found the flag set is then seen as waiting.
+        // A swap rather than a store: if another thread still found the flag set, this thread then
+        // sees that thread as waiting.
         self.requested.swap(false, Ordering::SeqCst);
     }
 
@@ -88,7 +89,7 @@ impl Gpu {
     }
 }
 
-/// After its last turn on a GPU, a program counts as using that GPU for this time.
+/// The time after its last turn on a GPU for which a program counts as using the GPU.
 const LATELY: Duration = Duration::from_secs(2);
 
 /// Returns the GPUs whose locks this client needs together: this GPU, all GPUs where threads wait,

@@ -1,6 +1,6 @@
-//! The memory sizes that the program sees under a limit from a rule or its environment
-//! ([`super::memory_limits`]). CUDA and NVML report the same sizes, even before the program uses the
-//! GPU, because programs plan with these sizes.
+//! The memory sizes that the program sees under a limit from a rule or from the program's
+//! environment ([`super::memory_limits`]). CUDA and NVML report the same sizes, even before the
+//! program uses the GPU, because programs plan with these sizes.
 
 use super::Gpu;
 use crate::{connection, memory::account::Account};

@@ -47,7 +47,8 @@ use nvshare_wire::{MAX_SLOTS, Uuid};
 
 #[derive(Debug)]
 pub struct Gpu {
-    /// The driver's ordinal in this process, which is also its slot in the protocol.
+    /// The driver's ordinal of the GPU in this process, which is also the GPU's slot in the
+    /// protocol.
     pub index: u32,
     pub gate: Gate,
     pub work: Work,

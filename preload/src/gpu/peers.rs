@@ -3,8 +3,9 @@
 //! also peers if one call submits work to both, for example the launch of a graph that was captured in
 //! streams of both.
 //!
-//! Work for one of the peers passes only when the gates of all are open. Memory of one is evicted only
-//! when the work of all is done. Their locks are only held together.
+//! Work for a GPU passes only when the gates of all its peers are open too. Memory of a GPU is
+//! evicted only when the work of all its peers is done too. A client holds the locks of peers only
+//! together.
 
 use crate::{
     connection,
@@ -22,7 +23,7 @@ use core::time::Duration;
 /// The interval between checks whether transfers are done.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Makes two GPUs and all of their peers peers of each other.
+/// Couples two GPUs: they and all of their peers become peers of each other.
 pub fn couple(a: &'static Gpu, b: &'static Gpu) {
     static ONE: Mutex<()> = Mutex::new(Rank::Coupling, ());
     if a.index == b.index || a.is_peer_of(b) {
@@ -60,7 +61,8 @@ pub fn couple(a: &'static Gpu, b: &'static Gpu) {
     connection::wake();
 }
 
-/// Gives work on `from` the access to memory of `to` that it would have to `cuMemAlloc` memory.
+/// Gives work on `from` the same access to memory of `to` as the driver would give it to
+/// `cuMemAlloc` memory there.
 fn reach(from: &Gpu, to: &Gpu) {
     if let (true, Some(space)) = (can_reach(from, to), to.space()) {
         space.lock().let_in(from.index);

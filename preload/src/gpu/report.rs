@@ -18,8 +18,8 @@ impl Gpu {
         self.send_report(account, u64::MAX);
     }
 
-    /// Reports the account and the bytes that are free on the device. A scheduler without NVML uses them to
-    /// compute the memory use of other programs.
+    /// Reports the account and the bytes that are free on the device. A scheduler without NVML
+    /// computes the memory use of other programs from the free bytes.
     pub fn report_measured(&self, account: &Account, context: CUcontext) {
         let (mut free, mut total) = (0, 0);
         // SAFETY: `free` and `total` outlive the call.
@@ -113,8 +113,9 @@ impl Gpu {
         is
     }
 
-    /// Whether contents of this GPU's memory are lost. Calls that could use the contents then fail, as
-    /// after an uncorrectable error of the GPU's memory, from which no process recovers either.
+    /// Whether contents of this GPU's memory are lost. Calls that could use the contents then fail,
+    /// as after an uncorrectable error of the GPU's memory. No process recovers from such an error
+    /// either.
     #[cold]
     pub fn has_lost_memory(&self) -> bool {
         self.account().is_some_and(|account| account.is_lost)

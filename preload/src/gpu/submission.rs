@@ -25,8 +25,8 @@ impl Gpu {
         self.work.note(stream);
         self.work.renew_marks(slot);
         let name = work::name_of(stream);
-        // Only the thread itself can record points in its per-thread stream, so each submission to that stream
-        // records a point.
+        // Only the thread itself can record points in its per-thread stream. So each submission to
+        // that stream takes the slow path, which records a point.
         let may_last = stream != STREAM_PER_THREAD
             && name.is_some()
             && !work::is_marked_at_once(stream)
@@ -89,7 +89,8 @@ impl Gpu {
             return gpu().leave(slot, weight, stream(), result);
         }
         let index = slot.at.load(Ordering::Relaxed);
-        // SAFETY: the table has `MAX_SLOTS` entries. This saves a bounds check.
+        // SAFETY: `at` is the index of a GPU in the table, which has `MAX_SLOTS` entries. The
+        // assertion saves a bounds check.
         unsafe { core::hint::assert_unchecked(index < MAX_SLOTS) };
         Gate::leave(index, slot);
         if weight > 0 && Work::is_mark_due(slot, weight) {

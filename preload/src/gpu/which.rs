@@ -19,8 +19,8 @@ const OTHERS: i32 = -2;
 /// The program has contexts on several GPUs, at least one of them attached. The driver must be queried
 /// for the GPU of a call.
 const SEVERAL: i32 = -3;
-/// The GPU on which this process has contexts, if it is only one. A launch then need not query the
-/// driver for its GPU.
+/// The GPU on which this process has contexts, if there is only one such GPU. A launch then need
+/// not query the driver for its GPU.
 static ONLY: AtomicI32 = AtomicI32::new(NONE);
 
 /// Called before the program creates a context on this GPU, which is attached.

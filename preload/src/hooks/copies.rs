@@ -138,7 +138,8 @@ hooks! { real, flavour;
 
     // ---- rows and layers ----
     [cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds | cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds] (copy: *const Copy2D) {
-        // SAFETY: the driver also dereferences `copy` and reports NULL, here and in the following hooks.
+        // SAFETY: `copy` is NULL or valid, here and in the following hooks: the driver dereferences
+        // it too, and rejects NULL.
         shaped(flavour, unsafe { copy.as_ref() }.map(Copy3D::from), real)
     }
     [cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds] (copy: *const Copy3D) { shaped(flavour, unsafe { copy.as_ref() }.copied(), real) }

@@ -28,7 +28,7 @@ unsafe fn launched_on_all(list: *const LaunchParams, count: u32, call: impl Fn()
     known.clone().for_each(|(other, _)| errno::preserved(|| couple(gpu, other)));
     launched(first, ONE, || {
         let result = call();
-        // Recorded inside the gate that all of the kernels have passed.
+        // The streams are recorded inside the gate that all of the kernels have passed.
         known.clone().for_each(|(other, stream)| errno::preserved(|| other.work.note(stream)));
         result
     })
@@ -45,7 +45,7 @@ hooks! { real, flavour;
         shared: u32, stream: CUstream, params: P,
     ) { launched(flavour.stream(stream), ONE, real) }
     [cuLaunchKernelEx | cuLaunchKernelEx_ptsz] (config: *const LaunchConfig, f: CUfunction, params: P, extra: P) {
-        // SAFETY: the driver also dereferences `config` and reports NULL.
+        // SAFETY: `config` is NULL or valid: the driver dereferences it too, and rejects NULL.
         let stream = unsafe { config.as_ref() }.map_or(CTX_DEFAULT_STREAM, |c| c.stream);
         launched(flavour.stream(stream), ONE, real)
     }
@@ -111,47 +111,47 @@ hooks! { real, flavour;
     [cuGraphAddMemcpyNode] (
         node: P, graph: CUgraph, after: P, n: Size, params: *const Copy3D, context: CUcontext,
     ) {
-        // SAFETY: the driver also dereferences `params` and reports NULL.
+        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
         naming_by(unsafe { copy_node(params) }, real)
     }
     [cuGraphAddMemsetNode] (
         node: P, graph: CUgraph, after: P, n: Size, params: *const Fill, context: CUcontext,
     ) {
-        // SAFETY: the driver also dereferences `params` and reports NULL.
+        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
         naming_by(unsafe { fill_node(params) }, real)
     }
     [cuGraphAddBatchMemOpNode] (node: P, graph: CUgraph, after: P, n: Size, params: P) { naming(real) }
     [cuGraphAddNode] (node: P, graph: CUgraph, after: P, n: Size, params: *const NodeParams) {
-        // SAFETY: the driver also dereferences `params` and reports NULL.
+        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
         naming_by(unsafe { any_node(params) }, real)
     }
     [cuGraphAddNode_v2 | cuGraphAddNode_v3] (node: P, graph: CUgraph, after: P, edges: P, n: Size, params: *const NodeParams) {
-        // SAFETY: the driver also dereferences `params` and reports NULL.
+        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
         naming_by(unsafe { any_node(params) }, real)
     }
     [cuGraphMemcpyNodeSetParams] (node: P, params: *const Copy3D) {
-        // SAFETY: the driver also dereferences `params` and reports NULL.
+        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
         naming_by(unsafe { copy_node(params) }, real)
     }
     [cuGraphMemsetNodeSetParams] (node: P, params: *const Fill) {
-        // SAFETY: the driver also dereferences `params` and reports NULL.
+        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
         naming_by(unsafe { fill_node(params) }, real)
     }
     [cuGraphBatchMemOpNodeSetParams] (node: P, params: P) { naming(real) }
     [cuGraphNodeSetParams | cuGraphNodeSetParams_v2] (node: P, params: *const NodeParams) {
-        // SAFETY: the driver also dereferences `params` and reports NULL.
+        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
         naming_by(unsafe { any_node(params) }, real)
     }
     [cuGraphExecMemcpyNodeSetParams] (graph: CUgraphExec, node: P, params: *const Copy3D, context: CUcontext) {
-        // SAFETY: the driver also dereferences `params` and reports NULL.
+        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
         naming_by(unsafe { copy_node(params) }, real)
     }
     [cuGraphExecMemsetNodeSetParams] (graph: CUgraphExec, node: P, params: *const Fill, context: CUcontext) {
-        // SAFETY: the driver also dereferences `params` and reports NULL.
+        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
         naming_by(unsafe { fill_node(params) }, real)
     }
     [cuGraphExecNodeSetParams] (graph: CUgraphExec, node: P, params: *const NodeParams) {
-        // SAFETY: the driver also dereferences `params` and reports NULL.
+        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
         naming_by(unsafe { any_node(params) }, real)
     }
     [cuGraphExecBatchMemOpNodeSetParams | cuGraphExecChildGraphNodeSetParams] (
@@ -164,7 +164,7 @@ hooks! { real, flavour;
     }
     [cuGraphInstantiateWithFlags] (place: P, graph: CUgraph, flags: u64) { retried(|| naming(real)) }
     [cuGraphInstantiateWithParams | cuGraphInstantiateWithParams_ptsz] (place: P, graph: CUgraph, params: *const InstantiateParams) {
-        // SAFETY: the driver also dereferences `params` and reports NULL.
+        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
         match unsafe { params.as_ref() } {
             Some(p) if p.flags & GRAPH_INSTANTIATE_UPLOAD != 0 => retried(|| gated(flavour.stream(p.upload_stream), ONE, real)),
             _ => retried(|| naming(real)),
@@ -176,8 +176,8 @@ hooks! { real, flavour;
         naming(real)
     }
 
-    // A stream that waits for a value does not help running work to end, so this call waits with the
-    // kernels.
+    // A stream that waits for a value does not help running work to end, so these calls wait at the
+    // gate like kernels.
     [cuStreamWaitValue32 | cuStreamWaitValue32_ptsz | cuStreamWaitValue32_v2 | cuStreamWaitValue32_v2_ptsz] (
         stream: CUstream, at: CUdeviceptr, value: u32, flags: u32,
     ) { launched(flavour.stream(stream), ONE, real) }

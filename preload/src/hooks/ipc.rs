@@ -1,5 +1,5 @@
-//! Memory of this library that is shared with other processes by IPC handles
-//! ([`crate::registry::shared`]). These calls never wait for the GPU lock, but some wait for memory.
+//! Hooks of calls that share this library's memory with other processes by IPC handles
+//! ([`crate::registry::shared`]). The calls never wait for the GPU lock, but some wait for memory.
 //!
 //! IPC handles of the driver's own memory, and IPC events, are left to the driver.
 
@@ -45,8 +45,9 @@ fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresu
                 Attempt::Away if begin.elapsed() >= RETURN_TIMEOUT || !gate::is_active() => {
                     return ERROR_OUT_OF_MEMORY;
                 }
-                // The scheduler makes room for clients that request the lock, so this thread requests it. Once the
-                // memory is on the GPU, any client may hold the lock.
+                // The scheduler makes room for clients that request the lock, so this thread
+                // requests the lock. But the thread waits only for the memory, and not for the
+                // lock.
                 Attempt::Away => gpu.wait(closed::MEMORY),
             }
             time::sleep(POLL_INTERVAL);

@@ -2,7 +2,8 @@
 //! [`crate::copies`] implement the hooks. No file in this directory uses another.
 //!
 //! - [`gated`]: launches and memsets, which wait at the gate. [`copies`]: copies, which wait there too.
-//! - [`memory`]: allocations, frees and queries about addresses. [`memory_info`]: queries about the size of memory.
+//! - [`memory`]: allocations, frees and queries about addresses. [`memory_info`]: queries about the
+//!   size of memory.
 //! - [`pools`]: memory pools. [`pinned`]: arrays.
 //! - [`vmm`]: memory that the program reserves, creates and maps itself.
 //! - [`reservation`]: calls in which the driver allocates GPU memory for itself.

@@ -79,7 +79,7 @@ fn make_array<D>(place: *const CUarray, descriptor: *const D, levels: u32, real:
 where
     Texels: for<'a> From<&'a D>,
 {
-    // SAFETY: the driver also dereferences `descriptor` and reports NULL.
+    // SAFETY: `descriptor` is NULL or valid: the driver dereferences it too, and rejects NULL.
     let bytes = unsafe { descriptor.as_ref() }.map_or(0, |d| Texels::from(d).bytes());
     // Each level has at most half the bytes of the previous level.
     let bytes = if levels > 1 { bytes.saturating_mul(2) } else { bytes };

@@ -171,9 +171,9 @@ fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> 
     if free_later(address) { SUCCESS } else { pinned::free(Kind::Address, address, real) }
 }
 
-/// Whether the stream does not synchronize with the legacy stream. In a stream that does, a free is
-/// ordered after the work of all such streams. Synchronizing that one stream may not wait for all of
-/// them.
+/// Whether the stream is non-blocking: it does not synchronize with the legacy stream. A free in a
+/// blocking stream is ordered after the work of all blocking streams, but synchronizing that stream
+/// may not wait for all of them.
 fn is_apart(stream: CUstream) -> bool {
     let mut flags = 0;
     // SAFETY: `flags` outlives the call, and the stream is valid.
@@ -255,7 +255,7 @@ fn attribute_set(pool: CUmemoryPool, which: i32) {
     }
 }
 
-/// Adds the statistics of this library's pool to those of the driver's pool.
+/// Adds the statistics of this library's pool to the statistics of the driver's pool.
 ///
 /// # Safety
 /// `value` is valid for that attribute.

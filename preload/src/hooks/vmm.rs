@@ -93,7 +93,8 @@ hooks! { real, flavour;
             return real();
         }
         let types = TABLE.lock().memory(handle).map(|memory| memory.flags.handle_types);
-        // Checked first: memory that cannot be exported need not be restored to the GPU.
+        // This check comes first, so that memory that cannot be exported is not restored to the
+        // GPU.
         if types.is_none_or(|types| types == 0 || types & kind == 0) || shareable.is_null() {
             return ERROR_INVALID_VALUE;
         }
@@ -196,8 +197,8 @@ hooks! { real, flavour;
     [cuLogicalEndpointBindAddr] (endpoint: u32, device: CUdevice, at: u64, address: CUdeviceptr, size: u64, flags: u64) {
         bind_at(address, size as Size, real)
     }
-    // Memory created for sparse arrays belongs to the driver. Other arrays can be mapped later, from any
-    // memory.
+    // Memory that is created for sparse arrays belongs to the driver. But arrays with deferred
+    // mapping accept any memory, also memory of this library.
     [cuMemMapArrayAsync | cuMemMapArrayAsync_ptsz] (list: *const ArrayMap, n: u32, stream: CUstream) {
         // SAFETY: `list` has `n` entries, as the program states.
         if unsafe { maps_ours(list, n) } { ERROR_NOT_SUPPORTED } else { gated(flavour.stream(stream), ONE, real) }

@@ -1,13 +1,13 @@
 //! Libraries opened with `RTLD_DEEPBIND`. They search their own dependencies before the libraries of
 //! the program, and so do not find the hooks.
 //!
-//! From the first such `dlopen` on, the functions that such libraries would find are redirected to the
-//! hooks ([`redirect`]). The C library's `dlsym` is redirected immediately, before any code of the
-//! library runs. The functions of the driver and of NVML are redirected when the driver or NVML is loaded. If
-//! the program already uses CUDA, the driver is loaded before the `dlopen`. If the opened library
-//! depends on the driver, the driver is loaded by the end of the `dlopen`. A library opened with
-//! `dlopen` is always queried with `dlsym` first, so `dlsym` is where we notice that it has loaded the
-//! driver.
+//! From the first such `dlopen` on, the functions that such libraries would find are redirected to
+//! the hooks ([`redirect`]). The C library's `dlsym` is redirected immediately, before any code of
+//! the library runs. The functions of the driver and of NVML are redirected when the driver or NVML
+//! is loaded. If the program already uses CUDA, the driver is loaded before the `dlopen`. If the
+//! opened library depends on the driver, the driver is loaded by the end of the `dlopen`. A library
+//! opened with `dlopen` is always queried with `dlsym` first, so `dlsym` is where we notice that it
+//! has loaded the driver.
 
 use super::table;
 use crate::{
@@ -84,7 +84,7 @@ fn redirect_each(dlsym: usize) {
     });
     once(&DRIVER, || {
         let (Some(driver), Some(table)) = (driver::loaded(), table::table()) else { return false };
-        driver::resolve_all(); // after this, looking up a name yields its hook
+        driver::resolve_all(); // after the redirection, a lookup would return the hooks
         redirect::redirect(driver::library::inside(driver), table);
         true
     });
@@ -98,8 +98,8 @@ fn redirect_each(dlsym: usize) {
     }
 }
 
-/// Runs the action if it has not been done. Concurrent threads repeat it, so that no thread continues
-/// before it is done.
+/// Runs the action, unless it has succeeded before. Concurrent threads may repeat the action, so
+/// that no thread continues before the action is done.
 fn once(done: &AtomicBool, action: impl FnOnce() -> bool) {
     if !done.load(Ordering::SeqCst) && action() {
         done.store(true, Ordering::SeqCst);

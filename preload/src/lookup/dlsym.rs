@@ -1,10 +1,10 @@
 //! Lookups of functions by `dlsym` and `cuGetProcAddress`, answered with hooks where they exist.
 //!
-//! Hooks are found by the *address* of the real function and not by its name, because the driver maps
-//! name, version and stream flavour to one of its exports. With drivers 470 to 555 this was checked for
-//! every name that `coverage/compare-headers.py` can query, and with driver 580 for all 459 lookups of
-//! a PyTorch program. So for any variant, a program gets the hook of exactly that variant, or its entry
-//! ([`entries`]). Unknown functions get a thunk (`thunks.rs`).
+//! Hooks are found by the *address* of the real function and not by its name, because the driver
+//! maps name, version and stream flavour to one of its exports. With drivers 470 to 555 this was
+//! checked for every name that `coverage/compare-headers.py` can query, and with driver 580 for all
+//! 459 lookups of a PyTorch program. So for any variant, a program gets the hook or the entry
+//! ([`entries`]) of exactly that variant. Unknown functions get a thunk (`thunks.rs`).
 
 use super::{
     deepbind, entries,
@@ -23,12 +23,12 @@ use core::{
     ptr,
 };
 
-/// The hook of `dlsym`. It handles names that begin with `cu`, and the NVML names that have a hook. It
-/// passes `RTLD_NEXT` lookups through, because their result depends on the caller's address. The result
-/// of an `RTLD_DEFAULT` lookup depends on the caller too, because it includes the libraries loaded with
-/// the caller. So of the driver's names, such lookups are handled only for names that this library
-/// exports, which every scope contains. All other calls jump to the real function with the caller's
-/// return address on the stack.
+/// The hook of `dlsym`. It handles names that begin with `cu`, and the NVML names that have a hook.
+/// It passes `RTLD_NEXT` lookups through, because their result depends on the caller's address. The
+/// result of an `RTLD_DEFAULT` lookup depends on the caller too, because its scope includes the
+/// libraries loaded with the caller. So the hook handles an `RTLD_DEFAULT` lookup of a driver's
+/// name only if this library exports the name: every scope contains the exports of this library.
+/// All other calls jump to the real function with the caller's return address on the stack.
 ///
 /// A library opened with `dlopen` is always queried with `dlsym` first. So this hook is where we notice
 /// that a library opened with `RTLD_DEEPBIND` has loaded the driver ([`deepbind`]).
@@ -322,7 +322,8 @@ unsafe extern "C" fn is_hooked(name: *const c_char) -> bool {
 
 /// Handles `dlsym` for a name that may be the driver's. Returns the hook if the real function has one.
 unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -> *mut c_void {
-    // Checked before the lookup, because the program may query the lookup's error with `dlerror`.
+    // This check precedes the lookup, because a later check would overwrite the lookup's error,
+    // which the program may query with `dlerror`.
     let is_loaded = driver::loaded().is_some();
     let found = c::real_dlsym(handle, name);
     if found.is_null() {

@@ -128,8 +128,8 @@ extern "C" fn missing() -> CUresult {
     ERROR_NOT_FOUND
 }
 
-/// Shuts all entries into the driver, those of the program and those of this library, or opens them
-/// again ([`entry`](crate::driver::entry)).
+/// Shuts all entries into the driver ([`entry`](crate::driver::entry)), the program's and this
+/// library's, or opens them again.
 pub fn shut_driver(shut: bool) {
     driver::each_function(|function| function.entry().set_shut(shut));
     hook::all().for_each(|hook| hook.real.entry().set_shut(shut));

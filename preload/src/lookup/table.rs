@@ -26,8 +26,8 @@ pub fn hook_of(real: *mut c_void) -> *mut c_void {
     }
 }
 
-/// Returns sorted pairs of a real address and its hook or entry. The table is built when the driver is
-/// loaded. Returns `None` before.
+/// Returns sorted pairs of a real address and its hook or entry. Returns `None` while the driver is
+/// not loaded. The first call after that builds the table.
 pub fn table() -> Option<&'static [(usize, usize)]> {
     static TABLE: OnceBox<Vec<(usize, usize)>> = OnceBox::new();
     if TABLE.get().is_none() {

@@ -11,8 +11,8 @@ use core::{
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-/// More than the unknown functions that a program is likely to look up. If a program looks up more,
-/// memory stays on the GPU from that lookup on.
+/// The number of thunks: more than the unknown functions that a program is likely to look up. If a
+/// program looks up more functions, memory stays on the GPU from that lookup on.
 const THUNKS: usize = 64;
 
 /// The distance between two thunks, in bytes.

@@ -43,8 +43,8 @@ pub struct Account {
     pub is_lost: bool,
     /// Bytes of chunks that are being copied, in either direction.
     pub in_flight: u64,
-    /// Freed bytes that earlier work may still use or that are being moved. They count as demand until
-    /// then.
+    /// Freed bytes that still count as demand, because earlier work may use them or they are being
+    /// moved.
     pub freeing: u64,
     /// Whether pages that are not on the GPU are faulted in on access.
     pub demand_paged: bool,
@@ -102,8 +102,8 @@ impl Account {
         let most = self.at_most(total - total / 8);
         self.limit < most && self.demand.saturating_add(self.pinned).saturating_add(bytes) <= most
     }
-    /// Whether no scheduler exists and the library does not know yet whether other clients exist, which
-    /// could make room.
+    /// Whether no scheduler is connected, and the library does not know yet whether other clients
+    /// exist that could make room.
     pub fn awaits_company(&self) -> bool {
         self.allowance == u64::MAX && self.offline_room.is_none() && !self.demand_paged
     }

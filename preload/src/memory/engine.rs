@@ -12,8 +12,9 @@ use nvshare_wire::client::{self, EngineReason};
 /// Granularity of ranges and chunks, in bytes: the granularity of `cuMemCreate` on all GPUs that
 /// support it.
 pub const GRANULE: u64 = 2 << 20;
-/// The size of the largest chunk, in bytes. Larger chunks are no faster to create and map [H200], and
-/// smaller chunks make room for other clients sooner.
+/// The size of the largest chunk, in bytes, except for memory that the program can export. Larger
+/// chunks are no faster to create and map [H200], and smaller chunks make room for other clients
+/// sooner.
 pub const CHUNK: u64 = 64 << 20;
 
 /// Properties of a chunk.

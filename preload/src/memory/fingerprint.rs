@@ -111,7 +111,7 @@ impl Fingerprinter {
         }
     }
 
-    /// Returns the table of a broken context. The table must still be unregistered.
+    /// Returns the table of a broken context. The caller must unregister the table.
     pub fn into_buffer(self) -> Buffer {
         self.table
     }
@@ -223,11 +223,11 @@ fn load() -> Result<CUmodule, CUresult> {
     })
 }
 
-/// Returns the number of chunks for one launch, and the number of parts of its largest chunk. The
-/// kernel skips parts beyond the end of a chunk.
+/// Returns the number of chunks for one launch, and the number of parts of the largest of these
+/// chunks. The kernel skips parts beyond the end of a chunk.
 ///
-/// Rejected: one launch per chunk size, which leaves most of the GPU idle. The 209 chunks of a language
-/// model, 33 to 90 MB in random order, took 74 ms on an H200.
+/// Rejected: one launch per chunk size, which leaves most of the GPU idle. The 209 chunks of a
+/// language model, 33 to 90 MB in random order, took 74 ms that way on an H200.
 fn batch(chunks: &[(u64, u64)]) -> (usize, usize) {
     let (mut count, mut parts) = (0, 1);
     for (_, len) in chunks.iter().take(MAX_CHUNKS) {

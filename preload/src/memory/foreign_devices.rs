@@ -1,6 +1,7 @@
-//! Devices other than GPUs that may access GPU memory directly: network cards, disks, and GDRCopy, with
-//! which the CPU copies without the driver. The driver does not reveal which memory such a device may
-//! access. However, a program that uses the device keeps its device file open.
+//! Devices other than GPUs that may access GPU memory directly: network cards, disks, and the
+//! device of GDRCopy, which lets the CPU copy without the driver. The driver does not reveal which
+//! memory such a device may access. However, a program that uses a device keeps the device's file
+//! open.
 
 use core::mem::MaybeUninit;
 use rustix::fs::{Mode, OFlags, RawDir, open, readlinkat};

@@ -50,7 +50,7 @@ impl Drop for Claim {
 pub struct Headroom {
     /// Bytes that the process can still allocate.
     pub left: u64,
-    /// Bytes that a cgroup lacks to its reserve of free memory.
+    /// The shortfall of a cgroup's free memory below the cgroup's reserve, in bytes.
     pub lacking: u64,
     /// Whether a cgroup limits the process's memory.
     pub is_limited: bool,

@@ -3,10 +3,10 @@
 //! This module is pure bookkeeping. [`super::space`] provides the segments and checks which frees are
 //! done.
 //!
-//! A freed block belongs to the stream in which it was freed. Later work of that stream runs after the
-//! free, so an allocation in the same stream may reuse the block immediately. Other streams must wait
-//! until the free is done. Frees are therefore numbered, across all pools of a GPU, and a fence covers
-//! all frees up to a number.
+//! A freed block belongs to the stream in which it was freed. Later work of that stream runs after
+//! the free, so an allocation in the same stream may reuse the block immediately. An allocation in
+//! another stream may reuse the block only after the free is done. Frees are therefore numbered,
+//! across all pools of a GPU, and a fence covers all frees up to a number.
 //!
 //! This allocator never makes one stream wait for another. The waiting stream would also wait for work
 //! that the program submitted after the free, and that work may itself be waiting.

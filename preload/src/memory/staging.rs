@@ -28,9 +28,9 @@ use rustix::{
 
 /// The size of a huge page.
 const HUGE: usize = 2 << 20;
-/// Bytes whose pages are allocated between two checks of the host's free memory. Several programs may
-/// find the same free memory at once. Each of their threads then allocates up to this many bytes too
-/// many, which the reserve of the cgroup absorbs.
+/// Bytes whose pages are allocated between two checks of the host's free memory. Several programs
+/// may find the same free memory at the same time. Each of their threads then allocates up to this
+/// many bytes too many. The reserve of the cgroup absorbs these bytes.
 const PIECE: usize = 16 << 20;
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: all contexts and kernels can use the
 /// memory.
@@ -82,7 +82,8 @@ impl Buffer {
                 let _ = munmap(start as *mut c_void, len);
                 return None;
             }
-            // Set before the first access, so that child processes and core files contain no copy.
+            // The advice precedes the first access, so that child processes and core files contain
+            // no copy.
             for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump, Advice::LinuxHugepage] {
                 let _ = madvise(start as *mut c_void, len, advice);
             }
@@ -103,7 +104,8 @@ impl Buffer {
     }
 
     fn fill_piece(&self, at: usize, len: usize) -> bool {
-        // Checked for each piece, because other processes may have allocated memory since the last check.
+        // The claim is made for each piece, because other processes may have allocated memory since
+        // the last claim.
         let Some(_claim) = Claim::new(len as u64) else { return false };
         // SAFETY: the memory belongs to this buffer and is not in use yet.
         unsafe {

@@ -25,8 +25,8 @@ use core::time::Duration;
 const RETRY_INTERVAL: Duration = Duration::from_millis(2);
 const LONGEST_RETRY_INTERVAL: Duration = Duration::from_millis(32);
 
-/// The time for which a context's work counts as done after it was found done. Jobs may then wait for
-/// later work, but a program that is never idle has less work queued than this.
+/// The time for which a context's work counts as done after it was found done. Jobs may then wait
+/// for later work, but even a program that is never idle queues no more GPU time than this.
 const PASSED_FOR: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
@@ -207,7 +207,8 @@ impl Queue {
             Job::Load(context) => {
                 let load = || {
                     let loaded = Fingerprinter::new(context).ok();
-                    // Stored before the context is left, so that the context cannot be destroyed before then.
+                    // The kernel is stored before the thread leaves the context, so that the
+                    // context cannot be destroyed earlier.
                     self.state.lock().loaded.push((context, loaded));
                 };
                 let has_passed = self.has_passed(context, passing);

@@ -1,6 +1,6 @@
-//! The memory sizes that NVML shows, which equal CUDA's ([`memory_info`]). The real sizes are shown to
-//! programs that do not use CUDA, such as monitors, to programs without a limit, and in queries about a
-//! MIG slice.
+//! The memory sizes that NVML shows, which equal CUDA's ([`memory_info`]). NVML shows the real
+//! sizes to programs that do not use CUDA, such as monitors, and to programs without a limit. It
+//! also shows the real sizes of MIG slices.
 
 use super::{Device, ERROR_LIBRARY_NOT_FOUND, Function, Return, SUCCESS, uuid};
 use crate::{

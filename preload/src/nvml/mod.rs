@@ -117,8 +117,8 @@ pub fn hook_of(found: *mut c_void) -> *mut c_void {
 fn uuid(device: Device) -> Option<Uuid> {
     type Ask = unsafe extern "C" fn(Device, *mut c_char, u32) -> Return;
     let mut text = [0; UUID_LEN];
-    // SAFETY: NVML's export of this name has this signature, and has just answered another query with this
-    // handle.
+    // SAFETY: NVML's export of this name has this signature. The handle is valid, because NVML has
+    // just answered another query with it.
     let result = unsafe { transmute::<usize, Ask>(UUID.address()?)(device, text.as_mut_ptr().cast(), UUID_LEN as u32) };
     let text = CStr::from_bytes_until_nul(&text).ok().filter(|_| result == SUCCESS)?;
     Uuid::parse(text.to_str().ok()?.strip_prefix("GPU-")?)

@@ -53,8 +53,8 @@ pub fn add(gpu: Option<&'static Gpu>, kind: Kind, name: u64, bytes: u64) {
     gpu.pin(|pinned| pinned.saturating_add(bytes));
 }
 
-/// Removes the arrays and addresses of a destroyed context. If it was the `last` context of the GPU,
-/// removes all of the GPU's. Chunks belong to no context, and stay.
+/// Removes the arrays and addresses of a destroyed context. If it was the `last` context of the
+/// GPU, removes all arrays and addresses of the GPU. Chunks belong to no context, and stay.
 pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
     let mut table = TABLE.lock();
     let mut bytes = 0u64;
@@ -86,8 +86,8 @@ pub struct Reference {
     last: Option<Pinned>,
 }
 
-/// Takes a reference out before the call that releases it, because after the call its name may denote
-/// other memory.
+/// Takes a reference out before the call that releases it, because after the call the handle or
+/// address may denote other memory.
 pub fn take(kind: Kind, name: u64) -> Option<Reference> {
     let name = (kind, name);
     let mut table = TABLE.lock();
@@ -98,14 +98,15 @@ pub fn take(kind: Kind, name: u64) -> Option<Reference> {
 }
 
 impl Reference {
-    /// Called if the call has succeeded. Memory without references is then free.
+    /// Completes the release, after the driver's call has succeeded. Memory without references no
+    /// longer counts.
     pub fn release(self) {
         if let Some(Pinned { gpu, bytes, .. }) = self.last {
             gpu.pin(|pinned| pinned.saturating_sub(bytes));
         }
     }
 
-    /// Called if the call has failed. The reference then remains.
+    /// Undoes the release, after the driver's call has failed.
     pub fn restore(self) {
         let mut table = TABLE.lock();
         match (self.last, table.pinned.get_mut(&self.name)) {

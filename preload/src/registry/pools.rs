@@ -14,7 +14,7 @@ use core::ffi::c_void;
 /// The pools that the program has created and that this library can serve, and their GPUs.
 static MADE: Mutex<BTreeMap<u64, CUdevice>> = Mutex::new(Rank::MemoryPools, BTreeMap::new());
 
-/// `CUmemPoolProps`. Older headers name fewer of the same bytes.
+/// `CUmemPoolProps`. Older headers declare fewer fields in the same bytes.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct Properties {
@@ -112,8 +112,8 @@ pub fn is_ours(pool: CUmemoryPool, gpu: &'static Gpu, space: &Mutex<Space>) -> b
     let guard = space.lock();
     let (is_known, copies) = (guard.has_pool(handle), guard.engine().copies());
     drop(guard);
-    // Pools are not served from managed memory, which is freed with its context, and only by a thread that
-    // can wait.
+    // This library serves no pools from managed memory, because the driver frees managed memory
+    // with its context, and only on a thread that can wait.
     if is_known || !copies {
         return is_known;
     }

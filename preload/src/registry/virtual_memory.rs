@@ -3,8 +3,8 @@
 //! driver has created.
 //!
 //! This library's memory has a *virtual handle*, which denotes a range of a
-//! [`Space`](crate::memory::space::Space). The chunks of the range are created and freed as memory
-//! moves, and the driver's handles with them. Memory that is left to the driver has the driver's
+//! [`Space`](crate::memory::space::Space). As memory moves, the chunks of the range are created and
+//! freed, and the driver's handles change. Memory that is left to the driver has the driver's
 //! handle.
 
 use crate::{
@@ -98,7 +98,8 @@ impl Table {
         handle
     }
 
-    /// Returns the memory behind a virtual handle, while the program has the handle.
+    /// Returns the memory behind a virtual handle, or `None` if the program has released the
+    /// handle.
     pub fn memory(&self, handle: Handle) -> Option<Memory> {
         self.memory.get(&handle).filter(|memory| memory.handles > 0).copied()
     }
@@ -165,13 +166,13 @@ impl Table {
     }
 }
 
-/// Whether each of these mappings is within the addresses. All of them overlap the addresses.
+/// Whether each of these mappings is within the addresses. All mappings must overlap the addresses.
 pub fn are_within(mappings: &[Mapping], at: u64, len: u64) -> bool {
     mappings.iter().all(|m| at <= m.at && m.at - at <= len && m.len <= len - (m.at - at))
 }
 
-/// Whether these mappings cover the addresses exactly and without a gap. All of them overlap the
-/// addresses.
+/// Whether these mappings cover the addresses exactly and without a gap. All mappings must overlap
+/// the addresses.
 pub fn make_up(mappings: &[Mapping], at: u64, len: u64) -> bool {
     let end = mappings.iter().try_fold(at, |next, m| (m.at == next).then(|| m.at + m.len));
     end.is_some_and(|end| Some(end) == at.checked_add(len))

@@ -1,10 +1,10 @@
 //! The heap: the program's own `malloc`, and a small pool in the library for the case that `malloc`
 //! fails.
 //!
-//! A failed allocation would panic, and a panic on one of the program's threads would end the program.
-//! A program at the limit of its address space must get the driver's error instead. The library's
-//! allocations in such a call are small, and come from the pool. Pool memory is never reused, so the
-//! pool lasts only for a short time. Once the pool is used up, allocations fail.
+//! A failed allocation would panic, and a panic on one of the program's threads would end the
+//! program. A program at the limit of its address space must get the driver's error instead. The
+//! library's allocations in such a call are small, and come from the pool. Pool memory is never
+//! reused, so the pool lasts only for a short time. After that, allocations fail.
 
 use core::{
     alloc::{GlobalAlloc, Layout},

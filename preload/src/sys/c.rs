@@ -3,7 +3,8 @@
 //! or load libpthread and libdl into every process.
 //!
 //! `dlvsym` finds the other functions. It is linked weakly, in a version that every glibc has. In a
-//! program without libdl its address is NULL, and no function is looked up with it.
+//! program without libdl, the address of `dlvsym` is NULL, and `dlsym` is found in the loader's
+//! tables instead.
 
 use crate::sys::elf;
 use alloc::vec::Vec;
@@ -66,8 +67,9 @@ pub fn dlvsym(handle: *mut c_void, name: &CStr) -> *mut c_void {
     }
 }
 
-/// The address of the C library's `dlsym`, or of the next library's `dlsym` that interposes it. 0 until
-/// first needed. The hook of `dlsym` reads this static directly, without a call.
+/// The address of the next `dlsym` in the search order: the C library's, or one of another library
+/// that interposes `dlsym`. 0 before the first use. The hook of `dlsym` reads this static directly,
+/// without a call.
 pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 
 /// The address of the `dlopen` that follows this library's in the search order. The hook of `dlopen`
@@ -75,8 +77,8 @@ pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 pub static REAL_DLOPEN: AtomicUsize = AtomicUsize::new(0);
 
 /// Finds the real `dlsym` with `dlvsym`, which returns the next versioned `dlsym` and not this
-/// library's. No known library interposes `dlvsym`. In a program that loaded libdl later, neither
-/// function is in the search scope, and the loader's tables are searched.
+/// library's. No known library interposes `dlvsym`. In a program that loaded libdl after its start,
+/// `dlvsym` and `dlsym` are outside the search scope, so the loader's tables are searched.
 pub extern "C" fn find_real_dlsym() -> usize {
     let address = match dlvsym(libc::RTLD_NEXT, c"dlsym") as usize {
         0 => elf::of_c_library(c"dlsym").unwrap_or(0),
@@ -97,8 +99,9 @@ pub extern "C" fn find_real_dlopen() -> usize {
     address
 }
 
-/// Returns the C library's own `dlopen`, or `None` if the process has none. It bypasses all
-/// interposers: an interposer may look up symbols, and would then call this library again.
+/// Returns the C library's own `dlopen`, or `None` if the process has none. This function bypasses
+/// all interposers, because an interposer may look up symbols, and would then call this library
+/// again.
 pub fn dlopen() -> Option<unsafe extern "C" fn(*const c_char, c_int) -> *mut c_void> {
     static ADDRESS: AtomicUsize = AtomicUsize::new(0);
     let mut address = ADDRESS.load(Ordering::Relaxed);
@@ -143,7 +146,7 @@ pub fn at_fork_in_child(call: extern "C" fn()) {
     unsafe { __register_atfork(None, None, Some(call), core::ptr::null_mut()) };
 }
 
-/// Registers a function that runs when the program exits, before those registered earlier.
+/// Registers a function that runs when the program exits, before all functions registered earlier.
 pub fn at_exit(call: extern "C" fn(*mut c_void)) {
     if let Some(register) = __cxa_atexit() {
         // SAFETY: this library is never unloaded, so it needs no handle to unregister the function.
@@ -151,7 +154,8 @@ pub fn at_exit(call: extern "C" fn(*mut c_void)) {
     }
 }
 
-/// Declares functions that are looked up on first use. Each returns `None` if the process does not have the function.
+/// Declares functions that are looked up on first use. A lookup returns `None` if the process does
+/// not have the function.
 macro_rules! late {
     ($( $name:ident ( $($type:ty),* ) -> $result:ty; )*) => { $(
         pub fn $name() -> Option<unsafe extern "C" fn($($type),*) -> $result> {

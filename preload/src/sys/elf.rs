@@ -101,9 +101,9 @@ pub struct Object<'a> {
 
 /// Visits every object, in the order in which they were loaded, until `visit` returns false.
 ///
-/// The loader holds the lock of its list of objects during the visit. No thread holds that lock while
-/// it runs a constructor or waits. `visit` must neither allocate nor look up symbols, because other
-/// threads take the locks for that before the lock of the list.
+/// The loader holds the lock of its list of objects during the visit. No thread holds that lock
+/// while it runs a constructor or waits. `visit` must neither allocate nor look up symbols, because
+/// other threads hold the locks for these actions when they take the lock of the list.
 pub fn each_object(mut visit: impl FnMut(&Object) -> bool) {
     unsafe extern "C" fn call<F: FnMut(&Object) -> bool>(
         info: *mut libc::dl_phdr_info,
@@ -256,8 +256,8 @@ impl Object<'_> {
             })
     }
 
-    /// Redirects existing bindings of this object in the same way. Returns `false` if some bindings cannot
-    /// be written.
+    /// Redirects existing bindings of this object to the addresses that `substitute` returns.
+    /// Returns `false` if some bindings cannot be written.
     ///
     /// # Safety
     /// The loader is not processing any object that is bound to an address known to `substitute`, because
@@ -362,7 +362,7 @@ impl Tables {
         }
     }
 
-    /// Returns the address of the symbol with this number, if it is defined and has this name.
+    /// Returns the address of the symbol with this index, if it is defined and has this name.
     unsafe fn matching(&self, number: u32, name: &CStr) -> Option<usize> {
         // SAFETY: `number` comes from the library's own hash table.
         unsafe {
@@ -372,8 +372,9 @@ impl Tables {
         }
     }
 
-    /// Reads `DT_GNU_HASH`, which consists of a header, a Bloom filter, the buckets, and chains that end
-    /// with an odd hash. Returns the buckets, the number of the first symbol in a chain, and the chains.
+    /// Reads `DT_GNU_HASH`, which consists of a header, a Bloom filter, the buckets, and chains
+    /// that end with an odd hash. Returns the buckets, the index of the first hashed symbol
+    /// (`symoffset`), and the chains.
     unsafe fn gnu_hash_table(&self) -> (&[u32], u32, *const u32) {
         // SAFETY: all indices come from the table itself.
         unsafe {
@@ -408,8 +409,8 @@ impl Tables {
         }
     }
 
-    /// Looks up the name in `DT_HASH`. The table is the number of buckets, the number of symbols, the
-    /// buckets, and one chain link for each symbol.
+    /// Looks up the name in `DT_HASH`. The table consists of the number of buckets, the number of
+    /// symbols, the buckets, and one chain link for each symbol.
     unsafe fn look_up_by_hash(&self, name: &CStr) -> Option<usize> {
         let hash = name.to_bytes().iter().fold(0u32, |h, b| {
             let h = (h << 4).wrapping_add(u32::from(*b));

@@ -31,8 +31,8 @@ impl Once {
         Self(AtomicU8::new(NOT_DONE))
     }
 
-    /// Runs the action if no thread has completed it. Waits while another thread runs it. Returns `false`
-    /// if the action failed; the next caller then tries again.
+    /// Runs the action if no thread has completed it. Waits while another thread runs it, for at
+    /// most [`LONGEST`]. Returns `false` if the action failed; the next caller then tries again.
     pub fn run(&self, action: impl FnOnce() -> bool) -> bool {
         match self.0.compare_exchange(NOT_DONE, DOING, Ordering::SeqCst, Ordering::SeqCst) {
             Ok(_) => {

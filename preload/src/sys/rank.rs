@@ -8,13 +8,14 @@
 pub enum Rank {
     /// The green contexts.
     GreenContexts,
-    /// Opening memory of another process, by one thread at a time. It takes until that process answers.
+    /// Opening memory of another process, by one thread at a time. The lock is held until that
+    /// process has answered.
     Opening,
     /// Not a lock: the calling thread waits at a gate or for an answer, and the client's thread must end
     /// that wait. So the client's thread takes none of the earlier locks, and holds this rank itself.
     ClientThread,
-    /// The memory that the program has mapped itself: calls that change the meaning of a handle or an
-    /// address.
+    /// The memory that the program has mapped itself. Calls that change the meaning of a handle or
+    /// an address hold this lock.
     VirtualMemory,
     /// Making GPUs peers, by one thread at a time.
     Coupling,
@@ -141,8 +142,8 @@ mod checked {
             self.take_within((!0 << self.0 as u32) << 1)
         }
 
-        /// Like `take`, for a rank that is not a lock. The thread may have left the rank by `longjmp` without
-        /// dropping it.
+        /// Like `take`, for a rank that is not a lock. The thread may have left an earlier wait by
+        /// `longjmp`, without dropping its [`Held`].
         pub fn take_anew(&self) -> Held {
             thread::set_ranks(thread::ranks() & !(1 << self.0 as u32));
             self.take()
@@ -200,8 +201,8 @@ mod checked {
         }
     }
 
-    /// Aborts, because two threads could wait for each other. Only tests run debug builds, and they must
-    /// not miss this.
+    /// Aborts, because two threads could wait for each other. Only tests run debug builds, and a
+    /// test must not miss a violation.
     #[cold]
     fn violation(rank: Rank, held: u64) -> ! {
         let highest = u64::BITS - 1 - held.leading_zeros();

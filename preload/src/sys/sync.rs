@@ -1,6 +1,7 @@
 //! Locks based on futexes. They have no poisoning, and make a system call only under contention.
 //!
-//! Each lock has a [`Rank`]. Debug builds check that threads take locks in rank order; release builds do not.
+//! Each lock has a [`Rank`]. Debug builds check that threads take locks in rank order; release
+//! builds do not.
 
 use super::rank::Ranked;
 pub use super::rank::{Held, Rank};

@@ -51,8 +51,9 @@ fn create(main: *mut Main) -> bool {
             return false;
         }
         detach(attributes, libc::PTHREAD_CREATE_DETACHED);
-        // Does not inherit the policy of the calling thread. A caller under SCHED_FIFO may keep the processor
-        // while it waits for the new thread, which would then never run.
+        // The new thread does not inherit the policy of the calling thread. A caller under
+        // SCHED_FIFO may keep the processor while it waits for the new thread, and a new thread
+        // with the same policy would never run.
         if let (Some(inherit), Some(policy), Some(priority)) =
             (c::pthread_attr_setinheritsched(), c::pthread_attr_setschedpolicy(), c::pthread_attr_setschedparam())
         {
@@ -83,8 +84,8 @@ extern "C" fn run(main: *mut c_void) -> *mut c_void {
 fn with_signals_blocked<R>(f: impl FnOnce() -> R) -> R {
     let Some(sigprocmask) = c::sigprocmask() else { return f() };
     let (mut all, mut before) = (MaybeUninit::<libc::sigset_t>::uninit(), MaybeUninit::uninit());
-    // SAFETY: `all` and `before` outlive the calls. On Linux, the mask is that of the calling thread. The
-    // C library keeps its own signals unblocked.
+    // SAFETY: `all` and `before` outlive the calls. On Linux, `sigprocmask` changes the mask of the
+    // calling thread only. The C library keeps its own signals unblocked.
     unsafe {
         all.as_mut_ptr().write_bytes(0xff, 1);
         let changed = sigprocmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) == 0;

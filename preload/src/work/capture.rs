@@ -1,8 +1,8 @@
 //! Stream captures. Calls of this library must not invalidate them.
 //!
 //! Depending on its mode, a capture is invalidated by a concurrent query or context-wide event.
-//! [`beside`] makes such calls while no capture can begin. If a capture is already active, it makes
-//! them in relaxed mode, in which queries are allowed (driver 580).
+//! [`beside`] makes such calls while no capture can begin. If a capture is already active, `beside`
+//! makes the calls in relaxed mode, in which queries are allowed (driver 580).
 
 use super::streams::context_of;
 use crate::{
@@ -131,8 +131,9 @@ pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
     result
 }
 
-/// Makes a call by which `stream`, which does not capture, waits for an event. The stream may thereby
-/// join a capture. If so, also returns the contexts of the stream and of the capture's origin.
+/// Makes a call that lets `stream` wait for an event. The stream is not capturing, but may join a
+/// capture by this call. If it does, also returns the contexts of the stream and of the capture's
+/// origin.
 pub fn joining(stream: CUstream, call: impl FnOnce() -> CUresult) -> (CUresult, Option<[CUcontext; 2]>) {
     let Some(context) = context_of(stream) else { return (call(), None) };
     let result = call();
@@ -177,8 +178,8 @@ pub fn end_all_in(context: CUcontext) {
     forget(|capture| capture.origin().is_none_or(|origin| origin.context == context as usize));
 }
 
-/// Whether captures may exist. False in the child of a fork, where the count is the parent's and the
-/// lock may have been held by another thread.
+/// Whether captures may exist. False in the child of a fork, because the count is the parent's
+/// there, and another thread may have held the lock during the fork.
 fn is_known() -> bool {
     any() && gate::is_active()
 }

@@ -134,7 +134,8 @@ impl Work {
                 time::sleep(POLL_INTERVAL);
                 inner = self.inner.lock();
             }
-            // From now on, a new stream may receive the handle of a stream that is destroyed with the context.
+            // The epoch ends, because from now on a new stream may receive the handle of a stream
+            // that is destroyed with the context.
             epoch::end();
             let Some(at) = inner.contexts.iter().position(|context| context.handle == handle) else { return false };
             let context = inner.contexts.swap_remove(at);
@@ -159,9 +160,9 @@ impl Work {
         others.filter(|other| other.handle != context as usize).all(|other| other.foreign)
     }
 
-    /// Called when the destroying call has returned. The context then no longer exists, or it stays. If
-    /// another thread has retained the context during the call, the call succeeds and the context stays
-    /// with one use less.
+    /// Called when the destroying call has returned. With `is_gone`, the context no longer exists.
+    /// Otherwise it stays. If another thread has retained the context during the call, the call
+    /// succeeds and the context stays with one use less.
     pub fn end_of_destroying(&self, context: CUcontext, is_gone: bool, result: CUresult) {
         let mut inner = self.inner.lock();
         let Some(at) = inner.dying.iter().position(|dying| dying.context.handle == context as usize) else { return };
@@ -178,9 +179,9 @@ impl Work {
         inner.streams.extend(streams);
     }
 
-    /// Uses each new context once on the client's thread, before other threads depend on that thread. On
-    /// first use, the driver sets up thread-local storage. This may need the dynamic loader's lock, which a
-    /// thread that waits at the gate may hold.
+    /// Uses one new context, once, on the client's thread, before other threads depend on that
+    /// thread. On first use, the driver sets up thread-local storage. This may need the dynamic
+    /// loader's lock, which a thread that waits at the gate may hold.
     pub fn warm_up_contexts(&self) {
         let mut inner = self.inner.lock();
         if let Some(context) = inner.contexts.iter_mut().find(|c| !c.foreign && !c.warm) {

@@ -50,11 +50,11 @@ impl Work {
             self.find_room(&mut inner);
         }
         if !inner.recording.is_empty() {
-            return None; // another thread is just recording a point
+            return None; // another thread is recording a point
         }
         for stream in dirty {
-            // Some streams can only be used by one thread, which is about to record a point there. If the queue
-            // may be full, points are recorded when it has room again.
+            // Only one thread can use a foreign stream, and that thread is about to record a point
+            // there. If queues may be full, points are recorded when the queues have room again.
             let made = !inner.is_foreign(stream)
                 && inner.has_room()
                 && with_current(stream.context, || inner.point_with_room(stream).is_some()) == Ok(true);

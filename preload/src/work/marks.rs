@@ -34,10 +34,10 @@ const MAX_WINDOW: u32 = 4096;
 /// large, as it is for small kernels.
 const MARKS_PER_WINDOW: u32 = 8;
 
-/// Up to this number of pending marks, each due mark is recorded. There are normally no more. Each mark
-/// occupies an entry in the driver's queue, which has about a thousand. If the work does not end, the
-/// spacing of marks doubles with every `MARKS_PER_DOUBLING` marks. A thousand launches then need 40
-/// marks, and a million launches need 70.
+/// Up to this number of pending marks, each due mark is recorded. Normally, no more marks are
+/// pending. Each mark occupies an entry in the driver's queue, which has about a thousand. If the
+/// work does not end, the spacing of marks doubles with every `MARKS_PER_DOUBLING` marks. A
+/// thousand launches then need 40 marks, and a million launches need 70.
 const FEW_MARKS: usize = 16;
 
 const MARKS_PER_DOUBLING: usize = 3;
@@ -80,7 +80,8 @@ pub(super) struct Mark {
     pub(super) weight: u32,
     /// Upper bound on the queue entries that these submissions took.
     pub(super) entries: u32,
-    /// Submissions that were outstanding when the mark was recorded, including its own.
+    /// Submissions that were outstanding when the mark was recorded, including the mark's own
+    /// submissions.
     pub(super) ahead: u32,
 }
 
@@ -131,7 +132,8 @@ impl Work {
     pub fn mark_submissions(&self, slot: &threads::Slot, stream: CUstream) {
         let between = slot.between_marks.get();
         let unmarked = between.abs_diff(slot.unmarked_left.get());
-        // Only the last submission can have been a heavy one.
+        // No mark was due before the last submission, so at most `between` submissions preceded it.
+        // The weight of the last submission may be larger.
         let entries = unmarked.min(between.unsigned_abs() + 1);
         slot.unmarked_left.set(between);
         self.renew_marks(slot);
@@ -176,8 +178,8 @@ impl Work {
         self.update_full(&mut inner, Instant::now());
     }
 
-    /// Sets `full` if too much work is outstanding: more submissions than the window, or a mark that is
-    /// older than the window should last.
+    /// Sets `full` if too much work is outstanding: more submissions than the window, or an
+    /// unfinished mark that is older than the run-ahead limit.
     pub(super) fn update_full(&self, inner: &mut Inner, now: Instant) {
         let run_ahead = Duration::from_micros(self.run_ahead.load(Ordering::Relaxed).into());
         let old = inner.marks.front().is_some_and(|oldest| now - oldest.since > run_ahead);
@@ -195,10 +197,10 @@ impl Work {
         while self.is_full() && self.wait_for_oldest(stream, begin) {}
     }
 
-    /// Waits until the oldest mark is done, and adapts the window to the duration. The wait is limited,
-    /// because the mark may be behind a kernel that ends only when the program tells it to. The program may
-    /// do that in this thread's next call. Returns whether the mark is done and was recorded no later than
-    /// `newest`.
+    /// Waits until the oldest mark is done, and adapts the window to the duration. The wait is
+    /// limited, because the mark may be behind a kernel that ends only after a further call of the
+    /// program, perhaps this thread's next call. Returns whether the mark is done and was recorded
+    /// no later than `newest`.
     fn wait_for_oldest(&self, stream: CUstream, newest: Instant) -> bool {
         let begin = Instant::now();
         let mut inner = self.inner.lock();
@@ -245,9 +247,10 @@ impl Work {
         }
         let run_ahead = u64::from(self.run_ahead.load(Ordering::Relaxed));
         let fitting = ahead.saturating_mul(run_ahead) / micros;
-        // The window at most doubles, so that little work is queued while the kernels are unknown. The window
-        // is 0 if a single submission takes longer than the run-ahead limit, or recently did. One short
-        // submission in between does not mean that short submissions follow.
+        // The window at most doubles, so that little work is queued while the duration of the
+        // kernels is unknown. The window is 0 if a single submission takes longer than the
+        // run-ahead limit, or recently did. One short submission in between does not mean that
+        // short submissions follow.
         let most = inner.window.saturating_mul(2).clamp(1, MAX_WINDOW).into();
         let window = if inner.longest < run_ahead { fitting.min(most) as u32 } else { 0 };
         self.set_window(inner, if exact { window } else { window.max(inner.window) });
@@ -377,8 +380,8 @@ impl Inner {
         self.marks.front().is_some_and(|oldest| oldest.point.is_done())
     }
 
-    /// Without a pending mark, this library cannot detect when the submissions behind the latest mark are
-    /// done, so they no longer count.
+    /// Stops counting the submissions since the latest mark if no mark is pending, because the
+    /// library could not detect when they are done.
     fn forget_unmarked(&mut self) {
         if self.marks.is_empty() {
             (self.outstanding, self.unmarked) = (0, Unmarked::NONE);

@@ -1,10 +1,10 @@
 //! Work that was submitted to one GPU and may still run. This module limits the amount of work and
 //! detects when it is done.
 //!
-//! Each submission records its stream as in use. A [`Point`] is an event in one stream. A single event
-//! behind the work of all streams would be simpler, but neither kind is usable. An event in the legacy
-//! stream adds dependencies between streams ([`is_marked_at_once`]). `cuCtxRecordEvent` is forbidden
-//! during captures and missing before driver 12.5.
+//! Each submission records its stream as in use. A [`Point`] is an event in one stream. A single
+//! event behind the work of all streams would be simpler, but neither kind of such an event is
+//! usable. An event in the legacy stream adds dependencies between streams ([`is_marked_at_once`]).
+//! `cuCtxRecordEvent` is forbidden during captures and missing before driver 12.5.
 //!
 //! [`marks`] limit the work. Every few submissions, a thread records a point in its stream. When too
 //! much work is outstanding, the next submission waits for the oldest mark. The limit is a window of
@@ -73,7 +73,7 @@ struct Inner {
     contexts: Vec<Context>,
     /// Contexts that the program is destroying.
     dying: Vec<Dying>,
-    /// Streams to which work was submitted and which have not been found idle since.
+    /// Streams with submitted work that have not been found idle since the submission.
     streams: BTreeMap<Stream, StreamState>,
     /// Points that threads are recording.
     recording: Vec<Recording>,

@@ -161,7 +161,7 @@ impl Context {
         Ok(Event { handle, home: self.events.clone() })
     }
 
-    /// Makes one call of each kind that the client's thread makes, without effect.
+    /// Creates and queries an event, so that the driver sets up the calling thread.
     pub fn warm_up(&mut self) {
         if let Ok(event) = self.event() {
             // SAFETY: this library created the event. An event that was never recorded counts as done.
@@ -196,8 +196,8 @@ pub(super) fn record(event: &Event, stream: CUstream) -> CUresult {
     }
     // SAFETY: this library created `event`. Streams are forgotten before they are destroyed.
     let result = unsafe { driver::cuEventRecord(event.handle as CUevent, stream) };
-    // Another thread may have joined the stream to a capture in the meantime. The event would then never
-    // be done.
+    // Another thread may have joined the stream to a capture before the call. The event would then
+    // never be done.
     if is_captured() { ERROR_NOT_READY } else { result }
 }
 

@@ -160,8 +160,8 @@ impl Work {
                 _ => false,
             }
         };
-        // The stream stays dirty, because more work will follow. If the stream became clean, the epoch would
-        // have to end, and the next launch would have to record its use again.
+        // The stream stays dirty, because more work will follow. If the stream became clean, the
+        // epoch would have to end, and the next launch would have to record the stream's use again.
         if is_kept_dirty { self.record(stream)?.ok() } else { self.point_in(stream) }
     }
 
@@ -205,8 +205,8 @@ pub(super) fn is_idle(stream: CUstream) -> bool {
 }
 
 impl Inner {
-    /// Keeps the last point of a destroyed stream. Each addition checks two points, so that finished points
-    /// do not accumulate, in any order of completion.
+    /// Keeps the last point of a destroyed stream. Each addition checks two earlier points, so that
+    /// finished points do not accumulate, whatever the order in which they finish.
     fn keep_closed(&mut self, point: Arc<Point>) {
         for _ in 0..2 {
             if let Some(oldest) = self.closed_streams.pop_front().filter(|oldest| !oldest.is_done()) {
@@ -279,8 +279,8 @@ impl Inner {
                 }
                 Some(point)
             }
-            // No work runs in the stream, because its context is broken or the stream does not exist and the
-            // program's call failed.
+            // No work runs in the stream: either its context is broken, or the stream does not
+            // exist and the program's call has failed.
             Some(Err(error)) if is_dead(error) || matches!(error, ERROR_INVALID_HANDLE | ERROR_STREAM_DETACHED) => {
                 self.streams.remove(&stream);
                 None

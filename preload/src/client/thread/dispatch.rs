@@ -101,7 +101,7 @@ impl ClientThread {
             SchedulerMessage::Awake { moved } => self.wake_up(moved),
             SchedulerMessage::Resume { .. } => self.resume(),
             SchedulerMessage::Remark { .. } => {}
-            // Too late, because the driver has already read `CUDA_VISIBLE_DEVICES`.
+            // These answers come too late: the driver has already read `CUDA_VISIBLE_DEVICES`.
             SchedulerMessage::Placed { .. } | SchedulerMessage::Unplaced { .. } => {}
         }
     }

@@ -23,8 +23,8 @@ use rustix::fd::OwnedFd;
 /// for the client's thread.
 const MAX_JOBS: usize = 8;
 
-/// The largest excess over the limit, in bytes, while copies are being written. Eviction pauses beyond
-/// it.
+/// The largest excess over the limit, in bytes, while copies are being written. Eviction pauses
+/// while the excess is larger.
 const MOST_BEHIND: u64 = 512 << 20;
 
 /// The longest interval between checks of the cgroup, for a client that has host memory.
@@ -42,8 +42,8 @@ pub(super) struct HostTier {
     current: Option<SwapFile>,
     /// All files that may still contain copies.
     files: Vec<SwapFile>,
-    /// True if the client has more host memory than allowed and no file has room. The kernel may then page
-    /// it out.
+    /// True if the client has more host memory than allowed and no file has room. The kernel may
+    /// then page out the host memory.
     pub is_pageable: bool,
     /// The kernel's latest figures, and when they were read.
     seen: Option<(Instant, Headroom)>,
@@ -140,9 +140,10 @@ impl ClientThread {
         }
     }
 
-    /// Returns the bytes of host memory that this client may allocate for chunks that are still on the GPU.
-    /// If no other client waits for the GPU, half of the headroom of the host and the cgroups is left to
-    /// other memory. When other memory grows, these bytes are freed.
+    /// Returns the bytes of host memory that this client may allocate for chunks that are still on
+    /// the GPU. If no other client waits for the GPU, half of the headroom of the host and the
+    /// cgroups is left to other memory. When other memory grows, this client frees the host memory
+    /// that it has allocated for these chunks.
     pub(super) fn spare_host_memory(&self, is_contended: bool) -> u64 {
         let left = Headroom::now().left;
         self.tier.spare().min(if is_contended { left } else { left / 2 })
@@ -213,9 +214,9 @@ impl ClientThread {
         if jobs > 0 { CHORE_INTERVAL } else { Duration::MAX }
     }
 
-    /// Starts writing copies while they exceed the limit, or while an eviction finds no host memory. Writes
-    /// also before the process sleeps. It cannot write during sleep, because freeing a buffer may need the
-    /// driver.
+    /// Starts writing copies while they exceed the limit, or while an eviction finds no host
+    /// memory. Also writes before the process sleeps, because no copy can be written during sleep:
+    /// freeing its buffer may need the driver.
     fn write_some(&mut self, gpu: &Gpu, space: &Mutex<Space>) -> Duration {
         let is_full = self.on(gpu).host_full.is_some() && !self.is_writing();
         let excess = self.tier.excess();
@@ -235,7 +236,8 @@ impl ClientThread {
         let is_pageable = jobs == 0 && excess > 0;
         {
             let guard = space.lock();
-            // Some chunks were already in the file, and needed no write.
+            // A chunk that was already in the file counts as in the file without a write, so the
+            // account may have changed.
             if guard.account.in_file != in_file {
                 gpu.report(&guard.account);
             }

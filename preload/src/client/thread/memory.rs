@@ -161,7 +161,8 @@ impl ClientThread {
             Step::Busy(after) => return after,
             Step::Done { .. } => {
                 self.on(gpu).host_full = None;
-                // The gate has stayed closed for chunks that were planned but did not move. Opens it in the next call.
+                // The gate has stayed closed for chunks that were planned but did not move. The
+                // next call of `service` opens the gate.
                 let is_closed = gpu.gate.is_closed_for(closed::MEMORY) && space.lock().account.can_run();
                 return if is_closed { CHORE_INTERVAL } else { Duration::MAX };
             }

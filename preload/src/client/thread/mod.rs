@@ -46,7 +46,8 @@ use sleep::Sleep;
 /// The longest wait for a scheduler that has gone away. After that, the client runs ungated.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The interval between attempts to connect: soon after the scheduler has gone away, and later.
+/// The intervals between attempts to connect: `RETRY_SOON` at first after the scheduler has gone
+/// away, `RETRY_LATE` later.
 const RETRY_SOON: Duration = Duration::from_millis(100);
 
 const RETRY_LATE: Duration = Duration::from_secs(2);
@@ -58,7 +59,7 @@ const CHORE_INTERVAL: Duration = Duration::from_millis(20);
 /// The number of messages after which the thread serves its GPUs again.
 const MESSAGES_AT_ONCE: u32 = 256;
 
-/// The client id that the scheduler has assigned; 0 before.
+/// The client id that the scheduler has assigned; 0 if none.
 static CLIENT: AtomicU64 = AtomicU64::new(0);
 
 /// Starts the thread. First tries to connect, so that the program's first launch is already gated.
@@ -122,7 +123,7 @@ struct ClientThread {
 struct PerGpu {
     turn: Turn,
     idle_check: IdleCheck,
-    /// Decides in place of the scheduler while none is connected.
+    /// Decides in place of the scheduler while no scheduler is connected.
     offline: Offline,
     /// When to try again to restore memory for which the GPU had no room.
     restore_at: Option<Instant>,

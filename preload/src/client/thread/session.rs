@@ -1,4 +1,4 @@
-//! The session with a scheduler: connecting, taking up the session with a successor, losing the
+//! The session with a scheduler: connecting, continuing the session with a successor, losing the
 //! connection, and running without a scheduler.
 
 use super::{CLIENT, ClientThread, RETRY_LATE};
@@ -96,8 +96,8 @@ impl ClientThread {
         connection::begin_generation();
     }
 
-    /// Called when a new scheduler has taken over the connection. Sends it the state of this client,
-    /// including which locks it holds.
+    /// Called when a new scheduler has taken over the connection. Sends the new scheduler the state
+    /// of this client, including the locks that this client holds.
     pub(super) fn resume(&mut self) {
         self.forget_preparation();
         if self.greet_successor() {
@@ -116,9 +116,9 @@ impl ClientThread {
         socket.wait_for_room() && connection::send(&hello()) && handshake::announce_limits(&socket, self.version)
     }
 
-    /// Sends the state of the GPUs to a successor, after [`greet_successor`](Self::greet_successor).
-    /// `named` is `Some` if the successor knows that this process is asleep. It is the set of GPUs that
-    /// were already named to the successor.
+    /// Sends the state of the GPUs to a successor, after
+    /// [`greet_successor`](Self::greet_successor). `named` is `Some` if the successor knows that
+    /// this process is asleep, and contains the GPUs that were already named to the successor.
     pub(super) fn tell_successor(&mut self, named: Option<SlotSet>) {
         self.forget_host_memory();
         // From here on, the new scheduler discards no message.

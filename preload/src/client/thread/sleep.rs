@@ -3,23 +3,24 @@
 //!
 //! `PrepareSleep` asks for a sleep, which is prepared in steps. First the gates close, the work
 //! drains, and all memory is evicted. Then the entries into the driver close ([`presence`]).
-//! Finally, each thread that was running gets time to enter the driver, because it may have read an
-//! entry's address before: the preparation waits until the thread has slept or used processor time
-//! (`tasks`). `SleepRefused` or `Awake` undoes all steps. The library cannot detect a thread that
-//! was already inside the driver. The timeout of the driver's lock detects such a thread, and
-//! undoes the sleep.
+//! Finally, each thread that was running gets time to enter the driver, because the thread may have
+//! read an entry's address before the entries closed: the preparation waits until the thread has
+//! slept or used processor time (`tasks`). `SleepRefused` or `Awake` undoes all steps. The library
+//! cannot detect a thread that was already inside the driver. The timeout of the driver's lock
+//! detects such a thread, and undoes the sleep.
 //!
 //! From the moment the entries are closed until `Awake`, the client's thread makes no driver call.
 //! It also takes no lock of a GPU, because a waiting thread of the program may hold that lock.
 //! Messages that arrive in that time are carried out afterwards. A thread that waits for the
 //! scheduler's answer, at a gate or for a limit, cancels the preparation, or wakes the process if
-//! it is already prepared. A paused process (a flag of `PrepareSleep`) is prepared even if threads
-//! wait, because they could not continue anyway.
+//! it is already prepared. If `PrepareSleep` has the flag `PAUSED`, waiting threads do not prevent
+//! the sleep, because they could not continue anyway.
 //!
 //! If the scheduler disappears while the process sleeps, the client waits for the next scheduler.
-//! Its `Hello` says that it is asleep. It then names its GPUs, where a wake needs room. Until it is
-//! awake, it sends no other message except a request to be woken. The scheduler's helper finds out
-//! whether the process really sleeps.
+//! The client's `Hello` says that the process is asleep. The client then names the process's GPUs,
+//! because a wake needs room there. While the process is asleep, the client sends no other message
+//! except a request to be woken. The scheduler's helper finds out whether the process really
+//! sleeps.
 //!
 //! If no scheduler has come after `RETURN_TIMEOUT`, a thread of this library calls the driver.
 //! The call returns once any program has unlocked the process. The process then runs on without a
@@ -60,8 +61,8 @@ const MOST: Duration = Duration::from_secs(30);
 /// The longest wait for threads that may be about to enter the driver.
 const MOST_ON_THEIR_WAY: Duration = Duration::from_secs(1);
 
-/// If the scheduler disappears while the process is asleep: how long to wait for another one before
-/// calling the driver.
+/// The longest wait for another scheduler, if the scheduler disappears while the process is asleep.
+/// After this time, this library calls the driver.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Default)]
@@ -176,8 +177,8 @@ impl ClientThread {
             && gpu.moving.lock().is_idle()
     }
 
-    /// Returns the reason why this process cannot sleep now. If `paused`, its threads may wait until it is
-    /// resumed.
+    /// Returns the reason why this process cannot sleep now. If `paused`, the threads of the
+    /// process may wait until the process is resumed.
     fn why_not(&mut self, paused: bool) -> Option<SleepRefusal> {
         if settings::get().gang != 0 {
             return Some(SleepRefusal::Gang);
@@ -188,8 +189,8 @@ impl ClientThread {
         if exit::has_begun() {
             return Some(SleepRefusal::Busy);
         }
-        // Checked before `unevictable`, because memory that these devices may reach is unevictable too, and
-        // would be reported as unseen work.
+        // This check precedes the check of `unevictable`, because memory that these devices may
+        // reach is unevictable too, and the reason would be reported as unseen work.
         if foreign_devices::may_reach_memory() {
             return Some(SleepRefusal::Rdma);
         }
@@ -215,8 +216,8 @@ impl ClientThread {
         redirect::was_refused().then_some(SleepRefusal::UnseenWork)
     }
 
-    /// Ends the preparation. Called when an eviction has stopped, because the preparation would only begin
-    /// it again.
+    /// Ends the preparation. Called when an eviction has stopped, because the preparation would
+    /// only begin the eviction again.
     pub(super) fn cannot_leave(&mut self, reason: StuckReason) {
         if self.is_preparing_sleep() {
             let is_unseen = reason == StuckReason::UnseenWork;
@@ -266,17 +267,18 @@ impl ClientThread {
                 prepared.next_try = Some(Instant::now() + RETRY_LATE);
                 if let Ok((socket, version, id)) = handshake::connect(&session::hello()) {
                     let socket = Arc::new(socket);
-                    // Before the connection is set, because other threads may then send messages about these GPUs.
+                    // Names the GPUs before the connection is set, because other threads may then
+                    // send messages about these GPUs.
                     prepared.named = name_gpus(&socket, version);
                     connection::set_connection(Some(Connection { socket: socket.clone(), version }));
                     (self.socket, self.version) = (Some(socket.clone()), version);
                     (prepared.connected, prepared.next_try) = (Some((socket, version, id)), None);
-                    (prepared.told, prepared.asked) = (true, false); // the handshake has said so
+                    (prepared.told, prepared.asked) = (true, false); // told by `Hello`
                 }
             }
             wait = RETRY_SOON;
-            // The scheduler may have disappeared before it locked the process, or another process may restore this
-            // one.
+            // The process may be unlocked: the scheduler may have disappeared before it locked the
+            // process, or another process may have restored this process.
             if !prepared.is_tried && prepared.lost_at.is_some_and(|lost| lost.elapsed() >= RETURN_TIMEOUT) {
                 prepared.is_tried = try_driver();
             }
@@ -286,7 +288,8 @@ impl ClientThread {
                 return Duration::ZERO;
             }
         }
-        // Threads may wait for an answer that the client's thread carries out only once the process is awake.
+        // Threads may wait for an answer that the client's thread carries out only when the process
+        // is awake.
         if gpu::attached().any(|gpu| gpu.is_waited_for()) {
             presence::want();
         }
@@ -309,7 +312,8 @@ impl ClientThread {
             (_, SchedulerMessage::Awake { moved }) => self.wake_up(moved),
             (_, SchedulerMessage::PrepareSleep { flags }) => self.prepare_sleep(flags),
             (Sleep::Prepared(prepared), SchedulerMessage::Resume { .. }) => {
-                // The successor is told the rest once the process is awake. Messages of its predecessor are obsolete.
+                // This client sends the successor the rest of its state when the process is awake.
+                // Messages of the previous scheduler are obsolete.
                 prepared.messages.clear();
                 (prepared.has_successor, prepared.told, prepared.asked) = (true, true, false);
                 let is_greeted = self.greet_successor();
@@ -341,7 +345,8 @@ impl ClientThread {
             self.stay_awake(SleepRefusal::Busy);
             return;
         }
-        // Before threads resume, so that no thread names a GPU that the process has left.
+        // Updates the UUIDs before threads resume, so that no thread names a GPU that the process
+        // has left.
         placement::look_again();
         let gpus = gpu::look_again();
         let prepared = match &mut self.sleep {
@@ -396,8 +401,8 @@ impl ClientThread {
     }
 }
 
-/// Names the GPUs to a scheduler that knows that the process is asleep. The rest of the state follows
-/// once the process is awake. Returns the GPUs that were named.
+/// Names the GPUs to a scheduler that knows that the process is asleep. The rest of the state
+/// follows when the process is awake. Returns the GPUs that were named.
 fn name_gpus(socket: &Socket, version: u16) -> SlotSet {
     let send = |gpu: &Gpu| {
         gpu.name().is_some_and(|attach| socket.wait_for_room() && socket.send(attach.encode(version).as_bytes()))

@@ -88,7 +88,8 @@ struct FileState {
     /// Bytes that are being written, and bytes written so far.
     writing: u64,
     written: u64,
-    /// The descriptor in the program's table, until the threads have their own table.
+    /// The descriptor in the program's table, which is closed after the threads have got their own
+    /// table.
     handed_over: Option<(RawFd, Identity)>,
 }
 
@@ -114,7 +115,7 @@ enum What {
         copy: HostCopy,
         to: FileCopy,
     },
-    /// Reads into `into` if its size is the chunk's, otherwise into a new buffer.
+    /// Reads into `into` if that buffer has the chunk's size, otherwise into a new buffer.
     Read {
         copy: FileCopy,
         into: Option<Buffer>,
@@ -137,8 +138,8 @@ pub(in crate::memory) enum Outcome {
     Read(HostCopy),
     /// The host has no memory for a buffer at the moment.
     NoBuffer(FileCopy),
-    /// The read failed, or returned data other than the written contents. The buffer may be registered with
-    /// the driver, which these threads never call.
+    /// The read failed, or returned data other than the written contents. The buffer is returned,
+    /// because it may be registered with the driver, which these threads never call.
     Lost(Buffer),
 }
 
@@ -148,7 +149,8 @@ pub(in crate::memory) struct HostCopy {
     pub buffer: Buffer,
     /// The fingerprint of the contents, if known.
     pub fingerprint: Option<Fingerprint>,
-    /// A copy of the same contents in a swap file, which therefore need not be written again.
+    /// A copy of the same contents in a swap file. With such a copy, the contents need not be
+    /// written again.
     pub file: Option<FileCopy>,
 }
 
@@ -209,13 +211,13 @@ impl SwapFile {
             HANDED_OVER.set(None);
             return None;
         }
-        // `close_in_program` closes the descriptor once the threads have their own table.
+        // `close_in_program` closes the descriptor when the threads have their own table.
         mem::forget(descriptor);
         Some(file)
     }
 
-    /// Closes the descriptor in the program's table, once the threads have their own table. Called by the
-    /// thread that received the descriptor.
+    /// Closes the descriptor in the program's table, if the threads have their own table. Called by
+    /// the thread that received the descriptor.
     pub fn close_in_program(&self) {
         let number = {
             let mut state = self.0.state.lock();
@@ -310,7 +312,7 @@ impl SwapFile {
 }
 
 impl FileCopy {
-    /// Queues the reading of the chunk, into the given buffer if its size is the chunk's.
+    /// Queues the reading of the chunk, into the given buffer if that buffer has the chunk's size.
     pub fn read(self, chunk: ChunkName, into: Option<Buffer>) {
         let file = self.file.clone();
         let into = into.filter(|buffer| buffer.len() == chunk.len);

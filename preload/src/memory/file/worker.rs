@@ -92,7 +92,7 @@ pub(super) fn begin(file: SwapFile, number: RawFd, identity: Identity) {
     work(&file, number);
 }
 
-/// Carries out jobs until the file is read-only and empty.
+/// Carries out jobs. Ends when the file is read-only and empty.
 fn work(file: &SwapFile, number: RawFd) {
     // SAFETY: no code closes `number` in the table of these threads.
     let descriptor = unsafe { BorrowedFd::borrow_raw(number) };

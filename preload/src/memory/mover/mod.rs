@@ -13,8 +13,8 @@
 //! [`fingerprint`](super::fingerprint).
 //!
 //! The mover's objects in a context are created on the program's thread when the context is created
-//! ([`Mover::make_ready`]). The first use of a driver function may take long and may need the dynamic
-//! loader's lock. During an eviction, other clients would have to wait for it.
+//! ([`Mover::make_ready`]). The first use of a driver function may take long and may need the
+//! dynamic loader's lock. During an eviction, other clients would have to wait for this first use.
 //!
 //! - `evict`, `restore`: the two directions of a move. `transfer`: copies in flight. `staging`: host
 //!   buffers for evictions.
@@ -63,7 +63,7 @@ pub enum Goal {
     Evict { target: u64 },
     /// Restore memory, up to the allowance.
     Restore,
-    /// Start no transfers; complete those in flight.
+    /// Complete the transfers in flight, and start no others.
     Idle,
 }
 
@@ -85,7 +85,7 @@ pub enum Step {
 pub enum Stop {
     /// The host has no room, so the remaining chunks stay on the GPU.
     HostFull,
-    /// The GPU has no room, although the allowance has.
+    /// The GPU has no room, although the allowance has room.
     GpuFull,
     /// No context works any more.
     Broken,
@@ -108,7 +108,7 @@ pub struct Mover {
     preparing: bool,
     /// The time at which the GPU was first found full although the allowance has room.
     full_since: Option<Instant>,
-    /// A restored chunk could not be mapped at all of its aliases.
+    /// True if a restored chunk could not be mapped at one of its aliases.
     refused: bool,
     /// The number of program threads that pause the mover while they destroy a context or make GPUs peers.
     pauses: u32,
@@ -116,7 +116,7 @@ pub struct Mover {
     in_the_making: Vec<usize>,
     /// The time at which an eviction started to wait for the fingerprint kernel.
     loading_since: Option<Instant>,
-    /// The time of the last move; `None` once host memory has been tidied up since then.
+    /// The time of the last move; `None` if host memory has been tidied up since then.
     untidy_since: Option<Instant>,
     /// Counts for the trace.
     stats: Stats,
@@ -247,10 +247,11 @@ impl Mover {
         Duration::MAX
     }
 
-    /// Creates the mover's objects in a new context, so that an eviction finds all code loaded and all
-    /// objects allocated. The caller is a program thread that holds no lock, because loading code may wait
-    /// for running work. `add` registers the context with the library, before the driver's call returns it
-    /// to the program. If memory for the kernel is short, a later eviction loads the kernel.
+    /// Creates the mover's objects in a new context, so that an eviction finds all code loaded and
+    /// all objects allocated. The caller is a program thread that holds no lock, because loading
+    /// code may wait for running work. `add` registers the context with the library, before the
+    /// hook returns the context to the program. If memory for the kernel is short, a later eviction
+    /// loads the kernel.
     pub fn make_ready(mover: &Mutex<Self>, context: CUcontext, copies: bool, add: impl FnOnce()) {
         let handle = context as usize;
         loop {
@@ -302,7 +303,8 @@ impl Mover {
     pub fn leave(mover: &Mutex<Self>, context: CUcontext, space: &Mutex<Space>, report: &dyn Fn(&Account)) -> Left {
         let mut guard = mover.lock();
         guard.pause();
-        // Host buffers are registered in the mover's context, or in an earlier context that has failed.
+        // Waits for all transfers, because their host buffers may be registered in this context:
+        // the mover's context, or an earlier context that has failed.
         while !(guard.stop_staging(space) && guard.rest(space, report)) {
             drop(guard);
             time::sleep(RETRY_INTERVAL);
@@ -343,7 +345,8 @@ impl Mover {
         self.stats.since.get_or_insert_with(Instant::now);
         self.complete(space, report);
         if !matches!(goal, Goal::Evict { .. }) {
-            // From now on, the program may write to its memory.
+            // From now on, the program may write to its memory, so the fingerprints of the plan are
+            // outdated.
             self.unplan(space);
             if !self.collect_staging(space) && self.transfers.is_empty() && goal == Goal::Idle {
                 return Step::Busy(RETRY_INTERVAL);

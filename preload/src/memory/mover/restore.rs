@@ -55,9 +55,10 @@ impl Mover {
             self.full_since = None;
             let (stream, context) = (self.stream(), self.context().map_or(0, |context| context as usize));
             if let Residency::Host(Some(copy)) = &mut residency {
-                // The buffer is unregistered if the program has been idle for long or if the contents come from a
-                // file. Registering and copying takes at most a third as long as a copy from pageable memory, during
-                // which this thread would block too [H100, H200].
+                // The buffer is unregistered if the program has been idle for long or if the
+                // contents come from a file. A copy from pageable memory would block this thread
+                // too, and take at least three times as long as registering and copying [H100,
+                // H200].
                 copy.buffer.register(context);
             }
             // SAFETY: the chunk has just been mapped, and the buffer is as long as the chunk. Both stay valid

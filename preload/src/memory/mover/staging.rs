@@ -10,7 +10,7 @@ use crate::{
 use alloc::vec::Vec;
 
 /// The number of threads that allocate buffers during an eviction. Ahead of an eviction,
-/// `WORKERS_AHEAD` threads do, because the program still needs the processors.
+/// `WORKERS_AHEAD` threads allocate them, because the program still needs the processors.
 const WORKERS: usize = 8;
 
 const WORKERS_AHEAD: usize = 2;

@@ -83,7 +83,7 @@ impl CopyContext {
         self.fingerprinter.is_some()
     }
 
-    /// Returns the host buffers of a broken context. The buffers must still be unregistered.
+    /// Returns the host buffers of a broken context. The caller must unregister the buffers.
     pub(super) fn into_buffers(self) -> Option<Buffer> {
         Some(self.fingerprinter??.into_buffer())
     }

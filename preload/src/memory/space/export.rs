@@ -30,8 +30,9 @@ impl Space {
         self.ranges.values().any(|range| range.exported.is_some())
     }
 
-    /// Exports and pins the range of the allocation at this address. All chunks of the range must be on the
-    /// GPU, and `can_share` must accept the first. `new` creates a name if the range has none.
+    /// Exports and pins the range of the allocation at this address. All chunks of the range must
+    /// be on the GPU, and `can_share` must accept the first chunk. `new` creates a name if the
+    /// range has none.
     pub fn export(
         &mut self,
         address: u64,
@@ -57,8 +58,9 @@ impl Space {
         Export::Done(exported, allocation, offset)
     }
 
-    /// Returns the size of an exported range, the size of its chunks except the last, and the handles of
-    /// its chunks from number `first` on. Returns `None` if the range no longer contains that allocation.
+    /// Returns the size of an exported range, the size of all its chunks except the last, and the
+    /// handles of the chunks from index `first` on. Returns `None` if the range no longer contains
+    /// that allocation.
     pub fn exported(
         &self,
         exported: Exported,

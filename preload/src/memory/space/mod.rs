@@ -56,7 +56,8 @@ pub struct Space {
     /// requests an eviction in steps, so that other clients can use evicted memory while the eviction
     /// continues.
     pending: VecDeque<(u32, u64)>,
-    /// The properties of the chunks of allocations. They match those of `cuMemAlloc`.
+    /// The properties of the chunks of allocations, which match the properties of `cuMemAlloc`
+    /// memory.
     flags: Flags,
     /// Host buffers that are not in use.
     free_buffers: Vec<Buffer>,
@@ -290,8 +291,8 @@ impl Space {
                         chunk.residency = Residency::Gpu { handle, copy: None };
                         self.account.mapped += chunk.len;
                     }
-                    // Other clients have not freed their memory yet, so the mover retries. A retry would not help
-                    // without a scheduler and other clients.
+                    // Other clients have not freed their memory yet, so the mover retries. A retry
+                    // would not help if neither a scheduler nor other clients exist.
                     Err(ERROR_OUT_OF_MEMORY) if self.account.room_comes() => {
                         backing = Backing::Refused;
                         break;
@@ -341,7 +342,8 @@ impl Space {
         if !range.gone && !engine.unreserve(base, range.len) {
             self.unfreed.push(base);
         }
-        // A new allocation that raises the demand again has not been used by any work.
+        // Lowers the peak, because a new allocation that raises the demand again has not been used
+        // by any work.
         self.account.peak = self.account.peak.min(self.account.demand);
         self.update_peak();
         if let Some(Exported { range, .. }) = range.exported {
@@ -351,8 +353,8 @@ impl Space {
         self.settle();
     }
 
-    /// Frees the allocation at this address, once no work uses it. Returns its id, or `None` if there is no
-    /// such allocation.
+    /// Frees the allocation at this address when no work uses it any more. Returns its id, or
+    /// `None` if there is no such allocation.
     pub fn free(&mut self, address: u64, work: &Work) -> Option<u64> {
         let allocation = *self.allocations.get(&address)?;
         if self.free_in_pool(address, None) {

@@ -189,10 +189,10 @@ impl Space {
     /// Allocates a free block of a pool, for work submitted to `stream` from now on. Returns `None` if no
     /// block fits or the pool is not known on this GPU.
     ///
-    /// `order` is `Some` for the legacy stream. Calling it makes later work of blocking streams wait for
-    /// their earlier work; it returns whether that succeeded. The reason is that some programs rely on the
-    /// legacy stream to order other streams. Such programs expect allocations and frees to be work in that
-    /// stream, but this library submits no such work.
+    /// `order` is `Some` for the legacy stream. A call of `order` makes later work of blocking
+    /// streams wait for their earlier work, and returns whether that succeeded. The call is needed
+    /// because some programs rely on the legacy stream to order other streams. Such programs expect
+    /// allocations and frees to be work in that stream, but this library submits no such work.
     pub fn allocate_from_pool(
         &mut self,
         handle: u64,
@@ -273,8 +273,8 @@ impl Space {
         Ok(backing)
     }
 
-    /// Frees an allocation of a pool in the order of this stream's work. With `None`, the block is reusable
-    /// once all work that may use it is done. Returns whether the allocation exists.
+    /// Frees an allocation of a pool in the order of this stream's work. With `None`, the block is
+    /// reusable when all work that may use it is done. Returns whether the allocation exists.
     pub fn free_in_pool(&mut self, address: u64, stream: Option<StreamName>) -> bool {
         self.free_in_order(address, stream.map_or(Order::Unknown, Order::Stream))
     }

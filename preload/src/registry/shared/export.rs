@@ -24,7 +24,7 @@ use rustix::{
     rand::{GetRandomFlags, getrandom},
 };
 
-/// The longest wait until the scheduler has read that this process exports memory.
+/// The longest time spent on attempts to send the announcement that this process exports memory.
 const ANNOUNCE_TIMEOUT: Duration = Duration::from_millis(200);
 /// The key that names this process as an exporter. Created at the first export.
 static KEY: OnceBox<Secret> = OnceBox::new();
@@ -97,8 +97,8 @@ fn descriptor(chunk: Handle) -> Option<OwnedFd> {
     }
 }
 
-/// Answers the scheduler's request for chunks, which it makes for a process that knows the secret.
-/// Called only on the client's thread.
+/// Answers a request for chunks, which the scheduler forwards from another process. Only a request
+/// with the right secret gets chunks. Called only on the client's thread.
 pub fn answer(ticket: u64, secret: Secret, range: u32, allocation: u64, first: u32) {
     let exported = Exported { range, secret };
     let mut outcome = Sharing::Unknown;

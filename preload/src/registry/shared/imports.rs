@@ -1,6 +1,6 @@
-//! Memory of other processes that this process has opened. It does not move. The scheduler counts it
-//! with its exporter until the exporter frees it or ends. Then the scheduler tells one of the importers
-//! to adopt it.
+//! Memory of other processes that this process has opened. The memory does not move. The scheduler
+//! counts it as the exporter's until the exporter frees it or ends. Then the scheduler tells one of
+//! the importers to adopt the memory.
 
 use super::handle::{ExportHandle, RangeId};
 use crate::{
@@ -49,7 +49,8 @@ pub struct Import {
     opens: Vec<Open>,
     /// True if the range counts towards this client's memory.
     adopted: bool,
-    /// `Some` if the program has closed the range. It is unmapped when the work before the fence is done.
+    /// `Some` if the program has closed the range. The range is unmapped when the work before the
+    /// fence is done.
     closing: Option<Option<Fence>>,
 }
 
@@ -71,8 +72,8 @@ pub fn has_imports() -> bool {
 /// Queues messages about the imports that this client has open on that GPU. Called when the GPU has
 /// been introduced to the scheduler.
 pub fn introduce(gpu: &Gpu) {
-    // Locked until the messages are queued. If a range is closed concurrently, the message about that must
-    // follow.
+    // The registry stays locked until the messages are queued. If a range is closed concurrently,
+    // the message about its end must follow.
     let registry = REGISTRY.lock();
     let here = registry.imports.iter().filter(|(_, i)| i.home.is_some_and(|home| core::ptr::eq(home, gpu)));
     outbox::push(here.map(|((exporter, range), i)| ClientMessage::Imported {
@@ -168,7 +169,8 @@ impl SharedMemoryRegistry {
     }
 }
 
-/// Closes the allocation at this address once. Returns `None` if this library has not imported it.
+/// Drops one reference to the open allocation at this address. Returns `None` if this library has
+/// not imported the allocation.
 pub fn close(address: u64) -> Option<()> {
     if !ANY_IMPORTS.load(Ordering::SeqCst) {
         return None;
@@ -207,15 +209,15 @@ pub fn unmap_closed() -> bool {
         if done { gone.push(*name) } else { rest = true }
     }
     let gone: Vec<_> = gone.into_iter().filter_map(|name| Some((name, registry.take(name)?))).collect();
-    // Unmaps with the lock held, so that no thread opens these ranges in the meantime.
+    // Unmaps with the lock held, so that no thread opens these ranges during the unmapping.
     gone.iter().for_each(|(_, import)| import.unmap());
     drop(registry);
     gone.into_iter().for_each(|(name, import)| forget(name, &import));
     !rest
 }
 
-/// Closes all allocations that a destroyed context had open, or all on that GPU if it was the `last`
-/// context there.
+/// Closes all allocations that a destroyed context had open. If the context was the `last` one on
+/// the GPU, closes all allocations that are open on that GPU.
 pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
     if !ANY_IMPORTS.load(Ordering::SeqCst) {
         return;

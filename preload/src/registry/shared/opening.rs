@@ -1,5 +1,5 @@
-//! Opening a handle. Unless its range is already mapped, the range is fetched from the exporter and
-//! mapped.
+//! Opening a handle. If the handle's range is not mapped yet, the range is fetched from the
+//! exporter and mapped.
 
 use super::{
     export,
