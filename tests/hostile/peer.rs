@@ -89,7 +89,8 @@ impl Connection {
         let file = fs::File::open("/dev/null").expect("a file");
         let mut control = Control([0; _]);
         let mut part = libc::iovec { iov_base: packet.as_ptr().cast_mut().cast(), iov_len: packet.len() };
-        // SAFETY: the buffers outlive the call, and there is room for that many descriptors.
+        // SAFETY: the buffers outlive the call, and `control` has room for 64 descriptors, more
+        // than any caller sends.
         unsafe {
             let bytes = 4 * count as u32;
             let mut message: libc::msghdr = mem::zeroed();
@@ -105,7 +106,7 @@ impl Connection {
         }
     }
 
-    /// Receives a message. It must be well-formed, whatever the client has received.
+    /// Receives a message. The message must be well-formed, whatever the client has received.
     pub fn receive(&self) -> Received {
         let mut buffer = [0u8; 2 * MAX_LEN];
         // SAFETY: `buffer` is valid and of that length.

@@ -89,7 +89,7 @@ fn naps(machine: &Machine, words: &str, lookup: &str) -> Program {
     machine.program(&format!("naps --mem 8M {words}")).env("CUDA_LOOKUP", lookup).start()
 }
 
-/// The program sleeps and wakes as often as possible until it ends with correct results.
+/// Puts a program to sleep and wakes it `TIMES` times. The program then ends with correct results.
 fn sleeps_often(lookup: &str) {
     const TIMES: u32 = 34;
     let machine = machine();
@@ -243,7 +243,7 @@ fn an_exit_without_a_scheduler_does_not_hang() {
     assert_eq!(program.wait().code(), Some(7));
 }
 
-/// A paused program sleeps although some of its threads wait, at the gate or before a driver call.
+/// A paused program sleeps although some of its threads wait for the lock or before a driver call.
 #[test]
 fn a_paused_program_sleeps_despite_waiting_threads() {
     let machine = machine();
@@ -413,8 +413,8 @@ fn text_of(gpus: &[Uuid]) -> String {
     gpus.iter().map(|gpu| format!("GPU-{gpu}")).collect::<Vec<_>>().join(",")
 }
 
-/// Repeatedly moves a program from these GPUs of two to the other GPUs. The program tells a new
-/// scheduler its present GPUs.
+/// Repeatedly exchanges the machine's two GPUs while a program on these GPUs sleeps. After each
+/// exchange, the program tells a new scheduler its present GPUs.
 fn changes_gpus(gpus: &[usize], visible: Option<&str>) {
     let machine = two_gpus();
     let both = uuids(&machine);

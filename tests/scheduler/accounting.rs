@@ -1,5 +1,6 @@
 //! Accounting, message by message: clients' reports are checked against measurements, failed
-//! mappings change the plan, and clients that grow don't wait for messages.
+//! mappings change the plan, and clients that grow don't wait for messages. In a *trial*, a client
+//! may map more memory than seems free.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -7,7 +8,7 @@ use scheduler_sim::*;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Reports a measurement that begins now. It has each client's bytes and the free bytes.
+/// Reports a measurement of the free bytes and of each client's bytes, which begins now.
 fn found(t: &mut Talk, free: u64, clients: &[(u64, u64)]) -> Vec<Command> {
     let found: BTreeMap<ClientId, Found> = clients.iter().map(|(n, bytes)| (client(*n), exactly(*bytes))).collect();
     t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: Some(free), found })
@@ -270,7 +271,8 @@ fn a_measurement_clears_a_contradicted_shortfall() {
     // now.
     found(&mut t, 5 * GIB, &[(1, 5 * GIB), (2, 6 * GIB)]);
     assert_eq!(shortfall(&t), 2 * GIB);
-    // Less memory is free than failed to map, so some of that memory was mapped.
+    // Less memory is free than the client failed to map, so some of the unusable memory has been
+    // mapped since.
     found(&mut t, 512 * MIB, &[(1, 8 * GIB), (2, 6 * GIB)]);
     assert_eq!(shortfall(&t), 512 * MIB + GIB, "that, and as much as it lacked");
     t.after(Duration::from_secs(10));
@@ -292,7 +294,7 @@ fn a_client_may_try_to_map_more_than_seems_free() {
     t.map(2);
     assert_eq!((t.state(1), t.attachment(1).allowance), (LockState::Holding, 12 * GIB), "{:?}", t.machine.gpu(gpu(0)));
     assert_eq!((t.attachment(2).mapped, t.machine.gpu(gpu(0)).unwrap().trial), (0, 2 * GIB));
-    // The mapping fails, and other clients run before it is tried again.
+    // The mapping fails, and other clients run before client 1 tries again.
     t.release(1, ReleaseReason::NoMemory);
     t.request(1);
     t.request(2);
@@ -458,8 +460,8 @@ fn a_holder_may_try_to_map_more_after_other_memory_is_evicted() {
     assert_eq!(t.attachment(2).allowance, 2 * GIB, "{:?}", t.machine.gpu(gpu(0)));
 }
 
-/// Each demand exceeds the capacity of 0. Beside each other, neither client could try to map its
-/// memory.
+/// Each demand exceeds the capacity of 0. If both clients ran at the same time, neither could try
+/// to map its memory.
 #[test]
 fn clients_that_exceed_the_capacity_never_run_together() {
     let mut t = measured(AntiThrash::Auto);
@@ -526,7 +528,8 @@ fn a_holder_that_keeps_growing_may_map_ahead() {
     growing(&mut t, 1, GIB);
     let attachment = t.attachment(1);
     assert_eq!((attachment.demand, attachment.allowance), (GIB + 64 * MIB, 2 * GIB + 32 * MIB));
-    // The scheduler sends no message until half of the advance is used.
+    // The scheduler has allowed the client more than its demand, and sends no message until the
+    // client has used half of that advance.
     t.now += ms(1);
     assert_eq!(t.report(1, GIB + 500 * MIB, GIB + 500 * MIB, 0), []);
     t.now += ms(1);

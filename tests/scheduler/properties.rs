@@ -194,8 +194,8 @@ proptest! {
         Sleepers { seed, mode, gpus, clients, unruly, until, odds, after, host }.are_served()?;
     }
 
-    /// Rooms are opened and closed. Each room is ready, refused or over in time. No client maps
-    /// memory that is kept free, and every client finishes.
+    /// Rooms are opened and closed. Each room becomes ready, is refused, or is closed within its
+    /// time limit. No client maps memory that is kept free, and every client finishes.
     #[test]
     fn every_client_finishes_beside_reserved_rooms(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..12, unruly in unruly(), until in 500u64..30_000,
@@ -551,7 +551,7 @@ proptest! {
                         let old = before.get(&(*client, *id)).copied().unwrap_or(0);
                         *id == view.gpu && Some(*client) != reporter && *charge > old
                     });
-                // A report counts once a measurement confirms it.
+                // A measurement that confirms an earlier report may also raise the charge.
                 let confirmed = matches!(event, Event::Measured { .. });
                 let fits = view.charged <= view.capacity || confirmed;
                 prop_assert!(!raised || fits, "{:?} after {:?}", view, event);
@@ -587,7 +587,7 @@ proptest! {
             for n in (0..5).flat_map(|_| 1..6) {
                 t.map(n);
                 // The clients act as the library does. A client whose request is granted takes the
-                // memory. A client whose limit was lowered before that requests it again.
+                // memory. A client whose limit was lowered in the meantime repeats its request.
                 wishes.retain(|(n, wanted)| {
                     let has = t.attachment(*n).limit >= *wanted;
                     if has {

@@ -1,6 +1,6 @@
 //! Shares of a GPU's time: the time that each share yields in virtual time. The programs keep the
-//! GPU busy whenever they may. Figures are for many periods, with work that drains quickly and work
-//! that drains slowly.
+//! GPU busy whenever they hold the lock. The tests measure many periods, with work that drains
+//! quickly and work that drains slowly.
 
 use nvshare_sched::*;
 use scheduler_sim::*;

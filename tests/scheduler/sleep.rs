@@ -71,7 +71,7 @@ impl Scene {
         self.t.say(Event::Resumed { client: client(n) })
     }
 
-    /// Returns a scene in which client 1 is off the GPU until it is resumed.
+    /// Returns a scene in which client 1 is paused, and off the GPU.
     fn paused(demands: &[u64]) -> Self {
         let mut scene = Self::new(demands);
         let commands = scene.pause(1);
@@ -192,7 +192,7 @@ fn two_asleep() -> Scene {
     scene
 }
 
-/// A stopped process prevents its restore from ending.
+/// The restore of a stopped process doesn't end.
 #[test]
 fn a_hung_restore_does_not_block_other_restores() {
     for is_late in [false, true] {
@@ -516,8 +516,8 @@ mod idle {
         assert!(commands.contains(&prepares(2)), "{commands:?}");
     }
 
-    /// If a client's context would leave another client too little memory, it waits until an idle
-    /// client has been put to sleep.
+    /// If a new client's context would leave another client too little memory, the new client waits
+    /// until an idle client has been put to sleep.
     #[test]
     fn an_idle_client_sleeps_to_make_room_for_a_new_client() {
         let mut scene = idle(&[GIB, 15 * GIB]);
