@@ -390,8 +390,8 @@ fn a_hung_polkit_delays_no_other_call() {
             assert_eq!(scheduler.anti_thrash().await.expect("a value"), "auto");
             scheduler.list_gpus().await.expect("an answer");
             scheduler.list_clients().await.expect("an answer");
-            // These calls would wait for the pending ones if a handler needed the lock that zbus
-            // takes for them.
+            // These calls would wait for the pending calls if a pending handler held the lock that
+            // zbus takes for every call.
             let plain = MethodFlags::empty();
             for nothing in ["Version", "Holders", "Nothing"] {
                 refusal(set(connection, nothing, "x", plain).await);

@@ -1,5 +1,6 @@
 //! A daemon that is killed or stopped, and its successor. The successor inherits the clients'
-//! connections and the locks over D-Bus.
+//! connections and the locks over D-Bus. The *manager* is a fake systemd, which stores the daemon's
+//! descriptors.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read};
@@ -21,7 +22,7 @@ fn kept() -> (Manager, Daemon) {
     (manager, daemon)
 }
 
-/// Connects a client, and waits until the manager keeps its connection.
+/// Connects a client, and waits until the fake systemd has stored the client's connection.
 fn resuming(manager: &Manager, daemon: &Daemon) -> Client {
     let before = manager.kept().len();
     let client = Client::welcomed(&daemon.socket());
@@ -70,7 +71,8 @@ fn assert_not_granted(daemon: &Daemon, client: &Client) {
     daemon.ctl(&["status"]); // the daemon's loop has then processed all events
     let mut buffer = [0u8; nvshare_wire::MAX_LEN];
     loop {
-        // SAFETY: the kernel writes at most `buffer.len()` bytes.
+        // SAFETY: `buffer` is valid for writes of `buffer.len()` bytes, and the kernel writes no
+        // more.
         let n = unsafe {
             libc::recv(client.socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT)
         };

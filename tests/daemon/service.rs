@@ -279,7 +279,7 @@ fn the_record_file_has_every_memory_move() {
     let mut record = Record::new(&path, 1);
     test_support::wait_for("what it has freed", || record.moves().iter().any(|m| m.what == "freed").then_some(()));
     drop(first);
-    // The daemon logs the end before it records the end.
+    // The daemon records the disconnect only after the client has closed its connection.
     test_support::wait_for("its end", || record.moves().iter().any(|m| m.what == "disconnect").then_some(()));
     let moves = record.moves();
     let own: Vec<&str> = moves.iter().filter(|m| m.client == id).map(|m| m.what).collect();

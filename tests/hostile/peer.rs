@@ -30,7 +30,8 @@ impl Listener {
             *to = *from as _;
         }
         let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-        // SAFETY: a non-negative descriptor is new and owned here, and the address is valid and of that length.
+        // SAFETY: a non-negative descriptor is new and owned here, and the address is valid and of
+        // that length.
         unsafe {
             let socket = libc::socket(libc::AF_UNIX, kind, 0);
             assert!(socket >= 0, "a socket: {}", io::Error::last_os_error());
@@ -44,7 +45,8 @@ impl Listener {
 
     pub fn accept(&self) -> Option<Connection> {
         let (none, flags) = (std::ptr::null_mut(), libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK);
-        // SAFETY: the null pointers ask for no address, and a non-negative descriptor is new and owned here.
+        // SAFETY: the null pointers ask for no address, and a non-negative descriptor is new and
+        // owned here.
         unsafe {
             let socket = libc::accept4(self.socket.as_raw_fd(), none, std::ptr::null_mut(), flags);
             (socket >= 0).then(|| Connection { socket: OwnedFd::from_raw_fd(socket), version: 1 })

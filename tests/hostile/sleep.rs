@@ -182,7 +182,8 @@ fn the_next_scheduler_wakes_a_sleeping_program() {
     program.finish();
 }
 
-/// The scheduler disappears permanently after the preparation, before any process has locked the program.
+/// The scheduler disappears permanently after the preparation, before any process has locked the
+/// program.
 #[test]
 fn an_unlocked_program_continues_without_the_scheduler() {
     let machine = machine();

@@ -21,7 +21,8 @@ const WORK: &str = "mix --mem 36M --chunks 3 --reps 1 --rounds 3";
 /// Arguments of a program that is busy until it is killed.
 const ENDLESS: &str = "mix --mem 36M --chunks 3 --reps 2 --rounds endless";
 
-/// Keeps a few programs running, and kills or stops one of them (or the scheduler) at random moments.
+/// Keeps a few programs running, and kills or stops one of them (or the scheduler) at random
+/// moments.
 struct Chaos {
     machine: Machine,
     random: Dice,

@@ -23,7 +23,8 @@ thread_local! {
     static BLIND: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Selects a broken variant for the scenarios of this thread, in which sleeps don't check the word.
+/// Selects a broken variant, in which sleeps don't check the word, for the scenarios of this
+/// thread.
 pub fn make_blind() {
     BLIND.set(true);
 }

@@ -187,7 +187,7 @@ pub fn finds_no_version_2(command: &mut Command) {
 fn finds(command: &mut Command, kind: &'static std::ffi::CStr) {
     let mount = move || {
         let (nothing, all) = (std::ptr::null(), libc::MS_REC | libc::MS_PRIVATE);
-        // SAFETY: all strings end with NUL.
+        // SAFETY: all pointers are null or to strings that end with NUL.
         let done = unsafe {
             libc::unshare(libc::CLONE_NEWNS) == 0
                 && libc::mount(nothing, c"/".as_ptr(), nothing, all, nothing.cast()) == 0

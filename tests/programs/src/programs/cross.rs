@@ -22,7 +22,8 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let pause = args.milliseconds("pause-ms", "10");
     let how = args.text("how", "unified");
     let mut work = Work::new(memory as usize)?;
-    // The first call opens the gate for later calls. `--first` can select each call as the first.
+    // Only the first call after a pause may have to wait for the lock. `--first` sets the number of
+    // the first round, which determines the call that comes first.
     let first = args.size("first", "0");
     for round in first..first + rounds {
         work.near.enter()?;

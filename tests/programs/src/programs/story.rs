@@ -89,7 +89,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         }
         reading = asked.read()?;
         // The library learns the total and the free memory from separate messages. Free memory
-        // changes once other programs have released theirs.
+        // changes after other programs have released memory.
         let mut before = None;
         while before.replace(reading.clone()).as_ref() != Some(&reading) {
             thread::sleep(SETTLED);
