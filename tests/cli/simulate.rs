@@ -86,9 +86,9 @@ fn two_programs_that_do_not_fit_swap_the_excess_at_each_turn() {
     let report = report(&text);
     // In the mode auto, the length of turns depends on the moved memory.
     for figures in ["fcfs-on", "fcfs-off"].map(|policy| of(&report, policy)) {
-        // Turns last 10 s, in the order a, b, a, b, a, b, a, b. Of 18 GiB, 2 GiB do not fit. They
-        // are evicted at each of the first six changes. They are restored at all changes except the
-        // first, at which b allocates new memory.
+        // Turns last 10 s, in the order a, b, a, b, a, b, a, b. Of 18 GiB, 2 GiB do not fit. These
+        // 2 GiB are evicted at each of the first six changes. They are restored at all changes
+        // except the first, because b then allocates new memory.
         assert_eq!((figures.hand_overs, figures.swapped_out, figures.swapped_in), (7, 12 * GIB, 12 * GIB));
         // Evicting 2 GiB at 8 GiB/s takes 0.25 s. The last chunk is then copied in, in 0.03 s. At
         // the last change, a has ended, so memory is only copied in.
@@ -333,7 +333,7 @@ fn two_saturated_servers_have_low_latency_and_high_throughput() {
 }
 
 /// On a card with a slow link, moving memory leaves the GPU idle for at most a tenth of the time.
-/// It also uses at most a tenth of the link's time.
+/// The moves also use at most a tenth of the link's time.
 #[test]
 fn a_consumer_card_is_busy_for_90_percent_of_the_time() {
     const LINK_TOTAL: f64 = 35.0 * GIB as f64;

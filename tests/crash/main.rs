@@ -3,7 +3,7 @@
 //! correct results, no program may wait for ever, and no memory or lock may be left behind.
 //!
 //! `NVSHARE_CRASH_SECONDS=1800 cargo nextest run --test crash --no-capture` runs the test for
-//! longer. It runs in episodes, each on a separate machine with a separate seed.
+//! longer. The test runs in episodes, each on a separate machine with a separate seed.
 //! `NVSHARE_TEST_SEED` starts with the episode of that seed, and repeats it as far as timing
 //! allows.
 

@@ -493,8 +493,8 @@ fn a_lock_that_cannot_be_restored_ends_and_its_caller_is_notified() {
     assert!(daemon.client().id > 0x600);
 }
 
-/// The maximum time until a new program is welcomed while the daemon takes over clients. It allows
-/// for a loaded test machine.
+/// The maximum time until a new program is welcomed while the daemon takes over clients. The limit
+/// allows for a loaded test machine.
 const MAX_GAP: std::time::Duration = std::time::Duration::from_millis(500);
 
 #[test]

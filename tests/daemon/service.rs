@@ -87,8 +87,8 @@ fn sigterm_ends_the_daemon_and_disconnects_clients() {
     daemon.signal(libc::SIGTERM);
     client.until_end();
     assert!(daemon.wait().success());
-    // The daemon removes its sockets, their locks and the directories that it created. It keeps the
-    // files with which programs take turns without a scheduler.
+    // The daemon removes its sockets, their locks and the directories that it created. The daemon
+    // keeps the files that programs use to take turns without a scheduler.
     let names = |directory: &Path| -> Vec<String> {
         let entries = std::fs::read_dir(directory).expect("a directory").flatten();
         let mut names: Vec<String> = entries.map(|entry| entry.file_name().into_string().expect("UTF-8")).collect();

@@ -14,7 +14,7 @@ const MIB: u64 = 1 << 20;
 const TOTAL: u64 = 256 * MIB;
 const CONTEXT: u64 = 16 * MIB;
 const DEMAND: u64 = 120 * MIB;
-/// Smaller differences don't count against a client: this is the granularity of measurements.
+/// The granularity of measurements. Smaller differences don't count against a client.
 const SLACK: u64 = 4 * MIB;
 
 fn attach(client: &Client) {

@@ -1,7 +1,7 @@
 /* Closes descriptors that it doesn't know, as careful programs do, and reuses their numbers.
- * With `range` or `each`, it closes all descriptors from 3 up, and uses no CUDA afterwards. With
- * `socket` or `file`, it closes the descriptors that a guest has opened besides the driver's
- * files, puts packet sockets or files in their place, and continues to use CUDA. */
+   With `range` or `each`, it closes all descriptors from 3 up, and uses no CUDA afterwards. With
+   `socket` or `file`, it closes the descriptors that a guest has opened besides the driver's
+   files, puts packet sockets or files in their place, and continues to use CUDA. */
 #include "guest.h"
 #include <sys/socket.h>
 #include <sys/stat.h>

@@ -1,7 +1,7 @@
 /* A minimal driver. The driver opens no file, creates no thread and has no thread-local
- * variables, so a test attributes every file and thread that the program itself hasn't created
- * to libnvshare.so. The driver's only GPU uses the host's memory and completes all work
- * immediately. */
+   variables, so a test attributes every file and thread that the program itself hasn't created
+   to libnvshare.so. The driver's only GPU uses the host's memory and completes all work
+   immediately. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

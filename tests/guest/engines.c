@@ -1,5 +1,5 @@
 /* Built as a library, requests the driver's private functions, as libraries do that submit work
- * through those functions. Built as a program, opens that library and works. */
+   through those functions. Built as a program, opens that library and works. */
 #include "guest.h"
 
 #ifndef ENGINE

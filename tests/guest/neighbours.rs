@@ -118,7 +118,7 @@ fn the_undefined_behaviour_sanitizer_reports_nothing() {
 #[test]
 fn the_thread_sanitizer_reports_nothing() {
     // The thread sanitizer sees no locks in code that was built without it, such as the driver and
-    // this library. It would report false races there.
+    // this library. The sanitizer would report false races in such code.
     sanitized("thread", "TSAN_OPTIONS", "ignore_noninstrumented_modules=1", None);
 }
 

@@ -1,5 +1,5 @@
 /* Opens libnvshare.so with dlopen, and closes it. With `running`, the program initialises CUDA
- * through the library before closing it. With `idle`, it doesn't. */
+   through the library before closing it. With `idle`, it doesn't. */
 #include "guest.h"
 
 int main(int count, char **words) {

@@ -272,8 +272,8 @@ fn a_paused_program_sleeps_despite_waiting_threads() {
     program.finish();
 }
 
-/// A scheduler may get no answer in time, for example because the process was stopped. It still
-/// waits for that answer before it makes another request.
+/// A scheduler may get no answer in time, for example because the process was stopped. The
+/// scheduler still waits for that answer before it makes another request.
 #[test]
 fn a_cancelled_sleep_request_is_still_answered() {
     let machine = machine();
@@ -332,7 +332,7 @@ fn messages_during_the_preparation_do_not_prevent_sleep() {
     program.finish();
 }
 
-/// Starts a program that cannot sleep once it has printed `ready`, and checks the reason.
+/// Starts a program that can no longer sleep after it has printed `ready`, and checks the reason.
 fn refuses(words: &str, environment: Option<(&str, &str)>, expected: SleepRefusal) {
     let machine = machine();
     let mut fake = Fake::new(&machine);

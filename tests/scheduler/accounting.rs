@@ -8,7 +8,7 @@ use scheduler_sim::*;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Reports a measurement of the free bytes and of each client's bytes, which begins now.
+/// Reports a measurement that begins now, with the free bytes and each client's bytes.
 fn found(t: &mut Talk, free: u64, clients: &[(u64, u64)]) -> Vec<Command> {
     let found: BTreeMap<ClientId, Found> = clients.iter().map(|(n, bytes)| (client(*n), exactly(*bytes))).collect();
     t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: Some(free), found })
@@ -74,7 +74,7 @@ fn a_silent_client_is_charged_its_measured_memory() {
     assert_eq!((t.state(2), t.attachment(1).charge), (LockState::Waiting, 12 * GIB));
 }
 
-/// A client that was treated as dead maps its former allowance. It keeps that memory, whatever it
+/// A client that was treated as dead maps its former allowance, and keeps that memory, whatever it
 /// reports.
 #[test]
 fn memory_that_a_late_client_maps_is_still_charged() {
@@ -168,8 +168,8 @@ fn two_clients_that_each_lack_a_little_make_progress() {
     let mut t = standstill();
     let really = 16 * GIB - 1536 * MIB;
     let mut done = [false; 2];
-    // Each client that holds the lock maps the memory that is actually free. If that is too little,
-    // it releases the lock. Otherwise it computes for a moment.
+    // Each client that holds the lock maps the memory that is actually free. If that memory is too
+    // little, the client releases the lock. Otherwise the client computes for a moment.
     for _ in 0..100 {
         for n in [1, 2] {
             let other = t.attachment(3 - n).mapped;

@@ -139,7 +139,7 @@ proptest! {
         prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
     }
 
-    /// An allocation that waits for other clients is granted. It is refused if no client would ever
+    /// An allocation that waits for other clients is granted, or refused if no client would ever
     /// free the memory.
     #[test]
     fn every_waiting_allocation_is_answered(

@@ -452,8 +452,8 @@ mod idle {
         let commands = scene.helper(1, SleepOutcome::Asleep);
         assert!(!commands.contains(&prepares(2)), "it is measured first: {commands:?}");
         let commands = scene.measure();
-        // The three other clients need 15 GiB, more than the GPU has. Later two clients need 10
-        // GiB, which fit.
+        // Client 2 sleeps, because the three other clients need 15 GiB, more than the contexts
+        // leave. Client 3 stays awake, because the two other clients then need 10 GiB, which fit.
         assert!(commands.contains(&prepares(2)), "{commands:?}");
         scene.t.map(2);
         scene.ready(2);

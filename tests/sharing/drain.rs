@@ -45,8 +45,8 @@ fn queued_work_ends_before_its_memory_is_evicted() {
 
 // ---- bounded queues ----------------------------------------------------------------------------------------------
 
-/// The longest GPU time that may be queued in addition to one submission. It is also the longest
-/// drain.
+/// The longest GPU time that may be queued in addition to one submission. A drain should take no
+/// longer, either.
 const RUN_AHEAD: Duration = Duration::from_millis(100);
 /// The factor by which a queue may exceed `RUN_AHEAD`. On a busy machine the library measures
 /// kernel times late, and lets more work be queued. Without a limit, the queue would be a second or
@@ -325,7 +325,7 @@ fn an_endless_graph_is_shown_and_other_programs_run() {
 // ---- work that the library has not seen --------------------------------------------------------------------------
 
 /// Kernels that were launched past the hooks run longer than all work that the library knows of.
-/// Their memory stays mapped until they end.
+/// The kernels' memory stays mapped until the kernels end.
 #[track_caller]
 fn unseen_work_keeps_its_memory(machine: &Machine) {
     let mut neighbour = machine.program("mix --mem 40M --reps 8 --rounds endless").start();

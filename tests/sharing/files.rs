@@ -1,5 +1,6 @@
 //! Programs whose memory fits neither on the GPU nor into their share of RAM. The rest of their
-//! memory is stored in files. It is restored unchanged, or the program gets an error.
+//! memory is stored in files. The stored memory is restored unchanged, or the program gets an
+//! error.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;

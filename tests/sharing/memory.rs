@@ -217,7 +217,7 @@ fn memory_that_fits_neither_gpu_nor_host_is_refused() {
     let mut first = machine.program("stranger --mem 160M --seconds 600").start();
     first.wait_to_say("holding");
     // The first program doesn't use the rest of its limit. That rest passes to the second program
-    // as it allocates more.
+    // as the second program allocates more.
     let words = "oversub --mem 396M --chunk 32M --rounds 1";
     let refused = machine.program(words).start().finish();
     assert_eq!(refused.0["failed"], "cuMemAlloc_v2");
@@ -308,8 +308,8 @@ fn memory_outside_the_engines_is_free_after_the_last_program_ends() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut last = machine.program("stranger --mem 1M --seconds 600").start();
     last.wait_to_say("holding");
-    // A process without nvshare simulates memory that a client holds outside its engine. It starts
-    // after the last client, and ends after that client.
+    // A process without nvshare simulates memory that a client holds outside its engine. That
+    // process starts after the last client, and ends after that client.
     let mut stranger = machine.program("stranger --mem 128M --seconds 600").without_nvshare().start();
     stranger.wait_to_say("holding");
     wait_for("the stranger to be measured", || {

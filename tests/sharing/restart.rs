@@ -1,5 +1,5 @@
-//! The scheduler is restarted, upgraded or killed while programs run. Their connections are kept,
-//! and they continue.
+//! The scheduler is restarted, upgraded or killed while programs run. The programs keep their
+//! connections, and continue.
 
 use std::collections::BTreeSet;
 

@@ -142,8 +142,8 @@ fn memory_bound_to_a_multicast_object_stays_resident() {
 fn a_mapping_that_fails_during_a_restore_is_retried() {
     let machine = Machine::with_scheduler(pressed());
     // The program itself causes the first eight calls: two for each of its four chunks. The later
-    // calls restore memory. They map the chunks themselves, which the library retries immediately,
-    // or the addresses where the program has mapped the chunks.
+    // calls restore memory. Some of these calls map the chunks themselves, and the library retries
+    // them immediately. The others map the addresses where the program has mapped the chunks.
     let failing = |call: &str, n: u32| {
         let words = "mix --mem 64M --chunks 4 --reps 3 --rounds 5 --kind vmm";
         machine.program(words).env("CUDA_SIM_FAIL", &format!("{call}:{n}")).start()

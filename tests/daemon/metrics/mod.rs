@@ -95,7 +95,7 @@ fn lock_and_wait_times_match_the_clients_turns() {
     assert_eq!((between.of_gpu("holders"), between.of_gpu("waiters")), (1.0, 0.0));
     let waited = between.of(&other, "wait_seconds");
     assert!(waited >= before.of(&other, "waiting_seconds") && between.of(&other, "waiting_seconds") == 0.0);
-    // The histogram counts both waits. Their sum is the clients' total.
+    // The histogram counts both waits. The sum of both waits is the clients' total.
     let [waits] = between.all("nvshare_gpu_wait_seconds", &[])[..] else { panic!("one GPU") };
     assert_eq!(waits.buckets.last(), Some(&(f64::INFINITY, 2)));
     assert_eq!(waits.buckets.iter().find(|(bound, _)| *bound >= waited).map(|(_, count)| *count), Some(2));

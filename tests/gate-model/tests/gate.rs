@@ -23,8 +23,8 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 const GPU: u32 = 0;
 const OTHER_GPU: u32 = 1;
-/// The stack pointer that threads pass to the gate. It is on no stack, because no jump leaves a
-/// call in these tests.
+/// The stack pointer that threads pass to the gate. The value points into no stack, because no jump
+/// leaves a call in these tests.
 const HERE: usize = 1;
 
 /// The number of times that threads may be preempted. This number finds nearly all errors and takes

@@ -1,5 +1,5 @@
-//! Creates cgroups that look like systemd's units, without systemd. Also mounts cgroup version 2
-//! where the scheduler looks for it.
+//! Creates cgroups that look like systemd's units, without systemd. The module also mounts cgroup
+//! version 2 where the scheduler looks for it.
 
 use std::fs;
 use std::io;

@@ -39,8 +39,8 @@ pub struct Setup {
     pub card: Card,
     /// The limit of host memory for swapped memory.
     pub swap_max: &'static str,
-    /// The size limit of swap files, if swap files are used. They are in the programs' directory,
-    /// because temporary files may be in RAM.
+    /// The size limit of swap files, if swap files are used. The swap files are in the programs'
+    /// directory, because temporary files may be in RAM.
     pub file_max: Option<&'static str>,
     /// The idle time after which programs sleep if other programs need the room.
     pub sleep_after: &'static str,

@@ -260,7 +260,8 @@ impl Work {
         Ok(self.near.stream.synchronise()?)
     }
 
-    /// Launches a kernel of a library, which runs on the GPU of its stream.
+    /// Launches a kernel that was loaded from a library. Such a kernel runs on the GPU of its
+    /// stream.
     fn add_there(&self, place: &Place, mut value: u32) -> crate::cuda::Result<()> {
         let (mut at, mut count) = (place.buffer.at, place.buffer.count());
         let mut arguments: [*mut c_void; 3] =

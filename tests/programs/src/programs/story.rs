@@ -13,7 +13,7 @@ use crate::{
 use std::{error::Error, thread, time::Duration};
 
 const LOOK: Duration = Duration::from_millis(2);
-/// Figures are final once they have not changed for this time.
+/// Figures are final after they have not changed for this time.
 const SETTLED: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Debug, PartialEq)]
