@@ -65,7 +65,8 @@ fn resume(client: &Client, demand: u64, mapped: u64, gpus: u64) {
     client.send(ClientMessage::Held { gpus });
 }
 
-/// Asserts that the daemon has sent no grant until now. It would have sent a due grant already.
+/// Asserts that the daemon has sent no grant until now. The daemon would have sent a due grant
+/// already.
 #[track_caller]
 fn assert_not_granted(daemon: &Daemon, client: &Client) {
     daemon.ctl(&["status"]); // the daemon's loop has then processed all events

@@ -51,7 +51,7 @@ static void *keyed(void *unused) {
     return unused;
 }
 
-/* The thread submits its first work in the destructor of the key, so while the thread ends. */
+/* The thread submits its first work in the destructor of the key, that is, while the thread ends. */
 static void *keyed_only(void *unused) {
     EXPECT(pthread_setspecific(key, (void *)1) == 0);
     CHECK(cuCtxSetCurrent(context));

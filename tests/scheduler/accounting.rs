@@ -267,8 +267,8 @@ fn a_measurement_clears_a_contradicted_shortfall() {
     let shortfall = |t: &Talk| t.machine.gpu(gpu(0)).unwrap().shortfall;
     found(&mut t, 2 * GIB, &[(1, 8 * GIB), (2, 6 * GIB)]);
     assert_eq!(shortfall(&t), 2 * GIB);
-    // More memory is free. The figure doesn't show whether the memory that failed to map is usable
-    // now.
+    // More memory is free now, but that doesn't show whether the memory that could not be mapped is
+    // usable.
     found(&mut t, 5 * GIB, &[(1, 5 * GIB), (2, 6 * GIB)]);
     assert_eq!(shortfall(&t), 2 * GIB);
     // Less memory is free than the client failed to map, so some of the unusable memory has been

@@ -17,7 +17,7 @@ fn config(cases: u32) -> ProptestConfig {
         cases: wanted.unwrap_or(cases),
         failure_persistence: None,
         // Each choice in a strategy creates its own generator. With proptest's default generator,
-        // creating them took five sixths of the test's time.
+        // creating the generators took five sixths of the test's time.
         rng_algorithm: RngAlgorithm::XorShift,
         ..ProptestConfig::default()
     }

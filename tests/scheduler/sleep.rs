@@ -357,8 +357,8 @@ fn unsolicited_answers_have_no_effect() {
 mod found {
     use super::*;
 
-    /// Connects a client that reports that it is asleep to a new scheduler. Other clients have
-    /// these demands.
+    /// Returns the scene of a new scheduler. A client has connected and reported that it is asleep.
+    /// The other clients have these demands.
     fn found(demands: &[u64]) -> Scene {
         let mut scene = Scene::new(demands);
         let n = demands.len() as u64 + 1;

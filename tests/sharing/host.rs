@@ -15,7 +15,7 @@ fn group(limit: u64) -> Option<Limited> {
     Limited::new(&format!("nvshare-host-{}", std::process::id()), limit)
 }
 
-/// Waits until the group's memory use stops changing, and returns it.
+/// Waits until the group's memory use stops changing, and returns that use.
 fn settled(group: &Limited) -> u64 {
     let mut before = group.used();
     wait_for("the group's memory to settle", || {

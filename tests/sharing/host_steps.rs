@@ -158,8 +158,8 @@ fn on_an_old_driver_only_one_thread_waits_for_a_context() {
     machine.wait_until_empty();
 }
 
-/// The fingerprint kernel cannot be loaded when its context is created, for lack of memory. A
-/// thread that may block then loads it at the next eviction.
+/// For lack of memory, the library cannot load the fingerprint kernel when the context is created.
+/// A thread that may block loads the kernel at the next eviction.
 #[test]
 fn the_fingerprint_kernel_is_loaded_once_memory_is_available() {
     const LOADED: &str = "fingerprints can be computed in context";

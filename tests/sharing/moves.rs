@@ -123,7 +123,7 @@ fn two_programs_that_fill_one_gpu_can_use_one_gpu_each() {
     machine.wait_until_empty();
 }
 
-/// The program sees the other GPU as its only GPU.
+/// The program sees only GPU 1, but also moves to GPU 0.
 #[test]
 fn a_program_moves_to_a_gpu_that_it_does_not_see() {
     let machine = Machine::with_scheduler(setup());

@@ -323,8 +323,8 @@ fn a_futex_wait_without_a_check_can_deadlock() {
     check_for_deadlock("a_futex_wait_without_a_check_can_deadlock", wait_for_two_reasons);
 }
 
-/// The GPU lock of one client, as the scheduler sees it. A request of the holder carries no news,
-/// so the scheduler forgets it.
+/// The GPU lock of one client, as the scheduler sees it. A request by the present holder tells the
+/// scheduler nothing new, so the scheduler forgets that request.
 struct Lock {
     scheduler: Mutex<Scheduler>,
     changed: Condvar,
