@@ -1,4 +1,5 @@
-/* Waits for some time, so that a guest could change the state of the process, and then describes that state. */
+/* Waits for some time, so that a guest could change the state of the process, and then describes
+   that state. */
 #include "guest.h"
 
 extern char **environ;

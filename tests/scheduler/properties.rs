@@ -167,7 +167,7 @@ proptest! {
             let plan = plan(&mut world.rng, gpus, Unruly { claiming: seed.is_multiple_of(2), ..Unruly::default() });
             world.add(Plan { group: group(seed, n), leaves: true, ..plan });
         }
-        // The clients run one after the other, and each client is first refused an allocation.
+        // The bound lets the clients run one after the other, each after a refused allocation.
         let bound = bound(&world, quantum) + Duration::from_secs(60 + 20 * clients);
         regroup_now_and_then(&mut world, changes, group);
         let done = world.run(bound);

@@ -178,7 +178,7 @@ pub fn finds_version_2(command: &mut Command) {
     }
 }
 
-/// Lets a command find a file system other than cgroup version 2 at that mount point. Requires
+/// Lets a command find another file system at the usual mount point of cgroup version 2. Requires
 /// root.
 pub fn finds_no_version_2(command: &mut Command) {
     finds(command, c"tmpfs");

@@ -1,5 +1,6 @@
 //! Work on two GPUs of one process, mostly while the context of the first ("near") GPU is current.
-//! The work consists of copies by every call, and of work in streams of the second ("far") GPU.
+//! The work consists of copies with every copy function of the driver, and of work in streams of
+//! the second ("far") GPU.
 
 use super::{Outcome, expect};
 use crate::{
