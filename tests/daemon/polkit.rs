@@ -450,7 +450,7 @@ fn pending_polkit_questions_are_limited_per_caller() {
         let [first, _, third] = crowd;
         first.close().await.expect("it leaves");
         eventually("16 questions to be cancelled", async || (polkit.cancelled() == 16).then_some(())).await;
-        // The daemon sends the last message to polkit before it frees the last place.
+        // The daemon cancels a question to polkit before it lets the user ask another question.
         eventually("a free place", async || set_quantum(&third, 48).await.ok()).await;
         assert_eq!(quantum(&third).await, 48);
     });

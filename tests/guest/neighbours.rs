@@ -78,7 +78,7 @@ fn sanitized(sanitizer: &str, options: &str, setting: &str, runtime: Option<&str
         let asked = output(Command::new("cc").arg(format!("-print-file-name={runtime}"))).stdout;
         case = case.before(Path::new(String::from_utf8_lossy(&asked).trim()));
     }
-    // Old runtimes cannot handle the memory layout of kernels with much randomness.
+    // Old runtimes cannot handle kernels that randomize addresses strongly.
     if case.without().stderr.contains("unexpected memory mapping") {
         return skip(format_args!("a {sanitizer} sanitizer that runs on this kernel"));
     }
