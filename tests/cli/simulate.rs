@@ -60,8 +60,8 @@ fn a_single_program_takes_its_work_plus_its_pauses() {
 fn two_programs_that_fit_use_each_others_pauses() {
     let half = "memory = \"8G\"\nwork = \"10s\"\ngpu-time = \"100ms\"\ncpu-time = \"100ms\"";
     let report = report(&one_gpu(&(job("a", half) + &job("b", half))));
-    // Each of a hundred phases takes 100 ms twice, and is followed by a grace of 1 ms. The first
-    // pause is added.
+    // The two programs have 100 phases each. The 200 phases take 100 ms of GPU time and 1 ms of
+    // grace each, and the first phase begins after a pause of 100 ms. The sum is 20.3 s.
     for policy in ["fcfs-on", "fcfs-auto"] {
         let figures = of(&report, policy);
         near(last(figures), 20.3, 0.1);
@@ -86,9 +86,9 @@ fn two_programs_that_do_not_fit_swap_the_excess_at_each_turn() {
     let report = report(&text);
     // In the mode auto, the length of turns depends on the moved memory.
     for figures in ["fcfs-on", "fcfs-off"].map(|policy| of(&report, policy)) {
-        // Turns last 10 s, in the order a, b, a, b, a, b, a, b. Of 18 GiB, 2 GiB do not fit. They
-        // are evicted at each of the first six changes. They are restored at all changes except the
-        // first, at which b allocates new memory.
+        // Turns last 10 s, in the order a, b, a, b, a, b, a, b. Of 18 GiB, 2 GiB do not fit. These
+        // 2 GiB are evicted at each of the first six changes. They are restored at all changes
+        // except the first, because b then allocates new memory.
         assert_eq!((figures.hand_overs, figures.swapped_out, figures.swapped_in), (7, 12 * GIB, 12 * GIB));
         // Evicting 2 GiB at 8 GiB/s takes 0.25 s. The last chunk is then copied in, in 0.03 s. At
         // the last change, a has ended, so memory is only copied in.
@@ -161,7 +161,8 @@ fn shares_match_the_rules() {
     let part = |policy: &str| of(&report, policy).jobs[0].had.as_secs_f64() / 100.0;
     for policy in ["rules-on", "rules-auto"] {
         assert!((part(policy) - 0.3).abs() < 0.02, "{policy}: {}", part(policy));
-        // Alone, the programs need 0.3 and 0.7 of the GPU time: 1 / (2 × 0.58).
+        // The programs get 0.3 and 0.7 of the GPU time that each could use alone. Jain's index of
+        // these values is (0.3 + 0.7)² / (2 × (0.3² + 0.7²)) = 1 / (2 × 0.58).
         assert!(of(&report, policy).fairness.is_some_and(|fairness| (fairness - 0.862).abs() < 0.01));
     }
     for policy in ["fcfs-on", "fcfs-auto"] {
@@ -332,7 +333,7 @@ fn two_saturated_servers_have_low_latency_and_high_throughput() {
 }
 
 /// On a card with a slow link, moving memory leaves the GPU idle for at most a tenth of the time.
-/// It also uses at most a tenth of the link's time.
+/// The moves also use at most a tenth of the link's time.
 #[test]
 fn a_consumer_card_is_busy_for_90_percent_of_the_time() {
     const LINK_TOTAL: f64 = 35.0 * GIB as f64;

@@ -3,7 +3,7 @@
 //! correct results, no program may wait for ever, and no memory or lock may be left behind.
 //!
 //! `NVSHARE_CRASH_SECONDS=1800 cargo nextest run --test crash --no-capture` runs the test for
-//! longer. It runs in episodes, each on a separate machine with a separate seed.
+//! longer. The test runs in episodes, each on a separate machine with a separate seed.
 //! `NVSHARE_TEST_SEED` starts with the episode of that seed, and repeats it as far as timing
 //! allows.
 
@@ -152,7 +152,7 @@ impl Episode {
 
     fn invite(&mut self) {
         let mut launch = self.machine.program(self.dice.pick(PROGRAMS)).env("CUDA_PATIENT", "1");
-        // No managed memory with anti-thrash off: see
+        // With anti-thrash off, no program uses managed memory: see
         // `a_managed_program_runs_with_anti_thrash_off`.
         let managed = self.dice.one_in(8) && self.machine.setup.anti_thrash != "off";
         if managed {
@@ -298,7 +298,8 @@ fn other_programs_finish_correctly_despite_random_kills() {
     let seconds = std::env::var("NVSHARE_CRASH_SECONDS").map_or(SECONDS, |text| text.parse().expect("seconds"));
     let (begin, seed) = (Instant::now(), Dice::seed());
     let mut counts = Counts::new();
-    // Each kind of event must have occurred often enough, which takes longer on a busy machine.
+    // The test continues until each kind of event has occurred often enough. This takes longer on a
+    // busy machine.
     let few = (seconds as u32 / 20).max(1);
     let is_enough = |counts: &Counts| {
         let all = ["holder killed", "waiter killed", "scheduler killed", "scheduler told to end", "finished"];

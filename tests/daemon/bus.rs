@@ -237,8 +237,8 @@ fn users_other_than_root_cannot_change_settings() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// Returns the names of the programs in a timeline. Users other than root see the names of their own
-/// programs only.
+/// Returns the names of the programs in a timeline. Users other than root see the names of their
+/// own programs only.
 async fn timeline(connection: &Connection) -> Vec<String> {
     let file = scheduler(connection).await.create_timeline().await.expect("everybody may");
     let mut file = std::fs::File::from(std::os::fd::OwnedFd::from(file));
@@ -302,7 +302,7 @@ fn a_timeline_names_only_the_callers_own_programs() {
     let own = format!("(PID {})", std::process::id());
     assert!(seen.iter().any(|label| label.ends_with(&own)), "{seen:?}");
 
-    // The list shows the same after the program has ended.
+    // The timeline still names the program after the program has ended.
     drop(holder);
     block_on(async {
         let connection = on_bus(&bus).await;
@@ -622,8 +622,8 @@ fn an_invalid_lock_request_is_refused_with_a_reason() {
     });
 }
 
-/// Starts a client with `bytes` on the GPU. It releases the lock and evicts memory when the daemon
-/// asks for that, until the daemon closes its connection.
+/// Starts a client with `bytes` on the GPU. The client releases the lock and evicts memory on
+/// request, until the daemon closes the connection.
 fn obedient(daemon: &Daemon, bytes: u64) -> std::thread::JoinHandle<()> {
     let client = daemon.client();
     client.attach();

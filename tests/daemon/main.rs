@@ -1,5 +1,5 @@
-//! The daemon as a process, with clients that speak the protocol themselves. Tests its service on
-//! sockets and on the bus, its metrics, its records, and its robustness.
+//! The daemon as a process, with clients that speak the protocol themselves. The tests cover the
+//! daemon's service on sockets and on the bus, its metrics, its records, and its robustness.
 
 mod bus;
 mod clients;

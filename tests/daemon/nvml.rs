@@ -255,7 +255,7 @@ fn the_driver_is_released_until_a_program_attaches() {
     wait_for("NVML to be opened", || (!open_files(&daemon).is_empty()).then_some(()));
     wait_for("its memory to be measured", || (status(&daemon)["gpus"][0]["accounting"] != "reports").then_some(()));
 
-    // The program uses the driver itself.
+    // The daemon releases the driver, but the client's process still uses it, so the command fails.
     let refused = daemon.ctl(&["release-driver"]);
     assert_eq!((refused.code, open_files(&daemon).len()), (Some(1), 0), "{refused:?}");
     let line = format!("(process {}", std::process::id());

@@ -390,8 +390,8 @@ fn a_hung_polkit_delays_no_other_call() {
             assert_eq!(scheduler.anti_thrash().await.expect("a value"), "auto");
             scheduler.list_gpus().await.expect("an answer");
             scheduler.list_clients().await.expect("an answer");
-            // These calls would wait for the pending ones if a handler needed the lock that zbus
-            // takes for them.
+            // These calls would wait for the pending calls if a pending handler held the lock that
+            // zbus takes for every call.
             let plain = MethodFlags::empty();
             for nothing in ["Version", "Holders", "Nothing"] {
                 refusal(set(connection, nothing, "x", plain).await);
@@ -450,7 +450,7 @@ fn pending_polkit_questions_are_limited_per_caller() {
         let [first, _, third] = crowd;
         first.close().await.expect("it leaves");
         eventually("16 questions to be cancelled", async || (polkit.cancelled() == 16).then_some(())).await;
-        // The daemon sends the last message to polkit before it frees the last place.
+        // The daemon cancels a question to polkit before it lets the user ask another question.
         eventually("a free place", async || set_quantum(&third, 48).await.ok()).await;
         assert_eq!(quantum(&third).await, 48);
     });

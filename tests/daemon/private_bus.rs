@@ -13,8 +13,8 @@ use zbus::proxy::CacheProperties;
 
 use test_support::daemon::*;
 
-/// A bus with the installed policy, so that it treats the scheduler as the system bus does. It may
-/// have a fake polkit.
+/// A bus with the installed policy, so that the bus treats the scheduler as the system bus does. A
+/// fake polkit may be on the bus.
 #[derive(Debug)]
 pub struct Bus {
     child: Child,

@@ -144,8 +144,8 @@ proptest! {
     }
 }
 
-/// Runs past the end of one of the recorder's spans. Clients are measured at first and no longer
-/// later.
+/// The record is longer than one of the recorder's spans, and the set of measured clients changes
+/// continually.
 #[test]
 fn a_record_written_at_run_time_has_every_entry() {
     let directory = test_support::Directory::new();

@@ -1,5 +1,6 @@
 //! A daemon that is killed or stopped, and its successor. The successor inherits the clients'
-//! connections and the locks over D-Bus.
+//! connections and the locks over D-Bus. The *manager* is a fake systemd, which stores the daemon's
+//! descriptors.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read};
@@ -21,7 +22,7 @@ fn kept() -> (Manager, Daemon) {
     (manager, daemon)
 }
 
-/// Connects a client, and waits until the manager keeps its connection.
+/// Connects a client, and waits until the fake systemd has stored the client's connection.
 fn resuming(manager: &Manager, daemon: &Daemon) -> Client {
     let before = manager.kept().len();
     let client = Client::welcomed(&daemon.socket());
@@ -64,13 +65,15 @@ fn resume(client: &Client, demand: u64, mapped: u64, gpus: u64) {
     client.send(ClientMessage::Held { gpus });
 }
 
-/// Asserts that the daemon has sent no grant until now. It would have sent a due grant already.
+/// Asserts that the daemon has sent no grant until now. The daemon would have sent a due grant
+/// already.
 #[track_caller]
 fn assert_not_granted(daemon: &Daemon, client: &Client) {
     daemon.ctl(&["status"]); // the daemon's loop has then processed all events
     let mut buffer = [0u8; nvshare_wire::MAX_LEN];
     loop {
-        // SAFETY: the kernel writes at most `buffer.len()` bytes.
+        // SAFETY: `buffer` is valid for writes of `buffer.len()` bytes, and the kernel writes no
+        // more.
         let n = unsafe {
             libc::recv(client.socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT)
         };
@@ -491,8 +494,8 @@ fn a_lock_that_cannot_be_restored_ends_and_its_caller_is_notified() {
     assert!(daemon.client().id > 0x600);
 }
 
-/// The maximum time until a new program is welcomed while the daemon takes over clients. It allows
-/// for a loaded test machine.
+/// The maximum time until a new program is welcomed while the daemon takes over clients. The limit
+/// allows for a loaded test machine.
 const MAX_GAP: std::time::Duration = std::time::Duration::from_millis(500);
 
 #[test]

@@ -87,8 +87,8 @@ fn sigterm_ends_the_daemon_and_disconnects_clients() {
     daemon.signal(libc::SIGTERM);
     client.until_end();
     assert!(daemon.wait().success());
-    // The daemon removes its sockets, their locks and the directories that it created. It keeps the
-    // files with which programs take turns without a scheduler.
+    // The daemon removes its sockets, their locks and the directories that it created. The daemon
+    // keeps the files that programs use to take turns without a scheduler.
     let names = |directory: &Path| -> Vec<String> {
         let entries = std::fs::read_dir(directory).expect("a directory").flatten();
         let mut names: Vec<String> = entries.map(|entry| entry.file_name().into_string().expect("UTF-8")).collect();
@@ -279,7 +279,7 @@ fn the_record_file_has_every_memory_move() {
     let mut record = Record::new(&path, 1);
     test_support::wait_for("what it has freed", || record.moves().iter().any(|m| m.what == "freed").then_some(()));
     drop(first);
-    // The daemon logs the end before it records the end.
+    // The daemon records the disconnect only after the client has closed its connection.
     test_support::wait_for("its end", || record.moves().iter().any(|m| m.what == "disconnect").then_some(()));
     let moves = record.moves();
     let own: Vec<&str> = moves.iter().filter(|m| m.client == id).map(|m| m.what).collect();

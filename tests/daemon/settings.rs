@@ -199,7 +199,8 @@ fn a_rule_can_be_set_and_removed_at_run_time() {
 fn reading_the_configuration_blocks_no_client() {
     let mut daemon = start(Directory::new());
     let file = daemon.directory.0.join("nvshare.toml");
-    // Reading a pipe takes as long as a slow directory service that resolves user names.
+    // A pipe replaces the file, so that reading it takes long, as with a slow directory service
+    // that resolves user names.
     fs::remove_file(&file).expect("the file");
     assert!(Command::new("mkfifo").arg(&file).status().expect("mkfifo").success());
     let mut reload = test_support::daemon::ctl();

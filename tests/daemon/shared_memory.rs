@@ -1,5 +1,5 @@
-//! Memory that one program shares with another, as the daemon passes it on. Tests which clients
-//! receive the memory, and that the daemon closes its own descriptors.
+//! Memory that one program shares with another, as the daemon passes it on. The tests check which
+//! clients receive the memory, and that the daemon closes its own descriptors.
 
 use std::fs::File;
 use std::io::{Read, Seek, Write};
@@ -33,8 +33,8 @@ fn exporter(daemon: &Daemon) -> Client {
     let client = client(daemon);
     client.attach();
     client.send(ClientMessage::Exporter { key: KEY });
-    // Once the client has the lock, the daemon has read the client's earlier messages. The daemon
-    // may read other clients' messages first.
+    // The daemon may read other clients' messages first. When it grants the lock, it has read all
+    // earlier messages of this client.
     client.request();
     client.until_granted();
     client.release();
@@ -72,7 +72,8 @@ fn send_with(client: &Client, message: &ClientMessage, descriptors: &[OwnedFd]) 
     let mut control = Control([0; _]);
     let mut part =
         libc::iovec { iov_base: packet.as_bytes().as_ptr().cast_mut().cast(), iov_len: packet.as_bytes().len() };
-    // SAFETY: the buffers outlive the call, and there is room for that many descriptors.
+    // SAFETY: the buffers outlive the call, and `control` has room for `MAX_DESCRIPTORS + 8`
+    // descriptors, more than any caller sends.
     unsafe {
         let bytes = mem::size_of_val(descriptors) as u32;
         let mut header: libc::msghdr = mem::zeroed();

@@ -14,7 +14,7 @@ const MIB: u64 = 1 << 20;
 const TOTAL: u64 = 256 * MIB;
 const CONTEXT: u64 = 16 * MIB;
 const DEMAND: u64 = 120 * MIB;
-/// Smaller differences don't count against a client: this is the granularity of measurements.
+/// The granularity of measurements. Smaller differences don't count against a client.
 const SLACK: u64 = 4 * MIB;
 
 fn attach(client: &Client) {
@@ -40,8 +40,8 @@ fn status(daemon: &Daemon) -> Value {
     serde_json::from_str(&daemon.ctl(&["--json", "status"]).stdout).expect("JSON")
 }
 
-/// Starts a client of another user that requests memory and the lock. It ends successfully once it
-/// has both.
+/// Starts a client of another user that requests memory and the lock. The client ends successfully
+/// when it has received both.
 fn other_user(daemon: &Daemon) -> Child {
     let mut other = helper("unverified_frees::helper_wants", &daemon.socket());
     other.uid(65534).gid(65534).stderr(Stdio::inherit()).spawn().expect("it starts")
@@ -72,7 +72,8 @@ fn memory_freed_after_the_disconnect_stops_counting() {
     wait_for("its context to be measured", || (status(&daemon)["gpus"][0]["overhead"] == CONTEXT).then_some(()));
     drop(client);
     daemon.log.wait("disconnected");
-    // The first measurement must include the memory. Otherwise the test is meaningless.
+    // The scheduler must still measure the context after the disconnect. Otherwise the test is
+    // meaningless.
     std::thread::sleep(std::time::Duration::from_secs(1));
     gpu.give(0, CONTEXT);
     wait_for("the memory to be seen to be free", || (status(&daemon)["gpus"][0]["overhead"] == 0).then_some(()));

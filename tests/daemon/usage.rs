@@ -132,7 +132,7 @@ fn until(done: impl Fn() -> bool) {
 fn use_the_gpu(daemon: &Daemon) -> Ledger {
     let pause = || std::thread::sleep(Duration::from_millis(60));
     let (one, other) = (client(daemon), client(daemon));
-    // Counts from before the connection don't count as usage.
+    // The counts in a client's first report are from before the connection, and aren't usage.
     report(&one, 0, 0, 1000, 1000);
     report(&other, 0, 0, 0, 0);
     let granted = during(&one, || {

@@ -1,4 +1,5 @@
-/* Runs with a clock that stands still, as some tools provide. Its work continues after the scheduler has gone. */
+/* Runs with a clock that stands still, as some tools provide. The program's work continues after
+   the scheduler has gone. */
 #include "guest.h"
 
 int clock_gettime(clockid_t clock, struct timespec *time) {

@@ -1,13 +1,15 @@
-/* Closes descriptors that it doesn't know, as careful programs do, and reuses their numbers. With `range` or `each`, it
-   closes all descriptors from 3 up, and uses no CUDA afterwards. With `socket` or `file`, it closes the descriptors that
-   a guest has opened beside the driver's files. A packet socket or a file replaces them, while CUDA continues. */
+/* Closes descriptors that it doesn't know, as careful programs do, and reuses their numbers.
+   With `range` or `each`, it closes all descriptors from 3 up, and uses no CUDA afterwards. With
+   `socket` or `file`, it closes the descriptors that a guest has opened besides the driver's
+   files, puts packet sockets or files in their place, and continues to use CUDA. */
 #include "guest.h"
 #include <sys/socket.h>
 #include <sys/stat.h>
 
 enum { MOST = 1024 };
 
-/* Finds sockets and event descriptors. They belong to a guest, because the simulated driver has only files. */
+/* Finds sockets and event descriptors. They belong to a guest, because the simulated driver
+   opens only files. */
 static int find(int *found) {
     int count = 0;
     for (int fd = 3; fd < MOST; fd++) {
@@ -53,7 +55,7 @@ int main(int count, char **words) {
         _exit(0);
     }
     n = find(theirs);
-    /* Without such descriptors nothing would be tested. */
+    /* Without such descriptors, the rest would test nothing. */
     EXPECT(n > 0 || getenv("LD_PRELOAD") == NULL);
     for (int i = 0; i < n; i++) {
         if (is(words[1], "socket")) {

@@ -42,7 +42,7 @@ impl Host {
     }
 
     /// Starts a scheduler and a program that keeps the GPU until it is killed. So other programs
-    /// wait at the gate.
+    /// wait for the lock.
     pub fn occupied() -> (Self, impl FnMut()) {
         let host = Self(Machine::with_scheduler(Setup { anti_thrash: "on", time_quantum: HOUR, ..Setup::default() }));
         // The kernel runs continuously, so the program is never idle.
@@ -78,8 +78,8 @@ impl Host {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/guest").join(name).with_extension("c");
         let mut cc = Command::new(std::env::var_os("CC").unwrap_or("cc".into()));
         cc.args(["-O1", "-g", "-Wall", "-Wextra", "-pthread"]).args(options).arg("-o").arg(&to).arg(source);
-        // Programs that use CUDA or NVML are linked to its library, and find it in an empty
-        // environment too.
+        // `--as-needed` links the driver and NVML only to programs that use them. The rpath lets
+        // these programs find both libraries even in an empty environment.
         cc.arg("-L").arg(&libraries).args([
             "-Wl,--as-needed",
             "-l:libcuda.so.1",

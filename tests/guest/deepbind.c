@@ -1,5 +1,5 @@
-/* Opens libraries with RTLD_DEEPBIND. They bind to their own dependencies before preloaded libraries. The program is not
-   linked to the driver. */
+/* Opens libraries with RTLD_DEEPBIND. Such libraries resolve symbols in their own dependencies
+   before preloaded libraries. The program is not linked to the driver. */
 #include "guest.h"
 #include <link.h>
 #include <linux/filter.h>
@@ -106,7 +106,8 @@ int main(int count, char **words) {
         use(open_it(RTLD_NOW), 3);
     }
     if (is(how, "look-up")) {
-        /* Uses its own handle of the driver, even for functions that libnvshare.so only passes on. */
+        /* The program looks up every function with its own handle of the driver, also those that
+           libnvshare.so doesn't hook. */
         void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_DEEPBIND);
         EXPECT(driver != NULL);
 #define CALL(name, ...) CHECK(((int (*)())dlsym(driver, name))(__VA_ARGS__))

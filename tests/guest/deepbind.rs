@@ -1,5 +1,6 @@
-//! Libraries that are opened with `RTLD_DEEPBIND`. They resolve symbols in their own dependencies
-//! before preloaded libraries. Also tests other properties that a program may expect of `dlopen`.
+//! Libraries that are opened with `RTLD_DEEPBIND`. Such libraries resolve symbols in their own
+//! dependencies before preloaded libraries. The file also tests other properties that a program may
+//! expect of `dlopen`.
 
 use std::path::PathBuf;
 
@@ -62,8 +63,8 @@ fn work_of_a_deepbind_library_waits_for_the_lock() {
     }
 }
 
-/// nvshare cannot see the work of such a library, so memory that the library may use must stay on
-/// the GPU.
+/// nvshare cannot see the work of a library that is not bound to the hooks, so memory that the
+/// library may use must stay on the GPU.
 #[test]
 fn memory_is_pinned_if_a_library_cannot_be_bound_to_the_hooks() {
     let host = Host::new();

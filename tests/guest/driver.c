@@ -1,5 +1,7 @@
-/* A minimal driver. It opens no file, creates no thread and has no thread-local variables, so all of these in the process
-   belong to the library. It has one GPU, which uses the host's memory and completes all work immediately. */
+/* A minimal driver. The driver opens no file, creates no thread and has no thread-local
+   variables, so a test attributes every file and thread that the program itself hasn't created
+   to libnvshare.so. The driver's only GPU uses the host's memory and completes all work
+   immediately. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,7 +20,8 @@ int cuDeviceGetCount(int *count) { *count = 1; ANSWER; }
 int cuDeviceGetName(char *name, int length, int device) { (void)device; strncpy(name, "Bare GPU", length); ANSWER; }
 int cuDeviceGetUuid(void *uuid, int device) { (void)device; memset(uuid, 0xba, 16); ANSWER; }
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { (void)device; *bytes = 1 << 28; ANSWER; }
-/* All attributes are 0, except the one that $BARE_ATTRIBUTE sets: "number=value". $BARE_ATTRIBUTES is their number. */
+/* All attributes are 0, except the one that $BARE_ATTRIBUTE sets: "number=value". The driver
+   knows the attributes below $BARE_ATTRIBUTES only, if it is set. */
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
     const char *set = getenv("BARE_ATTRIBUTE"), *known = getenv("BARE_ATTRIBUTES");
     (void)device;

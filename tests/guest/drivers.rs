@@ -1,4 +1,5 @@
-//! Drivers that are old or broken, or that refuse. The program gets the driver's own answers.
+//! Drivers that are old or broken, or whose GPUs nvshare must not share. The program gets the
+//! driver's own answers.
 
 use std::{fs, os::unix::net::UnixListener};
 
@@ -117,13 +118,13 @@ fn a_failing_cuinit_leaves_the_program_unmanaged() {
         assert_eq!(ended.status, (Some(4), None), "{ended:?}");
     }
     assert_eq!(host.clients(), 0);
-    // A later attempt may succeed.
+    // The first `cuInit` fails, but the program's second attempt succeeds.
     host.case(&program, &["libcuda.so.1"]).env("CUDA_SIM_FAIL", "cuInit:1").succeeds();
     assert_eq!(host.clients(), 2, "it asked before the first attempt which GPUs it is to see");
 }
 
-/// Calls of an unknown function may submit work that passes no gate. So memory that such work may
-/// use must stay on the GPU from the first call on, but not before.
+/// Calls of a function that nvshare doesn't know may submit work without waiting for the lock. So
+/// memory that such work may use must stay on the GPU from the first call on, but not before.
 #[test]
 fn calling_an_unknown_driver_function_pins_the_memory() {
     let host = Host::new();

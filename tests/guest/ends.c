@@ -37,7 +37,8 @@ static void *exiting(void *unused) {
     exit(21);
 }
 
-/* Sets the key again each time, so that the library's destructors run both before and after this one. */
+/* Sets the key again each time, so that the library's destructors run both before and after this
+   destructor. */
 static void at_thread_end(void *rounds) {
     work();
     launch();
@@ -50,7 +51,7 @@ static void *keyed(void *unused) {
     return unused;
 }
 
-/* Calls CUDA for the first time while it ends. */
+/* The thread submits its first work in the destructor of the key, that is, while the thread ends. */
 static void *keyed_only(void *unused) {
     EXPECT(pthread_setspecific(key, (void *)1) == 0);
     CHECK(cuCtxSetCurrent(context));

@@ -1,10 +1,10 @@
-//! Ends of programs. Any code that runs at the end may call CUDA, and pending work of the library
-//! delays nothing.
+//! Ends of programs. Any code that runs at the end of a program may call CUDA, and the library's
+//! pending work doesn't delay the end.
 
 use crate::compare::*;
 
-/// The simulated driver has thread-locals, which no longer exist at the end of a program. The
-/// minimal driver and real drivers need none.
+/// Runs the programs on the minimal driver. Like real drivers, it needs no thread-local variables.
+/// The simulated driver's thread-local variables no longer exist at the end of a program.
 #[track_caller]
 fn each_on_bare_driver(words: &[&str]) {
     let host = Host::new();

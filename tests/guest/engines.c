@@ -1,5 +1,5 @@
-/* Uses a library that submits work through the driver's private functions. Built as a program, this file requests the
-   functions as such a library does. Built as a library, it is such a library. */
+/* Built as a library, requests the driver's private functions, as libraries do that submit work
+   through those functions. Built as a program, opens that library and works. */
 #include "guest.h"
 
 #ifndef ENGINE

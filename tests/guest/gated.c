@@ -6,9 +6,10 @@ static pthread_barrier_t ready;
 static void *beside(void *unused) {
     uint64_t at;
     size_t free, total;
-    CHECK(cuCtxSetCurrent(context)); /* made before the wait: the simulated driver takes the loader's lock in this call */
+    /* called before the wait, because the simulated driver takes the loader's lock in this call */
+    CHECK(cuCtxSetCurrent(context));
     EXPECT(pthread_barrier_wait(&ready) <= 0);
-    milliseconds(300); /* after this, the constructor waits */
+    milliseconds(300); /* by then, the constructor waits for the GPU */
     CHECK(cuMemAlloc_v2(&at, 1 << 20));
     CHECK(cuMemGetInfo_v2(&free, &total));
     CHECK(cuMemFree_v2(at));

@@ -1,5 +1,6 @@
-/* Looks functions up in a signal handler while the program works, both for the first time and often. (If the program
-   itself looked functions up at that time, the C library's dlsym could deadlock, even without nvshare.) */
+/* Looks functions up in a signal handler. The process's first look-up is in the handler, and
+   many later look-ups interrupt the program. (If the program itself looked functions up at that
+   time, the C library's dlsym could deadlock, even without nvshare.) */
 #include "guest.h"
 #include <sys/time.h>
 

@@ -4,8 +4,8 @@
 use crate::compare::*;
 use test_support::machine::*;
 
-/// Checks that the program ends with each word as without the library, except that it may not reach
-/// a scheduler.
+/// Checks for each word that the program ends successfully and as without the library. The library
+/// may fail to connect to the scheduler, and print a line about that.
 #[track_caller]
 fn on_bare_driver(name: &str, words: &[&str]) {
     let host = Host::new();
@@ -23,7 +23,8 @@ fn a_program_without_file_descriptors_gets_the_drivers_answers() {
 
 #[test]
 fn a_program_without_address_space_gets_the_drivers_answers() {
-    // The simulated driver itself ends if it cannot allocate.
+    // The minimal driver is used because the simulated driver ends the process if it cannot
+    // allocate.
     on_bare_driver("limits", &["space", "space-after"]);
 }
 
@@ -75,7 +76,7 @@ fn a_stopped_clock_does_not_stop_the_library() {
     wait_for("it to begin", || holder.stdout().contains("begun").then_some(()));
     let mut waiting = host.case(&path, &[]).on_bare_driver().start();
     host.0.wait_for_move(0, "a request", |m| m.pid == waiting.pid() && m.what == "request");
-    // Without a scheduler, the gate opens after some time.
+    // Without a scheduler, waiting programs continue after some time.
     host.0.kill_scheduler();
     for program in [&mut holder, &mut waiting] {
         assert_eq!(end(program).stdout, "begun\nworked\n");
@@ -138,8 +139,8 @@ fn a_program_that_closes_every_descriptor_continues() {
     Host::new().succeeds("closes", &["range", "each"]);
 }
 
-/// A thread's stack also contains its static thread-local storage. If the stack is too small, it
-/// cannot be created, or overflows early.
+/// A thread's stack also contains its static thread-local storage. If the stack is too small, the
+/// thread cannot be created, or the stack overflows early.
 #[test]
 fn a_program_with_large_thread_local_storage_takes_turns() {
     let host = Host::new();

@@ -78,7 +78,7 @@ fn sanitized(sanitizer: &str, options: &str, setting: &str, runtime: Option<&str
         let asked = output(Command::new("cc").arg(format!("-print-file-name={runtime}"))).stdout;
         case = case.before(Path::new(String::from_utf8_lossy(&asked).trim()));
     }
-    // Old runtimes cannot handle the memory layout of kernels with much randomness.
+    // Old runtimes cannot handle kernels that randomize addresses strongly.
     if case.without().stderr.contains("unexpected memory mapping") {
         return skip(format_args!("a {sanitizer} sanitizer that runs on this kernel"));
     }
@@ -118,7 +118,7 @@ fn the_undefined_behaviour_sanitizer_reports_nothing() {
 #[test]
 fn the_thread_sanitizer_reports_nothing() {
     // The thread sanitizer sees no locks in code that was built without it, such as the driver and
-    // this library. It would report false races there.
+    // this library. The sanitizer would report false races in such code.
     sanitized("thread", "TSAN_OPTIONS", "ignore_noninstrumented_modules=1", None);
 }
 

@@ -1,5 +1,5 @@
-/* Opens the library like any other library, and closes it. With `running`, CUDA has been initialised through it; with
-   `idle`, it hasn't. */
+/* Opens libnvshare.so with dlopen, and closes it. With `running`, the program initialises CUDA
+   through the library before closing it. With `idle`, it doesn't. */
 #include "guest.h"
 
 int main(int count, char **words) {

@@ -68,7 +68,7 @@ fn perl_runs_unchanged() {
 #[test]
 fn python_runs_unchanged() {
     let host = Host::new();
-    // The path of the interpreter itself. A wrapper would look for the interpreter.
+    // Runs the interpreter itself, because a wrapper would search for the interpreter.
     let found = std::process::Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).output();
     let Ok(found) = found else { return test_support::skip("python3") };
     let script = host.0.path("script.py");

@@ -50,7 +50,8 @@ void use_cuda(int rounds) {
 void finish(void) { CALL(cuDevicePrimaryCtxRelease, (int), 0); }
 
 #ifdef CONSTRUCT
-/* Submits no work: the simulated driver would start a thread for it, which needs the loader's lock. */
+/* Submits no work, because the simulated driver would start a thread for that work, and the
+   new thread needs the loader's lock. */
 __attribute__((constructor)) static void construct(void) { use_cuda(0); }
 #endif
 #endif

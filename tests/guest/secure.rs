@@ -41,7 +41,8 @@ fn a_setuid_program_ignores_its_callers_environment_variables() {
             "--clear-groups",
             &program,
         ];
-        // The command starts without the library, which the file preloads.
+        // The command starts without `LD_PRELOAD`. The file `/etc/ld.so.preload` preloads the
+        // library.
         let case = host.case("/usr/bin/unshare", &arguments).preloading(&[]);
         let case = case.env("NVSHARE_DEBUG", "1").env("NVSHARE_SOCKET", &host.0.socket().to_string_lossy());
         case.with()

@@ -1,5 +1,5 @@
-/* Receives frequent signals while it works, initialises CUDA (`early`) or waits for the GPU. Also receives signals that
-   only the program's own threads may take. */
+/* Receives frequent signals while it works, initialises CUDA (`early`) or waits for the GPU. The
+   program also receives signals that only its own threads may take. */
 #include "guest.h"
 #include <sys/time.h>
 

@@ -1,5 +1,5 @@
-/* Works with descriptors 0 to 2 closed. Writes to a file whether the descriptors now belong to a guest, which would then
-   receive the program's own output. */
+/* Works with descriptors 0 to 2 closed. A guest that had one of these descriptors would receive
+   the program's own output. So the program writes to a file whether a guest has them. */
 #include "guest.h"
 
 int main(int count, char **words) {

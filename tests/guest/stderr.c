@@ -1,5 +1,5 @@
-/* Works while stderr is a pipe without a reader, a full pipe, closed, or the number of another file of the program. A
-   message takes less than 200 ms. */
+/* Works while descriptor 2 is a pipe without a reader, a full pipe, closed, or another file of
+   the program. A message takes less than 200 ms. */
 #include "guest.h"
 
 int main(int count, char **words) {

@@ -1,4 +1,5 @@
-/* Describes the state of its process after some time, in which a guest could have changed that state. */
+/* Waits for some time, so that a guest could change the state of the process, and then describes
+   that state. */
 #include "guest.h"
 
 extern char **environ;

@@ -22,8 +22,8 @@ use test_support::{has_own_process, wait_for};
 const NOBODY: u32 = 65534;
 const KEY: Secret = Secret([9; 16]);
 
-/// Returns a container ID that no other test uses. Its first twelve digits are shown, so they are
-/// unique too.
+/// Returns a container ID that no other test uses. Its first twelve digits are unique too, because
+/// messages show only these digits.
 fn container_id() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     format!("{:04x}{:08x}{:052x}", NEXT.fetch_add(1, Ordering::Relaxed), std::process::id(), 0)
@@ -274,7 +274,8 @@ fn a_client_that_cannot_open_the_device_file_is_disconnected() {
     client.until(|message| matches!(message, SchedulerMessage::Attached { slot: 0 }));
 }
 
-/// A client can invent a GPU. The GPU must not become a second choice beside the host's only GPU.
+/// A client can invent a GPU. An order that names no GPU must still apply to the host's only real
+/// GPU.
 #[test]
 fn gpu_that_nvml_does_not_list_matters_only_to_its_clients() {
     if !has_own_process("clients::gpu_that_nvml_does_not_list_matters_only_to_its_clients", &[]) {
@@ -327,9 +328,9 @@ fn an_inherited_connection_grants_no_rights() {
     let daemon = Daemon::start();
     let mut command = helper("clients::helper_hands_over_its_connection", &daemon.control());
     let mut child = command.stderr(Stdio::piped()).spawn().expect("it starts");
-    // The heir shares stderr, and closes it last.
+    // The process that inherits the connection also shares stderr, and closes stderr last.
     let mut lines = BufReader::new(child.stderr.take().expect("its stderr")).lines().map_while(Result::ok);
-    // The process that connected must be reaped, because it exists until then.
+    // The process that connected exists until it is reaped, so the test reaps it.
     assert!(support::wait(&mut child).success());
     let said = lines.find(|line| line.contains("it may: ")).expect("its line");
     assert!(said.contains("AccessDenied") && said.contains("the process that connected has ended"), "{said}");

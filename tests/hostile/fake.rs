@@ -22,7 +22,8 @@ pub struct Fake<'a> {
     machine: &'a Machine,
     listener: Option<Listener>,
     pub connection: Option<Connection>,
-    /// Whether the first packet was sent. It answers `Hello`, and fixes the version.
+    /// Whether the fake has answered `Hello`. This answer is its first packet, and fixes the
+    /// version.
     pub has_answered: bool,
     pub seq: u32,
     /// Whether the fake has told the program a limit below the GPU's memory.

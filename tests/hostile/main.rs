@@ -1,8 +1,7 @@
-//! A scheduler that is broken, malicious, or of another version cannot harm a program. Programs
-//! cannot prevent a scheduler from serving other programs (`clients`). Under such a scheduler, a
-//! program ends with correct results. It waits only as long as a living scheduler that never grants
-//! the lock may make it wait. The scheduler may refuse the program memory, as any scheduler may,
-//! with CUDA's own error.
+//! A scheduler that is broken, malicious, or of another version cannot harm a program: the program
+//! ends with correct results, or waits for a living scheduler that never grants the lock. Any
+//! scheduler may refuse a program memory, and the program then gets CUDA's own error. The module
+//! `clients` tests the reverse: programs cannot prevent a scheduler from serving other programs.
 //!
 //! `NVSHARE_HOSTILE_SEQUENCES=20000 cargo nextest run --test hostile --no-capture` tries more
 //! random sequences. `NVSHARE_TEST_SEED` sets the first seed.
@@ -320,7 +319,8 @@ fn repeated_resume_requests_are_answered_in_full() {
     assert!(told > 3, "it answered {told} times");
 }
 
-/// The scheduler restarts, asks the program again, and then stops answering.
+/// A restarted scheduler sends `Resume` again and again, reads none of the answers, and then
+/// disappears.
 #[test]
 fn a_program_abandons_a_restarted_scheduler_that_reads_nothing() {
     let machine = machine();

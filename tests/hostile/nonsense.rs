@@ -62,8 +62,8 @@ pub fn message(dice: &mut Dice) -> SchedulerMessage {
             allocation: bytes(dice),
             first: count(dice),
         },
-        // The number is never right, and the answer is never "no GPU": the program would obey such
-        // an answer.
+        // `at` is never the right number, and the answer is never "no GPU", because the program
+        // would obey such an answer.
         27 => SchedulerMessage::Placed {
             at: count(dice).max(1),
             of: count(dice),
@@ -93,7 +93,7 @@ pub fn refusal(dice: &mut Dice) -> SchedulerMessage {
     SchedulerMessage::Refused { reason, text: Text::new(text) }
 }
 
-/// A text that exceeds the longest text that fits, in letters of two bytes.
+/// A text that is longer than a message can hold, in letters of two bytes.
 const LONG: &str = "ääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääää";
 
 /// Returns bytes that are no valid message, except by chance.

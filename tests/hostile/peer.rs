@@ -30,7 +30,8 @@ impl Listener {
             *to = *from as _;
         }
         let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-        // SAFETY: a non-negative descriptor is new and owned here, and the address is valid and of that length.
+        // SAFETY: a non-negative descriptor is new and owned here, and the address is valid and of
+        // that length.
         unsafe {
             let socket = libc::socket(libc::AF_UNIX, kind, 0);
             assert!(socket >= 0, "a socket: {}", io::Error::last_os_error());
@@ -44,7 +45,8 @@ impl Listener {
 
     pub fn accept(&self) -> Option<Connection> {
         let (none, flags) = (std::ptr::null_mut(), libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK);
-        // SAFETY: the null pointers ask for no address, and a non-negative descriptor is new and owned here.
+        // SAFETY: the null pointers ask for no address, and a non-negative descriptor is new and
+        // owned here.
         unsafe {
             let socket = libc::accept4(self.socket.as_raw_fd(), none, std::ptr::null_mut(), flags);
             (socket >= 0).then(|| Connection { socket: OwnedFd::from_raw_fd(socket), version: 1 })
@@ -89,7 +91,8 @@ impl Connection {
         let file = fs::File::open("/dev/null").expect("a file");
         let mut control = Control([0; _]);
         let mut part = libc::iovec { iov_base: packet.as_ptr().cast_mut().cast(), iov_len: packet.len() };
-        // SAFETY: the buffers outlive the call, and there is room for that many descriptors.
+        // SAFETY: the buffers outlive the call, and `control` has room for 64 descriptors, more
+        // than any caller sends.
         unsafe {
             let bytes = 4 * count as u32;
             let mut message: libc::msghdr = mem::zeroed();
@@ -105,7 +108,7 @@ impl Connection {
         }
     }
 
-    /// Receives a message. It must be well-formed, whatever the client has received.
+    /// Receives a message. The message must be well-formed, whatever the client has received.
     pub fn receive(&self) -> Received {
         let mut buffer = [0u8; 2 * MAX_LEN];
         // SAFETY: `buffer` is valid and of that length.

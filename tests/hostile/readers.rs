@@ -14,8 +14,8 @@ use test_support::daemon::{self as support, Client, Daemon, GIB};
 /// one holder.
 const CLIENTS: usize = 256;
 const GPUS: u32 = 16;
-/// The maximum time until another program is welcomed. It allows for a loaded test machine. When
-/// the scheduling loop explained all waits itself, the time exceeded 4 s.
+/// The maximum time until another program is welcomed. The limit allows for a loaded test machine.
+/// When the scheduling loop explained all waits itself, the time exceeded 4 s.
 const MAX_GAP: Duration = Duration::from_millis(800);
 
 fn crowd(daemon: &Daemon) -> Vec<Client> {

@@ -89,7 +89,7 @@ fn naps(machine: &Machine, words: &str, lookup: &str) -> Program {
     machine.program(&format!("naps --mem 8M {words}")).env("CUDA_LOOKUP", lookup).start()
 }
 
-/// The program sleeps and wakes as often as possible until it ends with correct results.
+/// Puts a program to sleep and wakes it `TIMES` times. The program then ends with correct results.
 fn sleeps_often(lookup: &str) {
     const TIMES: u32 = 34;
     let machine = machine();
@@ -182,7 +182,8 @@ fn the_next_scheduler_wakes_a_sleeping_program() {
     program.finish();
 }
 
-/// The scheduler disappears permanently after the preparation, before any process has locked the program.
+/// The scheduler disappears permanently after the preparation, before any process has locked the
+/// program.
 #[test]
 fn an_unlocked_program_continues_without_the_scheduler() {
     let machine = machine();
@@ -243,7 +244,7 @@ fn an_exit_without_a_scheduler_does_not_hang() {
     assert_eq!(program.wait().code(), Some(7));
 }
 
-/// A paused program sleeps although some of its threads wait, at the gate or before a driver call.
+/// A paused program sleeps although some of its threads wait for the lock or before a driver call.
 #[test]
 fn a_paused_program_sleeps_despite_waiting_threads() {
     let machine = machine();
@@ -271,8 +272,8 @@ fn a_paused_program_sleeps_despite_waiting_threads() {
     program.finish();
 }
 
-/// A scheduler may get no answer in time, for example because the process was stopped. It still
-/// waits for that answer before it makes another request.
+/// A scheduler may get no answer in time, for example because the process was stopped. The
+/// scheduler still waits for that answer before it makes another request.
 #[test]
 fn a_cancelled_sleep_request_is_still_answered() {
     let machine = machine();
@@ -331,7 +332,7 @@ fn messages_during_the_preparation_do_not_prevent_sleep() {
     program.finish();
 }
 
-/// Starts a program that cannot sleep once it has printed `ready`, and checks the reason.
+/// Starts a program that can no longer sleep after it has printed `ready`, and checks the reason.
 fn refuses(words: &str, environment: Option<(&str, &str)>, expected: SleepRefusal) {
     let machine = machine();
     let mut fake = Fake::new(&machine);
@@ -413,8 +414,8 @@ fn text_of(gpus: &[Uuid]) -> String {
     gpus.iter().map(|gpu| format!("GPU-{gpu}")).collect::<Vec<_>>().join(",")
 }
 
-/// Repeatedly moves a program from these GPUs of two to the other GPUs. The program tells a new
-/// scheduler its present GPUs.
+/// Repeatedly exchanges the machine's two GPUs while a program on these GPUs sleeps. After each
+/// exchange, the program tells a new scheduler its present GPUs.
 fn changes_gpus(gpus: &[usize], visible: Option<&str>) {
     let machine = two_gpus();
     let both = uuids(&machine);

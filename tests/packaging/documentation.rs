@@ -87,7 +87,8 @@ fn options(command: &clap::Command) -> BTreeSet<String> {
     let own = command
         .get_arguments()
         .filter(|option| !option.is_global_set() && !option.is_hide_set() && option.get_id() != "help");
-    // If the page names only the letter of an option, the letter counts.
+    // Options with a letter are compared by their letter, because the page may name only the
+    // letter.
     own.filter_map(|option| match (option.get_long(), option.get_short()) {
         (_, Some(letter)) => Some(format!("-{letter}")),
         (Some(long), None) => Some(format!("--{long}")),

@@ -1,4 +1,5 @@
-//! Checks the files installed for systemd with systemd's own tools. A check is skipped if its tool is missing.
+//! Checks the files that are installed for systemd, with systemd's own tools. A check is skipped if
+//! its tool is missing.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -119,7 +120,8 @@ fn journalctl_accepts_the_catalog() {
 }
 
 /// tmpfiles.d creates the sockets' directories. A directory that belonged to the service would
-/// disappear with the service. Containers that have mounted it would be left with a dead mount.
+/// disappear with the service, and containers that have mounted the directory would keep a dead
+/// mount.
 #[test]
 fn sockets_are_in_directories_that_outlive_the_service() {
     let read = |name: &str| std::fs::read_to_string(installed(name)).expect("a file");
@@ -134,7 +136,7 @@ fn sockets_are_in_directories_that_outlive_the_service() {
     assert!(!read("nvshare.service").contains("RuntimeDirectory="));
 }
 
-/// The user must exist before the bus reads its policy. That is earlier than systemd-sysusers runs.
+/// The user must exist before the bus reads its policy. systemd-sysusers runs too late for that.
 #[test]
 fn preinst_creates_the_user_of_sysusers_d() {
     let sysusers = include_str!("../../systemd/nvshare.sysusers");

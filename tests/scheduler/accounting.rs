@@ -1,5 +1,6 @@
 //! Accounting, message by message: clients' reports are checked against measurements, failed
-//! mappings change the plan, and clients that grow don't wait for messages.
+//! mappings change the plan, and clients that grow don't wait for messages. In a *trial*, a client
+//! may map more memory than seems free.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -7,7 +8,7 @@ use scheduler_sim::*;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Reports a measurement that begins now. It has each client's bytes and the free bytes.
+/// Reports a measurement that begins now, with the free bytes and each client's bytes.
 fn found(t: &mut Talk, free: u64, clients: &[(u64, u64)]) -> Vec<Command> {
     let found: BTreeMap<ClientId, Found> = clients.iter().map(|(n, bytes)| (client(*n), exactly(*bytes))).collect();
     t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: Some(free), found })
@@ -73,7 +74,7 @@ fn a_silent_client_is_charged_its_measured_memory() {
     assert_eq!((t.state(2), t.attachment(1).charge), (LockState::Waiting, 12 * GIB));
 }
 
-/// A client that was treated as dead maps its former allowance. It keeps that memory, whatever it
+/// A client that was treated as dead maps its former allowance, and keeps that memory, whatever it
 /// reports.
 #[test]
 fn memory_that_a_late_client_maps_is_still_charged() {
@@ -167,8 +168,8 @@ fn two_clients_that_each_lack_a_little_make_progress() {
     let mut t = standstill();
     let really = 16 * GIB - 1536 * MIB;
     let mut done = [false; 2];
-    // Each client that holds the lock maps the memory that is actually free. If that is too little,
-    // it releases the lock. Otherwise it computes for a moment.
+    // Each client that holds the lock maps the memory that is actually free. If that memory is too
+    // little, the client releases the lock. Otherwise the client computes for a moment.
     for _ in 0..100 {
         for n in [1, 2] {
             let other = t.attachment(3 - n).mapped;
@@ -266,11 +267,12 @@ fn a_measurement_clears_a_contradicted_shortfall() {
     let shortfall = |t: &Talk| t.machine.gpu(gpu(0)).unwrap().shortfall;
     found(&mut t, 2 * GIB, &[(1, 8 * GIB), (2, 6 * GIB)]);
     assert_eq!(shortfall(&t), 2 * GIB);
-    // More memory is free. The figure doesn't show whether the memory that failed to map is usable
-    // now.
+    // More memory is free now, but that doesn't show whether the memory that could not be mapped is
+    // usable.
     found(&mut t, 5 * GIB, &[(1, 5 * GIB), (2, 6 * GIB)]);
     assert_eq!(shortfall(&t), 2 * GIB);
-    // Less memory is free than failed to map, so some of that memory was mapped.
+    // Less memory is free than the client failed to map, so some of the unusable memory has been
+    // mapped since.
     found(&mut t, 512 * MIB, &[(1, 8 * GIB), (2, 6 * GIB)]);
     assert_eq!(shortfall(&t), 512 * MIB + GIB, "that, and as much as it lacked");
     t.after(Duration::from_secs(10));
@@ -292,7 +294,7 @@ fn a_client_may_try_to_map_more_than_seems_free() {
     t.map(2);
     assert_eq!((t.state(1), t.attachment(1).allowance), (LockState::Holding, 12 * GIB), "{:?}", t.machine.gpu(gpu(0)));
     assert_eq!((t.attachment(2).mapped, t.machine.gpu(gpu(0)).unwrap().trial), (0, 2 * GIB));
-    // The mapping fails, and other clients run before it is tried again.
+    // The mapping fails, and other clients run before client 1 tries again.
     t.release(1, ReleaseReason::NoMemory);
     t.request(1);
     t.request(2);
@@ -458,8 +460,8 @@ fn a_holder_may_try_to_map_more_after_other_memory_is_evicted() {
     assert_eq!(t.attachment(2).allowance, 2 * GIB, "{:?}", t.machine.gpu(gpu(0)));
 }
 
-/// Each demand exceeds the capacity of 0. Beside each other, neither client could try to map its
-/// memory.
+/// Each demand exceeds the capacity of 0. If both clients ran at the same time, neither could try
+/// to map its memory.
 #[test]
 fn clients_that_exceed_the_capacity_never_run_together() {
     let mut t = measured(AntiThrash::Auto);
@@ -526,7 +528,8 @@ fn a_holder_that_keeps_growing_may_map_ahead() {
     growing(&mut t, 1, GIB);
     let attachment = t.attachment(1);
     assert_eq!((attachment.demand, attachment.allowance), (GIB + 64 * MIB, 2 * GIB + 32 * MIB));
-    // The scheduler sends no message until half of the advance is used.
+    // The scheduler has allowed the client more than its demand, and sends no message until the
+    // client has used half of that advance.
     t.now += ms(1);
     assert_eq!(t.report(1, GIB + 500 * MIB, GIB + 500 * MIB, 0), []);
     t.now += ms(1);

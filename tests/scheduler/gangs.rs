@@ -38,7 +38,7 @@ fn declared_gangs_never_deadlock_each_other() {
 }
 
 /// One process of a job always requests its GPU later than the other process. The other process
-/// then waits for the late one, and its GPU is often revoked during that wait.
+/// then waits for the late process, and often loses its own GPU to a revoke during that wait.
 #[test]
 fn a_gang_revoked_midway_continues_until_it_drains() {
     for mode in [AntiThrash::On, AntiThrash::Auto] {

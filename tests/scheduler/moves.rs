@@ -654,8 +654,8 @@ mod drain {
         assert!(commands.contains(&Command::Attached { client: client(2), gpu: gpu(0) }), "{commands:?}");
     }
 
-    /// While the clients are deferred, their contexts don't count. So their limits at that time
-    /// leave no room for contexts.
+    /// While the clients are deferred, their contexts don't count. When the drain ends, their
+    /// limits together must leave room for all their contexts.
     #[test]
     fn limits_of_deferred_clients_leave_room_for_their_contexts() {
         let mut t = Talk::new(Settings { context: CONTEXT, reserve: 0, ..settings(AntiThrash::On, ms(1000)) });

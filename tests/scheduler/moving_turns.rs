@@ -12,8 +12,8 @@ fn revokes(world: &World) -> usize {
     world.commands.iter().filter(|(_, command)| matches!(command, Command::Revoke { .. })).count()
 }
 
-/// Returns the length of turns of two clients that always have work, once that length is stable.
-/// `moves` is the number of bytes that don't fit, and that move at 40 GiB/s in each direction.
+/// Returns the final length of turns of two clients that always have work. `moves` is the number of
+/// bytes that don't fit on the GPU. These bytes move at 40 GiB/s in each direction.
 fn turn_between_two(settings: Settings, share: Option<Share>, moves: u64) -> Duration {
     let mut world = World::new(settings, 1);
     world.add_gpu(gpu(0), 16 * GIB, 0);

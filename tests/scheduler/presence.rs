@@ -53,8 +53,8 @@ fn a_missing_gpu_without_clients_is_dropped() {
 fn no_client_waits_on_a_missing_gpu() {
     let mut t = one_too_many();
     let commands = gone(&mut t);
-    // Client 2 is allowed all memory that it needs, so it continues and the driver tells it that
-    // the GPU is gone.
+    // The scheduler allows client 2 all memory that it needs. So client 2 continues, and gets the
+    // driver's error for the missing GPU.
     assert_eq!(allowances(&commands), [(2, 12 * GIB)]);
     assert!(commands.contains(&grant(2)), "{commands:?}");
     assert!(!commands.iter().any(|command| matches!(command, Command::Revoke { .. })), "{commands:?}");
@@ -121,7 +121,7 @@ fn a_request_for_several_gpus_waits_only_for_present_gpus() {
 fn no_program_is_placed_on_a_missing_gpu() {
     let mut t = Talk::new(Settings { placement: Placement::Spread, ..settings(AntiThrash::Auto, ms(1000)) });
     found(&mut t, 1);
-    t.join(9, GIB); // this client keeps the GPU known
+    t.join(9, GIB); // the scheduler keeps a missing GPU while it has a client
     gone(&mut t);
     assert_eq!(place(&mut t, 1), [Command::Placed { client: client(1), gpus: vec![gpu(1)] }]);
     t.say(Event::GpuGone { gpu: gpu(1) });

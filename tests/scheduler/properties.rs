@@ -17,7 +17,7 @@ fn config(cases: u32) -> ProptestConfig {
         cases: wanted.unwrap_or(cases),
         failure_persistence: None,
         // Each choice in a strategy creates its own generator. With proptest's default generator,
-        // creating them took five sixths of the test's time.
+        // creating the generators took five sixths of the test's time.
         rng_algorithm: RngAlgorithm::XorShift,
         ..ProptestConfig::default()
     }
@@ -139,7 +139,7 @@ proptest! {
         prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
     }
 
-    /// An allocation that waits for other clients is granted. It is refused if no client would ever
+    /// An allocation that waits for other clients is granted, or refused if no client would ever
     /// free the memory.
     #[test]
     fn every_waiting_allocation_is_answered(
@@ -167,7 +167,7 @@ proptest! {
             let plan = plan(&mut world.rng, gpus, Unruly { claiming: seed.is_multiple_of(2), ..Unruly::default() });
             world.add(Plan { group: group(seed, n), leaves: true, ..plan });
         }
-        // The clients run one after the other, and each client is first refused an allocation.
+        // The bound lets the clients run one after the other, each after a refused allocation.
         let bound = bound(&world, quantum) + Duration::from_secs(60 + 20 * clients);
         regroup_now_and_then(&mut world, changes, group);
         let done = world.run(bound);
@@ -194,8 +194,8 @@ proptest! {
         Sleepers { seed, mode, gpus, clients, unruly, until, odds, after, host }.are_served()?;
     }
 
-    /// Rooms are opened and closed. Each room is ready, refused or over in time. No client maps
-    /// memory that is kept free, and every client finishes.
+    /// Rooms are opened and closed. Each room becomes ready, is refused, or is closed within its
+    /// time limit. No client maps memory that is kept free, and every client finishes.
     #[test]
     fn every_client_finishes_beside_reserved_rooms(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..12, unruly in unruly(), until in 500u64..30_000,
@@ -551,7 +551,7 @@ proptest! {
                         let old = before.get(&(*client, *id)).copied().unwrap_or(0);
                         *id == view.gpu && Some(*client) != reporter && *charge > old
                     });
-                // A report counts once a measurement confirms it.
+                // A measurement that confirms an earlier report may also raise the charge.
                 let confirmed = matches!(event, Event::Measured { .. });
                 let fits = view.charged <= view.capacity || confirmed;
                 prop_assert!(!raised || fits, "{:?} after {:?}", view, event);
@@ -587,7 +587,7 @@ proptest! {
             for n in (0..5).flat_map(|_| 1..6) {
                 t.map(n);
                 // The clients act as the library does. A client whose request is granted takes the
-                // memory. A client whose limit was lowered before that requests it again.
+                // memory. A client whose limit was lowered in the meantime repeats its request.
                 wishes.retain(|(n, wanted)| {
                     let has = t.attachment(*n).limit >= *wanted;
                     if has {

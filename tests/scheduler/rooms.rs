@@ -1,5 +1,5 @@
-//! Rooms: memory that is vacated immediately and kept free for programs without nvshare. Also
-//! headroom ahead of such programs while they grow.
+//! Rooms: memory that is vacated immediately and kept free for programs without nvshare. The
+//! scheduler also keeps headroom for such programs while they grow.
 
 use crate::talk::*;
 use nvshare_sched::*;

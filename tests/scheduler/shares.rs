@@ -1,6 +1,6 @@
 //! Shares of a GPU's time: the time that each share yields in virtual time. The programs keep the
-//! GPU busy whenever they may. Figures are for many periods, with work that drains quickly and work
-//! that drains slowly.
+//! GPU busy whenever they hold the lock. The tests measure many periods, with work that drains
+//! quickly and work that drains slowly.
 
 use nvshare_sched::*;
 use scheduler_sim::*;
@@ -222,8 +222,8 @@ fn a_busy_interactive_program_gets_only_its_share() {
 fn restore_time_is_charged_to_the_restored_client() {
     let mut world = World::with_gpu(AntiThrash::On, s(2), 16 * GIB);
     world.most_steps = 3_000_000;
-    // The two small clients fit beside each other. Their memory is evicted slowly when the large
-    // client runs.
+    // The two small clients fit beside each other. The small clients' memory is evicted slowly when
+    // the large client runs.
     for (demand, rate) in [(2 * GIB, 2 * GIB), (2 * GIB, 2 * GIB), (15 * GIB, 100 * GIB)] {
         add(&mut world, weight(100), Plan { demand, rate, gpu: s(100_000), ..Plan::default() });
     }

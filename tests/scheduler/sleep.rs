@@ -71,7 +71,7 @@ impl Scene {
         self.t.say(Event::Resumed { client: client(n) })
     }
 
-    /// Returns a scene in which client 1 is off the GPU until it is resumed.
+    /// Returns a scene in which client 1 is paused, and off the GPU.
     fn paused(demands: &[u64]) -> Self {
         let mut scene = Self::new(demands);
         let commands = scene.pause(1);
@@ -192,7 +192,7 @@ fn two_asleep() -> Scene {
     scene
 }
 
-/// A stopped process prevents its restore from ending.
+/// The restore of a stopped process doesn't end.
 #[test]
 fn a_hung_restore_does_not_block_other_restores() {
     for is_late in [false, true] {
@@ -357,8 +357,8 @@ fn unsolicited_answers_have_no_effect() {
 mod found {
     use super::*;
 
-    /// Connects a client that reports that it is asleep to a new scheduler. Other clients have
-    /// these demands.
+    /// Returns the scene of a new scheduler. A client has connected and reported that it is asleep.
+    /// The other clients have these demands.
     fn found(demands: &[u64]) -> Scene {
         let mut scene = Scene::new(demands);
         let n = demands.len() as u64 + 1;
@@ -452,8 +452,8 @@ mod idle {
         let commands = scene.helper(1, SleepOutcome::Asleep);
         assert!(!commands.contains(&prepares(2)), "it is measured first: {commands:?}");
         let commands = scene.measure();
-        // The three other clients need 15 GiB, more than the GPU has. Later two clients need 10
-        // GiB, which fit.
+        // Client 2 sleeps, because the three other clients need 15 GiB, more than the contexts
+        // leave. Client 3 stays awake, because the two other clients then need 10 GiB, which fit.
         assert!(commands.contains(&prepares(2)), "{commands:?}");
         scene.t.map(2);
         scene.ready(2);
@@ -516,8 +516,8 @@ mod idle {
         assert!(commands.contains(&prepares(2)), "{commands:?}");
     }
 
-    /// If a client's context would leave another client too little memory, it waits until an idle
-    /// client has been put to sleep.
+    /// If a new client's context would leave another client too little memory, the new client waits
+    /// until an idle client has been put to sleep.
     #[test]
     fn an_idle_client_sleeps_to_make_room_for_a_new_client() {
         let mut scene = idle(&[GIB, 15 * GIB]);

@@ -1,6 +1,6 @@
 //! Clients that lie about their memory use. Each liar speaks the protocol itself and has no CUDA
 //! context. An honest program beside the liars finishes with correct results, and the scheduler
-//! keeps answering. End to end, with a real program on the simulated GPU.
+//! keeps answering. The honest program is a real process on the simulated GPU.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -21,8 +21,8 @@ const BOUND: Duration = PATIENCE;
 const ASK: Duration = Duration::from_secs(1);
 const MEMORY: u64 = 96 * MIB;
 
-/// The host memory suffices for every client's current and previous limit. A client that never
-/// acknowledges a lower limit is charged for the previous one.
+/// The host memory suffices for every client's current and previous limit, because a client that
+/// never acknowledges a lower limit is charged for the previous limit.
 fn machine() -> Machine {
     let setup = Setup { memory: MEMORY, context: 2 * MIB, reserve: 2 * MIB, swap_max: "none", ..Setup::default() };
     Machine::with_scheduler(setup)
@@ -94,7 +94,8 @@ impl<'a> Liar<'a> {
         while self.is_connected {
             let mut buffer = [0u8; MAX_LEN];
             let (socket, flags) = (self.client.socket.as_raw_fd(), libc::MSG_DONTWAIT);
-            // SAFETY: the kernel writes at most `buffer.len()` bytes.
+            // SAFETY: `buffer` is valid for writes of `buffer.len()` bytes, and the kernel writes
+            // no more.
             let len = unsafe { libc::recv(socket, buffer.as_mut_ptr().cast(), buffer.len(), flags) };
             match usize::try_from(len) {
                 Ok(0) => self.is_connected = false,
@@ -332,8 +333,8 @@ fn no_false_message_field_blocks_an_honest_program() {
     false_messages_block_no_program(|field| !field.starts_with("Memory."));
 }
 
-/// For each field in turn, four clients send the lie, each with a different number. An honest
-/// program runs beside them from start to end.
+/// For each field in turn, four clients send a false value, each a different one. An honest program
+/// runs beside these clients from start to end.
 #[track_caller]
 fn false_messages_block_no_program(is_meant: impl Fn(&str) -> bool) {
     let machine = machine();
@@ -370,15 +371,15 @@ fn random_false_messages_block_no_honest_program() {
                 let (_, lie) = random.choose(LIES).expect("a lie");
                 let any = random.number();
                 let n = *random.choose(&[0, 1, MIB, MOST, 1 << 40, u64::MAX, any]).expect("a number");
-                // The liar repeats `Attach` in one of four cases only: each repetition would
-                // disconnect it.
+                // Only every fourth message, on average, is preceded by another `Attach`, because a
+                // repeated `Attach` disconnects the liar.
                 let messages = lie(gpu, n);
                 let from = if random.below(4) == 0 { 0 } else { messages.len() - 1 };
                 liar.tell(&messages[from..]);
             }
             thread::sleep(random.milliseconds(10));
         }
-        // From now on the liars only stay connected.
+        // The liars send no more lies, but stay connected.
         finish_beside(&machine, &mut liars, &mut program, "random lies").expect("an honest program");
     }
     drop(liars);

@@ -1,5 +1,5 @@
-//! Kubernetes ResourceClaims: a program gets the memory limit of its claim. The scheduler identifies the claim by
-//! the socket through which the program connects.
+//! Kubernetes ResourceClaims: a program gets the memory limit of its claim. The scheduler
+//! identifies the claim by the socket through which the program connects.
 
 use std::collections::HashMap;
 use std::os::unix::net::UnixStream;

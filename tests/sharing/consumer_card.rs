@@ -1,7 +1,7 @@
 //! A consumer card. Its link is slow compared with its memory, and both directions of the link
 //! share the host's memory bandwidth. The host has little memory, and NVML lacks traffic counters,
-//! events and link data. `NVSHARE_TEST_CARD=consumer` runs these tests and `tests/guest` on a
-//! consumer card.
+//! events and link data. With `NVSHARE_TEST_CARD=consumer`, the other tests of `tests/sharing` and
+//! `tests/guest` use a consumer card, too.
 
 use std::time::Duration;
 

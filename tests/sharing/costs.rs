@@ -1,5 +1,5 @@
-//! The cost of a call doesn't depend on earlier calls: on the number of pending marks, of destroyed
-//! streams, or of addresses at which the same memory is mapped.
+//! The cost of a call doesn't grow with the number of earlier calls. Earlier calls may have left
+//! pending launches, destroyed streams, or many mappings of the same memory.
 
 use test_support::machine::*;
 
@@ -25,7 +25,8 @@ fn launches_behind_waiting_work_take_constant_time() {
     is_at_most(&alone("queued --streams 16 --each 970"), "launch_us", 200.0);
 }
 
-/// The library's marks take places in the stream's queue too.
+/// The events that the library records in a stream also take places in the stream's queue, but must
+/// not fill it.
 #[test]
 fn launches_to_one_stream_behind_waiting_work_do_not_block() {
     is_at_most(&alone("queued --streams 1 --each 970"), "launch_us", 1000.0);

@@ -1,4 +1,4 @@
-//! Many programs at the same time: end to end, with real processes on the simulated GPU.
+//! Many programs share the simulated GPU at the same time.
 
 use test_support::machine::*;
 
@@ -7,7 +7,7 @@ const CLIENTS: usize = 64;
 #[test]
 fn many_concurrent_programs_all_finish() {
     let setup = Setup { memory: 160 * MIB, context: MIB, anti_thrash: "on", ..Setup::default() };
-    // Together they want three times the GPU's memory.
+    // The programs together need almost three times the memory that their contexts leave.
     let each = 4 * MIB;
     assert!(CLIENTS as u64 * each > 2 * setup.capacity(CLIENTS as u64));
     let machine = Machine::with_scheduler(setup);

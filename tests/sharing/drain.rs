@@ -1,6 +1,6 @@
 //! Revokes of work that doesn't end promptly by itself: deep queues, and work that waits for the
-//! host, for another process, or for ever. End to end, with real processes on the simulated GPU.
-//! The tests also read the scheduler's own record of events.
+//! host, for another process, or for ever. The tests run real processes on the simulated GPU, and
+//! also read the scheduler's own record of events.
 
 use std::time::Duration;
 
@@ -45,16 +45,16 @@ fn queued_work_ends_before_its_memory_is_evicted() {
 
 // ---- bounded queues ----------------------------------------------------------------------------------------------
 
-/// The longest GPU time that may be queued in addition to one submission. It is also the longest
-/// drain.
+/// The longest GPU time that may be queued in addition to one submission. A drain should take no
+/// longer, either.
 const RUN_AHEAD: Duration = Duration::from_millis(100);
 /// The factor by which a queue may exceed `RUN_AHEAD`. On a busy machine the library measures
 /// kernel times late, and lets more work be queued. Without a limit, the queue would be a second or
 /// longer.
 const LATE: u32 = 3;
 
-/// Runs a program that submits at least a second of work, beside a program that takes turns with
-/// it. `longest` is the GPU time of its longest single submission.
+/// Runs a program that submits at least a second of work, beside a neighbour that takes turns with
+/// the program. `longest` is the GPU time of the program's longest submission.
 #[track_caller]
 fn queues_little(words: &str, longest: Duration) {
     let machine = Machine::with_scheduler(strict());
@@ -143,8 +143,8 @@ fn a_stream_wait_ends_by_a_later_write_of_the_same_thread() {
     both_end("host-waits --how write --rounds 2 --pause-ms 600");
 }
 
-/// An event recorded in the legacy stream makes the stream that writes wait for the stream that
-/// waits.
+/// The streams are blocking streams. If the library recorded an event in the legacy stream, the
+/// write would have to wait for the stream that waits for the write.
 #[test]
 fn a_stream_wait_ends_by_a_later_write_in_a_blocking_stream() {
     both_end("host-waits --how write --blocking 1 --rounds 2 --pause-ms 600");
@@ -246,8 +246,7 @@ fn a_drain_waits_for_events_of_another_process() {
     both_end("pair --how event --rounds 8");
 }
 
-/// Runs two processes that need each other at the same moment, beside a neighbour that needs
-/// neither.
+/// Runs two processes that wait for each other, beside an independent neighbour.
 #[track_caller]
 fn pair(words: &str, gang: &[(&str, &str)]) {
     let machine = Machine::with_scheduler(strict());
@@ -273,8 +272,8 @@ fn members_of_a_gang_that_wait_for_each_other_run_together() {
     pair("pair --how value --rounds 60", &[("NVSHARE_GANG", "pair")]);
 }
 
-/// Sets the environment that PyTorch's launcher sets. In the gaps between its rounds, both
-/// processes release the lock.
+/// Sets the environment that PyTorch's launcher sets. Between two rounds, both processes release
+/// the lock.
 #[test]
 fn processes_of_a_launcher_form_a_gang() {
     let torchrun =
@@ -294,8 +293,8 @@ fn two_programs_that_wait_for_each_other_progress_without_a_gang() {
 
 // ---- work that never drains ----------------------------------------------------------------------------------------
 
-/// A client that has not drained for much longer than the patience is shown as stuck, and other
-/// clients run beside it.
+/// Asserts that a client is shown as stuck if its work doesn't end within the time that the
+/// scheduler allows for a drain (3 s), and that other clients then run beside the stuck client.
 #[track_caller]
 fn is_scheduled_around(words: &str) {
     let machine = Machine::with_scheduler(strict());
@@ -326,7 +325,7 @@ fn an_endless_graph_is_shown_and_other_programs_run() {
 // ---- work that the library has not seen --------------------------------------------------------------------------
 
 /// Kernels that were launched past the hooks run longer than all work that the library knows of.
-/// Their memory stays mapped until they end.
+/// The kernels' memory stays mapped until the kernels end.
 #[track_caller]
 fn unseen_work_keeps_its_memory(machine: &Machine) {
     let mut neighbour = machine.program("mix --mem 40M --reps 8 --rounds endless").start();

@@ -1,10 +1,10 @@
-//! A program's own environment tightens the limits of its rule: end to end, with real processes on the simulated
-//! GPU.
+//! A program's own environment tightens the limits of the program's rule. The tests run real
+//! processes on the simulated GPU.
 
 use serde_json::Value;
 use test_support::machine::*;
 
-/// Works until it is killed.
+/// Arguments of a program that works until it is killed.
 const WORK: &str = "mix --mem 32M --chunks 4 --reps 3 --rounds endless";
 /// Allocates in steps of the GPU's granularity until memory is refused, and reports the allocated
 /// bytes.

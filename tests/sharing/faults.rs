@@ -1,5 +1,5 @@
 //! Processes and drivers that die, stop or disappear at any moment: all other processes get correct
-//! results, and none hangs. End to end, with real processes on the simulated GPU.
+//! results, and none hangs. The tests run real processes on the simulated GPU.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -18,10 +18,11 @@ fn roomy() -> Setup {
 }
 
 const WORK: &str = "mix --mem 36M --chunks 3 --reps 1 --rounds 3";
-/// Busy until it is killed.
+/// Arguments of a program that is busy until it is killed.
 const ENDLESS: &str = "mix --mem 36M --chunks 3 --reps 2 --rounds endless";
 
-/// Keeps a few programs running, and kills or stops one of them (or the scheduler) at random moments.
+/// Keeps a few programs running, and kills or stops one of them (or the scheduler) at random
+/// moments.
 struct Chaos {
     machine: Machine,
     random: Dice,
@@ -79,8 +80,8 @@ impl Chaos {
         self.programs.swap_remove(victim).kill();
     }
 
-    /// Repeats `round` until the time is up and enough events have happened, which takes longer on
-    /// a busy machine. Then all remaining programs must end, too.
+    /// Repeats `round` for `ROUNDS_FOR`, or longer if too few events have happened by then, as on a
+    /// busy machine. Then all remaining programs must end, too.
     fn run(mut self, mut round: impl FnMut(&mut Self)) {
         let begin = Instant::now();
         while begin.elapsed() < ROUNDS_FOR || !self.is_enough() && begin.elapsed() < PATIENCE {
@@ -203,7 +204,7 @@ fn an_exit_during_an_eviction_is_immediate_and_keeps_its_status() {
     assert!(machine.moves().iter().any(|m| m.what == "evict"), "no memory had to move");
 }
 
-/// Without nvshare, a missing GPU is an ordinary error.
+/// One program also tries to use a missing GPU, which the driver reports as an ordinary error.
 #[test]
 fn using_a_nonexistent_gpu_affects_no_program() {
     let machine = Machine::with_scheduler(pressed());
@@ -274,8 +275,8 @@ fn programs_wait_while_the_scheduler_is_stopped() {
         machine.wait_for_move(0, "a request", |m| m.pid == program.pid() && m.what == "request");
     }
     kill(machine.scheduler_pid(), libc::SIGSTOP);
-    // A program that starts now gets no answer from the scheduler. No other program evicts memory
-    // for it, so its allocation is small.
+    // A program that starts now gets no answer from the scheduler, and no other program evicts
+    // memory for the new program. So its allocation is small.
     let late = machine.program("mix --mem 2M --chunks 1 --reps 20 --rounds endless --cpu-ms 5").start();
     late.wait_to_say("no scheduler");
     std::thread::sleep(Duration::from_millis(1500));
@@ -328,9 +329,9 @@ fn a_restarted_scheduler_learns_of_running_programs() {
 
 // ---- a driver that fails -----------------------------------------------------------------------------------------
 
-/// Fails some calls that only the library makes here. Memory still moves, only later or more
-/// slowly, and the program sees no error. The driver returns "unknown error" although only one call
-/// has failed and the context still works.
+/// Fails some calls that only the library makes in this test. Memory still moves, only later or
+/// more slowly, and the program sees no error. The driver returns "unknown error" although only one
+/// call has failed and the context still works.
 #[test]
 fn an_unknown_error_of_one_call_does_not_mark_a_context_broken() {
     let calls = ["cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", "cuEventQuery"];
@@ -366,8 +367,8 @@ fn a_failed_context_push_does_not_mark_a_context_broken() {
     machine.wait_until_empty();
 }
 
-/// The context is in the state after an illegal address. The program keeps running nevertheless,
-/// like a notebook.
+/// The driver refuses all further calls in the context, as after an illegal address. The program
+/// keeps running with the broken context, as a notebook's kernel does.
 #[test]
 fn memory_in_a_broken_context_is_not_evicted_and_rarely_retried() {
     let machine = Machine::with_scheduler(pressed());
@@ -375,7 +376,8 @@ fn memory_in_a_broken_context_is_not_evicted_and_rarely_retried() {
     let fails = fails.env("CUDA_SIM_FAIL", "cuMemcpyDtoHAsync_v2:1").env("CUDA_SIM_FAIL_AS", "700");
     let mut broken = fails.start();
     machine.wait_for_grants(&broken, 1);
-    broken.wait_to_say("round 0 is over"); // output of one repeated value would not be copied
+    // before round 0, the output is one repeated value, so no copy could fail
+    broken.wait_to_say("round 0 is over");
     let mut other = machine.program("mix --mem 64M --chunks 4 --reps 3 --rounds 2").start();
     broken.wait_to_say("eviction stopped: Broken");
     std::thread::sleep(Duration::from_secs(1));
@@ -401,8 +403,8 @@ fn memory_moves_survive_failing_driver_calls() {
         "cuMemHostRegister_v2",
         "cuMemHostGetDevicePointer_v2",
     ];
-    // The first calls belong to the program's own allocations, which return failures to the
-    // program.
+    // The failures start after the first calls, because the program's own allocations make those
+    // calls and pass failures on to the program.
     let nth = |first: usize, step: usize| {
         let fails = CALLS.iter().flat_map(|call| (0..40).map(move |i| format!("{call}:{}", first + step * i)));
         fails.collect::<Vec<_>>().join(",")

@@ -1,5 +1,6 @@
 //! Programs whose memory fits neither on the GPU nor into their share of RAM. The rest of their
-//! memory is stored in files. It is restored unchanged, or the program gets an error.
+//! memory is stored in files. The stored memory is restored unchanged, or the program gets an
+//! error.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -41,7 +42,7 @@ fn in_file(machine: &Machine, program: &Program) -> Option<u64> {
     client["gpus"][0]["in-file"].as_u64()
 }
 
-/// Opens a program's file a second time, once the file has contents.
+/// Waits until memory has been written to a program's file, and opens the file a second time.
 #[track_caller]
 fn file_of(machine: &Machine, program: &Program) -> File {
     wait_for("it to have memory in its file", || in_file(machine, program));
@@ -153,7 +154,8 @@ fn a_killed_program_leaves_no_swap_file() {
     machine.wait_until_empty();
 }
 
-/// A process may pass its file on, and then disconnect. So the space counts until the file is closed.
+/// A program may pass its file on to another process, and then disconnect. So the file's space
+/// stays reserved until every process has closed the file.
 #[test]
 fn space_of_a_file_is_reserved_until_every_process_has_closed_it() {
     // Each program reserves 256 MiB, so three programs can have a file.
@@ -291,8 +293,9 @@ fn copies_are_written_to_files_when_their_cgroup_needs_memory() {
     let swapped = || machine.status()["gpus"][0]["swapped"].as_u64().unwrap_or(0);
     wait_for("most of two programs to be off the GPU", || (swapped() >= EACH + EACH / 2).then_some(()));
     assert_eq!(idle.iter().filter_map(|program| in_file(&machine, program)).sum::<u64>(), 0, "there is room for them");
-    // The hog's memory exceeds the room beside the copies. It would still fit beside a full
-    // simulated GPU, whose memory is charged to the group too.
+    // The hog, a process without nvshare in the same group, allocates more than the group's limit
+    // leaves beside the copies. Once the copies are in files, the hog's memory fits, even beside a
+    // full simulated GPU, whose memory is charged to the group too.
     let steps = (LIMIT - group.used() + EACH / 2) / STEP;
     let orders = machine.path("orders");
     assert!(Command::new("mkfifo").arg(&orders).status().is_ok_and(|status| status.success()));
@@ -320,7 +323,7 @@ fn copies_are_written_to_files_when_their_cgroup_needs_memory() {
     idle.iter_mut().for_each(|program| drop(program.end()));
 }
 
-/// Limits the size of files that a program writes. It simulates a disk error without a disk.
+/// Limits the size of files that a program writes, which simulates a disk error without a disk.
 fn limit_files(program: &Program, bytes: u64) {
     let limit = libc::rlimit { rlim_cur: bytes, rlim_max: libc::RLIM_INFINITY };
     // SAFETY: `limit` is valid during the call, and the null pointer asks for no old limit.
@@ -351,7 +354,7 @@ fn unchanged_memory_is_not_written_to_its_file_again() {
     let said = reads.stderr();
     let (before, said) = said.split_once("the weights stay").expect("rounds");
     let (meanwhile, _) = said.split_once("the weights change").expect("a change");
-    // The weights are written once, however often they are evicted.
+    // The weights are evicted repeatedly, but written to the file only once.
     let written = bytes_written(meanwhile).saturating_sub(bytes_written(before));
     assert!(written <= SHARE, "{written} bytes were written");
     assert!(meanwhile.matches(" bytes left in ").count() > 1, "its memory left once at most");

@@ -1,4 +1,4 @@
-//! `libnvshare.so` in programs without CUDA, in programs that do unusual things, and without a
+//! `libnvshare.so` in programs without CUDA, in programs with unusual behaviour, and without a
 //! scheduler. End to end, with real processes.
 
 use std::path::Path;

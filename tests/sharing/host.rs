@@ -15,7 +15,7 @@ fn group(limit: u64) -> Option<Limited> {
     Limited::new(&format!("nvshare-host-{}", std::process::id()), limit)
 }
 
-/// Memory use of the group, once it no longer changes.
+/// Waits until the group's memory use stops changing, and returns that use.
 fn settled(group: &Limited) -> u64 {
     let mut before = group.used();
     wait_for("the group's memory to settle", || {
@@ -43,8 +43,8 @@ fn stays_on_the_gpu(options: &str) {
     let mix = |rounds: &str| format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds {rounds}");
     let mut inside = machine.program_in(&group.procs(), &format!("{} {options}", mix("endless"))).start();
     machine.wait_for_grants(&inside, 1);
-    // The simulated GPU's memory is charged to the process. Its present use doesn't matter, because
-    // the limit is set 8 MiB above it.
+    // The simulated GPU's memory is charged to the process, and so to the group. The test therefore
+    // sets the group's limit 8 MiB above the group's present memory use.
     wait_for("all of it to be there", || (group.used() >= SHARE).then_some(()));
     group.set_limit(settled(&group) + 8 * MIB);
     let mut other = machine.program(&mix("4")).start();
@@ -69,8 +69,8 @@ fn an_address_space_limit_permits_a_partial_eviction() {
     let mut idle = machine.program("mix --mem 96M --chunks 12 --reps 3 --rounds 2 --cpu-ms 600000").start();
     wait_for("it to be idle", || idle.stderr().contains("round 0 is over").then_some(()));
     limit_addresses(idle.pid(), 80 * MIB);
-    // The other program needs at most 40 MiB of the idle program's memory. The other addresses are
-    // for stacks of threads that start later.
+    // The other program needs at most 40 MiB of the idle program's memory. The remaining 40 MiB of
+    // address space are for stacks of threads that start later.
     let mut other = machine.program("mix --mem 48M --chunks 3 --reps 3 --rounds 4").start();
     other.finish();
     assert!(idle.poll().is_none());

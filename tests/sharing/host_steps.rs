@@ -158,8 +158,8 @@ fn on_an_old_driver_only_one_thread_waits_for_a_context() {
     machine.wait_until_empty();
 }
 
-/// The fingerprint kernel cannot be loaded when its context is created, for lack of memory. A
-/// thread that may block then loads it at the next eviction.
+/// For lack of memory, the library cannot load the fingerprint kernel when the context is created.
+/// A thread that may block loads the kernel at the next eviction.
 #[test]
 fn the_fingerprint_kernel_is_loaded_once_memory_is_available() {
     const LOADED: &str = "fingerprints can be computed in context";
@@ -181,7 +181,8 @@ fn the_fingerprint_kernel_is_loaded_once_memory_is_available() {
 /// Creates a socket at this path that never answers. The kernel still accepts connections to it.
 fn silent_daemon(path: &Path) -> OwnedFd {
     let bytes = path.as_os_str().as_bytes();
-    // SAFETY: `sockaddr_un` is plain old data, the calls read a valid address, and the socket is new and owned here.
+    // SAFETY: `sockaddr_un` is plain old data, the calls read a valid address, and only the
+    // returned `OwnedFd` owns the new socket.
     unsafe {
         let mut address: libc::sockaddr_un = std::mem::zeroed();
         address.sun_family = libc::AF_UNIX as _;
@@ -196,8 +197,8 @@ fn silent_daemon(path: &Path) -> OwnedFd {
 /// The longest pause between two attempts to connect to a daemon, in seconds.
 const RETRY: f64 = 2.0;
 
-/// True if the client thread of a program restored memory during an attempt to connect: later than the
-/// attempt began, and before it failed.
+/// True if the client thread of a program restored memory during an attempt to connect: after the
+/// attempt had begun and before the attempt failed.
 fn restores_during_an_attempt(program: &Program) -> bool {
     let (mut failed, mut is_restored) = (None::<f64>, false);
     for line in program.stderr().lines() {
@@ -214,7 +215,8 @@ fn restores_during_an_attempt(program: &Program) -> bool {
     false
 }
 
-/// Without a scheduler, the client thread moves memory in many steps.
+/// Without a scheduler, the client thread moves memory in many steps. An attempt to connect must
+/// not delay these steps.
 #[test]
 fn daemon_that_does_not_answer_does_not_delay_moves() {
     let mut machine = Machine::with_scheduler(pressed());

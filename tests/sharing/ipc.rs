@@ -1,4 +1,5 @@
-//! CUDA IPC: memory that one program exports and another opens, both under nvshare. End to end on the simulated GPU.
+//! CUDA IPC: one program exports memory and another program opens it, both under nvshare on the
+//! simulated GPU.
 
 use std::fs;
 use std::path::PathBuf;
@@ -108,8 +109,8 @@ fn two_programs_share_memory_while_private_memory_is_swapped() {
     machine.wait_until_empty();
 }
 
-/// The GPU is large enough for an allocation with more chunks than one answer can carry
-/// descriptors. Many small allocations share a slab.
+/// Many small allocations share a slab. The large allocation has more chunks than one answer can
+/// carry descriptors.
 #[test]
 fn slab_and_many_chunk_allocations_can_be_imported() {
     let machine = Machine::with_scheduler(Setup { memory: 512 * MIB, ..Setup::default() });
@@ -206,7 +207,7 @@ fn exported_memory_is_counted_until_its_last_importer_closes_it() {
     let mut importer = pair.importer(&machine, &format!("--keep {keep}")).start();
     reached(&keep);
     reached(&stay);
-    // The exporter has freed the memory, so it is charged to the importer now.
+    // The exporter has freed the memory, so the memory is charged to the importer now.
     wait_for_pinned(&machine, &importer, SHARED);
     wait_for_pinned(&machine, &exporter, 0);
     exporter.kill();

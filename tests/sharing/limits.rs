@@ -1,5 +1,5 @@
-//! Rules that limit programs' memory and divide the time of a GPU. End to end, with real processes
-//! on the simulated GPU.
+//! Rules that limit programs' memory and divide the time of a GPU. The tests run real processes on
+//! the simulated GPU.
 
 use std::fs;
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! Programs that share a GPU. End to end: a scheduler, and real processes with `libnvshare.so` on
-//! the simulated GPU.
+//! Programs that share a GPU. Each test runs a scheduler, and real processes with `libnvshare.so`,
+//! on the simulated GPU. A *stranger* is a process without nvshare that uses the GPU.
 
 mod accounting;
 mod claims;

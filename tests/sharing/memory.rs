@@ -1,5 +1,5 @@
 //! Programs that together need more memory than the GPU has. Each program sees the whole GPU's
-//! memory as its own. End to end, with real processes on the simulated GPU.
+//! memory as its own. The tests run real processes on the simulated GPU.
 
 use std::fmt::Display;
 
@@ -10,7 +10,7 @@ fn mix(memory: u64, rounds: impl Display) -> String {
     format!("mix --mem {memory} --chunks 4 --reps 3 --rounds {rounds}")
 }
 
-/// [`mix`] until the program is told to end.
+/// Like [`mix`], until the program is told to end.
 fn endless(memory: u64) -> String {
     mix(memory, "endless")
 }
@@ -27,8 +27,8 @@ fn programs_with_the_managed_engine_take_turns() {
     take_turns(&machine, "managed");
 }
 
-/// Managed memory that programs allocate themselves, with the engine `swap`. The library prefetches
-/// it off the GPU and onto it, so the driver never migrates it on demand.
+/// The programs use the engine `swap` and allocate managed memory themselves. The library
+/// prefetches that memory off the GPU and back, so the driver never migrates pages on demand.
 #[test]
 fn a_programs_own_managed_memory_moves_with_its_turns() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
@@ -174,7 +174,8 @@ fn programs_see_the_gpus_total_and_their_own_use() {
         assert_eq!(report.number("device_total"), total);
         let near = |what: &str, want: u64| {
             let got = report.number(what);
-            // The scheduler repeatedly re-measures the memory of other programs' contexts.
+            // The scheduler repeatedly re-measures other programs' contexts, so a figure may
+            // deviate by up to three contexts.
             assert!(got.abs_diff(want) <= 3 * machine.setup.context, "{what}: {got}, not {want}");
         };
         near("free", limit);
@@ -217,7 +218,7 @@ fn memory_that_fits_neither_gpu_nor_host_is_refused() {
     let mut first = machine.program("stranger --mem 160M --seconds 600").start();
     first.wait_to_say("holding");
     // The first program doesn't use the rest of its limit. That rest passes to the second program
-    // as it allocates more.
+    // as the second program allocates more.
     let words = "oversub --mem 396M --chunk 32M --rounds 1";
     let refused = machine.program(words).start().finish();
     assert_eq!(refused.0["failed"], "cuMemAlloc_v2");
@@ -308,8 +309,8 @@ fn memory_outside_the_engines_is_free_after_the_last_program_ends() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut last = machine.program("stranger --mem 1M --seconds 600").start();
     last.wait_to_say("holding");
-    // The memory outside the engines is simulated by a stranger that starts and ends together with
-    // the last client.
+    // A process without nvshare simulates memory that a client holds outside its engine. That
+    // process starts after the last client, and ends after that client.
     let mut stranger = machine.program("stranger --mem 128M --seconds 600").without_nvshare().start();
     stranger.wait_to_say("holding");
     wait_for("the stranger to be measured", || {
@@ -421,8 +422,8 @@ fn made_by(fails: &str) -> [Vec<bool>; 2] {
 #[test]
 fn resources_for_an_eviction_are_created_in_advance() {
     assert_eq!(made_by(""), [[true], [true]]);
-    // If memory was short at first, the library's thread creates them later, and the program sees
-    // no error.
+    // If the driver lacks memory at first, the library's thread creates the stream or the kernel
+    // later, and the program sees no error.
     assert_eq!(made_by("cuModuleLoadData:1"), [[true], [false]]);
     assert_eq!(made_by("cuFuncLoad:1"), [[true], [false]]);
     assert_eq!(made_by("cuStreamCreate:1"), [[false], [false]]);

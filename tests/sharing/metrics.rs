@@ -1,5 +1,5 @@
 //! Metrics about moved and refused memory, compared with the programs' output and the scheduler's
-//! record. End to end, with real processes on the simulated GPU. The strict parser of metrics is
+//! record. The tests run real processes on the simulated GPU. The strict parser of metrics is
 //! tested in `metrics.rs` of the daemon's tests.
 
 use std::collections::BTreeMap;
@@ -74,7 +74,8 @@ fn moved_memory_is_counted_to_the_byte() {
             (count("swapped_out_bytes_total"), count("swapped_in_bytes_total"), count("unmoved_bytes_total"));
         let (left, came_back) = told(&programs);
         assert!(out > 0 && back > 0, "{engine}: {said:?}");
-        // Memory that was never written is mapped without an earlier eviction.
+        // The programs' output also counts memory when it is first mapped, although that memory was
+        // never evicted. The metrics don't.
         let fresh = (left + came_back) - (out + back + unmoved);
         assert!(fresh <= 2 * (SHARE + BESIDES), "{engine}: {left} left, {came_back} came back: {said:?}");
         assert!(out <= left && back <= came_back, "{engine}: {left} left, {came_back} came back: {said:?}");

@@ -91,8 +91,8 @@ fn a_running_program_moves_to_another_gpu_and_back() {
     machine.wait_until_empty();
 }
 
-/// On either GPU, the program and the program that is already there need more memory than the GPU
-/// has.
+/// On either GPU, the moved program and the GPU's other program together need more memory than the
+/// GPU has.
 #[test]
 fn a_moved_program_takes_turns_with_programs_on_its_new_gpu() {
     let machine = Machine::with_scheduler(setup());
@@ -123,7 +123,7 @@ fn two_programs_that_fill_one_gpu_can_use_one_gpu_each() {
     machine.wait_until_empty();
 }
 
-/// The program sees the other GPU as its only GPU.
+/// The program sees only GPU 1, but also moves to GPU 0.
 #[test]
 fn a_program_moves_to_a_gpu_that_it_does_not_see() {
     let machine = Machine::with_scheduler(setup());
@@ -138,8 +138,8 @@ fn a_program_moves_to_a_gpu_that_it_does_not_see() {
     ends_on(&machine, program, 0);
 }
 
-/// If the scheduler has placed a program, NVML in that program counts the program's present GPU
-/// too.
+/// The scheduler has placed the program on one GPU. After the move, NVML in the program counts the
+/// program's new GPU too.
 #[test]
 fn nvml_shows_the_gpu_of_a_placed_program_after_a_move() {
     let machine = Machine::with_scheduler(Setup { placement: "spread", ..setup() });
@@ -276,8 +276,8 @@ fn without_another_gpu_programs_sleep_until_the_undrain() {
     machine.wait_until_empty();
 }
 
-/// Until the GPU is undrained, the next scheduler keeps it empty too. It also moves away the
-/// programs that were on the GPU.
+/// A new scheduler also keeps the drained GPU empty until it is undrained, and moves away the
+/// programs that are still on it.
 fn a_drain_outlives(mut machine: Machine) {
     let state = machine.path("state");
     std::fs::create_dir(&state).expect("a directory");
@@ -357,8 +357,8 @@ fn is_avoided(fails: impl Fn(&Machine, usize), why: &str) {
     machine.wait_until_empty();
 }
 
-/// Waits until the program is awake on one of the two GPUs, with nothing left on the other, whether
-/// or not the last order has succeeded. Returns the GPU.
+/// Waits until the program is awake on one of the two GPUs, with nothing left on the other. The
+/// last order may have failed. Returns the GPU.
 #[track_caller]
 fn is_somewhere(machine: &Machine, program: &Program) -> usize {
     wait_for(&format!("`{}` to be awake on one GPU", program.name), || {

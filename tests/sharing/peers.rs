@@ -4,7 +4,7 @@ use test_support::machine::*;
 
 const SHARE: u64 = 12 * MIB;
 
-/// Two GPUs. Neither has room for two such programs.
+/// Two GPUs. Neither has room for all programs of a test.
 fn two_gpus() -> Setup {
     Setup {
         memory: 56 * MIB,
@@ -141,8 +141,9 @@ fn copies_through_arrays_are_complete() {
 }
 
 /// Runs work that uses the second GPU while a context of the first GPU is current. Another program
-/// needs most of the second GPU's memory. After such long pauses the library no longer counts the
-/// second GPU as in use, so its requests for the first GPU don't include it.
+/// needs most of the second GPU's memory. The program pauses for so long that the library no longer
+/// counts the second GPU as in use, so the program's requests for the first GPU don't include the
+/// second GPU.
 #[track_caller]
 fn cross_after_pauses(hows: &[&str]) {
     let machine = Machine::with_scheduler(two_gpus());
@@ -158,7 +159,7 @@ fn cross_after_pauses(hows: &[&str]) {
     machine.wait_until_empty();
 }
 
-// In one of the programs each kind of work is the first after the pause.
+// For each kind of work, one of the programs begins with that work after its pause.
 
 #[test]
 fn work_in_a_stream_of_another_gpu_finds_its_memory_resident() {

@@ -7,7 +7,7 @@ use test_support::machine::*;
 const MEMORY: u64 = 256 * MIB;
 /// Reports the number of GPUs that it sees, and the UUID of one of them.
 const LOOK: &str = "info";
-/// Holds memory without doing any work, until it is killed.
+/// Arguments of a program that holds memory without doing any work, until it is killed.
 const STAY: &str = "stranger --mem 24M --seconds 600";
 /// The ID of a group without members.
 const GROUP: u32 = 47_113;

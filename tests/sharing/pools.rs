@@ -1,5 +1,5 @@
-//! Memory of pools (`cuMemAllocAsync`) moves like other memory, in stream order. End to end on the
-//! simulated GPU.
+//! Memory of pools (`cuMemAllocAsync`) moves like other memory, in stream order. The tests run on
+//! the simulated GPU.
 
 use test_support::machine::*;
 

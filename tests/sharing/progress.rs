@@ -1,5 +1,5 @@
 //! Programs finish with correct contents, or are refused memory, whatever the GPU does and whatever
-//! NVML reports. A test fails if a program waits for ever. End to end, with real processes on the
+//! NVML reports. A test fails if a program waits for ever. The tests run real processes on the
 //! simulated GPU.
 
 use std::path::PathBuf;
@@ -20,7 +20,8 @@ const REFUSED: i32 = 3;
 enum End {
     /// With correct contents.
     Done,
-    /// An allocation or its context was refused: `CUDA_ERROR_OUT_OF_MEMORY`.
+    /// The driver or the library refused an allocation or the program's context:
+    /// `CUDA_ERROR_OUT_OF_MEMORY`.
     Refused,
 }
 
@@ -69,8 +70,8 @@ const MEMORY: u64 = 32 << 30;
 const ROOM: u64 = 96 * MIB;
 
 impl Narrow {
-    /// Creates a GPU of which `unusable` bytes cannot be used. The scheduler may not know that. It
-    /// isn't started yet.
+    /// Creates a GPU with `unusable` bytes that no program can use. The scheduler, which may not
+    /// know these bytes, isn't started yet.
     fn new(unusable: u64, simulator: &[(&'static str, &str)]) -> Self {
         Self::with(Setup::default(), ROOM, unusable, simulator)
     }
@@ -243,7 +244,7 @@ fn programs_wait_while_the_driver_refuses_memory_for_three_seconds() {
     gpu.machine.wait_until_empty();
 }
 
-/// The driver refuses memory to one program. The other program doesn't wait for it.
+/// The driver refuses memory to one program. The other program doesn't wait for the first program.
 #[test]
 fn memory_refused_to_one_program_does_not_block_the_other() {
     let mut gpu = Narrow::new(0, &[]);
@@ -276,8 +277,8 @@ fn nvml_showing_too_little_used_memory_blocks_no_program() {
     gpu.pair_finishes();
 }
 
-/// NVML shows no free memory, although some is free. The library answers a program that it refuses
-/// memory, instead of letting it wait.
+/// NVML shows no free memory, although some is free. The library refuses a program's allocation
+/// with an error, instead of letting the program wait.
 #[test]
 fn nvml_showing_too_much_used_memory_blocks_no_program() {
     let mut gpu = Narrow::new(0, &[]);
@@ -336,8 +337,8 @@ fn delayed_nvml_figures_block_no_program() {
 /// Seconds of trouble, unless `NVSHARE_TEST_SECONDS` is set.
 const TROUBLED: u64 = 5;
 
-/// Keeps three programs running, under trouble that changes several times a second. There is always
-/// enough memory for one program to run alone. When the trouble ends, all programs finish.
+/// Keeps three programs running, under trouble that changes several times a second. The free memory
+/// always suffices for one program alone. When the trouble ends, all programs finish.
 #[test]
 fn programs_make_progress_under_random_trouble() {
     let seconds = std::env::var("NVSHARE_TEST_SECONDS").map_or(TROUBLED, |text| text.parse().expect("a number"));

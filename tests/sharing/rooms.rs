@@ -1,5 +1,5 @@
-//! Memory that is kept free for programs that don't use nvshare. End to end, with real processes on
-//! the simulated GPU.
+//! Rooms: memory that the scheduler keeps free for programs that don't use nvshare. The tests run
+//! real processes on the simulated GPU.
 
 use test_support::machine::*;
 

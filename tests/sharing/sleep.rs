@@ -1,5 +1,5 @@
-//! Programs that leave the GPU completely and are restored later. They leave on order, or because
-//! they are idle and other programs lack room.
+//! Programs that leave the GPU completely and are restored later. A program leaves when the
+//! administrator pauses it, or when it is idle and other programs lack room.
 
 use std::fs;
 use std::process::Command;
@@ -86,8 +86,7 @@ fn a_program_whose_restore_fails_gets_the_drivers_error() {
     machine.wait_until_empty();
 }
 
-/// The context is in the state after an illegal address: the driver refuses all further copies in
-/// it.
+/// The driver refuses all further copies in the program's context, as after an illegal address.
 #[test]
 fn a_program_with_a_broken_context_refuses_to_sleep_immediately() {
     let machine = Machine::with_scheduler(Setup::default());
@@ -95,7 +94,8 @@ fn a_program_with_a_broken_context_refuses_to_sleep_immediately() {
     let fails = fails.env("CUDA_SIM_FAIL", "cuMemcpyDtoHAsync_v2:1").env("CUDA_SIM_FAIL_AS", "700");
     let mut program = fails.start();
     machine.wait_for_grants(&program, 1);
-    program.wait_to_say("round 0 is over"); // output of one repeated value would not be copied
+    // before round 0, the output is one repeated value, so no copy could fail
+    program.wait_to_say("round 0 is over");
     pause(&machine, &program);
     wait_until(&machine, &program, "sleep-obstacle", "it has memory that cannot leave the GPU");
     let attempts = program.stderr().matches("eviction stopped").count();
@@ -201,7 +201,7 @@ fn a_program_that_captures_a_stream_cannot_sleep() {
     program.end();
 }
 
-/// Work that passed no gate is drained before the program's memory is evicted.
+/// Work that the library's hooks did not see is drained before the program's memory is evicted.
 #[test]
 fn a_program_with_untracked_work_sleeps_once_the_work_ends() {
     let machine = Machine::with_scheduler(Setup::default());
@@ -337,8 +337,8 @@ fn schedulers_end(mut machine: Machine) {
         machine.kill_scheduler();
         thread::sleep(random.milliseconds(50));
         machine.start_scheduler();
-        // The program calls the driver, and no order tells the new scheduler to hold the program
-        // off.
+        // The new scheduler has no order to hold the program off the GPU, so the program's next
+        // driver call wakes the program.
         wait_until(&machine, &program, "sleep", "awake");
     }
     ends(program);
@@ -432,7 +432,7 @@ fn a_program_killed_during_a_checkpoint_leaves_no_memory() {
     wait_for("the memory", || (machine.free() == machine.setup.memory).then_some(()));
 }
 
-/// The same happens on Kubernetes when the component `sleep/` is removed.
+/// On Kubernetes, no helper is available either if the component `sleep/` has been removed.
 #[test]
 fn a_sleeping_program_gets_no_turn_while_no_helper_is_available() {
     let mut machine = Machine::with_scheduler(Setup::default());

@@ -1,5 +1,5 @@
-//! Programs take turns on the GPU. It doesn't matter how they look up the driver, what they do with
-//! it, or what an administrator changes. End to end, with real processes on the simulated GPU.
+//! Programs take turns on the GPU, however they look up the driver and use it, and whatever an
+//! administrator changes. The tests run real processes on the simulated GPU.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ fn pressed() -> Setup {
     Setup { memory: 64 * MIB, ..Setup::default() }
 }
 
-/// Busy until it is killed.
+/// Arguments of a program that is busy until it is killed.
 const ENDLESS: &str = "mix --mem 16M --reps 4 --rounds endless";
 
 #[test]

@@ -92,8 +92,8 @@ fn mapping_does_not_wait_for_a_turn() {
     holder.kill();
 }
 
-/// Exported memory stays where it is, is counted, and is shown. The rest of the program's memory
-/// moves.
+/// Asserts that exported memory stays on the GPU and is shown as pinned, while the rest of the
+/// program's memory moves.
 #[track_caller]
 fn check_shared_with_another_device(words: &str, pinned: u64) {
     let machine = Machine::with_scheduler(pressed());
@@ -137,13 +137,13 @@ fn memory_bound_to_a_multicast_object_stays_resident() {
     check_shared_with_another_device("--how bind-address", 16 * MIB);
 }
 
-/// For example, the driver has no room for page tables.
+/// A driver without room for page tables refuses a mapping, for example.
 #[test]
 fn a_mapping_that_fails_during_a_restore_is_retried() {
     let machine = Machine::with_scheduler(pressed());
-    // The first eight calls are two for each of the four chunks. Later calls map the chunks
-    // themselves, which the library retries immediately, or the addresses where the program has
-    // mapped them.
+    // The program itself causes the first eight calls: two for each of its four chunks. The later
+    // calls restore memory. Some of these calls map the chunks themselves, and the library retries
+    // them immediately. The others map the addresses where the program has mapped the chunks.
     let failing = |call: &str, n: u32| {
         let words = "mix --mem 64M --chunks 4 --reps 3 --rounds 5 --kind vmm";
         machine.program(words).env("CUDA_SIM_FAIL", &format!("{call}:{n}")).start()

@@ -142,7 +142,8 @@ fn a_failed_adoption_is_rolled_back() {
         assert_eq!(fs::read_to_string(RESTARTED).expect("it was"), "ollama.service\nollama.service\n");
         nothing("it does not start");
         drop(systemd);
-        // systemd considers the service started, but it fails, or restarts repeatedly.
+        // systemd considers the service started, but the service fails later, or restarts
+        // repeatedly.
         for later in [("failed", "failed"), ("activating", "auto-restart")] {
             let systemd = Systemd::start(vec![Unit { later, ..ollama() }]);
             ctl(&daemon, &["adopt", "ollama", "--restart"]).refused("ollama.service does not start");

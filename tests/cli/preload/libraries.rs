@@ -186,7 +186,7 @@ fn a_failure_after_the_rehearsal_is_rolled_back() {
 fn without_a_rehearsal_setuid_programs_are_tried_with_the_real_file() {
     on_a_host(|host| {
         let enable = || {
-            // The capabilities are those of root in an ordinary container.
+            // Root has the same capabilities as in an ordinary container.
             let arguments =
                 ["--bounding-set=-sys_admin", "/mnt/bin/nvsharectl", "preload", "enable", "--library", LIBRARY];
             said(Command::new("setpriv").args(arguments))

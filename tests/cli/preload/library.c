@@ -1,4 +1,4 @@
-/* A library with libnvshare.so's name. A macro selects the way in which it does harm. */
+/* A library with libnvshare.so's name. A macro selects the harm that the library does. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/auxv.h>

@@ -156,7 +156,8 @@ fn an_invalid_request_closes_only_its_own_connection() {
     daemon.client().attach();
 }
 
-/// A silent client occupies a place for some time. Then another client gets the place.
+/// A silent client occupies one of the server's 64 places for some time. Then another client gets
+/// the place.
 #[test]
 fn silent_clients_are_disconnected() {
     let daemon = scrape::daemon("", "");

@@ -95,7 +95,7 @@ fn lock_and_wait_times_match_the_clients_turns() {
     assert_eq!((between.of_gpu("holders"), between.of_gpu("waiters")), (1.0, 0.0));
     let waited = between.of(&other, "wait_seconds");
     assert!(waited >= before.of(&other, "waiting_seconds") && between.of(&other, "waiting_seconds") == 0.0);
-    // The histogram counts both waits. Their sum is the clients' total.
+    // The histogram counts both waits. The sum of both waits is the clients' total.
     let [waits] = between.all("nvshare_gpu_wait_seconds", &[])[..] else { panic!("one GPU") };
     assert_eq!(waits.buckets.last(), Some(&(f64::INFINITY, 2)));
     assert_eq!(waits.buckets.iter().find(|(bound, _)| *bound >= waited).map(|(_, count)| *count), Some(2));
@@ -131,7 +131,8 @@ fn concurrent_holders_are_each_counted() {
 fn moved_bytes_match_reports_and_outlive_their_clients() {
     let daemon = scrape::daemon("", "");
     let (one, other) = (client(&daemon), client(&daemon));
-    // Counts from before the connection don't count for this scheduler.
+    // The scheduler ignores the counts in a client's first report, because they are from before the
+    // connection.
     one.send(report(8 * GIB, 2 * GIB, [100, 200, 300, 7]));
     other.send(report(GIB, 0, [0; 4]));
     one.send(report(8 * GIB, 3 * GIB, [1100, 200, 350, 9]));
@@ -193,7 +194,8 @@ fn rule_and_scheduler_limits_are_gauges() {
     client.send(ClientMessage::RequestLimit { slot: 0, bytes: 4 * GIB });
     client.until(|message| matches!(message, SchedulerMessage::Denied { .. }));
     let said = scrape(&daemon.directory.0);
-    // The library counts the allocations that fail, and reports their number.
+    // The library counts failed allocations and reports their number, so the daemon's own denial
+    // isn't counted here.
     assert_eq!((said.of(&client, "refused_allocations"), said.of_gpu("refused_allocations")), (0.0, 0.0));
     assert_eq!(said.of(&client, "memory_max_bytes"), 2.0 * GIB as f64);
     assert!(said.of(&client, "limit_bytes") <= 2.0 * GIB as f64);
@@ -265,7 +267,7 @@ fn a_d_bus_lock_counts_as_a_client() {
 #[test]
 fn a_workloads_counters_outlive_its_programs() {
     let daemon = scrape::daemon_without_programs();
-    // A GPU that NVML doesn't know is listed while a client uses it.
+    // This client keeps its GPU listed, because NVML doesn't know that GPU.
     let _stays = client(&daemon);
     let said = |expected: [f64; 3]| {
         // Scrapes within a short time share one result.

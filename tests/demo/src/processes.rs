@@ -1,5 +1,5 @@
-//! Processes that end with the demo, however it ends. Also a temporary directory, and the handling
-//! of Ctrl-C.
+//! Processes that end with the demo, however the demo ends. The module also provides a temporary
+//! directory, and handles Ctrl-C.
 
 use crate::Result;
 use std::{

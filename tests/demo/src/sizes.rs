@@ -22,8 +22,8 @@ pub struct Plan {
     reserve: u64,
     context: u64,
     rounds: u64,
-    /// The number of passes over all memory in a round. One more pass at its start and two for
-    /// checking are not included.
+    /// The number of passes over all memory in a round. One more pass at the start of the round is
+    /// not included, nor are the two passes that undo the round for the final check.
     passes: u64,
 }
 

@@ -1,8 +1,8 @@
 //! Sleeping on a word of memory.
 //!
 //! For threads that wake sleepers, the kernel promises that checking the word and going to sleep
-//! are one step. It also promises that both sides execute a full barrier first. In this model a
-//! sleep never ends by its timeout, so a missing wake-up is a deadlock, which loom reports.
+//! are one step. The kernel also promises that both sides execute a full barrier first. In this
+//! model a sleep never ends by its timeout, so a missing wake-up is a deadlock, which loom reports.
 //! [`interrupt`] ends sleeps spuriously, as a signal or the timeout does.
 
 use crate::atomic::{AtomicU32, Ordering};
@@ -23,7 +23,8 @@ thread_local! {
     static BLIND: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Selects a broken variant for the scenarios of this thread, in which sleeps don't check the word.
+/// Selects a broken variant, in which sleeps don't check the word, for the scenarios of this
+/// thread.
 pub fn make_blind() {
     BLIND.set(true);
 }

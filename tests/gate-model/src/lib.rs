@@ -9,7 +9,7 @@
 //! Orders with more preemptions than a scenario allows are not checked, because checking all orders
 //! would never end. Steps between a fence and the instruction before it, and timing, are not
 //! checked either. loom treats sequentially consistent loads and stores only as acquiring and
-//! releasing. So an error may be false if the code relies on more.
+//! releasing. If the code relies on more than that, loom may report a false error.
 
 pub mod atomic;
 pub mod barrier;

@@ -23,8 +23,8 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 const GPU: u32 = 0;
 const OTHER_GPU: u32 = 1;
-/// The stack pointer with which threads make their calls. It is on no stack, because no call here
-/// is left by a jump.
+/// The stack pointer that threads pass to the gate. The value points into no stack, because no jump
+/// leaves a call in these tests.
 const HERE: usize = 1;
 
 /// The number of times that threads may be preempted. This number finds nearly all errors and takes
@@ -323,8 +323,8 @@ fn a_futex_wait_without_a_check_can_deadlock() {
     check_for_deadlock("a_futex_wait_without_a_check_can_deadlock", wait_for_two_reasons);
 }
 
-/// The GPU lock of one client, as the scheduler sees it. A request of the holder carries no news,
-/// so the scheduler forgets it.
+/// The GPU lock of one client, as the scheduler sees it. A request by the present holder tells the
+/// scheduler nothing new, so the scheduler forgets that request.
 struct Lock {
     scheduler: Mutex<Scheduler>,
     changed: Condvar,
@@ -439,9 +439,9 @@ fn a_signal_during_a_release_loses_no_request() {
     no_request_is_lost(FEW, None, true);
 }
 
-/// The thread isn't counted as waiting for a moment, and the release checks at that moment. The
-/// scheduler has forgotten the request, but the client hasn't. So the client never sends another
-/// request.
+/// For a moment the thread isn't counted as waiting, and the release checks the count at that
+/// moment. The scheduler has forgotten the request, but the client still believes that the
+/// scheduler has it. So the client never sends another request.
 #[test]
 fn resetting_the_request_only_if_threads_wait_can_lose_a_request() {
     check_for_deadlock("resetting_the_request_only_if_threads_wait_can_lose_a_request", || {

@@ -73,9 +73,9 @@ impl World {
     }
 
     /// Checks that a client's allowance rises only by free memory. Memory that a client of another
-    /// user kept isn't free, whatever that client reported. The scheduler believes clients of the
-    /// same user. Memory that is missing because of a false report may be missing only after other
-    /// clients' allowances are covered.
+    /// user hides isn't free, whatever that client reported. The scheduler believes clients of the
+    /// same user. For each rise, all charges and the memory hidden by other users' clients must
+    /// together fit into the capacity.
     pub(crate) fn check_credit(&self, before: &BTreeMap<(ClientId, GpuId), u64>, commands: &[Command]) {
         let mut charges = self.charges();
         let all = |client, gpu| {
@@ -86,7 +86,8 @@ impl World {
         };
         for command in commands.iter().rev() {
             let Command::Allowance { client, gpu, bytes, .. } = command else { continue };
-            // A higher allowance was withdrawn immediately, for the benefit of another client.
+            // Skips an allowance that lowers a higher one among the same commands, for the benefit
+            // of another client.
             if all(client, gpu).any(|other| other > *bytes) {
                 continue;
             }

@@ -99,7 +99,7 @@ fn client_of(id: ClientId, plan: &Plan) -> Client {
         gpus: plan.gpus.clone(),
         peers: false,
         drain: (!spins).then_some(plan.drain),
-        fullness: None, // the plan has the fullness, whatever work runs
+        fullness: None, // the plan gives the fullness, independently of the running work
         pinned: plan.pinned,
         chunk: CHUNK,
     };
@@ -277,8 +277,8 @@ impl World {
     fn work(&mut self, id: ClientId) {
         let now = self.now;
         let m = self.models.get_mut(&id).unwrap();
-        // In its first phase, each member works alone. Later its work needs the other members'
-        // work.
+        // In its first phase, each member works alone. In later phases, the members' work runs only
+        // together.
         if m.plan.job != 0 && m.left + 1 < m.plan.phases {
             m.submitted = true;
             let job = m.plan.job;
@@ -288,7 +288,7 @@ impl World {
         self.at(end, Happening::WorkEnds(id, epoch));
     }
 
-    /// Runs the work of a job once all of its members have submitted theirs.
+    /// Runs the work of a job after all members of the job have submitted their parts.
     fn meet(&mut self, job: u64) {
         let now = self.now;
         let members = || self.models.iter().filter(|(_, m)| m.plan.job == job && m.phase != Phase::Done);

@@ -35,7 +35,7 @@ pub struct Plan {
     /// work takes long reports that once.
     pub drain: Duration,
     /// The client's work never ends, and the client never releases the lock. The world doesn't wait
-    /// for it.
+    /// for this client to finish.
     pub endless: bool,
     /// Bytes per second that the client can evict.
     pub rate: u64,
@@ -50,8 +50,8 @@ pub struct Plan {
     pub leaves: bool,
 }
 
-/// The bytes that a client reports as freed at each eviction but keeps. It keeps them for the time
-/// `late`, or until it is allowed to have them again.
+/// The bytes that a client reports as freed at each eviction but keeps. The client keeps these
+/// bytes for the time `late`, or until an allowance covers them again.
 #[derive(Debug, Clone, Copy)]
 pub struct Lie {
     pub bytes: u64,

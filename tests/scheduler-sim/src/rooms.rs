@@ -66,8 +66,8 @@ impl World {
         }
     }
 
-    /// Checks that no client maps the bytes of rooms that are ready, and that every room is ready, refused or over
-    /// in time.
+    /// Checks that no client maps the bytes of rooms that are ready, and that every room becomes
+    /// ready, is refused, or is closed in time.
     pub(crate) fn check_rooms(&self) {
         for (room, state) in &self.rooms {
             assert!(self.now <= state.until, "{room:?} is not over: {state:?}");

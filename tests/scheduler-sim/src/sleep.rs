@@ -46,8 +46,8 @@ pub struct Sleeps {
 }
 
 impl World {
-    /// From now on, puts clients to sleep, and pauses and resumes them at random. Their contexts
-    /// then take the memory that the settings give.
+    /// From now on, puts clients to sleep, and pauses and resumes them at random. From then on,
+    /// each client's context takes the memory that `Settings::context` gives.
     pub fn put_to_sleep(&mut self, sleeps: Sleeps) {
         self.sleeps = Some(sleeps);
         self.measure();

@@ -31,8 +31,8 @@ impl World {
         self.at(at, Happening::ToMachine(Event::Measured { gpu, begun, free, found }));
     }
 
-    /// Returns the free bytes, without `coming` bytes of the clients' memory that are not mapped
-    /// yet.
+    /// Returns the free bytes. `coming` bytes of the clients' memory are not mapped yet, and count
+    /// as free.
     fn really_free(&self, gpu: GpuId, coming: u64) -> u64 {
         let used: u64 = self.models.values().map(|m| m.has(gpu)).sum();
         self.totals[&gpu].saturating_sub(self.overheads[&gpu] + self.troubles[&gpu].stranger + used - coming)

@@ -1,4 +1,4 @@
-//! Clients that are stopped, silent or dead. Also a scheduler that has just started.
+//! Clients that are stopped, silent or dead, and a scheduler that has just started.
 
 use crate::talk::*;
 use nvshare_sched::*;

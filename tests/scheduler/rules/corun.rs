@@ -55,8 +55,8 @@ fn managed_clients_run_concurrently_only_if_they_fit() {
     }
 }
 
-/// A holder of the lock over D-Bus is an example: the scheduler doesn't know how long it needs the
-/// lock.
+/// For example, a program may hold the lock over D-Bus. The scheduler doesn't know how long that
+/// program needs the lock.
 #[test]
 fn a_client_that_demands_exclusive_use_gets_the_time_quantum() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
@@ -143,7 +143,7 @@ fn concurrent_clients_are_measured_again_periodically() {
     assert_eq!(t.after(ms(1)), [revoke(1)]);
     t.release(1, ReleaseReason::Revoked);
     t.request(1);
-    // The GPU is full now.
+    // Each client now keeps 90 % of the GPU busy, so the clients no longer run concurrently.
     t.say(Event::Utilization { client: client(2), gpu: gpu(0), permille: 900 });
     assert_eq!(t.after(ms(150)), [revoke(2)]);
     t.release(2, ReleaseReason::Revoked);

@@ -1,5 +1,6 @@
 //! Eviction: the choice of memory to evict, the moment when the next client gets the memory, and
-//! the reasons to keep memory on the GPU. Also reservations of the driver.
+//! the reasons to keep memory on the GPU. The tests also cover reservations for memory that the
+//! driver allocates itself.
 
 use crate::talk::*;
 use nvshare_sched::*;
@@ -394,8 +395,8 @@ fn uniform_memory_does_not_affect_the_measured_copy_rate() {
         let commands = t.request(1);
         grace(&commands).unwrap()
     };
-    // 8 GiB of the other client's memory are evicted at an unknown rate. The scheduler assumes 24
-    // GiB/s, and at most 48 GiB/s.
+    // If none of client 1's 8 GiB were copied, the copy rate stays unknown and the scheduler
+    // assumes 24 GiB/s. After a copy in 10 ms, it assumes the maximum of 48 GiB/s.
     assert!(grace_after(0) > ms(400));
     let copied = grace_after(8 * GIB);
     assert!(copied > ms(300) && copied < ms(400), "{copied:?}");

@@ -138,7 +138,8 @@ fn a_gang_does_not_wait_for_members_idle_for_long() {
     t.after(Duration::from_secs(2));
     assert_eq!(t.request(1), [grant(1)]);
     assert_eq!(t.release(1, ReleaseReason::Idle), []);
-    // The other clients learn that a client that waits for its gang is waiting.
+    // Client 2 waits briefly for client 1, which has just released the lock. Client 3 must not
+    // overtake the waiting gang.
     assert_eq!(t.request(2), [], "the first was here a moment ago");
     t.join(3, 0);
     assert_eq!(t.request(3), [], "the place is the gang's");

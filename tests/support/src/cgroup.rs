@@ -1,5 +1,5 @@
-//! Creates cgroups that look like systemd's units, without systemd. Also mounts cgroup version 2
-//! where the scheduler looks for it.
+//! Creates cgroups that look like systemd's units, without systemd. The module also mounts cgroup
+//! version 2 where the scheduler looks for it.
 
 use std::fs;
 use std::io;
@@ -178,7 +178,7 @@ pub fn finds_version_2(command: &mut Command) {
     }
 }
 
-/// Lets a command find a file system other than cgroup version 2 at that mount point. Requires
+/// Lets a command find another file system at the usual mount point of cgroup version 2. Requires
 /// root.
 pub fn finds_no_version_2(command: &mut Command) {
     finds(command, c"tmpfs");
@@ -187,7 +187,7 @@ pub fn finds_no_version_2(command: &mut Command) {
 fn finds(command: &mut Command, kind: &'static std::ffi::CStr) {
     let mount = move || {
         let (nothing, all) = (std::ptr::null(), libc::MS_REC | libc::MS_PRIVATE);
-        // SAFETY: all strings end with NUL.
+        // SAFETY: all pointers are null or to strings that end with NUL.
         let done = unsafe {
             libc::unshare(libc::CLONE_NEWNS) == 0
                 && libc::mount(nothing, c"/".as_ptr(), nothing, all, nothing.cast()) == 0

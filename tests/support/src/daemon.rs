@@ -84,7 +84,7 @@ impl Daemon {
         Self::start_in(Directory::new(), None, change)
     }
 
-    /// Starts a daemon under a manager that keeps its connections.
+    /// Starts a daemon under a fake systemd that stores the daemon's connections.
     pub fn start_under(manager: &Manager, directory: Directory) -> Self {
         Self::start_in(directory, Some(manager), |_, _| ())
     }
@@ -317,7 +317,8 @@ impl Client {
     }
 
     pub fn send_raw(&self, packet: &[u8]) -> bool {
-        // SAFETY: the kernel reads `packet.len()` bytes.
+        // SAFETY: `packet` is valid for reads of `packet.len()` bytes, and the kernel reads no
+        // more.
         let n =
             unsafe { libc::send(self.socket.as_raw_fd(), packet.as_ptr().cast(), packet.len(), libc::MSG_NOSIGNAL) };
         n == packet.len() as isize
@@ -327,7 +328,8 @@ impl Client {
     #[track_caller]
     pub fn receive(&self) -> Option<SchedulerMessage> {
         let mut buffer = [0u8; MAX_LEN];
-        // SAFETY: the kernel writes at most `buffer.len()` bytes.
+        // SAFETY: `buffer` is valid for writes of `buffer.len()` bytes, and the kernel writes no
+        // more.
         let n = unsafe { libc::recv(self.socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), 0) };
         match n {
             0 => None,

@@ -39,8 +39,8 @@ pub struct Setup {
     pub card: Card,
     /// The limit of host memory for swapped memory.
     pub swap_max: &'static str,
-    /// The size limit of swap files, if swap files are used. They are in the programs' directory,
-    /// because temporary files may be in RAM.
+    /// The size limit of swap files, if swap files are used. The swap files are in the programs'
+    /// directory, because temporary files may be in RAM.
     pub file_max: Option<&'static str>,
     /// The idle time after which programs sleep if other programs need the room.
     pub sleep_after: &'static str,
@@ -57,7 +57,7 @@ pub struct Setup {
 /// A time quantum that outlasts every test.
 pub const HOUR: Duration = Duration::from_secs(3600);
 
-/// The scheduler's default. A card may lower it.
+/// The scheduler's default limit of host memory for swapped memory. A card may lower the limit.
 const ANY_SWAP: &str = "80%";
 
 impl Default for Setup {
@@ -92,7 +92,7 @@ pub struct Machine {
     pub setup: Setup,
     directory: Directory,
     scheduler: Option<Child>,
-    /// The manager that keeps connections when a scheduler ends.
+    /// The fake systemd that stores connections when a scheduler ends.
     pub manager: Option<Manager>,
     /// The number of schedulers started so far. Each writes its own log and record.
     runs: u32,

@@ -1,6 +1,6 @@
-//! Counts the instructions that a program's first thread executes in user mode. It single-steps the
-//! thread with `ptrace(2)`, so the count is reproducible under any load. A system call counts as
-//! one instruction.
+//! Counts the instructions that a program's first thread executes in user mode. The module
+//! single-steps the thread with `ptrace(2)`, so the count is reproducible under any load. A system
+//! call counts as one instruction.
 
 use std::{
     io,

@@ -406,7 +406,8 @@ impl Stream {
         Stream::with(1)
     }
 
-    /// A stream that synchronizes with the legacy default stream, as of `cudaStreamCreate`.
+    /// A stream that synchronizes with the legacy default stream, like a stream of
+    /// `cudaStreamCreate`.
     pub fn blocking() -> Result<Stream> {
         Stream::with(0)
     }

@@ -95,7 +95,7 @@ impl Nvml {
 
     pub fn memory(&self, lookup: Lookup) -> Result<Memory, String> {
         let (name, mut memory) = ("nvmlDeviceGetMemoryInfo", Memory::default());
-        // SAFETY: the signature is that of NVML's header, and `memory` is a live value.
+        // SAFETY: NVML's header declares this signature, and `memory` is a live value.
         let code = unsafe {
             let call: unsafe extern "C" fn(usize, *mut Memory) -> u32 = mem::transmute(self.find(lookup, name)?);
             call(self.handle, &mut memory)
@@ -107,7 +107,7 @@ impl Nvml {
         let name = "nvmlDeviceGetMemoryInfo_v2";
         let version = size_of::<Memory2>() as u32 | 2 << 24;
         let mut memory = Memory2 { version, total: 0, reserved: 0, free: 0, used: 0 };
-        // SAFETY: the signature is that of NVML's header, and `memory` is a live value.
+        // SAFETY: NVML's header declares this signature, and `memory` is a live value.
         let code = unsafe {
             let call: unsafe extern "C" fn(usize, *mut Memory2) -> u32 = mem::transmute(self.find(lookup, name)?);
             call(self.handle, &mut memory)

@@ -1,6 +1,7 @@
-//! Memory that is allocated during a stream capture and used immediately. Either the captured work
-//! uses it, as in PyTorch's allocator for graphs, or calls name it while another thread captures. A
-//! third mode allocates memory that another device reads, which only the driver knows.
+//! Memory that is allocated during a stream capture and used immediately. In the first mode, the
+//! captured work uses the memory, as in PyTorch's allocator for graphs. In the second mode, calls
+//! name the memory while another thread captures. In the third mode, another device reads the
+//! memory, and only the driver learns of that.
 
 use super::{Outcome, expect, unseen::address_of};
 use crate::{

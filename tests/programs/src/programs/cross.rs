@@ -1,5 +1,6 @@
 //! Work on two GPUs of one process, mostly while the context of the first ("near") GPU is current.
-//! The work consists of copies by every call, and of work in streams of the second ("far") GPU.
+//! The work consists of copies with every copy function of the driver, and of work in streams of
+//! the second ("far") GPU.
 
 use super::{Outcome, expect};
 use crate::{
@@ -22,7 +23,8 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let pause = args.milliseconds("pause-ms", "10");
     let how = args.text("how", "unified");
     let mut work = Work::new(memory as usize)?;
-    // The first call opens the gate for later calls. `--first` can select each call as the first.
+    // Only the first call after a pause may have to wait for the lock. `--first` sets the number of
+    // the first round, which determines the call that comes first.
     let first = args.size("first", "0");
     for round in first..first + rounds {
         work.near.enter()?;
@@ -259,7 +261,8 @@ impl Work {
         Ok(self.near.stream.synchronise()?)
     }
 
-    /// Launches a kernel of a library, which runs on the GPU of its stream.
+    /// Launches a kernel that was loaded from a library. Such a kernel runs on the GPU of its
+    /// stream.
     fn add_there(&self, place: &Place, mut value: u32) -> crate::cuda::Result<()> {
         let (mut at, mut count) = (place.buffer.at, place.buffer.count());
         let mut arguments: [*mut c_void; 3] =

@@ -9,7 +9,7 @@ use crate::{
     report::Report,
 };
 
-/// Elements of a lane.
+/// The number of elements of a lane, which is a stream with its own part of the memory.
 const COUNT: u64 = 256;
 /// The longest GPU time between two counting kernels, in nanoseconds.
 const STEP_NS: u64 = 2_000_000;

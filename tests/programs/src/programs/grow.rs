@@ -1,6 +1,5 @@
-//! Builds a model step by step, like a framework that loads one, and then processes the whole model
-//! in rounds. An out-of-memory error has its own exit status, because frameworks handle such
-//! errors.
+//! Builds a model step by step, as frameworks load models, and then processes the whole model in
+//! rounds. An out-of-memory error has its own exit status, because frameworks handle such errors.
 
 use super::{Outcome, Random, Refused, expect};
 use crate::{

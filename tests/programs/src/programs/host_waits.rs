@@ -1,5 +1,5 @@
-//! Work in a stream that waits for a step of the host. It waits for a value that a call or a thread
-//! writes, or its host function waits for a lock.
+//! Work in a stream that waits for a step of the host. The stream waits for a value that a call or
+//! a thread writes, or a host function in the stream waits for a lock.
 
 use super::{Outcome, expect};
 use crate::{

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 /// Number of elements in each chunk that are copied to the host and compared one by one.
 const SAMPLES: u64 = 64;
-/// Nanoseconds for which an endless program keeps the GPU busy after each round. Spinning costs the simulated GPU hardly any processor
-/// time.
+/// Nanoseconds for which an endless program keeps the GPU busy after each round. Spinning costs the
+/// simulated GPU hardly any processor time.
 const SPIN: u64 = 10_000_000;
 const INVALID_DEVICE: u32 = 101;
 

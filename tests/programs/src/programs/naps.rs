@@ -1,5 +1,6 @@
 //! Threads that launch, query events, and allocate, on several GPUs, with pauses. Such a program is
-//! often idle, but only briefly. With `--later` it starts to use that GPU after SIGUSR2.
+//! often idle, but only briefly. With `--later N`, the program also starts to use GPU `N` after
+//! SIGUSR2.
 
 use super::{Outcome, expect};
 use crate::{

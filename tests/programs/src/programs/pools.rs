@@ -107,7 +107,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     })?;
     gpu.synchronise()?;
     for pool in pools {
-        // Even then the driver counts up to 195 KiB as used [H100, driver 580].
+        // After all frees, the driver still counts up to 195 KiB as used [H100, driver 580].
         expect("hardly any bytes in use in the end", get(pool, USED)? < 1 << 20, true)?;
         expect("nothing was ever in use", get(pool, USED_HIGH)? > 0, true)?;
         late_cu!(cuMemPoolTrimTo(pool, 0))?;

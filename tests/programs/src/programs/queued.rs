@@ -19,7 +19,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let streams = (0..streams).map(|_| Stream::new()).collect::<cuda::Result<Vec<_>>>()?;
     let mut event = 0;
     cu!(cuEventCreate(&mut event, 2))?;
-    // The first launch of a kernel may load it, which may wait for running kernels.
+    // The first launch of a kernel may load the kernel, and loading may wait for running kernels.
     gpu.empty(streams[0].0)?;
     gpu.synchronise()?;
     gpu.spin_until(flag.at, streams[0].0)?;

@@ -148,8 +148,8 @@ fn export(args: &Args, report: &mut Report, meeting: &Meeting, gpu: &Gpu, privat
     Ok(rounds)
 }
 
-/// Announces to the driver that another device will access the memory. This is a second reason to
-/// pin it.
+/// Announces to the driver that another device will access the memory. This is a second reason for
+/// pinning the memory.
 fn pin(buffer: &Buffer) -> crate::cuda::Result<()> {
     late_cu!(cuPointerSetAttribute(&1, SYNC_MEMOPS, buffer.at))
 }

@@ -13,7 +13,7 @@ use crate::{
 use std::{error::Error, thread, time::Duration};
 
 const LOOK: Duration = Duration::from_millis(2);
-/// Figures are final once they have not changed for this time.
+/// Figures are final after they have not changed for this time.
 const SETTLED: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Debug, PartialEq)]
@@ -89,7 +89,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         }
         reading = asked.read()?;
         // The library learns the total and the free memory from separate messages. Free memory
-        // changes once other programs have released theirs.
+        // changes after other programs have released memory.
         let mut before = None;
         while before.replace(reading.clone()).as_ref() != Some(&reading) {
             thread::sleep(SETTLED);

@@ -1,6 +1,6 @@
 //! Works on request. For each line on standard input, the program runs a kernel on its memory and
-//! reports the kernel's duration, which includes restoring the memory. Then it works on all of its
-//! memory.
+//! reports the kernel's duration, which includes restoring the memory. Then the program works on
+//! all of its memory.
 
 use super::{Outcome, expect};
 use crate::{

@@ -1,5 +1,5 @@
 //! Launches kernels through the driver's own function, bypassing the hooks, like a library that
-//! binds it directly.
+//! binds that function directly.
 
 use super::{Outcome, expect};
 use crate::{

@@ -61,8 +61,8 @@ pub fn run(_: &Args, report: &mut Report) -> Outcome {
     for (name, call) in calls(&gpu, &busy, &other)? {
         try_beside(&gpu, flag, &busy, name, call, 0, report)?;
     }
-    // The calls on other streams and on the whole context. They are made while the queue of the
-    // busy stream is full.
+    // These calls use other streams or the whole context, and are made while the queue of the busy
+    // stream is full.
     let event = got("cuEventCreate", &[2]);
     let (stream, context) = (other.0 as u64, gpu.context as u64);
     let full: Calls = vec![
