@@ -35,8 +35,8 @@
 //!       ◀──────────────────────────── Allowance(0)        evict: copy out, unmap
 //! Memory(mapped 0, ack) ────────────▶
 //! ```
-//! The scheduler also passes on memory that one program shares with another. The memory is passed
-//! as descriptors, and the scheduler keeps none of them:
+//! The scheduler also passes on memory that one program shares with another. The scheduler passes
+//! descriptors of the memory's chunks, and keeps none of them:
 //! ```text
 //! importer                            scheduler                            exporter
 //! Open(ticket, secret) ─────────────▶ same tenant? ───────────── Export ──▶
