@@ -61,7 +61,7 @@ pub fn register(at: u64, len: usize, flags: u32) -> Done {
     Ok(())
 }
 
-/// Whether the process has memory mapped there.
+/// Whether the process has mapped all pages of the range.
 fn there(at: u64, len: usize) -> bool {
     let start = at & !4095;
     let pages = ((at + len as u64).next_multiple_of(4096) - start) / 4096;

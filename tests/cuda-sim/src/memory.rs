@@ -82,8 +82,8 @@ impl Chunk {
             Some(alias) => alias,
             None => {
                 let alias = map(len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)?;
-                // SAFETY: the hints apply to a mapping of this size that was just made. A forked child does not use
-                // it.
+                // SAFETY: the hints apply to a mapping of this size that was just made. A forked
+                // child does not use the mapping.
                 unsafe {
                     libc::madvise(alias.cast(), len as usize, libc::MADV_HUGEPAGE);
                     libc::madvise(alias.cast(), len as usize, libc::MADV_DONTFORK);
@@ -147,7 +147,7 @@ impl Chunk {
         if at == libc::MAP_FAILED { Err(Error::OUT_OF_MEMORY) } else { Ok(file.into()) }
     }
 
-    /// Whether the chunk can be exported. Imported chunks cannot (driver 580).
+    /// Whether the chunk can be exported. Imported chunks cannot be exported (driver 580).
     pub fn is_exportable(&self) -> bool {
         self.shareable && self.is_own
     }
@@ -181,8 +181,8 @@ impl Drop for Chunk {
     }
 }
 
-/// Host pages of freed chunks. If so configured, later chunks reuse these pages, because a real GPU
-/// does not need to allocate host pages either.
+/// Host pages of freed chunks. With `CUDA_SIM_KEEP_MEMORY`, later chunks reuse these pages, because
+/// a real GPU does not need to allocate host pages either.
 #[derive(Debug, Default)]
 struct Kept(Mutex<Vec<(usize, u64)>>);
 

@@ -97,7 +97,7 @@ pub unsafe fn sum(elements: *const u32, n: u64) -> u64 {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Fingerprint {
     pub sums: [u64; 2],
-    /// Zero if all words are `value`.
+    /// Zero if all words equal the argument `value` of [`Fingerprint::add`].
     pub differs: u64,
 }
 

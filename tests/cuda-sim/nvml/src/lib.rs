@@ -225,7 +225,7 @@ const SLICES: u32 = 7;
 /// slice's number.
 const FIRST_SLICE: usize = 1 << 16;
 
-/// The GPU and the number of an existing slice.
+/// Returns the GPU and the slice's number, if the handle is the handle of an existing slice.
 fn slice(handle: usize) -> Option<(usize, u8)> {
     let number = handle.checked_sub(FIRST_SLICE)?;
     let (gpu, slice) = (gpu(number / 256 + 1).ok()?, (number % 256) as u8);
@@ -275,14 +275,16 @@ fn processes<T>(handle: usize, count: *mut u32, to: *mut T, entry: impl Fn(u32, 
     let listed = own.chain(strangers).filter(|(_, bytes)| *bytes > 0 && listing != Listing::None);
     let said = |bytes| if listing == Listing::All { bytes } else { NOT_AVAILABLE };
     let all: Vec<_> = listed.map(|(pid, bytes)| (pid, said(bytes))).collect();
-    // SAFETY: the program passes a valid count, checked above.
+    // SAFETY: the API's contract: the program passes null or a valid count. Null was rejected
+    // above.
     let room = unsafe { count.read() } as usize;
     out(count, all.len() as u32)?;
     if room < all.len() {
         return Err(INSUFFICIENT_SIZE);
     }
     for (i, (pid, bytes)) in all.into_iter().enumerate() {
-        // SAFETY: the API's contract: the list has room for `room` entries. No more are written.
+        // SAFETY: the API's contract: the list has room for `room` entries, and `i` is less than
+        // `room`.
         out(unsafe { to.add(i) }, entry(pid, bytes))?;
     }
     Ok(())
