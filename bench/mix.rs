@@ -122,8 +122,8 @@ impl Job {
     }
 }
 
-/// Returns the seconds until all of these concurrent programs have ended. Each program checks its
-/// results.
+/// Runs these programs concurrently, and returns the seconds until all have ended. Each program
+/// checks its results.
 fn seconds(commands: Vec<Command>) -> f64 {
     let begin = Instant::now();
     let children: Vec<Child> =

@@ -28,7 +28,7 @@ fn main() {
         let daemon = crowd::daemon(|_| String::new());
         let crowd = crowd(&daemon, clients);
         for client in &crowd {
-            client.request(); // client.request(); // one client has the GPU, and each other client has an expected time
+            client.request(); // one client has the GPU, and each other client has an expected time
         }
         let (shown, scheduler) = shown(&daemon);
         println!("{clients:>10}  {shown:>16.3}  {scheduler:>16.3}");

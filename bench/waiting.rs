@@ -20,7 +20,8 @@ pub struct Waiting {
     epoll: OwnedFd,
     holder: usize,
     attached: usize,
-    /// Clients whose report that acknowledges a message has not been sent yet.
+    /// Clients that have received a message, and whose report that acknowledges the message has not
+    /// been sent yet.
     unanswered: Vec<usize>,
 }
 
