@@ -18,8 +18,8 @@ use crate::node::Told;
 use crate::pod_warnings::PodWarnings;
 use crate::retry::Retry;
 
-/// Timeouts for the scheduler to accept a connection and a message. A restart of the scheduler
-/// lasts at most two seconds.
+/// Timeouts for the scheduler's answers: to a new connection, and to a message. A restart of the
+/// scheduler lasts at most two seconds.
 const HANDSHAKE: Duration = Duration::from_secs(5);
 const ANSWER: Duration = Duration::from_secs(30);
 
@@ -27,7 +27,7 @@ const ANSWER: Duration = Duration::from_secs(30);
 /// attempt succeeds.
 const RETRY: Duration = Duration::from_secs(2);
 
-/// Sending uses at most one part in `SHARE` of the time, even if pods change constantly.
+/// Sending takes at most one `SHARE`th of the time, even if pods change constantly.
 const SHARE: u32 = 10;
 
 /// Sends each new list, until the sender of lists is dropped.

@@ -20,8 +20,8 @@ pub struct NvmlGpu {
     pub trouble: Option<String>,
 }
 
-/// The properties of a GPU that claims can select, as far as NVML knows them. Names and texts are those of
-/// NVIDIA's DRA driver.
+/// The properties of a GPU that claims can select, as far as NVML knows them. Names and texts are
+/// the same as in NVIDIA's DRA driver.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Properties {
     pub architecture: Option<&'static str>,

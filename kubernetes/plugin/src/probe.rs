@@ -27,7 +27,7 @@ const PATIENCE: Duration = Duration::from_millis(800);
 /// Queries the plugin on these sockets, which serve the device plugin API, DRA, or both.
 ///
 /// # Errors
-/// No plugin answers on one of the sockets, or kubelet has not registered it.
+/// No plugin answers on one of the sockets, or kubelet has not registered the plugin.
 pub fn probe(sockets: &[PathBuf]) -> Result<(), String> {
     sockets.iter().try_for_each(|socket| {
         ask(socket, async |channel| {
@@ -44,7 +44,7 @@ pub fn probe(sockets: &[PathBuf]) -> Result<(), String> {
 /// problems.
 ///
 /// # Errors
-/// - No plugin answers, or kubelet has not registered it.
+/// - No plugin answers, or kubelet has not registered the plugin.
 /// - The plugin offers no GPU or no healthy GPU. The error names each reason once.
 /// - The scheduler has problems.
 pub fn ready(sockets: &[PathBuf], control: &Path) -> Result<(), String> {

@@ -23,7 +23,8 @@ pub struct Inmate {
 }
 
 impl Inmate {
-    /// Starts a client. Returns `None` and prints a line if this machine does not permit it.
+    /// Starts a client. Returns `None` and prints a line if this machine does not permit the mount
+    /// and the control group.
     pub fn start(directory: &Path, socket: &Path, uid: &str, container: &str) -> Option<Self> {
         let mount = directory.join("cgroup");
         std::fs::create_dir_all(&mount).expect("a directory");

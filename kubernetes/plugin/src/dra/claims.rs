@@ -20,7 +20,8 @@ use zbus::MessageStream;
 use super::claim::Prepared;
 use super::store::Store;
 
-/// Timeout for the scheduler to accept a connection and a message. kubelet's own timeout is 45 s.
+/// Timeout for each answer of the scheduler: to a new connection, and to a message. kubelet's own
+/// timeout is 45 s.
 const ANSWER: Duration = Duration::from_secs(10);
 
 /// Maximum pause between attempts to reach the scheduler.
@@ -44,8 +45,8 @@ pub struct Places {
 pub struct Claims {
     places: Places,
     store: Store,
-    /// The lock is held while claims are sent, so that the last message always contains the current
-    /// state.
+    /// A sender holds the lock while it sends claims, so that the last message always contains the
+    /// current state.
     prepared: Mutex<BTreeMap<String, Prepared>>,
 }
 
