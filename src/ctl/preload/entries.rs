@@ -100,8 +100,9 @@ fn ours(text: &[u8]) -> Vec<Range<usize>> {
     entries(text).into_iter().filter(|entry| is_ours(&text[entry.clone()])).collect()
 }
 
-/// Returns the range to remove with an entry. If the entry is alone in its line, this is the whole
-/// line. Otherwise it includes one separator. A NUL hides the rest of the line.
+/// Returns the range to remove with an entry. If the entry is alone in its line, the range is the
+/// whole line. Otherwise the range includes one separator. Does not remove a NUL, because the NUL
+/// hides the rest of the text from the loader.
 fn with_its_separator(text: &[u8], entry: &Range<usize>) -> Range<usize> {
     let Range { start, end } = *entry;
     let before = start.checked_sub(1).map(|at| text[at]);

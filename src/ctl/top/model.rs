@@ -166,8 +166,8 @@ pub struct History {
     /// Seconds of GPU time of each program. Programs that hold a GPU together split the time, so
     /// the sum never exceeds the elapsed time.
     held: HashMap<Key, VecDeque<(Instant, f64)>>,
-    /// The time of the last snapshot, and the seconds for which each program had held its GPU by
-    /// then.
+    /// The time of the last snapshot, and the seconds for which each program had held its GPU at
+    /// that time.
     last: Option<(Instant, HashMap<Key, f64>)>,
     moved: HashMap<String, (Instant, [u64; 2])>,
     rates: HashMap<String, (f64, f64)>,
