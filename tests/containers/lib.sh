@@ -125,9 +125,9 @@ write_cdi_file() {
 
 # ---- containers
 
-# Creates a container that sees the GPU, and prints its ID. The containers need no network, and no
-# limits that root may not raise everywhere. podman creates no control groups: `enter` creates a
-# group with the name that podman would use.
+# Creates a container that sees the GPU, and prints its ID. The containers need no network. Their
+# limits are low, because root may not raise limits on every machine. podman creates no control
+# groups: `enter` creates a group with the name that podman would use.
 create() { # option… image command…
     pod create --network=none --cgroups=disabled --ulimit nofile=1000:1000 --ulimit nproc=1000:1000 \
         --device nvshare.com/gpu=0 --volume "$programs/cuda-program:/usr/local/bin/cuda-program:ro" "$@"

@@ -26,8 +26,8 @@ says "nvshare:nvshare 700" stat -c '%U:%G %a' /var/lib/nvshare/swap
 elsewhere=/srv/swap
 install -d -o nvshare -g nvshare -m 700 $elsewhere
 swaps_to $elsewhere
-# If the sandbox forbids the directory, the scheduler logs that. It refuses memory that fits nowhere
-# else.
+# If the sandbox forbids the directory, the scheduler logs this, and refuses memory that fits
+# nowhere else.
 program naps --mem 160M --seconds 600 --pause-ms 50 >/dev/null &
 first=$!
 until_true "the first to have its memory" is_so '.clients[].gpus[].resident > 100e6'
