@@ -18,7 +18,7 @@ const TIMED: &str = "20000000";
 /// and records few marks.
 const WARM_UP: &str = "1000000";
 /// Number of launches, memsets and launches to the default stream whose instructions are counted.
-/// It is a multiple of the number of launches between two marks.
+/// This number is a multiple of the number of launches between two marks.
 const COUNTED: usize = 256;
 /// Number of alternating runs of each variant. The fastest run counts, because slower runs were
 /// disturbed.

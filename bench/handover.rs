@@ -134,7 +134,8 @@ fn limit() -> Vec<Duration> {
 
 fn pair() -> [OwnedFd; 2] {
     let mut fds = [0; 2];
-    // SAFETY: the array has room for both descriptors. They are new, so no other value owns them.
+    // SAFETY: the array has room for both descriptors. The descriptors are new, so no other value
+    // owns them.
     unsafe {
         assert_eq!(libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0, fds.as_mut_ptr()), 0);
         fds.map(|fd| OwnedFd::from_raw_fd(fd))

@@ -154,7 +154,7 @@ fn lower_priority() {
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
 }
 
-/// A hostile tenant. Dropping it ends the tenant's process.
+/// A hostile tenant. Dropping this value ends the tenant's process.
 struct Flood(Child);
 
 impl Flood {

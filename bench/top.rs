@@ -45,7 +45,7 @@ fn main() {
 }
 
 /// Returns the processor time of `nvsharectl top` at its default interval after its start, and of
-/// the scheduling loop during the same period. Both are in percent of a core.
+/// the scheduling loop during the same period. Both times are in percent of a core.
 fn shown(daemon: &Daemon) -> (f64, f64) {
     let (master, terminal) = terminal();
     let other = |file: &OwnedFd| file.try_clone().expect("a descriptor");

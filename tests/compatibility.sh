@@ -16,9 +16,9 @@ directory=$built/../compatibility
 mkdir -p "$directory"
 directory=$(realpath "$directory")
 
-# The tests cover sharing in general, a restart of the scheduler, its absence, limits, and memory
-# that programs share. They check programs' results and the values that programs see, but no
-# wording, which may change.
+# The tests cover sharing in general, a restart of the scheduler, a missing scheduler, limits, and
+# memory that programs share. The tests check programs' results and the values that programs see,
+# but no wording, which may change.
 tests='
     test(=turns::programs_of_every_kind_take_turns)
   | test(=turns::random_allocations_survive_hand_overs)

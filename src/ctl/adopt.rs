@@ -1,6 +1,6 @@
-//! `nvsharectl adopt` and `release`: make a server share GPUs from its next start on. `adopt`
-//! writes the same drop-in as `preload enable --unit`, which preloads the library, and sets a rule
-//! for a server. If one of the two steps fails, `adopt` undoes the other. `release` removes only a
+//! `nvsharectl adopt` and `release`: make a server share GPUs from its next start on. `adopt` sets
+//! a rule for a server, and writes the drop-in that `preload enable --unit` writes to preload the
+//! library. If one of the two steps fails, `adopt` undoes the other. `release` removes only a
 //! drop-in and a rule of `adopt`, which it recognizes by the drop-in's first line and the rule's
 //! name.
 
@@ -70,9 +70,9 @@ fn rule_name(manager: Manager, unit: &str) -> Result<String, CtlError> {
     })
 }
 
-/// The rule for a server. The server skips the queue while it is within its share. It is
-/// checkpointed after an idle time if other programs need the room. `memory-low` keeps its default,
-/// so the server's idle memory can be evicted.
+/// The rule for a server. The server skips the queue while it is within its share. If other
+/// programs need the room, the scheduler checkpoints the server after an idle time. `memory-low`
+/// keeps its default, so the server's idle memory can be evicted.
 fn rule(manager: Manager, unit: &str) -> Vec<(String, Value)> {
     let of_user =
         (manager == Manager::User).then(|| ("user".to_owned(), Value::Integer(nix::unistd::geteuid().as_raw().into())));

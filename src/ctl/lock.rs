@@ -36,7 +36,7 @@ pub struct LockRequest {
     pub on_loss: OnLoss,
 }
 
-/// The action on the command when the lock is lost.
+/// The action that nvsharectl takes on the command when the lock is lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum OnLoss {
     /// The command continues to run, concurrently with other programs.

@@ -167,7 +167,7 @@ impl FreeRoom {
 struct Running {
     child: Child,
     /// Signals that the terminal sends both to this process and to the command. This process
-    /// ignores them, so that the room is kept until the command has ended.
+    /// ignores these signals, so that the room is kept until the command has ended.
     _ignored: Vec<Signal>,
 }
 

@@ -3,8 +3,8 @@
 
 sockets=$scratch/nvshare
 control=$scratch/nvshare-control/control.sock
-# The simulated machine. All its processes have these variables, including the scheduler and the
-# containers.
+# The simulated machine. All processes of the machine have these variables, including the scheduler
+# and the containers.
 gpu=(CUDA_SIM_DIR="$scratch/gpu" CUDA_SIM_MEMORY=256M CUDA_SIM_CONTEXT=4M)
 mkdir -p "$sockets" "$scratch/gpu" "$scratch/driver"
 # Turns are short.

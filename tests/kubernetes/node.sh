@@ -1,6 +1,6 @@
 #!/bin/bash
-# The node: all parts of a computer that Kubernetes sees. They are in namespaces that end with this
-# script.
+# The node: all parts of a computer that Kubernetes sees. These parts are in namespaces that end
+# with this script.
 #
 #   node.sh CACHE SCRATCH IMAGES STEP...
 set -eu

@@ -49,7 +49,7 @@ says() { # expected, command…
     [ "$said" = "$expected" ] || fail "$*: said «$said», not «$expected»"
 }
 
-# Runs a command that must fail. Its output must contain a text.
+# Runs a command that must fail. The command's output must contain a text.
 refused() { # text, command…
     text=$1
     shift
@@ -76,7 +76,7 @@ in_session() {
 program() { (umask 0 && exec env "${gpu[@]}" nvsharectl run -- cuda-program "$@"); }
 program_of_user() { (umask 0 && exec runuser -u $user -- env "${gpu[@]}" nvsharectl run -- cuda-program "$@"); }
 
-# Starts two programs, which take turns. Their process IDs are in $programs.
+# Starts two programs, which take turns. The process IDs of both are in $programs.
 start_two() {
     programs=()
     for _ in 1 2; do

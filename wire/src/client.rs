@@ -119,7 +119,8 @@ messages! {
         /// client at the same time.
         21 => Utilization { slot: u32, permille: u32 },
 
-        /// The client has freed exported memory. Its next report no longer includes the memory.
+        /// The client has freed exported memory. The client's next report no longer includes the
+        /// memory.
         16 => Withdrawn { range: u32 },
 
         /// The client has opened memory that another process exported. Sent on each later

@@ -42,8 +42,8 @@
 //! Open(ticket, secret) ─────────────▶ same tenant? ───────────── Export ──▶
 //!       ◀─────── Opened + descriptors      ◀──────── Exported + descriptors
 //! ```
-//! A client that is taken off its GPUs may be restored on other GPUs. Its slots then refer to the
-//! new GPUs:
+//! A client that is taken off its GPUs may be restored on other GPUs. The client's slots then refer
+//! to the new GPUs:
 //! ```text
 //! client                              scheduler
 //!       ◀──────────────────────────── PrepareSleep           evict, and stay out of the driver

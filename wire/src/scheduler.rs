@@ -105,8 +105,8 @@ messages! {
         /// The bytes that a rule allows all clients of this client's group together on a GPU, even
         /// if the client does not use that GPU. 0: no limit. Sent before any answer to the client,
         /// and whenever the limit changes. A new client receives this message only for GPUs with a
-        /// limit. A reconnecting client receives it for every GPU. On GPUs that the client has
-        /// attached, the newest [`Limit`](Self::Limit) applies instead.
+        /// limit. A reconnecting client receives this message for every GPU. On GPUs that the
+        /// client has attached, the newest [`Limit`](Self::Limit) applies instead.
         80 => MemoryMax { uuid: Uuid, bytes: u64 },
 
         /// The scheduler is about to checkpoint the client. The client evicts all memory and does
@@ -137,7 +137,7 @@ messages! {
         /// Where the client may keep memory that has left its GPUs. Sent only to clients that have
         /// sent [`UseSwapFile`](crate::ClientMessage::UseSwapFile). An attached descriptor is a new
         /// swap file, which replaces the client's earlier file. Contents of the earlier file stay
-        /// there until they are needed.
+        /// there until the client needs them.
         84 => HostMemory {
             /// The maximum bytes of host memory that the client may hold for all its GPUs. The
             /// excess is stored in the file, as far as the file has room.

@@ -124,8 +124,8 @@ fn folder(target: &str) -> PathBuf {
     [env!("CARGO_MANIFEST_DIR"), "fuzz", "corpus", target].iter().collect()
 }
 
-/// Checks the corpus of `target`. `again` decodes a packet and encodes it again. It returns the
-/// kind and the new packet, or `None` if the decoder rejects the packet.
+/// Checks the corpus of `target`. `again` decodes a packet and encodes it again. `again` returns
+/// the kind and the new packet, or `None` if the decoder rejects the packet.
 fn check<'a>(
     target: &str,
     real: impl Iterator<Item = (&'a str, Vec<u8>)>,

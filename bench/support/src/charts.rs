@@ -161,8 +161,8 @@ impl Wanted {
     }
 }
 
-/// Returns the short unit of a figure. It is empty for a ratio or a count, and for long units,
-/// which the table shows.
+/// Returns the short unit of a figure. The short unit is empty for a ratio or a count, and for a
+/// long unit, which only the table shows.
 fn unit(wanted: &Wanted) -> String {
     match wanted.unit.as_str() {
         "percent" => " %".into(),

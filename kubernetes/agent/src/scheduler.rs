@@ -1,5 +1,5 @@
-//! Sends the node's pods to the scheduler over its control socket. The whole list is sent after
-//! each change, and to each new scheduler, because a new scheduler knows no pods.
+//! Sends the node's pods to the scheduler over the scheduler's control socket. The whole list is
+//! sent after each change, and to each new scheduler, because a new scheduler knows no pods.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -23,8 +23,8 @@ use crate::retry::Retry;
 const HANDSHAKE: Duration = Duration::from_secs(5);
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// Pause between attempts. It is short, because attempts are cheap and pods have no names until an
-/// attempt succeeds.
+/// Pause between attempts. The pause is short, because attempts are cheap, and the scheduler knows
+/// no pods' names until an attempt succeeds.
 const RETRY: Duration = Duration::from_secs(2);
 
 /// Sending takes at most one `SHARE`th of the time, even if pods change constantly.

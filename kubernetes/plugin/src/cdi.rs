@@ -92,7 +92,8 @@ pub async fn follow(paths: Paths, reports: UnboundedSender<Report>) {
     }
 }
 
-/// The sizes and modification times of the files. If they change, the files must be read again.
+/// The sizes and modification times of the files. If a size or a time changes, the files must be
+/// read again.
 #[derive(Debug, PartialEq)]
 struct Stamps(Vec<(PathBuf, Option<(u64, SystemTime)>)>);
 

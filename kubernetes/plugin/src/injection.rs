@@ -1,6 +1,6 @@
-//! The answer for a container with slots. It consists of names of CDI devices, or of mounts,
-//! environment and device files. kubelet decides the container's slots, and `nvsharectl` writes the
-//! CDI file.
+//! The answer for a container with slots. The answer consists of names of CDI devices, or of
+//! mounts, environment and device files. kubelet decides the container's slots, and `nvsharectl`
+//! writes the CDI file.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;

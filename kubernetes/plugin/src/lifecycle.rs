@@ -201,7 +201,7 @@ impl Attention {
 }
 
 /// Returns the timeout within which a kubelet that has registered the plugin must watch the list.
-/// It grows with `ignored`, the number of registrations without a watch.
+/// The timeout grows with `ignored`, the number of registrations without a watch.
 fn unwatched(ignored: u32) -> Duration {
     UNWATCHED * 2u32.pow(ignored.min(5))
 }
@@ -218,7 +218,8 @@ impl Retry {
     }
 }
 
-/// The current problem. It is logged once, until it is solved or another problem replaces it.
+/// The current problem. A problem is logged again only after it was solved or after another problem
+/// has replaced it.
 #[derive(Debug, Default)]
 pub struct Trouble(Option<String>);
 

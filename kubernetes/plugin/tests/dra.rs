@@ -1,5 +1,5 @@
 //! Tests of the DRA driver with stand-ins for the API server and kubelet, and with the real
-//! scheduler. They cover the offered devices and the life of claims.
+//! scheduler. The tests cover the offered devices and the life of claims.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;

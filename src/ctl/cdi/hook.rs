@@ -28,8 +28,8 @@ use serde::Deserialize;
 use crate::ctl::CtlError;
 use crate::ctl::preload::entries;
 
-/// The name of the command after `nvsharectl cdi`. It must never change, because a CDI file may be
-/// older or newer than the program that it names.
+/// The name of the command after `nvsharectl cdi`. This name must never change, because a CDI file
+/// may be older or newer than the program that the file names.
 pub const COMMAND: &str = "merge-preload";
 
 /// The prefix of a variable that each claim adds to its containers. The claim's UID follows the
@@ -189,8 +189,8 @@ impl Found {
             MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
         let system = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?;
         // Before Linux 6.15, bind-mounting a file of the tmpfs requires that the tmpfs itself is
-        // mounted. `/etc` of the container serves as its mount point, because no process uses that
-        // directory yet.
+        // mounted. The hook mounts the tmpfs on the container's `/etc`, because no process uses
+        // that directory yet.
         let by_descriptors = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
         move_mount(&system, "", &self.etc, "", by_descriptors)?;
         let create = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OPEN;

@@ -95,9 +95,9 @@ pub struct Install {
     owner: Option<u32>,
 }
 
-/// Copies the files that containers mount, and this program, into a directory of the host. This is
-/// for hosts that run nvshare only in containers. Each file is replaced atomically, and running
-/// containers keep the old file. Passes remarks to `say`.
+/// Copies the files that containers mount, and this program, into a directory of the host.
+/// `install` is for hosts that run nvshare only in containers. Each file is replaced atomically,
+/// and running containers keep the old file. Passes remarks to `say`.
 pub fn install(asked: &Install, say: impl Fn(&str)) -> Result<(), CtlError> {
     let fail = |path: &Path, e: std::io::Error| CtlError::Failed(format!("{}: {e}", path.display()));
     let copy = |from: &Path, name: &str, mode: u32| {

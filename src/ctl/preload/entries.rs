@@ -1,5 +1,5 @@
-//! The text of `/etc/ld.so.preload`. This module parses its entries like the loader, and adds and
-//! removes nvshare's entry. It works on bytes and does no I/O.
+//! The text of `/etc/ld.so.preload`. This module parses the entries as the loader does, and adds
+//! and removes nvshare's entry. The module works on bytes and does no I/O.
 //!
 //! All other bytes are kept. nvshare's entry is added as a separate line at the end, so that
 //! removing the entry restores the original bytes.

@@ -105,7 +105,7 @@ pub struct Replaced {
 }
 
 impl Replaced {
-    /// Restores the old file itself rather than a copy.
+    /// Restores the old file, which is the original and not a copy.
     pub fn undo(self) -> Result<(), CtlError> {
         let undone = match self.old {
             Some(old) => old.persist(&self.path).map_err(|e| e.error),

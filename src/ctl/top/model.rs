@@ -1,6 +1,6 @@
-//! The model of `nvsharectl top`, computed from the scheduler's answers. It consists of a panel for
-//! each GPU and a tree of slices, units or containers, and processes. `screen` draws the model.
-//! Control characters are removed from names, because programs choose their names.
+//! The model of `nvsharectl top`, computed from the scheduler's answers. The model consists of a
+//! panel for each GPU, and a tree of slices, of units or containers, and of processes. `screen`
+//! draws the model. Control characters are removed from names, because programs choose their names.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -37,7 +37,8 @@ pub enum Kind {
     Others,
     Pinned,
     Contexts,
-    /// Memory of programs without nvshare. It includes contexts if these are not known separately.
+    /// Memory of programs without nvshare. This memory includes contexts if the contexts are not
+    /// known separately.
     Outside,
     Free,
 }

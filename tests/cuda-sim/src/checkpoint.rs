@@ -1,5 +1,5 @@
-//! Checkpoints. Another process can lock this process, so that this process's calls block. It can
-//! then checkpoint this process, and restore it on the same GPUs or on others.
+//! Checkpoints. Another process can lock this process, so that this process's calls block. The
+//! other process can then checkpoint this process, and restore it on the same GPUs or on others.
 //!
 //! [`serve`] starts the thread that serves requests of other processes. The `cuCheckpointProcess…`
 //! calls send requests to other processes. Device memory is simulated in host memory, so a

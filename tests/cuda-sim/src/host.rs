@@ -1,4 +1,5 @@
-//! Host memory that GPUs can access. It is either allocated here, or registered memory of the program.
+//! Host memory that GPUs can access. The memory is either allocated here, or registered memory of
+//! the program.
 
 use crate::{
     capture, context,

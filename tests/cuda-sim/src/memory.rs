@@ -60,10 +60,11 @@ impl ChunkFile {
     }
 }
 
-// SAFETY: this object owns the mapping `alias`. Races on its bytes are races of the simulated program,
-// as in any memory that several kernels write to.
+// SAFETY: this object owns the mapping `alias`. Races on the mapping's bytes are races of the
+// simulated program, as in any memory that several kernels write to.
 unsafe impl Send for Chunk {}
-// SAFETY: this object owns the mapping `alias`. Races on its bytes are races of the simulated program.
+// SAFETY: this object owns the mapping `alias`. Races on the mapping's bytes are races of the
+// simulated program.
 unsafe impl Sync for Chunk {}
 
 impl Chunk {
@@ -169,8 +170,8 @@ impl Chunk {
 impl Drop for Chunk {
     fn drop(&mut self) {
         if !(self.is_own && self.file.get().is_none() && Kept::keep(self.alias, self.len)) {
-            // SAFETY: the mapping has this length. No work can reach it, because work locks the table and uses
-            // only mappings in the table, which keep their chunks alive.
+            // SAFETY: the mapping has this length. No work can reach the chunk, because work locks
+            // the table and uses only mappings in the table, which keep their chunks alive.
             unsafe { libc::munmap(self.alias.cast(), self.len as usize) };
         }
         match self.file.get() {
@@ -325,7 +326,7 @@ impl Mapping {
         let granted = if touch.write { self.write } else { self.read };
         match &self.backing {
             Backing::Chunk { chunk, legacy: true, .. } => {
-                // Memory of pools belongs to no context. Its pool determines the access rights.
+                // Memory of pools belongs to no context. The pool determines the access rights.
                 granted & bit != 0 || touch.copy || (self.context != 0 && crate::peer::enabled(touch.gpu, chunk.gpu))
             }
             _ => granted & bit != 0,

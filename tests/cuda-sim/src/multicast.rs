@@ -1,5 +1,5 @@
-//! Multicast objects. Programs access no data through them. The simulator only decides whether memory
-//! can be bound.
+//! Multicast objects. Programs access no data through multicast objects. The simulator only decides
+//! whether memory can be bound.
 
 use crate::{
     device,

@@ -78,7 +78,7 @@ struct Op {
     after: Vec<Point>,
 }
 
-/// A point in a stream. It is reached when all earlier work is done.
+/// A point in a stream. A point is reached when all earlier work is done.
 #[derive(Clone, Debug)]
 pub struct Point {
     stream: Arc<Stream>,

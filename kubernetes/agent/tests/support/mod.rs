@@ -19,7 +19,7 @@ use kubernetes_test_support::{NODE, Process};
 
 const AGENT: &str = env!("CARGO_BIN_EXE_nvshare-agent");
 
-/// The node. Dropping it ends all of its processes.
+/// The node. Dropping this value ends all processes of the node.
 #[derive(Debug)]
 pub struct Node {
     directory: TempDir,

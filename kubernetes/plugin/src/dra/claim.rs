@@ -33,8 +33,8 @@ fn allowed() -> impl Iterator<Item = &'static str> {
     LIMIT_KEYS.into_iter().filter(|key| !CHOOSING.contains(key))
 }
 
-/// The default weight of a claim whose namespace has no default weight. It equals the weight of a
-/// user.
+/// The default weight of a claim whose namespace has no default weight. This weight equals the
+/// default weight of a user.
 const WEIGHT: i64 = 100;
 
 /// A prepared claim.

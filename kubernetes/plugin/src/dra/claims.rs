@@ -101,8 +101,8 @@ impl Claims {
         done
     }
 
-    /// Undoes [`Self::prepare`]. It is not an error if the claim is not prepared or the scheduler
-    /// is not running. When the scheduler runs again, it receives the current claims.
+    /// Undoes [`Self::prepare`]. If the claim is not prepared or the scheduler is not running, this
+    /// is not an error. A scheduler that starts later receives the current claims.
     pub async fn unprepare(&self, uid: &str) {
         let mut prepared = self.prepared.lock().await;
         self.forget(uid);

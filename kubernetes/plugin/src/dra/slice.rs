@@ -1,6 +1,6 @@
 //! The devices of the node's ResourceSlice, which are the GPUs with their capacities for claims.
 //! This module also detects fields that an API server has dropped, because the server does not know
-//! them or their feature gates are off. It does no I/O.
+//! the fields or their feature gates are off. The module does no I/O.
 
 use std::collections::BTreeMap;
 

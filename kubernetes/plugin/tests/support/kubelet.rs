@@ -19,7 +19,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::PATIENCE;
 
-/// One run of kubelet, until this value is dropped.
+/// A running kubelet. Dropping this value ends it.
 #[derive(Debug)]
 pub struct Kubelet {
     directory: PathBuf,

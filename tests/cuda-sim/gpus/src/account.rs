@@ -27,7 +27,7 @@ use std::{
 pub struct Usage {
     /// Bytes that stay allocated until they are freed: contexts, allocations, physical chunks.
     pub plain: u64,
-    /// Resident bytes of managed memory. Any process that needs the room may evict them.
+    /// Resident bytes of managed memory. Any process that needs the room may evict these bytes.
     pub managed: u64,
 }
 
@@ -58,8 +58,8 @@ fn managed_word(gpu: usize) -> usize {
 
 static ACCOUNT: OnceLock<io::Result<Account>> = OnceLock::new();
 
-/// This process's account. Its functions take the process's own GPU numbers, which [`place`]
-/// translates into the machine's.
+/// This process's account. The account's functions take the process's own GPU numbers, which
+/// [`place`] translates into the machine's numbers.
 #[derive(Debug)]
 pub struct Account {
     words: &'static [AtomicU64; WORDS],
@@ -369,7 +369,7 @@ fn set_managed(path: &Path, gpu: usize, bytes: u64) -> io::Result<()> {
     File::options().write(true).open(path)?.write_all_at(&bytes.to_ne_bytes(), managed_word(gpu) as u64 * 8)
 }
 
-/// The lock of all accounts. It makes the check for room and the allocation one atomic step.
+/// The lock of all accounts. This lock makes the check for room and the allocation one atomic step.
 struct Everybody(MutexGuard<'static, Option<LockFile>>);
 
 impl Everybody {

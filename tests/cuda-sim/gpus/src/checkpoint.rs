@@ -29,8 +29,8 @@ const OPERATION: usize = 3;
 const TIMEOUT: usize = 4;
 /// The code of the last answer.
 const RESULT: usize = 5;
-/// The ID of the thread that serves requests, in the process's own PID namespace. It is 0 before
-/// the thread exists.
+/// The ID of the thread that serves requests, in the process's own PID namespace. The ID is 0
+/// before the thread exists.
 const THREAD: usize = 6;
 /// The new GPU for each GPU of the machine.
 const PAIRS: usize = 7;

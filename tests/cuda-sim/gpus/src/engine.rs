@@ -29,8 +29,8 @@ const CREDIT: i64 = 2_000_000;
 pub struct Engine {
     queue: Mutex<Queue>,
     turn: Condvar,
-    /// The lock that the process next in line holds. It makes processes alternate, because a single
-    /// `flock` has no order.
+    /// The lock that the process next in line holds. This lock makes processes alternate, because a
+    /// single `flock` has no order.
     next: Option<LockFile>,
     busy: Option<LockFile>,
 }

@@ -1,5 +1,5 @@
-//! The host's memory bandwidth, which copies of all GPUs and processes share. Its state is in a
-//! file that all processes map.
+//! The host's memory bandwidth, which copies of all GPUs and processes share. The state of the
+//! bandwidth is in a file that all processes map.
 
 use crate::{Config, lock::open_shared};
 use std::{

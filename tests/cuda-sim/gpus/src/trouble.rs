@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-/// An event of the driver. `kind` is its number in `nvml.h`.
+/// An event of the driver. `kind` is the number of the event's kind in `nvml.h`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
     pub gpu: usize,

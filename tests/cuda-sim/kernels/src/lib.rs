@@ -1,6 +1,6 @@
-//! The computations of the simulated kernels, element by element. They are a separate crate so that
-//! every profile can optimize them. Kernels dominate the time of tests. Optimizing the rest of the
-//! simulator takes long and gains little.
+//! The computations of the simulated kernels, element by element. The computations are a separate
+//! crate, so that every profile can optimize them. Kernels dominate the time of tests. Optimizing
+//! the rest of the simulator takes long and gains little.
 //!
 //! The functions are `inline(never)`. Otherwise the compiler would inline small functions into
 //! crates that are not optimized.

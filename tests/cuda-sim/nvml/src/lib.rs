@@ -1,6 +1,6 @@
-//! A simulated `libnvidia-ml.so.1`. It shows the GPUs of `cuda-sim-gpus`, with the memory and the
-//! processes of their accounts. It has the calls that a monitor needs. Utilization is always 0.
-//! Events are in `events`.
+//! A simulated `libnvidia-ml.so.1`. The library shows the GPUs of `cuda-sim-gpus`, with the memory
+//! and the processes of their accounts. The library has the calls that a monitor needs. Utilization
+//! is always 0. Events are in `events`.
 
 // C programs call the symbols, and valid pointers are the API's contract. Tests call the symbols
 // from Rust too.
@@ -188,8 +188,8 @@ fn index(handle: usize) -> Result<u32, Error> {
 /// Interval between checks whether initialization may continue.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// A file that replaces the driver's device files. It is open between the first `nvmlInit` and the
-/// last `nvmlShutdown`.
+/// A file that replaces the driver's device files. The file is open between the first `nvmlInit`
+/// and the last `nvmlShutdown`.
 static OPEN: Mutex<(usize, Option<File>)> = Mutex::new((0, None));
 
 fn init() -> Result<(), Error> {
@@ -240,7 +240,7 @@ fn code(done: Result<(), Error>) -> u32 {
     done.map_or_else(|e| e.0, |()| 0)
 }
 
-/// Returns a GPU's memory. It includes the driver's reserve, which CUDA does not count.
+/// Returns a GPU's memory. NVML's figures include the driver's reserve, which CUDA does not count.
 fn memory(handle: usize) -> Result<Memory2, Error> {
     if slice(handle).is_some() {
         let total = Config::get().memory / u64::from(SLICES);

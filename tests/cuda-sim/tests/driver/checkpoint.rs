@@ -32,8 +32,8 @@ const MACHINE: &[(&str, &str)] = &[
     ("CUDA_SIM_LINK_BANDWIDTH", "8G"),
 ];
 
-/// Runs the companion. It has a context and 32 MiB with a value, and executes one command per line
-/// of its input.
+/// Runs the companion. The companion has a context and 32 MiB with a value, and executes one
+/// command per line of its input.
 fn target() {
     let _gpu = Gpu::open();
     let at = alloc(32 * M);
