@@ -100,7 +100,7 @@ fn measure(others: usize) -> Vec<Duration> {
     let mut pair = [&a, &b];
     let times = (0..HAND_OVERS).map(|_| {
         let [holder, next] = pair;
-        // The next client already blocks in recv in its own thread, like the library.
+        // The next client already blocks in recv in its own thread, as the library's thread does.
         let time = between(|| holder.release(), || next.until_granted());
         holder.request();
         pair = [next, holder];

@@ -1,8 +1,8 @@
 //! `nvsharectl adopt` and `release`: make a server share GPUs from its next start on. `adopt` sets
 //! a rule for a server, and writes the drop-in that `preload enable --unit` writes to preload the
 //! library. If one of the two steps fails, `adopt` undoes the other. `release` removes only a
-//! drop-in and a rule of `adopt`, which it recognizes by the drop-in's first line and the rule's
-//! name.
+//! drop-in and a rule that `adopt` has made. It recognizes the drop-in by its first line, and the
+//! rule by its name.
 
 use std::collections::HashMap;
 use std::fmt::Write;

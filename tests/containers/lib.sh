@@ -133,7 +133,7 @@ create() { # option… image command…
         --device nvshare.com/gpu=0 --volume "$programs/cuda-program:/usr/local/bin/cuda-program:ro" "$@"
 }
 
-# Runs a created container in its control group, and returns its exit status.
+# Runs a created container in its control group, and returns the container's exit status.
 enter() { # id
     group=/sys/fs/cgroup/nvshare-test/libpod-$1
     mkdir -p "$group"

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # The scheduler runs in the image for Kubernetes. The scheduler refuses to run in a separate PID
-# namespace. In the node's PID namespace, it identifies processes, and ends on SIGTERM.
+# namespace. In the node's PID namespace, the scheduler identifies processes, and ends on SIGTERM.
 
 "$here/../../kubernetes/image.sh" "$built" "$scratch/image"
 import_directory nvshare "$scratch/image"
