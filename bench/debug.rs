@@ -27,7 +27,7 @@ fn main() {
     for clients in [0, 100, CLIENTS] {
         let daemon = crowd::daemon(|_| String::new());
         let _crowd = crowd(&daemon, clients);
-        hand_overs(&daemon, None); // hand_overs(&daemon, None); // each hand-over consists of several events
+        hand_overs(&daemon, None); // each hand-over consists of several events
         let (times, size, held) = bundles(&daemon);
         let (median, longest) = (at(&times, 0.5), at(&times, 1.0));
         let memory = memory(&daemon);

@@ -83,8 +83,9 @@ fn main() {
         for (program, status) in programs.iter_mut().zip(&mut statuses) {
             *status = status.or(program.try_wait().expect("a child"));
         }
-        // The simulated GPU's memory is in the cgroup too. While memory moves, it is briefly
-        // counted both on the GPU and in the host, or in neither.
+        // The cgroup also contains the simulated GPU's memory, which is subtracted. While memory
+        // moves, it is briefly counted both on the GPU and in the host, or in neither. The smaller
+        // of two readings is subtracted, so that the available memory is not overestimated.
         let on_gpu = || metric(&metrics, "nvshare_gpu_resident_bytes") as u64;
         let (before, used, after) = (on_gpu(), group.used(), on_gpu());
         least = least.min(host.saturating_sub(used.saturating_sub(before.min(after))));

@@ -14,8 +14,8 @@ const GPU: GpuId = GpuId(Uuid([7; 16]));
 const ROUNDS: u32 = 2000;
 /// Demand of each client, in bytes.
 const DEMAND: u64 = 8 << 20;
-/// Numbers of users that own the waiting clients. A turn of one client changes the order of all
-/// clients of its user.
+/// The numbers of users to which the waiting clients belong. A turn of one client changes the order
+/// of all clients of its user.
 const USERS: [u64; 3] = [1, 2, 50];
 
 fn main() {
@@ -116,8 +116,8 @@ impl World {
     }
 }
 
-/// Returns the time of one event while clients attach, and while two clients take turns. The other
-/// `others` clients either wait too or are idle.
+/// Returns the time of one event while clients attach, and while two clients take turns. The
+/// `others` remaining clients either wait too or are idle.
 fn cost(others: u64, users: u64, wait: bool) -> (Duration, Duration) {
     let mut world = World::new();
     let clients = || (1..=others + 2).map(ClientId);

@@ -10,12 +10,12 @@
 //! to create host buffers. For this measurement, a new program evicts a program that has been idle
 //! for ten seconds.
 //!
-//! With `--mem 14G` or `--mem 40G` and a file, the figures of that size are written to it (see
-//! `bench_support::results`).
+//! With `--json FILE` and `--mem 14G` or `--mem 40G`, the benchmark writes the figures of that size
+//! to the file (see `bench_support::results`).
 //!
 //! `--record` keeps the scheduler's record of the hand-overs. `--programs` is the directory of
 //! `nvshare-scheduler`, `libnvshare.so` and `cuda-program` (default: the directory of this
-//! benchmark). The benchmark also runs on a simulated GPU in `LD_LIBRARY_PATH`, but its figures are
+//! benchmark). The benchmark also runs on a simulated GPU in `LD_LIBRARY_PATH`, but the figures are
 //! then meaningless.
 
 use std::{
@@ -69,7 +69,7 @@ fn main() {
     let record = stage.file("record.jsonl");
     let scheduler = stage.scheduler(SETTINGS, &record);
     let begin = Instant::now();
-    // The programs run long enough for some hand-overs. SIGTERM ends them earlier.
+    // The programs would run much longer than `--seconds`. `kill` ends them.
     let mut pair: Vec<Child> = (0..2)
         .map(|_| {
             let words = ["mix", "--mem", &mem, "--reps", "40", "--rounds", "100000000"];
@@ -125,15 +125,15 @@ fn main() {
     results.write();
 }
 
-/// Returns the seconds from a program's first request until all of its memory is on the GPU.
-/// Another program has been idle on the GPU before.
+/// Returns the seconds from a program's first request until all of its memory is on the GPU. Before
+/// that, another program has been idle on the GPU for [`IDLE`].
 fn first_hand_over(stage: &Stage, memory: &str) -> f64 {
     let record = stage.file("first.jsonl");
     let scheduler = stage.scheduler(SETTINGS, &record);
     let start = |words: &[&str]| stage.shared(words).stdout(Stdio::null()).spawn().expect("it runs");
     let bytes: u64 = memory.parse().expect("bytes");
-    // Returns the time of this program's first request, and the time at which all of its memory has
-    // arrived.
+    // Waits until all of the program's memory is on the GPU. Returns the seconds since the
+    // program's first request.
     let mut record = Record::new(&record, 1);
     let mut wait_for_memory = |program: &Child| loop {
         let all = record.moves();
@@ -180,7 +180,8 @@ fn hand_overs(moves: &[Move]) -> Vec<HandOver> {
             "grant" => {
                 let Some((from, when)) = released.filter(|(from, _)| *from != pid) else { continue };
                 let drain = revoked.remove(&from).map_or(0.0, |since| when - since);
-                // The program's moves from the release until the program releases the lock itself.
+                // The moves of the next program, from the old holder's release until the next
+                // program releases the lock.
                 let own = |m: &&Move| m.pid == pid;
                 let back =
                     moves[at..].iter().position(|m| own(&m) && m.what == "release").map_or(moves.len(), |n| at + n);

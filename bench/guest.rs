@@ -18,7 +18,7 @@ const TIMED: &str = "20000000";
 /// and records few marks.
 const WARM_UP: &str = "1000000";
 /// Number of launches, memsets and launches to the default stream whose instructions are counted.
-/// It is a multiple of the number of launches between two marks.
+/// This number is a multiple of the number of launches between two marks.
 const COUNTED: usize = 256;
 /// Number of alternating runs of each variant. The fastest run counts, because slower runs were
 /// disturbed.
@@ -132,7 +132,8 @@ impl Scene {
         let mut command = self.launch(preloaded, WARM_UP);
         command.arg(COUNTED.to_string()).env("LD_BIND_NOW", "1");
         let counts = test_support::steps::between_signals(&mut command).expect("instructions can be counted");
-        // Instructions between two signals, without and with a call between them.
+        // The cost of a call: the instructions between two signals with the call between them,
+        // minus the instructions without it.
         let of = |rounds: std::ops::Range<usize>| {
             let own = |round: usize| counts[3 * round + 1] - counts[3 * round];
             let mut each: Vec<u64> = rounds.map(own).collect();
@@ -147,7 +148,8 @@ impl Scene {
     fn launch(&self, preloaded: bool, count: &str) -> Command {
         let mut command = Command::new(&self.launches);
         command.arg(count).env_clear().env("LD_LIBRARY_PATH", &self.directory);
-        // The socket is missing. The gate stays open, but is otherwise the same.
+        // No scheduler listens on this socket, so the gate stays open. A launch passes the same
+        // gate as with a scheduler.
         command.env("NVSHARE_SOCKET", self.directory.join("none"));
         if preloaded {
             command.env("LD_PRELOAD", &self.library);

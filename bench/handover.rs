@@ -35,8 +35,8 @@ fn main() {
     results.write();
 }
 
-/// Measures two clients that take turns while the others are idle. Also measures a daemon whose
-/// clients are all idle.
+/// Measures two clients that take turns while all other clients are idle. Also measures a daemon
+/// whose clients are all idle.
 fn two_take_turns(results: &mut Results) {
     row("limit: a thread that passes it on", &limit());
     for others in [0, 200] {
@@ -58,8 +58,8 @@ fn two_take_turns(results: &mut Results) {
     results.add(Figure { name: "idle-1000-clients-cpu", value: percent, unit: "percent", note });
 }
 
-/// Measures many clients that take turns, with one user and with several users. The worst case is
-/// the figure.
+/// Measures many clients that take turns, with one user and with several users. The figure is the
+/// worst of these cases.
 fn all_wait(results: &mut Results) {
     let mut worst: Option<(Duration, u32)> = None;
     for users in WAITING_USERS {
@@ -100,7 +100,7 @@ fn measure(others: usize) -> Vec<Duration> {
     let mut pair = [&a, &b];
     let times = (0..HAND_OVERS).map(|_| {
         let [holder, next] = pair;
-        // The next client already blocks in recv in its own thread, like the library.
+        // The next client already blocks in recv in its own thread, as the library's thread does.
         let time = between(|| holder.release(), || next.until_granted());
         holder.request();
         pair = [next, holder];
@@ -109,8 +109,8 @@ fn measure(others: usize) -> Vec<Duration> {
     sorted(times)
 }
 
-/// Measures the lower bound, with the same packets but without a scheduler. One process wakes
-/// another thread, which wakes the next.
+/// Measures the lower bound, with the same packets but without a scheduler. This thread wakes a
+/// relay thread, which wakes the waiting thread.
 fn limit() -> Vec<Duration> {
     let ([from, relay_in], [relay_out, to]) = (pair(), pair());
     std::thread::spawn(move || {
@@ -134,14 +134,15 @@ fn limit() -> Vec<Duration> {
 
 fn pair() -> [OwnedFd; 2] {
     let mut fds = [0; 2];
-    // SAFETY: the array has room for both descriptors. They are new, so no other value owns them.
+    // SAFETY: the array has room for both descriptors. The descriptors are new, so no other value
+    // owns them.
     unsafe {
         assert_eq!(libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0, fds.as_mut_ptr()), 0);
         fds.map(|fd| OwnedFd::from_raw_fd(fd))
     }
 }
 
-/// Returns the time from the call of `give` until `wait`, which runs in its own thread, returns.
+/// Returns the time from the call of `give` until `wait` returns. `wait` runs in its own thread.
 fn between(give: impl FnOnce(), wait: impl FnOnce() + Send) -> Duration {
     std::thread::scope(|scope| {
         let waiter = scope.spawn(|| {

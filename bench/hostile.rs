@@ -25,7 +25,7 @@ use test_support::daemon::{self, Client, Daemon, GIB};
 
 /// The default limit of clients per tenant.
 const CLIENTS: usize = 512;
-/// The budget of imported memory per tenant.
+/// The maximum number of imports per tenant.
 const IMPORTS: u32 = 4096;
 /// Interval between two probes of the loop.
 const LOOK: Duration = Duration::from_millis(1);
@@ -147,14 +147,14 @@ fn call(control: &Path, done: &AtomicBool) {
     });
 }
 
-/// Lowers the calling thread's priority. The thread should load the scheduler, but not compete with
-/// it for processor time.
+/// Lowers the calling thread's priority. The thread should send load to the scheduler, but not
+/// compete with the scheduler for processor time.
 fn lower_priority() {
     // SAFETY: the call takes no pointers.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
 }
 
-/// A hostile tenant. Dropping it ends the tenant's process.
+/// A hostile tenant. Dropping this value ends the tenant's process.
 struct Flood(Child);
 
 impl Flood {
@@ -213,7 +213,7 @@ fn discard(client: &Client) {
 }
 
 /// Connects a client of the newest protocol version and attaches it to two GPUs. Returns `None` if
-/// the daemon refuses it.
+/// the daemon refuses the client.
 fn attached(socket: &Path) -> Option<Client> {
     let mut client = Client::connect(socket).ok()?;
     client.send(daemon::hello_of(version::MAX, version::MAX));

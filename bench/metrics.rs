@@ -74,7 +74,7 @@ fn scrape(path: &Path) -> usize {
 /// Returns the sorted durations, the size of the last answer, and the processor time of the
 /// scheduling loop per scrape.
 fn scrapes(daemon: &Daemon, path: &Path) -> (Vec<Duration>, usize, Duration) {
-    // The loop's other activity during the scrapes, which is subtracted.
+    // Measures the loop's other activity for the duration of the scrapes, and subtracts it.
     let time = PAUSE * SCRAPES;
     let idle = {
         let before = loop_time(daemon);

@@ -6,9 +6,9 @@
 //! `cargo bench --bench mix -- [--programs DIR] [--leave 17G] [--sizes 7.2G,15.3G] [--shares
 //! 0.5,0.9] [--periods 1,10] [--quanta 5,30,1000] [--work 30] [--jobs 2] [--json FILE]`
 //!
-//! `--jobs` is the number of concurrent jobs. `--work` is the time that one job takes alone, in
-//! seconds, and at least three periods. `exchange.rs` describes `--programs`. On a simulated GPU
-//! the figures are meaningless.
+//! `--jobs` is the number of concurrent jobs. `--work` is the time in seconds that one job takes
+//! alone. A job takes at least three periods. `exchange.rs` describes `--programs`. On a simulated
+//! GPU the figures are meaningless.
 
 use std::{
     process::{Child, Command, Stdio},
@@ -122,8 +122,8 @@ impl Job {
     }
 }
 
-/// Returns the seconds until all of these concurrent programs have ended. Each program checks its
-/// results.
+/// Runs these programs concurrently, and returns the seconds until all have ended. Each program
+/// checks its results.
 fn seconds(commands: Vec<Command>) -> f64 {
     let begin = Instant::now();
     let children: Vec<Child> =

@@ -1,9 +1,9 @@
 //! Checks for leaks in the scheduler and in a client, over 100,000 hand-overs. The clients need
 //! more memory than the GPU has, so memory moves at each hand-over. Other clients connect and
 //! disconnect. At intervals the clients pause. The benchmark then records resident memory, address
-//! space, mappings and open descriptors of the scheduler and of one client. The figure is the slope
-//! of resident memory, in KiB per 1,000 hand-overs, of either the scheduler or the client,
-//! whichever is larger.
+//! space, mappings and open descriptors of the scheduler and of one client. The figure is the
+//! larger of two slopes, in KiB per 1,000 hand-overs: the slope of the scheduler's resident memory
+//! and the slope of the client's.
 //!
 //! `cargo bench --bench soak [-- --handovers 100000] [--library 20000] [--samples 100] [--programs
 //! DIR] [--json FILE]`
@@ -39,8 +39,9 @@ const PROGRAM: usize = 4;
 const CONTEXT: usize = 1;
 /// Memory of a protocol client in bytes. The clients' GPU has 16 GiB.
 const MEMORY: u64 = 9 * GIB;
-/// The pause between two rounds of a program. It is long enough for the library to release the
-/// lock. The library does so after 1 ms to 2 ms without work while another program waits.
+/// The pause between two rounds of a program. The pause is long enough for the library to release
+/// the lock. While another program waits, the library releases the lock after 1 ms to 2 ms without
+/// work.
 const PAUSE: Duration = Duration::from_millis(2);
 /// Number of rounds of a short-lived program. Each interval has one such program.
 const VISIT: usize = 10;
@@ -91,7 +92,7 @@ fn main() {
         visitor.end();
         visitors += 1;
         programs.iter_mut().for_each(Program::finish);
-        // The observation happens while all memory of the observed program is on the GPU.
+        // This round restores all memory of the observed program to the GPU before the observation.
         programs[0].begin(1);
         programs[0].finish();
         let seen = log.observe(by_library.len());
@@ -172,7 +173,7 @@ struct Log {
     scheduler: u32,
     client: u32,
     begin: Instant,
-    /// Prints only every n-th observation.
+    /// `observe` prints one in `every / 2` observations.
     every: f64,
 }
 
@@ -377,9 +378,9 @@ fn hear_until(clients: &mut [ProtocolClient], enough: impl Fn(&[ProtocolClient])
     }
 }
 
-/// The client program. It allocates memory and reports it. Then it repeatedly reads a number of
-/// rounds from standard input, runs that number of rounds on all of its memory, and reports the
-/// end. The number 0 ends the program.
+/// The client program. It allocates memory and reports it. Then the program repeatedly reads a
+/// number of rounds from standard input, runs that number of rounds on all of its memory, and
+/// reports the end. The number 0 ends the program.
 fn client() {
     // SAFETY: the calls have the types of the CUDA headers. All pointers refer to live values of
     // the right size.

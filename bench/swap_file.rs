@@ -8,9 +8,9 @@
 //! One program has `--mem` of memory. Another program causes the eviction of all of this memory.
 //! The memory goes into the swap file, because no host memory is allowed. When the other program
 //! has ended, the memory is restored, and the program checks it. Between these rounds, `fio` reads
-//! a file of the same size and in the library's block size. It uses io_uring and threads, at depths
-//! of 1 to 16. The best result of `fio` is the disk's speed. `--directory` is the directory of
-//! these files and must be on a disk (default: the directory of this benchmark). `--programs` is
+//! a file of the same size and in the library's block size. `fio` uses io_uring or threads, at
+//! depths of 1 to 16. The best result of `fio` is the disk's speed. `--directory` is the directory
+//! of these files and must be on a disk (default: the directory of this benchmark). `--programs` is
 //! the directory of release builds of nvshare-scheduler, libnvshare.so, cuda-program and the
 //! simulated driver (default: the directory of this benchmark).
 
@@ -44,8 +44,8 @@ fn main() {
         directory => directory.into(),
     };
     fs::create_dir_all(&directory).expect("the directory");
-    // The simulated GPU keeps its pages, because allocating them again would take as long as
-    // reading them.
+    // The simulated GPU keeps its pages, because allocating the pages again would take as long as
+    // reading the file.
     stage.simulate(memory + BESIDE, &[("CUDA_SIM_KEEP_MEMORY", "1".into())]);
 
     let mut best: Option<(f64, &str, u32)> = None;

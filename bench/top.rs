@@ -28,7 +28,7 @@ fn main() {
         let daemon = crowd::daemon(|_| String::new());
         let crowd = crowd(&daemon, clients);
         for client in &crowd {
-            client.request(); // client.request(); // one client has the GPU, and each other client has an expected time
+            client.request(); // one client has the GPU, and each other client has an expected time
         }
         let (shown, scheduler) = shown(&daemon);
         println!("{clients:>10}  {shown:>16.3}  {scheduler:>16.3}");
@@ -45,7 +45,7 @@ fn main() {
 }
 
 /// Returns the processor time of `nvsharectl top` at its default interval after its start, and of
-/// the scheduling loop during the same period. Both are in percent of a core.
+/// the scheduling loop during the same period. Both times are in percent of a core.
 fn shown(daemon: &Daemon) -> (f64, f64) {
     let (master, terminal) = terminal();
     let other = |file: &OwnedFd| file.try_clone().expect("a descriptor");

@@ -1,6 +1,6 @@
 //! Clients that all wait for one GPU. If root runs the benchmark, the clients belong to many users.
-//! One thread simulates the library of all clients. It acknowledges allowances and limits, and
-//! requests the lock again after each release.
+//! One thread simulates the library of all clients. The thread acknowledges allowances and limits,
+//! and requests the lock again after each release.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -20,7 +20,8 @@ pub struct Waiting {
     epoll: OwnedFd,
     holder: usize,
     attached: usize,
-    /// Clients whose report that acknowledges a message has not been sent yet.
+    /// Clients that have received a message, and whose report that acknowledges the message has not
+    /// been sent yet.
     unanswered: Vec<usize>,
 }
 
@@ -32,8 +33,8 @@ struct Waiter {
 }
 
 impl Waiting {
-    /// Creates `clients` waiting clients that belong to `users` users in rotation. Also creates one
-    /// more client, which has the lock.
+    /// Creates `clients` waiting clients that belong to `users` users in rotation. Also creates the
+    /// client that holds the lock.
     pub fn new(daemon: &Daemon, clients: usize, users: u32) -> Self {
         // SAFETY: the call takes no pointers. The descriptor is new, so no other value owns it.
         let epoll = unsafe { OwnedFd::from_raw_fd(libc::epoll_create1(libc::EPOLL_CLOEXEC)) };

@@ -18,7 +18,7 @@ install -m 644 "$built/libnvshare.so" "$root/usr/lib/nvshare"
 install -m 644 "$here/../etc/ld.so.preload" "$root/usr/share/nvshare"
 
 # Copies each library, including the loader, to the path at which the loader finds it. The container
-# runtime adds NVML and the driver, which need libdl and the libraries after it.
+# runtime adds NVML and the driver, which need libdl and the other libraries named below.
 for program in $programs; do
     ldd "$built/$program" 2>/dev/null || true # a static program has no libraries
 done | grep -o '/[^ ]*' | sort -u >"$root/tmp/libraries"

@@ -32,8 +32,8 @@ step() { # name, command…
     [ $verdict = passed ]
 }
 
-# Runs a step in parallel with the tests, on processor time that the tests leave. If the step fails,
-# its output is shown at the end.
+# Runs a step in parallel with the tests, on processor time that the tests do not use. If the step
+# fails, its output is shown at the end.
 quietly() { # name, command…
     name=$1
     shift
@@ -64,8 +64,8 @@ finish() {
     exit $failed
 }
 
-# rust-version promises that this cargo builds everything. CI uses this cargo, and thus checks the
-# promise.
+# rust-version in Cargo.toml promises that this version of cargo builds everything. CI uses this
+# version, and thus checks the promise.
 oldest_cargo() {
     oldest=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
     version=$("$cargo" --version | cut -d ' ' -f 2)
@@ -147,7 +147,8 @@ beside=$!
 if cargo_has nextest; then
     profile=default
     [ -z "${CI:-}" ] || profile=ci
-    # Most tests wait for other processes most of the time.
+    # Most tests wait for other processes most of the time, so more tests run than there are
+    # processors.
     step "tests" "$cargo" nextest run --cargo-metadata "$scratch/metadata.json" --binaries-metadata "$scratch/binaries.json" \
         --no-fail-fast --profile "$profile" --test-threads $(($(nproc) * 3))
     tests/slowest.sh "${built%/*}/nextest/$profile/junit.xml"

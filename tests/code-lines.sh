@@ -1,7 +1,7 @@
 #!/bin/sh
 # Counts the lines of Rust code in each folder. Blank lines and comments do not count. Items under
-# `#[cfg(test)]`, and the files of modules declared there, do not count either. The script relies on
-# rustfmt: an item ends on a line with the indentation of its first line.
+# `#[cfg(test)]`, and the files of modules that such items declare, do not count either. The script
+# relies on rustfmt: an item ends on a line with the indentation of its first line.
 #
 #   code-lines.sh FOLDER…
 set -eu

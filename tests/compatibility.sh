@@ -16,9 +16,9 @@ directory=$built/../compatibility
 mkdir -p "$directory"
 directory=$(realpath "$directory")
 
-# The tests cover sharing in general, a restart of the scheduler, its absence, limits, and memory
-# that programs share. They check programs' results and the values that programs see, but no
-# wording, which may change.
+# The tests cover sharing in general, a restart of the scheduler, a missing scheduler, limits, and
+# memory that programs share. The tests check programs' results and the values that programs see,
+# but no wording, which may change.
 tests='
     test(=turns::programs_of_every_kind_take_turns)
   | test(=turns::random_allocations_survive_hand_overs)
@@ -33,8 +33,8 @@ tests='
 echo "--- building $1"
 rm -rf "$directory/source" "$directory/library" "$directory/scheduler" "$directory/upgrade"
 mkdir "$directory/source" "$directory/library" "$directory/scheduler" "$directory/upgrade"
-# The files get the present time. cargo compares times, and would otherwise reuse its build of a
-# newer commit.
+# tar gives the files the current time (-m). cargo compares times, and would otherwise reuse its
+# build of a newer commit.
 git archive "$commit" | tar -xm -C "$directory/source"
 build() { (cd "$directory/source" && CARGO_TARGET_DIR="$directory/target" "$cargo" build --locked "$@"); }
 build -p nvshare --bin nvshare-scheduler
@@ -42,8 +42,8 @@ build --manifest-path preload/Cargo.toml
 cp "$directory/target/debug/libnvshare.so" "$directory/library"
 cp "$directory/target/debug/nvshare-scheduler" "$directory/scheduler"
 rm -rf "$directory/source"
-# The first scheduler that a test starts is the other version, and later ones are this version. Each
-# run has a separate record with the run's number.
+# The first scheduler that a test starts is the other version, and all later schedulers are this
+# version. Each run has a separate record with the run's number.
 cat >"$directory/upgrade/nvshare-scheduler" <<END
 #!/bin/sh
 case " \$* " in *"/record-1 "*) exec '$directory/scheduler/nvshare-scheduler' "\$@" ;; esac

@@ -30,7 +30,7 @@ has_library() { # its file name, where the loader searches
 for what; do
     case $what in
     # Debian 12 (in its security updates) and Debian 13 have a current cargo as cargo-web. Later
-    # releases have it as cargo.
+    # releases have a current cargo as cargo.
     cargo)
         if is_recent_cargo; then continue; fi
         if [ -n "${CARGO:-}" ] && [ "$CARGO" != cargo ]; then

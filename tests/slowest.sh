@@ -5,7 +5,7 @@
 #   slowest.sh REPORT   REPORT: …/nextest/PROFILE/junit.xml in cargo's target directory
 set -eu
 
-# One line for each test: its time, the test program, and its name.
+# One line for each test: the test's time, the test program, and the test's name.
 tests=$(sed -n 's/.*<testcase name="\([^"]*\)" classname="\([^"]*\)".* time="\([0-9.]*\)".*/\3 \2 \1/p' "$1")
 echo "the ten slowest tests:"
 printf '%s\n' "$tests" | sort -rn | head -n 10 | while read -r time program name; do

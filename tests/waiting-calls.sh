@@ -1,7 +1,7 @@
 #!/bin/sh
 # Counts driver calls that may wait and that were made on the client's thread or under a lock of the
 # library. Also counts places in the library's sources that make such calls and that no test
-# reached. Prints them, and then their number, which should be 0.
+# reached. Prints the calls and places, and then their number, which should be 0.
 #
 #     tests/waiting-calls.sh [TEST…]     arguments for nextest that select tests of tests/sharing; default: all
 #     CALLS=FILE tests/waiting-calls.sh  runs no tests, and reads the file of a run with LIBNVSHARE_WAITING_CALLS=FILE

@@ -1,5 +1,5 @@
-//! Tests that each shell accepts its completions, and that the completions offer `nvsharectl`'s
-//! commands. Shells that are not installed are skipped.
+//! Tests that each shell accepts the completions written for it, and that the completions offer
+//! `nvsharectl`'s commands. Shells that are not installed are skipped.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -102,7 +102,7 @@ fn bash_offers_units_programs_rules_and_commands() {
 #[test]
 fn zsh_loads_the_completion_function() {
     let directory = written();
-    // compinit finds the function by its first line.
+    // compinit finds the function by the file's first line.
     let script = "fpath=($PWD $fpath); autoload -U compinit && compinit -u -d ./dump && print -r -- $_comps[nvsharectl] && \
                   zcompile _nvsharectl";
     let Some(said) = ask("zsh", &["-f", "-c", script], directory.path()) else { return };

@@ -1,8 +1,8 @@
-//! `nvsharectl adopt` and `release`: make a server share GPUs from its next start on. `adopt`
-//! writes the same drop-in as `preload enable --unit`, which preloads the library, and sets a rule
-//! for a server. If one of the two steps fails, `adopt` undoes the other. `release` removes only a
-//! drop-in and a rule of `adopt`, which it recognizes by the drop-in's first line and the rule's
-//! name.
+//! `nvsharectl adopt` and `release`: make a server share GPUs from its next start on. `adopt` sets
+//! a rule for a server, and writes the drop-in that `preload enable --unit` writes to preload the
+//! library. If one of the two steps fails, `adopt` undoes the other. `release` removes only a
+//! drop-in and a rule that `adopt` has made. It recognizes the drop-in by its first line, and the
+//! rule by its name.
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -70,9 +70,9 @@ fn rule_name(manager: Manager, unit: &str) -> Result<String, CtlError> {
     })
 }
 
-/// The rule for a server. The server skips the queue while it is within its share. It is
-/// checkpointed after an idle time if other programs need the room. `memory-low` keeps its default,
-/// so the server's idle memory can be evicted.
+/// The rule for a server. The server skips the queue while it is within its share. If other
+/// programs need the room, the scheduler checkpoints the server after an idle time. `memory-low`
+/// keeps its default, so the server's idle memory can be evicted.
 fn rule(manager: Manager, unit: &str) -> Vec<(String, Value)> {
     let of_user =
         (manager == Manager::User).then(|| ("user".to_owned(), Value::Integer(nix::unistd::geteuid().as_raw().into())));
@@ -86,7 +86,7 @@ fn rule(manager: Manager, unit: &str) -> Vec<(String, Value)> {
 ///
 /// # Errors
 /// The service does not exist, cannot preload the library or does not start, or the scheduler
-/// refuses the rule. In each case nothing has changed.
+/// refuses the rule. In each of these cases, `adopt` has changed nothing.
 pub fn adopt(target: &Target, server: &Server, asked: Option<&Path>) -> Result<String, CtlError> {
     let unit = server.unit()?;
     server.check_user(&unit, "adopt")?;
@@ -96,7 +96,7 @@ pub fn adopt(target: &Target, server: &Server, asked: Option<&Path>) -> Result<S
         let name = rule_name(server.manager(), &ready.unit)?;
         let scheduler = target.connect().await?;
         let mut undo = Undo { ready: &ready, scheduler: &scheduler, rule: None, drop_in: None };
-        // `adopt` sets the rule first, because polkit may refuse it.
+        // `adopt` sets the rule first, because polkit may refuse the rule.
         if find_rule(&scheduler, &name).await?.is_none() {
             rules::call(&scheduler, &name, &rule(server.manager(), &ready.unit)).await?;
             undo.rule = Some(&name);
@@ -147,7 +147,8 @@ struct Undo<'a> {
     ready: &'a Ready,
     scheduler: &'a SchedulerProxy<'static>,
     rule: Option<&'a str>,
-    /// The text of the earlier drop-in, if any. `None` until the new drop-in is written.
+    /// After the new drop-in is written: the text of the earlier drop-in, or `None` if the unit had
+    /// none.
     drop_in: Option<Option<String>>,
 }
 
@@ -183,7 +184,7 @@ async fn find_rule(
 /// Undoes `adopt`.
 ///
 /// # Errors
-/// Either the rule or the drop-in cannot be removed. The other one is still removed.
+/// The rule or the drop-in cannot be removed. `release` still removes the other one.
 pub fn release(target: &Target, server: &Server) -> Result<String, CtlError> {
     let asked = server.unit()?;
     let manager = server.manager();

@@ -1,4 +1,4 @@
-//! Finds the scheduler on the system bus, or else on its control socket.
+//! Finds the scheduler on the system bus, or else on the scheduler's control socket.
 
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};

@@ -9,7 +9,7 @@ use crate::bus::Client;
 /// Makes the scheduler release the driver for at most `lasts`. Returns the text to print.
 ///
 /// # Errors
-/// Other programs use the driver. In this case, too, the scheduler has released the driver.
+/// Other programs use the driver. The scheduler has released the driver even if this error occurs.
 pub fn release(target: &Target, lasts: Duration) -> Result<String, CtlError> {
     let seconds = u32::try_from(lasts.as_secs()).unwrap_or(u32::MAX);
     let (users, clients) = block_on(async {

@@ -36,7 +36,7 @@ pub struct LockRequest {
     pub on_loss: OnLoss,
 }
 
-/// The action on the command when the lock is lost.
+/// The action that nvsharectl takes on the command when the lock is lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum OnLoss {
     /// The command continues to run, concurrently with other programs.
@@ -137,8 +137,8 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
                     eprintln!("nvsharectl: {e}. Retrying");
                 }
             }
-            // A closed channel means that the command has ended, because the command's thread keeps
-            // its sender until then.
+            // A closed channel means that the command has ended, because the thread that waits for
+            // the command keeps a sender until then.
             Ok(Notice::Ended) | Err(_) => {
                 let is_lost = was_beside_others || lost_at.is_some();
                 return Ok(if is_lost { LOST } else { command.exit_code() });
@@ -171,8 +171,8 @@ fn acquire_again(target: Target, request: LockRequest, notices: Sender<Notice>) 
     });
 }
 
-/// Reads the scheduler's messages about a lock. The lock ends with this process, or when the
-/// scheduler ends it. The command does not inherit the lock's descriptor.
+/// Reads the scheduler's messages about a lock. The lock ends when this process ends, or when the
+/// scheduler closes the lock's socket. The command does not inherit the lock's descriptor.
 fn follow(lock: LockFd, notices: Sender<Notice>) {
     thread::spawn(move || {
         for line in BufReader::new(UnixStream::from(OwnedFd::from(lock))).lines().map_while(Result::ok) {
@@ -244,8 +244,8 @@ fn family(pid: Pid) -> Vec<Pid> {
 }
 
 /// Stops a process and its descendants. A fork in progress may add a child, so the loop repeats
-/// until all processes have stopped. It gives up after [`STOP_PATIENCE`], because a process that
-/// waits for a device may take longer.
+/// until all processes have stopped. The loop gives up after [`STOP_PATIENCE`], because a process
+/// that waits for a device may take longer.
 fn stop(pid: Pid) {
     let mut signalled = BTreeSet::new();
     let deadline = Instant::now() + STOP_PATIENCE;

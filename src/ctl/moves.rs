@@ -110,7 +110,7 @@ impl There {
 
     fn of(clients: Vec<Client>, uuid: &str) -> Self {
         let mut there = Self::default();
-        // A client that waits for a context uses nothing on the GPU.
+        // A client that waits for a context has no memory on the GPU.
         let is_there = |client: &Client| client.gpus.iter().any(|at| at.uuid == uuid && at.state != "attaching");
         for client in clients.into_iter().filter(is_there) {
             let list = match client.sleep.as_str() {

@@ -86,7 +86,7 @@ impl Drop for Question {
     }
 }
 
-/// polkit's terminal agent. It asks for passwords until this value is dropped.
+/// polkit's terminal agent. The agent asks for passwords until this value is dropped.
 struct Agent(Child);
 
 impl Agent {

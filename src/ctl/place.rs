@@ -1,6 +1,6 @@
-//! The GPUs of a command that `nvsharectl run` starts. nvsharectl requests the placement before the
-//! command starts, because the command may count GPUs before it initializes CUDA. The request uses
-//! the programs' socket, which every user can connect to, even in containers.
+//! Chooses the GPUs of a command that `nvsharectl run` starts. nvsharectl requests the placement
+//! before the command starts, because the command may count GPUs before it initializes CUDA. The
+//! request uses the programs' socket, which every user can connect to, even in containers.
 
 use std::ffi::{CStr, OsStr, OsString};
 use std::os::fd::{AsFd, OwnedFd};
@@ -102,7 +102,7 @@ impl PlacementClient {
 
     fn send_request(&self, request: GpuRequest) -> Option<()> {
         let environment = |name: &CStr| std::env::var_os(OsStr::from_bytes(name.to_bytes())).map(OsString::into_vec);
-        // Sends the same limits that the command will send.
+        // Sends the limits that the command's own library will send, too.
         for limit in LimitName::ALL {
             let value = environment(limit.variable()).unwrap_or_default();
             env_limits::parts(limit, &value).try_for_each(|part| self.send(&part))?;

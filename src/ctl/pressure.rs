@@ -46,8 +46,8 @@ fn text(groups: &[Pressure]) -> String {
             group.full_avg300,
         ];
         let averages = averages.map(|percent| format!("{percent:.1}%"));
-        // Groups whose programs never waited or ended long ago are omitted. A GPU always has a
-        // line.
+        // Omits groups whose programs never waited, and groups whose programs ended long ago. A GPU
+        // always has a line.
         if group.kind != "gpu" && averages.iter().all(|percent| percent == "0.0%") {
             continue;
         }

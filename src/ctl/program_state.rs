@@ -32,7 +32,7 @@ pub fn about(time: f64) -> String {
     }
 }
 
-/// Describes a program's state on a GPU. `moves_in` tells that memory is being restored to that
+/// Describes a program's state on a GPU. `moves_in` is true while memory is being restored to that
 /// GPU.
 pub fn state(client: &Client, usage: Option<&GpuUse>, gpu: Option<&Gpu>, moves_in: bool) -> (String, Tone) {
     let (resident, swapped) = usage.map_or((0, 0), |usage| (usage.resident, usage.swapped));

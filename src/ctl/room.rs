@@ -25,11 +25,11 @@ use crate::config::units;
 
 /// Delay between attempts to obtain a lost room again.
 const RETRY: Duration = Duration::from_secs(1);
-/// The interval between renewals of a room without a time limit. It is much shorter than the room's
-/// expiry time.
+/// The interval between renewals of a room without a time limit. This interval is much shorter than
+/// the room's expiry time.
 const RENEWAL: Duration = Duration::from_secs(DEFAULT_ROOM.as_secs() / 3);
 
-/// The requested memory and its duration.
+/// The requested memory, and the time for which it is kept free.
 #[derive(Debug, Clone)]
 pub struct RoomRequest {
     pub gpu: String,
@@ -58,7 +58,7 @@ pub fn keep(target: &Target, request: &RoomRequest, command: &[OsString]) -> Res
             select! {
                 status = command.ends() => return Ok(exit_code(status)),
                 () = at(ends) => match command.is_some() {
-                    // The room expires without further action.
+                    // The scheduler ends the room by itself. The command keeps running.
                     true => return Ok(exit_code(command.ends().await)),
                     false => return Ok(0),
                 },
@@ -167,7 +167,7 @@ impl FreeRoom {
 struct Running {
     child: Child,
     /// Signals that the terminal sends both to this process and to the command. This process
-    /// ignores them, so that the room is kept until the command has ended.
+    /// ignores these signals, so that the room is kept until the command has ended.
     _ignored: Vec<Signal>,
 }
 

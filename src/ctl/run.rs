@@ -53,8 +53,8 @@ fn env_limits() -> EnvLimits {
     limits
 }
 
-/// Returns the requested library. By default, returns the library beside this program, or else a
-/// name that the loader searches for.
+/// Returns the requested library. Without a request, returns the library beside this program. If
+/// there is none, returns a name that the loader searches for.
 fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
     if let Some(path) = asked {
         let whole = std::path::absolute(path).unwrap_or_else(|_| path.into());

@@ -14,8 +14,8 @@ use super::{CtlError, Target, block_on};
 use crate::bus::{Client, Gpu, SchedulerProxy};
 use crate::sys::detached;
 
-/// Time to wait for the command to use a GPU. A command that has used no GPU by then may never use
-/// one.
+/// Time to wait for the command to use a GPU. A command that has used no GPU within this time may
+/// never use one.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Starts the process that shows the line. The command is about to replace the calling process.

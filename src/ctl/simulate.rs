@@ -17,9 +17,9 @@ use crate::simulate::report::{Figures, JobFigures, Report};
 use crate::simulate::scenario::Scenario;
 use crate::timeline::{Timeline, svg};
 
-/// Simulates the file's scenario under the named policies, or under all policies that differ.
-/// Returns the text to print. If `timeline` names a file, writes a picture of each policy's
-/// timeline to that file.
+/// Simulates the file's scenario under the named policies. Without names, simulates every policy
+/// that agrees with the settings in the file. Returns the text to print. If `timeline` names a
+/// file, writes a picture of each policy's timeline to that file.
 pub fn simulate(file: &Path, names: &[String], timeline: Option<&Path>, json: bool) -> Result<String, CtlError> {
     let scenario = Scenario::load(file).map_err(|e| CtlError::Failed(e.to_string()))?;
     let policies = policies(&scenario, names);
@@ -105,8 +105,9 @@ fn gpus(report: &Report) -> Vec<String> {
     table.lines()
 }
 
-/// Returns, for each job, the mean completion time of its programs and the ratio to the time alone.
-/// If no program of a job has ended, returns the job's share of the GPU time instead.
+/// Returns, for each job, the mean completion time of the job's programs, and the ratio of this
+/// time to the time that the job takes alone. If no program of a job has ended, returns the job's
+/// share of the GPU time instead.
 fn jobs(report: &Report) -> Vec<String> {
     let policies = report.policies.iter().map(|figures| figures.policy.to_uppercase());
     let names: Vec<String> = ["JOB".to_owned(), "ALONE".to_owned()].into_iter().chain(policies).collect();

@@ -87,7 +87,7 @@ pub fn text(status: &Status, waits: &Waits, style: Style) -> String {
     out
 }
 
-/// Columns in the order in which narrow terminals omit them.
+/// The columns that a table omits on narrow terminals, in the order of omission.
 const DISPENSABLE: [&str; 7] = ["ENGINE", "FOR", "HELD", "DEMAND", "UNIT", "WAITED", "USER"];
 /// The minimum width of the command column, in characters.
 const LEAST_COMMAND: usize = 12;
@@ -393,7 +393,7 @@ fn rule(client: &Client) -> String {
     }
 }
 
-/// Returns true if the engine needs a sentence below the table, because it is not the usual one.
+/// Returns true if the client's engine is unusual, so that a sentence below the table explains it.
 fn is_unusual(usage: &GpuUse) -> bool {
     let usual = ["", bus::engine_reason(EngineReason::Best)];
     !usual.contains(&usage.engine_reason.as_str())

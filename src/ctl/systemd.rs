@@ -16,8 +16,8 @@ use crate::ctl::progress::Progress;
 const PATIENCE: Duration = Duration::from_secs(90);
 /// Interval between checks whether a service has started.
 const LOOK: Duration = Duration::from_millis(100);
-/// Time for which a restarted service must keep running. If its program is missing or its
-/// configuration invalid, a service ends sooner.
+/// Time for which a restarted service must keep running. A service whose program is missing or
+/// whose configuration is invalid ends sooner.
 const SETTLING: Duration = Duration::from_secs(2);
 
 #[zbus::proxy(
@@ -46,7 +46,7 @@ trait Unit {
     fn active_state(&self) -> zbus::Result<String>;
     #[zbus(property)]
     fn sub_state(&self) -> zbus::Result<String>;
-    /// The pending job's number and object. The number is 0 without a job.
+    /// The number and the object of the pending job. Without a job, the number is 0.
     #[zbus(property)]
     fn job(&self) -> zbus::Result<(u32, OwnedObjectPath)>;
 }

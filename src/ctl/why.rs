@@ -10,8 +10,8 @@ use crate::bus::{Client, EXPECTED, UNKNOWN_START};
 /// The reasons why clients wait, as sentences by client id.
 pub type Waits = BTreeMap<u64, Vec<String>>;
 
-/// The sentences about a program, one per line, below the process id if there are several
-/// processes; or JSON.
+/// Returns the sentences about a program as JSON or as text, one per line. If the program has
+/// several processes, the sentences about each process are below its process id.
 ///
 /// # Errors
 /// The program does not exist, or the scheduler does not answer.
@@ -32,8 +32,8 @@ pub fn show(target: &Target, program: &str, as_json: bool) -> Result<String, Ctl
     Ok(text(&all))
 }
 
-/// The reasons for the waits of all clients whose process is known. Omits clients that have just
-/// ended. Returns nothing if the scheduler is too old for the query.
+/// Returns the reasons why clients wait, for all clients whose process is known. Omits clients that
+/// have just ended. Returns nothing if the scheduler is too old for the query.
 ///
 /// # Errors
 /// The scheduler cannot be reached.
@@ -56,8 +56,8 @@ pub fn of_all(target: &Target, clients: &[Client]) -> Result<Waits, CtlError> {
     })
 }
 
-/// The sentence with the reason: it follows the sentence that the program waits, unless only the
-/// expected time follows.
+/// Returns the sentence with the reason. This is the second sentence, because the first says that
+/// the program waits. If the second sentence gives only the expected time, returns the first.
 pub fn reason(sentences: &[String]) -> Option<&str> {
     let second = sentences.get(1).filter(|sentence| !sentence.starts_with(EXPECTED) && *sentence != UNKNOWN_START);
     second.or(sentences.first()).map(String::as_str)

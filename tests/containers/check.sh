@@ -1,6 +1,6 @@
 #!/bin/bash
-# Containers share a simulated GPU by CDI, under a real podman. They contain Debian 12, Debian 11,
-# another C library, or no C library. See README.md.
+# Containers share a simulated GPU by CDI, under a real podman. The containers contain Debian 12,
+# Debian 11, another C library, or no C library. See README.md.
 #
 #   check.sh BUILT   BUILT: target/debug
 set -eu
@@ -27,6 +27,6 @@ fi
 echo "--- programs and a simulated GPU for an old glibc"
 programs=$("$here/old-glibc.sh" "$bases/bullseye" "$bases/target")
 
-# The mounts are private to this check. They include the control groups of version 2, which podman
-# needs.
+# The mounts are private to this check. The mounts include the control groups of version 2, which
+# podman needs.
 exec unshare --mount "$here/inside.sh" "$built" "$programs" "$bases"

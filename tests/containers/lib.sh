@@ -3,8 +3,8 @@
 
 sockets=$scratch/nvshare
 control=$scratch/nvshare-control/control.sock
-# The simulated machine. All its processes have these variables, including the scheduler and the
-# containers.
+# The simulated machine. All processes of the machine have these variables, including the scheduler
+# and the containers.
 gpu=(CUDA_SIM_DIR="$scratch/gpu" NVSHARE_DEVICES="$scratch/gpu" CUDA_SIM_MEMORY=256M CUDA_SIM_CONTEXT=4M)
 mkdir -p "$sockets" "$scratch/gpu" "$scratch/driver"
 # Turns are short.
@@ -125,15 +125,15 @@ write_cdi_file() {
 
 # ---- containers
 
-# Creates a container that sees the GPU, and prints its ID. The containers need no network, and no
-# limits that root may not raise everywhere. podman creates no control groups: `enter` creates a
-# group with the name that podman would use.
+# Creates a container that sees the GPU, and prints its ID. The containers need no network. Their
+# limits are low, because root may not raise limits on every machine. podman creates no control
+# groups: `enter` creates a group with the name that podman would use.
 create() { # option… image command…
     pod create --network=none --cgroups=disabled --ulimit nofile=1000:1000 --ulimit nproc=1000:1000 \
         --device nvshare.com/gpu=0 --volume "$programs/cuda-program:/usr/local/bin/cuda-program:ro" "$@"
 }
 
-# Runs a created container in its control group, and returns its exit status.
+# Runs a created container in its control group, and returns the container's exit status.
 enter() { # id
     group=/sys/fs/cgroup/nvshare-test/libpod-$1
     mkdir -p "$group"

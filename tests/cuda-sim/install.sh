@@ -3,10 +3,10 @@
 #
 #   install.sh DIR [TARGET_DIR]
 #
-# TARGET_DIR is where cargo built cuda-sim and nvml-sim. It defaults to ./target/debug. Programs
-# then run with LD_LIBRARY_PATH=DIR. To simulate an older driver, set WITHOUT in the environment:
-# WITHOUT="cuCtxRecordEvent cuGetProcAddress_v2" removes these symbols. Set CUDA_SIM_DRIVER too, so
-# that cuGetProcAddress doesn't find them.
+# TARGET_DIR is the directory in which cargo built cuda-sim and nvml-sim (default: ./target/debug).
+# Programs with LD_LIBRARY_PATH=DIR load the installed libraries. To simulate an older driver, set
+# WITHOUT in the environment: WITHOUT="cuCtxRecordEvent cuGetProcAddress_v2" removes these symbols.
+# Set CUDA_SIM_DRIVER too, so that cuGetProcAddress doesn't find them.
 set -eu
 
 dir=${1:?usage: install.sh DIR [TARGET_DIR]}

@@ -35,7 +35,8 @@ cp "$project/kubernetes/sleep/daemonset.yaml" "$scratch/images/overlay/sleep.yam
 cp -rL "$project/kubernetes/helm/nvshare" "$scratch/images/chart"
 sed -i '/^kubeVersion:/d' "$scratch/images/chart/Chart.yaml"
 
-# All processes of the node end together with it.
+# The node's processes run in separate control groups. All of these processes end together with the
+# node's PID namespace, so the groups can then be removed.
 groups=()
 for hierarchy in /sys/fs/cgroup/*/; do
     [ -e "$hierarchy/cgroup.procs" ] || continue

@@ -3,9 +3,9 @@
 #
 #   kubernetes.sh DIR   DIR: the target directory
 #
-# Debian 12 is the last release whose package contains all programs. The package is Kubernetes 1.20,
-# and is built with the one line that 1.26 changed. Before that change, the kubelet sent the
-# socket's path as the HTTP/2 authority, which tonic rightly refuses.
+# Debian 12 is the last release whose package contains all programs. The package is Kubernetes 1.20.
+# This script makes the one-line change of 1.26. Before that change, the kubelet sent the socket's
+# path as the HTTP/2 authority, which tonic rightly refuses.
 set -eu
 
 suite=bookworm

@@ -27,7 +27,7 @@ fail() {
 finish() {
     code=$?
     trap - EXIT
-    # When this process ends, the namespaces end, and so do all processes in them.
+    # The namespaces, and all processes in them, end when this process ends.
     exit $code
 }
 

@@ -1,6 +1,6 @@
 #!/bin/bash
-# The node: all parts of a computer that Kubernetes sees. They are in namespaces that end with this
-# script.
+# The node: all parts of a computer that Kubernetes sees. These parts are in namespaces that end
+# with this script.
 #
 #   node.sh CACHE SCRATCH IMAGES STEP...
 set -eu
@@ -17,8 +17,8 @@ mount -t overlay overlay -o "lowerdir=$cache/node,upperdir=$scratch/upper,workdi
 mount -t proc proc "$node/proc"
 mount -t sysfs sysfs "$node/sys"
 mount -t tmpfs -o mode=755 tmpfs "$node/sys/fs/cgroup"
-# Uses version 1 of control groups, because Debian 12's kubelet supports no other version. `systemd`
-# has no controller. The scheduler reads pods' names from that hierarchy.
+# Uses version 1 of control groups, because Debian 12's kubelet supports no other version. The
+# hierarchy `systemd` has no controller. The scheduler reads pods' names from this hierarchy.
 for controller in cpu,cpuacct cpuset memory devices freezer blkio pids name=systemd; do
     directory=$node/sys/fs/cgroup/${controller#name=}
     mkdir -p "$directory"

@@ -59,7 +59,8 @@ for suite in ${SUITES:-bookworm trixie}; do
     cp -r "$bases/repository" "$root/opt/nvshare-test/repository.newer"
     rm -r "$older"
 
-    # lintian is larger than a system without it, so it has a separate system.
+    # lintian and its dependencies are larger than the rest of a system, so lintian has a separate
+    # system.
     base "$suite-lintian" lintian
     echo "--- $suite: what lintian says"
     mkdir "$root/opt/lintian"

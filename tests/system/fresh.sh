@@ -1,5 +1,5 @@
 #!/bin/bash
-# Follows the steps of CONTRIBUTING.md for new contributors, on a fresh Debian. It installs the
+# Follows the steps of CONTRIBUTING.md for new contributors, on a fresh Debian. Installs the
 # packages that CONTRIBUTING.md names, clones the project, and runs `make demo` and `make check` as
 # an ordinary user. Needs root, mmdebstrap, systemd-nspawn, and the registries of Debian and of
 # crates.

@@ -10,7 +10,7 @@ user=alice
 
 # The directory of the simulated machine. All processes of the machine have these variables,
 # including the scheduler and the helper. The directory isn't in /tmp or /var/tmp, because the
-# services have private ones.
+# services have private /tmp and /var/tmp.
 simulated=/srv/gpu
 gpu=(CUDA_SIM_DIR=$simulated NVSHARE_DEVICES=$simulated CUDA_SIM_MEMORY=256M CUDA_SIM_CONTEXT=4M)
 
@@ -49,7 +49,7 @@ says() { # expected, command…
     [ "$said" = "$expected" ] || fail "$*: said «$said», not «$expected»"
 }
 
-# Runs a command that must fail. Its output must contain a text.
+# Runs a command that must fail. The command's output must contain a text.
 refused() { # text, command…
     text=$1
     shift
@@ -71,12 +71,12 @@ in_session() {
     runuser -u $user -- env XDG_RUNTIME_DIR="$runtime" DBUS_SESSION_BUS_ADDRESS="unix:path=$runtime/bus" "$@"
 }
 
-# Runs a program on the simulated GPU under nvshare. Its files are accessible to all users, as a GPU
-# is.
+# Runs a program on the simulated GPU under nvshare. The simulated GPU's files are accessible to all
+# users, as a GPU is.
 program() { (umask 0 && exec env "${gpu[@]}" nvsharectl run -- cuda-program "$@"); }
 program_of_user() { (umask 0 && exec runuser -u $user -- env "${gpu[@]}" nvsharectl run -- cuda-program "$@"); }
 
-# Starts two programs, which take turns. Their process IDs are in $programs.
+# Starts two programs, which take turns. The process IDs of both are in $programs.
 start_two() {
     programs=()
     for _ in 1 2; do

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Runs lintian on packages, or on a source package. It fails on errors, on warnings, and on an
-# override without a comment above it. It uses a Debian system without booting or changing it. Needs
-# root and systemd-nspawn.
+# Runs lintian on packages, or on a source package. Fails on errors, on warnings, and on an override
+# without a comment above the override. Uses a Debian system without booting or changing the system.
+# Needs root and systemd-nspawn.
 #
 #   mmdebstrap --variant=apt --include=lintian bookworm DIR
 #   tests/system/lintian.sh DIR PACKAGE.deb… | SOURCE.dsc

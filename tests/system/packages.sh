@@ -1,7 +1,7 @@
 #!/bin/sh
 # Tests how dpkg handles the packages: installation, upgrade, failed upgrade, removal, failed
-# removal, and purge. Each is tested with and without the library preloaded in every program. Uses a
-# Debian system without booting or changing it. Needs root and systemd-nspawn.
+# removal, and purge. Tests each of them with and without the library preloaded in every program.
+# Uses a Debian system without booting or changing it. Needs root and systemd-nspawn.
 #
 #   mmdebstrap --variant=apt --include=systemd,dbus,man-db,passwd bookworm DIR
 #   make deb && make deb VERSION=0.1.1~test
@@ -92,7 +92,8 @@ is "nvshare" "$(installed nvshare)" "ii $new"
 [ ! -e $list ] || fail "there is a $list"
 
 step "an upgrade leaves the preloading alone"
-# One library is arbitrary and harmless, and the other has a name like nvshare's library.
+# The first library is any harmless library. The second has a name that begins like the name of
+# nvshare's library.
 for other in libother.so libnvshare.so.no; do cp /lib/*-linux-gnu/libresolv.so.2 /usr/lib/$other; done
 printf '# Another library.\n/usr/lib/libother.so\n' >$list
 cp $list "$work/list"

@@ -116,20 +116,22 @@ messages! {
         /// [`Reserved`](crate::SchedulerMessage::Reserved).
         13 => Reserve { slot: u32, bytes: u64 },
 
-        /// The part of the time, in thousandths, in which the client has work on a GPU that it
-        /// holds alone. Above 1100, no other client should run beside it.
+        /// The part of the time, in thousandths, in which the client's work keeps a GPU busy while
+        /// no other client uses the GPU. A value above 1100 asks the scheduler to run no other
+        /// client at the same time.
         21 => Utilization { slot: u32, permille: u32 },
 
-        /// The client has freed exported memory. Its next report no longer includes the memory.
+        /// The client has freed exported memory. The client's next report no longer includes the
+        /// memory.
         16 => Withdrawn { range: u32 },
 
-        /// The client has opened memory that another process exported. Sent on each new connection.
-        /// Not sent on the connection that opened the memory, because the scheduler knows about it
-        /// there. `adopted`: the client's reports include the memory.
+        /// The client has opened memory that another process exported. Sent on each later
+        /// connection. Not sent on the connection that opened the memory, because the scheduler
+        /// itself answered the `Open` there. `adopted`: the client's reports include the memory.
         17 => Imported { slot: u32, exporter: Secret, range: u32, bytes: u64, adopted: u8 },
 
-        /// The exporter has freed this memory. From its next report on, the client includes the
-        /// memory as pinned.
+        /// The exporter has freed this memory. The client's later reports include the memory as
+        /// pinned.
         18 => Adopted { exporter: Secret, range: u32 },
 
         /// The client has closed memory that it had opened.
@@ -171,8 +173,8 @@ messages! {
             bytes: u64,
             /// The device files that the process can open: bit *n* is `/dev/nvidia`*n*; 0: unknown.
             devices: u64,
-            /// 1: after this process has closed the connection, it becomes or starts the program
-            /// that the placement is for.
+            /// 1: the placement is for a program that this process becomes or starts after it has
+            /// closed the connection.
             ahead: u8,
         },
 
@@ -199,8 +201,8 @@ byte_enum! {
         Unknown = 1,
         /// The memory exists, but its descriptors could not be passed.
         Failed = 2,
-        /// The exporter has too many requests. Or the scheduler has just started and may not know
-        /// the exporter yet. The client should retry.
+        /// The exporter has too many pending requests, or the scheduler has just started and may
+        /// not know the exporter yet. The client should retry.
         Busy = 3,
     }
 }
@@ -248,7 +250,7 @@ byte_enum! {
 
 /// A flag of [`Hello`](ClientMessage::Hello): an earlier scheduler told the client to sleep, and
 /// the client is ready to sleep or asleep. The client names its GPUs (`Attach`). Neither side sends
-/// any other message about these GPUs until the client is awake. After
+/// any other message about these GPUs before [`Awake`](crate::SchedulerMessage::Awake). After
 /// [`Resume`](crate::SchedulerMessage::Resume), the client sends `Held` without GPUs.
 pub const ASLEEP: u32 = 1;
 

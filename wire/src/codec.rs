@@ -38,8 +38,8 @@ impl fmt::Debug for Uuid {
     }
 }
 
-/// 128 random bits that authorize a process to open memory. `Debug` hides them, so they are never
-/// logged.
+/// 128 random bits that authorize a process to open memory. `Debug` hides the bits, so that they
+/// are never logged.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Secret(pub [u8; 16]);
 

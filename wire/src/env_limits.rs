@@ -11,7 +11,7 @@ use core::ffi::CStr;
 /// The longest value that is sent, in bytes. A list of the full UUIDs of all GPUs that a client can
 /// attach fits.
 pub const LONGEST: usize = 4096;
-/// Sent instead of a longer value. The scheduler reports this text as invalid.
+/// Sent instead of a value longer than [`LONGEST`]. The scheduler reports this text as invalid.
 const TOO_LONG: &[u8] = b"(too long)";
 
 byte_enum! {

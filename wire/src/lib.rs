@@ -35,15 +35,15 @@
 //!       ◀──────────────────────────── Allowance(0)        evict: copy out, unmap
 //! Memory(mapped 0, ack) ────────────▶
 //! ```
-//! The scheduler also passes on memory that one program shares with another. The memory is passed
-//! as descriptors, and the scheduler keeps none of them:
+//! The scheduler also passes on memory that one program shares with another. The scheduler passes
+//! descriptors of the memory's chunks, and keeps none of them:
 //! ```text
 //! importer                            scheduler                            exporter
 //! Open(ticket, secret) ─────────────▶ same tenant? ───────────── Export ──▶
 //!       ◀─────── Opened + descriptors      ◀──────── Exported + descriptors
 //! ```
-//! A client that is taken off its GPUs may be restored on other GPUs. Its slots then refer to the
-//! new GPUs:
+//! A client that is taken off its GPUs may be restored on other GPUs. The client's slots then refer
+//! to the new GPUs:
 //! ```text
 //! client                              scheduler
 //!       ◀──────────────────────────── PrepareSleep           evict, and stay out of the driver

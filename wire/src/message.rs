@@ -65,7 +65,8 @@ macro_rules! messages {
     (@has $version:ident $since:literal) => { $version >= $since };
 }
 
-/// Declares an enum that is encoded as one byte. Decoding any other byte is an error of the field.
+/// Declares an enum that is encoded as one byte. Decoding any other byte returns an error that
+/// names the field.
 macro_rules! byte_enum {
     ($(#[$meta:meta])* pub enum $name:ident { $( $(#[$doc:meta])* $variant:ident = $value:literal ),* $(,)? }) => {
         $(#[$meta])*

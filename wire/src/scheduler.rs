@@ -77,7 +77,7 @@ messages! {
         /// [`Adopted`](crate::ClientMessage::Adopted).
         75 => Adopt { exporter: Secret, range: u32 },
 
-        /// Denies a request. The call in the client that waits for the answer fails.
+        /// Denies a request. The client's call that waits for the answer fails.
         76 => Denied {
             slot: u32,
             bytes: u64,
@@ -89,12 +89,12 @@ messages! {
         77 => Reserved { slot: u32, bytes: u64 },
 
         /// The approximate number of the client's bytes that are likely to be evicted after its
-        /// turn. The client can allocate host memory for these bytes until then.
+        /// turn. The client can allocate host memory for these bytes before its turn ends.
         78 => Prepare { slot: u32, bytes: u64 },
 
-        /// A new scheduler has taken over the connection. It does not know the messages that were
-        /// sent on the connection before. The client sends its state again, as on a new connection:
-        /// `Hello` (which is not answered), each GPU with its memory, and finally
+        /// A new scheduler has taken over the connection. The new scheduler does not know the
+        /// earlier messages of the connection. The client sends its state again, as on a new
+        /// connection: `Hello` (which is not answered), each GPU with its memory, and finally
         /// [`Held`](crate::ClientMessage::Held). Then the client repeats unanswered requests.
         /// Sequence numbers start again.
         79 => Resume {
@@ -105,8 +105,8 @@ messages! {
         /// The bytes that a rule allows all clients of this client's group together on a GPU, even
         /// if the client does not use that GPU. 0: no limit. Sent before any answer to the client,
         /// and whenever the limit changes. A new client receives this message only for GPUs with a
-        /// limit. A reconnecting client receives it for every GPU. On GPUs that the client has
-        /// attached, the newest [`Limit`](Self::Limit) applies instead.
+        /// limit. A reconnecting client receives this message for every GPU. On GPUs that the
+        /// client has attached, the newest [`Limit`](Self::Limit) applies instead.
         80 => MemoryMax { uuid: Uuid, bytes: u64 },
 
         /// The scheduler is about to checkpoint the client. The client evicts all memory and does
@@ -123,9 +123,9 @@ messages! {
             /// The GPUs that replaced others when the client was restored, even if the client has
             /// not attached them. The slots of the old GPUs refer to the new GPUs from now on.
             /// Between `PrepareSleep` and this message, the client does not name GPUs. The
-            /// exception is a new scheduler: the client names its GPUs by the UUIDs before the
-            /// move. If the client's driver reports other GPUs than this message, the client
-            /// reconnects and names its GPUs.
+            /// exception is a new scheduler that takes over in between: the client names its GPUs
+            /// by the UUIDs that they had before the move. If the client's driver reports other
+            /// GPUs than this message, the client reconnects and names its GPUs.
             moved: Moves,
         },
 
@@ -137,7 +137,7 @@ messages! {
         /// Where the client may keep memory that has left its GPUs. Sent only to clients that have
         /// sent [`UseSwapFile`](crate::ClientMessage::UseSwapFile). An attached descriptor is a new
         /// swap file, which replaces the client's earlier file. Contents of the earlier file stay
-        /// there until they are needed.
+        /// there until the client needs them.
         84 => HostMemory {
             /// The maximum bytes of host memory that the client may hold for all its GPUs. The
             /// excess is stored in the file, as far as the file has room.

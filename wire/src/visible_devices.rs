@@ -24,8 +24,9 @@ byte_enum! {
 }
 
 /// Variables in which launchers pass each process its rank on the host. The process chooses its GPU
-/// by this rank. Some launchers set a rank for single processes too; for these, the second list
-/// names variables with the number of processes.
+/// by this rank. Some launchers set a rank even for a single process. For such a launcher, the
+/// second list names the variables that contain the number of processes, and the rank counts only
+/// if that number is greater than 1.
 const RANKS: [(&CStr, &[&CStr]); 3] = [
     (c"LOCAL_RANK", &[]),
     (c"OMPI_COMM_WORLD_LOCAL_RANK", &[]),

@@ -1,6 +1,6 @@
 //! The fuzzers' corpus (`wire/fuzz/corpus`): every packet in it is either rejected, or decoded and
-//! encoded again to the same bytes. Run with `NVSHARE_WRITE_CORPUS=1` to write the corpus' first
-//! message of each kind.
+//! encoded again to the same bytes. Run with `NVSHARE_WRITE_CORPUS=1` to write one message of each
+//! kind into the corpus.
 
 use nvshare_wire::{
     ClientMessage, Counts, Moves, SchedulerMessage, Secret, Text, Uuid,
@@ -124,8 +124,8 @@ fn folder(target: &str) -> PathBuf {
     [env!("CARGO_MANIFEST_DIR"), "fuzz", "corpus", target].iter().collect()
 }
 
-/// Checks the corpus of `target`. `again` decodes and encodes a packet: it returns the kind and the
-/// new packet, or `None` if the packet is rejected.
+/// Checks the corpus of `target`. `again` decodes a packet and encodes it again. `again` returns
+/// the kind and the new packet, or `None` if the decoder rejects the packet.
 fn check<'a>(
     target: &str,
     real: impl Iterator<Item = (&'a str, Vec<u8>)>,

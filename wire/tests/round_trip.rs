@@ -214,7 +214,7 @@ proptest! {
         prop_assume!(len != bytes.len());
         bytes.resize(len, 0);
         prop_assert!(ClientMessage::decode(&bytes, 2).is_err());
-        // The decoder rejects it even if the header has the new length.
+        // The decoder rejects the packet even if the header contains the new length.
         if len >= HEADER_LEN {
             bytes[4..8].copy_from_slice(&(len as u32).to_le_bytes());
             prop_assert!(ClientMessage::decode(&bytes, 2).is_err());

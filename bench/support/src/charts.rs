@@ -1,7 +1,7 @@
-//! The charts of `bench/RESULTS.md` and `bench/FIGURES.md`. They show each figure beside its aim,
-//! and tables that compare several methods. The values come from `figures.toml`, `results.json` and
-//! the tables of `RESULTS.md`. Each chart is one SVG file without scripts or fonts, drawn for light
-//! and for dark pages.
+//! The charts of `bench/RESULTS.md` and `bench/FIGURES.md`. One chart compares each figure with its
+//! aim. The other charts plot tables of `RESULTS.md` that compare several methods. The values come
+//! from `figures.toml`, `results.json` and the tables of `RESULTS.md`. Each chart is one SVG file
+//! without scripts or fonts, drawn for light and for dark pages.
 
 use crate::figures::{Figures, Wanted, digits};
 use std::fmt::Write;
@@ -83,8 +83,8 @@ impl Figures {
         picture.finish(&ticks, Some(1.0))
     }
 
-    /// Draws two programs under each sharing method as bars. Two panels are side by side, for each
-    /// half of the table.
+    /// Draws two programs under each sharing method as bars. Two panels side by side show the two
+    /// halves of the table.
     fn peers(&self) -> String {
         const NAMES: f64 = 160.0;
         const PANEL: f64 = (WIDTH - RIGHT - NAMES) / 2.0;
@@ -161,8 +161,8 @@ impl Wanted {
     }
 }
 
-/// Returns the short unit of a figure. It is empty for a ratio or a count, and for long units,
-/// which the table shows.
+/// Returns the short unit of a figure. The short unit is empty for a ratio or a count, and for a
+/// long unit, which only the table shows.
 fn unit(wanted: &Wanted) -> String {
     match wanted.unit.as_str() {
         "percent" => " %".into(),

@@ -35,7 +35,7 @@ fn nearly_all() -> Vec<String> {
 }
 
 impl Wanted {
-    /// Returns true if this value meets the aim, or `None` without an aim.
+    /// Returns whether this value meets the aim, or `None` without an aim.
     pub fn is_met(&self, value: f64) -> Option<bool> {
         match (self.at_most, self.at_least) {
             (Some(most), _) => Some(value <= most),
@@ -60,7 +60,7 @@ pub struct Figures {
     directory: PathBuf,
 }
 
-/// The table's note on a row if its code has changed since the measurement.
+/// The note in the table if the measured code has changed since the measurement.
 pub const OLDER: &str = ", *older*";
 
 /// The name of the figure that is the README's length.

@@ -75,7 +75,7 @@ impl Results {
     }
 }
 
-/// Reads the rows of such a file.
+/// Reads the rows of a results file.
 pub fn read(file: &Path) -> Vec<Row> {
     let text = std::fs::read_to_string(file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
     serde_json::from_str(&text).unwrap_or_else(|e| panic!("{} is not a list of figures: {e}", file.display()))

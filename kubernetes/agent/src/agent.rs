@@ -41,7 +41,7 @@ pub struct Options {
 /// Runs until a signal ends the agent.
 pub fn run(options: Options) -> Result<(), String> {
     let config = Config::load(options.config.as_deref()).map_err(|e| e.to_string())?;
-    // kube and its dependencies log every failed request. They are silenced here, because
+    // kube and its dependencies log every failed request. These lines are not logged, because
     // `kubernetes` logs the relevant failures once.
     let libraries = if options.log_level == LogLevel::Trace { LevelFilter::WARN } else { LevelFilter::OFF };
     log::start(options.log_level, libraries);

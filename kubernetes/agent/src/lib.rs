@@ -5,7 +5,8 @@
 //! - [`permissions`]: the keys that pods may set, shared with the device plugin.
 //! - [`annotations`]: converts a pod's annotations to a rule, without I/O.
 //! - [`pod`]: one pod, without I/O.
-//! - [`node`]: all pods of the node, and the message to the scheduler. Its only I/O is waiting.
+//! - [`node`]: all pods of the node, and the message to the scheduler. The module's only I/O is
+//!   waiting.
 //! - [`kubernetes`]: reads pods from the API server.
 //! - [`scheduler`]: sends the pods to the scheduler.
 //! - [`links`]: the state of both connections, for the log and for [`probe`].

@@ -106,8 +106,8 @@ impl KnownPod {
     }
 }
 
-/// Returns the UID of a static pod. Any user may write annotations, so a UID with dashes, which
-/// could be another pod's, is rejected.
+/// Returns the UID of a static pod. Any user may write annotations. A UID with dashes could be the
+/// UID of another pod, so this function rejects it.
 fn of_node_itself(annotations: &BTreeMap<String, String>) -> Option<String> {
     let hash = annotations.get(HASH).filter(|hash| annotations.get(MIRROR) == Some(hash))?;
     (hash.len() == 32 && hash.bytes().all(|b| b.is_ascii_hexdigit())).then(|| hash.clone())

@@ -14,7 +14,7 @@ use tracing::debug;
 
 use crate::links::Trouble;
 
-/// Timeout of the probe. It is shorter than kubelet's default timeout of one second.
+/// Timeout of the probe. This timeout is shorter than kubelet's default timeout of one second.
 const PATIENCE: Duration = Duration::from_millis(800);
 
 /// The answer if both connections are up.

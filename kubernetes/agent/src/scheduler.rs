@@ -1,5 +1,5 @@
-//! Sends the node's pods to the scheduler over its control socket. The whole list is sent after
-//! each change, and to each new scheduler, because a new scheduler knows no pods.
+//! Sends the node's pods to the scheduler over the scheduler's control socket. The whole list is
+//! sent after each change, and to each new scheduler, because a new scheduler knows no pods.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -18,16 +18,16 @@ use crate::node::Told;
 use crate::pod_warnings::PodWarnings;
 use crate::retry::Retry;
 
-/// Timeouts for the scheduler to accept a connection and a message. A restart of the scheduler
-/// lasts at most two seconds.
+/// Timeouts for the scheduler's answers: to a new connection, and to a message. A restart of the
+/// scheduler lasts at most two seconds.
 const HANDSHAKE: Duration = Duration::from_secs(5);
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// Pause between attempts. It is short, because attempts are cheap and pods have no names until an
-/// attempt succeeds.
+/// Pause between attempts. The pause is short, because attempts are cheap, and the scheduler knows
+/// no pods' names until an attempt succeeds.
 const RETRY: Duration = Duration::from_secs(2);
 
-/// Sending uses at most one part in `SHARE` of the time, even if pods change constantly.
+/// Sending takes at most one `SHARE`th of the time, even if pods change constantly.
 const SHARE: u32 = 10;
 
 /// Sends each new list, until the sender of lists is dropped.

@@ -1,5 +1,5 @@
-//! Tests of the agent with the real scheduler. Pods are added, changed and removed, and the
-//! scheduler is told of each change.
+//! Tests of the agent with the real scheduler. Pods are added, changed and removed, and the agent
+//! sends each change to the scheduler.
 
 use crate::support::api::{container, pod, uid};
 use crate::support::containers::{Inmate, stay_connected};

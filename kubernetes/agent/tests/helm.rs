@@ -1,5 +1,5 @@
-//! Checks that the Helm chart installs the objects of `kubernetes/base` as its values change them.
-//! Without `helm`, only the checks that do not need `helm` run.
+//! Checks that the Helm chart installs the objects of `kubernetes/base`, with the changes that the
+//! chart's values describe. Without `helm`, only the checks that do not need `helm` run.
 
 use std::collections::BTreeMap;
 use std::path::Path;

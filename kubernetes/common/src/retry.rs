@@ -1,5 +1,5 @@
-//! Pauses between attempts. The pauses grow exponentially. They are random, so that the agents of
-//! all nodes do not retry at the same moment.
+//! Pauses between attempts. The pauses grow exponentially. Each pause is random within a range, so
+//! that the agents of all nodes do not retry at the same moment.
 
 use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;

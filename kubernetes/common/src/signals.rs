@@ -19,8 +19,8 @@ impl Termination {
     }
 }
 
-/// Starts to listen for signals: those that end the program, and SIGHUP, which makes it reload its
-/// configuration.
+/// Starts to listen for the signals that end the program, and for SIGHUP, which makes the program
+/// reload its configuration.
 ///
 /// # Errors
 /// The process cannot listen for signals.

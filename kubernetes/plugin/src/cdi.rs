@@ -1,6 +1,6 @@
 //! Checks that containers get the CDI devices that the plugin promises. A CDI file on the node must
 //! name each device, and containerd must heed CDI files. For other runtimes and unreadable
-//! settings, the module assumes that the runtime heeds them.
+//! settings, the module assumes that the runtime heeds CDI files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -61,7 +61,7 @@ impl CdiView {
         self.ignored.clone().or_else(|| self.unnamed(kind, uuid))
     }
 
-    /// Returns the reason if the only problem is that no CDI file names the device.
+    /// Returns the reason if no CDI file names the device.
     pub fn unnamed(&self, kind: &str, uuid: &str) -> Option<String> {
         let device = || quoted(&format!("{kind}={uuid}"));
         (!self.names(kind, uuid)).then(|| {
@@ -92,7 +92,8 @@ pub async fn follow(paths: Paths, reports: UnboundedSender<Report>) {
     }
 }
 
-/// The sizes and modification times of the files. If they change, the files must be read again.
+/// The sizes and modification times of the files. If a size or a time changes, the files must be
+/// read again.
 #[derive(Debug, PartialEq)]
 struct Stamps(Vec<(PathBuf, Option<(u64, SystemTime)>)>);
 

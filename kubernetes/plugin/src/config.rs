@@ -57,8 +57,8 @@ pub enum Allocation {
     Pack,
 }
 
-/// The kubelet API that offers a GPU. Only one API offers each GPU. Otherwise two containers could
-/// be promised the same part of a GPU.
+/// The kubelet API that offers a GPU. A GPU is offered by one API only, because otherwise two
+/// containers could be promised the same part of the GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Offer {

@@ -1,6 +1,6 @@
 //! Determines from containerd's settings whether containerd heeds CDI devices. containerd 1.7 heeds
-//! them only if `enable_cdi` is true. Later versions heed them unless `enable_cdi` is false. The
-//! format of the settings depends on `version`. Only containerd 2 supports version 3.
+//! CDI devices only if `enable_cdi` is true. Later versions heed CDI devices unless `enable_cdi` is
+//! false. The format of the settings depends on `version`. Only containerd 2 supports version 3.
 
 use std::path::{Path, PathBuf};
 

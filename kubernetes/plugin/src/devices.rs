@@ -1,4 +1,4 @@
-//! The devices for kubelet, which are the slots of each GPU. They are computed from the
+//! The devices for kubelet, which are the slots of each GPU. This module computes the list from the
 //! configuration and the reports of NVML, the scheduler and CDI, without I/O.
 
 use crate::cdi::CdiView;
@@ -13,15 +13,15 @@ pub struct NvmlGpu {
     pub index: u32,
     /// The number of the device file. A slice has the number of its GPU.
     pub minor: Option<u32>,
-    /// The GPU's NUMA node. `None` if the host has only one.
+    /// The GPU's NUMA node. `None` if the host has only one node.
     pub numa: Option<u32>,
     pub properties: Properties,
     /// The reason why no new program should run on the GPU.
     pub trouble: Option<String>,
 }
 
-/// The properties of a GPU that claims can select, as far as NVML knows them. Names and texts are those of
-/// NVIDIA's DRA driver.
+/// The properties of a GPU that claims can select, as far as NVML knows them. Names and texts are
+/// the same as in NVIDIA's DRA driver.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Properties {
     pub architecture: Option<&'static str>,
@@ -109,7 +109,8 @@ impl Devices {
             None if listed(uuid).is_none() => Some("the scheduler does not list it".to_owned()),
             None => None,
         };
-        // This reason is the least important: without a scheduler, the CDI file is missing too.
+        // This reason applies only if there is no other, because without a scheduler the CDI file
+        // is missing too.
         let unreachable = |uuid: &str| match config.inject {
             Inject::Cdi => cdi.problem(&config.cdi_kind, uuid),
             Inject::Mounts => None,

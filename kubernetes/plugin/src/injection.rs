@@ -1,6 +1,6 @@
-//! The answer for a container with slots. It consists of names of CDI devices, or of mounts,
-//! environment and device files. kubelet decides the container's slots, and `nvsharectl` writes the
-//! CDI file.
+//! The answer for a container with slots. The answer consists of names of CDI devices, or of
+//! mounts, environment and device files. kubelet decides the container's slots, and `nvsharectl`
+//! writes the CDI file.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -76,7 +76,7 @@ fn nodes(gpus: &[&Gpu]) -> Result<Vec<DeviceSpec>, Status> {
     let mut paths: Vec<String> = COMMON_NODES.map(str::to_owned).to_vec();
     for gpu in gpus {
         // A slice also needs the device files of its instances. Only the driver's own tools know
-        // their numbers.
+        // the numbers of these files.
         let minor = gpu.minor.filter(|_| gpu.uuid.starts_with("GPU-")).ok_or_else(|| {
             Status::failed_precondition(format!(
                 "the device files of {} are unknown: device-nodes supports only whole GPUs that NVML lists. Set inject \

@@ -16,13 +16,13 @@ use crate::config::{Config, Offer};
 use crate::devices::{Devices, Gpu, NvmlGpu, SchedulerView};
 use crate::health::Report;
 
-/// Time that the first list waits for missing reports. If the driver must wake its GPUs, it needs
-/// seconds per GPU.
+/// Time that the first list waits for missing reports. If the driver must wake its GPUs, NVML's
+/// report takes seconds per GPU.
 const START: Duration = Duration::from_secs(30);
 
-/// Time for which CDI files need not name a new GPU. The container `cdi` learns of a GPU at the
-/// same time as the plugin, and writes its file one or two seconds later. Without this time, each
-/// start of a node would begin with a warning, a taint and an unhealthy device.
+/// Delay after which a new GPU that no CDI file names becomes unhealthy. The container `cdi` learns
+/// of a GPU at the same time as the plugin, and writes its file one or two seconds later. Without
+/// this delay, each start of a node would begin with a warning, a taint and an unhealthy device.
 const NAMING: Duration = Duration::from_secs(10);
 
 /// The senders of the list's two parts. Both parts come from the same list, so no GPU is in both.
@@ -76,10 +76,11 @@ struct Known {
     cdi: Option<CdiView>,
     /// The most recently published list.
     published: Devices,
-    /// GPUs that a CDI file has named earlier. If no file names such a GPU any more, this is a
-    /// fault.
+    /// GPUs that a CDI file has named earlier. If no file names such a GPU any more, the GPU
+    /// becomes unhealthy without a delay.
     named: BTreeSet<String>,
-    /// New GPUs whose only problem is that no CDI file names them, and the time since when.
+    /// New GPUs whose only problem is that no CDI file names them, each with the time at which this
+    /// was first seen.
     unnamed: BTreeMap<String, Instant>,
     /// The time at which the earliest wait for a CDI file ends.
     unnamed_until: Option<Instant>,

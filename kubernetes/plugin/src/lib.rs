@@ -39,7 +39,7 @@ pub mod server;
 pub mod sockets;
 
 /// The messages and services of kubelet's device plugin API, version v1beta1.
-#[allow(missing_debug_implementations)] // #[allow(missing_debug_implementations)] // tonic generates types without Debug
+#[allow(missing_debug_implementations)] // tonic generates types without Debug
 pub mod protocol {
     tonic::include_proto!("v1beta1");
 
@@ -48,7 +48,7 @@ pub mod protocol {
 }
 
 /// The plugin's own service, which describes its status in words.
-#[allow(missing_debug_implementations)] // #[allow(missing_debug_implementations)] // tonic generates types without Debug
+#[allow(missing_debug_implementations)] // tonic generates types without Debug
 pub mod status {
     tonic::include_proto!("nvshare.deviceplugin");
 }

@@ -15,7 +15,7 @@ use crate::registration::register;
 use crate::server::{Facts, Serving};
 use crate::sockets::{BindError, Identity, KUBELET, PLUGIN, PluginSocket, SocketState};
 
-/// Period of checks of the directory while no change is notified.
+/// Interval between checks of the directory if no notice of a change arrives.
 const LOOK: Duration = Duration::from_secs(15);
 
 /// The initial timeout within which a kubelet that has registered the plugin must watch the
@@ -46,8 +46,8 @@ pub async fn live(
             state = stay_registered(directory, resource, &socket, &serving, &mut notices, &mut trouble) => Some(state),
             _ = end.wait_for(|stopped| *stopped) => None,
         };
-        // From now on the kernel refuses new connections. They are no longer accepted and then
-        // closed.
+        // From now on the kernel refuses new connections. Otherwise the stopping server could
+        // accept a connection and close it immediately.
         drop(socket);
         serving.stop().await;
         match why {
@@ -58,7 +58,7 @@ pub async fn live(
     }
 }
 
-/// Creates the socket as soon as possible.
+/// Creates the socket. Retries after failures.
 async fn bind(
     directory: &Path,
     notices: &mut Notices,
@@ -135,7 +135,7 @@ async fn stay_registered(
     }
 }
 
-/// Tracks whether a kubelet that has registered the plugin watches its list.
+/// Tracks whether a kubelet that has registered the plugin watches the plugin's list.
 #[derive(Debug)]
 struct Attention {
     watchers: watch::Receiver<usize>,
@@ -201,7 +201,7 @@ impl Attention {
 }
 
 /// Returns the timeout within which a kubelet that has registered the plugin must watch the list.
-/// It grows with `ignored`, the number of registrations without a watch.
+/// The timeout grows with `ignored`, the number of registrations without a watch.
 fn unwatched(ignored: u32) -> Duration {
     UNWATCHED * 2u32.pow(ignored.min(5))
 }
@@ -218,7 +218,8 @@ impl Retry {
     }
 }
 
-/// The current problem. It is logged once, until it is solved or another problem replaces it.
+/// The current problem. A problem is logged again only after it was solved or after another problem
+/// has replaced it.
 #[derive(Debug, Default)]
 pub struct Trouble(Option<String>);
 

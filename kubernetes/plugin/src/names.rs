@@ -75,8 +75,8 @@ fn is_framed(text: &str, edge: impl Fn(u8) -> bool, inner: impl Fn(u8) -> bool) 
 pub enum GpuName {
     /// NVML's index, which also selects the GPU's slices.
     Number(u32),
-    /// A pattern with `*`, `?` and `[…]`. It matches a model's name or a UUID. UUIDs are in lower
-    /// case except for `GPU-` or `MIG-`.
+    /// A pattern with `*`, `?` and `[…]`. The pattern matches a model's name or a UUID. UUIDs are
+    /// in lower case except for `GPU-` or `MIG-`.
     Text(glob::Pattern),
 }
 

@@ -122,8 +122,8 @@ async fn work(options: &Options, config: Config) -> Result<(), String> {
 }
 
 /// Reads the configuration again. The resource's name stays unchanged, because kubelet knows the
-/// plugin by this name. A newly configured API requires a restart. kubelet restarts the plugin when
-/// its probe finds that the API is missing.
+/// plugin by this name. A newly configured API requires a restart of the plugin. kubelet restarts
+/// the plugin when the plugin's probe finds that the API is missing.
 fn reload(path: Option<&Path>, settings: &watch::Sender<Arc<Config>>, offers: [bool; 2]) {
     let read = Config::load(path).map_err(|e| e.to_string()).and_then(|new| {
         let is_missing = [Offer::DevicePlugin, Offer::Dra]

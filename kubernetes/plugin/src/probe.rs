@@ -3,7 +3,7 @@
 //! can query the plugin, too.
 //!
 //! `--ready` also checks whether containers can get slots, and whether the scheduler has problems.
-//! It prints the reasons, which the health protocol cannot express.
+//! `--ready` prints the reasons, which the health protocol cannot express.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -21,13 +21,13 @@ use crate::server::WHOLE_SERVER;
 use crate::status::StatusRequest;
 use crate::status::status_client::StatusClient;
 
-/// Timeout of the probe. It is shorter than kubelet's default timeout of one second.
+/// Timeout of the probe. This timeout is shorter than kubelet's default timeout of one second.
 const PATIENCE: Duration = Duration::from_millis(800);
 
 /// Queries the plugin on these sockets, which serve the device plugin API, DRA, or both.
 ///
 /// # Errors
-/// No plugin answers on one of the sockets, or kubelet has not registered it.
+/// No plugin answers on one of the sockets, or kubelet has not registered the plugin.
 pub fn probe(sockets: &[PathBuf]) -> Result<(), String> {
     sockets.iter().try_for_each(|socket| {
         ask(socket, async |channel| {
@@ -44,7 +44,7 @@ pub fn probe(sockets: &[PathBuf]) -> Result<(), String> {
 /// problems.
 ///
 /// # Errors
-/// - No plugin answers, or kubelet has not registered it.
+/// - No plugin answers, or kubelet has not registered the plugin.
 /// - The plugin offers no GPU or no healthy GPU. The error names each reason once.
 /// - The scheduler has problems.
 pub fn ready(sockets: &[PathBuf], control: &Path) -> Result<(), String> {

@@ -113,7 +113,7 @@ struct Plugin {
     count: watch::Sender<usize>,
 }
 
-/// Counts a call of ListAndWatch until it is dropped.
+/// Counts a call of ListAndWatch until this value is dropped.
 struct Watcher(watch::Sender<usize>);
 
 impl Watcher {

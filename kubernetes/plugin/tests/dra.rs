@@ -1,5 +1,5 @@
 //! Tests of the DRA driver with stand-ins for the API server and kubelet, and with the real
-//! scheduler. They cover the offered devices and the life of claims.
+//! scheduler. The tests cover the offered devices and the life of claims.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -235,7 +235,8 @@ async fn unhealthy_and_drained_gpus_get_no_new_claims() {
     ask(&node, async |scheduler| scheduler.drain("0").await).await;
     api.until("another", |devices| taints(devices) == [vec!["gpu.nvshare.com/drained".to_owned()], unhealthy.clone()]);
     assert!(before.is_some() && since(&api) == before, "a taint keeps its time when another is added");
-    // Without taints, the API server would allow claims of these GPUs.
+    // If the API server drops taints, the driver omits unhealthy GPUs, because new claims could get
+    // them otherwise.
     api.set_taints(false);
     api.delete_slices();
     ask(&node, async |scheduler| scheduler.undrain("0").await).await;
@@ -315,8 +316,8 @@ async fn claims_of_one_pod_are_prepared_or_rejected_independently() {
     assert_eq!(names(rules(&node).await), ["team-a/claim-1", "team-a/claim-2"]);
     let sockets = [1, 2].map(|number| socket(&node, answers[&uid(number)].as_ref().expect("it is prepared")));
     let _programs = sockets.map(|socket| Program::connect_soon(&socket));
-    // Without a scheduler, programs that use the same lock files take turns. The two claims must
-    // use different files.
+    // Without a scheduler, programs that use the same lock files take turns. The two claims share a
+    // GPU, so they must use the same files.
     let turn = |number: u32| {
         let name = format!("nvshare-{}.turn", gpu_uuid(&node.machine(), 1).trim_start_matches("GPU-"));
         node.claims().join(uid(number)).join(name).metadata().expect("a lock file").ino()

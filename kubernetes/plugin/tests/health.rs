@@ -65,7 +65,7 @@ async fn a_lost_gpu_is_unhealthy_until_nvml_reaches_it() {
     plugin.until_healthy(&[true, true]).await;
     process.log.wait("watching driver events of");
     let gpus = health(&plugin.last);
-    // This driver gives no recommendations, so only a reset ends the fault.
+    // This driver reports no recovery action, so only a reset of the GPU ends the fault.
     happens(&node, 0, XID, 79);
     plugin.until_healthy(&[false, true]).await;
     trouble::lose(&node.machine(), 0, true).expect("it is written");
@@ -168,7 +168,8 @@ async fn a_late_cdi_file_never_makes_a_gpu_unhealthy() {
     let mut kubelet = Kubelet::start(&node.kubelet_directory());
     let process = node.plugin();
     process.log.wait("watching driver events of");
-    // The delay ends after the first reports, but before the missing file counts as a fault.
+    // This delay ends after the first reports, but before a missing CDI file makes the GPUs
+    // unhealthy.
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
     node.inject(&uuids);
     let mut plugin = kubelet.plugin().await;

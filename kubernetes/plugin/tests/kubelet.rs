@@ -122,7 +122,7 @@ async fn a_kubelet_that_never_watches_is_reported_once_as_too_old() {
     let _scheduler = node.scheduler();
     let mut kubelet = Kubelet::start(&node.kubelet_directory());
     let process = node.plugin();
-    // A kubelet before 1.26 registers the plugin, but its calls are not valid HTTP/2.
+    // A kubelet before 1.26 registers the plugin, but kubelet's calls are then not valid HTTP/2.
     kubelet.asked().await;
     kubelet.asked().await;
     process.log.wait("The plugin needs kubelet 1.26 or newer");

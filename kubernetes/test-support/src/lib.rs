@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 pub use processes::Process;
 
-/// Timeout of all waits. It is long enough for a loaded machine, and only a failing test waits this
-/// long.
+/// Timeout of all waits. The timeout is long enough for a loaded machine, and only a failing test
+/// waits this long.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The name of the node.

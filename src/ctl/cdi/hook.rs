@@ -1,14 +1,15 @@
 //! The OCI hook `createContainer` of nvshare's CDI file. Runtimes call the hook for each container
-//! with such a GPU. It runs in the container's mount namespace, after all mounts and before
+//! with such a GPU. The hook runs in the container's mount namespace, after all mounts and before
 //! `pivot_root`.
 //!
 //! The file that nvshare mounts as `/etc/ld.so.preload` hides the image's own file. If the image
-//! has such a file, the hook mounts a third file over both, which lists the libraries of both. The
-//! hook never changes the image, and does nothing in containers of images without the file.
-//! Invariant: a container either preloads the libraries of both files, or does not start.
+//! has such a file, the hook mounts a third file over both. The third file lists the libraries of
+//! both. The hook never changes the image, and does nothing in containers of images without the
+//! file. Invariant: a container either preloads the libraries of both files, or does not start.
 //!
 //! The hook also refuses containers with several ResourceClaims of Kubernetes. Each claim mounts
-//! its socket at the same path, and kubelet and the runtime decide which mount is the last.
+//! its socket at the same path. Only the last mount is visible, and kubelet and the runtime decide
+//! which mount is the last.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -27,8 +28,8 @@ use serde::Deserialize;
 use crate::ctl::CtlError;
 use crate::ctl::preload::entries;
 
-/// The name of the command after `nvsharectl cdi`. It must never change, because a CDI file may be
-/// older or newer than the program that it names.
+/// The name of the command after `nvsharectl cdi`. This name must never change, because a CDI file
+/// may be older or newer than the program that the file names.
 pub const COMMAND: &str = "merge-preload";
 
 /// The prefix of a variable that each claim adds to its containers. The claim's UID follows the
@@ -87,8 +88,9 @@ struct Linux {
 /// runtime then does not start the container and reports the reason, in Kubernetes as an event of
 /// the pod.
 ///
-/// If the hook cannot look for a list, for example on a kernel before 5.6, it reports that on
-/// standard error and succeeds. The container then starts without the image's preloaded libraries.
+/// If the hook cannot look for a list, for example on a kernel before 5.6, the hook prints the
+/// reason on standard error and succeeds. The container then starts without the image's preloaded
+/// libraries.
 pub fn on_create_container(state: impl Read) -> Result<(), CtlError> {
     let unknown = |why: &str| eprintln!("nvsharectl: cannot check whether the image has an /etc/ld.so.preload: {why}");
     let (bundle, container) = match read_container(state) {
@@ -187,8 +189,8 @@ impl Found {
             MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
         let system = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?;
         // Before Linux 6.15, bind-mounting a file of the tmpfs requires that the tmpfs itself is
-        // mounted. `/etc` of the container serves as its mount point, because no process uses that
-        // directory yet.
+        // mounted. The hook mounts the tmpfs on the container's `/etc`, because no process uses
+        // that directory yet.
         let by_descriptors = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
         move_mount(&system, "", &self.etc, "", by_descriptors)?;
         let create = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OPEN;

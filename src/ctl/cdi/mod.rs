@@ -72,7 +72,7 @@ pub struct Generate {
     check: bool,
 }
 
-/// Period of `--watch`. GPUs and drivers change only a few times a year, but pods wait for the
+/// Period of `--watch`. GPUs and drivers change only a few times a year, but pods wait for each
 /// change.
 const LOOK: Duration = Duration::from_secs(5);
 
@@ -95,9 +95,9 @@ pub struct Install {
     owner: Option<u32>,
 }
 
-/// Copies the files that containers mount, and this program, into a directory of the host. This is
-/// for hosts that run nvshare only in containers. Each file is replaced atomically, and running
-/// containers keep the old file. Passes remarks to `say`.
+/// Copies the files that containers mount, and this program, into a directory of the host.
+/// `install` is for hosts that run nvshare only in containers. Each file is replaced atomically,
+/// and running containers keep the old file. Passes remarks to `say`.
 pub fn install(asked: &Install, say: impl Fn(&str)) -> Result<(), CtlError> {
     let fail = |path: &Path, e: std::io::Error| CtlError::Failed(format!("{}: {e}", path.display()));
     let copy = |from: &Path, name: &str, mode: u32| {
@@ -142,8 +142,8 @@ const DIRECTORY: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::
 /// Changes owners through descriptors, because the previous owner could replace entries at the same
 /// time. Descends no deeper than the directories of claims.
 fn give_opened(directory: &OwnedFd, owner: u32, has_claims: bool) -> std::io::Result<()> {
-    // A user who can write to the directory could replace the scheduler's socket. A directory that
-    // already belongs to the owner has the right mode, and stays unchanged.
+    // Other users who can write to the directory could replace the scheduler's socket. If the mode
+    // does not let other users write, the mode stays unchanged.
     if fstat(directory)?.st_mode & 0o022 != 0 {
         fchmod(directory, Mode::from_raw_mode(0o755))?;
     }

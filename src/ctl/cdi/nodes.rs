@@ -10,7 +10,7 @@ const GPUS: &str = "/proc/driver/nvidia/gpus";
 /// Device files that every CUDA program needs.
 const COMMON: [&str; 3] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"];
 
-/// The nodes that every GPU needs.
+/// Returns the device nodes that every GPU needs.
 pub fn common() -> Edits {
     let mut edits = Edits::default();
     COMMON.into_iter().filter(|node| Path::new(node).exists()).for_each(|node| edits.device_node(node));

@@ -25,9 +25,9 @@ pub struct Nvidia {
 impl Nvidia {
     /// Finds the file in these directories that names the most of these GPUs. Among equal files,
     /// prefers the kind `nvidia.com/gpu`, and then the last file. NVIDIA's device plugin and its
-    /// operator write other kinds, such as `k8s.device-plugin.nvidia.com/gpu`.
-    /// `management.nvidia.com/gpu`, which they also write, is never used: it has only the device
-    /// `all`, which would give a container all GPUs.
+    /// operator write other kinds, such as `k8s.device-plugin.nvidia.com/gpu`. They also write
+    /// `management.nvidia.com/gpu`. That kind is never used, because it has only the device `all`,
+    /// which would give a container all GPUs.
     ///
     /// # Errors
     /// A sentence with the path, if a file of the kind `nvidia.com/gpu` does not conform to CDI.

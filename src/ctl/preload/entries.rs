@@ -1,5 +1,5 @@
-//! The text of `/etc/ld.so.preload`. This module parses its entries like the loader, and adds and
-//! removes nvshare's entry. It works on bytes and does no I/O.
+//! The text of `/etc/ld.so.preload`. This module parses the entries as the loader does, and adds
+//! and removes nvshare's entry. The module works on bytes and does no I/O.
 //!
 //! All other bytes are kept. nvshare's entry is added as a separate line at the end, so that
 //! removing the entry restores the original bytes.
@@ -100,8 +100,9 @@ fn ours(text: &[u8]) -> Vec<Range<usize>> {
     entries(text).into_iter().filter(|entry| is_ours(&text[entry.clone()])).collect()
 }
 
-/// Returns the range to remove with an entry. If the entry is alone in its line, this is the whole
-/// line. Otherwise it includes one separator. A NUL hides the rest of the line.
+/// Returns the range to remove with an entry. If the entry is alone in its line, the range is the
+/// whole line. Otherwise the range includes one separator. Does not remove a NUL, because the NUL
+/// hides the rest of the text from the loader.
 fn with_its_separator(text: &[u8], entry: &Range<usize>) -> Range<usize> {
     let Range { start, end } = *entry;
     let before = start.checked_sub(1).map(|at| text[at]);

@@ -18,7 +18,7 @@ pub const FILE: &str = "/etc/ld.so.preload";
 const BESIDE: &str = ".ld.so.preload.nvshare-";
 /// The lock file for changes. Only root can lock it, and a reboot removes it.
 const LOCK: &str = "/run/nvshare-preload.lock";
-/// Timeout of waiting for another process that is changing the file.
+/// Timeout of waiting for another process that holds the lock.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// The size limit of the file, in bytes.
 const SIZE_MAX: u64 = 64 << 10;
@@ -59,7 +59,7 @@ fn read_regular(path: &Path) -> io::Result<(Vec<u8>, Metadata)> {
     }
 }
 
-/// Takes the lock. Waits until no other process changes the file.
+/// Takes the lock. Waits while another process that changes the file holds the lock.
 pub fn lock() -> Result<File, CtlError> {
     let path = Path::new(LOCK);
     let open = File::options().create(true).truncate(false).write(true).mode(0o600).open(path);
@@ -105,7 +105,7 @@ pub struct Replaced {
 }
 
 impl Replaced {
-    /// Restores the old file itself rather than a copy.
+    /// Restores the old file, which is the original and not a copy.
     pub fn undo(self) -> Result<(), CtlError> {
         let undone = match self.old {
             Some(old) => old.persist(&self.path).map_err(|e| e.error),

@@ -8,7 +8,8 @@ use object::Endianness;
 use object::elf::FileHeader64;
 use object::read::elf::{FileHeader, ProgramHeader};
 
-/// The number of bytes that are read from a program's file. The headers are at the beginning.
+/// The number of bytes that are read from a program's file. ELF headers are at the beginning of a
+/// file.
 const READ_MAX: u64 = 1 << 20;
 const SETUID_OR_SETGID: u32 = 0o6000;
 

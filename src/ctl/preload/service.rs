@@ -1,6 +1,6 @@
-//! `--unit` and `--user`: preload the library in one service, or in all services of a user's
-//! manager, instead of in every program of the machine. Both options write a drop-in that sets
-//! `LD_PRELOAD` for a service. For a user, the service is `user@UID.service`.
+//! `--unit` preloads the library in one service, and `--user` in all services of a user's manager,
+//! instead of in every program of the machine. Both options write a drop-in that sets `LD_PRELOAD`
+//! for a service. For a user, the service is `user@UID.service`.
 //!
 //! systemd has no equivalent for slices: `Slice=` is a property of a service, and drop-ins apply by
 //! a unit's name.

@@ -145,7 +145,7 @@ fn setuid_program() -> Option<&'static str> {
     })
 }
 
-/// The expected standard output of a program. Its standard error must be empty.
+/// The expected standard output of a program. The program's standard error must be empty.
 #[derive(Debug, Clone, Copy)]
 enum Prints {
     Nothing,

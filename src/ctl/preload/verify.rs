@@ -15,7 +15,7 @@ pub struct Report {
     pub library: PathBuf,
     pub version: Option<String>,
     pub checks: Vec<Trial>,
-    /// Impossible checks with their reasons, and programs that no check covers.
+    /// Checks that could not be made, with the reasons, and programs that no check covers.
     pub notes: Vec<String>,
 }
 
@@ -36,7 +36,7 @@ pub fn verify(path: &Path, rehearse: Option<&[u8]>) -> Report {
     ];
     let mut report = Report { library: path.into(), version: version.ok(), checks, notes: Vec::new() };
     let root = rustix::process::geteuid().is_root();
-    // Root runs only a file that is a libnvshare.so and that no other user can change.
+    // As root, programs load only a file that is a libnvshare.so and that no other user can change.
     let fit = if root { report.is_good() } else { report.version.is_some() && report.checks[1].result.is_ok() };
     if !fit {
         report.notes.push("no program was run with it".into());
@@ -72,7 +72,7 @@ pub fn verify(path: &Path, rehearse: Option<&[u8]>) -> Report {
     report
 }
 
-/// Returns true if programs fail with the other entries alone.
+/// Returns true if programs fail even with the other entries alone.
 fn others_are_bad(rehearse: &[u8]) -> bool {
     let others = entries::without(rehearse);
     let trials = trial::all(By::Rehearsal(&others), Path::new(""), &[User::Caller]).unwrap_or_default();

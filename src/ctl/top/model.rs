@@ -1,6 +1,6 @@
-//! The model of `nvsharectl top`, computed from the scheduler's answers. It consists of a panel for
-//! each GPU and a tree of slices, units or containers, and processes. `screen` draws the model.
-//! Control characters are removed from names, because programs choose their names.
+//! The model of `nvsharectl top`, computed from the scheduler's answers. The model consists of a
+//! panel for each GPU, and a tree of slices, of units or containers, and of processes. `screen`
+//! draws the model. Control characters are removed from names, because programs choose their names.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -37,7 +37,8 @@ pub enum Kind {
     Others,
     Pinned,
     Contexts,
-    /// Memory of programs without nvshare. It includes contexts if these are not known separately.
+    /// Memory of programs without nvshare. This memory includes contexts if the contexts are not
+    /// known separately.
     Outside,
     Free,
 }
@@ -166,8 +167,8 @@ pub struct History {
     /// Seconds of GPU time of each program. Programs that hold a GPU together split the time, so
     /// the sum never exceeds the elapsed time.
     held: HashMap<Key, VecDeque<(Instant, f64)>>,
-    /// The time of the last snapshot, and the seconds for which each program had held its GPU by
-    /// then.
+    /// The time of the last snapshot, and the seconds for which each program had held its GPU at
+    /// that time.
     last: Option<(Instant, HashMap<Key, f64>)>,
     moved: HashMap<String, (Instant, [u64; 2])>,
     rates: HashMap<String, (f64, f64)>,

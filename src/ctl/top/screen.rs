@@ -1,5 +1,5 @@
 //! Draws `nvsharectl top`: panels of GPUs at the top, the tree in the middle, and a line of keys at
-//! the bottom. Every information that a colour conveys is also shown as text.
+//! the bottom. All information that a colour conveys is also shown as text.
 
 use std::time::Duration;
 

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # A container is killed while it has memory on the GPU and in the host. The other container
-# continues, and nothing of the killed container is left.
+# continues, and no memory of the killed container is left.
 
 new=$(create bookworm "${mix[@]}")
 old=$(create bullseye cuda-program mix --mem 160M --rounds endless --gpu-ms 40)

@@ -6,8 +6,8 @@
 maps=$(run --env LD_PRELOAD=libm.so.6 bookworm cat /proc/self/maps)
 [[ $maps == *libm.so.6* && $maps == *libnvshare.so* ]] || fail "one of both is not loaded: $maps"
 
-# An image may also have its own preload list. The runtime's hook merges it with nvshare's list,
-# even if the container cannot write.
+# An image may also have its own preload list. The runtime's hook merges the image's list with
+# nvshare's list, even if the container cannot write.
 mkdir -p "$scratch/own/etc"
 echo libm.so.6 >"$scratch/own/etc/ld.so.preload"
 cp "$bases/bookworm.tar" "$scratch/own.tar"

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# The scheduler runs in the image for Kubernetes. It refuses to run in a separate PID namespace. In
-# the node's PID namespace, it identifies processes, and ends on SIGTERM.
+# The scheduler runs in the image for Kubernetes. The scheduler refuses to run in a separate PID
+# namespace. In the node's PID namespace, the scheduler identifies processes, and ends on SIGTERM.
 
 "$here/../../kubernetes/image.sh" "$built" "$scratch/image"
 import_directory nvshare "$scratch/image"
@@ -19,8 +19,8 @@ if said=$(run "${in_pod[@]}" nvshare "${scheduler_in_pod[@]}" 2>&1); then fail "
 [[ $said == *"hostPID: true"* ]] || fail "it does not say what the pod needs: $said"
 
 # podman shares no PID namespace if it creates no control groups. So this step does the runtime's
-# work: it creates a control group, which is the only one that the namespace shows, and a separate
-# root.
+# work. It creates a separate root, and a control group that is the only group in the scheduler's
+# cgroup namespace.
 root=$scratch/image
 mkdir -p "$root"/{proc,run/pod,run/nvshare-control} "$root$scratch/gpu"
 "$here/../cuda-sim/install.sh" "$root/usr/lib/$(uname -m)-linux-gnu" "$programs"

@@ -121,7 +121,7 @@ pub fn alloc_pitch(at: *mut u64, pitch: *mut usize, width: usize, height: usize,
 }
 
 /// `cuMemFree`: first waits for work, as the driver does. The simulator waits for the work of the
-/// current context, and the driver for the work of the memory's context.
+/// current context. The driver waits for the work of the memory's context.
 pub fn free(at: u64) -> Done {
     let current = context::healthy()?;
     capture::forbid()?;
@@ -139,7 +139,7 @@ pub fn free(at: u64) -> Done {
     if range(at).is_none_or(|(start, _)| start != at) || crate::ipc::is_open(base) {
         return Err(Error::INVALID_VALUE);
     }
-    // The driver assumes that no work uses memory of a pool, and does not wait.
+    // For memory of a pool, the driver assumes that no work uses it, and does not wait.
     if crate::pool::owner(base).is_none() {
         current.synchronise()?;
     }

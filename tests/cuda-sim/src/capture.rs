@@ -36,7 +36,8 @@ pub struct Capture {
     streams: Mutex<Vec<Arc<Stream>>>,
 }
 
-/// The position of a stream or an event in a capture: the nodes on which its next work depends.
+/// The position of a stream or an event in a capture: the nodes on which the next work at this
+/// position depends.
 #[derive(Clone, Debug)]
 pub struct Place {
     capture: Arc<Capture>,
@@ -84,8 +85,8 @@ pub fn capturing(stream: &Stream) -> bool {
     COUNT.load(Ordering::Acquire) != 0 && lock(&stream.capture).is_some()
 }
 
-/// Invalidates the captures of blocking streams if the stream is the legacy stream: its work would
-/// depend on their captured work.
+/// If the stream is the legacy stream, invalidates the captures of blocking streams, because work
+/// of the legacy stream would depend on captured work.
 fn implicit(stream: &Stream) -> Done {
     if stream.kind != Kind::Null || COUNT.load(Ordering::Acquire) == 0 {
         return Ok(());
@@ -96,7 +97,7 @@ fn implicit(stream: &Stream) -> Done {
     if captures.is_empty() { Ok(()) } else { Err(Error::STREAM_CAPTURE_IMPLICIT) }
 }
 
-/// Adds work to the graph if the stream captures. Otherwise gives the work back.
+/// Adds work to the graph if the stream captures. Otherwise returns the work to the caller.
 pub fn add(stream: &Arc<Stream>, work: Work) -> Result<Option<Work>, Error> {
     if COUNT.load(Ordering::Acquire) == 0 {
         return Ok(Some(work));
@@ -169,16 +170,16 @@ pub fn isolated(stream: &Stream, never_recorded: bool) -> Done {
     }
 }
 
-/// Called by calls that are forbidden on a captured event. Invalidates the capture. Returns another
-/// error if the capture has already ended.
+/// Invalidates the capture of an event. Functions that the driver forbids for captured events call
+/// this function. Returns their error, which is a different one if the capture has already ended.
 pub fn forbid_at(event: &Place) -> Error {
     let active = event.capture.valid() && lock(&ACTIVE).iter().any(|c| Arc::ptr_eq(c, &event.capture));
     event.capture.invalidate();
     if active { Error::CAPTURED_EVENT } else { Error::INVALID_VALUE }
 }
 
-/// Called by calls that some captures forbid, depending on the capture's mode and the calling thread.
-/// Invalidates those captures.
+/// Invalidates the captures that forbid the current call, which depends on a capture's mode and on
+/// the calling thread. Returns an error if any capture forbids the call.
 pub fn forbid() -> Done {
     let own_mode = MODE.get();
     let here = thread::current().id();
@@ -198,7 +199,8 @@ pub fn forbid() -> Done {
     if forbidden { Err(Error::STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
 }
 
-/// Called by calls that every capture in the context forbids. Invalidates all of those captures.
+/// Invalidates all captures in the context, for calls that every capture in the context forbids.
+/// Returns an error if there is any capture.
 pub fn forbid_in(context: &Arc<Context>) -> Done {
     let active = active();
     if active.is_empty() {
@@ -210,7 +212,8 @@ pub fn forbid_in(context: &Arc<Context>) -> Done {
     if hit.is_empty() { Ok(()) } else { Err(Error::STREAM_CAPTURE_UNSUPPORTED) }
 }
 
-/// Called by calls that a capture of this stream forbids. Invalidates the capture.
+/// Invalidates the capture of this stream, for calls that a capture of their stream forbids.
+/// Returns an error if the stream captures.
 pub fn forbid_on(stream: &Stream) -> Done {
     implicit(stream)?;
     match &*lock(&stream.capture) {

@@ -1,9 +1,9 @@
-//! Checkpoints. Another process can lock this process, which blocks its calls, then checkpoint it, and
-//! then restore it, also on other GPUs.
+//! Checkpoints. Another process can lock this process, so that this process's calls block. The
+//! other process can then checkpoint this process, and restore it on the same GPUs or on others.
 //!
 //! [`serve`] starts the thread that serves requests of other processes. The `cuCheckpointProcess…`
-//! calls make requests of other processes. Device memory is simulated in host memory, so a checkpoint
-//! moves no bytes, and only changes the accounts.
+//! calls send requests to other processes. Device memory is simulated in host memory, so a
+//! checkpoint moves no bytes, and only changes the accounts.
 
 use crate::{
     arg, context, device,
@@ -79,7 +79,7 @@ const QUERIES: &[&str] = &[
     "cuThreadExchangeStreamCaptureMode",
 ];
 
-/// Admits a call once the process is not locked. Admits queries immediately.
+/// Blocks a call while the process is locked. Admits queries immediately.
 pub fn pass(symbol: &str) -> Result<Inside, Error> {
     loop {
         INSIDE.fetch_add(1, Ordering::SeqCst);

@@ -1,6 +1,6 @@
-//! Green contexts: parts of a GPU's multiprocessors with their own streams. They share the primary
-//! context's memory, keep that context alive, and are synchronised with it. In the simulator, the
-//! smaller number of multiprocessors changes nothing.
+//! Green contexts: parts of a GPU's multiprocessors with their own streams. Green contexts share
+//! the primary context's memory, keep the primary context alive, and are synchronised with it. In
+//! the simulator, the smaller number of multiprocessors changes nothing.
 
 use crate::{
     context::{self, Context},

@@ -1,4 +1,5 @@
-//! Host memory that GPUs can access. It is either allocated here, or registered memory of the program.
+//! Host memory that GPUs can access. The memory is either allocated here, or registered memory of
+//! the program.
 
 use crate::{
     capture, context,
@@ -61,7 +62,7 @@ pub fn register(at: u64, len: usize, flags: u32) -> Done {
     Ok(())
 }
 
-/// Whether the process has memory mapped there.
+/// Whether the process has mapped all pages of the range.
 fn there(at: u64, len: usize) -> bool {
     let start = at & !4095;
     let pages = ((at + len as u64).next_multiple_of(4096) - start) / 4096;

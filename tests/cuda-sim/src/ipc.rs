@@ -1,5 +1,5 @@
-//! Plain memory that other processes use. A handle names the file behind the chunk. The exporter keeps
-//! the file open until it frees the memory.
+//! Plain memory that other processes use. A handle names the file behind the chunk. The exporter
+//! keeps the file open until the exporter frees the memory.
 
 use crate::{
     alloc,

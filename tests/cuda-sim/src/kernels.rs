@@ -168,7 +168,8 @@ fn sum(context: &Context, &[at, count, result, _]: &[u64; MAX_PARAMS]) -> Done {
     managed::fault(result, 8, context.gpu);
     memory::touch(result, 8, Touch { gpu: context.gpu, write: true, copy: false }, |at, len| {
         if len == 8 {
-            // SAFETY: `at` has eight writable, aligned bytes.
+            // SAFETY: `at` has eight writable bytes while the table is locked. They are aligned,
+            // because `result` is, as checked above.
             unsafe { AtomicU64::from_ptr(at.cast()) }.fetch_add(sum, Ordering::Relaxed);
         }
     })
@@ -225,8 +226,8 @@ fn sweep(context: &Context, at: u64, count: u64, pass: Pass, mut f: impl FnMut(u
     Ok(())
 }
 
-/// Keeps the GPU busy for `ns` nanoseconds. The time includes turns of other processes, like a clock on
-/// the GPU.
+/// Keeps the GPU busy for `ns` nanoseconds. The time includes turns of other processes, as a clock
+/// on the GPU would measure it.
 fn spin_ns(context: &Context, ns: u64) -> Done {
     let end = Instant::now() + Duration::from_nanos(ns);
     loop {

@@ -1,12 +1,12 @@
 //! A simulated `libcuda.so.1`. README.md explains its use and its simplifications.
 //!
-//! [`exports`] lists all symbols and their functions in one table. [`lookup`] finds them by name and
-//! version. [`device`], [`context`], [`green`] and [`peer`] implement GPUs. [`memory`] is the table of
-//! addresses. [`alloc`], [`vmm`], [`managed`], [`host`], [`pool`], [`array`] and [`ipc`] add memory to
-//! that table. [`stream`] queues [`work`], which [`kernels`], [`copy`], [`fill`] and [`value`] execute.
-//! [`event`], [`capture`] and [`graph`] build on streams. [`module`] and [`launch`] load and launch
-//! kernels. [`checkpoint`] takes whole processes off the GPUs. The crate `cuda-sim-gpus` contains the
-//! state that processes share.
+//! [`exports`] lists all symbols and their functions in one table. [`lookup`] finds a symbol by
+//! name and version. [`device`], [`context`], [`green`] and [`peer`] implement GPUs. [`memory`] is
+//! the table of addresses. [`alloc`], [`vmm`], [`managed`], [`host`], [`pool`], [`array`] and
+//! [`ipc`] add memory to that table. [`stream`] queues [`work`], which [`kernels`], [`copy`],
+//! [`fill`] and [`value`] execute. [`event`], [`capture`] and [`graph`] build on streams.
+//! [`module`] and [`launch`] load and launch kernels. [`checkpoint`] takes whole processes off the
+//! GPUs. The crate `cuda-sim-gpus` contains the state that processes share.
 
 mod alloc;
 mod array;
@@ -82,8 +82,8 @@ fn enter(symbol: &str, early: bool, call: impl FnOnce() -> Done) -> u32 {
     keeping_errno(|| call().map_or_else(|e| e.0, |()| 0))
 }
 
-/// Runs `call` and restores `errno`. Contended mutexes of the simulator change `errno`, but the
-/// driver's do not. Tests compare a program's `errno`.
+/// Runs `call` and restores `errno`. Contended mutexes of the simulator change `errno`, but
+/// contended mutexes of the driver do not. Tests compare a program's `errno`.
 fn keeping_errno<R>(call: impl FnOnce() -> R) -> R {
     // SAFETY: the location is valid for the calling thread.
     let errno = unsafe { libc::__errno_location() };

@@ -1,5 +1,5 @@
-//! Managed memory. The host and GPUs access it at the same address. It resides on a GPU only while that
-//! GPU needs it.
+//! Managed memory. The host and GPUs access it at the same address. Managed memory resides on a GPU
+//! only while that GPU needs it.
 //!
 //! Residency is recorded per block. A kernel waits while the blocks that it accesses fault in to its
 //! GPU. If the GPU has no room, other blocks of any process are evicted. If no block can be evicted,
@@ -79,7 +79,7 @@ pub fn alloc(at: *mut u64, bytes: usize, flags: u32) -> Done {
     out(at, place)
 }
 
-/// Frees memory from [`alloc`]. Its mapping has already been removed from the table.
+/// Frees memory from [`alloc`]. The caller has already removed the memory's mapping from the table.
 pub fn free(mapping: &Mapping, managed: &Managed) {
     let mut table = lock(&TABLE);
     let mut gone = [0; MAX_GPUS];
@@ -94,8 +94,8 @@ pub fn free(mapping: &Mapping, managed: &Managed) {
     memory::unreserve(mapping.at, mapping.len);
 }
 
-/// Faults in the range that a piece of work is about to access, and takes the time that this would
-/// take.
+/// Faults in the range that a piece of work is about to access, and waits for the time that the
+/// page faults would take.
 pub fn fault(at: u64, len: u64, gpu: usize) {
     pay(migrate(at, len, gpu), Config::get().fault_bandwidth, gpu, EngineKind::In);
 }
@@ -163,7 +163,8 @@ fn blocks(at: u64, len: u64) -> Vec<(Arc<Managed>, usize, usize)> {
     found
 }
 
-/// Makes a range resident until the GPU has no more room. Returns the bytes that cross the link.
+/// Makes the blocks of a range resident, as far as the GPU has room. Returns the bytes that cross
+/// the link.
 fn migrate(at: u64, len: u64, gpu: usize) -> u64 {
     let blocks = blocks(at, len);
     if blocks.is_empty() {
@@ -198,8 +199,8 @@ fn migrate(at: u64, len: u64, gpu: usize) -> u64 {
 }
 
 impl Table {
-    /// Marks as many blocks as not resident as other processes have evicted, beginning with the least
-    /// recently used allocations.
+    /// Determines how many of this process's blocks other processes have evicted. Marks that number
+    /// of blocks as not resident, beginning with the least recently used allocations.
     fn reconcile(&mut self, gpu: usize) {
         self.reconcile_except(gpu, None);
     }

@@ -60,10 +60,11 @@ impl ChunkFile {
     }
 }
 
-// SAFETY: this object owns the mapping `alias`. Races on its bytes are races of the simulated program,
-// as in any memory that several kernels write to.
+// SAFETY: this object owns the mapping `alias`. Races on the mapping's bytes are races of the
+// simulated program, as in any memory that several kernels write to.
 unsafe impl Send for Chunk {}
-// SAFETY: this object owns the mapping `alias`. Races on its bytes are races of the simulated program.
+// SAFETY: this object owns the mapping `alias`. Races on the mapping's bytes are races of the
+// simulated program.
 unsafe impl Sync for Chunk {}
 
 impl Chunk {
@@ -82,8 +83,8 @@ impl Chunk {
             Some(alias) => alias,
             None => {
                 let alias = map(len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)?;
-                // SAFETY: the hints apply to a mapping of this size that was just made. A forked child does not use
-                // it.
+                // SAFETY: the hints apply to a mapping of this size that was just made. A forked
+                // child does not use the mapping.
                 unsafe {
                     libc::madvise(alias.cast(), len as usize, libc::MADV_HUGEPAGE);
                     libc::madvise(alias.cast(), len as usize, libc::MADV_DONTFORK);
@@ -147,7 +148,7 @@ impl Chunk {
         if at == libc::MAP_FAILED { Err(Error::OUT_OF_MEMORY) } else { Ok(file.into()) }
     }
 
-    /// Whether the chunk can be exported. Imported chunks cannot (driver 580).
+    /// Whether the chunk can be exported. Imported chunks cannot be exported (driver 580).
     pub fn is_exportable(&self) -> bool {
         self.shareable && self.is_own
     }
@@ -169,8 +170,8 @@ impl Chunk {
 impl Drop for Chunk {
     fn drop(&mut self) {
         if !(self.is_own && self.file.get().is_none() && Kept::keep(self.alias, self.len)) {
-            // SAFETY: the mapping has this length. No work can reach it, because work locks the table and uses
-            // only mappings in the table, which keep their chunks alive.
+            // SAFETY: the mapping has this length. No work can reach the chunk, because work locks
+            // the table and uses only mappings in the table, which keep their chunks alive.
             unsafe { libc::munmap(self.alias.cast(), self.len as usize) };
         }
         match self.file.get() {
@@ -181,8 +182,8 @@ impl Drop for Chunk {
     }
 }
 
-/// Host pages of freed chunks. If so configured, later chunks reuse these pages, because a real GPU
-/// does not need to allocate host pages either.
+/// Host pages of freed chunks. With `CUDA_SIM_KEEP_MEMORY`, later chunks reuse these pages, because
+/// a real GPU does not need to allocate host pages either.
 #[derive(Debug, Default)]
 struct Kept(Mutex<Vec<(usize, u64)>>);
 
@@ -325,7 +326,7 @@ impl Mapping {
         let granted = if touch.write { self.write } else { self.read };
         match &self.backing {
             Backing::Chunk { chunk, legacy: true, .. } => {
-                // Memory of pools belongs to no context. Its pool determines the access rights.
+                // Memory of pools belongs to no context. The pool determines the access rights.
                 granted & bit != 0 || touch.copy || (self.context != 0 && crate::peer::enabled(touch.gpu, chunk.gpu))
             }
             _ => granted & bit != 0,

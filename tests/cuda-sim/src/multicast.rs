@@ -1,5 +1,5 @@
-//! Multicast objects. Programs access no data through them. The simulator only decides whether memory
-//! can be bound.
+//! Multicast objects. Programs access no data through multicast objects. The simulator only decides
+//! whether memory can be bound.
 
 use crate::{
     device,
@@ -94,8 +94,8 @@ pub fn map_array(_flavour: Flavour, list: *const ArrayMap, count: u32, _stream: 
     for i in 0..count as usize {
         // SAFETY: by the API's contract, the list has `count` entries.
         let entry = crate::arg(unsafe { list.add(i) })?;
-        // The simulator's handles are addresses. Any other handle ends the process, as it may crash the
-        // driver.
+        // The simulator's handles are addresses. Any other handle ends the process, because the
+        // driver may crash with such a handle.
         assert_eq!(entry.memory >> 48, 0, "no handle of the driver");
     }
     Err(Error::NOT_SUPPORTED)

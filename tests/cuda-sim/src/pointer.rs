@@ -94,8 +94,8 @@ pub fn attributes(count: u32, attributes: *const u32, data: *const *mut u64, at:
     Ok(())
 }
 
-/// `cuPointerSetAttribute`: only synchronous memory operations can be set. All operations are
-/// synchronous anyway.
+/// `cuPointerSetAttribute`: supports only `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`, which changes
+/// nothing, because all operations are synchronous anyway.
 pub fn set_attribute(_value: *const u8, attribute: u32, at: u64) -> Done {
     let known = space().at(at).is_some();
     if known && attribute == 6 { Ok(()) } else { Err(Error::INVALID_VALUE) }

@@ -136,12 +136,12 @@ fn allocate(pool: &Arc<Pool>, at: *mut u64, len: usize, flavour: Flavour, stream
     out(at, place)
 }
 
-/// Frees memory when its stream has reached the free.
+/// Frees memory. Called when the stream of `cuMemFreeAsync` has reached the free.
 pub fn freed(mapping: &Mapping) {
     if space().exact(mapping.at).is_none_or(|m| m.id != mapping.id) {
         return;
     }
-    // Removed before the address can be reused.
+    // Removes the owner before the address can be reused.
     let pool = lock(&OWNERS).remove(&mapping.at);
     space_mut().remove(mapping.at);
     memory::unreserve(mapping.at, mapping.len);
@@ -150,7 +150,7 @@ pub fn freed(mapping: &Mapping) {
     }
 }
 
-/// Gives memory that `cuMemFree` has freed back to its pool.
+/// Returns memory to its pool after `cuMemFree` has freed the memory.
 pub fn forget(mapping: &Mapping) {
     if let Some(pool) = lock(&OWNERS).remove(&mapping.at)
         && let Backing::Chunk { chunk, .. } = &mapping.backing

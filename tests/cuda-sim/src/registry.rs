@@ -30,7 +30,7 @@ impl<T> Registry<T> {
         self.0.read().unwrap_or_else(|e| e.into_inner()).get(&handle).cloned()
     }
 
-    /// Removes a handle. Its object lives until running work no longer needs it.
+    /// Removes a handle. The object lives until running work no longer needs the object.
     pub fn remove(&self, handle: usize) -> Result<Arc<T>, Error> {
         self.0.write().unwrap_or_else(|e| e.into_inner()).remove(&handle).ok_or(Error::INVALID_HANDLE)
     }

@@ -29,8 +29,8 @@ const NON_BLOCKING: u32 = 1;
 const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 
-/// The meaning of stream handle 0: the context's default stream, or in `_ptsz` and `_ptds` functions
-/// the thread's.
+/// The meaning of stream handle 0: the context's default stream, or the thread's default stream in
+/// `_ptsz` and `_ptds` functions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flavour {
     Legacy,
@@ -59,7 +59,7 @@ pub struct Stream {
     changed: Condvar,
     submitted: AtomicU64,
     completed: AtomicU64,
-    /// The position in the stream's capture, while it captures.
+    /// The position in the capture while the stream captures.
     pub capture: Mutex<Option<Place>>,
 }
 
@@ -78,7 +78,7 @@ struct Op {
     after: Vec<Point>,
 }
 
-/// A point in a stream. It is reached when all earlier work is done.
+/// A point in a stream. A point is reached when all earlier work is done.
 #[derive(Clone, Debug)]
 pub struct Point {
     stream: Arc<Stream>,
@@ -302,8 +302,8 @@ pub fn create_in(context: &Arc<Context>, stream: *mut usize, flags: u32, priorit
     context.join(&new);
     let gate: Vec<Point> =
         context.gate.lock().unwrap_or_else(|e| e.into_inner()).iter().filter(|p| !p.reached()).cloned().collect();
-    // Starts the worker here and not at the first submission. The first submission may run beside a
-    // constructor, and a new thread waits for the loader's lock.
+    // Starts the worker here and not at the first submission. The first submission may happen while
+    // a library's constructor runs, and the new thread would then wait for the loader's lock.
     new.start_worker(&mut new.lock());
     if !gate.is_empty() {
         new.enqueue(Work::Nothing, gate);

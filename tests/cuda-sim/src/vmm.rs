@@ -252,8 +252,8 @@ pub fn set_access(at: u64, size: usize, access: *const Access, count: usize) -> 
     Ok(())
 }
 
-/// `cuMemGetAccess`: the host has the same rights as the memory's own GPU. The host has no rights to
-/// memory that was not mapped by `cuMemMap` (driver 580).
+/// `cuMemGetAccess`: for memory of `cuMemMap`, the host has the same rights as the memory's own
+/// GPU. For other memory, the host has no rights (driver 580).
 pub fn get_access(flags: *mut u64, location: *const Location, at: u64) -> Done {
     let location = crate::arg(location)?;
     let space = space();

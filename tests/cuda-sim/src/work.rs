@@ -40,7 +40,7 @@ pub enum Work {
         data: usize,
     },
     Record(Arc<Record>),
-    /// Marks a recording of an event that other processes share as reached.
+    /// Marks a recording as reached, for an event that other processes share.
     Reach(Arc<Mark>, u64),
     /// Waits for an event of another process.
     Await(Arc<Mark>, u64),

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Installs nvshare according to its README. The RuntimeClass is created late, and the DaemonSet
-# recovers without help.
+# Installs nvshare according to kubernetes/README.md. The RuntimeClass is created late. An event
+# names the missing class. After a `rollout restart`, the DaemonSet is ready.
 
 kubectl apply -k /images/overlay >/dev/null
 has_event() { kubectl -n nvshare get events -o jsonpath='{.items[*].message}' | grep -q "$1"; }

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Pods share the GPU, although together they need more memory than it has. If no slot is left, a pod
-# waits.
+# Pods share the GPU, although together they need more memory than the GPU has. If no slot is left,
+# a pod waits.
 
 pod() { # name, words of the program, annotations
     kubectl apply -f - <<POD >/dev/null

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Pods request limits by annotations. Permitted limits apply. The log gives the reason why other
-# limits don't apply.
+# Pods request limits by annotations. Permitted limits apply. For every other limit, the log gives
+# the reason why the limit does not apply.
 
 idle="mix --mem 8M --reps 1 --rounds endless --cpu-ms 20"
 pod modest "$idle" 'nvshare.com/memory-max: "64M", nvshare.com/weight: "20"'

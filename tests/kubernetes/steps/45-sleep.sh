@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# The container with the necessary capabilities puts a pod's program to sleep and wakes it. This
-# works even if that container and the scheduler were killed during the sleep.
+# The container with the necessary capabilities puts a pod's program to sleep and wakes it. The
+# program can be woken even if that container and the scheduler were killed during the sleep.
 
 client() { # what of it
     ctl --json status | jq -r ".clients[] | select(.\"pod-name\" == \"sleeper\") | .$1"

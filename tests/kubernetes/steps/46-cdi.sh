@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # Containers get the library through nvshare's CDI file, which names the files that nvshare has
-# installed on the node. This kubelet cannot request CDI devices, so nvidia-runtime does
-# containerd's part. An image's own preloaded library is loaded too. If it cannot be loaded, an
-# event gives the reason.
+# installed on the node. This kubelet cannot request CDI devices, so nvidia-runtime applies the CDI
+# file instead of containerd. An image's own preloaded library is loaded too. If the image's list
+# cannot be merged, an event gives the reason.
 
 node=/var/lib/nvshare-node
 # Sockets need short paths.

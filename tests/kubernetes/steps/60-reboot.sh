@@ -19,8 +19,8 @@ until_true "the node" node_is_ready
 until_true "nvshare" kubectl -n nvshare wait --for=condition=Ready pods --all --timeout=1s
 until_true "slots" slots_are 4
 # Until the plugin has registered again, the kubelet still offers its former slots, but cannot
-# allocate them. A pod that starts too early fails, and its owner, such as a Job, creates another
-# pod.
+# allocate them. A pod that starts too early fails, and the pod's owner, such as a Job, creates
+# another pod.
 work="mix --mem 96M --reps 2 --rounds 4"
 pod rebooted "$work"
 has_run() {

@@ -1,5 +1,5 @@
 #!/bin/bash
-# A first call on the bus starts the scheduler, and so does a first program.
+# The first call on the bus starts the scheduler. The first program does so too.
 . "$(dirname "$0")/../lib.sh"
 
 busctl set-property "${bus[@]}" TimeQuantum u 45 || fail "nothing is started by a call on the bus"
@@ -7,7 +7,7 @@ says "u 45" busctl get-property "${bus[@]}" TimeQuantum
 [ "$(systemctl is-active $unit)" = active ] || fail "$unit is $(systemctl is-active $unit)"
 nvsharectl reset
 
-# The threshold is in tenths: 0.7.
+# systemd-analyze takes the threshold in tenths, so 7 means 0.7.
 systemd-analyze security --no-pager --threshold=7 $unit >/tmp/said 2>&1 || fail "the service is exposed: $(tail -n 1 /tmp/said)"
 # The scheduler stays far below its limits. The test reads the process's own figures, because
 # containers seldom have the controllers.
@@ -16,7 +16,8 @@ of_process() { awk -v "field=$1:" '$1 == field { print $2 }' "/proc/$(shown Main
 [ "$(of_process Threads)" -le 32 ] || fail "the scheduler has $(of_process Threads) threads"
 [ "$(of_process VmRSS)" -le $((64 << 10)) ] || fail "an idle scheduler has $(of_process VmRSS) KiB"
 
-# One unit controls all others: the other socket and the service stop and start together with it.
+# nvshare.socket controls the other units: the other sockets and the service stop and start together
+# with it.
 systemctl stop nvshare.socket
 for stopped in nvshare.socket nvshare-control.socket nvshare-checkpoint.socket $unit; do
     until_true "$stopped to stop" sh -c "! systemctl is-active $stopped"

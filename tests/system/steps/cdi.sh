@@ -1,6 +1,6 @@
 #!/bin/bash
-# The CDI file for containers that share GPUs. It is written, and it is rewritten when NVIDIA's file
-# changes, which happens with each driver.
+# The CDI file for containers that share GPUs. nvshare writes the file, and rewrites it when
+# NVIDIA's file changes. NVIDIA's file changes with each driver version.
 . "$(dirname "$0")/../lib.sh"
 
 nvidias() { # driver
@@ -19,5 +19,5 @@ grep -q DRIVER=2 /etc/cdi/nvshare.json || fail "what containers get: $(cat /etc/
 [ "$(systemctl is-enabled nvshare-cdi.path)" = enabled ] || fail "nvshare-cdi.path is $(systemctl is-enabled nvshare-cdi.path)"
 nvidias 3 >/etc/cdi/nvidia.yaml
 until_true "the file of the new driver" grep -q DRIVER=3 /etc/cdi/nvshare.json
-# The remaining file is left for the purge.
+# nvshare's file stays, so that a later step checks that the purge removes it.
 rm /etc/cdi/nvidia.yaml

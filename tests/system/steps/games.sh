@@ -9,7 +9,8 @@ systemctl start "user@$(id -u $user).service"
 [ "$(in_session systemctl --user is-enabled $service)" = disabled ] || fail "$service is enabled by itself"
 [ "$(in_session systemctl --user is-active $service)" = inactive ] || fail "$service runs by itself"
 
-# Users of an active local session may make rooms. This user has none, so a rule allows it.
+# Users of an active local session may make rooms. This user has no such session, so a polkit rule
+# lets the user make rooms.
 rules=/etc/polkit-1/rules.d/10-test.rules
 printf 'polkit.addRule(function(action, subject) {\n    if (action.id == "org.nvshare.Scheduler1.make-room" && subject.user == "%s")\n        return polkit.Result.YES;\n});\n' $user >$rules
 chmod 644 $rules

@@ -1,6 +1,7 @@
 #!/bin/bash
 # Members of the group nvshare take the lock of a GPU whose device file they may open. They keep the
-# lock during a restart of the scheduler. An administrator may end the lock, and its owner is told.
+# lock during a restart of the scheduler. An administrator may end the lock, and nvsharectl reports
+# this to the lock's owner.
 . "$(dirname "$0")/../lib.sh"
 
 refused "without a password" as_user nvsharectl lock -- true

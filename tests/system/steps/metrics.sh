@@ -1,6 +1,6 @@
 #!/bin/bash
-# Metrics are on no socket until an administrator enables one. Then they are on TCP if configured,
-# and finally on no socket again.
+# Metrics are on no socket until an administrator enables one. This step adds a TCP port to the unit
+# of the socket, enables the unit, and disables it again.
 . "$(dirname "$0")/../lib.sh"
 
 unit_of_metrics=nvshare-metrics.socket

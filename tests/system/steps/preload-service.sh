@@ -43,7 +43,7 @@ writes test-service.service "/usr/lib/other.so, 0"
 writes test-template@a.service "/usr/lib/other.so, 0"
 systemctl stop test-service.service test-template@a.service
 
-# A user's services have the variable, because systemd passes it on.
+# A user's services have the variable LD_PRELOAD, because the user's service manager passes it on.
 nvsharectl preload enable --user $user >/dev/null || fail "enable ended with $?"
 systemctl start "user@$(id -u $user).service"
 of_user() { runuser -u $user -- env XDG_RUNTIME_DIR="/run/user/$(id -u $user)" "$@"; }

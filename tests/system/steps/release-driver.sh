@@ -1,6 +1,6 @@
 #!/bin/bash
 # On an administrator's order, the scheduler releases the driver and names the programs that still
-# use it. It opens NVML again for the next program.
+# use the driver. The scheduler opens NVML again for the next program.
 . "$(dirname "$0")/../lib.sh"
 
 # While NVML is open, it keeps the driver's device file open.

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Two programs share a GPU that is too small for both. The scheduler is restarted, killed, given a
 # wrong configuration file, and stopped until its watchdog expires. Both programs succeed, and
-# neither connects a second time.
+# neither program connects a second time.
 . "$(dirname "$0")/../lib.sh"
 
 resumed=$(logged '^2 of 2 programs continue')

@@ -1,7 +1,7 @@
 #!/bin/bash
 # A user's program is put to sleep and woken by the helper, which systemd starts with its sandbox
 # and its capabilities. The program also sleeps during a restart of the scheduler. Other users may
-# not put it to sleep.
+# not put the program to sleep.
 . "$(dirname "$0")/../lib.sh"
 
 program_of_user naps --mem 16M --seconds 600 --pause-ms 5 >/tmp/naps 2>&1 &

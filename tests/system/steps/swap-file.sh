@@ -9,7 +9,8 @@ swaps_to() { # directory
     printf '[swap]\nmax = "16M"\nfile = "%s"\nfile-max = "2G"\n' "$1" >$file
     systemctl restart $unit || fail "the scheduler does not start with that"
 }
-# Starts two programs. Together they exceed the GPU and the RAM that they may use.
+# Starts two programs. Together, the programs need more memory than the GPU and the permitted RAM
+# can hold.
 share() {
     start_two mix --mem 160M --chunks 4 --rounds 6 --gpu-ms 50
     until_true "memory to be in a file" is_so '[.clients[].gpus[]."in-file" // 0] | add > 0'
@@ -26,8 +27,8 @@ says "nvshare:nvshare 700" stat -c '%U:%G %a' /var/lib/nvshare/swap
 elsewhere=/srv/swap
 install -d -o nvshare -g nvshare -m 700 $elsewhere
 swaps_to $elsewhere
-# If the sandbox forbids the directory, the scheduler logs that. It refuses memory that fits nowhere
-# else.
+# If the sandbox forbids the directory, the scheduler logs this, and refuses memory that fits
+# nowhere else.
 program naps --mem 160M --seconds 600 --pause-ms 50 >/dev/null &
 first=$!
 until_true "the first to have its memory" is_so '.clients[].gpus[].resident > 100e6'

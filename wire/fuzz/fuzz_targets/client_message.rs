@@ -1,6 +1,7 @@
 //! The decoder returns for any bytes, and a message that it accepts encodes to the same bytes.
 //!
-//! `RUSTC_BOOTSTRAP=1 cargo fuzz run client_message` in `wire/`; `corpus/` begins with one message of each kind.
+//! Run with `RUSTC_BOOTSTRAP=1 cargo fuzz run client_message` in `wire/`. `corpus/` contains one
+//! message of each kind as a start.
 #![no_main]
 
 use nvshare_wire::{ClientMessage, version};

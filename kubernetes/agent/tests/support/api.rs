@@ -75,8 +75,8 @@ impl Api {
         })
     }
 
-    /// Forgets all earlier events, and ends the watches. Tells watchers the reason only if
-    /// `says_so` is true.
+    /// Forgets all earlier events, and ends the watches. The server tells watchers the reason only
+    /// if `says_so` is true.
     pub fn forget(&self, says_so: bool) {
         self.with(|world| {
             world.version += 1;

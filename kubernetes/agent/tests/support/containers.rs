@@ -1,6 +1,6 @@
 //! Programs in the control groups of pods. The programs are clients of the scheduler that do
-//! nothing. They require root and control groups of version 2, which are mounted in a separate
-//! mount namespace.
+//! nothing. The tests with these programs require root and control groups of version 2, which are
+//! mounted in a separate mount namespace.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -14,7 +14,7 @@ const ENTER: &str =
 /// Removes the control groups again, innermost first.
 const LEAVE: &str = r#"mount -t cgroup2 none "$1" && cd "$1" && rmdir -p "$2""#;
 
-/// A client in a container of a pod. Dropping it ends the client.
+/// A client in a container of a pod. Dropping this value ends the client.
 #[derive(Debug)]
 pub struct Inmate {
     child: Child,
@@ -23,7 +23,8 @@ pub struct Inmate {
 }
 
 impl Inmate {
-    /// Starts a client. Returns `None` and prints a line if this machine does not permit it.
+    /// Starts a client. Returns `None` and prints a line if this machine does not permit the mount
+    /// and the control group.
     pub fn start(directory: &Path, socket: &Path, uid: &str, container: &str) -> Option<Self> {
         let mount = directory.join("cgroup");
         std::fs::create_dir_all(&mount).expect("a directory");

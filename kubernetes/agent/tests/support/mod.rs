@@ -19,7 +19,7 @@ use kubernetes_test_support::{NODE, Process};
 
 const AGENT: &str = env!("CARGO_BIN_EXE_nvshare-agent");
 
-/// The node. Dropping it ends all of its processes.
+/// The node. Dropping this value ends all processes of the node.
 #[derive(Debug)]
 pub struct Node {
     directory: TempDir,
@@ -88,12 +88,12 @@ impl Node {
         Process::start("agent", command)
     }
 
-    /// Runs the agent with a flag that it answers before it exits.
+    /// Runs the agent with a flag that makes it print an answer and exit.
     pub fn ask_agent(&self, flag: &str) -> Output {
         self.agent_command().arg(flag).output().expect("the agent starts")
     }
 
-    /// The probe's complaint; empty if there is none.
+    /// Returns the probe's complaint, which is empty if both connections are up.
     pub fn probe(&self) -> String {
         let output = self.ask_agent("--probe");
         let said = String::from_utf8(output.stderr).expect("UTF-8");
@@ -101,7 +101,7 @@ impl Node {
         said
     }
 
-    /// Queries the scheduler. `None` if it does not answer yet.
+    /// Queries the scheduler. Returns `None` if the scheduler does not answer yet.
     fn ask<T>(&self, question: impl AsyncFn(&SchedulerProxy<'_>) -> zbus::Result<T>) -> Option<T> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
         let stream = UnixStream::connect(self.control()).ok()?;
@@ -129,7 +129,7 @@ impl Node {
         kubernetes_test_support::until(what, || question(self))
     }
 
-    /// Waits until a pod has a rule, and returns the value of a key.
+    /// Waits until the pod's rule has this value for the key.
     #[track_caller]
     pub fn until_rule(&self, pod: &str, key: &str, value: &str) {
         self.until(&format!("{pod} with {key} = {value}"), |node| {

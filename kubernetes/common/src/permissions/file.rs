@@ -46,7 +46,7 @@ impl Config {
     }
 }
 
-/// A mistake at a byte of a file.
+/// A mistake in a file, with the position of its first byte.
 struct Mistake {
     at: usize,
     what: String,

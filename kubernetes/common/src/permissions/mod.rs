@@ -1,6 +1,6 @@
 //! The keys that pods of a namespace may set, and the keys' defaults. The scheduler decides which
-//! values are valid. If a permission depends on a value, this module parses the value like the
-//! scheduler. [`file`] reads the permissions from the agent's configuration.
+//! values are valid. If a permission depends on a value, this module parses the value as the
+//! scheduler does. [`file`] reads the permissions from the agent's configuration.
 
 pub mod file;
 
@@ -13,8 +13,9 @@ use toml::{Table, Value};
 /// The keys that a pod can set.
 pub use nvshare::config::rules::LIMIT_KEYS as KEYS;
 
-/// The keys that pods may set by default. These keys only restrict the pod itself, or choose the
-/// pods that share its GPUs. Keys that can take resources from other programs are excluded.
+/// The keys that pods may set by default. Each of these keys only restricts the pod itself, or
+/// chooses the pods that share the pod's GPUs. Keys that can take resources from other programs are
+/// excluded.
 const HARMLESS: [&str; 10] = [
     "memory-max",
     "swap-max",
@@ -80,7 +81,7 @@ impl Permissions {
     }
 }
 
-/// Parses a key for a share of time like the scheduler.
+/// Parses a key for a share of time as the scheduler does.
 ///
 /// # Errors
 /// Returns a sentence about the mistake.

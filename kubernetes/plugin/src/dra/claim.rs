@@ -2,10 +2,10 @@
 //! I/O.
 //!
 //! A claim has one rule, which all programs of the claim share, in all containers and pods.
-//! Kubernetes counts the capacities memory and time. They need no permission, because Kubernetes
-//! does not promise them twice. Permissions bound the other keys of a claim, like annotations of
-//! pods. An administrator sets the keys of the claim's DeviceClass, so permissions do not bound
-//! them.
+//! Kubernetes counts the capacities memory and time. These capacities need no permission, because
+//! Kubernetes does not promise them twice. Permissions bound the other keys of a claim, like
+//! annotations of pods. An administrator sets the keys of the claim's DeviceClass, so permissions
+//! do not bound them.
 
 use std::collections::BTreeMap;
 
@@ -33,8 +33,8 @@ fn allowed() -> impl Iterator<Item = &'static str> {
     LIMIT_KEYS.into_iter().filter(|key| !CHOOSING.contains(key))
 }
 
-/// The default weight of a claim whose namespace has no default weight. It equals the weight of a
-/// user.
+/// The default weight of a claim whose namespace has no default weight. This weight equals the
+/// default weight of a user.
 const WEIGHT: i64 = 100;
 
 /// A prepared claim.
@@ -199,7 +199,7 @@ fn keys(parameters: &serde_json::Value) -> Result<BTreeMap<String, Value>, Strin
 
 fn rule(share: &Share, uuids: Vec<String>, permissions: &Permissions) -> Result<BTreeMap<String, Value>, String> {
     let mut rule = share.keys.clone();
-    // Reserved memory is both guaranteed to the claim and the claim's limit.
+    // The claim is guaranteed its reserved memory, and may not use more.
     let memory = (share.memory > 0).then(|| i64::try_from(share.memory).unwrap_or(i64::MAX).into());
     let time = (share.time > 0).then(|| format!("{}%", share.time).into());
     let reserved: [(&str, &str, Option<Value>); 3] =

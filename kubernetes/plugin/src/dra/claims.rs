@@ -20,7 +20,8 @@ use zbus::MessageStream;
 use super::claim::Prepared;
 use super::store::Store;
 
-/// Timeout for the scheduler to accept a connection and a message. kubelet's own timeout is 45 s.
+/// Timeout for each answer of the scheduler: to a new connection, and to a message. kubelet's own
+/// timeout is 45 s.
 const ANSWER: Duration = Duration::from_secs(10);
 
 /// Maximum pause between attempts to reach the scheduler.
@@ -44,8 +45,8 @@ pub struct Places {
 pub struct Claims {
     places: Places,
     store: Store,
-    /// The lock is held while claims are sent, so that the last message always contains the current
-    /// state.
+    /// A sender holds the lock while it sends claims, so that the last message always contains the
+    /// current state.
     prepared: Mutex<BTreeMap<String, Prepared>>,
 }
 
@@ -100,8 +101,8 @@ impl Claims {
         done
     }
 
-    /// Undoes [`Self::prepare`]. It is not an error if the claim is not prepared or the scheduler
-    /// is not running. When the scheduler runs again, it receives the current claims.
+    /// Undoes [`Self::prepare`]. If the claim is not prepared or the scheduler is not running, this
+    /// is not an error. A scheduler that starts later receives the current claims.
     pub async fn unprepare(&self, uid: &str) {
         let mut prepared = self.prepared.lock().await;
         self.forget(uid);

@@ -1,4 +1,4 @@
-//! The whole driver. It creates and serves its sockets, and creates them again if they are removed.
+//! The whole driver. The driver creates and serves its sockets, and creates removed sockets again.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

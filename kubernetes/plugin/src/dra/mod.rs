@@ -30,7 +30,7 @@ pub mod store;
 pub const DRIVER: &str = "gpu.nvshare.com";
 
 /// The messages and services of kubelet's API for DRA drivers.
-#[allow(missing_debug_implementations)] // #[allow(missing_debug_implementations)] // tonic generates types without Debug
+#[allow(missing_debug_implementations)] // tonic generates types without Debug
 pub mod protocol {
     tonic::include_proto!("k8s.io.kubelet.pkg.apis.dra.v1");
 
@@ -39,7 +39,7 @@ pub mod protocol {
 }
 
 /// kubelet's API for the health of devices.
-#[allow(missing_debug_implementations)] // #[allow(missing_debug_implementations)] // tonic generates types without Debug
+#[allow(missing_debug_implementations)] // tonic generates types without Debug
 pub mod health {
     tonic::include_proto!("v1alpha1");
 
@@ -48,7 +48,7 @@ pub mod health {
 }
 
 /// kubelet's API for the registration of plugins.
-#[allow(missing_debug_implementations)] // #[allow(missing_debug_implementations)] // tonic generates types without Debug
+#[allow(missing_debug_implementations)] // tonic generates types without Debug
 pub mod plugin_registration {
     tonic::include_proto!("pluginregistration");
 

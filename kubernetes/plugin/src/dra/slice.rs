@@ -1,6 +1,6 @@
 //! The devices of the node's ResourceSlice, which are the GPUs with their capacities for claims.
 //! This module also detects fields that an API server has dropped, because the server does not know
-//! them or their feature gates are off. It does no I/O.
+//! the fields or their feature gates are off. The module does no I/O.
 
 use std::collections::BTreeMap;
 
@@ -108,8 +108,8 @@ fn taints(gpu: &Gpu) -> Vec<DeviceTaint> {
     all.into_iter().filter(|(_, is_so)| *is_so).map(|(key, _)| taint(key)).collect()
 }
 
-/// Copies the times of stored taints to equal new taints. If a taint has no time, the API server
-/// sets the current time, even if only another device has changed.
+/// Copies the times of stored taints to equal new taints. Without a time, the API server would set
+/// the current time, even if only another device has changed.
 pub fn keep_times(devices: &mut [Device], stored: &[Device]) {
     for device in devices {
         let before = stored.iter().find(|stored| stored.name == device.name);
@@ -124,7 +124,7 @@ pub fn keep_times(devices: &mut [Device], stored: &[Device]) {
 /// Fields that an API server has dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Dropped {
-    /// Whether the fields were dropped that allow several claims per device.
+    /// Whether the API server dropped the fields that allow several claims per device.
     pub sharing: bool,
     pub taints: bool,
 }
@@ -205,7 +205,7 @@ mod tests {
         assert_eq!(gpu.get("taints"), None);
     }
 
-    /// The other attributes come from NVML, and tests/dra.rs tests them.
+    /// tests/dra.rs tests the attributes that the simulated NVML reports.
     #[test]
     fn a_mig_device_has_its_pcie_root_parent_and_profile() {
         let mut all = gpus();

@@ -1,7 +1,7 @@
 //! Queries NVML for GPUs and slices, their places, and their faults. The queries run in a separate
 //! thread, because NVML's calls can be slow. Events and queries detect faults. If the driver does
-//! not support events, only queries do. After a failure, NVML is initialized again. This detects a
-//! driver that is loaded later or reloaded.
+//! not support events, only queries detect faults. After a failure, NVML is initialized again. In
+//! this way, the plugin detects a driver that is loaded later or reloaded.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -88,8 +88,8 @@ impl Watch {
         self.config.borrow().health.query_interval
     }
 
-    /// Watches until NVML must be initialized again, because GPUs were added, removed or do not
-    /// answer.
+    /// Watches until GPUs are added or removed, or a GPU does not answer. NVML must then be
+    /// initialized again.
     fn session(&mut self, nvml: &Nvml) -> Result<(), Unheard> {
         self.boards = scan(nvml, &self.boards);
         let events = self.events(nvml);
@@ -175,8 +175,8 @@ impl Watch {
     }
 }
 
-/// Checks a GPU by querying its memory. GPUs that use the host's memory do not support this query,
-/// which also counts as an answer.
+/// Checks a GPU by querying its memory. `NotSupported` also counts as an answer, because GPUs that
+/// use the host's memory do not support this query.
 fn ask(nvml: &Nvml, board: &Board) -> FaultAnswer {
     let asked = nvml.device_by_uuid(board.uuid.as_str()).and_then(|device| match device.memory_info() {
         Ok(_) | Err(NvmlError::NotSupported) => Ok(advice(&device)),

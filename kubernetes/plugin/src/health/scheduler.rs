@@ -1,5 +1,5 @@
-//! Reports of the scheduler. This module polls the scheduler's control socket for its GPUs. The
-//! scheduler may be silent for a while, because a restart is harmless.
+//! Reports of the scheduler. This module asks the scheduler for its GPUs periodically, over the
+//! control socket. The scheduler may be silent for a while, because a restart is harmless.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! A stand-in for the API server, with ResourceSlices and ResourceClaims of `resource.k8s.io/v1`
 //! over HTTP. Requests must conform to the published schema, by types generated from the schema.
-//! They must also conform to the published rules that concern a driver. Like an API server, the
+//! Requests must also conform to the published rules that concern a driver. Like an API server, the
 //! stand-in drops fields whose feature gates are off.
 
 use std::collections::BTreeMap;

@@ -114,7 +114,7 @@ async fn call(socket: &Path, authority: &str) -> Result<Channel, tonic::transpor
     endpoint.origin(origin).connect().await
 }
 
-/// A container with CDI devices, created like by a container runtime.
+/// A container with CDI devices, created as a container runtime creates it.
 #[derive(Debug, Default)]
 pub struct Container {
     /// The host's directory at `/run/nvshare`: the last of several mounts.
@@ -141,7 +141,8 @@ impl Container {
             let spec = specs.iter().find(|spec| spec["kind"] == kind && own(spec).is_some());
             let spec = spec.unwrap_or_else(|| panic!("unresolvable CDI device {device}"));
             let mut edits = vec![own(spec).expect("the device")];
-            // A file's edits for all of its devices are applied once, and first.
+            // The edits that a file defines for all of its devices are applied once, before the
+            // edits of the device itself.
             if !seen.contains(&spec) {
                 edits.insert(0, spec["containerEdits"].clone());
                 seen.push(spec);

@@ -19,7 +19,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::PATIENCE;
 
-/// One run of kubelet, until this value is dropped.
+/// A running kubelet. Dropping this value ends it.
 #[derive(Debug)]
 pub struct Kubelet {
     directory: PathBuf,
@@ -47,7 +47,7 @@ impl Registration for Desk {
 }
 
 impl Kubelet {
-    /// Starts like kubelet, which first removes all files from its directory.
+    /// Starts as kubelet does: first removes all files from its directory.
     pub fn start(directory: &Path) -> Self {
         for entry in std::fs::read_dir(directory).expect("the directory") {
             std::fs::remove_file(entry.expect("an entry").path()).expect("it is removed");

@@ -16,7 +16,7 @@ const PLUGIN: &str = env!("CARGO_BIN_EXE_nvshare-device-plugin");
 /// The plugin's configuration in most tests, with short times.
 pub const QUICK: &str = "[health]\nscheduler-timeout = 1\nquery-interval = 1\n";
 
-/// The node. Dropping it removes its directory.
+/// The node. Dropping this value removes the node's directory.
 #[derive(Debug)]
 pub struct Node {
     pub directory: PathBuf,

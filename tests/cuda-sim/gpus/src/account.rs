@@ -1,5 +1,5 @@
-//! The memory of each process on each GPU. A small file for each process has its bytes, which count
-//! while the process lives.
+//! The memory of each process on each GPU. Each process has a small file that contains its numbers
+//! of bytes. The file counts while the process lives.
 
 use crate::{
     Config, MAX_GPUS, checkpoint,
@@ -27,7 +27,7 @@ use std::{
 pub struct Usage {
     /// Bytes that stay allocated until they are freed: contexts, allocations, physical chunks.
     pub plain: u64,
-    /// Resident bytes of managed memory. Any process that needs the room may evict them.
+    /// Resident bytes of managed memory. Any process that needs the room may evict these bytes.
     pub managed: u64,
 }
 
@@ -58,8 +58,8 @@ fn managed_word(gpu: usize) -> usize {
 
 static ACCOUNT: OnceLock<io::Result<Account>> = OnceLock::new();
 
-/// This process's account. Its functions take the process's own GPU numbers, which [`place`]
-/// translates into the machine's.
+/// This process's account. The account's functions take the process's own GPU numbers, which
+/// [`place`] translates into the machine's numbers.
 #[derive(Debug)]
 pub struct Account {
     words: &'static [AtomicU64; WORDS],
@@ -122,12 +122,12 @@ impl Account {
         self.words
     }
 
-    /// Bytes on each GPU of the machine that are not managed memory.
+    /// This process's bytes on each GPU of the machine, without managed memory.
     pub(crate) fn plain(&self) -> [u64; MAX_GPUS] {
         std::array::from_fn(|place| self.words[plain_word(place)].load(Ordering::Relaxed))
     }
 
-    /// Releases all bytes that are not managed memory.
+    /// Releases all bytes except managed memory.
     pub(crate) fn give_all(&self) {
         (0..MAX_GPUS).for_each(|place| self.words[plain_word(place)].store(0, Ordering::Relaxed));
     }
@@ -138,8 +138,8 @@ impl Account {
         !shared::read(&table).is_empty()
     }
 
-    /// Allocates `bytes` of a GPU, and evicts managed memory of any process if they need its room.
-    /// Returns false if they don't fit.
+    /// Allocates `bytes` on a GPU. If the GPU has no room, evicts managed memory of any process.
+    /// Returns false if the bytes still don't fit.
     #[must_use]
     pub fn take(&self, gpu: usize, bytes: u64) -> bool {
         let Ok(_all) = Everybody::lock() else { return false };
@@ -169,8 +169,8 @@ impl Account {
         shared::insert(&self.words[SHARED..CHECKPOINT], chunk)
     }
 
-    /// Removes a shared chunk. If this process owned the chunk, its bytes then count for another
-    /// process that has the chunk.
+    /// Removes a shared chunk. If this process owned the chunk, the chunk's bytes then count for
+    /// another process that has imported it.
     pub fn give_shared(&self, chunk: Shared) {
         let Ok(_all) = Everybody::lock() else { return };
         shared::remove(&self.words[SHARED..CHECKPOINT], chunk);
@@ -239,7 +239,7 @@ impl Account {
     }
 }
 
-/// The memory in use on a GPU of the machine.
+/// The figures of the memory in use on a GPU of the machine.
 #[derive(Clone, Debug, Default)]
 pub struct Figures {
     pub processes: Vec<Process>,
@@ -307,10 +307,11 @@ impl Process {
         &self.path
     }
 
-    /// Returns the pid in the caller's PID namespace, as the driver does. A process outside that
-    /// namespace has the pid of its own namespace.
+    /// Returns the pid in the caller's PID namespace, as the driver does. For a process outside
+    /// that namespace, returns the pid in the process's own namespace.
     pub fn pid_here(&self) -> u32 {
-        // Closing a descriptor of its own file would release this process's lock.
+        // Does not open this process's own pid file, because closing that descriptor would release
+        // this process's lock on the file.
         if ACCOUNT.get().and_then(|own| own.as_ref().ok()).is_some_and(|own| own.path == self.path) {
             return self.pid;
         }
@@ -368,7 +369,7 @@ fn set_managed(path: &Path, gpu: usize, bytes: u64) -> io::Result<()> {
     File::options().write(true).open(path)?.write_all_at(&bytes.to_ne_bytes(), managed_word(gpu) as u64 * 8)
 }
 
-/// The lock of all accounts. It makes the check for room and the allocation one atomic step.
+/// The lock of all accounts. This lock makes the check for room and the allocation one atomic step.
 struct Everybody(MutexGuard<'static, Option<LockFile>>);
 
 impl Everybody {

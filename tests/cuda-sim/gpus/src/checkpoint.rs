@@ -29,13 +29,13 @@ const OPERATION: usize = 3;
 const TIMEOUT: usize = 4;
 /// The code of the last answer.
 const RESULT: usize = 5;
-/// The ID of the thread that serves requests, in the process's own PID namespace. It is 0 before
-/// the thread exists.
+/// The ID of the thread that serves requests, in the process's own PID namespace. The ID is 0
+/// before the thread exists.
 const THREAD: usize = 6;
 /// The new GPU for each GPU of the machine.
 const PAIRS: usize = 7;
 
-/// Interval between checks that the other side is alive.
+/// Interval between checks that the other process is alive.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// `CUprocessState`
@@ -62,7 +62,8 @@ impl State {
 /// A request to a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
-    /// Blocks the program's calls, once running calls have returned and submitted work is done.
+    /// Blocks new calls of the program, and waits until running calls have returned and submitted
+    /// work is done.
     Lock {
         timeout: Option<Duration>,
     },
@@ -85,7 +86,8 @@ pub fn same_places() -> Destinations {
 /// The value that stands for no GPU.
 const NONE: u64 = u64::MAX;
 
-/// A process that receives requests. While this value lives, only this process may send them.
+/// A process that receives requests. While this value exists, no other process can send requests to
+/// that process.
 #[derive(Debug)]
 pub struct Target {
     words: *mut [AtomicU64; account::WORDS],
@@ -210,7 +212,7 @@ pub struct Own(&'static [AtomicU64]);
 pub struct NoRoom;
 
 impl Own {
-    /// Makes the calling thread serve requests.
+    /// Registers the calling thread as the thread that serves requests.
     pub fn serve() -> Own {
         let own = Own(&Account::get().words()[account::CHECKPOINT..account::CHECKPOINT + WORDS]);
         // SAFETY: `gettid` has no preconditions.

@@ -21,13 +21,13 @@ pub struct Config {
     pub reserved: u64,
     /// `CUDA_SIM_CONTEXT`: memory of one context.
     pub context: u64,
-    /// `CUDA_SIM_CONTEXT_TIME`: the time to create a context. During this time its bytes appear
-    /// step by step.
+    /// `CUDA_SIM_CONTEXT_TIME`: the time to create a context. During this time, the context's bytes
+    /// are allocated in steps.
     pub context_time: Duration,
     /// `CUDA_SIM_CONTEXT_GROWTH`: memory that a context allocates later, for lazily loaded code.
     pub context_growth: u64,
-    /// `CUDA_SIM_CONTEXT_GROWTH_STEPS`: the number of steps of this growth. Each of the first
-    /// module loads and launches is one step.
+    /// `CUDA_SIM_CONTEXT_GROWTH_STEPS`: the number of steps of this growth. Each module load and
+    /// each launch is one step, until the growth is complete.
     pub context_growth_steps: u64,
     /// `CUDA_SIM_HIDDEN`: used bytes of each GPU that NVML does not count.
     pub hidden: u64,

@@ -1,5 +1,5 @@
-//! The engines of a GPU: one computes, one copies in, and one copies out. Each engine executes one
-//! piece of work of any process at a time, and takes the work's simulated time.
+//! The engines of a GPU: one computes, one copies in, and one copies out. Each engine serves all
+//! processes, executes one piece of work at a time, and is busy for the work's simulated time.
 
 use crate::{MAX_GPUS, lock::LockFile, place::place};
 use std::{
@@ -29,8 +29,8 @@ const CREDIT: i64 = 2_000_000;
 pub struct Engine {
     queue: Mutex<Queue>,
     turn: Condvar,
-    /// The lock of the process that is next in line. It makes processes alternate: a single `flock`
-    /// has no order.
+    /// The lock that the process next in line holds. This lock makes processes alternate, because a
+    /// single `flock` has no order.
     next: Option<LockFile>,
     busy: Option<LockFile>,
 }

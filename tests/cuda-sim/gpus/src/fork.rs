@@ -13,7 +13,8 @@ static FORKED: AtomicBool = AtomicBool::new(false);
 static HELD: Mutex<Vec<RawFd>> = Mutex::new(Vec::new());
 
 thread_local! {
-    /// The lock of the list while this thread forks. It keeps the child's list consistent.
+    /// The lock of the list while this thread forks. The lock keeps the child's copy of the list
+    /// consistent.
     static FORKING: RefCell<Option<MutexGuard<'static, Vec<RawFd>>>> = const { RefCell::new(None) };
 }
 

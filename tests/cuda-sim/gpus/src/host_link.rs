@@ -1,5 +1,5 @@
-//! The host's memory bandwidth, which copies of all GPUs and processes share. Its state is in a
-//! file that all processes map.
+//! The host's memory bandwidth, which copies of all GPUs and processes share. The state of the
+//! bandwidth is in a file that all processes map.
 
 use crate::{Config, lock::open_shared};
 use std::{
@@ -55,7 +55,7 @@ pub fn wait_for_host(bytes: u64) {
 
 fn monotonic() -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` is a live value; this clock always exists.
+    // SAFETY: `now` is a live value. This clock always exists.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }

@@ -9,8 +9,8 @@ use std::{
     path::Path,
 };
 
-/// A file whose lock excludes other processes. It does not exclude other threads of this process,
-/// which need a mutex too.
+/// A file whose lock excludes other processes. The lock does not exclude other threads of this
+/// process, which need a mutex too.
 #[derive(Debug)]
 pub(crate) struct LockFile(File);
 

@@ -1,5 +1,5 @@
-//! An event between processes. A mapped file has the number of its recordings, and the last
-//! recording that was reached.
+//! An event that processes share. A mapped file contains the number of the event's recordings, and
+//! the number of the last recording that was reached.
 
 use crate::{Config, lock::open_shared};
 use std::{

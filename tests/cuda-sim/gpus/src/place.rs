@@ -1,11 +1,12 @@
-//! Maps a process's GPU numbers to the machine's. Both are equal until the process is restored on
-//! other GPUs. The process keeps its own numbers, and shared state uses the machine's.
+//! Maps a process's GPU numbers to the machine's GPU numbers. Both are equal until the process is
+//! restored on other GPUs. The process then keeps its own numbers. Shared state uses the machine's
+//! numbers.
 
 use crate::MAX_GPUS;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The offset of each GPU's number in the machine from its number in the process, modulo
-/// [`MAX_GPUS`]. In most processes it is 0.
+/// [`MAX_GPUS`]. In most processes, the offset is 0.
 static SHIFTS: [AtomicUsize; MAX_GPUS] = [const { AtomicUsize::new(0) }; MAX_GPUS];
 
 /// Returns the machine's number of a GPU of this process.
@@ -22,8 +23,8 @@ pub(crate) fn all() -> [usize; MAX_GPUS] {
     std::array::from_fn(place)
 }
 
-/// Returns the new places of this process's GPUs after a restore. The permutation `to` has the new
-/// GPU of each GPU of the machine.
+/// Returns the new places of this process's GPUs after a restore. The permutation `to` contains the
+/// new GPU for each GPU of the machine.
 pub(crate) fn moved(to: &[usize; MAX_GPUS]) -> [usize; MAX_GPUS] {
     all().map(|place| to[place])
 }

@@ -1,9 +1,10 @@
-//! Memory that several processes share. It counts for its *owner*, the process that allocated it.
-//! After the owner has freed it or has ended, it counts for one importing process, until the last
-//! importer has closed it, as on an H200 (driver 580).
+//! Memory that several processes share. Shared memory counts for its *owner*, the process that
+//! allocated it. After the owner has freed the memory or has ended, the memory counts for one of
+//! the importing processes, until the last importer has closed it. An H200 (driver 580) does the
+//! same.
 //!
-//! Each process's file has a table of the process's shared chunks. An owner's shared bytes are also
-//! included in its other bytes.
+//! Each process's file has a table of the process's shared chunks. The owner's `Usage::plain`
+//! includes the bytes of the chunks that the owner shares.
 
 use crate::account::Process;
 use std::{

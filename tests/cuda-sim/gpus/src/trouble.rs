@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-/// An event of the driver. `kind` is its number in `nvml.h`.
+/// An event of the driver. `kind` is the number of the event's kind in `nvml.h`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
     pub gpu: usize,
@@ -95,7 +95,7 @@ pub fn is_out(dir: &Path, gpu: usize) -> bool {
     dir.join(format!("gpu-{gpu}.out")).exists()
 }
 
-/// Enables MIG mode with these slices, whose numbers are unique. `None` disables MIG mode.
+/// Enables MIG mode with slices of these numbers, which must be unique. `None` disables MIG mode.
 pub fn slice(dir: &Path, gpu: usize, slices: Option<&[u8]>) -> io::Result<()> {
     let text = slices.map(|all| all.iter().map(|slice| format!("{slice}\n")).collect::<String>());
     put(&dir.join(format!("gpu-{gpu}.slices")), text.as_deref())
@@ -143,8 +143,8 @@ pub fn fragmented(dir: &Path, gpu: usize) -> u64 {
 /// Memory of a process that does not run on the simulated driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stranger {
-    /// The demand in bytes. The stranger receives the bytes that processes leave free, now or
-    /// later.
+    /// The demand in bytes. The stranger receives the bytes that the simulated processes leave
+    /// free, including bytes that they free later.
     pub bytes: u64,
     /// The pid in NVML's list. With `None`, only the total includes the bytes.
     pub pid: Option<u32>,
@@ -169,14 +169,14 @@ pub fn strangers(dir: &Path, gpu: usize) -> Vec<Stranger> {
 /// The calls of `cuMemCreate` that fail.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Refusal {
-    /// Only calls of this process.
+    /// If set, only calls of this process fail.
     pub pid: Option<u32>,
-    /// Only calls within this time from now.
+    /// If set, calls fail only within this time after [`refuse`].
     pub lasts: Option<Duration>,
 }
 
-/// Makes `cuMemCreate` fail with out of memory on a GPU. The failures end after a time, or when
-/// this function is called with `None`.
+/// Makes `cuMemCreate` fail with out of memory on a GPU. The failures end after [`Refusal::lasts`],
+/// or when this function is called with `None`.
 pub fn refuse(dir: &Path, gpu: usize, refusal: Option<Refusal>) -> io::Result<()> {
     let text = refusal.map(|Refusal { pid, lasts }| {
         let until = lasts.map_or(u64::MAX, |lasts| now().saturating_add(lasts.as_millis() as u64));

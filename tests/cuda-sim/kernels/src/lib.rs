@@ -1,6 +1,6 @@
-//! The computations of the simulated kernels, element by element. They are a separate crate so that
-//! every profile can optimize them. Kernels dominate the time of tests. Optimizing the rest of the
-//! simulator takes long and gains little.
+//! The computations of the simulated kernels, element by element. The computations are a separate
+//! crate, so that every profile can optimize them. Kernels dominate the time of tests. Optimizing
+//! the rest of the simulator takes long and gains little.
 //!
 //! The functions are `inline(never)`. Otherwise the compiler would inline small functions into
 //! crates that are not optimized.
@@ -97,7 +97,7 @@ pub unsafe fn sum(elements: *const u32, n: u64) -> u64 {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Fingerprint {
     pub sums: [u64; 2],
-    /// Zero if all words are `value`.
+    /// Zero if all words equal the argument `value` of [`Fingerprint::add`].
     pub differs: u64,
 }
 

@@ -1,4 +1,4 @@
-//! The used memory at an earlier time: `CUDA_SIM_NVML_DELAY` before now.
+//! Reports memory figures that are `CUDA_SIM_NVML_DELAY` old.
 
 use cuda_sim_gpus::{Config, account::Figures};
 use std::{
@@ -11,8 +11,8 @@ use std::{
 /// Interval between stored figures.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// The figures of all GPUs, oldest first. Only the newest of the figures that are old enough are
-/// kept.
+/// The figures of all GPUs, oldest first. Of the entries that are at least that old, only the
+/// newest is kept.
 static KEPT: Mutex<VecDeque<(Instant, Vec<Figures>)>> = Mutex::new(VecDeque::new());
 
 fn kept() -> MutexGuard<'static, VecDeque<(Instant, Vec<Figures>)>> {

@@ -1,4 +1,5 @@
-//! Event sets of GPUs and kinds. Programs wait for later events of a set, which tests raise.
+//! Event sets. A program registers kinds of events of each GPU in a set, and waits for later events
+//! of these kinds. Tests raise the events.
 
 use super::*;
 use cuda_sim_gpus::trouble::{DOUBLE_BIT_ECC, Event, XID, happened, is_lost};
@@ -13,7 +14,7 @@ struct Set(Mutex<Watched>);
 
 #[derive(Debug, Default)]
 struct Watched {
-    /// GPUs and a mask of kinds.
+    /// Each registered GPU with a mask of the kinds of events.
     kinds: Vec<(usize, u64)>,
     /// Number of events that have been checked.
     seen: usize,

@@ -1,6 +1,6 @@
-//! A simulated `libnvidia-ml.so.1`. It shows the GPUs of `cuda-sim-gpus`, with the memory and the
-//! processes of their accounts. It has the calls that a monitor needs. Utilization is always 0.
-//! Events are in `events`.
+//! A simulated `libnvidia-ml.so.1`. The library shows the GPUs of `cuda-sim-gpus`, with the memory
+//! and the processes of their accounts. The library has the calls that a monitor needs. Utilization
+//! is always 0. Events are in `events`.
 
 // C programs call the symbols, and valid pointers are the API's contract. Tests call the symbols
 // from Rust too.
@@ -188,8 +188,8 @@ fn index(handle: usize) -> Result<u32, Error> {
 /// Interval between checks whether initialization may continue.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// A file that replaces the driver's device files. It is open between the first `nvmlInit` and the
-/// last `nvmlShutdown`.
+/// A file that replaces the driver's device files. The file is open between the first `nvmlInit`
+/// and the last `nvmlShutdown`.
 static OPEN: Mutex<(usize, Option<File>)> = Mutex::new((0, None));
 
 fn init() -> Result<(), Error> {
@@ -225,7 +225,7 @@ const SLICES: u32 = 7;
 /// slice's number.
 const FIRST_SLICE: usize = 1 << 16;
 
-/// The GPU and the number of an existing slice.
+/// Returns the GPU and the slice's number, if the handle is the handle of an existing slice.
 fn slice(handle: usize) -> Option<(usize, u8)> {
     let number = handle.checked_sub(FIRST_SLICE)?;
     let (gpu, slice) = (gpu(number / 256 + 1).ok()?, (number % 256) as u8);
@@ -240,7 +240,7 @@ fn code(done: Result<(), Error>) -> u32 {
     done.map_or_else(|e| e.0, |()| 0)
 }
 
-/// Returns a GPU's memory. It includes the driver's reserve, which CUDA does not count.
+/// Returns a GPU's memory. NVML's figures include the driver's reserve, which CUDA does not count.
 fn memory(handle: usize) -> Result<Memory2, Error> {
     if slice(handle).is_some() {
         let total = Config::get().memory / u64::from(SLICES);
@@ -275,14 +275,16 @@ fn processes<T>(handle: usize, count: *mut u32, to: *mut T, entry: impl Fn(u32, 
     let listed = own.chain(strangers).filter(|(_, bytes)| *bytes > 0 && listing != Listing::None);
     let said = |bytes| if listing == Listing::All { bytes } else { NOT_AVAILABLE };
     let all: Vec<_> = listed.map(|(pid, bytes)| (pid, said(bytes))).collect();
-    // SAFETY: the program passes a valid count, checked above.
+    // SAFETY: the API's contract: the program passes null or a valid count. Null was rejected
+    // above.
     let room = unsafe { count.read() } as usize;
     out(count, all.len() as u32)?;
     if room < all.len() {
         return Err(INSUFFICIENT_SIZE);
     }
     for (i, (pid, bytes)) in all.into_iter().enumerate() {
-        // SAFETY: the API's contract: the list has room for `room` entries. No more are written.
+        // SAFETY: the API's contract: the list has room for `room` entries, and `i` is less than
+        // `room`.
         out(unsafe { to.add(i) }, entry(pid, bytes))?;
     }
     Ok(())

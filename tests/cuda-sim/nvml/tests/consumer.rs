@@ -1,4 +1,5 @@
-//! NVML that supports only memory and processes, and host bandwidth that both directions share.
+//! A consumer card: NVML supports only memory and processes, and copies in both directions share
+//! the host's bandwidth.
 
 use cuda_sim_gpus::host_link;
 use nvidia_ml::*;

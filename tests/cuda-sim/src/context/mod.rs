@@ -103,7 +103,7 @@ impl Context {
         Ok(context)
     }
 
-    /// Creates a green context of a GPU. Its primary context must outlive it.
+    /// Creates a green context of a GPU. The primary context must outlive the green context.
     pub fn green(primary: Arc<Context>) -> Result<Arc<Context>, Error> {
         Context::new(primary.gpu, 0, primary.version, Kind::Green(primary))
     }
@@ -122,8 +122,8 @@ impl Context {
         Arc::ptr_eq(self.root(), other.root())
     }
 
-    /// Returns this context. For a primary context, also returns its green contexts, to which its calls
-    /// apply too.
+    /// Returns this context. For a primary context, also returns its green contexts, because calls
+    /// for the primary context apply to them too.
     pub fn family(self: &Arc<Self>) -> Vec<Arc<Context>> {
         let green = |c: &Arc<Context>| matches!(&c.kind, Kind::Green(primary) if Arc::ptr_eq(primary, self));
         let mut family = vec![self.clone()];
@@ -210,7 +210,7 @@ impl Context {
         self.error()
     }
 
-    /// Destroys the context and frees its memory once its work is done.
+    /// Waits for the context's work, destroys the context and frees its memory.
     pub fn destroy(self: &Arc<Self>) {
         self.wait();
         if self.destroyed.swap(true, Ordering::AcqRel) {

@@ -18,8 +18,8 @@ use crate::{
 use cuda_sim_gpus::{Config, Engine, EngineKind, host_link};
 use std::{ptr, sync::Arc, time::Duration};
 
-/// The largest size in bytes up to which an asynchronous copy from pageable memory is staged
-/// immediately. A larger copy blocks the caller.
+/// The largest asynchronous copy from pageable memory, in bytes, that is staged immediately. A
+/// larger copy blocks the caller.
 const STAGED: u64 = 64 << 10;
 
 /// The kind of memory on one side of a copy.
@@ -132,8 +132,8 @@ impl Copy {
         let (mut target, mut source) = (to.next(), from.next());
         while let (Some((to_at, to_len)), Some((from_at, from_len))) = (target, source) {
             let n = to_len.min(from_len);
-            // SAFETY: device runs are valid while `space` is locked, and the program guarantees host runs.
-            // `ptr::copy` permits overlapping sides.
+            // SAFETY: device runs are valid while `space` is locked, and by the API's contract host
+            // runs are valid. `ptr::copy` permits overlapping sides.
             unsafe { ptr::copy(from_at, to_at, n as usize) };
             target = if n < to_len { Some((to_at.wrapping_add(n as usize), to_len - n)) } else { to.next() };
             source = if n < from_len { Some((from_at.wrapping_add(n as usize), from_len - n)) } else { from.next() };

@@ -32,8 +32,8 @@ const MACHINE: &[(&str, &str)] = &[
     ("CUDA_SIM_LINK_BANDWIDTH", "8G"),
 ];
 
-/// Runs the companion. It has a context and 32 MiB with a value, and executes one command per line
-/// of its input.
+/// Runs the companion. The companion has a context and 32 MiB with a value, and executes one
+/// command per line of its input.
 fn target() {
     let _gpu = Gpu::open();
     let at = alloc(32 * M);
@@ -168,7 +168,7 @@ fn used(gpu: usize) -> usize {
     Figures::of(gpu).used(gpu) as usize / M
 }
 
-/// MiB of a process on a GPU, from NVML's list.
+/// The memory of a process on a GPU in MiB.
 fn bytes_of(pid: usize, gpu: usize) -> usize {
     let processes = Figures::of(gpu).processes;
     let of_it = processes.iter().find(|process| process.pid_here() as usize == pid).expect("it has memory somewhere");
@@ -280,8 +280,8 @@ fn a_process_can_be_restored_on_another_gpu() {
     });
 }
 
-/// Devices keep their numbers and bus IDs, but have the UUIDs of the GPUs that now have their
-/// memory. Earlier handles stay valid.
+/// Devices keep their numbers and bus IDs. Each device has the UUID of the GPU to which its memory
+/// was moved. Earlier handles stay valid.
 #[test]
 fn a_moved_process_sees_the_other_gpu_under_its_device() {
     with_target("checkpoint::a_moved_process_sees_the_other_gpu_under_its_device", |mut target| {

@@ -1,4 +1,4 @@
-//! `cuGetProcAddress`: its results for names, versions and flags, which equal those of driver 580.
+//! `cuGetProcAddress`: the results for names, versions and flags equal the results of driver 580.
 
 use crate::support::*;
 use std::ffi::CString;

@@ -9,7 +9,7 @@ const INVALID_DEVICE: u32 = 101;
 const UNSUPPORTED: u32 = 217;
 const APART: &[(&str, &str)] = &[("CUDA_SIM_GPUS", "3"), ("CUDA_SIM_NO_PEERS", "0-1")];
 
-/// Creates chunks on a GPU and maps them for that GPU.
+/// Creates a chunk on a GPU and maps it for that GPU.
 fn mapped(device: u32, len: usize) -> u64 {
     let properties: [u32; 8] = [1, 0, 1, device, 0, 0, 0, 0];
     let handle = get("cuMemCreate", &[len, properties.as_ptr() as usize, 0]);
@@ -32,7 +32,8 @@ fn contexts() -> [usize; 2] {
     contexts
 }
 
-/// Returns memory on each of the two GPUs. The memory of the first GPU has this value.
+/// Returns memory on each of the two GPUs. The memory of the first GPU contains `value` in each
+/// word.
 fn filled(contexts: [usize; 2], value: u32, new: impl Fn(u32) -> u64) -> [u64; 2] {
     let places = [0, 1].map(|device| {
         assert_eq!(cu("cuCtxSetCurrent", &[contexts[device]]), 0);

@@ -55,7 +55,7 @@ fn the_default_stream_does_not_wait_for_other_streams() {
             let flag = Flag::new();
             assert_eq!(gpu.launch("spin_until", first, &[flag.at()]), 0);
             assert_eq!(cu("cuMemsetD32Async", &[at as usize, 1, 1, second]), 0);
-            // Otherwise the default stream would wait for ever.
+            // If one stream waited for the other, this call would never return.
             assert_eq!(cu("cuStreamSynchronize", &[second]), 0);
             assert_eq!(cu("cuStreamQuery", &[first]), NOT_READY);
             flag.write();

@@ -35,7 +35,8 @@ fn a_stream_waits_for_a_value_written_by_a_stream_or_the_host() {
         assert_eq!(cu("cuStreamWaitValue64_v2", &[lane, mapped, 5, 1]), 0);
         thread::sleep(Duration::from_millis(20));
         assert_eq!(cu("cuStreamQuery", &[lane]), NOT_READY);
-        // SAFETY: this is mapped host memory. The stream reads it during the write, as a GPU does.
+        // SAFETY: this is mapped host memory. The stream reads the memory during the write, as a
+        // GPU does.
         unsafe { (host as *mut u64).write_volatile(5) };
         assert_eq!(cu("cuStreamSynchronize", &[lane]), 0);
     });
@@ -182,7 +183,8 @@ fn a_graph_that_waits_for_the_host_ends_on_its_signal() {
         assert_eq!(cu("cuGraphLaunch", &[exec, lane]), 0);
         thread::sleep(Duration::from_millis(20));
         assert_eq!(cu("cuStreamQuery", &[lane]), NOT_READY);
-        // SAFETY: this is mapped host memory. The kernel reads it during the write, as a GPU does.
+        // SAFETY: this is mapped host memory. The kernel reads the memory during the write, as a
+        // GPU does.
         unsafe { (host as *mut u32).write_volatile(1) };
         assert_eq!(cu("cuStreamSynchronize", &[lane]), 0);
     });
