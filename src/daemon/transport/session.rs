@@ -50,7 +50,7 @@ impl fmt::Display for Violation {
             Self::NotAttached { slot } => write!(f, "slot {slot} is not attached"),
             Self::NoGpu { message } => write!(f, "{message} without a GPU"),
             Self::Bytes { field, bytes } => write!(f, "{field} cannot be {bytes} bytes"),
-            Self::TooManyGpus => f.write_str("too many GPUs of its tenant that NVML does not list"),
+            Self::TooManyGpus => f.write_str("its tenant uses too many GPUs that NVML does not list"),
             Self::Choice => write!(f, "a list of GPUs of more than {MAX_CHOICE} bytes"),
             Self::EnvLimit { limit } => {
                 write!(f, "a value of {} with more than {} bytes", variable(*limit), env_limits::LONGEST)
