@@ -331,7 +331,7 @@ impl Service {
         }
         for path in &self.programs {
             if let Some(why) = program::obstacle(Path::new(path)) {
-                notes.push(format!("{path} {why}; programs that it starts may load it"));
+                notes.push(format!("{path} {why}. Programs that it starts may load the library"));
             }
         }
         notes
