@@ -358,7 +358,7 @@ pub fn eviction_block_name(block: EvictionBlock) -> &'static str {
         EvictionBlock::Late => "it does not answer",
         EvictionBlock::Stopped => "it is stopped",
         EvictionBlock::Undrainable => "its work does not end",
-        EvictionBlock::Unfreed => "NVML still shows memory that it reported as freed",
+        EvictionBlock::Unfreed => "NVML still shows memory that the program reported as freed",
     }
 }
 
@@ -382,13 +382,13 @@ pub fn sleep_obstacle_name(obstacle: SleepObstacle) -> &'static str {
         SleepObstacle::Busy => "it has unfinished work, or a thread may be in a driver call",
         SleepObstacle::Managed => "it has managed memory",
         SleepObstacle::Ipc => "it shares memory with other processes",
-        SleepObstacle::Peers => "its GPUs reach each other's memory",
+        SleepObstacle::Peers => "its GPUs can access each other's memory",
         SleepObstacle::Immovable => "it has memory that cannot leave the GPU",
-        SleepObstacle::Rdma => "other devices may reach its memory",
+        SleepObstacle::Rdma => "other devices may access its memory",
         SleepObstacle::UnseenWork => "it uses driver functions that the library does not intercept",
-        SleepObstacle::Capture => "it captures a stream",
+        SleepObstacle::Capture => "it is capturing a stream",
         SleepObstacle::Gang => "it is in a gang",
-        SleepObstacle::NoContext => "it has no context",
+        SleepObstacle::NoContext => "it has no CUDA context",
         SleepObstacle::Unreachable => "its process is not visible to the scheduler",
         SleepObstacle::Unsupported => "this host's driver or nvshare-checkpoint does not support it",
         SleepObstacle::Unmeasured => "NVML does not measure its GPU",
@@ -402,8 +402,8 @@ pub fn move_obstacle_name(obstacle: MoveObstacle) -> &'static str {
     match obstacle {
         MoveObstacle::NotThere => "it does not use that GPU any more",
         MoveObstacle::NoGpu => "that GPU is gone or has another memory size",
-        MoveObstacle::Attached => "it uses that GPU as well",
-        MoveObstacle::NoRoom => "that GPU has too little memory for it beside its other programs",
+        MoveObstacle::Attached => "it also uses that GPU",
+        MoveObstacle::NoRoom => "that GPU has too little memory for it and the programs already there",
         MoveObstacle::Drained => "that GPU is drained",
         MoveObstacle::Moving => "it is being moved already",
         MoveObstacle::Sleep(why) => sleep_obstacle_name(why),

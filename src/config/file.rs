@@ -452,7 +452,7 @@ mod tests {
             ),
             (
                 "[metrics]\nlisten = \"9810\"",
-                "nvshare.toml:2:10: metrics.listen cannot be \"9810\": the path of a socket, like \"/run/nvshare-metrics/metrics.sock\", an address with a port, like \"127.0.0.1:9810\" or \"[::1]:9810\", or nothing at all is allowed",
+                "nvshare.toml:2:10: metrics.listen cannot be \"9810\": the path of a socket, like \"/run/nvshare-metrics/metrics.sock\", an address with a port, like \"127.0.0.1:9810\" or \"[::1]:9810\", or \"\" is allowed",
             ),
             (
                 "[accounting]\nkeep = \"1h\"",

@@ -30,7 +30,7 @@ pub enum Listen {
 }
 
 const ALLOWED: &str = "the path of a socket, like \"/run/nvshare-metrics/metrics.sock\", an address with a port, like \
-                       \"127.0.0.1:9810\" or \"[::1]:9810\", or nothing at all";
+                       \"127.0.0.1:9810\" or \"[::1]:9810\", or \"\"";
 
 impl Listen {
     fn parse(text: &str) -> Result<Self, String> {

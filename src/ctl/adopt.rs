@@ -65,7 +65,8 @@ fn rule_name(manager: Manager, unit: &str) -> Result<String, CtlError> {
     let is_short = name.len() <= LONGEST_NAME;
     is_short.then_some(name).ok_or_else(|| {
         CtlError::Failed(format!(
-            "the name of {unit} is too long for a rule name. Use `preload enable` and `set-rule` instead"
+            "cannot name a rule after {unit}: the name would be longer than {LONGEST_NAME} bytes. Use `nvsharectl \
+             preload enable --unit` and `nvsharectl set-rule` instead"
         ))
     })
 }
@@ -128,7 +129,7 @@ pub fn adopt(target: &Target, server: &Server, asked: Option<&Path>) -> Result<S
                 let _ = ready.systemd.restart(&ready.unit).await;
                 return Err(e);
             }
-            text += "It was restarted.\n";
+            text += &format!("Restarted {}.\n", ready.unit);
         } else {
             text += &ready.notes();
         }
@@ -162,7 +163,7 @@ impl Undo<'_> {
         if let Some(name) = self.rule
             && let Err(e) = rules::call(self.scheduler, name, &[]).await
         {
-            return CtlError::Failed(format!("{why}\nThe rule {name:?} is still there: {e}"));
+            return CtlError::Failed(format!("{why}\nThe rule {name:?} could not be removed: {e}"));
         }
         why
     }
@@ -205,7 +206,7 @@ pub fn release(target: &Target, server: &Server) -> Result<String, CtlError> {
         match drop_in::read(manager, &unit).map(|text| text.is_some_and(is_own)) {
             Ok(false) => {}
             Ok(true) => match drop_in::remove(manager, &unit) {
-                Ok(_) => removed.push(format!("{unit} no longer preloads the library from its next start.\n")),
+                Ok(_) => removed.push(format!("The next time {unit} starts, it does not preload the library.\n")),
                 Err(e) => problems.push(cannot(e).to_string()),
             },
             Err(e) => problems.push(cannot(e).to_string()),
@@ -229,12 +230,12 @@ pub fn release(target: &Target, server: &Server) -> Result<String, CtlError> {
         match unset.await {
             Ok(true) => removed.push(format!("Removed the rule {name:?}.\n")),
             Ok(false) => {}
-            Err(e) => problems.push(format!("the rule {name:?} may still be there: {e}")),
+            Err(e) => problems.push(format!("cannot remove the rule {name:?}: {e}")),
         }
         if server.restart && !removed.is_empty() {
             match systemd {
                 Ok(systemd) => match systemd.restart(&unit).await {
-                    Ok(()) => removed.push("It was restarted.\n".into()),
+                    Ok(()) => removed.push(format!("Restarted {unit}.\n")),
                     Err(e) => problems.push(e.to_string()),
                 },
                 Err(e) => problems.push(e.to_string()),

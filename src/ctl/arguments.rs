@@ -25,7 +25,7 @@ use crate::simulate::policies::POLICIES;
 /// The same limit as for every size in the configuration.
 const MOST_MEMORY: u64 = 1 << 40;
 
-/// Shows who uses which GPU, and changes how GPUs are shared.
+/// Shows which programs use which GPUs, and changes how programs share GPUs.
 ///
 /// Exit codes: 0 success; 1 failure; 2 invalid command line; 3 the scheduler is not running; 4 `preload status`: off; 5
 /// `lock`: the lock was lost. `run`, `lock` and `make-room` exit with their command's code, or with 126 or 127 if the
@@ -106,7 +106,7 @@ pub enum Verb {
         /// Name of the rule
         #[arg(value_hint = ValueHint::Other)]
         name: String,
-        /// The programs it applies to and their limits, like unit=jupyter-*.service memory-max=8G
+        /// The programs that the rule applies to, and their limits, like unit=jupyter-*.service memory-max=8G
         #[arg(required = true, value_name = "KEY=VALUE", value_parser = rules::parse_pair, value_hint = ValueHint::Other)]
         keys: Vec<(String, toml::Value)>,
     },
@@ -183,7 +183,7 @@ pub enum Verb {
         #[arg(long, value_name = "GPU", value_hint = ValueHint::Other)]
         to: String,
     },
-    /// Remove all programs from a GPU and admit no others: they move to GPUs of the same kind or sleep
+    /// Empty a GPU and admit no new programs to it. Its programs move to GPUs of the same kind, or sleep
     ///
     /// Returns when the GPU is empty, and lists the programs that sleep or cannot leave.
     Drain {
@@ -300,10 +300,10 @@ pub enum Verb {
         /// Write an SVG image to FILE, overwriting it; - for standard output
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "json")]
         output: Option<PathBuf>,
-        /// Draw only this GPU: UUID or number; for a record that is still being written, the UUID
+        /// Draw only the GPU with this UUID or number; a record that is still being written requires the UUID
         #[arg(long, value_name = "GPU", value_hint = ValueHint::Other)]
         gpu: Option<String>,
-        /// Draw only this time before the end, like -10min
+        /// Start of the drawing, relative to the end of the recording, like -10min
         #[arg(long, value_name = "-TIME", value_parser = parse_since, allow_hyphen_values = true, value_hint = ValueHint::Other)]
         since: Option<Duration>,
         /// Read a debug bundle, or a file written by `nvshare-scheduler --record`

@@ -37,7 +37,7 @@ impl Target {
                     let path = Path::new(CONTROL_SOCKET);
                     if !path.exists() {
                         return Err(CtlError::not_running(format_args!(
-                            "no system bus: {no_bus}; no {CONTROL_SOCKET}"
+                            "cannot connect to the system bus: {no_bus}, and {CONTROL_SOCKET} does not exist"
                         )));
                     }
                     peer(path).await?

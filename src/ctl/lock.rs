@@ -114,7 +114,7 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
                 match request.on_loss {
                     OnLoss::Continue => {
                         was_beside_others = true;
-                        eprintln!("{lost} {name} continues beside other programs");
+                        eprintln!("{lost} {name} continues without the lock");
                     }
                     OnLoss::Terminate => {
                         was_beside_others = true;

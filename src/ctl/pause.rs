@@ -38,7 +38,7 @@ pub(super) async fn pids(scheduler: &SchedulerProxy<'_>, program: &str) -> Resul
         Ok(pid) => vec![pid],
         Err(_) => pids_of(&scheduler.list_clients().await?, program),
     };
-    let none = || CtlError::Failed(format!("no program under nvshare belongs to a unit, container or pod {program:?}"));
+    let none = || CtlError::Failed(format!("no unit, container or pod named {program:?} has a program under nvshare"));
     (!pids.is_empty()).then_some(pids).ok_or_else(none)
 }
 

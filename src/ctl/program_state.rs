@@ -25,7 +25,7 @@ pub fn seconds(seconds: f64) -> String {
 /// Formats an estimate like `about 12s`. The estimate is imprecise, so it is shown in whole units.
 pub fn about(time: f64) -> String {
     match time {
-        ..0.1 => "at once".into(),
+        ..0.1 => "<0.1s".into(),
         ..60.0 => format!("about {:.0}s", time.ceil()),
         ..3600.0 => format!("about {:.0}min", (time / 60.0).round()),
         _ => format!("about {:.0}h", (time / 3600.0).round()),

@@ -107,8 +107,8 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
     if gpu.shortfall > 0 {
         let shortfall = units::size(gpu.shortfall);
         say(&format!(
-            "The scheduler keeps {shortfall} more free for a program, because the driver could not map memory that is \
-             measured as free."
+            "A program needs {shortfall} beyond its demand in order to run, because the driver could not map memory \
+             that is measured as free."
         ));
     }
     if gpu.gone {
@@ -122,15 +122,18 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
     }
     for Room { who, pid, uid, bytes, ready, ends_in } in gpu.rooms.iter().flatten() {
         let (bytes, user, ends) = (units::size(*bytes), user(*uid), seconds(*ends_in));
-        let free = if *ready { "" } else { " as soon as they are free" };
+        let free = if *ready { "kept free" } else { "being freed" };
         say(&format!(
-            "room     {bytes} are kept free{free} for {who} (process {pid}) of {user}. The room ends in {ends} if it \
+            "room     {bytes} are {free} for {who} (process {pid}) of {user}. The room ends in {ends} if it \
              is not renewed"
         ));
     }
     let in_rooms = gpu.rooms.iter().flatten().any(|_| true);
     if let Some(kept) = gpu.kept.filter(|kept| *kept > 0 && !in_rooms) {
-        say(&format!("{} are kept free as headroom for other programs that allocate more memory.", units::size(kept)));
+        say(&format!(
+            "{} are kept free as headroom for programs without nvshare, because their memory is growing.",
+            units::size(kept)
+        ));
     }
     let mut rows: Vec<(usize, &Client, &GpuUse)> = clients
         .iter()
@@ -244,7 +247,7 @@ fn sentences(gpu: &Gpu, clients: &[Client]) -> Vec<String> {
         }
         if let Some(bytes) = usage.unverified.filter(|_| gpu.accounting != "reports") {
             all.push(format!(
-                "{who} reports {} of memory that NVML does not show. They are not counted.",
+                "{who} reports {} of memory that NVML does not show. The scheduler does not count that memory.",
                 units::size(bytes)
             ));
         }
@@ -277,12 +280,12 @@ fn sentences(gpu: &Gpu, clients: &[Client]) -> Vec<String> {
     }
     for client in clients.iter().filter(|client| client.placed.contains(&gpu.uuid)) {
         let is_here = client.gpus.iter().any(|usage| usage.uuid == gpu.uuid);
-        let still = if is_here { "" } else { ", and does not use it yet" };
+        let still = if is_here { "" } else { ", but does not use it yet" };
         all.push(format!("{} was placed on this GPU{still}.", process(client)));
     }
     for (client, _) in here.iter().filter(|(_, usage)| usage.untracked_work) {
         all.push(format!(
-            "{} uses this GPU through another API than CUDA, so its memory stays on the GPU.",
+            "{} uses this GPU through an API other than CUDA, so its memory stays on the GPU.",
             process(client)
         ));
     }
@@ -668,7 +671,7 @@ GPU 0  NVIDIA H200  140 GiB  GPU-1
         let clients = vec![client(7, "python3 a.py", usage("waiting", 1.0, 1 << 30))];
         let gpus = vec![Gpu { uuid: "GPU-1".into(), queue: vec![7], ..Gpu::default() }];
         let status = Status { gpus, clients, ..Status::default() };
-        let waits = Waits::from([(7, vec!["It has waited.".into(), "It is expected to run at once.".into()])]);
+        let waits = Waits::from([(7, vec!["It has waited.".into(), "It is expected to run immediately.".into()])]);
         let shown = text(&status, &waits, Style::default());
         let expected = "\n  Process 107: It has waited.\n  `nvsharectl why PID` explains the wait.\n";
         assert!(shown.contains(expected), "{shown}");

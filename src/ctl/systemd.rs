@@ -112,7 +112,7 @@ impl Systemd {
             Manager::User => (
                 Builder::session(),
                 "session",
-                ". Log in as that user, or start its services without a session with `loginctl enable-linger`",
+                ". Log in as that user. To start the user's services without a session, run `loginctl enable-linger`",
             ),
         };
         let connection = builder.method_timeout(PATIENCE).build().await;
@@ -198,7 +198,7 @@ impl Systemd {
         match asked.await {
             Ok(Ok(service)) => Ok(service),
             Ok(Err(state)) if state == "not-found" => Err(CtlError::Failed(format!(
-                "systemd knows no {name}. List the services with `systemctl list-unit-files --type=service`"
+                "systemd has no unit {name}. List the services with `systemctl list-unit-files --type=service`"
             ))),
             Ok(Err(state)) => Err(CtlError::Failed(format!("cannot start {name}: its state in systemd is {state}"))),
             Err(e) => Err(failed(name, &e)),

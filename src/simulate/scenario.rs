@@ -135,7 +135,7 @@ impl Scenario {
             };
             gpus.extend((0..count).map(|_| Gpu { memory, link, link_total }));
         }
-        let all = within("GPUs", 0..0, gpus.len(), &GPUS, "write [[gpu]] with memory and, perhaps, count")?;
+        let all = within("GPUs", 0..0, gpus.len(), &GPUS, "write [[gpu]] with memory and, optionally, count")?;
         let mut jobs: Vec<Job> = Vec::new();
         for raw in file.job {
             let job = job(raw.into_inner(), all, path, &line_of, &jobs)?;
@@ -319,7 +319,7 @@ fn within(
 fn positive(key: &str, given: &Spanned<Length>) -> Result<Duration, Mistake> {
     let length = given.get_ref().0;
     if length.is_zero() {
-        return Err((given.span(), format!("{key} cannot be 0: a longer time is allowed")));
+        return Err((given.span(), format!("{key} cannot be 0: write a longer time")));
     }
     Ok(length)
 }

@@ -288,7 +288,7 @@ fn a_lost_lock_is_reported_with_its_own_exit_code() {
     };
     let lost = "nvsharectl: the lock was lost: the scheduler ended, or an administrator ended the lock; sh";
     let (mut child, message) = start(&[]);
-    assert_eq!(message, format!("{lost} continues beside other programs"));
+    assert_eq!(message, format!("{lost} continues without the lock"));
     assert!(child.try_wait().expect("a child").is_none(), "the command goes on");
     drop(child.stdin.take());
     assert_eq!(wait(&mut child).code(), Some(5));
@@ -352,7 +352,7 @@ fn a_lock_revoked_at_the_end_of_its_turn_is_reported() {
     let lost = "nvsharectl: the lock was lost: the turn is over, and other programs wait; sh";
 
     let (_daemon, mut child, other, mut stderr) = begin(&[]);
-    assert_eq!(next_message(&mut stderr), format!("{lost} continues beside other programs"));
+    assert_eq!(next_message(&mut stderr), format!("{lost} continues without the lock"));
     other.release();
     assert_held_again(&next_message(&mut stderr), "");
     drop(child.stdin.take());

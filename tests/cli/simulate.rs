@@ -378,7 +378,10 @@ fn errors_name_the_line_and_the_allowed_values() {
     const JOB: &str = "[[job]]\nname = \"a\"\nmemory = 1\nwork = 1\n";
     let both = |more: &str| format!("{GPU}{JOB}{more}");
     let cases = [
-        (String::new(), "1:1: GPUs cannot be 0: 1 to 10000 are allowed: write [[gpu]] with memory and, perhaps, count"),
+        (
+            String::new(),
+            "1:1: GPUs cannot be 0: 1 to 10000 are allowed: write [[gpu]] with memory and, optionally, count",
+        ),
         (GPU.into(), "1:1: programs cannot be 0: 1 to 100000 are allowed: write [[job]] with name, memory and work"),
         ("[[gpu]]\ncount = 2\n".into(), "1:1: missing field `memory`"),
         ("[[gpu]]\nmemory = 1\ncount = 0".into(), "3:9: count cannot be 0: 1 to 10000 are allowed"),
@@ -414,8 +417,8 @@ fn errors_name_the_line_and_the_allowed_values() {
         (both("on = []"), "7:6: on: the list is empty. Omit it to allow every GPU"),
         (both("user = \"a\"\nusers = 3"), "8:9: users: user and users exclude each other. Omit user"),
         (both("every = 1\nrandom = 1"), "8:10: random: random and every exclude each other. Omit every"),
-        (both("random = 0"), "7:10: random cannot be 0: a longer time is allowed"),
-        (both("gpu-time = \"0s\""), "7:12: gpu-time cannot be 0: a longer time is allowed"),
+        (both("random = 0"), "7:10: random cannot be 0: write a longer time"),
+        (both("gpu-time = \"0s\""), "7:12: gpu-time cannot be 0: write a longer time"),
         (
             both("cpu-time = \"soon\""),
             "7:12: \"soon\" is not a duration: write a number and ms, s, min, h or d, like \"30s\"",
@@ -441,7 +444,7 @@ fn errors_name_the_line_and_the_allowed_values() {
             format!("time-quantum = 0\n{GPU}"),
             "1:16: time-quantum: the time quantum cannot be 0 seconds: whole seconds from 1 to 3600 are allowed",
         ),
-        ("until = 0".into(), "1:9: until cannot be 0: a longer time is allowed"),
+        ("until = 0".into(), "1:9: until cannot be 0: write a longer time"),
         ("seed = \"x\"".into(), "1:8: invalid type: string \"x\", expected u32"),
         (
             "gpus = 3".into(),

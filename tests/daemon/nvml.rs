@@ -330,7 +330,7 @@ fn only_administrators_release_the_driver() {
     command.arg("--control").arg(daemon.control()).arg("release-driver").uid(65534).gid(65534);
     let refused = Output::of(&mut command);
     assert_eq!(refused.code, Some(1));
-    assert!(refused.stderr.contains("may not have the driver released"), "{refused:?}");
+    assert!(refused.stderr.contains("may not make the scheduler release the driver"), "{refused:?}");
     assert!(!open_files(&daemon).is_empty());
 }
 

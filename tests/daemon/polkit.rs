@@ -236,7 +236,7 @@ fn a_room_requires_polkit_authorization() {
         assert_eq!(question.action, "org.nvshare.Scheduler1.make-room");
         assert_eq!(question.details.get("gpu").map(String::as_str), Some(GPU_NAME));
         polkit.say(Says::No);
-        let refused = format!("user nobody may not have memory of {GPU_NAME} kept free: polkit does not allow it");
+        let refused = format!("user nobody may not reserve memory of {GPU_NAME}: polkit does not allow it");
         assert_eq!(refusal(make(1 << 30).await), (NOT_AUTHORIZED.to_owned(), refused));
         polkit.asked();
         // No user is asked for a password for an invalid request.
@@ -473,7 +473,10 @@ fn a_lost_polkit_denies_and_without_polkit_only_root_is_authorized() {
 
         let (name, text) = refusal(set_quantum(&stranger, 45).await);
         assert_eq!(name, NOT_AUTHORIZED);
-        assert_eq!(text, "user nobody may not change the time quantum: there is no polkit, so only root may");
+        assert_eq!(
+            text,
+            "user nobody may not change the time quantum: polkit is not running, so only root may do this"
+        );
         let (name, text) = refusal(acquire(&scheduler).await);
         assert_eq!(name, NOT_AUTHORIZED);
         assert!(

@@ -115,12 +115,13 @@ fn falsely_reported_frees_are_not_given_to_another_user() {
         }
         let named = clients.iter().find(|client| client["id"] == liar.id)?;
         let why = named["gpus"][0]["eviction-blocked"].as_str()?;
-        (why == "NVML still shows memory that it reported as freed" && of(named, "pinned") + kept + SLACK >= DEMAND)
+        (why == "NVML still shows memory that the program reported as freed"
+            && of(named, "pinned") + kept + SLACK >= DEMAND)
             .then_some(())
     });
     assert!(other.try_wait().expect("a child").is_none(), "it cannot have the memory yet");
     let text = daemon.ctl(&["status"]).stdout;
-    assert!(text.contains("NVML still shows memory that it reported as freed"), "{text}");
+    assert!(text.contains("NVML still shows memory that the program reported as freed"), "{text}");
 
     let bundle = daemon.ctl(&["debug", "--output", "-"]).stdout;
     let line = |kind: &str| {

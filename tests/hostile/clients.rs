@@ -240,7 +240,7 @@ fn invented_gpus_are_limited_per_tenant_and_dropped() {
     fs::create_dir(directory.0.join("run")).expect("a directory");
     let daemon = Daemon::start_in(directory, None, |_, _| ());
     as_nobody("clients::helper_invents_gpus", &daemon);
-    daemon.log.wait("too many GPUs of its tenant that NVML does not list");
+    daemon.log.wait("its tenant uses too many GPUs that NVML does not list");
     wait_for("the GPUs to be forgotten", || (gpus(&daemon) == 0 && lock_files(&daemon) == 0).then_some(()));
     let client = daemon.client();
     client.attach();

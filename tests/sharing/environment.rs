@@ -122,7 +122,7 @@ fn environment_allowed_gpus_limits_the_visible_gpus() {
     assert_eq!(sees(&machine, machine.run(&["--gpus", "1"], "info"), "1"), (1, Some(1)));
     let mut none = machine.program("info").env("CUDA_VISIBLE_DEVICES", "0").env("NVSHARE_ALLOWED_GPUS", "1").start();
     assert!(!none.wait().success());
-    machine.wait_for_log("NVSHARE_ALLOWED_GPUS allows none of its GPUs");
+    machine.wait_for_log("NVSHARE_ALLOWED_GPUS allows none of the program's GPUs");
     drop(machine);
 
     let machine = ruled(Setup { simulator, ..Setup::default() }, "allowed-gpus = [0]");

@@ -86,7 +86,7 @@ fn a_running_program_moves_to_another_gpu_and_back() {
         thread::sleep(Duration::from_millis(100));
     }
     let said = machine.ctl_fails(&["migrate", &program.pid().to_string(), "--to", "1"]);
-    assert!(said.contains("it is there already"), "{said}");
+    assert!(said.contains("it is already on that GPU"), "{said}");
     ends_on(&machine, program, 1);
     machine.wait_until_empty();
 }
@@ -182,7 +182,7 @@ fn a_program_that_cannot_move_stays_and_its_obstacle_is_shown() {
         wait_until(&machine, program, "sleep", "awake");
     };
     let program = started(&machine, naps(&machine, "--mem 8M --pause-ms 5"));
-    refused(&program, &both[0], "it is there already");
+    refused(&program, &both[0], "it is already on that GPU");
     refused(&program, "GPU-of-nobody", "GPU-of-nobody");
     refused(&program, "7", "unknown GPU \"7\"");
     assert!(machine.ctl_fails(&["migrate", "1", "--to", &both[1]]).contains("process ID 1"));

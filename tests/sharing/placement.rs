@@ -147,10 +147,10 @@ fn a_rules_allowed_gpus_limit_the_visible_gpus() {
         assert_eq!(only_gpu(&machine, machine.program(LOOK).env("CUDA_VISIBLE_DEVICES", "0,1")), 1);
         assert_eq!(only_gpu(&machine, machine.program(LOOK).env("LOCAL_RANK", "0")), 1);
         finds_none(machine.program(LOOK).env("CUDA_VISIBLE_DEVICES", "0"));
-        machine.wait_for_log("allows none of its GPUs");
+        machine.wait_for_log("allows none of the program's GPUs");
         let mut refused = machine.run(&[], LOOK).quiet().env("CUDA_VISIBLE_DEVICES", "0").start();
         assert_eq!(refused.wait().code(), Some(1));
-        assert!(refused.stderr().contains("nvshare.toml:9 allows none of its GPUs"), "{}", refused.stderr());
+        assert!(refused.stderr().contains("nvshare.toml:9 allows none of the program's GPUs"), "{}", refused.stderr());
     }
 }
 

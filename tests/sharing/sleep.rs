@@ -176,7 +176,7 @@ fn a_program_with_peer_access_cannot_sleep() {
     let machine = Machine::with_scheduler(Setup { simulator, ..Setup::default() });
     let mut program = machine.program("across --mem 16M --how kernel --rounds 100000").start();
     machine.wait_for_grants(&program, 1);
-    cannot_sleep(&machine, &program, "its GPUs reach each other's memory");
+    cannot_sleep(&machine, &program, "its GPUs can access each other's memory");
     program.end();
 }
 
@@ -197,7 +197,7 @@ fn a_program_that_captures_a_stream_cannot_sleep() {
         shown["sleep"] != "sleeping"
     };
     wait_for("a capture", || captures().then_some(()));
-    cannot_sleep(&machine, &program, "it captures a stream");
+    cannot_sleep(&machine, &program, "it is capturing a stream");
     program.end();
 }
 
@@ -230,7 +230,7 @@ fn a_program_with_memory_accessible_to_devices_cannot_sleep() {
     let words = ["naps", "--mem", "8M", "--seconds", "600", "--pause-ms", "5"];
     let program = machine.command("unshare".as_ref(), &[&script[..], &words[..]].concat()).start();
     machine.wait_for_grants(&program, 1);
-    cannot_sleep(&machine, &program, "other devices may reach its memory");
+    cannot_sleep(&machine, &program, "other devices may access its memory");
     ends(program);
 }
 

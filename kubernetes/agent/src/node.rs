@@ -69,8 +69,8 @@ impl Node {
         if is_crowded && !self.is_crowded {
             let count = all.len();
             warn!(
-                "this node has {count} pods, but the scheduler accepts only {MAX_PODS}. It does not know the names of \
-                 the other pods"
+                "this node has {count} pods, but the scheduler accepts only {MAX_PODS}. The scheduler does not know \
+                 the names of the other pods"
             );
         }
         self.is_crowded = is_crowded;

@@ -139,7 +139,7 @@ fn forbidden_annotations_are_ignored_until_a_reload_permits_them() {
     let rule = &node.rules()["team-a/pod-1"];
     assert_eq!((said(rule, "weight"), said(rule, "time-min")), (None, None));
     agent.log.wait(
-        "pod team-a/pod-1: ignoring its annotation nvshare.com/weight: pods of namespace team-a may have 100 at most",
+        "pod team-a/pod-1: ignoring its annotation nvshare.com/weight: pods of namespace team-a may set at most 100",
     );
     agent.log.wait(
         "pod team-a/pod-1: ignoring its annotation nvshare.com/time-min: pods of namespace team-a may not set it",

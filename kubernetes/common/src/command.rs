@@ -11,7 +11,7 @@ use nvshare::config::ConfigError;
 /// Returns the mistake in the file, with its line.
 pub fn check_config<T>(path: &Path, read: Result<T, ConfigError>) -> Result<(), String> {
     read.map_err(|e| e.to_string())?;
-    println!("{}: the configuration is right", path.display());
+    println!("{}: the configuration has no errors", path.display());
     Ok(())
 }
 

@@ -66,7 +66,8 @@ impl CdiView {
         let device = || quoted(&format!("{kind}={uuid}"));
         (!self.names(kind, uuid)).then(|| {
             format!(
-                "no CDI file in {} names {}. The container \"cdi\" or `nvsharectl cdi generate` writes it. See its log",
+                "no CDI file in {} names {}. The container \"cdi\" or `nvsharectl cdi generate` writes this file. See \
+                 the log of that container or command",
                 self.searched,
                 device()
             )

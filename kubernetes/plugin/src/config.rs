@@ -183,7 +183,7 @@ impl Config {
         };
         if config.inject == Inject::Mounts && config.offers_by(Offer::Dra) {
             let at = file.offer.map_or(0, |offer| offer.span().start);
-            let what = "offer = \"dra\" needs inject = \"cdi\": a driver answers with CDI devices only";
+            let what = "offer = \"dra\" needs inject = \"cdi\": a DRA driver can return only CDI devices";
             return Err(document::wrong(text, path, at, what.into()));
         }
         Ok(config)

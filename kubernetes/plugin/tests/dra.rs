@@ -305,7 +305,7 @@ async fn claims_of_one_pod_are_prepared_or_rejected_independently() {
     let refused = |number: u32| answers[&uid(number)].clone().expect_err("it is refused");
     assert_eq!(answers[&uid(1)].as_ref().map(Vec::len), Ok(2));
     assert!(
-        refused(3).contains("interactive is not allowed in it: pods of namespace team-a may not set it"),
+        refused(3).contains("its key interactive is not allowed: pods of namespace team-a may not set it"),
         "{}",
         refused(3)
     );

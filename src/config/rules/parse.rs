@@ -116,7 +116,7 @@ impl RawRule {
         }
         let name = self.name.unwrap_or_default();
         if name.chars().any(char::is_control) {
-            return Err((span, "the name of a rule is one line of text".into()));
+            return Err((span, "the name of a rule cannot contain line breaks or other control characters".into()));
         }
         if let Some(hours) = self.gpu_hours.as_ref().filter(|_| share.is_some_and(|share| share.weight == 0)) {
             return Err((hours.span(), "gpu-hours changes nothing with weight = \"idle\"".into()));

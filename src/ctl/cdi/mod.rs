@@ -81,7 +81,7 @@ pub struct Install {
     /// Directory to install into; created if missing
     #[arg(long, value_name = "DIRECTORY", value_hint = ValueHint::DirPath)]
     to: PathBuf,
-    /// The library [default: the one that is installed with nvsharectl]
+    /// Library to install [default: the library installed with nvsharectl]
     #[arg(long, value_name = "PATH")]
     library: Option<PathBuf>,
     /// File with the library's path in containers
@@ -113,14 +113,19 @@ pub fn install(asked: &Install, say: impl Fn(&str)) -> Result<(), CtlError> {
         let program = asked.to.join(PROGRAM);
         match std::fs::remove_file(&program) {
             Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(fail(&program, e)),
-            _ => say(&format!("{} is on a file system mounted with noexec, so {HIDDEN}", asked.to.display())),
+            _ => say(&format!(
+                "container runtimes cannot run nvsharectl from {}, because its file system is mounted with noexec. \
+                 {HIDDEN}",
+                asked.to.display()
+            )),
         }
     } else {
         copy(Path::new("/proc/self/exe"), PROGRAM, 0o755)?;
     }
     for (directory, owner) in asked.give.iter().zip(asked.owner.into_iter().cycle()) {
-        give(directory, owner)
-            .map_err(|e| CtlError::Failed(format!("cannot give {} to user {owner}: {e}", directory.display())))?;
+        give(directory, owner).map_err(|e| {
+            CtlError::Failed(format!("cannot change the owner of {} to user {owner}: {e}", directory.display()))
+        })?;
     }
     Ok(())
 }
@@ -134,8 +139,8 @@ fn give(directory: &Path, owner: u32) -> std::io::Result<()> {
 
 /// The file name of this program's copy.
 const PROGRAM: &str = "nvsharectl";
-const HIDDEN: &str = "nvshare's /etc/ld.so.preload hides an image's own file, and the libraries listed there are not \
-    loaded";
+const HIDDEN: &str = "In containers, nvshare's /etc/ld.so.preload hides the image's own file, and the libraries \
+                      listed in the image's file are not loaded";
 
 const DIRECTORY: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
@@ -226,7 +231,7 @@ fn make(target: &Target, asked: &Generate) -> Result<Made, CtlError> {
     if gpus.is_empty() {
         return Err(CtlError::Failed(
             "the scheduler knows no GPU. If the driver was loaded after the scheduler started, restart the scheduler. \
-             Without NVML, a GPU is known once a program has used it"
+             Without NVML, the scheduler finds a GPU only when a program uses it"
                 .into(),
         ));
     }
@@ -243,8 +248,8 @@ fn make(target: &Target, asked: &Generate) -> Result<Made, CtlError> {
     };
     let mut remarks = Vec::new();
     if from_host.hook.is_none() {
-        let program = asked.hook.as_deref().map_or("the file of this program".into(), Path::to_string_lossy);
-        remarks.push(format!("container runtimes cannot start {program}, so {HIDDEN}"));
+        let program = asked.hook.as_deref().map_or("the file of this nvsharectl".into(), Path::to_string_lossy);
+        remarks.push(format!("container runtimes cannot run {program}. {HIDDEN}"));
     }
     if nvidia.is_none() {
         let missing = "no NVIDIA CDI file in /etc/cdi or /var/run/cdi names a GPU. Run `nvidia-ctk cdi generate \

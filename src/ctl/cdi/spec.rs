@@ -87,8 +87,8 @@ impl Spec {
                     ),
                     (Some(_), _) => {
                         format!(
-                            "omitted {uuid}: NVIDIA's CDI file does not list the GPU. The file may be older than the \
-                             GPU"
+                            "omitted {uuid}: NVIDIA's CDI file does not list the GPU. If the GPU is new, write that \
+                             file again with `nvidia-ctk cdi generate`"
                         )
                     }
                     (None, _) => format!("omitted {uuid}: the driver does not report its device node"),

@@ -45,7 +45,10 @@ pub fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
 pub fn check_name(path: &Path) -> Result<(), String> {
     let name = path.as_os_str().as_bytes();
     if !entries::is_ours(name) || name.ends_with(b"\r") {
-        return Err("its file name is not libnvshare.so, which nvsharectl needs to find its own entry".into());
+        return Err(
+            "its file name is not libnvshare.so. nvsharectl recognizes its entries in the loader's list by that name"
+                .into(),
+        );
     }
     // `#` begins a comment. `$` begins a token that the loader replaces.
     if name.iter().any(|byte| byte.is_ascii_whitespace() || byte.is_ascii_control() || b":#$".contains(byte)) {

@@ -92,10 +92,11 @@ pub fn enable(asked: Option<&Path>, of: &Of) -> Result<Output, CtlError> {
     let text = entries::with(found.text(), library.as_os_str().as_bytes()).map_err(|refusal| {
         CtlError::Failed(match refusal {
             entries::Refusal::Nul => {
-                format!("{FILE} contains a NUL byte, at which the loader stops reading. Remove it")
+                format!("the loader stops reading {FILE} at a NUL byte. Remove that byte")
             }
             entries::Refusal::Comments => format!(
-                "{FILE} has comments, which the loader would read as library names once the file is longer. Remove them"
+                "{FILE} has comments, and the loader would read some of them as library names in a longer file. \
+                 Remove the comments"
             ),
         })
     })?;
@@ -103,7 +104,7 @@ pub fn enable(asked: Option<&Path>, of: &Of) -> Result<Output, CtlError> {
     let report = verify::verify(&library, Some(&text));
     if !report.is_good() {
         let state = if on_already {
-            format!("It is still loaded from {FILE}. `nvsharectl preload disable` stops that")
+            format!("{FILE} still names the library. To stop preloading it, run `nvsharectl preload disable`")
         } else {
             format!("{FILE} is unchanged")
         };
@@ -136,7 +137,7 @@ fn put_in_force(found: file::Found, text: &[u8], library: &Path) -> Result<(), C
 fn notes(report: &Report) -> String {
     let mut notes = report.notes.clone();
     if Path::new("/lib/ld-linux.so.2").exists() {
-        notes.push("32-bit programs cannot load it, and each prints an error on stderr".into());
+        notes.push("32-bit programs cannot load the library, and each prints an error on stderr".into());
     }
     notes.iter().map(|note| format!("  note: {note}\n")).collect()
 }
@@ -161,5 +162,5 @@ pub(super) fn only_root(what: &str, verb: &str) -> Result<(), CtlError> {
     if rustix::process::geteuid().is_root() {
         return Ok(());
     }
-    Err(CtlError::Failed(format!("only root may change {what}: sudo nvsharectl {verb}")))
+    Err(CtlError::Failed(format!("only root may change {what}. Run `sudo nvsharectl {verb}`")))
 }

@@ -78,7 +78,7 @@ pub fn enable(selected: &Selected, asked: Option<&Path>) -> Result<Output, CtlEr
     block_on(async {
         let ready = Ready::of(Manager::System, unit, &library).await?;
         ready.put(&format!("preload disable {options}")).await?;
-        let text = format!("On: {} preloads {library} from its next start.\n", ready.unit);
+        let text = format!("On: {} preloads {library} when it next starts.\n", ready.unit);
         Ok(Output::done(text + &ready.notes()))
     })
 }
@@ -150,7 +150,7 @@ impl Ready {
         let before = drop_in::write(*manager, unit, &drop_in::text(undo, &self.list)).map_err(cannot)?;
         let tried = async {
             let mut progress = Progress::new();
-            progress.during("systemd reads its files again", self.systemd.reload()).await?;
+            progress.during("reloading systemd", self.systemd.reload()).await?;
             let now = self.systemd.service(unit).await?;
             match drop_in::ours(drop_in::assigned(&now.environment)) == Some(library) {
                 true => Ok(()),
@@ -184,7 +184,12 @@ impl Ready {
     pub fn notes(&self) -> String {
         let mut text = String::new();
         if self.is_running {
-            let _ = writeln!(text, "  note: it is running: {}", restart(self.manager, &self.unit));
+            let _ = writeln!(
+                text,
+                "  note: {} is running, and loads the library only after a restart: {}",
+                self.unit,
+                restart(self.manager, &self.unit)
+            );
         }
         for note in &self.notes {
             let _ = writeln!(text, "  note: {note}");
@@ -212,7 +217,7 @@ pub fn disable(selected: &Selected) -> Result<Output, CtlError> {
         if !removed {
             return Ok(Output::done(format!("Already off: {} does not exist.\n", Manager::System.path(&id).display())));
         }
-        let mut text = format!("Off: {id} no longer preloads the library from its next start.\n");
+        let mut text = format!("Off: the next time {id} starts, it does not preload the library.\n");
         let told = match systemd {
             Ok(systemd) => systemd.reload().await,
             Err(e) => Err(e),
@@ -243,7 +248,7 @@ async fn is_service(systemd: &Systemd, unit: &str) -> Result<(), CtlError> {
             let members = systemd.services_in(unit).await?;
             let commands = members.iter().map(|member| format!("\n  sudo nvsharectl preload enable --unit {member}"));
             let members = match commands.collect::<String>() {
-                none if none.is_empty() => "No service in it is loaded now.".to_owned(),
+                none if none.is_empty() => "It has no services now.".to_owned(),
                 commands => format!("Its services now:{commands}"),
             };
             format!(
@@ -252,7 +257,10 @@ async fn is_service(systemd: &Systemd, unit: &str) -> Result<(), CtlError> {
             )
         }
         "scope" => {
-            format!("{unit} is a scope, whose programs systemd does not start. Start them with `nvsharectl run`")
+            format!(
+                "{unit} is a scope, and systemd does not start the programs of a scope. Start them with `nvsharectl \
+                 run`"
+            )
         }
         _ => format!("{unit} is not a service and starts no programs. Name the service instead"),
     };
@@ -317,13 +325,13 @@ impl Service {
         let mut notes = Vec::new();
         if !self.apparmor_profile.is_empty() {
             notes.push(format!(
-                "AppArmor confines it by the profile {}, which must `include <abstractions/nvshare>`",
+                "AppArmor confines the service with the profile {}. The profile must `include <abstractions/nvshare>`",
                 self.apparmor_profile
             ));
         }
         for path in &self.programs {
             if let Some(why) = program::obstacle(Path::new(path)) {
-                notes.push(format!("{path} {why}; programs that it starts may load it"));
+                notes.push(format!("{path} {why}. Programs that it starts may load the library"));
             }
         }
         notes
@@ -421,7 +429,11 @@ impl Service {
             environment.split(|byte| *byte == 0).map(|pair| String::from_utf8_lossy(pair).into_owned()).collect();
         Some(match drop_in::ours(drop_in::assigned(&environment)) {
             None => {
-                format!("process {main_pid} started before preloading was enabled: {}", restart(Manager::System, id))
+                format!(
+                    "process {main_pid} started before preloading was enabled, and loads the library only after a \
+                     restart: {}",
+                    restart(Manager::System, id)
+                )
             }
             Some(_) => format!(
                 "process {main_pid} has not loaded it. Possible reasons: the program is statically linked, does not \

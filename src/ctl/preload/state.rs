@@ -48,7 +48,7 @@ impl PreloadState {
             problems.push(format!("{FILE} is not readable by all users, so the loader ignores it for some of them"));
         }
         if !path.is_absolute() {
-            problems.push("it is not an absolute path, so the loaded file depends on the program".into());
+            problems.push("the path is not absolute, so each program may load another file".into());
             return state;
         }
         match library::version(path) {

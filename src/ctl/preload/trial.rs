@@ -81,10 +81,10 @@ pub fn all(by: By, library: &Path, users: &[User]) -> Result<Vec<Trial>, String>
     // processes.
     std::thread::scope(|scope| {
         let rehearsal = scope.spawn(|| {
-            stage(text).map_err(|e| format!("no mount namespace: {e}"))?;
+            stage(text).map_err(|e| format!("cannot create a mount namespace: {e}"))?;
             Ok(each(by, library, users))
         });
-        rehearsal.join().unwrap_or_else(|_| Err("no mount namespace".into()))
+        rehearsal.join().unwrap_or_else(|_| Err("cannot create a mount namespace".into()))
     })
 }
 

@@ -39,7 +39,7 @@ pub fn verify(path: &Path, rehearse: Option<&[u8]>) -> Report {
     // As root, programs load only a file that is a libnvshare.so and that no other user can change.
     let fit = if root { report.is_good() } else { report.version.is_some() && report.checks[1].result.is_ok() };
     if !fit {
-        report.notes.push("no program was run with it".into());
+        report.notes.push("no program was run with the library".into());
         return report;
     }
     let users: &[User] = if root { &[User::Caller, User::Nobody] } else { &[User::Caller] };
@@ -48,16 +48,14 @@ pub fn verify(path: &Path, rehearse: Option<&[u8]>) -> Report {
         trial::all(By::Environment(path), path, users).unwrap_or_default()
     };
     let trials = match rehearse {
-        Some(text) if root => trial::all(By::Rehearsal(text), path, users).unwrap_or_else(|why| {
-            environment(
-                &mut report,
-                format!("setuid programs were not tested, because the test needs a mount namespace: {why}"),
-            )
-        }),
+        Some(text) if root => trial::all(By::Rehearsal(text), path, users)
+            .unwrap_or_else(|why| environment(&mut report, format!("setuid programs were not tested: {why}"))),
         _ if root => trial::all(By::Environment(path), path, users).unwrap_or_default(),
         _ => environment(
             &mut report,
-            "tested as the current user only. Root can also test it as root, as nobody and with setuid programs".into(),
+            "tested only as the current user. When run by root, this command also tests as root, as nobody and with \
+             setuid programs"
+                .into(),
         ),
     };
     report.checks.extend(trials);

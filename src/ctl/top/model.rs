@@ -71,7 +71,7 @@ impl Panel {
         if self.queue.len() > NAMED {
             words += &format!(" and {} more", self.queue.len() - NAMED);
         }
-        if words.is_empty() { "nobody".into() } else { words }
+        if words.is_empty() { "none".into() } else { words }
     }
 }
 
@@ -301,7 +301,7 @@ fn panel(gpu: &Gpu, snapshot: &Snapshot, history: &History) -> Panel {
         memory,
         has_contexts: gpu.contexts.is_some(),
         pressure: pressure.map(|group| (group.some_avg10, group.full_avg10)),
-        holders: if holders.is_empty() { "nobody".into() } else { holders },
+        holders: if holders.is_empty() { "none".into() } else { holders },
         queue: queue.collect(),
         rates: history.rates.get(&gpu.uuid).copied(),
         link: gpu.link_rate,

@@ -228,16 +228,16 @@ impl Caller<'_> {
 
     async fn may_administer(&self, action: Action, what: &str, rule: &str) -> fdo::Result<()> {
         self.is_of_the_host(what)?;
-        let only_root = |why: &str| format!("{} may not {what}: {why}only root may", self.user());
+        let only_root = |why: &str| format!("{} may not {what}: {why}only root may do this", self.user());
         match self.from {
             _ if self.uid == 0 => Ok(()),
             From::Peer if self.uid == rustix::process::geteuid().as_raw() => Ok(()),
-            From::Peer => Err(denied(only_root("on the control socket "))),
+            From::Peer => Err(denied(only_root("on the control socket, "))),
             From::Bus { .. } => {
                 let program = self.program();
                 let details = HashMap::from([("program", program.as_str()), ("change", what), ("rule", rule)]);
                 match self.ask(action, details).await {
-                    Authorization::Absent => Err(denied(only_root("there is no polkit, so "))),
+                    Authorization::Absent => Err(denied(only_root("polkit is not running, so "))),
                     answer => self.heed(answer, what),
                 }
             }
@@ -257,7 +257,7 @@ impl Caller<'_> {
     /// # Errors
     /// The caller may not reserve memory.
     pub async fn may_make_room(&self, gpu: &NamedGpu) -> fdo::Result<()> {
-        self.may_use(Action::MakeRoom, gpu, "", &format!("have memory of {} kept free", gpu.label)).await
+        self.may_use(Action::MakeRoom, gpu, "", &format!("reserve memory of {}", gpu.label)).await
     }
 
     async fn may_use(&self, action: Action, gpu: &NamedGpu, rule: &str, what: &str) -> fdo::Result<()> {
@@ -343,7 +343,7 @@ impl Caller<'_> {
                 return Err(fdo::Error::InteractiveAuthorizationRequired(text));
             }
             Authorization::No(why) => why,
-            Authorization::Absent => "there is no polkit".into(),
+            Authorization::Absent => "polkit is not running".into(),
         };
         debug!("{} may not {what}: {why}", self.user());
         Err(denied(format!("{} may not {what}: {why}", self.user())))

@@ -153,7 +153,7 @@ impl Object {
     ) -> Result<bus::RoomFd, Failure> {
         let lasts = room_options(&options)?;
         let caller = self.callers.identify(Some(&header), connection).await?;
-        let request = RoomRequest { gpu, bytes, lasts, caller: caller.identity("have memory kept free")? };
+        let request = RoomRequest { gpu, bytes, lasts, caller: caller.identity("reserve memory of a GPU")? };
         // The request is checked before authorization, so that no user types a password for an
         // invalid request.
         let checked = request.clone();
@@ -221,7 +221,7 @@ impl Object {
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
         let caller = self.callers.identify(Some(&header), connection).await?;
-        caller.may_change(&format!("let programs use GPU {gpu:?} again"), "").await?;
+        caller.may_change(&format!("undrain GPU {gpu:?}"), "").await?;
         Ok(self.ask(|reply| Request::Drain(gpu, false, reply)).await??)
     }
 
@@ -351,7 +351,11 @@ impl Object {
         #[zbus(connection)] connection: &Connection,
     ) -> Result<Vec<u64>, Failure> {
         let lasts = settings::release(Duration::from_secs(seconds.into())).map_err(fdo::Error::InvalidArgs)?;
-        self.callers.identify(Some(&header), connection).await?.may_change("have the driver released", "").await?;
+        self.callers
+            .identify(Some(&header), connection)
+            .await?
+            .may_change("make the scheduler release the driver", "")
+            .await?;
         Ok(self.ask(|reply| Request::ReleaseDriver(lasts, reply)).await?)
     }
 

@@ -333,7 +333,7 @@ impl LockKeeper {
     /// Serves the lock until its owner closes the socket, or an administrator ends the lock.
     async fn keep(self, place: Share) {
         let why = tokio::select! {
-            () = self.serve() => "is ended by an administrator",
+            () = self.serve() => "is disconnected, because an administrator ended its lock",
             () = self.owner_closes() => "no longer wants the lock",
             // This branch never completes: a failure to send does not end the connection.
             () = async { self.connection.flush().await; std::future::pending().await } => "",

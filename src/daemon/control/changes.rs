@@ -26,7 +26,7 @@ use crate::sys::atomic_file;
 
 const FILE: &str = "settings.toml";
 const HEADER: &str =
-    "# Settings changed with `nvsharectl set`, `set-rule` or over D-Bus. `nvsharectl reset` forgets them.\n";
+    "# Settings changed with `nvsharectl set`, `set-rule` or over D-Bus. `nvsharectl reset` discards them.\n";
 
 /// The settings changed at run time, in the form in which they are saved.
 #[derive(Debug, Default)]

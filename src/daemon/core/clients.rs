@@ -253,7 +253,7 @@ impl Core {
             self.send_open_result(importer, ticket, Sharing::Unknown);
         }
         if let Some(reply) = self.migrations.remove(&client) {
-            let _ = reply.send(Err(fdo::Error::Failed("it has ended".into())));
+            let _ = reply.send(Err(fdo::Error::Failed("cannot move the program to another GPU: it has ended".into())));
         }
         self.apply(Event::Disconnected { client });
         if self.ended.len() >= MAX_ENDED {
@@ -478,7 +478,7 @@ impl Core {
         if self.gpus.get(&gpu).is_none_or(|entry| entry.index.is_some()) || is_used() {
             return;
         }
-        debug!(gpu = %gpu.0, "removing it: no program uses it");
+        debug!(gpu = %gpu.0, "removing a GPU: no program uses it, and NVML does not list it");
         self.apply(Event::GpuGone { gpu });
         self.forget(gpu);
     }

@@ -103,7 +103,7 @@ impl Core {
                     client,
                     identity,
                     gpu = self.labels(gpus),
-                    "cannot interrupt the work of {}: other programs run beside it",
+                    "cannot interrupt the work of {}: other programs run at the same time",
                     identity.label()
                 );
             }
@@ -118,7 +118,7 @@ impl Core {
                     client,
                     identity,
                     gpu = self.label(*gpu),
-                    "cannot evict the memory of {}, evicting other programs instead: {}",
+                    "cannot evict the memory of {}: {}. Evicting the memory of other programs instead",
                     identity.label(),
                     bus::eviction_block_name(*why)
                 );

@@ -141,7 +141,7 @@ fn sentences(names: &impl Names, client: ClientId, what: &Explanation) -> Vec<St
     }
     text.extend(moves(what));
     text.push(match what.starts {
-        Some(starts) if starts < SHORTEST => format!("{EXPECTED}at once."),
+        Some(starts) if starts < SHORTEST => format!("{EXPECTED}immediately."),
         Some(starts) => format!("{EXPECTED}in {}.", about(starts)),
         None => UNKNOWN_START.into(),
     });
@@ -164,7 +164,9 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
     match obstacle {
         Obstacle::Paused => "It is paused. `nvsharectl resume` continues it.".into(),
         Obstacle::Drained => {
-            format!("{gpu} is drained: its programs are moved away, and no program may start to use it.")
+            "A GPU that it uses is drained. Programs of that GPU move to other GPUs or sleep, and no program may start \
+             to use it."
+                .into()
         }
         Obstacle::Sleeps(phase) => match phase {
             SleepPhase::Preparing | SleepPhase::Checkpointing => format!("It is being taken off {gpu} to sleep."),
@@ -181,7 +183,8 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
         Obstacle::Stopped => "A signal or a debugger has stopped its process.".into(),
         Obstacle::Context { deferred: false } => format!("It waits for free memory for its CUDA context on {gpu}."),
         Obstacle::Context { deferred: true } => format!(
-            "It waits to create a CUDA context on {gpu}, which would leave another program too little memory to run."
+            "It waits to create a CUDA context on {gpu}. With that context, another program would have too little \
+             memory to run."
         ),
         Obstacle::Memory(bytes) => {
             format!("It waits for other programs to free memory, because it requests {} in total.", units::size(*bytes))
@@ -205,14 +208,14 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
             names.gpu(*full)
         ),
         Obstacle::Room(full, bytes) => format!(
-            "{} of {} are kept free for other programs, which `nvsharectl status` names. The rest of the GPU is too \
+            "{} of {} are kept free for other programs, as `nvsharectl status` shows. The rest of the GPU is too \
              small for this program.",
             units::size(*bytes),
             names.gpu(*full)
         ),
         Obstacle::Behind(other) => {
             format!(
-                "It also needs {}, which is used or awaited by a program whose rule gives it precedence.",
+                "It also needs {}, which another program uses or waits for. The rules give that program precedence.",
                 names.gpu(*other)
             )
         }
@@ -230,8 +233,8 @@ fn holder_sentence(names: &impl Names, client: ClientId, gpu: &str, holder: &Hol
         (_, Some(left)) => format!("{who} holds {gpu}. Its turn ends in {}.", about(left)),
         (_, None) if holder.precedes => {
             let rule = names.rule(holder.client).or_else(|| names.rule(client));
-            let by = rule.map_or(String::new(), |rule| format!(" by {rule}"));
-            format!("{who} holds {gpu} for as long as it has work{by}.")
+            let by = rule.map_or(String::new(), |rule| format!(" ({rule})"));
+            format!("{who} keeps {gpu} until it has no more work{by}.")
         }
         (_, None) => format!("{who} holds {gpu}. Its turn has no time limit."),
     }
@@ -253,7 +256,7 @@ fn ahead_sentence(names: &impl Names, client: ClientId, ahead: &Ahead) -> String
         Reason::Shorter => "it is expected to need less time".into(),
         Reason::LessServed => "it has used less GPU time".into(),
     };
-    let takes = ahead.takes.map_or("for as long as it has work".to_owned(), |takes| format!("for {}", about(takes)));
+    let takes = ahead.takes.map_or("until it has no more work".to_owned(), |takes| format!("for {}", about(takes)));
     format!("Before it, {} runs {takes}: {why}.", clients.join(" and "))
 }
 
@@ -358,7 +361,7 @@ mod tests {
     fn unknown_end_and_start_times_are_omitted() {
         let what = Explanation { holders: vec![holder(9, LockState::Holding, None)], ..waiting() };
         let text = of(&what);
-        assert_eq!(text[1], "program 9 holds GPU 0 for as long as it has work by rule \"render\".");
+        assert_eq!(text[1], "program 9 keeps GPU 0 until it has no more work (rule \"render\").");
         assert_eq!(text[2], "Its start cannot be estimated.");
         let what = Explanation { holders: vec![holder(2, LockState::Stuck, Some(s(0)))], ..waiting() };
         assert_eq!(of(&what)[1], "program 2 holds GPU 0 and was asked to release it, but its work does not end.");

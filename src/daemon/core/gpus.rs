@@ -182,8 +182,8 @@ impl Core {
             NvmlState::Usable => info!(name: "nvml-usable", "NVML can be used"),
             NvmlState::Released => info!(name: "driver-released", "the driver was released"),
             NvmlState::Failed(e) => {
-                info!(name: "no-nvml", "cannot use NVML, retrying: {e}. Until then, a new GPU is known only when a \
-                    program uses it");
+                info!(name: "no-nvml", "cannot use NVML, retrying: {e}. Without NVML, the scheduler finds a GPU only \
+                    when a program uses it");
             }
         }
         self.nvml_state = state;

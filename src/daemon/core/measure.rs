@@ -169,8 +169,8 @@ impl Core {
         }
         if !std::mem::replace(&mut self.logged_unverified, true) {
             info!(
-                "cannot verify programs' reports of freed memory without NVML. The memory may be granted to another \
-                 user's programs unverified"
+                "cannot verify programs' reports of freed memory without NVML. The scheduler may grant that memory to \
+                 another user's programs without verification"
             );
         }
         Some(unmeasured(gpu, now))

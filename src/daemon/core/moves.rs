@@ -45,24 +45,24 @@ impl Core {
         if !self.users_of(pid)?.is_subset(users) {
             return Err(fdo::Error::InvalidArgs(format!("process {pid} has just ended")));
         }
-        let failed = |text: &str| Err(fdo::Error::Failed(text.into()));
+        let failed = |text: &str| fdo::Error::Failed(format!("cannot move process {pid} to another GPU: {text}"));
         let named = self.find_gpu(gpu).map_err(fdo::Error::InvalidArgs)?;
         let to = GpuId(named.uuid);
         let [client] = *self.program(pid)? else {
-            return failed("its process has several connections to the scheduler");
+            return Err(failed("it has several connections to the scheduler"));
         };
-        let Some(entry) = self.clients.get(&client) else { return failed("it has ended") };
+        let Some(entry) = self.clients.get(&client) else { return Err(failed("it has ended")) };
         let mut gpus = entry.gpus.keys();
         let from = match (gpus.next(), gpus.next()) {
-            (None, _) => return failed("it uses no GPU"),
+            (None, _) => return Err(failed("it uses no GPU")),
             (Some(from), None) => *from,
-            (Some(_), Some(_)) => return failed("it uses several GPUs"),
+            (Some(_), Some(_)) => return Err(failed("it uses several GPUs")),
         };
         if from == to {
-            return failed("it is there already");
+            return Err(failed("it is already on that GPU"));
         }
         if self.machine.sleep_of(client).moving.is_some() {
-            return failed(bus::move_obstacle_name(MoveObstacle::Moving));
+            return Err(failed(bus::move_obstacle_name(MoveObstacle::Moving)));
         }
         if !self.is_of_one_kind(from, to) {
             let label = self.label(from).unwrap_or_default();
@@ -72,7 +72,7 @@ impl Core {
                 named.label
             )));
         }
-        self.may_be_on(client, to).map_err(fdo::Error::Failed)?;
+        self.may_be_on(client, to).map_err(|why| failed(&why))?;
         Ok((client, Move { from, to }))
     }
 
@@ -103,7 +103,8 @@ impl Core {
             }
         }
         if let Some(reply) = reply {
-            let answer = why.map_or(Ok(()), |why| Err(fdo::Error::Failed(bus::move_obstacle_name(why).into())));
+            let text = |why| format!("cannot move the program to another GPU: {}", bus::move_obstacle_name(why));
+            let answer = why.map_or(Ok(()), |why| Err(fdo::Error::Failed(text(why))));
             let _ = reply.send(answer); // the caller may have left
         }
     }
@@ -134,7 +135,7 @@ impl Core {
     pub fn drain(&mut self, gpu: &str, drained: bool) -> fdo::Result<Saving> {
         let named = self.find_gpu(gpu).map_err(fdo::Error::InvalidArgs)?;
         let id = GpuId(named.uuid);
-        let what = if drained { "is drained" } else { "is used again" };
+        let what = if drained { "is being drained" } else { "can be used again" };
         info!(gpu = named.label, "{} {what}", named.title);
         match drained {
             true => self.drained.all.insert(named.label),

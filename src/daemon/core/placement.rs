@@ -85,7 +85,7 @@ impl Core {
         let allowed_by_rule: Vec<&Known<'_>> = chosen.iter().copied().filter(is_allowed_by_rule).collect();
         if allowed_by_rule.is_empty() && !chosen.is_empty() {
             let rule = rule.map(Rule::to_string).unwrap_or_default();
-            return Choice::None(format!("rule {rule} allows none of its GPUs"));
+            return Choice::None(format!("rule {rule} allows none of the program's GPUs"));
         }
         let left: Vec<&Known<'_>> = allowed_by_rule
             .iter()
@@ -94,7 +94,7 @@ impl Core {
             .collect();
         if left.is_empty() && !chosen.is_empty() {
             let name = variable(LimitName::AllowedGpus);
-            return Choice::None(format!("{name} allows none of its GPUs"));
+            return Choice::None(format!("{name} allows none of the program's GPUs"));
         }
         let policy = self.config.settings.placement;
         let is_request = query.count > 0 || query.bytes.is_some();
@@ -139,7 +139,7 @@ impl Core {
             return Err(format!("rule {rule} does not allow {}", gpu.label));
         }
         if rule.limits.gang {
-            return Err(format!("rule {rule} makes programs run together, which a lock would prevent"));
+            return Err(format!("rule {rule} makes programs run together, and a lock would prevent that"));
         }
         Ok(rule.to_string())
     }

@@ -103,8 +103,9 @@ impl Core {
     fn log_no_context(&self, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
         let identity = self.identity(client)?;
         let text = format!(
-            "{} is refused a CUDA context: the memory of a large program on the GPU would no longer fit. Set \
-             on-memory-full = \"wait\" in its rule to wait until that program ends",
+            "{} is refused a CUDA context: the memory of a large program on the GPU would no longer fit. To make the \
+             refused program wait until the large program ends, set on-memory-full = \"wait\" in the rule of the \
+             refused program",
             identity.label()
         );
         log_client!(

@@ -189,7 +189,7 @@ impl Core {
                     (attachment.pinned, format!("{} of its memory is pinned", units::size(attachment.pinned)))
                 }
                 (None, _) if attachment.charge > attachment.allowance => {
-                    (attachment.charge - attachment.allowance, "its memory is still leaving".to_owned())
+                    (attachment.charge - attachment.allowance, "its memory is still being evicted".to_owned())
                 }
                 (None, _) => continue,
             };
@@ -198,7 +198,7 @@ impl Core {
         all.sort_by(|a, b| b.cmp(a));
         let text: Vec<String> = all.into_iter().take(NAMED).map(|(_, text)| text).collect();
         match text.is_empty() {
-            true => "try again, or end programs that use the GPU".into(),
+            true => "no program prevents this now. Try again, or end programs that use the GPU".into(),
             false => text.join("; "),
         }
     }

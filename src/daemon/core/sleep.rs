@@ -183,7 +183,7 @@ impl Core {
         if let Some(failure) = &answer.failure
             && self.log_limit.allows("checkpoint", tenant)
         {
-            let what = if operation == Operation::Wake { "put back onto" } else { "taken off" };
+            let what = if operation == Operation::Wake { "restored on" } else { "taken off" };
             warn!(client = client.0, pid, "{name} was not {what} its GPUs: {failure}");
         }
         match answer.failure {

@@ -342,8 +342,8 @@ impl Core {
                     let directory = self.config.swap_file.as_deref().unwrap_or("".as_ref());
                     if !std::mem::replace(&mut self.swap_files.has_warned, true) {
                         warn!(
-                            "cannot reserve space for programs' memory in {}: {}. Until then, programs can allocate \
-                             only what fits in RAM",
+                            "cannot reserve space for programs' memory in {}, retrying: {}. Without this space, \
+                             programs can allocate only what fits in RAM",
                             directory.display(),
                             swap_files::in_words(&error)
                         );

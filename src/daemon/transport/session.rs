@@ -52,7 +52,7 @@ impl fmt::Display for Violation {
             Self::NotAttached { slot } => write!(f, "slot {slot} is not attached"),
             Self::NoGpu { message } => write!(f, "{message} without a GPU"),
             Self::Bytes { field, bytes } => write!(f, "{field} cannot be {bytes} bytes"),
-            Self::TooManyGpus => f.write_str("too many GPUs of its tenant that NVML does not list"),
+            Self::TooManyGpus => f.write_str("its tenant uses too many GPUs that NVML does not list"),
             Self::Unproven { gpu } => {
                 write!(f, "it has not shown that it can open the device file of {gpu} for reading and writing")
             }

@@ -43,7 +43,7 @@ fn a_service_is_adopted_and_released() {
             "{text}"
         );
         for part in [
-            "  note: it is running: sudo systemctl restart ollama.service\n",
+            "  note: ollama.service is running, and loads the library only after a restart: sudo systemctl restart ollama.service\n",
             DROP_IN,
             "Environment=\"LD_PRELOAD=/mnt/lib/libnvshare.so\"",
             "# set at run time\n[[rule]]\nname = \"adopted ollama.service\"\nunit = \"ollama.service\"\n",
@@ -57,14 +57,14 @@ fn a_service_is_adopted_and_released() {
         // Adopting the service again changes nothing.
         let (file, rule) = (fs::read_to_string(DROP_IN).expect("it"), rules(&daemon));
         let again = ctl(&daemon, &["adopt", "ollama.service", "--restart"]).fine();
-        assert!(again.starts_with("ollama.service is adopted already.\nIt was restarted.\n"), "{again}");
+        assert!(again.starts_with("ollama.service is adopted already.\nRestarted ollama.service.\n"), "{again}");
         assert_eq!((fs::read_to_string(DROP_IN).expect("it"), rules(&daemon)), (file, rule));
         assert_eq!(fs::read_to_string(RESTARTED).expect("it was"), "ollama.service\n");
         assert_eq!(host.text(), None, "nothing else preloads it");
 
         let text = ctl(&daemon, &["release", "ollama", "--restart"]).fine();
-        let expected = "ollama.service no longer preloads the library from its next start.\n\
-                        Removed the rule \"adopted ollama.service\".\nIt was restarted.\n";
+        let expected = "The next time ollama.service starts, it does not preload the library.\n\
+                        Removed the rule \"adopted ollama.service\".\nRestarted ollama.service.\n";
         assert_eq!(text, expected);
         assert!(!Path::new("/etc/systemd/system/ollama.service.d").exists());
         assert_eq!(ctl(&daemon, &["get"]).fine(), before);
@@ -123,9 +123,9 @@ fn a_failed_adoption_is_rolled_back() {
             assert_eq!(ctl(&daemon, &["get"]).fine(), before, "{what}");
         };
         // Without a session, the user has no bus.
-        ctl(&daemon, &["adopt", "--user", "comfyui"]).refused("Log in as that user, or start its services");
+        ctl(&daemon, &["adopt", "--user", "comfyui"]).refused("Log in as that user. To start the user's services");
         let systemd = Systemd::start(vec![ollama()]);
-        ctl(&daemon, &["adopt", "nothing"]).refused("systemd knows no nothing.service");
+        ctl(&daemon, &["adopt", "nothing"]).refused("systemd has no unit nothing.service");
         ctl(&daemon, &["adopt", "ollama.slice"]).refused("is a slice");
         nothing("there is none");
         // If another file outranks the drop-in, the rule is removed too.

@@ -30,7 +30,7 @@ fn only_the_selected_service_preloads_the_library() {
         let _systemd = Systemd::start(vec![jupyter(), Unit::new("other.service")]);
         for unit in ["jupyter.service", "jupyter"] {
             let on = preload(host, &["enable", "--unit", unit]).fine();
-            assert_eq!(on, "On: jupyter.service preloads /mnt/lib/libnvshare.so from its next start.\n");
+            assert_eq!(on, "On: jupyter.service preloads /mnt/lib/libnvshare.so when it next starts.\n");
             let text = fs::read_to_string(DROP_IN).expect("the drop-in");
             assert!(text.ends_with("[Service]\nEnvironment=\"LD_PRELOAD=/mnt/lib/libnvshare.so\"\n"), "{text}");
             assert!(text.contains(&format!("`nvsharectl preload disable --unit {unit}` removes it")), "{text}");
@@ -100,7 +100,7 @@ fn a_service_that_would_not_load_the_library_is_refused() {
         fs::write("/mnt/environment", "A=1\nLD_PRELOAD=/usr/lib/a.so\n").expect("a file");
         fs::create_dir("/mnt/root").expect("a directory");
         let cases = [
-            (Unit { load_state: "not-found", ..jupyter() }, "systemd knows no jupyter.service"),
+            (Unit { load_state: "not-found", ..jupyter() }, "systemd has no unit jupyter.service"),
             (Unit { load_state: "masked", ..jupyter() }, "its state in systemd is masked"),
             (Unit { load_state: "bad-setting", ..jupyter() }, "its state in systemd is bad-setting"),
             (Unit { environment_files: vec!["/mnt/env*"], ..jupyter() }, "from /mnt/environment, which overrides"),
@@ -162,7 +162,7 @@ fn programs_that_will_not_load_the_library_are_named() {
         let confined = Unit { apparmor_profile: "jupyter", program: "/mnt/bin/nvsharectl", ..jupyter() };
         let _systemd = Systemd::start(vec![confined]);
         let on = preload(host, &["enable", "--unit", "jupyter"]).fine();
-        assert!(on.contains("note: AppArmor confines it by the profile jupyter"), "{on}");
+        assert!(on.contains("note: AppArmor confines the service with the profile jupyter"), "{on}");
         assert!(on.contains("note: /mnt/bin/nvsharectl is linked statically"), "{on}");
     });
 }
@@ -182,11 +182,12 @@ fn status_shows_whether_the_process_has_loaded_the_library() {
             let mut process = start(preloaded);
             let _systemd = Systemd::start(vec![Unit { main_pid: process.id(), ..jupyter() }]);
             let on = preload(host, &["enable", "--unit", "jupyter"]).fine();
-            assert!(on.contains("note: it is running: sudo systemctl restart jupyter.service"), "{on}");
+            assert!(on.contains("only after a restart: sudo systemctl restart jupyter.service"), "{on}");
             let says = |problem: &bool| {
                 let status = preload(host, &["status", "--unit", "jupyter"]).fine();
-                status.contains("started before preloading was enabled: sudo systemctl restart jupyter.service")
-                    == *problem
+                status.contains(
+                    "started before preloading was enabled, and loads the library only after a restart: sudo systemctl",
+                ) == *problem
             };
             // The loader maps the library shortly after the process exists.
             test_support::wait_for("the status", || says(&!preloaded).then_some(()));
@@ -212,7 +213,8 @@ fn a_bad_library_is_not_enabled_for_a_service() {
 fn only_root_changes_services_and_disable_works_without_systemd() {
     on_a_host(|host| {
         let nobody = |verb: &str| said(host.command(verb).args(["--unit", "jupyter"]).uid(NOBODY).gid(NOBODY));
-        nobody("enable").refused("only root may change jupyter.service: sudo nvsharectl preload enable --unit jupyter");
+        nobody("enable")
+            .refused("only root may change jupyter.service. Run `sudo nvsharectl preload enable --unit jupyter`");
         nobody("disable").refused("sudo nvsharectl preload disable --unit jupyter");
         preload(host, &["enable", "--unit", "jupyter"]).refused("cannot reach systemd on the system bus");
 

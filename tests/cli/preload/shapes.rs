@@ -158,7 +158,7 @@ fn an_ambiguous_file_is_refused_and_unchanged() {
         let huge = [b"/mnt/lib/a.so\n".repeat(6000), b"\n".to_vec()].concat();
         let shapes: [(&[u8], &str); 4] = [
             (b"/mnt/lib/a.so\0", "NUL byte"),
-            (b"# one\n# two\n", "has comments, which the loader would read as library names"),
+            (b"# one\n# two\n", "has comments, and the loader would read some of them as library names"),
             (&huge, "longer than 64 KiB"),
             // Because of this foreign entry, the loader prints an error in every program.
             // nvsharectl does not repair foreign entries.
@@ -230,11 +230,11 @@ fn an_unchangeable_file_is_reported_with_the_reason() {
 fn only_root_changes_the_file_and_other_users_can_read_the_status() {
     on_a_host(|host| {
         let nobody = |verb: &str| said(host.command(verb).uid(NOBODY).gid(NOBODY));
-        nobody("enable").refused("only root may change /etc/ld.so.preload: sudo nvsharectl preload enable");
+        nobody("enable").refused("only root may change /etc/ld.so.preload. Run `sudo nvsharectl preload enable`");
         nobody("disable").refused("sudo nvsharectl preload disable");
         let verified = nobody("verify").fine();
         assert!(verified.contains("/bin/cat /proc/self/maps as you"), "{verified}");
-        assert!(verified.contains("tested as the current user only"), "{verified}");
+        assert!(verified.contains("tested only as the current user"), "{verified}");
         assert_eq!(nobody("status").code(), Some(4));
         assert_eq!(host.text(), None);
     });

@@ -22,7 +22,7 @@ writes() { # unit, what
     until_true "$1 to say what it preloads" grep -qx "$2" "/run/$1"
 }
 
-refused "systemd knows no no-such.service" nvsharectl preload enable --unit no-such
+refused "systemd has no unit no-such.service" nvsharectl preload enable --unit no-such
 refused "sudo nvsharectl preload enable --unit test-service" as_user nvsharectl preload enable --unit test-service
 systemctl start test-service.service
 refused "sudo nvsharectl preload enable --unit test-service.service" nvsharectl preload enable --unit system.slice

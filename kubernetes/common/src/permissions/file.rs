@@ -115,7 +115,7 @@ impl Entry {
         let text = self.name.as_ref();
         let mistake = |what: String| Err(Mistake::at(&self.name, what));
         if text.is_empty() {
-            return mistake("name: \"\" matches no namespace: \"*\" matches all of them".into());
+            return mistake("name: \"\" matches no namespace. To match every namespace, write \"*\"".into());
         }
         let covers = |other: &Pattern| other.as_str() == text || other.as_str() == "*";
         if let Some((other, _)) = before.iter().find(|(other, _)| covers(other)) {

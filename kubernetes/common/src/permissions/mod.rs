@@ -77,7 +77,7 @@ impl Permissions {
             "priority" if share.priority > priority => priority.to_string(),
             _ => return Ok(()),
         };
-        Err(format!("pods of namespace {namespace} may have {most} at most"))
+        Err(format!("pods of namespace {namespace} may set at most {most}"))
     }
 }
 
@@ -118,9 +118,9 @@ mod tests {
             assert_eq!(said(&default, key, "1%"), "pods of namespace team-a may not set it", "{key}");
         }
         assert_eq!(said(&default, "weight", 100), "");
-        assert_eq!(said(&default, "weight", 101), "pods of namespace team-a may have 100 at most");
+        assert_eq!(said(&default, "weight", 101), "pods of namespace team-a may set at most 100");
         assert_eq!((said(&default, "priority", -5), said(&default, "priority", 0)), Default::default());
-        assert_eq!(said(&default, "priority", 1), "pods of namespace team-a may have 0 at most");
+        assert_eq!(said(&default, "priority", 1), "pods of namespace team-a may set at most 0");
     }
 
     #[test]

@@ -97,7 +97,7 @@ pub fn read(claim: &ResourceClaim, node: &str, gpus: &Devices, permissions: &Per
         devices.push(PreparedDevice { request, name: result.device.clone(), uuid: gpu.uuid.clone() });
     }
     let Some(share) = shares.values().next() else {
-        return Err(format!("the driver {DRIVER} has not allocated a GPU on node {node} to it"));
+        return Err(format!("it has no allocated GPU of the driver {DRIVER} on node {node}"));
     };
     if shares.values().any(|other| other != share) {
         return Err(UNEQUAL.into());
@@ -157,7 +157,7 @@ fn share(
         if of_class.get(key).is_some_and(|other| other != value) {
             return Err(format!("its DeviceClass already sets {key}. Remove {key} from the claim"));
         }
-        permissions.check(namespace, key, value).map_err(|why| format!("{key} is not allowed in it: {why}"))?;
+        permissions.check(namespace, key, value).map_err(|why| format!("its key {key} is not allowed: {why}"))?;
     }
     of_class.extend(of_claim);
     Ok(Share { memory: consumed(MEMORY)?, time: consumed(TIME)?, keys: of_class })
@@ -304,7 +304,7 @@ mod tests {
             let refused =
                 read_it(&one, &[config("FromClaim", &[], json!({key: value}))]).expect_err("it is not allowed");
             assert!(
-                refused.contains(&format!("{key} is not allowed in it: pods of namespace team-a may")),
+                refused.contains(&format!("its key {key} is not allowed: pods of namespace team-a may")),
                 "{refused}"
             );
         }

@@ -18,7 +18,7 @@ impl Basis {
         match self {
             Self::Reports => "NVML is not available: programs' reports of memory cannot be verified",
             Self::Total => {
-                "NVML shows no memory of programs' processes: reports are verified against the memory in use in total"
+                "NVML shows no memory of single processes: reports are verified against all memory in use on the GPU"
             }
             Self::Processes => "reports are verified against the memory that NVML shows for each process",
         }
