@@ -460,6 +460,23 @@ fn a_holder_may_try_to_map_more_after_other_memory_is_evicted() {
     assert_eq!(t.attachment(2).allowance, 2 * GIB, "{:?}", t.machine.gpu(gpu(0)));
 }
 
+/// The capacity falls below the memory that the holder has already mapped, and its demand grows.
+#[test]
+fn a_holder_that_exceeds_the_capacity_may_try_to_map_more() {
+    let mut t = measured(AntiThrash::On);
+    t.measured(16 * GIB); // no memory seems to be free
+    t.join(1, 2 * GIB);
+    t.request(1);
+    t.map(1);
+    assert_eq!(t.attachment(1).mapped, 2 * GIB, "by a trial");
+    t.release(1, ReleaseReason::Idle);
+    t.report(1, 4 * GIB, 2 * GIB, 0);
+    assert_eq!(t.attachment(1).allowance, 0, "its memory has to leave");
+    // The client requests the lock before it has evicted any memory.
+    t.request(1);
+    assert_eq!((t.state(1), t.attachment(1).allowance), (LockState::Holding, 4 * GIB), "{:?}", t.machine.gpu(gpu(0)));
+}
+
 /// Each demand exceeds the capacity of 0. If both clients ran at the same time, neither could try
 /// to map its memory.
 #[test]

@@ -158,8 +158,9 @@ impl Gpu {
             return;
         }
         let beyond = demand.saturating_sub(self.usable(cx.settings));
-        // Memory that other clients have, or may have, on the GPU leaves no room for a trial.
-        let fits = self.ledger.charged() <= charge.min(self.usable(cx.settings));
+        // Memory that other clients have, or may have, on the GPU leaves no room for a trial. The client's own
+        // memory may exceed the usable memory, because an earlier trial mapped it.
+        let fits = self.ledger.charged() <= charge;
         if beyond == 0 || !fits || self.unverified_for(cx, client) > 0 {
             return;
         }
