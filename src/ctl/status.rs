@@ -517,14 +517,12 @@ GPU 0  NVIDIA H200  140 GiB  GPU-1
   103  root  waits        1min 10s   1 GiB   1 GiB      0 B  swap    1min 01s    0.0s  session-2.scope  python3 c.py
   101  root  waits            1.0s   1 GiB   1 GiB      0 B  swap    1min 01s    0.0s  session-2.scope  python3 a.py
 ";
-        assert!(!text(&status, &Waits::new(), Style::default()).contains("another API"));
+        assert!(!text(&status, &Waits::new(), Style::default()).contains("an API other"));
         let mut other = status.clone();
         other.clients[1].gpus[0].untracked_work = true;
-        assert!(
-            text(&other, &Waits::new(), Style::default()).ends_with(
-                "  Process 102 uses this GPU through another API than CUDA, so its memory stays on the GPU.\n"
-            )
-        );
+        assert!(text(&other, &Waits::new(), Style::default()).ends_with(
+            "  Process 102 uses this GPU through an API other than CUDA, so its memory stays on the GPU.\n"
+        ));
         assert!(!text(&status, &Waits::new(), Style::default()).contains("engine swap"), "the usual needs no words");
         let mut asked = status.clone();
         let usage = &mut asked.clients[2].gpus[0];

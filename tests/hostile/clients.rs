@@ -90,7 +90,7 @@ fn a_refused_client_cannot_keep_the_scheduler_reading() {
         // The thread sends until it cannot send, and never closes the connection.
         thread::spawn(move || {
             let packet = support::release().encode(1);
-            let client = Client { socket, id: 0, version: 1 };
+            let client = Client { socket, id: 0, version: 1, devices: None };
             while client.send_raw(packet.as_bytes()) {}
         })
     };
@@ -260,7 +260,7 @@ fn a_client_that_cannot_open_the_device_file_is_disconnected() {
     daemon.log.wait("found");
     let packet =
         |client: &Client| support::attach(0, Uuid(cuda_sim_gpus::Config::get().uuid(0))).encode(client.version);
-    let [own, other, ..] = &support::device_files()[..] else { panic!("no device files") };
+    let [own, other, ..] = &support::device_files(support::devices().as_deref())[..] else { panic!("no device files") };
     let number = own.as_raw_fd();
     let only_read = File::open(format!("/proc/self/fd/{number}")).expect("the device file");
     for files in [vec![], vec![only_read], vec![other.try_clone().expect("a descriptor")]] {

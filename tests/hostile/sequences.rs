@@ -12,7 +12,7 @@ use crate::fake::{Fake, judge, machine};
 use crate::nonsense;
 
 /// The number of random sequences if `NVSHARE_HOSTILE_SEQUENCES` is not set.
-const SEQUENCES: u64 = 150;
+const SEQUENCES: u64 = 100;
 /// The number of concurrent sequences. Most of them wait.
 const ACTORS: usize = 16;
 

@@ -67,7 +67,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(config(400))]
+    #![proptest_config(config(250))]
 
     /// Every client finishes, and the simulation's checks never fail.
     #[test]
@@ -475,7 +475,7 @@ fn event() -> impl Strategy<Value = Event> {
 }
 
 proptest! {
-    #![proptest_config(config(600))]
+    #![proptest_config(config(350))]
 
     /// Whatever the events are, the scheduler doesn't panic, sends no command to an unknown client,
     /// and raises no limit above the existing memory. The same events always have the same answers.

@@ -78,7 +78,7 @@ struct Liar<'a> {
 
 impl<'a> Liar<'a> {
     fn new(machine: &'a Machine) -> Self {
-        Self { machine, client: Client::welcomed(&machine.socket()), is_connected: true }
+        Self { machine, client: machine.client(), is_connected: true }
     }
 
     /// Sends the messages in order until the scheduler disconnects the client.
@@ -202,7 +202,7 @@ fn a_hung_holder_without_a_context_withholds_no_memory() {
     let machine = machine();
     let gpu = gpu_of(&machine);
     for claimed in [0, MEMORY - 10 * MIB] {
-        let client = Client::welcomed(&machine.socket());
+        let client = machine.client();
         client.attach_gpu(gpu, MEMORY);
         client.report(MEMORY - 10 * MIB, claimed);
         client.request();

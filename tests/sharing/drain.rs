@@ -30,8 +30,8 @@ fn queued_work_ends_before_its_memory_is_evicted() {
     let mut neighbour = machine.program("mix --mem 48M --reps 8 --rounds endless").start();
     machine.wait_for_grants(&neighbour, 1);
     for words in [
-        "deep --launches 800 --ns 10000000 --streams 32 --mem 48M",
-        "deep --launches 800 --ns 10000000 --streams 32 --mem 48M --per-graph 10",
+        "deep --launches 400 --ns 10000000 --streams 32 --mem 48M",
+        "deep --launches 400 --ns 10000000 --streams 32 --mem 48M --per-graph 10",
     ] {
         let mut program = machine.program(words).start();
         program.finish();

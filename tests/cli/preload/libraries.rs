@@ -142,7 +142,7 @@ fn disable_works_after_a_library_has_become_fatal() {
                 assert!(!said.status.success(), "{how}: {said:?}");
             }
             assert_eq!(host.preload("status").code(), Some(0), "{how}");
-            host.preload("enable").refused("`nvsharectl preload disable` stops that");
+            host.preload("enable").refused("To stop preloading it, run `nvsharectl preload disable`");
             host.preload("disable").fine();
             assert_eq!(host.text().as_deref(), Some(&b"# kept\n"[..]), "{how}");
             host.is_sound();

@@ -50,7 +50,11 @@ fn only_the_selected_service_preloads_the_library() {
         assert_eq!(json["services"][0]["unit"], "jupyter.service");
         assert_eq!(json["services"][0]["library-version"], "0.1.0");
 
-        assert!(preload(host, &["disable", "--unit", "jupyter"]).fine().starts_with("Off: jupyter.service "));
+        assert!(
+            preload(host, &["disable", "--unit", "jupyter"])
+                .fine()
+                .starts_with("Off: the next time jupyter.service starts, ")
+        );
         assert!(!Path::new("/etc/systemd/system/jupyter.service.d").exists());
         assert!(preload(host, &["disable", "--unit", "jupyter"]).fine().starts_with("Already off: "));
         assert!(!preload(host, &["status"]).stdout.contains("jupyter"));

@@ -260,6 +260,8 @@ pub struct Client {
     pub id: u64,
     /// The protocol version that the client speaks.
     pub version: u16,
+    /// The directory of the GPUs' device files, if GPUs are simulated.
+    pub devices: Option<PathBuf>,
 }
 
 impl Client {
@@ -280,7 +282,7 @@ impl Client {
             }
             let size = size_of_val(&address) as libc::socklen_t;
             match libc::connect(fd, (&raw const address).cast(), size) {
-                0 => Ok(Self { socket, id: 0, version: version::MAX }),
+                0 => Ok(Self { socket, id: 0, version: version::MAX, devices: devices() }),
                 _ => Err(io::Error::last_os_error()),
             }
         }
@@ -301,7 +303,7 @@ impl Client {
     pub fn send(&self, message: ClientMessage) {
         let packet = message.encode(self.version);
         let is_sent = match message {
-            ClientMessage::Attach { .. } => self.send_with(packet.as_bytes(), &device_files()),
+            ClientMessage::Attach { .. } => self.send_with(packet.as_bytes(), &device_files(self.devices.as_deref())),
             _ => self.send_raw(packet.as_bytes()),
         };
         assert!(is_sent, "the daemon has hung up");
@@ -400,12 +402,17 @@ impl Client {
 /// The number of simulated GPUs whose device files a [`Client`] shows.
 const GPUS: usize = 4;
 
-/// Opens the device files of the simulated GPUs. Empty in a test without simulated GPUs.
-pub fn device_files() -> Vec<File> {
-    let Some(directory) = std::env::var_os("NVSHARE_DEVICES").map(PathBuf::from) else { return Vec::new() };
+/// The directory of the device files in a test with its own process.
+pub fn devices() -> Option<PathBuf> {
+    std::env::var_os("NVSHARE_DEVICES").map(PathBuf::from)
+}
+
+/// Opens the device files of the simulated GPUs. Empty without simulated GPUs.
+pub fn device_files(directory: Option<&Path>) -> Vec<File> {
+    let Some(directory) = directory else { return Vec::new() };
     let access = |path: &Path, mode| drop(fs::set_permissions(path, Permissions::from_mode(mode)));
-    if fs::create_dir_all(&directory).is_ok() {
-        access(&directory, 0o777);
+    if fs::create_dir_all(directory).is_ok() {
+        access(directory, 0o777);
     }
     let open = |number| {
         let path = directory.join(format!("nvidia{number}"));

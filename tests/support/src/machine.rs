@@ -22,6 +22,7 @@ pub use crate::record::{Move, assert_one_holder, evicted, grants, holders, turns
 pub use crate::{Dice, MIB, PATIENCE, kill, wait_for, wait_within};
 pub use program::{Launch, Program, Report};
 
+use crate::daemon::Client;
 use crate::manager::Manager;
 use crate::record::Record;
 use crate::{Directory, artifact};
@@ -288,6 +289,11 @@ impl Machine {
     #[track_caller]
     pub fn wait_for_move(&self, skip: usize, what: &str, mut wanted: impl FnMut(&Move) -> bool) -> Move {
         wait_for(what, || self.read_moves(|all| all.skip(skip).find(|m| wanted(m)).cloned()))
+    }
+
+    /// Connects a client that sends only the messages that a test sends.
+    pub fn client(&self) -> Client {
+        Client { devices: Some(self.path("gpu")), ..Client::welcomed(&self.socket()) }
     }
 
     /// Waits until the program has been granted the lock `count` times.

@@ -322,7 +322,7 @@ mod tests {
     fn invalid_claims_are_rejected_with_a_reason() {
         let one = [result("gpu", "gpu-a", "40Gi", "0")];
         let cases = [
-            (read_it(&[], &[]), "the driver gpu.nvshare.com has not allocated a GPU on node node-1 to it"),
+            (read_it(&[], &[]), "it has no allocated GPU of the driver gpu.nvshare.com on node node-1"),
             (read_it(&[result("gpu", "gpu-z", "0", "0")], &[]), "no longer offers its device \"gpu-z\""),
             (read_it(&[result("gpu", "gpu-c", "0", "0")], &[]), "GPU-c is unhealthy: XID 79"),
             (
