@@ -1,5 +1,5 @@
 //! The declaration of hooks. Each hook is declared once, with the name and the signature of the
-//! driver function. It serves direct linking (as an exported symbol), `dlsym` and
+//! driver function. The declaration serves direct linking (as an exported symbol), `dlsym` and
 //! `cuGetProcAddress`.
 
 use crate::driver::{

@@ -5,10 +5,10 @@
 //! those clients might never use.
 //!
 //! The invariant of a move is: **until a process is restored on another GPU, it counts on the old
-//! GPU as if it slept there**. So no other client is promised the process's place on the old GPU,
-//! and no promise is broken if the process has to come back. A move therefore needs room on both
-//! GPUs. Rejected: making room on the old GPU when the client comes back, because no client may be
-//! able to give any then.
+//! GPU as if it slept there**. So no other client is promised the process's memory on the old GPU,
+//! and no promise is broken if the process has to return there. A move therefore needs room on both
+//! GPUs. Rejected: making room on the old GPU when the client returns, because at that time the
+//! other clients may need all of their memory.
 
 use super::{Context, Quota, limit::Limit};
 use crate::api::*;
@@ -152,9 +152,8 @@ impl Quota {
 
     /// Checks whether the bytes promised to a client on one GPU can be promised on another. Host
     /// memory must suffice for the bytes that do not fit on the second GPU, and the client's group
-    /// must stay within its limit. `keeps`: the client's place on the first GPU stays reserved,
-    /// because the client may be moved back. `away`: the client no longer acknowledges lower
-    /// limits.
+    /// must stay within its limit. `keeps`: the bytes on the first GPU stay promised to the client,
+    /// because it may be moved back. `away`: the client no longer acknowledges lower limits.
     pub fn room_to_move(&self, cx: Context, client: ClientId, place: Expected, keeps: bool, away: bool) -> RoomToMove {
         let Expected { to: both, .. } = place;
         let Some(entry) = self.entry(client, both.from) else { return RoomToMove::None };
