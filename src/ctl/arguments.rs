@@ -52,7 +52,7 @@ pub struct Arguments {
     pub command: Option<Verb>,
 }
 
-/// `--json`, which commands accept and which may precede them.
+/// The option `--json`, before or after the name of a command.
 #[derive(Debug, Clone, Copy, Default, Args)]
 pub struct Json {
     /// Print JSON

@@ -16,8 +16,8 @@ pub struct Hook {
 }
 
 /// A hook and the driver's [`Function`], each as its distance from the field that stores the
-/// distance. If these were pointers, the loader would have to relocate all of them in every
-/// program, even in one that does not use CUDA.
+/// distance. The loader would have to relocate pointers in every program, even in one that does not
+/// use CUDA.
 #[repr(C)]
 struct Entry {
     hook: i32,

@@ -164,7 +164,7 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
     match obstacle {
         Obstacle::Paused => "It is paused. `nvsharectl resume` continues it.".into(),
         Obstacle::Drained => {
-            "A GPU that it uses is drained. Programs of that GPU move to other GPUs or sleep, and no program may start \
+            "A GPU that it uses is drained. Programs on that GPU move to other GPUs or sleep, and no program may start \
              to use it."
                 .into()
         }

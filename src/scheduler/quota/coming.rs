@@ -31,7 +31,7 @@ pub(super) struct Coming {
 /// A GPU that a client may be moved to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Expected {
-    /// The move to that GPU from the GPU that the client has attached.
+    /// The move from the GPU that the client has attached to the expected GPU.
     pub to: Move,
     /// The expected size of the client's context on the GPU `to.to`, in bytes.
     pub context: u64,
@@ -106,8 +106,8 @@ impl Quota {
         homes.map(|(id, _)| *id).collect()
     }
 
-    /// Bytes by which a client's limit can rise without exceeding the room on the GPUs that it may
-    /// be moved back to.
+    /// Bytes by which a client's limit can rise. A GPU that the client may be moved back to must have
+    /// room for the same rise.
     pub(super) fn room_at_home(&self, cx: Context, client: ClientId, from: GpuId) -> u64 {
         let room = |id: GpuId| self.committable(cx, id).min(self.bytes_in_group(cx, client, id).unwrap_or(u64::MAX));
         self.homes(client, from).into_iter().map(room).min().unwrap_or(u64::MAX)
