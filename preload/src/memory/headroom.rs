@@ -6,7 +6,7 @@ use alloc::{ffi::CString, format, vec::Vec};
 use core::sync::atomic::{AtomicU64, Ordering};
 use rustix::process::{Resource, getrlimit};
 
-/// Bytes left to the host. If less is available, no more memory is evicted to host memory.
+/// Bytes left to the host. If less is available, no further memory is evicted to host memory.
 const HOST_RESERVE: u64 = 512 << 20;
 /// Bytes of address space left to the process below its limit: enough for the stacks and heaps of a few
 /// threads.

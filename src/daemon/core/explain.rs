@@ -164,8 +164,8 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
     match obstacle {
         Obstacle::Paused => "It is paused. `nvsharectl resume` continues it.".into(),
         Obstacle::Drained => {
-            "A GPU that it uses is drained. Programs on that GPU move to other GPUs or sleep, and no program may start \
-             to use it."
+            "A GPU that it uses is drained. Programs on that GPU move to other GPUs or sleep, and no other program may \
+             use that GPU."
                 .into()
         }
         Obstacle::Sleeps(phase) => match phase {

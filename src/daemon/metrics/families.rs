@@ -140,8 +140,8 @@ pub static OF_GPUS: [Family<OfGpu>; 24] = [
         "nvshare_gpu_shortfall",
         BYTES,
         Gauge(|gpu| Some(gpu.shortfall)),
-        "Largest extra memory that a program needs beyond its demand, because the driver could not map memory that is \
-         measured as free.",
+        "Largest shortfall of any program: memory that it needs beyond its demand, because the driver could not map \
+         memory that NVML showed as free.",
     ),
     family(
         "nvshare_gpu_committed",
