@@ -225,7 +225,7 @@ pub enum Verb {
         /// Purpose of the lock, shown to other users
         #[arg(long, value_name = "TEXT", value_hint = ValueHint::Other, default_value = "nvsharectl lock")]
         why: String,
-        /// What to do with the command if the lock is lost because its turn is over or the scheduler ends: continue, pause
+        /// What to do with the command if the lock is lost because the turn is over or the scheduler ends: continue, pause
         /// it until the lock is reacquired, or terminate it
         #[arg(
             long,

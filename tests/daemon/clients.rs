@@ -43,8 +43,7 @@ fn an_unsupported_library_version_is_refused_with_a_reason() {
         client.until_end();
         daemon.log.wait(&format!("its library speaks protocol {min} to {max}"));
     }
-    // The daemon serves a newer library that still speaks its version, and an older library that
-    // already speaks it.
+    // The daemon serves newer and older libraries that also speak the daemon's protocol version.
     for (min, max) in [(version::MAX, version::MAX + 8), (0, version::MAX)] {
         let client = Client::connect(&daemon.socket()).expect("the daemon listens");
         client.send(hello_of(min, max));

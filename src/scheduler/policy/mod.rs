@@ -46,7 +46,8 @@ pub(crate) enum Precedence {
     BelowMinimum,
     #[default]
     Equal,
-    /// The request waits until the holder runs out of work, or its owner has used its minimum.
+    /// The request waits until the holder runs out of work or the holder's owner has used its
+    /// minimum.
     After,
 }
 
