@@ -164,7 +164,7 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
     match obstacle {
         Obstacle::Paused => "It is paused. `nvsharectl resume` continues it.".into(),
         Obstacle::Drained => {
-            "A GPU that it uses is drained. Programs on that GPU move to other GPUs or sleep, and no other program may \
+            "A GPU that it uses is drained. Programs on that GPU move to other GPUs or sleep, and no new program may \
              use that GPU."
                 .into()
         }

@@ -4,8 +4,8 @@
 //! A client names GPUs by slots, and sends no message about its slots between the end of its
 //! preparation for sleep and its wake. So in that time the daemon can assign a slot to another GPU.
 //! The client learns the new GPU's UUID from `Awake`. For a restore, the driver accepts either no
-//! pairs of old and new GPUs, or pairs for all GPUs of the host. So the daemon adds the GPUs that
-//! are not part of the move.
+//! pairs of old and new GPUs, or pairs for all GPUs of the host. So the daemon adds pairs for
+//! the GPUs that are not part of the move.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -53,8 +53,8 @@ impl Slot {
         turns
     }
 
-    /// Marks the thread as waiting, like the library's function. The library's also handles threads
-    /// that are killed while they wait, but no thread of a scenario is killed.
+    /// Marks the thread as waiting. Unlike the library, the model does not handle threads that are
+    /// killed while they wait, because no thread of a scenario is killed.
     pub fn begin_waiting(&self, gpu: u32, _: Waits, _: Duration) {
         self.waits_at.store(gpu, Ordering::SeqCst);
     }
