@@ -10,7 +10,7 @@
 //! has ended, the memory is restored, and the program checks it. Between these rounds, `fio` reads
 //! a file of the same size and in the library's block size. `fio` uses io_uring or threads, at
 //! depths of 1 to 16. The best result of `fio` is the disk's speed. `--directory` is the directory
-//! of these files and must be on a disk (default: the directory of this benchmark). `--programs` is
+//! of all files and must be on a disk (default: the directory of this benchmark). `--programs` is
 //! the directory of release builds of nvshare-scheduler, libnvshare.so, cuda-program and the
 //! simulated driver (default: the directory of this benchmark).
 

@@ -20,8 +20,7 @@ pub struct Waiting {
     epoll: OwnedFd,
     holder: usize,
     attached: usize,
-    /// Clients that have received a message, and whose report that acknowledges the message has not
-    /// been sent yet.
+    /// Clients that have received a message and have not yet sent the report that acknowledges it.
     unanswered: Vec<usize>,
 }
 

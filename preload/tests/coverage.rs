@@ -60,7 +60,7 @@ impl Entry {
         std::iter::once(self.name.clone()).chain(flavour)
     }
 
-    /// The file of hooks, whose name begins the reason.
+    /// The name of the hook file: the part of `reason` before `: `. Empty if there is none.
     fn file(&self) -> &str {
         self.reason.split_once(": ").map_or("", |(file, _)| file)
     }

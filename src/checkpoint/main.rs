@@ -26,7 +26,7 @@
 //! Three designs were rejected:
 //!
 //! - A transient unit: a process that may start one can start any program as root.
-//! - A child of the daemon, where systemd is available: the daemon gives up all capabilities.
+//! - A child of the daemon, where systemd is available: the daemon drops all capabilities.
 //! - Calls of the driver inside the daemon: the daemon would then have the driver's threads, memory
 //!   and hangs.
 

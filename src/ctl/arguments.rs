@@ -52,7 +52,7 @@ pub struct Arguments {
     pub command: Option<Verb>,
 }
 
-/// `--json`, which commands accept and which may precede them.
+/// The option `--json`, before or after the name of a command.
 #[derive(Debug, Clone, Copy, Default, Args)]
 pub struct Json {
     /// Print JSON
@@ -225,7 +225,7 @@ pub enum Verb {
         /// Purpose of the lock, shown to other users
         #[arg(long, value_name = "TEXT", value_hint = ValueHint::Other, default_value = "nvsharectl lock")]
         why: String,
-        /// What to do with the command if the lock is lost because its turn is over or the scheduler ends: continue, pause
+        /// What to do with the command if the lock is lost because the turn is over or the scheduler ends: continue, pause
         /// it until the lock is reacquired, or terminate it
         #[arg(
             long,

@@ -42,7 +42,7 @@ pub enum Job {
     /// Checks whether a client has written beyond its reserved space.
     Check { client: ClientId, file: Arc<File>, reserved: u64 },
     /// Checks whether processes still have the file of a disconnected client open, and whether they have
-    /// written beyond its reserved space.
+    /// written beyond the reserved space.
     CheckLeft { client: ClientId, file: Arc<File>, reserved: u64 },
 }
 

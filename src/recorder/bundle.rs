@@ -18,7 +18,7 @@
 //! client's `connected` event.
 //!
 //! Times are nanoseconds of `CLOCK_MONOTONIC`. A `present` or `contexts` event lists only the
-//! clients whose figures have changed since the previous event of the same kind and GPU. Its `gone`
+//! clients whose figures have changed since the previous event of the same kind and GPU. `gone`
 //! lists the clients that are no longer measured.
 
 use std::collections::BTreeMap;

@@ -24,9 +24,9 @@ pub enum Happening {
     WorkDone(usize, u32),
     /// A timer of the program's client expires.
     Wakes(usize, Timer),
-    /// Bytes of a program have been copied to or from that GPU.
+    /// Bytes of a program have been copied to or from the given GPU.
     Moved(usize, GpuId, Way, u64),
-    /// A measurement of a GPU, which began at that time, is done.
+    /// The measurement of a GPU that began at the given time is done.
     Measured(usize, Time),
 }
 

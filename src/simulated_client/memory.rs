@@ -228,7 +228,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// Makes all possible moves. Returns the bytes that left and the bytes that returned.
+    /// Makes all possible moves. Returns the evicted and the restored bytes.
     fn run(memory: &mut Memory) -> (u64, u64) {
         let (mut out, mut back) = (0, 0);
         while let Some((way, bytes)) = memory.step(false, GIB / 4) {

@@ -374,7 +374,7 @@ fn reload_applies_a_valid_file_and_ignores_an_invalid_file() {
         assert!(text.contains("nvshare.toml:1:16: time-quantum"), "{text}");
         // SIGHUP also reloads the configuration, and reports to the log.
         daemon.signal(libc::SIGHUP);
-        daemon.log.wait("the configuration is unchanged");
+        daemon.log.wait("cannot reload the configuration, keeping the current one");
         assert_eq!(scheduler.time_quantum().await.expect("a value"), 20);
         assert_eq!(scheduler.anti_thrash().await.expect("a value"), "auto");
 

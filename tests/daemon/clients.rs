@@ -43,8 +43,7 @@ fn an_unsupported_library_version_is_refused_with_a_reason() {
         client.until_end();
         daemon.log.wait(&format!("its library speaks protocol {min} to {max}"));
     }
-    // The daemon serves a newer library that still speaks its version, and an older library that
-    // already speaks it.
+    // The daemon serves newer and older libraries that also speak the daemon's protocol version.
     for (min, max) in [(version::MAX, version::MAX + 8), (0, version::MAX)] {
         let client = Client::connect(&daemon.socket()).expect("the daemon listens");
         client.send(hello_of(min, max));
@@ -87,7 +86,7 @@ fn a_protocol_violation_closes_only_its_own_connection() {
         ("protocol version 3 instead of the negotiated 1", vec![changed(release(), 0, 3)]),
         ("field reason cannot be 9", vec![wire(attach(0, GPU)), changed(release(), 16, 9)]),
         ("a second Hello", vec![wire(hello())]),
-        ("slot 64: there are slots 0 to 63", vec![wire(attach(64, GPU))]),
+        ("slot 64 does not exist: the last slot is 63", vec![wire(attach(64, GPU))]),
         ("slot 1 is attached already", vec![wire(attach(1, GPU)), wire(attach(1, Uuid([8; 16])))]),
         ("is attached already, as slot 1", vec![wire(attach(1, GPU)), wire(attach(2, GPU))]),
         ("slot 5 is not attached", vec![wire(memory(5, 1, 1))]),

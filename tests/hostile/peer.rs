@@ -80,7 +80,7 @@ impl Connection {
     /// Sends one packet. Fails if the client is behind or gone.
     pub fn send(&self, packet: &[u8]) -> bool {
         let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
-        // SAFETY: `packet` is a valid buffer of that length.
+        // SAFETY: `packet` is valid for reads of `packet.len()` bytes.
         unsafe { libc::send(self.socket.as_raw_fd(), packet.as_ptr().cast(), packet.len(), flags) >= 0 }
     }
 
@@ -111,7 +111,7 @@ impl Connection {
     /// Receives a message. The message must be well-formed, whatever the client has received.
     pub fn receive(&self) -> Received {
         let mut buffer = [0u8; 2 * MAX_LEN];
-        // SAFETY: `buffer` is valid and of that length.
+        // SAFETY: `buffer` is valid for writes of `buffer.len()` bytes.
         let len = unsafe {
             libc::recv(self.socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT)
         };

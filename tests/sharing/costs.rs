@@ -25,8 +25,8 @@ fn launches_behind_waiting_work_take_constant_time() {
     is_at_most(&alone("queued --streams 16 --each 970"), "launch_us", 200.0);
 }
 
-/// The events that the library records in a stream also take places in the stream's queue, but must
-/// not fill it.
+/// The events that the library records in a stream take entries of the stream's queue, but must not
+/// fill the queue.
 #[test]
 fn launches_to_one_stream_behind_waiting_work_do_not_block() {
     is_at_most(&alone("queued --streams 1 --each 970"), "launch_us", 1000.0);

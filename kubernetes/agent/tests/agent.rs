@@ -153,7 +153,7 @@ fn forbidden_annotations_are_ignored_until_a_reload_permits_them() {
 
     node.configure("[[namespaces]]\nname = 5\n");
     agent.signal(libc::SIGHUP);
-    agent.log.wait("the configuration is unchanged:");
+    agent.log.wait("cannot reload the configuration, keeping the current one:");
     assert_eq!(said(&node.rules()["team-a/pod-1"], "weight").as_deref(), Some("200"));
     let output = node.ask_agent("--check-config");
     assert!(!output.status.success());

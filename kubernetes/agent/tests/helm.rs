@@ -262,8 +262,8 @@ impl World for Installed {
     }
 }
 
-/// Upgrades from these objects to these values. Returns the result, or the reason why the upgrade
-/// is refused.
+/// Upgrades a release with the installed objects `objects` to new chart values. Returns the result, or
+/// the reason why the upgrade is refused.
 fn upgraded(objects: &[(&'static str, Value)], values: &Value) -> Result<String, String> {
     let own = |(path, object): &(&'static str, Value)| {
         let mut object = object.clone();

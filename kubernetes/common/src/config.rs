@@ -34,7 +34,7 @@ pub fn reloaded<T, E: fmt::Display>(read: Result<T, E>) -> Option<T> {
             Some(config)
         }
         Err(e) => {
-            warn!("the configuration is unchanged: {e}");
+            warn!("cannot reload the configuration, keeping the current one: {e}");
             None
         }
     }

@@ -112,17 +112,17 @@ impl Visitor<'_> for GpuNameVisitor {
 
     fn visit_i64<E: de::Error>(self, value: i64) -> Result<GpuName, E> {
         let number = u32::try_from(value);
-        number.map(GpuName::Number).map_err(|_| E::custom(format!("gpu cannot be {value}: it is {ALLOWED}")))
+        number.map(GpuName::Number).map_err(|_| E::custom(format!("gpu cannot be {value}: write {ALLOWED}")))
     }
 
     fn visit_u64<E: de::Error>(self, value: u64) -> Result<GpuName, E> {
         let number = u32::try_from(value);
-        number.map(GpuName::Number).map_err(|_| E::custom(format!("gpu cannot be {value}: it is {ALLOWED}")))
+        number.map(GpuName::Number).map_err(|_| E::custom(format!("gpu cannot be {value}: write {ALLOWED}")))
     }
 
     fn visit_str<E: de::Error>(self, value: &str) -> Result<GpuName, E> {
         if value.is_empty() {
-            return Err(E::custom(format!("gpu cannot be empty: it is {ALLOWED}")));
+            return Err(E::custom(format!("gpu cannot be empty: write {ALLOWED}")));
         }
         if let Ok(number) = value.parse() {
             return Ok(GpuName::Number(number));
@@ -130,7 +130,7 @@ impl Visitor<'_> for GpuNameVisitor {
         let pattern = glob::Pattern::new(value);
         pattern
             .map(GpuName::Text)
-            .map_err(|e| E::custom(format!("gpu cannot be {value:?} ({}): it is {ALLOWED}", e.msg)))
+            .map_err(|e| E::custom(format!("gpu cannot be {value:?} ({}): write {ALLOWED}", e.msg)))
     }
 }
 

@@ -165,7 +165,7 @@ async fn offering_gpus_by_another_api_needs_a_restart() {
     let (node, api, _scheduler, process, _driver) = running(1).await;
     node.configure(QUICK);
     process.signal(libc::SIGHUP);
-    process.log.wait("the configuration is unchanged: restart the plugin to offer GPUs by another API");
+    process.log.wait("keeping the current one: restart the plugin to offer GPUs by another API");
     assert_eq!(api.devices().len(), 1);
     assert_eq!(node.ask_plugin("--probe").status.code(), Some(1), "kubelet restarts it");
 }

@@ -138,7 +138,7 @@ pub fn pass<const REPEATED: bool>(
         return out_of_line(move || if REPEATED { retried_on(gpu, pass_anyhow) } else { pass_anyhow() });
     };
     let result = call();
-    // This check precedes the end of the call, because `result` is still available here.
+    // Checked before the thread leaves the gate, because `result` is available here.
     if REPEATED && result == ERROR_OUT_OF_MEMORY {
         return out_of_line(move || {
             // SAFETY: the thread has entered the gate of its last launch, in `enter_as_before`.

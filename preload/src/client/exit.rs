@@ -1,5 +1,5 @@
-//! Exit of the process. The driver's exit handlers need the process to be on its GPUs, so `exit`
-//! waits until it is, for at most `MOST`. The child of a fork does not wait.
+//! Exit of the process. The driver's exit handlers need the process to be on its GPUs. So `exit`
+//! waits until the process is back on them, for at most `MOST`. The child of a fork does not wait.
 
 use crate::{driver::presence, sys::c};
 use core::{

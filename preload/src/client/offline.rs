@@ -7,7 +7,7 @@
 //! - A client takes the turn if some of its memory is off the GPU and the GPU has no room for that
 //!   memory. If all memory of all clients fits, no client takes a turn, and all clients run.
 //! - While one client holds the turn, every other client runs nothing and evicts all of its memory.
-//! - The holder gives up the turn in three cases: it has had all of its memory for a while, it is idle,
+//! - The holder releases the turn in three cases: it has had all of its memory for a while, it is idle,
 //!   or the turn is useless.
 //!
 //! Each of these steps takes a bounded time if submitted work ends. If a process ends, the kernel

@@ -1,5 +1,5 @@
 //! The declaration of hooks. Each hook is declared once, with the name and the signature of the
-//! driver function. It serves direct linking (as an exported symbol), `dlsym` and
+//! driver function. The declaration serves direct linking (as an exported symbol), `dlsym` and
 //! `cuGetProcAddress`.
 
 use crate::driver::{
@@ -16,8 +16,8 @@ pub struct Hook {
 }
 
 /// A hook and the driver's [`Function`], each as its distance from the field that stores the
-/// distance. If these were pointers, the loader would have to relocate all of them in every
-/// program, even in one that does not use CUDA.
+/// distance. The loader would have to relocate pointers in every program, even in one that does not
+/// use CUDA.
 #[repr(C)]
 struct Entry {
     hook: i32,

@@ -173,7 +173,7 @@ pub fn uuid(device: CUdevice) -> Option<[u8; 16]> {
 }
 
 /// Declares functions of the driver that this library calls. `cuEventQuery(event: CUevent);` declares a
-/// function of that name in this module, which calls the real function.
+/// function `cuEventQuery` in this module, which calls the driver's function.
 macro_rules! functions {
     ($( $name:ident ( $($arg:ident : $type:ty),* $(,)? ); )*) => {
         /// Looks up all declared functions, so that no later call has to.

@@ -68,8 +68,8 @@ impl Gate {
     /// call [`turn_back`](Self::turn_back).
     #[inline(always)]
     pub fn approach(slot: &threads::Slot, here: usize) {
-        // Release order suffices: a thread that sees this mark need not see that this thread has
-        // left its previous gate.
+        // Release order suffices: a thread that sees this mark need not see that the marked thread
+        // has left its previous gate.
         slot.inside.store(here, Ordering::Release);
         barrier::light();
     }

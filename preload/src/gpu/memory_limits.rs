@@ -54,7 +54,7 @@ mod tests {
         assert_eq!(gpus.map(of), [9, 8, 0]);
         set(gpus[1], 0);
         assert_eq!(gpus.map(of), [9, 0, 0]);
-        // A scheduler that names GPUs that do not exist cannot use unlimited memory.
+        // Limits for nonexistent GPUs cannot use unlimited memory.
         (0..4 * MAX_GPUS as u64).for_each(|n| set(Uuid((u128::from(n) << 64).to_le_bytes()), 1));
         assert_eq!(RULED.lock().len(), MAX_GPUS);
         assert_eq!(of(gpus[0]), 9);

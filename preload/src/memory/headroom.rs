@@ -6,7 +6,7 @@ use alloc::{ffi::CString, format, vec::Vec};
 use core::sync::atomic::{AtomicU64, Ordering};
 use rustix::process::{Resource, getrlimit};
 
-/// Bytes left to the host. If less is available, no more memory is evicted to host memory.
+/// Bytes left to the host. If less is available, no further memory is evicted to host memory.
 const HOST_RESERVE: u64 = 512 << 20;
 /// Bytes of address space left to the process below its limit: enough for the stacks and heaps of a few
 /// threads.
@@ -78,8 +78,8 @@ fn most(least: i64) -> u64 {
     if least == i64::MAX { u64::MAX } else { least.try_into().unwrap_or(0) }
 }
 
-/// Returns the bytes that the host has available on the NUMA nodes that this process may use, minus the
-/// reserve; `u64::MAX` if unknown.
+/// Returns the available bytes of the NUMA nodes that this process may use, minus the reserve;
+/// `u64::MAX` if unknown.
 fn of_host() -> u64 {
     let all = kib(&file::read(c"/proc/meminfo"), b"MemAvailable:").unwrap_or(u64::MAX);
     let status = file::read(c"/proc/thread-self/status");

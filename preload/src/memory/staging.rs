@@ -208,7 +208,7 @@ pub enum Taken {
     Buffer(Buffer),
     /// Other threads are still allocating buffers.
     Later,
-    /// The host has no room, or no buffer of that size was requested.
+    /// The host has no room, or no buffer of the caller's size was requested.
     Nothing,
 }
 

@@ -52,7 +52,7 @@ struct WaiterState {
 
 #[derive(Debug)]
 enum Job {
-    /// Unregisters a buffer. The buffer then returns to its place, or is freed if no place is given.
+    /// Unregisters a buffer. The buffer is then returned to the given chunk, or freed if there is none.
     Unregister(HostCopy, Option<Place>),
     /// Loads the fingerprint kernel into this context.
     Load(usize),

@@ -43,8 +43,8 @@ const VERSION_2: u32 = size_of::<Memory2>() as u32 | 2 << 24;
 
 pub static MEMORY: Function = Function::new(c"nvmlDeviceGetMemoryInfo");
 pub static MEMORY_2: Function = Function::new(c"nvmlDeviceGetMemoryInfo_v2");
-/// Returns the sizes that the program sees on a GPU whose sizes NVML reports as `total` and `free`.
-/// Returns `None` if the program sees NVML's sizes.
+/// Converts NVML's `total` and `free` of a GPU to the sizes that the program sees. Returns `None` if
+/// the program sees NVML's sizes.
 fn told(device: Device, total: u64, free: u64) -> Option<MemoryInfo> {
     if !memory_limits::are_set() {
         return None;

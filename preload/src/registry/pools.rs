@@ -112,8 +112,8 @@ pub fn is_ours(pool: CUmemoryPool, gpu: &'static Gpu, space: &Mutex<Space>) -> b
     let guard = space.lock();
     let (is_known, copies) = (guard.has_pool(handle), guard.engine().copies());
     drop(guard);
-    // This library serves no pools from managed memory, because the driver frees managed memory
-    // with its context, and only on a thread that can wait.
+    // This library serves no pools from managed memory: the driver frees managed memory together
+    // with the memory's context, and only on a thread that can wait.
     if is_known || !copies {
         return is_known;
     }

@@ -257,8 +257,7 @@ mod tests {
                 _ => ["auth_admin", "auth_admin", "auth_admin_keep"],
             };
             assert_eq!(defaults, expected);
-            // Without this annotation, polkit refuses every check that is requested by a service that does not run
-            // as root.
+            // Without this annotation, polkit refuses all checks requested by services that do not run as root.
             let owner = action.descendants().find(|node| node.has_tag_name("annotate")).expect("an owner");
             assert_eq!(owner.attribute("key"), Some("org.freedesktop.policykit.owner"));
             assert_eq!(owner.text(), Some("unix-user:nvshare"));

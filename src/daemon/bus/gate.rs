@@ -97,7 +97,7 @@ impl Gate {
     pub fn admit(&self, uid: Option<u32>) -> fdo::Result<Place> {
         let user = self.user(uid.unwrap_or(u32::MAX));
         let place = user.places.clone().try_acquire_owned().map_err(|_| too_many("of this user are being answered"))?;
-        if user.take_token() { Ok(place) } else { Err(too_many("of this user have come within a second")) }
+        if user.take_token() { Ok(place) } else { Err(too_many("of this user were made within a second")) }
     }
 
     /// Admits a call that queues for usage records or a timeline.

@@ -14,7 +14,7 @@
 //! otherwise by its service (`RuntimeMaxSec=`). Until its exit, a late helper counts among the
 //! helpers of its tenant (`MAX_HELPERS_OF_TENANT`), but no longer among the helpers of all tenants
 //! (`MAX_HELPERS`). A user can keep a helper from exiting by stopping its process. Such helpers
-//! must not occupy places of other tenants.
+//! must not count against other tenants.
 //!
 //! A helper initialises the driver when it starts, which takes 0.2 s for each GPU that no process
 //! has open [H100]. To hide this time, the daemon starts the helper when it orders the client to
@@ -76,7 +76,7 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 /// Timeouts of a request.
 #[derive(Debug, Clone, Copy)]
 struct Patience {
-    /// Time to wait for a place among the running helpers.
+    /// Time to wait for the permission to run a helper ([`Place`]).
     place: Duration,
     /// Time to wait for the answer to a sleep or a wake. A sleep or a wake takes less than a second if the
     /// process's memory was evicted before (`bench/RESULTS.md`). Otherwise, the driver copies the memory,
@@ -250,16 +250,16 @@ impl Helpers {
         };
         let (mut asker, answer) = oneshot::channel();
         let end = self.patience.end;
-        // The helper keeps its place until it exits. The caller does not wait for the exit, and may be gone by
-        // then.
+        // The helper counts against both limits until it exits. The caller does not wait for the exit, and
+        // may be gone by then.
         spawn_local(async move {
             let Place { of_tenant: _of_tenant, of_all } = place;
             let answer = select! {
                 answer = timeout(patience, helper.answer()) => answer.ok(),
                 () = asker.closed() => None,
             };
-            // A late helper may never exit. So the helper gives back its place among all helpers, and keeps only
-            // its tenant's place.
+            // A late helper may never exit. So it no longer counts against the limit of all helpers, but only
+            // against its tenant's limit.
             let _of_all = answer.is_some().then_some(of_all);
             let has_slept = |answer: nvshare_checkpoint::Reply| answer.outcome == Outcome::Asleep;
             let goes_on = operation == Operation::Sleep && answer.flatten().is_some_and(has_slept);
@@ -292,8 +292,8 @@ impl Helpers {
             tenants.insert(tenant.clone(), Arc::downgrade(&places));
             places
         };
-        // While a request waits for a place among all helpers, it holds only a place of its own tenant. So the
-        // request delays no other tenant.
+        // While a request waits for the limit of all helpers, it counts only against its own tenant's limit.
+        // So the request delays no other tenant.
         match (of_tenant.acquire_owned().await, self.all.clone().acquire_owned().await) {
             (Ok(of_tenant), Ok(of_all)) => Place { of_tenant, of_all },
             _ => pending().await, // neither semaphore is ever closed

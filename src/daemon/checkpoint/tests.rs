@@ -34,7 +34,7 @@ async fn ask(helpers: &Helpers, operation: Operation) -> HelperAnswer {
     helpers.ask(None, operation, own_process(), own_user(), &OWN, Vec::new()).await.0
 }
 
-/// The number of the tenant's free places. `None` if all places are free.
+/// The number of helpers that the tenant may still start. `None` if the tenant has no helper.
 fn places(helpers: &Helpers) -> Option<usize> {
     helpers.tenants.borrow().get(&OWN).and_then(Weak::upgrade).map(|places| places.available_permits())
 }
@@ -122,7 +122,7 @@ fn an_exit_or_invalid_answer_of_a_helper_leaves_the_state_unknown() {
     });
 }
 
-/// The helper's place is freed only when the helper has exited.
+/// The helper counts against its tenant's limit until the helper has exited.
 #[test]
 fn a_hung_helper_is_disconnected_and_still_counts() {
     let directory = Directory::new();

@@ -357,9 +357,9 @@ impl LockKeeper {
         }
     }
 
-    // The daemon may die between the steps of `granted` or `revoked`. The order of the steps
-    // ensures that the owner then never believes that it holds a lock that it has lost. At worst,
-    // the next daemon sends `granted` again.
+    // The daemon may die between the steps of `granted` or `revoked`. Because of the order of the
+    // steps, the owner then never mistakes a lost lock for a held one. At worst, the next daemon
+    // sends `granted` again.
 
     fn granted(&self) {
         self.send(ClientMessage::Utilization { slot: SLOT, permille: EXCLUSIVE });

@@ -135,7 +135,9 @@ impl Control {
         });
         match &result {
             Ok(()) => info!(name: "configuration-read", by, "the configuration was reloaded by {by}"),
-            Err(e) => warn!(name: "configuration-wrong", "the configuration is unchanged: {e}"),
+            Err(e) => {
+                warn!(name: "configuration-wrong", "cannot reload the configuration, keeping the current one: {e}")
+            }
         }
         systemd::ready();
         result

@@ -164,8 +164,8 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
     match obstacle {
         Obstacle::Paused => "It is paused. `nvsharectl resume` continues it.".into(),
         Obstacle::Drained => {
-            "A GPU that it uses is drained. Programs of that GPU move to other GPUs or sleep, and no program may start \
-             to use it."
+            "A GPU that it uses is drained. Programs on that GPU move to other GPUs or sleep, and no new program may \
+             use that GPU."
                 .into()
         }
         Obstacle::Sleeps(phase) => match phase {
@@ -242,6 +242,7 @@ fn holder_sentence(names: &impl Names, client: ClientId, gpu: &str, holder: &Hol
 
 fn ahead_sentence(names: &impl Names, client: ClientId, ahead: &Ahead) -> String {
     let clients: Vec<String> = ahead.clients.iter().map(|member| names.client(*member)).collect();
+    let gang = if clients.len() == 1 { "" } else { "the gang of " };
     let first = ahead.clients.first().copied().unwrap_or(client);
     let of = |client: ClientId| names.rule(client).map_or(String::new(), |rule| format!(" ({rule})"));
     let why = match ahead.reason {
@@ -256,8 +257,8 @@ fn ahead_sentence(names: &impl Names, client: ClientId, ahead: &Ahead) -> String
         Reason::Shorter => "it is expected to need less time".into(),
         Reason::LessServed => "it has used less GPU time".into(),
     };
-    let takes = ahead.takes.map_or("until it has no more work".to_owned(), |takes| format!("for {}", about(takes)));
-    format!("Before it, {} runs {takes}: {why}.", clients.join(" and "))
+    let takes = ahead.takes.map_or("with no time limit".to_owned(), |takes| format!("for {}", about(takes)));
+    format!("Before it, {gang}{} runs {takes}: {why}.", clients.join(" and "))
 }
 
 fn moves(what: &Explanation) -> Option<String> {
@@ -355,6 +356,14 @@ mod tests {
         let text = of(&Explanation { ahead: queue, starts: Some(s(26)), ..waiting() });
         assert_eq!(text.len(), 1 + NAMED + 2, "{text:?}");
         assert_eq!(text[NAMED + 1], "Then come 8 more, which run for about 16s in total.");
+    }
+
+    #[test]
+    fn a_gang_without_a_time_limit_is_named_with_all_members() {
+        let gang = Ahead { clients: vec![ClientId(2), ClientId(3)], reason: Reason::Priority, takes: None };
+        let text = of(&Explanation { ahead: vec![gang], ..waiting() });
+        let line = "Before it, the gang of program 2 and program 3 runs with no time limit: its priority is higher.";
+        assert_eq!(text[1], line);
     }
 
     #[test]

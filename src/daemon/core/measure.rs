@@ -50,7 +50,7 @@ impl Core {
         let host = HostUse { info, held, swapped };
         if let Some(bytes) = self.host_ahead.sample(clock::now(), host, self.config.swap_ahead) {
             match bytes {
-                Some(bytes) => debug!(bytes, "host memory for what may have to leave GPUs"),
+                Some(bytes) => debug!(bytes, "host memory for memory that may be evicted from GPUs"),
                 None => debug!("the host is short of memory"),
             }
             self.apply(Event::HostAhead { bytes });

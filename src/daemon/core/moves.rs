@@ -2,9 +2,10 @@
 //! the drained GPUs for the next daemon.
 //!
 //! A client names GPUs by slots, and sends no message about its slots between the end of its
-//! preparation for sleep and its wake. So the daemon can assign the slot to the new GPU in that
-//! time. The client learns the new GPU's UUID from `Awake`. The driver takes pairs for all GPUs of
-//! a host or for none, so the daemon completes the moved pairs to a permutation.
+//! preparation for sleep and its wake. So in that time the daemon can assign a slot to another GPU.
+//! The client learns the new GPU's UUID from `Awake`. For a restore, the driver accepts either no
+//! pairs of old and new GPUs, or pairs for all GPUs of the host. So the daemon adds pairs for
+//! the GPUs that are not part of the move.
 
 use std::collections::{BTreeMap, BTreeSet};
 

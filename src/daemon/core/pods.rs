@@ -123,7 +123,7 @@ pub(super) fn read_rule(
 ) -> Result<Rule, String> {
     let mut keys = table(rule)?;
     if let Some(key) = SUBJECT_KEYS.into_iter().find(|key| keys.contains_key(*key)) {
-        return Err(format!("{key} is not allowed in the rule of a {kind}, which always applies to that {kind}"));
+        return Err(format!("{key} is not allowed in the rule of a {kind}, because it always selects that {kind}"));
     }
     keys.insert(kind.into(), uid.into());
     keys.insert("name".into(), name.into());

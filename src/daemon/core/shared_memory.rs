@@ -436,8 +436,8 @@ impl SharedMemoryRegistry {
         self.imports.of_importer.get(&client).and_then(|own| own.sums.get(&gpu)).copied().unwrap_or_default()
     }
 
-    /// Handles the end of a client. Returns the importers that must adopt the memory that the client
-    /// counted, and the requests that the client has not answered.
+    /// Handles the end of a client. Returns the importers that must adopt the client's counted
+    /// memory, and the requests that the client has not answered.
     pub fn leave(&mut self, client: ClientId) -> (Vec<Import>, Vec<OpenRequest>) {
         let mut orphans: Vec<Range> = Vec::new();
         if let Some(key) = self.exporters.remove(client)

@@ -76,7 +76,8 @@ impl Core {
                 let Some(connection) = self.clients.get(&importer).map(|entry| entry.connection.clone()) else {
                     return;
                 };
-                // Since the request, other clients of the tenant may have opened memory and used up its budget.
+                // Since the request, other clients of the tenant may have opened memory and used up the
+                // tenant's budget.
                 let Some(share) = connection.budget().take(What::Imports, 1) else {
                     return self.send_open_result(importer, ticket, Sharing::Failed);
                 };

@@ -32,9 +32,9 @@ const DRAINED: &str = "drained.toml";
 /// replaced the driver by then.
 const NO_CHECKPOINTS: Duration = Duration::from_secs(600);
 
-/// Prefixes of driver versions. By default, the scheduler puts idle programs to sleep only with
-/// these versions. With some drivers, killing restored programs has hung hosts
-/// (NVIDIA/cuda-checkpoint#53). With these versions, 300 such kills caused no failure
+/// Prefixes of tested driver versions. By default, the scheduler puts idle programs to sleep only
+/// with these versions. With some other drivers, killing restored programs has hung hosts
+/// (NVIDIA/cuda-checkpoint#53). With the tested versions, 300 such kills caused no failure
 /// (`bench/RESULTS.md`).
 const KILLS_DO_NO_HARM: [&str; 1] = ["580.159."];
 

@@ -148,7 +148,7 @@ pub struct Signals {
     pub holders: Notify,
     /// Clients connected or left. Triggers the signals on D-Bus.
     pub arrivals: Notify,
-    /// A new GPU was found. Clients must be sent their limits on it.
+    /// A new GPU was found. Limits on that GPU must be sent to the clients.
     pub limits: Notify,
     /// A client sent a message after at least [`SAMPLE_QUIET`] without messages.
     pub activity: Notify,

@@ -20,7 +20,7 @@ pub fn path(minor: u32) -> PathBuf {
     Path::join(directory, format!("nvidia{minor}"))
 }
 
-/// The device file of a GPU, by its minor number.
+/// The device file of the GPU with the minor number `minor`.
 pub fn of_gpu(minor: u32) -> DeviceFile {
     // The daemon's container need not contain the file.
     DeviceFile::at(&path(minor)).unwrap_or_else(|_| DeviceFile::numbered(MAJOR, minor))

@@ -140,8 +140,8 @@ pub static OF_GPUS: [Family<OfGpu>; 24] = [
         "nvshare_gpu_shortfall",
         BYTES,
         Gauge(|gpu| Some(gpu.shortfall)),
-        "Largest extra memory that a program needs beyond its demand, because the driver could not map memory that is \
-         measured as free.",
+        "Largest shortfall of any program: memory that it needs beyond its demand, because the driver could not map \
+         memory that NVML showed as free.",
     ),
     family(
         "nvshare_gpu_committed",
@@ -171,7 +171,7 @@ pub static OF_GPUS: [Family<OfGpu>; 24] = [
         "nvshare_gpu_pinned",
         BYTES,
         Gauge(|gpu| Some(gpu.memory.pinned)),
-        "Memory of its programs that cannot be evicted from the GPU.",
+        "Memory that cannot be evicted from the GPU, summed over its programs.",
     ),
     family("nvshare_gpu_clients", None, Gauge(|gpu| Some(gpu.clients)), "Programs that use the GPU."),
     family("nvshare_gpu_holders", None, Gauge(|gpu| Some(gpu.holders)), "Programs that hold the GPU lock."),
@@ -283,7 +283,7 @@ pub static OF_WORKLOADS: [Family<OfWorkload>; 17] = [
         "nvshare_workload_pinned",
         BYTES,
         Gauge(|workload| Some(workload.memory.pinned)),
-        "Memory of its programs that cannot be evicted from the GPU.",
+        "Memory that cannot be evicted from the GPU, summed over the workload's programs.",
     ),
     family(
         "nvshare_workload_limit",
@@ -383,7 +383,7 @@ pub static OF_CLIENTS: [Family<OfClient>; 16] = [
         "nvshare_client_pinned",
         BYTES,
         Gauge(|client| client.attachment.map(|attachment| attachment.memory.pinned)),
-        "Memory of the program that cannot be evicted from the GPU.",
+        "The program's memory that cannot be evicted from the GPU.",
     ),
     family(
         "nvshare_client_limit",

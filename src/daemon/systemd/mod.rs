@@ -94,18 +94,19 @@ pub fn activated() -> Result<Activated, String> {
     Ok(sockets)
 }
 
+/// A message that the notification thread sends to systemd.
 enum Note {
     Say(String),
     /// Stores file descriptors with systemd under a name.
     Keep(String, Vec<OwnedFd>),
-    /// Replies to the sender once all earlier notes have been sent.
+    /// Replies to the sender once all earlier messages have been sent.
     Said(Sender<()>),
 }
 
 static NOTES: OnceLock<SyncSender<Note>> = OnceLock::new();
 
-/// Maximum number of notes that systemd has not read. Further notes are dropped. A dropped note has
-/// mild consequences: a connection is not stored, or a closed connection stays in the store until
+/// Maximum number of queued messages. Further messages are dropped. A dropped message has mild
+/// consequences: a connection is not stored, or a closed connection stays in the store until
 /// systemd notices its end.
 const MOST_NOTES: usize = 1024;
 
@@ -145,7 +146,7 @@ pub fn is_there() -> bool {
     NOTES.get().is_some()
 }
 
-/// Queues a note. Returns false if the note was dropped.
+/// Queues a message to systemd. Returns false if the message was dropped.
 fn tell(note: impl FnOnce() -> Note) -> bool {
     NOTES.get().is_some_and(|notes| notes.try_send(note()).is_ok())
 }
@@ -169,7 +170,7 @@ pub fn reloading() {
     }
 }
 
-/// Notifies systemd that the daemon stops. Waits until systemd has read all notes, for at most
+/// Notifies systemd that the daemon stops. Waits until all messages have been sent, for at most
 /// `STOP_PATIENCE`.
 pub fn stopping() {
     say(&[NotifyState::Stopping]);

@@ -143,7 +143,7 @@ impl Process {
     }
 }
 
-/// Sets a process's control group and the fields derived from its place.
+/// Sets a process's control group, and the tenant and user derived from `place`.
 pub fn place(identity: &mut Identity, place: Place<'_>) {
     let Place { cgroup, .. } = place;
     let (tenant, user) = Tenant::of(identity.uid, place, own_cgroup(), OWNERS);

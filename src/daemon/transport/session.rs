@@ -46,12 +46,12 @@ impl fmt::Display for Violation {
             Self::NotHello => f.write_str("the first message is not Hello"),
             Self::SecondHello => f.write_str("a second Hello"),
             Self::Held => f.write_str("unexpected Held message"),
-            Self::Slot { slot } => write!(f, "slot {slot}: there are slots 0 to {}", MAX_SLOTS - 1),
+            Self::Slot { slot } => write!(f, "slot {slot} does not exist: the last slot is {}", MAX_SLOTS - 1),
             Self::SlotTaken { slot } => write!(f, "slot {slot} is attached already"),
             Self::GpuTaken { slot, gpu } => write!(f, "GPU {} is attached already, as slot {slot}", gpu.0),
             Self::NotAttached { slot } => write!(f, "slot {slot} is not attached"),
             Self::NoGpu { message } => write!(f, "{message} without a GPU"),
-            Self::Bytes { field, bytes } => write!(f, "{field} cannot be {bytes} bytes"),
+            Self::Bytes { field, bytes } => write!(f, "{field} is too large: {bytes} bytes"),
             Self::TooManyGpus => f.write_str("its tenant uses too many GPUs that NVML does not list"),
             Self::Unproven { gpu } => {
                 write!(f, "it has not shown that it can open the device file of {gpu} for reading and writing")

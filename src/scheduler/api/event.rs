@@ -145,8 +145,8 @@ pub enum Event {
     Cancelled { client: ClientId, gpus: GpuSet },
     /// From a holder: it releases the lock of these GPUs, and none of its work runs there any more.
     /// `busy` is the time in which the GPUs had work of this client during the turn. Sent in answer
-    /// to `Command::Revoke`, or because the client is idle or the driver had no room for its
-    /// memory.
+    /// to `Command::Revoke`, or because the client is idle or the driver had no room for
+    /// the client's memory.
     Released {
         client: ClientId,
         gpus: GpuSet,

@@ -46,7 +46,8 @@ impl Gpu {
         }
     }
 
-    /// The capacity without a trial: the total minus the reserve and the overhead.
+    /// The capacity without a [`Trial`](super::shortfall::Trial): the total minus the reserve and the
+    /// overhead.
     pub(crate) fn usable(&self, settings: &Settings) -> u64 {
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.overhead_wanted(settings))
     }

@@ -40,7 +40,7 @@ impl Gpu {
         self.ledger.set_state(client, &mut attachment.entry, now);
     }
 
-    /// Handles a client's report that it could not carry out an eviction and has given up.
+    /// Handles a client's report that it has abandoned an eviction.
     pub fn cannot_evict(&mut self, cx: Context, fx: &mut Effects, client: ClientId, why: EvictionBlock) {
         let Some(attachment) = self.attachments.get_mut(&client) else { return };
         attachment.eviction_backoff = (attachment.eviction_backoff * 2).clamp(AGAIN.0, AGAIN.1);

@@ -32,7 +32,7 @@ impl ClientLock {
         }
     }
 
-    /// Whether the client holds the lock, is undrainable, and reported in this hold or its last one
+    /// Whether the client holds the lock, is undrainable, and reported in this or the previous hold
     /// that it cannot drain. Such a client may have to map more memory before it can drain. A
     /// holder that became undrainable without a report gets no more memory.
     pub fn may_need_memory(&self) -> bool {

@@ -13,7 +13,7 @@ const AHEAD: Duration = Duration::from_secs(1);
 /// Growth below this many bytes is covered by the reserve.
 const SLOW: u64 = 64 << 20;
 /// How long headroom is kept after the last growth of other programs. A client that does not fit
-/// beside the headroom waits for that long.
+/// beside the headroom waits for this time.
 const HELD: Duration = Duration::from_secs(3);
 /// Growth counts only beyond the highest usage of other programs in this time. Otherwise programs
 /// that repeatedly grow and shrink would always have headroom, and a client that does not fit

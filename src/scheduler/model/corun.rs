@@ -69,8 +69,8 @@ impl Model<'_> {
         }
         let room = gpu.capacity(self.settings).saturating_sub(gpu.ledger.unevictable().saturating_sub(own_unevictable));
         // A need is at most the capacity. With a capacity of 0, all needs would fit together, and
-        // no client would be alone to begin a trial. So if several clients want memory, their
-        // uncapped wants must fit.
+        // no client would be the only holder, as a trial requires (`gpu::failures`). So if several
+        // clients want memory, their uncapped wants must fit.
         let bytes = if with_memory > 1 { wanted } else { need };
         full <= FULL && bytes <= room
     }

@@ -10,16 +10,16 @@
 //! group whose rule sets a share has that share; all other clients together are one more owner
 //! (`fairness`).
 //!
-//! **Turns.** A holder continues while no client of a lower level waits. Otherwise its turn is the
-//! shortest that is worth the moves of memory.
+//! **Turns.** A holder continues while no client of a lower level waits. Otherwise its turn is just
+//! long enough to justify the moves of memory.
 //!
-//! **Ageing.** An aged client precedes all others for one turn, the shortest that is worth moving
-//! its memory, so that clients of lower levels lose little time. The reference is the wait that the
-//! client would have if all waiting clients took turns. In `auto`, a client ages when its wait
-//! exceeds the reference by `max-wait`. In the other modes, an aged client's turn is the time
-//! quantum, so a client ages only after [`AGEING_FACTOR`] times the reference. The same applies if
-//! `max-wait` is 0. A client that wants several GPUs ages after the reference itself, because the
-//! GPUs are kept for it while it waits for the last of them.
+//! **Ageing.** An aged client precedes all others for one turn. The turn is just long enough to
+//! justify moving its memory, so that clients of lower levels lose little time. The reference is
+//! the wait that the client would have if all waiting clients took turns. In `auto`, a client ages
+//! when its wait exceeds the reference by `max-wait`. In the other modes, an aged client's turn is
+//! the time quantum, so a client ages only after [`AGEING_FACTOR`] times the reference. The same
+//! applies if `max-wait` is 0. A client that wants several GPUs ages after the reference itself,
+//! because the GPUs are kept for it while it waits for the last of them.
 //!
 //! **Eviction.** The memory of the client that will run last is evicted first. Waiting clients are
 //! evicted from the back of the queue. An idle client is expected to stay idle for as long again as

@@ -46,7 +46,8 @@ pub(crate) enum Precedence {
     BelowMinimum,
     #[default]
     Equal,
-    /// The request waits until the holder runs out of work, or its owner has used its minimum.
+    /// The request waits until the holder runs out of work or the holder's owner has used its
+    /// minimum.
     After,
 }
 
@@ -118,8 +119,8 @@ pub(crate) struct Holder {
     /// part of this turn.
     pub attained: Duration,
     pub waited: Duration,
-    /// The time to move the bytes that the first waiting request lacked when it became the first,
-    /// out and back in.
+    /// The time to move certain bytes out and back in: the bytes that the first waiting request
+    /// lacked when it became the first.
     pub exchange: Duration,
     /// The time to move all of the holder's memory out and back in.
     pub fills: Duration,

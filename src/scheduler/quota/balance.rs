@@ -132,8 +132,8 @@ impl Quota {
         self.touch_attaching(cx, fx);
     }
 
-    /// Marks the GPUs with attaching clients to be settled, because these clients wait for
-    /// up-to-date limits on every GPU.
+    /// Marks each GPU to which a client is attaching, so that the GPU is settled. An attaching
+    /// client waits for up-to-date limits on every GPU.
     fn touch_attaching(&self, cx: Context, fx: &mut Effects) {
         fx.touch_all(self.gpus.keys().copied().filter(|id| cx.gpus.is_attaching(*id)));
     }

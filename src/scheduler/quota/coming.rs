@@ -5,10 +5,10 @@
 //! those clients might never use.
 //!
 //! The invariant of a move is: **until a process is restored on another GPU, it counts on the old
-//! GPU as if it slept there**. So no other client is promised the process's place on the old GPU,
-//! and no promise is broken if the process has to come back. A move therefore needs room on both
-//! GPUs. Rejected: making room on the old GPU when the client comes back, because no client may be
-//! able to give any then.
+//! GPU as if it slept there**. So no other client is promised the process's memory on the old GPU,
+//! and no promise is broken if the process has to return there. A move therefore needs room on both
+//! GPUs. Rejected: making room on the old GPU when the client returns, because at that time the
+//! other clients may need all of their memory.
 
 use super::{Context, Quota, limit::Limit};
 use crate::api::*;
@@ -31,7 +31,7 @@ pub(super) struct Coming {
 /// A GPU that a client may be moved to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Expected {
-    /// The move to that GPU from the GPU that the client has attached.
+    /// The move from the GPU that the client has attached to the expected GPU.
     pub to: Move,
     /// The expected size of the client's context on the GPU `to.to`, in bytes.
     pub context: u64,
@@ -106,8 +106,8 @@ impl Quota {
         homes.map(|(id, _)| *id).collect()
     }
 
-    /// Bytes by which a client's limit can rise without exceeding the room on the GPUs that it may
-    /// be moved back to.
+    /// Bytes by which a client's limit can rise. A GPU that the client may be moved back to must have
+    /// room for the same rise.
     pub(super) fn room_at_home(&self, cx: Context, client: ClientId, from: GpuId) -> u64 {
         let room = |id: GpuId| self.committable(cx, id).min(self.bytes_in_group(cx, client, id).unwrap_or(u64::MAX));
         self.homes(client, from).into_iter().map(room).min().unwrap_or(u64::MAX)
@@ -152,9 +152,8 @@ impl Quota {
 
     /// Checks whether the bytes promised to a client on one GPU can be promised on another. Host
     /// memory must suffice for the bytes that do not fit on the second GPU, and the client's group
-    /// must stay within its limit. `keeps`: the client's place on the first GPU stays reserved,
-    /// because the client may be moved back. `away`: the client no longer acknowledges lower
-    /// limits.
+    /// must stay within its limit. `keeps`: the bytes on the first GPU stay promised to the client,
+    /// because it may be moved back. `away`: the client no longer acknowledges lower limits.
     pub fn room_to_move(&self, cx: Context, client: ClientId, place: Expected, keeps: bool, away: bool) -> RoomToMove {
         let Expected { to: both, .. } = place;
         let Some(entry) = self.entry(client, both.from) else { return RoomToMove::None };

@@ -68,7 +68,7 @@ impl Quota {
             let held = HeldRequest { since: cx.now + CONTEXTS_LOOK, for_contexts: Some(first), ..before };
             gpu.held_requests.insert(client, held);
             if before.for_contexts.is_none() {
-                // This message keeps the client from giving up.
+                // This message keeps the client's request from timing out.
                 fx.command(Command::Waiting { client, gpus: GpuSet::from([id]), why: WaitReason::Memory });
             }
         }

@@ -101,7 +101,7 @@ impl Machine {
             return RoomToMove::None;
         }
         let is_away = self.sleep.is_away(client);
-        // A GPU that the client's process may have to return to keeps the client's place.
+        // If the client's process may have to return to a GPU, the client's bytes stay promised there.
         let keeps = self.sleep.ways_back(client).iter().all(|back| back.from != from);
         self.ask_quota(|quota, cx| quota.room_to_move(cx, client, Expected { to: both, context }, keeps, is_away))
     }
@@ -218,7 +218,7 @@ impl Machine {
         self.effects.wake(Wake::Ahead(client, from), None);
         let (is_drained, number) = (self.has_drained(client), self.effects.number());
         self.sleep.moved(client, both, is_drained, number);
-        // Called in the same step, so that no other client is promised this client's place.
+        // Called in the same step, so that no other client is promised this client's bytes.
         self.limit_sleeper(client);
         self.effects.command(Command::Moved { client, from, to });
         if let Some(mut wants) = wants {

@@ -32,7 +32,7 @@ impl Machine {
     }
 
     /// Whether a client gets no free bytes on a GPU. Such a client neither runs nor waits on the
-    /// GPU, and it or its group exceeds its limit.
+    /// GPU, and the client or its group exceeds a limit.
     pub(crate) fn is_over_limit(&self, client: ClientId, id: GpuId) -> bool {
         let uses = self.gpus.hold(client, id).is_some() || self.queues.waits_for(client, id);
         !uses && self.ask_quota(|quota, cx| quota.is_over(cx, client, id))

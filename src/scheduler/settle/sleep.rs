@@ -16,10 +16,10 @@
 //! A client that has been idle for `sleep_after` is put to sleep if other clients lack room. Other
 //! clients lack room in two cases: a context does not fit beside the present contexts, or the
 //! demands do not fit together even without the client's own demand. The client that has been idle
-//! longest sleeps first. The memory that it leaves is measured before the next client sleeps. A new
+//! longest sleeps first. The memory that it frees is measured before the next client sleeps. A new
 //! client is *deferred* if it has to wait until an attached client needs less. A deferred client
-//! gets the place of a client that falls asleep. Until a client can sleep, holders are asked to
-//! release the lock when they are idle.
+//! gets the room that a client frees by falling asleep. Until a client can sleep, holders are asked
+//! to release the lock when they are idle.
 //!
 //! Where programs without nvshare use the GPU, their memory could take the room that a wake needs.
 //! No client is put to sleep there, except at a user's request.
@@ -370,7 +370,7 @@ impl Machine {
         let waking = self.sleep.waking();
         let is_waking = waking.contains(&changed);
         for id in self.gpus.of_client(changed) {
-            // A client that stays asleep gives up the room set aside for it.
+            // The room set aside for a client that stays asleep is released.
             if !is_waking
                 && self.sleep.is_away(changed)
                 && let Some(gpu) = self.gpus.get_mut(id)

@@ -182,7 +182,7 @@ fn answer(own: &Own, operation: Operation, saved: &mut [u64; MAX_GPUS]) -> Done 
     Ok(())
 }
 
-/// Returns the new place of each GPU of the machine. The pairs must name every GPU, also GPUs that the
+/// Returns the new GPU for each GPU of the machine. The pairs must name every GPU, also GPUs that the
 /// process does not see, and the destinations must be distinct [two H100, driver 580.159].
 fn destinations(pairs: &Destinations) -> Result<[usize; MAX_GPUS], Error> {
     let mut to = [MAX_GPUS; MAX_GPUS];
@@ -196,8 +196,8 @@ fn destinations(pairs: &Destinations) -> Result<[usize; MAX_GPUS], Error> {
         }
         to[from] = gpu;
     }
-    // Numbers beyond the machine's GPUs get the remaining places, so that the result is a
-    // permutation.
+    // Numbers beyond the machine's GPUs are mapped to the remaining numbers, so that the result is
+    // a permutation.
     let mut left = (0..MAX_GPUS).filter(|gpu| !taken[*gpu]);
     for gpu in to.iter_mut().filter(|gpu| **gpu == MAX_GPUS) {
         *gpu = left.next().ok_or(Error::INVALID_VALUE)?;

@@ -156,13 +156,13 @@ fn an_invalid_request_closes_only_its_own_connection() {
     daemon.client().attach();
 }
 
-/// A silent client occupies one of the server's 64 places for some time. Then another client gets
-/// the place.
+/// A silent client occupies one of the server's 64 connections for some time. Then the server
+/// disconnects it and accepts another client.
 #[test]
 fn silent_clients_are_disconnected() {
     let daemon = scrape::daemon("", "");
     let silent: Vec<UnixStream> = (0..64).map(|_| connect(&metrics_path(&daemon.directory.0))).collect();
-    // No place is free until the daemon disconnects the silent clients.
+    // The server accepts no client until it disconnects the silent clients.
     scrape(&daemon.directory.0);
     for mut stream in silent {
         let mut rest = Vec::new();

@@ -53,8 +53,8 @@ impl Slot {
         turns
     }
 
-    /// As in the library, except that the library ignores threads that were killed while waiting.
-    /// No thread of a scenario is killed.
+    /// Marks the thread as waiting. Unlike the library, the model does not handle threads that are
+    /// killed while they wait, because no thread of a scenario is killed.
     pub fn begin_waiting(&self, gpu: u32, _: Waits, _: Duration) {
         self.waits_at.store(gpu, Ordering::SeqCst);
     }

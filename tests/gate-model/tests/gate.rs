@@ -366,8 +366,8 @@ impl Lock {
     }
 }
 
-/// The cases in which a release clears the client's note of its request. The request may have been
-/// sent before the release, and the scheduler may have forgotten it.
+/// When a release of the lock resets `Lock::requested`. The request may have been sent before the
+/// release, and the scheduler may have forgotten it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Forgets {
     Always,

@@ -31,8 +31,8 @@ pub struct Plan {
     /// The time without GPU work before each phase, and the time of the phase's GPU work.
     pub cpu: Duration,
     pub gpu: Duration,
-    /// The time for which submitted work continues after a revoke. Like the library, a client whose
-    /// work takes long reports that once.
+    /// The time for which submitted work continues after a revoke. If that time is long, the client
+    /// reports it once, like the library.
     pub drain: Duration,
     /// The client's work never ends, and the client never releases the lock. The world doesn't wait
     /// for this client to finish.

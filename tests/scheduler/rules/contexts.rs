@@ -173,9 +173,9 @@ fn memory_for_a_context_is_reserved_until_it_is_measured() {
     assert_eq!(capacity(&t), 15 * GIB);
 }
 
-/// Eight programs start at the same time beside a stranger. Their contexts are small, but each
-/// counts as 1 GiB until it is measured, so together they seem to take all memory. Client 1
-/// allocates first, and is then measured.
+/// Eight programs start at the same time beside a program without nvshare. Their contexts are
+/// small, but each counts as 1 GiB until it is measured, so together they seem to take all memory.
+/// Client 1 allocates first, and is then measured.
 fn eight_at_once(bytes: u64) -> (Talk, Vec<Command>) {
     let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
     t.measured(9 * GIB);

@@ -239,8 +239,8 @@ fn a_turn_of_a_gang_exceeds_neither_the_time_quantum_nor_max_wait() {
     }
 }
 
-/// Otherwise the other member would wait for the gang to drain, and the gang would wait for that
-/// member.
+/// If the returning member did not go first, the other member would wait for the gang to drain, and
+/// the gang would wait for the other member.
 #[test]
 fn a_member_returning_during_its_gangs_turn_goes_first() {
     let mut t = Talk::in_mode(AntiThrash::On);

@@ -183,7 +183,8 @@ fn keys(parameters: &serde_json::Value) -> Result<BTreeMap<String, Value>, Strin
     let pairs = others.map(|(key, value)| {
         if !allowed().any(|other| other == key) {
             let allowed: Vec<&str> = allowed().collect();
-            return Err(format!("its configuration for {DRIVER} has {key:?}: {} are allowed", allowed.join(", ")));
+            let allowed = allowed.join(", ");
+            return Err(format!("its configuration for {DRIVER} has the unknown key {key:?}. Allowed keys: {allowed}"));
         }
         let value = match value {
             serde_json::Value::Bool(value) => Some(Value::Boolean(*value)),
@@ -340,7 +341,7 @@ mod tests {
             (read_it(&one, &[config("FromClaim", &[], json!({"memory-max": "8G"}))]), "Remove one of them"),
             (
                 read_it(&one, &[config("FromClaim", &[], json!({"allowed-gpus": "0"}))]),
-                "has \"allowed-gpus\": memory-max,",
+                "has the unknown key \"allowed-gpus\". Allowed keys: memory-max,",
             ),
             (read_it(&one, &[config("FromClaim", &[], json!({"gang": [1]}))]), "its gang must be"),
             (read_it(&one, &[config("FromClaim", &[], json!({"kind": "Gpu"}))]), "has kind: \"Gpu\""),

@@ -1,4 +1,4 @@
-//! Queries NVML for GPUs and slices, their places, and their faults. The queries run in a separate
+//! Queries NVML for GPUs and slices, their NUMA nodes, and their faults. The queries run in a separate
 //! thread, because NVML's calls can be slow. Events and queries detect faults. If the driver does
 //! not support events, only queries detect faults. After a failure, NVML is initialized again. In
 //! this way, the plugin detects a driver that is loaded later or reloaded.

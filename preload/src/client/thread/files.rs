@@ -105,7 +105,8 @@ impl HostTier {
 }
 
 impl ClientThread {
-    /// Called when the scheduler offers swap files. Tests only then whether this process can use them.
+    /// Called when the scheduler offers swap files. Whether this process can use the files is tested
+    /// only then, because a seccomp filter may kill a process that tries.
     pub(super) fn use_swap_file(&self) {
         if file::is_supported() {
             connection::send(&ClientMessage::UseSwapFile { ram_max: headroom::most_in_groups() });

@@ -74,7 +74,7 @@ impl ClientThread {
     }
 
     /// Returns the goal for this GPU's memory, and the time after which the goal must be recomputed if no
-    /// event comes earlier.
+    /// event occurs earlier.
     fn goal(
         &mut self,
         gpu: &'static Gpu,
@@ -106,8 +106,8 @@ impl ClientThread {
         }
     }
 
-    /// Checks that no work of this client that may access memory of this GPU is running, and that none can
-    /// start. Otherwise returns when to check again, or `None` if another check is pointless.
+    /// Checks that no running work of this client may access this GPU's memory, and that no such
+    /// work can start. Otherwise returns when to check again, or `None` if another check is pointless.
     fn may_evict(&mut self, gpu: &'static Gpu) -> Result<(), Option<Duration>> {
         // The scheduler evicts only clients that do not hold the lock. But a release message may still be on
         // its way.

@@ -22,9 +22,9 @@
 //! except a request to be woken. The scheduler's helper finds out whether the process really
 //! sleeps.
 //!
-//! If no scheduler has come after `RETURN_TIMEOUT`, a thread of this library calls the driver.
-//! The call returns once any program has unlocked the process. The process then runs on without a
-//! scheduler. A process cannot unlock itself, so a process that stays locked waits.
+//! If the client has found no scheduler after `RETURN_TIMEOUT`, a thread of this library calls the
+//! driver. The call returns once any program has unlocked the process. The process then continues
+//! without a scheduler. A process cannot unlock itself, so a process that stays locked waits.
 
 use super::{ClientThread, RETRY_LATE, RETRY_SOON, session};
 use crate::{

@@ -72,8 +72,8 @@ pub enum Goal {
 pub enum Step {
     /// Transfers are in flight. The next step is due after this time.
     Busy(Duration),
-    /// No transfer is in flight, and the step can start no more. `moved`: memory has moved since the last
-    /// step with this outcome.
+    /// No transfer is in flight, and the step can start no further transfer. `moved`: memory has
+    /// moved since the last step with this outcome.
     Done {
         moved: bool,
     },

@@ -29,7 +29,7 @@ impl Space {
         None
     }
 
-    /// Frees the places in files of all chunks whose contents are also in host memory or on the GPU.
+    /// Frees the file space of all chunks whose contents are also in host memory or on the GPU.
     pub fn forget_places(&mut self) {
         for chunk in self.ranges.values_mut().flat_map(|range| &mut range.chunks) {
             match &mut chunk.residency {
@@ -44,7 +44,7 @@ impl Space {
     /// the size of the chunk, or `None` if no copy fits.
     pub fn write_one(&mut self, file: &SwapFile) -> Option<u64> {
         let (chunk, mut copy) = self.take_for_file(file.room()).or_else(|| {
-            // The file may be full of places that are kept for chunks in host memory or on the GPU.
+            // The file may be full of copies of chunks that are also in host memory or on the GPU.
             if self.bytes_in_host_buffers() > 0 && file.jobs() == 0 {
                 self.forget_places();
             }

@@ -1,8 +1,8 @@
 //! Managed memory: the program's managed allocations, and all memory of the managed engine.
 //!
 //! The driver frees managed memory only on a thread with a current context, and first waits for the
-//! work of that context. Therefore the program thread that frees the memory makes the call: it would
-//! also wait without this library. The client's thread never makes the call, because other threads
+//! work of that context. Therefore the program thread that frees the memory makes the call: that thread
+//! would also wait without this library. The client's thread never makes the call, because other threads
 //! depend on the client's thread.
 
 use super::{Allocation, Freed, Range, RangeKind, Space};

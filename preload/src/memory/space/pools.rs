@@ -133,7 +133,7 @@ impl Space {
         self.allocations.get(&address).is_some_and(|allocation| allocation.pool != 0)
     }
 
-    /// Whether some frees are not known to be done.
+    /// Whether some frees may be pending.
     pub fn has_pending_in_pools(&self) -> bool {
         self.pools.has_pending()
     }

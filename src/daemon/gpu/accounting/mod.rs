@@ -48,7 +48,8 @@ pub struct Accounting {
     /// Memory of programs that are not clients.
     others: u64,
     basis: Basis,
-    /// Adopted memory of each process's clients that the last sample did not show under that process.
+    /// Bytes that each process's clients have adopted. The last sample did not show these bytes under
+    /// the process.
     adopted: BTreeMap<u32, u64>,
 }
 

@@ -80,8 +80,8 @@ impl<'a> Devices<'a> {
         }
     }
 
-    /// The value that a call about one GPU returned. An error that means that the GPU is unusable yields
-    /// `None` without being recorded in `error`.
+    /// The value that a call about one GPU returned. Returns `None` after an error, and records the
+    /// error in `error` unless it means that the GPU is unusable.
     fn answer<T>(&mut self, result: Result<T, NvmlError>) -> Option<T> {
         use NvmlError::{GpuLost, NoPermission, ResetRequired};
         match result {

@@ -143,7 +143,7 @@ pub struct GpuDescription {
 pub fn start(reports: UnboundedSender<Report>) -> mpsc::Sender<Query> {
     let (ask, queries) = mpsc::channel();
     let supervisor = Supervisor::new(reports.clone());
-    // The thread ends after the scheduling loop, when it can send no more reports.
+    // After the scheduling loop has ended, the thread cannot send its next report and ends.
     let started = thread::Builder::new().name("nvml".into()).spawn(move || drop(supervisor.serve(&queries)));
     if let Err(e) = started {
         let _ = reports.send(Report::State(NvmlState::Failed(format!("cannot start its thread: {e}"))));

@@ -108,7 +108,7 @@ impl Drop for Target {
 
 impl Target {
     /// Opens the process with that pid or thread ID in the caller's PID namespace. Waits while
-    /// another process has a pending request for it.
+    /// another process has a pending request for the opened process.
     ///
     /// # Errors
     /// The process does not exist, does not use CUDA, or may not be traced by the caller.

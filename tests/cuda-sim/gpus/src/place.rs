@@ -23,8 +23,8 @@ pub(crate) fn all() -> [usize; MAX_GPUS] {
     std::array::from_fn(place)
 }
 
-/// Returns the new places of this process's GPUs after a restore. The permutation `to` contains the
-/// new GPU for each GPU of the machine.
+/// Returns the machine's numbers of this process's GPUs after a restore. The permutation `to`
+/// contains the new GPU for each GPU of the machine.
 pub(crate) fn moved(to: &[usize; MAX_GPUS]) -> [usize; MAX_GPUS] {
     all().map(|place| to[place])
 }

@@ -228,7 +228,7 @@ pub struct RestoreArgs {
 
 macro_rules! late {
     ($($symbol:ident($($arg:ident: $type:ty),*);)*) => {$(
-        /// The driver's function of that name.
+        /// The driver's function with the same name.
         ///
         /// # Safety
         /// The arguments must meet the requirements of the CUDA headers.
