@@ -1,5 +1,5 @@
-//! The order of queues, and the precedence of waiting clients over holders. Both follow from
-//! policy, shares and memory together.
+//! Keeps the order of queues up to date: puts requests into the queues, moves them when they age or
+//! their owner changes, and charges clients for their service. `model::order` computes the order.
 
 use crate::{
     api::*,
