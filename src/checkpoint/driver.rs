@@ -66,7 +66,7 @@ impl Driver {
         let library: &'static Library = Box::leak(Box::new(library));
         // SAFETY: the type is the declaration of `cuInit` in CUDA's header.
         let init = unsafe { library.get::<unsafe extern "C" fn(u32) -> Code>(b"cuInit\0") }.map_err(|_| SUCCESS)?;
-        // SAFETY: each field has the type with which CUDA's header declares the function.
+        // SAFETY: each field's type is the function's declaration in CUDA's header.
         let driver = unsafe {
             Self {
                 state: *library.get(b"cuCheckpointProcessGetState\0").map_err(|_| SUCCESS)?,

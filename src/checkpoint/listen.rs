@@ -71,7 +71,7 @@ pub fn serve(path: &Path, scheduler: u32) -> io::Result<Infallible> {
     }
 }
 
-/// A running helper in the count. Dropping this value subtracts the helper.
+/// Counts a running helper until this value is dropped.
 struct Running(Arc<AtomicUsize>);
 
 impl Running {

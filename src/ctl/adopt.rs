@@ -72,7 +72,7 @@ fn rule_name(manager: Manager, unit: &str) -> Result<String, CtlError> {
 }
 
 /// The rule for a server. The server skips the queue while it is within its share. If other
-/// programs need the room, the scheduler checkpoints the server after an idle time. `memory-low`
+/// programs need its memory, the scheduler checkpoints the server after an idle time. `memory-low`
 /// keeps its default, so the server's idle memory can be evicted.
 fn rule(manager: Manager, unit: &str) -> Vec<(String, Value)> {
     let of_user =
@@ -148,8 +148,7 @@ struct Undo<'a> {
     ready: &'a Ready,
     scheduler: &'a SchedulerProxy<'static>,
     rule: Option<&'a str>,
-    /// After the new drop-in is written: the text of the earlier drop-in, or `None` if the unit had
-    /// none.
+    /// `Some` after the new drop-in was written, with the text of the earlier drop-in, if any.
     drop_in: Option<Option<String>>,
 }
 

@@ -1,6 +1,5 @@
-//! `nvsharectl make-room`: vacates memory of a GPU and keeps it free for programs that do not use
-//! nvshare. The memory stays free while a command runs, for a given time, or until nvsharectl is
-//! interrupted.
+//! `nvsharectl make-room`: keeps memory of a GPU free for programs that do not use nvshare. The
+//! memory stays free while a command runs, for a given time, or until nvsharectl is interrupted.
 
 use std::collections::HashMap;
 use std::ffi::OsString;

@@ -388,7 +388,7 @@ pub(super) fn place_of(client: &Client) -> String {
     }
 }
 
-/// Returns the name of a client's rule, and the rule's place in the configuration.
+/// Returns the name and the origin of a client's rule.
 fn rule(client: &Client) -> String {
     match &*client.rule {
         "" => client.rule_origin.clone(),

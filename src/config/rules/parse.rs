@@ -56,7 +56,7 @@ enum Account {
     Number(u32),
 }
 
-/// The treatment of a rule that names an account which this host does not know.
+/// The treatment of a rule that names an unknown account.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unknown {
     /// The rule is an error.

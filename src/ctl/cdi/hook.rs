@@ -81,7 +81,7 @@ struct Linux {
     mount_label: String,
 }
 
-/// Checks the container whose state a runtime writes to a hook, and merges its preload lists.
+/// Checks the container that `state` describes, and merges the container's preload lists.
 ///
 /// # Errors
 /// The container has several claims, or the image's own list exists and cannot be merged. The

@@ -113,9 +113,9 @@ fn with_its_separator(text: &[u8], entry: &Range<usize>) -> Range<usize> {
     }
 }
 
-/// Returns the text as glibc's loader parses it, in which comments are blanks. The loader searches
-/// for each comment from the start of the file. However, it searches only as many bytes as follow
-/// the previous comment, so it may miss a second comment.
+/// Returns the text as glibc's loader parses it, with comments replaced by blanks. The loader
+/// searches for each comment from the start of the file. However, it searches only as many bytes as
+/// follow the previous comment, so it may miss a second comment.
 fn without_comments(text: &[u8]) -> Vec<u8> {
     let mut text = text.to_vec();
     let mut rest = text.len();

@@ -12,11 +12,11 @@
 //! - `program`: checks whether a program heeds `LD_PRELOAD`.
 //!
 //! A library that cannot be loaded prevents every program of the system from starting. Trial
-//! programs therefore run first with a new file that only they see, and again once the file is in
-//! place. If the second trials fail, the old file is restored. After a power failure between the
-//! trials, the file in place has passed the first trials. `disable` starts no program. A statically
-//! linked nvsharectl (`make build` creates one) can therefore disable preloading even if other
-//! programs no longer start.
+//! programs therefore run first with a new file that only they see, and again after the file is
+//! installed. If the second trials fail, the old file is restored. After a power failure between
+//! the trials, the installed file has passed the first trials. `disable` starts no program. A
+//! statically linked nvsharectl (`make build` creates one) can therefore disable preloading even if
+//! other programs no longer start.
 
 pub(super) mod drop_in;
 pub mod entries;
