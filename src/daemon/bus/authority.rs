@@ -2,7 +2,7 @@
 //! by its unique name on the bus. Unlike a process ID, that name is never reused. The actions are
 //! declared in `dbus/org.nvshare.Scheduler1.policy`.
 //!
-//! A check can take until a user has typed a password, and polkit can hang. So each check has a
+//! A check can wait for a user to type a password, and polkit can hang. So each check has a
 //! timeout, and is cancelled if its sender leaves the bus. `gate` limits the number of calls, and
 //! therefore the number of checks.
 

@@ -1,7 +1,7 @@
 //! Admits calls before the daemon does any work for them. Limits each user's concurrent calls and
 //! calls per second, so that no user's calls exhaust memory or delay other users. A call beyond a
 //! limit is refused immediately, or dropped if it expects no reply. The bus and the control socket
-//! have separate gates, so that calls on one of them cannot use up the limits of the other gate.
+//! have separate gates, so calls on one cannot use up the limits of the other.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};

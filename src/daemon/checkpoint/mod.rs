@@ -89,8 +89,8 @@ struct Patience {
     end: Duration,
 }
 
-/// `RuntimeMaxSec=` of the service must exceed twice `answer`, plus the waits before each request
-/// ([`IDLE`]), plus `end`.
+/// `RuntimeMaxSec=` of the service must exceed the sum of twice `answer`, the waits before each
+/// request ([`IDLE`]), and `end`.
 const PATIENCE: Patience = Patience {
     place: Duration::from_secs(60),
     answer: Duration::from_secs(60),
@@ -98,7 +98,7 @@ const PATIENCE: Patience = Patience {
     end: Duration::from_secs(10),
 };
 
-/// The way in which a helper is started.
+/// How a helper is started.
 #[derive(Debug)]
 enum Start {
     /// Through the listener on this socket, which starts a helper for each connection.

@@ -84,8 +84,8 @@ pub async fn accept(
 }
 
 /// Sends a client the reason why it is refused. Reads the client's packets first, because closing a
-/// socket with unread data discards the data sent on it. The loop ends, because the client can send no
-/// more.
+/// socket with unread data discards the data sent on it. The loop ends, because the client's
+/// further sends fail.
 pub(super) fn refuse(socket: BorrowedFd<'_>, reason: Refusal, text: &str) {
     socket::stop_receiving(socket);
     let mut buffer = [0; MAX_LEN];

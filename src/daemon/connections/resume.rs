@@ -45,7 +45,7 @@ const CHECK_PERIOD: Duration = Duration::from_millis(50);
 /// Maximum number of packets that contain a client's state.
 const MAX_PACKETS: usize = 1024;
 
-/// A client with a stored connection that was asked for its state.
+/// A client that was asked for its state over its stored connection.
 struct StoredClient {
     name: ConnectionName,
     connection: Rc<Connection>,

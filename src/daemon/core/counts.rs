@@ -52,10 +52,9 @@ pub struct ClientCounts {
     /// The client's latest report of its own counters on this attachment. The first report only sets the
     /// baseline.
     reported: Option<Reported>,
-    /// The part of the scheduler's total wait time on this attachment that is already counted.
+    /// The part of the client's total wait time on this attachment that is already counted.
     waited: Duration,
-    /// The scheduler's total lock time when the client moved to this GPU. That time counts for the previous
-    /// GPU.
+    /// The client's total lock time at its move to this GPU. That time counts for the previous GPU.
     held_before: Duration,
     /// The usage recorded from these counters.
     pub(super) used: Used,

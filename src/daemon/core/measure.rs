@@ -177,7 +177,7 @@ impl Core {
     }
 }
 
-/// The event for a GPU that cannot be measured: it accepts clients' reports as measured.
+/// The event that accepts clients' reports as measured, for a GPU that cannot be measured.
 pub(super) fn unmeasured(gpu: GpuId, now: Time) -> Event {
     Event::Measured { gpu, begun: now, free: None, found: BTreeMap::new() }
 }

@@ -1,7 +1,7 @@
 //! The paused processes. A process is identified by its PID and its start time. The state directory
-//! keeps the list (`saved`) for the next daemon and for clients that connect again. A report of the
-//! pause in the client's `Hello` was rejected: the library may be older than the scheduler, and a
-//! client that is paused but could not sleep does not know that it is paused.
+//! keeps the list (`saved`) for the next daemon and for clients that connect again. Clients do not
+//! report the pause in `Hello`: the library may be older than the scheduler, and a client that is
+//! paused but could not sleep does not know that it is paused.
 
 use std::path::Path;
 

@@ -1,6 +1,6 @@
-//! Sets of orders for the next daemon, saved in the directory that systemd provides
-//! (`StateDirectory=`). Saved orders are valid until the host reboots. Without such a directory, orders
-//! end with the daemon.
+//! Orders for the next daemon, saved in the directory that systemd provides (`StateDirectory=`).
+//! Saved orders are valid until the host reboots. Without such a directory, orders end with the
+//! daemon.
 
 use std::collections::BTreeSet;
 use std::io;
