@@ -37,7 +37,7 @@ const SLACK: u64 = 64 << 20;
 /// A job for the file thread.
 #[derive(Debug)]
 pub enum Job {
-    /// Reserves space until the client has `to` bytes in total. If the client has no file, creates one.
+    /// Raises the client's reserved space to `to` bytes. If the client has no file, creates one.
     Grow { client: ClientId, directory: PathBuf, file: Option<Arc<File>>, reserved: u64, to: u64 },
     /// Checks whether a client has written beyond its reserved space.
     Check { client: ClientId, file: Arc<File>, reserved: u64 },

@@ -44,7 +44,7 @@ pub enum What {
     Clients,
     /// Connections whose process is not identified yet.
     Arrivals,
-    /// Connections beyond the limit on clients that have not been sent the refusal yet.
+    /// Connections beyond the limit on clients, until their refusal is sent.
     Refusals,
     /// Ranges of other clients' memory that clients have open.
     Imports,

@@ -2,10 +2,9 @@
 //!
 //! A user can create control groups with any name below the control groups that are delegated to
 //! the user, for example with `systemd-run --user --unit=jupyter.service`. A name is therefore only
-//! as trustworthy as the owner of the control group. This module separates the part of the path
-//! that the system manager created from the rest. That part consists of the slices and the first
-//! unit in them. The system manager creates nothing inside its units, so the unit's owner creates
-//! the control groups inside the unit.
+//! as trustworthy as the owner of the control group. The system manager creates only the first part
+//! of the path: the slices and the first unit in them. The unit's owner creates the control groups
+//! inside the unit. This module separates the two parts.
 
 use super::printable;
 

@@ -1,4 +1,4 @@
-//! The identity of device files, by which open descriptors are compared with them.
+//! The identity of device files, used to compare them with open descriptors.
 
 use std::fs::Metadata;
 use std::io;
@@ -8,8 +8,8 @@ use std::path::Path;
 
 use rustix::fs::{FileType, OFlags, makedev};
 
-/// The identity of a device file. Two files of the same device are equal. A regular file takes the place
-/// of a simulated GPU's device.
+/// The identity of a device file. Two files of the same device are equal. For a simulated GPU, a
+/// regular file replaces the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum DeviceFile {
     /// The number of a character device.
@@ -29,7 +29,7 @@ impl DeviceFile {
     /// Returns the device file at a path.
     ///
     /// # Errors
-    /// If the file cannot be examined, or has another type.
+    /// The file cannot be examined, or has another type.
     pub fn at(path: &Path) -> io::Result<Self> {
         let found: Metadata = std::fs::metadata(path)?;
         match found.file_type() {
@@ -39,8 +39,8 @@ impl DeviceFile {
         }
     }
 
-    /// Returns the device file that a descriptor has open for reading and writing, if any. The kernel
-    /// lets only processes that may use a device open its file so.
+    /// Returns the device file that a descriptor has open for reading and writing, if any. Only
+    /// processes that may use a device can open its file in this way.
     pub fn opened(descriptor: impl AsFd) -> Option<Self> {
         let flags = rustix::fs::fcntl_getfl(&descriptor).ok()?;
         if flags.contains(OFlags::PATH) || flags & OFlags::RWMODE != OFlags::RDWR {

@@ -8,6 +8,7 @@
 //! - [`detached`]: work in a process that is not a child of this one.
 //! - [`descriptors`]: the limit of file descriptors, a spare descriptor, and registration with the
 //!   runtime.
+//! - [`device_file`]: the identity of device files.
 //! - [`lease`]: checks whether another open file description of a file exists.
 //! - [`listen`]: a listening socket with a single owner.
 //! - [`privileges`]: dropping capabilities.

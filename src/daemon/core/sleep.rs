@@ -162,9 +162,9 @@ impl Core {
 
     /// True if a client may be asleep, but no helper can determine its state.
     ///
-    /// The claim that an earlier scheduler put the client to sleep comes from the client itself, so
-    /// only the client's own status shows the problem. If the scheduler's status showed the
-    /// problem, any program could make the scheduler's pod on a Kubernetes node not ready.
+    /// Only the client itself claims that an earlier scheduler put it to sleep, so only the
+    /// client's own status shows the problem. If the scheduler's status showed the problem, any
+    /// program could make the scheduler's pod on a Kubernetes node not ready.
     pub(super) fn is_undetermined(&self, client: ClientId) -> bool {
         let is_unable = self.checkpoints.is_none() || self.no_checkpoints.is_some();
         is_unable && self.machine.sleep_of(client).phase == SleepPhase::Settling

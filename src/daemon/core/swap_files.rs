@@ -487,8 +487,8 @@ impl Core {
     }
 
     /// Handles the end of a client's connection. The client's process, or a process that received
-    /// the file's descriptor from it, may still have the file open. Until no process has the file
-    /// open, the file's space counts for the tenant and is checked.
+    /// the file's descriptor from it, may still have the file open. While any process has the file
+    /// open, the file's space counts for the tenant, and the file thread checks it for overruns.
     pub(super) fn leave_swap_file(&mut self, client: ClientId, tenant: &Tenant) {
         self.swap_files.held.retain(|(_, who, ..)| *who != client);
         let Some(ClientFile { file: Some(file), theirs, reserved, asked, .. }) = self.swap_files.of.remove(&client)

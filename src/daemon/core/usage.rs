@@ -1,6 +1,6 @@
 //! Usage of tenants, units and containers, for the records that [`crate::daemon::usage`] writes to
-//! disk. Usage is the growth of clients' counters since the last record, and the product of bytes and
-//! the time for which they were in use.
+//! disk. Usage is the growth of clients' counters since the last record, and the product of the
+//! bytes in use and the time.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -194,7 +194,7 @@ impl View {
         self.machine.clients().into_iter().filter_map(&mut view).collect()
     }
 
-    /// The time since which each holder has held the lock, or each waiter has waited.
+    /// The time at which each holder got the lock, or each waiter began to wait.
     fn since(&self) -> HashMap<(ClientId, GpuId), Time> {
         let mut since = HashMap::new();
         for gpu in self.machine.gpus() {

@@ -1,5 +1,5 @@
-//! The device files of GPUs. A client proves that it may use a GPU by an open descriptor of the GPU's
-//! device file.
+//! The device files of GPUs. An open descriptor of a GPU's device file proves that a client may use
+//! the GPU.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;

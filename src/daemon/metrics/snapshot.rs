@@ -37,7 +37,7 @@ pub struct OfGroup {
 }
 
 /// Programs whose figures are summed for metrics: the programs of one tenant in one unit, or in one
-/// container of a pod. Programs come and go, but a workload returns under the same name.
+/// container of a pod. Programs end, but a workload returns under the same name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Workload {
     pub tenant: String,

@@ -3,7 +3,7 @@
 //! the oldest rows if there are too many. A second table stores the last month of programs with
 //! `gpu-hours`.
 //!
-//! The clock may be wrong, for example until the host has synchronized it. So deletion goes by a
+//! The clock may be wrong, for example until the host has synchronized it. So deletion uses a
 //! separate time, which a third table stores. This time follows the clock, but advances at most
 //! [`CATCH_UP`] times as fast as monotonic time.
 

@@ -45,8 +45,8 @@ impl Accounting {
     }
 }
 
-/// Bytes of several clients, each of which counts only once. One after the other, each client takes
-/// up to its `most` bytes, but leaves the `least` bytes of the later clients. The last client takes
+/// Bytes of several clients. Each byte counts only once. One after the other, each client takes up
+/// to its `most` bytes, but leaves the `least` bytes of the later clients. The last client takes
 /// the rest.
 #[derive(Debug)]
 struct Shared {
