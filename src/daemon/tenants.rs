@@ -173,8 +173,8 @@ impl Budget {
         }
     }
 
-    /// Begins a time slice immediately, even if the tenant has another slice or has no tokens. Only
-    /// for work that other tenants wait for, and that is limited for each tenant.
+    /// Begins a time slice immediately, even if the tenant has another slice or has no tokens. Use
+    /// this only for work that other tenants wait for, and that is limited per tenant.
     pub fn slice_at_once(&self) -> Slice<'_> {
         self.begin(None, clock::now())
     }

@@ -36,7 +36,7 @@ impl Manager {
         set("XDG_CONFIG_HOME").unwrap_or_else(home).join("systemd/user")
     }
 
-    /// Returns the path of a unit's drop-in, which may not exist.
+    /// Returns the path of a unit's drop-in, which need not exist.
     pub fn path(self, unit: &str) -> PathBuf {
         self.units().join(format!("{unit}.d")).join(FILE)
     }

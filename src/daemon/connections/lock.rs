@@ -344,7 +344,7 @@ impl LockKeeper {
         drop(place);
     }
 
-    /// Sends the owner a line. The owner may not read it.
+    /// Sends the owner a line, or drops the line if the socket is full.
     fn tell(&self, line: &str) {
         // Bypasses tokio, which sends nothing until it has seen the socket become writable.
         let _ = socket::send(self.files.owner.as_fd(), line.as_bytes());
