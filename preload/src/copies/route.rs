@@ -125,8 +125,8 @@ impl Place {
     }
 }
 
-/// Makes these GPUs and the stream's GPU peers. If this library does not manage the stream's GPU (`own`
-/// is `None`), returns the GPU at whose gate the call waits.
+/// Couples these GPUs and the stream's GPU as peers. If this library does not manage the stream's
+/// GPU (`own` is `None`), returns the GPU at whose gate the call waits.
 fn together(own: Option<&'static Gpu>, gpus: impl Iterator<Item = &'static Gpu>) -> Option<&'static Gpu> {
     let mut all = own.into_iter().chain(gpus);
     let first = all.next()?;

@@ -279,8 +279,8 @@ impl Space {
         let (pinned, exported, aliases) = (false, None, Aliases::default());
         let mut range = Range { len, kind, chunks, dead: false, gone: false, pinned, exported, aliases };
         self.account.demand += len;
-        // Maps the range now only if no other memory is missing: chunks that are restored before it need the
-        // room.
+        // Maps the range now only if no other memory is missing, because missing chunks get the
+        // room first.
         let lacking = self.account.demand - len > self.account.mapped;
         let may_map = !lacking && len <= self.account.room();
         let mut backing = if may_map { Backing::There } else { Backing::Later };
