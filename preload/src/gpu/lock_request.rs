@@ -26,7 +26,7 @@ impl Gpu {
         self.wait_for(Waits::WithWork, reasons);
     }
 
-    /// Waits until memory that the thread has allocated is on the GPU.
+    /// Waits until the thread's new memory is on the GPU.
     #[cold]
     pub fn wait_to_allocate(&self) {
         self.wait_for(Waits::ToAllocate, closed::MEMORY);

@@ -38,8 +38,8 @@ pub fn is_there(context: CUcontext) {
     }
 }
 
-/// Records that the program has had, or is about to create, a second context. From now on, the handle
-/// of the legacy stream does not identify the stream.
+/// Records that the program has had a second context or is about to create one. From now on, the
+/// handle of the legacy stream does not identify the stream.
 pub fn are_several() {
     if ONLY.swap(SEVERAL, Ordering::AcqRel) != SEVERAL {
         epoch::end();

@@ -43,7 +43,7 @@ const FEW_MARKS: usize = 16;
 const MARKS_PER_DOUBLING: usize = 3;
 
 /// The initial timeout of a thread's wait for a mark. The timeout grows with the duration of recent
-/// work and is halved after each timeout. Work that waits for the program's next submission is
+/// work and is halved each time it expires. Work that waits for the program's next submission is
 /// therefore delayed by at most twice this time in total.
 const MARK_TIMEOUT: Duration = Duration::from_millis(1500);
 

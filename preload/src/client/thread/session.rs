@@ -187,7 +187,7 @@ pub fn hello() -> ClientMessage {
     ClientMessage::Hello {
         min_version: version::MIN,
         max_version: version::MAX,
-        // `Hello` is sent only before a preparation or after it is complete, so "away" means asleep.
+        // `Hello` is never sent during a preparation, so "away" means asleep.
         flags: if presence::is_away() { ASLEEP } else { 0 },
         resume: CLIENT.load(Ordering::Relaxed),
         gang: settings::get().gang,

@@ -24,8 +24,8 @@ use core::time::Duration;
 const LOAD_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Mover {
-    /// Starts evictions until `target` bytes remain or the limit on copies in flight is reached. Returns
-    /// the time after which to call again, or `None` if no further eviction can start.
+    /// Starts evictions until `target` bytes remain or the limit on copies in flight is reached.
+    /// Returns the time until the next call, or `None` if no further eviction can start.
     pub(super) fn evict_some(
         &mut self,
         space: &Mutex<Space>,
