@@ -204,7 +204,7 @@ impl Work {
     fn wait_for_oldest(&self, stream: CUstream, newest: Instant) -> bool {
         let begin = Instant::now();
         let mut inner = self.inner.lock();
-        // Marks that are already done may have been done for a while, so their duration is not exact.
+        // Marks found done here may have finished long ago, so their duration is not exact.
         self.collect(&mut inner, false);
         self.update_full(&mut inner, Instant::now());
         let oldest = inner.marks.front().map(|m| m.since).filter(|since| self.is_full() && *since <= newest);

@@ -292,7 +292,7 @@ impl Space {
                         self.account.mapped += chunk.len;
                     }
                     // Other clients have not freed their memory yet, so the mover retries. A retry
-                    // would not help if neither a scheduler nor other clients exist.
+                    // helps only if a scheduler or other clients exist.
                     Err(ERROR_OUT_OF_MEMORY) if self.account.room_comes() => {
                         backing = Backing::Refused;
                         break;
