@@ -1,8 +1,8 @@
 //! `libnvshare.so`: preloaded into a program, it lets the program share its GPUs with other programs.
 //!
-//! The library is a guest in the program. It does nothing until the program initialises CUDA. It must
-//! never crash, exit, hang, print, or change results. So no code here panics. Calls that the library
-//! does not know go to the driver unchanged, and memory that such calls may use stays on the GPU.
+//! The library does nothing until the program initialises CUDA. It must never crash, exit, hang,
+//! print, or change results. So no code here panics. Calls that the library does not know go to the
+//! driver unchanged, and memory that such calls may use stays on the GPU.
 //!
 //! The folders are layers. Each layer uses only the layers above it in this table, which
 //! `tests/layers.rs` checks:

@@ -57,7 +57,8 @@ fn paths(code: &str, root: &str) -> Vec<Vec<String>> {
     found
 }
 
-/// Adds the paths with which `text` begins, each after `before`. Returns the rest of the text.
+/// Adds the paths at the start of `text`, each prefixed with `before`. Returns the rest of the
+/// text.
 fn expand<'a>(text: &'a str, before: &[String], found: &mut Vec<Vec<String>>) -> &'a str {
     let text = text.trim_start();
     if let Some(mut rest) = text.strip_prefix('{') {

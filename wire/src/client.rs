@@ -28,8 +28,8 @@ messages! {
         },
 
         /// The client is about to create a context on a GPU. Later messages name the GPU by `slot`.
-        /// Carries descriptors of the device files of GPUs, open for reading and writing, which prove
-        /// that the client may use these GPUs. A client that is asleep sends none.
+        /// Carries descriptors of GPU device files, open for reading and writing, as proof that the
+        /// client may use these GPUs. A client that is asleep sends none.
         2 => Attach {
             slot: u32,
             uuid: Uuid,
@@ -82,7 +82,7 @@ messages! {
         6 => Release {
             gpus: SlotSet,
             reason: ReleaseReason,
-            /// The time in microseconds for which the client's work ran on the GPUs in this turn.
+            /// How long the client's work ran on the GPUs in this turn, in microseconds.
             busy_us: u64,
         },
 
@@ -197,7 +197,7 @@ byte_enum! {
     pub enum Sharing {
         /// The memory has been opened.
         Done = 0,
-        /// No process has exported this memory and allows this client to open it.
+        /// No process exports this memory to this client.
         Unknown = 1,
         /// The memory exists, but its descriptors could not be passed.
         Failed = 2,

@@ -1,7 +1,7 @@
 //! The messages between `libnvshare.so` (a client) and `nvshare-scheduler`.
 //!
-//! One message is one `SOCK_SEQPACKET` packet: a header ([`header`]) and a body of fixed layout, all integers
-//! little-endian.
+//! One message is one `SOCK_SEQPACKET` packet: a header ([`header`]) and a body of fixed layout,
+//! all integers little-endian.
 //!
 //! - [`client`]: messages of the client.
 //! - [`scheduler`]: messages of the scheduler.
@@ -20,7 +20,7 @@
 //! ```text
 //! client                              scheduler
 //! Hello ────────────────────────────▶
-//!       ◀──────────────────────────── Welcome            (or Refused, and the end)
+//!       ◀──────────────────────────── Welcome            (or Refused, then closes)
 //! EnvLimit(weight, "10") ───────────▶                     one for each variable that is set; a Remark if it has no effect
 //!       ◀──────────────────────────── MemoryMax(GPU by UUID)    one for each GPU on which a rule limits its memory
 //! Attach(slot 0 = GPU by UUID) ─────▶                     before it creates a context there

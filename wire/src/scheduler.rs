@@ -56,8 +56,7 @@ messages! {
         70 => Revoke { gpus: SlotSet },
 
         /// The number of other clients that wait for one of these GPUs. While the number is not 0,
-        /// the client releases the lock once its work is done and it has submitted no work for
-        /// `grace_us` microseconds.
+        /// the client releases the lock after at most `grace_us` microseconds without work.
         71 => Contended { gpus: SlotSet, waiters: u32, grace_us: u32 },
 
         /// Why the client still waits. Used only for the trace (`NVSHARE_DEBUG=1`).

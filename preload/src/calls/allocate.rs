@@ -43,10 +43,10 @@ const BACKING_TIMEOUT: Duration = Duration::from_secs(60);
 /// The longest time that an allocation waits for memory of a program without nvshare. That program
 /// may be exiting.
 const OTHERS_TIMEOUT: Duration = Duration::from_millis(400);
-/// Replaces `OTHERS_TIMEOUT` while no scheduler is connected. Longer than the 3 s after which the
-/// client runs without a scheduler.
+/// Replaces `OTHERS_TIMEOUT` while no scheduler is connected. Exceeds the 3 s that a client waits
+/// before it runs without a scheduler.
 const AWAY_TIMEOUT: Duration = Duration::from_millis(3500);
-/// Without a scheduler, how long an allocation waits for the client's thread to check whether other
+/// The longest time that an allocation without a scheduler waits for the check whether other
 /// clients can make room ([`crate::client::offline`]). The check takes at most 200 ms.
 const OFFLINE_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -91,7 +91,7 @@ pub fn is_backed_in_time(
     backing: Backing,
     undo: impl FnOnce(&mut Space),
 ) -> bool {
-    // A thread that waited here inside the gate would keep the client from draining.
+    // If a thread waited here inside the gate, the client could not drain.
     let is_inside = !threads::mine().is_outside_for(stack_pointer());
     if backing == Backing::There || is_inside {
         return true;
@@ -234,8 +234,8 @@ const FREE_SPIN: Duration = Duration::from_micros(50);
 /// The longest time that a free waits while the library cannot tell whether work is done.
 const FREE_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Frees an allocation of this library, on any GPU, once the work that may use it is done. Returns
-/// `false` if the allocation is not this library's.
+/// Frees an allocation of this library, on any GPU, after the work that may use it has ended.
+/// Returns `false` if the allocation is not this library's.
 pub fn free_later(address: CUdeviceptr) -> bool {
     free_with(address, |_, _, _| {})
 }

@@ -162,8 +162,8 @@ pub fn retain_primary(device: CUdevice) -> bool {
 }
 
 /// Green contexts, each with the GPU of its primary context. The primary context stays retained
-/// until the last green context is destroyed, because the library records fences and marks in the
-/// primary context, and these also wait for the work of the green contexts.
+/// until the last green context is destroyed, because fences and marks in the primary context also
+/// wait for the work of the green contexts.
 static GREEN: Mutex<Vec<(usize, CUdevice)>> = Mutex::new(Rank::GreenContexts, Vec::new());
 
 pub fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {

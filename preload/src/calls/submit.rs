@@ -119,11 +119,12 @@ pub fn naming_by(route: Route, call: impl FnOnce() -> CUresult) -> CUresult {
 /// Makes a call inside the gate. If a `REPEATED` call runs out of memory and room can be made, the
 /// call is repeated.
 ///
-/// Nearly every launch uses the stream of the thread's previous launch and takes this path, so every
-/// instruction counts. The function is therefore inlined into each hook, whose arguments stay where
-/// they are. It calls nothing but the driver. After that call it needs only the slot, which contains
-/// the GPU and the stream. All slower paths are closures, which are stored to memory only when needed.
-/// If the driver's call itself were in such a closure, the closure would be stored before each launch.
+/// Nearly every launch uses the stream of the thread's previous launch and takes this path, so
+/// every instruction counts. The function is therefore inlined into each hook, whose arguments stay
+/// where they are. The function calls only the driver. After that call it needs only the slot,
+/// which contains the GPU and the stream. All slower paths are closures, which are stored to memory
+/// only when needed. If the driver's call itself were in such a closure, the closure would be
+/// stored before each launch.
 #[inline(always)]
 pub fn pass<const REPEATED: bool>(
     stream: CUstream,

@@ -1,5 +1,6 @@
-//! Exit of the process. The driver's exit handlers need the process to be on its GPUs. So `exit`
-//! waits until the process is back on them, for at most `MOST`. The child of a fork does not wait.
+//! Exit of the process. The driver's exit handlers need the process to be on its GPUs. So the exit
+//! of a sleeping process waits for at most `MOST` until the process is awake. The child of a fork
+//! does not wait.
 
 use crate::{driver::presence, sys::c};
 use core::{
@@ -8,8 +9,7 @@ use core::{
     time::Duration,
 };
 
-/// The longest time that an exit waits for the process to be awake. The process that has to wake this
-/// one may be gone.
+/// The longest time that an exit waits. The scheduler that could wake the process may have ended.
 const MOST: Duration = Duration::from_secs(10);
 
 static BEGUN: AtomicBool = AtomicBool::new(false);

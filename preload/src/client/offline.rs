@@ -62,7 +62,7 @@ const POLL_WAITING: Duration = Duration::from_millis(10);
 /// The number of consecutive checks without another client after which this client counts as alone. A
 /// single check may miss a client that checks at the same moment.
 const ALONE: u32 = 2;
-/// The interval between attempts after a failure: to open the files, to drain, to evict.
+/// The interval between attempts to open the files, drain or evict.
 const RETRY: Duration = Duration::from_secs(1);
 
 /// This client on one GPU without a scheduler.

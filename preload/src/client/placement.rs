@@ -73,16 +73,16 @@ pub fn visible_gpus() -> Option<impl ExactSizeIterator<Item = Uuid>> {
     VISIBLE_GPUS.get().map(|gpus| gpus.iter().map(Identity::get))
 }
 
-/// Updates the GPUs after the process has been restored, or may have been. The environment variable
-/// still names the original GPUs: it cannot be changed while threads may read it, and no code of this
-/// library reads it again.
+/// Updates the GPUs after a possible restore of the process. The environment variable still names
+/// the original GPUs: it cannot be changed while threads may read it, and no code of this library
+/// reads it again.
 pub fn look_again() {
     for (device, identity) in (0..).zip(VISIBLE_GPUS.get().into_iter().flatten()) {
         identity.ask(device);
     }
 }
 
-/// Takes the connection with which the client's thread begins. Returns `Some` at most once.
+/// Takes the connection that the client's thread uses first. Returns `Some` at most once.
 pub fn take_connection() -> Option<Connected> {
     CONNECTED.lock().take()
 }

@@ -18,7 +18,7 @@ const EVERY: Duration = Duration::from_millis(2);
 /// A fence that is done within this time did not wait for other work. The time is longer than a launch
 /// takes to reach the GPU, and much shorter than the wait of a fence behind queued work.
 const AT_ONCE: Duration = Duration::from_micros(100);
-/// A check that is later than this is discarded, because other work may have finished by then.
+/// Later checks are discarded, because other work may have finished by then.
 const TOO_LATE: Duration = Duration::from_micros(400);
 /// The number of samples per report.
 const SAMPLES: u32 = 24;
@@ -99,8 +99,8 @@ mod tests {
         (utilization.seen, utilization.busy, utilization.reported) = (SAMPLES - 1, 7, Some(500));
         utilization.begin_turn();
         assert_eq!((utilization.seen, utilization.busy), (SAMPLES - 1, 7));
-        // A value that equals an earlier turn's value is reported again, because the scheduler may have
-        // forgotten it.
+        // A later turn reports an equal value again, because the scheduler may have forgotten the
+        // value.
         assert_eq!(utilization.reported, None);
     }
 }

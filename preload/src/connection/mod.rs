@@ -40,9 +40,9 @@ pub struct Connection {
     pub version: u16,
 }
 
-/// Sends one message without waiting. Returns `false` if the message was not sent. In that case,
-/// either the scheduler does not read its socket at the moment, and the caller must retry later, or
-/// the connection is lost, and the client's thread detects the loss itself.
+/// Sends one message without waiting. Returns `false` if the message was not sent. The scheduler
+/// may not be reading its socket, so the caller must retry later. If the connection is lost, the
+/// client's thread detects the loss.
 pub fn send(message: &ClientMessage) -> bool {
     use ClientMessage::{Open, Request, RequestLimit, Reserve};
     if matches!(message, Open { .. } | Request { .. } | RequestLimit { .. } | Reserve { .. }) {

@@ -78,8 +78,8 @@ impl Place {
         Self { device: gpu.index as CUdevice, allocated_in, gpu: Some(gpu), kind }
     }
 
-    /// Returns a context of the memory's GPU in which memory can be copied: if possible, the
-    /// context in which the memory was allocated.
+    /// Returns a context for copying the memory: if possible, the context in which the memory was
+    /// allocated.
     fn context(&self) -> CUcontext {
         let contexts = self.gpu.map_or_else(Vec::new, |gpu| gpu.work.contexts());
         let own = contexts.iter().find(|known| **known as usize == self.allocated_in);
@@ -125,8 +125,8 @@ impl Place {
     }
 }
 
-/// Makes these GPUs and the stream's GPU peers. If this library does not manage the stream's GPU (`own`
-/// is `None`), returns the GPU at whose gate the call waits.
+/// Couples these GPUs and the stream's GPU as peers. If this library does not manage the stream's
+/// GPU (`own` is `None`), returns the GPU at whose gate the call waits.
 fn together(own: Option<&'static Gpu>, gpus: impl Iterator<Item = &'static Gpu>) -> Option<&'static Gpu> {
     let mut all = own.into_iter().chain(gpus);
     let first = all.next()?;

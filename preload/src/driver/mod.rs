@@ -9,7 +9,7 @@
 //!
 //! [`hook`]: the declaration of interposed functions.
 //!
-//! [`redirect`]: makes programs that look up the driver's functions themselves find the hooks.
+//! [`redirect`]: patches symbol tables so that lookups of driver functions yield hooks.
 //!
 //! [`waiting`]: which calls may wait for running work, and where such calls are forbidden.
 

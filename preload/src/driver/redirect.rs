@@ -42,8 +42,8 @@ pub fn redirect(inside: usize, pairs: &[Pair]) {
         !is_it
     });
     if done {
-        // A lookup with `dlsym` waits until no other thread is loading a library, so after it the
-        // bindings of loads that were in progress are complete.
+        // A lookup with `dlsym` waits for loads that are in progress, so their bindings are
+        // complete afterwards.
         c::real_dlsym(libc::RTLD_DEFAULT, c"dlsym".as_ptr());
         // If another library has already redirected a function, that redirection stays.
         let own = |address: usize| if (bounds.0..bounds.1).contains(&address) { hook_of(address) } else { None };

@@ -56,8 +56,8 @@ pub fn line(text: core::fmt::Arguments<'_>) {
     }
 }
 
-/// Device and inode of descriptor 2 when the library was loaded. If descriptor 2 has been closed,
-/// before or after that, its number may now belong to a file of the program.
+/// Device and inode of descriptor 2 when the library was loaded. If descriptor 2 has been closed at
+/// any time, its number may now belong to a file of the program.
 static STDERR: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
 
 /// Records the identity of stderr. Called once, when the library is loaded.

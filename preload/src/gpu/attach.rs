@@ -250,8 +250,7 @@ impl Gpu {
         self.set_admission(admission::ADMITTED);
     }
 
-    /// Called when the scheduler replies that the GPU will have room for a context when other
-    /// clients need less memory.
+    /// Called when the scheduler defers the context until other clients need less memory.
     pub fn defer_context(&self) {
         let _ = self.admission.compare_exchange(
             admission::UNKNOWN,

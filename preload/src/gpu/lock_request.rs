@@ -26,7 +26,7 @@ impl Gpu {
         self.wait_for(Waits::WithWork, reasons);
     }
 
-    /// Waits until memory that the thread has allocated is on the GPU.
+    /// Waits until the thread's new memory is on the GPU.
     #[cold]
     pub fn wait_to_allocate(&self) {
         self.wait_for(Waits::ToAllocate, closed::MEMORY);
@@ -74,8 +74,8 @@ impl Gpu {
     }
 
     pub fn request_is_over(&self) {
-        // A swap rather than a store: if another thread still found the flag set, this thread then
-        // sees that thread as waiting.
+        // With a swap instead of a store, this thread sees every waiting thread that still found
+        // the flag set.
         self.requested.swap(false, Ordering::SeqCst);
     }
 
@@ -89,7 +89,7 @@ impl Gpu {
     }
 }
 
-/// The time after its last turn on a GPU for which a program counts as using the GPU.
+/// How long a program counts as using a GPU after its last turn there.
 const LATELY: Duration = Duration::from_secs(2);
 
 /// Returns the GPUs whose locks this client needs together: this GPU, all GPUs where threads wait,

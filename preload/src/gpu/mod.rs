@@ -4,7 +4,8 @@
 //! - [`which`]: finds the GPU that a call concerns.
 //! - [`info`]: properties of a GPU. [`identity`]: its UUID, which may change when the process is
 //!   restored. [`unsupported`]: GPUs that this library does not manage.
-//! - [`attach`]: the program's first use of a GPU. [`proof`]: the proof that it may use the GPU. [`peers`]: GPUs that access each other's memory.
+//! - [`attach`]: the program's first use of a GPU. [`proof`]: the proof that it may use the GPU.
+//!   [`peers`]: GPUs that access each other's memory.
 //! - [`lock_request`]: waiting at the gate. [`submission`]: recording the work that passes the gate.
 //! - [`report`]: reporting the memory account to the scheduler.
 //! - [`limit_request`]: requests for a higher limit. [`reservation`]: requests for memory that the
@@ -117,9 +118,9 @@ pub fn attached() -> impl Iterator<Item = &'static Gpu> {
     GPUS.iter().filter(|g| g.is_attached())
 }
 
-/// Updates the identities after the process has been, or may have been, restored. Returns each attached
-/// GPU with its UUIDs before and after the update. Takes no lock, and may be called while calls into
-/// the driver are blocked.
+/// Updates the identities after a possible restore of the process. Returns each attached GPU with
+/// its UUIDs before and after the update. Takes no lock, and may be called while calls into the
+/// driver are blocked.
 pub fn look_again() -> Vec<(&'static Gpu, Uuid, Uuid)> {
     identity::may_have_changed();
     let learned = GPUS.iter().filter_map(|gpu| Some((gpu, gpu.info()?.identity.ask(gpu.index as CUdevice))));
@@ -271,8 +272,8 @@ impl Gpu {
         self.drained.store(drained, Ordering::SeqCst);
     }
 
-    /// Whether no work that may access memory of this GPU is running in this client, and no such work can
-    /// start.
+    /// Whether this client runs no work that may access this GPU's memory, and can start no such
+    /// work.
     pub fn is_drained(&self) -> bool {
         // The gate must be closed for the lock. Behind a gate that is closed only for memory, earlier work may
         // still be running.

@@ -126,8 +126,8 @@ impl Gpu {
         let _ = self.unmappable.compare_exchange(bytes, 0, Ordering::SeqCst, Ordering::SeqCst);
     }
 
-    /// Forgets any denial, because the allocation that cannot be mapped was undone or the scheduler has
-    /// sent a new answer.
+    /// Forgets any denial, because the denied allocation was undone or the scheduler has sent a new
+    /// answer.
     pub fn forget_denials(&self) {
         self.forget_denial(self.unmappable.load(Ordering::SeqCst));
     }

@@ -19,8 +19,8 @@ const STEPS: [(u64, u64); 3] = [(64 << 20, 16), (512 << 20, 8), (4 << 30, 4)];
 /// The longest wait for an answer. The scheduler answers within 2 s.
 const TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The time for which no room is requested after a call failed although room was made. Requests during
-/// this time would evict other clients' memory in vain.
+/// After a call has failed although room was made, no room is requested for this time. Requests
+/// would evict other clients' memory in vain.
 const FUTILE: Duration = Duration::from_secs(10);
 
 /// Makes a call, and repeats the call if it ran out of memory and room was made.

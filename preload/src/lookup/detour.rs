@@ -1,8 +1,8 @@
 //! Code that runs between a call and the called function, and preserves the arguments.
 
-/// Declares a function to which an entry or a thunk jumps, with a number in `r11` or `x16`. It passes
-/// the number to `$called: extern "C" fn(usize) -> usize`, and continues at the returned address. It
-/// preserves the stack and all registers that may contain arguments.
+/// Declares a function that entries and thunks jump to, with a number in `r11` or `x16`. The
+/// function passes the number to `$called: extern "C" fn(usize) -> usize`, and continues at the
+/// returned address. It preserves the stack and all registers that may contain arguments.
 macro_rules! detour {
     ($name:ident, $called:path) => {
         #[cfg(target_arch = "x86_64")]

@@ -48,8 +48,8 @@ pub struct Account {
     pub freeing: u64,
     /// Whether pages that are not on the GPU are faulted in on access.
     pub demand_paged: bool,
-    /// Without a scheduler, the demand for which other clients make room. 0 if no other clients exist,
-    /// `None` while their existence is unknown.
+    /// Without a scheduler, the demand that other clients make room for. 0 if no other clients
+    /// exist, `None` while their existence is unknown.
     pub offline_room: Option<u64>,
     /// The largest demand that was completely on the GPU.
     pub peak: u64,

@@ -20,7 +20,7 @@ pub const CHUNK: u64 = 64 << 20;
 /// Properties of a chunk.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Flags {
-    /// The `CUmemAllocationHandleType`s with which the program may export the chunk.
+    /// The `CUmemAllocationHandleType`s that the program may export the chunk as.
     pub handle_types: i32,
     /// Whether other devices may access the chunk (GPUDirect RDMA).
     pub rdma: u8,
@@ -39,7 +39,7 @@ impl Flags {
     }
 }
 
-/// Returns the properties with which chunks are created.
+/// Returns the properties of new chunks.
 pub fn properties(gpu: CUdevice, flags: Flags) -> AllocationProp {
     let exportable = flags.exportable && Swap.shares(gpu);
     AllocationProp {

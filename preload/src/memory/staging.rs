@@ -195,10 +195,10 @@ impl Drop for Buffer {
 /// Allocates buffers on several threads, because most of the time is spent on page faults. Each buffer
 /// can be taken as soon as its pages are allocated.
 ///
-/// A thread's first driver call may wait for the dynamic loader's lock. Another thread holds that lock
-/// while it runs a library's constructors, perhaps until this eviction is over. Therefore the eviction
-/// waits for no thread whose first driver call has not returned: [`take`](Self::take) allocates a
-/// buffer itself instead.
+/// A thread's first driver call may wait for the dynamic loader's lock. Another thread holds that
+/// lock while it runs a library's constructors, perhaps until this eviction is over. Therefore the
+/// eviction does not wait for threads that are still in their first driver call:
+/// [`take`](Self::take) allocates a buffer itself instead.
 #[derive(Debug)]
 pub struct StagingAllocator(Arc<Queue>);
 

@@ -25,8 +25,8 @@ use core::time::Duration;
 const RETRY_INTERVAL: Duration = Duration::from_millis(2);
 const LONGEST_RETRY_INTERVAL: Duration = Duration::from_millis(32);
 
-/// The time for which a context's work counts as done after it was found done. Jobs may then wait
-/// for later work, but even a program that is never idle queues no more GPU time than this.
+/// How long a context's work counts as done after it was found done. Jobs may then wait for later
+/// work, but a program never queues more GPU time than this.
 const PASSED_FOR: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
@@ -220,7 +220,7 @@ impl Queue {
         None
     }
 
-    /// Whether the work submitted to this context before the first query is done.
+    /// Whether this context has finished the work that was submitted before the first query.
     fn has_passed(&self, context: usize, passing: &mut Vec<InContext>) -> bool {
         passing.retain(|other| other.passed_at.is_none_or(|at| at.elapsed() < PASSED_FOR));
         let known = passing.iter().position(|other| other.context == context);
@@ -236,7 +236,7 @@ impl Queue {
     }
 }
 
-/// The work of a context that jobs wait for.
+/// The work that jobs wait for, in one context.
 #[derive(Debug)]
 struct InContext {
     context: usize,

@@ -260,7 +260,7 @@ impl Object<'_> {
     /// Returns `false` if some bindings cannot be written.
     ///
     /// # Safety
-    /// The loader is not processing any object that is bound to an address known to `substitute`, because
+    /// If `substitute` replaces a binding of this object, the loader is not processing the object:
     /// this function changes the protection of the object's pages.
     pub unsafe fn redirect_bindings(&self, page: usize, substitute: impl Fn(usize) -> Option<usize>) -> bool {
         let tables = self.tables();

@@ -80,7 +80,7 @@ mod tests {
         assert_eq!(parse(42, b""), None);
     }
 
-    /// Polls for at least a minute. On a busy machine it takes longer.
+    /// Polls for at least a minute, and longer on a busy machine.
     fn until<T>(mut look: impl FnMut() -> Option<T>) -> Option<T> {
         (0..12_000).find_map(|_| {
             thread::sleep(Duration::from_millis(5));

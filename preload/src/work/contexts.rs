@@ -38,8 +38,8 @@ pub fn is_there(context: CUcontext) {
     }
 }
 
-/// Records that the program has had, or is about to create, a second context. From now on, the handle
-/// of the legacy stream does not identify the stream.
+/// Records that the program has had a second context or is about to create one. From now on, the
+/// handle of the legacy stream does not identify the stream.
 pub fn are_several() {
     if ONLY.swap(SEVERAL, Ordering::AcqRel) != SEVERAL {
         epoch::end();
@@ -180,8 +180,8 @@ impl Work {
     }
 
     /// Uses one new context, once, on the client's thread, before other threads depend on that
-    /// thread. On first use, the driver sets up thread-local storage. This may need the dynamic
-    /// loader's lock, which a thread that waits at the gate may hold.
+    /// thread. On first use, the driver sets up thread-local storage. The setup may need the
+    /// dynamic loader's lock, which a thread that waits at the gate may hold.
     pub fn warm_up_contexts(&self) {
         let mut inner = self.inner.lock();
         if let Some(context) = inner.contexts.iter_mut().find(|c| !c.foreign && !c.warm) {

@@ -1,10 +1,10 @@
 //! Asks the driver whether contexts are idle, before memory is evicted.
 //!
 //! The rest of this library only knows work that passed a hook. A library may also launch kernels
-//! through driver functions that it obtained without the hooks, and these kernels must not lose their
-//! memory either. Therefore, before an eviction, the driver itself must confirm that all work submitted
-//! to the contexts is done. Neither kind of query is allowed during a capture, so memory stays on the
-//! GPU until the capture ends.
+//! through driver functions that it obtained without the hooks, and these kernels must not lose
+//! their memory either. Therefore, before an eviction, the driver itself must confirm that all work
+//! submitted to the contexts is done. No such query is allowed during a capture, so memory stays on
+//! the GPU until the capture ends.
 
 use super::{Fence, Work, point::Point};
 use crate::{
@@ -71,8 +71,8 @@ impl Work {
         Ok(points)
     }
 
-    /// Whether the work that was submitted to a context before the first query is done. Returns `true` if
-    /// the driver has no context events (before 12.5) and so cannot tell.
+    /// Whether a context has finished the work that was submitted before the first query. Returns
+    /// `true` if the driver has no context events (before 12.5) and so cannot tell.
     pub fn has_passed(&self, context: usize, passing: &mut Passing) -> bool {
         let mut inner = self.inner.lock();
         if let Some(point) = &passing.0 {

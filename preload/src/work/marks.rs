@@ -43,7 +43,7 @@ const FEW_MARKS: usize = 16;
 const MARKS_PER_DOUBLING: usize = 3;
 
 /// The initial timeout of a thread's wait for a mark. The timeout grows with the duration of recent
-/// work and is halved after each timeout. Work that waits for the program's next submission is
+/// work and is halved each time it expires. Work that waits for the program's next submission is
 /// therefore delayed by at most twice this time in total.
 const MARK_TIMEOUT: Duration = Duration::from_millis(1500);
 
@@ -204,7 +204,7 @@ impl Work {
     fn wait_for_oldest(&self, stream: CUstream, newest: Instant) -> bool {
         let begin = Instant::now();
         let mut inner = self.inner.lock();
-        // Marks that are already done may have been done for a while, so their duration is not exact.
+        // Marks found done here may have finished long ago, so their duration is not exact.
         self.collect(&mut inner, false);
         self.update_full(&mut inner, Instant::now());
         let oldest = inner.marks.front().map(|m| m.since).filter(|since| self.is_full() && *since <= newest);

@@ -15,7 +15,8 @@
 //! [`fence`]s show when the work is done: a fence is a point in every stream with work. Before an
 //! eviction, the driver is also queried ([`idle`]).
 //!
-//! [`streams`], [`contexts`]: the program's streams and contexts. [`capture`]: captures of streams into graphs.
+//! [`streams`], [`contexts`]: the program's streams and contexts. [`capture`]: captures of streams
+//! into graphs.
 
 pub mod capture;
 mod contexts;
@@ -92,7 +93,7 @@ struct Inner {
     /// The number of recent marks that finished soon after a thread gave up waiting for them. The marked
     /// work had been waiting for the thread's next submission.
     futile_waits: u32,
-    /// The number of known streams at which idle streams are removed.
+    /// When this many streams are known, idle streams are removed.
     prune_threshold: usize,
 }
 

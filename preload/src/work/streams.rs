@@ -16,7 +16,7 @@ use core::sync::atomic::{AtomicBool, Ordering};
 /// Whether the program has ever created a stream that synchronizes with the legacy stream.
 static BLOCKING_STREAMS: AtomicBool = AtomicBool::new(false);
 
-/// The lower bound of the number of known streams at which idle streams are removed.
+/// The minimum of `prune_threshold`.
 pub(super) const MIN_PRUNE_THRESHOLD: usize = 64;
 
 /// Identifies a stream. The handle does not suffice: default streams have the same handle in all
@@ -115,8 +115,8 @@ impl Work {
         is_possible && with_current(stream.context, || inner.point_with_room(stream).is_some()) == Ok(true)
     }
 
-    /// Called when the program begins to capture this stream: the last moment at which a point behind its
-    /// work can be recorded.
+    /// Called before the program captures this stream, because no point can be recorded during the
+    /// capture.
     pub fn mark_stream(&self, stream: CUstream) {
         if let Some(context) = context_of(stream) {
             self.mark_if_dirty(Stream::of(stream, context));

@@ -84,8 +84,8 @@ impl HostTier {
         }
     }
 
-    /// Returns the time until the next check of the cgroup. The cgroup's other memory grows without notice.
-    /// So the check comes before that memory can have used up the headroom.
+    /// Returns the time until the next check of the cgroup. The cgroup's other memory grows without
+    /// notice. So the check is due before that memory could use up the headroom.
     fn next_look(&self) -> Duration {
         let headroom = self.headroom();
         if self.held() == 0 || !headroom.is_limited {
@@ -105,8 +105,8 @@ impl HostTier {
 }
 
 impl ClientThread {
-    /// Called when the scheduler offers swap files. Whether this process can use the files is tested
-    /// only then, because a seccomp filter may kill a process that tries.
+    /// Called when the scheduler offers swap files. Tests only now whether this process can use
+    /// these files, because a seccomp filter may kill a process that tries.
     pub(super) fn use_swap_file(&self) {
         if file::is_supported() {
             connection::send(&ClientMessage::UseSwapFile { ram_max: headroom::most_in_groups() });
@@ -237,8 +237,8 @@ impl ClientThread {
         let is_pageable = jobs == 0 && excess > 0;
         {
             let guard = space.lock();
-            // A chunk that was already in the file counts as in the file without a write, so the
-            // account may have changed.
+            // If the file already had a copy's contents, `write_one` has changed the account
+            // without a write.
             if guard.account.in_file != in_file {
                 gpu.report(&guard.account);
             }

@@ -73,8 +73,8 @@ impl ClientThread {
         wait.min(again).min(self.move_memory(gpu, space, goal))
     }
 
-    /// Returns the goal for this GPU's memory, and the time after which the goal must be recomputed if no
-    /// event occurs earlier.
+    /// Returns the goal for this GPU's memory, and the time until it must be recomputed if no event
+    /// occurs earlier.
     fn goal(
         &mut self,
         gpu: &'static Gpu,

@@ -26,12 +26,12 @@ use alloc::{
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::{ClientMessage, SlotSet, Text, client::ASLEEP, version};
 
-/// A connection that is lost this soon after it was made does not count. The scheduler then counts as
-/// away since the previous loss.
+/// If a connection is lost this soon after it was made, the scheduler counts as lost since the
+/// previous loss.
 const STEADY: Duration = Duration::from_millis(50);
 
 impl ClientThread {
-    /// Prints the one line that a user who asked for nvshare must see.
+    /// Prints why no scheduler is connected, and the consequence.
     pub(super) fn report_offline(&self, consequence: &str) {
         let (path, why) = (settings::get().socket.escape_ascii(), &self.offline_reason);
         trace::line(format_args!("no scheduler at {path} ({why}): {consequence}"));
@@ -187,7 +187,7 @@ pub fn hello() -> ClientMessage {
     ClientMessage::Hello {
         min_version: version::MIN,
         max_version: version::MAX,
-        // `Hello` is sent only before a preparation or after it is complete, so "away" means asleep.
+        // `Hello` is never sent during a preparation, so "away" means asleep.
         flags: if presence::is_away() { ASLEEP } else { 0 },
         resume: CLIENT.load(Ordering::Relaxed),
         gang: settings::get().gang,

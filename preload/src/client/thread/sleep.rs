@@ -189,8 +189,8 @@ impl ClientThread {
         if exit::has_begun() {
             return Some(SleepRefusal::Busy);
         }
-        // This check precedes the check of `unevictable`, because memory that these devices may
-        // reach is unevictable too, and the reason would be reported as unseen work.
+        // Checked before `unevictable`, which foreign devices may have caused: otherwise the reason
+        // would be reported as unseen work.
         if foreign_devices::may_reach_memory() {
             return Some(SleepRefusal::Rdma);
         }

@@ -24,8 +24,8 @@ use core::time::Duration;
 const LOAD_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Mover {
-    /// Starts evictions until `target` bytes remain or the limit on copies in flight is reached. Returns
-    /// the time after which to call again, or `None` if no further eviction can start.
+    /// Starts evictions until `target` bytes remain or the limit on copies in flight is reached.
+    /// Returns the time until the next call, or `None` if no further eviction can start.
     pub(super) fn evict_some(
         &mut self,
         space: &Mutex<Space>,
@@ -190,8 +190,8 @@ impl Mover {
         }
     }
 
-    /// Whether the eviction need not wait for the fingerprint kernel. This is so if the kernel is loaded in
-    /// the mover's context, if it cannot be loaded, or after [`LOAD_TIMEOUT`].
+    /// Whether the eviction need not wait for the fingerprint kernel, because the kernel is loaded
+    /// in the mover's context or cannot be loaded, or [`LOAD_TIMEOUT`] has passed.
     fn has_kernel(&mut self, space: &Mutex<Space>) -> bool {
         let has = !space.lock().engine().copies() || self.ready.first_mut().is_none_or(|ready| ready.has_kernel(space));
         has || self.loading_since.get_or_insert_with(Instant::now).elapsed() > LOAD_TIMEOUT

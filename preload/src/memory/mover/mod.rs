@@ -110,7 +110,8 @@ pub struct Mover {
     full_since: Option<Instant>,
     /// True if a restored chunk could not be mapped at one of its aliases.
     refused: bool,
-    /// The number of program threads that pause the mover while they destroy a context or make GPUs peers.
+    /// The number of program threads that pause the mover while they destroy a context or couple
+    /// GPUs.
     pauses: u32,
     /// Contexts in which a program thread is creating the mover's objects.
     in_the_making: Vec<usize>,

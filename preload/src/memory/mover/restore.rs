@@ -19,8 +19,8 @@ use core::time::Duration;
 const TIMEOUT: Duration = Duration::from_millis(300);
 
 impl Mover {
-    /// Starts restoring chunks, up to the limit on copies in flight and the room in the allowance. Returns
-    /// the time after which to call again, or `None` if no further chunk can be restored.
+    /// Starts restoring chunks, up to the limit on copies in flight and the room in the allowance.
+    /// Returns the time until the next call, or `None` if no further chunk can be restored.
     pub(super) fn restore_some(&mut self, space: &Mutex<Space>) -> Result<Option<Duration>, Stop> {
         while self.has_room() {
             if core::mem::take(&mut self.refused) {

@@ -9,8 +9,8 @@ use crate::{
 };
 use alloc::vec::Vec;
 
-/// The number of threads that allocate buffers during an eviction. Ahead of an eviction,
-/// `WORKERS_AHEAD` threads allocate them, because the program still needs the processors.
+/// The number of threads that allocate buffers during an eviction. Ahead of an eviction, only
+/// `WORKERS_AHEAD` threads allocate buffers, because the program still needs the processors.
 const WORKERS: usize = 8;
 
 const WORKERS_AHEAD: usize = 2;

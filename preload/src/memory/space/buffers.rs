@@ -58,8 +58,8 @@ impl Space {
     }
 
     /// Releases free buffers, and starts unregistering `count` other buffers, so that the kernel
-    /// can page them out. `count` is small, because a program whose memory is being restored waits
-    /// for the buffers of evicted chunks. Returns whether buffers are still being unregistered.
+    /// can page them out. `count` is small, because a restore waits for buffers that are being
+    /// unregistered. Returns whether buffers are still being unregistered.
     pub(in crate::memory) fn tidy_buffers(&mut self, count: usize) -> bool {
         self.release_surplus(self.account.host_cache - self.free_buffers.iter().map(Buffer::len).sum::<u64>());
         for _ in 0..count {

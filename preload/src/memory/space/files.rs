@@ -65,10 +65,10 @@ impl Space {
         }
     }
 
-    /// Starts reading the next chunk that fits in the allowance. Chunks in host memory or in flight may
-    /// total `most` bytes, but a single chunk may be larger. `spare` is the host memory that may be
-    /// allocated, in bytes. A larger chunk takes the buffer of another chunk's copy, if that chunk is on
-    /// the GPU. Returns the size of the chunk, or `None` if no chunk can be read.
+    /// Starts reading the next chunk that fits in the allowance. Chunks in host memory or in flight
+    /// may total `most` bytes, but a single chunk may be larger. Reads into a free buffer, a new
+    /// buffer of at most `spare` bytes, or the buffer of a copy whose chunk is on the GPU. Returns
+    /// the size of the chunk, or `None` if no chunk can be read.
     pub fn read_one(&mut self, most: u64, spare: u64) -> Option<u64> {
         let others = self.bytes_in_host_buffers() + self.account.in_flight;
         let room = self.account.room().saturating_sub(self.account.in_flight);

@@ -279,8 +279,8 @@ impl Space {
         let (pinned, exported, aliases) = (false, None, Aliases::default());
         let mut range = Range { len, kind, chunks, dead: false, gone: false, pinned, exported, aliases };
         self.account.demand += len;
-        // Maps the range now only if no other memory is missing: chunks that are restored before it need the
-        // room.
+        // Maps the range now only if no other memory is missing, because missing chunks get the
+        // room first.
         let lacking = self.account.demand - len > self.account.mapped;
         let may_map = !lacking && len <= self.account.room();
         let mut backing = if may_map { Backing::There } else { Backing::Later };
@@ -292,7 +292,7 @@ impl Space {
                         self.account.mapped += chunk.len;
                     }
                     // Other clients have not freed their memory yet, so the mover retries. A retry
-                    // would not help if neither a scheduler nor other clients exist.
+                    // helps only if a scheduler or other clients exist.
                     Err(ERROR_OUT_OF_MEMORY) if self.account.room_comes() => {
                         backing = Backing::Refused;
                         break;

@@ -24,7 +24,7 @@ use rustix::{
     rand::{GetRandomFlags, getrandom},
 };
 
-/// The longest time spent on attempts to send the announcement that this process exports memory.
+/// The longest time that an export tries to announce its key.
 const ANNOUNCE_TIMEOUT: Duration = Duration::from_millis(200);
 /// The key that names this process as an exporter. Created at the first export.
 static KEY: OnceBox<Secret> = OnceBox::new();

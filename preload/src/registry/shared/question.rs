@@ -73,7 +73,7 @@ pub fn ask(handle: &ExportHandle, first: u32) -> Result<ExporterAnswer, CUresult
             None if late => break Err(ERROR_MAP_FAILED),
             None => {}
         }
-        // If the scheduler that received the request goes away, the request is lost, and must be repeated.
+        // A new scheduler does not know the request, so the request is repeated.
         let now_met = connection::generation();
         asked &= connection::is_connected() && core::mem::replace(&mut met, now_met) == now_met;
         if !asked {
