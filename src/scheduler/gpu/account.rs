@@ -300,8 +300,8 @@ impl Account {
 
     /// The minimum and the maximum of the bytes that the client can have mapped at this moment.
     ///
-    /// If the client has at most `ignored` unverified bytes, they are not counted. Most likely they
-    /// belong to a context that is larger than was measured.
+    /// If the client has at most `ignored` unverified bytes, these bytes do not count: most likely
+    /// they belong to a context that is larger than was measured.
     pub fn extent(&self, ignored: u64) -> (u64, u64) {
         let present = self.frees.present();
         let least = match self.eviction {

@@ -69,9 +69,8 @@ impl Gpu {
         }
     }
 
-    /// Notifies clients that have been deferred for too long that their contexts have no room. A
-    /// client's request stays until the client detaches. Returns the time of the next such
-    /// notification.
+    /// Denies the contexts of clients that have been deferred for too long. A client's request
+    /// stays until the client detaches. Returns the time of the next denial.
     pub fn refuse_contexts(&mut self, cx: Context, fx: &mut Effects) -> Option<Time> {
         if self.drained {
             return None; // clients wait until the drain ends
