@@ -33,7 +33,7 @@ impl Model<'_> {
         if takes_turns { self.believed_until(id) } else { None }
     }
 
-    /// Until when the scheduler relies on the holders' reports.
+    /// When the scheduler stops relying on the holders' reports.
     pub fn believed_until(&self, id: GpuId) -> Option<Time> {
         let histories = || self.gpus.running_on(id).filter_map(|client| self.gpus.history(client, id));
         let last = self.gpus.running_on(id).filter_map(|client| Some(self.gpus.hold(client, id)?.since)).max()?;
@@ -68,8 +68,8 @@ impl Model<'_> {
             own_unevictable = own_unevictable.saturating_add(gpu.unevictable_of(client));
         }
         let room = gpu.capacity(self.settings).saturating_sub(gpu.ledger.unevictable().saturating_sub(own_unevictable));
-        // A need is at most the capacity. With a capacity of 0, all needs would fit together, and
-        // no client would be the only holder, as a trial requires (`gpu::failures`). So if several
+        // A need is at most the capacity. With a capacity of 0, all needs would fit together. But a
+        // trial (`gpu::failures`) requires that its client is the only holder. So if several
         // clients want memory, their uncapped wants must fit.
         let bytes = if with_memory > 1 { wanted } else { need };
         full <= FULL && bytes <= room
