@@ -83,8 +83,8 @@ impl Machine {
         away.unwrap_or_else(|| self.context_of(client, from))
     }
 
-    /// Whether another GPU has room for a client. Its context and demand must fit beside
-    /// unevictable memory, and its context must fit beside the need of any other client on that
+    /// Whether another GPU has room for a client. The client's context and demand must fit beside
+    /// unevictable memory, and the context must fit beside the need of any other client on that
     /// GPU. Also checks whether the bytes promised to the client can be promised on that GPU.
     fn room_for(&self, client: ClientId, both @ Move { from, to }: Move) -> RoomToMove {
         let (Some(account), Some(gpu)) = (self.gpus.account(client, from), self.gpus.get(to)) else {
