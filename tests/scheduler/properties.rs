@@ -563,8 +563,8 @@ proptest! {
 proptest! {
     #![proptest_config(config(200))]
 
-    /// If every client answers immediately, a request for memory is granted whenever it fits. It
-    /// must fit beside the other clients' memory and the requests granted before.
+    /// If every client answers immediately, a request for memory is granted whenever it fits beside
+    /// the other clients' memory and the requests granted before.
     #[test]
     fn every_request_that_fits_is_granted(
         host in 0..20 * GIB,
