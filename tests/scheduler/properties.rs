@@ -26,7 +26,7 @@ fn config(cases: u32) -> ProptestConfig {
 proptest! {
     #![proptest_config(config(200))]
 
-    /// Every client that has a share of the time finishes, whatever the shares are, even if rules
+    /// Every client with a share of the time finishes, whatever the shares are, even if rules
     /// change.
     #[test]
     fn every_client_with_a_share_finishes(

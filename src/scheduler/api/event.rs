@@ -202,8 +202,8 @@ pub enum Event {
     /// From the daemon: the GPU should become empty (`drained`), or its drain ends. While the GPU
     /// is drained, clients that request a context there wait. A client that has a context there
     /// moves, as with `Migrate`, to another permitted GPU of the same kind with enough room. If no
-    /// such GPU exists, the client sleeps until the drain ends. A client that can neither move nor
-    /// sleep keeps running, and is asked again from time to time.
+    /// such GPU exists, the client sleeps until the drain ends. If neither a move nor sleep is
+    /// possible, the client keeps running, and is asked again from time to time.
     Drain { gpu: GpuId, drained: bool },
     /// From the daemon: whether the GPU reports errors after which it should not be used. No
     /// program is placed on a failing GPU while other GPUs exist.

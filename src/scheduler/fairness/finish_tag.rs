@@ -18,8 +18,7 @@ use crate::{api::*, gpu::Hold};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// The weight of an owner that is served, and the total weight of the owners that wait at that
-/// time.
+/// The weight of the served owner, and the total weight of the waiting owners.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ServiceWeights {
     own: u32,

@@ -308,8 +308,7 @@ impl Account {
             Some(_) => self.report.mapped.min(self.allowance.max(self.report.pinned)),
             None => self.report.mapped,
         };
-        // A client that has all the memory that it needs maps no more, even if its allowance is
-        // larger.
+        // A client with all of its needed memory maps no more, even if its allowance is larger.
         let grows = self.report.demand > self.report.mapped || self.eviction.is_some();
         let most = if grows { self.charge } else { self.report.mapped };
         let unverified = Some(self.unverified()).filter(|bytes| *bytes > ignored).unwrap_or(0);

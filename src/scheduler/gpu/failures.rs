@@ -16,8 +16,8 @@ const STEP: u64 = 64 << 20;
 const MOST_STEPS: u32 = 12;
 /// The first and the longest delay after a failure that the eviction of other clients cannot cure.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
-/// The longest delay on a GPU with other clients. Each attempt of a client that needs the whole GPU
-/// evicts the other clients, so its attempts are rarer.
+/// The longest delay on a GPU with other clients. Each attempt to use the whole GPU evicts the
+/// other clients, so the attempts are rarer.
 const BACKOFF_BESIDE_OTHERS: Duration = Duration::from_secs(30);
 /// After this many failures in a row without other clients' memory on the GPU, the mapping counts
 /// as impossible. The delays between the attempts add up to at least 5 s.

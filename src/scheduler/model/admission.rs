@@ -11,7 +11,7 @@ use crate::{
 use std::cell::OnceCell;
 
 impl Model<'_> {
-    /// The clients of a request that want a lock which they still hold but cannot release.
+    /// The clients of a request that want a lock again but cannot release it.
     pub fn undrained(&self, entity: Entity) -> Vec<ClientId> {
         let wants = self.queues.request(entity).into_iter().flat_map(|request| &request.wants);
         let is_undrainable = |client: ClientId, id: GpuId| self.gpus.hold(client, id).is_some_and(Hold::is_undrainable);

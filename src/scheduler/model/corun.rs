@@ -1,9 +1,9 @@
 //! Co-running, in mode `auto`: several clients hold the lock of a GPU at the same time. Programs
 //! that leave the GPU idle between launches waste up to half of the GPU's time if they take turns.
-//! Programs that keep the GPU busy slow each other down if they run at the same time. A client
-//! reports its utilization. The client can measure it only while no client outside its gang holds
-//! the lock. The scheduler relies on a report for a limited time. After that, the clients take
-//! short turns again, just long enough to measure anew.
+//! Programs that keep the GPU busy get slower if they run at the same time. A client reports its
+//! utilization. The client can measure it only while no client outside its gang holds the lock. The
+//! scheduler relies on a report for a limited time. After that, the clients take short turns again,
+//! just long enough to measure anew.
 
 use super::Model;
 use crate::{api::*, policy::utilization::FULL, queue::Entity};

@@ -119,8 +119,8 @@ pub(crate) struct Holder {
     /// part of this turn.
     pub attained: Duration,
     pub waited: Duration,
-    /// The time to move certain bytes out and back in: the bytes that the first waiting request
-    /// lacked when it became the first.
+    /// The time to move out and back in the bytes that the first waiting request lacked when it
+    /// became the first.
     pub exchange: Duration,
     /// The time to move all of the holder's memory out and back in.
     pub fills: Duration,

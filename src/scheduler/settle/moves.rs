@@ -11,8 +11,8 @@
 //! A drained GPU (`Event::Drain`) defers all contexts. Its clients are moved to another GPU of the
 //! same kind (`Event::Kinds`) that they may use (`Event::Allowed`). If the first such GPU has no
 //! room, or the restore there fails, the next one is tried. Clients that cannot be moved are put to
-//! sleep, like paused clients. Clients that can neither be moved nor sleep keep running between
-//! attempts, because otherwise their work would never end.
+//! sleep, like paused clients. Clients keep running between attempts if they can neither be moved
+//! nor sleep, because otherwise their work would never end.
 
 use crate::{
     api::*,

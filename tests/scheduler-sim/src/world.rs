@@ -335,8 +335,7 @@ impl World {
                 self.feed(Event::Groups { groups: [(id, group)].into() });
             }
             Happening::FromClient(_, event) | Happening::ToMachine(event) => self.feed(event),
-            // A process that has finished its work but still runs evicts memory and releases the
-            // lock.
+            // A process that has finished its work still evicts memory and releases the lock.
             Happening::ToClient(id, command) if self.connected.contains(&id) => {
                 let Some(model) = self.models.get_mut(&id) else { return };
                 match command {

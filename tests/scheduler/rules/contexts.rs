@@ -93,7 +93,7 @@ fn a_context_that_would_block_a_client_waits() {
     let mut t = nearly_full();
     assert_eq!(arrive(&mut t, 2, 0), [waiting(2, WaitReason::Context)]);
     assert_eq!(arrive(&mut t, 3, 0), [waiting(3, WaitReason::Context)]);
-    // Clients whose contexts wait take no memory from client 1.
+    // Clients take no memory from client 1 while their contexts wait.
     assert_eq!(t.after(Duration::from_secs(29)), []);
     assert_eq!((t.state(1), t.attachment(1).allowance), (LockState::Holding, 15 * GIB - 512 * MIB));
     // There is room for one of the waiting contexts, and later for both.
