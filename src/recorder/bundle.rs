@@ -1,6 +1,6 @@
-//! A recording as JSON Lines. It is either a debug bundle or a running record. A debug bundle
-//! includes the context that a reader needs. `nvshare-scheduler --record` appends to a running
-//! record as events happen. Each line is an object with a `kind`:
+//! A recording as JSON Lines: either a debug bundle or a running record. A debug bundle includes
+//! the context that a reader needs. `nvshare-scheduler --record` appends to a running record as
+//! events happen. Each line is an object with a `kind`:
 //!
 //! | kind | number | contents |
 //! |---|---|---|
@@ -34,7 +34,7 @@ use super::samples::Samples;
 use super::{Entry, Recording};
 use crate::scheduler::{ClientId, Command, Event, Machine, Time};
 
-/// The version of this format. Every change that older programs cannot read increments it.
+/// The version of this format, incremented by every change that older programs cannot read.
 pub const FORMAT: u32 = 1;
 
 const BUNDLE: &str = "nvshare-bundle";

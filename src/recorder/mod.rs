@@ -1,6 +1,6 @@
-//! The flight recorder. It keeps the newest events and commands of the state machine, and the
-//! machine's state before the first of these events. The machine returns the same commands for the
-//! same events, so a recording can be replayed.
+//! The flight recorder keeps the newest events and commands of the state machine, and the machine's
+//! state before the first of these events. The machine returns the same commands for the same
+//! events, so a recording can be replayed.
 //!
 //! - This file: the [`Recorder`], which receives every event from the daemon.
 //! - `samples`: stores each measurement as differences from the previous one, because a measurement

@@ -65,7 +65,7 @@ impl Movement {
 
     /// Infers the move that a report shows, and whether it continues the newest move. The change of
     /// host memory distinguishes evicted memory from freed memory even if no eviction was
-    /// requested. It also distinguishes restored memory from new memory.
+    /// requested, and restored memory from new memory.
     pub fn report(&mut self, at: Time, report: &MemoryReport) -> Option<(Move, bool)> {
         let (mapped, swapped) = (self.mapped, self.swapped);
         let dropped = mapped.saturating_sub(report.mapped);

@@ -1,4 +1,4 @@
-//! Entities, the units of queueing and granting; and owners, the units to which turns are charged.
+//! Entities are queued and granted as a unit. Owners are charged for turns.
 
 use crate::api::{ClientId, GroupId, TenantId};
 

@@ -23,7 +23,7 @@ pub struct Explanation {
     pub state: LockState,
     /// How long the client has waited for the lock.
     pub waits: Option<Duration>,
-    /// What keeps the client out of the queue, or from making a request.
+    /// Why the client is in no queue.
     pub obstacle: Option<Obstacle>,
     /// Holders that delay the client's grant, in the order of their own grants. If the client is
     /// itself a holder, the list contains only that client.
@@ -117,11 +117,11 @@ pub enum Obstacle {
     TimeMax(Duration),
     /// The client still holds a lock that it was asked to release.
     OwnHold,
-    /// This number of bytes of other clients cannot be evicted from that GPU, and the client's
-    /// memory does not fit beside them.
+    /// The client's memory does not fit on that GPU beside this number of unevictable bytes of
+    /// other clients.
     Pinned(GpuId, u64),
-    /// This number of bytes of that GPU is kept free for other programs, and the client's memory
-    /// does not fit in the rest.
+    /// The client's memory does not fit on that GPU beside this number of bytes kept free for other
+    /// programs.
     Room(GpuId, u64),
     /// A client of a better class holds or wants that GPU. The request wants that GPU and other
     /// GPUs.

@@ -22,7 +22,7 @@
 //!   back.
 //! - `client`: records of a client that do not depend on a GPU.
 //! - `entity`: the unit of queueing and granting: a client or a gang.
-//! - `rules`: what rules and environments say about each client.
+//! - `rules`: the limits that rules and environments set for each client.
 //! - `effects`: commands, GPUs to settle and wake-ups that follow from a decision.
 //! - `timers`: wake-ups, one per reason.
 //! - [`view`]: a copy of the state for status and metrics.

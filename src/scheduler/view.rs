@@ -271,7 +271,7 @@ impl Machine {
         })
     }
 
-    /// The share of a GPU's time, in thousandths, due to each client that holds the GPU or waits
+    /// The due share of a GPU's time, in thousandths, of each client that holds the GPU or waits
     /// for it. Assumes that all these clients always have work. Time is divided among owners by
     /// weight, and equally among the requests of one owner.
     pub fn shares_due(&self, id: GpuId) -> BTreeMap<ClientId, u32> {

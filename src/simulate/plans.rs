@@ -1,5 +1,5 @@
-//! The arrival time, user and GPUs of each program. They are decided before the simulation, so that
-//! they are the same under every policy.
+//! The arrival time, user and GPUs of each program, decided before the simulation and therefore the
+//! same under every policy.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -69,8 +69,8 @@ fn fewest(given: &[usize], on: &[usize], number: usize) -> Vec<usize> {
     places
 }
 
-/// The SplitMix64 generator. It is implemented here, because a scenario's seed must give the same
-/// arrivals on every machine and in every version.
+/// The SplitMix64 generator, implemented here because a scenario's seed must give the same arrivals
+/// on every machine and in every version.
 #[derive(Debug)]
 struct Dice(u64);
 

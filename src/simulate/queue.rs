@@ -8,9 +8,9 @@ use nvshare_simulated_client::{Timer, Way};
 
 use crate::scheduler::{ClientId, Command, Event, GpuId, Time};
 
-/// The latency of a message in either direction. It is half of the measured hand-over latency, from
-/// the packet that releases a lock until the next program has read its grant (`bench/RESULTS.md`:
-/// 49 µs at the median).
+/// The latency of a message in either direction: half of the measured hand-over latency, from the
+/// packet that releases a lock until the next program has read its grant (`bench/RESULTS.md`: 49 µs
+/// at the median).
 pub const LATENCY: Duration = Duration::from_micros(25);
 
 /// An event other than a message.

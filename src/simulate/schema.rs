@@ -77,7 +77,7 @@ pub struct Length(pub Duration);
 #[derive(Debug, Clone, Copy)]
 pub struct Size(pub u64);
 
-/// The longest valid duration. It exceeds any simulation, so a larger number has the wrong unit.
+/// The longest valid duration, longer than any simulation. A larger number has the wrong unit.
 const LONGEST: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
 impl<'de> Deserialize<'de> for Length {

@@ -1,8 +1,7 @@
-//! A client of the scheduler in virtual time that answers like `libnvshare.so`. It is a pure state
-//! machine, like the scheduler. The client requests the lock when its program has work, and drains
-//! after a revoke. It releases the lock when its program pauses while other clients wait. It
-//! allocates within its limit, moves memory to match its allowance, and reports memory and
-//! utilization.
+//! A simulated client of the scheduler: a pure state machine that answers like `libnvshare.so`, in
+//! virtual time. The client requests the lock when its program has work, and drains after a revoke.
+//! It releases the lock when its program pauses while other clients wait. It allocates within its
+//! limit, moves memory to match its allowance, and reports memory and utilization.
 //!
 //! `nvsharectl simulate` and the random worlds of the scheduler's tests run programs on this
 //! client. A world delivers messages and calls the client back at the requested times. A world also

@@ -1,5 +1,5 @@
-//! The axis of a timeline. It shows round times of the host's clock, or times since the beginning
-//! if the clock is unknown.
+//! The axis of a timeline: round times of the host's clock, or times since the beginning if the
+//! clock is unknown.
 
 use std::time::Duration;
 

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Activity, Lane, Span, Timeline};
 
-/// The version of the format. Each change that older programs cannot read increments it.
+/// The version of the format, incremented by each change that older programs cannot read.
 const FORMAT: u32 = 1;
 
 /// Times are in seconds. With a `host`, times count from 1970 on the host's clock. Otherwise, times

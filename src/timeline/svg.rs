@@ -26,11 +26,11 @@ const HEADING: f64 = 30.0;
 const TOP: f64 = 64.0;
 const BAR: f64 = 10.0;
 const STRIP: f64 = 4.0;
-/// Spans that are closer together than this are drawn as one piece. It is also the minimum width of
-/// a piece.
+/// Spans that are closer together than this are drawn as one piece. Also the minimum width of a
+/// piece.
 const FINEST: f64 = 0.75;
-/// Spans of at least this width are drawn separately. It is also the maximum width of a piece of
-/// several spans.
+/// Spans of at least this width are drawn separately. Also the maximum width of a piece of several
+/// spans.
 const COLUMN: f64 = 6.0;
 /// The minimum opacity, which keeps a rare span visible.
 const FAINTEST: f64 = 0.1;

@@ -27,7 +27,7 @@ fn wish(t: &mut Talk, n: u64, bytes: u64) -> Vec<Command> {
     commands
 }
 
-/// Connects a client with these environment limits. It has no memory yet.
+/// Connects a client with these environment limits and no memory.
 fn arrive(t: &mut Talk, n: u64, own: EnvLimits) -> Vec<Command> {
     t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(0) });
     say(t, n, own);

@@ -111,8 +111,7 @@ impl Scene {
         self.helper(1, SleepOutcome::Asleep)
     }
 
-    /// Measures that there is room for client 1, which sleeps and is due to wake. Its restore
-    /// begins.
+    /// Measures room for the sleeping client 1, which is due to wake. The client's restore begins.
     fn comes(&mut self, moves: &[(u64, u64)]) {
         let commands = [self.measure(), self.measure()].concat();
         assert!(commands.contains(&checkpoint(SleepOperation::Wake, moves)), "{commands:?}");

@@ -1,4 +1,4 @@
-//! The length of turns in `auto` when memory must move. It depends on the cost of a hand-over.
+//! In `auto`, the length of turns depends on the cost of a hand-over if memory must move.
 
 use nvshare_sched::*;
 use scheduler_sim::*;

@@ -26,7 +26,7 @@ fn config(cases: u32) -> ProptestConfig {
 proptest! {
     #![proptest_config(config(200))]
 
-    /// Every client that has a share of the time finishes, whatever the shares are, even if rules
+    /// Every client with a share of the time finishes, whatever the shares are, even if rules
     /// change.
     #[test]
     fn every_client_with_a_share_finishes(
@@ -563,8 +563,8 @@ proptest! {
 proptest! {
     #![proptest_config(config(200))]
 
-    /// If every client answers immediately, a request for memory is granted whenever it fits. It
-    /// must fit beside the other clients' memory and the requests granted before.
+    /// If every client answers immediately, a request for memory is granted whenever it fits beside
+    /// the other clients' memory and the requests granted before.
     #[test]
     fn every_request_that_fits_is_granted(
         host in 0..20 * GIB,

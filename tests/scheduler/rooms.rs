@@ -1,4 +1,4 @@
-//! Rooms: memory that is vacated immediately and kept free for programs without nvshare. The
+//! Rooms: memory that is freed immediately and kept free for programs without nvshare. The
 //! scheduler also keeps headroom for such programs while they grow.
 
 use crate::talk::*;

@@ -1,6 +1,6 @@
-//! Shares of a GPU's time: the time that each share yields in virtual time. The programs keep the
-//! GPU busy whenever they hold the lock. The tests measure many periods, with work that drains
-//! quickly and work that drains slowly.
+//! Shares of a GPU's time, and the time that clients with these shares get, in virtual time. The
+//! programs keep the GPU busy whenever they hold the lock. The tests measure many periods, with
+//! work that drains quickly and work that drains slowly.
 
 use nvshare_sched::*;
 use scheduler_sim::*;
@@ -40,7 +40,7 @@ fn add(world: &mut World, share: Option<Share>, plan: Plan) -> ClientId {
     world.add(Plan { tenant: TenantId(n), group, ..plan })
 }
 
-/// Returns the percentage of the time between two moments for which each client held the lock.
+/// Returns the percentage of time for which each client held the lock between two moments.
 fn parts(world: &mut World, from: Duration, to: Duration) -> Vec<f64> {
     let had = |world: &World| -> Vec<Duration> {
         world

@@ -49,7 +49,7 @@ pub fn unruly() -> impl Strategy<Value = Unruly> {
     })
 }
 
-/// A client's environment limits: on its memory, and its weight.
+/// Returns random environment limits: a memory limit and, in half of the cases, a weight.
 pub fn claims(rng: &mut Dice) -> EnvLimits {
     let most = [Amount::Infinity, Amount::Percent(1 + rng.below(100) as u8), Amount::Bytes(rng.below(24) * GIB / 2)];
     EnvLimits {
@@ -58,7 +58,7 @@ pub fn claims(rng: &mut Dice) -> EnvLimits {
     }
 }
 
-/// A client's weight from its environment, which limits its share of the time.
+/// Returns a random environment weight, which limits the client's share of the time, or no weight.
 pub fn claims_of_time(rng: &mut Dice) -> EnvLimits {
     EnvLimits { weight: [None, Some(0), Some(1), Some(40), Some(400)][rng.below(5) as usize], ..EnvLimits::default() }
 }

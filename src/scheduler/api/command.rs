@@ -97,8 +97,8 @@ pub enum Command {
     /// The holder must drain and release these GPUs. The holder answers with [`Event::Released`]. A
     /// holder that answers with [`Event::Stuck`] is asked again later.
     Revoke { client: ClientId, gpus: GpuSet },
-    /// About `bytes` of the client's memory will have to be evicted after its turn, or may have to
-    /// be evicted when another client arrives. The client may allocate host memory for these bytes
+    /// About `bytes` of the client's memory must be evicted after its turn, or may have to be
+    /// evicted when another client arrives. The client may allocate host memory for these bytes
     /// now.
     Prepare { client: ClientId, gpu: GpuId, bytes: u64 },
     /// Sent to a holder: `waiters` requests wait for these GPUs. A holder that has been idle for

@@ -57,8 +57,8 @@ pub enum Event {
     /// highest copy rate between the GPU and the host in each direction.
     GpuLink { gpu: GpuId, rate: u64 },
     /// From the daemon, periodically and after `Command::Measure`. `bytes` is the GPU memory in use
-    /// apart from clients' mapped memory, measured no earlier than `begun`. It includes the memory
-    /// of other programs, and the contexts of clients that had a context by then
+    /// apart from clients' mapped memory, measured no earlier than `begun`. `bytes` includes the
+    /// memory of other programs, and the contexts of clients that had a context by then
     /// (`Machine::has_context`). `Settings::context` is set aside for every other context. `others`
     /// is the part of `bytes` in use by other programs. If `others` grows, more memory is kept free
     /// for those programs. `complete` is false if the measurement left out processes that may be
@@ -99,7 +99,7 @@ pub enum Event {
     /// From the client, before it attaches: the limits that its environment sets. Replaces earlier
     /// limits.
     EnvLimits { client: ClientId, limits: EnvLimits },
-    /// From the daemon: the labels by which rules restrict these clients' neighbours on a GPU.
+    /// From the daemon: these clients' labels, which restrict their neighbours on a GPU.
     Labels { labels: BTreeMap<ClientId, Labels> },
     /// From the client, before it initialises CUDA: asks which GPUs to run on. Answered by
     /// `Command::Placed` or `Command::Unplaced`.
@@ -174,10 +174,10 @@ pub enum Event {
     /// Until the first such event, the scheduler assumes that they do.
     OtherPrograms { gpu: GpuId, present: bool },
 
-    /// From the daemon: `bytes` of the GPU must be vacated immediately, and kept free for programs
+    /// From the daemon: `bytes` of the GPU must be freed immediately, and kept free for programs
     /// that are not clients. The room lasts until `until` or [`Event::RoomClosed`]. Memory that
-    /// such programs allocate in that time counts towards `bytes`. A repeated event for the same
-    /// room and GPU replaces the earlier event. Answered by `Command::RoomReady` or
+    /// these programs allocate during the room counts towards `bytes`. A repeated event for the
+    /// same room and GPU replaces the earlier event. Answered by `Command::RoomReady` or
     /// `Command::RoomRefused` within 10 s.
     RoomRequested { room: RoomId, gpu: GpuId, bytes: u64, until: Time },
     /// From the daemon: the room is no longer needed. No effect on a room that has already ended.
@@ -202,8 +202,8 @@ pub enum Event {
     /// From the daemon: the GPU should become empty (`drained`), or its drain ends. While the GPU
     /// is drained, clients that request a context there wait. A client that has a context there
     /// moves, as with `Migrate`, to another permitted GPU of the same kind with enough room. If no
-    /// such GPU exists, the client sleeps until the drain ends. A client that can neither move nor
-    /// sleep keeps running, and is asked again from time to time.
+    /// such GPU exists, the client sleeps until the drain ends. If neither a move nor sleep is
+    /// possible, the client keeps running, and is asked again from time to time.
     Drain { gpu: GpuId, drained: bool },
     /// From the daemon: whether the GPU reports errors after which it should not be used. No
     /// program is placed on a failing GPU while other GPUs exist.

@@ -17,7 +17,7 @@ pub enum Placement {
     Spread,
 }
 
-/// Labels that rules assign to a program. They restrict the program's neighbours on a GPU.
+/// Labels that rules assign to a program to restrict its neighbours on a GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Labels {

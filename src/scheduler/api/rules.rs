@@ -37,8 +37,8 @@ pub struct RuleLimits {
     pub gang: bool,
 }
 
-/// Limits that a program's own environment sets. They apply to this client alone, in addition to
-/// the limits of its group's rule, and only where they are tighter.
+/// Limits that a client's own environment sets. These limits apply to this client alone, and can
+/// only tighten the limits of its group's rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct EnvLimits {
@@ -92,7 +92,7 @@ impl Default for Share {
     }
 }
 
-/// What happens to an allocation for which the group's limit or host memory has no room.
+/// Whether an allocation beyond the group's limit or host memory fails or waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnMemoryFull {

@@ -5,7 +5,7 @@ use crate::{api::*, gpu::Hold, queue::Entity};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// The minimum time for which an owner that has used its maximum is blocked.
+/// The minimum time for which an owner is blocked after using its maximum.
 const LEAST_PAUSE: Duration = Duration::from_millis(1);
 
 /// `percent` of the period.
@@ -47,8 +47,8 @@ impl<'a> Shares<'a> {
         min > 0 && self.window(owner, id).used(self.now) < part(min, self.settings)
     }
 
-    /// When the owner of a holder will have used its maximum, or the current time if the owner
-    /// already has. `None`: the owner has no maximum.
+    /// When a holder's owner reaches its maximum, or the current time if the owner has reached it.
+    /// `None`: the owner has no maximum.
     pub fn capped_at(&self, holder: ClientId, id: GpuId) -> Option<Time> {
         let owner = self.owner(holder)?;
         let share = self.share(owner);
@@ -103,8 +103,8 @@ impl<'a> Shares<'a> {
         is_watched(self.share_of(client))
     }
 
-    /// When the class of an owner that waits for or holds a GPU will change if no event happens.
-    /// `None`: not within a period.
+    /// When the class of an owner on a GPU next changes without an event. `None`: not within a
+    /// period.
     pub fn class_changes_at(&self, id: GpuId) -> Option<Time> {
         let waiting = self.queues.queued(id).flat_map(|entity| self.queues.clients_of(entity));
         let owners: BTreeSet<ShareOwner> =

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 const WHOLE: u32 = 1000;
 
 impl Shares<'_> {
-    /// The part of the GPU's time, in thousandths, due to each client that holds the GPU or waits
+    /// The due part of the GPU's time, in thousandths, of each client that holds the GPU or waits
     /// for it. Assumes that all these clients always have work. The owners of the best tier divide
     /// the time by weight. The requests of one owner divide the owner's part equally.
     pub fn due(&self, id: GpuId) -> BTreeMap<ClientId, u32> {

@@ -4,12 +4,12 @@
 //! one owner.
 //!
 //! An owner that held the lock while other owners waited has used some of their time. The *finish
-//! tag* is the time at which the owner will have waited long enough in return. The wait is the time
-//! used, times the total weight of the waiting owners, divided by the owner's own weight. The
-//! owner's next request is queued by the tag. If no client could run because the owner's memory was
-//! being moved in, that time counts as used. A tenant with ten clients therefore gets no more turns
-//! than a tenant with one client. Time in which an owner did not want the GPU earns no credit, so
-//! older clients do not precede a new client to make up for their idle time.
+//! tag* is the time at which the owner has waited long enough in return. The wait is the time used,
+//! times the total weight of the waiting owners, divided by the owner's own weight. Time also
+//! counts as used if no client could run because the owner's memory was being moved in. The owner's
+//! next request is queued by the tag. A tenant with ten clients therefore gets no more turns than a
+//! tenant with one client. Time in which an owner did not want the GPU earns no credit, so older
+//! clients do not precede a new client to make up for their idle time.
 //!
 //! Tags are times on the machine's clock.
 
@@ -18,8 +18,7 @@ use crate::{api::*, gpu::Hold};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// The weight of an owner that is served, and the total weight of the owners that wait at that
-/// time.
+/// The weight of the served owner, and the total weight of the waiting owners.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ServiceWeights {
     own: u32,
@@ -166,9 +165,9 @@ impl Shares<'_> {
         self.owners(client).filter_map(|owner| self.state.finish_tag(owner, id)).max().unwrap_or_default()
     }
 
-    /// How far the finish tags of all clients that want a GPU are ahead of the current time. Such a
-    /// lead arises when the owners for which these clients would wait have left. The result is
-    /// smaller by a time quantum, because turns do not end exactly on time.
+    /// How far all finish tags of clients that want a GPU lie in the future, minus a time quantum,
+    /// because turns do not end exactly on time. Such a lead arises when the owners that these
+    /// clients would wait for have left.
     pub fn virtual_time_lead(&self, id: GpuId, granted: ClientId) -> Duration {
         let until = self.now.saturating_add(self.settings.time_quantum);
         let mut least = Duration::MAX;

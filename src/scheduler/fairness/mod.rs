@@ -12,7 +12,7 @@
 //!   last period, even if no other client waits.
 //! - **Interactive**: the group is served first while it has used no more than its share.
 //!
-//! The part of the time due to each client by weight is computed only for display (`due`).
+//! Each client's due part of the time is computed only for display (`due`).
 //!
 //! [`Fairness`] records the usage of owners: finish tags (virtual time) and usage (in a sliding
 //! window of real time). [`Shares`] answers queries from this record, the rules, and the current
@@ -158,9 +158,8 @@ impl<'a> Shares<'a> {
         self.rules.env(client).map_or(share, |limits| limits.tighten(share))
     }
 
-    /// The owners to which a client's turns are charged: its group or tenant, and also the client
-    /// itself if its environment sets a lower weight. The client is queued by the later of their
-    /// finish tags.
+    /// The owners that are charged for a client's turns: its group or tenant, and also the client
+    /// itself if its environment sets a lower weight. The client is queued by the later finish tag.
     pub fn owners(&self, client: ClientId) -> impl Iterator<Item = ShareOwner> + use<> {
         let owner = self.owner(client);
         let own = self.rules.env(client).and_then(|limits| limits.weight);

@@ -38,7 +38,7 @@ impl Span {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Window<'a> {
     pub usage: Option<&'a Usage>,
-    /// Since when the owner has held the GPU. `None`: the owner does not hold the GPU.
+    /// The start of the owner's current hold. `None`: the owner does not hold the GPU.
     pub since: Option<Time>,
     pub period: Duration,
 }
@@ -82,12 +82,12 @@ impl Window<'_> {
         ended + self.since.map_or(Duration::ZERO, |since| at.saturating_sub(since.max(begin)))
     }
 
-    /// When the usage will reach `bound`. `None`: not within a period.
+    /// When the usage reaches `bound`. `None`: not within a period.
     pub fn reaches(&self, bound: Duration, now: Time) -> Option<Time> {
         self.first(now, |at| self.used(at) >= bound)
     }
 
-    /// When the usage will have fallen below `bound`. `None`: not within a period.
+    /// When the usage falls below `bound`. `None`: not within a period.
     pub fn falls_below(&self, bound: Duration, now: Time) -> Option<Time> {
         self.first(now, |at| self.used(at) < bound)
     }

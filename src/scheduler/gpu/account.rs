@@ -300,16 +300,15 @@ impl Account {
 
     /// The minimum and the maximum of the bytes that the client can have mapped at this moment.
     ///
-    /// If the client has at most `ignored` unverified bytes, they are not counted. Most likely they
-    /// belong to a context that is larger than was measured.
+    /// If the client has at most `ignored` unverified bytes, these bytes do not count: most likely
+    /// they belong to a context that is larger than was measured.
     pub fn extent(&self, ignored: u64) -> (u64, u64) {
         let present = self.frees.present();
         let least = match self.eviction {
             Some(_) => self.report.mapped.min(self.allowance.max(self.report.pinned)),
             None => self.report.mapped,
         };
-        // A client that has all the memory that it needs maps no more, even if its allowance is
-        // larger.
+        // A client with all of its needed memory maps no more, even if its allowance is larger.
         let grows = self.report.demand > self.report.mapped || self.eviction.is_some();
         let most = if grows { self.charge } else { self.report.mapped };
         let unverified = Some(self.unverified()).filter(|bytes| *bytes > ignored).unwrap_or(0);

@@ -73,8 +73,8 @@ impl Gpu {
         self.measured.unwrap_or(0).saturating_add(contexts).saturating_add(self.returning_bytes()).saturating_add(kept)
     }
 
-    /// Bytes that the contexts of sleeping clients will need, except contexts for which memory is
-    /// already set aside. Such bytes can be lent to clients, but not promised to them.
+    /// Bytes that the contexts of sleeping clients will need, except contexts that already have
+    /// memory set aside. These bytes can be lent to clients, but not promised.
     fn away(&self) -> u64 {
         let returning = self.returning.map(|returning| returning.client);
         let is_set_aside = |client: &ClientId| Some(*client) == returning || self.overdue.contains_key(client);

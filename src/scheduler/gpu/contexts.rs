@@ -6,8 +6,8 @@ use super::{Context, Gpu, context_queue::PendingContext};
 use crate::{api::*, effects::Effects, queue::Gang, quota::CONTEXT_APPEARS};
 use std::time::Duration;
 
-/// How long a client is deferred before it is notified that its context has no room. A client whose
-/// rule makes allocations wait is never notified.
+/// How long a client is deferred before it is notified that its context has no room. If the
+/// client's rule makes allocations wait, the client is never notified.
 const CONTEXT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Memory that a restore needs beyond the measured context: at most `SLACK` bytes, and at most one
 /// part in `SLACK_PART` of a GPU.
@@ -69,9 +69,8 @@ impl Gpu {
         }
     }
 
-    /// Notifies clients that have been deferred for too long that their contexts have no room. A
-    /// client's request stays until the client detaches. Returns the time of the next such
-    /// notification.
+    /// Denies the contexts of clients that have been deferred for too long. A client's request
+    /// stays until the client detaches. Returns the time of the next denial.
     pub fn refuse_contexts(&mut self, cx: Context, fx: &mut Effects) -> Option<Time> {
         if self.drained {
             return None; // clients wait until the drain ends

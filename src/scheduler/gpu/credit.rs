@@ -73,8 +73,8 @@ impl Gpu {
         if account.awaits_measurement() {
             return need; // an allowance below the client's present memory would cause an eviction
         }
-        // An earlier client leaves bytes free only if they are unverified for that client or too
-        // few for it. So free bytes stay reserved for the earlier client.
+        // The earlier clients could not use these free bytes yet, because the bytes are unverified
+        // or too few. So the bytes stay reserved for those clients.
         let reserved = reserved_ahead.min(self.free(cx.settings));
         let free = self.free_for(cx, client).saturating_sub(reserved);
         // The client is still charged for its bytes that are being evicted. The client may keep

@@ -67,10 +67,9 @@ impl Gpu {
     }
 
     /// Evicts `bytes` from idle clients, in the order of the policy. Allowances beyond demand are
-    /// taken back first, from any client. Clients in `last` are evicted after other clients, and
-    /// memory that rules protect after that. Clients in `exempt` are not evicted. `queue`: the
-    /// order of the queue, if the policy evicts by it. Returns the clients that were asked to
-    /// evict.
+    /// taken back first, from any client. Clients in `last` are evicted after other clients, then
+    /// memory that rules protect. Clients in `exempt` are not evicted. `queue`: the order of the
+    /// queue, if the policy evicts by it. Returns the clients that were asked to evict.
     pub fn evict(
         &mut self,
         cx: Context,

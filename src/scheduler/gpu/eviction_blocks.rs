@@ -6,8 +6,8 @@ use super::{ClientLock, Context, Gpu, Hold, ledger::Evictability};
 use crate::{api::*, effects::Effects, timers::Wake};
 use std::time::Duration;
 
-/// The first and the longest delay before a client that could not evict is asked again. The delay
-/// doubles with each failure.
+/// The first and the longest delay before a client is asked again to evict. The delay doubles with
+/// each failure.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
 /// An eviction is late if it makes no progress for this long, or for `LATE_TIMES` times its
 /// expected duration, whichever is longer.

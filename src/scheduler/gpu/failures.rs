@@ -16,8 +16,8 @@ const STEP: u64 = 64 << 20;
 const MOST_STEPS: u32 = 12;
 /// The first and the longest delay after a failure that the eviction of other clients cannot cure.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
-/// The longest delay on a GPU with other clients. Each attempt of a client that needs the whole GPU
-/// evicts the other clients, so its attempts are rarer.
+/// The longest delay on a GPU with other clients. Each attempt to use the whole GPU evicts the
+/// other clients, so the attempts are rarer.
 const BACKOFF_BESIDE_OTHERS: Duration = Duration::from_secs(30);
 /// After this many failures in a row without other clients' memory on the GPU, the mapping counts
 /// as impossible. The delays between the attempts add up to at least 5 s.
@@ -146,8 +146,8 @@ impl Gpu {
         }
     }
 
-    /// Begins a trial if a client that has the whole GPU has a demand that exceeds the usable
-    /// memory. The client may then try to map the rest.
+    /// Begins a trial if the client has the whole GPU and its demand exceeds the usable memory. The
+    /// client may then try to map the rest.
     fn begin_trial(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         let Some(demand) = self.demand_of_trial(client) else { return };
         let Some(account) = self.account(client) else { return };
@@ -158,8 +158,8 @@ impl Gpu {
             return;
         }
         let beyond = demand.saturating_sub(self.usable(cx.settings));
-        // Memory that other clients have, or may have, on the GPU leaves no room for a trial. The client's own
-        // memory may exceed the usable memory, because an earlier trial mapped it.
+        // A trial requires that other clients neither have nor may map memory on the GPU. The
+        // client's own memory may exceed the usable memory, because an earlier trial mapped it.
         let fits = self.ledger.charged() <= charge;
         if beyond == 0 || !fits || self.unverified_for(cx, client) > 0 {
             return;
@@ -182,8 +182,8 @@ impl Gpu {
     pub fn adjust_trial(&mut self, settings: &Settings) {
         let Some(trial) = self.trial else { return };
         let demand = self.demand_of_trial(trial.client).unwrap_or(0);
-        // Memory that became unusable after the trial began is in use elsewhere, so the trial does
-        // not extend to it.
+        // The trial does not extend to memory that has become unusable since, because that memory
+        // is in use elsewhere.
         let most = trial.beyond.saturating_add(demand.saturating_sub(trial.demand));
         let beyond = demand.saturating_sub(self.usable(settings)).min(most);
         self.trial = (beyond > 0).then_some(Trial { demand, beyond, ..trial });

@@ -224,8 +224,8 @@ impl Gpus {
         self.get(id)?.preempted
     }
 
-    /// Records since when a GPU has been idle because memory of the next entity is still being
-    /// moved in. `arrives`: that memory is being moved in now.
+    /// Records the start of a GPU's idle time while memory of the next entity is moved in.
+    /// `arrives`: that memory is being moved in now.
     pub fn note_idle_for(&mut self, now: Time, id: GpuId, entity: Entity, arrives: bool) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.idle_for = match gpu.idle_for {
@@ -235,7 +235,7 @@ impl Gpus {
         };
     }
 
-    /// Ends the record of `note_idle_for`. Returns since when the GPU has been idle for this
+    /// Removes the record of `note_idle_for`. Returns the start of the GPU's idle time for this
     /// entity.
     pub fn take_idle_since(&mut self, id: GpuId, entity: Entity) -> Option<Time> {
         let (whose, since) = self.gpus.get_mut(&id)?.idle_for.take()?;

@@ -70,7 +70,7 @@ pub(crate) struct Hold {
     /// The clock of the turn: how long other clients had waited for this holder when the clock was
     /// last stopped.
     pub waited: Duration,
-    /// Since when the clock has been running. `None`: the clock is stopped.
+    /// When the clock was last started. `None`: the clock is stopped.
     pub waited_since: Option<Time>,
     /// The first waiting request, and the longest expected time to move memory for that request.
     /// The expected time shrinks during the turn, as memory of other clients is evicted.
@@ -106,9 +106,9 @@ pub(crate) struct Revoked {
     pub first: Time,
     /// When the last revoke was sent.
     pub since: Time,
-    /// When a client that reported itself stuck is revoked again.
+    /// When the client is revoked again after reporting itself stuck.
     pub again: Option<Time>,
-    /// The delay of the next revoke after the client reports itself stuck once more.
+    /// The delay of the next revoke if the client reports itself stuck again.
     pub backoff: Duration,
 }
 

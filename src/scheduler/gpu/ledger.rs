@@ -118,8 +118,7 @@ pub(crate) struct Ledger {
     ahead: BTreeSet<ClientId>,
     /// Idle clients with evictable bytes, least recently run first.
     lru: BTreeSet<(Time, ClientId)>,
-    /// `unevictable` fell after this flag was cleared, so requests that unevictable memory blocked
-    /// may now be served.
+    /// `unevictable` has fallen since this flag was cleared, so blocked requests may now fit.
     unevictable_fell: bool,
 }
 

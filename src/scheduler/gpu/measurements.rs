@@ -42,8 +42,8 @@ impl Gpu {
     }
 
     /// Unverified bytes that a client cannot use: the unverified bytes of other tenants' clients.
-    /// During a restore, the result includes the bytes of the client's own tenant. If such bytes
-    /// were still in use, memory mapped in their place would be missing for the restore.
+    /// During a restore, the result includes the bytes of the client's own tenant, because the
+    /// restore lacks memory if such bytes are still in use.
     pub fn unverified_for(&self, cx: Context, client: ClientId) -> u64 {
         let Some(state) = cx.clients.get(&client) else { return 0 };
         let is_restoring = self.returning.is_some_and(|returning| returning.restored.is_some());

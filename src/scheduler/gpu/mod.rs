@@ -130,8 +130,8 @@ pub(crate) struct Gpu {
     holders: BTreeMap<u64, ClientId>,
     /// The last holder, if it was preempted.
     preempted: Option<ClientId>,
-    /// The entity that is granted the GPU next, and since when the GPU has been idle while that
-    /// entity's memory is being moved in.
+    /// The entity that is granted the GPU next, and the start of the GPU's idle time while that
+    /// entity's memory is moved in.
     idle_for: Option<(Entity, Time)>,
     pub ledger: Ledger,
     /// A measurement was requested, and its result has not arrived.
@@ -316,9 +316,9 @@ impl Gpu {
         self.attachments.values().map(Attachment::account)
     }
 
-    /// Changes a client's account and the ledger's sums. Marks the GPU if requests that unevictable
-    /// memory blocked may now be served. Returns the result of `change`, or `None` if the client
-    /// has not attached the GPU.
+    /// Changes a client's account and the ledger's sums. Marks the GPU if its unevictable memory
+    /// has shrunk, because blocked requests may now fit. Returns the result of `change`, or `None`
+    /// if the client has not attached the GPU.
     pub fn change_account<R>(
         &mut self,
         fx: &mut Effects,

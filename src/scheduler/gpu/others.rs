@@ -1,7 +1,7 @@
 //! Bytes that are kept free on a GPU for programs that are not clients. Users request *rooms*.
 //! *Headroom* is kept ahead of programs that grow. Memory that other programs have already taken
-//! from a room or headroom is not kept free a second time. Only the larger of the two is kept free,
-//! because both are for the same programs.
+//! from a room or headroom is not kept free a second time. Only the larger of rooms and headroom is
+//! kept free, because both are for the same programs.
 
 use crate::api::*;
 use std::collections::{BTreeMap, VecDeque};
@@ -160,7 +160,7 @@ mod tests {
         assert_eq!(others.in_rooms(), 5 * GIB);
         others.measured(ms(40_000), TOTAL, 12 * GIB);
         assert_eq!(others.in_rooms(), 0, "they have more than was asked for");
-        // The programs that used memory before the room was requested end.
+        // Older programs have ended, so only 1 GiB still counts as used outside the room.
         others.measured(ms(60_000), TOTAL, GIB);
         others.measured(ms(80_000), TOTAL, 3 * GIB);
         assert_eq!(others.in_rooms(), 6 * GIB);

@@ -11,8 +11,8 @@ pub(crate) struct Returning {
     pub client: ClientId,
     /// Bytes set aside for the client's context.
     pub bytes: u64,
-    /// Since when these bytes have been free of other charges. `None`: other clients still have
-    /// some of the bytes.
+    /// When these bytes became free of other charges. `None`: other clients still have some of the
+    /// bytes.
     pub secured: Option<Time>,
     /// A measurement that began after `secured` found the bytes free.
     pub is_measured: bool,

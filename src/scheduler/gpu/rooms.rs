@@ -1,7 +1,7 @@
-//! Rooms: memory of a GPU that is kept free for programs that are not clients (see `others`). A
-//! room is vacated immediately. A holder that does not fit beside the room, or whose memory has to
-//! be evicted for the room, is revoked before its turn ends. Clients that do not fit beside a room
-//! wait until the room ends.
+//! Rooms: memory of a GPU that is kept free for programs that are not clients (see `others`).
+//! Memory is evicted for a room immediately. A holder is revoked before its turn ends if it does
+//! not fit beside the room, or if its memory has to be evicted for the room. Clients that do not
+//! fit beside a room wait until the room ends.
 
 use super::{Access, Gpu};
 use crate::{api::*, effects::Effects};
@@ -113,7 +113,7 @@ impl Gpu {
         self.overhead_wanted(settings) > self.total.saturating_sub(self.reserve(settings))
     }
 
-    /// Present unevictable memory that makes the rooms impossible.
+    /// Unevictable memory, if it makes the rooms impossible now.
     fn room_obstacle(&self, settings: &Settings) -> Option<RoomObstacle> {
         let bytes = self.ledger.unevictable().saturating_sub(self.usable(settings));
         (bytes > 0).then_some(RoomObstacle::Unevictable { bytes })

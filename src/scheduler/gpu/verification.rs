@@ -23,8 +23,8 @@ pub(crate) struct UnverifiedFrees {
     /// Past charges since the last measurement that were higher than all later charges, each with
     /// the time at which the charge fell. The highest is first.
     highs: VecDeque<(Time, u64)>,
-    /// Bytes beyond the charge in the newest measurement, and since when measurements have shown at
-    /// least that many.
+    /// Bytes beyond the charge in the newest measurement, and the time since which measurements
+    /// have shown at least that many.
     found: Option<(Time, u64)>,
     /// The part of `found` that certainly exists.
     present: u64,

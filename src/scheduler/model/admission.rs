@@ -11,7 +11,7 @@ use crate::{
 use std::cell::OnceCell;
 
 impl Model<'_> {
-    /// The clients of a request that want a lock which they still hold but cannot release.
+    /// The clients of a request that want a lock again but cannot release it.
     pub fn undrained(&self, entity: Entity) -> Vec<ClientId> {
         let wants = self.queues.request(entity).into_iter().flat_map(|request| &request.wants);
         let is_undrainable = |client: ClientId, id: GpuId| self.gpus.hold(client, id).is_some_and(Hold::is_undrainable);
@@ -63,7 +63,7 @@ impl Model<'_> {
         self.queues.request(entity).is_some() && self.queues.wanting(entity, id).all(has)
     }
 
-    /// Whether memory of a request's clients that run by page faults is still being evicted. A
+    /// Whether memory is still being evicted from a request's clients that run by page faults. A
     /// client does not evict memory while it holds the lock, so a grant would delay clients that
     /// wait for the memory.
     pub fn is_evicting(&self, entity: Entity, id: GpuId) -> bool {
@@ -123,9 +123,9 @@ impl Model<'_> {
         self.queues.first(id).map(|entity| self.queues.members(entity, id)).unwrap_or_default()
     }
 
-    /// Whether a request that also wants other GPUs must wait on this GPU for a request or holder
-    /// of a better tier. The wait may be long, and in the queue the waiting request would block the
-    /// other GPUs for all other clients.
+    /// Whether a request must wait on this GPU for a request or holder of a better tier, and also
+    /// wants other GPUs. The wait may be long, and a queued request would block the other GPUs for
+    /// all clients.
     pub fn waits_behind(&self, entity: Entity, id: GpuId) -> bool {
         let Some(request) = self.queues.request(entity).filter(|_| self.shares().have_classes()) else { return false };
         if self.access(id) == Access::Gone {
@@ -140,8 +140,8 @@ impl Model<'_> {
         several && (waits() || (self.gpus.holds_on(id).any(is_better) && !self.is_admissible(entity, id)))
     }
 
-    /// Whether a request is admitted beside a draining holder. In `auto`, a request that does not
-    /// wait for turns to end does not wait for the holder's queued work either, if its memory fits
+    /// Whether a request is admitted beside a draining holder. In `auto`, a request that precedes
+    /// the holder is granted without waiting for the holder's queued work, if its memory fits
     /// beside the holder's. The GPU time-slices the two clients until the drain ends.
     pub fn admits_while_draining(&self, holder: ClientId, hold: &Hold, waiter: Entity) -> bool {
         let is_auto = self.settings.anti_thrash == AntiThrash::Auto;

@@ -3,8 +3,8 @@
 //! their memory on it.
 //!
 //! The turns of a GPU's holders determine when the GPU admits the first request. Backfilled grants
-//! end at the latest such time among the other GPUs. The first request therefore waits no longer
-//! than without backfilling, except for a drain, and for [`SLOT`] if a time is unknown.
+//! end when the last of the other GPUs admits the first request. The first request therefore waits
+//! no longer than without backfilling, except for a drain, and for [`SLOT`] if a time is unknown.
 
 use super::Model;
 use crate::{

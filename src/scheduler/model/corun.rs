@@ -1,9 +1,9 @@
 //! Co-running, in mode `auto`: several clients hold the lock of a GPU at the same time. Programs
 //! that leave the GPU idle between launches waste up to half of the GPU's time if they take turns.
-//! Programs that keep the GPU busy slow each other down if they run at the same time. A client
-//! reports its utilization. The client can measure it only while no client outside its gang holds
-//! the lock. The scheduler relies on a report for a limited time. After that, the clients take
-//! short turns again, just long enough to measure anew.
+//! Programs that keep the GPU busy get slower if they run at the same time. A client reports its
+//! utilization. The client can measure it only while no client outside its gang holds the lock. The
+//! scheduler relies on a report for a limited time. After that, the clients take short turns again,
+//! just long enough to measure anew.
 
 use super::Model;
 use crate::{api::*, policy::utilization::FULL, queue::Entity};
@@ -33,7 +33,7 @@ impl Model<'_> {
         if takes_turns { self.believed_until(id) } else { None }
     }
 
-    /// Until when the scheduler relies on the holders' reports.
+    /// When the scheduler stops relying on the holders' reports.
     pub fn believed_until(&self, id: GpuId) -> Option<Time> {
         let histories = || self.gpus.running_on(id).filter_map(|client| self.gpus.history(client, id));
         let last = self.gpus.running_on(id).filter_map(|client| Some(self.gpus.hold(client, id)?.since)).max()?;
@@ -68,8 +68,8 @@ impl Model<'_> {
             own_unevictable = own_unevictable.saturating_add(gpu.unevictable_of(client));
         }
         let room = gpu.capacity(self.settings).saturating_sub(gpu.ledger.unevictable().saturating_sub(own_unevictable));
-        // A need is at most the capacity. With a capacity of 0, all needs would fit together, and
-        // no client would be the only holder, as a trial requires (`gpu::failures`). So if several
+        // A need is at most the capacity. With a capacity of 0, all needs would fit together. But a
+        // trial (`gpu::failures`) requires that its client is the only holder. So if several
         // clients want memory, their uncapped wants must fit.
         let bytes = if with_memory > 1 { wanted } else { need };
         full <= FULL && bytes <= room

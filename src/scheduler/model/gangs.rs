@@ -33,7 +33,7 @@ impl Model<'_> {
         self.queues.gangs().members(gang).flat_map(|client| self.gpus.of_client(client)).collect()
     }
 
-    /// Until when a new request waits for members of its gang that ran recently. `None`: no such
+    /// When a new request stops waiting for members of its gang that ran recently. `None`: no such
     /// member is missing.
     pub fn gathers_until(&self, entity: Entity) -> Option<Time> {
         let gang = entity.gang()?;

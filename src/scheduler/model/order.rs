@@ -41,9 +41,9 @@ impl<'a> Model<'a> {
         (at, ages_after.map(|after| arrival.saturating_add(after)))
     }
 
-    /// Since when the owner of a request that arrives now has been waiting for these GPUs. 0 if the
-    /// policy ignores this time, or if no rule divides the GPU's time, because then there is only
-    /// one owner.
+    /// When the owner of a request that arrives now began to wait for these GPUs. 0 if the policy
+    /// ignores this time, or if no rule divides the GPU's time, because then there is only one
+    /// owner.
     pub fn joined(&self, client: ClientId, wants: &GpuSet) -> Time {
         if self.policy().tenants_take_turns() || !self.shares().have_classes() {
             return Time::ZERO;
@@ -159,9 +159,9 @@ impl<'a> Model<'a> {
             && self.whole_queue(id).first().copied() == self.queues.first(id)
     }
 
-    /// Until when a holder would precede a waiting request if the holder released the lock and
-    /// requested it again. An earlier revoke would only cost a drain, because the holder would be
-    /// granted the lock again immediately. `None`: the waiting request precedes the holder.
+    /// The time before which a new request of the holder would precede the waiting request. A
+    /// revoke before that time would only cost a drain, because the holder would be granted the
+    /// lock again immediately. `None`: the waiting request precedes the holder.
     pub fn precedes_until(&self, holder: ClientId, id: GpuId, other: Entity) -> Option<Time> {
         let hold = self.gpus.hold(holder, id).filter(|hold| matches!(hold.entity, Entity::Solo(_)))?;
         let (owner, key) = (self.shares().owner(holder)?, self.queues.request(other)?.key);
@@ -234,10 +234,9 @@ impl<'a> Model<'a> {
         self.current_key(entity).map(|key| QueueKey { at: key.at.max(first.at), ..key })
     }
 
-    /// Whether a request's position among the requests of its owner follows from its rank alone.
-    /// This is true if the client wants one GPU, is in no gang, and has no limits from its
-    /// environment. It is false with anti-thrash `off`, because requests then do not wait for each
-    /// other's turns.
+    /// Whether a request's position among the requests of its owner follows from its rank alone:
+    /// the client wants one GPU, is in no gang, and has no limits from its environment. Always
+    /// false with anti-thrash `off`, because requests then do not wait for each other's turns.
     pub fn is_by_rank(&self, entity: Entity) -> bool {
         let Entity::Solo(client) = entity else { return false };
         self.settings.anti_thrash != AntiThrash::Off

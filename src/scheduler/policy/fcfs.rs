@@ -7,19 +7,18 @@
 //! If no memory must move, the only cost is a drain, and fairness decides. A holder then keeps the
 //! GPU for a little longer than the waiter is expected to need. Two clients with equal bursts thus
 //! finish their bursts (two half-busy jobs overlap perfectly), and a short burst soon ends a long
-//! turn. This is least attained service. Burst lengths are heavy-tailed, so the GPU time that a
-//! client has used since its last idle time predicts the GPU time that it still needs.
+//! turn. The rule amounts to least attained service. Burst lengths are heavy-tailed, so the GPU
+//! time that a client has used since its last idle time predicts the GPU time that it still needs.
 //!
 //! A client of a higher class (`fairness::Class`) does not wait for the turn to end. A client of a
 //! lower class waits until the holder runs out of work. With many waiting clients, `auto` shortens
 //! turns so that the last client waits no longer than `max-wait`.
 //!
-//! **Queue**, among the clients of one tenant. Clients are ordered by arrival. In `auto`, the rank
-//! is the arrival plus the expected time (the burst, and moving memory both ways), rounded down to
-//! a power of four. Short bursts precede long ones, and clients with equal bursts keep their order.
-//! Ageing is built in: a client never precedes a client that arrived more than a time quantum
-//! before it. The time to move memory counts, so a client whose memory is on the GPU is served
-//! first.
+//! **Queue.** The clients of one tenant are ordered by arrival. In `auto`, the rank is the arrival
+//! plus the expected time (the burst, and moving memory both ways), rounded down to a power of
+//! four. Short bursts precede long ones, and clients with equal bursts keep their order. Ageing is
+//! built in: a client never precedes a client that arrived more than a time quantum before it. The
+//! time to move memory counts, so a client whose memory is on the GPU is served first.
 //!
 //! **Grace**, the longest time for which a holder may keep the lock while idle, is the cost of a
 //! move (ski rental). A client that can predict its own pauses releases the lock sooner.

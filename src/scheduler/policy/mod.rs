@@ -1,5 +1,5 @@
 //! Policies decide the length of a turn, the time for which a contended holder may stay idle, the
-//! order of one owner's requests, and the order of eviction. [`Policy`] is the trait. Its decisions
+//! order of one owner's requests, and the order of eviction. The decisions of the trait [`Policy`]
 //! depend on [`Waiter`] and [`Holder`].
 //!
 //! - `fcfs`: first come, first served, modified by the anti-thrash mode.
@@ -23,14 +23,14 @@ use std::time::Duration;
 /// The shortest turn in `auto`. On an H200, strict turns of 20 ms cost about 5 % of throughput, and
 /// turns of 50 ms about 1 %.
 pub(crate) const SHORTEST_TURN: Duration = Duration::from_millis(20);
-/// The grace if a hand-over does not move memory. It exceeds the gaps between launches of a busy
+/// The grace if a hand-over does not move memory: longer than the gaps between launches of a busy
 /// program.
 pub(crate) const SHORTEST_GRACE: Duration = Duration::from_millis(1);
 /// The length of a turn if memory must move, in multiples of the time of the move. The first is the
 /// minimum, so that the GPU works most of the time. In `auto`, a turn lasts the second multiple,
 /// and up to the third if the waiting client needs a long time.
 const MOVES_PER_TURN: (u32, u32, u32) = (5, 10, 15);
-/// Lower bounds of turns of the second and third multiple. They let long bursts finish if little
+/// Lower bounds of turns of the second and third multiple, so that long bursts finish if little
 /// memory moves.
 const SHORTEST_MOVING_TURN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(5));
 
@@ -58,10 +58,10 @@ pub(crate) struct Waiter {
     pub precedence: Precedence,
     /// The expected time until the client runs out of work.
     pub burst: Duration,
-    /// The time to move the bytes that the request lacks out and back in. For the first request in
-    /// the queue, only bytes that holders must give up are counted.
+    /// The time to move the request's missing bytes out and back in. For the first request in the
+    /// queue, only bytes that holders must give up are counted.
     pub moving: Duration,
-    /// The time to move all bytes that the request lacks out and back in. A turn that ends before
+    /// The time to move all of the request's missing bytes out and back in. A turn that ends before
     /// these bytes have arrived is wasted.
     pub arrives: Duration,
     /// Whether bytes must leave the GPU before the request can be granted.
@@ -95,11 +95,11 @@ impl Waiter {
     /// time quantum and `max-wait` then bound the turn.
     ///
     /// The least length is ten times the time of the move, so that the move costs little. If this
-    /// request is expected to need long, the turn lasts up to fifteen times that time, so that
-    /// fewer bursts are interrupted. Even two clients that always have work get no longer turns,
-    /// because the scheduler cannot distinguish a computation from a server that always has
-    /// requests and whose users wait. A holder with weight 0 is the exception: by its rule, no user
-    /// waits for its results.
+    /// request is expected to run long, the turn lasts up to fifteen times that time, so that fewer
+    /// bursts are interrupted. Even two clients that always have work get no longer turns, because
+    /// the scheduler cannot distinguish a computation from a server that always has requests and
+    /// whose users wait. A holder with weight 0 is the exception: by its rule, no user waits for
+    /// its results.
     fn moving_turn(&self, holder: &Holder) -> (Duration, Duration) {
         let (_, least, most) = MOVES_PER_TURN;
         let worth = |moves, least: Duration| holder.exchange.saturating_mul(moves).max(least);
@@ -119,8 +119,8 @@ pub(crate) struct Holder {
     /// part of this turn.
     pub attained: Duration,
     pub waited: Duration,
-    /// The time to move certain bytes out and back in: the bytes that the first waiting request
-    /// lacked when it became the first.
+    /// The time to move out and back in the bytes that the first waiting request lacked when it
+    /// became the first.
     pub exchange: Duration,
     /// The time to move all of the holder's memory out and back in.
     pub fills: Duration,
@@ -143,9 +143,8 @@ pub(crate) trait Policy: Debug + Sync {
     /// The rank, among the requests of its owner, of a request that arrives at `arrival`. The
     /// smallest rank is served first.
     fn rank(&self, settings: &Settings, arrival: Time, waiter: &Waiter) -> Time;
-    /// The key of a request among the requests of all owners. It depends on the finish tag of the
-    /// request's owner (`served`), the request's rank, and the time when the owner began to wait
-    /// (`joined`).
+    /// The key of a request among the requests of all owners, from the finish tag of the request's
+    /// owner (`served`), the request's rank, and the time when the owner began to wait (`joined`).
     fn key_among_owners(&self, served: Time, rank: Time, joined: Time) -> Time;
     /// The time after which a waiting request precedes all other requests of its owner. `None`:
     /// never, because the rank already bounds the wait.

@@ -13,10 +13,9 @@ const FIRST_LEVEL: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Progress {
     attained: Duration,
-    /// Since when the client has been on its level. The clients of a level are ordered by this
-    /// time.
+    /// When the client entered its level. The clients of a level are ordered by this time.
     level_since: Time,
-    /// Since when the client has had no work. `None`: the client has work.
+    /// When the client ran out of work. `None`: the client has work.
     idle_since: Option<Time>,
 }
 
@@ -41,8 +40,8 @@ impl Progress {
         self.idle_since = idle.then_some(now);
     }
 
-    /// The GPU time that the client will have attained after running for `time`, and when it will
-    /// have reached the level of that GPU time.
+    /// The attained GPU time after a run of length `time` that ends at `now`, and when the client
+    /// entered the level of that GPU time.
     pub fn after(&self, now: Time, time: Duration) -> (Duration, Time) {
         let attained = self.attained.saturating_add(time);
         (attained, if level(attained) == level(self.attained) { self.level_since } else { now })

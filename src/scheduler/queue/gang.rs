@@ -29,7 +29,7 @@ pub(crate) struct Gangs {
 /// The turn of a gang.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 struct Turn {
-    /// Since when the gang has held a GPU without a break.
+    /// When the gang's uninterrupted hold of a GPU began.
     since: Time,
     /// When the first member of the gang was revoked.
     revoked: Option<Time>,
@@ -120,8 +120,8 @@ impl Gangs {
         self.turns.iter().map(|(gang, turn)| (*gang, turn.since))
     }
 
-    /// The expected duration of a hand-over by a gang. Until the hand-over ends, members that have
-    /// not drained may spin, waiting for members that have.
+    /// The expected duration of a hand-over by a gang. Until the hand-over ends, other members may
+    /// spin while they wait for drained members.
     pub fn hand_over(&self, gang: Gang) -> Duration {
         self.hand_overs.get(&gang).copied().unwrap_or(FIRST_HAND_OVER)
     }

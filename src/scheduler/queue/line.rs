@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Request {
     pub key: QueueKey,
-    /// Since when each client has waited, and which GPUs it wants.
+    /// When each client began to wait, and the GPUs that it wants.
     pub since: BTreeMap<ClientId, Time>,
     pub wants: BTreeMap<ClientId, GpuSet>,
     /// The earliest time of the grant. Other members of the gang are likely to request a GPU by
@@ -74,7 +74,7 @@ pub(crate) struct QueueKey {
     pub at: Time,
     pub rank: Time,
     pub number: u64,
-    /// Since when the request's owner has been waiting in the queue without being served.
+    /// When the request's owner began to wait in the queue without being served.
     pub joined: Time,
 }
 

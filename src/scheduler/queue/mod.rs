@@ -305,7 +305,7 @@ impl Queues {
     }
 
     /// Removes a client from its request, which must be in no queue. A request without clients
-    /// ends. Returns since when the client has waited, and for which GPUs.
+    /// ends. Returns when the client began to wait, and the GPUs that it wanted.
     pub fn take_from_request(&mut self, client: ClientId) -> Option<(Time, GpuSet)> {
         let entity = self.waiting.remove(&client)?;
         let request = self.requests.get_mut(&entity)?;

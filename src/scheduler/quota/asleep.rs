@@ -1,8 +1,7 @@
-//! Clients that are off their GPUs, or on their way off or back. Their limit is their present
-//! memory, so that other clients can use the rest, and so that they can be moved to a GPU without
-//! spare memory. The lower limit is sent before the order to prepare, because a sleeping client
-//! acknowledges nothing. Requests of such clients for more memory are handled like the requests of
-//! other clients.
+//! Clients that are off their GPUs, or on their way off or back. The limit of such a client is its
+//! present memory, so that other clients can use the rest, and so that the client can be moved to a
+//! GPU without spare memory. The lower limit is sent before the order to prepare, because a
+//! sleeping client acknowledges nothing. Requests for more memory are handled as for other clients.
 
 use super::{Context, Quota, limit::Limit};
 use crate::{api::*, effects::Effects};

@@ -1,5 +1,5 @@
 //! Room on a GPU for clients that are about to be moved there, or may have to be moved back. Their
-//! memory is set aside among the limits of that GPU as if they were already there. The limits of
+//! memory counts towards the limits on that GPU as if the clients were already there. The limits of
 //! other clients are lowered, and do not rise until the room is set aside. So a move never uses
 //! memory that is still promised to other clients. Nor is a move refused because of memory that
 //! those clients might never use.

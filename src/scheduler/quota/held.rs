@@ -3,8 +3,8 @@
 //!
 //! - The request exceeds the room that the last measurement showed. Other programs may have freed
 //!   memory since.
-//! - The request exceeds a rule's limit together with a context of unknown size, which may be
-//!   small.
+//! - Together with a context of unknown size, the request exceeds a rule's limit. The context may
+//!   be small.
 //! - The request lacks only the room set aside for contexts under creation. The request is held
 //!   until these contexts are measured.
 
@@ -29,8 +29,7 @@ pub(super) struct HeldRequest {
     bytes: u64,
     /// The earliest start of a measurement that can decide on the request.
     since: Time,
-    /// Since when the request has waited for other clients' contexts. `None`: it does not wait for
-    /// contexts.
+    /// When the request began to wait for other clients' contexts. `None`: no such wait.
     for_contexts: Option<Time>,
 }
 

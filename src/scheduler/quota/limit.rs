@@ -2,7 +2,7 @@
 //! acknowledged yet.
 //!
 //! *Committed* is the highest demand that the client can have at this moment, whatever messages are
-//! in flight. A limit that was lowered counts until the client has acknowledged the lower one.
+//! in flight. The earlier limit counts until the client has acknowledged a lower one.
 
 use super::LIMIT_STEP;
 use crate::api::{Denial, Time};

@@ -8,7 +8,7 @@ use std::time::Duration;
 /// room, and the driver decides.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long other clients that attach or wake wait for a restore in progress. The limit is needed
+/// How long attaching and waking clients wait for another client's restore. The limit is needed
 /// because a stopped process can delay its restore indefinitely.
 pub(super) const RESTORE: Duration = Duration::from_secs(10);
 

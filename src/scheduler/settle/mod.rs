@@ -42,8 +42,8 @@ use crate::{api::*, gpu::Access, machine::Machine, policy::Waiter, queue::Entity
 use reservations::ReservationNeeds;
 use std::time::Duration;
 
-/// How often a gang that waits for another gang is checked. Whether the two gangs can run together
-/// also depends on reports about other GPUs, and such a report does not settle this GPU.
+/// How often a gang's wait for another gang is checked. Whether the two gangs can run together also
+/// depends on reports about other GPUs, and such a report does not settle this GPU.
 const CONFLICT_LOOK: Duration = Duration::from_millis(100);
 
 /// Why holders of a GPU should release it.
@@ -147,7 +147,7 @@ impl Machine {
         }
     }
 
-    /// Requeues requests that unevictable memory blocked, if the GPU has gained room.
+    /// If the GPU has gained room, requeues the requests blocked by unevictable memory.
     fn note_capacity(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(id) else { return };
         let capacity = gpu.capacity(&self.settings);
@@ -161,8 +161,7 @@ impl Machine {
         }
     }
 
-    /// Requeues requests that were kept out by a request or holder of a better tier, if they no
-    /// longer have to wait for it.
+    /// Requeues requests that no longer have to wait for a request or holder of a better tier.
     fn enqueue_unblocked(&mut self, id: GpuId) {
         let free: Vec<Entity> =
             self.queues.behind(id).filter(|entity| !self.model().waits_behind(*entity, id)).collect();

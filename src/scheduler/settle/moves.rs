@@ -11,8 +11,8 @@
 //! A drained GPU (`Event::Drain`) defers all contexts. Its clients are moved to another GPU of the
 //! same kind (`Event::Kinds`) that they may use (`Event::Allowed`). If the first such GPU has no
 //! room, or the restore there fails, the next one is tried. Clients that cannot be moved are put to
-//! sleep, like paused clients. Clients that can neither be moved nor sleep keep running between
-//! attempts, because otherwise their work would never end.
+//! sleep, like paused clients. Clients keep running between attempts if they can neither be moved
+//! nor sleep, because otherwise their work would never end.
 
 use crate::{
     api::*,
@@ -83,8 +83,8 @@ impl Machine {
         away.unwrap_or_else(|| self.context_of(client, from))
     }
 
-    /// Whether another GPU has room for a client. Its context and demand must fit beside
-    /// unevictable memory, and its context must fit beside the need of any other client on that
+    /// Whether another GPU has room for a client. The client's context and demand must fit beside
+    /// unevictable memory, and the context must fit beside the need of any other client on that
     /// GPU. Also checks whether the bytes promised to the client can be promised on that GPU.
     fn room_for(&self, client: ClientId, both @ Move { from, to }: Move) -> RoomToMove {
         let (Some(account), Some(gpu)) = (self.gpus.account(client, from), self.gpus.get(to)) else {

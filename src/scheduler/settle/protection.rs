@@ -31,8 +31,8 @@ impl Machine {
         self.rules.env_memory_max(client, self.gpus.get(id)?.total)
     }
 
-    /// Whether a client gets no free bytes on a GPU. Such a client neither runs nor waits on the
-    /// GPU, and the client or its group exceeds a limit.
+    /// Whether a client gets no free bytes on a GPU: the client neither runs nor waits there, and
+    /// the client or its group exceeds a limit.
     pub(crate) fn is_over_limit(&self, client: ClientId, id: GpuId) -> bool {
         let uses = self.gpus.hold(client, id).is_some() || self.queues.waits_for(client, id);
         !uses && self.ask_quota(|quota, cx| quota.is_over(cx, client, id))

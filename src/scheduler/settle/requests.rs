@@ -120,7 +120,7 @@ impl Machine {
         if let Some(until) = self.model().shares().request_capped_until(entity) {
             return Some(Blocked::Until(until));
         }
-        // Keeps a request out that would take bytes on other GPUs without being able to use them.
+        // Keeps out a request that would take bytes on other GPUs and could not use them.
         let ids = self.queues.request(entity)?.gpus();
         let full = ids.iter().find(|id| {
             let members = self.queues.members(entity, **id);

@@ -4,7 +4,7 @@
 //! A client that is held off its GPUs gets no lock and no memory. Its request is blocked, like the
 //! request of a stopped process. The locks of a paused client are first revoked, like any holder's.
 //! The memory of the client's context is lent to other clients on the GPU. Limits do not promise
-//! this memory to the other clients, so a wake gets room by evicting them.
+//! this memory to the other clients, so a wake can evict it.
 //!
 //! A client is restored when all of its GPUs have room for its contexts. Other clients make this
 //! room by evicting memory. The room is set aside (`gpu::returning`), then measured, and only then
@@ -50,9 +50,8 @@ impl Machine {
         self.return_next(client);
     }
 
-    /// Puts the client that has been idle longest to sleep, if it has been idle long enough and
-    /// other clients lack room. Returns the time at which the next client will have been idle long
-    /// enough.
+    /// Puts the longest-idle client to sleep, if its idle time suffices and other clients lack
+    /// room. Returns when the next client's idle time suffices.
     pub(super) fn sleep_idle(&mut self, id: GpuId) -> Option<Time> {
         let (client, due) = self.next_sleeper(id)?;
         if self.now < due {
@@ -156,7 +155,7 @@ impl Machine {
         self.take_step(client, step);
     }
 
-    /// Keeps a client awake that cannot sleep now. The client may run unless it is paused.
+    /// Keeps awake a client that cannot sleep now. The client may run unless it is paused.
     fn stays_awake(&mut self, client: ClientId, why: SleepObstacle) {
         self.sleep.cannot_prepare(self.now, client, why);
         self.answer_move(client);
@@ -370,7 +369,7 @@ impl Machine {
         let waking = self.sleep.waking();
         let is_waking = waking.contains(&changed);
         for id in self.gpus.of_client(changed) {
-            // The room set aside for a client that stays asleep is released.
+            // Releases the room of a client that stays asleep.
             if !is_waking
                 && self.sleep.is_away(changed)
                 && let Some(gpu) = self.gpus.get_mut(id)

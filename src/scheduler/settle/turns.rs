@@ -37,7 +37,7 @@ struct Holders {
 struct TurnState {
     /// The holder keeps a waiting client from running.
     wanted: bool,
-    /// Bytes that the holder will have to evict after its turn.
+    /// Bytes that the holder must evict after its turn.
     leaves: u64,
 }
 

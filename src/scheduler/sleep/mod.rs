@@ -109,7 +109,7 @@ struct Moving {
     /// The client's attachment is on the new GPU, where the client has not been restored yet. While
     /// this is false, the client still has to sleep.
     is_moved: bool,
-    /// Until when the sleeping client waits for limits to leave room on the new GPU.
+    /// When the sleeping client stops waiting for limits to leave room on the new GPU.
     #[serde(default)]
     until: Option<Time>,
 }

@@ -1,7 +1,7 @@
 //! A world in virtual time around the scheduler's machine. Its clients behave as the library does
-//! (`nvshare_simulated_client`), or misbehave, and every event is followed by checks of the
-//! invariants. Messages take a little time in both directions and keep their order, so messages
-//! cross each other as on a real host.
+//! (`nvshare_simulated_client`), or misbehave. Checks of the invariants follow every event.
+//! Messages take a little time in both directions and keep their order, so messages cross each
+//! other as on a real host.
 
 mod checks;
 mod client;

@@ -1,4 +1,4 @@
-//! Trouble that prevents clients from mapping seemingly free memory, and wrong measurements.
+//! Trouble of GPUs: seemingly free memory that cannot be mapped, and wrong measurements.
 
 use crate::{world::Happening, *};
 
@@ -57,7 +57,7 @@ impl World {
             let free = self.really_free(gpu, 0);
             let rng = &mut self.rng;
             let trouble = Trouble {
-                // The stranger can take at most the free memory.
+                // Other programs can take at most the free memory.
                 stranger: if rng.one_in(2) { rng.below(before.stranger + free.min(4 * GIB) + 1) } else { 0 },
                 fragmented: if rng.one_in(3) { rng.below(GIB) } else { 0 },
                 refuses_until: if rng.one_in(4) { self.now + rng.between(ms(0), ms(2000)) } else { Time::ZERO },

@@ -59,8 +59,8 @@ pub struct World {
     pub latency: Duration,
     /// Whether clients' memory is measured, as by NVML. Otherwise the machine believes reports.
     pub measures: bool,
-    /// The end of the time after a change of settings during which several holders, and revokes
-    /// without a cause, are allowed.
+    /// Until this time after a change of settings, several holders, and revokes without a cause,
+    /// are allowed.
     pub tolerant: Time,
     /// GPUs on which a client may map more memory than the machine counts, at least until this
     /// time. Such a client tries to map beyond the capacity, or continues with its former allowance
@@ -68,7 +68,7 @@ pub struct World {
     pub(crate) overdrawn: BTreeMap<GpuId, Time>,
     /// Whether mapping fails without room, even if the machine believes that there is room.
     pub physical: bool,
-    /// The odds with which clients are put to sleep.
+    /// The odds of failures, if clients are put to sleep.
     pub(crate) sleeps: Option<Sleeps>,
     /// The time after which no more rooms are opened.
     pub(crate) rooms_until: Time,
@@ -335,8 +335,7 @@ impl World {
                 self.feed(Event::Groups { groups: [(id, group)].into() });
             }
             Happening::FromClient(_, event) | Happening::ToMachine(event) => self.feed(event),
-            // A process that has finished its work but still runs evicts memory and releases the
-            // lock.
+            // A process that has finished its work still evicts memory and releases the lock.
             Happening::ToClient(id, command) if self.connected.contains(&id) => {
                 let Some(model) = self.models.get_mut(&id) else { return };
                 match command {

@@ -40,7 +40,7 @@ fn unverified_bytes_for_a_holder_go_to_no_later_client() {
     t.report(1, 9 * GIB, 8 * GIB, 0);
     assert_eq!(t.attachment(3).allowance, 2 * GIB, "it gives for both");
     t.now += ms(1);
-    // client 3 has been sent its present allowance, and then two evictions in four steps each
+    // Client 3 has been sent its present allowance, and then two evictions in four steps each.
     let half = 5;
     assert_eq!(allowances(&t.acknowledge(3, half, 4 * GIB, 3 * GIB, 0)), [], "client 2 has no doubts, but comes later");
     let found = [(1, 8), (2, 4), (3, 3)].map(|(n, gib)| (client(n), exactly(gib * GIB))).into();
@@ -93,7 +93,7 @@ fn a_context_that_would_block_a_client_waits() {
     let mut t = nearly_full();
     assert_eq!(arrive(&mut t, 2, 0), [waiting(2, WaitReason::Context)]);
     assert_eq!(arrive(&mut t, 3, 0), [waiting(3, WaitReason::Context)]);
-    // Clients whose contexts wait take no memory from client 1.
+    // Clients take no memory from client 1 while their contexts wait.
     assert_eq!(t.after(Duration::from_secs(29)), []);
     assert_eq!((t.state(1), t.attachment(1).allowance), (LockState::Holding, 15 * GIB - 512 * MIB));
     // There is room for one of the waiting contexts, and later for both.
@@ -158,7 +158,7 @@ fn memory_for_a_context_is_reserved_until_it_is_measured() {
     t.now += Duration::from_secs(2);
     t.measured(GIB / 2);
     assert_eq!(capacity(&t), 14 * GIB + GIB / 2, "perhaps only a part of it has");
-    // Once a client uses its context, the scheduler knows that the context exists.
+    // When a client uses its context, the scheduler knows that the context exists.
     t.now += ms(1);
     t.request(1);
     let begun = t.now - ms(1);

@@ -359,7 +359,7 @@ fn a_disconnected_client_frees_its_lock_and_bytes_immediately() {
     assert!(commands.contains(&grant(2)));
 }
 
-/// Client 1 has held the lock and must evict 8 GiB, for which client 2 waits.
+/// Client 1 has held the lock and must evict 8 GiB for client 2.
 fn asked_for_8_gib() -> Talk {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 12 * GIB);

@@ -58,13 +58,13 @@ fn a_holder_that_is_next_itself_is_not_revoked() {
     assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
     t.release(1, ReleaseReason::Revoked);
     t.request(1);
-    // Client 2 takes 2 s longer to drain. Client 1 is owed that time.
+    // Client 2 takes 2 s longer to drain, so client 1 is owed that time.
     assert_eq!(t.after(Duration::from_secs(1)), [revoke(2)]);
     t.after(Duration::from_secs(2));
     t.release(2, ReleaseReason::Revoked);
     t.request(2);
     assert_eq!(t.state(1), LockState::Holding);
-    // So client 1 continues until both have had the same time since then.
+    // Client 1 continues until both clients have had the same time.
     assert_eq!(t.after(Duration::from_secs(1)), []);
     assert_eq!(t.after(ms(499)), []);
     assert_eq!(t.after(ms(1)), [revoke(1)]);
