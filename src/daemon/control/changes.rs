@@ -64,7 +64,7 @@ struct Changed {
 fn read_rules<'de, D: Deserializer<'de>>(from: D) -> Result<Added, D::Error> {
     let (rules, wrong) = Added::read(Vec::deserialize(from)?);
     for e in wrong {
-        warn!(name: "settings-ignored", "ignoring a rule set at run time: {e}");
+        warn!(name: "settings-ignored", "ignoring a rule that was set at run time: {e}");
     }
     Ok(rules)
 }
