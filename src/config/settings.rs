@@ -93,12 +93,12 @@ pub fn max_wait(value: Duration) -> Result<Duration, String> {
 
 /// Checks the duration of a release of the driver, or returns a sentence with its valid values.
 pub fn release(value: Duration) -> Result<Duration, String> {
-    whole_seconds(value, "time of a release", RELEASE_SECONDS)
+    whole_seconds(value, "duration of a release", RELEASE_SECONDS)
 }
 
 /// Checks the duration of a room, or returns a sentence with its valid values.
 pub fn room(value: Duration) -> Result<Duration, String> {
-    whole_seconds(value, "time of a room", ROOM_SECONDS)
+    whole_seconds(value, "duration of a room", ROOM_SECONDS)
 }
 
 fn time_period(value: Duration) -> Result<Duration, String> {

@@ -315,7 +315,7 @@ pub enum Verb {
     /// Make a service share GPUs from its next start, and set a rule suited to servers
     ///
     /// The service preloads the library, as with `preload enable --unit`. By its rule, the service skips the queue while it
-    /// is within its share. It is evicted after 5 idle minutes if other programs need the memory.
+    /// is within its share. It is put to sleep after 5 idle minutes if other programs need the memory.
     Adopt {
         #[command(flatten)]
         server: adopt::Server,

@@ -51,7 +51,7 @@ where
         }
         reply => reply?,
     };
-    reply.ok_or_else(|| zbus::Error::Failure("the reply was not awaited".into()))
+    reply.ok_or_else(|| zbus::Error::Failure("the call has no reply".into()))
 }
 
 fn needs_password(error: &zbus::Error) -> bool {

@@ -44,7 +44,7 @@ pub fn state(client: &Client, usage: Option<&GpuUse>, gpu: Option<&Gpu>, moves_i
         "sleeping" if client.paused => return ("paused".into(), Tone::Plain),
         "sleeping" => return ("asleep".into(), Tone::Plain),
         "waking" => return ("waits for room".into(), Tone::Waits),
-        "restoring" => return ("coming back, driver".into(), Tone::Waits),
+        "restoring" => return ("returning, driver".into(), Tone::Waits),
         "settling" => return ("state unknown".into(), Tone::Waits),
         "lost" => return ("lost: calls fail".into(), Tone::Bad),
         _ => {}
@@ -55,7 +55,7 @@ pub fn state(client: &Client, usage: Option<&GpuUse>, gpu: Option<&Gpu>, moves_i
     }
     let Some(usage) = usage else { return ("uses no GPU".into(), Tone::Plain) };
     let is_coming = swapped > 0 && usage.allowance > resident && moves_in;
-    let coming = || format!("coming back {} %", percent(resident));
+    let coming = || format!("returning {} %", percent(resident));
     let time = |of: Option<&HashMap<u64, f64>>| of.and_then(|times| times.get(&client.id)).copied();
     match usage.state.as_str() {
         "attaching" => ("waits for room".into(), Tone::Waits),

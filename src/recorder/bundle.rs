@@ -342,7 +342,7 @@ impl<R: BufRead> Entries<R> {
                 Some("end") => {
                     let End { entries } = self.lines.parse(&self.version)?;
                     if entries != self.count {
-                        let text = format!("the end line announces {entries} entries, but the file has {}", self.count);
+                        let text = format!("the last line says {entries} entries, but the file has {}", self.count);
                         return Err(self.lines.wrong(&text));
                     }
                     return Ok(None);

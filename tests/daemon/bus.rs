@@ -736,7 +736,7 @@ fn an_impossible_room_is_refused_with_a_reason() {
             (("for", Variant::from("long")), "the option for must be a number of seconds (type u)"),
             (
                 ("for", Variant::from(0_u32)),
-                "the time of a room cannot be 0 seconds: whole seconds from 1 to 86400 are allowed",
+                "the duration of a room cannot be 0 seconds: whole seconds from 1 to 86400 are allowed",
             ),
         ] {
             assert_eq!(ask("", 1, HashMap::from([options])).await, said(text));

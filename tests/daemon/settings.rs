@@ -64,7 +64,7 @@ fn an_invalid_state_file_is_reported_and_ignored() {
         fs::create_dir_all(state(&directory.0)).expect("the state directory");
         fs::write(state(&directory.0).join("settings.toml"), wrong).expect("the state file");
         let daemon = start(directory);
-        daemon.log.wait("ignoring the settings changed at run time");
+        daemon.log.wait("ignoring the settings that were changed at run time");
         assert_eq!(
             get(&daemon),
             "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n"
@@ -305,7 +305,7 @@ fn the_log_names_old_value_new_value_and_author_of_a_change() {
     daemon.signal(libc::SIGHUP);
     daemon.log.wait("settings were changed by the signal SIGHUP: max-wait from 1min 00s to 9.0s");
     ctl(&daemon, &["reset"]);
-    daemon.log.wait("settings and rules set at run time were reset by user ");
+    daemon.log.wait("settings and rules that were set at run time were reset by user ");
 }
 
 #[test]

@@ -71,7 +71,7 @@ fn start_once(shut_driver: fn(bool)) -> bool {
 }
 
 /// Stops all gating and moving of memory. Called when the library has failed.
-#[cfg_attr(test, expect(dead_code, reason = "for panics, which end a test"))]
+#[cfg_attr(test, expect(dead_code, reason = "called only by the panic handler, which test builds omit"))]
 pub fn give_up() {
     presence::come_back(); // if the process is off its GPUs, its threads now block inside the driver
     gate::set_active(false);

@@ -377,11 +377,11 @@ mod tests {
             ),
             (
                 "time-max = 20",
-                "2:12: time-min and time-max cannot be 20: a part of the time from \"1%\" to \"100%\" is allowed".to_owned(),
+                "2:12: time-min and time-max cannot be 20: a percentage from \"1%\" to \"100%\" is allowed".to_owned(),
             ),
             (
                 "time-min = \"0%\"",
-                "2:12: time-min and time-max cannot be \"0%\": a part of the time from \"1%\" to \"100%\" is allowed"
+                "2:12: time-min and time-max cannot be \"0%\": a percentage from \"1%\" to \"100%\" is allowed"
                     .to_owned(),
             ),
             ("time-max = \"20%\"\ntime-min = \"30%\"", "3:12: time-min cannot be 30%: time-max is 20%".to_owned()),

@@ -73,7 +73,7 @@ impl Added {
         } else if self.0.len() < MOST {
             self.0.insert(0, rule);
         } else {
-            return Err(format!("the maximum of {MOST} rules set at run time is reached"));
+            return Err(format!("at most {MOST} rules can be set at run time"));
         }
         Ok(())
     }

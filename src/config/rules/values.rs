@@ -185,7 +185,7 @@ impl<'de> Deserialize<'de> for Percent {
             let number = text.strip_suffix('%')?.trim().parse().ok();
             number.filter(|percent| (1..=100).contains(percent))
         };
-        let allowed = "a part of the time from \"1%\" to \"100%\"";
+        let allowed = "a percentage from \"1%\" to \"100%\"";
         from.deserialize_any(Small { key: "time-min and time-max", allowed, number: |_| None, text })
             .map(|value| Self(value as u8))
     }

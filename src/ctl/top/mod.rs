@@ -38,7 +38,7 @@ const KEYS: &str = "up/down select  s sort  p pause  m migrate  w why  ? help  q
 
 const HELP: [&str; 8] = [
     "ON GPU, SWAPPED  memory on the GPU, and in host memory",
-    "DUE, HAD         share of GPU time: entitled by rules, and used in the last",
+    "DUE, HAD         share of GPU time: granted by rules, and used in the last",
     "                 minute; programs that run together share that time",
     "WAITED           time spent waiting for turns",
     "up, down         select a program",

@@ -297,9 +297,9 @@ fn states_have_short_descriptions() {
         "without the lock, nothing comes"
     );
     let comes = |client: &mut Client| (client.gpus[0].state, client.gpus[0].allowance) = ("holding".into(), 2 * GIB);
-    assert_eq!(state(comes), "coming back 10 %");
+    assert_eq!(state(comes), "returning 10 %");
     assert_eq!(state(|client| client.sleep = "preparing".into()), "leaving 90 %");
-    assert_eq!(state(|client| client.sleep = "restoring".into()), "coming back, driver");
+    assert_eq!(state(|client| client.sleep = "restoring".into()), "returning, driver");
     assert_eq!(state(|client| client.sleep = "sleeping".into()), "asleep");
     assert_eq!(state(|client| client.stopped = true), "stopped");
     assert_eq!(state(|client| client.gpus[0].state = "attaching".into()), "waits for room");
@@ -372,5 +372,5 @@ fn a_key_explains_columns_and_keys() {
     let mut ui = ui(false);
     assert_eq!(press(&mut ui, KeyCode::Char('?')), None);
     let shown = lines(&drawn(&ui, 80, 24));
-    assert!(shown.contains("share of GPU time: entitled by rules") && shown.contains("Ctrl-C"), "{shown}");
+    assert!(shown.contains("share of GPU time: granted by rules") && shown.contains("Ctrl-C"), "{shown}");
 }

@@ -64,7 +64,7 @@ struct Changed {
 fn read_rules<'de, D: Deserializer<'de>>(from: D) -> Result<Added, D::Error> {
     let (rules, wrong) = Added::read(Vec::deserialize(from)?);
     for e in wrong {
-        warn!(name: "settings-ignored", "ignoring a rule set at run time: {e}");
+        warn!(name: "settings-ignored", "ignoring a rule that was set at run time: {e}");
     }
     Ok(rules)
 }
@@ -77,13 +77,13 @@ impl Changes {
         let changed = match read(&path) {
             Ok(changed) => changed,
             Err(e) => {
-                warn!(name: "settings-ignored", "ignoring the settings changed at run time: {e}");
+                warn!(name: "settings-ignored", "ignoring the settings that were changed at run time: {e}");
                 Changed::default()
             }
         };
         if changed != Changed::default() {
             let text = changed.summary();
-            info!(name: "settings-kept", "settings changed at run time take precedence over the configuration file: {text}");
+            info!(name: "settings-kept", "settings that were changed at run time take precedence over the configuration file: {text}");
         }
         let (sender, texts) = mpsc::channel::<(String, oneshot::Sender<io::Result<()>>)>();
         let file = path.clone();

@@ -182,7 +182,7 @@ impl Control {
         let turn = self.changes.begin().await;
         turn.reset().await?;
         self.configure(core, config, by);
-        info!(name: "settings-reset", by, "settings and rules set at run time were reset by {by}");
+        info!(name: "settings-reset", by, "settings and rules that were set at run time were reset by {by}");
         Ok(())
     }
 

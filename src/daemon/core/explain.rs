@@ -135,9 +135,9 @@ fn sentences(names: &impl Names, client: ClientId, what: &Explanation) -> Vec<St
     text.extend(what.ahead.iter().take(NAMED).map(|ahead| ahead_sentence(names, client, ahead)));
     if let Some(others) = what.ahead.get(NAMED..).filter(|others| !others.is_empty()) {
         let takes = others.iter().try_fold(Duration::ZERO, |sum, other| Some(sum.saturating_add(other.takes?)));
-        let takes = takes.map_or(String::new(), |takes| format!(", which run for {} in total", about(takes)));
-        let come = if others.len() == 1 { "comes" } else { "come" };
-        text.push(format!("Then {come} {} more{takes}.", others.len()));
+        let takes = takes.map_or(String::new(), |takes| format!(", for {} in total", about(takes)));
+        let run = if others.len() == 1 { "program runs" } else { "programs run" };
+        text.push(format!("Then {} more {run}{takes}.", others.len()));
     }
     text.extend(moves(what));
     text.push(match what.starts {
@@ -355,7 +355,7 @@ mod tests {
         let queue = (2..=14).map(|client| ahead(client, Reason::Earlier)).collect();
         let text = of(&Explanation { ahead: queue, starts: Some(s(26)), ..waiting() });
         assert_eq!(text.len(), 1 + NAMED + 2, "{text:?}");
-        assert_eq!(text[NAMED + 1], "Then come 8 more, which run for about 16s in total.");
+        assert_eq!(text[NAMED + 1], "Then 8 more programs run, for about 16s in total.");
     }
 
     #[test]

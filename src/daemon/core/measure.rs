@@ -44,13 +44,13 @@ impl Core {
         let Some(info) = MemInfo::read() else { return };
         let held = self.clients.values().flat_map(|c| c.gpus.values()).fold(0u64, |sum, u| sum.saturating_add(u.host));
         if let Some(bytes) = self.host.sample(clock::now(), info, held, self.config.swap_max) {
-            debug!(bytes, held, "host memory for swapped memory");
+            debug!(bytes, held, "measured the host memory that may hold swapped memory");
         }
         let swapped = self.machine.swapped();
         let host = HostUse { info, held, swapped };
         if let Some(bytes) = self.host_ahead.sample(clock::now(), host, self.config.swap_ahead) {
             match bytes {
-                Some(bytes) => debug!(bytes, "host memory for memory that may be evicted from GPUs"),
+                Some(bytes) => debug!(bytes, "measured the host memory that may be allocated in advance"),
                 None => debug!("the host is short of memory"),
             }
             self.apply(Event::HostAhead { bytes });

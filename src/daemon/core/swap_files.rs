@@ -350,7 +350,7 @@ impl Core {
                     }
                 } else if self.swap_files.failed.take().is_some() {
                     self.swap_files.has_warned = false;
-                    info!("reserved space for programs' memory again");
+                    info!("can reserve space for programs' memory again");
                 }
                 if self.clients.contains_key(&client) {
                     let entry = self.swap_files.of.entry(client).or_default();

@@ -203,7 +203,7 @@ mod tests {
             ),
             (
                 "[[namespaces]]\nname = \"a\"\nmay-set = [\"time-min\"]\ntime-min-max = 20",
-                "agent.toml:4:16: time-min-max: time-min and time-max cannot be 20: a part of the time",
+                "agent.toml:4:16: time-min-max: time-min and time-max cannot be 20: a percentage",
             ),
             (
                 "[[namespaces]]\nname = \"*\"\n[[namespaces]]\nname = \"a\"",

@@ -355,7 +355,7 @@ impl ClientThread {
         };
         self.undo();
         for gpu in gpu::attached().filter(|gpu| gpu.work.are_all_broken()) {
-            trace!("GPU {}: the driver could not put the process back", gpu.index);
+            trace!("GPU {}: the driver could not restore the process", gpu.index);
             // The program continues until it gets the driver's error. From now on, each of its calls returns that
             // error.
             if let Some(space) = gpu.space() {

@@ -393,7 +393,7 @@ fn take_faults(events: &EventSet<'_>, faults: &mut Faults) -> bool {
     while let Ok(told) = events.wait(0) {
         let (Some(event), Ok(uuid)) = (nvml_faults::event(&told), told.device.uuid()) else { continue };
         let is_fault = faults.happened(&uuid, event, &BTreeSet::new(), Instant::now());
-        debug!("{uuid}: {event:?}{}", if is_fault { "" } else { ", which programs cause" });
+        debug!("{uuid}: {event:?}{}", if is_fault { "" } else { ", an error of a program" });
         has_failed |= is_fault;
     }
     has_failed
