@@ -111,7 +111,7 @@ impl Episode {
         };
         let files = if has_files { ", swap files" } else { "" };
         eprintln!("NVSHARE_TEST_SEED={seed}: {} MiB, anti-thrash {}{files}", setup.memory / MIB, setup.anti_thrash);
-        // Half of the episodes have a manager that keeps connections for the next scheduler.
+        // In half of the episodes, a fake systemd keeps connections for the next scheduler.
         let machine = if dice.one_in(2) { Machine::with_manager(setup) } else { Machine::with_scheduler(setup) };
         let watch = Watch::new(&machine.record(1));
         let (guests, counts, slowest) = (Vec::new(), Counts::new(), Duration::ZERO);
