@@ -376,7 +376,7 @@ fn memory_in_a_broken_context_is_not_evicted_and_rarely_retried() {
     let fails = fails.env("CUDA_SIM_FAIL", "cuMemcpyDtoHAsync_v2:1").env("CUDA_SIM_FAIL_AS", "700");
     let mut broken = fails.start();
     machine.wait_for_grants(&broken, 1);
-    // before round 0, the output is one repeated value, so no copy could fail
+    // before round 0, the output is one repeated value, which is evicted without a copy
     broken.wait_to_say("round 0 is over");
     let mut other = machine.program("mix --mem 64M --chunks 4 --reps 3 --rounds 2").start();
     broken.wait_to_say("eviction stopped: Broken");
