@@ -285,7 +285,7 @@ impl Program {
         assert!(n > 0, "the program has ended: {:?}", self.child.wait());
     }
 
-    /// Requests the program to exit, and waits until it has exited.
+    /// Asks the program to exit, and waits until it has exited.
     fn end(mut self) {
         self.begin(0);
         assert!(self.child.wait().expect("a child").success(), "a program failed");

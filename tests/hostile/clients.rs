@@ -52,7 +52,7 @@ fn helper_imports() {
     for range in 0..30_000 {
         importer.send(ClientMessage::Imported { slot: 0, exporter: KEY, range, bytes: 1, adopted: 0 });
     }
-    // Once the lock is granted, the daemon has read all earlier messages.
+    // When the daemon grants the lock, it has read all earlier messages.
     importer.request();
     importer.until_granted();
     drop(exporter);

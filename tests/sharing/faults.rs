@@ -244,8 +244,8 @@ fn programs_that_fit_run_beside_a_stopped_holder() {
 
 #[test]
 fn a_stopped_program_keeps_its_memory_and_its_results() {
-    // The other program doesn't fit beside the stopped one, so it makes progress only once the
-    // stopped program continues.
+    // The other program doesn't fit beside the stopped one, so it makes progress only after the
+    // stopped program has continued.
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     let mut stopped = machine.program("mix --mem 60M --reps 4 --rounds endless").start();
     machine.wait_for_grants(&stopped, 1);

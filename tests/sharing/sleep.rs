@@ -357,7 +357,7 @@ fn a_restarted_scheduler_takes_over_sleeping_programs() {
 }
 
 /// The program stays asleep until it is resumed, whatever happens to the scheduler. If the program
-/// cannot sleep, it stays held off instead.
+/// cannot sleep, it is kept off the GPU instead.
 fn pauses_survive_a_scheduler_restart(mut machine: Machine, words: &str, phase: &str) {
     let state = machine.path("state");
     fs::create_dir(&state).expect("a directory");

@@ -222,7 +222,7 @@ impl Stream {
         }
     }
 
-    /// Ends the stream's thread once all work is done.
+    /// Ends the stream's thread after all work.
     pub fn close(&self) {
         self.lock().closed = true;
         self.changed.notify_all();
