@@ -125,8 +125,8 @@ fn main() {
     results.write();
 }
 
-/// Returns the seconds from a program's first request until all of its memory is on the GPU. Before
-/// that, another program has been idle on the GPU for [`IDLE`].
+/// Returns the seconds from a program's first request until all of its memory is on the GPU.
+/// Another program has been idle on the GPU for [`IDLE`] when this program starts.
 fn first_hand_over(stage: &Stage, memory: &str) -> f64 {
     let record = stage.file("first.jsonl");
     let scheduler = stage.scheduler(SETTINGS, &record);

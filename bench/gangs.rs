@@ -1,5 +1,5 @@
-//! Jobs of several processes, and programs on several GPUs, in virtual time. The figure is the end
-//! of the last program, relative to the work of the GPU that has more work. Simulated clients
+//! Jobs of several processes, and programs on several GPUs, in virtual time. The figure is the time
+//! at which the last program ends, divided by the work of the busier GPU. Simulated clients
 //! (`tests/scheduler-sim`) drive the scheduler's state machine, so the figures are the same on
 //! every machine.
 //!

@@ -95,7 +95,7 @@ fn row(what: &str, floods: &[(u32, &str)], on_bus: bool) -> Measured {
         let gap = scope.spawn(|| longest_gap(&daemon, &done));
         let welcome = scope.spawn(|| longest_welcome(&daemon, &done));
         let times = hand_overs(&daemon, None);
-        std::thread::sleep(Duration::from_secs(5)); // observes the loop for longer
+        std::thread::sleep(Duration::from_secs(5)); // the loop is observed for longer
         done.store(true, Ordering::Relaxed);
         let (gap, welcome) = (gap.join().expect("no panic"), welcome.join().expect("no panic"));
         let [median, most, all] = [0.5, 0.99, 1.0].map(|share| at(&times, share));

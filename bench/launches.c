@@ -1,6 +1,7 @@
-/* launches COUNT: launches that many empty kernels and says how many nanoseconds each took.
-   launches COUNT ROUNDS: after that, for `between_signals` (tests/support/src/steps.rs), so many rounds with a launch, as many with a
-   memset of nothing, and as many with a launch to the default stream: in each round a signal, another, the call, a signal. */
+/* launches COUNT: launches COUNT empty kernels and prints the mean time of a launch in nanoseconds.
+   launches COUNT ROUNDS: afterwards runs ROUNDS rounds with a launch, ROUNDS with an empty memset, and ROUNDS with a
+   launch to the default stream. Each round sends two signals, makes the call, and sends a third signal.
+   `between_signals` (tests/support/src/steps.rs) counts the instructions between signals. */
 #include <dlfcn.h>
 #include <signal.h>
 #include <stdio.h>
@@ -19,7 +20,7 @@ int main(int argc, char **argv) {
     int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **) =
         (int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **))dlsym(cuda, "cuLaunchKernel");
     if (init(0) || create(&context, 0, 0)) return 3;
-    for (int i = 0; i < 300; i++) launch(&context, 1, 1, 1, 1, 1, 1, 0, stream, 0, 0); /* look-ups, the window */
+    for (int i = 0; i < 300; i++) launch(&context, 1, 1, 1, 1, 1, 1, 0, stream, 0, 0); /* warm-up */
     set(0, 0, 0, stream);
     struct timespec a, b;
     clock_gettime(CLOCK_MONOTONIC, &a);
@@ -36,7 +37,7 @@ int main(int argc, char **argv) {
         set(0, 0, 0, stream);
         MARK;
     }
-    for (long i = 0; i < 2048; i++) launch(&context, 1, 1, 1, 1, 1, 1, 0, NULL, 0, 0); /* it is known then */
+    for (long i = 0; i < 2048; i++) launch(&context, 1, 1, 1, 1, 1, 1, 0, NULL, 0, 0); /* warm-up of the default stream */
     for (long i = 0; i < rounds; i++) {
         MARK, MARK;
         launch(&context, 1, 1, 1, 1, 1, 1, 0, NULL, 0, 0);

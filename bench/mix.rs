@@ -1,7 +1,7 @@
-//! Compares equal jobs that run concurrently with the same jobs that run serially, on a GPU that
-//! has room for one job. In each period, a job needs a fraction of the GPU's memory and of its
-//! time. The time quantum varies. Overlap saves time, and moving memory costs time. Requires an
-//! NVIDIA GPU, on which another program occupies all memory except the needed amount.
+//! Compares concurrent with serial runs of equal jobs, on a GPU that has room for one job. In each
+//! period, a job needs a fraction of the GPU's memory and of its time. The time quantum varies.
+//! Overlap saves time, and moving memory costs time. Requires an NVIDIA GPU, on which another
+//! program occupies all memory except the needed amount.
 //!
 //! `cargo bench --bench mix -- [--programs DIR] [--leave 17G] [--sizes 7.2G,15.3G] [--shares
 //! 0.5,0.9] [--periods 1,10] [--quanta 5,30,1000] [--work 30] [--jobs 2] [--json FILE]`

@@ -285,7 +285,7 @@ impl Program {
         assert!(n > 0, "the program has ended: {:?}", self.child.wait());
     }
 
-    /// Requests the program to exit, and waits until it has exited.
+    /// Asks the program to exit, and waits until it has exited.
     fn end(mut self) {
         self.begin(0);
         assert!(self.child.wait().expect("a child").success(), "a program failed");
@@ -378,9 +378,9 @@ fn hear_until(clients: &mut [ProtocolClient], enough: impl Fn(&[ProtocolClient])
     }
 }
 
-/// The client program. It allocates memory and reports it. Then the program repeatedly reads a
-/// number of rounds from standard input, runs that number of rounds on all of its memory, and
-/// reports the end. The number 0 ends the program.
+/// The client program: allocates memory and reports that. It then repeatedly reads a number of
+/// rounds from standard input, runs these rounds on all of its memory, and reports that they are
+/// done. The number 0 ends the program.
 fn client() {
     // SAFETY: the calls have the types of the CUDA headers. All pointers refer to live values of
     // the right size.

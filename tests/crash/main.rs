@@ -25,11 +25,10 @@ const CROWD: usize = 6;
 /// The longest pause between two disturbances, in milliseconds.
 const PAUSE: u64 = 100;
 /// The programs. Each program checks its own results, and takes a fraction of a second when it runs
-/// alone. None uses memory that cannot move, because the scheduler cannot guarantee room to other
-/// programs beside such memory. A program that is refused memory retries, for three reasons. A
-/// killed program may briefly hold the GPU's memory after its connection has ended. A program that
-/// reconnects slowly to a new scheduler counts as foreign. Around a restart, programs receive only
-/// free memory.
+/// alone. No program uses unevictable memory, because such memory could leave other programs no
+/// room. A program that is refused memory retries, for three reasons. A killed program may briefly
+/// hold the GPU's memory after its connection has ended. A program that reconnects slowly to a new
+/// scheduler counts as foreign. Around a restart, programs receive only free memory.
 const PROGRAMS: &[&str] = &[
     "mix --mem 18M --chunks 3 --reps 2 --rounds 6",
     "mix --mem 12M --chunks 2 --reps 2 --rounds 8 --cpu-ms 5",
@@ -57,7 +56,7 @@ struct Guest {
 }
 
 impl Guest {
-    /// Checks the end of a program, and returns a description of it.
+    /// Checks how a program ended, and returns a description.
     fn judge(&mut self, counts: &mut Counts, slowest: &mut Duration) {
         let status = self.program.wait();
         let what = match (status.signal(), self.harm) {
@@ -111,7 +110,7 @@ impl Episode {
         };
         let files = if has_files { ", swap files" } else { "" };
         eprintln!("NVSHARE_TEST_SEED={seed}: {} MiB, anti-thrash {}{files}", setup.memory / MIB, setup.anti_thrash);
-        // Half of the episodes have a manager that keeps connections for the next scheduler.
+        // In half of the episodes, a fake systemd keeps connections for the next scheduler.
         let machine = if dice.one_in(2) { Machine::with_manager(setup) } else { Machine::with_scheduler(setup) };
         let watch = Watch::new(&machine.record(1));
         let (guests, counts, slowest) = (Vec::new(), Counts::new(), Duration::ZERO);

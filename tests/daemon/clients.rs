@@ -303,7 +303,7 @@ fn helper_hold() {
 
 #[test]
 fn a_killed_holder_frees_the_lock_even_if_a_child_has_its_socket() {
-    // A turn lasts one hour, so only the holder's end releases the lock.
+    // A turn lasts one hour, so only the holder's death releases the lock.
     let daemon = Daemon::start_with(|command, directory| {
         let config = directory.join("nvshare.toml");
         std::fs::write(&config, "time-quantum = 3600\nanti-thrash = \"on\"\n").expect("a file");

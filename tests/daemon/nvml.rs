@@ -135,7 +135,7 @@ fn failing_nvml_is_retried_and_no_gpu_is_lost() {
     daemon.log.wait("cannot use NVML, retrying");
     assert_eq!(status(&daemon)["gpus"][0]["accounting"], "reports");
     assert_eq!(listed(&daemon), [name(0)], "an error does not say that it is gone");
-    // Without measurements, the scheduler lets no client wait for one.
+    // Without NVML, no client waits for a measurement.
     client.report(GIB / 4, 0);
     client.request();
     client.until_granted();
@@ -144,7 +144,7 @@ fn failing_nvml_is_retried_and_no_gpu_is_lost() {
     wait_for("its memory to be measured", || (status(&daemon)["gpus"][0]["accounting"] != "reports").then_some(()));
 }
 
-// ---- GPUs that come and go ----
+// ---- GPUs that appear and disappear ----
 
 #[test]
 fn added_and_removed_gpus_are_listed_and_signalled() {

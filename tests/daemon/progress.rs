@@ -49,7 +49,8 @@ fn a_command_shows_its_wait_on_a_terminal() {
     let words: Vec<&dyn AsRef<std::ffi::OsStr>> = words.iter().map(|word| word as _).collect();
     let Some(terminal) = Terminal::start(&words) else { return };
     terminal.wait(&[" waits for GPU-07070707", " s more"]);
-    // Once the program runs, the message disappears, and so does the process that printed it.
+    // When the program starts, the message disappears, and the process that printed the message
+    // ends.
     drop(holder);
     let deadline = std::time::Instant::now() + PATIENCE;
     while terminal.screen().contains("waits for") {

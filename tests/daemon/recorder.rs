@@ -11,8 +11,8 @@ use proptest::prelude::*;
 use scheduler_sim::*;
 use serde_json::json;
 
-/// Creates random programs on up to three GPUs, with groups, gangs and lies. The settings change
-/// midway.
+/// Creates random programs on up to three GPUs, with groups, gangs, and stopped and killed clients.
+/// The settings change midway.
 fn history(seed: u64) -> (Settings, Vec<(Time, Event)>) {
     let mut rng = Dice::new(seed);
     let mode = [AntiThrash::On, AntiThrash::Auto, AntiThrash::Off][rng.below(3) as usize];

@@ -311,8 +311,8 @@ fn the_record_file_has_every_memory_move() {
 fn a_full_disk_ends_the_record_and_not_the_scheduler() {
     let directory = Directory::new();
     let daemon = Daemon::start_in(directory, None, |command, directory| {
-        // A limit on the size of files simulates a full disk: once SIGXFSZ is ignored, writes
-        // beyond the limit fail.
+        // A file size limit simulates a full disk: with SIGXFSZ ignored, writes beyond the limit
+        // fail.
         let limit = libc::rlimit { rlim_cur: 64 << 10, rlim_max: 64 << 10 };
         let act = move || {
             // SAFETY: `signal` and `setrlimit` get valid arguments.

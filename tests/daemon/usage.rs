@@ -98,7 +98,8 @@ fn plus(a: (f64, f64), b: (f64, f64)) -> (f64, f64) {
     (a.0 + b.0, a.1 + b.1)
 }
 
-/// Runs `what`. Returns a time before it, and a time at which the daemon has certainly noticed it.
+/// Runs `what`. Returns a time before the call, and a time by which the daemon has handled the
+/// call's messages.
 fn during(client: &Client, what: impl FnOnce()) -> (Instant, Instant) {
     let before = Instant::now();
     what();
@@ -357,7 +358,7 @@ fn programs_that_used_up_their_gpu_hours_lose_precedence() {
     let more = client(&daemon);
     drop(first);
     until(|| gone(&daemon) == 1);
-    until(|| used_up(&share(&daemon))); // the rule's budget holds for its next program too
+    until(|| used_up(&share(&daemon))); // the budget applies to the rule's next program too
     drop(more);
 
     let daemon = start(daemon.stop());

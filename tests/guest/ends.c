@@ -1,4 +1,4 @@
-/* Ends in the selected way. */
+/* Exits in the way that the argument selects. */
 #include "guest.h"
 
 static const char *how;

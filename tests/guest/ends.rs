@@ -1,5 +1,5 @@
-//! Ends of programs. Any code that runs at the end of a program may call CUDA, and the library's
-//! pending work doesn't delay the end.
+//! Exits of programs. Any code that runs during an exit may call CUDA, and the library's pending
+//! work doesn't delay the exit.
 
 use crate::compare::*;
 

@@ -1,5 +1,5 @@
-//! The loader. However a program obtains the driver's functions, and whatever it loads and unloads,
-//! its look-ups have the same results as without the library.
+//! The loader. Look-ups have the same results as without the library, however a program obtains the
+//! driver's functions, and whatever it loads and unloads.
 
 use crate::compare::*;
 use test_support::machine::*;

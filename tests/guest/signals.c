@@ -43,7 +43,7 @@ int main(int count, char **words) {
         sigset_t all, pending;
         sigfillset(&all);
         EXPECT(pthread_sigmask(SIG_BLOCK, &all, NULL) == 0);
-        /* The signal is sent to the process. A thread that hasn't blocked it would take it, and the process would die. */
+        /* The signal is sent to the process, and kills it if any thread has not blocked the signal. */
         for (int signal = 1; signal < 32; signal++) {
             int taken = 0;
             if (signal == SIGKILL || (signal >= SIGCONT && signal <= SIGTTOU)) continue; /* SIGKILL cannot be blocked, and the others stop or continue the process */

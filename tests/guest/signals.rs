@@ -75,8 +75,7 @@ fn a_gate_wait_left_by_longjmp_requests_no_more_turns() {
     wait_for("the jump", || program.stdout().contains("left").then_some(()));
     let before = grants(&host.0.moves(), program.pid());
     assert_eq!(end(&mut program).status, (Some(0), None));
-    // The program may have the turn that it requested before the jump, but not one turn of a second
-    // after another.
+    // The program may get the turn that it requested before the jump, but no series of turns.
     let turns = grants(&host.0.moves(), program.pid()) - before;
     assert!(turns <= 2, "a program that does nothing had {turns} turns in 8 s");
     worker.kill();

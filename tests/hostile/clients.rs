@@ -52,7 +52,7 @@ fn helper_imports() {
     for range in 0..30_000 {
         importer.send(ClientMessage::Imported { slot: 0, exporter: KEY, range, bytes: 1, adopted: 0 });
     }
-    // Once the lock is granted, the daemon has read all earlier messages.
+    // When the daemon grants the lock, it has read all earlier messages.
     importer.request();
     importer.until_granted();
     drop(exporter);
@@ -249,8 +249,8 @@ fn invented_gpus_are_limited_per_tenant_and_dropped() {
     wait_for("it to be forgotten", || (gpus(&daemon) == 0 && lock_files(&daemon) == 0).then_some(()));
 }
 
-/// Each claim to the host's only GPU ends the connection: without a device file, with one that is open
-/// for reading only, and with another file.
+/// A client that attaches the host's only GPU is disconnected if it shows no device file, a file
+/// that is open for reading only, or another file.
 #[test]
 fn a_client_that_cannot_open_the_device_file_is_disconnected() {
     if !has_own_process("clients::a_client_that_cannot_open_the_device_file_is_disconnected", &[]) {
@@ -274,8 +274,7 @@ fn a_client_that_cannot_open_the_device_file_is_disconnected() {
     client.until(|message| matches!(message, SchedulerMessage::Attached { slot: 0 }));
 }
 
-/// A client can invent a GPU. An order that names no GPU must still apply to the host's only real
-/// GPU.
+/// A client can invent a GPU. A command without a GPU must still apply to the host's only real GPU.
 #[test]
 fn gpu_that_nvml_does_not_list_matters_only_to_its_clients() {
     if !has_own_process("clients::gpu_that_nvml_does_not_list_matters_only_to_its_clients", &[]) {

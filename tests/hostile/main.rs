@@ -231,14 +231,13 @@ fn unrequested_descriptors_are_closed() {
     program.finish();
 }
 
-/// The answers of a scheduler to a program that opens another program's memory. No answer yields
-/// memory.
+/// Invalid answers to a program that opens another program's memory. No answer yields memory.
 #[test]
 fn invalid_answers_to_an_import_only_fail_the_import() {
     let real = machine();
     let meeting = real.path("meeting");
     let words = format!("--file {} --mem 8M --private 4M --rounds 1", meeting.display());
-    // A handle of nvshare's needs an exporter that runs under nvshare, with any scheduler.
+    // nvshare creates the handle, so the exporter runs under nvshare. Any scheduler will do.
     let mut exporter_fake = Fake::new(&real);
     let mut exporter = real.program(&format!("share --role export {words}")).start();
     wait_for("a handle", || {

@@ -10,7 +10,7 @@ use nvshare_wire::{
 use test_support::Dice;
 use test_support::machine::MIB;
 
-/// Returns mostly the slot of the only GPU.
+/// Returns a set of slots, mostly the set of slot 0.
 fn slots(dice: &mut Dice) -> SlotSet {
     let any = dice.number();
     dice.pick(&[1, 1, 1, 1, 1, 0, 2, 1 << 63, u64::MAX, any])
@@ -31,7 +31,7 @@ fn count(dice: &mut Dice) -> u32 {
     dice.pick(&[0, 1, 1, 2, 1000, u32::MAX, any])
 }
 
-/// Returns a message that a scheduler could send at another time or with other contents.
+/// Returns a well-formed message of random type and contents, regardless of the connection's state.
 pub fn message(dice: &mut Dice) -> SchedulerMessage {
     match dice.below(31) {
         0 => SchedulerMessage::Welcome { version: dice.pick(&[0, 1, 2, u16::MAX]), client: dice.number() },
@@ -62,8 +62,8 @@ pub fn message(dice: &mut Dice) -> SchedulerMessage {
             allocation: bytes(dice),
             first: count(dice),
         },
-        // `at` is never the right number, and the answer is never "no GPU", because the program
-        // would obey such an answer.
+        // `at` is always wrong, and the answer is never "no GPU", because the program would obey a
+        // valid answer.
         27 => SchedulerMessage::Placed {
             at: count(dice).max(1),
             of: count(dice),

@@ -30,8 +30,7 @@ impl Listener {
             *to = *from as _;
         }
         let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-        // SAFETY: a non-negative descriptor is new and owned here, and the address is valid and of
-        // that length.
+        // SAFETY: a non-negative descriptor is new and owned here, and `address` has `len` bytes.
         unsafe {
             let socket = libc::socket(libc::AF_UNIX, kind, 0);
             assert!(socket >= 0, "a socket: {}", io::Error::last_os_error());
@@ -77,7 +76,7 @@ pub enum Received {
 }
 
 impl Connection {
-    /// Sends one packet. Fails if the client is behind or gone.
+    /// Sends one packet. Fails if the client's socket is full or closed.
     pub fn send(&self, packet: &[u8]) -> bool {
         let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
         // SAFETY: `packet` is valid for reads of `packet.len()` bytes.

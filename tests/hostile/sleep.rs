@@ -8,7 +8,7 @@ use test_support::machine::*;
 
 use crate::fake::{Fake, MEMORY, TICK, machine, stays_for};
 
-/// The end of a preparation.
+/// The outcome of a preparation.
 #[derive(Debug, PartialEq, Eq)]
 enum Prepared {
     Ready,

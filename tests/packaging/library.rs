@@ -1,5 +1,5 @@
-//! `libnvshare.so` as a file. Every process of a host may load it, so it needs no other libraries,
-//! exports only its hooks, and costs little.
+//! Checks the built `libnvshare.so`. Every process of a host may load the library, so it needs no
+//! other libraries, exports only its hooks, and costs little.
 
 use std::path::PathBuf;
 use std::process::Command;

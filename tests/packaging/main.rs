@@ -1,5 +1,5 @@
-//! Compares installed files and documents with the programs: the library as a file, units, manual
-//! pages, figures, and the toolchain.
+//! Checks that files and documents match the code: the exports and dependencies of `libnvshare.so`,
+//! units, manual pages, figures, the packages' list of crates, and the minimum cargo version.
 
 mod copyright;
 mod documentation;

@@ -59,7 +59,8 @@ fn the_checkpoint_helper_is_started_for_the_scheduler_alone() {
     assert!(value(&read("nvshare.socket"), "Wants").split(' ').any(|unit| unit == "nvshare-checkpoint.socket"));
 }
 
-/// Checks that systemd accepts every unit. No program is installed at the units' paths yet.
+/// Checks that systemd accepts every unit. Replaces the units' commands with `/bin/true`, because
+/// the programs need not be installed.
 #[test]
 fn systemd_accepts_the_units() {
     let directory = Directory::new();

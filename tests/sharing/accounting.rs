@@ -68,7 +68,7 @@ fn gpu_of(machine: &Machine) -> Uuid {
 }
 
 /// A client that sends arbitrary messages. When another client waits for the lock, the liar
-/// releases it.
+/// releases the lock.
 #[derive(Debug)]
 struct Liar<'a> {
     machine: &'a Machine,

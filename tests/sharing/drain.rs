@@ -1,6 +1,6 @@
-//! Revokes of work that doesn't end promptly by itself: deep queues, and work that waits for the
-//! host, for another process, or for ever. The tests run real processes on the simulated GPU, and
-//! also read the scheduler's own record of events.
+//! Revokes of work that doesn't end promptly by itself: deep queues, work that waits for the host
+//! or for another process, and work that never ends. The tests run real processes on the simulated
+//! GPU, and also read the scheduler's own record of events.
 
 use std::time::Duration;
 

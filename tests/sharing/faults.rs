@@ -244,8 +244,8 @@ fn programs_that_fit_run_beside_a_stopped_holder() {
 
 #[test]
 fn a_stopped_program_keeps_its_memory_and_its_results() {
-    // The other program doesn't fit beside the stopped one, so it makes progress only once the
-    // stopped program continues.
+    // The other program doesn't fit beside the stopped one, so it makes progress only after the
+    // stopped program has continued.
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     let mut stopped = machine.program("mix --mem 60M --reps 4 --rounds endless").start();
     machine.wait_for_grants(&stopped, 1);
@@ -376,7 +376,7 @@ fn memory_in_a_broken_context_is_not_evicted_and_rarely_retried() {
     let fails = fails.env("CUDA_SIM_FAIL", "cuMemcpyDtoHAsync_v2:1").env("CUDA_SIM_FAIL_AS", "700");
     let mut broken = fails.start();
     machine.wait_for_grants(&broken, 1);
-    // before round 0, the output is one repeated value, so no copy could fail
+    // before round 0, the output is one repeated value, which is evicted without a copy
     broken.wait_to_say("round 0 is over");
     let mut other = machine.program("mix --mem 64M --chunks 4 --reps 3 --rounds 2").start();
     broken.wait_to_say("eviction stopped: Broken");

@@ -58,8 +58,8 @@ fn idle(machine: &Machine) -> Program {
     idle
 }
 
-/// Starts an idle program, which will have memory in its file, and another program, which needs the
-/// GPU. Both run until they are told to end.
+/// Starts an idle program, whose memory goes to its file, and another program, which needs the GPU.
+/// Both run until they are told to end.
 fn one_in_its_file(machine: &Machine) -> (Program, Program) {
     let idle = idle(machine);
     let other = machine.program(&format!("{} --cpu-ms 500", mix(100_000))).start();
@@ -294,8 +294,8 @@ fn copies_are_written_to_files_when_their_cgroup_needs_memory() {
     wait_for("most of two programs to be off the GPU", || (swapped() >= EACH + EACH / 2).then_some(()));
     assert_eq!(idle.iter().filter_map(|program| in_file(&machine, program)).sum::<u64>(), 0, "there is room for them");
     // The hog, a process without nvshare in the same group, allocates more than the group's limit
-    // leaves beside the copies. Once the copies are in files, the hog's memory fits, even beside a
-    // full simulated GPU, whose memory is charged to the group too.
+    // leaves beside the copies. After the copies have moved to files, the hog's memory fits, even
+    // beside a full simulated GPU, whose memory is charged to the group too.
     let steps = (LIMIT - group.used() + EACH / 2) / STEP;
     let orders = machine.path("orders");
     assert!(Command::new("mkfifo").arg(&orders).status().is_ok_and(|status| status.success()));

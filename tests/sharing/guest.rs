@@ -1,5 +1,5 @@
 //! `libnvshare.so` in programs without CUDA, in programs with unusual behaviour, and without a
-//! scheduler. End to end, with real processes.
+//! scheduler. The tests use real processes.
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
 //! GPU work that waits for a step of another host thread, which calls the library to take that
-//! step. No part of the library that this call needs may wait for the GPU work.
+//! step. The library must complete this call without waiting for the GPU work.
 
 use std::{
     fs,

@@ -109,8 +109,8 @@ fn two_programs_share_memory_while_private_memory_is_swapped() {
     machine.wait_until_empty();
 }
 
-/// Many small allocations share a slab. The large allocation has more chunks than one answer can
-/// carry descriptors.
+/// Many small allocations share a slab. The descriptors of the large allocation's chunks do not fit
+/// in one answer.
 #[test]
 fn slab_and_many_chunk_allocations_can_be_imported() {
     let machine = Machine::with_scheduler(Setup { memory: 512 * MIB, ..Setup::default() });

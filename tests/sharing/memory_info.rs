@@ -224,7 +224,7 @@ fn a_limit_persists_until_the_next_scheduler_changes_it() {
     }
 }
 
-/// A program that starts without a scheduler learns its limit once a scheduler starts.
+/// A program that starts without a scheduler learns its limit when a scheduler starts.
 #[test]
 fn a_program_older_than_the_scheduler_learns_its_limit_later() {
     let mut machine = Machine::new(setup());

@@ -1,6 +1,6 @@
 //! Metrics about moved and refused memory, compared with the programs' output and the scheduler's
-//! record. The tests run real processes on the simulated GPU. The strict parser of metrics is
-//! tested in `metrics.rs` of the daemon's tests.
+//! record. The tests run real processes on the simulated GPU. The tests in `tests/daemon/metrics`
+//! parse metrics strictly.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};

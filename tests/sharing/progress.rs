@@ -146,8 +146,8 @@ impl Narrow {
 /// Two programs, each of two thirds of the free memory, start at the same time, and their contexts
 /// appear slowly. NVML is sampled during their creation, when each context has a fifth of its
 /// bytes. If the scheduler kept that figure, it would overestimate the free memory. It would grant
-/// both programs memory that `cuMemCreate` refuses. Neither program would move aside for the other,
-/// and neither would ever be at rest, so nothing would be measured again.
+/// both programs memory that `cuMemCreate` refuses. Neither program would evict memory for the
+/// other or become idle, so nothing would be measured again.
 ///
 /// The figures are those of a large GPU that strangers have nearly filled: the error must exceed
 /// the scheduler's reserve for failed mappings. The contexts are completed between two samples,
@@ -170,8 +170,7 @@ fn bytes_hidden_from_nvml_block_no_program() {
     gpu.pair_finishes();
 }
 
-/// NVML shows that a stranger's memory is freed. It doesn't show the hidden memory that replaces
-/// it.
+/// Hidden memory replaces a stranger's memory. NVML shows only that the stranger's memory is freed.
 #[test]
 fn bytes_hidden_at_run_time_block_no_program() {
     let mut gpu = Narrow::new(0, &[]);
@@ -191,8 +190,8 @@ fn fragmented_memory_blocks_no_program() {
     gpu.pair_finishes();
 }
 
-/// The scheduler counts 4 MiB for a context. Each context takes 1 GiB more for code with its first
-/// work.
+/// The scheduler counts 4 MiB for a context. With its first work, each context takes 1 GiB more for
+/// code.
 #[test]
 fn contexts_that_grow_later_block_no_program() {
     let growth = [("CUDA_SIM_CONTEXT_GROWTH", "1G"), ("CUDA_SIM_CONTEXT_GROWTH_STEPS", "2")];
@@ -212,7 +211,7 @@ fn a_program_that_can_never_fit_is_refused_memory() {
     gpu.machine.wait_until_empty();
 }
 
-// ---- memory that comes and goes -------------------------------------------------------------------------------------
+// ---- free memory that varies ----------------------------------------------------------------------------------------
 
 /// Strangers sometimes take all free memory. A program that allocates at such a moment may be
 /// refused.
@@ -332,13 +331,13 @@ fn delayed_nvml_figures_block_no_program() {
     gpu.machine.wait_until_empty();
 }
 
-// ---- all kinds of trouble ---------------------------------------------------------------------------------------------
+// ---- random disturbances --------------------------------------------------------------------------------------------
 
-/// Seconds of trouble, unless `NVSHARE_TEST_SECONDS` is set.
+/// Seconds of disturbances, unless `NVSHARE_TEST_SECONDS` is set.
 const TROUBLED: u64 = 5;
 
-/// Keeps three programs running, under trouble that changes several times a second. The free memory
-/// always suffices for one program alone. When the trouble ends, all programs finish.
+/// Keeps three programs running, under disturbances that change several times a second. The free
+/// memory always suffices for one program alone. When the disturbances end, all programs finish.
 #[test]
 fn programs_make_progress_under_random_trouble() {
     let seconds = std::env::var("NVSHARE_TEST_SECONDS").map_or(TROUBLED, |text| text.parse().expect("a number"));
@@ -367,7 +366,7 @@ fn programs_make_progress_under_random_trouble() {
     gpu.machine.wait_until_empty();
 }
 
-/// Starts or ends one kind of trouble. Several kinds may be active at the same time.
+/// Starts a kind of disturbance, or ends all. Several kinds may be active at the same time.
 fn change_trouble(gpu: &Narrow, programs: &[Program], random: &mut Dice) {
     let (kind, bytes) = (random.below(8), random.below(ROOM / 12));
     eprintln!("trouble {kind}, {bytes} bytes");

@@ -18,9 +18,9 @@ fn pressed() -> Setup {
 const WORK: &str = "mix --mem 44M --chunks 4 --reps 3 --rounds endless";
 const BLOWS: u32 = 6;
 
-/// Asserts that each client that holds the lock when a scheduler takes over has held the lock under
-/// an earlier scheduler. That need not be the previous scheduler, because a scheduler may end
-/// before a client has reported its lock.
+/// Asserts that clients report a lock to a new scheduler only if an earlier scheduler granted it.
+/// That need not be the previous scheduler, which may have ended before a client had reported its
+/// lock.
 fn assert_locks_stay(moves: &[Move], runs: u32) {
     let mut had = BTreeSet::new();
     for run in 1..=runs {

@@ -94,7 +94,7 @@ fn a_program_with_a_broken_context_refuses_to_sleep_immediately() {
     let fails = fails.env("CUDA_SIM_FAIL", "cuMemcpyDtoHAsync_v2:1").env("CUDA_SIM_FAIL_AS", "700");
     let mut program = fails.start();
     machine.wait_for_grants(&program, 1);
-    // before round 0, the output is one repeated value, so no copy could fail
+    // before round 0, the output is one repeated value, which is evicted without a copy
     program.wait_to_say("round 0 is over");
     pause(&machine, &program);
     wait_until(&machine, &program, "sleep-obstacle", "it has memory that cannot leave the GPU");
@@ -357,7 +357,7 @@ fn a_restarted_scheduler_takes_over_sleeping_programs() {
 }
 
 /// The program stays asleep until it is resumed, whatever happens to the scheduler. If the program
-/// cannot sleep, it stays held off instead.
+/// cannot sleep, it is kept off the GPU instead.
 fn pauses_survive_a_scheduler_restart(mut machine: Machine, words: &str, phase: &str) {
     let state = machine.path("state");
     fs::create_dir(&state).expect("a directory");

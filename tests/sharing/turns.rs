@@ -180,8 +180,8 @@ fn a_changed_time_quantum_takes_effect_immediately() {
     }
     machine.ctl(&["set", "time-quantum", "3600"]);
     let changed = machine.moves().len();
-    // A revoke may be in progress. The next holder keeps the lock, unless the holder seems idle
-    // because the machine is slow.
+    // A revoke may be in progress. The next holder keeps the lock, unless it seems idle because the
+    // machine is slow.
     std::thread::sleep(Duration::from_millis(1500));
     let revokes = machine.moves()[changed..].iter().filter(|m| m.what == "revoke").count();
     assert!(revokes <= 1, "{revokes} turns have ended although one lasts an hour");

@@ -1,5 +1,5 @@
-//! The stage of benchmarks with real programs: the programs' directory, a GPU that another program
-//! makes small, and a scheduler.
+//! Sets up benchmarks with real programs: the programs' directory, a GPU whose free memory another
+//! program limits, and a scheduler.
 
 use std::{
     io::{Read, Write},

@@ -21,7 +21,7 @@ use crate::{kubernetes, node, scheduler};
 /// server.
 const QUEUE: usize = 64;
 
-/// Time to wait for the end of threads that look up names.
+/// The longest wait for threads that look up names, when the agent ends.
 const END: Duration = Duration::from_millis(200);
 
 /// The command line.

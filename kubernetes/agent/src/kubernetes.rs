@@ -1,9 +1,9 @@
 //! Reads the pods of a node from the API server, first as a list and then as changes.
 //!
 //! This module uses kube's requests rather than kube's watcher. The watcher does not report when a
-//! failed watch works again, so on a quiet node the agent would not know whether the agent is
-//! connected. A new watch continues where the previous watch ended. If the API server no longer
-//! knows the changes since then, all pods are listed again.
+//! failed watch works again, so on a quiet node the agent would not know whether it is connected. A
+//! new watch continues where the previous watch ended. If the API server no longer knows the
+//! changes since then, all pods are listed again.
 
 use std::time::Duration;
 

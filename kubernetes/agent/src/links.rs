@@ -37,8 +37,8 @@ impl Link {
         }
     }
 
-    /// Marks the connection as down. `why` is a whole sentence. Only the first reason since the
-    /// connection was up is logged.
+    /// Marks the connection as down. `why` is a whole sentence. Logs only the first reason after
+    /// the connection was up.
     pub fn is_down(&mut self, why: String) {
         if std::mem::replace(&mut self.said, Said::Down) != Said::Down {
             warn!("{why}. Retrying");

@@ -67,7 +67,7 @@ fn a_pods_annotations_apply_to_its_programs() {
     let another = Inmate::start(&node.path(""), &node.clients(), &uid(1), &container(1));
     scheduler.log.wait("of pod team-a/pod-1, container main, connected");
     drop(another);
-    // The client has ended or disconnected.
+    // The log shows that the client has ended or disconnected.
     scheduler.log.wait_for("of pod team-a/pod-1, container main, ", 2);
 
     node.api.remove(&uid(1));

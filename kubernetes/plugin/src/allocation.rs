@@ -17,7 +17,7 @@ pub struct Question<'a> {
     pub size: i32,
 }
 
-/// Returns the chosen slots, or a sentence about the mistake in the question.
+/// Returns the chosen slots, or a sentence about the mistake in the request.
 pub fn prefer(devices: &Devices, allocation: Allocation, asked: Question<'_>) -> Result<Vec<String>, String> {
     let size = usize::try_from(asked.size)
         .map_err(|_| format!("cannot choose {} devices: the number must not be negative", asked.size))?;

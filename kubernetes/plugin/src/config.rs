@@ -1,5 +1,5 @@
 //! The configuration file `/etc/nvshare/device-plugin.toml`: keys, defaults, and errors that name
-//! the place of a mistake.
+//! the line of a mistake.
 
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;

@@ -100,7 +100,7 @@ mod tests {
             ("version = 3\n".to_owned(), ""),
             (format!("version = 3\n{runtime}enable_cdi = false\n"), "sets enable_cdi = false"),
             (format!("version = 3\n{runtime}enable_cdi = true\n"), ""),
-            // With these settings, another program than kubelet uses containerd.
+            // kubelet does not use a containerd with these settings.
             ("version = 2\ndisabled_plugins = [\"cri\"]\n".to_owned(), ""),
             ("version = 2\nimports = [\"conf.d/*.toml\"]\n".to_owned(), ""),
             (

@@ -178,7 +178,7 @@ mod tests {
         SchedulerView { gpus: uuids.iter().map(gpu).collect(), silence: None }
     }
 
-    /// A node on which the CDI file may name other GPUs.
+    /// A node whose CDI file the test changes.
     struct Node {
         paths: Paths,
         known: Known,

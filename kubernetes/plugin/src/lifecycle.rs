@@ -18,8 +18,7 @@ use crate::sockets::{BindError, Identity, KUBELET, PLUGIN, PluginSocket, SocketS
 /// Interval between checks of the directory if no notice of a change arrives.
 const LOOK: Duration = Duration::from_secs(15);
 
-/// The initial timeout within which a kubelet that has registered the plugin must watch the
-/// plugin's list.
+/// Initial timeout for kubelet to watch the plugin's list after the registration.
 const UNWATCHED: Duration = Duration::from_secs(10);
 
 /// The first and the longest pause between attempts.
@@ -135,11 +134,11 @@ async fn stay_registered(
     }
 }
 
-/// Tracks whether a kubelet that has registered the plugin watches the plugin's list.
+/// Tracks whether kubelet watches the plugin's list after the registration.
 #[derive(Debug)]
 struct Attention {
     watchers: watch::Receiver<usize>,
-    /// The time since which kubelet has not watched the list.
+    /// The time of the registration or of the end of the last watch. `None` while kubelet watches.
     idle: Option<Instant>,
     /// Whether kubelet has watched the list since it registered the plugin.
     was_watched: bool,
@@ -200,8 +199,8 @@ impl Attention {
     }
 }
 
-/// Returns the timeout within which a kubelet that has registered the plugin must watch the list.
-/// The timeout grows with `ignored`, the number of registrations without a watch.
+/// Returns the timeout for kubelet to watch the list after a registration. The timeout grows with
+/// `ignored`, the number of registrations without a watch.
 fn unwatched(ignored: u32) -> Duration {
     UNWATCHED * 2u32.pow(ignored.min(5))
 }

@@ -11,7 +11,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::time::sleep;
 use tracing::debug;
 
-/// Polling interval without inotify, for example because the directory does not exist yet.
+/// Polling interval while inotify cannot be used, for example before the directory exists.
 const UNHEARD: Duration = Duration::from_secs(1);
 
 /// Size of the buffer in bytes, which suffices for many events. The name in an event has at most

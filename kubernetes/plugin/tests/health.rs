@@ -100,7 +100,7 @@ async fn a_driver_loaded_after_the_start_is_detected() {
     trouble::unload(&node.machine(), true).expect("it is written");
     let (process, _kubelet, mut plugin) = watched(&node).await;
     process.log.wait("NVML cannot be used");
-    // The scheduler found the GPU in time, so the scheduler's report suffices.
+    // The scheduler found the GPU before the driver was unloaded, so its report suffices.
     plugin.until_healthy(&[true]).await;
     trouble::unload(&node.machine(), false).expect("it is written");
     process.log.wait("watching driver events of");

@@ -1,5 +1,5 @@
-//! Tests of the plugin with a kubelet that restarts: registration, the list, the answers for
-//! containers, and restarts of both.
+//! Tests registration with kubelet, the list, the answers for containers, and restarts of the
+//! plugin and of kubelet.
 
 use std::time::Duration;
 

@@ -170,8 +170,8 @@ pub fn isolated(stream: &Stream, never_recorded: bool) -> Done {
     }
 }
 
-/// Invalidates the capture of an event. Functions that the driver forbids for captured events call
-/// this function. Returns their error, which is a different one if the capture has already ended.
+/// Invalidates an event's capture, for functions that the driver forbids for captured events.
+/// Returns the function's error, which differs if the capture has already ended.
 pub fn forbid_at(event: &Place) -> Error {
     let active = event.capture.valid() && lock(&ACTIVE).iter().any(|c| Arc::ptr_eq(c, &event.capture));
     event.capture.invalidate();

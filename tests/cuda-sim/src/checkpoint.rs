@@ -182,8 +182,8 @@ fn answer(own: &Own, operation: Operation, saved: &mut [u64; MAX_GPUS]) -> Done 
     Ok(())
 }
 
-/// Returns the new GPU for each GPU of the machine. The pairs must name every GPU, also GPUs that the
-/// process does not see, and the destinations must be distinct [two H100, driver 580.159].
+/// Returns the new GPU for each GPU of the machine. The pairs must name every GPU, including
+/// invisible ones, and the destinations must be distinct [two H100, driver 580.159].
 fn destinations(pairs: &Destinations) -> Result<[usize; MAX_GPUS], Error> {
     let mut to = [MAX_GPUS; MAX_GPUS];
     let mut taken = [false; MAX_GPUS];

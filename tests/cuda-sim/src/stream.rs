@@ -19,8 +19,8 @@ use std::{
     thread,
 };
 
-/// The number of launches, copies, fills and events in a stream's queue at which the next such call
-/// blocks.
+/// The maximum number of launches, copies, fills and events in a stream's queue. Further calls
+/// block.
 pub const DEPTH: usize = 1021;
 /// The greatest priority. The least priority is 0.
 pub const GREATEST_PRIORITY: i32 = -5;
@@ -222,7 +222,7 @@ impl Stream {
         }
     }
 
-    /// Ends the stream's thread once all work is done.
+    /// Ends the stream's thread after all work.
     pub fn close(&self) {
         self.lock().closed = true;
         self.changed.notify_all();

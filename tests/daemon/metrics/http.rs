@@ -157,7 +157,7 @@ fn an_invalid_request_closes_only_its_own_connection() {
 }
 
 /// A silent client occupies one of the server's 64 connections for some time. Then the server
-/// disconnects it and accepts another client.
+/// disconnects that client and accepts another.
 #[test]
 fn silent_clients_are_disconnected() {
     let daemon = scrape::daemon("", "");

@@ -92,8 +92,8 @@ impl Story {
         self.order.windows(2).filter(|pair| pair[0] != pair[1]).count()
     }
 
-    /// The times, in seconds, when a program was granted the lock while the other program held it
-    /// and had all of its memory.
+    /// The times, in seconds, at which a program got the lock while the other, unfinished program
+    /// held the lock.
     pub fn overlaps(&self) -> &[f64] {
         &self.overlaps
     }
@@ -194,7 +194,7 @@ impl Player {
         };
     }
 
-    /// Takes the move of the allowed bytes back to the GPU.
+    /// Removes and returns the move back to the GPU.
     fn returned(&mut self) -> Move {
         self.returning.take().unwrap_or_default()
     }

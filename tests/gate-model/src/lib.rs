@@ -16,7 +16,7 @@ pub mod barrier;
 pub mod futex;
 pub mod threads;
 
-// The gate's own tests belong to the library, and its constructor is meant for statics.
+// Excludes the gate's own tests, which run in the library. `Gate::new` is for statics.
 #[cfg(not(test))]
 #[allow(clippy::new_without_default)]
 #[path = "../../../preload/src/gate/gate.rs"]

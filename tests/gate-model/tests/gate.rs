@@ -140,7 +140,7 @@ impl Gpus {
 /// The different outcomes of a scenario, over all orders of its steps.
 type Seen = std::sync::Mutex<BTreeSet<u64>>;
 
-// ---- nothing slips out ----
+// ---- no submission passes a closed gate ----
 
 /// Two threads submit while a third closes the gate. If the third thread sees no thread inside, it
 /// reads the work so far, checks that all work has been counted, and opens the gate again.

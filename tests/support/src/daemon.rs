@@ -299,7 +299,7 @@ impl Client {
         client
     }
 
-    /// Sends a message. Proves the right to use the GPUs when it attaches one.
+    /// Sends a message. An `Attach` carries the device files, which prove access to the GPUs.
     pub fn send(&self, message: ClientMessage) {
         let packet = message.encode(self.version);
         let is_sent = match message {

@@ -10,9 +10,9 @@ const NAME: &str = "NVSHARE_TEST_OWN_PROCESS";
 /// `environment`. If not, starts such a process and waits until the test has succeeded there.
 /// `test` is the full name in the test program's list.
 ///
-/// A process reads the environment that selects its simulated GPU only once. So tests that use a
-/// simulated GPU in their own process cannot be threads of one process. The same holds for tests
-/// that move their process to a cgroup.
+/// A process reads the variables for its simulated GPU only once. So tests that use a simulated GPU
+/// in their own process cannot be threads of one process. The same holds for tests that move their
+/// process to a cgroup.
 #[track_caller]
 pub fn has_own_process(test: &str, environment: &[(&str, String)]) -> bool {
     if std::env::var(NAME).is_ok_and(|name| name == test) {

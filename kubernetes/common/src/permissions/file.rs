@@ -1,5 +1,5 @@
 //! The configuration file `/etc/nvshare/agent.toml`: the keys that pods may set, and their weights.
-//! Errors name the place of a mistake. `permissions` interprets the settings.
+//! Errors name the line of a mistake. `permissions` interprets the settings.
 
 use std::path::Path;
 

@@ -27,7 +27,7 @@ const ANSWER: Duration = Duration::from_secs(10);
 /// Maximum pause between attempts to reach the scheduler.
 const RETRY: Duration = Duration::from_secs(2);
 
-/// Where claims are stored, and where they are sent.
+/// The claims' directories, and the scheduler's socket.
 #[derive(Debug)]
 pub struct Places {
     /// The scheduler's control socket.

@@ -41,8 +41,7 @@ pub struct Options {
     /// The node's name in Kubernetes.
     pub node: String,
     pub kubeconfig: Option<PathBuf>,
-    /// kubelet's directory for plugins' own files, and its directory for the sockets with which it
-    /// discovers plugins.
+    /// kubelet's directory for plugins' own files, and its directory for registration sockets.
     pub plugins: PathBuf,
     pub registry: PathBuf,
     /// The scheduler's control socket.
@@ -60,9 +59,9 @@ pub fn socket(plugins: &Path) -> PathBuf {
     plugins.join(DRIVER).join("dra.sock")
 }
 
-/// Returns the path of the socket with which kubelet discovers the driver. kubelet sends this path
-/// as the call's authority, with `%2F` for each `/`. The HTTP library rejects a `%` in an authority
-/// unless an `@` follows, so the name contains an `@`.
+/// Returns the path of the driver's registration socket. kubelet sends this path as the call's
+/// authority, with `%2F` for each `/`. The HTTP library rejects a `%` in an authority unless an `@`
+/// follows, so the name contains an `@`.
 pub fn registration_socket(registry: &Path) -> PathBuf {
     registry.join(format!("{DRIVER}@reg.sock"))
 }

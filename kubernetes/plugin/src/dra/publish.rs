@@ -233,7 +233,7 @@ fn late() -> String {
     format!("cannot publish the GPUs: the API server has not answered for {} s", ANSWER.as_secs())
 }
 
-/// Describes an error because of which the API server has no list of GPUs, or an outdated list.
+/// Describes an error that leaves the API server without a list of GPUs, or with an outdated list.
 fn failed(what: &str, whom: &str, error: &Error) -> String {
     let Error::Api(status) = error else {
         return format!("cannot publish the GPUs: cannot reach the API server: {}", causes(error));

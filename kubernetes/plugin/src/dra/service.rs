@@ -73,8 +73,8 @@ impl Service {
             return Err(format!("{} is not the UID of a claim", quoted(&asked.uid)));
         }
         let prepared = match self.0.claims.get(&asked.uid).await {
-            // kubelet repeats the call after its restart. The claim cannot have changed, because
-            // kubelet would have unprepared it first.
+            // A restarted kubelet repeats the call. The claim cannot have changed, because kubelet
+            // would have unprepared it first.
             Some(prepared) => prepared,
             None => self.read_claim(asked).await?,
         };

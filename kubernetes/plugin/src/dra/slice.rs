@@ -21,7 +21,7 @@ pub const SLOTS: &str = "slots";
 /// The granularity in bytes at which the driver maps memory.
 const GRANULE: u64 = 2 << 20;
 
-/// The maximum number of devices in a slice in which a device has a taint.
+/// The maximum number of devices in a slice with a tainted device.
 pub const MAX_DEVICES: usize = 64;
 
 /// Returns the name of a GPU's device, which is its UUID as a DNS label.

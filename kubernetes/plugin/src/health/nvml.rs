@@ -124,7 +124,7 @@ impl Watch {
         events
     }
 
-    /// Handles events until `until`. Returns true if waiting for events no longer works.
+    /// Handles events until the time `until`. Returns true if waiting for events no longer works.
     fn listen(&mut self, nvml: &Nvml, events: &EventSet<'_>, until: Instant) -> Result<bool, Unheard> {
         loop {
             let left = until.saturating_duration_since(Instant::now());

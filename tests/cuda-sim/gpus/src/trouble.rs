@@ -143,14 +143,14 @@ pub fn fragmented(dir: &Path, gpu: usize) -> u64 {
 /// Memory of a process that does not run on the simulated driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stranger {
-    /// The demand in bytes. The stranger receives the bytes that the simulated processes leave
-    /// free, including bytes that they free later.
+    /// The demand in bytes. The process receives the free bytes, including bytes that simulated
+    /// processes free later.
     pub bytes: u64,
     /// The pid in NVML's list. With `None`, only the total includes the bytes.
     pub pid: Option<u32>,
 }
 
-/// Replaces the strangers of a GPU.
+/// Replaces the foreign processes of a GPU.
 pub fn set_strangers(dir: &Path, gpu: usize, strangers: &[Stranger]) -> io::Result<()> {
     let line = |s: &Stranger| format!("{} {}\n", s.bytes, s.pid.map_or("-".into(), |pid| pid.to_string()));
     let text: String = strangers.iter().map(line).collect();

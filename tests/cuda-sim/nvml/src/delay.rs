@@ -11,7 +11,7 @@ use std::{
 /// Interval between stored figures.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// The figures of all GPUs, oldest first. Of the entries that are at least that old, only the
+/// The figures of all GPUs, oldest first. Of the entries that are older than the delay, only the
 /// newest is kept.
 static KEPT: Mutex<VecDeque<(Instant, Vec<Figures>)>> = Mutex::new(VecDeque::new());
 

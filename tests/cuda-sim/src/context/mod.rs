@@ -187,8 +187,8 @@ impl Context {
         lock(&self.streams).clone()
     }
 
-    /// Returns the current point of each stream with pending work, including streams of green contexts. All
-    /// submitted work is done once all points are reached.
+    /// Returns the current point of each stream with pending work, including streams of green
+    /// contexts. All submitted work is done when all points are reached.
     pub fn points(self: &Arc<Self>) -> Vec<Point> {
         let points = |context: &Arc<Context>| -> Vec<Point> {
             let streams = context.streams();

@@ -25,7 +25,7 @@ pub struct Copy2D {
     height: usize,
 }
 
-/// One side of a 3D copy. In the plain form, `context` is a reserved word.
+/// One side of a 3D copy. `CUDA_MEMCPY3D` reserves the word `context`.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub struct Operand3D {

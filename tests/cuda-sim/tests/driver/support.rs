@@ -97,7 +97,7 @@ pub fn get(name: &str, args: &[usize]) -> usize {
     answer
 }
 
-/// The driver with the first GPU's primary context, and its kernels.
+/// The first GPU's primary context, and a module with the kernels.
 pub struct Gpu {
     module: usize,
     pub context: usize,

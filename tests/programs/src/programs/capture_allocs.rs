@@ -66,7 +66,7 @@ fn captured(memory: usize, source: &Buffer, value: u32) -> Outcome {
     Ok(())
 }
 
-/// Names new memory in a graph's node, and announces it to another device, while another thread
+/// Names new memory in a graph's node, and sets `SYNC_MEMOPS` for it, while another thread
 /// captures.
 fn named(gpu: &Gpu, memory: usize) -> Outcome {
     let (tell, begun) = mpsc::channel();

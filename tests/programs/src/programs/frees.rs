@@ -1,5 +1,5 @@
 //! Frees large and small pieces of memory while queued work uses them. Afterwards the program is
-//! idle. `cuMemFree` returns once the work of all streams is done.
+//! idle. `cuMemFree` waits for the work of all streams.
 
 use super::{Outcome, expect};
 use crate::{

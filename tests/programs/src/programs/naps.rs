@@ -21,7 +21,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A thread's function. Its arguments are the GPU, the bytes, the pause, and the end.
+/// A thread's function. Its arguments are the GPU, the bytes, the pause, and the time to stop.
 type Work = fn(&Gpu, usize, Duration, Instant) -> Outcome;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {

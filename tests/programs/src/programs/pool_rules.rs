@@ -223,8 +223,8 @@ fn captures(gpu: &Gpu, stream: &Stream) -> Outcome {
     Ok(stream.synchronise()?)
 }
 
-/// A pool's memory belongs to no context. The memory survives a destroyed context, and so do
-/// pending frees in that context's streams.
+/// A pool's memory belongs to no context. The memory and pending frees in a context's streams
+/// survive the context's destruction.
 fn contexts(gpu: &Gpu) -> Outcome {
     let mut context = 0;
     late_cu!(cuCtxCreate_v2(&mut context, 0, gpu.device))?;

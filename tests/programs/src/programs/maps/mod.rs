@@ -174,7 +174,7 @@ impl Model {
         let entry = self.memory[memory].as_ref().expect("it exists");
         let (len, handle) = (entry.len, entry.handles.first().copied());
         let mut at = start + self.random.below(size / GRANULE) * GRANULE;
-        // Half of the mappings are adjacent to another mapping, if one is in this reservation.
+        // Half of the mappings are adjacent to another mapping of this reservation, if any.
         if let Some(last) = self.mappings.last().filter(|m| m.at >= start && m.at < start + size)
             && self.random.below(2) == 0
         {
