@@ -58,19 +58,20 @@ pub fn groups(socket: BorrowedFd<'_>, gid: u32) -> io::Result<Vec<u32>> {
 const SO_PEERPIDFD: libc::c_int = 77;
 
 /// Returns a pidfd of the peer's process. The pidfd becomes readable when the process ends. Returns
-/// `None` if the process has ended or is in another PID namespace.
+/// `None` if the process has ended or is in another PID namespace. Also returns true if the pidfd
+/// surely belongs to the peer. On older kernels, another process may have reused the peer's PID.
 ///
 /// # Errors
 /// No file descriptors are left.
-pub fn pidfd(socket: BorrowedFd<'_>, pid: i32) -> io::Result<Option<OwnedFd>> {
+pub fn pidfd(socket: BorrowedFd<'_>, pid: i32) -> io::Result<(Option<OwnedFd>, bool)> {
     match option::<libc::c_int>(socket, SO_PEERPIDFD) {
         // SAFETY: the kernel opened this descriptor for this call, so no other value owns it. The
         // kernel also made it close-on-exec.
-        Ok(fd) => return Ok(Some(unsafe { OwnedFd::from_raw_fd(fd) })),
+        Ok(fd) => return Ok((Some(unsafe { OwnedFd::from_raw_fd(fd) }), true)),
         Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => return Err(e),
         Err(_) => {} // an older kernel, or the process has ended
     }
-    pidfd_of(pid)
+    Ok((pidfd_of(pid)?, false))
 }
 
 /// Returns a pidfd of the process that now has this pid. Returns `None` if no process has this pid.

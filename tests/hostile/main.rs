@@ -1,11 +1,13 @@
 //! A scheduler that is broken, malicious, or of another version cannot harm a program: the program
 //! ends with correct results, or waits for a living scheduler that never grants the lock. Any
-//! scheduler may refuse a program memory, and the program then gets CUDA's own error. The module
-//! `clients` tests the reverse: programs cannot prevent a scheduler from serving other programs.
+//! scheduler may refuse a program memory, and the program then gets CUDA's own error. The modules
+//! `clients` and `attacks` test the reverse: programs cannot prevent a scheduler from serving other
+//! programs.
 //!
 //! `NVSHARE_HOSTILE_SEQUENCES=20000 cargo nextest run --test hostile --no-capture` tries more
 //! random sequences. `NVSHARE_TEST_SEED` sets the first seed.
 
+mod attacks;
 mod clients;
 mod fake;
 mod nonsense;

@@ -25,6 +25,9 @@ use crate::sys::{credentials, descriptors, socket};
 const RETRY: Duration = Duration::from_secs(5);
 /// Maximum number of concurrent connections to the control socket. Further connections wait.
 const MAX_PEERS: usize = 64;
+/// Maximum number of these connections from other PID namespaces. A peer can announce a message of 128
+/// MiB, for which zbus allocates memory immediately. A connection beyond the limit is dropped.
+const MAX_VISITORS: usize = 1;
 /// A peer that does not complete the handshake within this time is disconnected.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -74,17 +77,24 @@ pub async fn serve_peers(listener: OwnedFd, shared: Shared) {
         Err(e) => return error!("cannot serve the control socket: {e}"),
     };
     let places = Arc::new(Semaphore::new(MAX_PEERS));
+    let visitors = Arc::new(Semaphore::new(MAX_VISITORS));
     loop {
         let Ok(place) = places.clone().acquire_owned().await else { return };
         let Ok(mut ready) = listener.readable().await else { return };
         match ready.try_io(|l| socket::accept(l.as_fd())) {
             Ok(Ok(stream)) => {
+                let is_visitor = !Process::of_socket(stream.as_fd()).is_ok_and(|peer| peer.place() == Where::Host);
+                let visit = is_visitor.then(|| visitors.clone().try_acquire_owned());
+                if let Some(Err(_)) = visit {
+                    debug!("dropped a control connection from another PID namespace: there is another one");
+                    continue;
+                }
                 let shared = shared.clone();
                 spawn_local(async move {
                     if let Err(e) = serve_peer(stream, shared).await {
                         debug!("control connection failed: {e}");
                     }
-                    drop(place);
+                    drop((place, visit));
                 });
             }
             Ok(Err(e)) => {

@@ -19,6 +19,11 @@ use crate::identity::Tenant;
 use crate::sys::descriptors::{self, Spare};
 use crate::sys::socket;
 
+/// Maximum number of connections that are accepted before other tasks run. To accept a connection takes
+/// less time than a tenant's slice. If each connection waited for a slice of every tenant, one
+/// tenant's connections could delay the connections behind them.
+const BATCH: u32 = 16;
+
 /// Pause after a failure to accept that may be temporary.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -36,6 +41,7 @@ pub async fn accept(
     let listener = descriptors::watch(listener)?;
     let mut spare = Spare::new();
     let log_limit = &connections.log_limit;
+    let mut batch = 0;
     loop {
         let mut ready = listener.readable().await?;
         let accepted = match ready.try_io(|l| socket::accept(l.as_fd())) {
@@ -50,7 +56,11 @@ pub async fn accept(
                     let client = Incoming { socket, claim: claim.to_owned(), budget, arrival };
                     tokio::task::spawn_local(client::serve(core.clone(), client, connections.clone()));
                 }
-                tokio::task::yield_now().await;
+                batch += 1;
+                if batch == BATCH {
+                    batch = 0;
+                    tokio::task::yield_now().await;
+                }
             }
             // Linux reports this error before it checks for a pending connection, so there may be no connection to
             // refuse.

@@ -22,7 +22,7 @@ pub struct Counts {
 
 /// Time after which a workload without clients is forgotten. The workload's pressure is forgotten after
 /// the same time. Forgetting workloads bounds memory, because clients can choose unit names.
-const FORGOTTEN: Duration = Duration::from_secs(300);
+pub(super) const FORGOTTEN: Duration = Duration::from_secs(300);
 
 /// Counters of one GPU.
 #[derive(Debug, Clone, Default)]

@@ -10,6 +10,7 @@
 //! - `gpus`: GPUs that appear and disappear; `measure`: measurements of GPU and host memory.
 //! - `event_log` and `refusals`: log lines; `counts`: counters; `metrics`: the figures derived from the
 //!   counters.
+//! - `units`: limits the number of units of a tenant.
 //! - `usage`: usage of tenants, units and containers, for the records on disk.
 //! - `hours`: GPU time of programs whose rules have `gpu-hours`.
 //! - `lock_files`: files that clients lock while no scheduler runs.
@@ -50,6 +51,7 @@ mod sleep;
 mod state;
 mod swap_files;
 pub mod timeline;
+mod units;
 mod usage;
 mod view;
 pub mod views;

@@ -37,6 +37,11 @@ impl Core {
         if !self.may_log("memory-refused", client, gpu, now) {
             return;
         }
+        // A client that detaches and attaches its GPU is a new client for `may_log`.
+        let Some(entry) = self.clients.get(&client) else { return };
+        if !self.log_limit.allows("memory-refused", &entry.identity.tenant) {
+            return;
+        }
         let text = match why {
             Denial::NoContext => self.log_no_context(client, gpu, bytes),
             Denial::Unmappable => self.log_unmappable(client, gpu, bytes),

@@ -32,6 +32,7 @@ use super::saved::Saved;
 use super::shared_memory::{Import, SharedMemoryRegistry};
 use super::sleep::Checkpoint;
 use super::swap_files::{FileUse, SwapFiles};
+use super::units::Units;
 use super::usage::Usage;
 use super::{bundle, counts, placement, sleep};
 use crate::bus;
@@ -97,6 +98,7 @@ pub struct Core {
     pub(super) refusals: VecDeque<Refusal>,
     pub(super) stopped: BTreeSet<ClientId>,
     pub(super) log_limit: LogRateLimit,
+    pub(super) units: Units,
     pub(super) counts: counts::Counts,
     pub(super) pressure: Pressure,
     pub(super) usage: Usage,
@@ -348,6 +350,7 @@ impl Core {
             refusals: VecDeque::new(),
             stopped: BTreeSet::new(),
             log_limit: LogRateLimit::default(),
+            units: Units::default(),
             counts: counts::Counts::default(),
             pressure: Pressure::default(),
             usage: Usage::default(),

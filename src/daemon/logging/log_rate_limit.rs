@@ -7,7 +7,7 @@ use crate::identity::Tenant;
 
 /// Maximum number of lines per window about one topic and one tenant.
 const BURST: u32 = 10;
-/// Maximum number of lines per window about clients that connect or disconnect. The number is higher
+/// Maximum number of lines per window about clients that connect, disconnect, or are refused memory. The number is higher
 /// than `BURST`, because a job may have hundreds of processes.
 const BURST_OF_CLIENTS: u32 = 200;
 const WINDOW: Duration = Duration::from_secs(10);
@@ -28,7 +28,7 @@ struct Window {
 impl LogRateLimit {
     /// Counts a line about this topic and tenant. Returns true if the line may be logged.
     pub fn allows(&mut self, topic: &'static str, tenant: &Tenant) -> bool {
-        let burst = if matches!(topic, "connected" | "gone") { BURST_OF_CLIENTS } else { BURST };
+        let burst = if matches!(topic, "connected" | "gone" | "memory-refused") { BURST_OF_CLIENTS } else { BURST };
         let now = Instant::now();
         if self.0.len() >= MAX_WINDOWS {
             self.0.retain(|_, window| now - window.since < WINDOW);

@@ -232,6 +232,12 @@ impl Machine {
             return;
         }
         for id in &gpus {
+            // The hold may never end. If its time were charged only then, a tenant with many clients that
+            // never release would be served again and again before other tenants.
+            if let Some(hold) = self.gpus.hold(client, *id).cloned() {
+                let waited = hold.waited(self.now).min(self.now.saturating_sub(hold.since));
+                self.charge_service(client, *id, &hold, waited);
+            }
             self.change_hold(client, *id, |hold| hold.undrainable = true);
             if !self.gpus.lock(client, *id).is_some_and(ClientLock::may_need_memory) {
                 self.measure(*id);

@@ -74,6 +74,23 @@ fn clients_beside_an_undrainable_holder_take_turns() {
     assert_eq!(t.release(3, ReleaseReason::Idle), [grant(2), contended(2, 1, ms(1))]);
 }
 
+/// A silent holder is charged when other clients are admitted beside it, although its hold does not
+/// end.
+#[test]
+fn silent_clients_of_one_tenant_delay_another_tenant_once() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    let (silent, honest) = (TenantId(1), TenantId(2));
+    for n in 1..=5 {
+        t.join_of(silent, n, GIB);
+        t.request(n);
+    }
+    t.join_of(honest, 6, GIB);
+    t.request(6);
+    let seconds = (1..=60).find(|_| t.after(Duration::from_secs(1)).contains(&grant(6)));
+    assert!(seconds.is_some_and(|seconds| seconds <= 10), "{seconds:?}");
+    assert_eq!((t.state(2), t.state(3)), (LockState::Waiting, LockState::Waiting));
+}
+
 #[test]
 fn two_undrainable_holders_and_a_third_client_run_concurrently() {
     let (mut t, _) = Talk::with_undrainable(AntiThrash::On, [GIB, GIB]);

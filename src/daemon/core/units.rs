@@ -1,0 +1,72 @@
+//! Limits the number of different units of each tenant. A user or a container's root can invent units
+//! without end, and metrics and pressure are kept for each unit, also for some time after its last
+//! client has disconnected.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::counts::FORGOTTEN;
+use crate::identity::{Identity, Tenant};
+use crate::scheduler::Time;
+
+/// Maximum number of units of one tenant within [`FORGOTTEN`].
+const MAX_UNITS: usize = 100;
+/// The factor by which the limit of root on the host is higher.
+const ROOT_FACTOR: usize = 8;
+/// The unit of the clients beyond the limit.
+const OTHERS: &str = "others";
+
+/// The units of each tenant's clients, with the time of the last connection.
+#[derive(Debug, Default)]
+pub(super) struct Units(BTreeMap<Tenant, BTreeMap<String, Time>>);
+
+impl Units {
+    /// Notes the unit of a new client. Replaces the unit if the tenant has too many.
+    pub fn admit(&mut self, now: Time, identity: &mut Arc<Identity>) {
+        if identity.unit.is_empty() && identity.container.is_empty() {
+            return;
+        }
+        let is_recent = |last: &Time| now.saturating_sub(*last) < FORGOTTEN;
+        if !self.0.contains_key(&identity.tenant) {
+            self.0.retain(|_, units| units.values().any(is_recent));
+        }
+        let units = self.0.entry(identity.tenant.clone()).or_default();
+        // A user can invent containers, too.
+        let key = format!("{} {}", identity.unit, identity.container);
+        let most = if identity.tenant == Tenant::Root { MAX_UNITS * ROOT_FACTOR } else { MAX_UNITS };
+        if units.len() >= most && !units.contains_key(&key) {
+            units.retain(|_, last| is_recent(last));
+        }
+        if units.len() < most || units.contains_key(&key) {
+            units.insert(key, now);
+            return;
+        }
+        let identity = Arc::make_mut(identity);
+        OTHERS.clone_into(&mut identity.unit);
+        if let Tenant::User(_) = identity.tenant {
+            identity.container.clear();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn units_of_one_tenant_are_limited_and_forgotten() {
+        let mut units = Units::default();
+        let mut admitted = |seconds, user, unit: usize| {
+            let unit = format!("{unit}.scope");
+            let mut identity =
+                Arc::new(Identity { tenant: Tenant::User(user), unit: unit.clone(), ..Identity::default() });
+            units.admit(Duration::from_secs(seconds), &mut identity);
+            identity.unit == unit
+        };
+        assert!((0..MAX_UNITS).all(|unit| admitted(1, 1, unit)));
+        assert!(!admitted(2, 1, MAX_UNITS) && admitted(2, 1, 0) && admitted(2, 2, MAX_UNITS));
+        assert!(admitted(301, 1, MAX_UNITS), "the other units are forgotten");
+    }
+}
