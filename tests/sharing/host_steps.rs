@@ -193,6 +193,22 @@ fn the_fingerprint_kernel_is_loaded_once_memory_is_available() {
     machine.wait_until_empty();
 }
 
+/// A kernel that does not end must not keep the client's thread, which copies the memory without
+/// fingerprints then.
+#[test]
+fn an_eviction_does_not_wait_for_a_hung_fingerprint_kernel() {
+    let machine = Machine::with_scheduler(pressed());
+    let words = "mix --mem 60M --reps 3 --rounds 2 --cpu-ms 600000";
+    let mut program = machine.program(words).env("CUDA_SIM_FINGERPRINT_TIME", "8000").start();
+    program.wait_to_say("round 0 is over"); // it is idle from now on
+    let mut other = machine.program("mix --mem 60M --reps 3 --rounds 2").start();
+    program.wait_to_say("the fingerprint kernel does not finish");
+    other.finish();
+    assert!(!program.stderr().contains("computed fingerprints"));
+    program.end();
+    machine.wait_until_empty();
+}
+
 /// Creates a socket at this path that never answers. The kernel still accepts connections to it.
 fn silent_daemon(path: &Path) -> OwnedFd {
     let bytes = path.as_os_str().as_bytes();
