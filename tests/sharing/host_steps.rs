@@ -50,6 +50,20 @@ fn launches_blocked_by_a_full_queue_hold_no_lock() {
     machine.wait_until_empty();
 }
 
+/// The client's thread samples the utilization while another program waits. A sample records an event in
+/// each stream, for which the full queue has no room.
+#[test]
+fn a_full_queue_does_not_block_the_clients_thread() {
+    let machine = Machine::with_scheduler(pressed());
+    let mut program = machine.program("host-step --how fill").start();
+    machine.wait_for_grants(&program, 1);
+    let mut other = machine.program("mix --mem 8M --reps 4 --rounds endless").start();
+    ends(&mut program);
+    machine.wait_for_grants(&other, 1);
+    other.end();
+    machine.wait_until_empty();
+}
+
 /// A driver call that unregisters host memory blocks until running work ends, and may block other
 /// calls too. So no such call is made before the kernel ends.
 #[test]
