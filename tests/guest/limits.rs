@@ -87,7 +87,7 @@ fn a_stopped_clock_does_not_stop_the_library() {
 fn library_threads_do_not_change_the_programs_scheduling() {
     let host = Host::new();
     let ended = host.case(host.program("scheduling"), &[]).with();
-    let expected = "policy 0, all processors, the right nice value\n";
+    let expected = "policy 0, all processors, the right nice value, the default memory policy\n";
     assert_eq!((ended.status, &*ended.stdout), ((Some(0), None), expected), "{ended:?}");
 }
 

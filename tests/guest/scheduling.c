@@ -1,4 +1,4 @@
-/* A thread with its own scheduling policy, processors and nice value starts the library. The settings of the library's
+/* A thread with its own scheduling policy, processors, nice value and memory policy starts the library. The settings of the library's
    thread are compared with the first thread's settings. With `deadline`, the thread has a policy under which it cannot
    start threads. */
 #include "guest.h"
@@ -21,9 +21,24 @@ static void *start(void *unused) {
     EXPECT(setpriority(PRIO_PROCESS, 0, 7) == 0);
     may_go_back = setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, getpid())) == 0;
     EXPECT(setpriority(PRIO_PROCESS, 0, 7) == 0);
+    /* MPOL_BIND to node 0. A kernel without NUMA lacks the call. */
+    unsigned long nodes = 1;
+    EXPECT(syscall(SYS_set_mempolicy, 2, &nodes, 8 * sizeof nodes) == 0 || errno == ENOSYS);
     begin();
     work();
     return unused;
+}
+
+/* Whether the thread allocates its memory by the system's policy. The file shows a thread's policy for memory without one. */
+static int has_default_policy(const char *task) {
+    char path[300], line[1000], policy[100];
+    snprintf(path, sizeof path, "/proc/self/task/%s/numa_maps", task);
+    FILE *file = fopen(path, "r");
+    if (file == NULL) return 1;
+    while (fgets(line, sizeof line, file) != NULL)
+        if (sscanf(line, "%*s %99s", policy) == 1 && !is(policy, "default")) return 0;
+    fclose(file);
+    return 1;
 }
 
 static void be_deadline(void) {
@@ -55,9 +70,10 @@ int main(int count, char **words) {
         cpu_set_t cpus;
         int id = atoi(task->d_name);
         EXPECT(sched_getaffinity(id, sizeof cpus, &cpus) == 0);
-        printf("policy %d, %s processors, %s nice value\n", sched_getscheduler(id),
+        printf("policy %d, %s processors, %s nice value, %s memory policy\n", sched_getscheduler(id),
                CPU_EQUAL(&cpus, &first) ? "all" : "other",
-               getpriority(PRIO_PROCESS, id) == (may_go_back ? getpriority(PRIO_PROCESS, getpid()) : 7) ? "the right" : "another");
+               getpriority(PRIO_PROCESS, id) == (may_go_back ? getpriority(PRIO_PROCESS, getpid()) : 7) ? "the right" : "another",
+               has_default_policy(task->d_name) ? "the default" : "another");
     }
     return 0;
 }

@@ -79,6 +79,25 @@ fn an_address_space_limit_permits_a_partial_eviction() {
     machine.wait_until_empty();
 }
 
+/// One mapping for all memory that should be evicted would exceed the limit. Smaller mappings do not, so
+/// a part of the memory is evicted.
+#[test]
+fn memory_is_evicted_up_to_the_address_space_limit() {
+    let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
+    let mut idle = machine.program("mix --mem 96M --chunks 12 --reps 3 --rounds 2 --cpu-ms 600000").start();
+    wait_for("it to be idle", || idle.stderr().contains("round 0 is over").then_some(()));
+    limit_addresses(idle.pid(), 80 * MIB);
+    // The other program needs 64 MiB of the idle program's memory. The library leaves 32 MiB of
+    // addresses to the program.
+    let mut other = machine.program("mix --mem 80M --chunks 5 --reps 3 --rounds 4").start();
+    machine.wait_for_move(0, "a part to leave", |m| m.pid == idle.pid() && m.what == "freed" && m.bytes > 0);
+    limit_addresses(idle.pid(), PLENTY);
+    other.finish();
+    assert!(idle.poll().is_none());
+    idle.end();
+    machine.wait_until_empty();
+}
+
 /// Lets a process map `more` bytes in addition to its present mappings.
 fn limit_addresses(pid: u32, more: u64) {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a process");

@@ -50,12 +50,30 @@ fn launches_blocked_by_a_full_queue_hold_no_lock() {
     machine.wait_until_empty();
 }
 
+/// The client's thread samples the utilization while another program waits. A sample records an event in
+/// each stream, for which the full queue has no room.
 #[test]
-fn host_memory_is_freed_while_a_kernel_waits_for_the_host() {
+fn a_full_queue_does_not_block_the_clients_thread() {
+    let machine = Machine::with_scheduler(pressed());
+    let mut program = machine.program("host-step --how fill").start();
+    machine.wait_for_grants(&program, 1);
+    let mut other = machine.program("mix --mem 8M --reps 4 --rounds endless").start();
+    ends(&mut program);
+    machine.wait_for_grants(&other, 1);
+    other.end();
+    machine.wait_until_empty();
+}
+
+/// A driver call that unregisters host memory blocks until running work ends, and may block other
+/// calls too. So no such call is made before the kernel ends.
+#[test]
+fn host_memory_is_freed_after_a_kernel_that_waits_for_the_host() {
     let Some(group) = Limited::new(&format!("nvshare-steps-{}", std::process::id()), 4 << 30) else { return };
     let machine = Machine::with_scheduler(pressed());
-    let words = "host-step --how allocate --mem 60M --before-ms 5000 --pause-ms 3000";
-    let mut program = machine.program_in(&group.procs(), words).start();
+    let words = "host-step --how allocate --mem 60M --before-ms 5000 --pause-ms 600000 --after-ms 600000";
+    // The library adds a line to the trace for each call that may block.
+    let program = machine.program_in(&group.procs(), words).env("LIBNVSHARE_WAITING_CALLS", "/dev/stderr");
+    let mut program = program.start();
     machine.wait_for_grants(&program, 1);
     // The program's memory is evicted and restored, and the host keeps copies.
     let mut other = machine.program("mix --mem 60M --reps 3 --rounds 2").start();
@@ -63,9 +81,20 @@ fn host_memory_is_freed_while_a_kernel_waits_for_the_host() {
     machine.wait_for_move(0, "its memory to have left", |m| m.pid == program.pid() && m.what == "freed");
     program.wait_to_say("the kernel runs");
     group.set_limit(group.used() + 2 * MIB);
-    thread::sleep(Duration::from_millis(1500));
+    let freed = |text: &str, trace: &str| trace.split("the kernel runs").nth(1).is_some_and(|rest| rest.contains(text));
+    wait_for("the library to free buffers", || freed("freeing host buffers", &program.stderr()).then_some(()));
     group.set_limit(4 << 30);
-    ends(&mut program);
+    program.signal(libc::SIGUSR1);
+    wait_within(PATIENCE, "the program to check its results", || {
+        program.stderr().contains("the results are right").then_some(())
+    });
+    const CALL: &str = "\tcuMemHostUnregister\t";
+    wait_for("the driver to be called", || freed(CALL, &program.stderr()).then_some(()));
+    let trace = program.stderr();
+    let during = trace.split("the kernel ").nth(1).expect("it ran");
+    assert!(during.starts_with("runs") && !during.contains(CALL), "a call waits for the kernel: {during}");
+    assert!(!trace.contains("wrong\t"), "{trace}");
+    program.kill();
     machine.wait_until_empty();
 }
 
@@ -175,6 +204,22 @@ fn the_fingerprint_kernel_is_loaded_once_memory_is_available() {
     });
     program.finish();
     other.finish();
+    machine.wait_until_empty();
+}
+
+/// A kernel that does not end must not keep the client's thread, which copies the memory without
+/// fingerprints then.
+#[test]
+fn an_eviction_does_not_wait_for_a_hung_fingerprint_kernel() {
+    let machine = Machine::with_scheduler(pressed());
+    let words = "mix --mem 60M --reps 3 --rounds 2 --cpu-ms 600000";
+    let mut program = machine.program(words).env("CUDA_SIM_FINGERPRINT_TIME", "8000").start();
+    program.wait_to_say("round 0 is over"); // it is idle from now on
+    let mut other = machine.program("mix --mem 60M --reps 3 --rounds 2").start();
+    program.wait_to_say("the fingerprint kernel does not finish");
+    other.finish();
+    assert!(!program.stderr().contains("computed fingerprints"));
+    program.end();
     machine.wait_until_empty();
 }
 

@@ -115,6 +115,7 @@ fn check_shared_with_another_device(words: &str, pinned: u64) {
 fn memory_shared_with_another_device_stays_resident() {
     check_shared_with_another_device("--how sync", 16 * MIB);
     check_shared_with_another_device("--how tokens", 16 * MIB);
+    check_shared_with_another_device("--how token-list", 16 * MIB);
     check_shared_with_another_device("--how range", 16 * MIB);
 }
 
@@ -122,6 +123,7 @@ fn memory_shared_with_another_device_stays_resident() {
 fn mapped_memory_shared_with_another_device_stays_resident() {
     check_shared_with_another_device("--how sync --kind vmm", 16 * MIB);
     check_shared_with_another_device("--how tokens --kind vmm", 16 * MIB);
+    check_shared_with_another_device("--how token-list --kind vmm", 16 * MIB);
     check_shared_with_another_device("--how range --kind vmm", 16 * MIB);
 }
 

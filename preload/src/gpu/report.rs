@@ -7,6 +7,7 @@ use crate::{
     env::trace::trace,
     gate::closed,
     memory::account::Account,
+    sys::rank::{self, Rank},
 };
 use core::sync::atomic::Ordering;
 use nvshare_wire::{ClientMessage, client as wire};
@@ -19,8 +20,10 @@ impl Gpu {
     }
 
     /// Reports the account and the bytes that are free on the device. A scheduler without NVML
-    /// computes the memory use of other programs from the free bytes.
+    /// computes the memory use of other programs from the free bytes. The caller holds the mover's
+    /// lock, so that the context is not destroyed.
     pub fn report_measured(&self, account: &Account, context: CUcontext) {
+        debug_assert!(rank::holds(Rank::Mover), "the program may destroy the context at any time");
         let (mut free, mut total) = (0, 0);
         // SAFETY: `free` and `total` outlive the call.
         let result = with_current(context as usize, || unsafe { driver::cuMemGetInfo_v2(&mut free, &mut total) });

@@ -81,10 +81,15 @@ fn most(least: i64) -> u64 {
 /// Returns the available bytes of the NUMA nodes that this process may use, minus the reserve;
 /// `u64::MAX` if unknown.
 fn of_host() -> u64 {
-    let all = kib(&file::read(c"/proc/meminfo"), b"MemAvailable:").unwrap_or(u64::MAX);
     let status = file::read(c"/proc/thread-self/status");
-    let nodes = of_nodes(&status, b"/sys/devices/system/node").unwrap_or(u64::MAX);
-    all.min(nodes).saturating_sub(HOST_RESERVE)
+    available(&file::read(c"/proc/meminfo"), &status, b"/sys/devices/system/node")
+}
+
+/// Does the same as [`of_host`], with the contents of `/proc/meminfo` and of a thread's
+/// `/proc/…/status`, and the directory of the NUMA nodes.
+fn available(meminfo: &[u8], status: &[u8], nodes: &[u8]) -> u64 {
+    let all = kib(meminfo, b"MemAvailable:").unwrap_or(u64::MAX);
+    all.min(of_nodes(status, nodes).unwrap_or(u64::MAX)).saturating_sub(HOST_RESERVE)
 }
 
 /// Returns the free memory and page cache of the NUMA nodes that a thread may use, in bytes; `None` if
@@ -330,6 +335,22 @@ mod tests {
         assert_eq!(left("0-2"), Some(7120 << 10));
         assert_eq!((left("0-7"), left("0,2,3")), (None, None));
         assert_eq!(of_nodes(b"Name:\tx\n", b"/nowhere"), None);
+    }
+
+    #[test]
+    fn memory_of_the_host_and_of_the_allowed_nodes_limits_the_headroom() {
+        let groups = Groups::new("host");
+        groups.put("node0", [("meminfo", "Node 0 MemFree: 1048576 kB\n"), ("x", ""), ("y", "")]);
+        fs::write(groups.0.join("has_memory"), "0-1\n").unwrap();
+        let left = |host: &str, list: &str| {
+            let (host, status) =
+                (std::format!("MemAvailable: {host} kB\n"), std::format!("Mems_allowed_list:\t{list}\n"));
+            available(host.as_bytes(), status.as_bytes(), groups.0.as_os_str().as_encoded_bytes())
+        };
+        const GIB: u64 = 1 << 30;
+        assert_eq!(left("4194304", "0"), GIB - HOST_RESERVE);
+        assert_eq!(left("4194304", "0-1"), 4 * GIB - HOST_RESERVE);
+        assert_eq!(left("786432", "0"), GIB / 4);
     }
 
     #[test]

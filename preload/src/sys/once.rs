@@ -81,6 +81,33 @@ mod tests {
         assert!(ONCE.run(|| false), "it has been done");
     }
 
+    /// In the child of a fork, a thread that was creating the value does not exist.
+    #[test]
+    fn no_thread_waits_for_another_thread_that_creates_a_value() {
+        static VALUE: OnceBox<u32> = OnceBox::new();
+        let (begun, end) = (AtomicU8::new(0), AtomicU8::new(0));
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let until = |flag: &AtomicU8| {
+            while flag.load(Ordering::SeqCst) == 0 && Instant::now() < deadline {
+                std::thread::yield_now();
+            }
+        };
+        std::thread::scope(|scope| {
+            let slow = scope.spawn(|| {
+                *VALUE.get_or_init(|| {
+                    begun.store(1, Ordering::SeqCst);
+                    until(&end);
+                    assert_eq!(end.load(Ordering::SeqCst), 1, "the other thread waits");
+                    alloc::boxed::Box::new(1)
+                })
+            });
+            until(&begun);
+            assert_eq!(*VALUE.get_or_init(|| alloc::boxed::Box::new(2)), 2);
+            end.store(1, Ordering::SeqCst);
+            assert_eq!(slow.join().expect("its value"), 2, "all threads have the same value");
+        });
+    }
+
     #[test]
     fn a_failed_initialization_is_retried() {
         let once = Once::new();

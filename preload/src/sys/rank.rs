@@ -68,9 +68,9 @@ pub enum Rank {
 }
 
 #[cfg(debug_assertions)]
-pub use checked::{Held, Ranked, has_room, held, holds_any, with_room};
+pub use checked::{Held, Ranked, has_room, held, holds, holds_any, with_room};
 #[cfg(not(debug_assertions))]
-pub use unchecked::{Held, Ranked, with_room};
+pub use unchecked::{Held, Ranked, holds, with_room};
 
 /// Release builds: keeps no state, and checks nothing.
 #[cfg(not(debug_assertions))]
@@ -84,6 +84,12 @@ mod unchecked {
     #[inline(always)]
     pub fn with_room() -> Held {
         Held
+    }
+
+    /// Unknown in release builds.
+    #[inline(always)]
+    pub fn holds(_: super::Rank) -> bool {
+        true
     }
 
     impl Ranked {
@@ -174,6 +180,11 @@ mod checked {
     /// The ranks that the calling thread holds, as bits.
     pub fn held() -> u64 {
         thread::ranks() & !ROOM
+    }
+
+    /// Whether the calling thread holds a lock of this rank.
+    pub fn holds(rank: Rank) -> bool {
+        held() & 1 << rank as u32 != 0
     }
 
     /// Whether the calling thread holds any lock, or is the client's thread.

@@ -179,6 +179,7 @@ fn sum(context: &Context, &[at, count, result, _]: &[u64; MAX_PARAMS]) -> Done {
 /// a chunk it computes two sums, and whether the part only repeats the chunk's first word.
 fn fingerprint(context: &Context, &[list, out, seed, words]: &[u64; MAX_PARAMS]) -> Done {
     let gpu = context.gpu;
+    spin_ns(context, Config::get().fingerprint_time.as_nanos() as u64)?;
     let [chunks, parts]: [u64; 2] = memory::read(list, gpu)?;
     for chunk in 0..chunks {
         let [at, all_words]: [u64; 2] = memory::read(list + 16 * (1 + chunk), gpu)?;

@@ -217,6 +217,10 @@ fn report_stuck(gpu: &Gpu, reason: StuckReason) {
 /// Frees buffers of the host cache beyond `most` bytes.
 pub(super) fn release_surplus(gpu: &Gpu, space: &Mutex<Space>, most: u64) {
     let mut guard = space.lock();
+    let before = guard.account.host_cache;
     guard.release_surplus(most);
+    if guard.account.host_cache < before {
+        trace!("GPU {}: freeing host buffers of {} bytes", gpu.index, before - guard.account.host_cache);
+    }
     gpu.report(&guard.account);
 }

@@ -61,6 +61,8 @@ pub struct Config {
     pub vmm: bool,
     /// `CUDA_SIM_KEEP_MEMORY`: whether a process keeps freed host pages for its next chunks.
     pub keep_memory: bool,
+    /// `CUDA_SIM_FINGERPRINT_TIME`: milliseconds that each kernel for fingerprints runs longer.
+    pub fingerprint_time: Duration,
     /// `CUDA_SIM_FAT_BINARIES`: `0` for a GPU that no fat binary supports.
     pub fat_binaries: bool,
     /// `CUDA_SIM_NO_PEERS`: pairs of GPUs without peer access.
@@ -127,6 +129,7 @@ impl Config {
             nvml_delay: milliseconds("CUDA_SIM_NVML_DELAY"),
             vmm: size("CUDA_SIM_VMM", 1) != 0,
             keep_memory: size("CUDA_SIM_KEEP_MEMORY", 0) != 0,
+            fingerprint_time: milliseconds("CUDA_SIM_FINGERPRINT_TIME"),
             fat_binaries: size("CUDA_SIM_FAT_BINARIES", 1) != 0,
             no_peers: list("CUDA_SIM_NO_PEERS", |pair| {
                 let (a, b) = pair.split_once('-')?;

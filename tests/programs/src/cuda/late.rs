@@ -308,6 +308,7 @@ late! {
     cuPointerSetAttribute(value: *const u32, which: u32, at: u64);
     cuMemGetAddressRange_v2(base: *mut u64, size: *mut usize, at: u64);
     cuPointerGetAttribute(data: *mut u64, which: u32, at: u64);
+    cuPointerGetAttributes(count: u32, which: *const u32, data: *const *mut u64, at: u64);
     cuDeviceGetDefaultMemPool(pool: *mut usize, device: i32);
     cuDeviceGetMemPool(pool: *mut usize, device: i32);
     cuDeviceSetMemPool(device: i32, pool: usize);

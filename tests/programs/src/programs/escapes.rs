@@ -31,6 +31,10 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             match how {
                 "sync" => late_cu!(cuPointerSetAttribute(&1, SYNC_MEMOPS, buffer.at))?,
                 "tokens" => late_cu!(cuPointerGetAttribute([0_u64; 2].as_mut_ptr(), P2P_TOKENS, buffer.at))?,
+                "token-list" => {
+                    let mut tokens = [0_u64; 2];
+                    late_cu!(cuPointerGetAttributes(1, &P2P_TOKENS, &tokens.as_mut_ptr(), buffer.at))?
+                }
                 "range" => late_cu!(cuMemGetHandleForAddressRange(&mut descriptor, buffer.at, memory, DMA_BUF, 0))?,
                 _ => {}
             }

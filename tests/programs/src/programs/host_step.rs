@@ -6,6 +6,7 @@ use crate::{
     args::Args,
     cuda::{Buffer, Gpu, Kind, Mapped, Stream, cu, late::late_cu, read},
     report::Report,
+    signal,
 };
 use std::{
     ffi::c_void,
@@ -31,6 +32,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
 fn allocate(args: &Args, report: &mut Report) -> Outcome {
     let memory = args.size("mem", "60M") as usize;
     let (before, pause) = (args.milliseconds("before-ms", "3000"), args.milliseconds("pause-ms", "2000"));
+    let after = args.milliseconds("after-ms", "0");
     let gpu = Gpu::open(0)?;
     let flag = Mapped::new(4)?;
     let (stream, buffer) = (Stream::new()?, Buffer::new(Kind::Alloc, memory)?);
@@ -46,19 +48,22 @@ fn allocate(args: &Args, report: &mut Report) -> Outcome {
     }
     gpu.spin_until(flag.at, stream.0)?;
     eprintln!("the kernel runs");
-    thread::sleep(pause);
+    signal::pause(pause);
     thread::scope(|scope| {
         let other = scope.spawn(|| -> crate::cuda::Result<u32> {
             gpu.enter()?;
             let (stream, more) = (Stream::new()?, Buffer::new(Kind::Alloc, 8 << 20)?);
             gpu.fill(more.at, more.count(), 7, stream.0)?;
             stream.synchronise()?;
+            eprintln!("the kernel ends");
             flag.set(1);
             read(more.at)
         });
         expect("what the other thread has written", other.join().map_err(|_| "a thread panicked")??, 7)
     })?;
     stream.synchronise()?;
+    eprintln!("the results are right");
+    thread::sleep(after);
     report.integer("memory", memory as u64);
     Ok(())
 }

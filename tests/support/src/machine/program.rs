@@ -56,7 +56,9 @@ impl Launch<'_> {
         let path = |kind: &str| self.machine.path(&format!("program-{number}.{kind}"));
         let (stdout, stderr) = (path("out"), path("err"));
         self.command.stdout(File::create(&stdout).expect("a file for stdout"));
-        self.command.stderr(File::create(&stderr).expect("a file for stderr"));
+        // The library may also write to this file by its path.
+        let stderr_file = File::options().append(true).create(true).open(&stderr);
+        self.command.stderr(stderr_file.expect("a file for stderr"));
         let child = spawn(self.command.stdin(Stdio::null()));
         Program { child, name: self.name, stdout, stderr, ended: false }
     }
