@@ -1236,6 +1236,46 @@ fn a_listed_gpu_needs_its_device_file_under_any_kind() {
     drop(neighbours);
 }
 
+/// A client that is asleep need not show the device file. The claim grants nothing.
+#[test]
+fn a_claim_of_sleep_is_no_substitute_for_the_device_file() {
+    if !runs_here("attacks::a_claim_of_sleep_is_no_substitute_for_the_device_file") {
+        return;
+    }
+    let siege = Siege::start("");
+    let claimant = Client::connect(&siege.daemon.socket()).expect("the daemon listens");
+    let (min_version, max_version, library) = (version::MIN, version::MAX, Text::new("test"));
+    let hello = ClientMessage::Hello { min_version, max_version, flags: ASLEEP, resume: 0, gang: 0, library };
+    claimant.send_raw(hello.encode(0).as_bytes());
+    claimant.send_raw(support::attach(0, listed()).encode(version::MAX).as_bytes());
+    for message in [support::memory(0, 16 << 30, 16 << 30), ClientMessage::Wake {}, ClientMessage::Request { gpus: 1 }]
+    {
+        say(&claimant, message);
+    }
+    let honest = siege.daemon.client();
+    honest.attach_gpu(listed(), 16 << 30);
+    honest.report(15 << 30, 0);
+    honest.request();
+    honest.until_granted();
+    honest.release();
+    let soon = libc::timeval { tv_sec: 1, tv_usec: 0 };
+    // SAFETY: the option's value is live and of this size.
+    unsafe {
+        let (value, size) = ((&raw const soon).cast(), size_of_val(&soon) as libc::socklen_t);
+        libc::setsockopt(claimant.socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_RCVTIMEO, value, size);
+    }
+    let mut packet = [0; MAX_LEN];
+    loop {
+        // SAFETY: the kernel writes at most the length of `packet`.
+        let length = unsafe { libc::recv(claimant.socket.as_raw_fd(), packet.as_mut_ptr().cast(), packet.len(), 0) };
+        if length <= 0 {
+            break;
+        }
+        let message = SchedulerMessage::decode(&packet[..length as usize], version::MAX).expect("a message");
+        assert!(!matches!(message, SchedulerMessage::Grant { .. }), "{message:?}");
+    }
+}
+
 /// The key of an exporter is a secret, but only within the exporter's tenant.
 #[test]
 #[ignore = "a helper: exports memory with the key of another tenant, and opens that tenant's memory"]
