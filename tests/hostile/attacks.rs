@@ -146,7 +146,7 @@ impl Siege {
 
     fn around(daemon: Daemon) -> Self {
         daemon.log.wait("found");
-        support::device_files(); // creates them for the other users
+        support::device_files(support::devices().as_deref()); // creates them for the other users
         let siege = Self { daemon, descriptors: 0 };
         assert!(siege.answers().contains("gpus"));
         let descriptors = siege.open_descriptors();
@@ -312,7 +312,9 @@ fn intrude() -> Option<Client> {
 fn say(client: &Client, message: ClientMessage) -> bool {
     let packet = message.encode(version::MAX);
     match message {
-        ClientMessage::Attach { .. } => client.send_with(packet.as_bytes(), &support::device_files()),
+        ClientMessage::Attach { .. } => {
+            client.send_with(packet.as_bytes(), &support::device_files(support::devices().as_deref()))
+        }
         _ => client.send_raw(packet.as_bytes()),
     }
 }
@@ -491,7 +493,7 @@ fn assortment() -> Vec<OwnedFd> {
     }
     // A socket whose queue contains the socket and its peer, so that only the garbage collector frees it.
     let (one, other) = UnixStream::pair().expect("a pair");
-    let holder = Client { socket: one.into(), id: 0, version: 1 };
+    let holder = Client { socket: one.into(), id: 0, version: 1, devices: None };
     for _ in 0..8 {
         send_with(&holder, b"x", &[holder.socket.as_raw_fd(), other.as_raw_fd()]);
     }
