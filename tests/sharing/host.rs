@@ -68,9 +68,9 @@ fn an_address_space_limit_permits_a_partial_eviction() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
     let mut idle = machine.program("mix --mem 96M --chunks 12 --reps 3 --rounds 2 --cpu-ms 600000").start();
     wait_for("it to be idle", || idle.stderr().contains("round 0 is over").then_some(()));
-    limit_addresses(idle.pid(), 80 * MIB);
-    // The other program needs at most 40 MiB of the idle program's memory. The remaining 40 MiB of
-    // address space are for stacks of threads that start later.
+    limit_addresses(idle.pid(), 96 * MIB);
+    // The other program needs at most 40 MiB of the idle program's memory. The remaining 56 MiB of
+    // address space are for the program and for stacks of threads that start later.
     let mut other = machine.program("mix --mem 48M --chunks 3 --reps 3 --rounds 4").start();
     other.finish();
     assert!(idle.poll().is_none());
