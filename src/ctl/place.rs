@@ -143,7 +143,7 @@ impl PlacementClient {
             }
         }
         let mut buffer = [0; MAX_LEN];
-        let length = socket::receive(self.socket.as_fd(), &mut buffer, &mut Vec::new()).ok()?;
+        let length = socket::receive(self.socket.as_fd(), &mut buffer, 0, &mut Vec::new()).ok()?;
         SchedulerMessage::decode(buffer.get(..length)?, self.version).ok()
     }
 }

@@ -1,20 +1,28 @@
 //! File descriptors: their limit, a spare descriptor for when the limit is reached, and
 //! registration with the runtime.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::{LazyLock, Mutex, PoisonError};
 
 use rustix::fs::OFlags;
 use rustix::io::FdFlags;
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::io::unix::AsyncFd;
 
+use super::foreign::Foreign;
 use super::socket;
 
+/// A descriptor that stays open, and refers to the same file, until it is dropped.
+pub trait Owned: AsRawFd {}
+
+impl Owned for OwnedFd {}
+impl Owned for Foreign {}
+
 /// Registers a non-blocking descriptor with this thread's runtime.
-pub fn watch(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
-    // SAFETY: an `OwnedFd` stays open and refers to the same file until it is dropped.
+pub fn watch<T: Owned>(fd: T) -> io::Result<AsyncFd<T>> {
+    // SAFETY: an `Owned` descriptor stays open and refers to the same file until it is dropped.
     unsafe { AsyncFd::register(fd) }.map_err(|e| e.into_parts().1)
 }
 
@@ -25,12 +33,27 @@ pub fn prepare(fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(rustix::io::fcntl_setfd(fd, FdFlags::CLOEXEC)?)
 }
 
+/// The reserved descriptor of [`read`].
+static FOR_READING: LazyLock<Mutex<Spare>> = LazyLock::new(Mutex::default);
+
 /// Raises the soft limit of open descriptors to the hard limit, because each client needs two
-/// descriptors.
+/// descriptors. Reserves the descriptor that [`read`] uses.
 pub fn raise_limit() -> io::Result<()> {
+    LazyLock::force(&FOR_READING);
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     Ok(setrlimit(Resource::Nofile, limit)?)
+}
+
+/// Reads a file, even if the process has no other descriptors left.
+pub fn read(path: &str) -> io::Result<String> {
+    fs::read_to_string(path).or_else(|_| {
+        let mut spare = FOR_READING.lock().unwrap_or_else(PoisonError::into_inner);
+        spare.0 = None;
+        let text = fs::read_to_string(path);
+        spare.refill();
+        text
+    })
 }
 
 /// A reserved descriptor. If the process has no other descriptors left, [`Spare::accept`] closes

@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
-use rustix::fs::{FileType, OFlags, makedev};
+use rustix::fs::{AtFlags, FileType, OFlags, StatxFlags, makedev};
 
 /// The identity of a device file. Two files of the same device are equal. For a simulated GPU, a
 /// regular file replaces the device.
@@ -46,10 +46,15 @@ impl DeviceFile {
         if flags.contains(OFlags::PATH) || flags & OFlags::RWMODE != OFlags::RDWR {
             return None;
         }
-        let found = rustix::fs::fstat(&descriptor).ok()?;
-        match FileType::from_raw_mode(found.st_mode) {
-            FileType::CharacterDevice => Some(Self::Device(found.st_rdev)),
-            FileType::RegularFile => Some(Self::Regular { device: found.st_dev, inode: found.st_ino }),
+        // Without `DONT_SYNC`, a file system in user space could delay the answer without end.
+        let how = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+        let found = rustix::fs::statx(&descriptor, c"", how, StatxFlags::TYPE | StatxFlags::INO).ok()?;
+        match FileType::from_raw_mode(found.stx_mode.into()) {
+            FileType::CharacterDevice => Some(Self::numbered(found.stx_rdev_major, found.stx_rdev_minor)),
+            FileType::RegularFile => {
+                let device = makedev(found.stx_dev_major, found.stx_dev_minor);
+                Some(Self::Regular { device, inode: found.stx_ino })
+            }
             _ => None,
         }
     }

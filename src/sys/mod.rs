@@ -20,6 +20,7 @@ pub mod credentials;
 pub mod descriptors;
 pub mod detached;
 pub mod device_file;
+pub mod foreign;
 pub mod lease;
 pub mod listen;
 pub mod privileges;

@@ -2,19 +2,25 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use nvshare_wire::MAX_DESCRIPTORS;
 use rustix::cmsg_space;
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, sockopt,
 };
 
+use super::descriptors;
+use super::foreign::Foreign;
+
 /// Sockets never block, and child programs never inherit them.
 const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
+/// The kernel's limit on the number of descriptors in one packet.
+const SCM_MAX_FD: usize = 253;
 /// The size of the path in `struct sockaddr_un`, without the final NUL.
 const MAX_PATH: usize = 107;
 
@@ -81,6 +87,20 @@ pub fn stop_receiving(socket: BorrowedFd<'_>) {
     let _ = rustix::net::shutdown(socket, Shutdown::Read);
 }
 
+/// True if no more packets can arrive. Unread packets may be left.
+pub fn has_ended(socket: BorrowedFd<'_>) -> bool {
+    let mut polled = [PollFd::from_borrowed_fd(socket, PollFlags::RDHUP)];
+    let ended = PollFlags::RDHUP | PollFlags::HUP;
+    rustix::event::poll(&mut polled, Some(&Timespec::default())).is_ok() && polled[0].revents().intersects(ended)
+}
+
+/// The number of descriptors in a Unix socket's unread packets. `None` if the kernel does not tell
+/// (proc_pid_fdinfo(5), Linux 5.12).
+pub fn unread_descriptors(socket: BorrowedFd<'_>) -> Option<u64> {
+    let info = descriptors::read(&format!("/proc/self/fdinfo/{}", socket.as_raw_fd())).ok()?;
+    info.lines().find_map(|line| line.strip_prefix("scm_fds:")?.trim().parse().ok())
+}
+
 /// True if a socket that another process created is listening and of this kind.
 pub fn is_listening(socket: BorrowedFd<'_>, kind: Kind) -> bool {
     sockopt::socket_acceptconn(socket) == Ok(true)
@@ -97,17 +117,22 @@ fn is_tcp(socket: BorrowedFd<'_>) -> bool {
     matches!(sockopt::socket_domain(socket), Ok(AddressFamily::INET | AddressFamily::INET6))
 }
 
-/// Receives one packet, and appends its descriptors. Returns the packet's length. The length
+/// Receives one packet of a tenant, and appends its descriptors. Returns the packet's length. The length
 /// exceeds the buffer's length if the packet was truncated, and is 0 at the end of the connection.
-pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<usize> {
-    // The kernel closes descriptors that do not fit.
-    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+pub fn receive(
+    socket: BorrowedFd<'_>,
+    buffer: &mut [u8],
+    owner: u64,
+    descriptors: &mut Vec<Foreign>,
+) -> io::Result<usize> {
+    // There is room for all descriptors, because the kernel would close the others in this call.
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(SCM_MAX_FD))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::TRUNC | RecvFlags::CMSG_CLOEXEC;
     let received = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags)?;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(received) = message {
-            descriptors.extend(received);
+            descriptors.extend(received.map(|descriptor| Foreign::new(descriptor, owner)));
         }
     }
     Ok(received.bytes)
@@ -119,7 +144,7 @@ pub fn send(socket: BorrowedFd<'_>, packet: &[u8]) -> io::Result<()> {
 }
 
 /// Sends one packet with up to `MAX_DESCRIPTORS` descriptors, or fails with `WouldBlock`.
-pub fn send_with(socket: BorrowedFd<'_>, packet: &[u8], descriptors: &[OwnedFd]) -> io::Result<()> {
+pub fn send_with(socket: BorrowedFd<'_>, packet: &[u8], descriptors: &[impl AsFd]) -> io::Result<()> {
     let descriptors: Vec<BorrowedFd<'_>> = descriptors.iter().take(MAX_DESCRIPTORS).map(AsFd::as_fd).collect();
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
     let mut control = SendAncillaryBuffer::new(&mut space);

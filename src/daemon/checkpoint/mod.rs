@@ -385,7 +385,7 @@ impl Helper {
 
     async fn receive(&self, packet: &mut [u8]) -> io::Result<usize> {
         // Received file descriptors are closed.
-        self.socket.async_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), packet, &mut Vec::new())).await
+        self.socket.async_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), packet, 0, &mut Vec::new())).await
     }
 
     /// Shuts down the socket, and waits until the helper has exited. A child that does not exit within

@@ -58,7 +58,8 @@ async fn accept(listener: &AsyncFd<OwnedFd>) -> AsyncFd<OwnedFd> {
 /// it.
 async fn request(socket: &AsyncFd<OwnedFd>) -> (Request, u32) {
     let (mut packet, mut fds) = ([0; nvshare_checkpoint::MAX_REQUEST], Vec::with_capacity(MAX_DESCRIPTORS));
-    let received = socket.async_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), &mut packet, &mut fds)).await;
+    let received =
+        socket.async_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), &mut packet, 0, &mut fds)).await;
     let request = Request::decode(&packet[..received.expect("a packet")]).expect("a request");
     let [pidfd] = &fds[..] else { panic!("one descriptor: {fds:?}") };
     let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).expect("a descriptor");
@@ -72,7 +73,7 @@ fn say(socket: &AsyncFd<OwnedFd>, outcome: Outcome, failed: Step, error: u32) {
 }
 
 async fn wait_for_end(socket: &AsyncFd<OwnedFd>) {
-    let end = socket.async_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), &mut [0], &mut Vec::new())).await;
+    let end = socket.async_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), &mut [0], 0, &mut Vec::new())).await;
     assert_eq!(end.expect("the end"), 0);
 }
 

@@ -17,6 +17,7 @@ use crate::daemon::tenants::What;
 use crate::daemon::transport::peer;
 use crate::identity::Tenant;
 use crate::sys::descriptors::{self, Spare};
+use crate::sys::foreign::{self, Foreign};
 use crate::sys::socket;
 
 /// Maximum number of connections that are accepted before other tasks run. To accept a connection takes
@@ -51,10 +52,14 @@ pub async fn accept(
         match accepted {
             Ok(socket) => {
                 // Drops connections that arrive faster than their processes can be identified.
-                let budget = connections.budgets.of(&peer::presumed_tenant(socket.as_fd()));
-                if let Some(arrival) = budget.take(What::Arrivals, 1) {
-                    let client = Incoming { socket, claim: claim.to_owned(), budget, arrival };
-                    tokio::task::spawn_local(client::serve(core.clone(), client, connections.clone()));
+                let tenant = peer::presumed_tenant(socket.as_fd());
+                let (socket, budget) = (Foreign::connection(socket, tenant.number()), connections.budgets.of(&tenant));
+                match budget.take(What::Arrivals, 1) {
+                    Some(arrival) => {
+                        let client = Incoming { socket, claim: claim.to_owned(), budget, arrival };
+                        tokio::task::spawn_local(client::serve(core.clone(), client, connections.clone()));
+                    }
+                    None => socket::stop_receiving(socket.as_fd()),
                 }
                 batch += 1;
                 if batch == BATCH {
@@ -70,10 +75,17 @@ pub async fn accept(
                         left ({e})");
                 }
                 let refused = spare.accept(listener.as_fd()).map(|socket| {
-                    refuse(socket.as_fd(), Refusal::TooMany, "no file descriptors are left in the scheduler");
+                    let owner = peer::presumed_tenant(socket.as_fd()).number();
+                    let socket = Foreign::connection(socket, owner);
+                    socket::stop_receiving(socket.as_fd());
+                    // Without room for a descriptor, the kernel closes it in the call that receives its packet.
+                    if socket::unread_descriptors(socket.as_fd()) == Some(0) {
+                        let text = "no file descriptors are left in the scheduler";
+                        refuse(socket.as_fd(), owner, Refusal::TooMany, text);
+                    }
                 });
-                // Reserves a descriptor again before any other task runs, because another task
-                // could take and keep the free descriptor.
+                // Reserves descriptors again before any other task runs, because another task
+                // could take and keep the free descriptors.
                 spare.refill();
                 match refused {
                     Ok(()) => {}
@@ -95,12 +107,14 @@ pub async fn accept(
 
 /// Sends a client the reason why it is refused. Reads the client's packets first, because closing a
 /// socket with unread data discards the data sent on it. The loop ends, because the client's
-/// further sends fail.
-pub(super) fn refuse(socket: BorrowedFd<'_>, reason: Refusal, text: &str) {
+/// further sends fail. `owner`: the tenant's number.
+pub(super) fn refuse(socket: BorrowedFd<'_>, owner: u64, reason: Refusal, text: &str) {
     socket::stop_receiving(socket);
     let mut buffer = [0; MAX_LEN];
     let mut descriptors = Vec::new();
-    while socket::receive(socket, &mut buffer, &mut descriptors).is_ok_and(|n| n > 0) {
+    while !foreign::is_behind(owner)
+        && socket::receive(socket, &mut buffer, owner, &mut descriptors).is_ok_and(|n| n > 0)
+    {
         descriptors.clear();
     }
     let message = SchedulerMessage::Refused { reason, text: Text::new(text) };

@@ -21,6 +21,7 @@ use crate::daemon::transport::peer;
 use crate::daemon::transport::session::Violation;
 use crate::identity::{Identity, Tenant};
 use crate::scheduler::ClientId;
+use crate::sys::foreign::{self, Foreign};
 use crate::sys::{descriptors, socket};
 
 /// A connection is closed if its first packet does not arrive within this time. A client that was
@@ -37,7 +38,7 @@ const DISCONNECTED: &str = "is disconnected after a protocol violation";
 
 /// An accepted connection.
 pub(super) struct Incoming {
-    pub socket: OwnedFd,
+    pub socket: Foreign,
     /// The UID of the claim that the socket belongs to. Empty if the socket belongs to no claim.
     pub claim: String,
     /// The budget of the presumed tenant, and the connection's share of that budget.
@@ -58,6 +59,7 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
             }
             return refuse(
                 socket.as_fd(),
+                socket.owner(),
                 Refusal::Identity,
                 &format!("the scheduler cannot identify this process: {e}"),
             );
@@ -74,7 +76,7 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
         // their reasons.
         None => match budget.take(What::Refusals, 1) {
             Some(place) => (place, true),
-            None => return,
+            None => return socket::stop_receiving(socket.as_fd()),
         },
     };
     let watched = Connection::new(socket, 0, budget.clone())
@@ -84,7 +86,11 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
         Err(e) => return error!("cannot watch a connection: {e}"),
     };
 
-    let hello = match tokio::time::timeout(HELLO_TIMEOUT, read_hello(&connection)).await {
+    let hello = tokio::time::timeout(HELLO_TIMEOUT, read_hello(&connection)).await;
+    if !matches!(hello, Ok(Ok(Some(_)))) {
+        connection.close();
+    }
+    let hello = match hello {
         Ok(Ok(Some(hello))) => hello,
         Ok(Ok(None)) => return,
         Ok(Err(violation)) => return connections.log_refused(&identity, format_args!("{DISCONNECTED}: {violation}")),
@@ -102,12 +108,12 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
         let text = format!(
             "no common protocol: library {min} to {max}, scheduler {oldest} to {newest}; install the same nvshare on both sides"
         );
-        return refuse(connection.socket(), Refusal::Version, &text);
+        return refuse(connection.socket(), budget.tenant().number(), Refusal::Version, &text);
     };
     if too_many {
         let text = too_many_clients(&budget);
         connections.log_refused(&identity, format_args!("is refused: {text}"));
-        return refuse(connection.socket(), Refusal::TooMany, &text);
+        return refuse(connection.socket(), budget.tenant().number(), Refusal::TooMany, &text);
     }
 
     connection.set_version(version);
@@ -162,7 +168,8 @@ pub async fn converse(
         End::Closed => "disconnected",
         End::Died => "has ended",
         End::Violation(violation) => {
-            connections.log_refused(identity, format_args!("{DISCONNECTED}: {violation}"));
+            let what = if matches!(violation, Violation::Unproven { .. }) { "is refused" } else { DISCONNECTED };
+            connections.log_refused(identity, format_args!("{what}: {violation}"));
             "was disconnected"
         }
     };
@@ -177,7 +184,11 @@ fn read_last_packets(core: &RefCell<Core>, client: ClientId, connection: &Connec
     let mut buffer = [0; MAX_LEN];
     // The number is limited: another process that shares the socket could send packets forever.
     for _ in 0..MAX_LAST_PACKETS {
-        let Ok(length @ 1..) = socket::receive(connection.socket(), &mut buffer, &mut Vec::new()) else {
+        let owner = connection.budget().tenant().number();
+        if foreign::is_behind(owner) {
+            return;
+        }
+        let Ok(length @ 1..) = socket::receive(connection.socket(), &mut buffer, owner, &mut Vec::new()) else {
             return;
         };
         core.borrow_mut().receive_last(client, buffer.get(..length).unwrap_or_default());

@@ -40,6 +40,7 @@ use crate::daemon::transport::connection::Connection;
 use crate::daemon::transport::peer;
 use crate::identity::{Cgroup, Identity, Place, printable};
 use crate::scheduler::ClientId;
+use crate::sys::foreign::Foreign;
 use crate::sys::{descriptors, socket};
 
 /// Maximum length of a name or a reason, in characters.
@@ -207,7 +208,7 @@ impl Record {
     /// Creates the client that represents the lock, and the parts of its keeper.
     fn client(self, identity: Identity, files: LockFiles, budget: Rc<Budget>) -> io::Result<(Arrival, Unattached)> {
         let (client_end, daemon_end) = socket::packet_pair()?;
-        let connection = Rc::new(Connection::new(daemon_end, version::MAX, budget)?);
+        let connection = Rc::new(Connection::new(Foreign::connection(daemon_end, 0), version::MAX, budget)?);
         let client_end = descriptors::watch(client_end)?;
         let files = Rc::new(files);
         let arrival = Arrival {
@@ -379,7 +380,7 @@ impl LockKeeper {
         let mut buffer = [0; MAX_LEN];
         loop {
             let Ok(mut ready) = self.client_end.readable().await else { return };
-            let length = match ready.try_io(|fd| socket::receive(fd.as_fd(), &mut buffer, &mut Vec::new())) {
+            let length = match ready.try_io(|fd| socket::receive(fd.as_fd(), &mut buffer, 0, &mut Vec::new())) {
                 Ok(Ok(length)) if length > 0 => length,
                 Err(_would_block) => continue,
                 _ => return,

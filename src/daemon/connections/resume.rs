@@ -36,6 +36,7 @@ use crate::daemon::transport::peer;
 use crate::identity::Identity;
 use crate::scheduler::ClientId;
 use crate::sys::device_file::DeviceFile;
+use crate::sys::foreign::Foreign;
 use crate::sys::{descriptors, socket};
 
 /// Maximum time for a client to answer. A client that is moving its memory answers late.
@@ -147,6 +148,8 @@ fn admit_late(state: ClientState, core: &Rc<RefCell<Core>>, connections: &Rc<Con
 /// over.
 fn ask(name: ConnectionName, socket: OwnedFd, connections: &Connections) -> Option<StoredClient> {
     let is_supported = (version::MIN..=version::MAX).contains(&name.version);
+    let tenant = peer::presumed_tenant(socket.as_fd());
+    let socket = Foreign::connection(socket, tenant.number());
     let known = peer::identify(socket.as_fd()).ok().filter(|(identity, pidfd)| {
         // If the process has exited, its child may still have the connection open.
         let is_alive = identity.pid == 0 || pidfd.is_some();

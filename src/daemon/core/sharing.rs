@@ -1,7 +1,6 @@
 //! Passes messages about shared memory between exporters and importers.
 
 use std::collections::BTreeSet;
-use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -14,6 +13,7 @@ use super::state::{Client, Core};
 use crate::daemon::tenants::{Budget, What};
 use crate::identity::Identity;
 use crate::scheduler::{ClientId, GpuId, Time};
+use crate::sys::foreign::Foreign;
 
 /// Maximum number of unanswered requests to adopt memory, per client. An exporter can leave
 /// thousands of ranges. Requests for all ranges at the same time would overflow the client's
@@ -34,7 +34,7 @@ impl Core {
         client: ClientId,
         message: ClientMessage,
         gpu: Option<GpuId>,
-        descriptors: &[OwnedFd],
+        descriptors: &[Foreign],
         now: Time,
     ) {
         match message {

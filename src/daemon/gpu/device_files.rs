@@ -4,6 +4,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use rustix::fs::{major, minor};
+
 use crate::sys::device_file::DeviceFile;
 
 /// The major number of NVIDIA's device files. Minor number 255 is the control device.
@@ -28,5 +30,5 @@ pub fn of_gpu(minor: u32) -> DeviceFile {
 
 /// True if this is the device file of any GPU.
 pub fn is_of_gpu(file: DeviceFile) -> bool {
-    (0..CONTROL).any(|minor| DeviceFile::numbered(MAJOR, minor) == file)
+    matches!(file, DeviceFile::Device(number) if major(number) == MAJOR && minor(number) != CONTROL)
 }

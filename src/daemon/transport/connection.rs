@@ -2,8 +2,9 @@
 
 use std::cell::{Cell, RefCell};
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::rc::Rc;
+use std::time::Duration;
 
 use nvshare_wire::{MAX_LEN, SchedulerMessage, WireError};
 use tokio::io::Interest;
@@ -13,12 +14,16 @@ use tokio::sync::Notify;
 use super::outbox::Outbox;
 use super::session::Violation;
 use crate::daemon::tenants::Budget;
+use crate::sys::foreign::{self, Foreign};
 use crate::sys::{descriptors, socket};
+
+/// Time between two checks whether a tenant's descriptors still wait to be closed.
+const BEHIND_PAUSE: Duration = Duration::from_millis(10);
 
 /// A client's socket, and the queue of messages that do not fit into it.
 #[derive(Debug)]
 pub struct Connection {
-    socket: AsyncFd<OwnedFd>,
+    socket: AsyncFd<Foreign>,
     outbox: RefCell<Outbox>,
     /// Notified when the outbox is no longer empty.
     wake: Notify,
@@ -31,7 +36,7 @@ pub struct Connection {
 impl Connection {
     /// Creates a connection. `version`: the protocol version, 0 before the handshake. `budget`: the budget
     /// of the client's tenant.
-    pub fn new(socket: OwnedFd, version: u16, budget: Rc<Budget>) -> io::Result<Self> {
+    pub fn new(socket: Foreign, version: u16, budget: Rc<Budget>) -> io::Result<Self> {
         Ok(Self {
             socket: descriptors::watch(socket)?,
             outbox: RefCell::default(),
@@ -73,7 +78,7 @@ impl Connection {
     ///
     /// # Errors
     /// `WouldBlock` if the client must read other messages first.
-    pub fn send_with(&self, message: SchedulerMessage, descriptors: &[OwnedFd]) -> io::Result<()> {
+    pub fn send_with(&self, message: SchedulerMessage, descriptors: &[impl AsFd]) -> io::Result<()> {
         if !self.outbox.borrow().is_empty() {
             return Err(io::ErrorKind::WouldBlock.into());
         }
@@ -121,7 +126,7 @@ impl Connection {
     pub async fn receive<'a>(
         &self,
         buffer: &'a mut [u8; MAX_LEN],
-        descriptors: &mut Vec<OwnedFd>,
+        descriptors: &mut Vec<Foreign>,
     ) -> Result<Option<&'a [u8]>, Violation> {
         loop {
             self.readable().await;
@@ -133,22 +138,32 @@ impl Connection {
         }
     }
 
-    /// Waits until a packet arrives or the connection ends.
+    /// Waits until a packet arrives or the connection ends. While too many descriptors of the tenant wait to be
+    /// closed, waits for that too.
     pub async fn readable(&self) {
+        while foreign::is_behind(self.budget.tenant().number()) {
+            tokio::time::sleep(BEHIND_PAUSE).await;
+        }
         // If waiting fails, receiving fails too.
         let _ = self.socket.readable().await;
     }
 
-    /// Receives the next packet with its file descriptors, if a packet has arrived.
+    /// Receives the next packet with its file descriptors, if a packet has arrived. Receives nothing while too
+    /// many descriptors of the tenant wait to be closed.
     ///
     /// # Errors
     /// The packet is longer than any valid message.
     pub fn try_receive(
         &self,
         buffer: &mut [u8; MAX_LEN],
-        descriptors: &mut Vec<OwnedFd>,
+        descriptors: &mut Vec<Foreign>,
     ) -> Result<Received, Violation> {
-        let received = self.socket.try_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), buffer, descriptors));
+        let owner = self.budget.tenant().number();
+        if foreign::is_behind(owner) {
+            return Ok(Received::Nothing);
+        }
+        let received =
+            self.socket.try_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), buffer, owner, descriptors));
         let length = match received {
             Ok(length) => length,
             Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
