@@ -84,6 +84,20 @@ fn an_uncontended_holder_keeps_lock_and_memory_across_a_restart() {
     assert_eq!((moves("held"), moves("connect"), moves("evict"), moves("revoke")), (1, 0, 0, 0));
 }
 
+/// The scheduler expects the GPUs' device files elsewhere, so no program can prove that it may use one.
+#[test]
+fn programs_that_cannot_prove_their_gpu_run_as_without_nvshare() {
+    let simulator = vec![("NVSHARE_DEVICES", "/nonexistent".to_owned())];
+    let machine = Machine::with_scheduler(Setup { simulator, ..Setup::default() });
+    let mut programs = [0, 1].map(|_| machine.program("mix --mem 40M --chunks 4 --reps 3 --rounds 8").start());
+    machine.wait_for_log("is refused: it has not shown that it can open the device file of GPU-");
+    for program in &mut programs {
+        program.finish();
+        assert!(program.stderr().contains("the scheduler refuses this program: it has not shown"));
+    }
+    assert!(!machine.moves().iter().any(|m| m.what == "grant"), "a program without proof held the lock");
+}
+
 /// The program can no longer open the device file, so it shows the driver's descriptor to the next
 /// scheduler.
 #[test]

@@ -19,7 +19,8 @@ messages! {
             client: u64,
         },
 
-        /// Refuses a `Hello`. The scheduler then closes the connection.
+        /// Refuses a `Hello`, or an [`Attach`](crate::ClientMessage::Attach) without proof. The
+        /// scheduler then closes the connection.
         65 (handshake) => Refused { reason: Refusal, text: Text<128> },
 
         /// The GPU has room for the client's context, so the client may create it.
@@ -180,6 +181,8 @@ byte_enum! {
         Stopping = 2,
         /// The client is in another PID namespace or cannot be identified.
         Identity = 3,
+        /// The client has not proven that it may use a GPU that it attached.
+        Device = 4,
     }
 }
 

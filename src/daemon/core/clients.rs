@@ -1,11 +1,12 @@
 //! Handles clients that connect, send messages and disconnect.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::time::{Duration, SystemTime};
 
 use nvshare_wire::client::{GpuKind, Sharing};
-use nvshare_wire::{SchedulerMessage, SlotSet};
+use nvshare_wire::scheduler::Refusal;
+use nvshare_wire::{SchedulerMessage, SlotSet, Text};
 use tracing::{debug, info, warn};
 use zbus::fdo;
 
@@ -28,6 +29,7 @@ use crate::identity::{Identity, Pod, printable};
 use crate::scheduler::{ClientId, Engine, Event, GpuId, TenantId};
 use crate::sys::clock;
 use crate::sys::device_file::DeviceFile;
+use crate::sys::foreign::Foreign;
 
 /// If `departed` has this many entries at a disconnect, entries older than [`EXIT_TIME`] are dropped.
 const MAX_DEPARTED: usize = 1024;
@@ -273,7 +275,7 @@ impl Core {
     ///
     /// # Errors
     /// The client broke the protocol. The caller must then close the connection.
-    pub fn receive(&mut self, client: ClientId, packet: &[u8], descriptors: Vec<OwnedFd>) -> Result<(), Violation> {
+    pub fn receive(&mut self, client: ClientId, packet: &[u8], descriptors: Vec<Foreign>) -> Result<(), Violation> {
         let now = clock::now();
         let Some(entry) = self.clients.get_mut(&client) else { return Ok(()) };
         let action = entry.session.receive(packet)?;
@@ -354,13 +356,22 @@ impl Core {
     }
 
     /// Disconnects clients that use a GPU without proof. Clients may attach a GPU before NVML lists it.
-    pub(super) fn disconnect_unproven(&mut self, gpu: GpuId) {
+    pub(super) fn disconnect_unproven(&self, gpu: GpuId) {
         let users = self.clients.iter().filter(|(_, entry)| entry.gpus.contains_key(&gpu));
-        for (_, entry) in users.filter(|(client, _)| !self.may_use(**client, gpu)) {
-            let label = self.gpus.get(&gpu).map_or_else(String::new, |found| found.label(gpu));
-            warn!("disconnected {}: {}", entry.identity.label(), Violation::Unproven { gpu: label });
+        for (client, entry) in users.filter(|(client, _)| !self.may_use(**client, gpu)) {
+            let why = self.refuse_unproven(*client, gpu);
+            warn!("disconnected {}: {why}", entry.identity.label());
             entry.connection.close();
         }
+    }
+
+    /// Tells a client that it is refused for lack of a proof, so that its library does not take the end of
+    /// the connection for a restart of the scheduler.
+    fn refuse_unproven(&self, client: ClientId, gpu: GpuId) -> Violation {
+        let violation = Violation::Unproven { gpu: self.label(gpu).unwrap_or_default() };
+        let text = Text::new(&violation.to_string());
+        self.send(client, SchedulerMessage::Refused { reason: Refusal::Device, text });
+        violation
     }
 
     /// Attaches a GPU to a client.
@@ -375,8 +386,7 @@ impl Core {
         let now = clock::now();
         self.add_unknown_gpu(client, gpu, kind, total, name)?;
         if !self.may_use(client, gpu) {
-            let label = self.gpus.get(&gpu).map_or_else(String::new, |found| found.label(gpu));
-            return Err(Violation::Unproven { gpu: label });
+            return Err(self.refuse_unproven(client, gpu));
         }
         let Some(entry) = self.clients.get_mut(&client) else { return Ok(()) };
         let is_program = entry.lock.is_none();

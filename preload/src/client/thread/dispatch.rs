@@ -24,7 +24,7 @@ impl ClientThread {
         trace!("← {message:?}");
         match message {
             SchedulerMessage::Welcome { .. } => {}
-            SchedulerMessage::Refused { text, .. } => self.disconnected(text.as_str()),
+            SchedulerMessage::Refused { text, .. } => self.refused(text.as_str()),
             // Admits no allocation yet, because a later message contains the limit. An allocation made now could
             // exceed that limit permanently.
             SchedulerMessage::Attached { .. } => {}

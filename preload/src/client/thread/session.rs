@@ -150,12 +150,23 @@ impl ClientThread {
 
     pub(super) fn disconnected(&mut self, why: &str) {
         trace!("lost the scheduler: {why}");
+        let now = Instant::now();
+        let (met, away) = self.connected_at;
+        self.lost(now, if now - met < STEADY { away } else { now }, why);
+    }
+
+    /// Called when the scheduler refuses this program. The connection counts as never made, so the program
+    /// soon runs without a scheduler.
+    pub(super) fn refused(&mut self, why: &str) {
+        trace!("the scheduler refuses this program: {why}");
+        self.lost(Instant::now(), self.connected_at.1, why);
+    }
+
+    /// Ends the connection. `since`: since when the program has had no scheduler.
+    fn lost(&mut self, now: Instant, since: Instant, why: &str) {
         self.forget_preparation();
         self.socket = None;
         connection::set_connection(None);
-        let now = Instant::now();
-        let (met, away) = self.connected_at;
-        let since = if now - met < STEADY { away } else { now };
         // A connection that keeps breaking is not retried immediately, because each attempt stops the program
         // for a moment.
         let next_try = if since == now { now } else { now + RETRY_LATE };
