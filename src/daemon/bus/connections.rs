@@ -83,7 +83,7 @@ pub async fn serve_peers(listener: OwnedFd, shared: Shared) {
         let Ok(mut ready) = listener.readable().await else { return };
         match ready.try_io(|l| socket::accept(l.as_fd())) {
             Ok(Ok(stream)) => {
-                let is_visitor = !Process::of_socket(stream.as_fd()).is_ok_and(|peer| peer.place() == Where::Host);
+                let is_visitor = Process::of_socket(stream.as_fd()).is_ok_and(|peer| peer.place() == Where::Elsewhere);
                 let visit = is_visitor.then(|| visitors.clone().try_acquire_owned());
                 if let Some(Err(_)) = visit {
                     debug!("dropped a control connection from another PID namespace: there is another one");
