@@ -34,8 +34,8 @@ const MESSAGES_PER_SECOND: u32 = 10_000;
 /// messages. With [`MESSAGES_PER_SECOND`] tokens, such a tenant gets at most two fifths of the
 /// loop's time.
 const TOKEN_TIME: Duration = Duration::from_micros(40);
-/// Factor by which the limits of root on the host are higher.
-const ROOT_FACTOR: u32 = 8;
+/// Limits of root on the host are this many times as high.
+pub const ROOT_FACTOR: u32 = 8;
 
 /// A resource with a limit for each tenant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -14,6 +14,9 @@ pub use subordinate::{accountable, groups};
 pub use tenant::{Owners, Place, Tenant};
 pub use user_name::{user_in_words, user_name};
 
+/// The unit under which processes of further units are counted. No real unit has this name.
+pub const OTHERS: &str = "others";
+
 /// A process that connected.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Identity {
@@ -45,6 +48,9 @@ pub struct Identity {
     /// process with the same pid, and shows no process of another PID namespace.
     pub groups: Vec<u32>,
     pub cgroup: Cgroup,
+    /// Whether the process's unit and container are counted under [`OTHERS`], because its tenant has too
+    /// many.
+    pub is_among_others: bool,
     /// Whether the kernel showed the control group. If true, an empty `container` means that the
     /// process is in no container.
     pub placed: bool,
@@ -81,6 +87,18 @@ impl Identity {
     /// user.
     pub fn accountable(&self) -> u32 {
         self.owner.unwrap_or(self.uid)
+    }
+
+    /// The unit under which metrics, pressure and usage records count the process.
+    pub fn counted_unit(&self) -> &str {
+        if self.is_among_others { OTHERS } else { &self.unit }
+    }
+
+    /// The container under which metrics, pressure and usage records count the process. A container that
+    /// root's runtime created is a tenant of its own, so it stays.
+    pub fn counted_container(&self) -> &str {
+        let is_invented = self.is_among_others && matches!(self.tenant, Tenant::User(_));
+        if is_invented { "" } else { &self.container }
     }
 
     /// Returns true if either process may open memory that the other exports, because both belong

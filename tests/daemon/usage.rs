@@ -98,7 +98,7 @@ fn plus(a: (f64, f64), b: (f64, f64)) -> (f64, f64) {
     (a.0 + b.0, a.1 + b.1)
 }
 
-/// Runs `what`. Returns a time before the call, and a time by which the daemon has handled the
+/// Runs `what`. Returns a time before the call, and a time after the daemon has handled the
 /// call's messages.
 fn during(client: &Client, what: impl FnOnce()) -> (Instant, Instant) {
     let before = Instant::now();

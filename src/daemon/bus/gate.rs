@@ -12,6 +12,7 @@ use zbus::fdo;
 use zbus::names::OwnedUniqueName;
 
 use super::callers::Known;
+use crate::daemon::tenants::ROOT_FACTOR;
 use crate::identity::accountable;
 
 /// Maximum number of concurrent calls of one connection to the bus.
@@ -23,8 +24,6 @@ const MAX_OF_USER: usize = 32;
 const MAX_LONG: usize = 2;
 /// Average number of calls per second that one user may make. Also the maximum number in a burst.
 const CALLS_PER_SECOND: u32 = 200;
-/// Factor by which root's limits are higher than another user's limits.
-const ROOT_FACTOR: u32 = 8;
 /// Maximum number of connections and users that are remembered after their last call has ended.
 const MAX_IDLE: usize = 256;
 

@@ -124,7 +124,8 @@ pub struct Pressure {
 
 impl Pressure {
     fn subjects(gpu: GpuId, identity: &Identity) -> impl Iterator<Item = Subject> {
-        let unit = (!identity.unit.is_empty()).then(|| Subject::Unit(identity.unit.clone()));
+        let unit =
+            Some(identity.counted_unit()).filter(|unit| !unit.is_empty()).map(|unit| Subject::Unit(unit.to_owned()));
         [Subject::Gpu(gpu), Subject::Tenant(identity.tenant.clone())].into_iter().chain(unit)
     }
 

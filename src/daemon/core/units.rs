@@ -6,22 +6,19 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::counts::FORGOTTEN;
+use crate::daemon::tenants::ROOT_FACTOR;
 use crate::identity::{Identity, Tenant};
 use crate::scheduler::Time;
 
 /// Maximum number of units of one tenant within [`FORGOTTEN`].
 const MAX_UNITS: usize = 100;
-/// The factor by which the limit of root on the host is higher.
-const ROOT_FACTOR: usize = 8;
-/// The unit of the clients beyond the limit.
-const OTHERS: &str = "others";
 
 /// The units of each tenant's clients, with the time of the last connection.
 #[derive(Debug, Default)]
 pub(super) struct Units(BTreeMap<Tenant, BTreeMap<String, Time>>);
 
 impl Units {
-    /// Notes the unit of a new client. Replaces the unit if the tenant has too many.
+    /// Records the unit of a new client. If the tenant has too many, the client is counted among others.
     pub fn admit(&mut self, now: Time, identity: &mut Arc<Identity>) {
         if identity.unit.is_empty() && identity.container.is_empty() {
             return;
@@ -33,7 +30,7 @@ impl Units {
         let units = self.0.entry(identity.tenant.clone()).or_default();
         // A user can invent containers, too.
         let key = format!("{} {}", identity.unit, identity.container);
-        let most = if identity.tenant == Tenant::Root { MAX_UNITS * ROOT_FACTOR } else { MAX_UNITS };
+        let most = if identity.tenant == Tenant::Root { MAX_UNITS * ROOT_FACTOR as usize } else { MAX_UNITS };
         if units.len() >= most && !units.contains_key(&key) {
             units.retain(|_, last| is_recent(last));
         }
@@ -41,11 +38,7 @@ impl Units {
             units.insert(key, now);
             return;
         }
-        let identity = Arc::make_mut(identity);
-        OTHERS.clone_into(&mut identity.unit);
-        if let Tenant::User(_) = identity.tenant {
-            identity.container.clear();
-        }
+        Arc::make_mut(identity).is_among_others = true;
     }
 }
 
@@ -60,10 +53,9 @@ mod tests {
         let mut units = Units::default();
         let mut admitted = |seconds, user, unit: usize| {
             let unit = format!("{unit}.scope");
-            let mut identity =
-                Arc::new(Identity { tenant: Tenant::User(user), unit: unit.clone(), ..Identity::default() });
+            let mut identity = Arc::new(Identity { tenant: Tenant::User(user), unit, ..Identity::default() });
             units.admit(Duration::from_secs(seconds), &mut identity);
-            identity.unit == unit
+            !identity.is_among_others
         };
         assert!((0..MAX_UNITS).all(|unit| admitted(1, 1, unit)));
         assert!(!admitted(2, 1, MAX_UNITS) && admitted(2, 1, 0) && admitted(2, 2, MAX_UNITS));

@@ -124,7 +124,11 @@ impl Core {
         let label =
             |gpu| self.gpus.get(&gpu).map_or_else(|| bus::gpu_name(GpuKind::Gpu, gpu), |known| known.label(gpu));
         let identity = &entry.identity;
-        let account = Account { gpu: label(gpu), unit: identity.unit.clone(), container: identity.container.clone() };
+        let account = Account {
+            gpu: label(gpu),
+            unit: identity.counted_unit().into(),
+            container: identity.counted_container().into(),
+        };
         self.usage.pending.entry(identity.tenant.to_string()).or_default().add(account, &amounts);
     }
 

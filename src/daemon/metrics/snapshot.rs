@@ -49,10 +49,10 @@ pub struct Workload {
 
 impl Workload {
     pub fn of(identity: &Identity) -> Self {
-        let Identity { unit, pod, tenant, .. } = identity;
+        let Identity { pod, tenant, .. } = identity;
         Self {
             tenant: tenant.to_string(),
-            unit: unit.clone(),
+            unit: identity.counted_unit().to_owned(),
             container: container_name(identity).to_owned(),
             pod: pod.name.clone(),
             namespace: pod.namespace.clone(),
@@ -62,7 +62,7 @@ impl Workload {
 
 /// The name of a process's container in Kubernetes. Outside Kubernetes, the container's ID.
 pub fn container_name(identity: &Identity) -> &str {
-    if identity.pod.container.is_empty() { &identity.container } else { &identity.pod.container }
+    if identity.pod.container.is_empty() { identity.counted_container() } else { &identity.pod.container }
 }
 
 /// A workload on a GPU.

@@ -20,12 +20,12 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tracing::warn;
 
+use crate::identity::OTHERS;
+
 /// An hour in seconds.
 pub const HOUR: i64 = 3600;
 /// Maximum number of accounts of one tenant in one hour. Usage of further accounts is summed.
 pub const MAX_ACCOUNTS: usize = 100;
-/// The unit under which the usage of further accounts is summed. No real unit has this name.
-pub const OTHERS: &str = "others";
 
 /// A GPU, and the unit and container that used it. Strings are empty if there is no unit or no
 /// container.
