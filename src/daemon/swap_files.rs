@@ -101,12 +101,12 @@ fn does(job: Job) -> Option<Report> {
         }
         Job::Check { client, file, reserved } => is_overrun(&file, reserved).then_some(Report::Overrun { client }),
         Job::CheckLeft { client, file, reserved } => {
-            let is_free = !lease::is_open_elsewhere(&file);
-            (is_free || {
-                is_overrun(&file, reserved);
-                false
-            })
-            .then_some(Report::Freed { client })
+            if !lease::is_open_elsewhere(&file) {
+                return Some(Report::Freed { client });
+            }
+            // The client is gone, so nobody is left to disconnect.
+            let _ = is_overrun(&file, reserved);
+            None
         }
     }
 }

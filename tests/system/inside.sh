@@ -22,9 +22,6 @@ snapshot() {
 
 useradd --create-home --shell /bin/bash $user
 mkdir -m 777 "$simulated"
-# A user who may open a GPU's device file may take the GPU's lock. Every user may open this file, as
-# with NVIDIA's driver.
-install -m 666 /dev/null /dev/nvidia0
 ldconfig
 simulate "${gpu[@]}"
 snapshot >/tmp/before

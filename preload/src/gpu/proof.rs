@@ -5,12 +5,11 @@
 //! program allocated until the scheduler closes the copy. So a copy is sent only if the process cannot
 //! open the file any more, for example because it has dropped its privileges.
 
-use crate::sys::file::Identity;
+use crate::sys::file::{self, Identity};
 use alloc::{ffi::CString, vec::Vec};
-use core::{ffi::CStr, mem::MaybeUninit, str};
 use nvshare_wire::MAX_DESCRIPTORS;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
-use rustix::fs::{FileType, Mode, OFlags, RawDir, fstat, major, minor, open, readlinkat};
+use rustix::fs::{FileType, Mode, OFlags, fstat, major, minor, open};
 
 /// The major number of NVIDIA's device files. Minor number 255 is the control device.
 const MAJOR: u32 = 195;
@@ -49,20 +48,14 @@ impl DeviceFile {
 
 /// Returns each device file once, or `None` without `/proc`.
 fn device_files() -> Option<Vec<DeviceFile>> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let folder = open(c"/proc/self/fd", flags, Mode::empty()).ok()?;
     let mut files = Vec::new();
-    let mut buffer = [MaybeUninit::uninit(); 2048];
-    let mut entries = RawDir::new(&folder, &mut buffer);
-    while let Some(Ok(entry)) = entries.next() {
-        let Ok(path) = readlinkat(&folder, entry.file_name(), Vec::new()) else { continue };
-        if is_device_file(path.as_bytes())
-            && let Some(descriptor) = number(entry.file_name())
-        {
+    let is_shown = file::each_open(|descriptor, path| {
+        if is_device_file(path.as_bytes()) {
             add(&mut files, descriptor, path);
         }
-    }
-    Some(files)
+        true
+    });
+    is_shown.then_some(files)
 }
 
 fn unnamed_device_files() -> Vec<DeviceFile> {
@@ -97,10 +90,6 @@ fn is_device_file(path: &[u8]) -> bool {
     let name = path.rsplit(|byte| *byte == b'/').next().unwrap_or(path);
     let number = name.strip_prefix(b"nvidia").unwrap_or(b"");
     !number.is_empty() && number.iter().all(u8::is_ascii_digit)
-}
-
-fn number(name: &CStr) -> Option<RawFd> {
-    str::from_utf8(name.to_bytes()).ok()?.parse().ok()
 }
 
 #[cfg(test)]

@@ -3,8 +3,7 @@
 //! memory such a device may access. However, a program that uses a device keeps the device's file
 //! open.
 
-use core::mem::MaybeUninit;
-use rustix::fs::{Mode, OFlags, RawDir, open, readlinkat};
+use crate::sys::file;
 
 /// InfiniBand and RoCE, Slingshot, Omni-Path, GPUDirect Storage, GDRCopy.
 const DEVICES: [&[u8]; 5] = [b"/dev/infiniband/uverbs", b"/dev/cxi", b"/dev/hfi1_", b"/dev/nvidia-fs", b"/dev/gdrdrv"];
@@ -16,16 +15,12 @@ fn is_one(path: &[u8]) -> bool {
 /// Whether a device other than a GPU may access GPU memory of this program. Returns `false` if that
 /// cannot be determined.
 pub fn may_reach_memory() -> bool {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let Ok(folder) = open(c"/proc/self/fd", flags, Mode::empty()) else { return false };
-    let mut buffer = [MaybeUninit::uninit(); 2048];
-    let mut entries = RawDir::new(&folder, &mut buffer);
-    while let Some(Ok(entry)) = entries.next() {
-        if readlinkat(&folder, entry.file_name(), alloc::vec::Vec::new()).is_ok_and(|path| is_one(path.as_bytes())) {
-            return true;
-        }
-    }
-    false
+    let mut found = false;
+    file::each_open(|_, path| {
+        found |= is_one(path.as_bytes());
+        !found
+    });
+    found
 }
 
 #[cfg(test)]

@@ -1,12 +1,14 @@
 //! Reading small files of `/proc`, and the identity of descriptors.
 
-use alloc::vec::Vec;
+use alloc::{ffi::CString, vec::Vec};
 use core::{
     ffi::CStr,
+    mem::MaybeUninit,
+    str,
     sync::atomic::{AtomicI32, AtomicU64, Ordering},
 };
 use rustix::fd::{AsFd, BorrowedFd, RawFd};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{Mode, OFlags, RawDir};
 
 /// Returns the contents of a file, or nothing if it cannot be read.
 pub fn read(path: &CStr) -> Vec<u8> {
@@ -17,6 +19,25 @@ pub fn read(path: &CStr) -> Vec<u8> {
         contents.extend_from_slice(part.get(..n).unwrap_or(&[]));
     }
     contents
+}
+
+/// Calls `visit` with each descriptor of this process and the path of its file, until `visit` returns
+/// `false`. Returns whether `/proc` shows the descriptors.
+pub fn each_open(mut visit: impl FnMut(RawFd, CString) -> bool) -> bool {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let Ok(folder) = rustix::fs::open(c"/proc/self/fd", flags, Mode::empty()) else { return false };
+    let mut buffer = [MaybeUninit::uninit(); 2048];
+    let mut entries = RawDir::new(&folder, &mut buffer);
+    while let Some(Ok(entry)) = entries.next() {
+        let number = str::from_utf8(entry.file_name().to_bytes()).ok().and_then(|name| name.parse().ok());
+        let path = rustix::fs::readlinkat(&folder, entry.file_name(), Vec::new());
+        if let (Some(number), Ok(path)) = (number, path)
+            && !visit(number, path)
+        {
+            break;
+        }
+    }
+    true
 }
 
 /// A descriptor that the child of a fork must close. Only one thread writes these fields. A child

@@ -48,9 +48,8 @@ const SCHEMA: &str = "
         lock_seconds REAL NOT NULL,
         PRIMARY KEY (begins, programs)
     ) STRICT, WITHOUT ROWID;
+    CREATE TABLE retention (at INTEGER NOT NULL) STRICT;
     PRAGMA user_version = 1;";
-/// Creates the table if it is missing, as in a database of an earlier build.
-const RETENTION: &str = "CREATE TABLE IF NOT EXISTS retention (at INTEGER NOT NULL) STRICT";
 
 pub const DAY: i64 = 24 * HOUR;
 /// Age in seconds after which hours are merged into days: the longest month.
@@ -143,7 +142,6 @@ impl Store {
                 )));
             }
         }
-        connection.execute(RETENTION, [])?;
         Ok(Self { connection })
     }
 
@@ -519,11 +517,15 @@ mod tests {
             let units = read(store, 0, &[Column::Unit], None);
             units.into_iter().find(|(key, _)| key.account.unit == unit).map(|(_, amounts)| amounts)
         };
-        assert_eq!(of(&store, super::super::OTHERS), Some(seconds(150.0 + 300.0)));
+        assert_eq!(of(&store, crate::identity::OTHERS), Some(seconds(150.0 + 300.0)));
         assert_eq!(of(&store, "a.service"), Some(seconds(5.0)), "another tenant is not concerned");
         store.tidy(40 * DAY, LONG, Duration::from_secs(400 * DAY as u64)).expect("tidied");
         assert_eq!(rows(&store), MAX_ACCOUNTS as i64 + 1);
-        assert_eq!(of(&store, super::super::OTHERS), Some(seconds(450.0 + 100.0 + 2.0)), "those with least are joined");
+        assert_eq!(
+            of(&store, crate::identity::OTHERS),
+            Some(seconds(450.0 + 100.0 + 2.0)),
+            "those with least are joined"
+        );
         assert_eq!(read(&store, 0, &[], None), [(Key::default(), seconds(750.0 + 5.0))], "nothing is lost");
     }
 

@@ -7,9 +7,9 @@
 refused "without a password" as_user nvsharectl lock -- true
 gpasswd --add $user nvshare >/dev/null
 says "with the lock" as_user nvsharectl lock -- echo "with the lock"
-chmod 660 /dev/nvidia0
-refused "may not read and write /dev/nvidia0" as_user nvsharectl lock -- true
-chmod 666 /dev/nvidia0
+chmod 660 $simulated/nvidia0
+refused "may not read and write $simulated/nvidia0" as_user nvsharectl lock -- true
+chmod 666 $simulated/nvidia0
 
 resumed=$(logged '^sleep continues')
 as_user nvsharectl lock --on-loss terminate -- sleep 600 >/tmp/lock.log 2>&1 &
