@@ -24,7 +24,7 @@ pub struct GpuView {
     /// Bytes that can be charged to clients. Unbounded on a GPU that is gone; 0 while the host is
     /// about to suspend.
     pub capacity: u64,
-    /// Bytes by which the capacity exceeds the usable memory, because one client tries to map them.
+    /// Bytes beyond the usable memory that one client tries to map. The capacity includes them.
     pub trial: u64,
     /// Bytes set aside for contexts and other programs, excluding the reserve.
     pub overhead: u64,

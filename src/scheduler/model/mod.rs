@@ -51,7 +51,7 @@ impl<'a> Model<'a> {
         self.gpus.get(id).map_or(Access::default(), |gpu| gpu.access)
     }
 
-    /// The state that a GPU's decisions depend on.
+    /// The state that decisions about a GPU depend on.
     pub fn gpu_context(&self) -> gpu::Context<'a> {
         let Self { now, settings, rules, clients, queues, sleep, quota, .. } = *self;
         gpu::Context { now, settings, rules, clients, queues, sleep, quota }

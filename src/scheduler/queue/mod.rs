@@ -55,7 +55,8 @@ impl Queues {
     }
 
     /// Records the first request of a GPU, if it also waits for other GPUs, and when this GPU is
-    /// expected to admit that request. Returns the previous first request if either has changed.
+    /// expected to admit that request. Returns the previous first request if the request or its expected
+    /// time has changed.
     pub fn note_opening(&mut self, id: GpuId, opens: Option<(Entity, Option<Time>)>) -> Option<Option<Entity>> {
         let line = self.gpus.get_mut(&id).filter(|line| line.opens != opens)?;
         Some(std::mem::replace(&mut line.opens, opens).map(|(entity, _)| entity))

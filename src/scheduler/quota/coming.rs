@@ -106,7 +106,7 @@ impl Quota {
         homes.map(|(id, _)| *id).collect()
     }
 
-    /// Bytes by which a client's limit can rise. A GPU that the client may be moved back to must have
+    /// The possible rise of a client's limit, in bytes. A GPU that the client may be moved back to must have
     /// room for the same rise.
     pub(super) fn room_at_home(&self, cx: Context, client: ClientId, from: GpuId) -> u64 {
         let room = |id: GpuId| self.committable(cx, id).min(self.bytes_in_group(cx, client, id).unwrap_or(u64::MAX));

@@ -208,7 +208,8 @@ impl Sleep {
         self.clients.remove(&client);
     }
 
-    /// Whether a client may not run, because it is not awake or must sleep even if it has work.
+    /// Whether a client is barred from running: it is not awake, or it is paused, drained or about
+    /// to move.
     pub fn is_held_off(&self, client: ClientId) -> bool {
         self.clients.get(&client).is_some_and(|entry| entry.is_ordered() || entry.state != Stage::Awake)
     }
