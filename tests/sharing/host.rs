@@ -62,11 +62,18 @@ fn stays_on_the_gpu(options: &str) {
     machine.wait_until_empty();
 }
 
+/// A program that becomes idle with 96 MiB. Its threads share one heap, because glibc would reserve 64 MiB of
+/// addresses for the heap of each thread that starts later.
+fn idle(machine: &Machine) -> Program {
+    let program = machine.program("mix --mem 96M --chunks 12 --reps 3 --rounds 2 --cpu-ms 600000");
+    program.env("MALLOC_ARENA_MAX", "1").start()
+}
+
 /// Only as much memory is evicted as the limit on address space allows.
 #[test]
 fn an_address_space_limit_permits_a_partial_eviction() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
-    let mut idle = machine.program("mix --mem 96M --chunks 12 --reps 3 --rounds 2 --cpu-ms 600000").start();
+    let mut idle = idle(&machine);
     wait_for("it to be idle", || idle.stderr().contains("round 0 is over").then_some(()));
     limit_addresses(idle.pid(), 96 * MIB);
     // The other program needs at most 40 MiB of the idle program's memory. The remaining 56 MiB of
@@ -84,7 +91,7 @@ fn an_address_space_limit_permits_a_partial_eviction() {
 #[test]
 fn memory_is_evicted_up_to_the_address_space_limit() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
-    let mut idle = machine.program("mix --mem 96M --chunks 12 --reps 3 --rounds 2 --cpu-ms 600000").start();
+    let mut idle = idle(&machine);
     wait_for("it to be idle", || idle.stderr().contains("round 0 is over").then_some(()));
     limit_addresses(idle.pid(), 80 * MIB);
     // The other program needs 64 MiB of the idle program's memory. The library leaves 32 MiB of
