@@ -73,8 +73,8 @@ pub fn naming_on(gpu: &'static Gpu, call: impl FnOnce() -> CUresult) -> CUresult
     }
 }
 
-/// Makes a call inside the gate of this GPU. The call's work is not counted, so it must be done when
-/// the call returns.
+/// Makes a call inside the gate of this GPU. The call counts as use of the GPU. No mark follows its
+/// work, so the work must be done when the call returns.
 pub fn inside(gpu: &'static Gpu, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
     let (slot, here) = (threads::mine(), stack_pointer());
     if !gate::is_active() || !slot.is_outside_for(here) {

@@ -34,10 +34,10 @@ impl Entry {
         (address as isize > MISSING as isize).then_some(address) // a shut entry is negative
     }
 
-    /// Returns the address of the function, or `None` if the driver lacks it. `look_up` finds the
-    /// address. Waits while the entry is shut. After the return, the caller may call the function.
+    /// Returns the address of the function, or `None` if there is none. Waits while the entry is shut. After
+    /// the return, the caller may call the function. `look_up`: see [`find`](Self::find).
     #[cold]
-    pub fn enter(&self, look_up: impl FnOnce() -> Option<usize>) -> Option<usize> {
+    pub fn enter(&self, look_up: impl FnOnce() -> Option<Option<usize>>) -> Option<usize> {
         let address = self.find(look_up)?;
         if self.0.load(Ordering::SeqCst) & SHUT != 0 {
             presence::wait();
@@ -45,11 +45,13 @@ impl Entry {
         Some(address)
     }
 
-    /// Returns the address of the function, whether the entry is shut or not.
-    pub fn find(&self, look_up: impl FnOnce() -> Option<usize>) -> Option<usize> {
+    /// Returns the address of the function, whether the entry is shut or not. `look_up` returns
+    /// `Some(None)` if the driver lacks the function. It returns `None` if the driver cannot be loaded, and
+    /// is then called again the next time.
+    pub fn find(&self, look_up: impl FnOnce() -> Option<Option<usize>>) -> Option<usize> {
         match self.0.load(Ordering::SeqCst) & !SHUT {
             0 => {
-                let found = look_up();
+                let found = look_up()?;
                 // If the entry was shut at the same moment, the exchange fails, and the next caller
                 // looks the function up again.
                 let _ = self.0.compare_exchange(0, found.unwrap_or(MISSING), Ordering::SeqCst, Ordering::SeqCst);
@@ -76,9 +78,9 @@ mod tests {
     #[test]
     fn a_shut_entry_keeps_its_address_but_is_not_open() {
         let entry = Entry::new();
-        assert_eq!((entry.open(), entry.find(|| Some(4096)), entry.open()), (None, Some(4096), Some(4096)));
+        assert_eq!((entry.open(), entry.find(|| Some(Some(4096))), entry.open()), (None, Some(4096), Some(4096)));
         entry.set_shut(true);
-        assert_eq!((entry.open(), entry.find(|| None)), (None, Some(4096)));
+        assert_eq!((entry.open(), entry.find(|| Some(None))), (None, Some(4096)));
         entry.set_shut(false);
         assert_eq!(entry.open(), Some(4096));
     }
@@ -87,8 +89,18 @@ mod tests {
     fn a_lookup_does_not_open_a_shut_entry() {
         let entry = Entry::new();
         entry.set_shut(true);
-        assert_eq!((entry.find(|| Some(4096)), entry.open()), (Some(4096), None));
+        assert_eq!((entry.find(|| Some(Some(4096))), entry.open()), (Some(4096), None));
         entry.set_shut(false);
-        assert_eq!((entry.open(), entry.find(|| None), entry.find(|| Some(1))), (None, None, None), "missing for good");
+        assert_eq!(
+            (entry.open(), entry.find(|| Some(None)), entry.find(|| Some(Some(1)))),
+            (None, None, None),
+            "missing for good"
+        );
+    }
+
+    #[test]
+    fn a_function_is_looked_up_again_if_the_driver_could_not_be_loaded() {
+        let entry = Entry::new();
+        assert_eq!((entry.find(|| None), entry.find(|| Some(Some(4096)))), (None, Some(4096)));
     }
 }

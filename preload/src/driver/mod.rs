@@ -117,18 +117,24 @@ impl Function {
 
     #[cold]
     fn enter(&self) -> Option<usize> {
-        self.entry.enter(|| export(self.name()))
+        self.entry.enter(|| look_up(self.name()))
     }
 
     /// Returns the address of the real function, to be compared. Never waits.
     pub fn find(&self) -> Option<usize> {
-        self.entry.find(|| export(self.name()))
+        self.entry.find(|| look_up(self.name()))
     }
+}
+
+/// Looks up the driver's export with this name, for an [`Entry`]. Loads the driver. Returns `None` if the
+/// driver cannot be loaded, and `Some(None)` if it lacks the export.
+pub fn look_up(name: &CStr) -> Option<Option<usize>> {
+    LIBRARY.load().map(|library| library::export(library, name))
 }
 
 /// Returns the address of the driver's export with this name. Loads the driver.
 pub fn export(name: &CStr) -> Option<usize> {
-    library::export(LIBRARY.load()?, name)
+    look_up(name).flatten()
 }
 
 /// Makes a driver call that blocks while another process has locked this process. Makes the call

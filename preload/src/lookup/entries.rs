@@ -119,7 +119,7 @@ detour!(enter, entering);
 /// Called by an entry that is not open. Returns the address at which the caller continues.
 extern "C" fn entering(entry: usize) -> usize {
     let way = WAYS.get(entry).zip(names().nth(entry));
-    let function = way.and_then(|(way, name)| way.enter(|| errno::preserved(|| driver::export(name))));
+    let function = way.and_then(|(way, name)| way.enter(|| errno::preserved(|| driver::look_up(name))));
     function.unwrap_or(missing as *const () as usize)
 }
 
@@ -140,7 +140,7 @@ pub fn shut_driver(shut: bool) {
 /// functions.
 pub fn pairs() -> impl Iterator<Item = (usize, usize)> {
     let known = WAYS.iter().zip(names()).enumerate();
-    known.filter_map(|(index, (way, name))| Some((way.find(|| driver::export(name))?, entry_at(index))))
+    known.filter_map(|(index, (way, name))| Some((way.find(|| driver::look_up(name))?, entry_at(index))))
 }
 
 fn entry_at(index: usize) -> usize {
@@ -165,7 +165,7 @@ pub fn exported_at(address: usize) -> Option<usize> {
 /// Whether the driver has the function of this entry. Loads the driver.
 pub fn is_there(entry: usize) -> bool {
     let way = WAYS.get(entry).zip(names().nth(entry));
-    way.is_some_and(|(way, name)| way.find(|| driver::export(name)).is_some())
+    way.is_some_and(|(way, name)| way.find(|| driver::look_up(name)).is_some())
 }
 
 /// Whether this driver function needs no entry. Returns true if the driver is not loaded.

@@ -322,3 +322,25 @@ impl Queue {
         drop(unfilled); // not under the lock, because unmapping takes long
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    static WORK: Work = Work::new(|_| None);
+
+    /// The thread that allocates buffers waits in its first driver call, for example because the program
+    /// destroys a context while the program's thread holds the dynamic loader's lock.
+    #[test]
+    fn a_thread_in_its_first_driver_call_delays_no_eviction_and_no_end_of_a_context() {
+        let unfilled = Buffer::reserve_some(&[1 << 20; 2]);
+        let state = Mutex::new(Rank::StagingBuffers, BufferState { unfilled, filling: 0, filled: Vec::new() });
+        let queue = Arc::new(Queue { context: 0, work: &WORK, workers: AtomicU32::new(1), state });
+        let staging = StagingAllocator(queue);
+        assert!(!staging.is_done());
+        assert!(matches!(staging.take(1 << 20), Taken::Buffer(_)), "the caller allocates the pages itself");
+        staging.stop();
+        assert!(staging.is_done() && staging.rest().is_empty());
+        assert!(matches!(staging.take(1 << 20), Taken::Nothing));
+    }
+}
