@@ -49,7 +49,7 @@ use tokio::process::{Child, Command};
 use tokio::select;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::task::spawn_local;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use crate::identity::Tenant;
 use crate::scheduler::ClientId;
@@ -84,6 +84,9 @@ struct Patience {
     answer: Duration,
     /// Time to wait for the answer to `Settle`. The helper itself waits for a driver call in progress.
     settled: Duration,
+    /// Minimum time for which a `Settle` counts against its tenant's limit. A program that claims to be
+    /// asleep makes the daemon start a helper, so this time limits how often one tenant's programs can.
+    settle_interval: Duration,
     /// Time to wait for a child to exit after the daemon has shut down the socket. The child first undoes
     /// its unfinished work. For helpers that systemd starts, `RuntimeMaxSec=` is the corresponding limit.
     end: Duration,
@@ -95,6 +98,7 @@ const PATIENCE: Patience = Patience {
     place: Duration::from_secs(60),
     answer: Duration::from_secs(60),
     settled: Duration::from_secs(10),
+    settle_interval: Duration::from_millis(500),
     end: Duration::from_secs(10),
 };
 
@@ -250,17 +254,19 @@ impl Helpers {
         };
         let (mut asker, answer) = oneshot::channel();
         let end = self.patience.end;
+        let least = if operation == Operation::Settle { self.patience.settle_interval } else { Duration::ZERO };
+        let rested = sleep(least);
         // The helper counts against both limits until it exits. The caller does not wait for the exit, and
         // may be gone by then.
         spawn_local(async move {
-            let Place { of_tenant: _of_tenant, of_all } = place;
+            let Place { of_tenant, of_all } = place;
             let answer = select! {
                 answer = timeout(patience, helper.answer()) => answer.ok(),
                 () = asker.closed() => None,
             };
             // A late helper may never exit. So it no longer counts against the limit of all helpers, but only
             // against its tenant's limit.
-            let _of_all = answer.is_some().then_some(of_all);
+            let of_all = answer.is_some().then_some(of_all);
             let has_slept = |answer: nvshare_checkpoint::Reply| answer.outcome == Outcome::Asleep;
             let goes_on = operation == Operation::Sleep && answer.flatten().is_some_and(has_slept);
             let (kept, done) = if goes_on { (Some(helper), None) } else { (None, Some(helper)) };
@@ -268,6 +274,9 @@ impl Helpers {
             if let Some(helper) = done.or(not_taken) {
                 helper.end(end).await;
             }
+            drop(of_all);
+            rested.await;
+            drop(of_tenant);
         });
         let unknown = |failure| HelperAnswer { outcome: Outcome::Unknown, failure: Some(failure) };
         let (answer, helper) = answer.await.unwrap_or_default();
