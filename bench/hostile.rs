@@ -22,6 +22,7 @@ use nvshare_wire::env_limits::LimitName;
 use nvshare_wire::visible_devices::Chooser;
 use nvshare_wire::{ClientMessage, SchedulerMessage, Secret, Text, Uuid, version};
 use test_support::daemon::{self, Client, Daemon, GIB};
+use test_support::manager::Manager;
 
 /// The default limit of clients per tenant.
 const CLIENTS: usize = 512;
@@ -65,7 +66,30 @@ fn main() {
     for (name, value) in [("hostile-loop-gap-max", worst.gap), ("handover-beside-hostile-p99", worst.handover)] {
         results.add(Figure { name, value: ms(value), unit: "ms", note: note.clone() });
     }
+    let (first, clients) = first_grant_after_restart(&all);
+    println!("first grant to another tenant after SIGKILL and a restart beside all six: {first:.1?}");
+    let note = format!("a new client of another tenant, after SIGKILL; {clients} connections were kept");
+    results.add(Figure { name: "restart-beside-hostile", value: first.as_secs_f64(), unit: "s", note });
     results.write();
+}
+
+/// Restarts the scheduler during floods. Returns the time from the start until a new client of another
+/// tenant gets the lock of its GPU, and the number of kept connections.
+fn first_grant_after_restart(floods: &[(u32, &str)]) -> (Duration, usize) {
+    let directory = daemon::Directory::new();
+    let manager = Manager::new(&directory.0);
+    let daemon = Daemon::start_under(&manager, directory);
+    let _floods: Vec<Flood> = floods.iter().map(|(uid, name)| Flood::start(*uid, name, &daemon)).collect();
+    std::thread::sleep(Duration::from_secs(5));
+    let directory = daemon.kill();
+    let kept = manager.kept().len();
+    let begin = Instant::now();
+    let daemon = Daemon::start_under(&manager, directory);
+    let client = daemon.client();
+    client.attach_gpu(OURS, 1 << 40);
+    client.request();
+    client.until_granted();
+    (begin.elapsed(), kept)
 }
 
 struct Measured {

@@ -13,8 +13,8 @@ use std::thread;
 
 /// The first descriptor that systemd passes.
 const FIRST: RawFd = 3;
-/// A number that exceeds all descriptors used by a test.
-const OUT_OF_THE_WAY: RawFd = 500;
+/// A number that exceeds all descriptors used by a test or benchmark.
+const OUT_OF_THE_WAY: RawFd = 8192;
 
 #[derive(Debug, Clone)]
 pub struct Manager {
