@@ -446,7 +446,9 @@ fn helper_sends_lingering_descriptors() {
     // whether it receives them or accepts connections.
     let null = File::open("/dev/null").expect("a file");
     let flood: Vec<_> = iter::repeat_with(intrude).take(3 * DESCRIPTORS / 250).flatten().collect();
-    flood.iter().for_each(|client| drop(send_with(client, attach.as_bytes(), &[null.as_raw_fd(); 250])));
+    for client in &flood {
+        send_with(client, attach.as_bytes(), &[null.as_raw_fd(); 250]);
+    }
     (0..2 * DESCRIPTORS).for_each(|_| drop(Client::connect(&helper_socket())));
     hold((kept, flood));
 }
