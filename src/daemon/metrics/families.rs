@@ -101,7 +101,7 @@ pub static OF_GPUS: [Family<OfGpu>; 24] = [
         "nvshare_gpu_unmoved",
         BYTES,
         Counter(|gpu| gpu.counted.unmoved),
-        "Bytes evicted or restored without a copy, because they were constant or still in host memory.",
+        "Bytes evicted or restored without a copy, because they are one repeated value or still valid in host memory.",
     ),
     family(
         "nvshare_gpu_refused_allocations",
