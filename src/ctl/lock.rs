@@ -95,7 +95,7 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
                 let after = units::duration(since.elapsed());
                 match request.on_loss {
                     OnLoss::Pause => {
-                        eprintln!("nvsharectl: reacquired the lock after {after}: {name} continues");
+                        eprintln!("nvsharectl: reacquired the lock after {after}, so {name} continues");
                         command.signal(Signal::CONT);
                     }
                     OnLoss::Continue | OnLoss::Terminate => {

@@ -324,7 +324,7 @@ fn a_command_can_pause_until_a_lost_lock_is_reacquired() {
     daemon.log.wait("sh connected");
     assert_eq!(states_below(pid), ['T', 'T'], "it waits for the lock");
     other.release();
-    assert_held_again(&next_message(&mut stderr), ": sh continues");
+    assert_held_again(&next_message(&mut stderr), ", so sh continues");
     drop(child.stdin.take());
     assert_eq!(wait(&mut child).code(), Some(7), "its own exit code");
 }
@@ -362,7 +362,7 @@ fn a_lock_revoked_at_the_end_of_its_turn_is_reported() {
     assert_eq!(next_message(&mut stderr), format!("{lost} is paused until the lock is reacquired"));
     assert_eq!(states_below(child.id()), ['T', 'T'], "the script and its child");
     other.release();
-    assert_held_again(&next_message(&mut stderr), ": sh continues");
+    assert_held_again(&next_message(&mut stderr), ", so sh continues");
     drop(child.stdin.take());
     assert_eq!(wait(&mut child).code(), Some(7), "its own exit code");
 }

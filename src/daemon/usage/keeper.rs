@@ -154,8 +154,8 @@ impl Records {
         let hours = Store::open(&self.path).and_then(|store| store.read_hours());
         hours.map_err(|failure| {
             format!(
-                "cannot read how much GPU time programs have used: {}: {}. Limits in gpu-hours count only time from now \
-                 on",
+                "cannot read the GPU time that programs have used: {}: {}. Limits in gpu-hours count only time from \
+                 now on",
                 self.path.display(),
                 failure.reason()
             )

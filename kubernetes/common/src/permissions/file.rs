@@ -120,7 +120,7 @@ impl Entry {
         let covers = |other: &Pattern| other.as_str() == text || other.as_str() == "*";
         if let Some((other, _)) = before.iter().find(|(other, _)| covers(other)) {
             return mistake(format!(
-                "name: {text:?} can never match: the earlier {:?} matches all its namespaces",
+                "name: {text:?} can never match, because the earlier {:?} matches all its namespaces",
                 other.as_str()
             ));
         }
@@ -207,7 +207,7 @@ mod tests {
             ),
             (
                 "[[namespaces]]\nname = \"*\"\n[[namespaces]]\nname = \"a\"",
-                "agent.toml:4:8: name: \"a\" can never match: the earlier \"*\" matches",
+                "agent.toml:4:8: name: \"a\" can never match, because the earlier \"*\" matches",
             ),
         ] {
             let error = parse(text).expect_err(text);
