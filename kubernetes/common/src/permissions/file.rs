@@ -127,7 +127,7 @@ impl Entry {
         match Pattern::new(text) {
             Ok(pattern) => Ok(pattern),
             Err(e) => mistake(format!(
-                "name: {text:?} is not a valid pattern ({}): * stands for anything, ? for one character, [ab] for one of these",
+                "name: {text:?} is not a valid pattern ({}). * stands for any text, ? for a character, [ab] for a or b",
                 e.msg
             )),
         }
