@@ -435,7 +435,7 @@ mod tests {
             ),
             (
                 "[swap]\nfile = \"swap\"",
-                "nvshare.toml:2:8: swap.file: \"swap\" is not allowed: write the whole path of a directory, such as \"/var/lib/nvshare/swap\", or \"\" for no files",
+                "nvshare.toml:2:8: swap.file: \"swap\" is not allowed: write the absolute path of a directory, such as \"/var/lib/nvshare/swap\", or \"\" for no files",
             ),
             (
                 "placement = \"full\"",

@@ -73,7 +73,7 @@ fn read_file<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Option<PathBuf
         "" => Ok(Some(None)),
         path if Path::new(path).is_absolute() => Ok(Some(Some(path.into()))),
         _ => Err(de::Error::custom(format!(
-            "swap.file: \"{path}\" is not allowed: write the whole path of a directory, such as \"/var/lib/nvshare/swap\", or \"\" for no files"
+            "swap.file: \"{path}\" is not allowed: write the absolute path of a directory, such as \"/var/lib/nvshare/swap\", or \"\" for no files"
         ))),
     }
 }

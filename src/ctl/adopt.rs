@@ -28,7 +28,7 @@ pub struct Server {
     /// Name of the service, like ollama.service
     #[arg(value_name = "UNIT", value_hint = clap::ValueHint::Other)]
     unit: String,
-    /// UNIT is a service of your user's service manager (systemctl --user)
+    /// Look UNIT up in your user's service manager (systemctl --user)
     #[arg(long)]
     user: bool,
     /// Restart the service immediately

@@ -225,8 +225,8 @@ pub enum Verb {
         /// Purpose of the lock, shown to other users
         #[arg(long, value_name = "TEXT", value_hint = ValueHint::Other, default_value = "nvsharectl lock")]
         why: String,
-        /// What to do with the command if the lock is lost because the turn is over or the scheduler ends: continue, pause
-        /// it until the lock is reacquired, or terminate it
+        /// If the lock is lost (the turn is over or the scheduler ends): let the command continue, pause it until the lock
+        /// is reacquired, or terminate it
         #[arg(
             long,
             value_name = "continue|pause|terminate",
@@ -319,7 +319,7 @@ pub enum Verb {
     Adopt {
         #[command(flatten)]
         server: adopt::Server,
-        /// UNIT is the name of a container: only print the options for starting the container
+        /// Treat UNIT as a container's name, and only print the options for starting the container
         #[arg(long, conflicts_with_all = ["user", "restart", "library"])]
         container: bool,
         /// Library to load [default: the library installed with nvsharectl]

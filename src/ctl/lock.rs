@@ -95,7 +95,7 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
                 let after = units::duration(since.elapsed());
                 match request.on_loss {
                     OnLoss::Pause => {
-                        eprintln!("nvsharectl: reacquired the lock after {after}: {name} continues");
+                        eprintln!("nvsharectl: reacquired the lock after {after}, so {name} continues");
                         command.signal(Signal::CONT);
                     }
                     OnLoss::Continue | OnLoss::Terminate => {
@@ -106,10 +106,10 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
             Ok(Notice::Revoked | Notice::Lost) => {
                 let is_over = matches!(notice, Ok(Notice::Revoked));
                 let why = match is_over {
-                    true => "the turn is over, and other programs wait",
-                    false => "the scheduler ended, or an administrator ended the lock",
+                    true => "the turn is over and other programs wait",
+                    false => "the scheduler ended or an administrator ended the lock",
                 };
-                let lost = format!("nvsharectl: the lock was lost: {why};");
+                let lost = format!("nvsharectl: the lock was lost, because {why}.");
                 (lost_at, is_told) = (Some(Instant::now()), false);
                 match request.on_loss {
                     OnLoss::Continue => {

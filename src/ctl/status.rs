@@ -578,7 +578,7 @@ GPU 0  NVIDIA H200  140 GiB  GPU-1
             client(2, "python3 server.py", usage("waiting", 3.0, 7 << 30)),
         ];
         clients[0].environment_ignored = vec![
-            "NVSHARE_WEIGHT=200 has no effect: without a rule the program already has weight 100, and this variable can only lower the limit"
+            "NVSHARE_WEIGHT=200 has no effect: the program already has weight 100 without a rule, and this variable can only lower the limit"
                 .into(),
         ];
         let gpu = Gpu {

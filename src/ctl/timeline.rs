@@ -67,7 +67,7 @@ pub fn timeline(source: &Source, gpu: Option<&str>, since: Option<Duration>, for
         }
         Form::Svg(output) => output,
     };
-    let picture = svg::draw(&timeline, "Who held the GPU, who waited, and what moved", named);
+    let picture = svg::draw(&timeline, "Lock holders, waits and moved memory", named);
     if output == Path::new("-") {
         return Ok(picture);
     }

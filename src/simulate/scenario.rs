@@ -210,7 +210,7 @@ fn job(
     let count = counted("count", raw.count.as_ref(), PROGRAMS)?;
     let users = match (raw.user, &raw.users) {
         (Some(_), Some(users)) => {
-            return Err((users.span(), "users: user and users exclude each other. Omit user".into()));
+            return Err((users.span(), "users: cannot be combined with the key \"user\". Remove \"user\"".into()));
         }
         (_, Some(_)) => {
             let number = counted("users", raw.users.as_ref(), PROGRAMS)?;
@@ -233,7 +233,7 @@ fn job(
     let gpu_time = raw.gpu_time.as_ref().map_or(Ok(work), |time| positive("gpu-time", time))?;
     let gap = match (raw.every, raw.random) {
         (Some(_), Some(random)) => {
-            return Err((random.span(), "random: random and every exclude each other. Omit every".into()));
+            return Err((random.span(), "random: cannot be combined with the key \"every\". Remove \"every\"".into()));
         }
         (_, Some(random)) => Gap::Random(positive("random", &random)?),
         (every, None) => Gap::Always(every.map_or(Duration::ZERO, |every| every.0)),

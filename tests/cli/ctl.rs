@@ -286,7 +286,7 @@ fn a_lost_lock_is_reported_with_its_own_exit_code() {
         let message = next_message(&mut BufReader::new(child.stderr.take().expect("its stderr")));
         (child, message)
     };
-    let lost = "nvsharectl: the lock was lost: the scheduler ended, or an administrator ended the lock; sh";
+    let lost = "nvsharectl: the lock was lost, because the scheduler ended or an administrator ended the lock. sh";
     let (mut child, message) = start(&[]);
     assert_eq!(message, format!("{lost} continues without the lock"));
     assert!(child.try_wait().expect("a child").is_none(), "the command goes on");
@@ -324,7 +324,7 @@ fn a_command_can_pause_until_a_lost_lock_is_reacquired() {
     daemon.log.wait("sh connected");
     assert_eq!(states_below(pid), ['T', 'T'], "it waits for the lock");
     other.release();
-    assert_held_again(&next_message(&mut stderr), ": sh continues");
+    assert_held_again(&next_message(&mut stderr), ", so sh continues");
     drop(child.stdin.take());
     assert_eq!(wait(&mut child).code(), Some(7), "its own exit code");
 }
@@ -349,7 +349,7 @@ fn a_lock_revoked_at_the_end_of_its_turn_is_reported() {
         let stderr = BufReader::new(child.stderr.take().expect("its stderr"));
         (daemon, child, other, stderr)
     };
-    let lost = "nvsharectl: the lock was lost: the turn is over, and other programs wait; sh";
+    let lost = "nvsharectl: the lock was lost, because the turn is over and other programs wait. sh";
 
     let (_daemon, mut child, other, mut stderr) = begin(&[]);
     assert_eq!(next_message(&mut stderr), format!("{lost} continues without the lock"));
@@ -362,7 +362,7 @@ fn a_lock_revoked_at_the_end_of_its_turn_is_reported() {
     assert_eq!(next_message(&mut stderr), format!("{lost} is paused until the lock is reacquired"));
     assert_eq!(states_below(child.id()), ['T', 'T'], "the script and its child");
     other.release();
-    assert_held_again(&next_message(&mut stderr), ": sh continues");
+    assert_held_again(&next_message(&mut stderr), ", so sh continues");
     drop(child.stdin.take());
     assert_eq!(wait(&mut child).code(), Some(7), "its own exit code");
 }
@@ -520,7 +520,7 @@ fn a_debug_bundle_is_refused_to_a_container() {
     command.arg("--control").arg(daemon.control()).args(["debug", "--output", "-"]);
     let refused = Output::of(&mut unshare(&mut command));
     assert_eq!((refused.code, refused.stdout.as_str()), (Some(1), ""));
-    let text = "a process in a container, or in another PID namespace, may not create a debug bundle";
+    let text = "processes in containers and in other PID namespaces may not create a debug bundle";
     assert!(refused.stderr.contains(text), "{}", refused.stderr);
 }
 

@@ -415,8 +415,8 @@ fn errors_name_the_line_and_the_allowed_values() {
         (both("gpus = 2"), "7:8: gpus cannot be 2: 1 to 1 are allowed"),
         (both("on = [0, 1]"), "7:6: on: the scenario has no GPU 1. GPUs are numbered from 0 to 0"),
         (both("on = []"), "7:6: on: the list is empty. Omit it to allow every GPU"),
-        (both("user = \"a\"\nusers = 3"), "8:9: users: user and users exclude each other. Omit user"),
-        (both("every = 1\nrandom = 1"), "8:10: random: random and every exclude each other. Omit every"),
+        (both("user = \"a\"\nusers = 3"), "8:9: users: cannot be combined with the key \"user\". Remove \"user\""),
+        (both("every = 1\nrandom = 1"), "8:10: random: cannot be combined with the key \"every\". Remove \"every\""),
         (both("random = 0"), "7:10: random cannot be 0: write a longer time"),
         (both("gpu-time = \"0s\""), "7:12: gpu-time cannot be 0: write a longer time"),
         (

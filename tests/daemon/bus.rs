@@ -925,7 +925,7 @@ fn a_lock_is_in_no_gang() {
         let connection = on_bus(&bus).await;
         let (name, text) = refusal(scheduler(&connection).await.acquire_lock("", "me", "a test", HashMap::new()).await);
         assert_eq!(name, "org.freedesktop.DBus.Error.AccessDenied");
-        assert!(text.contains("rule \"job\"") && text.ends_with("and a lock would prevent that"), "{text}");
+        assert!(text.contains("rule \"job\"") && text.ends_with("from running together as a gang"), "{text}");
     });
 }
 

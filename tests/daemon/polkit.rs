@@ -480,7 +480,7 @@ fn a_lost_polkit_denies_and_without_polkit_only_root_is_authorized() {
         let (name, text) = refusal(acquire(&scheduler).await);
         assert_eq!(name, NOT_AUTHORIZED);
         assert!(
-            text.ends_with("Without polkit, only root and, on the control socket, the group nvshare may do this."),
+            text.ends_with("Without polkit, only root and the group nvshare (on the control socket) may do this."),
             "{text}"
         );
         let _client = daemon.client();

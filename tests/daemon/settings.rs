@@ -99,7 +99,7 @@ fn assert_refused(daemon: &Daemon, why: &str) {
     for change in [&["set", "time-quantum", "9"][..], &["set-rule", "batch", "user=5", "weight=5"], &["reset"]] {
         let output = daemon.ctl(change);
         assert_eq!(output.code, Some(1), "{change:?}");
-        let text = format!("cannot save the change: {}", state(&daemon.directory.0).display());
+        let text = format!("cannot save the change in {}", state(&daemon.directory.0).display());
         assert!(output.stderr.contains(&text) && output.stderr.contains(why), "{change:?}: {}", output.stderr);
     }
     assert_eq!(get(daemon), before);

@@ -166,7 +166,7 @@ fn environment_limits_looser_than_the_rule_are_ignored_and_reported() {
     let machine = ruled(Setup::default(), "weight = 50\ntime-max = \"90%\"");
     let mut program = machine.program("stranger --mem 16M --seconds 600").env("NVSHARE_WEIGHT", "10000").start();
     program.wait_to_say("holding");
-    let why = "NVSHARE_WEIGHT=10000 has no effect: by rule \"mine\" (";
+    let why = "NVSHARE_WEIGHT=10000 has no effect: the program already has weight 50 by rule \"mine\" (";
     assert_eq!(program.stderr().lines().filter(|line| line.contains(why)).count(), 1, "{}", program.stderr());
     let seen = client(&machine, &program);
     assert_eq!((&seen["environment"], &seen["share"]), (&Value::from(""), &Value::from("weight 50, time-max 90%")));

@@ -142,7 +142,7 @@ fn host_memory_at_rest_is_freed_without_losing_contents() {
     machine.wait_until_empty();
 }
 
-const PREPARED: &str = "allocating staging buffers ahead: true";
+const PREPARED: &str = "allocating staging buffers in advance: true";
 
 #[test]
 fn memory_at_rest_gets_host_buffers_before_its_eviction() {

@@ -370,7 +370,7 @@ fn unchanged_is_not_copied(simulator: Vec<(&'static str, String)>) {
     let mut other = machine.program(&mix(machine.setup.capacity(2) - 8 * MIB, 1000)).start();
     server.finish();
     other.kill();
-    // The lines read "N bytes left in N µs, N bytes of both without a copy".
+    // The lines read "N bytes left in N µs, N bytes in both directions without a copy".
     let said = server.stderr();
     assert_eq!(said.contains("the driver compiles PTX"), compiles);
     let sums = said.lines().fold([0u64; 2], |[out, uncopied], line| {

@@ -57,7 +57,7 @@ async fn work(options: &Options, config: Config) -> Result<(), String> {
     let client = api_server::client(options.kubeconfig.as_deref()).await?;
     let socket = Socket::bind(&options.socket)?;
     info!(
-        "nvshare-agent {}: pods of node {}, for the scheduler at {}",
+        "nvshare-agent {}: sending the pods of node {} to the scheduler at {}",
         env!("CARGO_PKG_VERSION"),
         options.node,
         options.control.display()

@@ -187,8 +187,8 @@ fn refused(what: &str, status: &Status) -> Over {
     match status.code {
         GONE => Over::Stale,
         UNAUTHORIZED | FORBIDDEN => Over::Failed(format!(
-            "the API server does not allow the agent to {what} pods. Its service account needs \"list\" and \"watch\": \
-             {message}"
+            "the API server does not allow the agent to {what} pods. Its service account needs \"list\" and \"watch\" \
+             ({message})"
         )),
         code => Over::Failed(format!("the API server cannot {what} pods (status {code}): {message}")),
     }

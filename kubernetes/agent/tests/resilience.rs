@@ -106,7 +106,7 @@ fn a_forbidden_list_is_logged_once_with_the_required_permission() {
     let _scheduler = node.scheduler();
     let agent = node.agent();
     agent.log.wait(
-        "does not allow the agent to list pods. Its service account needs \"list\" and \"watch\": pods is forbidden",
+        "does not allow the agent to list pods. Its service account needs \"list\" and \"watch\" (pods is forbidden",
     );
     node.until("some tries", |node| (node.api.lists() > 3).then_some(()));
     assert_eq!(agent.log.count("does not allow the agent"), 1);

@@ -41,7 +41,7 @@ pub struct Arguments {
     #[arg(long, conflicts_with_all = ["check_config", "probe"])]
     pub ready: bool,
 
-    /// Only check whether pods still have claims, which prevent removal of the driver, and create an event for each such pod
+    /// Only check for pods with claims (these pods prevent the driver's removal), and create an event for each
     #[arg(long, conflicts_with_all = ["check_config", "probe", "ready"])]
     pub check_removal: bool,
 

@@ -52,7 +52,7 @@ pub async fn live(
         match why {
             None => return Ok(()),
             Some(SocketState::Anothers) => return Err(BindError::Taken(directory.join(PLUGIN))),
-            Some(_) => info!("the plugin's socket has disappeared, as after a restart of kubelet. Creating it again"),
+            Some(_) => info!("the plugin's socket has disappeared: kubelet may have restarted. Creating it again"),
         }
     }
 }

@@ -80,8 +80,8 @@ pub enum GpuName {
     Text(glob::Pattern),
 }
 
-const ALLOWED: &str = "the number of a GPU, its UUID as nvidia-smi -L prints it, or the name of its model, in which * \
-                       stands for anything";
+const ALLOWED: &str =
+    "a GPU's number, its UUID as nvidia-smi -L prints it, or its model name, where * matches anything";
 
 impl GpuName {
     pub fn is(&self, uuid: &str, index: Option<u32>, name: &str) -> bool {

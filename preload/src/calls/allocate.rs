@@ -61,7 +61,7 @@ pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUre
         };
         let beyond = settings::get().oversubscribe;
         let result = with_retries(gpu, space, size, |space| space.allocate(size as u64, context, beyond, &gpu.work));
-        trace!("GPU {}: allocate {size}: {result:x?}", gpu.index);
+        trace!("GPU {}: allocation of {size} bytes: {result:x?}", gpu.index);
         match result {
             Ok(Allocated { backing, address }) => {
                 let undo = |space: &mut Space| space.undo(address);
@@ -171,7 +171,7 @@ pub fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: i
         };
         let take = |space: &mut Space| space.allocate_managed(size as u64, context, beyond, &gpu.work, make);
         let result = with_retries(gpu, space, size, take);
-        trace!("GPU {}: allocate {size} of managed memory: {result:x?}", gpu.index);
+        trace!("GPU {}: allocation of {size} managed bytes: {result:x?}", gpu.index);
         result.map_or_else(|error| error, |_| SUCCESS)
     })
 }

@@ -69,7 +69,7 @@ pub fn movable(
 pub fn create(place: *mut Handle, size: Size, gpu: &'static Gpu, space: &Mutex<Space>, flags: Flags) -> CUresult {
     let beyond = settings::get().oversubscribe;
     let made = allocate::with_retries(gpu, space, size, |space| space.create(size as u64, flags, beyond, &gpu.work));
-    trace!("GPU {}: create {size}: {made:x?}", gpu.index);
+    trace!("GPU {}: creation of {size} bytes: {made:x?}", gpu.index);
     match made {
         Ok((base, backing)) => {
             if !allocate::is_backed_in_time(gpu, space, backing, |space| space.destroy(base)) {

@@ -246,7 +246,7 @@ impl Turn {
                 Drained::NotYet => POLL_INTERVAL,
                 Drained::Done(why) => self.release(gpu, why),
                 Drained::NeedsHost => {
-                    trace!("GPU {}: the drain makes no progress while threads wait: opening the gate", gpu.index);
+                    trace!("GPU {}: opening the gate, as the drain makes no progress and threads wait", gpu.index);
                     self.stall_timeout = StallTimeout(OPEN_AFTER);
                     // From now on the client releases the lock as soon as it has no work.
                     self.state = TurnPhase::Holding { contended: Some(Contended::new(Duration::ZERO)) };
@@ -369,7 +369,7 @@ impl Drain {
                 return Drained::NeedsHost;
             }
             trace!(
-                "GPU {}: the drain makes no progress while threads wait: opening the gate for copies and flag writes",
+                "GPU {}: opening the gate for copies and flag writes, as the drain makes no progress and threads wait",
                 gpu.index
             );
             self.helped = true;

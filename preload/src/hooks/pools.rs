@@ -113,7 +113,7 @@ fn allocate_movable(size: Size, pool: Option<CUmemoryPool>, stream: CUstream) ->
         if is_backed_in_time(gpu, space, backing, undo) { Ok(address) } else { Err(ERROR_OUT_OF_MEMORY) }
     });
     if let Err(error) = result {
-        trace!("GPU {}: allocate {size} from a pool: {error}", gpu.index);
+        trace!("GPU {}: allocation of {size} bytes from a pool: {error}", gpu.index);
     }
     Some(result)
 }

@@ -85,7 +85,7 @@ impl EnvLimits {
         let without = value.no_tighter_than(rule.map_or_else(RuleLimits::default, |rule| rule.limits))?;
         let by = rule.map_or_else(|| "without a rule".into(), |rule| format!("by rule {rule}"));
         Some(format!(
-            "{name}={} has no effect: {by} the program already has {without}, and this variable can only lower the \
+            "{name}={} has no effect: the program already has {without} {by}, and this variable can only lower the \
              limit",
             env.text
         ))
@@ -223,9 +223,9 @@ mod tests {
 
     #[test]
     fn invalid_values_are_ignored_and_reported() {
-        let amounts = "a size from 2M to 1T like \"8G\", a part of a GPU from 1% to 100%, or \"infinity\" is allowed";
+        let amounts = "a size from 2M to 1T like \"8G\", a percentage from 1% to 100%, or \"infinity\" is allowed";
         let gpus =
-            "the UUID of a GPU or MIG slice as nvidia-smi -L prints it, or its beginning, or the number of a GPU";
+            "the UUID of a GPU or MIG slice as nvidia-smi -L prints it, the start of a UUID, or the number of a GPU";
         let long = "1".repeat(300);
         for (limit, text, expected) in [
             (LimitName::MemoryMax, "lots", format!("NVSHARE_MEMORY_MAX: memory-max cannot be \"lots\": {amounts}")),
@@ -265,7 +265,7 @@ mod tests {
         ] {
             let (limits, name) = (env_limits(&[(limit, text)]), variable(limit));
             let expected = format!(
-                "{name}={text} has no effect: by rule \"r\" (f:1) the program already has {has}, and this variable can only lower the limit"
+                "{name}={text} has no effect: the program already has {has} by rule \"r\" (f:1), and this variable can only lower the limit"
             );
             assert_eq!(limits.remark(limit, Some(&rule)), Some(expected), "{text}");
             assert_eq!(limits.in_words(Some(&rule)), "");
@@ -277,7 +277,7 @@ mod tests {
             assert_eq!(env_limits(&[(limit, text)]).remark(limit, Some(&rule)), None, "{text}");
         }
         let none = env_limits(&[(LimitName::Weight, "101")]).remark(LimitName::Weight, None);
-        let expected = "NVSHARE_WEIGHT=101 has no effect: without a rule the program already has weight 100, and this variable \
+        let expected = "NVSHARE_WEIGHT=101 has no effect: the program already has weight 100 without a rule, and this variable \
              can only lower the limit";
         assert_eq!(none.as_deref(), Some(expected));
     }

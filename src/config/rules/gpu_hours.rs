@@ -76,7 +76,7 @@ impl<'de> Deserialize<'de> for GpuHours {
         };
         read().ok_or_else(|| {
             de::Error::custom(format!(
-                "gpu-hours cannot be {text:?}: a time of whole seconds and \"day\", \"week\" or \"month\" are allowed, like \"20h/week\""
+                "gpu-hours cannot be {text:?}: a time in whole seconds per \"day\", \"week\" or \"month\" is allowed, like \"20h/week\""
             ))
         })
     }

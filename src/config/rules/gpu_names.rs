@@ -9,7 +9,7 @@ use serde::de::{self, Deserializer, SeqAccess, Visitor};
 /// The prefixes that all UUIDs of GPUs and MIG slices begin with.
 const KINDS: [&str; 2] = ["GPU-", "MIG-"];
 const ALLOWED: &str =
-    "the UUID of a GPU or MIG slice as nvidia-smi -L prints it, or its beginning, or the number of a GPU";
+    "the UUID of a GPU or MIG slice as nvidia-smi -L prints it, the start of a UUID, or the number of a GPU";
 
 /// The name of a GPU. A prefix of a UUID can also denote several MIG slices.
 #[derive(Debug, Clone, PartialEq, Eq)]

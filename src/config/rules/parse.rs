@@ -349,8 +349,8 @@ mod tests {
     #[test]
     fn errors_name_the_line_and_the_allowed_values() {
         let gpus =
-            "the UUID of a GPU or MIG slice as nvidia-smi -L prints it, or its beginning, or the number of a GPU";
-        let amounts = "a size from 2M to 1T like \"8G\", a part of a GPU from 1% to 100%, or \"infinity\" is allowed";
+            "the UUID of a GPU or MIG slice as nvidia-smi -L prints it, the start of a UUID, or the number of a GPU";
+        let amounts = "a size from 2M to 1T like \"8G\", a percentage from 1% to 100%, or \"infinity\" is allowed";
         let cases = [
             ("memory-max = \"lots\"", format!("2:14: memory-max cannot be \"lots\": {amounts}")),
             ("memory-max = \"0%\"", format!("2:14: memory-max cannot be \"0%\": {amounts}")),
@@ -359,7 +359,7 @@ mod tests {
             ("memory-max = \"2T\"", format!("2:14: memory-max cannot be \"2T\": {amounts}")),
             (
                 "memory-max = true",
-                "2:14: invalid type: boolean `true`, expected a size from 2M to 1T like \"8G\", a part of a GPU from 1% to 100%, \
+                "2:14: invalid type: boolean `true`, expected a size from 2M to 1T like \"8G\", a percentage from 1% to 100%, \
                  or \"infinity\" for memory-max"
                     .to_owned(),
             ),
@@ -391,12 +391,12 @@ mod tests {
             ),
             (
                 "gpu-hours = \"20h\"",
-                "2:13: gpu-hours cannot be \"20h\": a time of whole seconds and \"day\", \"week\" or \"month\" are allowed, like \"20h/week\""
+                "2:13: gpu-hours cannot be \"20h\": a time in whole seconds per \"day\", \"week\" or \"month\" is allowed, like \"20h/week\""
                     .to_owned(),
             ),
             (
                 "gpu-hours = \"0h/week\"",
-                "2:13: gpu-hours cannot be \"0h/week\": a time of whole seconds and \"day\", \"week\" or \"month\" are allowed, like \"20h/week\""
+                "2:13: gpu-hours cannot be \"0h/week\": a time in whole seconds per \"day\", \"week\" or \"month\" is allowed, like \"20h/week\""
                     .to_owned(),
             ),
             (

@@ -80,7 +80,7 @@ struct Memory {
 impl Memory {
     fn allowed(&self) -> &'static str {
         if self.of_a_gpu {
-            "a size from 2M to 1T like \"8G\", a part of a GPU from 1% to 100%, or \"infinity\""
+            "a size from 2M to 1T like \"8G\", a percentage from 1% to 100%, or \"infinity\""
         } else {
             "a size from 2M to 1T like \"8G\", or \"infinity\""
         }

@@ -54,8 +54,8 @@ pub struct Generate {
     /// Directory of the scheduler's socket for programs
     #[arg(long, value_name = "DIRECTORY", default_value = paths::SOCKETS_IN_CONTAINERS, value_hint = ValueHint::DirPath)]
     sockets: PathBuf,
-    /// Path of nvsharectl on this host, which container runtimes call to merge an image's /etc/ld.so.preload with nvshare's
-    /// [default: this program]
+    /// Path of nvsharectl on this host [default: this program]. Container runtimes call it to merge an image's
+    /// /etc/ld.so.preload with nvshare's
     #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
     hook: Option<PathBuf>,
     /// NVIDIA's CDI file [default: the file in /etc/cdi or /var/run/cdi, if any]

@@ -95,7 +95,7 @@ pub fn enable(asked: Option<&Path>, of: &Of) -> Result<Output, CtlError> {
                 format!("the loader stops reading {FILE} at a NUL byte. Remove that byte")
             }
             entries::Refusal::Comments => format!(
-                "{FILE} has comments, and the loader would read some of them as library names in a longer file. \
+                "{FILE} has comments. If the file becomes longer, the loader reads some comments as library names. \
                  Remove the comments"
             ),
         })

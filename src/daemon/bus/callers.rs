@@ -167,7 +167,7 @@ impl Caller<'_> {
     fn is_of_the_host(&self, what: &str) -> fdo::Result<()> {
         let text = match self.process.place() {
             Where::Host => return Ok(()),
-            Where::Elsewhere => format!("a process in a container, or in another PID namespace, may not {what}"),
+            Where::Elsewhere => format!("processes in containers and in other PID namespaces may not {what}"),
             Where::Ended => {
                 format!("this process may not {what}, because the process that connected has ended. Connect again.")
             }
@@ -277,8 +277,8 @@ impl Caller<'_> {
                     HashMap::from([("program", program.as_str()), ("gpu", gpu.title.as_str()), ("rule", rule)]);
                 match self.ask(action, details).await {
                     Authorization::Absent => Err(denied(format!(
-                        "{} may not {what}: polkit is not running. Without polkit, only root and, on the control \
-                         socket, the group nvshare may do this.",
+                        "{} may not {what}: polkit is not running. Without polkit, only root and the group \
+                         nvshare (on the control socket) may do this.",
                         self.user()
                     ))),
                     answer => self.heed(answer, what),

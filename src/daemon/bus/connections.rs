@@ -86,7 +86,7 @@ pub async fn serve_peers(listener: OwnedFd, shared: Shared) {
                 let is_visitor = Process::of_socket(stream.as_fd()).is_ok_and(|peer| peer.place() == Where::Elsewhere);
                 let visit = is_visitor.then(|| visitors.clone().try_acquire_owned());
                 if let Some(Err(_)) = visit {
-                    debug!("dropped a control connection from another PID namespace: there is another one");
+                    debug!("dropped a control connection: at most {MAX_VISITORS} may come from other PID namespaces");
                     continue;
                 }
                 let shared = shared.clone();

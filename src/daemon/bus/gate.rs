@@ -75,7 +75,7 @@ impl User {
 }
 
 fn too_many(what: &str) -> fdo::Error {
-    fdo::Error::LimitsExceeded(format!("too many calls {what}. Try again when some of them have been answered."))
+    fdo::Error::LimitsExceeded(format!("too many calls {what}. Try again later."))
 }
 
 impl Gate {

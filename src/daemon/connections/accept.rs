@@ -71,8 +71,8 @@ pub async fn accept(
             // refuse.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
                 if log_limit.borrow_mut().allows("descriptors", &Tenant::Root) {
-                    error!(name: "no-descriptors", "cannot accept programs until others end: no file descriptors are \
-                        left ({e})");
+                    error!(name: "no-descriptors", "cannot accept new programs until connected programs end: \
+                        no file descriptors are left ({e})");
                 }
                 let refused = spare.accept(listener.as_fd()).map(|socket| {
                     let owner = peer::presumed_tenant(socket.as_fd()).number();

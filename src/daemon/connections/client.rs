@@ -106,7 +106,7 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
             format_args!("is refused: its library speaks protocol {min} to {max}, this scheduler {oldest} to {newest}"),
         );
         let text = format!(
-            "no common protocol: library {min} to {max}, scheduler {oldest} to {newest}; install the same nvshare on both sides"
+            "no common protocol: library {min} to {max}, scheduler {oldest} to {newest}. Install the same nvshare version for both"
         );
         return refuse(connection.socket(), budget.tenant().number(), Refusal::Version, &text);
     };

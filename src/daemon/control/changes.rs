@@ -170,9 +170,9 @@ impl Turn<'_> {
             };
             if let Err(e) = outcome {
                 let path = path.display();
-                warn!(name: "settings-unsaved", "refused a change of settings, because it cannot be saved: {path}: \
+                warn!(name: "settings-unsaved", "refused a change of settings, because it cannot be saved in {path}: \
                     {e}");
-                return Err(fdo::Error::IOError(format!("cannot save the change: {path}: {e}. Nothing has changed.")));
+                return Err(fdo::Error::IOError(format!("cannot save the change in {path}: {e}. Nothing has changed.")));
             }
         }
         self.changes.changed.replace(changed);

@@ -44,7 +44,7 @@ impl LastGood {
         {
             let text = toml::to_string(&sources).unwrap_or_default();
             if let Err(e) = atomic_file::write(path, &format!("{HEADER}{text}")) {
-                warn!("cannot save a copy of the valid configuration: {}: {e}", path.display());
+                warn!("cannot save a copy of the valid configuration in {}: {e}", path.display());
             }
         }
         Ok(config)

@@ -38,7 +38,7 @@ impl Claims {
                 return Err(format!("{uid:?} is not the UID of a claim"));
             }
             if let Some(text) = [&namespace, &name].into_iter().find(|text| !is_pod_name(text)) {
-                return Err(format!("claim {uid}: {text:?} is not a name in Kubernetes"));
+                return Err(format!("claim {uid}: {text:?} is not a valid Kubernetes name"));
             }
             match read_rule("claim", &uid, &format!("{namespace}/{name}"), &rule, "the ResourceClaim") {
                 Ok(rule) => drop(claims.insert(uid, Known { namespace, name, rule })),

@@ -258,7 +258,7 @@ fn ahead_sentence(names: &impl Names, client: ClientId, ahead: &Ahead) -> String
         Reason::LessServed => "it has used less GPU time".into(),
     };
     let takes = ahead.takes.map_or("with no time limit".to_owned(), |takes| format!("for {}", about(takes)));
-    format!("Before it, {gang}{} runs {takes}: {why}.", clients.join(" and "))
+    format!("{gang}{} runs first, {takes}: {why}.", clients.join(" and "))
 }
 
 fn moves(what: &Explanation) -> Option<String> {
@@ -342,8 +342,8 @@ mod tests {
         let expected = [
             "It has waited for GPU 0 for 4.2s, and 3 programs are ahead of it.",
             "program 2 holds GPU 0. Its turn ends in about 3.0s.",
-            "Before it, program 9 runs for about 2.0s: its priority is higher (rule \"render\").",
-            "Before it, program 4 runs for about 2.0s: its owner has used less of its share.",
+            "program 9 runs first, for about 2.0s: its priority is higher (rule \"render\").",
+            "program 4 runs first, for about 2.0s: its owner has used less of its share.",
             "3 GiB must be evicted from the GPU first and 1 GiB of its memory restored, which takes about 0.2s.",
             "It is expected to run in about 7.0s.",
         ];
@@ -362,7 +362,7 @@ mod tests {
     fn a_gang_without_a_time_limit_is_named_with_all_members() {
         let gang = Ahead { clients: vec![ClientId(2), ClientId(3)], reason: Reason::Priority, takes: None };
         let text = of(&Explanation { ahead: vec![gang], ..waiting() });
-        let line = "Before it, the gang of program 2 and program 3 runs with no time limit: its priority is higher.";
+        let line = "the gang of program 2 and program 3 runs first, with no time limit: its priority is higher.";
         assert_eq!(text[1], line);
     }
 

@@ -143,12 +143,12 @@ impl Core {
             let Some((GpuHours { time, window }, used)) = self.hours_of(client) else { continue };
             let Some(entry) = self.clients.get(&client) else { continue };
             let name = entry.identity.label();
-            let now = if used >= time { "other programs run first" } else { "they take normal turns again" };
+            let now = if used >= time { "so other programs run first" } else { "so they take normal turns again" };
             let (used, time, window) = (units::duration(used), units::duration(time), units::duration(window.time()));
             if self.log_limit.allows("hours", &entry.identity.tenant) {
                 info!(
                     client = client.0,
-                    "{name} and its group have used {used} of {time} GPU time in the last {window}: {now}"
+                    "{name} and its group have used {used} of {time} GPU time in the last {window}, {now}"
                 );
             }
         }

@@ -11,7 +11,7 @@ use super::saved::{Saved, Saving};
 use crate::daemon::transport::peer;
 
 const FILE: &str = "paused.toml";
-const LOST: &str = "cannot save which programs are paused: they resume if the scheduler is restarted";
+const LOST: &str = "cannot save the list of paused programs, so a restart of the scheduler will resume them";
 
 #[derive(Debug, Default)]
 pub struct Paused(Saved<Process>);

@@ -139,7 +139,7 @@ impl Core {
             return Err(format!("rule {rule} does not allow {}", gpu.label));
         }
         if rule.limits.gang {
-            return Err(format!("rule {rule} makes programs run together, and a lock would prevent that"));
+            return Err(format!("a lock would prevent the programs of rule {rule} from running together as a gang"));
         }
         Ok(rule.to_string())
     }

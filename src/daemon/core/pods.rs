@@ -42,7 +42,7 @@ impl Pods {
             }
             for text in [&namespace, &name].into_iter().chain(containers.values()) {
                 if !is_pod_name(text) {
-                    return Err(format!("pod {uid}: {text:?} is not a name in Kubernetes"));
+                    return Err(format!("pod {uid}: {text:?} is not a valid Kubernetes name"));
                 }
             }
             let origin = origin(&rule, &defaults.unwrap_or_default());

@@ -79,7 +79,7 @@ impl Core {
         let host = host.unwrap_or(0);
         let text = format!(
             "{} is refused memory: its total of {} and the memory of other programs do not fit into the GPU ({}) plus \
-             the host memory for swapping ({}). To solve this: {}",
+             the host memory for swapping ({}). To solve this, {}",
             identity.label(),
             units::size(bytes),
             units::size(capacity),

@@ -54,7 +54,7 @@ impl<T: Ord + Clone + Serialize + DeserializeOwned> Saved<T> {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Text { boot: String::new(), all: BTreeSet::new() }),
             Err(e) => Err(e.to_string()),
         };
-        let read = read.inspect_err(|e| warn!("cannot restore saved state: {}: {e}", path.display()));
+        let read = read.inspect_err(|e| warn!("cannot restore the state saved in {}: {e}", path.display()));
         let all = read.ok().filter(|read| read.boot == boot()).map(|read| read.all).unwrap_or_default();
         let (saver, texts) = mpsc::channel::<(String, oneshot::Sender<()>)>();
         let started = thread::Builder::new().name("saved".into()).spawn(move || {
@@ -62,7 +62,7 @@ impl<T: Ord + Clone + Serialize + DeserializeOwned> Saved<T> {
                 let (texts, waiting): (Vec<String>, Vec<_>) = std::iter::once(first).chain(texts.try_iter()).unzip();
                 let newest = texts.last().map_or("", String::as_str);
                 if let Err(e) = atomic_file::write(&path, newest) {
-                    warn!("{lost}: {}: {e}", path.display());
+                    warn!("{lost} ({}: {e})", path.display());
                 }
                 waiting.into_iter().for_each(|done: oneshot::Sender<()>| {
                     let _ = done.send(()); // the caller may have left
@@ -70,7 +70,7 @@ impl<T: Ord + Clone + Serialize + DeserializeOwned> Saved<T> {
             }
         });
         if let Err(e) = &started {
-            warn!("{lost}: {e}");
+            warn!("{lost} ({e})");
         }
         Self { all, saver: started.is_ok().then_some(saver) }
     }

@@ -268,7 +268,7 @@ impl Core {
         self.drained = Saved::open(
             directory,
             DRAINED,
-            "cannot save which GPUs are drained: programs use them again if the scheduler is restarted",
+            "cannot save the list of drained GPUs, so a restart of the scheduler will end the drains",
         );
     }
 

@@ -101,7 +101,7 @@ pub static OF_GPUS: [Family<OfGpu>; 24] = [
         "nvshare_gpu_unmoved",
         BYTES,
         Counter(|gpu| gpu.counted.unmoved),
-        "Bytes evicted or restored without a copy, because they were constant or still in host memory.",
+        "Bytes evicted or restored without a copy, because they are one repeated value or still valid in host memory.",
     ),
     family(
         "nvshare_gpu_refused_allocations",
@@ -113,8 +113,8 @@ pub static OF_GPUS: [Family<OfGpu>; 24] = [
         "nvshare_gpu_mapping_failures",
         None,
         Counter(|gpu| gpu.counted.mapping_failures),
-        "Number of times that a program released the GPU lock because the driver could not map memory, although the \
-         allowance permitted it.",
+        "Number of times that a program released the GPU lock because the driver could not map memory within the \
+         program's allowance.",
     ),
     family(
         "nvshare_gpu_gone",
@@ -147,31 +147,31 @@ pub static OF_GPUS: [Family<OfGpu>; 24] = [
         "nvshare_gpu_committed",
         BYTES,
         Gauge(|gpu| Some(gpu.committed)),
-        "Largest possible sum of the demands of its programs.",
+        "Largest possible sum of the demands of the GPU's programs.",
     ),
     family(
         "nvshare_gpu_demand",
         BYTES,
         Gauge(|gpu| Some(gpu.memory.demand)),
-        "GPU memory that its programs need to run.",
+        "GPU memory that the GPU's programs need to run.",
     ),
     family(
         "nvshare_gpu_resident",
         BYTES,
         Gauge(|gpu| Some(gpu.memory.resident)),
-        "Memory of its programs that is on the GPU.",
+        "Memory of the GPU's programs on the GPU itself.",
     ),
     family(
         "nvshare_gpu_swapped",
         BYTES,
         Gauge(|gpu| Some(gpu.memory.swapped)),
-        "Memory of its programs that is in host memory.",
+        "Memory of the GPU's programs in host memory.",
     ),
     family(
         "nvshare_gpu_pinned",
         BYTES,
         Gauge(|gpu| Some(gpu.memory.pinned)),
-        "Memory that cannot be evicted from the GPU, summed over its programs.",
+        "Memory that cannot be evicted from the GPU, summed over the GPU's programs.",
     ),
     family("nvshare_gpu_clients", None, Gauge(|gpu| Some(gpu.clients)), "Programs that use the GPU."),
     family("nvshare_gpu_holders", None, Gauge(|gpu| Some(gpu.holders)), "Programs that hold the GPU lock."),
@@ -204,13 +204,13 @@ pub static OF_WORKLOADS: [Family<OfWorkload>; 17] = [
         "nvshare_workload_lock",
         SECONDS,
         Time(|workload| workload.counted.lock_time),
-        "Time for which its programs held the GPU lock, summed over programs.",
+        "Time for which the workload's programs held the GPU lock, summed over programs.",
     ),
     family(
         "nvshare_workload_wait",
         SECONDS,
         Time(|workload| workload.counted.wait_time),
-        "Time that its programs waited before they were granted the GPU lock, summed over programs.",
+        "Time that the workload's programs waited before they were granted the GPU lock, summed over programs.",
     ),
     family(
         "nvshare_workload_waiting",
@@ -222,62 +222,62 @@ pub static OF_WORKLOADS: [Family<OfWorkload>; 17] = [
         "nvshare_workload_grants",
         None,
         Counter(|workload| workload.counted.grants),
-        "Number of times that its programs were granted the GPU lock.",
+        "Number of times that the workload's programs were granted the GPU lock.",
     ),
     family(
         "nvshare_workload_hand_overs",
         None,
         Counter(|workload| workload.counted.hand_overs),
-        "Number of times that one of its programs was granted the GPU lock after a different program.",
+        "Number of times that a program of the workload was granted the GPU lock after a different program.",
     ),
     family(
         "nvshare_workload_swapped_out",
         BYTES,
         Counter(|workload| workload.counted.swapped_out),
-        "Bytes of its programs evicted from the GPU to host memory.",
+        "Bytes of the workload's programs evicted from the GPU to host memory.",
     ),
     family(
         "nvshare_workload_swapped_in",
         BYTES,
         Counter(|workload| workload.counted.swapped_in),
-        "Bytes of its programs restored from host memory to the GPU.",
+        "Bytes of the workload's programs restored from host memory to the GPU.",
     ),
     family(
         "nvshare_workload_unmoved",
         BYTES,
         Counter(|workload| workload.counted.unmoved),
-        "Bytes of its programs evicted or restored without a copy.",
+        "Bytes of the workload's programs evicted or restored without a copy.",
     ),
     family(
         "nvshare_workload_refused_allocations",
         None,
         Counter(|workload| workload.counted.refused),
-        "Allocations of its programs that were refused for lack of memory.",
+        "Allocations of the workload's programs that were refused for lack of memory.",
     ),
     family(
         "nvshare_workload_mapping_failures",
         None,
         Counter(|workload| workload.counted.mapping_failures),
-        "Number of times that its programs released the GPU lock because the driver could not map memory, although the \
-         allowance permitted it.",
+        "Number of times that a program of the workload released the GPU lock because the driver could not map \
+         memory within the program's allowance.",
     ),
     family(
         "nvshare_workload_demand",
         BYTES,
         Gauge(|workload| Some(workload.memory.demand)),
-        "GPU memory that its programs need to run.",
+        "GPU memory that the workload's programs need to run.",
     ),
     family(
         "nvshare_workload_resident",
         BYTES,
         Gauge(|workload| Some(workload.memory.resident)),
-        "Memory of its programs that is on the GPU.",
+        "Memory of the workload's programs on the GPU.",
     ),
     family(
         "nvshare_workload_swapped",
         BYTES,
         Gauge(|workload| Some(workload.memory.swapped)),
-        "Memory of its programs that is in host memory.",
+        "Memory of the workload's programs in host memory.",
     ),
     family(
         "nvshare_workload_pinned",
@@ -289,13 +289,13 @@ pub static OF_WORKLOADS: [Family<OfWorkload>; 17] = [
         "nvshare_workload_limit",
         BYTES,
         Gauge(|workload| Some(workload.limit)),
-        "Largest sum that the demands of its programs can reach now.",
+        "Largest sum that the demands of the workload's programs can reach now.",
     ),
     family(
         "nvshare_workload_memory_max",
         BYTES,
         Gauge(|workload| workload.memory_max),
-        "GPU memory that a rule allows its programs and the other programs of their group together.",
+        "GPU memory that a rule allows the workload's programs and the other programs of their group together.",
     ),
 ];
 
@@ -358,8 +358,8 @@ pub static OF_CLIENTS: [Family<OfClient>; 16] = [
         "nvshare_client_mapping_failures",
         None,
         Counter(|client| client.counted.mapping_failures),
-        "Number of times that the program released the GPU lock because the driver could not map memory, although the \
-         allowance permitted it.",
+        "Number of times that the program released the GPU lock because the driver could not map memory within the \
+         program's allowance.",
     ),
     family(
         "nvshare_client_demand",

@@ -113,7 +113,7 @@ impl Records {
             Ok(()) => {}
             Err(failure) => {
                 if !std::mem::replace(&mut self.has_failed, true) {
-                    warn!("cannot write usage records: {}: {}", self.path.display(), failure.reason());
+                    warn!("cannot write usage records to {}: {}", self.path.display(), failure.reason());
                 }
             }
         }
@@ -154,8 +154,7 @@ impl Records {
         let hours = Store::open(&self.path).and_then(|store| store.read_hours());
         hours.map_err(|failure| {
             format!(
-                "cannot read how much GPU time programs have used: {}: {}. Limits in gpu-hours count only time from now \
-                 on",
+                "cannot read programs' used GPU time from {}: {}. Limits in gpu-hours count only time from now on",
                 self.path.display(),
                 failure.reason()
             )

@@ -158,7 +158,7 @@ fn an_ambiguous_file_is_refused_and_unchanged() {
         let huge = [b"/mnt/lib/a.so\n".repeat(6000), b"\n".to_vec()].concat();
         let shapes: [(&[u8], &str); 4] = [
             (b"/mnt/lib/a.so\0", "NUL byte"),
-            (b"# one\n# two\n", "has comments, and the loader would read some of them as library names"),
+            (b"# one\n# two\n", "has comments. If the file becomes longer, the loader reads some comments"),
             (&huge, "longer than 64 KiB"),
             // Because of this foreign entry, the loader prints an error in every program.
             // nvsharectl does not repair foreign entries.

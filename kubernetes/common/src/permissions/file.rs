@@ -120,14 +120,14 @@ impl Entry {
         let covers = |other: &Pattern| other.as_str() == text || other.as_str() == "*";
         if let Some((other, _)) = before.iter().find(|(other, _)| covers(other)) {
             return mistake(format!(
-                "name: {text:?} can never match: the earlier {:?} matches all its namespaces",
+                "name: {text:?} can never match, because the earlier {:?} matches all its namespaces",
                 other.as_str()
             ));
         }
         match Pattern::new(text) {
             Ok(pattern) => Ok(pattern),
             Err(e) => mistake(format!(
-                "name: {text:?} is not a valid pattern ({}): * stands for anything, ? for one character, [ab] for one of these",
+                "name: {text:?} is not a valid pattern ({}). * stands for any text, ? for a character, [ab] for a or b",
                 e.msg
             )),
         }
@@ -207,7 +207,7 @@ mod tests {
             ),
             (
                 "[[namespaces]]\nname = \"*\"\n[[namespaces]]\nname = \"a\"",
-                "agent.toml:4:8: name: \"a\" can never match: the earlier \"*\" matches",
+                "agent.toml:4:8: name: \"a\" can never match, because the earlier \"*\" matches",
             ),
         ] {
             let error = parse(text).expect_err(text);

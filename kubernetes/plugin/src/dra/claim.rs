@@ -106,8 +106,8 @@ pub fn read(claim: &ResourceClaim, node: &str, gpus: &Devices, permissions: &Per
     Ok(Prepared { uid, namespace, name, devices, rule })
 }
 
-const UNEQUAL: &str = "its requests have different shares or configurations, but all programs of a claim have the \
-    same rule on each GPU. Create one claim per request";
+const UNEQUAL: &str = "its requests have different shares or configurations, but one rule applies \
+    to all programs and GPUs of a claim. Create one claim per request";
 
 fn find<'a>(gpus: &'a Devices, device: &str) -> Result<&'a Gpu, String> {
     let gpu = gpus.gpus.iter().find(|gpu| device_name(&gpu.uuid) == device);
@@ -209,7 +209,7 @@ fn rule(share: &Share, uuids: Vec<String>, permissions: &Permissions) -> Result<
         let Some(value) = value else { continue };
         if rule.insert(key.to_owned(), value).is_some() {
             return Err(format!(
-                "both its configuration and its request for the capacity {capacity} set {key}. Remove one of them"
+                "its configuration and its request for the capacity {capacity} both set {key}. Remove one of them"
             ));
         }
     }

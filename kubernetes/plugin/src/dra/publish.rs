@@ -242,11 +242,11 @@ fn failed(what: &str, whom: &str, error: &Error) -> String {
     match status.code {
         UNAUTHORIZED | FORBIDDEN => format!(
             "cannot publish the GPUs: the API server does not allow the driver to {what} {whom}. Its service account \
-             needs the ClusterRole nvshare-dra: {said}"
+             needs the ClusterRole nvshare-dra ({said})"
         ),
         NOT_FOUND if what == "list" => format!(
             "cannot offer GPUs: the API server has no resource.k8s.io/v1, which needs Kubernetes 1.34. Set offer = \
-             \"device-plugin\": {said}"
+             \"device-plugin\" ({said})"
         ),
         code => {
             format!("cannot publish the GPUs: the API server cannot {what} {whom} (status {code}): {said}")

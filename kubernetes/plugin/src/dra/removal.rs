@@ -58,8 +58,8 @@ pub async fn check(kubeconfig: Option<&Path>) -> Result<(), String> {
     let more = pods.len().saturating_sub(NAMED);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     Err(format!(
-        "cannot remove the driver {DRIVER}: these pods still have claims, and would stay Terminating without the \
-         driver: {}{more}. Delete them first",
+        "cannot remove the driver {DRIVER}, because these pods have claims and would stay Terminating without \
+         it: {}{more}. Delete them first",
         named.join(", ")
     ))
 }
@@ -113,7 +113,7 @@ async fn ask<T>(what: &str, asking: impl Future<Output = kube::Result<T>>) -> Re
     match timeout(ANSWER, asking).await {
         Ok(Ok(answer)) => Ok(answer),
         Ok(Err(Error::Api(status))) => Err(format!(
-            "the API server does not allow this program to {what}. Apply dra/access.yaml: {}",
+            "the API server does not allow this program to {what}. Apply dra/access.yaml ({})",
             message(&status)
         )),
         Ok(Err(e)) => Err(format!("cannot reach the API server: {}", causes(&e))),

@@ -145,7 +145,10 @@ impl ClientThread {
             && mover.is_idle()
             && (foreign_devices::may_reach_memory() || redirect::was_refused())
         {
-            trace!("GPU {}: another device, or a library without hooks, may access its memory", gpu.index);
+            trace!(
+                "GPU {}: keeping memory on the GPU, because another device or a library without hooks may access it",
+                gpu.index
+            );
             gpu.make_unevictable();
             return Duration::ZERO;
         }

@@ -370,7 +370,7 @@ impl ClientThread {
             self.disconnected(&why);
         }
         for (gpu, before, now) in gpus.iter().filter(|(_, before, now)| before != now) {
-            trace!("GPU {}: {before} has become {now}", gpu.index);
+            trace!("GPU {}: moved from {before} to {now}", gpu.index);
             gpu.has_moved();
         }
         if !is_known {

@@ -378,7 +378,9 @@ impl Mover {
             self.untidy_since = Some(Instant::now());
             let time = since.elapsed().as_micros();
             for (bytes, what) in [(out, "left"), (back, "came back")].iter().filter(|(bytes, _)| *bytes > 0) {
-                trace!("{bytes} bytes {what} in {time} µs, {uncopied} bytes of both without a copy ({goal:?})");
+                trace!(
+                    "{bytes} bytes {what} in {time} µs, {uncopied} bytes in both directions without a copy ({goal:?})"
+                );
             }
         }
         moved

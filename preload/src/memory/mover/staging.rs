@@ -27,7 +27,7 @@ impl Mover {
         drop(guard);
         self.start_staging(space, needed, WORKERS_AHEAD);
         self.preparing = self.staging.is_some();
-        trace!("allocating staging buffers ahead: {}", self.preparing);
+        trace!("allocating staging buffers in advance: {}", self.preparing);
     }
 
     /// Starts allocating the missing buffers for the plan.
