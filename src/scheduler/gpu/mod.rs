@@ -90,7 +90,7 @@ pub(crate) enum Access {
     Suspended,
 }
 
-/// The state of other components that a GPU's decisions depend on.
+/// The state of other components that decisions about a GPU depend on.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     pub now: Time,
