@@ -201,8 +201,8 @@ impl Accounting {
         let most = clients.iter().fold(0u64, |sum, c| sum.saturating_add(c.most));
         let least = clients.iter().fold(0u64, |sum, c| sum.saturating_add(c.least));
         let range = (used.saturating_sub(most), used.saturating_sub(least));
-        // In the first sample, memory in use counts as the clients', up to their upper bounds. Clients may
-        // have had this memory before the daemon started.
+        // In the first sample, memory in use counts as memory of the clients, up to their upper
+        // bounds. Clients may have had this memory before the daemon started.
         let bytes = self.total.map_or(range.0, |before| before.clamp(range.0, range.1));
         *self.total.insert(bytes)
     }
