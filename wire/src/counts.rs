@@ -11,8 +11,8 @@ pub struct Counts {
     /// (`swapped_in`).
     pub swapped_out: u64,
     pub swapped_in: u64,
-    /// Bytes evicted or restored without a copy, because their contents were constant or still in
-    /// host memory.
+    /// Bytes evicted or restored without a copy, because they consist of one repeated value or are
+    /// still valid in host memory.
     pub unmoved: u64,
     /// The number of refused allocations.
     pub refused: u64,

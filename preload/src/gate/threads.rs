@@ -192,8 +192,8 @@ impl Slot {
     /// until [`COMES_BACK`] after the timeout.
     ///
     /// A signal handler may wait too, during a wait of its thread. When the handler's wait ends,
-    /// the thread does not count as waiting until it renews the interrupted wait. That is soon,
-    /// because the signal ends the interrupted wait early.
+    /// the thread does not count as waiting until it renews the interrupted wait. The renewal
+    /// follows soon, because the signal ends the interrupted wait early.
     pub fn begin_waiting(&self, gpu: u32, what: Waits, timeout: Duration) {
         let until = Instant::now().since_start() + timeout + COMES_BACK;
         self.waits_until.store(until.as_micros() as u64, Ordering::SeqCst);
