@@ -180,7 +180,7 @@ impl Sources {
     }
 
     /// Parses texts that were valid earlier. An account in them may have been deleted since, or the
-    /// directory service may not answer yet. A rule that names such an account matches no program,
+    /// directory service does not answer yet. A rule that names such an account matches no program,
     /// and the other rules remain valid.
     ///
     /// # Errors

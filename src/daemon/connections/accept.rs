@@ -20,9 +20,9 @@ use crate::sys::descriptors::{self, Spare};
 use crate::sys::foreign::{self, Foreign};
 use crate::sys::socket;
 
-/// Maximum number of connections that are accepted before other tasks run. To accept a connection takes
-/// less time than a tenant's slice. If each connection waited for a slice of every tenant, one
-/// tenant's connections could delay the connections behind them.
+/// Maximum number of connections that are accepted before other tasks run. Accepting a connection
+/// takes less time than a tenant's slice. If each connection waited for a slice of every tenant,
+/// one tenant's connections could delay the connections behind them.
 const BATCH: u32 = 16;
 
 /// Pause after a failure to accept that may be temporary.

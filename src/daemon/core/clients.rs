@@ -336,7 +336,7 @@ impl Core {
         Ok(())
     }
 
-    /// Records device files that a client has open. At most [`MAX_DEVICES`] files count.
+    /// Records device files that a client has open. Ignores files beyond [`MAX_DEVICES`].
     pub fn prove(&mut self, client: ClientId, files: impl IntoIterator<Item = DeviceFile>) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         let room = MAX_DEVICES.saturating_sub(entry.devices.len());

@@ -192,7 +192,7 @@ pub(crate) struct Attachment {
     keeps_growing: bool,
 }
 
-/// A client's records during a move from one GPU to another. The client is off both GPUs.
+/// A client's records during a move from one GPU to another. The client has nothing on either GPU.
 #[derive(Debug)]
 struct Moved {
     attachment: Attachment,

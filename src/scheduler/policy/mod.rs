@@ -41,8 +41,8 @@ pub(crate) enum Precedence {
     /// drain either.
     Before,
     /// The request waits only for a short turn to end. Either its owner is below its minimum and
-    /// the holder's owner is not, or both are interactive and the request's owner has used no more
-    /// than its share.
+    /// the holder's owner is not, or both owners are interactive and the request's owner has used
+    /// no more than its share.
     BelowMinimum,
     #[default]
     Equal,

@@ -87,7 +87,7 @@ impl Machine {
                 if stopped {
                     hold.suspended |= revoked.again.is_none();
                 } else if changed {
-                    // The client may not have read the revoke yet, so its time to answer and to
+                    // Possibly the client has not read the revoke yet, so its time to answer and to
                     // drain starts anew.
                     hold.suspended = false;
                     revoked.first = now;

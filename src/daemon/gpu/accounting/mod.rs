@@ -173,9 +173,9 @@ impl Accounting {
         others.saturating_add(contexts.fold(0, u64::saturating_add))
     }
 
-    /// Finds adopted memory that NVML does not show under the adopter's process. Searches bytes of clients'
-    /// processes that no client reports, and then `others`: bytes that no client's process uses. Returns
-    /// the rest of `others`.
+    /// Finds adopted memory that NVML does not show under the adopter's process. Looks first among
+    /// bytes of clients' processes that no client reports, and then in `others`: bytes that no
+    /// client's process uses. Returns the rest of `others`.
     fn find_adopted(&mut self, processes: &BTreeMap<u32, Process>, guess: u64, others: u64) -> u64 {
         let mapped = |process: &Process| {
             process.used.saturating_sub(self.contexts.get(&process.first).copied().unwrap_or(guess))
