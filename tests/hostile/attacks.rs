@@ -438,7 +438,8 @@ fn helper_sends_lingering_descriptors() {
                 send_with(&client, attach.as_bytes(), &descriptors);
             }
         }
-        // This process's copy may be the last one. Then this thread waits, and ends with the process.
+        // If this process has the last copy of the sender, closing it waits. The thread then ends
+        // with the process.
         thread::spawn(move || drop(sender));
         kept.push((client, peer));
     }
@@ -875,7 +876,8 @@ fn lengthen_command_line(bytes: usize) {
     let stat = fs::read_to_string("/proc/self/stat").expect("the own state");
     let fields: Vec<u64> =
         stat.rsplit_once(')').expect("a name").1.split(' ').map(|f| f.parse().unwrap_or(0)).collect();
-    // The text begins before the third field.
+    // The text after the process's name begins with a space, so `fields[0]` is empty and
+    // `fields[1]` is the third field of the file.
     let field = |number: usize| fields[number - 2];
     // SAFETY: the mapping is new, and the kernel checks the addresses of the map.
     unsafe {
