@@ -1,5 +1,6 @@
 //! A daemon with many clients, and the cost of concurrent activity: the time of the scheduling
-//! loop, and slower hand-overs. The daemon is a real process. The clients are only sockets.
+//! loop, and the slowdown of hand-overs. The daemon is a real process. The clients are only
+//! sockets.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};

@@ -1,6 +1,6 @@
 //! The cost of a debug bundle while a thousand programs share a GPU and the flight recorder is
 //! full. The benchmark measures the bundle's duration and size, the time of the scheduling loop,
-//! and slower hand-overs. The daemon is a real process. The clients are only sockets.
+//! and the slowdown of hand-overs. The daemon is a real process. The clients are only sockets.
 //!
 //! `cargo bench --bench debug [-- --json FILE]`: with a file, the benchmark writes the figures to
 //! it (see `bench_support::results`).

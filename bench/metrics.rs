@@ -1,6 +1,6 @@
 //! The cost of a scrape while a thousand programs share a GPU. The benchmark measures the scrape's
-//! duration and size, the time of the scheduling loop, and slower hand-overs. The daemon is a real
-//! process. The clients are only sockets.
+//! duration and size, the time of the scheduling loop, and the slowdown of hand-overs. The daemon
+//! is a real process. The clients are only sockets.
 //!
 //! `cargo bench --bench metrics [-- --json FILE]`: with a file, the benchmark writes the figures to
 //! it (see `bench_support::results`).

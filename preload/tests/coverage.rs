@@ -78,7 +78,8 @@ fn declared(source: &str) -> Vec<String> {
     names.flat_map(|names| names.split('|')).map(|name| name.trim().to_owned()).collect()
 }
 
-/// All hooks of the driver, each with the file that declares it. Folders concern other libraries.
+/// All hooks of the driver, each with the file that declares it. Skips folders, because their hooks
+/// are for other libraries.
 fn hooks() -> BTreeMap<String, String> {
     let mut hooks = BTreeMap::new();
     let entries = fs::read_dir(path("src/hooks")).expect("the folder of hooks");

@@ -27,7 +27,7 @@ const LAYERS: [&str; 15] = [
     "hooks",
 ];
 
-/// Cycles of files that remain. The list should be empty.
+/// Cycles of files that have not been removed yet. The list should be empty.
 const KNOWN_CIRCLES: [&[&str]; 1] =
     [&["work::capture", "work::contexts", "work::marks", "work::point", "work::streams"]];
 

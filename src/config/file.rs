@@ -179,9 +179,9 @@ impl Sources {
         self.read_with(Unknown::Mistake)
     }
 
-    /// Parses texts that were valid earlier. An account in them may have been deleted since, or the
-    /// directory service may not answer yet. A rule that names such an account matches no program,
-    /// and the other rules remain valid.
+    /// Parses texts that were valid earlier. An account may have been deleted since, or may be
+    /// unknown until the directory service answers. A rule that names such an account matches no
+    /// program, and the other rules remain valid.
     ///
     /// # Errors
     /// Returns the first mistake in the texts.

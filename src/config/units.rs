@@ -51,7 +51,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Splits `text` into a number and the text after it. Drops the blanks between them.
+/// Splits `text` into a number and the text after it. Drops the blanks between the two.
 fn split(text: &str) -> Option<(&str, &str)> {
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, rest) = text.split_at(end);

@@ -104,7 +104,7 @@ fn does(job: Job) -> Option<Report> {
             if !lease::is_open_elsewhere(&file) {
                 return Some(Report::Freed { client });
             }
-            // The client is gone, so nobody is left to disconnect.
+            // The client is gone and cannot be disconnected.
             let _ = is_overrun(&file, reserved);
             None
         }

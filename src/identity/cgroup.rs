@@ -53,7 +53,7 @@ impl Cgroup {
         self.names().rfind(|name| is_slice(name)).unwrap_or("")
     }
 
-    /// Returns the id of the outermost container, shortened like in container tools. A container's
+    /// Returns the id of the outermost container, shortened as container tools do. A container's
     /// root can give any name to control groups inside the container, so inner containers do not
     /// count. A container that a user created counts only outside the containers of the host.
     pub fn container(&self) -> &str {

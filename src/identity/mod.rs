@@ -94,8 +94,8 @@ impl Identity {
         if self.is_among_others { OTHERS } else { &self.unit }
     }
 
-    /// The container under which metrics, pressure and usage records count the process. A container that
-    /// root's runtime created is a tenant of its own, so it stays.
+    /// The container under which metrics, pressure and usage records count the process. A container
+    /// that root's runtime created is a tenant of its own, so it keeps its name.
     pub fn counted_container(&self) -> &str {
         let is_invented = self.is_among_others && matches!(self.tenant, Tenant::User(_));
         if is_invented { "" } else { &self.container }

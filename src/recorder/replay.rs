@@ -51,10 +51,10 @@ pub struct Moment {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum What {
-    /// The time is how long the client had waited.
+    /// The client was granted the GPU after waiting for this time.
     Granted(Duration),
     Revoked,
-    /// The time is how long the client had held the GPU.
+    /// The client released the GPU after holding it for this time.
     Released(ReleaseReason, Duration),
     /// The bytes that the client must move to the host.
     Evicted(u64),
@@ -64,8 +64,7 @@ pub enum What {
     MemoryReturned(u64, Duration),
     /// The size of a refused allocation, in bytes.
     Denied(u64),
-    /// The client detached or ended. The times are how long the client had waited for the GPU or
-    /// held the GPU.
+    /// The client detached or ended, after waiting for the GPU or holding it for these times.
     Left {
         waited: Option<Duration>,
         held: Option<Duration>,

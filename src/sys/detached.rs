@@ -1,5 +1,5 @@
-//! Runs work in a detached process. The detached process is not a child of this process, and so not
-//! a child of the program that this process executes next.
+//! Runs work in a detached process. The detached process is a child neither of this process nor of
+//! the program that this process executes next.
 
 use std::io;
 

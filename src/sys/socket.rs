@@ -125,7 +125,8 @@ pub fn receive(
     owner: u64,
     descriptors: &mut Vec<Foreign>,
 ) -> io::Result<usize> {
-    // There is room for all descriptors, because the kernel would close the others in this call.
+    // Has room for all descriptors of a packet, because the kernel closes descriptors without room
+    // in this call.
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(SCM_MAX_FD))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::TRUNC | RecvFlags::CMSG_CLOEXEC;

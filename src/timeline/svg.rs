@@ -1,8 +1,8 @@
 //! Timelines as SVG: a self-contained picture, without scripts, fonts or external resources.
 //!
 //! The picture's size is bounded. Short spans less than a pixel apart are drawn as one piece, whose
-//! opacity is the fraction of time that they cover. Of each GPU's programs, only the [`MOST_LANES`]
-//! most active are drawn.
+//! opacity is the fraction of time that they cover. Only the [`MOST_LANES`] most active programs of
+//! each GPU are drawn.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;

@@ -141,7 +141,7 @@ fn cells(lane: &Lane, begin: Duration, step: f64, count: usize) -> Vec<Cell> {
         _ => Cell::Idle,
     };
     let mut cells: Vec<Cell> = shares.iter().map(turn).collect();
-    // If moves are rare, short moves are shown too. No move hides a whole turn.
+    // If moves are rare, short moves are shown too. A move never hides a whole turn.
     let least = if moves * 2 <= count { 0.0 } else { 0.5 };
     let is_held = |cells: &[Cell], at: usize| matches!(cells.get(at), Some(Cell::Holds | Cell::HoldsShortly));
     for (at, shares) in shares.iter().enumerate() {

@@ -11,7 +11,7 @@ use test_support::{Directory, artifact};
 
 const NVSHARES: &str = "/usr/lib/nvshare/libnvshare.so\n";
 
-/// A container's bundle and image, in the state in which a runtime calls the hook.
+/// A container's bundle and image, as they are when a runtime calls the hook.
 struct Container(Directory);
 
 impl Container {

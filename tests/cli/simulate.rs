@@ -86,12 +86,12 @@ fn two_programs_that_do_not_fit_swap_the_excess_at_each_turn() {
     let report = report(&text);
     // In the mode auto, the length of turns depends on the moved memory.
     for figures in ["fcfs-on", "fcfs-off"].map(|policy| of(&report, policy)) {
-        // Turns last 10 s, in the order a, b, a, b, a, b, a, b. Of 18 GiB, 2 GiB do not fit. These
-        // 2 GiB are evicted at each of the first six changes. They are restored at all changes
-        // except the first, because b then allocates new memory.
+        // Turns last 10 s, in the order `a`, `b`, `a`, `b`, `a`, `b`, `a`, `b`. 2 of the 18 GiB do
+        // not fit. These 2 GiB are evicted at each of the first six changes. They are restored at
+        // all changes except the first, because `b` then allocates new memory.
         assert_eq!((figures.hand_overs, figures.swapped_out, figures.swapped_in), (7, 12 * GIB, 12 * GIB));
         // Evicting 2 GiB at 8 GiB/s takes 0.25 s. The last chunk is then copied in, in 0.03 s. At
-        // the last change, a has ended, so memory is only copied in.
+        // the last change, `a` has ended, so memory is only copied in.
         near(last(figures), 78.0 + 0.25 + 5.0 * 0.28 + 0.25, 0.02);
         near(figures.wait_worst, 10.5, 0.1);
     }
@@ -137,8 +137,8 @@ fn queued_work_continues_after_a_revoke() {
     let text = format!("anti-thrash = \"on\"\ntime-quantum = \"5s\"\n{}", one_gpu(&jobs));
     let report = report(&text);
     let figures = of(&report, "fcfs-on");
-    // Turns alternate between 5.5 s and 5 s. a gets 16.5 s in three turns, and its last 3.5 s after
-    // b's third turn.
+    // Turns alternate between 5.5 s and 5 s. `a` gets 16.5 s in three turns, and its last 3.5 s
+    // after the third turn of `b`.
     near(last(figures), 40.0, 0.01);
     near(figures.jobs[0].completion.expect("a has ended"), 35.0, 0.01);
     assert_eq!((figures.hand_overs, figures.busy > 0.999), (7, true));

@@ -98,7 +98,7 @@ impl Episode {
         // Half of the episodes have swap files, and too little host memory for the evicted memory.
         let has_files = dice.one_in(2);
         let setup = Setup {
-            // Either two or three programs fit, or nearly all.
+            // Two or three programs fit at the same time, or nearly all.
             memory: dice.pick(&[48, 64, 128]) * MIB,
             reserve: 2 * MIB,
             context: 2 * MIB,
@@ -212,7 +212,7 @@ impl Episode {
                 }
             }
             74..80 => self.strike_scheduler(),
-            _ => {} // a little peace
+            _ => {} // no disturbance this time
         }
     }
 

@@ -47,7 +47,7 @@ impl Watch {
                 _ => continue,
             };
             let stand = &mut self.clients.entry(client).or_insert((pid, Stand::Idle)).1;
-            // A holder that requests another lock still holds.
+            // A holder that requests another lock still holds its lock.
             if (*stand, now) != (Stand::Holds, Stand::Waits) {
                 *stand = now;
             }

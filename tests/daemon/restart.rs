@@ -140,7 +140,7 @@ fn a_client_asked_by_two_daemons_may_report_twice() {
     daemon.log.wait("2 of 2 programs continue");
     until(|| {
         let status: serde_json::Value = serde_json::from_str(&daemon.ctl(&["--json"]).stdout).expect("JSON");
-        // The newest report counts.
+        // The daemon uses the newest report.
         status["gpus"][0]["resident"] == 12 * GIB
     });
     assert_not_granted(&daemon, &waiter);
@@ -385,7 +385,7 @@ fn a_d_bus_lock_survives_a_restart_with_its_identity() {
     let before = seen(&daemon);
     assert_eq!((&before["rule"], &before["name"]), (&"mine".into(), &"bench".into()));
 
-    // The daemon is killed, and the next daemon is stopped as by an upgrade.
+    // The daemon is killed, and the next daemon is stopped, as during an upgrade.
     let mut daemon = daemon;
     for how in [Daemon::kill, Daemon::stop] {
         let directory = how(daemon);

@@ -122,7 +122,7 @@ fn a_lack_of_descriptors_neither_ends_the_daemon_nor_makes_it_spin() {
     let welcomed = crowd.iter().filter(|c| matches!(c.receive(), Some(SchedulerMessage::Welcome { .. }))).count();
     assert!((5..40).contains(&welcomed), "{welcomed} welcomed");
     let before = daemon.cpu();
-    std::thread::sleep(Duration::from_millis(500)); // a spinning daemon would use CPU time meanwhile
+    std::thread::sleep(Duration::from_millis(500)); // a spinning daemon would use CPU time
     let used = daemon.cpu() - before;
     assert!(used < Duration::from_millis(200), "{used:?} of CPU while nothing happens");
     first.attach();
@@ -274,8 +274,8 @@ fn the_record_file_has_every_memory_move() {
     second.request();
     second.until_granted();
     let id = first.id;
-    // If a client disconnects without having read all messages, the daemon may not read all of the
-    // client's messages.
+    // If a client disconnects without having read all messages, some of the client's messages may
+    // stay unread.
     let mut record = Record::new(&path, 1);
     test_support::wait_for("what it has freed", || record.moves().iter().any(|m| m.what == "freed").then_some(()));
     drop(first);

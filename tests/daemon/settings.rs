@@ -213,7 +213,7 @@ fn reading_the_configuration_blocks_no_client() {
     drop(writer);
     assert!(wait(&mut reload).success());
     assert_eq!(get(&daemon), "time-quantum = \"25s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n");
-    // A daemon that ends doesn't wait for the reload either.
+    // A daemon that ends doesn't wait for the reload.
     daemon.signal(libc::SIGHUP);
     let _writer = fs::File::options().write(true).open(&file).expect("it is being read");
     daemon.signal(libc::SIGTERM);

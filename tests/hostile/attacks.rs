@@ -274,7 +274,7 @@ fn root_of(unit: &Unit, name: &str, siege: &Siege) -> Command {
     contain(helper(&format!("attacks::{name}"), &siege.daemon.socket()), unit)
 }
 
-/// An attacker as `inside` of its own user namespace, and with its own network.
+/// An attacker with the user ID `inside` in its own user namespace, and with its own network.
 fn in_user_namespace(inside: u32, name: &str, siege: &Siege) -> Command {
     let mut command = user(name, siege);
     let map = std::ffi::CString::new(format!("{inside} {NOBODY} 1")).expect("a text");
@@ -438,7 +438,8 @@ fn helper_sends_lingering_descriptors() {
                 send_with(&client, attach.as_bytes(), &descriptors);
             }
         }
-        // This process's copy may be the last one. Then this thread waits, and ends with the process.
+        // If this process has the last copy of the sender, closing it waits. The thread then ends
+        // with the process.
         thread::spawn(move || drop(sender));
         kept.push((client, peer));
     }
@@ -655,7 +656,7 @@ fn helper_sends_messages_at_the_edges() {
         let at = dice.below(clients.len() as u64) as usize;
         discard(&clients[at]);
         let message = any(&mut dice);
-        // A holder must not keep the lock: that has its own limits.
+        // Releases the lock after each message. Another test covers holders that keep the lock.
         if !say(&clients[at], message) || !say(&clients[at], support::release()) || dice.one_in(200) {
             clients.swap_remove(at);
         }
@@ -747,7 +748,7 @@ fn helper_claims() {
         let Ok(client) = Client::connect(&helper_socket()) else { return };
         let flags = if gang % 2 == 0 { ASLEEP } else { u32::MAX };
         let (min_version, max_version, library) = (version::MIN, version::MAX, Text::new("\u{1b}[2Jlibrary"));
-        // Half of the clients are in one gang, whose members never all request.
+        // Half of the clients are in one gang. Its members never all request a GPU.
         let key = if gang % 2 == 0 { 1 } else { gang };
         let hello = ClientMessage::Hello { min_version, max_version, flags, resume: gang, gang: key, library };
         client.send_raw(hello.encode(0).as_bytes());
@@ -877,7 +878,8 @@ fn lengthen_command_line(bytes: usize) {
     let stat = fs::read_to_string("/proc/self/stat").expect("the own state");
     let fields: Vec<u64> =
         stat.rsplit_once(')').expect("a name").1.split(' ').map(|f| f.parse().unwrap_or(0)).collect();
-    // The text begins before the third field.
+    // The text after the process's name begins with a space, so `fields[0]` is empty and
+    // `fields[1]` is the third field of the file.
     let field = |number: usize| fields[number - 2];
     // SAFETY: the mapping is new, and the kernel checks the addresses of the map.
     unsafe {
@@ -1065,7 +1067,7 @@ fn helper_connects_and_ends() {
     });
 }
 
-/// The scheduler knows only the user of such a process, which is the host's root.
+/// The scheduler knows only that such a process belongs to the host's root.
 #[test]
 fn processes_that_end_before_they_are_accepted_delay_no_other_tenant() {
     if !runs_here("attacks::processes_that_end_before_they_are_accepted_delay_no_other_tenant") {
@@ -1209,8 +1211,8 @@ fn locked_lock_files_delay_no_client_of_a_running_scheduler() {
     siege.withstands([user("helper_locks_the_lock_files", &siege)]);
 }
 
-/// Each claim ends the connection: the listed GPU as a MIG slice, and without its device file. A GPU
-/// whose UUID differs in one bit is another GPU.
+/// A client that names the listed GPU without its device file is disconnected, whether it names the
+/// GPU as a MIG slice or as a GPU. A GPU whose UUID differs in one bit is another GPU.
 #[test]
 fn a_listed_gpu_needs_its_device_file_under_any_kind() {
     if !runs_here("attacks::a_listed_gpu_needs_its_device_file_under_any_kind") {

@@ -22,7 +22,7 @@ fn developers_pages_name_files_that_exist() {
     ] {
         let names = named(text);
         assert!(names.len() > 5, "{page}: {names:?}");
-        // A page may name a file by any last part of its path.
+        // A page may name a file by any suffix of its path.
         let is_there = |name: &str| files.lines().any(|file| file == name || file.ends_with(&format!("/{name}")));
         let missing: Vec<&str> = names.into_iter().filter(|name| !is_there(name)).collect();
         assert_eq!(missing, [""; 0], "{page}");

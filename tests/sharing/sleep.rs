@@ -141,7 +141,7 @@ fn a_paused_program_that_cannot_sleep_gets_no_turn_and_has_a_reason() {
     program.end();
 }
 
-/// Asserts that a paused program stays where it is, and that `status` shows the reason. Until the
+/// Asserts that a paused program does not sleep, and that `status` shows the reason. Until the
 /// program is resumed, other programs use the room of its evicted memory.
 #[track_caller]
 fn cannot_sleep(machine: &Machine, program: &Program, why: &str) {

@@ -191,7 +191,7 @@ byte_enum! {
     pub enum NoPlacement {
         /// The process sees the same GPUs as without nvshare.
         Free = 0,
-        /// The process may not use any GPU, and must see none.
+        /// The process is not allowed to use any GPU, and must see none.
         NoGpu = 1,
     }
 }
@@ -221,8 +221,8 @@ byte_enum! {
         Eviction = 2,
         /// Pinned memory leaves too little room.
         Pinned = 3,
-        /// The client may not create its context yet, because with that context an attached client
-        /// could never have all of its memory on the GPU.
+        /// The client is not yet allowed to create its context, because with that context an
+        /// attached client could never have all of its memory on the GPU.
         Context = 4,
         /// An allocation of the client waits until other clients have freed memory.
         Memory = 5,

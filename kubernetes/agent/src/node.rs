@@ -48,7 +48,7 @@ impl Node {
             }
             (Change::Applied(pod), Some(pods)) => (known(pod), pods),
             (Change::Deleted(pod), Some(pods)) => ((pod.metadata.uid, None), pods),
-            // Changes do not occur before the first list.
+            // No changes occur before the first list.
             (_, None) => return,
         };
         match pods {

@@ -25,7 +25,7 @@ const UNWATCHED: Duration = Duration::from_secs(10);
 const RETRY_FIRST: Duration = Duration::from_millis(250);
 const RETRY_LAST: Duration = Duration::from_secs(30);
 
-/// Serves kubelet until `stopped`. Fails if another plugin serves the socket.
+/// Serves kubelet until `stopped` is true. Fails if another plugin serves the socket.
 pub async fn live(
     directory: &Path,
     resource: &str,

@@ -81,7 +81,7 @@ pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUre
 ///
 /// - The client has the lock. Its next launch would wait anyway.
 /// - The driver had no room for the memory, although the allowance has room. If no room can be
-///   made, the allocation must fail, and not a later launch.
+///   made, the allocation must fail, not a later launch.
 /// - Captured work or other devices may use the memory without passing a gate.
 ///
 /// If no room can be made, undoes the allocation and returns `false`.

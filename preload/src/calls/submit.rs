@@ -120,11 +120,11 @@ pub fn naming_by(route: Route, call: impl FnOnce() -> CUresult) -> CUresult {
 /// call is repeated.
 ///
 /// Nearly every launch uses the stream of the thread's previous launch and takes this path, so
-/// every instruction counts. The function is therefore inlined into each hook, whose arguments stay
-/// where they are. The function calls only the driver. After that call it needs only the slot,
-/// which contains the GPU and the stream. All slower paths are closures, which are stored to memory
-/// only when needed. If the driver's call itself were in such a closure, the closure would be
-/// stored before each launch.
+/// every instruction counts. The function is therefore inlined into each hook, so the hook's
+/// arguments stay in their registers and stack slots. The function calls only the driver. After
+/// that call it needs only the slot, which contains the GPU and the stream. All slower paths are
+/// closures, which are stored to memory only when needed. If the driver's call itself were in such
+/// a closure, the closure would be stored before each launch.
 #[inline(always)]
 pub fn pass<const REPEATED: bool>(
     stream: CUstream,

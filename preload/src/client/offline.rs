@@ -186,8 +186,8 @@ impl Offline {
 
     /// Makes this client visible to other clients that have lost the scheduler, before this client
     /// itself runs without a scheduler. All clients lose the scheduler at the same moment. But some
-    /// clients run without a scheduler sooner, and then check whether other clients could make
-    /// room.
+    /// clients begin to run without a scheduler earlier than others, and then check whether other
+    /// clients could make room.
     pub fn show(&mut self, gpu: &Gpu) {
         if gpu.space().is_some_and(|space| !space.lock().account.demand_paged) {
             self.look_for_files(gpu, Instant::now());
@@ -379,7 +379,7 @@ mod tests {
         assert!(!held.is_over(&account(100, 50), false, now + SECOND));
         assert!(!held.is_over(&account(100, 50), false, now + MAX_USELESS));
         assert!(held.is_over(&account(100, 50), false, now + SECOND + MAX_USELESS));
-        // All memory is on this GPU, but another GPU never has room for its memory.
+        // All memory is on this GPU, but another GPU of the client never has room.
         let mut held = Held::new(now);
         assert!(!held.is_over(&account(100, 100), true, now));
         assert!(!held.is_over(&account(100, 100), true, now + MIN_TURN));

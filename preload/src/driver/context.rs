@@ -60,8 +60,10 @@ pub fn is_broken_in(context: usize) -> bool {
     with_current(context, is_current_broken).unwrap_or_else(|error| is_doubtful(error) || is_dead_without_doubt(error))
 }
 
-/// Whether this error may either be permanent or concern only one call. For example, the import of a
-/// chunk returned [`ERROR_UNKNOWN`] on an H200 with driver 580. Registering memory may return
+/// Whether this error leaves open whether the context is broken: it can be permanent or concern
+/// only one call. For example, the import of a chunk returned [`ERROR_UNKNOWN`] on an H200 with
+/// driver
+/// 580. Registering memory may return
 /// [`ERROR_OPERATING_SYSTEM`]. If a process could not be restored from a checkpoint, every call returns
 /// [`ERROR_OPERATING_SYSTEM`].
 fn is_doubtful(result: CUresult) -> bool {

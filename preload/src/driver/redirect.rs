@@ -3,8 +3,8 @@
 //! A library that was opened with `RTLD_DEEPBIND` searches its own dependencies first. So it finds the
 //! C library's `dlsym` and the driver's functions instead of the hooks. Every such lookup reads the
 //! symbol tables of the C library and the driver. This module changes these tables, so that later
-//! bindings use the hooks, even bindings in constructors and at the first call of a function. Functions
-//! that a library finds in itself or in a wrapper stay as they are.
+//! bindings use the hooks, even bindings in constructors and at the first call of a function.
+//! Functions that a library finds in itself or in a wrapper are not redirected.
 
 use crate::sys::{c, elf};
 use core::{

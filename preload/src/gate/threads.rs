@@ -57,9 +57,9 @@ pub struct Slot {
     pub at: AtomicU32,
     /// The number of submissions of this thread to each GPU.
     pub submitted: [AtomicU64; MAX_SLOTS as usize],
-    /// The epoch, the stream's [name](crate::work::name_of) and the GPU of this thread's last launch. If a
-    /// launch is to the same stream in the same epoch, its stream is already recorded, and `at` is still
-    /// that GPU.
+    /// The epoch, the stream's [name](crate::work::name_of) and the GPU of this thread's last
+    /// launch. If a launch uses the same stream in the same epoch, the stream is already recorded,
+    /// and `at` is still the GPU of the last launch.
     ///
     /// Only the thread itself uses these three fields and the next two. The thread changes these
     /// three fields only while it counts as inside. So a signal handler that launches work during a
@@ -192,8 +192,8 @@ impl Slot {
     /// until [`COMES_BACK`] after the timeout.
     ///
     /// A signal handler may wait too, during a wait of its thread. When the handler's wait ends,
-    /// the thread does not count as waiting until it renews the interrupted wait. That is soon,
-    /// because the signal ends the interrupted wait early.
+    /// the thread does not count as waiting until it renews the interrupted wait. The renewal
+    /// follows soon, because the signal ends the interrupted wait early.
     pub fn begin_waiting(&self, gpu: u32, what: Waits, timeout: Duration) {
         let until = Instant::now().since_start() + timeout + COMES_BACK;
         self.waits_until.store(until.as_micros() as u64, Ordering::SeqCst);

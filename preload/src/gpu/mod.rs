@@ -242,7 +242,7 @@ impl Gpu {
         self.primary.store(context as usize, Ordering::Release);
     }
 
-    /// Iterates over the GPUs whose work may access memory of this GPU, and vice versa.
+    /// Iterates over the peers of this GPU (see [`mod@peers`]).
     pub fn peers(&self) -> impl Iterator<Item = &'static Gpu> + use<> {
         let set = self.work.peers();
         let last = u64::BITS - set.leading_zeros();

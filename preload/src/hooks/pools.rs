@@ -173,7 +173,7 @@ fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> 
 
 /// Whether the stream is non-blocking: it does not synchronize with the legacy stream. A free in a
 /// blocking stream is ordered after the work of all blocking streams, but synchronizing the stream
-/// may not wait for all of that work.
+/// possibly does not wait for all of that work.
 fn is_apart(stream: CUstream) -> bool {
     let mut flags = 0;
     // SAFETY: `flags` outlives the call, and the stream is valid.

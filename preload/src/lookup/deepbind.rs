@@ -5,9 +5,9 @@
 //! the hooks ([`redirect`]). The C library's `dlsym` is redirected immediately, before any code of
 //! the library runs. The functions of the driver and of NVML are redirected when the driver or NVML
 //! is loaded. If the program already uses CUDA, the driver is loaded before the `dlopen`. If the
-//! opened library depends on the driver, the driver is loaded by the end of the `dlopen`. A library
-//! opened with `dlopen` is always queried with `dlsym` first, so `dlsym` is where we notice that it
-//! has loaded the driver.
+//! opened library depends on the driver, the driver is loaded by the end of the `dlopen`. Otherwise
+//! the opened library loads the driver with `dlopen` and then queries it with `dlsym`, so the hook
+//! of `dlsym` notices that the driver has been loaded.
 
 use super::table;
 use crate::{

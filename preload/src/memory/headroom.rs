@@ -22,8 +22,8 @@ const NO_LIMIT: u64 = 1 << 60;
 /// The deepest nesting of cgroups that is checked.
 const DEPTH: usize = 32;
 
-/// Bytes of buffers whose pages are being allocated. The kernel's figures may not include these pages
-/// yet.
+/// Bytes of buffers whose pages are being allocated. Possibly the kernel's figures do not include
+/// these pages yet.
 static BEING_TAKEN: AtomicU64 = AtomicU64::new(0);
 
 /// Reserves bytes while their pages are being allocated.
@@ -213,8 +213,8 @@ fn read(group: &[u8], name: &[u8]) -> Vec<u8> {
 }
 
 /// Returns the limit of a cgroup, or `None` if it has no limit. `memory.high` is also a limit: above
-/// it, the kernel throttles every allocation of the cgroup, because it cannot reclaim memory that is
-/// registered with the driver.
+/// it, the kernel throttles every allocation of the cgroup, because the kernel cannot reclaim
+/// memory that is registered with the driver.
 fn limit(group: &[u8], files: &Files) -> Option<u64> {
     let limits = files.most.iter().filter_map(|name| number(&read(group, name)));
     limits.min().filter(|most| *most < NO_LIMIT)

@@ -137,7 +137,7 @@ impl Pool {
         candidates.into_iter().flatten().min_by_key(|(_, _, len, _)| *len)
     }
 
-    /// Whether [`allocate`](Self::allocate) would return a block whose free may not be done.
+    /// Whether [`allocate`](Self::allocate) would return a block whose free is possibly not done.
     pub fn relies_on_order(&self, len: u64, stream: StreamName) -> bool {
         self.find(len, stream).is_some_and(|(_, order, ..)| order != Order::Done)
     }

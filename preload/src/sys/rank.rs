@@ -57,7 +57,7 @@ pub enum Rank {
     DeniedLimit,
     /// The limits that rules set.
     RuledLimits,
-    /// Naming this process as an exporter.
+    /// Announcing this process to the scheduler as an exporter.
     ExportKey,
     /// Messages to be sent before the next report.
     Outbox,

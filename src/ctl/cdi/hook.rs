@@ -1,6 +1,6 @@
 //! The OCI hook `createContainer` of nvshare's CDI file. Runtimes call the hook for each container
-//! with such a GPU. The hook runs in the container's mount namespace, after all mounts and before
-//! `pivot_root`.
+//! with a GPU from that file. The hook runs in the container's mount namespace, after all mounts
+//! and before `pivot_root`.
 //!
 //! The file that nvshare mounts as `/etc/ld.so.preload` hides the image's own file. If the image
 //! has such a file, the hook mounts a third file over both. The third file lists the libraries of

@@ -4,7 +4,7 @@
 //! zbus also locks `Properties` and the object tree. Readers do not block each other. A writer,
 //! however, would wait for all calls in progress, and all later calls would wait for the writer. So
 //! the daemon never takes a write lock. [`shared`] ensures that no method takes `&mut self`. The
-//! daemon does not call [`ObjectServer::at`] and `remove` after it has registered the object. Each
+//! daemon calls neither [`ObjectServer::at`] nor `remove` after it has registered the object. Each
 //! admitted call runs in its own task.
 
 use std::collections::HashMap;

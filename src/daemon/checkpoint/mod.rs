@@ -13,8 +13,8 @@
 //! possible and exits. A helper that does not exit is killed, by the daemon if it is a child,
 //! otherwise by its service (`RuntimeMaxSec=`). Until its exit, a late helper counts among the
 //! helpers of its tenant (`MAX_HELPERS_OF_TENANT`), but no longer among the helpers of all tenants
-//! (`MAX_HELPERS`). A user can keep a helper from exiting by stopping its process. Such helpers
-//! must not count against other tenants.
+//! (`MAX_HELPERS`). A user can keep a helper from exiting by stopping the client's process. Such
+//! helpers must not count against other tenants.
 //!
 //! A helper initialises the driver when it starts, which takes 0.2 s for each GPU that no process
 //! has open [H100]. To hide this time, the daemon starts the helper when it orders the client to
@@ -55,8 +55,8 @@ use crate::identity::Tenant;
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
-/// The socket for requests. Its listener starts a helper for each connection, and is systemd
-/// (`nvshare-checkpoint.socket`) or, in a pod, a separate container (`--listen`).
+/// The socket for requests. Its listener is systemd (`nvshare-checkpoint.socket`) or, in a pod, a
+/// separate container (`--listen`), and starts a helper for each connection.
 pub const SOCKET: &str = "/run/nvshare-checkpoint/checkpoint.sock";
 const PROGRAM: &str = "nvshare-checkpoint";
 
@@ -64,13 +64,13 @@ const PROGRAM: &str = "nvshare-checkpoint";
 /// driver, which takes host memory and processor time. All helpers move memory over the same links.
 const MAX_HELPERS: usize = 8;
 /// Maximum number of helpers for processes of one tenant. Late helpers count too: a user can keep a
-/// helper running by stopping its process. `MaxConnections=` of the socket leaves room for the helpers
-/// of many tenants.
+/// helper running by stopping the client's process. `MaxConnections=` of the socket leaves room for
+/// the helpers of many tenants.
 const MAX_HELPERS_OF_TENANT: usize = 4;
 /// Maximum number of prepared helpers. Further helpers are started only with their requests.
 const MAX_PREPARED: usize = 8;
-/// Maximum time that a helper waits until a process's driver calls and GPU work have ended, in
-/// order to lock the process. A prepared process should have neither.
+/// Maximum time that a helper waits for a process's driver calls and GPU work to end before it
+/// locks the process. A prepared process should have neither.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Timeouts of a request.

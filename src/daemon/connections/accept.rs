@@ -20,9 +20,9 @@ use crate::sys::descriptors::{self, Spare};
 use crate::sys::foreign::{self, Foreign};
 use crate::sys::socket;
 
-/// Maximum number of connections that are accepted before other tasks run. To accept a connection takes
-/// less time than a tenant's slice. If each connection waited for a slice of every tenant, one
-/// tenant's connections could delay the connections behind them.
+/// Maximum number of connections that are accepted before other tasks run. Accepting a connection
+/// takes less time than a tenant's slice. If each connection waited for a slice of every tenant,
+/// one tenant's connections could delay the connections behind them.
 const BATCH: u32 = 16;
 
 /// Pause after a failure to accept that may be temporary.
@@ -78,7 +78,8 @@ pub async fn accept(
                     let owner = peer::presumed_tenant(socket.as_fd()).number();
                     let socket = Foreign::connection(socket, owner);
                     socket::stop_receiving(socket.as_fd());
-                    // Without room for a descriptor, the kernel closes it in the call that receives its packet.
+                    // Without room for a packet's descriptors, the kernel closes them in the
+                    // receiving call.
                     if socket::unread_descriptors(socket.as_fd()) == Some(0) {
                         let text = "no file descriptors are left in the scheduler";
                         refuse(socket.as_fd(), owner, Refusal::TooMany, text);

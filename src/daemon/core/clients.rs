@@ -35,7 +35,7 @@ use crate::sys::foreign::Foreign;
 const MAX_DEPARTED: usize = 1024;
 /// Maximum number of ended clients whose names are kept for timelines and bundles.
 const MAX_ENDED: usize = 1024;
-/// Maximum number of device files that are remembered of a client.
+/// Maximum number of device files that are remembered for each client.
 pub const MAX_DEVICES: usize = 64;
 /// Minimum time between two measurements of host memory for limit requests.
 const HOST_PERIOD: Duration = Duration::from_millis(10);
@@ -336,15 +336,16 @@ impl Core {
         Ok(())
     }
 
-    /// Records device files that a client has open. At most [`MAX_DEVICES`] files count.
+    /// Records device files that a client has open. Ignores files beyond [`MAX_DEVICES`].
     pub fn prove(&mut self, client: ClientId, files: impl IntoIterator<Item = DeviceFile>) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         let room = MAX_DEVICES.saturating_sub(entry.devices.len());
         entry.devices.extend(files.into_iter().take(room));
     }
 
-    /// True if a client has proven that it may use a GPU, or need not prove it. The device file of a GPU
-    /// that NVML does not list is unknown. A lock acquired over D-Bus was checked when it was requested.
+    /// True if a client has proven that it may use a GPU, or need not prove it. No proof is needed
+    /// for a GPU that NVML does not list, because its device file is unknown, nor for a lock
+    /// acquired over D-Bus, which was checked when it was requested.
     pub(super) fn may_use(&self, client: ClientId, gpu: GpuId) -> bool {
         let Some((entry, found)) = self.clients.get(&client).zip(self.gpus.get(&gpu)) else { return true };
         let is_free = entry.lock.is_some() || entry.is_exempt || found.index.is_none();

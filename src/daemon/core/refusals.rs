@@ -189,7 +189,7 @@ impl Core {
         Some(text)
     }
 
-    /// Logs that the client's own environment limits it.
+    /// Logs the limits that a client's own environment sets.
     fn log_env_limit(&self, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
         let entry = self.clients.get(&client)?;
         let limits = entry.env_limits.in_words(self.rule_of(client));

@@ -176,7 +176,7 @@ struct OfImporter {
     sums: BTreeMap<GpuId, Sums>,
     /// Ranges that the client's next report about a GPU will include for the first time.
     next_report: BTreeMap<GpuId, BTreeSet<Range>>,
-    /// The time since which an exporter has been missing; `None` if all exporters are connected.
+    /// When the longest-missing exporter went missing; `None` if all exporters are connected.
     missing_since: Option<Time>,
 }
 

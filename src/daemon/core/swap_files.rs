@@ -189,8 +189,8 @@ impl Core {
     }
 
     /// If files are configured, asks a client that attaches a GPU whether it can use a file. Each client is
-    /// asked once. The client may not create its context yet, so its answer precedes its first request for
-    /// memory.
+    /// asked once. The client is not yet allowed to create its context, so its answer precedes its
+    /// first request for memory.
     pub(super) fn offer_swap_file(&mut self, client: ClientId) {
         let is_wanted = self.config.swap_file.is_some();
         let Some(entry) = self.clients.get_mut(&client) else { return };

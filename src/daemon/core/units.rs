@@ -1,5 +1,5 @@
-//! Limits the number of different units of each tenant. A user or a container's root can invent units
-//! without end, and metrics and pressure are kept for each unit, also for some time after its last
+//! Limits the number of different units of each tenant. A user or a container's root can invent any
+//! number of units. Metrics and pressure are kept for each unit, even for some time after its last
 //! client has disconnected.
 
 use std::collections::BTreeMap;
@@ -18,7 +18,8 @@ const MAX_UNITS: usize = 100;
 pub(super) struct Units(BTreeMap<Tenant, BTreeMap<String, Time>>);
 
 impl Units {
-    /// Records the unit of a new client. If the tenant has too many, the client is counted among others.
+    /// Records the unit of a new client. If the tenant has too many units, marks the client's unit
+    /// and container as counted under "others".
     pub fn admit(&mut self, now: Time, identity: &mut Arc<Identity>) {
         if identity.unit.is_empty() && identity.container.is_empty() {
             return;

@@ -1,7 +1,7 @@
-//! Passes log lines to the journal. The logging thread converts each line into a [`Line`], which owns
-//! its fields, queues it and continues. A separate thread passes the lines to tracing-journald, which
-//! writes the fields by name (`NVSHARE_CLIENT=`, `NVSHARE_GPU=`, …), with the `MESSAGE_ID` that the
-//! catalog explains.
+//! Passes log lines to the journal. The logging thread converts each line into a [`Line`] with
+//! copies of the fields, queues this `Line` and continues. A separate thread passes the lines to
+//! tracing-journald, which writes the fields by name (`NVSHARE_CLIENT=`, `NVSHARE_GPU=`, …), with
+//! the `MESSAGE_ID` that the catalog explains.
 //!
 //! Writing blocks while journald does not read. If journald falls far behind, lines are dropped and
 //! counted, so the scheduling loop never waits.

@@ -1,6 +1,6 @@
-//! Metrics in the OpenMetrics format over HTTP, if they are configured. A separate thread and runtime
-//! serves the metrics, so that no scraper can delay a hand-over. The scheduling loop only copies its
-//! state.
+//! Metrics in the OpenMetrics format over HTTP, if they are configured. A separate thread with its
+//! own runtime serves the metrics, so that no scraper can delay a hand-over. The scheduling loop
+//! only copies its state.
 //!
 //! - `listen`: the sockets.
 //! - `server`: HTTP.

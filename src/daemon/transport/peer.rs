@@ -19,8 +19,9 @@ use tracing::warn;
 use crate::identity::{self, Cgroup, Identity, Owners, Place, Tenant};
 use crate::sys::credentials;
 
-/// Maximum number of groups of a client that count. A process with the capability `CAP_SETGID`, such as
-/// root of a container, can join 65,536 groups, but can also leave them.
+/// Maximum number of a client's groups that rules consider. A process with the capability
+/// `CAP_SETGID`, such as root of a container, can join 65,536 groups. It gains nothing by exceeding
+/// the maximum, because it can also leave groups.
 const MAX_GROUPS: usize = 1024;
 
 /// The identity of the process at the other end, and its pidfd. The pidfd becomes readable when the
@@ -109,7 +110,8 @@ impl Process {
     fn status(&self) -> Result<Status, Where> {
         let exact = self.pidfd.as_ref().filter(|_| self.is_exact);
         let status = match exact.and_then(|pidfd| depth(pidfd.as_fd())) {
-            // `/proc/PID/status` lists the process's groups. For 65,536 groups, the kernel takes 20 ms to format them.
+            // Does not read `/proc/PID/status`: it lists the process's groups, and for 65,536
+            // groups the kernel takes 20 ms.
             Some(depth) if is_visible(self.pid) => Some(Status { uids: vec![self.uid], depth }),
             Some(_) => None,
             None => Status::read(self.pid),

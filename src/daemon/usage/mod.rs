@@ -184,8 +184,8 @@ impl Key {
 pub type UsageAnswer = Result<Vec<(Key, Amounts)>, String>;
 
 enum Job {
-    /// Usage in the hour that begins at this time, in seconds since 1970, and lock time in seconds of
-    /// programs with `gpu-hours`.
+    /// The usage in the hour that begins at this time (seconds since 1970), and the lock time of
+    /// programs with `gpu-hours`, in seconds.
     Add(i64, Tenants, BTreeMap<String, f64>),
     Save,
     Keep(Duration),

@@ -150,8 +150,8 @@ pub enum Command {
     Migrated { client: ClientId, from: GpuId, to: GpuId, why: Option<MoveObstacle> },
     /// Answers [`Event::RoomRequested`]: the bytes are free and stay free.
     RoomReady { room: RoomId, gpu: GpuId },
-    /// Answers [`Event::RoomRequested`]: the room is impossible. A room that already existed has
-    /// ended.
+    /// Answers [`Event::RoomRequested`]: the room is impossible. If the room already existed, it
+    /// has ended.
     RoomRefused { room: RoomId, gpu: GpuId, why: RoomObstacle },
     /// A room that was ready has expired, or its GPU is gone.
     RoomEnded { room: RoomId, gpu: GpuId },

@@ -62,8 +62,8 @@ pub enum Event {
     /// (`Machine::has_context`). `Settings::context` is set aside for every other context. `others`
     /// is the part of `bytes` in use by other programs. If `others` grows, more memory is kept free
     /// for those programs. `complete` is false if the measurement left out processes that may be
-    /// clients of the previous scheduler, about to reconnect. Until a complete measurement, no
-    /// client is told that there is room for its context.
+    /// clients of the previous scheduler and about to reconnect. Until a complete measurement
+    /// arrives, no client is told that there is room for its context.
     GpuOverhead {
         gpu: GpuId,
         begun: Time,

@@ -86,10 +86,10 @@ impl FinishTags {
 }
 
 impl Shares<'_> {
-    /// The finish tag that `owner`, one of a client's owners, would have if the client's hold ended
-    /// now. `waited` is the contended part of the hold. Also returns the weights that determine how
-    /// fast the tag advances. `None`: no other owner of the same tier waits, so the hold used no
-    /// other owner's time.
+    /// The finish tag that `owner` would have if the client's hold ended now. `owner` is one of the
+    /// client's owners, and `waited` is the contended part of the hold. Also returns the weights
+    /// that determine how fast the tag advances. `None`: no other owner of the same tier waits, so
+    /// the hold used no other owner's time.
     pub fn finish_tag(
         &self,
         client: ClientId,
@@ -165,9 +165,9 @@ impl Shares<'_> {
         self.owners(client).filter_map(|owner| self.state.finish_tag(owner, id)).max().unwrap_or_default()
     }
 
-    /// How far all finish tags of clients that want a GPU lie in the future, minus a time quantum,
-    /// because turns do not end exactly on time. Such a lead arises when the owners that these
-    /// clients would wait for have left.
+    /// How far the earliest finish tag of the clients that want a GPU lies beyond a time quantum
+    /// from now; 0 if it does not. The quantum is tolerated because turns do not end exactly on
+    /// time. Such a lead arises when competing owners have left.
     pub fn virtual_time_lead(&self, id: GpuId, granted: ClientId) -> Duration {
         let until = self.now.saturating_add(self.settings.time_quantum);
         let mut least = Duration::MAX;

@@ -72,8 +72,8 @@ impl Usage {
 }
 
 impl Window<'_> {
-    /// The usage in the period before `at`, assuming that the owner keeps holding the GPU, or keeps
-    /// not holding it.
+    /// The usage in the period before `at`, if the owner neither begins nor stops holding the GPU
+    /// before then.
     pub fn used(&self, at: Time) -> Duration {
         let begin = at.saturating_sub(self.period);
         let before = self.since.unwrap_or(at);

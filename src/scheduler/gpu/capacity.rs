@@ -65,8 +65,7 @@ impl Gpu {
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.usable(settings))
     }
 
-    /// The overhead, which may exceed the GPU's size. The result of `overhead` never does, because
-    /// the capacity is never negative.
+    /// Like `overhead`, but may exceed the GPU's size.
     pub(crate) fn overhead_wanted(&self, settings: &Settings) -> u64 {
         let contexts = self.context_bytes(settings, self.unmeasured.len().saturating_sub(self.contexts.deferred()));
         let kept = self.others.kept();

@@ -198,7 +198,7 @@ impl Gpus {
     }
 
     /// Adds a client's present holds to the grant with the number `group`. The holds are then
-    /// revoked together with that grant. Revoked holds stay as they are.
+    /// revoked together with that grant. Revoked holds are not changed.
     pub fn join_hold_group(&mut self, client: ClientId, group: u64) {
         self.change_holds(client, |hold| {
             if hold.revoked.is_none() {

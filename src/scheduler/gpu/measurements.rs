@@ -59,8 +59,8 @@ impl Gpu {
     }
 
     /// Bytes that will be available to these clients without further eviction: bytes being freed,
-    /// and free bytes. Free bytes may not be credited yet because they are too few or unverified.
-    /// Requests a measurement of unverified bytes.
+    /// and free bytes. Some free bytes are not credited yet, because they are too few or
+    /// unverified. Requests a measurement of unverified bytes.
     pub fn arriving(&mut self, cx: Context, fx: &mut Effects, clients: &[ClientId]) -> u64 {
         for client in clients {
             self.request_verification(cx, fx, *client);

@@ -90,7 +90,7 @@ pub(crate) enum Access {
     Suspended,
 }
 
-/// The state of other components that a GPU's decisions depend on.
+/// The state of other components that decisions about a GPU depend on.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     pub now: Time,
@@ -192,7 +192,7 @@ pub(crate) struct Attachment {
     keeps_growing: bool,
 }
 
-/// A client's records during a move from one GPU to another. The client is off both GPUs.
+/// A client's records during a move from one GPU to another. The client has nothing on either GPU.
 #[derive(Debug)]
 struct Moved {
     attachment: Attachment,

@@ -23,8 +23,8 @@ pub(crate) struct UnverifiedFrees {
     /// Past charges since the last measurement that were higher than all later charges, each with
     /// the time at which the charge fell. The highest is first.
     highs: VecDeque<(Time, u64)>,
-    /// Bytes beyond the charge in the newest measurement, and the time since which measurements
-    /// have shown at least that many.
+    /// Bytes beyond the charge in the newest measurement, and the start of the first of the
+    /// consecutive measurements that showed at least that many.
     found: Option<(Time, u64)>,
     /// The part of `found` that certainly exists.
     present: u64,
@@ -65,7 +65,7 @@ impl UnverifiedFrees {
     }
 
     /// Handles a measurement of the client's bytes that began no earlier than `begun`. `bytes` is
-    /// `None` if the measurement says nothing about the client, so that its reports are believed.
+    /// `None` if the measurement says nothing about the client. Its reports are then believed.
     /// `most`: the bytes that the client may have mapped, whether charged or not.
     pub fn measured(&mut self, begun: Time, bytes: Option<u64>, charge: u64, most: u64) {
         let most = most.saturating_add(self.present).saturating_add(self.unverified(charge));

@@ -317,8 +317,8 @@ impl Machine {
         Model { now: *now, settings, rules, clients, gpus, queues, sleep, quota, fairness }
     }
 
-    /// A GPU to change, the inputs of its decisions, and the place for their effects. `None`: the
-    /// GPU is unknown.
+    /// A GPU to change, the state that decisions about it depend on, and the effects to add to.
+    /// `None`: the GPU is unknown.
     pub(crate) fn gpu_mut(&mut self, id: GpuId) -> Option<(&mut Gpu, gpu::Context<'_>, &mut Effects)> {
         let Self { now, settings, gpus, rules, clients, queues, sleep, quota, effects, .. } = self;
         let context = gpu::Context { now: *now, settings, rules, clients, queues, sleep, quota };

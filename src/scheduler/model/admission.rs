@@ -11,7 +11,7 @@ use crate::{
 use std::cell::OnceCell;
 
 impl Model<'_> {
-    /// The clients of a request that want a lock again but cannot release it.
+    /// The clients of a request that hold a wanted lock and cannot drain.
     pub fn undrained(&self, entity: Entity) -> Vec<ClientId> {
         let wants = self.queues.request(entity).into_iter().flat_map(|request| &request.wants);
         let is_undrainable = |client: ClientId, id: GpuId| self.gpus.hold(client, id).is_some_and(Hold::is_undrainable);
@@ -141,8 +141,8 @@ impl Model<'_> {
     }
 
     /// Whether a request is admitted beside a draining holder. In `auto`, a request that precedes
-    /// the holder is granted without waiting for the holder's queued work, if its memory fits
-    /// beside the holder's. The GPU time-slices the two clients until the drain ends.
+    /// the holder is granted without waiting for the holder's queued work, if the request's memory
+    /// fits beside the holder's. The GPU time-slices the two clients until the drain ends.
     pub fn admits_while_draining(&self, holder: ClientId, hold: &Hold, waiter: Entity) -> bool {
         let is_auto = self.settings.anti_thrash == AntiThrash::Auto;
         is_auto && hold.revoked.is_some() && self.shares().precedence(waiter, holder) == Precedence::Before

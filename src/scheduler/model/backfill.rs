@@ -3,8 +3,8 @@
 //! their memory on it.
 //!
 //! The turns of a GPU's holders determine when the GPU admits the first request. Backfilled grants
-//! end when the last of the other GPUs admits the first request. The first request therefore waits
-//! no longer than without backfilling, except for a drain, and for [`SLOT`] if a time is unknown.
+//! end when the last of the other GPUs admits the first request. Backfilling therefore delays the
+//! first request at most by a drain, plus [`SLOT`] if a time is unknown.
 
 use super::Model;
 use crate::{

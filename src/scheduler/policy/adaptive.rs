@@ -41,8 +41,8 @@ const AGEING_FACTOR: u32 = 8;
 const LEVEL: Duration = Duration::from_secs(1 << 32);
 /// The minimum turn of an aged client, regardless of its memory size.
 const SHORTEST_AGED_TURN: Duration = Duration::from_secs(1);
-/// The penalty for moving memory. Within its level, a client whose memory must move ranks as if it
-/// had entered the level later, by this multiple of the time of the move.
+/// The penalty for moving memory. If a client's memory must move, the client's rank is as if it had
+/// entered its level later: by this multiple of the time of the move.
 const MOVES: u32 = 5;
 
 #[derive(Debug)]

@@ -41,8 +41,8 @@ pub(crate) enum Precedence {
     /// drain either.
     Before,
     /// The request waits only for a short turn to end. Either its owner is below its minimum and
-    /// the holder's owner is not, or both are interactive and the request's owner has used no more
-    /// than its share.
+    /// the holder's owner is not, or both owners are interactive and the request's owner has used
+    /// no more than its share.
     BelowMinimum,
     #[default]
     Equal,
@@ -76,8 +76,7 @@ pub(crate) struct Waiter {
     /// next field is the time when the client reached its level.
     pub attained: Duration,
     pub level_since: Time,
-    /// The request's rank. The next field tells whether the request has aged and so precedes
-    /// others.
+    /// The request's rank. The next field tells whether the request has aged.
     pub rank: Time,
     pub aged: bool,
     /// The request wants several GPUs, or waits with other members of a gang.
@@ -96,10 +95,10 @@ impl Waiter {
     ///
     /// The least length is ten times the time of the move, so that the move costs little. If this
     /// request is expected to run long, the turn lasts up to fifteen times that time, so that fewer
-    /// bursts are interrupted. Even two clients that always have work get no longer turns, because
-    /// the scheduler cannot distinguish a computation from a server that always has requests and
-    /// whose users wait. A holder with weight 0 is the exception: by its rule, no user waits for
-    /// its results.
+    /// bursts are interrupted. Turns are not longer even for two clients that always have work,
+    /// because the scheduler cannot distinguish a computation from a server that always has
+    /// requests and whose users wait. A holder with weight 0 is the exception: by its rule, no user
+    /// waits for its results.
     fn moving_turn(&self, holder: &Holder) -> (Duration, Duration) {
         let (_, least, most) = MOVES_PER_TURN;
         let worth = |moves, least: Duration| holder.exchange.saturating_mul(moves).max(least);

@@ -18,7 +18,7 @@ pub(crate) struct Request {
     /// The earliest time of the grant. Other members of the gang are likely to request a GPU by
     /// then.
     pub gathers: Option<Time>,
-    /// When the request ages, and so precedes all others of its owner. `None`: never.
+    /// When the request ages: from then on, it precedes all others of its owner. `None`: never.
     pub ages: Option<Time>,
     /// The request has aged: it precedes all others of its owner.
     pub aged: bool,

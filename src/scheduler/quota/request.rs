@@ -1,7 +1,7 @@
 //! Requests for a higher limit. The client's allocation blocks until its request is answered. A
 //! request that can be met is granted. Any other request is denied once acknowledgements of lower
 //! limits can no longer help. If a rule says so, the request waits instead until other clients have
-//! freed enough memory. Of a group's waiting requests, the oldest is served first.
+//! freed enough memory. A group's oldest waiting request is served first.
 //!
 //! If all clients that could free memory are waiting themselves, the clients are in a deadlock. The
 //! newest request is then denied.

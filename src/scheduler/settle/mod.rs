@@ -57,7 +57,8 @@ struct Pressure {
     overdue: bool,
     /// The bytes are for other programs, so holders are revoked before their turn ends.
     at_once: bool,
-    /// The first request in the queue, or a gang that waits for these holders from other queues.
+    /// The first request in the queue, or a gang that is in other queues and waits for these
+    /// holders.
     first: Option<Entity>,
     /// Whether holders of the lock prevent the first request from being granted.
     locked_out: bool,

@@ -5,8 +5,8 @@
 //! records, including a waiting request, out of one GPU's maps and puts them into the maps of the
 //! other GPU, whatever state the client is in. The client wakes there as it would have on its old
 //! GPU: room is made and measured in the same way. `sleep` knows where the process was and where
-//! the client is attached now, hence where the process has to be restored. The client is notified
-//! when it is awake again.
+//! the client is attached now, so it also knows where to restore the process. The client is
+//! notified when it is awake again.
 //!
 //! A drained GPU (`Event::Drain`) defers all contexts. Its clients are moved to another GPU of the
 //! same kind (`Event::Kinds`) that they may use (`Event::Allowed`). If the first such GPU has no

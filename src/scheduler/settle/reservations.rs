@@ -6,8 +6,8 @@ use std::time::Duration;
 
 /// How long a reservation waits for room. The client waits longer.
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// How long room is kept after the client was notified. At about that time, a measurement shows how
-/// much of the room the driver took.
+/// How long room is kept after the client was notified. By then, a measurement shows how much of
+/// the room the driver took.
 const KEPT: Duration = Duration::from_millis(500);
 /// A reservation is at most a GPU's size divided by this number. No driver needs more.
 const LARGEST_PART: u64 = 4;
@@ -39,8 +39,8 @@ impl Machine {
         self.touch(id);
     }
 
-    /// Reserves free bytes and evicts memory for the rest. Of the bytes being freed,
-    /// `reserved_ahead` are reserved for earlier needs.
+    /// Reserves free bytes and evicts memory for the rest. `reserved_ahead` of the bytes being
+    /// freed are reserved for earlier needs.
     pub(crate) fn serve_reservations(&mut self, id: GpuId, reserved_ahead: u64) -> ReservationNeeds {
         let now = self.now;
         let mut all = ReservationNeeds::default();

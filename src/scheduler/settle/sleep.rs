@@ -8,10 +8,10 @@
 //!
 //! A client is restored when all of its GPUs have room for its contexts. Other clients make this
 //! room by evicting memory. The room is set aside (`gpu::returning`), then measured, and only then
-//! does the restore begin, because a restore that runs out of memory is final. Clients are restored
-//! to a GPU one at a time, in the order in which they wake. After `RESTORE` the next client no
-//! longer waits for a restore in progress, but the memory for that restore's context stays set
-//! aside. No client sleeps on a GPU whose memory is not measured.
+//! does the restore begin, because a restore that runs out of memory cannot be repeated. Clients
+//! are restored to a GPU one at a time, in the order in which they wake. After `RESTORE` the next
+//! client no longer waits for a restore in progress, but the memory for that restore's context
+//! stays set aside. No client sleeps on a GPU whose memory is not measured.
 //!
 //! A client that has been idle for `sleep_after` is put to sleep if other clients lack room. Other
 //! clients lack room in two cases: a context does not fit beside the present contexts, or the

@@ -87,7 +87,7 @@ impl Machine {
                 if stopped {
                     hold.suspended |= revoked.again.is_none();
                 } else if changed {
-                    // The client may not have read the revoke yet, so its time to answer and to
+                    // Possibly the client has not read the revoke yet, so its time to answer and to
                     // drain starts anew.
                     hold.suspended = false;
                     revoked.first = now;
@@ -189,7 +189,7 @@ impl Machine {
             self.lags(client, *id);
         }
         self.schedule_around(client, undrainable);
-        // Of locks that were revoked together, either all or none are revoked again.
+        // Locks that were revoked together are revoked again together or not at all.
         let wanted = again.0.iter().any(|id| self.model().is_wanted_from(client, *id));
         let unwanted = if wanted { GpuSet::new() } else { std::mem::take(&mut again.0) };
         for id in &unwanted {
@@ -232,8 +232,8 @@ impl Machine {
             return;
         }
         for id in &gpus {
-            // The hold may never end. If its time were charged only then, a tenant with many clients that
-            // never release would be served again and again before other tenants.
+            // The hold may never end. If its time were charged only at the end, a tenant with many
+            // clients that never release would be served again and again before other tenants.
             if let Some(hold) = self.gpus.hold(client, *id).cloned() {
                 let waited = hold.waited(self.now).min(self.now.saturating_sub(hold.since));
                 self.charge_service(client, *id, &hold, waited);

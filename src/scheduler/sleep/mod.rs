@@ -220,7 +220,7 @@ impl Sleep {
     }
 
     /// Whether a client is leaving its GPUs. A client in `Settling` does not count, because it may
-    /// never leave them: its stage does not change while its process is stopped.
+    /// never leave its GPUs: its stage does not change while its process is stopped.
     pub fn is_leaving(&self, client: ClientId) -> bool {
         matches!(self.state_of(client), Stage::Preparing | Stage::Checkpointing)
     }

@@ -1,4 +1,5 @@
-//! Concurrent and killed invocations. The file is complete at every moment.
+//! Concurrent and killed invocations of `nvsharectl preload`. `/etc/ld.so.preload` is complete at
+//! every moment.
 
 use std::time::{Duration, Instant};
 

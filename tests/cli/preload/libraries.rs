@@ -207,7 +207,7 @@ fn a_library_for_another_machine_is_refused() {
     on_a_host(|host| {
         let genuine = fs::read(LIBRARY).expect("the library");
         let shapes: [fn(&mut Vec<u8>); 5] = [
-            // A library of 32 bits.
+            // A 32-bit library.
             |bytes| bytes[4] = 1,
             // A library for another processor.
             |bytes| bytes[18..20].copy_from_slice(&8u16.to_le_bytes()),

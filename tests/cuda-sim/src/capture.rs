@@ -178,8 +178,8 @@ pub fn forbid_at(event: &Place) -> Error {
     if active { Error::CAPTURED_EVENT } else { Error::INVALID_VALUE }
 }
 
-/// Invalidates the captures that forbid the current call, which depends on a capture's mode and on
-/// the calling thread. Returns an error if any capture forbids the call.
+/// Invalidates the captures that forbid the current call. Whether a capture forbids the call
+/// depends on its mode and on the calling thread. Returns an error if any capture forbids the call.
 pub fn forbid() -> Done {
     let own_mode = MODE.get();
     let here = thread::current().id();

@@ -252,8 +252,8 @@ pub fn reserve(len: u64, align: u64, hint: u64) -> Result<u64, Error> {
 
 /// Releases reserved addresses.
 pub fn unreserve(at: u64, len: u64) {
-    // SAFETY: the caller owns these addresses. `reserve` has returned them, and the table no longer
-    // contains them.
+    // SAFETY: the caller owns these addresses. `reserve` has returned the addresses, and the table
+    // no longer contains them.
     unsafe { libc::munmap(at as *mut _, len as usize) };
 }
 

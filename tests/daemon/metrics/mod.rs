@@ -267,7 +267,7 @@ fn a_d_bus_lock_counts_as_a_client() {
 #[test]
 fn a_workloads_counters_outlive_its_programs() {
     let daemon = scrape::daemon_without_programs();
-    // This client keeps its GPU listed, because NVML doesn't know that GPU.
+    // NVML doesn't know the GPU, so the daemon lists the GPU only while this client uses it.
     let _stays = client(&daemon);
     let said = |expected: [f64; 3]| {
         // Scrapes within a short time share one result.

@@ -214,7 +214,7 @@ fn play(stage: &Stage) -> Result<bool> {
     let start = Instant::now();
     loop {
         let running = players.iter_mut().any(|player| player.is_running());
-        // The scheduler may not have read the last packet of the program that ended last.
+        // Possibly the scheduler has not read the last packet of the program that ended last.
         thread::sleep(PERIOD);
         for turn in story.read() {
             say(&turns::turn(&turn, &NAMES, &paint))?;

@@ -11,8 +11,8 @@ pub fn fence(order: Ordering) {
     }
 }
 
-/// An atomic that is replaced by loom's atomic on first use. The thread that created it must use it
-/// first, before other threads know it.
+/// An atomic that is replaced by loom's atomic on first use. The thread that created the atomic
+/// must use it before other threads know it.
 #[derive(Debug)]
 pub struct AtomicU32 {
     initial: u32,

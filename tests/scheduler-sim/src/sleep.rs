@@ -46,8 +46,8 @@ pub struct Sleeps {
 }
 
 impl World {
-    /// From now on, puts clients to sleep, and pauses and resumes them at random. From then on,
-    /// each client's context takes the memory that `Settings::context` gives.
+    /// From now on, puts clients to sleep, and pauses and resumes them at random. Each client's
+    /// context then takes the memory that `Settings::context` gives.
     pub fn put_to_sleep(&mut self, sleeps: Sleeps) {
         self.sleeps = Some(sleeps);
         self.measure();

@@ -57,10 +57,11 @@ pub struct World {
     pub(crate) decisions: Decisions,
     pub rng: Dice,
     pub latency: Duration,
-    /// Whether clients' memory is measured, as by NVML. Otherwise the machine believes reports.
+    /// Whether clients' memory is measured, as on a host with NVML. Otherwise the machine believes
+    /// reports.
     pub measures: bool,
-    /// Until this time after a change of settings, several holders, and revokes without a cause,
-    /// are allowed.
+    /// Until this time, several holders and revokes without a cause are allowed, because settings
+    /// have changed.
     pub tolerant: Time,
     /// GPUs on which a client may map more memory than the machine counts, at least until this
     /// time. Such a client tries to map beyond the capacity, or continues with its former allowance
@@ -444,8 +445,8 @@ impl World {
         for (id, model) in &mut self.models {
             model.plan.group = group_of(*id);
         }
-        // A client may no longer block another client. Clients that ran together may have to drain
-        // separately.
+        // If the gangs change, the reason for a revoke may be gone, and clients that ran together
+        // may have to drain separately.
         let patience = if gangs(self) == before { ms(1) } else { Duration::from_secs(20) };
         self.tolerant = self.tolerant.max(self.now + patience);
         self.promised.clear();

@@ -106,8 +106,8 @@ impl Manager {
         }
         wrapped.env("NOTIFY_SOCKET", &self.path);
         wrapped.env("LISTEN_FDS", names.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
-        // SAFETY: the closure makes only system calls, which are async-signal-safe. It owns the copies, so
-        // they are open until the command is dropped.
+        // SAFETY: the closure makes only system calls, which are async-signal-safe. The closure
+        // owns the copies, so they are open until the command is dropped.
         unsafe {
             wrapped.pre_exec(move || {
                 for (to, from) in (FIRST..).zip(&copies) {

@@ -57,7 +57,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// Opens the record of scheduler number `run`. The file may not exist yet.
+    /// Opens the record of scheduler number `run`. Possibly the file does not exist yet.
     pub fn new(path: &Path, run: u32) -> Self {
         let (clients, memory) = (BTreeMap::new(), BTreeMap::new());
         Self { path: path.to_owned(), run, file: None, rest: Vec::new(), clients, memory, moves: Vec::new() }
@@ -66,7 +66,7 @@ impl Record {
     /// All moves so far.
     ///
     /// # Panics
-    /// If the file is no record.
+    /// If the file is not a record.
     pub fn moves(&mut self) -> &[Move] {
         self.read();
         &self.moves
@@ -75,7 +75,7 @@ impl Record {
     /// The moves since the last call.
     ///
     /// # Panics
-    /// If the file is no record.
+    /// If the file is not a record.
     pub fn new_moves(&mut self) -> Vec<Move> {
         self.read();
         std::mem::take(&mut self.moves)

@@ -59,8 +59,8 @@ impl ClientThread {
         let (account, can_restore) = (guard.account, guard.can_restore());
         let is_surplus = account.mapped + account.pinned > account.allowance || self.is_preparing_sleep();
         let leaves = is_surplus && self.turn(gpu).is_over();
-        // The space is locked, so no thread can change the amount of missing memory between the test and the
-        // opening.
+        // The space is locked, so no thread can change the amount of missing memory between this
+        // test and the opening of the gate.
         if account.can_run() && !leaves && gpu.gate.is_closed_for(closed::MEMORY) {
             gpu.gate.open(closed::MEMORY);
         }
@@ -211,8 +211,8 @@ fn give_up_eviction(gpu: &Gpu, space: &Mutex<Space>) {
     gpu.report(&guard.account);
 }
 
-/// Tells the scheduler why memory stays. The scheduler then evicts other clients' memory, and asks this
-/// client again later.
+/// Tells the scheduler why memory stays on the GPU. The scheduler then evicts other clients'
+/// memory, and asks this client again later.
 fn report_stuck(gpu: &Gpu, reason: StuckReason) {
     connection::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason });
 }

@@ -162,7 +162,7 @@ impl ClientThread {
         self.lost(Instant::now(), self.connected_at.1, why);
     }
 
-    /// Ends the connection. `since`: since when the program has had no scheduler.
+    /// Ends the connection. `since`: when the program lost its scheduler.
     fn lost(&mut self, now: Instant, since: Instant, why: &str) {
         self.forget_preparation();
         self.socket = None;

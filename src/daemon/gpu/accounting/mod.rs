@@ -173,9 +173,9 @@ impl Accounting {
         others.saturating_add(contexts.fold(0, u64::saturating_add))
     }
 
-    /// Finds adopted memory that NVML does not show under the adopter's process. Searches bytes of clients'
-    /// processes that no client reports, and then `others`: bytes that no client's process uses. Returns
-    /// the rest of `others`.
+    /// Finds adopted memory that NVML does not show under the adopter's process. Looks first among
+    /// bytes of clients' processes that no client reports, and then in `others`: bytes that no
+    /// client's process uses. Returns the rest of `others`.
     fn find_adopted(&mut self, processes: &BTreeMap<u32, Process>, guess: u64, others: u64) -> u64 {
         let mapped = |process: &Process| {
             process.used.saturating_sub(self.contexts.get(&process.first).copied().unwrap_or(guess))
@@ -201,8 +201,8 @@ impl Accounting {
         let most = clients.iter().fold(0u64, |sum, c| sum.saturating_add(c.most));
         let least = clients.iter().fold(0u64, |sum, c| sum.saturating_add(c.least));
         let range = (used.saturating_sub(most), used.saturating_sub(least));
-        // In the first sample, memory in use counts as the clients', up to their upper bounds. Clients may
-        // have had this memory before the daemon started.
+        // In the first sample, memory in use counts as memory of the clients, up to their upper
+        // bounds. Clients may have had this memory before the daemon started.
         let bytes = self.total.map_or(range.0, |before| before.clamp(range.0, range.1));
         *self.total.insert(bytes)
     }

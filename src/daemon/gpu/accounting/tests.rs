@@ -54,7 +54,7 @@ fn moving_memory_does_not_change_the_overhead() {
 }
 
 /// Regression test: two servers that started together deadlocked. Samples showed only a part of each
-/// context. The wrong sizes were kept, because the servers' memory kept moving afterwards.
+/// context. The wrong sizes were not corrected, because the servers' memory kept moving afterwards.
 #[test]
 fn a_context_under_construction_is_not_measured() {
     let mut accounting = Accounting::default();

@@ -61,7 +61,7 @@ pub struct Config {
     pub vmm: bool,
     /// `CUDA_SIM_KEEP_MEMORY`: whether a process keeps freed host pages for its next chunks.
     pub keep_memory: bool,
-    /// `CUDA_SIM_FINGERPRINT_TIME`: milliseconds that each kernel for fingerprints runs longer.
+    /// `CUDA_SIM_FINGERPRINT_TIME`: additional milliseconds that each fingerprint kernel runs.
     pub fingerprint_time: Duration,
     /// `CUDA_SIM_FAT_BINARIES`: `0` for a GPU that no fat binary supports.
     pub fat_binaries: bool,

@@ -11,8 +11,8 @@ use std::{
 /// Interval between stored figures.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// The figures of all GPUs, oldest first. Of the entries that are older than the delay, only the
-/// newest is kept.
+/// The figures of all GPUs, oldest first. Entries older than the delay are dropped, except the
+/// newest of them.
 static KEPT: Mutex<VecDeque<(Instant, Vec<Figures>)>> = Mutex::new(VecDeque::new());
 
 fn kept() -> MutexGuard<'static, VecDeque<(Instant, Vec<Figures>)>> {

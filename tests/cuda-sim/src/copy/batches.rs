@@ -54,8 +54,8 @@ pub fn batch_13000(
 #[repr(C)]
 pub struct BatchOperand {
     kind: u32,
-    /// Either the address, the length of a row and of a layer in elements, and a hint; or an array and an
-    /// offset.
+    /// For an address: the address, the lengths of a row and of a layer in elements, and a hint.
+    /// For an array: the array and an offset.
     what: [u64; 4],
 }
 

@@ -75,7 +75,7 @@ fn count(gpu: &Gpu, lane: &Lane) -> cuda::Result<()> {
     gpu.add(lane.count.at, 1, 1, lane.stream.0)
 }
 
-/// Captures a graph of `kernels` kernels, followed by a kernel that counts.
+/// Captures a graph of `kernels` kernels, followed by the kernels of `count`.
 fn graph(gpu: &Gpu, lane: &Lane, kernels: u64, ns: u64) -> cuda::Result<usize> {
     const RELAXED: u32 = 2;
     let (mut graph, mut exec) = (0, 0);

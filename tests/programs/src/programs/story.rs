@@ -19,7 +19,7 @@ const SETTLED: Duration = Duration::from_millis(100);
 #[derive(Clone, Debug, PartialEq)]
 struct Reading {
     device_total: Option<usize>,
-    /// Free and total, by the driver.
+    /// The driver's figures of free and total bytes.
     info: Option<(usize, usize)>,
     memory: Memory,
     memory_2: Memory2,

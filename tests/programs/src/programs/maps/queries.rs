@@ -43,7 +43,7 @@ impl Model {
         !all.is_empty() && end == Some(at + len)
     }
 
-    /// Whether the range splits no mapping.
+    /// Whether no mapping lies only partly in the range.
     pub(super) fn cuts_none(&self, at: u64, len: u64) -> bool {
         self.overlapping(at, len).iter().all(|i| {
             let m = &self.mappings[*i];
