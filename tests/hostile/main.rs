@@ -59,6 +59,44 @@ fn a_program_waits_for_a_grant_until_the_scheduler_disconnects() {
     program.finish();
 }
 
+/// The program has outgrown the limit of a scheduler that has gone. The next scheduler sends its limit late.
+#[test]
+fn an_allocation_waits_for_the_next_schedulers_limit() {
+    let machine = machine();
+    let mut fake = Fake::new(&machine);
+    let mut program = machine.program("mix --mem 24M --chunks 3 --reps 1 --rounds 2").start();
+    wait_for("a request for a higher limit", || {
+        if fake.accept() {
+            fake.welcome(version::MAX);
+        }
+        match fake.receive()? {
+            ClientMessage::Attach { slot, .. } => {
+                let limit =
+                    SchedulerMessage::Limit { slot, bytes: 12 * MIB, seq: 1, most: MEMORY, spare: u64::MAX, max: 0 };
+                fake.say(SchedulerMessage::Attached { slot });
+                fake.say(limit);
+                fake.say(SchedulerMessage::Allowance { slot, seq: 1, bytes: MEMORY });
+                None
+            }
+            ClientMessage::RequestLimit { .. } => Some(()),
+            _ => None,
+        }
+    });
+    fake.vanish();
+    stays_for(&mut program, Duration::from_secs(1));
+    fake.return_if_away();
+    wait_for("the GPU to be named again", || {
+        if fake.accept() {
+            fake.welcome(version::MAX);
+        }
+        matches!(fake.receive(), Some(ClientMessage::Attach { .. })).then_some(())
+    });
+    stays_for(&mut program, Duration::from_secs(1));
+    fake.provide(0);
+    fake.serve_to_the_end(&mut program);
+    program.finish();
+}
+
 #[test]
 fn a_granted_program_finishes_if_the_scheduler_hangs() {
     let machine = machine();

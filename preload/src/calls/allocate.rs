@@ -43,9 +43,6 @@ const BACKING_TIMEOUT: Duration = Duration::from_secs(60);
 /// The longest time that an allocation waits for memory of a program without nvshare. That program
 /// may be exiting.
 const OTHERS_TIMEOUT: Duration = Duration::from_millis(400);
-/// Replaces `OTHERS_TIMEOUT` while no scheduler is connected. Exceeds the 3 s that a client waits
-/// before it runs without a scheduler.
-const AWAY_TIMEOUT: Duration = Duration::from_millis(3500);
 /// The longest time that an allocation without a scheduler waits for the check whether other
 /// clients can make room ([`crate::client::offline`]). The check takes at most 200 ms.
 const OFFLINE_TIMEOUT: Duration = Duration::from_millis(500);
@@ -207,8 +204,8 @@ pub fn with_retries<T>(
         // may still use it.
         let is_pending = guard.has_freed() || guard.has_pending_in_pools();
         let comes = is_pending && !capture::any() && begin.elapsed() < FREED_TIMEOUT;
-        let timeout = if connection::is_connected() { OTHERS_TIMEOUT } else { AWAY_TIMEOUT };
-        let mut may_come = guard.account.fits_without_others(size as u64, gpu.total()) && begin.elapsed() < timeout;
+        let fits = guard.account.fits_without_others(size as u64, gpu.total());
+        let mut may_come = fits && begin.elapsed() < OTHERS_TIMEOUT;
         let is_unknown = !connection::is_connected() && guard.account.awaits_company();
         let may_find_room = is_unknown && begin.elapsed() < OFFLINE_TIMEOUT;
         drop(guard);

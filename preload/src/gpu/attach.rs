@@ -18,6 +18,7 @@ use crate::{
 use alloc::boxed::Box;
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::{ClientMessage, client as wire};
+use rustix::fd::BorrowedFd;
 
 /// Tells the scheduler which memory of a GPU this process has imported. Called after the GPU has been
 /// introduced and before the first report of its memory. A callback, because the registry of imports is
@@ -199,7 +200,7 @@ impl Gpu {
     }
 
     /// Returns the message that introduces this GPU to the scheduler. Takes no lock.
-    pub fn name(&self) -> Option<ClientMessage> {
+    fn name(&self) -> Option<ClientMessage> {
         self.info().map(|info| ClientMessage::Attach {
             slot: self.index,
             uuid: info.identity.get(),
@@ -211,6 +212,12 @@ impl Gpu {
         })
     }
 
+    /// Calls `send` with the message that introduces this GPU, and with the proof that this process may use it.
+    /// A process that is off its GPUs has no proof, and the scheduler needs none.
+    pub fn name_to(&self, send: impl FnOnce(&ClientMessage, &[BorrowedFd<'_>]) -> bool) -> bool {
+        self.name().is_some_and(|attach| proof::with_device_files(|files| send(&attach, files)))
+    }
+
     fn introduce_to(&self, is_named: bool, meet: fn(&mut Space), tell_imports: TellImports) {
         let _one = self.introducing.lock();
         if self.is_introduced() || self.is_refused() {
@@ -219,8 +226,7 @@ impl Gpu {
         if let Some(space) = self.space.get() {
             meet(&mut space.lock());
         }
-        let send = |attach| proof::with_device_files(|files| connection::send_with(&attach, files));
-        let sent = is_named || self.name().is_some_and(send);
+        let sent = is_named || self.name_to(connection::send_with);
         // If the message could not be sent, the client's thread tries again.
         self.introduced.store(sent, Ordering::SeqCst);
         tell_imports(self);

@@ -15,7 +15,8 @@ use nvshare_wire::ClientMessage;
 
 /// The longest wait for an answer. The scheduler answers within half of this time.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// The interval between attempts to send to a scheduler that does not read.
+/// The interval between attempts to send to a scheduler that does not read, and between checks whether a
+/// new scheduler has sent its limit.
 const SEND_RETRY: Duration = Duration::from_millis(2);
 
 /// The outcome of a request.
@@ -44,7 +45,9 @@ pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
             gpu.limit_answers.awaited.store(false, Ordering::SeqCst);
             return if asked || account.limit > limit { Outcome::Raised } else { Outcome::Beyond };
         }
-        if wanted > account.limit_max || !connection::is_connected() {
+        let is_known = account.limit_is_known(connection::is_connected());
+        let most = if is_known { account.limit_max } else { account.at_most(u64::MAX) };
+        if wanted > most {
             return Outcome::Beyond;
         }
         if gpu.limit_answers.awaited.load(Ordering::SeqCst) {
@@ -55,7 +58,7 @@ pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
             return Outcome::Denied;
         }
         asked = true;
-        if connection::send(&ClientMessage::RequestLimit { slot: gpu.index, bytes: wanted }) {
+        if is_known && connection::send(&ClientMessage::RequestLimit { slot: gpu.index, bytes: wanted }) {
             futex::wait(&gpu.limit_answers.count, seen, left);
             if gpu.limit_answers.denied_since(seen).is_some_and(|denied| denied <= wanted) {
                 trace!("GPU {}: the scheduler refused a limit of {wanted} bytes", gpu.index);

@@ -76,6 +76,12 @@ impl Account {
     pub fn can_run(&self) -> bool {
         !self.is_lost && (self.demand_paged || (self.is_complete() && self.in_flight == 0))
     }
+    /// Whether the limit is the one in force. It is not if the scheduler that sent it has gone, or if a new
+    /// scheduler has not sent its limit yet. An allocation that exceeds such a limit waits: soon, a scheduler
+    /// sends a limit, or the client runs without a scheduler.
+    pub fn limit_is_known(&self, is_connected: bool) -> bool {
+        self.allowance == u64::MAX || (is_connected && self.limit_seq != 0)
+    }
     /// Returns `bytes`, capped at the limits of the rule and of the environment.
     pub fn at_most(&self, bytes: u64) -> u64 {
         let ruled = if self.max == 0 { bytes } else { bytes.min(self.max) };

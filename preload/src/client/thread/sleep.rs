@@ -405,7 +405,9 @@ impl ClientThread {
 /// follows when the process is awake. Returns the GPUs that were named.
 fn name_gpus(socket: &Socket, version: u16) -> SlotSet {
     let send = |gpu: &Gpu| {
-        gpu.name().is_some_and(|attach| socket.wait_for_room() && socket.send(attach.encode(version).as_bytes()))
+        gpu.name_to(|attach, files| {
+            socket.wait_for_room() && socket.send_with(attach.encode(version).as_bytes(), files)
+        })
     };
     let named = gpu::attached().filter(|gpu| !gpu.is_refused() && send(gpu));
     named.fold(0, |named, gpu| named | 1 << gpu.index)
