@@ -7,6 +7,8 @@ use std::io::{self, Read, Seek, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use rustix::fs::Mode;
 use rustix::process::umask;
@@ -15,6 +17,9 @@ use super::socket::{self, Kind};
 
 /// The backlog that `listen` requests. The kernel caps it at `net.core.somaxconn`.
 const BACKLOG: i32 = 4096;
+/// Time to wait for the lock of a process that is gone, and the time between two attempts.
+const LOCK_PATIENCE: Duration = Duration::from_secs(5);
+const LOCK_RETRY: Duration = Duration::from_millis(5);
 
 /// The reason why a socket cannot be bound, with a remedy if there is one.
 #[derive(Debug)]
@@ -163,8 +168,12 @@ fn create_directory(path: &Path) -> io::Result<Option<PathBuf>> {
 
 /// Opens and locks the lock file. The previous holder removes the file when it exits. The lock
 /// therefore counts only if the path still names the locked file.
+///
+/// If a daemon is killed while it starts a helper, the helper's process has the lock file open until it
+/// executes the helper's program. The lock of a process that is gone is therefore awaited.
 fn take_lock(lock_path: &Path, path: &Path) -> Result<File, BindError> {
     let os = |error| BindError::Os { what: "open", path: lock_path.into(), error };
+    let begin = Instant::now();
     loop {
         let mut file = OpenOptions::new()
             .read(true)
@@ -181,6 +190,11 @@ fn take_lock(lock_path: &Path, path: &Path) -> Result<File, BindError> {
             Err(TryLockError::WouldBlock) => {
                 let mut pid = String::new();
                 let _ = file.read_to_string(&mut pid);
+                let is_gone = !pid.is_empty() && !Path::new("/proc").join(pid.trim()).exists();
+                if is_gone && begin.elapsed() < LOCK_PATIENCE {
+                    thread::sleep(LOCK_RETRY);
+                    continue;
+                }
                 let pid = if pid.is_empty() { "starting now".into() } else { format!("process {}", pid.trim()) };
                 return Err(BindError::Locked { path: path.into(), pid });
             }

@@ -1,6 +1,8 @@
 //! The daemon as a service: its sockets, configuration, messages to the service manager, and
 //! record.
 
+use std::fs::File;
+use std::io::Write;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -136,6 +138,23 @@ fn a_lack_of_descriptors_neither_ends_the_daemon_nor_makes_it_spin() {
         }
         assert!(Instant::now() < deadline, "nobody is let in although there is room");
     }
+}
+
+/// A helper that a killed daemon was just starting has the daemon's lock file open for a moment.
+#[test]
+fn the_lock_of_a_daemon_that_is_gone_is_awaited() {
+    let directory = Directory::new();
+    let run = directory.0.join("run");
+    std::fs::create_dir(&run).expect("a directory");
+    let mut lock = File::create(run.join("scheduler.sock.lock")).expect("a file");
+    writeln!(lock, "{}", i32::MAX).expect("written");
+    lock.lock().expect("locked");
+    let helper = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(300));
+        drop(lock);
+    });
+    Daemon::start_in(directory, None, |_, _| {}).client();
+    helper.join().expect("no panic");
 }
 
 #[test]

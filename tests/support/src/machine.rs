@@ -197,7 +197,8 @@ impl Machine {
         }
         command.stderr(File::create(&log).expect("the scheduler's log"));
         self.scheduler = Some(spawn(&mut command));
-        wait_for("the scheduler to serve", || fs::read_to_string(&log).ok()?.contains("serves").then_some(()));
+        // An error message says that another scheduler "already serves" the socket.
+        wait_for("the scheduler to serve", || fs::read_to_string(&log).ok()?.contains(" serves /").then_some(()));
     }
 
     pub fn scheduler_pid(&self) -> u32 {
