@@ -172,7 +172,9 @@ impl Turn<'_> {
                 let path = path.display();
                 warn!(name: "settings-unsaved", "refused a change of settings, because it cannot be saved in {path}: \
                     {e}");
-                return Err(fdo::Error::IOError(format!("cannot save the change in {path}: {e}. Nothing has changed.")));
+                return Err(fdo::Error::IOError(format!(
+                    "cannot save the change in {path}: {e}. Nothing has changed."
+                )));
             }
         }
         self.changes.changed.replace(changed);
