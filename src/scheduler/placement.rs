@@ -236,19 +236,19 @@ impl Sites<'_> {
     /// How well a GPU suits a client. Lower values are better.
     fn preference(&self, client: ClientId, id: GpuId, there: &Neighbours, bytes: Option<u64>) -> (bool, u64, u64) {
         let Some(gpu) = self.gpus.get(id) else { return (true, u64::MAX, u64::MAX) };
-        // Drained GPUs are avoided because clients on them wait, and failing GPUs because they
-        // report errors.
-        let is_drained = gpu.drained || gpu.failing;
+        // Every other candidate is preferred to a drained GPU, where new contexts wait, and to a
+        // failing GPU, which reports errors.
+        let is_avoided = gpu.drained || gpu.failing;
         if self.settings.placement != Placement::Pack {
-            return (is_drained, there.labels.len() as u64, there.bytes);
+            return (is_avoided, there.labels.len() as u64, there.bytes);
         }
         let capacity = gpu.capacity(self.settings);
         let (free, excess) = (capacity.saturating_sub(there.bytes), there.bytes.saturating_sub(capacity));
         // Any room suffices for a client whose need is unknown.
         let need = self.expected_need(client, id, bytes).unwrap_or(1).saturating_add(self.context_bytes(gpu));
         match need.checked_sub(free) {
-            None | Some(0) => (is_drained, 0, free),
-            Some(lack) => (is_drained, 1, lack.saturating_add(excess)),
+            None | Some(0) => (is_avoided, 0, free),
+            Some(lack) => (is_avoided, 1, lack.saturating_add(excess)),
         }
     }
 

@@ -1,6 +1,6 @@
 //! The baseline for comparing policies. Each GPU runs one program at a time to its end, in the
-//! order of arrival. No lock is handed over and no memory moves. On the other hand, no work
-//! overlaps, and short programs wait for long programs.
+//! order of arrival. A GPU's lock is handed over only when a program ends, and no memory moves. On
+//! the other hand, no work overlaps, and short programs wait for long programs.
 
 use std::time::Duration;
 

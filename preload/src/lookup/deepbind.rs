@@ -3,11 +3,15 @@
 //!
 //! From the first such `dlopen` on, the functions that such libraries would find are redirected to
 //! the hooks ([`redirect`]). The C library's `dlsym` is redirected immediately, before any code of
-//! the library runs. The functions of the driver and of NVML are redirected when the driver or NVML
-//! is loaded. If the program already uses CUDA, the driver is loaded before the `dlopen`. If the
-//! opened library depends on the driver, the driver is loaded by the end of the `dlopen`. Otherwise
-//! the opened library loads the driver with `dlopen` and then queries it with `dlsym`, so the hook
-//! of `dlsym` notices that the driver has been loaded.
+//! the library runs. The functions of the driver are redirected as soon as a hook notices that the
+//! driver is loaded. If the program already uses CUDA, the hook of `dlopen` notices this
+//! ([`opening`]). Otherwise, the hook of `dlsym` notices it ([`look`]):
+//! - If the opened library depends on the driver, the `dlopen` loads the driver. The program then
+//!   looks up functions of the opened library with `dlsym`.
+//! - If the opened library loads the driver with `dlopen`, the opened library then looks up the
+//!   driver's functions with `dlsym`.
+//!
+//! The same applies to NVML.
 
 use super::table;
 use crate::{

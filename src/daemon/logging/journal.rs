@@ -1,5 +1,5 @@
-//! Passes log lines to the journal. The logging thread converts each line into a [`Line`] with
-//! copies of the fields, queues this `Line` and continues. A separate thread passes the lines to
+//! Passes log lines to the journal. The thread that logs a line queues a [`Line`], which contains
+//! the fields' values as text, and continues. A separate thread passes the lines to
 //! tracing-journald, which writes the fields by name (`NVSHARE_CLIENT=`, `NVSHARE_GPU=`, …), with
 //! the `MESSAGE_ID` that the catalog explains.
 //!
@@ -87,7 +87,7 @@ impl Sender {
                     }
                     Entry::Flush(reply) => drop(reply.send(())),
                 }
-                // journald reads again. The report is queued behind the lines that are already queued.
+                // The queue has room again for a report, which follows the lines that are already queued.
                 if let left_out @ 1.. = lost.swap(0, Ordering::Relaxed) {
                     let text = "log lines were lost: the journal did not accept them in time";
                     warn!(name: "log-lines-lost", left_out, "{left_out} {text}");
@@ -170,8 +170,8 @@ fn journald(id: Option<&'static str>) -> io::Result<tracing_journald::Layer> {
     Ok(layer.with_custom_fields(id.map(|id| ("MESSAGE_ID", id))))
 }
 
-/// Writes lines to the journal. A layer's constant fields can be set only once, so each message ID has
-/// its own layer.
+/// Writes lines to the journal. A layer writes the same constant fields with every line, so each
+/// message ID has its own layer.
 ///
 /// The layers are called directly. If the layers were dispatchers of tracing, every thread would
 /// query them about each line, even about lines that are not logged.

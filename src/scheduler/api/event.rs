@@ -205,8 +205,8 @@ pub enum Event {
     /// such GPU exists, the client sleeps until the drain ends. If neither a move nor sleep is
     /// possible, the client keeps running, and is asked again from time to time.
     Drain { gpu: GpuId, drained: bool },
-    /// From the daemon: whether the GPU reports errors after which it should not be used. No
-    /// program is placed on a failing GPU while other GPUs exist.
+    /// From the daemon: whether the GPU reports errors after which it should not be used. Programs
+    /// are placed on a failing GPU only if too few other GPUs are permitted.
     Failing { gpu: GpuId, failing: bool },
     /// From the daemon: the sets of GPUs within which clients can be moved. Replaces the earlier
     /// sets. Until the first such event, no program moves off a drained GPU.

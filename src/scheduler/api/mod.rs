@@ -42,9 +42,9 @@ pub struct ClientId(pub u64);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct RoomId(pub u64);
 
-/// A tenant. Its clients trust each other's reports, and together take turns like a single client.
-/// The caller chooses the tenants. The daemon's choice is a client's container or pod, or else its
-/// user.
+/// A tenant. Its clients trust each other's reports, and under [`PolicyName::Fcfs`] together take
+/// turns like a single client. The caller chooses the tenants. The daemon's choice is a client's
+/// container or pod, or else its user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct TenantId(pub u64);
 

@@ -30,8 +30,9 @@ pub struct RuleLimits {
     /// The idle time after which the group's clients are put to sleep. `None`: the setting applies.
     #[serde(default)]
     pub sleep_after: Option<SleepAfter>,
-    /// The group's share of GPU time. `None`: its clients take turns with all other clients of
-    /// their tenant.
+    /// The group's share of GPU time. `None`: its clients count together with the other clients of
+    /// their tenant that have no share or, under [`Adaptive`](super::PolicyName::Adaptive), with all
+    /// clients that have no share.
     pub share: Option<Share>,
     /// Makes the group's clients one gang, overriding any gang that they name themselves.
     pub gang: bool,
@@ -73,8 +74,8 @@ impl SleepAfter {
 #[serde(rename_all = "kebab-case")]
 pub struct Share {
     /// The group's weight in the division of GPU time among the groups and tenants that want the
-    /// GPU. A tenant has weight 100. With weight 0, the group runs only while no other client wants
-    /// the GPU.
+    /// GPU. Each tenant has weight 100 for its clients without a share. With weight 0, the group
+    /// runs only while no other client wants the GPU.
     pub weight: u16,
     /// The minimum GPU time that the group receives if it needs that time, and the maximum, both in
     /// percent of [`Settings::time_period`](super::Settings::time_period).

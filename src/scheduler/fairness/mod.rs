@@ -1,7 +1,8 @@
 //! Fairness: the order in which clients are served, and each client's part of a GPU's time.
 //!
-//! Rules give groups *shares* of a GPU's time. Clients without such a rule take turns by tenant,
-//! with equal weights.
+//! Rules give groups *shares* of a GPU's time. Under `fcfs`, clients without such a rule take turns
+//! by tenant, with equal weights. Under `adaptive`, these clients together are one owner. The weight
+//! of this owner is proportional to the number of its tenants that want the GPU.
 //!
 //! - **Weight**: scales the finish tag (`finish_tag`).
 //! - **Priority**, and weight 0 (idle): the tiers of a class (`class`). Requests of a higher tier

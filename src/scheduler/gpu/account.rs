@@ -49,8 +49,8 @@ pub(crate) struct Eviction {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Evicted {
     pub bytes: u64,
-    /// Evicted bytes whose contents were stored in host memory. Constant and unchanged chunks are
-    /// not stored.
+    /// Evicted bytes whose contents were stored in host memory. Chunks that consist of one repeated
+    /// value, and chunks with a valid copy in host memory, are not stored.
     pub contents: u64,
     pub time: Duration,
 }

@@ -149,7 +149,7 @@ pub(crate) struct Gpu {
     /// The GPU is being emptied: its clients move to other GPUs or sleep.
     #[serde(default)]
     pub drained: bool,
-    /// The GPU reports errors, so no program should be placed on it.
+    /// The GPU reports errors. Programs are placed on it only if too few other GPUs are permitted.
     #[serde(default)]
     pub failing: bool,
     /// The client that waits for its restore on this GPU, or is being restored.

@@ -52,7 +52,8 @@ pub fn chosen() -> Fences {
     FENCES.get()
 }
 
-/// Whether the gates know that `membarrier(2)` is missing. A gate learns it when it is first closed.
+/// Whether the gates of the chosen variant already know that `membarrier(2)` is missing. A gate learns
+/// it when it is first closed.
 pub fn is_known_to_be_missing() -> bool {
     matches!(FENCES.get(), Fences::Ordinary | Fences::NoHeavy | Fences::NoPassing)
 }

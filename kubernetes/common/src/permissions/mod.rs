@@ -42,8 +42,9 @@ pub struct Ceilings {
 pub struct Permissions {
     pub may_set: BTreeSet<&'static str>,
     pub ceilings: Ceilings,
-    /// The default weight of a pod. A pod without a weight or another key for shares of time counts
-    /// together with its user's other programs.
+    /// The default weight of a pod. `None`: a pod without a weight or another key for shares of time
+    /// gets no share of its own. Under the policy `fcfs`, it takes turns as one tenant. Under `adaptive`,
+    /// its programs count together with all other programs without a share.
     pub weight: Option<Value>,
 }
 

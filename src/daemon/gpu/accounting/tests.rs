@@ -9,7 +9,7 @@ fn sample(used: u64, processes: &[(u32, u64)]) -> Sample {
     Sample { gpu: GpuId(Uuid([0; 16])), begun: Default::default(), steady: true, used: used * MIB, processes }
 }
 
-/// A client whose mapped memory is constant.
+/// A client whose mapped memory does not change.
 fn client(id: u64, mapped: u64) -> Attached {
     moving(id, mapped, mapped)
 }
