@@ -405,7 +405,7 @@ pub enum Setting {
         #[arg(allow_negative_numbers = true, value_parser = parse_seconds, value_hint = ValueHint::Other)]
         value: Duration,
     },
-    /// Longest wait for a turn if anti-thrash is auto: whole seconds up to 3600, or 0 for no limit
+    /// Longest wait for a turn, under fcfs only if anti-thrash is auto: whole seconds up to 3600, or 0 for no limit
     MaxWait {
         #[arg(allow_negative_numbers = true, value_parser = parse_seconds, value_hint = ValueHint::Other)]
         value: Duration,

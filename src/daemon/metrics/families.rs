@@ -295,7 +295,7 @@ pub static OF_WORKLOADS: [Family<OfWorkload>; 17] = [
         "nvshare_workload_memory_max",
         BYTES,
         Gauge(|workload| workload.memory_max),
-        "GPU memory that a rule allows the workload's programs and the other programs of their group together.",
+        "Highest limit on GPU memory that a rule sets for the workload's programs. Other programs can count toward it.",
     ),
 ];
 
