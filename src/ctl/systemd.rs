@@ -112,7 +112,8 @@ impl Systemd {
             Manager::User => (
                 Builder::session(),
                 "session",
-                ". Log in as that user. To start the user's services without a session, run `loginctl enable-linger`",
+                ". Run nvsharectl in a session of the service's user. To start the user's services without a session, \
+                 run `loginctl enable-linger`",
             ),
         };
         let connection = builder.method_timeout(PATIENCE).build().await;

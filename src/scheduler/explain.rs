@@ -298,8 +298,8 @@ impl Machine {
         self.queues.wanting(entity, id).fold(0u64, |sum, client| sum.saturating_add(lacking(client)))
     }
 
-    /// The time to move memory before a request is granted, once nothing else delays the grant. For
-    /// the first request, evictable memory of idle clients is not counted, because it moves while
+    /// The duration of the evictions and restores that delay a request after all other delays have ended.
+    /// For the first request, evictable memory of idle clients is not counted, because it moves while
     /// holders still run.
     fn arrival(&self, entity: Entity, id: GpuId, is_first: bool) -> Duration {
         let Some(gpu) = self.gpus.get(id) else { return Duration::ZERO };

@@ -189,7 +189,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Returns true if this API may offer any GPU.
+    /// Returns true if the configuration offers a GPU by this API, or would offer a new GPU by it.
     pub fn offers_by(&self, offer: Offer) -> bool {
         self.offer == offer || self.gpus.iter().any(|entry| entry.offer == Some(offer))
     }

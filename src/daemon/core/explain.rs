@@ -247,7 +247,7 @@ fn ahead_sentence(names: &impl Names, client: ClientId, ahead: &Ahead) -> String
     let of = |client: ClientId| names.rule(client).map_or(String::new(), |rule| format!(" ({rule})"));
     let why = match ahead.reason {
         Reason::Priority => format!("its priority is higher{}", of(first)),
-        Reason::OtherIsIdle => format!("this program runs only while no other program has work{}", of(client)),
+        Reason::OtherIsIdle => format!("the waiting program runs only while no other program has work{}", of(client)),
         Reason::Interactive => format!("it is interactive and within its share{}", of(first)),
         Reason::BelowMinimum => format!("it has received less than its time-min{}", of(first)),
         Reason::GangTurn => "other programs of its gang have their turn".into(),

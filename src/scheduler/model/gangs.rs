@@ -68,8 +68,8 @@ impl Model<'_> {
         gang.is_some_and(|gang| self.holds_of_gang(gang).any(|(_, hold)| hold.drains()))
     }
 
-    /// How long a holder may be idle for the sake of its gang. The other members may be spinning
-    /// for the holder, and a hand-over would cost as much time as the holder may be idle. 0: the
+    /// How long a holder may be idle without losing the lock, because the other members of its gang may be
+    /// spinning while they wait for the holder: as long as a hand-over to another client would take. 0: the
     /// holder is in no gang, or no other member holds a GPU.
     pub fn gang_grace(&self, hold: &Hold) -> Duration {
         let gang = hold.entity.gang().filter(|gang| self.queues.gangs().is_job(*gang));

@@ -1,5 +1,5 @@
 //! Clients that are off their GPUs, or on their way off or back. The limit of such a client is its
-//! present memory, so that other clients can use the rest, and so that the client can be moved to a
+//! demand, or the limit that it has requested if that is higher, so that other clients can use the rest, and so that the client can be moved to a
 //! GPU without spare memory. The lower limit is sent before the order to prepare, because a
 //! sleeping client acknowledges nothing. Requests for more memory are handled as for other clients.
 

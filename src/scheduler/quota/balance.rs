@@ -15,7 +15,8 @@ pub(super) const ACK_TIMEOUT: Duration = Duration::from_secs(4);
 
 impl Quota {
     /// Targets of clients whose memory no rule or environment limits. The target is the GPU's whole
-    /// offer, or the present memory if the client is asleep.
+    /// offer. For a client that is asleep, it is the client's demand or its requested limit, whichever is
+    /// higher, but at most the offer.
     fn whole_gpu<'a>(
         &self,
         cx: Context,

@@ -81,6 +81,6 @@ pub fn wait_within<T>(patience: Duration, what: &str, mut look: impl FnMut() -> 
 
 #[track_caller]
 pub fn kill(pid: u32, signal: i32) {
-    // SAFETY: `kill` has no preconditions. The pid is valid, since the child has not been reaped.
+    // SAFETY: `kill` has no preconditions.
     assert_eq!(unsafe { libc::kill(pid as i32, signal) }, 0, "signal {signal} to {pid}");
 }

@@ -3,9 +3,10 @@
 //! ([`host_link`]), device files ([`device_file`]), faults ([`trouble`]), checkpoints ([`checkpoint`]) and restores on other GPUs
 //! ([`mod@place`]).
 //!
-//! Processes share only files in one directory. A `flock` protects all resources of a process, so
-//! the kernel releases them when the process is killed. The simulated driver and the simulated NVML
-//! both use this crate.
+//! Processes share only files in one directory. Each process holds a `flock` on its account file, and on
+//! the files of the engines that it uses. When the process is killed, the kernel releases these locks,
+//! and the process's memory no longer counts. The simulated driver and the simulated NVML both use this
+//! crate.
 
 pub mod account;
 pub mod checkpoint;
