@@ -430,3 +430,129 @@ fn try_driver() -> bool {
         connection::wake();
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::client::thread::fake::Client;
+
+    fn prepare(client: &mut Client) {
+        client.sent();
+        client.receive(SchedulerMessage::PrepareSleep { flags: 0 });
+    }
+
+    fn refusals(client: &Client) -> Vec<SleepRefusal> {
+        let why = |message| match message {
+            ClientMessage::SleepRefused { why } => Some(why),
+            _ => None,
+        };
+        client.sent().into_iter().filter_map(why).collect()
+    }
+
+    #[test]
+    fn a_client_sleeps_after_its_memory_has_left_and_wakes_with_its_contents() {
+        let mut client = Client::new(1);
+        let gpu = client.gpu();
+        let at = client.allocate(gpu, 4);
+        client.allow(gpu, 1, 1);
+        prepare(&mut client);
+        client.step_until(|client| {
+            let has_left = client.driver.used() == 0;
+            assert!(has_left || !Client::is_shut(), "the driver was shut before the memory had left");
+            client.thread.is_off_its_gpus()
+        });
+        assert!(Client::is_shut() && presence::is_away());
+        client.step_until(|client| client.sent().contains(&ClientMessage::SleepReady {}));
+        client.driver.forget_calls();
+        client.allow(gpu, 2, 0);
+        client.step();
+        let calls = ["cuCtxPushCurrent_v2", "cuEventQuery", "cuStreamQuery", "cuMemCreate"];
+        assert!(client.driver.calls(&calls).is_empty(), "the process is off its GPUs");
+        assert_eq!(gpu.account().map(|account| account.ack), Some(1), "the message waits");
+        client.receive(SchedulerMessage::Awake { moved: Moves::default() });
+        assert!(client.is_awake() && !Client::is_shut() && !presence::is_away());
+        assert_eq!(gpu.account().map(|account| account.ack), Some(2));
+        client.allow(gpu, 3, 1);
+        client.step_until(|client| client.driver.word(at) == Some(4));
+    }
+
+    #[test]
+    fn a_client_that_cannot_sleep_says_why() {
+        let mut client = Client::new(2);
+        let [(gpu, context), (other, _)] = client.gpus[..] else { unreachable!() };
+        let stream = client.driver.new_stream(context);
+        let mut refusal = |begin: &dyn Fn(&mut Client), end: &dyn Fn(&mut Client)| {
+            begin(&mut client);
+            prepare(&mut client);
+            client.step();
+            assert!(client.is_awake() && !Client::is_shut());
+            end(&mut client);
+            refusals(&client)
+        };
+        let capture = refusal(&|_| assert_eq!(capture::begin(stream, || 0), 0), &|_| capture::end(stream));
+        let peers = refusal(&|_| gpu.work.set_peers(1 << other.index), &|_| gpu.work.set_peers(0));
+        let pinned = refusal(&|_| gpu.pin(|_| 512), &|_| gpu.pin(|_| 0));
+        let contended = SchedulerMessage::Contended { gpus: 1 << gpu.index, waiters: 1, grace_us: 1_000_000 };
+        let contended = refusal(
+            &|client| {
+                client.grant(gpu);
+                client.receive(contended);
+            },
+            &|client| client.thread.turn(gpu).release_early(gpu),
+        );
+        let refused = [capture, peers, pinned, contended];
+        let expected =
+            [SleepRefusal::Capture, SleepRefusal::Peers, SleepRefusal::Immovable, SleepRefusal::Busy].map(|why| [why]);
+        assert_eq!(refused, expected);
+    }
+
+    #[test]
+    fn a_thread_that_wants_the_driver_cancels_the_preparation() {
+        let mut client = Client::new(1);
+        prepare(&mut client);
+        client.step_until(|client| client.thread.is_off_its_gpus());
+        let gpu = client.gpu();
+        client.allow(gpu, 5, 0);
+        presence::want();
+        client.step_until(|client| client.is_awake());
+        assert_eq!(refusals(&client), [SleepRefusal::Busy]);
+        assert!(!Client::is_shut() && !presence::is_away());
+        assert_eq!(gpu.account().map(|account| account.ack), Some(5), "the messages are carried out");
+    }
+
+    #[test]
+    fn a_preparation_ends_with_the_scheduler_that_asked_for_it() {
+        let mut client = Client::new(1);
+        let gpu = client.gpu();
+        client.allocate(gpu, 0);
+        prepare(&mut client);
+        assert!(client.thread.is_preparing_sleep());
+        client.thread.disconnected("it has ended");
+        assert!(client.is_awake() && !Client::is_shut());
+    }
+
+    #[test]
+    fn a_preparation_that_takes_too_long_is_refused() {
+        let mut client = Client::new(1);
+        prepare(&mut client);
+        client.thread.sleep = Sleep::Preparing { since: Instant::ago(MOST + LOOK), paused: false };
+        client.step();
+        assert_eq!((refusals(&client), client.is_awake()), (Vec::from([SleepRefusal::Busy]), true));
+    }
+
+    #[test]
+    fn a_sleeping_client_asks_once_to_be_woken() {
+        let mut client = Client::new(1);
+        prepare(&mut client);
+        client.step_until(|client| matches!(client.thread.sleep, Sleep::Prepared(_)));
+        client.step();
+        assert_eq!(client.sent(), [ClientMessage::SleepReady {}]);
+        presence::want();
+        for _ in 0..3 {
+            client.step();
+        }
+        assert_eq!(client.sent(), [ClientMessage::Wake {}]);
+        client.receive(SchedulerMessage::Awake { moved: Moves::default() });
+        assert!(client.is_awake());
+    }
+}
