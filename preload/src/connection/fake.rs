@@ -20,7 +20,7 @@ use rustix::{
 #[derive(Debug)]
 pub struct Peer(Socket);
 
-/// A scheduler to which this process is connected. Dropping it ends the connection.
+/// A connected scheduler. Dropping it ends the connection.
 #[derive(Debug)]
 pub struct Scheduler {
     peer: Peer,

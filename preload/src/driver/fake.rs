@@ -7,6 +7,7 @@ use alloc::{collections::BTreeMap, vec::Vec};
 use core::{
     cell::RefCell,
     ffi::{CStr, c_char, c_void},
+    sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
 use nvshare_wire::MAX_SLOTS;
@@ -15,9 +16,7 @@ use std::{
     time::Instant,
 };
 
-/// One driver for the whole process. A test that uses it locks `ONE`, because `cargo test` runs tests
-/// concurrently.
-static ONE: Mutex<()> = Mutex::new(());
+static IS_USED: AtomicBool = AtomicBool::new(false);
 static STATE: Mutex<State> = Mutex::new(State::new());
 static CHANGED: Condvar = Condvar::new();
 
@@ -38,14 +37,19 @@ const SUPPORTED: [i32; 2] = [
 /// The size of a chunk of another process.
 const IMPORTED: u64 = 2 << 20;
 
+/// The longest time that a call blocks. A test that has failed does not unblock its calls.
+const BLOCKED: Duration = Duration::from_secs(30);
+
 #[derive(Debug)]
 struct State {
     calls: Vec<Call>,
     failures: Vec<Failure>,
-    blocked: Vec<&'static str>,
+    /// Functions that block, in one context or in any.
+    blocked: Vec<(&'static str, Option<usize>)>,
     next: usize,
     next_device: CUdevice,
-    /// Attributes of devices that differ from the defaults.
+    /// UUIDs and attributes of devices that differ from the defaults.
+    uuids: Vec<(CUdevice, [u8; 16])>,
     attributes: Vec<(CUdevice, i32, i32)>,
     /// The device of each context, and the context of each stream.
     contexts: BTreeMap<usize, CUdevice>,
@@ -95,6 +99,7 @@ impl State {
             blocked: Vec::new(),
             next: 0x1000,
             next_device: 0,
+            uuids: Vec::new(),
             attributes: Vec::new(),
             contexts: BTreeMap::new(),
             streams: BTreeMap::new(),
@@ -152,13 +157,17 @@ fn current() -> usize {
     CURRENT.with_borrow(|stack| stack.last().copied().unwrap_or(0))
 }
 
-/// Records a call, lets it block or fail, and otherwise carries it out.
+/// Records a call, and carries it out unless the test lets it fail. Blocks first if the test says so.
 fn call(name: &'static str, arguments: &[u64], body: impl FnOnce(&mut State) -> CUresult) -> CUresult {
     let mut state = state();
     state.calls.push(Call { name, arguments: arguments.to_vec(), locks: locks() });
     CHANGED.notify_all();
-    while state.blocked.contains(&name) {
-        state = CHANGED.wait(state).unwrap_or_else(PoisonError::into_inner);
+    let blocks = |state: &State| {
+        state.blocked.iter().any(|(blocked, context)| *blocked == name && context.is_none_or(|of| of == current()))
+    };
+    let deadline = Instant::now() + BLOCKED;
+    while blocks(&state) && Instant::now() < deadline {
+        (state, _) = CHANGED.wait_timeout(state, BLOCKED).unwrap_or_else(PoisonError::into_inner);
     }
     let State { failures, .. } = &mut *state;
     if let Some(failure) = failures.iter_mut().find(|failure| failure.name == name && failure.times > 0) {
@@ -181,21 +190,15 @@ pub fn until(mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// The fake driver, for the duration of one test.
+/// The fake driver. Like all statics of the library, it serves one test, so each test needs its own process.
 #[derive(Debug)]
-pub struct Driver {
-    _one: MutexGuard<'static, ()>,
-}
+pub struct Driver(());
 
 impl Driver {
     pub fn new() -> Self {
-        let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut state = state();
-        // Handles differ between tests.
-        let (next, next_device, next_address) = (state.next, state.next_device, state.next_address);
-        *state = State { next, next_device, next_address, ..State::new() };
-        CURRENT.with_borrow_mut(Vec::clear);
-        Self { _one: one }
+        let is_used = IS_USED.swap(true, Ordering::SeqCst);
+        assert!(!is_used, "this test needs its own process: run it with `cargo nextest run`");
+        Self(())
     }
 
     /// The names of the recorded calls of these functions, in order.
@@ -227,7 +230,7 @@ impl Driver {
         state().calls.clear();
     }
 
-    /// Lets the next `times` calls of a function return an error, without effect.
+    /// The next `times` calls of a function return an error, without effect.
     pub fn fail(&self, name: &'static str, times: usize, error: CUresult) {
         self.fail_later(name, 0, times, error);
     }
@@ -237,18 +240,23 @@ impl Driver {
         state().failures.push(Failure { name, skip, times, error });
     }
 
-    /// Lets calls of a function succeed again.
+    /// Calls of a function succeed again.
     pub fn mend(&self, name: &str) {
         state().failures.retain(|failure| failure.name != name);
     }
 
-    /// Lets calls of a function block until [`unblock`](Self::unblock).
+    /// Calls of a function block until [`unblock`](Self::unblock).
     pub fn block(&self, name: &'static str) {
-        state().blocked.push(name);
+        state().blocked.push((name, None));
+    }
+
+    /// Like [`block`](Self::block), for calls while this context is current.
+    pub fn block_in(&self, context: CUcontext, name: &'static str) {
+        state().blocked.push((name, Some(context as usize)));
     }
 
     pub fn unblock(&self, name: &str) {
-        state().blocked.retain(|blocked| *blocked != name);
+        state().blocked.retain(|(blocked, _)| *blocked != name);
         CHANGED.notify_all();
     }
 
@@ -258,11 +266,16 @@ impl Driver {
         until(|| self.count(name) >= count);
     }
 
-    /// The ordinal of a GPU that no other test uses.
+    /// The ordinal of a GPU that the test does not use yet.
     pub fn new_device(&self) -> CUdevice {
         let mut state = state();
         state.next_device += 1;
         state.next_device - 1
+    }
+
+    /// Replaces a device by another, as a restore of the process may do.
+    pub fn set_uuid(&self, device: CUdevice, uuid: [u8; 16]) {
+        state().uuids.push((device, uuid));
     }
 
     pub fn set_attribute(&self, device: CUdevice, attribute: i32, value: i32) {
@@ -327,7 +340,7 @@ impl Driver {
         state().room = bytes;
     }
 
-    /// Lets the fingerprint kernel be loaded.
+    /// Adds the fingerprint kernel, which can then be loaded.
     pub fn add_kernel(&self) {
         state().has_kernel = true;
     }
@@ -407,7 +420,10 @@ fakes! { state;
         put(value, set.map_or_else(|| i32::from(SUPPORTED.contains(&attribute)), |(_, _, value)| *value))
     };
     cuDeviceGetName(name: *mut c_char, len: i32, device: CUdevice) put(name.cast(), *b"Fake\0");
-    cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: CUdevice) put(uuid, [device as u8 + 1; 16]);
+    cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: CUdevice) {
+        let set = state.uuids.iter().rev().find(|(of, _)| *of == device);
+        put(uuid, set.map_or([device as u8 + 1; 16], |(_, uuid)| *uuid))
+    };
     cuDeviceTotalMem_v2(bytes: *mut Size, device: CUdevice) put(bytes, TOTAL as Size);
     cuCtxGetCurrent(context: *mut CUcontext) put(context, current() as CUcontext);
     cuCtxGetDevice(device: *mut CUdevice) match state.contexts.get(&current()) {

@@ -401,9 +401,14 @@ mod tests {
         let (gpu, context) = fake::attach(&driver);
         let handle = context as usize;
         assert!(gpu.work.begin_destroying(context));
+        let adds = AtomicBool::new(false);
         thread::scope(|scope| {
-            let adding = scope.spawn(move || gpu.add_context(handle as CUcontext));
-            thread::sleep(Duration::from_millis(1));
+            let adding = scope.spawn(|| {
+                adds.store(true, Ordering::SeqCst);
+                gpu.add_context(handle as CUcontext);
+            });
+            until(|| adds.load(Ordering::SeqCst));
+            thread::sleep(Duration::from_millis(2));
             assert!(!adding.is_finished() && !gpu.work.has_context(context));
             gpu.work.end_of_destroying(context, true, SUCCESS);
             adding.join().expect("no panic");

@@ -10,8 +10,7 @@ use crate::{
     gate::{self, barrier},
 };
 
-/// Attaches this process to a GPU that no other test uses, without a scheduler. Creates a context there,
-/// which is current.
+/// Attaches this process to another GPU, without a scheduler. Creates a context there, which is current.
 pub fn attach(driver: &Driver) -> (&'static Gpu, CUcontext) {
     barrier::init();
     gate::set_active(true);

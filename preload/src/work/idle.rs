@@ -244,4 +244,27 @@ mod tests {
         driver.fail("cuCtxRecordEvent", 1, ERROR_NOT_FOUND);
         assert!(work.has_passed(context as usize, &mut Passing::default()), "an old driver cannot tell");
     }
+
+    #[test]
+    #[ignore = "open: each retry starts a thread for every GPU before a peer that is still awaited"]
+    fn no_thread_is_started_while_a_context_of_a_peer_is_awaited() {
+        static PEER: Work = Work::new(|_| None);
+        let driver = Driver::new();
+        let work: &'static Work = alloc::boxed::Box::leak(alloc::boxed::Box::new(Work::new(|_| Some(&PEER))));
+        let [own, other] = [(); 2].map(|()| driver.new_context(0));
+        work.add_context(own);
+        PEER.add_context(other);
+        work.set_peers(1 << 1);
+        driver.fail("cuCtxRecordEvent", usize::MAX, ERROR_NOT_FOUND);
+        driver.block_in(other, "cuCtxSynchronize");
+        drop(work.fence_of_contexts().expect("two threads were started"));
+        driver.wait_for_calls("cuCtxSynchronize", 2);
+        for _ in 0..4 {
+            until(|| work.inner.lock().contexts.iter().all(|context| !context.is_awaited));
+            assert!(work.fence_of_contexts().is_none(), "the peer is awaited");
+        }
+        driver.unblock("cuCtxSynchronize");
+        until(|| PEER.inner.lock().contexts.iter().all(|context| !context.is_awaited));
+        assert_eq!(driver.count("cuCtxSynchronize"), 2);
+    }
 }

@@ -414,7 +414,6 @@ mod tests {
         assert_eq!(driver.count("cuEventRecord"), 1, "the work before the first blocking stream");
         work.note(CTX_DEFAULT_STREAM);
         assert_eq!(driver.count("cuEventRecord"), 2);
-        BLOCKING_STREAMS.store(false, Ordering::Release);
     }
 
     #[test]

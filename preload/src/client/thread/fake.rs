@@ -1,11 +1,10 @@
 //! A client's thread for unit tests. The test takes its steps.
 
-use super::{CLIENT, ClientThread, Sleep};
+use super::{ClientThread, Sleep};
 use crate::{
     connection::fake::Scheduler,
     driver::{
         fake::{Driver, TOTAL},
-        presence,
         types::*,
     },
     gpu::{Gpu, fake},
@@ -36,13 +35,13 @@ pub(super) struct Client {
 impl Client {
     /// Connects a client with this number of GPUs. The scheduler allows all of their memory.
     pub fn new(count: usize) -> Self {
-        let driver = Driver::new();
-        presence::come_back();
-        IS_SHUT.store(false, Ordering::SeqCst);
+        Self::on(Driver::new(), count)
+    }
+
+    pub fn on(driver: Driver, count: usize) -> Self {
         let gpus: Vec<_> = (0..count).map(|_| fake::attach(&driver)).collect();
         let (scheduler, client) = (Scheduler::connect(), on_client_thread());
         let mut thread = ClientThread::new(|shut| IS_SHUT.store(shut, Ordering::SeqCst));
-        CLIENT.store(0, Ordering::Relaxed);
         thread.connected(scheduler.socket.clone(), version::MAX, 1, 0);
         let mut client = Self { thread, gpus, scheduler, driver, _client: client };
         client.step_until(|client| client.gpus.clone().iter().all(|(gpu, _)| client.thread.turn(gpu).is_over()));

@@ -488,7 +488,9 @@ mod tests {
         thread::scope(|scope| {
             let threads = [(); 2].map(|()| scope.spawn(make_ready));
             memory.driver.wait_for_calls("cuStreamCreate", 1);
+            thread::sleep(Duration::from_millis(2)); // lets the other thread find the objects in the making
             assert_eq!(memory.mover.lock().in_the_making, [context]);
+            assert_eq!(memory.driver.count("cuStreamCreate"), 1);
             assert_eq!(added.load(Ordering::SeqCst), 0, "the context is usable before its objects exist");
             memory.driver.unblock("cuStreamCreate");
             threads.into_iter().for_each(|thread| thread.join().expect("no panic"));

@@ -115,7 +115,7 @@ mod tests {
         mover::{Goal, Step},
     };
 
-    /// Memory of which all chunks have been evicted. The first word of each chunk is its number.
+    /// Evicted memory. The first word of each chunk is its number.
     fn evicted(count: u32) -> (Memory, alloc::vec::Vec<u64>) {
         let memory = Memory::new();
         let addresses = (0..count).map(|word| {

@@ -130,7 +130,6 @@ mod tests {
             let (gpu, context, scheduler) = attach_to_scheduler(&driver);
             let (exporter, secret) = (Secret([gpu.index as u8; 16]), Secret([1; 16]));
             let handle = ExportHandle { exporter, secret, size: GRANULE, id: 1, range: 6, offset: GRANULE as u32 };
-            REGISTRY.lock().imports.clear();
             driver.forget_calls();
             Self { driver, gpu, context: context as usize, scheduler, handle }
         }
