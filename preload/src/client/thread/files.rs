@@ -253,7 +253,7 @@ impl ClientThread {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{client::thread::fake::Client, memory::engine::GRANULE};
+    use crate::{client::thread::fake::Client, driver::fake::Driver, memory::engine::GRANULE};
     use rustix::fs::{Mode, OFlags, open, unlink};
     use std::format;
 
@@ -315,6 +315,29 @@ mod tests {
         assert_eq!((client.thread.tier.files.len(), account(gpu).in_file), (1, 2 * GRANULE));
         restore(&mut client, gpu, addresses);
         client.step_until(|client| client.thread.tier.files.is_empty());
+    }
+
+    #[test]
+    fn an_unchanged_chunk_is_not_written_again() {
+        if !file::is_supported() {
+            return;
+        }
+        let driver = Driver::new();
+        driver.add_kernel();
+        let mut client = Client::on(driver, 1);
+        let gpu = client.gpu();
+        let at = client.allocate(gpu, 1);
+        set_host_memory(&mut client, 0);
+        for (seq, word, written) in [(1, 1, 1), (3, 1, 1), (5, 2, 2)] {
+            client.driver.write(at, word);
+            client.evict(gpu, seq);
+            client.step_until(|_| account(gpu).in_file == GRANULE);
+            let file = client.thread.tier.current.clone().expect("a file");
+            assert_eq!((file.written(), file.room()), (written * GRANULE, 7 * GRANULE));
+            client.allow(gpu, seq + 1, 1);
+            client.step_until(|_| account(gpu).can_run());
+            assert_eq!(client.driver.word(at), Some(word));
+        }
     }
 
     #[test]

@@ -435,6 +435,7 @@ fn try_driver() -> bool {
 mod tests {
     use super::*;
     use crate::client::thread::fake::Client;
+    use nvshare_wire::{Uuid, client::ASLEEP};
 
     fn prepare(client: &mut Client) {
         client.sent();
@@ -554,5 +555,79 @@ mod tests {
         assert_eq!(client.sent(), [ClientMessage::Wake {}]);
         client.receive(SchedulerMessage::Awake { moved: Moves::default() });
         assert!(client.is_awake());
+    }
+
+    /// A client with one GPU that is ready to sleep, and the UUID of the GPU.
+    fn ready_to_sleep() -> (Client, Uuid) {
+        let mut client = Client::new(1);
+        prepare(&mut client);
+        client.step_until(|client| matches!(client.thread.sleep, Sleep::Prepared(_)));
+        client.sent();
+        let uuid = client.gpu().uuid().expect("a UUID");
+        (client, uuid)
+    }
+
+    #[test]
+    fn a_process_that_was_restored_on_another_gpu_continues_there() {
+        let (mut client, before) = ready_to_sleep();
+        let now = Uuid([0xe0 + client.gpu().index as u8; 16]);
+        client.driver.set_uuid(client.gpu().index as i32, now.0);
+        let moved = Moves::new([(before, now)]).expect("one move");
+        client.receive(SchedulerMessage::Awake { moved });
+        assert_eq!((client.gpu().uuid(), connection::is_connected(), client.is_awake()), (Some(now), true, true));
+    }
+
+    #[test]
+    fn a_client_reconnects_if_the_scheduler_does_not_know_its_gpus() {
+        let (mut client, _) = ready_to_sleep();
+        client.driver.set_uuid(client.gpu().index as i32, [0xd0; 16]);
+        client.receive(SchedulerMessage::Awake { moved: Moves::default() });
+        assert!(client.is_awake() && !connection::is_connected() && !client.gpu().is_introduced());
+        assert!(client.thread.offline_reason.contains("other GPUs"), "{}", client.thread.offline_reason);
+    }
+
+    #[test]
+    fn a_successor_of_the_scheduler_learns_that_the_client_sleeps() {
+        let (mut client, _) = ready_to_sleep();
+        let slot = client.gpu().index;
+        client.receive(SchedulerMessage::Resume { client: 1 });
+        let sent = client.scheduler.sent();
+        let [
+            ClientMessage::Hello { flags: ASLEEP, .. },
+            ClientMessage::Attach { slot: named, .. },
+            ClientMessage::Held { gpus: 0 },
+        ] = sent[..]
+        else {
+            panic!("{sent:?}")
+        };
+        assert_eq!(named, slot);
+        client.step();
+        assert!(client.scheduler.sent().is_empty() && Client::is_shut());
+        client.receive(SchedulerMessage::Awake { moved: Moves::default() });
+        let sent = client.scheduler.sent();
+        assert!(matches!(sent[..], [ClientMessage::Memory { .. }]), "{sent:?}");
+        assert!(client.is_awake() && client.gpu().is_introduced());
+    }
+
+    /// Without a scheduler, only the driver shows that the process has been unlocked.
+    #[test]
+    fn a_sleeping_client_without_a_scheduler_wakes_when_the_driver_answers() {
+        let (mut client, _) = ready_to_sleep();
+        client.thread.disconnected_asleep("it has ended");
+        client.driver.block("cuCtxPushCurrent_v2");
+        client.step();
+        let Sleep::Prepared(prepared) = &mut client.thread.sleep else { panic!("awake") };
+        assert!(prepared.next_try.is_some() && !prepared.is_tried);
+        prepared.lost_at = Some(Instant::ago(RETURN_TIMEOUT));
+        client.driver.forget_calls();
+        for _ in 0..3 {
+            client.step();
+        }
+        client.driver.wait_for_calls("cuCtxPushCurrent_v2", 1);
+        assert!(Client::is_shut() && !client.is_awake(), "the driver has not answered");
+        assert_eq!(client.driver.count("cuCtxPushCurrent_v2"), 1);
+        client.driver.unblock("cuCtxPushCurrent_v2");
+        client.step_until(|client| client.is_awake());
+        assert!(!Client::is_shut() && !connection::is_connected());
     }
 }
