@@ -524,6 +524,23 @@ mod tests {
         assert!(matches!(&sent[..], [message] if is_release(message, ReleaseReason::Idle)), "{sent:?}");
     }
 
+    /// The client has work that needs the host, so a long kernel is a less likely cause of the next stall.
+    #[test]
+    fn a_client_that_has_needed_the_host_waits_less_in_its_next_drain() {
+        let mut holder = Holder::new();
+        holder.busy_stream();
+        threads::mine().begin_waiting(holder.gpu.index, Waits::WithWork, Duration::from_secs(60));
+        for (timeout, opens) in [(OPEN_AFTER, false), (OPEN_FIRST, true), (OPEN_AFTER, true)] {
+            holder.turn.revoke(holder.gpu);
+            holder.stall_for(HELP_AFTER);
+            holder.step();
+            holder.stall_for(timeout);
+            holder.step();
+            assert_eq!(holder.turn.is_held(), opens, "{timeout:?}");
+        }
+        threads::mine().end_waiting();
+    }
+
     #[test]
     fn work_that_passed_during_a_drain_is_awaited() {
         let mut holder = Holder::new();
