@@ -71,7 +71,7 @@ help:
 	@echo '  cargo nextest run -p nvshare-sched            the scheduler, without I/O'
 	@echo '  make artifacts && cargo nextest run        what tests start is built first'
 	@echo '  cd preload && cargo nextest run            libnvshare.so, a workspace of its own'
-	@echo '`cargo test` does as well where there is no nextest.'
+	@echo '`cargo test` does as well where there is no nextest, except in preload.'
 
 build:
 	@tests/needs.sh cargo cc $(if $(STATIC),libc.a)

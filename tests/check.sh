@@ -130,6 +130,19 @@ fi
 step "static nvsharectl" tests/static-nvsharectl.sh "$built" || finish
 oldest_cargo
 
+# Runs each unit test of the library in its own process, as nextest does.
+library_tests() {
+    # shellcheck disable=SC2086
+    "$cargo" test $preload --locked --tests --no-run && "$cargo" test $preload --locked --test '*' || return 1
+    # shellcheck disable=SC2086
+    "$cargo" test $preload --locked --lib -- --list --format terse | sed -n 's/: test$//p' >"$scratch/unit-tests"
+    [ -s "$scratch/unit-tests" ] || return 1
+    while read -r test; do
+        # shellcheck disable=SC2086
+        "$cargo" test --quiet $preload --locked --lib -- --exact "$test" </dev/null || return 1
+    done <"$scratch/unit-tests"
+}
+
 # Lists the built tests for nextest before the lints run. The lints lock the build directory, so
 # cargo could not list the tests in parallel.
 if cargo_has nextest; then
@@ -155,7 +168,7 @@ if cargo_has nextest; then
     tests/slowest.sh "${built%/*}/nextest/$profile/junit.xml"
 else
     step "tests" "$cargo" test --workspace --locked --no-fail-fast --lib --bins --tests
-    step "tests of libnvshare.so" "$cargo" test $preload --locked
+    step "tests of libnvshare.so" library_tests
 fi
 collect
 

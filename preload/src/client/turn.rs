@@ -385,3 +385,262 @@ impl Drain {
         Drained::NotYet
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        connection::fake::Scheduler,
+        driver::{fake::Driver, types::*},
+        gate::{
+            Gate,
+            threads::{self, Waits},
+        },
+        gpu::fake::{attach_to_scheduler, busy_stream},
+        sys::{
+            sync::{Held, on_client_thread},
+            thread::stack_pointer,
+        },
+    };
+
+    /// A client that holds the lock of one GPU. The test acts as the client's thread.
+    struct Holder {
+        turn: Turn,
+        gpu: &'static Gpu,
+        context: CUcontext,
+        scheduler: Scheduler,
+        driver: Driver,
+        _client: Held,
+    }
+
+    impl Holder {
+        fn new() -> Self {
+            let driver = Driver::new();
+            let (gpu, context, scheduler) = attach_to_scheduler(&driver);
+            let mut turn = Turn::default();
+            gpu.gate.close(closed::LOCK);
+            turn.begin(gpu);
+            assert!(!gpu.gate.is_closed_for(closed::FOR_ALL));
+            Self { turn, gpu, context, scheduler, driver, _client: on_client_thread() }
+        }
+
+        fn busy_stream(&self) -> CUstream {
+            busy_stream(&self.driver, self.gpu, self.context)
+        }
+
+        fn step(&mut self) -> Duration {
+            self.turn.step(self.gpu)
+        }
+
+        /// Takes steps until the turn is over. Returns the messages of these steps.
+        fn end(&mut self) -> alloc::vec::Vec<ClientMessage> {
+            let limit = Instant::now() + Duration::from_secs(60);
+            while !self.turn.is_over() {
+                assert!(Instant::now() < limit, "the turn never ends: {:?}", self.turn);
+                self.step();
+            }
+            self.scheduler.sent()
+        }
+
+        /// Moves the last progress of the drain into the past.
+        fn stall_for(&mut self, duration: Duration) {
+            let TurnPhase::Draining(drain) = &mut self.turn.state else { panic!("{:?}", self.turn) };
+            drain.progress.1 = Instant::ago(duration);
+        }
+
+        fn gate_is_closed_for(&self) -> u32 {
+            let reasons = [closed::LOCK, closed::MEMORY, closed::KERNELS];
+            reasons.into_iter().filter(|reason| self.gpu.gate.is_closed_for(*reason)).sum()
+        }
+    }
+
+    fn is_release(message: &ClientMessage, expected: ReleaseReason) -> bool {
+        matches!(message, ClientMessage::Release { reason, .. } if *reason == expected)
+    }
+
+    #[test]
+    fn a_revoked_turn_ends_when_its_work_is_done() {
+        let mut holder = Holder::new();
+        let stream = holder.busy_stream();
+        holder.turn.revoke(holder.gpu);
+        assert_eq!(holder.gate_is_closed_for(), closed::LOCK);
+        for _ in 0..3 {
+            assert_eq!(holder.step(), POLL_INTERVAL);
+        }
+        assert!(holder.turn.has_lock() && !holder.gpu.is_drained() && holder.scheduler.sent().is_empty());
+        holder.driver.finish(stream);
+        let sent = holder.end();
+        assert!(matches!(&sent[..], [message] if is_release(message, ReleaseReason::Revoked)), "{sent:?}");
+        assert!(holder.gpu.is_drained() && !holder.turn.has_lock());
+    }
+
+    #[test]
+    fn a_turn_does_not_end_while_a_thread_is_inside_the_gate() {
+        let mut holder = Holder::new();
+        let (gpu, slot) = (holder.gpu, threads::mine());
+        assert!(gpu.gate.try_enter(gpu.index, slot, stack_pointer(), closed::FOR_ALL));
+        holder.turn.revoke(gpu);
+        assert_eq!((holder.step(), holder.scheduler.sent().len()), (POLL_INTERVAL, 0));
+        // The thread submits work before it leaves the gate.
+        let stream = holder.busy_stream();
+        Gate::leave(gpu.index, slot);
+        assert_eq!((holder.step(), holder.scheduler.sent().len()), (POLL_INTERVAL, 0));
+        holder.driver.finish(stream);
+        assert_eq!(holder.end().len(), 1);
+    }
+
+    #[test]
+    fn a_release_that_cannot_be_sent_is_sent_later() {
+        let mut holder = Holder::new();
+        holder.turn.revoke(holder.gpu);
+        holder.scheduler.stop_reading();
+        assert_eq!((holder.step(), holder.step()), (SEND_RETRY, SEND_RETRY));
+        assert!(holder.turn.has_lock() && !holder.turn.is_over());
+        assert_eq!(holder.gate_is_closed_for(), closed::LOCK);
+        holder.scheduler.sent();
+        let sent = holder.end();
+        assert!(matches!(&sent[..], [message] if is_release(message, ReleaseReason::Revoked)), "{sent:?}");
+    }
+
+    #[test]
+    fn a_stalled_drain_lets_copies_pass_and_then_kernels() {
+        let mut holder = Holder::new();
+        let stream = holder.busy_stream();
+        holder.turn.revoke(holder.gpu);
+        holder.stall_for(HELP_AFTER);
+        holder.step();
+        assert_eq!(holder.gate_is_closed_for(), closed::LOCK, "no thread waits");
+        threads::mine().begin_waiting(holder.gpu.index, Waits::WithWork, Duration::from_secs(60));
+        holder.step();
+        assert_eq!(holder.gate_is_closed_for(), closed::KERNELS);
+        holder.stall_for(OPEN_FIRST);
+        holder.step();
+        assert_eq!((holder.gate_is_closed_for(), holder.turn.is_held()), (0, true));
+        let sent = holder.scheduler.sent();
+        assert!(matches!(&sent[..], [ClientMessage::Stuck { reason: StuckReason::NeedsHost, .. }]), "{sent:?}");
+        threads::mine().end_waiting();
+        holder.driver.finish(stream);
+        let sent = holder.end();
+        assert!(matches!(&sent[..], [message] if is_release(message, ReleaseReason::Idle)), "{sent:?}");
+    }
+
+    /// The client has work that needs the host, so a long kernel is a less likely cause of the next stall.
+    #[test]
+    fn a_client_that_has_needed_the_host_waits_less_in_its_next_drain() {
+        let mut holder = Holder::new();
+        holder.busy_stream();
+        threads::mine().begin_waiting(holder.gpu.index, Waits::WithWork, Duration::from_secs(60));
+        for (timeout, opens) in [(OPEN_AFTER, false), (OPEN_FIRST, true), (OPEN_AFTER, true)] {
+            holder.turn.revoke(holder.gpu);
+            holder.stall_for(HELP_AFTER);
+            holder.step();
+            holder.stall_for(timeout);
+            holder.step();
+            assert_eq!(holder.turn.is_held(), opens, "{timeout:?}");
+        }
+        threads::mine().end_waiting();
+    }
+
+    #[test]
+    fn work_that_passed_during_a_drain_is_awaited() {
+        let mut holder = Holder::new();
+        let stream = holder.busy_stream();
+        holder.turn.revoke(holder.gpu);
+        threads::mine().begin_waiting(holder.gpu.index, Waits::WithWork, Duration::from_secs(60));
+        holder.stall_for(HELP_AFTER);
+        holder.step();
+        threads::mine().end_waiting();
+        // A copy passes the gate, and then the earlier work ends.
+        let copy = holder.busy_stream();
+        holder.driver.finish(stream);
+        assert_eq!(holder.step(), POLL_INTERVAL);
+        assert_eq!(holder.gate_is_closed_for(), closed::LOCK);
+        assert_eq!((holder.step(), holder.scheduler.sent().len()), (POLL_INTERVAL, 0));
+        holder.driver.finish(copy);
+        assert_eq!(holder.end().len(), 1);
+    }
+
+    #[test]
+    fn a_long_drain_is_reported_once() {
+        let mut holder = Holder::new();
+        holder.busy_stream();
+        holder.turn.revoke(holder.gpu);
+        for reports in [1, 0] {
+            holder.stall_for(LONG);
+            holder.step();
+            let sent = holder.scheduler.sent();
+            assert_eq!(sent.len(), reports);
+            let is_long = |message| matches!(message, &ClientMessage::Stuck { reason: StuckReason::LongWork, .. });
+            assert!(sent.iter().all(is_long), "{sent:?}");
+        }
+        assert_eq!(holder.gate_is_closed_for(), closed::LOCK);
+    }
+
+    #[test]
+    fn an_idle_holder_releases_the_lock_for_a_waiting_client() {
+        let mut holder = Holder::new();
+        assert_eq!(holder.step(), Duration::MAX, "no client waits");
+        holder.turn.contend(holder.gpu, Some(Duration::ZERO));
+        let sent = holder.end();
+        assert!(matches!(&sent[..], [message] if is_release(message, ReleaseReason::Idle)), "{sent:?}");
+        assert_eq!(holder.gate_is_closed_for(), closed::LOCK);
+    }
+
+    #[test]
+    fn a_holder_with_work_keeps_the_lock() {
+        let mut holder = Holder::new();
+        let stream = holder.busy_stream();
+        holder.turn.contend(holder.gpu, Some(Duration::ZERO));
+        for _ in 0..4 {
+            holder.step();
+        }
+        assert!(holder.turn.is_held());
+        // Another submission restarts the check.
+        let (gpu, slot) = (holder.gpu, threads::mine());
+        assert!(gpu.gate.try_enter(gpu.index, slot, stack_pointer(), closed::FOR_ALL));
+        Gate::leave(gpu.index, slot);
+        holder.driver.finish(stream);
+        holder.step();
+        assert!(holder.turn.is_held() && holder.scheduler.sent().is_empty());
+        assert_eq!(holder.end().len(), 1);
+    }
+
+    #[test]
+    fn a_holder_within_its_grace_keeps_the_lock() {
+        let mut holder = Holder::new();
+        holder.turn.contend(holder.gpu, Some(Duration::from_secs(3600)));
+        for _ in 0..4 {
+            assert!(holder.step() <= 5 * POLL_INTERVAL);
+        }
+        assert!(holder.turn.is_held() && holder.gate_is_closed_for() == 0);
+        holder.turn.contend(holder.gpu, None);
+        assert_eq!(holder.step(), Duration::MAX);
+    }
+
+    #[test]
+    fn an_abandoned_turn_drains_and_sends_nothing() {
+        let mut holder = Holder::new();
+        let stream = holder.busy_stream();
+        holder.turn.abandon(holder.gpu);
+        assert_eq!((holder.gate_is_closed_for(), holder.turn.has_lock()), (closed::LOCK, false));
+        holder.step();
+        assert!(!holder.turn.is_over());
+        holder.driver.finish(stream);
+        assert_eq!(holder.end().len(), 0);
+    }
+
+    #[test]
+    fn the_lock_is_requested_again_for_threads_that_wait() {
+        let mut holder = Holder::new();
+        threads::mine().begin_waiting(holder.gpu.index, Waits::WithWork, Duration::from_secs(60));
+        holder.turn.revoke(holder.gpu);
+        let sent = holder.end();
+        threads::mine().end_waiting();
+        let gpus = 1 << holder.gpu.index;
+        assert!(
+            matches!(&sent[..], [ClientMessage::Release { .. }, ClientMessage::Request { gpus: requested }]
+                if *requested == gpus),
+            "{sent:?}"
+        );
+    }
+}

@@ -65,6 +65,12 @@ impl Attempt {
         Ok(Self { socket, since: Instant::now() })
     }
 
+    /// A handshake on this socket, which has sent `Hello`.
+    #[cfg(test)]
+    pub fn pending(socket: Socket, since: Instant) -> Self {
+        Self { socket, since }
+    }
+
     /// Returns the socket, which is readable when the answer has arrived.
     pub fn socket(&self) -> &Socket {
         &self.socket

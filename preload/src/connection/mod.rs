@@ -5,6 +5,8 @@
 //! - [`outbox`]: messages that must be sent before the next memory report.
 //! - [`wakeup`]: waking the client's thread.
 
+#[cfg(test)]
+pub mod fake;
 pub mod handshake;
 pub mod outbox;
 pub mod socket;

@@ -281,3 +281,160 @@ impl Gpu {
         futex::wake_all(&self.admission);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        connection::fake::Scheduler,
+        driver::fake::{Driver, until},
+        gpu::{by_ordinal, fake},
+    };
+    use alloc::vec::Vec;
+    use core::sync::atomic::AtomicBool;
+    use std::thread;
+
+    /// Attaches to a new GPU on another thread, while `scheduler` acts. Returns the outcome.
+    fn attach_while(device: CUdevice, scheduler: impl FnOnce(&'static Gpu)) -> bool {
+        gate::set_active(true);
+        thread::scope(|scope| {
+            let attaching = scope.spawn(move || Gpu::attach(device, |_| {}));
+            until(|| by_ordinal(device).is_some_and(Gpu::is_introduced));
+            scheduler(by_ordinal(device).expect("an attached GPU"));
+            attaching.join().expect("no panic")
+        })
+    }
+
+    fn attaches(messages: &[ClientMessage]) -> usize {
+        messages.iter().filter(|message| matches!(message, ClientMessage::Attach { .. })).count()
+    }
+
+    #[test]
+    fn a_context_waits_until_the_scheduler_admits_it() {
+        let (driver, scheduler) = (Driver::new(), Scheduler::connect());
+        let is_admitted = AtomicBool::new(false);
+        let device = driver.new_device();
+        let admit = |gpu: &Gpu| {
+            assert!(gpu.gate.is_closed_for(closed::LOCK), "the program has no lock yet");
+            gpu.defer_context();
+            assert_eq!(gpu.admission.load(Ordering::SeqCst), admission::DEFERRED);
+            is_admitted.store(true, Ordering::SeqCst);
+            gpu.admit_context();
+        };
+        assert!(attach_while(device, admit) && is_admitted.load(Ordering::SeqCst));
+        let sent = scheduler.sent();
+        assert!(matches!(sent[..], [ClientMessage::Attach { .. }, ClientMessage::Memory { .. }]), "{sent:?}");
+        assert!(!by_ordinal(device).expect("an attached GPU").is_refused());
+    }
+
+    #[test]
+    fn a_refused_context_is_withdrawn_and_can_be_requested_again() {
+        let (driver, scheduler) = (Driver::new(), Scheduler::connect());
+        let device = driver.new_device();
+        assert!(!attach_while(device, Gpu::refuse_context));
+        let gpu = by_ordinal(device).expect("an attached GPU");
+        let sent = scheduler.sent();
+        assert!(matches!(sent[..], [.., ClientMessage::Detach { .. }]), "{sent:?}");
+        assert!(gpu.is_refused() && !gpu.is_introduced() && !gpu.gate.is_closed_for(closed::LOCK));
+        gpu.introduce(false, |_| {});
+        assert_eq!(scheduler.sent().len(), 0, "the scheduler has forgotten this client on this GPU");
+        assert!(attach_while(device, Gpu::admit_context));
+        assert_eq!((attaches(&scheduler.sent()), gpu.gate.is_closed_for(closed::LOCK)), (1, true));
+    }
+
+    #[test]
+    fn a_further_context_is_not_refused() {
+        let driver = Driver::new();
+        let (gpu, _, scheduler) = fake::attach_to_scheduler(&driver);
+        gpu.refuse_context();
+        assert!(!gpu.is_refused() && Gpu::attach(gpu.index as CUdevice, |_| {}));
+        assert_eq!(scheduler.sent().len(), 0);
+    }
+
+    #[test]
+    fn without_a_scheduler_no_context_waits() {
+        let driver = Driver::new();
+        let (gpu, context) = fake::attach(&driver);
+        assert!(gpu.work.has_context(context) && !gpu.gate.is_closed_for(closed::FOR_ALL) && !gpu.is_introduced());
+        assert!(Gpu::attach(1000, |_| unreachable!("there is no such GPU")));
+    }
+
+    #[test]
+    fn an_unsupported_gpu_is_left_alone() {
+        const MPS_ENABLED: i32 = 133;
+        let (driver, scheduler) = (Driver::new(), Scheduler::connect());
+        gate::set_active(true);
+        let device = driver.new_device();
+        driver.set_attribute(device, MPS_ENABLED, 1);
+        assert!(Gpu::attach(device, |_| unreachable!("the scheduler does not share it")));
+        assert!(by_ordinal(device).is_none() && scheduler.sent().is_empty());
+    }
+
+    #[test]
+    fn imports_are_introduced_between_the_gpu_and_its_memory() {
+        let driver = Driver::new();
+        let (gpu, _, scheduler) = fake::attach_to_scheduler(&driver);
+        gpu.forget_introduction();
+        gpu.introduce(false, |gpu| {
+            connection::send(&ClientMessage::Withdrawn { range: gpu.index });
+        });
+        let sent = scheduler.sent();
+        let [ClientMessage::Attach { .. }, ClientMessage::Withdrawn { .. }, ClientMessage::Memory { .. }] = sent[..]
+        else {
+            panic!("{sent:?}")
+        };
+        gpu.introduce(false, |_| unreachable!("the scheduler knows the GPU"));
+    }
+
+    #[test]
+    fn an_introduction_that_cannot_be_sent_is_repeated() {
+        let driver = Driver::new();
+        let (gpu, _, scheduler) = fake::attach_to_scheduler(&driver);
+        gpu.forget_introduction();
+        scheduler.stop_reading();
+        gpu.introduce(false, |_| {});
+        assert!(!gpu.is_introduced() && gpu.is_unreported());
+        scheduler.sent();
+        gpu.introduce(false, |_| {});
+        assert!(gpu.is_introduced() && !gpu.is_unreported());
+        assert_eq!(attaches(&scheduler.sent()), 1);
+    }
+
+    /// The driver may return the handle of a context whose destruction has not been recorded yet.
+    #[test]
+    fn a_context_is_added_after_an_earlier_context_with_its_handle_has_ended() {
+        let driver = Driver::new();
+        let (gpu, context) = fake::attach(&driver);
+        let handle = context as usize;
+        assert!(gpu.work.begin_destroying(context));
+        let adds = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let adding = scope.spawn(|| {
+                adds.store(true, Ordering::SeqCst);
+                gpu.add_context(handle as CUcontext);
+            });
+            until(|| adds.load(Ordering::SeqCst));
+            thread::sleep(Duration::from_millis(2));
+            assert!(!adding.is_finished() && !gpu.work.has_context(context));
+            gpu.work.end_of_destroying(context, true, SUCCESS);
+            adding.join().expect("no panic");
+        });
+        assert!(gpu.work.has_context(context));
+        let contexts: Vec<_> = gpu.work.contexts();
+        assert_eq!(contexts, [context]);
+    }
+
+    #[test]
+    fn the_objects_of_a_context_are_created_in_relaxed_capture_mode() {
+        let driver = Driver::new();
+        let (gpu, _) = fake::attach(&driver);
+        driver.forget_calls();
+        let context = driver.new_context(gpu.index as CUdevice);
+        gpu.add_context(context);
+        let mode = "cuThreadExchangeStreamCaptureMode";
+        assert_eq!(driver.calls(&[mode, "cuStreamCreate"]), [mode, "cuStreamCreate", mode]);
+        driver.forget_calls();
+        gpu.add_context(context);
+        assert_eq!(driver.count("cuStreamCreate"), 0, "the context is known");
+    }
+}

@@ -14,6 +14,8 @@
 
 pub mod answers;
 pub mod attach;
+#[cfg(test)]
+pub mod fake;
 pub mod identity;
 pub mod info;
 pub mod limit_request;

@@ -164,3 +164,155 @@ impl Gpu {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        connection::fake::was_woken,
+        driver::fake::{Driver, TOTAL},
+        gpu::fake::{attach, attach_to_scheduler},
+        memory::engine::GRANULE,
+    };
+
+    /// Allocates one chunk, and returns the account before and after.
+    fn allocate(gpu: &Gpu) -> (Account, Account) {
+        let mut space = gpu.space().expect("a space").lock();
+        let before = space.account;
+        space.allocate(GRANULE, 1, true, &gpu.work).expect("room");
+        (before, space.account)
+    }
+
+    #[test]
+    fn a_report_counts_pinned_memory_as_demand() {
+        let driver = Driver::new();
+        let (gpu, _, scheduler) = attach_to_scheduler(&driver);
+        gpu.pin(|pinned| pinned + GRANULE);
+        let sent = scheduler.sent();
+        let [ClientMessage::Memory { demand, mapped, pinned, device_free, .. }] = sent[..] else { panic!("{sent:?}") };
+        assert_eq!((demand, mapped, pinned, device_free), (GRANULE, GRANULE, GRANULE, u64::MAX));
+        gpu.pin(|pinned| pinned);
+        assert_eq!(scheduler.sent().len(), 0, "nothing has changed");
+    }
+
+    #[test]
+    fn a_gpu_is_not_reported_before_its_introduction() {
+        let driver = Driver::new();
+        let (gpu, _) = attach(&driver);
+        let scheduler = crate::connection::fake::Scheduler::connect();
+        gpu.count_refusal();
+        assert!(gpu.is_unreported() && scheduler.sent().is_empty());
+        gpu.introduce(false, |_| {});
+        let sent = scheduler.sent();
+        assert!(matches!(sent[..], [_, ClientMessage::Memory { counts, .. }] if counts.refused == 1), "{sent:?}");
+        assert!(!gpu.is_unreported());
+    }
+
+    #[test]
+    fn a_report_that_cannot_be_sent_wakes_the_clients_thread() {
+        let driver = Driver::new();
+        let (gpu, _, scheduler) = attach_to_scheduler(&driver);
+        scheduler.stop_reading();
+        was_woken();
+        gpu.count_refusal();
+        assert!(gpu.is_unreported() && was_woken());
+        scheduler.sent();
+        gpu.report(&gpu.account().expect("a space"));
+        assert!(!gpu.is_unreported() && scheduler.sent().len() == 1);
+    }
+
+    #[test]
+    fn missing_memory_closes_the_gate_and_only_the_clients_thread_opens_it() {
+        let driver = Driver::new();
+        let (gpu, _, scheduler) = attach_to_scheduler(&driver);
+        gpu.space().expect("a space").lock().allow(1, 0);
+        was_woken();
+        let (before, after) = allocate(gpu);
+        gpu.account_changed(&before, &after);
+        assert!(gpu.gate.is_closed_for(closed::MEMORY));
+        assert!(!was_woken(), "the scheduler's next allowance wakes the thread");
+        assert_eq!(scheduler.sent().len(), 1);
+        // The program frees the memory.
+        gpu.account_changed(&after, &before);
+        assert!(gpu.gate.is_closed_for(closed::MEMORY) && was_woken());
+    }
+
+    #[test]
+    fn memory_that_fits_the_allowance_but_is_not_mapped_wakes_the_clients_thread() {
+        let driver = Driver::new();
+        let (gpu, _, _scheduler) = attach_to_scheduler(&driver);
+        gpu.space().expect("a space").lock().allow(1, GRANULE);
+        driver.set_room(0);
+        was_woken();
+        let (before, after) = allocate(gpu);
+        gpu.account_changed(&before, &after);
+        assert!(gpu.gate.is_closed_for(closed::MEMORY) && was_woken());
+    }
+
+    #[test]
+    fn the_gate_closes_before_a_turn_with_missing_memory() {
+        let driver = Driver::new();
+        let (gpu, _) = attach(&driver);
+        gpu.close_if_lacking();
+        assert!(!gpu.gate.is_closed_for(closed::MEMORY));
+        gpu.space().expect("a space").lock().allow(1, 0);
+        allocate(gpu);
+        gpu.close_if_lacking();
+        assert!(gpu.gate.is_closed_for(closed::MEMORY));
+    }
+
+    #[test]
+    fn a_measured_report_contains_the_free_bytes_of_the_device() {
+        let driver = Driver::new();
+        let (gpu, context, scheduler) = attach_to_scheduler(&driver);
+        let account = gpu.account().expect("a space");
+        let measured = || {
+            let _mover = gpu.moving.lock();
+            gpu.report_measured(&account, context);
+            match scheduler.sent()[..] {
+                [ClientMessage::Memory { device_free, .. }] => device_free,
+                ref sent => panic!("{sent:?}"),
+            }
+        };
+        driver.set_room(TOTAL / 2);
+        assert_eq!(measured(), TOTAL / 2);
+        driver.fail("cuMemGetInfo_v2", 1, ERROR_INVALID_CONTEXT);
+        assert_eq!(measured(), u64::MAX);
+        driver.fail("cuCtxPushCurrent_v2", 1, ERROR_INVALID_CONTEXT);
+        assert_eq!(measured(), u64::MAX);
+    }
+
+    #[test]
+    fn a_denied_mapping_applies_only_to_memory_that_no_work_has_used() {
+        let driver = Driver::new();
+        let (gpu, _) = attach(&driver);
+        let space = gpu.space().expect("a space");
+        allocate(gpu);
+        gpu.deny_mapping(GRANULE);
+        assert!(!gpu.is_mapping_denied(), "all of the memory has been on the GPU");
+        space.lock().allow(1, GRANULE);
+        allocate(gpu);
+        assert!(!gpu.is_mapping_denied(), "that denial was forgotten");
+        gpu.deny_mapping(3 * GRANULE);
+        assert!(!gpu.is_mapping_denied(), "the demand is smaller");
+        gpu.deny_mapping(2 * GRANULE);
+        assert!(gpu.is_mapping_denied());
+        gpu.forget_denials();
+        assert!(!gpu.is_mapping_denied());
+    }
+
+    #[test]
+    fn unevictable_memory_is_explained_once_and_reported_as_pinned() {
+        let driver = Driver::new();
+        let (gpu, _, scheduler) = attach_to_scheduler(&driver);
+        allocate(gpu);
+        gpu.make_unevictable();
+        let sent = scheduler.sent();
+        let [ClientMessage::Stuck { reason, .. }, ClientMessage::Memory { pinned, mapped, .. }] = sent[..] else {
+            panic!("{sent:?}")
+        };
+        assert_eq!((reason, pinned, mapped), (wire::StuckReason::UntrackedWork, GRANULE, GRANULE));
+        gpu.make_unevictable();
+        assert_eq!(scheduler.sent().len(), 0);
+    }
+}

@@ -19,6 +19,8 @@ pub mod account;
 pub mod alias;
 mod chunk;
 pub mod engine;
+#[cfg(test)]
+mod fake;
 pub mod file;
 mod fingerprint;
 pub mod foreign_devices;

@@ -243,3 +243,120 @@ struct InContext {
     passing: Passing,
     passed_at: Option<Instant>,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        driver::fake::{Driver, until},
+        memory::{engine::GRANULE, staging::Buffer},
+        work::fake,
+    };
+
+    const UNREGISTER: &str = "cuMemHostUnregister";
+
+    fn copy(context: CUcontext) -> HostCopy {
+        let mut buffer = Buffer::new(GRANULE).expect("host memory");
+        buffer.register(context as usize);
+        HostCopy { buffer, fingerprint: None, file: None }
+    }
+
+    /// Waits for all jobs, and returns their results.
+    fn finished(waiter: &Waiter) -> Finished {
+        until(|| !waiter.is_busy());
+        waiter.take_finished()
+    }
+
+    #[test]
+    fn a_buffer_is_unregistered_without_locks_after_earlier_work_of_its_context() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        let waiter = Waiter::new(work);
+        let stream = driver.new_stream(context);
+        driver.keep_busy(stream);
+        waiter.unregister(copy(context), None);
+        driver.wait_for_calls("cuEventQuery", 2);
+        assert_eq!((driver.count(UNREGISTER), waiter.is_busy(), waiter.take_finished().freed), (0, true, 0));
+        driver.finish(stream);
+        assert_eq!(finished(&waiter).freed, GRANULE);
+        assert_eq!((driver.count(UNREGISTER), driver.was_any_lock_held(UNREGISTER)), (1, false));
+    }
+
+    /// The driver may wait for running work in this call.
+    #[test]
+    fn no_thread_waits_for_a_call_that_blocks_in_the_driver() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        let waiter = Waiter::new(work);
+        driver.block(UNREGISTER);
+        waiter.unregister(copy(context), None);
+        driver.wait_for_calls(UNREGISTER, 1);
+        assert!(waiter.is_busy() && work.fence_of_contexts().is_some() && work.knows(context as usize));
+        waiter.unregister(copy(context), None);
+        driver.unblock(UNREGISTER);
+        assert_eq!(finished(&waiter).freed, 2 * GRANULE);
+    }
+
+    #[test]
+    fn an_unregistered_copy_returns_to_its_chunk() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        let waiter = Waiter::new(work);
+        let place = Place { base: 3, offset: 4, is_away: true };
+        waiter.unregister(copy(context), Some(place));
+        let Finished { freed, returned } = finished(&waiter);
+        let [(returned_to, copy)] = &returned[..] else { panic!("{returned:?}") };
+        assert_eq!((freed, returned_to.base, returned_to.offset), (0, 3, 4));
+        assert_eq!(copy.buffer.registered_with(), None);
+    }
+
+    #[test]
+    fn a_registration_ends_with_its_context_without_a_call() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        let waiter = Waiter::new(work);
+        let copy = copy(context);
+        assert!(work.begin_destroying(context));
+        waiter.unregister(copy, None);
+        std::thread::sleep(RETRY_INTERVAL);
+        assert!(waiter.is_busy(), "the context may stay");
+        work.end_of_destroying(context, true, SUCCESS);
+        assert_eq!((finished(&waiter).freed, driver.count(UNREGISTER)), (GRANULE, 0));
+    }
+
+    #[test]
+    fn the_fingerprint_kernel_is_loaded_once_and_without_locks() {
+        let driver = Driver::new();
+        driver.add_kernel();
+        let (work, context) = fake::new(&driver);
+        let waiter = Waiter::new(work);
+        let handle = context as usize;
+        driver.block("cuModuleLoadData");
+        waiter.load(handle);
+        driver.wait_for_calls("cuModuleLoadData", 1);
+        waiter.load(handle);
+        assert!(waiter.take_loaded(handle).is_none());
+        driver.unblock("cuModuleLoadData");
+        until(|| !waiter.is_busy());
+        let loaded = waiter.take_loaded(handle).expect("an outcome").expect("a kernel");
+        loaded.forget_context(handle);
+        assert!(waiter.take_loaded(handle).is_none());
+        for call in ["cuModuleLoadData", "cuFuncLoad"] {
+            assert_eq!((driver.count(call), driver.was_any_lock_held(call)), (1, false), "{call}");
+        }
+    }
+
+    #[test]
+    fn a_kernel_that_cannot_be_loaded_is_not_awaited() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        let waiter = Waiter::new(work);
+        waiter.load(context as usize);
+        until(|| !waiter.is_busy());
+        assert!(matches!(waiter.take_loaded(context as usize), Some(None)));
+        // The job ends without an outcome if its context does not exist.
+        waiter.load(77);
+        until(|| !waiter.is_busy());
+        assert!(waiter.take_loaded(77).is_none());
+    }
+}

@@ -22,6 +22,12 @@ impl Instant {
         Self::now().0.saturating_sub(self.0)
     }
 
+    /// The moment that was `duration` ago.
+    #[cfg(test)]
+    pub fn ago(duration: Duration) -> Self {
+        Self(Self::now().0.saturating_sub(duration))
+    }
+
     /// The time since the start of the clock.
     pub fn since_start(&self) -> Duration {
         self.0

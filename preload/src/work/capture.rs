@@ -191,3 +191,126 @@ fn forget(which: impl Fn(&Capture) -> bool) {
         COUNT.store(captures.len(), Ordering::SeqCst);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{driver::fake::Driver, driver::fake::until, work::fake};
+    use core::sync::atomic::AtomicBool;
+    use std::thread;
+
+    /// Begins a capture with this ID, as the program does.
+    fn capture(driver: &Driver, stream: CUstream, id: u64) {
+        let begun = begin(stream, || {
+            driver.set_capturing(stream, Some(id));
+            SUCCESS
+        });
+        assert_eq!(begun, SUCCESS);
+    }
+
+    #[test]
+    fn no_capture_begins_during_a_query() {
+        let driver = Driver::new();
+        let (_, context) = fake::new(&driver);
+        let stream = driver.new_stream(context) as usize;
+        let (queries, is_over, has_begun) = (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                beside(|is_active| {
+                    queries.store(true, Ordering::SeqCst);
+                    until(|| is_over.load(Ordering::SeqCst));
+                    assert!(!is_active && !has_begun.load(Ordering::SeqCst), "a capture began during the query");
+                })
+            });
+            until(|| queries.load(Ordering::SeqCst));
+            scope.spawn(|| {
+                begin(stream as CUstream, || {
+                    has_begun.store(true, Ordering::SeqCst);
+                    SUCCESS
+                })
+            });
+            // The thread has reached the lock when it has queried the stream's context.
+            driver.wait_for_calls("cuStreamGetCtx", 1);
+            thread::sleep(Duration::from_millis(2));
+            is_over.store(true, Ordering::SeqCst);
+        });
+        assert!(has_begun.load(Ordering::SeqCst) && any());
+        end(stream as CUstream);
+    }
+
+    #[test]
+    fn queries_during_a_capture_use_relaxed_mode() {
+        let driver = Driver::new();
+        let (_, context) = fake::new(&driver);
+        let stream = driver.new_stream(context);
+        assert!(!beside(|is_active| is_active));
+        assert_eq!(driver.count("cuThreadExchangeStreamCaptureMode"), 0);
+        capture(&driver, stream, 1);
+        driver.forget_calls();
+        let is_active = beside(|is_active| {
+            driver.new_context(0);
+            is_capturing(stream);
+            is_active
+        });
+        let calls = driver.calls(&["cuThreadExchangeStreamCaptureMode", "cuStreamIsCapturing"]);
+        let mode = "cuThreadExchangeStreamCaptureMode";
+        assert_eq!((is_active, &calls[..]), (true, &[mode, "cuStreamIsCapturing", mode][..]));
+        end(stream);
+    }
+
+    #[test]
+    fn a_context_is_not_synchronized_during_a_capture() {
+        let driver = Driver::new();
+        let (_, context) = fake::new(&driver);
+        let stream = driver.new_stream(context);
+        capture(&driver, stream, 1);
+        assert_eq!(synchronizing(|| unreachable!("it would invalidate the capture")), None::<()>);
+        end(stream);
+        assert_eq!(synchronizing(|| 5), Some(5));
+        assert_eq!(SYNCHRONIZING.load(Ordering::SeqCst), 0);
+    }
+
+    #[test]
+    fn a_capture_ends_with_its_origin_and_not_with_a_joined_stream() {
+        let driver = Driver::new();
+        let (_, context) = fake::new(&driver);
+        let other = driver.new_context(1);
+        let (origin, joined) = (driver.new_stream(context), driver.new_stream(other));
+        capture(&driver, origin, 7);
+        let result = joining(joined, || {
+            driver.set_capturing(joined, Some(7));
+            SUCCESS
+        });
+        assert_eq!(result, (SUCCESS, Some([other, context])));
+        assert_eq!((context_of_member(joined), context_of_member(origin)), (Some(other), Some(context)));
+        end(joined);
+        assert!(any());
+        end_all_in(other);
+        assert!(any(), "the capture did not originate in that context");
+        end(origin);
+        assert!(!any());
+    }
+
+    #[test]
+    fn a_capture_ends_with_the_context_of_its_origin() {
+        let driver = Driver::new();
+        let (_, context) = fake::new(&driver);
+        capture(&driver, driver.new_stream(context), 1);
+        end_all_in(context);
+        assert!(!any());
+    }
+
+    #[test]
+    fn a_stream_joins_no_capture_if_the_call_fails_or_the_stream_does_not_capture() {
+        let driver = Driver::new();
+        let (_, context) = fake::new(&driver);
+        let [stream, other] = [(); 2].map(|()| driver.new_stream(context));
+        assert_eq!(begin(stream, || ERROR_INVALID_VALUE), ERROR_INVALID_VALUE);
+        assert!(!any());
+        capture(&driver, stream, 1);
+        assert_eq!(joining(other, || ERROR_INVALID_VALUE), (ERROR_INVALID_VALUE, None));
+        assert_eq!(joining(other, || SUCCESS), (SUCCESS, None));
+        assert_eq!(context_of_member(other), None);
+        end(stream);
+    }
+}

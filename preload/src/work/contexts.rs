@@ -263,3 +263,123 @@ impl Inner {
         self.outstanding = self.marks.iter().map(|mark| mark.weight).sum();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        driver::fake::{Driver, until},
+        work::fake,
+    };
+    use core::sync::atomic::AtomicBool;
+    use std::thread;
+
+    #[test]
+    fn a_context_is_destroyed_after_all_threads_have_left_it() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        let handle = context as usize;
+        let (is_inside, leaves) = (AtomicBool::new(false), AtomicBool::new(false));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                work.enter(handle, || {
+                    is_inside.store(true, Ordering::SeqCst);
+                    until(|| leaves.load(Ordering::SeqCst));
+                })
+            });
+            until(|| is_inside.load(Ordering::SeqCst));
+            let destroying = scope.spawn(move || work.begin_destroying(handle as CUcontext));
+            until(|| work.is_dying(context));
+            assert_eq!(work.enter(handle, || ()), None, "no other thread enters the context");
+            assert!(!destroying.is_finished() && work.knows(handle));
+            leaves.store(true, Ordering::SeqCst);
+            assert!(destroying.join().expect("no panic"));
+        });
+        work.end_of_destroying(context, true, SUCCESS);
+        assert!(!work.knows(handle) && !work.begin_destroying(context));
+    }
+
+    #[test]
+    fn work_of_a_dying_context_is_pending_until_the_context_has_ended() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        let stream = driver.new_stream(context);
+        work.note(stream);
+        let mut before = work.fence().expect("no capture is active");
+        assert!(work.begin_destroying(context));
+        driver.forget_calls();
+        let mut during = work.fence().expect("no capture is active");
+        assert!(!work.is_done(&mut before) && !work.is_done(&mut during));
+        assert_eq!(driver.count("cuEventQuery"), 0, "the events may no longer exist");
+        work.end_of_destroying(context, true, SUCCESS);
+        assert!(work.is_done(&mut before) && work.is_done(&mut during));
+        assert_eq!(driver.count("cuEventQuery"), 0);
+    }
+
+    #[test]
+    fn a_context_that_was_not_destroyed_keeps_its_work() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        let stream = driver.new_stream(context);
+        work.note(stream);
+        driver.keep_busy(stream);
+        assert!(work.begin_destroying(context));
+        assert!(!work.has_context(context) && work.knows(context as usize));
+        work.end_of_destroying(context, false, ERROR_INVALID_VALUE);
+        assert!(work.has_context(context));
+        let mut fence = work.fence().expect("no capture is active");
+        assert!(!work.is_done(&mut fence));
+        driver.finish(stream);
+        assert!(work.is_done(&mut fence));
+    }
+
+    #[test]
+    fn the_last_use_of_a_context_is_released_only_by_destroying_it() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        assert!(work.use_context(context));
+        assert_eq!(work.releasing_context(context, || ERROR_INVALID_VALUE), Some(ERROR_INVALID_VALUE));
+        assert_eq!(work.releasing_context(context, || SUCCESS), Some(SUCCESS), "the failed call ended no use");
+        assert_eq!(work.releasing_context(context, || unreachable!("it would destroy the context")), None);
+        assert!(!work.use_context(driver.new_context(0)));
+    }
+
+    #[test]
+    fn releasing_a_use_delays_the_destruction() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        work.use_context(context);
+        let handle = context as usize;
+        thread::scope(|scope| {
+            let mut destroying = None;
+            work.releasing_context(context, || {
+                let thread = destroying.insert(scope.spawn(move || work.begin_destroying(handle as CUcontext)));
+                until(|| work.is_dying(context));
+                assert!(!thread.is_finished());
+                SUCCESS
+            });
+            assert!(destroying.expect("a thread").join().expect("no panic"));
+        });
+    }
+
+    #[test]
+    fn each_context_is_warmed_up_once() {
+        let driver = Driver::new();
+        let (work, _) = fake::new(&driver);
+        work.add_context(driver.new_context(0));
+        (0..4).for_each(|_| work.warm_up_contexts());
+        assert_eq!(driver.count("cuEventQuery"), 2);
+    }
+
+    #[test]
+    fn contexts_are_all_broken_only_if_each_is() {
+        let driver = Driver::new();
+        let work = Work::new(|_| None);
+        assert!(!work.are_all_broken(), "there are no contexts");
+        (0..2).for_each(|_| work.add_context(driver.new_context(0)));
+        driver.fail("cuStreamIsCapturing", 1, 700);
+        assert!(!work.are_all_broken());
+        driver.fail("cuStreamIsCapturing", 2, 700);
+        assert!(work.are_all_broken());
+    }
+}

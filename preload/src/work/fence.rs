@@ -95,3 +95,118 @@ impl Work {
         true
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{driver::fake::Driver, driver::types::*, work::capture, work::fake};
+    use std::thread;
+
+    #[test]
+    fn a_fence_waits_for_every_stream_with_work() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        let streams = [(); 2].map(|()| driver.new_stream(context));
+        for stream in streams {
+            work.note(stream);
+            driver.keep_busy(stream);
+        }
+        let mut fence = work.fence().expect("no capture is active");
+        for stream in streams {
+            assert!(!work.is_done(&mut fence));
+            driver.finish(stream);
+        }
+        assert!(work.is_done(&mut fence));
+    }
+
+    #[test]
+    fn a_fence_does_not_wait_for_later_work() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        let [first, second] = [(); 2].map(|()| driver.new_stream(context));
+        work.note(first);
+        let mut fence = work.fence().expect("no capture is active");
+        driver.keep_busy(second);
+        work.note(second);
+        assert!(work.is_done(&mut fence));
+        assert!(!work.is_done(&mut work.fence().expect("no capture is active")));
+    }
+
+    #[test]
+    fn a_fence_that_is_done_is_not_queried_again() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        work.note(driver.new_stream(context));
+        let mut fence = work.fence().expect("no capture is active");
+        assert!(work.is_done(&mut fence));
+        driver.forget_calls();
+        assert!(work.is_done(&mut fence) && driver.count("cuEventQuery") == 0);
+    }
+
+    /// The driver waits in `cuEventRecord` while the queue of the stream is full.
+    #[test]
+    fn no_lock_is_held_while_a_point_is_recorded() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        let stream = driver.new_stream(context) as usize;
+        work.note(stream as CUstream);
+        driver.block("cuEventRecord");
+        thread::scope(|scope| {
+            scope.spawn(|| work.mark_stream(stream as CUstream));
+            driver.wait_for_calls("cuEventRecord", 1);
+            assert!(work.fence().is_none(), "the point of another thread is missing");
+            assert!(!driver.was_any_lock_held("cuEventRecord"));
+            driver.unblock("cuEventRecord");
+        });
+        assert!(work.fence().is_some());
+    }
+
+    #[test]
+    fn a_capturing_stream_with_work_has_no_fence() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        let stream = driver.new_stream(context);
+        work.note(stream);
+        let begin = || {
+            driver.set_capturing(stream, Some(1));
+            SUCCESS
+        };
+        assert_eq!(capture::begin(stream, begin), SUCCESS);
+        assert!(work.fence().is_none());
+        assert_eq!(driver.count("cuEventRecord"), 0, "the event would be captured");
+        capture::end(stream);
+        driver.set_capturing(stream, None);
+        assert!(work.fence().is_some());
+    }
+
+    #[test]
+    fn a_fence_covers_work_of_peers() {
+        static PEER: Work = Work::new(|_| None);
+        let driver = Driver::new();
+        let work: &'static Work = alloc::boxed::Box::leak(alloc::boxed::Box::new(Work::new(|_| Some(&PEER))));
+        let context = driver.new_context(1);
+        PEER.add_context(context);
+        let stream = driver.new_stream(context);
+        PEER.note(stream);
+        driver.keep_busy(stream);
+        assert!(work.is_done(&mut work.fence().expect("no capture is active")));
+        work.set_peers(1 << 1);
+        let mut fence = work.fence().expect("no capture is active");
+        assert!(!work.is_done(&mut fence));
+        driver.finish(stream);
+        assert!(work.is_done(&mut fence));
+    }
+
+    #[test]
+    fn an_inconclusive_answer_is_neither_done_nor_pending() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        work.note(driver.new_stream(context));
+        let mut fence = work.fence().expect("no capture is active");
+        driver.fail("cuEventQuery", 2, 906);
+        assert_eq!(work.is_done_in(&fence, context as usize), None);
+        assert!(!work.is_done(&mut fence));
+        assert_eq!(work.is_done_in(&fence, context as usize), Some(true));
+        assert_eq!(work.is_done_in(&fence, 1), Some(true), "no work of that context is covered");
+    }
+}

@@ -20,6 +20,8 @@
 
 pub mod capture;
 mod contexts;
+#[cfg(test)]
+pub mod fake;
 mod fence;
 mod idle;
 mod marks;

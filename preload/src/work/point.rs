@@ -214,3 +214,109 @@ fn create() -> Result<usize, CUresult> {
 pub fn is_legacy(stream: CUstream) -> bool {
     stream == CTX_DEFAULT_STREAM || stream == STREAM_LEGACY
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{driver::fake::Driver, work::fake};
+
+    fn context(driver: &Driver) -> Context {
+        let (_, context) = fake::new(driver);
+        Context::new(context as usize, false)
+    }
+
+    #[test]
+    fn events_are_reused_when_no_point_needs_them() {
+        let driver = Driver::new();
+        let mut context = context(&driver);
+        let stream = driver.new_stream(context.handle as CUcontext);
+        let first = context.record(stream).expect("an event");
+        let clone = first.clone();
+        drop(first);
+        drop(context.record(stream).expect("an event"));
+        assert_eq!(driver.count("cuEventCreate"), 2, "the first event is still in use");
+        drop(clone);
+        let events = [(); 2].map(|()| context.record(stream).expect("an event"));
+        assert_eq!((driver.count("cuEventCreate"), events.len()), (2, 2));
+    }
+
+    #[test]
+    fn a_point_stays_done_without_further_queries() {
+        let driver = Driver::new();
+        let mut context = context(&driver);
+        let stream = driver.new_stream(context.handle as CUcontext);
+        driver.keep_busy(stream);
+        let point = context.record(stream).expect("an event");
+        assert_eq!(point.progress(), Some(false));
+        driver.finish(stream);
+        assert_eq!((point.progress(), point.progress()), (Some(true), Some(true)));
+        assert_eq!(driver.count("cuEventQuery"), 2);
+    }
+
+    #[test]
+    fn events_of_a_context_are_not_queried_while_it_is_destroyed() {
+        let driver = Driver::new();
+        let mut context = context(&driver);
+        let point = context.record(driver.new_stream(context.handle as CUcontext)).expect("an event");
+        context.begin_to_end();
+        assert_eq!(point.progress(), Some(false));
+        context.end();
+        assert_eq!(point.progress(), Some(true));
+        assert_eq!(driver.count("cuEventQuery"), 0);
+    }
+
+    #[test]
+    fn a_context_that_stays_is_queried_again() {
+        let driver = Driver::new();
+        let mut context = context(&driver);
+        let point = context.record(driver.new_stream(context.handle as CUcontext)).expect("an event");
+        context.begin_to_end();
+        context.stay();
+        assert_eq!((point.progress(), driver.count("cuEventQuery")), (Some(true), 1));
+    }
+
+    #[test]
+    fn only_a_broken_context_ends_a_point_with_an_error() {
+        let driver = Driver::new();
+        let mut context = context(&driver);
+        let stream = driver.new_stream(context.handle as CUcontext);
+        driver.keep_busy(stream);
+        let point = context.record(stream).expect("an event");
+        driver.fail("cuEventQuery", 2, 906);
+        assert_eq!((point.progress(), point.is_done()), (None, false));
+        driver.fail("cuEventQuery", 1, ERROR_INVALID_HANDLE);
+        assert_eq!(point.progress(), Some(true));
+        let point = context.record(stream).expect("an event");
+        driver.fail("cuEventQuery", 1, 719);
+        assert!(point.is_done());
+    }
+
+    #[test]
+    fn an_event_of_another_context_is_destroyed() {
+        let driver = Driver::new();
+        let mut context = context(&driver);
+        let stream = driver.new_stream(context.handle as CUcontext);
+        driver.fail("cuEventRecord", 1, ERROR_INVALID_HANDLE);
+        assert_eq!(context.record(stream).map(drop), Err(ERROR_INVALID_HANDLE));
+        assert_eq!(driver.count("cuEventDestroy_v2"), 1);
+        driver.fail("cuEventRecord", 1, ERROR_INVALID_VALUE);
+        assert_eq!(context.record(stream).map(drop), Err(ERROR_INVALID_VALUE));
+        assert!(context.record(stream).is_ok());
+        assert_eq!((driver.count("cuEventCreate"), driver.count("cuEventDestroy_v2")), (2, 1), "the event is reused");
+    }
+
+    #[test]
+    fn no_event_is_recorded_in_the_legacy_stream_during_a_capture() {
+        let driver = Driver::new();
+        let mut context = context(&driver);
+        let stream = driver.new_stream(context.handle as CUcontext);
+        assert_eq!(capture::begin(stream, || SUCCESS), SUCCESS);
+        for legacy in [CTX_DEFAULT_STREAM, STREAM_LEGACY] {
+            assert_eq!(context.record(legacy).map(drop), Err(ERROR_NOT_READY));
+        }
+        assert_eq!(context.record_all().map(drop), Err(ERROR_NOT_READY));
+        assert_eq!((driver.count("cuEventRecord"), driver.count("cuCtxRecordEvent")), (0, 0));
+        capture::end(stream);
+        assert!(context.record(CTX_DEFAULT_STREAM).is_ok());
+    }
+}

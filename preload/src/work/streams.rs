@@ -322,3 +322,113 @@ pub fn name_of(stream: CUstream) -> Option<usize> {
     let name = if contexts::is_only(context) { stream as usize } else { context as usize };
     (!context.is_null()).then_some(name)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{driver::fake::Driver, work::fake};
+
+    #[test]
+    fn work_of_a_destroyed_stream_is_awaited() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        let stream = driver.new_stream(context);
+        work.note(stream);
+        driver.keep_busy(stream);
+        work.forget_stream(stream);
+        assert!(work.inner.lock().streams.is_empty());
+        let mut fence = work.fence().expect("no capture is active");
+        assert!(!work.is_done(&mut fence));
+        driver.finish(stream);
+        assert!(work.is_done(&mut fence));
+    }
+
+    #[test]
+    fn destroying_an_idle_stream_records_no_event() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        let stream = driver.new_stream(context);
+        work.note(stream);
+        work.forget_stream(stream);
+        assert_eq!(driver.count("cuEventRecord"), 0);
+        assert!(work.inner.lock().closed_streams.is_empty());
+    }
+
+    #[test]
+    fn a_stream_that_does_not_exist_has_no_work() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        for error in [ERROR_INVALID_HANDLE, ERROR_STREAM_DETACHED, 700] {
+            work.note(driver.new_stream(context));
+            driver.fail("cuEventRecord", 1, error);
+            let mut fence = work.fence().expect("no work runs in this stream");
+            assert!(work.is_done(&mut fence) && work.inner.lock().streams.is_empty(), "{error}");
+        }
+        let stream = driver.new_stream(context);
+        work.note(stream);
+        driver.fail("cuEventRecord", 1, ERROR_OUT_OF_MEMORY);
+        assert!(work.fence().is_none(), "the stream may have work");
+        assert!(work.fence().is_some());
+    }
+
+    #[test]
+    fn the_context_of_a_capturing_stream_is_not_queried() {
+        let driver = Driver::new();
+        let (_, context) = fake::new(&driver);
+        let stream = driver.new_stream(context);
+        driver.set_current(driver.new_context(0));
+        assert_eq!(context_of(stream), Some(context));
+        let begin = || {
+            driver.set_capturing(stream, Some(1));
+            SUCCESS
+        };
+        assert_eq!(capture::begin(stream, begin), SUCCESS);
+        driver.forget_calls();
+        assert_eq!(context_of(stream), Some(context));
+        assert_eq!(driver.count("cuStreamGetCtx"), 0, "a query may invalidate the capture");
+        capture::end(stream);
+    }
+
+    #[test]
+    fn a_stream_is_marked_before_it_captures() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        let stream = driver.new_stream(context);
+        work.mark_stream(stream);
+        assert_eq!(driver.count("cuEventRecord"), 0, "there is no work to mark");
+        work.note(stream);
+        work.mark_stream(stream);
+        work.mark_stream(stream);
+        assert_eq!(driver.count("cuEventRecord"), 1);
+        assert!(work.fence().is_some() && driver.count("cuEventRecord") == 1, "the fence uses the mark");
+    }
+
+    #[test]
+    fn the_legacy_stream_is_marked_at_once_if_blocking_streams_exist() {
+        let driver = Driver::new();
+        let (work, _) = fake::new(&driver);
+        work.note(CTX_DEFAULT_STREAM);
+        assert_eq!(driver.count("cuEventRecord"), 0);
+        assert!(first_blocking_stream() && !first_blocking_stream());
+        work.mark_legacy_streams();
+        assert_eq!(driver.count("cuEventRecord"), 1, "the work before the first blocking stream");
+        work.note(CTX_DEFAULT_STREAM);
+        assert_eq!(driver.count("cuEventRecord"), 2);
+    }
+
+    #[test]
+    fn idle_streams_are_forgotten_when_many_are_known() {
+        let driver = Driver::new();
+        let (work, context) = fake::new(&driver);
+        let busy = driver.new_stream(context);
+        driver.keep_busy(busy);
+        work.note(busy);
+        (1..MIN_PRUNE_THRESHOLD).for_each(|_| work.note(driver.new_stream(context)));
+        // Points are recorded, so that the idle streams are known to be idle.
+        assert!(work.fence().is_some());
+        assert_eq!(work.inner.lock().streams.len(), MIN_PRUNE_THRESHOLD);
+        work.note(driver.new_stream(context));
+        let handles: Vec<_> = work.inner.lock().streams.keys().map(|stream| stream.handle).collect();
+        assert_eq!((handles.len(), handles[0]), (2, busy as usize));
+    }
+}

@@ -249,3 +249,122 @@ impl ClientThread {
         if jobs > 0 { CHORE_INTERVAL } else { self.tier.next_look() }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{client::thread::fake::Client, driver::fake::Driver, memory::engine::GRANULE};
+    use rustix::fs::{Mode, OFlags, open, unlink};
+    use std::format;
+
+    /// Passes the client an unlinked file with room for 8 chunks, and allows it `ram` chunks of host memory.
+    fn set_host_memory(client: &mut Client, ram: u64) {
+        let path = format!("{}/nvshare-tier-{}-{ram}", std::env::temp_dir().display(), std::process::id());
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
+        let file = open(&path, flags, Mode::RUSR | Mode::WUSR).expect("a file");
+        unlink(&path).expect("the file");
+        client.thread.set_host_memory(ram * GRANULE, 8 * GRANULE, Vec::from([file]));
+    }
+
+    /// A client with two evicted chunks, and the addresses of the chunks.
+    fn evicted() -> (Client, &'static Gpu, [u64; 2]) {
+        let mut client = Client::new(1);
+        let gpu = client.gpu();
+        let addresses = [1, 2].map(|word| client.allocate(gpu, word));
+        client.evict(gpu, 1);
+        (client, gpu, addresses)
+    }
+
+    fn account(gpu: &Gpu) -> Account {
+        gpu.account().expect("a space")
+    }
+
+    fn restore(client: &mut Client, gpu: &Gpu, addresses: [u64; 2]) {
+        client.allow(gpu, 2, 2);
+        client.step_until(|_| account(gpu).can_run());
+        assert_eq!(addresses.map(|at| client.driver.word(at)), [Some(1), Some(2)]);
+    }
+
+    #[test]
+    fn copies_beyond_the_limit_are_written_to_the_file_and_read_back() {
+        if !file::is_supported() {
+            return;
+        }
+        let (mut client, gpu, addresses) = evicted();
+        set_host_memory(&mut client, 1);
+        client.step_until(|_| account(gpu).in_file == GRANULE && account(gpu).releasing == 0);
+        let now = account(gpu);
+        assert_eq!((now.swapped, now.host(), now.in_flight), (2 * GRANULE, GRANULE, 0));
+        client.step();
+        assert_eq!(account(gpu).in_file, GRANULE, "the rest is within the limit");
+        restore(&mut client, gpu, addresses);
+        assert_eq!((account(gpu).in_file, account(gpu).is_lost), (0, false));
+    }
+
+    #[test]
+    fn a_file_that_a_new_scheduler_does_not_know_is_kept_until_it_has_been_read() {
+        if !file::is_supported() {
+            return;
+        }
+        let (mut client, gpu, addresses) = evicted();
+        set_host_memory(&mut client, 0);
+        client.step_until(|_| account(gpu).in_file == 2 * GRANULE);
+        client.thread.forget_host_memory();
+        assert!(client.thread.tier.current.is_none() && client.thread.tier.ram == u64::MAX);
+        client.step();
+        assert_eq!((client.thread.tier.files.len(), account(gpu).in_file), (1, 2 * GRANULE));
+        restore(&mut client, gpu, addresses);
+        client.step_until(|client| client.thread.tier.files.is_empty());
+    }
+
+    #[test]
+    fn an_unchanged_chunk_is_not_written_again() {
+        if !file::is_supported() {
+            return;
+        }
+        let driver = Driver::new();
+        driver.add_kernel();
+        let mut client = Client::on(driver, 1);
+        let gpu = client.gpu();
+        let at = client.allocate(gpu, 1);
+        set_host_memory(&mut client, 0);
+        for (seq, word, written) in [(1, 1, 1), (3, 1, 1), (5, 2, 2)] {
+            client.driver.write(at, word);
+            client.evict(gpu, seq);
+            client.step_until(|_| account(gpu).in_file == GRANULE);
+            let file = client.thread.tier.current.clone().expect("a file");
+            assert_eq!((file.written(), file.room()), (written * GRANULE, 7 * GRANULE));
+            client.allow(gpu, seq + 1, 1);
+            client.step_until(|_| account(gpu).can_run());
+            assert_eq!(client.driver.word(at), Some(word));
+        }
+    }
+
+    #[test]
+    fn without_a_file_excess_host_memory_can_be_paged_out() {
+        let (mut client, gpu, _) = evicted();
+        client.step();
+        assert!(!client.thread.tier.is_pageable);
+        client.thread.set_host_memory(GRANULE, 0, Vec::new());
+        client.step();
+        assert!(client.thread.tier.is_pageable && client.thread.tier.excess() == GRANULE);
+        assert_eq!((client.thread.tier.spare(), account(gpu).in_file), (0, 0));
+        client.thread.forget_host_memory();
+        client.step();
+        assert!(!client.thread.tier.is_pageable);
+    }
+
+    #[test]
+    fn the_cgroup_is_checked_before_its_other_memory_can_use_up_the_headroom() {
+        let (mut client, ..) = evicted();
+        let mut next_look = |left, is_limited| {
+            client.thread.tier.seen = Some((Instant::now(), Headroom { left, lacking: 0, is_limited }));
+            client.thread.tier.next_look()
+        };
+        assert_eq!(next_look(0, false), Duration::MAX, "no cgroup limits the memory");
+        assert_eq!(next_look(0, true), CHORE_INTERVAL);
+        assert_eq!(next_look(u64::MAX, true), GROUP_PERIOD);
+        let between = next_look(GROWTH / 4, true);
+        assert!(between > CHORE_INTERVAL && between <= Duration::from_millis(300), "{between:?}");
+    }
+}

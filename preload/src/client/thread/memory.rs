@@ -227,3 +227,181 @@ pub(super) fn release_surplus(gpu: &Gpu, space: &Mutex<Space>, most: u64) {
     }
     gpu.report(&guard.account);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        client::thread::fake::Client,
+        driver::types::*,
+        gate::{Gate, threads},
+        memory::engine::GRANULE,
+        sys::thread::stack_pointer,
+    };
+    use nvshare_wire::{SchedulerMessage, client::ReleaseReason};
+
+    const OUT: &str = "cuMemcpyDtoHAsync_v2";
+    const IN: &str = "cuMemcpyHtoDAsync_v2";
+
+    fn account(gpu: &Gpu) -> Account {
+        gpu.account().expect("a space")
+    }
+
+    #[test]
+    fn memory_leaves_after_the_turn_and_returns_before_the_gate_opens() {
+        let mut client = Client::new(1);
+        let gpu = client.gpu();
+        client.grant(gpu);
+        let at = client.allocate(gpu, 5);
+        client.allow(gpu, 1, 0);
+        for _ in 0..3 {
+            client.step();
+        }
+        assert_eq!((client.driver.count(OUT), gpu.gate.is_closed_for(closed::MEMORY)), (0, false));
+        client.receive(SchedulerMessage::Revoke { gpus: 1 << gpu.index });
+        client.step_until(|client| client.driver.count(OUT) > 0);
+        assert!(gpu.gate.is_closed_for(closed::MEMORY));
+        client.step_until(|_| account(gpu).ack == 1);
+        assert_eq!((account(gpu).mapped, client.driver.is_mapped(at)), (0, false));
+        client.grant(gpu);
+        assert!(gpu.gate.is_closed_for(closed::MEMORY));
+        client.allow(gpu, 2, 1);
+        client.step_until(|_| !gpu.gate.is_closed_for(closed::MEMORY));
+        assert_eq!((account(gpu).can_run(), client.driver.word(at)), (true, Some(5)));
+    }
+
+    /// Enters the gate like a call that submits no work and needs only the memory.
+    fn enter_for_memory(gpu: &Gpu) {
+        assert!(gpu.gate.try_enter(gpu.index, threads::mine(), stack_pointer(), closed::MEMORY));
+    }
+
+    #[test]
+    fn memory_stays_while_a_thread_is_inside_the_gate() {
+        let mut client = Client::new(1);
+        let gpu = client.gpu();
+        client.allocate(gpu, 0);
+        enter_for_memory(gpu);
+        client.allow(gpu, 1, 0);
+        for _ in 0..3 {
+            client.step();
+        }
+        assert_eq!(client.driver.count(OUT), 0);
+        Gate::leave(gpu.index, threads::mine());
+        client.step_until(|_| account(gpu).ack == 1);
+    }
+
+    #[test]
+    #[ignore = "open: the gate stays open for memory while any thread is inside, so such calls can delay an eviction"]
+    fn the_gate_closes_for_memory_although_a_thread_is_inside() {
+        let mut client = Client::new(1);
+        let gpu = client.gpu();
+        client.allocate(gpu, 0);
+        enter_for_memory(gpu);
+        client.allow(gpu, 1, 0);
+        client.step();
+        assert!(gpu.gate.is_closed_for(closed::MEMORY), "further calls can enter, so the gate may never be quiet");
+        Gate::leave(gpu.index, threads::mine());
+    }
+
+    #[test]
+    fn an_eviction_ends_if_work_that_passed_no_hook_does_not() {
+        let mut client = Client::new(1);
+        let (gpu, context) = client.gpus[0];
+        client.allocate(gpu, 0);
+        client.driver.keep_busy(client.driver.new_stream(context));
+        client.allow(gpu, 1, 0);
+        for _ in 0..3 {
+            client.step();
+        }
+        assert_eq!((client.driver.count(OUT), account(gpu).ack), (0, 0));
+        client.sent();
+        client.thread.on(gpu).idle_check =
+            IdleCheck::Asked { since: Instant::ago(Duration::from_secs(60)), fence: None };
+        client.step();
+        let gpus = 1 << gpu.index;
+        assert_eq!(client.sent(), [ClientMessage::Stuck { gpus, reason: StuckReason::UnseenWork }]);
+        assert_eq!((client.driver.count(OUT), account(gpu).ack, account(gpu).mapped), (0, 1, GRANULE));
+        client.step();
+        assert!(!gpu.gate.is_closed_for(closed::MEMORY), "the program continues");
+    }
+
+    #[test]
+    fn an_eviction_without_host_memory_waits_and_then_ends() {
+        let mut client = Client::new(1);
+        let gpu = client.gpu();
+        client.allocate(gpu, 0);
+        client.driver.fail(OUT, usize::MAX, ERROR_INVALID_VALUE);
+        client.allow(gpu, 1, 0);
+        client.step_until(|client| client.thread.on(gpu).host_full.is_some());
+        assert_eq!((client.sent().len(), account(gpu).ack), (0, 0));
+        client.thread.on(gpu).host_full = Some(Instant::ago(HOST_TIMEOUT));
+        client.step_until(|_| account(gpu).ack == 1);
+        let gpus = 1 << gpu.index;
+        assert_eq!(client.sent(), [ClientMessage::Stuck { gpus, reason: StuckReason::HostFull }]);
+        assert_eq!((account(gpu).mapped, client.thread.on(gpu).host_full), (GRANULE, None));
+    }
+
+    #[test]
+    fn a_client_whose_memory_finds_no_room_releases_the_lock_and_retries() {
+        let mut client = Client::new(1);
+        let gpu = client.gpu();
+        let at = client.allocate(gpu, 3);
+        client.evict(gpu, 1);
+        client.grant(gpu);
+        client.driver.fail(IN, 1, ERROR_OUT_OF_MEMORY);
+        client.allow(gpu, 2, 1);
+        client.step_until(|client| client.thread.turn(gpu).is_over());
+        let sent = client.sent();
+        assert!(matches!(sent[..], [ClientMessage::Release { reason: ReleaseReason::NoMemory, .. }]), "{sent:?}");
+        let restore_at = client.thread.on(gpu).restore_at.expect("a retry");
+        let attempts = client.driver.count(IN);
+        client.step();
+        assert!(client.driver.count(IN) == attempts || Instant::now() >= restore_at);
+        client.thread.on(gpu).restore_at = Some(Instant::now());
+        client.step_until(|_| account(gpu).can_run());
+        assert_eq!(client.driver.word(at), Some(3));
+    }
+
+    #[test]
+    fn a_full_gpu_does_not_delay_another() {
+        let mut client = Client::new(2);
+        let [(first, _), (second, _)] = client.gpus[..] else { unreachable!() };
+        for gpu in [first, second] {
+            client.allocate(gpu, 0);
+            client.evict(gpu, 1);
+        }
+        client.thread.on(first).restore_at = Some(Instant::now() + Duration::from_secs(3600));
+        client.thread.on(first).host_full = Some(Instant::now());
+        second.space().expect("a space").lock().allow(2, GRANULE);
+        first.space().expect("a space").lock().allow(2, GRANULE);
+        client.step_until(|_| account(second).can_run());
+        assert_eq!(account(first).mapped, 0);
+        assert!(client.thread.on(first).host_full.is_some(), "the move on another GPU has not ended this wait");
+        client.thread.on(first).restore_at = None;
+        client.step_until(|_| account(first).can_run());
+    }
+
+    #[test]
+    fn unevictable_memory_is_acknowledged_and_stays() {
+        let mut client = Client::new(1);
+        let gpu = client.gpu();
+        client.allocate(gpu, 0);
+        gpu.make_unevictable();
+        client.allow(gpu, 7, 0);
+        client.step();
+        assert_eq!((account(gpu).ack, account(gpu).mapped, client.driver.count(OUT)), (7, GRANULE, 0));
+    }
+
+    #[test]
+    fn freed_memory_is_reclaimed_when_its_work_is_done() {
+        let mut client = Client::new(1);
+        let (gpu, context) = client.gpus[0];
+        let at = client.allocate(gpu, 0);
+        let stream = crate::gpu::fake::busy_stream(&client.driver, gpu, context);
+        gpu.space().expect("a space").lock().free(at, &gpu.work);
+        assert_eq!((client.step() <= CHORE_INTERVAL, client.driver.is_mapped(at)), (true, true));
+        client.driver.finish(stream);
+        client.step();
+        assert_eq!((account(gpu).demand, client.driver.is_mapped(at)), (0, false));
+    }
+}

@@ -10,6 +10,8 @@
 //!   leaving the GPUs and coming back.
 
 mod dispatch;
+#[cfg(test)]
+mod fake;
 mod files;
 mod idle_check;
 mod memory;
@@ -248,5 +250,78 @@ impl ClientThread {
         }
         let PerGpu { offline, turn, .. } = self.on(gpu);
         offline.step(gpu, turn, others)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fake::Client;
+    use nvshare_wire::{ClientMessage, client::ReleaseReason};
+
+    #[test]
+    fn a_client_runs_without_a_scheduler_after_a_timeout() {
+        let mut client = Client::new(1);
+        let gpu = client.gpu();
+        client.thread.disconnected("it has ended");
+        client.thread.next_try = Instant::now() + Duration::from_secs(3600);
+        client.thread.disconnected_since = Some(Instant::now());
+        assert!(client.step() <= RETRY_SOON);
+        assert!(!client.thread.ungated && gpu.gate.is_closed_for(closed::LOCK));
+        client.thread.disconnected_since = Some(Instant::ago(RETURN_TIMEOUT));
+        client.step();
+        assert!(client.thread.ungated && !gpu.gate.is_closed_for(closed::FOR_ALL));
+        assert_eq!(gpu.account().map(|account| account.allowance), Some(u64::MAX));
+    }
+
+    #[test]
+    fn the_locks_of_peers_are_held_together_or_not_at_all() {
+        let mut client = Client::new(2);
+        let [(first, _), (second, _)] = client.gpus[..] else { unreachable!() };
+        first.work.set_peers(1 << second.index);
+        second.work.set_peers(1 << first.index);
+        client.grant(first);
+        client.grant(second);
+        client.step();
+        assert!([first, second].iter().all(|gpu| client.thread.turn(gpu).is_held()));
+        client.thread.turn(second).revoke(second);
+        client.step_until(|client| [first, second].iter().all(|gpu| client.thread.turn(gpu).is_over()));
+        let sent = client.sent();
+        let is_release = |gpu: &Gpu, expected: ReleaseReason| {
+            let is = |message: &ClientMessage| {
+                matches!(message, ClientMessage::Release { gpus, reason, .. }
+                    if *gpus == 1 << gpu.index && *reason == expected)
+            };
+            sent.iter().filter(|message| is(message)).count()
+        };
+        assert_eq!((is_release(first, ReleaseReason::Idle), is_release(second, ReleaseReason::Revoked)), (1, 1));
+    }
+
+    #[test]
+    fn a_report_that_could_not_be_sent_is_repeated() {
+        let mut client = Client::new(1);
+        let gpu = client.gpu();
+        client.scheduler.stop_reading();
+        gpu.count_refusal();
+        client.step();
+        assert!(gpu.is_unreported());
+        client.scheduler.sent();
+        client.step();
+        assert!(!gpu.is_unreported());
+        let sent = client.scheduler.sent();
+        assert!(matches!(sent[..], [ClientMessage::Memory { counts, .. }] if counts.refused == 1), "{sent:?}");
+    }
+
+    #[test]
+    fn a_thread_at_the_gate_gets_the_lock_requested() {
+        let mut client = Client::new(1);
+        let gpu = client.gpu();
+        assert_eq!((client.step() > RETRY_SOON, client.sent().len()), (true, 0), "no thread waits");
+        threads::mine().begin_waiting(gpu.index, threads::Waits::WithWork, Duration::from_secs(60));
+        for _ in 0..2 {
+            client.step();
+        }
+        threads::mine().end_waiting();
+        assert_eq!(client.sent(), [ClientMessage::Request { gpus: 1 << gpu.index }]);
     }
 }

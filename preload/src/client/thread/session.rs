@@ -205,3 +205,124 @@ pub fn hello() -> ClientMessage {
         library: Text::new(env!("CARGO_PKG_VERSION")),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        client::thread::{RETRY_SOON, fake::Client},
+        connection::fake::{Scheduler, begin},
+        driver::fake::until,
+        gate::closed,
+        gpu::{
+            Gpu,
+            limit_request::{Outcome, raise},
+        },
+        memory::engine::GRANULE,
+    };
+    use nvshare_wire::{SchedulerMessage, scheduler::Refusal};
+    use std::thread;
+
+    fn is_introduction(messages: &[ClientMessage], gpu: &Gpu) -> bool {
+        matches!(messages, [ClientMessage::Attach { slot: attached, .. }, ClientMessage::Memory { slot, .. }]
+            if *attached == gpu.index && *slot == gpu.index)
+    }
+
+    #[test]
+    fn a_new_scheduler_learns_all_gpus_and_has_granted_no_lock() {
+        let mut client = Client::new(2);
+        let [(first, _), (second, _)] = client.gpus[..] else { unreachable!() };
+        client.grant(first);
+        client.thread.disconnected("it has ended");
+        assert!(!connection::is_connected() && !first.is_introduced());
+        let generation = connection::generation();
+        let next = Scheduler::connect();
+        client.thread.connected(next.socket.clone(), version::MAX, 2, 0);
+        let sent = next.sent();
+        assert!(is_introduction(&sent[..2], first) && is_introduction(&sent[2..], second), "{sent:?}");
+        assert!(first.gate.is_closed_for(closed::LOCK) && !client.thread.turn(first).has_lock());
+        assert_eq!((connection::generation(), client.thread.ungated), (generation + 1, false));
+        client.step();
+        assert!(next.sent().is_empty(), "the lock of the previous scheduler is not released to this one");
+    }
+
+    #[test]
+    fn a_successor_learns_the_locks_that_the_client_holds() {
+        let mut client = Client::new(2);
+        let [(first, _), (second, _)] = client.gpus[..] else { unreachable!() };
+        client.grant(second);
+        client.receive(SchedulerMessage::Contended { gpus: 1 << second.index, waiters: 1, grace_us: 1_000_000 });
+        client.receive(SchedulerMessage::Resume { client: 1 });
+        let sent = client.scheduler.sent();
+        assert!(matches!(sent[0], ClientMessage::Hello { resume: 1, flags: 0, .. }), "{sent:?}");
+        assert!(is_introduction(&sent[1..3], first) && is_introduction(&sent[3..5], second), "{sent:?}");
+        assert_eq!(sent[5..], [ClientMessage::Held { gpus: 1 << second.index }]);
+        assert!(client.thread.turn(second).is_held() && !client.thread.turn(second).is_contended());
+        assert!(!second.gate.is_closed_for(closed::LOCK));
+    }
+
+    #[test]
+    fn a_request_that_waits_ends_with_the_connection() {
+        let mut client = Client::new(1);
+        let gpu = client.gpu();
+        let limit = SchedulerMessage::Limit { slot: gpu.index, bytes: 0, seq: 1, most: GRANULE, spare: 0, max: 0 };
+        client.receive(limit);
+        thread::scope(|scope| {
+            let asking = scope.spawn(move || raise(gpu, GRANULE, 0));
+            until(|| client.sent().iter().any(|message| matches!(message, ClientMessage::RequestLimit { .. })));
+            client.thread.disconnected("it has ended");
+            assert_eq!(asking.join().expect("no panic"), Outcome::Beyond);
+        });
+    }
+
+    #[test]
+    fn a_handshake_without_an_answer_delays_no_step() {
+        let mut client = Client::new(1);
+        client.thread.disconnected("it has ended");
+        let (attempt, peer) = begin(Duration::ZERO);
+        client.thread.attempt = Some(attempt);
+        for _ in 0..3 {
+            let begun = Instant::now();
+            assert!(client.step() <= RETRY_SOON && begun.elapsed() < Duration::from_secs(1));
+            assert!(client.thread.attempt.is_some());
+        }
+        peer.send(&SchedulerMessage::Welcome { version: version::MAX, client: 8 });
+        client.step();
+        assert!(connection::is_connected() && client.gpu().is_introduced());
+        assert_eq!(CLIENT.load(Ordering::Relaxed), 8);
+        let sent = peer.sent();
+        assert!(is_introduction(&sent[..2], client.gpu()), "{sent:?}");
+    }
+
+    #[test]
+    fn a_handshake_that_fails_is_tried_again_later() {
+        let mut client = Client::new(1);
+        client.thread.disconnected("it has ended");
+        for (age, why) in [(Duration::from_secs(60), "it does not answer"), (Duration::ZERO, "it is full")] {
+            let (attempt, peer) = begin(age);
+            client.thread.attempt = Some(attempt);
+            if age.is_zero() {
+                peer.send(&SchedulerMessage::Refused { reason: Refusal::TooMany, text: Text::new("it is full") });
+            }
+            client.step();
+            assert!(client.thread.attempt.is_none() && !connection::is_connected());
+            assert!(client.thread.offline_reason.contains(why), "{}", client.thread.offline_reason);
+            assert!(client.thread.next_try > Instant::now());
+        }
+    }
+
+    #[test]
+    fn a_connection_that_keeps_breaking_is_retried_later() {
+        let mut client = Client::new(1);
+        client.thread.connected_at = (Instant::ago(Duration::from_secs(1)), Instant::ago(Duration::from_secs(9)));
+        client.thread.disconnected("it has ended");
+        assert!(client.thread.next_try <= Instant::now(), "a steady connection is retried at once");
+        let lost_at = Instant::ago(Duration::from_secs(9));
+        client.thread.connected_at = (Instant::now(), lost_at);
+        client.thread.disconnected("it has ended");
+        assert_eq!(client.thread.disconnected_since, Some(lost_at), "the connection counts as never made");
+        assert!(client.thread.next_try > Instant::now());
+        client.thread.refused("it is full");
+        assert!(client.thread.next_try > Instant::now() && client.thread.offline_reason == "it is full");
+    }
+}

@@ -432,3 +432,204 @@ fn try_driver() -> bool {
         connection::wake();
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::client::thread::fake::Client;
+    use nvshare_wire::{Uuid, client::ASLEEP};
+
+    fn prepare(client: &mut Client) {
+        client.sent();
+        client.receive(SchedulerMessage::PrepareSleep { flags: 0 });
+    }
+
+    fn refusals(client: &Client) -> Vec<SleepRefusal> {
+        let why = |message| match message {
+            ClientMessage::SleepRefused { why } => Some(why),
+            _ => None,
+        };
+        client.sent().into_iter().filter_map(why).collect()
+    }
+
+    #[test]
+    fn a_client_sleeps_after_its_memory_has_left_and_wakes_with_its_contents() {
+        let mut client = Client::new(1);
+        let gpu = client.gpu();
+        let at = client.allocate(gpu, 4);
+        client.allow(gpu, 1, 1);
+        prepare(&mut client);
+        client.step_until(|client| {
+            let has_left = client.driver.used() == 0;
+            assert!(has_left || !Client::is_shut(), "the driver was shut before the memory had left");
+            client.thread.is_off_its_gpus()
+        });
+        assert!(Client::is_shut() && presence::is_away());
+        client.step_until(|client| client.sent().contains(&ClientMessage::SleepReady {}));
+        client.driver.forget_calls();
+        client.allow(gpu, 2, 0);
+        client.step();
+        let calls = ["cuCtxPushCurrent_v2", "cuEventQuery", "cuStreamQuery", "cuMemCreate"];
+        assert!(client.driver.calls(&calls).is_empty(), "the process is off its GPUs");
+        assert_eq!(gpu.account().map(|account| account.ack), Some(1), "the message waits");
+        client.receive(SchedulerMessage::Awake { moved: Moves::default() });
+        assert!(client.is_awake() && !Client::is_shut() && !presence::is_away());
+        assert_eq!(gpu.account().map(|account| account.ack), Some(2));
+        client.allow(gpu, 3, 1);
+        client.step_until(|client| client.driver.word(at) == Some(4));
+    }
+
+    #[test]
+    fn a_client_that_cannot_sleep_says_why() {
+        let mut client = Client::new(2);
+        let [(gpu, context), (other, _)] = client.gpus[..] else { unreachable!() };
+        let stream = client.driver.new_stream(context);
+        let mut refusal = |begin: &dyn Fn(&mut Client), end: &dyn Fn(&mut Client)| {
+            begin(&mut client);
+            prepare(&mut client);
+            client.step();
+            assert!(client.is_awake() && !Client::is_shut());
+            end(&mut client);
+            refusals(&client)
+        };
+        let capture = refusal(&|_| assert_eq!(capture::begin(stream, || 0), 0), &|_| capture::end(stream));
+        let peers = refusal(&|_| gpu.work.set_peers(1 << other.index), &|_| gpu.work.set_peers(0));
+        let pinned = refusal(&|_| gpu.pin(|_| 512), &|_| gpu.pin(|_| 0));
+        let contended = SchedulerMessage::Contended { gpus: 1 << gpu.index, waiters: 1, grace_us: 1_000_000 };
+        let contended = refusal(
+            &|client| {
+                client.grant(gpu);
+                client.receive(contended);
+            },
+            &|client| client.thread.turn(gpu).release_early(gpu),
+        );
+        let refused = [capture, peers, pinned, contended];
+        let expected =
+            [SleepRefusal::Capture, SleepRefusal::Peers, SleepRefusal::Immovable, SleepRefusal::Busy].map(|why| [why]);
+        assert_eq!(refused, expected);
+    }
+
+    #[test]
+    fn a_thread_that_wants_the_driver_cancels_the_preparation() {
+        let mut client = Client::new(1);
+        prepare(&mut client);
+        client.step_until(|client| client.thread.is_off_its_gpus());
+        let gpu = client.gpu();
+        client.allow(gpu, 5, 0);
+        presence::want();
+        client.step_until(|client| client.is_awake());
+        assert_eq!(refusals(&client), [SleepRefusal::Busy]);
+        assert!(!Client::is_shut() && !presence::is_away());
+        assert_eq!(gpu.account().map(|account| account.ack), Some(5), "the messages are carried out");
+    }
+
+    #[test]
+    fn a_preparation_ends_with_the_scheduler_that_asked_for_it() {
+        let mut client = Client::new(1);
+        let gpu = client.gpu();
+        client.allocate(gpu, 0);
+        prepare(&mut client);
+        assert!(client.thread.is_preparing_sleep());
+        client.thread.disconnected("it has ended");
+        assert!(client.is_awake() && !Client::is_shut());
+    }
+
+    #[test]
+    fn a_preparation_that_takes_too_long_is_refused() {
+        let mut client = Client::new(1);
+        prepare(&mut client);
+        client.thread.sleep = Sleep::Preparing { since: Instant::ago(MOST + LOOK), paused: false };
+        client.step();
+        assert_eq!((refusals(&client), client.is_awake()), (Vec::from([SleepRefusal::Busy]), true));
+    }
+
+    #[test]
+    fn a_sleeping_client_asks_once_to_be_woken() {
+        let mut client = Client::new(1);
+        prepare(&mut client);
+        client.step_until(|client| matches!(client.thread.sleep, Sleep::Prepared(_)));
+        client.step();
+        assert_eq!(client.sent(), [ClientMessage::SleepReady {}]);
+        presence::want();
+        for _ in 0..3 {
+            client.step();
+        }
+        assert_eq!(client.sent(), [ClientMessage::Wake {}]);
+        client.receive(SchedulerMessage::Awake { moved: Moves::default() });
+        assert!(client.is_awake());
+    }
+
+    /// A client with one GPU that is ready to sleep, and the UUID of the GPU.
+    fn ready_to_sleep() -> (Client, Uuid) {
+        let mut client = Client::new(1);
+        prepare(&mut client);
+        client.step_until(|client| matches!(client.thread.sleep, Sleep::Prepared(_)));
+        client.sent();
+        let uuid = client.gpu().uuid().expect("a UUID");
+        (client, uuid)
+    }
+
+    #[test]
+    fn a_process_that_was_restored_on_another_gpu_continues_there() {
+        let (mut client, before) = ready_to_sleep();
+        let now = Uuid([0xe0 + client.gpu().index as u8; 16]);
+        client.driver.set_uuid(client.gpu().index as i32, now.0);
+        let moved = Moves::new([(before, now)]).expect("one move");
+        client.receive(SchedulerMessage::Awake { moved });
+        assert_eq!((client.gpu().uuid(), connection::is_connected(), client.is_awake()), (Some(now), true, true));
+    }
+
+    #[test]
+    fn a_client_reconnects_if_the_scheduler_does_not_know_its_gpus() {
+        let (mut client, _) = ready_to_sleep();
+        client.driver.set_uuid(client.gpu().index as i32, [0xd0; 16]);
+        client.receive(SchedulerMessage::Awake { moved: Moves::default() });
+        assert!(client.is_awake() && !connection::is_connected() && !client.gpu().is_introduced());
+        assert!(client.thread.offline_reason.contains("other GPUs"), "{}", client.thread.offline_reason);
+    }
+
+    #[test]
+    fn a_successor_of_the_scheduler_learns_that_the_client_sleeps() {
+        let (mut client, _) = ready_to_sleep();
+        let slot = client.gpu().index;
+        client.receive(SchedulerMessage::Resume { client: 1 });
+        let sent = client.scheduler.sent();
+        let [
+            ClientMessage::Hello { flags: ASLEEP, .. },
+            ClientMessage::Attach { slot: named, .. },
+            ClientMessage::Held { gpus: 0 },
+        ] = sent[..]
+        else {
+            panic!("{sent:?}")
+        };
+        assert_eq!(named, slot);
+        client.step();
+        assert!(client.scheduler.sent().is_empty() && Client::is_shut());
+        client.receive(SchedulerMessage::Awake { moved: Moves::default() });
+        let sent = client.scheduler.sent();
+        assert!(matches!(sent[..], [ClientMessage::Memory { .. }]), "{sent:?}");
+        assert!(client.is_awake() && client.gpu().is_introduced());
+    }
+
+    /// Without a scheduler, only the driver shows that the process has been unlocked.
+    #[test]
+    fn a_sleeping_client_without_a_scheduler_wakes_when_the_driver_answers() {
+        let (mut client, _) = ready_to_sleep();
+        client.thread.disconnected_asleep("it has ended");
+        client.driver.block("cuCtxPushCurrent_v2");
+        client.step();
+        let Sleep::Prepared(prepared) = &mut client.thread.sleep else { panic!("awake") };
+        assert!(prepared.next_try.is_some() && !prepared.is_tried);
+        prepared.lost_at = Some(Instant::ago(RETURN_TIMEOUT));
+        client.driver.forget_calls();
+        for _ in 0..3 {
+            client.step();
+        }
+        client.driver.wait_for_calls("cuCtxPushCurrent_v2", 1);
+        assert!(Client::is_shut() && !client.is_awake(), "the driver has not answered");
+        assert_eq!(client.driver.count("cuCtxPushCurrent_v2"), 1);
+        client.driver.unblock("cuCtxPushCurrent_v2");
+        client.step_until(|client| client.is_awake());
+        assert!(!Client::is_shut() && !connection::is_connected());
+    }
+}

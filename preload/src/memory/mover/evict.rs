@@ -211,3 +211,77 @@ impl Mover {
         trace!("computed fingerprints of {} chunks in {} µs", chunks.len(), begin.elapsed().as_micros());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{
+        engine::GRANULE,
+        fake::{EVICT_ALL, Memory},
+        mover::{Goal, Step},
+    };
+
+    const COPY: &str = "cuMemcpyDtoHAsync_v2";
+
+    #[test]
+    fn an_unchanged_chunk_is_not_copied_again() {
+        let memory = Memory::with_kernel();
+        let at = memory.allocate();
+        memory.driver.write(at, 1);
+        for (word, copies) in [(1, 1), (1, 1), (2, 2)] {
+            memory.driver.write(at, word);
+            assert_eq!(memory.run(EVICT_ALL), Step::Done { moved: true });
+            assert_eq!((memory.driver.count(COPY), memory.account().mapped), (copies, 0));
+            assert_eq!(memory.run(Goal::Restore), Step::Done { moved: true });
+            assert_eq!(memory.driver.word(at), Some(word));
+        }
+        assert_eq!(memory.account().counts.unmoved, GRANULE);
+    }
+
+    #[test]
+    fn a_chunk_of_one_repeated_value_takes_no_host_memory() {
+        let memory = Memory::with_kernel();
+        let at = memory.allocate();
+        memory.driver.fill(at, 0x3f80_0000);
+        assert_eq!(memory.run(EVICT_ALL), Step::Done { moved: true });
+        let account = memory.account();
+        assert_eq!((account.mapped, account.swapped, account.host()), (0, 0, 0));
+        assert_eq!(memory.run(Goal::Restore), Step::Done { moved: true });
+        assert_eq!(memory.driver.word(at), Some(0x3f80_0000));
+        assert_eq!((memory.driver.count(COPY), memory.driver.count("cuMemcpyHtoDAsync_v2")), (0, 0));
+    }
+
+    #[test]
+    fn a_chunk_whose_copy_fails_stays_on_the_gpu() {
+        let memory = Memory::new();
+        let at = memory.allocate();
+        memory.driver.write(at, 5);
+        memory.driver.fail(COPY, 1, ERROR_INVALID_VALUE);
+        assert_eq!(memory.run(EVICT_ALL), Step::Stopped(Stop::HostFull));
+        let account = memory.account();
+        assert_eq!((account.mapped, account.swapped, account.in_flight), (GRANULE, 0, 0));
+        assert_eq!(memory.driver.count("cuMemUnmap"), 0);
+        assert_eq!(memory.run(EVICT_ALL), Step::Done { moved: true });
+        assert_eq!(memory.run(Goal::Restore), Step::Done { moved: true });
+        assert_eq!(memory.driver.word(at), Some(5));
+    }
+
+    #[test]
+    fn an_eviction_stops_at_its_target() {
+        let memory = Memory::new();
+        let _ = [(); 3].map(|()| memory.allocate());
+        assert_eq!(memory.run(Goal::Evict { target: 2 * GRANULE }), Step::Done { moved: true });
+        assert_eq!((memory.account().mapped, memory.driver.count(COPY)), (2 * GRANULE, 1));
+    }
+
+    #[test]
+    fn a_new_goal_cancels_the_plan() {
+        let memory = Memory::new();
+        let _ = [(); 2].map(|()| memory.allocate());
+        let plan = memory.space.lock().take_leaving(2 * GRANULE);
+        memory.mover.lock().plan = plan.into();
+        assert_eq!(memory.account().in_flight, 2 * GRANULE);
+        assert_eq!(memory.run(Goal::Restore), Step::Done { moved: false });
+        assert_eq!((memory.account().in_flight, memory.account().can_run()), (0, true));
+    }
+}

@@ -386,3 +386,120 @@ impl Mover {
         moved
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        driver::fake::until,
+        memory::{
+            engine::GRANULE,
+            fake::{EVICT_ALL, Memory},
+        },
+        sys::sync::Rank,
+    };
+    use core::sync::atomic::{AtomicU32, Ordering};
+    use std::thread;
+
+    #[test]
+    fn evicted_memory_returns_with_its_contents() {
+        let memory = Memory::new();
+        let addresses = [1, 2].map(|word| {
+            let at = memory.allocate();
+            memory.driver.write(at, word);
+            at
+        });
+        assert_eq!(memory.run(EVICT_ALL), Step::Done { moved: true });
+        let account = memory.account();
+        assert_eq!((account.mapped, account.swapped, account.in_flight), (0, 2 * GRANULE, 0));
+        assert_eq!(memory.driver.used(), 0);
+        assert_eq!(memory.run(Goal::Restore), Step::Done { moved: true });
+        assert_eq!(addresses.map(|at| memory.driver.word(at)), [Some(1), Some(2)]);
+        let account = memory.account();
+        assert_eq!((account.mapped, account.swapped, account.can_run()), (2 * GRANULE, 0, true));
+        assert_eq!(memory.run(Goal::Restore), Step::Done { moved: false }, "there is nothing left to move");
+    }
+
+    #[test]
+    fn a_paused_mover_starts_no_transfer() {
+        let memory = Memory::new();
+        memory.allocate();
+        memory.mover.lock().pause();
+        assert_eq!(memory.step(EVICT_ALL), Step::Done { moved: false });
+        assert_eq!((memory.driver.count("cuMemcpyDtoHAsync_v2"), memory.account().mapped), (0, GRANULE));
+        memory.mover.lock().resume();
+        assert_eq!(memory.run(EVICT_ALL), Step::Done { moved: true });
+    }
+
+    #[test]
+    fn leaving_a_context_waits_for_transfers_without_the_mover_lock() {
+        let memory = Memory::new();
+        memory.allocate();
+        memory.driver.keep_busy(memory.stream());
+        memory.step_until_call(EVICT_ALL, "cuMemcpyDtoHAsync_v2");
+        let context = memory.context as usize;
+        thread::scope(|scope| {
+            let leaving = scope.spawn(move || {
+                Mover::leave(memory.mover, context as CUcontext, memory.space, &|_| {}).forget();
+            });
+            until(|| memory.mover.lock().pauses == 1);
+            assert!(!leaving.is_finished() && memory.driver.count("cuMemUnmap") == 0, "the copy is not done");
+            memory.driver.finish(memory.stream());
+            leaving.join().expect("no panic");
+        });
+        assert_eq!(memory.account().swapped, GRANULE);
+        assert_eq!(memory.mover.lock().context(), None);
+    }
+
+    #[test]
+    fn an_eviction_continues_in_another_context_when_one_breaks() {
+        let memory = Memory::new();
+        let other = memory.add_context();
+        let at = memory.allocate();
+        memory.driver.write(at, 7);
+        memory.driver.fail("cuMemcpyDtoHAsync_v2", 1, 700);
+        assert_eq!(memory.run(EVICT_ALL), Step::Done { moved: true });
+        assert_eq!(memory.mover.lock().context(), Some(other));
+        assert_eq!(memory.run(Goal::Restore), Step::Done { moved: true });
+        assert_eq!(memory.driver.word(at), Some(7));
+    }
+
+    #[test]
+    fn an_eviction_without_a_working_context_leaves_memory_on_the_gpu() {
+        let memory = Memory::new();
+        let at = memory.allocate();
+        memory.driver.write(at, 7);
+        memory.driver.fail("cuMemcpyDtoHAsync_v2", usize::MAX, 700);
+        assert_eq!(memory.run(EVICT_ALL), Step::Stopped(Stop::Broken));
+        let account = memory.account();
+        assert_eq!((account.mapped, account.in_flight, memory.driver.word(at)), (GRANULE, 0, Some(7)));
+    }
+
+    /// Two threads retain the same primary context.
+    #[test]
+    fn the_objects_of_a_context_are_created_once_and_without_a_lock() {
+        let memory = Memory::new();
+        let context = memory.driver.new_context(0) as usize;
+        memory.driver.block("cuStreamCreate");
+        let added = AtomicU32::new(0);
+        let make_ready = || {
+            Mover::make_ready(memory.mover, context as CUcontext, true, || {
+                added.fetch_add(1, Ordering::SeqCst);
+            });
+        };
+        thread::scope(|scope| {
+            let threads = [(); 2].map(|()| scope.spawn(make_ready));
+            memory.driver.wait_for_calls("cuStreamCreate", 1);
+            thread::sleep(Duration::from_millis(2)); // lets the other thread find the objects in the making
+            assert_eq!(memory.mover.lock().in_the_making, [context]);
+            assert_eq!(memory.driver.count("cuStreamCreate"), 1);
+            assert_eq!(added.load(Ordering::SeqCst), 0, "the context is usable before its objects exist");
+            memory.driver.unblock("cuStreamCreate");
+            threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
+        });
+        assert_eq!((memory.driver.count("cuStreamCreate"), added.load(Ordering::SeqCst)), (1, 2));
+        for call in ["cuStreamCreate", "cuModuleLoadData"] {
+            assert!(memory.driver.count(call) > 0 && !memory.driver.was_held(Rank::Mover, call), "{call}");
+        }
+    }
+}

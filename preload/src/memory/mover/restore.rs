@@ -105,3 +105,77 @@ impl Mover {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{
+        engine::GRANULE,
+        fake::{EVICT_ALL, Memory},
+        mover::{Goal, Step},
+    };
+
+    /// Evicted memory. The first word of each chunk is its number.
+    fn evicted(count: u32) -> (Memory, alloc::vec::Vec<u64>) {
+        let memory = Memory::new();
+        let addresses = (0..count).map(|word| {
+            let at = memory.allocate();
+            memory.driver.write(at, word);
+            at
+        });
+        let addresses = addresses.collect();
+        assert_eq!(memory.run(EVICT_ALL), Step::Done { moved: true });
+        memory.driver.forget_calls();
+        (memory, addresses)
+    }
+
+    #[test]
+    fn a_restore_stays_within_the_allowance() {
+        let (memory, _) = evicted(3);
+        memory.space.lock().allow(1, 2 * GRANULE);
+        assert_eq!(memory.run(Goal::Restore), Step::Done { moved: true });
+        assert_eq!((memory.account().mapped, memory.driver.used()), (2 * GRANULE, 2 * GRANULE));
+        memory.space.lock().allow(2, 3 * GRANULE);
+        assert_eq!(memory.run(Goal::Restore), Step::Done { moved: true });
+        assert!(memory.account().can_run());
+    }
+
+    #[test]
+    fn a_restored_chunk_is_accessible_before_its_contents_are_copied() {
+        let (memory, _) = evicted(1);
+        assert_eq!(memory.run(Goal::Restore), Step::Done { moved: true });
+        let order = ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemcpyHtoDAsync_v2", "cuEventRecord"];
+        assert_eq!(memory.driver.calls(&order), order);
+    }
+
+    #[test]
+    fn a_restore_waits_for_memory_that_other_clients_are_freeing() {
+        let (memory, addresses) = evicted(1);
+        memory.driver.set_room(0);
+        assert_eq!(memory.step(Goal::Restore), Step::Busy(RETRY_INTERVAL));
+        memory.driver.set_room(GRANULE);
+        assert_eq!(memory.run(Goal::Restore), Step::Done { moved: true });
+        assert_eq!(memory.driver.word(addresses[0]), Some(0));
+    }
+
+    #[test]
+    fn a_restore_gives_up_when_the_gpu_stays_full() {
+        let (memory, _) = evicted(1);
+        memory.driver.set_room(0);
+        memory.mover.lock().full_since = Some(Instant::ago(TIMEOUT));
+        assert_eq!(memory.step(Goal::Restore), Step::Stopped(Stop::GpuFull));
+        let account = memory.account();
+        assert_eq!((account.mapped, account.swapped, account.in_flight), (0, GRANULE, 0));
+        assert_eq!(memory.step(Goal::Restore), Step::Busy(RETRY_INTERVAL), "a later restore waits again");
+    }
+
+    #[test]
+    fn a_chunk_keeps_its_copy_until_it_has_been_restored() {
+        let (memory, addresses) = evicted(2);
+        memory.driver.fail_later("cuMemcpyHtoDAsync_v2", 1, 1, ERROR_INVALID_VALUE);
+        assert_eq!(memory.step(Goal::Restore), Step::Busy(crate::memory::mover::POLL_INTERVAL));
+        assert_eq!(memory.driver.used(), GRANULE, "the memory of the failed chunk is freed");
+        assert_eq!(memory.run(Goal::Restore), Step::Done { moved: true });
+        assert_eq!([0, 1].map(|at| memory.driver.word(addresses[at])), [Some(0), Some(1)]);
+    }
+}

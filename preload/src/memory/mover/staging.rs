@@ -78,3 +78,77 @@ impl Mover {
         done
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        driver::fake::until,
+        memory::{
+            engine::GRANULE,
+            fake::{EVICT_ALL, Memory},
+            mover::{Goal, Step},
+        },
+    };
+
+    const REGISTER: &str = "cuMemHostRegister_v2";
+
+    fn prepare(memory: &Memory, bytes: u64) {
+        memory.mover.lock().prepare(memory.space, &[memory.context], bytes);
+    }
+
+    /// Waits for the threads that allocate buffers, and collects the buffers.
+    fn collect(memory: &Memory) {
+        until(|| memory.mover.lock().staging.as_ref().is_none_or(StagingAllocator::is_done));
+        assert_eq!(memory.run(Goal::Idle), Step::Done { moved: false });
+    }
+
+    #[test]
+    fn an_eviction_uses_the_buffers_that_were_prepared() {
+        let memory = Memory::new();
+        let _ = [(); 2].map(|()| memory.allocate());
+        prepare(&memory, 2 * GRANULE);
+        collect(&memory);
+        assert_eq!(memory.space.lock().free_buffer_lengths(), [GRANULE; 2]);
+        assert_eq!((memory.account().host_cache, memory.driver.count(REGISTER)), (2 * GRANULE, 2));
+        assert_eq!(memory.run(EVICT_ALL), Step::Done { moved: true });
+        assert_eq!((memory.account().host_cache, memory.account().swapped), (0, 2 * GRANULE));
+        assert_eq!(memory.driver.count(REGISTER), 2, "the eviction needed no other buffer");
+    }
+
+    #[test]
+    fn prepared_buffers_stay_within_the_limit_on_cached_host_memory() {
+        let memory = Memory::new();
+        let _ = [(); 3].map(|()| memory.allocate());
+        memory.space.lock().account.host_cache_max = GRANULE;
+        prepare(&memory, 3 * GRANULE);
+        collect(&memory);
+        assert_eq!(memory.account().host_cache, GRANULE);
+        prepare(&memory, 3 * GRANULE);
+        assert!(memory.mover.lock().staging.is_none(), "the limit is reached");
+    }
+
+    #[test]
+    fn a_paused_mover_prepares_no_buffers() {
+        let memory = Memory::new();
+        memory.allocate();
+        memory.mover.lock().pause();
+        prepare(&memory, GRANULE);
+        assert!(memory.mover.lock().staging.is_none());
+        memory.mover.lock().resume();
+        prepare(&memory, GRANULE);
+        assert!(memory.mover.lock().staging.is_some());
+        collect(&memory);
+    }
+
+    #[test]
+    fn an_eviction_keeps_its_buffers_for_the_next() {
+        let memory = Memory::new();
+        memory.allocate();
+        for _ in 0..3 {
+            assert_eq!(memory.run(EVICT_ALL), Step::Done { moved: true });
+            assert_eq!(memory.run(Goal::Restore), Step::Done { moved: true });
+        }
+        assert_eq!((memory.driver.count("cuMemcpyDtoHAsync_v2"), memory.driver.count(REGISTER)), (3, 1));
+    }
+}

@@ -210,3 +210,101 @@ impl Mover {
         report(&guard.account);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{
+        engine::{Flags, GRANULE, Swap},
+        fake::{EVICT_ALL, Memory},
+        mover::{Goal, Step, Stop},
+    };
+
+    #[test]
+    fn a_chunk_is_unmapped_only_after_its_copy_is_done() {
+        let memory = Memory::new();
+        let at = memory.allocate();
+        memory.driver.keep_busy(memory.stream());
+        memory.step_until_call(EVICT_ALL, "cuMemcpyDtoHAsync_v2");
+        for _ in 0..3 {
+            assert!(matches!(memory.step(EVICT_ALL), Step::Busy(_)));
+        }
+        let account = memory.account();
+        assert_eq!((account.mapped, account.in_flight, memory.driver.is_mapped(at)), (GRANULE, GRANULE, true));
+        memory.driver.finish(memory.stream());
+        assert_eq!(memory.run(EVICT_ALL), Step::Done { moved: true });
+        let order = ["cuMemcpyDtoHAsync_v2", "cuMemUnmap", "cuMemRelease"];
+        assert_eq!(memory.driver.calls(&order), order);
+        assert_eq!(memory.account().in_flight, 0);
+    }
+
+    /// Each finished chunk is reported while the others are still in flight.
+    #[test]
+    fn finished_transfers_complete_before_later_transfers() {
+        let memory = Memory::new();
+        let addresses = [(); 2].map(|()| memory.allocate());
+        memory.driver.keep_busy(memory.stream());
+        crate::driver::fake::until(|| {
+            assert!(matches!(memory.step(EVICT_ALL), Step::Busy(_)));
+            memory.driver.count("cuMemcpyDtoHAsync_v2") == 2
+        });
+        memory.driver.finish_event(memory.driver.arguments("cuEventRecord")[0][0]);
+        assert!(matches!(memory.step(EVICT_ALL), Step::Busy(_)));
+        assert_eq!(addresses.map(|at| memory.driver.is_mapped(at)), [false, true]);
+        assert_eq!((memory.account().swapped, memory.account().mapped), (GRANULE, GRANULE));
+        memory.driver.finish(memory.stream());
+        assert_eq!(memory.run(EVICT_ALL), Step::Done { moved: true });
+    }
+
+    #[test]
+    fn a_transfer_without_an_event_completes_when_the_stream_is_idle() {
+        let memory = Memory::new();
+        memory.allocate();
+        memory.driver.fail("cuEventRecord", 1, ERROR_INVALID_VALUE);
+        memory.driver.keep_busy(memory.stream());
+        memory.step_until_call(EVICT_ALL, "cuMemcpyDtoHAsync_v2");
+        assert!(matches!(memory.step(EVICT_ALL), Step::Busy(_)));
+        assert_eq!((memory.driver.count("cuEventQuery"), memory.driver.count("cuMemUnmap")), (0, 0));
+        memory.driver.finish(memory.stream());
+        assert_eq!(memory.run(EVICT_ALL), Step::Done { moved: true });
+    }
+
+    #[test]
+    fn a_chunk_that_cannot_be_mapped_at_its_aliases_returns_to_host_memory() {
+        const ALIAS: u64 = 0x100_0000;
+        let memory = Memory::new();
+        let (base, _) = memory.space.lock().create(GRANULE, Flags::default(), false, memory.work).expect("room");
+        memory.space.lock().add_alias(base, ALIAS).expect("the driver maps it");
+        memory.driver.write(ALIAS, 9);
+        assert_eq!(memory.run(EVICT_ALL), Step::Done { moved: true });
+        assert!(!memory.driver.is_mapped(ALIAS) && !memory.driver.is_mapped(base));
+        memory.driver.fail_later("cuMemMap", 1, 1, ERROR_OUT_OF_MEMORY);
+        assert_eq!(memory.run(Goal::Restore), Step::Stopped(Stop::GpuFull));
+        let account = memory.account();
+        assert_eq!((account.mapped, account.swapped, account.in_flight), (0, GRANULE, 0));
+        assert_eq!(memory.driver.used(), 0);
+        assert_eq!(memory.run(Goal::Restore), Step::Done { moved: true });
+        assert_eq!((memory.driver.word(ALIAS), memory.driver.word(base)), (Some(9), Some(9)));
+    }
+
+    #[test]
+    fn bytes_and_copies_in_flight_are_limited() {
+        let transfers = |count: u64, len| {
+            let mut mover = Mover::new();
+            mover.transfers = (0..count)
+                .map(|at| Transfer {
+                    base: at * len,
+                    offset: 0,
+                    len,
+                    handle: 0,
+                    engine: &Swap,
+                    direction: Direction::In(Residency::Unbacked),
+                    event: core::ptr::null_mut(),
+                })
+                .collect();
+            mover.has_room()
+        };
+        assert!(transfers(MAX_IN_FLIGHT / CHUNK - 1, CHUNK) && !transfers(MAX_IN_FLIGHT / CHUNK, CHUNK));
+        assert!(transfers(MAX_COPIES as u64 - 1, 4096) && !transfers(MAX_COPIES as u64, 4096));
+    }
+}

@@ -127,3 +127,113 @@ impl Space {
         self.settle();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{
+        engine::{CHUNK, Flags, GRANULE},
+        fake::{EVICT_ALL, Memory},
+        mover::Goal,
+    };
+
+    fn addresses(leaving: &[(u64, &Chunk)]) -> Vec<u64> {
+        leaving.iter().map(|(base, chunk)| base + chunk.offset).collect()
+    }
+
+    #[test]
+    fn chunks_with_a_copy_in_host_memory_leave_first() {
+        let memory = Memory::new();
+        let [first, second] = [(); 2].map(|()| memory.allocate());
+        memory.run(EVICT_ALL);
+        memory.run(Goal::Restore);
+        let mut space = memory.space.lock();
+        let buffer = space.take_copy(GRANULE).expect("a copy"); // of the first chunk
+        space.keep_buffers([buffer]);
+        assert_eq!(addresses(&space.leaving(GRANULE)), [second]);
+        assert_eq!(addresses(&space.leaving(GRANULE + 1)), [second, first]);
+        assert_eq!(addresses(&space.leaving(0)), []);
+    }
+
+    #[test]
+    fn a_chunk_that_is_put_back_leaves_the_account_unchanged() {
+        let memory = Memory::new();
+        memory.allocate();
+        memory.run(EVICT_ALL);
+        memory.run(Goal::Restore);
+        let mut space = memory.space.lock();
+        let before = space.account;
+        assert_eq!(before.host_cache, GRANULE);
+        let Leaving { base, chunk, is_copied, .. } = space.take_leaving(GRANULE).remove(0);
+        assert_eq!((space.account.in_flight, space.account.host_cache, is_copied), (GRANULE, 0, true));
+        assert!(!space.account.can_run() && space.leaving(GRANULE).is_empty(), "the mover has the chunk");
+        space.put(base, chunk.offset, chunk.residency);
+        assert_eq!(space.account, before);
+    }
+
+    #[test]
+    fn a_chunk_is_restored_only_within_the_allowance() {
+        let memory = Memory::new();
+        memory.allocate();
+        memory.run(EVICT_ALL);
+        let mut space = memory.space.lock();
+        let lacking = space.lacking();
+        let [(base, offset, GRANULE)] = lacking[..] else { panic!("{lacking:?}") };
+        space.allow(1, GRANULE - 1);
+        assert!(!space.can_restore() && space.take_lacking(base, offset).is_none());
+        space.allow(2, GRANULE);
+        assert!(space.can_restore());
+        let before = space.account;
+        let chunk = space.take_lacking(base, offset).expect("room");
+        let account = space.account;
+        assert_eq!((account.mapped, account.swapped, account.in_flight), (GRANULE, 0, GRANULE));
+        assert!(space.take_lacking(base, offset).is_none() && space.lacking().is_empty());
+        space.stays_away(base, offset, GRANULE, chunk.residency);
+        assert_eq!(space.account, before);
+    }
+
+    #[test]
+    fn pinned_memory_does_not_move() {
+        let memory = Memory::new();
+        let at = memory.allocate();
+        let mut space = memory.space.lock();
+        assert!(space.pin(at) && space.leaving(GRANULE).is_empty());
+        assert_eq!((space.account.demand, space.account.mapped, space.account.pinned), (0, 0, GRANULE));
+        space.undo(at);
+        assert_eq!((space.account.demand, space.account.pinned, memory.driver.used()), (0, 0, 0));
+    }
+
+    #[test]
+    fn memory_is_divided_into_chunks_unless_the_program_can_export_it() {
+        let memory = Memory::new();
+        let mut space = memory.space.lock();
+        let size = 2 * CHUNK + GRANULE;
+        let mut create = |handle_types| {
+            let flags = Flags { handle_types, ..Flags::default() };
+            let (base, _) = space.create(size, flags, false, memory.work).expect("room");
+            let lens: Vec<u64> = space.leaving(u64::MAX).iter().map(|(_, chunk)| chunk.len).collect();
+            space.destroy(base);
+            lens
+        };
+        assert_eq!(create(0), [CHUNK, CHUNK, GRANULE]);
+        assert_eq!(create(MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR), [size]);
+    }
+
+    #[test]
+    fn an_allowance_is_acknowledged_when_the_excess_has_left() {
+        let memory = Memory::new();
+        let _ = [(); 2].map(|()| memory.allocate());
+        let mut space = memory.space.lock();
+        space.allow(1, GRANULE);
+        space.allow(2, 0);
+        for ack in [1, 2] {
+            assert_eq!(space.account.ack, ack - 1);
+            let Leaving { base, chunk, .. } = space.take_leaving(GRANULE).remove(0);
+            let Residency::Gpu { handle, .. } = chunk.residency else { panic!("{chunk:?}") };
+            space.engine().unmap(base + chunk.offset, chunk.len, handle);
+            space.left(chunk.len, &Residency::Constant(0));
+            space.put(base, chunk.offset, Residency::Constant(0));
+        }
+        assert_eq!((space.account.ack, space.account.mapped, space.account.swapped), (2, 0, 0));
+    }
+}

@@ -473,3 +473,140 @@ impl Space {
         self.release(allocation);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{driver::fake::TOTAL, memory::fake::Memory};
+
+    impl Memory {
+        fn try_allocate(&self, size: u64, beyond: bool) -> Result<Allocated, CUresult> {
+            self.space.lock().allocate(size, self.context as usize, beyond, self.work)
+        }
+
+        fn free(&self, address: u64) -> Option<u64> {
+            self.space.lock().free(address, self.work)
+        }
+
+        fn busy_stream(&self) -> CUstream {
+            let stream = self.driver.new_stream(self.context);
+            self.work.note(stream);
+            self.driver.keep_busy(stream);
+            stream
+        }
+    }
+
+    #[test]
+    fn small_allocations_share_a_granule() {
+        let memory = Memory::new();
+        let addresses = [1, 700, slab::LARGEST].map(|size| memory.try_allocate(size, false).expect("room").address);
+        assert_eq!(addresses.map(|at| at - addresses[0]), [0, 512, 1536]);
+        assert_eq!((memory.account().demand, memory.driver.used()), (GRANULE, GRANULE));
+        let found = memory.space.lock().find(addresses[1] + 699).expect("the last byte");
+        assert_eq!((found.base, found.size), (addresses[1], 700));
+        assert!(memory.space.lock().find(addresses[1] + 700).is_none());
+        assert!(addresses.iter().all(|at| memory.free(*at).is_some()));
+        assert_eq!((memory.account().demand, memory.driver.used()), (0, 0));
+        assert_eq!(memory.free(addresses[0]), None);
+    }
+
+    #[test]
+    fn freed_memory_stays_until_earlier_work_is_done() {
+        let memory = Memory::new();
+        let at = memory.allocate();
+        let stream = memory.busy_stream();
+        let id = memory.free(at).expect("an allocation");
+        let account = memory.account();
+        assert_eq!((account.demand, account.freeing, memory.driver.is_mapped(at)), (GRANULE, GRANULE, true));
+        assert_eq!(account.free(), TOTAL, "the program can allocate these bytes again");
+        let mut space = memory.space.lock();
+        assert_eq!((space.find(at).is_none(), space.is_awaited(id, memory.work)), (true, Some(true)));
+        memory.driver.finish(stream);
+        assert_eq!(space.is_awaited(id, memory.work), Some(false));
+        space.reclaim(memory.work);
+        assert_eq!((space.account.demand, space.account.freeing, space.has_freed()), (0, 0, false));
+        assert!(!memory.driver.is_mapped(at));
+    }
+
+    #[test]
+    fn an_allocation_above_the_limit_has_no_effect() {
+        let memory = Memory::new();
+        memory.space.lock().limit(1, 2 * GRANULE, 0, 0);
+        memory.allocate();
+        assert_eq!(memory.try_allocate(2 * GRANULE, false), Err(ERROR_OUT_OF_MEMORY));
+        assert_eq!(memory.try_allocate(u64::MAX, false), Err(ERROR_OUT_OF_MEMORY));
+        assert_eq!((memory.account().demand, memory.driver.count("cuMemAddressReserve")), (GRANULE, 1));
+        assert!(memory.try_allocate(2 * GRANULE, true).is_ok(), "the caller may exceed the limit");
+        memory.space.lock().account.max = 2 * GRANULE;
+        assert_eq!(memory.try_allocate(GRANULE, true), Err(ERROR_OUT_OF_MEMORY), "a rule sets the limit");
+    }
+
+    #[test]
+    fn memory_beyond_the_allowance_is_mapped_later() {
+        let memory = Memory::new();
+        memory.space.lock().allow(1, GRANULE);
+        let backing = |memory: &Memory| memory.try_allocate(GRANULE, false).expect("room").backing;
+        assert_eq!((backing(&memory), backing(&memory)), (Backing::There, Backing::Later));
+        assert_eq!((memory.account().demand, memory.account().mapped), (2 * GRANULE, GRANULE));
+        memory.space.lock().allow(2, TOTAL);
+        assert_eq!(backing(&memory), Backing::Later, "missing chunks get the room first");
+        assert_eq!(memory.driver.used(), GRANULE);
+    }
+
+    #[test]
+    fn an_allocation_fails_if_the_gpu_is_full_and_no_room_comes() {
+        let memory = Memory::new();
+        memory.driver.set_room(0);
+        assert_eq!(memory.try_allocate(GRANULE, false), Err(ERROR_OUT_OF_MEMORY));
+        assert_eq!((memory.account().demand, memory.driver.count("cuMemAddressFree")), (0, 1));
+        memory.space.lock().allow(1, GRANULE);
+        let refused = memory.try_allocate(GRANULE, false).expect("the scheduler makes room");
+        assert_eq!((refused.backing, memory.account().demand), (Backing::Refused, GRANULE));
+    }
+
+    #[test]
+    fn an_allocation_that_fails_halfway_frees_its_chunks() {
+        let memory = Memory::new();
+        memory.driver.fail_later("cuMemSetAccess", 1, 1, 700);
+        assert_eq!(memory.try_allocate(2 * CHUNK, false), Err(700));
+        let account = memory.account();
+        assert_eq!((account.demand, account.mapped, account.peak, memory.driver.used()), (0, 0, 0, 0));
+    }
+
+    #[test]
+    fn memory_freed_during_a_move_is_dismantled_when_the_move_ends() {
+        let memory = Memory::new();
+        let at = memory.allocate();
+        let leaving = memory.space.lock().take_leaving(GRANULE).remove(0);
+        memory.free(at).expect("an allocation");
+        let account = memory.account();
+        assert_eq!((account.demand, account.freeing, memory.driver.is_mapped(at)), (GRANULE, GRANULE, true));
+        memory.space.lock().put(leaving.base, leaving.chunk.offset, leaving.chunk.residency);
+        let account = memory.account();
+        assert_eq!((account.demand, account.mapped, account.freeing, account.in_flight), (0, 0, 0, 0));
+        assert!(!memory.driver.is_mapped(at));
+    }
+
+    #[test]
+    fn the_memory_of_a_destroyed_context_is_freed() {
+        let memory = Memory::new();
+        let others = memory.allocate();
+        let own = memory.space.lock().allocate(GRANULE, 77, false, memory.work).expect("room").address;
+        memory.busy_stream();
+        memory.space.lock().drop_context(77, false);
+        assert_eq!([others, own].map(|at| memory.driver.is_mapped(at)), [true, false]);
+        memory.free(others).expect("an allocation");
+        assert!(memory.driver.is_mapped(others), "work of another context may use it");
+        memory.space.lock().drop_context(memory.context as usize, true);
+        assert_eq!((memory.account().demand, memory.account().freeing, memory.driver.used()), (0, 0, 0));
+    }
+
+    #[test]
+    fn an_undone_allocation_is_freed_without_waiting_for_work() {
+        let memory = Memory::new();
+        memory.busy_stream();
+        let at = memory.allocate();
+        memory.space.lock().undo(at);
+        assert_eq!((memory.account().demand, memory.account().peak, memory.driver.used()), (0, 0, 0));
+    }
+}

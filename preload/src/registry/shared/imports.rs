@@ -278,3 +278,205 @@ pub fn find(address: u64) -> Option<(&'static Gpu, Allocation)> {
         Some((import.user, Allocation::foreign(open.at, open.size, open.id, open.context)))
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        connection::fake::Scheduler,
+        driver::fake::Driver,
+        gate::closed,
+        gpu::fake::{attach_to_scheduler, busy_stream},
+        work::capture,
+    };
+    use rustix::fs::{Mode, OFlags, open};
+
+    /// A range of two chunks, and an allocation in its second chunk.
+    const BYTES: u64 = 2 * GRANULE;
+    const OFFSET: u64 = GRANULE;
+
+    struct Importer {
+        driver: Driver,
+        gpu: &'static Gpu,
+        context: CUcontext,
+        scheduler: Scheduler,
+        handle: ExportHandle,
+        /// The address of the range.
+        at: u64,
+    }
+
+    impl Importer {
+        fn new() -> Self {
+            let driver = Driver::new();
+            let (gpu, context, scheduler) = attach_to_scheduler(&driver);
+            let mut import = Import::reserve(BYTES, gpu).expect("addresses");
+            let descriptor = open(c"/dev/null", OFlags::RDONLY, Mode::empty()).expect("a file");
+            (0..2).for_each(|_| import.map(&descriptor, GRANULE).expect("a chunk"));
+            import.give_access().expect("access");
+            let (exporter, secret) = (Secret([gpu.index as u8; 16]), Secret([0; 16]));
+            let handle = ExportHandle { exporter, secret, size: GRANULE, id: 1, range: 5, offset: OFFSET as u32 };
+            let at = import.at;
+            REGISTRY.lock().imports = BTreeMap::from([(handle.range_id(), import)]);
+            ANY_IMPORTS.store(true, Ordering::SeqCst);
+            Self { driver, gpu, context, scheduler, handle, at }
+        }
+
+        fn open_in(&self, context: CUcontext) -> Result<u64, CUresult> {
+            REGISTRY.lock().open(&self.handle, context as usize).expect("the range is mapped")
+        }
+
+        fn open(&self) -> u64 {
+            self.open_in(self.context).expect("it opens")
+        }
+
+        fn is_mapped(&self) -> bool {
+            let is_mapped = [0, GRANULE].map(|offset| self.driver.is_mapped(self.at + offset));
+            assert_eq!(is_mapped[0], is_mapped[1]);
+            is_mapped[0]
+        }
+
+        fn pinned(&self) -> u64 {
+            self.gpu.account().expect("a space").pinned
+        }
+    }
+
+    #[test]
+    fn closed_memory_is_unmapped_after_the_work_that_may_use_it() {
+        let importer = Importer::new();
+        let stream = busy_stream(&importer.driver, importer.gpu, importer.context);
+        assert_eq!(close(importer.open()), Some(()));
+        assert!(!unmap_closed() && importer.is_mapped() && importer.scheduler.sent().is_empty());
+        importer.driver.finish(stream);
+        assert!(unmap_closed() && !importer.is_mapped() && !has_imports());
+        assert_eq!(importer.driver.arguments("cuMemAddressFree"), [[importer.at, BYTES]]);
+        let sent = importer.scheduler.sent();
+        assert!(matches!(sent[..], [ClientMessage::Closed { range: 5, .. }]), "{sent:?}");
+    }
+
+    #[test]
+    fn closed_memory_stays_mapped_while_a_capture_hides_running_work() {
+        let importer = Importer::new();
+        let stream = busy_stream(&importer.driver, importer.gpu, importer.context);
+        importer.driver.set_capturing(stream, Some(1));
+        assert_eq!(capture::begin(stream, || SUCCESS), SUCCESS);
+        close(importer.open());
+        importer.driver.finish(stream);
+        assert!(!unmap_closed() && importer.is_mapped());
+        importer.driver.set_capturing(stream, None);
+        capture::end(stream);
+        assert!(unmap_closed() && !importer.is_mapped());
+    }
+
+    #[test]
+    fn memory_of_a_drained_gpu_is_unmapped_without_a_fence() {
+        let importer = Importer::new();
+        importer.gpu.work.note(importer.driver.new_stream(importer.context));
+        importer.driver.fail("cuEventRecord", usize::MAX, ERROR_OUT_OF_MEMORY);
+        close(importer.open());
+        assert!(importer.is_mapped(), "no fence can be recorded");
+        importer.gpu.gate.close(closed::LOCK);
+        assert!(unmap_closed() && !importer.is_mapped());
+    }
+
+    #[test]
+    fn destroying_another_context_unmaps_nothing_that_running_work_uses() {
+        let importer = Importer::new();
+        let other = importer.driver.new_context(importer.gpu.index as CUdevice);
+        let address = importer.open();
+        drop_context(importer.gpu, other, false);
+        assert!(importer.is_mapped(), "the range is open in another context");
+        let stream = busy_stream(&importer.driver, importer.gpu, importer.context);
+        close(address);
+        drop_context(importer.gpu, other, false);
+        assert!(importer.is_mapped(), "running work may use the closed range");
+        importer.driver.finish(stream);
+        assert!(unmap_closed() && !importer.is_mapped());
+    }
+
+    #[test]
+    fn memory_is_unmapped_with_the_context_that_opened_it() {
+        let importer = Importer::new();
+        importer.open();
+        drop_context(importer.gpu, importer.context, false);
+        assert!(!importer.is_mapped() && !has_imports());
+    }
+
+    #[test]
+    fn closed_memory_is_unmapped_with_the_last_context() {
+        let importer = Importer::new();
+        busy_stream(&importer.driver, importer.gpu, importer.context);
+        close(importer.open());
+        assert!(importer.is_mapped());
+        drop_context(importer.gpu, importer.context, true);
+        assert!(!importer.is_mapped());
+    }
+
+    #[test]
+    fn an_allocation_is_closed_with_its_last_reference() {
+        let importer = Importer::new();
+        let address = importer.open();
+        assert_eq!((address, importer.open()), (importer.at + OFFSET, address));
+        assert_eq!((close(address), importer.is_mapped()), (Some(()), true));
+        assert_eq!((close(address), importer.is_mapped()), (Some(()), false));
+        assert_eq!(close(address), None);
+    }
+
+    #[test]
+    fn reopening_cancels_the_unmapping() {
+        let importer = Importer::new();
+        let stream = busy_stream(&importer.driver, importer.gpu, importer.context);
+        close(importer.open());
+        importer.open();
+        importer.driver.finish(stream);
+        assert!(unmap_closed() && importer.is_mapped());
+    }
+
+    #[test]
+    fn only_one_context_opens_a_range_and_only_within_its_bounds() {
+        let mut importer = Importer::new();
+        importer.open();
+        let other = importer.driver.new_context(importer.gpu.index as CUdevice);
+        assert_eq!(importer.open_in(other), Err(ERROR_INVALID_HANDLE));
+        importer.handle.size = BYTES - OFFSET + 1;
+        assert_eq!(importer.open_in(importer.context), Err(ERROR_INVALID_VALUE));
+    }
+
+    #[test]
+    fn adopted_memory_is_pinned_until_it_is_closed() {
+        let importer = Importer::new();
+        let address = importer.open();
+        let ExportHandle { exporter, range, .. } = importer.handle;
+        for _ in 0..2 {
+            adopt(exporter, range);
+            assert_eq!(importer.pinned(), BYTES);
+        }
+        let is_adopted = |message: &&ClientMessage| matches!(message, ClientMessage::Adopted { range: 5, .. });
+        assert_eq!(importer.scheduler.sent().iter().filter(is_adopted).count(), 1);
+        close(address);
+        assert_eq!(importer.pinned(), 0);
+        adopt(exporter, range);
+        assert_eq!(importer.pinned(), 0, "the program has closed it");
+    }
+
+    #[test]
+    fn an_imported_address_belongs_to_an_open_allocation() {
+        let importer = Importer::new();
+        assert!(find(importer.at + OFFSET).is_none(), "the allocation is not open");
+        let address = importer.open();
+        let (gpu, allocation) = find(address + GRANULE - 1).expect("the last byte");
+        assert_eq!((gpu.index, allocation.base, allocation.size), (importer.gpu.index, address, GRANULE));
+        assert!(allocation.is_foreign() && allocation.id >= FOREIGN);
+        assert!(find(address + GRANULE).is_none() && find(importer.at).is_none());
+    }
+
+    #[test]
+    fn a_chunk_that_cannot_be_mapped_is_released() {
+        let importer = Importer::new();
+        let mut import = Import::reserve(BYTES, importer.gpu).expect("addresses");
+        importer.driver.forget_calls();
+        importer.driver.fail("cuMemMap", 1, ERROR_OUT_OF_MEMORY);
+        let descriptor = open(c"/dev/null", OFlags::RDONLY, Mode::empty()).expect("a file");
+        assert_eq!(import.map(&descriptor, GRANULE), Err(ERROR_MAP_FAILED));
+        assert_eq!((importer.driver.count("cuMemRelease"), import.mapped), (1, 0));
+    }
+}
