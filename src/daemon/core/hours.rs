@@ -6,8 +6,8 @@
 //! ([`Instance::programs`](crate::config::rules::Instance::programs)). Time is counted only while a
 //! rule limits it. The thread that records usage saves the sums on disk.
 //!
-//! Programs that have used up their hours get the rule's limits with `weight = "idle"`. So the
-//! scheduler knows nothing of hours.
+//! Programs that have used up their hours get the rule's limits with `weight = "idle"`, without
+//! `time-min` and `interactive`. So the scheduler knows nothing of hours.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
