@@ -7,8 +7,8 @@
 //!
 //! With the driver, a free is work in its stream; in this library, it is not. The difference is visible
 //! only in the legacy stream, through which blocking streams wait for each other. If blocking streams
-//! exist, a reuse in the legacy stream records an event, and synchronizing one blocking stream does not
-//! prove that its frees are done.
+//! exist, a reuse in the legacy stream records an event. Synchronizing one blocking stream then does
+//! not prove that its frees are done.
 //!
 //! Memory beyond a pool's threshold is released after the program has waited for its work. All unused
 //! memory of pools is released before an allocation fails for lack of memory. It is also released
