@@ -1,9 +1,14 @@
-//! Which driver calls may wait for running work. The client's thread never makes such calls, and
-//! neither does a thread that holds a lock of this library: the work may wait for the program's next
-//! call, and that call may need the client's thread or the lock.
+//! Which driver calls may wait for running work. Examples are module loads, `cuMemFree`,
+//! `cuMemHostUnregister`, the destruction of a context, and `cuEventRecord` in a stream whose queue is
+//! full. The invariant is: **no call that may wait is made by the client's thread, or by a thread that
+//! holds a lock of this library.** The work may wait for the program's next call, and that call may
+//! need the client's thread or the lock.
 //!
 //! `coverage/waiting.tsv` classifies the functions. Debug builds check each call, and abort if it is
 //! forbidden. Release builds check nothing.
+//!
+//! Rejected: a separate thread for every wait of the program. The program could then not see which of
+//! its calls wait.
 
 pub use checks::check;
 

@@ -1,7 +1,7 @@
-//! Fingerprints of chunks: 128-bit hashes, computed on the GPU at the speed of its memory. A
-//! fingerprint shows whether a chunk consists of one repeated value, or has the same contents as a copy
-//! in host memory. Such a chunk need not be copied over the link, which is eighty times slower than the
-//! GPU's memory.
+//! Fingerprints of chunks: 128-bit hashes with a random seed, computed on the GPU at the speed of its
+//! memory whenever a chunk leaves the GPU. A fingerprint shows whether a chunk consists of one repeated
+//! value, or has the same contents as a copy in host memory or in a file. Such a chunk need not be
+//! copied over the link, which is eighty times slower than the GPU's memory, nor written to the file.
 
 use super::staging::Buffer;
 use crate::{

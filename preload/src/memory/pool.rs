@@ -3,10 +3,11 @@
 //! This module is pure bookkeeping. [`super::space`] provides the segments and checks which frees are
 //! done.
 //!
-//! A freed block belongs to the stream in which it was freed. Later work of that stream runs after
-//! the free, so an allocation in the same stream may reuse the block immediately. An allocation in
-//! another stream may reuse the block only after the free is done. Frees are therefore numbered,
-//! across all pools of a GPU, and a fence covers all frees up to a number.
+//! A freed block belongs to the stream in which it was freed. Later work of that stream runs after the
+//! free, so an allocation in the same stream may reuse the block immediately. A stream that frees and
+//! allocates needs no event. An allocation in another stream may reuse the block only after the free is
+//! done. Frees are therefore numbered, across all pools of a GPU, and a fence covers all frees up to a
+//! number.
 //!
 //! This allocator never makes one stream wait for another. The waiting stream would also wait for work
 //! that the program submitted after the free, and that work may itself be waiting.
@@ -29,7 +30,7 @@ pub const SEGMENT: u64 = 32 << 20;
 /// The largest block of the small class, in bytes.
 const SMALL: u64 = 1 << 20;
 
-/// Identifies a stream by numbers that are never reused.
+/// Identifies a stream by numbers that are never reused, so the library need not know when a stream ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct StreamName {
     /// The context of a default stream, because default streams have the same handle in all contexts. 0 for

@@ -2,9 +2,9 @@
 //! kernel. One thread per GPU makes these calls. The thread holds no lock, and ends when no calls are
 //! left.
 //!
-//! The thread makes a call only after all earlier work of the call's context is done. Otherwise the
-//! driver might wait for work that ends only after the program's next call, and the driver might block
-//! that call too.
+//! The thread makes a call only after an event shows that all earlier work of the call's context is done.
+//! Otherwise the driver might wait for work that ends only after the program's next call, and the driver
+//! might block that call too.
 
 use super::{file::HostCopy, fingerprint::Fingerprinter};
 use crate::{

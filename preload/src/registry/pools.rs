@@ -1,6 +1,18 @@
-//! Memory pools by the driver's handles, which the program uses too. Each pool of this library shadows
-//! a pool of the driver. The program's settings are read from the driver's pool. The driver's pool also
-//! serves the allocations that this library leaves to it.
+//! Memory pools by the driver's handles, which the program uses too. The library serves the pools that
+//! the program creates (`cuMemPoolCreate`), and each GPU's default pool. Each pool of this library
+//! shadows a pool of the driver. The driver's pool keeps the attributes that the program sets, and
+//! answers questions about them. The library cuts the pool's blocks from the same chunks as other
+//! allocations, so the blocks move with those chunks.
+//!
+//! The driver's pool also serves the allocations that this library leaves to it. Their memory is
+//! pinned:
+//!
+//! - allocations from pools that are shareable, limited, not on a GPU, or of an unknown kind
+//! - allocations during a stream capture
+//! - allocations on GPUs whose memory is not moved by copying
+//!
+//! `NVSHARE_MOVABLE_POOLS=0` leaves all memory of pools to the driver, for programs that need features
+//! that only the driver's pools have.
 
 use crate::{
     driver::{self, check, types::*},

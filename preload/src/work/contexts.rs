@@ -51,7 +51,9 @@ const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// A context that the program is destroying. The driver's call waits for the context's work, but the
 /// client's thread, the gates and other threads must not wait for that call. So during the call this
-/// library holds no lock and does not enter the context.
+/// library holds no lock and does not enter the context. The context's work counts as running until the
+/// driver's call has returned. Rejected: counting the context as idle. Its kernels still run and would
+/// lose their memory.
 #[derive(Debug)]
 pub(super) struct Dying {
     context: Context,

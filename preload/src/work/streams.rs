@@ -1,4 +1,7 @@
 //! The streams to which work was submitted, and the recording of points in them.
+//!
+//! The thread that submits work also records points, without a lock, because the driver waits if the
+//! stream's queue is full. Another thread records a point only if the queues have room.
 
 use super::point::{self, Point, is_legacy};
 use super::{Inner, Work, capture, contexts};

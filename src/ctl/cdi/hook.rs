@@ -2,10 +2,20 @@
 //! with a GPU from that file. The hook runs in the container's mount namespace, after all mounts
 //! and before `pivot_root`.
 //!
-//! The file that nvshare mounts as `/etc/ld.so.preload` hides the image's own file. If the image
-//! has such a file, the hook mounts a third file over both. The third file lists the libraries of
-//! both. The hook never changes the image, and does nothing in containers of images without the
-//! file. Invariant: a container either preloads the libraries of both files, or does not start.
+//! A container gets the library through an `/etc/ld.so.preload` that the runtime mounts. The mount
+//! hides the image's own file. If the image has such a file, the hook mounts a third file over
+//! both. The third file lists the libraries of both. The hook never changes the image, and does
+//! nothing in containers of images without the file. So only containers whose image has the file
+//! depend on the hook. Invariant: if the hook finds the image's file, the container either preloads
+//! the libraries of both files, or does not start.
+//!
+//! Three designs were rejected:
+//!
+//! - Writing the line into the container's own file: that needs a writable root, and `commit` would
+//!   make the line a part of the image.
+//! - A hook in place of the mount: every container would depend on the hook.
+//! - Merging the files in the agent, on an event: the file under a mount is visible only in that
+//!   mount namespace and with `CAP_SYS_ADMIN`.
 //!
 //! The hook also refuses containers with several ResourceClaims of Kubernetes. Each claim mounts
 //! its socket at the same path. Only the last mount is visible, and kubelet and the runtime decide

@@ -1,11 +1,16 @@
-//! A listening socket for each Kubernetes ResourceClaim that is prepared on this node. Each socket has
-//! its own directory. Containers that were given the claim have this directory mounted in place of the
-//! usual directory. Other containers cannot reach the claim's directory. So the socket identifies the
-//! claim of a connecting program, whatever the program itself reports.
+//! A listening socket for each Kubernetes ResourceClaim that is prepared on this node. A claim's
+//! allocation is a rule, so the scheduler has to know each program's claim. Control groups identify
+//! only pods: the containers of one pod can have different claims, a claim can have several pods,
+//! and later pods are not announced to a driver.
 //!
-//! A claim's directory exists until the claim is removed, because running containers have it mounted.
-//! After a restart, the daemon reads the existing claims from these directories, before the device
-//! plugin has listed them.
+//! So each socket has its own directory. Containers that were given the claim have this directory
+//! mounted in place of the usual directory, and the library connects as always. Other containers
+//! cannot reach the claim's directory. So the socket identifies the claim of a connecting program,
+//! whatever the program itself reports.
+//!
+//! A claim's directory exists until the claim is removed, because running containers have it
+//! mounted. After a restart, the daemon reads the existing claims from these directories. So it
+//! serves the sockets before the device plugin has sent the claims' rules (`SetClaims`).
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};

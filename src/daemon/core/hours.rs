@@ -1,8 +1,13 @@
 //! GPU time of programs whose rules set `gpu-hours`, and the consequences of using it up.
 //!
-//! Programs that a rule counts together share one sum per hour. The name of that sum does not change
-//! when rules change ([`Instance::programs`](crate::config::rules::Instance::programs)). Time is
-//! counted only while a rule limits it. The thread that records usage saves the sums on disk.
+//! Programs that a rule counts together share one sum per hour. The sum is stored under the name of
+//! these programs, for example `unit=/system.slice/a.service`, and not under the rule's name. So
+//! the name does not change when rules change
+//! ([`Instance::programs`](crate::config::rules::Instance::programs)). Time is counted only while a
+//! rule limits it. The thread that records usage saves the sums on disk.
+//!
+//! Programs that have used up their hours get the rule's limits with `weight = "idle"`, without
+//! `time-min` and `interactive`. So the scheduler knows nothing of hours.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

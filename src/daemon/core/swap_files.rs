@@ -8,10 +8,17 @@
 //! if Σ over clients of max(0, committed − reserved) is at most the RAM. The scheduler keeps Σ
 //! committed ≤ excess + Σ offers, where a GPU's offer is the memory that it has for clients. So the
 //! excess may be RAM + Σ min(reserved, committed) − Σ offers. For clients without a file,
-//! `reserved` is 0.
+//! `reserved` is 0. The scheduler knows nothing of files: the daemon sends only this number.
 //!
-//! Space is reserved before a promise relies on it. If RAM has no room for the higher limit that a
-//! client requests, the request waits for the disk, for at most [`PATIENCE`].
+//! A file has space for all of its client's memory, including memory on a GPU. So files add memory
+//! only if they have more space than the GPUs have memory. Rejected: a pool of space for the excess
+//! alone. When another client runs, space would have to move from one client's file to another's,
+//! and a file system cannot do that in one step.
+//!
+//! A file is the guarantee, and RAM is a cache. So space is reserved (`fallocate`) before a promise
+//! relies on it. If RAM has no room for the higher limit that a client requests, the request waits
+//! for the disk, for at most [`PATIENCE`]. Reserved space stays with its client, as promised memory
+//! does.
 //!
 //! The RAM is divided among the clients, so that evicted memory moves to disk before RAM runs out.
 //! Memory without space in a file gets RAM first. The rest of the RAM is assigned to clients in
@@ -315,7 +322,7 @@ impl Core {
     }
 
     /// The bytes that each tenant may still reserve if all tenants together may reserve `most`. Tenants
-    /// have equal parts. A part that a tenant does not need goes to other tenants.
+    /// have equal parts of the disk. A part that a tenant does not need goes to other tenants.
     fn file_shares(&self, most: u64, needs: &[Need]) -> BTreeMap<Tenant, u64> {
         let mut tenants: BTreeMap<Tenant, (u64, u64)> = BTreeMap::new();
         for need in needs.iter().filter(|need| need.files) {

@@ -1,6 +1,11 @@
 //! Usage of tenants, units and containers, for the records that [`crate::daemon::usage`] writes to
 //! disk. Usage is the growth of clients' counters since the last record, and the product of the
 //! bytes in use and the time.
+//!
+//! At least once a minute, and when the daemon ends, the loop passes the sums to the recording
+//! thread. The minutes begin at full minutes of the clock, so no minute belongs to two hours. A
+//! tenant chooses the names of its units, so the number of rows that a tenant can add in an hour is
+//! bounded. Further units share one row (`Accounts`).
 
 use std::collections::BTreeMap;
 use std::path::Path;

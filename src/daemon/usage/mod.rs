@@ -1,9 +1,11 @@
-//! Hourly usage of each GPU by tenants, and by their systemd units and containers. The usage is saved
-//! in the directory that systemd provides (`StateDirectory=`).
+//! Hourly usage of each GPU by tenants, and by their systemd units and containers. D-Bus callers
+//! read it by `ListUsage`. The usage is saved in an SQLite database in the directory that systemd
+//! provides (`StateDirectory=`).
 //!
 //! Disks can be slow, so a separate thread reads and writes the records. The scheduling loop sends
-//! usage to this thread and never waits. `keeper` is the thread, and `store` is its database. Without
-//! the feature `accounting`, neither exists and usage is not recorded.
+//! usage to this thread and never waits. `keeper` is the thread, and `store` is its database.
+//! Unsaved usage stays in memory, up to a bound, so a full or broken disk delays nothing else.
+//! Without the feature `accounting`, neither exists and usage is not recorded.
 
 #![cfg_attr(not(feature = "accounting"), expect(dead_code))]
 

@@ -1,4 +1,9 @@
 //! Lowers allowances: evicts memory of clients that do not run, so that other clients can run.
+//!
+//! Under `fcfs`, memory of the least recently run client is evicted first. Under `adaptive`, memory
+//! of the client that is expected to run last is evicted first. Memory of the first request in the
+//! queue is evicted after the memory of other clients, and memory that rules protect comes last. So
+//! in a rotation of three programs, the victim is the program that ran before the holder.
 
 use super::{Account, Context, Gpu};
 use crate::{api::*, effects::Effects, policy, queue::Entity};

@@ -1,7 +1,15 @@
-//! Bytes that are kept free on a GPU for programs that are not clients. Users request *rooms*.
-//! *Headroom* is kept ahead of programs that grow. Memory that other programs have already taken
-//! from a room or headroom is not kept free a second time. Only the larger of rooms and headroom is
-//! kept free, because both are for the same programs.
+//! Bytes that are kept free on a GPU for programs that are not clients. Such a program, for example
+//! a display server or a game, cannot wait for memory: if none is free, its allocation fails. So
+//! clients' memory is evicted before the program needs it.
+//!
+//! Users request *rooms*. *Headroom* is kept ahead of programs that grow. Memory that other
+//! programs have already taken from a room or headroom is not kept free a second time. Rooms count
+//! from a base level: the usage when the first room of a GPU is made, or the least usage since.
+//! Only the larger of rooms and headroom is kept free, because both are for the same programs. No
+//! client waits forever, because rooms and headroom expire.
+//!
+//! Kept bytes count like overhead, so limits, placement and co-running already exclude them. They
+//! differ from overhead only in urgency (`rooms`).
 
 use crate::api::*;
 use std::collections::{BTreeMap, VecDeque};
@@ -39,7 +47,7 @@ pub(crate) struct Room {
 pub(crate) struct Others {
     used: u64,
     rooms: BTreeMap<RoomId, Room>,
-    /// Bytes of `used` that other programs did not take from a room.
+    /// The base level of rooms: bytes of `used` that other programs did not take from a room.
     beside_rooms: u64,
     /// Measurements of the last [`AHEAD`], the newest last, each with its time.
     samples: VecDeque<(Time, u64)>,

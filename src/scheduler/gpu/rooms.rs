@@ -1,7 +1,8 @@
 //! Rooms: memory of a GPU that is kept free for programs that are not clients (see `others`).
 //! Memory is evicted for a room immediately. A holder is revoked before its turn ends if it does
 //! not fit beside the room, or if its memory has to be evicted for the room. Clients that do not
-//! fit beside a room wait until the room ends.
+//! fit beside a room wait until the room ends. Gangs are not split to make room. Headroom
+//! (`others`) has the same effects.
 
 use super::{Access, Gpu};
 use crate::{api::*, effects::Effects};

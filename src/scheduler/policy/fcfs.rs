@@ -3,16 +3,18 @@
 //! **Turns.** In `on`, every turn is the full time quantum, as in the original nvshare. In `auto`,
 //! the turn depends on the cost of changing the holder.
 //!
-//! If memory must move, the turn is a multiple of the time of the move ([`Waiter::moving_turn`]).
-//! If no memory must move, the only cost is a drain, and fairness decides. A holder then keeps the
-//! GPU for a little longer than the waiter is expected to need. Two clients with equal bursts thus
-//! finish their bursts (two half-busy jobs overlap perfectly), and a short burst soon ends a long
-//! turn. The rule amounts to least attained service. Burst lengths are heavy-tailed, so the GPU
-//! time that a client has used since its last idle time predicts the GPU time that it still needs.
+//! If memory must move, the turn is twice the waiter's expected burst. Multiples of the time of the
+//! move bound it ([`Waiter::moving_turn`]). If no memory must move, the only cost is a drain, and
+//! fairness decides. A holder then keeps the GPU for a quarter longer than the waiter is expected
+//! to need. Two clients with equal bursts thus finish their bursts (two half-busy jobs overlap
+//! perfectly), and a short burst soon ends a long turn. The rule amounts to least attained service.
+//! Burst lengths are heavy-tailed, so the GPU time that a client has used since its last idle time
+//! predicts the GPU time that it still needs.
 //!
 //! A client of a higher class (`fairness::Class`) does not wait for the turn to end. A client of a
 //! lower class waits until the holder runs out of work. With many waiting clients, `auto` shortens
-//! turns so that the last client waits no longer than `max-wait`.
+//! turns so that the last client waits no longer than `max-wait`. Two lower bounds remain: 20 ms,
+//! and five times the time of the move ([`Waiter::shortest_turn`]).
 //!
 //! **Queue.** The clients of one tenant are ordered by arrival. In `auto`, the rank is the arrival
 //! plus the expected time (the burst, and moving memory both ways), rounded down to a power of

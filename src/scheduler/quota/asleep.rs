@@ -1,7 +1,8 @@
 //! Clients that are off their GPUs, or on their way off or back. The limit of such a client is its
-//! demand, or the limit that it has requested if that is higher, so that other clients can use the rest, and so that the client can be moved to a
-//! GPU without spare memory. The lower limit is sent before the order to prepare, because a
-//! sleeping client acknowledges nothing. Requests for more memory are handled as for other clients.
+//! demand, or the limit that it has requested if that is higher. So other clients can use the rest,
+//! and the client can be moved to a GPU without spare memory. The lower limit is sent before the
+//! order to prepare, because a sleeping client acknowledges nothing. Requests for more memory are
+//! handled as for other clients.
 
 use super::{Context, Quota, limit::Limit};
 use crate::{api::*, effects::Effects};

@@ -1,5 +1,9 @@
 //! Allocates bytes to holders and to the queue. Grants requests that have all the bytes that they
 //! need.
+//!
+//! Bytes that the first request lacks are evicted from clients without the lock while the holder
+//! runs. Only the holder's own bytes wait for the end of its turn. A request is granted when it is
+//! first in the queue, may hold the lock, and has been allowed all bytes that it needs.
 
 use super::Pressure;
 use crate::{

@@ -4,8 +4,9 @@
 //!
 //! A holder is *undrainable* if it reports itself stuck or does not answer, and does not drain in
 //! time. An undrainable holder no longer counts as a holder, and other clients are admitted beside
-//! it if its memory leaves room. The holder is still revoked periodically. After it has released
-//! the lock, it takes turns like any other client.
+//! it if its memory leaves room. A client that does not fit beside it waits until the kernel ends,
+//! because nothing can interrupt a kernel. The holder is still revoked periodically. After it has
+//! released the lock, it takes turns like any other client.
 //!
 //! A client that does not answer is charged only for its measured memory and gets no more. So a
 //! process cannot withhold memory that it does not have on the GPU, whatever it reported.

@@ -1,6 +1,18 @@
 //! Clients that are off their GPUs, and each client's stages: awake → preparing → checkpointing →
 //! asleep → waking → restoring → awake.
 //!
+//! A sleeping program is off its GPUs completely, including its CUDA contexts. The driver can take
+//! an idle or paused process off and bring it back (`cuCheckpointProcessLock`, `Checkpoint`,
+//! `Restore`, `Unlock`; driver 570 and newer).
+//!
+//! A sleep takes these steps. The scheduler sends `PrepareSleep`. The library closes its gates,
+//! lets the work drain, evicts all memory, closes the entries into the driver, and answers. A
+//! helper of the daemon locks and checkpoints the process. A thread that is about to enter the
+//! driver waits in the library, which sends `Wake`. The scheduler makes room, the helper restores
+//! the process, and the library opens the entries when it receives `Awake`. A move to another GPU
+//! changes the scheduler's records while the process sleeps, and the helper restores the process on
+//! the other GPU.
+//!
 //! - **A preparation ends with the client's own answer**, or with a timeout. After a timeout, the
 //!   client is sent `Awake`, but is not asked again before it has answered. So a late answer cannot
 //!   be mistaken for the answer to a later request.
@@ -11,6 +23,18 @@
 //! For each GPU that a client has attached, this module records the GPU where the client's process
 //! last was. A restore, `Awake`, a move before the client wakes, and the way back after a failed
 //! restore need no other record.
+//!
+//! Other parts of sleep:
+//!
+//! - `settle/sleep.rs`, `gpu/returning.rs`: which client sleeps, and when; room for a wake.
+//! - `settle/moves.rs`, `quota/coming.rs`: moves to another GPU, drained GPUs. `quota/asleep.rs`:
+//!   limits of sleeping clients.
+//! - The daemon's `core/sleep.rs`, `core/paused.rs`, `core/moves.rs`: driver versions, and requests
+//!   to pause, move or drain. `checkpoint/mod.rs`: starts helpers. `src/checkpoint/main.rs`: the
+//!   helper.
+//! - The library's `client/thread/sleep.rs`: prepares and wakes the process. `driver/presence.rs`,
+//!   `driver/entry.rs`, `lookup/entries.rs`: keep threads out of the driver. `gpu/identity.rs`:
+//!   UUIDs after a move. `client/exit.rs`: exit of a sleeping process.
 
 use crate::api::*;
 use nvshare_wire::moves::MAX_MOVES;

@@ -1,6 +1,11 @@
 //! The DRA driver. It offers GPUs by kubelet's other API (`resource.k8s.io/v1`), with consumable
 //! capacity.
 //!
+//! The driver is part of `nvshare-device-plugin`. One process has one list of GPUs, so it cannot
+//! offer a GPU through both of kubelet's APIs. It also watches the GPUs' health only once.
+//! Rejected: two programs with the same configuration file, because each would read it at a
+//! different time.
+//!
 //! - [`slice`]: the devices of a ResourceSlice, without I/O.
 //! - [`claim`]: the allocation of a ResourceClaim as a rule, without I/O.
 //! - [`quantity`]: numbers in Kubernetes' notation.

@@ -1,5 +1,12 @@
 //! Keeps this client's host memory within the scheduler's limit. Writes copies of chunks to the swap
 //! file, and reads them back before their chunks are restored.
+//!
+//! The library itself watches the cgroups of its process, because the scheduler may not be able to see
+//! these groups. The less memory the groups have left, the more often the library reads them. If a
+//! group is short of memory, evicted memory leaves RAM as if it exceeded the scheduler's limit. Unused
+//! buffers are freed first, then host copies that are already in the file, and then other copies are
+//! written. Memory that fits in no file is unregistered, so that the kernel can page it out. It is
+//! registered again right before it is copied to the GPU.
 
 use super::{CHORE_INTERVAL, ClientThread, memory::release_surplus};
 use crate::{
@@ -127,7 +134,8 @@ impl ClientThread {
     }
 
     /// Forgets the limit on host memory and the current file. Called when no scheduler sets a limit any
-    /// more, and when a new scheduler takes over, because it does not know the file.
+    /// more, and when a new scheduler takes over, because it does not know the file. Nothing more is
+    /// written to the file, and it is kept until its contents have been read.
     pub(super) fn forget_host_memory(&mut self) {
         self.tier.ram = u64::MAX;
         self.retire_file();
@@ -191,8 +199,8 @@ impl ClientThread {
     }
 
     /// Returns the bytes of host buffers to keep while memory is read back from a file, even above the
-    /// limit. When a chunk is back on the GPU, its buffer is used for the next chunk to be read, so no new
-    /// buffer has to be created.
+    /// limit. When a chunk is back on the GPU, its buffer is used for the next chunk to be read. Creating
+    /// the pages of a new buffer takes longer than reading.
     pub(super) fn needed_to_read(account: &Account) -> u64 {
         account.in_file.min(MOST_BEHIND)
     }

@@ -6,11 +6,22 @@
 //! queues jobs and applies the results.
 //!
 //! The program can neither close the file nor pass it on. The file is open only in a separate
-//! descriptor table, which the file's threads share. A fork does not copy this table, and `exec` does
-//! not keep it. The file has no name, so its space is freed when the process ends.
+//! descriptor table (`close_range` with `CLOSE_RANGE_UNSHARE`), which the file's threads share. A fork
+//! does not copy this table, and `exec` does not keep it. The file has no name, so its space is freed
+//! when the process ends.
 //!
-//! A chunk's checksum stays in memory and is compared when the chunk is read. A mismatch means that the
-//! contents are lost, as after an uncorrectable memory error.
+//! Chunks are written from their buffers and read into new ones, several at a time, by direct I/O if
+//! the file system supports it. Unlike copies to the GPU, this I/O makes no driver calls. Reading
+//! overlaps with copying to the GPU. Rejected: io_uring. Four threads reach nine tenths of the disk's
+//! rate or more (`bench/RESULTS.md`), containers do not allow io_uring, and it would need the threads
+//! too.
+//!
+//! A chunk that is read from a file keeps its place there, so it is written again only after it has
+//! changed ([`super::fingerprint`]). A chunk's checksum stays in memory and is compared when the chunk
+//! is read. A mismatch or a failure of the disk means that the contents are lost. The gate then stays
+//! closed, and every call that could have used the contents fails with `CUDA_ERROR_ECC_UNCORRECTABLE`.
+//! An error of the GPU's own memory has the same effect, and no process recovers from that error
+//! either.
 
 mod extents;
 mod worker;
@@ -325,7 +336,8 @@ impl FileCopy {
     }
 }
 
-/// The checksum of a chunk's contents.
+/// The checksum of a chunk's contents. Only detects errors of the disk: with 64 bits, the checksum is too
+/// weak a reason to skip a write.
 fn checksum(buffer: &Buffer) -> u64 {
     xxhash_rust::xxh3::xxh3_64(buffer.bytes())
 }

@@ -2,7 +2,17 @@
 //! *segments*.
 //!
 //! Each pool shadows a pool of the driver and has the same handle. The driver's pool serves the
-//! allocations that this library leaves to the driver.
+//! allocations that this library leaves to the driver. Memory of a pool belongs to no context, and
+//! outlives all contexts.
+//!
+//! With the driver, a free is work in its stream; in this library, it is not. The difference is visible
+//! only in the legacy stream, through which blocking streams wait for each other. If blocking streams
+//! exist, a reuse in the legacy stream records an event. Synchronizing one blocking stream then does
+//! not prove that its frees are done.
+//!
+//! Memory beyond a pool's threshold is released after the program has waited for its work. All unused
+//! memory of pools is released before an allocation fails for lack of memory. It is also released
+//! before chunks are evicted: no work runs then, and free blocks need not be copied.
 
 use super::{Allocated, Allocation, Backing, RangeKind, Space};
 use crate::{
