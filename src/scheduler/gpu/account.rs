@@ -233,6 +233,12 @@ impl Account {
         self.verified().is_some_and(|most| self.report.mapped > most)
     }
 
+    /// Whether the client claims memory, and a measurement found none: a tool other than nvshare has
+    /// checkpointed the process.
+    pub fn is_elsewhere(&self) -> bool {
+        self.claimed.0 > 0 && self.found == Some(0)
+    }
+
     /// The mapped bytes that the client reported, believed or not.
     pub fn claimed(&self) -> u64 {
         self.claimed.0

@@ -116,8 +116,9 @@ impl Gpu {
         let now = cx.now;
         let Some(account) = self.account(client) else { return };
         let is_undrainable = self.hold(client).is_some_and(Hold::is_undrainable);
+        let may_need_memory = self.lock(client).is_some_and(ClientLock::may_need_memory);
         let has = match is_undrainable {
-            true if self.lock(client).is_some_and(ClientLock::may_need_memory) => None,
+            true if may_need_memory && !account.is_elsewhere() => None,
             true => account.less_than_charged(),
             false => account.unanswered(now),
         };

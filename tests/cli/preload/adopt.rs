@@ -123,7 +123,8 @@ fn a_failed_adoption_is_rolled_back() {
             assert_eq!(ctl(&daemon, &["get"]).fine(), before, "{what}");
         };
         // Without a session, the user has no bus.
-        ctl(&daemon, &["adopt", "--user", "comfyui"]).refused("Run nvsharectl in a session of the service's user. To start the user's services");
+        ctl(&daemon, &["adopt", "--user", "comfyui"])
+            .refused("Run nvsharectl in a session of the service's user. To start the user's services");
         let systemd = Systemd::start(vec![ollama()]);
         ctl(&daemon, &["adopt", "nothing"]).refused("systemd has no unit nothing.service");
         ctl(&daemon, &["adopt", "ollama.slice"]).refused("is a slice");

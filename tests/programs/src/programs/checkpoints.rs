@@ -20,10 +20,13 @@ fn uuid(gpu: i32) -> cuda::Result<[u8; 16]> {
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let pid: i32 = args.text("pid", "0").parse()?;
     cu!(cuInit(0))?;
+    let lock = LockArgs { timeout_ms: args.size("timeout-ms", "2000") as u32, ..LockArgs::default() };
     match args.text("to", "asleep") {
+        "locked" => late_cu!(cuCheckpointProcessLock(pid, &lock))?,
         "asleep" => {
-            let lock = LockArgs { timeout_ms: args.size("timeout-ms", "2000") as u32, ..LockArgs::default() };
-            late_cu!(cuCheckpointProcessLock(pid, &lock))?;
+            if args.text("from", "running") == "running" {
+                late_cu!(cuCheckpointProcessLock(pid, &lock))?;
+            }
             late_cu!(cuCheckpointProcessCheckpoint(pid, ptr::null()))?;
         }
         "awake" => {
@@ -35,7 +38,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             late_cu!(cuCheckpointProcessRestore(pid, if pairs.is_empty() { ptr::null() } else { &moved }))?;
             late_cu!(cuCheckpointProcessUnlock(pid, ptr::null()))?;
         }
-        other => return Err(format!("--to {other}: want asleep or awake").into()),
+        other => return Err(format!("--to {other}: want locked, asleep or awake").into()),
     }
     report.integer("pid", pid as u64);
     Ok(())
