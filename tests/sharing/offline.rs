@@ -73,7 +73,7 @@ fn programs_started_after_the_scheduler_is_gone_both_finish() {
     let (machine, [mut early]) = abandoned_at([work("20M")]);
     early.end();
     let mut first = machine.program(&work("44M")).start();
-    first.wait_to_say("allocate");
+    first.wait_to_say("allocation of");
     let mut second = machine.program("churn --mem 40M --seconds 2").start();
     second.finish();
     first.end();
@@ -84,7 +84,7 @@ fn allocations_fail_natively_if_no_scheduler_has_ever_run() {
     const REFUSED: i32 = 3;
     let machine = Machine::new(pressed());
     let mut first = machine.program("stranger --mem 44M --seconds 5").start();
-    first.wait_to_say("allocate");
+    first.wait_to_say("allocation of");
     let mut second = machine.program("grow --mem 44M").start();
     assert_eq!(second.wait().code(), Some(REFUSED));
     first.finish();

@@ -17,7 +17,7 @@ use std::{
 };
 
 static IS_USED: AtomicBool = AtomicBool::new(false);
-static STATE: Mutex<State> = Mutex::new(State::new());
+static STATE: Mutex<Scene> = Mutex::new(Scene::new());
 static CHANGED: Condvar = Condvar::new();
 
 std::thread_local! {
@@ -41,9 +41,9 @@ const IMPORTED: u64 = 2 << 20;
 const BLOCKED: Duration = Duration::from_secs(30);
 
 #[derive(Debug)]
-struct State {
+struct Scene {
     calls: Vec<Call>,
-    failures: Vec<Failure>,
+    failures: Vec<InjectedFailure>,
     /// Functions that block, in one context or in any.
     blocked: Vec<(&'static str, Option<usize>)>,
     next: usize,
@@ -77,7 +77,7 @@ struct Chunk {
 
 /// The calls after the next `skip` calls of a function fail.
 #[derive(Debug)]
-struct Failure {
+struct InjectedFailure {
     name: &'static str,
     skip: usize,
     times: usize,
@@ -91,7 +91,7 @@ struct Call {
     locks: u64,
 }
 
-impl State {
+impl Scene {
     const fn new() -> Self {
         Self {
             calls: Vec::new(),
@@ -141,7 +141,7 @@ impl State {
     }
 }
 
-fn state() -> MutexGuard<'static, State> {
+fn state() -> MutexGuard<'static, Scene> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -158,18 +158,18 @@ fn current() -> usize {
 }
 
 /// Records a call, and carries it out unless the test lets it fail. Blocks first if the test says so.
-fn call(name: &'static str, arguments: &[u64], body: impl FnOnce(&mut State) -> CUresult) -> CUresult {
+fn call(name: &'static str, arguments: &[u64], body: impl FnOnce(&mut Scene) -> CUresult) -> CUresult {
     let mut state = state();
     state.calls.push(Call { name, arguments: arguments.to_vec(), locks: locks() });
     CHANGED.notify_all();
-    let blocks = |state: &State| {
+    let blocks = |state: &Scene| {
         state.blocked.iter().any(|(blocked, context)| *blocked == name && context.is_none_or(|of| of == current()))
     };
     let deadline = Instant::now() + BLOCKED;
     while blocks(&state) && Instant::now() < deadline {
         (state, _) = CHANGED.wait_timeout(state, BLOCKED).unwrap_or_else(PoisonError::into_inner);
     }
-    let State { failures, .. } = &mut *state;
+    let Scene { failures, .. } = &mut *state;
     if let Some(failure) = failures.iter_mut().find(|failure| failure.name == name && failure.times > 0) {
         if failure.skip == 0 {
             failure.times -= 1;
@@ -237,7 +237,7 @@ impl Driver {
 
     /// Like [`fail`](Self::fail), after `skip` calls that succeed.
     pub fn fail_later(&self, name: &'static str, skip: usize, times: usize, error: CUresult) {
-        state().failures.push(Failure { name, skip, times, error });
+        state().failures.push(InjectedFailure { name, skip, times, error });
     }
 
     /// Calls of a function succeed again.

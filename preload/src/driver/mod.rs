@@ -130,19 +130,21 @@ impl Function {
 
 /// Looks up the driver's export with this name, for an [`Entry`]. Loads the driver. Returns `None` if the
 /// driver cannot be loaded, and `Some(None)` if it lacks the export.
+#[cfg(not(test))]
 pub fn look_up(name: &CStr) -> Option<Option<usize>> {
     LIBRARY.load().map(|library| library::export(library, name))
 }
 
+/// Unit tests have a fake driver, even on a machine with a GPU.
+#[cfg(test)]
+pub fn look_up(name: &CStr) -> Option<Option<usize>> {
+    Some(fake::find(name))
+}
+
 /// Returns the address of the driver's export with this name. Loads the driver.
-#[cfg(not(test))]
 pub fn export(name: &CStr) -> Option<usize> {
     look_up(name).flatten()
 }
-
-/// Unit tests have a fake driver, even on a machine with a GPU.
-#[cfg(test)]
-pub use fake::find as export;
 
 /// Makes a driver call that blocks while another process has locked this process. Makes the call
 /// even while the entries are shut. Most queries do not block in a locked process, but the query of

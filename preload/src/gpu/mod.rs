@@ -277,9 +277,15 @@ impl Gpu {
     /// Whether this client runs no work that may access this GPU's memory, and can start no such
     /// work.
     pub fn is_drained(&self) -> bool {
+        self.is_shut() && self.is_quiet() && !capture::any()
+    }
+
+    /// Whether the work of this client on this GPU and its peers has ended, and calls that need the lock wait.
+    /// Calls that need only the memory may be in progress.
+    pub fn is_shut(&self) -> bool {
         // The gate must be closed for the lock. Behind a gate that is closed only for memory, earlier work may
         // still be running.
-        let is_shut = |gpu: &Gpu| gpu.drained.load(Ordering::SeqCst) && gpu.gate.is_closed_for(closed::LOCK);
-        is_shut(self) && self.peers().all(is_shut) && self.is_quiet() && !capture::any()
+        let is_shut = |gpu: &Self| gpu.drained.load(Ordering::SeqCst) && gpu.gate.is_closed_for(closed::LOCK);
+        is_shut(self) && self.peers().all(is_shut)
     }
 }
