@@ -25,6 +25,8 @@ pub struct Account {
     pub limit: u64,
     pub limit_seq: u32,
     pub limit_max: u64,
+    /// Whether the present scheduler has sent its limit.
+    pub has_limit: bool,
     /// The limit that a rule sets for this program and its group; 0 for none. The limit stays in force when
     /// the scheduler ends.
     pub max: u64,
@@ -80,7 +82,7 @@ impl Account {
     /// scheduler has not sent its limit yet. An allocation that exceeds such a limit waits: soon, a scheduler
     /// sends a limit, or the client runs without a scheduler.
     pub fn limit_is_known(&self, is_connected: bool) -> bool {
-        self.allowance == u64::MAX || (is_connected && self.limit_seq != 0)
+        self.allowance == u64::MAX || (is_connected && self.has_limit)
     }
     /// Returns `bytes`, capped at the limits of the rule and of the environment.
     pub fn at_most(&self, bytes: u64) -> u64 {

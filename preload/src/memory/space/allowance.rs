@@ -28,7 +28,7 @@ impl Space {
     pub fn reset_for_successor(&mut self) {
         self.pending.clear();
         (self.account.allowance, self.account.ack) = (self.account.mapped + self.account.pinned, 0);
-        self.account.limit_seq = 0;
+        (self.account.limit_seq, self.account.has_limit) = (0, false);
     }
 
     /// Removes the allowance, to run without a scheduler.
@@ -44,6 +44,7 @@ impl Space {
         self.account.limit = bytes.min(self.account.env_max);
         self.account.limit_max = most.min(self.account.env_max);
         (self.account.limit_seq, self.account.host_cache_max) = (seq, keep);
+        self.account.has_limit = true;
     }
 
     /// Sets the allowance so that `bytes` bytes are evicted and none are restored. Used without a
