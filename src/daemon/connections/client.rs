@@ -175,7 +175,18 @@ pub async fn converse(
     };
     core.borrow_mut().disconnect(client, why);
     connection.close();
+    discard_unread(connection);
     slice.end().await;
+}
+
+/// Discards the unread packets of a connection that has been shut down. If a socket is closed with unread
+/// packets, the peer's next receive fails, and the client misses a refusal that it has not read.
+fn discard_unread(connection: &Connection) {
+    let (mut buffer, owner) = ([0; MAX_LEN], connection.budget().tenant().number());
+    while !foreign::is_behind(owner)
+        && socket::receive(connection.socket(), &mut buffer, owner, &mut Vec::new()).is_ok_and(|length| length > 0)
+    {
+    }
 }
 
 /// Reads packets that a process sent before it exited. The daemon can notice the exit before it has
