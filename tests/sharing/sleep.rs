@@ -489,7 +489,7 @@ fn checkpoint_by_another(machine: &Machine, program: &Program, to: &str) {
 fn a_holder_that_another_tool_checkpoints_leaves_its_room_to_others() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
     let work = |rounds: &str| format!("mix --mem 80M --chunks 4 --reps 3 --rounds {rounds}");
-    let mut holder = machine.program(&format!("{} --cpu-ms 20", work("endless"))).start();
+    let holder = machine.program(&format!("{} --cpu-ms 20", work("endless"))).start();
     machine.wait_for_grants(&holder, 1);
     let mut waiter = machine.program(&work("3")).start();
     checkpoint_by_another(&machine, &holder, "locked");
