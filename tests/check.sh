@@ -153,7 +153,6 @@ fi
 
 {
     quietly "man pages" man_pages
-    quietly "demo on a simulated GPU" end_to_end
     quietly "examples in the documentation" nice -n 19 "$cargo" test --workspace --locked --doc
 } &
 beside=$!
@@ -170,6 +169,7 @@ else
     step "tests" "$cargo" test --workspace --locked --no-fail-fast --lib --bins --tests
     step "tests of libnvshare.so" library_tests
 fi
+step "demo on a simulated GPU" end_to_end
 collect
 
 # Tests of whole systems need root, and tools that few machines have. CI skips them.
