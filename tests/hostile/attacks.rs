@@ -1180,6 +1180,42 @@ fn idle_connections_of_a_container_leave_the_control_socket_to_root() {
     siege.withstands([contain(attacker, &unit)]);
 }
 
+#[test]
+#[ignore = "a helper: in a container, leaves its control connections to a child, and ends"]
+fn helper_leaves_control_connections_to_a_child() {
+    let socket = helper_socket();
+    // The scheduler may accept some connections before their process has ended, so there are many.
+    for _ in 0..40 {
+        // SAFETY: this process has one thread that uses the heap while it forks. The processes end without any
+        // cleanup, or with this process's PID namespace.
+        unsafe {
+            let parent = libc::fork();
+            if parent == 0 {
+                let streams: Vec<_> = (0..20).filter_map(|_| UnixStream::connect(&socket).ok()).collect();
+                if libc::fork() == 0 {
+                    libc::pause();
+                }
+                std::mem::forget(streams);
+                libc::_exit(0);
+            }
+            libc::waitpid(parent, std::ptr::null_mut(), 0);
+        }
+    }
+    hold(());
+}
+
+/// The scheduler cannot tell the PID namespace of a process that has ended.
+#[test]
+fn connections_of_a_process_that_has_ended_leave_the_control_socket_to_root() {
+    if !runs_here("attacks::connections_of_a_process_that_has_ended_leave_the_control_socket_to_root") {
+        return;
+    }
+    let Some(unit) = Unit::new(&format!("docker-{}.scope", container_id())) else { return };
+    let siege = Siege::start("");
+    let attacker = helper("attacks::helper_leaves_control_connections_to_a_child", &siege.daemon.control());
+    siege.withstands([contain(attacker, &unit)]);
+}
+
 // ---- Files ----
 
 #[test]

@@ -83,7 +83,10 @@ pub async fn serve_peers(listener: OwnedFd, shared: Shared) {
         let Ok(mut ready) = listener.readable().await else { return };
         match ready.try_io(|l| socket::accept(l.as_fd())) {
             Ok(Ok(stream)) => {
-                let is_visitor = Process::of_socket(stream.as_fd()).is_ok_and(|peer| peer.place() == Where::Elsewhere);
+                // A process that has ended may have left its connection to a child in a container. With `hidepid`, no
+                // process is shown, so that mount option must not make every peer a visitor.
+                let is_of_host = |peer: Process| matches!(peer.place(), Where::Host | Where::Hidden);
+                let is_visitor = !Process::of_socket(stream.as_fd()).is_ok_and(is_of_host);
                 let visit = is_visitor.then(|| visitors.clone().try_acquire_owned());
                 if let Some(Err(_)) = visit {
                     debug!("dropped a control connection: at most {MAX_VISITORS} may come from other PID namespaces");
