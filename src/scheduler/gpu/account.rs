@@ -233,10 +233,10 @@ impl Account {
         self.verified().is_some_and(|most| self.report.mapped > most)
     }
 
-    /// Whether the client claims memory, and a measurement found none: a tool other than nvshare has
-    /// checkpointed the process.
+    /// Whether a measurement found none of the memory that the client claims: a tool other than nvshare
+    /// has checkpointed the process.
     pub fn is_elsewhere(&self) -> bool {
-        self.claimed.0 > 0 && self.found == Some(0)
+        self.claimed.0 > 0 && self.found == Some(0) && self.refuted == self.claimed
     }
 
     /// The mapped bytes that the client reported, believed or not.
