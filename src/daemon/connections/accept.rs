@@ -106,18 +106,20 @@ pub async fn accept(
     }
 }
 
-/// Sends a client the reason why it is refused. Reads the client's packets first, because closing a
-/// socket with unread data discards the data sent on it. The loop ends, because the client's
-/// further sends fail. `owner`: the tenant's number.
+/// Discards the unread packets of a connection on which no more packets can arrive. If a socket is closed
+/// with unread packets, the peer's next receive fails, and the peer misses the messages that it has not read.
+/// `owner`: the tenant's number.
+pub(super) fn discard_unread(socket: BorrowedFd<'_>, owner: u64) {
+    let mut buffer = [0; MAX_LEN];
+    while !foreign::is_behind(owner)
+        && socket::receive(socket, &mut buffer, owner, &mut Vec::new()).is_ok_and(|length| length > 0)
+    {}
+}
+
+/// Sends a client the reason why it is refused. `owner`: the tenant's number.
 pub(super) fn refuse(socket: BorrowedFd<'_>, owner: u64, reason: Refusal, text: &str) {
     socket::stop_receiving(socket);
-    let mut buffer = [0; MAX_LEN];
-    let mut descriptors = Vec::new();
-    while !foreign::is_behind(owner)
-        && socket::receive(socket, &mut buffer, owner, &mut descriptors).is_ok_and(|n| n > 0)
-    {
-        descriptors.clear();
-    }
+    discard_unread(socket, owner);
     let message = SchedulerMessage::Refused { reason, text: Text::new(text) };
     let _ = socket::send(socket, message.encode(0).as_bytes());
 }

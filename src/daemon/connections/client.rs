@@ -13,7 +13,7 @@ use tokio::io::unix::AsyncFd;
 use tracing::{debug, error};
 
 use super::Connections;
-use super::accept::refuse;
+use super::accept::{discard_unread, refuse};
 use crate::daemon::core::{Arrival, Core};
 use crate::daemon::tenants::{Budget, Share, What};
 use crate::daemon::transport::connection::{Connection, Received};
@@ -160,7 +160,6 @@ pub async fn converse(
         () = died(pidfd) => End::Died,
     };
     let slice = connection.budget().slice().await;
-    slice.spend(ARRIVAL_TOKENS);
     if !matches!(end, End::Violation(_)) {
         read_last_packets(core, client, connection);
     }
@@ -175,18 +174,9 @@ pub async fn converse(
     };
     core.borrow_mut().disconnect(client, why);
     connection.close();
-    discard_unread(connection);
+    discard_unread(connection.socket(), connection.budget().tenant().number());
+    slice.spend(ARRIVAL_TOKENS);
     slice.end().await;
-}
-
-/// Discards the unread packets of a connection that has been shut down. If a socket is closed with unread
-/// packets, the peer's next receive fails, and the client misses a refusal that it has not read.
-fn discard_unread(connection: &Connection) {
-    let (mut buffer, owner) = ([0; MAX_LEN], connection.budget().tenant().number());
-    while !foreign::is_behind(owner)
-        && socket::receive(connection.socket(), &mut buffer, owner, &mut Vec::new()).is_ok_and(|length| length > 0)
-    {
-    }
 }
 
 /// Reads packets that a process sent before it exited. The daemon can notice the exit before it has
