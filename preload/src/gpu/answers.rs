@@ -28,7 +28,8 @@ impl LimitAnswers {
         }
     }
 
-    /// Called when a new limit has arrived, or when the scheduler was replaced or its connection was lost.
+    /// Called when a new limit has arrived, when the scheduler was replaced or its connection was lost, and when
+    /// the client begins to run without a scheduler.
     pub fn changed(&self) {
         self.count.fetch_add(1, Ordering::SeqCst);
         futex::wake_all(&self.count);

@@ -15,8 +15,7 @@ use nvshare_wire::ClientMessage;
 
 /// The longest wait for an answer. The scheduler answers within half of this time.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// The interval between attempts to send to a scheduler that does not read, and between checks whether a
-/// new scheduler has sent its limit.
+/// The interval between attempts to send to a scheduler that does not read.
 const SEND_RETRY: Duration = Duration::from_millis(2);
 
 /// The outcome of a request.
@@ -58,7 +57,11 @@ pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
             return Outcome::Denied;
         }
         asked = true;
-        if is_known && connection::send(&ClientMessage::RequestLimit { slot: gpu.index, bytes: wanted }) {
+        if !is_known {
+            futex::wait(&gpu.limit_answers.count, seen, left);
+            continue;
+        }
+        if connection::send(&ClientMessage::RequestLimit { slot: gpu.index, bytes: wanted }) {
             futex::wait(&gpu.limit_answers.count, seen, left);
             if gpu.limit_answers.denied_since(seen).is_some_and(|denied| denied <= wanted) {
                 trace!("GPU {}: the scheduler refused a limit of {wanted} bytes", gpu.index);

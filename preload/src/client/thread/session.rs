@@ -188,6 +188,7 @@ impl ClientThread {
             if let Some(space) = gpu.space() {
                 space.lock().run_ungated(gpu.total());
             }
+            gpu.limit_answers.changed();
             self.turn(gpu).run_ungated(gpu);
         }
     }

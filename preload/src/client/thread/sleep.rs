@@ -361,6 +361,7 @@ impl ClientThread {
             if let Some(space) = gpu.space() {
                 space.lock().run_ungated(gpu.total());
             }
+            gpu.limit_answers.changed();
             self.turn(gpu).run_ungated(gpu);
         }
         let Prepared { messages, lost, connected, has_successor, named, .. } = prepared;
