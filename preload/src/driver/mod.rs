@@ -85,6 +85,8 @@ const MAX_NAME: usize = 64;
 pub struct Function {
     entry: Entry,
     name: [u8; MAX_NAME],
+    #[cfg(debug_assertions)]
+    waiting: waiting::KnownClass,
 }
 
 impl Function {
@@ -93,7 +95,12 @@ impl Function {
         let mut own = [0; MAX_NAME];
         let (head, _) = own.split_at_mut(name.to_bytes_with_nul().len());
         head.copy_from_slice(name.to_bytes_with_nul());
-        Self { entry: Entry::new(), name: own }
+        Self {
+            entry: Entry::new(),
+            name: own,
+            #[cfg(debug_assertions)]
+            waiting: waiting::KnownClass::new(),
+        }
     }
 
     pub fn name(&self) -> &CStr {
