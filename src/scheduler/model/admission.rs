@@ -4,7 +4,7 @@
 use super::Model;
 use crate::{
     api::*,
-    gpu::{Access, Hold},
+    gpu::{Access, ClientLock, Hold},
     policy::Precedence,
     queue::Entity,
 };
@@ -117,6 +117,34 @@ impl Model<'_> {
         }
         let room = gpu.capacity(self.settings).saturating_sub(gpu.ledger.unevictable().saturating_sub(own_unevictable));
         need <= room || self.has_memory(entity, id)
+    }
+
+    /// The undrainable holder that gets its memory before a request is granted. A request precedes an
+    /// undrainable holder once. If its clients have run beside the holder since the holder was revoked,
+    /// the holder comes first. Otherwise, clients that always have work would keep the holder from
+    /// draining for ever.
+    pub fn undrainable_ahead_of(&self, entity: Entity, id: GpuId, members: &[ClientId]) -> Option<ClientId> {
+        let has_run_since = |revoked: Time| {
+            let locks = members.iter().filter_map(|member| self.gpus.lock(*member, id));
+            locks.filter(|lock| lock.grants > 0).any(|lock| lock.last_run > revoked)
+        };
+        let is_ahead = |holder: ClientId, hold: &Hold| {
+            hold.entity != entity
+                && hold.revoked.is_some_and(|revoked| has_run_since(revoked.first))
+                && self.gpus.lock(holder, id).is_some_and(ClientLock::may_need_memory)
+                && self.fits_alone(holder, id)
+        };
+        self.gpus.holds_on(id).find(|(holder, hold)| is_ahead(*holder, hold)).map(|(holder, _)| holder)
+    }
+
+    /// Whether a client runs, and has its memory on the GPU or could have it if all evictable memory of
+    /// other clients were evicted.
+    pub fn fits_alone(&self, client: ClientId, id: GpuId) -> bool {
+        let (Some(gpu), Some(account)) = (self.gpus.get(id), self.gpus.account(client, id)) else { return false };
+        let others = gpu.ledger.unevictable().saturating_sub(gpu.unevictable_of(client));
+        let room = gpu.capacity(self.settings).saturating_sub(others);
+        let runs = self.clients.get(&client).is_some_and(|state| !state.stopped) && !account.is_elsewhere();
+        runs && self.need(client, id) <= room
     }
 
     pub fn members_of_first(&self, id: GpuId) -> Vec<ClientId> {

@@ -107,7 +107,7 @@ impl Machine {
         self.with_gpu(id, |gpu, cx, fx| gpu.try_holder(cx, fx));
         self.note_conflict(id, &mut pressure);
         if reserved_ahead == 0 && lacking == 0 {
-            lacking = self.serve_undrainable(id);
+            lacking = self.serve_undrainable(id, &mut pressure);
         }
         let is_enough = reserved_ahead == 0 && lacking == 0;
         if let Some(gpu) = self.gpus.get_mut(id) {

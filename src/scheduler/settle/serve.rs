@@ -75,6 +75,16 @@ impl Machine {
             if !self.fits(entity, id, &members) {
                 continue; // the request has left the queue
             }
+            if let Some(holder) = self.model().undrainable_ahead_of(entity, id, &members) {
+                let lacking = self.credit(holder, id, reserved_ahead);
+                if lacking > 0 {
+                    let short = self.collect(id, reserved_ahead.saturating_add(lacking), &[holder], &[]);
+                    pressure.short = pressure.short.max(short);
+                    self.report_wait(entity, WaitReason::HolderStuck);
+                    self.defer_behind(id);
+                    return lacking;
+                }
+            }
             let mut lacking = 0u64;
             if pressure.short == 0 {
                 for member in &members {
@@ -133,9 +143,9 @@ impl Machine {
     }
 
     /// Serves undrainable holders, because they may need more bytes in order to drain. Such holders
-    /// are served after all waiting requests, and no other holder frees memory for them. Returns
-    /// the bytes that undrainable holders lack.
-    pub(super) fn serve_undrainable(&mut self, id: GpuId) -> u64 {
+    /// are served after all waiting requests. Other holders free memory for them when their turns end.
+    /// Returns the bytes that undrainable holders lack.
+    pub(super) fn serve_undrainable(&mut self, id: GpuId, pressure: &mut Pressure) -> u64 {
         let holders = self
             .gpus
             .holds_on(id)
@@ -146,7 +156,10 @@ impl Machine {
             if lacking > 0 {
                 let mut exempt = self.model().members_of_first(id);
                 exempt.push(holder);
-                self.collect(id, lacking, &exempt, &[]);
+                let short = self.collect(id, lacking, &exempt, &[]);
+                if self.model().fits_alone(holder, id) {
+                    pressure.short = pressure.short.max(short);
+                }
             }
         }
         lacking

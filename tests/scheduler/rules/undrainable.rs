@@ -155,6 +155,45 @@ fn an_undrainable_holder_gets_bytes_of_idle_clients() {
     assert_eq!(t.attachment(1).allowance, 12 * GIB);
 }
 
+/// Memory that is allocated during a capture must be resident, so the allocation waits for it.
+#[test]
+fn an_undrainable_holder_gets_memory_before_a_client_runs_beside_it_again() {
+    for anti_thrash in [AntiThrash::On, AntiThrash::Auto] {
+        let (mut t, _) = Talk::with_undrainable(anti_thrash, [GIB, 12 * GIB]);
+        assert_eq!(t.state(2), LockState::Holding);
+        t.report(1, 8 * GIB, GIB, 0);
+        assert!((1..=60).any(|_| t.after(Duration::from_secs(1)).contains(&revoke(2))), "its turn ends");
+        t.request(2);
+        let commands = t.release(2, ReleaseReason::Revoked);
+        assert_eq!(allowances(&commands).last(), Some(&(2, 8 * GIB)));
+        assert_eq!(t.state(2), LockState::Waiting);
+        t.join(3, GIB);
+        t.map(2);
+        assert_eq!(t.attachment(1).allowance, 8 * GIB);
+        t.map(1);
+        t.request(3);
+        t.map(2);
+        assert_eq!(t.state(3), LockState::Holding, "it fits beside the undrainable holder");
+        t.release(3, ReleaseReason::Idle);
+        t.release(1, ReleaseReason::Revoked);
+        t.map(1);
+        t.map(3);
+        assert_eq!(t.state(2), LockState::Holding);
+    }
+}
+
+#[test]
+fn an_undrainable_holder_that_cannot_get_its_memory_delays_no_client() {
+    let (mut t, _) = Talk::with_undrainable(AntiThrash::On, [GIB, 12 * GIB]);
+    t.join(3, GIB);
+    t.report(3, GIB, GIB, GIB); // it stays on the GPU
+    t.report(1, 16 * GIB, GIB, 0);
+    assert!((1..=60).all(|_| !t.after(Duration::from_secs(1)).contains(&revoke(2))));
+    t.release(2, ReleaseReason::Idle);
+    t.request(2);
+    assert_eq!(t.state(2), LockState::Holding);
+}
+
 #[test]
 fn anti_thrash_off_revokes_another_holder_if_one_is_undrainable() {
     let mut t = Talk::in_mode(AntiThrash::Off);
