@@ -142,7 +142,7 @@ fn a_program_killed_asleep_leaves_no_memory() {
 fn a_program_continues_after_a_cancelled_sleep() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
-    let mut program = naps(&machine, "--seconds 3 --pause-ms 50", "link");
+    let mut program = naps(&machine, "--seconds 600 --pause-ms 50", "link");
     fake.serve_until_granted(&mut program);
     for _ in 0..5 {
         fake.prepare_at_last(&mut program);
@@ -150,6 +150,7 @@ fn a_program_continues_after_a_cancelled_sleep() {
         fake.say(SchedulerMessage::Awake { moved: Moves::default() });
         fake.serve_for(Duration::from_millis(50));
     }
+    program.signal(libc::SIGUSR1);
     fake.serve_to_the_end(&mut program);
     program.finish();
 }
@@ -160,7 +161,7 @@ fn a_program_continues_after_a_cancelled_sleep() {
 fn the_next_scheduler_wakes_a_sleeping_program() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
-    let mut program = naps(&machine, "--seconds 3 --pause-ms 200", "link");
+    let mut program = naps(&machine, "--seconds 600 --pause-ms 200", "link");
     fake.serve_until_granted(&mut program);
     fake.prepare_at_last(&mut program);
     assert!(checkpoint(&machine, &program, "asleep"));
@@ -178,6 +179,7 @@ fn the_next_scheduler_wakes_a_sleeping_program() {
     fake.wait_for_wake();
     assert!(checkpoint(&machine, &program, "awake"));
     fake.say(SchedulerMessage::Awake { moved: Moves::default() });
+    program.signal(libc::SIGUSR1);
     fake.serve_to_the_end(&mut program);
     program.finish();
 }

@@ -28,6 +28,8 @@ struct Chaos {
     random: Dice,
     programs: Vec<Program>,
     finished: u32,
+    /// Rounds since a program finished.
+    unproductive: u32,
     done: Vec<(&'static str, u32)>,
 }
 
@@ -37,7 +39,7 @@ const ROUNDS_FOR: Duration = Duration::from_secs(4);
 impl Chaos {
     fn new(setup: Setup) -> Self {
         let machine = Machine::with_scheduler(setup);
-        Self { machine, random: Dice::seeded(), programs: Vec::new(), finished: 0, done: Vec::new() }
+        Self { machine, random: Dice::seeded(), programs: Vec::new(), finished: 0, unproductive: 0, done: Vec::new() }
     }
 
     fn count(&mut self, what: &'static str) {
@@ -57,6 +59,7 @@ impl Chaos {
         for mut program in ended {
             program.finish();
             self.finished += 1;
+            self.unproductive = 0;
         }
         while self.programs.len() < PROGRAMS {
             self.programs.push(self.machine.program(WORK).env("CUDA_PATIENT", "1").start());
@@ -86,7 +89,11 @@ impl Chaos {
         let begin = Instant::now();
         while begin.elapsed() < ROUNDS_FOR || !self.is_enough() && begin.elapsed() < PATIENCE {
             self.tend();
-            std::thread::sleep(self.random.milliseconds(300));
+            // On a busy machine, programs take longer. If the pauses were not longer too, every program
+            // would be killed before it has finished.
+            let pause = self.random.milliseconds(300) * self.unproductive.div_ceil(8).max(1);
+            std::thread::sleep(pause);
+            self.unproductive += 1;
             round(&mut self);
         }
         for program in &mut self.programs {

@@ -48,7 +48,7 @@ fn memory_can_be_bound_to_arrays_and_multicast_objects() {
 fn all_mappings_of_a_program_are_restored_unchanged() {
     let machine = Machine::with_scheduler(pressed());
     let mut random = Dice::seeded();
-    let words = |seed: u64| format!("maps --mem 80M --seconds 4 --strict 1 --seed {seed}");
+    let words = |seed: u64| format!("maps --mem 80M --seconds 4 --checks 6 --strict 1 --seed {seed}");
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words(random.below(1 << 30))).start()).collect();
     for program in &mut programs {
         let report = program.finish();

@@ -84,6 +84,8 @@ const HERE: api::Location = api::Location { kind: 1, id: 0 };
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let time = Duration::from_secs_f64(args.number("seconds", "2"));
     let pause = args.milliseconds("pause-ms", "20");
+    // The smallest number of checks, however long they take.
+    let checks = args.size("checks", "0");
     let mut model = Model {
         gpu: Gpu::open(0)?,
         random: Random::new(args.size("seed", "1")),
@@ -99,7 +101,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         checks: 0,
     };
     let start = Instant::now();
-    while start.elapsed() < time {
+    while start.elapsed() < time || model.checks < checks {
         model.step().map_err(|e| format!("step {}: {e}", model.steps))?;
         if model.random.below(20) == 0 {
             thread::sleep(pause);
