@@ -6,6 +6,7 @@ use crate::{
     args::Args,
     cuda::{Buffer, Error, Gpu, Kind, cu},
     report::Report,
+    signal,
 };
 use std::time::{Duration, Instant};
 
@@ -22,7 +23,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let mut held: Vec<Held> = Vec::new();
     let (mut steps, mut refused) = (0, 0);
     let start = Instant::now();
-    while start.elapsed() < time {
+    while start.elapsed() < time && !signal::has_come() {
         steps += 1;
         let used: u64 = held.iter().map(|h| h.buffer.count() * 4).sum();
         let pick = random.below(held.len() as u64) as usize;
