@@ -10,6 +10,7 @@ use std::path::Path;
 
 use nvshare_wire::{ClientMessage, SchedulerMessage, Text, version};
 use test_support::daemon::*;
+use test_support::has_own_process;
 use test_support::manager::Manager;
 
 use crate::private_bus::{block_on, on_control, scheduler};
@@ -288,6 +289,26 @@ fn a_silent_kept_client_delays_other_clients_only_briefly() {
     silent.until_end();
     daemon.log.wait("does not answer");
     other.until_granted();
+}
+
+/// The client can hold a lock, but its process can run nothing on a GPU.
+#[test]
+fn a_silent_kept_client_without_memory_on_any_gpu_delays_no_client() {
+    let test = "restart::a_silent_kept_client_without_memory_on_any_gpu_delays_no_client";
+    if !has_own_process(test, &[("CUDA_SIM_MEMORY", (1u64 << 30).to_string())]) {
+        return;
+    }
+    let (manager, daemon) = kept();
+    daemon.log.wait("found");
+    let [silent, other] = [(); 2].map(|()| resuming(&manager, &daemon));
+    let directory = daemon.kill();
+    let daemon = Daemon::start_under(&manager, directory);
+    resume(&other, 0, 0, 0);
+    other.request();
+    other.until_granted();
+    assert!(!daemon.log.lines().iter().any(|line| line.contains("does not answer")));
+    silent.until_end();
+    daemon.log.wait("does not answer");
 }
 
 #[test]

@@ -4,10 +4,10 @@
 //! (`Resume`), and discards all packets before the answer.
 //!
 //! A silent client may hold a lock, so no lock is granted before all clients have answered. There
-//! are two exceptions: stopped processes, and tenants that have used up their message budget.
-//! Clients of these processes and tenants are taken over last, once they answer. Programs that
-//! connect during the takeover are welcomed, but their packets are not read until the takeover is
-//! complete.
+//! are three exceptions: stopped processes, processes without memory on any GPU, and tenants that have
+//! used up their message budget. Clients of these processes and tenants are taken over last, once they
+//! answer. Programs that connect during the takeover are welcomed, but their packets are not read until
+//! the takeover is complete.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -65,8 +65,8 @@ struct ClientState {
     held: SlotSet,
 }
 
-/// Takes over stored connections. Returns once all clients have answered, apart from stopped clients
-/// and clients without message budget.
+/// Takes over stored connections. Returns once all clients have answered, apart from stopped clients,
+/// clients that are on no GPU, and clients without message budget.
 pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>, connections: &Rc<Connections>) {
     let begin = Instant::now();
     let (stored, locks): (Vec<_>, Vec<_>) = stored.into_iter().partition(|stored| stored.name.kind == Kind::Program);
@@ -92,7 +92,11 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
     drop(answer);
 
     let mut states = Vec::new();
-    while !silent.is_empty() && begin.elapsed() < ANSWER_TIMEOUT {
+    let is_awaited = |silent: &BTreeMap<u64, (Rc<Connection>, Arc<Identity>)>| {
+        let core = core.borrow();
+        silent.values().any(|(_, identity)| !core.is_off_gpus(identity.pid.try_into().unwrap_or(0)))
+    };
+    while is_awaited(&silent) && begin.elapsed() < ANSWER_TIMEOUT {
         match tokio::time::timeout(CHECK_PERIOD, answers.recv()).await {
             Ok(Some((name, state))) => {
                 silent.remove(&name.client);
@@ -105,11 +109,6 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
             Err(_) => silent.retain(|_, (_, identity)| !peer::is_stopped(identity.pid)),
         }
         silent.retain(|_, (connection, _)| !connection.budget().is_spent());
-    }
-    for (connection, identity) in silent.values() {
-        let Identity { pid, uid, unit, name, .. } = &**identity;
-        warn!(name: "client-silent", pid, uid, unit, "disconnected {name}, because it does not answer");
-        connection.close();
     }
     if count > 0 {
         let milliseconds = begin.elapsed().as_millis() as u64;
@@ -125,13 +124,33 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
     let (core, connections) = (core.clone(), connections.clone());
     spawn_local(async move {
         late.into_iter().for_each(|state| admit_late(state, &core, &connections));
-        while let Some((name, state)) = answers.recv().await {
+        loop {
+            let (name, state) = tokio::select! {
+                answer = answers.recv() => match answer {
+                    Some(answer) => answer,
+                    None => return,
+                },
+                () = tokio::time::sleep_until(begin + ANSWER_TIMEOUT), if !silent.is_empty() => {
+                    silent.retain(|_, (connection, identity)| {
+                        !peer::is_stopped(identity.pid) && !connection.budget().is_spent()
+                    });
+                    std::mem::take(&mut silent).into_values().for_each(disconnect);
+                    continue;
+                }
+            };
+            silent.remove(&name.client);
             match state {
                 Some(state) => admit_late(state, &core, &connections),
                 None => systemd::forget(&name.to_string()),
             }
         }
     });
+}
+
+fn disconnect((connection, identity): (Rc<Connection>, Arc<Identity>)) {
+    let Identity { pid, uid, unit, name, .. } = &*identity;
+    warn!(name: "client-silent", pid, uid, unit, "disconnected {name}, because it does not answer");
+    connection.close();
 }
 
 /// Takes over a client as soon as its tenant's budget allows more messages.
