@@ -68,7 +68,7 @@ help:
 	@echo
 	@echo 'While you change something:'
 	@echo '  cargo nextest run -p nvshare-wire          one crate'
-	@echo '  cargo nextest run -p nvshare-sched            the scheduler, without I/O'
+	@echo '  cargo nextest run -p nvshare-sched -p scheduler-tests  the scheduler, without I/O'
 	@echo '  make artifacts && cargo nextest run        what tests start is built first'
 	@echo '  cd preload && cargo nextest run            libnvshare.so, a workspace of its own'
 	@echo '`cargo test` does as well where there is no nextest, except in preload.'

@@ -2,9 +2,9 @@
 //! mappings change the plan, and clients that grow don't wait for messages. In a *trial*, a client
 //! may map more memory than seems free.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::collections::BTreeMap;
 use std::time::Duration;
 

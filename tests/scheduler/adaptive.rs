@@ -1,9 +1,9 @@
 //! The policy `adaptive`: the order of clients, the choice of memory to evict, and the guarantee
 //! that no client starves.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::time::Duration;
 
 fn s(seconds: u64) -> Duration {

@@ -1,8 +1,8 @@
 //! Host memory that clients allocate ahead of evictions, while their memory is still on a GPU.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::time::Duration;
 
 const REST: Duration = Duration::from_secs(3);

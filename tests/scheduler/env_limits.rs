@@ -1,9 +1,9 @@
 //! Limits from programs' environments, message by message. Such a limit applies to one client, in
 //! addition to its rule.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::time::Duration;
 
 fn say(t: &mut Talk, n: u64, own: EnvLimits) -> Vec<Command> {

@@ -1,9 +1,9 @@
 //! Explanations for a waiting client: the clients ahead, the reasons, and a forecast that must come
 //! true.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::time::Duration;
 
 fn s(seconds: u64) -> Duration {

@@ -1,8 +1,8 @@
 //! Gangs: groups of clients that wait for each other's kernels.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::time::Duration;
 
 /// Creates two jobs of two processes each, and two programs beside the jobs. The two jobs reach the

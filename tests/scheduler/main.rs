@@ -17,5 +17,4 @@ mod rooms;
 mod rules;
 mod shares;
 mod sleep;
-mod talk;
 mod worlds;

@@ -1,9 +1,9 @@
 //! Memory limits of rules, message by message: allocations that wait, their order, and the choice
 //! of memory to evict.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::time::Duration;
 
 /// Creates clients in one group with these limits. Each client has one of the demands.

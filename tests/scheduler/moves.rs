@@ -1,8 +1,8 @@
 //! Clients that migrate between GPUs, message by message.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::collections::BTreeMap;
 use std::time::Duration;
 

@@ -1,9 +1,9 @@
 //! GPUs that are lost, and a machine that is about to suspend: message by message, and in random
 //! worlds.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 
 fn gone(t: &mut Talk) -> Vec<Command> {
     t.say(Event::GpuGone { gpu: gpu(0) })

@@ -2,12 +2,12 @@
 //! meaningless events. `scheduler_sim` has the checks that follow every event.
 //! `NVSHARE_SCHEDULER_CASES` sets the number of cases.
 
-use crate::talk::*;
 use crate::worlds::*;
 use nvshare_sched::*;
 use proptest::prelude::*;
 use proptest::test_runner::RngAlgorithm;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::collections::BTreeMap;
 use std::time::Duration;
 

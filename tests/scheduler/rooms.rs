@@ -1,9 +1,9 @@
 //! Rooms: memory that is freed immediately and kept free for programs without nvshare. The
 //! scheduler also keeps headroom for such programs while they grow.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::time::Duration;
 
 fn make(t: &mut Talk, room: u64, bytes: u64) -> Vec<Command> {

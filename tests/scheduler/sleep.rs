@@ -1,8 +1,8 @@
 //! Clients that leave their GPUs completely and are restored later, message by message.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::time::Duration;
 
 const CONTEXT: u64 = 512 * MIB;

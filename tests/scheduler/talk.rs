@@ -5,6 +5,7 @@ use scheduler_sim::*;
 use std::time::Duration;
 
 /// A machine with one GPU of 16 GiB, driven message by message.
+#[derive(Debug)]
 pub struct Talk {
     pub machine: Machine,
     pub now: Time,

@@ -1,8 +1,8 @@
 //! Clients that are stopped, silent or dead, and a scheduler that has just started.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::time::Duration;
 
 #[test]

@@ -1,8 +1,8 @@
 //! While the first client in a GPU's queue waits for other GPUs, other clients use the GPU.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::time::Duration;
 
 /// Two GPUs, and five clients that need no memory.

@@ -1,8 +1,8 @@
 //! Contexts that wait for room, and frees that no measurement has confirmed yet.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::collections::BTreeMap;
 use std::time::Duration;
 

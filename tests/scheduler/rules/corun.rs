@@ -1,8 +1,8 @@
 //! Clients that leave the GPU idle hold the lock at the same time.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::time::Duration;
 
 /// Joins two clients whose memory fits. Each has reported how full it keeps the GPU.

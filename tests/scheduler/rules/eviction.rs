@@ -2,9 +2,9 @@
 //! the reasons to keep memory on the GPU. The tests also cover reservations for memory that the
 //! driver allocates itself.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::time::Duration;
 
 #[test]

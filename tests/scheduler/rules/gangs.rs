@@ -1,8 +1,8 @@
 //! Sets of GPUs and gangs are granted and revoked as a whole.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::time::Duration;
 
 #[test]

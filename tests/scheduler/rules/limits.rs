@@ -1,9 +1,9 @@
 //! Limits: the memory that clients and groups may allocate on a small host or under a rule, and
 //! requests for higher limits.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 

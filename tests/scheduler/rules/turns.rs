@@ -1,9 +1,9 @@
 //! Turns: their length in each mode, the reasons to end them early, and the choice of the next
 //! client.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::time::Duration;
 
 #[test]

@@ -1,8 +1,8 @@
 //! Holders whose work doesn't end. Other clients run beside them.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::time::Duration;
 
 #[test]

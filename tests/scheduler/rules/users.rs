@@ -1,8 +1,8 @@
 //! Users take turns, whatever the number of their clients.
 
-use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::time::Duration;
 
 /// Connects clients 1, 2, … of these users. All of them always need the whole GPU. Returns the
