@@ -78,21 +78,10 @@ impl Sender {
         let Some(entries) = self.waiting.lock().ok().and_then(|mut waiting| waiting.take()) else { return };
         let lost = self.lost.clone();
         let run = move || {
-            for entry in entries {
-                match entry {
-                    Entry::Line(line) => {
-                        if writer.write(&line).is_err() {
-                            lost.fetch_add(1, Ordering::Relaxed);
-                        }
-                    }
-                    Entry::Flush(reply) => drop(reply.send(())),
-                }
-                // The queue has room again for a report, which follows the lines that are already queued.
-                if let left_out @ 1.. = lost.swap(0, Ordering::Relaxed) {
-                    let text = "log lines were lost: the journal did not accept them in time";
-                    warn!(name: "log-lines-lost", left_out, "{left_out} {text}");
-                }
-            }
+            write_all(entries, &mut writer, &lost, |left_out| {
+                let text = "log lines were lost: the journal did not accept them in time";
+                warn!(name: "log-lines-lost", left_out, "{left_out} {text}");
+            });
         };
         // Without the thread, no line is written, so a failure to start it cannot be reported either.
         let _ = thread::Builder::new().name("journal".into()).spawn(run);
@@ -104,6 +93,27 @@ impl Sender {
         let (reply, flushed) = mpsc::channel();
         if self.entries.try_send(Entry::Flush(reply)).is_ok() {
             let _ = flushed.recv_timeout(FLUSH_PATIENCE);
+        }
+    }
+}
+
+/// Writes queued lines until the queue is closed. Reports lost lines after a line that the journal
+/// accepts. A report is a line too: after a failure, it would fail and be reported for ever.
+fn write_all<L: Layer<Registry>>(
+    entries: impl IntoIterator<Item = Entry>,
+    writer: &mut Writer<L>,
+    lost: &AtomicU64,
+    report: impl Fn(u64),
+) {
+    for entry in entries {
+        match entry {
+            Entry::Line(line) if writer.write(&line).is_err() => drop(lost.fetch_add(1, Ordering::Relaxed)),
+            // The queue has room again for a report, which follows the lines that are already queued.
+            Entry::Line(_) => match lost.swap(0, Ordering::Relaxed) {
+                0 => {}
+                left_out => report(left_out),
+            },
+            Entry::Flush(reply) => drop(reply.send(())),
         }
     }
 }
@@ -242,6 +252,24 @@ mod tests {
     fn reader(id: Option<&'static str>) -> io::Result<Reader> {
         let lines = READER.lock().expect("the channel").clone();
         lines.map(|lines| Reader { id, lines }).ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+
+    #[test]
+    fn a_journal_that_accepts_nothing_is_sent_no_reports() {
+        let (journal, sender) = channel();
+        let entries = sender.waiting.lock().expect("the queue").take().expect("not begun");
+        tracing::subscriber::with_default(tracing_subscriber::registry().with(journal), || {
+            (0..3).for_each(|i| tracing::info!("line {i}"));
+        });
+        let reports = Mutex::new(Vec::new());
+        let report = |left_out| reports.lock().expect("no panic").push(left_out);
+        let fails = |_: Option<&'static str>| io::Result::<Reader>::Err(io::ErrorKind::NotFound.into());
+        let mut lines = entries.try_iter();
+        write_all(lines.by_ref().take(2), &mut Writer { open: fails, by_id: HashMap::new() }, &sender.lost, report);
+        assert_eq!(*reports.lock().expect("no panic"), [0u64; 0]);
+        let accepts = |id| Ok(Reader { id, lines: mpsc::channel().0 });
+        write_all(lines, &mut Writer { open: accepts, by_id: HashMap::new() }, &sender.lost, report);
+        assert_eq!(*reports.lock().expect("no panic"), [2]);
     }
 
     /// Tests two behaviours in one test, because both use the same statics.
