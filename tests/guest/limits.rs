@@ -1,6 +1,9 @@
 //! Programs that exhaust a resource, lack a permission, or manage their descriptors themselves.
 //! They get the driver's answers, and continue.
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
+
 use crate::compare::*;
 use test_support::machine::*;
 
@@ -49,6 +52,54 @@ fn refused_system_calls_do_not_change_results() {
             assert!(matches!(*lines, []) || lines.len() == 1 && lines[0].starts_with("nvshare: "), "{call}: {said:?}");
         }
     }
+}
+
+/// The program initialises CUDA, loses the right to open files, and then uses the GPU. So the library
+/// cannot open the device file, and shows the scheduler a copy of the driver's descriptor.
+#[track_caller]
+fn attaches_without_opening_files(way: &str) {
+    // SAFETY: `geteuid` has no preconditions.
+    if unsafe { libc::geteuid() } != 0 {
+        return test_support::skip("root, to give up rights");
+    }
+    let host = Host::new();
+    let device = host.0.path("gpu/nvidia0");
+    std::fs::create_dir_all(host.0.path("gpu")).expect("the simulator's directory");
+    std::fs::set_permissions(host.0.path("gpu"), Permissions::from_mode(0o777)).expect("its mode");
+    std::fs::write(&device, "").expect("the device file");
+    std::fs::set_permissions(&device, Permissions::from_mode(0o600)).expect("its mode");
+    let case = host.case(host.program("restricted"), &[way, &device.to_string_lossy()]);
+    let ended = case.without();
+    if ended.stdout == "no Landlock\n" {
+        return test_support::skip("a kernel with Landlock");
+    }
+    let expected = Ended { status: (Some(0), None), stdout: "worked\n".into(), stderr: String::new() };
+    assert_eq!(ended, expected, "without the library");
+    assert_eq!(case.with(), expected);
+    let (moves, log) = (host.0.moves(), host.0.scheduler_log());
+    let count = |what: &str| moves.iter().filter(|m| m.what == what).count();
+    assert_eq!((count("connect"), count("attach")), (1, 1), "{log}");
+    assert!(count("grant") > 0 && !log.contains("is refused"), "{log}");
+}
+
+#[test]
+fn a_program_that_has_dropped_its_privileges_attaches() {
+    attaches_without_opening_files("user");
+}
+
+#[test]
+fn a_program_whose_filter_refuses_to_open_files_attaches() {
+    attaches_without_opening_files("seccomp");
+}
+
+#[test]
+fn a_program_restricted_by_landlock_attaches() {
+    attaches_without_opening_files("landlock");
+}
+
+#[test]
+fn a_program_that_has_changed_its_root_attaches() {
+    attaches_without_opening_files("chroot");
 }
 
 #[test]

@@ -58,6 +58,7 @@ fn start_once(shut_driver: fn(bool)) -> bool {
     }
     barrier::init();
     threads::init();
+    gpu::proof::remember();
     if !REGISTERED.swap(true, Ordering::SeqCst) {
         exit::watch();
         c::at_fork_in_child(in_child);

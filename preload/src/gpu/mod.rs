@@ -23,7 +23,7 @@ mod lock_request;
 pub mod memory_info;
 pub mod memory_limits;
 pub mod peers;
-mod proof;
+pub mod proof;
 mod report;
 pub mod reservation;
 mod submission;

@@ -8,7 +8,8 @@ use core::{
     sync::atomic::{AtomicI32, AtomicU64, Ordering},
 };
 use rustix::fd::{AsFd, BorrowedFd, RawFd};
-use rustix::fs::{Mode, OFlags, RawDir};
+use rustix::fs::{Mode, OFlags, RawDir, Stat};
+use rustix::io::Errno;
 
 /// Returns the contents of a file, or nothing if it cannot be read.
 pub fn read(path: &CStr) -> Vec<u8> {
@@ -22,19 +23,25 @@ pub fn read(path: &CStr) -> Vec<u8> {
 }
 
 /// Calls `visit` with each descriptor of this process and the path of its file, until `visit` returns
-/// `false`. Returns whether `/proc` shows the descriptors.
+/// `false`. Returns whether `/proc` shows the descriptors and their paths.
 pub fn each_open(mut visit: impl FnMut(RawFd, CString) -> bool) -> bool {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let Ok(folder) = rustix::fs::open(c"/proc/self/fd", flags, Mode::empty()) else { return false };
     let mut buffer = [MaybeUninit::uninit(); 2048];
     let mut entries = RawDir::new(&folder, &mut buffer);
-    while let Some(Ok(entry)) = entries.next() {
-        let number = str::from_utf8(entry.file_name().to_bytes()).ok().and_then(|name| name.parse().ok());
-        let path = rustix::fs::readlinkat(&folder, entry.file_name(), Vec::new());
-        if let (Some(number), Ok(path)) = (number, path)
-            && !visit(number, path)
-        {
-            break;
+    while let Some(entry) = entries.next() {
+        let Ok(entry) = entry else { return false };
+        let Some(number) = str::from_utf8(entry.file_name().to_bytes()).ok().and_then(|name| name.parse().ok()) else {
+            continue; // `.` and `..`
+        };
+        match rustix::fs::readlinkat(&folder, entry.file_name(), Vec::new()) {
+            Ok(path) => {
+                if !visit(number, path) {
+                    break;
+                }
+            }
+            Err(Errno::NOENT) => {} // the program has closed it since
+            Err(_) => return false,
         }
     }
     true
@@ -80,10 +87,15 @@ pub struct Identity {
     inode: u64,
 }
 
+impl From<&Stat> for Identity {
+    fn from(stat: &Stat) -> Self {
+        Self { device: stat.st_dev, inode: stat.st_ino }
+    }
+}
+
 impl Identity {
     pub fn of(descriptor: impl AsFd) -> Option<Self> {
-        let stat = rustix::fs::fstat(descriptor).ok()?;
-        Some(Self { device: stat.st_dev, inode: stat.st_ino })
+        rustix::fs::fstat(descriptor).ok().as_ref().map(Self::from)
     }
 
     /// Whether this descriptor still refers to that file.

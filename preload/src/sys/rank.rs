@@ -59,6 +59,8 @@ pub enum Rank {
     RuledLimits,
     /// Announcing this process to the scheduler as an exporter.
     ExportKey,
+    /// The device files that the driver has had open.
+    DeviceFiles,
     /// Messages to be sent before the next report.
     Outbox,
     /// The connection: serialises messages.
