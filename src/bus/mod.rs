@@ -59,6 +59,16 @@ pub struct Gpu {
     pub link_rate: Option<u64>,
     pub kept: Option<u64>,
     pub rooms: Option<Vec<Room>>,
+    pub unproven: Option<Vec<Unproven>>,
+}
+
+/// A program that has not shown that it may use the GPU. It runs as without nvshare.
+#[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
+#[zbus(signature = "a{sv}", rename_all = "kebab-case")]
+pub struct Unproven {
+    pub pid: u32,
+    pub uid: u32,
+    pub name: String,
 }
 
 /// Memory of a GPU that is kept free for programs that do not use nvshare. Older schedulers do not

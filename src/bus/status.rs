@@ -3,7 +3,7 @@
 
 use serde_json::{Value, json};
 
-use super::{Client, Gpu, GpuUse, Room};
+use super::{Client, Gpu, GpuUse, Room, Unproven};
 
 /// The properties of the scheduler, its GPUs and its clients at one moment.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -61,7 +61,12 @@ fn gpu_json(gpu: &Gpu) -> Value {
         "link-rate": gpu.link_rate,
         "kept": gpu.kept,
         "rooms": gpu.rooms.as_ref().map(|rooms| rooms.iter().map(room_json).collect::<Vec<_>>()),
+        "unproven": gpu.unproven.as_ref().map(|all| all.iter().map(unproven_json).collect::<Vec<_>>()),
     })
+}
+
+fn unproven_json(program: &Unproven) -> Value {
+    json!({ "pid": program.pid, "uid": program.uid, "name": program.name })
 }
 
 fn room_json(room: &Room) -> Value {

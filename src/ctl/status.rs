@@ -9,7 +9,7 @@ use super::table::{Align, Table, wrapped};
 use super::why::{self, Waits};
 use super::{CtlError, Target, block_on};
 use crate::bus::status::Status;
-use crate::bus::{self, Client, Gpu, GpuUse, Room, SchedulerProxy};
+use crate::bus::{self, Client, Gpu, GpuUse, Room, SchedulerProxy, Unproven};
 use crate::config::units;
 use crate::identity::user_name;
 
@@ -133,6 +133,13 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
         say(&format!(
             "{} are kept free as headroom for programs without nvshare, because their memory is growing.",
             units::size(kept)
+        ));
+    }
+    for Unproven { pid, uid, name } in gpu.unproven.iter().flatten() {
+        let user = user(*uid);
+        let process = if *pid == 0 { format!("{name} of {user}") } else { format!("{name} (process {pid}) of {user}") };
+        say(&format!(
+            "{process} runs as without nvshare, because it has not shown that it can open the GPU's device file."
         ));
     }
     let mut rows: Vec<(usize, &Client, &GpuUse)> = clients

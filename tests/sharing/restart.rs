@@ -89,13 +89,28 @@ fn an_uncontended_holder_keeps_lock_and_memory_across_a_restart() {
 fn programs_that_cannot_prove_their_gpu_run_as_without_nvshare() {
     let simulator = vec![("NVSHARE_DEVICES", "/nonexistent".to_owned())];
     let machine = Machine::with_scheduler(Setup { simulator, ..Setup::default() });
-    let mut programs = [0, 1].map(|_| machine.program("mix --mem 40M --chunks 4 --reps 3 --rounds 8").start());
+    let mut programs = [0, 1].map(|_| machine.program("mix --mem 40M --chunks 4 --reps 3 --rounds endless").start());
     machine.wait_for_log("is refused: it has not shown that it can open the device file of GPU-");
+    for program in &programs {
+        wait_for("`status` to name it", || {
+            let named =
+                machine.status()["gpus"][0]["unproven"].as_array()?.iter().any(|one| one["pid"] == program.pid());
+            named.then_some(())
+        });
+    }
+    let text = machine.ctl(&["status"]);
+    for program in &programs {
+        let sentence = format!("cuda-program (process {}) of root runs as without nvshare", program.pid());
+        assert!(!is_root() || text.contains(&sentence), "{sentence:?} is missing: {text}");
+    }
     for program in &mut programs {
-        program.finish();
+        program.end();
         assert!(program.stderr().contains("the scheduler refuses this program: it has not shown"));
     }
     assert!(!machine.moves().iter().any(|m| m.what == "grant"), "a program without proof held the lock");
+    wait_for("`status` to forget them", || {
+        machine.status()["gpus"][0]["unproven"].as_array()?.is_empty().then_some(())
+    });
 }
 
 /// The program can no longer open the device file, so it shows the driver's descriptor to the next

@@ -357,10 +357,11 @@ impl Core {
     }
 
     /// Disconnects clients that use a GPU without proof. Clients may attach a GPU before NVML lists it.
-    pub(super) fn disconnect_unproven(&self, gpu: GpuId) {
-        let users = self.clients.iter().filter(|(_, entry)| entry.gpus.contains_key(&gpu));
-        for (client, entry) in users.filter(|(client, _)| !self.may_use(**client, gpu)) {
-            let why = self.refuse_unproven(*client, gpu);
+    pub(super) fn disconnect_unproven(&mut self, gpu: GpuId) {
+        let users = self.clients.iter().filter(|(_, entry)| entry.gpus.contains_key(&gpu)).map(|(client, _)| *client);
+        for client in users.filter(|client| !self.may_use(*client, gpu)).collect::<Vec<_>>() {
+            let why = self.refuse_unproven(client, gpu);
+            let Some(entry) = self.clients.get(&client) else { continue };
             warn!("disconnected {}: {why}", entry.identity.label());
             entry.connection.close();
         }
@@ -368,7 +369,8 @@ impl Core {
 
     /// Tells a client that it is refused for lack of a proof, so that its library does not take the end of
     /// the connection for a restart of the scheduler.
-    fn refuse_unproven(&self, client: ClientId, gpu: GpuId) -> Violation {
+    fn refuse_unproven(&mut self, client: ClientId, gpu: GpuId) -> Violation {
+        self.note_unproven(client, gpu);
         let violation = Violation::Unproven { gpu: self.label(gpu).unwrap_or_default() };
         let text = Text::new(&violation.to_string());
         self.send(client, SchedulerMessage::Refused { reason: Refusal::Device, text });
@@ -389,6 +391,7 @@ impl Core {
         if !self.may_use(client, gpu) {
             return Err(self.refuse_unproven(client, gpu));
         }
+        self.forget_unproven(client, gpu);
         let Some(entry) = self.clients.get_mut(&client) else { return Ok(()) };
         let is_program = entry.lock.is_none();
         let total = self.gpus.get(&gpu).filter(|_| is_program).map_or(0, |gpu| gpu.total);

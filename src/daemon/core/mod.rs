@@ -4,6 +4,7 @@
 //! - `state`: [`Core`], which owns everything; `dispatch`: passes events to the state machine and
 //!   carries out its commands.
 //! - `clients`: clients connect, send messages and disconnect.
+//! - `unproven`: programs that were refused for lack of a GPU's device file.
 //! - `rules`: the rules of clients; `placement`: the GPUs that clients may see.
 //! - `sharing`: passes messages about shared memory; [`shared_memory`]: the registry of that memory.
 //! - [`pods`] and [`claims`]: names and rules from Kubernetes.
@@ -52,6 +53,7 @@ mod state;
 mod swap_files;
 pub mod timeline;
 mod units;
+mod unproven;
 mod usage;
 mod view;
 pub mod views;

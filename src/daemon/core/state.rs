@@ -33,6 +33,7 @@ use super::shared_memory::{Import, SharedMemoryRegistry};
 use super::sleep::Checkpoint;
 use super::swap_files::{FileUse, SwapFiles};
 use super::units::Units;
+use super::unproven::Unproven;
 use super::usage::Usage;
 use super::{bundle, counts, placement, sleep};
 use crate::bus;
@@ -96,6 +97,8 @@ pub struct Core {
     pub(super) ended: VecDeque<(ClientId, Arc<Identity>)>,
     /// Processes that were refused memory, newest last. An entry is kept after its process has ended.
     pub(super) refusals: VecDeque<Refusal>,
+    /// Programs that were refused for lack of a device file, newest last.
+    pub(super) unproven: VecDeque<Unproven>,
     pub(super) stopped: BTreeSet<ClientId>,
     pub(super) log_limit: LogRateLimit,
     pub(super) units: Units,
@@ -348,6 +351,7 @@ impl Core {
             departed: BTreeMap::new(),
             ended: VecDeque::new(),
             refusals: VecDeque::new(),
+            unproven: VecDeque::new(),
             stopped: BTreeSet::new(),
             log_limit: LogRateLimit::default(),
             units: Units::default(),

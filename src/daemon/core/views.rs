@@ -223,6 +223,7 @@ impl View {
                 .expected_starts(seen.gpu, MAX_EXPECTED, now)
                 .into_iter()
                 .map(|(client, start)| (client.0, start));
+            let unproven = self.unproven.iter().filter(|(gpu, _)| *gpu == seen.gpu);
             let counted = self.counts.gpu(seen.gpu).counted;
             Some(bus::Gpu {
                 uuid: entry.label(seen.gpu),
@@ -250,6 +251,7 @@ impl View {
                 link_rate: seen.link,
                 kept: Some(seen.kept),
                 rooms: Some(self.present_rooms(&seen.rooms)),
+                unproven: Some(unproven.map(|(_, program)| program.clone()).collect()),
             })
         };
         let mut gpus: Vec<_> = self.machine.gpus().into_iter().filter_map(view).collect();
