@@ -139,6 +139,11 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
                     core.borrow().query_nvml(Query::Sample);
                 }
                 if signals.clients.get() == 0 {
+                    // Processes may write to the files of clients that have left.
+                    while core.borrow().has_left_files() {
+                        tokio::time::sleep(HOST_PERIOD).await;
+                        core.borrow_mut().sample_host();
+                    }
                     std::future::pending::<()>().await;
                 }
             };

@@ -195,6 +195,11 @@ impl Core {
         self.config.swap_file.is_some() || !self.swap_files.of.is_empty() || !self.swap_files.left.is_empty()
     }
 
+    /// True if processes may still have files of disconnected clients open.
+    pub fn has_left_files(&self) -> bool {
+        !self.swap_files.left.is_empty()
+    }
+
     /// If files are configured, asks a client that attaches a GPU whether it can use a file. Each client is
     /// asked once. The client is not yet allowed to create its context, so its answer precedes its
     /// first request for memory.
