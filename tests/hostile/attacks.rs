@@ -1387,3 +1387,207 @@ fn exporters_of_two_tenants_with_one_key_stay_apart() {
     }
     attacker.end();
 }
+
+// ---- Swap files and rooms ----
+
+/// Receives a message, and the files that it carries.
+fn receive_with_files(client: &Client) -> Option<(SchedulerMessage, Vec<File>)> {
+    let (mut packet, mut control) = ([0u8; MAX_LEN], [0u64; 16]);
+    let mut part = libc::iovec { iov_base: packet.as_mut_ptr().cast(), iov_len: packet.len() };
+    // SAFETY: all pointers in `header` are to live buffers of the lengths beside them. The kernel has made
+    // the descriptors for this process, and no other value owns them.
+    unsafe {
+        let mut header: libc::msghdr = std::mem::zeroed();
+        (header.msg_iov, header.msg_iovlen) = (&raw mut part, 1);
+        (header.msg_control, header.msg_controllen) = (control.as_mut_ptr().cast(), size_of_val(&control));
+        let length = libc::recvmsg(client.socket.as_raw_fd(), &raw mut header, libc::MSG_CMSG_CLOEXEC);
+        let message = SchedulerMessage::decode(packet.get(..usize::try_from(length).ok()?)?, client.version).ok()?;
+        let mut files = Vec::new();
+        let first = libc::CMSG_FIRSTHDR(&raw const header);
+        if !first.is_null() && (*first).cmsg_type == libc::SCM_RIGHTS {
+            let count = ((*first).cmsg_len - libc::CMSG_LEN(0) as usize) / size_of::<RawFd>();
+            let data = libc::CMSG_DATA(first).cast::<RawFd>();
+            files.extend((0..count).map(|index| File::from_raw_fd(data.add(index).read_unaligned())));
+        }
+        Some((message, files))
+    }
+}
+
+/// A client that requests a limit, and has its swap file.
+struct Requester {
+    client: Client,
+    wanted: u64,
+    ram_max: u64,
+    limit: u64,
+    file: Option<File>,
+}
+
+impl Requester {
+    /// Attaches the listed GPU.
+    fn start(client: Client, total: u64, wanted: u64, ram_max: u64) -> Self {
+        let soon = libc::timeval { tv_sec: 0, tv_usec: 20_000 };
+        // SAFETY: the option's value is live and of this size.
+        unsafe {
+            let (value, size) = ((&raw const soon).cast(), size_of_val(&soon) as libc::socklen_t);
+            libc::setsockopt(client.socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_RCVTIMEO, value, size);
+        }
+        say_attach(&client, total);
+        Self { client, wanted, ram_max, limit: 0, file: None }
+    }
+
+    /// Answers the next message, if one comes soon.
+    fn step(&mut self) {
+        let Some((message, files)) = receive_with_files(&self.client) else { return };
+        match message {
+            SchedulerMessage::OfferSwapFile {} => {
+                say(&self.client, ClientMessage::UseSwapFile { ram_max: self.ram_max });
+            }
+            SchedulerMessage::Attached { .. } => {
+                say(&self.client, ClientMessage::RequestLimit { slot: 0, bytes: self.wanted });
+            }
+            SchedulerMessage::Limit { bytes, seq, .. } => {
+                self.limit = bytes;
+                say(&self.client, support::memory_after(0, seq, bytes.min(self.wanted), 0));
+            }
+            SchedulerMessage::HostMemory { .. } => self.file = files.into_iter().next().or(self.file.take()),
+            _ => {}
+        }
+    }
+
+    /// Returns the client's swap file, if it gets one within a second.
+    fn swap_file(client: Client) -> Option<File> {
+        let mut requester = Self::start(client, 16 << 30, 15 << 30, MIB);
+        let begin = Instant::now();
+        while requester.file.is_none() && begin.elapsed() < Duration::from_secs(1) {
+            requester.step();
+        }
+        requester.file
+    }
+}
+
+fn say_attach(client: &Client, of: u64) {
+    let mut attach = support::attach(0, listed());
+    if let ClientMessage::Attach { total, .. } = &mut attach {
+        *total = of;
+    }
+    say(client, attach);
+}
+
+fn blocks(file: &File) -> u64 {
+    std::os::unix::fs::MetadataExt::blocks(&file.metadata().expect("its size")) * 512
+}
+
+fn swap_files(max: &str, file_max: &str) -> String {
+    let directory = test_support::artifact("nvshare-scheduler").with_file_name("swap-files");
+    format!("[swap]\nmax = \"{max}\"\nfile = {directory:?}\nfile-max = \"{file_max}\"\n")
+}
+
+#[test]
+#[ignore = "a helper: gets a swap file, disconnects, keeps the file, and begins again; then it fills the first file"]
+fn helper_hoards_swap_files() {
+    let mut kept = Vec::new();
+    for _ in 0..8 {
+        kept.extend(Requester::swap_file(Client::welcomed(&helper_socket())));
+    }
+    let first = kept.first().expect("a swap file");
+    eprintln!("{} files have {} bytes", kept.len(), kept.iter().map(blocks).sum::<u64>());
+    // SAFETY: `posix_fallocate` takes no pointers, and the descriptor is open.
+    assert_eq!(unsafe { libc::posix_fallocate(first.as_raw_fd(), first.metadata().unwrap().len() as i64, 1 << 30) }, 0);
+    wait_within(support::PATIENCE, "the file to be emptied", || (blocks(first) == 0).then_some(()));
+    eprintln!("its file is empty");
+    hold(kept);
+}
+
+/// A process keeps its swap file open after it has disconnected. The space still counts for its tenant, and the
+/// file is emptied if it grows.
+#[test]
+fn files_kept_by_disconnected_clients_count_for_their_tenant() {
+    if !runs_here("attacks::files_kept_by_disconnected_clients_count_for_their_tenant") {
+        return;
+    }
+    let siege = Siege::start(&swap_files("80%", "1G"));
+    let attacker = Actor::start(user("helper_hoards_swap_files", &siege));
+    let line = attacker.wait("files have");
+    let bytes: u64 = line.split(' ').nth(3).and_then(|number| number.parse().ok()).expect("a number");
+    assert!(bytes > 0 && bytes <= (1 << 30) + (64 << 20), "{line}");
+    // Files are checked every 5 s.
+    let line = attacker.lines.recv_timeout(support::PATIENCE).expect("a line");
+    assert_eq!(line, "its file is empty");
+    attacker.end();
+    let has_file = || Requester::swap_file(siege.daemon.client()).map(drop);
+    wait_within(support::PATIENCE, "the space to be free", has_file);
+}
+
+#[test]
+#[ignore = "a helper: names GPUs that do not exist and are larger than all memory"]
+fn helper_invents_large_gpus() {
+    let client = intrude().expect("the daemon listens");
+    for slot in 0..4 {
+        let mut attach = support::attach(slot, Uuid([slot as u8 + 1; 16]));
+        if let ClientMessage::Attach { total, .. } = &mut attach {
+            *total = 1 << 50;
+        }
+        assert!(say(&client, attach));
+    }
+    client.until(|message| matches!(message, SchedulerMessage::Attached { slot: 3 }));
+    hold(client);
+}
+
+/// The space of swap files backs promises beyond the memory of the GPUs. The memory of a GPU that does not
+/// exist must not be subtracted from it.
+#[test]
+fn invented_gpus_leave_the_swap_files_to_other_tenants() {
+    let test = "attacks::invented_gpus_leave_the_swap_files_to_other_tenants";
+    if !is_root() {
+        return test_support::skip("root, to act as other users");
+    }
+    if !has_own_process(test, &[("CUDA_SIM_MEMORY", (2u64 << 30).to_string())]) {
+        return;
+    }
+    let siege = Siege::start(&swap_files("256M", "8G"));
+    let attacker = Actor::start(user("helper_invents_large_gpus", &siege));
+    attacker.wait(BEGUN);
+    // Together, they need more than the GPU and the host memory, and less than the files.
+    let start = |_| Requester::start(siege.daemon.client(), 2 << 30, 1 << 30, u64::MAX);
+    let mut clients: Vec<Requester> = (0..5).map(start).collect();
+    wait_within(support::PATIENCE, "all limits", || {
+        clients.iter_mut().for_each(Requester::step);
+        clients.iter().all(|client| client.limit >= client.wanted).then_some(())
+    });
+    attacker.end();
+}
+
+/// Each byte written to a room's descriptor renews the room, which takes time proportional to the number of
+/// clients.
+#[test]
+fn bytes_written_to_a_room_without_end_renew_it_rarely() {
+    if !runs_here("attacks::bytes_written_to_a_room_without_end_renew_it_rarely") {
+        return;
+    }
+    let siege = Siege::around(Daemon::start_with(|command, directory| {
+        command.arg("--record").arg(directory.join("record")).args(["--log-level", "info"]);
+    }));
+    let begin = Instant::now();
+    let rooms: Vec<UnixStream> = (0..4)
+        .map(|_| {
+            let make = async |scheduler: SchedulerProxy<'_>| {
+                scheduler.make_room("", MIB, std::collections::HashMap::new()).await
+            };
+            UnixStream::from(OwnedFd::from(ask(&siege.daemon, make)))
+        })
+        .collect();
+    rooms.iter().for_each(|room| room.set_nonblocking(true).expect("a socket"));
+    let mut written = 0;
+    while begin.elapsed() < 2 * ATTACK {
+        for mut room in &rooms {
+            written += room.write(&[0; 64]).unwrap_or(0);
+        }
+    }
+    siege.answers();
+    let record = fs::read(siege.daemon.socket().parent().and_then(Path::parent).expect("its directory").join("record"));
+    let record = String::from_utf8_lossy(&record.expect("the record")).into_owned();
+    let renewals = record.matches("room-requested").count();
+    // Twice a second each, and once at first.
+    let most = rooms.len() * (2 + 2 * begin.elapsed().as_secs_f64().ceil() as usize);
+    assert!(written > 10_000 && renewals > rooms.len() && renewals <= most, "{renewals} of {most}, {written} bytes");
+}
