@@ -7,6 +7,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
@@ -29,6 +30,7 @@ use crate::daemon::core::views::{ClientPids, Holders};
 use crate::daemon::gpu::nvml::{self, Report};
 use crate::daemon::logging;
 use crate::daemon::systemd::fd_store::StoredConnection;
+use crate::daemon::tenants::Budgets;
 use crate::daemon::{metrics, node, systemd, tasks};
 use crate::sys::listen::{self, Bound};
 use crate::sys::socket::Kind;
@@ -323,12 +325,13 @@ impl Startup {
             gpus,
             attached,
         };
-        let (bus, bus_attempted) = BusServer::start(bus, control_socket, request, followed)?;
+        let budgets = core.borrow().budgets.clone();
+        let (bus, bus_attempted) = BusServer::start(bus, control_socket, request, followed, budgets.clone())?;
         let (scrape, mut scrapes) = mpsc::unbounded_channel();
         metrics::start(metrics, scrape)?;
         // Must precede the takeover of an earlier daemon's clients, because some of these clients may be
         // asleep.
-        match helpers(in_pod) {
+        match helpers(in_pod, budgets) {
             Ok(Some(helpers)) => tasks::start_checkpoints(&core, helpers),
             Ok(None) => {}
             Err(e) => warn!("cannot checkpoint programs: {e}"),
@@ -375,16 +378,16 @@ impl Startup {
 
 /// Chooses how checkpoint helpers are started. In a pod, helpers run in an optional separate
 /// container with capabilities. Returns `None` if the pod lacks that container.
-fn helpers(in_pod: bool) -> std::io::Result<Option<Helpers>> {
+fn helpers(in_pod: bool, budgets: Arc<Budgets>) -> std::io::Result<Option<Helpers>> {
     let socket = Path::new(checkpoint::SOCKET);
     if in_pod {
         // The container may start or restart later. The socket's directory exists only in pods with such a
         // container.
         let has_one = socket.parent().is_some_and(Path::exists);
-        return Ok(has_one.then(Helpers::by_socket));
+        return Ok(has_one.then(|| Helpers::by_socket(budgets)));
     }
     let has_one = systemd::is_there() && socket.exists();
-    if has_one { Ok(Some(Helpers::by_socket())) } else { Helpers::of_children().map(Some) }
+    if has_one { Ok(Some(Helpers::by_socket(budgets))) } else { Helpers::of_children(budgets).map(Some) }
 }
 
 /// Starts the NVML thread, and waits briefly for its first reports. The GPUs and their memory in use

@@ -11,10 +11,11 @@ use zbus::fdo::{self, DBusProxy};
 use zbus::message::{Flags, Header};
 
 use super::authority::{Action, Authority, Authorization, Details, Manner, Subject};
-use super::gate::{Gate, Place, Senders};
+use super::gate::{self, Place, Senders};
 use crate::daemon::connections::lock::Lockable;
 use crate::daemon::core::views::NamedGpu;
 use crate::daemon::gpu::device_files;
+use crate::daemon::tenants::{Budget, Budgets, Share, What};
 use crate::daemon::transport::peer::{self, Process, Where};
 use crate::identity::{Identity, accountable, printable, user_in_words};
 use crate::sys::access;
@@ -23,16 +24,17 @@ use crate::sys::access;
 #[derive(Debug)]
 pub enum Callers {
     /// Callers on the bus. The bus identifies each sender, and polkit authorizes it.
-    Bus { authority: Authority, senders: Senders, gate: Gate },
+    Bus { authority: Authority, senders: Senders, budgets: Arc<Budgets> },
     /// The peer of a control socket connection. The peer is the connection's only caller, and the
     /// kernel identifies it.
-    Peer { process: Arc<Process>, groups: Vec<u32>, gate: Arc<Gate> },
+    Peer { process: Arc<Process>, groups: Vec<u32>, budget: Arc<Budget> },
 }
 
 /// A connection's credentials, as reported by the bus.
 #[derive(Debug)]
 pub struct Known {
     pub uid: u32,
+    pub budget: Arc<Budget>,
     /// 0 if the PID is unknown.
     pid: i32,
     process: Arc<Process>,
@@ -48,6 +50,7 @@ pub struct Caller<'a> {
     process: Arc<Process>,
     /// The known groups of the caller.
     groups: Vec<u32>,
+    budget: Arc<Budget>,
     from: From<'a>,
 }
 
@@ -64,44 +67,47 @@ enum From<'a> {
 }
 
 impl Callers {
-    pub fn bus() -> Self {
-        Self::Bus { authority: Authority::default(), senders: Senders::default(), gate: Gate::default() }
+    pub fn bus(budgets: Arc<Budgets>) -> Self {
+        Self::Bus { authority: Authority::default(), senders: Senders::default(), budgets }
     }
 
-    /// Applies the limits of the sender's connection. Does not query the bus.
+    /// Admits a call, as far as the caller is known. Neither waits nor queries the bus.
     ///
     /// # Errors
-    /// `LimitsExceeded` if the connection has too many calls in progress.
-    pub fn admit_sender(&self, header: Option<&Header<'_>>) -> fdo::Result<Option<Place>> {
+    /// `LimitsExceeded` if the connection or its tenant has too many calls in progress, or calls too often.
+    pub fn admit(&self, header: Option<&Header<'_>>) -> fdo::Result<Place> {
         let sender = header.and_then(|header| header.sender());
         match (self, sender) {
-            (Self::Bus { senders, .. }, Some(sender)) => senders.of(&sender.to_owned().into()).admit(),
-            _ => Ok(None),
-        }
-    }
-
-    /// Identifies the calling user, and applies the user's limits.
-    ///
-    /// # Errors
-    /// `LimitsExceeded` if the user has too many calls in progress, or calls too often.
-    pub async fn admit(&self, header: Option<&Header<'_>>, connection: &Connection) -> fdo::Result<Place> {
-        match self {
-            Self::Bus { senders, gate, .. } => {
-                gate.admit(known(senders, header, connection).await.map(|known| known.uid))
+            (Self::Bus { senders, .. }, Some(sender)) => {
+                let sender = senders.of(&sender.to_owned().into());
+                let of_sender = sender.admit()?;
+                let of_tenant = sender.known.get().map(|known| gate::admit(&known.budget, What::BusCalls));
+                Ok(Place { _of_sender: of_sender, of_tenant: of_tenant.transpose()? })
             }
-            Self::Peer { process, gate, .. } => gate.admit(Some(process.uid)),
+            (Self::Bus { .. }, None) => Ok(Place::default()),
+            (Self::Peer { budget, .. }, _) => {
+                Ok(Place { _of_sender: None, of_tenant: Some(gate::admit(budget, What::ControlCalls)?) })
+            }
         }
     }
 
-    /// Applies the limit on a user's calls that queue for usage records or a timeline.
+    /// Identifies the caller of an admitted call if it was unknown, and applies its tenant's limits. All
+    /// callers that the bus cannot identify share the limits of one user.
     ///
     /// # Errors
-    /// `LimitsExceeded` if too many of the user's calls are in that queue.
-    pub fn admit_long(&self, uid: u32) -> fdo::Result<Place> {
-        match self {
-            Self::Bus { gate, .. } => gate.admit_long(uid),
-            Self::Peer { gate, .. } => gate.admit_long(uid),
+    /// `LimitsExceeded` if the tenant has too many calls in progress, or calls too often.
+    pub async fn admit_unknown(
+        &self,
+        place: &mut Place,
+        header: Option<&Header<'_>>,
+        connection: &Connection,
+    ) -> fdo::Result<()> {
+        if let (Self::Bus { senders, budgets, .. }, None) = (self, &place.of_tenant) {
+            let known = known(senders, budgets, header, connection).await;
+            let budget = known.map_or_else(|| budgets.of_caller(u32::MAX), |known| known.budget.clone());
+            place.of_tenant = Some(gate::admit(&budget, What::BusCalls)?);
         }
+        Ok(())
     }
 
     /// Identifies the sender of a message.
@@ -113,27 +119,34 @@ impl Callers {
         header: Option<&Header<'_>>,
         connection: &'a Connection,
     ) -> fdo::Result<Caller<'a>> {
-        let (authority, senders) = match self {
-            Self::Bus { authority, senders, .. } => (authority, senders),
-            Self::Peer { process, groups, .. } => {
-                let (uid, pid) = (process.uid, process.pid);
-                return Ok(Caller { uid, pid, process: process.clone(), groups: groups.clone(), from: From::Peer });
+        let (authority, senders, budgets) = match self {
+            Self::Bus { authority, senders, budgets } => (authority, senders, budgets),
+            Self::Peer { process, groups, budget } => {
+                let (uid, pid, process) = (process.uid, process.pid, process.clone());
+                let (groups, budget) = (groups.clone(), budget.clone());
+                return Ok(Caller { uid, pid, process, groups, budget, from: From::Peer });
             }
         };
-        let known = known(senders, header, connection).await;
+        let known = known(senders, budgets, header, connection).await;
         let caller = header.zip(known).and_then(|(header, known)| {
-            let Known { uid, pid, process, groups } = &*known;
+            let Known { uid, budget, pid, process, groups } = &*known;
             let subject = Subject::new(header)?;
             let interactive = header.primary().flags().contains(Flags::ALLOW_INTERACTIVE_AUTH);
             let from = From::Bus { authority, connection, subject, interactive };
-            Some(Caller { uid: *uid, pid: *pid, process: process.clone(), groups: groups.clone(), from })
+            let (process, groups, budget) = (process.clone(), groups.clone(), budget.clone());
+            Some(Caller { uid: *uid, pid: *pid, process, groups, budget, from })
         });
         caller.ok_or_else(|| denied("the bus does not identify the caller"))
     }
 }
 
 /// The sender's credentials, as reported by the bus. The bus is asked once for each connection.
-async fn known(senders: &Senders, header: Option<&Header<'_>>, connection: &Connection) -> Option<Arc<Known>> {
+async fn known(
+    senders: &Senders,
+    budgets: &Budgets,
+    header: Option<&Header<'_>>,
+    connection: &Connection,
+) -> Option<Arc<Known>> {
     let name = header?.sender()?.to_owned();
     let sender = senders.of(&name.clone().into());
     let ask = async {
@@ -143,7 +156,7 @@ async fn known(senders: &Senders, header: Option<&Header<'_>>, connection: &Conn
         let pid = known.process_id().and_then(|pid| i32::try_from(pid).ok()).unwrap_or(0);
         let process = Arc::new(Process::named(pid, uid, known.process_fd().map(AsFd::as_fd)));
         let groups = known.unix_group_ids().cloned().unwrap_or_default();
-        Some(Arc::new(Known { uid, pid, process, groups }))
+        Some(Arc::new(Known { uid, budget: budgets.of_caller(uid), pid, process, groups }))
     };
     sender.known.get_or_try_init(|| async { ask.await.ok_or(()) }).await.ok().cloned()
 }
@@ -153,6 +166,15 @@ fn denied(text: impl Into<String>) -> fdo::Error {
 }
 
 impl Caller<'_> {
+    /// Admits a call that queues for usage records or a timeline.
+    ///
+    /// # Errors
+    /// `LimitsExceeded` if too many of the tenant's calls are in that queue.
+    pub fn admit_query(&self) -> fdo::Result<Share> {
+        let what = if matches!(self.from, From::Peer) { What::ControlQueries } else { What::BusQueries };
+        gate::admit_query(&self.budget, what)
+    }
+
     /// Checks that the caller may see other users' clients.
     ///
     /// # Errors

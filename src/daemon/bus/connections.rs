@@ -41,7 +41,7 @@ pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>)
             Bus::System => connection::Builder::system(),
             Bus::Address(address) => connection::Builder::address(address.as_str()),
         };
-        let object = Arc::new(Object { shared: shared.clone(), callers: Callers::bus() });
+        let object = Arc::new(Object { shared: shared.clone(), callers: Callers::bus(shared.budgets.clone()) });
         // The name is requested last, so that its owner serves the object from the start.
         let connected = builder
             .serve_at(bus::PATH, Served(object))
@@ -120,8 +120,8 @@ async fn serve_peer(stream: OwnedFd, mut shared: Shared) -> zbus::Result<()> {
         shared.followed.clients = watch::channel(ClientPids::new()).1;
         shared.followed.gpus = watch::channel(Present::new()).1;
     }
-    let gate = shared.control_gate.clone();
-    let callers = Callers::Peer { process: Arc::new(process), groups, gate };
+    let budget = shared.budgets.of_caller(process.uid);
+    let callers = Callers::Peer { process: Arc::new(process), groups, budget };
     let object = Arc::new(Object { shared: shared.clone(), callers });
     let build = connection::Builder::unix_stream(UnixStream::from(stream))
         .server(Guid::generate())

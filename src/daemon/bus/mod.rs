@@ -39,11 +39,11 @@ use crate::daemon::core::{
     Present, RoomRequest, View,
     views::{ClientPids, Holders, NamedGpu},
 };
+use crate::daemon::tenants::Budgets;
 use crate::daemon::usage::{Query, UsageAnswer};
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
 use connections::{serve_bus, serve_peers};
 pub use failure::Failure;
-use gate::Gate;
 
 /// Time for which a stopping daemon waits for this thread.
 const STOP_PATIENCE: Duration = Duration::from_millis(300);
@@ -139,6 +139,7 @@ impl BusServer {
         control: Option<OwnedFd>,
         requests: mpsc::UnboundedSender<Request>,
         followed: Followed,
+        budgets: Arc<Budgets>,
     ) -> std::io::Result<(Self, oneshot::Receiver<()>)> {
         let (attempted, first) = oneshot::channel();
         let (stop, asked) = oneshot::channel();
@@ -150,7 +151,7 @@ impl BusServer {
                 bundling: Arc::default(),
                 drawing: Arc::default(),
                 reading_usage: Arc::default(),
-                control_gate: Arc::default(),
+                budgets,
                 followed,
             };
             LocalSet::new().block_on(&runtime, async {
@@ -204,8 +205,7 @@ struct Shared {
     drawing: Arc<Mutex<()>>,
     /// Held while usage records are read, because records can be large.
     reading_usage: Arc<Mutex<()>>,
-    /// Admits the calls of all connections to the control socket.
-    control_gate: Arc<Gate>,
+    budgets: Arc<Budgets>,
     followed: Followed,
 }
 

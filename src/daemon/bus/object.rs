@@ -105,7 +105,7 @@ impl Object {
         let caller = self.callers.identify(Some(&header), connection).await?;
         let identity = caller.identity("read usage records")?;
         let tenant = (!caller.sees_all().await).then(|| identity.tenant.to_string());
-        let _place = self.callers.admit_long(caller.uid)?;
+        let _place = caller.admit_query()?;
         let turn = self.shared.reading_usage.clone().lock_owned().await;
         let query = Query { since, by: by.clone(), tenant };
         let rows = self.ask(|reply| Request::Usage(query, reply)).await?;
@@ -305,7 +305,7 @@ impl Object {
         caller.may_see_others()?;
         let tenant = caller.identity("see a timeline")?.tenant;
         let viewer = Viewer { uid: caller.uid, tenant, sees_all: caller.sees_all().await };
-        let _place = self.callers.admit_long(caller.uid)?;
+        let _place = caller.admit_query()?;
         let turn = self.shared.drawing.clone().lock_owned().await;
         let begin = Instant::now();
         let view = self.ask(Request::View).await?;

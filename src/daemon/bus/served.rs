@@ -68,9 +68,8 @@ impl Interface for Served {
     ) -> DispatchResult<'call> {
         match shared(self.0.set(property, value, server, connection, header, emitter)) {
             DispatchResult::Async(set) => DispatchResult::Async(Box::pin(async move {
-                let callers = &self.0.callers;
-                let _sender = callers.admit_sender(header)?;
-                let _place = callers.admit(header, connection).await?;
+                let mut place = self.0.callers.admit(header)?;
+                self.0.callers.admit_unknown(&mut place, header, connection).await?;
                 set.await
             })),
             other => other,
@@ -96,8 +95,8 @@ impl Interface for Served {
         message: &'call Message,
         name: MemberName<'call>,
     ) -> DispatchResult<'call> {
-        let sender = match self.0.callers.admit_sender(Some(&message.header())) {
-            Ok(sender) => sender,
+        let mut place = match self.0.callers.admit(Some(&message.header())) {
+            Ok(place) => place,
             Err(e) => {
                 return DispatchResult::Async(Box::pin(
                     async move { reply_error(connection, message, e.into()).await },
@@ -107,16 +106,13 @@ impl Interface for Served {
         let (object, connection, message, name) =
             (self.0.clone(), connection.clone(), message.clone(), name.to_owned());
         tokio::spawn(async move {
-            let _sender = sender;
             let header = message.header();
-            let answered = match object.callers.admit(Some(&header), &connection).await {
+            let answered = match object.callers.admit_unknown(&mut place, Some(&header), &connection).await {
                 Err(e) => Err(e.into()),
-                Ok(_place) => {
-                    match shared(object.call(connection.object_server(), &connection, &message, name.as_ref())) {
-                        DispatchResult::Async(answer) => answer.await,
-                        _ => Err(fdo::Error::UnknownMethod(format!("there is no method {name}")).into()),
-                    }
-                }
+                Ok(()) => match shared(object.call(connection.object_server(), &connection, &message, name.as_ref())) {
+                    DispatchResult::Async(answer) => answer.await,
+                    _ => Err(fdo::Error::UnknownMethod(format!("there is no method {name}")).into()),
+                },
             };
             if let Err(e) = answered
                 && let Err(e) = reply_error(&connection, &message, e).await
@@ -180,6 +176,7 @@ mod tests {
     use crate::daemon::bus::{Followed, Shared};
     use crate::daemon::core::Present;
     use crate::daemon::core::views::{ClientPids, Holders};
+    use crate::daemon::tenants::Budgets;
     use crate::daemon::transport::peer::Process;
 
     /// The XML without comments and blank lines, as one element per line.
@@ -204,16 +201,17 @@ mod tests {
         let (_, gpus) = watch::channel(Present::new());
         let (_, attached) = watch::channel(false);
         let followed = Followed { settings, problems, holders, clients, gpus, attached };
+        let budgets = Arc::new(Budgets::new(1));
         let shared = Shared {
             requests,
             bundling: Arc::default(),
             drawing: Arc::default(),
             reading_usage: Arc::default(),
-            control_gate: Arc::default(),
+            budgets: budgets.clone(),
             followed,
         };
-        let callers =
-            Callers::Peer { process: Arc::new(Process::named(0, 0, None)), groups: Vec::new(), gate: Arc::default() };
+        let (process, budget) = (Arc::new(Process::named(0, 0, None)), budgets.of_caller(0));
+        let callers = Callers::Peer { process, groups: Vec::new(), budget };
         let object = Object { shared, callers };
         let mut generated = String::new();
         object.introspect_to_writer(&mut generated, 0);

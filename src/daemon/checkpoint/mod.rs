@@ -12,7 +12,7 @@
 //! The daemon shuts down the socket of a late helper. The helper then undoes its work as far as
 //! possible and exits. A helper that does not exit is killed, by the daemon if it is a child,
 //! otherwise by its service (`RuntimeMaxSec=`). Until its exit, a late helper counts among the
-//! helpers of its tenant (`MAX_HELPERS_OF_TENANT`), but no longer among the helpers of all tenants
+//! helpers of its tenant (`What::Helpers`), but no longer among the helpers of all tenants
 //! (`MAX_HELPERS`). A user can keep a helper from exiting by stopping the client's process. Such
 //! helpers must not count against other tenants.
 //!
@@ -29,15 +29,13 @@
 #[cfg(test)]
 mod tests;
 
-use std::cell::RefCell;
-use std::collections::HashMap;
 use std::fmt;
 use std::future::pending;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nvshare_checkpoint::{ANSWER, IDLE, MAX_PAIRS, Request, Step};
@@ -51,6 +49,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
 
+use crate::daemon::tenants::{Budgets, Share, What};
 use crate::identity::Tenant;
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
@@ -63,10 +62,6 @@ const PROGRAM: &str = "nvshare-checkpoint";
 /// Maximum number of helpers that the daemon waits for at the same time. Each helper initialises the
 /// driver, which takes host memory and processor time. All helpers move memory over the same links.
 const MAX_HELPERS: usize = 8;
-/// Maximum number of helpers for processes of one tenant. Late helpers count too: a user can keep a
-/// helper running by stopping the client's process. `MaxConnections=` of the socket leaves room for
-/// the helpers of many tenants.
-const MAX_HELPERS_OF_TENANT: usize = 4;
 /// Maximum number of prepared helpers. Further helpers are started only with their requests.
 const MAX_PREPARED: usize = 8;
 /// Maximum time that a helper waits for a process's driver calls and GPU work to end before it
@@ -180,36 +175,36 @@ pub struct Helpers {
     start: Start,
     patience: Patience,
     all: Arc<Semaphore>,
-    tenants: RefCell<HashMap<Tenant, Weak<Semaphore>>>,
+    budgets: Arc<Budgets>,
 }
 
 /// Permission for one helper to run. The helper counts against its tenant's limit and against the limit
 /// of all helpers.
 struct Place {
-    of_tenant: OwnedSemaphorePermit,
+    of_tenant: Share,
     of_all: OwnedSemaphorePermit,
 }
 
 impl Helpers {
     /// Starts helpers through the listener at [`SOCKET`].
-    pub fn by_socket() -> Self {
-        Self::new(Start::Connect(SOCKET.into()), PATIENCE)
+    pub fn by_socket(budgets: Arc<Budgets>) -> Self {
+        Self::new(Start::Connect(SOCKET.into()), PATIENCE, budgets)
     }
 
     /// Starts helpers as children, from the program that is installed beside the daemon.
     ///
     /// # Errors
     /// The daemon cannot determine the path of its own program.
-    pub fn of_children() -> io::Result<Self> {
+    pub fn of_children(budgets: Arc<Budgets>) -> io::Result<Self> {
         let own = std::env::current_exe()?;
         let beside = own.with_file_name(PROGRAM);
         let installed = own.parent().and_then(Path::parent).map(|prefix| prefix.join("libexec").join(PROGRAM));
         let program = installed.filter(|path| !beside.exists() && path.exists()).unwrap_or(beside);
-        Ok(Self::new(Start::Child(program), PATIENCE))
+        Ok(Self::new(Start::Child(program), PATIENCE, budgets))
     }
 
-    fn new(start: Start, patience: Patience) -> Self {
-        Self { start, patience, all: Arc::new(Semaphore::new(MAX_HELPERS)), tenants: RefCell::default() }
+    fn new(start: Start, patience: Patience, budgets: Arc<Budgets>) -> Self {
+        Self { start, patience, all: Arc::new(Semaphore::new(MAX_HELPERS)), budgets }
     }
 
     /// Starts a helper for a request that is expected soon. The helper exits if no request arrives.
@@ -293,19 +288,12 @@ impl Helpers {
     }
 
     async fn place(&self, tenant: &Tenant) -> Place {
-        let of_tenant = {
-            let mut tenants = self.tenants.borrow_mut();
-            tenants.retain(|_, places| places.strong_count() > 0);
-            let places = tenants.get(tenant).and_then(Weak::upgrade);
-            let places = places.unwrap_or_else(|| Arc::new(Semaphore::new(MAX_HELPERS_OF_TENANT)));
-            tenants.insert(tenant.clone(), Arc::downgrade(&places));
-            places
-        };
         // While a request waits for the limit of all helpers, it counts only against its own tenant's limit.
         // So the request delays no other tenant.
-        match (of_tenant.acquire_owned().await, self.all.clone().acquire_owned().await) {
-            (Ok(of_tenant), Ok(of_all)) => Place { of_tenant, of_all },
-            _ => pending().await, // neither semaphore is ever closed
+        let of_tenant = self.budgets.of(tenant).wait_for(What::Helpers).await;
+        match self.all.clone().acquire_owned().await {
+            Ok(of_all) => Place { of_tenant, of_all },
+            Err(_) => pending().await, // the semaphore is never closed
         }
     }
 

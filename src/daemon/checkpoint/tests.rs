@@ -17,6 +17,8 @@ const SHORT: Patience = Patience {
 };
 const LONG: Patience = PATIENCE;
 const OWN: Tenant = Tenant::User(1000);
+/// A tenant's limit on helpers.
+const MAX_OF_TENANT: u32 = 4;
 
 fn run<T>(test: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().expect("a runtime");
@@ -36,8 +38,12 @@ async fn ask(helpers: &Helpers, operation: Operation) -> HelperAnswer {
 }
 
 /// The number of helpers that the tenant may still start. `None` if the tenant has no helper.
-fn places(helpers: &Helpers) -> Option<usize> {
-    helpers.tenants.borrow().get(&OWN).and_then(Weak::upgrade).map(|places| places.available_permits())
+fn budgets() -> Arc<Budgets> {
+    Arc::new(Budgets::new(1))
+}
+
+fn places(helpers: &Helpers) -> u32 {
+    helpers.budgets.of(&OWN).left(What::Helpers)
 }
 
 /// Creates a listener that stands in for systemd.
@@ -47,7 +53,7 @@ fn listen(directory: &Directory, patience: Patience) -> (OwnedFd, Helpers) {
     let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).expect("a socket");
     bind(&listener, &SocketAddrUnix::new(&path).expect("an address")).expect("bound");
     rustix::net::listen(&listener, 16).expect("it listens");
-    (listener, Helpers::new(Start::Connect(path), patience))
+    (listener, Helpers::new(Start::Connect(path), patience, budgets()))
 }
 
 async fn accept(listener: &AsyncFd<OwnedFd>) -> AsyncFd<OwnedFd> {
@@ -133,13 +139,13 @@ fn a_hung_helper_is_disconnected_and_still_counts() {
         let listener = descriptors::watch(listener).expect("watched");
         let silent = async {
             let mut sockets = Vec::new();
-            for _ in 0..MAX_HELPERS_OF_TENANT {
+            for _ in 0..MAX_OF_TENANT {
                 sockets.push(accept(&listener).await);
             }
             sockets
         };
         let asked = async {
-            let answers = [(); MAX_HELPERS_OF_TENANT].map(|()| ask(&helpers, Operation::Sleep));
+            let answers = [(); MAX_OF_TENANT as usize].map(|()| ask(&helpers, Operation::Sleep));
             for answer in answers.map(Box::pin) {
                 let answer = answer.await;
                 assert_eq!(answer.outcome, Outcome::Unknown);
@@ -193,7 +199,7 @@ fn a_tenant_can_start_few_helpers_per_interval() {
             let asked = helpers.ask(None, Operation::Settle, own_process(), own_user(), tenant, Vec::new());
             tokio::join!(asked, served).0.0
         };
-        for _ in 0..MAX_HELPERS_OF_TENANT {
+        for _ in 0..MAX_OF_TENANT {
             assert!(settle(&OWN).await.failure.is_none());
         }
         assert!(matches!(ask(&helpers, Operation::Settle).await.failure, Some(HelperFailure::Busy)));
@@ -287,9 +293,9 @@ fn dropping_a_request_cancels_it() {
         };
         request(&socket).await;
         wait_for_end(&socket).await;
-        assert_eq!(places(&helpers), Some(MAX_HELPERS_OF_TENANT - 1), "it has not ended");
+        assert_eq!(places(&helpers), MAX_OF_TENANT - 1, "it has not ended");
         drop(socket);
-        while places(&helpers).is_some() {
+        while places(&helpers) < MAX_OF_TENANT {
             tokio::task::yield_now().await;
         }
         assert_eq!(helpers.all.available_permits(), MAX_HELPERS);
@@ -321,7 +327,7 @@ fn a_helper_that_cannot_start_leaves_the_process_running() {
     let nothing = directory.0.join("nothing");
     run(async {
         for start in [Start::Connect(nothing.clone()), Start::Child(nothing.clone())] {
-            let helpers = Helpers::new(start, LONG);
+            let helpers = Helpers::new(start, LONG, budgets());
             let answer = ask(&helpers, Operation::Sleep).await;
             assert_eq!(answer.outcome, Outcome::Runs);
             assert!(matches!(answer.failure, Some(HelperFailure::NotStarted(_))), "{answer:?}");
@@ -344,11 +350,12 @@ fn a_child_that_does_not_end_is_killed() {
     let pid = directory.0.join("pid");
     let program = program(&directory, &format!("echo $$ >{}\nexec sleep 1000", pid.display()));
     run(async {
-        let helpers = Helpers::new(Start::Child(program), Patience { answer: Duration::from_secs(1), ..SHORT });
+        let helpers =
+            Helpers::new(Start::Child(program), Patience { answer: Duration::from_secs(1), ..SHORT }, budgets());
         let answer = ask(&helpers, Operation::Sleep).await;
         assert_eq!(answer.outcome, Outcome::Unknown);
         assert!(matches!(answer.failure, Some(HelperFailure::TimedOut)), "{answer:?}");
-        while places(&helpers).is_some() {
+        while places(&helpers) < MAX_OF_TENANT {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
         let pid = fs::read_to_string(&pid).expect("it ran");
@@ -362,7 +369,7 @@ fn a_child_that_dies_leaves_the_state_unknown() {
     // When `head` returns, the helper has received its request.
     let program = program(&directory, "head -c 1 >/dev/null; [ \"$NVSHARE_DISABLE\" = 1 ] && kill -9 $$; sleep 1000");
     run(async {
-        let answer = ask(&Helpers::new(Start::Child(program), LONG), Operation::Wake).await;
+        let answer = ask(&Helpers::new(Start::Child(program), LONG, budgets()), Operation::Wake).await;
         assert_eq!(answer.outcome, Outcome::Unknown);
         assert!(matches!(answer.failure, Some(HelperFailure::Died)), "{answer:?}");
     });
@@ -372,7 +379,7 @@ fn a_child_that_dies_leaves_the_state_unknown() {
 #[test]
 fn the_helper_answers_as_a_child_process() {
     run(async {
-        let helpers = Helpers::new(Start::Child(artifact(PROGRAM)), LONG);
+        let helpers = Helpers::new(Start::Child(artifact(PROGRAM)), LONG, budgets());
         let mut child = std::process::Command::new("true").spawn().expect("a process");
         let pid = Pid::from_raw(child.id() as i32).expect("a process");
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).expect("a pidfd");

@@ -42,7 +42,7 @@ pub(super) struct Incoming {
     /// The UID of the claim that the socket belongs to. Empty if the socket belongs to no claim.
     pub claim: String,
     /// The budget of the presumed tenant, and the connection's share of that budget.
-    pub budget: Rc<Budget>,
+    pub budget: Arc<Budget>,
     pub arrival: Share,
 }
 

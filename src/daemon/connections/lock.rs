@@ -206,7 +206,7 @@ impl Record {
     }
 
     /// Creates the client that represents the lock, and the parts of its keeper.
-    fn client(self, identity: Identity, files: LockFiles, budget: Rc<Budget>) -> io::Result<(Arrival, Unattached)> {
+    fn client(self, identity: Identity, files: LockFiles, budget: Arc<Budget>) -> io::Result<(Arrival, Unattached)> {
         let (client_end, daemon_end) = socket::packet_pair()?;
         let connection = Rc::new(Connection::new(Foreign::connection(daemon_end, 0), version::MAX, budget)?);
         let client_end = descriptors::watch(client_end)?;

@@ -15,7 +15,7 @@ pub mod room;
 
 use std::cell::RefCell;
 use std::fmt;
-use std::rc::Rc;
+use std::sync::Arc;
 
 use tokio::sync::watch;
 use tracing::warn;
@@ -28,13 +28,13 @@ use crate::identity::Identity;
 #[derive(Debug)]
 pub struct Connections {
     log_limit: RefCell<LogRateLimit>,
-    pub budgets: Rc<Budgets>,
+    pub budgets: Arc<Budgets>,
     /// True once the clients of an earlier daemon have been taken over.
     resumed: watch::Receiver<bool>,
 }
 
 impl Connections {
-    pub fn new(budgets: Rc<Budgets>, resumed: watch::Receiver<bool>) -> Self {
+    pub fn new(budgets: Arc<Budgets>, resumed: watch::Receiver<bool>) -> Self {
         Self { log_limit: RefCell::default(), budgets, resumed }
     }
 

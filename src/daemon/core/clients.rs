@@ -63,7 +63,8 @@ impl Core {
     pub fn connect(&mut self, mut arrival: Arrival) -> ClientId {
         self.pods.name(&mut arrival.identity);
         self.claims.name(&mut arrival.identity);
-        self.units.admit(clock::now(), &mut arrival.identity);
+        let most = arrival.connection.budget().limit(What::Units);
+        self.units.admit(clock::now(), most, &mut arrival.identity);
         let client = ClientId(self.next_client);
         self.next_client += 1;
         let (version, account) = (arrival.version, TenantId(arrival.identity.tenant.number()));
@@ -96,7 +97,8 @@ impl Core {
     pub fn resume(&mut self, client: ClientId, mut arrival: Arrival, name: ConnectionName) {
         self.pods.name(&mut arrival.identity);
         self.claims.name(&mut arrival.identity);
-        self.units.admit(clock::now(), &mut arrival.identity);
+        let most = arrival.connection.budget().limit(What::Units);
+        self.units.admit(clock::now(), most, &mut arrival.identity);
         let (gang, account) = (self.gang(client, &arrival), TenantId(arrival.identity.tenant.number()));
         let identity = arrival.identity.clone();
         let Identity { pid, uid, unit, name: called, tenant, .. } = &*identity;

@@ -12,6 +12,7 @@ use super::views::NamedGpu;
 use crate::config::rules::variable;
 use crate::config::rules::{GpuName, Rule};
 use crate::config::units;
+use crate::daemon::tenants::What;
 use crate::daemon::transport::peer;
 use crate::daemon::transport::session::PlacementQuery;
 use crate::identity::Identity;
@@ -22,9 +23,6 @@ use std::time::Duration;
 
 /// Time after which a placement expires if its program has not connected.
 const REMEMBERED: Duration = Duration::from_secs(30);
-/// Maximum number of one tenant's placements whose programs have not connected. Beyond it, the tenant's
-/// oldest placement is dropped. The scheduler has the same limit.
-const MOST_WAITING: usize = 64;
 /// Maximum number of processes searched for a placement request: the process itself and its ancestors.
 const MOST_ANCESTORS: usize = 16;
 
@@ -49,7 +47,9 @@ impl Core {
             let tenant = TenantId(entry.identity.tenant.number());
             self.pending_placements.retain(|ahead| ahead.pid != pid); // replaces the previous request
             let of_tenant = |ahead: &PendingPlacement| ahead.tenant == tenant;
-            if self.pending_placements.iter().filter(|ahead| of_tenant(ahead)).count() >= MOST_WAITING
+            let most = entry.connection.budget().limit(What::Placements) as usize;
+            // Beyond the limit, the tenant's oldest placement is dropped.
+            if self.pending_placements.iter().filter(|ahead| of_tenant(ahead)).count() >= most
                 && let Some(oldest) = self.pending_placements.iter().position(of_tenant)
             {
                 self.pending_placements.remove(oldest);

@@ -17,12 +17,11 @@ use super::views::NamedGpu;
 use crate::bus;
 use crate::config::units;
 use crate::daemon::gpu::nvml::Query;
+use crate::daemon::tenants::{Share, What};
 use crate::identity::Identity;
 use crate::scheduler::{Command, Event, GpuId, LockState, RoomId, RoomObstacle};
 use crate::sys::clock;
 
-/// Maximum number of rooms of one user. More rooms would not give the user more memory.
-const MAX_ROOMS_OF_USER: usize = 4;
 /// Maximum number of programs that an error message names as obstacles.
 const NAMED: usize = 3;
 
@@ -40,6 +39,7 @@ pub struct RoomRequest {
 /// A room, or a pending request for one.
 pub(super) struct Room {
     owner: Arc<Identity>,
+    _share: Share,
     gpu: GpuId,
     bytes: u64,
     lasts: Duration,
@@ -62,18 +62,17 @@ impl Core {
     /// Validates a request for a room. Returns its GPU.
     ///
     /// # Errors
-    /// `InvalidArgs` if the request is invalid. `LimitsExceeded` if the user has too many rooms.
+    /// `InvalidArgs` if the request is invalid. `LimitsExceeded` if the tenant has too many rooms.
     pub fn check_room(&self, request: &RoomRequest) -> fdo::Result<NamedGpu> {
         let gpu = self.find_gpu(&request.gpu).map_err(fdo::Error::InvalidArgs)?;
         if request.bytes == 0 {
             return Err(fdo::Error::InvalidArgs("the size of a room must be at least 1 byte".into()));
         }
-        let uid = request.caller.accountable();
-        let number = self.rooms.values().filter(|room| room.owner.accountable() == uid).count();
-        if number >= MAX_ROOMS_OF_USER {
-            return Err(fdo::Error::LimitsExceeded(format!(
-                "user {uid} already has the maximum of {number} rooms. Close one first."
-            )));
+        let budget = self.budgets.of(&request.caller.tenant);
+        if budget.left(What::Rooms) == 0 {
+            let (tenant, number) = (budget.tenant(), budget.limit(What::Rooms));
+            let text = format!("{tenant} already has the maximum of {number} rooms. Close one first.");
+            return Err(fdo::Error::LimitsExceeded(text));
         }
         Ok(gpu)
     }
@@ -89,8 +88,9 @@ impl Core {
         let (reply, ready) = oneshot::channel();
         let ended = Rc::new(Notify::new());
         let RoomRequest { bytes, lasts, caller, .. } = request;
+        let _share = self.budgets.of(&caller.tenant).hold(What::Rooms, 1);
         let (owner, reply) = (Arc::new(caller), Some(reply));
-        self.rooms.insert(room, Room { owner, gpu, bytes, lasts, reply, ended: ended.clone() });
+        self.rooms.insert(room, Room { owner, _share, gpu, bytes, lasts, reply, ended: ended.clone() });
         // The decision needs current figures of the memory that other programs use.
         self.query_nvml(Query::Sample);
         self.signals.activity.notify_one();

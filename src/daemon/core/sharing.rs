@@ -1,7 +1,7 @@
 //! Passes messages about shared memory between exporters and importers.
 
 use std::collections::BTreeSet;
-use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
 use nvshare_wire::client::Sharing;
@@ -130,7 +130,7 @@ impl Core {
         now < since + READ_TIME
     }
 
-    pub(super) fn budget(&self, client: ClientId) -> Option<Rc<Budget>> {
+    pub(super) fn budget(&self, client: ClientId) -> Option<Arc<Budget>> {
         Some(self.clients.get(&client)?.connection.budget().clone())
     }
 

@@ -71,7 +71,7 @@ pub struct Core {
     pub(super) next_gang: u64,
     /// Gangs that have clients, by tenant and name.
     pub(super) gangs: BTreeMap<(Tenant, u64), Gang>,
-    pub budgets: Rc<Budgets>,
+    pub budgets: Arc<Budgets>,
     /// Time of the last measurement of host memory.
     pub(super) host_sampled: Time,
     /// Names of this node's pods, from Kubernetes.
@@ -322,7 +322,7 @@ impl Core {
             known.clone_from(machine.settings());
             false
         });
-        let budgets = Rc::new(Budgets::new(config.max_clients_per_tenant));
+        let budgets = Arc::new(Budgets::new(config.max_clients_per_tenant));
         Ok(Self {
             recorder,
             machine,

@@ -6,21 +6,17 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::counts::FORGOTTEN;
-use crate::daemon::tenants::ROOT_FACTOR;
 use crate::identity::{Identity, Tenant};
 use crate::scheduler::Time;
-
-/// Maximum number of units of one tenant within [`FORGOTTEN`].
-const MAX_UNITS: usize = 100;
 
 /// The units of each tenant's clients, with the time of the last connection.
 #[derive(Debug, Default)]
 pub(super) struct Units(BTreeMap<Tenant, BTreeMap<String, Time>>);
 
 impl Units {
-    /// Records the unit of a new client. If the tenant has too many units, marks the client's unit
-    /// and container as counted under "others".
-    pub fn admit(&mut self, now: Time, identity: &mut Arc<Identity>) {
+    /// Records the unit of a new client. If the tenant has `most` units within [`FORGOTTEN`], marks the
+    /// client's unit and container as counted under "others".
+    pub fn admit(&mut self, now: Time, most: u32, identity: &mut Arc<Identity>) {
         if identity.unit.is_empty() && identity.container.is_empty() {
             return;
         }
@@ -31,7 +27,7 @@ impl Units {
         let units = self.0.entry(identity.tenant.clone()).or_default();
         // A user can invent containers, too.
         let key = format!("{} {}", identity.unit, identity.container);
-        let most = if identity.tenant == Tenant::Root { MAX_UNITS * ROOT_FACTOR as usize } else { MAX_UNITS };
+        let most = most as usize;
         if units.len() >= most && !units.contains_key(&key) {
             units.retain(|_, last| is_recent(last));
         }
@@ -49,13 +45,15 @@ mod tests {
 
     use super::*;
 
+    const MAX_UNITS: u32 = 100;
+
     #[test]
     fn units_of_one_tenant_are_limited_and_forgotten() {
         let mut units = Units::default();
-        let mut admitted = |seconds, user, unit: usize| {
+        let mut admitted = |seconds, user, unit: u32| {
             let unit = format!("{unit}.scope");
             let mut identity = Arc::new(Identity { tenant: Tenant::User(user), unit, ..Identity::default() });
-            units.admit(Duration::from_secs(seconds), &mut identity);
+            units.admit(Duration::from_secs(seconds), MAX_UNITS, &mut identity);
             !identity.is_among_others
         };
         assert!((0..MAX_UNITS).all(|unit| admitted(1, 1, unit)));

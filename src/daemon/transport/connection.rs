@@ -3,7 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
 use nvshare_wire::{MAX_LEN, SchedulerMessage, WireError};
@@ -30,13 +30,13 @@ pub struct Connection {
     /// Notified when the outbox is full and the connection must be closed.
     overflow: Notify,
     version: Cell<u16>,
-    budget: Rc<Budget>,
+    budget: Arc<Budget>,
 }
 
 impl Connection {
     /// Creates a connection. `version`: the protocol version, 0 before the handshake. `budget`: the budget
     /// of the client's tenant.
-    pub fn new(socket: Foreign, version: u16, budget: Rc<Budget>) -> io::Result<Self> {
+    pub fn new(socket: Foreign, version: u16, budget: Arc<Budget>) -> io::Result<Self> {
         Ok(Self {
             socket: descriptors::watch(socket)?,
             outbox: RefCell::default(),
@@ -48,7 +48,7 @@ impl Connection {
     }
 
     /// The budget of the client's tenant.
-    pub fn budget(&self) -> &Rc<Budget> {
+    pub fn budget(&self) -> &Arc<Budget> {
         &self.budget
     }
 

@@ -2,7 +2,7 @@
 //! message replaces an older one that it supersedes.
 
 use std::collections::VecDeque;
-use std::rc::Rc;
+use std::sync::Arc;
 
 use nvshare_wire::SchedulerMessage;
 
@@ -25,7 +25,7 @@ impl Outbox {
         self.0.is_empty()
     }
 
-    pub fn push(&mut self, message: SchedulerMessage, budget: &Rc<Budget>) -> Result<(), Full> {
+    pub fn push(&mut self, message: SchedulerMessage, budget: &Arc<Budget>) -> Result<(), Full> {
         self.0.retain(|(older, _)| !replaces(&message, older));
         if self.0.len() >= MAX_QUEUED {
             return Err(Full);
@@ -68,7 +68,7 @@ mod tests {
     use crate::daemon::tenants::Budgets;
     use crate::identity::Tenant;
 
-    fn budget() -> Rc<Budget> {
+    fn budget() -> Arc<Budget> {
         Budgets::new(1).of(&Tenant::User(1))
     }
 
