@@ -2,11 +2,15 @@
 //! floods the scheduler with messages, connections, or calls over D-Bus. The daemon and each
 //! hostile tenant are real processes. The clients are only sockets.
 //!
-//! `cargo bench --bench hostile [-- --json FILE]` requires root, in order to have several users.
-//! With a file, the benchmark writes the figures to it (see `bench_support::results`).
+//! `cargo bench --bench hostile [-- --bus-only] [--json FILE]` requires root, in order to have several
+//! users. With a file, the benchmark writes the figures to it (see `bench_support::results`). With
+//! `--bus-only`, it measures only a flood on the bus.
 
 #[expect(dead_code, reason = "it needs only hand-overs")]
 mod crowd;
+#[expect(dead_code, reason = "it needs only the bus and a connection")]
+#[path = "../tests/daemon/private_bus.rs"]
+mod private_bus;
 
 use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
@@ -29,6 +33,8 @@ use test_support::manager::Manager;
 const CLIENTS: usize = 512;
 /// The maximum number of imports per tenant.
 const IMPORTS: u32 = 4096;
+/// Length of the flood on the bus.
+const BUS_FLOOD: Duration = Duration::from_secs(10);
 /// Interval between two probes of the loop.
 const LOOK: Duration = Duration::from_millis(1);
 /// A GPU that only hostile clients use, and a GPU that only the probe uses.
@@ -52,6 +58,10 @@ fn main() {
     }
     assert!(daemon::is_root(), "only root can be several users");
     let mut results = Results::from_arguments();
+    results.add(flood_of_bus());
+    if arguments.iter().any(|argument| argument == "--bus-only") {
+        return results.write();
+    }
     println!("{:>56}  {:>9}  {:>9}  {:>9}  {:>9}  {:>9}", "beside", "median", "99 %", "longest", "loop", "Welcome");
     row("nobody", &[], false);
     for (name, what) in FLOODS {
@@ -77,13 +87,44 @@ fn main() {
     results.write();
 }
 
+/// Floods the bus with calls of one connection that expect no reply. Returns the scheduler's memory at
+/// the end.
+fn flood_of_bus() -> Figure {
+    let bus = private_bus::Bus::start();
+    let daemon = bus.daemon();
+    let begin = Instant::now();
+    let flood = Flood::start(65534, "calls", Path::new(&bus.address));
+    let mut took = private_bus::block_on(async {
+        let mut took = Vec::new();
+        let connection = private_bus::on_bus(&bus).await;
+        let scheduler = private_bus::scheduler(&connection).await;
+        while begin.elapsed() < BUS_FLOOD {
+            tokio::time::sleep(Duration::from_millis(500)).await;
+            let begin = Instant::now();
+            scheduler.set_time_quantum(45).await.expect("root may");
+            took.push(begin.elapsed());
+        }
+        took
+    });
+    let bytes = daemon.private_memory();
+    drop(flood);
+    took.sort();
+    let [median, longest] = [0.5, 1.0].map(|share| at(&took, share));
+    println!("flood of the bus: {} KiB; root's answers took {median:.1?}, at most {longest:.1?}", bytes >> 10);
+    let note = format!(
+        "at the end of {BUS_FLOOD:?} of calls by one connection, which expect no reply; root's change of a setting \
+         was answered after at most {longest:.1?}"
+    );
+    Figure { name: "dbus-flood-memory", value: bytes as f64 / 1e6, unit: "MB", note }
+}
+
 /// Restarts the scheduler during floods. Returns the time from the start until a new client of another
 /// tenant gets the lock of its GPU, and the number of kept connections.
 fn first_grant_after_restart(floods: &[(u32, &str)]) -> (Duration, usize) {
     let directory = daemon::Directory::new();
     let manager = Manager::new(&directory.0);
     let daemon = Daemon::start_under(&manager, directory);
-    let _floods: Vec<Flood> = floods.iter().map(|(uid, name)| Flood::start(*uid, name, &daemon)).collect();
+    let _floods: Vec<Flood> = floods.iter().map(|(uid, name)| Flood::start(*uid, name, &daemon.socket())).collect();
     std::thread::sleep(Duration::from_secs(5));
     let directory = daemon.kill();
     let kept = manager.kept().len();
@@ -110,7 +151,7 @@ fn row(what: &str, floods: &[(u32, &str)], on_bus: bool) -> Measured {
         std::fs::write(&file, "anti-thrash = \"on\"\n").expect("a configuration");
         command.arg("--config").arg(file).args(["--log-level", "info"]);
     });
-    let _floods: Vec<Flood> = floods.iter().map(|(uid, name)| Flood::start(*uid, name, &daemon)).collect();
+    let _floods: Vec<Flood> = floods.iter().map(|(uid, name)| Flood::start(*uid, name, &daemon.socket())).collect();
     let control = daemon.control();
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -159,6 +200,23 @@ fn longest_welcome(daemon: &Daemon, done: &AtomicBool) -> Duration {
     longest
 }
 
+/// Calls methods on the bus, and expects no replies.
+fn calls(address: &str) {
+    private_bus::block_on(async {
+        let connection = zbus::connection::Builder::address(address).build().await.expect("the bus");
+        let call = |method: &'static str| {
+            let call = zbus::Message::method_call("/org/nvshare/Scheduler1", method);
+            let call = call.destination("org.nvshare.Scheduler1").interface("org.nvshare.Scheduler1");
+            call.with_flags(zbus::message::Flags::NO_REPLY_EXPECTED).build(&()).expect("a call")
+        };
+        loop {
+            for method in ["CreateTimeline", "ListGpus", "ListClients"] {
+                connection.send(&call(method)).await.expect("the bus takes it");
+            }
+        }
+    });
+}
+
 /// Lists clients and GPUs repeatedly.
 fn call(control: &Path, done: &AtomicBool) {
     lower_priority();
@@ -186,9 +244,10 @@ fn lower_priority() {
 struct Flood(Child);
 
 impl Flood {
-    fn start(uid: u32, name: &str, daemon: &Daemon) -> Self {
+    /// Starts a flood. `target`: the daemon's socket, or the address of the bus.
+    fn start(uid: u32, name: &str, target: &Path) -> Self {
         let mut command = Command::new(std::env::current_exe().expect("this program"));
-        command.args(["--flood", name]).arg(daemon.socket()).uid(uid).gid(uid).stdin(Stdio::null());
+        command.args(["--flood", name]).arg(target).uid(uid).gid(uid).stdin(Stdio::null());
         // SAFETY: between fork and exec, the closure makes only async-signal-safe system calls.
         unsafe {
             command.pre_exec(|| {
@@ -218,6 +277,7 @@ fn flood(name: &str, socket: &Path) {
         },
         "hellos" => hellos(&socket),
         "gpus" => gpus(&socket),
+        "calls" => calls(&socket.to_string_lossy()),
         other => panic!("no flood {other}"),
     }
 }

@@ -42,12 +42,6 @@ fn helper_floods() {
     });
 }
 
-fn memory(daemon: &Daemon) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{}/status", daemon.child.id())).expect("it runs");
-    let line = status.lines().find(|line| line.starts_with("RssAnon")).expect("its line");
-    line.split_whitespace().nth(1).and_then(|number| number.parse::<u64>().ok()).expect("a number") << 10
-}
-
 #[test]
 fn a_flood_of_calls_uses_little_memory_and_root_is_still_answered() {
     if !is_root() {
@@ -73,7 +67,7 @@ fn a_flood_of_calls_uses_little_memory_and_root_is_still_answered() {
     let output = flood.wait_with_output().expect("it ends");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{said}");
-    let used = memory(&daemon);
+    let used = daemon.private_memory();
     eprintln!("{}; {} MiB, root's answers took {by_control:?} and {by_bus:?}", said.trim(), used >> 20);
     assert!(used < MAX_MEMORY, "the daemon has {} MiB after {said}", used >> 20);
     // The bus delivers calls in order, and a debug build takes some time to refuse the earlier

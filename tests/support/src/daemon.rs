@@ -170,6 +170,13 @@ impl Daemon {
 }
 
 impl Daemon {
+    /// The daemon's resident memory that is not backed by files (RssAnon), in bytes.
+    pub fn private_memory(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).expect("it runs");
+        let line = status.lines().find(|line| line.starts_with("RssAnon")).expect("its line");
+        line.split_whitespace().nth(1).and_then(|number| number.parse::<u64>().ok()).expect("a number") << 10
+    }
+
     /// Kills the daemon and returns its directory.
     pub fn kill(mut self) -> Directory {
         self.signal(libc::SIGKILL);
