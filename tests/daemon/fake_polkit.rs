@@ -22,6 +22,8 @@ pub enum Says {
 /// A question to polkit.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Asked {
+    /// The unique bus name of the connection that asks.
+    pub asker: String,
     /// The unique bus name of the subject.
     pub subject: String,
     pub action: String,
@@ -48,13 +50,15 @@ impl Authority {
         details: HashMap<String, String>,
         flags: u32,
         id: String,
+        #[zbus(header)] header: zbus::message::Header<'_>,
     ) -> ((bool, bool, HashMap<String, String>),) {
         assert_eq!((subject.0.as_str(), subject.1.len()), ("system-bus-name", 1));
         assert!(details.contains_key("program"), "{details:?}");
         let subject = String::try_from(subject.1["name"].clone()).expect("a name");
+        let asker = header.sender().expect("a sender").to_string();
         let says = {
             let mut book = self.0.lock().expect("the book");
-            book.asked.push(Asked { subject, action, flags, details, id });
+            book.asked.push(Asked { asker, subject, action, flags, details, id });
             book.says
         };
         let (authorized, challenge) = match says {

@@ -109,6 +109,20 @@ async fn sees_command(scheduler: &SchedulerProxy<'_>) -> bool {
 
 // ---- the tests -----------------------------------------------------------------------------------------------------
 
+/// The bus delivers messages to a connection in order. Answers about callers must not queue behind calls.
+#[test]
+fn the_connection_that_serves_calls_asks_no_questions_about_callers() {
+    with_polkit(async |bus, _, polkit| {
+        let stranger = on_bus_as(bus, NOBODY).await;
+        polkit.say(Says::Yes);
+        set(&stranger, "TimeQuantum", 45_u32, MethodFlags::empty()).await.expect("polkit says yes");
+        let bus = zbus::fdo::DBusProxy::new(&stranger).await.expect("the bus");
+        let owner = bus.get_name_owner(NAME.try_into().expect("a name")).await.expect("the daemon");
+        let askers: Vec<String> = polkit.asked().into_iter().map(|question| question.asker).collect();
+        assert!(askers.len() == 1 && askers[0] != owner.as_str(), "{askers:?} and {owner}");
+    });
+}
+
 #[test]
 fn polkit_decides_about_the_sender_of_a_call() {
     with_polkit(async |bus, _, polkit| {

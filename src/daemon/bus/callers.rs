@@ -24,7 +24,10 @@ use crate::sys::access;
 #[derive(Debug)]
 pub enum Callers {
     /// Callers on the bus. The bus identifies each sender, and polkit authorizes it.
-    Bus { authority: Authority, senders: Senders, budgets: Arc<Budgets> },
+    ///
+    /// `asker` is another connection to the bus, for questions about callers. On the connection that serves
+    /// calls, the answers would queue behind the calls of a flood.
+    Bus { asker: Connection, authority: Authority, senders: Senders, budgets: Arc<Budgets> },
     /// The peer of a control socket connection. The peer is the connection's only caller, and the
     /// kernel identifies it.
     Peer { process: Arc<Process>, groups: Vec<u32>, budget: Arc<Budget> },
@@ -58,7 +61,7 @@ pub struct Caller<'a> {
 enum From<'a> {
     Bus {
         authority: &'a Authority,
-        connection: &'a Connection,
+        asker: &'a Connection,
         subject: Subject,
         /// True if the message's flags allow polkit to ask for a password.
         interactive: bool,
@@ -67,8 +70,8 @@ enum From<'a> {
 }
 
 impl Callers {
-    pub fn bus(budgets: Arc<Budgets>) -> Self {
-        Self::Bus { authority: Authority::default(), senders: Senders::default(), budgets }
+    pub fn bus(asker: Connection, budgets: Arc<Budgets>) -> Self {
+        Self::Bus { asker, authority: Authority::default(), senders: Senders::default(), budgets }
     }
 
     /// Admits a call, as far as the caller is known. Neither waits nor queries the bus.
@@ -96,14 +99,9 @@ impl Callers {
     ///
     /// # Errors
     /// `LimitsExceeded` if the tenant has too many calls in progress, or calls too often.
-    pub async fn admit_unknown(
-        &self,
-        place: &mut Place,
-        header: Option<&Header<'_>>,
-        connection: &Connection,
-    ) -> fdo::Result<()> {
-        if let (Self::Bus { senders, budgets, .. }, None) = (self, &place.of_tenant) {
-            let known = known(senders, budgets, header, connection).await;
+    pub async fn admit_unknown(&self, place: &mut Place, header: Option<&Header<'_>>) -> fdo::Result<()> {
+        if let (Self::Bus { asker, senders, budgets, .. }, None) = (self, &place.of_tenant) {
+            let known = known(asker, senders, budgets, header).await;
             let budget = known.map_or_else(|| budgets.of_caller(u32::MAX), |known| known.budget.clone());
             place.of_tenant = Some(gate::admit(&budget, What::BusCalls)?);
         }
@@ -114,25 +112,21 @@ impl Callers {
     ///
     /// # Errors
     /// The bus does not know the sender.
-    pub async fn identify<'a>(
-        &'a self,
-        header: Option<&Header<'_>>,
-        connection: &'a Connection,
-    ) -> fdo::Result<Caller<'a>> {
-        let (authority, senders, budgets) = match self {
-            Self::Bus { authority, senders, budgets } => (authority, senders, budgets),
+    pub async fn identify(&self, header: Option<&Header<'_>>) -> fdo::Result<Caller<'_>> {
+        let (asker, authority, senders, budgets) = match self {
+            Self::Bus { asker, authority, senders, budgets } => (asker, authority, senders, budgets),
             Self::Peer { process, groups, budget } => {
                 let (uid, pid, process) = (process.uid, process.pid, process.clone());
                 let (groups, budget) = (groups.clone(), budget.clone());
                 return Ok(Caller { uid, pid, process, groups, budget, from: From::Peer });
             }
         };
-        let known = known(senders, budgets, header, connection).await;
+        let known = known(asker, senders, budgets, header).await;
         let caller = header.zip(known).and_then(|(header, known)| {
             let Known { uid, budget, pid, process, groups } = &*known;
             let subject = Subject::new(header)?;
             let interactive = header.primary().flags().contains(Flags::ALLOW_INTERACTIVE_AUTH);
-            let from = From::Bus { authority, connection, subject, interactive };
+            let from = From::Bus { authority, asker, subject, interactive };
             let (process, groups, budget) = (process.clone(), groups.clone(), budget.clone());
             Some(Caller { uid: *uid, pid: *pid, process, groups, budget, from })
         });
@@ -142,15 +136,15 @@ impl Callers {
 
 /// The sender's credentials, as reported by the bus. The bus is asked once for each connection.
 async fn known(
+    asker: &Connection,
     senders: &Senders,
     budgets: &Budgets,
     header: Option<&Header<'_>>,
-    connection: &Connection,
 ) -> Option<Arc<Known>> {
     let name = header?.sender()?.to_owned();
     let sender = senders.of(&name.clone().into());
     let ask = async {
-        let bus = DBusProxy::new(connection).await.ok()?;
+        let bus = DBusProxy::new(asker).await.ok()?;
         let known = bus.get_connection_credentials(name.into()).await.ok()?;
         let uid = known.unix_user_id()?;
         let pid = known.process_id().and_then(|pid| i32::try_from(pid).ok()).unwrap_or(0);
@@ -335,21 +329,21 @@ impl Caller<'_> {
     /// True if the caller may see other users' command lines. The check takes little time, and polkit never
     /// asks for a password.
     pub async fn sees_all(&self) -> bool {
-        let From::Bus { authority, connection, subject, .. } = &self.from else { return self.uid == 0 };
+        let From::Bus { authority, asker, subject, .. } = &self.from else { return self.uid == 0 };
         if self.uid == 0 {
             return true;
         }
         let program = self.program();
         let details = HashMap::from([("program", program.as_str())]);
-        let answer = authority.check(connection, subject, Action::SeeCommands, details, Manner::Quick).await;
+        let answer = authority.check(asker, subject, Action::SeeCommands, details, Manner::Quick).await;
         answer == Authorization::Yes
     }
 
     async fn ask(&self, action: Action, details: Details<'_>) -> Authorization {
         match &self.from {
-            From::Bus { authority, connection, subject, interactive } => {
+            From::Bus { authority, asker, subject, interactive } => {
                 let manner = if *interactive { Manner::Interactive } else { Manner::Patient };
-                authority.check(connection, subject, action, details, manner).await
+                authority.check(asker, subject, action, details, manner).await
             }
             From::Peer => Authorization::Absent,
         }

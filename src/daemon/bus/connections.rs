@@ -35,27 +35,36 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>) {
     let mut attempted = Some(attempted);
     let mut complained = false;
+    let address = match &bus {
+        Bus::None => return,
+        Bus::System => None,
+        Bus::Address(address) => Some(address.as_str()),
+    };
+    let builder = || address.map_or_else(connection::Builder::system, connection::Builder::address);
     loop {
-        let builder = match &bus {
-            Bus::None => return,
-            Bus::System => connection::Builder::system(),
-            Bus::Address(address) => connection::Builder::address(address.as_str()),
+        let connected = async {
+            let asker = builder().build().await?;
+            let callers = Callers::bus(asker.clone(), shared.budgets.clone());
+            let object = Arc::new(Object { shared: shared.clone(), callers });
+            // The name is requested last, so that its owner serves the object from the start.
+            let connection = builder()
+                .serve_at(bus::PATH, Served(object))
+                .name(bus::NAME)
+                .allow_name_replacements(false)
+                .replace_existing_names(false)
+                .build()
+                .await?;
+            Ok::<_, zbus::Error>((connection, asker))
         };
-        let object = Arc::new(Object { shared: shared.clone(), callers: Callers::bus(shared.budgets.clone()) });
-        // The name is requested last, so that its owner serves the object from the start.
-        let connected = builder
-            .serve_at(bus::PATH, Served(object))
-            .name(bus::NAME)
-            .allow_name_replacements(false)
-            .replace_existing_names(false)
-            .build()
-            .await;
-        match connected {
-            Ok(connection) => {
+        match connected.await {
+            Ok((connection, asker)) => {
                 info!("on the bus as {}", bus::NAME);
                 drop(attempted.take());
                 complained = false;
-                tokio::join!(announce(&connection, &shared), suspend::follow(&connection, &shared));
+                tokio::select! {
+                    _ = async { tokio::join!(announce(&connection, &shared), suspend::follow(&connection, &shared)) } => {}
+                    () = asker.closed() => drop(connection.close().await),
+                }
                 warn!(name: "bus-gone", "lost the connection to the bus");
             }
             Err(e) => {

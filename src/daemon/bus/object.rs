@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
-use zbus::{Connection, OwnedVariant, Variant, fdo};
+use zbus::{OwnedVariant, Variant, fdo};
 
 use super::callers::{Caller, Callers};
 use super::failure::Failure;
@@ -42,23 +42,15 @@ pub struct Object {
 #[zbus::interface(name = "org.nvshare.Scheduler1", introspection_docs = false)]
 impl Object {
     #[zbus(out_args("gpus"))]
-    async fn list_gpus(
-        &self,
-        #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
-    ) -> Result<Vec<bus::Gpu>, Failure> {
-        self.callers.identify(Some(&header), connection).await.map_or(Ok(()), |caller| caller.may_see_others())?;
+    async fn list_gpus(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Gpu>, Failure> {
+        self.callers.identify(Some(&header)).await.map_or(Ok(()), |caller| caller.may_see_others())?;
         Ok(self.read(|view| view.list_gpus()).await.map(Arc::unwrap_or_clone)?)
     }
 
     #[zbus(out_args("clients"))]
-    async fn list_clients(
-        &self,
-        #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
-    ) -> Result<Vec<bus::Client>, Failure> {
+    async fn list_clients(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Client>, Failure> {
         // A caller that the bus cannot identify may see only the fields that every user may see.
-        let caller = self.callers.identify(Some(&header), connection).await.ok();
+        let caller = self.callers.identify(Some(&header)).await.ok();
         caller.as_ref().map_or(Ok(()), Caller::may_see_others)?;
         let clients = self.read(|view| view.list_clients()).await?;
         let uid = caller.as_ref().map(|caller| caller.uid);
@@ -72,23 +64,14 @@ impl Object {
     }
 
     #[zbus(out_args("groups"))]
-    async fn list_pressure(
-        &self,
-        #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
-    ) -> Result<Vec<bus::Pressure>, Failure> {
-        self.callers.identify(Some(&header), connection).await.map_or(Ok(()), |caller| caller.may_see_others())?;
+    async fn list_pressure(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Pressure>, Failure> {
+        self.callers.identify(Some(&header)).await.map_or(Ok(()), |caller| caller.may_see_others())?;
         Ok(self.read(|view| view.list_pressure()).await?)
     }
 
     #[zbus(out_args("sentences"))]
-    async fn explain(
-        &self,
-        pid: u32,
-        #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
-    ) -> Result<Vec<String>, Failure> {
-        self.callers.identify(Some(&header), connection).await.map_or(Ok(()), |caller| caller.may_see_others())?;
+    async fn explain(&self, pid: u32, #[zbus(header)] header: Header<'_>) -> Result<Vec<String>, Failure> {
+        self.callers.identify(Some(&header)).await.map_or(Ok(()), |caller| caller.may_see_others())?;
         Ok(self.read(move |view| view.explain(pid)).await??)
     }
 
@@ -98,11 +81,10 @@ impl Object {
         since: f64,
         by: Vec<String>,
         #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
     ) -> Result<Vec<bus::Usage>, Failure> {
         let by = by.iter().map(|name| Column::parse(name)).collect::<Result<BTreeSet<_>, _>>();
         let by = by.map_err(fdo::Error::InvalidArgs)?;
-        let caller = self.callers.identify(Some(&header), connection).await?;
+        let caller = self.callers.identify(Some(&header)).await?;
         let identity = caller.identity("read usage records")?;
         let tenant = (!caller.sees_all().await).then(|| identity.tenant.to_string());
         let _place = caller.admit_query()?;
@@ -127,12 +109,11 @@ impl Object {
         why: String,
         options: HashMap<String, OwnedVariant>,
         #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
     ) -> Result<bus::LockFd, Failure> {
         if let Some(option) = options.keys().next() {
             return Err(fdo::Error::InvalidArgs(format!("unknown option {option:?}")).into());
         }
-        let caller = self.callers.identify(Some(&header), connection).await?;
+        let caller = self.callers.identify(Some(&header)).await?;
         let request = LockRequest { gpu, who, why, caller: caller.identity("acquire a lock")? };
         // The request is checked before authorization, so that no user types a password for an
         // invalid request.
@@ -149,10 +130,9 @@ impl Object {
         bytes: u64,
         options: HashMap<String, OwnedVariant>,
         #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
     ) -> Result<bus::RoomFd, Failure> {
         let lasts = room_options(&options)?;
-        let caller = self.callers.identify(Some(&header), connection).await?;
+        let caller = self.callers.identify(Some(&header)).await?;
         let request = RoomRequest { gpu, bytes, lasts, caller: caller.identity("reserve memory of a GPU")? };
         // The request is checked before authorization, so that no user types a password for an
         // invalid request.
@@ -162,65 +142,34 @@ impl Object {
         Ok(self.ask(|reply| Request::Room(request, reply)).await??.into())
     }
 
-    async fn terminate_lock(
-        &self,
-        client: u64,
-        #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
-    ) -> Result<(), Failure> {
+    async fn terminate_lock(&self, client: u64, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
         let what = format!("end the lock of client {client}");
-        self.callers.identify(Some(&header), connection).await?.may_change(&what, "").await?;
+        self.callers.identify(Some(&header)).await?.may_change(&what, "").await?;
         Ok(self.ask(|reply| Request::TerminateLock(client, reply)).await??)
     }
 
-    async fn pause(
-        &self,
-        pid: u32,
-        #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
-    ) -> Result<(), Failure> {
-        self.set_paused(pid, true, &header, connection).await
+    async fn pause(&self, pid: u32, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
+        self.set_paused(pid, true, &header).await
     }
 
-    async fn resume(
-        &self,
-        pid: u32,
-        #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
-    ) -> Result<(), Failure> {
-        self.set_paused(pid, false, &header, connection).await
+    async fn resume(&self, pid: u32, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
+        self.set_paused(pid, false, &header).await
     }
 
-    async fn migrate(
-        &self,
-        pid: u32,
-        gpu: String,
-        #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
-    ) -> Result<(), Failure> {
+    async fn migrate(&self, pid: u32, gpu: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
         let what = format!("move process {pid} to another GPU");
-        let users = self.authorize_for(pid, &what, &header, connection).await?;
+        let users = self.authorize_for(pid, &what, &header).await?;
         Ok(self.ask(|reply| Request::Migrate { pid, gpu, users, reply }).await??)
     }
 
-    async fn drain(
-        &self,
-        gpu: String,
-        #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
-    ) -> Result<(), Failure> {
-        let caller = self.callers.identify(Some(&header), connection).await?;
+    async fn drain(&self, gpu: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
+        let caller = self.callers.identify(Some(&header)).await?;
         caller.may_change(&format!("drain GPU {gpu:?}"), "").await?;
         Ok(self.ask(|reply| Request::Drain(gpu, true, reply)).await??)
     }
 
-    async fn undrain(
-        &self,
-        gpu: String,
-        #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
-    ) -> Result<(), Failure> {
-        let caller = self.callers.identify(Some(&header), connection).await?;
+    async fn undrain(&self, gpu: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
+        let caller = self.callers.identify(Some(&header)).await?;
         caller.may_change(&format!("undrain GPU {gpu:?}"), "").await?;
         Ok(self.ask(|reply| Request::Drain(gpu, false, reply)).await??)
     }
@@ -229,9 +178,8 @@ impl Object {
     async fn list_rules(
         &self,
         #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
     ) -> Result<Vec<HashMap<String, OwnedVariant>>, Failure> {
-        self.callers.identify(Some(&header), connection).await.map_or(Ok(()), |caller| caller.may_see_others())?;
+        self.callers.identify(Some(&header)).await.map_or(Ok(()), |caller| caller.may_see_others())?;
         let rules = self.read(|view| view.rules()).await?;
         Ok(rules.into_iter().map(|(keys, origin)| rules::present(keys, origin)).collect())
     }
@@ -241,12 +189,11 @@ impl Object {
         name: String,
         rule: HashMap<String, OwnedVariant>,
         #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
         let keys = rules::table(&rule).map_err(fdo::Error::InvalidArgs)?;
         // The caller is authorized before the rule is parsed, because parsing may query a directory
         // service for users.
-        let caller = self.callers.identify(Some(&header), connection).await?;
+        let caller = self.callers.identify(Some(&header)).await?;
         caller.may_change(&format!("change the rule {name:?}"), &name).await?;
         let addition = Addition::read(&name, &keys).map_err(fdo::Error::InvalidArgs)?;
         self.ask(|reply| Request::SetRule(Box::new(addition), caller.label(), reply)).await?
@@ -257,9 +204,8 @@ impl Object {
         &self,
         pods: Vec<bus::Pod>,
         #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
     ) -> Result<HashMap<String, String>, Failure> {
-        self.callers.identify(Some(&header), connection).await?.may_change("set the pods of this node", "").await?;
+        self.callers.identify(Some(&header)).await?.may_change("set the pods of this node", "").await?;
         let (pods, mut refused) = Pods::read(pods).map_err(fdo::Error::InvalidArgs)?;
         refused.extend(self.ask(|reply| Request::SetPods(pods, reply)).await?);
         Ok(refused)
@@ -270,9 +216,8 @@ impl Object {
         &self,
         claims: Vec<bus::Claim>,
         #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
     ) -> Result<HashMap<String, String>, Failure> {
-        self.callers.identify(Some(&header), connection).await?.may_change("set the claims of this node", "").await?;
+        self.callers.identify(Some(&header)).await?.may_change("set the claims of this node", "").await?;
         let (claims, mut refused) = Claims::read(claims).map_err(fdo::Error::InvalidArgs)?;
         refused.extend(self.ask(|reply| Request::SetClaims(claims, reply)).await??);
         Ok(refused)
@@ -283,10 +228,9 @@ impl Object {
         &self,
         options: HashMap<String, OwnedVariant>,
         #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
     ) -> Result<bus::BundleFd, Failure> {
         let command_lines = debug_options(&options)?;
-        self.callers.identify(Some(&header), connection).await?.may_debug().await?;
+        self.callers.identify(Some(&header)).await?.may_debug().await?;
         let _one_at_a_time = self.shared.bundling.lock().await;
         let view = self.ask(Request::View).await?;
         let snapshot = self.ask(|reply| Request::Debug(view, reply)).await?;
@@ -296,12 +240,8 @@ impl Object {
     }
 
     #[zbus(out_args("timeline"))]
-    async fn create_timeline(
-        &self,
-        #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
-    ) -> Result<bus::BundleFd, Failure> {
-        let caller = self.callers.identify(Some(&header), connection).await?;
+    async fn create_timeline(&self, #[zbus(header)] header: Header<'_>) -> Result<bus::BundleFd, Failure> {
+        let caller = self.callers.identify(Some(&header)).await?;
         caller.may_see_others()?;
         let tenant = caller.identity("see a timeline")?.tenant;
         let viewer = Viewer { uid: caller.uid, tenant, sees_all: caller.sees_all().await };
@@ -322,40 +262,23 @@ impl Object {
         Ok(written.map_err(|e| failed(e.to_string()))?.map_err(failed)?.into())
     }
 
-    async fn reload(
-        &self,
-        #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
-    ) -> Result<(), Failure> {
-        let caller = self.callers.identify(Some(&header), connection).await?;
+    async fn reload(&self, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
+        let caller = self.callers.identify(Some(&header)).await?;
         caller.may_change("reload the configuration", "").await?;
         let reloaded = self.ask(|reply| Request::Reload(caller.label(), reply)).await?;
         Ok(reloaded.map_err(Error::InvalidConfiguration)?)
     }
 
-    async fn reset(
-        &self,
-        #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
-    ) -> Result<(), Failure> {
-        let caller = self.callers.identify(Some(&header), connection).await?;
+    async fn reset(&self, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
+        let caller = self.callers.identify(Some(&header)).await?;
         caller.may_change("reset the settings", "").await?;
         self.ask(|reply| Request::Reset(caller.label(), reply)).await?
     }
 
     #[zbus(out_args("clients"))]
-    async fn release_driver(
-        &self,
-        seconds: u32,
-        #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
-    ) -> Result<Vec<u64>, Failure> {
+    async fn release_driver(&self, seconds: u32, #[zbus(header)] header: Header<'_>) -> Result<Vec<u64>, Failure> {
         let lasts = settings::release(Duration::from_secs(seconds.into())).map_err(fdo::Error::InvalidArgs)?;
-        self.callers
-            .identify(Some(&header), connection)
-            .await?
-            .may_change("make the scheduler release the driver", "")
-            .await?;
+        self.callers.identify(Some(&header)).await?.may_change("make the scheduler release the driver", "").await?;
         Ok(self.ask(|reply| Request::ReleaseDriver(lasts, reply)).await?)
     }
 
@@ -379,14 +302,9 @@ impl Object {
     }
 
     #[zbus(property)]
-    async fn set_time_quantum(
-        &self,
-        value: u32,
-        #[zbus(header)] header: Option<Header<'_>>,
-        #[zbus(connection)] connection: &Connection,
-    ) -> Result<(), Failure> {
+    async fn set_time_quantum(&self, value: u32, #[zbus(header)] header: Option<Header<'_>>) -> Result<(), Failure> {
         let quantum = settings::time_quantum(Duration::from_secs(value.into())).map_err(fdo::Error::InvalidArgs)?;
-        self.change(Change::TimeQuantum(quantum), "change the time quantum", header.as_ref(), connection).await
+        self.change(Change::TimeQuantum(quantum), "change the time quantum", header.as_ref()).await
     }
 
     #[zbus(property(emits_changed_signal = "false"))]
@@ -395,14 +313,9 @@ impl Object {
     }
 
     #[zbus(property)]
-    async fn set_max_wait(
-        &self,
-        value: u32,
-        #[zbus(header)] header: Option<Header<'_>>,
-        #[zbus(connection)] connection: &Connection,
-    ) -> Result<(), Failure> {
+    async fn set_max_wait(&self, value: u32, #[zbus(header)] header: Option<Header<'_>>) -> Result<(), Failure> {
         let most = settings::max_wait(Duration::from_secs(value.into())).map_err(fdo::Error::InvalidArgs)?;
-        self.change(Change::MaxWait(most), "change the longest wait", header.as_ref(), connection).await
+        self.change(Change::MaxWait(most), "change the longest wait", header.as_ref()).await
     }
 
     #[zbus(property(emits_changed_signal = "false"))]
@@ -411,14 +324,9 @@ impl Object {
     }
 
     #[zbus(property)]
-    async fn set_anti_thrash(
-        &self,
-        value: String,
-        #[zbus(header)] header: Option<Header<'_>>,
-        #[zbus(connection)] connection: &Connection,
-    ) -> Result<(), Failure> {
+    async fn set_anti_thrash(&self, value: String, #[zbus(header)] header: Option<Header<'_>>) -> Result<(), Failure> {
         let mode = names::parse_anti_thrash(&value).map_err(fdo::Error::InvalidArgs)?;
-        self.change(Change::AntiThrash(mode), "change anti-thrash", header.as_ref(), connection).await
+        self.change(Change::AntiThrash(mode), "change anti-thrash", header.as_ref()).await
     }
 
     #[zbus(property(emits_changed_signal = "false"))]
@@ -427,14 +335,9 @@ impl Object {
     }
 
     #[zbus(property)]
-    async fn set_policy(
-        &self,
-        value: String,
-        #[zbus(header)] header: Option<Header<'_>>,
-        #[zbus(connection)] connection: &Connection,
-    ) -> Result<(), Failure> {
+    async fn set_policy(&self, value: String, #[zbus(header)] header: Option<Header<'_>>) -> Result<(), Failure> {
         let policy = names::parse_policy(&value).map_err(fdo::Error::InvalidArgs)?;
-        self.change(Change::Policy(policy), "change the policy", header.as_ref(), connection).await
+        self.change(Change::Policy(policy), "change the policy", header.as_ref()).await
     }
 
     #[zbus(property(emits_changed_signal = "invalidates"))]
@@ -455,27 +358,15 @@ impl Object {
 
 impl Object {
     /// Changes a setting to a valid value, if the caller is authorized.
-    async fn change(
-        &self,
-        change: Change,
-        what: &str,
-        header: Option<&Header<'_>>,
-        connection: &Connection,
-    ) -> Result<(), Failure> {
-        let caller = self.callers.identify(header, connection).await?;
+    async fn change(&self, change: Change, what: &str, header: Option<&Header<'_>>) -> Result<(), Failure> {
+        let caller = self.callers.identify(header).await?;
         caller.may_change(what, "").await?;
         self.ask(|reply| Request::Set(change, caller.label(), reply)).await?
     }
 
-    async fn set_paused(
-        &self,
-        pid: u32,
-        is_paused: bool,
-        header: &Header<'_>,
-        connection: &Connection,
-    ) -> Result<(), Failure> {
+    async fn set_paused(&self, pid: u32, is_paused: bool, header: &Header<'_>) -> Result<(), Failure> {
         let what = format!("{} process {pid}", if is_paused { "pause" } else { "resume" });
-        let users = self.authorize_for(pid, &what, header, connection).await?;
+        let users = self.authorize_for(pid, &what, header).await?;
         Ok(self.ask(|reply| Request::Pause { pid, is_paused, users, reply }).await??)
     }
 
@@ -483,14 +374,8 @@ impl Object {
     ///
     /// # Errors
     /// The caller may not perform this action on the program.
-    async fn authorize_for(
-        &self,
-        pid: u32,
-        what: &str,
-        header: &Header<'_>,
-        connection: &Connection,
-    ) -> Result<BTreeSet<u32>, Failure> {
-        let caller = self.callers.identify(Some(header), connection).await?;
+    async fn authorize_for(&self, pid: u32, what: &str, header: &Header<'_>) -> Result<BTreeSet<u32>, Failure> {
+        let caller = self.callers.identify(Some(header)).await?;
         caller.may_see_others()?;
         let users = self.ask(|reply| Request::UsersOf(pid, reply)).await??;
         for user in &users {

@@ -69,7 +69,7 @@ impl Interface for Served {
         match shared(self.0.set(property, value, server, connection, header, emitter)) {
             DispatchResult::Async(set) => DispatchResult::Async(Box::pin(async move {
                 let mut place = self.0.callers.admit(header)?;
-                self.0.callers.admit_unknown(&mut place, header, connection).await?;
+                self.0.callers.admit_unknown(&mut place, header).await?;
                 set.await
             })),
             other => other,
@@ -107,7 +107,7 @@ impl Interface for Served {
             (self.0.clone(), connection.clone(), message.clone(), name.to_owned());
         tokio::spawn(async move {
             let header = message.header();
-            let answered = match object.callers.admit_unknown(&mut place, Some(&header), &connection).await {
+            let answered = match object.callers.admit_unknown(&mut place, Some(&header)).await {
                 Err(e) => Err(e.into()),
                 Ok(()) => match shared(object.call(connection.object_server(), &connection, &message, name.as_ref())) {
                     DispatchResult::Async(answer) => answer.await,
