@@ -74,8 +74,6 @@ fn a_silent_client_is_charged_its_measured_memory() {
     assert_eq!((t.state(2), t.attachment(1).charge), (LockState::Waiting, 12 * GIB));
 }
 
-/// A client that was treated as dead maps its former allowance, and keeps that memory, whatever it
-/// reports.
 /// Another tool has locked the holder, which reported that its work does not end, and then checkpointed it.
 #[test]
 fn a_stuck_holder_without_memory_is_charged_nothing() {
@@ -100,6 +98,30 @@ fn a_stuck_holder_without_memory_is_charged_nothing() {
     assert_eq!((t.state(2), mapped(&t)), (LockState::Holding, 12 * GIB));
 }
 
+/// Managed memory counts as mapped before the GPU has its pages.
+#[test]
+fn a_stuck_holder_whose_managed_memory_is_not_on_the_gpu_yet_stays_charged() {
+    let mut t = measured(AntiThrash::On);
+    t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
+    t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Managed });
+    t.report(1, 12 * GIB, 0, 0);
+    t.request(1);
+    t.map(1);
+    t.join(2, 12 * GIB);
+    t.request(2);
+    t.after(ms(2000));
+    t.stuck(1, StuckReason::LongWork);
+    t.after(ms(4000));
+    for _ in 0..10 {
+        found(&mut t, 16 * GIB, &[(1, 0), (2, 0), (9, 0)]);
+        t.after(ms(200));
+    }
+    assert_eq!((t.state(1), t.state(2)), (LockState::Undrainable, LockState::Waiting));
+    assert_eq!((t.attachment(1).allowance, t.attachment(1).charge), (12 * GIB, 12 * GIB));
+}
+
+/// A client that was treated as dead maps its former allowance, and keeps that memory, whatever it
+/// reports.
 #[test]
 fn memory_that_a_late_client_maps_is_still_charged() {
     let mut t = measured(AntiThrash::On);

@@ -233,9 +233,8 @@ impl Account {
         self.verified().is_some_and(|most| self.report.mapped > most)
     }
 
-    /// Whether a measurement found none of the memory that the client claims: a tool other than nvshare
-    /// has checkpointed the process.
-    pub fn is_elsewhere(&self) -> bool {
+    /// Whether a measurement found none of the memory that the client claims.
+    pub fn is_refuted(&self) -> bool {
         self.claimed.0 > 0 && self.found == Some(0) && self.refuted == self.claimed
     }
 

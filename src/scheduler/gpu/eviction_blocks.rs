@@ -109,6 +109,14 @@ impl Gpu {
         self.block_eviction(cx, fx, client, EvictionBlock::Late);
     }
 
+    /// Whether a tool other than nvshare has checkpointed the process: a measurement found none of the
+    /// memory that the client claims. Managed memory proves nothing. It counts as mapped before its pages
+    /// have reached the GPU.
+    pub fn is_elsewhere(&self, client: ClientId) -> bool {
+        let attachment = self.attachments.get(&client).filter(|attachment| attachment.engine != Engine::Managed);
+        attachment.is_some_and(|attachment| attachment.account().is_refuted())
+    }
+
     /// Lowers the charge of a client that does not answer an eviction or a revoke to the client's
     /// known memory. Otherwise the client could withhold bytes that it is allowed but has not
     /// mapped.
@@ -118,7 +126,7 @@ impl Gpu {
         let is_undrainable = self.hold(client).is_some_and(Hold::is_undrainable);
         let may_need_memory = self.lock(client).is_some_and(ClientLock::may_need_memory);
         let has = match is_undrainable {
-            true if may_need_memory && !account.is_elsewhere() => None,
+            true if may_need_memory && !self.is_elsewhere(client) => None,
             true => account.less_than_charged(),
             false => account.unanswered(now),
         };

@@ -140,10 +140,10 @@ impl Model<'_> {
     /// Whether a client runs, and has its memory on the GPU or could have it if all evictable memory of
     /// other clients were evicted.
     pub fn fits_alone(&self, client: ClientId, id: GpuId) -> bool {
-        let (Some(gpu), Some(account)) = (self.gpus.get(id), self.gpus.account(client, id)) else { return false };
+        let Some(gpu) = self.gpus.get(id) else { return false };
         let others = gpu.ledger.unevictable().saturating_sub(gpu.unevictable_of(client));
         let room = gpu.capacity(self.settings).saturating_sub(others);
-        let runs = self.clients.get(&client).is_some_and(|state| !state.stopped) && !account.is_elsewhere();
+        let runs = self.clients.get(&client).is_some_and(|state| !state.stopped) && !gpu.is_elsewhere(client);
         runs && self.need(client, id) <= room
     }
 
