@@ -145,6 +145,7 @@ mod tests {
 
     #[test]
     fn a_close_that_waits_delays_no_other_tenant_and_stops_its_own_from_piling_up() {
+        crate::sys::descriptors::raise_limit().expect("the hard limit");
         let (slow, peer) = lingering();
         drop(Foreign::new(slow.into(), 1));
         let (ours, mut theirs) = UnixStream::pair().expect("a pair");

@@ -186,20 +186,9 @@ fn crowd(daemon: &Daemon) -> Vec<Client> {
     clients
 }
 
-/// Raises the limit on open files. Each client needs at most two descriptors.
-fn have_descriptors() {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: `limit` is valid during both calls.
-    unsafe {
-        assert_eq!(libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit), 0);
-        limit.rlim_cur = limit.rlim_max;
-        assert_eq!(libc::setrlimit(libc::RLIMIT_NOFILE, &limit), 0);
-    }
-}
-
 #[test]
 fn concurrent_scrapes_of_many_clients_do_not_block_grants() {
-    have_descriptors();
+    test_support::raise_descriptor_limit();
     let daemon = scrape::daemon("", "max-clients-per-tenant = 65535\nanti-thrash = \"on\"");
     let clients = crowd(&daemon);
     let (one, other) = (daemon.client(), daemon.client());
@@ -242,7 +231,7 @@ fn concurrent_scrapes_of_many_clients_do_not_block_grants() {
 
 #[test]
 fn readers_that_do_not_read_block_no_other_reader() {
-    have_descriptors();
+    test_support::raise_descriptor_limit();
     let daemon = scrape::daemon("", "max-clients-per-tenant = 65535");
     let _clients = crowd(&daemon);
     let path = metrics_path(&daemon.directory.0);

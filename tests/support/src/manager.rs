@@ -36,6 +36,7 @@ struct State {
 impl Manager {
     /// Starts a manager whose socket is in this directory.
     pub fn new(directory: &Path) -> Self {
+        crate::raise_descriptor_limit(); // for `OUT_OF_THE_WAY`
         let path = directory.join("notify");
         let socket = UnixDatagram::bind(&path).expect("the notification socket");
         socket.set_nonblocking(true).expect("a socket that does not block");
