@@ -61,9 +61,16 @@ pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>)
                 info!("on the bus as {}", bus::NAME);
                 drop(attempted.take());
                 complained = false;
+                let followers =
+                    async { tokio::join!(announce(&connection, &shared), suspend::follow(&connection, &shared)) };
+                let mut followers = std::pin::pin!(followers);
                 tokio::select! {
-                    _ = async { tokio::join!(announce(&connection, &shared), suspend::follow(&connection, &shared)) } => {}
-                    () = asker.closed() => drop(connection.close().await),
+                    _ = &mut followers => {}
+                    () = asker.closed() => {
+                        // The followers must notice the end themselves: a suspend ends with the bus.
+                        drop(connection.clone().close().await);
+                        followers.await;
+                    }
                 }
                 warn!(name: "bus-gone", "lost the connection to the bus");
             }
