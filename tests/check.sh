@@ -5,6 +5,8 @@
 set -u
 
 cd "$(dirname "$0")/.."
+# The usual soft limit on open files. Tests must not depend on a higher limit of this machine.
+ulimit -Sn 1024
 cargo=${CARGO:-cargo}
 built=${CARGO_TARGET_DIR:-target}/debug
 started=$(date +%s)
