@@ -8,6 +8,9 @@
 //! because nothing can interrupt a kernel. The holder is still revoked periodically. After it has
 //! released the lock, it takes turns like any other client.
 //!
+//! An undrainable holder may need more memory in order to drain. The clients beside it free this
+//! memory at the end of their turns, and none of them runs beside it again before it has the memory.
+//!
 //! A client that does not answer is charged only for its measured memory and gets no more. So a
 //! process cannot withhold memory that it does not have on the GPU, whatever it reported.
 

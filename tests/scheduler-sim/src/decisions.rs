@@ -6,7 +6,7 @@
 //! their times. `PROPTEST_RNG_SEED=N` creates the same worlds again:
 //!
 //! ```text
-//! PROPTEST_RNG_SEED=1 NVSHARE_SCHEDULER_CASES=1500 NVSHARE_DECISIONS=/tmp/before cargo nextest run -p nvshare-sched
+//! PROPTEST_RNG_SEED=1 NVSHARE_SCHEDULER_CASES=1500 NVSHARE_DECISIONS=/tmp/before cargo nextest run -p scheduler-tests
 //! (change the scheduler, and run the same with /tmp/after)
 //! diff -r /tmp/before /tmp/after
 //! ```
