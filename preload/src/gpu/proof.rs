@@ -97,14 +97,18 @@ fn device_files() -> Vec<DeviceFile> {
 
 /// Adds the file of a descriptor, if it is a device file that is open for reading and writing.
 fn add(files: &mut Vec<DeviceFile>, known: &mut Vec<Identity>, descriptor: RawFd, path: CString) {
+    // Other files are not examined: `fstat` may wait for a file server.
+    if !path.is_empty() && !is_device_file(path.as_bytes()) {
+        return;
+    }
     // SAFETY: the descriptor is only queried. A number that is not a descriptor gives an error.
     let open = unsafe { BorrowedFd::borrow_raw(descriptor) };
+    if !fcntl_getfl(open).is_ok_and(|flags| flags & OFlags::RWMODE == OFlags::RDWR) {
+        return;
+    }
     let Some(identity) = Identity::of(open) else { return };
     let is_known = known.contains(&identity);
-    if !is_known && !identity.is_of_gpu() && !is_device_file(path.as_bytes())
-        || files.iter().any(|file| file.identity == identity)
-        || !fcntl_getfl(open).is_ok_and(|flags| flags & OFlags::RWMODE == OFlags::RDWR)
-    {
+    if path.is_empty() && !is_known && !identity.is_of_gpu() || files.iter().any(|file| file.identity == identity) {
         return;
     }
     if !is_known {
@@ -118,8 +122,10 @@ fn add(files: &mut Vec<DeviceFile>, known: &mut Vec<Identity>, descriptor: RawFd
     }
 }
 
-/// Whether this is the path of a GPU's device file: `/dev/nvidia0`, or the same name elsewhere.
+/// Whether this is the path of a GPU's device file: `/dev/nvidia0`, or the same name elsewhere. `/proc`
+/// appends a suffix to the path of a deleted file.
 fn is_device_file(path: &[u8]) -> bool {
+    let path = path.strip_suffix(b" (deleted)").unwrap_or(path);
     let name = path.rsplit(|byte| *byte == b'/').next().unwrap_or(path);
     let number = name.strip_prefix(b"nvidia").unwrap_or(b"");
     !number.is_empty() && number.iter().all(u8::is_ascii_digit)
@@ -134,11 +140,10 @@ mod tests {
 
     #[test]
     fn device_files_are_recognized_by_name() {
-        for path in ["/dev/nvidia0", "/run/gpu/nvidia12", "nvidia3"] {
+        for path in ["/dev/nvidia0", "/run/gpu/nvidia12", "nvidia3", "/dev/nvidia0 (deleted)"] {
             assert!(is_device_file(path.as_bytes()), "{path}");
         }
-        for path in ["/dev/nvidiactl", "/dev/nvidia", "/dev/nvidia-uvm", "/dev/nvidia0/x", "/dev/nvidia0 (deleted)", ""]
-        {
+        for path in ["/dev/nvidiactl", "/dev/nvidia", "/dev/nvidia-uvm", "/dev/nvidia0/x", ""] {
             assert!(!is_device_file(path.as_bytes()), "{path}");
         }
     }
