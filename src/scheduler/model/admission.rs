@@ -4,7 +4,7 @@
 use super::Model;
 use crate::{
     api::*,
-    gpu::{Access, ClientLock, Hold},
+    gpu::{Access, ClientLock, Gpu, Hold},
     policy::Precedence,
     queue::Entity,
 };
@@ -109,14 +109,14 @@ impl Model<'_> {
         if self.is_crowded_out(id, members) {
             return false;
         }
-        let mut own_unevictable = 0u64;
-        let mut need = 0u64;
-        for member in members {
-            own_unevictable = own_unevictable.saturating_add(gpu.unevictable_of(*member));
-            need = need.saturating_add(self.need(*member, id));
-        }
-        let room = gpu.capacity(self.settings).saturating_sub(gpu.ledger.unevictable().saturating_sub(own_unevictable));
-        need <= room || self.has_memory(entity, id)
+        self.could_fit(gpu, id, members) || self.has_memory(entity, id)
+    }
+
+    /// Whether clients would fit on a GPU if all evictable memory of other clients were evicted.
+    fn could_fit(&self, gpu: &Gpu, id: GpuId, clients: &[ClientId]) -> bool {
+        let sum = |bytes: &dyn Fn(ClientId) -> u64| clients.iter().fold(0u64, |sum, c| sum.saturating_add(bytes(*c)));
+        let others = gpu.ledger.unevictable().saturating_sub(sum(&|client| gpu.unevictable_of(client)));
+        sum(&|client| self.need(client, id)) <= gpu.capacity(self.settings).saturating_sub(others)
     }
 
     /// The undrainable holder that gets its memory before a request is granted. A request precedes an
@@ -132,19 +132,17 @@ impl Model<'_> {
             hold.entity != entity
                 && hold.revoked.is_some_and(|revoked| has_run_since(revoked.first))
                 && self.gpus.lock(holder, id).is_some_and(ClientLock::may_need_memory)
-                && self.fits_alone(holder, id)
+                && self.can_be_served(holder, id)
         };
         self.gpus.holds_on(id).find(|(holder, hold)| is_ahead(*holder, hold)).map(|(holder, _)| holder)
     }
 
-    /// Whether a client runs, and has its memory on the GPU or could have it if all evictable memory of
-    /// other clients were evicted.
-    pub fn fits_alone(&self, client: ClientId, id: GpuId) -> bool {
-        let Some(gpu) = self.gpus.get(id) else { return false };
-        let others = gpu.ledger.unevictable().saturating_sub(gpu.unevictable_of(client));
-        let room = gpu.capacity(self.settings).saturating_sub(others);
-        let runs = self.clients.get(&client).is_some_and(|state| !state.stopped) && !gpu.is_elsewhere(client);
-        runs && self.need(client, id) <= room
+    /// Whether memory can be evicted for an undrainable holder so that it drains: its process runs, its
+    /// memory is on this GPU, and it could have all bytes that it needs.
+    pub fn can_be_served(&self, holder: ClientId, id: GpuId) -> bool {
+        let runs = self.clients.get(&holder).is_some_and(|state| !state.stopped);
+        let fits = |gpu: &Gpu| !gpu.is_elsewhere(holder) && self.could_fit(gpu, id, &[holder]);
+        runs && self.gpus.get(id).is_some_and(fits)
     }
 
     pub fn members_of_first(&self, id: GpuId) -> Vec<ClientId> {

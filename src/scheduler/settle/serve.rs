@@ -78,6 +78,7 @@ impl Machine {
             if let Some(holder) = self.model().undrainable_ahead_of(entity, id, &members) {
                 let lacking = self.credit(holder, id, reserved_ahead);
                 if lacking > 0 {
+                    // Other clients beside the holder free their bytes when their turns end.
                     let short = self.collect(id, reserved_ahead.saturating_add(lacking), &[holder], &[]);
                     pressure.short = pressure.short.max(short);
                     self.report_wait(entity, WaitReason::HolderStuck);
@@ -157,7 +158,7 @@ impl Machine {
                 let mut exempt = self.model().members_of_first(id);
                 exempt.push(holder);
                 let short = self.collect(id, lacking, &exempt, &[]);
-                if self.model().fits_alone(holder, id) {
+                if self.model().can_be_served(holder, id) {
                     pressure.short = pressure.short.max(short);
                 }
             }
