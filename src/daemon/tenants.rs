@@ -74,10 +74,12 @@ pub enum What {
     Units,
     /// Placements whose programs have not connected.
     Placements,
+    /// Programs without proof of access that `status` names.
+    Unproven,
 }
 
 impl What {
-    const COUNT: usize = Self::Placements as usize + 1;
+    const COUNT: usize = Self::Unproven as usize + 1;
 
     /// The table of limits. Each row has the amount that a tenant may have at the same time, its tokens
     /// per second, and the factor for root on the host. `clients`: the configured limit on clients.
@@ -107,6 +109,7 @@ impl What {
             Self::Units => (100, ANY, ROOT_FACTOR),
             // The scheduler has the same limit.
             Self::Placements => (64, ANY, 1),
+            Self::Unproven => (16, ANY, 1),
         }
     }
 }

@@ -42,12 +42,12 @@ const SMALLEST_CONTEXT: u64 = 32 << 20;
 
 impl Core {
     /// True if NVML has shown that a process has no memory on any GPU, and therefore no CUDA context. An
-    /// empty list of processes does not prove this, but a GPU without memory in use does.
+    /// empty list of processes does not prove this, but a GPU without memory in use does. `pid`: 0 if it is
+    /// unknown.
     pub fn is_off_gpus(&self, pid: u32) -> bool {
         let is_off = |sample: &Sample| {
-            let lists_others =
-                sample.processes.as_ref().is_some_and(|list| !list.is_empty() && !list.contains_key(&pid));
-            lists_others || sample.used < SMALLEST_CONTEXT
+            let lists_others = |list: &BTreeMap<u32, u64>| !list.is_empty() && !list.contains_key(&pid);
+            pid != 0 && sample.processes.as_ref().is_some_and(lists_others) || sample.used < SMALLEST_CONTEXT
         };
         let mut listed = self.gpus.values().filter(|gpu| gpu.index.is_some()).peekable();
         listed.peek().is_some() && listed.all(|gpu| gpu.sample.as_ref().is_some_and(is_off))

@@ -3,6 +3,7 @@
 
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -10,15 +11,13 @@ use tokio::io::unix::AsyncFd;
 
 use super::state::Core;
 use crate::bus;
+use crate::daemon::tenants::What;
 use crate::identity::{Identity, printable};
 use crate::scheduler::{ClientId, GpuId, Time};
 use crate::sys::clock;
 
 /// Maximum number of programs that are kept. The oldest are dropped first.
 const MAX_KEPT: usize = 256;
-
-/// Maximum number of programs of one tenant that are kept.
-const MAX_OF_TENANT: usize = 16;
 
 /// The time for which a program is kept if the scheduler cannot see the end of its process. The library
 /// tries again every few seconds.
@@ -27,7 +26,7 @@ const KEPT: Duration = Duration::from_secs(30);
 /// A program that was refused on a GPU.
 pub(super) struct Unproven {
     gpu: GpuId,
-    identity: std::sync::Arc<Identity>,
+    identity: Arc<Identity>,
     process: Option<Rc<AsyncFd<OwnedFd>>>,
     at: Time,
 }
@@ -54,11 +53,12 @@ impl Core {
     pub(super) fn note_unproven(&mut self, client: ClientId, gpu: GpuId) {
         self.forget_unproven(client, gpu);
         let Some(entry) = self.clients.get(&client) else { return };
+        let most = entry.connection.budget().limit(What::Unproven) as usize;
         let (identity, process, at) = (entry.identity.clone(), entry.process.clone(), clock::now());
         self.unproven.retain(|unproven| unproven.is_running(at));
         let of_tenant = |unproven: &Unproven| unproven.identity.tenant == identity.tenant;
         let superfluous = match self.unproven.iter().filter(|unproven| of_tenant(unproven)).count() {
-            count if count >= MAX_OF_TENANT => self.unproven.iter().position(of_tenant),
+            count if count >= most => self.unproven.iter().position(of_tenant),
             _ => (self.unproven.len() >= MAX_KEPT).then_some(0),
         };
         superfluous.and_then(|oldest| self.unproven.remove(oldest));
