@@ -15,7 +15,7 @@ for folder; do
             if (file ~ /\/(mod|lib|main)\.rs$/) sub(/\/[^\/]*$/, "", file); else sub(/\.rs$/, "", file)
             return file
         }
-        function count(file,    line, code, indent, in_block, skipping) {
+        function count(file,    line, code, name, indent, in_block, skipping) {
             while ((getline line <file) > 0) {
                 code = line
                 sub(/^[ \t]+/, "", code)
@@ -36,9 +36,10 @@ for folder; do
                 }
                 if (skipping) {
                     if (match(code, /^(pub(\([a-z:]+\))? )?mod [a-z_0-9]+;/)) {
-                        sub(/;.*/, "", code)
-                        sub(/.* /, "", code)
-                        excluded[modules(file) "/" code]
+                        name = code
+                        sub(/;.*/, "", name)
+                        sub(/.* /, "", name)
+                        excluded[modules(file) "/" name]
                     }
                     if (indent == test_indent && code ~ /(;|}|,)$/ && code !~ /^#\[/) skipping = 0
                     continue
