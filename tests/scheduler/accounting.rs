@@ -120,6 +120,52 @@ fn a_stuck_holder_whose_managed_memory_is_not_on_the_gpu_yet_stays_charged() {
     assert_eq!((t.attachment(1).allowance, t.attachment(1).charge), (12 * GIB, 12 * GIB));
 }
 
+/// Whether the program reports its memory as mapped or not, and whatever kind of memory it claims.
+#[test]
+fn a_stuck_holder_that_leaves_its_memory_unused_loses_it() {
+    for (mapped, engine) in [(0, Engine::Swap), (15, Engine::Swap), (15, Engine::Managed)] {
+        let mut t = measured(AntiThrash::On);
+        t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
+        t.say(Event::Attached { client: client(1), gpu: gpu(0), engine });
+        t.report(1, 15 * GIB, 0, 0);
+        t.request(1);
+        t.report(1, 15 * GIB, mapped * GIB, 0);
+        t.join_of(TenantId(2), 2, 8 * GIB);
+        let present = GIB / 4;
+        let measure = |t: &mut Talk| {
+            let mapped = t.attachment(2).mapped;
+            found(t, 16 * GIB - present - mapped, &[(1, present), (2, mapped), (9, 0)]);
+        };
+        measure(&mut t);
+        t.request(2);
+        t.after(ms(2000));
+        for second in 0..70 {
+            t.stuck(1, StuckReason::LongWork);
+            measure(&mut t);
+            t.after(ms(1000));
+            if second < 50 {
+                assert_eq!(t.state(2), LockState::Waiting, "an honest holder may still wait for memory");
+            }
+        }
+        t.map(2);
+        assert_eq!(t.state(2), LockState::Holding, "{mapped} {engine:?}");
+        // While nobody waits, it gets what is free. The next client does not wait as long for that.
+        t.after(ms(10_000));
+        t.report(1, 15 * GIB, mapped * GIB, 0);
+        assert_eq!((t.attachment(1).allowance, t.attachment(2).allowance), (8 * GIB, 8 * GIB));
+        t.join_of(TenantId(3), 3, 4 * GIB);
+        t.request(3);
+        for _ in 0..5 {
+            t.after(ms(1000));
+            t.stuck(1, StuckReason::LongWork);
+            measure(&mut t);
+            t.release(2, ReleaseReason::Revoked);
+        }
+        t.map(3);
+        assert_eq!((t.state(1), t.state(3)), (LockState::Undrainable, LockState::Holding), "{mapped} {engine:?}");
+    }
+}
+
 /// A client that was treated as dead maps its former allowance, and keeps that memory, whatever it
 /// reports.
 #[test]

@@ -77,6 +77,9 @@ pub(crate) struct Account {
     /// The claimed mapped and pinned bytes at the last measurement. Only a claim of more bytes is
     /// worth another measurement.
     refuted: (u64, u64),
+    /// Since when the allowance exceeds the measured memory. `None`: the last measurement that began
+    /// after the allowance was raised found memory for the whole allowance.
+    unused: Option<Time>,
     pub eviction: Option<Eviction>,
     pub frees: UnverifiedFrees,
     seq: u32,
@@ -104,6 +107,9 @@ impl Account {
     /// Sets the allowance to `bytes`. Returns the messages to send: one, or several steps if the
     /// allowance falls.
     pub fn set(&mut self, now: Time, bytes: u64) -> Vec<(u32, u64)> {
+        if bytes > self.allowance {
+            self.unused.get_or_insert(now);
+        }
         // The client may have mapped its whole last allowance without reporting the memory yet.
         let start = if self.report.ack == self.seq { self.allowance.min(self.report.mapped) } else { self.allowance };
         let mut send = Vec::new();
@@ -238,6 +244,11 @@ impl Account {
         self.claimed.0 > 0 && self.found == Some(0) && self.refuted == self.claimed
     }
 
+    /// Since when the client has not used all memory that it is allowed, as far as measurements show.
+    pub fn unused_since(&self) -> Option<Time> {
+        self.unused.filter(|_| self.verified().is_some_and(|most| most < self.allowance))
+    }
+
     /// The mapped bytes that the client reported, believed or not.
     pub fn claimed(&self) -> u64 {
         self.claimed.0
@@ -271,6 +282,9 @@ impl Account {
             let is_refuted = self.verified().is_some_and(|most| self.claimed.0 > most);
             self.lapsed.take_if(|lapsed| is_refuted && lapsed.spoke.is_some_and(|at| at <= begun));
             self.seen = self.seen.max(found.most.min(self.report.mapped));
+            if self.verified() >= Some(self.allowance) {
+                self.unused.take_if(|since| *since <= begun);
+            }
         }
         (self.report.mapped, self.report.pinned) = self.believed();
         self.charge = self.allowed().max(self.report.mapped);

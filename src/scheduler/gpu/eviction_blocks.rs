@@ -2,7 +2,7 @@
 //! broken context, or a client that does not answer. The memory counts as unevictable, and the
 //! scheduler evicts memory of other clients instead.
 
-use super::{ClientLock, Context, Gpu, Hold, ledger::Evictability};
+use super::{Account, ClientLock, Context, Gpu, Hold, ledger::Evictability};
 use crate::{api::*, effects::Effects, timers::Wake};
 use std::time::Duration;
 
@@ -13,6 +13,9 @@ const AGAIN: (Duration, Duration) = (Duration::from_millis(200), Duration::from_
 /// expected duration, whichever is longer.
 const LATE: Duration = Duration::from_secs(3);
 const LATE_TIMES: u32 = 4;
+/// How long an undrainable holder may leave allowed memory unused. A library waits no longer than this
+/// until it may map the memory of an allocation (`BACKING_TIMEOUT` in `preload/src/calls/allocate.rs`).
+const UNUSED: Duration = Duration::from_secs(60);
 
 impl Gpu {
     /// Why none of a client's memory can be evicted now. `None`: the memory can be evicted.
@@ -117,21 +120,34 @@ impl Gpu {
         attachment.is_some_and(|attachment| attachment.account().is_refuted())
     }
 
-    /// Lowers the charge of a client that does not answer an eviction or a revoke to the client's
-    /// known memory. Otherwise the client could withhold bytes that it is allowed but has not
+    /// Whether an undrainable holder has left allowed memory unused for so long that it can't need it
+    /// in order to drain.
+    fn hoards(&self, now: Time, client: ClientId) -> bool {
+        let revoked = self.hold(client).and_then(|hold| hold.revoked);
+        let unused = self.account(client).and_then(Account::unused_since);
+        revoked.zip(unused).is_some_and(|(revoked, unused)| revoked.first.max(unused) + UNUSED <= now)
+    }
+
+    /// Lowers the charge of a client to the client's known memory, if the client does not answer an
+    /// eviction or a revoke, or hoards memory. Otherwise the client could withhold bytes that it is allowed but has not
     /// mapped.
     pub fn charge_as_known(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         let now = cx.now;
         let Some(account) = self.account(client) else { return };
         let is_undrainable = self.hold(client).is_some_and(Hold::is_undrainable);
         let may_need_memory = self.lock(client).is_some_and(ClientLock::may_need_memory);
+        let hoards = may_need_memory && self.hoards(now, client);
         let has = match is_undrainable {
-            true if may_need_memory && !self.is_elsewhere(client) => None,
+            true if may_need_memory && !hoards && !self.is_elsewhere(client) => None,
             true => account.less_than_charged(),
             false => account.unanswered(now),
         };
         let Some(has) = has else { return };
-        if has < account.allowance {
+        let allowance = account.allowance;
+        if let Some(attachment) = self.attachments.get_mut(&client).filter(|_| hoards) {
+            attachment.lock.hoards = true;
+        }
+        if has < allowance {
             self.allow(cx, fx, client, has);
         }
         self.change_account(fx, client, |account| account.charge_as_known(now));

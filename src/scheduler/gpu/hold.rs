@@ -11,6 +11,9 @@ pub(crate) struct ClientLock {
     /// The client failed to drain in its last hold, so it has less time to drain in the next hold.
     /// Cleared by a hold that ends normally.
     pub slow_to_drain: bool,
+    /// The client could not drain, and did not use the memory that it was allowed for that. So it gets
+    /// no more memory while it cannot drain. Cleared by a hold that ends normally.
+    pub hoards: bool,
     pub drains: DrainTime,
     /// When the client last held the lock. If it never held the lock: when it attached the GPU.
     pub last_run: Time,
@@ -24,6 +27,7 @@ impl ClientLock {
         Self {
             hold: None,
             slow_to_drain: false,
+            hoards: false,
             drains: DrainTime::default(),
             last_run: now,
             grants: 0,
@@ -34,9 +38,11 @@ impl ClientLock {
 
     /// Whether the client holds the lock, is undrainable, and reported in this or the previous hold
     /// that it cannot drain. Such a client may have to map more memory before it can drain. A
-    /// holder that became undrainable without a report gets no more memory.
+    /// holder that became undrainable without a report gets no more memory, and neither does one that
+    /// left its memory unused.
     pub fn may_need_memory(&self) -> bool {
-        self.hold.as_ref().is_some_and(|hold| hold.is_undrainable() && (hold.stuck || self.slow_to_drain))
+        let reported = |hold: &Hold| hold.is_undrainable() && (hold.stuck || self.slow_to_drain);
+        !self.hoards && self.hold.as_ref().is_some_and(reported)
     }
 
     /// Records the end of a hold.
@@ -44,6 +50,7 @@ impl ClientLock {
         self.lock_time += now.saturating_sub(hold.since);
         self.last_run = now;
         self.slow_to_drain = hold.undrainable && (hold.stuck || self.slow_to_drain);
+        self.hoards &= hold.undrainable;
         if let Some(revoked) = hold.revoked.filter(|_| !hold.suspended) {
             self.drains.drained(now.saturating_sub(revoked.first), hold.lags);
         }

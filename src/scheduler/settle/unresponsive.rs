@@ -11,8 +11,9 @@
 //! An undrainable holder may need more memory in order to drain. The clients beside it free this
 //! memory at the end of their turns, and none of them runs beside it again before it has the memory.
 //!
-//! A client that does not answer is charged only for its measured memory and gets no more. So a
-//! process cannot withhold memory that it does not have on the GPU, whatever it reported.
+//! A client that does not answer is charged only for its measured memory and gets no more. The same
+//! applies to an undrainable holder that has left allowed memory unused for a minute. So a process
+//! cannot withhold memory that it does not have on the GPU, whatever it reported.
 
 use crate::{
     api::*,
@@ -147,6 +148,7 @@ impl Machine {
         let mut undrainable = GpuSet::new();
         let mut late = GpuSet::new();
         let mut lagging = GpuSet::new();
+        let mut unused = GpuSet::new();
         let sooner = |at: &mut Option<Time>, new: Time| *at = Some(at.map_or(new, |old| old.min(new)));
         for (id, lock) in self.gpus.locks_of(client) {
             if let Some(eviction) = self.gpus.account(client, id).and_then(|account| account.eviction.as_ref()) {
@@ -159,6 +161,10 @@ impl Machine {
             }
             let Some(hold) = &lock.hold else { continue };
             let Some(revoked) = hold.revoked else { continue };
+            let account = self.gpus.account(client, id).filter(|_| hold.is_undrainable());
+            if account.is_some_and(|account| account.unused_since().is_some()) {
+                unused.insert(id);
+            }
             match self.model().lags_at(client, id) {
                 Some(due) if due <= now => drop(lagging.insert(id)),
                 Some(due) => sooner(&mut next, due),
@@ -192,6 +198,7 @@ impl Machine {
         for id in &lagging {
             self.lags(client, *id);
         }
+        unused.into_iter().for_each(|id| self.measure(id));
         self.schedule_around(client, undrainable);
         // Locks that were revoked together are revoked again together or not at all.
         let wanted = again.0.iter().any(|id| self.model().is_wanted_from(client, *id));
