@@ -825,6 +825,35 @@ fn many_silent_clients_delay_other_tenants_like_one() {
 }
 
 #[test]
+#[ignore = "a helper: its clients claim almost the whole GPU, map nothing, and keep their claims"]
+fn helper_hoards() {
+    let (total, demand) = (16u64 << 30, 15u64 << 30);
+    let clients: Vec<Client> = (0..3).map(|_| Client::welcomed(&helper_socket())).collect();
+    for client in &clients {
+        client.attach_gpu(listed(), total);
+        client.send(ClientMessage::RequestLimit { slot: 0, bytes: demand });
+        client.report(demand, 0);
+    }
+    hold(clients);
+}
+
+/// Demand that was never on the GPU defers no context of another tenant.
+#[test]
+fn claims_of_the_whole_gpu_keep_no_other_tenant_from_a_context() {
+    if !runs_here("attacks::claims_of_the_whole_gpu_keep_no_other_tenant_from_a_context") {
+        return;
+    }
+    let siege = Siege::start("");
+    let attacker = Actor::start(user("helper_hoards", &siege));
+    attacker.wait(BEGUN);
+    let newcomers: Vec<Client> = (0..3).map(|_| siege.daemon.client()).collect();
+    let begin = Instant::now();
+    newcomers.iter().for_each(|client| client.attach_gpu(listed(), 16 << 30));
+    assert!(begin.elapsed() < HANG, "new contexts were deferred");
+    attacker.end();
+}
+
+#[test]
 #[ignore = "a helper: sends lists and values without end"]
 fn helper_sends_texts_without_end() {
     let mut clients: Vec<Client> = Vec::new();
