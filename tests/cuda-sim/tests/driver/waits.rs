@@ -22,6 +22,7 @@ fn a_stream_waits_for_a_value_written_by_a_stream_or_the_host() {
         let (at, lane, other) = (alloc(64), stream(NON_BLOCKING), stream(NON_BLOCKING));
         let fill = || assert_eq!(gpu.launch("fill_u32", lane, &[at + 32, 1, 7]), 0);
         assert_eq!(cu("cuMemsetD8_v2", &[at as usize, 0, 64]), 0);
+        assert_eq!(cu("cuCtxSynchronize", &[]), 0); // the null stream does not order `lane`
         assert_eq!(cu("cuStreamWaitValue32_v2", &[lane, at as usize, 1, 0]), 0);
         fill();
         thread::sleep(Duration::from_millis(20));
