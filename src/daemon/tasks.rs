@@ -12,8 +12,8 @@ use tokio::task::{spawn_blocking, spawn_local};
 use crate::daemon::checkpoint::{Helpers, Prepared};
 use crate::daemon::control::status_line;
 use crate::daemon::control::views::Views;
-use crate::daemon::core::views::{ClientPids, Holders};
 use crate::daemon::core::{Checkpoint, CheckpointRequest, Core, EXIT_TIME, SAMPLE_QUIET};
+use crate::daemon::core::{ClientPids, Holders};
 use crate::daemon::gpu::nvml::Query;
 use crate::daemon::swap_files::Keeper;
 use crate::daemon::systemd;
@@ -56,7 +56,7 @@ const STATUS_PERIOD: Duration = Duration::from_secs(1);
 /// processes.
 pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
     let (request, mut requests) = mpsc::unbounded_channel();
-    core.borrow_mut().use_checkpoints(request);
+    core.borrow_mut().host.sleep.use_helpers(request);
     let (core, helpers, prepared) = (core.clone(), Rc::new(helpers), Rc::new(RefCell::new(Prepared::default())));
     spawn_local(async move {
         while let Some(request) = requests.recv().await {
@@ -93,7 +93,7 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
 /// No thread can be started.
 pub fn start_swap_files(core: &Rc<RefCell<Core>>) -> std::io::Result<()> {
     let (report, mut reports) = mpsc::unbounded_channel();
-    core.borrow_mut().use_swap_files(Keeper::start(report)?);
+    core.borrow_mut().host.files.use_keeper(Keeper::start(report)?);
     let core = core.clone();
     spawn_local(async move {
         while let Some(report) = reports.recv().await {
@@ -116,7 +116,7 @@ pub fn start(core: &Rc<RefCell<Core>>, holders: watch::Sender<Holders>, clients:
 
 /// Calls the scheduler whenever one of its deadlines expires.
 async fn tick(core: Rc<RefCell<Core>>) {
-    let timer = core.borrow().timer();
+    let timer = core.borrow().io.timer.clone();
     while timer.expired().await.is_ok() {
         core.borrow_mut().tick();
     }
@@ -125,7 +125,7 @@ async fn tick(core: Rc<RefCell<Core>>) {
 /// Samples memory: often while clients are active, rarely while they are idle, and never without
 /// clients. On a nearly full GPU, samples often enough to notice other programs' growth in time.
 async fn sample_memory(core: Rc<RefCell<Core>>) {
-    let signals = core.borrow().signals.clone();
+    let signals = core.borrow().io.signals.clone();
     core.borrow_mut().sample_host();
     loop {
         if signals.clients.get() == 0 {
@@ -136,11 +136,11 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
             let until_freed = async {
                 for wait in [SAMPLE_BUSY, EXIT_TIME] {
                     tokio::time::sleep(wait).await;
-                    core.borrow().query_nvml(Query::Sample);
+                    core.borrow().io.query_nvml(Query::Sample);
                 }
                 if signals.clients.get() == 0 {
                     // Processes may write to the files of clients that have left.
-                    while core.borrow().has_left_files() {
+                    while core.borrow().host.files.has_left_files() {
                         tokio::time::sleep(HOST_PERIOD).await;
                         core.borrow_mut().sample_host();
                     }
@@ -152,13 +152,13 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
                 () = until_freed => {}
             }
         }
-        core.borrow().query_nvml(Query::Sample);
+        core.borrow().io.query_nvml(Query::Sample);
         core.borrow_mut().sample_host();
         if clock::now().saturating_sub(signals.last_activity.get()) < SAMPLE_QUIET {
-            let period = core.borrow().sample_period().min(SAMPLE_BUSY);
+            let period = core.borrow().model.sample_period().min(SAMPLE_BUSY);
             tokio::time::sleep(period).await;
         } else {
-            let period = core.borrow().sample_period().min(SAMPLE_IDLE);
+            let period = core.borrow().model.sample_period().min(SAMPLE_IDLE);
             let idle = async {
                 // Idle clients have memory that other programs may need.
                 while core.borrow().lends_host_memory() {
@@ -178,7 +178,7 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
 
 /// Checks stopped processes until they continue.
 async fn check_stopped(core: Rc<RefCell<Core>>) {
-    let signals = core.borrow().signals.clone();
+    let signals = core.borrow().io.signals.clone();
     loop {
         signals.stopped.notified().await;
         loop {
@@ -192,12 +192,12 @@ async fn check_stopped(core: Rc<RefCell<Core>>) {
 
 /// Sends clients their limits on GPUs that were found after the clients connected.
 async fn announce_limits(core: Rc<RefCell<Core>>) {
-    let signals = core.borrow().signals.clone();
+    let signals = core.borrow().io.signals.clone();
     loop {
         signals.limits.notified().await;
         let mut last = Some(ClientId(0));
         while let Some(client) = last {
-            last = core.borrow_mut().announce_limits_after(client, LIMITS_AT_ONCE);
+            last = core.borrow_mut().model.announce_limits_after(client, LIMITS_AT_ONCE);
             tokio::task::yield_now().await;
         }
         tokio::time::sleep(LIMITS_PERIOD).await;
@@ -206,10 +206,10 @@ async fn announce_limits(core: Rc<RefCell<Core>>) {
 
 /// Publishes the holders of locks for D-Bus.
 async fn publish_holders(core: Rc<RefCell<Core>>, holders: watch::Sender<Holders>) {
-    let signals = core.borrow().signals.clone();
+    let signals = core.borrow().io.signals.clone();
     loop {
         signals.holders.notified().await;
-        let now = core.borrow().holders();
+        let now = core.borrow().model.holders();
         holders.send_if_modified(|published| {
             let changed = *published != now;
             *published = now;
@@ -221,10 +221,10 @@ async fn publish_holders(core: Rc<RefCell<Core>>, holders: watch::Sender<Holders
 
 /// Publishes the list of clients for D-Bus.
 async fn publish_clients(core: Rc<RefCell<Core>>, clients: watch::Sender<ClientPids>) {
-    let signals = core.borrow().signals.clone();
+    let signals = core.borrow().io.signals.clone();
     loop {
         signals.arrivals.notified().await;
-        clients.send_replace(core.borrow().client_pids());
+        clients.send_replace(core.borrow().model.client_pids());
         tokio::time::sleep(PUBLISHING_PERIOD).await;
     }
 }
@@ -250,7 +250,7 @@ async fn save_usage(core: Rc<RefCell<Core>>) {
         let mut core = core.borrow_mut();
         if left <= HOURS_PERIOD {
             core.save_usage();
-        } else if core.limits_hours() {
+        } else if core.model.limits_hours() {
             core.record_usage();
         }
         core.check_hours();
@@ -259,7 +259,7 @@ async fn save_usage(core: Rc<RefCell<Core>>) {
 
 /// Keeps the line that `systemctl status` shows up to date.
 pub async fn keep_status_line(core: &Rc<RefCell<Core>>, views: &Views) {
-    let signals = core.borrow().signals.clone();
+    let signals = core.borrow().io.signals.clone();
     let mut shown = String::new();
     while let Some(view) = views.next().await {
         let line =

@@ -54,7 +54,7 @@ impl Drop for ClaimSocket {
 impl ClaimSockets {
     /// Opens the sockets of the claims that an earlier daemon left in this directory.
     pub fn new(directory: &Path, core: &Rc<RefCell<Core>>, connections: &Rc<Connections>) -> Self {
-        core.borrow_mut().create_lock_files_of_claims_in(directory);
+        core.borrow_mut().serve_claims_in(directory);
         let (core, connections) = (core.clone(), connections.clone());
         let mut sockets = Self { directory: directory.into(), core, connections, open: BTreeMap::new() };
         for uid in sockets.directories() {

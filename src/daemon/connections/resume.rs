@@ -71,13 +71,13 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
     let begin = Instant::now();
     let (stored, locks): (Vec<_>, Vec<_>) = stored.into_iter().partition(|stored| stored.name.kind == Kind::Program);
     for StoredConnection { name, .. } in &locks {
-        core.borrow_mut().reserve_id(ClientId(name.client));
+        core.borrow_mut().model.reserve_id(ClientId(name.client));
     }
     let count = stored.len();
     let (answer, mut answers) = mpsc::unbounded_channel();
     let mut silent: BTreeMap<u64, (Rc<Connection>, Arc<Identity>)> = BTreeMap::new();
     for StoredConnection { name, socket, record: _ } in stored {
-        core.borrow_mut().reserve_id(ClientId(name.client));
+        core.borrow_mut().model.reserve_id(ClientId(name.client));
         let Some(asked) = ask(name, socket, connections) else {
             systemd::forget(&name.to_string());
             continue;
@@ -94,7 +94,7 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
     let mut states = Vec::new();
     let is_awaited = |silent: &BTreeMap<u64, (Rc<Connection>, Arc<Identity>)>| {
         let core = core.borrow();
-        silent.values().any(|(_, identity)| !core.is_off_gpus(identity.pid.try_into().unwrap_or(0)))
+        silent.values().any(|(_, identity)| !core.model.is_off_gpus(identity.pid.try_into().unwrap_or(0)))
     };
     while is_awaited(&silent) && begin.elapsed() < ANSWER_TIMEOUT {
         match tokio::time::timeout(CHECK_PERIOD, answers.recv()).await {
@@ -277,7 +277,7 @@ async fn admit(
             process: asked.pidfd.clone(),
         };
         core.borrow_mut().resume(client, arrival, asked.name);
-        core.borrow_mut().prove(client, std::mem::take(devices));
+        core.borrow_mut().model.prove(client, std::mem::take(devices));
         let packets = std::mem::take(packets_left);
         let (later, first): (Vec<_>, Vec<_>) =
             packets.into_iter().partition(|packet| is_request(packet, asked.name.version));

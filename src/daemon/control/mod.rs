@@ -28,8 +28,9 @@ use crate::config::{Config, LogLevel};
 use crate::daemon::bus::{Change, Failure, Request};
 use crate::daemon::connections::claims::ClaimSockets;
 use crate::daemon::connections::{Connections, lock, room};
-use crate::daemon::core::{Core, Saving};
+use crate::daemon::core::{Core, check_room};
 use crate::daemon::logging;
+use crate::daemon::state_file::Saving;
 use crate::daemon::systemd;
 use crate::scheduler::ClientId;
 use changes::Changes;
@@ -76,10 +77,10 @@ impl Control {
             }
             Request::CheckLock(request, reply) => drop(reply.send(lock::check(&core.borrow(), &request))),
             Request::Lock(request, reply) => drop(reply.send(lock::acquire(core, connections, request))),
-            Request::CheckRoom(request, reply) => drop(reply.send(core.borrow().check_room(&request))),
+            Request::CheckRoom(request, reply) => drop(reply.send(check_room(&core.borrow().model, &request))),
             Request::Room(request, reply) => room::make(core, request, reply),
-            Request::TerminateLock(client, reply) => drop(reply.send(core.borrow().end_lock(ClientId(client)))),
-            Request::UsersOf(pid, reply) => drop(reply.send(core.borrow().users_of(pid))),
+            Request::TerminateLock(client, reply) => drop(reply.send(core.borrow().model.end_lock(ClientId(client)))),
+            Request::UsersOf(pid, reply) => drop(reply.send(core.borrow().model.users_of(pid))),
             Request::Pause { pid, is_paused, users, reply } => {
                 answer_when_saved(core.borrow_mut().pause(pid, is_paused, &users), reply)
             }
@@ -147,7 +148,7 @@ impl Control {
     async fn set(&self, core: &RefCell<Core>, change: Change, by: &str) -> Result<(), Failure> {
         self.changes.begin().await.set(change).await?;
         let mut core = core.borrow_mut();
-        let mut config = core.config.clone();
+        let mut config = core.model.config.clone();
         change.apply(&mut config.settings);
         core.configure(config, by);
         Ok(())
@@ -156,14 +157,14 @@ impl Control {
     /// Sets or removes a rule at run time.
     async fn set_rule(&self, core: &RefCell<Core>, addition: Addition, by: &str) -> Result<(), Failure> {
         let turn = self.changes.begin().await;
-        if let Some(text) = addition.rule().and_then(|rule| core.borrow().config.rules.contradicted(rule)) {
+        if let Some(text) = addition.rule().and_then(|rule| core.borrow().model.config.rules.contradicted(rule)) {
             return Err(fdo::Error::InvalidArgs(text).into());
         }
         let name = addition.name().to_owned();
         let keys = addition.rule().map(|rule| rule.to_table().to_string().trim_end().replace('\n', ", "));
         turn.set_rule(addition).await?;
         let mut core = core.borrow_mut();
-        let mut config = core.config.clone();
+        let mut config = core.model.config.clone();
         self.changes.apply(&mut config);
         core.configure(config, by);
         match keys {

@@ -4,10 +4,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use nvshare_wire::Uuid;
 use nvshare_wire::client::GpuKind;
 
-use super::state::{Client, Core, Gpu};
 use super::view::View;
 use crate::bus;
 use crate::config::rules::Rule;
@@ -88,12 +86,6 @@ impl ClientView {
         }
     }
 }
-
-/// IDs of the clients that hold the lock of each GPU, by the GPU's UUID.
-pub type Holders = HashMap<String, Vec<u64>>;
-
-/// The process ID of each client, by client ID.
-pub type ClientPids = BTreeMap<u64, u32>;
 
 /// Describes a rule's share, such as `weight 50, time-max 20%`.
 fn in_words(Share { weight, min, max, priority, interactive }: Share) -> String {
@@ -258,68 +250,4 @@ impl View {
         gpus.sort_by_key(|gpu| (gpu.index.is_none(), gpu.index));
         gpus
     }
-}
-
-impl Core {
-    /// The holders of each GPU's lock.
-    pub fn holders(&self) -> Holders {
-        let gpus = self.machine.gpus().into_iter();
-        let view = |seen: scheduler::GpuView| {
-            let label = self.gpus.get(&seen.gpu)?.label(seen.gpu);
-            Some((label, seen.holders.iter().map(|holder| holder.client.0).collect()))
-        };
-        gpus.filter_map(view).collect()
-    }
-
-    pub fn client_pids(&self) -> ClientPids {
-        let pid = |client: &Client| u32::try_from(client.identity.pid).unwrap_or(0);
-        self.clients.iter().map(|(id, client)| (id.0, pid(client))).collect()
-    }
-
-    /// A sentence about why the daemon does not know any GPU.
-    pub(super) fn no_gpu(&self) -> String {
-        let why = self.driver_problem().map_or(String::new(), |problem| format!(": {problem}"));
-        format!("the scheduler knows no GPU{why}")
-    }
-
-    /// Finds a GPU by its UUID or index. An empty name denotes the only GPU.
-    ///
-    /// # Errors
-    /// Returns a sentence that lists the known GPUs.
-    pub fn find_gpu(&self, name: &str) -> Result<NamedGpu, String> {
-        let here = || self.known_gpus().filter(|(_, gpu)| !gpu.gone);
-        let known = || here().map(|(id, gpu)| gpu.label(*id)).collect::<Vec<_>>().join(", ");
-        let is_meant = |(id, gpu): &(&GpuId, &Gpu)| {
-            gpu.label(**id).eq_ignore_ascii_case(name) || gpu.index.is_some_and(|index| index.to_string() == name)
-        };
-        let found = match name {
-            "" if here().count() == 1 => here().next(),
-            _ if here().next().is_none() => return Err(self.no_gpu()),
-            "" => return Err(format!("the host has several GPUs. Name one of them: {}", known())),
-            _ => here().find(is_meant),
-        };
-        let (id, gpu) = found.ok_or_else(|| format!("unknown GPU {name:?}. The GPUs are {}", known()))?;
-        let label = gpu.label(*id);
-        let title = match gpu.index {
-            Some(index) if gpu.is_slice() => format!("{label} on GPU {index} ({})", gpu.name),
-            Some(index) => format!("GPU {index} ({})", gpu.name),
-            None => label.clone(),
-        };
-        Ok(NamedGpu { uuid: id.0, kind: gpu.kind, total: gpu.total, minor: gpu.minor, label, title })
-    }
-}
-
-/// A GPU that a caller named.
-#[derive(Debug, Clone)]
-pub struct NamedGpu {
-    pub uuid: Uuid,
-    pub kind: GpuKind,
-    /// The GPU's memory, in bytes.
-    pub total: u64,
-    /// Minor number of the GPU's device file.
-    pub minor: Option<u32>,
-    /// The name as `nvidia-smi -L` shows it.
-    pub label: String,
-    /// The name for users: index and model if known.
-    pub title: String,
 }

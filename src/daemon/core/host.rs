@@ -1,0 +1,36 @@
+//! [`Host`]: what the daemon manages for programs and users beside the scheduler's decisions. Its
+//! components do not know each other.
+
+use super::host_use::HostFigures;
+use super::moves::Moves;
+use super::placement::Placements;
+use super::rooms::Rooms;
+use super::sharing::Sharing;
+use super::sleep::Sleep;
+use super::swap_files::SwapFiles;
+use crate::sys::clock;
+
+pub struct Host {
+    pub figures: HostFigures,
+    pub files: SwapFiles,
+    pub sharing: Sharing,
+    pub placements: Placements,
+    pub sleep: Sleep,
+    pub moves: Moves,
+    /// Memory that is kept free at users' requests.
+    pub rooms: Rooms,
+}
+
+impl Default for Host {
+    fn default() -> Self {
+        Self {
+            figures: HostFigures::default(),
+            files: SwapFiles::default(),
+            sharing: Sharing::new(clock::now()),
+            placements: Placements::default(),
+            sleep: Sleep::default(),
+            moves: Moves::default(),
+            rooms: Rooms::default(),
+        }
+    }
+}

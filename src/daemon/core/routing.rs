@@ -1,0 +1,878 @@
+//! [`Core`] passes events, requests and reports to the component that owns the matter, and carries out
+//! what results from it. Components do not call each other: each changes only its own state and reads
+//! the [`Model`]. So every interaction of two components is in this file.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nvshare_wire::client::GpuKind;
+use nvshare_wire::env_limits::LimitName;
+use nvshare_wire::scheduler::Refusal;
+use nvshare_wire::{SchedulerMessage, SlotSet, Text};
+use tokio::sync::{oneshot, watch};
+use tracing::{debug, info, warn};
+use zbus::fdo;
+
+use super::bundle::{self, Snapshot};
+use super::claims::Claims;
+use super::containers::Containers;
+use super::host::Host;
+use super::io::Io;
+use super::measure::unmeasured;
+use super::messages::message;
+use super::model::{Arrival, Model};
+use super::moves::{self, Reply};
+use super::observe::Observe;
+use super::placement::{self, NoGpu};
+use super::pods::{Pods, Refused};
+use super::rooms::{PendingRoom, RoomRequest};
+use super::swap_files::Wanted;
+use super::view::View;
+use super::{pressure, settings, sleep};
+use crate::config::rules::Rules;
+use crate::config::{Config, names};
+use crate::daemon::checkpoint::{HelperAnswer, Operation, Outcome};
+use crate::daemon::gpu::nvml::{DriverVersions, GpuDescription, Listing, NvmlState, Query, Report, Sample};
+use crate::daemon::state_file::Saving;
+use crate::daemon::swap_files;
+use crate::daemon::systemd::fd_store::ConnectionName;
+use crate::daemon::transport::peer;
+use crate::daemon::transport::session::{ClientAction, PlacementQuery, Violation};
+use crate::daemon::usage::{self, HoursUsed, UsageAnswer};
+use crate::recorder::Recorder;
+use crate::scheduler::{ClientId, Command, Event, GpuId, RoomId, Settings, SleepPhase, Time};
+use crate::sys::clock;
+use crate::sys::device_file::DeviceFile;
+use crate::sys::foreign::Foreign;
+
+/// Minimum time between two measurements of host memory for limit requests.
+const HOST_PERIOD: Duration = Duration::from_millis(10);
+
+/// The scheduler, and all the state that its decisions depend on.
+pub struct Core {
+    pub model: Model,
+    pub io: Io,
+    pub(super) observe: Observe,
+    pub host: Host,
+    pub containers: Containers,
+}
+
+impl Core {
+    /// Creates the state. `record`: the file for the scheduler's recording.
+    ///
+    /// # Errors
+    /// The process has no file descriptors left, or the record cannot be written.
+    pub fn new(config: Config, record: Option<File>, settings: watch::Sender<Settings>) -> std::io::Result<Self> {
+        let model = Model::new(config);
+        let mut recorder = Recorder::new(&model.machine);
+        if let Some(file) = record {
+            let header = bundle::header(clock::now(), DriverVersions::default(), true);
+            recorder.write_to(file, &header, &model.machine)?;
+        }
+        settings.send_if_modified(|known| {
+            known.clone_from(model.machine.settings());
+            false
+        });
+        Ok(Self {
+            io: Io::new(settings)?,
+            observe: Observe::new(recorder),
+            host: Host::default(),
+            containers: Containers::default(),
+            model,
+        })
+    }
+
+    // ---- events and commands -------------------------------------------------------------------------------------
+
+    /// Handles the scheduler's deadline. The watchdog for systemd also calls `tick`, to prove that the loop
+    /// works.
+    pub fn tick(&mut self) {
+        self.io.ticked();
+        self.apply(Event::Tick);
+    }
+
+    /// Passes an event to the scheduler, and carries out the resulting commands. A command can yield
+    /// another event, which is handled next.
+    fn apply(&mut self, event: Event) {
+        let now = clock::now();
+        let mut events = VecDeque::from([event]);
+        while let Some(event) = events.pop_front() {
+            self.observe.note_event(&self.model, &event, now);
+            self.model.note_event(&event, now);
+            self.io.note_event(&self.model, &event);
+            let reporter = match &event {
+                Event::Memory { client, gpu, .. } => Some((*client, *gpu)),
+                _ => None,
+            };
+            let concerned = pressure::client_of(&event);
+            self.observe.recorder.begin(&self.model.machine, now, &event);
+            let commands = self.model.machine.handle(now, event);
+            self.observe.recorder.finish(&commands);
+            self.observe.pressure.note(&self.model, concerned, &commands, now);
+            let allowed = commands.iter().filter_map(|command| match command {
+                Command::Allowance { client, gpu, .. } => Some((*client, *gpu)),
+                _ => None,
+            });
+            reporter.into_iter().chain(allowed).for_each(|(client, gpu)| self.note_extent(client, gpu, now));
+            for command in commands {
+                events.extend(self.carry_out(&command, now));
+            }
+            self.observe.counts.count_held(&self.model, now);
+        }
+        self.model.forgotten().into_iter().for_each(|gpu| self.forget_gpu(gpu));
+        self.io.arm(self.model.machine.deadline());
+    }
+
+    fn apply_all(&mut self, events: impl IntoIterator<Item = Event>) {
+        events.into_iter().for_each(|event| self.apply(event));
+    }
+
+    /// Carries out a command, usually by sending a message to its client. Returns the resulting event if
+    /// the daemon can answer the command immediately.
+    fn carry_out(&mut self, command: &Command, now: Time) -> Option<Event> {
+        let Self { model, io, observe, host, .. } = self;
+        observe.note_command(model, command, now);
+        match command {
+            Command::Grant { .. } => io.signals.holders.notify_one(),
+            Command::Probe { client } => return self.probe(*client),
+            Command::Measure { gpu } => return self.remeasure(*gpu, now),
+            Command::Placed { client, gpus } => placement::placed(model, *client, gpus),
+            Command::Unplaced { client, why } => self.refuse_place(*client, &NoGpu::from(why)),
+            Command::PrepareSleep { client, .. } => {
+                if let Err(why) = host.sleep.prepare(model, *client, now) {
+                    return Some(Event::SleepRefused { client: *client, why });
+                }
+            }
+            Command::Checkpoint { client, operation, moves } => {
+                return host.sleep.request(model, *client, *operation, moves::pairs_of(model, moves));
+            }
+            Command::Migrated { client, to, why, .. } => host.moves.ended(model, *client, *to, *why),
+            Command::Moved { client, from, to } => self.moved(*client, *from, *to, now),
+            Command::RoomReady { room, .. } => host.rooms.ready(model, *room),
+            Command::RoomRefused { room, gpu, why } => host.rooms.refused(model, *room, *gpu, *why),
+            Command::RoomEnded { room, gpu } => host.rooms.ended(model, *room, *gpu),
+            _ => {}
+        }
+        if let Some((client, message)) = message(&self.model, command) {
+            self.model.send(client, message);
+        }
+        None
+    }
+
+    /// Finds out whether a client's process is stopped.
+    fn probe(&mut self, client: ClientId) -> Option<Event> {
+        let pid = self.model.identity(client)?.pid;
+        let stopped = peer::is_stopped(pid);
+        if stopped {
+            debug!(client = client.0, pid, "the process is stopped");
+            self.io.signals.stopped.notify_one();
+        }
+        Some(Event::Stopped { client, stopped })
+    }
+
+    /// Requests a new measurement of a GPU for the scheduler. If NVML cannot measure the GPU, returns an
+    /// event that accepts clients' reports as measured.
+    fn remeasure(&mut self, gpu: GpuId, now: Time) -> Option<Event> {
+        if self.model.gpus.get(&gpu).is_some_and(|entry| self.model.is_measured(entry)) {
+            self.io.query_nvml(Query::Sample);
+            return None;
+        }
+        self.observe.log.log_unverified();
+        Some(unmeasured(gpu, now))
+    }
+
+    /// Handles the move of a client's memory to another GPU.
+    fn moved(&mut self, client: ClientId, from: GpuId, to: GpuId, now: Time) {
+        self.model.move_client(client, from, to);
+        let lock_seconds = self.observe.note_move(&self.model, client, from, to, now);
+        self.model.count_hours(vec![(client, lock_seconds)]);
+        self.note_extent(client, to, now);
+    }
+
+    /// Records the present bounds on a client's mapped memory, and its usage.
+    fn note_extent(&mut self, client: ClientId, gpu: GpuId, now: Time) {
+        self.observe.usage.note_bytes(&self.model, client, gpu, now);
+        self.model.note_extent(client, gpu, now);
+    }
+
+    // ---- clients -------------------------------------------------------------------------------------------------
+
+    /// Welcomes a client that has sent Hello.
+    pub fn connect(&mut self, arrival: Arrival) -> ClientId {
+        let client = self.model.new_id();
+        self.add(client, arrival, None);
+        let placement = self.host.placements.take(&self.model, client);
+        self.apply_all(placement);
+        client
+    }
+
+    /// Takes over a client of an earlier daemon. The client keeps its ID.
+    pub fn resume(&mut self, client: ClientId, arrival: Arrival, name: ConnectionName) {
+        self.add(client, arrival, Some(name));
+    }
+
+    fn add(&mut self, client: ClientId, mut arrival: Arrival, stored_as: Option<ConnectionName>) {
+        self.containers.name_arrival(&mut arrival);
+        let (version, is_resumed) = (arrival.version, stored_as.is_some());
+        self.observe.log.log_arrival(client, &arrival.identity, &arrival.library, is_resumed);
+        self.observe.recorder.name(|| bundle::process(client, &arrival.identity, is_resumed));
+        let connected = self.model.add_client(client, arrival, stored_as);
+        self.io.clients_changed(&self.model);
+        if !is_resumed {
+            self.model.send(client, SchedulerMessage::Welcome { version, client: client.0 });
+        }
+        self.apply(connected);
+        self.apply_all(self.host.sleep.restore(&self.model, client));
+        if let Some(group) = self.model.assign_group(client) {
+            self.apply(Event::Groups { groups: BTreeMap::from([(client, Some(group))]) });
+            self.apply(placement::labels(&self.model, [client]));
+        }
+        self.apply_all(placement::allowed(&self.model, [client]));
+        self.model.announce_limits([client]);
+    }
+
+    /// Handles a client's report about the locks that an earlier daemon granted to the client.
+    pub fn resume_locks(&mut self, client: ClientId, slots: SlotSet) {
+        self.apply_all(self.model.held(client, slots));
+    }
+
+    /// Removes a client. `why` completes the log line "NAME ...".
+    pub fn disconnect(&mut self, client: ClientId, why: &str) {
+        let now = clock::now();
+        let used = self.observe.record_usage_of(&self.model, client, now);
+        self.model.count_hours(used);
+        let Some(gone) = self.model.remove_client(client, now) else { return };
+        self.observe.log.log_departure(client, &gone.identity, &gone.library, !gone.gpus.is_empty(), why);
+        self.io.publish_attached(&self.model);
+        self.io.clients_changed(&self.model);
+        self.host.files.leave(client, &gone.identity.tenant);
+        self.host.moves.leave(client);
+        self.host.sleep.leave(client);
+        // Must precede `Event::Disconnected`, which frees the client's memory. Memory that other clients have
+        // open stays in use.
+        let adopters = self.host.sharing.leave(&self.model, client);
+        self.report(adopters);
+        self.apply(Event::Disconnected { client });
+        self.observe.end(&self.model, client, &gone.identity, now);
+        gone.gpus.keys().for_each(|gpu| self.forget_unlisted(*gpu));
+    }
+
+    /// Handles one packet from a client, and the file descriptors received with it.
+    ///
+    /// # Errors
+    /// The client broke the protocol. The caller must then close the connection.
+    pub fn receive(&mut self, client: ClientId, packet: &[u8], descriptors: Vec<Foreign>) -> Result<(), Violation> {
+        let now = clock::now();
+        let Some(entry) = self.model.clients.get_mut(&client) else { return Ok(()) };
+        let action = entry.session.receive(packet)?;
+        self.io.mark_active();
+        match action {
+            ClientAction::Event(event) => self.client_event(event, now),
+            ClientAction::Attach { .. } => {
+                self.model.prove(client, descriptors.iter().filter_map(DeviceFile::opened));
+                drop(descriptors);
+                self.attach(client, action, now)?;
+            }
+            ClientAction::Memory { gpu, report, device_free, host, in_file, counts } => {
+                self.observe.counts.report(client, gpu, counts);
+                self.model.set_report(client, gpu, report, (host, in_file));
+                self.host.sharing.reported(client, gpu);
+                self.report([(client, gpu)]);
+                let is_listed = self.model.gpus.get(&gpu).is_some_and(|entry| entry.index.is_some());
+                if let Some(free) = device_free.filter(|_| !is_listed) {
+                    let used = self.model.total(gpu).saturating_sub(free);
+                    self.measure(&Sample { gpu, begun: now, steady: true, used, processes: None });
+                }
+            }
+            ClientAction::Incomplete => {}
+            ClientAction::UseSwapFile { ram_max } => self.host.files.accepted(client, ram_max),
+            ClientAction::EnvLimit { limit, text } => self.set_env_limit(client, limit, &text),
+            ClientAction::RequestPlacement(request) => self.place(client, &request),
+            ClientAction::SharedMemory { message, gpu } => {
+                let shared = self.host.sharing.receive(&self.model, client, message, gpu, &descriptors, now);
+                self.report(shared.changed);
+                if let Some((identity, what)) = self.model.identity(client).zip(shared.excess) {
+                    self.observe.log.log_over_budget(client, identity, what);
+                }
+            }
+        }
+        let overdue = self.host.sharing.overdue(&self.model, client, now);
+        self.report(overdue);
+        Ok(())
+    }
+
+    /// Handles a packet from a client that has ended. Only the counters in the packet still matter.
+    pub fn receive_last(&mut self, client: ClientId, packet: &[u8]) {
+        let action = self.model.clients.get_mut(&client).map(|entry| entry.session.receive(packet));
+        if let Some(Ok(ClientAction::Memory { gpu, counts, .. })) = action {
+            self.observe.counts.report(client, gpu, counts);
+        }
+    }
+
+    fn client_event(&mut self, event: Event, now: Time) {
+        if let Event::LimitRequested { client, gpu, bytes } = event {
+            if now >= self.host.figures.sampled + HOST_PERIOD {
+                self.sample_host(); // the decision needs current figures
+            }
+            if self.model.config.swap_file.is_some() {
+                let wanted = (client, gpu, bytes);
+                if self.host.files.hold(&self.model, &self.host.figures, wanted) {
+                    return;
+                }
+                self.promise(Some(wanted));
+            }
+        }
+        let detached = if let Event::Detached { gpu, .. } = &event { Some(*gpu) } else { None };
+        self.apply(event);
+        detached.into_iter().for_each(|gpu| self.forget_unlisted(gpu));
+    }
+
+    /// Attaches a GPU to a client.
+    ///
+    /// # Errors
+    /// The client's tenant has named too many GPUs that NVML does not list, or the client has not proven
+    /// that it may use the GPU.
+    fn attach(&mut self, client: ClientId, attach: ClientAction, now: Time) -> Result<(), Violation> {
+        let ClientAction::Attach { event, slot, gpu, kind, total, name, reason } = attach else { return Ok(()) };
+        self.host.files.offer(&self.model, client);
+        self.add_unlisted(client, gpu, kind, total, &name)?;
+        if !self.model.may_use(client, gpu) {
+            return Err(self.refuse_unproven(client, gpu));
+        }
+        self.observe.unproven.remove(&self.model, client, gpu);
+        self.model.attach(client, gpu, reason, now);
+        self.io.publish_attached(&self.model);
+        self.io.query_nvml(Query::Attach);
+        debug!(client = client.0, slot, gpu = %gpu.0, ?event, "attached");
+        self.apply(event);
+        // A client that reconnects may still use limits that an earlier daemon sent.
+        let reconnects = self.model.clients.get(&client).is_some_and(|entry| entry.reconnects);
+        if reconnects || self.model.gpus.get(&gpu).is_some_and(|gpu| gpu.has_display) {
+            self.model.limit_run_ahead(client, gpu);
+        }
+        Ok(())
+    }
+
+    /// Passes clients' memory on GPUs to the scheduler, with the adopted memory that their own reports do not
+    /// include yet.
+    fn report(&mut self, attachments: impl IntoIterator<Item = (ClientId, GpuId)>) {
+        for (client, gpu) in attachments {
+            let report = self.model.report(client, gpu, self.host.sharing.uncounted(client, gpu));
+            self.apply_all(report);
+        }
+    }
+
+    /// Disconnects clients that use a GPU without proof. Clients may attach a GPU before NVML lists it.
+    fn disconnect_unproven(&mut self, gpu: GpuId) {
+        let users = self.model.users_of_gpu(gpu).filter(|client| !self.model.may_use(*client, gpu));
+        for client in users.collect::<Vec<_>>() {
+            let why = self.refuse_unproven(client, gpu);
+            let Some(entry) = self.model.clients.get(&client) else { continue };
+            warn!("disconnected {}: {why}", entry.identity.label());
+            entry.connection.close();
+        }
+    }
+
+    /// Tells a client that it is refused for lack of a proof, so that its library does not take the end of
+    /// the connection for a restart of the scheduler.
+    fn refuse_unproven(&mut self, client: ClientId, gpu: GpuId) -> Violation {
+        self.observe.unproven.add(&self.model, client, gpu);
+        let violation = Violation::Unproven { gpu: self.model.label(gpu).unwrap_or_default() };
+        let text = Text::new(&violation.to_string());
+        self.model.send(client, SchedulerMessage::Refused { reason: Refusal::Device, text });
+        violation
+    }
+
+    fn set_env_limit(&mut self, client: ClientId, limit: LimitName, text: &str) {
+        if let Some(event) = self.model.set_env_limit(client, limit, text) {
+            self.apply(event);
+            self.model.announce_limits([client]);
+        }
+        if limit == LimitName::AllowedGpus {
+            self.apply_all(placement::allowed(&self.model, [client]));
+        }
+    }
+
+    /// Sends a client the GPUs that it may see.
+    fn place(&mut self, client: ClientId, query: &PlacementQuery) {
+        if query.ahead {
+            self.host.placements.add(&self.model, client);
+        }
+        match placement::place(&self.model, client, query) {
+            Ok(request) => self.apply_all(request),
+            Err(refusal) => self.refuse_place(client, &refusal),
+        }
+    }
+
+    fn refuse_place(&mut self, client: ClientId, NoGpu { why, label }: &NoGpu) {
+        placement::refuse(&self.model, client, why);
+        self.observe.log.log_unplaced(&self.model, client, why, label);
+    }
+
+    /// Tells the scheduler which stopped processes have continued. Returns true if any process is still
+    /// stopped.
+    pub fn check_stopped(&mut self) -> bool {
+        let stopped = self.model.stopped();
+        let (stopped, running): (Vec<_>, Vec<_>) = stopped.into_iter().partition(|(_, pid)| peer::is_stopped(*pid));
+        for (client, _) in running {
+            debug!(client = client.0, "the process runs again");
+            self.apply(Event::Stopped { client, stopped: false });
+        }
+        !stopped.is_empty()
+    }
+
+    // ---- GPUs ----------------------------------------------------------------------------------------------------
+
+    pub fn use_nvml(&mut self, queries: std::sync::mpsc::Sender<Query>) {
+        self.io.nvml = Some(queries);
+        self.model.nvml = Some(NvmlState::Usable);
+    }
+
+    /// Handles a report of the NVML thread.
+    pub fn nvml_report(&mut self, report: Report) {
+        match report {
+            Report::Gpus(listing) => self.gpus_listed(listing),
+            Report::State(state) => {
+                self.model.set_nvml_state(state);
+                self.io.publish_problems(&self.model);
+                self.apply_all(self.model.unmeasured(clock::now()));
+            }
+            Report::Used(used) => {
+                for sample in used {
+                    self.measure(&sample);
+                    if let Some(entry) = self.model.gpus.get_mut(&sample.gpu) {
+                        entry.sample = Some(sample);
+                    }
+                }
+            }
+            Report::Driver(versions) => {
+                self.model.driver = versions;
+                self.set_settings(|_, _| {});
+            }
+        }
+    }
+
+    fn gpus_listed(&mut self, Listing { gpus, failing, is_complete }: Listing) {
+        let listed: BTreeSet<GpuId> = gpus.iter().map(|found| found.gpu).collect();
+        for found in gpus {
+            let gpu = found.gpu;
+            self.gpu_found(found);
+            let change = self.model.set_failing(gpu, failing.get(&gpu));
+            self.apply_all(change);
+        }
+        for gpu in self.model.missing(&listed).into_iter().filter(|_| is_complete) {
+            let gone = self.model.lose(gpu);
+            self.apply(gone);
+        }
+        if let Some(kinds) = moves::kinds(&self.model) {
+            self.apply(kinds);
+            self.apply_all(placement::allowed(&self.model, self.model.all_clients()));
+        }
+        self.io.publish_gpus(&self.model);
+    }
+
+    fn gpu_found(&mut self, found: GpuDescription) {
+        let GpuDescription { gpu, total, link, .. } = found;
+        let changes = self.model.found(found);
+        if changes.is_new {
+            self.containers.lock_files.create(gpu);
+        }
+        if changes.is_resized {
+            self.apply(Event::GpuFound { gpu, total });
+            self.apply_all(self.host.moves.drain_again(&self.model, gpu));
+            self.model.announce_limits(self.model.all_clients());
+        }
+        if changes.is_listed {
+            self.disconnect_unproven(gpu);
+        }
+        if changes.display_changed {
+            self.model.users_of_gpu(gpu).for_each(|client| self.model.limit_run_ahead(client, gpu));
+        }
+        if let Some(rate) = link.filter(|_| changes.is_listed || changes.is_resized) {
+            self.apply(Event::GpuLink { gpu, rate });
+        }
+    }
+
+    /// Adds a GPU that a client named, if NVML does not list it.
+    fn add_unlisted(
+        &mut self,
+        client: ClientId,
+        gpu: GpuId,
+        kind: GpuKind,
+        total: u64,
+        name: &str,
+    ) -> Result<(), Violation> {
+        if !self.model.add_unlisted(client, gpu, kind, total, name)? {
+            return Ok(());
+        }
+        self.observe.log.log_unlisted(&self.model, client, gpu);
+        if self.model.is_known(gpu) {
+            self.containers.lock_files.create(gpu);
+        }
+        self.apply(Event::GpuFound { gpu, total });
+        self.apply_all(self.host.moves.drain_again(&self.model, gpu));
+        self.model.announce_limits([client]);
+        self.io.signals.limits.notify_one();
+        self.io.publish_gpus(&self.model);
+        // The GPU may be a newly created MIG slice.
+        self.io.query_nvml(Query::Scan);
+        Ok(())
+    }
+
+    /// Removes a GPU that NVML does not list if no client uses it any more.
+    fn forget_unlisted(&mut self, gpu: GpuId) {
+        if self.model.is_superfluous(gpu) {
+            debug!(gpu = %gpu.0, "removing a GPU: no program uses it, and NVML does not list it");
+            self.apply(Event::GpuGone { gpu });
+            self.forget_gpu(gpu);
+        }
+    }
+
+    /// Removes a GPU that the scheduler has forgotten.
+    fn forget_gpu(&mut self, gpu: GpuId) {
+        self.record_usage();
+        self.model.gpus.remove(&gpu);
+        self.containers.lock_files.remove(gpu);
+        self.observe.forget(gpu);
+        self.io.publish_gpus(&self.model);
+    }
+
+    /// Handles a measurement of the memory in use on a GPU, by NVML or by a client.
+    fn measure(&mut self, sample: &Sample) {
+        let gpu = sample.gpu;
+        let events = self.model.measure(sample, |client| self.host.sharing.adopted_by(client, gpu));
+        let is_measured = events.iter().any(|event| matches!(event, Event::Measured { .. }));
+        self.apply_all(events);
+        if is_measured {
+            let now = clock::now();
+            self.model.all_clients().into_iter().for_each(|client| self.note_extent(client, gpu, now));
+        }
+    }
+
+    /// Also creates lock files for the claims whose directories are in this directory.
+    pub fn serve_claims_in(&mut self, directory: &Path) {
+        self.containers.lock_files.serve_claims_in(directory);
+        self.model.known_gpus().for_each(|(gpu, _)| self.containers.lock_files.create(*gpu));
+    }
+
+    /// Hard-links the lock files of all GPUs into the directory of a new claim.
+    pub fn link_lock_files(&self, directory: &Path) {
+        self.model.known_gpus().for_each(|(gpu, _)| self.containers.lock_files.link(*gpu, directory));
+    }
+
+    /// Releases the driver for at most `lasts`, or until a client attaches a GPU. The receiver
+    /// completes when the driver has been released. Also returns the programs that still use the
+    /// driver.
+    pub fn release_driver(&self, lasts: Duration) -> (oneshot::Receiver<()>, Vec<u64>) {
+        let (done, released) = oneshot::channel();
+        self.io.query_nvml(Query::Release(lasts, done));
+        (released, self.model.programs())
+    }
+
+    // ---- host memory ---------------------------------------------------------------------------------------------
+
+    /// Measures host memory.
+    pub fn sample_host(&mut self) {
+        let ahead = self.host.figures.sample(&self.model);
+        self.apply_all(ahead);
+        self.balance_host();
+    }
+
+    /// True if clients may use host memory that they can give back. Host memory must then be watched,
+    /// because other programs may need it.
+    pub fn lends_host_memory(&self) -> bool {
+        self.model.machine.is_ahead() || self.host.files.are_used(&self.model.config)
+    }
+
+    /// Adapts reservations, promises and the clients' shares of RAM to the present use of memory.
+    fn balance_host(&mut self) {
+        if !self.host.files.are_used(&self.model.config) {
+            return self.promise(None);
+        }
+        let needs = self.host.files.reserve(&self.model, &self.host.figures, None);
+        self.promise(None);
+        self.host.files.divide_ram(&self.model, &self.host.figures, &needs);
+        self.host.files.check();
+        self.release_held();
+    }
+
+    /// Sends the scheduler the number of bytes that it can promise beyond the GPUs' memory. `wanted`: a request
+    /// that is about to be made.
+    fn promise(&mut self, wanted: Option<Wanted>) {
+        let promise = self.host.files.promise(&self.model, &self.host.figures, wanted);
+        self.apply_all(promise);
+    }
+
+    /// Passes queued requests on once they need not wait for the disk any more.
+    fn release_held(&mut self) {
+        for (client, gpu, bytes) in self.host.files.take_due(&self.model) {
+            self.promise(Some((client, gpu, bytes)));
+            self.apply(Event::LimitRequested { client, gpu, bytes });
+        }
+    }
+
+    /// Handles a report of the file thread.
+    pub fn swap_file_report(&mut self, report: swap_files::Report) {
+        self.host.files.report(&self.model, report);
+        self.balance_host();
+        self.release_held();
+    }
+
+    // ---- settings and rules --------------------------------------------------------------------------------------
+
+    /// Applies a configuration. `by`: the author of the change, for the log.
+    pub fn configure(&mut self, config: Config, by: &str) {
+        let before = std::mem::replace(&mut self.model.config, config);
+        self.put_last_rules();
+        self.model.budgets.set_clients(self.model.config.max_clients_per_tenant);
+        if before.rules != self.model.config.rules {
+            self.reapply_rules(&before.rules);
+        }
+        if before.swap_file != self.model.config.swap_file {
+            self.host.files.offer_to_all(&self.model);
+        }
+        if before.keep_usage != self.model.config.keep_usage {
+            self.observe.usage.keep(self.model.config.keep_usage);
+        }
+        if before.metrics != self.model.config.metrics {
+            warn!("[metrics] listen changed; restart the scheduler to apply it");
+        }
+        self.set_settings(|before, settings| {
+            let changes = settings::changes(before, settings);
+            info!(
+                name: "settings-changed",
+                time_quantum = settings.time_quantum.as_secs(),
+                max_wait = settings.max_wait.as_secs(),
+                anti_thrash = names::anti_thrash_name(settings.anti_thrash),
+                policy = names::policy_name(settings.policy),
+                by,
+                "settings were changed by {by}: {changes}"
+            );
+        });
+        self.sample_host();
+    }
+
+    /// Puts the configuration's settings into effect. `log`: logs a change from the first settings to the
+    /// second.
+    fn set_settings(&mut self, log: impl FnOnce(&Settings, &Settings)) {
+        let settings = settings::in_effect(&self.model.config, self.model.driver.driver.as_deref());
+        if *self.io.settings.borrow() != settings {
+            log(&self.io.settings.borrow(), &settings);
+            self.apply(Event::Configure(settings.clone()));
+            self.io.settings.send_replace(settings);
+        }
+    }
+
+    pub fn set_configuration_error(&mut self, error: Option<String>) {
+        self.io.problems.configuration = error;
+        self.io.publish_problems(&self.model);
+    }
+
+    pub fn set_metrics_error(&mut self, error: Option<String>) {
+        self.io.problems.metrics = error;
+        self.io.publish_problems(&self.model);
+    }
+
+    /// Replaces the list of this node's pods. Returns the reasons for refusing pods' rules that contradict
+    /// other rules.
+    pub fn set_pods(&mut self, mut pods: Pods) -> Refused {
+        let rules = &self.model.config.rules;
+        let refused = pods.reconcile(|rule, kept| {
+            kept.iter().find_map(|other| rule.contradicts(other)).or_else(|| rules.contradicted(rule))
+        });
+        if pods != self.containers.pods {
+            self.containers.pods = pods;
+            self.containers_changed();
+        }
+        refused
+    }
+
+    /// Replaces the list of this node's claims.
+    pub fn set_claims(&mut self, claims: Claims) {
+        if claims != self.containers.claims {
+            self.containers.claims = claims;
+            self.containers_changed();
+        }
+    }
+
+    fn containers_changed(&mut self) {
+        self.model.clients.values_mut().for_each(|client| self.containers.name(&mut client.identity));
+        let before = self.model.config.rules.clone();
+        self.put_last_rules();
+        self.reapply_rules(&before);
+    }
+
+    /// Puts the rules of claims and pods after the configuration's rules.
+    fn put_last_rules(&mut self) {
+        self.model.config.rules.put_last(self.containers.claims.rules(), self.containers.pods.rules());
+    }
+
+    /// Applies changed rules to all clients at the same time.
+    fn reapply_rules(&mut self, before: &Rules) {
+        let groups = self.model.regroup(before);
+        self.apply(groups);
+        let clients = self.model.all_clients();
+        self.model.announce_limits(clients.iter().copied());
+        self.apply(placement::labels(&self.model, clients.iter().copied()));
+        self.apply_all(placement::allowed(&self.model, clients));
+    }
+
+    // ---- usage ---------------------------------------------------------------------------------------------------
+
+    /// Starts to record the usage of programs in this directory. The receiver yields the hours saved there,
+    /// for [`load_hours`](Self::load_hours).
+    pub fn keep_usage(&mut self, directory: &Path) -> oneshot::Receiver<Result<HoursUsed, String>> {
+        self.observe.usage.start(directory, self.model.config.keep_usage)
+    }
+
+    /// Sends the usage of all clients up to now to the recording thread.
+    pub fn record_usage(&mut self) {
+        let used = self.observe.record_usage(&self.model, clock::now());
+        self.model.count_hours(used);
+        self.observe.usage.give(self.model.groups.hours.take_pending());
+    }
+
+    /// Saves the usage of all clients up to now on disk.
+    pub fn save_usage(&mut self) {
+        self.record_usage();
+        self.observe.usage.save();
+    }
+
+    /// Saves usage before the daemon exits. Waits for the recording thread for at most `patience`.
+    pub fn finish_usage(&mut self, patience: Duration) {
+        self.record_usage();
+        self.observe.usage.finish(patience);
+    }
+
+    /// Answers a query about usage, up to the present moment.
+    pub fn read_usage(&mut self, query: usage::Query, reply: oneshot::Sender<UsageAnswer>) {
+        self.record_usage();
+        self.observe.usage.read(query, reply);
+    }
+
+    /// Adds the GPU time that earlier daemons counted and saved.
+    pub fn load_hours(&mut self, saved: Result<HoursUsed, String>) {
+        match saved {
+            Ok(saved) => self.model.groups.hours.load(saved),
+            Err(why) => {
+                warn!("{why}");
+                self.io.problems.usage = Some(why);
+                self.io.publish_problems(&self.model);
+            }
+        }
+        self.check_hours();
+    }
+
+    /// Updates which programs have used up their `gpu-hours`.
+    pub fn check_hours(&mut self) {
+        let groups = self.model.check_hours();
+        if !groups.is_empty() {
+            groups.keys().for_each(|client| self.observe.log.log_hours(&self.model, *client));
+            self.apply(Event::Groups { groups });
+        }
+    }
+
+    // ---- sleep, moves and rooms ----------------------------------------------------------------------------------
+
+    /// Restores the paused programs and the drained GPUs saved in this directory. From now on, saves
+    /// changes in it.
+    pub fn keep_orders(&mut self, directory: &Path) {
+        self.host.sleep.open(directory);
+        self.host.moves.open(directory);
+    }
+
+    /// See [`sleep::Sleep::suspend`].
+    pub fn suspend(&mut self, suspended: bool) {
+        let event = self.host.sleep.suspend(suspended);
+        self.apply_all(event);
+    }
+
+    /// True if all evictable memory has been evicted, or the host is not about to suspend.
+    pub fn is_evacuated(&self) -> bool {
+        self.host.sleep.is_evacuated(&self.model)
+    }
+
+    /// See [`sleep::Sleep::pause`].
+    ///
+    /// # Errors
+    /// Fails like that function.
+    pub fn pause(&mut self, pid: u32, is_paused: bool, users: &BTreeSet<u32>) -> fdo::Result<Saving> {
+        let (saving, events) = self.host.sleep.pause(&self.model, pid, is_paused, users)?;
+        self.apply_all(events);
+        Ok(saving)
+    }
+
+    /// True if a client is waiting to be restored to its GPUs.
+    pub fn is_to_wake(&self, client: ClientId) -> bool {
+        self.model.machine.sleep_of(client).phase == SleepPhase::Waking
+    }
+
+    /// Handles the result of an operation on a client's process.
+    pub fn checkpointed(&mut self, client: ClientId, operation: Operation, answer: &HelperAnswer) {
+        let Some(identity) = self.model.identity(client) else { return };
+        sleep::log_failure(&mut self.observe.log, client, identity, operation, answer);
+        let outcome = self.host.sleep.answered(client, operation, answer);
+        self.apply(Event::Checkpointed { client, outcome });
+        // The client claimed to be asleep, and is not.
+        if operation == Operation::Settle && answer.outcome == Outcome::Runs {
+            self.model.clients.get_mut(&client).into_iter().for_each(|entry| entry.is_exempt = false);
+            self.model.gpus_of(client).into_iter().for_each(|gpu| self.disconnect_unproven(gpu));
+        }
+    }
+
+    /// See [`moves::Moves::begin`].
+    pub fn migrate(&mut self, pid: u32, gpu: &str, users: &BTreeSet<u32>, reply: Reply) {
+        let event = self.host.moves.begin(&self.model, pid, gpu, users, reply);
+        self.apply_all(event);
+    }
+
+    /// See [`moves::Moves::drain`].
+    ///
+    /// # Errors
+    /// Fails like that function.
+    pub fn drain(&mut self, gpu: &str, drained: bool) -> fdo::Result<Saving> {
+        let (saving, event) = self.host.moves.drain(&self.model, gpu, drained)?;
+        self.apply(event);
+        Ok(saving)
+    }
+
+    /// Requests a room from the scheduler.
+    ///
+    /// # Errors
+    /// Fails like [`check_room`](super::check_room).
+    pub fn request_room(&mut self, request: RoomRequest) -> fdo::Result<PendingRoom> {
+        let pending = self.host.rooms.add(&self.model, request)?;
+        // The decision needs current figures of the memory that other programs use.
+        self.io.query_nvml(Query::Sample);
+        self.io.signals.activity.notify_one();
+        self.renew_room(pending.room);
+        Ok(pending)
+    }
+
+    /// Renews a room: restarts its full time.
+    pub fn renew_room(&mut self, room: RoomId) {
+        self.apply_all(self.host.rooms.request(room));
+    }
+
+    /// Closes a room at its owner's request.
+    pub fn close_room(&mut self, room: RoomId) {
+        let closed = self.host.rooms.close(&self.model, room);
+        self.apply_all(closed);
+    }
+
+    // ---- readers -------------------------------------------------------------------------------------------------
+
+    /// Copies the state.
+    pub fn view(&self) -> View {
+        View::new(&self.model, &self.observe, &self.host, self.io.problems().borrow().clone())
+    }
+
+    /// Collects the contents of a debug bundle, including this view. The contents are formatted and written
+    /// outside the scheduling loop.
+    pub fn debug_snapshot(&self, view: Arc<View>) -> Snapshot {
+        Snapshot::new(&self.model, &self.observe, view)
+    }
+}
