@@ -300,14 +300,15 @@ impl Startup {
 
         let (settings, settings_changed) = watch::channel(config.settings.clone());
         let core = Rc::new(RefCell::new(Core::new(config, record, settings)?));
-        core.borrow_mut().set_configuration_error(error);
-        core.borrow_mut().set_metrics_error(metrics_error);
+        core.borrow_mut().set_problems(|problems| (problems.configuration, problems.metrics) = (error, metrics_error));
         if let Some(directory) = clients_path.parent() {
             core.borrow_mut().containers.lock_files.create_in(directory);
         }
         if let Some(directory) = &state {
-            core.borrow_mut().keep_orders(directory);
-            let saved = core.borrow_mut().keep_usage(directory);
+            let core_now = &mut *core.borrow_mut();
+            core_now.host.sleep.open(directory);
+            core_now.host.moves.open(directory);
+            let saved = core_now.observe.usage.start(directory, core_now.model.config.keep_usage);
             tasks::load_hours(&core, saved);
         }
         let mut reports = start_nvml(&core).await;
@@ -371,7 +372,8 @@ impl Startup {
         info!(name: "stopping", "nvshare-scheduler stops");
         core.borrow().model.close_connections();
         bus.stop();
-        core.borrow_mut().finish_usage(USAGE_PATIENCE);
+        core.borrow_mut().record_usage();
+        core.borrow_mut().observe.usage.finish(USAGE_PATIENCE);
         Ok(())
     }
 }

@@ -79,7 +79,7 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
                 core.borrow_mut().checkpointed(client, operation, &answer);
                 // A client that moves to another GPU is woken immediately. The helper that put the client to sleep is
                 // kept for the wake.
-                if core.borrow().is_to_wake(client) {
+                if core.borrow().model.is_to_wake(client) {
                     prepared.borrow_mut().keep(Instant::now(), client, || helper);
                 }
             });
@@ -161,7 +161,7 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
             let period = core.borrow().model.sample_period().min(SAMPLE_IDLE);
             let idle = async {
                 // Idle clients have memory that other programs may need.
-                while core.borrow().lends_host_memory() {
+                while lends_host_memory(&core.borrow()) {
                     tokio::time::sleep(HOST_PERIOD).await;
                     core.borrow_mut().sample_host();
                 }
@@ -174,6 +174,12 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
             }
         }
     }
+}
+
+/// True if clients may use host memory that they can give back. Host memory must then be watched,
+/// because other programs may need it.
+fn lends_host_memory(core: &Core) -> bool {
+    core.model.allocates_ahead() || core.host.files.are_used(&core.model.config)
 }
 
 /// Checks stopped processes until they continue.
@@ -249,7 +255,8 @@ async fn save_usage(core: Rc<RefCell<Core>>) {
         tokio::time::sleep(left.min(HOURS_PERIOD)).await;
         let mut core = core.borrow_mut();
         if left <= HOURS_PERIOD {
-            core.save_usage();
+            core.record_usage();
+            core.observe.usage.save();
         } else if core.model.limits_hours() {
             core.record_usage();
         }

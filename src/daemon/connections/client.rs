@@ -15,7 +15,7 @@ use tracing::{debug, error};
 use super::Connections;
 use super::accept::{discard_unread, refuse};
 use crate::daemon::core::{Arrival, Core};
-use crate::daemon::tenants::{Budget, Share, What};
+use crate::daemon::tenants::{Budget, Share, Slice, What};
 use crate::daemon::transport::connection::{Connection, Received};
 use crate::daemon::transport::peer;
 use crate::daemon::transport::session::Violation;
@@ -161,7 +161,7 @@ pub async fn converse(
     };
     let slice = connection.budget().slice().await;
     if !matches!(end, End::Violation(_)) {
-        read_last_packets(core, client, connection);
+        read_last_packets(core, client, connection, &slice);
     }
     let why = match end {
         End::Closed => "disconnected",
@@ -181,7 +181,7 @@ pub async fn converse(
 
 /// Reads packets that a process sent before it exited. The daemon can notice the exit before it has
 /// read these packets.
-fn read_last_packets(core: &RefCell<Core>, client: ClientId, connection: &Connection) {
+fn read_last_packets(core: &RefCell<Core>, client: ClientId, connection: &Connection, slice: &Slice<'_>) {
     let mut buffer = [0; MAX_LEN];
     // The number is limited: another process that shares the socket could send packets forever.
     for _ in 0..MAX_LAST_PACKETS {
@@ -192,7 +192,8 @@ fn read_last_packets(core: &RefCell<Core>, client: ClientId, connection: &Connec
         let Ok(length @ 1..) = socket::receive(connection.socket(), &mut buffer, owner, &mut Vec::new()) else {
             return;
         };
-        core.borrow_mut().receive_last(client, buffer.get(..length).unwrap_or_default());
+        // Spends tokens even if none are left, so that the tenant's other clients are read later.
+        let _ = core.borrow_mut().receive(client, buffer.get(..length).unwrap_or_default(), None, slice);
     }
 }
 
@@ -253,12 +254,11 @@ async fn read(core: &RefCell<Core>, client: ClientId, connection: &Connection) -
                 Err(violation) => return End::Violation(violation),
             };
             let packet = buffer.get(..length).unwrap_or_default();
-            let received = core.borrow_mut().receive(client, packet, descriptors);
-            if let Err(violation) = received {
-                return End::Violation(violation);
-            }
-            if !slice.spend(1) {
-                break;
+            let received = core.borrow_mut().receive(client, packet, Some(descriptors), &slice);
+            match received {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(violation) => return End::Violation(violation),
             }
         }
         slice.end().await;

@@ -311,7 +311,8 @@ struct LockKeeper {
 impl LockKeeper {
     fn send(&self, message: ClientMessage) {
         // These messages never violate the protocol, so there are no errors to handle.
-        let _ = self.core.borrow_mut().receive(self.client, message.encode(version::MAX).as_bytes(), Vec::new());
+        let (packet, slice) = (message.encode(version::MAX), self.connection.budget().slice_at_once());
+        let _ = self.core.borrow_mut().receive(self.client, packet.as_bytes(), Some(Vec::new()), &slice);
     }
 
     fn attach(&self) {

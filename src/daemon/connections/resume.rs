@@ -241,8 +241,8 @@ fn feed(core: &RefCell<Core>, client: ClientId, slice: &Slice<'_>, packets: &mut
     for packet in packets {
         // Another thread of the client may have sent packets about a GPU before the packet that names the GPU.
         // Such packets violate the protocol. The error is ignored, because the client sends them again.
-        let _ = core.borrow_mut().receive(client, &packet, Vec::new());
-        if !slice.spend(1) {
+        let received = core.borrow_mut().receive(client, &packet, Some(Vec::new()), slice);
+        if !received.unwrap_or_else(|_| slice.spend(0)) {
             break;
         }
     }

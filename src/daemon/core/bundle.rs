@@ -12,8 +12,7 @@ use nvshare_wire::version;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use serde_json::{Value, json};
 
-use super::model::Model;
-use super::observe::Observe;
+use super::routing::Core;
 use super::view::View;
 use super::views::ClientView;
 use crate::bus::{self, status::Status};
@@ -41,7 +40,10 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    pub(super) fn new(model: &Model, observe: &Observe, view: Arc<View>) -> Self {
+    /// Collects the contents of a debug bundle, including this view. The contents are formatted and written
+    /// outside the scheduling loop.
+    pub fn new(core: &Core, view: Arc<View>) -> Self {
+        let Core { model, observe, .. } = core;
         let samples = model.gpus.iter().filter_map(|(id, gpu)| Some((gpu.label(*id), gpu.sample.clone()?)));
         Self {
             now: clock::now(),

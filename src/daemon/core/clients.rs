@@ -7,7 +7,7 @@ use std::time::SystemTime;
 use nvshare_wire::client::{EngineReason, StuckReason};
 
 use super::measure::EXIT_TIME;
-use super::model::{Arrival, Client, ClientGpuStats, Model};
+use super::model::{Arrival, Client, ClientGpuStats, Model, Use};
 use crate::config::rules::EnvLimits;
 use crate::daemon::gpu::accounting::History;
 use crate::daemon::gpu::device_files;
@@ -99,13 +99,10 @@ impl Model {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         let fresh = ClientGpuStats {
             attached: now,
-            idle_since: now,
             history: History::unknown(now, if entry.lock.is_none() { total } else { 0 }),
             report: None,
             host: 0,
-            in_file: 0,
-            untracked_work: false,
-            reason,
+            shown: Use { idle_since: now, in_file: 0, untracked_work: false, reason },
         };
         entry.gpus.insert(gpu, fresh);
         self.store(client);
@@ -153,7 +150,7 @@ impl Model {
         report.mapped = report.mapped.min(total);
         report.pinned = report.pinned.min(report.mapped);
         if let Some(stats) = self.stats(client, gpu) {
-            (stats.host, stats.in_file, stats.report) = (host, in_file, Some(report));
+            (stats.host, stats.shown.in_file, stats.report) = (host, in_file, Some(report));
         }
     }
 
@@ -174,12 +171,12 @@ impl Model {
         match event {
             Cancelled { client, gpus } | Released { client, gpus, .. } => {
                 for gpu in gpus {
-                    self.stats(*client, *gpu).into_iter().for_each(|stats| stats.idle_since = now);
+                    self.stats(*client, *gpu).into_iter().for_each(|stats| stats.shown.idle_since = now);
                 }
             }
             Stuck { client, gpus, reason: StuckReason::UntrackedWork } => {
                 for gpu in gpus {
-                    self.stats(*client, *gpu).into_iter().for_each(|stats| stats.untracked_work = true);
+                    self.stats(*client, *gpu).into_iter().for_each(|stats| stats.shown.untracked_work = true);
                 }
             }
             Detached { client, gpu } => {

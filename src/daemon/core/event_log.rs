@@ -17,18 +17,12 @@ impl Log {
             }
             Event::Stuck { client, gpus, reason: StuckReason::UntrackedWork } => {
                 let Some(entry) = model.clients.get(client) else { return };
-                if gpus.iter().filter_map(|gpu| entry.gpus.get(gpu)).all(|stats| stats.untracked_work) {
+                if gpus.iter().filter_map(|gpu| entry.gpus.get(gpu)).all(|stats| stats.shown.untracked_work) {
                     return;
                 }
-                log_client!(
-                    info,
-                    name: "untracked-work",
-                    client,
-                    &entry.identity,
-                    gpu = model.labels(gpus),
-                    "keeping the memory of {} on the GPU, because it submits work that nvshare cannot track",
-                    entry.identity.label()
-                );
+                let (identity, label) = (&entry.identity, entry.identity.label());
+                log_client!(info, name: "untracked-work", client, identity, gpu = model.labels(gpus), "keeping the memory \
+                    of {label} on the GPU, because it submits work that nvshare cannot track");
             }
             Event::Stuck { client, gpus, reason } => debug!(client = client.0, ?gpus, ?reason, "cannot drain"),
             _ => {}
@@ -42,7 +36,7 @@ impl Log {
             Command::Prepare { client, gpu, bytes } => debug!(client = client.0, gpu = %gpu.0, bytes, "prepare"),
             Command::Denied { client, gpu, bytes, why } => {
                 debug!(client = client.0, gpu = %gpu.0, bytes, ?why, "denied");
-                self.note_refusal(model, *client, *gpu, *bytes, *why, now);
+                self.note_refusal(model, (*client, *gpu, *bytes), *why, now);
             }
             Command::Limit { client, gpu, bytes, .. } => debug!(client = client.0, gpu = %gpu.0, bytes, "limit"),
             Command::Allowance { client, gpu, bytes, .. } => {
@@ -55,47 +49,27 @@ impl Log {
             }
             Command::MappingFailed { client, gpu, bytes, failures } => {
                 debug!(client = client.0, gpu = %gpu.0, bytes, failures, "mapping failed");
-                self.log_mapping_failure(model, *client, *gpu, *bytes, *failures, now);
+                self.log_mapping_failure(model, (*client, *gpu, *bytes), *failures, now);
             }
             Command::Undrainable { client, gpus } => {
                 let Some(identity) = model.identity(*client) else { return };
-                log_client!(
-                    warn,
-                    name: "undrainable",
-                    client,
-                    identity,
-                    gpu = model.labels(gpus),
-                    "cannot interrupt the work of {}: other programs run at the same time",
-                    identity.label()
-                );
+                let label = identity.label();
+                log_client!(warn, name: "undrainable", client, identity, gpu = model.labels(gpus), "cannot interrupt the \
+                    work of {label}: other programs run at the same time");
             }
             Command::EvictionBlocked { client, gpu, why } => {
                 let Some(identity) = model.identity(*client) else { return };
-                if !model.is_attached(*client, *gpu) || !self.may_log("eviction-blocked", *client, *gpu, now) {
-                    return;
+                if model.is_attached(*client, *gpu) && self.may_log("eviction-blocked", *client, *gpu, now) {
+                    let (label, why) = (identity.label(), bus::eviction_block_name(*why));
+                    log_client!(warn, name: "eviction-blocked", client, identity, gpu = model.label(*gpu), "cannot evict \
+                        the memory of {label}: {why}. Evicting the memory of other programs instead");
                 }
-                log_client!(
-                    warn,
-                    name: "eviction-blocked",
-                    client,
-                    identity,
-                    gpu = model.label(*gpu),
-                    "cannot evict the memory of {}: {}. Evicting the memory of other programs instead",
-                    identity.label(),
-                    bus::eviction_block_name(*why)
-                );
             }
             Command::Waiting { client, gpus, why: WaitReason::Context } => {
                 let Some(identity) = model.identity(*client) else { return };
-                log_client!(
-                    info,
-                    name: "context-waits",
-                    client,
-                    identity,
-                    gpu = model.labels(gpus),
-                    "delaying the CUDA context of {}, because another program's memory would no longer fit",
-                    identity.label()
-                );
+                let label = identity.label();
+                log_client!(info, name: "context-waits", client, identity, gpu = model.labels(gpus), "delaying the CUDA \
+                    context of {label}, because another program's memory would no longer fit");
             }
             Command::PrepareSleep { client, paused } => debug!(client = client.0, paused, "prepare-sleep"),
             Command::Awake { client, moved } => debug!(client = client.0, ?moved, "awake"),

@@ -40,7 +40,7 @@ pub struct Signals {
 
 /// Why the scheduler does not work as configured.
 #[derive(Debug, Default)]
-pub(super) struct Problems {
+pub struct Problems {
     /// The error found in the configuration files when they were last read, and the configuration that is
     /// in effect instead.
     pub configuration: Option<String>,

@@ -12,6 +12,7 @@ use nvshare_wire::client::{EngineReason, GpuKind};
 use nvshare_wire::{SchedulerMessage, Uuid};
 use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
+use tracing::debug;
 use zbus::fdo;
 
 use super::gangs::Gangs;
@@ -26,9 +27,10 @@ use crate::daemon::gpu::nvml::{DriverVersions, NvmlState, Sample};
 use crate::daemon::systemd::fd_store::ConnectionName;
 use crate::daemon::tenants::{Budget, Budgets, Share};
 use crate::daemon::transport::connection::Connection;
+use crate::daemon::transport::peer;
 use crate::daemon::transport::session::Session;
 use crate::identity::Identity;
-use crate::scheduler::{ClientId, GpuId, GpuSet, Machine, MemoryReport, Time};
+use crate::scheduler::{ClientId, Event, GpuId, GpuSet, Machine, MemoryReport, SleepPhase, Time};
 use crate::sys::clock;
 use crate::sys::device_file::DeviceFile;
 
@@ -117,14 +119,20 @@ pub struct Arrival {
 pub(super) struct ClientGpuStats {
     /// When the client attached the GPU.
     pub attached: Time,
-    /// Time at which the client last stopped holding or waiting for the lock.
-    pub idle_since: Time,
     /// Bounds on the client's mapped memory in the recent past.
     pub history: History,
     /// The client's newest report.
     pub report: Option<MemoryReport>,
     /// Bytes of host memory that the client uses.
     pub host: u64,
+    pub shown: Use,
+}
+
+/// The records about a client on one GPU that users see.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Use {
+    /// Time at which the client last stopped holding or waiting for the lock.
+    pub idle_since: Time,
     /// Bytes that the client has in a swap file.
     pub in_file: u64,
     /// The client submits work in ways that bypass the library's gates.
@@ -169,6 +177,9 @@ impl Gpu {
         self.kind == GpuKind::Mig
     }
 }
+
+/// A client's request for memory on a GPU: its total, in bytes.
+pub type Wanted = (ClientId, GpuId, u64);
 
 /// A GPU that a caller named.
 #[derive(Debug, Clone)]
@@ -408,11 +419,36 @@ impl Model {
         self.clients.iter().filter(|(_, client)| client.lock.is_none()).map(|(id, _)| id.0).collect()
     }
 
-    /// The clients whose processes are stopped, as far as the scheduler knows, with their PIDs.
-    pub(super) fn stopped(&self) -> Vec<(ClientId, i32)> {
+    /// True if a client is waiting to be restored to its GPUs.
+    pub fn is_to_wake(&self, client: ClientId) -> bool {
+        self.machine.sleep_of(client).phase == SleepPhase::Waking
+    }
+
+    /// True if clients may allocate host memory in advance.
+    pub fn allocates_ahead(&self) -> bool {
+        self.machine.is_ahead()
+    }
+
+    /// The event that tells the scheduler whether a client's process is stopped.
+    pub(super) fn probe(&self, client: ClientId) -> Option<Event> {
+        let pid = self.identity(client)?.pid;
+        let stopped = peer::is_stopped(pid);
+        if stopped {
+            debug!(client = client.0, pid, "the process is stopped");
+        }
+        Some(Event::Stopped { client, stopped })
+    }
+
+    /// The events about the stopped processes that have continued, and whether any process is still stopped.
+    pub(super) fn continued(&self) -> (Vec<Event>, bool) {
         let is_stopped = |client: ClientId| self.machine.client(client).is_some_and(|view| view.stopped);
         let stopped = self.clients.iter().filter(|(client, _)| is_stopped(**client));
-        stopped.map(|(client, entry)| (*client, entry.identity.pid)).collect()
+        let (stopped, running): (Vec<_>, Vec<_>) = stopped.partition(|(_, entry)| peer::is_stopped(entry.identity.pid));
+        let event = |(client, _): (&ClientId, _)| {
+            debug!(client = client.0, "the process runs again");
+            Event::Stopped { client: *client, stopped: false }
+        };
+        (running.into_iter().map(event).collect(), !stopped.is_empty())
     }
 
     pub(super) fn all_clients(&self) -> Vec<ClientId> {

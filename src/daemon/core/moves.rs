@@ -49,15 +49,19 @@ impl Moves {
     ///
     /// The error is `InvalidArgs` if the program or GPU does not exist, or if the process ID now belongs to
     /// another user's process.
-    pub fn begin(&mut self, model: &Model, pid: u32, gpu: &str, users: &BTreeSet<u32>, reply: Reply) -> Option<Event> {
+    pub fn begin(
+        &mut self,
+        model: &Model,
+        events: &mut Vec<Event>,
+        (pid, gpu): (u32, &str),
+        users: &BTreeSet<u32>,
+        reply: Reply,
+    ) {
         match migration(model, pid, gpu, users) {
-            Err(e) => {
-                let _ = reply.send(Err(e)); // the caller may have left
-                None
-            }
+            Err(e) => drop(reply.send(Err(e))), // the caller may have left
             Ok((client, Move { from, to })) => {
                 self.awaited.insert(client, reply);
-                Some(Event::Migrate { client, from, to })
+                events.push(Event::Migrate { client, from, to });
             }
         }
     }
@@ -91,7 +95,7 @@ impl Moves {
     ///
     /// # Errors
     /// `InvalidArgs` if the GPU does not exist.
-    pub fn drain(&mut self, model: &Model, gpu: &str, drained: bool) -> fdo::Result<(Saving, Event)> {
+    pub fn drain(&mut self, model: &Model, events: &mut Vec<Event>, gpu: &str, drained: bool) -> fdo::Result<Saving> {
         let named = model.find_gpu(gpu)?;
         let what = if drained { "is being drained" } else { "can be used again" };
         info!(gpu = named.label, "{} {what}", named.title);
@@ -100,7 +104,8 @@ impl Moves {
             true => all.insert(named.label),
             false => all.remove(&named.label),
         };
-        Ok((self.drained.save(&self.drained.content), Event::Drain { gpu: GpuId(named.uuid), drained }))
+        events.push(Event::Drain { gpu: GpuId(named.uuid), drained });
+        Ok(self.drained.save(&self.drained.content))
     }
 
     /// Drains a newly found GPU if it is among the saved drained GPUs. An earlier daemon may have received

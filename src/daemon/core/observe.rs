@@ -2,36 +2,51 @@
 //! no decision depends on it.
 
 use std::collections::{BTreeSet, VecDeque};
+use std::fs::File;
+use std::io;
 use std::sync::Arc;
 
+use super::bundle;
 use super::counts::Counts;
 use super::log::Log;
 use super::model::Model;
 use super::pressure::Pressure;
 use super::unproven::UnprovenPrograms;
 use super::usage::Usage;
+use crate::daemon::gpu::nvml::DriverVersions;
 use crate::daemon::metrics::snapshot::Workload;
+use crate::daemon::transport::session::ClientAction;
 use crate::identity::Identity;
 use crate::recorder::Recorder;
 use crate::scheduler::{ClientId, Command, Event, GpuId, Time};
+use crate::sys::clock;
 
 /// Maximum number of ended clients whose names are kept for timelines and bundles.
 const MAX_ENDED: usize = 1024;
 
-pub(super) struct Observe {
-    pub recorder: Recorder,
-    pub log: Log,
-    pub counts: Counts,
-    pub pressure: Pressure,
+pub struct Observe {
+    pub(super) recorder: Recorder,
+    pub(super) log: Log,
+    pub(super) counts: Counts,
+    pub(super) pressure: Pressure,
     pub usage: Usage,
-    pub unproven: UnprovenPrograms,
+    pub(super) unproven: UnprovenPrograms,
     /// Identities of the clients that ended most recently. The recording contains only client IDs.
-    pub ended: VecDeque<(ClientId, Arc<Identity>)>,
+    pub(super) ended: VecDeque<(ClientId, Arc<Identity>)>,
 }
 
 impl Observe {
-    pub fn new(recorder: Recorder) -> Self {
-        Self {
+    /// `record`: the file for the scheduler's recording.
+    ///
+    /// # Errors
+    /// The record cannot be written.
+    pub fn new(model: &Model, record: Option<File>) -> io::Result<Self> {
+        let mut recorder = Recorder::new(&model.machine);
+        if let Some(file) = record {
+            let header = bundle::header(clock::now(), DriverVersions::default(), true);
+            recorder.write_to(file, &header, &model.machine)?;
+        }
+        Ok(Self {
             recorder,
             log: Log::default(),
             counts: Counts::default(),
@@ -39,6 +54,13 @@ impl Observe {
             usage: Usage::default(),
             unproven: UnprovenPrograms::default(),
             ended: VecDeque::new(),
+        })
+    }
+
+    /// Counts what a client reported before it ended.
+    pub fn note_last(&mut self, client: ClientId, action: &ClientAction) {
+        if let ClientAction::Memory { gpu, counts, .. } = action {
+            self.counts.report(client, *gpu, *counts);
         }
     }
 

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use super::log::{Log, log_client};
-use super::model::Model;
+use super::model::{Client, Model, Wanted};
 use crate::config::units;
 use crate::identity::printable;
 use crate::scheduler::{ClientId, Denial, GpuId, Time};
@@ -47,65 +47,64 @@ impl Refusals {
 
 impl Log {
     /// Logs that a client is refused memory, and why. Keeps the text for the client's user.
-    pub(super) fn note_refusal(
-        &mut self,
-        model: &Model,
-        client: ClientId,
-        gpu: GpuId,
-        bytes: u64,
-        why: Denial,
-        now: Time,
-    ) {
+    pub(super) fn note_refusal(&mut self, model: &Model, request: Wanted, why: Denial, now: Time) {
+        let (client, gpu, bytes) = request;
         if !model.is_attached(client, gpu) || !self.may_log("memory-refused", client, gpu, now) {
             return;
         }
         // A client that detaches and attaches its GPU is a new client for `may_log`.
-        let Some(identity) = model.identity(client).filter(|identity| self.allows("memory-refused", identity)) else {
+        let Some(entry) = model.clients.get(&client).filter(|entry| self.allows("memory-refused", &entry.identity))
+        else {
             return;
         };
-        let text = match why {
-            Denial::NoContext => log_no_context(model, client, gpu, bytes),
-            Denial::Unmappable => log_unmappable(model, client, gpu, bytes),
-            Denial::EnvLimit => log_env_limit(model, client, gpu, bytes),
-            Denial::NoRoom => log_no_room(model, client, gpu, bytes),
-            _ => log_rule_limit(model, client, gpu, bytes, why),
+        let line = match why {
+            Denial::NoContext => no_context(),
+            Denial::Unmappable => unmappable(model, gpu, bytes),
+            Denial::EnvLimit => env_limit(model, entry, request),
+            Denial::NoRoom => no_room(model, gpu, bytes),
+            _ => rule_limit(model, entry, request, why),
         };
-        if let Some(text) = text.filter(|_| identity.pid > 0) {
+        let (label, identity) = (model.label(gpu), &entry.identity);
+        let Line { why: reason, capacity, host, host_promised, rule, memory_max } = line;
+        let text = format!("{} is refused {reason}", identity.label());
+        if why == Denial::EnvLimit {
+            log_client!(info, name: "memory-refused", client, identity, gpu = label, bytes, "{text}");
+        } else {
+            log_client!(warn, name: "memory-refused", client, identity, gpu = label, bytes, capacity, host, host_promised,
+                rule, memory_max, "{text}");
+        }
+        if identity.pid > 0 {
             self.refusals.keep(Refusal { pid: identity.pid, text, at: now });
         }
     }
 
     /// Logs that the driver could not map a client's memory after a grant. Only the first of consecutive
     /// failures is logged.
-    pub(super) fn log_mapping_failure(
-        &mut self,
-        model: &Model,
-        client: ClientId,
-        gpu: GpuId,
-        bytes: u64,
-        failures: u32,
-        now: Time,
-    ) {
+    pub(super) fn log_mapping_failure(&mut self, model: &Model, failed: Wanted, failures: u32, now: Time) {
+        let (client, gpu, bytes) = failed;
         if failures > 1 || !model.is_attached(client, gpu) || !self.may_log("mapping-failed", client, gpu, now) {
             return;
         }
         let Some(identity) = model.identity(client) else { return };
-        log_client!(
-            warn,
-            name: "mapping-failed",
-            client,
-            identity,
-            gpu = model.label(gpu),
-            bytes,
-            "the driver could not map {} of {}, although the memory should be free. Evicting memory of other programs",
-            units::size(bytes),
-            identity.label()
-        );
+        let (label, shown) = (identity.label(), units::size(bytes));
+        log_client!(warn, name: "mapping-failed", client, identity, gpu = model.label(gpu), bytes, "the driver could not \
+            map {shown} of {label}, although the memory should be free. Evicting memory of other programs");
     }
 }
 
-/// Logs that neither the GPU nor host memory has room for the request.
-fn log_no_room(model: &Model, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
+/// A log line about refused memory: the words after "is refused", and further fields.
+#[derive(Default)]
+struct Line {
+    why: String,
+    capacity: Option<u64>,
+    host: Option<u64>,
+    host_promised: Option<u64>,
+    rule: Option<String>,
+    memory_max: Option<u64>,
+}
+
+/// Neither the GPU nor host memory has room for the request.
+fn no_room(model: &Model, gpu: GpuId, bytes: u64) -> Line {
     let demand = |attachments: &[crate::scheduler::AttachmentView]| -> u64 {
         attachments.iter().filter(|attachment| attachment.gpu == gpu).map(|attachment| attachment.demand).sum()
     };
@@ -116,85 +115,44 @@ fn log_no_room(model: &Model, client: ClientId, gpu: GpuId, bytes: u64) -> Optio
         let identity = model.identity(*client)?;
         Some(format!("{} (pid {}) {}", identity.label(), identity.pid, units::size(*demand)))
     });
-    let named: Vec<String> = named.collect();
-    let identity = model.identity(client)?;
     let capacity = model.machine.gpu(gpu).map_or(0, |view| view.capacity);
     let (host, promised) = model.machine.host();
     let host = host.unwrap_or(0);
-    let text = format!(
-        "{} is refused memory: its total of {} and the memory of other programs do not fit into the GPU ({}) plus \
-         the host memory for swapping ({}). To solve this, {}",
-        identity.label(),
+    let why = format!(
+        "memory: its total of {} and the memory of other programs do not fit into the GPU ({}) plus the host memory \
+         for swapping ({}). To solve this, {}",
         units::size(bytes),
         units::size(capacity),
         units::size(host),
-        match named.join(", ").as_str() {
+        match named.collect::<Vec<_>>().join(", ").as_str() {
             "" => "raise max in [swap]".to_owned(),
             named => format!("end one of the largest users ({named}), or raise max in [swap]"),
         }
     );
-    log_client!(
-        warn,
-        name: "memory-refused",
-        client,
-        identity,
-        gpu = model.label(gpu),
-        bytes,
-        capacity,
-        host,
-        host_promised = promised,
-        "{text}"
-    );
-    Some(text)
+    Line { why, capacity: Some(capacity), host: Some(host), host_promised: Some(promised), ..Line::default() }
 }
 
-/// Logs that the GPU has no room for another context, because of other programs' memory.
-fn log_no_context(model: &Model, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
-    let identity = model.identity(client)?;
-    let text = format!(
-        "{} is refused a CUDA context: the memory of a large program on the GPU would no longer fit. To make the \
-         refused program wait until the large program ends, set on-memory-full = \"wait\" in the rule of the \
-         refused program",
-        identity.label()
-    );
-    log_client!(
-        warn,
-        name: "memory-refused",
-        client,
-        identity,
-        gpu = model.label(gpu),
-        bytes,
-        "{text}"
-    );
-    Some(text)
+/// The GPU has no room for another context, because of other programs' memory.
+fn no_context() -> Line {
+    let why = "a CUDA context: the memory of a large program on the GPU would no longer fit. To make the refused \
+        program wait until the large program ends, set on-memory-full = \"wait\" in the rule of the refused program";
+    Line { why: why.to_owned(), ..Line::default() }
 }
 
-/// Logs that the client has allocated more memory than the driver can map.
-fn log_unmappable(model: &Model, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
-    let identity = model.identity(client)?;
+/// The client has allocated more memory than the driver can map.
+fn unmappable(model: &Model, gpu: GpuId, bytes: u64) -> Line {
     let capacity = model.machine.gpu(gpu).map_or(0, |view| view.capacity);
-    let text = format!(
-        "{} is refused memory: it requests {} in total, but the driver cannot map more than {}, although no other \
-         program has memory on the GPU",
-        identity.label(),
-        units::size(bytes),
-        units::size(capacity)
+    let (bytes, capacity) = (units::size(bytes), units::size(capacity));
+    let why = format!(
+        "memory: it requests {bytes} in total, but the driver cannot map more than {capacity}, although no other \
+         program has memory on the GPU"
     );
-    log_client!(
-        warn,
-        name: "memory-refused",
-        client,
-        identity,
-        gpu = model.label(gpu),
-        bytes,
-        "{text}"
-    );
-    Some(text)
+    Line { why, ..Line::default() }
 }
 
-/// Logs that a rule limits the client's group.
-fn log_rule_limit(model: &Model, client: ClientId, gpu: GpuId, bytes: u64, why: Denial) -> Option<String> {
-    let (Some(entry), Some(rule)) = (model.clients.get(&client), model.rule_of(client)) else { return None };
+/// A rule limits the client's group.
+fn rule_limit(model: &Model, entry: &Client, (client, gpu, bytes): Wanted, why: Denial) -> Line {
+    let Some(rule) = model.rule_of(client) else { return Line::default() };
     let everywhere = why == Denial::SwapMax;
     let (key, max) = match why {
         Denial::SwapMax => ("swap-max", rule.limits.swap_max.unwrap_or(0)),
@@ -207,50 +165,21 @@ fn log_rule_limit(model: &Model, client: ClientId, gpu: GpuId, bytes: u64, why: 
     // Contexts use no host memory.
     let contexts = match everywhere {
         true => String::new(),
-        false => {
-            format!(" and the group's contexts {}", units::size(model.machine.contexts_of_group(client, gpu)))
-        }
+        false => format!(" and the group's contexts {}", units::size(model.machine.contexts_of_group(client, gpu))),
     };
-    let text = format!(
-        "{} is refused memory: it requests {} in total, and other programs of its group use {}{contexts}. {key} of \
-         rule {rule} allows the group {}",
-        entry.identity.label(),
-        units::size(bytes),
-        units::size(used),
-        units::size(max)
+    let (bytes, used, allowed) = (units::size(bytes), units::size(used), units::size(max));
+    let why = format!(
+        "memory: it requests {bytes} in total, and other programs of its group use {used}{contexts}. {key} of rule \
+         {rule} allows the group {allowed}"
     );
-    log_client!(
-        warn,
-        name: "memory-refused",
-        client,
-        &entry.identity,
-        gpu = model.label(gpu),
-        bytes,
-        rule = rule.to_string(),
-        memory_max = max,
-        "{text}"
-    );
-    Some(text)
+    Line { why, rule: Some(rule.to_string()), memory_max: Some(max), ..Line::default() }
 }
 
-/// Logs the limits that a client's own environment sets.
-fn log_env_limit(model: &Model, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
-    let entry = model.clients.get(&client)?;
+/// The client's own environment limits its memory.
+fn env_limit(model: &Model, entry: &Client, (client, gpu, bytes): Wanted) -> Line {
     let limits = entry.env_limits.in_words(model.rule_of(client));
-    let text = format!(
-        "{} is refused memory: it requests {} in total, and its context uses {}. Its environment sets {limits}",
-        entry.identity.label(),
-        units::size(bytes),
-        units::size(model.machine.counted_context(client, gpu))
-    );
-    log_client!(
-        info,
-        name: "memory-refused",
-        client,
-        &entry.identity,
-        gpu = model.label(gpu),
-        bytes,
-        "{text}"
-    );
-    Some(text)
+    let (bytes, context) = (units::size(bytes), units::size(model.machine.counted_context(client, gpu)));
+    let why =
+        format!("memory: it requests {bytes} in total, and its context uses {context}. Its environment sets {limits}");
+    Line { why, ..Line::default() }
 }

@@ -83,11 +83,11 @@ pub struct Rooms {
 }
 
 impl Rooms {
-    /// Adds a room, which [`Self::request`] then requests from the scheduler.
+    /// Adds a room, and requests it from the scheduler.
     ///
     /// # Errors
     /// Fails like [`check`].
-    pub fn add(&mut self, model: &Model, request: RoomRequest) -> fdo::Result<PendingRoom> {
+    pub fn add(&mut self, model: &Model, events: &mut Vec<Event>, request: RoomRequest) -> fdo::Result<PendingRoom> {
         let gpu = GpuId(check(model, &request)?.uuid);
         self.last += 1;
         let room = RoomId(self.last);
@@ -97,21 +97,22 @@ impl Rooms {
         let _share = model.budgets.of(&caller.tenant).hold(What::Rooms, 1);
         let (owner, reply) = (Arc::new(caller), Some(reply));
         self.rooms.insert(room, Room { owner, _share, gpu, bytes, lasts, reply, ended: ended.clone() });
+        self.renew(events, room);
         Ok(PendingRoom { room, ready, ended })
     }
 
-    /// Requests a room from the scheduler, or renews it: restarts its full time.
-    pub fn request(&self, room: RoomId) -> Option<Event> {
-        let &Room { gpu, bytes, lasts, .. } = self.rooms.get(&room)?;
-        Some(Event::RoomRequested { room, gpu, bytes, until: clock::now().saturating_add(lasts) })
+    /// Renews a room: restarts its full time.
+    pub fn renew(&self, events: &mut Vec<Event>, room: RoomId) {
+        let Some(&Room { gpu, bytes, lasts, .. }) = self.rooms.get(&room) else { return };
+        events.push(Event::RoomRequested { room, gpu, bytes, until: clock::now().saturating_add(lasts) });
     }
 
     /// Closes a room at its owner's request.
-    pub fn close(&mut self, model: &Model, room: RoomId) -> Option<Event> {
-        let Room { owner, gpu, .. } = self.rooms.remove(&room)?;
+    pub fn close(&mut self, model: &Model, events: &mut Vec<Event>, room: RoomId) {
+        let Some(Room { owner, gpu, .. }) = self.rooms.remove(&room) else { return };
         info!(name: "room-closed", uid = owner.uid, pid = owner.pid, gpu = model.label(gpu), "{} closed its \
             room", owner.name);
-        Some(Event::RoomClosed { room })
+        events.push(Event::RoomClosed { room });
     }
 
     /// Handles a room whose memory is free.
@@ -119,16 +120,8 @@ impl Rooms {
         let Some(Room { owner, gpu, bytes, reply, .. }) = self.rooms.get_mut(&room) else { return };
         let Some(reply) = reply.take() else { return };
         let _ = reply.send(Ok(())); // fails if the room's task has ended
-        info!(
-            name: "room-made",
-            uid = owner.uid,
-            pid = owner.pid,
-            gpu = model.label(*gpu),
-            bytes,
-            "{} are kept free for {}",
-            units::size(*bytes),
-            owner.name
-        );
+        info!(name: "room-made", uid = owner.uid, pid = owner.pid, gpu = model.label(*gpu), bytes, "{} are kept free for \
+            {}", units::size(*bytes), owner.name);
     }
 
     /// Handles a room that the scheduler cannot make or keep.

@@ -4,46 +4,36 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::File;
-use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 use nvshare_wire::client::GpuKind;
 use nvshare_wire::env_limits::LimitName;
 use nvshare_wire::scheduler::Refusal;
 use nvshare_wire::{SchedulerMessage, SlotSet, Text};
-use tokio::sync::{oneshot, watch};
-use tracing::{debug, info, warn};
-use zbus::fdo;
+use tokio::sync::watch;
+use tracing::{debug, warn};
 
-use super::bundle::{self, Snapshot};
-use super::claims::Claims;
+use super::bundle;
 use super::containers::Containers;
 use super::host::Host;
-use super::io::Io;
+use super::io::{Io, Problems};
 use super::measure::unmeasured;
 use super::messages::message;
-use super::model::{Arrival, Model};
-use super::moves::{self, Reply};
+use super::model::{Arrival, Model, Wanted};
+use super::moves;
 use super::observe::Observe;
 use super::placement::{self, NoGpu};
-use super::pods::{Pods, Refused};
-use super::rooms::{PendingRoom, RoomRequest};
-use super::swap_files::Wanted;
-use super::view::View;
 use super::{pressure, settings, sleep};
+use crate::config::Config;
 use crate::config::rules::Rules;
-use crate::config::{Config, names};
 use crate::daemon::checkpoint::{HelperAnswer, Operation, Outcome};
-use crate::daemon::gpu::nvml::{DriverVersions, GpuDescription, Listing, NvmlState, Query, Report, Sample};
-use crate::daemon::state_file::Saving;
+use crate::daemon::gpu::nvml::{GpuDescription, Listing, NvmlState, Query, Report, Sample};
 use crate::daemon::swap_files;
 use crate::daemon::systemd::fd_store::ConnectionName;
-use crate::daemon::transport::peer;
+use crate::daemon::tenants::Slice;
 use crate::daemon::transport::session::{ClientAction, PlacementQuery, Violation};
-use crate::daemon::usage::{self, HoursUsed, UsageAnswer};
-use crate::recorder::Recorder;
-use crate::scheduler::{ClientId, Command, Event, GpuId, RoomId, Settings, SleepPhase, Time};
+use crate::daemon::usage::HoursUsed;
+use crate::scheduler::{ClientId, Command, Event, GpuId, Settings, Time};
 use crate::sys::clock;
 use crate::sys::device_file::DeviceFile;
 use crate::sys::foreign::Foreign;
@@ -55,7 +45,7 @@ const HOST_PERIOD: Duration = Duration::from_millis(10);
 pub struct Core {
     pub model: Model,
     pub io: Io,
-    pub(super) observe: Observe,
+    pub observe: Observe,
     pub host: Host,
     pub containers: Containers,
 }
@@ -67,25 +57,18 @@ impl Core {
     /// The process has no file descriptors left, or the record cannot be written.
     pub fn new(config: Config, record: Option<File>, settings: watch::Sender<Settings>) -> std::io::Result<Self> {
         let model = Model::new(config);
-        let mut recorder = Recorder::new(&model.machine);
-        if let Some(file) = record {
-            let header = bundle::header(clock::now(), DriverVersions::default(), true);
-            recorder.write_to(file, &header, &model.machine)?;
-        }
         settings.send_if_modified(|known| {
             known.clone_from(model.machine.settings());
             false
         });
         Ok(Self {
             io: Io::new(settings)?,
-            observe: Observe::new(recorder),
+            observe: Observe::new(&model, record)?,
             host: Host::default(),
             containers: Containers::default(),
             model,
         })
     }
-
-    // ---- events and commands -------------------------------------------------------------------------------------
 
     /// Handles the scheduler's deadline. The watchdog for systemd also calls `tick`, to prove that the loop
     /// works.
@@ -137,7 +120,13 @@ impl Core {
         observe.note_command(model, command, now);
         match command {
             Command::Grant { .. } => io.signals.holders.notify_one(),
-            Command::Probe { client } => return self.probe(*client),
+            Command::Probe { client } => {
+                let probed = model.probe(*client);
+                if let Some(Event::Stopped { stopped: true, .. }) = probed {
+                    io.signals.stopped.notify_one();
+                }
+                return probed;
+            }
             Command::Measure { gpu } => return self.remeasure(*gpu, now),
             Command::Placed { client, gpus } => placement::placed(model, *client, gpus),
             Command::Unplaced { client, why } => self.refuse_place(*client, &NoGpu::from(why)),
@@ -160,17 +149,6 @@ impl Core {
             self.model.send(client, message);
         }
         None
-    }
-
-    /// Finds out whether a client's process is stopped.
-    fn probe(&mut self, client: ClientId) -> Option<Event> {
-        let pid = self.model.identity(client)?.pid;
-        let stopped = peer::is_stopped(pid);
-        if stopped {
-            debug!(client = client.0, pid, "the process is stopped");
-            self.io.signals.stopped.notify_one();
-        }
-        Some(Event::Stopped { client, stopped })
     }
 
     /// Requests a new measurement of a GPU for the scheduler. If NVML cannot measure the GPU, returns an
@@ -260,14 +238,37 @@ impl Core {
         gone.gpus.keys().for_each(|gpu| self.forget_unlisted(*gpu));
     }
 
-    /// Handles one packet from a client, and the file descriptors received with it.
+    /// Handles one packet from a client, and the file descriptors received with it. All packets reach the
+    /// core here. Spends a token of the tenant, and returns true if the time slice may continue.
+    /// `descriptors`: `None` for a client that has ended. Only the counters in its packets still matter.
     ///
     /// # Errors
     /// The client broke the protocol. The caller must then close the connection.
-    pub fn receive(&mut self, client: ClientId, packet: &[u8], descriptors: Vec<Foreign>) -> Result<(), Violation> {
+    pub fn receive(
+        &mut self,
+        client: ClientId,
+        packet: &[u8],
+        descriptors: Option<Vec<Foreign>>,
+        slice: &Slice<'_>,
+    ) -> Result<bool, Violation> {
+        let handled = self.handle_packet(client, packet, descriptors);
+        let may_continue = slice.spend(1);
+        handled.map(|()| may_continue)
+    }
+
+    fn handle_packet(
+        &mut self,
+        client: ClientId,
+        packet: &[u8],
+        descriptors: Option<Vec<Foreign>>,
+    ) -> Result<(), Violation> {
         let now = clock::now();
         let Some(entry) = self.model.clients.get_mut(&client) else { return Ok(()) };
         let action = entry.session.receive(packet)?;
+        let Some(descriptors) = descriptors else {
+            self.observe.note_last(client, &action);
+            return Ok(());
+        };
         self.io.mark_active();
         match action {
             ClientAction::Event(event) => self.client_event(event, now),
@@ -302,14 +303,6 @@ impl Core {
         let overdue = self.host.sharing.overdue(&self.model, client, now);
         self.report(overdue);
         Ok(())
-    }
-
-    /// Handles a packet from a client that has ended. Only the counters in the packet still matter.
-    pub fn receive_last(&mut self, client: ClientId, packet: &[u8]) {
-        let action = self.model.clients.get_mut(&client).map(|entry| entry.session.receive(packet));
-        if let Some(Ok(ClientAction::Memory { gpu, counts, .. })) = action {
-            self.observe.counts.report(client, gpu, counts);
-        }
     }
 
     fn client_event(&mut self, event: Event, now: Time) {
@@ -415,13 +408,9 @@ impl Core {
     /// Tells the scheduler which stopped processes have continued. Returns true if any process is still
     /// stopped.
     pub fn check_stopped(&mut self) -> bool {
-        let stopped = self.model.stopped();
-        let (stopped, running): (Vec<_>, Vec<_>) = stopped.into_iter().partition(|(_, pid)| peer::is_stopped(*pid));
-        for (client, _) in running {
-            debug!(client = client.0, "the process runs again");
-            self.apply(Event::Stopped { client, stopped: false });
-        }
-        !stopped.is_empty()
+        let (continued, is_any_stopped) = self.model.continued();
+        self.apply_all(continued);
+        is_any_stopped
     }
 
     // ---- GPUs ----------------------------------------------------------------------------------------------------
@@ -552,26 +541,6 @@ impl Core {
         }
     }
 
-    /// Also creates lock files for the claims whose directories are in this directory.
-    pub fn serve_claims_in(&mut self, directory: &Path) {
-        self.containers.lock_files.serve_claims_in(directory);
-        self.model.known_gpus().for_each(|(gpu, _)| self.containers.lock_files.create(*gpu));
-    }
-
-    /// Hard-links the lock files of all GPUs into the directory of a new claim.
-    pub fn link_lock_files(&self, directory: &Path) {
-        self.model.known_gpus().for_each(|(gpu, _)| self.containers.lock_files.link(*gpu, directory));
-    }
-
-    /// Releases the driver for at most `lasts`, or until a client attaches a GPU. The receiver
-    /// completes when the driver has been released. Also returns the programs that still use the
-    /// driver.
-    pub fn release_driver(&self, lasts: Duration) -> (oneshot::Receiver<()>, Vec<u64>) {
-        let (done, released) = oneshot::channel();
-        self.io.query_nvml(Query::Release(lasts, done));
-        (released, self.model.programs())
-    }
-
     // ---- host memory ---------------------------------------------------------------------------------------------
 
     /// Measures host memory.
@@ -579,12 +548,6 @@ impl Core {
         let ahead = self.host.figures.sample(&self.model);
         self.apply_all(ahead);
         self.balance_host();
-    }
-
-    /// True if clients may use host memory that they can give back. Host memory must then be watched,
-    /// because other programs may need it.
-    pub fn lends_host_memory(&self) -> bool {
-        self.model.machine.is_ahead() || self.host.files.are_used(&self.model.config)
     }
 
     /// Adapts reservations, promises and the clients' shares of RAM to the present use of memory.
@@ -621,12 +584,12 @@ impl Core {
         self.release_held();
     }
 
-    // ---- settings and rules --------------------------------------------------------------------------------------
+    // ---- settings, rules and usage -------------------------------------------------------------------------------
 
     /// Applies a configuration. `by`: the author of the change, for the log.
     pub fn configure(&mut self, config: Config, by: &str) {
         let before = std::mem::replace(&mut self.model.config, config);
-        self.put_last_rules();
+        self.containers.put_rules(&mut self.model.config.rules);
         self.model.budgets.set_clients(self.model.config.max_clients_per_tenant);
         if before.rules != self.model.config.rules {
             self.reapply_rules(&before.rules);
@@ -640,18 +603,7 @@ impl Core {
         if before.metrics != self.model.config.metrics {
             warn!("[metrics] listen changed; restart the scheduler to apply it");
         }
-        self.set_settings(|before, settings| {
-            let changes = settings::changes(before, settings);
-            info!(
-                name: "settings-changed",
-                time_quantum = settings.time_quantum.as_secs(),
-                max_wait = settings.max_wait.as_secs(),
-                anti_thrash = names::anti_thrash_name(settings.anti_thrash),
-                policy = names::policy_name(settings.policy),
-                by,
-                "settings were changed by {by}: {changes}"
-            );
-        });
+        self.set_settings(|before, now| settings::log_changes(before, now, by));
         self.sample_host();
     }
 
@@ -666,48 +618,23 @@ impl Core {
         }
     }
 
-    pub fn set_configuration_error(&mut self, error: Option<String>) {
-        self.io.problems.configuration = error;
-        self.io.publish_problems(&self.model);
-    }
-
-    pub fn set_metrics_error(&mut self, error: Option<String>) {
-        self.io.problems.metrics = error;
-        self.io.publish_problems(&self.model);
-    }
-
-    /// Replaces the list of this node's pods. Returns the reasons for refusing pods' rules that contradict
-    /// other rules.
-    pub fn set_pods(&mut self, mut pods: Pods) -> Refused {
-        let rules = &self.model.config.rules;
-        let refused = pods.reconcile(|rule, kept| {
-            kept.iter().find_map(|other| rule.contradicts(other)).or_else(|| rules.contradicted(rule))
-        });
-        if pods != self.containers.pods {
-            self.containers.pods = pods;
-            self.containers_changed();
+    /// Changes the lists of this node's pods and claims. `change` is passed the rules in effect, and returns
+    /// whether a list has changed.
+    pub fn change_containers<T>(&mut self, change: impl FnOnce(&mut Containers, &Rules) -> (T, bool)) -> T {
+        let (result, has_changed) = change(&mut self.containers, &self.model.config.rules);
+        if has_changed {
+            self.model.clients.values_mut().for_each(|client| self.containers.name(&mut client.identity));
+            let before = self.model.config.rules.clone();
+            self.containers.put_rules(&mut self.model.config.rules);
+            self.reapply_rules(&before);
         }
-        refused
+        result
     }
 
-    /// Replaces the list of this node's claims.
-    pub fn set_claims(&mut self, claims: Claims) {
-        if claims != self.containers.claims {
-            self.containers.claims = claims;
-            self.containers_changed();
-        }
-    }
-
-    fn containers_changed(&mut self) {
-        self.model.clients.values_mut().for_each(|client| self.containers.name(&mut client.identity));
-        let before = self.model.config.rules.clone();
-        self.put_last_rules();
-        self.reapply_rules(&before);
-    }
-
-    /// Puts the rules of claims and pods after the configuration's rules.
-    fn put_last_rules(&mut self) {
-        self.model.config.rules.put_last(self.containers.claims.rules(), self.containers.pods.rules());
+    /// Changes the problems that the status shows.
+    pub fn set_problems(&mut self, change: impl FnOnce(&mut Problems)) {
+        change(&mut self.io.problems);
+        self.io.publish_problems(&self.model);
     }
 
     /// Applies changed rules to all clients at the same time.
@@ -720,37 +647,11 @@ impl Core {
         self.apply_all(placement::allowed(&self.model, clients));
     }
 
-    // ---- usage ---------------------------------------------------------------------------------------------------
-
-    /// Starts to record the usage of programs in this directory. The receiver yields the hours saved there,
-    /// for [`load_hours`](Self::load_hours).
-    pub fn keep_usage(&mut self, directory: &Path) -> oneshot::Receiver<Result<HoursUsed, String>> {
-        self.observe.usage.start(directory, self.model.config.keep_usage)
-    }
-
     /// Sends the usage of all clients up to now to the recording thread.
     pub fn record_usage(&mut self) {
         let used = self.observe.record_usage(&self.model, clock::now());
         self.model.count_hours(used);
         self.observe.usage.give(self.model.groups.hours.take_pending());
-    }
-
-    /// Saves the usage of all clients up to now on disk.
-    pub fn save_usage(&mut self) {
-        self.record_usage();
-        self.observe.usage.save();
-    }
-
-    /// Saves usage before the daemon exits. Waits for the recording thread for at most `patience`.
-    pub fn finish_usage(&mut self, patience: Duration) {
-        self.record_usage();
-        self.observe.usage.finish(patience);
-    }
-
-    /// Answers a query about usage, up to the present moment.
-    pub fn read_usage(&mut self, query: usage::Query, reply: oneshot::Sender<UsageAnswer>) {
-        self.record_usage();
-        self.observe.usage.read(query, reply);
     }
 
     /// Adds the GPU time that earlier daemons counted and saved.
@@ -759,8 +660,7 @@ impl Core {
             Ok(saved) => self.model.groups.hours.load(saved),
             Err(why) => {
                 warn!("{why}");
-                self.io.problems.usage = Some(why);
-                self.io.publish_problems(&self.model);
+                self.set_problems(|problems| problems.usage = Some(why));
             }
         }
         self.check_hours();
@@ -775,39 +675,13 @@ impl Core {
         }
     }
 
-    // ---- sleep, moves and rooms ----------------------------------------------------------------------------------
-
-    /// Restores the paused programs and the drained GPUs saved in this directory. From now on, saves
-    /// changes in it.
-    pub fn keep_orders(&mut self, directory: &Path) {
-        self.host.sleep.open(directory);
-        self.host.moves.open(directory);
-    }
-
-    /// See [`sleep::Sleep::suspend`].
-    pub fn suspend(&mut self, suspended: bool) {
-        let event = self.host.sleep.suspend(suspended);
-        self.apply_all(event);
-    }
-
-    /// True if all evictable memory has been evicted, or the host is not about to suspend.
-    pub fn is_evacuated(&self) -> bool {
-        self.host.sleep.is_evacuated(&self.model)
-    }
-
-    /// See [`sleep::Sleep::pause`].
-    ///
-    /// # Errors
-    /// Fails like that function.
-    pub fn pause(&mut self, pid: u32, is_paused: bool, users: &BTreeSet<u32>) -> fdo::Result<Saving> {
-        let (saving, events) = self.host.sleep.pause(&self.model, pid, is_paused, users)?;
+    /// Has a component carry out a request of a user. Then passes the events that it leaves in the list to
+    /// the scheduler.
+    pub fn with_host<T>(&mut self, act: impl FnOnce(&mut Host, &Model, &mut Vec<Event>) -> T) -> T {
+        let mut events = Vec::new();
+        let result = act(&mut self.host, &self.model, &mut events);
         self.apply_all(events);
-        Ok(saving)
-    }
-
-    /// True if a client is waiting to be restored to its GPUs.
-    pub fn is_to_wake(&self, client: ClientId) -> bool {
-        self.model.machine.sleep_of(client).phase == SleepPhase::Waking
+        result
     }
 
     /// Handles the result of an operation on a client's process.
@@ -821,58 +695,5 @@ impl Core {
             self.model.clients.get_mut(&client).into_iter().for_each(|entry| entry.is_exempt = false);
             self.model.gpus_of(client).into_iter().for_each(|gpu| self.disconnect_unproven(gpu));
         }
-    }
-
-    /// See [`moves::Moves::begin`].
-    pub fn migrate(&mut self, pid: u32, gpu: &str, users: &BTreeSet<u32>, reply: Reply) {
-        let event = self.host.moves.begin(&self.model, pid, gpu, users, reply);
-        self.apply_all(event);
-    }
-
-    /// See [`moves::Moves::drain`].
-    ///
-    /// # Errors
-    /// Fails like that function.
-    pub fn drain(&mut self, gpu: &str, drained: bool) -> fdo::Result<Saving> {
-        let (saving, event) = self.host.moves.drain(&self.model, gpu, drained)?;
-        self.apply(event);
-        Ok(saving)
-    }
-
-    /// Requests a room from the scheduler.
-    ///
-    /// # Errors
-    /// Fails like [`check_room`](super::check_room).
-    pub fn request_room(&mut self, request: RoomRequest) -> fdo::Result<PendingRoom> {
-        let pending = self.host.rooms.add(&self.model, request)?;
-        // The decision needs current figures of the memory that other programs use.
-        self.io.query_nvml(Query::Sample);
-        self.io.signals.activity.notify_one();
-        self.renew_room(pending.room);
-        Ok(pending)
-    }
-
-    /// Renews a room: restarts its full time.
-    pub fn renew_room(&mut self, room: RoomId) {
-        self.apply_all(self.host.rooms.request(room));
-    }
-
-    /// Closes a room at its owner's request.
-    pub fn close_room(&mut self, room: RoomId) {
-        let closed = self.host.rooms.close(&self.model, room);
-        self.apply_all(closed);
-    }
-
-    // ---- readers -------------------------------------------------------------------------------------------------
-
-    /// Copies the state.
-    pub fn view(&self) -> View {
-        View::new(&self.model, &self.observe, &self.host, self.io.problems().borrow().clone())
-    }
-
-    /// Collects the contents of a debug bundle, including this view. The contents are formatted and written
-    /// outside the scheduling loop.
-    pub fn debug_snapshot(&self, view: Arc<View>) -> Snapshot {
-        Snapshot::new(&self.model, &self.observe, view)
     }
 }

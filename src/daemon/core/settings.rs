@@ -1,5 +1,7 @@
 //! The scheduler's settings: the configuration's settings, adapted to the driver's version.
 
+use tracing::info;
+
 use crate::config::{Config, names, units};
 use crate::scheduler::Settings;
 
@@ -17,9 +19,17 @@ pub(super) fn in_effect(config: &Config, driver: Option<&str>) -> Settings {
     Settings { sleep_after, ..config.settings.clone() }
 }
 
+pub(super) fn log_changes(before: &Settings, now: &Settings, by: &str) {
+    let changes = changes(before, now);
+    let (time_quantum, max_wait) = (now.time_quantum.as_secs(), now.max_wait.as_secs());
+    let (anti_thrash, policy) = (names::anti_thrash_name(now.anti_thrash), names::policy_name(now.policy));
+    info!(name: "settings-changed", time_quantum, max_wait, anti_thrash, policy, by, "settings were changed by {by}: \
+        {changes}");
+}
+
 /// Describes the differences between settings, such as `time-quantum from 30s to 45s`. Leaves out
 /// values that are formatted the same.
-pub(super) fn changes(before: &Settings, now: &Settings) -> String {
+fn changes(before: &Settings, now: &Settings) -> String {
     let texts = |settings: &Settings| {
         let Settings {
             time_quantum,

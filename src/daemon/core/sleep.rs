@@ -66,16 +66,16 @@ pub struct Sleep {
 
 impl Sleep {
     /// Handles the host's announcement that it is about to suspend, or has resumed.
-    pub fn suspend(&mut self, suspended: bool) -> Option<Event> {
+    pub fn suspend(&mut self, events: &mut Vec<Event>, suspended: bool) {
         if std::mem::replace(&mut self.is_suspended, suspended) == suspended {
-            return None;
+            return;
         }
         if suspended {
             info!(name: "suspend", "the host is about to suspend: evicting all programs' memory");
         } else {
             info!(name: "host-resumed", "the host has resumed");
         }
-        Some(Event::Suspend { suspended })
+        events.push(Event::Suspend { suspended });
     }
 
     /// True if all evictable memory has been evicted, or the host is not about to suspend.
@@ -187,10 +187,11 @@ impl Sleep {
     pub fn pause(
         &mut self,
         model: &Model,
+        events: &mut Vec<Event>,
         pid: u32,
         is_paused: bool,
         users: &BTreeSet<u32>,
-    ) -> fdo::Result<(Saving, Vec<Event>)> {
+    ) -> fdo::Result<Saving> {
         let clients = model.program_of(pid, users)?;
         if !is_paused && clients.iter().any(|client| self.is_undetermined(model, *client)) {
             return Err(fdo::Error::Failed(format!(
@@ -210,7 +211,8 @@ impl Sleep {
                 false => Event::Resumed { client },
             }
         };
-        Ok((saving, clients.into_iter().map(event).collect()))
+        events.extend(clients.into_iter().map(event));
+        Ok(saving)
     }
 
     /// The events that restore the sleep of a newly connected client. If the client's process is paused, the

@@ -44,7 +44,7 @@ use nvshare_wire::SchedulerMessage;
 use tracing::{debug, info, warn};
 
 use super::host_use::HostFigures;
-use super::model::{Client, Model};
+use super::model::{Client, Model, Wanted};
 use crate::config::{Config, units};
 use crate::daemon::swap_files::{self, Job, Keeper, Report, STEP};
 use crate::identity::Tenant;
@@ -186,9 +186,6 @@ fn equal_parts(most: u64, wanted: Vec<u64>) -> Vec<u64> {
     parts
 }
 
-/// A client's request for a higher limit on a GPU, in bytes.
-pub type Wanted = (ClientId, GpuId, u64);
-
 impl SwapFiles {
     /// Sets the handle of the thread that creates the files.
     pub fn use_keeper(&mut self, keeper: Keeper) {
@@ -249,7 +246,7 @@ impl SwapFiles {
             for (_, activity) in model.machine.activities(*client) {
                 (waits, runs) = (waits || activity.is_stalled, runs || activity.runs);
             }
-            let idle_since = entry.gpus.values().map(|stats| stats.idle_since).max().unwrap_or_default();
+            let idle_since = entry.gpus.values().map(|stats| stats.shown.idle_since).max().unwrap_or_default();
             let rank = match () {
                 () if waits => Rank::Waits,
                 () if runs => Rank::Runs,

@@ -65,7 +65,7 @@ impl Used {
 
 /// Usage that has not been sent to the recording thread.
 #[derive(Debug, Default)]
-pub(super) struct Usage {
+pub struct Usage {
     keeper: Option<Keeper>,
     /// What was recorded of each client on each GPU that it uses or has used.
     used: BTreeMap<(ClientId, GpuId), Used>,
@@ -105,13 +105,13 @@ impl Usage {
     }
 
     /// Records a client's present bytes on a GPU and in host memory.
-    pub fn note_bytes(&mut self, model: &Model, client: ClientId, gpu: GpuId, now: Time) {
+    pub(super) fn note_bytes(&mut self, model: &Model, client: ClientId, gpu: GpuId, now: Time) {
         let Some((resident, swapped)) = model.machine.resident_and_swapped(client, gpu) else { return };
         self.used.entry((client, gpu)).or_default().has(now, resident, swapped);
     }
 
     /// Records that a client has no memory on a GPU any more.
-    pub fn note_end(&mut self, client: ClientId, gpu: GpuId, now: Time) {
+    pub(super) fn note_end(&mut self, client: ClientId, gpu: GpuId, now: Time) {
         self.used.get_mut(&(client, gpu)).into_iter().for_each(|used| used.has(now, 0, 0));
     }
 
@@ -122,7 +122,7 @@ impl Usage {
 
     /// Records a client's usage of a GPU since the last call. `to`: the GPU that the client has moved to,
     /// otherwise `gpu`. Returns the time with the lock, in seconds.
-    pub fn record(
+    pub(super) fn record(
         &mut self,
         model: &Model,
         counts: &Counts,

@@ -6,14 +6,13 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
-use nvshare_wire::client::{EngineReason, GpuKind};
+use nvshare_wire::client::GpuKind;
 
 use super::counts::Counts;
-use super::host::Host;
-use super::model::Model;
-use super::observe::Observe;
+use super::model::Use;
 use super::pressure::{self, GroupStall};
 use super::refusals::Refusals;
+use super::routing::Core;
 use super::views::ClientView;
 use crate::bus;
 use crate::config::rules::{EnvLimits, GpuHours, Instance, Rule, Rules};
@@ -56,16 +55,7 @@ pub(super) struct CopiedClient {
     pub is_lock: bool,
     /// No helper can determine whether the client is asleep.
     pub is_undetermined: bool,
-    pub uses: BTreeMap<GpuId, CopiedUse>,
-}
-
-/// Data about a client on one GPU that `View::machine` does not include.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct CopiedUse {
-    pub idle_since: Time,
-    pub in_file: u64,
-    pub untracked_work: bool,
-    pub reason: EngineReason,
+    pub uses: BTreeMap<GpuId, Use>,
 }
 
 /// Data about a GPU that `View::machine` does not include.
@@ -90,17 +80,9 @@ impl CopiedGpu {
 
 impl View {
     /// Copies the state.
-    pub(super) fn new(model: &Model, observe: &Observe, host: &Host, problems: Vec<String>) -> Self {
+    pub fn new(core: &Core) -> Self {
+        let Core { model, io, observe, host, .. } = core;
         let clients = model.clients.iter().map(|(id, client)| {
-            let uses = client.gpus.iter().map(|(gpu, stats)| {
-                let copied = CopiedUse {
-                    idle_since: stats.idle_since,
-                    in_file: stats.in_file,
-                    untracked_work: stats.untracked_work,
-                    reason: stats.reason,
-                };
-                (*gpu, copied)
-            });
             let copied = CopiedClient {
                 identity: client.identity.clone(),
                 library: client.library.clone(),
@@ -111,7 +93,7 @@ impl View {
                 env_limits: client.env_limits.clone(),
                 is_lock: client.lock.is_some(),
                 is_undetermined: host.sleep.is_undetermined(model, *id),
-                uses: uses.collect(),
+                uses: client.gpus.iter().map(|(gpu, stats)| (*gpu, stats.shown)).collect(),
             };
             (*id, copied)
         });
@@ -141,7 +123,7 @@ impl View {
             stalls: observe.pressure.stalls(model),
             counts: observe.counts.clone(),
             metrics_of_programs: model.config.metrics_of_programs,
-            problems,
+            problems: io.problems().borrow().clone(),
             listed_clients: OnceLock::new(),
             listed_gpus: OnceLock::new(),
         }
