@@ -305,10 +305,10 @@ impl Startup {
             core.borrow_mut().containers.lock_files.create_in(directory);
         }
         if let Some(directory) = &state {
-            let core_now = &mut *core.borrow_mut();
-            core_now.host.sleep.open(directory);
-            core_now.host.moves.open(directory);
-            let saved = core_now.observe.usage.start(directory, core_now.model.config.keep_usage);
+            core.borrow_mut().host.sleep.open(directory);
+            core.borrow_mut().host.moves.open(directory);
+            let keep = core.borrow().model.config.keep_usage;
+            let saved = core.borrow_mut().observe.usage.start(directory, keep);
             tasks::load_hours(&core, saved);
         }
         let mut reports = start_nvml(&core).await;

@@ -6,14 +6,15 @@ use std::rc::Rc;
 use std::time::{Duration, Instant, SystemTime};
 
 use tokio::select;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::task::{spawn_blocking, spawn_local};
 
 use crate::daemon::checkpoint::{Helpers, Prepared};
 use crate::daemon::control::status_line;
 use crate::daemon::control::views::Views;
-use crate::daemon::core::{Checkpoint, CheckpointRequest, Core, EXIT_TIME, SAMPLE_QUIET};
-use crate::daemon::core::{ClientPids, Holders};
+use crate::daemon::core::{
+    Checkpoint, CheckpointRequest, ClientPids, Core, EXIT_TIME, Holders, Model, SAMPLE_QUIET, Signals, send_if_new,
+};
 use crate::daemon::gpu::nvml::Query;
 use crate::daemon::swap_files::Keeper;
 use crate::daemon::systemd;
@@ -108,8 +109,8 @@ pub fn start(core: &Rc<RefCell<Core>>, holders: watch::Sender<Holders>, clients:
     spawn_local(tick(core.clone()));
     spawn_local(sample_memory(core.clone()));
     spawn_local(check_stopped(core.clone()));
-    spawn_local(publish_holders(core.clone(), holders));
-    spawn_local(publish_clients(core.clone(), clients));
+    spawn_local(publish(core.clone(), |signals| &signals.holders, Model::holders, holders));
+    spawn_local(publish(core.clone(), |signals| &signals.arrivals, Model::client_pids, clients));
     spawn_local(announce_limits(core.clone()));
     spawn_local(save_usage(core.clone()));
 }
@@ -210,27 +211,17 @@ async fn announce_limits(core: Rc<RefCell<Core>>) {
     }
 }
 
-/// Publishes the holders of locks for D-Bus.
-async fn publish_holders(core: Rc<RefCell<Core>>, holders: watch::Sender<Holders>) {
+/// Publishes a part of the state for D-Bus after each signal.
+async fn publish<T: PartialEq>(
+    core: Rc<RefCell<Core>>,
+    signal: fn(&Signals) -> &Notify,
+    read: fn(&Model) -> T,
+    published: watch::Sender<T>,
+) {
     let signals = core.borrow().io.signals.clone();
     loop {
-        signals.holders.notified().await;
-        let now = core.borrow().model.holders();
-        holders.send_if_modified(|published| {
-            let changed = *published != now;
-            *published = now;
-            changed
-        });
-        tokio::time::sleep(PUBLISHING_PERIOD).await;
-    }
-}
-
-/// Publishes the list of clients for D-Bus.
-async fn publish_clients(core: Rc<RefCell<Core>>, clients: watch::Sender<ClientPids>) {
-    let signals = core.borrow().io.signals.clone();
-    loop {
-        signals.arrivals.notified().await;
-        clients.send_replace(core.borrow().model.client_pids());
+        signal(&signals).notified().await;
+        send_if_new(&published, read(&core.borrow().model));
         tokio::time::sleep(PUBLISHING_PERIOD).await;
     }
 }

@@ -96,7 +96,7 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
         Ok(Err(violation)) => return connections.log_refused(&identity, format_args!("{DISCONNECTED}: {violation}")),
         Err(_) => return debug!(pid = identity.pid, "sent no Hello within {HELLO_TIMEOUT:?}"),
     };
-    let Hello { min, max, resume, is_asleep, gang, library } = hello;
+    let Hello { min, max, .. } = hello;
     let slice = budget.slice().await;
     slice.spend(ARRIVAL_TOKENS);
     let Some(version) = version::negotiate(min, max) else {
@@ -117,19 +117,7 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
     }
 
     connection.set_version(version);
-    let library = library.as_str().to_owned();
-    let reconnects = resume != 0;
-    let arrival = Arrival {
-        connection: connection.clone(),
-        identity: identity.clone(),
-        version,
-        gang,
-        library,
-        lock: None,
-        reconnects,
-        is_asleep,
-        process: pidfd.clone(),
-    };
+    let arrival = hello.arrival(&connection, &identity, version, &pidfd);
     let client = core.borrow_mut().connect(arrival);
     slice.end().await;
     connections.resumed().await;
@@ -223,6 +211,28 @@ pub struct Hello {
     pub is_asleep: bool,
     pub gang: u64,
     pub library: Text<32>,
+}
+
+impl Hello {
+    pub fn arrival(
+        &self,
+        connection: &Rc<Connection>,
+        identity: &Arc<Identity>,
+        version: u16,
+        process: &Option<Rc<AsyncFd<OwnedFd>>>,
+    ) -> Arrival {
+        Arrival {
+            connection: connection.clone(),
+            identity: identity.clone(),
+            version,
+            gang: self.gang,
+            library: self.library.as_str().to_owned(),
+            lock: None,
+            reconnects: self.resume != 0,
+            is_asleep: self.is_asleep,
+            process: process.clone(),
+        }
+    }
 }
 
 /// Reads the first packet. `None` if the connection ends without a packet.

@@ -27,7 +27,7 @@ use tracing::{info, warn};
 use super::Connections;
 use super::client::{self, Hello};
 use super::lock::{self, TakenOver};
-use crate::daemon::core::{Arrival, Core, MAX_DEVICES};
+use crate::daemon::core::{Core, MAX_DEVICES};
 use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::{ConnectionName, Kind, StoredConnection};
 use crate::daemon::tenants::{Share, Slice, What};
@@ -265,17 +265,7 @@ async fn admit(
             continue;
         }
         let client = ClientId(asked.name.client);
-        let arrival = Arrival {
-            connection: asked.connection.clone(),
-            identity: asked.identity.clone(),
-            version: asked.name.version,
-            gang: hello.gang,
-            library: hello.library.as_str().to_owned(),
-            lock: None,
-            reconnects: true,
-            is_asleep: hello.is_asleep,
-            process: asked.pidfd.clone(),
-        };
+        let arrival = hello.arrival(&asked.connection, &asked.identity, asked.name.version, &asked.pidfd);
         core.borrow_mut().resume(client, arrival, asked.name);
         core.borrow_mut().model.prove(client, std::mem::take(devices));
         let packets = std::mem::take(packets_left);

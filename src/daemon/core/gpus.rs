@@ -9,7 +9,6 @@ use nvshare_wire::client::GpuKind;
 use tracing::{info, warn};
 
 use super::model::{Gpu, Model};
-use crate::daemon::gpu::accounting::Accounting;
 use crate::daemon::gpu::nvml::{GpuDescription, NvmlState};
 use crate::daemon::tenants::What;
 use crate::daemon::transport::session::Violation;
@@ -54,21 +53,9 @@ impl Model {
         // The scheduler takes a GPU of a new size for a new GPU, without errors.
         let failing = is_same_size && before.as_ref().is_some_and(|known| known.failing);
         let (accounting, sample) = before.map(|known| (known.accounting, known.sample)).unwrap_or_default();
-        let entry = Gpu {
-            failing,
-            kind,
-            name,
-            total,
-            index: Some(index),
-            gone: false,
-            minor,
-            capability,
-            accounting,
-            sample,
-            has_others: true,
-            has_display,
-            named_by: None,
-        };
+        let index = Some(index);
+        let fresh = Gpu::new(kind, name, total);
+        let entry = Gpu { failing, index, minor, capability, accounting, sample, has_display, ..fresh };
         if changes.is_new {
             info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "found {}", entry.name);
         }
@@ -90,22 +77,7 @@ impl Model {
     ) -> Result<bool, Violation> {
         let Some(budget) = self.budget(client).filter(|_| !self.gpus.contains_key(&gpu)) else { return Ok(false) };
         let share = budget.take(What::Gpus, 1).ok_or(Violation::TooManyGpus)?;
-        let entry = Gpu {
-            failing: false,
-            kind,
-            name: printable(name),
-            total,
-            index: None,
-            gone: false,
-            minor: None,
-            capability: None,
-            accounting: Accounting::default(),
-            sample: None,
-            has_others: true,
-            has_display: false,
-            named_by: Some(share),
-        };
-        self.gpus.insert(gpu, entry);
+        self.gpus.insert(gpu, Gpu { named_by: Some(share), ..Gpu::new(kind, printable(name), total) });
         Ok(true)
     }
 

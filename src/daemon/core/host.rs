@@ -8,8 +8,8 @@ use super::rooms::Rooms;
 use super::sharing::Sharing;
 use super::sleep::Sleep;
 use super::swap_files::SwapFiles;
-use crate::sys::clock;
 
+#[derive(Debug, Default)]
 pub struct Host {
     pub figures: HostFigures,
     pub files: SwapFiles,
@@ -19,18 +19,4 @@ pub struct Host {
     pub moves: Moves,
     /// Memory that is kept free at users' requests.
     pub rooms: Rooms,
-}
-
-impl Default for Host {
-    fn default() -> Self {
-        Self {
-            figures: HostFigures::default(),
-            files: SwapFiles::default(),
-            sharing: Sharing::new(clock::now()),
-            placements: Placements::default(),
-            sleep: Sleep::default(),
-            moves: Moves::default(),
-            rooms: Rooms::default(),
-        }
-    }
 }

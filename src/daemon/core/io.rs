@@ -171,7 +171,7 @@ impl Io {
 }
 
 /// Publishes a value if it differs from the present one.
-fn send_if_new<T: PartialEq>(published: &watch::Sender<T>, now: T) -> bool {
+pub fn send_if_new<T: PartialEq>(published: &watch::Sender<T>, now: T) -> bool {
     published.send_if_modified(|before| {
         let is_new = *before != now;
         *before = now;

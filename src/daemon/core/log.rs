@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tracing::{info, warn};
 
-use super::model::Model;
+use super::model::{Client, Model};
 use super::refusals::Refusals;
 use crate::config::rules::GpuHours;
 use crate::config::units;
@@ -29,6 +29,14 @@ macro_rules! log_client {
     }};
 }
 pub(super) use log_client;
+
+/// Logs a line about a client, with its tenant.
+macro_rules! log_tenant {
+    ($level:ident, name: $event:literal, $client:expr, $identity:expr, $($rest:tt)+) => {{
+        let Identity { pid, uid, unit, tenant, .. } = $identity;
+        $level!(name: $event, client = $client.0, pid, uid, unit, %tenant, $($rest)+);
+    }};
+}
 
 /// Minimum time between two equal lines about the same client and GPU.
 const REPEAT: Duration = Duration::from_secs(10);
@@ -88,44 +96,35 @@ impl Log {
 
     /// `is_resumed`: the client was taken over from an earlier daemon.
     pub(super) fn log_arrival(&mut self, client: ClientId, identity: &Identity, library: &str, is_resumed: bool) {
-        let Identity { pid, uid, unit, name, tenant, .. } = identity;
         if !self.allows("connected", identity) {
             return;
         }
-        let (shown, of) = (printable(library), of_pod(identity));
+        let (shown, name, of) = (printable(library), &identity.name, of_pod(identity));
         if is_resumed {
-            info!(name: "client-resumed", client = client.0, pid, uid, unit, %tenant, library = shown, "{name}{of} continues");
+            log_tenant!(info, name: "client-resumed", client, identity, library = shown, "{name}{of} continues");
         } else if asks_for_a_command(library) {
-            info!(name: "gpus-asked", client = client.0, pid, uid, unit, %tenant, "{name}{of} asks which GPUs a command \
-                may use");
+            log_tenant!(info, name: "gpus-asked", client, identity, "{name}{of} asks which GPUs a command may use");
         } else {
-            info!(name: "client-connected", client = client.0, pid, uid, unit, %tenant, library = shown, "{name}{of} connected");
+            log_tenant!(info, name: "client-connected", client, identity, library = shown, "{name}{of} connected");
         }
     }
 
-    /// `why` completes the log line "NAME ...". `has_gpus`: the client had attached GPUs.
-    pub(super) fn log_departure(
-        &mut self,
-        client: ClientId,
-        identity: &Identity,
-        library: &str,
-        has_gpus: bool,
-        why: &str,
-    ) {
-        let Identity { pid, uid, unit, name, tenant, .. } = identity;
-        let only_asked = asks_for_a_command(library) && !has_gpus;
+    /// `why` completes the log line "NAME ...".
+    pub(super) fn log_departure(&mut self, client: ClientId, gone: &Client, why: &str) {
+        let identity = &*gone.identity;
+        let only_asked = asks_for_a_command(&gone.library) && gone.gpus.is_empty();
         if !only_asked && self.allows("gone", identity) {
-            let of = of_pod(identity);
-            info!(name: "client-gone", client = client.0, pid, uid, unit, %tenant, "{name}{of} {why}");
+            let (name, of) = (&identity.name, of_pod(identity));
+            log_tenant!(info, name: "client-gone", client, identity, "{name}{of} {why}");
         }
     }
 
     /// Logs that a client requests more than its tenant's budget allows.
     pub(super) fn log_over_budget(&mut self, client: ClientId, identity: &Identity, what: &str) {
-        let Identity { pid, uid, unit, name, tenant, .. } = identity;
         if self.allows("over-budget", identity) {
-            warn!(name: "over-budget", client = client.0, pid, uid, unit, %tenant, "{name} {what}. Further imports by \
-                {tenant} are refused");
+            let Identity { name, tenant: refused, .. } = identity;
+            log_tenant!(warn, name: "over-budget", client, identity, "{name} {what}. Further imports by {refused} are \
+                refused");
         }
     }
 

@@ -67,9 +67,9 @@ pub mod views;
 
 pub use clients::MAX_DEVICES;
 pub use gpus::Present;
-pub use io::SAMPLE_QUIET;
+pub use io::{SAMPLE_QUIET, Signals, send_if_new};
 pub use measure::EXIT_TIME;
-pub use model::{Arrival, ClientPids, Holders, LockFiles, NamedGpu};
+pub use model::{Arrival, ClientPids, Holders, LockFiles, Model, NamedGpu};
 pub use placement::may_lock;
 pub use rooms::{PendingRoom, RoomRequest, check as check_room};
 pub use routing::Core;

@@ -169,6 +169,25 @@ pub(super) struct Gpu {
 }
 
 impl Gpu {
+    /// A GPU of which nothing else is known yet.
+    pub fn new(kind: GpuKind, name: String, total: u64) -> Self {
+        Self {
+            failing: false,
+            kind,
+            name,
+            total,
+            index: None,
+            gone: false,
+            minor: None,
+            capability: None,
+            accounting: Accounting::default(),
+            sample: None,
+            has_display: false,
+            has_others: true,
+            named_by: None,
+        }
+    }
+
     pub fn label(&self, gpu: GpuId) -> String {
         bus::gpu_name(self.kind, gpu)
     }

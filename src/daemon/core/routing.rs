@@ -223,7 +223,7 @@ impl Core {
         let used = self.observe.record_usage_of(&self.model, client, now);
         self.model.count_hours(used);
         let Some(gone) = self.model.remove_client(client, now) else { return };
-        self.observe.log.log_departure(client, &gone.identity, &gone.library, !gone.gpus.is_empty(), why);
+        self.observe.log.log_departure(client, &gone, why);
         self.io.publish_attached(&self.model);
         self.io.clients_changed(&self.model);
         self.host.files.leave(client, &gone.identity.tenant);

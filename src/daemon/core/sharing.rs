@@ -10,6 +10,7 @@ use super::model::Model;
 use super::shared_memory::{Import, SharedMemoryRegistry};
 use crate::daemon::tenants::What;
 use crate::scheduler::{ClientId, GpuId, Time};
+use crate::sys::clock;
 use crate::sys::foreign::Foreign;
 
 /// Maximum number of unanswered requests to adopt memory, per client. An exporter can leave
@@ -53,11 +54,14 @@ pub struct Shared {
     pub excess: Option<&'static str>,
 }
 
-impl Sharing {
-    pub fn new(now: Time) -> Self {
-        Self { registry: SharedMemoryRegistry::new(now), adoptions: BTreeMap::new(), asked_for: BTreeMap::new() }
+impl Default for Sharing {
+    fn default() -> Self {
+        let registry = SharedMemoryRegistry::new(clock::now());
+        Self { registry, adoptions: BTreeMap::new(), asked_for: BTreeMap::new() }
     }
+}
 
+impl Sharing {
     /// Bytes on the GPU that count for this client, but that its own reports do not include yet.
     pub fn uncounted(&self, client: ClientId, gpu: GpuId) -> u64 {
         self.registry.uncounted(client, gpu)
