@@ -9,9 +9,10 @@ const CRATE: [&str; 10] =
     ["sys", "gpu_faults", "identity", "config", "bus", "recorder", "timeline", "simulate", "daemon", "ctl"];
 
 /// Modules of the daemon, from the lowest to the highest.
-const DAEMON: [&str; 16] = [
+const DAEMON: [&str; 17] = [
     "logging",
     "node",
+    "state_file",
     "systemd",
     "tenants",
     "transport",

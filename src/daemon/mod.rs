@@ -5,6 +5,7 @@
 //!
 //! - `logging`: the log and the journal.
 //! - `node`: checks that a daemon in a pod sees the processes of its node.
+//! - `state_file`: files for state that outlives the daemon.
 //! - `systemd`: socket activation, notifications, and the file descriptor store.
 //! - `tenants`: limits each tenant's use of the scheduler.
 //! - `transport`: clients' connections as packets, the protocol's state, and the peer's identity.
@@ -31,6 +32,7 @@ mod logging;
 mod metrics;
 mod node;
 mod run;
+mod state_file;
 mod swap_files;
 mod systemd;
 mod tasks;

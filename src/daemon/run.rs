@@ -26,7 +26,7 @@ use crate::daemon::control::changes::Changes;
 use crate::daemon::control::last_good::{self, Fallback, LastGood};
 use crate::daemon::control::views::Views;
 use crate::daemon::core::Core;
-use crate::daemon::core::views::{ClientPids, Holders};
+use crate::daemon::core::{ClientPids, Holders};
 use crate::daemon::gpu::nvml::{self, Report};
 use crate::daemon::logging;
 use crate::daemon::systemd::fd_store::StoredConnection;
@@ -300,23 +300,24 @@ impl Startup {
 
         let (settings, settings_changed) = watch::channel(config.settings.clone());
         let core = Rc::new(RefCell::new(Core::new(config, record, settings)?));
-        core.borrow_mut().set_configuration_error(error);
-        core.borrow_mut().set_metrics_error(metrics_error);
+        core.borrow_mut().set_problems(|problems| (problems.configuration, problems.metrics) = (error, metrics_error));
         if let Some(directory) = clients_path.parent() {
-            core.borrow_mut().create_lock_files_in(directory);
+            core.borrow_mut().containers.lock_files.create_in(directory);
         }
         if let Some(directory) = &state {
-            core.borrow_mut().keep_orders(directory);
-            let saved = core.borrow_mut().keep_usage(directory);
+            core.borrow_mut().host.sleep.open(directory);
+            core.borrow_mut().host.moves.open(directory);
+            let keep = core.borrow().model.config.keep_usage;
+            let saved = core.borrow_mut().observe.usage.start(directory, keep);
             tasks::load_hours(&core, saved);
         }
         let mut reports = start_nvml(&core).await;
         let (holders, holders_changed) = watch::channel(Holders::new());
         let (clients_list, clients_changed) = watch::channel(ClientPids::new());
         let (request, mut requests) = mpsc::unbounded_channel();
-        let gpus = core.borrow().follow_gpus();
-        let attached = core.borrow().follow_attached();
-        let problems = core.borrow().problems();
+        let gpus = core.borrow().io.follow_gpus();
+        let attached = core.borrow().io.follow_attached();
+        let problems = core.borrow().io.problems();
         let followed = bus::Followed {
             settings: settings_changed,
             problems,
@@ -325,7 +326,7 @@ impl Startup {
             gpus,
             attached,
         };
-        let budgets = core.borrow().budgets.clone();
+        let budgets = core.borrow().model.budgets.clone();
         let (bus, bus_attempted) = BusServer::start(bus, control_socket, request, followed, budgets.clone())?;
         let (scrape, mut scrapes) = mpsc::unbounded_channel();
         metrics::start(metrics, scrape)?;
@@ -369,9 +370,10 @@ impl Startup {
         }
         systemd::stopping();
         info!(name: "stopping", "nvshare-scheduler stops");
-        core.borrow_mut().stop();
+        core.borrow().model.close_connections();
         bus.stop();
-        core.borrow_mut().finish_usage(USAGE_PATIENCE);
+        core.borrow_mut().record_usage();
+        core.borrow_mut().observe.usage.finish(USAGE_PATIENCE);
         Ok(())
     }
 }
@@ -420,7 +422,7 @@ fn start_connections(
     bus_attempted: oneshot::Receiver<()>,
 ) -> Rc<Connections> {
     let (done, mut resumed) = watch::channel(false);
-    let connections = Rc::new(Connections::new(core.borrow().budgets.clone(), resumed.clone()));
+    let connections = Rc::new(Connections::new(core.borrow().model.budgets.clone(), resumed.clone()));
     spawn_local({
         let (core, connections) = (core.clone(), connections.clone());
         async move {

@@ -6,14 +6,15 @@ use std::rc::Rc;
 use std::time::{Duration, Instant, SystemTime};
 
 use tokio::select;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::task::{spawn_blocking, spawn_local};
 
 use crate::daemon::checkpoint::{Helpers, Prepared};
 use crate::daemon::control::status_line;
 use crate::daemon::control::views::Views;
-use crate::daemon::core::views::{ClientPids, Holders};
-use crate::daemon::core::{Checkpoint, CheckpointRequest, Core, EXIT_TIME, SAMPLE_QUIET};
+use crate::daemon::core::{
+    Checkpoint, CheckpointRequest, ClientPids, Core, EXIT_TIME, Holders, Model, SAMPLE_QUIET, Signals, send_if_new,
+};
 use crate::daemon::gpu::nvml::Query;
 use crate::daemon::swap_files::Keeper;
 use crate::daemon::systemd;
@@ -56,7 +57,7 @@ const STATUS_PERIOD: Duration = Duration::from_secs(1);
 /// processes.
 pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
     let (request, mut requests) = mpsc::unbounded_channel();
-    core.borrow_mut().use_checkpoints(request);
+    core.borrow_mut().host.sleep.use_helpers(request);
     let (core, helpers, prepared) = (core.clone(), Rc::new(helpers), Rc::new(RefCell::new(Prepared::default())));
     spawn_local(async move {
         while let Some(request) = requests.recv().await {
@@ -79,7 +80,7 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
                 core.borrow_mut().checkpointed(client, operation, &answer);
                 // A client that moves to another GPU is woken immediately. The helper that put the client to sleep is
                 // kept for the wake.
-                if core.borrow().is_to_wake(client) {
+                if core.borrow().model.is_to_wake(client) {
                     prepared.borrow_mut().keep(Instant::now(), client, || helper);
                 }
             });
@@ -93,7 +94,7 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
 /// No thread can be started.
 pub fn start_swap_files(core: &Rc<RefCell<Core>>) -> std::io::Result<()> {
     let (report, mut reports) = mpsc::unbounded_channel();
-    core.borrow_mut().use_swap_files(Keeper::start(report)?);
+    core.borrow_mut().host.files.use_keeper(Keeper::start(report)?);
     let core = core.clone();
     spawn_local(async move {
         while let Some(report) = reports.recv().await {
@@ -108,15 +109,15 @@ pub fn start(core: &Rc<RefCell<Core>>, holders: watch::Sender<Holders>, clients:
     spawn_local(tick(core.clone()));
     spawn_local(sample_memory(core.clone()));
     spawn_local(check_stopped(core.clone()));
-    spawn_local(publish_holders(core.clone(), holders));
-    spawn_local(publish_clients(core.clone(), clients));
+    spawn_local(publish(core.clone(), |signals| &signals.holders, Model::holders, holders));
+    spawn_local(publish(core.clone(), |signals| &signals.arrivals, Model::client_pids, clients));
     spawn_local(announce_limits(core.clone()));
     spawn_local(save_usage(core.clone()));
 }
 
 /// Calls the scheduler whenever one of its deadlines expires.
 async fn tick(core: Rc<RefCell<Core>>) {
-    let timer = core.borrow().timer();
+    let timer = core.borrow().io.timer.clone();
     while timer.expired().await.is_ok() {
         core.borrow_mut().tick();
     }
@@ -125,7 +126,7 @@ async fn tick(core: Rc<RefCell<Core>>) {
 /// Samples memory: often while clients are active, rarely while they are idle, and never without
 /// clients. On a nearly full GPU, samples often enough to notice other programs' growth in time.
 async fn sample_memory(core: Rc<RefCell<Core>>) {
-    let signals = core.borrow().signals.clone();
+    let signals = core.borrow().io.signals.clone();
     core.borrow_mut().sample_host();
     loop {
         if signals.clients.get() == 0 {
@@ -136,11 +137,11 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
             let until_freed = async {
                 for wait in [SAMPLE_BUSY, EXIT_TIME] {
                     tokio::time::sleep(wait).await;
-                    core.borrow().query_nvml(Query::Sample);
+                    core.borrow().io.query_nvml(Query::Sample);
                 }
                 if signals.clients.get() == 0 {
                     // Processes may write to the files of clients that have left.
-                    while core.borrow().has_left_files() {
+                    while core.borrow().host.files.has_left_files() {
                         tokio::time::sleep(HOST_PERIOD).await;
                         core.borrow_mut().sample_host();
                     }
@@ -152,16 +153,16 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
                 () = until_freed => {}
             }
         }
-        core.borrow().query_nvml(Query::Sample);
+        core.borrow().io.query_nvml(Query::Sample);
         core.borrow_mut().sample_host();
         if clock::now().saturating_sub(signals.last_activity.get()) < SAMPLE_QUIET {
-            let period = core.borrow().sample_period().min(SAMPLE_BUSY);
+            let period = core.borrow().model.sample_period().min(SAMPLE_BUSY);
             tokio::time::sleep(period).await;
         } else {
-            let period = core.borrow().sample_period().min(SAMPLE_IDLE);
+            let period = core.borrow().model.sample_period().min(SAMPLE_IDLE);
             let idle = async {
                 // Idle clients have memory that other programs may need.
-                while core.borrow().lends_host_memory() {
+                while lends_host_memory(&core.borrow()) {
                     tokio::time::sleep(HOST_PERIOD).await;
                     core.borrow_mut().sample_host();
                 }
@@ -176,9 +177,15 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
     }
 }
 
+/// True if clients may use host memory that they can give back. Host memory must then be watched,
+/// because other programs may need it.
+fn lends_host_memory(core: &Core) -> bool {
+    core.model.allocates_ahead() || core.host.files.are_used(&core.model.config)
+}
+
 /// Checks stopped processes until they continue.
 async fn check_stopped(core: Rc<RefCell<Core>>) {
-    let signals = core.borrow().signals.clone();
+    let signals = core.borrow().io.signals.clone();
     loop {
         signals.stopped.notified().await;
         loop {
@@ -192,39 +199,29 @@ async fn check_stopped(core: Rc<RefCell<Core>>) {
 
 /// Sends clients their limits on GPUs that were found after the clients connected.
 async fn announce_limits(core: Rc<RefCell<Core>>) {
-    let signals = core.borrow().signals.clone();
+    let signals = core.borrow().io.signals.clone();
     loop {
         signals.limits.notified().await;
         let mut last = Some(ClientId(0));
         while let Some(client) = last {
-            last = core.borrow_mut().announce_limits_after(client, LIMITS_AT_ONCE);
+            last = core.borrow_mut().model.announce_limits_after(client, LIMITS_AT_ONCE);
             tokio::task::yield_now().await;
         }
         tokio::time::sleep(LIMITS_PERIOD).await;
     }
 }
 
-/// Publishes the holders of locks for D-Bus.
-async fn publish_holders(core: Rc<RefCell<Core>>, holders: watch::Sender<Holders>) {
-    let signals = core.borrow().signals.clone();
+/// Publishes a part of the state for D-Bus after each signal.
+async fn publish<T: PartialEq>(
+    core: Rc<RefCell<Core>>,
+    signal: fn(&Signals) -> &Notify,
+    read: fn(&Model) -> T,
+    published: watch::Sender<T>,
+) {
+    let signals = core.borrow().io.signals.clone();
     loop {
-        signals.holders.notified().await;
-        let now = core.borrow().holders();
-        holders.send_if_modified(|published| {
-            let changed = *published != now;
-            *published = now;
-            changed
-        });
-        tokio::time::sleep(PUBLISHING_PERIOD).await;
-    }
-}
-
-/// Publishes the list of clients for D-Bus.
-async fn publish_clients(core: Rc<RefCell<Core>>, clients: watch::Sender<ClientPids>) {
-    let signals = core.borrow().signals.clone();
-    loop {
-        signals.arrivals.notified().await;
-        clients.send_replace(core.borrow().client_pids());
+        signal(&signals).notified().await;
+        send_if_new(&published, read(&core.borrow().model));
         tokio::time::sleep(PUBLISHING_PERIOD).await;
     }
 }
@@ -249,8 +246,9 @@ async fn save_usage(core: Rc<RefCell<Core>>) {
         tokio::time::sleep(left.min(HOURS_PERIOD)).await;
         let mut core = core.borrow_mut();
         if left <= HOURS_PERIOD {
-            core.save_usage();
-        } else if core.limits_hours() {
+            core.record_usage();
+            core.observe.usage.save();
+        } else if core.model.limits_hours() {
             core.record_usage();
         }
         core.check_hours();
@@ -259,7 +257,7 @@ async fn save_usage(core: Rc<RefCell<Core>>) {
 
 /// Keeps the line that `systemctl status` shows up to date.
 pub async fn keep_status_line(core: &Rc<RefCell<Core>>, views: &Views) {
-    let signals = core.borrow().signals.clone();
+    let signals = core.borrow().io.signals.clone();
     let mut shown = String::new();
     while let Some(view) = views.next().await {
         let line =

@@ -64,6 +64,8 @@ pub struct Recorder {
     open: Span,
     samples: Samples,
     file: Option<RecordFile>,
+    /// The event that the machine is handling, for the file.
+    begun: Option<(Time, Event)>,
 }
 
 /// A checkpoint and the entries after it, encoded.
@@ -96,7 +98,13 @@ struct Stored {
 impl Recorder {
     /// Begins a recording with the current state of `machine`.
     pub fn new(machine: &Machine) -> Self {
-        Self { closed: VecDeque::new(), open: Span::new(machine, 1), samples: Samples::default(), file: None }
+        Self {
+            closed: VecDeque::new(),
+            open: Span::new(machine, 1),
+            samples: Samples::default(),
+            file: None,
+            begun: None,
+        }
     }
 
     /// Also writes all future entries to `file`.
@@ -113,22 +121,24 @@ impl Recorder {
         self.append(|file| file.client(&process()));
     }
 
-    /// Passes an event to the machine, and records the event and the commands.
-    pub fn handle(&mut self, machine: &mut Machine, now: Time, event: Event) -> Vec<Command> {
+    /// Records an event before `machine` handles it. [`Self::finish`] must follow.
+    pub fn begin(&mut self, machine: &Machine, now: Time, event: &Event) {
         if self.open.is_full() {
             self.close(machine);
         }
-        let (differences, gone) = self.samples.reduce(&event);
-        self.open.put(&Head { at: now, event: differences.as_ref().unwrap_or(&event), gone: &gone });
-        let written = self.file.is_some().then(|| event.clone());
-        let commands = machine.handle(now, event);
+        let (differences, gone) = self.samples.reduce(event);
+        self.open.put(&Head { at: now, event: differences.as_ref().unwrap_or(event), gone: &gone });
+        self.begun = self.file.is_some().then(|| (now, event.clone()));
+    }
+
+    /// Records the commands by which the machine answered the event.
+    pub fn finish(&mut self, commands: &[Command]) {
         self.open.put(&commands);
-        if let Some(event) = written {
+        if let Some((now, event)) = self.begun.take() {
             let number = self.open.first + self.open.count;
-            self.append(|file| file.entry(number, now, &event, &commands));
+            self.append(|file| file.entry(number, now, &event, commands));
         }
         self.open.count += 1;
-        commands
     }
 
     /// Appends to the file, and ends the record if that fails. A full disk must not stop the

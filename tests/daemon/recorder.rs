@@ -75,11 +75,19 @@ fn record(settings: Settings, history: &[(Time, Event)], from: usize) -> (Record
     }
     let mut recorder = Recorder::new(&machine);
     let entry = |(number, (at, event)): (u64, &(Time, Event))| {
-        let commands = recorder.handle(&mut machine, *at, event.clone());
+        let commands = handle(&mut recorder, &mut machine, *at, event.clone());
         Entry { number, at: *at, event: event.clone(), commands }
     };
     let entries = (1..).zip(after).map(entry).collect();
     (recorder, entries)
+}
+
+/// Has a machine handle an event, and records the event and the commands.
+fn handle(recorder: &mut Recorder, machine: &mut Machine, now: Time, event: Event) -> Vec<Command> {
+    recorder.begin(machine, now, &event);
+    let commands = machine.handle(now, event);
+    recorder.finish(&commands);
+    commands
 }
 
 fn circumstances() -> Circumstances {
@@ -162,7 +170,7 @@ fn a_record_written_at_run_time_has_every_entry() {
         Event::Measured { gpu: gpu(0), begun: ms(n), free: None, found }
     });
     for (number, event) in (1..).zip([Event::GpuFound { gpu: gpu(0), total: 16 * GIB }].into_iter().chain(measured)) {
-        let commands = recorder.handle(&mut machine, ms(number), event.clone());
+        let commands = handle(&mut recorder, &mut machine, ms(number), event.clone());
         entries.push(Entry { number, at: ms(number), event, commands });
     }
     let text = std::fs::read(&path).expect("the record");
@@ -201,10 +209,10 @@ fn the_recorder_keeps_10000_to_15000_entries() {
 fn large_entries_are_bounded() {
     let mut machine = Machine::new(scheduler_sim::settings(AntiThrash::Auto, ms(500)));
     let mut recorder = Recorder::new(&machine);
-    recorder.handle(&mut machine, ms(0), Event::GpuFound { gpu: gpu(0), total: 16 * GIB });
+    handle(&mut recorder, &mut machine, ms(0), Event::GpuFound { gpu: gpu(0), total: 16 * GIB });
     for n in 0..1_000 {
         let found = (0..1000).map(|c| (client(c), exactly(n * 4096 + c))).collect();
-        recorder.handle(&mut machine, ms(n), Event::Measured { gpu: gpu(0), begun: ms(n), free: None, found });
+        handle(&mut recorder, &mut machine, ms(n), Event::Measured { gpu: gpu(0), begun: ms(n), free: None, found });
     }
     assert!(recorder.bytes() <= 16 << 20, "{}", recorder.bytes());
     let recording = recorder.recording();

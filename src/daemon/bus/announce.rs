@@ -12,8 +12,8 @@ use super::object::Object;
 use super::{Followed, Shared, seconds};
 use crate::bus;
 use crate::config::names;
+use crate::daemon::core::ClientPids;
 use crate::daemon::core::Present;
-use crate::daemon::core::views::ClientPids;
 
 /// Announces each change of a value exactly once, until the connection ends.
 pub async fn announce(connection: &Connection, shared: &Shared) {

@@ -13,7 +13,7 @@ use zbus::message::{Flags, Header};
 use super::authority::{Action, Authority, Authorization, Details, Manner, Subject};
 use super::gate::{self, Place, Senders};
 use crate::daemon::connections::lock::Lockable;
-use crate::daemon::core::views::NamedGpu;
+use crate::daemon::core::NamedGpu;
 use crate::daemon::gpu::device_files;
 use crate::daemon::tenants::{Budget, Budgets, Share, What};
 use crate::daemon::transport::peer::{self, Process, Where};

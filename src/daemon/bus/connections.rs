@@ -17,7 +17,7 @@ use super::served::Served;
 use super::{Bus, Shared, suspend};
 use crate::bus;
 use crate::daemon::core::Present;
-use crate::daemon::core::views::{ClientPids, Holders};
+use crate::daemon::core::{ClientPids, Holders};
 use crate::daemon::transport::peer::{Process, Where};
 use crate::sys::{credentials, descriptors, socket};
 

@@ -35,10 +35,7 @@ use crate::daemon::connections::lock::{LockRequest, Lockable};
 use crate::daemon::core::bundle::Snapshot;
 use crate::daemon::core::claims::Claims;
 use crate::daemon::core::pods::{Pods, Refused};
-use crate::daemon::core::{
-    Present, RoomRequest, View,
-    views::{ClientPids, Holders, NamedGpu},
-};
+use crate::daemon::core::{ClientPids, Holders, NamedGpu, Present, RoomRequest, View};
 use crate::daemon::tenants::Budgets;
 use crate::daemon::usage::{Query, UsageAnswer};
 use crate::scheduler::{AntiThrash, PolicyName, Settings};

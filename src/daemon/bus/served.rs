@@ -175,7 +175,7 @@ mod tests {
     use crate::daemon::bus::callers::Callers;
     use crate::daemon::bus::{Followed, Shared};
     use crate::daemon::core::Present;
-    use crate::daemon::core::views::{ClientPids, Holders};
+    use crate::daemon::core::{ClientPids, Holders};
     use crate::daemon::tenants::Budgets;
     use crate::daemon::transport::peer::Process;
 

@@ -54,7 +54,10 @@ impl Drop for ClaimSocket {
 impl ClaimSockets {
     /// Opens the sockets of the claims that an earlier daemon left in this directory.
     pub fn new(directory: &Path, core: &Rc<RefCell<Core>>, connections: &Rc<Connections>) -> Self {
-        core.borrow_mut().create_lock_files_of_claims_in(directory);
+        {
+            let core = &mut *core.borrow_mut();
+            core.containers.serve_claims_in(&core.model, directory);
+        }
         let (core, connections) = (core.clone(), connections.clone());
         let mut sockets = Self { directory: directory.into(), core, connections, open: BTreeMap::new() };
         for uid in sockets.directories() {
@@ -80,7 +83,7 @@ impl ClaimSockets {
         for uid in self.directories().iter().filter(|uid| !uids.contains(*uid)) {
             let _ = std::fs::remove_dir_all(self.directory.join(uid));
         }
-        self.core.borrow_mut().set_claims(claims);
+        self.core.borrow_mut().change_containers(|known, _| known.set_claims(claims));
         refused
     }
 
@@ -97,7 +100,9 @@ impl ClaimSockets {
         let directory = self.directory.join(uid);
         let path = directory.join(name);
         let listener = listen::listen_within(&path).map_err(|e| e.to_string())?;
-        self.core.borrow().link_lock_files(&directory);
+        let core = self.core.borrow();
+        core.containers.link_lock_files(&core.model, &directory);
+        drop(core);
         let serving = spawn_local(serve(self.core.clone(), listener, self.connections.clone(), uid.to_owned()));
         self.open.insert(uid.to_owned(), ClaimSocket { path, serving });
         Ok(())

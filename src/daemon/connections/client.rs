@@ -15,7 +15,7 @@ use tracing::{debug, error};
 use super::Connections;
 use super::accept::{discard_unread, refuse};
 use crate::daemon::core::{Arrival, Core};
-use crate::daemon::tenants::{Budget, Share, What};
+use crate::daemon::tenants::{Budget, Share, Slice, What};
 use crate::daemon::transport::connection::{Connection, Received};
 use crate::daemon::transport::peer;
 use crate::daemon::transport::session::Violation;
@@ -96,7 +96,7 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
         Ok(Err(violation)) => return connections.log_refused(&identity, format_args!("{DISCONNECTED}: {violation}")),
         Err(_) => return debug!(pid = identity.pid, "sent no Hello within {HELLO_TIMEOUT:?}"),
     };
-    let Hello { min, max, resume, is_asleep, gang, library } = hello;
+    let Hello { min, max, .. } = hello;
     let slice = budget.slice().await;
     slice.spend(ARRIVAL_TOKENS);
     let Some(version) = version::negotiate(min, max) else {
@@ -117,19 +117,7 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, client: Incoming, connections
     }
 
     connection.set_version(version);
-    let library = library.as_str().to_owned();
-    let reconnects = resume != 0;
-    let arrival = Arrival {
-        connection: connection.clone(),
-        identity: identity.clone(),
-        version,
-        gang,
-        library,
-        lock: None,
-        reconnects,
-        is_asleep,
-        process: pidfd.clone(),
-    };
+    let arrival = hello.arrival(&connection, &identity, version, &pidfd);
     let client = core.borrow_mut().connect(arrival);
     slice.end().await;
     connections.resumed().await;
@@ -161,7 +149,7 @@ pub async fn converse(
     };
     let slice = connection.budget().slice().await;
     if !matches!(end, End::Violation(_)) {
-        read_last_packets(core, client, connection);
+        read_last_packets(core, client, connection, &slice);
     }
     let why = match end {
         End::Closed => "disconnected",
@@ -181,7 +169,7 @@ pub async fn converse(
 
 /// Reads packets that a process sent before it exited. The daemon can notice the exit before it has
 /// read these packets.
-fn read_last_packets(core: &RefCell<Core>, client: ClientId, connection: &Connection) {
+fn read_last_packets(core: &RefCell<Core>, client: ClientId, connection: &Connection, slice: &Slice<'_>) {
     let mut buffer = [0; MAX_LEN];
     // The number is limited: another process that shares the socket could send packets forever.
     for _ in 0..MAX_LAST_PACKETS {
@@ -192,7 +180,8 @@ fn read_last_packets(core: &RefCell<Core>, client: ClientId, connection: &Connec
         let Ok(length @ 1..) = socket::receive(connection.socket(), &mut buffer, owner, &mut Vec::new()) else {
             return;
         };
-        core.borrow_mut().receive_last(client, buffer.get(..length).unwrap_or_default());
+        // Spends tokens even if none are left, so that the tenant's other clients are read later.
+        let _ = core.borrow_mut().receive(client, buffer.get(..length).unwrap_or_default(), None, slice);
     }
 }
 
@@ -224,6 +213,28 @@ pub struct Hello {
     pub library: Text<32>,
 }
 
+impl Hello {
+    pub fn arrival(
+        &self,
+        connection: &Rc<Connection>,
+        identity: &Arc<Identity>,
+        version: u16,
+        process: &Option<Rc<AsyncFd<OwnedFd>>>,
+    ) -> Arrival {
+        Arrival {
+            connection: connection.clone(),
+            identity: identity.clone(),
+            version,
+            gang: self.gang,
+            library: self.library.as_str().to_owned(),
+            lock: None,
+            reconnects: self.resume != 0,
+            is_asleep: self.is_asleep,
+            process: process.clone(),
+        }
+    }
+}
+
 /// Reads the first packet. `None` if the connection ends without a packet.
 async fn read_hello(connection: &Connection) -> Result<Option<Hello>, Violation> {
     let mut buffer = [0; MAX_LEN];
@@ -253,12 +264,11 @@ async fn read(core: &RefCell<Core>, client: ClientId, connection: &Connection) -
                 Err(violation) => return End::Violation(violation),
             };
             let packet = buffer.get(..length).unwrap_or_default();
-            let received = core.borrow_mut().receive(client, packet, descriptors);
-            if let Err(violation) = received {
-                return End::Violation(violation);
-            }
-            if !slice.spend(1) {
-                break;
+            let received = core.borrow_mut().receive(client, packet, Some(descriptors), &slice);
+            match received {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(violation) => return End::Violation(violation),
             }
         }
         slice.end().await;

@@ -31,8 +31,7 @@ use zbus::fdo;
 
 use super::Connections;
 use super::client::too_many_clients;
-use crate::daemon::core::views::NamedGpu;
-use crate::daemon::core::{Arrival, Core, LockFiles};
+use crate::daemon::core::{Arrival, Core, LockFiles, NamedGpu, may_lock};
 use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::{LOCK_RECORD, StoredConnection};
 use crate::daemon::tenants::{Budget, Share, What};
@@ -81,8 +80,8 @@ pub fn check(core: &Core, request: &LockRequest) -> fdo::Result<Lockable> {
             return Err(fdo::Error::InvalidArgs(format!("{what} must have 1 to {MAX_TEXT} characters")));
         }
     }
-    let gpu = core.find_gpu(&request.gpu).map_err(fdo::Error::InvalidArgs)?;
-    let rule = core.may_lock(&request.caller, &gpu).map_err(|why| {
+    let gpu = core.model.find_gpu(&request.gpu)?;
+    let rule = may_lock(&core.model, &request.caller, &gpu).map_err(|why| {
         let Identity { pid, uid, .. } = request.caller;
         fdo::Error::AccessDenied(format!("process {pid} of user {uid} may not acquire this lock: {why}"))
     })?;
@@ -312,7 +311,8 @@ struct LockKeeper {
 impl LockKeeper {
     fn send(&self, message: ClientMessage) {
         // These messages never violate the protocol, so there are no errors to handle.
-        let _ = self.core.borrow_mut().receive(self.client, message.encode(version::MAX).as_bytes(), Vec::new());
+        let (packet, slice) = (message.encode(version::MAX), self.connection.budget().slice_at_once());
+        let _ = self.core.borrow_mut().receive(self.client, packet.as_bytes(), Some(Vec::new()), &slice);
     }
 
     fn attach(&self) {

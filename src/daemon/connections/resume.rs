@@ -27,7 +27,7 @@ use tracing::{info, warn};
 use super::Connections;
 use super::client::{self, Hello};
 use super::lock::{self, TakenOver};
-use crate::daemon::core::{Arrival, Core, MAX_DEVICES};
+use crate::daemon::core::{Core, MAX_DEVICES};
 use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::{ConnectionName, Kind, StoredConnection};
 use crate::daemon::tenants::{Share, Slice, What};
@@ -71,13 +71,13 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
     let begin = Instant::now();
     let (stored, locks): (Vec<_>, Vec<_>) = stored.into_iter().partition(|stored| stored.name.kind == Kind::Program);
     for StoredConnection { name, .. } in &locks {
-        core.borrow_mut().reserve_id(ClientId(name.client));
+        core.borrow_mut().model.reserve_id(ClientId(name.client));
     }
     let count = stored.len();
     let (answer, mut answers) = mpsc::unbounded_channel();
     let mut silent: BTreeMap<u64, (Rc<Connection>, Arc<Identity>)> = BTreeMap::new();
     for StoredConnection { name, socket, record: _ } in stored {
-        core.borrow_mut().reserve_id(ClientId(name.client));
+        core.borrow_mut().model.reserve_id(ClientId(name.client));
         let Some(asked) = ask(name, socket, connections) else {
             systemd::forget(&name.to_string());
             continue;
@@ -94,7 +94,7 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
     let mut states = Vec::new();
     let is_awaited = |silent: &BTreeMap<u64, (Rc<Connection>, Arc<Identity>)>| {
         let core = core.borrow();
-        silent.values().any(|(_, identity)| !core.is_off_gpus(identity.pid.try_into().unwrap_or(0)))
+        silent.values().any(|(_, identity)| !core.model.is_off_gpus(identity.pid.try_into().unwrap_or(0)))
     };
     while is_awaited(&silent) && begin.elapsed() < ANSWER_TIMEOUT {
         match tokio::time::timeout(CHECK_PERIOD, answers.recv()).await {
@@ -241,8 +241,8 @@ fn feed(core: &RefCell<Core>, client: ClientId, slice: &Slice<'_>, packets: &mut
     for packet in packets {
         // Another thread of the client may have sent packets about a GPU before the packet that names the GPU.
         // Such packets violate the protocol. The error is ignored, because the client sends them again.
-        let _ = core.borrow_mut().receive(client, &packet, Vec::new());
-        if !slice.spend(1) {
+        let received = core.borrow_mut().receive(client, &packet, Some(Vec::new()), slice);
+        if !received.unwrap_or_else(|_| slice.spend(0)) {
             break;
         }
     }
@@ -265,19 +265,9 @@ async fn admit(
             continue;
         }
         let client = ClientId(asked.name.client);
-        let arrival = Arrival {
-            connection: asked.connection.clone(),
-            identity: asked.identity.clone(),
-            version: asked.name.version,
-            gang: hello.gang,
-            library: hello.library.as_str().to_owned(),
-            lock: None,
-            reconnects: true,
-            is_asleep: hello.is_asleep,
-            process: asked.pidfd.clone(),
-        };
+        let arrival = hello.arrival(&asked.connection, &asked.identity, asked.name.version, &asked.pidfd);
         core.borrow_mut().resume(client, arrival, asked.name);
-        core.borrow_mut().prove(client, std::mem::take(devices));
+        core.borrow_mut().model.prove(client, std::mem::take(devices));
         let packets = std::mem::take(packets_left);
         let (later, first): (Vec<_>, Vec<_>) =
             packets.into_iter().partition(|packet| is_request(packet, asked.name.version));

@@ -18,6 +18,7 @@ use tokio::task::spawn_local;
 use zbus::fdo;
 
 use crate::daemon::core::{Core, PendingRoom, RoomRequest};
+use crate::daemon::gpu::nvml::Query;
 use crate::scheduler::RoomId;
 use crate::sys::socket;
 
@@ -30,7 +31,10 @@ const MAX_READS: usize = 256;
 
 /// Makes a room. When the memory has been freed, sends the caller its end of the socket pair.
 pub fn make(core: &Rc<RefCell<Core>>, request: RoomRequest, reply: oneshot::Sender<fdo::Result<OwnedFd>>) {
-    let pending = core.borrow_mut().request_room(request);
+    // The decision needs current figures of the memory that other programs use.
+    core.borrow().io.query_nvml(Query::Sample);
+    core.borrow().io.signals.activity.notify_one();
+    let pending = core.borrow_mut().with_host(|host, model, events| host.rooms.add(model, events, request));
     let PendingRoom { room, ready, ended } = match pending {
         Ok(pending) => pending,
         Err(e) => return drop(reply.send(Err(e))),
@@ -79,7 +83,7 @@ impl Kept {
                 }
             }
             if wrote {
-                self.core.borrow_mut().renew_room(self.room);
+                self.core.borrow_mut().with_host(|host, _, events| host.rooms.renew(events, self.room));
                 // All writes during the pause together cause one renewal.
                 tokio::time::sleep(RENEWAL_PERIOD).await;
             }
@@ -89,6 +93,6 @@ impl Kept {
 
 impl Drop for Kept {
     fn drop(&mut self) {
-        self.core.borrow_mut().close_room(self.room);
+        self.core.borrow_mut().with_host(|host, model, events| host.rooms.close(model, events, self.room));
     }
 }

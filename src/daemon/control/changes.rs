@@ -6,23 +6,20 @@
 //! restart.
 
 use std::cell::RefCell;
-use std::io;
-use std::path::{Path, PathBuf};
-use std::sync::mpsc::{self, Sender};
-use std::thread;
+use std::path::Path;
 use std::time::Duration;
 
 use serde::{Deserialize, Deserializer};
-use tokio::sync::{Mutex, MutexGuard, oneshot};
+use tokio::sync::{Mutex, MutexGuard};
 use tracing::{info, warn};
 use zbus::fdo;
 
 use crate::config::names::{anti_thrash_name, policy_name};
 use crate::config::rules::{Added, Addition};
-use crate::config::{Config, ConfigError, document, settings};
+use crate::config::{Config, document, settings};
 use crate::daemon::bus::Change;
+use crate::daemon::state_file::{Content, StateFile};
 use crate::scheduler::{AntiThrash, PolicyName};
-use crate::sys::atomic_file;
 
 const FILE: &str = "settings.toml";
 const HEADER: &str =
@@ -31,17 +28,9 @@ const HEADER: &str =
 /// The settings changed at run time, in the form in which they are saved.
 #[derive(Debug, Default)]
 pub struct Changes {
-    changed: RefCell<Changed>,
-    saver: Option<Saver>,
+    file: RefCell<StateFile<Changed>>,
     /// Serializes changes: one change is saved before the next begins.
     turn: Mutex<()>,
-}
-
-/// The thread that saves the changes. Writing to disk can be slow.
-#[derive(Debug)]
-struct Saver {
-    path: PathBuf,
-    texts: Sender<(String, oneshot::Sender<io::Result<()>>)>,
 }
 
 /// The content of the file. Keys of later versions are ignored.
@@ -73,36 +62,19 @@ impl Changes {
     /// Reads the settings that an earlier daemon saved in `directory`. An invalid file is logged and ignored.
     pub fn open(directory: Option<&Path>) -> Self {
         let Some(directory) = directory else { return Self::default() };
-        let path = directory.join(FILE);
-        let changed = match read(&path) {
-            Ok(changed) => changed,
-            Err(e) => {
-                warn!(name: "settings-ignored", "ignoring the settings that were changed at run time: {e}");
-                Changed::default()
-            }
-        };
-        if changed != Changed::default() {
-            let text = changed.summary();
+        let file = StateFile::<Changed>::open(directory.join(FILE), |e| {
+            warn!(name: "settings-ignored", "ignoring the settings that were changed at run time: {e}");
+        });
+        if file.content != Changed::default() {
+            let text = file.content.summary();
             info!(name: "settings-kept", "settings that were changed at run time take precedence over the configuration file: {text}");
         }
-        let (sender, texts) = mpsc::channel::<(String, oneshot::Sender<io::Result<()>>)>();
-        let file = path.clone();
-        let thread = thread::Builder::new().name("state".into()).spawn(move || {
-            for (text, saved) in texts {
-                let text = if text.is_empty() { text } else { format!("{HEADER}{text}") };
-                let _ = saved.send(atomic_file::write(&file, &text));
-            }
-        });
-        if let Err(e) = thread {
-            warn!(name: "settings-unsaved", "cannot start the thread that saves settings: {e}. Settings cannot be \
-                changed at run time.");
-        }
-        Self { changed: RefCell::new(changed), saver: Some(Saver { path, texts: sender }), turn: Mutex::default() }
+        Self { file: RefCell::new(file), turn: Mutex::default() }
     }
 
     /// Applies the changes to a configuration that was read from files.
     pub fn apply(&self, config: &mut Config) {
-        let Changed { time_quantum, max_wait, anti_thrash, policy, ref rule } = *self.changed.borrow();
+        let Changed { time_quantum, max_wait, anti_thrash, policy, ref rule } = self.file.borrow().content;
         config.rules.put_first(rule);
         let settings = &mut config.settings;
         settings.time_quantum = time_quantum.unwrap_or(settings.time_quantum);
@@ -131,7 +103,7 @@ impl Turn<'_> {
     /// # Errors
     /// `IOError` if the change cannot be saved. The change then has no effect.
     pub async fn set(&self, change: Change) -> fdo::Result<()> {
-        let mut changed = self.changes.changed.borrow().clone();
+        let mut changed = self.changes.file.borrow().content.clone();
         match change {
             Change::TimeQuantum(quantum) => changed.time_quantum = Some(quantum),
             Change::MaxWait(most) => changed.max_wait = Some(most),
@@ -147,7 +119,7 @@ impl Turn<'_> {
     /// `InvalidArgs` if the rule is invalid or there are too many rules. `IOError` if the change cannot be
     /// saved. In both cases, the change has no effect.
     pub async fn set_rule(&self, addition: Addition) -> fdo::Result<()> {
-        let mut changed = self.changes.changed.borrow().clone();
+        let mut changed = self.changes.file.borrow().content.clone();
         changed.rule.set(addition).map_err(fdo::Error::InvalidArgs)?;
         self.save(changed).await
     }
@@ -161,23 +133,12 @@ impl Turn<'_> {
     }
 
     async fn save(&self, changed: Changed) -> fdo::Result<()> {
-        if let Some(Saver { path, texts }) = &self.changes.saver {
-            let (saved, outcome) = oneshot::channel();
-            let no_thread = || io::Error::other("the thread that saves settings is not running");
-            let outcome = match texts.send((changed.text(), saved)) {
-                Ok(()) => outcome.await.unwrap_or_else(|_| Err(no_thread())),
-                Err(_) => Err(no_thread()),
-            };
-            if let Err(e) = outcome {
-                let path = path.display();
-                warn!(name: "settings-unsaved", "refused a change of settings, because it cannot be saved in {path}: \
-                    {e}");
-                return Err(fdo::Error::IOError(format!(
-                    "cannot save the change in {path}: {e}. Nothing has changed."
-                )));
-            }
+        let saving = self.changes.file.borrow().save(&changed);
+        if let Ok(Err(e)) = saving.await {
+            warn!(name: "settings-unsaved", "refused a change of settings, because it cannot be saved in {e}");
+            return Err(fdo::Error::IOError(format!("cannot save the change in {e}. Nothing has changed.")));
         }
-        self.changes.changed.replace(changed);
+        self.changes.file.borrow_mut().content = changed;
         Ok(())
     }
 }
@@ -190,11 +151,6 @@ impl Changed {
         settings.into_iter().chain(rules).collect::<Vec<_>>().join(", ")
     }
 
-    /// The content of the file. Empty if nothing was changed.
-    fn text(&self) -> String {
-        self.settings() + &self.rule.text()
-    }
-
     fn settings(&self) -> String {
         let quantum = self.time_quantum.map(|quantum| format!("time-quantum = \"{}s\"\n", quantum.as_secs()));
         let most = self.max_wait.map(|most| format!("max-wait = \"{}s\"\n", most.as_secs()));
@@ -204,11 +160,15 @@ impl Changed {
     }
 }
 
-fn read(path: &Path) -> Result<Changed, ConfigError> {
-    match std::fs::read_to_string(path) {
-        Ok(text) => document::parse(&text, path),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Changed::default()),
-        Err(e) => Err(ConfigError::Unreadable { path: path.into(), reason: e.to_string() }),
+impl Content for Changed {
+    fn parse(text: &str, path: &Path) -> Result<Self, String> {
+        document::parse(text, path).map_err(|e| e.to_string())
+    }
+
+    /// Empty if nothing was changed.
+    fn text(&self) -> String {
+        let text = self.settings() + &self.rule.text();
+        if text.is_empty() { text } else { format!("{HEADER}{text}") }
     }
 }
 
@@ -231,7 +191,7 @@ mod tests {
                 rule
             },
         };
-        let text = format!("{HEADER}{}", changed.text());
+        let text = changed.text();
         assert_eq!(document::parse(&text, Path::new(FILE)), Ok(changed.clone()));
         let later = format!("of-a-later-version = 3\n{text}");
         assert_eq!(document::parse(&later, Path::new(FILE)), Ok(changed));
@@ -245,7 +205,9 @@ mod tests {
         Changes::default().apply(&mut config);
         assert_eq!(config, before);
         let changed = Changed { time_quantum: Some(Duration::from_secs(7)), ..Changed::default() };
-        Changes { changed: RefCell::new(changed), ..Changes::default() }.apply(&mut config);
+        let changes = Changes::default();
+        changes.file.borrow_mut().content = changed;
+        changes.apply(&mut config);
         let settings = Settings { time_quantum: Duration::from_secs(7), ..before.settings.clone() };
         assert_eq!(config, Config { settings, ..before });
     }

@@ -28,8 +28,11 @@ use crate::config::{Config, LogLevel};
 use crate::daemon::bus::{Change, Failure, Request};
 use crate::daemon::connections::claims::ClaimSockets;
 use crate::daemon::connections::{Connections, lock, room};
-use crate::daemon::core::{Core, Saving};
+use crate::daemon::core::bundle::Snapshot;
+use crate::daemon::core::{Core, check_room};
+use crate::daemon::gpu::nvml::Query;
 use crate::daemon::logging;
+use crate::daemon::state_file::Saving;
 use crate::daemon::systemd;
 use crate::scheduler::ClientId;
 use changes::Changes;
@@ -67,8 +70,13 @@ impl Control {
         // If a caller has stopped waiting, sending its reply fails. That is not an error.
         match request {
             Request::View(reply) => self.views.answer(reply),
-            Request::Usage(query, reply) => core.borrow_mut().read_usage(query, reply),
-            Request::SetPods(pods, reply) => drop(reply.send(core.borrow_mut().set_pods(pods))),
+            Request::Usage(query, reply) => {
+                core.borrow_mut().record_usage();
+                core.borrow().observe.usage.read(query, reply);
+            }
+            Request::SetPods(pods, reply) => {
+                drop(reply.send(core.borrow_mut().change_containers(|known, rules| known.set_pods(pods, rules))))
+            }
             Request::SetClaims(new, reply) => {
                 let none =
                     || fdo::Error::NotSupported("this scheduler does not serve claims. Start it with --claims".into());
@@ -76,25 +84,36 @@ impl Control {
             }
             Request::CheckLock(request, reply) => drop(reply.send(lock::check(&core.borrow(), &request))),
             Request::Lock(request, reply) => drop(reply.send(lock::acquire(core, connections, request))),
-            Request::CheckRoom(request, reply) => drop(reply.send(core.borrow().check_room(&request))),
+            Request::CheckRoom(request, reply) => drop(reply.send(check_room(&core.borrow().model, &request))),
             Request::Room(request, reply) => room::make(core, request, reply),
-            Request::TerminateLock(client, reply) => drop(reply.send(core.borrow().end_lock(ClientId(client)))),
-            Request::UsersOf(pid, reply) => drop(reply.send(core.borrow().users_of(pid))),
+            Request::TerminateLock(client, reply) => drop(reply.send(core.borrow().model.end_lock(ClientId(client)))),
+            Request::UsersOf(pid, reply) => drop(reply.send(core.borrow().model.users_of(pid))),
             Request::Pause { pid, is_paused, users, reply } => {
-                answer_when_saved(core.borrow_mut().pause(pid, is_paused, &users), reply)
+                let pause = core
+                    .borrow_mut()
+                    .with_host(|host, model, events| host.sleep.pause(model, events, pid, is_paused, &users));
+                answer_when_saved(pause, reply);
             }
-            Request::Migrate { pid, gpu, users, reply } => core.borrow_mut().migrate(pid, &gpu, &users, reply),
-            Request::Drain(gpu, drained, reply) => answer_when_saved(core.borrow_mut().drain(&gpu, drained), reply),
-            Request::Debug(view, reply) => drop(reply.send(Box::new(core.borrow().debug_snapshot(view)))),
+            Request::Migrate { pid, gpu, users, reply } => core
+                .borrow_mut()
+                .with_host(|host, model, events| host.moves.begin(model, events, (pid, &gpu), &users, reply)),
+            Request::Drain(gpu, drained, reply) => {
+                let drain =
+                    core.borrow_mut().with_host(|host, model, events| host.moves.drain(model, events, &gpu, drained));
+                answer_when_saved(drain, reply);
+            }
+            Request::Debug(view, reply) => drop(reply.send(Box::new(Snapshot::new(&core.borrow(), view)))),
             Request::ReleaseDriver(lasts, reply) => {
-                let (released, programs) = core.borrow().release_driver(lasts);
+                let (done, released) = oneshot::channel();
+                core.borrow().io.query_nvml(Query::Release(lasts, done));
+                let programs = core.borrow().model.programs();
                 spawn_local(async move {
                     let _ = released.await;
                     let _ = reply.send(programs);
                 });
             }
             Request::Suspend(suspended, done) => {
-                core.borrow_mut().suspend(suspended);
+                core.borrow_mut().with_host(|host, _, events| host.sleep.suspend(events, suspended));
                 spawn_local(evacuate(core.clone(), done));
             }
             // The following requests read or write files, so they run in tasks that do not block
@@ -147,7 +166,7 @@ impl Control {
     async fn set(&self, core: &RefCell<Core>, change: Change, by: &str) -> Result<(), Failure> {
         self.changes.begin().await.set(change).await?;
         let mut core = core.borrow_mut();
-        let mut config = core.config.clone();
+        let mut config = core.model.config.clone();
         change.apply(&mut config.settings);
         core.configure(config, by);
         Ok(())
@@ -156,14 +175,14 @@ impl Control {
     /// Sets or removes a rule at run time.
     async fn set_rule(&self, core: &RefCell<Core>, addition: Addition, by: &str) -> Result<(), Failure> {
         let turn = self.changes.begin().await;
-        if let Some(text) = addition.rule().and_then(|rule| core.borrow().config.rules.contradicted(rule)) {
+        if let Some(text) = addition.rule().and_then(|rule| core.borrow().model.config.rules.contradicted(rule)) {
             return Err(fdo::Error::InvalidArgs(text).into());
         }
         let name = addition.name().to_owned();
         let keys = addition.rule().map(|rule| rule.to_table().to_string().trim_end().replace('\n', ", "));
         turn.set_rule(addition).await?;
         let mut core = core.borrow_mut();
-        let mut config = core.config.clone();
+        let mut config = core.model.config.clone();
         self.changes.apply(&mut config);
         core.configure(config, by);
         match keys {
@@ -195,7 +214,7 @@ impl Control {
         let is_default = self.is_default.get() && read.is_err();
         self.is_default.set(is_default);
         let error = read.as_ref().err().map(|e| in_effect_despite(e, is_default));
-        core.borrow_mut().set_configuration_error(error);
+        core.borrow_mut().set_problems(|problems| problems.configuration = error);
         let mut config = read?;
         config.settings.time_quantum = self.time_quantum.unwrap_or(config.settings.time_quantum);
         Ok(config)
@@ -212,7 +231,8 @@ const EVACUATION_LOOK: Duration = Duration::from_millis(20);
 
 /// Sends the answer once all evictable memory has been evicted from the GPUs, or the host has resumed.
 async fn evacuate(core: Rc<RefCell<Core>>, done: oneshot::Sender<()>) {
-    while !core.borrow().is_evacuated() {
+    let is_evacuated = |core: &Core| core.host.sleep.is_evacuated(&core.model);
+    while !is_evacuated(&core.borrow()) {
         tokio::time::sleep(EVACUATION_LOOK).await;
     }
     let _ = done.send(());
@@ -223,8 +243,10 @@ fn answer_when_saved(ordered: fdo::Result<Saving>, reply: oneshot::Sender<fdo::R
     spawn_local(async move {
         let result = match ordered {
             Ok(saving) => {
-                // An error means that there is no state directory. Nothing can then be saved.
-                let _ = saving.await;
+                // Without a state directory, nothing can be saved.
+                if let Ok(Err(e)) = saving.await {
+                    warn!("cannot save an order for the next scheduler in {e}. A restart will undo the order");
+                }
                 Ok(())
             }
             Err(e) => Err(e),

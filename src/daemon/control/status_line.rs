@@ -39,37 +39,11 @@ pub fn format(problems: &[String], gpus: &[bus::Gpu], clients: &[ClientView]) ->
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-    use std::time::SystemTime;
-
     use super::*;
     use crate::identity::Identity;
-    use crate::scheduler::{ClientId, SleepPhase, SleepView};
 
     fn client(id: u64, name: &str) -> ClientView {
-        let identity = Identity { pid: 100 + id as i32, name: name.into(), ..Identity::default() };
-        ClientView {
-            id: ClientId(id),
-            identity: Arc::new(identity),
-            library: String::new(),
-            rule: Default::default(),
-            rule_group: None,
-            env_limits: Default::default(),
-            gang_peers: Vec::new(),
-            placed: Vec::new(),
-            connected: SystemTime::UNIX_EPOCH,
-            stopped: false,
-            sleep: SleepView {
-                phase: SleepPhase::Awake,
-                paused: false,
-                drained: false,
-                obstacle: None,
-                moving: None,
-                woken: None,
-            },
-            moving: String::new(),
-            uses: Vec::new(),
-        }
+        ClientView::named(id, Identity { pid: 100 + id as i32, name: name.into(), ..Identity::default() })
     }
 
     #[test]

@@ -41,7 +41,7 @@ impl Views {
                     continue;
                 }
                 let begin = Instant::now();
-                let view = Arc::new(core.borrow().view());
+                let view = Arc::new(View::new(&core.borrow()));
                 // If a reader has stopped waiting, sending it the view fails. That is not an error.
                 readers.into_iter().for_each(|reader| drop(reader.send(view.clone())));
                 drop_elsewhere(view);

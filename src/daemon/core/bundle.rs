@@ -12,7 +12,7 @@ use nvshare_wire::version;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use serde_json::{Value, json};
 
-use super::state::Core;
+use super::routing::Core;
 use super::view::View;
 use super::views::ClientView;
 use crate::bus::{self, status::Status};
@@ -39,24 +39,23 @@ pub struct Snapshot {
     pub recording: Recording,
 }
 
-impl Core {
+impl Snapshot {
     /// Collects the contents of a debug bundle, including this view. The contents are formatted and written
     /// outside the scheduling loop.
-    pub fn debug_snapshot(&self, view: Arc<View>) -> Snapshot {
-        let samples = self.gpus.iter().filter_map(|(id, gpu)| Some((gpu.label(*id), gpu.sample.clone()?)));
-        Snapshot {
+    pub fn new(core: &Core, view: Arc<View>) -> Self {
+        let Core { model, observe, .. } = core;
+        let samples = model.gpus.iter().filter_map(|(id, gpu)| Some((gpu.label(*id), gpu.sample.clone()?)));
+        Self {
             now: clock::now(),
-            config: self.config.clone(),
+            config: model.config.clone(),
             view,
-            ended: self.ended.iter().cloned().collect(),
+            ended: observe.ended.iter().cloned().collect(),
             samples: samples.collect(),
-            driver: self.driver.clone(),
-            recording: self.recorder.recording(),
+            driver: model.driver.clone(),
+            recording: observe.recorder.recording(),
         }
     }
-}
 
-impl Snapshot {
     /// Writes the bundle to a sealed memfd. If `command_lines` is false, command lines and program names
     /// are left out, and limits from the environment are reduced to numbers.
     pub fn write(self, command_lines: bool) -> Result<OwnedFd, String> {

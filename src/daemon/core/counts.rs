@@ -7,10 +7,9 @@ use std::time::Duration;
 
 use nvshare_wire::Counts as Reported;
 
-use super::state::Core;
-use super::usage::Used;
+use super::model::Model;
 use crate::daemon::metrics::snapshot::{Counted, Waits, Workload};
-use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Time, Turns};
+use crate::scheduler::{ClientId, Command, Event, GpuId, Time, Turns};
 
 #[derive(Debug, Default, Clone)]
 pub struct Counts {
@@ -56,8 +55,6 @@ pub struct ClientCounts {
     waited: Duration,
     /// The client's total lock time at its move to this GPU. That time counts for the previous GPU.
     held_before: Duration,
-    /// The usage recorded from these counters.
-    pub(super) used: Used,
 }
 
 impl ClientCounts {
@@ -115,8 +112,8 @@ impl Counts {
     }
 
     /// The counters of a client on a GPU that it uses or has used.
-    pub(super) fn of(&mut self, client: ClientId, gpu: GpuId) -> Option<&mut ClientCounts> {
-        self.clients.get_mut(&client)?.get_mut(&gpu)
+    pub(super) fn of(&self, client: ClientId, gpu: GpuId) -> Option<&ClientCounts> {
+        self.clients.get(&client)?.get(&gpu)
     }
 
     /// Forgets a GPU.
@@ -131,7 +128,7 @@ impl Counts {
     /// Handles a client's move between GPUs. The scheduler's sums in `turns` continue on the new GPU. The
     /// counts up to now stay with the old GPU.
     pub fn moved(&mut self, client: ClientId, from: GpuId, to: GpuId, turns: &Turns) {
-        let Some(count) = self.of(client, from) else { return };
+        let Some(count) = self.clients.get_mut(&client).and_then(|gpus| gpus.get_mut(&from)) else { return };
         let lock_time = count.lock_time(turns);
         let (reported, waited) = (count.reported.take(), std::mem::take(&mut count.waited));
         count.held_before = Duration::ZERO;
@@ -187,53 +184,47 @@ impl Counts {
             self.add(client, gpu, &more);
         }
     }
-}
 
-impl Core {
     /// Counts an event before the scheduler handles it.
-    pub(super) fn count_event(&mut self, event: &Event, now: Time) {
+    pub(super) fn count_event(&mut self, model: &Model, event: &Event, now: Time) {
         match event {
-            Event::Attached { client, gpu, .. } => drop(self.counts.client(*client, *gpu)),
-            Event::Detached { client, gpu } => self.count_detached(*client, *gpu, now),
-            Event::Held { client, gpus } => gpus.iter().for_each(|gpu| self.counts.holds(*client, *gpu)),
+            Event::Attached { client, gpu, .. } => drop(self.client(*client, *gpu)),
+            Event::Held { client, gpus } => gpus.iter().for_each(|gpu| self.holds(*client, *gpu)),
+            Event::Detached { client, gpu } => self.count_detached(model, *client, *gpu, now),
             Event::Disconnected { client } => {
-                let gpus: GpuSet = self.counts.clients.get(client).into_iter().flatten().map(|(gpu, _)| *gpu).collect();
-                gpus.into_iter().for_each(|gpu| self.count_detached(*client, gpu, now));
+                self.gpus_of(*client).into_iter().for_each(|gpu| self.count_detached(model, *client, gpu, now));
             }
             _ => {}
         }
     }
 
-    fn count_detached(&mut self, client: ClientId, gpu: GpuId, now: Time) {
-        if let Some(turns) = self.machine.turns(client, gpu, now) {
-            self.counts.detached(client, gpu, &turns);
-        }
-        if let Some(counts) = self.counts.of(client, gpu) {
-            counts.used.has(now, 0, 0);
+    fn count_detached(&mut self, model: &Model, client: ClientId, gpu: GpuId, now: Time) {
+        if let Some(turns) = model.machine.turns(client, gpu, now) {
+            self.detached(client, gpu, &turns);
         }
     }
 
     /// Counts a command from the scheduler.
-    pub(super) fn count_command(&mut self, command: &Command, now: Time) {
+    pub(super) fn count_command(&mut self, model: &Model, command: &Command, now: Time) {
         match command {
             Command::Grant { client, gpus } => {
                 for gpu in gpus {
-                    if let Some(turns) = self.machine.turns(*client, *gpu, now) {
-                        self.counts.granted(*client, *gpu, &turns);
+                    if let Some(turns) = model.machine.turns(*client, *gpu, now) {
+                        self.granted(*client, *gpu, &turns);
                     }
                 }
             }
             Command::MappingFailed { client, gpu, .. } => {
-                self.counts.add(*client, *gpu, &Counted { mapping_failures: 1, ..Counted::default() });
+                self.add(*client, *gpu, &Counted { mapping_failures: 1, ..Counted::default() });
             }
             _ => {}
         }
     }
 
     /// Updates the total time for which each lock was held. Called after each event.
-    pub(super) fn count_held(&mut self, now: Time) {
-        for (gpu, count) in &mut self.counts.gpus {
-            match (self.machine.is_held(*gpu), count.held_since) {
+    pub(super) fn count_held(&mut self, model: &Model, now: Time) {
+        for (gpu, count) in &mut self.gpus {
+            match (model.machine.is_held(*gpu), count.held_since) {
                 (true, None) => count.held_since = Some(now),
                 (false, Some(since)) => {
                     count.held += now.saturating_sub(since);

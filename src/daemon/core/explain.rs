@@ -74,7 +74,7 @@ impl View {
         let is_meant = |identity_pid: i32| pid > 0 && i64::from(identity_pid) == i64::from(pid);
         let clients = self.clients.iter().filter(|(_, client)| is_meant(client.identity.pid)).map(|(id, _)| *id);
         let clients: Vec<ClientId> = clients.collect();
-        let refusal = self.refusal_sentence(pid);
+        let refusal = self.refusals.sentence(pid, self.now);
         if let (true, Some(refusal)) = (clients.is_empty(), &refusal) {
             return Ok(vec![format!("It has ended. {refusal}")]);
         }

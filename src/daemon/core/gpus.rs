@@ -1,18 +1,19 @@
-//! The GPUs: which GPUs NVML lists, GPUs that appear or disappear, and the release of the driver for an
-//! administrator.
+//! Changes of the model's GPUs: GPUs that NVML lists or no longer lists, GPUs that only clients name,
+//! and GPUs that report errors.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
 
 use nvshare_wire::SchedulerMessage;
-use tokio::sync::{oneshot, watch};
+use nvshare_wire::client::GpuKind;
 use tracing::{info, warn};
 
-use super::measure::unmeasured;
-use super::state::{Core, Gpu};
-use crate::daemon::gpu::nvml::{GpuDescription, Listing, NvmlState, Query};
+use super::model::{Gpu, Model};
+use crate::daemon::gpu::nvml::{GpuDescription, NvmlState};
+use crate::daemon::tenants::What;
+use crate::daemon::transport::session::Violation;
+use crate::identity::printable;
 use crate::scheduler::{ClientId, Event, GpuId};
-use crate::sys::clock;
 
 /// Maximum work that a client may queue ahead on a GPU with a display: one frame at 60 Hz. The
 /// desktop's drawing then waits at most this long for the client's queued work.
@@ -21,163 +22,113 @@ const BESIDE_DISPLAY: Duration = Duration::from_millis(16);
 /// UUIDs of the GPUs that programs can use.
 pub type Present = BTreeSet<String>;
 
-impl Core {
-    pub fn follow_gpus(&self) -> watch::Receiver<Present> {
-        self.present.subscribe()
+/// The changes that a listed GPU brings.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Found {
+    /// NVML has not listed the GPU before, or not since it was gone.
+    pub is_new: bool,
+    /// NVML lists the GPU now, and did not before. A client may have named it.
+    pub is_listed: bool,
+    pub is_resized: bool,
+    pub display_changed: bool,
+}
+
+impl Model {
+    /// The GPUs that programs can use.
+    pub(super) fn present_gpus(&self) -> Present {
+        self.known_gpus().filter(|(_, gpu)| !gpu.gone).map(|(id, gpu)| gpu.label(*id)).collect()
     }
 
-    /// Publishes the GPUs that programs can use. Called after a change of `gpus`.
-    pub(super) fn publish_gpus(&self) {
-        let now: Present = self.known_gpus().filter(|(_, gpu)| !gpu.gone).map(|(id, gpu)| gpu.label(*id)).collect();
-        self.present.send_if_modified(|present| {
-            let has_changed = *present != now;
-            *present = now;
-            has_changed
-        });
-    }
-
-    /// True if the host has the GPU, as far as the daemon can tell: NVML lists or has listed the GPU, or
-    /// does not answer.
-    ///
-    /// A client can invent a GPU. While NVML answers, a GPU that it does not list matters only to the
-    /// clients that named it: such a GPU is in no list, sum or default, and has no lock files.
-    pub(super) fn is_known(&self, gpu: &Gpu) -> bool {
-        gpu.named_by.is_none() || self.nvml.is_none() || self.nvml_state != NvmlState::Usable
-    }
-
-    /// The GPUs that the host has.
-    pub(super) fn known_gpus(&self) -> impl Iterator<Item = (&GpuId, &Gpu)> {
-        self.gpus.iter().filter(|(_, gpu)| self.is_known(gpu))
-    }
-
-    /// True if NVML measures the memory in use on a GPU.
-    pub(super) fn is_measured(&self, gpu: &Gpu) -> bool {
-        self.nvml.is_some() && self.nvml_state == NvmlState::Usable && gpu.index.is_some()
-    }
-
-    pub(super) fn gpus_listed(&mut self, Listing { gpus, failing, is_complete }: Listing) {
-        let listed: BTreeSet<GpuId> = gpus.iter().map(|found| found.gpu).collect();
-        for found in gpus {
-            let gpu = found.gpu;
-            self.gpu_found(found);
-            self.gpu_fails(gpu, failing.get(&gpu));
-        }
-        // NVML never lists a GPU without an index: only clients have named it.
-        let is_missing = |(id, gpu): &(&GpuId, &Gpu)| gpu.index.is_some() && !listed.contains(id);
-        let missing: Vec<GpuId> = self.gpus.iter().filter(is_missing).map(|(id, _)| *id).collect();
-        if is_complete {
-            missing.into_iter().for_each(|gpu| self.gpu_gone(gpu));
-        }
-        self.tell_kinds();
-        self.publish_gpus();
-    }
-
-    fn gpu_found(&mut self, found: GpuDescription) {
-        let GpuDescription { gpu, kind, name, total, index, minor, capability, link, has_display } = found;
+    /// Records a GPU that NVML lists.
+    pub(super) fn found(&mut self, found: GpuDescription) -> Found {
+        let GpuDescription { gpu, kind, name, total, index, minor, capability, link: _, has_display } = found;
         let before = self.gpus.remove(&gpu).filter(|known| !known.gone);
-        let is_new = before.as_ref().is_none_or(|known| known.named_by.is_some());
         let is_same_size = before.as_ref().is_some_and(|known| known.total == total);
-        let is_news = before.as_ref().is_none_or(|known| known.index.is_none());
-        let failing = before.as_ref().is_some_and(|known| known.failing);
-        let had_display = before.as_ref().is_some_and(|known| known.has_display);
-        let (accounting, sample) = before.map(|known| (known.accounting, known.sample)).unwrap_or_default();
-        let entry = Gpu {
-            failing,
-            kind,
-            name,
-            total,
-            index: Some(index),
-            gone: false,
-            minor,
-            capability,
-            accounting,
-            sample,
-            has_others: true,
-            has_display,
-            named_by: None,
+        let changes = Found {
+            is_new: before.as_ref().is_none_or(|known| known.named_by.is_some()),
+            is_listed: before.as_ref().is_none_or(|known| known.index.is_none()),
+            is_resized: !is_same_size,
+            display_changed: has_display != before.as_ref().is_some_and(|known| known.has_display),
         };
-        if is_new {
+        // The scheduler takes a GPU of a new size for a new GPU, without errors.
+        let failing = is_same_size && before.as_ref().is_some_and(|known| known.failing);
+        let (accounting, sample) = before.map(|known| (known.accounting, known.sample)).unwrap_or_default();
+        let index = Some(index);
+        let fresh = Gpu::new(kind, name, total);
+        let entry = Gpu { failing, index, minor, capability, accounting, sample, has_display, ..fresh };
+        if changes.is_new {
             info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "found {}", entry.name);
-            self.create_lock_files(gpu);
         }
         self.gpus.insert(gpu, entry);
-        if !is_same_size {
-            self.apply(Event::GpuFound { gpu, total });
-            self.drain_again(gpu);
-            self.announce_all_limits();
-        }
-        if is_news {
-            self.disconnect_unproven(gpu);
-        }
-        if has_display != had_display {
-            self.tell_run_ahead(gpu);
-        }
-        if let Some(rate) = link.filter(|_| is_news || !is_same_size) {
-            self.apply(Event::GpuLink { gpu, rate });
-        }
+        changes
     }
 
-    /// Sends each client of a GPU its limit on queued work.
-    fn tell_run_ahead(&self, gpu: GpuId) {
-        let clients = self.clients.iter().filter(|(_, client)| client.gpus.contains_key(&gpu));
-        clients.for_each(|(client, _)| self.limit_run_ahead(*client, gpu));
+    /// Adds a GPU that a client named, if it is unknown. Returns whether it was added.
+    ///
+    /// # Errors
+    /// The client's tenant has named too many GPUs that NVML does not list.
+    pub(super) fn add_unlisted(
+        &mut self,
+        client: ClientId,
+        gpu: GpuId,
+        kind: GpuKind,
+        total: u64,
+        name: &str,
+    ) -> Result<bool, Violation> {
+        let Some(budget) = self.budget(client).filter(|_| !self.gpus.contains_key(&gpu)) else { return Ok(false) };
+        let share = budget.take(What::Gpus, 1).ok_or(Violation::TooManyGpus)?;
+        self.gpus.insert(gpu, Gpu { named_by: Some(share), ..Gpu::new(kind, printable(name), total) });
+        Ok(true)
     }
 
-    /// Sends one client its limit on queued work for a GPU.
-    pub(super) fn limit_run_ahead(&self, client: ClientId, gpu: GpuId) {
-        let Some(slot) = self.clients.get(&client).and_then(|entry| entry.session.slot(gpu)) else { return };
-        let micros =
-            if self.gpus.get(&gpu).is_some_and(|gpu| gpu.has_display) { BESIDE_DISPLAY } else { Duration::ZERO };
-        self.send(client, SchedulerMessage::RunAhead { slot, micros: micros.as_micros() as u32 });
+    /// True if NVML does not list a GPU and no client uses it any more.
+    pub(super) fn is_superfluous(&self, gpu: GpuId) -> bool {
+        self.gpus.get(&gpu).is_some_and(|entry| entry.index.is_none()) && self.users_of_gpu(gpu).next().is_none()
+    }
+
+    /// The GPUs that NVML listed before and lists no longer. NVML never lists a GPU without an index:
+    /// only clients have named it.
+    pub(super) fn missing(&self, listed: &BTreeSet<GpuId>) -> Vec<GpuId> {
+        let is_missing = |(id, gpu): &(&GpuId, &Gpu)| gpu.index.is_some() && !listed.contains(id);
+        self.gpus.iter().filter(is_missing).map(|(id, _)| *id).collect()
+    }
+
+    /// GPUs that have disappeared and that the scheduler has forgotten, because no client uses them any
+    /// more.
+    pub(super) fn forgotten(&self) -> Vec<GpuId> {
+        let is_over = |(id, gpu): &(&GpuId, &Gpu)| gpu.gone && !self.machine.is_known(**id);
+        self.gpus.iter().filter(is_over).map(|(id, _)| *id).collect()
     }
 
     /// Records whether a GPU reports errors, and logs each change.
-    fn gpu_fails(&mut self, gpu: GpuId, why: Option<&String>) {
+    pub(super) fn set_failing(&mut self, gpu: GpuId, why: Option<&String>) -> Option<Event> {
         let failing = why.is_some();
-        let Some(entry) = self.gpus.get_mut(&gpu).filter(|entry| entry.failing != failing) else { return };
+        let entry = self.gpus.get_mut(&gpu).filter(|entry| entry.failing != failing)?;
         entry.failing = failing;
-        let (label, name) = (entry.label(gpu), entry.name.clone());
-        if let Some(why) = why {
-            warn!(gpu = label, "{name} reports errors: {why}");
-        } else {
-            info!(gpu = label, "{name} no longer reports errors");
+        let (label, name) = (entry.label(gpu), &entry.name);
+        match why {
+            Some(why) => warn!(gpu = label, "{name} reports errors: {why}"),
+            None => info!(gpu = label, "{name} no longer reports errors"),
         }
-        self.apply(Event::Failing { gpu, failing });
+        Some(Event::Failing { gpu, failing })
     }
 
     /// Handles a GPU that NVML no longer lists.
-    fn gpu_gone(&mut self, gpu: GpuId) {
-        let users = self.clients.values().filter(|client| client.gpus.contains_key(&gpu)).count();
-        let Some(entry) = self.gpus.get_mut(&gpu) else { return };
-        (entry.gone, entry.index, entry.sample) = (true, None, None);
-        let (label, name) = (entry.label(gpu), entry.name.clone());
-        if users == 0 {
-            info!(name: "gpu-gone", gpu = label, clients = users, "{name} is gone");
-        } else {
-            warn!(name: "gpu-gone", gpu = label, clients = users, "{name} is gone, and programs still use it");
+    pub(super) fn lose(&mut self, gpu: GpuId) -> Event {
+        let clients = self.users_of_gpu(gpu).count();
+        if let Some(entry) = self.gpus.get_mut(&gpu) {
+            (entry.gone, entry.index, entry.sample) = (true, None, None);
+            let (label, name) = (entry.label(gpu), &entry.name);
+            match clients {
+                0 => info!(name: "gpu-gone", gpu = label, clients, "{name} is gone"),
+                _ => warn!(name: "gpu-gone", gpu = label, clients, "{name} is gone, and programs still use it"),
+            }
         }
-        self.apply(Event::GpuGone { gpu });
-    }
-
-    /// Removes GPUs that have disappeared and that the scheduler has forgotten, because no client
-    /// uses them any more.
-    pub(super) fn forget_gone(&mut self) {
-        let is_over = |(id, gpu): &(&GpuId, &Gpu)| gpu.gone && !self.machine.is_known(**id);
-        let over: Vec<GpuId> = self.gpus.iter().filter(is_over).map(|(id, _)| *id).collect();
-        over.into_iter().for_each(|gpu| self.forget(gpu));
-    }
-
-    /// Removes a GPU that the scheduler has forgotten.
-    pub(super) fn forget(&mut self, gpu: GpuId) {
-        self.record_usage();
-        self.gpus.remove(&gpu);
-        self.remove_lock_files(gpu);
-        self.counts.forget(gpu);
-        self.publish_gpus();
+        Event::GpuGone { gpu }
     }
 
     /// Records whether NVML answers queries.
-    pub(super) fn nvml_is(&mut self, state: NvmlState) {
+    pub(super) fn set_nvml_state(&mut self, state: NvmlState) {
         match &state {
             NvmlState::Usable => info!(name: "nvml-usable", "NVML can be used"),
             NvmlState::Released => info!(name: "driver-released", "the driver was released"),
@@ -186,24 +137,14 @@ impl Core {
                     when a program uses it");
             }
         }
-        self.nvml_state = state;
-        self.publish_problems();
-        // The scheduler may be waiting for a measurement that will not arrive. Clients' reports
-        // count as measured instead.
-        if self.nvml_state != NvmlState::Usable {
-            let now = clock::now();
-            let measured = self.gpus.iter().filter(|(_, gpu)| gpu.index.is_some()).map(|(id, _)| *id);
-            measured.collect::<Vec<_>>().into_iter().for_each(|gpu| self.apply(unmeasured(gpu, now)));
-        }
+        self.nvml = Some(state);
     }
 
-    /// Releases the driver for at most `lasts`, or until a client attaches a GPU. The receiver
-    /// completes when the driver has been released. Also returns the programs that still use the
-    /// driver.
-    pub fn release_driver(&self, lasts: Duration) -> (oneshot::Receiver<()>, Vec<u64>) {
-        let (done, released) = oneshot::channel();
-        self.query_nvml(Query::Release(lasts, done));
-        let programs = self.clients.iter().filter(|(_, client)| client.lock.is_none()).map(|(id, _)| id.0);
-        (released, programs.collect())
+    /// Sends one client its limit on queued work for a GPU.
+    pub(super) fn limit_run_ahead(&self, client: ClientId, gpu: GpuId) {
+        let Some(slot) = self.clients.get(&client).and_then(|entry| entry.session.slot(gpu)) else { return };
+        let has_display = self.gpus.get(&gpu).is_some_and(|gpu| gpu.has_display);
+        let micros = if has_display { BESIDE_DISPLAY } else { Duration::ZERO };
+        self.send(client, SchedulerMessage::RunAhead { slot, micros: micros.as_micros() as u32 });
     }
 }

@@ -12,14 +12,9 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use tracing::{info, warn};
-
-use super::state::{Client, Core};
-use super::usage::unix_time;
 use crate::config::rules::{GpuHours, Instance, Rule, Window};
-use crate::config::units;
 use crate::daemon::usage::{HOUR, HoursUsed};
-use crate::scheduler::{ClientId, Event, Group};
+use crate::sys::clock::unix_time;
 
 /// Maximum number of entries. Programs that a rule counts together share an entry. If there are more
 /// entries, only the `MAX_PROGRAMS / 2` most recently active ones are kept.
@@ -37,23 +32,33 @@ pub struct Hours {
 }
 
 impl Hours {
-    /// Adds GPU time. `at`: the time in seconds since 1970.
-    fn add(&mut self, programs: String, at: i64, seconds: f64) {
+    /// Adds GPU time, in seconds.
+    pub(super) fn add(&mut self, programs: String, seconds: f64) {
+        self.add_at(programs, now(), seconds);
+    }
+
+    /// `at`: the time in seconds since 1970.
+    fn add_at(&mut self, programs: String, at: i64, seconds: f64) {
         *self.pending.entry(programs.clone()).or_default() += seconds;
         *self.used.entry(programs).or_default().entry(at.div_euclid(HOUR) * HOUR).or_default() += seconds;
     }
 
     /// Adds the GPU time that earlier daemons counted and saved.
-    fn load(&mut self, saved: HoursUsed) {
+    pub(super) fn load(&mut self, saved: HoursUsed) {
         for (programs, hours) in saved {
             let all = self.used.entry(programs).or_default();
             hours.into_iter().for_each(|(hour, seconds)| *all.entry(hour).or_default() += seconds);
         }
     }
 
+    /// GPU time used in the window up to now.
+    pub(super) fn used(&self, programs: &str, window: Window) -> Duration {
+        self.used_at(programs, window, now())
+    }
+
     /// GPU time used in all hours that overlap the window. Hours after `at` were counted while the clock was
     /// wrong, and do not count.
-    fn used(&self, programs: &str, window: Window, at: i64) -> Duration {
+    fn used_at(&self, programs: &str, window: Window, at: i64) -> Duration {
         let since = at.saturating_sub_unsigned(window.time().as_secs());
         let hours =
             self.used.get(programs).into_iter().flat_map(|hours| hours.range(since.saturating_sub(HOUR - 1)..=at));
@@ -64,10 +69,11 @@ impl Hours {
     /// True if these programs have used up the `gpu-hours` that their rule allows.
     pub(super) fn are_used_up(&self, rule: &Rule, programs: &Instance) -> bool {
         let Some(GpuHours { time, window }) = rule.gpu_hours else { return false };
-        self.used(&programs.programs(), window, now()) >= time
+        self.used(&programs.programs(), window) >= time
     }
 
-    fn forget(&mut self) {
+    /// Drops the oldest hours, and the programs that were inactive longest.
+    pub(super) fn forget(&mut self) {
         for hours in self.used.values_mut() {
             while hours.len() > MAX_HOURS {
                 hours.pop_first();
@@ -94,73 +100,6 @@ fn now() -> i64 {
     i64::try_from(unix_time()).unwrap_or(i64::MAX)
 }
 
-impl Core {
-    /// Counts lock time if the client's rule limits it.
-    pub(super) fn count_hours(&mut self, client: ClientId, lock_seconds: f64) {
-        let is_counted = self.rule_of(client).is_some_and(|rule| rule.gpu_hours.is_some()) && lock_seconds > 0.0;
-        let programs = self.clients.get(&client).and_then(|entry| entry.rule.as_ref()).map(Instance::programs);
-        if let Some(programs) = programs.filter(|_| is_counted) {
-            self.hours.add(programs, now(), lock_seconds);
-        }
-    }
-
-    /// Adds the GPU time that earlier daemons counted and saved.
-    pub fn load_hours(&mut self, saved: Result<HoursUsed, String>) {
-        match saved {
-            Ok(saved) => self.hours.load(saved),
-            Err(why) => {
-                warn!("{why}");
-                self.set_usage_error(why);
-            }
-        }
-        self.check_hours();
-    }
-
-    /// The `gpu-hours` of a client's rule, and the time already used. The time includes programs that the
-    /// rule counts together with the client.
-    pub(super) fn hours_of(&self, client: ClientId) -> Option<(GpuHours, Duration)> {
-        let hours = self.rule_of(client)?.gpu_hours?;
-        let programs = self.clients.get(&client)?.rule.as_ref()?.programs();
-        Some((hours, self.hours.used(&programs, hours.window, now())))
-    }
-
-    /// True if any client's rule limits its GPU time.
-    pub fn limits_hours(&self) -> bool {
-        self.clients.keys().any(|client| self.rule_of(*client).is_some_and(|rule| rule.gpu_hours.is_some()))
-    }
-
-    /// Updates which programs have used up their hours. The scheduler serves such programs after
-    /// all other programs until hours become available again.
-    pub fn check_hours(&mut self) {
-        self.hours.forget();
-        let is_used_up = |client: ClientId, entry: &Client| {
-            let rule = self.rule_of(client).zip(entry.rule.as_ref());
-            rule.is_some_and(|(rule, programs)| self.hours.are_used_up(rule, programs))
-        };
-        let changed = self.clients.iter().filter(|(client, entry)| is_used_up(**client, entry) != entry.has_used_up);
-        let changed: Vec<ClientId> = changed.map(|(client, _)| *client).collect();
-        let groups: BTreeMap<ClientId, Option<Group>> =
-            changed.iter().map(|client| (*client, self.find_group(*client))).collect();
-        if groups.is_empty() {
-            return;
-        }
-        for client in changed {
-            let Some((GpuHours { time, window }, used)) = self.hours_of(client) else { continue };
-            let Some(entry) = self.clients.get(&client) else { continue };
-            let name = entry.identity.label();
-            let now = if used >= time { "so other programs run first" } else { "so they take normal turns again" };
-            let (used, time, window) = (units::duration(used), units::duration(time), units::duration(window.time()));
-            if self.log_limit.allows("hours", &entry.identity.tenant) {
-                info!(
-                    client = client.0,
-                    "{name} and its group have used {used} of {time} GPU time in the last {window}, {now}"
-                );
-            }
-        }
-        self.apply(Event::Groups { groups });
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -175,25 +114,25 @@ mod tests {
     fn used_time_is_counted_within_a_sliding_window() {
         let mut hours = Hours::default();
         let at = 100 * DAY;
-        hours.add("unit=a".into(), at - 8 * DAY, 1.0);
-        hours.add("unit=a".into(), at - 2 * DAY, 2.0);
-        hours.add("unit=a".into(), at - HOUR, 4.0);
-        hours.add("unit=a".into(), at, 8.0);
-        hours.add("unit=b".into(), at, 16.0);
-        let used = |hours: &Hours, window, at| hours.used("unit=a", window, at).as_secs();
+        hours.add_at("unit=a".into(), at - 8 * DAY, 1.0);
+        hours.add_at("unit=a".into(), at - 2 * DAY, 2.0);
+        hours.add_at("unit=a".into(), at - HOUR, 4.0);
+        hours.add_at("unit=a".into(), at, 8.0);
+        hours.add_at("unit=b".into(), at, 16.0);
+        let used = |hours: &Hours, window, at| hours.used_at("unit=a", window, at).as_secs();
         assert_eq!([Window::Day, Window::Week, Window::Month].map(|window| used(&hours, window, at)), [12, 14, 15]);
         // An hour counts while any part of it is in the window.
         assert_eq!([at + DAY - 1, at + DAY, at + DAY + HOUR].map(|at| used(&hours, Window::Day, at)), [12, 8, 0]);
-        assert_eq!(hours.used("unit=c", Window::Month, at), Duration::ZERO);
+        assert_eq!(hours.used_at("unit=c", Window::Month, at), Duration::ZERO);
         assert_eq!(hours.take_pending(), [("unit=a".to_owned(), 15.0), ("unit=b".to_owned(), 16.0)].into());
         hours.load([("unit=a".to_owned(), [(at, 32.0)].into())].into());
         assert_eq!(used(&hours, Window::Day, at), 44);
         assert!(hours.take_pending().is_empty(), "what was read is on disk");
         // Hours that were counted while the clock was ahead do not count.
-        hours.add("unit=a".into(), at + 900 * DAY, 64.0);
+        hours.add_at("unit=a".into(), at + 900 * DAY, 64.0);
         hours.forget();
         assert_eq!(used(&hours, Window::Month, at), 47);
-        (0..5000).for_each(|hour| hours.add("unit=a".into(), at + hour * HOUR, 1.0));
+        (0..5000).for_each(|hour| hours.add_at("unit=a".into(), at + hour * HOUR, 1.0));
         hours.forget();
         assert_eq!(hours.used["unit=a"].len(), MAX_HOURS);
     }
@@ -202,18 +141,18 @@ mod tests {
     fn the_number_of_recorded_programs_is_bounded() {
         let mut hours = Hours::default();
         for number in 0..=MAX_PROGRAMS as i64 {
-            hours.add(format!("container={number}"), number * 60, 1.0);
+            hours.add_at(format!("container={number}"), number * 60, 1.0);
         }
         let at = MAX_PROGRAMS as i64 * 60;
         hours.forget();
         assert!(hours.used.len() <= MAX_PROGRAMS, "{}", hours.used.len());
-        assert_eq!(hours.used(&format!("container={MAX_PROGRAMS}"), Window::Day, at), seconds(1));
-        assert_eq!(hours.used("container=0", Window::Month, at), Duration::ZERO);
+        assert_eq!(hours.used_at(&format!("container={MAX_PROGRAMS}"), Window::Day, at), seconds(1));
+        assert_eq!(hours.used_at("container=0", Window::Month, at), Duration::ZERO);
         for number in 0..=MAX_PROGRAMS {
-            hours.add(format!("unit={number}"), at, if number == 7 { 9.0 } else { 1.0 });
+            hours.add_at(format!("unit={number}"), at, if number == 7 { 9.0 } else { 1.0 });
         }
         hours.forget();
         assert!(hours.used.len() <= MAX_PROGRAMS, "all in one hour: {}", hours.used.len());
-        assert_eq!(hours.used("unit=7", Window::Day, at), seconds(9), "who used most is kept");
+        assert_eq!(hours.used_at("unit=7", Window::Day, at), seconds(9), "who used most is kept");
     }
 }

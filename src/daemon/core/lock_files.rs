@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 
 use tracing::debug;
 
-use super::state::Core;
 use crate::scheduler::GpuId;
 
 /// The directories of the lock files.
@@ -38,8 +37,19 @@ impl LockDirectories {
         entries.map(|entry| entry.path()).filter(|path| path.is_dir())
     }
 
+    /// Sets the directory of the clients' socket. Lock files are created in this directory from now on.
+    pub fn create_in(&mut self, directory: &Path) {
+        self.clients = Some(directory.to_owned());
+    }
+
+    /// Sets the parent of the claims' directories. Lock files are also created in this parent, and linked
+    /// into the directory of each claim.
+    pub fn serve_claims_in(&mut self, directory: &Path) {
+        self.claims = Some(directory.to_owned());
+    }
+
     /// Creates a GPU's lock files. On failure, clients run without them.
-    fn create(&self, gpu: GpuId) {
+    pub fn create(&self, gpu: GpuId) {
         for file in Self::files(gpu) {
             for path in [&self.clients, &self.claims].into_iter().flatten().map(|directory| directory.join(&file)) {
                 if let Err(e) = create(&path) {
@@ -51,7 +61,7 @@ impl LockDirectories {
     }
 
     /// Hard-links a GPU's lock files into the directory of a claim.
-    fn link(&self, gpu: GpuId, directory: &Path) {
+    pub fn link(&self, gpu: GpuId, directory: &Path) {
         let Some(claims) = &self.claims else { return };
         for file in Self::files(gpu) {
             if let Err(e) = link(&claims.join(&file), &directory.join(&file)) {
@@ -61,7 +71,7 @@ impl LockDirectories {
     }
 
     /// Removes the lock files of a GPU that no client uses.
-    fn remove(&self, gpu: GpuId) {
+    pub fn remove(&self, gpu: GpuId) {
         let directories = [&self.clients, &self.claims].into_iter().flatten().cloned().chain(self.of_claims());
         for directory in directories {
             for file in Self::files(gpu) {
@@ -87,33 +97,6 @@ fn link(original: &Path, link: &Path) -> io::Result<()> {
         Err(_) => {}
     }
     std::fs::hard_link(original, link)
-}
-
-impl Core {
-    /// Sets the directory of the clients' socket. Lock files are created in this directory from now on.
-    pub fn create_lock_files_in(&mut self, directory: &Path) {
-        self.lock_files.clients = Some(directory.to_owned());
-    }
-
-    /// Sets the parent of the claims' directories. Lock files are also created in this parent, and linked
-    /// into the directory of each claim.
-    pub fn create_lock_files_of_claims_in(&mut self, directory: &Path) {
-        self.lock_files.claims = Some(directory.to_owned());
-        self.known_gpus().for_each(|(gpu, _)| self.lock_files.create(*gpu));
-    }
-
-    /// Hard-links the lock files of all GPUs into the directory of a new claim.
-    pub fn link_lock_files(&self, directory: &Path) {
-        self.known_gpus().for_each(|(gpu, _)| self.lock_files.link(*gpu, directory));
-    }
-
-    pub(super) fn create_lock_files(&self, gpu: GpuId) {
-        self.lock_files.create(gpu);
-    }
-
-    pub(super) fn remove_lock_files(&self, gpu: GpuId) {
-        self.lock_files.remove(gpu);
-    }
 }
 
 #[cfg(test)]

@@ -1,16 +1,14 @@
-//! Measurements of GPU memory and of host memory, reconciled with clients' reports.
+//! Measurements of GPU memory, reconciled with clients' reports.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use tracing::{debug, info};
 
-use super::state::{ClientGpuStats, Core};
+use super::model::{Client, ClientGpuStats, Model};
 use crate::daemon::gpu::accounting::{Attached, Basis};
-use crate::daemon::gpu::host_memory::{HostUse, MemInfo};
-use crate::daemon::gpu::nvml::{Query, Report, Sample};
-use crate::scheduler::{Event, GpuId, Time};
-use crate::sys::clock;
+use crate::daemon::gpu::nvml::Sample;
+use crate::scheduler::{ClientId, Event, GpuId, Time};
 
 /// Clients of an earlier daemon reconnect within this time. Until then, memory of unknown processes
 /// does not count as overhead.
@@ -40,7 +38,7 @@ const CONTEXT_DIVISOR: u64 = 16;
 /// The driver needs more memory than this for each CUDA context.
 const SMALLEST_CONTEXT: u64 = 32 << 20;
 
-impl Core {
+impl Model {
     /// True if NVML has shown that a process has no memory on any GPU, and therefore no CUDA context. An
     /// empty list of processes does not prove this, but a GPU without memory in use does. `pid`: 0 if it is
     /// unknown.
@@ -53,32 +51,6 @@ impl Core {
         listed.peek().is_some() && listed.all(|gpu| gpu.sample.as_ref().is_some_and(is_off))
     }
 
-    /// Measures host memory.
-    pub fn sample_host(&mut self) {
-        self.host_sampled = clock::now();
-        let Some(info) = MemInfo::read() else { return };
-        let held = self.clients.values().flat_map(|c| c.gpus.values()).fold(0u64, |sum, u| sum.saturating_add(u.host));
-        if let Some(bytes) = self.host.sample(clock::now(), info, held, self.config.swap_max) {
-            debug!(bytes, held, "measured the host memory that may hold swapped memory");
-        }
-        let swapped = self.machine.swapped();
-        let host = HostUse { info, held, swapped };
-        if let Some(bytes) = self.host_ahead.sample(clock::now(), host, self.config.swap_ahead) {
-            match bytes {
-                Some(bytes) => debug!(bytes, "measured the host memory that may be allocated in advance"),
-                None => debug!("the host is short of memory"),
-            }
-            self.apply(Event::HostAhead { bytes });
-        }
-        self.balance_host();
-    }
-
-    /// True if clients may use host memory that they can give back. Host memory must then be watched,
-    /// because other programs may need it.
-    pub fn lends_host_memory(&self) -> bool {
-        self.machine.is_ahead() || self.has_swap_files()
-    }
-
     /// The longest sampling period that still leaves time to evict clients' memory before other programs
     /// run out of memory.
     pub fn sample_period(&self) -> Duration {
@@ -89,59 +61,21 @@ impl Core {
         Duration::from_millis(free / FREE_PARTS / (GROWTH / 1000)).max(SHORTEST_PERIOD)
     }
 
-    /// Handles a report of the NVML thread.
-    pub fn nvml_report(&mut self, report: Report) {
-        match report {
-            Report::Gpus(listing) => self.gpus_listed(listing),
-            Report::State(state) => self.nvml_is(state),
-            Report::Used(used) => {
-                for sample in used {
-                    self.measure(&sample);
-                    if let Some(entry) = self.gpus.get_mut(&sample.gpu) {
-                        entry.sample = Some(sample);
-                    }
-                }
-            }
-            Report::Driver(versions) => self.driver_is(versions),
-        }
-    }
-
-    /// Handles a measurement of the memory in use on a GPU, by NVML or by a client.
-    pub(super) fn measure(&mut self, sample: &Sample) {
+    /// Handles a measurement of the memory in use on a GPU, by NVML or by a client. `adopted`: the bytes that
+    /// count for a client, but that another program allocated. Returns the events for the scheduler.
+    pub(super) fn measure(&mut self, sample: &Sample, adopted: impl Fn(ClientId) -> u64) -> Vec<Event> {
+        let attached = self.extents(sample, adopted);
+        let guess = self.config.settings.context.min(self.total(sample.gpu) / CONTEXT_DIVISOR);
         let gpu = sample.gpu;
-        let mut attached = Vec::new();
-        for view in self.machine.clients() {
-            let Some(extent) = self.machine.extent(view.client, gpu) else { continue };
-            let Some(client) = self.clients.get(&view.client) else { continue };
-            // A client that never reports must not block the measurement of other programs' memory.
-            let tells =
-                |stats: &&ClientGpuStats| stats.report.is_some() || sample.begun < stats.attached + FIRST_REPORT_TIME;
-            let stats = client.gpus.get(&gpu).filter(tells);
-            let (least, most) = stats.map_or(extent, |stats| stats.history.at(sample.begun));
-            attached.push(Attached {
-                client: view.client,
-                pid: client.identity.pid.try_into().unwrap_or(0),
-                least,
-                most,
-                adopted: self.shared_memory.adopted_by(view.client, gpu),
-                is_new: !self.machine.has_context(view.client, gpu, sample.begun),
-            });
-        }
-        let context = self.config.settings.context;
-        let Some(entry) = self.gpus.get_mut(&gpu) else { return };
-        let total = entry.total;
+        let Some(entry) = self.gpus.get_mut(&gpu) else { return Vec::new() };
         let before = (entry.accounting.overhead(), entry.accounting.basis());
         let is_measured = entry.index.is_some();
         let settled = sample.begun >= self.started + RECONNECT_TIME;
         self.departed.retain(|_, left| sample.begun < *left + EXIT_TIME);
-        let departed = &self.departed;
         let clients: BTreeSet<u32> = attached.iter().map(|client| client.pid).collect();
-        let processes = || sample.processes.iter().flat_map(BTreeMap::keys);
-        let complete = settled || processes().all(|pid| clients.contains(pid) || departed.contains_key(pid));
-        let is_own = |pid| !settled || departed.contains_key(&pid);
-        let is_known = |pid: &u32| clients.contains(pid) || departed.contains_key(pid);
-        let all_known = settled && processes().all(is_known);
-        let guess = context.min(total / CONTEXT_DIVISOR);
+        let is_own = |pid| !settled || self.departed.contains_key(&pid);
+        let is_known = |pid: &u32| clients.contains(pid) || self.departed.contains_key(pid);
+        let is_all_known = sample.processes.iter().flat_map(BTreeMap::keys).all(is_known);
         let overhead = match sample.steady {
             true => entry.accounting.sample(sample, &attached, guess, is_own),
             false => None,
@@ -150,45 +84,53 @@ impl Core {
         if !settled {
             entry.accounting.forget_total();
         }
-        let (contexts, basis) = (entry.accounting.contexts().clone(), entry.accounting.basis());
-        let others = entry.accounting.others();
+        let basis = entry.accounting.basis();
         if is_measured && overhead.is_some() && before.1 != basis {
             info!(name: "accounting", gpu = entry.label(gpu), basis = basis.name(), "{}", basis.in_words());
         }
         // If NVML lists no processes, other programs may be using the GPU.
-        let present = !(all_known && basis == Basis::Processes);
-        entry.has_others = present;
-        self.apply(Event::OtherPrograms { gpu, present });
-        self.apply(Event::ContextSizes { gpu, bytes: contexts });
+        entry.has_others = !(settled && is_all_known && basis == Basis::Processes);
+        let mut events = vec![
+            Event::OtherPrograms { gpu, present: entry.has_others },
+            Event::ContextSizes { gpu, bytes: entry.accounting.contexts().clone() },
+        ];
         if let Some(bytes) = overhead {
             if before.0 != Some(bytes) {
                 debug!(gpu = %gpu.0, bytes, "overhead");
             }
+            let (others, complete) = (entry.accounting.others(), settled || is_all_known);
             // Sent even if unchanged: the scheduler may wait for a measurement that includes a new context.
-            self.apply(Event::GpuOverhead { gpu, begun: sample.begun, bytes, others, complete });
+            events.push(Event::GpuOverhead { gpu, begun: sample.begun, bytes, others, complete });
         }
         if let Some(found) = found {
-            let free = Some(total.saturating_sub(sample.used)).filter(|_| sample.steady);
-            self.apply(Event::Measured { gpu, begun: sample.begun, free, found });
-            let now = clock::now();
-            attached.iter().for_each(|client| self.record_extent(client.client, gpu, now));
+            let free = Some(entry.total.saturating_sub(sample.used)).filter(|_| sample.steady);
+            events.push(Event::Measured { gpu, begun: sample.begun, free, found });
         }
+        events
     }
 
-    /// Requests a new measurement of a GPU for the scheduler. If NVML cannot measure the GPU, returns an
-    /// event that accepts clients' reports as measured.
-    pub(super) fn remeasure(&mut self, gpu: GpuId, now: Time) -> Option<Event> {
-        if self.gpus.get(&gpu).is_some_and(|entry| self.is_measured(entry)) {
-            self.query_nvml(Query::Sample);
-            return None;
-        }
-        if !std::mem::replace(&mut self.logged_unverified, true) {
-            info!(
-                "cannot verify programs' reports of freed memory without NVML. The scheduler may grant that memory to \
-                 another user's programs without verification"
-            );
-        }
-        Some(unmeasured(gpu, now))
+    /// The bounds on the memory that each client had mapped on a GPU when it was measured.
+    fn extents(&self, sample: &Sample, adopted: impl Fn(ClientId) -> u64) -> Vec<Attached> {
+        let gpu = sample.gpu;
+        let extent = |(id, client): (&ClientId, &Client)| {
+            // A client that never reports must not block the measurement of other programs' memory.
+            let tells =
+                |stats: &&ClientGpuStats| stats.report.is_some() || sample.begun < stats.attached + FIRST_REPORT_TIME;
+            let extent = self.machine.extent(*id, gpu)?;
+            let stats = client.gpus.get(&gpu).filter(tells);
+            let (least, most) = stats.map_or(extent, |stats| stats.history.at(sample.begun));
+            let pid = client.identity.pid.try_into().unwrap_or(0);
+            let is_new = !self.machine.has_context(*id, gpu, sample.begun);
+            Some(Attached { client: *id, pid, least, most, adopted: adopted(*id), is_new })
+        };
+        self.clients.iter().filter_map(extent).collect()
+    }
+
+    /// The events that accept clients' reports as measured, for the GPUs that NVML listed and cannot measure
+    /// now. The scheduler may be waiting for a measurement that will not arrive.
+    pub(super) fn unmeasured(&self, now: Time) -> Vec<Event> {
+        let listed = self.gpus.iter().filter(|(_, gpu)| gpu.index.is_some() && !self.is_nvml_usable());
+        listed.map(|(id, _)| unmeasured(*id, now)).collect()
     }
 }
 

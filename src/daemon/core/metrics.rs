@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use super::pressure;
 use super::view::View;
 use crate::daemon::metrics::snapshot::{Attachment, Figures, Memory, OfClient, OfGpu, OfWorkload, Snapshot, Workload};
 use crate::scheduler::{AttachmentView, GpuId};
@@ -84,7 +85,7 @@ impl Figures for View {
         let workloads = workloads.into_values().collect();
         let mut gpus: Vec<OfGpu> = gpus.into_values().collect();
         gpus.sort_unstable_by(|a, b| (a.index, &a.uuid).cmp(&(b.index, &b.uuid)));
-        Snapshot { gpus, workloads, clients, groups: self.stall_totals() }
+        Snapshot { gpus, workloads, clients, groups: pressure::totals(&self.stalls) }
     }
 }
 

@@ -1,20 +1,57 @@
 //! The paused processes. A process is identified by its PID and its start time. The state directory
-//! keeps the list (`saved`) for the next daemon and for clients that connect again. Clients do not
+//! keeps the list for the next daemon and for clients that connect again. Clients do not
 //! report the pause in `Hello`: the library may be older than the scheduler, and a client that is
 //! paused but could not sleep does not know that it is paused.
 
-use std::path::Path;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use tracing::warn;
 
-use super::saved::{Saved, Saving};
+use crate::daemon::state_file::{Content, Saving, StateFile};
 use crate::daemon::transport::peer;
 
 const FILE: &str = "paused.toml";
-const LOST: &str = "cannot save the list of paused programs, so a restart of the scheduler will resume them";
+/// The kernel's ID of the present boot.
+const BOOT: &str = "/proc/sys/kernel/random/boot_id";
+
+/// Orders for the next daemon. They are valid until the host reboots.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Orders<T: Ord> {
+    boot: String,
+    pub all: BTreeSet<T>,
+}
+
+impl<T: Ord> Default for Orders<T> {
+    fn default() -> Self {
+        let boot = std::fs::read_to_string(BOOT).unwrap_or_default().trim().to_owned();
+        Self { boot, all: BTreeSet::new() }
+    }
+}
+
+impl<T: Ord + Serialize + DeserializeOwned> Content for Orders<T> {
+    fn parse(text: &str, _: &Path) -> Result<Self, String> {
+        let (read, none) = (toml::from_str::<Self>(text).map_err(|e| e.message().to_owned())?, Self::default());
+        Ok(if read.boot == none.boot { read } else { none })
+    }
+
+    fn text(&self) -> String {
+        if self.all.is_empty() { String::new() } else { toml::to_string(self).unwrap_or_default() }
+    }
+}
+
+impl<T: Ord + Serialize + DeserializeOwned> Orders<T> {
+    /// Reads the orders that an earlier daemon saved in a file. Saves changes there.
+    pub fn open(path: PathBuf) -> StateFile<Self> {
+        let shown = path.display().to_string();
+        StateFile::open(path, |e| warn!("cannot restore the state saved in {shown}: {e}"))
+    }
+}
 
 #[derive(Debug, Default)]
-pub struct Paused(Saved<Process>);
+pub struct Paused(StateFile<Orders<Process>>);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 struct Process {
@@ -36,25 +73,25 @@ impl Process {
 impl Paused {
     /// Reads the paused processes that an earlier daemon saved. Drops processes that have ended.
     pub fn open(directory: &Path) -> Self {
-        let mut saved = Saved::open(directory, FILE, LOST);
-        saved.all.retain(Process::lives);
-        Self(saved)
+        let mut file: StateFile<Orders<Process>> = Orders::open(directory.join(FILE));
+        file.content.all.retain(Process::lives);
+        Self(file)
     }
 
     pub fn set(&mut self, pid: i32, is_paused: bool) -> Saving {
-        self.0.all.retain(|process| process.pid != pid && process.lives());
-        self.0.all.extend(Process::of(pid).filter(|_| is_paused));
-        self.0.save()
+        let all = &mut self.0.content.all;
+        all.retain(|process| process.pid != pid && process.lives());
+        all.extend(Process::of(pid).filter(|_| is_paused));
+        self.0.save(&self.0.content)
     }
 
     pub fn has(&self, pid: i32) -> bool {
-        Process::of(pid).is_some_and(|process| self.0.all.contains(&process))
+        Process::of(pid).is_some_and(|process| self.0.content.all.contains(&process))
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::saved::{Text, boot};
     use super::*;
     use test_support::Directory;
 
@@ -69,11 +106,11 @@ mod tests {
         let mut paused = Paused::open(&directory.0);
         let saving = paused.set(own(), true);
         assert!(paused.has(own()) && !paused.has(1));
-        saving.blocking_recv().expect("it is saved");
+        saving.blocking_recv().expect("an answer").expect("it is saved");
         assert!(file.exists());
         let mut next = Paused::open(&directory.0);
         assert!(next.has(own()));
-        next.set(own(), false).blocking_recv().expect("it is saved");
+        next.set(own(), false).blocking_recv().expect("an answer").expect("it is saved");
         assert!(!next.has(own()) && !file.exists());
         assert!(!Paused::open(&directory.0).has(own()));
     }
@@ -83,10 +120,11 @@ mod tests {
         let directory = Directory::new();
         let began = peer::start_time(own()).expect("it runs");
         let write = |boot: String, began| {
-            let saved = Text { boot, all: [Process { pid: own(), began }].into() };
+            let saved = Orders { boot, all: [Process { pid: own(), began }].into() };
             std::fs::write(directory.0.join(FILE), toml::to_string(&saved).expect("text")).expect("a file");
             Paused::open(&directory.0).has(own())
         };
+        let boot = || Orders::<Process>::default().boot;
         assert!(write(boot(), began));
         assert!(!write(boot(), began + 1), "it began at another time");
         assert!(!write("another".into(), began), "the machine was started again");

@@ -12,8 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::state::Core;
-use super::view::View;
+use super::model::Model;
 use crate::bus;
 use crate::daemon::metrics::snapshot::OfGroup;
 use crate::identity::{Identity, Tenant};
@@ -188,24 +187,24 @@ fn commanded(command: &Command) -> Option<ClientId> {
     }
 }
 
-impl Core {
+impl Pressure {
     /// Updates the pressure after an event and its resulting commands.
-    pub(super) fn note_pressure(&mut self, event: Option<ClientId>, commands: &[Command], now: Time) {
+    pub(super) fn note(&mut self, model: &Model, event: Option<ClientId>, commands: &[Command], now: Time) {
         let concerned: BTreeSet<ClientId> = event.into_iter().chain(commands.iter().filter_map(commanded)).collect();
         for client in concerned {
-            let gpus = self.machine.activities(client).collect();
-            let identity = self.clients.get(&client).map(|entry| entry.identity.clone()).unwrap_or_default();
-            self.pressure.set(now, client, &identity, gpus);
+            let gpus = model.machine.activities(client).collect();
+            let identity = model.identity(client).cloned().unwrap_or_default();
+            self.set(now, client, &identity, gpus);
         }
     }
 
     /// The stall times of each GPU's, tenant's and unit's clients.
-    pub(super) fn stalls(&self) -> Vec<GroupStall> {
+    pub(super) fn stalls(&self, model: &Model) -> Vec<GroupStall> {
         let now = clock::now();
-        let known = self.pressure.groups.iter().filter(|(_, group)| group.is_known(now));
+        let known = self.groups.iter().filter(|(_, group)| group.is_known(now));
         let stall = |(subject, group): (&Subject, &Group)| {
             let (kind, name) = match subject {
-                Subject::Gpu(gpu) => ("gpu", self.gpus.get(gpu)?.label(*gpu)),
+                Subject::Gpu(gpu) => ("gpu", model.label(*gpu)?),
                 Subject::Tenant(tenant) => ("tenant", tenant.to_string()),
                 Subject::Unit(unit) => ("unit", unit.clone()),
             };
@@ -215,40 +214,38 @@ impl Core {
     }
 }
 
-impl View {
-    /// The pressure on each GPU, and of each tenant and unit.
-    pub fn list_pressure(&self) -> Vec<bus::Pressure> {
-        let view = |GroupStall { kind, name, some, full }: &GroupStall| {
-            let [some_avg10, some_avg60, some_avg300] = some.averages.map(|part| part * 100.0);
-            let [full_avg10, full_avg60, full_avg300] = full.averages.map(|part| part * 100.0);
-            let (some_total, full_total) = (some.total.as_secs_f64(), full.total.as_secs_f64());
-            let (kind, name) = ((*kind).into(), name.clone());
-            bus::Pressure {
-                kind,
-                name,
-                some_avg10,
-                some_avg60,
-                some_avg300,
-                some_total,
-                full_avg10,
-                full_avg60,
-                full_avg300,
-                full_total,
-            }
-        };
-        self.stalls.iter().map(view).collect()
-    }
+/// The pressure on each GPU, and of each tenant and unit.
+pub(super) fn present(stalls: &[GroupStall]) -> Vec<bus::Pressure> {
+    let view = |GroupStall { kind, name, some, full }: &GroupStall| {
+        let [some_avg10, some_avg60, some_avg300] = some.averages.map(|part| part * 100.0);
+        let [full_avg10, full_avg60, full_avg300] = full.averages.map(|part| part * 100.0);
+        let (some_total, full_total) = (some.total.as_secs_f64(), full.total.as_secs_f64());
+        let (kind, name) = ((*kind).into(), name.clone());
+        bus::Pressure {
+            kind,
+            name,
+            some_avg10,
+            some_avg60,
+            some_avg300,
+            some_total,
+            full_avg10,
+            full_avg60,
+            full_avg300,
+            full_total,
+        }
+    };
+    stalls.iter().map(view).collect()
+}
 
-    /// The totals, for metrics.
-    pub(super) fn stall_totals(&self) -> Vec<OfGroup> {
-        let total = |stall: &GroupStall| OfGroup {
-            kind: stall.kind,
-            name: stall.name.clone(),
-            some: stall.some.total,
-            full: stall.full.total,
-        };
-        self.stalls.iter().map(total).collect()
-    }
+/// The totals, for metrics.
+pub(super) fn totals(stalls: &[GroupStall]) -> Vec<OfGroup> {
+    let total = |stall: &GroupStall| OfGroup {
+        kind: stall.kind,
+        name: stall.name.clone(),
+        some: stall.some.total,
+        full: stall.full.total,
+    };
+    stalls.iter().map(total).collect()
 }
 
 #[cfg(test)]
@@ -272,7 +269,7 @@ mod tests {
     }
 
     /// Seconds of the stalls *some* and *full*.
-    fn totals(pressure: &Pressure, subject: &Subject, now: u64) -> (f64, f64) {
+    fn seconds(pressure: &Pressure, subject: &Subject, now: u64) -> (f64, f64) {
         let group = &pressure.groups[subject];
         let total = |stall: Stall| stall.advanced(at(now)).total.as_secs_f64();
         (total(group.some), total(group.full))
@@ -292,9 +289,9 @@ mod tests {
         set(7, 1, &one, WAITS);
         let units = [1, 2].map(|user| Subject::Unit(format!("{user}.service")));
         let tenants = [1, 2].map(|user| Subject::Tenant(Tenant::User(user)));
-        assert_eq!(totals(&pressure, &Subject::Gpu(GPU), 10), (8.0, 1.0));
+        assert_eq!(seconds(&pressure, &Subject::Gpu(GPU), 10), (8.0, 1.0));
         for subjects in [units, tenants] {
-            assert_eq!(subjects.map(|subject| totals(&pressure, &subject, 10)), [(3.0, 3.0), (5.0, 5.0)]);
+            assert_eq!(subjects.map(|subject| seconds(&pressure, &subject, 10)), [(3.0, 3.0), (5.0, 5.0)]);
         }
     }
 
@@ -302,12 +299,12 @@ mod tests {
     fn a_program_running_on_one_gpu_adds_no_full_pressure_for_its_tenant() {
         let mut pressure = Pressure::default();
         pressure.set(at(0), ClientId(1), &of(1), BTreeMap::from([(GPU, RUNS), (OTHER, WAITS)]));
-        assert_eq!(totals(&pressure, &Subject::Tenant(Tenant::User(1)), 3), (3.0, 0.0));
-        assert_eq!(totals(&pressure, &Subject::Gpu(OTHER), 3), (3.0, 3.0));
-        assert_eq!(totals(&pressure, &Subject::Gpu(GPU), 3), (0.0, 0.0));
+        assert_eq!(seconds(&pressure, &Subject::Tenant(Tenant::User(1)), 3), (3.0, 0.0));
+        assert_eq!(seconds(&pressure, &Subject::Gpu(OTHER), 3), (3.0, 3.0));
+        assert_eq!(seconds(&pressure, &Subject::Gpu(GPU), 3), (0.0, 0.0));
         // The client detaches the other GPU.
         pressure.set(at(3), ClientId(1), &of(1), BTreeMap::from([(GPU, RUNS)]));
-        assert_eq!(totals(&pressure, &Subject::Tenant(Tenant::User(1)), 9), (3.0, 0.0));
+        assert_eq!(seconds(&pressure, &Subject::Tenant(Tenant::User(1)), 9), (3.0, 0.0));
     }
 
     #[test]
@@ -334,7 +331,7 @@ mod tests {
         pressure.set(at(0), ClientId(1), &of(1), BTreeMap::from([(GPU, WAITS)]));
         pressure.set(at(2), ClientId(1), &of(1), BTreeMap::new());
         pressure.set(at(301), ClientId(2), &of(2), BTreeMap::from([(OTHER, RUNS)]));
-        assert_eq!(totals(&pressure, &tenant(1), 301), (2.0, 2.0));
+        assert_eq!(seconds(&pressure, &tenant(1), 301), (2.0, 2.0));
         pressure.set(at(302), ClientId(3), &of(2), BTreeMap::from([(OTHER, RUNS)]));
         assert!(!pressure.groups.contains_key(&tenant(1)) && pressure.groups.contains_key(&tenant(2)));
         assert_eq!(pressure.members.len(), 2);

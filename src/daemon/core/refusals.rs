@@ -1,8 +1,9 @@
 //! Log lines about refused memory. Each line gives the reason and a remedy.
 
-use super::event_log::log_client;
-use super::state::Core;
-use super::view::View;
+use std::collections::VecDeque;
+
+use super::log::{Log, log_client};
+use super::model::{Client, Model, Wanted};
 use crate::config::units;
 use crate::identity::printable;
 use crate::scheduler::{ClientId, Denial, GpuId, Time};
@@ -15,219 +16,170 @@ const MAX_KEPT: usize = 256;
 
 /// A process that was refused memory.
 #[derive(Debug, Clone)]
-pub struct Refusal {
+struct Refusal {
     pid: i32,
     text: String,
     at: Time,
 }
 
-impl View {
+/// The processes that were refused memory, newest last. An entry is kept after its process has ended.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Refusals(VecDeque<Refusal>);
+
+impl Refusals {
     /// A sentence with the time and reason of the process's last refusal. The process's user may not be
     /// allowed to read the journal.
-    pub(super) fn refusal_sentence(&self, pid: u32) -> Option<String> {
-        let refusal = self.refusals.iter().find(|refusal| u32::try_from(refusal.pid) == Ok(pid))?;
-        let ago = units::duration(self.now.saturating_sub(refusal.at));
+    pub(super) fn sentence(&self, pid: u32, now: Time) -> Option<String> {
+        let refusal = self.0.iter().find(|refusal| u32::try_from(refusal.pid) == Ok(pid))?;
+        let ago = units::duration(now.saturating_sub(refusal.at));
         Some(format!("Refused {ago} ago: {}.", printable(&refusal.text)))
+    }
+
+    /// Keeps a refusal for the user of its process.
+    fn keep(&mut self, refusal: Refusal) {
+        self.0.retain(|other| other.pid != refusal.pid);
+        if self.0.len() >= MAX_KEPT {
+            self.0.pop_front();
+        }
+        self.0.push_back(refusal);
     }
 }
 
-impl Core {
+impl Log {
     /// Logs that a client is refused memory, and why. Keeps the text for the client's user.
-    pub(super) fn note_refusal(&mut self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial, now: Time) {
-        if !self.may_log("memory-refused", client, gpu, now) {
+    pub(super) fn note_refusal(&mut self, model: &Model, request: Wanted, why: Denial, now: Time) {
+        let (client, gpu, bytes) = request;
+        if !model.is_attached(client, gpu) || !self.may_log("memory-refused", client, gpu, now) {
             return;
         }
         // A client that detaches and attaches its GPU is a new client for `may_log`.
-        let Some(entry) = self.clients.get(&client) else { return };
-        if !self.log_limit.allows("memory-refused", &entry.identity.tenant) {
+        let Some(entry) = model.clients.get(&client).filter(|entry| self.allows("memory-refused", &entry.identity))
+        else {
             return;
+        };
+        let line = match why {
+            Denial::NoContext => no_context(),
+            Denial::Unmappable => unmappable(model, gpu, bytes),
+            Denial::EnvLimit => env_limit(model, entry, request),
+            Denial::NoRoom => no_room(model, gpu, bytes),
+            _ => rule_limit(model, entry, request, why),
+        };
+        let (label, identity) = (model.label(gpu), &entry.identity);
+        let Line { why: reason, capacity, host, host_promised, rule, memory_max } = line;
+        let text = format!("{} is refused {reason}", identity.label());
+        if why == Denial::EnvLimit {
+            log_client!(info, name: "memory-refused", client, identity, gpu = label, bytes, "{text}");
+        } else {
+            log_client!(warn, name: "memory-refused", client, identity, gpu = label, bytes, capacity, host, host_promised,
+                rule, memory_max, "{text}");
         }
-        let text = match why {
-            Denial::NoContext => self.log_no_context(client, gpu, bytes),
-            Denial::Unmappable => self.log_unmappable(client, gpu, bytes),
-            Denial::EnvLimit => self.log_env_limit(client, gpu, bytes),
-            Denial::NoRoom => self.log_no_room(client, gpu, bytes),
-            _ => self.log_rule_limit(client, gpu, bytes, why),
-        };
-        let pid = self.identity(client).map_or(0, |identity| identity.pid);
-        if let Some(text) = text.filter(|_| pid > 0) {
-            self.refusals.retain(|refusal| refusal.pid != pid);
-            if self.refusals.len() >= MAX_KEPT {
-                self.refusals.pop_front();
-            }
-            self.refusals.push_back(Refusal { pid, text, at: now });
+        if identity.pid > 0 {
+            self.refusals.keep(Refusal { pid: identity.pid, text, at: now });
         }
-    }
-
-    /// Logs that neither the GPU nor host memory has room for the request.
-    fn log_no_room(&self, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
-        let demand = |attachments: &[crate::scheduler::AttachmentView]| -> u64 {
-            attachments.iter().filter(|attachment| attachment.gpu == gpu).map(|attachment| attachment.demand).sum()
-        };
-        let views = self.machine.clients();
-        let mut users: Vec<(u64, ClientId)> =
-            views.iter().map(|view| (demand(&view.attachments), view.client)).collect();
-        users.sort_unstable_by(|a, b| b.cmp(a));
-        let named = users.iter().filter(|(demand, _)| *demand > 0).take(MAX_NAMED).filter_map(|(demand, client)| {
-            let identity = self.identity(*client)?;
-            Some(format!("{} (pid {}) {}", identity.label(), identity.pid, units::size(*demand)))
-        });
-        let named: Vec<String> = named.collect();
-        let identity = self.identity(client)?;
-        let capacity = self.machine.gpu(gpu).map_or(0, |view| view.capacity);
-        let (host, promised) = self.machine.host();
-        let host = host.unwrap_or(0);
-        let text = format!(
-            "{} is refused memory: its total of {} and the memory of other programs do not fit into the GPU ({}) plus \
-             the host memory for swapping ({}). To solve this, {}",
-            identity.label(),
-            units::size(bytes),
-            units::size(capacity),
-            units::size(host),
-            match named.join(", ").as_str() {
-                "" => "raise max in [swap]".to_owned(),
-                named => format!("end one of the largest users ({named}), or raise max in [swap]"),
-            }
-        );
-        log_client!(
-            warn,
-            name: "memory-refused",
-            client,
-            identity,
-            gpu = self.label(gpu),
-            bytes,
-            capacity,
-            host,
-            host_promised = promised,
-            "{text}"
-        );
-        Some(text)
-    }
-
-    /// Logs that the GPU has no room for another context, because of other programs' memory.
-    fn log_no_context(&self, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
-        let identity = self.identity(client)?;
-        let text = format!(
-            "{} is refused a CUDA context: the memory of a large program on the GPU would no longer fit. To make the \
-             refused program wait until the large program ends, set on-memory-full = \"wait\" in the rule of the \
-             refused program",
-            identity.label()
-        );
-        log_client!(
-            warn,
-            name: "memory-refused",
-            client,
-            identity,
-            gpu = self.label(gpu),
-            bytes,
-            "{text}"
-        );
-        Some(text)
-    }
-
-    /// Logs that the client has allocated more memory than the driver can map.
-    fn log_unmappable(&self, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
-        let identity = self.identity(client)?;
-        let capacity = self.machine.gpu(gpu).map_or(0, |view| view.capacity);
-        let text = format!(
-            "{} is refused memory: it requests {} in total, but the driver cannot map more than {}, although no other \
-             program has memory on the GPU",
-            identity.label(),
-            units::size(bytes),
-            units::size(capacity)
-        );
-        log_client!(
-            warn,
-            name: "memory-refused",
-            client,
-            identity,
-            gpu = self.label(gpu),
-            bytes,
-            "{text}"
-        );
-        Some(text)
-    }
-
-    /// Logs that a rule limits the client's group.
-    fn log_rule_limit(&self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial) -> Option<String> {
-        let (Some(entry), Some(rule)) = (self.clients.get(&client), self.rule_of(client)) else { return None };
-        let everywhere = why == Denial::SwapMax;
-        let (key, max) = match why {
-            Denial::SwapMax => ("swap-max", rule.limits.swap_max.unwrap_or(0)),
-            _ => ("memory-max", self.machine.memory_max(client, gpu).unwrap_or(0)),
-        };
-        let group = self.clients.iter().filter(|(id, other)| **id != client && other.rule == entry.rule);
-        let views = group.filter_map(|(id, _)| self.machine.client(*id)).flat_map(|view| view.attachments);
-        let used = views.filter(|attachment| everywhere || attachment.gpu == gpu).map(|attachment| attachment.demand);
-        let used = used.fold(0, u64::saturating_add);
-        // Contexts use no host memory.
-        let contexts = match everywhere {
-            true => String::new(),
-            false => {
-                format!(" and the group's contexts {}", units::size(self.machine.contexts_of_group(client, gpu)))
-            }
-        };
-        let text = format!(
-            "{} is refused memory: it requests {} in total, and other programs of its group use {}{contexts}. {key} of \
-             rule {rule} allows the group {}",
-            entry.identity.label(),
-            units::size(bytes),
-            units::size(used),
-            units::size(max)
-        );
-        log_client!(
-            warn,
-            name: "memory-refused",
-            client,
-            &entry.identity,
-            gpu = self.label(gpu),
-            bytes,
-            rule = rule.to_string(),
-            memory_max = max,
-            "{text}"
-        );
-        Some(text)
-    }
-
-    /// Logs the limits that a client's own environment sets.
-    fn log_env_limit(&self, client: ClientId, gpu: GpuId, bytes: u64) -> Option<String> {
-        let entry = self.clients.get(&client)?;
-        let limits = entry.env_limits.in_words(self.rule_of(client));
-        let text = format!(
-            "{} is refused memory: it requests {} in total, and its context uses {}. Its environment sets {limits}",
-            entry.identity.label(),
-            units::size(bytes),
-            units::size(self.machine.counted_context(client, gpu))
-        );
-        log_client!(
-            info,
-            name: "memory-refused",
-            client,
-            &entry.identity,
-            gpu = self.label(gpu),
-            bytes,
-            "{text}"
-        );
-        Some(text)
     }
 
     /// Logs that the driver could not map a client's memory after a grant. Only the first of consecutive
     /// failures is logged.
-    pub(super) fn log_mapping_failure(&self, client: ClientId, gpu: GpuId, bytes: u64, failures: u32, now: Time) {
-        if failures > 1 || !self.may_log("mapping-failed", client, gpu, now) {
+    pub(super) fn log_mapping_failure(&mut self, model: &Model, failed: Wanted, failures: u32, now: Time) {
+        let (client, gpu, bytes) = failed;
+        if failures > 1 || !model.is_attached(client, gpu) || !self.may_log("mapping-failed", client, gpu, now) {
             return;
         }
-        let Some(identity) = self.identity(client) else { return };
-        log_client!(
-            warn,
-            name: "mapping-failed",
-            client,
-            identity,
-            gpu = self.label(gpu),
-            bytes,
-            "the driver could not map {} of {}, although the memory should be free. Evicting memory of other programs",
-            units::size(bytes),
-            identity.label()
-        );
+        let Some(identity) = model.identity(client) else { return };
+        let (label, shown) = (identity.label(), units::size(bytes));
+        log_client!(warn, name: "mapping-failed", client, identity, gpu = model.label(gpu), bytes, "the driver could not \
+            map {shown} of {label}, although the memory should be free. Evicting memory of other programs");
     }
+}
+
+/// A log line about refused memory: the words after "is refused", and further fields.
+#[derive(Default)]
+struct Line {
+    why: String,
+    capacity: Option<u64>,
+    host: Option<u64>,
+    host_promised: Option<u64>,
+    rule: Option<String>,
+    memory_max: Option<u64>,
+}
+
+/// Neither the GPU nor host memory has room for the request.
+fn no_room(model: &Model, gpu: GpuId, bytes: u64) -> Line {
+    let demand = |attachments: &[crate::scheduler::AttachmentView]| -> u64 {
+        attachments.iter().filter(|attachment| attachment.gpu == gpu).map(|attachment| attachment.demand).sum()
+    };
+    let views = model.machine.clients();
+    let mut users: Vec<(u64, ClientId)> = views.iter().map(|view| (demand(&view.attachments), view.client)).collect();
+    users.sort_unstable_by(|a, b| b.cmp(a));
+    let named = users.iter().filter(|(demand, _)| *demand > 0).take(MAX_NAMED).filter_map(|(demand, client)| {
+        let identity = model.identity(*client)?;
+        Some(format!("{} (pid {}) {}", identity.label(), identity.pid, units::size(*demand)))
+    });
+    let capacity = model.machine.gpu(gpu).map_or(0, |view| view.capacity);
+    let (host, promised) = model.machine.host();
+    let host = host.unwrap_or(0);
+    let why = format!(
+        "memory: its total of {} and the memory of other programs do not fit into the GPU ({}) plus the host memory \
+         for swapping ({}). To solve this, {}",
+        units::size(bytes),
+        units::size(capacity),
+        units::size(host),
+        match named.collect::<Vec<_>>().join(", ").as_str() {
+            "" => "raise max in [swap]".to_owned(),
+            named => format!("end one of the largest users ({named}), or raise max in [swap]"),
+        }
+    );
+    Line { why, capacity: Some(capacity), host: Some(host), host_promised: Some(promised), ..Line::default() }
+}
+
+/// The GPU has no room for another context, because of other programs' memory.
+fn no_context() -> Line {
+    let why = "a CUDA context: the memory of a large program on the GPU would no longer fit. To make the refused \
+        program wait until the large program ends, set on-memory-full = \"wait\" in the rule of the refused program";
+    Line { why: why.to_owned(), ..Line::default() }
+}
+
+/// The client has allocated more memory than the driver can map.
+fn unmappable(model: &Model, gpu: GpuId, bytes: u64) -> Line {
+    let capacity = model.machine.gpu(gpu).map_or(0, |view| view.capacity);
+    let (bytes, capacity) = (units::size(bytes), units::size(capacity));
+    let why = format!(
+        "memory: it requests {bytes} in total, but the driver cannot map more than {capacity}, although no other \
+         program has memory on the GPU"
+    );
+    Line { why, ..Line::default() }
+}
+
+/// A rule limits the client's group.
+fn rule_limit(model: &Model, entry: &Client, (client, gpu, bytes): Wanted, why: Denial) -> Line {
+    let Some(rule) = model.rule_of(client) else { return Line::default() };
+    let everywhere = why == Denial::SwapMax;
+    let (key, max) = match why {
+        Denial::SwapMax => ("swap-max", rule.limits.swap_max.unwrap_or(0)),
+        _ => ("memory-max", model.machine.memory_max(client, gpu).unwrap_or(0)),
+    };
+    let group = model.clients.iter().filter(|(id, other)| **id != client && other.rule == entry.rule);
+    let views = group.filter_map(|(id, _)| model.machine.client(*id)).flat_map(|view| view.attachments);
+    let used = views.filter(|attachment| everywhere || attachment.gpu == gpu).map(|attachment| attachment.demand);
+    let used = used.fold(0, u64::saturating_add);
+    // Contexts use no host memory.
+    let contexts = match everywhere {
+        true => String::new(),
+        false => format!(" and the group's contexts {}", units::size(model.machine.contexts_of_group(client, gpu))),
+    };
+    let (bytes, used, allowed) = (units::size(bytes), units::size(used), units::size(max));
+    let why = format!(
+        "memory: it requests {bytes} in total, and other programs of its group use {used}{contexts}. {key} of rule \
+         {rule} allows the group {allowed}"
+    );
+    Line { why, rule: Some(rule.to_string()), memory_max: Some(max), ..Line::default() }
+}
+
+/// The client's own environment limits its memory.
+fn env_limit(model: &Model, entry: &Client, (client, gpu, bytes): Wanted) -> Line {
+    let limits = entry.env_limits.in_words(model.rule_of(client));
+    let (bytes, context) = (units::size(bytes), units::size(model.machine.counted_context(client, gpu)));
+    let why =
+        format!("memory: it requests {bytes} in total, and its context uses {context}. Its environment sets {limits}");
+    Line { why, ..Line::default() }
 }

@@ -12,14 +12,12 @@ use tracing::info;
 use zbus::fdo;
 
 use super::explain::{client_name, gpu_name};
-use super::state::Core;
-use super::views::NamedGpu;
+use super::model::{Model, NamedGpu};
 use crate::bus;
 use crate::config::units;
-use crate::daemon::gpu::nvml::Query;
 use crate::daemon::tenants::{Share, What};
 use crate::identity::Identity;
-use crate::scheduler::{Command, Event, GpuId, LockState, RoomId, RoomObstacle};
+use crate::scheduler::{Event, GpuId, LockState, RoomId, RoomObstacle};
 use crate::sys::clock;
 
 /// Maximum number of programs that an error message names as obstacles.
@@ -37,7 +35,8 @@ pub struct RoomRequest {
 }
 
 /// A room, or a pending request for one.
-pub(super) struct Room {
+#[derive(Debug)]
+struct Room {
     owner: Arc<Identity>,
     _share: Share,
     gpu: GpuId,
@@ -58,153 +57,144 @@ pub struct PendingRoom {
     pub ended: Rc<Notify>,
 }
 
-impl Core {
-    /// Validates a request for a room. Returns its GPU.
-    ///
-    /// # Errors
-    /// `InvalidArgs` if the request is invalid. `LimitsExceeded` if the tenant has too many rooms.
-    pub fn check_room(&self, request: &RoomRequest) -> fdo::Result<NamedGpu> {
-        let gpu = self.find_gpu(&request.gpu).map_err(fdo::Error::InvalidArgs)?;
-        if request.bytes == 0 {
-            return Err(fdo::Error::InvalidArgs("the size of a room must be at least 1 byte".into()));
-        }
-        let budget = self.budgets.of(&request.caller.tenant);
-        if budget.left(What::Rooms) == 0 {
-            let (tenant, number) = (budget.tenant(), budget.limit(What::Rooms));
-            let text = format!("{tenant} already has the maximum of {number} rooms. Close one first.");
-            return Err(fdo::Error::LimitsExceeded(text));
-        }
-        Ok(gpu)
+/// Validates a request for a room. Returns its GPU.
+///
+/// # Errors
+/// `InvalidArgs` if the request is invalid. `LimitsExceeded` if the tenant has too many rooms.
+pub fn check(model: &Model, request: &RoomRequest) -> fdo::Result<NamedGpu> {
+    let gpu = model.find_gpu(&request.gpu)?;
+    if request.bytes == 0 {
+        return Err(fdo::Error::InvalidArgs("the size of a room must be at least 1 byte".into()));
     }
+    let budget = model.budgets.of(&request.caller.tenant);
+    if budget.left(What::Rooms) == 0 {
+        let (tenant, number) = (budget.tenant(), budget.limit(What::Rooms));
+        let text = format!("{tenant} already has the maximum of {number} rooms. Close one first.");
+        return Err(fdo::Error::LimitsExceeded(text));
+    }
+    Ok(gpu)
+}
 
-    /// Requests a room from the scheduler.
+/// The rooms, by number.
+#[derive(Debug, Default)]
+pub struct Rooms {
+    rooms: BTreeMap<RoomId, Room>,
+    last: u64,
+}
+
+impl Rooms {
+    /// Adds a room, and requests it from the scheduler.
     ///
     /// # Errors
-    /// Fails like [`Self::check_room`].
-    pub fn request_room(&mut self, request: RoomRequest) -> fdo::Result<PendingRoom> {
-        let gpu = GpuId(self.check_room(&request)?.uuid);
-        self.last_room += 1;
-        let room = RoomId(self.last_room);
+    /// Fails like [`check`].
+    pub fn add(&mut self, model: &Model, events: &mut Vec<Event>, request: RoomRequest) -> fdo::Result<PendingRoom> {
+        let gpu = GpuId(check(model, &request)?.uuid);
+        self.last += 1;
+        let room = RoomId(self.last);
         let (reply, ready) = oneshot::channel();
         let ended = Rc::new(Notify::new());
         let RoomRequest { bytes, lasts, caller, .. } = request;
-        let _share = self.budgets.of(&caller.tenant).hold(What::Rooms, 1);
+        let _share = model.budgets.of(&caller.tenant).hold(What::Rooms, 1);
         let (owner, reply) = (Arc::new(caller), Some(reply));
         self.rooms.insert(room, Room { owner, _share, gpu, bytes, lasts, reply, ended: ended.clone() });
-        // The decision needs current figures of the memory that other programs use.
-        self.query_nvml(Query::Sample);
-        self.signals.activity.notify_one();
-        self.ask_for_room(room);
+        self.renew(events, room);
         Ok(PendingRoom { room, ready, ended })
     }
 
     /// Renews a room: restarts its full time.
-    pub fn renew_room(&mut self, room: RoomId) {
-        self.ask_for_room(room);
-    }
-
-    fn ask_for_room(&mut self, room: RoomId) {
+    pub fn renew(&self, events: &mut Vec<Event>, room: RoomId) {
         let Some(&Room { gpu, bytes, lasts, .. }) = self.rooms.get(&room) else { return };
-        let until = clock::now().saturating_add(lasts);
-        self.apply(Event::RoomRequested { room, gpu, bytes, until });
+        events.push(Event::RoomRequested { room, gpu, bytes, until: clock::now().saturating_add(lasts) });
     }
 
     /// Closes a room at its owner's request.
-    pub fn close_room(&mut self, room: RoomId) {
+    pub fn close(&mut self, model: &Model, events: &mut Vec<Event>, room: RoomId) {
         let Some(Room { owner, gpu, .. }) = self.rooms.remove(&room) else { return };
-        self.apply(Event::RoomClosed { room });
-        info!(name: "room-closed", uid = owner.uid, pid = owner.pid, gpu = self.label(gpu), "{} closed its \
+        info!(name: "room-closed", uid = owner.uid, pid = owner.pid, gpu = model.label(gpu), "{} closed its \
             room", owner.name);
+        events.push(Event::RoomClosed { room });
     }
 
-    /// Handles the scheduler's commands about a room.
-    pub(super) fn room_is(&mut self, command: &Command) {
-        match *command {
-            Command::RoomReady { room, .. } => {
-                let Some(entry) = self.rooms.get_mut(&room) else { return };
-                let Some(reply) = entry.reply.take() else { return };
-                let _ = reply.send(Ok(())); // fails if the room's task has ended
-                let Room { owner, gpu, bytes, .. } = &self.rooms[&room];
-                info!(
-                    name: "room-made",
-                    uid = owner.uid,
-                    pid = owner.pid,
-                    gpu = self.label(*gpu),
-                    bytes,
-                    "{} are kept free for {}",
-                    units::size(*bytes),
-                    owner.name
-                );
-            }
-            Command::RoomRefused { room, gpu, why } => {
-                let why = self.room_refused(gpu, why);
-                let Some(entry) = self.rooms.remove(&room) else { return };
-                match entry.reply {
-                    Some(reply) => drop(reply.send(Err(why))),
-                    None => entry.ended.notify_one(),
-                }
-            }
-            Command::RoomEnded { room, gpu } => {
-                let Some(Room { owner, ended, .. }) = self.rooms.remove(&room) else { return };
-                ended.notify_one();
-                info!(name: "room-closed", uid = owner.uid, pid = owner.pid, gpu = self.label(gpu), "stopped keeping memory \
-                    free for {}: its room has ended", owner.name);
-            }
-            _ => {}
+    /// Handles a room whose memory is free.
+    pub fn ready(&mut self, model: &Model, room: RoomId) {
+        let Some(Room { owner, gpu, bytes, reply, .. }) = self.rooms.get_mut(&room) else { return };
+        let Some(reply) = reply.take() else { return };
+        let _ = reply.send(Ok(())); // fails if the room's task has ended
+        info!(name: "room-made", uid = owner.uid, pid = owner.pid, gpu = model.label(*gpu), bytes, "{} are kept free for \
+            {}", units::size(*bytes), owner.name);
+    }
+
+    /// Handles a room that the scheduler cannot make or keep.
+    pub fn refused(&mut self, model: &Model, room: RoomId, gpu: GpuId, why: RoomObstacle) {
+        let Some(entry) = self.rooms.remove(&room) else { return };
+        match entry.reply {
+            Some(reply) => drop(reply.send(Err(refusal(model, gpu, why)))),
+            None => entry.ended.notify_one(),
         }
     }
 
-    /// The error for a refused room: the reason, and a remedy for the caller.
-    fn room_refused(&self, gpu: GpuId, why: RoomObstacle) -> fdo::Error {
-        let entry = self.gpus.get(&gpu);
-        let name = entry.map_or_else(|| gpu.0.to_string(), |entry| gpu_name(gpu, entry.kind, entry.index));
-        match why {
-            RoomObstacle::TooLarge { most } => fdo::Error::InvalidArgs(format!(
-                "{name} has at most {} for a room. Other programs, other rooms and reserves take the rest.",
-                units::size(most)
-            )),
-            RoomObstacle::Unevictable { bytes } => fdo::Error::Failed(format!(
-                "cannot evict {} from {name} to make the room: {}",
-                units::size(bytes),
-                self.in_the_way(gpu)
-            )),
-            RoomObstacle::Late => {
-                fdo::Error::Failed(format!("cannot make the room on {name} in time: {}", self.in_the_way(gpu)))
-            }
-            RoomObstacle::Gone => fdo::Error::Failed(format!("{name} is gone")),
-        }
-    }
-
-    /// Names the programs whose memory cannot be evicted from a GPU, with the reasons.
-    fn in_the_way(&self, gpu: GpuId) -> String {
-        let mut all: Vec<(u64, String)> = Vec::new();
-        for view in self.machine.clients() {
-            let Some(attachment) = view.attachments.iter().find(|attachment| attachment.gpu == gpu) else { continue };
-            let (bytes, what) = match (attachment.eviction_blocked, attachment.state) {
-                (Some(why), _) => (attachment.mapped, bus::eviction_block_name(why).to_owned()),
-                (None, LockState::Revoking | LockState::Stuck) => {
-                    (attachment.mapped, "its work has not ended yet".to_owned())
-                }
-                (None, _) if attachment.pinned > 0 => {
-                    (attachment.pinned, format!("{} of its memory is pinned", units::size(attachment.pinned)))
-                }
-                (None, _) if attachment.charge > attachment.allowance => {
-                    (attachment.charge - attachment.allowance, "its memory is still being evicted".to_owned())
-                }
-                (None, _) => continue,
-            };
-            all.push((bytes, format!("{}: {what}", client_name(view.client, self.identity(view.client)))));
-        }
-        all.sort_by(|a, b| b.cmp(a));
-        let text: Vec<String> = all.into_iter().take(NAMED).map(|(_, text)| text).collect();
-        match text.is_empty() {
-            true => "no program prevents this now. Try again, or end programs that use the GPU".into(),
-            false => text.join("; "),
-        }
+    /// Handles a room whose time is over, or whose GPU is gone.
+    pub fn ended(&mut self, model: &Model, room: RoomId, gpu: GpuId) {
+        let Some(Room { owner, ended, .. }) = self.rooms.remove(&room) else { return };
+        ended.notify_one();
+        info!(name: "room-closed", uid = owner.uid, pid = owner.pid, gpu = model.label(gpu), "stopped keeping memory \
+            free for {}: its room has ended", owner.name);
     }
 
     /// The caller that owns each room.
-    pub(super) fn room_owners(&self) -> BTreeMap<RoomId, Arc<Identity>> {
+    pub fn owners(&self) -> BTreeMap<RoomId, Arc<Identity>> {
         self.rooms.iter().map(|(room, entry)| (*room, entry.owner.clone())).collect()
+    }
+}
+
+/// The error for a refused room: the reason, and a remedy for the caller.
+fn refusal(model: &Model, gpu: GpuId, why: RoomObstacle) -> fdo::Error {
+    let entry = model.gpus.get(&gpu);
+    let name = entry.map_or_else(|| gpu.0.to_string(), |entry| gpu_name(gpu, entry.kind, entry.index));
+    match why {
+        RoomObstacle::TooLarge { most } => fdo::Error::InvalidArgs(format!(
+            "{name} has at most {} for a room. Other programs, other rooms and reserves take the rest.",
+            units::size(most)
+        )),
+        RoomObstacle::Unevictable { bytes } => fdo::Error::Failed(format!(
+            "cannot evict {} from {name} to make the room: {}",
+            units::size(bytes),
+            in_the_way(model, gpu)
+        )),
+        RoomObstacle::Late => {
+            fdo::Error::Failed(format!("cannot make the room on {name} in time: {}", in_the_way(model, gpu)))
+        }
+        RoomObstacle::Gone => fdo::Error::Failed(format!("{name} is gone")),
+    }
+}
+
+/// Names the programs whose memory cannot be evicted from a GPU, with the reasons.
+fn in_the_way(model: &Model, gpu: GpuId) -> String {
+    let mut all: Vec<(u64, String)> = Vec::new();
+    for view in model.machine.clients() {
+        let Some(attachment) = view.attachments.iter().find(|attachment| attachment.gpu == gpu) else { continue };
+        let (bytes, what) = match (attachment.eviction_blocked, attachment.state) {
+            (Some(why), _) => (attachment.mapped, bus::eviction_block_name(why).to_owned()),
+            (None, LockState::Revoking | LockState::Stuck) => {
+                (attachment.mapped, "its work has not ended yet".to_owned())
+            }
+            (None, _) if attachment.pinned > 0 => {
+                (attachment.pinned, format!("{} of its memory is pinned", units::size(attachment.pinned)))
+            }
+            (None, _) if attachment.charge > attachment.allowance => {
+                (attachment.charge - attachment.allowance, "its memory is still being evicted".to_owned())
+            }
+            (None, _) => continue,
+        };
+        all.push((
+            bytes,
+            format!("{}: {what}", client_name(view.client, model.identity(view.client).map(|identity| &**identity))),
+        ));
+    }
+    all.sort_by(|a, b| b.cmp(a));
+    let text: Vec<String> = all.into_iter().take(NAMED).map(|(_, text)| text).collect();
+    match text.is_empty() {
+        true => "no program prevents this now. Try again, or end programs that use the GPU".into(),
+        false => text.join("; "),
     }
 }

@@ -2,87 +2,120 @@
 //! limits that the daemon sends to the client.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use nvshare_wire::env_limits::LimitName;
 use nvshare_wire::{SchedulerMessage, Text};
 use tracing::debug;
 
-use super::claims::Claims;
-use super::pods::{Pods, Refused};
-use super::state::Core;
-use crate::config::rules::{Instance, Rule, Rules, Subject};
+use super::hours::Hours;
+use super::model::Model;
+use crate::config::rules::{GpuHours, Instance, Rule, Rules, Subject};
 use crate::scheduler::{ClientId, Event, Group, GroupId};
 
 /// Threshold for the number of groups. If it is reached, groups without clients are dropped. With many
 /// clients, the threshold is higher.
 const MAX_GROUPS: usize = 1024;
 
-impl Core {
-    /// Applies a new client's rule.
-    pub(super) fn apply_rule(&mut self, client: ClientId) {
-        if let Some(group) = self.find_group(client) {
-            self.apply(Event::Groups { groups: BTreeMap::from([(client, Some(group))]) });
-            self.set_labels([client]);
-        }
-        self.tell_allowed([client]);
-        self.announce_limits([client]);
+/// The groups that rules define, and the GPU time that they have used.
+#[derive(Debug, Default)]
+pub(super) struct Groups {
+    /// The scheduler's IDs of the groups.
+    ids: BTreeMap<Instance, GroupId>,
+    last: u64,
+    pub hours: Hours,
+}
+
+impl Groups {
+    fn id(&mut self, instance: Instance) -> GroupId {
+        *self.ids.entry(instance).or_insert_with(|| {
+            self.last += 1;
+            GroupId(self.last)
+        })
     }
 
-    /// Applies changed rules to all clients at the same time. A group keeps its usage if the new
-    /// rules include a rule with the same subject, even with other limits.
-    pub(super) fn reapply_rules(&mut self, before: &Rules) {
-        let now: Vec<&Subject> = self.config.rules.all().map(|rule| &rule.subject).collect();
+    /// Keeps the groups of rules whose subject is the same in the new rules, even with other limits.
+    fn follow(&mut self, before: &Rules, now: &Rules) {
+        let now: Vec<&Subject> = now.all().map(|rule| &rule.subject).collect();
         let place =
             |rule: usize| now.iter().position(|subject| before.get(rule).is_some_and(|old| old.subject == **subject));
-        let groups = std::mem::take(&mut self.groups).into_iter();
-        let kept = groups.filter_map(|(instance, id)| {
+        let ids = std::mem::take(&mut self.ids).into_iter();
+        let follow = |(instance, id): (Instance, GroupId)| {
             let rule = place(instance.rule)?;
             Some((instance.of_rule(rule), id))
-        });
-        let kept: BTreeMap<Instance, GroupId> = kept.collect();
-        self.groups = kept;
-        let clients: Vec<ClientId> = self.clients.keys().copied().collect();
-        let groups = clients.iter().map(|client| (*client, self.find_group(*client))).collect();
-        self.apply(Event::Groups { groups });
-        self.announce_all_limits();
-        self.set_labels(clients.iter().copied());
-        self.tell_allowed(clients);
+        };
+        self.ids = ids.filter_map(follow).collect();
+    }
+}
+
+impl Model {
+    /// The event that assigns the clients to the groups of their rules. A group keeps its usage if the rules
+    /// `before` include a rule with the same subject.
+    pub(super) fn regroup(&mut self, before: &Rules) -> Event {
+        self.groups.follow(before, &self.config.rules);
+        let groups = self.all_clients().into_iter().map(|client| (client, self.assign_group(client)));
+        Event::Groups { groups: groups.collect() }
     }
 
-    /// Replaces the list of this node's pods. Returns the reasons for refusing pods' rules that contradict
-    /// other rules.
-    pub fn set_pods(&mut self, mut pods: Pods) -> Refused {
-        let rules = &self.config.rules;
-        let refused = pods.reconcile(|rule, kept| {
-            kept.iter().find_map(|other| rule.contradicts(other)).or_else(|| rules.contradicted(rule))
-        });
-        if pods == self.pods {
-            return refused;
-        }
-        self.pods = pods;
-        for client in self.clients.values_mut() {
-            self.pods.name(&mut client.identity);
-        }
-        self.replace_last_rules();
-        refused
+    /// Finds the rule of a client, and assigns the client to the rule's group.
+    pub(super) fn assign_group(&mut self, client: ClientId) -> Option<Group> {
+        self.forget_groups();
+        let entry = self.clients.get_mut(&client)?;
+        let found = self.config.rules.of(&entry.identity);
+        // A lock excludes other clients, so it cannot belong to a gang. `may_lock` refuses locks under gang
+        // rules.
+        let found = found.filter(|(rule, _)| entry.lock.is_none() || !rule.limits.gang);
+        entry.rule = found.as_ref().map(|(_, instance)| instance.clone());
+        entry.has_used_up =
+            found.as_ref().is_some_and(|(rule, instance)| self.groups.hours.are_used_up(rule, instance));
+        let (rule, instance) = found?;
+        let limits = if entry.has_used_up { rule.limits_when_used_up() } else { rule.limits };
+        Some(Group { id: self.groups.id(instance), limits })
     }
 
-    /// Replaces the list of this node's claims.
-    pub fn set_claims(&mut self, claims: Claims) {
-        if claims == self.claims {
-            return;
+    /// Drops groups without clients if there are many groups. Otherwise such groups are kept: the usage of
+    /// a unit's programs must count for the programs that the unit starts next.
+    fn forget_groups(&mut self) {
+        if self.groups.ids.len() >= MAX_GROUPS.max(2 * self.clients.len()) {
+            let present: BTreeSet<&Instance> =
+                self.clients.values().filter_map(|client| client.rule.as_ref()).collect();
+            self.groups.ids.retain(|instance, _| present.contains(instance));
         }
-        self.claims = claims;
-        for client in self.clients.values_mut() {
-            self.claims.name(&mut client.identity);
-        }
-        self.replace_last_rules();
     }
 
-    fn replace_last_rules(&mut self) {
-        let before = self.config.rules.clone();
-        self.config.rules.put_last(self.claims.rules(), self.pods.rules());
-        self.reapply_rules(&before);
+    /// Counts clients' lock time, in seconds, if their rules limit it.
+    pub(super) fn count_hours(&mut self, used: Vec<(ClientId, f64)>) {
+        for (client, lock_seconds) in used {
+            if lock_seconds > 0.0
+                && self.rule_of(client).is_some_and(|rule| rule.gpu_hours.is_some())
+                && let Some(programs) = self.clients.get(&client).and_then(|entry| entry.rule.as_ref())
+            {
+                self.groups.hours.add(programs.programs(), lock_seconds);
+            }
+        }
+    }
+
+    /// The `gpu-hours` of a client's rule, and the time already used. The time includes programs that the
+    /// rule counts together with the client.
+    pub(super) fn hours_of(&self, client: ClientId) -> Option<(GpuHours, Duration)> {
+        let hours = self.rule_of(client)?.gpu_hours?;
+        let programs = self.clients.get(&client)?.rule.as_ref()?.programs();
+        Some((hours, self.groups.hours.used(&programs, hours.window)))
+    }
+
+    /// True if any client's rule limits its GPU time.
+    pub fn limits_hours(&self) -> bool {
+        self.clients.keys().any(|client| self.rule_of(*client).is_some_and(|rule| rule.gpu_hours.is_some()))
+    }
+
+    /// Updates which programs have used up their hours. The scheduler serves such programs after all other
+    /// programs until hours become available again. Returns the groups that have changed.
+    pub(super) fn check_hours(&mut self) -> BTreeMap<ClientId, Option<Group>> {
+        self.groups.hours.forget();
+        let is_used_up = |client| self.hours_of(client).is_some_and(|(hours, used)| used >= hours.time);
+        let changed = self.clients.iter().filter(|(client, entry)| is_used_up(**client) != entry.has_used_up);
+        let changed: Vec<ClientId> = changed.map(|(client, _)| *client).collect();
+        changed.into_iter().map(|client| (client, self.assign_group(client))).collect()
     }
 
     /// Sends clients the memory limits that their rules set on each GPU, if the limits have changed.
@@ -114,64 +147,22 @@ impl Core {
         last
     }
 
-    pub(super) fn announce_all_limits(&mut self) {
-        self.announce_limits(self.clients.keys().copied().collect::<Vec<_>>());
-    }
-
-    /// Finds the rule of a client, and its group.
-    pub(super) fn find_group(&mut self, client: ClientId) -> Option<Group> {
-        self.forget_groups();
+    /// Sets a limit that the client read from its environment. Tells the client if the limit is ignored.
+    pub(super) fn set_env_limit(&mut self, client: ClientId, limit: LimitName, text: &str) -> Option<Event> {
         let entry = self.clients.get_mut(&client)?;
-        let found = self.config.rules.of(&entry.identity);
-        // A lock excludes other clients, so it cannot belong to a gang. `may_lock` refuses locks under gang
-        // rules.
-        let found = found.filter(|(rule, _)| entry.lock.is_none() || !rule.limits.gang);
-        entry.rule = found.as_ref().map(|(_, instance)| instance.clone());
-        entry.has_used_up = false;
-        let (rule, instance) = found?;
-        let has_used_up = self.hours.are_used_up(rule, &instance);
-        entry.has_used_up = has_used_up;
-        let next = &mut self.next_group;
-        let id = *self.groups.entry(instance).or_insert_with(|| {
-            *next += 1;
-            GroupId(*next)
-        });
-        let limits = if has_used_up { rule.limits_when_used_up() } else { rule.limits };
-        Some(Group { id, limits })
-    }
-
-    /// Drops groups without clients if there are many groups. Otherwise such groups are kept: the usage of
-    /// a unit's programs must count for the programs that the unit starts next.
-    fn forget_groups(&mut self) {
-        if self.groups.len() >= MAX_GROUPS.max(2 * self.clients.len()) {
-            let present: BTreeSet<&Instance> =
-                self.clients.values().filter_map(|client| client.rule.as_ref()).collect();
-            self.groups.retain(|instance, _| present.contains(instance));
-        }
-    }
-
-    /// Sets a limit that the client read from its environment.
-    pub(super) fn set_env_limit(&mut self, client: ClientId, limit: LimitName, text: &str) {
-        let Some(entry) = self.clients.get_mut(&client) else { return };
         let before = entry.env_limits.limits();
         entry.env_limits.set(limit, text);
-        let limits = entry.env_limits.limits();
-        if let Some(remark) =
-            self.clients.get(&client).and_then(|entry| entry.env_limits.remark(limit, self.rule_of(client)))
-        {
+        let entry = self.clients.get(&client)?;
+        if let Some(remark) = entry.env_limits.remark(limit, self.rule_of(client)) {
             debug!(client = client.0, "{remark}");
-            self.send(client, SchedulerMessage::Remark { text: Text::new(&remark) });
+            entry.connection.send(SchedulerMessage::Remark { text: Text::new(&remark) });
         }
-        if limits != before {
-            self.apply(Event::EnvLimits { client, limits });
-            self.announce_limits([client]);
-        }
-        if limit == LimitName::AllowedGpus {
-            self.tell_allowed([client]);
-        }
+        let limits = entry.env_limits.limits();
+        (limits != before).then_some(Event::EnvLimits { client, limits })
     }
 
-    pub(super) fn rule_of(&self, client: ClientId) -> Option<&Rule> {
-        self.config.rules.get(self.clients.get(&client)?.rule.as_ref()?.rule)
+    /// The name of a client's rule for messages. Empty if no rule applies.
+    pub(super) fn rule_name(&self, client: ClientId) -> String {
+        self.rule_of(client).map(Rule::to_string).unwrap_or_default()
     }
 }

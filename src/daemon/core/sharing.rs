@@ -1,18 +1,16 @@
 //! Passes messages about shared memory between exporters and importers.
 
-use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use nvshare_wire::client::Sharing;
+use nvshare_wire::client::Sharing as OpenOutcome;
 use nvshare_wire::{ClientMessage, MAX_DESCRIPTORS, SchedulerMessage, Secret};
-use tracing::warn;
 
-use super::shared_memory::Import;
-use super::state::{Client, Core};
-use crate::daemon::tenants::{Budget, What};
-use crate::identity::Identity;
+use super::model::Model;
+use super::shared_memory::{Import, SharedMemoryRegistry};
+use crate::daemon::tenants::What;
 use crate::scheduler::{ClientId, GpuId, Time};
+use crate::sys::clock;
 use crate::sys::foreign::Foreign;
 
 /// Maximum number of unanswered requests to adopt memory, per client. An exporter can leave
@@ -28,167 +26,231 @@ const READ_TIME: Duration = Duration::from_millis(500);
 /// program retries after 2 s.
 const LATE_RETURN: Duration = Duration::from_secs(3);
 
-impl Core {
-    pub(super) fn shared_memory_message(
+/// The memory that programs share, and the messages about it that clients have not answered.
+#[derive(Debug)]
+pub struct Sharing {
+    registry: SharedMemoryRegistry,
+    adoptions: BTreeMap<ClientId, Adoptions>,
+    /// The unknown exporter whose memory a client requested last, and the time of the first such request.
+    asked_for: BTreeMap<ClientId, (Secret, Time)>,
+}
+
+/// Memory that the daemon asks a client to adopt.
+#[derive(Debug, Default)]
+struct Adoptions {
+    /// Memory that the client has not been asked to adopt yet.
+    waiting: VecDeque<Import>,
+    /// Number of requests to adopt memory that the client has not answered.
+    asked: usize,
+}
+
+/// The results of a message that concern other parts.
+#[derive(Debug, Default)]
+pub struct Shared {
+    /// The attachments whose memory the scheduler must be told again, because other memory counts for them
+    /// now.
+    pub changed: BTreeSet<(ClientId, GpuId)>,
+    /// The client exceeded its tenant's budget: completes a log line that begins with the client's name.
+    pub excess: Option<&'static str>,
+}
+
+impl Default for Sharing {
+    fn default() -> Self {
+        let registry = SharedMemoryRegistry::new(clock::now());
+        Self { registry, adoptions: BTreeMap::new(), asked_for: BTreeMap::new() }
+    }
+}
+
+impl Sharing {
+    /// Bytes on the GPU that count for this client, but that its own reports do not include yet.
+    pub fn uncounted(&self, client: ClientId, gpu: GpuId) -> u64 {
+        self.registry.uncounted(client, gpu)
+    }
+
+    /// Bytes on the GPU that count for this client, but that another program allocated.
+    pub fn adopted_by(&self, client: ClientId, gpu: GpuId) -> u64 {
+        self.registry.adopted_by(client, gpu)
+    }
+
+    /// Handles a client's report, which includes the memory that it adopted before.
+    pub fn reported(&mut self, client: ClientId, gpu: GpuId) {
+        self.registry.reported(client, gpu);
+    }
+
+    /// Handles a client's message. `gpu`: the GPU that the message names, if any.
+    pub fn receive(
         &mut self,
+        model: &Model,
         client: ClientId,
         message: ClientMessage,
         gpu: Option<GpuId>,
         descriptors: &[Foreign],
         now: Time,
-    ) {
+    ) -> Shared {
+        let mut shared = Shared::default();
         match message {
             ClientMessage::Exporter { key } => {
-                let importers = self.shared_memory.announce(client, key);
-                importers.into_iter().for_each(|importer| self.report_all_gpus(importer));
+                let importers = self.registry.announce(client, key);
+                importers.into_iter().for_each(|importer| shared.changed.extend(attachments(model, importer)));
             }
             ClientMessage::Open { ticket, exporter, secret, range, allocation, first } => {
-                let clients = &self.clients;
-                let may = |other| {
-                    let [a, b] = [client, other].map(|id| clients.get(&id).map(|c| &*c.identity));
-                    a.zip(b).is_some_and(|(a, b)| a.may_share_with(b))
-                };
-                if self.budget(client).is_none_or(|budget| budget.left(What::Imports) == 0) {
-                    self.log_over_budget(client, "has imported too much memory of other programs");
-                    return self.send_open_result(client, ticket, Sharing::Failed);
+                if model.budget(client).is_none_or(|budget| budget.left(What::Imports) == 0) {
+                    shared.excess = Some("has imported too much memory of other programs");
+                    send_open_result(model, client, ticket, OpenOutcome::Failed);
+                    return shared;
                 }
-                match self.shared_memory.request(client, ticket, (exporter, range), may) {
+                let may = |other| {
+                    let identities = model.identity(client).zip(model.identity(other));
+                    identities.is_some_and(|(a, b)| a.may_share_with(b))
+                };
+                match self.registry.request(client, ticket, (exporter, range), may) {
                     Ok((exporter, ticket)) => {
-                        self.send(exporter, SchedulerMessage::Export { ticket, secret, range, allocation, first });
+                        model.send(exporter, SchedulerMessage::Export { ticket, secret, range, allocation, first });
                     }
                     // The exporter may be about to reconnect after a restart of the daemon, or its messages may be
                     // unread.
-                    Err(Sharing::Unknown)
-                        if now < self.started + LATE_RETURN || self.may_come(client, exporter, now) =>
+                    Err(OpenOutcome::Unknown)
+                        if now < model.started + LATE_RETURN || self.may_come(client, exporter, now) =>
                     {
-                        self.send_open_result(client, ticket, Sharing::Busy);
+                        send_open_result(model, client, ticket, OpenOutcome::Busy);
                     }
-                    Err(outcome) => self.send_open_result(client, ticket, outcome),
+                    Err(outcome) => send_open_result(model, client, ticket, outcome),
                 }
             }
             ClientMessage::Exported { ticket, outcome, slot: _, bytes, chunk } => {
-                let Some(request) = self.shared_memory.answer(client, ticket) else { return };
-                let Some((importer, ticket)) = request.importer else { return };
-                let (Sharing::Done, Some(gpu), 1..=MAX_DESCRIPTORS) = (outcome, gpu, descriptors.len()) else {
-                    let outcome = if outcome == Sharing::Done { Sharing::Failed } else { outcome };
-                    return self.send_open_result(importer, ticket, outcome);
-                };
-                let Some(connection) = self.clients.get(&importer).map(|entry| entry.connection.clone()) else {
-                    return;
-                };
-                // Since the request, other clients of the tenant may have opened memory and used up the
-                // tenant's budget.
-                let Some(share) = connection.budget().take(What::Imports, 1) else {
-                    return self.send_open_result(importer, ticket, Sharing::Failed);
-                };
-                let total = self.gpus.get(&gpu).map_or(0, |gpu| gpu.total);
-                // Recorded before the memory is sent, so that the memory counts as soon as the importer has it open.
-                self.shared_memory.open(&request, gpu, bytes.min(total), share);
-                if connection
-                    .send_with(SchedulerMessage::Opened { ticket, outcome, bytes, chunk }, descriptors)
-                    .is_err()
-                {
-                    self.send_open_result(importer, ticket, Sharing::Failed);
-                }
+                self.exported(model, client, (ticket, outcome, bytes, chunk), gpu, descriptors);
             }
             ClientMessage::Withdrawn { range } => {
-                let adopter = self.shared_memory.withdraw(client, range);
-                self.ask_to_adopt(adopter);
+                let adopter = self.registry.withdraw(client, range);
+                shared.changed = self.ask_to_adopt(model, adopter);
             }
             ClientMessage::Imported { slot: _, exporter, range, bytes, adopted } => {
-                let Some(gpu) = gpu else { return };
-                let total = self.gpus.get(&gpu).map_or(0, |gpu| gpu.total);
+                let Some(gpu) = gpu else { return shared };
                 let import = Import { importer: client, exporter, range };
-                // The previous daemon enforced the same budget, so this report is false.
-                let Some(share) = self.budget(client).and_then(|budget| budget.take(What::Imports, 1)) else {
-                    return self
-                        .log_over_budget(client, "reports that it has imported too much memory of other programs");
+                // The previous daemon enforced the same budget, so a report beyond it is false.
+                let Some(share) = model.budget(client).and_then(|budget| budget.take(What::Imports, 1)) else {
+                    shared.excess = Some("reports that it has imported too much memory of other programs");
+                    return shared;
                 };
-                self.shared_memory.restore(import, gpu, bytes.min(total), adopted != 0, now, share);
-                self.report(client, gpu);
+                self.registry.restore(import, gpu, bytes.min(model.total(gpu)), adopted != 0, now, share);
+                shared.changed.insert((client, gpu));
             }
             ClientMessage::Adopted { exporter, range } => {
-                self.shared_memory.adopted(Import { importer: client, exporter, range });
-                self.adoption_answered(client);
+                self.registry.adopted(Import { importer: client, exporter, range });
+                self.adoption_answered(model, client);
             }
             ClientMessage::Closed { exporter, range } => {
-                let adopter = self.shared_memory.close(Import { importer: client, exporter, range });
-                self.adoption_answered(client);
-                self.ask_to_adopt(adopter);
-                self.report_all_gpus(client);
+                let adopter = self.registry.close(Import { importer: client, exporter, range });
+                self.adoption_answered(model, client);
+                shared.changed = self.ask_to_adopt(model, adopter);
+                shared.changed.extend(attachments(model, client));
             }
             _ => {}
+        }
+        shared
+    }
+
+    /// Passes an exporter's answer on to the importer: the ticket, the outcome, and the memory's bytes and
+    /// chunk.
+    fn exported(
+        &mut self,
+        model: &Model,
+        client: ClientId,
+        (ticket, outcome, bytes, chunk): (u64, OpenOutcome, u64, u64),
+        gpu: Option<GpuId>,
+        descriptors: &[Foreign],
+    ) {
+        let Some(request) = self.registry.answer(client, ticket) else { return };
+        let Some((importer, ticket)) = request.importer else { return };
+        let (OpenOutcome::Done, Some(gpu), 1..=MAX_DESCRIPTORS) = (outcome, gpu, descriptors.len()) else {
+            let outcome = if outcome == OpenOutcome::Done { OpenOutcome::Failed } else { outcome };
+            return send_open_result(model, importer, ticket, outcome);
+        };
+        let Some(connection) = model.clients.get(&importer).map(|entry| &entry.connection) else { return };
+        // Since the request, other clients of the tenant may have opened memory and used up the
+        // tenant's budget.
+        let Some(share) = connection.budget().take(What::Imports, 1) else {
+            return send_open_result(model, importer, ticket, OpenOutcome::Failed);
+        };
+        // Recorded before the memory is sent, so that the memory counts as soon as the importer has it open.
+        self.registry.open(&request, gpu, bytes.min(model.total(gpu)), share);
+        if connection.send_with(SchedulerMessage::Opened { ticket, outcome, bytes, chunk }, descriptors).is_err() {
+            send_open_result(model, importer, ticket, OpenOutcome::Failed);
         }
     }
 
     /// True if a requested exporter may still announce itself. An exporter may do so for
     /// `READ_TIME` after the importer first requested the exporter's memory.
     fn may_come(&mut self, importer: ClientId, exporter: Secret, now: Time) -> bool {
-        let Some(entry) = self.clients.get_mut(&importer) else { return false };
-        let asked = entry.asked_for.filter(|(key, _)| *key == exporter);
-        let (_, since) = *entry.asked_for.insert(asked.unwrap_or((exporter, now)));
-        now < since + READ_TIME
-    }
-
-    pub(super) fn budget(&self, client: ClientId) -> Option<Arc<Budget>> {
-        Some(self.clients.get(&client)?.connection.budget().clone())
-    }
-
-    /// Logs that a client requests more than its tenant's budget allows.
-    fn log_over_budget(&mut self, client: ClientId, what: &str) {
-        let Some(identity) = self.clients.get(&client).map(|entry| entry.identity.clone()) else { return };
-        let Identity { pid, uid, unit, name, tenant, .. } = &*identity;
-        if self.log_limit.allows("over-budget", tenant) {
-            warn!(name: "over-budget", client = client.0, pid, uid, unit, %tenant, "{name} {what}. Further imports by \
-                {tenant} are refused");
+        let (key, since) = self.asked_for.entry(importer).or_insert((exporter, now));
+        if *key != exporter {
+            (*key, *since) = (exporter, now);
         }
+        now < *since + READ_TIME
     }
 
-    pub(super) fn send_open_result(&self, importer: ClientId, ticket: u32, outcome: Sharing) {
-        self.send(importer, SchedulerMessage::Opened { ticket, outcome, bytes: 0, chunk: 0 });
-    }
-
-    /// Asks importers to adopt shared memory that no client counts any more.
-    pub(super) fn ask_to_adopt(&mut self, imports: impl IntoIterator<Item = Import>) {
-        let imports: Vec<Import> = imports.into_iter().collect();
-        // An exporter can leave thousands of ranges, so each importer's memory is reported once, not once per
-        // range.
-        let importers: BTreeSet<ClientId> = imports.iter().map(|import| import.importer).collect();
-        importers.into_iter().for_each(|importer| self.report_all_gpus(importer));
-        for import in imports {
-            if let Some(entry) = self.clients.get_mut(&import.importer) {
-                entry.adoptions.waiting.push_back(import);
-                self.ask_next(import.importer);
-            }
+    /// Asks importers to adopt shared memory that no client counts any more. Returns the importers'
+    /// attachments. An exporter can leave thousands of ranges, so each attachment is returned once.
+    fn ask_to_adopt(
+        &mut self,
+        model: &Model,
+        imports: impl IntoIterator<Item = Import>,
+    ) -> BTreeSet<(ClientId, GpuId)> {
+        let mut changed = BTreeSet::new();
+        for import in imports.into_iter().filter(|import| model.clients.contains_key(&import.importer)) {
+            self.adoptions.entry(import.importer).or_default().waiting.push_back(import);
+            self.ask_next(model, import.importer);
+            changed.extend(attachments(model, import.importer));
         }
+        changed
     }
 
     /// Sends a client requests to adopt memory until `MAX_ADOPTIONS` requests are unanswered.
-    fn ask_next(&mut self, importer: ClientId) {
-        let Some(Client { adoptions, connection, .. }) = self.clients.get_mut(&importer) else { return };
+    fn ask_next(&mut self, model: &Model, importer: ClientId) {
+        let Some(adoptions) = self.adoptions.get_mut(&importer) else { return };
         while adoptions.asked < MAX_ADOPTIONS {
             let Some(import) = adoptions.waiting.pop_front() else { return };
             // The client may have closed the memory since the request was queued.
-            if self.shared_memory.is_adopting(import) {
+            if self.registry.is_adopting(import) {
                 adoptions.asked += 1;
                 let Import { exporter, range, .. } = import;
-                connection.send(SchedulerMessage::Adopt { exporter, range });
+                model.send(importer, SchedulerMessage::Adopt { exporter, range });
             }
         }
     }
 
     /// Handles a client's answer to a request to adopt memory.
-    fn adoption_answered(&mut self, importer: ClientId) {
-        if let Some(entry) = self.clients.get_mut(&importer) {
-            entry.adoptions.asked = entry.adoptions.asked.saturating_sub(1);
+    fn adoption_answered(&mut self, model: &Model, importer: ClientId) {
+        if let Some(adoptions) = self.adoptions.get_mut(&importer) {
+            adoptions.asked = adoptions.asked.saturating_sub(1);
         }
-        self.ask_next(importer);
+        self.ask_next(model, importer);
     }
 
-    fn report_all_gpus(&mut self, client: ClientId) {
-        let gpus: Vec<GpuId> = self.clients.get(&client).map_or_else(Vec::new, |c| c.gpus.keys().copied().collect());
-        for gpu in gpus {
-            self.report(client, gpu);
-        }
+    /// Asks for the adoption of a client's imports whose exporters have not reconnected in time. Returns the
+    /// adopters' attachments.
+    pub fn overdue(&mut self, model: &Model, client: ClientId, now: Time) -> BTreeSet<(ClientId, GpuId)> {
+        let overdue = self.registry.overdue(client, now);
+        self.ask_to_adopt(model, overdue)
     }
+
+    /// Handles the end of a client. Returns the attachments of the clients that adopt its memory.
+    pub fn leave(&mut self, model: &Model, client: ClientId) -> BTreeSet<(ClientId, GpuId)> {
+        self.adoptions.remove(&client);
+        self.asked_for.remove(&client);
+        let (adopters, unanswered) = self.registry.leave(client);
+        let changed = self.ask_to_adopt(model, adopters);
+        for (importer, ticket) in unanswered.into_iter().filter_map(|request| request.importer) {
+            send_open_result(model, importer, ticket, OpenOutcome::Unknown);
+        }
+        changed
+    }
+}
+
+fn attachments(model: &Model, client: ClientId) -> impl Iterator<Item = (ClientId, GpuId)> {
+    model.gpus_of(client).into_iter().map(move |gpu| (client, gpu))
+}
+
+fn send_open_result(model: &Model, importer: ClientId, ticket: u32, outcome: OpenOutcome) {
+    model.send(importer, SchedulerMessage::Opened { ticket, outcome, bytes: 0, chunk: 0 });
 }

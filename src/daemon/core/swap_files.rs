@@ -36,14 +36,16 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use nvshare_wire::SchedulerMessage;
 use tracing::{debug, info, warn};
 
-use super::state::Core;
-use crate::config::units;
+use super::host_use::HostFigures;
+use super::model::{Client, Model, Wanted};
+use crate::config::{Config, units};
 use crate::daemon::swap_files::{self, Job, Keeper, Report, STEP};
 use crate::identity::Tenant;
 use crate::scheduler::{ClientId, Engine, Event, GpuId, Time};
@@ -59,19 +61,21 @@ const CHECK_PERIOD: Duration = Duration::from_secs(5);
 
 /// The files of all clients.
 #[derive(Debug, Default)]
-pub(super) struct SwapFiles {
+pub struct SwapFiles {
     keeper: Option<Keeper>,
     of: BTreeMap<ClientId, ClientFile>,
     /// Files of disconnected clients. The space of a file stays reserved while any process has the
     /// file open.
     left: BTreeMap<ClientId, LeftFile>,
-    /// Requests for higher limits that wait for the disk: arrival time, client, GPU and bytes.
-    held: Vec<(Time, ClientId, GpuId, u64)>,
+    /// Requests for higher limits that wait for the disk, with their arrival times.
+    held: Vec<(Time, Wanted)>,
     /// RAM has no room for all memory that programs have allocated or requested, or the host is short of
     /// memory.
     is_short: bool,
     /// Time at which a reservation of space last failed.
     failed: Option<Time>,
+    /// Whether each client can use a file.
+    uses: BTreeMap<ClientId, FileUse>,
     /// The last failure has been logged.
     has_warned: bool,
     checked: Time,
@@ -108,7 +112,7 @@ struct ClientFile {
 
 /// A client's need for host memory, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Need {
+pub struct Need {
     client: ClientId,
     /// The client can use a file.
     files: bool,
@@ -124,11 +128,9 @@ struct Need {
     rank: Rank,
 }
 
-/// Whether a client can use a file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum FileUse {
-    #[default]
-    Unasked,
+/// Whether a client that was asked can use a file.
+#[derive(Debug)]
+enum FileUse {
     /// The client was asked, and has not answered. Clients that cannot use a file do not answer.
     Offered,
     /// The client can use a file, and its control groups allow it `ram_max` bytes of host memory.
@@ -184,81 +186,76 @@ fn equal_parts(most: u64, wanted: Vec<u64>) -> Vec<u64> {
     parts
 }
 
-impl Core {
+impl SwapFiles {
     /// Sets the handle of the thread that creates the files.
-    pub fn use_swap_files(&mut self, keeper: Keeper) {
-        self.swap_files.keeper = Some(keeper);
+    pub fn use_keeper(&mut self, keeper: Keeper) {
+        self.keeper = Some(keeper);
     }
 
     /// True if memory is in files or may be written to files. Host memory must then be watched.
-    pub(super) fn has_swap_files(&self) -> bool {
-        self.config.swap_file.is_some() || !self.swap_files.of.is_empty() || !self.swap_files.left.is_empty()
+    pub fn are_used(&self, config: &Config) -> bool {
+        config.swap_file.is_some() || !self.of.is_empty() || !self.left.is_empty()
     }
 
     /// True if processes may still have files of disconnected clients open.
     pub fn has_left_files(&self) -> bool {
-        !self.swap_files.left.is_empty()
+        !self.left.is_empty()
     }
 
     /// If files are configured, asks a client that attaches a GPU whether it can use a file. Each client is
     /// asked once. The client is not yet allowed to create its context, so its answer precedes its
     /// first request for memory.
-    pub(super) fn offer_swap_file(&mut self, client: ClientId) {
-        let is_wanted = self.config.swap_file.is_some();
-        let Some(entry) = self.clients.get_mut(&client) else { return };
-        if is_wanted && entry.lock.is_none() && entry.file_use == FileUse::Unasked {
-            entry.file_use = FileUse::Offered;
+    pub fn offer(&mut self, model: &Model, client: ClientId) {
+        let Some(entry) = model.clients.get(&client) else { return };
+        if model.config.swap_file.is_some() && entry.lock.is_none() && !self.uses.contains_key(&client) {
+            self.uses.insert(client, FileUse::Offered);
             entry.connection.send(SchedulerMessage::OfferSwapFile {});
         }
     }
 
     /// Asks all clients with GPUs whether they can use a file. Called after files have been configured.
-    pub(super) fn offer_swap_files(&mut self) {
-        let attached = self.clients.iter().filter(|(_, entry)| !entry.gpus.is_empty());
-        let clients: Vec<ClientId> = attached.map(|(client, _)| *client).collect();
-        clients.into_iter().for_each(|client| self.offer_swap_file(client));
+    pub fn offer_to_all(&mut self, model: &Model) {
+        let attached = model.clients.iter().filter(|(_, entry)| !entry.gpus.is_empty());
+        attached.for_each(|(client, _)| self.offer(model, *client));
     }
 
     /// Handles a client's message that it can use a file.
-    pub(super) fn uses_swap_file(&mut self, client: ClientId, ram_max: u64) {
-        if let Some(entry) = self.clients.get_mut(&client).filter(|entry| entry.file_use != FileUse::Unasked) {
-            entry.file_use = FileUse::Possible { ram_max };
-        }
+    pub fn accepted(&mut self, client: ClientId, ram_max: u64) {
+        self.uses.entry(client).and_modify(|file_use| *file_use = FileUse::Possible { ram_max });
     }
 
     /// The clients' needs for host memory. `wanted`: a client's request for a GPU. If the request is higher
     /// than the client's demand on that GPU, it replaces the demand.
-    fn host_needs(&self, wanted: Option<(ClientId, GpuId, u64)>) -> Vec<Need> {
-        let programs = self.clients.iter().filter(|(_, entry)| entry.lock.is_none());
-        let need = |(client, entry): (&ClientId, &super::state::Client)| {
-            let known = entry.gpus.iter().filter(|(id, _)| self.gpus.get(id).is_some_and(|gpu| self.is_known(gpu)));
+    fn needs(&self, model: &Model, wanted: Option<Wanted>) -> Vec<Need> {
+        let programs = model.clients.iter().filter(|(_, entry)| entry.lock.is_none());
+        let need = |(client, entry): (&ClientId, &Client)| {
+            let known = entry.gpus.iter().filter(|(id, _)| model.is_known(**id));
             let gpus = known.map(|(gpu, stats)| {
                 let report = stats.report.unwrap_or_default();
                 let demand = report.demand.saturating_sub(report.pinned);
                 let present = report.mapped.saturating_sub(report.pinned).saturating_add(report.swapped).min(demand);
-                let wanted = wanted.filter(|(who, at, _)| who == client && at == gpu).map_or(0, |(_, _, bytes)| bytes);
-                match self.machine.engine(*client, *gpu) {
+                match model.machine.engine(*client, *gpu) {
                     Some(Engine::None) | None => (0, 0, true),
-                    Some(engine) => (demand.max(wanted), present, engine == Engine::Swap),
+                    Some(engine) => (demand.max(bytes_of(wanted, *client, *gpu)), present, engine == Engine::Swap),
                 }
             });
             let (demand, present, copies) = gpus.fold((0u64, 0u64, true), |sum, gpu| {
                 (sum.0.saturating_add(gpu.0), sum.1.saturating_add(gpu.1), sum.2 && gpu.2)
             });
             let (mut waits, mut runs) = (false, false);
-            for (_, activity) in self.machine.activities(*client) {
+            for (_, activity) in model.machine.activities(*client) {
                 (waits, runs) = (waits || activity.is_stalled, runs || activity.runs);
             }
-            let idle_since = entry.gpus.values().map(|stats| stats.idle_since).max().unwrap_or_default();
+            let idle_since = entry.gpus.values().map(|stats| stats.shown.idle_since).max().unwrap_or_default();
             let rank = match () {
                 () if waits => Rank::Waits,
                 () if runs => Rank::Runs,
                 () => Rank::Idle(Reverse(idle_since)),
             };
-            let reserved = self.swap_files.of.get(client).map_or(0, |file| file.reserved);
-            let (can_use, ram_max) = match entry.file_use {
-                FileUse::Possible { ram_max } => (true, ram_max),
-                FileUse::Unasked | FileUse::Offered => (false, u64::MAX),
+            let reserved = self.of.get(client).map_or(0, |file| file.reserved);
+            let (can_use, ram_max) = match self.uses.get(client) {
+                Some(FileUse::Possible { ram_max }) => (true, *ram_max),
+                Some(FileUse::Offered) | None => (false, u64::MAX),
             };
             // Only memory that the library copies can be moved to a file.
             Need { client: *client, files: copies && can_use, demand, present, reserved, ram_max, rank }
@@ -266,33 +263,40 @@ impl Core {
         programs.map(need).collect()
     }
 
-    /// Reserves file space for demand that does not fit into RAM.
-    fn reserve_files(&mut self, needs: &[Need]) {
-        self.swap_files.is_short = false;
-        let Some(directory) = self.config.swap_file.clone() else { return };
+    /// Reserves file space for demand that does not fit into RAM. Returns the clients' needs, which include
+    /// the request `wanted`.
+    pub fn reserve(&mut self, model: &Model, host: &HostFigures, wanted: Option<Wanted>) -> Vec<Need> {
+        let needs = self.needs(model, wanted);
+        self.is_short = false;
+        if let Some(directory) = &model.config.swap_file {
+            self.reserve_in(directory, model, host, &needs);
+        }
+        needs
+    }
+
+    fn reserve_in(&mut self, directory: &Path, model: &Model, host: &HostFigures, needs: &[Need]) {
         let now = clock::now();
-        if self.swap_files.failed.is_some_and(|failed| now < failed + RETRY) {
+        if self.failed.is_some_and(|failed| now < failed + RETRY) {
             return;
         }
-        let Some(ram) = self.host.bytes() else { return };
+        let Some(ram) = host.memory.bytes() else { return };
         let total = needs.iter().fold(0u64, |sum, need| sum.saturating_add(need.demand));
         // All programs of a control group share its headroom, and may use it at any time. So a
         // client in a group with a limit needs a file even if the host has free RAM.
-        let is_short = total > ram || self.host_ahead.is_short(now);
+        let is_short = total > ram || host.ahead.is_short(now);
         let lacks = |need: &&Need| need.files && need.demand > need.reserved && (is_short || need.ram_max < u64::MAX);
-        self.swap_files.is_short = is_short;
+        self.is_short = is_short;
         if !needs.iter().any(|need| lacks(&need)) {
             return;
         }
-        let most = swap_files::most(&directory, self.config.swap_file_max);
-        let mut left = self.swap_files.of.values().fold(most, |left, file| left.saturating_sub(file.asked));
-        left = self.swap_files.left.values().fold(left, |left, file| left.saturating_sub(file.reserved));
-        let mut shares = self.file_shares(most, needs);
+        let most = swap_files::most(directory, model.config.swap_file_max);
+        let mut left = self.of.values().fold(most, |left, file| left.saturating_sub(file.asked));
+        left = self.left.values().fold(left, |left, file| left.saturating_sub(file.reserved));
+        let mut shares = self.shares(model, most, needs);
         let mut is_lacking = false;
         for need in needs.iter().filter(lacks) {
-            let tenant = self.clients.get(&need.client).map(|entry| entry.identity.tenant.clone());
-            let share = tenant.and_then(|tenant| shares.get_mut(&tenant));
-            let entry = self.swap_files.of.entry(need.client).or_default();
+            let share = model.identity(need.client).and_then(|identity| shares.get_mut(&identity.tenant));
+            let entry = self.of.entry(need.client).or_default();
             let Some(share) = share.filter(|_| !entry.is_growing()) else { continue };
             // Space is reserved in steps, so that a client with small allocations does not wait for
             // each allocation.
@@ -303,14 +307,14 @@ impl Core {
             }
             left -= more;
             *share -= more;
-            if let Some(keeper) = &self.swap_files.keeper {
+            if let Some(keeper) = &self.keeper {
                 entry.asked = entry.reserved + more;
                 let (client, file, reserved) = (need.client, entry.file.clone(), entry.reserved);
-                keeper.ask(Job::Grow { client, directory: directory.clone(), file, reserved, to: entry.asked });
+                keeper.ask(Job::Grow { client, directory: directory.to_owned(), file, reserved, to: entry.asked });
             }
         }
-        if is_lacking && !std::mem::replace(&mut self.swap_files.has_warned, true) {
-            let most = swap_files::most(&directory, self.config.swap_file_max);
+        if is_lacking && !std::mem::replace(&mut self.has_warned, true) {
+            let most = swap_files::most(directory, model.config.swap_file_max);
             warn!(
                 "no space is left for programs' memory in {}: file-max in [swap] allows {}",
                 directory.display(),
@@ -322,22 +326,22 @@ impl Core {
     /// True if the decision on a client's request depends on a pending reservation. While RAM has room for
     /// all clients, only the client's own file matters. Otherwise, every file matters.
     fn awaits_space(&self, client: ClientId) -> bool {
-        let mut all = self.swap_files.of.iter();
-        all.any(|(owner, file)| file.is_growing() && (self.swap_files.is_short || *owner == client))
+        let mut all = self.of.iter();
+        all.any(|(owner, file)| file.is_growing() && (self.is_short || *owner == client))
     }
 
     /// The bytes that each tenant may still reserve if all tenants together may reserve `most`. Tenants
     /// have equal parts of the disk. A part that a tenant does not need goes to other tenants.
-    fn file_shares(&self, most: u64, needs: &[Need]) -> BTreeMap<Tenant, u64> {
+    fn shares(&self, model: &Model, most: u64, needs: &[Need]) -> BTreeMap<Tenant, u64> {
         let mut tenants: BTreeMap<Tenant, (u64, u64)> = BTreeMap::new();
         for need in needs.iter().filter(|need| need.files) {
-            let Some(entry) = self.clients.get(&need.client) else { continue };
-            let asked = self.swap_files.of.get(&need.client).map_or(0, |file| file.asked);
+            let Some(identity) = model.identity(need.client) else { continue };
+            let asked = self.of.get(&need.client).map_or(0, |file| file.asked);
             let wanted = asked.max(need.reserved.saturating_add(in_steps(need.demand.saturating_sub(need.reserved))));
-            let (sum, has) = tenants.entry(entry.identity.tenant.clone()).or_default();
+            let (sum, has) = tenants.entry(identity.tenant.clone()).or_default();
             (*sum, *has) = (sum.saturating_add(wanted), has.saturating_add(asked));
         }
-        for LeftFile { tenant, reserved, .. } in self.swap_files.left.values() {
+        for LeftFile { tenant, reserved, .. } in self.left.values() {
             let (sum, has) = tenants.entry(tenant.clone()).or_default();
             (*sum, *has) = (sum.saturating_add(*reserved), has.saturating_add(*reserved));
         }
@@ -346,13 +350,13 @@ impl Core {
     }
 
     /// Handles a report of the file thread.
-    pub fn swap_file_report(&mut self, report: Report) {
+    pub fn report(&mut self, model: &Model, report: Report) {
         match report {
             Report::Grown { client, file, theirs, reserved, error } => {
                 if let Some(error) = error {
-                    self.swap_files.failed = Some(clock::now());
-                    let directory = self.config.swap_file.as_deref().unwrap_or("".as_ref());
-                    if !std::mem::replace(&mut self.swap_files.has_warned, true) {
+                    self.failed = Some(clock::now());
+                    let directory = model.config.swap_file.as_deref().unwrap_or("".as_ref());
+                    if !std::mem::replace(&mut self.has_warned, true) {
                         warn!(
                             "cannot reserve space for programs' memory in {}, retrying: {}. Without this space, \
                              programs can allocate only what fits in RAM",
@@ -360,21 +364,19 @@ impl Core {
                             swap_files::in_words(&error)
                         );
                     }
-                } else if self.swap_files.failed.take().is_some() {
-                    self.swap_files.has_warned = false;
+                } else if self.failed.take().is_some() {
+                    self.has_warned = false;
                     info!("can reserve space for programs' memory again");
                 }
-                if self.clients.contains_key(&client) {
-                    let entry = self.swap_files.of.entry(client).or_default();
+                if model.clients.contains_key(&client) {
+                    let entry = self.of.entry(client).or_default();
                     (entry.file, entry.reserved, entry.asked) = (file, reserved, reserved);
                     entry.theirs = theirs.or_else(|| entry.theirs.take());
                     debug!(client = client.0, reserved, "space in a swap file");
                 }
-                self.balance_host();
-                self.release_held();
             }
             Report::Overrun { client } => {
-                if let Some(entry) = self.clients.get(&client) {
+                if let Some(entry) = model.clients.get(&client) {
                     warn!(
                         "disconnected {}, because it wrote more than its limit into its swap file",
                         entry.identity.label()
@@ -382,87 +384,58 @@ impl Core {
                     entry.connection.close();
                 }
             }
-            Report::Freed { client } => {
-                self.swap_files.left.remove(&client);
-                self.balance_host();
-            }
+            Report::Freed { client } => drop(self.left.remove(&client)),
         }
     }
 
     /// True if a request for a higher limit must wait for the disk. The request is then queued.
-    pub(super) fn hold_for_file(&mut self, client: ClientId, gpu: GpuId, bytes: u64) -> bool {
-        if self.config.swap_file.is_none() {
-            return false;
-        }
-        let needs = self.host_needs(Some((client, gpu, bytes)));
-        self.reserve_files(&needs);
+    pub fn hold(&mut self, model: &Model, host: &HostFigures, wanted: Wanted) -> bool {
+        self.reserve(model, host, Some(wanted));
+        let (client, gpu, _) = wanted;
         let waits = self.awaits_space(client);
         if waits {
-            self.swap_files.held.retain(|(_, who, at, _)| (*who, *at) != (client, gpu)); // a newer request replaces an older one
-            self.swap_files.held.push((clock::now(), client, gpu, bytes));
-        } else {
-            self.promise(Some((client, gpu, bytes)));
+            self.held.retain(|(_, (who, at, _))| (*who, *at) != (client, gpu)); // a newer request replaces an older one
+            self.held.push((clock::now(), wanted));
         }
         waits
     }
 
-    /// Passes queued requests on once the file thread has answered, or once `PATIENCE` has passed.
-    fn release_held(&mut self) {
+    /// Removes and returns the queued requests for which the file thread has answered, or that have waited
+    /// for `PATIENCE`.
+    pub fn take_due(&mut self, model: &Model) -> Vec<Wanted> {
         let now = clock::now();
-        let held = std::mem::take(&mut self.swap_files.held).into_iter();
+        let held = std::mem::take(&mut self.held).into_iter();
         let (due, rest): (Vec<_>, Vec<_>) =
-            held.partition(|(since, client, ..)| !self.awaits_space(*client) || now >= *since + PATIENCE);
-        self.swap_files.held = rest;
-        for (_, client, gpu, bytes) in due {
-            if self.clients.get(&client).is_some_and(|entry| entry.gpus.contains_key(&gpu)) {
-                self.promise(Some((client, gpu, bytes)));
-                self.apply(Event::LimitRequested { client, gpu, bytes });
-            }
-        }
+            held.partition(|(since, (client, ..))| !self.awaits_space(*client) || now >= *since + PATIENCE);
+        self.held = rest;
+        due.into_iter().map(|(_, wanted)| wanted).filter(|(client, gpu, _)| model.is_attached(*client, *gpu)).collect()
     }
 
-    /// Sends the scheduler the number of bytes that it can promise beyond the GPUs' memory. A client's
-    /// pending request counts as committed in this sum, because its file has space for the request.
+    /// The number of bytes that the scheduler can promise beyond the GPUs' memory, if it has changed. A
+    /// client's pending request counts as committed in this sum, because its file has space for the request.
     /// `wanted`: a request that is about to be made.
-    pub(super) fn promise(&mut self, wanted: Option<(ClientId, GpuId, u64)>) {
-        let Some(ram) = self.host.bytes() else { return };
-        let backed = self.swap_files.of.iter().fold(0u64, |sum, (client, file)| {
-            let gpus = self.clients.get(client).into_iter().flat_map(|entry| entry.gpus.keys());
-            let gpus = gpus.filter(|gpu| self.gpus.get(gpu).is_some_and(|gpu| self.is_known(gpu)));
+    pub fn promise(&mut self, model: &Model, host: &HostFigures, wanted: Option<Wanted>) -> Option<Event> {
+        let ram = host.memory.bytes()?;
+        let backed = self.of.iter().fold(0u64, |sum, (client, file)| {
+            let gpus = model.gpus_of(*client).into_iter().filter(|gpu| model.is_known(*gpu));
             let committed = gpus.fold(0u64, |sum, gpu| {
-                let wanted = wanted.filter(|(who, at, _)| who == client && at == gpu).map_or(0, |(_, _, bytes)| bytes);
-                sum.saturating_add(self.machine.committed_or_requested(*client, *gpu).max(wanted))
+                let committed = model.machine.committed_or_requested(*client, gpu);
+                sum.saturating_add(committed.max(bytes_of(wanted, *client, gpu)))
             });
             sum.saturating_add(file.reserved.min(committed))
         });
-        let bytes = if backed == 0 { ram } else { ram.saturating_add(backed.saturating_sub(self.offers())) };
-        if self.swap_files.promised.replace(bytes) != Some(bytes) {
-            self.apply(Event::HostMemory { bytes });
-        }
+        let bytes = if backed == 0 { ram } else { ram.saturating_add(backed.saturating_sub(offers(model))) };
+        (self.promised.replace(bytes) != Some(bytes)).then_some(Event::HostMemory { bytes })
     }
 
-    /// Sum of the memory that the GPUs in use offer to clients.
-    fn offers(&self) -> u64 {
-        let used: BTreeSet<GpuId> = self.clients.values().flat_map(|entry| entry.gpus.keys().copied()).collect();
-        let offers = self.known_gpus().filter(|(id, _)| used.contains(id)).map(|(id, _)| self.machine.offer(*id));
-        offers.fold(0, u64::saturating_add)
-    }
-
-    /// Adapts reservations, promises and the clients' shares of RAM to the present use of memory.
-    pub(super) fn balance_host(&mut self) {
-        let now = clock::now();
-        if !self.has_swap_files() {
-            return self.promise(None);
-        }
-        let needs = self.host_needs(None);
-        self.reserve_files(&needs);
-        self.promise(None);
-        let Some(ram) = self.host.bytes() else { return };
-        let short = self.host_ahead.is_short(now);
+    /// Tells the clients with files their shares of RAM.
+    pub fn divide_ram(&mut self, model: &Model, host: &HostFigures, needs: &[Need]) {
+        let Some(ram) = host.memory.bytes() else { return };
+        let short = host.ahead.is_short(clock::now());
         let total = needs.iter().fold(0u64, |sum, need| sum.saturating_add(need.present.max(beyond(need))));
-        let shares = if total > ram || short { divide(ram, short, &needs) } else { BTreeMap::new() };
-        for (client, file) in &mut self.swap_files.of {
-            let Some(entry) = self.clients.get(client).filter(|_| file.file.is_some()) else { continue };
+        let shares = if total > ram || short { divide(ram, short, needs) } else { BTreeMap::new() };
+        for (client, file) in &mut self.of {
+            let Some(entry) = model.clients.get(client).filter(|_| file.file.is_some()) else { continue };
             let bytes = shares.get(client).map_or(u64::MAX, |bytes| swap_files::rounded(*bytes));
             let told = (bytes, file.reserved);
             if file.told == Some(told) {
@@ -482,40 +455,53 @@ impl Core {
             }
             file.told = Some(told);
         }
-        if now >= self.swap_files.checked + CHECK_PERIOD
-            && let Some(keeper) = &self.swap_files.keeper
-        {
-            self.swap_files.checked = now;
-            for (client, entry) in self.swap_files.of.iter().filter(|(_, entry)| !entry.is_growing()) {
-                if let Some(file) = &entry.file {
-                    keeper.ask(Job::Check { client: *client, file: file.clone(), reserved: entry.reserved });
-                }
-            }
-            for (client, LeftFile { file, reserved, .. }) in &self.swap_files.left {
-                keeper.ask(Job::CheckLeft { client: *client, file: file.clone(), reserved: *reserved });
+    }
+
+    /// Has the file thread check for clients that write beyond their reserved space.
+    pub fn check(&mut self) {
+        let now = clock::now();
+        let Some(keeper) = self.keeper.as_ref().filter(|_| now >= self.checked + CHECK_PERIOD) else { return };
+        self.checked = now;
+        for (client, entry) in self.of.iter().filter(|(_, entry)| !entry.is_growing()) {
+            if let Some(file) = &entry.file {
+                keeper.ask(Job::Check { client: *client, file: file.clone(), reserved: entry.reserved });
             }
         }
-        self.release_held();
+        for (client, LeftFile { file, reserved, .. }) in &self.left {
+            keeper.ask(Job::CheckLeft { client: *client, file: file.clone(), reserved: *reserved });
+        }
     }
 
     /// Handles the end of a client's connection. The client's process, or a process that received
     /// the file's descriptor from it, may still have the file open. While any process has the file
     /// open, the file's space counts for the tenant, and the file thread checks it for overruns.
-    pub(super) fn leave_swap_file(&mut self, client: ClientId, tenant: &Tenant) {
-        self.swap_files.held.retain(|(_, who, ..)| *who != client);
-        let Some(ClientFile { file: Some(file), theirs, reserved, asked, .. }) = self.swap_files.of.remove(&client)
-        else {
+    pub fn leave(&mut self, client: ClientId, tenant: &Tenant) {
+        self.uses.remove(&client);
+        self.held.retain(|(_, (who, ..))| *who != client);
+        let Some(ClientFile { file: Some(file), theirs, reserved, asked, .. }) = self.of.remove(&client) else {
             return;
         };
         if theirs.is_some() {
             return; // the client never got the file
         }
         let file = LeftFile { tenant: tenant.clone(), file, reserved: reserved.max(asked) };
-        if let Some(keeper) = &self.swap_files.keeper {
+        if let Some(keeper) = &self.keeper {
             keeper.ask(Job::CheckLeft { client, file: file.file.clone(), reserved: file.reserved });
         }
-        self.swap_files.left.insert(client, file);
+        self.left.insert(client, file);
     }
+}
+
+/// The bytes that a request wants for a client on a GPU. 0 if it is another client's or about another GPU.
+fn bytes_of(wanted: Option<Wanted>, client: ClientId, gpu: GpuId) -> u64 {
+    wanted.filter(|(who, at, _)| (*who, *at) == (client, gpu)).map_or(0, |(_, _, bytes)| bytes)
+}
+
+/// Sum of the memory that the GPUs in use offer to clients.
+fn offers(model: &Model) -> u64 {
+    let used: BTreeSet<GpuId> = model.clients.values().flat_map(|entry| entry.gpus.keys().copied()).collect();
+    let offers = model.known_gpus().filter(|(id, _)| used.contains(id)).map(|(id, _)| model.machine.offer(*id));
+    offers.fold(0, u64::saturating_add)
 }
 
 #[cfg(test)]

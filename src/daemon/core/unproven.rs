@@ -1,6 +1,7 @@
 //! Programs that were refused because they have not shown a GPU's device file. They run as without
 //! nvshare, so users must be told.
 
+use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::io::unix::AsyncFd;
 
-use super::state::Core;
+use super::model::Model;
 use crate::bus;
 use crate::daemon::tenants::What;
 use crate::identity::{Identity, printable};
@@ -24,7 +25,8 @@ const MAX_KEPT: usize = 256;
 const KEPT: Duration = Duration::from_secs(30);
 
 /// A program that was refused on a GPU.
-pub(super) struct Unproven {
+#[derive(Debug)]
+struct Unproven {
     gpu: GpuId,
     identity: Arc<Identity>,
     process: Option<Rc<AsyncFd<OwnedFd>>>,
@@ -48,33 +50,37 @@ impl Unproven {
     }
 }
 
-impl Core {
+/// The programs that were refused, newest last.
+#[derive(Debug, Default)]
+pub(super) struct UnprovenPrograms(VecDeque<Unproven>);
+
+impl UnprovenPrograms {
     /// Records that a client is refused on a GPU.
-    pub(super) fn note_unproven(&mut self, client: ClientId, gpu: GpuId) {
-        self.forget_unproven(client, gpu);
-        let Some(entry) = self.clients.get(&client) else { return };
+    pub fn add(&mut self, model: &Model, client: ClientId, gpu: GpuId) {
+        self.remove(model, client, gpu);
+        let Some(entry) = model.clients.get(&client) else { return };
         let most = entry.connection.budget().limit(What::Unproven) as usize;
         let (identity, process, at) = (entry.identity.clone(), entry.process.clone(), clock::now());
-        self.unproven.retain(|unproven| unproven.is_running(at));
+        self.0.retain(|unproven| unproven.is_running(at));
         let of_tenant = |unproven: &Unproven| unproven.identity.tenant == identity.tenant;
-        let superfluous = match self.unproven.iter().filter(|unproven| of_tenant(unproven)).count() {
-            count if count >= most => self.unproven.iter().position(of_tenant),
-            _ => (self.unproven.len() >= MAX_KEPT).then_some(0),
+        let superfluous = match self.0.iter().filter(|unproven| of_tenant(unproven)).count() {
+            count if count >= most => self.0.iter().position(of_tenant),
+            _ => (self.0.len() >= MAX_KEPT).then_some(0),
         };
-        superfluous.and_then(|oldest| self.unproven.remove(oldest));
-        self.unproven.push_back(Unproven { gpu, identity, process, at });
+        superfluous.and_then(|oldest| self.0.remove(oldest));
+        self.0.push_back(Unproven { gpu, identity, process, at });
     }
 
     /// Forgets that a client's process was refused on a GPU.
-    pub(super) fn forget_unproven(&mut self, client: ClientId, gpu: GpuId) {
-        let Some(entry) = self.clients.get(&client).filter(|_| !self.unproven.is_empty()) else { return };
-        self.unproven.retain(|unproven| unproven.gpu != gpu || !unproven.is_of(&entry.identity));
+    pub fn remove(&mut self, model: &Model, client: ClientId, gpu: GpuId) {
+        let Some(identity) = model.identity(client) else { return };
+        self.0.retain(|unproven| unproven.gpu != gpu || !unproven.is_of(identity));
     }
 
-    /// The programs that were refused and still run, each with its GPU.
-    pub(super) fn unproven(&self) -> Vec<(GpuId, bus::Unproven)> {
+    /// The programs that still run, each with its GPU.
+    pub fn running(&self) -> Vec<(GpuId, bus::Unproven)> {
         let now = clock::now();
-        let running = self.unproven.iter().filter(|unproven| unproven.is_running(now));
+        let running = self.0.iter().filter(|unproven| unproven.is_running(now));
         let shown = running.map(|Unproven { gpu, identity, .. }| {
             let pid = u32::try_from(identity.pid).unwrap_or(0);
             (*gpu, bus::Unproven { pid, uid: identity.uid, name: printable(&identity.name) })

@@ -9,22 +9,23 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
+use nvshare_wire::client::GpuKind;
 use tokio::sync::oneshot;
 
-use super::state::Core;
+use super::counts::Counts;
+use super::model::Model;
 use crate::bus;
 use crate::daemon::metrics::snapshot::Counted;
 use crate::daemon::usage::{Account, Amounts, HOUR, HoursUsed, Keeper, Query, Tenants, UsageAnswer};
 use crate::scheduler::{ClientId, GpuId, Time};
-use crate::sys::clock;
-use nvshare_wire::client::GpuKind;
+use crate::sys::clock::unix_time;
 
 /// The state of recording for one client on one GPU: the counters already recorded, and the
 /// client's present bytes.
-#[derive(Debug, Clone, Default)]
-pub struct Used {
+#[derive(Debug, Default)]
+struct Used {
     recorded: Counted,
     /// Bytes on the GPU and bytes in host memory. Both numbers have been constant since `since`.
     resident: u64,
@@ -37,7 +38,7 @@ pub struct Used {
 
 impl Used {
     /// Sets the client's bytes on the GPU and in host memory, from `now` on.
-    pub fn has(&mut self, now: Time, resident: u64, swapped: u64) {
+    fn has(&mut self, now: Time, resident: u64, swapped: u64) {
         let seconds = now.saturating_sub(self.since).as_secs_f64();
         self.resident_byte_seconds += self.resident as f64 * seconds;
         self.swapped_byte_seconds += self.swapped as f64 * seconds;
@@ -66,12 +67,26 @@ impl Used {
 #[derive(Debug, Default)]
 pub struct Usage {
     keeper: Option<Keeper>,
+    /// What was recorded of each client on each GPU that it uses or has used.
+    used: BTreeMap<(ClientId, GpuId), Used>,
     pending: Tenants,
     /// Start of the pending usage, in seconds since 1970.
     since: u64,
 }
 
 impl Usage {
+    /// Starts to record the usage of programs in this directory, and keeps records for `keep`. The receiver
+    /// yields the hours saved there.
+    pub fn start(&mut self, directory: &Path, keep: Duration) -> oneshot::Receiver<Result<HoursUsed, String>> {
+        let (reply, saved) = oneshot::channel();
+        self.keeper = Keeper::start(directory, keep);
+        if let Some(keeper) = &self.keeper {
+            keeper.read_hours(reply);
+        }
+        self.since = unix_time();
+        saved
+    }
+
     /// Changes how long records are kept.
     pub fn keep(&self, keep: Duration) {
         if let Some(keeper) = &self.keeper {
@@ -81,100 +96,75 @@ impl Usage {
 
     /// Sends pending usage to the recording thread. The usage counts for the hour in which the pending
     /// period began. A period lasts at most a minute, and ends no later than its hour.
-    fn give(&mut self, hours: BTreeMap<String, f64>) {
+    pub fn give(&mut self, hours: BTreeMap<String, f64>) {
         let (since, now) = (std::mem::replace(&mut self.since, unix_time()), std::mem::take(&mut self.pending));
         let hour = i64::try_from(since).unwrap_or(0).div_euclid(HOUR) * HOUR;
         if let Some(keeper) = self.keeper.as_ref().filter(|_| !now.is_empty() || !hours.is_empty()) {
             keeper.add(hour, now, hours);
         }
     }
-}
-
-pub(super) fn unix_time() -> u64 {
-    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs()
-}
-
-impl Core {
-    /// Starts to record the usage of programs in this directory. The receiver yields the hours saved there,
-    /// for [`load_hours`](Self::load_hours).
-    pub fn keep_usage(&mut self, directory: &Path) -> oneshot::Receiver<Result<HoursUsed, String>> {
-        let keeper = Keeper::start(directory, self.config.keep_usage);
-        let (reply, saved) = oneshot::channel();
-        if let Some(keeper) = &keeper {
-            keeper.read_hours(reply);
-        }
-        self.usage = Usage { keeper, pending: BTreeMap::new(), since: unix_time() };
-        saved
-    }
 
     /// Records a client's present bytes on a GPU and in host memory.
-    pub(super) fn note_bytes(&mut self, client: ClientId, gpu: GpuId, now: Time) {
-        let Some((resident, swapped)) = self.machine.resident_and_swapped(client, gpu) else { return };
-        if let Some(counts) = self.counts.of(client, gpu) {
-            counts.used.has(now, resident, swapped);
-        }
+    pub(super) fn note_bytes(&mut self, model: &Model, client: ClientId, gpu: GpuId, now: Time) {
+        let Some((resident, swapped)) = model.machine.resident_and_swapped(client, gpu) else { return };
+        self.used.entry((client, gpu)).or_default().has(now, resident, swapped);
     }
 
-    /// Records a client's usage of a GPU since the last call. `to`: the GPU that the client has
-    /// moved to, otherwise `gpu`.
-    pub(super) fn record_usage_of(&mut self, client: ClientId, gpu: GpuId, to: GpuId, now: Time) {
-        let turns = self.machine.turns(client, to, now).unwrap_or_default();
-        let Some(counts) = self.counts.of(client, gpu) else { return };
+    /// Records that a client has no memory on a GPU any more.
+    pub(super) fn note_end(&mut self, client: ClientId, gpu: GpuId, now: Time) {
+        self.used.get_mut(&(client, gpu)).into_iter().for_each(|used| used.has(now, 0, 0));
+    }
+
+    /// Forgets a client or a GPU.
+    pub fn forget(&mut self, is_over: impl Fn(ClientId, GpuId) -> bool) {
+        self.used.retain(|(client, gpu), _| !is_over(*client, *gpu));
+    }
+
+    /// Records a client's usage of a GPU since the last call. `to`: the GPU that the client has moved to,
+    /// otherwise `gpu`. Returns the time with the lock, in seconds.
+    pub(super) fn record(
+        &mut self,
+        model: &Model,
+        counts: &Counts,
+        (client, gpu): (ClientId, GpuId),
+        to: GpuId,
+        now: Time,
+    ) -> f64 {
+        let Some(counts) = counts.of(client, gpu) else { return 0.0 };
+        let turns = model.machine.turns(client, to, now).unwrap_or_default();
         let mut counted = counts.counted.clone();
         counted.lock_time = counted.lock_time.saturating_add(counts.lock_time(&turns));
-        let amounts = counts.used.take(now, counted);
-        self.count_hours(client, amounts.lock_seconds);
-        let is_recorded = amounts != Amounts::default() && self.usage.keeper.is_some();
-        let Some(entry) = self.clients.get(&client).filter(|_| is_recorded) else { return };
-        let label =
-            |gpu| self.gpus.get(&gpu).map_or_else(|| bus::gpu_name(GpuKind::Gpu, gpu), |known| known.label(gpu));
-        let identity = &entry.identity;
-        let account = Account {
-            gpu: label(gpu),
-            unit: identity.counted_unit().into(),
-            container: identity.counted_container().into(),
-        };
-        self.usage.pending.entry(identity.tenant.to_string()).or_default().add(account, &amounts);
-    }
-
-    /// Records the usage of a client on all its GPUs. Called before the client is removed.
-    pub(super) fn record_usage_of_all(&mut self, client: ClientId, now: Time) {
-        for gpu in self.counts.gpus_of(client) {
-            self.record_usage_of(client, gpu, gpu, now);
+        let amounts = self.used.entry((client, gpu)).or_default().take(now, counted);
+        let is_recorded = amounts != Amounts::default() && self.keeper.is_some();
+        if let Some(identity) = model.identity(client).filter(|_| is_recorded) {
+            let account = Account {
+                gpu: model.label(gpu).unwrap_or_else(|| bus::gpu_name(GpuKind::Gpu, gpu)),
+                unit: identity.counted_unit().into(),
+                container: identity.counted_container().into(),
+            };
+            self.pending.entry(identity.tenant.to_string()).or_default().add(account, &amounts);
         }
+        amounts.lock_seconds
     }
 
-    /// Sends the usage of all clients up to now to the recording thread.
-    pub fn record_usage(&mut self) {
-        let now = clock::now();
-        let all: Vec<(ClientId, GpuId)> = self.counts.clients().map(|(client, gpu, _)| (client, gpu)).collect();
-        for (client, gpu) in all {
-            self.record_usage_of(client, gpu, gpu, now);
-        }
-        let hours = self.hours.take_pending();
-        self.usage.give(hours);
-    }
-
-    /// Saves the usage of all clients up to now on disk.
-    pub fn save_usage(&mut self) {
-        self.record_usage();
-        if let Some(keeper) = &self.usage.keeper {
+    /// Saves the recorded usage on disk.
+    pub fn save(&self) {
+        if let Some(keeper) = &self.keeper {
             keeper.save();
         }
     }
 
-    /// Saves usage before the daemon exits. Waits for the recording thread for at most `patience`.
-    pub fn finish_usage(&mut self, patience: Duration) {
-        self.save_usage();
-        if let Some(keeper) = self.usage.keeper.take() {
+    /// Ends the recording thread. Waits for it for at most `patience`.
+    pub fn finish(&mut self, patience: Duration) {
+        self.save();
+        if let Some(keeper) = self.keeper.take() {
             keeper.finish(patience);
         }
     }
 
-    /// Answers a query about usage, up to the present moment.
-    pub fn read_usage(&mut self, query: Query, reply: oneshot::Sender<UsageAnswer>) {
-        self.record_usage();
-        match &self.usage.keeper {
+    /// Answers a query about the recorded usage.
+    pub fn read(&self, query: Query, reply: oneshot::Sender<UsageAnswer>) {
+        match &self.keeper {
             Some(keeper) => keeper.read(query, reply),
             None => {
                 let why = if cfg!(feature = "accounting") {

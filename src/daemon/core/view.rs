@@ -2,16 +2,17 @@
 //! metrics, and systemd's status line. The loop makes the copy, and other threads produce answers from
 //! it. No scheduling decision depends on the copy.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
-use nvshare_wire::client::{EngineReason, GpuKind};
+use nvshare_wire::client::GpuKind;
 
 use super::counts::Counts;
-use super::pressure::GroupStall;
-use super::refusals::Refusal;
-use super::state::Core;
+use super::model::Use;
+use super::pressure::{self, GroupStall};
+use super::refusals::Refusals;
+use super::routing::Core;
 use super::views::ClientView;
 use crate::bus;
 use crate::config::rules::{EnvLimits, GpuHours, Instance, Rule, Rules};
@@ -29,7 +30,7 @@ pub struct View {
     pub(super) gpus: BTreeMap<GpuId, CopiedGpu>,
     pub(super) rules: Rules,
     pub(super) room_owners: BTreeMap<RoomId, Arc<Identity>>,
-    pub(super) refusals: VecDeque<Refusal>,
+    pub(super) refusals: Refusals,
     pub(super) unproven: Vec<(GpuId, bus::Unproven)>,
     pub(super) stalls: Vec<GroupStall>,
     pub(super) counts: Counts,
@@ -54,16 +55,7 @@ pub(super) struct CopiedClient {
     pub is_lock: bool,
     /// No helper can determine whether the client is asleep.
     pub is_undetermined: bool,
-    pub uses: BTreeMap<GpuId, CopiedUse>,
-}
-
-/// Data about a client on one GPU that `View::machine` does not include.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct CopiedUse {
-    pub idle_since: Time,
-    pub in_file: u64,
-    pub untracked_work: bool,
-    pub reason: EngineReason,
+    pub uses: BTreeMap<GpuId, Use>,
 }
 
 /// Data about a GPU that `View::machine` does not include.
@@ -86,34 +78,26 @@ impl CopiedGpu {
     }
 }
 
-impl Core {
+impl View {
     /// Copies the state.
-    pub fn view(&self) -> View {
-        let clients = self.clients.iter().map(|(id, client)| {
-            let uses = client.gpus.iter().map(|(gpu, stats)| {
-                let copied = CopiedUse {
-                    idle_since: stats.idle_since,
-                    in_file: stats.in_file,
-                    untracked_work: stats.untracked_work,
-                    reason: stats.reason,
-                };
-                (*gpu, copied)
-            });
+    pub fn new(core: &Core) -> Self {
+        let Core { model, io, observe, host, .. } = core;
+        let clients = model.clients.iter().map(|(id, client)| {
             let copied = CopiedClient {
                 identity: client.identity.clone(),
                 library: client.library.clone(),
                 connected: client.connected,
                 rule: client.rule.clone(),
                 has_used_up: client.has_used_up,
-                hours: self.hours_of(*id),
+                hours: model.hours_of(*id),
                 env_limits: client.env_limits.clone(),
                 is_lock: client.lock.is_some(),
-                is_undetermined: self.is_undetermined(*id),
-                uses: uses.collect(),
+                is_undetermined: host.sleep.is_undetermined(model, *id),
+                uses: client.gpus.iter().map(|(gpu, stats)| (*gpu, stats.shown)).collect(),
             };
             (*id, copied)
         });
-        let gpus = self.known_gpus().map(|(id, gpu)| {
+        let gpus = model.known_gpus().map(|(id, gpu)| {
             let accounting = &gpu.accounting;
             let contexts = || accounting.contexts().values().sum();
             let copied = CopiedGpu {
@@ -122,31 +106,28 @@ impl Core {
                 total: gpu.total,
                 index: gpu.index,
                 overhead: accounting.overhead(),
-                basis: if self.is_measured(gpu) { accounting.basis() } else { Basis::Reports },
+                basis: if model.is_measured(gpu) { accounting.basis() } else { Basis::Reports },
                 contexts: (accounting.basis() == Basis::Processes).then(contexts),
             };
             (*id, copied)
         });
-        View {
+        Self {
             now: clock::now(),
-            machine: self.machine.clone(),
+            machine: model.machine.clone(),
             clients: clients.collect(),
             gpus: gpus.collect(),
-            rules: self.config.rules.clone(),
-            room_owners: self.room_owners(),
-            refusals: self.refusals.clone(),
-            unproven: self.unproven(),
-            stalls: self.stalls(),
-            counts: self.counts.clone(),
-            metrics_of_programs: self.config.metrics_of_programs,
-            problems: self.problems().borrow().clone(),
+            rules: model.config.rules.clone(),
+            room_owners: host.rooms.owners(),
+            refusals: observe.log.refusals.clone(),
+            unproven: observe.unproven.running(),
+            stalls: observe.pressure.stalls(model),
+            counts: observe.counts.clone(),
+            metrics_of_programs: model.config.metrics_of_programs,
+            problems: io.problems().borrow().clone(),
             listed_clients: OnceLock::new(),
             listed_gpus: OnceLock::new(),
         }
     }
-}
-
-impl View {
     pub(super) fn rule_of(&self, client: ClientId) -> Option<&Rule> {
         self.rules.get(self.clients.get(&client)?.rule.as_ref()?.rule)
     }
@@ -159,6 +140,11 @@ impl View {
     /// Sentences about why the scheduler does not work as configured.
     pub fn problems(&self) -> &[String] {
         &self.problems
+    }
+
+    /// The pressure on each GPU, and of each tenant and unit.
+    pub fn list_pressure(&self) -> Vec<bus::Pressure> {
+        pressure::present(&self.stalls)
     }
 
     pub(super) fn present_rooms(&self, rooms: &[crate::scheduler::RoomView]) -> Vec<bus::Room> {

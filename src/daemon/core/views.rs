@@ -4,16 +4,14 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use nvshare_wire::Uuid;
 use nvshare_wire::client::GpuKind;
 
-use super::state::{Client, Core, Gpu};
-use super::view::View;
+use super::view::{CopiedClient, View};
 use crate::bus;
 use crate::config::rules::Rule;
 use crate::config::units;
 use crate::identity::{Identity, Tenant};
-use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, SleepObstacle, SleepView, Time};
+use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, SleepObstacle, Time};
 
 /// Maximum number of attachments of one tenant in a list. A tenant can have 512 clients on 64 GPUs
 /// each. A complete list would exceed the bus's limit on messages, and no user would read it.
@@ -22,78 +20,26 @@ const MAX_USES: usize = 2048;
 /// Maximum number of requests in a GPU's queue for which a start time is estimated.
 const MAX_EXPECTED: usize = 128;
 
-/// A client, with all data for D-Bus callers. [`Self::present`] leaves out the data that a caller
-/// may not see.
+/// A client, as D-Bus callers see it.
 #[derive(Debug, Clone)]
 pub struct ClientView {
     pub id: ClientId,
     pub identity: Arc<Identity>,
-    pub library: String,
-    /// The client's rule: its name, origin, and shares in words.
-    pub rule: (String, String, String),
-    /// The number of the group whose limits the client shares. `None` if no rule applies to the client.
-    pub rule_group: Option<u64>,
-    /// The limits in effect from the client's environment, and remarks about ignored variables.
-    pub env_limits: (String, Vec<String>),
-    /// The other members of the client's gang.
-    pub gang_peers: Vec<ClientId>,
-    /// Labels of the GPUs that the scheduler assigned to the client.
-    pub placed: Vec<String>,
-    pub connected: SystemTime,
-    pub stopped: bool,
-    pub sleep: SleepView,
-    /// Label of the GPU that the client is moving to. Empty if the client is not moving.
-    pub moving: String,
-    pub uses: Vec<bus::GpuUse>,
+    /// The client without its command line, which not all callers may see.
+    shown: bus::Client,
 }
 
 impl ClientView {
     /// Converts the client for D-Bus. Includes the command line only if `may_see` is true.
     pub fn present(&self, may_see: bool) -> bus::Client {
-        let Self { identity, library, rule, env_limits, .. } = self.clone();
-        let since = self.connected.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        bus::Client {
-            id: self.id.0,
-            pid: u32::try_from(identity.pid).unwrap_or(0),
-            uid: identity.uid,
-            name: identity.name.clone(),
-            command: may_see.then(|| identity.command.clone()),
-            why: identity.why.clone(),
-            unit: identity.unit.clone(),
-            slice: identity.slice.clone(),
-            container: identity.container.clone(),
-            tenant: identity.tenant.to_string(),
-            pod: identity.pod.uid.clone(),
-            pod_namespace: identity.pod.namespace.clone(),
-            pod_name: identity.pod.name.clone(),
-            pod_container: identity.pod.container.clone(),
-            library,
-            rule: rule.0,
-            rule_origin: rule.1,
-            share: rule.2,
-            rule_group: self.rule_group,
-            environment: env_limits.0,
-            environment_ignored: env_limits.1,
-            gang: self.gang_peers.iter().map(|peer| peer.0).collect(),
-            placed: self.placed.clone(),
-            connected_since: since.as_secs_f64(),
-            stopped: self.stopped,
-            sleep: bus::sleep_phase_name(self.sleep.phase).into(),
-            paused: self.sleep.paused,
-            moving: self.moving.clone(),
-            sleep_obstacle: self.sleep.obstacle.map_or("", bus::sleep_obstacle_name).into(),
-            woken_by: self.sleep.woken.map_or("", |woken| bus::wake_reason_name(woken.by)).into(),
-            wake_time: self.sleep.woken.map(|woken| woken.took.as_secs_f64()),
-            gpus: self.uses.clone(),
-        }
+        bus::Client { command: may_see.then(|| self.identity.command.clone()), ..self.shown.clone() }
+    }
+
+    #[cfg(test)]
+    pub fn named(id: u64, identity: Identity) -> Self {
+        Self { id: ClientId(id), identity: Arc::new(identity), shown: bus::Client::default() }
     }
 }
-
-/// IDs of the clients that hold the lock of each GPU, by the GPU's UUID.
-pub type Holders = HashMap<String, Vec<u64>>;
-
-/// The process ID of each client, by client ID.
-pub type ClientPids = BTreeMap<u64, u32>;
 
 /// Describes a rule's share, such as `weight 50, time-max 20%`.
 fn in_words(Share { weight, min, max, priority, interactive }: Share) -> String {
@@ -128,70 +74,115 @@ impl View {
         let mut listed: HashMap<&Tenant, usize> = HashMap::new();
         let since = self.since();
         let due: BTreeMap<GpuId, _> = self.gpus.keys().map(|gpu| (*gpu, self.machine.shares_due(*gpu))).collect();
-        let mut view = |seen: scheduler::ClientView| {
+        let view = |seen: scheduler::ClientView| {
             let client = self.clients.get(&seen.client)?;
-            let rule = self.rule_of(seen.client);
             let listed = listed.entry(&client.identity.tenant).or_default();
             let uses = seen.attachments.iter().take(MAX_USES.saturating_sub(*listed));
             *listed = listed.saturating_add(seen.attachments.len());
             let uses = uses.map(|attachment| {
-                let stats = client.uses.get(&attachment.gpu);
                 let since = since.get(&(seen.client, attachment.gpu)).copied();
-                let since = since.or(stats.map(|stats| stats.idle_since)).unwrap_or(self.now);
-                let unlisted = || bus::gpu_name(GpuKind::Gpu, attachment.gpu);
-                bus::GpuUse {
-                    uuid: self.gpus.get(&attachment.gpu).map_or_else(unlisted, |entry| entry.label(attachment.gpu)),
-                    state: bus::state_name(attachment.state, attachment.attached).into(),
-                    since: self.now.saturating_sub(since).as_secs_f64(),
-                    engine: bus::engine_name(attachment.engine).into(),
-                    engine_reason: stats
-                        .filter(|_| !client.is_lock)
-                        .map_or("", |stats| bus::engine_reason(stats.reason))
-                        .into(),
-                    demand: attachment.demand,
-                    resident: attachment.mapped,
-                    swapped: attachment.swapped,
-                    in_file: stats.map(|stats| stats.in_file).filter(|bytes| *bytes > 0),
-                    pinned: attachment.pinned,
-                    allowance: attachment.allowance,
-                    limit: attachment.attached.then_some(attachment.limit),
-                    memory_max: self.machine.memory_max(seen.client, attachment.gpu),
-                    environment_memory_max: self.machine.env_memory_max(seen.client, attachment.gpu),
-                    pending_limit: attachment.pending_limit,
-                    unverified: attachment.disbelieved.map(|claimed| claimed.saturating_sub(attachment.mapped)),
-                    mapping_failures: attachment.failures,
-                    untracked_work: stats.is_some_and(|stats| stats.untracked_work),
-                    eviction_blocked: attachment.eviction_blocked.map_or("", bus::eviction_block_name).into(),
-                    utilization: attachment.utilization,
-                    lock_time: attachment.lock_time.as_secs_f64(),
-                    wait_time: attachment.wait_time.as_secs_f64(),
-                    grants: attachment.grants,
-                    share_due: due.get(&attachment.gpu).and_then(|due| due.get(&seen.client)).copied(),
-                }
+                let due = due.get(&attachment.gpu).and_then(|due| due.get(&seen.client)).copied();
+                self.present_use(seen.client, client, attachment, since, due)
             });
-            let mut sleep = self.machine.sleep_of(seen.client);
-            if client.is_undetermined {
-                sleep.obstacle = Some(SleepObstacle::Unsupported);
-            }
-            Some(ClientView {
-                id: seen.client,
-                identity: client.identity.clone(),
-                library: client.library.clone(),
-                rule: rule.map_or_else(Default::default, |rule| {
-                    (rule.name.clone(), rule.origin.to_string(), self.share_in_words(seen.client, rule))
-                }),
-                rule_group: seen.group.map(|group| group.0),
-                env_limits: (client.env_limits.in_words(rule), client.env_limits.remarks(rule)),
-                gang_peers: seen.gang_peers.clone(),
-                placed: seen.placed.iter().filter_map(|id| Some(self.gpus.get(id)?.label(*id))).collect(),
-                connected: client.connected,
-                stopped: seen.stopped,
-                sleep,
-                moving: sleep.moving.and_then(|both| Some(self.gpus.get(&both.to)?.label(both.to))).unwrap_or_default(),
-                uses: uses.collect(),
-            })
+            Some(self.present_client(&seen, client, uses.collect()))
         };
-        self.machine.clients().into_iter().filter_map(&mut view).collect()
+        self.machine.clients().into_iter().filter_map(view).collect()
+    }
+
+    /// `since`: since when the client has held the lock or waited for it. `due`: its share of the GPU's time, in
+    /// thousandths.
+    fn present_use(
+        &self,
+        id: ClientId,
+        client: &CopiedClient,
+        attachment: &AttachmentView,
+        since: Option<Time>,
+        due: Option<u32>,
+    ) -> bus::GpuUse {
+        let gpu = attachment.gpu;
+        let stats = client.uses.get(&gpu);
+        let since = since.or(stats.map(|stats| stats.idle_since)).unwrap_or(self.now);
+        bus::GpuUse {
+            uuid: self.gpus.get(&gpu).map_or_else(|| bus::gpu_name(GpuKind::Gpu, gpu), |entry| entry.label(gpu)),
+            state: bus::state_name(attachment.state, attachment.attached).into(),
+            since: self.now.saturating_sub(since).as_secs_f64(),
+            engine: bus::engine_name(attachment.engine).into(),
+            engine_reason: stats
+                .filter(|_| !client.is_lock)
+                .map_or("", |stats| bus::engine_reason(stats.reason))
+                .into(),
+            demand: attachment.demand,
+            resident: attachment.mapped,
+            swapped: attachment.swapped,
+            in_file: stats.map(|stats| stats.in_file).filter(|bytes| *bytes > 0),
+            pinned: attachment.pinned,
+            allowance: attachment.allowance,
+            limit: attachment.attached.then_some(attachment.limit),
+            memory_max: self.machine.memory_max(id, gpu),
+            environment_memory_max: self.machine.env_memory_max(id, gpu),
+            pending_limit: attachment.pending_limit,
+            unverified: attachment.disbelieved.map(|claimed| claimed.saturating_sub(attachment.mapped)),
+            mapping_failures: attachment.failures,
+            untracked_work: stats.is_some_and(|stats| stats.untracked_work),
+            eviction_blocked: attachment.eviction_blocked.map_or("", bus::eviction_block_name).into(),
+            utilization: attachment.utilization,
+            lock_time: attachment.lock_time.as_secs_f64(),
+            wait_time: attachment.wait_time.as_secs_f64(),
+            grants: attachment.grants,
+            share_due: due,
+        }
+    }
+
+    fn present_client(
+        &self,
+        seen: &scheduler::ClientView,
+        client: &CopiedClient,
+        gpus: Vec<bus::GpuUse>,
+    ) -> ClientView {
+        let (rule, identity) = (self.rule_of(seen.client), &client.identity);
+        let mut sleep = self.machine.sleep_of(seen.client);
+        if client.is_undetermined {
+            sleep.obstacle = Some(SleepObstacle::Unsupported);
+        }
+        let rule_shown = rule.map_or_else(Default::default, |rule| {
+            (rule.name.clone(), rule.origin.to_string(), self.share_in_words(seen.client, rule))
+        });
+        let label = |gpu: GpuId| Some(self.gpus.get(&gpu)?.label(gpu));
+        let shown = bus::Client {
+            id: seen.client.0,
+            pid: u32::try_from(identity.pid).unwrap_or(0),
+            uid: identity.uid,
+            name: identity.name.clone(),
+            command: None,
+            why: identity.why.clone(),
+            unit: identity.unit.clone(),
+            slice: identity.slice.clone(),
+            container: identity.container.clone(),
+            tenant: identity.tenant.to_string(),
+            pod: identity.pod.uid.clone(),
+            pod_namespace: identity.pod.namespace.clone(),
+            pod_name: identity.pod.name.clone(),
+            pod_container: identity.pod.container.clone(),
+            library: client.library.clone(),
+            rule: rule_shown.0,
+            rule_origin: rule_shown.1,
+            share: rule_shown.2,
+            rule_group: seen.group.map(|group| group.0),
+            environment: client.env_limits.in_words(rule),
+            environment_ignored: client.env_limits.remarks(rule),
+            gang: seen.gang_peers.iter().map(|peer| peer.0).collect(),
+            placed: seen.placed.iter().filter_map(|gpu| label(*gpu)).collect(),
+            connected_since: client.connected.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64(),
+            stopped: seen.stopped,
+            sleep: bus::sleep_phase_name(sleep.phase).into(),
+            paused: sleep.paused,
+            moving: sleep.moving.and_then(|both| label(both.to)).unwrap_or_default(),
+            sleep_obstacle: sleep.obstacle.map_or("", bus::sleep_obstacle_name).into(),
+            woken_by: sleep.woken.map_or("", |woken| bus::wake_reason_name(woken.by)).into(),
+            wake_time: sleep.woken.map(|woken| woken.took.as_secs_f64()),
+            gpus,
+        };
+        ClientView { id: seen.client, identity: identity.clone(), shown }
     }
 
     /// The time at which each holder got the lock, or each waiter began to wait.
@@ -258,68 +249,4 @@ impl View {
         gpus.sort_by_key(|gpu| (gpu.index.is_none(), gpu.index));
         gpus
     }
-}
-
-impl Core {
-    /// The holders of each GPU's lock.
-    pub fn holders(&self) -> Holders {
-        let gpus = self.machine.gpus().into_iter();
-        let view = |seen: scheduler::GpuView| {
-            let label = self.gpus.get(&seen.gpu)?.label(seen.gpu);
-            Some((label, seen.holders.iter().map(|holder| holder.client.0).collect()))
-        };
-        gpus.filter_map(view).collect()
-    }
-
-    pub fn client_pids(&self) -> ClientPids {
-        let pid = |client: &Client| u32::try_from(client.identity.pid).unwrap_or(0);
-        self.clients.iter().map(|(id, client)| (id.0, pid(client))).collect()
-    }
-
-    /// A sentence about why the daemon does not know any GPU.
-    pub(super) fn no_gpu(&self) -> String {
-        let why = self.driver_problem().map_or(String::new(), |problem| format!(": {problem}"));
-        format!("the scheduler knows no GPU{why}")
-    }
-
-    /// Finds a GPU by its UUID or index. An empty name denotes the only GPU.
-    ///
-    /// # Errors
-    /// Returns a sentence that lists the known GPUs.
-    pub fn find_gpu(&self, name: &str) -> Result<NamedGpu, String> {
-        let here = || self.known_gpus().filter(|(_, gpu)| !gpu.gone);
-        let known = || here().map(|(id, gpu)| gpu.label(*id)).collect::<Vec<_>>().join(", ");
-        let is_meant = |(id, gpu): &(&GpuId, &Gpu)| {
-            gpu.label(**id).eq_ignore_ascii_case(name) || gpu.index.is_some_and(|index| index.to_string() == name)
-        };
-        let found = match name {
-            "" if here().count() == 1 => here().next(),
-            _ if here().next().is_none() => return Err(self.no_gpu()),
-            "" => return Err(format!("the host has several GPUs. Name one of them: {}", known())),
-            _ => here().find(is_meant),
-        };
-        let (id, gpu) = found.ok_or_else(|| format!("unknown GPU {name:?}. The GPUs are {}", known()))?;
-        let label = gpu.label(*id);
-        let title = match gpu.index {
-            Some(index) if gpu.is_slice() => format!("{label} on GPU {index} ({})", gpu.name),
-            Some(index) => format!("GPU {index} ({})", gpu.name),
-            None => label.clone(),
-        };
-        Ok(NamedGpu { uuid: id.0, kind: gpu.kind, total: gpu.total, minor: gpu.minor, label, title })
-    }
-}
-
-/// A GPU that a caller named.
-#[derive(Debug, Clone)]
-pub struct NamedGpu {
-    pub uuid: Uuid,
-    pub kind: GpuKind,
-    /// The GPU's memory, in bytes.
-    pub total: u64,
-    /// Minor number of the GPU's device file.
-    pub minor: Option<u32>,
-    /// The name as `nvidia-smi -L` shows it.
-    pub label: String,
-    /// The name for users: index and model if known.
-    pub title: String,
 }

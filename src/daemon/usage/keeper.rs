@@ -4,12 +4,13 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use tracing::{info, warn};
 
 use super::store::{FILE, MAX_ANSWER, Store, StoreError, set_aside};
 use super::{Accounts, HOUR, HoursUsed, Job, Key, Query, Tenants, UsageAnswer};
+use crate::sys::clock::unix_time;
 
 /// Maximum number of unsaved entries in memory: hours of tenants, and hours of programs with
 /// `gpu-hours`. If there are more, the oldest are dropped.
@@ -32,8 +33,7 @@ pub struct Records {
 }
 
 fn now() -> i64 {
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
+    i64::try_from(unix_time()).unwrap_or(i64::MAX)
 }
 
 impl Records {
