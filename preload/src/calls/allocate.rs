@@ -12,7 +12,6 @@ use crate::{
         types::*,
     },
     env::{settings, trace::trace},
-    gate::{self, closed, threads},
     gpu::{
         self, Gpu,
         limit_request::{self, Outcome},
@@ -22,12 +21,12 @@ use crate::{
         space::{Allocated, Backing, Space},
     },
     registry::pinned::Kind,
+    submit::{self, captures, closed, threads},
     sys::{
         sync::Mutex,
         thread::stack_pointer,
         time::{self, Instant},
     },
-    work::capture,
 };
 use core::time::Duration;
 
@@ -48,7 +47,7 @@ const OTHERS_TIMEOUT: Duration = Duration::from_millis(400);
 const OFFLINE_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
-    let gpu = if gate::is_active() && !place.is_null() && size > 0 { gpu::current() } else { None };
+    let gpu = if submit::is_active() && !place.is_null() && size > 0 { gpu::current() } else { None };
     let Some((gpu, space)) = gpu.and_then(|g| Some((g, g.space()?))) else { return real() };
     crate::sys::errno::preserved(|| {
         let context = match working_context() {
@@ -100,7 +99,7 @@ pub fn is_backed_in_time(
         if account.can_run() || account.is_lost {
             return true;
         }
-        let must_be_there = is_reached_by_others || capture::any();
+        let must_be_there = is_reached_by_others || captures::any();
         let is_late = begin.elapsed() >= BACKING_TIMEOUT;
         if gpu.is_mapping_denied() || (is_late && must_be_there) {
             let mut guard = space.lock();
@@ -109,6 +108,7 @@ pub fn is_backed_in_time(
             guard.account.counts.refused += 1;
             let after = guard.account;
             gpu.account_changed(&before, &after);
+            drop(guard);
             gpu.forget_denials();
             return false;
         }
@@ -135,8 +135,8 @@ pub fn is_backed_in_time(
 pub fn wait_beside_capture(gpu: &Gpu) {
     let begin = Instant::now();
     while gpu.gate.is_closed_for(closed::MEMORY)
-        && capture::any()
-        && gate::is_active()
+        && captures::any()
+        && submit::is_active()
         && threads::mine().is_outside()
         && begin.elapsed() < BACKING_TIMEOUT
     {
@@ -148,7 +148,7 @@ pub fn wait_beside_capture(gpu: &Gpu) {
 /// demand like other memory.
 pub fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: impl Fn() -> CUresult) -> CUresult {
     let counted = || pinned::allocate(gpu::current(), Kind::Address, place, size as u64, &real);
-    let movable = gate::is_active() && !place.is_null() && size as u64 > slab::LARGEST && flags == MEM_ATTACH_GLOBAL;
+    let movable = submit::is_active() && !place.is_null() && size as u64 > slab::LARGEST && flags == MEM_ATTACH_GLOBAL;
     let gpu = if movable { gpu::current() } else { None };
     let Some((gpu, space)) = gpu.and_then(|gpu| Some((gpu, gpu.space()?))) else { return counted() };
     if !engine::can_prefetch(gpu.index as CUdevice) {
@@ -203,7 +203,7 @@ pub fn with_retries<T>(
         // Freed memory is pending if it was freed during a capture, or if work of other contexts
         // may still use it.
         let is_pending = guard.has_freed() || guard.has_pending_in_pools();
-        let comes = is_pending && !capture::any() && begin.elapsed() < FREED_TIMEOUT;
+        let comes = is_pending && !captures::any() && begin.elapsed() < FREED_TIMEOUT;
         let fits = guard.account.fits_without_others(size as u64, gpu.total());
         let mut may_come = fits && begin.elapsed() < OTHERS_TIMEOUT;
         let is_unknown = !connection::is_connected() && guard.account.awaits_company();
@@ -243,7 +243,7 @@ pub fn free_later(address: CUdeviceptr) -> bool {
 pub fn free(address: CUdeviceptr) -> bool {
     free_with(address, |gpu, space, id| {
         let begin = Instant::now();
-        while gate::is_active() && !capture::any() {
+        while submit::is_active() && !captures::any() {
             match space.lock().is_awaited(id, &gpu.work) {
                 Some(false) => break,
                 None if begin.elapsed() >= FREE_TIMEOUT => break,
@@ -264,7 +264,7 @@ pub fn free_with(address: CUdeviceptr, wait: impl Fn(&Gpu, &Mutex<Space>, u64)) 
         }
         true
     };
-    gate::is_active() && crate::sys::errno::preserved(|| gpu::attached().any(free))
+    submit::is_active() && crate::sys::errno::preserved(|| gpu::attached().any(free))
 }
 
 /// Runs `change`, which frees memory, and updates the account. If some memory can only be freed later,
@@ -300,7 +300,7 @@ pub fn free_managed(address: CUdeviceptr) -> Option<CUresult> {
         let freeing = loop {
             match space.lock().take_managed(address) {
                 Ok(taken) => break taken?,
-                Err(_) if !gate::is_active() => return None,
+                Err(_) if !submit::is_active() => return None,
                 Err(_) => {}
             }
             time::sleep(MOVING_POLL_INTERVAL);
@@ -313,5 +313,5 @@ pub fn free_managed(address: CUdeviceptr) -> Option<CUresult> {
         gpu.account_changed(&before, &after);
         Some(result)
     };
-    if gate::is_active() { crate::sys::errno::preserved(|| gpu::attached().find_map(free)) } else { None }
+    if submit::is_active() { crate::sys::errno::preserved(|| gpu::attached().find_map(free)) } else { None }
 }

@@ -1,19 +1,18 @@
 //! Creating and destroying contexts, and stream captures. The library must know about these calls. They
 //! never wait for the GPU lock.
 
-use super::submit::naming_for;
+use super::access::with_memory_of;
 use crate::{
     connection,
     driver::{self, types::*},
-    gate,
     gpu::{self, Gpu, peers::couple, reservation},
     memory::mover::Mover,
     registry::{pinned, pools, shared},
+    submit::{self, captures},
     sys::{
         sync::{Mutex, Rank},
         time::{self, Instant},
     },
-    work::{self, capture},
 };
 use alloc::vec::Vec;
 use core::{ffi::c_void, time::Duration};
@@ -26,7 +25,7 @@ const CONTEXT_RETRY: Duration = Duration::from_millis(5);
 
 /// Creates a context on this GPU, and registers it with the library.
 pub fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() -> CUresult) -> CUresult {
-    if !gate::is_active() {
+    if !submit::is_active() {
         return real();
     }
     if !crate::sys::errno::preserved(|| Gpu::attach(device, shared::introduce)) {
@@ -46,7 +45,7 @@ pub fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() -> CUre
     // SAFETY: the driver has just written the context there.
     let context = unsafe { place.as_ref() }.filter(|_| result == SUCCESS);
     if let Some(context) = context {
-        work::context_is_there(*context);
+        submit::target::add_context(*context);
     }
     if let (Some(context), Some(gpu)) = (context, gpu::by_ordinal(device)) {
         crate::sys::errno::preserved(|| {
@@ -67,7 +66,7 @@ pub fn destroying(
     real: impl FnOnce() -> CUresult,
     is_gone: impl FnOnce() -> bool,
 ) -> CUresult {
-    let Some(gpu) = gpu.filter(|_| gate::is_active()) else { return real() };
+    let Some(gpu) = gpu.filter(|_| submit::is_active()) else { return real() };
     let begun = crate::sys::errno::preserved(|| {
         let leave = |space| Mover::leave(&gpu.moving, context, space, &|account| gpu.report(account));
         gpu.work.begin_destroying(context).then(|| gpu.space().map(leave))
@@ -99,7 +98,7 @@ pub fn destroying(
 /// Forgets all state of a context that has been destroyed.
 pub fn forget(gpu: &Gpu, context: CUcontext) {
     let is_last = gpu.work.is_last(context);
-    capture::end_all_in(context);
+    captures::end_all_in(context);
     pinned::drop_context(gpu, context, is_last);
     shared::drop_context(gpu, context, is_last);
     if let Some(space) = gpu.space() {
@@ -113,7 +112,7 @@ pub fn forget(gpu: &Gpu, context: CUcontext) {
 
 /// Returns the GPU of a context that the library knows.
 pub fn gpu_of(context: CUcontext) -> Option<&'static Gpu> {
-    if gate::is_active() { gpu::attached().find(|gpu| gpu.work.has_context(context)) } else { None }
+    if submit::is_active() { gpu::attached().find(|gpu| gpu.work.has_context(context)) } else { None }
 }
 
 /// Drops one reference to a context. Only the last drop destroys the context. Until then, all its work
@@ -124,7 +123,7 @@ pub fn releasing(
     real: impl Fn() -> CUresult,
     is_gone: impl FnOnce() -> bool,
 ) -> CUresult {
-    let others_left = gpu.filter(|_| gate::is_active()).and_then(|gpu| gpu.work.releasing_context(context, &real));
+    let others_left = gpu.filter(|_| submit::is_active()).and_then(|gpu| gpu.work.releasing_context(context, &real));
     others_left.unwrap_or_else(|| destroying(gpu, context, real, is_gone))
 }
 
@@ -167,15 +166,15 @@ pub fn retain_primary(device: CUdevice) -> bool {
 static GREEN: Mutex<Vec<(usize, CUdevice)>> = Mutex::new(Rank::GreenContexts, Vec::new());
 
 pub fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
-    if gate::is_active() && !crate::sys::errno::preserved(|| Gpu::attach(device, shared::introduce)) {
+    if submit::is_active() && !crate::sys::errno::preserved(|| Gpu::attach(device, shared::introduce)) {
         return ERROR_OUT_OF_MEMORY;
     }
     let result = real();
     // The library registers other contexts when they are created, but a green context only at its
     // first launch. So it must expect a second context from now on.
-    work::contexts_are_several();
+    submit::target::expect_contexts();
     // SAFETY: the driver has just written the green context there.
-    if let (true, SUCCESS, Some(green)) = (gate::is_active(), result, unsafe { place.as_ref() })
+    if let (true, SUCCESS, Some(green)) = (submit::is_active(), result, unsafe { place.as_ref() })
         && crate::sys::errno::preserved(|| retain_primary(device))
     {
         GREEN.lock().push((*green as usize, device));
@@ -184,7 +183,7 @@ pub fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CU
 }
 
 pub fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
-    if !gate::is_active() {
+    if !submit::is_active() {
         return real();
     }
     let mut context = core::ptr::null_mut();
@@ -197,7 +196,7 @@ pub fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
     if result != SUCCESS {
         return result;
     }
-    capture::end_all_in(context);
+    captures::end_all_in(context);
     let mut greens = GREEN.lock();
     let known = greens.iter().position(|(handle, _)| *handle == green as usize);
     let device = known.map(|at| greens.swap_remove(at).1);
@@ -212,14 +211,14 @@ pub fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
 /// Begins a capture. A capture refers to memory. So the call waits at the gate until the memory is
 /// on the GPU, and the memory stays there until the capture ends.
 pub fn beginning_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
-    naming_for(stream, || {
-        if gate::is_active()
+    with_memory_of(stream, || {
+        if submit::is_active()
             && let Some(gpu) = gpu::of_stream(stream)
         {
             // Marks the stream now, because a capturing stream cannot be queried.
             gpu.work.mark_stream(stream);
         }
-        capture::begin(stream, real)
+        captures::begin(stream, real)
     })
 }
 
@@ -227,8 +226,8 @@ pub fn ending_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUre
     let result = real();
     // If the program made the call on the wrong thread, the call has failed, and the stream is
     // still capturing.
-    if capture::any() && !capture::is_capturing(stream) {
-        capture::end(stream);
+    if captures::any() && !captures::is_capturing(stream) {
+        captures::end(stream);
     }
     result
 }
@@ -236,10 +235,10 @@ pub fn ending_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUre
 /// Makes a stream wait for an event. If the event is part of a capture, the stream joins that capture.
 /// A graph that is captured from streams of several GPUs is work of each of those GPUs.
 pub fn waiting(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
-    if !(capture::any() && gate::is_active() && gpu::are_several()) || capture::is_capturing(stream) {
+    if !(captures::any() && submit::is_active() && gpu::are_several()) || captures::is_capturing(stream) {
         return real();
     }
-    let (result, joined) = capture::joining(stream, real);
+    let (result, joined) = captures::joining(stream, real);
     if let Some([Some(gpu), Some(other)]) = joined.map(|contexts| contexts.map(gpu::of_context)) {
         crate::sys::errno::preserved(|| couple(gpu, other));
     }

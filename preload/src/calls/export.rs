@@ -2,15 +2,15 @@
 //! and never evicted from then on.
 
 use super::{
+    access::with_memory_on,
     mappings::{changing, is_ours},
-    submit::naming_on,
 };
 use crate::{
     driver::types::*,
-    gate,
     gpu::Gpu,
     memory::space::Space,
     registry::{self, virtual_memory::TABLE},
+    submit,
     sys::sync::Mutex,
 };
 use alloc::vec::Vec;
@@ -27,7 +27,7 @@ pub fn is_exportable(address: CUdeviceptr, gpu: &Gpu) -> bool {
 /// Exports the memory at `address` with `call`, which receives the addresses of the memory's
 /// chunks. The range is restored first, and never evicted from then on.
 pub fn escaping(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnce(Vec<u64>) -> CUresult) -> CUresult {
-    naming_on(gpu, || {
+    with_memory_on(gpu, || {
         let Some(space) = gpu.space() else { return ERROR_NOT_SUPPORTED };
         let mut guard = space.lock();
         let before = guard.account;
@@ -63,7 +63,7 @@ pub fn announcing(
 /// evicted from then on.
 pub fn escaping_handle(handle: Handle, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
     let Some(memory) = TABLE.lock().memory(handle) else { return ERROR_INVALID_VALUE };
-    naming_on(memory.gpu, || {
+    with_memory_on(memory.gpu, || {
         let pinned = {
             // Looks up the handle again, because the program may have released it since.
             let table = TABLE.lock();
@@ -76,9 +76,9 @@ pub fn escaping_handle(handle: Handle, call: impl FnOnce(Handle) -> CUresult) ->
 
 /// Makes a call that shares memory by address. Pins the memory if it is this library's.
 pub fn escaping_at(address: CUdeviceptr, size: Size, call: impl FnOnce() -> CUresult) -> CUresult {
-    let first = if gate::is_active() { TABLE.lock().at(address) } else { None };
+    let first = if submit::is_active() { TABLE.lock().at(address) } else { None };
     let Some((_, memory)) = first else { return call() };
-    naming_on(memory.gpu, || {
+    with_memory_on(memory.gpu, || {
         {
             let table = TABLE.lock();
             for mapping in table.overlapping(address, size as u64) {

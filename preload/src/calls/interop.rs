@@ -2,13 +2,13 @@
 //! APIs passes no gate, and may use this library's memory. After such a call the library cannot know
 //! when the program's work is done, so the program's memory stays on the GPU.
 
-use super::{contexts, submit::naming};
-use crate::{driver::types::*, gate, gpu};
+use super::{access::with_memory, contexts};
+use crate::{driver::types::*, gpu, submit};
 
 /// Makes the call while the program's memory is on the GPU. If the call succeeds, the memory stays
 /// on the GPU from then on.
 pub fn tied(call: impl FnOnce() -> CUresult) -> CUresult {
-    naming(|| {
+    with_memory(|| {
         let result = call();
         if result == SUCCESS {
             make_unevictable();
@@ -24,7 +24,7 @@ pub fn tie() {
 }
 
 pub fn make_unevictable() {
-    if gate::is_active() {
+    if submit::is_active() {
         crate::sys::errno::preserved(|| gpu::attached().for_each(gpu::Gpu::make_unevictable));
     }
 }

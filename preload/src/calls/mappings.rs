@@ -5,7 +5,6 @@ use super::allocate;
 use crate::{
     driver::{self, types::*},
     env::{settings, trace::trace},
-    gate,
     gpu::{Gpu, peers},
     memory::{
         engine::{Flags, GRANULE, has},
@@ -15,6 +14,7 @@ use crate::{
         pinned as account, virtual_memory as vmm,
         virtual_memory::{Memory, TABLE},
     },
+    submit,
     sys::sync::Mutex,
 };
 use alloc::vec::Vec;
@@ -29,7 +29,7 @@ pub fn whole(len: u64) -> bool {
 /// Whether this is a virtual handle, which this library has created. In the child of a fork the result
 /// does not matter, because the driver refuses every call there.
 pub fn is_ours(handle: Handle) -> bool {
-    gate::is_active() && vmm::is_virtual(handle)
+    submit::is_active() && vmm::is_virtual(handle)
 }
 
 /// Returns the GPU, its space and the flags if this call creates movable memory, that is, plain memory
@@ -41,7 +41,7 @@ pub fn movable(
     prop: *const AllocationProp,
     flags: u64,
 ) -> Option<(&'static Gpu, &'static Mutex<Space>, Flags)> {
-    let gpu = if gate::is_active() { account::gpu_of(prop) } else { None }?;
+    let gpu = if submit::is_active() { account::gpu_of(prop) } else { None }?;
     let space = gpu.space().filter(|space| space.lock().engine().copies())?;
     // SAFETY: `prop` is the program's pointer, which the driver would dereference too. It is not NULL,
     // because `gpu_of` found a GPU.

@@ -1,6 +1,6 @@
 //! The steps of hooks besides the driver's call.
 //!
-//! - [`submit`]: makes work wait at the gate, and counts it.
+//! - [`access`]: calls that name memory, and copies.
 //! - [`allocate`]: allocations and frees of movable memory. [`pinned`]: allocations that the driver
 //!   serves.
 //! - [`mappings`]: memory that the program creates and maps itself.
@@ -8,6 +8,7 @@
 //!   processes or devices.
 //! - [`contexts`]: contexts and stream captures. [`interop`]: other APIs, whose work passes no hook.
 
+pub mod access;
 pub mod address_query;
 pub mod allocate;
 pub mod contexts;
@@ -15,4 +16,3 @@ pub mod export;
 pub mod interop;
 pub mod mappings;
 pub mod pinned;
-pub mod submit;

@@ -4,9 +4,9 @@
 use crate::{
     driver::types::*,
     env::settings,
-    gate,
     gpu::{Gpu, reservation::retried},
     registry::pinned::{self, Kind},
+    submit,
 };
 
 /// Makes an allocation of `size` bytes. The driver writes the allocation's address or handle to
@@ -18,7 +18,7 @@ pub fn allocate(
     size: u64,
     real: impl Fn() -> CUresult,
 ) -> CUresult {
-    if !gate::is_active() {
+    if !submit::is_active() {
         return real();
     }
     if !pinned::fits(gpu, size) && !settings::get().oversubscribe {
@@ -35,7 +35,7 @@ pub fn allocate(
 
 /// Makes a call that frees the allocation with this address or handle.
 pub fn free(kind: Kind, name: u64, real: impl FnOnce() -> CUresult) -> CUresult {
-    let taken = if gate::is_active() { crate::sys::errno::preserved(|| pinned::take(kind, name)) } else { None };
+    let taken = if submit::is_active() { crate::sys::errno::preserved(|| pinned::take(kind, name)) } else { None };
     let result = real();
     if let Some(taken) = taken {
         crate::sys::errno::preserved(|| if result == SUCCESS { taken.release() } else { taken.restore() });

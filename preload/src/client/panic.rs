@@ -2,7 +2,7 @@
 //! handler opens every gate and stops the thread, because the program's work matters more than
 //! nvshare's.
 
-use crate::{client, env::trace, gate::threads, sys::errno};
+use crate::{client, env::trace, submit::threads, sys::errno};
 
 #[panic_handler]
 fn panic(info: &core::panic::PanicInfo<'_>) -> ! {

@@ -7,10 +7,9 @@ use crate::{
     client::utilization::Utilization,
     connection,
     env::trace::trace,
-    gate::closed,
     gpu::Gpu,
+    submit::{Fence, captures, closed},
     sys::time::Instant,
-    work::{Fence, capture},
 };
 use core::time::Duration;
 use nvshare_idle_gap::IdleGapPredictor;
@@ -379,7 +378,7 @@ impl Drain {
         }
         if standing >= LONG && !self.reported {
             self.reported = true;
-            let reason = if capture::any() { StuckReason::Capturing } else { StuckReason::LongWork };
+            let reason = if captures::any() { StuckReason::Capturing } else { StuckReason::LongWork };
             connection::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason });
         }
         Drained::NotYet
@@ -392,11 +391,8 @@ mod tests {
     use crate::{
         connection::fake::Scheduler,
         driver::{fake::Driver, types::*},
-        gate::{
-            Gate,
-            threads::{self, Waits},
-        },
         gpu::fake::{attach_to_scheduler, busy_stream},
+        submit::threads::{self, Waits},
         sys::{
             sync::{Held, on_client_thread},
             thread::stack_pointer,
@@ -483,7 +479,7 @@ mod tests {
         assert_eq!((holder.step(), holder.scheduler.sent().len()), (POLL_INTERVAL, 0));
         // The thread submits work before it leaves the gate.
         let stream = holder.busy_stream();
-        Gate::leave(gpu.index, slot);
+        slot.leave(gpu.index);
         assert_eq!((holder.step(), holder.scheduler.sent().len()), (POLL_INTERVAL, 0));
         holder.driver.finish(stream);
         assert_eq!(holder.end().len(), 1);
@@ -598,7 +594,7 @@ mod tests {
         // Another submission restarts the check.
         let (gpu, slot) = (holder.gpu, threads::mine());
         assert!(gpu.gate.try_enter(gpu.index, slot, stack_pointer(), closed::FOR_ALL));
-        Gate::leave(gpu.index, slot);
+        slot.leave(gpu.index);
         holder.driver.finish(stream);
         holder.step();
         assert!(holder.turn.is_held() && holder.scheduler.sent().is_empty());

@@ -3,9 +3,9 @@
 
 use crate::{
     driver::{self, types::*},
-    gate,
     gpu::{self, Gpu, peers},
     registry::{self, pinned, virtual_memory},
+    submit,
     sys::errno,
 };
 use alloc::vec::Vec;
@@ -13,7 +13,7 @@ use alloc::vec::Vec;
 /// Whether this process uses several GPUs. Otherwise this module is not needed.
 #[inline]
 fn are_several() -> bool {
-    gpu::are_several() && gate::is_active()
+    gpu::are_several() && submit::is_active()
 }
 
 /// The source or destination of a copy, as the program specifies it.

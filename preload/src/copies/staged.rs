@@ -4,7 +4,7 @@
 use super::shapes::Copy3D;
 use crate::{
     driver::{self, check, context::with_current, hook::Flavour, types::*},
-    work::{capture, context_of},
+    submit::{captures, context_of},
 };
 use core::ptr::null_mut;
 
@@ -58,14 +58,14 @@ pub fn as_owner(context: CUcontext, flavour: Flavour, call: impl FnOnce() -> CUr
         synchronise()?;
         with_current(context as usize, || check(call()).and_then(|()| synchronise()))?
     };
-    capture::relaxed(copy).err().unwrap_or(SUCCESS)
+    captures::relaxed(copy).err().unwrap_or(SUCCESS)
 }
 
 /// Makes a call like [`as_owner`], but in the order of a stream of another context. `call` receives
 /// a stream of `context`. The work in that stream runs after the earlier work of the program's
 /// stream and before its later work.
 pub fn as_owner_async(context: CUcontext, stream: CUstream, call: impl FnOnce(CUstream) -> CUresult) -> CUresult {
-    if capture::any() && capture::is_capturing(stream) {
+    if captures::any() && captures::is_capturing(stream) {
         return call(stream); // our stream would join the capture and have to outlive it
     }
     let Some(own) = context_of(stream) else { return call(stream) };
@@ -79,7 +79,7 @@ pub fn as_owner_async(context: CUcontext, stream: CUstream, call: impl FnOnce(CU
         })??;
         with_current(own as usize, || after.precedes(stream))?
     };
-    capture::relaxed(copy).err().unwrap_or(SUCCESS)
+    captures::relaxed(copy).err().unwrap_or(SUCCESS)
 }
 
 /// An event behind the work of a stream. It may be dropped at any time: the driver keeps the event

@@ -95,6 +95,7 @@ macro_rules! hooks {
 
         core::arch::global_asm!(
             ".pushsection nvshare_hooks, \"aR\", @progbits",
+            ".balign 4",
             $( $( concat!(".long {} - . // ", stringify!($name)), ".long {} - ." ),+ ),*,
             ".popsection",
             $( $( sym $name, sym $name::REAL ),+ ),*

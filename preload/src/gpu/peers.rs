@@ -11,8 +11,8 @@ use crate::{
     connection,
     driver::{self, types::*},
     env::trace::trace,
-    gate::epoch,
     gpu::{self, Gpu},
+    submit::epoch,
     sys::{
         sync::{Mutex, Rank},
         time,

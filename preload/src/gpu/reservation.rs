@@ -6,8 +6,8 @@ use crate::{
     connection,
     driver::types::{CUresult, ERROR_OUT_OF_MEMORY},
     env::trace::trace,
-    gate,
     gpu::{self, Gpu},
+    submit,
     sys::{futex, sync::waiting_for_client_thread, time::Instant},
 };
 use core::{sync::atomic::Ordering, time::Duration};
@@ -43,7 +43,7 @@ pub fn again(
     gpu: impl FnOnce() -> Option<&'static Gpu>,
     call: impl Fn() -> CUresult,
 ) -> CUresult {
-    let Some(gpu) = gate::is_active().then(gpu).flatten() else { return result };
+    let Some(gpu) = submit::is_active().then(gpu).flatten() else { return result };
     // Release unused memory of pools before other clients' memory is evicted.
     if crate::sys::errno::preserved(|| gpu.release_pools()) > 0 {
         result = call();

@@ -6,9 +6,9 @@ use crate::{
     client,
     copies::route,
     driver::{hook::hooks, types::*},
-    gate, gpu,
-    lookup::{dlsym, entries, table},
-    work::capture,
+    gpu,
+    lookup::{dlsym, table},
+    submit::{self, captures},
 };
 use core::ffi::{c_char, c_void};
 
@@ -25,7 +25,7 @@ hooks! { real, flavour;
             crate::sys::errno::preserved(client::cancel_placement);
             return result;
         }
-        if crate::sys::errno::preserved(|| client::start(entries::shut_driver)) { result } else { ERROR_SYSTEM_NOT_READY }
+        if crate::sys::errno::preserved(client::start) { result } else { ERROR_SYSTEM_NOT_READY }
     }
 
     // ---- lookups ----
@@ -91,8 +91,8 @@ hooks! { real, flavour;
     }
     [cuStreamEndCapture | cuStreamEndCapture_ptsz] (stream: CUstream, graph: P) { ending_capture(flavour.stream(stream), real) }
     [cuStreamDestroy | cuStreamDestroy_v2] (stream: CUstream) {
-        capture::end(stream);
-        if gate::is_active() {
+        captures::end(stream);
+        if submit::is_active() {
             crate::sys::errno::preserved(|| gpu::attached().for_each(|gpu| gpu.work.forget_stream(stream)));
         }
         real()

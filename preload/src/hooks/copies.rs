@@ -1,8 +1,8 @@
-//! Hooks of copies. Copies wait at the gate like all work ([`super::gated`]). A copy between two GPUs
+//! Hooks of copies. Copies wait at the gate like all work ([`super::launch`]). A copy between two GPUs
 //! is work of both GPUs, and is staged if necessary ([`crate::copies::staged`]).
 
 use crate::{
-    calls::submit::{GRAPH, ONE, bytes, gated, routed},
+    calls::access::{bytes, copy_along},
     copies::{
         route::{Side, Way, contexts, many, route},
         shapes::{BatchCopy3D, Copy2D, Copy3D},
@@ -13,6 +13,7 @@ use crate::{
         hook::{Flavour, hooks},
         types::*,
     },
+    submit::fast::{GRAPH, ONE, enqueue},
 };
 use core::ffi::c_void;
 
@@ -29,7 +30,7 @@ const HOST: CUdeviceptr = 0;
 fn copy(flavour: Flavour, ends: Ends, n: Size, real: impl FnOnce() -> CUresult) -> CUresult {
     let stream = flavour.stream(CTX_DEFAULT_STREAM);
     let route = route(stream, ends.map(Side::Address));
-    routed(route, stream, bytes(n), || match route.way {
+    copy_along(route, stream, bytes(n), || match route.way {
         Way::Direct => real(),
         Way::Peers(contexts) => staged::linear(flavour, ends, n, contexts),
         Way::Owner(context) => staged::as_owner(context, flavour, real),
@@ -46,7 +47,7 @@ fn copy_async(
     again: impl FnOnce(CUstream) -> CUresult,
 ) -> CUresult {
     let route = route(stream, ends.map(Side::Address));
-    routed(route, stream, bytes(n), || match route.way {
+    copy_along(route, stream, bytes(n), || match route.way {
         Way::Direct => real(),
         Way::Peers(contexts) => staged::linear_async(ends, n, contexts, stream),
         Way::Owner(context) => staged::as_owner_async(context, stream, again),
@@ -60,7 +61,7 @@ fn shaped(flavour: Flavour, copy: Option<Copy3D>, real: impl FnOnce() -> CUresul
     let Some(copy) = copy else { return real() };
     let stream = flavour.stream(CTX_DEFAULT_STREAM);
     let route = route(stream, copy.sides());
-    routed(route, stream, ONE, || match route.way {
+    copy_along(route, stream, ONE, || match route.way {
         Way::Direct => real(),
         Way::Peers(contexts) => staged::shaped(flavour, &copy, contexts),
         Way::Owner(context) => staged::as_owner(context, flavour, real),
@@ -77,7 +78,7 @@ fn shaped_async(
 ) -> CUresult {
     let Some(copy) = copy else { return real() };
     let route = route(stream, copy.sides());
-    routed(route, stream, ONE, || match route.way {
+    copy_along(route, stream, ONE, || match route.way {
         Way::Direct => real(),
         Way::Peers(contexts) => staged::shaped_async(&copy, contexts, stream),
         Way::Owner(context) => staged::as_owner_async(context, stream, again),
@@ -88,7 +89,7 @@ fn shaped_async(
 #[inline]
 fn by_array(flavour: Flavour, sides: [Side; 2], n: Size, real: impl FnOnce() -> CUresult) -> CUresult {
     let stream = flavour.stream(CTX_DEFAULT_STREAM);
-    routed(many(stream, || sides.into_iter()), stream, bytes(n), real)
+    copy_along(many(stream, || sides.into_iter()), stream, bytes(n), real)
 }
 
 /// Returns the sides of copies that are listed in two arrays.
@@ -155,21 +156,21 @@ hooks! { real, flavour;
     // ---- between contexts ----
     [cuMemcpyPeer | cuMemcpyPeer_ptds] (to: CUdeviceptr, to_context: P, from: CUdeviceptr, from_context: P, n: Size) {
         let stream = flavour.stream(CTX_DEFAULT_STREAM);
-        routed(contexts(stream, || Some([to_context, from_context])), stream, bytes(n), real)
+        copy_along(contexts(stream, || Some([to_context, from_context])), stream, bytes(n), real)
     }
     [cuMemcpyPeerAsync | cuMemcpyPeerAsync_ptsz] (
         to: CUdeviceptr, to_context: P, from: CUdeviceptr, from_context: P, n: Size, stream: CUstream,
     ) {
         let stream = flavour.stream(stream);
-        routed(contexts(stream, || Some([to_context, from_context])), stream, bytes(n), real)
+        copy_along(contexts(stream, || Some([to_context, from_context])), stream, bytes(n), real)
     }
     [cuMemcpy3DPeer | cuMemcpy3DPeer_ptds] (copy: *const Copy3D) {
         let stream = flavour.stream(CTX_DEFAULT_STREAM);
-        routed(contexts(stream, || unsafe { copy.as_ref() }.map(Copy3D::contexts)), stream, ONE, real)
+        copy_along(contexts(stream, || unsafe { copy.as_ref() }.map(Copy3D::contexts)), stream, ONE, real)
     }
     [cuMemcpy3DPeerAsync | cuMemcpy3DPeerAsync_ptsz] (copy: *const Copy3D, stream: CUstream) {
         let stream = flavour.stream(stream);
-        routed(contexts(stream, || unsafe { copy.as_ref() }.map(Copy3D::contexts)), stream, ONE, real)
+        copy_along(contexts(stream, || unsafe { copy.as_ref() }.map(Copy3D::contexts)), stream, ONE, real)
     }
 
     // ---- arrays ----
@@ -190,11 +191,11 @@ hooks! { real, flavour;
     }
     [cuMemcpyHtoAAsync_v2 | cuMemcpyHtoAAsync_v2_ptsz] (to: CUarray, at: Size, from: P, n: Size, stream: CUstream) {
         let stream = flavour.stream(stream);
-        routed(many(stream, || [Side::Array(to)].into_iter()), stream, bytes(n), real)
+        copy_along(many(stream, || [Side::Array(to)].into_iter()), stream, bytes(n), real)
     }
     [cuMemcpyAtoHAsync_v2 | cuMemcpyAtoHAsync_v2_ptsz] (to: P, from: CUarray, at: Size, n: Size, stream: CUstream) {
         let stream = flavour.stream(stream);
-        routed(many(stream, || [Side::Array(from)].into_iter()), stream, bytes(n), real)
+        copy_along(many(stream, || [Side::Array(from)].into_iter()), stream, bytes(n), real)
     }
 
     // ---- batches, and copies with attributes ----
@@ -203,33 +204,33 @@ hooks! { real, flavour;
     ) {
         let stream = flavour.stream(stream);
         // SAFETY: each array has as many entries as the program states, here and in the following hooks.
-        routed(many(stream, || unsafe { listed(to, from, count) }), stream, GRAPH, real)
+        copy_along(many(stream, || unsafe { listed(to, from, count) }), stream, GRAPH, real)
     }
     [cuMemcpyBatchAsync_v2 | cuMemcpyBatchAsync_v2_ptsz] (
         to: *const CUdeviceptr, from: *const CUdeviceptr, sizes: P, count: Size, attributes: P, indexes: P, n: Size, stream: CUstream,
     ) {
         let stream = flavour.stream(stream);
-        routed(many(stream, || unsafe { listed(to, from, count) }), stream, GRAPH, real)
+        copy_along(many(stream, || unsafe { listed(to, from, count) }), stream, GRAPH, real)
     }
     [cuMemcpy3DBatchAsync | cuMemcpy3DBatchAsync_ptsz] (n: Size, list: *const BatchCopy3D, failed: P, flags: u64, stream: CUstream) {
         let stream = flavour.stream(stream);
-        routed(many(stream, || unsafe { described(list, n) }), stream, GRAPH, real)
+        copy_along(many(stream, || unsafe { described(list, n) }), stream, GRAPH, real)
     }
     [cuMemcpy3DBatchAsync_v2 | cuMemcpy3DBatchAsync_v2_ptsz] (n: Size, list: *const BatchCopy3D, flags: u64, stream: CUstream) {
         let stream = flavour.stream(stream);
-        routed(many(stream, || unsafe { described(list, n) }), stream, GRAPH, real)
+        copy_along(many(stream, || unsafe { described(list, n) }), stream, GRAPH, real)
     }
     [cuMemcpyWithAttributesAsync | cuMemcpyWithAttributesAsync_ptsz] (
         to: CUdeviceptr, from: CUdeviceptr, n: Size, attributes: P, stream: CUstream,
     ) {
         let stream = flavour.stream(stream);
-        routed(many(stream, || [to, from].map(Side::Address).into_iter()), stream, bytes(n), real)
+        copy_along(many(stream, || [to, from].map(Side::Address).into_iter()), stream, bytes(n), real)
     }
     [cuMemcpy3DWithAttributesAsync | cuMemcpy3DWithAttributesAsync_ptsz] (copy: *const BatchCopy3D, flags: u64, stream: CUstream) {
         let stream = flavour.stream(stream);
-        routed(many(stream, || unsafe { described(copy, 1) }), stream, ONE, real)
+        copy_along(many(stream, || unsafe { described(copy, 1) }), stream, ONE, real)
     }
     [cuFabricCpyBatchAsync | cuFabricCpyBatchAsync_ptsz] (n: Size, list: P, flags: u64, stream: CUstream) {
-        gated(flavour.stream(stream), GRAPH, real)
+        enqueue(flavour.stream(stream), GRAPH, real)
     }
 }

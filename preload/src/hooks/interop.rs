@@ -3,7 +3,7 @@
 use crate::{
     calls::interop::{creating_tied, tied},
     driver::{self, hook::hooks, types::*},
-    gate,
+    submit,
 };
 use core::ffi::c_void;
 
@@ -27,6 +27,6 @@ hooks! { real, flavour;
         context: *mut CUcontext, flags: u32, device: CUdevice, display: u32, lookup: P,
     ) { creating_tied(device, context, real) }
     [cuGetExportTable] (table: P, id: *const [u8; 16]) {
-        if gate::is_active() && driver::has_untracked_library() { tied(real) } else { real() }
+        if submit::is_active() && driver::has_untracked_library() { tied(real) } else { real() }
     }
 }

@@ -6,12 +6,12 @@
 use crate::{
     calls::allocate,
     driver::{context::is_current_broken, hook::hooks, types::*},
-    gate::{self, closed},
     gpu,
     registry::{
         self,
         shared::{self, Attempt, IpcHandle},
     },
+    submit::{self, closed},
     sys::time::{self, Instant},
 };
 use core::time::Duration;
@@ -42,7 +42,7 @@ fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresu
                     return SUCCESS;
                 }
                 Attempt::Impossible => return real(),
-                Attempt::Away if begin.elapsed() >= RETURN_TIMEOUT || !gate::is_active() => {
+                Attempt::Away if begin.elapsed() >= RETURN_TIMEOUT || !submit::is_active() => {
                     return ERROR_OUT_OF_MEMORY;
                 }
                 // The scheduler makes room for clients that request the lock, so this thread
@@ -56,7 +56,7 @@ fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresu
 }
 
 fn open(place: *mut CUdeviceptr, handle: &MemHandle, flags: u32, real: impl FnOnce() -> CUresult) -> CUresult {
-    let Some(gpu) = gate::is_active().then(gpu::current).flatten().filter(|_| shared::is_ours(&handle.0)) else {
+    let Some(gpu) = submit::is_active().then(gpu::current).flatten().filter(|_| shared::is_ours(&handle.0)) else {
         return real();
     };
     if place.is_null() || flags != LAZY_ENABLE_PEER_ACCESS {
@@ -85,6 +85,6 @@ hooks! { real, flavour;
         open(place, &handle, flags, real)
     }
     [cuIpcCloseMemHandle] (address: CUdeviceptr) {
-        if gate::is_active() && crate::sys::errno::preserved(|| shared::close(address)).is_some() { SUCCESS } else { real() }
+        if submit::is_active() && crate::sys::errno::preserved(|| shared::close(address)).is_some() { SUCCESS } else { real() }
     }
 }

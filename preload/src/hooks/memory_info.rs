@@ -9,8 +9,8 @@ use crate::{
         put,
         types::*,
     },
-    gate,
     gpu::{self, memory_info, memory_limits},
+    submit,
 };
 
 /// Lowers a size that the driver has reported for a GPU to the program's limit on that GPU.
@@ -39,7 +39,7 @@ hooks! { real, flavour;
         })
     }
     [cuMemGetInfo_v2] (free: *mut Size, total: *mut Size) {
-        let gpu = if gate::is_active() { gpu::current() } else { None };
+        let gpu = if submit::is_active() { gpu::current() } else { None };
         let Some(gpu) = gpu.filter(|gpu| gpu.space().is_some()) else { return real() };
         if current_context().is_ok_and(|context| context.is_null()) || is_current_broken() {
             return real();

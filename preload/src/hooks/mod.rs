@@ -1,7 +1,7 @@
 //! The interposed functions: tables of hooks, and the parsing of their arguments. [`crate::calls`] and
 //! [`crate::copies`] implement the hooks. No file in this directory uses another.
 //!
-//! - [`gated`]: launches and memsets, which wait at the gate. [`copies`]: copies, which wait there too.
+//! - [`launch`]: launches and memsets, which wait at the gate. [`copies`]: copies, which wait there too.
 //! - [`memory`]: allocations, frees and queries about addresses. [`memory_info`]: queries about the
 //!   size of memory.
 //! - [`pools`]: memory pools. [`pinned`]: arrays.
@@ -15,9 +15,9 @@
 
 mod context;
 mod copies;
-mod gated;
 mod interop;
 mod ipc;
+mod launch;
 mod memory;
 mod memory_info;
 mod pinned;

@@ -11,7 +11,6 @@ use crate::{
     connection,
     driver::{self, context::current_or_null, hook::hooks, put, types::*},
     env::{settings, trace::trace},
-    gate,
     gpu::{self, Gpu, peers::couple},
     memory::{
         pool::StreamName,
@@ -21,8 +20,8 @@ use crate::{
         pinned::Kind,
         pools::{self, Properties, attribute},
     },
+    submit::{self, captures},
     sys::{sync::Mutex, time::Instant},
-    work::{self, capture},
 };
 use core::{ffi::c_void, time::Duration};
 use nvshare_wire::MAX_SLOTS;
@@ -36,7 +35,7 @@ const DONE_SPIN: Duration = Duration::from_micros(50);
 /// are left to the driver.
 fn name_of(stream: CUstream) -> Option<StreamName> {
     if stream == STREAM_PER_THREAD {
-        Gpu::expect_blocking_streams();
+        submit::expect_blocking_streams();
     }
     let (mut status, mut id) = (STREAM_CAPTURE_STATUS_NONE, 0);
     // SAFETY: `status` outlives the call, which is always allowed.
@@ -45,7 +44,7 @@ fn name_of(stream: CUstream) -> Option<StreamName> {
         return None;
     }
     // SAFETY: `id` outlives the call, and the stream is valid.
-    let asked = capture::beside(|_| unsafe { driver::cuStreamGetId(stream, &mut id) });
+    let asked = captures::beside(|_| unsafe { driver::cuStreamGetId(stream, &mut id) });
     let is_default = stream as usize <= STREAM_PER_THREAD as usize;
     let context = if is_default { current_or_null() as u64 } else { 0 };
     (asked == SUCCESS).then_some(StreamName { context, id })
@@ -53,7 +52,7 @@ fn name_of(stream: CUstream) -> Option<StreamName> {
 
 /// Makes the driver's stream-ordered allocation and counts it as pinned.
 fn allocate_pinned(place: *const u64, size: Size, stream: CUstream, real: impl Fn() -> CUresult) -> CUresult {
-    if capture::any() && capture::is_capturing(stream) {
+    if captures::any() && captures::is_capturing(stream) {
         return real();
     }
     pinned::allocate(gpu::of_stream(stream), Kind::Address, place, size as u64, real)
@@ -74,7 +73,7 @@ fn allocate(
     stream: CUstream,
     real: impl Fn() -> CUresult,
 ) -> CUresult {
-    let is_possible = gate::is_active() && !place.is_null() && size > 0 && settings::get().movable_pools;
+    let is_possible = submit::is_active() && !place.is_null() && size > 0 && settings::get().movable_pools;
     if is_possible && let Some(allocated) = crate::sys::errno::preserved(|| allocate_movable(size, pool, stream)) {
         return match allocated {
             Ok(address) => {
@@ -95,7 +94,7 @@ fn allocate_movable(size: Size, pool: Option<CUmemoryPool>, stream: CUstream) ->
     let name = name_of(stream)?;
     let pool = pool.or_else(|| current_pool(gpu)).filter(|pool| !pool.is_null())?;
     let order = || gpu.work.order_blocking_streams(stream);
-    let order: Option<&dyn Fn() -> bool> = if work::is_marked_at_once(stream) { Some(&order) } else { None };
+    let order: Option<&dyn Fn() -> bool> = if submit::is_marked_at_once(stream) { Some(&order) } else { None };
     let reuse = |space: &mut Space| space.allocate_from_pool(pool as u64, name, order, size as u64, &gpu.work);
     if let Some(address) = reuse(&mut space.lock()) {
         return Some(Ok(address));
@@ -161,7 +160,7 @@ fn free_in_pool(address: CUdeviceptr, stream: CUstream) -> Freed {
 }
 
 fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> CUresult {
-    if gate::is_active() && settings::get().movable_pools {
+    if submit::is_active() && settings::get().movable_pools {
         match crate::sys::errno::preserved(|| free_in_pool(address, stream)) {
             Freed::Done => return SUCCESS,
             Freed::Impossible => return real(),
@@ -177,7 +176,7 @@ fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> 
 fn is_apart(stream: CUstream) -> bool {
     let mut flags = 0;
     // SAFETY: `flags` outlives the call, and the stream is valid.
-    let asked = capture::beside(|_| unsafe { driver::cuStreamGetFlags(stream, &mut flags) });
+    let asked = captures::beside(|_| unsafe { driver::cuStreamGetFlags(stream, &mut flags) });
     let is_default = stream as usize <= STREAM_PER_THREAD as usize;
     !is_default && asked == SUCCESS && flags & STREAM_NON_BLOCKING != 0
 }
@@ -195,7 +194,7 @@ enum Wait {
 /// above the thresholds of pools.
 #[inline]
 fn waiting(wait: impl FnOnce() -> Wait, real: impl Fn() -> CUresult) -> CUresult {
-    if has_pending_frees() && gate::is_active() { releasing(wait(), real) } else { real() }
+    if has_pending_frees() && submit::is_active() { releasing(wait(), real) } else { real() }
 }
 
 #[cold]
@@ -278,14 +277,14 @@ unsafe fn add_statistics(pool: CUmemoryPool, which: i32, value: P) {
 
 /// Runs `then` if the call has succeeded and this library may serve pools.
 fn after(result: CUresult, then: impl FnOnce()) -> CUresult {
-    if result == SUCCESS && gate::is_active() && settings::get().movable_pools {
+    if result == SUCCESS && submit::is_active() && settings::get().movable_pools {
         crate::sys::errno::preserved(then);
     }
     result
 }
 
 fn destroy(pool: CUmemoryPool, real: impl FnOnce() -> CUresult) -> CUresult {
-    if !(gate::is_active() && settings::get().movable_pools) {
+    if !(submit::is_active() && settings::get().movable_pools) {
         return real();
     }
     let taken = crate::sys::errno::preserved(|| pools::take(pool as u64));

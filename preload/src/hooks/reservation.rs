@@ -3,7 +3,7 @@
 
 use crate::{
     driver::{hook::hooks, types::*},
-    gpu::{Gpu, reservation::retried},
+    gpu::reservation::retried,
     sys::errno,
 };
 use core::ffi::{c_char, c_void};
@@ -46,7 +46,7 @@ fn retried_with(n: u32, values: P, real: impl Fn() -> CUresult) -> CUresult {
 
 fn making_stream(flags: u32) {
     if flags & STREAM_NON_BLOCKING == 0 {
-        errno::preserved(Gpu::expect_blocking_streams);
+        errno::preserved(crate::submit::expect_blocking_streams);
     }
 }
 

@@ -12,11 +12,13 @@ use crate::{
         export::{bind, bind_at, escaping_handle},
         mappings::{create, is_ours, map, movable, release, set_access, unmap, whole},
         pinned,
-        submit::{ONE, gated},
     },
     driver::{self, hook::hooks, types::*},
-    gate,
     registry::{self, pinned as account, pinned::Kind, virtual_memory::TABLE},
+    submit::{
+        self,
+        fast::{ONE, enqueue},
+    },
 };
 use core::ffi::c_void;
 
@@ -66,7 +68,7 @@ hooks! { real, flavour;
         if registry::is_ours(address as CUdeviceptr) {
             return ERROR_INVALID_VALUE; // like the driver, for memory that cuMemCreate did not create
         }
-        if gate::is_active() {
+        if submit::is_active() {
             let mut table = TABLE.lock();
             if let Some(found) = table.at(address as CUdeviceptr).and_then(|(mapping, _)| mapping.handle) {
                 if handle.is_null() {
@@ -80,7 +82,7 @@ hooks! { real, flavour;
         }
         let result = real();
         // SAFETY: the driver has just written `handle`.
-        if let (true, SUCCESS, Some(handle)) = (gate::is_active(), result, unsafe { handle.as_ref() }) {
+        if let (true, SUCCESS, Some(handle)) = (submit::is_active(), result, unsafe { handle.as_ref() }) {
             account::retain(*handle);
         }
         result
@@ -105,13 +107,13 @@ hooks! { real, flavour;
     [cuMemAddressReserve] (place: *mut CUdeviceptr, size: Size, alignment: Size, wanted: CUdeviceptr, flags: u64) {
         let result = real();
         // SAFETY: the driver has just written `place`.
-        if let (true, SUCCESS, Some(at)) = (gate::is_active(), result, unsafe { place.as_ref() }) {
+        if let (true, SUCCESS, Some(at)) = (submit::is_active(), result, unsafe { place.as_ref() }) {
             TABLE.lock().reserve(*at, size as u64);
         }
         result
     }
     [cuMemAddressFree] (address: CUdeviceptr, size: Size) {
-        if !gate::is_active() {
+        if !submit::is_active() {
             return real();
         }
         if registry::are_ours(address, size) {
@@ -131,7 +133,7 @@ hooks! { real, flavour;
         if is_ours(handle) {
             return crate::sys::errno::preserved(|| map(address, size as u64, offset as u64, handle, flags));
         }
-        if !gate::is_active() {
+        if !submit::is_active() {
             return real();
         }
         if registry::are_ours(address, size) {
@@ -152,20 +154,20 @@ hooks! { real, flavour;
         if registry::are_ours(address, size) {
             return ERROR_INVALID_VALUE;
         }
-        if gate::is_active() { crate::sys::errno::preserved(|| unmap(address, size as u64, real)) } else { real() }
+        if submit::is_active() { crate::sys::errno::preserved(|| unmap(address, size as u64, real)) } else { real() }
     }
     [cuMemSetAccess] (address: CUdeviceptr, size: Size, wanted: *const AccessDesc, count: Size) {
         if registry::are_ours(address, size) {
             return ERROR_INVALID_VALUE;
         }
-        if gate::is_active() {
+        if submit::is_active() {
             crate::sys::errno::preserved(|| set_access(address, size as u64, wanted, count, real))
         } else {
             real()
         }
     }
     [cuMemGetAccess] (flags: *mut u64, location: *const Location, address: CUdeviceptr) {
-        if gate::is_active() { get_access(flags, location, address, real) } else { real() }
+        if submit::is_active() { get_access(flags, location, address, real) } else { real() }
     }
 
     [cuMulticastBindMem] (object: Handle, at: Size, memory: Handle, offset: Size, size: Size, flags: u64) {
@@ -201,6 +203,6 @@ hooks! { real, flavour;
     // mapping accept any memory, also memory of this library.
     [cuMemMapArrayAsync | cuMemMapArrayAsync_ptsz] (list: *const ArrayMap, n: u32, stream: CUstream) {
         // SAFETY: `list` has `n` entries, as the program states.
-        if unsafe { maps_ours(list, n) } { ERROR_NOT_SUPPORTED } else { gated(flavour.stream(stream), ONE, real) }
+        if unsafe { maps_ours(list, n) } { ERROR_NOT_SUPPORTED } else { enqueue(flavour.stream(stream), ONE, real) }
     }
 }

@@ -18,7 +18,7 @@ use crate::{
     calls::interop,
     driver::{self, redirect},
     env::settings,
-    gate, nvml,
+    nvml, submit,
     sys::{elf, errno},
 };
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
@@ -45,7 +45,7 @@ pub fn opening(dlsym: usize) {
         }
         WATCHING.store(getpid().as_raw_pid(), Ordering::SeqCst);
         redirect_what_is_loaded(dlsym);
-        if redirect::was_refused() && gate::is_active() {
+        if redirect::was_refused() && submit::is_active() {
             interop::tie(); // restores evicted memory, because the library may use it without passing a hook
         }
     });

@@ -4,15 +4,15 @@
 //! maps name, version and stream flavour to one of its exports. With drivers 470 to 555 this was
 //! checked for every name that `coverage/compare-headers.py` can query, and with driver 580 for all
 //! 459 lookups of a PyTorch program. So for any variant, a program gets the hook or the entry
-//! ([`entries`]) of exactly that variant. Unknown functions get a thunk (`thunks.rs`).
+//! ([`entries`](crate::driver::entries)) of exactly that variant. Unknown functions get a thunk (`thunks.rs`).
 
 use super::{
-    deepbind, entries,
+    deepbind,
     table::{self, answer},
 };
 use crate::{
     driver::{
-        self,
+        self, entries,
         hook::{self, Hook},
     },
     nvml,

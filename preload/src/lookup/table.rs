@@ -1,8 +1,8 @@
 //! The table of hooks and entries by the *address* of the real function.
 
-use super::{entries, thunks};
+use super::thunks;
 use crate::{
-    driver::{self, hook, types::*},
+    driver::{self, entries, hook, types::*},
     sys::once::OnceBox,
 };
 use alloc::{boxed::Box, vec::Vec};

@@ -3,8 +3,8 @@
 //! that looks one up gets a thunk. From the first call on, the thunk keeps the program's memory on the
 //! GPU. Then it jumps to the function with the caller's registers and stack.
 
-use super::detour::detour;
-use crate::{calls::interop, driver::presence, sys::errno};
+use crate::driver::detour::detour;
+use crate::{calls::interop, connection::presence, sys::errno};
 use core::{
     arch::naked_asm,
     ffi::c_void,

@@ -10,12 +10,11 @@ use super::{file::HostCopy, fingerprint::Fingerprinter};
 use crate::{
     connection,
     driver::{self, types::*},
-    gate::threads,
+    submit::{Passing, Work, threads},
     sys::{
         sync::{Mutex, Rank},
         time::{self, Instant},
     },
-    work::{Passing, Work},
 };
 use alloc::{collections::VecDeque, sync::Arc, vec::Vec};
 use core::time::Duration;
@@ -250,7 +249,7 @@ mod tests {
     use crate::{
         driver::fake::{Driver, until},
         memory::{engine::GRANULE, staging::Buffer},
-        work::fake,
+        submit::fake,
     };
 
     const UNREGISTER: &str = "cuMemHostUnregister";

@@ -12,15 +12,15 @@ pub mod virtual_memory;
 
 use crate::{
     driver::types::{CUdeviceptr, Size},
-    gate,
     gpu::{self, Gpu},
     memory::space::Allocation,
+    submit,
 };
 
 /// Returns the allocation that contains this address, and its GPU. Returns `None` for the program's
 /// managed memory, because the driver answers for it.
 pub fn find(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
-    if !gate::is_active() {
+    if !submit::is_active() {
         return None;
     }
     let found = gpu::attached().find_map(|gpu| Some((gpu, gpu.space()?.lock().find(address)?)));
@@ -41,5 +41,5 @@ pub fn is_ours(address: CUdeviceptr) -> bool {
 /// nor free the addresses, even while no memory is mapped there and the driver would permit it.
 pub fn are_ours(address: CUdeviceptr, size: Size) -> bool {
     let overlap = |gpu: &Gpu| gpu.space().is_some_and(|space| space.lock().overlaps(address, size as u64));
-    gate::is_active() && (gpu::attached().any(overlap) || shared::find(address).is_some())
+    submit::is_active() && (gpu::attached().any(overlap) || shared::find(address).is_some())
 }

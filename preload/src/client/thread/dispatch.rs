@@ -123,9 +123,9 @@ mod tests {
     use crate::{
         client::thread::fake::Client,
         driver::fake::until,
-        gate::closed,
         gpu::limit_request::{Outcome, raise},
         memory::engine::GRANULE,
+        submit::closed,
     };
     use nvshare_wire::ClientMessage;
     use std::thread;

@@ -4,13 +4,13 @@
 use super::{CLIENT, ClientThread, RETRY_LATE};
 use crate::{
     client::placement,
+    connection::presence,
     connection::{
         self, Connection,
         handshake::{self, Attempt, Connected, Look},
         outbox,
         socket::Socket,
     },
-    driver::presence,
     env::{
         settings,
         trace::{self, trace},
@@ -214,12 +214,12 @@ mod tests {
         client::thread::{RETRY_SOON, fake::Client},
         connection::fake::{Scheduler, begin},
         driver::fake::until,
-        gate::closed,
         gpu::{
             Gpu,
             limit_request::{Outcome, raise},
         },
         memory::engine::GRANULE,
+        submit::closed,
     };
     use nvshare_wire::{SchedulerMessage, scheduler::Refusal};
     use std::thread;

@@ -29,18 +29,17 @@
 use super::{ClientThread, RETRY_LATE, RETRY_SOON, session};
 use crate::{
     client::{exit, placement},
-    connection::{self, Connection, handshake, socket::Socket},
-    driver::{self, presence, redirect, types::CUcontext},
+    connection::{self, Connection, handshake, presence, socket::Socket},
+    driver::{self, entries::shut_driver, redirect, types::CUcontext},
     env::{settings, trace::trace},
-    gate::{barrier, threads},
     gpu::{self, Gpu},
     memory::foreign_devices,
     registry::shared,
+    submit::{barrier, captures, threads},
     sys::{
         tasks::{self, Task},
         time::Instant,
     },
-    work::capture,
 };
 use alloc::{string::String, sync::Arc, vec::Vec};
 use core::{
@@ -151,10 +150,10 @@ impl ClientThread {
         }
         gpu::attached().for_each(|gpu| self.turn(gpu).release_early(gpu));
         if gpu::attached().all(|gpu| self.has_left(gpu)) {
-            presence::leave(connection::wake);
-            (self.shut_driver)(true);
+            presence::leave();
+            shut_driver(true);
             if !barrier::heavy() {
-                barrier::settle();
+                barrier::wait_for_stores();
             }
             self.sleep = match tasks::on_their_way() {
                 Some(on_their_way) => {
@@ -183,7 +182,7 @@ impl ClientThread {
         if settings::get().gang != 0 {
             return Some(SleepRefusal::Gang);
         }
-        if capture::any() {
+        if captures::any() {
             return Some(SleepRefusal::Capture);
         }
         if exit::has_begun() {
@@ -237,7 +236,7 @@ impl ClientThread {
     /// were closed.
     fn undo(&mut self) {
         if presence::is_away() {
-            (self.shut_driver)(false);
+            shut_driver(false);
             presence::come_back();
         }
         if let Sleep::Leaving(Leaving { messages, .. }) = core::mem::take(&mut self.sleep) {
@@ -249,7 +248,7 @@ impl ClientThread {
     pub(super) fn step_asleep(&mut self) -> Duration {
         if let Sleep::Leaving(leaving) = &mut self.sleep {
             leaving.on_their_way.retain(|task| !task.has_moved_on());
-            let is_quiet = gpu::attached().all(Gpu::is_quiet);
+            let is_quiet = gpu::attached().all(|gpu| gpu.is_quiet());
             let is_wanted = !leaving.paused && presence::is_wanted();
             if is_wanted || leaving.since.elapsed() > MOST_ON_THEIR_WAY {
                 return self.stay_awake(SleepRefusal::Busy);
@@ -493,7 +492,7 @@ mod tests {
             end(&mut client);
             refusals(&client)
         };
-        let capture = refusal(&|_| assert_eq!(capture::begin(stream, || 0), 0), &|_| capture::end(stream));
+        let capture = refusal(&|_| assert_eq!(captures::begin(stream, || 0), 0), &|_| captures::end(stream));
         let peers = refusal(&|_| gpu.work.set_peers(1 << other.index), &|_| gpu.work.set_peers(0));
         let pinned = refusal(&|_| gpu.pin(|_| 512), &|_| gpu.pin(|_| 0));
         let contended = SchedulerMessage::Contended { gpus: 1 << gpu.index, waiters: 1, grace_us: 1_000_000 };

@@ -29,7 +29,7 @@ mod worker;
 use super::{fingerprint::Fingerprint, staging::Buffer};
 use crate::{
     connection::socket::LOWEST_DESCRIPTOR,
-    gate::threads,
+    submit::threads,
     sys::{
         file::{Identity, InheritedDescriptor},
         futex,

@@ -3,8 +3,8 @@
 use super::{Done, Extent, FileCopy, HostCopy, Job, Outcome, Status, SwapFile, WORKERS, What, checksum};
 use crate::{
     connection::{self, wakeup},
-    gate::threads,
     memory::staging::Buffer,
+    submit::threads,
     sys::{file::Identity, futex},
 };
 use alloc::vec::Vec;

@@ -32,11 +32,11 @@ use crate::{
     },
     env::trace::trace,
     memory::{account::Account, chunk::Leaving, space::Space, staging::StagingAllocator},
+    submit::captures,
     sys::{
         sync::Mutex,
         time::{self, Instant},
     },
-    work::capture,
 };
 use alloc::{collections::VecDeque, vec::Vec};
 use core::time::Duration;
@@ -333,7 +333,7 @@ impl Mover {
     /// Completes finished transfers and cancels the plan. Returns whether no transfer is left.
     pub fn rest(&mut self, space: &Mutex<Space>, report: &dyn Fn(&Account)) -> bool {
         if let (false, Some(context)) = (self.transfers.is_empty(), self.context()) {
-            let complete = || capture::relaxed(|| self.complete(space, report));
+            let complete = || captures::relaxed(|| self.complete(space, report));
             if with_current(context as usize, complete).is_err_and(|error| is_dead_in(context as usize, error)) {
                 self.complete_all(space, report);
             }

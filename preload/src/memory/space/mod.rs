@@ -33,7 +33,7 @@ use crate::{
         staging::Buffer,
         waiter::Waiter,
     },
-    work::{Fence, Work},
+    submit::{Fence, Work},
 };
 use alloc::{
     boxed::Box,

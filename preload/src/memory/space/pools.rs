@@ -21,7 +21,7 @@ use crate::{
         engine::GRANULE,
         pool::{self, Order, Pool, Statistics, StreamName},
     },
-    work::{Fence, Work},
+    submit::{Fence, Work},
 };
 use alloc::vec::Vec;
 use core::sync::atomic::{AtomicU64, Ordering};

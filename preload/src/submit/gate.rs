@@ -1,46 +1,30 @@
-//! The gate of one GPU. A thread passes an open gate with one load. At a closed gate, the thread waits
-//! for the GPU lock and the memory.
-//!
-//! A thread marks itself as *inside* before it checks whether the gate is open, and leaves after the
-//! driver has accepted its call. So when [`Gate::close`] has returned and no thread is inside, no
-//! submission is in progress. One fence separates the mark from the check. Another separates closing
-//! the gate from looking for threads inside ([`barrier`]).
-//!
-//! `tests/gate-model` compiles this file with modelled atomics, fences and sleeping. It explores all
-//! interleavings and so verifies the claims in these comments.
+//! The slow half of the gate: closing and opening it, and waiting at it. The fast half is in
+//! [`fast`](super::fast).
 
 use super::{
-    atomic::{AtomicU32, Ordering, fence},
-    barrier, futex, threads,
+    atomic::{AtomicU32, Ordering, compiler_fence, fence},
+    barrier,
+    fast::{FENCED, Gate, OUTSIDE, Thread, epoch},
+    threads,
 };
+use crate::sys::futex;
 use core::time::Duration;
 
-/// The reasons for which a gate is closed, as bits of its state. The gate is open if no reason is set.
-pub mod closed {
-    /// The client does not have the GPU lock.
-    pub const LOCK: u32 = 1;
-    /// Part of the client's memory is not on the GPU.
-    pub const MEMORY: u32 = 2;
-    /// The GPU lock is being revoked. Kernels and graphs wait. Copies and flag writes still pass, because
-    /// running work may need them in order to end.
-    pub const KERNELS: u32 = 4;
-    /// The reasons that stop copies, memsets and flag writes.
-    pub const FOR_COPIES: u32 = LOCK | MEMORY;
-    /// The reasons that stop any work.
-    pub const FOR_ALL: u32 = LOCK | MEMORY | KERNELS;
-}
-
-/// Not a reason. This bit tells entering threads to execute a fence themselves, because
-/// `membarrier(2)` has failed in the closing thread. Entering threads read the state anyway. The
-/// bit is never cleared.
-const FENCED: u32 = 1 << 30;
 /// `FENCED` was set long ago: every thread sees it, and the marks of threads that entered earlier
 /// without a fence are visible.
 const SETTLED: u32 = 1 << 31;
 
-#[derive(Debug)]
-pub struct Gate {
-    state: AtomicU32,
+impl Thread {
+    /// Moves the calling thread, which owns this value and counts as inside, to the gate of this GPU.
+    /// Returns whether the thread was at another gate before.
+    pub(super) fn move_to(&self, gpu: u32) -> bool {
+        let moves = self.at.load(Ordering::Relaxed) != gpu;
+        if moves {
+            self.at.store(gpu, Ordering::Release);
+            self.epoch.set(epoch::NONE); // the last launch was at the other gate
+        }
+        moves
+    }
 }
 
 impl Gate {
@@ -49,56 +33,18 @@ impl Gate {
     }
 
     /// Enters this gate of GPU `gpu`, unless the gate is closed for one of these reasons. A thread
-    /// that gets `true` is inside and must call [`leave`](Self::leave). `here` is the stack pointer
+    /// that gets `true` is inside and must call [`leave`](Thread::leave). `here` is the stack pointer
     /// of the function that calls the driver, or of one of its callers.
-    pub fn try_enter(&self, gpu: u32, slot: &threads::Slot, here: usize, reasons: u32) -> bool {
-        Self::approach(slot, here);
-        if slot.turn_to(gpu) {
-            barrier::light();
+    pub fn try_enter(&self, gpu: u32, thread: &Thread, here: usize, reasons: u32) -> bool {
+        thread.approach(here);
+        if thread.move_to(gpu) {
+            compiler_fence(Ordering::SeqCst);
         }
         let entered = self.lets_in(reasons);
         if !entered {
-            Self::turn_back(slot);
+            thread.turn_back();
         }
         entered
-    }
-
-    /// The first half of entering the gate of the thread's GPU (`Slot::at`). From now on, the thread counts
-    /// as inside. The second half is [`lets_in`](Self::lets_in). If that returns `false`, the thread must
-    /// call [`turn_back`](Self::turn_back).
-    #[inline(always)]
-    pub fn approach(slot: &threads::Slot, here: usize) {
-        // Release order suffices: a thread that sees this mark need not see that the marked thread
-        // has left its previous gate.
-        slot.inside.store(here, Ordering::Release);
-        barrier::light();
-    }
-
-    /// Whether the gate lets in a thread that has called [`approach`](Self::approach).
-    #[inline(always)]
-    pub fn lets_in(&self, reasons: u32) -> bool {
-        if self.state.load(Ordering::Acquire) & (reasons | FENCED) == 0 {
-            return true;
-        }
-        // This fence is needed only if the gate is `FENCED`. If the gate is closed, the cost does not matter.
-        fence(Ordering::SeqCst);
-        self.state.load(Ordering::Acquire) & reasons == 0
-    }
-
-    /// Undoes [`approach`](Self::approach). The thread has submitted nothing.
-    #[inline(always)]
-    pub fn turn_back(slot: &threads::Slot) {
-        slot.inside.store(threads::OUTSIDE, Ordering::Release);
-    }
-
-    /// Leaves the gate of this GPU. The calling thread is inside and has submitted work.
-    #[inline]
-    pub fn leave(gpu: u32, slot: &threads::Slot) {
-        if let Some(count) = slot.submitted.get(gpu as usize) {
-            // Only this thread writes the counter.
-            count.store(count.load(Ordering::Relaxed).wrapping_add(1), Ordering::Release);
-        }
-        slot.inside.store(threads::OUTSIDE, Ordering::Release);
     }
 
     pub fn is_closed_for(&self, why: u32) -> bool {
@@ -110,13 +56,13 @@ impl Gate {
     pub fn wait(
         &self,
         gpu: u32,
-        slot: &threads::Slot,
+        thread: &Thread,
         what: threads::Waits,
         reasons: u32,
         timeout: Duration,
         before: impl FnOnce(),
     ) {
-        slot.begin_waiting(gpu, what, timeout);
+        thread.begin_waiting(gpu, what, timeout);
         // Pairs with the fence in `close`: either the closing thread sees this thread waiting, or `before`
         // sees the reason.
         fence(Ordering::SeqCst);
@@ -125,7 +71,7 @@ impl Gate {
         if state & reasons != 0 {
             futex::wait(&self.state, state, timeout);
         }
-        slot.end_waiting();
+        thread.end_waiting();
     }
 
     /// Closes the gate: no thread enters from now on. Threads inside may still submit work until
@@ -133,10 +79,10 @@ impl Gate {
     pub fn close(&self, why: u32) {
         let before = self.state.fetch_or(why, Ordering::SeqCst);
         if !barrier::heavy() && before & SETTLED == 0 {
-            // While `SETTLED` is not set, every closing thread waits in `settle`, even if another
+            // While `SETTLED` is not set, every closing thread waits for stores, even if another
             // thread has already set `FENCED`.
             self.state.fetch_or(FENCED, Ordering::SeqCst);
-            barrier::settle();
+            barrier::wait_for_stores();
             self.state.fetch_or(SETTLED, Ordering::SeqCst);
         }
     }
@@ -153,16 +99,18 @@ impl Gate {
         // The order of the two loads matters. A thread changes `at` only after it has left its
         // previous gate. So if a thread is inside this gate, the first load finds it inside and the
         // second load finds `gpu`.
-        threads::all().all(|slot| {
-            slot.inside.load(Ordering::Acquire) == threads::OUTSIDE || slot.at.load(Ordering::Acquire) != gpu
-        })
+        threads::all()
+            .all(|thread| thread.inside.load(Ordering::Acquire) == OUTSIDE || thread.at.load(Ordering::Acquire) != gpu)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{gate::threads::Waits, sys::thread};
+    use crate::{
+        submit::{closed, threads::Waits},
+        sys::thread::stack_pointer,
+    };
     use core::sync::atomic::{AtomicBool, AtomicU64};
     use std::time::Instant;
 
@@ -195,14 +143,14 @@ mod tests {
         const GPU: u32 = 7;
         barrier::init();
         let submit = || {
-            let slot = threads::mine();
+            let thread = threads::mine();
             while !END.load(Ordering::Relaxed) {
-                while !GATE.try_enter(GPU, slot, thread::stack_pointer(), closed::FOR_ALL) {
-                    GATE.wait(GPU, slot, Waits::WithWork, closed::FOR_ALL, Duration::from_millis(100), || {});
+                while !GATE.try_enter(GPU, thread, stack_pointer(), closed::FOR_ALL) {
+                    GATE.wait(GPU, thread, Waits::WithWork, closed::FOR_ALL, Duration::from_millis(100), || {});
                 }
                 assert!(!RELEASED.load(Ordering::SeqCst), "submitted after a release");
                 SUBMITTED.fetch_add(1, Ordering::Relaxed);
-                Gate::leave(GPU, slot);
+                thread.leave(GPU);
             }
         };
         let before = threads::submitted(GPU);

@@ -1,50 +1,20 @@
 //! The program's contexts on one GPU.
 
-use super::point::{Context, Point};
-use super::streams::{Stream, StreamState};
-use super::{Inner, Work, marks::Unmarked};
+use super::{
+    Inner, Work, epoch,
+    points::{Context, Point},
+    queue::Unmarked,
+    streams::{Stream, StreamState},
+};
 use crate::{
     driver::{
         context::{is_broken_in, with_current},
         types::*,
     },
-    gate::epoch,
     sys::time,
 };
 use alloc::{collections::BTreeMap, sync::Arc, vec::Vec};
-use core::{
-    sync::atomic::{AtomicUsize, Ordering},
-    time::Duration,
-};
-
-/// The only context that the program has had so far. 0 before the first context, [`SEVERAL`] from the
-/// second on.
-static ONLY: AtomicUsize = AtomicUsize::new(0);
-
-const SEVERAL: usize = usize::MAX;
-
-/// Whether the program has had no context other than this.
-pub(super) fn is_only(context: CUcontext) -> bool {
-    !context.is_null() && ONLY.load(Ordering::Acquire) == context as usize
-}
-
-/// Records that the program has this context, on any GPU, including GPUs that this library does not
-/// support. Called before any thread except the creating thread can launch work in the context.
-pub fn is_there(context: CUcontext) {
-    let context = context as usize;
-    let only = ONLY.compare_exchange(0, context, Ordering::AcqRel, Ordering::Acquire);
-    if only.is_err_and(|only| only != context) {
-        are_several();
-    }
-}
-
-/// Records that the program has had a second context or is about to create one. From now on, the
-/// handle of the legacy stream does not identify the stream.
-pub fn are_several() {
-    if ONLY.swap(SEVERAL, Ordering::AcqRel) != SEVERAL {
-        epoch::end();
-    }
-}
+use core::time::Duration;
 
 /// The interval between checks whether threads have left a context or another thread has destroyed it.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
@@ -271,9 +241,9 @@ mod tests {
     use super::*;
     use crate::{
         driver::fake::{Driver, until},
-        work::fake,
+        submit::fake,
     };
-    use core::sync::atomic::AtomicBool;
+    use core::sync::atomic::{AtomicBool, Ordering};
     use std::thread;
 
     #[test]
@@ -376,7 +346,7 @@ mod tests {
     #[test]
     fn contexts_are_all_broken_only_if_each_is() {
         let driver = Driver::new();
-        let work = Work::new(|_| None);
+        let work = Work::new();
         assert!(!work.are_all_broken(), "there are no contexts");
         (0..2).for_each(|_| work.add_context(driver.new_context(0)));
         driver.fail("cuStreamIsCapturing", 1, 700);

@@ -1,14 +1,25 @@
-//! Marks: points in the program's streams that limit how much work is queued for the GPU.
+//! The queue of a GPU's work, and its limit.
+//!
+//! Every few submissions, a thread records a *mark*: a point in its stream. When too much work is
+//! outstanding, the next submission waits for the oldest mark. The limit is a window of submissions,
+//! about [`RUN_AHEAD`] µs of GPU time according to recent marks. This is far more than the GPU needs to
+//! stay busy, and bounds the time that a revoke waits. All waits are short, because running work may
+//! depend on the program's next call.
 
-use super::point::Point;
 use super::{
-    Inner, Work, context_of,
+    Inner, Lane, Work, captures, context_of, epoch,
+    fast::Thread,
+    is_active, is_marked_at_once,
+    points::Point,
     streams::{Stream, is_idle},
+    target::name_of,
 };
 use crate::{
     driver::types::*,
-    gate::{epoch, threads},
-    sys::time::{self, Instant},
+    sys::{
+        errno,
+        time::{self, Instant},
+    },
 };
 use alloc::sync::Arc;
 use core::{sync::atomic::Ordering, time::Duration};
@@ -106,50 +117,76 @@ pub(super) struct AbandonedWait {
     pub(super) times: u32,
 }
 
-impl Work {
-    /// Called before a submission, outside the gate. Waits while too much work is outstanding.
-    #[inline]
-    pub fn throttle(&self, stream: CUstream) {
-        if self.full.load(Ordering::Relaxed) {
-            crate::sys::errno::preserved(|| self.wait_while_full(stream));
+impl Lane {
+    /// Records the stream of a submission. Called inside the gate, after the driver has accepted the call.
+    fn note(&'static self, thread: &Thread, stream: CUstream) {
+        let epoch = epoch::now();
+        self.work.note(stream);
+        self.work.renew_marks(thread);
+        let name = name_of(stream);
+        // Only the thread itself can record points in its per-thread stream. So each submission to
+        // that stream takes the slow path, which records a point.
+        let may_last = stream != STREAM_PER_THREAD
+            && name.is_some()
+            && !is_marked_at_once(stream)
+            && !captures::any()
+            && !self.work.is_full()
+            && self.work.peers() == 0
+            && is_active();
+        thread.record(self, name.unwrap_or_default(), if may_last { epoch } else { epoch::NONE });
+    }
+
+    /// Ends a call that submitted `weight` units of work. Leaves the gate and counts the work. Returns
+    /// `result`, so that the caller need not save it across this call.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn leave(&'static self, thread: &Thread, weight: u32, stream: CUstream, result: CUresult) -> CUresult {
+        if weight > 0 {
+            self.note(thread, stream);
         }
+        thread.leave(self.index);
+        if weight > 0 && thread.is_mark_due(weight) { self.mark(thread, stream, result) } else { result }
     }
 
-    pub fn is_full(&self) -> bool {
-        self.full.load(Ordering::Relaxed)
-    }
-
-    /// Called after a submission. Counts the submission and returns whether the thread must [record a
-    /// mark](Self::mark_submissions).
-    #[inline(always)]
-    pub fn is_mark_due(slot: &threads::Slot, weight: u32) -> bool {
-        let left = slot.unmarked_left.get().wrapping_sub_unsigned(weight);
-        slot.unmarked_left.set(left);
-        left < 0
-    }
-
-    /// Records a mark behind all submissions of this thread since its last mark.
-    pub fn mark_submissions(&self, slot: &threads::Slot, stream: CUstream) {
-        let between = slot.between_marks.get();
-        let unmarked = between.abs_diff(slot.unmarked_left.get());
+    /// Records a mark behind all submissions of this thread since its last mark. Returns `result`.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn mark(&self, thread: &Thread, stream: CUstream, result: CUresult) -> CUresult {
+        let between = thread.between_marks.get();
+        let unmarked = between.abs_diff(thread.unmarked_left.get());
         // No mark was due before the last submission, so at most `between` submissions preceded it.
         // The weight of the last submission may be larger.
         let entries = unmarked.min(between.unsigned_abs() + 1);
-        slot.unmarked_left.set(between);
-        self.renew_marks(slot);
-        crate::sys::errno::preserved(|| self.mark(unmarked, entries, stream));
+        thread.unmarked_left.set(between);
+        self.work.renew_marks(thread);
+        errno::preserved(|| self.work.mark(unmarked, entries, stream));
+        result
+    }
+}
+
+impl Work {
+    /// Called before a submission, outside the gate. Waits until the work that is outstanding now fits the
+    /// window.
+    pub(super) fn throttle(&self, stream: CUstream) {
+        if self.is_full() {
+            let begin = Instant::now();
+            errno::preserved(|| while self.is_full() && self.wait_for_oldest(stream, begin) {});
+        }
+    }
+
+    fn is_full(&self) -> bool {
+        self.full.load(Ordering::Relaxed)
     }
 
     /// Updates the number of submissions between this thread's marks. Submissions since its last mark still
     /// count.
-    pub fn renew_marks(&self, slot: &threads::Slot) {
+    fn renew_marks(&self, thread: &Thread) {
         let between = self.per_mark.load(Ordering::Relaxed) as i32 - 1;
-        slot.unmarked_left.set(slot.unmarked_left.get() + between - slot.between_marks.get());
-        slot.between_marks.set(between);
+        thread.unmarked_left.set(thread.unmarked_left.get() + between - thread.between_marks.get());
+        thread.between_marks.set(between);
     }
 
-    #[cold]
-    pub(super) fn mark(&self, weight: u32, entries: u32, stream: CUstream) {
+    fn mark(&self, weight: u32, entries: u32, stream: CUstream) {
         let Some(context) = context_of(stream) else { return };
         let mut inner = self.inner.lock();
         let stream = Stream::of(stream, context);
@@ -189,12 +226,6 @@ impl Work {
         } else if !full {
             self.full.store(false, Ordering::Relaxed);
         }
-    }
-
-    /// Waits until the work that was outstanding at the time of the call fits the window.
-    fn wait_while_full(&self, stream: CUstream) {
-        let begin = Instant::now();
-        while self.is_full() && self.wait_for_oldest(stream, begin) {}
     }
 
     /// Waits until the oldest mark is done, and adapts the window to the duration. The wait is

@@ -1,10 +1,10 @@
 //! Points: events in the program's streams behind the work submitted so far, and the contexts of these
 //! events.
 
+use super::captures;
 use crate::{
     driver::{self, check, context::is_dead_in, types::*, waiting},
     sys::sync::{Mutex, Rank},
-    work::capture,
 };
 use alloc::{sync::Arc, vec::Vec};
 use core::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -78,7 +78,7 @@ impl Point {
             }
         }
         // SAFETY: the context exists, and the caller's lock prevents its destruction.
-        match capture::beside(|_| unsafe { driver::cuEventQuery(event.handle as CUevent) }) {
+        match captures::beside(|_| unsafe { driver::cuEventQuery(event.handle as CUevent) }) {
             ERROR_NOT_READY => Some(false),
             result if matches!(result, SUCCESS | ERROR_INVALID_HANDLE) || is_dead_in(self.context, result) => {
                 self.set_done();
@@ -118,7 +118,7 @@ impl Context {
     /// current.
     pub fn record(&mut self, stream: CUstream) -> Result<Arc<Point>, CUresult> {
         let event = self.event()?;
-        let result = waiting::with_room(|| capture::beside(|_| record(&event, stream)));
+        let result = waiting::with_room(|| captures::beside(|_| record(&event, stream)));
         self.keep(event, result)
     }
 
@@ -135,7 +135,7 @@ impl Context {
             true => ERROR_NOT_READY,
             false => unsafe { driver::cuCtxRecordEvent(self.handle as CUcontext, event.handle as CUevent) },
         };
-        let result = waiting::with_room(|| capture::beside(record));
+        let result = waiting::with_room(|| captures::beside(record));
         self.keep(event, result)
     }
 
@@ -146,7 +146,7 @@ impl Context {
                 // The event may belong to another context. It is destroyed, because any later point that reuses it
                 // would fail too.
                 // SAFETY: this library created the event, and no reference to it remains.
-                let _ = capture::beside(|_| unsafe { driver::cuEventDestroy_v2(event.handle as CUevent) });
+                let _ = captures::beside(|_| unsafe { driver::cuEventDestroy_v2(event.handle as CUevent) });
                 core::mem::forget(event);
             }
             return Err(error);
@@ -165,7 +165,7 @@ impl Context {
     pub fn warm_up(&mut self) {
         if let Ok(event) = self.event() {
             // SAFETY: this library created the event. An event that was never recorded counts as done.
-            capture::beside(|_| unsafe { driver::cuEventQuery(event.handle as CUevent) });
+            captures::beside(|_| unsafe { driver::cuEventQuery(event.handle as CUevent) });
         }
     }
 
@@ -190,7 +190,7 @@ impl Context {
 /// capturing stream, because the event would be captured. Refuses the legacy stream during a capture,
 /// because the event would invalidate the capture.
 pub(super) fn record(event: &Event, stream: CUstream) -> CUresult {
-    let is_captured = || capture::any() && (is_legacy(stream) || capture::is_capturing(stream));
+    let is_captured = || captures::any() && (is_legacy(stream) || captures::is_capturing(stream));
     if is_captured() {
         return ERROR_NOT_READY;
     }
@@ -205,7 +205,7 @@ pub(super) fn record(event: &Event, stream: CUstream) -> CUresult {
 fn create() -> Result<usize, CUresult> {
     let mut event = core::ptr::null_mut();
     // SAFETY: `event` outlives the call.
-    check(capture::beside(|_| unsafe { driver::cuEventCreate(&mut event, EVENT_DISABLE_TIMING) }))?;
+    check(captures::beside(|_| unsafe { driver::cuEventCreate(&mut event, EVENT_DISABLE_TIMING) }))?;
     Ok(event as usize)
 }
 
@@ -218,7 +218,7 @@ pub fn is_legacy(stream: CUstream) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{driver::fake::Driver, work::fake};
+    use crate::{driver::fake::Driver, submit::fake};
 
     fn context(driver: &Driver) -> Context {
         let (_, context) = fake::new(driver);
@@ -310,13 +310,13 @@ mod tests {
         let driver = Driver::new();
         let mut context = context(&driver);
         let stream = driver.new_stream(context.handle as CUcontext);
-        assert_eq!(capture::begin(stream, || SUCCESS), SUCCESS);
+        assert_eq!(captures::begin(stream, || SUCCESS), SUCCESS);
         for legacy in [CTX_DEFAULT_STREAM, STREAM_LEGACY] {
             assert_eq!(context.record(legacy).map(drop), Err(ERROR_NOT_READY));
         }
         assert_eq!(context.record_all().map(drop), Err(ERROR_NOT_READY));
         assert_eq!((driver.count("cuEventRecord"), driver.count("cuCtxRecordEvent")), (0, 0));
-        capture::end(stream);
+        captures::end(stream);
         assert!(context.record(CTX_DEFAULT_STREAM).is_ok());
     }
 }

@@ -1,6 +1,6 @@
 //! Entries for functions of the driver that this library need not intercept. While the process is
 //! off its GPUs, callers of these functions must wait outside the driver
-//! ([`crate::driver::presence`]). So a program gets an *entry* for each function, from `dlsym`,
+//! ([`crate::connection::presence`]). So a program gets an *entry* for each function, from `dlsym`,
 //! from `cuGetProcAddress`, and as an exported symbol. While the entry is open, it jumps to the
 //! function. That costs one load and one comparison, and preserves the stack and all registers that
 //! may contain arguments.
@@ -11,16 +11,14 @@
 //! the CUDA runtime obtains from `cuGetExportTable`, and functions that a program finds by
 //! searching the driver's file.
 
-use super::detour::detour;
-use crate::{
-    driver::{
-        self,
-        entry::{Entry, MISSING},
-        hook, library,
-        types::*,
-    },
-    sys::{errno, once::OnceBox},
+use super::{
+    detour::detour,
+    each_function,
+    function::{Entry, MISSING},
+    hook, library, loaded, look_up,
+    types::*,
 };
+use crate::sys::{errno, once::OnceBox};
 use alloc::{boxed::Box, vec::Vec};
 use core::ffi::CStr;
 
@@ -89,7 +87,7 @@ macro_rules! entries {
         }
 
         /// Not a function. Contains the distance of each exported name from its place in this list, as in
-        /// [`crate::driver::hook`].
+        /// [`hook`].
         #[unsafe(naked)]
         unsafe extern "C" fn exports() {
             core::arch::naked_asm!($( concat!(".long {", stringify!($name), "} - .") ),*, $( $name = sym exported::$name ),*)
@@ -119,7 +117,7 @@ detour!(enter, entering);
 /// Called by an entry that is not open. Returns the address at which the caller continues.
 extern "C" fn entering(entry: usize) -> usize {
     let way = WAYS.get(entry).zip(names().nth(entry));
-    let function = way.and_then(|(way, name)| way.enter(|| errno::preserved(|| driver::look_up(name))));
+    let function = way.and_then(|(way, name)| way.enter(|| errno::preserved(|| look_up(name))));
     function.unwrap_or(missing as *const () as usize)
 }
 
@@ -128,10 +126,10 @@ extern "C" fn missing() -> CUresult {
     ERROR_NOT_FOUND
 }
 
-/// Shuts all entries into the driver ([`entry`](crate::driver::entry)), the program's and this
+/// Shuts all entries into the driver ([`function`](super::function)), the program's and this
 /// library's, or opens them again.
 pub fn shut_driver(shut: bool) {
-    driver::each_function(|function| function.entry().set_shut(shut));
+    each_function(|function| function.entry().set_shut(shut));
     hook::all().for_each(|hook| hook.real.entry().set_shut(shut));
     WAYS.iter().for_each(|way| way.set_shut(shut));
 }
@@ -140,7 +138,7 @@ pub fn shut_driver(shut: bool) {
 /// functions.
 pub fn pairs() -> impl Iterator<Item = (usize, usize)> {
     let known = WAYS.iter().zip(names()).enumerate();
-    known.filter_map(|(index, (way, name))| Some((way.find(|| driver::look_up(name))?, entry_at(index))))
+    known.filter_map(|(index, (way, name))| Some((way.find(|| look_up(name))?, entry_at(index))))
 }
 
 fn entry_at(index: usize) -> usize {
@@ -165,13 +163,13 @@ pub fn exported_at(address: usize) -> Option<usize> {
 /// Whether the driver has the function of this entry. Loads the driver.
 pub fn is_there(entry: usize) -> bool {
     let way = WAYS.get(entry).zip(names().nth(entry));
-    way.is_some_and(|(way, name)| way.find(|| driver::look_up(name)).is_some())
+    way.is_some_and(|(way, name)| way.find(|| look_up(name)).is_some())
 }
 
 /// Whether this driver function needs no entry. Returns true if the driver is not loaded.
 pub fn never_blocks(function: usize) -> bool {
     static ADDRESSES: OnceBox<Vec<usize>> = OnceBox::new();
-    let Some(driver) = driver::loaded() else { return true };
+    let Some(driver) = loaded() else { return true };
     let find = || Box::new(names().skip(ENTRIES).filter_map(|name| library::export(driver, name)).collect());
     ADDRESSES.get_or_init(find).contains(&function)
 }

@@ -1,4 +1,4 @@
-//! An entry into the driver: a word with the address of a driver function. While the process is off
+//! Functions of the driver, and the entry of each: a word with the address of the function. While the process is off
 //! its GPUs, the entries are shut: callers find no address, and call [`Entry::enter`], which waits.
 //!
 //! To shut an entry, the library sets a bit in the word. Every caller has to read the word anyway,
@@ -8,8 +8,14 @@
 //! flag that each hook reads slows every launch, and a count of the calls in progress slows every
 //! call.
 
-use super::presence;
-use core::sync::atomic::{AtomicUsize, Ordering};
+use super::look_up;
+#[cfg(debug_assertions)]
+use super::waiting;
+use crate::connection::presence;
+use core::{
+    ffi::CStr,
+    sync::atomic::{AtomicUsize, Ordering},
+};
 
 /// The word of a function that was looked up and not found. No function has this address or a lower
 /// one. A word of 0 means that the function has not been looked up yet.
@@ -68,6 +74,65 @@ impl Entry {
         } else {
             self.0.fetch_and(!SHUT, Ordering::SeqCst)
         };
+    }
+}
+
+/// The length of a name, with room for the driver's longest name, which has 49 bytes.
+const MAX_NAME: usize = 64;
+
+/// A function of the real driver, by its exported name. The name is stored inline, because the loader
+/// would have to relocate a pointer in every program.
+#[derive(Debug)]
+pub struct Function {
+    entry: Entry,
+    name: [u8; MAX_NAME],
+    #[cfg(debug_assertions)]
+    pub(super) waiting: waiting::KnownClass,
+}
+
+impl Function {
+    /// Creates a function, to be stored in a static. A name that is too long does not compile.
+    pub const fn new(name: &CStr) -> Self {
+        let mut own = [0; MAX_NAME];
+        let (head, _) = own.split_at_mut(name.to_bytes_with_nul().len());
+        head.copy_from_slice(name.to_bytes_with_nul());
+        Self {
+            entry: Entry::new(),
+            name: own,
+            #[cfg(debug_assertions)]
+            waiting: waiting::KnownClass::new(),
+        }
+    }
+
+    pub fn name(&self) -> &CStr {
+        CStr::from_bytes_until_nul(&self.name).unwrap_or(c"")
+    }
+
+    pub fn entry(&self) -> &Entry {
+        &self.entry
+    }
+
+    /// Returns the address of the real function, to be called, or `None` if the driver lacks it. Waits
+    /// while the process is off its GPUs.
+    #[inline]
+    pub fn address(&self) -> Option<usize> {
+        self.known().or_else(|| self.enter())
+    }
+
+    /// Returns the address, if it has been looked up and the entry is not shut.
+    #[inline(always)]
+    pub fn known(&self) -> Option<usize> {
+        self.entry.open()
+    }
+
+    #[cold]
+    fn enter(&self) -> Option<usize> {
+        self.entry.enter(|| look_up(self.name()))
+    }
+
+    /// Returns the address of the real function, to be compared. Never waits.
+    pub fn find(&self) -> Option<usize> {
+        self.entry.find(|| look_up(self.name()))
     }
 }
 

@@ -4,10 +4,9 @@
 //! [`beside`] makes such calls while no capture can begin. If a capture is already active, `beside`
 //! makes the calls in relaxed mode, in which queries are allowed (driver 580).
 
-use super::streams::context_of;
+use super::{epoch, is_active, threads};
 use crate::{
-    driver::{self, types::*},
-    gate::{self, epoch, threads},
+    driver::{self, context::current_or_null, types::*},
     sys::{
         sync::{Mutex, Rank, RwLock},
         time,
@@ -112,7 +111,7 @@ pub fn synchronizing<R>(call: impl FnOnce() -> R) -> Option<R> {
 
 /// Implements all versions of `cuStreamBeginCapture`.
 pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
-    if !gate::is_active() {
+    if !is_active() {
         return call();
     }
     // The context must be queried before the stream captures.
@@ -148,8 +147,25 @@ pub fn joining(stream: CUstream, call: impl FnOnce() -> CUresult) -> (CUresult, 
     (result, origin.map(|origin| [context, origin]))
 }
 
+/// Returns the context of a stream that the calling thread may use. A capturing stream is not queried,
+/// because a query may invalidate its capture.
+pub fn context_of(stream: CUstream) -> Option<CUcontext> {
+    let is_default = (stream as usize) <= STREAM_PER_THREAD as usize;
+    let known = if is_default {
+        None // a default stream of the current context
+    } else if any() && is_capturing(stream) {
+        context_of_member(stream)
+    } else {
+        let mut context = core::ptr::null_mut();
+        // SAFETY: `context` outlives the call, and the program uses this stream.
+        let asked = beside(|_| unsafe { driver::cuStreamGetCtx(stream, &mut context) });
+        (asked == SUCCESS).then_some(context)
+    };
+    known.or_else(|| Some(current_or_null())).filter(|context| !context.is_null())
+}
+
 /// Returns the context of a capturing stream, or `None` if it is not known.
-pub(super) fn context_of_member(stream: CUstream) -> Option<CUcontext> {
+fn context_of_member(stream: CUstream) -> Option<CUcontext> {
     let wanted = Member::of(stream, core::ptr::null_mut());
     let captures = CAPTURES.lock();
     let member = captures.iter().flat_map(|capture| &capture.members).find(|member| member.is(&wanted));
@@ -181,7 +197,7 @@ pub fn end_all_in(context: CUcontext) {
 /// Whether captures may exist. False in the child of a fork, because the count is the parent's
 /// there, and another thread may have held the lock during the fork.
 fn is_known() -> bool {
-    any() && gate::is_active()
+    any() && is_active()
 }
 
 fn forget(which: impl Fn(&Capture) -> bool) {
@@ -195,7 +211,7 @@ fn forget(which: impl Fn(&Capture) -> bool) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{driver::fake::Driver, driver::fake::until, work::fake};
+    use crate::{driver::fake::Driver, driver::fake::until, submit::fake};
     use core::sync::atomic::AtomicBool;
     use std::thread;
 

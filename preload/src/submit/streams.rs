@@ -3,15 +3,17 @@
 //! The thread that submits work also records points, without a lock, because the driver waits if the
 //! stream's queue is full. Another thread records a point only if the queues have room.
 
-use super::point::{self, Point, is_legacy};
-use super::{Inner, Work, capture, contexts};
-use crate::{
-    driver::{
-        self,
-        context::{current_or_null, is_dead, with_current},
-        types::*,
-    },
-    gate::{epoch, threads},
+use super::{
+    Inner, Work, attached, captures,
+    captures::context_of,
+    epoch, is_active,
+    points::{self, Context, Point, is_legacy},
+    target, threads,
+};
+use crate::driver::{
+    self,
+    context::{current_or_null, is_dead, with_current},
+    types::*,
 };
 use alloc::{sync::Arc, vec::Vec};
 use core::sync::atomic::{AtomicBool, Ordering};
@@ -79,17 +81,38 @@ pub fn is_marked_at_once(stream: CUstream) -> bool {
     is_legacy(stream) && BLOCKING_STREAMS.load(Ordering::Acquire)
 }
 
-/// Called before the program creates a blocking stream on any GPU. Returns whether this is the
-/// program's first. If so, the caller must call [`Work::mark_legacy_streams`] for each GPU before the
-/// stream is created.
-pub fn first_blocking_stream() -> bool {
-    !BLOCKING_STREAMS.load(Ordering::Acquire) && !BLOCKING_STREAMS.swap(true, Ordering::AcqRel)
+/// Called before the program creates or uses a stream that synchronizes with the legacy stream.
+#[cold]
+pub fn expect_blocking_streams() {
+    let are_expected = || BLOCKING_STREAMS.load(Ordering::Acquire) || BLOCKING_STREAMS.swap(true, Ordering::AcqRel);
+    if is_active() && !are_expected() {
+        attached().for_each(|lane| lane.work.mark_legacy_streams());
+    }
 }
 
 impl Work {
+    /// Records a submission to this stream.
+    pub fn note(&self, handle: CUstream) {
+        let Some(context) = context_of(handle) else { return };
+        let stream = Stream::of(handle, context);
+        let mut inner = self.inner.lock();
+        let is_known = inner.has(stream.context);
+        if !is_known {
+            target::add_context(context);
+            inner.contexts.push(Context::new(stream.context, true));
+        }
+        inner.prune_streams(stream);
+        inner.streams.entry(stream).or_default().dirty = true;
+        let needs_point = inner.needs_points_at_once(stream);
+        drop(inner);
+        if needs_point {
+            self.point_in(stream);
+        }
+    }
+
     /// Records a point in each legacy stream, while no blocking stream exists that would wait for the
     /// point.
-    pub fn mark_legacy_streams(&self) {
+    fn mark_legacy_streams(&self) {
         let mut inner = self.inner.lock();
         // Threads that launch from now on must see that a blocking stream exists, even if no stream needs a
         // point now.
@@ -189,7 +212,7 @@ impl Work {
                 Ok(event) => event,
                 Err(error) => return Some(Err(error)),
             };
-            let recorded = point::record(&event, stream.handle());
+            let recorded = points::record(&event, stream.handle());
             Some(self.inner.lock().context(stream.context)?.keep(event, recorded))
         };
         if current_or_null() as usize == stream.context {
@@ -202,8 +225,8 @@ impl Work {
 /// Whether all work of this stream is done, according to the driver.
 pub(super) fn is_idle(stream: CUstream) -> bool {
     // SAFETY: the program uses this stream. Capturing streams are not queried.
-    capture::beside(|capturing| {
-        !(capturing && capture::is_capturing(stream)) && unsafe { driver::cuStreamQuery(stream) } == SUCCESS
+    captures::beside(|capturing| {
+        !(capturing && captures::is_capturing(stream)) && unsafe { driver::cuStreamQuery(stream) } == SUCCESS
     })
 }
 
@@ -296,40 +319,13 @@ impl Inner {
     }
 }
 
-/// Returns the context of a stream that the calling thread may use. A capturing stream is not queried,
-/// because a query may invalidate its capture.
-pub fn context_of(stream: CUstream) -> Option<CUcontext> {
-    let is_default = (stream as usize) <= STREAM_PER_THREAD as usize;
-    let known = if is_default {
-        None // a default stream of the current context
-    } else if capture::any() && capture::is_capturing(stream) {
-        capture::context_of_member(stream)
-    } else {
-        let mut context = core::ptr::null_mut();
-        // SAFETY: `context` outlives the call, and the program uses this stream.
-        let asked = capture::beside(|_| unsafe { driver::cuStreamGetCtx(stream, &mut context) });
-        (asked == SUCCESS).then_some(context)
-    };
-    known.or_else(|| Some(current_or_null())).filter(|context| !context.is_null())
-}
-
-/// Returns a value that identifies a stream across launches, or `None` for the legacy stream without a
-/// context. The legacy stream differs between contexts, so it is identified by its context, which must
-/// be queried. While the program has had only one context, the handle suffices.
-#[inline]
-pub fn name_of(stream: CUstream) -> Option<usize> {
-    if !is_legacy(stream) {
-        return Some(stream as usize);
-    }
-    let context = current_or_null();
-    let name = if contexts::is_only(context) { stream as usize } else { context as usize };
-    (!context.is_null()).then_some(name)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{driver::fake::Driver, work::fake};
+    use crate::{
+        driver::fake::Driver,
+        submit::{LANES, fake},
+    };
 
     #[test]
     fn work_of_a_destroyed_stream_is_awaited() {
@@ -385,11 +381,11 @@ mod tests {
             driver.set_capturing(stream, Some(1));
             SUCCESS
         };
-        assert_eq!(capture::begin(stream, begin), SUCCESS);
+        assert_eq!(captures::begin(stream, begin), SUCCESS);
         driver.forget_calls();
         assert_eq!(context_of(stream), Some(context));
         assert_eq!(driver.count("cuStreamGetCtx"), 0, "a query may invalidate the capture");
-        capture::end(stream);
+        captures::end(stream);
     }
 
     #[test]
@@ -409,12 +405,16 @@ mod tests {
     #[test]
     fn the_legacy_stream_is_marked_at_once_if_blocking_streams_exist() {
         let driver = Driver::new();
-        let (work, _) = fake::new(&driver);
+        let (_, context) = fake::new(&driver);
+        LANES[0].set_attached();
+        let work = &LANES[0].work;
+        work.add_context(context);
         work.note(CTX_DEFAULT_STREAM);
         assert_eq!(driver.count("cuEventRecord"), 0);
-        assert!(first_blocking_stream() && !first_blocking_stream());
-        work.mark_legacy_streams();
+        expect_blocking_streams();
         assert_eq!(driver.count("cuEventRecord"), 1, "the work before the first blocking stream");
+        expect_blocking_streams();
+        assert_eq!(driver.count("cuEventRecord"), 1, "only the first blocking stream counts");
         work.note(CTX_DEFAULT_STREAM);
         assert_eq!(driver.count("cuEventRecord"), 2);
     }

@@ -5,7 +5,7 @@
 //! model a sleep never ends by its timeout, so a missing wake-up is a deadlock, which loom reports.
 //! [`interrupt`] ends sleeps spuriously, as a signal or the timeout does.
 
-use crate::atomic::{AtomicU32, Ordering};
+use crate::submit::atomic::{AtomicU32, Ordering};
 use core::time::Duration;
 use loom::sync::{Condvar, Mutex, atomic::fence};
 use std::cell::Cell;

@@ -15,8 +15,8 @@
 //! (Sequentially consistent fences on both sides would guarantee too much, because they also order
 //! light fences.)
 
-use crate::threads;
-use loom::sync::atomic::{Ordering, fence};
+use super::threads;
+use loom::sync::atomic::{AtomicU32, Ordering, fence};
 use std::cell::Cell;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,13 +58,23 @@ pub fn is_known_to_be_missing() -> bool {
     matches!(FENCES.get(), Fences::Ordinary | Fences::NoHeavy | Fences::NoPassing)
 }
 
-fn meet(slot: &threads::Slot) {
-    slot.interrupted.fetch_add(1, Ordering::AcqRel);
+loom::lazy_static! {
+    /// For each submitting thread, the word on which heavy fences synchronize with its light fences.
+    static ref INTERRUPTED: [AtomicU32; threads::THREADS] = Default::default();
 }
 
-pub fn light() {
+fn meet(thread: usize) {
+    INTERRUPTED[thread].fetch_add(1, Ordering::AcqRel);
+}
+
+fn meet_all() {
+    (0..threads::THREADS).for_each(meet);
+}
+
+/// The compiler fence of a thread that enters.
+pub fn light(_: Ordering) {
     if FENCES.get() != Fences::NoLight {
-        threads::mine().into_iter().for_each(meet);
+        threads::index().into_iter().for_each(meet);
     }
 }
 
@@ -72,7 +82,7 @@ pub fn heavy() -> bool {
     match FENCES.get() {
         Fences::Membarrier | Fences::NoLight => {
             fence(Ordering::SeqCst);
-            threads::all().for_each(meet);
+            meet_all();
             return true;
         }
         Fences::Ordinary | Fences::NoPassing | Fences::Refused | Fences::NoWait => fence(Ordering::SeqCst),
@@ -83,10 +93,8 @@ pub fn heavy() -> bool {
 
 /// Lets time pass until each thread either sees the earlier stores or has made its own stores
 /// visible. This is exactly the guarantee of `membarrier(2)`, and it is modelled in the same way.
-pub fn settle() {
+pub fn wait_for_stores() {
     if FENCES.get() != Fences::NoWait {
-        threads::all().for_each(meet);
+        meet_all();
     }
 }
-
-pub fn init() {}

@@ -7,7 +7,7 @@
 
 use crate::sys::time;
 use core::{
-    sync::atomic::{AtomicBool, Ordering, compiler_fence, fence},
+    sync::atomic::{AtomicBool, Ordering, fence},
     time::Duration,
 };
 use rustix::thread::{MembarrierCommand, membarrier};
@@ -26,14 +26,7 @@ pub fn refuse() {
     MEMBARRIER.store(false, Ordering::SeqCst);
 }
 
-/// The fence of the passing side, between the store of "I am inside" and the load of "is the gate
-/// open?".
-#[inline]
-pub fn light() {
-    compiler_fence(Ordering::SeqCst);
-}
-
-/// The fence of the closing side, between the store of "the gate is closed" and the load of "is a
+/// The fence of the closing side. `Thread::approach` has the other side. The fence is between the store of "the gate is closed" and the load of "is a
 /// thread inside?". Returns `false` if only this thread was fenced, so that the passing side needs a
 /// fence too.
 #[must_use]
@@ -49,6 +42,6 @@ pub fn heavy() -> bool {
 /// Waits until this thread and all other threads see each other's earlier stores, although the
 /// other threads executed no fence. A processor buffers a store for far less time than this wait.
 /// When a processor stops running a thread, the thread's stores become visible.
-pub fn settle() {
+pub fn wait_for_stores() {
     time::sleep_through(Duration::from_millis(10));
 }

@@ -84,4 +84,4 @@ macro_rules! detour {
     };
 }
 
-pub(super) use detour;
+pub(crate) use detour;

@@ -6,9 +6,10 @@
 //!
 //! Shut entries (`entry`) lead threads to this module.
 
+use super::wakeup;
 use crate::sys::{errno, futex, time::Instant};
 use core::{
-    sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
+    sync::atomic::{AtomicBool, AtomicU32, Ordering},
     time::Duration,
 };
 
@@ -19,15 +20,12 @@ const AWAY: u32 = 1;
 static STATE: AtomicU32 = AtomicU32::new(PRESENT);
 /// Whether a thread has arrived since the process left its GPUs.
 static WANTED: AtomicBool = AtomicBool::new(false);
-/// The function to call when the first thread arrives, as the address of a `fn()`; 0 if there is none.
-static TELL: AtomicUsize = AtomicUsize::new(0);
 
 /// The longest sleep of a waiting thread before it checks `STATE` again.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Makes threads wait before they enter the driver. The first waiting thread calls `tell`.
-pub fn leave(tell: fn()) {
-    TELL.store(tell as usize, Ordering::SeqCst);
+/// Makes threads wait before they enter the driver.
+pub fn leave() {
     WANTED.store(false, Ordering::SeqCst);
     STATE.store(AWAY, Ordering::SeqCst);
 }
@@ -52,14 +50,10 @@ pub fn is_away() -> bool {
     STATE.load(Ordering::SeqCst) == AWAY
 }
 
-/// Reports that the process is wanted back, without waiting.
+/// Lets the client's thread know that the process is wanted back, without waiting.
 pub fn want() {
     if is_away() && !WANTED.swap(true, Ordering::SeqCst) {
-        let tell = TELL.load(Ordering::SeqCst);
-        if tell != 0 {
-            // SAFETY: `leave` has stored the address of a `fn()`.
-            errno::preserved(|| unsafe { core::mem::transmute::<usize, fn()>(tell) }());
-        }
+        errno::preserved(wakeup::wake);
     }
 }
 
@@ -83,26 +77,27 @@ pub fn wait_at_most(most: Duration) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::{sync::atomic::AtomicU32, thread};
-
-    static TOLD: AtomicU32 = AtomicU32::new(0);
+    use crate::connection::fake::was_woken;
+    use std::thread;
 
     #[test]
     fn threads_wait_while_the_process_sleeps_and_only_one_reports_it() {
         wait(); // returns at once
-        leave(|| {
-            TOLD.fetch_add(1, Ordering::SeqCst);
-        });
+        wakeup::init();
+        leave();
         assert!(!is_wanted());
         thread::scope(|scope| {
             let waiting: [_; 4] = core::array::from_fn(|_| scope.spawn(wait));
             while !is_wanted() {
                 thread::yield_now();
             }
+            while !was_woken() {
+                thread::yield_now();
+            }
             thread::sleep(Duration::from_millis(20));
+            assert!(!was_woken(), "only the first thread wakes the client's thread");
             assert!(waiting.iter().all(|thread| !thread.is_finished()));
             come_back();
         });
-        assert_eq!(TOLD.load(Ordering::SeqCst), 1);
     }
 }
