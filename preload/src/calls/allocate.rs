@@ -202,7 +202,7 @@ pub fn with_retries<T>(
         }
         // Freed memory is pending if it was freed during a capture, or if work of other contexts
         // may still use it.
-        let is_pending = guard.has_freed() || guard.has_pending_in_pools();
+        let is_pending = guard.has_freed() || guard.pools.has_pending();
         let comes = is_pending && !captures::any() && begin.elapsed() < FREED_TIMEOUT;
         let fits = guard.account.fits_without_others(size as u64, gpu.total());
         let mut may_come = fits && begin.elapsed() < OTHERS_TIMEOUT;
@@ -275,7 +275,7 @@ pub fn changing<R>(gpu: &Gpu, space: &Mutex<Space>, change: impl FnOnce(&mut Spa
     let result = change(&mut guard);
     let after = guard.account;
     gpu.account_changed(&before, &after);
-    if guard.has_freed() || guard.has_dying_pools() {
+    if guard.has_freed() || guard.pools.has_dying() {
         connection::wake();
     }
     result

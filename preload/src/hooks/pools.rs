@@ -12,10 +12,7 @@ use crate::{
     driver::{self, context::current_or_null, hook::hooks, put, types::*},
     env::{settings, trace::trace},
     gpu::{self, Gpu, peers::couple},
-    memory::{
-        pool::StreamName,
-        space::{Allocated, Awaited, Backing, Space, has_pending_frees},
-    },
+    memory::space::{Allocated, Backing, Space, has_pending_frees},
     registry::{
         pinned::Kind,
         pools::{self, Properties, attribute},
@@ -24,6 +21,7 @@ use crate::{
     sys::{sync::Mutex, time::Instant},
 };
 use core::{ffi::c_void, time::Duration};
+use nvshare_pools::{Awaited, StreamName};
 use nvshare_wire::MAX_SLOTS;
 
 type P = *mut c_void;
@@ -151,7 +149,7 @@ fn free_in_pool(address: CUdeviceptr, stream: CUstream) -> Freed {
         if !guard.free_in_pool(address, if other.is_none() { Some(name) } else { None }) {
             return Freed::NotOurs; // another thread has freed it first
         }
-        if guard.has_dying_pools() {
+        if guard.pools.has_dying() {
             connection::wake();
         }
         return Freed::Done;
@@ -203,7 +201,7 @@ fn releasing(wait: Wait, real: impl Fn() -> CUresult) -> CUresult {
     let stream = crate::sys::errno::preserved(|| {
         for gpu in gpu::attached() {
             if let (Some(frees), Some(space)) = (frees.get_mut(gpu.index as usize), gpu.space()) {
-                *frees = space.lock().pool_frees();
+                *frees = space.lock().pools.frees();
             }
         }
         if let Wait::Stream(stream) = wait { name_of(stream).filter(|_| is_apart(stream)) } else { None }
@@ -220,7 +218,7 @@ fn releasing(wait: Wait, real: impl Fn() -> CUresult) -> CUresult {
                 Wait::Context(context) if gpu.work.is_all_in(context) => Awaited::All,
                 Wait::Context(_) | Wait::Event => Awaited::Some,
             };
-            changing(gpu, space, |space| space.synchronized(awaited, frees, &gpu.work));
+            changing(gpu, space, |space| space.synchronize_pools(awaited, frees, &gpu.work));
         }
     });
     result
@@ -229,7 +227,7 @@ fn releasing(wait: Wait, real: impl Fn() -> CUresult) -> CUresult {
 /// Spins briefly until pending frees are done. If no work is running, they are done soon.
 fn see_done(gpu: &Gpu, space: &Mutex<Space>) {
     let begin = Instant::now();
-    while space.lock().look_at_pools(&gpu.work) && begin.elapsed() < DONE_SPIN {
+    while space.lock().pools.look_if_pending(&gpu.work) && begin.elapsed() < DONE_SPIN {
         core::hint::spin_loop();
     }
 }
@@ -244,11 +242,11 @@ fn trim(pool: CUmemoryPool, keep: Size) {
 fn attribute_set(pool: CUmemoryPool, which: i32) {
     let Some((_, space)) = pools::find(pool as u64) else { return };
     match which {
-        attribute::RESERVED_MEM_HIGH => space.lock().reset_pool_high(pool as u64, false),
-        attribute::USED_MEM_HIGH => space.lock().reset_pool_high(pool as u64, true),
+        attribute::RESERVED_MEM_HIGH => space.lock().pools.reset_high(pool as u64, false),
+        attribute::USED_MEM_HIGH => space.lock().pools.reset_high(pool as u64, true),
         _ => {
             if let Some(policy) = pools::policy_of(pool) {
-                space.lock().set_pool_policy(pool as u64, policy);
+                space.lock().pools.set_policy(pool as u64, policy);
             }
         }
     }
@@ -259,7 +257,7 @@ fn attribute_set(pool: CUmemoryPool, which: i32) {
 /// # Safety
 /// `value` is valid for that attribute.
 unsafe fn add_statistics(pool: CUmemoryPool, which: i32, value: P) {
-    let Some(statistics) = pools::find(pool as u64).and_then(|(_, space)| space.lock().pool_statistics(pool as u64))
+    let Some(statistics) = pools::find(pool as u64).and_then(|(_, space)| space.lock().pools.statistics(pool as u64))
     else {
         return;
     };

@@ -45,7 +45,7 @@ impl ClientThread {
         if guard.collect_released() {
             gpu.report(&guard.account);
         }
-        if guard.has_freed() || guard.has_dying_pools() {
+        if guard.has_freed() || guard.pools.has_dying() {
             let before = guard.account;
             guard.reclaim(&gpu.work);
             let after = guard.account;

@@ -35,7 +35,7 @@ impl Mover {
         if self.is_idle() {
             // No work is running, so all frees are done. Unused pool memory is released instead of copied.
             let mut guard = space.lock();
-            if guard.release_idle_pools() > 0 {
+            if guard.release_pools_at_rest() > 0 {
                 report(&guard.account);
             }
         }

@@ -1,8 +1,5 @@
 //! A stream-ordered allocator: allocates and frees blocks of address space in stream order.
 //!
-//! This module is pure bookkeeping. [`super::space`] provides the segments and checks which frees are
-//! done.
-//!
 //! A freed block belongs to the stream in which it was freed. Later work of that stream runs after the
 //! free, so an allocation in the same stream may reuse the block immediately. A stream that frees and
 //! allocates needs no event. An allocation in another stream may reuse the block only after the free is
