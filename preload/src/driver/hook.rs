@@ -132,9 +132,10 @@ macro_rules! hook {
             let $real = move || {
                 $crate::driver::waiting::check(&$name::REAL);
                 // Each of the two calls consumes the arguments, so no argument has to be kept across a call.
-                // SAFETY: the arguments are the program's own.
                 match $name::REAL.known().map(function) {
+                    // SAFETY: the arguments are the program's own.
                     Some(function) => unsafe { function($($arg),*) },
+                    // SAFETY: the arguments are the program's own.
                     None => unsafe { look_up($($arg),*) },
                 }
             };

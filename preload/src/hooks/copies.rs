@@ -92,6 +92,11 @@ fn by_array(flavour: Flavour, sides: [Side; 2], n: Size, real: impl FnOnce() -> 
     copy_along(many(stream, || sides.into_iter()), stream, bytes(n), real)
 }
 
+/// Returns the address of a program's description of a copy.
+fn address<T>(copy: Option<&T>) -> *const c_void {
+    copy.map_or(core::ptr::null(), |copy| core::ptr::from_ref(copy).cast())
+}
+
 /// Returns the sides of copies that are listed in two arrays.
 ///
 /// # Safety
@@ -120,37 +125,40 @@ hooks! { real, flavour;
         copy(flavour, [to, from], n, real)
     }
     [cuMemcpyAsync | cuMemcpyAsync_ptsz] (to: CUdeviceptr, from: CUdeviceptr, n: Size, stream: CUstream) {
-        // SAFETY: these are the program's own arguments, here and in the following hooks.
+        // SAFETY: the driver rejects or accepts these arguments of the program as in the program's own call.
         let again = |stream| unsafe { driver::cuMemcpyAsync(to, from, n, stream) };
         copy_async(flavour.stream(stream), [to, from], n, real, again)
     }
     [cuMemcpyHtoDAsync_v2 | cuMemcpyHtoDAsync_v2_ptsz] (to: CUdeviceptr, from: P, n: Size, stream: CUstream) {
+        // SAFETY: the driver rejects or accepts these arguments of the program as in the program's own call.
         let again = |stream| unsafe { driver::cuMemcpyHtoDAsync_v2(to, from, n, stream) };
         copy_async(flavour.stream(stream), [to, HOST], n, real, again)
     }
     [cuMemcpyDtoHAsync_v2 | cuMemcpyDtoHAsync_v2_ptsz] (to: P, from: CUdeviceptr, n: Size, stream: CUstream) {
+        // SAFETY: the driver rejects or accepts these arguments of the program as in the program's own call.
         let again = |stream| unsafe { driver::cuMemcpyDtoHAsync_v2(to, from, n, stream) };
         copy_async(flavour.stream(stream), [HOST, from], n, real, again)
     }
     [cuMemcpyDtoDAsync_v2 | cuMemcpyDtoDAsync_v2_ptsz] (to: CUdeviceptr, from: CUdeviceptr, n: Size, stream: CUstream) {
+        // SAFETY: the driver rejects or accepts these arguments of the program as in the program's own call.
         let again = |stream| unsafe { driver::cuMemcpyAsync(to, from, n, stream) };
         copy_async(flavour.stream(stream), [to, from], n, real, again)
     }
 
     // ---- rows and layers ----
-    [cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds | cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds] (copy: *const Copy2D) {
-        // SAFETY: `copy` is NULL or valid, here and in the following hooks: the driver dereferences
-        // it too, and rejects NULL.
-        shaped(flavour, unsafe { copy.as_ref() }.map(Copy3D::from), real)
+    [cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds | cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds] (copy: Option<&Copy2D>) {
+        shaped(flavour, copy.map(Copy3D::from), real)
     }
-    [cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds] (copy: *const Copy3D) { shaped(flavour, unsafe { copy.as_ref() }.copied(), real) }
-    [cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz] (copy: *const Copy2D, stream: CUstream) {
-        let again = |stream| unsafe { driver::cuMemcpy2DAsync_v2(copy.cast(), stream) };
-        shaped_async(flavour.stream(stream), unsafe { copy.as_ref() }.map(Copy3D::from), real, again)
+    [cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds] (copy: Option<&Copy3D>) { shaped(flavour, copy.copied(), real) }
+    [cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz] (copy: Option<&Copy2D>, stream: CUstream) {
+        // SAFETY: the driver rejects or accepts these arguments of the program as in the program's own call.
+        let again = |stream| unsafe { driver::cuMemcpy2DAsync_v2(address(copy), stream) };
+        shaped_async(flavour.stream(stream), copy.map(Copy3D::from), real, again)
     }
-    [cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz] (copy: *const Copy3D, stream: CUstream) {
-        let again = |stream| unsafe { driver::cuMemcpy3DAsync_v2(copy.cast(), stream) };
-        shaped_async(flavour.stream(stream), unsafe { copy.as_ref() }.copied(), real, again)
+    [cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz] (copy: Option<&Copy3D>, stream: CUstream) {
+        // SAFETY: the driver rejects or accepts these arguments of the program as in the program's own call.
+        let again = |stream| unsafe { driver::cuMemcpy3DAsync_v2(address(copy), stream) };
+        shaped_async(flavour.stream(stream), copy.copied(), real, again)
     }
 
     // ---- between contexts ----
@@ -164,13 +172,13 @@ hooks! { real, flavour;
         let stream = flavour.stream(stream);
         copy_along(contexts(stream, || Some([to_context, from_context])), stream, bytes(n), real)
     }
-    [cuMemcpy3DPeer | cuMemcpy3DPeer_ptds] (copy: *const Copy3D) {
+    [cuMemcpy3DPeer | cuMemcpy3DPeer_ptds] (copy: Option<&Copy3D>) {
         let stream = flavour.stream(CTX_DEFAULT_STREAM);
-        copy_along(contexts(stream, || unsafe { copy.as_ref() }.map(Copy3D::contexts)), stream, ONE, real)
+        copy_along(contexts(stream, || copy.map(Copy3D::contexts)), stream, ONE, real)
     }
-    [cuMemcpy3DPeerAsync | cuMemcpy3DPeerAsync_ptsz] (copy: *const Copy3D, stream: CUstream) {
+    [cuMemcpy3DPeerAsync | cuMemcpy3DPeerAsync_ptsz] (copy: Option<&Copy3D>, stream: CUstream) {
         let stream = flavour.stream(stream);
-        copy_along(contexts(stream, || unsafe { copy.as_ref() }.map(Copy3D::contexts)), stream, ONE, real)
+        copy_along(contexts(stream, || copy.map(Copy3D::contexts)), stream, ONE, real)
     }
 
     // ---- arrays ----
@@ -203,21 +211,24 @@ hooks! { real, flavour;
         to: *const CUdeviceptr, from: *const CUdeviceptr, sizes: P, count: Size, attributes: P, indexes: P, n: Size, failed: P, stream: CUstream,
     ) {
         let stream = flavour.stream(stream);
-        // SAFETY: each array has as many entries as the program states, here and in the following hooks.
+        // SAFETY: each array has as many entries as the program states.
         copy_along(many(stream, || unsafe { listed(to, from, count) }), stream, GRAPH, real)
     }
     [cuMemcpyBatchAsync_v2 | cuMemcpyBatchAsync_v2_ptsz] (
         to: *const CUdeviceptr, from: *const CUdeviceptr, sizes: P, count: Size, attributes: P, indexes: P, n: Size, stream: CUstream,
     ) {
         let stream = flavour.stream(stream);
+        // SAFETY: each array has as many entries as the program states.
         copy_along(many(stream, || unsafe { listed(to, from, count) }), stream, GRAPH, real)
     }
     [cuMemcpy3DBatchAsync | cuMemcpy3DBatchAsync_ptsz] (n: Size, list: *const BatchCopy3D, failed: P, flags: u64, stream: CUstream) {
         let stream = flavour.stream(stream);
+        // SAFETY: each array has as many entries as the program states.
         copy_along(many(stream, || unsafe { described(list, n) }), stream, GRAPH, real)
     }
     [cuMemcpy3DBatchAsync_v2 | cuMemcpy3DBatchAsync_v2_ptsz] (n: Size, list: *const BatchCopy3D, flags: u64, stream: CUstream) {
         let stream = flavour.stream(stream);
+        // SAFETY: each array has as many entries as the program states.
         copy_along(many(stream, || unsafe { described(list, n) }), stream, GRAPH, real)
     }
     [cuMemcpyWithAttributesAsync | cuMemcpyWithAttributesAsync_ptsz] (
@@ -226,9 +237,9 @@ hooks! { real, flavour;
         let stream = flavour.stream(stream);
         copy_along(many(stream, || [to, from].map(Side::Address).into_iter()), stream, bytes(n), real)
     }
-    [cuMemcpy3DWithAttributesAsync | cuMemcpy3DWithAttributesAsync_ptsz] (copy: *const BatchCopy3D, flags: u64, stream: CUstream) {
+    [cuMemcpy3DWithAttributesAsync | cuMemcpy3DWithAttributesAsync_ptsz] (copy: Option<&BatchCopy3D>, flags: u64, stream: CUstream) {
         let stream = flavour.stream(stream);
-        copy_along(many(stream, || unsafe { described(copy, 1) }), stream, ONE, real)
+        copy_along(many(stream, || copy.map(BatchCopy3D::sides).into_iter().flatten()), stream, ONE, real)
     }
     [cuFabricCpyBatchAsync | cuFabricCpyBatchAsync_ptsz] (n: Size, list: P, flags: u64, stream: CUstream) {
         enqueue(flavour.stream(stream), GRAPH, real)

@@ -60,9 +60,8 @@ hooks! { real, flavour;
         f: CUfunction, grid_x: u32, grid_y: u32, grid_z: u32, block_x: u32, block_y: u32, block_z: u32,
         shared: u32, stream: CUstream, params: P,
     ) { launch(flavour.stream(stream), ONE, real) }
-    [cuLaunchKernelEx | cuLaunchKernelEx_ptsz] (config: *const LaunchConfig, f: CUfunction, params: P, extra: P) {
-        // SAFETY: `config` is NULL or valid: the driver dereferences it too, and rejects NULL.
-        let stream = unsafe { config.as_ref() }.map_or(CTX_DEFAULT_STREAM, |c| c.stream);
+    [cuLaunchKernelEx | cuLaunchKernelEx_ptsz] (config: Option<&LaunchConfig>, f: CUfunction, params: P, extra: P) {
+        let stream = config.map_or(CTX_DEFAULT_STREAM, |c| c.stream);
         launch(flavour.stream(stream), ONE, real)
     }
     [cuLaunchCooperativeKernelMultiDevice] (list: *const LaunchParams, devices: u32, flags: u32) {
@@ -125,50 +124,40 @@ hooks! { real, flavour;
     // ---- calls that refer to memory ----
     // The driver looks the memory up, so it must be on the GPU. The calls submit no work.
     [cuGraphAddMemcpyNode] (
-        node: P, graph: CUgraph, after: P, n: Size, params: *const Copy3D, context: CUcontext,
+        node: P, graph: CUgraph, after: P, n: Size, params: Option<&Copy3D>, context: CUcontext,
     ) {
-        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
-        with_memory_along(unsafe { copy_node(params) }, real)
+        with_memory_along(copy_node(params), real)
     }
     [cuGraphAddMemsetNode] (
-        node: P, graph: CUgraph, after: P, n: Size, params: *const Fill, context: CUcontext,
+        node: P, graph: CUgraph, after: P, n: Size, params: Option<&Fill>, context: CUcontext,
     ) {
-        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
-        with_memory_along(unsafe { fill_node(params) }, real)
+        with_memory_along(fill_node(params), real)
     }
     [cuGraphAddBatchMemOpNode] (node: P, graph: CUgraph, after: P, n: Size, params: P) { with_memory(real) }
-    [cuGraphAddNode] (node: P, graph: CUgraph, after: P, n: Size, params: *const NodeParams) {
-        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
-        with_memory_along(unsafe { any_node(params) }, real)
+    [cuGraphAddNode] (node: P, graph: CUgraph, after: P, n: Size, params: Option<&NodeParams>) {
+        with_memory_along(any_node(params), real)
     }
-    [cuGraphAddNode_v2 | cuGraphAddNode_v3] (node: P, graph: CUgraph, after: P, edges: P, n: Size, params: *const NodeParams) {
-        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
-        with_memory_along(unsafe { any_node(params) }, real)
+    [cuGraphAddNode_v2 | cuGraphAddNode_v3] (node: P, graph: CUgraph, after: P, edges: P, n: Size, params: Option<&NodeParams>) {
+        with_memory_along(any_node(params), real)
     }
-    [cuGraphMemcpyNodeSetParams] (node: P, params: *const Copy3D) {
-        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
-        with_memory_along(unsafe { copy_node(params) }, real)
+    [cuGraphMemcpyNodeSetParams] (node: P, params: Option<&Copy3D>) {
+        with_memory_along(copy_node(params), real)
     }
-    [cuGraphMemsetNodeSetParams] (node: P, params: *const Fill) {
-        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
-        with_memory_along(unsafe { fill_node(params) }, real)
+    [cuGraphMemsetNodeSetParams] (node: P, params: Option<&Fill>) {
+        with_memory_along(fill_node(params), real)
     }
     [cuGraphBatchMemOpNodeSetParams] (node: P, params: P) { with_memory(real) }
-    [cuGraphNodeSetParams | cuGraphNodeSetParams_v2] (node: P, params: *const NodeParams) {
-        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
-        with_memory_along(unsafe { any_node(params) }, real)
+    [cuGraphNodeSetParams | cuGraphNodeSetParams_v2] (node: P, params: Option<&NodeParams>) {
+        with_memory_along(any_node(params), real)
     }
-    [cuGraphExecMemcpyNodeSetParams] (graph: CUgraphExec, node: P, params: *const Copy3D, context: CUcontext) {
-        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
-        with_memory_along(unsafe { copy_node(params) }, real)
+    [cuGraphExecMemcpyNodeSetParams] (graph: CUgraphExec, node: P, params: Option<&Copy3D>, context: CUcontext) {
+        with_memory_along(copy_node(params), real)
     }
-    [cuGraphExecMemsetNodeSetParams] (graph: CUgraphExec, node: P, params: *const Fill, context: CUcontext) {
-        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
-        with_memory_along(unsafe { fill_node(params) }, real)
+    [cuGraphExecMemsetNodeSetParams] (graph: CUgraphExec, node: P, params: Option<&Fill>, context: CUcontext) {
+        with_memory_along(fill_node(params), real)
     }
-    [cuGraphExecNodeSetParams] (graph: CUgraphExec, node: P, params: *const NodeParams) {
-        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
-        with_memory_along(unsafe { any_node(params) }, real)
+    [cuGraphExecNodeSetParams] (graph: CUgraphExec, node: P, params: Option<&NodeParams>) {
+        with_memory_along(any_node(params), real)
     }
     [cuGraphExecBatchMemOpNodeSetParams | cuGraphExecChildGraphNodeSetParams] (
         graph: CUgraphExec, node: P, params: P,
@@ -179,9 +168,8 @@ hooks! { real, flavour;
         retried(|| with_memory(real))
     }
     [cuGraphInstantiateWithFlags] (place: P, graph: CUgraph, flags: u64) { retried(|| with_memory(real)) }
-    [cuGraphInstantiateWithParams | cuGraphInstantiateWithParams_ptsz] (place: P, graph: CUgraph, params: *const InstantiateParams) {
-        // SAFETY: `params` is NULL or valid: the driver dereferences it too, and rejects NULL.
-        match unsafe { params.as_ref() } {
+    [cuGraphInstantiateWithParams | cuGraphInstantiateWithParams_ptsz] (place: P, graph: CUgraph, params: Option<&InstantiateParams>) {
+        match params {
             Some(p) if p.flags & GRAPH_INSTANTIATE_UPLOAD != 0 => retried(|| enqueue(flavour.stream(p.upload_stream), ONE, real)),
             _ => retried(|| with_memory(real)),
         }

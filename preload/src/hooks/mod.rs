@@ -10,6 +10,9 @@
 //! - [`context`]: initialisation, contexts, captures, lookups.
 //! - [`ipc`]: memory shared with other processes. [`interop`]: other APIs. Their work passes no hook.
 //!
+//! A parameter of a type like `Option<&Copy3D>` is a pointer that is NULL or valid: the driver
+//! dereferences it too, and rejects NULL.
+//!
 //! `coverage/entry-points.tsv` lists all entry points of the driver, with the reason why each is hooked
 //! or not.
 

@@ -29,12 +29,10 @@ fn retried_with(n: u32, values: P, real: impl Fn() -> CUresult) -> CUresult {
             .enumerate()
             .for_each(|(i, value)| unsafe { values.add(i).write_unaligned(*value) });
     };
-    // SAFETY: `values` is the program's own array of length `n`.
-    saved
-        .iter_mut()
-        .take(n as usize)
-        .enumerate()
-        .for_each(|(i, value)| *value = unsafe { values.add(i).read_unaligned() });
+    for (i, value) in saved.iter_mut().take(n as usize).enumerate() {
+        // SAFETY: `values` is the program's own array of length `n`.
+        *value = unsafe { values.add(i).read_unaligned() };
+    }
     let again = core::cell::Cell::new(false);
     retried(|| {
         if again.replace(true) {

@@ -87,10 +87,13 @@ pub fn beside<R>(call: impl FnOnce(bool) -> R) -> R {
 /// Runs `call`, which may take long, so that it invalidates no capture of another thread.
 pub fn relaxed<R>(call: impl FnOnce() -> R) -> R {
     let mut mode = STREAM_CAPTURE_MODE_RELAXED;
-    // SAFETY: `mode` outlives both calls. The second call restores the thread's mode.
-    unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
+    let exchange = |mode: &mut i32| {
+        // SAFETY: `mode` outlives the call.
+        unsafe { driver::cuThreadExchangeStreamCaptureMode(mode) };
+    };
+    exchange(&mut mode);
     let result = call();
-    unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
+    exchange(&mut mode); // restores the thread's mode
     result
 }
 

@@ -130,9 +130,9 @@ impl Context {
     /// driver has no context events (before 12.5); other errors of the driver.
     pub fn record_all(&mut self) -> Result<Arc<Point>, CUresult> {
         let event = self.event()?;
-        // SAFETY: this library created the event, which is not in use. The context has not been destroyed.
         let record = |capturing| match capturing {
             true => ERROR_NOT_READY,
+            // SAFETY: this library created the event, which is not in use. The context has not been destroyed.
             false => unsafe { driver::cuCtxRecordEvent(self.handle as CUcontext, event.handle as CUevent) },
         };
         let result = waiting::with_room(|| captures::beside(record));

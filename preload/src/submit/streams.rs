@@ -224,8 +224,8 @@ impl Work {
 
 /// Whether all work of this stream is done, according to the driver.
 pub(super) fn is_idle(stream: CUstream) -> bool {
-    // SAFETY: the program uses this stream. Capturing streams are not queried.
     captures::beside(|capturing| {
+        // SAFETY: the program uses this stream. Capturing streams are not queried.
         !(capturing && captures::is_capturing(stream)) && unsafe { driver::cuStreamQuery(stream) } == SUCCESS
     })
 }

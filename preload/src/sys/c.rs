@@ -60,8 +60,9 @@ unsafe extern "C" {
 
 /// Looks up a symbol with `dlvsym` and [`BASE_VERSION`]. Returns NULL if the program has no `dlvsym`.
 pub fn dlvsym(handle: *mut c_void, name: &CStr) -> *mut c_void {
-    // SAFETY: the loader has written the address, and never changes it. The names are NUL-terminated.
+    // SAFETY: the loader has written the address, and never changes it.
     match unsafe { nvshare_dlvsym_address } {
+        // SAFETY: the names are NUL-terminated, and the caller passes a handle of `dlopen` or a constant.
         Some(dlvsym) => unsafe { dlvsym(handle, name.as_ptr(), BASE_VERSION.as_ptr()) },
         None => core::ptr::null_mut(),
     }

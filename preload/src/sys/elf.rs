@@ -158,6 +158,7 @@ pub fn of_c_library(name: &CStr) -> Option<usize> {
         let is_it =
             [c"dlopen", c"dlsym", c"dlvsym", c"dlerror"].iter().all(|name| unsafe { tables.look_up(name).is_some() });
         if is_it {
+            // SAFETY: the object stays loaded during the visit.
             found = unsafe { tables.look_up(name) };
         }
         !is_it
@@ -275,6 +276,7 @@ impl Object<'_> {
                 }
                 let place = tables.base.wrapping_add(relocation.offset);
                 // An object keeps using symbols that it defines itself.
+                // SAFETY: the index is from the object's own relocation, so it is in the object's table.
                 let is_own = unsafe { (*symbols.add(relocation.symbol as usize)).section != 0 };
                 if is_own || place % align_of::<usize>() != 0 || !self.contains(place) {
                     continue;

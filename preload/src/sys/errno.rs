@@ -2,10 +2,12 @@
 
 /// Runs `f` and restores `errno` afterwards.
 pub fn preserved<R>(f: impl FnOnce() -> R) -> R {
-    // SAFETY: the location is valid for the calling thread.
+    // SAFETY: the call only returns the address of this thread's `errno`.
     let errno = unsafe { libc::__errno_location() };
-    let before = unsafe { *errno };
+    // SAFETY: `errno` exists as long as its thread.
+    let before = unsafe { errno.read() };
     let result = f();
-    unsafe { *errno = before };
+    // SAFETY: `errno` exists as long as its thread.
+    unsafe { errno.write(before) };
     result
 }
