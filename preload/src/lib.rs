@@ -56,8 +56,8 @@ mod version_note;
 
 /// Records properties of the process when the library is loaded. This takes two system calls, which
 /// only read.
-extern "C" fn loaded() {
-    sys::errno::preserved(|| {
+extern "C" fn on_load() {
+    sys::errno::preserve(|| {
         sys::thread::remember_cpus();
         env::trace::remember_stderr();
     });
@@ -65,4 +65,4 @@ extern "C" fn loaded() {
 
 #[used]
 #[unsafe(link_section = ".init_array")]
-static AT_LOAD: extern "C" fn() = loaded;
+static AT_LOAD: extern "C" fn() = on_load;

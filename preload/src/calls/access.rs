@@ -28,7 +28,7 @@ pub fn with_memory(call: impl FnOnce() -> CUresult) -> CUresult {
 /// Makes a call that names memory of this stream's GPU.
 pub fn with_memory_of(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
     if captures::any() {
-        gpu::of_stream(stream).inspect(|gpu| errno::preserved(|| wait_beside_capture(gpu)));
+        gpu::of_stream(stream).inspect(|gpu| errno::preserve(|| wait_beside_capture(gpu)));
         call()
     } else {
         Lane::pass(stack_pointer(), stream, NOTHING, closed::MEMORY, call)
@@ -38,7 +38,7 @@ pub fn with_memory_of(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUre
 /// Makes a call that names memory of this GPU, regardless of the current context.
 pub fn with_memory_on(gpu: &'static Gpu, call: impl FnOnce() -> CUresult) -> CUresult {
     if captures::any() {
-        errno::preserved(|| wait_beside_capture(gpu));
+        errno::preserve(|| wait_beside_capture(gpu));
         call()
     } else {
         gpu.inside(closed::MEMORY, call)
@@ -55,7 +55,7 @@ pub fn copy_along(route: Route, stream: CUstream, weight: u32, call: impl FnOnce
         Some(gpu) => gpu.inside(closed::FOR_COPIES, || match call() {
             SUCCESS if !captures::is_capturing(stream) => {
                 // SAFETY: the program has just used the stream.
-                captures::relaxed(|| unsafe { driver::cuStreamSynchronize(stream) })
+                captures::in_relaxed_mode(|| unsafe { driver::cuStreamSynchronize(stream) })
             }
             result => result,
         }),

@@ -3,7 +3,7 @@
 //! cases: the driver refuses memory that the scheduler has allowed, a stream is being captured, or
 //! another device may access the memory.
 
-use super::pinned;
+use super::driver_memory;
 use crate::{
     connection,
     driver::{
@@ -20,7 +20,7 @@ use crate::{
         engine, foreign_devices, slab,
         space::{Allocated, Backing, Space},
     },
-    registry::pinned::Kind,
+    registry::driver_memory::Kind,
     submit::{self, captures, closed, threads},
     sys::{
         sync::Mutex,
@@ -49,8 +49,8 @@ const OFFLINE_TIMEOUT: Duration = Duration::from_millis(500);
 pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
     let gpu = if submit::is_active() && !place.is_null() && size > 0 { gpu::current() } else { None };
     let Some((gpu, space)) = gpu.and_then(|g| Some((g, g.space()?))) else { return real() };
-    crate::sys::errno::preserved(|| {
-        let context = match working_context() {
+    crate::sys::errno::preserve(|| {
+        let context = match usable_context() {
             Ok(Some(context)) => context,
             Ok(None) => return real(),
             Err(error) => return error,
@@ -147,15 +147,15 @@ pub fn wait_beside_capture(gpu: &Gpu) {
 /// Handles `cuMemAllocManaged`. All but small allocations are moved by prefetching, so they count as
 /// demand like other memory.
 pub fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: impl Fn() -> CUresult) -> CUresult {
-    let counted = || pinned::allocate(gpu::current(), Kind::Address, place, size as u64, &real);
+    let counted = || driver_memory::allocate(gpu::current(), Kind::Address, place, size as u64, &real);
     let movable = submit::is_active() && !place.is_null() && size as u64 > slab::LARGEST && flags == MEM_ATTACH_GLOBAL;
     let gpu = if movable { gpu::current() } else { None };
     let Some((gpu, space)) = gpu.and_then(|gpu| Some((gpu, gpu.space()?))) else { return counted() };
     if !engine::can_prefetch(gpu.index as CUdevice) {
         return counted();
     }
-    crate::sys::errno::preserved(|| {
-        let context = match working_context() {
+    crate::sys::errno::preserve(|| {
+        let context = match usable_context() {
             Ok(Some(context)) => context,
             Ok(None) => return real(),
             Err(error) => return error,
@@ -175,7 +175,7 @@ pub fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: i
 
 /// Returns the current context, or `None` if that context does not work. The driver must then return
 /// the error.
-pub fn working_context() -> Result<Option<usize>, CUresult> {
+pub fn usable_context() -> Result<Option<usize>, CUresult> {
     let context = current_context()?;
     Ok(Some(context as usize).filter(|context| *context != 0 && !is_current_broken()))
 }
@@ -257,19 +257,19 @@ pub fn free(address: CUdeviceptr) -> bool {
 pub fn free_with(address: CUdeviceptr, wait: impl Fn(&Gpu, &Mutex<Space>, u64)) -> bool {
     let free = |gpu: &Gpu| {
         let Some(space) = gpu.space() else { return false };
-        let Some(id) = changing(gpu, space, |space| space.free(address, &gpu.work)) else { return false };
+        let Some(id) = change(gpu, space, |space| space.free(address, &gpu.work)) else { return false };
         if space.lock().has_freed() {
             wait(gpu, space, id);
-            changing(gpu, space, |space| space.reclaim(&gpu.work));
+            change(gpu, space, |space| space.reclaim(&gpu.work));
         }
         true
     };
-    submit::is_active() && crate::sys::errno::preserved(|| gpu::attached().any(free))
+    submit::is_active() && crate::sys::errno::preserve(|| gpu::in_use().any(free))
 }
 
 /// Runs `change`, which frees memory, and updates the account. If some memory can only be freed later,
 /// wakes the client's thread to do so.
-pub fn changing<R>(gpu: &Gpu, space: &Mutex<Space>, change: impl FnOnce(&mut Space) -> R) -> R {
+pub fn change<R>(gpu: &Gpu, space: &Mutex<Space>, change: impl FnOnce(&mut Space) -> R) -> R {
     let mut guard = space.lock();
     let before = guard.account;
     let result = change(&mut guard);
@@ -313,5 +313,5 @@ pub fn free_managed(address: CUdeviceptr) -> Option<CUresult> {
         gpu.account_changed(&before, &after);
         Some(result)
     };
-    if submit::is_active() { crate::sys::errno::preserved(|| gpu::attached().find_map(free)) } else { None }
+    if submit::is_active() { crate::sys::errno::preserve(|| gpu::in_use().find_map(free)) } else { None }
 }

@@ -1,7 +1,7 @@
 //! The steps of hooks besides the driver's call.
 //!
 //! - [`access`]: calls that name memory, and copies.
-//! - [`allocate`]: allocations and frees of movable memory. [`pinned`]: allocations that the driver
+//! - [`allocate`]: allocations and frees of movable memory. [`driver_memory`]: allocations that the driver
 //!   serves.
 //! - [`mappings`]: memory that the program creates and maps itself.
 //! - [`address_query`]: queries about addresses. [`export`]: calls that share memory with other
@@ -12,7 +12,7 @@ pub mod access;
 pub mod address_query;
 pub mod allocate;
 pub mod contexts;
+pub mod driver_memory;
 pub mod export;
 pub mod interop;
 pub mod mappings;
-pub mod pinned;

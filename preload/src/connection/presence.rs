@@ -53,7 +53,7 @@ pub fn is_away() -> bool {
 /// Lets the client's thread know that the process is wanted back, without waiting.
 pub fn want() {
     if is_away() && !WANTED.swap(true, Ordering::SeqCst) {
-        errno::preserved(wakeup::wake);
+        errno::preserve(wakeup::wake);
     }
 }
 
@@ -66,7 +66,7 @@ pub fn wait() {
 /// Waits until the process is on its GPUs, but no longer than `most`.
 pub fn wait_at_most(most: Duration) {
     want();
-    errno::preserved(|| {
+    errno::preserve(|| {
         let since = Instant::now();
         while is_away() && since.elapsed() < most {
             futex::wait(&STATE, AWAY, LOOK);

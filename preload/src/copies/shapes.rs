@@ -67,7 +67,7 @@ impl From<&Copy2D> for Copy3D {
 }
 
 impl Side3D {
-    fn named(&self) -> Side {
+    fn place(&self) -> Side {
         match self.kind {
             MEMORYTYPE_DEVICE | MEMORYTYPE_UNIFIED => Side::Address(self.device),
             MEMORYTYPE_ARRAY => Side::Array(self.array),
@@ -85,7 +85,7 @@ impl Side3D {
 impl Copy3D {
     /// Returns destination and source.
     pub fn sides(&self) -> [Side; 2] {
-        [self.to.named(), self.from.named()]
+        [self.to.place(), self.from.place()]
     }
 
     /// Returns the contexts of destination and source. They are set only in a copy between contexts.
@@ -110,7 +110,7 @@ struct Operand {
 }
 
 impl Operand {
-    fn named(&self) -> Side {
+    fn place(&self) -> Side {
         const POINTER: i32 = 1;
         const ARRAY: i32 = 2;
         match self.kind {
@@ -134,7 +134,7 @@ pub struct BatchCopy3D {
 
 impl BatchCopy3D {
     pub fn sides(&self) -> [Side; 2] {
-        [self.to.named(), self.from.named()]
+        [self.to.place(), self.from.place()]
     }
 }
 

@@ -15,7 +15,7 @@ use super::{
     detour::detour,
     each_function,
     function::{Entry, MISSING},
-    hook, library, loaded, look_up,
+    handle_if_loaded, hook, library, look_up,
     types::*,
 };
 use crate::sys::{errno, once::OnceBox};
@@ -112,17 +112,17 @@ macro_rules! entries {
 
 include!(concat!(env!("OUT_DIR"), "/passed-entries.rs"));
 
-detour!(enter, entering);
+detour!(enter, enter_driver);
 
 /// Called by an entry that is not open. Returns the address at which the caller continues.
-extern "C" fn entering(entry: usize) -> usize {
+extern "C" fn enter_driver(entry: usize) -> usize {
     let way = WAYS.get(entry).zip(names().nth(entry));
-    let function = way.and_then(|(way, name)| way.enter(|| errno::preserved(|| look_up(name))));
-    function.unwrap_or(missing as *const () as usize)
+    let function = way.and_then(|(way, name)| way.enter(|| errno::preserve(|| look_up(name))));
+    function.unwrap_or(not_found as *const () as usize)
 }
 
 /// The replacement for a function that the driver lacks.
-extern "C" fn missing() -> CUresult {
+extern "C" fn not_found() -> CUresult {
     ERROR_NOT_FOUND
 }
 
@@ -151,7 +151,7 @@ pub fn has(name: &CStr) -> bool {
 }
 
 /// Returns the number of the entry that this library exports at this address.
-pub fn exported_at(address: usize) -> Option<usize> {
+pub fn entry_exported_at(address: usize) -> Option<usize> {
     let list = exports as *const i32;
     (0..ENTRIES).find(|index| {
         let place = list.wrapping_add(*index);
@@ -167,9 +167,9 @@ pub fn is_there(entry: usize) -> bool {
 }
 
 /// Whether this driver function needs no entry. Returns true if the driver is not loaded.
-pub fn never_blocks(function: usize) -> bool {
+pub fn is_nonblocking(function: usize) -> bool {
     static ADDRESSES: OnceBox<Vec<usize>> = OnceBox::new();
-    let Some(driver) = loaded() else { return true };
+    let Some(driver) = handle_if_loaded() else { return true };
     let find = || Box::new(names().skip(ENTRIES).filter_map(|name| library::export(driver, name)).collect());
     ADDRESSES.get_or_init(find).contains(&function)
 }

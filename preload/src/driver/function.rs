@@ -10,7 +10,7 @@
 
 use super::look_up;
 #[cfg(debug_assertions)]
-use super::waiting;
+use super::waits;
 use crate::connection::presence;
 use core::{
     ffi::CStr,
@@ -87,7 +87,7 @@ pub struct Function {
     entry: Entry,
     name: [u8; MAX_NAME],
     #[cfg(debug_assertions)]
-    pub(super) waiting: waiting::KnownClass,
+    pub(super) waiting: waits::KnownClass,
 }
 
 impl Function {
@@ -100,7 +100,7 @@ impl Function {
             entry: Entry::new(),
             name: own,
             #[cfg(debug_assertions)]
-            waiting: waiting::KnownClass::new(),
+            waiting: waits::KnownClass::new(),
         }
     }
 
@@ -116,12 +116,12 @@ impl Function {
     /// while the process is off its GPUs.
     #[inline]
     pub fn address(&self) -> Option<usize> {
-        self.known().or_else(|| self.enter())
+        self.open_address().or_else(|| self.enter())
     }
 
     /// Returns the address, if it has been looked up and the entry is not shut.
     #[inline(always)]
-    pub fn known(&self) -> Option<usize> {
+    pub fn open_address(&self) -> Option<usize> {
         self.entry.open()
     }
 

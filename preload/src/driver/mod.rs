@@ -12,7 +12,7 @@
 //!
 //! [`redirect`]: patches symbol tables so that lookups of driver functions yield hooks.
 //!
-//! [`waiting`]: which calls may wait for running work, and where such calls are forbidden.
+//! [`waits`]: which calls may wait for running work, and where such calls are forbidden.
 
 pub mod context;
 pub mod detour;
@@ -24,7 +24,7 @@ pub mod hook;
 pub mod library;
 pub mod redirect;
 pub mod types;
-pub mod waiting;
+pub mod waits;
 
 pub use function::Function;
 
@@ -37,8 +37,8 @@ use core::ffi::{CStr, c_char, c_void};
 static LIBRARY: Library = Library::new(c"libcuda.so.1");
 
 /// Returns the driver's handle, if the program has loaded it. Never loads it.
-pub fn loaded() -> Option<*mut c_void> {
-    LIBRARY.loaded()
+pub fn handle_if_loaded() -> Option<*mut c_void> {
+    LIBRARY.handle_if_loaded()
 }
 
 /// Libraries that submit work through tables of private functions. They request these tables when they
@@ -172,7 +172,7 @@ macro_rules! functions {
             #[cfg_attr(debug_assertions, track_caller)]
             #[inline]
             pub unsafe fn $name($($arg: $type),*) -> CUresult {
-                waiting::check(&address::$name);
+                waits::check(&address::$name);
                 match address::$name.address() {
                     // SAFETY: the driver's export of this name has this signature.
                     Some(address) => unsafe {

@@ -1,7 +1,7 @@
 //! Attaching to a GPU when the program begins to use it. The library identifies the GPU, introduces it
 //! to the scheduler, and waits until a CUDA context is admitted.
 
-use super::{Gpu, find, identity, info::Info, memory_limits, proof, unsupported};
+use super::{Gpu, find, identity, info::Info, memory_limits, proof, support};
 use crate::{
     connection,
     driver::{self, types::*},
@@ -10,7 +10,7 @@ use crate::{
     submit::{self, captures, closed, target},
     sys::{
         futex,
-        sync::{Mutex, Rank, waiting_for_client_thread},
+        sync::{Mutex, Rank, await_client_thread},
         time::{self, Instant},
     },
 };
@@ -115,7 +115,7 @@ impl Gpu {
     /// the GPU is introduced again; without a scheduler, the context is admitted. Returns `false` if the
     /// context is refused.
     fn wait_for_admission(&self) -> bool {
-        let _waiting = waiting_for_client_thread();
+        let _waiting = await_client_thread();
         let begin = Instant::now();
         while submit::is_active() {
             let state = self.admission.load(Ordering::SeqCst);
@@ -165,12 +165,12 @@ impl Gpu {
         let Some(space) = self.space() else { return add() };
         let copies = space.lock().engine().copies();
         // Uses relaxed mode, because another thread may be capturing.
-        captures::relaxed(|| Mover::make_ready(&self.moving, context, copies, add));
+        captures::in_relaxed_mode(|| Mover::make_ready(&self.moving, context, copies, add));
     }
 
     /// Returns the properties of this GPU, or `None` if this library does not support it. Needs no context.
     pub(super) fn identify(&self, device: CUdevice) -> Option<&Info> {
-        let learn = || match unsupported::reason(device) {
+        let learn = || match support::reason(device) {
             Some(why) => {
                 trace!("GPU {device} is not supported: {why}");
                 None

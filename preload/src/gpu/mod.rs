@@ -2,7 +2,7 @@
 //! by the driver's ordinal.
 //!
 //! - [`info`]: properties of a GPU. [`identity`]: its UUID, which may change when the process is
-//!   restored. [`unsupported`]: GPUs that this library does not manage.
+//!   restored. [`support`]: GPUs that this library does not manage.
 //! - [`attach`]: the program's first use of a GPU. [`proof`]: the proof that it may use the GPU.
 //!   [`peers`]: GPUs that access each other's memory.
 //! - [`report`]: reporting the memory account to the scheduler.
@@ -23,7 +23,7 @@ pub mod peers;
 pub mod proof;
 mod report;
 pub mod reservation;
-pub mod unsupported;
+pub mod support;
 
 pub use target::{are_several, device_of};
 
@@ -117,21 +117,21 @@ pub fn by_ordinal(device: CUdevice) -> Option<&'static Gpu> {
 }
 
 /// Returns the GPU with that ordinal, used or not, if this library manages its memory or will do so.
-pub fn managed(device: CUdevice) -> Option<&'static Gpu> {
+pub fn find_managed(device: CUdevice) -> Option<&'static Gpu> {
     let gpu = find(device)?;
     gpu.identify(device).filter(|info| info.engine.is_some()).map(|_| gpu)
 }
 
 /// Returns the GPU with that UUID, if this library manages its memory or will do so.
-pub fn managed_by_uuid(uuid: Uuid) -> Option<&'static Gpu> {
+pub fn find_managed_by_uuid(uuid: Uuid) -> Option<&'static Gpu> {
     let mut count = 0;
     // SAFETY: `count` outlives the call.
     unsafe { driver::cuDeviceGetCount(&mut count) };
-    (0..count.min(MAX_SLOTS as i32)).filter_map(managed).find(|gpu| gpu.uuid() == Some(uuid))
+    (0..count.min(MAX_SLOTS as i32)).filter_map(find_managed).find(|gpu| gpu.uuid() == Some(uuid))
 }
 
 /// Iterates over the GPUs that this process uses.
-pub fn attached() -> impl Iterator<Item = &'static Gpu> {
+pub fn in_use() -> impl Iterator<Item = &'static Gpu> {
     TABLE.iter().filter(|g| g.is_attached())
 }
 
@@ -195,7 +195,7 @@ impl Gpu {
     }
 
     /// Returns the limit on the program's memory on this GPU, in bytes; `u64::MAX` for none.
-    pub fn bound(&self) -> u64 {
+    pub fn memory_limit(&self) -> u64 {
         if let Some(account) = self.account() {
             return account.at_most(u64::MAX);
         }

@@ -1,12 +1,12 @@
 //! Hooks of copies. Copies wait at the gate like all work ([`super::launch`]). A copy between two GPUs
-//! is work of both GPUs, and is staged if necessary ([`crate::copies::staged`]).
+//! is work of both GPUs, and is staged if necessary ([`crate::copies::stage`]).
 
 use crate::{
     calls::access::{bytes, copy_along},
     copies::{
         route::{Side, Way, contexts, many, route},
         shapes::{BatchCopy3D, Copy2D, Copy3D},
-        staged,
+        stage,
     },
     driver::{
         self,
@@ -32,8 +32,8 @@ fn copy(flavour: Flavour, ends: Ends, n: Size, real: impl FnOnce() -> CUresult) 
     let route = route(stream, ends.map(Side::Address));
     copy_along(route, stream, bytes(n), || match route.way {
         Way::Direct => real(),
-        Way::Peers(contexts) => staged::linear(flavour, ends, n, contexts),
-        Way::Owner(context) => staged::as_owner(context, flavour, real),
+        Way::Peers(contexts) => stage::linear(flavour, ends, n, contexts),
+        Way::Owner(context) => stage::as_owner(context, flavour, real),
     })
 }
 
@@ -49,28 +49,28 @@ fn copy_async(
     let route = route(stream, ends.map(Side::Address));
     copy_along(route, stream, bytes(n), || match route.way {
         Way::Direct => real(),
-        Way::Peers(contexts) => staged::linear_async(ends, n, contexts, stream),
-        Way::Owner(context) => staged::as_owner_async(context, stream, again),
+        Way::Peers(contexts) => stage::linear_async(ends, n, contexts, stream),
+        Way::Owner(context) => stage::as_owner_async(context, stream, again),
     })
 }
 
 /// Makes a two- or three-dimensional copy in the default stream. If the description is NULL, the driver
 /// reports the error.
 #[inline]
-fn shaped(flavour: Flavour, copy: Option<Copy3D>, real: impl FnOnce() -> CUresult) -> CUresult {
+fn copy_3d(flavour: Flavour, copy: Option<Copy3D>, real: impl FnOnce() -> CUresult) -> CUresult {
     let Some(copy) = copy else { return real() };
     let stream = flavour.stream(CTX_DEFAULT_STREAM);
     let route = route(stream, copy.sides());
     copy_along(route, stream, ONE, || match route.way {
         Way::Direct => real(),
-        Way::Peers(contexts) => staged::shaped(flavour, &copy, contexts),
-        Way::Owner(context) => staged::as_owner(context, flavour, real),
+        Way::Peers(contexts) => stage::copy_3d(flavour, &copy, contexts),
+        Way::Owner(context) => stage::as_owner(context, flavour, real),
     })
 }
 
 /// Makes a two- or three-dimensional copy in stream order.
 #[inline]
-fn shaped_async(
+fn copy_3d_async(
     stream: CUstream,
     copy: Option<Copy3D>,
     real: impl FnOnce() -> CUresult,
@@ -80,8 +80,8 @@ fn shaped_async(
     let route = route(stream, copy.sides());
     copy_along(route, stream, ONE, || match route.way {
         Way::Direct => real(),
-        Way::Peers(contexts) => staged::shaped_async(&copy, contexts, stream),
-        Way::Owner(context) => staged::as_owner_async(context, stream, again),
+        Way::Peers(contexts) => stage::copy_3d_async(&copy, contexts, stream),
+        Way::Owner(context) => stage::as_owner_async(context, stream, again),
     })
 }
 
@@ -101,7 +101,7 @@ fn address<T>(copy: Option<&T>) -> *const c_void {
 ///
 /// # Safety
 /// Each array is NULL or has `count` entries.
-unsafe fn listed(to: *const CUdeviceptr, from: *const CUdeviceptr, count: Size) -> impl Iterator<Item = Side> {
+unsafe fn sides_of_arrays(to: *const CUdeviceptr, from: *const CUdeviceptr, count: Size) -> impl Iterator<Item = Side> {
     let count = if to.is_null() || from.is_null() { 0 } else { count };
     // SAFETY: both arrays have `count` entries: the caller's contract.
     (0..count).flat_map(move |i| unsafe { [*to.add(i), *from.add(i)] }).map(Side::Address)
@@ -111,7 +111,7 @@ unsafe fn listed(to: *const CUdeviceptr, from: *const CUdeviceptr, count: Size) 
 ///
 /// # Safety
 /// `list` is NULL or has `count` entries.
-unsafe fn described(list: *const BatchCopy3D, count: Size) -> impl Iterator<Item = Side> {
+unsafe fn sides_of_list(list: *const BatchCopy3D, count: Size) -> impl Iterator<Item = Side> {
     let count = if list.is_null() { 0 } else { count };
     // SAFETY: `list` has `count` entries: the caller's contract.
     (0..count).flat_map(move |i| unsafe { &*list.add(i) }.sides())
@@ -147,18 +147,18 @@ hooks! { real, flavour;
 
     // ---- rows and layers ----
     [cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds | cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds] (copy: Option<&Copy2D>) {
-        shaped(flavour, copy.map(Copy3D::from), real)
+        copy_3d(flavour, copy.map(Copy3D::from), real)
     }
-    [cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds] (copy: Option<&Copy3D>) { shaped(flavour, copy.copied(), real) }
+    [cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds] (copy: Option<&Copy3D>) { copy_3d(flavour, copy.copied(), real) }
     [cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz] (copy: Option<&Copy2D>, stream: CUstream) {
         // SAFETY: the driver rejects or accepts these arguments of the program as in the program's own call.
         let again = |stream| unsafe { driver::cuMemcpy2DAsync_v2(address(copy), stream) };
-        shaped_async(flavour.stream(stream), copy.map(Copy3D::from), real, again)
+        copy_3d_async(flavour.stream(stream), copy.map(Copy3D::from), real, again)
     }
     [cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz] (copy: Option<&Copy3D>, stream: CUstream) {
         // SAFETY: the driver rejects or accepts these arguments of the program as in the program's own call.
         let again = |stream| unsafe { driver::cuMemcpy3DAsync_v2(address(copy), stream) };
-        shaped_async(flavour.stream(stream), copy.copied(), real, again)
+        copy_3d_async(flavour.stream(stream), copy.copied(), real, again)
     }
 
     // ---- between contexts ----
@@ -212,24 +212,24 @@ hooks! { real, flavour;
     ) {
         let stream = flavour.stream(stream);
         // SAFETY: each array has as many entries as the program states.
-        copy_along(many(stream, || unsafe { listed(to, from, count) }), stream, GRAPH, real)
+        copy_along(many(stream, || unsafe { sides_of_arrays(to, from, count) }), stream, GRAPH, real)
     }
     [cuMemcpyBatchAsync_v2 | cuMemcpyBatchAsync_v2_ptsz] (
         to: *const CUdeviceptr, from: *const CUdeviceptr, sizes: P, count: Size, attributes: P, indexes: P, n: Size, stream: CUstream,
     ) {
         let stream = flavour.stream(stream);
         // SAFETY: each array has as many entries as the program states.
-        copy_along(many(stream, || unsafe { listed(to, from, count) }), stream, GRAPH, real)
+        copy_along(many(stream, || unsafe { sides_of_arrays(to, from, count) }), stream, GRAPH, real)
     }
     [cuMemcpy3DBatchAsync | cuMemcpy3DBatchAsync_ptsz] (n: Size, list: *const BatchCopy3D, failed: P, flags: u64, stream: CUstream) {
         let stream = flavour.stream(stream);
         // SAFETY: each array has as many entries as the program states.
-        copy_along(many(stream, || unsafe { described(list, n) }), stream, GRAPH, real)
+        copy_along(many(stream, || unsafe { sides_of_list(list, n) }), stream, GRAPH, real)
     }
     [cuMemcpy3DBatchAsync_v2 | cuMemcpy3DBatchAsync_v2_ptsz] (n: Size, list: *const BatchCopy3D, flags: u64, stream: CUstream) {
         let stream = flavour.stream(stream);
         // SAFETY: each array has as many entries as the program states.
-        copy_along(many(stream, || unsafe { described(list, n) }), stream, GRAPH, real)
+        copy_along(many(stream, || unsafe { sides_of_list(list, n) }), stream, GRAPH, real)
     }
     [cuMemcpyWithAttributesAsync | cuMemcpyWithAttributesAsync_ptsz] (
         to: CUdeviceptr, from: CUdeviceptr, n: Size, attributes: P, stream: CUstream,

@@ -32,7 +32,7 @@ pub struct MemHandle(IpcHandle);
 fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresult) -> CUresult {
     let own = registry::find_own(address).filter(|_| !place.is_null() && !is_current_broken());
     let Some((gpu, _)) = own else { return real() };
-    crate::sys::errno::preserved(|| {
+    crate::sys::errno::preserve(|| {
         let begin = Instant::now();
         loop {
             match shared::export(gpu, address) {
@@ -62,8 +62,8 @@ fn open(place: *mut CUdeviceptr, handle: &MemHandle, flags: u32, real: impl FnOn
     if place.is_null() || flags != LAZY_ENABLE_PEER_ACCESS {
         return ERROR_INVALID_VALUE;
     }
-    crate::sys::errno::preserved(|| {
-        let context = match allocate::working_context() {
+    crate::sys::errno::preserve(|| {
+        let context = match allocate::usable_context() {
             Ok(Some(context)) => context,
             Ok(None) => return real(),
             Err(error) => return error,
@@ -85,6 +85,6 @@ hooks! { real, flavour;
         open(place, &handle, flags, real)
     }
     [cuIpcCloseMemHandle] (address: CUdeviceptr) {
-        if submit::is_active() && crate::sys::errno::preserved(|| shared::close(address)).is_some() { SUCCESS } else { real() }
+        if submit::is_active() && crate::sys::errno::preserve(|| shared::close(address)).is_some() { SUCCESS } else { real() }
     }
 }

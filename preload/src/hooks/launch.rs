@@ -7,7 +7,7 @@ use crate::{
     gpu::{
         self,
         peers::couple,
-        reservation::{again, retried},
+        reservation::{repeat, retry},
     },
     submit::{
         self, Lane, closed,
@@ -25,7 +25,7 @@ type P = *mut c_void;
 fn launch(stream: CUstream, weight: u32, call: impl Fn() -> CUresult + Copy) -> CUresult {
     fast::launch(stream, weight, call, move |result| {
         let pass = move || Lane::pass(stack_pointer(), stream, weight, closed::FOR_ALL, call);
-        again(result, move || gpu::of_stream(stream), pass)
+        repeat(result, move || gpu::of_stream(stream), pass)
     })
 }
 
@@ -41,11 +41,11 @@ unsafe fn launch_on_all(list: *const LaunchParams, count: u32, call: impl Fn() -
     let streams = (0..count.min(MAX_SLOTS)).map_while(at);
     let mut known = streams.filter_map(|stream| Some((gpu::of_stream(stream)?, stream)));
     let Some((gpu, first)) = known.next().filter(|_| submit::is_active()) else { return call() };
-    known.clone().for_each(|(other, _)| errno::preserved(|| couple(gpu, other)));
+    known.clone().for_each(|(other, _)| errno::preserve(|| couple(gpu, other)));
     launch(first, ONE, || {
         let result = call();
         // The streams are recorded inside the gate that all of the kernels have passed.
-        known.clone().for_each(|(other, stream)| errno::preserved(|| other.work.note(stream)));
+        known.clone().for_each(|(other, stream)| errno::preserve(|| other.work.note(stream)));
         result
     })
 }
@@ -73,7 +73,7 @@ hooks! { real, flavour;
     [cuLaunchGridAsync] (f: CUfunction, width: i32, height: i32, stream: CUstream) { launch(flavour.stream(stream), ONE, real) }
     [cuGraphLaunch | cuGraphLaunch_ptsz] (graph: CUgraphExec, stream: CUstream) { launch(flavour.stream(stream), GRAPH, real) }
     [cuGraphUpload | cuGraphUpload_ptsz] (graph: CUgraphExec, stream: CUstream) {
-        retried(|| enqueue(flavour.stream(stream), ONE, real))
+        retry(|| enqueue(flavour.stream(stream), ONE, real))
     }
 
     // ---- memsets ----
@@ -165,13 +165,13 @@ hooks! { real, flavour;
     [cuGraphExecUpdate] (graph: CUgraphExec, from: CUgraph, node: P, outcome: P) { with_memory(real) }
     [cuGraphExecUpdate_v2] (graph: CUgraphExec, from: CUgraph, outcome: P) { with_memory(real) }
     [cuGraphInstantiate | cuGraphInstantiate_v2] (place: P, graph: CUgraph, node: P, log: P, size: Size) {
-        retried(|| with_memory(real))
+        retry(|| with_memory(real))
     }
-    [cuGraphInstantiateWithFlags] (place: P, graph: CUgraph, flags: u64) { retried(|| with_memory(real)) }
+    [cuGraphInstantiateWithFlags] (place: P, graph: CUgraph, flags: u64) { retry(|| with_memory(real)) }
     [cuGraphInstantiateWithParams | cuGraphInstantiateWithParams_ptsz] (place: P, graph: CUgraph, params: Option<&InstantiateParams>) {
         match params {
-            Some(p) if p.flags & GRAPH_INSTANTIATE_UPLOAD != 0 => retried(|| enqueue(flavour.stream(p.upload_stream), ONE, real)),
-            _ => retried(|| with_memory(real)),
+            Some(p) if p.flags & GRAPH_INSTANTIATE_UPLOAD != 0 => retry(|| enqueue(flavour.stream(p.upload_stream), ONE, real)),
+            _ => retry(|| with_memory(real)),
         }
     }
     [cuTexObjectCreate] (place: P, resource: P, texture: P, view: P) { with_memory(real) }

@@ -16,9 +16,9 @@ use crate::{
 /// Lowers a size that the driver has reported for a GPU to the program's limit on that GPU.
 fn total(result: CUresult, device: CUdevice, bound: impl FnOnce(u64)) -> CUresult {
     if result == SUCCESS && memory_limits::are_set() {
-        crate::sys::errno::preserved(|| {
-            if let Some(gpu) = gpu::managed(device) {
-                bound(gpu.bound());
+        crate::sys::errno::preserve(|| {
+            if let Some(gpu) = gpu::find_managed(device) {
+                bound(gpu.memory_limit());
             }
         });
     }

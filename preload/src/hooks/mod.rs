@@ -4,7 +4,7 @@
 //! - [`launch`]: launches and memsets, which wait at the gate. [`copies`]: copies, which wait there too.
 //! - [`memory`]: allocations, frees and queries about addresses. [`memory_info`]: queries about the
 //!   size of memory.
-//! - [`pools`]: memory pools. [`pinned`]: arrays.
+//! - [`pools`]: memory pools. [`arrays`]: arrays.
 //! - [`vmm`]: memory that the program reserves, creates and maps itself.
 //! - [`reservation`]: calls in which the driver allocates GPU memory for itself.
 //! - [`context`]: initialisation, contexts, captures, lookups.
@@ -16,6 +16,7 @@
 //! `coverage/entry-points.tsv` lists all entry points of the driver, with the reason why each is hooked
 //! or not.
 
+mod arrays;
 mod context;
 mod copies;
 mod interop;
@@ -23,7 +24,6 @@ mod ipc;
 mod launch;
 mod memory;
 mod memory_info;
-mod pinned;
 mod pools;
 mod reservation;
 mod vmm;

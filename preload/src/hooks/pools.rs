@@ -5,8 +5,8 @@
 
 use crate::{
     calls::{
-        allocate::{changing, free_later, is_backed_in_time, with_retries},
-        pinned,
+        allocate::{change, free_later, is_backed_in_time, with_retries},
+        driver_memory,
     },
     connection,
     driver::{self, context::current_or_null, hook::hooks, put, types::*},
@@ -14,7 +14,7 @@ use crate::{
     gpu::{self, Gpu, peers::couple},
     memory::space::{Allocated, Backing, Space, has_pending_frees},
     registry::{
-        pinned::Kind,
+        driver_memory::Kind,
         pools::{self, Properties, attribute},
     },
     submit::{self, captures},
@@ -53,7 +53,7 @@ fn allocate_pinned(place: *const u64, size: Size, stream: CUstream, real: impl F
     if captures::any() && captures::is_capturing(stream) {
         return real();
     }
-    pinned::allocate(gpu::of_stream(stream), Kind::Address, place, size as u64, real)
+    driver_memory::allocate(gpu::of_stream(stream), Kind::Address, place, size as u64, real)
 }
 
 /// Returns the pool from which the GPU allocates if the program names none.
@@ -72,7 +72,7 @@ fn allocate(
     real: impl Fn() -> CUresult,
 ) -> CUresult {
     let is_possible = submit::is_active() && !place.is_null() && size > 0 && settings::get().movable_pools;
-    if is_possible && let Some(allocated) = crate::sys::errno::preserved(|| allocate_movable(size, pool, stream)) {
+    if is_possible && let Some(allocated) = crate::sys::errno::preserve(|| allocate_movable(size, pool, stream)) {
         return match allocated {
             Ok(address) => {
                 // SAFETY: `place` is the program's own pointer and not NULL.
@@ -127,7 +127,7 @@ enum Freed {
 fn free_in_pool(address: CUdeviceptr, stream: CUstream) -> Freed {
     let name = name_of(stream);
     let several = gpu::are_several();
-    for gpu in gpu::attached() {
+    for gpu in gpu::in_use() {
         let Some(space) = gpu.space() else { continue };
         let mut guard = space.lock();
         if !guard.is_of_pool(address) {
@@ -159,13 +159,13 @@ fn free_in_pool(address: CUdeviceptr, stream: CUstream) -> Freed {
 
 fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> CUresult {
     if submit::is_active() && settings::get().movable_pools {
-        match crate::sys::errno::preserved(|| free_in_pool(address, stream)) {
+        match crate::sys::errno::preserve(|| free_in_pool(address, stream)) {
             Freed::Done => return SUCCESS,
             Freed::Impossible => return real(),
             Freed::NotOurs => {}
         }
     }
-    if free_later(address) { SUCCESS } else { pinned::free(Kind::Address, address, real) }
+    if free_later(address) { SUCCESS } else { driver_memory::free(Kind::Address, address, real) }
 }
 
 /// Whether the stream is non-blocking: it does not synchronize with the legacy stream. A free in a
@@ -191,15 +191,15 @@ enum Wait {
 /// Makes a call that waits for work. Then marks the frees behind that work as done, and releases memory
 /// above the thresholds of pools.
 #[inline]
-fn waiting(wait: impl FnOnce() -> Wait, real: impl Fn() -> CUresult) -> CUresult {
-    if has_pending_frees() && submit::is_active() { releasing(wait(), real) } else { real() }
+fn wait_for_work(wait: impl FnOnce() -> Wait, real: impl Fn() -> CUresult) -> CUresult {
+    if has_pending_frees() && submit::is_active() { release_after(wait(), real) } else { real() }
 }
 
 #[cold]
-fn releasing(wait: Wait, real: impl Fn() -> CUresult) -> CUresult {
+fn release_after(wait: Wait, real: impl Fn() -> CUresult) -> CUresult {
     let mut frees = [0; MAX_SLOTS as usize];
-    let stream = crate::sys::errno::preserved(|| {
-        for gpu in gpu::attached() {
+    let stream = crate::sys::errno::preserve(|| {
+        for gpu in gpu::in_use() {
             if let (Some(frees), Some(space)) = (frees.get_mut(gpu.index as usize), gpu.space()) {
                 *frees = space.lock().pools.frees();
             }
@@ -210,15 +210,15 @@ fn releasing(wait: Wait, real: impl Fn() -> CUresult) -> CUresult {
     if result != SUCCESS {
         return result;
     }
-    crate::sys::errno::preserved(|| {
-        for (gpu, frees) in gpu::attached().filter_map(|gpu| Some((gpu, *frees.get(gpu.index as usize)?))) {
+    crate::sys::errno::preserve(|| {
+        for (gpu, frees) in gpu::in_use().filter_map(|gpu| Some((gpu, *frees.get(gpu.index as usize)?))) {
             let Some(space) = gpu.space().filter(|_| frees > 0) else { continue };
             let awaited = match wait {
                 Wait::Stream(_) => stream.map_or(Awaited::Some, Awaited::Stream),
                 Wait::Context(context) if gpu.work.is_all_in(context) => Awaited::All,
                 Wait::Context(_) | Wait::Event => Awaited::Some,
             };
-            changing(gpu, space, |space| space.synchronize_pools(awaited, frees, &gpu.work));
+            change(gpu, space, |space| space.synchronize_pools(awaited, frees, &gpu.work));
         }
     });
     result
@@ -235,7 +235,7 @@ fn see_done(gpu: &Gpu, space: &Mutex<Space>) {
 fn trim(pool: CUmemoryPool, keep: Size) {
     if let Some((gpu, space)) = pools::find(pool as u64) {
         see_done(gpu, space);
-        changing(gpu, space, |space| space.trim_pool(pool as u64, keep as u64));
+        change(gpu, space, |space| space.trim_pool(pool as u64, keep as u64));
     }
 }
 
@@ -276,7 +276,7 @@ unsafe fn add_statistics(pool: CUmemoryPool, which: i32, value: P) {
 /// Runs `then` if the call has succeeded and this library may serve pools.
 fn after(result: CUresult, then: impl FnOnce()) -> CUresult {
     if result == SUCCESS && submit::is_active() && settings::get().movable_pools {
-        crate::sys::errno::preserved(then);
+        crate::sys::errno::preserve(then);
     }
     result
 }
@@ -285,9 +285,9 @@ fn destroy(pool: CUmemoryPool, real: impl FnOnce() -> CUresult) -> CUresult {
     if !(submit::is_active() && settings::get().movable_pools) {
         return real();
     }
-    let taken = crate::sys::errno::preserved(|| pools::take(pool as u64));
+    let taken = crate::sys::errno::preserve(|| pools::take(pool as u64));
     let result = real();
-    crate::sys::errno::preserved(|| {
+    crate::sys::errno::preserve(|| {
         if result != SUCCESS {
             taken.restore();
         }
@@ -311,7 +311,7 @@ hooks! { real, flavour;
         after(real(), || {
             // SAFETY: the driver has just written `pool` and read `properties`.
             if let (Some(pool), Some(properties)) = unsafe { (pool.as_ref(), properties.as_ref()) } {
-                pools::made(*pool as u64, properties);
+                pools::on_create(*pool as u64, properties);
             }
         })
     }
@@ -325,9 +325,9 @@ hooks! { real, flavour;
     [cuMemPoolSetAccess] (pool: CUmemoryPool, list: P, count: Size) { after(real(), || pools::access_changed(pool)) }
 
     [cuStreamSynchronize | cuStreamSynchronize_ptsz] (stream: CUstream) {
-        waiting(|| Wait::Stream(flavour.stream(stream)), real)
+        wait_for_work(|| Wait::Stream(flavour.stream(stream)), real)
     }
-    [cuCtxSynchronize] () { waiting(|| Wait::Context(current_or_null()), real) }
-    [cuCtxSynchronize_v2] (context: CUcontext) { waiting(|| Wait::Context(context), real) }
-    [cuEventSynchronize] (event: CUevent) { waiting(|| Wait::Event, real) }
+    [cuCtxSynchronize] () { wait_for_work(|| Wait::Context(current_or_null()), real) }
+    [cuCtxSynchronize_v2] (context: CUcontext) { wait_for_work(|| Wait::Context(context), real) }
+    [cuEventSynchronize] (event: CUevent) { wait_for_work(|| Wait::Event, real) }
 }

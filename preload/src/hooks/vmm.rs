@@ -9,12 +9,12 @@
 use crate::{
     calls::{
         address_query::{get_access, properties},
-        export::{bind, bind_at, escaping_handle},
+        driver_memory,
+        export::{bind, bind_at, escape_handle},
         mappings::{create, is_ours, map, movable, release, set_access, unmap, whole},
-        pinned,
     },
     driver::{self, hook::hooks, types::*},
-    registry::{self, pinned as account, pinned::Kind, virtual_memory::TABLE},
+    registry::{self, driver_memory::Kind, virtual_memory::TABLE},
     submit::{
         self,
         fast::{ONE, enqueue},
@@ -52,16 +52,16 @@ unsafe fn maps_ours(list: *const ArrayMap, n: u32) -> bool {
 hooks! { real, flavour;
     [cuMemCreate] (handle: *mut Handle, size: Size, prop: *const AllocationProp, flags: u64) {
         match movable(handle, size, prop, flags) {
-            Some((gpu, space, flags)) => crate::sys::errno::preserved(|| create(handle, size, gpu, space, flags)),
+            Some((gpu, space, flags)) => crate::sys::errno::preserve(|| create(handle, size, gpu, space, flags)),
             None if handle.is_null() || flags != 0 || !whole(size as u64) => real(), // the driver reports the error
-            None => pinned::allocate(account::gpu_of(prop), Kind::Chunk, handle, size as u64, real),
+            None => driver_memory::allocate(registry::driver_memory::gpu_of(prop), Kind::Chunk, handle, size as u64, real),
         }
     }
     [cuMemRelease] (handle: Handle) {
         if is_ours(handle) {
-            crate::sys::errno::preserved(|| release(handle))
+            crate::sys::errno::preserve(|| release(handle))
         } else {
-            pinned::free(Kind::Chunk, handle, real)
+            driver_memory::free(Kind::Chunk, handle, real)
         }
     }
     [cuMemRetainAllocationHandle] (handle: *mut Handle, address: P) {
@@ -83,7 +83,7 @@ hooks! { real, flavour;
         let result = real();
         // SAFETY: the driver has just written `handle`.
         if let (true, SUCCESS, Some(handle)) = (submit::is_active(), result, unsafe { handle.as_ref() }) {
-            account::retain(*handle);
+            registry::driver_memory::retain(*handle);
         }
         result
     }
@@ -101,7 +101,7 @@ hooks! { real, flavour;
             return ERROR_INVALID_VALUE;
         }
         // SAFETY: these are the program's arguments, with the driver's handle instead of the virtual one.
-        escaping_handle(handle, |handle| unsafe { driver::cuMemExportToShareableHandle(shareable, handle, kind, flags) })
+        escape_handle(handle, |handle| unsafe { driver::cuMemExportToShareableHandle(shareable, handle, kind, flags) })
     }
 
     [cuMemAddressReserve] (place: *mut CUdeviceptr, size: Size, alignment: Size, wanted: CUdeviceptr, flags: u64) {
@@ -131,7 +131,7 @@ hooks! { real, flavour;
     }
     [cuMemMap] (address: CUdeviceptr, size: Size, offset: Size, handle: Handle, flags: u64) {
         if is_ours(handle) {
-            return crate::sys::errno::preserved(|| map(address, size as u64, offset as u64, handle, flags));
+            return crate::sys::errno::preserve(|| map(address, size as u64, offset as u64, handle, flags));
         }
         if !submit::is_active() {
             return real();
@@ -146,7 +146,7 @@ hooks! { real, flavour;
         let result = real();
         if result == SUCCESS {
             table.map(address, size as u64, None);
-            account::map(address, handle);
+            registry::driver_memory::map(address, handle);
         }
         result
     }
@@ -154,14 +154,14 @@ hooks! { real, flavour;
         if registry::are_ours(address, size) {
             return ERROR_INVALID_VALUE;
         }
-        if submit::is_active() { crate::sys::errno::preserved(|| unmap(address, size as u64, real)) } else { real() }
+        if submit::is_active() { crate::sys::errno::preserve(|| unmap(address, size as u64, real)) } else { real() }
     }
     [cuMemSetAccess] (address: CUdeviceptr, size: Size, wanted: *const AccessDesc, count: Size) {
         if registry::are_ours(address, size) {
             return ERROR_INVALID_VALUE;
         }
         if submit::is_active() {
-            crate::sys::errno::preserved(|| set_access(address, size as u64, wanted, count, real))
+            crate::sys::errno::preserve(|| set_access(address, size as u64, wanted, count, real))
         } else {
             real()
         }

@@ -259,7 +259,7 @@ pub unsafe extern "C" fn dlopen(_file: *const c_char, _flags: c_int) -> *mut c_v
         "pop rdi",
         "jmp 2b",
         deepbind = const libc::RTLD_DEEPBIND,
-        opening = sym opening,
+        opening = sym on_open,
         real = sym c::REAL_DLOPEN,
         find = sym c::find_real_dlopen,
     )
@@ -297,15 +297,15 @@ pub unsafe extern "C" fn dlopen(_file: *const c_char, _flags: c_int) -> *mut c_v
         "ldp x0, x1, [sp], #32",
         "b 2b",
         deepbind = const libc::RTLD_DEEPBIND,
-        opening = sym opening,
+        opening = sym on_open,
         real = sym c::REAL_DLOPEN,
         find = sym c::find_real_dlopen,
     )
 }
 
 /// Called before a library is opened with `RTLD_DEEPBIND`.
-extern "C" fn opening() {
-    deepbind::opening(dlsym as *const () as usize);
+extern "C" fn on_open() {
+    deepbind::on_open(dlsym as *const () as usize);
 }
 
 /// Checks whether a library opened with `RTLD_DEEPBIND` has loaded the driver.
@@ -324,14 +324,14 @@ unsafe extern "C" fn is_hooked(name: *const c_char) -> bool {
 unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     // This check precedes the lookup, because a later check would overwrite the lookup's error,
     // which the program may query with `dlerror`.
-    let is_loaded = driver::loaded().is_some();
+    let is_loaded = driver::handle_if_loaded().is_some();
     let found = c::real_dlsym(handle, name);
     if found.is_null() {
         return found;
     }
     let is_nowhere = |hook: Hook| ptr::eq(hook.hook, found.cast()) && !(is_loaded && hook.is_there());
     let entry_of_nothing =
-        || entries::exported_at(found as usize).is_some_and(|entry| !(is_loaded && entries::is_there(entry)));
+        || entries::entry_exported_at(found as usize).is_some_and(|entry| !(is_loaded && entries::is_there(entry)));
     if hook::all().any(is_nowhere) || entry_of_nothing() {
         // The lookup has found the name only because this library exports it. Without this library, the name
         // would not exist, unless another library defines it. So the lookup is repeated behind this library.
@@ -339,7 +339,7 @@ unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -
     }
     // SAFETY: `name` is the argument of `dlsym`.
     let name = unsafe { CStr::from_ptr(name) };
-    match driver::loaded().filter(|driver| driver::library::export(*driver, name) == Some(found as usize)) {
+    match driver::handle_if_loaded().filter(|driver| driver::library::export(*driver, name) == Some(found as usize)) {
         Some(_) => answer(found),
         None => table::hook_of(found), // not a function of the driver, or already a hook
     }

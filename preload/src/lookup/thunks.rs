@@ -23,7 +23,7 @@ const STRIDE: usize = 16;
 static FUNCTIONS: [AtomicUsize; THUNKS] = [const { AtomicUsize::new(0) }; THUNKS];
 
 /// Returns the address that the program gets for an unknown function of the driver.
-pub fn guarded(function: *mut c_void) -> *mut c_void {
+pub fn guard(function: *mut c_void) -> *mut c_void {
     let address = function as usize;
     for (thunk, place) in FUNCTIONS.iter().enumerate() {
         match place.compare_exchange(0, address, Ordering::SeqCst, Ordering::SeqCst) {
@@ -32,7 +32,7 @@ pub fn guarded(function: *mut c_void) -> *mut c_void {
             Err(_) => {}
         }
     }
-    errno::preserved(interop::tie);
+    errno::preserve(interop::tie);
     function
 }
 
@@ -41,8 +41,8 @@ fn thunk_at(thunk: usize) -> *mut c_void {
 }
 
 /// Called by a thunk, with an address inside that thunk. Returns the address of the thunk's function.
-extern "C" fn called(inside: usize) -> usize {
-    errno::preserved(interop::tie);
+extern "C" fn on_thunk(inside: usize) -> usize {
+    errno::preserve(interop::tie);
     if presence::is_away() {
         presence::wait();
     }
@@ -50,7 +50,7 @@ extern "C" fn called(inside: usize) -> usize {
     FUNCTIONS.get(thunk).map_or(0, |function| function.load(Ordering::SeqCst))
 }
 
-detour!(enter, called);
+detour!(enter, on_thunk);
 
 /// The thunks, one after another.
 #[cfg(target_arch = "x86_64")]

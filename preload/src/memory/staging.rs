@@ -146,7 +146,7 @@ impl Buffer {
     }
 
     /// The context in which the buffer is registered.
-    pub fn registered_with(&self) -> Option<usize> {
+    pub fn registration(&self) -> Option<usize> {
         (self.registered != 0).then_some(self.registered)
     }
 

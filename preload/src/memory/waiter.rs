@@ -185,10 +185,10 @@ impl Queue {
         match job {
             Job::Unregister(mut copy, back_to) => {
                 // A registration ends when its context is destroyed.
-                copy.buffer.registered_with().filter(|context| !self.work.knows(*context)).inspect(|context| {
+                copy.buffer.registration().filter(|context| !self.work.knows(*context)).inspect(|context| {
                     copy.buffer.forget_context(*context);
                 });
-                if let Some(context) = copy.buffer.registered_with() {
+                if let Some(context) = copy.buffer.registration() {
                     let has_passed = self.has_passed(context, passing);
                     if !has_passed || self.work.enter(context, || copy.buffer.unregister()).is_none() {
                         return Some(Job::Unregister(copy, back_to));
@@ -306,7 +306,7 @@ mod tests {
         let Finished { freed, returned } = finished(&waiter);
         let [(returned_to, copy)] = &returned[..] else { panic!("{returned:?}") };
         assert_eq!((freed, returned_to.base, returned_to.offset), (0, 3, 4));
-        assert_eq!(copy.buffer.registered_with(), None);
+        assert_eq!(copy.buffer.registration(), None);
     }
 
     #[test]

@@ -56,7 +56,7 @@ impl Properties {
 }
 
 /// Records a pool that the driver has created.
-pub fn made(handle: u64, properties: &Properties) {
+pub fn on_create(handle: u64, properties: &Properties) {
     // An earlier pool may have had the same handle, and may have been destroyed with its context.
     for (gpu, space) in spaces() {
         space.lock().destroy_pool(handle, &gpu.work);
@@ -69,7 +69,7 @@ pub fn made(handle: u64, properties: &Properties) {
 }
 
 fn spaces() -> impl Iterator<Item = (&'static Gpu, &'static Mutex<Space>)> {
-    gpu::attached().filter_map(|gpu| Some((gpu, gpu.space()?)))
+    gpu::in_use().filter_map(|gpu| Some((gpu, gpu.space()?)))
 }
 
 /// Returns the GPU and the space of a pool that this library serves.
@@ -135,7 +135,7 @@ pub fn is_ours(pool: CUmemoryPool, gpu: &'static Gpu, space: &Mutex<Space>) -> b
         return false;
     }
     let Some(policy) = policy_of(pool) else { return false };
-    gpu::attached().for_each(|other| reach(pool, gpu, other));
+    gpu::in_use().for_each(|other| reach(pool, gpu, other));
     space.lock().pools.add(handle, policy);
     true
 }
@@ -162,13 +162,13 @@ fn reach(pool: CUmemoryPool, owner: &'static Gpu, other: &'static Gpu) {
 /// Called after the program has changed the access rights to a pool.
 pub fn access_changed(pool: CUmemoryPool) {
     if let Some((owner, _)) = find(pool as u64) {
-        gpu::attached().for_each(|other| reach(pool, owner, other));
+        gpu::in_use().for_each(|other| reach(pool, owner, other));
     }
 }
 
 /// Called when the program begins to use this GPU, because the GPU may have access to pools of other
 /// GPUs.
-pub fn now_in_use(gpu: &'static Gpu) {
+pub fn on_first_use(gpu: &'static Gpu) {
     for (owner, space) in spaces() {
         let pools: Vec<_> = space.lock().pools.handles().collect();
         pools.into_iter().for_each(|handle| reach(handle as CUmemoryPool, owner, gpu));

@@ -21,7 +21,7 @@ use core::{
 /// The number of captures in this process. It increases only under the write lock of [`STARTING`].
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 static STARTING: RwLock<()> = RwLock::new(Rank::CaptureStart, ());
-/// The number of threads in [`synchronizing`]. After `SYNCHRONIZING_BEGINS`, each of them has entered
+/// The number of threads in [`synchronize`]. After `SYNCHRONIZING_BEGINS`, each of them has entered
 /// its driver call.
 static SYNCHRONIZING: AtomicUsize = AtomicUsize::new(0);
 const SYNCHRONIZING_BEGINS: Duration = Duration::from_millis(1);
@@ -81,11 +81,11 @@ pub fn is_capturing(stream: CUstream) -> bool {
 /// events and synchronization. No capture can begin until `call` returns, so `call` must be short.
 pub fn beside<R>(call: impl FnOnce(bool) -> R) -> R {
     let _no_start = STARTING.read();
-    if any() { relaxed(|| call(true)) } else { call(false) }
+    if any() { in_relaxed_mode(|| call(true)) } else { call(false) }
 }
 
 /// Runs `call`, which may take long, so that it invalidates no capture of another thread.
-pub fn relaxed<R>(call: impl FnOnce() -> R) -> R {
+pub fn in_relaxed_mode<R>(call: impl FnOnce() -> R) -> R {
     let mut mode = STREAM_CAPTURE_MODE_RELAXED;
     let exchange = |mode: &mut i32| {
         // SAFETY: `mode` outlives the call.
@@ -99,7 +99,7 @@ pub fn relaxed<R>(call: impl FnOnce() -> R) -> R {
 
 /// Makes a call that waits for a whole context. The start of such a call invalidates all active
 /// captures, so this function returns `None` if a capture is active.
-pub fn synchronizing<R>(call: impl FnOnce() -> R) -> Option<R> {
+pub fn synchronize<R>(call: impl FnOnce() -> R) -> Option<R> {
     {
         let _no_start = STARTING.read();
         if any() {
@@ -136,7 +136,7 @@ pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
 /// Makes a call that lets `stream` wait for an event. The stream is not capturing, but may join a
 /// capture by this call. If it does, also returns the contexts of the stream and of the capture's
 /// origin.
-pub fn joining(stream: CUstream, call: impl FnOnce() -> CUresult) -> (CUresult, Option<[CUcontext; 2]>) {
+pub fn join(stream: CUstream, call: impl FnOnce() -> CUresult) -> (CUresult, Option<[CUcontext; 2]>) {
     let Some(context) = context_of(stream) else { return (call(), None) };
     let result = call();
     if result != SUCCESS || !is_capturing(stream) {
@@ -283,9 +283,9 @@ mod tests {
         let (_, context) = fake::new(&driver);
         let stream = driver.new_stream(context);
         capture(&driver, stream, 1);
-        assert_eq!(synchronizing(|| unreachable!("it would invalidate the capture")), None::<()>);
+        assert_eq!(synchronize(|| unreachable!("it would invalidate the capture")), None::<()>);
         end(stream);
-        assert_eq!(synchronizing(|| 5), Some(5));
+        assert_eq!(synchronize(|| 5), Some(5));
         assert_eq!(SYNCHRONIZING.load(Ordering::SeqCst), 0);
     }
 
@@ -296,7 +296,7 @@ mod tests {
         let other = driver.new_context(1);
         let (origin, joined) = (driver.new_stream(context), driver.new_stream(other));
         capture(&driver, origin, 7);
-        let result = joining(joined, || {
+        let result = join(joined, || {
             driver.set_capturing(joined, Some(7));
             SUCCESS
         });
@@ -327,8 +327,8 @@ mod tests {
         assert_eq!(begin(stream, || ERROR_INVALID_VALUE), ERROR_INVALID_VALUE);
         assert!(!any());
         capture(&driver, stream, 1);
-        assert_eq!(joining(other, || ERROR_INVALID_VALUE), (ERROR_INVALID_VALUE, None));
-        assert_eq!(joining(other, || SUCCESS), (SUCCESS, None));
+        assert_eq!(join(other, || ERROR_INVALID_VALUE), (ERROR_INVALID_VALUE, None));
+        assert_eq!(join(other, || SUCCESS), (SUCCESS, None));
         assert_eq!(context_of_member(other), None);
         end(stream);
     }

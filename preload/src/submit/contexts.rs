@@ -58,7 +58,7 @@ impl Work {
 
     /// Whether the program has this context or is destroying it.
     pub fn knows(&self, context: usize) -> bool {
-        self.inner.lock().known(context).is_some()
+        self.inner.lock().find_context(context).is_some()
     }
 
     /// Runs `f` in a context of the program. The context is not destroyed until `f` returns. The calling
@@ -76,7 +76,7 @@ impl Work {
     /// Makes a call that ends one use of a context. Returns `None` without a call if no other uses remain,
     /// because the call would destroy the context. The context counts as entered until the call has
     /// returned. Otherwise another thread that ends the last use could destroy the context during the call.
-    pub fn releasing_context(&self, context: CUcontext, call: impl FnOnce() -> CUresult) -> Option<CUresult> {
+    pub fn release_use(&self, context: CUcontext, call: impl FnOnce() -> CUresult) -> Option<CUresult> {
         {
             let mut inner = self.inner.lock();
             let context = inner.context(context as usize).filter(|context| context.uses > 1)?;
@@ -86,7 +86,7 @@ impl Work {
         let mut inner = self.inner.lock();
         inner.leave(context as usize);
         if result != SUCCESS
-            && let Some(context) = inner.known(context as usize)
+            && let Some(context) = inner.find_context(context as usize)
         {
             context.uses += 1;
         }
@@ -118,7 +118,7 @@ impl Work {
             inner.forget_marks(handle);
             inner.dying.push(Dying { context, streams, end: Arc::new(Point::without_event(handle)) });
         }
-        while self.inner.lock().known(handle).is_some_and(|context| context.users > 0) {
+        while self.inner.lock().find_context(handle).is_some_and(|context| context.users > 0) {
             time::sleep(POLL_INTERVAL);
         }
         true
@@ -208,14 +208,14 @@ impl Inner {
     }
 
     /// Like `context`, but also finds a context that is being destroyed.
-    fn known(&mut self, context: usize) -> Option<&mut Context> {
+    fn find_context(&mut self, context: usize) -> Option<&mut Context> {
         let dying = self.dying.iter_mut().map(|dying| &mut dying.context);
         self.contexts.iter_mut().chain(dying).find(|c| c.handle == context)
     }
 
     /// Records that a thread has left a context.
     pub(super) fn leave(&mut self, context: usize) {
-        if let Some(context) = self.known(context) {
+        if let Some(context) = self.find_context(context) {
             context.users -= 1;
         }
     }
@@ -310,9 +310,9 @@ mod tests {
         let driver = Driver::new();
         let (work, context) = fake::new(&driver);
         assert!(work.use_context(context));
-        assert_eq!(work.releasing_context(context, || ERROR_INVALID_VALUE), Some(ERROR_INVALID_VALUE));
-        assert_eq!(work.releasing_context(context, || SUCCESS), Some(SUCCESS), "the failed call ended no use");
-        assert_eq!(work.releasing_context(context, || unreachable!("it would destroy the context")), None);
+        assert_eq!(work.release_use(context, || ERROR_INVALID_VALUE), Some(ERROR_INVALID_VALUE));
+        assert_eq!(work.release_use(context, || SUCCESS), Some(SUCCESS), "the failed call ended no use");
+        assert_eq!(work.release_use(context, || unreachable!("it would destroy the context")), None);
         assert!(!work.use_context(driver.new_context(0)));
     }
 
@@ -324,7 +324,7 @@ mod tests {
         let handle = context as usize;
         thread::scope(|scope| {
             let mut destroying = None;
-            work.releasing_context(context, || {
+            work.release_use(context, || {
                 let thread = destroying.insert(scope.spawn(move || work.begin_destroying(handle as CUcontext)));
                 until(|| work.is_dying(context));
                 assert!(!thread.is_finished());

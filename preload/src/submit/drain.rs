@@ -108,9 +108,9 @@ impl Work {
 
 impl Lane {
     /// The number of submissions of all threads to this GPU and its peers.
-    pub fn submitted(&self) -> u64 {
-        let peers = self.peers().map(|lane| threads::submitted(lane.index));
-        peers.fold(threads::submitted(self.index), u64::wrapping_add)
+    pub fn submissions(&self) -> u64 {
+        let peers = self.peers().map(|lane| threads::submissions(lane.index));
+        peers.fold(threads::submissions(self.index), u64::wrapping_add)
     }
 
     /// Whether no thread is inside the gate of this GPU or of a peer.
@@ -245,7 +245,7 @@ impl Work {
     /// Waits until all work of the point's context is done. If the wait fails, the point stays pending.
     fn synchronize(&self, point: &Point) {
         // SAFETY: the call takes no arguments.
-        let synchronize = || captures::synchronizing(|| unsafe { driver::cuCtxSynchronize() });
+        let synchronize = || captures::synchronize(|| unsafe { driver::cuCtxSynchronize() });
         let result = self.enter(point.context, || {
             let result = synchronize()?;
             Some(result == SUCCESS || is_dead_in(point.context, result))

@@ -141,7 +141,7 @@ unsafe impl Sync for Thread {}
 
 /// Returns the calling thread's value, if it has one.
 #[inline(always)]
-pub fn known() -> Option<&'static Thread> {
+pub fn this_thread() -> Option<&'static Thread> {
     // SAFETY: values are never freed, and a thread's word is NULL or points to a value.
     unsafe { thread::mine().cast::<Thread>().as_ref() }
 }
@@ -195,7 +195,7 @@ impl Thread {
     /// The first half of entering the gate of the GPU `at`. From now on, the thread counts as inside.
     /// `here` is the stack pointer of the function that calls the driver, or of one of its callers. The
     /// second half is [`Gate::lets_in`]. If that returns `false`, the thread must
-    /// [turn back](Self::turn_back).
+    /// [retreat](Self::retreat).
     #[inline(always)]
     pub fn approach(&self, here: usize) {
         // Release order suffices: a thread that sees this mark need not see that the marked thread
@@ -208,7 +208,7 @@ impl Thread {
 
     /// Undoes [`approach`](Self::approach). The thread has submitted nothing.
     #[inline(always)]
-    pub fn turn_back(&self) {
+    pub fn retreat(&self) {
         self.inside.store(OUTSIDE, Ordering::Release);
     }
 
@@ -260,7 +260,7 @@ impl Thread {
         // SAFETY: the thread has launched before: no epoch is `NONE`.
         let entered = is_as_before && unsafe { self.last_lane() }.gate.lets_in(reasons);
         if !entered {
-            self.turn_back();
+            self.retreat();
         }
         entered
     }
@@ -331,7 +331,7 @@ fn pass<const RETRIED: bool>(
     retry: impl FnOnce(CUresult) -> CUresult,
 ) -> CUresult {
     let here = stack_pointer();
-    let Some(thread) = known().filter(|thread| thread.reenter(here, stream as usize, reasons)) else {
+    let Some(thread) = this_thread().filter(|thread| thread.reenter(here, stream as usize, reasons)) else {
         return out_of_line(move || match Lane::pass(here, stream, weight, reasons, call) {
             ERROR_OUT_OF_MEMORY if RETRIED => retry(ERROR_OUT_OF_MEMORY),
             result => result,

@@ -12,7 +12,7 @@ use core::time::Duration;
 
 /// `FENCED` was set long ago: every thread sees it, and the marks of threads that entered earlier
 /// without a fence are visible.
-const SETTLED: u32 = 1 << 31;
+const VISIBLE: u32 = 1 << 31;
 
 impl Thread {
     /// Moves the calling thread, which owns this value and counts as inside, to the gate of this GPU.
@@ -42,7 +42,7 @@ impl Gate {
         }
         let entered = self.lets_in(reasons);
         if !entered {
-            thread.turn_back();
+            thread.retreat();
         }
         entered
     }
@@ -78,12 +78,12 @@ impl Gate {
     /// [`is_quiet`](Self::is_quiet) returns `true`.
     pub fn close(&self, why: u32) {
         let before = self.state.fetch_or(why, Ordering::SeqCst);
-        if !barrier::heavy() && before & SETTLED == 0 {
-            // While `SETTLED` is not set, every closing thread waits for stores, even if another
+        if !barrier::heavy() && before & VISIBLE == 0 {
+            // While `VISIBLE` is not set, every closing thread waits for stores, even if another
             // thread has already set `FENCED`.
             self.state.fetch_or(FENCED, Ordering::SeqCst);
             barrier::wait_for_stores();
-            self.state.fetch_or(SETTLED, Ordering::SeqCst);
+            self.state.fetch_or(VISIBLE, Ordering::SeqCst);
         }
     }
 
@@ -153,7 +153,7 @@ mod tests {
                 thread.leave(GPU);
             }
         };
-        let before = threads::submitted(GPU);
+        let before = threads::submissions(GPU);
         std::thread::scope(|scope| {
             let _ends = Ends;
             (0..4).for_each(|_| drop(scope.spawn(submit)));
@@ -177,7 +177,7 @@ mod tests {
                 }
             }
         });
-        assert_eq!(threads::submitted(GPU) - before, SUBMITTED.load(Ordering::SeqCst), "each one is counted");
+        assert_eq!(threads::submissions(GPU) - before, SUBMITTED.load(Ordering::SeqCst), "each one is counted");
     }
 
     #[test]

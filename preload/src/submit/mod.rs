@@ -106,7 +106,7 @@ pub static LANES: [Lane; GPUS] = {
 };
 
 /// Iterates over the lanes of the GPUs that this process uses.
-fn attached() -> impl Iterator<Item = &'static Lane> {
+fn lanes_in_use() -> impl Iterator<Item = &'static Lane> {
     LANES.iter().filter(|lane| lane.is_attached())
 }
 

@@ -3,7 +3,7 @@
 
 use super::captures;
 use crate::{
-    driver::{self, check, context::is_dead_in, types::*, waiting},
+    driver::{self, check, context::is_dead_in, types::*, waits},
     sys::sync::{Mutex, Rank},
 };
 use alloc::{sync::Arc, vec::Vec};
@@ -118,7 +118,7 @@ impl Context {
     /// current.
     pub fn record(&mut self, stream: CUstream) -> Result<Arc<Point>, CUresult> {
         let event = self.event()?;
-        let result = waiting::with_room(|| captures::beside(|_| record(&event, stream)));
+        let result = waits::with_room(|| captures::beside(|_| record(&event, stream)));
         self.keep(event, result)
     }
 
@@ -135,7 +135,7 @@ impl Context {
             // SAFETY: this library created the event, which is not in use. The context has not been destroyed.
             false => unsafe { driver::cuCtxRecordEvent(self.handle as CUcontext, event.handle as CUevent) },
         };
-        let result = waiting::with_room(|| captures::beside(record));
+        let result = waits::with_room(|| captures::beside(record));
         self.keep(event, result)
     }
 

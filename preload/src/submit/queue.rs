@@ -72,9 +72,9 @@ const POLL_PART: u32 = 64;
 
 const MAX_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// The most queue entries that may be in use when a point is recorded. A queue has about 1,020 entries.
-/// The subtracted entries are reserved for submissions before a mark is due.
-const MANY_ENTRIES: u32 = 1020 - MAX_WINDOW / MARKS_PER_WINDOW;
+/// The most queue commands that may be in use when a point is recorded. A queue has about 1,020 commands.
+/// The subtracted commands are reserved for submissions before a mark is due.
+const MANY_COMMANDS: u32 = 1020 - MAX_WINDOW / MARKS_PER_WINDOW;
 
 /// Work that ends this soon after a submission may have waited for that submission.
 const PROMPTLY: Duration = Duration::from_millis(20);
@@ -89,8 +89,8 @@ pub(super) struct Mark {
     pub(super) since: Instant,
     /// Submissions since the previous mark.
     pub(super) weight: u32,
-    /// Upper bound on the queue entries that these submissions took.
-    pub(super) entries: u32,
+    /// Upper bound on the queue commands that these submissions took.
+    pub(super) commands: u32,
     /// Submissions that were outstanding when the mark was recorded, including the mark's own
     /// submissions.
     pub(super) ahead: u32,
@@ -100,12 +100,12 @@ pub(super) struct Mark {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Unmarked {
     weight: u32,
-    entries: u32,
+    commands: u32,
     due: u32,
 }
 
 impl Unmarked {
-    pub(super) const NONE: Self = Self { weight: 0, entries: 0, due: 0 };
+    pub(super) const NONE: Self = Self { weight: 0, commands: 0, due: 0 };
 }
 
 #[derive(Debug)]
@@ -156,10 +156,10 @@ impl Lane {
         let unmarked = between.abs_diff(thread.unmarked_left.get());
         // No mark was due before the last submission, so at most `between` submissions preceded it.
         // The weight of the last submission may be larger.
-        let entries = unmarked.min(between.unsigned_abs() + 1);
+        let commands = unmarked.min(between.unsigned_abs() + 1);
         thread.unmarked_left.set(between);
         self.work.renew_marks(thread);
-        errno::preserved(|| self.work.mark(unmarked, entries, stream));
+        errno::preserve(|| self.work.mark(unmarked, commands, stream));
         result
     }
 }
@@ -170,7 +170,7 @@ impl Work {
     pub(super) fn throttle(&self, stream: CUstream) {
         if self.is_full() {
             let begin = Instant::now();
-            errno::preserved(|| while self.is_full() && self.wait_for_oldest(stream, begin) {});
+            errno::preserve(|| while self.is_full() && self.wait_for_oldest(stream, begin) {});
         }
     }
 
@@ -186,7 +186,7 @@ impl Work {
         thread.between_marks.set(between);
     }
 
-    fn mark(&self, weight: u32, entries: u32, stream: CUstream) {
+    fn mark(&self, weight: u32, commands: u32, stream: CUstream) {
         let Some(context) = context_of(stream) else { return };
         let mut inner = self.inner.lock();
         let stream = Stream::of(stream, context);
@@ -200,15 +200,15 @@ impl Work {
         }
         inner.outstanding = inner.outstanding.saturating_add(weight);
         inner.unmarked.weight = inner.unmarked.weight.saturating_add(weight);
-        inner.unmarked.entries = inner.unmarked.entries.saturating_add(entries);
+        inner.unmarked.commands = inner.unmarked.commands.saturating_add(commands);
         if is_due {
             drop(inner);
             let point = self.point_of_mark(stream);
             inner = self.inner.lock();
             if let Some(point) = point {
-                let Unmarked { weight, entries, .. } = core::mem::replace(&mut inner.unmarked, Unmarked::NONE);
+                let Unmarked { weight, commands, .. } = core::mem::replace(&mut inner.unmarked, Unmarked::NONE);
                 let ahead = inner.outstanding;
-                inner.marks.push_back(Mark { point, stream, since: Instant::now(), weight, entries, ahead });
+                inner.marks.push_back(Mark { point, stream, since: Instant::now(), weight, commands, ahead });
             }
         }
         inner.forget_unmarked();
@@ -274,7 +274,7 @@ impl Work {
         let ahead = u64::from(ahead.max(1));
         if exact {
             self.note_duration(took);
-            inner.longest = decaying_max(inner.longest, micros / ahead);
+            inner.longest = max_with_decay(inner.longest, micros / ahead);
         }
         let run_ahead = u64::from(self.run_ahead.load(Ordering::Relaxed));
         let fitting = ahead.saturating_mul(run_ahead) / micros;
@@ -288,7 +288,7 @@ impl Work {
     }
 
     pub(super) fn note_duration(&self, took: Duration) {
-        let slowest = decaying_max(self.slowest.load(Ordering::Relaxed), took.as_micros() as u64);
+        let slowest = max_with_decay(self.slowest.load(Ordering::Relaxed), took.as_micros() as u64);
         self.slowest.store(slowest, Ordering::Relaxed);
     }
 
@@ -389,7 +389,7 @@ impl Work {
 }
 
 /// Returns the maximum of recent values. The maximum decays by an eighth with each smaller value.
-fn decaying_max(known: u64, seen: u64) -> u64 {
+fn max_with_decay(known: u64, seen: u64) -> u64 {
     seen.max(known - known / 8)
 }
 
@@ -403,8 +403,8 @@ impl Inner {
     /// Whether any thread can record a point in any stream without waiting. The queues must have room even
     /// for the submissions that threads made since a mark was last due.
     pub(super) fn has_room(&self) -> bool {
-        self.marks.iter().map(|mark| mark.entries.saturating_add(1)).fold(self.unmarked.entries, u32::saturating_add)
-            < MANY_ENTRIES
+        self.marks.iter().map(|mark| mark.commands.saturating_add(1)).fold(self.unmarked.commands, u32::saturating_add)
+            < MANY_COMMANDS
     }
 
     fn is_oldest_done(&self) -> bool {

@@ -4,9 +4,9 @@
 //! stream's queue is full. Another thread records a point only if the queues have room.
 
 use super::{
-    Inner, Work, attached, captures,
+    Inner, Work, captures,
     captures::context_of,
-    epoch, is_active,
+    epoch, is_active, lanes_in_use,
     points::{self, Context, Point, is_legacy},
     target, threads,
 };
@@ -86,7 +86,7 @@ pub fn is_marked_at_once(stream: CUstream) -> bool {
 pub fn expect_blocking_streams() {
     let are_expected = || BLOCKING_STREAMS.load(Ordering::Acquire) || BLOCKING_STREAMS.swap(true, Ordering::AcqRel);
     if is_active() && !are_expected() {
-        attached().for_each(|lane| lane.work.mark_legacy_streams());
+        lanes_in_use().for_each(|lane| lane.work.mark_legacy_streams());
     }
 }
 

@@ -2,7 +2,7 @@
 //! writes. Values are never freed, only reused by other threads, so a reader of the list never follows
 //! a dangling pointer.
 
-use super::fast::{NOWHERE, OUTSIDE, Thread, epoch, known};
+use super::fast::{NOWHERE, OUTSIDE, Thread, epoch, this_thread};
 use crate::sys::{c, once::OnceBox, thread, time::Instant};
 use alloc::boxed::Box;
 use core::{
@@ -77,7 +77,7 @@ unsafe extern "C" fn give_back(thread: *mut c_void) {
 /// Returns the calling thread's value, and assigns one if necessary.
 #[inline]
 pub fn mine() -> &'static Thread {
-    known().unwrap_or_else(take)
+    this_thread().unwrap_or_else(take)
 }
 
 impl Thread {
@@ -152,13 +152,13 @@ pub fn all() -> impl Iterator<Item = &'static Thread> {
 }
 
 /// Returns the number of threads that wait at the gate of this GPU, for the given reason or for any.
-pub fn waiting(gpu: u32, what: Option<Waits>) -> u32 {
+pub fn waiters(gpu: u32, what: Option<Waits>) -> u32 {
     let now = Instant::now().since_start().as_micros() as u64;
     all().filter(|thread| thread.waits_at(gpu, what, now)).count() as u32
 }
 
 /// Returns the number of submissions of all threads to this GPU.
-pub fn submitted(gpu: u32) -> u64 {
+pub fn submissions(gpu: u32) -> u64 {
     let counts = all().filter_map(|thread| thread.submitted.get(gpu as usize));
     counts.fold(0, |sum, count| sum.wrapping_add(count.load(Ordering::Acquire)))
 }
@@ -274,7 +274,7 @@ mod tests {
     #[test]
     fn a_wait_expires_unless_renewed() {
         let thread = mine();
-        let count = || (waiting(GPU, None), waiting(GPU, Some(Waits::WithWork)), waiting(GPU, Some(Waits::ToAllocate)));
+        let count = || (waiters(GPU, None), waiters(GPU, Some(Waits::WithWork)), waiters(GPU, Some(Waits::ToAllocate)));
         thread.begin_waiting(GPU, Waits::ToAllocate, Duration::from_secs(60));
         assert_eq!(count(), (1, 0, 1));
         // In a signal handler.

@@ -2,9 +2,9 @@
 //! the lock.
 
 use super::{
-    Lane, attached, captures, closed, expect_blocking_streams,
-    fast::{Thread, known},
-    is_active, target,
+    Lane, captures, closed, expect_blocking_streams,
+    fast::{Thread, this_thread},
+    is_active, lanes_in_use, target,
     threads::{self, Waits},
 };
 use crate::{
@@ -12,7 +12,7 @@ use crate::{
     driver::types::*,
     sys::{
         errno,
-        sync::{Mutex, Rank, waiting_for_client_thread},
+        sync::{Mutex, Rank, await_client_thread},
         thread::stack_pointer,
         time::Instant,
     },
@@ -28,7 +28,7 @@ impl Lane {
     /// calls in the legacy stream never take the fast path, because only the driver knows the context of
     /// that stream. `here` is the stack pointer of the calling function.
     pub fn pass(here: usize, stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
-        let known = known().filter(|thread| thread.is_current());
+        let known = this_thread().filter(|thread| thread.is_current());
         let enters = |thread: &Thread| target::name_of(stream).is_some_and(|name| thread.reenter(here, name, reasons));
         if let Some(thread) = known.filter(|thread| enters(thread)) {
             let result = call();
@@ -63,7 +63,7 @@ impl Lane {
         }
         let Some(lane) = target::of_stream(stream) else { return Ok(None) };
         if stream == STREAM_PER_THREAD {
-            errno::preserved(expect_blocking_streams);
+            errno::preserve(expect_blocking_streams);
         }
         lane.work.throttle(stream);
         Ok(lane.wait_at(thread, here, reasons)?.then_some((lane, thread)))
@@ -103,7 +103,7 @@ impl Lane {
                 None if is_inside => return Ok(true),
                 None => self,
             };
-            thread.turn_back();
+            thread.retreat();
             if closed.failure() == ERROR_ECC_UNCORRECTABLE {
                 return Err(ERROR_ECC_UNCORRECTABLE);
             }
@@ -133,7 +133,7 @@ impl Lane {
     }
 
     fn wait_for(&self, what: Waits, reasons: u32) {
-        let _waiting = waiting_for_client_thread();
+        let _waiting = await_client_thread();
         self.gate.wait(self.index, threads::mine(), what, reasons, WAIT_TIMEOUT, || {
             if self.gate.is_closed_for(closed::LOCK) {
                 self.request();
@@ -143,7 +143,7 @@ impl Lane {
 
     /// Whether a thread waits at the gate of this GPU.
     pub fn is_waited_for(&self) -> bool {
-        threads::waiting(self.index, None) > 0
+        threads::waiters(self.index, None) > 0
     }
 
     /// Whether a thread waits at the gate of this GPU or of a peer.
@@ -153,7 +153,7 @@ impl Lane {
 
     /// Whether a thread with work waits at this gate. Running work may depend on the waiting work.
     pub fn has_work_waiting(&self) -> bool {
-        threads::waiting(self.index, Some(Waits::WithWork)) > 0
+        threads::waiters(self.index, Some(Waits::WithWork)) > 0
     }
 
     /// Requests the lock from the scheduler, unless a request is pending.
@@ -166,7 +166,7 @@ impl Lane {
             return;
         }
         self.requested_at.store(Instant::now().since_start().as_micros() as u64, Ordering::Relaxed);
-        if !connection::send(&ClientMessage::Request { gpus: wanted_with(self) }) {
+        if !connection::send(&ClientMessage::Request { gpus: gpus_to_request(self) }) {
             self.requested.store(false, Ordering::SeqCst);
         }
     }
@@ -185,7 +185,7 @@ impl Lane {
     }
 
     /// The time of the last request for the lock, on the monotonic clock.
-    pub fn requested_at(&self) -> Duration {
+    pub fn request_time(&self) -> Duration {
         Duration::from_micros(self.requested_at.load(Ordering::Relaxed))
     }
 
@@ -199,15 +199,15 @@ const LATELY: Duration = Duration::from_secs(2);
 
 /// Returns the GPUs whose locks this client needs together: this GPU, all GPUs where threads wait,
 /// recently used GPUs, and their peers.
-fn wanted_with(lane: &Lane) -> u64 {
-    let wanted = attached().filter(|other| {
+fn gpus_to_request(lane: &Lane) -> u64 {
+    let wanted = lanes_in_use().filter(|other| {
         let used_until = other.used_until.load(Ordering::Relaxed);
         other.is_waited_for() || (used_until != 0 && clock().saturating_sub(used_until) < LATELY.as_millis() as u64)
     });
     let together = |lane: &Lane| 1 << lane.index | lane.work.peers();
     let wanted = wanted.fold(together(lane), |set, other| set | together(other));
     // The scheduler does not know GPUs that have not been introduced.
-    attached().filter(|lane| !lane.is_introduced()).fold(wanted, |set, lane| set & !(1 << lane.index))
+    lanes_in_use().filter(|lane| !lane.is_introduced()).fold(wanted, |set, lane| set & !(1 << lane.index))
 }
 
 /// Returns the monotonic time in milliseconds, never 0.

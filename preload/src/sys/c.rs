@@ -219,8 +219,8 @@ fn environ() -> Option<&'static AtomicPtr<*mut c_char>> {
     unsafe { (address as *const AtomicPtr<*mut c_char>).as_ref() }
 }
 
-/// Iterates over the entries of an environment.
-fn entries(environment: *mut *mut c_char) -> impl Iterator<Item = (*mut c_char, &'static CStr)> {
+/// Iterates over the variables of an environment.
+fn variables(environment: *mut *mut c_char) -> impl Iterator<Item = (*mut c_char, &'static CStr)> {
     // SAFETY: `environment` is NULL, or a NULL-terminated array of NUL-terminated strings.
     let entry = move |at| unsafe {
         let entry = if environment.is_null() { environment.cast() } else { *environment.add(at) };
@@ -235,7 +235,7 @@ fn value_of<'a>(entry: &'a CStr, name: &CStr) -> Option<&'a [u8]> {
 
 /// Returns an environment variable as the driver sees it, even in a setuid program.
 pub fn variable(name: &CStr) -> Option<&'static [u8]> {
-    entries(environ()?.load(Ordering::Acquire)).find_map(|(_, entry)| value_of(entry, name))
+    variables(environ()?.load(Ordering::Acquire)).find_map(|(_, entry)| value_of(entry, name))
 }
 
 /// Sets a variable in a copy of the environment, and makes the copy current. The old environment is
@@ -247,7 +247,7 @@ pub fn set_environment(name: &CStr, value: &[u8]) {
     entry.push(b'=');
     entry.extend_from_slice(value);
     entry.push(0);
-    let others = entries(environ.load(Ordering::Acquire)).filter(|(_, other)| value_of(other, name).is_none());
+    let others = variables(environ.load(Ordering::Acquire)).filter(|(_, other)| value_of(other, name).is_none());
     let mut all: Vec<*mut c_char> = others.map(|(pointer, _)| pointer).collect();
     all.push(entry.leak().as_mut_ptr().cast());
     all.push(core::ptr::null_mut());

@@ -1,7 +1,7 @@
 //! Preserves `errno`, which belongs to the program.
 
 /// Runs `f` and restores `errno` afterwards.
-pub fn preserved<R>(f: impl FnOnce() -> R) -> R {
+pub fn preserve<R>(f: impl FnOnce() -> R) -> R {
     // SAFETY: the call only returns the address of this thread's `errno`.
     let errno = unsafe { libc::__errno_location() };
     // SAFETY: `errno` exists as long as its thread.

@@ -37,7 +37,7 @@ impl Client {
         let gpus: Vec<_> = (0..count).map(|_| fake::attach(&driver)).collect();
         let (scheduler, client) = (Scheduler::connect(), on_client_thread());
         let mut thread = ClientThread::new();
-        thread.connected(scheduler.socket.clone(), version::MAX, 1, 0);
+        thread.on_connect(scheduler.socket.clone(), version::MAX, 1, 0);
         let mut client = Self { thread, gpus, scheduler, driver, _client: client };
         client.step_until(|client| client.gpus.clone().iter().all(|(gpu, _)| client.thread.turn(gpu).is_over()));
         for (gpu, _) in client.gpus.clone() {
@@ -54,7 +54,7 @@ impl Client {
     /// Whether the entries into the driver are shut.
     pub fn is_shut() -> bool {
         let function = &driver::address::cuCtxGetCurrent;
-        function.find().is_some() && function.known().is_none()
+        function.find().is_some() && function.open_address().is_none()
     }
 
     /// The thread carries out a message of the scheduler.

@@ -66,7 +66,7 @@ impl ClientThread {
         }
         gpu.update_failure(&account); // a restore that has begun is not reported before it is done
         drop(guard);
-        let most = account.host_cache_max.max(if can_restore { Self::needed_to_read(&account) } else { 0 });
+        let most = account.host_cache_max.max(if can_restore { Self::bytes_to_read(&account) } else { 0 });
         if account.host_cache > most {
             release_surplus(gpu, space, most);
         }
@@ -140,7 +140,7 @@ impl ClientThread {
         let mut mover = gpu.moving.lock();
         let contexts = gpu.work.contexts();
         if goal == Goal::Idle && mover.is_idle() {
-            let _ = mover.settle(&contexts);
+            let _ = mover.choose_context(&contexts);
             return mover.tidy(space, self.tier.is_pageable);
         }
         if matches!(goal, Goal::Evict { .. })

@@ -174,8 +174,8 @@ impl ClientThread {
                     }
                     Ok(Some((message, descriptors))) => self.handle(message, descriptors),
                     Ok(None) => break,
-                    Err(why) if self.is_off_its_gpus() => self.disconnected_asleep(&why),
-                    Err(why) => self.disconnected(&why),
+                    Err(why) if self.is_off_its_gpus() => self.on_disconnect_asleep(&why),
+                    Err(why) => self.on_disconnect(&why),
                 }
             }
         }
@@ -201,7 +201,7 @@ impl ClientThread {
         if !shared::unmap_closed() || (connection::is_connected() && !outbox::flush()) {
             wait = CHORE_INTERVAL;
         }
-        for gpu in gpu::attached() {
+        for gpu in gpu::in_use() {
             if self.ungated {
                 wait = wait.min(self.step_offline(gpu));
             } else if self.disconnected_since.is_some() {
@@ -239,7 +239,7 @@ impl ClientThread {
             turn.run_ungated(gpu); // the GPU was attached while no scheduler was connected
         }
         let mut others = OtherGpus::default();
-        for other in gpu::attached().filter(|other| other.index != gpu.index) {
+        for other in gpu::in_use().filter(|other| other.index != gpu.index) {
             let Some(PerGpu { offline: there, .. }) = self.gpus.get(other.index as usize) else { continue };
             others.before |= there.waits() && other.uuid() < gpu.uuid();
             others.after |= there.waits() && other.uuid() > gpu.uuid();
@@ -260,7 +260,7 @@ mod tests {
     fn a_client_runs_without_a_scheduler_after_a_timeout() {
         let mut client = Client::new(1);
         let gpu = client.gpu();
-        client.thread.disconnected("it has ended");
+        client.thread.on_disconnect("it has ended");
         client.thread.next_try = Instant::now() + Duration::from_secs(3600);
         client.thread.disconnected_since = Some(Instant::now());
         assert!(client.step() <= RETRY_SOON);

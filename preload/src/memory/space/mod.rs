@@ -350,7 +350,7 @@ impl Space {
             // The scheduler must receive this message before the report of fewer bytes.
             outbox::push([ClientMessage::Withdrawn { range }]);
         }
-        self.settle();
+        self.acknowledge();
     }
 
     /// Frees the allocation at this address when no work uses it any more. Returns its id, or

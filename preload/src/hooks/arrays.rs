@@ -1,10 +1,10 @@
 //! Hooks of arrays, which no engine can move.
 
 use crate::{
-    calls::pinned::{allocate, free},
+    calls::driver_memory::{allocate, free},
     driver::{hook::hooks, types::*},
     gpu,
-    registry::pinned::Kind,
+    registry::driver_memory::Kind,
 };
 
 /// The dimensions and format that a `CUDA_ARRAY_DESCRIPTOR` or a `CUDA_ARRAY3D_DESCRIPTOR` describes.

@@ -64,7 +64,7 @@ mod checks {
                 2 => Class::Queues,
                 3 => Class::Waits,
                 _ => {
-                    let class = known_class_of(name.to_str().unwrap_or("")).unwrap_or(Class::Waits);
+                    let class = class_of(name.to_str().unwrap_or("")).unwrap_or(Class::Waits);
                     self.0.store(1 + class as u8, Ordering::Relaxed);
                     class
                 }
@@ -73,7 +73,7 @@ mod checks {
     }
 
     /// Looks a function's class up, if it is known.
-    fn known_class_of(name: &str) -> Option<Class> {
+    fn class_of(name: &str) -> Option<Class> {
         let name = ["_ptsz", "_ptds"].iter().find_map(|flavour| name.strip_suffix(flavour)).unwrap_or(name);
         let mut lines = TABLE.lines().filter(|line| !line.starts_with('#')).map(|line| line.split('\t'));
         let class = lines.find_map(|mut line| (line.next() == Some(name)).then(|| line.next())?)?;
@@ -106,7 +106,7 @@ mod checks {
         let place = Location::caller();
         let mut line = Line { bytes: [0; 400], len: 0 };
         let verdict = if is_wrong { "wrong" } else { "reached" };
-        let _ = writeln!(line, "{verdict}\t{name}\t{}:{}\t{:#b}", place.file(), place.line(), rank::held());
+        let _ = writeln!(line, "{verdict}\t{name}\t{}:{}\t{:#b}", place.file(), place.line(), rank::ranks_of_thread());
         let line = line.bytes.get(..line.len).unwrap_or(&[]);
         match counted {
             Some(path) => append(path, line),
@@ -160,7 +160,7 @@ mod checks {
         fn every_called_driver_function_has_a_waiting_class() {
             driver::each_function(|function| {
                 let name = function.name().to_str().expect("a name");
-                assert!(known_class_of(name).is_some(), "{name} is not in coverage/waiting.tsv");
+                assert!(class_of(name).is_some(), "{name} is not in coverage/waiting.tsv");
             });
         }
 
@@ -183,7 +183,7 @@ mod checks {
             if let Ok(which) = env::var(CHILD) {
                 return calls(&which);
             }
-            let name = "driver::waiting::checks::tests::a_waiting_call_under_a_lock_aborts_the_process";
+            let name = "driver::waits::checks::tests::a_waiting_call_under_a_lock_aborts_the_process";
             for (which, is_right) in
                 [("waits", false), ("queues", false), ("in room", true), ("never", true), ("unknown", false)]
             {

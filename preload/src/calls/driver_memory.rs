@@ -1,11 +1,11 @@
 //! Allocations that the driver serves. No engine can move them. They are permitted within the limit,
-//! and counted ([`crate::registry::pinned`]).
+//! and counted ([`crate::registry::driver_memory`]).
 
 use crate::{
     driver::types::*,
     env::settings,
-    gpu::{Gpu, reservation::retried},
-    registry::pinned::{self, Kind},
+    gpu::{Gpu, reservation::retry},
+    registry::driver_memory::{self, Kind},
     submit,
 };
 
@@ -21,24 +21,25 @@ pub fn allocate(
     if !submit::is_active() {
         return real();
     }
-    if !pinned::fits(gpu, size) && !settings::get().oversubscribe {
-        crate::sys::errno::preserved(|| gpu.inspect(|gpu| gpu.count_refusal()));
+    if !driver_memory::fits(gpu, size) && !settings::get().oversubscribe {
+        crate::sys::errno::preserve(|| gpu.inspect(|gpu| gpu.count_refusal()));
         return ERROR_OUT_OF_MEMORY;
     }
-    let result = retried(real);
+    let result = retry(real);
     // SAFETY: the driver has just written the address or handle there.
     if let (SUCCESS, Some(name)) = (result, unsafe { place.as_ref() }) {
-        crate::sys::errno::preserved(|| pinned::add(gpu, kind, *name, size));
+        crate::sys::errno::preserve(|| driver_memory::add(gpu, kind, *name, size));
     }
     result
 }
 
 /// Makes a call that frees the allocation with this address or handle.
 pub fn free(kind: Kind, name: u64, real: impl FnOnce() -> CUresult) -> CUresult {
-    let taken = if submit::is_active() { crate::sys::errno::preserved(|| pinned::take(kind, name)) } else { None };
+    let taken =
+        if submit::is_active() { crate::sys::errno::preserve(|| driver_memory::take(kind, name)) } else { None };
     let result = real();
     if let Some(taken) = taken {
-        crate::sys::errno::preserved(|| if result == SUCCESS { taken.release() } else { taken.restore() });
+        crate::sys::errno::preserve(|| if result == SUCCESS { taken.release() } else { taken.restore() });
     }
     result
 }

@@ -152,7 +152,7 @@ mod tests {
                                 let (outcome, bytes, chunk, count) = *answers.next().unwrap_or(&UNKNOWN);
                                 let file = || fs::open(c"/dev/null", OFlags::RDONLY, Mode::empty()).expect("a file");
                                 let descriptors = (0..count).map(|_| file());
-                                question::answered(ticket, outcome, bytes, chunk, descriptors.collect());
+                                question::on_answer(ticket, outcome, bytes, chunk, descriptors.collect());
                             }
                             messages.push(message);
                         }

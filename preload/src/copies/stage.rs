@@ -33,7 +33,7 @@ pub fn linear_async(
 }
 
 /// Copies like `cuMemcpy2D` or `cuMemcpy3D` from one GPU to another.
-pub fn shaped(flavour: Flavour, copy: &Copy3D, contexts: [CUcontext; 2]) -> CUresult {
+pub fn copy_3d(flavour: Flavour, copy: &Copy3D, contexts: [CUcontext; 2]) -> CUresult {
     let copy = copy.between(contexts);
     let copy = (&raw const copy).cast();
     // SAFETY: the description and both contexts are the program's own.
@@ -41,7 +41,7 @@ pub fn shaped(flavour: Flavour, copy: &Copy3D, contexts: [CUcontext; 2]) -> CUre
 }
 
 /// Copies like `cuMemcpy2DAsync` or `cuMemcpy3DAsync` from one GPU to another.
-pub fn shaped_async(copy: &Copy3D, contexts: [CUcontext; 2], stream: CUstream) -> CUresult {
+pub fn copy_3d_async(copy: &Copy3D, contexts: [CUcontext; 2], stream: CUstream) -> CUresult {
     let copy = copy.between(contexts);
     // SAFETY: the description and both contexts are the program's own.
     unsafe { driver::cuMemcpy3DPeerAsync((&raw const copy).cast(), stream) }
@@ -58,7 +58,7 @@ pub fn as_owner(context: CUcontext, flavour: Flavour, call: impl FnOnce() -> CUr
         synchronise()?;
         with_current(context as usize, || check(call()).and_then(|()| synchronise()))?
     };
-    captures::relaxed(copy).err().unwrap_or(SUCCESS)
+    captures::in_relaxed_mode(copy).err().unwrap_or(SUCCESS)
 }
 
 /// Makes a call like [`as_owner`], but in the order of a stream of another context. `call` receives
@@ -79,7 +79,7 @@ pub fn as_owner_async(context: CUcontext, stream: CUstream, call: impl FnOnce(CU
         })??;
         with_current(own as usize, || after.precedes(stream))?
     };
-    captures::relaxed(copy).err().unwrap_or(SUCCESS)
+    captures::in_relaxed_mode(copy).err().unwrap_or(SUCCESS)
 }
 
 /// An event behind the work of a stream. It may be dropped at any time: the driver keeps the event
