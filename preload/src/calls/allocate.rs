@@ -102,13 +102,10 @@ pub fn is_backed_in_time(
         let must_be_there = is_reached_by_others || captures::any();
         let is_late = begin.elapsed() >= BACKING_TIMEOUT;
         if gpu.is_mapping_denied() || (is_late && must_be_there) {
-            let mut guard = space.lock();
-            let before = guard.account;
-            undo(&mut guard);
-            guard.account.counts.refused += 1;
-            let after = guard.account;
-            gpu.account_changed(&before, &after);
-            drop(guard);
+            gpu.change(|space| {
+                undo(space);
+                space.account.counts.refused += 1;
+            });
             gpu.forget_denials();
             return false;
         }
@@ -257,10 +254,10 @@ pub fn free(address: CUdeviceptr) -> bool {
 pub fn free_with(address: CUdeviceptr, wait: impl Fn(&Gpu, &Mutex<Space>, u64)) -> bool {
     let free = |gpu: &Gpu| {
         let Some(space) = gpu.space() else { return false };
-        let Some(id) = change(gpu, space, |space| space.free(address, &gpu.work)) else { return false };
+        let Some(id) = change(gpu, |space| space.free(address, &gpu.work)).flatten() else { return false };
         if space.lock().has_freed() {
             wait(gpu, space, id);
-            change(gpu, space, |space| space.reclaim(&gpu.work));
+            change(gpu, |space| space.reclaim(&gpu.work));
         }
         true
     };
@@ -269,16 +266,14 @@ pub fn free_with(address: CUdeviceptr, wait: impl Fn(&Gpu, &Mutex<Space>, u64)) 
 
 /// Runs `change`, which frees memory, and updates the account. If some memory can only be freed later,
 /// wakes the client's thread to do so.
-pub fn change<R>(gpu: &Gpu, space: &Mutex<Space>, change: impl FnOnce(&mut Space) -> R) -> R {
-    let mut guard = space.lock();
-    let before = guard.account;
-    let result = change(&mut guard);
-    let after = guard.account;
-    gpu.account_changed(&before, &after);
-    if guard.has_freed() || guard.pools.has_dying() {
-        connection::wake();
-    }
-    result
+pub fn change<R>(gpu: &Gpu, change: impl FnOnce(&mut Space) -> R) -> Option<R> {
+    gpu.change(|space| {
+        let result = change(space);
+        if space.has_freed() || space.pools.has_dying() {
+            connection::wake();
+        }
+        result
+    })
 }
 
 /// The interval between checks whether the mover has finished with memory that is to be freed.
@@ -306,11 +301,7 @@ pub fn free_managed(address: CUdeviceptr) -> Option<CUresult> {
             time::sleep(MOVING_POLL_INTERVAL);
         };
         let result = by_driver(freeing.base());
-        let mut guard = space.lock();
-        let before = guard.account;
-        guard.end_of_freeing(freeing, result == SUCCESS);
-        let after = guard.account;
-        gpu.account_changed(&before, &after);
+        gpu.change(|space| space.end_of_freeing(freeing, result == SUCCESS));
         Some(result)
     };
     if submit::is_active() { crate::sys::errno::preserve(|| gpu::in_use().find_map(free)) } else { None }

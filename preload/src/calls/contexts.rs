@@ -101,13 +101,7 @@ pub fn forget(gpu: &Gpu, context: CUcontext) {
     captures::end_all_in(context);
     driver_memory::drop_context(gpu, context, is_last);
     shared::drop_context(gpu, context, is_last);
-    if let Some(space) = gpu.space() {
-        let mut guard = space.lock();
-        let before = guard.account;
-        guard.drop_context(context as usize, is_last);
-        let after = guard.account;
-        gpu.account_changed(&before, &after);
-    }
+    gpu.change(|space| space.drop_context(context as usize, is_last));
 }
 
 /// Returns the GPU of a context that the library knows.

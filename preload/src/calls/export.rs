@@ -1,10 +1,7 @@
 //! Calls that share memory with other processes or devices. The memory is restored to the GPU first,
 //! and never evicted from then on.
 
-use super::{
-    access::with_memory_on,
-    mappings::{change, is_ours},
-};
+use super::{access::with_memory_on, mappings::is_ours};
 use crate::{
     driver::types::*,
     gpu::Gpu,
@@ -28,18 +25,11 @@ pub fn is_exportable(address: CUdeviceptr, gpu: &Gpu) -> bool {
 /// chunks. The range is restored first, and never evicted from then on.
 pub fn escape(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnce(Vec<u64>) -> CUresult) -> CUresult {
     with_memory_on(gpu, || {
-        let Some(space) = gpu.space() else { return ERROR_NOT_SUPPORTED };
-        let mut guard = space.lock();
-        let before = guard.account;
-        let Some(base) = guard.range_of(address) else { return ERROR_NOT_SUPPORTED };
-        if !guard.pin(base) {
-            return ERROR_NOT_SUPPORTED;
-        }
-        let after = guard.account;
-        gpu.account_changed(&before, &after);
-        let chunks = guard.chunk_addresses(base);
-        drop(guard);
-        call(chunks)
+        let pin = |space: &mut Space| {
+            let base = space.range_of(address)?;
+            space.pin(base).then(|| space.chunk_addresses(base))
+        };
+        gpu.change(pin).flatten().map_or(ERROR_NOT_SUPPORTED, call)
     })
 }
 
@@ -68,7 +58,7 @@ pub fn escape_handle(handle: Handle, call: impl FnOnce(Handle) -> CUresult) -> C
             // Looks up the handle again, because the program may have released it since.
             let table = TABLE.lock();
             let Some(memory) = table.memory(handle) else { return ERROR_INVALID_VALUE };
-            change(&memory, |space| space.pin_chunk(memory.base)).flatten()
+            memory.gpu.change(|space| space.pin_chunk(memory.base)).flatten()
         };
         pinned.map_or(ERROR_NOT_SUPPORTED, call)
     })
@@ -83,7 +73,7 @@ pub fn escape_at(address: CUdeviceptr, size: Size, call: impl FnOnce() -> CUresu
             let table = TABLE.lock();
             for mapping in table.overlaps_of(address, size as u64) {
                 if let Some(memory) = table.behind(&mapping) {
-                    change(&memory, |space| space.pin(memory.base));
+                    memory.gpu.change(|space| space.pin(memory.base));
                 }
             }
         }

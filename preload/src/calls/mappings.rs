@@ -84,20 +84,10 @@ pub fn create(place: *mut Handle, size: Size, gpu: &'static Gpu, space: &Mutex<S
     }
 }
 
-/// Changes the space that contains this memory, and updates the account of the GPU.
-pub fn change<R>(memory: &Memory, change: impl FnOnce(&mut Space) -> R) -> Option<R> {
-    let mut guard = memory.gpu.space()?.lock();
-    let before = guard.account;
-    let result = change(&mut guard);
-    let after = guard.account;
-    memory.gpu.account_changed(&before, &after);
-    Some(result)
-}
-
 /// Frees memory that has no references.
 pub fn drop_unused(memory: Option<Memory>) {
     if let Some(memory) = memory {
-        change(&memory, |space| space.destroy(memory.base));
+        memory.gpu.change(|space| space.destroy(memory.base));
     }
 }
 
@@ -123,7 +113,7 @@ pub fn map(address: CUdeviceptr, size: u64, offset: u64, handle: Handle, flags: 
     if !table.is_reserved(address, size) || !table.overlaps_of(address, size).is_empty() {
         return ERROR_INVALID_VALUE;
     }
-    match change(&memory, |space| space.add_alias(memory.base, address)) {
+    match memory.gpu.change(|space| space.add_alias(memory.base, address)) {
         Some(Ok(())) => {
             table.map(address, size, Some(handle));
             SUCCESS
@@ -151,7 +141,7 @@ pub fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUresult) -
     for mapping in found {
         match table.behind(&mapping) {
             Some(memory) => {
-                change(&memory, |space| space.remove_alias(memory.base, mapping.at));
+                memory.gpu.change(|space| space.remove_alias(memory.base, mapping.at));
             }
             None => {
                 // SAFETY: the program has requested the call.
@@ -208,7 +198,7 @@ pub fn set_access(
     owners.for_each(|memory| wanted.iter().for_each(|desc| peers::on_access(memory.gpu, desc.location.id)));
     for mapping in found {
         let result = match table.behind(&mapping) {
-            Some(memory) => change(&memory, |space| {
+            Some(memory) => memory.gpu.change(|space| {
                 space.aliases(memory.base).map_or(Ok(()), |aliases| aliases.set_access(mapping.at, &wanted))
             }),
             // SAFETY: the program has requested the call.

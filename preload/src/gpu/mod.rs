@@ -211,13 +211,7 @@ impl Gpu {
 
     /// Releases unused memory of pools. Returns the number of bytes.
     pub fn release_pools(&self) -> u64 {
-        let Some(space) = self.space() else { return 0 };
-        let mut guard = space.lock();
-        let before = guard.account;
-        let released = guard.release_pools(&self.work);
-        let after = guard.account;
-        self.account_changed(&before, &after);
-        released
+        self.change(|space| space.release_pools(&self.work)).unwrap_or(0)
     }
 
     /// Whether other devices can access allocations (GPUDirect RDMA).

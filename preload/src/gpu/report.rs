@@ -5,7 +5,7 @@ use crate::{
     connection::{self, outbox},
     driver::{self, context::with_current, types::*},
     env::trace::trace,
-    memory::account::Account,
+    memory::{account::Account, space::Space},
     submit::closed,
     sys::rank::{self, Rank},
 };
@@ -76,24 +76,25 @@ impl Gpu {
         }
     }
 
-    /// Changes the number of pinned bytes.
-    pub fn pin(&self, change: impl FnOnce(u64) -> u64) {
-        let Some(space) = self.space() else { return };
-        let mut guard = space.lock();
+    /// Changes the program's memory, and updates the gate and the scheduler. Returns `None` if no engine
+    /// moves the memory of this GPU.
+    pub fn change<R>(&self, change: impl FnOnce(&mut Space) -> R) -> Option<R> {
+        let mut guard = self.space()?.lock();
         let before = guard.account;
-        guard.account.pinned = change(before.pinned);
+        let result = change(&mut guard);
         let after = guard.account;
         self.account_changed(&before, &after);
+        Some(result)
+    }
+
+    /// Changes the number of pinned bytes.
+    pub fn pin(&self, change: impl FnOnce(u64) -> u64) {
+        self.change(|space| space.account.pinned = change(space.account.pinned));
     }
 
     /// Counts an allocation that fails for lack of memory.
     pub fn count_refusal(&self) {
-        let Some(space) = self.space() else { return };
-        let mut guard = space.lock();
-        let before = guard.account;
-        guard.account.counts.refused += 1;
-        let after = guard.account;
-        self.account_changed(&before, &after);
+        self.change(|space| space.account.counts.refused += 1);
     }
 
     /// Records that, according to the scheduler, this client's `bytes` bytes cannot be mapped together.

@@ -212,13 +212,15 @@ fn release_after(wait: Wait, real: impl Fn() -> CUresult) -> CUresult {
     }
     crate::sys::errno::preserve(|| {
         for (gpu, frees) in gpu::in_use().filter_map(|gpu| Some((gpu, *frees.get(gpu.index as usize)?))) {
-            let Some(space) = gpu.space().filter(|_| frees > 0) else { continue };
+            if frees == 0 {
+                continue;
+            }
             let awaited = match wait {
                 Wait::Stream(_) => stream.map_or(Awaited::Some, Awaited::Stream),
                 Wait::Context(context) if gpu.work.is_all_in(context) => Awaited::All,
                 Wait::Context(_) | Wait::Event => Awaited::Some,
             };
-            change(gpu, space, |space| space.synchronize_pools(awaited, frees, &gpu.work));
+            change(gpu, |space| space.synchronize_pools(awaited, frees, &gpu.work));
         }
     });
     result
@@ -235,7 +237,7 @@ fn see_done(gpu: &Gpu, space: &Mutex<Space>) {
 fn trim(pool: CUmemoryPool, keep: Size) {
     if let Some((gpu, space)) = pools::find(pool as u64) {
         see_done(gpu, space);
-        change(gpu, space, |space| space.trim_pool(pool as u64, keep as u64));
+        change(gpu, |space| space.trim_pool(pool as u64, keep as u64));
     }
 }
 

@@ -69,8 +69,7 @@ pub fn dlvsym(handle: *mut c_void, name: &CStr) -> *mut c_void {
 }
 
 /// The address of the next `dlsym` in the search order: the C library's, or one of another library
-/// that interposes `dlsym`. 0 before the first use. The hook of `dlsym` reads this static directly,
-/// without a call.
+/// that interposes `dlsym`. 0 before the first use.
 pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 
 /// The address of the `dlopen` that follows this library's in the search order. The hook of `dlopen`
@@ -80,7 +79,7 @@ pub static REAL_DLOPEN: AtomicUsize = AtomicUsize::new(0);
 /// Finds the real `dlsym` with `dlvsym`, which returns the next versioned `dlsym` and not this
 /// library's. No known library interposes `dlvsym`. In a program that loaded libdl after its start,
 /// `dlvsym` and `dlsym` are outside the search scope, so the loader's tables are searched.
-pub extern "C" fn find_real_dlsym() -> usize {
+pub fn find_real_dlsym() -> usize {
     let address = match dlvsym(libc::RTLD_NEXT, c"dlsym") as usize {
         0 => elf::of_c_library(c"dlsym").unwrap_or(0),
         address => address,
@@ -91,7 +90,7 @@ pub extern "C" fn find_real_dlsym() -> usize {
 
 /// Finds the `dlopen` that follows this library's in the search order. It may belong to a tool that
 /// interposes `dlopen`.
-pub extern "C" fn find_real_dlopen() -> usize {
+pub fn find_real_dlopen() -> usize {
     let address = match real_dlsym(libc::RTLD_NEXT, c"dlopen".as_ptr()) as usize {
         0 => elf::of_c_library(c"dlopen").unwrap_or(0),
         address => address,

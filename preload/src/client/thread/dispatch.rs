@@ -32,13 +32,10 @@ impl ClientThread {
                 if let Some(gpu) = by_slot(slot) {
                     gpu.uuid().inspect(|uuid| memory_limits::set(*uuid, max));
                     gpu.forget_denials();
-                    if let Some(space) = gpu.space() {
-                        let mut guard = space.lock();
-                        let before = guard.account;
-                        guard.limit(seq, bytes, most, spare);
-                        guard.account.max = max;
-                        gpu.account_changed(&before, &guard.account);
-                    }
+                    gpu.change(|space| {
+                        space.limit(seq, bytes, most, spare);
+                        space.account.max = max;
+                    });
                     gpu.limit_answers.on_change();
                     gpu.admit_context();
                 }

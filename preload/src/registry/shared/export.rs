@@ -63,26 +63,20 @@ pub enum Attempt {
 pub fn export(gpu: &'static Gpu, address: u64) -> Attempt {
     static RANGES: AtomicU32 = AtomicU32::new(1);
     let Some(key) = announce_key() else { return Attempt::Impossible };
-    let Some(space) = gpu.space() else { return Attempt::Impossible };
     let begin = Instant::now();
     // Announces the key first, because a process that opens the handle finds this process by the key.
     while !outbox::flush() && connection::is_connected() && begin.elapsed() < ANNOUNCE_TIMEOUT {
         time::sleep(Duration::from_millis(1));
     }
-    let mut guard = space.lock();
-    let before = guard.account;
     let new = || Some(Exported { range: RANGES.fetch_add(1, Ordering::Relaxed), secret: random()? });
-    let attempt = match guard.export(address, |chunk| descriptor(chunk).is_some(), new) {
-        Export::Done(Exported { range, secret }, allocation, offset) => {
+    match gpu.change(|space| space.export(address, |chunk| descriptor(chunk).is_some(), new)) {
+        Some(Export::Done(Exported { range, secret }, allocation, offset)) => {
             let (size, id) = (allocation.size, allocation.id);
             Attempt::Done(ExportHandle { exporter: key, secret, size, id, range, offset }.write())
         }
-        Export::Away => Attempt::Away,
-        Export::Impossible => Attempt::Impossible,
-    };
-    let after = guard.account;
-    gpu.account_changed(&before, &after);
-    attempt
+        Some(Export::Away) => Attempt::Away,
+        Some(Export::Impossible) | None => Attempt::Impossible,
+    }
 }
 
 /// Returns a descriptor of the chunk, for another process.
