@@ -19,11 +19,11 @@ if [ -z "$calls" ]; then
 fi
 
 # The places where the library calls a function that waits, except the declarations in driver/mod.rs and the tests in
-# driver/waiting.rs.
+# driver/waits.rs.
 places() {
     sed -n 's/^\(cu[A-Za-z0-9_]*\)\twaits\t.*/\1/p' preload/coverage/waiting.tsv | while read -r name; do
         grep -rnE "(driver::|[ (])$name(_ptds)?\(" preload/src --include='*.rs' |
-            grep -vE '^preload/src/driver/(mod|waiting)\.rs:|^[^:]*:[0-9]*: *(//|\[cu)' |
+            grep -vE '^preload/src/driver/(mod|waits)\.rs:|^[^:]*:[0-9]*: *(//|\[cu)' |
             sed 's|^preload/\([^:]*:[0-9]*\):.*|\1|'
     done | sort -u
 }

@@ -11,16 +11,15 @@
 //! |---|---|
 //! | [`sys`] | substitutes for the standard library; keeps the program's `errno` |
 //! | [`env`](self::env) | the environment; traces |
-//! | [`driver`] | the real driver: functions, types, contexts, symbols of other libraries |
-//! | [`connection`] | the socket to the scheduler, the handshake, sending |
-//! | [`gate`] | the gates at which work waits for the GPU lock and for memory, and the fast path through an open gate |
-//! | [`work`] | submitted work: limiting it, and detecting when it is done; stream captures |
+//! | [`connection`] | the socket to the scheduler, the handshake, sending; whether the process is on its GPUs |
+//! | [`driver`] | the real driver: functions, entries, types, contexts, symbols of other libraries |
+//! | [`submit`] | the gates at which work waits, and the fast path through an open gate; submitted work: limiting it, and detecting when it is done; stream captures |
 //! | [`memory`] | the allocations of one GPU, and moving them to host memory and back |
-//! | [`gpu`] | one GPU: its gate, work and memory together, and its requests to the scheduler |
+//! | [`gpu`] | one GPU: its lane and memory together, and its requests to the scheduler |
 //! | [`registry`] | the program's memory on all GPUs, by the handles and addresses that the program uses |
 //! | [`client`] | the thread that carries out the scheduler's messages; running without a scheduler |
 //! | [`copies`] | copies whose sides may be on different GPUs |
-//! | [`calls`] | the steps of hooks besides the driver's call: submitting, allocating, mapping, exporting |
+//! | [`calls`] | the steps of hooks besides the driver's call: allocating, mapping, exporting |
 //! | [`nvml`] | the interposed functions of NVML |
 //! | [`lookup`] | lookups of driver functions, which return hooks |
 //! | [`hooks`] | the interposed functions |
@@ -45,21 +44,20 @@ mod connection;
 mod copies;
 mod driver;
 mod env;
-mod gate;
 mod gpu;
 mod hooks;
 mod lookup;
 mod memory;
 mod nvml;
 mod registry;
+mod submit;
 mod sys;
 mod version_note;
-mod work;
 
 /// Records properties of the process when the library is loaded. This takes two system calls, which
 /// only read.
-extern "C" fn loaded() {
-    sys::errno::preserved(|| {
+extern "C" fn on_load() {
+    sys::errno::preserve(|| {
         sys::thread::remember_cpus();
         env::trace::remember_stderr();
     });
@@ -67,4 +65,4 @@ extern "C" fn loaded() {
 
 #[used]
 #[unsafe(link_section = ".init_array")]
-static AT_LOAD: extern "C" fn() = loaded;
+static AT_LOAD: extern "C" fn() = on_load;

@@ -3,7 +3,6 @@
 use super::export::is_exportable;
 use crate::{
     driver::{self, put, types::*},
-    gate,
     gpu::Gpu,
     memory::{
         engine::{self, GRANULE},
@@ -13,6 +12,7 @@ use crate::{
         self,
         virtual_memory::{Mapping, Memory, TABLE},
     },
+    submit,
 };
 use core::ffi::c_void;
 
@@ -98,7 +98,7 @@ struct AddressInfo {
 /// Answers a query about an address at which the program has mapped memory of this library. The memory
 /// does not move until `answer` returns. Returns `None` if the address has no such mapping.
 fn query<R>(address: CUdeviceptr, answer: impl FnOnce(&AddressInfo) -> R) -> Option<R> {
-    if !gate::is_active() {
+    if !submit::is_active() {
         return None;
     }
     let table = TABLE.lock();

@@ -3,7 +3,7 @@
 //! cases: the driver refuses memory that the scheduler has allowed, a stream is being captured, or
 //! another device may access the memory.
 
-use super::pinned;
+use super::driver_memory;
 use crate::{
     connection,
     driver::{
@@ -12,7 +12,6 @@ use crate::{
         types::*,
     },
     env::{settings, trace::trace},
-    gate::{self, closed, threads},
     gpu::{
         self, Gpu,
         limit_request::{self, Outcome},
@@ -21,13 +20,13 @@ use crate::{
         engine, foreign_devices, slab,
         space::{Allocated, Backing, Space},
     },
-    registry::pinned::Kind,
+    registry::driver_memory::Kind,
+    submit::{self, captures, closed, threads},
     sys::{
         sync::Mutex,
         thread::stack_pointer,
         time::{self, Instant},
     },
-    work::capture,
 };
 use core::time::Duration;
 
@@ -48,10 +47,10 @@ const OTHERS_TIMEOUT: Duration = Duration::from_millis(400);
 const OFFLINE_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
-    let gpu = if gate::is_active() && !place.is_null() && size > 0 { gpu::current() } else { None };
+    let gpu = if submit::is_active() && !place.is_null() && size > 0 { gpu::current() } else { None };
     let Some((gpu, space)) = gpu.and_then(|g| Some((g, g.space()?))) else { return real() };
-    crate::sys::errno::preserved(|| {
-        let context = match working_context() {
+    crate::sys::errno::preserve(|| {
+        let context = match usable_context() {
             Ok(Some(context)) => context,
             Ok(None) => return real(),
             Err(error) => return error,
@@ -100,15 +99,13 @@ pub fn is_backed_in_time(
         if account.can_run() || account.is_lost {
             return true;
         }
-        let must_be_there = is_reached_by_others || capture::any();
+        let must_be_there = is_reached_by_others || captures::any();
         let is_late = begin.elapsed() >= BACKING_TIMEOUT;
         if gpu.is_mapping_denied() || (is_late && must_be_there) {
-            let mut guard = space.lock();
-            let before = guard.account;
-            undo(&mut guard);
-            guard.account.counts.refused += 1;
-            let after = guard.account;
-            gpu.account_changed(&before, &after);
+            gpu.change(|space| {
+                undo(space);
+                space.account.counts.refused += 1;
+            });
             gpu.forget_denials();
             return false;
         }
@@ -135,8 +132,8 @@ pub fn is_backed_in_time(
 pub fn wait_beside_capture(gpu: &Gpu) {
     let begin = Instant::now();
     while gpu.gate.is_closed_for(closed::MEMORY)
-        && capture::any()
-        && gate::is_active()
+        && captures::any()
+        && submit::is_active()
         && threads::mine().is_outside()
         && begin.elapsed() < BACKING_TIMEOUT
     {
@@ -147,15 +144,15 @@ pub fn wait_beside_capture(gpu: &Gpu) {
 /// Handles `cuMemAllocManaged`. All but small allocations are moved by prefetching, so they count as
 /// demand like other memory.
 pub fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: impl Fn() -> CUresult) -> CUresult {
-    let counted = || pinned::allocate(gpu::current(), Kind::Address, place, size as u64, &real);
-    let movable = gate::is_active() && !place.is_null() && size as u64 > slab::LARGEST && flags == MEM_ATTACH_GLOBAL;
+    let counted = || driver_memory::allocate(gpu::current(), Kind::Address, place, size as u64, &real);
+    let movable = submit::is_active() && !place.is_null() && size as u64 > slab::LARGEST && flags == MEM_ATTACH_GLOBAL;
     let gpu = if movable { gpu::current() } else { None };
     let Some((gpu, space)) = gpu.and_then(|gpu| Some((gpu, gpu.space()?))) else { return counted() };
     if !engine::can_prefetch(gpu.index as CUdevice) {
         return counted();
     }
-    crate::sys::errno::preserved(|| {
-        let context = match working_context() {
+    crate::sys::errno::preserve(|| {
+        let context = match usable_context() {
             Ok(Some(context)) => context,
             Ok(None) => return real(),
             Err(error) => return error,
@@ -175,7 +172,7 @@ pub fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: i
 
 /// Returns the current context, or `None` if that context does not work. The driver must then return
 /// the error.
-pub fn working_context() -> Result<Option<usize>, CUresult> {
+pub fn usable_context() -> Result<Option<usize>, CUresult> {
     let context = current_context()?;
     Ok(Some(context as usize).filter(|context| *context != 0 && !is_current_broken()))
 }
@@ -202,8 +199,8 @@ pub fn with_retries<T>(
         }
         // Freed memory is pending if it was freed during a capture, or if work of other contexts
         // may still use it.
-        let is_pending = guard.has_freed() || guard.has_pending_in_pools();
-        let comes = is_pending && !capture::any() && begin.elapsed() < FREED_TIMEOUT;
+        let is_pending = guard.has_freed() || guard.pools.has_pending();
+        let comes = is_pending && !captures::any() && begin.elapsed() < FREED_TIMEOUT;
         let fits = guard.account.fits_without_others(size as u64, gpu.total());
         let mut may_come = fits && begin.elapsed() < OTHERS_TIMEOUT;
         let is_unknown = !connection::is_connected() && guard.account.awaits_company();
@@ -243,7 +240,7 @@ pub fn free_later(address: CUdeviceptr) -> bool {
 pub fn free(address: CUdeviceptr) -> bool {
     free_with(address, |gpu, space, id| {
         let begin = Instant::now();
-        while gate::is_active() && !capture::any() {
+        while submit::is_active() && !captures::any() {
             match space.lock().is_awaited(id, &gpu.work) {
                 Some(false) => break,
                 None if begin.elapsed() >= FREE_TIMEOUT => break,
@@ -257,28 +254,26 @@ pub fn free(address: CUdeviceptr) -> bool {
 pub fn free_with(address: CUdeviceptr, wait: impl Fn(&Gpu, &Mutex<Space>, u64)) -> bool {
     let free = |gpu: &Gpu| {
         let Some(space) = gpu.space() else { return false };
-        let Some(id) = changing(gpu, space, |space| space.free(address, &gpu.work)) else { return false };
+        let Some(id) = change(gpu, |space| space.free(address, &gpu.work)).flatten() else { return false };
         if space.lock().has_freed() {
             wait(gpu, space, id);
-            changing(gpu, space, |space| space.reclaim(&gpu.work));
+            change(gpu, |space| space.reclaim(&gpu.work));
         }
         true
     };
-    gate::is_active() && crate::sys::errno::preserved(|| gpu::attached().any(free))
+    submit::is_active() && crate::sys::errno::preserve(|| gpu::in_use().any(free))
 }
 
 /// Runs `change`, which frees memory, and updates the account. If some memory can only be freed later,
 /// wakes the client's thread to do so.
-pub fn changing<R>(gpu: &Gpu, space: &Mutex<Space>, change: impl FnOnce(&mut Space) -> R) -> R {
-    let mut guard = space.lock();
-    let before = guard.account;
-    let result = change(&mut guard);
-    let after = guard.account;
-    gpu.account_changed(&before, &after);
-    if guard.has_freed() || guard.has_dying_pools() {
-        connection::wake();
-    }
-    result
+pub fn change<R>(gpu: &Gpu, change: impl FnOnce(&mut Space) -> R) -> Option<R> {
+    gpu.change(|space| {
+        let result = change(space);
+        if space.has_freed() || space.pools.has_dying() {
+            connection::wake();
+        }
+        result
+    })
 }
 
 /// The interval between checks whether the mover has finished with memory that is to be freed.
@@ -300,18 +295,14 @@ pub fn free_managed(address: CUdeviceptr) -> Option<CUresult> {
         let freeing = loop {
             match space.lock().take_managed(address) {
                 Ok(taken) => break taken?,
-                Err(_) if !gate::is_active() => return None,
+                Err(_) if !submit::is_active() => return None,
                 Err(_) => {}
             }
             time::sleep(MOVING_POLL_INTERVAL);
         };
         let result = by_driver(freeing.base());
-        let mut guard = space.lock();
-        let before = guard.account;
-        guard.end_of_freeing(freeing, result == SUCCESS);
-        let after = guard.account;
-        gpu.account_changed(&before, &after);
+        gpu.change(|space| space.end_of_freeing(freeing, result == SUCCESS));
         Some(result)
     };
-    if gate::is_active() { crate::sys::errno::preserved(|| gpu::attached().find_map(free)) } else { None }
+    if submit::is_active() { crate::sys::errno::preserve(|| gpu::in_use().find_map(free)) } else { None }
 }

@@ -1,19 +1,18 @@
 //! Creating and destroying contexts, and stream captures. The library must know about these calls. They
 //! never wait for the GPU lock.
 
-use super::submit::naming_for;
+use super::access::with_memory_of;
 use crate::{
     connection,
     driver::{self, types::*},
-    gate,
     gpu::{self, Gpu, peers::couple, reservation},
     memory::mover::Mover,
-    registry::{pinned, pools, shared},
+    registry::{driver_memory, pools, shared},
+    submit::{self, captures},
     sys::{
         sync::{Mutex, Rank},
         time::{self, Instant},
     },
-    work::{self, capture},
 };
 use alloc::vec::Vec;
 use core::{ffi::c_void, time::Duration};
@@ -25,11 +24,11 @@ const CONTEXT_TIMEOUT: Duration = Duration::from_secs(2);
 const CONTEXT_RETRY: Duration = Duration::from_millis(5);
 
 /// Creates a context on this GPU, and registers it with the library.
-pub fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() -> CUresult) -> CUresult {
-    if !gate::is_active() {
+pub fn create_context(device: CUdevice, place: *mut CUcontext, real: impl Fn() -> CUresult) -> CUresult {
+    if !submit::is_active() {
         return real();
     }
-    if !crate::sys::errno::preserved(|| Gpu::attach(device, shared::introduce)) {
+    if !crate::sys::errno::preserve(|| Gpu::attach(device, shared::introduce)) {
         return ERROR_OUT_OF_MEMORY;
     }
     let begin = Instant::now();
@@ -37,22 +36,22 @@ pub fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() -> CUre
         // The scheduler has made room, but a program that has just ended may still be releasing its memory.
         match real() {
             ERROR_OUT_OF_MEMORY if connection::is_connected() && begin.elapsed() < CONTEXT_TIMEOUT => {
-                crate::sys::errno::preserved(|| time::sleep(CONTEXT_RETRY))
+                crate::sys::errno::preserve(|| time::sleep(CONTEXT_RETRY))
             }
             result => break result,
         }
     };
-    let result = reservation::retried_on(|| gpu::by_ordinal(device).filter(|gpu| gpu.is_introduced()), create);
+    let result = reservation::retry_on(|| gpu::by_ordinal(device).filter(|gpu| gpu.is_introduced()), create);
     // SAFETY: the driver has just written the context there.
     let context = unsafe { place.as_ref() }.filter(|_| result == SUCCESS);
     if let Some(context) = context {
-        work::context_is_there(*context);
+        submit::target::add_context(*context);
     }
     if let (Some(context), Some(gpu)) = (context, gpu::by_ordinal(device)) {
-        crate::sys::errno::preserved(|| {
+        crate::sys::errno::preserve(|| {
             gpu.add_context(*context);
             if gpu::are_several() {
-                pools::now_in_use(gpu);
+                pools::on_first_use(gpu);
             }
             connection::wake();
         });
@@ -61,14 +60,14 @@ pub fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() -> CUre
 }
 
 /// Destroys a context. No thread of this library uses the context during the call.
-pub fn destroying(
+pub fn destroy_context(
     gpu: Option<&Gpu>,
     context: CUcontext,
     real: impl FnOnce() -> CUresult,
     is_gone: impl FnOnce() -> bool,
 ) -> CUresult {
-    let Some(gpu) = gpu.filter(|_| gate::is_active()) else { return real() };
-    let begun = crate::sys::errno::preserved(|| {
+    let Some(gpu) = gpu.filter(|_| submit::is_active()) else { return real() };
+    let begun = crate::sys::errno::preserve(|| {
         let leave = |space| Mover::leave(&gpu.moving, context, space, &|account| gpu.report(account));
         gpu.work.begin_destroying(context).then(|| gpu.space().map(leave))
     });
@@ -76,7 +75,7 @@ pub fn destroying(
     // The driver waits for the context's work, and that work may need another thread of the
     // program. So this thread holds no lock.
     let result = real();
-    crate::sys::errno::preserved(|| {
+    crate::sys::errno::preserve(|| {
         let is_gone = result == SUCCESS && is_gone();
         // The mover stays locked, so that no thread adds a new context with this handle before the
         // old context is forgotten.
@@ -99,33 +98,27 @@ pub fn destroying(
 /// Forgets all state of a context that has been destroyed.
 pub fn forget(gpu: &Gpu, context: CUcontext) {
     let is_last = gpu.work.is_last(context);
-    capture::end_all_in(context);
-    pinned::drop_context(gpu, context, is_last);
+    captures::end_all_in(context);
+    driver_memory::drop_context(gpu, context, is_last);
     shared::drop_context(gpu, context, is_last);
-    if let Some(space) = gpu.space() {
-        let mut guard = space.lock();
-        let before = guard.account;
-        guard.drop_context(context as usize, is_last);
-        let after = guard.account;
-        gpu.account_changed(&before, &after);
-    }
+    gpu.change(|space| space.drop_context(context as usize, is_last));
 }
 
 /// Returns the GPU of a context that the library knows.
 pub fn gpu_of(context: CUcontext) -> Option<&'static Gpu> {
-    if gate::is_active() { gpu::attached().find(|gpu| gpu.work.has_context(context)) } else { None }
+    if submit::is_active() { gpu::in_use().find(|gpu| gpu.work.has_context(context)) } else { None }
 }
 
 /// Drops one reference to a context. Only the last drop destroys the context. Until then, all its work
 /// continues.
-pub fn releasing(
+pub fn release_context(
     gpu: Option<&Gpu>,
     context: CUcontext,
     real: impl Fn() -> CUresult,
     is_gone: impl FnOnce() -> bool,
 ) -> CUresult {
-    let others_left = gpu.filter(|_| gate::is_active()).and_then(|gpu| gpu.work.releasing_context(context, &real));
-    others_left.unwrap_or_else(|| destroying(gpu, context, real, is_gone))
+    let others_left = gpu.filter(|_| submit::is_active()).and_then(|gpu| gpu.work.release_use(context, &real));
+    others_left.unwrap_or_else(|| destroy_context(gpu, context, real, is_gone))
 }
 
 pub fn primary_of(gpu: Option<&Gpu>) -> CUcontext {
@@ -138,15 +131,15 @@ pub fn is_primary_gone(device: CUdevice) -> bool {
     unsafe { driver::cuDevicePrimaryCtxGetState(device, &mut flags, &mut active) == SUCCESS && active == 0 }
 }
 
-pub fn releasing_primary(device: CUdevice, real: impl Fn() -> CUresult) -> CUresult {
+pub fn release_primary(device: CUdevice, real: impl Fn() -> CUresult) -> CUresult {
     let gpu = gpu::by_ordinal(device);
-    releasing(gpu, primary_of(gpu), real, || is_primary_gone(device))
+    release_context(gpu, primary_of(gpu), real, || is_primary_gone(device))
 }
 
 /// Resets the primary context of a device, regardless of its reference count.
-pub fn resetting_primary(device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
+pub fn reset_primary(device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
     let gpu = gpu::by_ordinal(device);
-    destroying(gpu, primary_of(gpu), real, || is_primary_gone(device))
+    destroy_context(gpu, primary_of(gpu), real, || is_primary_gone(device))
 }
 
 /// Retains the primary context of a GPU as if the program had done so. Returns whether that succeeded.
@@ -154,7 +147,7 @@ pub fn retain_primary(device: CUdevice) -> bool {
     let mut primary = core::ptr::null_mut();
     let place = &raw mut primary;
     // SAFETY: `place` outlives the call.
-    let result = creating(device, place, || unsafe { driver::cuDevicePrimaryCtxRetain(place, device) });
+    let result = create_context(device, place, || unsafe { driver::cuDevicePrimaryCtxRetain(place, device) });
     if let (SUCCESS, Some(gpu)) = (result, gpu::by_ordinal(device)) {
         gpu.set_primary(primary);
     }
@@ -166,25 +159,25 @@ pub fn retain_primary(device: CUdevice) -> bool {
 /// wait for the work of the green contexts.
 static GREEN: Mutex<Vec<(usize, CUdevice)>> = Mutex::new(Rank::GreenContexts, Vec::new());
 
-pub fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
-    if gate::is_active() && !crate::sys::errno::preserved(|| Gpu::attach(device, shared::introduce)) {
+pub fn make_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
+    if submit::is_active() && !crate::sys::errno::preserve(|| Gpu::attach(device, shared::introduce)) {
         return ERROR_OUT_OF_MEMORY;
     }
     let result = real();
     // The library registers other contexts when they are created, but a green context only at its
     // first launch. So it must expect a second context from now on.
-    work::contexts_are_several();
+    submit::target::expect_contexts();
     // SAFETY: the driver has just written the green context there.
-    if let (true, SUCCESS, Some(green)) = (gate::is_active(), result, unsafe { place.as_ref() })
-        && crate::sys::errno::preserved(|| retain_primary(device))
+    if let (true, SUCCESS, Some(green)) = (submit::is_active(), result, unsafe { place.as_ref() })
+        && crate::sys::errno::preserve(|| retain_primary(device))
     {
         GREEN.lock().push((*green as usize, device));
     }
     result
 }
 
-pub fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
-    if !gate::is_active() {
+pub fn destroy_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
+    if !submit::is_active() {
         return real();
     }
     let mut context = core::ptr::null_mut();
@@ -192,56 +185,56 @@ pub fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
     unsafe { driver::cuCtxFromGreenCtx(&mut context, green) };
     // Forgets the context before it is destroyed, so that no thread queries its work afterwards. Fences in
     // the primary context wait for that work too.
-    gpu::attached().for_each(|gpu| gpu.work.forget_foreign(context));
+    gpu::in_use().for_each(|gpu| gpu.work.forget_foreign(context));
     let result = real();
     if result != SUCCESS {
         return result;
     }
-    capture::end_all_in(context);
+    captures::end_all_in(context);
     let mut greens = GREEN.lock();
     let known = greens.iter().position(|(handle, _)| *handle == green as usize);
     let device = known.map(|at| greens.swap_remove(at).1);
     drop(greens);
     if let Some(device) = device {
         // SAFETY: `making_green` has retained the primary context.
-        releasing_primary(device, || unsafe { driver::cuDevicePrimaryCtxRelease_v2(device) });
+        release_primary(device, || unsafe { driver::cuDevicePrimaryCtxRelease_v2(device) });
     }
     result
 }
 
 /// Begins a capture. A capture refers to memory. So the call waits at the gate until the memory is
 /// on the GPU, and the memory stays there until the capture ends.
-pub fn beginning_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
-    naming_for(stream, || {
-        if gate::is_active()
+pub fn begin_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
+    with_memory_of(stream, || {
+        if submit::is_active()
             && let Some(gpu) = gpu::of_stream(stream)
         {
             // Marks the stream now, because a capturing stream cannot be queried.
             gpu.work.mark_stream(stream);
         }
-        capture::begin(stream, real)
+        captures::begin(stream, real)
     })
 }
 
-pub fn ending_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
+pub fn end_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
     let result = real();
     // If the program made the call on the wrong thread, the call has failed, and the stream is
     // still capturing.
-    if capture::any() && !capture::is_capturing(stream) {
-        capture::end(stream);
+    if captures::any() && !captures::is_capturing(stream) {
+        captures::end(stream);
     }
     result
 }
 
 /// Makes a stream wait for an event. If the event is part of a capture, the stream joins that capture.
 /// A graph that is captured from streams of several GPUs is work of each of those GPUs.
-pub fn waiting(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
-    if !(capture::any() && gate::is_active() && gpu::are_several()) || capture::is_capturing(stream) {
+pub fn wait_in_contexts(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
+    if !(captures::any() && submit::is_active() && gpu::are_several()) || captures::is_capturing(stream) {
         return real();
     }
-    let (result, joined) = capture::joining(stream, real);
+    let (result, joined) = captures::join(stream, real);
     if let Some([Some(gpu), Some(other)]) = joined.map(|contexts| contexts.map(gpu::of_context)) {
-        crate::sys::errno::preserved(|| couple(gpu, other));
+        crate::sys::errno::preserve(|| couple(gpu, other));
     }
     result
 }

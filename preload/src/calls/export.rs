@@ -1,16 +1,13 @@
 //! Calls that share memory with other processes or devices. The memory is restored to the GPU first,
 //! and never evicted from then on.
 
-use super::{
-    mappings::{changing, is_ours},
-    submit::naming_on,
-};
+use super::{access::with_memory_on, mappings::is_ours};
 use crate::{
     driver::types::*,
-    gate,
     gpu::Gpu,
     memory::space::Space,
     registry::{self, virtual_memory::TABLE},
+    submit,
     sys::sync::Mutex,
 };
 use alloc::vec::Vec;
@@ -26,64 +23,57 @@ pub fn is_exportable(address: CUdeviceptr, gpu: &Gpu) -> bool {
 
 /// Exports the memory at `address` with `call`, which receives the addresses of the memory's
 /// chunks. The range is restored first, and never evicted from then on.
-pub fn escaping(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnce(Vec<u64>) -> CUresult) -> CUresult {
-    naming_on(gpu, || {
-        let Some(space) = gpu.space() else { return ERROR_NOT_SUPPORTED };
-        let mut guard = space.lock();
-        let before = guard.account;
-        let Some(base) = guard.range_of(address) else { return ERROR_NOT_SUPPORTED };
-        if !guard.pin(base) {
-            return ERROR_NOT_SUPPORTED;
-        }
-        let after = guard.account;
-        gpu.account_changed(&before, &after);
-        let chunks = guard.chunk_addresses(base);
-        drop(guard);
-        call(chunks)
+pub fn escape(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnce(Vec<u64>) -> CUresult) -> CUresult {
+    with_memory_on(gpu, || {
+        let pin = |space: &mut Space| {
+            let base = space.range_of(address)?;
+            space.pin(base).then(|| space.chunk_addresses(base))
+        };
+        gpu.change(pin).flatten().map_or(ERROR_NOT_SUPPORTED, call)
     })
 }
 
 /// Makes a call that gives another device access to the memory at this address. The memory is
 /// restored before the call, and stays pinned from then on. For memory of this library, the call is
 /// `announce`, which receives the addresses of the chunks.
-pub fn announcing(
+pub fn announce_around(
     address: CUdeviceptr,
     real: impl FnOnce() -> CUresult,
     announce: impl FnOnce(Vec<u64>) -> CUresult,
 ) -> CUresult {
     match registry::find(address) {
         Some((_, allocation)) if allocation.is_foreign() => real(), // foreign memory does not move
-        Some((gpu, allocation)) => escaping(gpu, allocation.base, announce),
-        None => escaping_at(address, 1, real),
+        Some((gpu, allocation)) => escape(gpu, allocation.base, announce),
+        None => escape_at(address, 1, real),
     }
 }
 
 /// Shares the memory behind a handle with other processes, GPUs or hosts. `call` receives the
 /// driver's handle, so the memory must be a single chunk. The memory is restored first, and never
 /// evicted from then on.
-pub fn escaping_handle(handle: Handle, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
+pub fn escape_handle(handle: Handle, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
     let Some(memory) = TABLE.lock().memory(handle) else { return ERROR_INVALID_VALUE };
-    naming_on(memory.gpu, || {
+    with_memory_on(memory.gpu, || {
         let pinned = {
             // Looks up the handle again, because the program may have released it since.
             let table = TABLE.lock();
             let Some(memory) = table.memory(handle) else { return ERROR_INVALID_VALUE };
-            changing(&memory, |space| space.pin_chunk(memory.base)).flatten()
+            memory.gpu.change(|space| space.pin_chunk(memory.base)).flatten()
         };
         pinned.map_or(ERROR_NOT_SUPPORTED, call)
     })
 }
 
 /// Makes a call that shares memory by address. Pins the memory if it is this library's.
-pub fn escaping_at(address: CUdeviceptr, size: Size, call: impl FnOnce() -> CUresult) -> CUresult {
-    let first = if gate::is_active() { TABLE.lock().at(address) } else { None };
+pub fn escape_at(address: CUdeviceptr, size: Size, call: impl FnOnce() -> CUresult) -> CUresult {
+    let first = if submit::is_active() { TABLE.lock().at(address) } else { None };
     let Some((_, memory)) = first else { return call() };
-    naming_on(memory.gpu, || {
+    with_memory_on(memory.gpu, || {
         {
             let table = TABLE.lock();
-            for mapping in table.overlapping(address, size as u64) {
+            for mapping in table.overlaps_of(address, size as u64) {
                 if let Some(memory) = table.behind(&mapping) {
-                    changing(&memory, |space| space.pin(memory.base));
+                    memory.gpu.change(|space| space.pin(memory.base));
                 }
             }
         }
@@ -94,7 +84,7 @@ pub fn escaping_at(address: CUdeviceptr, size: Size, call: impl FnOnce() -> CUre
 /// Makes a call that binds memory to an object. Other GPUs or hosts access the memory through that
 /// object.
 pub fn bind(memory: Handle, real: impl FnOnce() -> CUresult, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
-    if is_ours(memory) { escaping_handle(memory, call) } else { real() }
+    if is_ours(memory) { escape_handle(memory, call) } else { real() }
 }
 
 /// Makes a call that binds memory by address.
@@ -102,5 +92,5 @@ pub fn bind_at(address: CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult
     if registry::is_ours(address) {
         return ERROR_INVALID_VALUE; // like the driver, for memory not from cuMemCreate
     }
-    escaping_at(address, size, real)
+    escape_at(address, size, real)
 }

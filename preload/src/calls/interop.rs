@@ -2,13 +2,13 @@
 //! APIs passes no gate, and may use this library's memory. After such a call the library cannot know
 //! when the program's work is done, so the program's memory stays on the GPU.
 
-use super::{contexts, submit::naming};
-use crate::{driver::types::*, gate, gpu};
+use super::{access::with_memory, contexts};
+use crate::{driver::types::*, gpu, submit};
 
 /// Makes the call while the program's memory is on the GPU. If the call succeeds, the memory stays
 /// on the GPU from then on.
-pub fn tied(call: impl FnOnce() -> CUresult) -> CUresult {
-    naming(|| {
+pub fn call_and_tie(call: impl FnOnce() -> CUresult) -> CUresult {
+    with_memory(|| {
         let result = call();
         if result == SUCCESS {
             make_unevictable();
@@ -20,18 +20,18 @@ pub fn tied(call: impl FnOnce() -> CUresult) -> CUresult {
 /// Restores the program's memory to the GPU, and keeps it there. Called before the program submits work
 /// that passes no gate.
 pub fn tie() {
-    let _ = tied(|| SUCCESS);
+    let _ = call_and_tie(|| SUCCESS);
 }
 
 pub fn make_unevictable() {
-    if gate::is_active() {
-        crate::sys::errno::preserved(|| gpu::attached().for_each(gpu::Gpu::make_unevictable));
+    if submit::is_active() {
+        crate::sys::errno::preserve(|| gpu::in_use().for_each(gpu::Gpu::make_unevictable));
     }
 }
 
 /// Creates a context that another API shares. Creates it outside the gate, because making room for it
 /// may take a while.
-pub fn creating_tied(device: CUdevice, context: *mut CUcontext, real: impl Fn() -> CUresult) -> CUresult {
-    let result = contexts::creating(device, context, real);
-    if result == SUCCESS { tied(|| SUCCESS) } else { result }
+pub fn create_tied(device: CUdevice, context: *mut CUcontext, real: impl Fn() -> CUresult) -> CUresult {
+    let result = contexts::create_context(device, context, real);
+    if result == SUCCESS { call_and_tie(|| SUCCESS) } else { result }
 }

@@ -5,16 +5,16 @@ use super::allocate;
 use crate::{
     driver::{self, types::*},
     env::{settings, trace::trace},
-    gate,
     gpu::{Gpu, peers},
     memory::{
         engine::{Flags, GRANULE, has},
         space::Space,
     },
     registry::{
-        pinned as account, virtual_memory as vmm,
+        driver_memory, virtual_memory as vmm,
         virtual_memory::{Memory, TABLE},
     },
+    submit,
     sys::sync::Mutex,
 };
 use alloc::vec::Vec;
@@ -29,7 +29,7 @@ pub fn whole(len: u64) -> bool {
 /// Whether this is a virtual handle, which this library has created. In the child of a fork the result
 /// does not matter, because the driver refuses every call there.
 pub fn is_ours(handle: Handle) -> bool {
-    gate::is_active() && vmm::is_virtual(handle)
+    submit::is_active() && vmm::is_virtual(handle)
 }
 
 /// Returns the GPU, its space and the flags if this call creates movable memory, that is, plain memory
@@ -41,7 +41,7 @@ pub fn movable(
     prop: *const AllocationProp,
     flags: u64,
 ) -> Option<(&'static Gpu, &'static Mutex<Space>, Flags)> {
-    let gpu = if gate::is_active() { account::gpu_of(prop) } else { None }?;
+    let gpu = if submit::is_active() { driver_memory::gpu_of(prop) } else { None }?;
     let space = gpu.space().filter(|space| space.lock().engine().copies())?;
     // SAFETY: `prop` is the program's pointer, which the driver would dereference too. It is not NULL,
     // because `gpu_of` found a GPU.
@@ -84,20 +84,10 @@ pub fn create(place: *mut Handle, size: Size, gpu: &'static Gpu, space: &Mutex<S
     }
 }
 
-/// Changes the space that contains this memory, and updates the account of the GPU.
-pub fn changing<R>(memory: &Memory, change: impl FnOnce(&mut Space) -> R) -> Option<R> {
-    let mut guard = memory.gpu.space()?.lock();
-    let before = guard.account;
-    let result = change(&mut guard);
-    let after = guard.account;
-    memory.gpu.account_changed(&before, &after);
-    Some(result)
-}
-
 /// Frees memory that has no references.
 pub fn drop_unused(memory: Option<Memory>) {
     if let Some(memory) = memory {
-        changing(&memory, |space| space.destroy(memory.base));
+        memory.gpu.change(|space| space.destroy(memory.base));
     }
 }
 
@@ -120,10 +110,10 @@ pub fn map(address: CUdeviceptr, size: u64, offset: u64, handle: Handle, flags: 
     if offset != 0 || size != memory.len {
         return ERROR_NOT_SUPPORTED;
     }
-    if !table.is_reserved(address, size) || !table.overlapping(address, size).is_empty() {
+    if !table.is_reserved(address, size) || !table.overlaps_of(address, size).is_empty() {
         return ERROR_INVALID_VALUE;
     }
-    match changing(&memory, |space| space.add_alias(memory.base, address)) {
+    match memory.gpu.change(|space| space.add_alias(memory.base, address)) {
         Some(Ok(())) => {
             table.map(address, size, Some(handle));
             SUCCESS
@@ -136,11 +126,11 @@ pub fn map(address: CUdeviceptr, size: u64, offset: u64, handle: Handle, flags: 
 pub fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUresult) -> CUresult {
     let mut table = TABLE.lock();
     let Some(found) = table.ours_among(address, size) else {
-        let gone = table.overlapping(address, size);
+        let gone = table.overlaps_of(address, size);
         let result = real();
         if result == SUCCESS {
             gone.iter().for_each(|mapping| drop_unused(table.unmap(mapping.at)));
-            account::unmap(address, size as usize);
+            driver_memory::unmap(address, size as usize);
         }
         return result;
     };
@@ -151,12 +141,12 @@ pub fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUresult) -
     for mapping in found {
         match table.behind(&mapping) {
             Some(memory) => {
-                changing(&memory, |space| space.remove_alias(memory.base, mapping.at));
+                memory.gpu.change(|space| space.remove_alias(memory.base, mapping.at));
             }
             None => {
                 // SAFETY: the program has requested the call.
                 unsafe { driver::cuMemUnmap(mapping.at, mapping.len as usize) };
-                account::unmap(mapping.at, mapping.len as usize);
+                driver_memory::unmap(mapping.at, mapping.len as usize);
             }
         }
         drop_unused(table.unmap(mapping.at));
@@ -205,10 +195,10 @@ pub fn set_access(
         return ERROR_INVALID_DEVICE;
     }
     let owners = found.iter().filter_map(|mapping| table.behind(mapping));
-    owners.for_each(|memory| wanted.iter().for_each(|desc| peers::given(memory.gpu, desc.location.id)));
+    owners.for_each(|memory| wanted.iter().for_each(|desc| peers::on_access(memory.gpu, desc.location.id)));
     for mapping in found {
         let result = match table.behind(&mapping) {
-            Some(memory) => changing(&memory, |space| {
+            Some(memory) => memory.gpu.change(|space| {
                 space.aliases(memory.base).map_or(Ok(()), |aliases| aliases.set_access(mapping.at, &wanted))
             }),
             // SAFETY: the program has requested the call.

@@ -2,7 +2,7 @@
 //! of a sleeping process waits for at most `MOST` until the process is awake. The child of a fork
 //! does not wait.
 
-use crate::{driver::presence, sys::c};
+use crate::{connection::presence, sys::c};
 use core::{
     ffi::c_void,
     sync::atomic::{AtomicBool, Ordering},

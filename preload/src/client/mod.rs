@@ -18,11 +18,11 @@ pub mod utilization;
 
 use crate::{
     connection,
-    driver::presence,
+    connection::presence,
     env::{settings, trace::trace},
-    gate::{self, barrier, epoch, threads},
     gpu,
     memory::file,
+    submit::{self, barrier, epoch, threads},
     sys::{c, lock_file, once::Once},
 };
 use core::sync::atomic::{AtomicBool, Ordering};
@@ -44,14 +44,12 @@ pub fn cancel_placement() {
 /// The client's thread is running when this function returns, so the library knows of every context.
 /// Returns `false` if the user requires a scheduler and none answers. The next `cuInit` then tries
 /// again.
-///
-/// `shut_driver(true)` closes all entries into the driver, and `shut_driver(false)` opens them.
-pub fn start(shut_driver: fn(bool)) -> bool {
+pub fn start() -> bool {
     static STARTED: Once = Once::new();
-    settings::get().disabled || STARTED.run(|| start_once(shut_driver))
+    settings::get().disabled || STARTED.run(start_once)
 }
 
-fn start_once(shut_driver: fn(bool)) -> bool {
+fn start_once() -> bool {
     static REGISTERED: AtomicBool = AtomicBool::new(false);
     if settings::get().memory_max_is_unread {
         trace!("ignoring NVSHARE_MEMORY_MAX: write a size of at least 2M, such as 8G, or a percentage, such as 25%");
@@ -63,8 +61,8 @@ fn start_once(shut_driver: fn(bool)) -> bool {
         exit::watch();
         c::at_fork_in_child(in_child);
     }
-    match thread::start(shut_driver) {
-        Start::Started => gate::set_active(true),
+    match thread::start() {
+        Start::Started => submit::set_active(true),
         Start::NoThread => connection::set_connection(None), // without the client's thread, no code would read from it
         Start::NoScheduler => return false,
     }
@@ -75,16 +73,16 @@ fn start_once(shut_driver: fn(bool)) -> bool {
 #[cfg_attr(test, expect(dead_code, reason = "called only by the panic handler, which test builds omit"))]
 pub fn give_up() {
     presence::come_back(); // if the process is off its GPUs, its threads now block inside the driver
-    gate::set_active(false);
+    submit::set_active(false);
     epoch::end();
-    gpu::open_all();
+    submit::open_all();
 }
 
 /// Runs in the child of a fork. CUDA contexts do not survive a fork, and the connection belongs to the
 /// parent.
 extern "C" fn in_child() {
     presence::in_child();
-    gate::set_active(false);
+    submit::set_active(false);
     epoch::end();
     connection::close_in_child();
     file::close_in_child();

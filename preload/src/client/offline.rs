@@ -33,9 +33,9 @@
 use crate::{
     client::turn::Turn,
     env::{settings, trace::trace},
-    gate::closed,
     gpu::Gpu,
     memory::{account::Account, space::Space},
+    submit::closed,
     sys::{
         lock_file::{LockFile, TryLock},
         sync::Mutex,

@@ -2,11 +2,11 @@
 //! handler opens every gate and stops the thread, because the program's work matters more than
 //! nvshare's.
 
-use crate::{client, env::trace, gate::threads, sys::errno};
+use crate::{client, env::trace, submit::threads, sys::errno};
 
 #[panic_handler]
 fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
-    errno::preserved(|| trace::line(format_args!("defect in libnvshare.so, please report: {info}")));
+    errno::preserve(|| trace::line(format_args!("defect in libnvshare.so, please report: {info}")));
     client::give_up();
     if !threads::is_ours() {
         // The thread is in a call of the program, and the library has no result to return.

@@ -27,7 +27,7 @@ use nvshare_wire::{
 /// The longest wait for an answer. After that, the program sees the same GPUs as without nvshare.
 const TIMEOUT: Duration = Duration::from_secs(1);
 
-static SETTLED: Once = Once::new();
+static PLACED: Once = Once::new();
 
 /// The connection that was made for the request, or the reason why none was made. The client's thread
 /// takes over the connection.
@@ -43,12 +43,12 @@ pub fn request(hello: &ClientMessage) -> bool {
     if settings::get().disabled {
         return true;
     }
-    SETTLED.run(|| settle(hello))
+    PLACED.run(|| place(hello))
 }
 
 /// Requests a placement and applies it. Returns `false` if the process must see no GPU. The next
 /// attempt may find a free GPU.
-fn settle(hello: &ClientMessage) -> bool {
+fn place(hello: &ClientMessage) -> bool {
     let list = c::variable(visible_devices::VISIBLE).unwrap_or_default();
     if chooser(c::variable) == Chooser::List && !visible_devices::names_any(list) {
         return true; // no GPU is visible anyway

@@ -7,10 +7,9 @@ use crate::{
     client::utilization::Utilization,
     connection,
     env::trace::trace,
-    gate::closed,
     gpu::Gpu,
+    submit::{Fence, captures, closed},
     sys::time::Instant,
-    work::{Fence, capture},
 };
 use core::time::Duration;
 use nvshare_idle_gap::IdleGapPredictor;
@@ -127,13 +126,13 @@ impl Turn {
     /// Begins a turn. Called when the lock has been granted.
     pub fn begin(&mut self, gpu: &Gpu) {
         if let Some(since) = self.idle_since.take() {
-            self.idle_gaps.record(gpu.requested_at().saturating_sub(since.since_start()));
+            self.idle_gaps.record(gpu.request_time().saturating_sub(since.since_start()));
         }
         gpu.request_is_over();
         gpu.set_drained(false);
         gpu.work.set_contended(false);
         gpu.close_if_lacking();
-        self.began = (Instant::now(), gpu.submitted());
+        self.began = (Instant::now(), gpu.submissions());
         self.utilization.begin_turn();
         self.state = TurnPhase::Holding { contended: None };
         gpu.gate.open(closed::LOCK | closed::KERNELS);
@@ -275,7 +274,7 @@ impl Turn {
             self.state = TurnPhase::Releasing(reason);
             return SEND_RETRY;
         }
-        gpu.turn_is_over(gpu.submitted() != count);
+        gpu.turn_is_over(gpu.submissions() != count);
         self.state = TurnPhase::Over;
         // The scheduler has ignored any request made during this turn, so the request must be
         // repeated. A waiting thread repeats the request if the thread is awake and sees that no
@@ -300,12 +299,12 @@ impl Contended {
 
     /// Whether no work has been submitted since the last check.
     fn saw_all(&self, gpu: &Gpu) -> bool {
-        gpu.is_quiet() && gpu.submitted() == self.count
+        gpu.is_quiet() && gpu.submissions() == self.count
     }
 
     /// Whether the client has been idle long enough to release the lock.
     fn look(&mut self, gpu: &Gpu, idle_gaps: &mut IdleGapPredictor) -> Look {
-        let count = gpu.submitted();
+        let count = gpu.submissions();
         if count != self.count || !gpu.is_quiet() || gpu.are_waited_for() {
             self.count = count;
             if let Some(since) = self.idle_since.take() {
@@ -379,7 +378,7 @@ impl Drain {
         }
         if standing >= LONG && !self.reported {
             self.reported = true;
-            let reason = if capture::any() { StuckReason::Capturing } else { StuckReason::LongWork };
+            let reason = if captures::any() { StuckReason::Capturing } else { StuckReason::LongWork };
             connection::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason });
         }
         Drained::NotYet
@@ -392,11 +391,8 @@ mod tests {
     use crate::{
         connection::fake::Scheduler,
         driver::{fake::Driver, types::*},
-        gate::{
-            Gate,
-            threads::{self, Waits},
-        },
         gpu::fake::{attach_to_scheduler, busy_stream},
+        submit::threads::{self, Waits},
         sys::{
             sync::{Held, on_client_thread},
             thread::stack_pointer,
@@ -477,13 +473,13 @@ mod tests {
     #[test]
     fn a_turn_does_not_end_while_a_thread_is_inside_the_gate() {
         let mut holder = Holder::new();
-        let (gpu, slot) = (holder.gpu, threads::mine());
-        assert!(gpu.gate.try_enter(gpu.index, slot, stack_pointer(), closed::FOR_ALL));
+        let (gpu, thread) = (holder.gpu, threads::mine());
+        assert!(gpu.gate.try_enter(gpu.index, thread, stack_pointer(), closed::FOR_ALL));
         holder.turn.revoke(gpu);
         assert_eq!((holder.step(), holder.scheduler.sent().len()), (POLL_INTERVAL, 0));
         // The thread submits work before it leaves the gate.
         let stream = holder.busy_stream();
-        Gate::leave(gpu.index, slot);
+        thread.leave(gpu.index);
         assert_eq!((holder.step(), holder.scheduler.sent().len()), (POLL_INTERVAL, 0));
         holder.driver.finish(stream);
         assert_eq!(holder.end().len(), 1);
@@ -596,9 +592,9 @@ mod tests {
         }
         assert!(holder.turn.is_held());
         // Another submission restarts the check.
-        let (gpu, slot) = (holder.gpu, threads::mine());
-        assert!(gpu.gate.try_enter(gpu.index, slot, stack_pointer(), closed::FOR_ALL));
-        Gate::leave(gpu.index, slot);
+        let (gpu, thread) = (holder.gpu, threads::mine());
+        assert!(gpu.gate.try_enter(gpu.index, thread, stack_pointer(), closed::FOR_ALL));
+        thread.leave(gpu.index);
         holder.driver.finish(stream);
         holder.step();
         assert!(holder.turn.is_held() && holder.scheduler.sent().is_empty());

@@ -8,7 +8,7 @@
 //! Samples are taken only while another client waits for the lock, because the scheduler needs the
 //! result only then.
 
-use crate::{connection, gpu::Gpu, sys::time::Instant, work::Fence};
+use crate::{connection, gpu::Gpu, submit::Fence, sys::time::Instant};
 use core::time::Duration;
 use nvshare_wire::ClientMessage;
 

@@ -55,7 +55,7 @@ impl Scheduler {
 /// Begins a handshake that is `age` old.
 pub fn begin(age: Duration) -> (Attempt, Peer) {
     let (own, peer) = pair().expect("a pair of sockets");
-    (Attempt::pending(own, Instant::ago(age)), Peer(peer))
+    (Attempt::after_hello(own, Instant::ago(age)), Peer(peer))
 }
 
 impl Peer {

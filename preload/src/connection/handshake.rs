@@ -67,7 +67,7 @@ impl Attempt {
 
     /// A handshake on this socket, which has sent `Hello`.
     #[cfg(test)]
-    pub fn pending(socket: Socket, since: Instant) -> Self {
+    pub fn after_hello(socket: Socket, since: Instant) -> Self {
         Self { socket, since }
     }
 

@@ -3,12 +3,13 @@
 //!
 //! - [`socket`]: packets. [`handshake`]: making a connection.
 //! - [`outbox`]: messages that must be sent before the next memory report.
-//! - [`wakeup`]: waking the client's thread.
+//! - [`wakeup`]: waking the client's thread. [`presence`]: whether the process is on its GPUs.
 
 #[cfg(test)]
 pub mod fake;
 pub mod handshake;
 pub mod outbox;
+pub mod presence;
 pub mod socket;
 pub mod wakeup;
 
@@ -16,7 +17,6 @@ pub use wakeup::wake;
 
 use crate::{
     connection::socket::Socket,
-    driver::presence,
     env::trace::trace,
     sys::{
         file::InheritedDescriptor,

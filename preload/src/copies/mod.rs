@@ -2,8 +2,8 @@
 //!
 //! - [`route`]: the GPUs that a copy concerns, the gate at which it waits, and the method of copying.
 //! - [`shapes`]: the driver's structures for two- and three-dimensional copies, and for graph nodes.
-//! - [`staged`]: copies of memory that a GPU cannot access directly.
+//! - [`stage`]: copies of memory that a GPU cannot access directly.
 
 pub mod route;
 pub mod shapes;
-pub mod staged;
+pub mod stage;

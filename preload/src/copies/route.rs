@@ -3,9 +3,9 @@
 
 use crate::{
     driver::{self, types::*},
-    gate,
     gpu::{self, Gpu, peers},
-    registry::{self, pinned, virtual_memory},
+    registry::{self, driver_memory, virtual_memory},
+    submit,
     sys::errno,
 };
 use alloc::vec::Vec;
@@ -13,7 +13,7 @@ use alloc::vec::Vec;
 /// Whether this process uses several GPUs. Otherwise this module is not needed.
 #[inline]
 fn are_several() -> bool {
-    gpu::are_several() && gate::is_active()
+    gpu::are_several() && submit::is_active()
 }
 
 /// The source or destination of a copy, as the program specifies it.
@@ -87,7 +87,7 @@ impl Place {
     }
 
     /// Returns the place of memory that this library knows.
-    fn known(side: Side) -> Option<Self> {
+    fn find(side: Side) -> Option<Self> {
         match side {
             Side::Host | Side::Address(0) => None,
             Side::Address(address) => match registry::find(address) {
@@ -99,13 +99,13 @@ impl Place {
                     memory.map(|memory| Self::of(memory.gpu, 0, Kind::Other))
                 }
             },
-            Side::Array(array) => pinned::array(array).map(|(gpu, context)| Self::of(gpu, context, Kind::Other)),
+            Side::Array(array) => driver_memory::array(array).map(|(gpu, context)| Self::of(gpu, context, Kind::Other)),
         }
     }
 
     /// Returns the place of memory according to the driver. Managed and host memory has no place, because
     /// every GPU can access it.
-    fn asked(side: Side) -> Option<Self> {
+    fn query(side: Side) -> Option<Self> {
         use pointer_attribute::{CONTEXT, DEVICE_ORDINAL, IS_MANAGED, MEMORY_TYPE};
         let Side::Address(address @ 1..) = side else { return None };
         let attribute = |which| {
@@ -127,7 +127,7 @@ impl Place {
 
 /// Couples these GPUs and the stream's GPU as peers. If this library does not manage the stream's
 /// GPU (`own` is `None`), returns the GPU at whose gate the call waits.
-fn together(own: Option<&'static Gpu>, gpus: impl Iterator<Item = &'static Gpu>) -> Option<&'static Gpu> {
+fn couple_all(own: Option<&'static Gpu>, gpus: impl Iterator<Item = &'static Gpu>) -> Option<&'static Gpu> {
     let mut all = own.into_iter().chain(gpus);
     let first = all.next()?;
     all.for_each(|other| peers::couple(first, other));
@@ -138,18 +138,18 @@ fn together(own: Option<&'static Gpu>, gpus: impl Iterator<Item = &'static Gpu>)
 /// now on.
 #[inline]
 pub fn route(stream: CUstream, sides: [Side; 2]) -> Route {
-    if are_several() { errno::preserved(|| find(stream, sides)) } else { Route::DIRECT }
+    if are_several() { errno::preserve(|| find(stream, sides)) } else { Route::DIRECT }
 }
 
 fn find(stream: CUstream, sides: [Side; 2]) -> Route {
-    let known = sides.map(Place::known);
+    let known = sides.map(Place::find);
     let here = gpu::device_of(stream);
-    let gate = together(here.and_then(gpu::by_ordinal), known.iter().flatten().filter_map(|place| place.gpu));
+    let gate = couple_all(here.and_then(gpu::by_ordinal), known.iter().flatten().filter_map(|place| place.gpu));
     let has_chunks = known.iter().flatten().any(|place| place.kind != Kind::Other);
     let Some(here) = here.filter(|_| has_chunks) else { return Route { way: Way::Direct, gate } };
     let within_reach = |place: &Place| here == place.device || has_access(here, place);
     let [to, from] =
-        [(known[0], sides[0]), (known[1], sides[1])].map(|(known, side)| known.or_else(|| Place::asked(side)));
+        [(known[0], sides[0]), (known[1], sides[1])].map(|(known, side)| known.or_else(|| Place::query(side)));
     let way = match (to, from) {
         _ if to.iter().chain(&from).all(within_reach) => Way::Direct,
         (Some(to), Some(from)) => Way::Peers([to.context(), from.context()]),
@@ -167,7 +167,7 @@ fn has_access(device: CUdevice, place: &Place) -> bool {
 }
 
 /// Called when the program has given its current context access to another context.
-pub fn enabled(context: CUcontext) {
+pub fn on_peer_access(context: CUcontext) {
     contexts(CTX_DEFAULT_STREAM, || Some([context, core::ptr::null_mut()]));
 }
 
@@ -177,10 +177,10 @@ pub fn contexts(stream: CUstream, named: impl FnOnce() -> Option<[CUcontext; 2]>
     if !are_several() {
         return Route::DIRECT;
     }
-    errno::preserved(|| {
+    errno::preserve(|| {
         let named = named().into_iter().flatten().filter(|context| !context.is_null());
-        let gpus = named.filter_map(|context| gpu::attached().find(|gpu| gpu.work.has_context(context)));
-        Route { way: Way::Direct, gate: together(gpu::of_stream(stream), gpus) }
+        let gpus = named.filter_map(|context| gpu::in_use().find(|gpu| gpu.work.has_context(context)));
+        Route { way: Way::Direct, gate: couple_all(gpu::of_stream(stream), gpus) }
     })
 }
 
@@ -190,8 +190,8 @@ pub fn many<I: Iterator<Item = Side>>(stream: CUstream, sides: impl FnOnce() -> 
     if !are_several() {
         return Route::DIRECT;
     }
-    errno::preserved(|| {
-        let gpus = sides().filter_map(|side| Place::known(side)?.gpu);
-        Route { way: Way::Direct, gate: together(gpu::of_stream(stream), gpus) }
+    errno::preserve(|| {
+        let gpus = sides().filter_map(|side| Place::find(side)?.gpu);
+        Route { way: Way::Direct, gate: couple_all(gpu::of_stream(stream), gpus) }
     })
 }

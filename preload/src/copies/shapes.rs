@@ -67,7 +67,7 @@ impl From<&Copy2D> for Copy3D {
 }
 
 impl Side3D {
-    fn named(&self) -> Side {
+    fn place(&self) -> Side {
         match self.kind {
             MEMORYTYPE_DEVICE | MEMORYTYPE_UNIFIED => Side::Address(self.device),
             MEMORYTYPE_ARRAY => Side::Array(self.array),
@@ -85,7 +85,7 @@ impl Side3D {
 impl Copy3D {
     /// Returns destination and source.
     pub fn sides(&self) -> [Side; 2] {
-        [self.to.named(), self.from.named()]
+        [self.to.place(), self.from.place()]
     }
 
     /// Returns the contexts of destination and source. They are set only in a copy between contexts.
@@ -110,7 +110,7 @@ struct Operand {
 }
 
 impl Operand {
-    fn named(&self) -> Side {
+    fn place(&self) -> Side {
         const POINTER: i32 = 1;
         const ARRAY: i32 = 2;
         match self.kind {
@@ -134,27 +134,35 @@ pub struct BatchCopy3D {
 
 impl BatchCopy3D {
     pub fn sides(&self) -> [Side; 2] {
-        [self.to.named(), self.from.named()]
+        [self.to.place(), self.from.place()]
     }
 }
 
 /// The first field of `CUDA_MEMSET_NODE_PARAMS`, in all its versions.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct Fill {
     to: CUdeviceptr,
 }
 
-/// The beginning of `CUgraphNodeParams`. The parameters of the node's kind follow.
-#[derive(Debug)]
+/// `CUgraphNodeParams`
 #[repr(C)]
 pub struct NodeParams {
     kind: i32,
     reserved: [i32; 3],
+    of_kind: OfKind,
+}
+
+/// The parameters of a node, by the node's kind.
+#[repr(C)]
+union OfKind {
+    copy: CopyNode,
+    fill: Fill,
+    all: [u64; 30],
 }
 
 /// `CUDA_MEMCPY_NODE_PARAMS`
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 #[repr(C)]
 struct CopyNode {
     flags: [i32; 2],
@@ -163,38 +171,25 @@ struct CopyNode {
 }
 
 /// Returns the route of a memcpy node.
-///
-/// # Safety
-/// `params` is NULL, or a valid argument to the driver for such a node.
-pub unsafe fn copy_node(params: *const Copy3D) -> Route {
-    // SAFETY: `params` is NULL or valid: the caller's contract.
-    many(CTX_DEFAULT_STREAM, || unsafe { params.as_ref() }.map(Copy3D::sides).into_iter().flatten())
+pub fn copy_node(params: Option<&Copy3D>) -> Route {
+    many(CTX_DEFAULT_STREAM, || params.map(Copy3D::sides).into_iter().flatten())
 }
 
 /// Returns the route of a memset node.
-///
-/// # Safety
-/// `params` is NULL, or a valid argument to the driver for such a node.
-pub unsafe fn fill_node(params: *const Fill) -> Route {
-    // SAFETY: `params` is NULL or valid: the caller's contract.
-    many(CTX_DEFAULT_STREAM, || unsafe { params.as_ref() }.map(|fill| Side::Address(fill.to)).into_iter())
+pub fn fill_node(params: Option<&Fill>) -> Route {
+    many(CTX_DEFAULT_STREAM, || params.map(|fill| Side::Address(fill.to)).into_iter())
 }
 
 /// Returns the route of a node of any kind.
-///
-/// # Safety
-/// `params` is NULL, or a valid argument to the driver for a node.
-pub unsafe fn any_node(params: *const NodeParams) -> Route {
+pub fn any_node(params: Option<&NodeParams>) -> Route {
     const COPY: i32 = 1;
     const FILL: i32 = 2;
-    // SAFETY: `params` is NULL or valid: the caller's contract. The kind determines the fields that
-    // follow.
-    unsafe {
-        match params.as_ref().map(|params| params.kind) {
-            Some(COPY) => copy_node(&raw const (*params.add(1).cast::<CopyNode>()).copy),
-            Some(FILL) => fill_node(params.add(1).cast()),
-            _ => many(CTX_DEFAULT_STREAM, core::iter::empty),
-        }
+    match params {
+        // SAFETY: the program has set the parameters of a node of this kind.
+        Some(node) if node.kind == COPY => copy_node(Some(unsafe { &node.of_kind.copy.copy })),
+        // SAFETY: the program has set the parameters of a node of this kind.
+        Some(node) if node.kind == FILL => fill_node(Some(unsafe { &node.of_kind.fill })),
+        _ => many(CTX_DEFAULT_STREAM, core::iter::empty),
     }
 }
 
@@ -208,7 +203,8 @@ mod tests {
         assert_eq!((size_of::<Copy2D>(), size_of::<Copy3D>()), (128, 200));
         assert_eq!((offset_of!(Copy3D, to), offset_of!(Side3D, context)), (88, 64));
         assert_eq!((size_of::<Operand>(), size_of::<BatchCopy3D>()), (40, 112));
-        assert_eq!((size_of::<NodeParams>(), offset_of!(CopyNode, copy)), (16, 16));
+        assert_eq!((size_of::<NodeParams>(), offset_of!(NodeParams, of_kind)), (256, 16));
+        assert_eq!(offset_of!(CopyNode, copy), 16);
     }
 
     #[test]

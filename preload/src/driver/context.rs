@@ -31,6 +31,7 @@ pub fn with_current<R>(context: usize, f: impl FnOnce() -> R) -> Result<R, CUres
     check(unsafe { cuCtxPushCurrent_v2(context as CUcontext) })?;
     let result = f();
     let mut popped = core::ptr::null_mut();
+    // SAFETY: `popped` outlives the call.
     unsafe { cuCtxPopCurrent_v2(&mut popped) };
     Ok(result)
 }

@@ -148,7 +148,7 @@ fn state() -> MutexGuard<'static, Scene> {
 /// The locks that the calling thread holds, as bits of their ranks.
 fn locks() -> u64 {
     #[cfg(debug_assertions)]
-    return rank::held();
+    return rank::ranks_of_thread();
     #[cfg(not(debug_assertions))]
     0
 }

@@ -19,7 +19,7 @@ pub struct Hook {
 /// distance. The loader would have to relocate pointers in every program, even in one that does not
 /// use CUDA.
 #[repr(C)]
-struct Entry {
+struct Distances {
     hook: i32,
     real: i32,
 }
@@ -27,9 +27,9 @@ struct Entry {
 unsafe extern "C" {
     // The linker's symbols for the section that contains the entries of all uses of `hooks!`.
     #[link_name = "__start_nvshare_hooks"]
-    static FIRST: Entry;
+    static FIRST: Distances;
     #[link_name = "__stop_nvshare_hooks"]
-    static END: Entry;
+    static END: Distances;
 }
 
 // Without this directive, the library would export the two symbols.
@@ -39,7 +39,7 @@ core::arch::global_asm!(".hidden __start_nvshare_hooks", ".hidden __stop_nvshare
 /// above all hooks.
 pub fn all() -> impl Iterator<Item = Hook> {
     let (first, end) = (&raw const FIRST, &raw const END);
-    let len = (end as usize - first as usize) / size_of::<Entry>();
+    let len = (end as usize - first as usize) / size_of::<Distances>();
     (0..len).map(move |index| {
         let entry = first.wrapping_add(index);
         // SAFETY: `entry` is between the beginning and the end of the section, which contains only entries.
@@ -95,6 +95,7 @@ macro_rules! hooks {
 
         core::arch::global_asm!(
             ".pushsection nvshare_hooks, \"aR\", @progbits",
+            ".balign 4",
             $( $( concat!(".long {} - . // ", stringify!($name)), ".long {} - ." ),+ ),*,
             ".popsection",
             $( $( sym $name, sym $name::REAL ),+ ),*
@@ -129,11 +130,12 @@ macro_rules! hook {
             }
             #[allow(unused_variables)]
             let $real = move || {
-                $crate::driver::waiting::check(&$name::REAL);
+                $crate::driver::waits::check(&$name::REAL);
                 // Each of the two calls consumes the arguments, so no argument has to be kept across a call.
-                // SAFETY: the arguments are the program's own.
-                match $name::REAL.known().map(function) {
+                match $name::REAL.open_address().map(function) {
+                    // SAFETY: the arguments are the program's own.
                     Some(function) => unsafe { function($($arg),*) },
+                    // SAFETY: the arguments are the program's own.
                     None => unsafe { look_up($($arg),*) },
                 }
             };

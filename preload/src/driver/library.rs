@@ -20,7 +20,7 @@ impl Library {
 
     /// Returns the handle if the program has loaded the library. The handle stays open, so the library is
     /// never unloaded after that.
-    pub fn loaded(&self) -> Option<*mut c_void> {
+    pub fn handle_if_loaded(&self) -> Option<*mut c_void> {
         self.open(libc::RTLD_NOLOAD)
     }
 

@@ -4,28 +4,32 @@
 //! A [`Function`] is looked up on first use. If the driver lacks the function, the call returns
 //! `CUDA_ERROR_NOT_FOUND`, like a lookup by the driver.
 //!
-//! [`entry`]: the entries into the driver. They are shut while [`presence`] says that the process is
-//! off its GPUs.
+//! [`function`]: functions of the driver. [`entries`]: entries for functions that this library need not
+//! intercept. [`detour`]: code that runs before an entry or a thunk continues. All entries are shut
+//! while [`presence`](crate::connection::presence) says that the process is off its GPUs.
 //!
 //! [`hook`]: the declaration of interposed functions.
 //!
 //! [`redirect`]: patches symbol tables so that lookups of driver functions yield hooks.
 //!
-//! [`waiting`]: which calls may wait for running work, and where such calls are forbidden.
+//! [`waits`]: which calls may wait for running work, and where such calls are forbidden.
 
 pub mod context;
-pub mod entry;
+pub mod detour;
+pub mod entries;
 #[cfg(test)]
 pub mod fake;
+pub mod function;
 pub mod hook;
 pub mod library;
-pub mod presence;
 pub mod redirect;
 pub mod types;
-pub mod waiting;
+pub mod waits;
+
+pub use function::Function;
 
 use crate::{
-    driver::{entry::Entry, library::Library, types::*},
+    driver::{library::Library, types::*},
     sys::c,
 };
 use core::ffi::{CStr, c_char, c_void};
@@ -33,8 +37,8 @@ use core::ffi::{CStr, c_char, c_void};
 static LIBRARY: Library = Library::new(c"libcuda.so.1");
 
 /// Returns the driver's handle, if the program has loaded it. Never loads it.
-pub fn loaded() -> Option<*mut c_void> {
-    LIBRARY.loaded()
+pub fn handle_if_loaded() -> Option<*mut c_void> {
+    LIBRARY.handle_if_loaded()
 }
 
 /// Libraries that submit work through tables of private functions. They request these tables when they
@@ -73,65 +77,6 @@ pub unsafe fn put<T>(place: *mut T, value: T) {
         // SAFETY: the caller's contract. The pointer need not be aligned for `T`, because the driver accepts
         // that too.
         unsafe { place.write_unaligned(value) };
-    }
-}
-
-/// The length of a name, with room for the driver's longest name, which has 49 bytes.
-const MAX_NAME: usize = 64;
-
-/// A function of the real driver, by its exported name. The name is stored inline, because the loader
-/// would have to relocate a pointer in every program.
-#[derive(Debug)]
-pub struct Function {
-    entry: Entry,
-    name: [u8; MAX_NAME],
-    #[cfg(debug_assertions)]
-    waiting: waiting::KnownClass,
-}
-
-impl Function {
-    /// Creates a function, to be stored in a static. A name that is too long does not compile.
-    pub const fn new(name: &CStr) -> Self {
-        let mut own = [0; MAX_NAME];
-        let (head, _) = own.split_at_mut(name.to_bytes_with_nul().len());
-        head.copy_from_slice(name.to_bytes_with_nul());
-        Self {
-            entry: Entry::new(),
-            name: own,
-            #[cfg(debug_assertions)]
-            waiting: waiting::KnownClass::new(),
-        }
-    }
-
-    pub fn name(&self) -> &CStr {
-        CStr::from_bytes_until_nul(&self.name).unwrap_or(c"")
-    }
-
-    pub fn entry(&self) -> &Entry {
-        &self.entry
-    }
-
-    /// Returns the address of the real function, to be called, or `None` if the driver lacks it. Waits
-    /// while the process is off its GPUs.
-    #[inline]
-    pub fn address(&self) -> Option<usize> {
-        self.known().or_else(|| self.enter())
-    }
-
-    /// Returns the address, if it has been looked up and the entry is not shut.
-    #[inline(always)]
-    pub fn known(&self) -> Option<usize> {
-        self.entry.open()
-    }
-
-    #[cold]
-    fn enter(&self) -> Option<usize> {
-        self.entry.enter(|| look_up(self.name()))
-    }
-
-    /// Returns the address of the real function, to be compared. Never waits.
-    pub fn find(&self) -> Option<usize> {
-        self.entry.find(|| look_up(self.name()))
     }
 }
 
@@ -227,7 +172,7 @@ macro_rules! functions {
             #[cfg_attr(debug_assertions, track_caller)]
             #[inline]
             pub unsafe fn $name($($arg: $type),*) -> CUresult {
-                waiting::check(&address::$name);
+                waits::check(&address::$name);
                 match address::$name.address() {
                     // SAFETY: the driver's export of this name has this signature.
                     Some(address) => unsafe {

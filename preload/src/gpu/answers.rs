@@ -30,12 +30,12 @@ impl LimitAnswers {
 
     /// Called when a new limit has arrived, when the scheduler was replaced or its connection was lost, and when
     /// the client begins to run without a scheduler.
-    pub fn changed(&self) {
+    pub fn on_change(&self) {
         self.count.fetch_add(1, Ordering::SeqCst);
         futex::wake_all(&self.count);
     }
 
-    pub fn denied(&self, bytes: u64) {
+    pub fn on_denial(&self, bytes: u64) {
         let mut denied = self.denied.lock();
         *denied = (bytes, self.count.fetch_add(1, Ordering::SeqCst).wrapping_add(1));
         self.awaited.store(false, Ordering::SeqCst);
@@ -45,12 +45,12 @@ impl LimitAnswers {
 
     /// Called when the scheduler replies that the memory becomes available after other clients have
     /// freed some.
-    pub fn awaited(&self) {
+    pub fn on_deferral(&self) {
         self.awaited.store(true, Ordering::SeqCst);
     }
 
     /// Returns the size of the latest refused limit, if the refusal came after the count was `seen`.
-    pub(super) fn denied_since(&self, seen: u32) -> Option<u64> {
+    pub(super) fn denial_since(&self, seen: u32) -> Option<u64> {
         let (bytes, at) = *self.denied.lock();
         (at.wrapping_sub(seen) as i32 > 0).then_some(bytes)
     }
@@ -91,12 +91,12 @@ mod tests {
     fn a_refusal_answers_only_earlier_requests() {
         let answers = LimitAnswers::new();
         let seen = answers.count.load(Ordering::SeqCst);
-        assert_eq!(answers.denied_since(seen), None);
-        answers.changed();
-        assert_eq!(answers.denied_since(seen), None);
-        answers.denied(7);
-        assert_eq!(answers.denied_since(seen), Some(7));
+        assert_eq!(answers.denial_since(seen), None);
+        answers.on_change();
+        assert_eq!(answers.denial_since(seen), None);
+        answers.on_denial(7);
+        assert_eq!(answers.denial_since(seen), Some(7));
         let seen = answers.count.load(Ordering::SeqCst);
-        assert_eq!(answers.denied_since(seen), None);
+        assert_eq!(answers.denial_since(seen), None);
     }
 }

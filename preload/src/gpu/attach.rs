@@ -1,19 +1,18 @@
 //! Attaching to a GPU when the program begins to use it. The library identifies the GPU, introduces it
 //! to the scheduler, and waits until a CUDA context is admitted.
 
-use super::{Gpu, find, identity, info::Info, memory_limits, proof, unsupported, which};
+use super::{Gpu, find, identity, info::Info, memory_limits, proof, support};
 use crate::{
     connection,
     driver::{self, types::*},
     env::trace::trace,
-    gate::{self, closed},
     memory::{mover::Mover, space::Space},
+    submit::{self, captures, closed, target},
     sys::{
         futex,
-        sync::{Mutex, Rank, waiting_for_client_thread},
+        sync::{Mutex, Rank, await_client_thread},
         time::{self, Instant},
     },
-    work::capture,
 };
 use alloc::boxed::Box;
 use core::{sync::atomic::Ordering, time::Duration};
@@ -55,11 +54,11 @@ impl Gpu {
             return true; // the driver's call returns the error
         }
         let Some((gpu, info)) = find(device).and_then(|gpu| Some((gpu, gpu.identify(device)?))) else {
-            which::other_in_use();
+            target::add_gpu(None);
             return true;
         };
         let is_first = gpu.prepare(info);
-        which::now_in_use(gpu);
+        target::add_gpu(Some(gpu));
         if !is_first {
             // If a context exists already, a further context is not refused.
             return gpu.work.has_contexts() || gpu.attach_again(tell_imports);
@@ -84,7 +83,7 @@ impl Gpu {
             space.account.max = memory_limits::of(info.identity.get());
             let _ = self.space.set(Box::new(Mutex::new(Rank::Space, space)));
         }
-        self.attached.store(true, Ordering::Release);
+        self.set_attached();
         true
     }
 
@@ -116,9 +115,9 @@ impl Gpu {
     /// the GPU is introduced again; without a scheduler, the context is admitted. Returns `false` if the
     /// context is refused.
     fn wait_for_admission(&self) -> bool {
-        let _waiting = waiting_for_client_thread();
+        let _waiting = await_client_thread();
         let begin = Instant::now();
-        while gate::is_active() {
+        while submit::is_active() {
             let state = self.admission.load(Ordering::SeqCst);
             if state == admission::ADMITTED || (state == admission::UNKNOWN && begin.elapsed() >= ADMISSION_TIMEOUT) {
                 return true;
@@ -141,7 +140,7 @@ impl Gpu {
             return; // another thread has requested the context again
         }
         if self.is_introduced() && connection::send(&ClientMessage::Detach { slot: self.index }) {
-            self.introduced.store(false, Ordering::SeqCst);
+            self.set_introduced(false);
         }
         self.gate.open(closed::LOCK);
     }
@@ -166,12 +165,12 @@ impl Gpu {
         let Some(space) = self.space() else { return add() };
         let copies = space.lock().engine().copies();
         // Uses relaxed mode, because another thread may be capturing.
-        capture::relaxed(|| Mover::make_ready(&self.moving, context, copies, add));
+        captures::in_relaxed_mode(|| Mover::make_ready(&self.moving, context, copies, add));
     }
 
     /// Returns the properties of this GPU, or `None` if this library does not support it. Needs no context.
     pub(super) fn identify(&self, device: CUdevice) -> Option<&Info> {
-        let learn = || match unsupported::reason(device) {
+        let learn = || match support::reason(device) {
             Some(why) => {
                 trace!("GPU {device} is not supported: {why}");
                 None
@@ -228,7 +227,7 @@ impl Gpu {
         }
         let sent = is_named || self.name_to(connection::send_with);
         // If the message could not be sent, the client's thread tries again.
-        self.introduced.store(sent, Ordering::SeqCst);
+        self.set_introduced(sent);
         tell_imports(self);
         if let Some(space) = self.space.get() {
             let guard = space.lock();
@@ -239,14 +238,10 @@ impl Gpu {
         }
     }
 
-    pub fn is_introduced(&self) -> bool {
-        self.introduced.load(Ordering::SeqCst)
-    }
-
     /// Called when the scheduler that knew this GPU has ended.
     pub fn forget_introduction(&self) {
         let _one = self.introducing.lock();
-        self.introduced.store(false, Ordering::SeqCst);
+        self.set_introduced(false);
         self.request_is_over();
         self.forget_denials();
     }
@@ -296,10 +291,10 @@ mod tests {
 
     /// Attaches to a new GPU on another thread, while `scheduler` acts. Returns the outcome.
     fn attach_while(device: CUdevice, scheduler: impl FnOnce(&'static Gpu)) -> bool {
-        gate::set_active(true);
+        submit::set_active(true);
         thread::scope(|scope| {
             let attaching = scope.spawn(move || Gpu::attach(device, |_| {}));
-            until(|| by_ordinal(device).is_some_and(Gpu::is_introduced));
+            until(|| by_ordinal(device).is_some_and(|gpu| gpu.is_introduced()));
             scheduler(by_ordinal(device).expect("an attached GPU"));
             attaching.join().expect("no panic")
         })
@@ -363,7 +358,7 @@ mod tests {
     fn an_unsupported_gpu_is_left_alone() {
         const MPS_ENABLED: i32 = 133;
         let (driver, scheduler) = (Driver::new(), Scheduler::connect());
-        gate::set_active(true);
+        submit::set_active(true);
         let device = driver.new_device();
         driver.set_attribute(device, MPS_ENABLED, 1);
         assert!(Gpu::attach(device, |_| unreachable!("the scheduler does not share it")));

@@ -7,13 +7,13 @@ use crate::{
         fake::{Driver, TOTAL},
         types::*,
     },
-    gate::{self, barrier},
+    submit::{self, barrier},
 };
 
 /// Attaches this process to another GPU, without a scheduler. Creates a context there, which is current.
 pub fn attach(driver: &Driver) -> (&'static Gpu, CUcontext) {
     barrier::init();
-    gate::set_active(true);
+    submit::set_active(true);
     let device = driver.new_device();
     assert!(Gpu::attach(device, |_| {}), "the GPU admits a context");
     let gpu = by_ordinal(device).expect("an attached GPU");

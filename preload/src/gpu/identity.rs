@@ -35,7 +35,7 @@ static TIMES: AtomicUsize = AtomicUsize::new(0);
 
 /// Returns the table's entry for this UUID, and adds one if necessary. Returns `None` if the table is
 /// full.
-fn known(uuid: Uuid) -> Option<&'static Uuid> {
+fn place_of(uuid: Uuid) -> Option<&'static Uuid> {
     KNOWN.iter().find_map(|place| {
         let known = place.get_or_init(|| Box::new(uuid));
         (*known == uuid).then_some(known)
@@ -59,7 +59,7 @@ impl Identity {
 
     fn set(&self, uuid: Uuid) {
         // No host has more GPUs than the table has entries. If the table is full, the old UUID is kept.
-        if let Some(known) = known(uuid) {
+        if let Some(known) = place_of(uuid) {
             self.0.store(ptr::from_ref(known).cast_mut(), Ordering::SeqCst);
         }
     }
@@ -109,8 +109,8 @@ mod tests {
             assert_eq!(identity.get(), b);
             identity.set(a);
         }
-        assert!(ptr::eq(known(a).unwrap(), known(a).unwrap()));
-        assert_ne!(known(a), known(b));
+        assert!(ptr::eq(place_of(a).unwrap(), place_of(a).unwrap()));
+        assert_ne!(place_of(a), place_of(b));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use crate::{
     env::trace::trace,
     gpu::Gpu,
     memory::{engine::GRANULE, slab},
-    sys::{futex, sync::waiting_for_client_thread, time::Instant},
+    sys::{futex, sync::await_client_thread, time::Instant},
 };
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::ClientMessage;
@@ -33,7 +33,7 @@ pub enum Outcome {
 pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
     let Some(space) = gpu.space() else { return Outcome::Beyond };
     let bytes = if bytes <= slab::LARGEST { GRANULE } else { bytes.checked_next_multiple_of(GRANULE).unwrap_or(bytes) };
-    let _waiting = waiting_for_client_thread();
+    let _waiting = await_client_thread();
     let mut begin = Instant::now();
     let mut asked = false;
     loop {
@@ -63,7 +63,7 @@ pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
         }
         if connection::send(&ClientMessage::RequestLimit { slot: gpu.index, bytes: wanted }) {
             futex::wait(&gpu.limit_answers.count, seen, left);
-            if gpu.limit_answers.denied_since(seen).is_some_and(|denied| denied <= wanted) {
+            if gpu.limit_answers.denial_since(seen).is_some_and(|denied| denied <= wanted) {
                 trace!("GPU {}: the scheduler refused a limit of {wanted} bytes", gpu.index);
                 return Outcome::Denied;
             }

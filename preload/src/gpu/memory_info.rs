@@ -17,7 +17,7 @@ pub struct MemoryInfo {
 pub fn of(gpu: &Gpu, total: u64, really: impl FnOnce() -> Option<u64>) -> MemoryInfo {
     let Some(account) = gpu.account() else {
         // The program has no memory on this GPU yet.
-        let total = total.min(gpu.bound());
+        let total = total.min(gpu.memory_limit());
         return MemoryInfo { total, free: total };
     };
     let told = of_account(&account, total);

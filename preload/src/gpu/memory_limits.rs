@@ -3,7 +3,7 @@
 
 use crate::{
     env::settings,
-    gate,
+    submit,
     sys::sync::{Mutex, Rank},
 };
 use alloc::vec::Vec;
@@ -36,7 +36,7 @@ pub fn of(gpu: Uuid) -> u64 {
 
 /// Whether any limit may apply to this program.
 pub fn are_set() -> bool {
-    gate::is_active() && (IS_RULED.load(Ordering::Acquire) || settings::get().memory_max.is_some())
+    submit::is_active() && (IS_RULED.load(Ordering::Acquire) || settings::get().memory_max.is_some())
 }
 
 #[cfg(test)]

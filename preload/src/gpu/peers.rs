@@ -11,8 +11,8 @@ use crate::{
     connection,
     driver::{self, types::*},
     env::trace::trace,
-    gate::epoch,
     gpu::{self, Gpu},
+    submit::epoch,
     sys::{
         sync::{Mutex, Rank},
         time,
@@ -51,7 +51,7 @@ pub fn couple(a: &'static Gpu, b: &'static Gpu) {
     movers.iter_mut().for_each(|(_, mover)| mover.resume());
     let together =
         [a, b].iter().flat_map(|gpu| gpu.peers()).fold(1 << a.index | 1 << b.index, |set, g| set | 1 << g.index);
-    for gpu in gpu::attached().filter(|g| together >> g.index & 1 == 1) {
+    for gpu in gpu::in_use().filter(|g| together >> g.index & 1 == 1) {
         gpu.work.set_peers(together & !(1 << gpu.index));
     }
     epoch::end();
@@ -78,7 +78,7 @@ pub fn can_reach(from: &Gpu, to: &Gpu) -> bool {
 }
 
 /// Called when the program gives a GPU access rights to memory of another GPU.
-pub fn given(owner: &'static Gpu, device: CUdevice) {
+pub fn on_access(owner: &'static Gpu, device: CUdevice) {
     if let Some(gpu) = gpu::by_ordinal(device) {
         couple(owner, gpu);
     }

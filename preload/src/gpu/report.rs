@@ -5,8 +5,8 @@ use crate::{
     connection::{self, outbox},
     driver::{self, context::with_current, types::*},
     env::trace::trace,
-    gate::closed,
-    memory::account::Account,
+    memory::{account::Account, space::Space},
+    submit::closed,
     sys::rank::{self, Rank},
 };
 use core::sync::atomic::Ordering;
@@ -31,6 +31,7 @@ impl Gpu {
     }
 
     fn send_report(&self, account: &Account, device_free: u64) {
+        self.update_failure(account);
         // The scheduler rejects reports about a GPU that has not been introduced.
         let sent = self.is_introduced()
             && outbox::flush()
@@ -75,64 +76,63 @@ impl Gpu {
         }
     }
 
-    /// Changes the number of pinned bytes.
-    pub fn pin(&self, change: impl FnOnce(u64) -> u64) {
-        let Some(space) = self.space() else { return };
-        let mut guard = space.lock();
+    /// Changes the program's memory, and updates the gate and the scheduler. Returns `None` if no engine
+    /// moves the memory of this GPU.
+    pub fn change<R>(&self, change: impl FnOnce(&mut Space) -> R) -> Option<R> {
+        let mut guard = self.space()?.lock();
         let before = guard.account;
-        guard.account.pinned = change(before.pinned);
+        let result = change(&mut guard);
         let after = guard.account;
         self.account_changed(&before, &after);
+        Some(result)
+    }
+
+    /// Changes the number of pinned bytes.
+    pub fn pin(&self, change: impl FnOnce(u64) -> u64) {
+        self.change(|space| space.account.pinned = change(space.account.pinned));
     }
 
     /// Counts an allocation that fails for lack of memory.
     pub fn count_refusal(&self) {
-        let Some(space) = self.space() else { return };
-        let mut guard = space.lock();
-        let before = guard.account;
-        guard.account.counts.refused += 1;
-        let after = guard.account;
-        self.account_changed(&before, &after);
+        self.change(|space| space.account.counts.refused += 1);
     }
 
     /// Records that, according to the scheduler, this client's `bytes` bytes cannot be mapped together.
     pub fn deny_mapping(&self, bytes: u64) {
-        self.unmappable.store(bytes, Ordering::SeqCst);
-    }
-
-    /// Whether memory that was allocated but never used cannot be mapped. Calls that wait for this memory
-    /// then fail with `CUDA_ERROR_OUT_OF_MEMORY`.
-    #[cold]
-    pub fn is_mapping_denied(&self) -> bool {
-        let bytes = self.unmappable.load(Ordering::SeqCst);
-        if bytes == 0 {
-            return false;
+        if let Some(space) = self.space() {
+            let guard = space.lock();
+            self.unmappable.store(bytes, Ordering::SeqCst);
+            self.update_failure(&guard.account);
         }
-        let needs = |account: Account| account.demand + account.pinned - account.freeing;
-        let is = self.account().is_some_and(|account| account.exceeds_peak() && needs(account) >= bytes);
-        if !is {
-            self.forget_denial(bytes);
-        }
-        is
-    }
-
-    /// Whether contents of this GPU's memory are lost. Calls that could use the contents then fail,
-    /// as after an uncorrectable error of the GPU's memory. No process recovers from such an error
-    /// either.
-    #[cold]
-    pub fn has_lost_memory(&self) -> bool {
-        self.account().is_some_and(|account| account.is_lost)
-    }
-
-    /// Forgets this denial, which has been handled or is no longer valid.
-    fn forget_denial(&self, bytes: u64) {
-        let _ = self.unmappable.compare_exchange(bytes, 0, Ordering::SeqCst, Ordering::SeqCst);
     }
 
     /// Forgets any denial, because the denied allocation was undone or the scheduler has sent a new
     /// answer.
     pub fn forget_denials(&self) {
-        self.forget_denial(self.unmappable.load(Ordering::SeqCst));
+        self.deny_mapping(0);
+    }
+
+    /// Whether memory that was allocated but never used cannot be mapped. Calls that wait for this memory
+    /// then fail with `CUDA_ERROR_OUT_OF_MEMORY`.
+    pub fn is_mapping_denied(&self) -> bool {
+        self.failure() == ERROR_OUT_OF_MEMORY
+    }
+
+    /// Decides whether calls that wait for this GPU's memory fail. Called after each change of the account,
+    /// with the space still locked. If contents are lost, such calls fail as after an uncorrectable error
+    /// of the GPU's memory. No process recovers from such an error either.
+    pub fn update_failure(&self, account: &Account) {
+        let unmappable = self.unmappable.load(Ordering::SeqCst);
+        let needed = account.demand + account.pinned - account.freeing;
+        let is_denied = unmappable != 0 && account.exceeds_peak() && needed >= unmappable;
+        if !is_denied {
+            self.unmappable.store(0, Ordering::SeqCst); // handled, or no longer valid
+        }
+        self.set_failure(match account.is_lost {
+            true => ERROR_ECC_UNCORRECTABLE,
+            false if is_denied => ERROR_OUT_OF_MEMORY,
+            false => SUCCESS,
+        });
     }
 
     /// Called before the gate opens for the lock. Closes the gate for memory if memory is missing.

@@ -6,9 +6,9 @@ use crate::{
     connection,
     driver::types::{CUresult, ERROR_OUT_OF_MEMORY},
     env::trace::trace,
-    gate,
     gpu::{self, Gpu},
-    sys::{futex, sync::waiting_for_client_thread, time::Instant},
+    submit,
+    sys::{futex, sync::await_client_thread, time::Instant},
 };
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::ClientMessage;
@@ -25,27 +25,27 @@ const FUTILE: Duration = Duration::from_secs(10);
 
 /// Makes a call, and repeats the call if it ran out of memory and room was made.
 #[inline]
-pub fn retried(call: impl Fn() -> CUresult) -> CUresult {
-    retried_on(gpu::current, call)
+pub fn retry(call: impl Fn() -> CUresult) -> CUresult {
+    retry_on(gpu::current, call)
 }
 
-/// Like [`retried`], for a call that concerns this GPU.
+/// Like [`retry`], for a call that concerns this GPU.
 #[inline]
-pub fn retried_on(gpu: impl FnOnce() -> Option<&'static Gpu>, call: impl Fn() -> CUresult) -> CUresult {
+pub fn retry_on(gpu: impl FnOnce() -> Option<&'static Gpu>, call: impl Fn() -> CUresult) -> CUresult {
     let result = call();
-    if result == ERROR_OUT_OF_MEMORY { again(result, gpu, call) } else { result }
+    if result == ERROR_OUT_OF_MEMORY { repeat(result, gpu, call) } else { result }
 }
 
 /// Repeats a call that has run out of memory, if room can be made.
 #[cold]
-pub fn again(
+pub fn repeat(
     mut result: CUresult,
     gpu: impl FnOnce() -> Option<&'static Gpu>,
     call: impl Fn() -> CUresult,
 ) -> CUresult {
-    let Some(gpu) = gate::is_active().then(gpu).flatten() else { return result };
+    let Some(gpu) = submit::is_active().then(gpu).flatten() else { return result };
     // Release unused memory of pools before other clients' memory is evicted.
-    if crate::sys::errno::preserved(|| gpu.release_pools()) > 0 {
+    if crate::sys::errno::preserve(|| gpu.release_pools()) > 0 {
         result = call();
         if result != ERROR_OUT_OF_MEMORY {
             return result;
@@ -59,7 +59,7 @@ pub fn again(
         return result; // the program's own memory lacks room
     }
     for (most, part) in STEPS {
-        if !crate::sys::errno::preserved(|| make_room(gpu, most.min(gpu.total() / part))) {
+        if !crate::sys::errno::preserve(|| make_room(gpu, most.min(gpu.total() / part))) {
             break;
         }
         result = call();
@@ -78,7 +78,7 @@ fn now() -> u64 {
 
 /// Requests room for `bytes` bytes. Returns whether any room was made.
 fn make_room(gpu: &Gpu, bytes: u64) -> bool {
-    let _waiting = waiting_for_client_thread();
+    let _waiting = await_client_thread();
     let seen = gpu.reservation_answers.count.load(Ordering::SeqCst);
     let ask = || {
         let met = connection::generation();

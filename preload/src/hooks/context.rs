@@ -6,9 +6,9 @@ use crate::{
     client,
     copies::route,
     driver::{hook::hooks, types::*},
-    gate, gpu,
-    lookup::{dlsym, entries, table},
-    work::capture,
+    gpu,
+    lookup::{dlsym, table},
+    submit::{self, captures},
 };
 use core::ffi::{c_char, c_void};
 
@@ -17,15 +17,15 @@ type P = *mut c_void;
 hooks! { real, flavour;
     [cuInit] (flags: u32) {
         dlsym::look();
-        if !crate::sys::errno::preserved(client::request_placement) {
+        if !crate::sys::errno::preserve(client::request_placement) {
             return ERROR_NO_DEVICE;
         }
         let result = real();
         if result != SUCCESS {
-            crate::sys::errno::preserved(client::cancel_placement);
+            crate::sys::errno::preserve(client::cancel_placement);
             return result;
         }
-        if crate::sys::errno::preserved(|| client::start(entries::shut_driver)) { result } else { ERROR_SYSTEM_NOT_READY }
+        if crate::sys::errno::preserve(client::start) { result } else { ERROR_SYSTEM_NOT_READY }
     }
 
     // ---- lookups ----
@@ -40,21 +40,21 @@ hooks! { real, flavour;
 
     // ---- contexts ----
     [cuDevicePrimaryCtxRetain] (context: *mut CUcontext, device: CUdevice) {
-        let result = creating(device, context, real);
+        let result = create_context(device, context, real);
         // SAFETY: the driver has just written `context`.
         if let (SUCCESS, Some(context), Some(gpu)) = (result, unsafe { context.as_ref() }, gpu::by_ordinal(device)) {
             gpu.set_primary(*context);
         }
         result
     }
-    [cuDevicePrimaryCtxRelease | cuDevicePrimaryCtxRelease_v2] (device: CUdevice) { releasing_primary(device, real) }
-    [cuDevicePrimaryCtxReset | cuDevicePrimaryCtxReset_v2] (device: CUdevice) { resetting_primary(device, real) }
-    [cuCtxCreate | cuCtxCreate_v2] (context: *mut CUcontext, flags: u32, device: CUdevice) { creating(device, context, real) }
+    [cuDevicePrimaryCtxRelease | cuDevicePrimaryCtxRelease_v2] (device: CUdevice) { release_primary(device, real) }
+    [cuDevicePrimaryCtxReset | cuDevicePrimaryCtxReset_v2] (device: CUdevice) { reset_primary(device, real) }
+    [cuCtxCreate | cuCtxCreate_v2] (context: *mut CUcontext, flags: u32, device: CUdevice) { create_context(device, context, real) }
     [cuCtxCreate_v3] (context: *mut CUcontext, affinity: P, n: i32, flags: u32, device: CUdevice) {
-        creating(device, context, real)
+        create_context(device, context, real)
     }
-    [cuCtxCreate_v4] (context: *mut CUcontext, params: P, flags: u32, device: CUdevice) { creating(device, context, real) }
-    [cuCtxDestroy | cuCtxDestroy_v2] (context: CUcontext) { destroying(gpu_of(context), context, real, || true) }
+    [cuCtxCreate_v4] (context: *mut CUcontext, params: P, flags: u32, device: CUdevice) { create_context(device, context, real) }
+    [cuCtxDestroy | cuCtxDestroy_v2] (context: CUcontext) { destroy_context(gpu_of(context), context, real, || true) }
     [cuCtxAttach] (place: *mut CUcontext, flags: u32) {
         let result = real();
         // SAFETY: the driver has just written `place`.
@@ -65,35 +65,35 @@ hooks! { real, flavour;
         }
         result
     }
-    [cuCtxDetach] (context: CUcontext) { releasing(gpu_of(context), context, real, || true) }
-    [cuGreenCtxCreate] (place: *mut P, resources: P, device: CUdevice, flags: u32) { making_green(place, device, real) }
-    [cuGreenCtxDestroy] (green: P) { destroying_green(green, real) }
+    [cuCtxDetach] (context: CUcontext) { release_context(gpu_of(context), context, real, || true) }
+    [cuGreenCtxCreate] (place: *mut P, resources: P, device: CUdevice, flags: u32) { make_green(place, device, real) }
+    [cuGreenCtxDestroy] (green: P) { destroy_green(green, real) }
 
     [cuCtxEnablePeerAccess] (peer: CUcontext, flags: u32) {
         let result = real();
         if result == SUCCESS {
-            route::enabled(peer);
+            route::on_peer_access(peer);
         }
         result
     }
 
     // ---- captures ----
-    [cuStreamBeginCapture | cuStreamBeginCapture_ptsz] (stream: CUstream) { beginning_capture(flavour.stream(stream), real) }
-    [cuStreamBeginCapture_v2 | cuStreamBeginCapture_v2_ptsz] (stream: CUstream, mode: i32) { beginning_capture(flavour.stream(stream), real) }
+    [cuStreamBeginCapture | cuStreamBeginCapture_ptsz] (stream: CUstream) { begin_capture(flavour.stream(stream), real) }
+    [cuStreamBeginCapture_v2 | cuStreamBeginCapture_v2_ptsz] (stream: CUstream, mode: i32) { begin_capture(flavour.stream(stream), real) }
     [cuStreamBeginCaptureToGraph | cuStreamBeginCaptureToGraph_ptsz] (
         stream: CUstream, graph: CUgraph, dependencies: P, data: P, n: Size, mode: i32,
-    ) { beginning_capture(flavour.stream(stream), real) }
+    ) { begin_capture(flavour.stream(stream), real) }
     [cuStreamBeginRecaptureToGraph | cuStreamBeginRecaptureToGraph_ptsz] (
         stream: CUstream, mode: i32, graph: CUgraph, changed: P, data: P,
-    ) { beginning_capture(flavour.stream(stream), real) }
+    ) { begin_capture(flavour.stream(stream), real) }
     [cuStreamWaitEvent | cuStreamWaitEvent_ptsz] (stream: CUstream, event: CUevent, flags: u32) {
-        waiting(flavour.stream(stream), real)
+        wait_in_contexts(flavour.stream(stream), real)
     }
-    [cuStreamEndCapture | cuStreamEndCapture_ptsz] (stream: CUstream, graph: P) { ending_capture(flavour.stream(stream), real) }
+    [cuStreamEndCapture | cuStreamEndCapture_ptsz] (stream: CUstream, graph: P) { end_capture(flavour.stream(stream), real) }
     [cuStreamDestroy | cuStreamDestroy_v2] (stream: CUstream) {
-        capture::end(stream);
-        if gate::is_active() {
-            crate::sys::errno::preserved(|| gpu::attached().for_each(|gpu| gpu.work.forget_stream(stream)));
+        captures::end(stream);
+        if submit::is_active() {
+            crate::sys::errno::preserve(|| gpu::in_use().for_each(|gpu| gpu.work.forget_stream(stream)));
         }
         real()
     }

@@ -6,12 +6,12 @@
 use crate::{
     calls::allocate,
     driver::{context::is_current_broken, hook::hooks, types::*},
-    gate::{self, closed},
     gpu,
     registry::{
         self,
         shared::{self, Attempt, IpcHandle},
     },
+    submit::{self, closed},
     sys::time::{self, Instant},
 };
 use core::time::Duration;
@@ -32,7 +32,7 @@ pub struct MemHandle(IpcHandle);
 fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresult) -> CUresult {
     let own = registry::find_own(address).filter(|_| !place.is_null() && !is_current_broken());
     let Some((gpu, _)) = own else { return real() };
-    crate::sys::errno::preserved(|| {
+    crate::sys::errno::preserve(|| {
         let begin = Instant::now();
         loop {
             match shared::export(gpu, address) {
@@ -42,7 +42,7 @@ fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresu
                     return SUCCESS;
                 }
                 Attempt::Impossible => return real(),
-                Attempt::Away if begin.elapsed() >= RETURN_TIMEOUT || !gate::is_active() => {
+                Attempt::Away if begin.elapsed() >= RETURN_TIMEOUT || !submit::is_active() => {
                     return ERROR_OUT_OF_MEMORY;
                 }
                 // The scheduler makes room for clients that request the lock, so this thread
@@ -56,14 +56,14 @@ fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresu
 }
 
 fn open(place: *mut CUdeviceptr, handle: &MemHandle, flags: u32, real: impl FnOnce() -> CUresult) -> CUresult {
-    let Some(gpu) = gate::is_active().then(gpu::current).flatten().filter(|_| shared::is_ours(&handle.0)) else {
+    let Some(gpu) = submit::is_active().then(gpu::current).flatten().filter(|_| shared::is_ours(&handle.0)) else {
         return real();
     };
     if place.is_null() || flags != LAZY_ENABLE_PEER_ACCESS {
         return ERROR_INVALID_VALUE;
     }
-    crate::sys::errno::preserved(|| {
-        let context = match allocate::working_context() {
+    crate::sys::errno::preserve(|| {
+        let context = match allocate::usable_context() {
             Ok(Some(context)) => context,
             Ok(None) => return real(),
             Err(error) => return error,
@@ -85,6 +85,6 @@ hooks! { real, flavour;
         open(place, &handle, flags, real)
     }
     [cuIpcCloseMemHandle] (address: CUdeviceptr) {
-        if gate::is_active() && crate::sys::errno::preserved(|| shared::close(address)).is_some() { SUCCESS } else { real() }
+        if submit::is_active() && crate::sys::errno::preserve(|| shared::close(address)).is_some() { SUCCESS } else { real() }
     }
 }

@@ -1,9 +1,9 @@
 //! Hooks of allocations, frees, and queries about addresses.
 
 use crate::{
-    calls::{address_query, allocate, export, pinned},
+    calls::{address_query, allocate, driver_memory, export},
     driver::{self, context::is_current_broken, hook::hooks, put, types::*},
-    registry::{self, pinned::Kind},
+    registry::{self, driver_memory::Kind},
 };
 use core::ffi::c_void;
 
@@ -38,7 +38,7 @@ hooks! { real, flavour;
         match allocate::free(address) {
             true if is_current_broken() => real(), // the awaited work has broken the context
             true => SUCCESS,
-            false => pinned::free(Kind::Address, address, real),
+            false => driver_memory::free(Kind::Address, address, real),
         }
     }
 
@@ -58,7 +58,7 @@ hooks! { real, flavour;
     }
     [cuPointerGetAttribute] (data: P, which: i32, address: CUdeviceptr) {
         if which == pointer_attribute::P2P_TOKENS && !data.is_null() {
-            return export::announcing(address, real, |_| real());
+            return export::announce_around(address, real, |_| real());
         }
         let Some((gpu, allocation)) = registry::find(address).filter(|_| !data.is_null()) else {
             return address_query::attribute(data, which, address, real);
@@ -70,7 +70,7 @@ hooks! { real, flavour;
         // SAFETY: `which` is the program's own array of `n` entries.
         let asks_for = |attribute| !which.is_null() && (0..n as usize).any(|i| unsafe { *which.add(i) } == attribute);
         if asks_for(pointer_attribute::P2P_TOKENS) {
-            let _ = export::announcing(address, || SUCCESS, |_| SUCCESS);
+            let _ = export::announce_around(address, || SUCCESS, |_| SUCCESS);
         }
         let Some((gpu, allocation)) = registry::find(address).filter(|_| !which.is_null() && !data.is_null()) else {
             return address_query::attributes(n, which, data, address, real);
@@ -97,7 +97,7 @@ hooks! { real, flavour;
         if value.is_null() || which != pointer_attribute::SYNC_MEMOPS {
             return real();
         }
-        export::announcing(address, real, |chunks| {
+        export::announce_around(address, real, |chunks| {
             for chunk in chunks {
                 // SAFETY: `value` is the program's own, and the chunk is mapped. The result is ignored, because it
                 // does not affect how the driver copies.
@@ -109,8 +109,8 @@ hooks! { real, flavour;
     [cuMemGetHandleForAddressRange] (handle: P, address: CUdeviceptr, size: Size, kind: i32, flags: u64) {
         // The handle permanently refers to the chunks that are mapped now.
         match registry::find_own(address) {
-            Some((gpu, allocation)) if !handle.is_null() => export::escaping(gpu, allocation.base, |_| real()),
-            _ => export::escaping_at(address, size, real),
+            Some((gpu, allocation)) if !handle.is_null() => export::escape(gpu, allocation.base, |_| real()),
+            _ => export::escape_at(address, size, real),
         }
     }
 }

@@ -9,16 +9,16 @@ use crate::{
         put,
         types::*,
     },
-    gate,
     gpu::{self, memory_info, memory_limits},
+    submit,
 };
 
 /// Lowers a size that the driver has reported for a GPU to the program's limit on that GPU.
 fn total(result: CUresult, device: CUdevice, bound: impl FnOnce(u64)) -> CUresult {
     if result == SUCCESS && memory_limits::are_set() {
-        crate::sys::errno::preserved(|| {
-            if let Some(gpu) = gpu::managed(device) {
-                bound(gpu.bound());
+        crate::sys::errno::preserve(|| {
+            if let Some(gpu) = gpu::find_managed(device) {
+                bound(gpu.memory_limit());
             }
         });
     }
@@ -39,7 +39,7 @@ hooks! { real, flavour;
         })
     }
     [cuMemGetInfo_v2] (free: *mut Size, total: *mut Size) {
-        let gpu = if gate::is_active() { gpu::current() } else { None };
+        let gpu = if submit::is_active() { gpu::current() } else { None };
         let Some(gpu) = gpu.filter(|gpu| gpu.space().is_some()) else { return real() };
         if current_context().is_ok_and(|context| context.is_null()) || is_current_broken() {
             return real();

@@ -5,26 +5,23 @@
 
 use crate::{
     calls::{
-        allocate::{changing, free_later, is_backed_in_time, with_retries},
-        pinned,
+        allocate::{change, free_later, is_backed_in_time, with_retries},
+        driver_memory,
     },
     connection,
     driver::{self, context::current_or_null, hook::hooks, put, types::*},
     env::{settings, trace::trace},
-    gate,
     gpu::{self, Gpu, peers::couple},
-    memory::{
-        pool::StreamName,
-        space::{Allocated, Awaited, Backing, Space, has_pending_frees},
-    },
+    memory::space::{Allocated, Backing, Space, has_pending_frees},
     registry::{
-        pinned::Kind,
+        driver_memory::Kind,
         pools::{self, Properties, attribute},
     },
+    submit::{self, captures},
     sys::{sync::Mutex, time::Instant},
-    work::{self, capture},
 };
 use core::{ffi::c_void, time::Duration};
+use nvshare_pools::{Awaited, StreamName};
 use nvshare_wire::MAX_SLOTS;
 
 type P = *mut c_void;
@@ -36,7 +33,7 @@ const DONE_SPIN: Duration = Duration::from_micros(50);
 /// are left to the driver.
 fn name_of(stream: CUstream) -> Option<StreamName> {
     if stream == STREAM_PER_THREAD {
-        Gpu::expect_blocking_streams();
+        submit::expect_blocking_streams();
     }
     let (mut status, mut id) = (STREAM_CAPTURE_STATUS_NONE, 0);
     // SAFETY: `status` outlives the call, which is always allowed.
@@ -45,7 +42,7 @@ fn name_of(stream: CUstream) -> Option<StreamName> {
         return None;
     }
     // SAFETY: `id` outlives the call, and the stream is valid.
-    let asked = capture::beside(|_| unsafe { driver::cuStreamGetId(stream, &mut id) });
+    let asked = captures::beside(|_| unsafe { driver::cuStreamGetId(stream, &mut id) });
     let is_default = stream as usize <= STREAM_PER_THREAD as usize;
     let context = if is_default { current_or_null() as u64 } else { 0 };
     (asked == SUCCESS).then_some(StreamName { context, id })
@@ -53,10 +50,10 @@ fn name_of(stream: CUstream) -> Option<StreamName> {
 
 /// Makes the driver's stream-ordered allocation and counts it as pinned.
 fn allocate_pinned(place: *const u64, size: Size, stream: CUstream, real: impl Fn() -> CUresult) -> CUresult {
-    if capture::any() && capture::is_capturing(stream) {
+    if captures::any() && captures::is_capturing(stream) {
         return real();
     }
-    pinned::allocate(gpu::of_stream(stream), Kind::Address, place, size as u64, real)
+    driver_memory::allocate(gpu::of_stream(stream), Kind::Address, place, size as u64, real)
 }
 
 /// Returns the pool from which the GPU allocates if the program names none.
@@ -74,8 +71,8 @@ fn allocate(
     stream: CUstream,
     real: impl Fn() -> CUresult,
 ) -> CUresult {
-    let is_possible = gate::is_active() && !place.is_null() && size > 0 && settings::get().movable_pools;
-    if is_possible && let Some(allocated) = crate::sys::errno::preserved(|| allocate_movable(size, pool, stream)) {
+    let is_possible = submit::is_active() && !place.is_null() && size > 0 && settings::get().movable_pools;
+    if is_possible && let Some(allocated) = crate::sys::errno::preserve(|| allocate_movable(size, pool, stream)) {
         return match allocated {
             Ok(address) => {
                 // SAFETY: `place` is the program's own pointer and not NULL.
@@ -95,7 +92,7 @@ fn allocate_movable(size: Size, pool: Option<CUmemoryPool>, stream: CUstream) ->
     let name = name_of(stream)?;
     let pool = pool.or_else(|| current_pool(gpu)).filter(|pool| !pool.is_null())?;
     let order = || gpu.work.order_blocking_streams(stream);
-    let order: Option<&dyn Fn() -> bool> = if work::is_marked_at_once(stream) { Some(&order) } else { None };
+    let order: Option<&dyn Fn() -> bool> = if submit::is_marked_at_once(stream) { Some(&order) } else { None };
     let reuse = |space: &mut Space| space.allocate_from_pool(pool as u64, name, order, size as u64, &gpu.work);
     if let Some(address) = reuse(&mut space.lock()) {
         return Some(Ok(address));
@@ -130,7 +127,7 @@ enum Freed {
 fn free_in_pool(address: CUdeviceptr, stream: CUstream) -> Freed {
     let name = name_of(stream);
     let several = gpu::are_several();
-    for gpu in gpu::attached() {
+    for gpu in gpu::in_use() {
         let Some(space) = gpu.space() else { continue };
         let mut guard = space.lock();
         if !guard.is_of_pool(address) {
@@ -152,7 +149,7 @@ fn free_in_pool(address: CUdeviceptr, stream: CUstream) -> Freed {
         if !guard.free_in_pool(address, if other.is_none() { Some(name) } else { None }) {
             return Freed::NotOurs; // another thread has freed it first
         }
-        if guard.has_dying_pools() {
+        if guard.pools.has_dying() {
             connection::wake();
         }
         return Freed::Done;
@@ -161,14 +158,14 @@ fn free_in_pool(address: CUdeviceptr, stream: CUstream) -> Freed {
 }
 
 fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> CUresult {
-    if gate::is_active() && settings::get().movable_pools {
-        match crate::sys::errno::preserved(|| free_in_pool(address, stream)) {
+    if submit::is_active() && settings::get().movable_pools {
+        match crate::sys::errno::preserve(|| free_in_pool(address, stream)) {
             Freed::Done => return SUCCESS,
             Freed::Impossible => return real(),
             Freed::NotOurs => {}
         }
     }
-    if free_later(address) { SUCCESS } else { pinned::free(Kind::Address, address, real) }
+    if free_later(address) { SUCCESS } else { driver_memory::free(Kind::Address, address, real) }
 }
 
 /// Whether the stream is non-blocking: it does not synchronize with the legacy stream. A free in a
@@ -177,7 +174,7 @@ fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> 
 fn is_apart(stream: CUstream) -> bool {
     let mut flags = 0;
     // SAFETY: `flags` outlives the call, and the stream is valid.
-    let asked = capture::beside(|_| unsafe { driver::cuStreamGetFlags(stream, &mut flags) });
+    let asked = captures::beside(|_| unsafe { driver::cuStreamGetFlags(stream, &mut flags) });
     let is_default = stream as usize <= STREAM_PER_THREAD as usize;
     !is_default && asked == SUCCESS && flags & STREAM_NON_BLOCKING != 0
 }
@@ -194,17 +191,17 @@ enum Wait {
 /// Makes a call that waits for work. Then marks the frees behind that work as done, and releases memory
 /// above the thresholds of pools.
 #[inline]
-fn waiting(wait: impl FnOnce() -> Wait, real: impl Fn() -> CUresult) -> CUresult {
-    if has_pending_frees() && gate::is_active() { releasing(wait(), real) } else { real() }
+fn wait_for_work(wait: impl FnOnce() -> Wait, real: impl Fn() -> CUresult) -> CUresult {
+    if has_pending_frees() && submit::is_active() { release_after(wait(), real) } else { real() }
 }
 
 #[cold]
-fn releasing(wait: Wait, real: impl Fn() -> CUresult) -> CUresult {
+fn release_after(wait: Wait, real: impl Fn() -> CUresult) -> CUresult {
     let mut frees = [0; MAX_SLOTS as usize];
-    let stream = crate::sys::errno::preserved(|| {
-        for gpu in gpu::attached() {
+    let stream = crate::sys::errno::preserve(|| {
+        for gpu in gpu::in_use() {
             if let (Some(frees), Some(space)) = (frees.get_mut(gpu.index as usize), gpu.space()) {
-                *frees = space.lock().pool_frees();
+                *frees = space.lock().pools.frees();
             }
         }
         if let Wait::Stream(stream) = wait { name_of(stream).filter(|_| is_apart(stream)) } else { None }
@@ -213,15 +210,17 @@ fn releasing(wait: Wait, real: impl Fn() -> CUresult) -> CUresult {
     if result != SUCCESS {
         return result;
     }
-    crate::sys::errno::preserved(|| {
-        for (gpu, frees) in gpu::attached().filter_map(|gpu| Some((gpu, *frees.get(gpu.index as usize)?))) {
-            let Some(space) = gpu.space().filter(|_| frees > 0) else { continue };
+    crate::sys::errno::preserve(|| {
+        for (gpu, frees) in gpu::in_use().filter_map(|gpu| Some((gpu, *frees.get(gpu.index as usize)?))) {
+            if frees == 0 {
+                continue;
+            }
             let awaited = match wait {
                 Wait::Stream(_) => stream.map_or(Awaited::Some, Awaited::Stream),
                 Wait::Context(context) if gpu.work.is_all_in(context) => Awaited::All,
                 Wait::Context(_) | Wait::Event => Awaited::Some,
             };
-            changing(gpu, space, |space| space.synchronized(awaited, frees, &gpu.work));
+            change(gpu, |space| space.synchronize_pools(awaited, frees, &gpu.work));
         }
     });
     result
@@ -230,7 +229,7 @@ fn releasing(wait: Wait, real: impl Fn() -> CUresult) -> CUresult {
 /// Spins briefly until pending frees are done. If no work is running, they are done soon.
 fn see_done(gpu: &Gpu, space: &Mutex<Space>) {
     let begin = Instant::now();
-    while space.lock().look_at_pools(&gpu.work) && begin.elapsed() < DONE_SPIN {
+    while space.lock().pools.look_if_pending(&gpu.work) && begin.elapsed() < DONE_SPIN {
         core::hint::spin_loop();
     }
 }
@@ -238,18 +237,18 @@ fn see_done(gpu: &Gpu, space: &Mutex<Space>) {
 fn trim(pool: CUmemoryPool, keep: Size) {
     if let Some((gpu, space)) = pools::find(pool as u64) {
         see_done(gpu, space);
-        changing(gpu, space, |space| space.trim_pool(pool as u64, keep as u64));
+        change(gpu, |space| space.trim_pool(pool as u64, keep as u64));
     }
 }
 
 fn attribute_set(pool: CUmemoryPool, which: i32) {
     let Some((_, space)) = pools::find(pool as u64) else { return };
     match which {
-        attribute::RESERVED_MEM_HIGH => space.lock().reset_pool_high(pool as u64, false),
-        attribute::USED_MEM_HIGH => space.lock().reset_pool_high(pool as u64, true),
+        attribute::RESERVED_MEM_HIGH => space.lock().pools.reset_high(pool as u64, false),
+        attribute::USED_MEM_HIGH => space.lock().pools.reset_high(pool as u64, true),
         _ => {
             if let Some(policy) = pools::policy_of(pool) {
-                space.lock().set_pool_policy(pool as u64, policy);
+                space.lock().pools.set_policy(pool as u64, policy);
             }
         }
     }
@@ -260,7 +259,7 @@ fn attribute_set(pool: CUmemoryPool, which: i32) {
 /// # Safety
 /// `value` is valid for that attribute.
 unsafe fn add_statistics(pool: CUmemoryPool, which: i32, value: P) {
-    let Some(statistics) = pools::find(pool as u64).and_then(|(_, space)| space.lock().pool_statistics(pool as u64))
+    let Some(statistics) = pools::find(pool as u64).and_then(|(_, space)| space.lock().pools.statistics(pool as u64))
     else {
         return;
     };
@@ -278,19 +277,19 @@ unsafe fn add_statistics(pool: CUmemoryPool, which: i32, value: P) {
 
 /// Runs `then` if the call has succeeded and this library may serve pools.
 fn after(result: CUresult, then: impl FnOnce()) -> CUresult {
-    if result == SUCCESS && gate::is_active() && settings::get().movable_pools {
-        crate::sys::errno::preserved(then);
+    if result == SUCCESS && submit::is_active() && settings::get().movable_pools {
+        crate::sys::errno::preserve(then);
     }
     result
 }
 
 fn destroy(pool: CUmemoryPool, real: impl FnOnce() -> CUresult) -> CUresult {
-    if !(gate::is_active() && settings::get().movable_pools) {
+    if !(submit::is_active() && settings::get().movable_pools) {
         return real();
     }
-    let taken = crate::sys::errno::preserved(|| pools::take(pool as u64));
+    let taken = crate::sys::errno::preserve(|| pools::take(pool as u64));
     let result = real();
-    crate::sys::errno::preserved(|| {
+    crate::sys::errno::preserve(|| {
         if result != SUCCESS {
             taken.restore();
         }
@@ -314,7 +313,7 @@ hooks! { real, flavour;
         after(real(), || {
             // SAFETY: the driver has just written `pool` and read `properties`.
             if let (Some(pool), Some(properties)) = unsafe { (pool.as_ref(), properties.as_ref()) } {
-                pools::made(*pool as u64, properties);
+                pools::on_create(*pool as u64, properties);
             }
         })
     }
@@ -328,9 +327,9 @@ hooks! { real, flavour;
     [cuMemPoolSetAccess] (pool: CUmemoryPool, list: P, count: Size) { after(real(), || pools::access_changed(pool)) }
 
     [cuStreamSynchronize | cuStreamSynchronize_ptsz] (stream: CUstream) {
-        waiting(|| Wait::Stream(flavour.stream(stream)), real)
+        wait_for_work(|| Wait::Stream(flavour.stream(stream)), real)
     }
-    [cuCtxSynchronize] () { waiting(|| Wait::Context(current_or_null()), real) }
-    [cuCtxSynchronize_v2] (context: CUcontext) { waiting(|| Wait::Context(context), real) }
-    [cuEventSynchronize] (event: CUevent) { waiting(|| Wait::Event, real) }
+    [cuCtxSynchronize] () { wait_for_work(|| Wait::Context(current_or_null()), real) }
+    [cuCtxSynchronize_v2] (context: CUcontext) { wait_for_work(|| Wait::Context(context), real) }
+    [cuEventSynchronize] (event: CUevent) { wait_for_work(|| Wait::Event, real) }
 }

@@ -3,7 +3,7 @@
 
 use crate::{
     driver::{hook::hooks, types::*},
-    gpu::{Gpu, reservation::retried},
+    gpu::reservation::retry,
     sys::errno,
 };
 use core::ffi::{c_char, c_void};
@@ -13,12 +13,12 @@ type P = *mut c_void;
 /// An upper bound on the number of options that exist.
 const MANY: u32 = 64;
 
-/// Like [`retried`], for a call that writes to its option values. The values are restored before each
+/// Like [`retry`], for a call that writes to its option values. The values are restored before each
 /// further attempt.
-fn retried_with(n: u32, values: P, real: impl Fn() -> CUresult) -> CUresult {
+fn retry_with(n: u32, values: P, real: impl Fn() -> CUresult) -> CUresult {
     let values = values.cast::<usize>();
     if values.is_null() || n == 0 || n > MANY {
-        return retried(real);
+        return retry(real);
     }
     let mut saved = [0; MANY as usize];
     let restore = |saved: &[usize; MANY as usize]| {
@@ -29,14 +29,12 @@ fn retried_with(n: u32, values: P, real: impl Fn() -> CUresult) -> CUresult {
             .enumerate()
             .for_each(|(i, value)| unsafe { values.add(i).write_unaligned(*value) });
     };
-    // SAFETY: `values` is the program's own array of length `n`.
-    saved
-        .iter_mut()
-        .take(n as usize)
-        .enumerate()
-        .for_each(|(i, value)| *value = unsafe { values.add(i).read_unaligned() });
+    for (i, value) in saved.iter_mut().take(n as usize).enumerate() {
+        // SAFETY: `values` is the program's own array of length `n`.
+        *value = unsafe { values.add(i).read_unaligned() };
+    }
     let again = core::cell::Cell::new(false);
-    retried(|| {
+    retry(|| {
         if again.replace(true) {
             restore(&saved);
         }
@@ -44,35 +42,35 @@ fn retried_with(n: u32, values: P, real: impl Fn() -> CUresult) -> CUresult {
     })
 }
 
-fn making_stream(flags: u32) {
+fn make_stream(flags: u32) {
     if flags & STREAM_NON_BLOCKING == 0 {
-        errno::preserved(Gpu::expect_blocking_streams);
+        errno::preserve(crate::submit::expect_blocking_streams);
     }
 }
 
 hooks! { real, flavour;
-    [cuModuleLoad] (module: P, path: *const c_char) { retried(real) }
-    [cuModuleLoadData | cuModuleLoadFatBinary] (module: P, image: P) { retried(real) }
-    [cuModuleLoadDataEx] (module: P, image: P, n: u32, options: P, values: P) { retried_with(n, values, real) }
+    [cuModuleLoad] (module: P, path: *const c_char) { retry(real) }
+    [cuModuleLoadData | cuModuleLoadFatBinary] (module: P, image: P) { retry(real) }
+    [cuModuleLoadDataEx] (module: P, image: P, n: u32, options: P, values: P) { retry_with(n, values, real) }
     [cuLibraryLoadData] (
         library: P, image: P, jit_options: P, jit_values: P, jit_n: u32, options: P, values: P, n: u32,
-    ) { retried_with(jit_n, jit_values, real) }
+    ) { retry_with(jit_n, jit_values, real) }
     [cuLibraryLoadFromFile] (
         library: P, path: *const c_char, jit_options: P, jit_values: P, jit_n: u32, options: P, values: P, n: u32,
-    ) { retried_with(jit_n, jit_values, real) }
+    ) { retry_with(jit_n, jit_values, real) }
     // With lazy loading, the driver loads code on its first use.
-    [cuModuleGetFunction] (function: P, module: P, name: *const c_char) { retried(real) }
-    [cuLibraryGetModule | cuKernelGetFunction] (place: P, of: P) { retried(real) }
-    [cuFuncLoad] (function: CUfunction) { retried(real) }
-    [cuCtxSetLimit] (limit: i32, value: Size) { retried(real) }
+    [cuModuleGetFunction] (function: P, module: P, name: *const c_char) { retry(real) }
+    [cuLibraryGetModule | cuKernelGetFunction] (place: P, of: P) { retry(real) }
+    [cuFuncLoad] (function: CUfunction) { retry(real) }
+    [cuCtxSetLimit] (limit: i32, value: Size) { retry(real) }
     [cuStreamCreate] (stream: P, flags: u32) {
-        making_stream(flags);
-        retried(real)
+        make_stream(flags);
+        retry(real)
     }
     [cuStreamCreateWithPriority] (stream: P, flags: u32, priority: i32) {
-        making_stream(flags);
-        retried(real)
+        make_stream(flags);
+        retry(real)
     }
     // A stream of a green context is never a blocking stream.
-    [cuGreenCtxStreamCreate] (stream: P, green: P, flags: u32, priority: i32) { retried(real) }
+    [cuGreenCtxStreamCreate] (stream: P, green: P, flags: u32, priority: i32) { retry(real) }
 }

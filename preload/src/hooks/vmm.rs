@@ -9,14 +9,16 @@
 use crate::{
     calls::{
         address_query::{get_access, properties},
-        export::{bind, bind_at, escaping_handle},
+        driver_memory,
+        export::{bind, bind_at, escape_handle},
         mappings::{create, is_ours, map, movable, release, set_access, unmap, whole},
-        pinned,
-        submit::{ONE, gated},
     },
     driver::{self, hook::hooks, types::*},
-    gate,
-    registry::{self, pinned as account, pinned::Kind, virtual_memory::TABLE},
+    registry::{self, driver_memory::Kind, virtual_memory::TABLE},
+    submit::{
+        self,
+        fast::{ONE, enqueue},
+    },
 };
 use core::ffi::c_void;
 
@@ -50,23 +52,23 @@ unsafe fn maps_ours(list: *const ArrayMap, n: u32) -> bool {
 hooks! { real, flavour;
     [cuMemCreate] (handle: *mut Handle, size: Size, prop: *const AllocationProp, flags: u64) {
         match movable(handle, size, prop, flags) {
-            Some((gpu, space, flags)) => crate::sys::errno::preserved(|| create(handle, size, gpu, space, flags)),
+            Some((gpu, space, flags)) => crate::sys::errno::preserve(|| create(handle, size, gpu, space, flags)),
             None if handle.is_null() || flags != 0 || !whole(size as u64) => real(), // the driver reports the error
-            None => pinned::allocate(account::gpu_of(prop), Kind::Chunk, handle, size as u64, real),
+            None => driver_memory::allocate(registry::driver_memory::gpu_of(prop), Kind::Chunk, handle, size as u64, real),
         }
     }
     [cuMemRelease] (handle: Handle) {
         if is_ours(handle) {
-            crate::sys::errno::preserved(|| release(handle))
+            crate::sys::errno::preserve(|| release(handle))
         } else {
-            pinned::free(Kind::Chunk, handle, real)
+            driver_memory::free(Kind::Chunk, handle, real)
         }
     }
     [cuMemRetainAllocationHandle] (handle: *mut Handle, address: P) {
         if registry::is_ours(address as CUdeviceptr) {
             return ERROR_INVALID_VALUE; // like the driver, for memory that cuMemCreate did not create
         }
-        if gate::is_active() {
+        if submit::is_active() {
             let mut table = TABLE.lock();
             if let Some(found) = table.at(address as CUdeviceptr).and_then(|(mapping, _)| mapping.handle) {
                 if handle.is_null() {
@@ -80,8 +82,8 @@ hooks! { real, flavour;
         }
         let result = real();
         // SAFETY: the driver has just written `handle`.
-        if let (true, SUCCESS, Some(handle)) = (gate::is_active(), result, unsafe { handle.as_ref() }) {
-            account::retain(*handle);
+        if let (true, SUCCESS, Some(handle)) = (submit::is_active(), result, unsafe { handle.as_ref() }) {
+            registry::driver_memory::retain(*handle);
         }
         result
     }
@@ -99,19 +101,19 @@ hooks! { real, flavour;
             return ERROR_INVALID_VALUE;
         }
         // SAFETY: these are the program's arguments, with the driver's handle instead of the virtual one.
-        escaping_handle(handle, |handle| unsafe { driver::cuMemExportToShareableHandle(shareable, handle, kind, flags) })
+        escape_handle(handle, |handle| unsafe { driver::cuMemExportToShareableHandle(shareable, handle, kind, flags) })
     }
 
     [cuMemAddressReserve] (place: *mut CUdeviceptr, size: Size, alignment: Size, wanted: CUdeviceptr, flags: u64) {
         let result = real();
         // SAFETY: the driver has just written `place`.
-        if let (true, SUCCESS, Some(at)) = (gate::is_active(), result, unsafe { place.as_ref() }) {
+        if let (true, SUCCESS, Some(at)) = (submit::is_active(), result, unsafe { place.as_ref() }) {
             TABLE.lock().reserve(*at, size as u64);
         }
         result
     }
     [cuMemAddressFree] (address: CUdeviceptr, size: Size) {
-        if !gate::is_active() {
+        if !submit::is_active() {
             return real();
         }
         if registry::are_ours(address, size) {
@@ -129,9 +131,9 @@ hooks! { real, flavour;
     }
     [cuMemMap] (address: CUdeviceptr, size: Size, offset: Size, handle: Handle, flags: u64) {
         if is_ours(handle) {
-            return crate::sys::errno::preserved(|| map(address, size as u64, offset as u64, handle, flags));
+            return crate::sys::errno::preserve(|| map(address, size as u64, offset as u64, handle, flags));
         }
-        if !gate::is_active() {
+        if !submit::is_active() {
             return real();
         }
         if registry::are_ours(address, size) {
@@ -144,7 +146,7 @@ hooks! { real, flavour;
         let result = real();
         if result == SUCCESS {
             table.map(address, size as u64, None);
-            account::map(address, handle);
+            registry::driver_memory::map(address, handle);
         }
         result
     }
@@ -152,20 +154,20 @@ hooks! { real, flavour;
         if registry::are_ours(address, size) {
             return ERROR_INVALID_VALUE;
         }
-        if gate::is_active() { crate::sys::errno::preserved(|| unmap(address, size as u64, real)) } else { real() }
+        if submit::is_active() { crate::sys::errno::preserve(|| unmap(address, size as u64, real)) } else { real() }
     }
     [cuMemSetAccess] (address: CUdeviceptr, size: Size, wanted: *const AccessDesc, count: Size) {
         if registry::are_ours(address, size) {
             return ERROR_INVALID_VALUE;
         }
-        if gate::is_active() {
-            crate::sys::errno::preserved(|| set_access(address, size as u64, wanted, count, real))
+        if submit::is_active() {
+            crate::sys::errno::preserve(|| set_access(address, size as u64, wanted, count, real))
         } else {
             real()
         }
     }
     [cuMemGetAccess] (flags: *mut u64, location: *const Location, address: CUdeviceptr) {
-        if gate::is_active() { get_access(flags, location, address, real) } else { real() }
+        if submit::is_active() { get_access(flags, location, address, real) } else { real() }
     }
 
     [cuMulticastBindMem] (object: Handle, at: Size, memory: Handle, offset: Size, size: Size, flags: u64) {
@@ -201,6 +203,6 @@ hooks! { real, flavour;
     // mapping accept any memory, also memory of this library.
     [cuMemMapArrayAsync | cuMemMapArrayAsync_ptsz] (list: *const ArrayMap, n: u32, stream: CUstream) {
         // SAFETY: `list` has `n` entries, as the program states.
-        if unsafe { maps_ours(list, n) } { ERROR_NOT_SUPPORTED } else { gated(flavour.stream(stream), ONE, real) }
+        if unsafe { maps_ours(list, n) } { ERROR_NOT_SUPPORTED } else { enqueue(flavour.stream(stream), ONE, real) }
     }
 }

@@ -5,7 +5,7 @@
 //! the hooks ([`redirect`]). The C library's `dlsym` is redirected immediately, before any code of
 //! the library runs. The functions of the driver are redirected as soon as a hook notices that the
 //! driver is loaded. If the program already uses CUDA, the hook of `dlopen` notices this
-//! ([`opening`]). Otherwise, the hook of `dlsym` notices it ([`look`]):
+//! ([`on_open`]). Otherwise, the hook of `dlsym` notices it ([`look`]):
 //! - If the opened library depends on the driver, the `dlopen` loads the driver. The program then
 //!   looks up functions of the opened library with `dlsym`.
 //! - If the opened library loads the driver with `dlopen`, the opened library then looks up the
@@ -18,7 +18,7 @@ use crate::{
     calls::interop,
     driver::{self, redirect},
     env::settings,
-    gate, nvml,
+    nvml, submit,
     sys::{elf, errno},
 };
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
@@ -38,14 +38,14 @@ static NVML: AtomicBool = AtomicBool::new(false);
 
 /// Called before a library is opened with `RTLD_DEEPBIND`. `dlsym` is the address of the hook of
 /// `dlsym`.
-pub fn opening(dlsym: usize) {
-    errno::preserved(|| {
+pub fn on_open(dlsym: usize) {
+    errno::preserve(|| {
         if settings::is_disabled() || are_all_redirected() {
             return;
         }
         WATCHING.store(getpid().as_raw_pid(), Ordering::SeqCst);
         redirect_what_is_loaded(dlsym);
-        if redirect::was_refused() && gate::is_active() {
+        if redirect::was_refused() && submit::is_active() {
             interop::tie(); // restores evicted memory, because the library may use it without passing a hook
         }
     });
@@ -55,7 +55,7 @@ pub fn opening(dlsym: usize) {
 /// `RTLD_DEEPBIND`.
 pub fn look(dlsym: usize) {
     if WATCHING.load(Ordering::SeqCst) == getpid().as_raw_pid() {
-        errno::preserved(|| redirect_what_is_loaded(dlsym));
+        errno::preserve(|| redirect_what_is_loaded(dlsym));
     }
 }
 
@@ -65,7 +65,7 @@ fn redirect_what_is_loaded(dlsym: usize) {
     /// The thread that is in this function. A `malloc` that looks up a symbol on each call would otherwise
     /// recurse into this function.
     static BUSY: AtomicI32 = AtomicI32::new(0);
-    let loaded = elf::loaded_so_far();
+    let loaded = elf::load_count();
     if loaded == Some(SEEN.load(Ordering::SeqCst)) {
         return;
     }
@@ -82,17 +82,17 @@ fn redirect_what_is_loaded(dlsym: usize) {
 }
 
 fn redirect_each(dlsym: usize) {
-    once(&C_LIBRARY, || {
+    on_driver(&C_LIBRARY, || {
         redirect::redirect_in_c_library(c"dlsym", dlsym);
         true
     });
-    once(&DRIVER, || {
-        let (Some(driver), Some(table)) = (driver::loaded(), table::table()) else { return false };
+    on_driver(&DRIVER, || {
+        let (Some(driver), Some(table)) = (driver::handle_if_loaded(), table::table()) else { return false };
         driver::resolve_all(); // after the redirection, a lookup would return the hooks
         redirect::redirect(driver::library::inside(driver), table);
         true
     });
-    once(&NVML, || {
+    on_driver(&NVML, || {
         let Some((nvml, table)) = nvml::table() else { return false };
         redirect::redirect(driver::library::inside(nvml), &table);
         true
@@ -104,7 +104,7 @@ fn redirect_each(dlsym: usize) {
 
 /// Runs the action, unless it has succeeded before. Concurrent threads may repeat the action, so
 /// that no thread continues before the action is done.
-fn once(done: &AtomicBool, action: impl FnOnce() -> bool) {
+fn on_driver(done: &AtomicBool, action: impl FnOnce() -> bool) {
     if !done.load(Ordering::SeqCst) && action() {
         done.store(true, Ordering::SeqCst);
     }

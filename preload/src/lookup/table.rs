@@ -1,8 +1,8 @@
 //! The table of hooks and entries by the *address* of the real function.
 
-use super::{entries, thunks};
+use super::thunks;
 use crate::{
-    driver::{self, hook, types::*},
+    driver::{self, entries, hook, types::*},
     sys::once::OnceBox,
 };
 use alloc::{boxed::Box, vec::Vec};
@@ -13,8 +13,8 @@ pub fn answer(real: *mut c_void) -> *mut c_void {
     let hook = hook_of(real);
     // If the driver's own symbol table has been redirected, `real` is already a hook or an entry.
     let is_ours = |address| table().is_some_and(|table| table.iter().any(|(_, hook)| *hook == address));
-    let is_known = hook != real || is_ours(real as usize) || entries::exported_at(real as usize).is_some();
-    if is_known || entries::never_blocks(real as usize) { hook } else { thunks::guarded(real) }
+    let is_known = hook != real || is_ours(real as usize) || entries::entry_exported_at(real as usize).is_some();
+    if is_known || entries::is_nonblocking(real as usize) { hook } else { thunks::guard(real) }
 }
 
 /// Returns the hook or the entry of a real function, or the function itself if it has neither.
@@ -31,7 +31,7 @@ pub fn hook_of(real: *mut c_void) -> *mut c_void {
 pub fn table() -> Option<&'static [(usize, usize)]> {
     static TABLE: OnceBox<Vec<(usize, usize)>> = OnceBox::new();
     if TABLE.get().is_none() {
-        driver::loaded()?;
+        driver::handle_if_loaded()?;
         let mut table: Vec<_> = hook::all().filter_map(|h| Some((h.real.find()?, h.hook as usize))).collect();
         table.extend(entries::pairs());
         table.sort_by_key(|(real, _)| *real);

@@ -3,8 +3,8 @@
 //! that looks one up gets a thunk. From the first call on, the thunk keeps the program's memory on the
 //! GPU. Then it jumps to the function with the caller's registers and stack.
 
-use super::detour::detour;
-use crate::{calls::interop, driver::presence, sys::errno};
+use crate::driver::detour::detour;
+use crate::{calls::interop, connection::presence, sys::errno};
 use core::{
     arch::naked_asm,
     ffi::c_void,
@@ -23,7 +23,7 @@ const STRIDE: usize = 16;
 static FUNCTIONS: [AtomicUsize; THUNKS] = [const { AtomicUsize::new(0) }; THUNKS];
 
 /// Returns the address that the program gets for an unknown function of the driver.
-pub fn guarded(function: *mut c_void) -> *mut c_void {
+pub fn guard(function: *mut c_void) -> *mut c_void {
     let address = function as usize;
     for (thunk, place) in FUNCTIONS.iter().enumerate() {
         match place.compare_exchange(0, address, Ordering::SeqCst, Ordering::SeqCst) {
@@ -32,7 +32,7 @@ pub fn guarded(function: *mut c_void) -> *mut c_void {
             Err(_) => {}
         }
     }
-    errno::preserved(interop::tie);
+    errno::preserve(interop::tie);
     function
 }
 
@@ -41,8 +41,8 @@ fn thunk_at(thunk: usize) -> *mut c_void {
 }
 
 /// Called by a thunk, with an address inside that thunk. Returns the address of the thunk's function.
-extern "C" fn called(inside: usize) -> usize {
-    errno::preserved(interop::tie);
+extern "C" fn on_thunk(inside: usize) -> usize {
+    errno::preserve(interop::tie);
     if presence::is_away() {
         presence::wait();
     }
@@ -50,7 +50,7 @@ extern "C" fn called(inside: usize) -> usize {
     FUNCTIONS.get(thunk).map_or(0, |function| function.load(Ordering::SeqCst))
 }
 
-detour!(enter, called);
+detour!(enter, on_thunk);
 
 /// The thunks, one after another.
 #[cfg(target_arch = "x86_64")]

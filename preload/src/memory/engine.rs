@@ -34,7 +34,7 @@ pub struct Flags {
 
 impl Flags {
     /// Bytes of a chunk that are inside its allocation. Bytes beyond the allocation cannot be prefetched.
-    pub fn inside(self, offset: u64, len: u64) -> u64 {
+    pub fn part_inside(self, offset: u64, len: u64) -> u64 {
         if self.managed > 0 { len.min(self.managed.saturating_sub(offset)) } else { len }
     }
 }

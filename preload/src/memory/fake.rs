@@ -11,8 +11,8 @@ use crate::{
         fake::{Driver, TOTAL},
         types::*,
     },
+    submit::Work,
     sys::sync::{Mutex, Rank, on_client_thread},
-    work::Work,
 };
 use alloc::boxed::Box;
 use core::time::Duration;
@@ -46,7 +46,7 @@ impl Memory {
     }
 
     fn on(driver: Driver) -> Self {
-        let work = Box::leak(Box::new(Work::new(|_| None)));
+        let work = Box::leak(Box::new(Work::new()));
         let space = Space::new(driver.new_device(), &Swap, TOTAL, u64::MAX, work);
         let space = Box::leak(Box::new(Mutex::new(Rank::Space, space)));
         let mover = Box::leak(Box::new(Mutex::new(Rank::Mover, Mover::new())));

@@ -5,7 +5,6 @@
 //!   bytes.
 //! - [`chunk`]: the units in which memory is moved. [`slab`]: one granule shared by many small
 //!   allocations.
-//! - [`pool`]: a stream-ordered allocator of blocks.
 //! - [`alias`]: additional addresses at which the program has mapped a chunk.
 //! - [`mover`]: eviction and restoring, only on the client's thread.
 //! - [`staging`]: buffers in host memory. [`headroom`]: the host memory that this process may still
@@ -26,7 +25,6 @@ mod fingerprint;
 pub mod foreign_devices;
 pub mod headroom;
 pub mod mover;
-pub mod pool;
 pub mod slab;
 pub mod space;
 pub mod staging;

@@ -9,12 +9,11 @@
 use super::headroom::{Claim, addresses_left};
 use crate::{
     driver::{self, context::current_or_null, types::SUCCESS},
-    gate::threads,
+    submit::{Work, captures, threads},
     sys::{
         sync::{Mutex, Rank},
         thread,
     },
-    work::{Work, capture},
 };
 use alloc::{sync::Arc, vec::Vec};
 use core::{
@@ -127,7 +126,7 @@ impl Buffer {
     pub fn register(&mut self, context: usize) {
         if self.registered == 0 {
             // SAFETY: the memory belongs to this buffer and stays mapped until it is unregistered.
-            let result = capture::beside(|_| unsafe {
+            let result = captures::beside(|_| unsafe {
                 driver::cuMemHostRegister_v2(self.address as *mut c_void, self.len, REGISTER_FLAGS)
             });
             if result == SUCCESS {
@@ -147,7 +146,7 @@ impl Buffer {
     }
 
     /// The context in which the buffer is registered.
-    pub fn registered_with(&self) -> Option<usize> {
+    pub fn registration(&self) -> Option<usize> {
         (self.registered != 0).then_some(self.registered)
     }
 
@@ -327,7 +326,7 @@ impl Queue {
 mod tests {
     use super::*;
 
-    static WORK: Work = Work::new(|_| None);
+    static WORK: Work = Work::new();
 
     /// The thread that allocates buffers waits in its first driver call, for example because the program
     /// destroys a context while the program's thread holds the dynamic loader's lock.

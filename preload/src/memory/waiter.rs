@@ -10,12 +10,11 @@ use super::{file::HostCopy, fingerprint::Fingerprinter};
 use crate::{
     connection,
     driver::{self, types::*},
-    gate::threads,
+    submit::{Passing, Work, threads},
     sys::{
         sync::{Mutex, Rank},
         time::{self, Instant},
     },
-    work::{Passing, Work},
 };
 use alloc::{collections::VecDeque, sync::Arc, vec::Vec};
 use core::time::Duration;
@@ -186,10 +185,10 @@ impl Queue {
         match job {
             Job::Unregister(mut copy, back_to) => {
                 // A registration ends when its context is destroyed.
-                copy.buffer.registered_with().filter(|context| !self.work.knows(*context)).inspect(|context| {
+                copy.buffer.registration().filter(|context| !self.work.knows(*context)).inspect(|context| {
                     copy.buffer.forget_context(*context);
                 });
-                if let Some(context) = copy.buffer.registered_with() {
+                if let Some(context) = copy.buffer.registration() {
                     let has_passed = self.has_passed(context, passing);
                     if !has_passed || self.work.enter(context, || copy.buffer.unregister()).is_none() {
                         return Some(Job::Unregister(copy, back_to));
@@ -250,7 +249,7 @@ mod tests {
     use crate::{
         driver::fake::{Driver, until},
         memory::{engine::GRANULE, staging::Buffer},
-        work::fake,
+        submit::fake,
     };
 
     const UNREGISTER: &str = "cuMemHostUnregister";
@@ -307,7 +306,7 @@ mod tests {
         let Finished { freed, returned } = finished(&waiter);
         let [(returned_to, copy)] = &returned[..] else { panic!("{returned:?}") };
         assert_eq!((freed, returned_to.base, returned_to.offset), (0, 3, 4));
-        assert_eq!(copy.buffer.registered_with(), None);
+        assert_eq!(copy.buffer.registration(), None);
     }
 
     #[test]

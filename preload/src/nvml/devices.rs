@@ -39,7 +39,7 @@ fn by_index(real: &Function, index: u32, device: *mut Device) -> Return {
     };
     match visible.nth(index as usize) {
         Some(uuid) => {
-            let name = errno::preserved(|| format!("GPU-{uuid}\0"));
+            let name = errno::preserve(|| format!("GPU-{uuid}\0"));
             // SAFETY: NVML's export of this name has this signature. `name` ends with NUL, and `device` is the
             // program's own pointer.
             unsafe { transmute::<usize, ByUuid>(by_uuid)(name.as_ptr().cast(), device) }
@@ -101,7 +101,7 @@ pub unsafe extern "C" fn nvmlDeviceGetIndex(device: Device, index: *mut u32) -> 
     // SAFETY: NVML's export of this name has this signature, and the arguments are the program's own.
     let result = unsafe { transmute::<usize, Real>(real)(device, index) };
     if let (SUCCESS, Some(place), Some(mut visible)) = (result, NonNull::new(index), placement::visible_gpus()) {
-        let number = errno::preserved(|| {
+        let number = errno::preserve(|| {
             let uuid = uuid(device)?;
             visible.position(|known| known == uuid)
         });

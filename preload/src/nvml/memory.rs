@@ -45,12 +45,12 @@ pub static MEMORY: Function = Function::new(c"nvmlDeviceGetMemoryInfo");
 pub static MEMORY_2: Function = Function::new(c"nvmlDeviceGetMemoryInfo_v2");
 /// Converts NVML's `total` and `free` of a GPU to the sizes that the program sees. Returns `None` if
 /// the program sees NVML's sizes.
-fn told(device: Device, total: u64, free: u64) -> Option<MemoryInfo> {
+fn sizes(device: Device, total: u64, free: u64) -> Option<MemoryInfo> {
     if !memory_limits::are_set() {
         return None;
     }
-    errno::preserved(|| {
-        let gpu = gpu::managed_by_uuid(uuid(device)?)?;
+    errno::preserve(|| {
+        let gpu = gpu::find_managed_by_uuid(uuid(device)?)?;
         Some(memory_info::of(gpu, total, || Some(free))).filter(|told| told.total < total)
     })
 }
@@ -69,7 +69,7 @@ pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo(device: Device, memory: *mut Me
     if let (SUCCESS, Some(place)) = (result, NonNull::new(memory)) {
         // SAFETY: NVML has just written there.
         let Memory { total, free, .. } = unsafe { place.read_unaligned() };
-        if let Some(MemoryInfo { total, free }) = told(device, total, free) {
+        if let Some(MemoryInfo { total, free }) = sizes(device, total, free) {
             // SAFETY: NVML has just written there.
             unsafe { place.write_unaligned(Memory { total, free, used: total - free }) };
         }
@@ -95,7 +95,7 @@ pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: Device, memory: *mut
     if let (SUCCESS, Some(place)) = (result, place) {
         // SAFETY: NVML has just written there.
         let Memory2 { version, total, reserved, free, .. } = unsafe { place.read_unaligned() };
-        if let Some(MemoryInfo { total, free }) = told(device, total, free) {
+        if let Some(MemoryInfo { total, free }) = sizes(device, total, free) {
             let reserved = reserved.min(total - free);
             // SAFETY: NVML has just written there.
             unsafe { place.write_unaligned(Memory2 { version, total, reserved, free, used: total - free - reserved }) };

@@ -57,7 +57,7 @@ impl Function {
         if known != 0 {
             return Some(known);
         }
-        let address = library::export(LIBRARY.loaded()?, self.name)?;
+        let address = library::export(LIBRARY.handle_if_loaded()?, self.name)?;
         self.address.store(address, Ordering::Relaxed);
         Some(address)
     }
@@ -80,13 +80,13 @@ fn hooks() -> [(&'static Function, usize); 7] {
 
 /// Whether the program has loaded NVML.
 pub fn is_loaded() -> bool {
-    LIBRARY.loaded().is_some()
+    LIBRARY.handle_if_loaded().is_some()
 }
 
 /// Returns NVML's handle, and sorted pairs of a real address and its hook. Returns `None` if the
 /// program has not loaded NVML.
 pub fn table() -> Option<(*mut c_void, Vec<(usize, usize)>)> {
-    let library = LIBRARY.loaded()?;
+    let library = LIBRARY.handle_if_loaded()?;
     let mut table: Vec<_> = hooks().into_iter().filter_map(|(real, hook)| Some((real.of_nvml()?, hook))).collect();
     table.sort_unstable();
     Some((library, table))

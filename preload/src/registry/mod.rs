@@ -1,29 +1,29 @@
 //! The program's memory on all GPUs, by the addresses, handles and IPC handles that the program uses.
 //!
-//! - [`pinned`]: memory that no engine can move. [`virtual_memory`]: memory that the program reserves,
+//! - [`driver_memory`]: memory that no engine can move. [`virtual_memory`]: memory that the program reserves,
 //!   creates and maps itself.
 //! - [`pools`]: memory pools, by the driver's handles.
 //! - [`shared`]: memory exported to other processes and imported from them.
 
-pub mod pinned;
+pub mod driver_memory;
 pub mod pools;
 pub mod shared;
 pub mod virtual_memory;
 
 use crate::{
     driver::types::{CUdeviceptr, Size},
-    gate,
     gpu::{self, Gpu},
     memory::space::Allocation,
+    submit,
 };
 
 /// Returns the allocation that contains this address, and its GPU. Returns `None` for the program's
 /// managed memory, because the driver answers for it.
 pub fn find(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
-    if !gate::is_active() {
+    if !submit::is_active() {
         return None;
     }
-    let found = gpu::attached().find_map(|gpu| Some((gpu, gpu.space()?.lock().find(address)?)));
+    let found = gpu::in_use().find_map(|gpu| Some((gpu, gpu.space()?.lock().find(address)?)));
     found.or_else(|| shared::find(address)).filter(|(_, allocation)| !allocation.managed)
 }
 
@@ -41,5 +41,5 @@ pub fn is_ours(address: CUdeviceptr) -> bool {
 /// nor free the addresses, even while no memory is mapped there and the driver would permit it.
 pub fn are_ours(address: CUdeviceptr, size: Size) -> bool {
     let overlap = |gpu: &Gpu| gpu.space().is_some_and(|space| space.lock().overlaps(address, size as u64));
-    gate::is_active() && (gpu::attached().any(overlap) || shared::find(address).is_some())
+    submit::is_active() && (gpu::in_use().any(overlap) || shared::find(address).is_some())
 }

@@ -17,11 +17,12 @@
 use crate::{
     driver::{self, check, types::*},
     gpu::{self, Gpu, peers::couple},
-    memory::space::{Policy, Space},
+    memory::space::Space,
     sys::sync::{Mutex, Rank},
 };
 use alloc::{collections::BTreeMap, vec::Vec};
 use core::ffi::c_void;
+use nvshare_pools::Policy;
 
 /// The pools that the program has created and that this library can serve, and their GPUs.
 static MADE: Mutex<BTreeMap<u64, CUdevice>> = Mutex::new(Rank::MemoryPools, BTreeMap::new());
@@ -55,7 +56,7 @@ impl Properties {
 }
 
 /// Records a pool that the driver has created.
-pub fn made(handle: u64, properties: &Properties) {
+pub fn on_create(handle: u64, properties: &Properties) {
     // An earlier pool may have had the same handle, and may have been destroyed with its context.
     for (gpu, space) in spaces() {
         space.lock().destroy_pool(handle, &gpu.work);
@@ -68,12 +69,12 @@ pub fn made(handle: u64, properties: &Properties) {
 }
 
 fn spaces() -> impl Iterator<Item = (&'static Gpu, &'static Mutex<Space>)> {
-    gpu::attached().filter_map(|gpu| Some((gpu, gpu.space()?)))
+    gpu::in_use().filter_map(|gpu| Some((gpu, gpu.space()?)))
 }
 
 /// Returns the GPU and the space of a pool that this library serves.
 pub fn find(handle: u64) -> Option<(&'static Gpu, &'static Mutex<Space>)> {
-    spaces().find(|(_, space)| space.lock().has_pool(handle))
+    spaces().find(|(_, space)| space.lock().pools.has(handle))
 }
 
 /// A pool that is being destroyed.
@@ -101,7 +102,7 @@ impl Destroyed {
             && let Some(space) = gpu.space()
         {
             let policy = policy_of(self.handle as CUmemoryPool).unwrap_or_default();
-            space.lock().revive_pool(id, self.handle, policy);
+            space.lock().pools.revive(id, self.handle, policy);
         }
     }
 }
@@ -122,7 +123,7 @@ pub fn policy_of(pool: CUmemoryPool) -> Option<Policy> {
 pub fn is_ours(pool: CUmemoryPool, gpu: &'static Gpu, space: &Mutex<Space>) -> bool {
     let handle = pool as u64;
     let guard = space.lock();
-    let (is_known, copies) = (guard.has_pool(handle), guard.engine().copies());
+    let (is_known, copies) = (guard.pools.has(handle), guard.engine().copies());
     drop(guard);
     // This library serves no pools from managed memory: the driver frees managed memory together
     // with the memory's context, and only on a thread that can wait.
@@ -134,8 +135,8 @@ pub fn is_ours(pool: CUmemoryPool, gpu: &'static Gpu, space: &Mutex<Space>) -> b
         return false;
     }
     let Some(policy) = policy_of(pool) else { return false };
-    gpu::attached().for_each(|other| reach(pool, gpu, other));
-    space.lock().adopt_pool(handle, policy);
+    gpu::in_use().for_each(|other| reach(pool, gpu, other));
+    space.lock().pools.add(handle, policy);
     true
 }
 
@@ -161,15 +162,15 @@ fn reach(pool: CUmemoryPool, owner: &'static Gpu, other: &'static Gpu) {
 /// Called after the program has changed the access rights to a pool.
 pub fn access_changed(pool: CUmemoryPool) {
     if let Some((owner, _)) = find(pool as u64) {
-        gpu::attached().for_each(|other| reach(pool, owner, other));
+        gpu::in_use().for_each(|other| reach(pool, owner, other));
     }
 }
 
 /// Called when the program begins to use this GPU, because the GPU may have access to pools of other
 /// GPUs.
-pub fn now_in_use(gpu: &'static Gpu) {
+pub fn on_first_use(gpu: &'static Gpu) {
     for (owner, space) in spaces() {
-        let pools: Vec<_> = space.lock().pools().collect();
+        let pools: Vec<_> = space.lock().pools.handles().collect();
         pools.into_iter().for_each(|handle| reach(handle as CUmemoryPool, owner, gpu));
     }
 }

@@ -147,7 +147,7 @@ impl Table {
     }
 
     /// Returns the mappings that overlap these addresses, in the order of their addresses.
-    pub fn overlapping(&self, at: u64, len: u64) -> Vec<Mapping> {
+    pub fn overlaps_of(&self, at: u64, len: u64) -> Vec<Mapping> {
         let end = at.saturating_add(len);
         let first = self.mappings.range(..at).next_back().filter(|(start, m)| at - *start < m.len);
         let rest = if at < end { Some(self.mappings.range(at..end)) } else { None };
@@ -156,7 +156,7 @@ impl Table {
 
     /// Returns the mappings that overlap these addresses, if at least one maps this library's memory.
     pub fn ours_among(&self, at: u64, len: u64) -> Option<Vec<Mapping>> {
-        let found = self.overlapping(at, len);
+        let found = self.overlaps_of(at, len);
         found.iter().any(|mapping| mapping.handle.is_some()).then_some(found)
     }
 
@@ -209,7 +209,7 @@ mod tests {
     fn mappings_that_exactly_cover_a_range_are_recognized() {
         let table = table(&[(8, 2), (10, 1), (12, 4)]);
         let found = |at: u64, len: u64| {
-            let found = table.overlapping(at * M, len * M);
+            let found = table.overlaps_of(at * M, len * M);
             (found.len(), make_up(&found, at * M, len * M))
         };
         for (at, len, want) in [
@@ -228,10 +228,10 @@ mod tests {
             assert_eq!(found(at, len), want, "{at}+{len}");
         }
         for (at, len, want) in [(8, 2, true), (8, 4, true), (7, 9, true), (11, 1, true), (8, 5, false), (9, 3, false)] {
-            let found = table.overlapping(at * M, len * M);
+            let found = table.overlaps_of(at * M, len * M);
             assert_eq!(are_within(&found, at * M, len * M), want, "{at}+{len}");
         }
-        assert_eq!(table.overlapping(8 * M, u64::MAX).len(), 3);
+        assert_eq!(table.overlaps_of(8 * M, u64::MAX).len(), 3);
         assert!(!make_up(&[], u64::MAX, 2));
     }
 

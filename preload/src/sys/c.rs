@@ -60,16 +60,16 @@ unsafe extern "C" {
 
 /// Looks up a symbol with `dlvsym` and [`BASE_VERSION`]. Returns NULL if the program has no `dlvsym`.
 pub fn dlvsym(handle: *mut c_void, name: &CStr) -> *mut c_void {
-    // SAFETY: the loader has written the address, and never changes it. The names are NUL-terminated.
+    // SAFETY: the loader has written the address, and never changes it.
     match unsafe { nvshare_dlvsym_address } {
+        // SAFETY: the names are NUL-terminated, and the caller passes a handle of `dlopen` or a constant.
         Some(dlvsym) => unsafe { dlvsym(handle, name.as_ptr(), BASE_VERSION.as_ptr()) },
         None => core::ptr::null_mut(),
     }
 }
 
 /// The address of the next `dlsym` in the search order: the C library's, or one of another library
-/// that interposes `dlsym`. 0 before the first use. The hook of `dlsym` reads this static directly,
-/// without a call.
+/// that interposes `dlsym`. 0 before the first use.
 pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 
 /// The address of the `dlopen` that follows this library's in the search order. The hook of `dlopen`
@@ -79,7 +79,7 @@ pub static REAL_DLOPEN: AtomicUsize = AtomicUsize::new(0);
 /// Finds the real `dlsym` with `dlvsym`, which returns the next versioned `dlsym` and not this
 /// library's. No known library interposes `dlvsym`. In a program that loaded libdl after its start,
 /// `dlvsym` and `dlsym` are outside the search scope, so the loader's tables are searched.
-pub extern "C" fn find_real_dlsym() -> usize {
+pub fn find_real_dlsym() -> usize {
     let address = match dlvsym(libc::RTLD_NEXT, c"dlsym") as usize {
         0 => elf::of_c_library(c"dlsym").unwrap_or(0),
         address => address,
@@ -90,7 +90,7 @@ pub extern "C" fn find_real_dlsym() -> usize {
 
 /// Finds the `dlopen` that follows this library's in the search order. It may belong to a tool that
 /// interposes `dlopen`.
-pub extern "C" fn find_real_dlopen() -> usize {
+pub fn find_real_dlopen() -> usize {
     let address = match real_dlsym(libc::RTLD_NEXT, c"dlopen".as_ptr()) as usize {
         0 => elf::of_c_library(c"dlopen").unwrap_or(0),
         address => address,
@@ -218,8 +218,8 @@ fn environ() -> Option<&'static AtomicPtr<*mut c_char>> {
     unsafe { (address as *const AtomicPtr<*mut c_char>).as_ref() }
 }
 
-/// Iterates over the entries of an environment.
-fn entries(environment: *mut *mut c_char) -> impl Iterator<Item = (*mut c_char, &'static CStr)> {
+/// Iterates over the variables of an environment.
+fn variables(environment: *mut *mut c_char) -> impl Iterator<Item = (*mut c_char, &'static CStr)> {
     // SAFETY: `environment` is NULL, or a NULL-terminated array of NUL-terminated strings.
     let entry = move |at| unsafe {
         let entry = if environment.is_null() { environment.cast() } else { *environment.add(at) };
@@ -234,7 +234,7 @@ fn value_of<'a>(entry: &'a CStr, name: &CStr) -> Option<&'a [u8]> {
 
 /// Returns an environment variable as the driver sees it, even in a setuid program.
 pub fn variable(name: &CStr) -> Option<&'static [u8]> {
-    entries(environ()?.load(Ordering::Acquire)).find_map(|(_, entry)| value_of(entry, name))
+    variables(environ()?.load(Ordering::Acquire)).find_map(|(_, entry)| value_of(entry, name))
 }
 
 /// Sets a variable in a copy of the environment, and makes the copy current. The old environment is
@@ -246,7 +246,7 @@ pub fn set_environment(name: &CStr, value: &[u8]) {
     entry.push(b'=');
     entry.extend_from_slice(value);
     entry.push(0);
-    let others = entries(environ.load(Ordering::Acquire)).filter(|(_, other)| value_of(other, name).is_none());
+    let others = variables(environ.load(Ordering::Acquire)).filter(|(_, other)| value_of(other, name).is_none());
     let mut all: Vec<*mut c_char> = others.map(|(pointer, _)| pointer).collect();
     all.push(entry.leak().as_mut_ptr().cast());
     all.push(core::ptr::null_mut());

@@ -130,7 +130,7 @@ pub fn each_object(mut visit: impl FnMut(&Object) -> bool) {
 
 /// Returns the number of objects loaded so far, including unloaded ones, or `None` if the loader does
 /// not report it.
-pub fn loaded_so_far() -> Option<u64> {
+pub fn load_count() -> Option<u64> {
     unsafe extern "C" fn read(info: *mut libc::dl_phdr_info, size: usize, place: *mut c_void) -> c_int {
         const END: usize = core::mem::offset_of!(libc::dl_phdr_info, dlpi_adds) + size_of::<u64>();
         if size >= END {
@@ -158,6 +158,7 @@ pub fn of_c_library(name: &CStr) -> Option<usize> {
         let is_it =
             [c"dlopen", c"dlsym", c"dlvsym", c"dlerror"].iter().all(|name| unsafe { tables.look_up(name).is_some() });
         if is_it {
+            // SAFETY: the object stays loaded during the visit.
             found = unsafe { tables.look_up(name) };
         }
         !is_it
@@ -275,16 +276,17 @@ impl Object<'_> {
                 }
                 let place = tables.base.wrapping_add(relocation.offset);
                 // An object keeps using symbols that it defines itself.
+                // SAFETY: the index is from the object's own relocation, so it is in the object's table.
                 let is_own = unsafe { (*symbols.add(relocation.symbol as usize)).section != 0 };
                 if is_own || place % align_of::<usize>() != 0 || !self.contains(place) {
                     continue;
                 }
                 // SAFETY: the place is aligned and inside the object. The loader writes an address there, and other
                 // threads read it atomically.
-                let slot = unsafe { AtomicUsize::from_ptr(place as *mut usize) };
-                if let Some(target) = substitute(slot.load(Ordering::Relaxed)) {
+                let word = unsafe { AtomicUsize::from_ptr(place as *mut usize) };
+                if let Some(target) = substitute(word.load(Ordering::Relaxed)) {
                     all &= self.while_writable(page, place, place + size_of::<usize>(), || {
-                        slot.store(target, Ordering::Relaxed)
+                        word.store(target, Ordering::Relaxed)
                     });
                 }
             }
@@ -363,7 +365,7 @@ impl Tables {
     }
 
     /// Returns the address of the symbol with this index, if it is defined and has this name.
-    unsafe fn matching(&self, number: u32, name: &CStr) -> Option<usize> {
+    unsafe fn symbol_with_name(&self, number: u32, name: &CStr) -> Option<usize> {
         // SAFETY: `number` comes from the library's own hash table.
         unsafe {
             let symbol = &*(self.symbols as *const Symbol).add(number as usize);
@@ -397,7 +399,7 @@ impl Tables {
             loop {
                 let its_hash = *chains.add((number - first) as usize);
                 if its_hash | 1 == hash | 1
-                    && let Some(address) = self.matching(number, name)
+                    && let Some(address) = self.symbol_with_name(number, name)
                 {
                     return Some(address);
                 }
@@ -426,7 +428,7 @@ impl Tables {
             }
             let mut number = *header.add(2 + (hash % buckets) as usize);
             while number != 0 {
-                if let Some(address) = self.matching(number, name) {
+                if let Some(address) = self.symbol_with_name(number, name) {
                     return Some(address);
                 }
                 number = *header.add(2 + (buckets + number) as usize);

@@ -1,11 +1,13 @@
 //! Preserves `errno`, which belongs to the program.
 
 /// Runs `f` and restores `errno` afterwards.
-pub fn preserved<R>(f: impl FnOnce() -> R) -> R {
-    // SAFETY: the location is valid for the calling thread.
+pub fn preserve<R>(f: impl FnOnce() -> R) -> R {
+    // SAFETY: the call only returns the address of this thread's `errno`.
     let errno = unsafe { libc::__errno_location() };
-    let before = unsafe { *errno };
+    // SAFETY: `errno` exists as long as its thread.
+    let before = unsafe { errno.read() };
     let result = f();
-    unsafe { *errno = before };
+    // SAFETY: `errno` exists as long as its thread.
+    unsafe { errno.write(before) };
     result
 }

@@ -53,7 +53,7 @@ impl LockFile {
         }
         let file = fcntl_dupfd_cloexec(&file, LOWEST_DESCRIPTOR).unwrap_or(file);
         let identity = Identity::of(&file)?;
-        let inherited = unused()?;
+        let inherited = find_unused()?;
         inherited.set(Some((file.as_raw_fd(), identity)));
         Some(Self { descriptor: file.into_raw_fd(), identity, inherited })
     }
@@ -111,7 +111,7 @@ impl Drop for LockFile {
 }
 
 /// Finds an unused entry. Only the client's thread opens and closes lock files.
-fn unused() -> Option<&'static InheritedDescriptor> {
+fn find_unused() -> Option<&'static InheritedDescriptor> {
     let (at, unused) = DESCRIPTORS.iter().enumerate().find(|(_, descriptor)| descriptor.get().is_none())?;
     USED.fetch_max(at + 1, Ordering::SeqCst);
     Some(unused)

@@ -70,7 +70,7 @@ pub enum Rank {
 }
 
 #[cfg(debug_assertions)]
-pub use checked::{Held, Ranked, has_room, held, holds, holds_any, with_room};
+pub use checked::{Held, Ranked, has_room, holds, holds_any, ranks_of_thread, with_room};
 #[cfg(not(debug_assertions))]
 pub use unchecked::{Held, Ranked, holds, with_room};
 
@@ -180,18 +180,18 @@ mod checked {
     }
 
     /// The ranks that the calling thread holds, as bits.
-    pub fn held() -> u64 {
+    pub fn ranks_of_thread() -> u64 {
         thread::ranks() & !ROOM
     }
 
     /// Whether the calling thread holds a lock of this rank.
     pub fn holds(rank: Rank) -> bool {
-        held() & 1 << rank as u32 != 0
+        ranks_of_thread() & 1 << rank as u32 != 0
     }
 
     /// Whether the calling thread holds any lock, or is the client's thread.
     pub fn holds_any() -> bool {
-        held() != 0
+        ranks_of_thread() != 0
     }
 
     pub fn has_room() -> bool {

@@ -46,14 +46,14 @@ impl<G: DerefMut> DerefMut for Guard<G> {
 /// Marks the calling thread as waiting for the client's thread until the result is dropped. The calling
 /// thread must hold no lock that the client's thread takes.
 #[inline]
-pub fn waiting_for_client_thread() -> Held {
+pub fn await_client_thread() -> Held {
     const RANK: Ranked = Ranked::new(Rank::ClientThread);
     RANK.take_anew()
 }
 
 /// Marks the calling thread as the client's thread until the result is dropped.
 pub fn on_client_thread() -> Held {
-    waiting_for_client_thread()
+    await_client_thread()
 }
 
 impl<T> Mutex<T> {

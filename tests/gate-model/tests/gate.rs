@@ -6,10 +6,14 @@
 //! If a thread would sleep for ever, loom reports a *deadlock*.
 
 use gate_model::{
-    barrier::{self, Fences},
-    futex,
-    gate::{Gate, closed},
-    threads::{self, GPUS, THREADS, Waits},
+    driver::types::{CUstream, SUCCESS},
+    submit::{
+        self, CLOSED, GPUS, Gate,
+        barrier::{self, Fences},
+        closed, fast, lane,
+        threads::{self, THREADS, Waits},
+    },
+    sys::futex,
 };
 use loom::{
     cell::UnsafeCell,
@@ -23,24 +27,21 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 const GPU: u32 = 0;
 const OTHER_GPU: u32 = 1;
-/// The stack pointer that threads pass to the gate. The value points into no stack, because no jump
-/// leaves a call in these tests.
-const HERE: usize = 1;
-
 /// The number of times that threads may be preempted. This number finds nearly all errors and takes
 /// seconds. `NVSHARE_GATE_PREEMPTIONS` is added to it.
-const FEW: Option<usize> = Some(2);
-const SOME: Option<usize> = Some(3);
-/// No bound, for small scenarios.
-const ANY: Option<usize> = None;
+const FEW: usize = 2;
+const SOME: usize = 3;
 
 /// Checks a scenario in every order with at most `most_preemptions` preemptions.
-fn check(fences: Fences, most_preemptions: Option<usize>, scenario: impl Fn() + Sync + Send + 'static) {
+fn check(fences: Fences, most_preemptions: usize, scenario: impl Fn() + Sync + Send + 'static) {
     barrier::choose(fences);
     let mut model = loom::model::Builder::new();
     let more = std::env::var("NVSHARE_GATE_PREEMPTIONS").map_or(0, |text| text.parse().expect("a number"));
-    model.preemption_bound = most_preemptions.map(|most| most + more);
-    model.check(scenario);
+    model.preemption_bound = Some(most_preemptions + more);
+    model.check(move || {
+        submit::begin();
+        scenario();
+    });
 }
 
 /// Checks that a scenario ends with threads that wait for ever. loom cannot unwind from a deadlock,
@@ -68,14 +69,17 @@ const BOTH: &[Fences] = &[Fences::Membarrier, Fences::Ordinary];
 const ALL: &[Fences] = &[Fences::Membarrier, Fences::Ordinary, Fences::Refused];
 
 /// Checks the scenario with each of these fences.
-fn check_each(kinds: &[Fences], most_preemptions: Option<usize>, scenario: impl Fn() + Sync + Send + Copy + 'static) {
+fn check_each(kinds: &[Fences], most_preemptions: usize, scenario: impl Fn() + Sync + Send + Copy + 'static) {
     kinds.iter().for_each(|fences| check(*fences, most_preemptions, scenario));
 }
 
-/// The gates of the GPUs, and the work that each thread has submitted to each GPU.
+/// The work that each thread has submitted to each GPU.
 struct Gpus {
-    gates: [Gate; GPUS],
     given: [[UnsafeCell<u64>; THREADS]; GPUS],
+}
+
+fn gate(gpu: u32) -> &'static Gate {
+    &lane(gpu).gate
 }
 
 // SAFETY: the gates guard the cells, which loom checks.
@@ -85,47 +89,32 @@ unsafe impl Send for Gpus {}
 
 impl Gpus {
     fn new() -> Arc<Self> {
-        let gates = [Gate::new(), Gate::new()];
-        // Initializes everything here. Lazy initialization in threads would multiply the number of
-        // orders.
-        assert!(gates.iter().all(|gate| !gate.is_closed_for(closed::FOR_ALL)) && threads::waiting(GPU) == 0);
-        assert_eq!((threads::submitted(GPU), futex::interrupt()), (0, ()));
+        futex::interrupt();
         if barrier::is_known_to_be_missing() {
-            gates.iter().for_each(|gate| {
+            [GPU, OTHER_GPU].map(gate).iter().for_each(|gate| {
                 gate.close(closed::LOCK);
                 gate.open(closed::LOCK);
             });
         }
-        Arc::new(Self { gates, given: Default::default() })
+        Arc::new(Self { given: Default::default() })
     }
 
-    /// Tries once to submit, from the thread with this slot. If the thread is already at this gate,
-    /// the attempt takes the short path, like a launch to the same stream as before.
+    /// Tries once to launch, from the thread with this index. If the thread's last launch was to the
+    /// same GPU, the launch takes the fast path.
     fn submit(&self, gpu: u32, index: usize) -> bool {
-        let slot = threads::take(index);
-        let gate = &self.gates[gpu as usize];
-        let entered = if slot.at.load(Ordering::Relaxed) == gpu {
-            Gate::approach(slot, HERE);
-            gate.lets_in(closed::FOR_ALL)
-        } else {
-            gate.try_enter(gpu, slot, HERE, closed::FOR_ALL)
-        };
-        if entered {
+        threads::take(index);
+        let submit = || {
             // SAFETY: only this thread writes, and loom checks that no other thread reads at the same time.
             self.given[gpu as usize][index].with_mut(|given| unsafe { *given += 1 });
-            Gate::leave(gpu, slot);
-        } else {
-            Gate::turn_back(slot);
-        }
-        entered
+            SUCCESS
+        };
+        fast::launch(gpu as usize as CUstream, fast::ONE, submit, |result| result) != CLOSED
     }
 
     /// Retries until the submission succeeds.
     fn submit_patiently(&self, gpu: u32, index: usize, before: impl Fn()) {
         while !self.submit(gpu, index) {
-            let slot = threads::take(index);
-            let gate = &self.gates[gpu as usize];
-            gate.wait(gpu, slot, Waits::WithWork, closed::FOR_ALL, Duration::MAX, &before);
+            gate(gpu).wait(gpu, threads::take(index), Waits::WithWork, closed::FOR_ALL, Duration::MAX, &before);
         }
     }
 
@@ -155,7 +144,7 @@ fn close_look_open(seen: &Seen) {
             }
         })
     });
-    let gate = &gpus.gates[GPU as usize];
+    let gate = gate(GPU);
     gate.close(closed::LOCK);
     if Gate::is_quiet(GPU) {
         let counted = threads::submitted(GPU);
@@ -167,7 +156,7 @@ fn close_look_open(seen: &Seen) {
     assert_eq!(gpus.given(GPU), threads::submitted(GPU));
 }
 
-fn nothing_is_submitted_while_closed(fences: Fences, most_preemptions: Option<usize>) {
+fn nothing_is_submitted_while_closed(fences: Fences, most_preemptions: usize) {
     static SEEN: Seen = Seen::new(BTreeSet::new());
     check(fences, most_preemptions, || close_look_open(&SEEN));
     assert_eq!(*SEEN.lock().unwrap(), [0, 1, 2, 3].into(), "what was given before the gate closed");
@@ -212,7 +201,7 @@ fn without_the_wait_after_a_refusal_a_submission_slips_out() {
 /// A thread that is seen at another gate has finished and counted its work at this gate.
 #[test]
 fn work_of_a_thread_at_another_gate_has_been_counted() {
-    check_each(ALL, ANY, || {
+    check_each(ALL, SOME, || {
         let gpus = Gpus::new();
         let submitter = thread::spawn({
             let gpus = gpus.clone();
@@ -221,7 +210,7 @@ fn work_of_a_thread_at_another_gate_has_been_counted() {
                 gpus.submit(OTHER_GPU, 0);
             }
         });
-        gpus.gates[GPU as usize].close(closed::LOCK);
+        gate(GPU).close(closed::LOCK);
         if Gate::is_quiet(GPU) {
             assert_eq!(gpus.given(GPU), threads::submitted(GPU));
         }
@@ -240,7 +229,7 @@ fn an_early_release_misses_no_submission() {
             let gpus = gpus.clone();
             thread::spawn(move || gpus.submit(GPU, index))
         });
-        let gate = &gpus.gates[GPU as usize];
+        let gate = gate(GPU);
         let count = threads::submitted(GPU);
         gate.close(closed::LOCK);
         if Gate::is_quiet(GPU) {
@@ -260,7 +249,7 @@ fn an_early_release_misses_no_submission() {
 
 /// Closes the gate for a reason and opens it again. Between the two steps it may read the work.
 fn close_and_open(gpus: &Gpus, why: u32) {
-    let gate = &gpus.gates[GPU as usize];
+    let gate = gate(GPU);
     gate.close(why);
     if Gate::is_quiet(GPU) {
         gpus.given(GPU);
@@ -286,7 +275,7 @@ fn a_gate_opens_when_its_last_reason_is_removed() {
         close_and_open(&gpus, closed::LOCK);
         submitter.join().unwrap();
         other.join().unwrap();
-        assert!(!gpus.gates[GPU as usize].is_closed_for(closed::FOR_ALL));
+        assert!(!gate(GPU).is_closed_for(closed::FOR_ALL));
     });
 }
 
@@ -295,17 +284,14 @@ fn a_gate_opens_when_its_last_reason_is_removed() {
 /// Two reasons close a gate. One thread waits to enter, and two threads each remove a reason.
 fn wait_for_two_reasons() {
     let gpus = Gpus::new();
-    let gate = &gpus.gates[GPU as usize];
+    let gate = gate(GPU);
     gate.close(closed::LOCK);
     gate.close(closed::MEMORY);
     let submitter = thread::spawn({
         let gpus = gpus.clone();
         move || gpus.submit_patiently(GPU, 0, || {})
     });
-    let other = thread::spawn({
-        let gpus = gpus.clone();
-        move || gpus.gates[GPU as usize].open(closed::MEMORY)
-    });
+    let other = thread::spawn(move || gate.open(closed::MEMORY));
     gate.open(closed::LOCK);
     submitter.join().unwrap();
     other.join().unwrap();
@@ -314,7 +300,7 @@ fn wait_for_two_reasons() {
 
 #[test]
 fn opening_a_gate_wakes_its_waiters() {
-    check_each(BOTH, ANY, wait_for_two_reasons);
+    check_each(BOTH, SOME, wait_for_two_reasons);
 }
 
 #[test]
@@ -379,7 +365,7 @@ enum Forgets {
 /// be able to enter. `seen` records whether a release saw the thread waiting.
 fn release_while_a_thread_comes(reason: Option<u32>, signal: bool, forgets: Forgets, seen: &Seen) {
     let (gpus, lock) = (Gpus::new(), Arc::new(Lock::held()));
-    let gate = &gpus.gates[GPU as usize];
+    let gate = gate(GPU);
     if let Some(why) = reason {
         gate.close(why);
     }
@@ -387,7 +373,7 @@ fn release_while_a_thread_comes(reason: Option<u32>, signal: bool, forgets: Forg
         let (gpus, lock) = (gpus.clone(), lock.clone());
         move || {
             gpus.submit_patiently(GPU, 0, || {
-                if gpus.gates[GPU as usize].is_closed_for(closed::LOCK) {
+                if gate.is_closed_for(closed::LOCK) {
                     lock.request();
                 }
             });
@@ -417,7 +403,7 @@ fn release_while_a_thread_comes(reason: Option<u32>, signal: bool, forgets: Forg
     signal.into_iter().for_each(|signal| signal.join().unwrap());
 }
 
-fn no_request_is_lost(most_preemptions: Option<usize>, reason: Option<u32>, signal: bool) {
+fn no_request_is_lost(most_preemptions: usize, reason: Option<u32>, signal: bool) {
     let seen = Arc::new(Seen::default());
     for fences in BOTH {
         let seen = seen.clone();

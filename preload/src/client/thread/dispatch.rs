@@ -24,7 +24,7 @@ impl ClientThread {
         trace!("← {message:?}");
         match message {
             SchedulerMessage::Welcome { .. } => {}
-            SchedulerMessage::Refused { text, .. } => self.refused(text.as_str()),
+            SchedulerMessage::Refused { text, .. } => self.on_refusal(text.as_str()),
             // Admits no allocation yet, because a later message contains the limit. An allocation made now could
             // exceed that limit permanently.
             SchedulerMessage::Attached { .. } => {}
@@ -32,14 +32,11 @@ impl ClientThread {
                 if let Some(gpu) = by_slot(slot) {
                     gpu.uuid().inspect(|uuid| memory_limits::set(*uuid, max));
                     gpu.forget_denials();
-                    if let Some(space) = gpu.space() {
-                        let mut guard = space.lock();
-                        let before = guard.account;
-                        guard.limit(seq, bytes, most, spare);
-                        guard.account.max = max;
-                        gpu.account_changed(&before, &guard.account);
-                    }
-                    gpu.limit_answers.changed();
+                    gpu.change(|space| {
+                        space.limit(seq, bytes, most, spare);
+                        space.account.max = max;
+                    });
+                    gpu.limit_answers.on_change();
                     gpu.admit_context();
                 }
             }
@@ -56,7 +53,7 @@ impl ClientThread {
             }
             SchedulerMessage::Denied { slot, bytes, what } => {
                 by_slot(slot).inspect(|gpu| match what {
-                    Denial::Limit => gpu.limit_answers.denied(bytes),
+                    Denial::Limit => gpu.limit_answers.on_denial(bytes),
                     Denial::Context => gpu.refuse_context(),
                     Denial::Mapping => gpu.deny_mapping(bytes),
                 });
@@ -78,18 +75,18 @@ impl ClientThread {
                 self.for_each_turn(gpus, |turn, gpu| turn.contend(gpu, grace));
             }
             SchedulerMessage::Waiting { gpus, why: WaitReason::Context } => {
-                gpu::attached().filter(|gpu| gpus >> gpu.index & 1 == 1).for_each(Gpu::defer_context);
+                gpu::in_use().filter(|gpu| gpus >> gpu.index & 1 == 1).for_each(Gpu::defer_context);
             }
             SchedulerMessage::Waiting { gpus, why: WaitReason::Memory } => {
-                let named = gpu::attached().filter(|gpu| gpus >> gpu.index & 1 == 1);
-                named.for_each(|gpu| gpu.limit_answers.awaited());
+                let named = gpu::in_use().filter(|gpu| gpus >> gpu.index & 1 == 1);
+                named.for_each(|gpu| gpu.limit_answers.on_deferral());
             }
             SchedulerMessage::Waiting { .. } => {}
             SchedulerMessage::Export { ticket, secret, range, allocation, first } => {
                 shared::answer(ticket, secret, range, allocation, first)
             }
             SchedulerMessage::Opened { ticket, outcome, bytes, chunk } => {
-                shared::answered(ticket, outcome, bytes, chunk, descriptors)
+                shared::on_answer(ticket, outcome, bytes, chunk, descriptors)
             }
             SchedulerMessage::Adopt { exporter, range } => shared::adopt(exporter, range),
             SchedulerMessage::RunAhead { slot, micros } => {
@@ -107,7 +104,7 @@ impl ClientThread {
     }
 
     pub(super) fn for_each_turn(&mut self, gpus: SlotSet, mut f: impl FnMut(&mut Turn, &'static Gpu)) {
-        for gpu in gpu::attached().filter(|g| gpus >> g.index & 1 == 1) {
+        for gpu in gpu::in_use().filter(|g| gpus >> g.index & 1 == 1) {
             f(self.turn(gpu), gpu);
         }
     }
@@ -123,9 +120,9 @@ mod tests {
     use crate::{
         client::thread::fake::Client,
         driver::fake::until,
-        gate::closed,
         gpu::limit_request::{Outcome, raise},
         memory::engine::GRANULE,
+        submit::closed,
     };
     use nvshare_wire::ClientMessage;
     use std::thread;
@@ -199,7 +196,10 @@ mod tests {
         client.receive(limit(u32::MAX));
         let account = second.account().expect("a space");
         assert_eq!((account.limit, account.limit_seq, account.limit_max), (3 * GRANULE, 9, 4 * GRANULE));
-        assert_eq!((account.host_cache_max, account.max, second.bound()), (2 * GRANULE, 5 * GRANULE, 5 * GRANULE));
+        assert_eq!(
+            (account.host_cache_max, account.max, second.memory_limit()),
+            (2 * GRANULE, 5 * GRANULE, 5 * GRANULE)
+        );
         assert_eq!(first.account(), before);
         let sent = client.scheduler.sent();
         assert!(matches!(sent[..], [ClientMessage::Memory { limit_ack: 9, .. }]), "{sent:?}");

@@ -4,6 +4,7 @@ use super::{ClientThread, Sleep};
 use crate::{
     connection::fake::Scheduler,
     driver::{
+        self,
         fake::{Driver, TOTAL},
         types::*,
     },
@@ -12,15 +13,9 @@ use crate::{
     sys::sync::{Held, on_client_thread},
 };
 use alloc::vec::Vec;
-use core::{
-    sync::atomic::{AtomicBool, Ordering},
-    time::Duration,
-};
+use core::time::Duration;
 use nvshare_wire::{ClientMessage, SchedulerMessage, version};
 use std::time::Instant;
-
-/// Whether the entries into the driver are shut.
-static IS_SHUT: AtomicBool = AtomicBool::new(false);
 
 /// A client of a scheduler. It holds no lock of its GPUs.
 #[derive(Debug)]
@@ -41,8 +36,8 @@ impl Client {
     pub fn on(driver: Driver, count: usize) -> Self {
         let gpus: Vec<_> = (0..count).map(|_| fake::attach(&driver)).collect();
         let (scheduler, client) = (Scheduler::connect(), on_client_thread());
-        let mut thread = ClientThread::new(|shut| IS_SHUT.store(shut, Ordering::SeqCst));
-        thread.connected(scheduler.socket.clone(), version::MAX, 1, 0);
+        let mut thread = ClientThread::new();
+        thread.on_connect(scheduler.socket.clone(), version::MAX, 1, 0);
         let mut client = Self { thread, gpus, scheduler, driver, _client: client };
         client.step_until(|client| client.gpus.clone().iter().all(|(gpu, _)| client.thread.turn(gpu).is_over()));
         for (gpu, _) in client.gpus.clone() {
@@ -56,8 +51,10 @@ impl Client {
         self.gpus[0].0
     }
 
+    /// Whether the entries into the driver are shut.
     pub fn is_shut() -> bool {
-        IS_SHUT.load(Ordering::SeqCst)
+        let function = &driver::address::cuCtxGetCurrent;
+        function.find().is_some() && function.open_address().is_none()
     }
 
     /// The thread carries out a message of the scheduler.

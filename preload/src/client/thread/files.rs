@@ -63,23 +63,22 @@ impl HostTier {
 
     /// Whether the client has no host memory, no files and no limit.
     fn is_unused(&self) -> bool {
-        self.ram == u64::MAX && self.files.is_empty() && self.held() == 0
+        self.ram == u64::MAX && self.files.is_empty() && self.host_memory() == 0
     }
 
     /// Returns the bytes of host memory that contain chunks of any GPU, without bytes that are being
     /// written or freed.
-    fn held(&self) -> u64 {
+    fn host_memory(&self) -> u64 {
         let kept = |account: Account| account.host() - account.releasing;
-        let held =
-            gpu::attached().filter_map(Gpu::account).fold(0u64, |sum, account| sum.saturating_add(kept(account)));
-        held.saturating_sub(self.files.iter().map(SwapFile::writing).sum())
+        let held = gpu::in_use().filter_map(Gpu::account).fold(0u64, |sum, account| sum.saturating_add(kept(account)));
+        held.saturating_sub(self.files.iter().map(SwapFile::bytes_in_queue).sum())
     }
 
     /// Returns the bytes of host memory above the scheduler's limit, or above the room in this process's
     /// cgroups.
     fn excess(&self) -> u64 {
-        let held = self.held();
-        let releasing = gpu::attached().filter_map(Gpu::account).map(|account| account.releasing).sum();
+        let held = self.host_memory();
+        let releasing = gpu::in_use().filter_map(Gpu::account).map(|account| account.releasing).sum();
         let lacking = self.headroom().lacking.saturating_sub(releasing);
         held.saturating_sub(self.ram).max(lacking.min(held))
     }
@@ -95,7 +94,7 @@ impl HostTier {
     /// notice. So the check is due before that memory could use up the headroom.
     fn next_look(&self) -> Duration {
         let headroom = self.headroom();
-        if self.held() == 0 || !headroom.is_limited {
+        if self.host_memory() == 0 || !headroom.is_limited {
             return Duration::MAX;
         }
         Duration::from_micros(headroom.left / (GROWTH / 1_000_000)).clamp(CHORE_INTERVAL, GROUP_PERIOD)
@@ -107,7 +106,7 @@ impl HostTier {
 
     /// Returns the bytes of host memory that this client may still allocate.
     fn spare(&self) -> u64 {
-        self.ram.saturating_sub(self.held())
+        self.ram.saturating_sub(self.host_memory())
     }
 }
 
@@ -145,7 +144,7 @@ impl ClientThread {
         if let Some(file) = self.tier.current.take() {
             file.retire();
             // The file is closed once its last chunk has been read.
-            gpu::attached().filter_map(Gpu::space).for_each(|space| space.lock().forget_places());
+            gpu::in_use().filter_map(Gpu::space).for_each(|space| space.lock().forget_places());
         }
     }
 
@@ -161,7 +160,7 @@ impl ClientThread {
     /// Whether copies are being written to the file. If so, an eviction that finds no host memory waits for
     /// the writes.
     pub(super) fn is_writing(&self) -> bool {
-        self.tier.files.iter().any(|file| file.writing() > 0)
+        self.tier.files.iter().any(|file| file.bytes_in_queue() > 0)
     }
 
     /// Applies finished reads and writes, and starts new ones. Returns the time until the next call.
@@ -175,7 +174,7 @@ impl ClientThread {
             let mut guard = space.lock();
             if guard.land(file) {
                 trace!("GPU {}: {} bytes of memory are in the swap file", gpu.index, guard.account.in_file);
-                trace!("{} bytes were written to the file", file.written());
+                trace!("{} bytes were written to the file", file.bytes_on_disk());
                 if guard.account.is_lost {
                     trace!("GPU {}: lost memory that was in the swap file", gpu.index);
                 }
@@ -187,7 +186,7 @@ impl ClientThread {
             let guard = space.lock();
             (guard.account, guard.can_restore() && !self.is_preparing_sleep())
         };
-        let (excess, most) = (self.tier.excess(), if comes_back { Self::needed_to_read(&account) } else { 0 });
+        let (excess, most) = (self.tier.excess(), if comes_back { Self::bytes_to_read(&account) } else { 0 });
         if excess > 0 && account.host_cache > most {
             release_surplus(gpu, space, account.host_cache.saturating_sub(excess).max(most));
         }
@@ -201,7 +200,7 @@ impl ClientThread {
     /// Returns the bytes of host buffers to keep while memory is read back from a file, even above the
     /// limit. When a chunk is back on the GPU, its buffer is used for the next chunk to be read. Creating
     /// the pages of a new buffer takes longer than reading.
-    pub(super) fn needed_to_read(account: &Account) -> u64 {
+    pub(super) fn bytes_to_read(account: &Account) -> u64 {
         account.in_file.min(MOST_BEHIND)
     }
 
@@ -341,7 +340,7 @@ mod tests {
             client.evict(gpu, seq);
             client.step_until(|_| account(gpu).in_file == GRANULE);
             let file = client.thread.tier.current.clone().expect("a file");
-            assert_eq!((file.written(), file.room()), (written * GRANULE, 7 * GRANULE));
+            assert_eq!((file.bytes_on_disk(), file.room()), (written * GRANULE, 7 * GRANULE));
             client.allow(gpu, seq + 1, 1);
             client.step_until(|_| account(gpu).can_run());
             assert_eq!(client.driver.word(at), Some(word));

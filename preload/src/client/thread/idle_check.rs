@@ -1,7 +1,7 @@
 //! The driver's confirmation that no work of the program is running. An eviction waits for this
 //! confirmation.
 
-use crate::{env::trace::trace, gpu::Gpu, sys::time::Instant, work::Fence};
+use crate::{env::trace::trace, gpu::Gpu, submit::Fence, sys::time::Instant};
 use core::time::Duration;
 
 /// The longest wait for the confirmation. All work that passed a hook is done before this wait, so any

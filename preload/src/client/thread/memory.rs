@@ -8,7 +8,6 @@ use crate::{
     connection::{self},
     driver::redirect,
     env::trace::trace,
-    gate::closed,
     gpu::Gpu,
     memory::{
         account::Account,
@@ -17,8 +16,8 @@ use crate::{
         space::Space,
     },
     registry::shared,
+    submit::{captures, closed},
     sys::{sync::Mutex, time::Instant},
-    work::capture,
 };
 use core::time::Duration;
 use nvshare_wire::{ClientMessage, client::StuckReason};
@@ -46,7 +45,7 @@ impl ClientThread {
         if guard.collect_released() {
             gpu.report(&guard.account);
         }
-        if guard.has_freed() || guard.has_dying_pools() {
+        if guard.has_freed() || guard.pools.has_dying() {
             let before = guard.account;
             guard.reclaim(&gpu.work);
             let after = guard.account;
@@ -65,8 +64,9 @@ impl ClientThread {
         if account.can_run() && !leaves && gpu.gate.is_closed_for(closed::MEMORY) {
             gpu.gate.open(closed::MEMORY);
         }
+        gpu.update_failure(&account); // a restore that has begun is not reported before it is done
         drop(guard);
-        let most = account.host_cache_max.max(if can_restore { Self::needed_to_read(&account) } else { 0 });
+        let most = account.host_cache_max.max(if can_restore { Self::bytes_to_read(&account) } else { 0 });
         if account.host_cache > most {
             release_surplus(gpu, space, most);
         }
@@ -112,7 +112,7 @@ impl ClientThread {
     fn may_evict(&mut self, gpu: &'static Gpu) -> Result<(), Option<Duration>> {
         // The scheduler evicts only clients that do not hold the lock. But a release message may still be on
         // its way.
-        if !(self.turn(gpu).is_over() && gpu.is_shut() && !capture::any()) {
+        if !(self.turn(gpu).is_over() && gpu.is_shut() && !captures::any()) {
             *self.idle_check(gpu) = IdleCheck::default();
             return Err(Some(CHORE_INTERVAL));
         }
@@ -140,7 +140,7 @@ impl ClientThread {
         let mut mover = gpu.moving.lock();
         let contexts = gpu.work.contexts();
         if goal == Goal::Idle && mover.is_idle() {
-            let _ = mover.settle(&contexts);
+            let _ = mover.choose_context(&contexts);
             return mover.tidy(space, self.tier.is_pageable);
         }
         if matches!(goal, Goal::Evict { .. })
@@ -234,10 +234,7 @@ pub(super) fn release_surplus(gpu: &Gpu, space: &Mutex<Space>, most: u64) {
 mod tests {
     use super::*;
     use crate::{
-        client::thread::fake::Client,
-        driver::types::*,
-        gate::{Gate, threads},
-        memory::engine::GRANULE,
+        client::thread::fake::Client, driver::types::*, memory::engine::GRANULE, submit::threads,
         sys::thread::stack_pointer,
     };
     use nvshare_wire::{SchedulerMessage, client::ReleaseReason};
@@ -288,7 +285,7 @@ mod tests {
             client.step();
         }
         assert_eq!(client.driver.count(OUT), 0);
-        Gate::leave(gpu.index, threads::mine());
+        threads::mine().leave(gpu.index);
         client.step_until(|_| account(gpu).ack == 1);
     }
 
@@ -301,7 +298,7 @@ mod tests {
         client.allow(gpu, 1, 0);
         client.step();
         assert!(gpu.gate.is_closed_for(closed::MEMORY), "further calls can enter, so the gate may never be quiet");
-        Gate::leave(gpu.index, threads::mine());
+        threads::mine().leave(gpu.index);
     }
 
     #[test]

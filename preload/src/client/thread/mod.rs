@@ -34,9 +34,9 @@ use crate::{
     },
     driver::{self, types::*},
     env::settings,
-    gate::{closed, threads},
     gpu::{self, Gpu},
     registry::shared,
+    submit::{closed, threads},
     sys::{sync::on_client_thread, time::Instant},
 };
 use alloc::{string::String, sync::Arc, vec::Vec};
@@ -65,7 +65,7 @@ const MESSAGES_AT_ONCE: u32 = 256;
 static CLIENT: AtomicU64 = AtomicU64::new(0);
 
 /// Starts the thread. First tries to connect, so that the program's first launch is already gated.
-pub fn start(shut_driver: fn(bool)) -> Start {
+pub fn start() -> Start {
     // Looks up all symbols now. A later first lookup would take the loader's lock, which a thread of the
     // program may hold while it waits at a gate.
     driver::resolve_all();
@@ -73,7 +73,7 @@ pub fn start(shut_driver: fn(bool)) -> Start {
         hook.real.find();
     });
     wakeup::init();
-    let mut thread = ClientThread::new(shut_driver);
+    let mut thread = ClientThread::new();
     thread.connect();
     if !connection::is_connected() {
         if settings::get().required {
@@ -116,8 +116,6 @@ struct ClientThread {
     /// Host memory, and the files for copies that exceed its limit.
     tier: HostTier,
     sleep: Sleep,
-    /// Closes all entries into the driver if called with `true`, and opens them if called with `false`.
-    shut_driver: fn(bool),
 }
 
 /// The thread's state for one GPU.
@@ -134,7 +132,7 @@ struct PerGpu {
 }
 
 impl ClientThread {
-    fn new(shut_driver: fn(bool)) -> Self {
+    fn new() -> Self {
         let now = Instant::now();
         Self {
             gpus: Vec::new(),
@@ -149,7 +147,6 @@ impl ClientThread {
             reported: false,
             tier: HostTier::new(),
             sleep: Sleep::default(),
-            shut_driver,
         }
     }
 
@@ -177,8 +174,8 @@ impl ClientThread {
                     }
                     Ok(Some((message, descriptors))) => self.handle(message, descriptors),
                     Ok(None) => break,
-                    Err(why) if self.is_off_its_gpus() => self.disconnected_asleep(&why),
-                    Err(why) => self.disconnected(&why),
+                    Err(why) if self.is_off_its_gpus() => self.on_disconnect_asleep(&why),
+                    Err(why) => self.on_disconnect(&why),
                 }
             }
         }
@@ -204,7 +201,7 @@ impl ClientThread {
         if !shared::unmap_closed() || (connection::is_connected() && !outbox::flush()) {
             wait = CHORE_INTERVAL;
         }
-        for gpu in gpu::attached() {
+        for gpu in gpu::in_use() {
             if self.ungated {
                 wait = wait.min(self.step_offline(gpu));
             } else if self.disconnected_since.is_some() {
@@ -242,7 +239,7 @@ impl ClientThread {
             turn.run_ungated(gpu); // the GPU was attached while no scheduler was connected
         }
         let mut others = OtherGpus::default();
-        for other in gpu::attached().filter(|other| other.index != gpu.index) {
+        for other in gpu::in_use().filter(|other| other.index != gpu.index) {
             let Some(PerGpu { offline: there, .. }) = self.gpus.get(other.index as usize) else { continue };
             others.before |= there.waits() && other.uuid() < gpu.uuid();
             others.after |= there.waits() && other.uuid() > gpu.uuid();
@@ -263,7 +260,7 @@ mod tests {
     fn a_client_runs_without_a_scheduler_after_a_timeout() {
         let mut client = Client::new(1);
         let gpu = client.gpu();
-        client.thread.disconnected("it has ended");
+        client.thread.on_disconnect("it has ended");
         client.thread.next_try = Instant::now() + Duration::from_secs(3600);
         client.thread.disconnected_since = Some(Instant::now());
         assert!(client.step() <= RETRY_SOON);

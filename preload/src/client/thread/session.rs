@@ -4,13 +4,13 @@
 use super::{CLIENT, ClientThread, RETRY_LATE};
 use crate::{
     client::placement,
+    connection::presence,
     connection::{
         self, Connection,
         handshake::{self, Attempt, Connected, Look},
         outbox,
         socket::Socket,
     },
-    driver::presence,
     env::{
         settings,
         trace::{self, trace},
@@ -64,7 +64,7 @@ impl ClientThread {
 
     fn has_tried(&mut self, outcome: Result<Connected, String>) {
         match outcome {
-            Ok((socket, version, id)) => self.connected(Arc::new(socket), version, id, 0),
+            Ok((socket, version, id)) => self.on_connect(Arc::new(socket), version, id, 0),
             Err(why) => {
                 trace!("no scheduler: {why}");
                 self.offline_reason = why;
@@ -74,7 +74,7 @@ impl ClientThread {
 
     /// Called when a scheduler has accepted this client. `named` is the set of GPUs that this scheduler
     /// already knows.
-    pub(super) fn connected(&mut self, socket: Arc<Socket>, version: u16, id: u64, named: SlotSet) {
+    pub(super) fn on_connect(&mut self, socket: Arc<Socket>, version: u16, id: u64, named: SlotSet) {
         trace!("client {id}, protocol version {version}");
         let is_first = CLIENT.swap(id, Ordering::Relaxed) == 0;
         self.socket = Some(socket.clone());
@@ -85,7 +85,7 @@ impl ClientThread {
         self.connected_at = (now, self.disconnected_since.filter(|_| !is_first).unwrap_or(now));
         (self.version, self.disconnected_since, self.ungated) = (version, None, false);
         self.gpus.iter_mut().for_each(|gpu| gpu.restore_at = None);
-        for gpu in gpu::attached().filter(|gpu| !gpu.is_refused()) {
+        for gpu in gpu::in_use().filter(|gpu| !gpu.is_refused()) {
             self.on(gpu).offline.end(gpu);
             // This scheduler has granted no lock. So running work is drained, and threads with work request the
             // lock again.
@@ -103,7 +103,7 @@ impl ClientThread {
         if self.greet_successor() {
             self.tell_successor(None)
         } else {
-            self.disconnected("it does not read its messages")
+            self.on_disconnect("it does not read its messages")
         }
     }
 
@@ -124,10 +124,10 @@ impl ClientThread {
         // From here on, the new scheduler discards no message.
         shared::announce_exporter();
         let mut held = 0;
-        for gpu in gpu::attached() {
+        for gpu in gpu::in_use() {
             gpu.introduce_again(named.unwrap_or(0) & (1 << gpu.index) != 0, shared::introduce);
             if !gpu.is_introduced() && !gpu.is_refused() {
-                return self.disconnected("it does not read its messages");
+                return self.on_disconnect("it does not read its messages");
             }
             let turn = self.turn(gpu);
             turn.contend(gpu, None);
@@ -136,34 +136,34 @@ impl ClientThread {
         // A process that was asleep held no lock.
         let is_told = || named.is_some() || connection::send(&ClientMessage::Held { gpus: held });
         if !(outbox::flush() && is_told()) {
-            return self.disconnected("it does not read its messages");
+            return self.on_disconnect("it does not read its messages");
         }
         // The new scheduler may have discarded requests of other threads, so waiting threads repeat their
         // requests.
-        for gpu in gpu::attached() {
+        for gpu in gpu::in_use() {
             gpu.request_is_over();
-            gpu.limit_answers.changed();
+            gpu.limit_answers.on_change();
         }
         self.gpus.iter_mut().for_each(|gpu| gpu.restore_at = None);
         connection::begin_generation();
     }
 
-    pub(super) fn disconnected(&mut self, why: &str) {
+    pub(super) fn on_disconnect(&mut self, why: &str) {
         trace!("lost the scheduler: {why}");
         let now = Instant::now();
         let (met, away) = self.connected_at;
-        self.lost(now, if now - met < STEADY { away } else { now }, why);
+        self.on_loss(now, if now - met < STEADY { away } else { now }, why);
     }
 
     /// Called when the scheduler refuses this program. The connection counts as never made, so the program
     /// soon runs without a scheduler.
-    pub(super) fn refused(&mut self, why: &str) {
+    pub(super) fn on_refusal(&mut self, why: &str) {
         trace!("the scheduler refuses this program: {why}");
-        self.lost(Instant::now(), self.connected_at.1, why);
+        self.on_loss(Instant::now(), self.connected_at.1, why);
     }
 
     /// Ends the connection. `since`: when the program lost its scheduler.
-    fn lost(&mut self, now: Instant, since: Instant, why: &str) {
+    fn on_loss(&mut self, now: Instant, since: Instant, why: &str) {
         self.forget_preparation();
         self.socket = None;
         connection::set_connection(None);
@@ -171,9 +171,9 @@ impl ClientThread {
         // for a moment.
         let next_try = if since == now { now } else { now + RETRY_LATE };
         (self.disconnected_since, self.next_try, self.offline_reason) = (Some(since), next_try, why.to_string());
-        for gpu in gpu::attached() {
+        for gpu in gpu::in_use() {
             gpu.forget_introduction();
-            gpu.limit_answers.changed();
+            gpu.limit_answers.on_change();
         }
     }
 
@@ -182,13 +182,13 @@ impl ClientThread {
     pub(super) fn run_ungated(&mut self) {
         self.ungated = true;
         self.forget_host_memory();
-        for gpu in gpu::attached() {
+        for gpu in gpu::in_use() {
             gpu.admit_context();
             gpu.forget_denials();
             if let Some(space) = gpu.space() {
                 space.lock().run_ungated(gpu.total());
             }
-            gpu.limit_answers.changed();
+            gpu.limit_answers.on_change();
             self.turn(gpu).run_ungated(gpu);
         }
     }
@@ -214,12 +214,12 @@ mod tests {
         client::thread::{RETRY_SOON, fake::Client},
         connection::fake::{Scheduler, begin},
         driver::fake::until,
-        gate::closed,
         gpu::{
             Gpu,
             limit_request::{Outcome, raise},
         },
         memory::engine::GRANULE,
+        submit::closed,
     };
     use nvshare_wire::{SchedulerMessage, scheduler::Refusal};
     use std::thread;
@@ -234,11 +234,11 @@ mod tests {
         let mut client = Client::new(2);
         let [(first, _), (second, _)] = client.gpus[..] else { unreachable!() };
         client.grant(first);
-        client.thread.disconnected("it has ended");
+        client.thread.on_disconnect("it has ended");
         assert!(!connection::is_connected() && !first.is_introduced());
         let generation = connection::generation();
         let next = Scheduler::connect();
-        client.thread.connected(next.socket.clone(), version::MAX, 2, 0);
+        client.thread.on_connect(next.socket.clone(), version::MAX, 2, 0);
         let sent = next.sent();
         assert!(is_introduction(&sent[..2], first) && is_introduction(&sent[2..], second), "{sent:?}");
         assert!(first.gate.is_closed_for(closed::LOCK) && !client.thread.turn(first).has_lock());
@@ -271,7 +271,7 @@ mod tests {
         thread::scope(|scope| {
             let asking = scope.spawn(move || raise(gpu, GRANULE, 0));
             until(|| client.sent().iter().any(|message| matches!(message, ClientMessage::RequestLimit { .. })));
-            client.thread.disconnected("it has ended");
+            client.thread.on_disconnect("it has ended");
             thread::sleep(Duration::from_millis(20));
             assert!(!asking.is_finished(), "the next scheduler may have another limit");
             client.thread.run_ungated();
@@ -282,7 +282,7 @@ mod tests {
     #[test]
     fn a_handshake_without_an_answer_delays_no_step() {
         let mut client = Client::new(1);
-        client.thread.disconnected("it has ended");
+        client.thread.on_disconnect("it has ended");
         let (attempt, peer) = begin(Duration::ZERO);
         client.thread.attempt = Some(attempt);
         for _ in 0..3 {
@@ -301,7 +301,7 @@ mod tests {
     #[test]
     fn a_handshake_that_fails_is_tried_again_later() {
         let mut client = Client::new(1);
-        client.thread.disconnected("it has ended");
+        client.thread.on_disconnect("it has ended");
         for (age, why) in [(Duration::from_secs(60), "it does not answer"), (Duration::ZERO, "it is full")] {
             let (attempt, peer) = begin(age);
             client.thread.attempt = Some(attempt);
@@ -319,14 +319,14 @@ mod tests {
     fn a_connection_that_keeps_breaking_is_retried_later() {
         let mut client = Client::new(1);
         client.thread.connected_at = (Instant::ago(Duration::from_secs(1)), Instant::ago(Duration::from_secs(9)));
-        client.thread.disconnected("it has ended");
+        client.thread.on_disconnect("it has ended");
         assert!(client.thread.next_try <= Instant::now(), "a steady connection is retried at once");
         let lost_at = Instant::ago(Duration::from_secs(9));
         client.thread.connected_at = (Instant::now(), lost_at);
-        client.thread.disconnected("it has ended");
+        client.thread.on_disconnect("it has ended");
         assert_eq!(client.thread.disconnected_since, Some(lost_at), "the connection counts as never made");
         assert!(client.thread.next_try > Instant::now());
-        client.thread.refused("it is full");
+        client.thread.on_refusal("it is full");
         assert!(client.thread.next_try > Instant::now() && client.thread.offline_reason == "it is full");
     }
 }

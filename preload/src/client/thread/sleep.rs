@@ -29,18 +29,17 @@
 use super::{ClientThread, RETRY_LATE, RETRY_SOON, session};
 use crate::{
     client::{exit, placement},
-    connection::{self, Connection, handshake, socket::Socket},
-    driver::{self, presence, redirect, types::CUcontext},
+    connection::{self, Connection, handshake, presence, socket::Socket},
+    driver::{self, entries::shut_driver, redirect, types::CUcontext},
     env::{settings, trace::trace},
-    gate::{barrier, threads},
     gpu::{self, Gpu},
     memory::foreign_devices,
     registry::shared,
+    submit::{barrier, captures, threads},
     sys::{
         tasks::{self, Task},
         time::Instant,
     },
-    work::capture,
 };
 use alloc::{string::String, sync::Arc, vec::Vec};
 use core::{
@@ -149,12 +148,12 @@ impl ClientThread {
             self.stay_awake(why);
             return Duration::ZERO;
         }
-        gpu::attached().for_each(|gpu| self.turn(gpu).release_early(gpu));
-        if gpu::attached().all(|gpu| self.has_left(gpu)) {
-            presence::leave(connection::wake);
-            (self.shut_driver)(true);
+        gpu::in_use().for_each(|gpu| self.turn(gpu).release_early(gpu));
+        if gpu::in_use().all(|gpu| self.has_left(gpu)) {
+            presence::leave();
+            shut_driver(true);
             if !barrier::heavy() {
-                barrier::settle();
+                barrier::wait_for_stores();
             }
             self.sleep = match tasks::on_their_way() {
                 Some(on_their_way) => {
@@ -183,7 +182,7 @@ impl ClientThread {
         if settings::get().gang != 0 {
             return Some(SleepRefusal::Gang);
         }
-        if capture::any() {
+        if captures::any() {
             return Some(SleepRefusal::Capture);
         }
         if exit::has_begun() {
@@ -194,7 +193,7 @@ impl ClientThread {
         if foreign_devices::may_reach_memory() {
             return Some(SleepRefusal::Rdma);
         }
-        for gpu in gpu::attached() {
+        for gpu in gpu::in_use() {
             let Some(space) = gpu.space() else { return Some(SleepRefusal::Immovable) };
             let (account, engine, has_managed, is_exported) = {
                 let space = space.lock();
@@ -237,7 +236,7 @@ impl ClientThread {
     /// were closed.
     fn undo(&mut self) {
         if presence::is_away() {
-            (self.shut_driver)(false);
+            shut_driver(false);
             presence::come_back();
         }
         if let Sleep::Leaving(Leaving { messages, .. }) = core::mem::take(&mut self.sleep) {
@@ -249,7 +248,7 @@ impl ClientThread {
     pub(super) fn step_asleep(&mut self) -> Duration {
         if let Sleep::Leaving(leaving) = &mut self.sleep {
             leaving.on_their_way.retain(|task| !task.has_moved_on());
-            let is_quiet = gpu::attached().all(Gpu::is_quiet);
+            let is_quiet = gpu::in_use().all(|gpu| gpu.is_quiet());
             let is_wanted = !leaving.paused && presence::is_wanted();
             if is_wanted || leaving.since.elapsed() > MOST_ON_THEIR_WAY {
                 return self.stay_awake(SleepRefusal::Busy);
@@ -290,7 +289,7 @@ impl ClientThread {
         }
         // Threads may wait for an answer that the client's thread carries out only when the process
         // is awake.
-        if gpu::attached().any(|gpu| gpu.is_waited_for()) {
+        if gpu::in_use().any(|gpu| gpu.is_waited_for()) {
             presence::want();
         }
         if connection::is_connected() {
@@ -321,7 +320,7 @@ impl ClientThread {
                     prepared.named = name_gpus(socket, self.version);
                 }
                 if !(is_greeted && connection::send(&ClientMessage::Held { gpus: 0 })) {
-                    self.disconnected_asleep("it does not read its messages");
+                    self.on_disconnect_asleep("it does not read its messages");
                 }
             }
             (Sleep::Prepared(prepared), message) => prepared.messages.push((message, descriptors)),
@@ -354,21 +353,21 @@ impl ClientThread {
             _ => Prepared::default(),
         };
         self.undo();
-        for gpu in gpu::attached().filter(|gpu| gpu.work.are_all_broken()) {
+        for gpu in gpu::in_use().filter(|gpu| gpu.work.are_all_broken()) {
             trace!("GPU {}: the driver could not restore the process", gpu.index);
             // The program continues until it gets the driver's error. From now on, each of its calls returns that
             // error.
             if let Some(space) = gpu.space() {
                 space.lock().run_ungated(gpu.total());
             }
-            gpu.limit_answers.changed();
+            gpu.limit_answers.on_change();
             self.turn(gpu).run_ungated(gpu);
         }
         let Prepared { messages, lost, connected, has_successor, named, .. } = prepared;
         let is_known = gpus.iter().all(|(gpu, before, now)| gpu.is_refused() || moved.now(*before) == *now);
         let unknown = || (!is_known).then(|| "it expects this process on other GPUs".into());
         if let Some(why) = lost.or_else(unknown) {
-            self.disconnected(&why);
+            self.on_disconnect(&why);
         }
         for (gpu, before, now) in gpus.iter().filter(|(_, before, now)| before != now) {
             trace!("GPU {}: moved from {before} to {now}", gpu.index);
@@ -378,7 +377,7 @@ impl ClientThread {
             return; // the next connection begins with the UUIDs of the GPUs
         }
         if let Some((socket, version, id)) = connected {
-            self.connected(socket, version, id, named);
+            self.on_connect(socket, version, id, named);
         } else if has_successor {
             self.tell_successor(Some(named));
         }
@@ -386,10 +385,10 @@ impl ClientThread {
     }
 
     /// Handles the loss of the connection while the entries into the driver are closed.
-    pub(super) fn disconnected_asleep(&mut self, why: &str) {
+    pub(super) fn on_disconnect_asleep(&mut self, why: &str) {
         let Sleep::Prepared(prepared) = &mut self.sleep else {
             self.undo();
-            return self.disconnected(why);
+            return self.on_disconnect(why);
         };
         trace!("lost the scheduler while asleep: {why}");
         self.socket = None;
@@ -410,7 +409,7 @@ fn name_gpus(socket: &Socket, version: u16) -> SlotSet {
             socket.wait_for_room() && socket.send_with(attach.encode(version).as_bytes(), files)
         })
     };
-    let named = gpu::attached().filter(|gpu| !gpu.is_refused() && send(gpu));
+    let named = gpu::in_use().filter(|gpu| !gpu.is_refused() && send(gpu));
     named.fold(0, |named, gpu| named | 1 << gpu.index)
 }
 
@@ -425,7 +424,7 @@ fn has_answered() -> bool {
 /// if no thread could be started.
 fn try_driver() -> bool {
     ANSWERED.store(false, Ordering::SeqCst);
-    let primary = gpu::attached().find_map(Gpu::primary).unwrap_or(core::ptr::null_mut()) as usize;
+    let primary = gpu::in_use().find_map(Gpu::primary).unwrap_or(core::ptr::null_mut()) as usize;
     threads::spawn(c"nvshare-try", move || {
         // SAFETY: `primary` is NULL or a context that the program has retained. The thread runs nothing else.
         unsafe { driver::wait_while_locked(primary as CUcontext) };
@@ -493,7 +492,7 @@ mod tests {
             end(&mut client);
             refusals(&client)
         };
-        let capture = refusal(&|_| assert_eq!(capture::begin(stream, || 0), 0), &|_| capture::end(stream));
+        let capture = refusal(&|_| assert_eq!(captures::begin(stream, || 0), 0), &|_| captures::end(stream));
         let peers = refusal(&|_| gpu.work.set_peers(1 << other.index), &|_| gpu.work.set_peers(0));
         let pinned = refusal(&|_| gpu.pin(|_| 512), &|_| gpu.pin(|_| 0));
         let contended = SchedulerMessage::Contended { gpus: 1 << gpu.index, waiters: 1, grace_us: 1_000_000 };
@@ -531,7 +530,7 @@ mod tests {
         client.allocate(gpu, 0);
         prepare(&mut client);
         assert!(client.thread.is_preparing_sleep());
-        client.thread.disconnected("it has ended");
+        client.thread.on_disconnect("it has ended");
         assert!(client.is_awake() && !Client::is_shut());
     }
 
@@ -616,7 +615,7 @@ mod tests {
     #[test]
     fn a_sleeping_client_without_a_scheduler_wakes_when_the_driver_answers() {
         let (mut client, _) = ready_to_sleep();
-        client.thread.disconnected_asleep("it has ended");
+        client.thread.on_disconnect_asleep("it has ended");
         client.driver.block("cuCtxPushCurrent_v2");
         client.step();
         let Sleep::Prepared(prepared) = &mut client.thread.sleep else { panic!("awake") };

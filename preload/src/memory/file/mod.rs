@@ -29,7 +29,7 @@ mod worker;
 use super::{fingerprint::Fingerprint, staging::Buffer};
 use crate::{
     connection::socket::LOWEST_DESCRIPTOR,
-    gate::threads,
+    submit::threads,
     sys::{
         file::{Identity, InheritedDescriptor},
         futex,
@@ -280,12 +280,12 @@ impl SwapFile {
     }
 
     /// Bytes that are being written.
-    pub fn writing(&self) -> u64 {
+    pub fn bytes_in_queue(&self) -> u64 {
         self.0.state.lock().writing
     }
 
     /// Bytes that have been written so far.
-    pub fn written(&self) -> u64 {
+    pub fn bytes_on_disk(&self) -> u64 {
         self.0.state.lock().written
     }
 
@@ -399,7 +399,7 @@ mod tests {
         (file, other)
     }
 
-    fn written(file: &SwapFile, seed: u8) -> FileCopy {
+    fn write_copy(file: &SwapFile, seed: u8) -> FileCopy {
         assert!(file.write(CHUNK, copy(seed)).is_ok());
         match next(file) {
             Outcome::Written(copy, _) => copy,
@@ -419,7 +419,7 @@ mod tests {
         until(|| file.room() > 0);
         file.close_in_program();
         assert!(!identity.is(number), "it is not the program's");
-        let copies = [5, 6, 7].map(|seed| (seed, written(&file, seed)));
+        let copies = [5, 6, 7].map(|seed| (seed, write_copy(&file, seed)));
         assert_eq!(file.room(), 0);
         assert!(file.write(CHUNK, copy(8)).is_err(), "there is no room");
         for (seed, there) in copies {
@@ -429,7 +429,7 @@ mod tests {
                 other => panic!("{other:?}"),
             }
         }
-        assert_eq!((file.room(), file.writing(), file.jobs()), (3 * LEN, 0, 0));
+        assert_eq!((file.room(), file.bytes_in_queue(), file.jobs()), (3 * LEN, 0, 0));
     }
 
     #[test]
@@ -438,11 +438,11 @@ mod tests {
             return;
         }
         let (file, other) = opened("changed");
-        let there = written(&file, 1);
+        let there = write_copy(&file, 1);
         other.write_all_at(&[0xee], 12345).unwrap();
         there.read(CHUNK, None);
         assert!(matches!(next(&file), Outcome::Lost(_)));
-        let there = written(&file, 2);
+        let there = write_copy(&file, 2);
         other.set_len(LEN / 2).unwrap();
         there.read(CHUNK, None);
         assert!(matches!(next(&file), Outcome::Lost(_)));
@@ -455,7 +455,7 @@ mod tests {
             return;
         }
         let (file, _other) = opened("retired");
-        let there = written(&file, 9);
+        let there = write_copy(&file, 9);
         file.close_in_program();
         file.retire();
         assert!(!file.is_over() && file.room() == 0 && file.write(CHUNK, copy(1)).is_err());

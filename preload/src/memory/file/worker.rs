@@ -3,8 +3,8 @@
 use super::{Done, Extent, FileCopy, HostCopy, Job, Outcome, Status, SwapFile, WORKERS, What, checksum};
 use crate::{
     connection::{self, wakeup},
-    gate::threads,
     memory::staging::Buffer,
+    submit::threads,
     sys::{file::Identity, futex},
 };
 use alloc::vec::Vec;
@@ -42,7 +42,7 @@ pub fn is_supported() -> bool {
     static ANSWER: AtomicU8 = AtomicU8::new(UNKNOWN);
     if ANSWER.load(Ordering::Relaxed) == UNKNOWN {
         // A kernel that supports the call rejects this range as invalid and closes no descriptor.
-        let answer = crate::sys::errno::preserved(|| close_range(1, 0, UNSHARE)) == Err(Errno::INVAL);
+        let answer = crate::sys::errno::preserve(|| close_range(1, 0, UNSHARE)) == Err(Errno::INVAL);
         ANSWER.store(u8::from(answer), Ordering::Relaxed);
     }
     ANSWER.load(Ordering::Relaxed) == 1

@@ -35,7 +35,7 @@ impl Mover {
         if self.is_idle() {
             // No work is running, so all frees are done. Unused pool memory is released instead of copied.
             let mut guard = space.lock();
-            if guard.release_idle_pools() > 0 {
+            if guard.release_pools_at_rest() > 0 {
                 report(&guard.account);
             }
         }
@@ -96,7 +96,7 @@ impl Mover {
         let transfer =
             |direction| Transfer { base, offset, len, handle, engine, direction, event: core::ptr::null_mut() };
         if !engine.copies() {
-            engine.prefetch(gpu, at, flags.inside(offset, len), false, self.stream());
+            engine.prefetch(gpu, at, flags.part_inside(offset, len), false, self.stream());
             self.track(transfer(Direction::Out(None)));
             return Ok(None);
         }
@@ -108,7 +108,7 @@ impl Mover {
             take_off();
             let mut guard = space.lock();
             guard.keep_buffers(copy.and_then(|copy| copy.without_buffer().0));
-            self.evicted_uncopied(&mut guard, base, offset, len, Residency::Constant(value), report);
+            self.evict_without_copy(&mut guard, base, offset, len, Residency::Constant(value), report);
             return Ok(None);
         }
         let buffer = match copy {
@@ -118,7 +118,7 @@ impl Mover {
                     Kept::Host(copy) => Residency::Host(Some(copy)),
                     Kept::File(copy) => Residency::File(copy),
                 };
-                self.evicted_uncopied(&mut space.lock(), base, offset, len, there, report);
+                self.evict_without_copy(&mut space.lock(), base, offset, len, there, report);
                 return Ok(None);
             }
             Some(copy) => copy.without_buffer().0, // drops the copy in a file
@@ -163,7 +163,7 @@ impl Mover {
     }
 
     /// Accounts for a chunk that was evicted without a copy.
-    fn evicted_uncopied(
+    fn evict_without_copy(
         &mut self,
         guard: &mut Space,
         base: u64,
@@ -175,7 +175,7 @@ impl Mover {
         self.stats.out += len;
         self.stats.uncopied += len;
         guard.account.counts.unmoved += len;
-        guard.left(len, &residency);
+        guard.on_eviction(len, &residency);
         guard.put(base, offset, residency);
         report(&guard.account);
     }

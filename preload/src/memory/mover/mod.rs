@@ -28,15 +28,15 @@ use crate::{
     driver::{
         context::{is_dead_in, with_current},
         types::*,
-        waiting,
+        waits,
     },
     env::trace::trace,
     memory::{account::Account, chunk::Leaving, space::Space, staging::StagingAllocator},
+    submit::captures,
     sys::{
         sync::Mutex,
         time::{self, Instant},
     },
-    work::capture,
 };
 use alloc::{collections::VecDeque, vec::Vec};
 use core::time::Duration;
@@ -182,7 +182,7 @@ impl Mover {
         }
         self.broken.retain(|context| contexts.contains(&(*context as CUcontext)));
         loop {
-            let context = match self.settle(contexts) {
+            let context = match self.choose_context(contexts) {
                 Ok(context) => context,
                 Err(stop) => {
                     self.end(space, goal);
@@ -195,7 +195,7 @@ impl Mover {
                 }
             };
             // At most `MAX_COPIES` copies are queued in the mover's stream, so the driver has room for more.
-            let step = || waiting::with_room(|| self.step_here(space, goal, report));
+            let step = || waits::with_room(|| self.step_here(space, goal, report));
             let step = match with_current(context, step) {
                 Ok(step) => step,
                 Err(error) if is_dead_in(context, error) => Step::Stopped(Stop::Broken),
@@ -282,7 +282,7 @@ impl Mover {
 
     /// Returns the context in which the mover works. If there is none yet, chooses one of `contexts`. An
     /// early call is best, while memory for the mover's objects is available.
-    pub fn settle(&mut self, contexts: &[CUcontext]) -> Result<usize, Stop> {
+    pub fn choose_context(&mut self, contexts: &[CUcontext]) -> Result<usize, Stop> {
         if let Some(ready) = self.ready.first() {
             return Ok(ready.context);
         }
@@ -333,7 +333,7 @@ impl Mover {
     /// Completes finished transfers and cancels the plan. Returns whether no transfer is left.
     pub fn rest(&mut self, space: &Mutex<Space>, report: &dyn Fn(&Account)) -> bool {
         if let (false, Some(context)) = (self.transfers.is_empty(), self.context()) {
-            let complete = || capture::relaxed(|| self.complete(space, report));
+            let complete = || captures::in_relaxed_mode(|| self.complete(space, report));
             if with_current(context as usize, complete).is_err_and(|error| is_dead_in(context as usize, error)) {
                 self.complete_all(space, report);
             }

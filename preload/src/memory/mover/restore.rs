@@ -73,7 +73,7 @@ impl Mover {
                         driver::cuMemsetD32Async(at, *value, len as usize / 4, stream)
                     }
                     _ => {
-                        engine.prefetch(gpu, at, flags.inside(offset, len), true, stream);
+                        engine.prefetch(gpu, at, flags.part_inside(offset, len), true, stream);
                         SUCCESS
                     }
                 }
@@ -92,7 +92,7 @@ impl Mover {
     /// Takes the next chunk that can be restored and fits in the allowance.
     fn take_lacking(&mut self, space: &mut Space) -> Option<(u64, Chunk)> {
         if self.lacking.is_empty() {
-            self.lacking = space.lacking().into();
+            self.lacking = space.chunks_to_restore().into();
         }
         loop {
             let room = space.account.room();

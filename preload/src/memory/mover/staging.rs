@@ -18,7 +18,7 @@ const WORKERS_AHEAD: usize = 2;
 impl Mover {
     /// Starts allocating buffers for a likely eviction of `bytes` bytes.
     pub fn prepare(&mut self, space: &Mutex<Space>, contexts: &[CUcontext], bytes: u64) {
-        if self.pauses > 0 || !self.is_idle() || self.settle(contexts).is_err() {
+        if self.pauses > 0 || !self.is_idle() || self.choose_context(contexts).is_err() {
             return;
         }
         let guard = space.lock();

@@ -205,7 +205,7 @@ impl Mover {
         engine.unmap(base + offset, len, handle);
         let mut guard = space.lock();
         self.stats.out += len;
-        guard.left(len, &residency);
+        guard.on_eviction(len, &residency);
         guard.put(base, offset, residency);
         report(&guard.account);
     }

@@ -14,7 +14,7 @@ impl Space {
         if self.pending.len() > MANY_PENDING {
             self.pending.pop_front(); // later allowances replace it
         }
-        self.settle();
+        self.acknowledge();
     }
 
     /// Resets the allowance for a new scheduler. Mapped memory stays until the scheduler sends allowances.
@@ -69,7 +69,7 @@ impl Space {
 
     /// Acknowledges the allowances that have been carried out. If the latest has been carried out, all
     /// earlier allowances are obsolete.
-    pub(super) fn settle(&mut self) {
+    pub(super) fn acknowledge(&mut self) {
         let there = self.account.mapped + self.account.pinned;
         if self.pending.back().is_some_and(|(_, bytes)| there <= *bytes) {
             self.pending.drain(..self.pending.len() - 1);

@@ -72,7 +72,7 @@ impl Space {
     /// Takes a copy whose buffer is registered. The bytes of the copy count as in flight, or as releasing
     /// if the chunk is on the GPU.
     fn take_registered(&mut self) -> Option<(Place, HostCopy)> {
-        let is_registered = |copy: &HostCopy| copy.buffer.registered_with().is_some();
+        let is_registered = |copy: &HostCopy| copy.buffer.registration().is_some();
         let is_kept = |kept: &Option<Kept>| matches!(kept, Some(Kept::Host(copy)) if is_registered(copy));
         for (base, range) in &mut self.ranges {
             for chunk in &mut range.chunks {
@@ -161,7 +161,7 @@ impl Space {
         let needs = |chunk: &Chunk| {
             self.engine_of(chunk.flags).copies() && matches!(chunk.residency, Residency::Gpu { copy: None, .. })
         };
-        self.leaving(bytes).into_iter().filter(|(_, chunk)| needs(chunk)).map(|(_, chunk)| chunk.len).collect()
+        self.chunks_to_evict(bytes).into_iter().filter(|(_, chunk)| needs(chunk)).map(|(_, chunk)| chunk.len).collect()
     }
 
     /// Iterates over all host buffers of the space.

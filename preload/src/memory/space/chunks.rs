@@ -25,7 +25,7 @@ impl Space {
     }
 
     /// Returns all chunks that can be restored without reading a file: base, offset and length.
-    pub(in crate::memory) fn lacking(&self) -> Vec<(u64, u64, u64)> {
+    pub(in crate::memory) fn chunks_to_restore(&self) -> Vec<(u64, u64, u64)> {
         let live = self.ranges.iter().filter(|(_, range)| range.moves());
         let chunks = live.flat_map(|(base, range)| range.chunks.iter().map(move |c| (*base, c)));
         chunks.filter(|(_, c)| c.is_at_hand()).map(|(base, c)| (base, c.offset, c.len)).collect()
@@ -39,7 +39,7 @@ impl Space {
     }
 
     /// Selects chunks to evict until `bytes` bytes are freed. Chunks with a copy come first.
-    pub(super) fn leaving(&self, bytes: u64) -> Vec<(u64, &Chunk)> {
+    pub(super) fn chunks_to_evict(&self, bytes: u64) -> Vec<(u64, &Chunk)> {
         let mut leaving = Vec::new();
         let mut sum = 0u64;
         for with_copy in [true, false] {
@@ -60,7 +60,7 @@ impl Space {
     /// Takes the chunks to evict. They belong to the mover until [`put`](Self::put), so no other code
     /// unmaps them.
     pub(in crate::memory) fn take_leaving(&mut self, bytes: u64) -> Vec<Leaving> {
-        let names: Vec<_> = self.leaving(bytes).into_iter().map(|(base, chunk)| (base, chunk.offset)).collect();
+        let names: Vec<_> = self.chunks_to_evict(bytes).into_iter().map(|(base, chunk)| (base, chunk.offset)).collect();
         names.into_iter().filter_map(|(base, offset)| self.take_mapped(base, offset)).collect()
     }
 
@@ -76,7 +76,7 @@ impl Space {
 
     /// Puts back a chunk that could not be restored.
     pub(in crate::memory) fn stays_away(&mut self, base: u64, offset: u64, len: u64, residency: Residency) {
-        self.left(len, &residency);
+        self.on_eviction(len, &residency);
         self.put(base, offset, residency);
     }
 
@@ -116,7 +116,7 @@ impl Space {
     }
 
     /// Accounts for a chunk whose memory on the GPU has been freed. `there` is the chunk's new residency.
-    pub(in crate::memory) fn left(&mut self, len: u64, there: &Residency) {
+    pub(in crate::memory) fn on_eviction(&mut self, len: u64, there: &Residency) {
         self.account.mapped -= len;
         if let Residency::Host(_) | Residency::File(_) = there {
             self.account.swapped += len;
@@ -124,7 +124,7 @@ impl Space {
         if let Residency::File(_) = there {
             self.account.in_file += len;
         }
-        self.settle();
+        self.acknowledge();
     }
 }
 
@@ -150,9 +150,9 @@ mod tests {
         let mut space = memory.space.lock();
         let buffer = space.take_copy(GRANULE).expect("a copy"); // of the first chunk
         space.keep_buffers([buffer]);
-        assert_eq!(addresses(&space.leaving(GRANULE)), [second]);
-        assert_eq!(addresses(&space.leaving(GRANULE + 1)), [second, first]);
-        assert_eq!(addresses(&space.leaving(0)), []);
+        assert_eq!(addresses(&space.chunks_to_evict(GRANULE)), [second]);
+        assert_eq!(addresses(&space.chunks_to_evict(GRANULE + 1)), [second, first]);
+        assert_eq!(addresses(&space.chunks_to_evict(0)), []);
     }
 
     #[test]
@@ -166,7 +166,7 @@ mod tests {
         assert_eq!(before.host_cache, GRANULE);
         let Leaving { base, chunk, is_copied, .. } = space.take_leaving(GRANULE).remove(0);
         assert_eq!((space.account.in_flight, space.account.host_cache, is_copied), (GRANULE, 0, true));
-        assert!(!space.account.can_run() && space.leaving(GRANULE).is_empty(), "the mover has the chunk");
+        assert!(!space.account.can_run() && space.chunks_to_evict(GRANULE).is_empty(), "the mover has the chunk");
         space.put(base, chunk.offset, chunk.residency);
         assert_eq!(space.account, before);
     }
@@ -177,7 +177,7 @@ mod tests {
         memory.allocate();
         memory.run(EVICT_ALL);
         let mut space = memory.space.lock();
-        let lacking = space.lacking();
+        let lacking = space.chunks_to_restore();
         let [(base, offset, GRANULE)] = lacking[..] else { panic!("{lacking:?}") };
         space.allow(1, GRANULE - 1);
         assert!(!space.can_restore() && space.take_lacking(base, offset).is_none());
@@ -187,7 +187,7 @@ mod tests {
         let chunk = space.take_lacking(base, offset).expect("room");
         let account = space.account;
         assert_eq!((account.mapped, account.swapped, account.in_flight), (GRANULE, 0, GRANULE));
-        assert!(space.take_lacking(base, offset).is_none() && space.lacking().is_empty());
+        assert!(space.take_lacking(base, offset).is_none() && space.chunks_to_restore().is_empty());
         space.stays_away(base, offset, GRANULE, chunk.residency);
         assert_eq!(space.account, before);
     }
@@ -197,7 +197,7 @@ mod tests {
         let memory = Memory::new();
         let at = memory.allocate();
         let mut space = memory.space.lock();
-        assert!(space.pin(at) && space.leaving(GRANULE).is_empty());
+        assert!(space.pin(at) && space.chunks_to_evict(GRANULE).is_empty());
         assert_eq!((space.account.demand, space.account.mapped, space.account.pinned), (0, 0, GRANULE));
         space.undo(at);
         assert_eq!((space.account.demand, space.account.pinned, memory.driver.used()), (0, 0, 0));
@@ -211,7 +211,7 @@ mod tests {
         let mut create = |handle_types| {
             let flags = Flags { handle_types, ..Flags::default() };
             let (base, _) = space.create(size, flags, false, memory.work).expect("room");
-            let lens: Vec<u64> = space.leaving(u64::MAX).iter().map(|(_, chunk)| chunk.len).collect();
+            let lens: Vec<u64> = space.chunks_to_evict(u64::MAX).iter().map(|(_, chunk)| chunk.len).collect();
             space.destroy(base);
             lens
         };
@@ -231,7 +231,7 @@ mod tests {
             let Leaving { base, chunk, .. } = space.take_leaving(GRANULE).remove(0);
             let Residency::Gpu { handle, .. } = chunk.residency else { panic!("{chunk:?}") };
             space.engine().unmap(base + chunk.offset, chunk.len, handle);
-            space.left(chunk.len, &Residency::Constant(0));
+            space.on_eviction(chunk.len, &Residency::Constant(0));
             space.put(base, chunk.offset, Residency::Constant(0));
         }
         assert_eq!((space.account.ack, space.account.mapped, space.account.swapped), (2, 0, 0));

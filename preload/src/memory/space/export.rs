@@ -61,7 +61,7 @@ impl Space {
     /// Returns the size of an exported range, the size of all its chunks except the last, and the
     /// handles of the chunks from index `first` on. Returns `None` if the range no longer contains
     /// that allocation.
-    pub fn exported(
+    pub fn chunks_of_export(
         &self,
         exported: Exported,
         allocation: u64,

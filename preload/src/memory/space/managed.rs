@@ -9,7 +9,7 @@ use super::{Allocation, Freed, Range, RangeKind, Space};
 use crate::{
     driver::types::*,
     memory::engine::{Engine, Flags, GRANULE},
-    work::Work,
+    submit::Work,
 };
 use alloc::{collections::VecDeque, vec::Vec};
 

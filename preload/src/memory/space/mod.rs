@@ -19,7 +19,7 @@ mod mapping;
 mod pools;
 
 pub use export::{Export, Exported};
-pub use pools::{Awaited, Policy, has_pending_frees};
+pub use pools::has_pending_frees;
 
 use crate::{
     connection::outbox,
@@ -33,15 +33,15 @@ use crate::{
         staging::Buffer,
         waiter::Waiter,
     },
-    work::{Fence, Work},
+    submit::{Fence, Work},
 };
 use alloc::{
     boxed::Box,
     collections::{BTreeMap, VecDeque},
     vec::Vec,
 };
+use nvshare_pools::Pools;
 use nvshare_wire::ClientMessage;
-use pools::Pools;
 
 #[derive(Debug)]
 pub struct Space {
@@ -64,7 +64,7 @@ pub struct Space {
     waiter: Waiter,
     /// Managed memory that counts as freed, but that a program thread must still pass to the driver.
     unfreed: Vec<u64>,
-    pools: Pools,
+    pub pools: Pools<Fence>,
     pub account: Account,
 }
 
@@ -350,7 +350,7 @@ impl Space {
             // The scheduler must receive this message before the report of fewer bytes.
             outbox::push([ClientMessage::Withdrawn { range }]);
         }
-        self.settle();
+        self.acknowledge();
     }
 
     /// Frees the allocation at this address when no work uses it any more. Returns its id, or

@@ -39,7 +39,7 @@ fn random() -> Option<Secret> {
 
 /// Returns the key after announcing it to the scheduler, or `None` if the kernel has no random bytes
 /// yet.
-fn announced_key() -> Option<Secret> {
+fn announce_key() -> Option<Secret> {
     let _one = ANNOUNCING.lock();
     if KEY.get().is_none() {
         let key = random()?;
@@ -62,27 +62,21 @@ pub enum Attempt {
 /// Exports the allocation that contains this address. Its range stays on the GPU from now on.
 pub fn export(gpu: &'static Gpu, address: u64) -> Attempt {
     static RANGES: AtomicU32 = AtomicU32::new(1);
-    let Some(key) = announced_key() else { return Attempt::Impossible };
-    let Some(space) = gpu.space() else { return Attempt::Impossible };
+    let Some(key) = announce_key() else { return Attempt::Impossible };
     let begin = Instant::now();
     // Announces the key first, because a process that opens the handle finds this process by the key.
     while !outbox::flush() && connection::is_connected() && begin.elapsed() < ANNOUNCE_TIMEOUT {
         time::sleep(Duration::from_millis(1));
     }
-    let mut guard = space.lock();
-    let before = guard.account;
     let new = || Some(Exported { range: RANGES.fetch_add(1, Ordering::Relaxed), secret: random()? });
-    let attempt = match guard.export(address, |chunk| descriptor(chunk).is_some(), new) {
-        Export::Done(Exported { range, secret }, allocation, offset) => {
+    match gpu.change(|space| space.export(address, |chunk| descriptor(chunk).is_some(), new)) {
+        Some(Export::Done(Exported { range, secret }, allocation, offset)) => {
             let (size, id) = (allocation.size, allocation.id);
             Attempt::Done(ExportHandle { exporter: key, secret, size, id, range, offset }.write())
         }
-        Export::Away => Attempt::Away,
-        Export::Impossible => Attempt::Impossible,
-    };
-    let after = guard.account;
-    gpu.account_changed(&before, &after);
-    attempt
+        Some(Export::Away) => Attempt::Away,
+        Some(Export::Impossible) | None => Attempt::Impossible,
+    }
 }
 
 /// Returns a descriptor of the chunk, for another process.
@@ -102,10 +96,12 @@ fn descriptor(chunk: Handle) -> Option<OwnedFd> {
 pub fn answer(ticket: u64, secret: Secret, range: u32, allocation: u64, first: u32) {
     let exported = Exported { range, secret };
     let mut outcome = Sharing::Unknown;
-    for gpu in gpu::attached() {
+    for gpu in gpu::in_use() {
         let Some(space) = gpu.space() else { continue };
         let guard = space.lock();
-        let Some((bytes, chunk, handles)) = guard.exported(exported, allocation, first as usize) else { continue };
+        let Some((bytes, chunk, handles)) = guard.chunks_of_export(exported, allocation, first as usize) else {
+            continue;
+        };
         // The space stays locked, so that the chunks are not freed before they are exported.
         let descriptors: Vec<OwnedFd> = handles.take(MAX_DESCRIPTORS).map_while(descriptor).collect();
         drop(guard);

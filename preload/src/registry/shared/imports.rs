@@ -9,8 +9,8 @@ use crate::{
     env::trace::trace,
     gpu::{self, Gpu},
     memory::{engine::GRANULE, space::Allocation},
+    submit::Fence,
     sys::sync::{Mutex, Rank},
-    work::Fence,
 };
 use alloc::{collections::BTreeMap, vec::Vec};
 use core::{
@@ -285,9 +285,8 @@ mod tests {
     use crate::{
         connection::fake::Scheduler,
         driver::fake::Driver,
-        gate::closed,
         gpu::fake::{attach_to_scheduler, busy_stream},
-        work::capture,
+        submit::{captures, closed},
     };
     use rustix::fs::{Mode, OFlags, open};
 
@@ -358,12 +357,12 @@ mod tests {
         let importer = Importer::new();
         let stream = busy_stream(&importer.driver, importer.gpu, importer.context);
         importer.driver.set_capturing(stream, Some(1));
-        assert_eq!(capture::begin(stream, || SUCCESS), SUCCESS);
+        assert_eq!(captures::begin(stream, || SUCCESS), SUCCESS);
         close(importer.open());
         importer.driver.finish(stream);
         assert!(!unmap_closed() && importer.is_mapped());
         importer.driver.set_capturing(stream, None);
-        capture::end(stream);
+        captures::end(stream);
         assert!(unmap_closed() && !importer.is_mapped());
     }
 

@@ -12,20 +12,20 @@
 //! importer's.
 //!
 //! - [`handle`]: the handles. [`export`]: creating handles, and answering requests for their memory.
-//! - [`opening`]: opening a handle. [`question`]: requests to the exporter. [`imports`]: the memory
+//! - [`open`]: opening a handle. [`question`]: requests to the exporter. [`imports`]: the memory
 //!   that has been opened.
 
 mod export;
 mod handle;
 mod imports;
-mod opening;
+mod open;
 mod question;
 
 pub use export::{Attempt, answer, export};
 pub use handle::{IpcHandle, is_ours};
 pub use imports::{adopt, close, drop_context, find, has_imports, introduce, unmap_closed};
-pub use opening::open;
-pub use question::answered;
+pub use open::open;
+pub use question::on_answer;
 
 use crate::connection::outbox;
 use nvshare_wire::ClientMessage;

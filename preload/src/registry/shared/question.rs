@@ -6,7 +6,7 @@ use crate::{
     driver::types::*,
     sys::{
         futex,
-        sync::{Mutex, Rank, waiting_for_client_thread},
+        sync::{Mutex, Rank, await_client_thread},
         time::{self, Instant},
     },
 };
@@ -43,7 +43,7 @@ pub struct ExporterAnswer {
 }
 
 /// Stores an answer that has arrived. If no request waits for it, its descriptors are closed.
-pub fn answered(ticket: u32, outcome: Sharing, bytes: u64, chunk: u64, descriptors: Vec<OwnedFd>) {
+pub fn on_answer(ticket: u32, outcome: Sharing, bytes: u64, chunk: u64, descriptors: Vec<OwnedFd>) {
     if let Some(question) = QUESTION.lock().as_mut().filter(|q| q.ticket == ticket && q.answer.is_none()) {
         question.answer = Some(ExporterAnswer { outcome, bytes, chunk, descriptors });
     }
@@ -54,7 +54,7 @@ pub fn answered(ticket: u32, outcome: Sharing, bytes: u64, chunk: u64, descripto
 /// Requests the chunks of a range, beginning with chunk `first`.
 pub fn ask(handle: &ExportHandle, first: u32) -> Result<ExporterAnswer, CUresult> {
     static TICKETS: AtomicU32 = AtomicU32::new(0);
-    let _waiting = waiting_for_client_thread();
+    let _waiting = await_client_thread();
     let begin = Instant::now();
     let mut asked = false;
     let mut met = connection::generation();

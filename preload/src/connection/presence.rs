@@ -1,0 +1,103 @@
+//! Whether the process is on its GPUs. The invariant is: **while the process is off its GPUs, none
+//! of its threads enters the driver**. A driver call would block inside the driver, where this
+//! library cannot detect the call. So threads of the program wait in this module before they enter
+//! the driver. The first waiting thread reports to the scheduler, once, that the process is wanted
+//! back (`Wake`).
+//!
+//! Shut entries (`entry`) lead threads to this module.
+
+use super::wakeup;
+use crate::sys::{errno, futex, time::Instant};
+use core::{
+    sync::atomic::{AtomicBool, AtomicU32, Ordering},
+    time::Duration,
+};
+
+const PRESENT: u32 = 0;
+const AWAY: u32 = 1;
+
+/// The word on which threads wait.
+static STATE: AtomicU32 = AtomicU32::new(PRESENT);
+/// Whether a thread has arrived since the process left its GPUs.
+static WANTED: AtomicBool = AtomicBool::new(false);
+
+/// The longest sleep of a waiting thread before it checks `STATE` again.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// Makes threads wait before they enter the driver.
+pub fn leave() {
+    WANTED.store(false, Ordering::SeqCst);
+    STATE.store(AWAY, Ordering::SeqCst);
+}
+
+/// Lets threads continue, because the process is on its GPUs again or has never left them.
+pub fn come_back() {
+    STATE.store(PRESENT, Ordering::SeqCst);
+    futex::wake_all(&STATE);
+}
+
+/// Stops all waiting in the child of a fork. The driver tells the child that it has no GPU.
+pub fn in_child() {
+    STATE.store(PRESENT, Ordering::SeqCst);
+}
+
+/// Whether a thread has waited to enter the driver since the process left its GPUs.
+pub fn is_wanted() -> bool {
+    WANTED.load(Ordering::SeqCst)
+}
+
+pub fn is_away() -> bool {
+    STATE.load(Ordering::SeqCst) == AWAY
+}
+
+/// Lets the client's thread know that the process is wanted back, without waiting.
+pub fn want() {
+    if is_away() && !WANTED.swap(true, Ordering::SeqCst) {
+        errno::preserve(wakeup::wake);
+    }
+}
+
+/// Waits until the process is on its GPUs. Preserves `errno`.
+#[cold]
+pub fn wait() {
+    wait_at_most(Duration::MAX);
+}
+
+/// Waits until the process is on its GPUs, but no longer than `most`.
+pub fn wait_at_most(most: Duration) {
+    want();
+    errno::preserve(|| {
+        let since = Instant::now();
+        while is_away() && since.elapsed() < most {
+            futex::wait(&STATE, AWAY, LOOK);
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::connection::fake::was_woken;
+    use std::thread;
+
+    #[test]
+    fn threads_wait_while_the_process_sleeps_and_only_one_reports_it() {
+        wait(); // returns at once
+        wakeup::init();
+        leave();
+        assert!(!is_wanted());
+        thread::scope(|scope| {
+            let waiting: [_; 4] = core::array::from_fn(|_| scope.spawn(wait));
+            while !is_wanted() {
+                thread::yield_now();
+            }
+            while !was_woken() {
+                thread::yield_now();
+            }
+            thread::sleep(Duration::from_millis(20));
+            assert!(!was_woken(), "only the first thread wakes the client's thread");
+            assert!(waiting.iter().all(|thread| !thread.is_finished()));
+            come_back();
+        });
+    }
+}

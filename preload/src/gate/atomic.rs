@@ -1,4 +1,0 @@
-//! The atomics of the [`gate`](crate::gate). They are in a separate module, so that the model in
-//! `tests/gate-model` can replace them.
-
-pub use core::sync::atomic::*;

@@ -1,0 +1,4 @@
+//! The driver's types.
+
+#[path = "../../../preload/src/driver/types.rs"]
+pub mod types;
