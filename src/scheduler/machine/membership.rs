@@ -183,10 +183,4 @@ impl Machine {
         let context = quota::Context { now: self.now, rules: &self.rules, gpus: &gpus };
         act(&mut self.quota, context, &mut self.effects)
     }
-
-    /// Runs `ask` on the quota without changing it.
-    pub(crate) fn ask_quota<R>(&self, ask: impl FnOnce(&Quota, quota::Context) -> R) -> R {
-        let gpus = GpuCapacities { gpus: &self.gpus, settings: &self.settings };
-        ask(&self.quota, quota::Context { now: self.now, rules: &self.rules, gpus: &gpus })
-    }
 }

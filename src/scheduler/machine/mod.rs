@@ -8,6 +8,7 @@ use crate::{
     api::*,
     client::Clients,
     effects::Effects,
+    explain::Explanation,
     fairness::Fairness,
     gpu::{self, Access, Gpu, Gpus, Hold},
     model::Model,
@@ -17,7 +18,9 @@ use crate::{
     rules::Rules,
     sleep::Sleep,
     timers::Wake,
+    view::{Activity, ClientView, GpuView, Turns},
 };
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// The latest time (34 years). Later times are clamped to this time, so that no sum of times
@@ -311,10 +314,20 @@ impl Machine {
         }
     }
 
+    /// The view of one GPU. `None`: the GPU is unknown.
+    pub fn gpu(&self, id: GpuId) -> Option<GpuView> {
+        self.model().gpu(id, self.effects.wakes_at(Wake::Gpu(id)))
+    }
+
+    /// Views of all known GPUs.
+    pub fn gpus(&self) -> Vec<GpuView> {
+        self.gpus.ids().filter_map(|id| self.gpu(id)).collect()
+    }
+
     /// A read-only view of the current state.
     pub(crate) fn model(&self) -> Model<'_> {
-        let Self { now, settings, rules, clients, gpus, queues, sleep, quota, fairness, .. } = self;
-        Model { now: *now, settings, rules, clients, gpus, queues, sleep, quota, fairness }
+        let Self { now, settings, rules, clients, gpus, queues, sleep, quota, fairness, places, .. } = self;
+        Model { now: *now, settings, rules, clients, gpus, queues, sleep, quota, fairness, places }
     }
 
     /// A GPU to change, the state that decisions about it depend on, and the effects to add to.
@@ -362,4 +375,58 @@ impl Machine {
     pub(crate) fn lock_changed(&mut self, client: ClientId, id: GpuId) {
         self.with_gpu(id, |gpu, cx, fx| gpu.lock_changed(cx, fx, client));
     }
+}
+
+/// Methods of [`Machine`] that return what the method of [`Model`] with the same name returns.
+macro_rules! reads {
+    ($($name:ident($($argument:ident: $kind:ty),*) -> $result:ty;)*) => {
+        impl Machine {
+            $(
+                #[doc = concat!("See `Model::", stringify!($name), "`.")]
+                pub fn $name(&self, $($argument: $kind),*) -> $result {
+                    self.model().$name($($argument),*)
+                }
+            )*
+        }
+    };
+}
+
+reads! {
+    // Clients.
+    clients() -> Vec<ClientView>;
+    client(id: ClientId) -> Option<ClientView>;
+    tenants() -> BTreeMap<ClientId, TenantId>;
+    allowed(client: ClientId) -> Option<&GpuSet>;
+    sleep_of(client: ClientId) -> SleepView;
+    activities(id: ClientId) -> impl Iterator<Item = (GpuId, Activity)>;
+    explain(client: ClientId, now: Time) -> impl Iterator<Item = Explanation>;
+
+    // GPUs.
+    is_known(id: GpuId) -> bool;
+    is_held(gpu: GpuId) -> bool;
+    offer(gpu: GpuId) -> u64;
+    charged(gpu: GpuId) -> u64;
+    kinds() -> &[GpuSet];
+    shares_due(id: GpuId) -> BTreeMap<ClientId, u32>;
+    expected_starts(id: GpuId, most: usize, now: Time) -> Vec<(ClientId, Duration)>;
+    is_evacuated() -> bool;
+
+    // A client on one GPU.
+    engine(id: ClientId, gpu: GpuId) -> Option<Engine>;
+    extent(id: ClientId, gpu: GpuId) -> Option<(u64, u64)>;
+    resident_and_swapped(id: ClientId, gpu: GpuId) -> Option<(u64, u64)>;
+    committed_or_requested(id: ClientId, gpu: GpuId) -> u64;
+    turns(id: ClientId, gpu: GpuId, now: Time) -> Option<Turns>;
+    has_context(client: ClientId, id: GpuId, begun: Time) -> bool;
+    counted_context(client: ClientId, id: GpuId) -> u64;
+    contexts_of_group(client: ClientId, id: GpuId) -> u64;
+    memory_max(client: ClientId, id: GpuId) -> Option<u64>;
+    env_memory_max(client: ClientId, id: GpuId) -> Option<u64>;
+    lowest_max(client: ClientId, id: GpuId) -> Option<u64>;
+
+    // Host memory.
+    host() -> (Option<u64>, u64);
+    is_host_scarce() -> bool;
+    swapped() -> u64;
+    is_ahead() -> bool;
 }

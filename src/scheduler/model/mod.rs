@@ -19,10 +19,11 @@ use crate::{
     api::*,
     client::Clients,
     fairness::Fairness,
-    gpu::{self, Access, Gpus},
+    gpu::{self, Access, Gpus, capacity::GpuCapacities},
+    placement::Placements,
     policy::{self, Policy},
     queue::{Entity, Queues},
-    quota::Quota,
+    quota::{self, Quota},
     rules::Rules,
     sleep::Sleep,
 };
@@ -40,6 +41,7 @@ pub(crate) struct Model<'a> {
     pub sleep: &'a Sleep,
     pub quota: &'a Quota,
     pub fairness: &'a Fairness,
+    pub places: &'a Placements,
 }
 
 impl<'a> Model<'a> {
@@ -55,6 +57,12 @@ impl<'a> Model<'a> {
     pub fn gpu_context(&self) -> gpu::Context<'a> {
         let Self { now, settings, rules, clients, queues, sleep, quota, .. } = *self;
         gpu::Context { now, settings, rules, clients, queues, sleep, quota }
+    }
+
+    /// Runs `ask` on the quota without changing it.
+    pub fn ask_quota<R>(&self, ask: impl FnOnce(&Quota, quota::Context) -> R) -> R {
+        let gpus = GpuCapacities { gpus: self.gpus, settings: self.settings };
+        ask(self.quota, quota::Context { now: self.now, rules: self.rules, gpus: &gpus })
     }
 
     /// The allowance in bytes that a client needs to run on a GPU: see [`Gpu::need`].

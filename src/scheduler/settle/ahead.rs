@@ -38,10 +38,4 @@ impl Machine {
             }
         }
     }
-
-    /// Whether clients may have allocated host memory ahead. The daemon then has to watch the
-    /// host's memory.
-    pub fn is_ahead(&self) -> bool {
-        self.quota.asked_ahead() > 0
-    }
 }

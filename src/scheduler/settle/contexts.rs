@@ -13,11 +13,6 @@ const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
 pub(super) const RESTORE: Duration = Duration::from_secs(10);
 
 impl Machine {
-    /// Whether the client's context was complete at the time `begun`.
-    pub fn has_context(&self, client: ClientId, id: GpuId, begun: Time) -> bool {
-        self.gpus.get(id).is_some_and(|gpu| gpu.has_context(client, begun))
-    }
-
     /// Admits attaching clients that have room or have waited long enough. Returns the time of the
     /// next check.
     pub(crate) fn answer_attaching(&mut self, id: GpuId) -> Option<Time> {

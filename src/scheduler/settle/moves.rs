@@ -41,16 +41,6 @@ impl Machine {
         self.take_step(client, Step::Nothing);
     }
 
-    /// The sets of GPUs between which clients can be moved, as reported by the daemon.
-    pub fn kinds(&self) -> &[GpuSet] {
-        self.places.kinds()
-    }
-
-    /// The GPUs that a client may use, as reported by the daemon. `None`: any GPU.
-    pub fn allowed(&self, client: ClientId) -> Option<&GpuSet> {
-        self.places.allowed(client)
-    }
-
     /// Why a client cannot be moved. Obstacles to its sleep are not considered.
     fn move_obstacle(&self, client: ClientId, both @ Move { from, to }: Move) -> Option<MoveObstacle> {
         let total = |id| self.gpus.get(id).filter(|gpu| gpu.access != Access::Gone).map(|gpu| gpu.total);
@@ -103,7 +93,8 @@ impl Machine {
         let is_away = self.sleep.is_away(client);
         // If the client's process may have to return to a GPU, the client's bytes stay promised there.
         let keeps = self.sleep.ways_back(client).iter().all(|back| back.from != from);
-        self.ask_quota(|quota, cx| quota.room_to_move(cx, client, Expected { to: both, context }, keeps, is_away))
+        self.model()
+            .ask_quota(|quota, cx| quota.room_to_move(cx, client, Expected { to: both, context }, keeps, is_away))
     }
 
     /// Makes the pending move of a sleeping client.

@@ -34,11 +34,6 @@ use std::time::Duration;
 /// The interval between measurements while a waking client waits for one.
 const MEASURE: Duration = Duration::from_secs(1);
 impl Machine {
-    /// The known state of a client's sleep.
-    pub fn sleep_of(&self, client: ClientId) -> SleepView {
-        self.sleep.view(client)
-    }
-
     pub(crate) fn want_sleep(&mut self, client: ClientId, paused: bool) {
         if !self.clients.contains_key(&client) {
             return;
