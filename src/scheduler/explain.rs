@@ -287,15 +287,6 @@ impl<'a> Model<'a> {
         latest
     }
 
-    /// Bytes that the members of a request still lack on a GPU.
-    fn lacking(&self, entity: Entity, id: GpuId) -> u64 {
-        let lacking = |client| {
-            let allowed = self.gpus.account(client, id).map_or(0, |account| account.allowance);
-            self.need(client, id).saturating_sub(allowed)
-        };
-        self.queues.wanting(entity, id).fold(0u64, |sum, client| sum.saturating_add(lacking(client)))
-    }
-
     /// The duration of the evictions and restores that delay a request after all other delays have ended.
     /// For the first request, evictable memory of idle clients is not counted, because it moves while
     /// holders still run.

@@ -43,8 +43,9 @@ mod placement;
 mod policy;
 mod queue;
 mod quota;
+mod requests;
 mod rules;
-mod settle;
+
 mod sleep;
 mod timers;
 pub mod view;

@@ -119,10 +119,6 @@ impl Gpus {
         Some(&self.attachment(client, id)?.history)
     }
 
-    pub fn history_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut History> {
-        Some(&mut self.attachment_mut(client, id)?.history)
-    }
-
     // Locks.
 
     /// A client's lock state on a GPU. `None`: the client has not attached the GPU.
@@ -176,25 +172,6 @@ impl Gpus {
     /// may run together.
     pub fn running_on(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
         self.get(id).into_iter().flat_map(Gpu::running)
-    }
-
-    /// Gives a client the lock of a GPU.
-    pub fn begin_hold(&mut self, client: ClientId, id: GpuId, hold: Hold) {
-        if let Some(gpu) = self.gpus.get_mut(&id)
-            && let Some(attachment) = gpu.attachments.get_mut(&client)
-        {
-            gpu.holders.insert(hold.number, client);
-            attachment.lock.hold = Some(hold);
-        }
-    }
-
-    /// Ends a client's hold of a GPU. `preempted`: the client still wants the lock.
-    pub fn end_hold(&mut self, client: ClientId, id: GpuId, preempted: bool) -> Option<Hold> {
-        let gpu = self.gpus.get_mut(&id)?;
-        let hold = gpu.attachments.get_mut(&client)?.lock.hold.take()?;
-        gpu.holders.remove(&hold.number);
-        gpu.preempted = preempted.then_some(client);
-        Some(hold)
     }
 
     /// Adds a client's present holds to the grant with the number `group`. The holds are then

@@ -8,12 +8,16 @@
 //! - `backfill`: requests that may run while the first request of a GPU waits for other GPUs.
 
 mod admission;
+mod answers;
 mod backfill;
 mod corun;
 mod gangs;
+mod moves;
 mod order;
+mod sleep;
+mod turns;
 
-pub(crate) use backfill::{LOOKS, SLOT};
+pub(crate) use turns::Pressure;
 
 use crate::{
     api::*,
