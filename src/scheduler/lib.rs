@@ -41,6 +41,7 @@ mod machine;
 mod model;
 mod placement;
 mod policy;
+mod presence;
 mod queue;
 mod quota;
 mod requests;

@@ -15,8 +15,9 @@ use crate::{
     gpu::{Return, capacity::GpuCapacities},
     model::{Model, Pressure},
     placement::{Placements, Sites},
+    presence::{Presence, Task, Tasks},
     queue::{Blocked, Entity, Gang, Queues},
-    quota::{self, Quota, RoomToMove},
+    quota::{self, Quota},
     requests::Requests,
     rules::Rules,
     sleep::{Sleep, Step},
@@ -57,17 +58,6 @@ pub struct Machine {
     effects: Effects,
     /// The host is about to suspend.
     suspended: bool,
-}
-
-/// What follows from a change of a client's sleep.
-enum SleepWork {
-    Step(ClientId, Step),
-    /// Set room aside for waking clients. This client may have begun or stopped to wait for room.
-    Return(ClientId),
-    /// Ask the client to prepare if it should sleep.
-    Prepare(ClientId),
-    /// Set the time of the client's next check.
-    Schedule(ClientId),
 }
 
 impl Machine {
@@ -127,7 +117,7 @@ impl Machine {
                 Wake::Failures(gpu) => self.failures_are_unexplained(gpu),
                 Wake::Limits => self.quota.mark_all_changed(),
                 Wake::Ahead(client, gpu) => self.ask_ahead(client, gpu),
-                Wake::Sleep(client) => self.look_at_sleep(client),
+                Wake::Sleep(client) => self.change_sleep(client, |presence| presence.look(client)),
             }
         }
         loop {
@@ -139,7 +129,8 @@ impl Machine {
             }
             self.with_quota(Quota::balance);
             for client in self.quota.take_expected() {
-                self.retry_move(client);
+                // Limits have made room for the client on the GPU that it moves to.
+                self.follow(client, vec![Task::Move, Task::Step(Step::Nothing)]);
             }
         }
         self.effects.take_commands()
@@ -209,7 +200,9 @@ impl Machine {
             Event::Released { client, gpus, reason, busy } => {
                 self.alive(client);
                 self.released(client, &gpus, reason, busy);
-                self.follow_sleep([SleepWork::Prepare(client)]);
+                if self.sleep.is_to_prepare(client) {
+                    self.follow(client, vec![Task::Prepare]);
+                }
             }
             Event::Held { client, gpus } => {
                 self.alive(client);
@@ -224,10 +217,14 @@ impl Machine {
                 self.request_room(room, gpu, bytes, until.min(MAX_TIME))
             }
             Event::RoomClosed { room } => self.end_room(room),
-            Event::SleepWanted { client, paused } => self.want_sleep(client, paused),
-            Event::FoundAsleep { client } => self.found_asleep(client),
-            Event::Resumed { client } => self.wake(client, true),
-            Event::Migrate { client, from, to } => self.migrate(client, Move { from, to }),
+            Event::SleepWanted { client, paused } => {
+                self.change_sleep(client, |presence| presence.want(client, paused));
+            }
+            Event::FoundAsleep { client } => self.change_sleep(client, |presence| presence.found(client)),
+            Event::Resumed { client } => self.change_sleep(client, |presence| presence.wake(client, true)),
+            Event::Migrate { client, from, to } => {
+                self.change_sleep(client, |presence| presence.migrate(client, Move { from, to }));
+            }
             Event::Drain { gpu, drained } => self.drain(gpu, drained),
             Event::Kinds { kinds } => self.places.set_kinds(kinds),
             Event::Failing { gpu, failing } => {
@@ -236,17 +233,19 @@ impl Machine {
             Event::Allowed { allowed } => self.places.allow(allowed),
             Event::SleepReady { client } => {
                 self.alive(client);
-                self.sleep_ready(client);
+                self.change_sleep(client, |presence| presence.ready(client));
             }
             Event::SleepRefused { client, why } => {
                 self.alive(client);
-                self.sleep_refused(client, why);
+                self.change_sleep(client, |presence| presence.refused(client, why));
             }
             Event::WakeRequested { client } => {
                 self.alive(client);
-                self.wake(client, false);
+                self.change_sleep(client, |presence| presence.wake(client, false));
             }
-            Event::Checkpointed { client, outcome } => self.checkpointed(client, outcome),
+            Event::Checkpointed { client, outcome } => {
+                self.change_sleep(client, |presence| presence.checkpointed(client, outcome));
+            }
         }
     }
 
@@ -567,7 +566,7 @@ impl Machine {
             };
             self.with_quota(|quota, cx, fx| quota.admit(cx, fx, client, id));
             if self.model().is_drained(id) {
-                self.drain_client(client); // the client's context predates this scheduler
+                self.follow(client, vec![Task::Drain]); // the client's context predates this scheduler
             }
         }
     }
@@ -922,10 +921,10 @@ impl Machine {
         self.quota.attach(client, id);
         self.touch(id);
         if self.sleep.is_away(client) {
-            self.has_left(client);
+            self.follow(client, vec![Task::Leave]);
         }
         if self.sleep.view(client).phase != SleepPhase::Awake {
-            self.drain_client(client);
+            self.follow(client, vec![Task::Drain]);
         }
     }
 
@@ -942,11 +941,10 @@ impl Machine {
         self.gpus.detach(client, id);
         self.effects.forget_client(client, id);
         self.sleep.detached(client, id);
-        self.limit_sleeper(client);
-        self.answer_move(client);
+        self.follow(client, vec![Task::Limit, Task::AnswerMove]);
         self.touch(id);
         if self.sleep.is_drained(client) {
-            self.drain_client(client);
+            self.follow(client, vec![Task::Drain]);
         }
         self.forget_if_gone(id);
     }
@@ -1054,14 +1052,60 @@ impl Machine {
 
     // Sleep.
 
-    fn want_sleep(&mut self, client: ClientId, paused: bool) {
-        if !self.clients.contains_key(&client) {
-            return;
+    fn presence(&mut self) -> Presence<'_> {
+        let Self { now, settings, rules, clients, gpus, queues, sleep, quota, fairness, places, effects, .. } = self;
+        Presence { sleep, effects, now: *now, settings, rules, clients, gpus, queues, quota, fairness, places }
+    }
+
+    /// Does these tasks for a client in their order. What follows from a task is done before the
+    /// tasks behind it. [`Presence::follow`] says why this ends.
+    fn follow(&mut self, client: ClientId, tasks: Vec<Task>) {
+        let mut todo: Tasks = tasks.into_iter().rev().map(|task| (client, task)).collect();
+        while let Some((client, task)) = todo.pop() {
+            match task {
+                Task::WaitUntilItRuns => self.with_requests(|requests| requests.wait_until_it_runs(client)),
+                Task::MayRun => {
+                    if self.with_requests(|requests| requests.runs_again(client)) {
+                        self.update_entity(client);
+                    }
+                    self.effects.touch_all(self.gpus.of_client(client));
+                }
+                Task::Revoke => self.gpus.of_client(client).into_iter().for_each(|id| self.revoke(client, id)),
+                Task::TakeAll => {
+                    self.with_gpus_of(client, |gpu, cx, fx| gpu.take_all(cx, fx, client));
+                    self.check(client);
+                }
+                Task::Leave => {
+                    self.quota.set_stopped(client, true); // the client reads no messages
+                    self.with_gpus_of(client, |gpu, cx, fx| gpu.left(cx, fx, client));
+                }
+                Task::ComeBack => {
+                    let is_stopped = self.clients.get(&client).is_some_and(|state| state.stopped);
+                    self.quota.set_stopped(client, is_stopped);
+                    self.with_gpus_of(client, |gpu, cx, fx| gpu.came_back(cx.now, fx, client));
+                }
+                Task::ForgetContexts => {
+                    for id in self.gpus.of_client(client) {
+                        self.with_gpu(id, |gpu, _, _| {
+                            gpu.away.get_mut(&client).into_iter().for_each(|bytes| *bytes = 0)
+                        });
+                        self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
+                    }
+                }
+                Task::Limit => self.limit_sleeper(client),
+                Task::ExpectReturn => self.with_gpus_of(client, |gpu, cx, fx| gpu.expect_return(cx, fx, client)),
+                Task::CancelReturn => self.with_gpus_of(client, |gpu, _, fx| gpu.cancel_return(fx, client)),
+                Task::Restore => self.with_gpus_of(client, |gpu, cx, _| gpu.begin_restore(cx.now)),
+                Task::MoveTo(to) => self.move_attachment(client, to),
+                task => todo.extend(self.presence().follow(client, task).into_iter().rev()),
+            }
         }
-        self.sleep.want(client, paused);
-        self.answer_move(client);
-        self.hold_off(client);
-        self.follow_sleep([SleepWork::Return(client), SleepWork::Prepare(client)]);
+    }
+
+    /// Lets a change of a client's sleep happen, with all that follows.
+    fn change_sleep(&mut self, client: ClientId, change: impl FnOnce(&mut Presence) -> Vec<Task>) {
+        let tasks = change(&mut self.presence());
+        self.follow(client, tasks);
     }
 
     /// Puts the longest-idle client to sleep, if its idle time suffices and other clients lack room.
@@ -1071,172 +1115,30 @@ impl Machine {
         if self.now < due {
             return Some(due);
         }
-        self.want_sleep(client, false);
+        self.change_sleep(client, |presence| presence.want(client, false));
         None // the sleep changes the GPU, so it is settled again
     }
 
-    /// Keeps a held-off client from running: blocks its request and revokes its locks.
-    fn hold_off(&mut self, client: ClientId) {
-        if !self.sleep.is_held_off(client) {
-            return;
+    /// Starts the restore of a client if all of its GPUs have room. Returns the time of the next
+    /// check.
+    fn serve_returning(&mut self, id: GpuId) -> Option<Time> {
+        let (gpu, cx, fx) = self.gpu_mut(id)?;
+        match gpu.serve_return(cx, fx)? {
+            Return::Waits(next) => return next,
+            // The GPU changes, so it is settled again.
+            Return::IsOverdue(client) => self.follow(client, vec![Task::Return]),
+            Return::HasRoom(client) => self.change_sleep(client, |presence| presence.restore(client)),
         }
-        self.with_requests(|requests| requests.wait_until_it_runs(client));
-        if self.sleep.is_ordered(client) {
-            self.gpus.of_client(client).into_iter().for_each(|id| self.revoke(client, id));
-        }
+        None
     }
 
-    /// Asks a client that should sleep to prepare, if it can sleep.
-    fn try_sleep(&mut self, client: ClientId) -> Option<Step> {
-        if !self.sleep.is_to_prepare(client) {
-            return None;
-        }
-        // The client's turn is not ended for a sleep that is impossible.
-        if let Some(why) = self.model().lasting_obstacle(client).filter(|_| self.sleep.is_drained(client)) {
-            self.stays_awake(client, why);
-            return None;
-        }
-        self.leave_drained(client);
-        if self.sleep.is_ordered(client) {
-            self.hold_off(client);
-            if self.gpus.holds_any(client) {
-                return None; // tried again when the client has released its locks
-            }
-            self.take_all(client);
-        }
-        if let Some(why) = self.model().obstacle(client) {
-            self.stays_awake(client, why);
-            return None;
-        }
-        let step = self.sleep.prepare(self.now, client);
-        self.hold_off(client);
-        self.take_all(client);
-        Some(step)
-    }
-
-    /// Keeps awake a client that cannot sleep now. The client may run unless it is paused.
-    fn stays_awake(&mut self, client: ClientId, why: SleepObstacle) {
-        self.sleep.cannot_prepare(self.now, client, why);
-        self.answer_move(client);
-        if !self.model().is_absent(client) {
-            self.may_run(client);
-        }
-        self.effects.wake(Wake::Sleep(client), self.sleep.due(client));
-    }
-
-    /// Evicts all evictable memory of a client.
-    fn take_all(&mut self, client: ClientId) {
-        self.with_gpus_of(client, |gpu, cx, fx| gpu.take_all(cx, fx, client));
-        self.check(client);
-    }
-
-    fn sleep_ready(&mut self, client: ClientId) {
-        let obstacle = self.model().obstacle_when_ready(client);
-        let step = self.sleep.ready(self.now, client, obstacle);
-        self.take_step(client, step);
-    }
-
-    fn sleep_refused(&mut self, client: ClientId, why: SleepObstacle) {
-        let step = self.sleep.refused(self.now, client, why);
-        self.take_step(client, step);
-    }
-
-    fn found_asleep(&mut self, client: ClientId) {
-        if self.clients.contains_key(&client) {
-            let step = self.sleep.found(client);
-            self.take_step(client, step);
-        }
-    }
-
-    fn wake(&mut self, client: ClientId, resumed: bool) {
-        let number = self.effects.number();
-        let step = self.sleep.wake(self.now, client, resumed, number);
-        self.take_step(client, step);
-    }
-
-    fn checkpointed(&mut self, client: ClientId, outcome: SleepOutcome) {
-        let number = self.effects.number();
-        let has_failed_to_move = self.sleep.has_failed_to_move(client, outcome);
-        let step = self.sleep.answered(self.now, client, outcome, number);
-        if has_failed_to_move {
-            self.move_back(client);
-        }
-        self.take_step(client, step);
-        self.with_gpus_of(client, |gpu, _, fx| fx.touch(gpu.id)); // others no longer wait for it to leave
-    }
-
-    fn look_at_sleep(&mut self, client: ClientId) {
-        let number = self.effects.number();
-        let step = self.sleep.look(self.now, client, number);
-        self.move_sleeper(client);
-        self.take_step(client, step);
-    }
-
-    /// Takes a step of a client's sleep, and the steps that follow.
-    fn take_step(&mut self, client: ClientId, step: Step) {
-        self.follow_sleep([SleepWork::Step(client, step)]);
-    }
-
-    /// Does work on clients' sleep, the last first. What follows from a step is done before earlier
-    /// work. The loop ends: a step for a client follows only if the client leaves a stage (awake, or
-    /// waiting for room), and no step here leads back to it.
-    fn follow_sleep<const N: usize>(&mut self, work: [SleepWork; N]) {
-        let mut todo = Vec::from(work);
-        while let Some(work) = todo.pop() {
-            match work {
-                SleepWork::Step(client, step) => {
-                    self.apply_step(client, step);
-                    todo.extend([SleepWork::Schedule(client), SleepWork::Prepare(client), SleepWork::Return(client)]);
-                }
-                SleepWork::Return(client) => todo.extend(self.return_next(client).into_iter().rev()),
-                SleepWork::Prepare(client) => {
-                    todo.extend(self.try_sleep(client).map(|step| SleepWork::Step(client, step)));
-                }
-                SleepWork::Schedule(client) => self.effects.wake(Wake::Sleep(client), self.sleep.due(client)),
-            }
-        }
-    }
-
-    fn apply_step(&mut self, client: ClientId, step: Step) {
-        // Called before the client prepares, so that the client first acknowledges lower limits.
-        self.limit_sleeper(client);
-        match step {
-            Step::Nothing => {}
-            Step::Prepare => {
-                let paused = self.sleep.is_ordered(client);
-                self.effects.command(Command::PrepareSleep { client, paused });
-            }
-            Step::Call(operation) => {
-                let is_wake = operation == SleepOperation::Wake;
-                let moves = if is_wake { self.sleep.moves(client) } else { Vec::new() };
-                self.effects.command(Command::Checkpoint { client, operation, moves });
-            }
-            Step::Sleeps | Step::Wakes => {
-                self.has_left(client);
-                self.move_sleeper(client);
-            }
-            Step::Runs => {
-                let is_stopped = self.clients.get(&client).is_some_and(|state| state.stopped);
-                self.quota.set_stopped(client, is_stopped);
-                self.with_gpus_of(client, |gpu, cx, fx| gpu.came_back(cx.now, fx, client));
-                let moved = self.sleep.take_moves(client);
-                self.limit_sleeper(client); // the client does not return to its old GPUs any more
-                self.effects.command(Command::Awake { client, moved });
-                self.may_run(client);
-            }
-            Step::Stays => self.may_run(client),
-            Step::IsLost => {
-                self.has_left(client);
-                for id in self.gpus.of_client(client) {
-                    // The client will never need a context.
-                    self.with_gpu(id, |gpu, _, _| gpu.away.get_mut(&client).into_iter().for_each(|bytes| *bytes = 0));
-                    self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
-                }
-                // The client's calls return the driver's error and need no turn.
-                self.effects.command(Command::Awake { client, moved: Vec::new() });
-            }
-        }
-        self.answer_move(client);
+    /// Starts to empty the GPU (`drained`), or puts it back into use.
+    fn drain(&mut self, id: GpuId, drained: bool) {
+        let Some(gpu) = self.gpus.get_mut(id) else { return };
+        gpu.drained = drained;
+        let clients: Vec<ClientId> = gpu.attachments.keys().copied().collect();
+        clients.into_iter().for_each(|client| self.follow(client, vec![Task::Drain]));
+        self.touch(id);
     }
 
     /// Updates a client's limits for its sleep. Sets room aside on the GPU that the client will be
@@ -1248,158 +1150,6 @@ impl Machine {
             quota.set_asleep(cx, fx, client, is_asleep);
             quota.expect(cx, client, &goes, &back);
         });
-    }
-
-    /// Handles a client that has left its GPUs.
-    fn has_left(&mut self, client: ClientId) {
-        self.quota.set_stopped(client, true); // the client reads no messages
-        self.with_gpus_of(client, |gpu, cx, fx| gpu.left(cx, fx, client));
-    }
-
-    /// Allows a client to take locks again, unless it is held off.
-    fn may_run(&mut self, client: ClientId) {
-        if self.with_requests(|requests| requests.runs_again(client)) {
-            self.update_entity(client);
-        }
-        self.with_gpus_of(client, |gpu, _, fx| fx.touch(gpu.id));
-    }
-
-    /// Sets room aside for waking clients, in the order in which they wake. If two clients wait for
-    /// the same GPU, the later one waits for the earlier one. `changed`: the client whose state may
-    /// have changed. Returns the steps of clients that need no room.
-    fn return_next(&mut self, changed: ClientId) -> Vec<SleepWork> {
-        let waking = self.sleep.waking();
-        if !waking.contains(&changed) && self.sleep.is_away(changed) {
-            self.with_gpus_of(changed, |gpu, _, fx| gpu.cancel_return(fx, changed));
-        }
-        let (mut taken, mut steps) = (GpuSet::new(), Vec::new());
-        for client in waking {
-            let ids = self.gpus.of_client(client);
-            if ids.is_empty() {
-                steps.push(SleepWork::Step(client, self.sleep.has_room(client)));
-            }
-            let is_taken =
-                |id: &GpuId| taken.contains(id) || self.gpus.get(*id).is_some_and(|gpu| gpu.returns_other(client));
-            let is_next = !ids.iter().any(is_taken);
-            taken.extend(ids);
-            if is_next {
-                self.with_gpus_of(client, |gpu, cx, fx| gpu.expect_return(cx, fx, client));
-            }
-        }
-        steps
-    }
-
-    /// Starts the restore of a client if all of its GPUs have room. Returns the time of the next
-    /// check.
-    fn serve_returning(&mut self, id: GpuId) -> Option<Time> {
-        let (gpu, cx, fx) = self.gpu_mut(id)?;
-        match gpu.serve_return(cx, fx)? {
-            Return::Waits(next) => return next,
-            // The GPU changes, so it is settled again.
-            Return::IsOverdue(client) => self.follow_sleep([SleepWork::Return(client)]),
-            Return::HasRoom(client) => {
-                if self.model().has_room_to_return(client) {
-                    self.with_gpus_of(client, |gpu, cx, _| gpu.begin_restore(cx.now));
-                    let step = self.sleep.has_room(client);
-                    self.take_step(client, step);
-                }
-            }
-        }
-        None
-    }
-
-    // Moves.
-
-    fn migrate(&mut self, client: ClientId, to: Move) {
-        if !self.clients.contains_key(&client) {
-            return;
-        }
-        if let Some(why) = self.model().obstacle_to_move(client, to).or_else(|| self.sleep.want_move(client, to)) {
-            let Move { from, to } = to;
-            return self.effects.command(Command::Migrated { client, from, to, why: Some(why) });
-        }
-        self.limit_sleeper(client);
-        self.move_sleeper(client);
-        self.hold_off(client);
-        self.take_step(client, Step::Nothing);
-    }
-
-    /// Makes the pending move of a sleeping client. The loop ends because each failed move goes to a
-    /// GPU that is not tried again.
-    fn move_sleeper(&mut self, client: ClientId) {
-        while let Some(to) = self.sleep.due_move(client) {
-            let why = match self.model().move_obstacle(client, to) {
-                Some(why) => why,
-                None if self.model().room_for(client, to) == RoomToMove::Now => {
-                    return self.move_attachment(client, to);
-                }
-                // Other clients have to acknowledge lower limits first.
-                None if self.sleep.waits_for_room(self.now, client) => return,
-                None => MoveObstacle::NoRoom,
-            };
-            self.cannot_move(client, why);
-        }
-    }
-
-    /// Cancels the move of a sleeping client. If the client has to leave a drained GPU, plans a move
-    /// to the next GPU.
-    fn cannot_move(&mut self, client: ClientId, why: MoveObstacle) {
-        self.sleep.cannot_move(client, why);
-        self.answer_move(client);
-        self.leave_drained(client);
-    }
-
-    /// Retries a client's move after limits have made room for it on the target GPU.
-    fn retry_move(&mut self, client: ClientId) {
-        self.move_sleeper(client);
-        self.take_step(client, Step::Nothing);
-    }
-
-    /// Moves a client back to its old GPUs because it could not be restored on the new ones.
-    fn move_back(&mut self, client: ClientId) {
-        for back in self.sleep.ways_back(client) {
-            self.sleep.misses(client, back.from);
-            self.move_attachment(client, back);
-        }
-        self.cannot_move(client, MoveObstacle::Failed);
-    }
-
-    /// Reports the outcome of a move, if it is known.
-    fn answer_move(&mut self, client: ClientId) {
-        let Some((Move { from, to }, why)) = self.sleep.take_answer(client) else { return };
-        self.limit_sleeper(client);
-        self.effects.command(Command::Migrated { client, from, to, why });
-        if why.is_some() && !self.model().is_absent(client) {
-            self.may_run(client);
-        }
-    }
-
-    /// Starts to empty the GPU (`drained`), or puts it back into use.
-    fn drain(&mut self, id: GpuId, drained: bool) {
-        let Some(gpu) = self.gpus.get_mut(id) else { return };
-        gpu.drained = drained;
-        let clients: Vec<ClientId> = gpu.attachments.keys().copied().collect();
-        clients.into_iter().for_each(|client| self.drain_client(client));
-        self.touch(id);
-    }
-
-    /// Takes a client off its GPUs if one of them is drained. Restores the client if none is drained.
-    fn drain_client(&mut self, client: ClientId) {
-        let (is_drained, number) = (self.model().has_drained(client), self.effects.number());
-        let step = self.sleep.set_drained(client, is_drained, number);
-        self.leave_drained(client);
-        self.move_sleeper(client);
-        self.take_step(client, step);
-    }
-
-    /// Plans the move of a client off a drained GPU, if another GPU has room for the client.
-    fn leave_drained(&mut self, client: ClientId) {
-        if self.sleep.is_drained(client)
-            && let Some(both) = self.model().way_out(client)
-        {
-            self.sleep.want_move(client, both);
-            self.limit_sleeper(client);
-        }
     }
 
     /// Moves the attachment of a sleeping client from one GPU to another, together with its limit
@@ -1468,7 +1218,7 @@ impl Machine {
         self.effects.wake(Wake::Client(id), None);
         self.sleep.forget(id);
         self.effects.wake(Wake::Sleep(id), None);
-        self.follow_sleep([SleepWork::Return(id)]);
+        self.follow(id, vec![Task::Return]);
     }
 
     /// Applies new rules to these clients.
