@@ -46,6 +46,7 @@ mod queue;
 mod quota;
 mod requests;
 mod rules;
+mod sharing;
 
 mod sleep;
 mod timers;

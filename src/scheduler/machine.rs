@@ -16,10 +16,11 @@ use crate::{
     model::{Model, Pressure},
     placement::{Placements, Sites},
     presence::{Presence, Task, Tasks},
-    queue::{Blocked, Entity, Gang, Queues},
+    queue::{Blocked, Gang, Queues},
     quota::{self, Quota},
     requests::Requests,
     rules::Rules,
+    sharing::Sharing,
     sleep::{Sleep, Step},
     timers::Wake,
     view::{Activity, ClientView, GpuView, Turns},
@@ -102,7 +103,7 @@ impl Machine {
         while let Some(wake) = self.effects.take_due(self.now) {
             match wake {
                 Wake::Gpu(gpu) => self.touch(gpu),
-                Wake::Client(client) => self.check(client),
+                Wake::Client(client) => self.sharing().check(client),
                 Wake::Entity(entity) => self.with_requests(|requests| {
                     requests.requeue(entity);
                     requests.enqueue(entity);
@@ -114,7 +115,7 @@ impl Machine {
                     self.with_gpu(gpu, |gpu, cx, fx| gpu.expire_unverified(cx.now, fx));
                 }
                 Wake::HeldRequests(gpu) => self.held_requests_timed_out(gpu),
-                Wake::Failures(gpu) => self.failures_are_unexplained(gpu),
+                Wake::Failures(gpu) => self.sharing().failures_are_unexplained(gpu),
                 Wake::Limits => self.quota.mark_all_changed(),
                 Wake::Ahead(client, gpu) => self.ask_ahead(client, gpu),
                 Wake::Sleep(client) => self.change_sleep(client, |presence| presence.look(client)),
@@ -137,8 +138,41 @@ impl Machine {
     }
 
     fn dispatch(&mut self, event: Event) {
+        // Any message from a client proves that its process runs.
+        if let Some(client) = event.sender() {
+            self.alive(client);
+        }
         match event {
-            Event::Tick => {}
+            Event::Attached { client, gpu, engine } => self.attach(client, gpu, engine),
+            Event::Detached { client, gpu } => self.detach(client, gpu),
+            Event::Memory { client, gpu, report } => self.report(client, gpu, report),
+            Event::LimitRequested { client, gpu, bytes } => self.request_limit(client, gpu, bytes),
+            Event::ReservationRequested { client, gpu, bytes } => {
+                self.with_gpu(gpu, |gpu, cx, fx| gpu.request_reservation(cx, fx, client, bytes));
+            }
+            Event::Utilization { client, gpu, permille } => {
+                self.with_gpu(gpu, |gpu, _, fx| gpu.utilization(fx, client, permille));
+            }
+            Event::Requested { client, gpus } => self.sharing().request(client, gpus),
+            Event::Cancelled { client, gpus } => self.sharing().cancel(client, &gpus),
+            Event::Released { client, gpus, reason, busy } => {
+                self.sharing().released(client, &gpus, reason, busy);
+                if self.sleep.is_to_prepare(client) {
+                    self.follow(client, vec![Task::Prepare]);
+                }
+            }
+            Event::Held { client, gpus } => self.sharing().held(client, &gpus),
+            Event::Stuck { client, gpus, reason } => self.sharing().stuck(client, &gpus, reason),
+            Event::SleepReady { client } => self.change_sleep(client, |presence| presence.ready(client)),
+            Event::SleepRefused { client, why } => self.change_sleep(client, |presence| presence.refused(client, why)),
+            Event::WakeRequested { client } => self.change_sleep(client, |presence| presence.wake(client, false)),
+            event => self.dispatch_from_daemon(event),
+        }
+    }
+
+    /// Dispatches an event that is not a client's message.
+    fn dispatch_from_daemon(&mut self, event: Event) {
+        match event {
             Event::Configure(settings) => self.configure(settings),
             Event::GpuFound { gpu, total } => self.gpu_found(gpu, total),
             Event::GpuGone { gpu } => self.gpu_gone(gpu),
@@ -165,87 +199,41 @@ impl Machine {
             Event::PlacementRequested { client, request } => self.request_placement(client, &request),
             Event::PlacementTaken { client, from } => self.take_placement(client, from),
             Event::Disconnected { client } => self.disconnected(client),
-            Event::Attached { client, gpu, engine } => {
-                self.alive(client);
-                self.attach(client, gpu, engine);
-            }
-            Event::Detached { client, gpu } => {
-                self.alive(client);
-                self.detach(client, gpu);
-            }
-            Event::Memory { client, gpu, report } => {
-                self.alive(client);
-                self.report(client, gpu, report);
-            }
-            Event::LimitRequested { client, gpu, bytes } => {
-                self.alive(client);
-                self.request_limit(client, gpu, bytes);
-            }
-            Event::ReservationRequested { client, gpu, bytes } => {
-                self.alive(client);
-                self.with_gpu(gpu, |gpu, cx, fx| gpu.request_reservation(cx, fx, client, bytes));
-            }
-            Event::Utilization { client, gpu, permille } => {
-                self.alive(client);
-                self.with_gpu(gpu, |gpu, _, fx| gpu.utilization(fx, client, permille));
-            }
-            Event::Requested { client, gpus } => {
-                self.alive(client);
-                self.request(client, gpus);
-            }
-            Event::Cancelled { client, gpus } => {
-                self.alive(client);
-                self.cancel(client, &gpus);
-            }
-            Event::Released { client, gpus, reason, busy } => {
-                self.alive(client);
-                self.released(client, &gpus, reason, busy);
-                if self.sleep.is_to_prepare(client) {
-                    self.follow(client, vec![Task::Prepare]);
-                }
-            }
-            Event::Held { client, gpus } => {
-                self.alive(client);
-                self.held(client, &gpus);
-            }
-            Event::Stuck { client, gpus, reason } => {
-                self.alive(client);
-                self.stuck(client, &gpus, reason);
-            }
             Event::Stopped { client, stopped } => self.stopped(client, stopped),
             Event::RoomRequested { room, gpu, bytes, until } => {
                 self.request_room(room, gpu, bytes, until.min(MAX_TIME))
             }
             Event::RoomClosed { room } => self.end_room(room),
             Event::SleepWanted { client, paused } => {
-                self.change_sleep(client, |presence| presence.want(client, paused));
+                self.change_sleep(client, |presence| presence.want(client, paused))
             }
             Event::FoundAsleep { client } => self.change_sleep(client, |presence| presence.found(client)),
             Event::Resumed { client } => self.change_sleep(client, |presence| presence.wake(client, true)),
             Event::Migrate { client, from, to } => {
-                self.change_sleep(client, |presence| presence.migrate(client, Move { from, to }));
+                self.change_sleep(client, |presence| presence.migrate(client, Move { from, to }))
             }
             Event::Drain { gpu, drained } => self.drain(gpu, drained),
             Event::Kinds { kinds } => self.places.set_kinds(kinds),
-            Event::Failing { gpu, failing } => {
-                self.gpus.get_mut(gpu).into_iter().for_each(|gpu| gpu.failing = failing);
-            }
+            Event::Failing { gpu, failing } => self.gpus.get_mut(gpu).into_iter().for_each(|gpu| gpu.failing = failing),
             Event::Allowed { allowed } => self.places.allow(allowed),
-            Event::SleepReady { client } => {
-                self.alive(client);
-                self.change_sleep(client, |presence| presence.ready(client));
-            }
-            Event::SleepRefused { client, why } => {
-                self.alive(client);
-                self.change_sleep(client, |presence| presence.refused(client, why));
-            }
-            Event::WakeRequested { client } => {
-                self.alive(client);
-                self.change_sleep(client, |presence| presence.wake(client, false));
-            }
             Event::Checkpointed { client, outcome } => {
-                self.change_sleep(client, |presence| presence.checkpointed(client, outcome));
+                self.change_sleep(client, |presence| presence.checkpointed(client, outcome))
             }
+            Event::Tick
+            | Event::Attached { .. }
+            | Event::Detached { .. }
+            | Event::Memory { .. }
+            | Event::LimitRequested { .. }
+            | Event::ReservationRequested { .. }
+            | Event::Utilization { .. }
+            | Event::Requested { .. }
+            | Event::Cancelled { .. }
+            | Event::Released { .. }
+            | Event::Held { .. }
+            | Event::Stuck { .. }
+            | Event::SleepReady { .. }
+            | Event::SleepRefused { .. }
+            | Event::WakeRequested { .. } => {} // see `dispatch`
         }
     }
 
@@ -257,19 +245,14 @@ impl Machine {
         Model { now: *now, settings, rules, clients, gpus, queues, sleep, quota, fairness, places }
     }
 
-    /// A GPU to change, the state that decisions about it depend on, and the effects to add to.
-    /// `None`: the GPU is unknown.
-    fn gpu_mut(&mut self, id: GpuId) -> Option<(&mut Gpu, gpu::Context<'_>, &mut Effects)> {
-        let Self { now, settings, gpus, rules, clients, queues, sleep, quota, effects, .. } = self;
-        let context = gpu::Context { now: *now, settings, rules, clients, queues, sleep, quota };
-        Some((gpus.get_mut(id)?, context, effects))
+    fn sharing(&mut self) -> Sharing<'_> {
+        let Self { now, settings, rules, clients, gpus, queues, sleep, quota, fairness, places, effects, .. } = self;
+        Sharing { gpus, queues, fairness, effects, now: *now, settings, rules, clients, sleep, quota, places }
     }
 
     /// Runs `act` on a GPU if the GPU is known.
-    fn with_gpu(&mut self, id: GpuId, act: impl FnOnce(&mut Gpu, gpu::Context, &mut Effects)) {
-        if let Some((gpu, cx, fx)) = self.gpu_mut(id) {
-            act(gpu, cx, fx);
-        }
+    fn with_gpu<R>(&mut self, id: GpuId, act: impl FnOnce(&mut Gpu, gpu::Context, &mut Effects) -> R) -> Option<R> {
+        self.sharing().with_gpu(id, act)
     }
 
     /// Runs `act` on each GPU that a client has attached.
@@ -286,16 +269,9 @@ impl Machine {
         act(&mut self.quota, context, &mut self.effects)
     }
 
-    fn requests(&mut self) -> Requests<'_> {
-        let Self { now, settings, rules, clients, gpus, queues, sleep, quota, fairness, places, effects, .. } = self;
-        Requests { queues, effects, now: *now, settings, rules, clients, gpus, sleep, quota, fairness, places }
-    }
-
-    /// Runs `act` on the queues. Then grants the requests that joined them and need no turn.
+    /// Runs `act` on the queues.
     fn with_requests<R>(&mut self, act: impl FnOnce(&mut Requests) -> R) -> R {
-        let result = act(&mut self.requests());
-        self.grant_needless();
-        result
+        self.sharing().with_requests(act)
     }
 
     /// Marks a GPU to be settled.
@@ -303,10 +279,6 @@ impl Machine {
         if self.gpus.contains(gpu) {
             self.effects.touch(gpu);
         }
-    }
-
-    fn credit(&mut self, client: ClientId, id: GpuId, reserved_ahead: u64) -> u64 {
-        self.gpu_mut(id).map_or(0, |(gpu, cx, fx)| gpu.credit(cx, fx, client, reserved_ahead))
     }
 
     /// Requests a measurement of a GPU if none is pending.
@@ -320,10 +292,13 @@ impl Machine {
     /// each GPU that an event has marked. Settling an unchanged GPU does nothing.
     fn settle(&mut self, id: GpuId) {
         // Rooms, the number of contexts, the capacity, and the order of the queue.
-        let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return };
-        let rooms = gpu.serve_rooms(cx.now, cx.settings, fx);
-        gpu.count_deferred(cx);
-        if gpu.note_capacity(cx.settings) {
+        let begin = |gpu: &mut Gpu, cx: gpu::Context, fx: &mut Effects| {
+            let rooms = gpu.serve_rooms(cx.now, cx.settings, fx);
+            gpu.count_deferred(cx);
+            (rooms, gpu.note_capacity(cx.settings))
+        };
+        let Some((rooms, has_gained_room)) = self.with_gpu(id, begin) else { return };
+        if has_gained_room {
             self.with_requests(|requests| requests.enqueue_pinned(id));
         }
         self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
@@ -332,7 +307,7 @@ impl Machine {
             requests.reclassify(id)
         });
         if self.model().access(id) == Access::Gone {
-            self.let_through(id);
+            self.sharing().let_through(id);
             self.serve_returning(id);
             let next = self.answer_attaching(id);
             return self.effects.wake(Wake::Gpu(id), next);
@@ -341,17 +316,17 @@ impl Machine {
         // Memory, in order of precedence: contexts and holders, then reservations, then the queue.
         // `reserved_ahead` counts the bytes being freed for needs that precede the queue.
         let mut pressure = Pressure::default();
-        let holders_lack = self.serve_holders(id, &mut pressure);
-        let reserved = self.serve_reservations(id, holders_lack);
+        let holders_lack = self.sharing().serve_holders(id, &mut pressure);
+        let reserved = self.sharing().serve_reservations(id, holders_lack);
         pressure.add_reservations(&reserved);
         let reserved_ahead = holders_lack.saturating_add(reserved.lacking);
-        let mut lacking = self.serve_queue(id, reserved_ahead, &mut pressure);
+        let mut lacking = self.sharing().serve_queue(id, reserved_ahead, &mut pressure);
         self.with_gpu(id, |gpu, cx, fx| gpu.try_holder(cx, fx));
         if !pressure.locked_out {
             pressure.add_conflict(self.model().gang_awaiting_holders(id));
         }
         if reserved_ahead == 0 && lacking == 0 {
-            lacking = self.serve_undrainable(id, &mut pressure);
+            lacking = self.sharing().serve_undrainable(id, &mut pressure);
         }
         let is_enough = reserved_ahead == 0 && lacking == 0;
         self.with_gpu(id, |gpu, _, _| gpu.lacking = !is_enough);
@@ -364,194 +339,11 @@ impl Machine {
         }
 
         // The lock: turns that end, and messages to holders.
-        let turn = self.update_turns(id, &pressure);
+        let turn = self.sharing().update_turns(id, &pressure);
         self.with_requests(|requests| requests.note_opening(id));
         let conflict = self.model().checks_conflict_at(pressure.first);
         let next = [rooms, attaching, returning, sleeping, turn, reserved.next, reclassified, conflict];
         self.effects.wake(Wake::Gpu(id), next.into_iter().flatten().min());
-    }
-
-    /// Grants requests for a GPU that is gone, if all other GPUs that the requests want can be
-    /// granted too.
-    fn let_through(&mut self, id: GpuId) {
-        for entity in self.model().whole_queue(id) {
-            self.credit_all(entity, id, 0);
-            if self.model().is_grantable(entity) {
-                self.grant(entity);
-            }
-        }
-        for holder in self.gpus.holders(id).collect::<Vec<_>>() {
-            self.credit(holder, id, 0);
-        }
-    }
-
-    /// Credits the clients of a request. Returns the bytes that they still lack.
-    fn credit_all(&mut self, entity: Entity, id: GpuId, reserved_ahead: u64) -> u64 {
-        let members = self.queues.members(entity, id);
-        members.into_iter().fold(0, |sum: u64, member| sum.saturating_add(self.credit(member, id, reserved_ahead)))
-    }
-
-    /// Serves the needs that precede all waiting clients: first contexts and other programs, then
-    /// holders that grow. Returns the number of bytes being freed that are reserved for these needs.
-    fn serve_holders(&mut self, id: GpuId, pressure: &mut Pressure) -> u64 {
-        let mut reserved_ahead = self.model().overdrawn(id);
-        let next = self.model().members_of_first(id);
-        if reserved_ahead > 0 {
-            pressure.short = self.collect(id, reserved_ahead, &[], &next);
-            let vacates = self.gpus.get(id).is_some_and(|gpu| gpu.vacates(&self.settings));
-            pressure.at_once = pressure.short > 0 && vacates;
-        }
-        for holder in self.model().unrevoked_holders(id) {
-            let lacking = self.credit(holder, id, reserved_ahead);
-            if lacking > 0 {
-                reserved_ahead = reserved_ahead.saturating_add(lacking);
-                let short = self.collect(id, reserved_ahead, &[holder], &next);
-                pressure.add_growth(holder, short);
-                break;
-            }
-        }
-        reserved_ahead
-    }
-
-    /// Reserves free bytes and evicts memory for the rest. `reserved_ahead` of the bytes being freed
-    /// are reserved for earlier needs.
-    fn serve_reservations(&mut self, id: GpuId, reserved_ahead: u64) -> ReservationNeeds {
-        let mut needs = ReservationNeeds::default();
-        let count = self.gpu_mut(id).map_or(0, |(gpu, cx, _)| gpu.end_reservations(cx.now));
-        for at in 0..count {
-            let secured = self.gpu_mut(id).and_then(|(gpu, cx, _)| gpu.secure(cx, at, reserved_ahead));
-            let lacks = match secured {
-                Some((client, short)) if short > 0 => {
-                    let before = reserved_ahead.saturating_add(needs.lacking);
-                    (short, self.collect(id, before.saturating_add(short), &[client], &[]).min(short))
-                }
-                _ => (0, 0),
-            };
-            self.with_gpu(id, |gpu, cx, fx| gpu.answer_reservation(cx, fx, at, lacks, &mut needs));
-        }
-        needs
-    }
-
-    /// Evicts memory of clients without the lock until `bytes` are free or being freed. Returns the
-    /// number of bytes that only holders can free. Clients in `exempt` are not evicted, and clients
-    /// in `last` are evicted last.
-    fn collect(&mut self, id: GpuId, bytes: u64, exempt: &[ClientId], last: &[ClientId]) -> u64 {
-        let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return bytes };
-        let arriving = gpu.arriving(cx, fx, exempt);
-        if bytes <= arriving {
-            return 0;
-        }
-        let queue = self.model().policy().evicts_by_queue().then(|| self.model().whole_queue(id));
-        let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return bytes };
-        let asked = gpu.evict(cx, fx, bytes - arriving, exempt, last, queue.as_deref());
-        let arriving = gpu.arriving(cx, fx, exempt);
-        // Sets the time at which each client's answer is due.
-        asked.into_iter().for_each(|client| self.check(client));
-        bytes.saturating_sub(arriving)
-    }
-
-    /// Allocates bytes to the first request, grants it if possible, and continues with the next
-    /// request until one has to wait. Returns the bytes that the waiting request lacks.
-    ///
-    /// Bytes that the first request lacks are evicted from clients without the lock while the holder
-    /// runs. Only the holder's own bytes wait for the end of its turn. The loop ends because each
-    /// round but the last takes a request out of the queue.
-    fn serve_queue(&mut self, id: GpuId, reserved_ahead: u64, pressure: &mut Pressure) -> u64 {
-        loop {
-            let Some(entity) = self.queues.first(id) else { return 0 };
-            let members = self.queues.members(entity, id);
-            if !self.model().has_room(entity, id, &members) {
-                self.with_requests(|requests| requests.does_not_fit(entity, id));
-                continue;
-            }
-            if let Some(holder) = self.model().undrainable_ahead_of(entity, id, &members) {
-                let lacking = self.credit(holder, id, reserved_ahead);
-                if lacking > 0 {
-                    // Other clients beside the holder free their bytes when their turns end.
-                    let short = self.collect(id, reserved_ahead.saturating_add(lacking), &[holder], &[]);
-                    pressure.short = pressure.short.max(short);
-                    self.with_requests(|requests| requests.wait_for(id, entity, Some(WaitReason::HolderStuck)));
-                    return lacking;
-                }
-            }
-            let lacking = match pressure.short {
-                0 => self.credit_all(entity, id, reserved_ahead),
-                // No bytes are free, and bytes being freed are reserved for earlier needs.
-                _ => self.model().lacking(entity, id),
-            };
-            let short = match lacking {
-                0 => 0,
-                _ => self.collect(id, reserved_ahead.saturating_add(lacking), &members, &[]),
-            };
-            let locked = !self.model().is_admissible(entity, id);
-            if !locked && self.model().is_grantable(entity) {
-                self.grant(entity);
-                continue;
-            }
-            if self.model().waits_behind(entity, id) {
-                self.with_requests(|requests| requests.block(entity, Blocked::Behind(id)));
-                continue;
-            }
-            if short == 0 && pressure.short == 0 && reserved_ahead == 0 && self.backfill(id, entity) {
-                continue;
-            }
-            let arrives = lacking > 0 && !locked;
-            self.gpus.note_idle_for(self.now, id, entity, arrives);
-            let waiter = self.model().first_waiter(entity, id, &members, lacking, short);
-            pressure.add_first(entity, waiter, short, locked);
-            self.with_requests(|requests| requests.wait_for(id, entity, arrives.then_some(WaitReason::Eviction)));
-            return lacking;
-        }
-    }
-
-    /// Grants a request behind the first request that wants this GPU alone, while the first request
-    /// waits for other GPUs. Returns whether a request was granted.
-    fn backfill(&mut self, id: GpuId, first: Entity) -> bool {
-        let Some((client, until)) = self.model().backfill(id, first) else { return false };
-        self.grant(Entity::Solo(client));
-        self.gpus.hold_mut(client, id).into_iter().for_each(|hold| hold.backfills = Some((first, until)));
-        true
-    }
-
-    /// Serves undrainable holders, because they may need more bytes in order to drain. Such holders
-    /// are served after all waiting requests. Other holders free memory for them when their turns
-    /// end. Returns the bytes that undrainable holders lack.
-    fn serve_undrainable(&mut self, id: GpuId, pressure: &mut Pressure) -> u64 {
-        let mut lacking = 0u64;
-        for holder in self.model().undrainable_holders(id) {
-            lacking = lacking.saturating_add(self.credit(holder, id, lacking));
-            if lacking > 0 {
-                let mut exempt = self.model().members_of_first(id);
-                exempt.push(holder);
-                let short = self.collect(id, lacking, &exempt, &[]);
-                if self.model().can_be_served(holder, id) {
-                    pressure.short = pressure.short.max(short);
-                }
-            }
-        }
-        lacking
-    }
-
-    /// Runs the clocks of holders that keep other clients waiting, informs holders, and revokes
-    /// holders whose turn is over. Returns the time at which the next turn ends.
-    fn update_turns(&mut self, id: GpuId, pressure: &Pressure) -> Option<Time> {
-        let until = self.model().together_until(id);
-        let all = self.model().holders_of(id, pressure);
-        if until.is_some_and(|until| until <= self.now) {
-            self.with_gpu(id, |gpu, _, _| gpu.forget_utilization());
-        }
-        let mut next = until.filter(|_| all.are_together());
-        let mut short = pressure.short;
-        for client in self.gpus.holders(id).collect::<Vec<_>>() {
-            let Some(step) = self.model().turn_step(client, id, pressure, &all, &mut short) else { continue };
-            let (goes, again) = (step.goes, step.next);
-            self.with_gpu(id, |gpu, _, fx| gpu.step_turn(fx, client, step));
-            if goes {
-                self.revoke(client, id);
-            }
-            next = next.into_iter().chain(again).min();
-        }
-        next
     }
 
     /// Admits attaching clients that have room or have waited long enough. Returns the time of the
@@ -559,8 +351,7 @@ impl Machine {
     /// wait to create a context.
     fn answer_attaching(&mut self, id: GpuId) -> Option<Time> {
         loop {
-            let (gpu, cx, fx) = self.gpu_mut(id)?;
-            let client = match gpu.admit_context(cx, fx) {
+            let client = match self.with_gpu(id, |gpu, cx, fx| gpu.admit_context(cx, fx))? {
                 Admission::Waits(next) => return next,
                 Admission::Admits(client) => client,
             };
@@ -573,200 +364,7 @@ impl Machine {
 
     // Grants and releases.
 
-    /// Handles a client's request, which replaces the client's earlier request.
-    fn request(&mut self, client: ClientId, gpus: GpuSet) {
-        if !self.clients.contains_key(&client) {
-            return;
-        }
-        let wants = self.model().locks_to_wait_for(client, gpus);
-        let (now, place) = (self.now, self.queues.place(client));
-        self.with_requests(|requests| requests.withdraw(client));
-        for id in &wants {
-            let is_new = place.is_none() && self.gpus.hold(client, *id).is_none();
-            self.with_gpu(*id, |gpu, _, _| gpu.used_by(now, client, is_new));
-        }
-        if wants.is_empty() {
-            return;
-        }
-        self.with_requests(|requests| requests.add(client, wants, place));
-        // Another member of the client's gang may need the client in order to drain.
-        let gang = self.queues.entity(client).gang().filter(|gang| self.queues.gangs().is_job(*gang));
-        let members = gang.into_iter().flat_map(|gang| self.queues.gangs().members(gang));
-        members.collect::<Vec<_>>().into_iter().for_each(|member| self.check(member));
-    }
-
-    fn cancel(&mut self, client: ClientId, gpus: &GpuSet) {
-        let Some(wants) = self.queues.wants(client).filter(|wants| !wants.is_disjoint(gpus)) else { return };
-        let rest: GpuSet = wants.difference(gpus).copied().collect();
-        if rest.is_empty() {
-            self.with_requests(|requests| requests.withdraw(client));
-        } else {
-            self.request(client, rest);
-        }
-    }
-
-    /// Grants requests that joined the queues and need no turn. Ends because each grant takes a
-    /// request, and grants make no requests.
-    fn grant_needless(&mut self) {
-        loop {
-            let joined = self.effects.take_needless();
-            if joined.is_empty() {
-                return;
-            }
-            for entity in joined {
-                if self.model().needs_no_turn(entity) {
-                    self.give(entity);
-                }
-            }
-        }
-    }
-
-    /// Grants a request: gives its clients the locks that they want.
-    fn grant(&mut self, entity: Entity) {
-        self.give(entity);
-        self.grant_needless();
-    }
-
-    fn give(&mut self, entity: Entity) {
-        self.requests().dequeue(entity);
-        let Some(request) = self.queues.take_request(entity) else { return };
-        let now = self.now;
-        self.requests().begin_gang_turn(entity, now);
-        let group = self.effects.number();
-        for (client, gpus) in request.wants {
-            let waited = now.saturating_sub(request.since.get(&client).copied().unwrap_or(now));
-            self.gpus.join_hold_group(client, group);
-            for id in &gpus {
-                let number = self.effects.number();
-                if self.gpus.lock(client, *id).is_none() {
-                    continue;
-                }
-                // If the GPU was idle because this client's memory was being moved in, the client
-                // is charged for that time.
-                let idle_since = self.gpus.take_idle_since(*id, entity);
-                let moved = idle_since.map_or(Duration::ZERO, |since| now.saturating_sub(since));
-                let lead = self.model().shares().virtual_time_lead(*id, client);
-                if !lead.is_zero() {
-                    self.fairness.advance_virtual_time(*id, lead);
-                    self.requests().requeue_on(*id);
-                }
-                let (finish_tag, own_finish_tag) = self.model().shares().finish_tags_before(client, *id);
-                let hold = Hold::new(entity, number, group, now);
-                let hold = Hold { moved, aged: request.aged, finish_tag, own_finish_tag, ..hold };
-                self.with_gpu(*id, |gpu, cx, fx| gpu.begin_hold(cx, fx, client, hold, waited));
-            }
-            self.effects.command(Command::Grant { client, gpus });
-        }
-    }
-
-    /// Takes over locks that a previous scheduler granted, and restarts their turns.
-    fn held(&mut self, client: ClientId, gpus: &GpuSet) {
-        let (entity, now, group) = (self.queues.entity(client), self.now, self.effects.number());
-        self.requests().begin_gang_turn(entity, now);
-        for id in gpus {
-            let hold = Hold::new(entity, self.effects.number(), group, now);
-            if self.gpus.lock(client, *id).is_some_and(|lock| lock.hold.is_none()) {
-                self.with_gpu(*id, |gpu, cx, fx| gpu.take_over_hold(cx, fx, client, hold));
-            }
-        }
-    }
-
-    /// Revokes a lock and all locks that were granted together with it.
-    fn revoke(&mut self, client: ClientId, id: GpuId) {
-        for (member, gpus) in self.model().revoked_with(client, id) {
-            if !gpus.is_empty() {
-                self.send_revoke(member, gpus, None);
-                self.check(member);
-                self.with_requests(|requests| requests.requeue_gang_peers(member));
-            }
-        }
-    }
-
-    /// Sends a revoke. `again`: the revoke is a repetition, with this backoff.
-    fn send_revoke(&mut self, client: ClientId, gpus: GpuSet, again: Option<Duration>) {
-        for id in &gpus {
-            if let Some(gang) = self.gpus.hold(client, *id).and_then(|hold| hold.entity.gang()) {
-                self.queues.gangs_mut().revoked(self.now, gang);
-            }
-            self.with_gpu(*id, |gpu, cx, fx| gpu.revoke(cx, fx, client, again));
-        }
-        self.effects.command(Command::Revoke { client, gpus });
-    }
-
-    /// Handles a client's release.
-    fn released(&mut self, client: ClientId, gpus: &GpuSet, reason: ReleaseReason, busy: Duration) {
-        let (held, revoked) = self.model().released(client, gpus);
-        for id in held {
-            self.end_hold(client, id, busy, reason == ReleaseReason::Idle);
-            if reason == ReleaseReason::NoMemory {
-                self.mapping_failed(client, id);
-            } else if let Some(attachment) = self.gpus.attachment_mut(client, id) {
-                attachment.failures.has_run();
-            }
-            self.swap_surplus(client, id);
-        }
-        if let Some((client, id)) = revoked.and_then(|gang| self.model().remaining_lock(gang)) {
-            self.revoke(client, id);
-        }
-        self.check(client);
-    }
-
-    /// Ends a client's hold of a GPU. `idle`: the client released the lock because it had no more
-    /// work.
-    fn end_hold(&mut self, client: ClientId, id: GpuId, busy: Duration, idle: bool) {
-        let ended = self.gpu_mut(id).and_then(|(gpu, cx, fx)| gpu.end_hold(cx, fx, client, busy, idle));
-        let Some(EndedHold { hold, waited }) = ended else { return };
-        if let Some(owner) = self.model().shares().bounded_owner(client).filter(|_| !hold.is_bypassed()) {
-            self.fairness.record_usage(owner, id, hold.since, self.now, self.settings.time_period);
-        }
-        self.charge(client, id, &hold, waited);
-        self.with_requests(|requests| {
-            requests.touch_conflicting_gangs(hold.entity);
-            requests.end_gang_turn(hold.entity);
-            requests.requeue(hold.entity);
-            requests.retry(client, |blocked| blocked == Blocked::Undrained);
-        });
-    }
-
-    /// Charges a client's owners for a hold. `waited` is the part of the hold in which other clients
-    /// waited. The owners' finish tags rise, and their requests move back in the queue.
-    fn charge(&mut self, client: ClientId, id: GpuId, hold: &Hold, waited: Duration) {
-        let Some(owner) = self.model().shares().owner(client) else { return };
-        let tags = self.model().finish_tags(client, id, hold, waited);
-        let (is_charged, keep) = (!tags.is_empty(), self.model().owners_with_one_key(id));
-        self.fairness.set_finish_tags(self.now, id, &keep, tags);
-        if is_charged {
-            self.with_requests(|requests| requests.requeue_own(id, owner));
-        }
-    }
-
     // Clients that do not answer.
-
-    /// Handles a holder's report that it cannot drain or evict.
-    fn stuck(&mut self, client: ClientId, gpus: &GpuSet, reason: StuckReason) {
-        let cannot_evict = match reason {
-            StuckReason::UntrackedWork => return, // concerns the client's memory, not a drain
-            StuckReason::HostFull => Some(EvictionBlock::HostFull),
-            StuckReason::Broken => Some(EvictionBlock::Broken),
-            StuckReason::UnseenWork => Some(EvictionBlock::UnseenWork),
-            StuckReason::NeedsHost | StuckReason::LongWork | StuckReason::Capturing => None,
-        };
-        if let Some(why) = cannot_evict {
-            return gpus.iter().for_each(|id| self.with_gpu(*id, |gpu, cx, fx| gpu.cannot_evict(cx, fx, client, why)));
-        }
-        if reason == StuckReason::NeedsHost {
-            // The client's gate is open again and no thread waits at it. So the client's own
-            // request must not cause a revoke.
-            self.cancel(client, gpus);
-        }
-        for id in gpus {
-            if self.gpu_mut(*id).is_some_and(|(gpu, cx, fx)| gpu.is_stuck(cx.now, fx, client)) {
-                self.with_requests(|requests| requests.report_wait_on(*id, WaitReason::HolderStuck));
-            }
-        }
-        self.with_requests(|requests| requests.touch_gang_peers(client));
-        self.check(client);
-    }
 
     /// Handles a process that was stopped, or has been continued.
     fn stopped(&mut self, client: ClientId, stopped: bool) {
@@ -780,13 +378,12 @@ impl Machine {
                 requests.wait_until_it_runs(client);
             }
         });
-        if changed && !stopped && self.with_requests(|requests| requests.runs_again(client)) {
-            self.update_entity(client);
+        if changed && !stopped {
+            self.sharing().runs_again(client);
         }
-        self.check(client);
+        self.sharing().check(client);
     }
 
-    /// Takes any message from a client as proof that its process runs.
     fn alive(&mut self, client: ClientId) {
         let Some(state) = self.clients.get_mut(&client) else { return };
         state.heard = self.now;
@@ -795,110 +392,7 @@ impl Machine {
         }
     }
 
-    /// Checks the answers that a client owes, asks again for overdue answers, and sets the time of
-    /// the next check. The loop ends because a repeated revoke is not due again at the same time.
-    fn check(&mut self, client: ClientId) {
-        let mut is_revoked_again = false;
-        loop {
-            let mut answers = self.model().answers(client);
-            for id in &answers.late {
-                self.with_gpu(*id, |gpu, cx, fx| gpu.eviction_is_late(cx, fx, client));
-            }
-            for id in &answers.lagging {
-                self.with_gpu(*id, |gpu, _, fx| gpu.lags(fx, client));
-                self.with_requests(|requests| requests.touch_gang_peers(client));
-            }
-            self.schedule_around(client, std::mem::take(&mut answers.undrainable));
-            self.model().withdraw_unwanted(client, &mut answers);
-            for id in &answers.unwanted {
-                self.with_gpu(*id, |gpu, cx, fx| gpu.change_hold(cx, fx, client, |hold| hold.revoked = None));
-            }
-            if !answers.unwanted.is_empty() {
-                self.with_requests(|requests| requests.revoke_withdrawn(client));
-            }
-            let Some(state) = self.clients.get_mut(&client) else { return };
-            let is_probed;
-            (is_probed, state.probed) = answers.probe(self.now, state.probed);
-            if is_probed {
-                self.effects.command(Command::Probe { client });
-            }
-            self.effects.wake(Wake::Client(client), answers.next);
-            let Some((gpus, backoff)) = answers.again else { break };
-            self.send_revoke(client, gpus, Some(backoff));
-            is_revoked_again = true;
-        }
-        if is_revoked_again {
-            self.with_requests(|requests| requests.requeue_gang_peers(client));
-        }
-    }
-
-    /// Marks holds as undrainable: other clients are admitted beside them from now on.
-    fn schedule_around(&mut self, client: ClientId, gpus: GpuSet) {
-        if gpus.is_empty() {
-            return;
-        }
-        for id in &gpus {
-            if let Some((hold, waited)) = self.model().charged_early(client, *id) {
-                self.charge(client, *id, &hold, waited);
-            }
-            self.with_gpu(*id, |gpu, cx, fx| gpu.becomes_undrainable(cx, fx, client));
-        }
-        self.effects.command(Command::Undrainable { client, gpus });
-        self.with_requests(|requests| requests.becomes_undrainable(client));
-    }
-
     // Gangs.
-
-    fn enter_gang(&mut self, client: ClientId, gang: Option<Gang>) {
-        let Some(gang) = gang else { return };
-        self.queues.join_gang(client, gang);
-        self.members_changed(gang);
-        self.requests().touch_conflicting_gangs(Entity::Gang(gang));
-    }
-
-    fn leave_gang(&mut self, client: ClientId) {
-        let Some(gang) = self.queues.gang(client) else { return };
-        self.requests().touch_conflicting_gangs(Entity::Gang(gang));
-        self.queues.leave_gang(client);
-        self.members_changed(gang);
-    }
-
-    /// Updates the members of a gang after a member joined or left. The members' class changes, and
-    /// they may have become a gang or ceased to be one.
-    fn members_changed(&mut self, gang: Gang) {
-        for member in self.queues.gangs().members(gang).collect::<Vec<_>>() {
-            self.update_entity(member);
-            self.effects.touch_all(self.gpus.holds_of(member).map(|(id, _)| id));
-            self.with_requests(|requests| requests.members_changed(member));
-        }
-    }
-
-    /// Assigns a client's holds and requests to the client's present entity: its gang, or the client
-    /// alone.
-    fn update_entity(&mut self, client: ClientId) {
-        let entity = self.queues.entity(client);
-        // The holds are revoked together with the members of the new entity.
-        if let Some(since) = self.gpus.set_entity_of_holds(client, entity) {
-            self.requests().begin_gang_turn(entity, since);
-        }
-        if self.queues.waiting(client).is_some_and(|waiting| waiting != entity)
-            && let Some(wants) = self.queues.wants(client).cloned()
-        {
-            self.request(client, wants);
-        }
-    }
-
-    /// Updates a client's gang after its rule changed. The client's requests become requests of the
-    /// new gang.
-    fn update_gang(&mut self, client: ClientId) {
-        let gang = self.model().gang_by_rule(client);
-        if !self.clients.contains_key(&client) || gang == self.queues.gang(client) {
-            return;
-        }
-        self.leave_gang(client);
-        self.enter_gang(client, gang);
-        self.update_entity(client);
-    }
 
     // Memory.
 
@@ -934,9 +428,9 @@ impl Machine {
             return;
         }
         let entity = self.queues.entity(client);
-        self.requests().touch_conflicting_gangs(entity);
-        self.cancel(client, &GpuSet::from([id]));
-        self.end_hold(client, id, Duration::ZERO, false);
+        self.with_requests(|requests| requests.touch_conflicting_gangs(entity));
+        self.sharing().cancel(client, &GpuSet::from([id]));
+        self.sharing().end_hold(client, id, Duration::ZERO, false);
         self.quota.detach(client, id, &self.rules);
         self.gpus.detach(client, id);
         self.effects.forget_client(client, id);
@@ -951,10 +445,10 @@ impl Machine {
 
     /// Handles a client's report of its memory on a GPU.
     fn report(&mut self, client: ClientId, id: GpuId, report: MemoryReport) {
-        let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return };
-        let Some(report) = gpu.reported(cx, fx, client, report) else { return };
+        let reported = self.with_gpu(id, |gpu, cx, fx| gpu.reported(cx, fx, client, report));
+        let Some(report) = reported.flatten() else { return };
         self.with_quota(|quota, cx, _| quota.reported(cx, client, id, report.limit_ack, report.demand));
-        self.check(client); // the report may be a late answer to a revoke or an eviction
+        self.sharing().check(client); // the report may be a late answer to a revoke or an eviction
         // The client's need may have changed, and its blocked request may now be servable.
         self.with_requests(|requests| requests.retry(client, |blocked| blocked == Blocked::Pinned(id)));
         // Holders and the first request in the queue are served first. Bytes that are still free
@@ -962,7 +456,8 @@ impl Machine {
         self.effects.untouch(id);
         self.settle(id);
         if self.gpus.get(id).is_some_and(|gpu| !gpu.lacking) && !self.model().is_over_limit(client, id) {
-            self.credit(client, id, self.model().overdrawn(id));
+            let overdrawn = self.model().overdrawn(id);
+            self.sharing().credit(client, id, overdrawn);
         }
     }
 
@@ -985,50 +480,15 @@ impl Machine {
 
     /// Handles a measurement of clients' memory.
     fn measured(&mut self, id: GpuId, begun: Time, free: Option<u64>, found: &BTreeMap<ClientId, Found>) {
-        let Some((gpu, cx, fx)) = self.gpu_mut(id) else { return };
-        gpu.clients_measured(cx, fx, begun, found);
+        if self.with_gpu(id, |gpu, cx, fx| gpu.clients_measured(cx, fx, begun, found)).is_none() {
+            return;
+        }
         if self.with_quota(|quota, cx, fx| quota.answer_held(cx, fx, id, begun)) {
             self.measure(id);
         }
         self.with_gpu(id, |gpu, cx, _| gpu.returning_measured(cx.settings, begun, free));
-        self.explain_failures(id, begun, free, found);
+        self.sharing().explain_failures(id, begun, free, found);
         self.touch(id);
-    }
-
-    /// Handles the release of a client whose mapping failed.
-    fn mapping_failed(&mut self, client: ClientId, id: GpuId) {
-        if self.gpu_mut(id).is_some_and(|(gpu, cx, fx)| gpu.mapping_failed(cx, fx, client)) {
-            self.with_requests(|requests| requests.delay_changed(client));
-            // A pending measurement may have begun before the failure.
-            self.with_gpu(id, |gpu, _, fx| gpu.measure_again(fx));
-        }
-    }
-
-    /// Explains failures by a measurement that began at `begun`. `free`: the GPU's free bytes.
-    /// `found`: the bytes of each client.
-    fn explain_failures(&mut self, id: GpuId, begun: Time, free: Option<u64>, found: &BTreeMap<ClientId, Found>) {
-        let Some(gpu) = self.gpus.get(id) else { return };
-        let measurement = Measurement { begun, free, found, in_use: gpu.in_use() };
-        for client in gpu.attachments.keys().copied().collect::<Vec<_>>() {
-            if self.gpu_mut(id).is_some_and(|(gpu, cx, fx)| gpu.explain_failure(cx, fx, client, measurement)) {
-                self.with_requests(|requests| requests.delay_changed(client));
-            }
-        }
-        self.with_gpu(id, |gpu, _, fx| gpu.failures_explained(fx));
-    }
-
-    /// Decides on failures whose measurement did not arrive in time.
-    fn failures_are_unexplained(&mut self, id: GpuId) {
-        self.with_gpu(id, |gpu, _, _| gpu.measurement_requested = false); // the answer may never come
-        self.explain_failures(id, self.now.saturating_sub(FAILURE_TIMEOUT), None, &BTreeMap::new());
-    }
-
-    /// Evicts memory beyond the limits of rules.
-    fn swap_surplus(&mut self, client: ClientId, id: GpuId) {
-        if let Some(bytes) = self.model().within_limits(client, id) {
-            self.with_gpu(id, |gpu, cx, fx| gpu.allow(cx, fx, client, bytes));
-            self.check(client);
-        }
     }
 
     /// Asks a client whose memory is unchanged to allocate host memory for it. At the first eviction
@@ -1065,15 +525,15 @@ impl Machine {
             match task {
                 Task::WaitUntilItRuns => self.with_requests(|requests| requests.wait_until_it_runs(client)),
                 Task::MayRun => {
-                    if self.with_requests(|requests| requests.runs_again(client)) {
-                        self.update_entity(client);
-                    }
+                    self.sharing().runs_again(client);
                     self.effects.touch_all(self.gpus.of_client(client));
                 }
-                Task::Revoke => self.gpus.of_client(client).into_iter().for_each(|id| self.revoke(client, id)),
+                Task::Revoke => {
+                    self.gpus.of_client(client).into_iter().for_each(|id| self.sharing().revoke(client, id))
+                }
                 Task::TakeAll => {
                     self.with_gpus_of(client, |gpu, cx, fx| gpu.take_all(cx, fx, client));
-                    self.check(client);
+                    self.sharing().check(client);
                 }
                 Task::Leave => {
                     self.quota.set_stopped(client, true); // the client reads no messages
@@ -1122,8 +582,7 @@ impl Machine {
     /// Starts the restore of a client if all of its GPUs have room. Returns the time of the next
     /// check.
     fn serve_returning(&mut self, id: GpuId) -> Option<Time> {
-        let (gpu, cx, fx) = self.gpu_mut(id)?;
-        match gpu.serve_return(cx, fx)? {
+        match self.with_gpu(id, |gpu, cx, fx| gpu.serve_return(cx, fx))?? {
             Return::Waits(next) => return next,
             // The GPU changes, so it is settled again.
             Return::IsOverdue(client) => self.follow(client, vec![Task::Return]),
@@ -1170,7 +629,7 @@ impl Machine {
         if let Some(mut wants) = wants {
             wants.remove(&from);
             wants.insert(to);
-            self.request(client, wants); // the request keeps its place
+            self.sharing().request(client, wants); // the request keeps its place
         }
         if let Some(bytes) = wanted {
             self.request_limit(client, to, bytes);
@@ -1190,10 +649,10 @@ impl Machine {
         if self.clients.contains_key(&id) {
             return;
         }
-        let client = Client { named: gang, tenant, stopped: false, heard: self.now, probed: None };
+        let client = Client { named: gang, tenant, stopped: false, heard: self.now };
         self.clients.insert(id, client);
         self.fairness.connected(id, tenant);
-        self.enter_gang(id, Gang::named(gang));
+        self.sharing().enter_gang(id, Gang::named(gang));
     }
 
     fn disconnected(&mut self, id: ClientId) {
@@ -1210,11 +669,12 @@ impl Machine {
         self.rules.set_env(id, EnvLimits::default());
         self.leave_group(id);
         self.quota.disconnected(id);
-        self.leave_gang(id);
+        self.sharing().leave_gang(id);
         self.queues.disconnected(id);
         self.fairness.disconnected(id);
         self.places.leave(id, |client| self.clients.contains_key(client));
         self.clients.remove(&id);
+        self.gpus.set_probed(id, None);
         self.effects.wake(Wake::Client(id), None);
         self.sleep.forget(id);
         self.effects.wake(Wake::Sleep(id), None);
@@ -1233,7 +693,7 @@ impl Machine {
                 continue;
             }
             let Some(group) = *group else {
-                self.update_gang(*client);
+                self.sharing().update_gang(*client);
                 continue;
             };
             let (before, now) = (self.rules.join(*client, group), group.limits);
@@ -1254,9 +714,13 @@ impl Machine {
                 bounds_changed.extend(self.rules.members(group.id));
             }
             shares_changed |= share != now.share;
-            self.update_gang(*client);
+            self.sharing().update_gang(*client);
             if gang != now.gang {
-                self.rules.members(group.id).collect::<Vec<_>>().into_iter().for_each(|other| self.update_gang(other));
+                self.rules
+                    .members(group.id)
+                    .collect::<Vec<_>>()
+                    .into_iter()
+                    .for_each(|other| self.sharing().update_gang(other));
             }
         }
         bounds_changed.into_iter().for_each(|client| self.bounds_changed(client));
@@ -1308,7 +772,7 @@ impl Machine {
     fn bounds_changed(&mut self, client: ClientId) {
         for id in self.quota.gpus_of(client) {
             self.quota.mark_changed(id);
-            self.swap_surplus(client, id);
+            self.sharing().swap_surplus(client, id);
             self.with_quota(|quota, cx, fx| quota.tell_again(cx, fx, client, id));
         }
     }
@@ -1340,11 +804,8 @@ impl Machine {
     }
 
     fn request_room(&mut self, room: RoomId, id: GpuId, bytes: u64, until: Time) {
-        let made = match self.gpu_mut(id) {
-            Some((gpu, cx, fx)) => gpu.make_room(cx.now, cx.settings, fx, room, bytes, until),
-            None => Err(RoomObstacle::Gone),
-        };
-        if let Err(why) = made {
+        let made = self.with_gpu(id, |gpu, cx, fx| gpu.make_room(cx.now, cx.settings, fx, room, bytes, until));
+        if let Err(why) = made.unwrap_or(Err(RoomObstacle::Gone)) {
             self.end_room(room);
             self.effects.command(Command::RoomRefused { room, gpu: id, why });
         }

@@ -7,6 +7,7 @@ use crate::{
     policy::History,
 };
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 /// All GPUs.
 ///
@@ -16,6 +17,10 @@ use std::collections::BTreeMap;
 pub(crate) struct Gpus {
     gpus: BTreeMap<GpuId, Gpu>,
     of_clients: BTreeMap<ClientId, GpuSet>,
+    /// For clients that owe an answer: when the daemon was last asked to probe the process, and the
+    /// minimum time until the next probe.
+    #[serde(default)]
+    probed: BTreeMap<ClientId, (Time, Duration)>,
 }
 
 impl Gpus {
@@ -120,6 +125,17 @@ impl Gpus {
     }
 
     // Locks.
+
+    pub fn probed(&self, client: ClientId) -> Option<(Time, Duration)> {
+        self.probed.get(&client).copied()
+    }
+
+    pub fn set_probed(&mut self, client: ClientId, probed: Option<(Time, Duration)>) {
+        match probed {
+            Some(probed) => self.probed.insert(client, probed),
+            None => self.probed.remove(&client),
+        };
+    }
 
     /// A client's lock state on a GPU. `None`: the client has not attached the GPU.
     pub fn lock(&self, client: ClientId, id: GpuId) -> Option<&ClientLock> {
