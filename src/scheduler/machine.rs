@@ -9,12 +9,9 @@ use crate::{
     effects::Effects,
     explain::Explanation,
     fairness::Fairness,
-    gpu::{
-        self, AT_REST, Access, Admission, EndedHold, FAILURE_TIMEOUT, Gpu, Gpus, Hold, Measurement, ReservationNeeds,
-    },
-    gpu::{Return, capacity::GpuCapacities},
+    gpu::{self, AT_REST, Access, Admission, Gpu, Gpus, Return, capacity::GpuCapacities},
     model::{Model, Pressure},
-    placement::{Placements, Sites},
+    placement::{self, Placements},
     presence::{Presence, Task, Tasks},
     queue::{Blocked, Gang, Queues},
     quota::{self, Quota},
@@ -27,19 +24,6 @@ use crate::{
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-
-/// The latest time (34 years). Later times are clamped to this time, so that no sum of times
-/// overflows.
-const MAX_TIME: Time = Duration::from_secs(1 << 30);
-
-impl Settings {
-    /// Clamps durations, so that no sum of times overflows.
-    fn clamp(&mut self) {
-        self.time_quantum = self.time_quantum.min(MAX_TIME);
-        self.time_period = self.time_period.min(MAX_TIME / 100);
-        self.sleep_after = self.sleep_after.map(|after| after.min(MAX_TIME));
-    }
-}
 
 /// The scheduler's state machine. Decides which clients run on which GPU, and which clients' memory
 /// is on each GPU.
@@ -196,14 +180,19 @@ impl Machine {
             Event::Groups { groups } => self.grouped(&groups),
             Event::EnvLimits { client, limits } => self.set_env_limits(client, limits),
             Event::Labels { labels } => self.places.label(&labels),
-            Event::PlacementRequested { client, request } => self.request_placement(client, &request),
-            Event::PlacementTaken { client, from } => self.take_placement(client, from),
+            Event::PlacementRequested { client, request } => {
+                self.with_places(|places, cx, fx| places.request(cx, fx, client, &request));
+            }
+            Event::PlacementTaken { client, from } => {
+                self.with_places(|places, cx, _| places.take_over(cx, client, from));
+            }
             Event::Disconnected { client } => self.disconnected(client),
             Event::Stopped { client, stopped } => self.stopped(client, stopped),
             Event::RoomRequested { room, gpu, bytes, until } => {
-                self.request_room(room, gpu, bytes, until.min(MAX_TIME))
+                let (settings, until) = (&self.settings, until.min(MAX_TIME));
+                self.gpus.make_room(self.now, settings, &mut self.effects, (room, gpu), bytes, until);
             }
-            Event::RoomClosed { room } => self.end_room(room),
+            Event::RoomClosed { room } => self.gpus.end_room(&mut self.effects, room),
             Event::SleepWanted { client, paused } => {
                 self.change_sleep(client, |presence| presence.want(client, paused))
             }
@@ -267,6 +256,11 @@ impl Machine {
         let gpus = GpuCapacities { gpus: &self.gpus, settings: &self.settings };
         let context = quota::Context { now: self.now, rules: &self.rules, gpus: &gpus };
         act(&mut self.quota, context, &mut self.effects)
+    }
+
+    fn with_places(&mut self, act: impl FnOnce(&mut Placements, placement::Context, &mut Effects)) {
+        let Self { now, settings, rules, gpus, clients, places, effects, .. } = self;
+        act(places, placement::Context { now: *now, settings, rules, gpus, clients }, effects);
     }
 
     /// Runs `act` on the queues.
@@ -672,7 +666,7 @@ impl Machine {
         self.sharing().leave_gang(id);
         self.queues.disconnected(id);
         self.fairness.disconnected(id);
-        self.places.leave(id, |client| self.clients.contains_key(client));
+        self.with_places(|places, cx, _| places.leave(cx, id));
         self.clients.remove(&id);
         self.gpus.set_probed(id, None);
         self.effects.wake(Wake::Client(id), None);
@@ -696,32 +690,15 @@ impl Machine {
                 self.sharing().update_gang(*client);
                 continue;
             };
-            let (before, now) = (self.rules.join(*client, group), group.limits);
-            if before.share.is_some() == now.share.is_some() {
-                self.with_requests(|requests| requests.owner_changed(*client));
-            } else {
-                self.rules
-                    .members(group.id)
-                    .collect::<Vec<_>>()
-                    .into_iter()
-                    .for_each(|peer| self.with_requests(|requests| requests.owner_changed(peer)));
+            let change = self.rules.join(*client, group);
+            for peer in change.owners {
+                self.with_requests(|requests| requests.owner_changed(peer));
             }
             self.quota.count_member(*client, group.id, true);
-            // `memory_low` needs no update: eviction reads the rule.
-            let RuleLimits { memory_max, memory_low: _, swap_max, on_memory_full, sleep_after: _, share, gang } =
-                before;
-            if (memory_max, swap_max, on_memory_full) != (now.memory_max, now.swap_max, now.on_memory_full) {
-                bounds_changed.extend(self.rules.members(group.id));
-            }
-            shares_changed |= share != now.share;
+            bounds_changed.extend(change.bounds);
+            shares_changed |= change.shares;
             self.sharing().update_gang(*client);
-            if gang != now.gang {
-                self.rules
-                    .members(group.id)
-                    .collect::<Vec<_>>()
-                    .into_iter()
-                    .for_each(|other| self.sharing().update_gang(other));
-            }
+            change.gangs.into_iter().for_each(|member| self.sharing().update_gang(member));
         }
         bounds_changed.into_iter().for_each(|client| self.bounds_changed(client));
         groups.keys().for_each(|client| self.effects.touch_all(self.gpus.of_client(*client)));
@@ -777,45 +754,6 @@ impl Machine {
         }
     }
 
-    fn request_placement(&mut self, client: ClientId, request: &PlacementRequest) {
-        let Some(tenant) = self.clients.get(&client).map(|state| state.tenant) else { return };
-        self.end_expected_placements();
-        self.places.forget(client);
-        let Self { now, settings, rules, gpus, places, .. } = &*self;
-        match (Sites { now: *now, settings, rules, gpus, places }).place(client, request) {
-            Err(why) => self.effects.command(Command::Unplaced { client, why }),
-            Ok(needs) => {
-                let gpus = needs.iter().map(|(id, _)| *id).collect();
-                self.places.set(client, tenant, request, self.now, needs);
-                self.effects.command(Command::Placed { client, gpus });
-            }
-        }
-    }
-
-    fn take_placement(&mut self, client: ClientId, from: ClientId) {
-        self.end_expected_placements();
-        if self.clients.contains_key(&client) && !self.clients.contains_key(&from) {
-            self.places.take_over(client, from);
-        }
-    }
-
-    fn end_expected_placements(&mut self) {
-        self.places.end_expected(self.now, |client| self.clients.contains_key(client));
-    }
-
-    fn request_room(&mut self, room: RoomId, id: GpuId, bytes: u64, until: Time) {
-        let made = self.with_gpu(id, |gpu, cx, fx| gpu.make_room(cx.now, cx.settings, fx, room, bytes, until));
-        if let Err(why) = made.unwrap_or(Err(RoomObstacle::Gone)) {
-            self.end_room(room);
-            self.effects.command(Command::RoomRefused { room, gpu: id, why });
-        }
-    }
-
-    /// Ends a room on all GPUs.
-    fn end_room(&mut self, room: RoomId) {
-        self.gpus.iter_mut().for_each(|(_, gpu)| gpu.end_room(&mut self.effects, room));
-    }
-
     fn configure(&mut self, mut settings: Settings) {
         settings.clamp();
         let is_same = settings.time_period == self.settings.time_period;
@@ -863,9 +801,7 @@ impl Machine {
 
     fn suspend(&mut self, suspended: bool) {
         self.suspended = suspended;
-        for (_, gpu) in self.gpus.iter_mut().filter(|(_, gpu)| gpu.access != Access::Gone) {
-            gpu.access = if suspended { Access::Suspended } else { Access::Turns };
-        }
+        self.gpus.suspend(suspended);
         self.effects.touch_all(self.gpus.ids());
         self.with_requests(|requests| requests.all_may_need_no_turn());
     }

@@ -1,6 +1,6 @@
 //! All GPUs, with the clients that have attached each GPU or hold its lock.
 
-use super::{Account, Attachment, ClientLock, Gpu, Hold};
+use super::{Access, Account, Attachment, ClientLock, Gpu, Hold};
 use crate::{
     api::*,
     entity::{Entity, Gang},
@@ -51,6 +51,13 @@ impl Gpus {
     /// Adds a GPU of `total` bytes if its id is new. Returns the GPU with this id.
     pub fn found(&mut self, id: GpuId, total: u64) -> &mut Gpu {
         self.gpus.entry(id).or_insert_with(|| Gpu::new(id, total))
+    }
+
+    /// Lets no client run while the host is about to suspend.
+    pub fn suspend(&mut self, suspended: bool) {
+        for gpu in self.gpus.values_mut().filter(|gpu| gpu.access != Access::Gone) {
+            gpu.access = if suspended { Access::Suspended } else { Access::Turns };
+        }
     }
 
     /// Forgets a GPU that no client has attached.
