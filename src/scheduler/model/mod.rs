@@ -1,9 +1,12 @@
-//! Read-only queries on the current state that involve several components. Decisions use these
-//! queries; `machine` and `settle` then make the changes.
+//! Decisions that involve several components. They only read; `machine`, `sharing`, `requests` and
+//! `presence` then make the changes.
 //!
 //! - `order`: the order of queues, and the precedence of waiting clients over holders.
 //! - `admission`: whether a request can be granted, and why not.
 //! - `gangs`: how a gang's members help each other, and which gangs exclude each other.
+//! - `turns`: when holders have to release the lock.
+//! - `answers`: clients that do not answer.
+//! - `sleep`, `moves`: which clients can sleep, and where sleeping clients can move.
 //! - `corun`: which clients may hold a GPU at the same time.
 //! - `backfill`: requests that may run while the first request of a GPU waits for other GPUs.
 

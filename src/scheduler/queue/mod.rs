@@ -8,8 +8,8 @@
 //! wait, hence no deadlock).
 //!
 //! [`Queues`] keeps requests, queues and gangs consistent, and marks the GPUs that a change
-//! affects. `settle` decides which requests are granted and when turns end, because these decisions
-//! also depend on memory and shares.
+//! affects. `requests` decides where a request waits, and `model` which requests are granted and when
+//! turns end, because these decisions also depend on memory and shares.
 //!
 //! - `line`: requests and the queue of each GPU.
 //! - `class`: the precedence of clients regardless of arrival.
