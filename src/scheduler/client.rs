@@ -2,7 +2,6 @@
 
 use crate::api::*;
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 /// The connected clients.
 pub(crate) type Clients = BTreeMap<ClientId, Client>;
@@ -16,7 +15,4 @@ pub(crate) struct Client {
     pub stopped: bool,
     /// When the client's last message arrived.
     pub heard: Time,
-    /// When the daemon was last asked to probe the process, and the minimum time until the next
-    /// probe.
-    pub probed: Option<(Time, Duration)>,
 }

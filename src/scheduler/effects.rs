@@ -4,6 +4,7 @@
 
 use crate::{
     api::*,
+    entity::Entity,
     timers::{Timers, Wake},
 };
 use std::collections::BTreeSet;
@@ -14,6 +15,9 @@ pub(crate) struct Effects {
     touched: BTreeSet<GpuId>,
     timers: Timers,
     counter: u64,
+    /// Requests that joined the queues and may need no turn. Empty between events.
+    #[serde(skip)]
+    needless: Vec<Entity>,
 }
 
 impl Effects {
@@ -44,6 +48,16 @@ impl Effects {
         self.touched.pop_first()
     }
 
+    /// Notes a request that has joined the queues. The machine grants it if it needs no turn.
+    pub fn may_need_no_turn(&mut self, entity: Entity) {
+        self.needless.push(entity);
+    }
+
+    /// Removes and returns the requests noted by `may_need_no_turn`, in the order of their arrival.
+    pub fn take_needless(&mut self) -> Vec<Entity> {
+        std::mem::take(&mut self.needless)
+    }
+
     /// Sets the time of a wake-up, replacing an earlier time. `None` cancels the wake-up.
     pub fn wake(&mut self, wake: Wake, at: Option<Time>) {
         self.timers.set(wake, at);
@@ -68,6 +82,11 @@ impl Effects {
         self.untouch(gpu);
         let all = [Wake::Gpu, Wake::Verification, Wake::Failures, Wake::HeldRequests];
         all.into_iter().for_each(|wake| self.wake(wake(gpu), None));
+    }
+
+    /// Cancels the pending work for a client that has left a GPU.
+    pub fn forget_client(&mut self, client: ClientId, gpu: GpuId) {
+        [Wake::Eviction, Wake::Ahead].into_iter().for_each(|wake| self.wake(wake(client, gpu), None));
     }
 
     /// Returns the next number. Numbers order arrivals and grants.

@@ -9,7 +9,7 @@
 use crate::{
     api::*,
     gpu::{Access, Hold},
-    machine::Machine,
+    model::Model,
     policy::{self, Precedence, Waiter},
     queue::{Blocked, Entity, QueueKey, Tier},
     view::{LockState, NO_TURN},
@@ -130,17 +130,17 @@ pub enum Obstacle {
     Suspended,
 }
 
-impl Machine {
+impl<'a> Model<'a> {
     /// Explains what a client waits for on each of its GPUs. Returns an iterator, because each
     /// explanation takes time proportional to the queue. `now` must not be before the newest event.
-    pub fn explain(&self, client: ClientId, now: Time) -> impl Iterator<Item = Explanation> {
+    pub fn explain(self, client: ClientId, now: Time) -> impl Iterator<Item = Explanation> {
         self.gpus.locks_of(client).filter_map(move |(id, _)| self.explain_on(client, id, now))
     }
 
     /// Estimates the time until each of the next `most` requests in the queue of a GPU runs, the
     /// next one first. Stops at the first request whose start cannot be estimated.
     pub fn expected_starts(&self, id: GpuId, most: usize, now: Time) -> Vec<(ClientId, Duration)> {
-        let queue = self.model().whole_queue(id);
+        let queue = self.whole_queue(id);
         let mut starts = Vec::new();
         let Some(mut at) = queue.first().and_then(|first| self.holders_leave_in(*first, id, now)) else {
             return starts;
@@ -175,7 +175,7 @@ impl Machine {
             explanation.holders = vec![self.holder_ahead(client, hold, None, now, state)];
         }
         let Some((entity, request)) = entity.zip(request) else { return Some(explanation) };
-        let is_let_in = self.model().is_admissible(entity, id);
+        let is_let_in = self.is_admissible(entity, id);
         if !is_let_in {
             let holders = self.gpus.holds_on(id).filter(|(_, hold)| !hold.is_bypassed());
             let ahead = |(holder, hold)| self.holder_ahead(holder, hold, Some(entity), now, self.state(holder, id));
@@ -183,7 +183,7 @@ impl Machine {
         }
         let lacking = self.lacking(entity, id);
         let gpu = self.gpus.get(id)?;
-        explanation.leaves = lacking.saturating_sub(gpu.free(&self.settings));
+        explanation.leaves = lacking.saturating_sub(gpu.free(self.settings));
         let reports = self.queues.wanting(entity, id).filter_map(|member| Some(self.gpus.account(member, id)?.report));
         let swapped = reports.fold(0u64, |sum, report| sum.saturating_add(report.swapped));
         explanation.comes = swapped.min(lacking);
@@ -191,7 +191,7 @@ impl Machine {
         if explanation.obstacle.is_some() || request.blocked.is_some() {
             return Some(explanation);
         }
-        let queue = self.model().whole_queue(id);
+        let queue = self.whole_queue(id);
         let own = queue.iter().position(|queued| *queued == entity)?;
         let mut at = if is_let_in { Some(Duration::ZERO) } else { self.holders_leave_in(queue[0], id, now) };
         for (position, other) in queue[..own].iter().enumerate() {
@@ -232,16 +232,14 @@ impl Machine {
         }
         let entity = self.queues.waiting(client).filter(|_| self.queues.waits_for(client, id))?;
         Some(match self.queues.request(entity)?.blocked? {
-            Blocked::Until(until) if self.model().is_delayed(entity) => {
-                Obstacle::MappingFailed(until.saturating_sub(now))
-            }
+            Blocked::Until(until) if self.is_delayed(entity) => Obstacle::MappingFailed(until.saturating_sub(now)),
             Blocked::Until(until) => Obstacle::TimeMax(until.saturating_sub(now)),
             Blocked::Absent => {
                 let members = self.queues.clients_of_entity(entity).into_iter();
-                Obstacle::Away(members.filter(|member| self.model().is_absent(*member)).collect())
+                Obstacle::Away(members.filter(|member| self.is_absent(*member)).collect())
             }
             Blocked::Undrained => Obstacle::OwnHold,
-            Blocked::Pinned(full) if self.model().is_crowded_out(full, &self.queues.members(entity, full)) => {
+            Blocked::Pinned(full) if self.is_crowded_out(full, &self.queues.members(entity, full)) => {
                 Obstacle::Room(full, self.gpus.get(full).map_or(0, |gpu| gpu.others.kept()))
             }
             Blocked::Pinned(full) => {
@@ -261,7 +259,7 @@ impl Machine {
         now: Time,
         state: LockState,
     ) -> HolderAhead {
-        let precedence = waiter.map(|waiter| self.model().shares().precedence(waiter, client));
+        let precedence = waiter.map(|waiter| self.shares().precedence(waiter, client));
         let left = match hold.revoked {
             Some(_) => Some(Duration::ZERO),
             None => hold.ends.map(|ends| ends.saturating_sub(now)).filter(|left| *left < NO_TURN),
@@ -272,7 +270,7 @@ impl Machine {
     /// The time until the holders that delay the first request of the queue have drained. `None`:
     /// unknown.
     fn holders_leave_in(&self, first: Entity, id: GpuId, now: Time) -> Option<Duration> {
-        if self.model().is_admissible(first, id) {
+        if self.is_admissible(first, id) {
             return Some(Duration::ZERO);
         }
         // Without a holder on this GPU, the request waits for another GPU, or for a conflicting
@@ -289,22 +287,13 @@ impl Machine {
         latest
     }
 
-    /// Bytes that the members of a request still lack on a GPU.
-    fn lacking(&self, entity: Entity, id: GpuId) -> u64 {
-        let lacking = |client| {
-            let allowed = self.gpus.account(client, id).map_or(0, |account| account.allowance);
-            self.model().need(client, id).saturating_sub(allowed)
-        };
-        self.queues.wanting(entity, id).fold(0u64, |sum, client| sum.saturating_add(lacking(client)))
-    }
-
     /// The duration of the evictions and restores that delay a request after all other delays have ended.
     /// For the first request, evictable memory of idle clients is not counted, because it moves while
     /// holders still run.
     fn arrival(&self, entity: Entity, id: GpuId, is_first: bool) -> Duration {
         let Some(gpu) = self.gpus.get(id) else { return Duration::ZERO };
         let lacking = self.lacking(entity, id);
-        let ready = if is_first { gpu.free(&self.settings).saturating_add(gpu.ledger.evicting()) } else { 0 };
+        let ready = if is_first { gpu.free(self.settings).saturating_add(gpu.ledger.evicting()) } else { 0 };
         let others = || gpu.ledger.eviction_order().filter(|(_, client)| self.queues.waiting(*client) != Some(entity));
         let idle = || others().filter_map(|(_, client)| Some(gpu.account(client)?.evictable()));
         let given = if is_first { idle().fold(ready, u64::saturating_add) } else { 0 };
@@ -336,16 +325,16 @@ impl Machine {
         };
         let holder = policy::Holder {
             exchange: moves,
-            fills: gpu.rates.both_ways(self.model().need(client, id), None),
-            batch: self.model().shares().share_of(client).weight == 0,
+            fills: gpu.rates.both_ways(self.need(client, id), None),
+            batch: self.shares().share_of(client).weight == 0,
             attained: self
                 .gpus
                 .history(client, id)
                 .map_or(Duration::ZERO, |it| it.progress.after(self.now, Duration::ZERO).0),
-            same_owner: self.model().owner_of(entity) == self.model().owner_of(next),
+            same_owner: self.owner_of(entity) == self.owner_of(next),
             ..policy::Holder::default()
         };
-        let turn = self.model().policy().turn(&self.settings, &holder, &waiter);
+        let turn = self.policy().turn(self.settings, &holder, &waiter);
         let has_run = self.gpus.lock(client, id).is_some_and(|lock| lock.grants > 0);
         let runs = if has_run { turn.min(burst(entity)) } else { turn };
         (runs < NO_TURN).then(|| runs.saturating_add(self.arrival(entity, id, is_first)))
@@ -373,9 +362,9 @@ impl Machine {
         if own.has_turn != its.has_turn {
             return Reason::GangTurn;
         }
-        let is_same_owner = self.model().owner_of(ahead) == self.model().owner_of(behind);
+        let is_same_owner = self.owner_of(ahead) == self.owner_of(behind);
         // The request behind is delayed by its finish tag, not by its rank.
-        let is_by_share = own.at != its.at && (!self.model().policy().tenants_take_turns() || its.at > its.rank);
+        let is_by_share = own.at != its.at && (!self.policy().tenants_take_turns() || its.at > its.rank);
         if is_by_share && !is_same_owner {
             return Reason::Share;
         }
@@ -383,7 +372,7 @@ impl Machine {
             return Reason::Aged;
         }
         let since = |request: &crate::queue::Request| request.since.values().min().copied();
-        match (since(one) <= since(other), self.model().policy().tenants_take_turns()) {
+        match (since(one) <= since(other), self.policy().tenants_take_turns()) {
             (true, true) => Reason::Earlier,
             (false, true) => Reason::Shorter,
             (_, false) => Reason::LessServed,
@@ -391,6 +380,6 @@ impl Machine {
     }
 
     fn key_now(&self, entity: Entity, otherwise: &QueueKey) -> QueueKey {
-        self.model().current_key(entity).unwrap_or(*otherwise)
+        self.current_key(entity).unwrap_or(*otherwise)
     }
 }

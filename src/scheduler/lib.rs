@@ -7,9 +7,12 @@
 //! time. The same events produce the same commands.
 //!
 //! - [`api`]: ids, [`Event`], [`Command`] and [`Settings`].
-//! - `model`: queries on the current state that involve several components.
-//! - `machine`: the state, and the dispatch of events to components.
-//! - `settle`: the ordered steps that update one GPU after a change: memory first, then the lock.
+//! - `machine`: the state, the dispatch of events to components, and the ordered steps that update
+//!   one GPU after a change: memory first, then the lock.
+//! - `sharing`: grants and releases of locks, and the memory for them.
+//! - `requests`: where a request waits, from its arrival to its grant.
+//! - `presence`: what follows from a change of a client's sleep.
+//! - `model`: decisions that read several components.
 //! - `gpu`: the clients that have attached a GPU, the memory that each client may have mapped
 //!   there, and the holders of the lock.
 //! - `queue`: the queue of requests for each GPU's lock.
@@ -41,10 +44,13 @@ mod machine;
 mod model;
 mod placement;
 mod policy;
+mod presence;
 mod queue;
 mod quota;
+mod requests;
 mod rules;
-mod settle;
+mod sharing;
+
 mod sleep;
 mod timers;
 pub mod view;

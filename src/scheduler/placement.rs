@@ -4,6 +4,8 @@
 
 use crate::{
     api::*,
+    client::Clients,
+    effects::Effects,
     gpu::{Access, Gpu, Gpus},
     rules::Rules,
 };
@@ -112,15 +114,17 @@ struct Neighbours {
 }
 
 impl Placements {
-    /// Records a client's placement. A repeated request replaces the earlier placement.
-    pub fn set(
-        &mut self,
-        client: ClientId,
-        tenant: TenantId,
-        request: &PlacementRequest,
-        now: Time,
-        needs: Vec<(GpuId, u64)>,
-    ) {
+    /// Answers a client's request for a placement. A repeated request replaces the earlier placement.
+    pub fn request(&mut self, cx: Context, fx: &mut Effects, client: ClientId, request: &PlacementRequest) {
+        let Some(tenant) = cx.clients.get(&client).map(|state| state.tenant) else { return };
+        self.end_expected(cx);
+        self.places.remove(&client);
+        let Context { now, settings, rules, gpus, .. } = cx;
+        let needs = match (Sites { now, settings, rules, gpus, places: self }).place(client, request) {
+            Err(why) => return fx.command(Command::Unplaced { client, why }),
+            Ok(needs) => needs,
+        };
+        fx.command(Command::Placed { client, gpus: needs.iter().map(|(id, _)| *id).collect() });
         let place = Place {
             gpus: needs.into_iter().collect(),
             is_declared: request.bytes.is_some(),
@@ -132,10 +136,6 @@ impl Placements {
         self.places.insert(client, place);
     }
 
-    pub fn forget(&mut self, client: ClientId) {
-        self.places.remove(&client);
-    }
-
     /// Records the move of a client from one GPU to another.
     pub fn move_client(&mut self, client: ClientId, from: GpuId, to: GpuId) {
         let Some(place) = self.places.get_mut(&client) else { return };
@@ -145,15 +145,19 @@ impl Placements {
     }
 
     /// Assigns `client` the placement that `from` requested for it before `from` disconnected.
-    pub fn take_over(&mut self, client: ClientId, from: ClientId) {
-        if let Some(place) = self.places.remove(&from) {
+    pub fn take_over(&mut self, cx: Context, client: ClientId, from: ClientId) {
+        self.end_expected(cx);
+        if cx.clients.contains_key(&client)
+            && !cx.clients.contains_key(&from)
+            && let Some(place) = self.places.remove(&from)
+        {
             self.places.insert(client, Place { ahead: false, ..place });
         }
     }
 
     /// Removes a client. A placement for a program that has not started yet is kept, within
     /// [`MOST_WAITING`].
-    pub fn leave(&mut self, client: ClientId, is_here: impl Fn(&ClientId) -> bool) {
+    pub fn leave(&mut self, cx: Context, client: ClientId) {
         self.labels.remove(&client);
         self.allowed.remove(&client);
         let Some(place) = self.places.get(&client) else { return };
@@ -165,7 +169,7 @@ impl Placements {
         let waiting: Vec<ClientId> = self
             .places
             .iter()
-            .filter(|(id, place)| place.tenant == tenant && !is_here(id))
+            .filter(|(id, place)| place.tenant == tenant && !cx.clients.contains_key(id))
             .map(|(id, _)| *id)
             .collect();
         if let Some(oldest) = waiting.first().filter(|_| waiting.len() >= MOST_WAITING) {
@@ -174,19 +178,29 @@ impl Placements {
     }
 
     /// Forgets placements of programs that have not started in time.
-    pub fn end_expected(&mut self, now: Time, is_here: impl Fn(&ClientId) -> bool) {
-        self.places.retain(|id, place| is_here(id) || now < place.since + EXPECTED);
+    fn end_expected(&mut self, cx: Context) {
+        self.places.retain(|id, place| cx.clients.contains_key(id) || cx.now < place.since + EXPECTED);
     }
 }
 
-/// The inputs of a placement decision.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Sites<'a> {
+/// The state that placements depend on.
+#[derive(Clone, Copy)]
+pub(crate) struct Context<'a> {
     pub now: Time,
     pub settings: &'a Settings,
     pub rules: &'a Rules,
     pub gpus: &'a Gpus,
-    pub places: &'a Placements,
+    pub clients: &'a Clients,
+}
+
+/// The inputs of a placement decision.
+#[derive(Debug, Clone, Copy)]
+struct Sites<'a> {
+    now: Time,
+    settings: &'a Settings,
+    rules: &'a Rules,
+    gpus: &'a Gpus,
+    places: &'a Placements,
 }
 
 impl Sites<'_> {
@@ -194,7 +208,7 @@ impl Sites<'_> {
     ///
     /// # Errors
     /// There are too few candidates, or labels exclude the client from them.
-    pub fn place(&self, client: ClientId, request: &PlacementRequest) -> Result<Vec<(GpuId, u64)>, PlacementError> {
+    fn place(&self, client: ClientId, request: &PlacementRequest) -> Result<Vec<(GpuId, u64)>, PlacementError> {
         let gpus = self.decide(client, request)?;
         Ok(gpus.into_iter().map(|id| (id, self.expected_need(client, id, request.bytes).unwrap_or(0))).collect())
     }

@@ -44,6 +44,18 @@ impl EnvLimits {
     }
 }
 
+/// What changes for the members of a group when a client joins the group with other limits.
+pub(crate) struct GroupChange {
+    /// Members whose turns may belong to another owner.
+    pub owners: BTreeSet<ClientId>,
+    /// Members whose memory has other bounds.
+    pub bounds: BTreeSet<ClientId>,
+    /// Members that may be in another gang.
+    pub gangs: BTreeSet<ClientId>,
+    /// The group's share has changed.
+    pub shares: bool,
+}
+
 impl Rules {
     /// Removes a client from its group.
     pub fn leave(&mut self, client: ClientId) {
@@ -57,12 +69,21 @@ impl Rules {
     }
 
     /// Adds a client that is in no group to a group. From now on, `limits` apply to all members of
-    /// the group. Returns the group's previous limits.
-    pub fn join(&mut self, client: ClientId, Group { id, limits }: Group) -> RuleLimits {
+    /// the group. Returns what changed for the members.
+    pub fn join(&mut self, client: ClientId, Group { id, limits: now }: Group) -> GroupChange {
         self.group_of.insert(client, id);
         let rule = self.groups.entry(id).or_default();
         rule.members.insert(client);
-        std::mem::replace(&mut rule.limits, limits)
+        // `memory_low` needs no update: eviction reads the rule. Nor does `sleep_after`.
+        let RuleLimits { memory_max, memory_low: _, swap_max, on_memory_full, sleep_after: _, share, gang } =
+            std::mem::replace(&mut rule.limits, now);
+        let only = |all: bool| if all { rule.members.clone() } else { BTreeSet::from([client]) };
+        GroupChange {
+            owners: only(share.is_some() != now.share.is_some()),
+            bounds: only((memory_max, swap_max, on_memory_full) != (now.memory_max, now.swap_max, now.on_memory_full)),
+            gangs: only(gang != now.gang),
+            shares: share != now.share,
+        }
     }
 
     /// Sets the limits of a client's environment. Returns the previous limits.

@@ -3,7 +3,7 @@
 use crate::{
     api::*,
     gpu::{Access, Gpu, others::Room},
-    machine::Machine,
+    model::Model,
     queue::Blocked,
 };
 use std::{collections::BTreeMap, time::Duration};
@@ -181,7 +181,7 @@ pub enum LockState {
     Suspended,
 }
 
-impl Machine {
+impl<'a> Model<'a> {
     /// Returns the bytes of host memory that limits may rely on (`None`: unbounded), and the bytes
     /// that they rely on now.
     pub fn host(&self) -> (Option<u64>, u64) {
@@ -204,11 +204,6 @@ impl Machine {
         self.gpus.contains(id)
     }
 
-    /// Views of all known GPUs.
-    pub fn gpus(&self) -> Vec<GpuView> {
-        self.gpus.ids().filter_map(|id| self.gpu(id)).collect()
-    }
-
     /// Views of all connected clients.
     pub fn clients(&self) -> Vec<ClientView> {
         self.clients.keys().filter_map(|id| self.client(*id)).collect()
@@ -219,8 +214,8 @@ impl Machine {
         self.clients.iter().map(|(id, client)| (*id, client.tenant)).collect()
     }
 
-    /// The view of one GPU. `None`: the GPU is unknown.
-    pub fn gpu(&self, id: GpuId) -> Option<GpuView> {
+    /// The view of one GPU. `None`: the GPU is unknown. `next`: see [`GpuView::next`].
+    pub fn gpu(&self, id: GpuId, next: Option<Time>) -> Option<GpuView> {
         let gpu = self.gpus.get(id)?;
         let holders = self.gpus.holds_on(id).map(|(client, hold)| HolderView {
             client,
@@ -229,7 +224,7 @@ impl Machine {
             ends: hold.ends.filter(|ends| ends.saturating_sub(self.now) < NO_TURN),
         });
         let blocked = self.queues.requests().filter(|(_, r)| r.blocked.is_some()).map(|(entity, _)| entity);
-        let entities = self.model().whole_queue(id).into_iter().chain(blocked);
+        let entities = self.whole_queue(id).into_iter().chain(blocked);
         let mut waiters = Vec::new();
         for request in entities.filter_map(|entity| self.queues.request(entity)) {
             let blocked = request.blocked.map(|why| match why {
@@ -247,20 +242,20 @@ impl Machine {
             total: gpu.total,
             gone: gpu.access == Access::Gone,
             drained: gpu.drained,
-            capacity: gpu.capacity(&self.settings),
+            capacity: gpu.capacity(self.settings),
             trial: gpu.trial.map_or(0, |trial| trial.beyond),
-            overhead: gpu.overhead(&self.settings),
+            overhead: gpu.overhead(self.settings),
             shortfall: gpu
                 .attachments
                 .keys()
-                .map(|client| gpu.shortfall(self.model().gpu_context(), *client))
+                .map(|client| gpu.shortfall(self.gpu_context(), *client))
                 .max()
                 .unwrap_or(0),
             charged: gpu.ledger.charged(),
             committed: self.quota.committed(id),
             holders: holders.collect(),
             waiters,
-            next: self.effects.wakes_at(crate::timers::Wake::Gpu(id)),
+            next,
             link: gpu.rates.link(),
             kept: gpu.others.kept(),
             rooms: gpu
@@ -275,7 +270,7 @@ impl Machine {
     /// for it. Assumes that all these clients always have work. Time is divided among owners by
     /// weight, and equally among the requests of one owner.
     pub fn shares_due(&self, id: GpuId) -> BTreeMap<ClientId, u32> {
-        self.model().shares().due(id)
+        self.shares().due(id)
     }
 
     /// The view of one client. `None`: the client is not connected.
@@ -308,10 +303,7 @@ impl Machine {
                 unverified: account.unverified(),
                 disbelieved: account.is_disbelieved().then(|| account.claimed()),
                 failures: attachment.failures.in_a_row,
-                eviction_blocked: self
-                    .model()
-                    .eviction_block(id, gpu)
-                    .or((present > 0).then_some(EvictionBlock::Unfreed)),
+                eviction_blocked: self.eviction_block(id, gpu).or((present > 0).then_some(EvictionBlock::Unfreed)),
                 utilization: history.utilization.permille(),
                 grants: lock.grants,
                 lock_time: lock.lock_time + holds,
@@ -359,16 +351,16 @@ impl Machine {
     /// [`Event::Suspend`].
     pub fn is_evacuated(&self) -> bool {
         let mut present = self.gpus.iter().filter(|(_, gpu)| gpu.access != Access::Gone);
-        present.all(|(_, gpu)| gpu.is_evacuated(self.model().gpu_context()))
+        present.all(|(_, gpu)| gpu.is_evacuated(self.gpu_context()))
     }
 
     /// Bytes of a GPU that limits may rely on.
     pub fn offer(&self, gpu: GpuId) -> u64 {
-        self.gpus.get(gpu).map_or(0, |gpu| gpu.promisable(&self.settings))
+        self.gpus.get(gpu).map_or(0, |gpu| gpu.promisable(self.settings))
     }
 
     /// A client's activity on each of its GPUs.
-    pub fn activities(&self, id: ClientId) -> impl Iterator<Item = (GpuId, Activity)> {
+    pub fn activities(self, id: ClientId) -> impl Iterator<Item = (GpuId, Activity)> {
         let sleep = self.sleep.view(id);
         let is_returning = matches!(sleep.phase, SleepPhase::Waking | SleepPhase::Restoring);
         self.gpus.locks_of(id).map(move |(gpu, lock)| {
@@ -406,7 +398,61 @@ impl Machine {
         self.gpus.holders(gpu).next().is_some()
     }
 
-    pub(crate) fn state(&self, client: ClientId, id: GpuId) -> LockState {
+    /// The sets of GPUs between which clients can be moved, as reported by the daemon.
+    pub fn kinds(&self) -> &'a [GpuSet] {
+        self.places.kinds()
+    }
+
+    /// The GPUs that a client may use, as reported by the daemon. `None`: any GPU.
+    pub fn allowed(&self, client: ClientId) -> Option<&'a GpuSet> {
+        self.places.allowed(client)
+    }
+
+    /// Bytes that a client's group may allocate on a GPU. `None`: the client is in no group, or the
+    /// group is unlimited.
+    pub fn memory_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
+        self.rules.memory_max(client, self.gpus.get(id)?.total)
+    }
+
+    /// The measured or estimated size of the contexts of a client's group on a GPU, in bytes.
+    pub fn contexts_of_group(&self, client: ClientId, id: GpuId) -> u64 {
+        self.ask_quota(|quota, cx| quota.contexts_of_group(cx, client, id))
+    }
+
+    /// The measured or estimated size of a client's own context on a GPU, in bytes.
+    pub fn counted_context(&self, client: ClientId, id: GpuId) -> u64 {
+        self.ask_quota(|quota, cx| quota.context(cx, client, id))
+    }
+
+    /// The lowest of all limits on a client's memory on a GPU, even if the client does not use that
+    /// GPU. `None`: unlimited.
+    pub fn lowest_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
+        self.rules.lowest_max(client, self.gpus.get(id)?.total)
+    }
+
+    /// Bytes that a client's environment allows it to allocate on a GPU, including its context.
+    /// `None`: no limit.
+    pub fn env_memory_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
+        self.rules.env_memory_max(client, self.gpus.get(id)?.total)
+    }
+
+    /// Whether clients may have allocated host memory ahead. The daemon then has to watch the
+    /// host's memory.
+    pub fn is_ahead(&self) -> bool {
+        self.quota.asked_ahead() > 0
+    }
+
+    /// Whether the client's context was complete at the time `begun`.
+    pub fn has_context(&self, client: ClientId, id: GpuId, begun: Time) -> bool {
+        self.gpus.get(id).is_some_and(|gpu| gpu.has_context(client, begun))
+    }
+
+    /// The known state of a client's sleep.
+    pub fn sleep_of(&self, client: ClientId) -> SleepView {
+        self.sleep.view(client)
+    }
+
+    pub fn state(&self, client: ClientId, id: GpuId) -> LockState {
         match self.gpus.hold(client, id) {
             Some(hold) if hold.suspended => LockState::Suspended,
             Some(hold) if hold.revoked.is_none() => LockState::Holding,

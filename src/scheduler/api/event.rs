@@ -225,3 +225,26 @@ pub enum Event {
     /// `Command::Checkpoint`.
     Checkpointed { client: ClientId, outcome: SleepOutcome },
 }
+
+impl Event {
+    /// The client whose message this event is. The message proves that the client's process runs.
+    pub fn sender(&self) -> Option<ClientId> {
+        match self {
+            Self::Attached { client, .. }
+            | Self::Detached { client, .. }
+            | Self::Memory { client, .. }
+            | Self::LimitRequested { client, .. }
+            | Self::ReservationRequested { client, .. }
+            | Self::Utilization { client, .. }
+            | Self::Requested { client, .. }
+            | Self::Cancelled { client, .. }
+            | Self::Released { client, .. }
+            | Self::Held { client, .. }
+            | Self::Stuck { client, .. }
+            | Self::SleepReady { client }
+            | Self::SleepRefused { client, .. }
+            | Self::WakeRequested { client } => Some(*client),
+            _ => None,
+        }
+    }
+}

@@ -12,6 +12,7 @@ mod sleep;
 pub use command::{Command, Denial, EvictionBlock, RoomObstacle};
 pub use event::{Event, Found, MemoryReport};
 pub use rules::{Amount, EnvLimits, Group, GroupId, OnMemoryFull, RuleLimits, Share, SleepAfter};
+pub(crate) use settings::MAX_TIME;
 pub use settings::{AntiThrash, PolicyName, Settings};
 pub use sleep::{
     Move, MoveObstacle, SleepObstacle, SleepOperation, SleepOutcome, SleepPhase, SleepView, WakeReason, Woken,

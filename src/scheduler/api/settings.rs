@@ -55,7 +55,18 @@ pub struct Settings {
     pub sleep_after: Option<Duration>,
 }
 
+/// The latest time (34 years). Later times are clamped to this time, so that no sum of times
+/// overflows.
+pub(crate) const MAX_TIME: Duration = Duration::from_secs(1 << 30);
+
 impl Settings {
+    /// Clamps durations, so that no sum of times overflows.
+    pub(crate) fn clamp(&mut self) {
+        self.time_quantum = self.time_quantum.min(MAX_TIME);
+        self.time_period = self.time_period.min(MAX_TIME / 100);
+        self.sleep_after = self.sleep_after.map(|after| after.min(MAX_TIME));
+    }
+
     /// The length of a holder's turn while a waiting client's group is below its minimum.
     pub(crate) fn slice(&self) -> Duration {
         self.time_period / 40

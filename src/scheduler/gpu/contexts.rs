@@ -3,9 +3,21 @@
 //! is *deferred*. A deferred client waits longer, and is refused after [`CONTEXT_TIMEOUT`].
 
 use super::{Context, Gpu, context_queue::PendingContext};
-use crate::{api::*, effects::Effects, queue::Gang, quota::CONTEXT_APPEARS};
+use crate::{
+    api::*,
+    effects::Effects,
+    queue::Gang,
+    quota::{CONTEXT_APPEARS, FIRST_LIMIT_TIMEOUT},
+};
 use std::time::Duration;
 
+/// How long an attaching client waits for room. After that time the client is admitted without
+/// room, and the driver decides.
+const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How long attaching and waking clients wait for another client's restore. The limit is needed
+/// because a stopped process can delay its restore indefinitely.
+pub(super) const RESTORE: Duration = Duration::from_secs(10);
 /// How long a client is deferred before it is notified that its context has no room. If the
 /// client's rule makes allocations wait, the client is never notified.
 const CONTEXT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -14,7 +26,56 @@ const CONTEXT_TIMEOUT: Duration = Duration::from_secs(30);
 const SLACK: u64 = 64 << 20;
 const SLACK_PART: u64 = 64;
 
+/// What happens to the first client that waits for room for its context.
+#[derive(Debug)]
+pub(crate) enum Admission {
+    /// The client waits. The time of the next check.
+    Waits(Option<Time>),
+    Admits(ClientId),
+}
+
 impl Gpu {
+    /// Admits the first attaching client if it has room or has waited long enough.
+    pub fn admit_context(&mut self, cx: Context, fx: &mut Effects) -> Admission {
+        self.count_deferred(cx);
+        if self.contexts.is_empty() {
+            return Admission::Waits(None);
+        }
+        let Some((client, since, behind)) = self.contexts.first() else {
+            self.notify_deferred(fx);
+            return Admission::Waits(self.refuse_contexts(cx, fx));
+        };
+        // During a restore, no client is admitted without room. Otherwise the restore could run out
+        // of memory and fail permanently.
+        let restored = self.returning.and_then(|returning| returning.restored).map(|since| since + RESTORE);
+        let deadline = restored.map_or(since + ATTACH_TIMEOUT, |restored| restored.max(since + ATTACH_TIMEOUT));
+        // The capacity excludes the contexts of all waiting clients. The contexts behind this
+        // client's do not exist yet, so their bytes are added.
+        let behind = self.context_bytes(cx.settings, behind);
+        let unverified = self.request_verification(cx, fx, client);
+        let room =
+            self.capacity(cx.settings).saturating_add(behind) >= self.ledger.charged().saturating_add(unverified);
+        let reserved = self.total.saturating_sub(self.reserve(cx.settings))
+            < self.overhead_wanted(cx.settings).saturating_sub(behind);
+        if (!room || reserved || self.incomplete) && cx.now < deadline {
+            return Admission::Waits(Some(deadline));
+        }
+        // Waits here because limits have to be recomputed first. The old limits may rely on the room
+        // of contexts that were deferred until now.
+        if cx.quota.has_changed() {
+            return Admission::Waits(None);
+        }
+        let committed = since + FIRST_LIMIT_TIMEOUT;
+        if !cx.quota.has_first_limit(client, self.id) && cx.now < committed {
+            return Admission::Waits(Some(committed));
+        }
+        self.contexts.pop();
+        let Some(attachment) = self.attachments.get_mut(&client) else { return Admission::Waits(None) };
+        attachment.attached = Some(cx.now);
+        fx.command(Command::Attached { client, gpu: self.id });
+        Admission::Admits(client)
+    }
+
     /// Whether the client's context was complete at the time `begun`.
     pub fn has_context(&self, client: ClientId, begun: Time) -> bool {
         let Some(attachment) = self.attachments.get(&client).filter(|_| !self.away.contains_key(&client)) else {

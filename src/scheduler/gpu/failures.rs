@@ -106,6 +106,13 @@ impl Gpu {
         true
     }
 
+    /// Ends the wait for a measurement if no failure is left to explain.
+    pub fn failures_explained(&self, fx: &mut Effects) {
+        if self.attachments.values().all(|attachment| attachment.failures.unexplained.is_none()) {
+            fx.wake(Wake::Failures(self.id), None);
+        }
+    }
+
     /// Bytes that a client needs beyond its demand because it could not map memory that seemed
     /// free. The result is at most the memory that all other clients can give up.
     pub fn shortfall(&self, cx: Context, client: ClientId) -> u64 {

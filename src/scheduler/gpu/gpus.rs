@@ -1,12 +1,13 @@
 //! All GPUs, with the clients that have attached each GPU or hold its lock.
 
-use super::{Account, Attachment, ClientLock, Gpu, Hold};
+use super::{Access, Account, Attachment, ClientLock, Gpu, Hold};
 use crate::{
     api::*,
     entity::{Entity, Gang},
     policy::History,
 };
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 /// All GPUs.
 ///
@@ -16,6 +17,10 @@ use std::collections::BTreeMap;
 pub(crate) struct Gpus {
     gpus: BTreeMap<GpuId, Gpu>,
     of_clients: BTreeMap<ClientId, GpuSet>,
+    /// For clients that owe an answer: when the daemon was last asked to probe the process, and the
+    /// minimum time until the next probe.
+    #[serde(default)]
+    probed: BTreeMap<ClientId, (Time, Duration)>,
 }
 
 impl Gpus {
@@ -46,6 +51,13 @@ impl Gpus {
     /// Adds a GPU of `total` bytes if its id is new. Returns the GPU with this id.
     pub fn found(&mut self, id: GpuId, total: u64) -> &mut Gpu {
         self.gpus.entry(id).or_insert_with(|| Gpu::new(id, total))
+    }
+
+    /// Lets no client run while the host is about to suspend.
+    pub fn suspend(&mut self, suspended: bool) {
+        for gpu in self.gpus.values_mut().filter(|gpu| gpu.access != Access::Gone) {
+            gpu.access = if suspended { Access::Suspended } else { Access::Turns };
+        }
     }
 
     /// Forgets a GPU that no client has attached.
@@ -119,11 +131,18 @@ impl Gpus {
         Some(&self.attachment(client, id)?.history)
     }
 
-    pub fn history_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut History> {
-        Some(&mut self.attachment_mut(client, id)?.history)
+    // Locks.
+
+    pub fn probed(&self, client: ClientId) -> Option<(Time, Duration)> {
+        self.probed.get(&client).copied()
     }
 
-    // Locks.
+    pub fn set_probed(&mut self, client: ClientId, probed: Option<(Time, Duration)>) {
+        match probed {
+            Some(probed) => self.probed.insert(client, probed),
+            None => self.probed.remove(&client),
+        };
+    }
 
     /// A client's lock state on a GPU. `None`: the client has not attached the GPU.
     pub fn lock(&self, client: ClientId, id: GpuId) -> Option<&ClientLock> {
@@ -176,25 +195,6 @@ impl Gpus {
     /// may run together.
     pub fn running_on(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
         self.get(id).into_iter().flat_map(Gpu::running)
-    }
-
-    /// Gives a client the lock of a GPU.
-    pub fn begin_hold(&mut self, client: ClientId, id: GpuId, hold: Hold) {
-        if let Some(gpu) = self.gpus.get_mut(&id)
-            && let Some(attachment) = gpu.attachments.get_mut(&client)
-        {
-            gpu.holders.insert(hold.number, client);
-            attachment.lock.hold = Some(hold);
-        }
-    }
-
-    /// Ends a client's hold of a GPU. `preempted`: the client still wants the lock.
-    pub fn end_hold(&mut self, client: ClientId, id: GpuId, preempted: bool) -> Option<Hold> {
-        let gpu = self.gpus.get_mut(&id)?;
-        let hold = gpu.attachments.get_mut(&client)?.lock.hold.take()?;
-        gpu.holders.remove(&hold.number);
-        gpu.preempted = preempted.then_some(client);
-        Some(hold)
     }
 
     /// Adds a client's present holds to the grant with the number `group`. The holds are then

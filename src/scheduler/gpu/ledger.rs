@@ -1,5 +1,5 @@
 //! The ledger of one GPU's memory: the sums over the [`Account`]s of its clients, updated with
-//! every change of an account. `settle` decides which client gains or loses bytes.
+//! every change of an account. `sharing` decides which client gains or loses bytes.
 //!
 //! Invariant: Σ charge ≤ capacity, so that every allowance can be mapped. A measurement that lowers
 //! the capacity can break the invariant. In that case the excess is evicted first.

@@ -48,20 +48,31 @@ mod measurements;
 pub(crate) mod others;
 pub(crate) mod rate;
 mod reports;
-pub(crate) mod reservation;
-pub(crate) mod returning;
+mod reservation;
+mod returning;
 mod rooms;
 pub(crate) mod shortfall;
 pub(crate) mod verification;
 
 pub(crate) use account::Account;
+pub(crate) use contexts::Admission;
 pub(crate) use failures::{FAILURE_TIMEOUT, Measurement};
 pub(crate) use gpus::Gpus;
-pub(crate) use hold::{ClientLock, Hold, Revoked};
+pub(crate) use hold::{ClientLock, EndedHold, Hold, STUCK, TurnStep};
+pub(crate) use reports::AT_REST;
+pub(crate) use reservation::ReservationNeeds;
+pub(crate) use returning::Return;
 
 use crate::{
-    api::*, client::Clients, effects::Effects, entity::Entity, policy::History, queue::Queues, quota::Quota,
-    rules::Rules, sleep::Sleep,
+    api::*,
+    client::Clients,
+    effects::Effects,
+    entity::Entity,
+    policy::{History, utilization::FULL},
+    queue::Queues,
+    quota::Quota,
+    rules::Rules,
+    sleep::Sleep,
 };
 use context_queue::ContextQueue;
 use ledger::Ledger;
@@ -299,6 +310,58 @@ impl Gpu {
         self.attachments.insert(client, attachment);
         self.away.extend(moved.context.map(|bytes| (client, bytes)));
         self.reservations.extend(moved.reservation.map(|waits| Reservation { secured: 0, ..waits }));
+    }
+
+    /// Updates the capacity. Returns whether requests that unevictable memory blocks may fit now.
+    pub fn note_capacity(&mut self, settings: &Settings) -> bool {
+        let capacity = self.capacity(settings);
+        let before = std::mem::replace(&mut self.capacity, capacity);
+        self.ledger.take_unevictable_fell() || self.capacity > before
+    }
+
+    /// Records that a GPU was found, and can be used unless the host is about to suspend.
+    pub fn found(&mut self, total: u64, suspended: bool) {
+        (self.total, self.failing) = (total, false);
+        self.access = if suspended { Access::Suspended } else { Access::Turns };
+    }
+
+    /// Discards the utilization that holders reported before they started to run together.
+    pub fn forget_utilization(&mut self) {
+        for client in self.running().collect::<Vec<_>>() {
+            self.attachments.entry(client).and_modify(|attachment| attachment.history.utilization.forget());
+        }
+    }
+
+    /// Handles a client's report of its utilization. A value above `FULL` means that the client
+    /// wants the GPU alone. Work of the client's gang members at the same time can only raise the
+    /// measured value.
+    pub fn utilization(&mut self, fx: &mut Effects, client: ClientId, permille: u32) {
+        let entity = self.hold(client).map(|hold| hold.entity);
+        let mut holds = self.holders().filter_map(|holder| self.hold(holder));
+        let is_alone = entity.is_some() && holds.all(|hold| Some(hold.entity) == entity);
+        drop(holds);
+        if let Some(attachment) = self.attachments.get_mut(&client).filter(|_| permille > FULL || is_alone) {
+            attachment.history.utilization.reported(permille);
+            fx.touch(self.id);
+        }
+    }
+
+    /// Records that a client uses the GPU. `requests`: the client requests the lock that it neither
+    /// has nor waits for.
+    pub fn used_by(&mut self, now: Time, client: ClientId, requests: bool) {
+        let Some(attachment) = self.attachments.get_mut(&client) else { return };
+        attachment.used.get_or_insert(now);
+        if requests {
+            attachment.history.progress.asks(now);
+        }
+    }
+
+    /// Bytes for which a client whose memory is unchanged should allocate host memory.
+    pub fn unchanged_memory(&self, client: ClientId) -> Option<u64> {
+        let attachment = self.attachments.get(&client)?;
+        let report = attachment.account().report;
+        let can_move = attachment.engine == Engine::Swap && attachment.eviction_block.is_none();
+        can_move.then(|| report.mapped.saturating_sub(report.pinned))
     }
 
     /// The known bytes of all clients on the GPU.

@@ -2,17 +2,23 @@
 
 use super::{Account, Context, Gpu, account::Evicted};
 use crate::{api::*, effects::Effects, quota::Limit, timers::Wake};
+use std::time::Duration;
+
+/// How long a client's memory has to be unchanged before the client is asked to allocate host memory
+/// ahead of evictions. Programs that end soon, or are still allocating, would gain nothing from an
+/// earlier request.
+pub(crate) const AT_REST: Duration = Duration::from_secs(3);
 
 impl Gpu {
-    /// Handles a client's report. Returns the believed part of the report, and whether the client's
-    /// mapped bytes have changed. `None`: the client has not attached the GPU.
+    /// Handles a client's report. Returns the believed part of the report. `None`: the client has not
+    /// attached the GPU.
     pub fn reported(
         &mut self,
         cx: Context,
         fx: &mut Effects,
         client: ClientId,
         report: MemoryReport,
-    ) -> Option<(MemoryReport, bool)> {
+    ) -> Option<MemoryReport> {
         let attachment = self.attachments.get_mut(&client)?;
         if report.demand > 0 {
             attachment.used.get_or_insert(cx.now);
@@ -43,6 +49,9 @@ impl Gpu {
             self.learn_rate(client, bytes, contents, time);
         }
         self.update_eviction_block(cx, fx, client);
-        Some((report, report.mapped != before))
+        if report.mapped != before {
+            fx.wake(Wake::Ahead(client, self.id), Some(cx.now + AT_REST));
+        }
+        Some(report)
     }
 }

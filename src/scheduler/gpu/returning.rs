@@ -2,7 +2,15 @@
 //! repeated. So a restore begins only after its room was set aside and a later measurement found
 //! the room free.
 
-use crate::api::{ClientId, Time};
+use super::{Access, Context, Gpu, contexts::RESTORE};
+use crate::{
+    api::{ClientId, Time},
+    effects::Effects,
+};
+use std::time::Duration;
+
+/// The interval between measurements while a waking client waits for one.
+const MEASURE: Duration = Duration::from_secs(1);
 
 /// The client that waits for its restore on a GPU, or is being restored there. A GPU has at most
 /// one such client at a time, so memory that is measured as free is available to that client.
@@ -45,6 +53,78 @@ impl Returning {
         if self.secured.is_some_and(|since| since <= begun) {
             self.is_measured = free.is_none_or(|free| free >= self.bytes);
         }
+    }
+}
+
+/// The state of the client that waits for its restore on a GPU.
+#[derive(Debug)]
+pub(crate) enum Return {
+    /// The client is being restored or waits for room. The time of the next check.
+    Waits(Option<Time>),
+    /// The restore takes too long, so the next client no longer waits for it.
+    IsOverdue(ClientId),
+    /// The client has room on this GPU.
+    HasRoom(ClientId),
+}
+
+impl Gpu {
+    /// Sets room aside for a waking client, unless another client waits for its restore.
+    pub fn expect_return(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
+        if self.returning.is_none() {
+            let bytes = self.away.get(&client).copied().unwrap_or_else(|| self.context_of(cx, client));
+            self.returning = Some(Returning::new(client, bytes));
+            fx.touch(self.id);
+        }
+    }
+
+    /// Releases the room of a client that stays asleep.
+    pub fn cancel_return(&mut self, fx: &mut Effects, client: ClientId) {
+        if self.returning.take_if(|returning| returning.client == client).is_some() {
+            fx.touch(self.id);
+        }
+    }
+
+    /// Whether another client waits for its restore on the GPU.
+    pub fn returns_other(&self, client: ClientId) -> bool {
+        self.returning.is_some_and(|returning| returning.client != client)
+    }
+
+    /// Records that the client's restore has begun.
+    pub fn begin_restore(&mut self, now: Time) {
+        self.returning.iter_mut().for_each(|returning| returning.restored = Some(now));
+    }
+
+    /// Checks the room of the client that waits for its restore, and asks for a measurement of it.
+    pub fn serve_return(&mut self, cx: Context, fx: &mut Effects) -> Option<Return> {
+        let now = cx.now;
+        let Returning { client, restored, .. } = self.returning?;
+        if let Some(due) = restored.map(|since| since + RESTORE) {
+            if now < due {
+                return Some(Return::Waits(Some(due)));
+            }
+            self.give_up_return();
+            return Some(Return::IsOverdue(client));
+        }
+        let is_gone = self.access == Access::Gone; // the driver's error should reach the client
+        let has_room = self.access == Access::Turns
+            && self.trial.is_none()
+            && !self.incomplete
+            && self.ledger.unverified() == 0
+            && self.ledger.charged() <= self.usable(cx.settings)
+            && self.overhead_wanted(cx.settings) <= self.total.saturating_sub(self.reserve(cx.settings));
+        let returning = self.returning.as_mut()?;
+        returning.set_secured(now, has_room || is_gone);
+        returning.is_measured |= is_gone;
+        if returning.is_measured {
+            return Some(Return::HasRoom(client));
+        }
+        let due = returning.asked.map_or(now, |asked| asked + MEASURE);
+        if due <= now {
+            returning.asked = Some(now);
+            // A pending measurement may never arrive, or may have begun too early.
+            self.measure_again(fx);
+        }
+        Some(Return::Waits(Some(due.max(now + MEASURE))))
     }
 }
 

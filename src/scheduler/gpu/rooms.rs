@@ -4,7 +4,7 @@
 //! fit beside a room wait until the room ends. Gangs are not split to make room. Headroom
 //! (`others`) has the same effects.
 
-use super::{Access, Gpu};
+use super::{Access, Gpu, Gpus};
 use crate::{api::*, effects::Effects};
 use std::time::Duration;
 
@@ -12,12 +12,37 @@ use std::time::Duration;
 /// because some memory cannot be evicted.
 const VACATING: Duration = Duration::from_secs(10);
 
+impl Gpus {
+    /// Creates or changes a room: see [`Event::RoomRequested`]. Refuses the room if it cannot be kept
+    /// free.
+    pub fn make_room(
+        &mut self,
+        now: Time,
+        settings: &Settings,
+        fx: &mut Effects,
+        (room, id): (RoomId, GpuId),
+        bytes: u64,
+        until: Time,
+    ) {
+        let made = self.get_mut(id).map(|gpu| gpu.make_room(now, settings, fx, room, bytes, until));
+        if let Err(why) = made.unwrap_or(Err(RoomObstacle::Gone)) {
+            self.end_room(fx, room);
+            fx.command(Command::RoomRefused { room, gpu: id, why });
+        }
+    }
+
+    /// Ends a room on all GPUs.
+    pub fn end_room(&mut self, fx: &mut Effects, room: RoomId) {
+        self.iter_mut().for_each(|(_, gpu)| gpu.end_room(fx, room));
+    }
+}
+
 impl Gpu {
     /// Creates or changes a room: see [`Event::RoomRequested`].
     ///
     /// # Errors
     /// Why the room cannot be kept free.
-    pub fn make_room(
+    fn make_room(
         &mut self,
         now: Time,
         settings: &Settings,
@@ -48,7 +73,7 @@ impl Gpu {
     }
 
     /// Ends a room, if this GPU has it.
-    pub fn end_room(&mut self, fx: &mut Effects, room: RoomId) {
+    fn end_room(&mut self, fx: &mut Effects, room: RoomId) {
         if self.others.end(room).is_some() {
             fx.touch(self.id);
         }

@@ -5,8 +5,8 @@ use super::Model;
 use crate::{
     api::*,
     gpu::{Access, ClientLock, Gpu, Hold},
-    policy::Precedence,
-    queue::Entity,
+    policy::{Precedence, Waiter},
+    queue::{Blocked, Entity},
 };
 use std::cell::OnceCell;
 
@@ -89,6 +89,51 @@ impl Model<'_> {
             self.is_admissible(entity, *id) && (self.access(*id) == Access::Gone || is_next())
         };
         request.wants.values().flatten().all(is_served)
+    }
+
+    /// Those of the wanted GPUs that a client has to wait for. It need not wait for locks that it
+    /// holds. A revoked lock has to be released first.
+    pub fn locks_to_wait_for(&self, client: ClientId, gpus: GpuSet) -> GpuSet {
+        let is_wanted = |gpu: &GpuId| {
+            self.gpus.lock(client, *gpu).is_some_and(|lock| lock.hold.as_ref().is_none_or(|h| h.revoked.is_some()))
+        };
+        gpus.into_iter().filter(is_wanted).collect()
+    }
+
+    /// Whether a request has waited long enough to precede all other requests of its owner from now
+    /// on.
+    pub fn is_due_to_age(&self, entity: Entity) -> bool {
+        let request = self.queues.request(entity);
+        request.is_some_and(|request| !request.aged && request.ages.is_some_and(|at| at <= self.now))
+    }
+
+    /// Why a request would only delay other requests in the queues: it may not run yet, or it would
+    /// take bytes on other GPUs and could not use them. `None`: the request should be queued.
+    pub fn stays_out(&self, entity: Entity) -> Option<Blocked> {
+        if let Some(until) = self.shares().request_capped_until(entity) {
+            return Some(Blocked::Until(until));
+        }
+        let is_full = |id: &GpuId| {
+            let members = self.queues.members(entity, *id);
+            (members.len() == 1 || self.is_crowded_out(*id, &members)) && !self.has_room(entity, *id, &members)
+        };
+        self.queues.request(entity)?.gpus().into_iter().find(is_full).map(Blocked::Pinned)
+    }
+
+    /// Whether a queued request needs neither bytes nor turns, because its clients use managed memory
+    /// and anti-thrash is `off`. While memory of such a client is being evicted for other clients,
+    /// the client's request waits in the queue.
+    pub fn needs_no_turn(&self, entity: Entity) -> bool {
+        let Some(request) = self.queues.request(entity).filter(|request| request.blocked.is_none()) else {
+            return false;
+        };
+        let is_needless = |client: ClientId, id: GpuId| {
+            self.faults_in(client, id)
+                && self.access(id) != Access::Suspended
+                && self.gpus.hold(client, id).is_none()
+                && !self.is_evicting(entity, id)
+        };
+        request.wants.iter().all(|(client, gpus)| gpus.iter().all(|id| is_needless(*client, *id)))
     }
 
     /// When a client can be granted these GPUs again after mapping failed there. 0 if mapping never
@@ -189,5 +234,56 @@ impl Model<'_> {
         let is_spent = self.shares().capped_at(client, id).is_some_and(|at| at <= self.now);
         // The client itself may want the lock again, and must release it first.
         others || is_in_the_way() || is_spent || self.sleep.is_held_off(client) || self.queues.waits_for(client, id)
+    }
+
+    /// Whether a client gets no free bytes on a GPU: the client neither runs nor waits there, and
+    /// the client or its group exceeds a limit.
+    pub fn is_over_limit(&self, client: ClientId, id: GpuId) -> bool {
+        let uses = self.gpus.hold(client, id).is_some() || self.queues.waits_for(client, id);
+        !uses && self.ask_quota(|quota, cx| quota.is_over(cx, client, id))
+    }
+
+    /// The allowance of a client after memory beyond the limit of the client or its group is evicted.
+    /// A running client keeps the memory that it needs. `None`: nothing is to be evicted.
+    pub fn within_limits(&self, client: ClientId, id: GpuId) -> Option<u64> {
+        let account = self.gpus.account(client, id).filter(|_| self.is_over_limit(client, id))?;
+        let allowance = |client| self.gpus.account(client, id).map_or(0, |account| account.allowance);
+        let surplus = self.ask_quota(|quota, cx| quota.surplus(cx, client, id, allowance));
+        let take = account.evictable().min(surplus);
+        (take > 0).then(|| account.allowance - take)
+    }
+
+    /// Bytes that the members of a request still lack on a GPU.
+    pub fn lacking(&self, entity: Entity, id: GpuId) -> u64 {
+        let lacking = |client| {
+            let allowed = self.gpus.account(client, id).map_or(0, |account| account.allowance);
+            self.need(client, id).saturating_sub(allowed)
+        };
+        self.queues.wanting(entity, id).fold(0u64, |sum, client| sum.saturating_add(lacking(client)))
+    }
+
+    /// The policy's view of the first request of a GPU, which has to wait. `lacking`: bytes that it
+    /// lacks; `short`: those of them that only holders can free.
+    pub fn first_waiter(&self, entity: Entity, id: GpuId, members: &[ClientId], lacking: u64, short: u64) -> Waiter {
+        let histories = || members.iter().filter_map(|member| self.gpus.history(*member, id));
+        let request = self.queues.request(entity);
+        Waiter {
+            burst: histories().map(|history| history.bursts.expected()).max().unwrap_or_default(),
+            moving: self.moving_both_ways(id, short, members),
+            arrives: self.moving_both_ways(id, lacking, members),
+            evicts: lacking > 0,
+            unmeasured: histories().any(|history| history.utilization.is_open()),
+            holders_measured: self.are_measured(id),
+            waiters: self.queues.queue_length(id),
+            rank: request.map_or(Time::ZERO, |request| request.key.rank),
+            aged: request.is_some_and(|request| request.aged),
+            ..Waiter::default()
+        }
+    }
+
+    /// Undrainable holders that may need more bytes in order to drain.
+    pub fn undrainable_holders(&self, id: GpuId) -> Vec<ClientId> {
+        let may_need = |client: &ClientId| self.gpus.lock(*client, id).is_some_and(ClientLock::may_need_memory);
+        self.gpus.holders(id).filter(may_need).collect()
     }
 }

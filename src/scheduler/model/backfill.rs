@@ -16,9 +16,9 @@ use std::time::Duration;
 
 /// The minimum time granted to a backfilled request. Also the time granted if the wait of the first
 /// request is unknown.
-pub(crate) const SLOT: Duration = Duration::from_millis(150);
+const SLOT: Duration = Duration::from_millis(150);
 /// The maximum number of requests behind the first that are considered.
-pub(crate) const LOOKS: usize = 16;
+const LOOKS: usize = 16;
 
 impl Model<'_> {
     /// When a GPU admits its first request, according to the turns of its holders. 0 if the GPU
@@ -59,5 +59,25 @@ impl Model<'_> {
             && self.gpus.lock(client, id).is_some_and(|lock| !lock.slow_to_drain)
             && self.gpus.account(client, id).is_some_and(fits)
             && self.is_admissible(Entity::Solo(client), id)
+    }
+
+    /// The client whose request is granted ahead of the first request of a GPU, and the end of its
+    /// turn.
+    pub fn backfill(&self, id: GpuId, first: Entity) -> Option<(ClientId, Time)> {
+        // Backfilling does not consider the classes of requests, so it is off if rules create
+        // classes.
+        if !self.wants_others(id, first) || self.shares().have_classes() || self.access(id) != Access::Turns {
+            return None;
+        }
+        let until = self.others_open_at(id, first).unwrap_or_else(|| self.now.saturating_add(SLOT));
+        if until < self.now.saturating_add(SLOT) {
+            return None;
+        }
+        let behind = self.queues.queue(id).skip(1).chain(self.queues.behind_first(id));
+        let mut behind = behind.take(LOOKS).filter_map(|(_, entity)| match entity {
+            Entity::Solo(client) => Some(client),
+            Entity::Gang(_) => None,
+        });
+        Some((behind.find(|client| self.may_backfill(*client, id, until))?, until))
     }
 }

@@ -192,4 +192,41 @@ impl Model<'_> {
         let since = self.queues.gangs().turn_since(gang)?;
         (gang != other && self.gangs_conflict(gang, other)).then_some(since)
     }
+
+    /// The locks that a client releases, and its gang if one of these locks was revoked.
+    pub fn released(&self, client: ClientId, gpus: &GpuSet) -> (Vec<GpuId>, Option<Gang>) {
+        let holds = || gpus.iter().filter_map(|id| Some((*id, self.gpus.hold(client, *id)?)));
+        let revoked = holds().find_map(|(_, hold)| hold.revoked.and(hold.entity.gang()));
+        (holds().map(|(id, _)| id).collect(), revoked)
+    }
+
+    /// A lock of a gang that is not revoked yet. After a revoked member has drained, the remaining
+    /// members have only run to let that member drain.
+    pub fn remaining_lock(&self, gang: Gang) -> Option<(ClientId, GpuId)> {
+        let is_left = |hold: &Hold| hold.entity == Entity::Gang(gang) && hold.revoked.is_none();
+        self.queues.gangs().members(gang).find_map(|client| {
+            let (id, _) = self.gpus.holds_of(client).find(|(_, hold)| is_left(hold))?;
+            Some((client, id))
+        })
+    }
+
+    /// The locks that are revoked together with a client's lock: all that were granted together with
+    /// it. A program that needs several GPUs at once gains nothing from some of them.
+    pub fn revoked_with(&self, client: ClientId, id: GpuId) -> Vec<(ClientId, GpuSet)> {
+        let Some(Hold { entity, group, .. }) = self.gpus.hold(client, id) else { return Vec::new() };
+        let gpus = |member: ClientId| {
+            let is_part =
+                |hold: &Hold| hold.entity == *entity && (hold.group == *group || *entity != Entity::Solo(member));
+            let holds = self.gpus.holds_of(member).filter(|(_, hold)| hold.revoked.is_none() && is_part(hold));
+            holds.map(|(id, _)| id).collect()
+        };
+        self.queues.clients_of_entity(*entity).into_iter().map(|member| (member, gpus(member))).collect()
+    }
+
+    /// The gang of a client: by its rule, or by its own choice.
+    pub fn gang_by_rule(&self, client: ClientId) -> Option<Gang> {
+        let is_gang = |group: &GroupId| self.rules.limits(*group).is_some_and(|limits| limits.gang);
+        let group = self.rules.group(client).filter(is_gang);
+        group.map(Gang::Group).or(self.clients.get(&client).and_then(|state| Gang::named(state.named)))
+    }
 }

@@ -1,28 +1,36 @@
-//! Read-only queries on the current state that involve several components. Decisions use these
-//! queries; `machine` and `settle` then make the changes.
+//! Decisions that involve several components. They only read; `machine`, `sharing`, `requests` and
+//! `presence` then make the changes.
 //!
 //! - `order`: the order of queues, and the precedence of waiting clients over holders.
 //! - `admission`: whether a request can be granted, and why not.
 //! - `gangs`: how a gang's members help each other, and which gangs exclude each other.
+//! - `turns`: when holders have to release the lock.
+//! - `answers`: clients that do not answer.
+//! - `sleep`, `moves`: which clients can sleep, and where sleeping clients can move.
 //! - `corun`: which clients may hold a GPU at the same time.
 //! - `backfill`: requests that may run while the first request of a GPU waits for other GPUs.
 
 mod admission;
+mod answers;
 mod backfill;
 mod corun;
 mod gangs;
+mod moves;
 mod order;
+mod sleep;
+mod turns;
 
-pub(crate) use backfill::{LOOKS, SLOT};
+pub(crate) use turns::Pressure;
 
 use crate::{
     api::*,
     client::Clients,
     fairness::Fairness,
-    gpu::{self, Access, Gpus},
+    gpu::{self, Access, Gpus, capacity::GpuCapacities},
+    placement::Placements,
     policy::{self, Policy},
     queue::{Entity, Queues},
-    quota::Quota,
+    quota::{self, Quota},
     rules::Rules,
     sleep::Sleep,
 };
@@ -40,6 +48,7 @@ pub(crate) struct Model<'a> {
     pub sleep: &'a Sleep,
     pub quota: &'a Quota,
     pub fairness: &'a Fairness,
+    pub places: &'a Placements,
 }
 
 impl<'a> Model<'a> {
@@ -55,6 +64,12 @@ impl<'a> Model<'a> {
     pub fn gpu_context(&self) -> gpu::Context<'a> {
         let Self { now, settings, rules, clients, queues, sleep, quota, .. } = *self;
         gpu::Context { now, settings, rules, clients, queues, sleep, quota }
+    }
+
+    /// Runs `ask` on the quota without changing it.
+    pub fn ask_quota<R>(&self, ask: impl FnOnce(&Quota, quota::Context) -> R) -> R {
+        let gpus = GpuCapacities { gpus: self.gpus, settings: self.settings };
+        ask(self.quota, quota::Context { now: self.now, rules: self.rules, gpus: &gpus })
     }
 
     /// The allowance in bytes that a client needs to run on a GPU: see [`Gpu::need`].

@@ -244,4 +244,13 @@ impl<'a> Model<'a> {
             && self.queues.gang_peers(client).next().is_none()
             && self.queues.wants(client).is_some_and(|gpus| gpus.len() == 1)
     }
+
+    /// The finish tags that a client's owners reach by a hold that ended. `waited` is the part of
+    /// the hold in which other clients waited.
+    pub fn finish_tags(&self, client: ClientId, id: GpuId, hold: &Hold, waited: Duration) -> Vec<(ShareOwner, Time)> {
+        debug_assert!(self.owners_are_current(id));
+        let shares = self.shares();
+        let tag = |owner| Some((owner, shares.finish_tag(client, owner, id, hold, waited)?.0));
+        shares.owners(client).filter_map(tag).collect()
+    }
 }

@@ -35,6 +35,16 @@ pub(crate) struct Request {
     pub told: Option<WaitReason>,
 }
 
+/// The place of a waiting request, which a request that replaces it keeps.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Place {
+    /// When the client began to wait.
+    pub since: Time,
+    pub key: QueueKey,
+    pub ages: Option<Time>,
+    pub aged: bool,
+}
+
 impl Request {
     pub fn new(key: QueueKey, ages: Option<Time>, aged: bool) -> Self {
         let (since, wants) = (BTreeMap::new(), BTreeMap::new());

@@ -8,8 +8,8 @@
 //! wait, hence no deadlock).
 //!
 //! [`Queues`] keeps requests, queues and gangs consistent, and marks the GPUs that a change
-//! affects. `settle` decides which requests are granted and when turns end, because these decisions
-//! also depend on memory and shares.
+//! affects. `requests` decides where a request waits, and `model` which requests are granted and when
+//! turns end, because these decisions also depend on memory and shares.
 //!
 //! - `line`: requests and the queue of each GPU.
 //! - `class`: the precedence of clients regardless of arrival.
@@ -21,7 +21,7 @@ pub(crate) mod line;
 
 pub(crate) use crate::entity::{Entity, Gang, ShareOwner};
 pub(crate) use class::{Class, Tier};
-pub(crate) use line::{Blocked, QueueKey, Request};
+pub(crate) use line::{Blocked, Place, QueueKey, Request};
 
 use crate::{api::*, effects::Effects};
 use gang::Gangs;
@@ -123,6 +123,13 @@ impl Queues {
     /// The request to which a client belongs.
     pub fn waiting(&self, client: ClientId) -> Option<Entity> {
         self.waiting.get(&client).copied()
+    }
+
+    /// The place of a client's request, for a request that replaces it.
+    pub fn place(&self, client: ClientId) -> Option<Place> {
+        let request = self.request(self.waiting(client)?)?;
+        let Request { key, ages, aged, .. } = *request;
+        Some(Place { since: *request.since.get(&client)?, key, ages, aged })
     }
 
     /// The GPUs that a client waits for.

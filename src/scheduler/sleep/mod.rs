@@ -26,8 +26,9 @@
 //!
 //! Other parts of sleep:
 //!
-//! - `settle/sleep.rs`, `gpu/returning.rs`: which client sleeps, and when; room for a wake.
-//! - `settle/moves.rs`, `quota/coming.rs`: moves to another GPU, drained GPUs. `quota/asleep.rs`:
+//! - `presence.rs`: what follows from a change of a client's sleep.
+//! - `model/sleep.rs`, `gpu/returning.rs`: which client sleeps, and when; room for a wake.
+//! - `model/moves.rs`, `quota/coming.rs`: moves to another GPU, drained GPUs. `quota/asleep.rs`:
 //!   limits of sleeping clients.
 //! - The daemon's `core/sleep.rs`, `core/paused.rs`, `core/moves.rs`: driver versions, and requests
 //!   to pause, move or drain. `checkpoint/mod.rs`: starts helpers. `src/checkpoint/main.rs`: the

@@ -1,0 +1,872 @@
+//! The state, and the dispatch of events to the components. A component decides about its own state:
+//! its methods read the other components, and leave commands, wake-ups and GPUs to settle in
+//! [`Effects`]. Only this file changes several components, and it decides nothing itself: `model`
+//! does.
+
+use crate::{
+    api::*,
+    client::{Client, Clients},
+    effects::Effects,
+    explain::Explanation,
+    fairness::Fairness,
+    gpu::{self, AT_REST, Access, Admission, Gpu, Gpus, Return, capacity::GpuCapacities},
+    model::{Model, Pressure},
+    placement::{self, Placements},
+    presence::{Presence, Task, Tasks},
+    queue::{Blocked, Gang, Queues},
+    quota::{self, Quota},
+    requests::Requests,
+    rules::Rules,
+    sharing::Sharing,
+    sleep::{Sleep, Step},
+    timers::Wake,
+    view::{Activity, ClientView, GpuView, Turns},
+};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+/// The scheduler's state machine. Decides which clients run on which GPU, and which clients' memory
+/// is on each GPU.
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
+pub struct Machine {
+    now: Time,
+    settings: Settings,
+    gpus: Gpus,
+    clients: Clients,
+    queues: Queues,
+    fairness: Fairness,
+    rules: Rules,
+    quota: Quota,
+    places: Placements,
+    #[serde(default)]
+    sleep: Sleep,
+    effects: Effects,
+    /// The host is about to suspend.
+    suspended: bool,
+}
+
+impl Machine {
+    /// A machine without GPUs and clients, at time 0.
+    pub fn new(mut settings: Settings) -> Self {
+        settings.clamp();
+        Self {
+            now: Time::ZERO,
+            settings,
+            gpus: Gpus::default(),
+            clients: Clients::new(),
+            queues: Queues::default(),
+            fairness: Fairness::default(),
+            rules: Rules::default(),
+            quota: Quota::default(),
+            places: Placements::default(),
+            sleep: Sleep::default(),
+            effects: Effects::default(),
+            suspended: false,
+        }
+    }
+
+    /// The time at which the next [`Event::Tick`] is due if no other event arrives before. `None`:
+    /// no tick is due.
+    pub fn deadline(&self) -> Option<Time> {
+        self.effects.deadline()
+    }
+
+    /// The current settings.
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// Handles an event. Returns the commands to carry out, in this order. Invalid events, such as
+    /// events of unknown clients, change nothing. `now` should not decrease; an earlier time is
+    /// raised to the time of the last event.
+    pub fn handle(&mut self, now: Time, event: Event) -> Vec<Command> {
+        self.now = self.now.max(now.min(MAX_TIME));
+        // The event is handled before due wake-ups, so that an answer that arrives in time counts,
+        // and clients that have just disconnected receive no requests.
+        self.dispatch(event);
+        while let Some(wake) = self.effects.take_due(self.now) {
+            match wake {
+                Wake::Gpu(gpu) => self.touch(gpu),
+                Wake::Client(client) => self.sharing().check(client),
+                Wake::Entity(entity) => self.with_requests(|requests| {
+                    requests.requeue(entity);
+                    requests.enqueue(entity);
+                }),
+                Wake::Eviction(client, gpu) => {
+                    self.with_gpu(gpu, |gpu, cx, fx| gpu.unblock_eviction(cx, fx, client));
+                }
+                Wake::Verification(gpu) => {
+                    self.with_gpu(gpu, |gpu, cx, fx| gpu.expire_unverified(cx.now, fx));
+                }
+                Wake::HeldRequests(gpu) => self.held_requests_timed_out(gpu),
+                Wake::Failures(gpu) => self.sharing().failures_are_unexplained(gpu),
+                Wake::Limits => self.quota.mark_all_changed(),
+                Wake::Ahead(client, gpu) => self.ask_ahead(client, gpu),
+                Wake::Sleep(client) => self.change_sleep(client, |presence| presence.look(client)),
+            }
+        }
+        loop {
+            while let Some(gpu) = self.effects.take_touched() {
+                self.settle(gpu);
+            }
+            if !self.quota.has_changed() {
+                break;
+            }
+            self.with_quota(Quota::balance);
+            for client in self.quota.take_expected() {
+                // Limits have made room for the client on the GPU that it moves to.
+                self.follow(client, vec![Task::Move, Task::Step(Step::Nothing)]);
+            }
+        }
+        self.effects.take_commands()
+    }
+
+    fn dispatch(&mut self, event: Event) {
+        // Any message from a client proves that its process runs.
+        if let Some(client) = event.sender() {
+            self.alive(client);
+        }
+        match event {
+            Event::Attached { client, gpu, engine } => self.attach(client, gpu, engine),
+            Event::Detached { client, gpu } => self.detach(client, gpu),
+            Event::Memory { client, gpu, report } => self.report(client, gpu, report),
+            Event::LimitRequested { client, gpu, bytes } => self.request_limit(client, gpu, bytes),
+            Event::ReservationRequested { client, gpu, bytes } => {
+                self.with_gpu(gpu, |gpu, cx, fx| gpu.request_reservation(cx, fx, client, bytes));
+            }
+            Event::Utilization { client, gpu, permille } => {
+                self.with_gpu(gpu, |gpu, _, fx| gpu.utilization(fx, client, permille));
+            }
+            Event::Requested { client, gpus } => self.sharing().request(client, gpus),
+            Event::Cancelled { client, gpus } => self.sharing().cancel(client, &gpus),
+            Event::Released { client, gpus, reason, busy } => {
+                self.sharing().released(client, &gpus, reason, busy);
+                if self.sleep.is_to_prepare(client) {
+                    self.follow(client, vec![Task::Prepare]);
+                }
+            }
+            Event::Held { client, gpus } => self.sharing().held(client, &gpus),
+            Event::Stuck { client, gpus, reason } => self.sharing().stuck(client, &gpus, reason),
+            Event::SleepReady { client } => self.change_sleep(client, |presence| presence.ready(client)),
+            Event::SleepRefused { client, why } => self.change_sleep(client, |presence| presence.refused(client, why)),
+            Event::WakeRequested { client } => self.change_sleep(client, |presence| presence.wake(client, false)),
+            event => self.dispatch_from_daemon(event),
+        }
+    }
+
+    /// Dispatches an event that is not a client's message.
+    fn dispatch_from_daemon(&mut self, event: Event) {
+        match event {
+            Event::Configure(settings) => self.configure(settings),
+            Event::GpuFound { gpu, total } => self.gpu_found(gpu, total),
+            Event::GpuGone { gpu } => self.gpu_gone(gpu),
+            Event::Suspend { suspended } => self.suspend(suspended),
+            Event::GpuLink { gpu, rate } => {
+                self.with_gpu(gpu, |gpu, _, fx| gpu.link_found(fx, rate));
+            }
+            Event::GpuOverhead { gpu, begun, bytes, others, complete } => {
+                self.with_gpu(gpu, |gpu, cx, fx| gpu.overhead_measured(cx, fx, begun, bytes, others, complete));
+            }
+            Event::Measured { gpu, begun, free, found } => self.measured(gpu, begun, free, &found),
+            Event::ContextSizes { gpu, bytes } => {
+                self.with_quota(|quota, cx, _| quota.contexts_measured(cx, gpu, &bytes))
+            }
+            Event::OtherPrograms { gpu, present } => {
+                self.with_gpu(gpu, |gpu, _, fx| gpu.other_programs(fx, present));
+            }
+            Event::HostMemory { bytes } => self.quota.host_memory(bytes),
+            Event::HostAhead { bytes } => self.host_ahead(bytes),
+            Event::Connected { client, gang, tenant } => self.connected(client, gang, tenant),
+            Event::Groups { groups } => self.grouped(&groups),
+            Event::EnvLimits { client, limits } => self.set_env_limits(client, limits),
+            Event::Labels { labels } => self.places.label(&labels),
+            Event::PlacementRequested { client, request } => {
+                self.with_places(|places, cx, fx| places.request(cx, fx, client, &request));
+            }
+            Event::PlacementTaken { client, from } => {
+                self.with_places(|places, cx, _| places.take_over(cx, client, from));
+            }
+            Event::Disconnected { client } => self.disconnected(client),
+            Event::Stopped { client, stopped } => self.stopped(client, stopped),
+            Event::RoomRequested { room, gpu, bytes, until } => {
+                let (settings, until) = (&self.settings, until.min(MAX_TIME));
+                self.gpus.make_room(self.now, settings, &mut self.effects, (room, gpu), bytes, until);
+            }
+            Event::RoomClosed { room } => self.gpus.end_room(&mut self.effects, room),
+            Event::SleepWanted { client, paused } => {
+                self.change_sleep(client, |presence| presence.want(client, paused))
+            }
+            Event::FoundAsleep { client } => self.change_sleep(client, |presence| presence.found(client)),
+            Event::Resumed { client } => self.change_sleep(client, |presence| presence.wake(client, true)),
+            Event::Migrate { client, from, to } => {
+                self.change_sleep(client, |presence| presence.migrate(client, Move { from, to }))
+            }
+            Event::Drain { gpu, drained } => self.drain(gpu, drained),
+            Event::Kinds { kinds } => self.places.set_kinds(kinds),
+            Event::Failing { gpu, failing } => self.gpus.get_mut(gpu).into_iter().for_each(|gpu| gpu.failing = failing),
+            Event::Allowed { allowed } => self.places.allow(allowed),
+            Event::Checkpointed { client, outcome } => {
+                self.change_sleep(client, |presence| presence.checkpointed(client, outcome))
+            }
+            Event::Tick
+            | Event::Attached { .. }
+            | Event::Detached { .. }
+            | Event::Memory { .. }
+            | Event::LimitRequested { .. }
+            | Event::ReservationRequested { .. }
+            | Event::Utilization { .. }
+            | Event::Requested { .. }
+            | Event::Cancelled { .. }
+            | Event::Released { .. }
+            | Event::Held { .. }
+            | Event::Stuck { .. }
+            | Event::SleepReady { .. }
+            | Event::SleepRefused { .. }
+            | Event::WakeRequested { .. } => {} // see `dispatch`
+        }
+    }
+
+    // Access to the components.
+
+    /// A read-only view of the current state.
+    fn model(&self) -> Model<'_> {
+        let Self { now, settings, rules, clients, gpus, queues, sleep, quota, fairness, places, .. } = self;
+        Model { now: *now, settings, rules, clients, gpus, queues, sleep, quota, fairness, places }
+    }
+
+    fn sharing(&mut self) -> Sharing<'_> {
+        let Self { now, settings, rules, clients, gpus, queues, sleep, quota, fairness, places, effects, .. } = self;
+        Sharing { gpus, queues, fairness, effects, now: *now, settings, rules, clients, sleep, quota, places }
+    }
+
+    /// Runs `act` on a GPU if the GPU is known.
+    fn with_gpu<R>(&mut self, id: GpuId, act: impl FnOnce(&mut Gpu, gpu::Context, &mut Effects) -> R) -> Option<R> {
+        self.sharing().with_gpu(id, act)
+    }
+
+    /// Runs `act` on each GPU that a client has attached.
+    fn with_gpus_of(&mut self, client: ClientId, mut act: impl FnMut(&mut Gpu, gpu::Context, &mut Effects)) {
+        for id in self.gpus.of_client(client) {
+            self.with_gpu(id, &mut act);
+        }
+    }
+
+    /// Runs `act` on the quota.
+    fn with_quota<R>(&mut self, act: impl FnOnce(&mut Quota, quota::Context, &mut Effects) -> R) -> R {
+        let gpus = GpuCapacities { gpus: &self.gpus, settings: &self.settings };
+        let context = quota::Context { now: self.now, rules: &self.rules, gpus: &gpus };
+        act(&mut self.quota, context, &mut self.effects)
+    }
+
+    fn with_places(&mut self, act: impl FnOnce(&mut Placements, placement::Context, &mut Effects)) {
+        let Self { now, settings, rules, gpus, clients, places, effects, .. } = self;
+        act(places, placement::Context { now: *now, settings, rules, gpus, clients }, effects);
+    }
+
+    /// Runs `act` on the queues.
+    fn with_requests<R>(&mut self, act: impl FnOnce(&mut Requests) -> R) -> R {
+        self.sharing().with_requests(act)
+    }
+
+    /// Marks a GPU to be settled.
+    fn touch(&mut self, gpu: GpuId) {
+        if self.gpus.contains(gpu) {
+            self.effects.touch(gpu);
+        }
+    }
+
+    /// Requests a measurement of a GPU if none is pending.
+    fn measure(&mut self, id: GpuId) {
+        self.with_gpu(id, |gpu, _, fx| gpu.measure(fx));
+    }
+
+    // Settling.
+
+    /// Brings a GPU up to date: first its memory, then the lock, then messages to holders. Called for
+    /// each GPU that an event has marked. Settling an unchanged GPU does nothing.
+    fn settle(&mut self, id: GpuId) {
+        // Rooms, the number of contexts, the capacity, and the order of the queue.
+        let begin = |gpu: &mut Gpu, cx: gpu::Context, fx: &mut Effects| {
+            let rooms = gpu.serve_rooms(cx.now, cx.settings, fx);
+            gpu.count_deferred(cx);
+            (rooms, gpu.note_capacity(cx.settings))
+        };
+        let Some((rooms, has_gained_room)) = self.with_gpu(id, begin) else { return };
+        if has_gained_room {
+            self.with_requests(|requests| requests.enqueue_pinned(id));
+        }
+        self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
+        let reclassified = self.with_requests(|requests| {
+            requests.enqueue_unblocked(id);
+            requests.reclassify(id)
+        });
+        if self.model().access(id) == Access::Gone {
+            self.sharing().let_through(id);
+            self.serve_returning(id);
+            let next = self.answer_attaching(id);
+            return self.effects.wake(Wake::Gpu(id), next);
+        }
+
+        // Memory, in order of precedence: contexts and holders, then reservations, then the queue.
+        // `reserved_ahead` counts the bytes being freed for needs that precede the queue.
+        let mut pressure = Pressure::default();
+        let holders_lack = self.sharing().serve_holders(id, &mut pressure);
+        let reserved = self.sharing().serve_reservations(id, holders_lack);
+        pressure.add_reservations(&reserved);
+        let reserved_ahead = holders_lack.saturating_add(reserved.lacking);
+        let mut lacking = self.sharing().serve_queue(id, reserved_ahead, &mut pressure);
+        self.with_gpu(id, |gpu, cx, fx| gpu.try_holder(cx, fx));
+        if !pressure.locked_out {
+            pressure.add_conflict(self.model().gang_awaiting_holders(id));
+        }
+        if reserved_ahead == 0 && lacking == 0 {
+            lacking = self.sharing().serve_undrainable(id, &mut pressure);
+        }
+        let is_enough = reserved_ahead == 0 && lacking == 0;
+        self.with_gpu(id, |gpu, _, _| gpu.lacking = !is_enough);
+        // Contexts and sleep: clients that return, arrive, and leave for others.
+        let returning = self.serve_returning(id);
+        let attaching = self.answer_attaching(id);
+        let sleeping = self.sleep_idle(id);
+        if is_enough {
+            self.with_gpu(id, |gpu, cx, fx| gpu.credit_ahead(cx, fx));
+        }
+
+        // The lock: turns that end, and messages to holders.
+        let turn = self.sharing().update_turns(id, &pressure);
+        self.with_requests(|requests| requests.note_opening(id));
+        let conflict = self.model().checks_conflict_at(pressure.first);
+        let next = [rooms, attaching, returning, sleeping, turn, reserved.next, reclassified, conflict];
+        self.effects.wake(Wake::Gpu(id), next.into_iter().flatten().min());
+    }
+
+    /// Admits attaching clients that have room or have waited long enough. Returns the time of the
+    /// next check. The loop ends because each round but the last takes a client out of those that
+    /// wait to create a context.
+    fn answer_attaching(&mut self, id: GpuId) -> Option<Time> {
+        loop {
+            let client = match self.with_gpu(id, |gpu, cx, fx| gpu.admit_context(cx, fx))? {
+                Admission::Waits(next) => return next,
+                Admission::Admits(client) => client,
+            };
+            self.with_quota(|quota, cx, fx| quota.admit(cx, fx, client, id));
+            if self.model().is_drained(id) {
+                self.follow(client, vec![Task::Drain]); // the client's context predates this scheduler
+            }
+        }
+    }
+
+    // Grants and releases.
+
+    // Clients that do not answer.
+
+    /// Handles a process that was stopped, or has been continued.
+    fn stopped(&mut self, client: ClientId, stopped: bool) {
+        let Some(state) = self.clients.get_mut(&client) else { return };
+        let changed = std::mem::replace(&mut state.stopped, stopped) != stopped;
+        self.quota.set_stopped(client, stopped || self.sleep.is_away(client));
+        self.with_gpus_of(client, |gpu, cx, fx| gpu.process_stopped(cx, fx, client, stopped, changed));
+        self.with_requests(|requests| {
+            requests.end_gang_turn(requests.queues.entity(client));
+            if changed && stopped {
+                requests.wait_until_it_runs(client);
+            }
+        });
+        if changed && !stopped {
+            self.sharing().runs_again(client);
+        }
+        self.sharing().check(client);
+    }
+
+    fn alive(&mut self, client: ClientId) {
+        let Some(state) = self.clients.get_mut(&client) else { return };
+        state.heard = self.now;
+        if state.stopped {
+            self.stopped(client, false);
+        }
+    }
+
+    // Gangs.
+
+    // Memory.
+
+    fn attach(&mut self, client: ClientId, id: GpuId, engine: Engine) {
+        let now = self.now;
+        let Some(tenant) = self.clients.get(&client).filter(|_| self.gpus.contains(id)).map(|state| state.tenant)
+        else {
+            return;
+        };
+        if let Some(attachment) = self.gpus.attachment_mut(client, id) {
+            attachment.engine = engine;
+            // The request is answered again, unless its first answer is pending.
+            if attachment.attached.is_some() {
+                self.effects.command(Command::Attached { client, gpu: id });
+                self.with_quota(|quota, cx, fx| quota.tell(cx, fx, client, id));
+            }
+            return;
+        }
+        self.gpus.attach(now, client, id, tenant, engine);
+        self.quota.attach(client, id);
+        self.touch(id);
+        if self.sleep.is_away(client) {
+            self.follow(client, vec![Task::Leave]);
+        }
+        if self.sleep.view(client).phase != SleepPhase::Awake {
+            self.follow(client, vec![Task::Drain]);
+        }
+    }
+
+    /// Removes a client from a GPU, with its memory, its hold and its requests.
+    fn detach(&mut self, client: ClientId, id: GpuId) {
+        if self.gpus.attachment(client, id).is_none() {
+            return;
+        }
+        let entity = self.queues.entity(client);
+        self.with_requests(|requests| requests.touch_conflicting_gangs(entity));
+        self.sharing().cancel(client, &GpuSet::from([id]));
+        self.sharing().end_hold(client, id, Duration::ZERO, false);
+        self.quota.detach(client, id, &self.rules);
+        self.gpus.detach(client, id);
+        self.effects.forget_client(client, id);
+        self.sleep.detached(client, id);
+        self.follow(client, vec![Task::Limit, Task::AnswerMove]);
+        self.touch(id);
+        if self.sleep.is_drained(client) {
+            self.follow(client, vec![Task::Drain]);
+        }
+        self.forget_if_gone(id);
+    }
+
+    /// Handles a client's report of its memory on a GPU.
+    fn report(&mut self, client: ClientId, id: GpuId, report: MemoryReport) {
+        let reported = self.with_gpu(id, |gpu, cx, fx| gpu.reported(cx, fx, client, report));
+        let Some(report) = reported.flatten() else { return };
+        self.with_quota(|quota, cx, _| quota.reported(cx, client, id, report.limit_ack, report.demand));
+        self.sharing().check(client); // the report may be a late answer to a revoke or an eviction
+        // The client's need may have changed, and its blocked request may now be servable.
+        self.with_requests(|requests| requests.retry(client, |blocked| blocked == Blocked::Pinned(id)));
+        // Holders and the first request in the queue are served first. Bytes that are still free
+        // may then go to a client that is not waiting.
+        self.effects.untouch(id);
+        self.settle(id);
+        if self.gpus.get(id).is_some_and(|gpu| !gpu.lacking) && !self.model().is_over_limit(client, id) {
+            let overdrawn = self.model().overdrawn(id);
+            self.sharing().credit(client, id, overdrawn);
+        }
+    }
+
+    /// Handles a client's request for a higher limit.
+    fn request_limit(&mut self, client: ClientId, id: GpuId, bytes: u64) {
+        // A client allocates only in a context.
+        self.with_gpu(id, |gpu, cx, _| gpu.used_by(cx.now, client, false));
+        if self.with_quota(|quota, cx, fx| quota.request(cx, fx, client, id, bytes)) {
+            self.measure(id);
+        }
+    }
+
+    /// Handles the timeout of a measurement that limit requests wait for.
+    fn held_requests_timed_out(&mut self, id: GpuId) {
+        self.with_gpu(id, |gpu, _, _| gpu.measurement_requested = false); // it may never arrive
+        if self.with_quota(|quota, cx, fx| quota.held_requests_timed_out(cx, fx, id)) {
+            self.measure(id);
+        }
+    }
+
+    /// Handles a measurement of clients' memory.
+    fn measured(&mut self, id: GpuId, begun: Time, free: Option<u64>, found: &BTreeMap<ClientId, Found>) {
+        if self.with_gpu(id, |gpu, cx, fx| gpu.clients_measured(cx, fx, begun, found)).is_none() {
+            return;
+        }
+        if self.with_quota(|quota, cx, fx| quota.answer_held(cx, fx, id, begun)) {
+            self.measure(id);
+        }
+        self.with_gpu(id, |gpu, cx, _| gpu.returning_measured(cx.settings, begun, free));
+        self.sharing().explain_failures(id, begun, free, found);
+        self.touch(id);
+    }
+
+    /// Asks a client whose memory is unchanged to allocate host memory for it. At the first eviction
+    /// of memory, allocating host memory takes longer than copying.
+    fn ask_ahead(&mut self, client: ClientId, id: GpuId) {
+        let bytes = self.gpus.get(id).and_then(|gpu| gpu.unchanged_memory(client));
+        if let Some(bytes) = bytes.and_then(|bytes| self.quota.ahead(client, id, bytes)) {
+            self.effects.command(Command::Prepare { client, gpu: id, bytes });
+        }
+    }
+
+    /// Sets the host memory that may be allocated ahead.
+    fn host_ahead(&mut self, bytes: Option<u64>) {
+        if self.with_quota(|quota, cx, fx| quota.host_ahead(cx, fx, bytes)) {
+            let at = Some(self.now + AT_REST);
+            for (id, gpu) in self.gpus.iter() {
+                gpu.attachments.keys().for_each(|client| self.effects.wake(Wake::Ahead(*client, id), at));
+            }
+        }
+    }
+
+    // Sleep.
+
+    fn presence(&mut self) -> Presence<'_> {
+        let Self { now, settings, rules, clients, gpus, queues, sleep, quota, fairness, places, effects, .. } = self;
+        Presence { sleep, effects, now: *now, settings, rules, clients, gpus, queues, quota, fairness, places }
+    }
+
+    /// Does these tasks for a client in their order. What follows from a task is done before the
+    /// tasks behind it. [`Presence::follow`] says why this ends.
+    fn follow(&mut self, client: ClientId, tasks: Vec<Task>) {
+        let mut todo: Tasks = tasks.into_iter().rev().map(|task| (client, task)).collect();
+        while let Some((client, task)) = todo.pop() {
+            match task {
+                Task::WaitUntilItRuns => self.with_requests(|requests| requests.wait_until_it_runs(client)),
+                Task::MayRun => {
+                    self.sharing().runs_again(client);
+                    self.effects.touch_all(self.gpus.of_client(client));
+                }
+                Task::Revoke => {
+                    self.gpus.of_client(client).into_iter().for_each(|id| self.sharing().revoke(client, id))
+                }
+                Task::TakeAll => {
+                    self.with_gpus_of(client, |gpu, cx, fx| gpu.take_all(cx, fx, client));
+                    self.sharing().check(client);
+                }
+                Task::Leave => {
+                    self.quota.set_stopped(client, true); // the client reads no messages
+                    self.with_gpus_of(client, |gpu, cx, fx| gpu.left(cx, fx, client));
+                }
+                Task::ComeBack => {
+                    let is_stopped = self.clients.get(&client).is_some_and(|state| state.stopped);
+                    self.quota.set_stopped(client, is_stopped);
+                    self.with_gpus_of(client, |gpu, cx, fx| gpu.came_back(cx.now, fx, client));
+                }
+                Task::ForgetContexts => {
+                    for id in self.gpus.of_client(client) {
+                        self.with_gpu(id, |gpu, _, _| {
+                            gpu.away.get_mut(&client).into_iter().for_each(|bytes| *bytes = 0)
+                        });
+                        self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
+                    }
+                }
+                Task::Limit => self.limit_sleeper(client),
+                Task::ExpectReturn => self.with_gpus_of(client, |gpu, cx, fx| gpu.expect_return(cx, fx, client)),
+                Task::CancelReturn => self.with_gpus_of(client, |gpu, _, fx| gpu.cancel_return(fx, client)),
+                Task::Restore => self.with_gpus_of(client, |gpu, cx, _| gpu.begin_restore(cx.now)),
+                Task::MoveTo(to) => self.move_attachment(client, to),
+                task => todo.extend(self.presence().follow(client, task).into_iter().rev()),
+            }
+        }
+    }
+
+    /// Lets a change of a client's sleep happen, with all that follows.
+    fn change_sleep(&mut self, client: ClientId, change: impl FnOnce(&mut Presence) -> Vec<Task>) {
+        let tasks = change(&mut self.presence());
+        self.follow(client, tasks);
+    }
+
+    /// Puts the longest-idle client to sleep, if its idle time suffices and other clients lack room.
+    /// Returns when the next client's idle time suffices.
+    fn sleep_idle(&mut self, id: GpuId) -> Option<Time> {
+        let (client, due) = self.model().next_sleeper(id)?;
+        if self.now < due {
+            return Some(due);
+        }
+        self.change_sleep(client, |presence| presence.want(client, false));
+        None // the sleep changes the GPU, so it is settled again
+    }
+
+    /// Starts the restore of a client if all of its GPUs have room. Returns the time of the next
+    /// check.
+    fn serve_returning(&mut self, id: GpuId) -> Option<Time> {
+        match self.with_gpu(id, |gpu, cx, fx| gpu.serve_return(cx, fx))?? {
+            Return::Waits(next) => return next,
+            // The GPU changes, so it is settled again.
+            Return::IsOverdue(client) => self.follow(client, vec![Task::Return]),
+            Return::HasRoom(client) => self.change_sleep(client, |presence| presence.restore(client)),
+        }
+        None
+    }
+
+    /// Starts to empty the GPU (`drained`), or puts it back into use.
+    fn drain(&mut self, id: GpuId, drained: bool) {
+        let Some(gpu) = self.gpus.get_mut(id) else { return };
+        gpu.drained = drained;
+        let clients: Vec<ClientId> = gpu.attachments.keys().copied().collect();
+        clients.into_iter().for_each(|client| self.follow(client, vec![Task::Drain]));
+        self.touch(id);
+    }
+
+    /// Updates a client's limits for its sleep. Sets room aside on the GPU that the client will be
+    /// moved to, and on the GPUs that it may be moved back to.
+    fn limit_sleeper(&mut self, client: ClientId) {
+        let is_asleep = self.sleep.view(client).phase != SleepPhase::Awake;
+        let (goes, back) = self.model().expected(client);
+        self.with_quota(|quota, cx, fx| {
+            quota.set_asleep(cx, fx, client, is_asleep);
+            quota.expect(cx, client, &goes, &back);
+        });
+    }
+
+    /// Moves the attachment of a sleeping client from one GPU to another, together with its limit
+    /// and its request. Does nothing if the target is unknown or the client has already attached it.
+    fn move_attachment(&mut self, client: ClientId, both @ Move { from, to }: Move) {
+        if !self.gpus.move_client(self.now, client, both) {
+            return;
+        }
+        let wanted = self.with_quota(|quota, cx, _| quota.move_client(cx, client, from, to));
+        let wants = self.queues.wants(client).filter(|wants| wants.contains(&from)).cloned();
+        self.places.move_client(client, from, to);
+        self.effects.forget_client(client, from);
+        let (is_drained, number) = (self.model().has_drained(client), self.effects.number());
+        self.sleep.moved(client, both, is_drained, number);
+        // Called in the same step, so that no other client is promised this client's bytes.
+        self.limit_sleeper(client);
+        self.effects.command(Command::Moved { client, from, to });
+        if let Some(mut wants) = wants {
+            wants.remove(&from);
+            wants.insert(to);
+            self.sharing().request(client, wants); // the request keeps its place
+        }
+        if let Some(bytes) = wanted {
+            self.request_limit(client, to, bytes);
+        }
+        self.with_gpu(to, |gpu, cx, fx| gpu.lock_changed(cx, fx, client));
+        self.with_gpu(from, |gpu, _, fx| gpu.schedule_verification(fx));
+        for id in [from, to] {
+            self.measure(id);
+            self.touch(id);
+        }
+        self.forget_if_gone(from);
+    }
+
+    // Membership, rules and GPUs.
+
+    fn connected(&mut self, id: ClientId, gang: u64, tenant: TenantId) {
+        if self.clients.contains_key(&id) {
+            return;
+        }
+        let client = Client { named: gang, tenant, stopped: false, heard: self.now };
+        self.clients.insert(id, client);
+        self.fairness.connected(id, tenant);
+        self.sharing().enter_gang(id, Gang::named(gang));
+    }
+
+    fn disconnected(&mut self, id: ClientId) {
+        if !self.clients.contains_key(&id) {
+            return;
+        }
+        let gpus = self.gpus.of_client(id);
+        self.with_requests(|requests| requests.withdraw(id));
+        self.sleep.forget(id); // a disconnected client receives no more commands
+        self.limit_sleeper(id);
+        for gpu in gpus {
+            self.detach(id, gpu);
+        }
+        self.rules.set_env(id, EnvLimits::default());
+        self.leave_group(id);
+        self.quota.disconnected(id);
+        self.sharing().leave_gang(id);
+        self.queues.disconnected(id);
+        self.fairness.disconnected(id);
+        self.with_places(|places, cx, _| places.leave(cx, id));
+        self.clients.remove(&id);
+        self.gpus.set_probed(id, None);
+        self.effects.wake(Wake::Client(id), None);
+        self.sleep.forget(id);
+        self.effects.wake(Wake::Sleep(id), None);
+        self.follow(id, vec![Task::Return]);
+    }
+
+    /// Applies new rules to these clients.
+    fn grouped(&mut self, groups: &BTreeMap<ClientId, Option<Group>>) {
+        let mut bounds_changed: BTreeSet<ClientId> = groups.keys().copied().collect();
+        let mut shares_changed = false;
+        // All clients change groups before any limit is computed. Otherwise a limit could count a
+        // member too early and give that member other clients' memory.
+        for (client, group) in groups {
+            self.leave_group(*client);
+            if !self.clients.contains_key(client) {
+                continue;
+            }
+            let Some(group) = *group else {
+                self.sharing().update_gang(*client);
+                continue;
+            };
+            let change = self.rules.join(*client, group);
+            for peer in change.owners {
+                self.with_requests(|requests| requests.owner_changed(peer));
+            }
+            self.quota.count_member(*client, group.id, true);
+            bounds_changed.extend(change.bounds);
+            shares_changed |= change.shares;
+            self.sharing().update_gang(*client);
+            change.gangs.into_iter().for_each(|member| self.sharing().update_gang(member));
+        }
+        bounds_changed.into_iter().for_each(|client| self.bounds_changed(client));
+        groups.keys().for_each(|client| self.effects.touch_all(self.gpus.of_client(*client)));
+        let has_position = |client: &ClientId| self.has_position(*client);
+        if shares_changed || groups.keys().any(has_position) {
+            self.requeue_all();
+        }
+    }
+
+    /// Moves all requests to their current positions after rules have changed.
+    fn requeue_all(&mut self) {
+        self.with_requests(|requests| requests.requeue_all());
+        self.fairness.forget_usage(self.now, self.settings.time_period);
+    }
+
+    /// Whether a client holds or waits for a lock.
+    fn has_position(&self, client: ClientId) -> bool {
+        self.queues.waiting(client).is_some() || self.gpus.holds_any(client)
+    }
+
+    fn leave_group(&mut self, client: ClientId) {
+        if let Some(group) = self.rules.group(client) {
+            self.quota.count_member(client, group, false);
+            self.rules.leave(client);
+            self.with_requests(|requests| requests.owner_changed(client));
+        }
+    }
+
+    /// Applies the limits of a client's environment.
+    fn set_env_limits(&mut self, client: ClientId, limits: EnvLimits) {
+        let has_position = self.has_position(client);
+        if !self.clients.contains_key(&client) {
+            return;
+        }
+        let before = self.rules.set_env(client, limits);
+        if before == limits {
+            return;
+        }
+        self.bounds_changed(client);
+        if has_position && before.weight != limits.weight {
+            self.requeue_all();
+        }
+    }
+
+    /// Applies a change of the bounds on a client's memory. Evicts memory beyond the bounds from
+    /// GPUs on which the client does not run. Notifies the client of the bounds, and later of its
+    /// new limits.
+    fn bounds_changed(&mut self, client: ClientId) {
+        for id in self.quota.gpus_of(client) {
+            self.quota.mark_changed(id);
+            self.sharing().swap_surplus(client, id);
+            self.with_quota(|quota, cx, fx| quota.tell_again(cx, fx, client, id));
+        }
+    }
+
+    fn configure(&mut self, mut settings: Settings) {
+        settings.clamp();
+        let is_same = settings.time_period == self.settings.time_period;
+        let is_same_policy = settings.policy == self.settings.policy;
+        self.settings = settings;
+        if !is_same_policy {
+            self.fairness.clear_finish_tags();
+            self.with_requests(|requests| requests.rerank_all());
+        }
+        if !(is_same && is_same_policy) {
+            self.requeue_all();
+        }
+        self.effects.touch_all(self.gpus.ids());
+        self.with_requests(|requests| requests.all_may_need_no_turn());
+    }
+
+    fn gpu_found(&mut self, id: GpuId, total: u64) {
+        let gpu = self.gpus.found(id, total);
+        gpu.found(total, self.suspended);
+        self.quota.gpu_found(id);
+        self.queues.gpu_found(id);
+        self.fairness.gpu_found(id);
+        self.touch(id);
+    }
+
+    fn gpu_gone(&mut self, id: GpuId) {
+        let Some(gpu) = self.gpus.get_mut(id) else { return };
+        gpu.access = Access::Gone;
+        gpu.end_rooms(&mut self.effects);
+        self.touch(id);
+        self.forget_if_gone(id);
+    }
+
+    /// Forgets a GPU that is gone and has no clients.
+    fn forget_if_gone(&mut self, id: GpuId) {
+        if !self.gpus.get(id).is_some_and(|gpu| gpu.access == Access::Gone && gpu.attachments.is_empty()) {
+            return;
+        }
+        self.gpus.forget(id);
+        self.quota.gpu_forgotten(id);
+        self.queues.gpu_forgotten(id);
+        self.fairness.gpu_forgotten(id);
+        self.effects.forget(id);
+    }
+
+    fn suspend(&mut self, suspended: bool) {
+        self.suspended = suspended;
+        self.gpus.suspend(suspended);
+        self.effects.touch_all(self.gpus.ids());
+        self.with_requests(|requests| requests.all_may_need_no_turn());
+    }
+
+    /// The view of one GPU. `None`: the GPU is unknown.
+    pub fn gpu(&self, id: GpuId) -> Option<GpuView> {
+        self.model().gpu(id, self.effects.wakes_at(Wake::Gpu(id)))
+    }
+
+    /// Views of all known GPUs.
+    pub fn gpus(&self) -> Vec<GpuView> {
+        self.gpus.ids().filter_map(|id| self.gpu(id)).collect()
+    }
+}
+
+/// Methods of [`Machine`] that return what the method of [`Model`] with the same name returns.
+macro_rules! reads {
+    ($($name:ident($($argument:ident: $kind:ty),*) -> $result:ty;)*) => {
+        impl Machine {
+            $(
+                #[doc = concat!("See `Model::", stringify!($name), "`.")]
+                pub fn $name(&self, $($argument: $kind),*) -> $result {
+                    self.model().$name($($argument),*)
+                }
+            )*
+        }
+    };
+}
+
+reads! {
+    // Clients.
+    clients() -> Vec<ClientView>;
+    client(id: ClientId) -> Option<ClientView>;
+    tenants() -> BTreeMap<ClientId, TenantId>;
+    allowed(client: ClientId) -> Option<&GpuSet>;
+    sleep_of(client: ClientId) -> SleepView;
+    activities(id: ClientId) -> impl Iterator<Item = (GpuId, Activity)>;
+    explain(client: ClientId, now: Time) -> impl Iterator<Item = Explanation>;
+
+    // GPUs.
+    is_known(id: GpuId) -> bool;
+    is_held(gpu: GpuId) -> bool;
+    offer(gpu: GpuId) -> u64;
+    charged(gpu: GpuId) -> u64;
+    kinds() -> &[GpuSet];
+    shares_due(id: GpuId) -> BTreeMap<ClientId, u32>;
+    expected_starts(id: GpuId, most: usize, now: Time) -> Vec<(ClientId, Duration)>;
+    is_evacuated() -> bool;
+
+    // A client on one GPU.
+    engine(id: ClientId, gpu: GpuId) -> Option<Engine>;
+    extent(id: ClientId, gpu: GpuId) -> Option<(u64, u64)>;
+    resident_and_swapped(id: ClientId, gpu: GpuId) -> Option<(u64, u64)>;
+    committed_or_requested(id: ClientId, gpu: GpuId) -> u64;
+    turns(id: ClientId, gpu: GpuId, now: Time) -> Option<Turns>;
+    has_context(client: ClientId, id: GpuId, begun: Time) -> bool;
+    counted_context(client: ClientId, id: GpuId) -> u64;
+    contexts_of_group(client: ClientId, id: GpuId) -> u64;
+    memory_max(client: ClientId, id: GpuId) -> Option<u64>;
+    env_memory_max(client: ClientId, id: GpuId) -> Option<u64>;
+    lowest_max(client: ClientId, id: GpuId) -> Option<u64>;
+
+    // Host memory.
+    host() -> (Option<u64>, u64);
+    is_host_scarce() -> bool;
+    swapped() -> u64;
+    is_ahead() -> bool;
+}
