@@ -110,7 +110,9 @@ fn upward(folder: &Path, prefix: &str, layers: &[&str]) -> Vec<String> {
         let path = file.strip_prefix(folder).expect("below the folder");
         let first = path.components().next().expect("a name").as_os_str().to_str().expect("UTF-8");
         let layer = first.trim_end_matches(".rs");
-        if ["lib", "mod", "layers", "bin", "scheduler", "idle_gap", "pools", "simulated_client", "checkpoint"].contains(&layer) {
+        if ["lib", "mod", "layers", "bin", "scheduler", "idle_gap", "pools", "simulated_client", "checkpoint"]
+            .contains(&layer)
+        {
             continue;
         }
         let rank = |name: &str| layers.iter().position(|layer| *layer == name);

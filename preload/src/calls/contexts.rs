@@ -196,7 +196,7 @@ pub fn destroy_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
     let device = known.map(|at| greens.swap_remove(at).1);
     drop(greens);
     if let Some(device) = device {
-        // SAFETY: `making_green` has retained the primary context.
+        // SAFETY: `make_green` has retained the primary context.
         release_primary(device, || unsafe { driver::cuDevicePrimaryCtxRelease_v2(device) });
     }
     result

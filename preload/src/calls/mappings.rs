@@ -3,7 +3,7 @@
 
 use super::allocate;
 use crate::{
-    driver::{self, types::*},
+    driver::{self, query, types::*},
     env::{settings, trace::trace},
     gpu::{Gpu, peers},
     memory::{
@@ -169,24 +169,17 @@ pub fn set_access(
     // SAFETY: the program passes `count` entries.
     let wanted: Vec<_> = (0..count).map(|i| unsafe { wanted.add(i).read_unaligned() }).collect();
     for desc in &wanted {
-        let mut value = 0;
         match desc.location.kind {
             MEM_LOCATION_TYPE_DEVICE if matches!(desc.flags, 0 | 1 | 3) => {}
             MEM_LOCATION_TYPE_HOST => return ERROR_NOT_SUPPORTED, // the answer of driver 580 for GPU memory
             _ => return ERROR_INVALID_VALUE,
         }
         let attribute = DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
-        // SAFETY: `value` outlives the call.
-        let known = unsafe { driver::cuDeviceGetAttribute(&mut value, attribute, desc.location.id) };
-        if known != SUCCESS {
+        if query::device_attribute(desc.location.id, attribute).is_none() {
             return ERROR_INVALID_VALUE;
         }
     }
-    let reaches = |from: CUdevice, to: CUdevice| {
-        let mut can = 1;
-        // SAFETY: `can` outlives the call.
-        from == to || unsafe { driver::cuDeviceCanAccessPeer(&mut can, from, to) } != SUCCESS || can != 0
-    };
+    let reaches = |from, to| from == to || query::can_access_peer(from, to) != Some(false);
     // Checks that each device can reach the memory. The driver cannot check this while the memory is
     // evicted.
     let behind = found.iter().filter_map(|mapping| table.behind(mapping));

@@ -1,6 +1,6 @@
 //! The calling thread's current context.
 
-use super::{check, cuCtxGetCurrent, cuCtxPopCurrent_v2, cuCtxPushCurrent_v2, cuStreamIsCapturing, types::*};
+use super::{check, cuCtxGetCurrent, cuCtxPopCurrent_v2, cuCtxPushCurrent_v2, query::is_capturing, types::*};
 
 /// Returns the current context, or NULL if there is none.
 ///
@@ -78,11 +78,8 @@ fn is_dead_without_doubt(result: CUresult) -> bool {
 /// Whether the current context is broken, for example by an illegal address. Every call must then
 /// return the driver's error.
 pub fn is_current_broken() -> bool {
-    let mut status = STREAM_CAPTURE_STATUS_NONE;
-    // SAFETY: `status` outlives the call. This call is the cheapest one that reports a broken context, and
-    // always allowed.
-    let said = unsafe { cuStreamIsCapturing(CTX_DEFAULT_STREAM, &mut status) };
-    is_broken(said) || is_doubtful(said)
+    // This call is the cheapest one that reports a broken context, and always allowed.
+    is_capturing(CTX_DEFAULT_STREAM).is_err_and(|error| is_broken(error) || is_doubtful(error))
 }
 
 #[cfg(test)]

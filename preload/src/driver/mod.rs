@@ -8,6 +8,8 @@
 //! intercept. [`detour`]: code that runs before an entry or a thunk continues. All entries are shut
 //! while [`presence`](crate::connection::presence) says that the process is off its GPUs.
 //!
+//! [`query`]: queries without side effects.
+//!
 //! [`hook`]: the declaration of interposed functions.
 //!
 //! [`redirect`]: patches symbol tables so that lookups of driver functions yield hooks.
@@ -22,6 +24,7 @@ pub mod fake;
 pub mod function;
 pub mod hook;
 pub mod library;
+pub mod query;
 pub mod redirect;
 pub mod types;
 pub mod waits;

@@ -30,7 +30,10 @@ mod checks {
 #[cfg(debug_assertions)]
 mod checks {
     use super::super::Function;
-    use crate::sys::{c::environment, rank};
+    use crate::{
+        env::trace::Line,
+        sys::{c::environment, rank},
+    };
     use core::{
         ffi::CStr,
         fmt::Write as _,
@@ -104,10 +107,10 @@ mod checks {
         }
         let name = function.name().to_str().unwrap_or("");
         let place = Location::caller();
-        let mut line = Line { bytes: [0; 400], len: 0 };
+        let mut line = Line::new();
         let verdict = if is_wrong { "wrong" } else { "reached" };
-        let _ = writeln!(line, "{verdict}\t{name}\t{}:{}\t{:#b}", place.file(), place.line(), rank::ranks_of_thread());
-        let line = line.bytes.get(..line.len).unwrap_or(&[]);
+        let _ = write!(line, "{verdict}\t{name}\t{}:{}\t{:#b}", place.file(), place.line(), rank::ranks_of_thread());
+        let line = line.end();
         match counted {
             Some(path) => append(path, line),
             None => {
@@ -130,20 +133,6 @@ mod checks {
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::APPEND | OFlags::CLOEXEC;
         if let Ok(file) = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR) {
             let _ = rustix::io::write(&file, line);
-        }
-    }
-
-    struct Line {
-        bytes: [u8; 400],
-        len: usize,
-    }
-
-    impl core::fmt::Write for Line {
-        fn write_str(&mut self, text: &str) -> core::fmt::Result {
-            let end = self.len + text.len();
-            self.bytes.get_mut(self.len..end).ok_or(core::fmt::Error)?.copy_from_slice(text.as_bytes());
-            self.len = end;
-            Ok(())
         }
     }
 

@@ -31,7 +31,7 @@ pub(crate) use trace;
 
 /// Prints one line on stderr.
 pub fn line(text: core::fmt::Arguments<'_>) {
-    let mut line = Line { bytes: [0; 400], len: 0 };
+    let mut line = Line::new();
     if settings::get().debug {
         let (pid, thread) = (rustix::process::getpid(), rustix::thread::gettid());
         let now = Instant::now().since_start();
@@ -40,8 +40,6 @@ pub fn line(text: core::fmt::Arguments<'_>) {
         let _ = write!(line, "nvshare: ");
     }
     let _ = line.write_fmt(text);
-    let end = line.len.min(line.bytes.len() - 1);
-    line.bytes[end] = b'\n';
     // SAFETY: the descriptor is borrowed for three calls. The calls return an error if it is
     // closed.
     let stderr = unsafe { BorrowedFd::borrow_raw(2) };
@@ -52,7 +50,7 @@ pub fn line(text: core::fmt::Arguments<'_>) {
     // The line is lost if no process reads stderr, because the program must neither get a SIGPIPE nor
     // wait.
     if poll(&mut ready, Some(&timespec(Duration::ZERO))) == Ok(1) && ready[0].revents() == PollFlags::OUT {
-        let _ = rustix::io::write(stderr, line.bytes.get(..=end).unwrap_or(&[]));
+        let _ = rustix::io::write(stderr, line.end());
     }
 }
 
@@ -78,9 +76,23 @@ fn identity(file: BorrowedFd<'_>) -> Option<(u64, u64)> {
     fstat(file).ok().map(|stat| (stat.st_dev, stat.st_ino))
 }
 
-struct Line {
+/// A line of text. Text beyond its room is lost.
+pub struct Line {
     bytes: [u8; 400],
     len: usize,
+}
+
+impl Line {
+    pub const fn new() -> Self {
+        Self { bytes: [0; 400], len: 0 }
+    }
+
+    /// Returns the text, which ends with a newline.
+    pub fn end(&mut self) -> &[u8] {
+        let end = self.len.min(self.bytes.len() - 1);
+        self.bytes[end] = b'\n';
+        self.bytes.get(..=end).unwrap_or(&[])
+    }
 }
 
 impl core::fmt::Write for Line {

@@ -4,7 +4,7 @@
 use super::{Gpu, find, identity, info::Info, memory_limits, proof, support};
 use crate::{
     connection,
-    driver::{self, types::*},
+    driver::{query, types::*},
     env::trace::trace,
     memory::{mover::Mover, space::Space},
     submit::{self, captures, closed, target},
@@ -41,9 +41,7 @@ const DYING_POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// Whether the driver has a GPU with that ordinal.
 fn exists(device: CUdevice) -> bool {
-    let mut count = 0;
-    // SAFETY: `count` outlives the call.
-    unsafe { driver::cuDeviceGetCount(&mut count) == SUCCESS && (0..count).contains(&device) }
+    (0..query::device_count()).contains(&device)
 }
 
 impl Gpu {

@@ -28,7 +28,7 @@ pub mod support;
 pub use target::{are_several, device_of};
 
 use crate::{
-    driver::{self, types::*},
+    driver::{query, types::*},
     memory::{account::Account, mover::Mover, space::Space},
     submit::{self, GPUS, Lane, target},
     sys::{
@@ -124,10 +124,7 @@ pub fn find_managed(device: CUdevice) -> Option<&'static Gpu> {
 
 /// Returns the GPU with that UUID, if this library manages its memory or will do so.
 pub fn find_managed_by_uuid(uuid: Uuid) -> Option<&'static Gpu> {
-    let mut count = 0;
-    // SAFETY: `count` outlives the call.
-    unsafe { driver::cuDeviceGetCount(&mut count) };
-    (0..count.min(MAX_SLOTS as i32)).filter_map(find_managed).find(|gpu| gpu.uuid() == Some(uuid))
+    (0..query::device_count().min(MAX_SLOTS as i32)).filter_map(find_managed).find(|gpu| gpu.uuid() == Some(uuid))
 }
 
 /// Iterates over the GPUs that this process uses.

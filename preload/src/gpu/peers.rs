@@ -9,7 +9,7 @@
 
 use crate::{
     connection,
-    driver::{self, types::*},
+    driver::{query, types::*},
     env::trace::trace,
     gpu::{self, Gpu},
     submit::epoch,
@@ -71,10 +71,7 @@ fn reach(from: &Gpu, to: &Gpu) {
 
 /// Whether work on `from` can access memory of `to`.
 pub fn can_reach(from: &Gpu, to: &Gpu) -> bool {
-    let mut can = 0;
-    // SAFETY: `can` outlives the call.
-    let asked = unsafe { driver::cuDeviceCanAccessPeer(&mut can, from.index as CUdevice, to.index as CUdevice) };
-    asked == SUCCESS && can != 0
+    query::can_access_peer(from.index as CUdevice, to.index as CUdevice) == Some(true)
 }
 
 /// Called when the program gives a GPU access rights to memory of another GPU.

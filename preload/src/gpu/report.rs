@@ -3,7 +3,7 @@
 use super::Gpu;
 use crate::{
     connection::{self, outbox},
-    driver::{self, context::with_current, types::*},
+    driver::{context::with_current, query, types::*},
     env::trace::trace,
     memory::{account::Account, space::Space},
     submit::closed,
@@ -24,10 +24,8 @@ impl Gpu {
     /// lock, so that the context is not destroyed.
     pub fn report_measured(&self, account: &Account, context: CUcontext) {
         debug_assert!(rank::holds(Rank::Mover), "the program may destroy the context at any time");
-        let (mut free, mut total) = (0, 0);
-        // SAFETY: `free` and `total` outlive the call.
-        let result = with_current(context as usize, || unsafe { driver::cuMemGetInfo_v2(&mut free, &mut total) });
-        self.send_report(account, if result == Ok(SUCCESS) { free as u64 } else { u64::MAX });
+        let free = with_current(context as usize, query::free_memory).ok().flatten();
+        self.send_report(account, free.unwrap_or(u64::MAX));
     }
 
     fn send_report(&self, account: &Account, device_free: u64) {

@@ -2,7 +2,7 @@
 //! engine can move their memory. Checked once per GPU, before the program's first context there.
 
 use crate::{
-    driver::{self, types::*},
+    driver::{query, types::*},
     sys::c,
 };
 use core::ffi::CStr;
@@ -22,11 +22,7 @@ const WSL: &CStr = c"/dev/dxg";
 
 /// Returns the reason why this GPU is not supported, or `None` if it is supported.
 pub fn reason(gpu: CUdevice) -> Option<&'static str> {
-    let attribute = |which| {
-        let mut value = 0;
-        // SAFETY: `value` outlives the call.
-        (unsafe { driver::cuDeviceGetAttribute(&mut value, which, gpu) } == SUCCESS).then_some(value)
-    };
+    let attribute = |which| query::device_attribute(gpu, which);
     let mps = attribute(DEVICE_ATTRIBUTE_MPS_ENABLED).map_or_else(has_mps_daemon, |enabled| enabled != 0);
     let integrated = attribute(DEVICE_ATTRIBUTE_INTEGRATED).is_some_and(|integrated| integrated != 0);
     match attribute(DEVICE_ATTRIBUTE_COMPUTE_MODE).unwrap_or(0) {

@@ -3,10 +3,9 @@
 
 use crate::{
     driver::{
-        self,
         context::{current_context, is_current_broken},
         hook::hooks,
-        put,
+        put, query,
         types::*,
     },
     gpu::{self, memory_info, memory_limits},
@@ -44,11 +43,7 @@ hooks! { real, flavour;
         if current_context().is_ok_and(|context| context.is_null()) || is_current_broken() {
             return real();
         }
-        let told = memory_info::of(gpu, gpu.total(), || {
-            let (mut now, mut total) = (0, 0);
-            // SAFETY: `now` and `total` outlive the call.
-            (unsafe { driver::cuMemGetInfo_v2(&mut now, &mut total) } == SUCCESS).then_some(now as u64)
-        });
+        let told = memory_info::of(gpu, gpu.total(), query::free_memory);
         // SAFETY: the pointers are the program's own. The driver allows NULL.
         unsafe {
             put(free, told.free as Size);

@@ -9,7 +9,7 @@ use crate::{
         driver_memory,
     },
     connection,
-    driver::{self, context::current_or_null, hook::hooks, put, types::*},
+    driver::{self, context::current_or_null, hook::hooks, put, query, types::*},
     env::{settings, trace::trace},
     gpu::{self, Gpu, peers::couple},
     memory::space::{Allocated, Backing, Space, has_pending_frees},
@@ -35,17 +35,14 @@ fn name_of(stream: CUstream) -> Option<StreamName> {
     if stream == STREAM_PER_THREAD {
         submit::expect_blocking_streams();
     }
-    let (mut status, mut id) = (STREAM_CAPTURE_STATUS_NONE, 0);
-    // SAFETY: `status` outlives the call, which is always allowed.
-    let asked = unsafe { driver::cuStreamIsCapturing(stream, &mut status) };
-    if asked != SUCCESS || status != STREAM_CAPTURE_STATUS_NONE {
+    if query::is_capturing(stream) != Ok(false) {
         return None;
     }
-    // SAFETY: `id` outlives the call, and the stream is valid.
-    let asked = captures::beside(|_| unsafe { driver::cuStreamGetId(stream, &mut id) });
+    // SAFETY: the place and the stream are valid.
+    let id = captures::beside(|_| query::value(|id| unsafe { driver::cuStreamGetId(stream, id) }));
     let is_default = stream as usize <= STREAM_PER_THREAD as usize;
     let context = if is_default { current_or_null() as u64 } else { 0 };
-    (asked == SUCCESS).then_some(StreamName { context, id })
+    Some(StreamName { context, id: id.ok()? })
 }
 
 /// Makes the driver's stream-ordered allocation and counts it as pinned.
@@ -172,11 +169,10 @@ fn free(address: CUdeviceptr, stream: CUstream, real: impl Fn() -> CUresult) -> 
 /// blocking stream is ordered after the work of all blocking streams, but synchronizing the stream
 /// possibly does not wait for all of that work.
 fn is_apart(stream: CUstream) -> bool {
-    let mut flags = 0;
-    // SAFETY: `flags` outlives the call, and the stream is valid.
-    let asked = captures::beside(|_| unsafe { driver::cuStreamGetFlags(stream, &mut flags) });
+    // SAFETY: the place and the stream are valid.
+    let flags = captures::beside(|_| query::value(|flags| unsafe { driver::cuStreamGetFlags(stream, flags) }));
     let is_default = stream as usize <= STREAM_PER_THREAD as usize;
-    !is_default && asked == SUCCESS && flags & STREAM_NON_BLOCKING != 0
+    !is_default && flags.is_ok_and(|flags| flags & STREAM_NON_BLOCKING != 0)
 }
 
 /// A call that waits for work.

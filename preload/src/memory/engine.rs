@@ -5,7 +5,7 @@
 //! immediately, and the chunk is restored at the same address. [`Managed`] uses managed memory: pages
 //! fault in when they are touched, and chunks are prefetched.
 
-use crate::driver::{self, types::*, *};
+use crate::driver::{types::*, *};
 use core::sync::atomic::{AtomicU64, Ordering};
 use nvshare_wire::client::{self, EngineReason};
 
@@ -210,9 +210,7 @@ impl Engine for Managed {
 
 /// Whether this attribute of the GPU is nonzero.
 pub fn has(gpu: CUdevice, attribute: i32) -> bool {
-    let mut value = 0;
-    // SAFETY: `value` outlives the call.
-    unsafe { driver::cuDeviceGetAttribute(&mut value, attribute, gpu) == SUCCESS && value != 0 }
+    query::device_attribute(gpu, attribute).is_some_and(|value| value != 0)
 }
 
 /// Whether managed memory of this GPU can be prefetched.

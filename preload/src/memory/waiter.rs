@@ -9,8 +9,7 @@
 use super::{file::HostCopy, fingerprint::Fingerprinter};
 use crate::{
     connection,
-    driver::{self, types::*},
-    submit::{Passing, Work, threads},
+    submit::{Passing, Work, captures, threads},
     sys::{
         sync::{Mutex, Rank},
         time::{self, Instant},
@@ -150,10 +149,7 @@ impl Waiter {
 
 impl Queue {
     fn run(&self) {
-        let mut mode = STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: `mode` outlives the call. In relaxed mode, no call of this thread invalidates a stream
-        // capture of the program's threads.
-        unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
+        captures::relax_thread();
         let mut passing = Vec::new();
         let mut retry = RETRY_INTERVAL;
         loop {
@@ -247,7 +243,10 @@ struct InContext {
 mod tests {
     use super::*;
     use crate::{
-        driver::fake::{Driver, until},
+        driver::{
+            fake::{Driver, until},
+            types::*,
+        },
         memory::{engine::GRANULE, staging::Buffer},
         submit::fake,
     };

@@ -6,7 +6,7 @@
 
 use super::{epoch, is_active, threads};
 use crate::{
-    driver::{self, context::current_or_null, types::*},
+    driver::{self, context::current_or_null, query, types::*},
     sys::{
         sync::{Mutex, Rank, RwLock},
         time,
@@ -69,11 +69,8 @@ pub fn any() -> bool {
 
 /// Whether work submitted to this stream is captured into a graph instead of running on the GPU.
 pub fn is_capturing(stream: CUstream) -> bool {
-    let mut status = STREAM_CAPTURE_STATUS_NONE;
-    // SAFETY: `status` outlives the call, which is always allowed. The call fails for the legacy stream
-    // during a capture, but that stream itself never captures.
-    let result = unsafe { driver::cuStreamIsCapturing(stream, &mut status) };
-    result == SUCCESS && status != STREAM_CAPTURE_STATUS_NONE
+    // The query fails for the legacy stream during a capture, but that stream itself never captures.
+    query::is_capturing(stream) == Ok(true)
 }
 
 /// Runs `call` so that it invalidates no capture. The argument of `call` says whether a capture is
@@ -86,15 +83,22 @@ pub fn beside<R>(call: impl FnOnce(bool) -> R) -> R {
 
 /// Runs `call`, which may take long, so that it invalidates no capture of another thread.
 pub fn in_relaxed_mode<R>(call: impl FnOnce() -> R) -> R {
-    let mut mode = STREAM_CAPTURE_MODE_RELAXED;
-    let exchange = |mode: &mut i32| {
-        // SAFETY: `mode` outlives the call.
-        unsafe { driver::cuThreadExchangeStreamCaptureMode(mode) };
-    };
-    exchange(&mut mode);
+    let before = set_mode(STREAM_CAPTURE_MODE_RELAXED);
     let result = call();
-    exchange(&mut mode); // restores the thread's mode
+    set_mode(before);
     result
+}
+
+/// From now on, no call of this thread invalidates a capture of another thread.
+pub fn relax_thread() {
+    set_mode(STREAM_CAPTURE_MODE_RELAXED);
+}
+
+/// Sets the calling thread's capture mode, and returns the mode before.
+fn set_mode(mut mode: i32) -> i32 {
+    // SAFETY: `mode` outlives the call.
+    unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
+    mode
 }
 
 /// Makes a call that waits for a whole context. The start of such a call invalidates all active

@@ -5,6 +5,7 @@ use super::{LANES, Lane, captures::context_of, epoch, points::is_legacy};
 use crate::driver::{
     self,
     context::{current_or_null, with_current},
+    query,
     types::*,
 };
 use core::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
@@ -64,11 +65,8 @@ pub fn device_of(stream: CUstream) -> Option<CUdevice> {
 }
 
 fn device_in(context: CUcontext) -> Option<CUdevice> {
-    let ask = || {
-        let mut device = 0;
-        // SAFETY: `device` outlives the call.
-        (unsafe { driver::cuCtxGetDevice(&mut device) } == SUCCESS).then_some(device)
-    };
+    // SAFETY: the place is valid.
+    let ask = || query::value(|device| unsafe { driver::cuCtxGetDevice(device) }).ok();
     if context == current_or_null() { ask() } else { with_current(context as usize, ask).ok()? }
 }
 

@@ -32,11 +32,11 @@ use crate::{
         socket::{self, Socket},
         wakeup,
     },
-    driver::{self, types::*},
+    driver,
     env::settings,
     gpu::{self, Gpu},
     registry::shared,
-    submit::{closed, threads},
+    submit::{captures, closed, threads},
     sys::{sync::on_client_thread, time::Instant},
 };
 use alloc::{string::String, sync::Arc, vec::Vec};
@@ -152,10 +152,7 @@ impl ClientThread {
 
     fn run(mut self) {
         let _here = on_client_thread();
-        let mut mode = STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: `mode` outlives the call. In this mode, no call of this thread can invalidate a stream
-        // capture of the program's threads.
-        unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
+        captures::relax_thread();
         loop {
             let mut timeout = if self.is_off_its_gpus() { self.step_asleep() } else { self.step() };
             let woken = wakeup::receiver();

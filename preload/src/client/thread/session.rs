@@ -4,18 +4,17 @@
 use super::{CLIENT, ClientThread, RETRY_LATE};
 use crate::{
     client::placement,
-    connection::presence,
     connection::{
         self, Connection,
         handshake::{self, Attempt, Connected, Look},
-        outbox,
+        outbox, presence,
         socket::Socket,
     },
     env::{
         settings,
         trace::{self, trace},
     },
-    gpu::{self},
+    gpu::{self, Gpu},
     registry::shared,
     sys::time::Instant,
 };
@@ -185,12 +184,17 @@ impl ClientThread {
         for gpu in gpu::in_use() {
             gpu.admit_context();
             gpu.forget_denials();
-            if let Some(space) = gpu.space() {
-                space.lock().run_ungated(gpu.total());
-            }
-            gpu.limit_answers.on_change();
-            self.turn(gpu).run_ungated(gpu);
+            self.run_ungated_on(gpu);
         }
+    }
+
+    /// Lets the program use this GPU without the scheduler's lock and limits.
+    pub(super) fn run_ungated_on(&mut self, gpu: &'static Gpu) {
+        if let Some(space) = gpu.space() {
+            space.lock().run_ungated(gpu.total());
+        }
+        gpu.limit_answers.on_change();
+        self.turn(gpu).run_ungated(gpu);
     }
 }
 

@@ -357,11 +357,7 @@ impl ClientThread {
             trace!("GPU {}: the driver could not restore the process", gpu.index);
             // The program continues until it gets the driver's error. From now on, each of its calls returns that
             // error.
-            if let Some(space) = gpu.space() {
-                space.lock().run_ungated(gpu.total());
-            }
-            gpu.limit_answers.on_change();
-            self.turn(gpu).run_ungated(gpu);
+            self.run_ungated_on(gpu);
         }
         let Prepared { messages, lost, connected, has_successor, named, .. } = prepared;
         let is_known = gpus.iter().all(|(gpu, before, now)| gpu.is_refused() || moved.now(*before) == *now);

@@ -5,7 +5,7 @@ use super::{
     transfer::{Direction, Transfer},
 };
 use crate::{
-    driver::{self, context::is_dead, types::*},
+    driver::{self, context::is_dead, query, types::*},
     env::trace::trace,
     memory::{
         chunk::{Chunk, Residency},
@@ -45,10 +45,7 @@ impl Mover {
                         return Ok(Some(RETRY_INTERVAL));
                     }
                     self.full_since = None;
-                    let (mut free, mut total) = (0, 0);
-                    // SAFETY: `free` and `total` outlive the call.
-                    unsafe { driver::cuMemGetInfo_v2(&mut free, &mut total) };
-                    trace!("GPU {gpu}: no room for {len} bytes, while {free} of {total} are free");
+                    trace!("GPU {gpu}: no room for {len} bytes, while {:?} are free", query::free_memory());
                     return Err(Stop::GpuFull);
                 }
             };
