@@ -33,8 +33,8 @@
 //! - The daemon's `core/sleep.rs`, `core/paused.rs`, `core/moves.rs`: driver versions, and requests
 //!   to pause, move or drain. `checkpoint/mod.rs`: starts helpers. `src/checkpoint/main.rs`: the
 //!   helper.
-//! - The library's `client/thread/sleep.rs`: prepares and wakes the process. `driver/presence.rs`,
-//!   `driver/entry.rs`, `lookup/entries.rs`: keep threads out of the driver. `gpu/identity.rs`:
+//! - The library's `client/thread/sleep.rs`: prepares and wakes the process. `connection/presence.rs`,
+//!   `driver/function.rs`, `driver/entries.rs`: keep threads out of the driver. `gpu/identity.rs`:
 //!   UUIDs after a move. `client/exit.rs`: exit of a sleeping process.
 
 use crate::api::*;
