@@ -131,7 +131,7 @@ impl Recorder {
         self.begun = self.file.is_some().then(|| (now, event.clone()));
     }
 
-    /// Records the commands by which the machine answered the event.
+    /// Records the commands that result from the event.
     pub fn finish(&mut self, commands: &[Command]) {
         self.open.put(&commands);
         if let Some((now, event)) = self.begun.take() {

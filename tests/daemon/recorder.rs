@@ -82,7 +82,7 @@ fn record(settings: Settings, history: &[(Time, Event)], from: usize) -> (Record
     (recorder, entries)
 }
 
-/// Has a machine handle an event, and records the event and the commands.
+/// Passes an event to a machine, and records the event and the commands.
 fn handle(recorder: &mut Recorder, machine: &mut Machine, now: Time, event: Event) -> Vec<Command> {
     recorder.begin(machine, now, &event);
     let commands = machine.handle(now, event);

@@ -16,11 +16,11 @@ use crate::bus::{self, Error, rules};
 use crate::config::rules::Addition;
 use crate::config::{names, settings};
 use crate::daemon::connections::lock::LockRequest;
+use crate::daemon::core::ClientView;
 use crate::daemon::core::Holders;
 use crate::daemon::core::claims::Claims;
 use crate::daemon::core::pods::Pods;
 use crate::daemon::core::timeline::Viewer;
-use crate::daemon::core::views::ClientView;
 use crate::daemon::core::{RoomRequest, View};
 use crate::daemon::usage::{Amounts, Column, Key, Query};
 

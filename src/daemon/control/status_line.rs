@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use crate::bus;
-use crate::daemon::core::views::ClientView;
+use crate::daemon::core::ClientView;
 
 /// Maximum length of the line in bytes. Longer lines are truncated.
 const MAX_LENGTH: usize = 400;

@@ -6,22 +6,20 @@ use std::fs::File;
 use std::io::{BufWriter, Seek, Write};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
-use nvshare_wire::version;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use serde_json::{Value, json};
 
+use super::recording::{header, process};
 use super::routing::Core;
-use super::view::View;
-use super::views::ClientView;
+use super::view::{ClientView, View};
 use crate::bus::{self, status::Status};
 use crate::config::metrics::Listen;
 use crate::config::{Config, names};
 use crate::daemon::gpu::nvml::{DriverVersions, Sample};
 use crate::identity::Identity;
 use crate::recorder::Recording;
-use crate::recorder::bundle::{self, Circumstances, FORMAT, Header, Process, nanos};
+use crate::recorder::bundle::{self, Circumstances, Process, nanos};
 use crate::scheduler::{ClientId, Placement, Time};
 use crate::sys::clock;
 
@@ -95,33 +93,6 @@ impl Snapshot {
         let (header, configuration) = (header(now, driver, command_lines), configuration(&config));
         Circumstances { header, clients: processes, configuration, status: status.json(), nvml }
     }
-}
-
-/// Reads a file of `/proc/sys/kernel` that describes the system.
-fn proc_text(name: &str) -> String {
-    std::fs::read_to_string(format!("/proc/sys/kernel/{name}")).unwrap_or_default().trim().into()
-}
-
-/// The first line of a bundle or recording that starts at `now`.
-pub(super) fn header(now: Time, driver: DriverVersions, command_lines: bool) -> Header {
-    Header {
-        format: FORMAT,
-        version: env!("CARGO_PKG_VERSION").into(),
-        protocol: (version::MIN, version::MAX),
-        host: proc_text("hostname"),
-        kernel: proc_text("osrelease"),
-        driver: driver.driver,
-        nvml: driver.nvml,
-        made: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64),
-        now_ns: nanos(now),
-        command_lines,
-    }
-}
-
-/// A client's process, in the form used by bundles and recordings.
-pub(super) fn process(client: ClientId, identity: &Identity, resumed: bool) -> Process {
-    let Identity { pid, name, unit, container, .. } = identity.clone();
-    Process { client: client.0, pid, name, unit, container, resumed }
 }
 
 /// Creates a sealed memfd with the data that `write` writes. The memfd's file offset is 0.

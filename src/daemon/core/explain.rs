@@ -5,13 +5,12 @@
 use std::fmt::Write;
 use std::time::Duration;
 
-use nvshare_wire::client::GpuKind;
 use zbus::fdo;
 
+use super::model::{client_name, gpu_name};
 use super::view::View;
-use crate::bus::{self, EXPECTED, UNKNOWN_START};
+use crate::bus::{EXPECTED, UNKNOWN_START};
 use crate::config::units;
-use crate::identity::{Identity, printable};
 use crate::scheduler::{Ahead, ClientId, Explanation, GpuId, HolderAhead, LockState, Obstacle, Reason, SleepPhase};
 
 /// Maximum number of programs in the queue that an explanation names. Further programs are only
@@ -27,24 +26,6 @@ trait Names {
     fn client(&self, client: ClientId) -> String;
     fn gpu(&self, gpu: GpuId) -> String;
     fn rule(&self, client: ClientId) -> Option<String>;
-}
-
-/// The name of a client, as users see it.
-pub(super) fn client_name(client: ClientId, identity: Option<&Identity>) -> String {
-    let name = identity.map_or("a program".into(), |identity| printable(identity.label()));
-    match identity.map_or(0, |identity| identity.pid) {
-        pid if pid > 0 => format!("{name} (process {pid})"),
-        _ => format!("{name} (client {})", client.0),
-    }
-}
-
-/// The name of a GPU, as users see it: its index, or its UUID if it is a MIG slice or its index is
-/// unknown.
-pub(super) fn gpu_name(gpu: GpuId, kind: GpuKind, index: Option<u32>) -> String {
-    match index.filter(|_| kind != GpuKind::Mig) {
-        Some(index) => format!("GPU {index}"),
-        None => bus::gpu_name(kind, gpu),
-    }
 }
 
 impl Names for View {

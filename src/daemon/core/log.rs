@@ -1,12 +1,11 @@
 //! The log of clients. Which lines were logged before is known only here.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use tracing::{info, warn};
 
 use super::model::{Client, Model};
-use super::refusals::Refusals;
 use crate::config::rules::GpuHours;
 use crate::config::units;
 use crate::daemon::logging::log_rate_limit::LogRateLimit;
@@ -44,12 +43,47 @@ const REPEAT: Duration = Duration::from_secs(10);
 /// The lines that were logged.
 #[derive(Debug, Default)]
 pub(super) struct Log {
-    /// Time at which each line about a client and a GPU was last logged, by the line's name.
-    lines: BTreeMap<(ClientId, GpuId, &'static str), Time>,
+    /// Time at which each line about a client and a GPU was last logged, by client, and by GPU and the line's
+    /// name.
+    lines: BTreeMap<ClientId, BTreeMap<(GpuId, &'static str), Time>>,
     limit: LogRateLimit,
     /// The log already says that clients' reports cannot be verified.
     says_unverified: bool,
     pub refusals: Refusals,
+}
+
+/// Maximum number of refusals kept for users. Only the newest refusal of each process is kept.
+const MAX_KEPT: usize = 256;
+
+/// A process that was refused memory.
+#[derive(Debug, Clone)]
+pub(super) struct Refusal {
+    pub pid: i32,
+    pub text: String,
+    pub at: Time,
+}
+
+/// The processes that were refused memory, newest last. An entry is kept after its process has ended.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Refusals(VecDeque<Refusal>);
+
+impl Refusals {
+    /// A sentence with the time and reason of the process's last refusal. The process's user may not be
+    /// allowed to read the journal.
+    pub(super) fn sentence(&self, pid: u32, now: Time) -> Option<String> {
+        let refusal = self.0.iter().find(|refusal| u32::try_from(refusal.pid) == Ok(pid))?;
+        let ago = units::duration(now.saturating_sub(refusal.at));
+        Some(format!("Refused {ago} ago: {}.", printable(&refusal.text)))
+    }
+
+    /// Keeps a refusal for the user of its process.
+    pub(super) fn keep(&mut self, refusal: Refusal) {
+        self.0.retain(|other| other.pid != refusal.pid);
+        if self.0.len() >= MAX_KEPT {
+            self.0.pop_front();
+        }
+        self.0.push_back(refusal);
+    }
 }
 
 /// Formats the process's pod as a suffix to append to the client's name in log lines. Leaves out
@@ -74,9 +108,11 @@ impl Log {
     /// True if a line with this name about a client and a GPU may be logged now. In this case, records the
     /// line as logged.
     pub(super) fn may_log(&mut self, name: &'static str, client: ClientId, gpu: GpuId, now: Time) -> bool {
-        self.lines.retain(|_, at| now < *at + REPEAT);
-        let is_recent = self.lines.contains_key(&(client, gpu, name));
-        self.lines.entry((client, gpu, name)).or_insert(now);
+        let lines = self.lines.entry(client).or_default();
+        let is_recent = lines.get(&(gpu, name)).is_some_and(|at| now < *at + REPEAT);
+        if !is_recent {
+            lines.insert((gpu, name), now);
+        }
         !is_recent
     }
 
@@ -88,8 +124,10 @@ impl Log {
     /// Allows the lines about a client and a GPU again once the client has detached the GPU.
     pub(super) fn forget(&mut self, event: &Event) {
         match event {
-            Event::Detached { client, gpu } => self.lines.retain(|(who, at, _), _| (who, at) != (client, gpu)),
-            Event::Disconnected { client } => self.lines.retain(|(who, ..), _| who != client),
+            Event::Detached { client, gpu } => {
+                self.lines.get_mut(client).into_iter().for_each(|lines| lines.retain(|(at, _), _| at != gpu));
+            }
+            Event::Disconnected { client } => drop(self.lines.remove(client)),
             _ => {}
         }
     }

@@ -5,7 +5,7 @@
 //! owns the matter, and it alone changes several of them.
 //!
 //! - `model`: the state machine, and the records of clients and GPUs. `clients`, `gpus`, `measure`, `rules`
-//!   and `gangs` change it; `hours` counts the GPU time of programs whose rules have `gpu-hours`;
+//!   and `gangs` change it; `groups`: the groups that rules define; `hours` counts the GPU time of programs whose rules have `gpu-hours`;
 //!   `settings` adapts the configuration to the driver.
 //! - `io`: the timer, and the signals and values for other tasks. `messages`: messages to clients.
 //! - `observe`: reads the model, and decides nothing. `log`, `event_log` and `refusals`: log lines;
@@ -14,13 +14,13 @@
 //!   on GPUs; `unproven`: programs that were refused for lack of a GPU's device file.
 //! - `host`: what the daemon manages for programs and users. `host_use`: figures of host memory;
 //!   `swap_files`: the RAM and the swap file space of each client; `sharing`: messages about shared memory,
-//!   and [`shared_memory`], the registry of that memory; `placement`: the GPUs that clients may see;
+//!   and `shared_memory`, the registry of that memory; `placement`: the GPUs that clients may see;
 //!   `sleep`: suspend of the host, and sleep of programs; `paused`: the paused processes; `moves`: moves of
 //!   programs between GPUs; `rooms`: memory that is kept free for programs that are not clients.
 //! - `containers`: [`pods`] and [`claims`], names and rules from Kubernetes; `units` limits the number of
 //!   units of a tenant; `lock_files`: files that clients lock while no scheduler runs.
 //!
-//! [`View`] (`view`) is a copy of the state, for all readers. [`views`]: the parts that D-Bus shows;
+//! [`View`] (`view`) is a copy of the state, for all readers. `views`: the parts that D-Bus shows;
 //! `explain`: sentences about why a program does not run; [`timeline`]: the flight recorder's timeline for
 //! one user; [`bundle`]: debug bundles.
 
@@ -33,6 +33,7 @@ mod event_log;
 mod explain;
 mod gangs;
 mod gpus;
+mod groups;
 mod host;
 mod host_use;
 mod hours;
@@ -49,6 +50,7 @@ mod paused;
 mod placement;
 pub mod pods;
 mod pressure;
+mod recording;
 mod refusals;
 mod rooms;
 mod routing;
@@ -63,7 +65,7 @@ mod units;
 mod unproven;
 mod usage;
 mod view;
-pub mod views;
+mod views;
 
 pub use clients::MAX_DEVICES;
 pub use gpus::Present;
@@ -74,4 +76,4 @@ pub use placement::may_lock;
 pub use rooms::{PendingRoom, RoomRequest, check as check_room};
 pub use routing::Core;
 pub use sleep::{Checkpoint, CheckpointRequest};
-pub use view::View;
+pub use view::{ClientView, View};

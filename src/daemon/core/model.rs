@@ -16,7 +16,7 @@ use tracing::debug;
 use zbus::fdo;
 
 use super::gangs::Gangs;
-use super::rules::Groups;
+use super::groups::Groups;
 use super::settings;
 use crate::bus;
 use crate::config::Config;
@@ -29,7 +29,7 @@ use crate::daemon::tenants::{Budget, Budgets, Share};
 use crate::daemon::transport::connection::Connection;
 use crate::daemon::transport::peer;
 use crate::daemon::transport::session::Session;
-use crate::identity::Identity;
+use crate::identity::{Identity, printable};
 use crate::scheduler::{ClientId, Event, GpuId, GpuSet, Machine, MemoryReport, SleepPhase, Time};
 use crate::sys::clock;
 use crate::sys::device_file::DeviceFile;
@@ -169,7 +169,7 @@ pub(super) struct Gpu {
 }
 
 impl Gpu {
-    /// A GPU of which nothing else is known yet.
+    /// A GPU with only these known properties.
     pub fn new(kind: GpuKind, name: String, total: u64) -> Self {
         Self {
             failing: false,
@@ -220,6 +220,24 @@ pub type Holders = HashMap<String, Vec<u64>>;
 
 /// The process ID of each client, by client ID.
 pub type ClientPids = BTreeMap<u64, u32>;
+
+/// The name of a client, as users see it.
+pub(super) fn client_name(client: ClientId, identity: Option<&Identity>) -> String {
+    let name = identity.map_or("a program".into(), |identity| printable(identity.label()));
+    match identity.map_or(0, |identity| identity.pid) {
+        pid if pid > 0 => format!("{name} (process {pid})"),
+        _ => format!("{name} (client {})", client.0),
+    }
+}
+
+/// The name of a GPU, as users see it: its index, or its UUID if it is a MIG slice or its index is
+/// unknown.
+pub(super) fn gpu_name(gpu: GpuId, kind: GpuKind, index: Option<u32>) -> String {
+    match index.filter(|_| kind != GpuKind::Mig) {
+        Some(index) => format!("GPU {index}"),
+        None => bus::gpu_name(kind, gpu),
+    }
+}
 
 impl Model {
     pub fn new(config: Config) -> Self {

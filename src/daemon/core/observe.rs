@@ -6,11 +6,11 @@ use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
-use super::bundle;
 use super::counts::Counts;
 use super::log::Log;
 use super::model::Model;
 use super::pressure::Pressure;
+use super::recording;
 use super::unproven::UnprovenPrograms;
 use super::usage::Usage;
 use crate::daemon::gpu::nvml::DriverVersions;
@@ -43,7 +43,7 @@ impl Observe {
     pub fn new(model: &Model, record: Option<File>) -> io::Result<Self> {
         let mut recorder = Recorder::new(&model.machine);
         if let Some(file) = record {
-            let header = bundle::header(clock::now(), DriverVersions::default(), true);
+            let header = recording::header(clock::now(), DriverVersions::default(), true);
             recorder.write_to(file, &header, &model.machine)?;
         }
         Ok(Self {
@@ -105,7 +105,7 @@ impl Observe {
         }
         self.ended.push_back((client, identity.clone()));
         self.counts.end(client, &Workload::of(identity), now);
-        self.usage.forget(|of, _| of == client);
+        self.usage.end(client);
         let living =
             || model.clients.values().map(|other| Workload::of(&other.identity)).collect::<BTreeSet<Workload>>();
         self.counts.forget_ended(now, living);
@@ -124,6 +124,6 @@ impl Observe {
     /// Forgets a GPU.
     pub fn forget(&mut self, gpu: GpuId) {
         self.counts.forget(gpu);
-        self.usage.forget(|_, of| of == gpu);
+        self.usage.forget(gpu);
     }
 }

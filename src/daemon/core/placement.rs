@@ -90,7 +90,7 @@ pub struct NoGpu {
     pub label: String,
 }
 
-/// Sends a client the GPUs that it may see, or returns the event by which the scheduler chooses them.
+/// Sends a client the GPUs that it may see, or returns the event that asks the scheduler to choose them.
 ///
 /// # Errors
 /// The client may see no GPU.

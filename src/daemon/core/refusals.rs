@@ -1,49 +1,12 @@
 //! Log lines about refused memory. Each line gives the reason and a remedy.
 
-use std::collections::VecDeque;
-
-use super::log::{Log, log_client};
+use super::log::{Log, Refusal, log_client};
 use super::model::{Client, Model, Wanted};
 use crate::config::units;
-use crate::identity::printable;
 use crate::scheduler::{ClientId, Denial, GpuId, Time};
 
 /// Maximum number of clients that a line names. The clients with the most memory are named.
 const MAX_NAMED: usize = 5;
-
-/// Maximum number of refusals kept for users. Only the newest refusal of each process is kept.
-const MAX_KEPT: usize = 256;
-
-/// A process that was refused memory.
-#[derive(Debug, Clone)]
-struct Refusal {
-    pid: i32,
-    text: String,
-    at: Time,
-}
-
-/// The processes that were refused memory, newest last. An entry is kept after its process has ended.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Refusals(VecDeque<Refusal>);
-
-impl Refusals {
-    /// A sentence with the time and reason of the process's last refusal. The process's user may not be
-    /// allowed to read the journal.
-    pub(super) fn sentence(&self, pid: u32, now: Time) -> Option<String> {
-        let refusal = self.0.iter().find(|refusal| u32::try_from(refusal.pid) == Ok(pid))?;
-        let ago = units::duration(now.saturating_sub(refusal.at));
-        Some(format!("Refused {ago} ago: {}.", printable(&refusal.text)))
-    }
-
-    /// Keeps a refusal for the user of its process.
-    fn keep(&mut self, refusal: Refusal) {
-        self.0.retain(|other| other.pid != refusal.pid);
-        if self.0.len() >= MAX_KEPT {
-            self.0.pop_front();
-        }
-        self.0.push_back(refusal);
-    }
-}
 
 impl Log {
     /// Logs that a client is refused memory, and why. Keeps the text for the client's user.

@@ -11,8 +11,7 @@ use tokio::sync::{Notify, oneshot};
 use tracing::info;
 use zbus::fdo;
 
-use super::explain::{client_name, gpu_name};
-use super::model::{Model, NamedGpu};
+use super::model::{Model, NamedGpu, client_name, gpu_name};
 use crate::bus;
 use crate::config::units;
 use crate::daemon::tenants::{Share, What};

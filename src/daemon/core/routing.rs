@@ -13,7 +13,6 @@ use nvshare_wire::{SchedulerMessage, SlotSet, Text};
 use tokio::sync::watch;
 use tracing::{debug, warn};
 
-use super::bundle;
 use super::containers::Containers;
 use super::host::Host;
 use super::io::{Io, Problems};
@@ -23,7 +22,7 @@ use super::model::{Arrival, Model, Wanted};
 use super::moves;
 use super::observe::Observe;
 use super::placement::{self, NoGpu};
-use super::{pressure, settings, sleep};
+use super::{pressure, recording, settings, sleep};
 use crate::config::Config;
 use crate::config::rules::Rules;
 use crate::daemon::checkpoint::{HelperAnswer, Operation, Outcome};
@@ -196,7 +195,7 @@ impl Core {
         self.containers.name_arrival(&mut arrival);
         let (version, is_resumed) = (arrival.version, stored_as.is_some());
         self.observe.log.log_arrival(client, &arrival.identity, &arrival.library, is_resumed);
-        self.observe.recorder.name(|| bundle::process(client, &arrival.identity, is_resumed));
+        self.observe.recorder.name(|| recording::process(client, &arrival.identity, is_resumed));
         let connected = self.model.add_client(client, arrival, stored_as);
         self.io.clients_changed(&self.model);
         if !is_resumed {
@@ -675,8 +674,8 @@ impl Core {
         }
     }
 
-    /// Has a component carry out a request of a user. Then passes the events that it leaves in the list to
-    /// the scheduler.
+    /// Carries out a user's request with `act`, and passes the events that `act` adds to the list to the
+    /// scheduler.
     pub fn with_host<T>(&mut self, act: impl FnOnce(&mut Host, &Model, &mut Vec<Event>) -> T) -> T {
         let mut events = Vec::new();
         let result = act(&mut self.host, &self.model, &mut events);

@@ -1,52 +1,16 @@
 //! Rules: each client's rule and group, the limits from the client's environment, and the memory
 //! limits that the daemon sends to the client.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use nvshare_wire::env_limits::LimitName;
 use nvshare_wire::{SchedulerMessage, Text};
 use tracing::debug;
 
-use super::hours::Hours;
 use super::model::Model;
-use crate::config::rules::{GpuHours, Instance, Rule, Rules, Subject};
-use crate::scheduler::{ClientId, Event, Group, GroupId};
-
-/// Threshold for the number of groups. If it is reached, groups without clients are dropped. With many
-/// clients, the threshold is higher.
-const MAX_GROUPS: usize = 1024;
-
-/// The groups that rules define, and the GPU time that they have used.
-#[derive(Debug, Default)]
-pub(super) struct Groups {
-    /// The scheduler's IDs of the groups.
-    ids: BTreeMap<Instance, GroupId>,
-    last: u64,
-    pub hours: Hours,
-}
-
-impl Groups {
-    fn id(&mut self, instance: Instance) -> GroupId {
-        *self.ids.entry(instance).or_insert_with(|| {
-            self.last += 1;
-            GroupId(self.last)
-        })
-    }
-
-    /// Keeps the groups of rules whose subject is the same in the new rules, even with other limits.
-    fn follow(&mut self, before: &Rules, now: &Rules) {
-        let now: Vec<&Subject> = now.all().map(|rule| &rule.subject).collect();
-        let place =
-            |rule: usize| now.iter().position(|subject| before.get(rule).is_some_and(|old| old.subject == **subject));
-        let ids = std::mem::take(&mut self.ids).into_iter();
-        let follow = |(instance, id): (Instance, GroupId)| {
-            let rule = place(instance.rule)?;
-            Some((instance.of_rule(rule), id))
-        };
-        self.ids = ids.filter_map(follow).collect();
-    }
-}
+use crate::config::rules::{GpuHours, Rule, Rules};
+use crate::scheduler::{ClientId, Event, Group};
 
 impl Model {
     /// The event that assigns the clients to the groups of their rules. A group keeps its usage if the rules
@@ -59,7 +23,7 @@ impl Model {
 
     /// Finds the rule of a client, and assigns the client to the rule's group.
     pub(super) fn assign_group(&mut self, client: ClientId) -> Option<Group> {
-        self.forget_groups();
+        self.groups.forget(self.clients.values().map(|client| client.rule.as_ref()));
         let entry = self.clients.get_mut(&client)?;
         let found = self.config.rules.of(&entry.identity);
         // A lock excludes other clients, so it cannot belong to a gang. `may_lock` refuses locks under gang
@@ -71,16 +35,6 @@ impl Model {
         let (rule, instance) = found?;
         let limits = if entry.has_used_up { rule.limits_when_used_up() } else { rule.limits };
         Some(Group { id: self.groups.id(instance), limits })
-    }
-
-    /// Drops groups without clients if there are many groups. Otherwise such groups are kept: the usage of
-    /// a unit's programs must count for the programs that the unit starts next.
-    fn forget_groups(&mut self) {
-        if self.groups.ids.len() >= MAX_GROUPS.max(2 * self.clients.len()) {
-            let present: BTreeSet<&Instance> =
-                self.clients.values().filter_map(|client| client.rule.as_ref()).collect();
-            self.groups.ids.retain(|instance, _| present.contains(instance));
-        }
     }
 
     /// Counts clients' lock time, in seconds, if their rules limit it.

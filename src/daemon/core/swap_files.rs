@@ -457,7 +457,7 @@ impl SwapFiles {
         }
     }
 
-    /// Has the file thread check for clients that write beyond their reserved space.
+    /// Requests checks for clients that write beyond their reserved space.
     pub fn check(&mut self) {
         let now = clock::now();
         let Some(keeper) = self.keeper.as_ref().filter(|_| now >= self.checked + CHECK_PERIOD) else { return };

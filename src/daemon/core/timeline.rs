@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::os::fd::OwnedFd;
 
-use super::bundle::{Snapshot, header, process, sealed};
+use super::bundle::{Snapshot, sealed};
+use super::recording::{header, process};
 use crate::identity::Tenant;
 use crate::recorder::replay;
 use crate::scheduler::TenantId;

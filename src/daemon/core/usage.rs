@@ -67,8 +67,8 @@ impl Used {
 #[derive(Debug, Default)]
 pub struct Usage {
     keeper: Option<Keeper>,
-    /// What was recorded of each client on each GPU that it uses or has used.
-    used: BTreeMap<(ClientId, GpuId), Used>,
+    /// The state of recording for each client, on each GPU that it uses or has used.
+    used: BTreeMap<ClientId, BTreeMap<GpuId, Used>>,
     pending: Tenants,
     /// Start of the pending usage, in seconds since 1970.
     since: u64,
@@ -107,17 +107,28 @@ impl Usage {
     /// Records a client's present bytes on a GPU and in host memory.
     pub(super) fn note_bytes(&mut self, model: &Model, client: ClientId, gpu: GpuId, now: Time) {
         let Some((resident, swapped)) = model.machine.resident_and_swapped(client, gpu) else { return };
-        self.used.entry((client, gpu)).or_default().has(now, resident, swapped);
+        self.of(client, gpu).has(now, resident, swapped);
     }
 
     /// Records that a client has no memory on a GPU any more.
     pub(super) fn note_end(&mut self, client: ClientId, gpu: GpuId, now: Time) {
-        self.used.get_mut(&(client, gpu)).into_iter().for_each(|used| used.has(now, 0, 0));
+        self.of(client, gpu).has(now, 0, 0);
     }
 
-    /// Forgets a client or a GPU.
-    pub fn forget(&mut self, is_over: impl Fn(ClientId, GpuId) -> bool) {
-        self.used.retain(|(client, gpu), _| !is_over(*client, *gpu));
+    fn of(&mut self, client: ClientId, gpu: GpuId) -> &mut Used {
+        self.used.entry(client).or_default().entry(gpu).or_default()
+    }
+
+    /// Forgets a client.
+    pub(super) fn end(&mut self, client: ClientId) {
+        self.used.remove(&client);
+    }
+
+    /// Forgets a GPU.
+    pub(super) fn forget(&mut self, gpu: GpuId) {
+        for gpus in self.used.values_mut() {
+            gpus.remove(&gpu);
+        }
     }
 
     /// Records a client's usage of a GPU since the last call. `to`: the GPU that the client has moved to,
@@ -134,7 +145,7 @@ impl Usage {
         let turns = model.machine.turns(client, to, now).unwrap_or_default();
         let mut counted = counts.counted.clone();
         counted.lock_time = counted.lock_time.saturating_add(counts.lock_time(&turns));
-        let amounts = self.used.entry((client, gpu)).or_default().take(now, counted);
+        let amounts = self.of(client, gpu).take(now, counted);
         let is_recorded = amounts != Amounts::default() && self.keeper.is_some();
         if let Some(identity) = model.identity(client).filter(|_| is_recorded) {
             let account = Account {

@@ -9,11 +9,10 @@ use std::time::{Duration, SystemTime};
 use nvshare_wire::client::GpuKind;
 
 use super::counts::Counts;
+use super::log::Refusals;
 use super::model::Use;
 use super::pressure::{self, GroupStall};
-use super::refusals::Refusals;
 use super::routing::Core;
-use super::views::ClientView;
 use crate::bus;
 use crate::config::rules::{EnvLimits, GpuHours, Instance, Rule, Rules};
 use crate::daemon::gpu::accounting::Basis;
@@ -70,6 +69,27 @@ pub(super) struct CopiedGpu {
     pub basis: Basis,
     /// Bytes of all clients' contexts, if NVML lists processes.
     pub contexts: Option<u64>,
+}
+
+/// A client, as D-Bus callers see it.
+#[derive(Debug, Clone)]
+pub struct ClientView {
+    pub id: ClientId,
+    pub identity: Arc<Identity>,
+    /// The client without its command line, which not all callers may see.
+    pub(super) shown: bus::Client,
+}
+
+impl ClientView {
+    /// Converts the client for D-Bus. Includes the command line only if `may_see` is true.
+    pub fn present(&self, may_see: bool) -> bus::Client {
+        bus::Client { command: may_see.then(|| self.identity.command.clone()), ..self.shown.clone() }
+    }
+
+    #[cfg(test)]
+    pub fn named(id: u64, identity: Identity) -> Self {
+        Self { id: ClientId(id), identity: Arc::new(identity), shown: bus::Client::default() }
+    }
 }
 
 impl CopiedGpu {

@@ -6,11 +6,11 @@ use std::time::SystemTime;
 
 use nvshare_wire::client::GpuKind;
 
-use super::view::{CopiedClient, View};
+use super::view::{ClientView, CopiedClient, View};
 use crate::bus;
 use crate::config::rules::Rule;
 use crate::config::units;
-use crate::identity::{Identity, Tenant};
+use crate::identity::Tenant;
 use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, SleepObstacle, Time};
 
 /// Maximum number of attachments of one tenant in a list. A tenant can have 512 clients on 64 GPUs
@@ -19,27 +19,6 @@ const MAX_USES: usize = 2048;
 
 /// Maximum number of requests in a GPU's queue for which a start time is estimated.
 const MAX_EXPECTED: usize = 128;
-
-/// A client, as D-Bus callers see it.
-#[derive(Debug, Clone)]
-pub struct ClientView {
-    pub id: ClientId,
-    pub identity: Arc<Identity>,
-    /// The client without its command line, which not all callers may see.
-    shown: bus::Client,
-}
-
-impl ClientView {
-    /// Converts the client for D-Bus. Includes the command line only if `may_see` is true.
-    pub fn present(&self, may_see: bool) -> bus::Client {
-        bus::Client { command: may_see.then(|| self.identity.command.clone()), ..self.shown.clone() }
-    }
-
-    #[cfg(test)]
-    pub fn named(id: u64, identity: Identity) -> Self {
-        Self { id: ClientId(id), identity: Arc::new(identity), shown: bus::Client::default() }
-    }
-}
 
 /// Describes a rule's share, such as `weight 50, time-max 20%`.
 fn in_words(Share { weight, min, max, priority, interactive }: Share) -> String {
