@@ -262,11 +262,6 @@ impl<'a> Model<'a> {
         own
     }
 
-    /// Requests that no longer have to wait for a request or holder of a better tier.
-    pub fn unblocked(&self, id: GpuId) -> Vec<Entity> {
-        self.queues.behind(id).filter(|entity| !self.waits_behind(*entity, id)).collect()
-    }
-
     /// When the class of the requests in a queue changes without an event.
     pub fn class_changes_at(&self, id: GpuId) -> Option<Time> {
         if !self.shares().are_watched() {
