@@ -48,7 +48,7 @@ impl Effects {
         self.touched.pop_first()
     }
 
-    /// Notes a request that has joined the queues. The machine grants it if it needs no turn.
+    /// Notes a request that has joined the queues. It is granted if it needs no turn.
     pub fn may_need_no_turn(&mut self, entity: Entity) {
         self.needless.push(entity);
     }

@@ -1,7 +1,7 @@
 //! The state, and the dispatch of events to the components. A component decides about its own state:
 //! its methods read the other components, and leave commands, wake-ups and GPUs to settle in
-//! [`Effects`]. Only this file changes several components, and it decides nothing itself: `model`
-//! does.
+//! [`Effects`]. Only this file and, for the locks and their memory, `sharing` change several
+//! components. Decisions about several components only read: they are in `model`.
 
 use crate::{
     api::*,
@@ -293,13 +293,15 @@ impl Machine {
         };
         let Some((rooms, has_gained_room)) = self.with_gpu(id, begin) else { return };
         if has_gained_room {
-            self.with_requests(|requests| requests.enqueue_pinned(id));
+            let pinned = self.queues.take_blocked_by_pinned(id);
+            self.sharing().with_each(pinned, |requests, entity| requests.enqueue(entity));
         }
         self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
-        let reclassified = self.with_requests(|requests| {
-            requests.enqueue_unblocked(id);
-            requests.reclassify(id)
-        });
+        let unblocked = self.model().unblocked(id);
+        self.sharing().with_each(unblocked, |requests, entity| requests.enqueue(entity));
+        let watched = self.model().watched_requests(id);
+        self.sharing().with_each(watched, |requests, entity| requests.reclassify(entity));
+        let reclassified = self.model().class_changes_at(id);
         if self.model().access(id) == Access::Gone {
             self.sharing().let_through(id);
             self.serve_returning(id);
@@ -710,8 +712,10 @@ impl Machine {
 
     /// Moves all requests to their current positions after rules have changed.
     fn requeue_all(&mut self) {
-        self.with_requests(|requests| requests.requeue_all());
+        let all = self.queues.entities();
+        self.sharing().with_each(all, |requests, entity| requests.rules_changed(entity));
         self.fairness.forget_usage(self.now, self.settings.time_period);
+        self.effects.touch_all(self.gpus.ids());
     }
 
     /// Whether a client holds or waits for a lock.
@@ -761,7 +765,8 @@ impl Machine {
         self.settings = settings;
         if !is_same_policy {
             self.fairness.clear_finish_tags();
-            self.with_requests(|requests| requests.rerank_all());
+            let all = self.queues.entities();
+            self.sharing().with_each(all, |requests, entity| requests.rerank(entity));
         }
         if !(is_same && is_same_policy) {
             self.requeue_all();

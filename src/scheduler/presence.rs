@@ -258,7 +258,18 @@ impl Presence<'_> {
                 self.effects.command(command);
                 Vec::new()
             }
-            _ => Vec::new(), // the machine's
+            Task::WaitUntilItRuns
+            | Task::MayRun
+            | Task::Revoke
+            | Task::TakeAll
+            | Task::Leave
+            | Task::ComeBack
+            | Task::ForgetContexts
+            | Task::Limit
+            | Task::ExpectReturn
+            | Task::CancelReturn
+            | Task::Restore
+            | Task::MoveTo(_) => Vec::new(), // done by the machine
         };
         tasks.into_iter().map(|task| (client, task)).collect()
     }

@@ -62,6 +62,11 @@ impl Sharing<'_> {
         result
     }
 
+    /// Like `with_requests`, for each of these requests in turn.
+    pub fn with_each(&mut self, all: impl IntoIterator<Item = Entity>, act: impl Fn(&mut Requests, Entity)) {
+        all.into_iter().for_each(|entity| self.with_requests(|requests| act(requests, entity)));
+    }
+
     pub fn credit(&mut self, client: ClientId, id: GpuId, reserved_ahead: u64) -> u64 {
         self.with_gpu(id, |gpu, cx, fx| gpu.credit(cx, fx, client, reserved_ahead)).unwrap_or(0)
     }
@@ -322,29 +327,18 @@ impl Sharing<'_> {
         }
     }
 
-    /// Grants requests that joined the queues and need no turn. Ends because each grant takes a
-    /// request, and grants make no requests.
+    /// Grants requests that joined the queues and need no turn. A grant can move other requests and
+    /// so grant them first. This ends because each grant takes a request, and makes none.
     fn grant_needless(&mut self) {
-        loop {
-            let joined = self.effects.take_needless();
-            if joined.is_empty() {
-                return;
-            }
-            for entity in joined {
-                if self.model().needs_no_turn(entity) {
-                    self.give(entity);
-                }
+        for entity in self.effects.take_needless() {
+            if self.model().needs_no_turn(entity) {
+                self.grant(entity);
             }
         }
     }
 
     /// Grants a request: gives its clients the locks that they want.
     pub fn grant(&mut self, entity: Entity) {
-        self.give(entity);
-        self.grant_needless();
-    }
-
-    fn give(&mut self, entity: Entity) {
         self.requests().dequeue(entity);
         let Some(request) = self.queues.take_request(entity) else { return };
         let now = self.now;
@@ -365,7 +359,8 @@ impl Sharing<'_> {
                 let lead = self.model().shares().virtual_time_lead(*id, client);
                 if !lead.is_zero() {
                     self.fairness.advance_virtual_time(*id, lead);
-                    self.requests().requeue_on(*id);
+                    let queue: Vec<Entity> = self.queues.queue(*id).map(|(_, entity)| entity).collect();
+                    self.with_each(queue, |requests, entity| requests.requeue(entity));
                 }
                 let (finish_tag, own_finish_tag) = self.model().shares().finish_tags_before(client, *id);
                 let hold = Hold::new(entity, number, group, now);
@@ -394,7 +389,7 @@ impl Sharing<'_> {
             if !gpus.is_empty() {
                 self.send_revoke(member, gpus, None);
                 self.check(member);
-                self.with_requests(|requests| requests.requeue_gang_peers(member));
+                self.requeue_peers(member);
             }
         }
     }
@@ -453,7 +448,8 @@ impl Sharing<'_> {
         let (is_charged, keep) = (!tags.is_empty(), self.model().owners_with_one_key(id));
         self.fairness.set_finish_tags(self.now, id, &keep, tags);
         if is_charged {
-            self.with_requests(|requests| requests.requeue_own(id, owner));
+            let own = self.model().own_requests(id, owner);
+            self.with_each(own, |requests, entity| requests.requeue(entity));
         }
     }
 
@@ -484,7 +480,7 @@ impl Sharing<'_> {
                 self.with_requests(|requests| requests.report_wait_on(*id, WaitReason::HolderStuck));
             }
         }
-        self.with_requests(|requests| requests.touch_gang_peers(client));
+        self.touch_peers(client);
         self.check(client);
     }
 
@@ -502,7 +498,7 @@ impl Sharing<'_> {
             }
             for id in &answers.lagging {
                 self.with_gpu(*id, |gpu, _, fx| gpu.lags(fx, client));
-                self.with_requests(|requests| requests.touch_gang_peers(client));
+                self.touch_peers(client);
             }
             self.schedule_around(client, std::mem::take(&mut answers.undrainable));
             self.model().withdraw_unwanted(client, &mut answers);
@@ -511,6 +507,7 @@ impl Sharing<'_> {
             }
             if !answers.unwanted.is_empty() {
                 self.with_requests(|requests| requests.revoke_withdrawn(client));
+                self.touch_peers(client);
             }
             if !self.clients.contains_key(&client) {
                 return;
@@ -526,8 +523,21 @@ impl Sharing<'_> {
             is_revoked_again = true;
         }
         if is_revoked_again {
-            self.with_requests(|requests| requests.requeue_gang_peers(client));
+            self.requeue_peers(client);
         }
+    }
+
+    /// Requeues the requests of a client's gang members, because the client may need them in order
+    /// to drain.
+    fn requeue_peers(&mut self, client: ClientId) {
+        let peers = self.model().waiting_peers(client);
+        self.with_each(peers, |requests, entity| requests.requeue(entity));
+    }
+
+    /// Like `requeue_peers`, and marks the GPUs of the requests.
+    fn touch_peers(&mut self, client: ClientId) {
+        let peers = self.model().waiting_peers(client);
+        self.with_each(peers, |requests, entity| requests.requeue_and_touch(entity));
     }
 
     /// Marks holds as undrainable: other clients are admitted beside them from now on.

@@ -211,6 +211,11 @@ impl Model<'_> {
         several && (waits() || (self.gpus.holds_on(id).any(is_better) && !self.is_admissible(entity, id)))
     }
 
+    /// Requests that no longer have to wait for a request or holder of a better tier.
+    pub fn unblocked(&self, id: GpuId) -> Vec<Entity> {
+        self.queues.behind(id).filter(|entity| !self.waits_behind(*entity, id)).collect()
+    }
+
     /// Whether a request is admitted beside a draining holder. In `auto`, a request that precedes
     /// the holder is granted without waiting for the holder's queued work, if the request's memory
     /// fits beside the holder's. The GPU time-slices the two clients until the drain ends.

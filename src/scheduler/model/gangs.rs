@@ -193,6 +193,12 @@ impl Model<'_> {
         (gang != other && self.gangs_conflict(gang, other)).then_some(since)
     }
 
+    /// The requests of the other members of a client's gang. The client may need these members in
+    /// order to drain.
+    pub fn waiting_peers(&self, client: ClientId) -> BTreeSet<Entity> {
+        self.queues.gang_peers(client).filter_map(|peer| self.queues.waiting(peer)).collect()
+    }
+
     /// The locks that a client releases, and its gang if one of these locks was revoked.
     pub fn released(&self, client: ClientId, gpus: &GpuSet) -> (Vec<GpuId>, Option<Gang>) {
         let holds = || gpus.iter().filter_map(|id| Some((*id, self.gpus.hold(client, *id)?)));

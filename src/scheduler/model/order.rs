@@ -245,6 +245,32 @@ impl<'a> Model<'a> {
             && self.queues.wants(client).is_some_and(|gpus| gpus.len() == 1)
     }
 
+    /// Queued requests whose class depends on usage.
+    pub fn watched_requests(&self, id: GpuId) -> Vec<Entity> {
+        if !self.shares().are_watched() {
+            return Vec::new();
+        }
+        let is_watched =
+            |entity: &Entity| self.queues.clients_of(*entity).any(|client| self.shares().is_watched(client));
+        self.queues.queued(id).filter(is_watched).collect()
+    }
+
+    /// An owner's requests in the queue of a GPU, in their order.
+    pub fn own_requests(&self, id: GpuId, owner: ShareOwner) -> Vec<Entity> {
+        let mut own: Vec<Entity> = self.queues.first_of(id, owner).collect();
+        own.sort_unstable_by_key(|entity| self.queues.request(*entity).map(|request| request.key));
+        own
+    }
+
+    /// When the class of the requests in a queue changes without an event.
+    pub fn class_changes_at(&self, id: GpuId) -> Option<Time> {
+        if !self.shares().are_watched() {
+            return None;
+        }
+        self.queues.first(id)?;
+        self.shares().class_changes_at(id)
+    }
+
     /// The finish tags that a client's owners reach by a hold that ended. `waited` is the part of
     /// the hold in which other clients waited.
     pub fn finish_tags(&self, client: ClientId, id: GpuId, hold: &Hold, waited: Duration) -> Vec<(ShareOwner, Time)> {

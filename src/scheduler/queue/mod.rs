@@ -111,6 +111,11 @@ impl Queues {
         self.requests.iter().map(|(entity, request)| (*entity, request))
     }
 
+    /// The entities that have a request.
+    pub fn entities(&self) -> Vec<Entity> {
+        self.requests.keys().copied().collect()
+    }
+
     pub fn request(&self, entity: Entity) -> Option<&Request> {
         self.requests.get(&entity)
     }

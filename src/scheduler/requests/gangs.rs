@@ -5,7 +5,6 @@ use crate::{
     api::*,
     queue::{Blocked, Entity, Gang},
 };
-use std::collections::BTreeSet;
 
 impl Requests<'_> {
     /// Begins the turn of a gang that was granted a GPU at `since`. If the turn has already begun,
@@ -34,14 +33,12 @@ impl Requests<'_> {
         }
     }
 
-    /// Requeues the requests of a client's gang members. Called when their reason to precede other
-    /// requests has changed.
-    pub fn touch_gang_peers(&mut self, client: ClientId) {
-        for entity in self.waiting_peers(client) {
-            self.requeue(entity);
-            let gpus = self.queues.request(entity).map(|request| request.gpus());
-            self.effects.touch_all(gpus.into_iter().flatten());
-        }
+    /// Requeues a request, and marks its GPUs. Called when its reason to precede other requests has
+    /// changed.
+    pub fn requeue_and_touch(&mut self, entity: Entity) {
+        self.requeue(entity);
+        let gpus = self.queues.request(entity).map(|request| request.gpus());
+        self.effects.touch_all(gpus.into_iter().flatten());
     }
 
     /// Marks the GPUs of a gang whose holds or requests changed, and the GPUs of conflicting gangs.
@@ -57,17 +54,6 @@ impl Requests<'_> {
         let entity = self.queues.entity(client);
         self.gang_continues(entity);
         self.touch_conflicting_gangs(entity);
-        self.touch_gang_peers(client);
-    }
-
-    /// Requeues the requests of a client's gang members, because the client may need them in order
-    /// to drain.
-    pub fn requeue_gang_peers(&mut self, client: ClientId) {
-        self.requeue_each(self.waiting_peers(client).into_iter().collect());
-    }
-
-    fn waiting_peers(&self, client: ClientId) -> BTreeSet<Entity> {
-        self.queues.gang_peers(client).filter_map(|peer| self.queues.waiting(peer)).collect()
     }
 
     /// Requeues a client's request after the members of its gang have changed.

@@ -1,7 +1,7 @@
 //! Changes to the queues: where a request waits, from its arrival to its grant.
 //!
 //! [`Requests`] may change only the queues, and reads everything else. It does not grant requests:
-//! it notes those that need no turn in [`Effects`], and the machine grants them.
+//! it notes those that need no turn in [`Effects`], and `sharing` grants them.
 //!
 //! - `order`: moves requests when they age, or their owner or usage changes.
 //! - `gangs`: turns of gangs, and requests that a gang's state moves.
