@@ -88,7 +88,7 @@ fn loading_the_library_executes_few_instructions() {
     let cost = with - without;
     eprintln!("/bin/true: {without} instructions, {cost} more with the library");
     assert!(cost > 1000, "it was not loaded");
-    // The released library needs little more than half of these instructions (see `bench/guest.rs`,
-    // where the limit is 60,000).
-    assert!(cost <= 64_000, "{cost} more instructions");
+    // This is a debug build. The released library needs less than half of these instructions (the
+    // figure `load-cost-true-instructions`, see `bench/guest.rs`).
+    assert!(cost <= 70_000, "{cost} more instructions");
 }
