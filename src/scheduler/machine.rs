@@ -358,9 +358,7 @@ impl Machine {
         }
     }
 
-    // Grants and releases.
-
-    // Clients that do not answer.
+    // Processes that stop and continue.
 
     /// Handles a process that was stopped, or has been continued.
     fn stopped(&mut self, client: ClientId, stopped: bool) {
@@ -387,8 +385,6 @@ impl Machine {
             self.stopped(client, false);
         }
     }
-
-    // Gangs.
 
     // Memory.
 

@@ -6,6 +6,7 @@
 //! their times. `PROPTEST_RNG_SEED=N` creates the same worlds again:
 //!
 //! ```text
+//! mkdir /tmp/before /tmp/after
 //! PROPTEST_RNG_SEED=1 NVSHARE_SCHEDULER_CASES=1500 NVSHARE_DECISIONS=/tmp/before cargo nextest run -p scheduler-tests
 //! (change the scheduler, and run the same with /tmp/after)
 //! diff -r /tmp/before /tmp/after
