@@ -200,12 +200,7 @@ proptest! {
     fn every_client_finishes_beside_reserved_rooms(
         seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..12, unruly in unruly(), until in 500u64..30_000,
     ) {
-        let mut world = world(seed, mode, ms(500), gpus, clients, unruly);
-        world.make_rooms(ms(until));
-        let bound = bound(&world, ms(500)) * 2 + ms(until) + Duration::from_secs(60);
-        let done = world.run(bound);
-        prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
-        world.check_replay(settings_of(mode, ms(500)));
+        beside_rooms(seed, mode, gpus, clients, unruly, ms(until))?;
     }
 
     /// After a suspend every client still finishes. No client runs before the resume.
@@ -283,6 +278,50 @@ fn a_grant_during_an_eviction_blocks_no_other_client() {
     let (on, off) = ((AntiThrash::On, PolicyName::Fcfs), (AntiThrash::Off, PolicyName::Fcfs));
     let unruly = Unruly { stopped: true, killed: true, ..Unruly::default() };
     managed(765_340_403_619_117_952, &[(on, 20, 0), (off, 20, 2746)], 1, 5, unruly).unwrap();
+}
+
+/// A world that failed once. A member with managed memory kept its memory while its gang was served,
+/// although it needed none, and another member lacked these bytes.
+#[test]
+fn managed_memory_of_a_gangs_member_leaves_for_another_member() {
+    let (on, off) = ((AntiThrash::On, PolicyName::Fcfs), (AntiThrash::Off, PolicyName::Fcfs));
+    let unruly = Unruly { stopped: true, gangs: true, ..Unruly::default() };
+    managed(2_401_107_293_383_411_632, &[(on, 288, 1954), (off, 20, 299)], 1, 6, unruly).unwrap();
+}
+
+/// Creates a world in which memory is reserved for other programs until `until`.
+fn beside_rooms(
+    seed: u64,
+    mode: Mode,
+    gpus: u64,
+    clients: u64,
+    unruly: Unruly,
+    until: Duration,
+) -> Result<(), TestCaseError> {
+    let mut world = world(seed, mode, ms(500), gpus, clients, unruly);
+    world.make_rooms(until);
+    let bound = bound(&world, ms(500)) * 2 + until + Duration::from_secs(60);
+    let done = world.run(bound);
+    prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
+    world.check_replay(settings_of(mode, ms(500)));
+    Ok(())
+}
+
+/// A world that failed once. A client was granted the lock before its memory had left for a room, and
+/// was therefore revoked and granted again at the same time, without end.
+#[test]
+fn a_client_whose_memory_leaves_for_a_room_is_not_granted_before() {
+    let mode = (AntiThrash::On, PolicyName::Fcfs);
+    let unruly = Unruly {
+        stuck: true,
+        stopped: true,
+        killed: true,
+        pinned: true,
+        managed: true,
+        claiming: true,
+        ..Unruly::default()
+    };
+    beside_rooms(9_241_517_173_482_066_790, mode, 2, 1, unruly, ms(816)).unwrap();
 }
 
 /// A world whose clients are put to sleep and woken.

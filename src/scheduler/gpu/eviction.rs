@@ -103,7 +103,10 @@ impl Gpu {
                 let Some(account) = self.account(client) else { continue };
                 let has_unfreed = account.frees.present() > 0;
                 let is_last = has_unfreed || last.contains(&client);
-                if exempt.contains(&client) || is_last != (pass == Pass::Last) && pass != Pass::Protected {
+                // A client that runs by page faults needs no memory on the GPU, even if its own gang is
+                // served.
+                let is_exempt = exempt.contains(&client) && !self.faults_in(cx, client);
+                if is_exempt || is_last != (pass == Pass::Last) && pass != Pass::Protected {
                     continue;
                 }
                 let left = victims.get(&client).copied().unwrap_or(account.allowance);

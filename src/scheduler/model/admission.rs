@@ -63,17 +63,19 @@ impl Model<'_> {
         self.queues.request(entity).is_some() && self.queues.wanting(entity, id).all(has)
     }
 
-    /// Whether memory is still being evicted from a request's clients that run by page faults. A
-    /// client does not evict memory while it holds the lock, so a grant would delay clients that
-    /// wait for the memory.
+    /// Whether memory that others wait for is still being evicted from a request's clients: memory of
+    /// clients that run by page faults, or memory that has to leave for rooms or headroom. A client
+    /// does not evict memory while it holds the lock, so a grant would delay those that wait. For a
+    /// room, the client would also be revoked at once, and granted again, without end.
     pub fn is_evicting(&self, entity: Entity, id: GpuId) -> bool {
+        let vacates = self.gpus.get(id).is_some_and(|gpu| gpu.vacates(self.settings));
         let evicts = |client| {
             let Some(account) = self.gpus.account(client, id) else { return false };
             account.charge > account.allowance.max(account.report.pinned)
-                && self.faults_in(client, id)
+                && (vacates || self.faults_in(client, id))
                 && self.eviction_block(client, id).is_none()
         };
-        self.settings.anti_thrash == AntiThrash::Off && self.queues.wanting(entity, id).any(evicts)
+        self.queues.wanting(entity, id).any(evicts)
     }
 
     /// Whether a request is the first in all of its queues and can be granted.
