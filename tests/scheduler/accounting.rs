@@ -149,7 +149,7 @@ fn a_stuck_holder_that_leaves_its_memory_unused_loses_it() {
         }
         t.map(2);
         assert_eq!(t.state(2), LockState::Holding, "{mapped} {engine:?}");
-        // While nobody waits, it gets what is free. The next client does not wait as long for that.
+        // While no client waits, it gets the free memory. It loses that memory as soon as a client waits.
         t.after(ms(10_000));
         t.report(1, 15 * GIB, mapped * GIB, 0);
         assert_eq!((t.attachment(1).allowance, t.attachment(2).allowance), (8 * GIB, 8 * GIB));

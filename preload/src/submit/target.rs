@@ -1,5 +1,5 @@
 //! The target of a call: the GPU of the stream that the call names, otherwise the GPU of the current
-//! context. Also a name for the stream, by which later calls recognize it.
+//! context. Also names streams, so that later calls recognize a stream by its name.
 
 use super::{LANES, Lane, captures::context_of, epoch, points::is_legacy};
 use crate::driver::{
