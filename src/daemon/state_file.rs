@@ -1,6 +1,7 @@
 //! Files in the directory that systemd provides for state that outlives the daemon
-//! (`StateDirectory=`). A change is saved before it is confirmed, so every confirmed change survives
-//! a restart. Without such a directory, changes last until the daemon exits.
+//! (`StateDirectory=`). A change is confirmed only after the attempt to save it. If saving fails, a
+//! change of settings is refused. A pause or a drain takes effect, with a warning that it ends with the
+//! daemon. Without such a directory, changes last until the daemon exits.
 
 use std::io;
 use std::path::{Path, PathBuf};

@@ -257,7 +257,8 @@ impl Budget {
     }
 
     /// Begins a time slice immediately, even if the tenant has another slice or has no tokens. Use
-    /// this only for work that other tenants wait for, and that is limited per tenant.
+    /// this only for work that other tenants wait for, and that is limited per tenant, and for the
+    /// messages of a lock that is held over D-Bus.
     pub fn slice_at_once(&self) -> Slice<'_> {
         self.begin(None, clock::now())
     }

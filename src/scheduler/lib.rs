@@ -50,7 +50,6 @@ mod quota;
 mod requests;
 mod rules;
 mod sharing;
-
 mod sleep;
 mod timers;
 pub mod view;

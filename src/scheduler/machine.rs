@@ -836,6 +836,7 @@ reads! {
     // Clients.
     clients() -> Vec<ClientView>;
     client(id: ClientId) -> Option<ClientView>;
+    is_stopped(id: ClientId) -> bool;
     tenants() -> BTreeMap<ClientId, TenantId>;
     allowed(client: ClientId) -> Option<&GpuSet>;
     sleep_of(client: ClientId) -> SleepView;

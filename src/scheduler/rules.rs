@@ -44,7 +44,7 @@ impl EnvLimits {
     }
 }
 
-/// What changes for the members of a group when a client joins the group with other limits.
+/// Changes for a group's members when a client joins the group with other limits.
 pub(crate) struct GroupChange {
     /// Members whose turns may belong to another owner.
     pub owners: BTreeSet<ClientId>,

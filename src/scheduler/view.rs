@@ -273,6 +273,11 @@ impl<'a> Model<'a> {
         self.shares().due(id)
     }
 
+    /// Whether a client's process is stopped.
+    pub fn is_stopped(&self, id: ClientId) -> bool {
+        self.clients.get(&id).is_some_and(|client| client.stopped)
+    }
+
     /// The view of one client. `None`: the client is not connected.
     pub fn client(&self, id: ClientId) -> Option<ClientView> {
         let client = self.clients.get(&id)?;

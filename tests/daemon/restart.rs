@@ -536,6 +536,8 @@ fn talkative_kept_clients_do_not_delay_other_clients() {
             }
             client.send(ClientMessage::Held { gpus: 0 });
         }
+        // Clients are taken over in the order of their IDs.
+        talkers.last().expect("a client").until(|message| matches!(message, SchedulerMessage::Attached { .. }));
         talkers
     });
     let mut welcomed = 0;
@@ -543,10 +545,13 @@ fn talkative_kept_clients_do_not_delay_other_clients() {
         drop(Client::welcomed(&socket));
         welcomed += 1;
     }
-    // The daemon takes over programs right after that log line, and would then welcome no other program.
+    // From that log line on, the daemon handles the packets of the talkative programs.
+    let mut later = 0;
     while !talk.is_finished() {
         drop(Client::welcomed(&socket));
+        later += 1;
     }
     assert!(welcomed >= 5, "{welcomed} programs were welcomed before the talkative ones were taken over");
+    assert!(later >= 5, "{later} programs were welcomed while the talkative ones were taken over");
     drop(talk.join().expect("no panic"));
 }

@@ -120,10 +120,12 @@ fn a_stuck_holder_whose_managed_memory_is_not_on_the_gpu_yet_stays_charged() {
     assert_eq!((t.attachment(1).allowance, t.attachment(1).charge), (12 * GIB, 12 * GIB));
 }
 
-/// Whether the program reports its memory as mapped or not, and whatever kind of memory it claims.
+/// Whether the program reports its memory as mapped or not, whatever kind of memory it claims, whether
+/// it once had the memory, and even if its process stops and continues.
 #[test]
 fn a_stuck_holder_that_leaves_its_memory_unused_loses_it() {
-    for (mapped, engine) in [(0, Engine::Swap), (15, Engine::Swap), (15, Engine::Managed)] {
+    let unused = (0, 0, Engine::Swap);
+    for (had, mapped, engine) in [unused, (0, 15, Engine::Swap), (0, 15, Engine::Managed), (15, 15, Engine::Swap)] {
         let mut t = measured(AntiThrash::On);
         t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
         t.say(Event::Attached { client: client(1), gpu: gpu(0), engine });
@@ -136,11 +138,16 @@ fn a_stuck_holder_that_leaves_its_memory_unused_loses_it() {
             let mapped = t.attachment(2).mapped;
             found(t, 16 * GIB - present - mapped, &[(1, present), (2, mapped), (9, 0)]);
         };
+        found(&mut t, (16 - had) * GIB, &[(1, had * GIB), (2, 0), (9, 0)]);
         measure(&mut t);
         t.request(2);
         t.after(ms(2000));
         for second in 0..70 {
             t.stuck(1, StuckReason::LongWork);
+            if second == 30 {
+                t.say(Event::Stopped { client: client(1), stopped: true });
+                t.say(Event::Stopped { client: client(1), stopped: false });
+            }
             measure(&mut t);
             t.after(ms(1000));
             if second < 50 {
@@ -149,7 +156,7 @@ fn a_stuck_holder_that_leaves_its_memory_unused_loses_it() {
         }
         t.map(2);
         assert_eq!(t.state(2), LockState::Holding, "{mapped} {engine:?}");
-        // While no client waits, it gets the free memory. It loses that memory as soon as a client waits.
+        // It gets free memory while no client waits, and loses it as soon as one does.
         t.after(ms(10_000));
         t.report(1, 15 * GIB, mapped * GIB, 0);
         assert_eq!((t.attachment(1).allowance, t.attachment(2).allowance), (8 * GIB, 8 * GIB));

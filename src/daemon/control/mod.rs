@@ -238,7 +238,7 @@ async fn evacuate(core: Rc<RefCell<Core>>, done: oneshot::Sender<()>) {
     let _ = done.send(());
 }
 
-/// Replies to the caller once its order is in effect and saved for the next daemon.
+/// Replies to the caller once its order is in effect and, if possible, saved for the next daemon.
 fn answer_when_saved(ordered: fdo::Result<Saving>, reply: oneshot::Sender<fdo::Result<()>>) {
     spawn_local(async move {
         let result = match ordered {

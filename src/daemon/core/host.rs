@@ -1,5 +1,5 @@
 //! [`Host`]: what the daemon manages for programs and users beside the scheduler's decisions. Its
-//! components do not know each other.
+//! components do not change each other. `SwapFiles` reads the figures of host memory.
 
 use super::host_use::HostFigures;
 use super::moves::Moves;

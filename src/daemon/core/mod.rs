@@ -5,13 +5,14 @@
 //! owns the matter, and it alone changes several of them.
 //!
 //! - `model`: the state machine, and the records of clients and GPUs. `clients`, `gpus`, `measure`, `rules`
-//!   and `gangs` change it; `groups`: the groups that rules define; `hours` counts the GPU time of programs whose rules have `gpu-hours`;
-//!   `settings` adapts the configuration to the driver.
+//!   and `gangs` change it. `groups`: the groups that rules define. `hours`: the GPU time of programs whose
+//!   rules have `gpu-hours`. `settings`: the configuration's settings, adapted to the driver.
 //! - `io`: the timer, and the signals and values for other tasks. `messages`: messages to clients.
-//! - `observe`: reads the model, and decides nothing. `log`, `event_log` and `refusals`: log lines;
+//! - `observe`: reads the model, and changes no other component. `log`, `event_log` and `refusals`: log lines;
 //!   `counts`: counters; `metrics`: the figures derived from the counters; `usage`: usage of tenants, units
 //!   and containers, for the records on disk; `pressure`: the share of time for which clients are stalled
-//!   on GPUs; `unproven`: programs that were refused for lack of a GPU's device file.
+//!   on GPUs; `unproven`: programs that were refused for lack of a GPU's device file; `recording`: the host
+//!   and the processes, as recordings and bundles describe them.
 //! - `host`: what the daemon manages for programs and users. `host_use`: figures of host memory;
 //!   `swap_files`: the RAM and the swap file space of each client; `sharing`: messages about shared memory,
 //!   and `shared_memory`, the registry of that memory; `placement`: the GPUs that clients may see;

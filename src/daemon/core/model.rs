@@ -1,5 +1,5 @@
 //! [`Model`]: the scheduler's state machine, and the daemon's records of clients and GPUs. All other
-//! parts of the daemon read the model. Only [`Core`](super::Core) changes it.
+//! parts of [`Core`](super::Core) only read the model.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
@@ -34,7 +34,7 @@ use crate::scheduler::{ClientId, Event, GpuId, GpuSet, Machine, MemoryReport, Sl
 use crate::sys::clock;
 use crate::sys::device_file::DeviceFile;
 
-/// The state that decisions depend on.
+/// The scheduler, and the records that the other components read.
 pub struct Model {
     pub config: Config,
     pub(super) machine: Machine,
@@ -478,8 +478,7 @@ impl Model {
 
     /// The events about the stopped processes that have continued, and whether any process is still stopped.
     pub(super) fn continued(&self) -> (Vec<Event>, bool) {
-        let is_stopped = |client: ClientId| self.machine.client(client).is_some_and(|view| view.stopped);
-        let stopped = self.clients.iter().filter(|(client, _)| is_stopped(**client));
+        let stopped = self.clients.iter().filter(|(client, _)| self.machine.is_stopped(**client));
         let (stopped, running): (Vec<_>, Vec<_>) = stopped.partition(|(_, entry)| peer::is_stopped(entry.identity.pid));
         let event = |(client, _): (&ClientId, _)| {
             debug!(client = client.0, "the process runs again");

@@ -1,5 +1,5 @@
-//! [`Observe`]: everything that the daemon logs, counts, records and accounts. It reads the model, and
-//! no decision depends on it.
+//! [`Observe`]: everything that the daemon logs, counts, records and accounts. It reads the model. Of
+//! its results, only the time with the lock affects decisions: `hours` counts it.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::fs::File;

@@ -21,12 +21,13 @@ impl Log {
             return;
         };
         let line = match why {
-            Denial::NoContext => no_context(),
-            Denial::Unmappable => unmappable(model, gpu, bytes),
-            Denial::EnvLimit => env_limit(model, entry, request),
-            Denial::NoRoom => no_room(model, gpu, bytes),
+            Denial::NoContext => Some(no_context()),
+            Denial::Unmappable => Some(unmappable(model, gpu, bytes)),
+            Denial::EnvLimit => Some(env_limit(model, entry, request)),
+            Denial::NoRoom => Some(no_room(model, gpu, bytes)),
             _ => rule_limit(model, entry, request, why),
         };
+        let Some(line) = line else { return };
         let (label, identity) = (model.label(gpu), &entry.identity);
         let Line { why: reason, capacity, host, host_promised, rule, memory_max } = line;
         let text = format!("{} is refused {reason}", identity.label());
@@ -114,8 +115,8 @@ fn unmappable(model: &Model, gpu: GpuId, bytes: u64) -> Line {
 }
 
 /// A rule limits the client's group.
-fn rule_limit(model: &Model, entry: &Client, (client, gpu, bytes): Wanted, why: Denial) -> Line {
-    let Some(rule) = model.rule_of(client) else { return Line::default() };
+fn rule_limit(model: &Model, entry: &Client, (client, gpu, bytes): Wanted, why: Denial) -> Option<Line> {
+    let rule = model.rule_of(client)?;
     let everywhere = why == Denial::SwapMax;
     let (key, max) = match why {
         Denial::SwapMax => ("swap-max", rule.limits.swap_max.unwrap_or(0)),
@@ -135,7 +136,7 @@ fn rule_limit(model: &Model, entry: &Client, (client, gpu, bytes): Wanted, why: 
         "memory: it requests {bytes} in total, and other programs of its group use {used}{contexts}. {key} of rule \
          {rule} allows the group {allowed}"
     );
-    Line { why, rule: Some(rule.to_string()), memory_max: Some(max), ..Line::default() }
+    Some(Line { why, rule: Some(rule.to_string()), memory_max: Some(max), ..Line::default() })
 }
 
 /// The client's own environment limits its memory.

@@ -1,6 +1,6 @@
 //! [`Core`] passes events, requests and reports to the component that owns the matter, and carries out
-//! what results from it. Components do not call each other: each changes only its own state and reads
-//! the [`Model`]. So every interaction of two components is in this file.
+//! what results from it. Each component changes only its own state, and reads the [`Model`]. Whatever
+//! changes two components is in this file.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::File;

@@ -196,13 +196,13 @@ impl Sharing {
         model: &Model,
         imports: impl IntoIterator<Item = Import>,
     ) -> BTreeSet<(ClientId, GpuId)> {
-        let mut changed = BTreeSet::new();
+        let mut importers = BTreeSet::new();
         for import in imports.into_iter().filter(|import| model.clients.contains_key(&import.importer)) {
             self.adoptions.entry(import.importer).or_default().waiting.push_back(import);
             self.ask_next(model, import.importer);
-            changed.extend(attachments(model, import.importer));
+            importers.insert(import.importer);
         }
-        changed
+        importers.into_iter().flat_map(|importer| attachments(model, importer)).collect()
     }
 
     /// Sends a client requests to adopt memory until `MAX_ADOPTIONS` requests are unanswered.

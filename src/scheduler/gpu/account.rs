@@ -77,8 +77,8 @@ pub(crate) struct Account {
     /// The claimed mapped and pinned bytes at the last measurement. Only a claim of more bytes is
     /// worth another measurement.
     refuted: (u64, u64),
-    /// Since when the allowance exceeds the measured memory. `None`: the last measurement that began
-    /// after the allowance was raised found memory for the whole allowance.
+    /// Since when the allowance exceeds the measured memory. `None`: the last measurement found memory
+    /// for the whole allowance, and the allowance was not raised since.
     unused: Option<Time>,
     pub eviction: Option<Eviction>,
     pub frees: UnverifiedFrees,
@@ -282,8 +282,9 @@ impl Account {
             let is_refuted = self.verified().is_some_and(|most| self.claimed.0 > most);
             self.lapsed.take_if(|lapsed| is_refuted && lapsed.spoke.is_some_and(|at| at <= begun));
             self.seen = self.seen.max(found.most.min(self.report.mapped));
-            if self.verified() >= Some(self.allowance) {
-                self.unused.take_if(|since| *since <= begun);
+            match self.verified() >= Some(self.allowance) {
+                true => drop(self.unused.take_if(|since| *since <= begun)),
+                false => drop(self.unused.get_or_insert(begun)),
             }
         }
         (self.report.mapped, self.report.pinned) = self.believed();

@@ -108,7 +108,7 @@ impl Gpu {
 
     /// Blocks the eviction of a client that is late.
     pub fn eviction_is_late(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
-        self.charge_as_known(cx, fx, client);
+        self.charge_as_known(cx, fx, client, false);
         self.block_eviction(cx, fx, client, EvictionBlock::Late);
     }
 
@@ -120,8 +120,9 @@ impl Gpu {
         attachment.is_some_and(|attachment| attachment.account().is_refuted())
     }
 
-    /// Whether an undrainable holder has left allowed memory unused for so long that it can't need it
-    /// in order to drain.
+    /// Whether an undrainable holder has left a part of its allowed memory unused for [`UNUSED`].
+    /// Further raises don't restart that time, because a holder could ask for a little more each
+    /// minute. So a holder whose memory arrives in parts can lose it too.
     fn hoards(&self, now: Time, client: ClientId) -> bool {
         let revoked = self.hold(client).and_then(|hold| hold.revoked);
         let unused = self.account(client).and_then(Account::unused_since);
@@ -129,14 +130,15 @@ impl Gpu {
     }
 
     /// Lowers the charge of a client to the client's known memory, if the client does not answer an
-    /// eviction or a revoke, or hoards memory. Otherwise the client could withhold bytes that it is allowed but has not
-    /// mapped.
-    pub fn charge_as_known(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
+    /// eviction or a revoke, or hoards memory. Otherwise the client could withhold bytes that it is
+    /// allowed but has not mapped. `is_measured`: the client was just measured. Otherwise what it had at
+    /// its last measurement says nothing about the memory that it uses now.
+    pub fn charge_as_known(&mut self, cx: Context, fx: &mut Effects, client: ClientId, is_measured: bool) {
         let now = cx.now;
         let Some(account) = self.account(client) else { return };
         let is_undrainable = self.hold(client).is_some_and(Hold::is_undrainable);
         let may_need_memory = self.lock(client).is_some_and(ClientLock::may_need_memory);
-        let hoards = may_need_memory && self.hoards(now, client);
+        let hoards = is_measured && may_need_memory && self.hoards(now, client);
         let has = match is_undrainable {
             true if may_need_memory && !hoards && !self.is_elsewhere(client) => None,
             true => account.less_than_charged(),

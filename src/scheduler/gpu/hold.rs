@@ -17,6 +17,7 @@ pub(crate) struct ClientLock {
     pub slow_to_drain: bool,
     /// The client could not drain, and did not use the memory that it was allowed for that. So it gets
     /// no more memory while it cannot drain. Cleared by a hold that ends normally.
+    #[serde(default)]
     pub hoards: bool,
     pub drains: DrainTime,
     /// When the client last held the lock. If it never held the lock: when it attached the GPU.
@@ -332,9 +333,12 @@ impl Gpu {
                 hold.suspended |= revoked.again.is_none();
             } else if changed {
                 // Possibly the client has not read the revoke yet, so its time to answer and to
-                // drain starts anew.
+                // drain starts anew. An undrainable holder has had that time.
                 hold.suspended = false;
-                (revoked.first, revoked.since) = (cx.now, cx.now);
+                revoked.since = cx.now;
+                if !hold.undrainable {
+                    revoked.first = cx.now;
+                }
             }
         }
         self.lock_changed(cx, fx, client);

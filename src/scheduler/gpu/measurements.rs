@@ -108,7 +108,7 @@ impl Gpu {
             let found = found.get(&client).copied();
             self.change_account(fx, client, |account| account.measured(begun, found));
             self.allow_resident(cx, fx, client);
-            self.charge_as_known(cx, fx, client);
+            self.charge_as_known(cx, fx, client, found.is_some());
         }
         self.schedule_verification(fx);
     }

@@ -347,7 +347,7 @@ impl Requests<'_> {
         }
     }
 
-    /// Notes all queued requests, because something that makes them need turns may have changed.
+    /// Notes all requests, because something that makes them need turns may have changed.
     pub fn all_may_need_no_turn(&mut self) {
         self.queues.requests().for_each(|(entity, _)| self.effects.may_need_no_turn(entity));
     }
