@@ -228,7 +228,7 @@ pub fn end_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresul
 
 /// Makes a stream wait for an event. If the event is part of a capture, the stream joins that capture.
 /// A graph that is captured from streams of several GPUs is work of each of those GPUs.
-pub fn wait_in_contexts(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
+pub fn wait_for_event(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
     if !(captures::any() && submit::is_active() && gpu::are_several()) || captures::is_capturing(stream) {
         return real();
     }

@@ -4,7 +4,7 @@
 //! the driver. The first waiting thread reports to the scheduler, once, that the process is wanted
 //! back (`Wake`).
 //!
-//! Shut entries (`entry`) lead threads to this module.
+//! Shut entries (`driver::function`) lead threads to this module.
 
 use super::wakeup;
 use crate::sys::{errno, futex, time::Instant};

@@ -2,7 +2,7 @@
 
 use super::route::{Route, Side, many};
 use crate::driver::types::*;
-use core::{ffi::c_void, ptr::null_mut};
+use core::{cell::UnsafeCell, ffi::c_void, ptr::null_mut};
 
 /// `CUmemorytype`
 const MEMORYTYPE_DEVICE: i32 = 2;
@@ -150,7 +150,8 @@ pub struct Fill {
 pub struct NodeParams {
     kind: i32,
     reserved: [i32; 3],
-    of_kind: OfKind,
+    /// The driver writes results here, for example the graphs of a conditional node.
+    of_kind: UnsafeCell<OfKind>,
 }
 
 /// The parameters of a node, by the node's kind.
@@ -186,9 +187,9 @@ pub fn any_node(params: Option<&NodeParams>) -> Route {
     const FILL: i32 = 2;
     match params {
         // SAFETY: the program has set the parameters of a node of this kind.
-        Some(node) if node.kind == COPY => copy_node(Some(unsafe { &node.of_kind.copy.copy })),
+        Some(node) if node.kind == COPY => copy_node(Some(unsafe { &(*node.of_kind.get()).copy.copy })),
         // SAFETY: the program has set the parameters of a node of this kind.
-        Some(node) if node.kind == FILL => fill_node(Some(unsafe { &node.of_kind.fill })),
+        Some(node) if node.kind == FILL => fill_node(Some(unsafe { &(*node.of_kind.get()).fill })),
         _ => many(CTX_DEFAULT_STREAM, core::iter::empty),
     }
 }

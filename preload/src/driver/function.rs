@@ -1,5 +1,6 @@
-//! Functions of the driver, and the entry of each: a word with the address of the function. While the process is off
-//! its GPUs, the entries are shut: callers find no address, and call [`Entry::enter`], which waits.
+//! Functions of the driver, each with an entry: a word with the address of the function. While the
+//! process is off its GPUs, the entries are shut: callers find no address, and call [`Entry::enter`],
+//! which waits.
 //!
 //! To shut an entry, the library sets a bit in the word. Every caller has to read the word anyway,
 //! to find out whether the function has been looked up. A caller of a shut entry takes the path for

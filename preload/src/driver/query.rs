@@ -1,4 +1,5 @@
-//! Queries that any thread may make at any time, and which change nothing.
+//! Queries without side effects, which never wait for running work. [`free_memory`] needs a current
+//! context.
 
 use super::{types::*, *};
 

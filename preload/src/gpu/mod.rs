@@ -1,4 +1,4 @@
-//! The state of one GPU in this client: its gate, its work and its memory. Also the table of all GPUs,
+//! One GPU of this client: its lane ([`Lane`]) and its memory. Also the table of all GPUs,
 //! by the driver's ordinal.
 //!
 //! - [`info`]: properties of a GPU. [`identity`]: its UUID, which may change when the process is

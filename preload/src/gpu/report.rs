@@ -13,7 +13,7 @@ use core::sync::atomic::Ordering;
 use nvshare_wire::{ClientMessage, client as wire};
 
 impl Gpu {
-    /// Reports the account to the scheduler. Called after a change, with the space still locked, so that
+    /// Reports the account to the scheduler, and updates the error of waiting calls. Called after a change, with the space still locked, so that
     /// the last report has the latest state.
     pub fn report(&self, account: &Account) {
         self.send_report(account, u64::MAX);
@@ -116,8 +116,8 @@ impl Gpu {
         self.failure() == ERROR_OUT_OF_MEMORY
     }
 
-    /// Decides whether calls that wait for this GPU's memory fail. Called after each change of the account,
-    /// with the space still locked. If contents are lost, such calls fail as after an uncorrectable error
+    /// Decides whether calls that wait for this GPU's memory fail. Called with each report, with each
+    /// denial, and in each step of the client's thread, while the space is locked. If contents are lost, such calls fail as after an uncorrectable error
     /// of the GPU's memory. No process recovers from such an error either.
     pub fn update_failure(&self, account: &Account) {
         let unmappable = self.unmappable.load(Ordering::SeqCst);

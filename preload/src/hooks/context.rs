@@ -87,7 +87,7 @@ hooks! { real, flavour;
         stream: CUstream, mode: i32, graph: CUgraph, changed: P, data: P,
     ) { begin_capture(flavour.stream(stream), real) }
     [cuStreamWaitEvent | cuStreamWaitEvent_ptsz] (stream: CUstream, event: CUevent, flags: u32) {
-        wait_in_contexts(flavour.stream(stream), real)
+        wait_for_event(flavour.stream(stream), real)
     }
     [cuStreamEndCapture | cuStreamEndCapture_ptsz] (stream: CUstream, graph: P) { end_capture(flavour.stream(stream), real) }
     [cuStreamDestroy | cuStreamDestroy_v2] (stream: CUstream) {

@@ -15,7 +15,7 @@ use crate::{
     },
     sys::{errno, thread::stack_pointer},
 };
-use core::ffi::c_void;
+use core::{cell::UnsafeCell, ffi::c_void};
 use nvshare_wire::MAX_SLOTS;
 
 type P = *mut c_void;
@@ -224,10 +224,12 @@ pub struct LaunchParams {
 /// `CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD`.
 const GRAPH_INSTANTIATE_UPLOAD: u64 = 2;
 
-/// The beginning of `CUDA_GRAPH_INSTANTIATE_PARAMS`.
+/// `CUDA_GRAPH_INSTANTIATE_PARAMS`
 #[derive(Debug)]
 #[repr(C)]
 pub struct InstantiateParams {
     flags: u64,
     upload_stream: CUstream,
+    /// Written by the driver: the node that failed, and the result.
+    _written: UnsafeCell<[u64; 2]>,
 }

@@ -82,17 +82,17 @@ fn redirect_what_is_loaded(dlsym: usize) {
 }
 
 fn redirect_each(dlsym: usize) {
-    on_driver(&C_LIBRARY, || {
+    run_once(&C_LIBRARY, || {
         redirect::redirect_in_c_library(c"dlsym", dlsym);
         true
     });
-    on_driver(&DRIVER, || {
+    run_once(&DRIVER, || {
         let (Some(driver), Some(table)) = (driver::handle_if_loaded(), table::table()) else { return false };
         driver::resolve_all(); // after the redirection, a lookup would return the hooks
         redirect::redirect(driver::library::inside(driver), table);
         true
     });
-    on_driver(&NVML, || {
+    run_once(&NVML, || {
         let Some((nvml, table)) = nvml::table() else { return false };
         redirect::redirect(driver::library::inside(nvml), &table);
         true
@@ -104,7 +104,7 @@ fn redirect_each(dlsym: usize) {
 
 /// Runs the action, unless it has succeeded before. Concurrent threads may repeat the action, so
 /// that no thread continues before the action is done.
-fn on_driver(done: &AtomicBool, action: impl FnOnce() -> bool) {
+fn run_once(done: &AtomicBool, action: impl FnOnce() -> bool) {
     if !done.load(Ordering::SeqCst) && action() {
         done.store(true, Ordering::SeqCst);
     }

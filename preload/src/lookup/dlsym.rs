@@ -129,8 +129,8 @@ pub fn look() {
 }
 
 /// Whether this library exports this name of the driver.
-unsafe extern "C" fn is_hooked(name: *const c_char) -> bool {
-    // SAFETY: `name` is the argument of `dlsym`. `dlsym` has found that it begins with `cu`.
+unsafe fn is_hooked(name: *const c_char) -> bool {
+    // SAFETY: `name` is the argument of `dlsym`: `target_of_dlsym` has found that it begins with `cu`.
     let name = unsafe { CStr::from_ptr(name) };
     hook::all().any(|hook| hook.real.name() == name) || entries::has(name)
 }

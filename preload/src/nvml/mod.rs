@@ -96,7 +96,7 @@ pub fn table() -> Option<(*mut c_void, Vec<(usize, usize)>)> {
 ///
 /// # Safety
 /// `name` is NULL or ends with NUL.
-pub unsafe extern "C" fn is_hooked(name: *const c_char) -> bool {
+pub unsafe fn is_hooked(name: *const c_char) -> bool {
     // SAFETY: the caller's contract.
     !name.is_null() && hooks().iter().any(|(real, _)| real.name == unsafe { CStr::from_ptr(name) })
 }

@@ -26,9 +26,9 @@ pub fn refuse() {
     MEMBARRIER.store(false, Ordering::SeqCst);
 }
 
-/// The fence of the closing side. `Thread::approach` has the other side. The fence is between the store of "the gate is closed" and the load of "is a
-/// thread inside?". Returns `false` if only this thread was fenced, so that the passing side needs a
-/// fence too.
+/// The fence of the closing side, between the store of "the gate is closed" and the load of "is a
+/// thread inside?". `Thread::approach` contains the fence of the passing side. Returns `false` if only
+/// this thread was fenced, so that the passing side needs a fence too.
 #[must_use]
 pub fn heavy() -> bool {
     fence(Ordering::SeqCst);

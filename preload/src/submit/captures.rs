@@ -89,7 +89,8 @@ pub fn in_relaxed_mode<R>(call: impl FnOnce() -> R) -> R {
     result
 }
 
-/// From now on, no call of this thread invalidates a capture of another thread.
+/// Sets the calling thread's capture mode permanently, so that none of its calls invalidates a capture
+/// of another thread.
 pub fn relax_thread() {
     set_mode(STREAM_CAPTURE_MODE_RELAXED);
 }

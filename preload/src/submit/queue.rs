@@ -72,8 +72,8 @@ const POLL_PART: u32 = 64;
 
 const MAX_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// The most queue commands that may be in use when a point is recorded. A queue has about 1,020 commands.
-/// The subtracted commands are reserved for submissions before a mark is due.
+/// The most commands that may be in a stream's queue when a point is recorded. A queue holds about 1,020
+/// commands. The difference is reserved for submissions before a mark is due.
 const MANY_COMMANDS: u32 = 1020 - MAX_WINDOW / MARKS_PER_WINDOW;
 
 /// Work that ends this soon after a submission may have waited for that submission.
@@ -89,7 +89,7 @@ pub(super) struct Mark {
     pub(super) since: Instant,
     /// Submissions since the previous mark.
     pub(super) weight: u32,
-    /// Upper bound on the queue commands that these submissions took.
+    /// Upper bound on the commands that these submissions put into the queue.
     pub(super) commands: u32,
     /// Submissions that were outstanding when the mark was recorded, including the mark's own
     /// submissions.

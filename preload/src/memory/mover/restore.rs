@@ -45,7 +45,7 @@ impl Mover {
                         return Ok(Some(RETRY_INTERVAL));
                     }
                     self.full_since = None;
-                    trace!("GPU {gpu}: no room for {len} bytes, while {:?} are free", query::free_memory());
+                    trace!("GPU {gpu}: no room for {len} bytes, while {} are free", query::free_memory().unwrap_or(0));
                     return Err(Stop::GpuFull);
                 }
             };
