@@ -70,7 +70,7 @@ pub fn send_with(message: &ClientMessage, descriptors: &[BorrowedFd<'_>]) -> boo
 }
 
 pub fn is_connected() -> bool {
-    CONNECTED.load(Ordering::Acquire)
+    CONNECTED.load(Ordering::SeqCst)
 }
 
 /// Returns the number of times that this process has introduced itself to a scheduler. A request that
@@ -88,7 +88,7 @@ pub fn begin_generation() {
 pub fn set_connection(connection: Option<Connection>) {
     let mut guard = CONNECTION.lock();
     DESCRIPTOR.set(connection.as_ref().map(|c| c.socket.name()));
-    CONNECTED.store(connection.is_some(), Ordering::Release);
+    CONNECTED.store(connection.is_some(), Ordering::SeqCst);
     *guard = connection;
 }
 

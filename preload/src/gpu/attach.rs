@@ -61,12 +61,11 @@ impl Gpu {
             // If a context exists already, a further context is not refused.
             return gpu.work.has_contexts() || gpu.attach_again(tell_imports);
         }
-        if !connection::is_connected() {
-            return true;
+        if connection::is_connected() {
+            // From now on, the program needs the scheduler's lock and allowance.
+            gpu.gate.close(closed::LOCK);
+            gpu.introduce(false, tell_imports);
         }
-        // From now on, the program needs the scheduler's lock and allowance.
-        gpu.gate.close(closed::LOCK);
-        gpu.introduce(false, tell_imports);
         gpu.wait_for_admission()
     }
 
@@ -98,10 +97,7 @@ impl Gpu {
             );
             asked.is_ok()
         };
-        if !connection::is_connected() {
-            return true;
-        }
-        if asks_anew {
+        if asks_anew && connection::is_connected() {
             self.gate.close(closed::LOCK);
             self.introduce(false, tell_imports);
         }
@@ -112,21 +108,26 @@ impl Gpu {
     /// counts as admitted. The wait continues during a short absence of the scheduler. After a reconnect,
     /// the GPU is introduced again; without a scheduler, the context is admitted. Returns `false` if the
     /// context is refused.
+    ///
+    /// The answer is final when this function returns. So no GPU on which the program has been allowed a
+    /// context becomes refused, which would hide the GPU from the scheduler.
     fn wait_for_admission(&self) -> bool {
         let _waiting = await_client_thread();
-        let begin = Instant::now();
-        while submit::is_active() {
+        let asked_at = connection::is_connected().then(Instant::now);
+        loop {
             let state = self.admission.load(Ordering::SeqCst);
-            if state == admission::ADMITTED || (state == admission::UNKNOWN && begin.elapsed() >= ADMISSION_TIMEOUT) {
-                return true;
+            let is_unanswered =
+                state == admission::UNKNOWN && asked_at.is_none_or(|asked_at| asked_at.elapsed() >= ADMISSION_TIMEOUT);
+            match state {
+                admission::ADMITTED => return true,
+                admission::REFUSED => {
+                    self.withdraw();
+                    return false;
+                }
+                _ if is_unanswered || !submit::is_active() => self.admit_context(),
+                _ => futex::wait(&self.admission, state, Duration::from_millis(100)),
             }
-            if state == admission::REFUSED {
-                self.withdraw();
-                return false;
-            }
-            futex::wait(&self.admission, state, Duration::from_millis(100));
         }
-        true
     }
 
     /// Withdraws the request for a refused context. The scheduler then forgets this client on this GPU
@@ -261,9 +262,7 @@ impl Gpu {
 
     /// Called when the scheduler has no room for a context and expects none soon.
     pub fn refuse_context(&self) {
-        if !self.work.has_contexts() {
-            self.set_admission(admission::REFUSED);
-        }
+        self.set_admission(admission::REFUSED);
     }
 
     /// Stores the answer, unless a final answer is already stored.
@@ -342,6 +341,23 @@ mod tests {
         gpu.refuse_context();
         assert!(!gpu.is_refused() && Gpu::attach(gpu.index as CUdevice, |_| {}));
         assert_eq!(scheduler.sent().len(), 0);
+    }
+
+    /// A scheduler that appears between the attachment and the creation of the context may refuse it.
+    #[test]
+    fn a_context_that_a_thread_is_about_to_create_is_not_refused() {
+        let driver = Driver::new();
+        submit::set_active(true);
+        let device = driver.new_device();
+        assert!(Gpu::attach(device, |_| {}));
+        let scheduler = Scheduler::connect();
+        let gpu = by_ordinal(device).expect("an attached GPU");
+        gpu.introduce(false, |_| {});
+        gpu.refuse_context();
+        assert!(!gpu.is_refused() && gpu.is_introduced());
+        gpu.forget_introduction();
+        gpu.introduce(false, |_| {});
+        assert_eq!(attaches(&scheduler.sent()), 2);
     }
 
     #[test]

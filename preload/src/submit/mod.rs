@@ -132,12 +132,12 @@ impl Lane {
     }
 
     pub fn is_attached(&self) -> bool {
-        self.attached.load(Ordering::Acquire)
+        self.attached.load(Ordering::SeqCst)
     }
 
     /// Called when the program first creates a context on this GPU.
     pub fn set_attached(&self) {
-        self.attached.store(true, Ordering::Release);
+        self.attached.store(true, Ordering::SeqCst);
     }
 
     pub fn is_introduced(&self) -> bool {
