@@ -29,8 +29,8 @@ suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-trixie}")
 if [ ! -e "$root/.complete" ]; then
     echo "--- a Debian with compilers for aarch64 ($suite)"
     rm -rf --one-file-system "$root"
-    mmdebstrap --quiet --variant=apt --architectures=amd64,arm64 \
-        --include=cargo-web,libstd-rust-web-dev:arm64,gcc,libc6-dev,gcc-aarch64-linux-gnu,libc6:arm64,libgcc-s1:arm64,qemu-user-static,binutils \
+    mmdebstrap --quiet --variant=apt --architectures=amd64,arm64 --dpkgopt=force-unsafe-io \
+        --include=cargo-web,libstd-rust-web-dev:arm64,gcc,libc6-dev,gcc-aarch64-linux-gnu,libc6-dev-arm64-cross,libc6:arm64,libgcc-s1:arm64,qemu-user-static,binutils \
         "$suite" "$root"
     touch "$root/.complete"
 fi
