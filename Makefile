@@ -40,7 +40,7 @@ DIST = nvshare-$(shell sed -n '/^\[workspace.package\]/,/^$$/s/^version = "\(.*\
 # The output directory of apt-repository.
 REPOSITORY ?= $(abspath $(TARGET))/repository
 
-.PHONY: help build quick artifacts programs demo-programs demo check check-system check-containers check-kubernetes check-compatibility bench install uninstall deb apt-repository dist clean
+.PHONY: help build quick artifacts programs demo-programs demo check check-system check-containers check-kubernetes check-arm64 check-compatibility bench install uninstall deb apt-repository dist clean
 
 help:
 	@echo 'make build     optimised programs, libnvshare.so and shell completions, in $(TARGET)/release; or:'
@@ -54,6 +54,7 @@ help:
 	@echo '                 the check in fresh ones, as CONTRIBUTING.md has it (root); FRESH=demo, FRESH=no: without the check, or both'
 	@echo 'make check-containers  containers of Debian 11 and 12 share a simulated GPU under a real podman (root)'
 	@echo 'make check-kubernetes  pods share a simulated GPU on a real Kubernetes node, built for it at first (root)'
+	@echo 'make check-arm64  programs for aarch64 share a simulated GPU, emulated by qemu-user on x86-64 (root, Debian)'
 	@echo 'make check-compatibility FROM=v0.1.0  the library of that version beside this scheduler, and the other way round'
 	@echo 'make bench     benchmarks; what they said elsewhere is in bench/RESULTS.md'
 	@echo 'make install   to $$DESTDIR$(prefix): programs, library, systemd units, D-Bus and polkit policy, man pages,'
@@ -140,6 +141,10 @@ check-kubernetes: artifacts
 	$(CARGO) build --workspace --locked
 	tests/kubernetes/check.sh $(BUILT)
 	PATH='$(abspath $(TARGET))/kubernetes/tools':"$$PATH" $(CARGO) test --locked -p nvshare-agent --test agent -- --include-ignored helm manifests
+
+check-arm64: artifacts
+	@tests/needs.sh mmdebstrap
+	CARGO='$(CARGO)' tests/arm64/check.sh $(BUILT)
 
 check-compatibility: programs
 	@[ -n '$(FROM)' ] || { echo 'Which version? make check-compatibility FROM=v0.1.0' >&2; exit 1; }

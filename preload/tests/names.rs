@@ -85,7 +85,7 @@ const EXCEPTIONS: [(&str, &str); 10] = [
 
 /// Words with one meaning, and the only files whose names and declarations may contain them.
 const MEANINGS: [(&str, &str, &[&str]); 6] = [
-    ("turn", "the time in which a client has the GPU", &["client/", "submit/wait.rs"]),
+    ("turn", "the time in which a client has the GPU", &["client/", "submit/slow.rs"]),
     ("slot", "a GPU's number in the protocol", &["client/thread/dispatch.rs"]),
     ("entry", "the word through which callers enter a driver function", &["driver/"]),
     ("account", "the sizes and limits of a GPU's memory", &["memory/", "gpu/", "client/"]),

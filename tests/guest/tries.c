@@ -7,7 +7,7 @@ int main(int count, char **words) {
     void *driver = dlopen(words[1], RTLD_NOW);
     if (driver == NULL) {
         printf("%s\n", dlerror());
-        printf("%p %s\n", dlsym(RTLD_DEFAULT, "cuInit"), dlerror());
+        printf("%p\n", dlsym(RTLD_DEFAULT, "cuInit"));
         return 3;
     }
     int (*init)(unsigned) = (int (*)(unsigned))dlsym(driver, "cuInit");

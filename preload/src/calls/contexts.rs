@@ -68,7 +68,7 @@ pub fn destroy_context(
 ) -> CUresult {
     let Some(gpu) = gpu.filter(|_| submit::is_active()) else { return real() };
     let begun = crate::sys::errno::preserve(|| {
-        let leave = |space| Mover::leave(&gpu.moving, context, space, &|account| gpu.report(account));
+        let leave = |space| gpu.report_after(space, || Mover::leave(&gpu.moving, context, space));
         gpu.work.begin_destroying(context).then(|| gpu.space().map(leave))
     });
     let Some(left) = begun else { return real() };

@@ -255,7 +255,7 @@ impl Offline {
         if is_taken {
             trace!("GPU {}: another client has the turn", gpu.index);
             (self.stopped_since, self.evict_at, self.is_full) = (Some(now), None, false);
-            guard.make_room_for_others(0);
+            guard.lower_allowance_by(0);
         } else {
             self.stopped_since = None;
             let limit = guard.account.limit;
@@ -343,7 +343,7 @@ impl Offline {
         let is_due = self.evict_at.is_none_or(|at| now >= at);
         if mapped > 0 && !is_under_way && is_due && turn.is_over() && gpu.is_drained() {
             self.evict_at = Some(now + RETRY);
-            guard.make_room_for_others(u64::MAX);
+            guard.lower_allowance_by(u64::MAX);
         }
     }
 }

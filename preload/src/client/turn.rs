@@ -131,7 +131,7 @@ impl Turn {
         gpu.request_is_over();
         gpu.set_drained(false);
         gpu.work.set_contended(false);
-        gpu.close_if_lacking();
+        gpu.close_gate_if_memory_is_missing();
         self.began = (Instant::now(), gpu.submissions());
         self.utilization.begin_turn();
         self.state = TurnPhase::Holding { contended: None };

@@ -130,7 +130,7 @@ macro_rules! hook {
             }
             #[allow(unused_variables)]
             let $real = move || {
-                $crate::driver::waits::check(&$name::REAL);
+                $crate::driver::waits::check(&$name::REAL); // does nothing in release builds
                 // Each of the two calls consumes the arguments, so no argument has to be kept across a call.
                 match $name::REAL.open_address().map(function) {
                     // SAFETY: the arguments are the program's own.

@@ -1,22 +1,78 @@
 //! Requests for a higher limit when an allocation needs it. The scheduler lends a client's unused
 //! bytes to other clients. Within seconds of a request, the scheduler takes these bytes back or
 //! refuses the request, unless a rule lets the client wait. The request never waits for the GPU
-//! lock.
+//! lock. The client's thread stores the answers, and the requesting threads wait for them.
 
 use crate::{
     connection,
     env::trace::trace,
     gpu::Gpu,
     memory::{engine::GRANULE, slab},
-    sys::{futex, sync::await_client_thread, time::Instant},
+    sys::{
+        futex,
+        sync::{Mutex, Rank, await_client_thread},
+        time::Instant,
+    },
 };
-use core::{sync::atomic::Ordering, time::Duration};
+use core::{
+    sync::atomic::{AtomicBool, AtomicU32, Ordering},
+    time::Duration,
+};
 use nvshare_wire::ClientMessage;
 
 /// The longest wait for an answer. The scheduler answers within half of this time.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// The interval between attempts to send to a scheduler that does not read.
 const SEND_RETRY: Duration = Duration::from_millis(2);
+
+/// The scheduler's answers to requests for a higher limit on one GPU.
+#[derive(Debug)]
+pub struct LimitAnswers {
+    /// Counts answers.
+    count: AtomicU32,
+    /// The size of the latest refused limit in bytes, and the value of `count` at the refusal.
+    denied: Mutex<(u64, u32)>,
+    /// Whether the scheduler has replied that its answer follows when other clients no longer need
+    /// the memory.
+    awaited: AtomicBool,
+}
+
+impl LimitAnswers {
+    pub const fn new() -> Self {
+        Self {
+            count: AtomicU32::new(0),
+            denied: Mutex::new(Rank::DeniedLimit, (0, 0)),
+            awaited: AtomicBool::new(false),
+        }
+    }
+
+    /// Called when a new limit has arrived, when the scheduler was replaced or its connection was lost, and when
+    /// the client begins to run without a scheduler.
+    pub fn on_change(&self) {
+        self.count.fetch_add(1, Ordering::SeqCst);
+        futex::wake_all(&self.count);
+    }
+
+    pub fn on_denial(&self, bytes: u64) {
+        let mut denied = self.denied.lock();
+        *denied = (bytes, self.count.fetch_add(1, Ordering::SeqCst).wrapping_add(1));
+        self.awaited.store(false, Ordering::SeqCst);
+        drop(denied);
+        futex::wake_all(&self.count);
+    }
+
+    /// Called when the scheduler replies that the memory becomes available after other clients have
+    /// freed some.
+    pub fn on_deferral(&self) {
+        self.awaited.store(true, Ordering::SeqCst);
+    }
+
+    /// Returns the size of the latest refused limit, if the refusal came after the count was `seen`.
+    fn denial_since(&self, seen: u32) -> Option<u64> {
+        let (bytes, at) = *self.denied.lock();
+        (at.wrapping_sub(seen) as i32 > 0).then_some(bytes)
+    }
+}
 
 /// The outcome of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,5 +126,23 @@ pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
         } else {
             futex::wait(&gpu.limit_answers.count, seen, SEND_RETRY);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_answers_only_earlier_requests() {
+        let answers = LimitAnswers::new();
+        let seen = answers.count.load(Ordering::SeqCst);
+        assert_eq!(answers.denial_since(seen), None);
+        answers.on_change();
+        assert_eq!(answers.denial_since(seen), None);
+        answers.on_denial(7);
+        assert_eq!(answers.denial_since(seen), Some(7));
+        let seen = answers.count.load(Ordering::SeqCst);
+        assert_eq!(answers.denial_since(seen), None);
     }
 }

@@ -7,10 +7,9 @@
 //!   [`peers`]: GPUs that access each other's memory.
 //! - [`report`]: reporting the memory account to the scheduler.
 //! - [`limit_request`]: requests for a higher limit. [`reservation`]: requests for memory that the
-//!   driver needs. [`answers`]: the answers to both.
+//!   driver needs.
 //! - [`memory_limits`]: limits on the program's memory. [`memory_info`]: the sizes that the program sees.
 
-pub mod answers;
 pub mod attach;
 #[cfg(test)]
 pub mod fake;
@@ -37,13 +36,14 @@ use crate::{
     },
 };
 use alloc::vec::Vec;
-use answers::{LimitAnswers, ReservationAnswers};
 use core::{
     ops::Deref,
     sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
 };
 use info::Info;
+use limit_request::LimitAnswers;
 use nvshare_wire::{MAX_SLOTS, Uuid};
+use reservation::ReservationAnswers;
 
 #[derive(Debug)]
 pub struct Gpu {

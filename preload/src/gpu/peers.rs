@@ -40,7 +40,7 @@ pub fn couple(a: &'static Gpu, b: &'static Gpu) {
         let mut movers = [(first, first.moving.lock()), (second, second.moving.lock_beside())];
         let mut rest = true;
         for (gpu, mover) in &mut movers {
-            rest &= gpu.space().is_none_or(|space| mover.rest(space, &|account| gpu.report(account)));
+            rest &= gpu.space().is_none_or(|space| gpu.report_after(space, || mover.rest(space)));
         }
         if rest {
             break movers;

@@ -7,16 +7,30 @@ use crate::{
     env::trace::trace,
     memory::{account::Account, space::Space},
     submit::closed,
-    sys::rank::{self, Rank},
+    sys::{
+        rank::{self, Rank},
+        sync::Mutex,
+    },
 };
 use core::sync::atomic::Ordering;
 use nvshare_wire::{ClientMessage, client as wire};
 
 impl Gpu {
-    /// Reports the account to the scheduler, and updates the error of waiting calls. Called after a change, with the space still locked, so that
-    /// the last report has the latest state.
+    /// Reports the account to the scheduler, and updates the error of waiting calls. Called after a
+    /// change, with the space still locked, so that the last report has the latest state.
     pub fn report(&self, account: &Account) {
         self.send_report(account, u64::MAX);
+    }
+
+    /// Runs `moves`, which moves chunks of this GPU's space, and reports the account if it has changed.
+    pub fn report_after<R>(&self, space: &Mutex<Space>, moves: impl FnOnce() -> R) -> R {
+        let before = space.lock().account;
+        let result = moves();
+        let guard = space.lock();
+        if guard.account != before {
+            self.report(&guard.account);
+        }
+        result
     }
 
     /// Reports the account and the bytes that are free on the device. A scheduler without NVML
@@ -117,8 +131,9 @@ impl Gpu {
     }
 
     /// Decides whether calls that wait for this GPU's memory fail. Called with each report, with each
-    /// denial, and in each step of the client's thread, while the space is locked. If contents are lost, such calls fail as after an uncorrectable error
-    /// of the GPU's memory. No process recovers from such an error either.
+    /// denial, and in each step of the client's thread, while the space is locked. If contents are lost,
+    /// such calls fail as after an uncorrectable error of the GPU's memory. No process recovers from such
+    /// an error either.
     pub fn update_failure(&self, account: &Account) {
         let unmappable = self.unmappable.load(Ordering::SeqCst);
         let needed = account.demand + account.pinned - account.freeing;
@@ -134,7 +149,7 @@ impl Gpu {
     }
 
     /// Called before the gate opens for the lock. Closes the gate for memory if memory is missing.
-    pub fn close_if_lacking(&self) {
+    pub fn close_gate_if_memory_is_missing(&self) {
         if let Some(space) = self.space()
             && !space.lock().account.can_run()
         {
@@ -251,11 +266,11 @@ mod tests {
     fn the_gate_closes_before_a_turn_with_missing_memory() {
         let driver = Driver::new();
         let (gpu, _) = attach(&driver);
-        gpu.close_if_lacking();
+        gpu.close_gate_if_memory_is_missing();
         assert!(!gpu.gate.is_closed_for(closed::MEMORY));
         gpu.space().expect("a space").lock().allow(1, 0);
         allocate(gpu);
-        gpu.close_if_lacking();
+        gpu.close_gate_if_memory_is_missing();
         assert!(gpu.gate.is_closed_for(closed::MEMORY));
     }
 
@@ -312,5 +327,17 @@ mod tests {
         assert_eq!((reason, pinned, mapped), (wire::StuckReason::UntrackedWork, GRANULE, GRANULE));
         gpu.make_unevictable();
         assert_eq!(scheduler.sent().len(), 0);
+    }
+
+    #[test]
+    fn a_move_is_reported_once_and_only_if_the_account_has_changed() {
+        let driver = Driver::new();
+        let (gpu, _, scheduler) = attach_to_scheduler(&driver);
+        let space = gpu.space().expect("a space");
+        gpu.report_after(space, || ());
+        assert_eq!(scheduler.sent().len(), 0);
+        gpu.report_after(space, || [(); 2].map(|()| allocate(gpu)));
+        let sent = scheduler.sent();
+        assert!(matches!(sent[..], [ClientMessage::Memory { demand, .. }] if demand == 2 * GRANULE), "{sent:?}");
     }
 }

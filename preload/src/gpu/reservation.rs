@@ -10,7 +10,10 @@ use crate::{
     submit,
     sys::{futex, sync::await_client_thread, time::Instant},
 };
-use core::{sync::atomic::Ordering, time::Duration};
+use core::{
+    sync::atomic::{AtomicU32, AtomicU64, Ordering},
+    time::Duration,
+};
 use nvshare_wire::ClientMessage;
 
 /// The room that each attempt requests: at most this many bytes, and at most the GPU's memory divided
@@ -22,6 +25,33 @@ const TIMEOUT: Duration = Duration::from_secs(3);
 /// After a call has failed although room was made, no room is requested for this time. Requests
 /// would evict other clients' memory in vain.
 const FUTILE: Duration = Duration::from_secs(10);
+
+/// The scheduler's answers to requests for memory for the driver itself.
+#[derive(Debug)]
+pub struct ReservationAnswers {
+    count: AtomicU32,
+    /// Bytes that the scheduler has made available.
+    bytes: AtomicU64,
+    /// The time at which a call last failed although room was made, in milliseconds; 0 if never.
+    futile: AtomicU64,
+}
+
+impl ReservationAnswers {
+    pub const fn new() -> Self {
+        Self { count: AtomicU32::new(0), bytes: AtomicU64::new(0), futile: AtomicU64::new(0) }
+    }
+
+    /// Forgets failures that concerned another GPU.
+    pub fn forget(&self) {
+        self.futile.store(0, Ordering::Relaxed);
+    }
+
+    pub fn room(&self, bytes: u64) {
+        self.bytes.store(bytes, Ordering::SeqCst);
+        self.count.fetch_add(1, Ordering::SeqCst);
+        futex::wake_all(&self.count);
+    }
+}
 
 /// Makes a call, and repeats the call if it ran out of memory and room was made.
 #[inline]
@@ -59,7 +89,7 @@ pub fn repeat(
         return result; // the program's own memory lacks room
     }
     for (most, part) in STEPS {
-        if !crate::sys::errno::preserve(|| make_room(gpu, most.min(gpu.total() / part))) {
+        if !crate::sys::errno::preserve(|| request_room(gpu, most.min(gpu.total() / part))) {
             break;
         }
         result = call();
@@ -77,7 +107,7 @@ fn now() -> u64 {
 }
 
 /// Requests room for `bytes` bytes. Returns whether any room was made.
-fn make_room(gpu: &Gpu, bytes: u64) -> bool {
+fn request_room(gpu: &Gpu, bytes: u64) -> bool {
     let _waiting = await_client_thread();
     let seen = gpu.reservation_answers.count.load(Ordering::SeqCst);
     let ask = || {

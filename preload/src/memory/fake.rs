@@ -86,7 +86,7 @@ impl Memory {
 
     pub fn step_in(&self, contexts: &[CUcontext], goal: Goal) -> Step {
         let _client = on_client_thread();
-        self.mover.lock().step(self.space, contexts, goal, &|_| {})
+        self.mover.lock().step(self.space, contexts, goal)
     }
 
     /// Takes steps until the mover has reached the goal, or has stopped.

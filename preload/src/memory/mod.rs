@@ -2,9 +2,7 @@
 //!
 //! - [`engine`]: ways to map chunks of memory on the GPU and unmap them.
 //! - [`space`]: the program's allocations: addresses, sizes, chunks. [`account`]: counts of their
-//!   bytes.
-//! - [`chunk`]: the units in which memory is moved. [`slab`]: one granule shared by many small
-//!   allocations.
+//!   bytes. [`slab`]: one granule shared by many small allocations.
 //! - [`alias`]: additional addresses at which the program has mapped a chunk.
 //! - [`mover`]: eviction and restoring, only on the client's thread.
 //! - [`staging`]: buffers in host memory. [`headroom`]: the host memory that this process may still
@@ -16,7 +14,6 @@
 
 pub mod account;
 pub mod alias;
-mod chunk;
 pub mod engine;
 #[cfg(test)]
 mod fake;

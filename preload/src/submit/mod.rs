@@ -2,7 +2,7 @@
 //! Submitted work may still run, so this module also limits the amount of work, and detects when it is
 //! done.
 //!
-//! - [`fast`]: everything that a launch through an open gate executes. [`wait`]: everything that a
+//! - [`fast`]: everything that a launch through an open gate executes. [`slow`]: everything that a
 //!   launch does if it cannot take that path: it finds the GPU ([`target`]), and waits at the gate.
 //! - [`gate`]: closing and opening a gate. [`barrier`]: the fence between a thread that passes a gate and
 //!   a thread that closes it. [`threads`]: the list of the program's threads.
@@ -27,10 +27,10 @@ pub mod fast;
 mod gate;
 mod points;
 mod queue;
+pub mod slow;
 mod streams;
 pub mod target;
 pub mod threads;
-pub mod wait;
 
 pub use captures::context_of;
 pub use drain::{Fence, Passing};

@@ -7,12 +7,10 @@
 //! depend on the program's next call.
 
 use super::{
-    Inner, Lane, Work, captures, context_of, epoch,
+    Inner, Work, context_of, epoch,
     fast::Thread,
-    is_active, is_marked_at_once,
     points::Point,
     streams::{Stream, is_idle},
-    target::name_of,
 };
 use crate::{
     driver::types::*,
@@ -117,53 +115,6 @@ pub(super) struct AbandonedWait {
     pub(super) times: u32,
 }
 
-impl Lane {
-    /// Records the stream of a submission. Called inside the gate, after the driver has accepted the call.
-    fn note(&'static self, thread: &Thread, stream: CUstream) {
-        let epoch = epoch::now();
-        self.work.note(stream);
-        self.work.renew_marks(thread);
-        let name = name_of(stream);
-        // Only the thread itself can record points in its per-thread stream. So each submission to
-        // that stream takes the slow path, which records a point.
-        let may_last = stream != STREAM_PER_THREAD
-            && name.is_some()
-            && !is_marked_at_once(stream)
-            && !captures::any()
-            && !self.work.is_full()
-            && self.work.peers() == 0
-            && is_active();
-        thread.record(self, name.unwrap_or_default(), if may_last { epoch } else { epoch::NONE });
-    }
-
-    /// Ends a call that submitted `weight` units of work. Leaves the gate and counts the work. Returns
-    /// `result`, so that the caller need not save it across this call.
-    #[cold]
-    #[inline(never)]
-    pub(super) fn leave(&'static self, thread: &Thread, weight: u32, stream: CUstream, result: CUresult) -> CUresult {
-        if weight > 0 {
-            self.note(thread, stream);
-        }
-        thread.leave(self.index);
-        if weight > 0 && thread.is_mark_due(weight) { self.mark(thread, stream, result) } else { result }
-    }
-
-    /// Records a mark behind all submissions of this thread since its last mark. Returns `result`.
-    #[cold]
-    #[inline(never)]
-    pub(super) fn mark(&self, thread: &Thread, stream: CUstream, result: CUresult) -> CUresult {
-        let between = thread.between_marks.get();
-        let unmarked = between.abs_diff(thread.unmarked_left.get());
-        // No mark was due before the last submission, so at most `between` submissions preceded it.
-        // The weight of the last submission may be larger.
-        let commands = unmarked.min(between.unsigned_abs() + 1);
-        thread.unmarked_left.set(between);
-        self.work.renew_marks(thread);
-        errno::preserve(|| self.work.mark(unmarked, commands, stream));
-        result
-    }
-}
-
 impl Work {
     /// Called before a submission, outside the gate. Waits until the work that is outstanding now fits the
     /// window.
@@ -174,19 +125,19 @@ impl Work {
         }
     }
 
-    fn is_full(&self) -> bool {
+    pub(super) fn is_full(&self) -> bool {
         self.full.load(Ordering::Relaxed)
     }
 
     /// Updates the number of submissions between this thread's marks. Submissions since its last mark still
     /// count.
-    fn renew_marks(&self, thread: &Thread) {
+    pub(super) fn renew_marks(&self, thread: &Thread) {
         let between = self.per_mark.load(Ordering::Relaxed) as i32 - 1;
         thread.unmarked_left.set(thread.unmarked_left.get() + between - thread.between_marks.get());
         thread.between_marks.set(between);
     }
 
-    fn mark(&self, weight: u32, commands: u32, stream: CUstream) {
+    pub(super) fn mark(&self, weight: u32, commands: u32, stream: CUstream) {
         let Some(context) = context_of(stream) else { return };
         let mut inner = self.inner.lock();
         let stream = Stream::of(stream, context);

@@ -1,6 +1,6 @@
 //! The driver's errors.
 
-use std::ffi::CStr;
+use std::ffi::{CStr, c_char};
 
 /// A `CUresult` that is not `CUDA_SUCCESS`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -80,13 +80,13 @@ fn find(code: u32) -> Result<&'static (u32, &'static CStr, &'static CStr), Error
 }
 
 /// `cuGetErrorName`
-pub fn name(code: u32, text: *mut *const i8) -> Done {
+pub fn name(code: u32, text: *mut *const c_char) -> Done {
     crate::out(text, find(code).map_or(std::ptr::null(), |e| e.1.as_ptr()))?;
     find(code).map(drop)
 }
 
 /// `cuGetErrorString`
-pub fn string(code: u32, text: *mut *const i8) -> Done {
+pub fn string(code: u32, text: *mut *const c_char) -> Done {
     crate::out(text, find(code).map_or(std::ptr::null(), |e| e.2.as_ptr()))?;
     find(code).map(drop)
 }

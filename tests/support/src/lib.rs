@@ -27,8 +27,8 @@ pub const MIB: u64 = 1 << 20;
 pub const PATIENCE: Duration = Duration::from_secs(120);
 const LOOK: Duration = Duration::from_millis(5);
 
-/// The variable with a directory of another version's artifacts, which replace the built ones.
-/// `make check-compatibility` sets it.
+/// The variable with a directory of another version's or architecture's artifacts, which replace the
+/// built ones. `make check-compatibility` and `make check-arm64` set it.
 const OTHER_VERSION: &str = "NVSHARE_TEST_OTHER_VERSION";
 
 /// The variable that requires every test to run. `.ci/run` sets it, on a machine that meets all

@@ -1,9 +1,6 @@
 //! Moves each GPU's memory towards its allowance, and does work that other threads have deferred.
 
-use super::{
-    CHORE_INTERVAL, ClientThread,
-    idle_check::{IdleCheck, Idleness},
-};
+use super::{CHORE_INTERVAL, ClientThread};
 use crate::{
     connection::{self},
     driver::redirect,
@@ -16,7 +13,7 @@ use crate::{
         space::Space,
     },
     registry::shared,
-    submit::{captures, closed},
+    submit::{Fence, captures, closed},
     sys::{sync::Mutex, time::Instant},
 };
 use core::time::Duration;
@@ -30,6 +27,56 @@ const HOST_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The interval between attempts to restore memory when the GPU has no room.
 const RESTORE_RETRY: Duration = Duration::from_millis(50);
+
+/// The longest wait for the confirmation. All work that passed a hook is done before this wait, so any
+/// remaining work was submitted without a hook. After this time the client reports that its eviction is
+/// stuck, and the scheduler evicts other clients' memory.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The idle check of one GPU whose memory is about to be evicted. The gate is closed, and all work that
+/// passed a hook is done. No such work can start until the eviction ends. The end of the eviction
+/// resets the check.
+#[derive(Debug, Default)]
+pub enum IdleCheck {
+    #[default]
+    NotAsked,
+    Asked {
+        since: Instant,
+        /// `None` while the driver cannot be queried.
+        fence: Option<Fence>,
+    },
+    Idle,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Idleness {
+    Idle,
+    /// Not yet known.
+    Pending,
+    /// Work that passed no hook is running, or may be running.
+    Busy,
+}
+
+impl IdleCheck {
+    pub fn ask(&mut self, gpu: &'static Gpu) -> Idleness {
+        if matches!(self, Self::NotAsked) {
+            *self = Self::Asked { since: Instant::now(), fence: None };
+        }
+        let Self::Asked { since, fence } = self else { return Idleness::Idle };
+        if fence.is_none() {
+            *fence = gpu.work.fence_of_contexts();
+        }
+        if fence.as_mut().is_some_and(|fence| gpu.work.is_done(fence)) {
+            *self = Self::Idle;
+            return Idleness::Idle;
+        }
+        if since.elapsed() < IDLE_TIMEOUT {
+            return Idleness::Pending;
+        }
+        trace!("GPU {}: keeping memory on the GPU, because the driver does not report its contexts as idle", gpu.index);
+        Idleness::Busy
+    }
+}
 
 impl ClientThread {
     /// Moves memory as the allowance demands, and does work that other threads have deferred. Returns the
@@ -154,7 +201,7 @@ impl ClientThread {
             gpu.make_unevictable();
             return Duration::ZERO;
         }
-        let step = mover.step(space, &contexts, goal, &|account| gpu.report(account));
+        let step = gpu.report_after(space, || mover.step(space, &contexts, goal));
         if let (Step::Done { moved: true }, Some(context)) = (step, mover.context()) {
             self.on(gpu).host_full = None;
             // The context is not destroyed while the mover is locked.

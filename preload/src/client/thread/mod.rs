@@ -5,15 +5,13 @@
 //! scheduler the program runs ungated, and the thread keeps trying to connect.
 //!
 //! - `dispatch`: carries out messages. `session`: connects, resumes, handles a lost connection.
-//!   `memory`: moves memory.
-//! - `idle_check`: the driver's confirmation that no work is running. `files`: the swap files. `sleep`:
-//!   leaving the GPUs and coming back.
+//! - `memory`: moves memory, once the driver has confirmed that no work is running. `files`: the swap
+//!   files. `sleep`: leaving the GPUs and coming back.
 
 mod dispatch;
 #[cfg(test)]
 mod fake;
 mod files;
-mod idle_check;
 mod memory;
 mod session;
 mod sleep;
@@ -42,7 +40,7 @@ use crate::{
 use alloc::{string::String, sync::Arc, vec::Vec};
 use core::{sync::atomic::AtomicU64, time::Duration};
 use files::HostTier;
-use idle_check::IdleCheck;
+use memory::IdleCheck;
 use sleep::Sleep;
 
 /// The longest wait for a scheduler that has gone away. After that, the client runs ungated.

@@ -5,8 +5,8 @@
 //! steps the client's thread reads messages, so a new allowance takes effect immediately. Steps wait
 //! only for fingerprints, which take milliseconds.
 //!
-//! Many copies are in flight at a time. The account is reported after each copy, so that other clients
-//! can use freed bytes while the eviction continues. No step makes a driver call that may wait for
+//! Many copies are in flight at a time. The caller reports the account after each step, so that other
+//! clients can use freed bytes while the eviction continues. No step makes a driver call that may wait for
 //! running work. The [`waiter`](super::waiter) makes such calls.
 //!
 //! A chunk whose contents are already in host memory is not copied; see
@@ -16,12 +16,10 @@
 //! ([`Mover::make_ready`]). The first use of a driver function may take long and may need the
 //! dynamic loader's lock. During an eviction, other clients would have to wait for this first use.
 //!
-//! - `evict`, `restore`: the two directions of a move. `transfer`: copies in flight. `staging`: host
-//!   buffers for evictions.
+//! `evict` and `restore` are the two directions of a move, and `transfer` has the copies in flight.
 
 mod evict;
 mod restore;
-mod staging;
 mod transfer;
 
 use crate::{
@@ -31,7 +29,10 @@ use crate::{
         waits,
     },
     env::trace::trace,
-    memory::{account::Account, chunk::Leaving, space::Space, staging::StagingAllocator},
+    memory::{
+        space::{Space, chunks::Leaving},
+        staging::StagingAllocator,
+    },
     submit::captures,
     sys::{
         sync::Mutex,
@@ -169,13 +170,7 @@ impl Mover {
     }
 
     /// Takes one step towards the goal. Works in one of `contexts`.
-    pub fn step(
-        &mut self,
-        space: &Mutex<Space>,
-        contexts: &[CUcontext],
-        goal: Goal,
-        report: &dyn Fn(&Account),
-    ) -> Step {
+    pub fn step(&mut self, space: &Mutex<Space>, contexts: &[CUcontext], goal: Goal) -> Step {
         let goal = if self.pauses > 0 { Goal::Idle } else { goal };
         if goal == Goal::Idle && self.is_idle() {
             return Step::Done { moved: false };
@@ -195,7 +190,7 @@ impl Mover {
                 }
             };
             // At most `MAX_COPIES` copies are queued in the mover's stream, so the driver has room for more.
-            let step = || waits::with_room(|| self.step_here(space, goal, report));
+            let step = || waits::with_room(|| self.step_here(space, goal));
             let step = match with_current(context, step) {
                 Ok(step) => step,
                 Err(error) if is_dead_in(context, error) => Step::Stopped(Stop::Broken),
@@ -205,7 +200,7 @@ impl Mover {
                 Step::Stopped(Stop::Broken) => {
                     // Chunks in flight have lost their contents. The driver returns the error from the program's next
                     // call.
-                    self.complete_all(space, report);
+                    self.complete_all(space);
                     if let Some(at) = self.ready.iter().position(|ready| ready.context == context) {
                         space.lock().release_buffers(self.ready.remove(at).into_buffers());
                     }
@@ -301,12 +296,12 @@ impl Mover {
     }
 
     /// Stops using a context that the program is about to destroy. The caller holds no lock.
-    pub fn leave(mover: &Mutex<Self>, context: CUcontext, space: &Mutex<Space>, report: &dyn Fn(&Account)) -> Left {
+    pub fn leave(mover: &Mutex<Self>, context: CUcontext, space: &Mutex<Space>) -> Left {
         let mut guard = mover.lock();
         guard.pause();
         // Waits for all transfers, because their host buffers may be registered in this context:
         // the mover's context, or an earlier context that has failed.
-        while !(guard.stop_staging(space) && guard.rest(space, report)) {
+        while !(guard.stop_staging(space) && guard.rest(space)) {
             drop(guard);
             time::sleep(RETRY_INTERVAL);
             guard = mover.lock();
@@ -331,20 +326,20 @@ impl Mover {
     }
 
     /// Completes finished transfers and cancels the plan. Returns whether no transfer is left.
-    pub fn rest(&mut self, space: &Mutex<Space>, report: &dyn Fn(&Account)) -> bool {
+    pub fn rest(&mut self, space: &Mutex<Space>) -> bool {
         if let (false, Some(context)) = (self.transfers.is_empty(), self.context()) {
-            let complete = || captures::in_relaxed_mode(|| self.complete(space, report));
+            let complete = || captures::in_relaxed_mode(|| self.complete(space));
             if with_current(context as usize, complete).is_err_and(|error| is_dead_in(context as usize, error)) {
-                self.complete_all(space, report);
+                self.complete_all(space);
             }
         }
         self.unplan(space);
         self.transfers.is_empty()
     }
 
-    fn step_here(&mut self, space: &Mutex<Space>, goal: Goal, report: &dyn Fn(&Account)) -> Step {
+    fn step_here(&mut self, space: &Mutex<Space>, goal: Goal) -> Step {
         self.stats.since.get_or_insert_with(Instant::now);
-        self.complete(space, report);
+        self.complete(space);
         if !matches!(goal, Goal::Evict { .. }) {
             // From now on, the program may write to its memory, so the fingerprints of the plan are
             // outdated.
@@ -354,15 +349,16 @@ impl Mover {
             }
         }
         let more = match goal {
-            Goal::Evict { target } => self.evict_some(space, target, report),
+            Goal::Evict { target } => self.evict_some(space, target),
             Goal::Restore => self.restore_some(space),
             Goal::Idle => Ok(None),
         };
         match more {
             Err(Stop::Broken) => Step::Stopped(Stop::Broken),
+            Ok(Some(after)) if self.transfers.is_empty() => Step::Busy(after),
+            Ok(Some(after)) => Step::Busy(after.min(POLL_INTERVAL)),
             _ if !self.transfers.is_empty() => Step::Busy(POLL_INTERVAL),
             Ok(None) => Step::Done { moved: false },
-            Ok(Some(after)) => Step::Busy(after),
             Err(stop) => Step::Stopped(stop),
         }
     }
@@ -440,7 +436,7 @@ mod tests {
         let context = memory.context as usize;
         thread::scope(|scope| {
             let leaving = scope.spawn(move || {
-                Mover::leave(memory.mover, context as CUcontext, memory.space, &|_| {}).forget();
+                Mover::leave(memory.mover, context as CUcontext, memory.space).forget();
             });
             until(|| memory.mover.lock().pauses == 1);
             assert!(!leaving.is_finished() && memory.driver.count("cuMemUnmap") == 0, "the copy is not done");

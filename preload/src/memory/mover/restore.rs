@@ -2,14 +2,14 @@
 
 use super::{
     Mover, POLL_INTERVAL, RETRY_INTERVAL, Stop,
-    transfer::{Direction, Transfer},
+    transfer::{Direction, Mapped},
 };
 use crate::{
     driver::{self, context::is_dead, query, types::*},
     env::trace::trace,
-    memory::{
-        chunk::{Chunk, Residency},
-        space::Space,
+    memory::space::{
+        Space,
+        chunks::{Chunk, Kept, Residency},
     },
     sys::{sync::Mutex, time::Instant},
 };
@@ -50,6 +50,12 @@ impl Mover {
                 }
             };
             self.full_since = None;
+            let mapped = Mapped { base, offset, len, handle, engine };
+            if matches!(residency, Residency::Unbacked) && engine.copies() {
+                // The chunk has no contents. The step ends, so that the client's thread reads its messages.
+                self.complete_restore(space, mapped, residency);
+                return Ok(Some(Duration::ZERO));
+            }
             let (stream, context) = (self.stream(), self.context().map_or(0, |context| context as usize));
             if let Residency::Host(Some(copy)) = &mut residency {
                 // The buffer is unregistered if the program has been idle for long or if the
@@ -80,10 +86,30 @@ impl Mover {
                 space.lock().stays_away(base, offset, len, residency);
                 return Err(if is_dead(copied) { Stop::Broken } else { Stop::GpuFull });
             }
-            let (direction, event) = (Direction::In(residency), core::ptr::null_mut());
-            self.track(Transfer { base, offset, len, handle, engine, direction, event });
+            self.track(mapped, Direction::In(residency));
         }
         Ok(Some(POLL_INTERVAL))
+    }
+
+    /// Completes the restore of a chunk whose contents are on the GPU. `residency` is the chunk's previous
+    /// residency.
+    pub(super) fn complete_restore(&mut self, space: &Mutex<Space>, chunk: Mapped, residency: Residency) {
+        let Mapped { base, offset, len, handle, .. } = chunk;
+        let mut guard = space.lock();
+        match residency {
+            Residency::Host(_) => guard.account.counts.swapped_in += len,
+            Residency::Constant(_) => guard.account.counts.unmoved += len,
+            _ => {} // the chunk had no contents
+        }
+        if guard.show(base, offset, len, handle).is_err() {
+            // The GPU may lack room for page tables. The chunk is restored later.
+            self.refused = true;
+            drop(guard);
+            return self.complete_eviction(space, chunk, residency);
+        }
+        let copy = if let Residency::Host(copy) = residency { copy.map(Kept::Host) } else { None };
+        self.stats.back += len;
+        guard.put(base, offset, Residency::Gpu { handle, copy });
     }
 
     /// Takes the next chunk that can be restored and fits in the allowance.
@@ -174,5 +200,21 @@ mod tests {
         assert_eq!(memory.driver.used(), GRANULE, "the memory of the failed chunk is freed");
         assert_eq!(memory.run(Goal::Restore), Step::Done { moved: true });
         assert_eq!([0, 1].map(|at| memory.driver.word(addresses[at])), [Some(0), Some(1)]);
+    }
+
+    #[test]
+    fn memory_without_contents_is_mapped_without_a_transfer() {
+        let memory = Memory::new();
+        memory.space.lock().allow(1, 0);
+        let chunks = [(); 2].map(|()| memory.allocate());
+        memory.driver.forget_calls();
+        memory.space.lock().allow(2, 2 * GRANULE);
+        for mapped in [GRANULE, 2 * GRANULE] {
+            assert_eq!(memory.step(Goal::Restore), Step::Busy(Duration::ZERO));
+            assert_eq!(memory.account().mapped, mapped);
+        }
+        assert_eq!(memory.step(Goal::Restore), Step::Done { moved: true });
+        assert!(memory.account().can_run() && chunks.iter().all(|at| memory.driver.is_mapped(*at)));
+        assert_eq!(memory.driver.count("cuEventRecord"), 0);
     }
 }

@@ -5,12 +5,10 @@ use crate::{
     driver::{self, check, context::is_dead, types::*},
     env::trace::trace,
     memory::{
-        account::Account,
-        chunk::{Kept, Residency},
         engine::{CHUNK, Engine},
         file::HostCopy,
         fingerprint::{Fingerprint, Fingerprinter},
-        space::Space,
+        space::{Space, chunks::Residency},
         staging::Buffer,
     },
     sys::sync::Mutex,
@@ -102,16 +100,22 @@ fn new_event() -> Option<CUevent> {
     check(unsafe { driver::cuEventCreate(&mut event, EVENT_DISABLE_TIMING) }).ok().map(|()| event)
 }
 
-/// A chunk whose copy is in flight.
+/// A chunk that is mapped on the GPU. The mover has taken it out of the space.
 #[derive(Debug)]
-pub(super) struct Transfer {
+pub(super) struct Mapped {
     pub(super) base: u64,
     pub(super) offset: u64,
     pub(super) len: u64,
     pub(super) handle: Handle,
     pub(super) engine: &'static dyn Engine,
-    pub(super) direction: Direction,
-    pub(super) event: CUevent,
+}
+
+/// A chunk whose copy is in flight.
+#[derive(Debug)]
+pub(super) struct Transfer {
+    pub(super) chunk: Mapped,
+    direction: Direction,
+    event: CUevent,
 }
 
 /// The direction of a transfer.
@@ -123,17 +127,25 @@ pub(super) enum Direction {
     In(Residency),
 }
 
+impl Transfer {
+    pub(super) fn is_eviction(&self) -> bool {
+        matches!(self.direction, Direction::Out(_))
+    }
+}
+
 impl Mover {
     pub(super) fn has_room(&self) -> bool {
-        self.transfers.len() < MAX_COPIES && self.transfers.iter().map(|f| f.len).sum::<u64>() < MAX_IN_FLIGHT
+        self.transfers.len() < MAX_COPIES
+            && self.transfers.iter().map(|transfer| transfer.chunk.len).sum::<u64>() < MAX_IN_FLIGHT
     }
 
     pub(super) fn stream(&self) -> CUstream {
         self.ready.first().map_or(core::ptr::null_mut(), |ready| ready.stream)
     }
 
-    /// Records an event after a transfer that was just started.
-    pub(super) fn track(&mut self, mut transfer: Transfer) {
+    /// Records an event after a copy that was just started.
+    pub(super) fn track(&mut self, chunk: Mapped, direction: Direction) {
+        let mut transfer = Transfer { chunk, direction, event: core::ptr::null_mut() };
         // If no event can be recorded, the transfer is complete when the whole stream is idle.
         if let Some(ready) = self.ready.first_mut()
             && let Some(event) = ready.events.pop().or_else(new_event)
@@ -146,7 +158,7 @@ impl Mover {
     }
 
     /// Completes the transfers that are done.
-    pub(super) fn complete(&mut self, space: &Mutex<Space>, report: &dyn Fn(&Account)) {
+    pub(super) fn complete(&mut self, space: &Mutex<Space>) {
         while let Some(first) = self.transfers.front() {
             // SAFETY: the event and the stream belong to the mover.
             let there = unsafe {
@@ -161,53 +173,29 @@ impl Mover {
                 return;
             }
             if let Some(transfer) = self.transfers.pop_front() {
-                self.complete_one(transfer, space, report);
+                self.complete_one(transfer, space);
             }
         }
     }
 
     /// Completes all transfers of a broken context, in which no copy is running any more.
-    pub(super) fn complete_all(&mut self, space: &Mutex<Space>, report: &dyn Fn(&Account)) {
+    pub(super) fn complete_all(&mut self, space: &Mutex<Space>) {
         while let Some(transfer) = self.transfers.pop_front() {
-            self.complete_one(transfer, space, report);
+            self.complete_one(transfer, space);
         }
     }
 
-    fn complete_one(&mut self, transfer: Transfer, space: &Mutex<Space>, report: &dyn Fn(&Account)) {
-        let Transfer { base, offset, len, handle, engine, direction, event } = transfer;
-        if let (false, Some(ready)) = (event.is_null(), self.ready.first_mut()) {
-            ready.events.push(event);
+    fn complete_one(&mut self, transfer: Transfer, space: &Mutex<Space>) {
+        if let (false, Some(ready)) = (transfer.event.is_null(), self.ready.first_mut()) {
+            ready.events.push(transfer.event);
         }
-        let residency = match direction {
+        match transfer.direction {
             Direction::Out(copy) => {
-                space.lock().account.counts.swapped_out += len;
-                Residency::Host(copy)
+                space.lock().account.counts.swapped_out += transfer.chunk.len;
+                self.complete_eviction(space, transfer.chunk, Residency::Host(copy));
             }
-            Direction::In(residency) => {
-                let mut guard = space.lock();
-                match residency {
-                    Residency::Host(_) => guard.account.counts.swapped_in += len,
-                    Residency::Constant(_) => guard.account.counts.unmoved += len,
-                    _ => {} // the chunk had no contents
-                }
-                if guard.show(base, offset, len, handle).is_ok() {
-                    let copy = if let Residency::Host(copy) = residency { copy.map(Kept::Host) } else { None };
-                    self.stats.back += len;
-                    guard.put(base, offset, Residency::Gpu { handle, copy });
-                    return report(&guard.account);
-                }
-                // The GPU may lack room for page tables. The chunk is restored later.
-                self.refused = true;
-                residency
-            }
-        };
-        space.lock().hide(base, offset);
-        engine.unmap(base + offset, len, handle);
-        let mut guard = space.lock();
-        self.stats.out += len;
-        guard.on_eviction(len, &residency);
-        guard.put(base, offset, residency);
-        report(&guard.account);
+            Direction::In(residency) => self.complete_restore(space, transfer.chunk, residency),
+        }
     }
 }
 
@@ -293,12 +281,8 @@ mod tests {
             let mut mover = Mover::new();
             mover.transfers = (0..count)
                 .map(|at| Transfer {
-                    base: at * len,
-                    offset: 0,
-                    len,
-                    handle: 0,
-                    engine: &Swap,
-                    direction: Direction::In(Residency::Unbacked),
+                    chunk: Mapped { base: at * len, offset: 0, len, handle: 0, engine: &Swap },
+                    direction: Direction::Out(None),
                     event: core::ptr::null_mut(),
                 })
                 .collect();

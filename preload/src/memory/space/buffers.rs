@@ -1,8 +1,10 @@
 //! The host buffers of the space: free buffers, and copies of chunks that are on the GPU.
 
-use super::Space;
+use super::{
+    Space,
+    chunks::{Chunk, Kept, Residency},
+};
 use crate::memory::{
-    chunk::{Chunk, Kept, Residency},
     file::HostCopy,
     staging::Buffer,
     waiter::{Finished, Place, Waiter},

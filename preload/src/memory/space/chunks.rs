@@ -1,12 +1,124 @@
-//! The mover's access to chunks: the mover takes chunks out of the space, moves them and puts them
-//! back.
+//! Chunks: the units in which memory is mapped and moved. Their [`Residency`] says where the contents
+//! are. The mover takes chunks out of the space, moves them and puts them back. The *allowance* is the
+//! scheduler's limit on this client's bytes on the GPU. The space records which allowances have been
+//! carried out.
+//!
+//! A restored chunk keeps its copy in host memory or in its file while there is room. If its
+//! fingerprint is unchanged at the next eviction, the chunk is neither copied nor written again.
 
 use super::Space;
 use crate::{
     driver::types::*,
-    memory::chunk::{Chunk, Leaving, Residency},
+    memory::{
+        engine::Flags,
+        file::{FileCopy, HostCopy},
+        fingerprint::Fingerprint,
+        staging::Buffer,
+    },
 };
 use alloc::vec::Vec;
+
+/// The most pending allowances. No eviction has this many steps.
+const MANY_PENDING: usize = 4096;
+
+#[derive(Debug)]
+pub(in crate::memory) struct Chunk {
+    pub offset: u64,
+    pub len: u64,
+    pub flags: Flags,
+    pub residency: Residency,
+}
+
+/// Where a chunk's contents are.
+#[derive(Debug)]
+pub(in crate::memory) enum Residency {
+    /// The chunk has no contents yet, and no memory.
+    Unbacked,
+    /// On the GPU. `copy` is the copy that was kept when the chunk was last restored, and may still be
+    /// current.
+    Gpu { handle: Handle, copy: Option<Kept> },
+    /// In host memory. `None` if the driver moves the chunk, so that this library holds no copy.
+    Host(Option<HostCopy>),
+    /// In a swap file only.
+    File(FileCopy),
+    /// Stored nowhere, because every 32-bit word has this value.
+    Constant(u32),
+    /// The mover has taken the chunk.
+    Moving,
+}
+
+/// A copy of a chunk that is on the GPU.
+#[derive(Debug)]
+pub(in crate::memory) enum Kept {
+    Host(HostCopy),
+    File(FileCopy),
+}
+
+impl Kept {
+    /// Separates the host buffer from the copy in a file.
+    pub(in crate::memory) fn without_buffer(self) -> (Option<Buffer>, Option<Self>) {
+        match self {
+            Self::Host(HostCopy { buffer, file, .. }) => (Some(buffer), file.map(Self::File)),
+            Self::File(_) => (None, Some(self)),
+        }
+    }
+
+    pub(in crate::memory) fn fingerprint(&self) -> Option<Fingerprint> {
+        match self {
+            Self::Host(copy) => copy.fingerprint,
+            Self::File(copy) => copy.fingerprint(),
+        }
+    }
+
+    /// Bytes of the host buffer; 0 if the copy is only in a file.
+    pub(in crate::memory) fn host_bytes(&self) -> u64 {
+        match self {
+            Self::Host(copy) => copy.buffer.len(),
+            Self::File(_) => 0,
+        }
+    }
+}
+
+impl Chunk {
+    /// Whether the chunk is neither on the GPU nor being moved.
+    pub(in crate::memory) fn is_away(&self) -> bool {
+        self.is_at_hand() || matches!(self.residency, Residency::File(_))
+    }
+
+    /// Whether the chunk is off the GPU and can be restored without reading a file.
+    pub(in crate::memory) fn is_at_hand(&self) -> bool {
+        matches!(self.residency, Residency::Unbacked | Residency::Host(_) | Residency::Constant(_))
+    }
+
+    pub(in crate::memory) fn take(&mut self) -> Self {
+        let residency = core::mem::replace(&mut self.residency, Residency::Moving);
+        Self { offset: self.offset, len: self.len, flags: self.flags, residency }
+    }
+}
+
+/// A chunk that is about to be evicted.
+#[derive(Debug)]
+pub(in crate::memory) struct Leaving {
+    pub base: u64,
+    pub chunk: Chunk,
+    /// Whether this library copies the chunk; otherwise the driver moves it.
+    pub is_copied: bool,
+    /// The fingerprint of the contents, if known.
+    pub fingerprint: Option<Fingerprint>,
+}
+
+impl Leaving {
+    /// Whether the chunk must be copied and no buffer is available in its kept copy.
+    pub(in crate::memory) fn needs_buffer(&self) -> bool {
+        match &self.chunk.residency {
+            Residency::Gpu { copy: Some(copy), .. } => {
+                copy.host_bytes() == 0 && (self.fingerprint.is_none() || copy.fingerprint() != self.fingerprint)
+            }
+            Residency::Gpu { copy: None, .. } => true,
+            _ => false,
+        }
+    }
+}
 
 impl Space {
     /// Takes a chunk that is still off the GPU, if the allowance has room for the chunk. The chunk counts
@@ -128,11 +240,86 @@ impl Space {
     }
 }
 
+impl Space {
+    /// Applies a new allowance.
+    pub fn allow(&mut self, seq: u32, bytes: u64) {
+        self.account.allowance = bytes;
+        self.pending.push_back((seq, bytes));
+        if self.pending.len() > MANY_PENDING {
+            self.pending.pop_front(); // later allowances replace it
+        }
+        self.acknowledge();
+    }
+
+    /// Resets the allowance for a new scheduler. Mapped memory stays until the scheduler sends allowances.
+    pub fn reset_for_scheduler(&mut self) {
+        self.reset_for_successor();
+        (self.account.limit_max, self.account.host_cache_max) = (0, u64::MAX);
+    }
+
+    /// Resets the allowance for a scheduler that continues on the same connection. The highest limit that
+    /// can be requested stays.
+    pub fn reset_for_successor(&mut self) {
+        self.pending.clear();
+        (self.account.allowance, self.account.ack) = (self.account.mapped + self.account.pinned, 0);
+        (self.account.limit_seq, self.account.has_limit) = (0, false);
+    }
+
+    /// Removes the allowance, to run without a scheduler.
+    pub fn run_ungated(&mut self, limit: u64) {
+        self.pending.clear();
+        (self.account.allowance, self.account.limit) = (u64::MAX, self.account.at_most(limit));
+        (self.account.limit_max, self.account.host_cache_max) = (0, u64::MAX);
+    }
+
+    /// Applies a new limit on the demand. `most` is the highest limit that can be requested, and `keep` the
+    /// limit on cached host buffers.
+    pub fn limit(&mut self, seq: u32, bytes: u64, most: u64, keep: u64) {
+        self.account.limit = bytes.min(self.account.env_max);
+        self.account.limit_max = most.min(self.account.env_max);
+        (self.account.limit_seq, self.account.host_cache_max) = (seq, keep);
+        self.account.has_limit = true;
+    }
+
+    /// Sets the allowance so that `bytes` bytes are evicted and none are restored. Used without a
+    /// scheduler, while other clients lack memory.
+    pub fn lower_allowance_by(&mut self, bytes: u64) {
+        self.account.allowance = self.account.mapped.saturating_sub(bytes) + self.account.pinned;
+    }
+
+    /// Ends an eviction that cannot continue. The remaining memory stays on the GPU.
+    pub fn give_up_eviction(&mut self) {
+        self.account.allowance = self.account.mapped + self.account.pinned;
+        if let Some((seq, _)) = self.pending.drain(..).next_back() {
+            self.account.ack = seq;
+        }
+    }
+
+    pub(super) fn update_peak(&mut self) {
+        if self.account.can_run() && !self.account.demand_paged {
+            self.account.peak = self.account.peak.max(self.account.demand);
+        }
+    }
+
+    /// Acknowledges the allowances that have been carried out. If the latest has been carried out, all
+    /// earlier allowances are obsolete.
+    pub(super) fn acknowledge(&mut self) {
+        let there = self.account.mapped + self.account.pinned;
+        if self.pending.back().is_some_and(|(_, bytes)| there <= *bytes) {
+            self.pending.drain(..self.pending.len() - 1);
+        }
+        while let Some((seq, _)) = self.pending.front().copied().filter(|(_, bytes)| there <= *bytes) {
+            self.account.ack = seq;
+            self.pending.pop_front();
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::memory::{
-        engine::{CHUNK, Flags, GRANULE},
+        engine::{CHUNK, GRANULE},
         fake::{EVICT_ALL, Memory},
         mover::Goal,
     };

@@ -1,10 +1,7 @@
 //! Ranges that other processes can open.
 
-use super::{Allocation, Space};
-use crate::{
-    driver::types::*,
-    memory::{chunk::Residency, engine::CHUNK},
-};
+use super::{Allocation, Space, chunks::Residency};
+use crate::{driver::types::*, memory::engine::CHUNK};
 use nvshare_wire::Secret;
 
 /// The name of an exported range.

@@ -1,11 +1,11 @@
 //! Chunks that are being written to a swap file or read from it. They count as in flight, so the
 //! program does not run.
 
-use super::Space;
-use crate::memory::{
-    chunk::{Kept, Residency},
-    file::{ChunkName, Done, FileCopy, HostCopy, Outcome, SwapFile},
+use super::{
+    Space,
+    chunks::{Kept, Residency},
 };
+use crate::memory::file::{ChunkName, Done, FileCopy, HostCopy, Outcome, SwapFile};
 
 impl Space {
     /// Takes a chunk whose copy can move to the file. Prefers a chunk that already has a place in a file.

@@ -1,10 +1,10 @@
 //! Other accesses to ranges: the program's own mappings, other GPUs, and calls that require a range to
 //! stay on the GPU.
 
-use super::{RangeKind, Space};
+use super::{RangeKind, Space, chunks::Residency};
 use crate::{
     driver::types::*,
-    memory::{alias::Aliases, chunk::Residency, engine},
+    memory::{alias::Aliases, engine},
 };
 use alloc::vec::Vec;
 

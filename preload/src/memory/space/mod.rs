@@ -4,14 +4,13 @@
 //! allocation, or a slab of small allocations. The addresses of a range never change, and freed memory
 //! is reused only after all earlier work is done.
 //!
-//! - `allowance`: the limit on mapped bytes. `chunks`: the mover's access to chunks. `buffers`: host
-//!   buffers. `files`: swap files.
+//! - [`chunks`]: the units in which memory is moved, and the allowance. `buffers`: host buffers. `files`:
+//!   swap files.
 //! - `pools`: memory pools of the program. `managed`: memory that only the program's threads can free.
 //! - `mapping`: other addresses and devices that reach a range. `export`: other processes.
 
-mod allowance;
 mod buffers;
-mod chunks;
+pub(in crate::memory) mod chunks;
 mod export;
 mod files;
 mod managed;
@@ -27,7 +26,6 @@ use crate::{
     memory::{
         account::Account,
         alias::Aliases,
-        chunk::{Chunk, Kept, Residency},
         engine::{self, CHUNK, Engine, Flags, GRANULE},
         slab::{self, Slab},
         staging::Buffer,
@@ -40,6 +38,7 @@ use alloc::{
     collections::{BTreeMap, VecDeque},
     vec::Vec,
 };
+use chunks::{Chunk, Kept, Residency};
 use nvshare_pools::Pools;
 use nvshare_wire::ClientMessage;
 
@@ -213,7 +212,7 @@ impl Space {
         let (range, address, backing) = if size <= slab::LARGEST {
             self.allocate_in_slab(size, beyond)?
         } else {
-            self.make_room(size, work);
+            self.release_unused_pools_for(size, work);
             let len = size.checked_next_multiple_of(GRANULE).ok_or(ERROR_OUT_OF_MEMORY)?;
             let (base, backing) = self.make_range(len, RangeKind::Single, self.flags, beyond)?;
             (base, base, backing)
@@ -246,7 +245,7 @@ impl Space {
     /// of its range.
     pub fn create(&mut self, len: u64, flags: Flags, beyond: bool, work: &Work) -> Result<(u64, Backing), CUresult> {
         self.reclaim(work);
-        self.make_room(len, work);
+        self.release_unused_pools_for(len, work);
         self.make_range(len, RangeKind::Created, flags, beyond)
     }
 

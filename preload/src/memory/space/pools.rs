@@ -93,7 +93,7 @@ impl Space {
         let usual = least.max(SEGMENT);
         // Allocates only the necessary size if the program is near its limit.
         let segment = if usual <= self.account.free() / 8 { usual } else { least };
-        self.make_room(segment, work);
+        self.release_unused_pools_for(segment, work);
         let (base, backing) = self.make_range(segment, RangeKind::Pool(id), self.flags, beyond)?;
         let address = self.pools.grow(id, base, segment, len).ok_or(ERROR_OUT_OF_MEMORY)?;
         self.add_allocation_of_pool(address, size, handle);
@@ -111,7 +111,7 @@ impl Space {
 
     /// Releases unused memory of pools for an allocation that would not fit otherwise. Does nothing if that
     /// would not suffice.
-    pub(super) fn make_room(&mut self, len: u64, work: &Work) {
+    pub(super) fn release_unused_pools_for(&mut self, len: u64, work: &Work) {
         let lacking = len.saturating_sub(self.account.free().min(self.account.room()));
         if lacking > 0 {
             let idle = self.pools.make_room(lacking, work);

@@ -10,7 +10,7 @@ use crate::{
 };
 use std::{
     env,
-    ffi::{CString, c_void},
+    ffi::{CString, c_char, c_void},
     mem, ptr, thread,
 };
 
@@ -19,7 +19,7 @@ const PER_THREAD: u64 = 2;
 const SAMPLES: usize = 64;
 
 type P = *mut c_void;
-type GetProcAddress = unsafe extern "C" fn(*const i8, *mut P, i32, u64, *mut u32) -> u32;
+type GetProcAddress = unsafe extern "C" fn(*const c_char, *mut P, i32, u64, *mut u32) -> u32;
 type Launch = unsafe extern "C" fn(usize, u32, u32, u32, u32, u32, u32, u32, usize, *mut P, *mut P) -> u32;
 type Set = unsafe extern "C" fn(u64, u32, usize) -> u32;
 type CopyOut = unsafe extern "C" fn(*mut u32, u64, usize) -> u32;

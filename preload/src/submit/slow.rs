@@ -1,10 +1,11 @@
-//! The path of a call that cannot take the fast path: it finds its GPU, waits at the gate, and requests
-//! the lock.
+//! The slow half of a submission ([`fast`](super::fast) is the other): finds the GPU, waits at the gate,
+//! requests the lock, and records the stream and the marks.
 
 use super::{
-    Lane, captures, closed, expect_blocking_streams,
+    Lane, captures, closed, epoch, expect_blocking_streams,
     fast::{Thread, this_thread},
-    is_active, lanes_in_use, target,
+    is_active, is_marked_at_once, lanes_in_use,
+    target::{self, name_of},
     threads::{self, Waits},
 };
 use crate::{
@@ -29,7 +30,7 @@ impl Lane {
     /// that stream. `here` is the stack pointer of the calling function.
     pub fn pass(here: usize, stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
         let known = this_thread().filter(|thread| thread.is_current());
-        let enters = |thread: &Thread| target::name_of(stream).is_some_and(|name| thread.reenter(here, name, reasons));
+        let enters = |thread: &Thread| name_of(stream).is_some_and(|name| thread.reenter(here, name, reasons));
         if let Some(thread) = known.filter(|thread| enters(thread)) {
             let result = call();
             // SAFETY: the thread has entered the gate in `reenter`.
@@ -115,6 +116,53 @@ impl Lane {
                 return Err(ERROR_OUT_OF_MEMORY);
             }
         }
+    }
+}
+
+impl Lane {
+    /// Records the stream of a submission. Called inside the gate, after the driver has accepted the call.
+    fn note(&'static self, thread: &Thread, stream: CUstream) {
+        let epoch = epoch::now();
+        self.work.note(stream);
+        self.work.renew_marks(thread);
+        let name = name_of(stream);
+        // Only the thread itself can record points in its per-thread stream. So each submission to
+        // that stream takes the slow path, which records a point.
+        let may_last = stream != STREAM_PER_THREAD
+            && name.is_some()
+            && !is_marked_at_once(stream)
+            && !captures::any()
+            && !self.work.is_full()
+            && self.work.peers() == 0
+            && is_active();
+        thread.record(self, name.unwrap_or_default(), if may_last { epoch } else { epoch::NONE });
+    }
+
+    /// Ends a call that submitted `weight` units of work. Leaves the gate and counts the work. Returns
+    /// `result`, so that the caller need not save it across this call.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn leave(&'static self, thread: &Thread, weight: u32, stream: CUstream, result: CUresult) -> CUresult {
+        if weight > 0 {
+            self.note(thread, stream);
+        }
+        thread.leave(self.index);
+        if weight > 0 && thread.is_mark_due(weight) { self.mark(thread, stream, result) } else { result }
+    }
+
+    /// Records a mark behind all submissions of this thread since its last mark. Returns `result`.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn mark(&self, thread: &Thread, stream: CUstream, result: CUresult) -> CUresult {
+        let between = thread.between_marks.get();
+        let unmarked = between.abs_diff(thread.unmarked_left.get());
+        // No mark was due before the last submission, so at most `between` submissions preceded it.
+        // The weight of the last submission may be larger.
+        let commands = unmarked.min(between.unsigned_abs() + 1);
+        thread.unmarked_left.set(between);
+        self.work.renew_marks(thread);
+        errno::preserve(|| self.work.mark(unmarked, commands, stream));
+        result
     }
 }
 
