@@ -13,6 +13,8 @@
 //! - `sys`: system calls: sockets, clocks, credentials.
 //! - [`ctl`]: the commands of `nvsharectl`, one file each.
 pub mod bus;
+#[cfg(test)]
+mod calls;
 pub mod config;
 pub mod ctl;
 pub mod daemon;

@@ -9,11 +9,11 @@ use crate::{
     effects::Effects,
     explain::Explanation,
     fairness::Fairness,
-    gpu::{self, AT_REST, Access, Admission, Gpu, Gpus, Return, capacity::GpuCapacities},
+    gpu::{self, Access, Admission, Gpu, Gpus, Return},
     model::{Model, Pressure},
     placement::{self, Placements},
     presence::{Presence, Task, Tasks},
-    queue::{Blocked, Gang, Queues},
+    queue::{Gang, Queues},
     quota::{self, Quota},
     requests::Requests,
     rules::Rules,
@@ -76,6 +76,11 @@ impl Machine {
         &self.settings
     }
 
+    /// Whether the host is about to suspend.
+    pub fn is_suspended(&self) -> bool {
+        self.suspended
+    }
+
     /// Handles an event. Returns the commands to carry out, in this order. Invalid events, such as
     /// events of unknown clients, change nothing. `now` should not decrease; an earlier time is
     /// raised to the time of the last event.
@@ -86,7 +91,7 @@ impl Machine {
         self.dispatch(event);
         while let Some(wake) = self.effects.take_due(self.now) {
             match wake {
-                Wake::Gpu(gpu) => self.touch(gpu),
+                Wake::Gpu(gpu) => self.sharing().touch(gpu),
                 Wake::Client(client) => self.sharing().check(client),
                 Wake::Entity(entity) => self.with_requests(|requests| {
                     requests.requeue(entity);
@@ -98,10 +103,10 @@ impl Machine {
                 Wake::Verification(gpu) => {
                     self.with_gpu(gpu, |gpu, cx, fx| gpu.expire_unverified(cx.now, fx));
                 }
-                Wake::HeldRequests(gpu) => self.held_requests_timed_out(gpu),
+                Wake::HeldRequests(gpu) => self.sharing().held_requests_timed_out(gpu),
                 Wake::Failures(gpu) => self.sharing().failures_are_unexplained(gpu),
                 Wake::Limits => self.quota.mark_all_changed(),
-                Wake::Ahead(client, gpu) => self.ask_ahead(client, gpu),
+                Wake::Ahead(client, gpu) => self.sharing().ask_ahead(client, gpu),
                 Wake::Sleep(client) => self.change_sleep(client, |presence| presence.look(client)),
             }
         }
@@ -130,7 +135,7 @@ impl Machine {
             Event::Attached { client, gpu, engine } => self.attach(client, gpu, engine),
             Event::Detached { client, gpu } => self.detach(client, gpu),
             Event::Memory { client, gpu, report } => self.report(client, gpu, report),
-            Event::LimitRequested { client, gpu, bytes } => self.request_limit(client, gpu, bytes),
+            Event::LimitRequested { client, gpu, bytes } => self.sharing().request_limit(client, gpu, bytes),
             Event::ReservationRequested { client, gpu, bytes } => {
                 self.with_gpu(gpu, |gpu, cx, fx| gpu.request_reservation(cx, fx, client, bytes));
             }
@@ -158,8 +163,11 @@ impl Machine {
     fn dispatch_from_daemon(&mut self, event: Event) {
         match event {
             Event::Configure(settings) => self.configure(settings),
-            Event::GpuFound { gpu, total } => self.gpu_found(gpu, total),
-            Event::GpuGone { gpu } => self.gpu_gone(gpu),
+            Event::GpuFound { gpu, total } => {
+                let suspended = self.suspended;
+                self.sharing().gpu_found(gpu, total, suspended);
+            }
+            Event::GpuGone { gpu } => self.sharing().gpu_gone(gpu),
             Event::Suspend { suspended } => self.suspend(suspended),
             Event::GpuLink { gpu, rate } => {
                 self.with_gpu(gpu, |gpu, _, fx| gpu.link_found(fx, rate));
@@ -167,7 +175,7 @@ impl Machine {
             Event::GpuOverhead { gpu, begun, bytes, others, complete } => {
                 self.with_gpu(gpu, |gpu, cx, fx| gpu.overhead_measured(cx, fx, begun, bytes, others, complete));
             }
-            Event::Measured { gpu, begun, free, found } => self.measured(gpu, begun, free, &found),
+            Event::Measured { gpu, begun, free, found } => self.sharing().measured(gpu, begun, free, &found),
             Event::ContextSizes { gpu, bytes } => {
                 self.with_quota(|quota, cx, _| quota.contexts_measured(cx, gpu, &bytes))
             }
@@ -175,7 +183,7 @@ impl Machine {
                 self.with_gpu(gpu, |gpu, _, fx| gpu.other_programs(fx, present));
             }
             Event::HostMemory { bytes } => self.quota.host_memory(bytes),
-            Event::HostAhead { bytes } => self.host_ahead(bytes),
+            Event::HostAhead { bytes } => self.sharing().host_ahead(bytes),
             Event::Connected { client, gang, tenant } => self.connected(client, gang, tenant),
             Event::Groups { groups } => self.grouped(&groups),
             Event::EnvLimits { client, limits } => self.set_env_limits(client, limits),
@@ -236,7 +244,7 @@ impl Machine {
 
     fn sharing(&mut self) -> Sharing<'_> {
         let Self { now, settings, rules, clients, gpus, queues, sleep, quota, fairness, places, effects, .. } = self;
-        Sharing { gpus, queues, fairness, effects, now: *now, settings, rules, clients, sleep, quota, places }
+        Sharing { gpus, queues, quota, fairness, effects, now: *now, settings, rules, clients, sleep, places }
     }
 
     /// Runs `act` on a GPU if the GPU is known.
@@ -253,9 +261,7 @@ impl Machine {
 
     /// Runs `act` on the quota.
     fn with_quota<R>(&mut self, act: impl FnOnce(&mut Quota, quota::Context, &mut Effects) -> R) -> R {
-        let gpus = GpuCapacities { gpus: &self.gpus, settings: &self.settings };
-        let context = quota::Context { now: self.now, rules: &self.rules, gpus: &gpus };
-        act(&mut self.quota, context, &mut self.effects)
+        self.sharing().with_quota(act)
     }
 
     fn with_places(&mut self, act: impl FnOnce(&mut Placements, placement::Context, &mut Effects)) {
@@ -266,18 +272,6 @@ impl Machine {
     /// Runs `act` on the queues.
     fn with_requests<R>(&mut self, act: impl FnOnce(&mut Requests) -> R) -> R {
         self.sharing().with_requests(act)
-    }
-
-    /// Marks a GPU to be settled.
-    fn touch(&mut self, gpu: GpuId) {
-        if self.gpus.contains(gpu) {
-            self.effects.touch(gpu);
-        }
-    }
-
-    /// Requests a measurement of a GPU if none is pending.
-    fn measure(&mut self, id: GpuId) {
-        self.with_gpu(id, |gpu, _, fx| gpu.measure(fx));
     }
 
     // Settling.
@@ -389,23 +383,9 @@ impl Machine {
     // Memory.
 
     fn attach(&mut self, client: ClientId, id: GpuId, engine: Engine) {
-        let now = self.now;
-        let Some(tenant) = self.clients.get(&client).filter(|_| self.gpus.contains(id)).map(|state| state.tenant)
-        else {
-            return;
-        };
-        if let Some(attachment) = self.gpus.attachment_mut(client, id) {
-            attachment.engine = engine;
-            // The request is answered again, unless its first answer is pending.
-            if attachment.attached.is_some() {
-                self.effects.command(Command::Attached { client, gpu: id });
-                self.with_quota(|quota, cx, fx| quota.tell(cx, fx, client, id));
-            }
+        if !self.sharing().attach(client, id, engine) {
             return;
         }
-        self.gpus.attach(now, client, id, tenant, engine);
-        self.quota.attach(client, id);
-        self.touch(id);
         if self.sleep.is_away(client) {
             self.follow(client, vec![Task::Leave]);
         }
@@ -414,35 +394,24 @@ impl Machine {
         }
     }
 
-    /// Removes a client from a GPU, with its memory, its hold and its requests.
     fn detach(&mut self, client: ClientId, id: GpuId) {
-        if self.gpus.attachment(client, id).is_none() {
+        if !self.sharing().detach(client, id) {
             return;
         }
-        let entity = self.queues.entity(client);
-        self.with_requests(|requests| requests.touch_conflicting_gangs(entity));
-        self.sharing().cancel(client, &GpuSet::from([id]));
-        self.sharing().end_hold(client, id, Duration::ZERO, false);
-        self.quota.detach(client, id, &self.rules);
-        self.gpus.detach(client, id);
-        self.effects.forget_client(client, id);
         self.sleep.detached(client, id);
         self.follow(client, vec![Task::Limit, Task::AnswerMove]);
-        self.touch(id);
+        self.sharing().touch(id);
         if self.sleep.is_drained(client) {
             self.follow(client, vec![Task::Drain]);
         }
-        self.forget_if_gone(id);
+        self.sharing().forget_if_gone(id);
     }
 
     /// Handles a client's report of its memory on a GPU.
     fn report(&mut self, client: ClientId, id: GpuId, report: MemoryReport) {
-        let reported = self.with_gpu(id, |gpu, cx, fx| gpu.reported(cx, fx, client, report));
-        let Some(report) = reported.flatten() else { return };
-        self.with_quota(|quota, cx, _| quota.reported(cx, client, id, report.limit_ack, report.demand));
-        self.sharing().check(client); // the report may be a late answer to a revoke or an eviction
-        // The client's need may have changed, and its blocked request may now be servable.
-        self.with_requests(|requests| requests.retry(client, |blocked| blocked == Blocked::Pinned(id)));
+        if !self.sharing().reported(client, id, report) {
+            return;
+        }
         // Holders and the first request in the queue are served first. Bytes that are still free
         // may then go to a client that is not waiting.
         self.effects.untouch(id);
@@ -450,55 +419,6 @@ impl Machine {
         if self.gpus.get(id).is_some_and(|gpu| !gpu.lacking) && !self.model().is_over_limit(client, id) {
             let overdrawn = self.model().overdrawn(id);
             self.sharing().credit(client, id, overdrawn);
-        }
-    }
-
-    /// Handles a client's request for a higher limit.
-    fn request_limit(&mut self, client: ClientId, id: GpuId, bytes: u64) {
-        // A client allocates only in a context.
-        self.with_gpu(id, |gpu, cx, _| gpu.used_by(cx.now, client, false));
-        if self.with_quota(|quota, cx, fx| quota.request(cx, fx, client, id, bytes)) {
-            self.measure(id);
-        }
-    }
-
-    /// Handles the timeout of a measurement that limit requests wait for.
-    fn held_requests_timed_out(&mut self, id: GpuId) {
-        self.with_gpu(id, |gpu, _, _| gpu.measurement_requested = false); // it may never arrive
-        if self.with_quota(|quota, cx, fx| quota.held_requests_timed_out(cx, fx, id)) {
-            self.measure(id);
-        }
-    }
-
-    /// Handles a measurement of clients' memory.
-    fn measured(&mut self, id: GpuId, begun: Time, free: Option<u64>, found: &BTreeMap<ClientId, Found>) {
-        if self.with_gpu(id, |gpu, cx, fx| gpu.clients_measured(cx, fx, begun, found)).is_none() {
-            return;
-        }
-        if self.with_quota(|quota, cx, fx| quota.answer_held(cx, fx, id, begun)) {
-            self.measure(id);
-        }
-        self.with_gpu(id, |gpu, cx, _| gpu.returning_measured(cx.settings, begun, free));
-        self.sharing().explain_failures(id, begun, free, found);
-        self.touch(id);
-    }
-
-    /// Asks a client whose memory is unchanged to allocate host memory for it. At the first eviction
-    /// of memory, allocating host memory takes longer than copying.
-    fn ask_ahead(&mut self, client: ClientId, id: GpuId) {
-        let bytes = self.gpus.get(id).and_then(|gpu| gpu.unchanged_memory(client));
-        if let Some(bytes) = bytes.and_then(|bytes| self.quota.ahead(client, id, bytes)) {
-            self.effects.command(Command::Prepare { client, gpu: id, bytes });
-        }
-    }
-
-    /// Sets the host memory that may be allocated ahead.
-    fn host_ahead(&mut self, bytes: Option<u64>) {
-        if self.with_quota(|quota, cx, fx| quota.host_ahead(cx, fx, bytes)) {
-            let at = Some(self.now + AT_REST);
-            for (id, gpu) in self.gpus.iter() {
-                gpu.attachments.keys().for_each(|client| self.effects.wake(Wake::Ahead(*client, id), at));
-            }
         }
     }
 
@@ -536,15 +456,8 @@ impl Machine {
                     self.quota.set_stopped(client, is_stopped);
                     self.with_gpus_of(client, |gpu, cx, fx| gpu.came_back(cx.now, fx, client));
                 }
-                Task::ForgetContexts => {
-                    for id in self.gpus.of_client(client) {
-                        self.with_gpu(id, |gpu, _, _| {
-                            gpu.away.get_mut(&client).into_iter().for_each(|bytes| *bytes = 0)
-                        });
-                        self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
-                    }
-                }
-                Task::Limit => self.limit_sleeper(client),
+                Task::ForgetContexts => self.sharing().forget_contexts(client),
+                Task::Limit => self.sharing().limit_sleeper(client),
                 Task::ExpectReturn => self.with_gpus_of(client, |gpu, cx, fx| gpu.expect_return(cx, fx, client)),
                 Task::CancelReturn => self.with_gpus_of(client, |gpu, _, fx| gpu.cancel_return(fx, client)),
                 Task::Restore => self.with_gpus_of(client, |gpu, cx, _| gpu.begin_restore(cx.now)),
@@ -589,50 +502,17 @@ impl Machine {
         gpu.drained = drained;
         let clients: Vec<ClientId> = gpu.attachments.keys().copied().collect();
         clients.into_iter().for_each(|client| self.follow(client, vec![Task::Drain]));
-        self.touch(id);
-    }
-
-    /// Updates a client's limits for its sleep. Sets room aside on the GPU that the client will be
-    /// moved to, and on the GPUs that it may be moved back to.
-    fn limit_sleeper(&mut self, client: ClientId) {
-        let is_asleep = self.sleep.view(client).phase != SleepPhase::Awake;
-        let (goes, back) = self.model().expected(client);
-        self.with_quota(|quota, cx, fx| {
-            quota.set_asleep(cx, fx, client, is_asleep);
-            quota.expect(cx, client, &goes, &back);
-        });
+        self.sharing().touch(id);
     }
 
     /// Moves the attachment of a sleeping client from one GPU to another, together with its limit
     /// and its request. Does nothing if the target is unknown or the client has already attached it.
-    fn move_attachment(&mut self, client: ClientId, both @ Move { from, to }: Move) {
-        if !self.gpus.move_client(self.now, client, both) {
-            return;
-        }
-        let wanted = self.with_quota(|quota, cx, _| quota.move_client(cx, client, from, to));
-        let wants = self.queues.wants(client).filter(|wants| wants.contains(&from)).cloned();
-        self.places.move_client(client, from, to);
-        self.effects.forget_client(client, from);
+    fn move_attachment(&mut self, client: ClientId, both: Move) {
+        let Some(wanted) = self.sharing().move_client(client, both) else { return };
+        self.places.move_client(client, both.from, both.to);
         let (is_drained, number) = (self.model().has_drained(client), self.effects.number());
         self.sleep.moved(client, both, is_drained, number);
-        // Called in the same step, so that no other client is promised this client's bytes.
-        self.limit_sleeper(client);
-        self.effects.command(Command::Moved { client, from, to });
-        if let Some(mut wants) = wants {
-            wants.remove(&from);
-            wants.insert(to);
-            self.sharing().request(client, wants); // the request keeps its place
-        }
-        if let Some(bytes) = wanted {
-            self.request_limit(client, to, bytes);
-        }
-        self.with_gpu(to, |gpu, cx, fx| gpu.lock_changed(cx, fx, client));
-        self.with_gpu(from, |gpu, _, fx| gpu.schedule_verification(fx));
-        for id in [from, to] {
-            self.measure(id);
-            self.touch(id);
-        }
-        self.forget_if_gone(from);
+        self.sharing().moved(client, both, wanted);
     }
 
     // Membership, rules and GPUs.
@@ -654,7 +534,7 @@ impl Machine {
         let gpus = self.gpus.of_client(id);
         self.with_requests(|requests| requests.withdraw(id));
         self.sleep.forget(id); // a disconnected client receives no more commands
-        self.limit_sleeper(id);
+        self.sharing().limit_sleeper(id);
         for gpu in gpus {
             self.detach(id, gpu);
         }
@@ -698,25 +578,11 @@ impl Machine {
             self.sharing().update_gang(*client);
             change.gangs.into_iter().for_each(|member| self.sharing().update_gang(member));
         }
-        bounds_changed.into_iter().for_each(|client| self.bounds_changed(client));
+        bounds_changed.into_iter().for_each(|client| self.sharing().bounds_changed(client));
         groups.keys().for_each(|client| self.effects.touch_all(self.gpus.of_client(*client)));
-        let has_position = |client: &ClientId| self.has_position(*client);
-        if shares_changed || groups.keys().any(has_position) {
-            self.requeue_all();
+        if shares_changed || groups.keys().any(|client| self.model().has_position(*client)) {
+            self.sharing().requeue_all();
         }
-    }
-
-    /// Moves all requests to their current positions after rules have changed.
-    fn requeue_all(&mut self) {
-        let all = self.queues.entities();
-        self.sharing().with_each(all, |requests, entity| requests.rules_changed(entity));
-        self.fairness.forget_usage(self.now, self.settings.time_period);
-        self.effects.touch_all(self.gpus.ids());
-    }
-
-    /// Whether a client holds or waits for a lock.
-    fn has_position(&self, client: ClientId) -> bool {
-        self.queues.waiting(client).is_some() || self.gpus.holds_any(client)
     }
 
     fn leave_group(&mut self, client: ClientId) {
@@ -729,28 +595,15 @@ impl Machine {
 
     /// Applies the limits of a client's environment.
     fn set_env_limits(&mut self, client: ClientId, limits: EnvLimits) {
-        let has_position = self.has_position(client);
         if !self.clients.contains_key(&client) {
             return;
         }
         let before = self.rules.set_env(client, limits);
-        if before == limits {
-            return;
+        if before != limits {
+            self.sharing().bounds_changed(client);
         }
-        self.bounds_changed(client);
-        if has_position && before.weight != limits.weight {
-            self.requeue_all();
-        }
-    }
-
-    /// Applies a change of the bounds on a client's memory. Evicts memory beyond the bounds from
-    /// GPUs on which the client does not run. Notifies the client of the bounds, and later of its
-    /// new limits.
-    fn bounds_changed(&mut self, client: ClientId) {
-        for id in self.quota.gpus_of(client) {
-            self.quota.mark_changed(id);
-            self.sharing().swap_surplus(client, id);
-            self.with_quota(|quota, cx, fx| quota.tell_again(cx, fx, client, id));
+        if before.weight != limits.weight && self.model().has_position(client) {
+            self.sharing().requeue_all();
         }
     }
 
@@ -765,39 +618,10 @@ impl Machine {
             self.sharing().with_each(all, |requests, entity| requests.rerank(entity));
         }
         if !(is_same && is_same_policy) {
-            self.requeue_all();
+            self.sharing().requeue_all();
         }
         self.effects.touch_all(self.gpus.ids());
         self.with_requests(|requests| requests.all_may_need_no_turn());
-    }
-
-    fn gpu_found(&mut self, id: GpuId, total: u64) {
-        let gpu = self.gpus.found(id, total);
-        gpu.found(total, self.suspended);
-        self.quota.gpu_found(id);
-        self.queues.gpu_found(id);
-        self.fairness.gpu_found(id);
-        self.touch(id);
-    }
-
-    fn gpu_gone(&mut self, id: GpuId) {
-        let Some(gpu) = self.gpus.get_mut(id) else { return };
-        gpu.access = Access::Gone;
-        gpu.end_rooms(&mut self.effects);
-        self.touch(id);
-        self.forget_if_gone(id);
-    }
-
-    /// Forgets a GPU that is gone and has no clients.
-    fn forget_if_gone(&mut self, id: GpuId) {
-        if !self.gpus.get(id).is_some_and(|gpu| gpu.access == Access::Gone && gpu.attachments.is_empty()) {
-            return;
-        }
-        self.gpus.forget(id);
-        self.quota.gpu_forgotten(id);
-        self.queues.gpu_forgotten(id);
-        self.fairness.gpu_forgotten(id);
-        self.effects.forget(id);
     }
 
     fn suspend(&mut self, suspended: bool) {
@@ -846,6 +670,7 @@ reads! {
     // GPUs.
     is_known(id: GpuId) -> bool;
     is_held(gpu: GpuId) -> bool;
+    is_failing(gpu: GpuId) -> bool;
     offer(gpu: GpuId) -> u64;
     charged(gpu: GpuId) -> u64;
     kinds() -> &[GpuSet];

@@ -403,6 +403,11 @@ impl<'a> Model<'a> {
         self.gpus.holders(gpu).next().is_some()
     }
 
+    /// Whether a GPU reports errors.
+    pub fn is_failing(&self, gpu: GpuId) -> bool {
+        self.gpus.get(gpu).is_some_and(|gpu| gpu.failing)
+    }
+
     /// The sets of GPUs between which clients can be moved, as reported by the daemon.
     pub fn kinds(&self) -> &'a [GpuSet] {
         self.places.kinds()

@@ -137,8 +137,9 @@ fn a_suspend_evicts_all_memory_and_stops_all_clients() {
     t.join(1, 6 * GIB);
     t.join(2, 6 * GIB);
     t.request(1);
-    assert!(t.machine.gpus()[0].charged >= 12 * GIB);
+    assert!(t.machine.gpus()[0].charged >= 12 * GIB && !t.machine.is_suspended());
     let commands = suspend(&mut t, true);
+    assert!(t.machine.is_suspended());
     assert_eq!(allowances(&commands).last(), Some(&(2, 0)), "an idle client is asked at once");
     assert!(commands.contains(&revoke(1)), "{commands:?}");
     t.map(2);

@@ -8,12 +8,6 @@ use crate::{
 };
 use std::cmp::{Ordering, Reverse};
 
-impl Share {
-    pub(super) fn tier(self) -> Tier {
-        if self.weight == 0 { Tier::Idle } else { Tier::Ordinary(Reverse(self.priority)) }
-    }
-}
-
 impl Shares<'_> {
     /// Whether clients can be of different classes.
     pub fn have_classes(&self) -> bool {
@@ -45,12 +39,6 @@ impl Shares<'_> {
             interactive_first: Reverse(share.interactive && !gpus.iter().any(has_had_more)),
             below_minimum: Reverse(share.min > 0 && gpus.iter().any(|id| self.is_below_minimum(owner, *id))),
         }
-    }
-
-    /// Whether two clients are of the same tier, and so divide the time that better tiers leave
-    /// unused.
-    pub fn are_peers(&self, one: ClientId, other: ClientId) -> bool {
-        self.share_of(one).tier() == self.share_of(other).tier()
     }
 
     /// The class of a holder on all GPUs that it holds.

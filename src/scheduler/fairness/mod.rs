@@ -27,8 +27,15 @@ mod usage;
 
 pub(crate) use crate::entity::ShareOwner;
 
-use crate::{api::*, gpu::Gpus, policy, queue::Queues, rules::Rules};
+use crate::{
+    api::*,
+    gpu::Gpus,
+    policy,
+    queue::{Queues, Tier},
+    rules::Rules,
+};
 use finish_tag::FinishTags;
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use usage::Usage;
@@ -122,6 +129,12 @@ impl Fairness {
     }
 }
 
+impl Share {
+    fn tier(self) -> Tier {
+        if self.weight == 0 { Tier::Idle } else { Tier::Ordinary(Reverse(self.priority)) }
+    }
+}
+
 impl<'a> Shares<'a> {
     /// The owner of a client's turns: its group if the group has a share, otherwise its tenant or
     /// [`ShareOwner::Others`]. `None`: the client is unknown.
@@ -166,6 +179,12 @@ impl<'a> Shares<'a> {
         let own = self.rules.env(client).and_then(|limits| limits.weight);
         let is_lower = |own: &u16| owner.is_some_and(|owner| *own < self.share(owner).weight);
         owner.into_iter().chain(own.filter(is_lower).map(|_| ShareOwner::Client(client)))
+    }
+
+    /// Whether two clients are of the same tier, and so divide the time that better tiers leave
+    /// unused.
+    pub fn are_peers(&self, one: ClientId, other: ClientId) -> bool {
+        self.share_of(one).tier() == self.share_of(other).tier()
     }
 
     fn weight(&self, owner: ShareOwner) -> u32 {

@@ -46,6 +46,13 @@ impl Gpu {
         }
     }
 
+    /// Updates the capacity. Returns whether requests that unevictable memory blocks may fit now.
+    pub(crate) fn note_capacity(&mut self, settings: &Settings) -> bool {
+        let capacity = self.capacity(settings);
+        let before = std::mem::replace(&mut self.capacity, capacity);
+        self.ledger.take_unevictable_fell() || self.capacity > before
+    }
+
     /// The capacity without a [`Trial`](super::shortfall::Trial): the total minus the reserve and the
     /// overhead.
     pub(crate) fn usable(&self, settings: &Settings) -> u64 {

@@ -24,6 +24,8 @@
 //! through a [`Context`] and change only the GPU. The methods leave commands and timers in
 //! [`Effects`]:
 //!
+//! - `free`: bytes that are free for a client, and their measurement.
+//! - `holders`: changes of holds.
 //! - `credit`, `eviction`: raise and lower allowances.
 //! - `eviction_blocks`: memory that cannot be evicted.
 //! - `contexts`: contexts that do not exist yet, or are removed and restored.
@@ -41,8 +43,10 @@ mod drain_time;
 mod eviction;
 mod eviction_blocks;
 mod failures;
+mod free;
 mod gpus;
 mod hold;
+mod holders;
 pub(crate) mod ledger;
 mod measurements;
 pub(crate) mod others;
@@ -262,7 +266,7 @@ impl Gpu {
         }
         self.away.remove(&client);
         self.unmeasured.remove(&client);
-        self.reservations.retain(|reservation| !reservation.is_of(client));
+        self.reservations.retain(|reservation| reservation.client != client);
         self.contexts.remove(client);
         self.end_return(client);
     }
@@ -291,7 +295,7 @@ impl Gpu {
 
     /// Removes a client that is off the GPU and returns its records.
     fn take(&mut self, client: ClientId) -> Option<Moved> {
-        let waits = |reservation: &Reservation| reservation.is_of(client) && reservation.answered.is_none();
+        let waits = |reservation: &Reservation| reservation.client == client && reservation.answered.is_none();
         let moved = Moved {
             attachment: self.attachments.remove(&client)?,
             context: self.away.get(&client).copied(),
@@ -310,13 +314,6 @@ impl Gpu {
         self.attachments.insert(client, attachment);
         self.away.extend(moved.context.map(|bytes| (client, bytes)));
         self.reservations.extend(moved.reservation.map(|waits| Reservation { secured: 0, ..waits }));
-    }
-
-    /// Updates the capacity. Returns whether requests that unevictable memory blocks may fit now.
-    pub fn note_capacity(&mut self, settings: &Settings) -> bool {
-        let capacity = self.capacity(settings);
-        let before = std::mem::replace(&mut self.capacity, capacity);
-        self.ledger.take_unevictable_fell() || self.capacity > before
     }
 
     /// Records that a GPU was found, and can be used unless the host is about to suspend.

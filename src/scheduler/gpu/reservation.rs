@@ -26,12 +26,6 @@ pub(crate) struct Reservation {
     pub answered: Option<Time>,
 }
 
-impl Reservation {
-    pub fn is_of(&self, client: ClientId) -> bool {
-        self.client == client
-    }
-}
-
 /// Bytes that reservations wait for.
 #[derive(Debug, Default)]
 pub(crate) struct ReservationNeeds {

@@ -27,6 +27,7 @@
 //! usable memory gets the whole GPU and may try to map the rest ([`Trial`]). If the trial fails,
 //! the client waits before it tries again, while other clients run.
 
+use super::{Context, Gpu};
 use crate::api::*;
 use std::time::Duration;
 
@@ -109,5 +110,28 @@ impl Failures {
         if in_use == 0 {
             (self.unavailable, self.extra) = (0, 0);
         }
+    }
+}
+
+impl Gpu {
+    /// Bytes that a client needs beyond its demand because it could not map memory that seemed
+    /// free. The result is at most the memory that all other clients can give up.
+    pub fn shortfall(&self, cx: Context, client: ClientId) -> u64 {
+        let bytes = self.attachments.get(&client).map_or(0, |attachment| attachment.failures.shortfall(cx.now));
+        if bytes == 0 {
+            return 0;
+        }
+        // Clients that run together share the remaining room.
+        let entity = cx.queues.entity(client);
+        let together = self.attachments.iter().filter(|(other, _)| cx.queues.entity(**other) == entity);
+        let (mut demand, mut unevictable, mut count) = (0u64, 0u64, 0u64);
+        for (_, member) in together {
+            demand = demand.saturating_add(member.account().report.demand);
+            unevictable = unevictable.saturating_add(member.entry.unevictable());
+            count += 1;
+        }
+        let others = self.ledger.unevictable().saturating_sub(unevictable);
+        let room = self.usable(cx.settings).saturating_sub(others).saturating_sub(demand);
+        bytes.min(room / count.max(1))
     }
 }

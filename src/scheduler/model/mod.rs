@@ -107,6 +107,11 @@ impl<'a> Model<'a> {
         self.clients.get(&client).is_some_and(|state| state.stopped) || self.sleep.is_held_off(client)
     }
 
+    /// Whether a client holds or waits for a lock.
+    pub fn has_position(&self, client: ClientId) -> bool {
+        self.queues.waiting(client).is_some() || self.gpus.holds_any(client)
+    }
+
     pub fn any_absent(&self, entity: Entity) -> bool {
         self.queues.clients_of(entity).any(|client| self.is_absent(client))
     }

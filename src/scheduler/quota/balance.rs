@@ -2,7 +2,7 @@
 //! Other limits rise as clients acknowledge lower limits.
 
 use super::{Context, LIMIT_STEP, Quota, limit::Limit, solver::Target};
-use crate::{api::*, effects::Effects, timers::Wake};
+use crate::{api::*, effects::Effects};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -30,40 +30,6 @@ impl Quota {
             let bytes = asleep.map_or(offer, |limit| limit.while_asleep().min(offer));
             Target { client: *client, gpu: id, bytes, exact: false, bound: None }
         })
-    }
-
-    /// Updates the sums after a GPU's offer or its number of clients has changed.
-    pub fn note_offer(&mut self, cx: Context, id: GpuId) {
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        let offer = cx.gpus.offer(id);
-        if gpu.summed_for.replace(offer) != Some(offer) {
-            // The sum depends on demands instead of limits, because limits depend on the sum.
-            let most = gpu.most_in_host(offer);
-            self.host.most = (self.host.most - gpu.most_in_host).saturating_add(most);
-            gpu.most_in_host = most;
-        }
-        let clients = gpu.clients.len();
-        match &mut gpu.solved_for {
-            Some((bytes, count)) if bytes.abs_diff(offer) <= LIMIT_STEP => {
-                if std::mem::replace(count, clients) != clients {
-                    self.host.mark_joined(id);
-                }
-            }
-            solved_for => {
-                *solved_for = Some((offer, clients));
-                self.host.mark_changed(id);
-            }
-        }
-        self.count_in_host(cx, id);
-        self.host.check_scarcity();
-    }
-
-    /// Updates the host's sum for one GPU.
-    pub(super) fn count_in_host(&mut self, cx: Context, id: GpuId) {
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        let excess = gpu.committed.saturating_sub(cx.gpus.offer(id));
-        self.host.committed = self.host.committed - gpu.in_host + excess;
-        gpu.in_host = excess;
     }
 
     /// Recomputes limits. Lowers limits above their target and raises other limits as far as there
@@ -206,47 +172,10 @@ impl Quota {
         }
     }
 
-    /// Bytes by which the sum of the limits on a GPU can rise.
-    pub(super) fn committable(&self, cx: Context, id: GpuId) -> u64 {
-        let Some(budget) = self.host.budget() else { return u64::MAX };
-        let here = self.gpus.get(&id).map_or(0, |gpu| cx.gpus.offer(id).saturating_sub(gpu.committed));
-        here.saturating_add(budget.saturating_sub(self.host.committed))
-    }
-
-    /// Schedules a recomputation of limits for `at`, unless an earlier one is scheduled.
-    pub(super) fn balance_at(&self, cx: Context, fx: &mut Effects, at: Time) {
-        let set = fx.wakes_at(Wake::Limits).filter(|set| *set > cx.now);
-        fx.wake(Wake::Limits, Some(set.map_or(at, |set| set.min(at))));
-    }
-
     /// Whether an attaching client's limit is close to its target, or cannot rise because no other
     /// client has a lower limit to acknowledge. Valid only while limits are up to date.
     pub fn has_first_limit(&self, client: ClientId, id: GpuId) -> bool {
         let is_there = self.limit(client, id).is_some_and(|limit| limit.seq > 0 && !limit.is_below_target());
         is_there || self.falling.is_empty()
-    }
-
-    /// Sends a client its limit.
-    pub fn tell(&self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId) {
-        let Some(Limit { limit: bytes, seq, .. }) = self.limit(client, id) else { return };
-        let (bytes, seq) = (*bytes, *seq);
-        let spare = if self.host.is_scarce() || self.ahead.is_host_short() { 0 } else { u64::MAX };
-        // `most` includes room that unmeasured contexts may leave. A request for that room is held
-        // until the contexts are measured.
-        let (most, max) = (cx.gpus.offer_as_measured(id).max(bytes), cx.rules.lowest_max(client, cx.gpus.total(id)));
-        fx.command(Command::Limit { client, gpu: id, bytes, seq, most, spare, max });
-    }
-
-    /// Sends a client its limit again after its bounds have changed. Does nothing if the client was
-    /// never sent a limit.
-    pub fn tell_again(&self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId) {
-        if self.entry(client, id).is_some_and(|entry| entry.is_told) {
-            self.tell(cx, fx, client, id);
-        }
-    }
-
-    /// GPUs that a client has attached.
-    pub fn gpus_of(&self, client: ClientId) -> GpuSet {
-        self.limits_of(client).map(|(id, _)| id).collect()
     }
 }

@@ -24,8 +24,8 @@ pub(super) struct Coming {
     /// The part of `bytes` that is set aside: all of it or nothing. For a client that may be moved
     /// back, always all of it.
     pub counted: u64,
-    context: u64,
-    comes_back: bool,
+    pub context: u64,
+    pub comes_back: bool,
 }
 
 /// A GPU that a client may be moved to.
@@ -86,39 +86,11 @@ impl Quota {
         }
     }
 
-    /// Adjusts the room for a client on the GPUs that it may be moved back to. The room follows the
-    /// client's committed bytes on its present GPU `from`.
-    pub(super) fn follow(&mut self, cx: Context, client: ClientId, from: GpuId, committed: u64) {
-        for id in self.homes(client, from) {
-            let Some(gpu) = self.gpus.get_mut(&id) else { continue };
-            let Some(coming) = gpu.coming.get_mut(&client) else { continue };
-            coming.bytes = committed.saturating_add(coming.context);
-            let bytes = coming.bytes;
-            gpu.summed_for = None;
-            self.set_aside(cx, client, id, bytes);
-        }
-    }
-
-    /// The GPUs that a client on `from` may be moved back to.
-    fn homes(&self, client: ClientId, from: GpuId) -> GpuSet {
-        let is_home = |coming: &Coming| coming.comes_back && coming.from == from;
-        let homes = self.gpus.iter().filter(|(_, gpu)| gpu.coming.get(&client).is_some_and(is_home));
-        homes.map(|(id, _)| *id).collect()
-    }
-
     /// The possible rise of a client's limit, in bytes. A GPU that the client may be moved back to must have
     /// room for the same rise.
     pub(super) fn room_at_home(&self, cx: Context, client: ClientId, from: GpuId) -> u64 {
         let room = |id: GpuId| self.committable(cx, id).min(self.bytes_in_group(cx, client, id).unwrap_or(u64::MAX));
         self.homes(client, from).into_iter().map(room).min().unwrap_or(u64::MAX)
-    }
-
-    fn set_aside(&mut self, cx: Context, client: ClientId, id: GpuId, bytes: u64) {
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        let Some(coming) = gpu.coming.get_mut(&client) else { return };
-        let before = std::mem::replace(&mut coming.counted, bytes);
-        gpu.count(cx.rules.group(client), before, bytes);
-        self.count_in_host(cx, id);
     }
 
     /// Sets room aside for all clients in `coming` whose GPU has enough room.

@@ -10,6 +10,8 @@
 //!
 //! - `limit`: one client's limit on one GPU, with the changes that it has not acknowledged.
 //! - `host`: the host memory that limits rely on.
+//! - `sums`: the sums of committed bytes: per GPU, per group, and in host memory.
+//! - `clients`: clients that attach a GPU, report, move and detach.
 //! - `solver`: divides memory among clients: max-min fairness by water-filling.
 //! - `balance`: brings each client's limit to the solver's result.
 //! - `bounds`: the limits that rules and environments set.
@@ -27,19 +29,21 @@ mod ahead;
 mod asleep;
 mod balance;
 mod bounds;
+mod clients;
 mod coming;
 mod held;
 mod host;
 mod limit;
 mod request;
 mod solver;
+mod sums;
 
 pub(crate) use balance::FIRST_LIMIT_TIMEOUT;
 pub(crate) use coming::{Expected, RoomToMove};
 pub(crate) use held::CONTEXT_APPEARS;
 pub(crate) use limit::Limit;
 
-use crate::{api::*, effects::Effects, rules::Rules};
+use crate::{api::*, effects::Effects, rules::Rules, timers::Wake};
 use ahead::Ahead;
 use balance::ACK_TIMEOUT;
 use coming::Coming;
@@ -185,67 +189,6 @@ impl Quota {
         self.host.check_scarcity();
     }
 
-    /// Adds a client that is about to use a GPU.
-    pub fn attach(&mut self, client: ClientId, id: GpuId) {
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        gpu.clients.entry(client).or_default();
-        gpu.fresh.insert(client);
-        gpu.summed_for = None;
-    }
-
-    pub fn detach(&mut self, client: ClientId, id: GpuId, rules: &Rules) {
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        let Some(entry) = gpu.clients.remove(&client) else { return };
-        gpu.count(rules.group(client), entry.limit.counted, 0);
-        gpu.held_requests.remove(&client);
-        gpu.fresh.remove(&client);
-        gpu.demands.remove(&(entry.limit.demand(), client));
-        gpu.summed_for = None;
-        self.requests.remove(&(id, client));
-        self.rising.remove(&(id, client));
-        self.falling.remove(&(id, client));
-        self.ahead.forget((client, id));
-    }
-
-    /// Moves a client's limit from one GPU to another. The caller must call `expect` next. Returns
-    /// the bytes that the client has requested, which the caller must request again.
-    #[must_use]
-    pub fn move_client(&mut self, cx: Context, client: ClientId, from: GpuId, to: GpuId) -> Option<u64> {
-        let gpu = self.gpus.get_mut(&from)?;
-        let mut entry = gpu.clients.remove(&client)?;
-        let is_fresh = gpu.fresh.remove(&client);
-        let held = gpu.held_requests.remove(&client);
-        let demand = entry.limit.demand();
-        gpu.count(cx.rules.group(client), std::mem::take(&mut entry.limit.counted), 0);
-        gpu.demands.remove(&(demand, client));
-        gpu.summed_for = None;
-        self.requests.remove(&(from, client));
-        let rises = self.rising.remove(&(from, client));
-        self.falling.remove(&(from, client));
-        self.ahead.move_client(client, from, to);
-        let wanted = entry.limit.wanted.map(|wanted| wanted.bytes).or(held.map(|held| held.bytes()));
-        let there = self.gpus.entry(to).or_default();
-        there.clients.insert(client, entry);
-        if is_fresh {
-            there.fresh.insert(client);
-        }
-        if demand > 0 {
-            there.demands.insert((demand, client));
-        }
-        there.summed_for = None;
-        if wanted.is_some() {
-            self.set_wanted(client, to, self.limit(client, to)?.wanted);
-        }
-        if rises {
-            self.rising.insert((to, client));
-        }
-        self.recommit(cx, client, to);
-        self.count_in_host(cx, from);
-        self.host.mark_changed(from);
-        self.host.mark_changed(to);
-        wanted
-    }
-
     pub fn disconnected(&mut self, client: ClientId) {
         self.stopped.remove(&client);
     }
@@ -255,68 +198,6 @@ impl Quota {
             self.stopped.insert(client);
         } else if self.stopped.remove(&client) {
             self.host.answers_again();
-        }
-    }
-
-    /// Updates the group sums for a client that has joined the group (`joins`) or is about to leave
-    /// it.
-    pub fn count_member(&mut self, client: ClientId, group: GroupId, joins: bool) {
-        for gpu in self.gpus.values_mut() {
-            let coming = gpu.coming.get(&client).map_or(0, |coming| coming.counted);
-            let counted = gpu.clients.get(&client).map_or(0, |entry| entry.limit.counted) + coming;
-            match joins {
-                true => gpu.count_for(Some(group), 0, counted),
-                false => gpu.count_for(Some(group), counted, 0),
-            }
-        }
-    }
-
-    /// Sends the first limit to a client that may now create its context.
-    pub fn admit(&mut self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId) {
-        if let Some(entry) = self.entry_mut(client, id) {
-            entry.is_told = true;
-        }
-        self.tell(cx, fx, client, id);
-    }
-
-    /// Handles a client's report of its demand and of the newest limit that it applies.
-    pub fn reported(&mut self, cx: Context, client: ClientId, id: GpuId, ack: u32, demand: u64) {
-        let Some(limit) = self.limit(client, id) else { return };
-        let (committed, needed, was_unresponsive) =
-            (limit.committed(), limit.demand(), self.is_unresponsive(cx, client, limit));
-        let Some(limit) = self.entry_mut(client, id).map(|entry| &mut entry.limit) else { return };
-        let fell = limit.reported(cx.now, ack, demand);
-        let (rose, needs_another) = (limit.committed() > committed, demand != needed);
-        if let Some(gpu) = self.gpus.get_mut(&id).filter(|_| needs_another) {
-            gpu.demands.remove(&(needed, client));
-            if demand > 0 {
-                gpu.demands.insert((demand, client));
-            }
-            gpu.summed_for = None;
-        }
-        if needs_another {
-            self.host.demand_changed();
-        }
-        if fell || rose {
-            self.recommit(cx, client, id);
-            self.host.committed_changed();
-            if was_unresponsive {
-                self.host.answers_again();
-                self.host.mark_changed(id); // the client's limit may rise again
-            }
-            self.mark_bounded_changed(cx, client, id);
-        } else if needs_another && self.is_awaited(cx, client, id) {
-            self.mark_bounded_changed(cx, client, id);
-        }
-    }
-
-    /// Records measured context sizes.
-    pub fn contexts_measured(&mut self, cx: Context, id: GpuId, sizes: &BTreeMap<ClientId, u64>) {
-        for (client, bytes) in sizes {
-            let Some(entry) = self.entry_mut(*client, id) else { continue };
-            if entry.context.replace(*bytes) != Some(*bytes) {
-                self.mark_bounded_changed(cx, *client, id);
-            }
         }
     }
 
@@ -351,16 +232,6 @@ impl Quota {
         }
     }
 
-    /// Whether a member of the client's group is waiting for a limit that depends on the client's
-    /// demand.
-    fn is_awaited(&self, cx: Context, client: ClientId, id: GpuId) -> bool {
-        let everywhere = cx.rules.swap_max(client).is_some();
-        cx.rules.group_peers(client).any(|member| {
-            let mut limits = self.limits_of(member);
-            limits.any(|(other, limit)| limit.wanted.is_some() && (other == id || everywhere))
-        })
-    }
-
     /// Whether a client does not acknowledge lower limits. The memory of such a client cannot be
     /// promised to other clients.
     fn is_unresponsive(&self, cx: Context, client: ClientId, limit: &Limit) -> bool {
@@ -380,20 +251,29 @@ impl Quota {
         }
     }
 
-    /// Updates the sums after one client's limit has changed.
-    fn recommit(&mut self, cx: Context, client: ClientId, id: GpuId) {
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        let Some(limit) = gpu.clients.get_mut(&client).map(|entry| &mut entry.limit) else { return };
-        let committed = limit.committed();
-        if committed > limit.limit.max(limit.demand()) {
-            self.falling.insert((id, client));
-        } else {
-            self.falling.remove(&(id, client));
+    /// Sends a client its limit.
+    pub fn tell(&self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId) {
+        let Some(Limit { limit: bytes, seq, .. }) = self.limit(client, id) else { return };
+        let (bytes, seq) = (*bytes, *seq);
+        let spare = if self.host.is_scarce() || self.ahead.is_host_short() { 0 } else { u64::MAX };
+        // `most` includes room that unmeasured contexts may leave. A request for that room is held
+        // until the contexts are measured.
+        let (most, max) = (cx.gpus.offer_as_measured(id).max(bytes), cx.rules.lowest_max(client, cx.gpus.total(id)));
+        fx.command(Command::Limit { client, gpu: id, bytes, seq, most, spare, max });
+    }
+
+    /// Sends a client its limit again after its bounds have changed. Does nothing if the client was
+    /// never sent a limit.
+    pub fn tell_again(&self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId) {
+        if self.entry(client, id).is_some_and(|entry| entry.is_told) {
+            self.tell(cx, fx, client, id);
         }
-        let before = std::mem::replace(&mut limit.counted, committed);
-        gpu.count(cx.rules.group(client), before, committed);
-        self.count_in_host(cx, id);
-        self.follow(cx, client, id, committed);
+    }
+
+    /// Schedules a recomputation of limits for `at`, unless an earlier one is scheduled.
+    fn balance_at(&self, cx: Context, fx: &mut Effects, at: Time) {
+        let set = fx.wakes_at(Wake::Limits).filter(|set| *set > cx.now);
+        fx.wake(Wake::Limits, Some(set.map_or(at, |set| set.min(at))));
     }
 
     fn entry_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut ClientLimit> {
@@ -411,6 +291,11 @@ impl Quota {
     /// A client's limits on all GPUs.
     fn limits_of(&self, client: ClientId) -> impl Iterator<Item = (GpuId, &Limit)> {
         self.gpus.iter().filter_map(move |(id, gpu)| Some((*id, &gpu.clients.get(&client)?.limit)))
+    }
+
+    /// GPUs that a client has attached.
+    pub fn gpus_of(&self, client: ClientId) -> GpuSet {
+        self.limits_of(client).map(|(id, _)| id).collect()
     }
 
     /// Σ committed on a GPU.

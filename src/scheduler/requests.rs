@@ -2,12 +2,6 @@
 //!
 //! [`Requests`] may change only the queues, and reads everything else. It does not grant requests:
 //! it notes those that need no turn in [`Effects`], and `sharing` grants them.
-//!
-//! - `order`: moves requests when they age, or their owner or usage changes.
-//! - `gangs`: turns of gangs, and requests that a gang's state moves.
-
-mod gangs;
-mod order;
 
 use crate::{
     api::*,
@@ -363,6 +357,148 @@ impl Requests<'_> {
         request.told = Some(why);
         for (client, gpus) in &request.wants {
             self.effects.command(Command::Waiting { client: *client, gpus: gpus.clone(), why });
+        }
+    }
+
+    // The order of the queues, which `model::order` computes.
+
+    /// Moves a queued request to its current position.
+    pub fn requeue(&mut self, entity: Entity) {
+        let Some(request) = self.queues.request(entity).filter(|request| request.blocked.is_none()) else { return };
+        let Some(key) = self.model().current_key(entity).filter(|key| *key != request.key) else { return };
+        self.dequeue(entity);
+        if let Some(request) = self.queues.request_mut(entity) {
+            request.key = key;
+        }
+        self.enqueue(entity);
+    }
+
+    /// Requeues a client's request after its owner has changed.
+    pub fn owner_changed(&mut self, client: ClientId) {
+        let Some(entity) = self.queues.waiting(client) else { return };
+        let is_queued = self.queues.request(entity).is_some_and(|request| request.blocked.is_none());
+        if is_queued {
+            self.dequeue(entity);
+            self.work(Work::Join { entity, takes_turn: true });
+        }
+    }
+
+    /// Reranks a request after a change of the policy.
+    pub fn rerank(&mut self, entity: Entity) {
+        let Some(request) = self.queues.request(entity) else { return };
+        let Some((client, wants)) = request.wants.first_key_value() else { return };
+        let arrival = request.since.values().min().copied().unwrap_or(self.now);
+        let (rank, ages) = self.model().rank(*client, wants, arrival);
+        let is_queued = request.blocked.is_none();
+        if is_queued {
+            self.dequeue(entity);
+        }
+        if let Some(request) = self.queues.request_mut(entity) {
+            (request.key.rank, request.ages, request.aged) = (rank, ages, false);
+        }
+        if is_queued {
+            self.enqueue(entity);
+        }
+    }
+
+    /// Moves a request to its current position after rules have changed.
+    pub fn rules_changed(&mut self, entity: Entity) {
+        self.requeue(entity);
+        let blocked = self.queues.request(entity).and_then(|request| request.blocked);
+        let is_capped = matches!(blocked, Some(Blocked::Until(_))) && !self.model().is_delayed(entity);
+        if is_capped || matches!(blocked, Some(Blocked::Behind(_))) {
+            self.enqueue(entity);
+        }
+    }
+
+    /// Moves a queued request whose class depends on usage to its current position.
+    pub fn reclassify(&mut self, entity: Entity) {
+        match self.model().shares().request_capped_until(entity) {
+            Some(until) => self.block(entity, Blocked::Until(until)),
+            None => self.requeue(entity),
+        }
+    }
+
+    /// Removes requests from a queue if they would only block other GPUs. A request blocks other
+    /// GPUs if a request of a better tier waits in this queue.
+    pub fn defer_behind(&mut self, id: GpuId) {
+        if !self.model().shares().have_classes() {
+            return;
+        }
+        let queue = self.queues.queue(id).map(|(_, entity)| entity);
+        let behind: Vec<Entity> = queue.skip(1).filter(|entity| self.model().waits_behind(*entity, id)).collect();
+        behind.into_iter().for_each(|entity| self.block(entity, Blocked::Behind(id)));
+    }
+
+    /// Updates the time at which this GPU admits its first request. If that time or the first
+    /// request has changed, marks the other GPUs that the present and the previous first request
+    /// want.
+    pub fn note_opening(&mut self, id: GpuId) {
+        let first = self.queues.first(id).filter(|first| self.model().wants_others(id, *first));
+        let opens = first.map(|first| (first, self.model().opens_at(id, first)));
+        let Some(before) = self.queues.note_opening(id, opens) else { return };
+        for entity in [before, first].into_iter().flatten() {
+            let gpus = self.queues.request(entity).map(|request| request.gpus()).unwrap_or_default();
+            self.effects.touch_all(gpus.into_iter().filter(|gpu| *gpu != id));
+        }
+    }
+
+    // Gangs: their turns, and requests that their state moves. `model::gangs` decides.
+
+    /// Begins the turn of a gang that was granted a GPU at `since`. If the turn has already begun,
+    /// moves its beginning back to `since`.
+    pub fn begin_gang_turn(&mut self, entity: Entity, since: Time) {
+        if let Some(gang) = entity.gang() {
+            let is_measured = self.model().holds_of_gang(gang).all(|(_, hold)| !hold.is_bypassed());
+            self.queues.gangs_mut().begin_turn(gang, since, is_measured);
+        }
+    }
+
+    /// Ends the turn of a gang whose members hold no lock any more. Bypassed holds do not count.
+    pub fn end_gang_turn(&mut self, entity: Entity) {
+        let is_over = |gang: &Gang| self.model().holds_of_gang(*gang).all(|(_, hold)| hold.is_bypassed());
+        if let Some(gang) = entity.gang().filter(is_over) {
+            let drained = self.model().holds_of_gang(gang).next().is_none();
+            self.queues.gangs_mut().end_turn(self.now, gang, drained);
+        }
+    }
+
+    /// Records that a gang's members keep their locks, unless some of the locks are still revoked.
+    pub fn gang_continues(&mut self, entity: Entity) {
+        let continues = |gang: &Gang| self.model().holds_of_gang(*gang).all(|(_, hold)| hold.revoked.is_none());
+        if let Some(gang) = entity.gang().filter(continues) {
+            self.queues.gangs_mut().goes_on(gang);
+        }
+    }
+
+    /// Requeues a request, and marks its GPUs. Called when its reason to precede other requests has
+    /// changed.
+    pub fn requeue_and_touch(&mut self, entity: Entity) {
+        self.requeue(entity);
+        let gpus = self.queues.request(entity).map(|request| request.gpus());
+        self.effects.touch_all(gpus.into_iter().flatten());
+    }
+
+    /// Marks the GPUs of a gang whose holds or requests changed, and the GPUs of conflicting gangs.
+    pub fn touch_conflicting_gangs(&mut self, entity: Entity) {
+        let Some(gang) = entity.gang() else { return };
+        let conflicting = self.queues.gangs().others(gang).filter(|other| self.model().gangs_conflict(gang, *other));
+        let gpus: GpuSet = conflicting.chain([gang]).flat_map(|gang| self.model().gpus_of_gang(gang)).collect();
+        self.effects.touch_all(gpus);
+    }
+
+    /// Handles a revoke that was withdrawn. GPUs are no longer kept to let the client drain.
+    pub fn revoke_withdrawn(&mut self, client: ClientId) {
+        let entity = self.queues.entity(client);
+        self.gang_continues(entity);
+        self.touch_conflicting_gangs(entity);
+    }
+
+    /// Requeues a client's request after the members of its gang have changed.
+    pub fn members_changed(&mut self, client: ClientId) {
+        if let Some(entity) = self.queues.waiting(client) {
+            self.requeue(entity);
+            self.retry(client, |blocked| matches!(blocked, Blocked::Behind(_)));
         }
     }
 }

@@ -1,23 +1,33 @@
 //! How clients share the GPUs: memory is allocated to them, and requests become holds and end.
 //!
-//! [`Sharing`] joins the GPUs, their queues, and the service that clients have received. It may
-//! change these three, and reads everything else. Decisions are made elsewhere: by `model`, if they
-//! only read, by [`Gpu`] about its memory, and by [`Requests`] about the queues.
+//! [`Sharing`] joins the GPUs, their queues, the limits on memory, and the service that clients have
+//! received. It may change these four, and reads everything else. Decisions are made elsewhere: by
+//! `model`, if they only read, by [`Gpu`] about its memory, by [`Quota`] about limits, and by
+//! [`Requests`] about the queues.
+//!
+//! - `answers`: clients that do not answer, or answer that they cannot drain.
+//! - `gangs`: clients that join and leave gangs.
+//! - `limits`: the limits on clients' memory.
+//! - `attachments`: GPUs that appear and disappear, and clients that attach and detach them.
+
+mod answers;
+mod attachments;
+mod gangs;
+mod limits;
 
 use crate::{
     api::*,
     client::Clients,
     effects::Effects,
     fairness::Fairness,
-    gpu::{self, EndedHold, FAILURE_TIMEOUT, Gpu, Gpus, Hold, Measurement, ReservationNeeds},
+    gpu::{self, EndedHold, FAILURE_TIMEOUT, Gpu, Gpus, Hold, Measurement, ReservationNeeds, capacity::GpuCapacities},
     model::{Model, Pressure},
     placement::Placements,
-    queue::{Blocked, Entity, Gang, Queues},
-    quota::Quota,
+    queue::{Blocked, Entity, Queues},
+    quota::{self, Quota},
     requests::Requests,
     rules::Rules,
     sleep::Sleep,
-    timers::Wake,
 };
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -26,6 +36,7 @@ use std::time::Duration;
 pub(crate) struct Sharing<'a> {
     pub gpus: &'a mut Gpus,
     pub queues: &'a mut Queues,
+    pub quota: &'a mut Quota,
     pub fairness: &'a mut Fairness,
     pub effects: &'a mut Effects,
     pub now: Time,
@@ -33,7 +44,6 @@ pub(crate) struct Sharing<'a> {
     pub rules: &'a Rules,
     pub clients: &'a Clients,
     pub sleep: &'a Sleep,
-    pub quota: &'a Quota,
     pub places: &'a Placements,
 }
 
@@ -50,28 +60,35 @@ impl Sharing<'_> {
         Some(act(gpus.get_mut(id)?, context, effects))
     }
 
+    /// Runs `act` on the quota.
+    pub fn with_quota<R>(&mut self, act: impl FnOnce(&mut Quota, quota::Context, &mut Effects) -> R) -> R {
+        let Self { now, settings, gpus, rules, quota, effects, .. } = self;
+        let gpus = GpuCapacities { gpus, settings };
+        act(quota, quota::Context { now: *now, rules, gpus: &gpus }, effects)
+    }
+
     fn requests(&mut self) -> Requests<'_> {
         let Self { now, settings, rules, clients, gpus, queues, sleep, quota, fairness, places, effects } = self;
         Requests { queues, effects, now: *now, settings, rules, clients, gpus, sleep, quota, fairness, places }
     }
 
-    /// Runs `act` on the queues. Then grants the requests that joined them and need no turn.
-    pub fn with_requests<R>(&mut self, act: impl FnOnce(&mut Requests) -> R) -> R {
-        let result = act(&mut self.requests());
-        self.grant_needless();
-        result
+    /// Marks a GPU to be settled.
+    pub fn touch(&mut self, gpu: GpuId) {
+        if self.gpus.contains(gpu) {
+            self.effects.touch(gpu);
+        }
     }
 
-    /// Like `with_requests`, for each of these requests in turn.
-    pub fn with_each(&mut self, all: impl IntoIterator<Item = Entity>, act: impl Fn(&mut Requests, Entity)) {
-        all.into_iter().for_each(|entity| self.with_requests(|requests| act(requests, entity)));
+    /// Requests a measurement of a GPU if none is pending.
+    pub fn measure(&mut self, id: GpuId) {
+        self.with_gpu(id, |gpu, _, fx| gpu.measure(fx));
     }
+
+    // Memory: who gets the bytes of a GPU, and from whom they are taken.
 
     pub fn credit(&mut self, client: ClientId, id: GpuId, reserved_ahead: u64) -> u64 {
         self.with_gpu(id, |gpu, cx, fx| gpu.credit(cx, fx, client, reserved_ahead)).unwrap_or(0)
     }
-
-    // Memory.
 
     /// Grants requests for a GPU that is gone, if all other GPUs that the requests want can be
     /// granted too.
@@ -295,6 +312,28 @@ impl Sharing<'_> {
 
     // Grants and releases.
 
+    /// Runs `act` on the queues. Then grants the requests that joined them and need no turn.
+    pub fn with_requests<R>(&mut self, act: impl FnOnce(&mut Requests) -> R) -> R {
+        let result = act(&mut self.requests());
+        self.grant_needless();
+        result
+    }
+
+    /// Like `with_requests`, for each of these requests in turn.
+    pub fn with_each(&mut self, all: impl IntoIterator<Item = Entity>, act: impl Fn(&mut Requests, Entity)) {
+        all.into_iter().for_each(|entity| self.with_requests(|requests| act(requests, entity)));
+    }
+
+    /// Grants requests that joined the queues and need no turn. A grant can move other requests and
+    /// so grant them first. This ends because each grant takes a request, and makes none.
+    fn grant_needless(&mut self) {
+        for entity in self.effects.take_needless() {
+            if self.model().needs_no_turn(entity) {
+                self.grant(entity);
+            }
+        }
+    }
+
     /// Handles a client's request, which replaces the client's earlier request.
     pub fn request(&mut self, client: ClientId, gpus: GpuSet) {
         if !self.clients.contains_key(&client) {
@@ -324,16 +363,6 @@ impl Sharing<'_> {
             self.with_requests(|requests| requests.withdraw(client));
         } else {
             self.request(client, rest);
-        }
-    }
-
-    /// Grants requests that joined the queues and need no turn. A grant can move other requests and
-    /// so grant them first. This ends because each grant takes a request, and makes none.
-    fn grant_needless(&mut self) {
-        for entity in self.effects.take_needless() {
-            if self.model().needs_no_turn(entity) {
-                self.grant(entity);
-            }
         }
     }
 
@@ -450,168 +479,6 @@ impl Sharing<'_> {
         if is_charged {
             let own = self.model().own_requests(id, owner);
             self.with_each(own, |requests, entity| requests.requeue(entity));
-        }
-    }
-
-    // Clients that do not answer.
-
-    /// Handles a holder's report that it cannot drain or evict.
-    pub fn stuck(&mut self, client: ClientId, gpus: &GpuSet, reason: StuckReason) {
-        let cannot_evict = match reason {
-            StuckReason::UntrackedWork => return, // concerns the client's memory, not a drain
-            StuckReason::HostFull => Some(EvictionBlock::HostFull),
-            StuckReason::Broken => Some(EvictionBlock::Broken),
-            StuckReason::UnseenWork => Some(EvictionBlock::UnseenWork),
-            StuckReason::NeedsHost | StuckReason::LongWork | StuckReason::Capturing => None,
-        };
-        if let Some(why) = cannot_evict {
-            for id in gpus {
-                self.with_gpu(*id, |gpu, cx, fx| gpu.cannot_evict(cx, fx, client, why));
-            }
-            return;
-        }
-        if reason == StuckReason::NeedsHost {
-            // The client's gate is open again and no thread waits at it. So the client's own
-            // request must not cause a revoke.
-            self.cancel(client, gpus);
-        }
-        for id in gpus {
-            if self.with_gpu(*id, |gpu, cx, fx| gpu.is_stuck(cx.now, fx, client)) == Some(true) {
-                self.with_requests(|requests| requests.report_wait_on(*id, WaitReason::HolderStuck));
-            }
-        }
-        self.touch_peers(client);
-        self.check(client);
-    }
-
-    /// Checks the answers that a client owes, asks again for overdue answers, and sets the time of
-    /// the next check. The loop ends because a repeated revoke is not due again at the same time.
-    pub fn check(&mut self, client: ClientId) {
-        let mut is_revoked_again = false;
-        loop {
-            let mut answers = self.model().answers(client);
-            for id in &answers.late {
-                self.with_gpu(*id, |gpu, cx, fx| gpu.eviction_is_late(cx, fx, client));
-            }
-            for id in &answers.unused {
-                self.with_gpu(*id, |gpu, _, fx| gpu.measure(fx));
-            }
-            for id in &answers.lagging {
-                self.with_gpu(*id, |gpu, _, fx| gpu.lags(fx, client));
-                self.touch_peers(client);
-            }
-            self.schedule_around(client, std::mem::take(&mut answers.undrainable));
-            self.model().withdraw_unwanted(client, &mut answers);
-            for id in &answers.unwanted {
-                self.with_gpu(*id, |gpu, cx, fx| gpu.change_hold(cx, fx, client, |hold| hold.revoked = None));
-            }
-            if !answers.unwanted.is_empty() {
-                self.with_requests(|requests| requests.revoke_withdrawn(client));
-                self.touch_peers(client);
-            }
-            if !self.clients.contains_key(&client) {
-                return;
-            }
-            let (is_probed, probed) = answers.probe(self.now, self.gpus.probed(client));
-            self.gpus.set_probed(client, probed);
-            if is_probed {
-                self.effects.command(Command::Probe { client });
-            }
-            self.effects.wake(Wake::Client(client), answers.next);
-            let Some((gpus, backoff)) = answers.again else { break };
-            self.send_revoke(client, gpus, Some(backoff));
-            is_revoked_again = true;
-        }
-        if is_revoked_again {
-            self.requeue_peers(client);
-        }
-    }
-
-    /// Requeues the requests of a client's gang members, because the client may need them in order
-    /// to drain.
-    fn requeue_peers(&mut self, client: ClientId) {
-        let peers = self.model().waiting_peers(client);
-        self.with_each(peers, |requests, entity| requests.requeue(entity));
-    }
-
-    /// Like `requeue_peers`, and marks the GPUs of the requests.
-    fn touch_peers(&mut self, client: ClientId) {
-        let peers = self.model().waiting_peers(client);
-        self.with_each(peers, |requests, entity| requests.requeue_and_touch(entity));
-    }
-
-    /// Marks holds as undrainable: other clients are admitted beside them from now on.
-    fn schedule_around(&mut self, client: ClientId, gpus: GpuSet) {
-        if gpus.is_empty() {
-            return;
-        }
-        for id in &gpus {
-            if let Some((hold, waited)) = self.model().charged_early(client, *id) {
-                self.charge(client, *id, &hold, waited);
-            }
-            self.with_gpu(*id, |gpu, cx, fx| gpu.becomes_undrainable(cx, fx, client));
-        }
-        self.effects.command(Command::Undrainable { client, gpus });
-        self.with_requests(|requests| requests.becomes_undrainable(client));
-    }
-
-    // Gangs.
-
-    pub fn enter_gang(&mut self, client: ClientId, gang: Option<Gang>) {
-        let Some(gang) = gang else { return };
-        self.queues.join_gang(client, gang);
-        self.members_changed(gang);
-        self.requests().touch_conflicting_gangs(Entity::Gang(gang));
-    }
-
-    pub fn leave_gang(&mut self, client: ClientId) {
-        let Some(gang) = self.queues.gang(client) else { return };
-        self.requests().touch_conflicting_gangs(Entity::Gang(gang));
-        self.queues.leave_gang(client);
-        self.members_changed(gang);
-    }
-
-    /// Updates the members of a gang after a member joined or left. The members' class changes, and
-    /// they may have become a gang or ceased to be one.
-    fn members_changed(&mut self, gang: Gang) {
-        for member in self.queues.gangs().members(gang).collect::<Vec<_>>() {
-            self.update_entity(member);
-            self.effects.touch_all(self.gpus.holds_of(member).map(|(id, _)| id));
-            self.with_requests(|requests| requests.members_changed(member));
-        }
-    }
-
-    /// Assigns a client's holds and requests to the client's present entity: its gang, or the client
-    /// alone.
-    pub fn update_entity(&mut self, client: ClientId) {
-        let entity = self.queues.entity(client);
-        // The holds are revoked together with the members of the new entity.
-        if let Some(since) = self.gpus.set_entity_of_holds(client, entity) {
-            self.requests().begin_gang_turn(entity, since);
-        }
-        if self.queues.waiting(client).is_some_and(|waiting| waiting != entity)
-            && let Some(wants) = self.queues.wants(client).cloned()
-        {
-            self.request(client, wants);
-        }
-    }
-
-    /// Updates a client's gang after its rule changed. The client's requests become requests of the
-    /// new gang.
-    pub fn update_gang(&mut self, client: ClientId) {
-        let gang = self.model().gang_by_rule(client);
-        if !self.clients.contains_key(&client) || gang == self.queues.gang(client) {
-            return;
-        }
-        self.leave_gang(client);
-        self.enter_gang(client, gang);
-        self.update_entity(client);
-    }
-
-    /// Puts a client's request back into the queues once all of its clients run.
-    pub fn runs_again(&mut self, client: ClientId) {
-        if self.with_requests(|requests| requests.runs_again(client)) {
-            self.update_entity(client);
         }
     }
 }
