@@ -14,6 +14,9 @@ import { loadUsage, usageView } from "./usage.js";
 /** Shortest time between two readings while something changes, and the time between them otherwise, in milliseconds. */
 const OFTEN = 1000;
 const SELDOM = 5000;
+/** The pause after a reading is this many times as long as it took to show it, so that a long list costs
+    no more of the processor than a short one. Painting takes about as long again. */
+const REST = 100;
 /** Permissions change with polkit's rules and with groups, so they are read again after this time. */
 const PERMISSIONS_LAST = 60000;
 const MESSAGE_LASTS = 10000;
@@ -39,6 +42,8 @@ class App {
         this.isReading = false;
         this.isStale = true;
         this.readAt = 0;
+        /** The time that the page needs to show a reading, in milliseconds. */
+        this.cost = 0;
     }
 
     get path() {
@@ -71,7 +76,8 @@ class App {
         clearTimeout(this.timer);
         if (cockpit.hidden || this.isReading)
             return;
-        const due = this.readAt + (this.isStale ? OFTEN : SELDOM);
+        const often = Math.min(SELDOM, Math.max(OFTEN, REST * this.cost));
+        const due = this.readAt + (this.isStale ? often : SELDOM);
         this.timer = setTimeout(() => this.read(), Math.max(0, due - Date.now()));
     }
 
@@ -95,7 +101,9 @@ class App {
             this.failure ??= error.problem ?? sentence(error);
         }
         this.isReading = false;
+        const begin = performance.now();
         this.show();
+        this.cost = performance.now() - begin;
         this.schedule();
     }
 
@@ -241,7 +249,7 @@ class App {
             this.message ? h("div", { key: "message" }, notice(this.message.kind, this.message.text)) : null,
             this.view(),
         ]);
-        drawTimelines(this);
+        drawTimelines(this); // also makes the browser compute the layout
     }
 
     view() {

@@ -58,38 +58,36 @@ fn a_description_has_the_holder_the_queue_and_the_matching_programs() {
     });
 }
 
+/// The length of a description and of a timeline with this number of programs, one of which holds the
+/// lock.
+fn length_with(programs: usize) -> usize {
+    let daemon = Daemon::start();
+    let clients: Vec<Client> = (0..programs).map(|_| daemon.client()).collect();
+    clients.iter().for_each(|client| client.attach_gpu(GPU, 4096 * GIB));
+    for client in &clients {
+        client.report(3000 * GIB, 0); // no two of them fit
+        client.request();
+    }
+    block_on(async {
+        let connection = on_control(&daemon.control()).await;
+        let length = eventually("all to wait for one", async || {
+            let (all, length) = describe(&connection, Options::new()).await;
+            assert_eq!(all["programs"].as_array().map(Vec::len), Some(50));
+            (all["gpus"][0]["queue-length"] == programs - 1).then_some(length)
+        });
+        let length = length.await;
+        let timeline = scheduler(&connection).await.describe_timeline(HashMap::new()).await.expect("a timeline");
+        let read: Value = serde_json::from_str(&timeline).expect("JSON");
+        assert_eq!(read["gpus"][0]["lanes"].as_array().map(Vec::len), Some(24));
+        length + timeline.len()
+    })
+}
+
 /// So a page with 1,000 programs refreshes with less than 200 KB.
 #[test]
 fn a_description_does_not_grow_with_the_number_of_programs() {
-    let daemon = Daemon::start();
-    let connect = || {
-        let client = daemon.client();
-        client.attach_gpu(GPU, 4096 * GIB);
-        client.report(1 << 20, 0);
-        client.request();
-        client
-    };
-    let mut clients: Vec<Client> = Vec::new();
-    block_on(async {
-        let connection = on_control(&daemon.control()).await;
-        let mut lengths = Vec::new();
-        for number in [100, 200] {
-            clients.extend((clients.len()..number).map(|_| connect()));
-            let (all, length) = eventually("all to be served", async || {
-                let (all, length) = describe(&connection, Options::new()).await;
-                let waits = all["gpus"].as_array()?.iter().map(|gpu| gpu["queue-length"].as_u64().unwrap_or(0));
-                (all["total"] == number && waits.sum::<u64>() > 90).then_some((all, length))
-            })
-            .await;
-            assert_eq!(all["programs"].as_array().map(Vec::len), Some(50));
-            let timeline = scheduler(&connection).await.describe_timeline(HashMap::new()).await.expect("a timeline");
-            lengths.push(length + timeline.len());
-            let timeline: Value = serde_json::from_str(&timeline).expect("JSON");
-            let lanes = timeline["gpus"].as_array().expect("GPUs").iter();
-            assert_eq!(lanes.map(|gpu| gpu["lanes"].as_array().map_or(0, Vec::len)).max(), Some(24));
-        }
-        assert!(lengths[0] < 100_000 && lengths[1] < lengths[0] + lengths[0] / 10, "{lengths:?}");
-    });
+    let [few, many] = [60, 240].map(length_with);
+    assert!(few < 100_000 && many < few + few / 20, "{few} and {many} bytes");
 }
 
 #[test]

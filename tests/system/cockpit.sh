@@ -3,6 +3,7 @@
 # simulated GPUs, and looks at the page as several users.
 #
 #   cockpit.sh [PICTURES]   PICTURES: a directory for pictures of the page
+#   cockpit.sh cpu          measures the processor time of the page with 100 programs instead
 . "$(dirname "$0")/lib.sh"
 
 useradd --create-home --shell /bin/bash $user
@@ -23,4 +24,9 @@ fi
 gpasswd --add bob nvshare >/dev/null
 systemctl start cockpit.socket
 
-python3 $here/cockpit/page.py --user $user --simulated $simulated "$@" || fail "the page"
+if [ "${1:-}" = cpu ]; then
+    simulate "${gpu[@]}" CUDA_SIM_MEMORY=8G
+    python3 $here/cockpit/cpu.py --user $user || fail "the measurement"
+    exit
+fi
+python3 $here/cockpit/page.py --user $user "$@" || fail "the page"
