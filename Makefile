@@ -27,6 +27,8 @@ unitdir ?= $(prefix)/lib/systemd/system
 userunitdir ?= $(prefix)/lib/systemd/user
 mandir ?= $(prefix)/share/man
 sysconfdir ?= /etc
+# Cockpit finds pages in share/cockpit below each of XDG_DATA_DIRS.
+cockpitdir ?= $(prefix)/share/cockpit/nvshare
 # The shells' directories of completions. Debian's zsh uses vendor-completions.
 bashdir ?= $(prefix)/share/bash-completion/completions
 zshdir ?= $(prefix)/share/zsh/site-functions
@@ -58,7 +60,7 @@ help:
 	@echo 'make check-compatibility FROM=v0.1.0  the library of that version beside this scheduler, and the other way round'
 	@echo 'make bench     benchmarks; what they said elsewhere is in bench/RESULTS.md'
 	@echo 'make install   to $$DESTDIR$(prefix): programs, library, systemd units, D-Bus and polkit policy, man pages,'
-	@echo '                 completions'
+	@echo '                 completions, the page for Cockpit'
 	@echo 'make uninstall  removes what install installed, but for settings'
 	@echo 'make deb       Debian packages, in $(TARGET)/packages; VERSION=0.1.1~test gives them that version'
 	@echo 'make apt-repository  a signed apt repository of these packages, in $(TARGET)/repository:'
@@ -186,6 +188,7 @@ install:
 	install -Dm 644 -t $(DESTDIR)$(prefix)/share/dbus-1/interfaces dbus/org.nvshare.Scheduler1.xml
 	install -Dm 644 -t $(DESTDIR)$(prefix)/share/polkit-1/actions dbus/org.nvshare.Scheduler1.policy
 	install -Dm 644 dbus/org.nvshare.Scheduler1.rules $(DESTDIR)$(prefix)/share/polkit-1/rules.d/50-nvshare.rules
+	install -Dm 644 -t $(DESTDIR)$(cockpitdir) cockpit/manifest.json cockpit/index.html $(wildcard cockpit/*.js cockpit/*.css)
 	for page in $(filter-out $(IN_IMAGE),$(wildcard man/*.[0-9])); do install -Dm 644 -t $(DESTDIR)$(mandir)/man$${page##*.} $$page || exit; done
 	@# The other names of that page.
 	for name in nvshare-scheduler nvshare-checkpoint nvshare.socket nvshare-control.socket nvshare-metrics.socket \

@@ -232,6 +232,9 @@ pub trait Scheduler {
     fn list_gpus(&self) -> zbus::Result<Vec<Gpu>>;
     fn list_clients(&self) -> zbus::Result<Vec<Client>>;
     fn list_pressure(&self) -> zbus::Result<Vec<Pressure>>;
+    fn describe(&self, options: HashMap<&str, Variant<'_>>) -> zbus::Result<String>;
+    fn describe_timeline(&self, options: HashMap<&str, Variant<'_>>) -> zbus::Result<String>;
+    fn list_permissions(&self) -> zbus::Result<HashMap<String, bool>>;
     fn explain(&self, pid: u32) -> zbus::Result<Vec<String>>;
     fn list_usage(&self, since: f64, by: &[&str]) -> zbus::Result<Vec<Usage>>;
     fn acquire_lock(
@@ -264,6 +267,8 @@ pub trait Scheduler {
     fn client_removed(&self, id: u64, pid: u32) -> zbus::Result<()>;
     #[zbus(signal)]
     fn gpu_added(&self, gpu: String) -> zbus::Result<()>;
+    #[zbus(signal)]
+    fn gpu_changed(&self, gpu: String) -> zbus::Result<()>;
     #[zbus(signal)]
     fn gpu_removed(&self, gpu: String) -> zbus::Result<()>;
 

@@ -34,7 +34,8 @@ impl Status {
     }
 }
 
-fn gpu_json(gpu: &Gpu) -> Value {
+/// A GPU as JSON, with the keys of `ListGpus`.
+pub fn gpu_json(gpu: &Gpu) -> Value {
     json!({
         "uuid": gpu.uuid,
         "kind": gpu.kind,
@@ -80,7 +81,8 @@ fn room_json(room: &Room) -> Value {
     })
 }
 
-fn client_json(client: &Client) -> Value {
+/// A client as JSON, with the keys of `ListClients`.
+pub fn client_json(client: &Client) -> Value {
     json!({
         "id": client.id,
         "pid": client.pid,

@@ -26,7 +26,6 @@ use crate::daemon::control::changes::Changes;
 use crate::daemon::control::last_good::{self, Fallback, LastGood};
 use crate::daemon::control::views::Views;
 use crate::daemon::core::Core;
-use crate::daemon::core::{ClientPids, Holders};
 use crate::daemon::gpu::nvml::{self, Report};
 use crate::daemon::logging;
 use crate::daemon::systemd::fd_store::StoredConnection;
@@ -312,8 +311,7 @@ impl Startup {
             tasks::load_hours(&core, saved);
         }
         let mut reports = start_nvml(&core).await;
-        let (holders, holders_changed) = watch::channel(Holders::new());
-        let (clients_list, clients_changed) = watch::channel(ClientPids::new());
+        let published = tasks::Published::default();
         let (request, mut requests) = mpsc::unbounded_channel();
         let gpus = core.borrow().io.follow_gpus();
         let attached = core.borrow().io.follow_attached();
@@ -321,8 +319,9 @@ impl Startup {
         let followed = bus::Followed {
             settings: settings_changed,
             problems,
-            holders: holders_changed,
-            clients: clients_changed,
+            holders: published.holders.subscribe(),
+            clients: published.clients.subscribe(),
+            states: published.states.subscribe(),
             gpus,
             attached,
         };
@@ -340,7 +339,7 @@ impl Startup {
         tasks::start_swap_files(&core)?;
         let connections = start_connections(&core, &control.views, clients, stored, bus_attempted);
         let mut claims = claims.map(|directory| ClaimSockets::new(&directory, &core, &connections));
-        tasks::start(&core, holders, clients_list);
+        tasks::start(&core, published);
         control.views.start(&core);
         info!(name: "started", "nvshare-scheduler {} serves {}", env!("CARGO_PKG_VERSION"), clients_path.display());
 

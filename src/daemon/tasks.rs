@@ -13,7 +13,8 @@ use crate::daemon::checkpoint::{Helpers, Prepared};
 use crate::daemon::control::status_line;
 use crate::daemon::control::views::Views;
 use crate::daemon::core::{
-    Checkpoint, CheckpointRequest, ClientPids, Core, EXIT_TIME, Holders, Model, SAMPLE_QUIET, Signals, send_if_new,
+    Checkpoint, CheckpointRequest, ClientPids, Core, EXIT_TIME, GpuStates, Holders, Model, SAMPLE_QUIET, Signals,
+    send_if_new,
 };
 use crate::daemon::gpu::nvml::Query;
 use crate::daemon::swap_files::Keeper;
@@ -33,6 +34,9 @@ const HOST_PERIOD: Duration = Duration::from_secs(1);
 /// lists of clients, whose differences are announced. Each update copies all holders, and each list
 /// copies all clients.
 const PUBLISHING_PERIOD: Duration = Duration::from_millis(100);
+
+/// Minimum time between two announcements of a GPU's changes. Each looks at all clients.
+const CHANGES_PERIOD: Duration = Duration::from_millis(500);
 
 /// Minimum time between two announcements of limits to all clients.
 const LIMITS_PERIOD: Duration = Duration::from_millis(100);
@@ -104,13 +108,24 @@ pub fn start_swap_files(core: &Rc<RefCell<Core>>) -> std::io::Result<()> {
     Ok(())
 }
 
+/// The values that jobs publish for D-Bus.
+#[derive(Debug, Default)]
+pub struct Published {
+    pub holders: watch::Sender<Holders>,
+    pub clients: watch::Sender<ClientPids>,
+    pub states: watch::Sender<GpuStates>,
+}
+
 /// Starts all other jobs except [`keep_status_line`].
-pub fn start(core: &Rc<RefCell<Core>>, holders: watch::Sender<Holders>, clients: watch::Sender<ClientPids>) {
+pub fn start(core: &Rc<RefCell<Core>>, published: Published) {
+    let Published { holders, clients, states } = published;
+    let often = PUBLISHING_PERIOD;
     spawn_local(tick(core.clone()));
     spawn_local(sample_memory(core.clone()));
     spawn_local(check_stopped(core.clone()));
-    spawn_local(publish(core.clone(), |signals| &signals.holders, Model::holders, holders));
-    spawn_local(publish(core.clone(), |signals| &signals.arrivals, Model::client_pids, clients));
+    spawn_local(publish(core.clone(), often, |signals| &signals.holders, Model::holders, holders));
+    spawn_local(publish(core.clone(), often, |signals| &signals.arrivals, Model::client_pids, clients));
+    spawn_local(publish(core.clone(), CHANGES_PERIOD, |signals| &signals.state, Model::gpu_states, states));
     spawn_local(announce_limits(core.clone()));
     spawn_local(save_usage(core.clone()));
 }
@@ -211,9 +226,10 @@ async fn announce_limits(core: Rc<RefCell<Core>>) {
     }
 }
 
-/// Publishes a part of the state for D-Bus after each signal.
+/// Publishes a part of the state for D-Bus after each signal, at most once in `period`.
 async fn publish<T: PartialEq>(
     core: Rc<RefCell<Core>>,
+    period: Duration,
     signal: fn(&Signals) -> &Notify,
     read: fn(&Model) -> T,
     published: watch::Sender<T>,
@@ -222,7 +238,7 @@ async fn publish<T: PartialEq>(
     loop {
         signal(&signals).notified().await;
         send_if_new(&published, read(&core.borrow().model));
-        tokio::time::sleep(PUBLISHING_PERIOD).await;
+        tokio::time::sleep(period).await;
     }
 }
 

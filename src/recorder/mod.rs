@@ -8,6 +8,7 @@
 //! - [`bundle`]: writes a recording to a file, for a bug report or continuously.
 //! - [`replay`]: computes figures from a recording, and checks that the machine still makes the
 //!   same decisions.
+//! - [`follow`]: reads a growing recording bit by bit, for a picture of the last minutes.
 //! - `movement`: infers when memory moved.
 //!
 //! The recording is a sequence of spans. Each span consists of a checkpoint of the machine and the
@@ -18,6 +19,7 @@
 //! a file.
 
 pub mod bundle;
+pub mod follow;
 mod movement;
 pub mod replay;
 mod samples;
@@ -223,14 +225,45 @@ impl Recording {
     /// so it is much larger than the stored entry.
     pub fn entries(&self) -> impl Iterator<Item = Result<Entry, String>> {
         self.spans.iter().flat_map(|span| {
-            let (mut samples, mut rest) = (Samples::default(), &*span.entries);
-            (span.first..).take(usize::try_from(span.count).unwrap_or(usize::MAX)).map(move |number| {
-                let (stored, after): (Stored, _) = postcard::take_from_bytes(rest).map_err(unreadable)?;
-                rest = after;
-                let event = samples.restore(stored.event, &stored.gone);
-                Ok(Entry { number, at: stored.at, event, commands: stored.commands })
-            })
+            let mut position = Position::of(span);
+            std::iter::from_fn(move || position.next(span))
         })
+    }
+}
+
+/// A position in a span.
+#[derive(Debug)]
+struct Position {
+    /// The number of the span's first entry, which identifies the span.
+    span: u64,
+    /// The number of the next entry.
+    number: u64,
+    /// The place of the next entry in the span's bytes.
+    offset: usize,
+    samples: Samples,
+}
+
+impl Position {
+    /// The beginning of a span.
+    fn of(span: &Span) -> Self {
+        Self { span: span.first, number: span.first, offset: 0, samples: Samples::default() }
+    }
+
+    /// Decodes the next entry. `None` at the end of the span.
+    fn next(&mut self, span: &Span) -> Option<Result<Entry, String>> {
+        let rest = span.entries.get(self.offset..).filter(|_| self.number < span.first + span.count)?;
+        let (stored, after): (Stored, _) = match postcard::take_from_bytes(rest) {
+            Ok(taken) => taken,
+            Err(e) => {
+                self.number = u64::MAX; // nothing after a damaged entry can be decoded
+                return Some(Err(unreadable(e)));
+            }
+        };
+        self.offset += rest.len() - after.len();
+        let event = self.samples.restore(stored.event, &stored.gone);
+        let number = self.number;
+        self.number += 1;
+        Some(Ok(Entry { number, at: stored.at, event, commands: stored.commands }))
     }
 }
 

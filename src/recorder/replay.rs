@@ -2,7 +2,7 @@
 //! long clients waited for GPUs and held them. Checks that the machine returns the same commands
 //! for the same events.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::Entry;
@@ -126,7 +126,8 @@ fn differs(at: usize, entry: &Entry, replayed: &[Command]) -> Option<Difference>
 }
 
 /// Infers moments and figures from the recorded events and commands.
-struct Observer {
+#[derive(Debug)]
+pub(super) struct Observer {
     attachments: BTreeMap<(ClientId, GpuId), Attachment>,
     tallies: Tallies,
     moments: Vec<Moment>,
@@ -142,7 +143,7 @@ struct Attachment {
 }
 
 impl Observer {
-    fn new(machine: &Machine) -> Self {
+    pub(super) fn new(machine: &Machine) -> Self {
         let mut attachments: BTreeMap<(ClientId, GpuId), Attachment> = BTreeMap::new();
         for client in machine.clients() {
             for attachment in client.attachments {
@@ -167,7 +168,7 @@ impl Observer {
 
     /// Counts times from `at` on, including times of clients that already wait for a GPU or hold
     /// one.
-    fn begin(&mut self, at: Time) {
+    pub(super) fn begin(&mut self, at: Time) {
         for attachment in self.attachments.values_mut() {
             attachment.waits_since = attachment.waits_since.map(|_| at);
             attachment.holds_since = attachment.holds_since.map(|_| at);
@@ -175,7 +176,7 @@ impl Observer {
         }
     }
 
-    fn observe(&mut self, entry: &Entry) {
+    pub(super) fn observe(&mut self, entry: &Entry) {
         let at = entry.at;
         match &entry.event {
             Event::Requested { client, gpus } => self.each(*client, gpus, |attachment, _| {
@@ -303,6 +304,41 @@ impl Observer {
         let held = attachment.stop_holding(tally, at);
         let what = What::Left { waited, held };
         (waited.is_some() || held.is_some()).then_some(Moment { entry, at, client, gpu, what })
+    }
+
+    /// Returns the moments since `from`, and then the waits and turns in progress, which last until
+    /// `at`.
+    pub(super) fn since(&self, from: Time, at: Time) -> (Vec<Moment>, Vec<Moment>) {
+        let lasted = |since: Option<Time>| since.map(|since| at.saturating_sub(since));
+        let unfinished = self.attachments.iter().filter_map(|((client, gpu), attachment)| {
+            let (waited, held) = (lasted(attachment.waits_since), lasted(attachment.holds_since));
+            let what = What::Left { waited, held };
+            let moment = Moment { entry: 0, at, client: *client, gpu: *gpu, what };
+            (waited.is_some() || held.is_some()).then_some(moment)
+        });
+        let recent = self.moments.iter().filter(|moment| moment.at >= from).copied().collect();
+        (recent, unfinished.collect())
+    }
+
+    /// Forgets the moments before `from`, the oldest moments beyond `most`, and the figures of clients
+    /// that have ended.
+    pub(super) fn forget(&mut self, from: Time, most: usize) {
+        let old = self.moments.iter().take_while(|moment| moment.at < from).count();
+        let dropped = old.max(self.moments.len().saturating_sub(most));
+        if dropped > 0 {
+            self.moments.drain(..dropped);
+            for attachment in self.attachments.values_mut() {
+                // No moment has the index `usize::MAX`.
+                attachment.moved = attachment.moved.checked_sub(dropped).unwrap_or(usize::MAX);
+            }
+        }
+        self.tallies.retain(|key, _| self.attachments.contains_key(key));
+    }
+
+    /// The clients that are attached, and the clients of all moments.
+    pub(super) fn clients(&self) -> BTreeSet<ClientId> {
+        let attached = self.attachments.keys().map(|(client, _)| *client);
+        attached.chain(self.moments.iter().map(|moment| moment.client)).collect()
     }
 
     /// Counts waits and turns in progress until `at`.

@@ -11,7 +11,7 @@ mod recording;
 pub mod svg;
 pub mod text;
 
-pub use recording::from_recording;
+pub use recording::{from_moments, from_recording};
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -52,6 +52,22 @@ pub struct Lane {
     pub label: String,
     /// The spans, ordered by their ends.
     pub spans: Vec<Span>,
+}
+
+impl Lane {
+    /// Joins spans of the same activity that are at most `gap` apart.
+    fn join(&mut self, gap: Duration) {
+        self.spans.sort_by_key(|span| (span.activity, span.from));
+        self.spans.dedup_by(|next, before| {
+            let is_near = next.activity == before.activity && next.from <= before.to.saturating_add(gap);
+            if is_near {
+                before.to = before.to.max(next.to);
+                before.bytes = before.bytes.saturating_add(next.bytes);
+            }
+            is_near
+        });
+        self.spans.sort_by_key(|span| span.to);
+    }
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -105,6 +121,25 @@ impl Timeline {
         self.lanes.values_mut().for_each(|lanes| lanes.retain(|_, lane| !lane.spans.is_empty()));
     }
 
+    /// Keeps the `lanes` busiest lanes of each GPU, and joins spans that are closer than a pixel, until
+    /// at most `spans` spans are left. `pixels`: the width of the picture.
+    pub fn thin(&mut self, lanes: usize, spans: usize, pixels: u32) {
+        for all in self.lanes.values_mut() {
+            let busy: Vec<u64> = busiest(all.iter(), lanes, |(_, lane)| lane).iter().map(|(id, _)| **id).collect();
+            all.retain(|client, _| busy.contains(client));
+        }
+        let (first, last) = self.span.unwrap_or_default();
+        let mut gap = last.saturating_sub(first) / pixels.max(1);
+        loop {
+            let all = || self.lanes.values().flat_map(BTreeMap::values);
+            if all().map(|lane| lane.spans.len()).sum::<usize>() <= spans || gap > last.saturating_sub(first) {
+                return;
+            }
+            self.lanes.values_mut().flat_map(BTreeMap::values_mut).for_each(|lane| lane.join(gap));
+            gap = (gap * 2).max(Duration::from_millis(1));
+        }
+    }
+
     /// Keeps only the GPU `name`, which is a UUID or a prefix of a UUID, with or without `GPU-` or
     /// `MIG-`. Returns false if the GPU does not exist.
     pub fn keep_gpu(&mut self, name: &str) -> bool {
@@ -115,17 +150,17 @@ impl Timeline {
     }
 }
 
-/// Returns the `most` lanes whose programs held the GPU or moved memory longest, in their original
-/// order.
-fn busiest<'a>(lanes: impl Iterator<Item = &'a Lane>, most: usize) -> Vec<&'a Lane> {
-    let mut all: Vec<(usize, &Lane)> = lanes.enumerate().collect();
+/// Returns the `most` items whose lanes' programs held the GPU or moved memory longest, in their
+/// original order.
+fn busiest<T>(items: impl Iterator<Item = T>, most: usize, lane: impl Fn(&T) -> &Lane) -> Vec<T> {
+    let mut all: Vec<(usize, T)> = items.enumerate().collect();
     if all.len() > most {
         let busy = |lane: &Lane| lane.spans.iter().map(|span| span.to.saturating_sub(span.from)).sum::<Duration>();
-        all.sort_by_key(|(_, lane)| std::cmp::Reverse(busy(lane)));
+        all.sort_by_key(|(_, item)| std::cmp::Reverse(busy(lane(item))));
         all.truncate(most);
         all.sort_by_key(|(place, _)| *place);
     }
-    all.into_iter().map(|(_, lane)| lane).collect()
+    all.into_iter().map(|(_, item)| item).collect()
 }
 
 #[cfg(test)]
@@ -134,6 +169,29 @@ mod tests {
 
     const fn at(ms: u64) -> Duration {
         Duration::from_millis(ms)
+    }
+
+    #[test]
+    fn thinning_joins_spans_and_keeps_the_busiest_lanes() {
+        let mut timeline = Timeline { span: Some((at(0), at(1000))), ..Timeline::default() };
+        for client in 1..=3 {
+            let spans = (0..100).map(|turn| Span {
+                activity: if turn % 2 == 0 { Activity::Holds } else { Activity::Leaves },
+                from: at(turn * 10),
+                to: at(turn * 10 + client),
+                bytes: turn % 2,
+            });
+            timeline.lane("0af9", client, || "x".into()).spans.extend(spans);
+        }
+        let mut all = timeline.clone();
+        all.thin(3, 300, 100);
+        assert_eq!(all, timeline, "nothing is joined that has room");
+        timeline.thin(2, 4, 100);
+        let lanes = &timeline.lanes["0af9"];
+        assert_eq!(lanes.keys().copied().collect::<Vec<_>>(), [2, 3]);
+        let moved = Span { activity: Activity::Leaves, from: at(10), to: at(992), bytes: 50 };
+        let held = Span { activity: Activity::Holds, from: at(0), to: at(982), bytes: 0 };
+        assert_eq!(lanes[&2].spans, [held, moved]);
     }
 
     #[test]

@@ -6,14 +6,25 @@ use std::time::Duration;
 use super::{Activity, Span, Timeline};
 use crate::recorder::bundle::Header;
 use crate::recorder::replay::{Moment, Replay, What};
+use crate::scheduler::Time;
 
 /// Creates the timeline of a replayed recording. Times are from the clock of the recorded host.
 /// Clients without a label in `labels` are labelled with their number.
 pub fn from_recording(replay: &Replay, labels: &BTreeMap<u64, String>, header: &Header) -> Timeline {
+    from_moments(replay.span, replay.moments.iter().chain(&replay.unfinished), labels, header)
+}
+
+/// Like [`from_recording`], from moments of the recording.
+pub fn from_moments<'a>(
+    span: Option<(Time, Time)>,
+    moments: impl Iterator<Item = &'a Moment>,
+    labels: &BTreeMap<u64, String>,
+    header: &Header,
+) -> Timeline {
     let epoch = header.epoch();
-    let span = replay.span.map(|(first, last)| (epoch + first, epoch + last));
+    let span = span.map(|(first, last)| (epoch + first, epoch + last));
     let mut timeline = Timeline { host: Some(header.host.clone()), span, ..Timeline::default() };
-    for Moment { at, client, gpu, what, .. } in replay.moments.iter().chain(&replay.unfinished) {
+    for Moment { at, client, gpu, what, .. } in moments {
         let at = epoch + *at;
         let span = |activity, took: Duration| Span { activity, from: at.saturating_sub(took), to: at, bytes: 0 };
         let spans = match what {

@@ -93,7 +93,7 @@ pub fn draw(timeline: &Timeline, title: &str, names: impl Fn(&str) -> String) ->
         let _ = writeln!(body, r#"<text class="gpu" x="8" y="{:.0}">{}</text>"#, y + 20.0, escaped(&names(gpu)));
         y += HEADING;
         let top = y;
-        let shown = super::busiest(lanes.values(), MOST_LANES);
+        let shown = super::busiest(lanes.values(), MOST_LANES, |lane| lane);
         for lane in &shown {
             draw_lane(&mut body, lane, y, &x);
             y += ROW;

@@ -74,7 +74,7 @@ pub fn draw(timeline: &Timeline, names: impl Fn(&str) -> String, paint: Paint) -
     let mut seen = Vec::new();
     for (gpu, lanes) in &timeline.lanes {
         let _ = writeln!(out, "{}", printable(&names(gpu)));
-        let shown = super::busiest(lanes.values(), MOST_LANES);
+        let shown = super::busiest(lanes.values(), MOST_LANES, |lane| lane);
         for lane in &shown {
             let cells = cells(lane, begin, step, count);
             seen.extend_from_slice(&cells);

@@ -3,6 +3,7 @@
 
 mod bus;
 mod clients;
+mod describe;
 mod fake_polkit;
 mod flood;
 mod games;

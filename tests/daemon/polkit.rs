@@ -18,7 +18,7 @@ use zbus::connection::Builder;
 use zbus::proxy::MethodFlags;
 use zbus::{Connection, OwnedVariant, Variant};
 
-const NOBODY: u32 = 65534;
+pub const NOBODY: u32 = 65534;
 /// The bus admits only users with a name. On every system, this user is named "daemon".
 const SOMEBODY: u32 = 1;
 
@@ -43,7 +43,7 @@ fn as_user<T: Send + 'static>(uid: u32, work: impl FnOnce() -> T + Send + 'stati
     thread.join().expect("no panic")
 }
 
-async fn on_bus_as(bus: &Bus, uid: u32) -> Connection {
+pub async fn on_bus_as(bus: &Bus, uid: u32) -> Connection {
     let path = bus.address.split([':', ',']).find_map(|part| part.strip_prefix("path=")).expect("a path").to_owned();
     let stream = as_user(uid, || UnixStream::connect(path).expect("the bus"));
     Builder::unix_stream(stream).user_id(uid).build().await.expect("the handshake")

@@ -25,6 +25,46 @@ base() { # name, packages
     echo "$2" >"$base.packages"
 }
 
+# Puts the simulated GPU, the steps and the files in $packages into a system.
+prepare() { # root
+    # NVIDIA's packages put their libraries in this directory.
+    "$here/../cuda-sim/install.sh" "$1/usr/lib/$(dpkg-architecture -qDEB_HOST_MULTIARCH 2>/dev/null || cc -print-multiarch)" "$built"
+    install "$built/cuda-program" "$1/usr/local/bin"
+    mkdir -p "$1/opt/nvshare-test"
+    cp -r "$here"/*.sh "$here/steps" "$here/recipes" "$here/cockpit" "$1/opt/nvshare-test"
+    cp -r "$here/../../docs/recipes" "$1/opt/nvshare-test/pages"
+    cp -r "$here/../../debian/tests" "$1/opt/nvshare-test/autopkgtests"
+}
+
+# Looks at the page for Cockpit in a browser. Chromium is larger than the rest of a system, so the
+# page has a separate system.
+look_at_page() { # suite
+    echo "--- $1: the page in Cockpit"
+    base "$1-cockpit" "$include,cockpit-ws,cockpit-bridge,cockpit-system,chromium,sudo,fonts-dejavu-core"
+    root=$(mktemp -d "${TMPDIR:-/tmp}/nvshare-system-XXXXXX")
+    # shellcheck disable=SC2064
+    trap "rm -rf --one-file-system '$root'" EXIT
+    tar -C "$root" -xf "$base"
+    prepare "$root"
+    cp -r "$bases/repository" "$root/opt/nvshare-test/repository"
+    if [ -n "${PICTURES:-}" ]; then
+        mkdir -p "$root/pictures"
+    fi
+    began=$SECONDS
+    "$here/boot.sh" "$root" /opt/nvshare-test/cockpit.sh ${PICTURES:+/pictures} || { failed=1 && echo "--- $1: FAILED" >&2; }
+    echo "--- $1: the page took $((SECONDS - began)) s"
+    [ -z "${PICTURES:-}" ] || cp "$root"/pictures/*.png "$PICTURES"
+    # In a system of its own, because the programs of the test have left records.
+    if [ -n "${CPU:-}" ]; then
+        rm -rf --one-file-system "$root" && mkdir "$root" && tar -C "$root" -xf "$base"
+        prepare "$root"
+        cp -r "$bases/repository" "$root/opt/nvshare-test/repository"
+        "$here/boot.sh" "$root" /opt/nvshare-test/cockpit.sh cpu
+    fi
+    rm -rf --one-file-system "$root"
+    trap - EXIT
+}
+
 # Makes a source package of the tree.
 source_package() { # directory
     mkdir -p "$1/nvshare"
@@ -41,13 +81,7 @@ for suite in ${SUITES:-bookworm trixie}; do
     trap "rm -rf --one-file-system '$root'" EXIT
     tar -C "$root" -xf "$base"
 
-    # NVIDIA's packages put their libraries in this directory.
-    "$here/../cuda-sim/install.sh" "$root/usr/lib/$(dpkg-architecture -qDEB_HOST_MULTIARCH 2>/dev/null || cc -print-multiarch)" "$built"
-    install "$built/cuda-program" "$root/usr/local/bin"
-    mkdir -p "$root/opt/nvshare-test"
-    cp -r "$here"/*.sh "$here/steps" "$here/recipes" "$root/opt/nvshare-test"
-    cp -r "$here/../../docs/recipes" "$root/opt/nvshare-test/pages"
-    cp -r "$here/../../debian/tests" "$root/opt/nvshare-test/autopkgtests"
+    prepare "$root"
     versions=$(for deb in "$packages"/nvshare_*.deb; do dpkg-deb -f "$deb" Version; done | sort -V)
     # Creates a repository as it was before the newer version was published, and a repository with
     # that version. Both are served at the same URL.
@@ -90,5 +124,7 @@ for suite in ${SUITES:-bookworm trixie}; do
     fi
     rm -rf --one-file-system "$root"
     trap - EXIT
+    # The oldest Cockpit that the page was tested with is Debian 13's.
+    [ "$suite" != trixie ] || look_at_page "$suite"
 done
 exit $failed

@@ -12,18 +12,18 @@ use super::object::Object;
 use super::{Followed, Shared, seconds};
 use crate::bus;
 use crate::config::names;
-use crate::daemon::core::ClientPids;
-use crate::daemon::core::Present;
+use crate::daemon::core::{ClientPids, GpuStates, Present};
 
 /// Announces each change of a value exactly once, until the connection ends.
 pub async fn announce(connection: &Connection, shared: &Shared) {
-    let Followed { mut settings, mut problems, mut holders, mut clients, mut gpus, attached: _ } =
+    let Followed { mut settings, mut problems, mut holders, mut clients, mut states, mut gpus, attached: _ } =
         shared.followed.clone();
     let mut before = settings.borrow_and_update().clone();
     let mut known = problems.borrow_and_update().clone();
     let mut held = holders.borrow_and_update().clone();
     let mut connected = clients.borrow_and_update().clone();
     let mut present = gpus.borrow_and_update().clone();
+    let mut seen = states.borrow_and_update().clone();
     loop {
         let heard = tokio::select! {
             () = connection.closed() => return,
@@ -32,6 +32,7 @@ pub async fn announce(connection: &Connection, shared: &Shared) {
             heard = holders.changed() => heard,
             heard = clients.changed() => heard,
             heard = gpus.changed() => heard,
+            heard = states.changed() => heard,
         };
         if heard.is_err() {
             return connection.closed().await;
@@ -46,6 +47,11 @@ pub async fn announce(connection: &Connection, shared: &Shared) {
             debug!("cannot announce GPUs: {e}");
         }
         present = usable;
+        let states = states.borrow_and_update().clone();
+        if let Err(e) = announce_changes(connection, &seen, &states).await {
+            debug!("cannot announce a GPU's change: {e}");
+        }
+        seen = states;
         let now = settings.borrow_and_update().clone();
         let mut changed: HashMap<&str, Variant<'_>> = HashMap::new();
         // The signal omits the new value of `Holders`, because the value changes often, and most
@@ -92,6 +98,16 @@ async fn announce_clients(connection: &Connection, before: &ClientPids, now: &Cl
     }
     for (id, pid) in now.iter().filter(|(id, _)| !before.contains_key(id)) {
         Object::client_added(&emitter, *id, *pid).await?;
+    }
+    Ok(())
+}
+
+/// Announces the GPUs whose state differs, without the state.
+async fn announce_changes(connection: &Connection, before: &GpuStates, now: &GpuStates) -> zbus::Result<()> {
+    let emitter = SignalEmitter::new(connection, bus::PATH)?;
+    let is_changed = |gpu: &&String| before.get(*gpu) != now.get(*gpu);
+    for gpu in now.keys().chain(before.keys().filter(|gpu| !now.contains_key(*gpu))).filter(is_changed) {
+        Object::gpu_changed(&emitter, gpu).await?;
     }
     Ok(())
 }

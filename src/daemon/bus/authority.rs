@@ -39,8 +39,23 @@ pub enum Action {
 pub type Details<'a> = HashMap<&'a str, &'a str>;
 
 impl Action {
-    #[cfg(test)]
-    const ALL: [Self; 5] = [Self::ChangeSettings, Self::AcquireLock, Self::MakeRoom, Self::SeeCommands, Self::Debug];
+    pub const ALL: [Self; 5] =
+        [Self::ChangeSettings, Self::AcquireLock, Self::MakeRoom, Self::SeeCommands, Self::Debug];
+
+    /// The end of the action's id, which is its name in `ListPermissions`.
+    pub fn name(self) -> &'static str {
+        self.id().rsplit('.').next().unwrap_or_default()
+    }
+
+    /// Adds the details that the action's message uses, for a check that concerns no particular call.
+    pub fn details(self, mut details: Details<'_>) -> Details<'_> {
+        match self {
+            Self::ChangeSettings => drop(details.insert("change", "change settings")),
+            Self::AcquireLock | Self::MakeRoom => drop(details.insert("gpu", "a GPU")),
+            Self::SeeCommands | Self::Debug => {}
+        }
+        details
+    }
 
     fn id(self) -> &'static str {
         match self {

@@ -339,6 +339,35 @@ impl Caller<'_> {
         answer == Authorization::Yes
     }
 
+    /// Whether the caller may perform each action without a password, by the end of the action's name.
+    /// polkit never asks for a password. Rules of polkit that depend on a call's details may decide
+    /// otherwise.
+    pub async fn permissions(&self) -> HashMap<String, bool> {
+        let is_of_host = self.may_see_others().is_ok();
+        let owns_daemon = self.uid == 0 || (!self.is_on_bus() && self.uid == rustix::process::geteuid().as_raw());
+        let mut permissions = HashMap::new();
+        for action in Action::ALL {
+            let uses_gpu = matches!(action, Action::AcquireLock | Action::MakeRoom);
+            let may = match &self.from {
+                _ if !is_of_host => false,
+                _ if owns_daemon => true,
+                From::Peer => uses_gpu,
+                From::Bus { authority, asker, subject, .. } => {
+                    let program = self.program();
+                    let details = HashMap::from([("program", program.as_str())]);
+                    let answer = authority.check(asker, subject, action, action.details(details), Manner::Quick).await;
+                    answer == Authorization::Yes
+                }
+            };
+            permissions.insert(action.name().to_owned(), may);
+        }
+        permissions
+    }
+
+    fn is_on_bus(&self) -> bool {
+        matches!(self.from, From::Bus { .. })
+    }
+
     async fn ask(&self, action: Action, details: Details<'_>) -> Authorization {
         match &self.from {
             From::Bus { authority, asker, subject, interactive } => {

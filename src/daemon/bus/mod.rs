@@ -2,7 +2,8 @@
 //! no call can delay a hand-over. Exchanges messages with the scheduling loop through channels.
 //!
 //! - `connections`: the bus and the control socket.
-//! - `object`: methods and properties; `served`: their dispatch by zbus; `failure`: their errors.
+//! - `object`: methods and properties; `served`: their dispatch by zbus; `failure`: their errors;
+//!   `options`: their dictionaries of options.
 //! - `announce`: PropertiesChanged and the signals.
 //! - `suspend`: follows logind, and evicts programs' memory before the host suspends.
 //! - `gate`: admits calls; `callers`: identifies and authorizes callers.
@@ -15,6 +16,7 @@ mod connections;
 mod failure;
 mod gate;
 mod object;
+mod options;
 mod served;
 mod suspend;
 
@@ -35,9 +37,10 @@ use crate::daemon::connections::lock::{LockRequest, Lockable};
 use crate::daemon::core::bundle::Snapshot;
 use crate::daemon::core::claims::Claims;
 use crate::daemon::core::pods::{Pods, Refused};
-use crate::daemon::core::{ClientPids, Holders, NamedGpu, Present, RoomRequest, View};
+use crate::daemon::core::{ClientPids, GpuStates, Holders, NamedGpu, Present, RoomRequest, View};
 use crate::daemon::tenants::Budgets;
 use crate::daemon::usage::{Query, UsageAnswer};
+use crate::recorder::follow::Follower;
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
 use connections::{serve_bus, serve_peers};
 pub use failure::Failure;
@@ -147,6 +150,7 @@ impl BusServer {
                 requests,
                 bundling: Arc::default(),
                 drawing: Arc::default(),
+                following: Arc::default(),
                 reading_usage: Arc::default(),
                 budgets,
                 followed,
@@ -188,9 +192,18 @@ pub struct Followed {
     pub problems: watch::Receiver<Vec<String>>,
     pub holders: watch::Receiver<Holders>,
     pub clients: watch::Receiver<ClientPids>,
+    pub states: watch::Receiver<GpuStates>,
     pub gpus: watch::Receiver<Present>,
     /// True if any program has a GPU attached.
     pub attached: watch::Receiver<bool>,
+}
+
+/// The state of live timelines, which all readers share.
+#[derive(Debug, Default)]
+struct Following {
+    follower: Option<Follower>,
+    /// The number of timelines so far. If it does not change for a while, the follower is dropped.
+    drawn: u64,
 }
 
 #[derive(Debug, Clone)]
@@ -200,6 +213,8 @@ struct Shared {
     bundling: Arc<Mutex<()>>,
     /// Held while a timeline is drawn, and for a pause afterwards.
     drawing: Arc<Mutex<()>>,
+    /// The reader of the recording for live timelines. Held while one is drawn.
+    following: Arc<Mutex<Following>>,
     /// Held while usage records are read, because records can be large.
     reading_usage: Arc<Mutex<()>>,
     budgets: Arc<Budgets>,

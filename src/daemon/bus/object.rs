@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
-use zbus::{OwnedVariant, Variant, fdo};
+use zbus::{OwnedVariant, fdo};
 
 use super::callers::{Caller, Callers};
 use super::failure::Failure;
+use super::options;
 use super::{Change, Request, Shared, seconds};
 use crate::bus::{self, Error, rules};
 use crate::config::rules::Addition;
@@ -19,6 +20,7 @@ use crate::daemon::connections::lock::LockRequest;
 use crate::daemon::core::ClientView;
 use crate::daemon::core::Holders;
 use crate::daemon::core::claims::Claims;
+use crate::daemon::core::describe::Reader;
 use crate::daemon::core::pods::Pods;
 use crate::daemon::core::timeline::Viewer;
 use crate::daemon::core::{RoomRequest, View};
@@ -31,6 +33,9 @@ const USAGE_PERIOD: Duration = Duration::from_millis(50);
 /// creating the timeline.
 const TIMELINE_PERIOD: Duration = Duration::from_millis(500);
 const TIMELINE_REST: u32 = 4;
+
+/// Time after the last live timeline for which the reader of the recording is kept.
+const FOLLOWER_REST: Duration = Duration::from_secs(30);
 
 /// The object whose methods zbus's macro calls. A call can wait while a user types a password, so every
 /// method takes `&self`. [`super::served`] explains the consequences.
@@ -68,6 +73,61 @@ impl Object {
     async fn list_pressure(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Pressure>, Failure> {
         self.callers.identify(Some(&header)).await.map_or(Ok(()), |caller| caller.may_see_others())?;
         Ok(self.read(|view| view.list_pressure()).await?)
+    }
+
+    #[zbus(out_args("description"))]
+    async fn describe(
+        &self,
+        options: HashMap<String, OwnedVariant>,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<String, Failure> {
+        let selection = options::selection(&options)?;
+        let caller = self.callers.identify(Some(&header)).await.ok();
+        caller.as_ref().map_or(Ok(()), Caller::may_see_others)?;
+        // Only the description of one process shows a command line.
+        let sees_all = match &caller {
+            Some(caller) if selection.pid.is_some() => caller.sees_all().await,
+            _ => false,
+        };
+        let reader = Reader { uid: caller.map(|caller| caller.uid), sees_all };
+        Ok(self.read(move |view| view.describe(&selection, reader)).await??)
+    }
+
+    #[zbus(out_args("timeline"))]
+    async fn describe_timeline(
+        &self,
+        options: HashMap<String, OwnedVariant>,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<String, Failure> {
+        let (gpu, last) = options::live_timeline(&options)?;
+        let caller = self.callers.identify(Some(&header)).await?;
+        caller.may_see_others()?;
+        let tenant = caller.identity("see a timeline")?.tenant;
+        let viewer = Viewer { uid: caller.uid, tenant, sees_all: caller.sees_all().await };
+        let _place = caller.admit_query()?;
+        let mut following = self.shared.following.clone().lock_owned().await;
+        let view = self.ask(Request::View).await?;
+        let snapshot = self.ask(|reply| Request::Debug(view, reply)).await?;
+        let drawn = tokio::task::spawn_blocking(move || {
+            let drawn = snapshot.live_timeline(&mut following.follower, &viewer, last, gpu.as_deref());
+            following.drawn += 1;
+            (drawn, following.drawn)
+        });
+        let (drawn, number) = drawn.await.map_err(|e| Error::Stopping(format!("the scheduler is stopping: {e}")))?;
+        let following = self.shared.following.clone();
+        tokio::spawn(async move {
+            tokio::time::sleep(FOLLOWER_REST).await;
+            let mut following = following.lock().await;
+            if following.drawn == number {
+                following.follower = None;
+            }
+        });
+        Ok(drawn.map_err(|e| fdo::Error::Failed(format!("cannot make a timeline: {e}")))?)
+    }
+
+    #[zbus(out_args("permissions"))]
+    async fn list_permissions(&self, #[zbus(header)] header: Header<'_>) -> Result<HashMap<String, bool>, Failure> {
+        Ok(self.callers.identify(Some(&header)).await?.permissions().await)
     }
 
     #[zbus(out_args("sentences"))]
@@ -132,7 +192,7 @@ impl Object {
         options: HashMap<String, OwnedVariant>,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<bus::RoomFd, Failure> {
-        let lasts = room_options(&options)?;
+        let lasts = options::room(&options)?;
         let caller = self.callers.identify(Some(&header)).await?;
         let request = RoomRequest { gpu, bytes, lasts, caller: caller.identity("reserve memory of a GPU")? };
         // The request is checked before authorization, so that no user types a password for an
@@ -230,7 +290,7 @@ impl Object {
         options: HashMap<String, OwnedVariant>,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<bus::BundleFd, Failure> {
-        let command_lines = debug_options(&options)?;
+        let command_lines = options::debug(&options)?;
         self.callers.identify(Some(&header)).await?.may_debug().await?;
         let _one_at_a_time = self.shared.bundling.lock().await;
         let view = self.ask(Request::View).await?;
@@ -288,6 +348,9 @@ impl Object {
 
     #[zbus(signal)]
     pub async fn gpu_removed(emitter: &SignalEmitter<'_>, gpu: &str) -> zbus::Result<()>;
+
+    #[zbus(signal)]
+    pub async fn gpu_changed(emitter: &SignalEmitter<'_>, gpu: &str) -> zbus::Result<()>;
 
     #[zbus(signal)]
     pub async fn client_added(emitter: &SignalEmitter<'_>, id: u64, pid: u32) -> zbus::Result<()>;
@@ -403,7 +466,8 @@ impl Object {
 /// Converts usage for D-Bus. Includes only the columns that the query groups by.
 fn present_usage(key: Key, amounts: &Amounts, by: &BTreeSet<Column>) -> bus::Usage {
     let ((begins, lasts), account) = (key.time, key.account);
-    let time = |seconds: i64| by.contains(&Column::Time).then(|| u64::try_from(seconds).unwrap_or(0));
+    let has_time = by.contains(&Column::Time) || by.contains(&Column::Day);
+    let time = |seconds: i64| has_time.then(|| u64::try_from(seconds).unwrap_or(0));
     let name = |column, name| by.contains(&column).then_some(name);
     bus::Usage {
         begins: time(begins),
@@ -420,41 +484,4 @@ fn present_usage(key: Key, amounts: &Amounts, by: &BTreeSet<Column>) -> bus::Usa
         swapped_in_bytes: amounts.swapped_in_bytes as u64,
         swapped_out_bytes: amounts.swapped_out_bytes as u64,
     }
-}
-
-/// Parses the options of a debug bundle. Returns true if programs' names and command lines are
-/// requested.
-fn debug_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<bool> {
-    let mut command_lines = false;
-    for (name, value) in options {
-        match (name.as_str(), &**value) {
-            ("command-lines", Variant::Bool(value)) => command_lines = *value,
-            ("command-lines", _) => {
-                return Err(fdo::Error::InvalidArgs("the option command-lines must be true or false".into()));
-            }
-            _ => {
-                let text = format!("unknown option {name:?}: only \"command-lines\" is allowed");
-                return Err(fdo::Error::InvalidArgs(text));
-            }
-        }
-    }
-    Ok(command_lines)
-}
-
-/// Parses the options of a room. Returns the time for which the room is kept after each renewal.
-fn room_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<Duration> {
-    let mut lasts = settings::DEFAULT_ROOM;
-    for (name, value) in options {
-        match (name.as_str(), &**value) {
-            ("for", Variant::U32(seconds)) => lasts = Duration::from_secs((*seconds).into()),
-            ("for", _) => {
-                return Err(fdo::Error::InvalidArgs("the option for must be a number of seconds (type u)".into()));
-            }
-            _ => {
-                let text = format!("unknown option {name:?}: only \"for\" is allowed");
-                return Err(fdo::Error::InvalidArgs(text));
-            }
-        }
-    }
-    settings::room(lasts).map_err(fdo::Error::InvalidArgs)
 }

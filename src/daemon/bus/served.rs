@@ -174,8 +174,7 @@ mod tests {
     use crate::config::Config;
     use crate::daemon::bus::callers::Callers;
     use crate::daemon::bus::{Followed, Shared};
-    use crate::daemon::core::Present;
-    use crate::daemon::core::{ClientPids, Holders};
+    use crate::daemon::core::{ClientPids, GpuStates, Holders, Present};
     use crate::daemon::tenants::Budgets;
     use crate::daemon::transport::peer::Process;
 
@@ -199,13 +198,15 @@ mod tests {
         let (_, holders) = watch::channel(Holders::new());
         let (_, clients) = watch::channel(ClientPids::new());
         let (_, gpus) = watch::channel(Present::new());
+        let (_, states) = watch::channel(GpuStates::new());
         let (_, attached) = watch::channel(false);
-        let followed = Followed { settings, problems, holders, clients, gpus, attached };
+        let followed = Followed { settings, problems, holders, clients, states, gpus, attached };
         let budgets = Arc::new(Budgets::new(1));
         let shared = Shared {
             requests,
             bundling: Arc::default(),
             drawing: Arc::default(),
+            following: Arc::default(),
             reading_usage: Arc::default(),
             budgets: budgets.clone(),
             followed,

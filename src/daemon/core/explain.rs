@@ -86,6 +86,29 @@ impl View {
     }
 }
 
+impl View {
+    /// A sentence about what a waiting client waits for on a GPU. `None` if the client does not wait.
+    pub(super) fn obstacle_of(&self, client: u64, gpu: GpuId) -> Option<String> {
+        let mut all = self.machine.explain(ClientId(client), self.now);
+        all.find(|what| what.gpu == gpu).and_then(|what| obstacle_in_short(self, ClientId(client), &what))
+    }
+}
+
+/// What a client waits for: its obstacle, or otherwise the program that runs before it and its moves.
+fn obstacle_in_short(names: &impl Names, client: ClientId, what: &Explanation) -> Option<String> {
+    what.waits?;
+    let gpu = names.gpu(what.gpu);
+    let first = match (&what.obstacle, what.ahead.len(), what.holders.first()) {
+        (Some(obstacle), ..) => Some(obstacle_sentence(names, &gpu, obstacle)),
+        (None, 0, Some(holder)) => Some(holder_sentence(names, client, &gpu, holder)),
+        (None, 0, None) => None,
+        (None, 1, _) => Some("One program in the queue runs first.".into()),
+        (None, many, _) => Some(format!("{many} programs in the queue run first.")),
+    };
+    let all: Vec<String> = first.into_iter().chain(moves(what)).collect();
+    Some(if all.is_empty() { "It is next.".into() } else { all.join(" ") })
+}
+
 /// The sentences about one client's wait for one GPU.
 fn sentences(names: &impl Names, client: ClientId, what: &Explanation) -> Vec<String> {
     let gpu = names.gpu(what.gpu);

@@ -27,6 +27,8 @@ pub struct Signals {
     pub turns: Notify,
     /// Clients connected or left, or a lock changed hands. Updates the D-Bus property `Holders`.
     pub holders: Notify,
+    /// The scheduler has handled an event. Triggers the signal `GpuChanged`.
+    pub state: Notify,
     /// Clients connected or left. Triggers the signals on D-Bus.
     pub arrivals: Notify,
     /// A new GPU was found. Limits on that GPU must be sent to the clients.

@@ -22,7 +22,7 @@
 //!   units of a tenant; `lock_files`: files that clients lock while no scheduler runs.
 //!
 //! [`View`] (`view`) is a copy of the state, for all readers. `views`: the parts that D-Bus shows;
-//! `explain`: sentences about why a program does not run; [`timeline`]: the flight recorder's timeline for
+//! `explain`: sentences about why a program does not run; [`describe`]: what pages show; [`timeline`]: the flight recorder's timeline for
 //! one user; [`bundle`]: debug bundles.
 
 pub mod bundle;
@@ -30,6 +30,7 @@ pub mod claims;
 mod clients;
 mod containers;
 mod counts;
+pub mod describe;
 mod event_log;
 mod explain;
 mod gangs;
@@ -72,7 +73,7 @@ pub use clients::MAX_DEVICES;
 pub use gpus::Present;
 pub use io::{SAMPLE_QUIET, Signals, send_if_new};
 pub use measure::EXIT_TIME;
-pub use model::{Arrival, ClientPids, Holders, LockFiles, Model, NamedGpu};
+pub use model::{Arrival, ClientPids, GpuStates, Holders, LockFiles, Model, NamedGpu};
 pub use placement::may_lock;
 pub use rooms::{PendingRoom, RoomRequest, check as check_room};
 pub use routing::Core;

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -217,6 +218,9 @@ pub struct NamedGpu {
 
 /// IDs of the clients that hold the lock of each GPU, by the GPU's UUID.
 pub type Holders = HashMap<String, Vec<u64>>;
+
+/// A number for the state of each GPU, by the GPU's UUID. Equal numbers mean equal states.
+pub type GpuStates = BTreeMap<String, u64>;
 
 /// The process ID of each client, by client ID.
 pub type ClientPids = BTreeMap<u64, u32>;
@@ -444,6 +448,30 @@ impl Model {
             Some((self.label(seen.gpu)?, seen.holders.iter().map(|holder| holder.client.0).collect()))
         };
         self.machine.gpus().into_iter().filter_map(view).collect()
+    }
+
+    /// A number for the state of each GPU, which changes whenever the GPU, its programs or its queue
+    /// change as users see them. Times that pass are no change.
+    pub fn gpu_states(&self) -> GpuStates {
+        let mut states: BTreeMap<GpuId, DefaultHasher> = BTreeMap::new();
+        for seen in self.machine.gpus() {
+            let state = states.entry(seen.gpu).or_default();
+            (seen.gone, seen.drained, seen.capacity, seen.overhead, seen.kept).hash(state);
+            seen.holders.iter().for_each(|holder| (holder.client.0, holder.ends).hash(state));
+            seen.waiters.iter().for_each(|waiter| waiter.client.0.hash(state));
+        }
+        for client in self.machine.clients() {
+            let sleep = self.machine.sleep_of(client.client);
+            for attachment in &client.attachments {
+                let Some(state) = states.get_mut(&attachment.gpu) else { continue };
+                (client.client.0, client.stopped, sleep.paused, sleep.moving.is_some()).hash(state);
+                (attachment.demand, attachment.mapped, attachment.swapped, attachment.pinned).hash(state);
+                (attachment.attached, attachment.pending_limit, attachment.grants).hash(state);
+                std::mem::discriminant(&attachment.state).hash(state);
+                std::mem::discriminant(&sleep.phase).hash(state);
+            }
+        }
+        states.into_iter().filter_map(|(gpu, state)| Some((self.label(gpu)?, state.finish()))).collect()
     }
 
     pub fn client_pids(&self) -> ClientPids {

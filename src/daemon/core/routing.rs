@@ -105,6 +105,7 @@ impl Core {
             self.observe.counts.count_held(&self.model, now);
         }
         self.model.forgotten().into_iter().for_each(|gpu| self.forget_gpu(gpu));
+        self.io.signals.state.notify_one();
         self.io.arm(self.model.machine.deadline());
     }
 

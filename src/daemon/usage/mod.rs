@@ -26,6 +26,8 @@ use crate::identity::OTHERS;
 
 /// An hour in seconds.
 pub const HOUR: i64 = 3600;
+/// A day in seconds.
+pub const DAY: i64 = 24 * HOUR;
 /// Maximum number of accounts of one tenant in one hour. Usage of further accounts is summed.
 pub const MAX_ACCOUNTS: usize = 100;
 
@@ -125,6 +127,8 @@ pub type HoursUsed = BTreeMap<String, BTreeMap<i64, f64>>;
 pub enum Column {
     /// The hour. For records older than a month, the day.
     Time,
+    /// The day, which begins at midnight UTC.
+    Day,
     Gpu,
     Tenant,
     Unit,
@@ -139,11 +143,12 @@ impl Column {
     pub fn parse(name: &str) -> Result<Self, String> {
         match name {
             "time" => Ok(Self::Time),
+            "day" => Ok(Self::Day),
             "gpu" => Ok(Self::Gpu),
             "tenant" => Ok(Self::Tenant),
             "unit" => Ok(Self::Unit),
             "container" => Ok(Self::Container),
-            _ => Err(format!("unknown column {name:?}. The columns are time, gpu, tenant, unit and container")),
+            _ => Err(format!("unknown column {name:?}. The columns are time, day, gpu, tenant, unit and container")),
         }
     }
 }
@@ -171,7 +176,11 @@ impl Key {
     fn reduced(self, by: &BTreeSet<Column>) -> Self {
         let text = |column, text: String| if by.contains(&column) { text } else { String::new() };
         Self {
-            time: if by.contains(&Column::Time) { self.time } else { (0, 0) },
+            time: match self.time {
+                time if by.contains(&Column::Time) => time,
+                (begins, _) if by.contains(&Column::Day) => (begins.div_euclid(DAY) * DAY, DAY),
+                _ => (0, 0),
+            },
             tenant: text(Column::Tenant, self.tenant),
             account: Account {
                 gpu: text(Column::Gpu, self.account.gpu),

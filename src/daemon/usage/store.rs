@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use rusqlite::{Connection, ErrorCode, Row, Statement, Transaction, params};
 
-use super::{Account, Accounts, Amounts, HOUR, HoursUsed, Key, MAX_ACCOUNTS, Query};
+use super::{Account, Accounts, Amounts, DAY, HOUR, HoursUsed, Key, MAX_ACCOUNTS, Query};
 
 pub const FILE: &str = "usage.sqlite";
 /// Suffix of the file name of a database that was set aside.
@@ -51,7 +51,6 @@ const SCHEMA: &str = "
     CREATE TABLE retention (at INTEGER NOT NULL) STRICT;
     PRAGMA user_version = 1;";
 
-pub const DAY: i64 = 24 * HOUR;
 /// Age in seconds after which hours are merged into days: the longest month.
 const HOURS_LAST: i64 = 31 * DAY;
 /// Maximum speed of the time for deletion, as a multiple of monotonic time. A clock that is ahead
@@ -240,7 +239,8 @@ impl Store {
         // The aliases differ from the names of the table's columns, because GROUP BY would prefer
         // the table's columns.
         let mut statement = self.connection.prepare(
-            "SELECT CASE WHEN ?3 THEN begins ELSE 0 END AS time, CASE WHEN ?3 THEN lasts ELSE 0 END AS duration,
+            "SELECT CASE WHEN ?3 THEN begins WHEN ?10 THEN begins / ?11 * ?11 ELSE 0 END AS time,
+                CASE WHEN ?3 THEN lasts WHEN ?10 THEN ?11 ELSE 0 END AS duration,
                 CASE WHEN ?4 THEN tenant ELSE '' END AS whose, CASE WHEN ?5 THEN gpu ELSE '' END AS device,
                 CASE WHEN ?6 THEN unit ELSE '' END AS service, CASE WHEN ?7 THEN container ELSE '' END AS box,
                 sum(lock_seconds), sum(grants), sum(wait_seconds), sum(resident_byte_seconds),
@@ -249,7 +249,7 @@ impl Store {
             GROUP BY time, duration, whose, device, service, box LIMIT ?8",
         )?;
         let by = |column| query.by.contains(&column);
-        use super::Column::{Container, Gpu, Tenant, Time, Unit};
+        use super::Column::{Container, Day, Gpu, Tenant, Time, Unit};
         let rows = statement.query_map(
             params![
                 query.since,
@@ -260,7 +260,9 @@ impl Store {
                 by(Unit),
                 by(Container),
                 MAX_ANSWER as i64 + 1,
-                clock
+                clock,
+                by(Day),
+                DAY
             ],
             |row| {
                 let account = Account { gpu: row.get(3)?, unit: row.get(4)?, container: row.get(5)? };
@@ -412,6 +414,10 @@ mod tests {
         let expected = [(at(0, "a.service"), seconds(3.0)), (at(HOUR, "b.service"), seconds(12.0))];
         assert_eq!(of(0, &[Column::Unit, Column::Time], None), expected);
         assert_eq!(of(5 * HOUR, &[], None), []);
+        let mut store = store;
+        add(&mut store, DAY + 5 * HOUR, "user 1", "a.service", 16.0);
+        let day = |begins| Key { time: (begins, DAY), ..Key::default() };
+        assert_eq!(read(&store, 0, &[Column::Day], None), [(day(0), seconds(15.0)), (day(DAY), seconds(16.0))]);
     }
 
     #[test]

@@ -155,6 +155,58 @@ fn the_dashboard_queries_only_existing_metrics_and_labels() {
     }
 }
 
+/// The queries of a file of rules for Prometheus, one in each line.
+fn rules(name: &str) -> Vec<String> {
+    let text = read(name);
+    text.lines().filter_map(|line| line.trim().strip_prefix("expr: ")).map(str::to_owned).collect()
+}
+
+/// The labels in a query's `by (…)`, `on (…)`, `group_left (…)` and selectors, and the labels that
+/// `label_replace` reads.
+fn labels_of(query: &str) -> Vec<String> {
+    let lists = ["by (", "on (", "group_left ("].into_iter().flat_map(|start| query.split(start).skip(1));
+    let listed = lists.filter_map(|rest| rest.split(')').next()).flat_map(|list| list.split(','));
+    let selected = query.split('{').skip(1).filter_map(|rest| rest.split('}').next());
+    let selected = selected.flat_map(|list| list.split(',')).filter_map(|part| part.split(['=', '!']).next());
+    let replaced = query.split("\"$1\", \"").skip(1).filter_map(|rest| rest.split('"').next());
+    listed.chain(selected).chain(replaced).map(|label| label.trim().to_owned()).collect()
+}
+
+#[test]
+fn the_rules_for_prometheus_query_only_existing_metrics_and_labels() {
+    let scrape = everything();
+    let samples = samples(&scrape);
+    let (alerts, names_of_dcgm) =
+        (rules("kubernetes/examples/alerts.yaml"), rules("kubernetes/examples/dcgm-names.yaml"));
+    assert!(alerts.len() >= 4 && names_of_dcgm.len() >= 4);
+    for query in alerts.iter().chain(&names_of_dcgm) {
+        let used: Vec<&str> = names(query).collect();
+        assert!(!used.is_empty(), "{query}");
+        let families =
+            scrape.families.iter().filter(|(family, _)| used.iter().any(|name| name.starts_with(family.as_str())));
+        let labels: BTreeSet<&str> = families
+            .flat_map(|(_, family)| family.samples.iter().flat_map(|sample| &sample.labels))
+            .map(|(name, _)| name.as_str())
+            .chain(["instance"])
+            .collect();
+        for name in used {
+            assert!(samples.contains(name), "{name} in {query}");
+        }
+        for label in labels_of(query) {
+            assert!(labels.contains(label.as_str()), "label {label:?} in {query}");
+        }
+    }
+    // The page for users lists every name that is recorded.
+    let (page, file) = (read("kubernetes/README.md"), read("kubernetes/examples/dcgm-names.yaml"));
+    for name in file.lines().filter_map(|line| line.trim().strip_prefix("- record: ")) {
+        assert!(page.contains(&format!("| `{name}` |")), "{name} is not in kubernetes/README.md");
+    }
+    for name in read("kubernetes/examples/alerts.yaml").lines().filter_map(|line| line.trim().strip_prefix("- alert: "))
+    {
+        assert!(page.contains(&format!("`{name}`")), "{name} is not in kubernetes/README.md");
+    }
+}
+
 #[test]
 fn the_dashboard_imports_into_any_grafana() {
     let dashboard: Value = serde_json::from_str(&read("kubernetes/grafana/nvshare.json")).expect("JSON");

@@ -1,0 +1,74 @@
+"""Measures the processor time that the page costs with one viewer and 100 programs: of the page's
+process in the browser and of the scheduler, in percent of a core. cockpit.sh starts it.
+
+The scheduler's time without a viewer is subtracted. The other processes on the way are listed too."""
+
+import argparse
+import json
+import os
+import subprocess
+import time
+
+import machine
+from browser import Browser
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--user", required=True)
+parser.add_argument("--programs", type=int, default=100)
+parser.add_argument("--seconds", type=int, default=60)
+options = parser.parse_args()
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def times():
+    """Processor seconds of all processes, by the name that the result has for them."""
+    found = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = open(f"/proc/{pid}/cmdline", "rb").read().replace(b"\0", b" ").decode(errors="replace")
+            fields = open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()
+        except OSError:
+            continue  # it has just ended
+        kinds = [
+            ("page", "--type=renderer"), ("browser", "chromium"), ("bridge", "cockpit-bridge"), ("cockpit-ws", "/cockpit-ws"),
+            ("scheduler", "/usr/bin/nvshare-scheduler"), ("bus", "dbus-daemon --system"),
+        ]
+        kind = next((kind for kind, text in kinds if text in words), None)
+        if kind:
+            found[kind] = found.get(kind, 0) + (int(fields[11]) + int(fields[12])) / TICKS
+    return found
+
+
+def shares():
+    """Percent of a core of each kind of process, over the measured time."""
+    before, begin = times(), time.monotonic()
+    time.sleep(options.seconds)
+    after, took = times(), time.monotonic() - begin
+    return {kind: 100 * (after[kind] - before.get(kind, 0)) / took for kind in after}
+
+
+machine.GPU.update(CUDA_SIM_MEMORY="8G")
+machine.run("systemctl", "enable", "--now", "--quiet", "nvshare.socket")
+environment = [f"{name}={value}" for name, value in machine.GPU.items()]
+command = ["runuser", "-u", options.user, "--", "env", *environment, "nvsharectl", "run", "--", "cuda-program", "naps",
+           "--mem", "16M", "--seconds", "3600", "--pause-ms", "2000"]
+started = [subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, umask=0)
+           for _ in range(options.programs)]
+machine.is_so("all programs", lambda: sum(len(one["gpus"]) for one in machine.status()["clients"]) == options.programs, patience=400)
+try:
+    alone = shares()
+    browser = Browser(machine.URL)
+    browser.log_in(options.user, f"secret-{options.user}")
+    browser.wait("the list", "page.querySelectorAll('#programs tbody tr').length === 50")
+    time.sleep(5)
+    watched = shares()
+    browser.close()
+finally:
+    subprocess.run(["pkill", "-x", "cuda-program"], check=False)
+scheduler = watched["scheduler"] - alone["scheduler"]
+print(json.dumps({
+    "page": round(watched["page"], 2), "scheduler": round(scheduler, 2), "sum": round(watched["page"] + scheduler, 2),
+    "others": {kind: round(watched[kind], 2) for kind in ("browser", "bridge", "cockpit-ws", "bus")},
+    "scheduler-alone": round(alone["scheduler"], 2),
+}))
