@@ -55,6 +55,20 @@ fn jobs_without_nccls_functions_need_a_name() {
 }
 
 #[test]
+fn a_standstill_of_unnamed_jobs_is_explained() {
+    let machine = Machine::with_scheduler(setup());
+    compile_nccl(&machine, 2);
+    // `NVSHARE_GANG=0` turns the recognition of NCCL off.
+    let job = Job { gang: Some("0"), rounds: 1_000_000, ..Job::default() };
+    let mut ranks = job.start(&machine, "one", [0, 1]);
+    ranks.extend(job.start(&machine, "other", [1, 0]));
+    wait_for("an explanation", || {
+        let why = |rank: &Program| machine.ctl(&["why", &rank.pid().to_string()]);
+        ranks.iter().any(|rank| why(rank).contains("the same NVSHARE_GANG")).then_some(())
+    });
+}
+
+#[test]
 fn a_gang_of_nccl_outlives_the_scheduler() {
     let mut machine = Machine::with_manager(setup());
     compile_nccl(&machine, 2);
