@@ -25,6 +25,8 @@ pub struct Explanation {
     pub waits: Option<Duration>,
     /// Why the client is in no queue.
     pub obstacle: Option<Obstacle>,
+    /// The client may wait for ever.
+    pub standstill: Option<Standstill>,
     /// Holders that delay the client's grant, in the order of their own grants. If the client is
     /// itself a holder, the list contains only that client.
     pub holders: Vec<HolderAhead>,
@@ -39,6 +41,17 @@ pub struct Explanation {
     /// The estimated time until the client runs. `None`: the client does not wait, or the time
     /// cannot be estimated.
     pub starts: Option<Duration>,
+}
+
+/// A wait that may never end, because the processes of two jobs hold GPUs that the other job waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Standstill {
+    /// The waiting client does not fit beside this client, which cannot drain. It may wait for a client
+    /// that waits for `gpu`.
+    pub holder: ClientId,
+    pub gpu: GpuId,
+    /// The client that cannot drain on `gpu`. It may wait for the waiting client.
+    pub other_holder: ClientId,
 }
 
 /// A holder that delays a waiting client.
@@ -164,6 +177,7 @@ impl<'a> Model<'a> {
             state,
             waits,
             obstacle: self.kept_out_by(client, id, now),
+            standstill: self.standstill(client),
             holders: Vec::new(),
             ahead: Vec::new(),
             leaves: 0,

@@ -55,6 +55,6 @@ mod timers;
 pub mod view;
 
 pub use api::*;
-pub use explain::{Ahead, Explanation, HolderAhead, Obstacle, Reason};
+pub use explain::{Ahead, Explanation, HolderAhead, Obstacle, Reason, Standstill};
 pub use machine::Machine;
 pub use view::{Activity, AttachmentView, ClientView, GpuView, HolderView, LockState, RoomView, Turns, WaiterView};

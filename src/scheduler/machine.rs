@@ -185,6 +185,7 @@ impl Machine {
             Event::HostMemory { bytes } => self.quota.host_memory(bytes),
             Event::HostAhead { bytes } => self.sharing().host_ahead(bytes),
             Event::Connected { client, gang, tenant } => self.connected(client, gang, tenant),
+            Event::GangChanged { client, gang } => self.gang_changed(client, gang),
             Event::Groups { groups } => self.grouped(&groups),
             Event::EnvLimits { client, limits } => self.set_env_limits(client, limits),
             Event::Labels { labels } => self.places.label(&labels),
@@ -525,6 +526,12 @@ impl Machine {
         self.clients.insert(id, client);
         self.fairness.connected(id, tenant);
         self.sharing().enter_gang(id, Gang::named(gang));
+    }
+
+    fn gang_changed(&mut self, id: ClientId, gang: u64) {
+        let Some(client) = self.clients.get_mut(&id) else { return };
+        client.named = gang;
+        self.sharing().update_gang(id);
     }
 
     fn disconnected(&mut self, id: ClientId) {

@@ -624,6 +624,7 @@ fn any(dice: &mut Dice) -> ClientMessage {
             2 => ClientMessage::SleepRefused { why: SleepRefusal::Busy },
             _ => ClientMessage::Wake {},
         },
+        26 if dice.one_in(2) => ClientMessage::JoinGang { gang: dice.below(4) },
         26 => ClientMessage::UseSwapFile { ram_max: bytes },
         27 => ClientMessage::VisibleDevices { text: Text::new("GPU-,-1,MIG-/0/1,99999999999999999999,") },
         28 => {

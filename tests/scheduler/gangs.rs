@@ -61,6 +61,77 @@ fn an_undeclared_deadlock_is_broken_by_running_the_partners() {
     }
 }
 
+/// The processes of each job join their gang one after another, beside programs that run already.
+#[test]
+fn clients_that_become_a_gang_after_they_connected_never_deadlock() {
+    for mode in [AntiThrash::On, AntiThrash::Auto] {
+        for seed in 0..20 {
+            let mut world = World::new(settings(mode, Duration::from_secs(2)), seed);
+            (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
+            let mut dice = Dice::new(seed);
+            let plan = Plan { demand: 12 * GIB, gpu: ms(80), drain: ms(5), phases: 20, ..Plan::default() };
+            (0..2).for_each(|at| drop(world.add(Plan { gpus: gpus([at]), ..plan.clone() })));
+            let mut ranks = Vec::new();
+            for (job, at) in [(1, 0), (2, 1), (2, 0), (1, 1)] {
+                // The first work of a rank follows the creation of the communicator.
+                let (start, cpu) = (dice.between(ms(0), ms(100)), ms(600));
+                let rank = world.add(Plan { gpus: gpus([at]), job, start, cpu, ..plan.clone() });
+                ranks.push((dice.between(ms(110), ms(590)), rank, job));
+            }
+            ranks.sort();
+            for (at, client, gang) in ranks {
+                world.run(at);
+                world.feed(Event::GangChanged { client, gang });
+            }
+            assert!(world.run(Duration::from_secs(120)), "{mode:?} {seed}: {:?}", world.machine.gpus());
+        }
+    }
+}
+
+#[test]
+fn a_deadlock_of_unnamed_jobs_is_explained() {
+    let mut world = World::new(settings(AntiThrash::On, Duration::from_secs(2)), 1);
+    (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
+    let rank = |job, at, start| Plan { gpus: gpus([at]), job, demand: 12 * GIB, phases: 100, start, ..Plan::default() };
+    let killed = |plan| Plan { killed: Some(Duration::from_secs(61)), ..plan };
+    let plans = [rank(1, 0, ms(0)), killed(rank(2, 1, ms(0))), killed(rank(2, 0, ms(100))), rank(1, 1, ms(100))];
+    let [one, two, waits, waits_too] = plans.map(|plan| world.add(plan));
+    let standstill = |world: &World, client| {
+        let explained: Vec<_> = world.machine.explain(client, world.now).collect();
+        explained.into_iter().find_map(|explanation| explanation.standstill)
+    };
+    world.run(Duration::from_secs(2));
+    assert_eq!(standstill(&world, waits), None, "the holders may still drain");
+    assert!(!world.run(Duration::from_secs(60)));
+    let expected = |holder, at, other_holder| Some(Standstill { holder, gpu: gpu(at), other_holder });
+    assert_eq!(standstill(&world, waits), expected(one, 1, two));
+    assert_eq!(standstill(&world, waits_too), expected(two, 0, one));
+    assert_eq!(standstill(&world, one), None, "it does not wait");
+    // The end of one job ends the standstill.
+    assert!(world.run(Duration::from_secs(120)));
+}
+
+#[test]
+fn a_wait_for_another_tenants_kernel_is_no_deadlock() {
+    let mut world = World::new(settings(AntiThrash::On, Duration::from_secs(2)), 1);
+    (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
+    let endless = Plan { demand: 12 * GIB, endless: true, stuck: u32::MAX, gpu: ENDLESS, ..Plan::default() };
+    for (at, tenant) in [(0, 1), (1, 2)] {
+        world.add(Plan { gpus: gpus([at]), tenant: TenantId(tenant), ..endless.clone() });
+    }
+    let waits = [(0, 3), (1, 4)].map(|(at, tenant)| {
+        let plan =
+            Plan { gpus: gpus([at]), tenant: TenantId(tenant), demand: 12 * GIB, start: ms(100), ..Plan::default() };
+        world.add(plan)
+    });
+    assert!(!world.run(Duration::from_secs(60)));
+    for client in waits {
+        let explained: Vec<_> = world.machine.explain(client, world.now).collect();
+        assert!(matches!(explained[0].obstacle, Some(Obstacle::Pinned(..))), "{explained:?}");
+        assert_eq!(explained[0].standstill, None);
+    }
+}
+
 /// Clients 1 and 2 are a gang that has the GPU, and client 3 requests it. Client 1 was revoked and
 /// has released the lock.
 fn with_draining_member() -> Talk {

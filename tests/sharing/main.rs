@@ -20,6 +20,7 @@ mod memory;
 mod memory_info;
 mod metrics;
 mod moves;
+mod nccl;
 mod offline;
 mod peers;
 mod placement;

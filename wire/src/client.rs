@@ -159,6 +159,13 @@ messages! {
             ram_max: u64,
         },
 
+        /// The process is in another gang, in addition to earlier ones. Gangs that have a process in
+        /// common run as one. Sent when the process joins the gang, and on each later connection.
+        26 => JoinGang {
+            /// The key of the gang, as in [`Hello`](Self::Hello). 0 has no effect.
+            gang: u64,
+        },
+
         /// A part of the process's `CUDA_VISIBLE_DEVICES`. Parts are sent in order.
         30 => VisibleDevices { text: Text<PART> },
 

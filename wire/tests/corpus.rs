@@ -78,6 +78,7 @@ fn client_messages() -> Vec<(&'static str, ClientMessage)> {
         ("sleep_refused", SleepRefused { why: SleepRefusal::Capture }),
         ("wake", Wake {}),
         ("use_swap_file", UseSwapFile { ram_max: 4 << 30 }),
+        ("join_gang", JoinGang { gang: 0x6e63_636c }),
         ("visible_devices", VisibleDevices { text: Text::new("GPU-5a,1") }),
         (
             "request_placement",

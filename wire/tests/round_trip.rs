@@ -125,6 +125,7 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
         prop_oneof![Just(SleepRefusal::Busy), Just(SleepRefusal::Gang)].prop_map(|why| SleepRefused { why }),
         Just(Wake {}),
         any::<u64>().prop_map(|ram_max| UseSwapFile { ram_max }),
+        any::<u64>().prop_map(|gang| JoinGang { gang }),
     ]
 }
 

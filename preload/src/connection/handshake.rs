@@ -1,8 +1,11 @@
-//! Making a connection: the handshake, and then the limits of the environment, which precede all other
-//! messages.
+//! Making a connection: the handshake, and then the limits of the environment and the gangs of the
+//! process, which precede all other messages.
 
 use crate::{
-    connection::socket::{ANSWER_TIMEOUT, Socket, new_socket, wait, words},
+    connection::{
+        gangs,
+        socket::{ANSWER_TIMEOUT, Socket, new_socket, wait, words},
+    },
     env::settings,
     sys::time::Instant,
 };
@@ -13,7 +16,7 @@ use rustix::net::SocketAddrUnix;
 /// A socket, the protocol version that both sides speak, and this client's id.
 pub type Connected = (Socket, u16, u64);
 
-/// Connects, waits for the answer to the handshake, and announces the limits of the environment.
+/// Connects, waits for the answer to the handshake, and announces the limits of the environment and the gangs.
 ///
 /// # Errors
 /// Returns the reason why connecting failed, in words for the user.
@@ -29,10 +32,11 @@ pub fn connect(hello: &ClientMessage) -> Result<Connected, String> {
     }
 }
 
-/// Sends the limits that the program's environment sets. Returns `false` if they could not be sent.
-pub fn announce_limits(socket: &Socket, version: u16) -> bool {
-    let mut messages = settings::get().limits.messages().iter();
-    messages.all(|message| socket.wait_for_room() && socket.send(message.encode(version).as_bytes()))
+/// Sends the limits that the program's environment sets, and the gangs of the process. Returns `false` if
+/// they could not be sent.
+pub fn announce(socket: &Socket, version: u16) -> bool {
+    let send = |message: &ClientMessage| socket.wait_for_room() && socket.send(message.encode(version).as_bytes());
+    settings::get().limits.messages().iter().all(send) && gangs::announce(send)
 }
 
 /// A handshake that waits for its answer.
@@ -76,13 +80,13 @@ impl Attempt {
         &self.socket
     }
 
-    /// Reads the answer, if it has arrived, and then announces the limits of the environment.
+    /// Reads the answer, if it has arrived, and then announces the limits of the environment and the gangs.
     pub fn look(self) -> Look {
         match self.answer() {
             None if self.since.elapsed() < ANSWER_TIMEOUT => Look::Pending(self),
             None => Look::Over(Err("it does not answer".into())),
             Some(Err(why)) => Look::Over(Err(why)),
-            Some(Ok((version, _))) if !announce_limits(&self.socket, version) => {
+            Some(Ok((version, _))) if !announce(&self.socket, version) => {
                 Look::Over(Err("it does not read messages".into()))
             }
             Some(Ok((version, client))) => Look::Over(Ok((self.socket, version, client))),

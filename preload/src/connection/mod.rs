@@ -3,10 +3,12 @@
 //!
 //! - [`socket`]: packets. [`handshake`]: making a connection.
 //! - [`outbox`]: messages that must be sent before the next memory report.
+//! - [`gangs`]: the gangs that this process has joined.
 //! - [`wakeup`]: waking the client's thread. [`presence`]: whether the process is on its GPUs.
 
 #[cfg(test)]
 pub mod fake;
+pub mod gangs;
 pub mod handshake;
 pub mod outbox;
 pub mod presence;

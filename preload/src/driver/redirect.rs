@@ -26,6 +26,16 @@ pub fn was_refused() -> bool {
 /// the real address. Each library needs only one call. Another thread may make the same call
 /// concurrently.
 pub fn redirect(inside: usize, pairs: &[Pair]) {
+    // The library keeps using the functions that it defines itself.
+    if !try_redirect(inside, pairs, false) {
+        REFUSED.store(true, Ordering::SeqCst);
+    }
+}
+
+/// Does the same as [`redirect`], for a library that the program may use without passing hooks. `own`:
+/// the library's own calls of the functions are redirected too, as far as it binds them like other
+/// libraries do. Returns `false` if some lookups or bindings do not yield the hooks.
+pub fn try_redirect(inside: usize, pairs: &[Pair], own: bool) -> bool {
     let hook_of = |address: usize| {
         let at = pairs.binary_search_by_key(&address, |(real, _)| *real).ok()?;
         pairs.get(at).map(|(_, hook)| *hook)
@@ -46,17 +56,15 @@ pub fn redirect(inside: usize, pairs: &[Pair]) {
         // complete afterwards.
         c::real_dlsym(libc::RTLD_DEFAULT, c"dlsym".as_ptr());
         // If another library has already redirected a function, that redirection stays.
-        let own = |address: usize| if (bounds.0..bounds.1).contains(&address) { hook_of(address) } else { None };
+        let hook_of = |address: usize| if (bounds.0..bounds.1).contains(&address) { hook_of(address) } else { None };
         elf::each_object(|object| {
             // SAFETY: the symbols are redirected, and loads that began earlier are complete. So the
             // loader is not processing any object that is bound to one of these functions.
-            done &= unsafe { object.redirect_bindings(page, own) };
+            done &= unsafe { object.redirect_bindings(page, own, hook_of) };
             true
         });
     }
-    if !done {
-        REFUSED.store(true, Ordering::SeqCst);
-    }
+    done
 }
 
 /// Redirects one function of the C library.

@@ -23,24 +23,34 @@ const LAUNCHERS: [Launcher; 4] = [
 /// Returns the key of the gang that the environment names; 0 for no gang.
 pub fn gang(environment: impl Fn(&CStr) -> Option<&'static [u8]>) -> u64 {
     if let Some(text) = environment(c"NVSHARE_GANG") {
-        return if matches!(text, b"" | b"0") { 0 } else { hash([text]) };
+        return if is_none(text) { 0 } else { hash(text.iter().chain(&[0])) };
     }
     let is_several = |size: &CStr| environment(size).and_then(number).is_some_and(|size| size > 1);
     let all = |launcher: &Launcher| launcher.names.iter().all(|name| environment(name).is_some_and(|v| !v.is_empty()));
     let launcher = LAUNCHERS.iter().find(|launcher| is_several(launcher.size) && all(launcher));
-    launcher.map_or(0, |launcher| hash(launcher.names.iter().filter_map(|name| environment(name))))
+    let texts = launcher.into_iter().flat_map(|launcher| launcher.names.iter().filter_map(|name| environment(name)));
+    // NUL separates the texts, because texts contain no NUL.
+    launcher.map_or(0, |_| hash(texts.flat_map(|text| text.iter().chain(&[0]))))
+}
+
+/// Whether the user says that the program is in no gang.
+pub fn refuses_gangs(environment: impl Fn(&CStr) -> Option<&'static [u8]>) -> bool {
+    environment(c"NVSHARE_GANG").is_some_and(is_none)
+}
+
+fn is_none(text: &[u8]) -> bool {
+    matches!(text, b"" | b"0")
 }
 
 fn number(text: &[u8]) -> Option<u32> {
     core::str::from_utf8(text).ok()?.parse().ok()
 }
 
-/// Hashes with FNV-1a, which gives the same key for the same texts in every process. Never 0, which
+/// Hashes with FNV-1a, which gives the same key for the same bytes in every process. Never 0, which
 /// means no gang.
-fn hash(texts: impl IntoIterator<Item = &'static [u8]>) -> u64 {
-    // NUL separates the texts, because texts contain no NUL.
-    let bytes = texts.into_iter().flat_map(|text| text.iter().chain(&[0]));
-    let hash = bytes.fold(0xcbf2_9ce4_8422_2325, |h: u64, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
+pub fn hash<'a>(bytes: impl IntoIterator<Item = &'a u8>) -> u64 {
+    let hash =
+        bytes.into_iter().fold(0xcbf2_9ce4_8422_2325, |h: u64, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
     hash.max(1)
 }
 
@@ -92,6 +102,8 @@ mod tests {
                 _ => Some(b"x".as_slice()),
             };
             assert_eq!(gang(value), 0);
+            assert!(refuses_gangs(value));
         }
+        assert!(!refuses_gangs(|_| None) && !refuses_gangs(|_| Some(b"mine".as_slice())));
     }
 }

@@ -9,7 +9,7 @@
 //! | `NVSHARE_ENABLE_SINGLE_OVERSUB` | let one program exceed the GPU; implies engine `managed` |
 //! | `NVSHARE_ENGINE` | `swap`, `managed` or `none` |
 //! | `NVSHARE_SOCKET` | the scheduler's socket |
-//! | `NVSHARE_GANG` | programs with the same text are one gang; `0` or empty: no gang (`launcher`) |
+//! | `NVSHARE_GANG` | programs with the same text are one gang; `0` or empty: no gang (`launcher`, `lookup::nccl`) |
 //! | `NVSHARE_MEMORY_MAX` | the most memory that the program can allocate on a GPU |
 //! | `NVSHARE_MOVABLE_POOLS` | `0`: pools are left to the driver, and their memory does not move |
 //! | `NVSHARE_WEIGHT` and others | further limits, interpreted by the scheduler (`limits`) |
@@ -37,6 +37,8 @@ pub struct Settings {
     pub engine: Option<Engine>,
     pub socket: &'static [u8],
     pub gang: u64,
+    /// The user says that the program is in no gang.
+    pub refuses_gangs: bool,
     pub memory_max: Option<Amount>,
     /// The limits of the environment, as messages to the scheduler.
     pub limits: EnvLimits,
@@ -72,6 +74,7 @@ impl Settings {
             // A copy, because the environment may change while the program runs.
             socket: text(c"NVSHARE_SOCKET").map_or(DEFAULT_SOCKET, |path| path.to_vec().leak()),
             gang: launcher::gang(environment),
+            refuses_gangs: launcher::refuses_gangs(environment),
             memory_max: memory_max.flatten(),
             memory_max_is_unread: memory_max == Some(None),
             limits: EnvLimits::read(),

@@ -7,7 +7,7 @@
 //! ([`entries`](crate::driver::entries)) of exactly that variant. Unknown functions get a thunk (`thunks.rs`).
 
 use super::{
-    deepbind,
+    deepbind, nccl,
     table::{self, answer},
 };
 use crate::{
@@ -92,6 +92,10 @@ extern "C" fn target_of_dlsym(handle: *mut c_void, name: *const c_char) -> usize
     if deepbind::WATCHING.load(Ordering::Relaxed) != 0 {
         deepbind::look(dlsym as *const () as usize);
     }
+    // SAFETY: the caller passes NULL or a string, which ends with NUL.
+    if unsafe { nccl::is_due(name) } {
+        nccl::look();
+    }
     // SAFETY: the caller passes NULL or a string, which ends with NUL. Later bytes are not read.
     let byte = |index| unsafe { name.add(index).read() } as u8;
     if !name.is_null() && handle != libc::RTLD_NEXT {
@@ -114,6 +118,7 @@ extern "C" fn target_of_dlsym(handle: *mut c_void, name: *const c_char) -> usize
 
 /// Returns the function that makes this call of `dlopen`, or 0 if there is none.
 extern "C" fn target_of_dlopen(_file: *const c_char, flags: c_int) -> usize {
+    nccl::on_open();
     if flags & libc::RTLD_DEEPBIND != 0 {
         deepbind::on_open(dlsym as *const () as usize);
     }
@@ -123,9 +128,10 @@ extern "C" fn target_of_dlopen(_file: *const c_char, flags: c_int) -> usize {
     }
 }
 
-/// Checks whether a library opened with `RTLD_DEEPBIND` has loaded the driver.
+/// Checks whether a library opened with `RTLD_DEEPBIND` has loaded the driver, and looks for NCCL.
 pub fn look() {
     deepbind::look(dlsym as *const () as usize);
+    nccl::look();
 }
 
 /// Whether this library exports this name of the driver.

@@ -184,6 +184,12 @@ impl Object<'_> {
         loaded.fold((usize::MAX, 0), |(first, last), (at, end, _)| (first.min(at), last.max(end)))
     }
 
+    /// Returns the address of a symbol that the object defines.
+    pub fn symbol(&self, name: &CStr) -> Option<usize> {
+        // SAFETY: the object stays loaded during the visit.
+        unsafe { self.tables().look_up(name) }
+    }
+
     fn tables(&self) -> Tables {
         let dynamic = self.segments().find(|(_, _, header)| header.p_type == libc::PT_DYNAMIC);
         // SAFETY: the loader has read this table to load the object.
@@ -258,12 +264,18 @@ impl Object<'_> {
     }
 
     /// Redirects existing bindings of this object to the addresses that `substitute` returns.
-    /// Returns `false` if some bindings cannot be written.
+    /// `own`: including bindings to symbols that the object defines itself. Returns `false` if some
+    /// bindings cannot be written.
     ///
     /// # Safety
     /// If `substitute` replaces a binding of this object, the loader is not processing the object:
     /// this function changes the protection of the object's pages.
-    pub unsafe fn redirect_bindings(&self, page: usize, substitute: impl Fn(usize) -> Option<usize>) -> bool {
+    pub unsafe fn redirect_bindings(
+        &self,
+        page: usize,
+        own: bool,
+        substitute: impl Fn(usize) -> Option<usize>,
+    ) -> bool {
         let tables = self.tables();
         let mut all = true;
         for (at, size) in tables.relocations {
@@ -275,10 +287,9 @@ impl Object<'_> {
                     continue;
                 }
                 let place = tables.base.wrapping_add(relocation.offset);
-                // An object keeps using symbols that it defines itself.
                 // SAFETY: the index is from the object's own relocation, so it is in the object's table.
                 let is_own = unsafe { (*symbols.add(relocation.symbol as usize)).section != 0 };
-                if is_own || place % align_of::<usize>() != 0 || !self.contains(place) {
+                if (is_own && !own) || place % align_of::<usize>() != 0 || !self.contains(place) {
                     continue;
                 }
                 // SAFETY: the place is aligned and inside the object. The loader writes an address there, and other

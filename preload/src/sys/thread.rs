@@ -219,6 +219,7 @@ macro_rules! word {
 }
 
 word!(place, "nvshare_thread");
+word!(opened_place, "nvshare_opened");
 #[cfg(debug_assertions)]
 word!(ranks_place, "nvshare_ranks");
 
@@ -248,6 +249,17 @@ pub fn mine() -> *const c_void {
 pub fn set_mine(word: *const c_void) {
     // SAFETY: writes this thread's own storage.
     unsafe { place().cast::<*const c_void>().write(word) }
+}
+
+/// Whether the calling thread has opened a library with `dlopen` since the last `set_opened(false)`.
+pub fn has_opened() -> bool {
+    // SAFETY: reads this thread's own storage.
+    unsafe { opened_place().read() != 0 }
+}
+
+pub fn set_opened(opened: bool) {
+    // SAFETY: writes this thread's own storage.
+    unsafe { opened_place().write(opened.into()) }
 }
 
 /// Returns the ranks of the locks that the calling thread holds, as bits ([`super::rank`]).

@@ -46,11 +46,9 @@ impl Model {
         stored_as: Option<ConnectionName>,
     ) -> Event {
         let Arrival { connection, identity, version, gang, library, lock, reconnects, is_asleep, process } = arrival;
-        let event = Event::Connected {
-            client,
-            gang: self.gangs.join(client, &identity, gang),
-            tenant: TenantId(identity.tenant.number()),
-        };
+        self.gangs.join(client, &identity, gang);
+        let event =
+            Event::Connected { client, gang: self.gangs.of(client), tenant: TenantId(identity.tenant.number()) };
         let mut session = Session::new(client, version);
         if stored_as.is_some() {
             session.taken_over();
@@ -62,7 +60,6 @@ impl Model {
             library: printable(&library),
             connected: SystemTime::now(),
             gpus: BTreeMap::new(),
-            gang,
             rule: None,
             has_used_up: false,
             env_limits: EnvLimits::default(),
@@ -78,10 +75,21 @@ impl Model {
         event
     }
 
+    /// Adds a client to a gang that it names. Returns the events for the scheduler.
+    pub(super) fn join_gang(&mut self, client: ClientId, name: u64) -> Vec<Event> {
+        let Some(entry) = self.clients.get(&client) else { return Vec::new() };
+        let before = self.gangs.of(client);
+        let mut changed = self.gangs.join(client, &entry.identity, name);
+        if self.gangs.of(client) != before {
+            changed.insert(client);
+        }
+        changed.into_iter().map(|client| Event::GangChanged { client, gang: self.gangs.of(client) }).collect()
+    }
+
     /// Removes a client. Its process may still have memory on GPUs for [`EXIT_TIME`].
     pub(super) fn remove_client(&mut self, client: ClientId, now: Time) -> Option<Client> {
         let gone = self.clients.remove(&client)?;
-        self.gangs.leave(client, &gone.identity.tenant, gone.gang);
+        self.gangs.leave(client, &gone.identity.tenant);
         if let Some(name) = gone.stored_as {
             systemd::forget(&name.to_string());
         }

@@ -11,7 +11,9 @@ use super::model::{client_name, gpu_name};
 use super::view::View;
 use crate::bus::{EXPECTED, UNKNOWN_START};
 use crate::config::units;
-use crate::scheduler::{Ahead, ClientId, Explanation, GpuId, HolderAhead, LockState, Obstacle, Reason, SleepPhase};
+use crate::scheduler::{
+    Ahead, ClientId, Explanation, GpuId, HolderAhead, LockState, Obstacle, Reason, SleepPhase, Standstill,
+};
 
 /// Maximum number of programs in the queue that an explanation names. Further programs are only
 /// counted.
@@ -135,6 +137,7 @@ fn sentences(names: &impl Names, client: ClientId, what: &Explanation) -> Vec<St
     let before = if obstacle.is_some() { String::new() } else { format!(", {before}") };
     text.push(format!("It has waited for {gpu} for {}{before}.", units::duration(waits)));
     text.extend(obstacle);
+    text.extend(what.standstill.map(|standstill| standstill_sentence(names, &gpu, standstill)));
     text.extend(what.holders.iter().map(|holder| holder_sentence(names, client, &gpu, holder)));
     text.extend(what.ahead.iter().take(NAMED).map(|ahead| ahead_sentence(names, client, ahead)));
     if let Some(others) = what.ahead.get(NAMED..).filter(|others| !others.is_empty()) {
@@ -227,6 +230,17 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
     }
 }
 
+fn standstill_sentence(names: &impl Names, gpu: &str, standstill: Standstill) -> String {
+    let Standstill { holder, gpu: other, other_holder } = standstill;
+    let (holder, other_holder, other) = (names.client(holder), names.client(other_holder), names.gpu(other));
+    format!(
+        "{holder} holds {gpu} and {other_holder} holds {other}, and the work of neither ends. If they are processes \
+         of two jobs, each job waits for the GPU that the other job holds, and none of them will continue: end one \
+         of the jobs. Start all processes of a job with the same NVSHARE_GANG, as libnvshare(7) explains, so that \
+         they run together."
+    )
+}
+
 fn holder_sentence(names: &impl Names, client: ClientId, gpu: &str, holder: &HolderAhead) -> String {
     let who = names.client(holder.client);
     match (holder.state, holder.left) {
@@ -309,6 +323,7 @@ mod tests {
         Explanation {
             gpu: GpuId(Uuid([1; 16])),
             state: LockState::Waiting,
+            standstill: None,
             waits: Some(Duration::from_millis(4200)),
             obstacle: None,
             holders: Vec::new(),
@@ -360,6 +375,14 @@ mod tests {
         let text = of(&Explanation { ahead: queue, starts: Some(s(26)), ..waiting() });
         assert_eq!(text.len(), 1 + NAMED + 2, "{text:?}");
         assert_eq!(text[NAMED + 1], "Then 8 more programs run, for about 16s in total.");
+    }
+
+    #[test]
+    fn a_standstill_is_named_with_its_remedy() {
+        let standstill = Standstill { holder: ClientId(2), gpu: GpuId(Uuid([2; 16])), other_holder: ClientId(3) };
+        let text = of(&Explanation { standstill: Some(standstill), ..waiting() }).join(" ");
+        assert!(text.contains("program 2 holds GPU 0 and program 3 holds GPU 0"), "{text}");
+        assert!(text.contains("the same NVSHARE_GANG"), "{text}");
     }
 
     #[test]

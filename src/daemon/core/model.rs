@@ -63,8 +63,6 @@ pub(super) struct Client {
     pub connected: SystemTime,
     /// The GPUs that the client has attached.
     pub gpus: BTreeMap<GpuId, ClientGpuStats>,
-    /// The gang's number as sent by the client. 0 stands for no gang.
-    pub gang: u64,
     /// The client's rule, and the group whose limits the client shares.
     pub rule: Option<Instance>,
     /// The group has used up the `gpu-hours` of its rule.

@@ -289,6 +289,10 @@ impl Core {
                 }
             }
             ClientAction::Incomplete => {}
+            ClientAction::JoinGang { gang } => {
+                let changed = self.model.join_gang(client, gang);
+                self.apply_all(changed);
+            }
             ClientAction::UseSwapFile { ram_max } => self.host.files.accepted(client, ram_max),
             ClientAction::EnvLimit { limit, text } => self.set_env_limit(client, limit, &text),
             ClientAction::RequestPlacement(request) => self.place(client, &request),

@@ -106,6 +106,10 @@ pub enum ClientAction {
     UseSwapFile {
         ram_max: u64,
     },
+    /// Add the client to the gang of this name.
+    JoinGang {
+        gang: u64,
+    },
     /// Do nothing: the value is still incomplete, or was already known.
     Incomplete,
     /// Handle a message about shared memory. `gpu`: the GPU that the message names, if any.
@@ -293,6 +297,7 @@ impl Session {
                 self.env_limit = Some((limit, text));
                 ClientAction::Incomplete
             }
+            ClientMessage::JoinGang { gang } => ClientAction::JoinGang { gang },
             ClientMessage::UseSwapFile { ram_max } => ClientAction::UseSwapFile { ram_max },
             ClientMessage::SleepReady {} => ClientAction::Event(Event::SleepReady { client }),
             ClientMessage::SleepRefused { why } => {

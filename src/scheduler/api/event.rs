@@ -93,6 +93,9 @@ pub enum Event {
     /// A client connected and was identified. Clients with the same nonzero `gang` are granted and
     /// revoked together.
     Connected { client: ClientId, gang: u64, tenant: TenantId },
+    /// From the daemon: the client belongs to another gang from now on, or to none (0). Members of
+    /// the gang of a rule stay in that gang.
+    GangChanged { client: ClientId, gang: u64 },
     /// From the daemon, when a client connects or rules change: the group of each of these clients,
     /// or `None`. A group's limits apply to all of its members.
     Groups { groups: BTreeMap<ClientId, Option<Group>> },

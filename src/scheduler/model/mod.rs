@@ -6,6 +6,7 @@
 //! - `gangs`: how a gang's members help each other, and which gangs exclude each other.
 //! - `turns`: when holders have to release the lock.
 //! - `answers`: clients that do not answer.
+//! - `standstill`: clients that probably wait for each other for ever.
 //! - `sleep`, `moves`: which clients can sleep, and where sleeping clients can move.
 //! - `corun`: which clients may hold a GPU at the same time.
 //! - `backfill`: requests that may run while the first request of a GPU waits for other GPUs.
@@ -18,6 +19,7 @@ mod gangs;
 mod moves;
 mod order;
 mod sleep;
+mod standstill;
 mod turns;
 
 pub(crate) use turns::Pressure;

@@ -268,6 +268,9 @@ impl World {
             Event::Migrate { client, .. } if self.connected.contains(client) => {
                 *self.migrations.entry(*client).or_default() += 1;
             }
+            Event::GangChanged { client, gang } => {
+                self.models.get_mut(client).into_iter().for_each(|m| m.plan.gang = *gang);
+            }
             Event::Configure(_) => self.tolerant = self.now + Duration::from_secs(20),
             _ => {}
         }

@@ -5,6 +5,7 @@ pub mod daemon;
 mod dice;
 mod directory;
 pub mod disk;
+pub mod jobs;
 pub mod machine;
 pub mod manager;
 mod own_process;

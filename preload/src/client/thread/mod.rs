@@ -24,7 +24,7 @@ use crate::{
         turn::Turn,
     },
     connection::{
-        self,
+        self, gangs,
         handshake::Attempt,
         outbox,
         socket::{self, Socket},
@@ -193,7 +193,7 @@ impl ClientThread {
             }
             wait = wait.min(RETRY_SOON);
         }
-        if !shared::unmap_closed() || (connection::is_connected() && !outbox::flush()) {
+        if !shared::unmap_closed() || (connection::is_connected() && !(outbox::flush() && gangs::tell())) {
             wait = CHORE_INTERVAL;
         }
         for gpu in gpu::in_use() {

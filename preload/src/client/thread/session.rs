@@ -112,7 +112,7 @@ impl ClientThread {
         trace!("a new scheduler has taken over the connection");
         let Some(socket) = self.socket.clone() else { return true };
         // Unread messages to the predecessor keep the socket full until the new scheduler discards them.
-        socket.wait_for_room() && connection::send(&hello()) && handshake::announce_limits(&socket, self.version)
+        socket.wait_for_room() && connection::send(&hello()) && handshake::announce(&socket, self.version)
     }
 
     /// Sends the state of the GPUs to a successor, after

@@ -29,7 +29,7 @@
 use super::{ClientThread, RETRY_LATE, RETRY_SOON, session};
 use crate::{
     client::{exit, placement},
-    connection::{self, Connection, handshake, presence, socket::Socket},
+    connection::{self, Connection, gangs, handshake, presence, socket::Socket},
     driver::{self, entries::shut_driver, redirect, types::CUcontext},
     env::{settings, trace::trace},
     gpu::{self, Gpu},
@@ -179,7 +179,7 @@ impl ClientThread {
     /// Returns the reason why this process cannot sleep now. If `paused`, the threads of the
     /// process may wait until the process is resumed.
     fn why_not(&mut self, paused: bool) -> Option<SleepRefusal> {
-        if settings::get().gang != 0 {
+        if settings::get().gang != 0 || gangs::any() {
             return Some(SleepRefusal::Gang);
         }
         if captures::any() {
