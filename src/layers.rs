@@ -31,7 +31,7 @@ const DAEMON: [&str; 17] = [
 
 /// Modules of the daemon's core, from the lowest to the highest: the model, what observes it, the other
 /// components, the routing, and the readers of all of them.
-const CORE: [&str; 42] = [
+const CORE: [&str; 43] = [
     "pods",
     "claims",
     "lock_files",
@@ -65,6 +65,7 @@ const CORE: [&str; 42] = [
     "placement",
     "moves",
     "sleep",
+    "foreign",
     "rooms",
     "host",
     "routing",

@@ -5,7 +5,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use nvshare_wire::client::{EngineReason, GpuKind, SleepRefusal};
+use nvshare_wire::client::{CheckpointStep, EngineReason, GpuKind, SleepRefusal};
 use nvshare_wire::env_limits::{self, LimitName};
 use nvshare_wire::visible_devices::Chooser;
 use nvshare_wire::{ClientMessage, Counts, MAX_SLOTS, SlotSet, WireError};
@@ -105,6 +105,11 @@ pub enum ClientAction {
     /// Record that the client can use a swap file, and may use at most `ram_max` bytes of host memory.
     UseSwapFile {
         ram_max: u64,
+    },
+    /// Handle a change that the client makes to another process's CUDA state.
+    ForeignCheckpoint {
+        step: CheckpointStep,
+        ticket: u32,
     },
     /// Do nothing: the value is still incomplete, or was already known.
     Incomplete,
@@ -294,6 +299,7 @@ impl Session {
                 ClientAction::Incomplete
             }
             ClientMessage::UseSwapFile { ram_max } => ClientAction::UseSwapFile { ram_max },
+            ClientMessage::ForeignCheckpoint { step, ticket } => ClientAction::ForeignCheckpoint { step, ticket },
             ClientMessage::SleepReady {} => ClientAction::Event(Event::SleepReady { client }),
             ClientMessage::SleepRefused { why } => {
                 ClientAction::Event(Event::SleepRefused { client, why: obstacle(why) })
