@@ -128,6 +128,12 @@ fn mapped_memory_shared_with_another_device_stays_resident() {
 }
 
 #[test]
+fn memory_that_other_devices_no_longer_access_moves_again() {
+    check_shared_with_another_device("--how sync-and-clear", 0);
+    check_shared_with_another_device("--how sync-and-clear --kind vmm", 0);
+}
+
+#[test]
 fn exported_memory_stays_resident() {
     check_shared_with_another_device("--how export", 16 * MIB);
     check_shared_with_another_device("--how none", 0);
