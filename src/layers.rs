@@ -65,6 +65,7 @@ const CORE: [&str; 43] = [
     "placement",
     "moves",
     "sleep",
+    "foreign",
     "rooms",
     "host",
     "routing",

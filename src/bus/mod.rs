@@ -372,6 +372,7 @@ pub fn eviction_block_name(block: EvictionBlock) -> &'static str {
         EvictionBlock::UnseenWork => "the driver is running work that the library has not seen",
         EvictionBlock::Late => "it does not answer",
         EvictionBlock::Stopped => "it is stopped",
+        EvictionBlock::Foreign => "another program has locked or checkpointed it",
         EvictionBlock::Undrainable => "its work does not end",
         EvictionBlock::Unfreed => "NVML still shows memory that the program reported as freed",
     }
@@ -388,6 +389,9 @@ pub fn sleep_phase_name(phase: SleepPhase) -> &'static str {
         SleepPhase::Restoring => "restoring",
         SleepPhase::Settling => "settling",
         SleepPhase::Lost => "lost",
+        SleepPhase::Locked => "locked",
+        SleepPhase::Checkpointed => "checkpointed",
+        SleepPhase::Lent => "lent",
     }
 }
 

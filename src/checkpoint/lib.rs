@@ -32,6 +32,8 @@ pub enum Operation {
     Wake,
     /// Unlocks the process if it is locked, for example by a helper that was killed.
     Settle,
+    /// Reads the state of the process, which another program may have locked, and changes nothing.
+    Inspect,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,6 +66,7 @@ impl Request {
             0 => Operation::Sleep,
             1 => Operation::Wake,
             2 => Operation::Settle,
+            3 => Operation::Inspect,
             _ => return None,
         };
         let (pairs, rest) = pairs.as_chunks::<32>();
@@ -93,6 +96,8 @@ pub enum Outcome {
     Gone,
     /// The state of the process cannot be read or changed.
     Unknown,
+    /// The process is locked. Only [`Operation::Inspect`] has this outcome.
+    Locked,
 }
 
 /// The call that failed.
@@ -130,7 +135,8 @@ impl Reply {
     pub fn decode(packet: &[u8]) -> Option<Self> {
         let packet: &[u8; ANSWER] = packet.try_into().ok()?;
         let [VERSION, outcome, failed, _, error @ ..] = *packet else { return None };
-        let outcomes = [Outcome::Runs, Outcome::Asleep, Outcome::Lost, Outcome::Gone, Outcome::Unknown];
+        let outcomes =
+            [Outcome::Runs, Outcome::Asleep, Outcome::Lost, Outcome::Gone, Outcome::Unknown, Outcome::Locked];
         let outcome = *outcomes.get(usize::from(outcome))?;
         let steps = [
             Step::None,
@@ -152,18 +158,19 @@ mod tests {
 
     #[test]
     fn packets_round_trip() {
-        for operation in [Operation::Sleep, Operation::Wake, Operation::Settle] {
+        for operation in [Operation::Sleep, Operation::Wake, Operation::Settle, Operation::Inspect] {
             let pairs = vec![([1; 16], [2; 16]), ([3; 16], [4; 16])];
             let request = Request { operation, uid: 1000, lock_timeout_ms: 2000, pairs };
             let packet = request.encode();
             assert_eq!(Request::decode(&packet), Some(request));
             assert!((0..packet.len()).all(|len| Request::decode(&packet[..len]).is_none()));
         }
-        for outcome in [Outcome::Runs, Outcome::Asleep, Outcome::Lost, Outcome::Gone, Outcome::Unknown] {
+        let unfinished = [Outcome::Unknown, Outcome::Locked];
+        for outcome in [Outcome::Runs, Outcome::Asleep, Outcome::Lost, Outcome::Gone].into_iter().chain(unfinished) {
             let answer = Reply { outcome, failed: Step::Unlock, error: 401 };
             assert_eq!(Reply::decode(&answer.encode()), Some(answer));
         }
-        assert_eq!(Reply::decode(&[VERSION, 5, 0, 0, 0, 0, 0, 0]), None);
+        assert_eq!(Reply::decode(&[VERSION, 6, 0, 0, 0, 0, 0, 0]), None);
     }
 
     #[test]

@@ -5,7 +5,8 @@
 //! cancelled. So a separate program makes these calls. The scheduler closes the socket after its
 //! own timeout.
 //!
-//! The invariant is: **a helper never leaves a process locked**. A cancelled request is undone. A
+//! The invariant is: **a helper never leaves a process locked that it may have locked**. A process
+//! that another program has locked is only inspected. A cancelled request is undone. A
 //! checkpoint that has begun is finished. If a helper was killed, the next helper undoes its
 //! unfinished operation. So a helper may end at any moment without harm. All operations may be
 //! repeated from any state of the process. A call of an earlier helper may still be in progress.
@@ -136,6 +137,8 @@ fn perform(request: &Request, process: &Process, driver: Result<&Driver, &Code>,
             let _ = calls.unlock();
             calls.settle()
         }
+        // The process belongs to whichever program has locked it.
+        Operation::Inspect => calls.state().map(drop),
     };
     let FailedStep(failed, error) = done.err().unwrap_or(FailedStep(Step::None, SUCCESS));
     let outcome = match calls.state() {
@@ -143,6 +146,7 @@ fn perform(request: &Request, process: &Process, driver: Result<&Driver, &Code>,
         Ok(ProcessState::Running) => Outcome::Runs,
         Ok(ProcessState::Checkpointed) => Outcome::Asleep,
         Ok(ProcessState::Failed) => Outcome::Lost,
+        Ok(ProcessState::Locked) if request.operation == Operation::Inspect => Outcome::Locked,
         Ok(ProcessState::Locked) | Err(_) => Outcome::Unknown,
     };
     Reply { outcome, failed, error }

@@ -46,6 +46,8 @@ pub fn state(client: &Client, usage: Option<&GpuUse>, gpu: Option<&Gpu>, moves_i
         "waking" => return ("waits for room".into(), Tone::Waits),
         "restoring" => return ("returning, driver".into(), Tone::Waits),
         "settling" => return ("state unknown".into(), Tone::Waits),
+        "locked" => return ("locked".into(), Tone::Plain),
+        "checkpointed" | "lent" => return ("checkpointed".into(), Tone::Plain),
         "lost" => return ("lost: calls fail".into(), Tone::Bad),
         _ => {}
     }

@@ -302,11 +302,25 @@ fn sentences(gpu: &Gpu, clients: &[Client]) -> Vec<String> {
     all
 }
 
+/// What another program has done to a client's process.
+fn foreign_checkpoint(sleep: &str) -> Option<&'static str> {
+    match sleep {
+        "locked" => Some("is locked by another program, and gets no turn until that program unlocks it."),
+        "checkpointed" => Some(
+            "is checkpointed by another program. Its room stays reserved, because that program runs without nvshare.",
+        ),
+        "lent" => Some("is checkpointed by another program. Other programs use its room until it is restored."),
+        _ => None,
+    }
+}
+
 fn sleep_sentences(client: &Client) -> Vec<String> {
     let (who, why) = (process(client), &client.sleep_obstacle);
     let mut all = Vec::new();
     if client.sleep == "lost" {
         all.push(format!("{who} was taken off the GPU, and the driver cannot restore it. Its CUDA calls fail."));
+    } else if let Some(what) = foreign_checkpoint(&client.sleep) {
+        all.push(format!("{who} {what}"));
     } else if !client.moving.is_empty() {
         all.push(format!("{who} is moving to {}.", client.moving));
     } else if client.sleep == "settling" && !why.is_empty() {

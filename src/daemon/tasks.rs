@@ -9,7 +9,7 @@ use tokio::select;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::task::{spawn_blocking, spawn_local};
 
-use crate::daemon::checkpoint::{Helpers, Prepared};
+use crate::daemon::checkpoint::{Helpers, Operation, Prepared};
 use crate::daemon::control::status_line;
 use crate::daemon::control::views::Views;
 use crate::daemon::core::{
@@ -84,7 +84,7 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
                 core.borrow_mut().checkpointed(client, operation, &answer);
                 // A client that moves to another GPU is woken immediately. The helper that put the client to sleep is
                 // kept for the wake.
-                if core.borrow().model.is_to_wake(client) {
+                if operation == Operation::Inspect || core.borrow().model.is_to_wake(client) {
                     prepared.borrow_mut().keep(Instant::now(), client, || helper);
                 }
             });

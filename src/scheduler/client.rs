@@ -12,6 +12,9 @@ pub(crate) struct Client {
     /// gang.
     pub named: u64,
     pub tenant: TenantId,
+    /// A signal or a debugger has stopped the client's process.
+    pub signalled: bool,
+    /// The client's process is stopped: `signalled`, or another program has locked it.
     pub stopped: bool,
     /// When the client's last message arrived.
     pub heard: Time,

@@ -217,6 +217,12 @@ impl Machine {
             Event::Checkpointed { client, outcome } => {
                 self.change_sleep(client, |presence| presence.checkpointed(client, outcome))
             }
+            Event::ForeignCheckpoint { client, state } => {
+                self.change_sleep(client, |presence| presence.foreign(client, state))
+            }
+            Event::RestoreRequested { client } => {
+                self.change_sleep(client, |presence| presence.restore_requested(client))
+            }
             Event::Tick
             | Event::Attached { .. }
             | Event::Detached { .. }
@@ -355,9 +361,12 @@ impl Machine {
 
     // Processes that stop and continue.
 
-    /// Handles a process that was stopped, or has been continued.
-    fn stopped(&mut self, client: ClientId, stopped: bool) {
+    /// Handles a process that a signal has stopped, or that has been continued.
+    fn stopped(&mut self, client: ClientId, signalled: bool) {
         let Some(state) = self.clients.get_mut(&client) else { return };
+        state.signalled = signalled;
+        // A process that another program has locked runs none of its work either.
+        let stopped = signalled || self.sleep.is_foreign(client);
         let changed = std::mem::replace(&mut state.stopped, stopped) != stopped;
         self.quota.set_stopped(client, stopped || self.sleep.is_away(client));
         self.with_gpus_of(client, |gpu, cx, fx| gpu.process_stopped(cx, fx, client, stopped, changed));
@@ -376,8 +385,16 @@ impl Machine {
     fn alive(&mut self, client: ClientId) {
         let Some(state) = self.clients.get_mut(&client) else { return };
         state.heard = self.now;
-        if state.stopped {
+        if state.signalled {
             self.stopped(client, false);
+        }
+    }
+
+    /// Handles a process that another program has locked, or that runs again.
+    fn halt(&mut self, client: ClientId) {
+        let Some(state) = self.clients.get(&client) else { return };
+        if state.stopped != (state.signalled || self.sleep.is_foreign(client)) {
+            self.stopped(client, state.signalled);
         }
     }
 
@@ -460,6 +477,9 @@ impl Machine {
                 Task::ForgetContexts => self.sharing().forget_contexts(client),
                 Task::Limit => self.sharing().limit_sleeper(client),
                 Task::ExpectReturn => self.with_gpus_of(client, |gpu, cx, fx| gpu.expect_return(cx, fx, client)),
+                Task::Halt => self.halt(client),
+                Task::Reserve => self.with_gpus_of(client, |gpu, _, fx| gpu.reserve_return(fx, client)),
+                Task::Lend => self.with_gpus_of(client, |gpu, _, fx| gpu.lend(fx, client)),
                 Task::CancelReturn => self.with_gpus_of(client, |gpu, _, fx| gpu.cancel_return(fx, client)),
                 Task::Restore => self.with_gpus_of(client, |gpu, cx, _| gpu.begin_restore(cx.now)),
                 Task::MoveTo(to) => self.move_attachment(client, to),
@@ -522,7 +542,7 @@ impl Machine {
         if self.clients.contains_key(&id) {
             return;
         }
-        let client = Client { named: gang, tenant, stopped: false, heard: self.now };
+        let client = Client { named: gang, tenant, signalled: false, stopped: false, heard: self.now };
         self.clients.insert(id, client);
         self.fairness.connected(id, tenant);
         self.sharing().enter_gang(id, Gang::named(gang));
@@ -668,6 +688,7 @@ reads! {
     clients() -> Vec<ClientView>;
     client(id: ClientId) -> Option<ClientView>;
     is_stopped(id: ClientId) -> bool;
+    is_foreign(id: ClientId) -> bool;
     tenants() -> BTreeMap<ClientId, TenantId>;
     allowed(client: ClientId) -> Option<&GpuSet>;
     sleep_of(client: ClientId) -> SleepView;

@@ -37,7 +37,7 @@ use crate::{
     queue::Queues,
     quota::{Quota, RoomToMove},
     rules::Rules,
-    sleep::{Sleep, Step},
+    sleep::{Foreign, Sleep, Step},
     timers::Wake,
 };
 
@@ -94,6 +94,12 @@ pub(crate) enum Task {
     ExpectReturn,
     /// Release the room of the client, which stays asleep.
     CancelReturn,
+    /// Another program has locked the client's process, or the process runs again.
+    Halt,
+    /// Reserve the room that the client's restore needs.
+    Reserve,
+    /// Lend the room that the client's restore needs to other clients.
+    Lend,
     /// Begin the client's restore.
     Restore,
     /// Move the client's attachment to another GPU.
@@ -170,6 +176,23 @@ impl Presence<'_> {
         self.effects.touch_all(self.gpus.of_client(client));
         tasks.push(Task::Step(step));
         tasks
+    }
+
+    /// Handles the present state of a process that another program may have checkpointed.
+    pub fn foreign(&mut self, client: ClientId, state: ForeignState) -> Vec<Task> {
+        if !self.clients.contains_key(&client) {
+            return Vec::new();
+        }
+        // Other clients no longer wait for this client to leave.
+        self.effects.touch_all(self.gpus.of_client(client));
+        vec![Task::Step(self.sleep.foreign(client, state))]
+    }
+
+    pub fn restore_requested(&mut self, client: ClientId) -> Vec<Task> {
+        if !self.clients.contains_key(&client) {
+            return Vec::new();
+        }
+        vec![Task::Step(self.sleep.restore_requested(client, self.effects.number()))]
     }
 
     /// Handles a client whose check is due.
@@ -268,6 +291,9 @@ impl Presence<'_> {
             | Task::Limit
             | Task::ExpectReturn
             | Task::CancelReturn
+            | Task::Halt
+            | Task::Reserve
+            | Task::Lend
             | Task::Restore
             | Task::MoveTo(_) => Vec::new(), // done by the machine
         };
@@ -287,12 +313,23 @@ impl Presence<'_> {
                 vec![Task::Send(Command::Checkpoint { client, operation, moves })]
             }
             Step::Sleeps | Step::Wakes => vec![Task::Leave, Task::Move],
-            Step::Runs => vec![Task::ComeBack, Task::Awake],
+            Step::Runs => vec![Task::Halt, Task::ComeBack, Task::Awake],
+            Step::IsKept(stage) => {
+                let mut tasks = vec![Task::WaitUntilItRuns, Task::Revoke, Task::Halt];
+                match stage {
+                    Foreign::Locked => tasks.push(Task::ComeBack),
+                    Foreign::Reserved => tasks.extend([Task::Leave, Task::Reserve]),
+                    Foreign::Lent => tasks.extend([Task::Leave, Task::Lend]),
+                    Foreign::Waking(_) | Foreign::Restoring => {}
+                }
+                tasks
+            }
+            Step::AllowRestore => vec![Task::Send(Command::RestoreAllowed { client })],
             Step::Stays => vec![Task::MayRun],
             // The client's calls return the driver's error and need no turn.
             Step::IsLost => {
                 let awake = Command::Awake { client, moved: Vec::new() };
-                vec![Task::Leave, Task::ForgetContexts, Task::Send(awake)]
+                vec![Task::Halt, Task::Leave, Task::ForgetContexts, Task::Send(awake)]
             }
         }
     }

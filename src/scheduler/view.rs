@@ -273,9 +273,14 @@ impl<'a> Model<'a> {
         self.shares().due(id)
     }
 
-    /// Whether a client's process is stopped.
+    /// Whether another program has locked or checkpointed a client's process.
+    pub fn is_foreign(&self, id: ClientId) -> bool {
+        self.sleep.is_foreign(id)
+    }
+
+    /// Whether a signal or a debugger has stopped a client's process.
     pub fn is_stopped(&self, id: ClientId) -> bool {
-        self.clients.get(&id).is_some_and(|client| client.stopped)
+        self.clients.get(&id).is_some_and(|client| client.signalled)
     }
 
     /// The view of one client. `None`: the client is not connected.
@@ -320,7 +325,7 @@ impl<'a> Model<'a> {
             group: self.rules.group(id),
             gang_peers: self.queues.gang_peers(id).collect(),
             placed: self.places.of(id),
-            stopped: client.stopped,
+            stopped: client.signalled,
             attachments: attachments.collect(),
         })
     }

@@ -112,6 +112,7 @@ pub fn addressee(command: &Command) -> Option<ClientId> {
         | Command::Moved { client, .. }
         | Command::Migrated { client, .. }
         | Command::Checkpoint { client, .. }
+        | Command::RestoreAllowed { client }
         | Command::Placed { client, .. }
         | Command::Unplaced { client, .. } => Some(*client),
     }

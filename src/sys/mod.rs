@@ -23,5 +23,6 @@ pub mod device_file;
 pub mod foreign;
 pub mod lease;
 pub mod listen;
+pub mod pidfd;
 pub mod privileges;
 pub mod socket;

@@ -74,30 +74,6 @@ fn a_silent_client_is_charged_its_measured_memory() {
     assert_eq!((t.state(2), t.attachment(1).charge), (LockState::Waiting, 12 * GIB));
 }
 
-/// Another tool has locked the holder, which reported that its work does not end, and then checkpointed it.
-#[test]
-fn a_stuck_holder_without_memory_is_charged_nothing() {
-    let mut t = measured(AntiThrash::On);
-    t.join(1, 12 * GIB);
-    t.request(1);
-    t.map(1);
-    found(&mut t, 4 * GIB, &[(1, 12 * GIB), (9, 0)]);
-    t.join(2, 12 * GIB);
-    t.request(2);
-    t.after(ms(2000));
-    t.stuck(1, StuckReason::LongWork);
-    t.after(ms(4000));
-    assert_eq!((t.state(1), t.state(2)), (LockState::Undrainable, LockState::Waiting));
-    let mapped = |t: &Talk| t.attachment(2).mapped;
-    for _ in 0..10 {
-        t.map(2);
-        let mapped = mapped(&t);
-        found(&mut t, 16 * GIB - mapped, &[(1, 0), (2, mapped), (9, 0)]);
-        t.after(ms(200));
-    }
-    assert_eq!((t.state(2), mapped(&t)), (LockState::Holding, 12 * GIB));
-}
-
 /// Managed memory counts as mapped before the GPU has its pages.
 #[test]
 fn a_stuck_holder_whose_managed_memory_is_not_on_the_gpu_yet_stays_charged() {

@@ -6,6 +6,7 @@ mod adaptive;
 mod ahead;
 mod env_limits;
 mod explain;
+mod foreign;
 mod gangs;
 mod memory;
 mod moves;

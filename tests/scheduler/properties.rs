@@ -424,6 +424,12 @@ fn event() -> impl Strategy<Value = Event> {
         Just(SleepOutcome::Lost),
         Just(SleepOutcome::Unknown)
     ];
+    let foreign = prop_oneof![
+        Just(ForeignState::Runs),
+        Just(ForeignState::Locked),
+        any::<bool>().prop_map(|restore_waits| ForeignState::Checkpointed { restore_waits }),
+        Just(ForeignState::Lost)
+    ];
     let quantum = prop_oneof![1u64..5000, Just(u64::MAX)];
     let report = (prop_oneof![0u32..40, Just(u32::MAX)], bytes(), bytes(), bytes(), bytes()).prop_map(
         |(ack, demand, mapped, swapped, pinned)| MemoryReport { ack, demand, mapped, swapped, pinned, limit_ack: ack },
@@ -452,6 +458,8 @@ fn event() -> impl Strategy<Value = Event> {
         1 => c().prop_map(|client| Event::SleepRefused { client, why: SleepObstacle::Busy }),
         1 => c().prop_map(|client| Event::WakeRequested { client }),
         3 => (c(), outcome).prop_map(|(client, outcome)| Event::Checkpointed { client, outcome }),
+        3 => (c(), foreign).prop_map(|(client, state)| Event::ForeignCheckpoint { client, state }),
+        1 => c().prop_map(|client| Event::RestoreRequested { client }),
         1 => (g(), bytes()).prop_map(|(gpu, rate)| Event::GpuLink { gpu, rate }),
         1 => (g(), 0u64..100_000, bytes(), any::<bool>())
             .prop_map(|(gpu, begun, bytes, complete)| Event::GpuOverhead { gpu, begun: ms(begun), bytes, others: bytes / 2, complete }),

@@ -5,19 +5,19 @@ use scheduler_sim::*;
 use scheduler_tests::*;
 use std::time::Duration;
 
-const CONTEXT: u64 = 512 * MIB;
+pub const CONTEXT: u64 = 512 * MIB;
 
 /// Clients on a GPU whose memory is measured. Each client has a context there, and the first client
 /// has all of its memory there.
-struct Scene {
-    t: Talk,
+pub struct Scene {
+    pub t: Talk,
     /// The clients whose contexts are on the GPU.
-    contexts: Vec<u64>,
-    free: Option<u64>,
+    pub contexts: Vec<u64>,
+    pub free: Option<u64>,
 }
 
 impl Scene {
-    fn new(demands: &[u64]) -> Self {
+    pub fn new(demands: &[u64]) -> Self {
         let t = Talk::new(Settings { context: CONTEXT, reserve: 0, ..settings(AntiThrash::On, ms(1000)) });
         let mut scene = Self { t, contexts: Vec::new(), free: None };
         scene.measure();
@@ -36,14 +36,16 @@ impl Scene {
     }
 
     /// Measures the GPU now. The measurement confirms the clients' reports.
-    fn measure(&mut self) -> Vec<Command> {
+    pub fn measure(&mut self) -> Vec<Command> {
         self.t.now += ms(1);
         let begun = self.t.now;
         let mut commands = self.t.measured(self.contexts.len() as u64 * CONTEXT);
         // The measurement must include at least one client. Otherwise the scheduler assumes that
         // clients cannot be measured at all.
         let there = self.t.machine.clients();
-        let found = there.iter().map(|c| (c.client, c.attachments.first().map_or(0, |a| a.mapped)));
+        let is_there = |c: &&ClientView| self.contexts.iter().any(|n| client(*n) == c.client);
+        let bytes = |c: &ClientView| c.attachments.first().map_or(0, |a| a.mapped);
+        let found = there.iter().map(|c| (c.client, Some(c).filter(is_there).map_or(0, bytes)));
         let mut found: std::collections::BTreeMap<ClientId, Found> =
             found.map(|(client, bytes)| (client, Found { least: bytes, most: bytes })).collect();
         found.entry(client(0)).or_insert(Found { least: 0, most: 0 });
@@ -51,7 +53,7 @@ impl Scene {
         commands
     }
 
-    fn phase(&self, n: u64) -> SleepPhase {
+    pub fn phase(&self, n: u64) -> SleepPhase {
         self.t.machine.sleep_of(client(n)).phase
     }
 
@@ -85,7 +87,7 @@ impl Scene {
         scene
     }
 
-    fn capacity(&self) -> u64 {
+    pub fn capacity(&self) -> u64 {
         self.t.machine.gpus()[0].capacity
     }
 }

@@ -11,6 +11,7 @@ mod engine;
 mod environment;
 mod faults;
 mod files;
+mod foreign_checkpoints;
 mod guest;
 mod host;
 mod host_steps;

@@ -476,30 +476,3 @@ fn a_sleeping_program_gets_no_turn_while_no_helper_is_available() {
     assert!(!machine.ctl(&["status"]).contains("may be asleep"));
     ends(sleeper);
 }
-
-/// Checkpoints a program, or restores it, like a tool that does not know nvshare.
-#[track_caller]
-fn checkpoint_by_another(machine: &Machine, program: &Program, to: &str) {
-    let words = format!("checkpoints --pid {} --to {to}", program.pid());
-    machine.program(&words).without_nvshare().start().finish();
-}
-
-/// The memory that NVML no longer shows is free for other programs, also for programs that start later.
-#[test]
-fn a_holder_that_another_tool_checkpoints_leaves_its_room_to_others() {
-    let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
-    let work = |rounds: &str| format!("mix --mem 80M --chunks 4 --reps 3 --rounds {rounds}");
-    let holder = machine.program(&format!("{} --cpu-ms 20", work("endless"))).start();
-    machine.wait_for_grants(&holder, 1);
-    let mut waiter = machine.program(&work("3")).start();
-    checkpoint_by_another(&machine, &holder, "locked");
-    // A locked process keeps its memory, so others wait.
-    machine.wait_for_log("cannot interrupt the work of");
-    waiter.kill();
-    checkpoint_by_another(&machine, &holder, "asleep --from locked");
-    machine.program(&work("3")).start().finish();
-    checkpoint_by_another(&machine, &holder, "awake");
-    machine.wait_for_grants(&holder, 2);
-    machine.program(&work("3")).start().finish();
-    ends(holder);
-}

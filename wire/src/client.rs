@@ -166,6 +166,10 @@ messages! {
             gang: u64,
         },
 
+        /// The client changes the CUDA state of another process by a driver call. Carries a pidfd of that
+        /// process. Answered by [`Continue`](crate::SchedulerMessage::Continue).
+        27 => ForeignCheckpoint { step: CheckpointStep, ticket: u32 },
+
         /// A part of the process's `CUDA_VISIBLE_DEVICES`. Parts are sent in order.
         30 => VisibleDevices { text: Text<PART> },
 
@@ -211,6 +215,22 @@ byte_enum! {
         /// The exporter has too many pending requests, or the scheduler has just started and may
         /// not know the exporter yet. The client should retry.
         Busy = 3,
+    }
+}
+
+byte_enum! {
+    /// How a client changes the CUDA state of another process.
+    pub enum CheckpointStep {
+        /// `cuCheckpointProcessLock` or `cuCheckpointProcessUnlock` has succeeded.
+        Locked = 0,
+        /// `cuCheckpointProcessCheckpoint` has succeeded. The client will send `Restoring` before it
+        /// restores the process.
+        Checkpointed = 1,
+        /// The client is about to call `cuCheckpointProcessRestore`, and waits for room. The room is
+        /// kept until `Restored`.
+        Restoring = 2,
+        /// `cuCheckpointProcessRestore` has returned, with or without success.
+        Restored = 3,
     }
 }
 

@@ -152,6 +152,11 @@ messages! {
         /// process that makes the system call.
         85 => OfferSwapFile {},
 
+        /// Answers [`ForeignCheckpoint`](crate::ClientMessage::ForeignCheckpoint): the client may
+        /// continue. A client that is about to restore a process is answered when there is room for the
+        /// process on its GPUs, or if the scheduler does not know the process.
+        86 => Continue { ticket: u32 },
+
         /// Answers [`RequestPlacement`](crate::ClientMessage::RequestPlacement): the GPU that the
         /// process should see at position `at` of `of`.
         90 => Placed { at: u32, of: u32, uuid: Uuid, kind: GpuKind },

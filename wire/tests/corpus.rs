@@ -4,7 +4,7 @@
 
 use nvshare_wire::{
     ClientMessage, Counts, Moves, SchedulerMessage, Secret, Text, Uuid,
-    client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, SleepRefusal, StuckReason},
+    client::{CheckpointStep, Engine, EngineReason, GpuKind, ReleaseReason, Sharing, SleepRefusal, StuckReason},
     env_limits::LimitName,
     scheduler::{Denial, NoPlacement, Refusal, WaitReason},
     visible_devices::Chooser,
@@ -79,6 +79,7 @@ fn client_messages() -> Vec<(&'static str, ClientMessage)> {
         ("wake", Wake {}),
         ("use_swap_file", UseSwapFile { ram_max: 4 << 30 }),
         ("join_gang", JoinGang { gang: 0x6e63_636c }),
+        ("foreign_checkpoint", ForeignCheckpoint { step: CheckpointStep::Restoring, ticket: 9 }),
         ("visible_devices", VisibleDevices { text: Text::new("GPU-5a,1") }),
         (
             "request_placement",
@@ -114,6 +115,7 @@ fn scheduler_messages() -> Vec<(&'static str, SchedulerMessage)> {
         ("run_ahead", RunAhead { slot, micros: 16_000 }),
         ("host_memory", HostMemory { ram: 1 << 30, file: 2 << 30 }),
         ("offer_swap_file", OfferSwapFile {}),
+        ("continue", Continue { ticket: 9 }),
         ("awake", Awake { moved: Moves::new([(uuid, other), (other, uuid)]).unwrap() }),
         ("placed", Placed { at: 1, of: 2, uuid: Uuid([0x5a; 16]), kind: GpuKind::Gpu }),
         ("unplaced", Unplaced { outcome: NoPlacement::NoGpu, text: Text::new("no GPU is left") }),

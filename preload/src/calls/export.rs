@@ -36,7 +36,7 @@ pub fn escape(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnce(Vec<u64
 /// Makes a call that gives another device access to the memory at this address. The memory is
 /// restored before the call, and stays pinned from then on. For memory of this library, the call is
 /// `announce`, which receives the addresses of the chunks.
-pub fn announce_around(
+pub fn escape_around(
     address: CUdeviceptr,
     real: impl FnOnce() -> CUresult,
     announce: impl FnOnce(Vec<u64>) -> CUresult,
@@ -46,6 +46,35 @@ pub fn announce_around(
         Some((gpu, allocation)) => escape(gpu, allocation.base, announce),
         None => escape_at(address, 1, real),
     }
+}
+
+/// Like [`escape_around`], for a call that says whether another device accesses the memory from now on
+/// (`begins`). The memory stays on the GPU until the access ends or the memory is freed.
+pub fn announce_around(
+    address: CUdeviceptr,
+    begins: bool,
+    real: impl FnOnce() -> CUresult,
+    announce: impl FnOnce(Vec<u64>) -> CUresult,
+) -> CUresult {
+    let mapped = || if submit::is_active() { TABLE.lock().at(address) } else { None };
+    let target = match registry::find(address) {
+        Some((_, allocation)) if allocation.is_foreign() => None,
+        Some((gpu, allocation)) => Some((gpu, None, allocation.base)),
+        None => mapped().map(|(mapping, memory)| (memory.gpu, Some(memory.base), mapping.at)),
+    };
+    let Some((gpu, created, place)) = target else { return real() };
+    with_memory_on(gpu, || {
+        let keep = |space: &mut Space| {
+            let base = created.or_else(|| space.range_of(place))?;
+            space.announce(base, place).then(|| (base, space.chunk_addresses(base)))
+        };
+        let Some((base, chunks)) = gpu.change(keep).flatten() else { return ERROR_NOT_SUPPORTED };
+        let result = if created.is_some() { real() } else { announce(chunks) };
+        if !begins {
+            gpu.change(|space| space.withdraw(base, place));
+        }
+        result
+    })
 }
 
 /// Shares the memory behind a handle with other processes, GPUs or hosts. `call` receives the

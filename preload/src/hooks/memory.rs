@@ -58,7 +58,7 @@ hooks! { real, flavour;
     }
     [cuPointerGetAttribute] (data: P, which: i32, address: CUdeviceptr) {
         if which == pointer_attribute::P2P_TOKENS && !data.is_null() {
-            return export::announce_around(address, real, |_| real());
+            return export::escape_around(address, real, |_| real());
         }
         let Some((gpu, allocation)) = registry::find(address).filter(|_| !data.is_null()) else {
             return address_query::attribute(data, which, address, real);
@@ -70,7 +70,7 @@ hooks! { real, flavour;
         // SAFETY: `which` is the program's own array of `n` entries.
         let asks_for = |attribute| !which.is_null() && (0..n as usize).any(|i| unsafe { *which.add(i) } == attribute);
         if asks_for(pointer_attribute::P2P_TOKENS) {
-            let _ = export::announce_around(address, || SUCCESS, |_| SUCCESS);
+            let _ = export::escape_around(address, || SUCCESS, |_| SUCCESS);
         }
         let Some((gpu, allocation)) = registry::find(address).filter(|_| !which.is_null() && !data.is_null()) else {
             return address_query::attributes(n, which, data, address, real);
@@ -93,11 +93,13 @@ hooks! { real, flavour;
     }
     [cuPointerSetAttribute] (value: *const c_void, which: i32, address: CUdeviceptr) {
         // SYNC_MEMOPS is the only attribute that can be set. It announces that another device will access the
-        // memory.
+        // memory, or that none does any more.
         if value.is_null() || which != pointer_attribute::SYNC_MEMOPS {
             return real();
         }
-        export::announce_around(address, real, |chunks| {
+        // SAFETY: the driver reads a flag of 4 bytes there.
+        let begins = unsafe { value.cast::<u32>().read_unaligned() } != 0;
+        export::announce_around(address, begins, real, |chunks| {
             for chunk in chunks {
                 // SAFETY: `value` is the program's own, and the chunk is mapped. The result is ignored, because it
                 // does not affect how the driver copies.

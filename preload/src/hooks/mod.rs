@@ -8,6 +8,7 @@
 //! - [`vmm`]: memory that the program reserves, creates and maps itself.
 //! - [`reservation`]: calls in which the driver allocates GPU memory for itself.
 //! - [`context`]: initialisation, contexts, captures, lookups.
+//! - [`checkpoints`]: calls that checkpoint other processes.
 //! - [`ipc`]: memory shared with other processes. [`interop`]: other APIs. Their work passes no hook.
 //!
 //! A parameter of a type like `Option<&Copy3D>` is a pointer that is NULL or valid: the driver
@@ -17,6 +18,7 @@
 //! or not.
 
 mod arrays;
+mod checkpoints;
 mod context;
 mod copies;
 mod interop;

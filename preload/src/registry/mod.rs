@@ -3,8 +3,10 @@
 //! - [`driver_memory`]: memory that no engine can move. [`virtual_memory`]: memory that the program reserves,
 //!   creates and maps itself.
 //! - [`pools`]: memory pools, by the driver's handles.
+//! - [`checkpoints`]: other processes that this program checkpoints.
 //! - [`shared`]: memory exported to other processes and imported from them.
 
+pub mod checkpoints;
 pub mod driver_memory;
 pub mod pools;
 pub mod shared;

@@ -82,6 +82,8 @@ struct Patience {
     /// Minimum time for which a `Settle` counts against its tenant's limit. A program that claims to be
     /// asleep makes the daemon start a helper, so this time limits how often one tenant's programs can.
     settle_interval: Duration,
+    /// The same for `Inspect`. A program that claims to have checkpointed another makes the daemon ask too.
+    inspect_interval: Duration,
     /// Time to wait for a child to exit after the daemon has shut down the socket. The child first undoes
     /// its unfinished work. For helpers that systemd starts, `RuntimeMaxSec=` is the corresponding limit.
     end: Duration,
@@ -94,6 +96,7 @@ const PATIENCE: Patience = Patience {
     answer: Duration::from_secs(60),
     settled: Duration::from_secs(10),
     settle_interval: Duration::from_millis(500),
+    inspect_interval: Duration::from_millis(100),
     end: Duration::from_secs(10),
 };
 
@@ -223,8 +226,8 @@ impl Helpers {
     ///   at most `MAX_PAIRS`. If empty, all memory is restored to its own GPU.
     ///
     /// Returns after at most 120 seconds. If no helper has touched a process that was to sleep, the process
-    /// is reported as running. After a successful sleep, the helper is returned too, and accepts another
-    /// request.
+    /// is reported as running. After a successful sleep, and if a process was found locked, the helper is
+    /// returned too, and accepts another request.
     pub async fn ask(
         &self,
         prepared: Option<Helper>,
@@ -244,12 +247,16 @@ impl Helpers {
             Err(failure) => return (not_begun(failure), None),
         };
         let patience = match operation {
-            Operation::Settle => self.patience.settled,
+            Operation::Settle | Operation::Inspect => self.patience.settled,
             Operation::Sleep | Operation::Wake => self.patience.answer,
         };
         let (mut asker, answer) = oneshot::channel();
         let end = self.patience.end;
-        let least = if operation == Operation::Settle { self.patience.settle_interval } else { Duration::ZERO };
+        let least = match operation {
+            Operation::Settle => self.patience.settle_interval,
+            Operation::Inspect => self.patience.inspect_interval,
+            Operation::Sleep | Operation::Wake => Duration::ZERO,
+        };
         let rested = sleep(least);
         // The helper counts against both limits until it exits. The caller does not wait for the exit, and
         // may be gone by then.
@@ -263,7 +270,13 @@ impl Helpers {
             // against its tenant's limit.
             let of_all = answer.is_some().then_some(of_all);
             let has_slept = |answer: nvshare_checkpoint::Reply| answer.outcome == Outcome::Asleep;
-            let goes_on = operation == Operation::Sleep && answer.flatten().is_some_and(has_slept);
+            // A process is usually checkpointed soon after it was locked.
+            let is_locked = |answer: nvshare_checkpoint::Reply| answer.outcome == Outcome::Locked;
+            let goes_on = match operation {
+                Operation::Sleep => answer.flatten().is_some_and(has_slept),
+                Operation::Inspect => answer.flatten().is_some_and(is_locked),
+                Operation::Wake | Operation::Settle => false,
+            };
             let (kept, done) = if goes_on { (Some(helper), None) } else { (None, Some(helper)) };
             let not_taken = asker.send((answer, kept)).err().and_then(|(_, helper)| helper);
             if let Some(helper) = done.or(not_taken) {

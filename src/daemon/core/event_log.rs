@@ -85,6 +85,7 @@ impl Log {
             Command::RoomRefused { room, gpu, why } => debug!(room = room.0, gpu = %gpu.0, ?why, "room refused"),
             Command::RoomEnded { room, gpu } => debug!(room = room.0, gpu = %gpu.0, "room ended"),
             Command::Attached { .. }
+            | Command::RestoreAllowed { .. }
             | Command::Probe { .. }
             | Command::Measure { .. }
             | Command::Placed { .. }

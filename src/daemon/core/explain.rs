@@ -185,6 +185,18 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
             SleepPhase::Settling => "It may be asleep. It gets no turn until nvshare-checkpoint reports its \
                 state."
                 .into(),
+            SleepPhase::Locked => "Another program has locked its process (cuCheckpointProcessLock). It gets no \
+                turn until that program unlocks it."
+                .into(),
+            SleepPhase::Checkpointed => format!(
+                "Another program has checkpointed its process. Its room on {gpu} stays reserved, because that \
+                 program runs without nvshare: its restore would not wait for room, and would fail. If you start \
+                 that program with `nvsharectl run`, other programs can use the room until the restore."
+            ),
+            SleepPhase::Lent => format!(
+                "Another program has checkpointed its process. Other programs use its room on {gpu} until that \
+                 program restores it."
+            ),
             SleepPhase::Asleep | SleepPhase::Awake => "It is asleep, and wakes up when it calls the driver.".into(),
         },
         Obstacle::Stopped => "A signal or a debugger has stopped its process.".into(),

@@ -1,6 +1,7 @@
 //! [`Host`]: what the daemon manages for programs and users beside the scheduler's decisions. Its
 //! components do not change each other. `SwapFiles` reads the figures of host memory.
 
+use super::foreign::ForeignCheckpoints;
 use super::host_use::HostFigures;
 use super::moves::Moves;
 use super::placement::Placements;
@@ -16,6 +17,7 @@ pub struct Host {
     pub sharing: Sharing,
     pub placements: Placements,
     pub sleep: Sleep,
+    pub foreign: ForeignCheckpoints,
     pub moves: Moves,
     /// Memory that is kept free at users' requests.
     pub rooms: Rooms,

@@ -8,7 +8,7 @@ use tracing::{debug, info};
 use super::model::{Client, ClientGpuStats, Model};
 use crate::daemon::gpu::accounting::{Attached, Basis};
 use crate::daemon::gpu::nvml::Sample;
-use crate::scheduler::{ClientId, Event, GpuId, Time};
+use crate::scheduler::{ClientId, Event, GpuId, SleepPhase, Time};
 
 /// Clients of an earlier daemon reconnect within this time. Until then, memory of unknown processes
 /// does not count as overhead.
@@ -49,6 +49,29 @@ impl Model {
         };
         let mut listed = self.gpus.values().filter(|gpu| gpu.index.is_some()).peekable();
         listed.peek().is_some() && listed.all(|gpu| gpu.sample.as_ref().is_some_and(is_off))
+    }
+
+    /// The clients of a GPU whose processes NVML lists no longer, or lists again although another program
+    /// had checkpointed them.
+    pub(super) fn vanished(&self, sample: &Sample) -> Vec<ClientId> {
+        let Some((list, gpu)) = sample.processes.as_ref().zip(self.gpus.get(&sample.gpu)) else { return Vec::new() };
+        let before = gpu.sample.as_ref().and_then(|sample| sample.processes.as_ref());
+        let has_changed = |(id, client): &(&ClientId, &Client)| {
+            let Ok(pid) = u32::try_from(client.identity.pid) else { return false };
+            let is_listed = list.contains_key(&pid);
+            let phase = self.machine.sleep_of(**id).phase;
+            match phase {
+                SleepPhase::Checkpointed | SleepPhase::Lent => is_listed,
+                SleepPhase::Awake if !is_listed => match before {
+                    Some(before) => before.contains_key(&pid),
+                    // An earlier scheduler may have seen the process there.
+                    None => self.machine.resident_and_swapped(**id, sample.gpu).is_some_and(|(bytes, _)| bytes > 0),
+                },
+                _ => false,
+            }
+        };
+        let clients = self.clients.iter().filter(|(_, client)| client.gpus.contains_key(&sample.gpu));
+        clients.filter(has_changed).map(|(id, _)| *id).collect()
     }
 
     /// The longest sampling period that still leaves time to evict clients' memory before other programs

@@ -56,6 +56,7 @@ pub(super) fn message(model: &Model, command: &Command) -> Option<(ClientId, Sch
         | Command::Placed { .. }
         | Command::Unplaced { .. }
         | Command::Checkpoint { .. }
+        | Command::RestoreAllowed { .. }
         | Command::Migrated { .. }
         | Command::Moved { .. }
         | Command::RoomReady { .. }

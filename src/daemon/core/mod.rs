@@ -16,8 +16,8 @@
 //! - `host`: what the daemon manages for programs and users. `host_use`: figures of host memory;
 //!   `swap_files`: the RAM and the swap file space of each client; `sharing`: messages about shared memory,
 //!   and `shared_memory`, the registry of that memory; `placement`: the GPUs that clients may see;
-//!   `sleep`: suspend of the host, and sleep of programs; `paused`: the paused processes; `moves`: moves of
-//!   programs between GPUs; `rooms`: memory that is kept free for programs that are not clients.
+//!   `sleep`: suspend of the host, and sleep of programs; `paused`: the paused processes; `foreign`: processes
+//!   that other programs checkpoint; `moves`: moves of programs between GPUs; `rooms`: memory that is kept free for programs that are not clients.
 //! - `containers`: [`pods`] and [`claims`], names and rules from Kubernetes; `units` limits the number of
 //!   units of a tenant; `lock_files`: files that clients lock while no scheduler runs.
 //!
@@ -33,6 +33,7 @@ mod counts;
 pub mod describe;
 mod event_log;
 mod explain;
+mod foreign;
 mod gangs;
 mod gpus;
 mod groups;

@@ -492,6 +492,14 @@ impl Model {
         self.machine.is_ahead()
     }
 
+    /// The client of a process that another client names: a program of the same tenant.
+    pub(super) fn neighbour(&self, client: ClientId, pid: i32) -> Option<ClientId> {
+        let tenant = &self.identity(client)?.tenant;
+        let mut programs = self.clients.iter().filter(|(_, entry)| entry.lock.is_none() && pid > 0);
+        let is_it = |entry: &Client| entry.identity.pid == pid && entry.identity.tenant == *tenant;
+        programs.find(|(_, entry)| is_it(entry)).map(|(id, _)| *id)
+    }
+
     /// The event that tells the scheduler whether a client's process is stopped.
     pub(super) fn probe(&self, client: ClientId) -> Option<Event> {
         let pid = self.identity(client)?.pid;

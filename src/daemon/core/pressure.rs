@@ -167,6 +167,7 @@ pub(super) fn client_of(event: &Event) -> Option<ClientId> {
         | Event::SleepWanted { client, .. }
         | Event::Resumed { client }
         | Event::WakeRequested { client }
+        | Event::ForeignCheckpoint { client, .. }
         | Event::Checkpointed { client, .. } => Some(*client),
         _ => None,
     }

@@ -36,6 +36,7 @@ use crate::scheduler::{ClientId, Command, Event, GpuId, Settings, Time};
 use crate::sys::clock;
 use crate::sys::device_file::DeviceFile;
 use crate::sys::foreign::Foreign;
+use crate::sys::pidfd;
 
 /// Minimum time between two measurements of host memory for limit requests.
 const HOST_PERIOD: Duration = Duration::from_millis(10);
@@ -122,11 +123,14 @@ impl Core {
             Command::Grant { .. } => io.signals.holders.notify_one(),
             Command::Probe { client } => {
                 let probed = model.probe(*client);
-                if let Some(Event::Stopped { stopped: true, .. }) = probed {
-                    io.signals.stopped.notify_one();
+                match probed {
+                    Some(Event::Stopped { stopped: true, .. }) => io.signals.stopped.notify_one(),
+                    _ => host.foreign.inspect(model, &host.sleep, *client),
                 }
                 return probed;
             }
+            Command::Undrainable { client, .. } => host.foreign.inspect(model, &host.sleep, *client),
+            Command::RestoreAllowed { client } => host.foreign.allow(model, *client),
             Command::Measure { gpu } => return self.remeasure(*gpu, now),
             Command::Placed { client, gpus } => placement::placed(model, *client, gpus),
             Command::Unplaced { client, why } => self.refuse_place(*client, &NoGpu::from(why)),
@@ -229,11 +233,13 @@ impl Core {
         self.host.files.leave(client, &gone.identity.tenant);
         self.host.moves.leave(client);
         self.host.sleep.leave(client);
+        let restored = self.host.foreign.leave(&self.model, client);
         // Must precede `Event::Disconnected`, which frees the client's memory. Memory that other clients have
         // open stays in use.
         let adopters = self.host.sharing.leave(&self.model, client);
         self.report(adopters);
         self.apply(Event::Disconnected { client });
+        restored.into_iter().for_each(|target| self.inspect(target));
         self.observe.end(&self.model, client, &gone.identity, now);
         gone.gpus.keys().for_each(|gpu| self.forget_unlisted(*gpu));
     }
@@ -293,6 +299,13 @@ impl Core {
                 let changed = self.model.join_gang(client, gang);
                 self.apply_all(changed);
             }
+            ClientAction::ForeignCheckpoint { step, ticket } => {
+                let Host { foreign, sleep, .. } = &mut self.host;
+                let target = descriptors.first().and_then(pidfd::process);
+                let target = target.and_then(|pid| self.model.neighbour(client, pid));
+                let request = foreign.receive(&self.model, sleep, client, target, (step, ticket));
+                self.apply_all(request);
+            }
             ClientAction::UseSwapFile { ram_max } => self.host.files.accepted(client, ram_max),
             ClientAction::EnvLimit { limit, text } => self.set_env_limit(client, limit, &text),
             ClientAction::RequestPlacement(request) => self.place(client, &request),
@@ -306,6 +319,9 @@ impl Core {
         }
         let overdue = self.host.sharing.overdue(&self.model, client, now);
         self.report(overdue);
+        if self.model.machine.is_foreign(client) {
+            self.inspect(client); // the process may run again
+        }
         Ok(())
     }
 
@@ -409,6 +425,12 @@ impl Core {
         self.observe.log.log_unplaced(&self.model, client, why, label);
     }
 
+    /// Inspects a client's process, which another program may have locked or checkpointed.
+    fn inspect(&mut self, client: ClientId) {
+        let Host { foreign, sleep, .. } = &mut self.host;
+        foreign.inspect(&self.model, sleep, client);
+    }
+
     /// Tells the scheduler which stopped processes have continued. Returns true if any process is still
     /// stopped.
     pub fn check_stopped(&mut self) -> bool {
@@ -435,6 +457,7 @@ impl Core {
             }
             Report::Used(used) => {
                 for sample in used {
+                    self.model.vanished(&sample).into_iter().for_each(|client| self.inspect(client));
                     self.measure(&sample);
                     if let Some(entry) = self.model.gpus.get_mut(&sample.gpu) {
                         entry.sample = Some(sample);
@@ -692,7 +715,14 @@ impl Core {
     pub fn checkpointed(&mut self, client: ClientId, operation: Operation, answer: &HelperAnswer) {
         let Some(identity) = self.model.identity(client) else { return };
         sleep::log_failure(&mut self.observe.log, client, identity, operation, answer);
-        let outcome = self.host.sleep.answered(client, operation, answer);
+        debug!(client = client.0, ?operation, outcome = ?answer.outcome, "checkpoint");
+        self.host.sleep.note_helper(answer);
+        if operation == Operation::Inspect {
+            let Host { foreign, sleep, .. } = &mut self.host;
+            let events = foreign.inspected(&self.model, sleep, client, answer.outcome);
+            return self.apply_all(events);
+        }
+        let outcome = sleep::outcome(answer.outcome);
         self.apply(Event::Checkpointed { client, outcome });
         // The client claimed to be asleep, and is not.
         if operation == Operation::Settle && answer.outcome == Outcome::Runs {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
-use tracing::{debug, info, warn};
+use tracing::{info, warn};
 use zbus::fdo;
 
 use super::log::Log;
@@ -128,23 +128,38 @@ impl Sleep {
             SleepOperation::Settle => (Operation::Settle, SleepOutcome::Unknown),
         };
         // Without a pidfd, no scheduler can have checkpointed the process.
-        let Some(process) = &entry.process else {
+        if entry.process.is_none() {
             return Some(Event::Checkpointed { client, outcome: SleepOutcome::Runs });
-        };
-        let (awaited, awaits) = oneshot::channel();
-        let identity = entry.identity.clone();
-        let request = process.get_ref().try_clone();
-        let request = request.map(|process| CheckpointRequest { client, operation, process, identity, pairs, awaited });
-        let is_sent = self
-            .requests
-            .as_ref()
-            .zip(request.ok())
-            .is_some_and(|(requests, request)| requests.send(Checkpoint::Do(request)).is_ok());
-        if !is_sent {
-            return Some(Event::Checkpointed { client, outcome: untouched });
         }
+        let Some(awaits) = self.send(model, client, operation, pairs) else {
+            return Some(Event::Checkpointed { client, outcome: untouched });
+        };
         self.asked.insert(client, awaits);
         None
+    }
+
+    /// Asks a helper for the state of a client's process. Dropping the result cancels the request. `None`: no
+    /// helper can read the state.
+    pub fn inspect(&self, model: &Model, client: ClientId) -> Option<oneshot::Receiver<Infallible>> {
+        let is_possible = self.impossible_since.is_none_or(|at| clock::now() >= at + NO_CHECKPOINTS);
+        is_possible.then(|| self.send(model, client, Operation::Inspect, Vec::new())).flatten()
+    }
+
+    /// Sends a request about a client's process to the helpers.
+    fn send(
+        &self,
+        model: &Model,
+        client: ClientId,
+        operation: Operation,
+        pairs: Vec<(Uuid, Uuid)>,
+    ) -> Option<oneshot::Receiver<Infallible>> {
+        let entry = model.clients.get(&client)?;
+        let process = entry.process.as_ref()?.get_ref().try_clone().ok()?;
+        let (awaited, awaits) = oneshot::channel();
+        let identity = entry.identity.clone();
+        let request = CheckpointRequest { client, operation, process, identity, pairs, awaited };
+        self.requests.as_ref()?.send(Checkpoint::Do(request)).ok()?;
+        Some(awaits)
     }
 
     /// True if a client may be asleep, but no helper can determine its state.
@@ -157,19 +172,12 @@ impl Sleep {
         is_unable && model.machine.sleep_of(client).phase == SleepPhase::Settling
     }
 
-    /// Handles the result of an operation on a client's process.
-    pub fn answered(&mut self, client: ClientId, operation: Operation, answer: &HelperAnswer) -> SleepOutcome {
+    /// Notes whether the helpers work.
+    pub fn note_helper(&mut self, answer: &HelperAnswer) {
         match answer.failure {
             Some(HelperFailure::NoCalls | HelperFailure::NotStarted(_)) => self.impossible_since = Some(clock::now()),
             None => self.impossible_since = None, // checkpoints work again
             Some(_) => {}
-        }
-        debug!(client = client.0, ?operation, outcome = ?answer.outcome, "checkpoint");
-        match answer.outcome {
-            Outcome::Runs => SleepOutcome::Runs,
-            Outcome::Asleep => SleepOutcome::Asleep,
-            Outcome::Lost | Outcome::Gone => SleepOutcome::Lost,
-            Outcome::Unknown => SleepOutcome::Unknown,
         }
     }
 
@@ -225,6 +233,16 @@ impl Sleep {
     }
 }
 
+/// The scheduler's name for the state in which a helper left a process.
+pub(super) fn outcome(outcome: Outcome) -> SleepOutcome {
+    match outcome {
+        Outcome::Runs => SleepOutcome::Runs,
+        Outcome::Asleep => SleepOutcome::Asleep,
+        Outcome::Lost | Outcome::Gone => SleepOutcome::Lost,
+        Outcome::Locked | Outcome::Unknown => SleepOutcome::Unknown,
+    }
+}
+
 /// Logs why an operation on a client's process failed.
 pub(super) fn log_failure(
     log: &mut Log,
@@ -236,8 +254,12 @@ pub(super) fn log_failure(
     if let Some(failure) = &answer.failure
         && log.allows("checkpoint", identity)
     {
-        let what = if operation == Operation::Wake { "restored on" } else { "taken off" };
+        let what = match operation {
+            Operation::Sleep | Operation::Settle => "was not taken off its GPUs",
+            Operation::Wake => "was not restored on its GPUs",
+            Operation::Inspect => "may have been checkpointed by another program, which cannot be checked",
+        };
         let (pid, name) = (identity.pid, identity.label());
-        warn!(client = client.0, pid, "{name} was not {what} its GPUs: {failure}");
+        warn!(client = client.0, pid, "{name} {what}: {failure}");
     }
 }

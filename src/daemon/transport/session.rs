@@ -5,7 +5,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use nvshare_wire::client::{EngineReason, GpuKind, SleepRefusal};
+use nvshare_wire::client::{CheckpointStep, EngineReason, GpuKind, SleepRefusal};
 use nvshare_wire::env_limits::{self, LimitName};
 use nvshare_wire::visible_devices::Chooser;
 use nvshare_wire::{ClientMessage, Counts, MAX_SLOTS, SlotSet, WireError};
@@ -109,6 +109,11 @@ pub enum ClientAction {
     /// Add the client to the gang of this name.
     JoinGang {
         gang: u64,
+    },
+    /// Handle a change that the client makes to another process's CUDA state.
+    ForeignCheckpoint {
+        step: CheckpointStep,
+        ticket: u32,
     },
     /// Do nothing: the value is still incomplete, or was already known.
     Incomplete,
@@ -299,6 +304,7 @@ impl Session {
             }
             ClientMessage::JoinGang { gang } => ClientAction::JoinGang { gang },
             ClientMessage::UseSwapFile { ram_max } => ClientAction::UseSwapFile { ram_max },
+            ClientMessage::ForeignCheckpoint { step, ticket } => ClientAction::ForeignCheckpoint { step, ticket },
             ClientMessage::SleepReady {} => ClientAction::Event(Event::SleepReady { client }),
             ClientMessage::SleepRefused { why } => {
                 ClientAction::Event(Event::SleepRefused { client, why: obstacle(why) })

@@ -37,6 +37,8 @@ pub enum EvictionBlock {
     Late,
     /// The client's process is stopped.
     Stopped,
+    /// Another program has locked or checkpointed the client's process.
+    Foreign,
     /// The client was revoked and cannot drain.
     Undrainable,
     /// Measurements still show memory that the client reported as freed. The client's other memory
@@ -140,6 +142,9 @@ pub enum Command {
     /// answer with [`Event::Checkpointed`] in bounded time, even if the helper fails. If the
     /// process wakes on other GPUs than before, `moves` lists the old and the new GPUs.
     Checkpoint { client: ClientId, operation: SleepOperation, moves: Vec<Move> },
+    /// Answers [`Event::RestoreRequested`]: the room for the restore of the client's process is free,
+    /// and stays free until the next [`Event::ForeignCheckpoint`] of the client.
+    RestoreAllowed { client: ClientId },
     /// All records of the client on GPU `from`, including its requests, are on GPU `to` from now
     /// on. This and all later commands and events refer to `to`. The client is asleep; `Awake` will
     /// tell the client about the new GPU.

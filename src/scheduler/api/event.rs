@@ -227,6 +227,14 @@ pub enum Event {
     /// From the daemon: the state in which the checkpoint helper left the client's process. Answers
     /// `Command::Checkpoint`.
     Checkpointed { client: ClientId, outcome: SleepOutcome },
+    /// From the daemon: the present state of the client's process, which a program other than the
+    /// checkpoint helper may have changed. Has no effect while the helper has the process. A pending
+    /// [`Event::RestoreRequested`] ends.
+    ForeignCheckpoint { client: ClientId, state: ForeignState },
+    /// From the daemon: a program that runs under the library waits for permission to restore the
+    /// client's process. Answered by `Command::RestoreAllowed`, as soon as the client's GPUs have
+    /// room.
+    RestoreRequested { client: ClientId },
 }
 
 impl Event {

@@ -15,7 +15,8 @@ pub use rules::{Amount, EnvLimits, Group, GroupId, OnMemoryFull, RuleLimits, Sha
 pub(crate) use settings::MAX_TIME;
 pub use settings::{AntiThrash, PolicyName, Settings};
 pub use sleep::{
-    Move, MoveObstacle, SleepObstacle, SleepOperation, SleepOutcome, SleepPhase, SleepView, WakeReason, Woken,
+    ForeignState, Move, MoveObstacle, SleepObstacle, SleepOperation, SleepOutcome, SleepPhase, SleepView, WakeReason,
+    Woken,
 };
 
 pub use nvshare_wire::Uuid;

@@ -28,6 +28,23 @@ pub enum SleepOutcome {
     Unknown,
 }
 
+/// The state of a client's process, as the checkpoint helper reads it after a program other than the
+/// helper may have locked or checkpointed the process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case", rename_all_fields = "kebab-case")]
+pub enum ForeignState {
+    Runs,
+    /// The process is on its GPUs, and its driver calls block.
+    Locked,
+    /// The process is off its GPUs. `restore_waits`: the program that checkpointed the process runs
+    /// under the library, so its restore waits for [`Command::RestoreAllowed`](super::Command).
+    Checkpointed {
+        restore_waits: bool,
+    },
+    /// The process never runs again.
+    Lost,
+}
+
 /// Why a client cannot sleep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -112,6 +129,14 @@ pub enum SleepPhase {
     Settling,
     /// The client's process never runs again.
     Lost,
+    /// Another program has locked the client's process. Its memory is on its GPUs.
+    Locked,
+    /// Another program has checkpointed the client's process. The room for the restore stays
+    /// reserved, because that program's restore does not wait for room.
+    Checkpointed,
+    /// Another program has checkpointed the client's process, and its restore will wait for room.
+    /// Until then, other clients use the room.
+    Lent,
 }
 
 /// A client's sleep state, as the scheduler knows it.

@@ -239,11 +239,6 @@ impl Account {
         self.verified().is_some_and(|most| self.report.mapped > most)
     }
 
-    /// Whether a measurement found none of the memory that the client claims.
-    pub fn is_refuted(&self) -> bool {
-        self.claimed.0 > 0 && self.found == Some(0) && self.refuted == self.claimed
-    }
-
     /// Since when the client has not used all memory that it is allowed, as far as measurements show.
     pub fn unused_since(&self) -> Option<Time> {
         self.unused.filter(|_| self.verified().is_some_and(|most| most < self.allowance))

@@ -56,7 +56,18 @@ impl Gpu {
     /// The capacity without a [`Trial`](super::shortfall::Trial): the total minus the reserve and the
     /// overhead.
     pub(crate) fn usable(&self, settings: &Settings) -> u64 {
-        self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.overhead_wanted(settings))
+        self.all(settings).saturating_sub(self.overhead_wanted(settings))
+    }
+
+    /// The total and the lent bytes, minus the reserve.
+    fn all(&self, settings: &Settings) -> u64 {
+        self.total.saturating_add(self.lent_bytes()).saturating_sub(self.reserve(settings))
+    }
+
+    /// Charges of checkpointed clients, which other clients use until the restores begin.
+    pub(crate) fn lent_bytes(&self) -> u64 {
+        let charges = self.lent.iter().filter_map(|client| Some(self.account(*client)?.charge));
+        charges.fold(0, u64::saturating_add)
     }
 
     /// Like `usable`, but assumes that unmeasured contexts take no memory and that other programs
@@ -69,7 +80,7 @@ impl Gpu {
     /// Bytes set aside for contexts and other programs, including memory kept free for other
     /// programs.
     pub(crate) fn overhead(&self, settings: &Settings) -> u64 {
-        self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.usable(settings))
+        self.all(settings).saturating_sub(self.usable(settings))
     }
 
     /// Like `overhead`, but may exceed the GPU's size.
@@ -90,7 +101,7 @@ impl Gpu {
 
     /// Bytes that can be promised to clients.
     pub(crate) fn promisable(&self, settings: &Settings) -> u64 {
-        self.usable(settings).saturating_sub(self.away())
+        self.usable(settings).saturating_sub(self.lent_bytes()).saturating_sub(self.away())
     }
 
     /// Bytes that are neither charged nor reserved.

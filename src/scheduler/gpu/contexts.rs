@@ -174,6 +174,7 @@ impl Gpu {
     /// client returns.
     pub fn left(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         let bytes = self.context_of(cx, client);
+        self.lent.remove(&client);
         self.unmeasured.remove(&client);
         self.contexts.remove(client);
         self.end_return(client);
@@ -187,6 +188,7 @@ impl Gpu {
     /// Records that a client is on the GPU again.
     pub fn came_back(&mut self, now: Time, fx: &mut Effects, client: ClientId) {
         self.end_return(client);
+        self.lent.remove(&client);
         if let Some(attachment) = self.attachments.get_mut(&client)
             && self.away.remove(&client).is_some()
         {

@@ -23,6 +23,7 @@ impl Gpu {
         let state = cx.clients.get(&client)?;
         let attachment = self.attachments.get(&client)?;
         match attachment.eviction_block {
+            _ if cx.sleep.is_foreign(client) => Some(EvictionBlock::Foreign),
             _ if state.stopped => Some(EvictionBlock::Stopped),
             _ if self.hold(client).is_some_and(Hold::is_undrainable) => Some(EvictionBlock::Undrainable),
             block => block,
@@ -112,14 +113,6 @@ impl Gpu {
         self.block_eviction(cx, fx, client, EvictionBlock::Late);
     }
 
-    /// Whether a tool other than nvshare has checkpointed the process: a measurement found none of the
-    /// memory that the client claims. Managed memory proves nothing. It counts as mapped before its pages
-    /// have reached the GPU.
-    pub fn is_elsewhere(&self, client: ClientId) -> bool {
-        let attachment = self.attachments.get(&client).filter(|attachment| attachment.engine != Engine::Managed);
-        attachment.is_some_and(|attachment| attachment.account().is_refuted())
-    }
-
     /// Whether an undrainable holder has left a part of its allowed memory unused for [`UNUSED`].
     /// Further raises don't restart that time, because a holder could ask for a little more each
     /// minute. So a holder whose memory arrives in parts can lose it too.
@@ -135,12 +128,13 @@ impl Gpu {
     /// its last measurement says nothing about the memory that it uses now.
     pub fn charge_as_known(&mut self, cx: Context, fx: &mut Effects, client: ClientId, is_measured: bool) {
         let now = cx.now;
-        let Some(account) = self.account(client) else { return };
+        // Another program has checkpointed the client, and its restore needs the whole charge.
+        let Some(account) = self.account(client).filter(|_| !cx.sleep.is_foreign(client)) else { return };
         let is_undrainable = self.hold(client).is_some_and(Hold::is_undrainable);
         let may_need_memory = self.lock(client).is_some_and(ClientLock::may_need_memory);
         let hoards = is_measured && may_need_memory && self.hoards(now, client);
         let has = match is_undrainable {
-            true if may_need_memory && !hoards && !self.is_elsewhere(client) => None,
+            true if may_need_memory && !hoards => None,
             true => account.less_than_charged(),
             false => account.unanswered(now),
         };

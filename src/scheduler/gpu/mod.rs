@@ -141,6 +141,10 @@ pub(crate) struct Gpu {
     /// Clients that are off the GPU, with the bytes that their contexts will need.
     #[serde(default)]
     pub away: BTreeMap<ClientId, u64>,
+    /// Clients of `away` that another program has checkpointed. Other clients use their charges until
+    /// their restores begin.
+    #[serde(default)]
+    pub lent: BTreeSet<ClientId>,
     /// The holders of the lock, in the order of their grants.
     holders: BTreeMap<u64, ClientId>,
     /// The last holder, if it was preempted.
@@ -229,6 +233,7 @@ impl Gpu {
             unmeasured: BTreeSet::new(),
             attachments: BTreeMap::new(),
             away: BTreeMap::new(),
+            lent: BTreeSet::new(),
             holders: BTreeMap::new(),
             preempted: None,
             idle_for: None,
@@ -265,6 +270,7 @@ impl Gpu {
             self.ledger.close(client, &attachment.entry);
         }
         self.away.remove(&client);
+        self.lent.remove(&client);
         self.unmeasured.remove(&client);
         self.reservations.retain(|reservation| reservation.client != client);
         self.contexts.remove(client);

@@ -19,6 +19,9 @@ pub(crate) struct Returning {
     pub client: ClientId,
     /// Bytes set aside for the client's context.
     pub bytes: u64,
+    /// The client's charge that the restore maps. It was lent to other clients until now.
+    #[serde(default)]
+    pub lent: u64,
     /// When these bytes became free of other charges. `None`: other clients still have some of the
     /// bytes.
     pub secured: Option<Time>,
@@ -31,8 +34,8 @@ pub(crate) struct Returning {
 }
 
 impl Returning {
-    pub fn new(client: ClientId, bytes: u64) -> Self {
-        Self { client, bytes, secured: None, is_measured: false, restored: None, asked: None }
+    pub fn new(client: ClientId, bytes: u64, lent: u64) -> Self {
+        Self { client, bytes, lent, secured: None, is_measured: false, restored: None, asked: None }
     }
 
     /// Records whether the bytes are secured. If not, other clients still have some of the bytes.
@@ -51,7 +54,7 @@ impl Returning {
     /// reports have to suffice.
     pub fn measured(&mut self, begun: Time, free: Option<u64>) {
         if self.secured.is_some_and(|since| since <= begun) {
-            self.is_measured = free.is_none_or(|free| free >= self.bytes);
+            self.is_measured = free.is_none_or(|free| free >= self.bytes.saturating_add(self.lent));
         }
     }
 }
@@ -72,7 +75,26 @@ impl Gpu {
     pub fn expect_return(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         if self.returning.is_none() {
             let bytes = self.away.get(&client).copied().unwrap_or_else(|| self.context_of(cx, client));
-            self.returning = Some(Returning::new(client, bytes));
+            let is_lent = self.lent.remove(&client);
+            let lent = self.account(client).filter(|_| is_lent).map_or(0, |account| account.charge);
+            self.returning = Some(Returning::new(client, bytes, lent));
+            fx.touch(self.id);
+        }
+    }
+
+    /// Reserves room for the context of a client that may be restored at any moment. The client's
+    /// charge stays.
+    pub fn reserve_return(&mut self, fx: &mut Effects, client: ClientId) {
+        if let Some(bytes) = self.away.get(&client) {
+            self.overdue.insert(client, *bytes);
+            fx.touch(self.id);
+        }
+    }
+
+    /// Lends the charge of a client that is off the GPU, until [`Gpu::expect_return`].
+    pub fn lend(&mut self, fx: &mut Effects, client: ClientId) {
+        if self.away.contains_key(&client) {
+            self.lent.insert(client);
             fx.touch(self.id);
         }
     }
@@ -139,7 +161,7 @@ mod tests {
 
     #[test]
     fn only_a_measurement_that_began_with_the_room_secured_counts() {
-        let mut returning = Returning::new(ClientId(1), 100);
+        let mut returning = Returning::new(ClientId(1), 90, 10);
         let mut measured = |secured: Option<(u64, bool)>, begun, free| {
             if let Some((now, is_secured)) = secured {
                 returning.set_secured(at(now), is_secured);

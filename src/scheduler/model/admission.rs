@@ -184,12 +184,11 @@ impl Model<'_> {
         self.gpus.holds_on(id).find(|(holder, hold)| is_ahead(*holder, hold)).map(|(holder, _)| holder)
     }
 
-    /// Whether memory can be evicted for an undrainable holder so that it drains: its process runs, its
-    /// memory is on this GPU, and it could have all bytes that it needs.
+    /// Whether memory can be evicted for an undrainable holder so that it drains: its process runs, and
+    /// it could have all bytes that it needs.
     pub fn can_be_served(&self, holder: ClientId, id: GpuId) -> bool {
         let runs = self.clients.get(&holder).is_some_and(|state| !state.stopped);
-        let fits = |gpu: &Gpu| !gpu.is_elsewhere(holder) && self.could_fit(gpu, id, &[holder]);
-        runs && self.gpus.get(id).is_some_and(fits)
+        runs && self.gpus.get(id).is_some_and(|gpu| self.could_fit(gpu, id, &[holder]))
     }
 
     pub fn members_of_first(&self, id: GpuId) -> Vec<ClientId> {

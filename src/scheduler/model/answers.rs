@@ -89,6 +89,9 @@ impl Model<'_> {
     pub fn answers(&self, client: ClientId) -> Answers {
         let (now, mut all) = (self.now, Answers::default());
         let Some(state) = self.clients.get(&client) else { return all };
+        if self.sleep.is_foreign(client) {
+            return all; // the client cannot answer, and the daemon follows the state of its process
+        }
         let mut again: Option<(GpuSet, Duration)> = None;
         for (id, lock) in self.gpus.locks_of(client) {
             let mut note = |due: Option<Time>, ids: &mut GpuSet| match due {

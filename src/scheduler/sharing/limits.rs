@@ -68,7 +68,8 @@ impl Sharing<'_> {
     /// Updates a client's limits for its sleep. Sets room aside on the GPU that the client will be
     /// moved to, and on the GPUs that it may be moved back to.
     pub fn limit_sleeper(&mut self, client: ClientId) {
-        let is_asleep = self.sleep.view(client).phase != SleepPhase::Awake;
+        // A client that another program has locked acknowledges no lower limit.
+        let is_asleep = self.sleep.view(client).phase != SleepPhase::Awake && !self.sleep.is_foreign(client);
         let (goes, back) = self.model().expected(client);
         self.with_quota(|quota, cx, fx| {
             quota.set_asleep(cx, fx, client, is_asleep);

@@ -26,6 +26,7 @@
 //!
 //! Other parts of sleep:
 //!
+//! - `foreign.rs`: clients whose processes other programs checkpoint.
 //! - `presence.rs`: what follows from a change of a client's sleep.
 //! - `model/sleep.rs`, `gpu/returning.rs`: which client sleeps, and when; room for a wake.
 //! - `model/moves.rs`, `quota/coming.rs`: moves to another GPU, drained GPUs. `quota/asleep.rs`:
@@ -36,6 +37,10 @@
 //! - The library's `client/thread/sleep.rs`: prepares and wakes the process. `connection/presence.rs`,
 //!   `driver/function.rs`, `driver/entries.rs`: keep threads out of the driver. `gpu/identity.rs`:
 //!   UUIDs after a move. `client/exit.rs`: exit of a sleeping process.
+
+mod foreign;
+
+pub(crate) use foreign::Foreign;
 
 use crate::api::*;
 use nvshare_wire::moves::MAX_MOVES;
@@ -66,6 +71,8 @@ enum Stage {
     },
     /// The client can never be restored, and its calls return the driver's error.
     Lost,
+    /// Another program has locked or checkpointed the client's process.
+    Foreign(Foreign),
 }
 
 /// The action that the scheduler must take after an event.
@@ -85,6 +92,10 @@ pub(crate) enum Step {
     Stays,
     /// The client can never run again.
     IsLost,
+    /// Another program keeps the client from running.
+    IsKept(Foreign),
+    /// Another program may restore the client.
+    AllowRestore,
 }
 
 /// A client that is not awake, should sleep, or failed to sleep.
@@ -239,7 +250,7 @@ impl Sleep {
         self.clients.get(&client).is_some_and(|entry| entry.is_ordered() || entry.state != Stage::Awake)
     }
 
-    /// Whether the client is known to have nothing on its GPUs.
+    /// Whether the client sleeps, and is known to have nothing on its GPUs.
     pub fn is_away(&self, client: ClientId) -> bool {
         matches!(self.state_of(client), Stage::Asleep | Stage::Waking(_) | Stage::Lost)
     }
@@ -275,7 +286,7 @@ impl Sleep {
     /// Clients that wait for room, in the order in which they are served.
     pub fn waking(&self) -> Vec<ClientId> {
         let number = |(client, entry): (&ClientId, &Entry)| match entry.state {
-            Stage::Waking(number) => Some((number, *client)),
+            Stage::Waking(number) | Stage::Foreign(Foreign::Waking(number)) => Some((number, *client)),
             _ => None,
         };
         let mut waking: Vec<(u64, ClientId)> = self.clients.iter().filter_map(number).collect();
@@ -295,10 +306,13 @@ impl Sleep {
             Stage::Preparing => SleepPhase::Preparing,
             Stage::Checkpointing => SleepPhase::Checkpointing,
             Stage::Asleep => SleepPhase::Asleep,
-            Stage::Waking(_) => SleepPhase::Waking,
-            Stage::Restoring => SleepPhase::Restoring,
+            Stage::Waking(_) | Stage::Foreign(Foreign::Waking(_)) => SleepPhase::Waking,
+            Stage::Restoring | Stage::Foreign(Foreign::Restoring) => SleepPhase::Restoring,
             Stage::Settling { .. } => SleepPhase::Settling,
             Stage::Lost => SleepPhase::Lost,
+            Stage::Foreign(Foreign::Locked) => SleepPhase::Locked,
+            Stage::Foreign(Foreign::Reserved) => SleepPhase::Checkpointed,
+            Stage::Foreign(Foreign::Lent) => SleepPhase::Lent,
         };
         SleepView {
             phase,
@@ -561,11 +575,18 @@ impl Sleep {
 
     /// Starts the restore of a waking client that has room.
     pub fn has_room(&mut self, client: ClientId) -> Step {
-        let Some(entry) = self.clients.get_mut(&client).filter(|entry| matches!(entry.state, Stage::Waking(_))) else {
-            return Step::Nothing;
-        };
-        entry.state = Stage::Restoring;
-        Step::Call(SleepOperation::Wake)
+        let Some(entry) = self.clients.get_mut(&client) else { return Step::Nothing };
+        match entry.state {
+            Stage::Waking(_) => {
+                entry.state = Stage::Restoring;
+                Step::Call(SleepOperation::Wake)
+            }
+            Stage::Foreign(Foreign::Waking(_)) => {
+                entry.state = Stage::Foreign(Foreign::Restoring);
+                Step::AllowRestore
+            }
+            _ => Step::Nothing,
+        }
     }
 
     /// Handles the helper's answer about a client.

@@ -91,6 +91,7 @@ fn numbers(command: &Command) -> Vec<u64> {
         Command::Checkpoint { client, operation, moves } => {
             [vec![21, client.0, *operation as u64], pairs(moves)].concat()
         }
+        Command::RestoreAllowed { client } => vec![27, client.0],
         Command::Moved { client, from, to } => vec![22, client.0, number(from), number(to)],
         Command::Migrated { client, from, to, why } => {
             vec![23, client.0, number(from), number(to), u64::from(why.is_some())]

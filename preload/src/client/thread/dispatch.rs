@@ -5,7 +5,7 @@ use crate::{
     client::turn::Turn,
     env::trace::trace,
     gpu::{self, Gpu, memory_limits},
-    registry::shared,
+    registry::{checkpoints, shared},
 };
 use alloc::vec::Vec;
 use core::time::Duration;
@@ -95,6 +95,7 @@ impl ClientThread {
             SchedulerMessage::HostMemory { ram, file } => self.set_host_memory(ram, file, descriptors),
             SchedulerMessage::OfferSwapFile {} => self.use_swap_file(),
             SchedulerMessage::PrepareSleep { flags } => self.prepare_sleep(flags),
+            SchedulerMessage::Continue { ticket } => checkpoints::on_answer(ticket),
             SchedulerMessage::Awake { moved } => self.wake_up(moved),
             SchedulerMessage::Resume { .. } => self.resume(),
             SchedulerMessage::Remark { .. } => {}

@@ -390,6 +390,26 @@ mod tests {
         assert_eq!((space.account.demand, space.account.pinned, memory.driver.used()), (0, 0, 0));
     }
 
+    /// Two allocations of one slab are announced to other devices.
+    #[test]
+    fn announced_memory_moves_again_once_no_device_accesses_its_range() {
+        let memory = Memory::new();
+        let mut space = memory.space.lock();
+        let mut small = || space.allocate(1000, memory.context as usize, false, memory.work).expect("room").address;
+        let (one, other) = (small(), small());
+        let base = space.range_of(one).expect("a slab");
+        assert_eq!(space.range_of(other), Some(base));
+        assert!(space.announce(base, one) && space.announce(base, other) && space.announce(base, one));
+        assert_eq!((space.account.demand, space.account.pinned), (0, GRANULE));
+        space.withdraw(base, one);
+        assert_eq!(space.account.pinned, GRANULE, "the other is still announced");
+        space.undo(other);
+        assert_eq!((space.account.demand, space.account.mapped, space.account.pinned), (GRANULE, GRANULE, 0));
+        assert!(!space.chunks_to_evict(GRANULE).is_empty());
+        space.undo(one);
+        assert_eq!((space.account.demand, memory.driver.used()), (0, 0));
+    }
+
     #[test]
     fn memory_is_divided_into_chunks_unless_the_program_can_export_it() {
         let memory = Memory::new();

@@ -1,7 +1,7 @@
 //! Other accesses to ranges: the program's own mappings, other GPUs, and calls that require a range to
 //! stay on the GPU.
 
-use super::{RangeKind, Space, chunks::Residency};
+use super::{Pins, RangeKind, Space, chunks::Residency};
 use crate::{
     driver::types::*,
     memory::{alias::Aliases, engine},
@@ -66,13 +66,38 @@ impl Space {
         handles.reduce(|first, next| first.filter(|_| next.is_some()))?
     }
 
-    /// Keeps a range on the GPU permanently. The range then counts as pinned instead of as demand. Returns
-    /// `false` if a part of the range is off the GPU.
+    /// Keeps a range on the GPU until it is freed. The range then counts as pinned instead of as demand.
+    /// Returns `false` if a part of the range is off the GPU.
     pub fn pin(&mut self, base: u64) -> bool {
-        let is_there = self.on_gpu(base).is_some();
-        let Some(range) = self.ranges.get_mut(&base).filter(|_| is_there) else { return false };
-        if !core::mem::replace(&mut range.pinned, true) {
-            self.account.pin(range.len);
+        self.on_gpu(base).is_some() && self.change_pins(base, |pins| pins.always = true)
+    }
+
+    /// Keeps a range on the GPU until the program withdraws the announcement of this address to other
+    /// devices, or frees the memory there. Returns `false` if a part of the range is off the GPU.
+    pub fn announce(&mut self, base: u64, address: u64) -> bool {
+        let insert = |pins: &mut Pins| {
+            pins.announced.insert(address);
+        };
+        self.on_gpu(base).is_some() && self.change_pins(base, insert)
+    }
+
+    /// Handles an address that other devices do not access any more.
+    pub fn withdraw(&mut self, base: u64, address: u64) {
+        let remove = |pins: &mut Pins| {
+            pins.announced.remove(&address);
+        };
+        self.change_pins(base, remove);
+    }
+
+    /// Changes the reasons for which a range stays on the GPU. Returns `false` if the range does not exist.
+    fn change_pins(&mut self, base: u64, change: impl FnOnce(&mut Pins)) -> bool {
+        let Some(range) = self.ranges.get_mut(&base) else { return false };
+        let before = range.pins.are_any();
+        change(&mut range.pins);
+        match (before, range.pins.are_any()) {
+            (false, true) => self.account.pin(range.len),
+            (true, false) => self.account.unpin(range.len),
+            _ => {}
         }
         true
     }

@@ -35,7 +35,7 @@ use crate::{
 };
 use alloc::{
     boxed::Box,
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     vec::Vec,
 };
 use chunks::{Chunk, Kept, Residency};
@@ -88,11 +88,25 @@ struct Range {
     dead: bool,
     /// The driver has already freed the addresses of the range.
     gone: bool,
-    /// The range stays on the GPU permanently and counts as pinned.
-    pinned: bool,
+    pins: Pins,
     /// The name by which other processes open the range. An exported range is pinned.
     exported: Option<Exported>,
     aliases: Aliases,
+}
+
+/// The reasons for which a range stays on the GPU, and counts as pinned.
+#[derive(Debug, Default)]
+struct Pins {
+    /// Other processes or devices may access the range until it is freed.
+    always: bool,
+    /// The addresses that the program has announced to other devices.
+    announced: BTreeSet<u64>,
+}
+
+impl Pins {
+    fn are_any(&self) -> bool {
+        self.always || !self.announced.is_empty()
+    }
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -149,7 +163,7 @@ pub enum Backing {
 impl Range {
     /// Whether the mover may take chunks of the range.
     fn moves(&self) -> bool {
-        !self.dead && !self.pinned
+        !self.dead && !self.pins.are_any()
     }
 
     fn is_moving(&self) -> bool {
@@ -275,8 +289,8 @@ impl Space {
         let chunks = (0..len.div_ceil(step))
             .map(|i| Chunk { offset: i * step, len: step.min(len - i * step), flags, residency: Residency::Unbacked })
             .collect();
-        let (pinned, exported, aliases) = (false, None, Aliases::default());
-        let mut range = Range { len, kind, chunks, dead: false, gone: false, pinned, exported, aliases };
+        let (pins, exported, aliases) = (Pins::default(), None, Aliases::default());
+        let mut range = Range { len, kind, chunks, dead: false, gone: false, pins, exported, aliases };
         self.account.demand += len;
         // Maps the range now only if no other memory is missing, because missing chunks get the
         // room first.
@@ -311,7 +325,7 @@ impl Space {
     /// Frees a range that is no longer in use.
     fn dismantle(&mut self, base: u64, mut range: Range) {
         let engine = range.chunks.first().map_or(self.engine, |chunk| self.engine_of(chunk.flags));
-        if range.pinned {
+        if range.pins.are_any() {
             self.account.unpin(range.len);
         }
         if range.dead {
@@ -418,6 +432,7 @@ impl Space {
     }
 
     fn release(&mut self, allocation: Allocation) {
+        self.withdraw(allocation.range, allocation.base);
         let Some(range) = self.ranges.get_mut(&allocation.range) else { return };
         let empty = match &mut range.kind {
             RangeKind::Single | RangeKind::Created => true,

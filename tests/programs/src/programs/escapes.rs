@@ -30,6 +30,10 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             let buffer = Buffer::new(kind, memory)?;
             match how {
                 "sync" => late_cu!(cuPointerSetAttribute(&1, SYNC_MEMOPS, buffer.at))?,
+                "sync-and-clear" => {
+                    late_cu!(cuPointerSetAttribute(&1, SYNC_MEMOPS, buffer.at))?;
+                    late_cu!(cuPointerSetAttribute(&0, SYNC_MEMOPS, buffer.at))?;
+                }
                 "tokens" => late_cu!(cuPointerGetAttribute([0_u64; 2].as_mut_ptr(), P2P_TOKENS, buffer.at))?,
                 "token-list" => {
                     let mut tokens = [0_u64; 2];

@@ -1,0 +1,32 @@
+//! Hooks of calls that lock, checkpoint and restore other processes ([`crate::registry::checkpoints`]).
+
+use crate::{
+    driver::{hook::hooks, types::*},
+    registry::checkpoints::{report, wait_for_room},
+    sys::errno,
+};
+use core::ffi::c_void;
+use nvshare_wire::client::CheckpointStep;
+
+type P = *mut c_void;
+
+/// Makes a call, and reports it if it has succeeded.
+fn call(pid: i32, what: CheckpointStep, real: impl FnOnce() -> CUresult) -> CUresult {
+    let result = real();
+    if result == SUCCESS {
+        errno::preserve(|| report(pid, what));
+    }
+    result
+}
+
+hooks! { real, flavour;
+    [cuCheckpointProcessLock] (pid: i32, arguments: P) { call(pid, CheckpointStep::Locked, real) }
+    [cuCheckpointProcessUnlock] (pid: i32, arguments: P) { call(pid, CheckpointStep::Locked, real) }
+    [cuCheckpointProcessCheckpoint] (pid: i32, arguments: P) { call(pid, CheckpointStep::Checkpointed, real) }
+    [cuCheckpointProcessRestore] (pid: i32, arguments: P) {
+        errno::preserve(|| wait_for_room(pid));
+        let result = real();
+        errno::preserve(|| report(pid, CheckpointStep::Restored));
+        result
+    }
+}

@@ -1,0 +1,80 @@
+//! Checkpoints that this program makes of other processes (`cuCheckpointProcess…`), for example vLLM's
+//! sleep mode. The scheduler is told of each change. A restore waits for room: a restore without room
+//! fails permanently, and other programs may be using the room until then.
+//!
+//! The calls themselves are the driver's. Without a scheduler nothing waits.
+
+use crate::{
+    connection,
+    sys::{futex, sync::await_client_thread, time::Instant},
+};
+use core::{
+    sync::atomic::{AtomicU32, Ordering},
+    time::Duration,
+};
+use nvshare_wire::{ClientMessage, client::CheckpointStep};
+use rustix::{
+    fd::{AsFd, OwnedFd},
+    process::{Pid, PidfdFlags, getpid, pidfd_open},
+};
+
+/// How long a thread sleeps before it checks whether the scheduler is still there.
+const LOOK: Duration = Duration::from_millis(100);
+/// The longest wait for the answer to a report. The scheduler answers reports at once.
+const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
+/// The number of threads that can wait at the same time. Further calls do not wait.
+const MOST: usize = 64;
+/// Marks the ticket of a thread that may continue.
+const DONE: u32 = 1 << 31;
+
+/// The tickets of the waiting threads; 0: the place is free.
+static WAITING: [AtomicU32; MOST] = [const { AtomicU32::new(0) }; MOST];
+
+/// Returns a pidfd of another process.
+fn other(pid: i32) -> Option<OwnedFd> {
+    let pid = Pid::from_raw(pid).filter(|pid| *pid != getpid())?;
+    pidfd_open(pid, PidfdFlags::empty()).ok()
+}
+
+/// Tells the scheduler that this program has changed another process. Waits until the scheduler knows:
+/// the program may be about to end.
+pub fn report(pid: i32, step: CheckpointStep) {
+    say(pid, step, REPORT_TIMEOUT);
+}
+
+/// Waits until the scheduler allows this program to restore another process.
+pub fn wait_for_room(pid: i32) {
+    say(pid, CheckpointStep::Restoring, Duration::MAX);
+}
+
+fn say(pid: i32, step: CheckpointStep, most: Duration) {
+    static TICKETS: AtomicU32 = AtomicU32::new(0);
+    if !connection::is_connected() {
+        return;
+    }
+    let Some(process) = other(pid) else { return };
+    let ticket = (TICKETS.fetch_add(1, Ordering::Relaxed) & !DONE).max(1);
+    let take = |place: &&AtomicU32| place.compare_exchange(0, ticket, Ordering::SeqCst, Ordering::SeqCst).is_ok();
+    let Some(place) = WAITING.iter().find(take) else { return };
+    let _waiting = await_client_thread();
+    let (begin, mut told) = (Instant::now(), None);
+    while place.load(Ordering::SeqCst) == ticket && connection::is_connected() && begin.elapsed() < most {
+        // A new scheduler does not know the message.
+        let met = connection::generation();
+        if told != Some(met) {
+            let message = ClientMessage::ForeignCheckpoint { step, ticket };
+            told = connection::send_with(&message, &[process.as_fd()]).then_some(met);
+        }
+        futex::wait(place, ticket, LOOK);
+    }
+    place.store(0, Ordering::SeqCst);
+}
+
+/// Handles the scheduler's answer.
+pub fn on_answer(ticket: u32) {
+    let done =
+        |place: &&AtomicU32| place.compare_exchange(ticket, ticket | DONE, Ordering::SeqCst, Ordering::SeqCst).is_ok();
+    if let Some(place) = WAITING.iter().filter(|_| ticket != 0).find(done) {
+        futex::wake_all(place);
+    }
+}

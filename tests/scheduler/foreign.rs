@@ -1,0 +1,150 @@
+//! Clients whose processes other programs lock, checkpoint and restore, message by message.
+
+use crate::sleep::{CONTEXT, Scene};
+use nvshare_sched::*;
+use scheduler_sim::*;
+use scheduler_tests::*;
+use std::time::Duration;
+
+const LENT: ForeignState = ForeignState::Checkpointed { restore_waits: true };
+const RESERVED: ForeignState = ForeignState::Checkpointed { restore_waits: false };
+
+impl Scene {
+    /// Client 1 holds the GPU with 10 GiB, and client 2 waits with the same demand.
+    fn contended() -> Self {
+        let mut scene = Self::new(&[10 * GIB, 10 * GIB]);
+        scene.t.request(1);
+        for _ in 0..3 {
+            scene.t.map(2);
+            scene.t.map(1);
+            scene.measure();
+        }
+        assert_eq!(scene.t.state(1), LockState::Holding);
+        scene.t.request(2);
+        scene
+    }
+
+    fn foreign(&mut self, n: u64, state: ForeignState) -> Vec<Command> {
+        match state {
+            ForeignState::Checkpointed { .. } => self.contexts.retain(|there| *there != n),
+            _ if !self.contexts.contains(&n) => self.contexts.push(n),
+            _ => {}
+        }
+        self.t.say(Event::ForeignCheckpoint { client: client(n), state })
+    }
+
+    /// Lets client 2 map what it may, and measures the GPU.
+    fn settle(&mut self) -> Vec<Command> {
+        let mut commands = self.t.map(2);
+        commands.extend(self.measure());
+        commands.extend(self.t.map(2));
+        commands
+    }
+}
+
+#[test]
+fn a_locked_holder_loses_its_turn_and_keeps_its_memory() {
+    let mut scene = Scene::contended();
+    let commands = scene.foreign(1, ForeignState::Locked);
+    assert_eq!((scene.phase(1), scene.t.state(1)), (SleepPhase::Locked, LockState::Suspended), "{commands:?}");
+    scene.settle();
+    assert_eq!(scene.t.attachment(1).charge, 10 * GIB);
+    assert_eq!(scene.t.state(2), LockState::Waiting, "there is no room beside the locked process");
+    assert_eq!(scene.t.after(Duration::from_secs(120)), [], "it is neither probed nor asked again");
+    // Another client fits beside the memory of the locked process, and runs at once.
+    scene.t.join(3, GIB);
+    scene.contexts.push(3);
+    scene.t.request(3);
+    scene.t.map(3);
+    assert_eq!(scene.t.state(3), LockState::Holding);
+}
+
+#[test]
+fn the_room_of_a_checkpointed_client_stays_reserved_if_its_restore_would_not_wait() {
+    let mut scene = Scene::contended();
+    scene.foreign(1, ForeignState::Locked);
+    scene.foreign(1, RESERVED);
+    for _ in 0..20 {
+        scene.settle();
+        scene.t.after(Duration::from_secs(10));
+    }
+    assert_eq!((scene.phase(1), scene.t.state(2)), (SleepPhase::Checkpointed, LockState::Waiting));
+    let view = scene.t.attachment(1);
+    assert_eq!((view.charge, view.eviction_blocked), (10 * GIB, Some(EvictionBlock::Foreign)));
+    let capacity = scene.capacity();
+    assert!(capacity <= 16 * GIB - 2 * CONTEXT, "the room for its context is reserved, too: {capacity}");
+    // The process is back without a word, and runs when it is unlocked.
+    scene.foreign(1, ForeignState::Locked);
+    let commands = scene.foreign(1, ForeignState::Runs);
+    assert!(commands.contains(&Command::Awake { client: client(1), moved: Vec::new() }), "{commands:?}");
+    scene.t.release(1, ReleaseReason::Revoked);
+    scene.t.map(1);
+    scene.settle();
+    assert_eq!(scene.t.state(2), LockState::Holding);
+}
+
+#[test]
+fn others_use_the_room_of_a_checkpointed_client_until_its_restore_waits_for_it() {
+    let mut scene = Scene::contended();
+    scene.foreign(1, ForeignState::Locked);
+    scene.foreign(1, LENT);
+    scene.settle();
+    scene.settle();
+    assert_eq!((scene.phase(1), scene.t.state(2)), (SleepPhase::Lent, LockState::Holding));
+    assert_eq!((scene.t.attachment(1).charge, scene.t.attachment(2).mapped), (10 * GIB, 10 * GIB));
+
+    let allowed = Command::RestoreAllowed { client: client(1) };
+    let commands = scene.t.say(Event::RestoreRequested { client: client(1) });
+    assert!(!commands.contains(&allowed), "{commands:?}");
+    assert_eq!(scene.phase(1), SleepPhase::Waking);
+    let mut commands = Vec::new();
+    for _ in 0..50 {
+        if scene.t.state(2) == LockState::Revoking {
+            scene.t.release(2, ReleaseReason::Revoked);
+        }
+        commands.extend(scene.settle());
+        commands.extend(scene.t.after(ms(500)));
+        if commands.contains(&allowed) {
+            break;
+        }
+        let free = 16 * GIB - scene.t.attachment(2).mapped - CONTEXT;
+        scene.free = Some(free);
+    }
+    assert!(commands.contains(&allowed), "{commands:?}");
+    assert!(scene.t.attachment(2).charge <= 16 * GIB - 2 * CONTEXT - 10 * GIB, "the room is there");
+    scene.foreign(1, ForeignState::Locked);
+    assert_eq!((scene.phase(1), scene.t.attachment(1).charge), (SleepPhase::Locked, 10 * GIB));
+    scene.foreign(1, ForeignState::Runs);
+    assert_eq!(scene.phase(1), SleepPhase::Awake);
+}
+
+#[test]
+fn a_restore_that_is_given_up_lends_the_room_again() {
+    let mut scene = Scene::contended();
+    scene.foreign(1, LENT);
+    scene.settle();
+    scene.settle();
+    scene.t.say(Event::RestoreRequested { client: client(1) });
+    scene.foreign(1, LENT);
+    assert_eq!(scene.phase(1), SleepPhase::Lent);
+    scene.settle();
+    assert_eq!(scene.t.state(2), LockState::Holding);
+    assert_eq!(
+        scene.t.after(Duration::from_secs(60)).iter().filter(|c| matches!(c, Command::Revoke { .. })).count(),
+        0
+    );
+}
+
+#[test]
+fn a_client_that_ends_while_it_is_checkpointed_leaves_nothing_behind() {
+    for state in [ForeignState::Locked, RESERVED, LENT] {
+        let mut scene = Scene::contended();
+        scene.foreign(1, state);
+        scene.contexts.retain(|n| *n != 1);
+        scene.t.say(Event::Disconnected { client: client(1) });
+        scene.settle();
+        scene.settle();
+        assert_eq!((scene.t.state(2), scene.t.attachment(2).mapped), (LockState::Holding, 10 * GIB));
+        assert_eq!(scene.capacity(), 16 * GIB - CONTEXT);
+    }
+}
