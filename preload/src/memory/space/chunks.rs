@@ -208,11 +208,17 @@ impl Space {
             }
             chunk.residency = residency;
             self.account.in_flight -= chunk.len;
+            self.has_arrivals = true;
         }
         self.update_peak();
         if dead {
             self.drop_range(base);
         }
+    }
+
+    /// Whether chunks have arrived at a new residency since the last call.
+    pub fn take_arrivals(&mut self) -> bool {
+        core::mem::take(&mut self.has_arrivals)
     }
 
     /// Unmaps a chunk that is about to be evicted from the aliases of its range.

@@ -65,6 +65,9 @@ pub struct Space {
     unfreed: Vec<u64>,
     pub pools: Pools<Fence>,
     pub account: Account,
+    /// Whether chunks have arrived, or pools at rest have released memory, since the last
+    /// [`take_arrivals`](Self::take_arrivals).
+    has_arrivals: bool,
 }
 
 /// The purpose of a range.
@@ -198,6 +201,7 @@ impl Space {
             unfreed: Vec::new(),
             pools: Pools::default(),
             account,
+            has_arrivals: false,
         }
     }
 

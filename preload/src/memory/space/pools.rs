@@ -167,9 +167,9 @@ impl Space {
     }
 
     /// Releases all unused memory of pools when no work is running and none can be submitted.
-    pub(in crate::memory) fn release_pools_at_rest(&mut self) -> u64 {
+    pub(in crate::memory) fn release_pools_at_rest(&mut self) {
         let idle = self.pools.release_at_rest();
-        self.drop_segments(idle)
+        self.has_arrivals |= self.drop_segments(idle) > 0;
     }
 
     /// Frees unused memory of destroyed pools.
