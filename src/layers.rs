@@ -31,7 +31,7 @@ const DAEMON: [&str; 17] = [
 
 /// Modules of the daemon's core, from the lowest to the highest: the model, what observes it, the other
 /// components, the routing, and the readers of all of them.
-const CORE: [&str; 42] = [
+const CORE: [&str; 41] = [
     "pods",
     "claims",
     "lock_files",
@@ -46,7 +46,6 @@ const CORE: [&str; 42] = [
     "measure",
     "clients",
     "gpus",
-    "messages",
     "io",
     "log",
     "refusals",

@@ -30,7 +30,7 @@ use crate::daemon::transport::connection::Connection;
 use crate::daemon::transport::peer;
 use crate::daemon::transport::session::Session;
 use crate::identity::{Identity, printable};
-use crate::scheduler::{ClientId, Event, GpuId, GpuSet, Machine, MemoryReport, SleepPhase, Time};
+use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Machine, MemoryReport, SleepPhase, Time};
 use crate::sys::clock;
 use crate::sys::device_file::DeviceFile;
 
@@ -284,6 +284,14 @@ impl Model {
 
     pub(super) fn send(&self, client: ClientId, message: SchedulerMessage) {
         if let Some(entry) = self.clients.get(&client) {
+            entry.connection.send(message);
+        }
+    }
+
+    /// Sends a client the message about a command, if the command has one.
+    pub(super) fn tell(&self, command: &Command) {
+        let Some(entry) = command.client().and_then(|client| self.clients.get(&client)) else { return };
+        if let Some(message) = entry.session.message(command) {
             entry.connection.send(message);
         }
     }
