@@ -142,8 +142,6 @@ pub(super) struct Use {
 }
 
 pub(super) struct Gpu {
-    /// The GPU reports errors.
-    pub failing: bool,
     pub kind: GpuKind,
     pub name: String,
     /// The GPU's memory, in bytes.
@@ -172,7 +170,6 @@ impl Gpu {
     /// A GPU with only these known properties.
     pub fn new(kind: GpuKind, name: String, total: u64) -> Self {
         Self {
-            failing: false,
             kind,
             name,
             total,
