@@ -46,7 +46,6 @@ const CORE: [&str; 43] = [
     "measure",
     "clients",
     "gpus",
-    "messages",
     "io",
     "log",
     "refusals",

@@ -11,7 +11,7 @@ use std::thread;
 use tokio::sync::oneshot;
 use tracing::warn;
 
-use crate::sys::atomic_file;
+use crate::sys::{atomic_file, small_file};
 
 /// The content of a state file.
 pub trait Content: Default {
@@ -45,7 +45,7 @@ struct Saver {
 impl<T: Content> StateFile<T> {
     /// Reads the content that an earlier daemon saved. An invalid file is ignored. `log` logs the reason.
     pub fn open(path: PathBuf, log: impl FnOnce(&str)) -> Self {
-        let read = match std::fs::read_to_string(&path) {
+        let read = match small_file::read(&path) {
             Ok(text) => T::parse(&text, &path),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(T::default()),
             Err(e) => Err(e.to_string()),
@@ -77,5 +77,58 @@ impl<T: Content> StateFile<T> {
             let _ = done.send(Err(format!("{}: the thread that saves it is not running", saver.path.display())));
         }
         saving
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::{self, File};
+    use std::os::unix::fs::symlink;
+    use std::process::Command;
+    use test_support::Directory;
+
+    #[derive(Debug, Default)]
+    struct Words(String);
+
+    impl Content for Words {
+        fn parse(text: &str, _: &Path) -> Result<Self, String> {
+            Ok(Self(text.into()))
+        }
+
+        fn text(&self) -> String {
+            self.0.clone()
+        }
+    }
+
+    fn fifo(path: &Path) {
+        assert!(Command::new("mkfifo").arg(path).status().is_ok_and(|status| status.success()));
+    }
+
+    /// Reading a FIFO or writing to it would block, and the other files would fill the memory.
+    #[test]
+    fn a_file_of_another_kind_or_size_is_ignored_and_replaced() {
+        let directory = Directory::new();
+        let path = directory.0.join("state");
+        let large = |path: &Path| File::create(path).and_then(|file| file.set_len(1 << 34)).expect("a file");
+        let device = |path: &Path| symlink("/dev/zero", path).expect("a link");
+        let folder = |path: &Path| fs::create_dir(path).expect("a directory");
+        let kinds: [(&dyn Fn(&Path), &str); 4] =
+            [(&fifo, "regular"), (&device, "regular"), (&folder, "regular"), (&large, "16 MiB")];
+        for (make, why) in kinds {
+            make(&path);
+            fifo(&path.with_extension("new"));
+            let mut logged = String::new();
+            let file = StateFile::<Words>::open(path.clone(), |e| logged = e.into());
+            assert!(file.content.0.is_empty() && logged.contains(why), "{logged}");
+            let saved = file.save(&Words("saved".into())).blocking_recv().expect("an answer");
+            if path.is_dir() {
+                assert!(saved.is_err());
+                fs::remove_dir(&path).expect("the directory");
+            } else {
+                assert_eq!((saved, fs::read_to_string(&path).expect("the file")), (Ok(()), "saved".into()));
+                fs::remove_file(&path).expect("the file");
+            }
+        }
     }
 }

@@ -92,8 +92,9 @@ impl What {
             Self::Arrivals => (clients.saturating_add(64), ANY, ROOT_FACTOR),
             Self::Refusals => (32, ANY, ROOT_FACTOR),
             Self::Imports => (4096, ANY, ROOT_FACTOR),
-            // The maximum number of GPUs that one client can attach.
-            Self::Gpus => (nvshare_wire::MAX_SLOTS, ANY, ROOT_FACTOR),
+            // The most GPUs of one machine, for a machine without NVML. All of a client's GPUs are detached
+            // in one step when it disconnects, and other tenants wait for that.
+            Self::Gpus => (16, ANY, ROOT_FACTOR),
             Self::Queued => (16 << 20, ANY, ROOT_FACTOR),
             // The bus and the control socket have separate limits, so that calls on one cannot use up the
             // limits of the other: the control socket is root's way in while the bus is flooded.

@@ -74,15 +74,13 @@ impl Rules {
         self.group_of.insert(client, id);
         let rule = self.groups.entry(id).or_default();
         rule.members.insert(client);
-        // `memory_low` needs no update: eviction reads the rule. Nor does `sleep_after`.
-        let RuleLimits { memory_max, memory_low: _, swap_max, on_memory_full, sleep_after: _, share, gang } =
-            std::mem::replace(&mut rule.limits, now);
+        let changes = std::mem::replace(&mut rule.limits, now).changes(&now);
         let only = |all: bool| if all { rule.members.clone() } else { BTreeSet::from([client]) };
         GroupChange {
-            owners: only(share.is_some() != now.share.is_some()),
-            bounds: only((memory_max, swap_max, on_memory_full) != (now.memory_max, now.swap_max, now.on_memory_full)),
-            gangs: only(gang != now.gang),
-            shares: share != now.share,
+            owners: only(changes.owner),
+            bounds: only(changes.bounds),
+            gangs: only(changes.gang),
+            shares: changes.share,
         }
     }
 

@@ -19,7 +19,9 @@ pub fn write(path: &Path, text: &str) -> io::Result<()> {
         };
     }
     let beside = path.with_extension("new");
-    let written = File::create(&beside).and_then(|mut file| {
+    // A file of an earlier attempt, or whatever else is there. Opening a FIFO would wait for a reader.
+    let _ = std::fs::remove_file(&beside);
+    let written = File::create_new(&beside).and_then(|mut file| {
         file.write_all(text.as_bytes())?;
         file.sync_all()
     });

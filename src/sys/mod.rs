@@ -12,6 +12,7 @@
 //! - [`lease`]: checks whether another open file description of a file exists.
 //! - [`listen`]: a listening socket with a single owner.
 //! - [`privileges`]: dropping capabilities.
+//! - [`small_file`]: reading of small files.
 //! - [`socket`]: connections, packets and the descriptors in them.
 pub mod access;
 pub mod atomic_file;
@@ -25,4 +26,5 @@ pub mod lease;
 pub mod listen;
 pub mod pidfd;
 pub mod privileges;
+pub mod small_file;
 pub mod socket;

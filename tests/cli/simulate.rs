@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Duration;
 
+use nvshare::config::rules::LIMIT_KEYS;
 use nvshare::simulate::policies::{POLICIES, Policy};
 use nvshare::simulate::report::{Figures, Report};
 use nvshare::simulate::scenario::Scenario;
@@ -377,6 +378,7 @@ fn errors_name_the_line_and_the_allowed_values() {
     const GPU: &str = "[[gpu]]\nmemory = 1\n";
     const JOB: &str = "[[job]]\nname = \"a\"\nmemory = 1\nwork = 1\n";
     let both = |more: &str| format!("{GPU}{JOB}{more}");
+    let sets_nothing = format!("7:8: the rule sets nothing: it needs at least one of {}", LIMIT_KEYS.join(", "));
     let cases = [
         (
             String::new(),
@@ -431,11 +433,7 @@ fn errors_name_the_line_and_the_allowed_values() {
             "7:8: rule: a job's rule always applies to the job's own programs: name, unit, slice, container, pod, user \
              and group are not allowed here",
         ),
-        (
-            both("rule = {}"),
-            "7:8: the rule sets nothing: it needs at least one of memory-max, memory-low, swap-max, on-memory-full, sleep-after, \
-             weight, time-min, time-max, gpu-hours, priority, interactive, gang, allowed-gpus, affinity, anti-affinity, exclusion",
-        ),
+        (both("rule = {}"), &*sets_nothing),
         (
             both("[swap]\nmax = \"80%\""),
             "7:1: swap.max: a scenario does not define the amount of RAM. Write a size like \"64G\", or \"none\"",

@@ -30,28 +30,5 @@ pub use list::Rules;
 pub use matching::Instance;
 pub use parse::{RawRule, Unknown, read, read_one};
 pub use places::Whereabouts;
-pub use rule::{Origin, Rule, Subject};
+pub use rule::{LIMIT_KEYS, Origin, Rule, SUBJECT_KEYS, Subject};
 pub use runtime::{Added, Addition};
-
-/// The keys of a rule that select programs, in their usual order.
-pub const SUBJECT_KEYS: [&str; 8] = ["name", "unit", "slice", "container", "pod", "claim", "user", "group"];
-
-/// The keys of a rule that set limits and shares.
-pub const LIMIT_KEYS: [&str; 16] = [
-    "memory-max",
-    "memory-low",
-    "swap-max",
-    "on-memory-full",
-    "sleep-after",
-    "weight",
-    "time-min",
-    "time-max",
-    "gpu-hours",
-    "priority",
-    "interactive",
-    "gang",
-    "allowed-gpus",
-    "affinity",
-    "anti-affinity",
-    "exclusion",
-];

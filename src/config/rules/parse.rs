@@ -8,12 +8,11 @@ use serde::Deserialize;
 use serde::de::{self, Deserializer, Visitor};
 use toml::Spanned;
 
-use super::LIMIT_KEYS;
 use super::gpu_hours::GpuHours;
 use super::gpu_names::GpuNames;
 use super::patterns::{contradiction, pattern};
 use super::places::{self, Whereabouts};
-use super::rule::{Origin, Rule, Subject};
+use super::rule::{LIMIT_KEYS, Origin, Rule, Subject};
 use super::values::{IdleTime, MemoryLow, MemoryMax, OnFull, Percent, Priority, SwapMax, Weight};
 use crate::scheduler::{Amount, Labels, OnMemoryFull, RuleLimits, Share};
 

@@ -9,6 +9,29 @@ use super::places::Whereabouts;
 use super::values::idle_time;
 use crate::scheduler::{Amount, OnMemoryFull, RuleLimits, Share};
 
+/// The keys of a rule that select programs, in their usual order.
+pub const SUBJECT_KEYS: [&str; 8] = ["name", "unit", "slice", "container", "pod", "claim", "user", "group"];
+
+/// The keys of a rule that set limits and shares.
+pub const LIMIT_KEYS: [&str; 16] = [
+    "memory-max",
+    "memory-low",
+    "swap-max",
+    "on-memory-full",
+    "sleep-after",
+    "weight",
+    "time-min",
+    "time-max",
+    "gpu-hours",
+    "priority",
+    "interactive",
+    "gang",
+    "allowed-gpus",
+    "affinity",
+    "anti-affinity",
+    "exclusion",
+];
+
 /// The file and line of a rule. The line is 0 if the rule comes from no file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Origin {

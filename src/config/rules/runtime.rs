@@ -113,6 +113,7 @@ impl Added {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::rules::LIMIT_KEYS;
 
     fn table(text: &str) -> Table {
         text.parse().unwrap_or_else(|e| panic!("{text}: {e}"))
@@ -150,12 +151,7 @@ mod tests {
             ("", "weight = 5", "the name of a rule must be one line of 1 to 64 bytes"),
             ("a\nb", "weight = 5", "the name of a rule must be one line of 1 to 64 bytes"),
             ("two", "", "no rule \"two\" was set at run time"),
-            (
-                "two",
-                "user = 5",
-                "the rule sets nothing: it needs at least one of memory-max, memory-low, swap-max, on-memory-full, sleep-after, \
-                 weight, time-min, time-max, gpu-hours, priority, interactive, gang, allowed-gpus, affinity, anti-affinity, exclusion",
-            ),
+            ("two", "user = 5", &*format!("the rule sets nothing: it needs at least one of {}", LIMIT_KEYS.join(", "))),
             ("two", "weight = 0", "weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed"),
             ("two", "name = \"x\"\nweight = 5", "the rule has more than one name"),
         ] {

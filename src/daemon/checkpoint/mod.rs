@@ -79,11 +79,10 @@ struct Patience {
     answer: Duration,
     /// Time to wait for the answer to `Settle`. The helper itself waits for a driver call in progress.
     settled: Duration,
-    /// Minimum time for which a `Settle` counts against its tenant's limit. A program that claims to be
-    /// asleep makes the daemon start a helper, so this time limits how often one tenant's programs can.
-    settle_interval: Duration,
-    /// The same for `Inspect`. A program that claims to have checkpointed another makes the daemon ask too.
-    inspect_interval: Duration,
+    /// Minimum time for which a request counts against its tenant's limit. A program that claims to be
+    /// asleep, or to be ready to sleep, makes the daemon start a helper, so this time limits how often one
+    /// tenant's programs can.
+    interval: Duration,
     /// Time to wait for a child to exit after the daemon has shut down the socket. The child first undoes
     /// its unfinished work. For helpers that systemd starts, `RuntimeMaxSec=` is the corresponding limit.
     end: Duration,
@@ -95,8 +94,7 @@ const PATIENCE: Patience = Patience {
     place: Duration::from_secs(60),
     answer: Duration::from_secs(60),
     settled: Duration::from_secs(10),
-    settle_interval: Duration::from_millis(500),
-    inspect_interval: Duration::from_millis(100),
+    interval: Duration::from_millis(500),
     end: Duration::from_secs(10),
 };
 
@@ -252,12 +250,7 @@ impl Helpers {
         };
         let (mut asker, answer) = oneshot::channel();
         let end = self.patience.end;
-        let least = match operation {
-            Operation::Settle => self.patience.settle_interval,
-            Operation::Inspect => self.patience.inspect_interval,
-            Operation::Sleep | Operation::Wake => Duration::ZERO,
-        };
-        let rested = sleep(least);
+        let rested = sleep(self.patience.interval);
         // The helper counts against both limits until it exits. The caller does not wait for the exit, and
         // may be gone by then.
         spawn_local(async move {

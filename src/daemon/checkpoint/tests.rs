@@ -12,7 +12,7 @@ const SHORT: Patience = Patience {
     place: Duration::from_millis(300),
     answer: Duration::from_millis(300),
     settled: Duration::from_millis(300),
-    settle_interval: Duration::ZERO,
+    interval: Duration::ZERO,
     end: Duration::from_millis(300),
 };
 const LONG: Patience = PATIENCE;
@@ -183,27 +183,30 @@ fn a_hung_helper_is_disconnected_and_still_counts() {
     });
 }
 
-/// Programs that claim to be asleep start few helpers, and none for other tenants later.
+/// Programs that claim to be asleep or ready to sleep start few helpers, and none for other tenants later.
 #[test]
 fn a_tenant_can_start_few_helpers_per_interval() {
     let directory = Directory::new();
     run(async {
-        let (listener, helpers) = listen(&directory, Patience { settle_interval: LONG.place, ..SHORT });
+        let (listener, helpers) = listen(&directory, Patience { interval: LONG.place, ..SHORT });
         let listener = descriptors::watch(listener).expect("watched");
-        let settle = async |tenant: &Tenant| {
+        let served = async |operation, tenant: &Tenant| {
             let served = async {
                 let socket = accept(&listener).await;
                 request(&socket).await;
                 say(&socket, Outcome::Runs, Step::None, 0);
             };
-            let asked = helpers.ask(None, Operation::Settle, own_process(), own_user(), tenant, Vec::new());
+            let asked = helpers.ask(None, operation, own_process(), own_user(), tenant, Vec::new());
             tokio::join!(asked, served).0.0
         };
-        for _ in 0..MAX_OF_TENANT {
-            assert!(settle(&OWN).await.failure.is_none());
+        let all = [Operation::Sleep, Operation::Wake, Operation::Settle];
+        for operation in all.into_iter().cycle().take(MAX_OF_TENANT as usize) {
+            assert!(served(operation, &OWN).await.failure.is_none());
         }
-        assert!(matches!(ask(&helpers, Operation::Settle).await.failure, Some(HelperFailure::Busy)));
-        assert!(settle(&Tenant::User(1)).await.failure.is_none());
+        for operation in all {
+            assert!(matches!(ask(&helpers, operation).await.failure, Some(HelperFailure::Busy)));
+        }
+        assert!(served(Operation::Sleep, &Tenant::User(1)).await.failure.is_none());
         assert_eq!(helpers.all.available_permits(), MAX_HELPERS);
     });
 }

@@ -8,7 +8,7 @@ use tracing::warn;
 
 use crate::config::file::Sources;
 use crate::config::{Config, ConfigError};
-use crate::sys::atomic_file;
+use crate::sys::{atomic_file, small_file};
 
 const FILE: &str = "configuration.toml";
 const HEADER: &str = "# A copy of the last valid configuration files. The scheduler starts with this copy if the \
@@ -62,7 +62,7 @@ impl LastGood {
     }
 
     fn read(&self) -> Option<Sources> {
-        toml::from_str(&std::fs::read_to_string(self.0.as_ref()?).ok()?).ok()
+        toml::from_str(&small_file::read(self.0.as_ref()?).ok()?).ok()
     }
 }
 

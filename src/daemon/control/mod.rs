@@ -113,7 +113,7 @@ impl Control {
                 });
             }
             Request::Suspend(suspended, done) => {
-                core.borrow_mut().with_host(|host, _, events| host.sleep.suspend(events, suspended));
+                core.borrow_mut().with_host(|_, model, events| events.extend(model.suspend(suspended)));
                 spawn_local(evacuate(core.clone(), done));
             }
             // The following requests read or write files, so they run in tasks that do not block
@@ -231,7 +231,7 @@ const EVACUATION_LOOK: Duration = Duration::from_millis(20);
 
 /// Sends the answer once all evictable memory has been evicted from the GPUs, or the host has resumed.
 async fn evacuate(core: Rc<RefCell<Core>>, done: oneshot::Sender<()>) {
-    let is_evacuated = |core: &Core| core.host.sleep.is_evacuated(&core.model);
+    let is_evacuated = |core: &Core| core.model.is_evacuated();
     while !is_evacuated(&core.borrow()) {
         tokio::time::sleep(EVACUATION_LOOK).await;
     }

@@ -50,12 +50,10 @@ impl Model {
             is_resized: !is_same_size,
             display_changed: has_display != before.as_ref().is_some_and(|known| known.has_display),
         };
-        // The scheduler takes a GPU of a new size for a new GPU, without errors.
-        let failing = is_same_size && before.as_ref().is_some_and(|known| known.failing);
         let (accounting, sample) = before.map(|known| (known.accounting, known.sample)).unwrap_or_default();
         let index = Some(index);
         let fresh = Gpu::new(kind, name, total);
-        let entry = Gpu { failing, index, minor, capability, accounting, sample, has_display, ..fresh };
+        let entry = Gpu { index, minor, capability, accounting, sample, has_display, ..fresh };
         if changes.is_new {
             info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "found {}", entry.name);
         }
@@ -101,10 +99,9 @@ impl Model {
     }
 
     /// Records whether a GPU reports errors, and logs each change.
-    pub(super) fn set_failing(&mut self, gpu: GpuId, why: Option<&String>) -> Option<Event> {
+    pub(super) fn set_failing(&self, gpu: GpuId, why: Option<&String>) -> Option<Event> {
         let failing = why.is_some();
-        let entry = self.gpus.get_mut(&gpu).filter(|entry| entry.failing != failing)?;
-        entry.failing = failing;
+        let entry = self.gpus.get(&gpu).filter(|_| self.machine.is_failing(gpu) != failing)?;
         let (label, name) = (entry.label(gpu), &entry.name);
         match why {
             Some(why) => warn!(gpu = label, "{name} reports errors: {why}"),

@@ -83,7 +83,9 @@ impl LockDirectories {
 
 fn create(path: &Path) -> io::Result<()> {
     let mut options = OpenOptions::new();
-    let file = options.write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW).open(path)?;
+    // Without `O_NONBLOCK`, opening a FIFO would wait for a reader.
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let file = options.write(true).create(true).truncate(false).custom_flags(flags).open(path)?;
     // Every user must be able to lock the file. Locking requires read access, which the umask may
     // have removed.
     file.set_permissions(Permissions::from_mode(0o644))
@@ -102,6 +104,15 @@ fn link(original: &Path, link: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn a_fifo_instead_of_a_lock_file_does_not_block() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("fifo");
+        assert!(Command::new("mkfifo").arg(&path).status().is_ok_and(|status| status.success()));
+        assert!(create(&path).is_err());
+    }
 
     #[test]
     fn claim_directories_contain_the_same_lock_files() {

@@ -7,7 +7,7 @@
 //! - `model`: the state machine, and the records of clients and GPUs. `clients`, `gpus`, `measure`, `rules`
 //!   and `gangs` change it. `groups`: the groups that rules define. `hours`: the GPU time of programs whose
 //!   rules have `gpu-hours`. `settings`: the configuration's settings, adapted to the driver.
-//! - `io`: the timer, and the signals and values for other tasks. `messages`: messages to clients.
+//! - `io`: the timer, and the signals and values for other tasks.
 //! - `observe`: reads the model, and changes no other component. `log`, `event_log` and `refusals`: log lines;
 //!   `counts`: counters; `metrics`: the figures derived from the counters; `usage`: usage of tenants, units
 //!   and containers, for the records on disk; `pressure`: the share of time for which clients are stalled
@@ -44,7 +44,6 @@ mod io;
 mod lock_files;
 mod log;
 mod measure;
-mod messages;
 mod metrics;
 mod model;
 mod moves;

@@ -31,7 +31,7 @@ use crate::daemon::transport::connection::Connection;
 use crate::daemon::transport::peer;
 use crate::daemon::transport::session::Session;
 use crate::identity::{Identity, printable};
-use crate::scheduler::{ClientId, Event, GpuId, GpuSet, Machine, MemoryReport, SleepPhase, Time};
+use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Machine, MemoryReport, SleepPhase, Time};
 use crate::sys::clock;
 use crate::sys::device_file::DeviceFile;
 
@@ -141,8 +141,6 @@ pub(super) struct Use {
 }
 
 pub(super) struct Gpu {
-    /// The GPU reports errors.
-    pub failing: bool,
     pub kind: GpuKind,
     pub name: String,
     /// The GPU's memory, in bytes.
@@ -171,7 +169,6 @@ impl Gpu {
     /// A GPU with only these known properties.
     pub fn new(kind: GpuKind, name: String, total: u64) -> Self {
         Self {
-            failing: false,
             kind,
             name,
             total,
@@ -286,6 +283,14 @@ impl Model {
 
     pub(super) fn send(&self, client: ClientId, message: SchedulerMessage) {
         if let Some(entry) = self.clients.get(&client) {
+            entry.connection.send(message);
+        }
+    }
+
+    /// Sends a client the message about a command, if the command has one.
+    pub(super) fn tell(&self, command: &Command) {
+        let Some(entry) = command.client().and_then(|client| self.clients.get(&client)) else { return };
+        if let Some(message) = entry.session.message(command) {
             entry.connection.send(message);
         }
     }

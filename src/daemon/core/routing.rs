@@ -17,7 +17,6 @@ use super::containers::Containers;
 use super::host::Host;
 use super::io::{Io, Problems};
 use super::measure::unmeasured;
-use super::messages::message;
 use super::model::{Arrival, Model, Wanted};
 use super::moves;
 use super::observe::Observe;
@@ -149,9 +148,7 @@ impl Core {
             Command::RoomEnded { room, gpu } => host.rooms.ended(model, *room, *gpu),
             _ => {}
         }
-        if let Some((client, message)) = message(&self.model, command) {
-            self.model.send(client, message);
-        }
+        self.model.tell(command);
         None
     }
 

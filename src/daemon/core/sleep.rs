@@ -60,29 +60,29 @@ pub struct Sleep {
     /// Time at which the daemon last found that checkpoints are impossible on this host.
     impossible_since: Option<Time>,
     paused: Paused,
-    /// True while the host is about to suspend.
-    is_suspended: bool,
 }
 
-impl Sleep {
+impl Model {
     /// Handles the host's announcement that it is about to suspend, or has resumed.
-    pub fn suspend(&mut self, events: &mut Vec<Event>, suspended: bool) {
-        if std::mem::replace(&mut self.is_suspended, suspended) == suspended {
-            return;
+    pub fn suspend(&self, suspended: bool) -> Option<Event> {
+        if self.machine.is_suspended() == suspended {
+            return None;
         }
         if suspended {
             info!(name: "suspend", "the host is about to suspend: evicting all programs' memory");
         } else {
             info!(name: "host-resumed", "the host has resumed");
         }
-        events.push(Event::Suspend { suspended });
+        Some(Event::Suspend { suspended })
     }
 
     /// True if all evictable memory has been evicted, or the host is not about to suspend.
-    pub fn is_evacuated(&self, model: &Model) -> bool {
-        !self.is_suspended || model.machine.is_evacuated()
+    pub fn is_evacuated(&self) -> bool {
+        !self.machine.is_suspended() || self.machine.is_evacuated()
     }
+}
 
+impl Sleep {
     /// Restores the paused processes saved in this directory. From now on, saves changes in it.
     pub fn open(&mut self, directory: &Path) {
         self.paused = Paused::open(directory);

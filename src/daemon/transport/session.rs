@@ -1,6 +1,6 @@
 //! The protocol state of one connection: its slots, and values sent in several messages. Decodes
-//! packets into [`ClientAction`]s, and rejects packets that violate the protocol. This module does
-//! no I/O.
+//! packets into [`ClientAction`]s, rejects packets that violate the protocol, and turns the scheduler's
+//! commands into messages. This module does no I/O.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,10 +8,10 @@ use std::time::Duration;
 use nvshare_wire::client::{CheckpointStep, EngineReason, GpuKind, SleepRefusal};
 use nvshare_wire::env_limits::{self, LimitName};
 use nvshare_wire::visible_devices::Chooser;
-use nvshare_wire::{ClientMessage, Counts, MAX_SLOTS, SlotSet, WireError};
+use nvshare_wire::{ClientMessage, Counts, MAX_SLOTS, Moves, SchedulerMessage, SlotSet, WireError, scheduler as wire};
 
 use crate::config::rules::variable;
-use crate::scheduler::{ClientId, Event, GpuId, GpuSet, MemoryReport, SleepObstacle};
+use crate::scheduler::{ClientId, Command, Denial, Event, GpuId, GpuSet, MemoryReport, Move, SleepObstacle};
 
 /// Larger sizes are rejected: no GPU has that much memory, and sums of such sizes could overflow.
 const MAX_BYTES: u64 = 1 << 50;
@@ -342,6 +342,62 @@ impl Session {
     /// The GPUs attached to the slots in `set`.
     pub fn attached(&self, set: SlotSet) -> GpuSet {
         (0..MAX_SLOTS).filter(|slot| set & (1 << slot) != 0).filter_map(|slot| self.gpu(slot).ok()).collect()
+    }
+
+    /// The message that tells the client of a command. `None` if the command is for the daemon, or the
+    /// client has no slot for the GPU any more.
+    pub fn message(&self, command: &Command) -> Option<SchedulerMessage> {
+        let slots_of = |gpus: &GpuSet| Some(self.slots(gpus)).filter(|slots| *slots != 0);
+        Some(match command {
+            Command::Attached { gpu, .. } => SchedulerMessage::Attached { slot: self.slot(*gpu)? },
+            Command::Limit { gpu, bytes, seq, most, spare, max, .. } => {
+                let (slot, max) = (self.slot(*gpu)?, max.unwrap_or(0));
+                SchedulerMessage::Limit { slot, bytes: *bytes, seq: *seq, most: *most, spare: *spare, max }
+            }
+            Command::Reserved { gpu, bytes, .. } => {
+                SchedulerMessage::Reserved { slot: self.slot(*gpu)?, bytes: *bytes }
+            }
+            Command::Denied { gpu, bytes, why, .. } => {
+                let what = match why {
+                    Denial::NoContext => wire::Denial::Context,
+                    Denial::Unmappable => wire::Denial::Mapping,
+                    _ => wire::Denial::Limit,
+                };
+                SchedulerMessage::Denied { slot: self.slot(*gpu)?, bytes: *bytes, what }
+            }
+            Command::Prepare { gpu, bytes, .. } => SchedulerMessage::Prepare { slot: self.slot(*gpu)?, bytes: *bytes },
+            Command::Allowance { gpu, seq, bytes, .. } => {
+                SchedulerMessage::Allowance { slot: self.slot(*gpu)?, seq: *seq, bytes: *bytes }
+            }
+            Command::Grant { gpus, .. } => SchedulerMessage::Grant { gpus: slots_of(gpus)? },
+            Command::Revoke { gpus, .. } => SchedulerMessage::Revoke { gpus: slots_of(gpus)? },
+            Command::Contended { gpus, waiters, grace, .. } => {
+                let grace_us = u32::try_from(grace.as_micros()).unwrap_or(u32::MAX);
+                SchedulerMessage::Contended { gpus: slots_of(gpus)?, waiters: *waiters, grace_us }
+            }
+            Command::Waiting { gpus, why, .. } => SchedulerMessage::Waiting { gpus: slots_of(gpus)?, why: *why },
+            Command::PrepareSleep { paused, .. } => {
+                SchedulerMessage::PrepareSleep { flags: if *paused { wire::PAUSED } else { 0 } }
+            }
+            Command::Awake { moved, .. } => {
+                let moved = Moves::new(moved.iter().map(|Move { from, to }| (from.0, to.0))).unwrap_or_default();
+                SchedulerMessage::Awake { moved }
+            }
+            Command::Probe { .. }
+            | Command::Measure { .. }
+            | Command::Placed { .. }
+            | Command::Unplaced { .. }
+            | Command::Checkpoint { .. }
+            | Command::RestoreAllowed { .. }
+            | Command::Migrated { .. }
+            | Command::Moved { .. }
+            | Command::RoomReady { .. }
+            | Command::RoomRefused { .. }
+            | Command::RoomEnded { .. }
+            | Command::Undrainable { .. }
+            | Command::EvictionBlocked { .. }
+            | Command::MappingFailed { .. } => return None,
+        })
     }
 
     fn attach(&mut self, slot: u32, gpu: GpuId) -> Result<(), Violation> {

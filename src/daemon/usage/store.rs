@@ -17,6 +17,7 @@ use std::time::Duration;
 use rusqlite::{Connection, ErrorCode, Row, Statement, Transaction, params};
 
 use super::{Account, Accounts, Amounts, DAY, HOUR, HoursUsed, Key, MAX_ACCOUNTS, Query};
+use crate::sys::small_file;
 
 pub const FILE: &str = "usage.sqlite";
 /// Suffix of the file name of a database that was set aside.
@@ -115,7 +116,9 @@ impl Store {
     /// Opens the database, or creates it.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
         // Other users must not read the names of programs.
-        let created = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path);
+        let mut options = OpenOptions::new();
+        options.write(true).create(true).truncate(false).mode(0o600).custom_flags(libc::O_NONBLOCK);
+        let created = options.open(path).and_then(|file| small_file::check_kind(&file));
         created.map_err(|e| StoreError::Other(e.to_string()))?;
         let mut connection = Connection::open(path)?;
         connection.busy_timeout(Duration::from_secs(1))?;

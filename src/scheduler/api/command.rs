@@ -161,3 +161,34 @@ pub enum Command {
     /// A room that was ready has expired, or its GPU is gone.
     RoomEnded { room: RoomId, gpu: GpuId },
 }
+
+impl Command {
+    /// The client that the command concerns.
+    pub fn client(&self) -> Option<ClientId> {
+        match self {
+            Self::Placed { client, .. }
+            | Self::Unplaced { client, .. }
+            | Self::Attached { client, .. }
+            | Self::Limit { client, .. }
+            | Self::Denied { client, .. }
+            | Self::Reserved { client, .. }
+            | Self::Allowance { client, .. }
+            | Self::Grant { client, .. }
+            | Self::Revoke { client, .. }
+            | Self::Prepare { client, .. }
+            | Self::Contended { client, .. }
+            | Self::Waiting { client, .. }
+            | Self::Probe { client, .. }
+            | Self::EvictionBlocked { client, .. }
+            | Self::MappingFailed { client, .. }
+            | Self::Undrainable { client, .. }
+            | Self::PrepareSleep { client, .. }
+            | Self::Awake { client, .. }
+            | Self::Checkpoint { client, .. }
+            | Self::RestoreAllowed { client }
+            | Self::Moved { client, .. }
+            | Self::Migrated { client, .. } => Some(*client),
+            Self::Measure { .. } | Self::RoomReady { .. } | Self::RoomRefused { .. } | Self::RoomEnded { .. } => None,
+        }
+    }
+}
