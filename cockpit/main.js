@@ -2,7 +2,7 @@
 
 import { h, render } from "./dom.js";
 import { readUsers } from "./format.js";
-import { overview } from "./overview.js";
+import { PAGE, overview } from "./overview.js";
 import { card, notice } from "./parts.js";
 import { programView } from "./program.js";
 import { Scheduler, sentence } from "./scheduler.js";
@@ -29,7 +29,7 @@ class App {
         this.failure = null;
         this.permissions = {};
         this.permissionsRead = 0;
-        this.selection = { order: "memory", find: "", first: 0, count: 50 };
+        this.selection = { order: "memory", find: "", first: 0, count: PAGE };
         this.findText = "";
         this.timeline = null;
         this.period = 60;

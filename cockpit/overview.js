@@ -5,6 +5,9 @@ import { count, duration, gpuName, percent, programState, searchText, size, sum,
 import { button, card, label, memoryBar, notice } from "./parts.js";
 import { timelineView } from "./timeline.js";
 
+/** Programs on one page of the list. */
+export const PAGE = 25;
+
 /** The kinds of memory of a GPU. Their sum is the GPU's total. */
 export function memoryKinds(gpu) {
     const overhead = gpu.overhead ?? 0;
@@ -164,8 +167,8 @@ function programs(app) {
         h("div", { key: "pages", class: "pages" },
             h("span", {}, found === 0 ? "" : `${first + 1} to ${last} of ${count(found, "program", "programs")}`,
                 found < total ? ` (${total} in all)` : ""),
-            pages ? button("Previous", () => app.select({ first: Math.max(0, first - 50) }), { key: "back", "aria-disabled": first === 0 ? "true" : null }) : null,
-            pages ? button("Next", () => last < found && app.select({ first: first + 50 }), { key: "on", "aria-disabled": last >= found ? "true" : null }) : null));
+            pages ? button("Previous", () => app.select({ first: Math.max(0, first - PAGE) }), { key: "back", "aria-disabled": first === 0 ? "true" : null }) : null,
+            pages ? button("Next", () => last < found && app.select({ first: first + PAGE }), { key: "on", "aria-disabled": last >= found ? "true" : null }) : null));
 }
 
 function emptyState() {

@@ -60,7 +60,7 @@ try:
     alone = shares()
     browser = Browser(machine.URL)
     browser.log_in(options.user, f"secret-{options.user}")
-    browser.wait("the list", "page.querySelectorAll('#programs tbody tr').length === 50")
+    browser.wait("the list", "page.querySelectorAll('#programs tbody tr').length === 25")
     time.sleep(5)
     watched = shares()
     browser.close()
