@@ -70,7 +70,9 @@ fn clients_that_become_a_gang_after_they_connected_never_deadlock() {
             (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
             let mut dice = Dice::new(seed);
             let plan = Plan { demand: 12 * GIB, gpu: ms(80), drain: ms(5), phases: 20, ..Plan::default() };
-            (0..2).for_each(|at| drop(world.add(Plan { gpus: gpus([at]), ..plan.clone() })));
+            for at in 0..2 {
+                world.add(Plan { gpus: gpus([at]), ..plan.clone() });
+            }
             let mut ranks = Vec::new();
             for (job, at) in [(1, 0), (2, 1), (2, 0), (1, 1)] {
                 // The first work of a rank follows the creation of the communicator.
