@@ -164,3 +164,26 @@ fn a_mapping_that_fails_during_a_restore_is_retried() {
     }
     machine.wait_until_empty();
 }
+
+/// The memory belongs to its program, and a program that does not fit beside it is refused.
+#[test]
+fn memory_that_a_program_creates_without_a_context_counts_as_its_own() {
+    let machine = Machine::with_scheduler(Setup { memory: 256 * MIB, context: 8 * MIB, ..Setup::default() });
+    let mut service = machine.program("provides --mem 128M --seconds 600").start();
+    service.wait_to_say("holding");
+    let shown = wait_for("its memory", || {
+        let status = machine.status();
+        let clients = status["clients"].as_array()?;
+        let client = clients.iter().find(|client| client["pid"] == service.pid())?;
+        let gpu = client["gpus"].as_array()?.first()?.clone();
+        (gpu["pinned"].as_u64()? >= 128 * MIB).then_some(gpu)
+    });
+    assert_eq!(shown["resident"], 128 * MIB, "{shown}");
+    let overhead = || machine.status()["gpus"][0]["overhead"].as_u64().expect("a number");
+    wait_for("a measurement", || (overhead() < 64 * MIB).then_some(()));
+    // Another program gets the rest, and shares it as usual.
+    machine.program("mix --mem 64M --rounds 3").start().finish();
+    service.kill();
+    machine.wait_until_empty();
+    machine.program("mix --mem 160M --rounds 3").start().finish();
+}

@@ -3,15 +3,16 @@
 
 use super::allocate;
 use crate::{
+    connection,
     driver::{self, query, types::*},
     env::{settings, trace::trace},
-    gpu::{Gpu, peers},
+    gpu::{self, Gpu, peers},
     memory::{
         engine::{Flags, GRANULE, has},
         space::Space,
     },
     registry::{
-        driver_memory, virtual_memory as vmm,
+        driver_memory, shared, virtual_memory as vmm,
         virtual_memory::{Memory, TABLE},
     },
     submit,
@@ -32,9 +33,28 @@ pub fn is_ours(handle: Handle) -> bool {
     submit::is_active() && vmm::is_virtual(handle)
 }
 
+/// Attaches the GPU on which a program creates memory. The program need not have a context there:
+/// services that create memory for other processes have none. Returns `false` if the GPU has no room.
+pub fn attach(prop: *const AllocationProp) -> bool {
+    // SAFETY: `prop` is the program's pointer, which the driver would dereference too. NULL is handled.
+    let location = unsafe { prop.as_ref() }.map(|prop| prop.location);
+    let device = location.filter(|location| location.kind == MEM_LOCATION_TYPE_DEVICE).map(|location| location.id);
+    let Some(device) = device.filter(|device| submit::is_active() && gpu::by_ordinal(*device).is_none()) else {
+        return true;
+    };
+    let is_admitted = || {
+        let is_admitted = Gpu::attach(device, shared::introduce);
+        connection::wake();
+        is_admitted
+    };
+    crate::sys::errno::preserve(is_admitted)
+}
+
 /// Returns the GPU, its space and the flags if this call creates movable memory, that is, plain memory
 /// of a GPU whose memory this library moves. Otherwise returns `None`, and the driver must create the
 /// memory or report an error.
+///
+/// Without a context, the library cannot move memory.
 pub fn movable(
     place: *mut Handle,
     size: Size,
@@ -42,7 +62,7 @@ pub fn movable(
     flags: u64,
 ) -> Option<(&'static Gpu, &'static Mutex<Space>, Flags)> {
     let gpu = if submit::is_active() { driver_memory::gpu_of(prop) } else { None }?;
-    let space = gpu.space().filter(|space| space.lock().engine().copies())?;
+    let space = gpu.space().filter(|space| gpu.work.has_contexts() && space.lock().engine().copies())?;
     // SAFETY: `prop` is the program's pointer, which the driver would dereference too. It is not NULL,
     // because `gpu_of` found a GPU.
     let prop = unsafe { prop.as_ref() }?;

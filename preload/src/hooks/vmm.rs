@@ -11,7 +11,7 @@ use crate::{
         address_query::{get_access, properties},
         driver_memory,
         export::{bind, bind_at, escape_handle},
-        mappings::{create, is_ours, map, movable, release, set_access, unmap, whole},
+        mappings::{attach, create, is_ours, map, movable, release, set_access, unmap, whole},
     },
     driver::{self, hook::hooks, types::*},
     registry::{self, driver_memory::Kind, virtual_memory::TABLE},
@@ -51,6 +51,9 @@ unsafe fn maps_ours(list: *const ArrayMap, n: u32) -> bool {
 
 hooks! { real, flavour;
     [cuMemCreate] (handle: *mut Handle, size: Size, prop: *const AllocationProp, flags: u64) {
+        if !attach(prop) {
+            return ERROR_OUT_OF_MEMORY;
+        }
         match movable(handle, size, prop, flags) {
             Some((gpu, space, flags)) => crate::sys::errno::preserve(|| create(handle, size, gpu, space, flags)),
             None if handle.is_null() || flags != 0 || !whole(size as u64) => real(), // the driver reports the error

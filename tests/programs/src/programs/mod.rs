@@ -42,6 +42,7 @@ mod pool_keeper;
 mod pool_latency;
 mod pool_rules;
 mod pools;
+mod provides;
 mod proxy;
 mod queued;
 mod share;
@@ -88,6 +89,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
         checkpoints::run,
         "--pid N --to asleep|awake --timeout-ms 2000: takes a process off its GPUs, or puts it back",
     ),
+    ("provides", provides::run, "--mem 64M --seconds 5: creates and exports memory without a context"),
     (
         "naps",
         naps::run,
