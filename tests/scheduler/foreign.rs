@@ -3,7 +3,6 @@
 use crate::sleep::{CONTEXT, Scene};
 use nvshare_sched::*;
 use scheduler_sim::*;
-use scheduler_tests::*;
 use std::time::Duration;
 
 const LENT: ForeignState = ForeignState::Checkpointed { restore_waits: true };
@@ -51,12 +50,6 @@ fn a_locked_holder_loses_its_turn_and_keeps_its_memory() {
     assert_eq!(scene.t.attachment(1).charge, 10 * GIB);
     assert_eq!(scene.t.state(2), LockState::Waiting, "there is no room beside the locked process");
     assert_eq!(scene.t.after(Duration::from_secs(120)), [], "it is neither probed nor asked again");
-    // Another client fits beside the memory of the locked process, and runs at once.
-    scene.t.join(3, GIB);
-    scene.contexts.push(3);
-    scene.t.request(3);
-    scene.t.map(3);
-    assert_eq!(scene.t.state(3), LockState::Holding);
 }
 
 #[test]
