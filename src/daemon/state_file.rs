@@ -113,8 +113,8 @@ mod tests {
         let large = |path: &Path| File::create(path).and_then(|file| file.set_len(1 << 34)).expect("a file");
         let device = |path: &Path| symlink("/dev/zero", path).expect("a link");
         let folder = |path: &Path| fs::create_dir(path).expect("a directory");
-        let kinds: [(&dyn Fn(&Path), &str); 4] =
-            [(&fifo, "regular"), (&device, "regular"), (&folder, "regular"), (&large, "16 MiB")];
+        type Make = fn(&Path);
+        let kinds: [(Make, &str); 4] = [(fifo, "regular"), (device, "regular"), (folder, "regular"), (large, "16 MiB")];
         for (make, why) in kinds {
             make(&path);
             fifo(&path.with_extension("new"));

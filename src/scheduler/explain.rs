@@ -9,7 +9,7 @@
 use crate::{
     api::*,
     gpu::{Access, Hold},
-    model::Model,
+    model::{Model, standstill::Standstill},
     policy::{self, Precedence, Waiter},
     queue::{Blocked, Entity, QueueKey, Tier},
     view::{LockState, NO_TURN},
@@ -41,17 +41,6 @@ pub struct Explanation {
     /// The estimated time until the client runs. `None`: the client does not wait, or the time
     /// cannot be estimated.
     pub starts: Option<Duration>,
-}
-
-/// A wait that may never end, because the processes of two jobs hold GPUs that the other job waits for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Standstill {
-    /// The waiting client does not fit beside this client, which cannot drain. It may wait for a client
-    /// that waits for `gpu`.
-    pub holder: ClientId,
-    pub gpu: GpuId,
-    /// The client that cannot drain on `gpu`. It may wait for the waiting client.
-    pub other_holder: ClientId,
 }
 
 /// A holder that delays a waiting client.

@@ -55,6 +55,7 @@ mod timers;
 pub mod view;
 
 pub use api::*;
-pub use explain::{Ahead, Explanation, HolderAhead, Obstacle, Reason, Standstill};
+pub use explain::{Ahead, Explanation, HolderAhead, Obstacle, Reason};
 pub use machine::Machine;
+pub use model::standstill::Standstill;
 pub use view::{Activity, AttachmentView, ClientView, GpuView, HolderView, LockState, RoomView, Turns, WaiterView};

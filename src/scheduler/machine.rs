@@ -131,6 +131,9 @@ impl Machine {
         if let Some(client) = event.sender() {
             self.alive(client);
         }
+        if let Some((client, tasks)) = self.presence().handle(&event) {
+            return self.follow(client, tasks);
+        }
         match event {
             Event::Attached { client, gpu, engine } => self.attach(client, gpu, engine),
             Event::Detached { client, gpu } => self.detach(client, gpu),
@@ -152,9 +155,6 @@ impl Machine {
             }
             Event::Held { client, gpus } => self.sharing().held(client, &gpus),
             Event::Stuck { client, gpus, reason } => self.sharing().stuck(client, &gpus, reason),
-            Event::SleepReady { client } => self.change_sleep(client, |presence| presence.ready(client)),
-            Event::SleepRefused { client, why } => self.change_sleep(client, |presence| presence.refused(client, why)),
-            Event::WakeRequested { client } => self.change_sleep(client, |presence| presence.wake(client, false)),
             event => self.dispatch_from_daemon(event),
         }
     }
@@ -202,42 +202,12 @@ impl Machine {
                 self.gpus.make_room(self.now, settings, &mut self.effects, (room, gpu), bytes, until);
             }
             Event::RoomClosed { room } => self.gpus.end_room(&mut self.effects, room),
-            Event::SleepWanted { client, paused } => {
-                self.change_sleep(client, |presence| presence.want(client, paused))
-            }
-            Event::FoundAsleep { client } => self.change_sleep(client, |presence| presence.found(client)),
-            Event::Resumed { client } => self.change_sleep(client, |presence| presence.wake(client, true)),
-            Event::Migrate { client, from, to } => {
-                self.change_sleep(client, |presence| presence.migrate(client, Move { from, to }))
-            }
             Event::Drain { gpu, drained } => self.drain(gpu, drained),
             Event::Kinds { kinds } => self.places.set_kinds(kinds),
             Event::Failing { gpu, failing } => self.gpus.get_mut(gpu).into_iter().for_each(|gpu| gpu.failing = failing),
             Event::Allowed { allowed } => self.places.allow(allowed),
-            Event::Checkpointed { client, outcome } => {
-                self.change_sleep(client, |presence| presence.checkpointed(client, outcome))
-            }
-            Event::ForeignCheckpoint { client, state } => {
-                self.change_sleep(client, |presence| presence.foreign(client, state))
-            }
-            Event::RestoreRequested { client } => {
-                self.change_sleep(client, |presence| presence.restore_requested(client))
-            }
-            Event::Tick
-            | Event::Attached { .. }
-            | Event::Detached { .. }
-            | Event::Memory { .. }
-            | Event::LimitRequested { .. }
-            | Event::ReservationRequested { .. }
-            | Event::Utilization { .. }
-            | Event::Requested { .. }
-            | Event::Cancelled { .. }
-            | Event::Released { .. }
-            | Event::Held { .. }
-            | Event::Stuck { .. }
-            | Event::SleepReady { .. }
-            | Event::SleepRefused { .. }
-            | Event::WakeRequested { .. } => {} // see `dispatch`
+            Event::Tick => {}
+            event => debug_assert!(event.sender().is_some(), "no part of the scheduler handles {event:?}"),
         }
     }
 

@@ -3,12 +3,18 @@
 
 use super::foreign::ForeignCheckpoints;
 use super::host_use::HostFigures;
+use super::model::Model;
 use super::moves::Moves;
 use super::placement::Placements;
 use super::rooms::Rooms;
 use super::sharing::Sharing;
 use super::sleep::Sleep;
 use super::swap_files::SwapFiles;
+use crate::daemon::checkpoint::HelperAnswer;
+use crate::scheduler::{ClientId, Event};
+use crate::sys::foreign::Foreign;
+use crate::sys::pidfd;
+use nvshare_wire::client::CheckpointStep;
 
 #[derive(Debug, Default)]
 pub struct Host {
@@ -21,4 +27,29 @@ pub struct Host {
     pub moves: Moves,
     /// Memory that is kept free at users' requests.
     pub rooms: Rooms,
+}
+
+impl Host {
+    /// Inspects a client's process, which another program may have locked or checkpointed.
+    pub fn inspect(&mut self, model: &Model, client: ClientId) {
+        self.foreign.inspect(model, &self.sleep, client);
+    }
+
+    /// Handles the result of an inspection. Returns the events for the scheduler.
+    pub fn inspected(&mut self, model: &Model, client: ClientId, answer: &HelperAnswer) -> Vec<Event> {
+        self.foreign.inspected(model, &self.sleep, client, answer.outcome)
+    }
+
+    /// Handles a client that changes the CUDA state of the process to which the pidfd refers. Returns the
+    /// request for room, if the client needs any.
+    pub fn foreign_checkpoint(
+        &mut self,
+        model: &Model,
+        client: ClientId,
+        pidfd: Option<&Foreign>,
+        (step, ticket): (CheckpointStep, u32),
+    ) -> Option<Event> {
+        let target = pidfd.and_then(pidfd::process).and_then(|pid| model.neighbour(client, pid));
+        self.foreign.receive(model, &self.sleep, client, target, (step, ticket))
+    }
 }

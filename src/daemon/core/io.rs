@@ -71,7 +71,11 @@ pub struct Io {
 impl Io {
     /// # Errors
     /// The process has no file descriptors left.
-    pub(super) fn new(settings: watch::Sender<Settings>) -> std::io::Result<Self> {
+    pub(super) fn new(settings: watch::Sender<Settings>, in_effect: &Settings) -> std::io::Result<Self> {
+        settings.send_if_modified(|known| {
+            known.clone_from(in_effect);
+            false
+        });
         Ok(Self {
             timer: Rc::new(Timer::new()?),
             armed: None,

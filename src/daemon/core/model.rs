@@ -13,7 +13,7 @@ use nvshare_wire::client::{EngineReason, GpuKind};
 use nvshare_wire::{SchedulerMessage, Uuid};
 use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
-use tracing::debug;
+use tracing::{debug, warn};
 use zbus::fdo;
 
 use super::gangs::Gangs;
@@ -308,6 +308,38 @@ impl Model {
     /// The size of a GPU's memory in bytes. 0 if the GPU is unknown.
     pub(super) fn total(&self, gpu: GpuId) -> u64 {
         self.gpus.get(&gpu).map_or(0, |gpu| gpu.total)
+    }
+
+    /// A measurement by a client's report of the free bytes. `None`: NVML lists the GPU, and measures it.
+    pub(super) fn reported_sample(&self, gpu: GpuId, free: u64, now: Time) -> Option<Sample> {
+        let is_listed = self.gpus.get(&gpu).is_some_and(|entry| entry.index.is_some());
+        let used = self.total(gpu).saturating_sub(free);
+        (!is_listed).then_some(Sample { gpu, begun: now, steady: true, used, processes: None })
+    }
+
+    /// Closes the connection of a client that broke the protocol.
+    pub(super) fn close_connection(&self, client: ClientId, why: &impl std::fmt::Display) {
+        if let Some(entry) = self.clients.get(&client) {
+            warn!("disconnected {}: {why}", entry.identity.label());
+            entry.connection.close();
+        }
+    }
+
+    /// Keeps the latest measurement of a GPU.
+    pub(super) fn keep_sample(&mut self, sample: Sample) {
+        if let Some(entry) = self.gpus.get_mut(&sample.gpu) {
+            entry.sample = Some(sample);
+        }
+    }
+
+    /// The client and the GPU of a report about memory.
+    pub(super) fn reporter(event: &Event) -> Option<(ClientId, GpuId)> {
+        if let Event::Memory { client, gpu, .. } = event { Some((*client, *gpu)) } else { None }
+    }
+
+    /// The client that a command allows memory, and the GPU.
+    pub(super) fn allowed(command: &Command) -> Option<(ClientId, GpuId)> {
+        if let Command::Allowance { client, gpu, .. } = command { Some((*client, *gpu)) } else { None }
     }
 
     pub(super) fn is_nvml_usable(&self) -> bool {

@@ -35,7 +35,6 @@ use crate::scheduler::{ClientId, Command, Event, GpuId, Settings, Time};
 use crate::sys::clock;
 use crate::sys::device_file::DeviceFile;
 use crate::sys::foreign::Foreign;
-use crate::sys::pidfd;
 
 /// Minimum time between two measurements of host memory for limit requests.
 const HOST_PERIOD: Duration = Duration::from_millis(10);
@@ -56,12 +55,8 @@ impl Core {
     /// The process has no file descriptors left, or the record cannot be written.
     pub fn new(config: Config, record: Option<File>, settings: watch::Sender<Settings>) -> std::io::Result<Self> {
         let model = Model::new(config);
-        settings.send_if_modified(|known| {
-            known.clone_from(model.machine.settings());
-            false
-        });
         Ok(Self {
-            io: Io::new(settings)?,
+            io: Io::new(settings, model.machine.settings())?,
             observe: Observe::new(&model, record)?,
             host: Host::default(),
             containers: Containers::default(),
@@ -85,19 +80,13 @@ impl Core {
             self.observe.note_event(&self.model, &event, now);
             self.model.note_event(&event, now);
             self.io.note_event(&self.model, &event);
-            let reporter = match &event {
-                Event::Memory { client, gpu, .. } => Some((*client, *gpu)),
-                _ => None,
-            };
+            let reporter = Model::reporter(&event);
             let concerned = pressure::client_of(&event);
             self.observe.recorder.begin(&self.model.machine, now, &event);
             let commands = self.model.machine.handle(now, event);
             self.observe.recorder.finish(&commands);
             self.observe.pressure.note(&self.model, concerned, &commands, now);
-            let allowed = commands.iter().filter_map(|command| match command {
-                Command::Allowance { client, gpu, .. } => Some((*client, *gpu)),
-                _ => None,
-            });
+            let allowed = commands.iter().filter_map(Model::allowed);
             reporter.into_iter().chain(allowed).for_each(|(client, gpu)| self.note_extent(client, gpu, now));
             for command in commands {
                 events.extend(self.carry_out(&command, now));
@@ -124,11 +113,11 @@ impl Core {
                 let probed = model.probe(*client);
                 match probed {
                     Some(Event::Stopped { stopped: true, .. }) => io.signals.stopped.notify_one(),
-                    _ => host.foreign.inspect(model, &host.sleep, *client),
+                    _ => host.inspect(model, *client),
                 }
                 return probed;
             }
-            Command::Undrainable { client, .. } => host.foreign.inspect(model, &host.sleep, *client),
+            Command::Undrainable { client, .. } => host.inspect(model, *client),
             Command::RestoreAllowed { client } => host.foreign.allow(model, *client),
             Command::Measure { gpu } => return self.remeasure(*gpu, now),
             Command::Placed { client, gpus } => placement::placed(model, *client, gpus),
@@ -236,7 +225,7 @@ impl Core {
         let adopters = self.host.sharing.leave(&self.model, client);
         self.report(adopters);
         self.apply(Event::Disconnected { client });
-        restored.into_iter().for_each(|target| self.inspect(target));
+        restored.into_iter().for_each(|target| self.host.inspect(&self.model, target));
         self.observe.end(&self.model, client, &gone.identity, now);
         gone.gpus.keys().for_each(|gpu| self.forget_unlisted(*gpu));
     }
@@ -285,11 +274,8 @@ impl Core {
                 self.model.set_report(client, gpu, report, (host, in_file));
                 self.host.sharing.reported(client, gpu);
                 self.report([(client, gpu)]);
-                let is_listed = self.model.gpus.get(&gpu).is_some_and(|entry| entry.index.is_some());
-                if let Some(free) = device_free.filter(|_| !is_listed) {
-                    let used = self.model.total(gpu).saturating_sub(free);
-                    self.measure(&Sample { gpu, begun: now, steady: true, used, processes: None });
-                }
+                let sample = device_free.and_then(|free| self.model.reported_sample(gpu, free, now));
+                sample.into_iter().for_each(|sample| self.measure(&sample));
             }
             ClientAction::Incomplete => {}
             ClientAction::JoinGang { gang } => {
@@ -297,10 +283,8 @@ impl Core {
                 self.apply_all(changed);
             }
             ClientAction::ForeignCheckpoint { step, ticket } => {
-                let Host { foreign, sleep, .. } = &mut self.host;
-                let target = descriptors.first().and_then(pidfd::process);
-                let target = target.and_then(|pid| self.model.neighbour(client, pid));
-                let request = foreign.receive(&self.model, sleep, client, target, (step, ticket));
+                let pidfd = descriptors.first();
+                let request = self.host.foreign_checkpoint(&self.model, client, pidfd, (step, ticket));
                 self.apply_all(request);
             }
             ClientAction::UseSwapFile { ram_max } => self.host.files.accepted(client, ram_max),
@@ -317,7 +301,7 @@ impl Core {
         let overdue = self.host.sharing.overdue(&self.model, client, now);
         self.report(overdue);
         if self.model.machine.is_foreign(client) {
-            self.inspect(client); // the process may run again
+            self.host.inspect(&self.model, client); // the process may run again
         }
         Ok(())
     }
@@ -380,9 +364,7 @@ impl Core {
         let users = self.model.users_of_gpu(gpu).filter(|client| !self.model.may_use(*client, gpu));
         for client in users.collect::<Vec<_>>() {
             let why = self.refuse_unproven(client, gpu);
-            let Some(entry) = self.model.clients.get(&client) else { continue };
-            warn!("disconnected {}: {why}", entry.identity.label());
-            entry.connection.close();
+            self.model.close_connection(client, &why);
         }
     }
 
@@ -422,12 +404,6 @@ impl Core {
         self.observe.log.log_unplaced(&self.model, client, why, label);
     }
 
-    /// Inspects a client's process, which another program may have locked or checkpointed.
-    fn inspect(&mut self, client: ClientId) {
-        let Host { foreign, sleep, .. } = &mut self.host;
-        foreign.inspect(&self.model, sleep, client);
-    }
-
     /// Tells the scheduler which stopped processes have continued. Returns true if any process is still
     /// stopped.
     pub fn check_stopped(&mut self) -> bool {
@@ -454,11 +430,10 @@ impl Core {
             }
             Report::Used(used) => {
                 for sample in used {
-                    self.model.vanished(&sample).into_iter().for_each(|client| self.inspect(client));
+                    let vanished = self.model.vanished(&sample);
+                    vanished.into_iter().for_each(|client| self.host.inspect(&self.model, client));
                     self.measure(&sample);
-                    if let Some(entry) = self.model.gpus.get_mut(&sample.gpu) {
-                        entry.sample = Some(sample);
-                    }
+                    self.model.keep_sample(sample);
                 }
             }
             Report::Driver(versions) => {
@@ -680,12 +655,9 @@ impl Core {
 
     /// Adds the GPU time that earlier daemons counted and saved.
     pub fn load_hours(&mut self, saved: Result<HoursUsed, String>) {
-        match saved {
-            Ok(saved) => self.model.groups.hours.load(saved),
-            Err(why) => {
-                warn!("{why}");
-                self.set_problems(|problems| problems.usage = Some(why));
-            }
+        if let Err(why) = saved.map(|saved| self.model.groups.hours.load(saved)) {
+            warn!("{why}");
+            self.set_problems(|problems| problems.usage = Some(why));
         }
         self.check_hours();
     }
@@ -715,12 +687,10 @@ impl Core {
         debug!(client = client.0, ?operation, outcome = ?answer.outcome, "checkpoint");
         self.host.sleep.note_helper(answer);
         if operation == Operation::Inspect {
-            let Host { foreign, sleep, .. } = &mut self.host;
-            let events = foreign.inspected(&self.model, sleep, client, answer.outcome);
+            let events = self.host.inspected(&self.model, client, answer);
             return self.apply_all(events);
         }
-        let outcome = sleep::outcome(answer.outcome);
-        self.apply(Event::Checkpointed { client, outcome });
+        self.apply(Event::Checkpointed { client, outcome: sleep::outcome(answer.outcome) });
         // The client claimed to be asleep, and is not.
         if operation == Operation::Settle && answer.outcome == Outcome::Runs {
             self.model.clients.get_mut(&client).into_iter().for_each(|entry| entry.is_exempt = false);

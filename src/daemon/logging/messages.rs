@@ -50,6 +50,7 @@ const IDS: &[(&str, &str)] = &[
     ("over-budget", "7c0f52d1e9aa4b1f8f0b6f6b1f0d93c2"),
     ("processes-hidden", "a1d5c9be04f84c5f9a3e2c7f6b0d4e18"),
     ("lines-left-out", "56547018172a4b72b4b131a3afbb4c06"),
+    ("foreign-checkpoint", "0f3b7a9c5d1e48b2a6c4e8f012d7953b"),
     ("log-lines-lost", "d376d6b6696c4bd3a886106262e032f3"),
 ];
 

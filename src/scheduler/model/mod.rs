@@ -19,7 +19,7 @@ mod gangs;
 mod moves;
 mod order;
 mod sleep;
-mod standstill;
+pub mod standstill;
 mod turns;
 
 pub(crate) use turns::Pressure;

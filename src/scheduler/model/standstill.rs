@@ -10,10 +10,20 @@
 use super::Model;
 use crate::{
     api::*,
-    explain::Standstill,
     gpu::Hold,
     queue::{Blocked, Entity},
 };
+
+/// A wait that may never end, because the processes of two jobs hold GPUs that the other job waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Standstill {
+    /// The waiting client does not fit beside this client, which cannot drain. It may wait for a client
+    /// that waits for `gpu`.
+    pub holder: ClientId,
+    pub gpu: GpuId,
+    /// The client that cannot drain on `gpu`. It may wait for the waiting client.
+    pub other_holder: ClientId,
+}
 
 impl Model<'_> {
     /// The standstill in which a client waits, if the client is in the tenant of a stuck holder of another
