@@ -14,7 +14,7 @@ use super::Connections;
 use super::client::{self, Incoming};
 use crate::daemon::core::Core;
 use crate::daemon::tenants::What;
-use crate::daemon::transport::peer;
+use crate::daemon::transport::peer::PresumedTenants;
 use crate::identity::Tenant;
 use crate::sys::descriptors::{self, Spare};
 use crate::sys::foreign::{self, Foreign};
@@ -40,7 +40,7 @@ pub async fn accept(
     claim: &str,
 ) -> io::Result<()> {
     let listener = descriptors::watch(listener)?;
-    let mut spare = Spare::new();
+    let (mut spare, mut tenants) = (Spare::new(), PresumedTenants::default());
     let log_limit = &connections.log_limit;
     let mut batch = 0;
     loop {
@@ -52,7 +52,7 @@ pub async fn accept(
         match accepted {
             Ok(socket) => {
                 // Drops connections that arrive faster than their processes can be identified.
-                let tenant = peer::presumed_tenant(socket.as_fd());
+                let tenant = tenants.of(socket.as_fd());
                 let (socket, budget) = (Foreign::connection(socket, tenant.number()), connections.budgets.of(&tenant));
                 match budget.take(What::Arrivals, 1) {
                     Some(arrival) => {
@@ -75,7 +75,7 @@ pub async fn accept(
                         no file descriptors are left ({e})");
                 }
                 let refused = spare.accept(listener.as_fd()).map(|socket| {
-                    let owner = peer::presumed_tenant(socket.as_fd()).number();
+                    let owner = tenants.of(socket.as_fd()).number();
                     let socket = Foreign::connection(socket, owner);
                     socket::stop_receiving(socket.as_fd());
                     // Without room for a packet's descriptors, the kernel closes them in the

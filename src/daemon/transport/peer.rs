@@ -7,17 +7,19 @@
 //! after the read, that the process still runs. A process that has exited, or whose `/proc` entry is
 //! unreadable, counts as unknown, and gets no privileges.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use tracing::warn;
 
 use crate::identity::{self, Cgroup, Identity, Owners, Place, Tenant};
-use crate::sys::credentials;
+use crate::sys::{clock, credentials};
 
 /// Maximum number of a client's groups that rules consider. A process with the capability
 /// `CAP_SETGID`, such as root of a container, can join 65,536 groups. It gains nothing by exceeding
@@ -36,12 +38,44 @@ pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<Own
     Ok((process.describe(groups), process.pidfd))
 }
 
-/// A quick guess at the tenant of the process at the other end. The guess may be wrong if that process
-/// has exited.
+/// Quick guesses at the tenants of processes that connect. A guess may be wrong if the process has exited
+/// or has moved to another control group.
+///
+/// A guess is kept for a second at most. All programs' connections wait in one queue, and the control
+/// group's file takes most of the time that a refused connection costs. So a process that connects in a
+/// loop would delay all programs that start.
+#[derive(Debug, Default)]
+pub struct PresumedTenants {
+    known: HashMap<(i32, u32), Tenant>,
+    since: Duration,
+}
+
+impl PresumedTenants {
+    /// How long guesses are kept.
+    const LIFETIME: Duration = Duration::from_secs(1);
+    /// Maximum number of guesses that are kept.
+    const MOST: usize = 1024;
+
+    /// The presumed tenant of the process at the other end.
+    pub fn of(&mut self, socket: BorrowedFd<'_>) -> Tenant {
+        let Ok(credentials::Credentials { pid, uid, .. }) = credentials::credentials(socket) else {
+            return Tenant::default();
+        };
+        let now = clock::now();
+        if now.saturating_sub(self.since) > Self::LIFETIME || self.known.len() >= Self::MOST {
+            self.known.clear();
+            self.since = now;
+        }
+        self.known.entry((pid, uid)).or_insert_with(|| presume(pid, uid)).clone()
+    }
+}
+
+/// The presumed tenant of the process at the other end. See [`PresumedTenants`].
 pub fn presumed_tenant(socket: BorrowedFd<'_>) -> Tenant {
-    let Ok(credentials::Credentials { pid, uid, .. }) = credentials::credentials(socket) else {
-        return Tenant::default();
-    };
+    PresumedTenants::default().of(socket)
+}
+
+fn presume(pid: i32, uid: u32) -> Tenant {
     let cgroup = std::fs::read(format!("/proc/{pid}/cgroup")).unwrap_or_default();
     let cgroup = Cgroup::read(&String::from_utf8_lossy(&cgroup));
     let place = Place { cgroup: &cgroup, on_host: true, own_ids: true, login: None };
