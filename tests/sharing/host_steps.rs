@@ -70,7 +70,7 @@ fn a_full_queue_does_not_block_the_clients_thread() {
 fn host_memory_is_freed_after_a_kernel_that_waits_for_the_host() {
     let Some(group) = Limited::new(&format!("nvshare-steps-{}", std::process::id()), 4 << 30) else { return };
     let machine = Machine::with_scheduler(pressed());
-    let words = "host-step --how allocate --mem 60M --before-ms 5000 --pause-ms 600000 --after-ms 600000";
+    let words = "host-step --how allocate --mem 60M --before-ms 600000 --pause-ms 600000 --after-ms 600000";
     // The library adds a line to the trace for each call that may block.
     let program = machine.program_in(&group.procs(), words).env("LIBNVSHARE_WAITING_CALLS", "/dev/stderr");
     let mut program = program.start();
@@ -79,6 +79,7 @@ fn host_memory_is_freed_after_a_kernel_that_waits_for_the_host() {
     let mut other = machine.program("mix --mem 60M --reps 3 --rounds 2").start();
     other.finish();
     machine.wait_for_move(0, "its memory to have left", |m| m.pid == program.pid() && m.what == "freed");
+    program.signal(libc::SIGUSR1);
     program.wait_to_say("the kernel runs");
     group.set_limit(group.used() + 2 * MIB);
     let freed = |text: &str, trace: &str| trace.split("the kernel runs").nth(1).is_some_and(|rest| rest.contains(text));

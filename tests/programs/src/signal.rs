@@ -24,6 +24,11 @@ pub fn has_come() -> bool {
     TOLD.load(Ordering::SeqCst)
 }
 
+/// True if the signal has arrived since the last call. The program can then be told once more.
+pub fn take() -> bool {
+    TOLD.swap(false, Ordering::SeqCst)
+}
+
 /// Sleeps for `time`, or until the signal arrives.
 pub fn pause(time: Duration) {
     let end = Instant::now() + time;

@@ -28,7 +28,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
 }
 
 /// Runs a kernel that waits until another thread has allocated and used memory. Before that, the
-/// program works for a while, so that its memory is evicted and restored.
+/// program works for `before-ms` or until the signal, so that its memory is evicted and restored.
 fn allocate(args: &Args, report: &mut Report) -> Outcome {
     let memory = args.size("mem", "60M") as usize;
     let (before, pause) = (args.milliseconds("before-ms", "3000"), args.milliseconds("pause-ms", "2000"));
@@ -41,7 +41,7 @@ fn allocate(args: &Args, report: &mut Report) -> Outcome {
         gpu.fill(buffer.at + 4 * at, 1 << 10, at as u32, stream.0)?;
     }
     let begin = Instant::now();
-    while begin.elapsed() < before {
+    while begin.elapsed() < before && !signal::take() {
         gpu.add(buffer.at, 16, 0, stream.0)?;
         stream.synchronise()?;
         thread::sleep(Duration::from_millis(20));
