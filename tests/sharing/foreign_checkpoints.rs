@@ -91,7 +91,6 @@ fn a_program_that_is_killed_while_it_waits_to_restore_leaves_the_room_to_others(
     tool.kill();
     wait_until(&machine, &holder, "sleep", "lent");
     stopped("-CONT");
-    machine.wait_for_grants(&guest, 2);
     checkpoints(&machine, &holder, "awake", true).finish();
     machine.wait_for_grants(&holder, 2);
     ends(holder);

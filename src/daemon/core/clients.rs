@@ -7,7 +7,7 @@ use std::time::SystemTime;
 use nvshare_wire::client::{EngineReason, StuckReason};
 
 use super::measure::EXIT_TIME;
-use super::model::{Arrival, Client, ClientGpuStats, Model, Use};
+use super::model::{Arrival, Client, ClientGpuStats, Listing, Model, Use};
 use crate::config::rules::EnvLimits;
 use crate::daemon::gpu::accounting::History;
 use crate::daemon::gpu::device_files;
@@ -110,6 +110,7 @@ impl Model {
             history: History::unknown(now, if entry.lock.is_none() { total } else { 0 }),
             report: None,
             host: 0,
+            listing: Listing::Unknown,
             shown: Use { idle_since: now, in_file: 0, untracked_work: false, reason },
         };
         entry.gpus.insert(gpu, fresh);
@@ -210,7 +211,7 @@ impl Model {
         entry.devices.extend(self.gpus.get(&to).and_then(|gpu| gpu.minor).map(device_files::of_gpu));
         if let Some(stats) = entry.gpus.remove(&from) {
             // The history describes the old GPU, so it is not copied.
-            entry.gpus.insert(to, ClientGpuStats { history: History::default(), ..stats });
+            entry.gpus.insert(to, ClientGpuStats { history: History::default(), listing: Listing::Unknown, ..stats });
         }
     }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tracing::{debug, info};
 
-use super::model::{Client, ClientGpuStats, Model};
+use super::model::{Client, ClientGpuStats, Listing, Model};
 use crate::daemon::gpu::accounting::{Attached, Basis};
 use crate::daemon::gpu::nvml::Sample;
 use crate::scheduler::{ClientId, Event, GpuId, SleepPhase, Time};
@@ -51,27 +51,34 @@ impl Model {
         listed.peek().is_some() && listed.all(|gpu| gpu.sample.as_ref().is_some_and(is_off))
     }
 
-    /// The clients of a GPU whose processes NVML lists no longer, or lists again although another program
-    /// had checkpointed them.
-    pub(super) fn vanished(&self, sample: &Sample) -> Vec<ClientId> {
-        let Some((list, gpu)) = sample.processes.as_ref().zip(self.gpus.get(&sample.gpu)) else { return Vec::new() };
-        let before = gpu.sample.as_ref().and_then(|sample| sample.processes.as_ref());
-        let has_changed = |(id, client): &(&ClientId, &Client)| {
-            let Ok(pid) = u32::try_from(client.identity.pid) else { return false };
-            let is_listed = list.contains_key(&pid);
-            let phase = self.machine.sleep_of(**id).phase;
-            match phase {
-                SleepPhase::Checkpointed | SleepPhase::Lent => is_listed,
-                SleepPhase::Awake if !is_listed => match before {
-                    Some(before) => before.contains_key(&pid),
-                    // An earlier scheduler may have seen the process there.
-                    None => self.machine.resident_and_swapped(**id, sample.gpu).is_some_and(|(bytes, _)| bytes > 0),
-                },
-                _ => false,
+    /// The clients whose processes another program may have checkpointed or restored: NVML lists a process no
+    /// longer, or lists a checkpointed process again.
+    ///
+    /// A process can be checkpointed before any measurement lists it, so reported memory counts as well. Where
+    /// NVML hides processes, each client is returned once.
+    pub(super) fn changed_processes(&mut self, sample: &Sample) -> Vec<ClientId> {
+        let Some(list) = &sample.processes else { return Vec::new() };
+        let machine = &self.machine;
+        let has_changed = |(id, client): (&ClientId, &mut Client)| {
+            let stats = client.gpus.get_mut(&sample.gpu)?;
+            let is_listed = list.contains_key(&u32::try_from(client.identity.pid).ok()?);
+            let has_memory = || machine.resident_and_swapped(*id, sample.gpu).is_some_and(|(bytes, _)| bytes > 0);
+            let is_missed =
+                !is_listed && (stats.listing == Listing::Listed || stats.listing == Listing::Unknown && has_memory());
+            match is_listed {
+                true => stats.listing = Listing::Listed,
+                false if is_missed => stats.listing = Listing::Missed,
+                false => {}
             }
+            let has_changed = match machine.sleep_of(*id).phase {
+                SleepPhase::Checkpointed | SleepPhase::Lent => is_listed,
+                SleepPhase::Locked => !is_listed,
+                SleepPhase::Awake => is_missed,
+                _ => false,
+            };
+            has_changed.then_some(*id)
         };
-        let clients = self.clients.iter().filter(|(_, client)| client.gpus.contains_key(&sample.gpu));
-        clients.filter(has_changed).map(|(id, _)| *id).collect()
+        self.clients.iter_mut().filter_map(has_changed).collect()
     }
 
     /// The longest sampling period that still leaves time to evict clients' memory before other programs

@@ -124,7 +124,18 @@ pub(super) struct ClientGpuStats {
     pub report: Option<MemoryReport>,
     /// Bytes of host memory that the client uses.
     pub host: u64,
+    pub listing: Listing,
     pub shown: Use,
+}
+
+/// Whether NVML lists a client's process on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Listing {
+    /// No measurement has listed the process, and it had no memory.
+    Unknown,
+    Listed,
+    /// The process has memory or was listed before, and the last measurement did not list it.
+    Missed,
 }
 
 /// The records about a client on one GPU that users see.

@@ -430,8 +430,8 @@ impl Core {
             }
             Report::Used(used) => {
                 for sample in used {
-                    let vanished = self.model.vanished(&sample);
-                    vanished.into_iter().for_each(|client| self.host.inspect(&self.model, client));
+                    let changed = self.model.changed_processes(&sample);
+                    changed.into_iter().for_each(|client| self.host.inspect(&self.model, client));
                     self.measure(&sample);
                     self.model.keep_sample(sample);
                 }
