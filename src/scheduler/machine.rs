@@ -363,7 +363,8 @@ impl Machine {
     /// Handles a process that another program has locked, or that runs again.
     fn halt(&mut self, client: ClientId) {
         let Some(state) = self.clients.get(&client) else { return };
-        if state.stopped != (state.signalled || self.sleep.is_foreign(client)) {
+        // Turns may have been revoked since a signal stopped the process.
+        if state.stopped != state.signalled || self.sleep.is_foreign(client) {
             self.stopped(client, state.signalled);
         }
     }

@@ -50,6 +50,25 @@ fn a_locked_holder_loses_its_turn_and_keeps_its_memory() {
     assert_eq!(scene.t.attachment(1).charge, 10 * GIB);
     assert_eq!(scene.t.state(2), LockState::Waiting, "there is no room beside the locked process");
     assert_eq!(scene.t.after(Duration::from_secs(120)), [], "it is neither probed nor asked again");
+    // Another client fits beside the memory of the locked process.
+    scene.t.join(3, GIB);
+    scene.contexts.push(3);
+    scene.t.request(3);
+    for _ in 0..3 {
+        scene.settle();
+        scene.t.map(3);
+    }
+    assert_eq!(scene.t.state(3), LockState::Holding);
+}
+
+/// The driver locks a process only when its work has ended.
+#[test]
+fn a_stuck_holder_that_is_then_locked_loses_its_turn() {
+    let mut scene = Scene::contended();
+    scene.t.after(Duration::from_secs(60));
+    scene.t.say(Event::Stuck { client: client(1), gpus: [gpu(0)].into(), reason: StuckReason::LongWork });
+    scene.foreign(1, ForeignState::Locked);
+    assert_eq!((scene.phase(1), scene.t.state(1)), (SleepPhase::Locked, LockState::Suspended));
 }
 
 #[test]

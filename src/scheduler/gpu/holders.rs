@@ -120,7 +120,8 @@ impl Gpu {
             && let Some(revoked) = hold.revoked.as_mut()
         {
             if stopped {
-                hold.suspended |= revoked.again.is_none();
+                // The driver locks a process only when none of its work runs, so nothing else can be stuck.
+                hold.suspended |= revoked.again.is_none() || cx.sleep.is_foreign(client);
             } else if changed {
                 // Possibly the client has not read the revoke yet, so its time to answer and to
                 // drain starts anew. An undrainable holder has had that time.
