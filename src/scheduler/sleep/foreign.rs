@@ -61,6 +61,7 @@ impl Sleep {
             ForeignState::Checkpointed { restore_waits: false } => Foreign::Reserved,
             ForeignState::Checkpointed { restore_waits: true } => Foreign::Lent,
         };
+        entry.answer_move(Some(MoveObstacle::Sleep(SleepObstacle::Silent)));
         entry.owes_answer |= entry.state == Stage::Preparing;
         (entry.state, entry.due) = (Stage::Foreign(stage), None);
         Step::IsKept(stage)
@@ -133,6 +134,17 @@ mod tests {
         assert_eq!(sleep.foreign(A, ForeignState::Locked), Step::Nothing);
         sleep.answered(Time::ZERO, A, SleepOutcome::Asleep, 1);
         assert_eq!((sleep.foreign(A, LENT), phase(&sleep)), (Step::Nothing, SleepPhase::Asleep));
+    }
+
+    /// It may stay locked for any time.
+    #[test]
+    fn a_locked_client_is_not_moved() {
+        let (mut sleep, to) = (Sleep::default(), Move { from: GpuId(Uuid([1; 16])), to: GpuId(Uuid([2; 16])) });
+        let obstacle = Some(MoveObstacle::Sleep(SleepObstacle::Silent));
+        assert_eq!(sleep.want_move(A, to), None);
+        sleep.foreign(A, ForeignState::Locked);
+        assert_eq!(sleep.take_answer(A), Some((to, obstacle)));
+        assert_eq!(sleep.want_move(A, to), obstacle);
     }
 
     #[test]

@@ -371,6 +371,8 @@ impl Sleep {
         match entry.state {
             _ if entry.moving.is_some() || entry.homes.len() >= MAX_MOVES => return Some(MoveObstacle::Moving),
             Stage::Lost => return Some(MoveObstacle::Sleep(SleepObstacle::Failed)),
+            // The process may stay locked for any time.
+            Stage::Foreign(_) => return Some(MoveObstacle::Sleep(SleepObstacle::Silent)),
             Stage::Awake if entry.owes_answer => return Some(MoveObstacle::Sleep(SleepObstacle::Silent)),
             Stage::Awake => entry.due = None, // the client is asked to prepare without delay
             _ => {}
