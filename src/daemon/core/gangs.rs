@@ -14,10 +14,14 @@ use crate::scheduler::ClientId;
 /// communicator of all its processes first.
 pub(super) const MAX_NAMES: usize = 64;
 
+/// Gangs with more members together stay apart. A job that is larger runs on several hosts. Each merge
+/// queues all members anew, while all tenants wait.
+const MOST_MERGED: usize = 64;
+
 /// The gangs that have clients.
 #[derive(Debug, Default)]
 pub(super) struct Gangs {
-    /// The clients that gave each name. All of them are in the same gang.
+    /// The clients that gave each name. They are in the same gang, unless it would be too large to merge.
     named: BTreeMap<(Tenant, u64), BTreeSet<ClientId>>,
     /// The members of each gang, by the scheduler's number of the gang.
     gangs: BTreeMap<u64, BTreeSet<ClientId>>,
@@ -74,7 +78,7 @@ impl Gangs {
     fn merge(&mut self, one: u64, other: u64) -> BTreeSet<ClientId> {
         let size = |gang: u64| self.gangs.get(&gang).map_or(0, BTreeSet::len);
         let (smaller, larger) = if size(one) < size(other) { (one, other) } else { (other, one) };
-        if smaller == larger {
+        if smaller == larger || size(one) + size(other) > MOST_MERGED {
             return BTreeSet::new();
         }
         let moved = self.gangs.remove(&smaller).unwrap_or_default();
