@@ -90,9 +90,12 @@ impl ForeignCheckpoints {
         let restore = Restore { target, caller };
         match step {
             CheckpointStep::Restoring => {
-                if let Some(before) = self.restores.insert(restore, Request { ticket, is_passed_on: false }) {
+                let before = self.restores.insert(restore, Request { ticket, is_passed_on: false });
+                if let Some(before) = before.filter(|before| before.ticket != ticket) {
                     go_on(before.ticket);
                 }
+                // This scheduler may not know yet that the process is checkpointed.
+                self.inspect(model, sleep, target);
                 return self.pass_on(target);
             }
             CheckpointStep::Locked => {}
@@ -114,6 +117,11 @@ impl ForeignCheckpoints {
         (count > 0).then_some(Event::RestoreRequested { client: target })
     }
 
+    /// Whether the program that restores the client will wait for room.
+    fn restore_waits(&self, client: ClientId) -> bool {
+        self.restores_wait.contains(&client) || self.restores.keys().any(|restore| restore.target == client)
+    }
+
     /// Tells the programs that wait for room that they may restore a client.
     pub fn allow(&self, model: &Model, client: ClientId) {
         for (restore, request) in self.restores.iter().filter(|(restore, _)| restore.target == client) {
@@ -127,20 +135,21 @@ impl ForeignCheckpoints {
         let state = match outcome {
             Outcome::Runs => Some(ForeignState::Runs),
             Outcome::Locked => Some(ForeignState::Locked),
-            Outcome::Asleep => Some(ForeignState::Checkpointed { restore_waits: self.restores_wait.contains(&client) }),
+            Outcome::Asleep => Some(ForeignState::Checkpointed { restore_waits: self.restore_waits(client) }),
             Outcome::Lost => Some(ForeignState::Lost),
-            // An ended process disconnects. A process whose state cannot be read is inspected at the next sign.
+            // An ended process disconnects. A process whose state cannot be read is inspected again.
             Outcome::Gone | Outcome::Unknown => None,
         };
         if state == Some(ForeignState::Runs) {
             self.restores_wait.remove(&client);
         }
+        let mut events: Vec<Event> =
+            state.map(|state| Event::ForeignCheckpoint { client, state }).into_iter().collect();
+        // A restore does not wait for another inspection, which each message of the process causes.
+        events.extend(self.pass_on(client));
         if is_outdated {
             self.inspect(model, sleep, client);
         }
-        let mut events: Vec<Event> =
-            state.map(|state| Event::ForeignCheckpoint { client, state }).into_iter().collect();
-        events.extend(self.pass_on(client));
         if let Some(state) = state {
             note(model, client, state);
         }

@@ -10,7 +10,7 @@ use super::rooms::Rooms;
 use super::sharing::Sharing;
 use super::sleep::Sleep;
 use super::swap_files::SwapFiles;
-use crate::daemon::checkpoint::HelperAnswer;
+use crate::daemon::checkpoint::{HelperAnswer, Outcome};
 use crate::scheduler::{ClientId, Event};
 use crate::sys::foreign::Foreign;
 use crate::sys::pidfd;
@@ -36,12 +36,16 @@ impl Host {
     }
 
     /// Handles the result of an inspection. Returns the events for the scheduler.
-    pub fn inspected(&mut self, model: &Model, client: ClientId, answer: &HelperAnswer) -> Vec<Event> {
+    pub fn inspected(&mut self, model: &mut Model, client: ClientId, answer: &HelperAnswer) -> Vec<Event> {
+        if answer.outcome == Outcome::Unknown {
+            model.look_again(client);
+        }
         self.foreign.inspected(model, &self.sleep, client, answer.outcome)
     }
 
     /// Handles a client that changes the CUDA state of the process to which the pidfd refers. Returns the
-    /// request for room, if the client needs any.
+    /// request for room, if the client needs any. Without the pidfd, the message is ignored: it arrived while
+    /// a scheduler took over, and the client sends it again afterwards.
     pub fn foreign_checkpoint(
         &mut self,
         model: &Model,
@@ -49,7 +53,7 @@ impl Host {
         pidfd: Option<&Foreign>,
         (step, ticket): (CheckpointStep, u32),
     ) -> Option<Event> {
-        let target = pidfd.and_then(pidfd::process).and_then(|pid| model.neighbour(client, pid));
+        let target = pidfd::process(pidfd?).and_then(|pid| model.neighbour(client, pid));
         self.foreign.receive(model, &self.sleep, client, target, (step, ticket))
     }
 }

@@ -51,8 +51,8 @@ impl Model {
         listed.peek().is_some() && listed.all(|gpu| gpu.sample.as_ref().is_some_and(is_off))
     }
 
-    /// The clients whose processes another program may have checkpointed or restored: NVML lists a process no
-    /// longer, or lists a checkpointed process again.
+    /// The clients whose processes another program may have checkpointed, restored or unlocked: NVML lists a
+    /// process no longer, or lists a checkpointed process again, or a process was locked.
     ///
     /// A process can be checkpointed before any measurement lists it, so reported memory counts as well. Where
     /// NVML hides processes, each client is returned once.
@@ -72,13 +72,21 @@ impl Model {
             }
             let has_changed = match machine.sleep_of(*id).phase {
                 SleepPhase::Checkpointed | SleepPhase::Lent => is_listed,
-                SleepPhase::Locked => !is_listed,
+                // Other programs unlock and checkpoint it without a sign.
+                SleepPhase::Locked => true,
                 SleepPhase::Awake => is_missed,
                 _ => false,
             };
             has_changed.then_some(*id)
         };
         self.clients.iter_mut().filter_map(has_changed).collect()
+    }
+
+    /// Has a client whose process could not be inspected returned by [`changed_processes`](Self::changed_processes)
+    /// again.
+    pub(super) fn look_again(&mut self, client: ClientId) {
+        let gpus = self.clients.get_mut(&client).into_iter().flat_map(|client| client.gpus.values_mut());
+        gpus.filter(|stats| stats.listing == Listing::Missed).for_each(|stats| stats.listing = Listing::Listed);
     }
 
     /// The longest sampling period that still leaves time to evict clients' memory before other programs

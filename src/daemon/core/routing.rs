@@ -687,7 +687,7 @@ impl Core {
         debug!(client = client.0, ?operation, outcome = ?answer.outcome, "checkpoint");
         self.host.sleep.note_helper(answer);
         if operation == Operation::Inspect {
-            let events = self.host.inspected(&self.model, client, answer);
+            let events = self.host.inspected(&mut self.model, client, answer);
             return self.apply_all(events);
         }
         self.apply(Event::Checkpointed { client, outcome: sleep::outcome(answer.outcome) });
