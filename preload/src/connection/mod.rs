@@ -64,6 +64,9 @@ pub fn send(message: &ClientMessage) -> bool {
 
 /// Does the same as [`send`], with descriptors.
 pub fn send_with(message: &ClientMessage, descriptors: &[BorrowedFd<'_>]) -> bool {
+    if !is_connected() {
+        return false;
+    }
     let guard = CONNECTION.lock();
     let Some(connection) = &*guard else { return false };
     let sent = connection.socket.send_with(message.encode(connection.version).as_bytes(), descriptors);
@@ -94,9 +97,28 @@ pub fn set_connection(connection: Option<Connection>) {
     *guard = connection;
 }
 
-/// Closes the parent's connection in the child of a fork.
+/// Closes the parent's connection in the child of a fork. From then on, nothing is sent, and no lock is taken:
+/// another thread of the parent may have held the lock at the fork.
 pub fn close_in_child() {
+    CONNECTED.store(false, Ordering::SeqCst);
     if let Some((descriptor, identity)) = DESCRIPTOR.get() {
         socket::close_in_child(descriptor, identity);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::connection::fake::Scheduler;
+
+    #[test]
+    fn the_child_of_a_fork_sends_nothing_and_takes_no_lock() {
+        let scheduler = Scheduler::connect();
+        let held = CONNECTION.lock(); // by another thread of the parent
+        close_in_child();
+        assert!(!send(&ClientMessage::Wake {}) && !send_with(&ClientMessage::Wake {}, &[]));
+        gangs::join(5);
+        drop(held);
+        assert_eq!(scheduler.sent(), []);
     }
 }

@@ -5,7 +5,7 @@
 //! The calls themselves are the driver's. Without a scheduler nothing waits.
 
 use crate::{
-    connection,
+    connection, submit,
     sys::{futex, sync::await_client_thread, time::Instant},
 };
 use core::{
@@ -47,9 +47,15 @@ pub fn wait_for_room(pid: i32) {
     say(pid, CheckpointStep::Restoring, Duration::MAX);
 }
 
+/// Whether the client's thread may receive an answer. It does not in the child of a fork, nor after a failure
+/// of this library.
+fn is_answered() -> bool {
+    submit::is_active() && connection::is_connected()
+}
+
 fn say(pid: i32, step: CheckpointStep, most: Duration) {
     static TICKETS: AtomicU32 = AtomicU32::new(0);
-    if !connection::is_connected() {
+    if !is_answered() {
         return;
     }
     let Some(process) = other(pid) else { return };
@@ -58,7 +64,7 @@ fn say(pid: i32, step: CheckpointStep, most: Duration) {
     let Some(place) = WAITING.iter().find(take) else { return };
     let _waiting = await_client_thread();
     let (begin, mut told) = (Instant::now(), None);
-    while place.load(Ordering::SeqCst) == ticket && connection::is_connected() && begin.elapsed() < most {
+    while place.load(Ordering::SeqCst) == ticket && is_answered() && begin.elapsed() < most {
         // A new scheduler does not know the message.
         let met = connection::generation();
         if told != Some(met) {
@@ -76,5 +82,49 @@ pub fn on_answer(ticket: u32) {
         |place: &&AtomicU32| place.compare_exchange(ticket, ticket | DONE, Ordering::SeqCst, Ordering::SeqCst).is_ok();
     if let Some(place) = WAITING.iter().filter(|_| ticket != 0).find(done) {
         futex::wake_all(place);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{connection::fake::Scheduler, driver::fake::until};
+    use rustix::process::getppid;
+    use std::thread;
+
+    fn connect() -> Scheduler {
+        submit::set_active(true);
+        Scheduler::connect()
+    }
+
+    /// Waits for room to restore another process, which the tests leave alone.
+    fn restore() {
+        wait_for_room(getppid().expect("a parent").as_raw_nonzero().get());
+    }
+
+    /// Waits for the next request, and returns its ticket.
+    fn ticket(scheduler: &Scheduler) -> u32 {
+        let mut found = 0;
+        until(|| match scheduler.next() {
+            Some(ClientMessage::ForeignCheckpoint { step: CheckpointStep::Restoring, ticket }) => {
+                found = ticket;
+                true
+            }
+            _ => false,
+        });
+        found
+    }
+
+    #[test]
+    fn a_restore_waits_only_while_the_library_is_active() {
+        let scheduler = connect();
+        thread::scope(|scope| {
+            let waiting = scope.spawn(restore);
+            ticket(&scheduler);
+            assert!(!waiting.is_finished());
+            submit::set_active(false);
+        });
+        restore();
+        assert_eq!(scheduler.sent(), []);
     }
 }
