@@ -5,7 +5,8 @@
 //! The calls themselves are the driver's. Without a scheduler nothing waits.
 
 use crate::{
-    connection, submit,
+    connection::{self, presence},
+    submit,
     sys::{futex, sync::await_client_thread, time::Instant},
 };
 use core::{
@@ -65,6 +66,8 @@ fn say(pid: i32, step: CheckpointStep, most: Duration) {
     let _waiting = await_client_thread();
     let (begin, mut told) = (Instant::now(), None);
     while place.load(Ordering::SeqCst) == ticket && is_answered() && begin.elapsed() < most {
+        // A process that is asleep gets no answer. It may also fall asleep during this wait.
+        presence::want();
         // A new scheduler does not know the message.
         let met = connection::generation();
         if told != Some(met) {
@@ -74,6 +77,11 @@ fn say(pid: i32, step: CheckpointStep, most: Duration) {
         futex::wait(place, ticket, LOOK);
     }
     place.store(0, Ordering::SeqCst);
+}
+
+/// Whether any thread waits for an answer.
+pub fn is_any_waiting() -> bool {
+    WAITING.iter().any(|place| place.load(Ordering::SeqCst) != 0)
 }
 
 /// Handles the scheduler's answer.
@@ -126,5 +134,22 @@ mod tests {
         });
         restore();
         assert_eq!(scheduler.sent(), []);
+    }
+
+    #[test]
+    fn a_restore_wakes_its_own_process() {
+        let scheduler = connect();
+        presence::leave();
+        thread::scope(|scope| {
+            scope.spawn(restore);
+            let ticket = ticket(&scheduler);
+            until(presence::is_wanted);
+            presence::leave();
+            until(presence::is_wanted);
+            assert!(is_any_waiting());
+            presence::come_back();
+            on_answer(ticket);
+        });
+        assert!(!is_any_waiting());
     }
 }
