@@ -54,13 +54,18 @@ fn is_answered() -> bool {
     submit::is_active() && connection::is_connected()
 }
 
-fn say(pid: i32, step: CheckpointStep, most: Duration) {
+/// Returns a ticket that was not used lately. It is neither 0 nor marked as `DONE`.
+fn new_ticket() -> u32 {
     static TICKETS: AtomicU32 = AtomicU32::new(0);
+    TICKETS.fetch_add(1, Ordering::Relaxed) % (DONE - 1) + 1
+}
+
+fn say(pid: i32, step: CheckpointStep, most: Duration) {
     if !is_answered() {
         return;
     }
     let Some(process) = other(pid) else { return };
-    let ticket = (TICKETS.fetch_add(1, Ordering::Relaxed) & !DONE).max(1);
+    let mut ticket = new_ticket();
     let take = |place: &&AtomicU32| place.compare_exchange(0, ticket, Ordering::SeqCst, Ordering::SeqCst).is_ok();
     let Some(place) = WAITING.iter().find(take) else { return };
     let _waiting = await_client_thread();
@@ -71,6 +76,12 @@ fn say(pid: i32, step: CheckpointStep, most: Duration) {
         // A new scheduler does not know the message.
         let met = connection::generation();
         if told != Some(met) {
+            // The scheduler also answers a request that is repeated, so each request has its own ticket.
+            let next = new_ticket();
+            if place.compare_exchange(ticket, next, Ordering::SeqCst, Ordering::SeqCst).is_err() {
+                break; // the answer has just arrived
+            }
+            ticket = next;
             let message = ClientMessage::ForeignCheckpoint { step, ticket };
             told = connection::send_with(&message, &[process.as_fd()]).then_some(met);
         }
@@ -98,7 +109,7 @@ mod tests {
     use super::*;
     use crate::{connection::fake::Scheduler, driver::fake::until};
     use rustix::process::getppid;
-    use std::thread;
+    use std::{thread, vec::Vec};
 
     fn connect() -> Scheduler {
         submit::set_active(true);
@@ -151,5 +162,27 @@ mod tests {
             on_answer(ticket);
         });
         assert!(!is_any_waiting());
+    }
+
+    /// A request may reach a scheduler before the process has introduced itself there, and is then repeated.
+    #[test]
+    fn only_the_answer_to_the_latest_request_ends_a_wait() {
+        let scheduler = connect();
+        let mut tickets = Vec::new();
+        for _ in 0..2 {
+            thread::scope(|scope| {
+                let waiting = scope.spawn(restore);
+                let replaced = ticket(&scheduler);
+                connection::begin_generation();
+                let latest = ticket(&scheduler);
+                on_answer(replaced);
+                thread::sleep(2 * LOOK);
+                assert!(!waiting.is_finished());
+                on_answer(latest);
+                tickets.extend([replaced, latest]);
+            });
+        }
+        tickets.dedup();
+        assert_eq!(tickets.len(), 4, "{tickets:?}");
     }
 }
