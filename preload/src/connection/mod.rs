@@ -32,6 +32,8 @@ use rustix::fd::BorrowedFd;
 
 static CONNECTION: Mutex<Option<Connection>> = Mutex::new(Rank::Connection, None);
 static CONNECTED: AtomicBool = AtomicBool::new(false);
+/// Whether a scheduler is connected, or the client still waits for the next one.
+static EXPECTED: AtomicBool = AtomicBool::new(false);
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 /// The connection's descriptor, which the child of a fork closes.
 static DESCRIPTOR: InheritedDescriptor = InheritedDescriptor::none();
@@ -78,6 +80,16 @@ pub fn is_connected() -> bool {
     CONNECTED.load(Ordering::SeqCst)
 }
 
+/// Whether a scheduler decides for this process: one is connected, or was lost a short time ago.
+pub fn is_expected() -> bool {
+    EXPECTED.load(Ordering::SeqCst)
+}
+
+/// Called when the client begins to run without a scheduler.
+pub fn stop_expecting() {
+    EXPECTED.store(false, Ordering::SeqCst);
+}
+
 /// Returns the number of times that this process has introduced itself to a scheduler. A request that
 /// was made in an earlier generation is never answered.
 pub fn generation() -> u32 {
@@ -94,6 +106,7 @@ pub fn set_connection(connection: Option<Connection>) {
     let mut guard = CONNECTION.lock();
     DESCRIPTOR.set(connection.as_ref().map(|c| c.socket.name()));
     CONNECTED.store(connection.is_some(), Ordering::SeqCst);
+    EXPECTED.fetch_or(connection.is_some(), Ordering::SeqCst);
     *guard = connection;
 }
 

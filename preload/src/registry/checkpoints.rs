@@ -49,9 +49,9 @@ pub fn wait_for_room(pid: i32) {
 }
 
 /// Whether the client's thread may receive an answer. It does not in the child of a fork, nor after a failure
-/// of this library.
+/// of this library. After the loss of a scheduler, the wait lasts until the client runs without one.
 fn is_answered() -> bool {
-    submit::is_active() && connection::is_connected()
+    submit::is_active() && connection::is_expected()
 }
 
 /// Returns a ticket that was not used lately. It is neither 0 nor marked as `DONE`.
@@ -75,7 +75,7 @@ fn say(pid: i32, step: CheckpointStep, most: Duration) {
         presence::want();
         // A new scheduler does not know the message.
         let met = connection::generation();
-        if told != Some(met) {
+        if told != Some(met) && connection::is_connected() {
             // The scheduler also answers a request that is repeated, so each request has its own ticket.
             let next = new_ticket();
             if place.compare_exchange(ticket, next, Ordering::SeqCst, Ordering::SeqCst).is_err() {
