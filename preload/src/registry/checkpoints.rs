@@ -15,7 +15,7 @@ use core::{
 };
 use nvshare_wire::{ClientMessage, client::CheckpointStep};
 use rustix::{
-    fd::{AsFd, OwnedFd},
+    fd::AsFd,
     process::{Pid, PidfdFlags, getpid, pidfd_open},
 };
 
@@ -30,12 +30,6 @@ const DONE: u32 = 1 << 31;
 
 /// The tickets of the waiting threads; 0: the place is free.
 static WAITING: [AtomicU32; MOST] = [const { AtomicU32::new(0) }; MOST];
-
-/// Returns a pidfd of another process.
-fn other(pid: i32) -> Option<OwnedFd> {
-    let pid = Pid::from_raw(pid).filter(|pid| *pid != getpid())?;
-    pidfd_open(pid, PidfdFlags::empty()).ok()
-}
 
 /// Tells the scheduler that this program has changed another process. Waits until the scheduler knows:
 /// the program may be about to end.
@@ -64,7 +58,7 @@ fn say(pid: i32, step: CheckpointStep, most: Duration) {
     if !is_answered() {
         return;
     }
-    let Some(process) = other(pid) else { return };
+    let Some(process) = Pid::from_raw(pid).filter(|pid| *pid != getpid()) else { return };
     let mut ticket = new_ticket();
     let take = |place: &&AtomicU32| place.compare_exchange(0, ticket, Ordering::SeqCst, Ordering::SeqCst).is_ok();
     let Some(place) = WAITING.iter().find(take) else { return };
@@ -83,6 +77,8 @@ fn say(pid: i32, step: CheckpointStep, most: Duration) {
             }
             ticket = next;
             let message = ClientMessage::ForeignCheckpoint { step, ticket };
+            // The descriptor is open only here: the program may close any descriptor, and reuse its number.
+            let Ok(process) = pidfd_open(process, PidfdFlags::empty()) else { break };
             told = connection::send_with(&message, &[process.as_fd()]).then_some(met);
         }
         futex::wait(place, ticket, LOOK);
