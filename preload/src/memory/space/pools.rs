@@ -203,7 +203,7 @@ mod tests {
         space.pools.add(7, Policy::default());
         let at = space.allocate_with_pool(7, 1000, false, memory.work).expect("room").address;
         let base = space.range_of(at).expect("a segment");
-        assert!(space.announce(base, at) && space.account.pinned > 0);
+        assert!(space.announce(base, at).is_some() && space.account.pinned > 0);
         assert!(space.free_in_pool(at, None));
         assert_eq!(space.account.pinned, 0);
     }
