@@ -4,7 +4,7 @@
 use crate::{
     driver::types::*,
     env::settings,
-    gpu::{Gpu, reservation::retry},
+    gpu::{Gpu, reservation::retry_on},
     registry::driver_memory::{self, Kind},
     submit,
 };
@@ -25,7 +25,7 @@ pub fn allocate(
         crate::sys::errno::preserve(|| gpu.inspect(|gpu| gpu.count_refusal()));
         return ERROR_OUT_OF_MEMORY;
     }
-    let result = retry(real);
+    let result = retry_on(|| gpu, real);
     // SAFETY: the driver has just written the address or handle there.
     if let (SUCCESS, Some(name)) = (result, unsafe { place.as_ref() }) {
         crate::sys::errno::preserve(|| driver_memory::add(gpu, kind, *name, size));
@@ -42,4 +42,34 @@ pub fn free(kind: Kind, name: u64, real: impl FnOnce() -> CUresult) -> CUresult 
         crate::sys::errno::preserve(|| if result == SUCCESS { taken.release() } else { taken.restore() });
     }
     result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        driver::fake::{Driver, TOTAL, until},
+        gpu::fake,
+        memory::engine::GRANULE,
+    };
+    use nvshare_wire::ClientMessage;
+    use std::thread;
+
+    #[test]
+    fn room_is_requested_on_the_gpu_of_the_memory() {
+        let driver = Driver::new();
+        let (gpu, _) = fake::attach(&driver);
+        let (_, _, scheduler) = fake::attach_to_scheduler(&driver); // the context of this GPU is current
+        gpu.introduce(false, |_| {});
+        gpu.space().expect("a space").lock().limit(1, TOTAL, TOTAL, 0);
+        scheduler.sent();
+        thread::scope(|scope| {
+            let full = || ERROR_OUT_OF_MEMORY;
+            let call = scope.spawn(move || allocate(Some(gpu), Kind::Chunk, &0, GRANULE, full));
+            let is_request = |message| matches!(message, ClientMessage::Reserve { slot, .. } if slot == gpu.index);
+            until(|| scheduler.next().is_some_and(is_request));
+            gpu.reservation_answers.room(0);
+            assert_eq!(call.join().expect("no panic"), ERROR_OUT_OF_MEMORY);
+        });
+    }
 }

@@ -49,7 +49,11 @@ pub fn escape_around(
 }
 
 /// Like [`escape_around`], for a call that says whether another device accesses the memory from now on
-/// (`begins`). The memory stays on the GPU until the access ends or the memory is freed.
+/// (`begins`). The memory stays on the GPU until the access ends or the memory is freed. A call that fails
+/// changes nothing.
+///
+/// The library relies on the program: a device that keeps accessing the memory after the program has announced
+/// the end is not noticed.
 pub fn announce_around(
     address: CUdeviceptr,
     begins: bool,
@@ -66,11 +70,13 @@ pub fn announce_around(
     with_memory_on(gpu, || {
         let keep = |space: &mut Space| {
             let base = created.or_else(|| space.range_of(place))?;
-            space.announce(base, place).then(|| (base, space.chunk_addresses(base)))
+            let is_new = space.announce(base, place)?;
+            Some((base, is_new, space.chunk_addresses(base)))
         };
-        let Some((base, chunks)) = gpu.change(keep).flatten() else { return ERROR_NOT_SUPPORTED };
+        let Some((base, is_new, chunks)) = gpu.change(keep).flatten() else { return ERROR_NOT_SUPPORTED };
         let result = if created.is_some() { real() } else { announce(chunks) };
-        if !begins {
+        let is_over = if result == SUCCESS { !begins } else { is_new };
+        if is_over {
             gpu.change(|space| space.withdraw(base, place));
         }
         result
@@ -122,4 +128,29 @@ pub fn bind_at(address: CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult
         return ERROR_INVALID_VALUE; // like the driver, for memory not from cuMemCreate
     }
     escape_at(address, size, real)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{driver::fake::Driver, gpu::fake, memory::engine::GRANULE};
+
+    #[test]
+    fn only_calls_that_succeed_change_what_is_announced() {
+        const FAILURE: CUresult = 999;
+        let driver = Driver::new();
+        let (gpu, context) = fake::attach(&driver);
+        let allocated = gpu.space().expect("a space").lock().allocate(GRANULE, context as usize, false, &gpu.work);
+        let at = allocated.expect("room").address;
+        for (begins, result, pinned) in [
+            (true, FAILURE, 0),
+            (true, SUCCESS, GRANULE),
+            (true, FAILURE, GRANULE),
+            (false, FAILURE, GRANULE),
+            (false, SUCCESS, 0),
+        ] {
+            assert_eq!(announce_around(at, begins, || unreachable!("the library's memory"), |_| result), result);
+            assert_eq!(gpu.account().map(|account| account.pinned), Some(pinned), "{begins} {result}");
+        }
+    }
 }

@@ -39,9 +39,9 @@ pub fn attach(prop: *const AllocationProp) -> bool {
     // SAFETY: `prop` is the program's pointer, which the driver would dereference too. NULL is handled.
     let location = unsafe { prop.as_ref() }.map(|prop| prop.location);
     let device = location.filter(|location| location.kind == MEM_LOCATION_TYPE_DEVICE).map(|location| location.id);
-    let Some(device) = device.filter(|device| submit::is_active() && gpu::by_ordinal(*device).is_none()) else {
-        return true;
-    };
+    // A GPU that has refused this program may have room now.
+    let is_missing = |device: &CUdevice| gpu::by_ordinal(*device).is_none_or(Gpu::is_refused);
+    let Some(device) = device.filter(|device| submit::is_active() && is_missing(device)) else { return true };
     let is_admitted = || {
         let is_admitted = Gpu::attach(device, shared::introduce);
         connection::wake();
@@ -225,4 +225,46 @@ pub fn set_access(
         }
     }
     SUCCESS
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        connection::fake::Scheduler,
+        driver::fake::{Driver, until},
+        gpu::limit_request::{Outcome, raise},
+    };
+    use nvshare_wire::ClientMessage;
+    use std::thread;
+
+    /// Attaches a GPU for memory, while the scheduler answers with `answer`. Returns the outcome.
+    fn attach_while(device: CUdevice, answer: impl FnOnce(&'static Gpu)) -> bool {
+        thread::scope(|scope| {
+            let attaching = scope.spawn(move || {
+                let location = Location { kind: MEM_LOCATION_TYPE_DEVICE, id: device };
+                attach(&AllocationProp { location, ..AllocationProp::default() })
+            });
+            until(|| gpu::by_ordinal(device).is_some_and(|gpu| gpu.is_introduced()));
+            answer(gpu::by_ordinal(device).expect("an attached GPU"));
+            attaching.join().expect("no panic")
+        })
+    }
+
+    #[test]
+    fn a_gpu_that_has_refused_a_program_without_a_context_is_asked_at_each_creation_of_memory() {
+        let (driver, scheduler) = (Driver::new(), Scheduler::connect());
+        submit::set_active(true);
+        let device = driver.new_device();
+        for _ in 0..2 {
+            assert!(!attach_while(device, Gpu::refuse_context));
+            let sent = scheduler.sent();
+            assert!(matches!(sent[..], [ClientMessage::Attach { .. }, .., ClientMessage::Detach { .. }]), "{sent:?}");
+        }
+        let gpu = gpu::by_ordinal(device).expect("an attached GPU");
+        gpu.space().expect("a space").lock().limit(1, 0, GRANULE, 0);
+        assert_eq!(raise(gpu, GRANULE, 0), Outcome::Beyond);
+        assert_eq!(scheduler.sent(), [], "the scheduler does not know the GPU");
+        assert!(attach_while(device, Gpu::admit_context));
+    }
 }

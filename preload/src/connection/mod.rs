@@ -32,6 +32,8 @@ use rustix::fd::BorrowedFd;
 
 static CONNECTION: Mutex<Option<Connection>> = Mutex::new(Rank::Connection, None);
 static CONNECTED: AtomicBool = AtomicBool::new(false);
+/// Whether a scheduler is connected, or the client still waits for the next one.
+static EXPECTED: AtomicBool = AtomicBool::new(false);
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 /// The connection's descriptor, which the child of a fork closes.
 static DESCRIPTOR: InheritedDescriptor = InheritedDescriptor::none();
@@ -64,6 +66,9 @@ pub fn send(message: &ClientMessage) -> bool {
 
 /// Does the same as [`send`], with descriptors.
 pub fn send_with(message: &ClientMessage, descriptors: &[BorrowedFd<'_>]) -> bool {
+    if !is_connected() {
+        return false;
+    }
     let guard = CONNECTION.lock();
     let Some(connection) = &*guard else { return false };
     let sent = connection.socket.send_with(message.encode(connection.version).as_bytes(), descriptors);
@@ -73,6 +78,16 @@ pub fn send_with(message: &ClientMessage, descriptors: &[BorrowedFd<'_>]) -> boo
 
 pub fn is_connected() -> bool {
     CONNECTED.load(Ordering::SeqCst)
+}
+
+/// Whether a scheduler decides for this process: one is connected, or was lost a short time ago.
+pub fn is_expected() -> bool {
+    EXPECTED.load(Ordering::SeqCst)
+}
+
+/// Called when the client begins to run without a scheduler.
+pub fn stop_expecting() {
+    EXPECTED.store(false, Ordering::SeqCst);
 }
 
 /// Returns the number of times that this process has introduced itself to a scheduler. A request that
@@ -91,12 +106,32 @@ pub fn set_connection(connection: Option<Connection>) {
     let mut guard = CONNECTION.lock();
     DESCRIPTOR.set(connection.as_ref().map(|c| c.socket.name()));
     CONNECTED.store(connection.is_some(), Ordering::SeqCst);
+    EXPECTED.fetch_or(connection.is_some(), Ordering::SeqCst);
     *guard = connection;
 }
 
-/// Closes the parent's connection in the child of a fork.
+/// Closes the parent's connection in the child of a fork. From then on, nothing is sent, and no lock is taken:
+/// another thread of the parent may have held the lock at the fork.
 pub fn close_in_child() {
+    CONNECTED.store(false, Ordering::SeqCst);
     if let Some((descriptor, identity)) = DESCRIPTOR.get() {
         socket::close_in_child(descriptor, identity);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::connection::fake::Scheduler;
+
+    #[test]
+    fn the_child_of_a_fork_sends_nothing_and_takes_no_lock() {
+        let scheduler = Scheduler::connect();
+        let held = CONNECTION.lock(); // by another thread of the parent
+        close_in_child();
+        assert!(!send(&ClientMessage::Wake {}) && !send_with(&ClientMessage::Wake {}, &[]));
+        gangs::join(5);
+        drop(held);
+        assert_eq!(scheduler.sent(), []);
     }
 }

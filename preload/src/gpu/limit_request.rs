@@ -102,7 +102,8 @@ pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
         }
         let is_known = account.limit_is_known(connection::is_connected());
         let most = if is_known { account.limit_max } else { account.at_most(u64::MAX) };
-        if wanted > most {
+        // To the scheduler, a program is not on a GPU that has refused it.
+        if wanted > most || gpu.is_refused() {
             return Outcome::Beyond;
         }
         if gpu.limit_answers.awaited.load(Ordering::SeqCst) {
@@ -117,7 +118,7 @@ pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
             futex::wait(&gpu.limit_answers.count, seen, left);
             continue;
         }
-        if connection::send(&ClientMessage::RequestLimit { slot: gpu.index, bytes: wanted }) {
+        if gpu.is_introduced() && connection::send(&ClientMessage::RequestLimit { slot: gpu.index, bytes: wanted }) {
             futex::wait(&gpu.limit_answers.count, seen, left);
             if gpu.limit_answers.denial_since(seen).is_some_and(|denied| denied <= wanted) {
                 trace!("GPU {}: the scheduler refused a limit of {wanted} bytes", gpu.index);

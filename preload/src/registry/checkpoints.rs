@@ -5,7 +5,8 @@
 //! The calls themselves are the driver's. Without a scheduler nothing waits.
 
 use crate::{
-    connection,
+    connection::{self, presence},
+    submit,
     sys::{futex, sync::await_client_thread, time::Instant},
 };
 use core::{
@@ -14,7 +15,7 @@ use core::{
 };
 use nvshare_wire::{ClientMessage, client::CheckpointStep};
 use rustix::{
-    fd::{AsFd, OwnedFd},
+    fd::AsFd,
     process::{Pid, PidfdFlags, getpid, pidfd_open},
 };
 
@@ -30,12 +31,6 @@ const DONE: u32 = 1 << 31;
 /// The tickets of the waiting threads; 0: the place is free.
 static WAITING: [AtomicU32; MOST] = [const { AtomicU32::new(0) }; MOST];
 
-/// Returns a pidfd of another process.
-fn other(pid: i32) -> Option<OwnedFd> {
-    let pid = Pid::from_raw(pid).filter(|pid| *pid != getpid())?;
-    pidfd_open(pid, PidfdFlags::empty()).ok()
-}
-
 /// Tells the scheduler that this program has changed another process. Waits until the scheduler knows:
 /// the program may be about to end.
 pub fn report(pid: i32, step: CheckpointStep) {
@@ -47,27 +42,53 @@ pub fn wait_for_room(pid: i32) {
     say(pid, CheckpointStep::Restoring, Duration::MAX);
 }
 
-fn say(pid: i32, step: CheckpointStep, most: Duration) {
+/// Whether the client's thread may receive an answer. It does not in the child of a fork, nor after a failure
+/// of this library. After the loss of a scheduler, the wait lasts until the client runs without one.
+fn is_answered() -> bool {
+    submit::is_active() && connection::is_expected()
+}
+
+/// Returns a ticket that was not used lately. It is neither 0 nor marked as `DONE`.
+fn new_ticket() -> u32 {
     static TICKETS: AtomicU32 = AtomicU32::new(0);
-    if !connection::is_connected() {
+    TICKETS.fetch_add(1, Ordering::Relaxed) % (DONE - 1) + 1
+}
+
+fn say(pid: i32, step: CheckpointStep, most: Duration) {
+    if !is_answered() {
         return;
     }
-    let Some(process) = other(pid) else { return };
-    let ticket = (TICKETS.fetch_add(1, Ordering::Relaxed) & !DONE).max(1);
+    let Some(process) = Pid::from_raw(pid).filter(|pid| *pid != getpid()) else { return };
+    let mut ticket = new_ticket();
     let take = |place: &&AtomicU32| place.compare_exchange(0, ticket, Ordering::SeqCst, Ordering::SeqCst).is_ok();
     let Some(place) = WAITING.iter().find(take) else { return };
     let _waiting = await_client_thread();
     let (begin, mut told) = (Instant::now(), None);
-    while place.load(Ordering::SeqCst) == ticket && connection::is_connected() && begin.elapsed() < most {
+    while place.load(Ordering::SeqCst) == ticket && is_answered() && begin.elapsed() < most {
+        // A process that is asleep gets no answer. It may also fall asleep during this wait.
+        presence::want();
         // A new scheduler does not know the message.
         let met = connection::generation();
-        if told != Some(met) {
+        if told != Some(met) && connection::is_connected() {
+            // The scheduler also answers a request that is repeated, so each request has its own ticket.
+            let next = new_ticket();
+            if place.compare_exchange(ticket, next, Ordering::SeqCst, Ordering::SeqCst).is_err() {
+                break; // the answer has just arrived
+            }
+            ticket = next;
             let message = ClientMessage::ForeignCheckpoint { step, ticket };
+            // The descriptor is open only here: the program may close any descriptor, and reuse its number.
+            let Ok(process) = pidfd_open(process, PidfdFlags::empty()) else { break };
             told = connection::send_with(&message, &[process.as_fd()]).then_some(met);
         }
         futex::wait(place, ticket, LOOK);
     }
     place.store(0, Ordering::SeqCst);
+}
+
+/// Whether any thread waits for an answer.
+pub fn is_any_waiting() -> bool {
+    WAITING.iter().any(|place| place.load(Ordering::SeqCst) != 0)
 }
 
 /// Handles the scheduler's answer.
@@ -76,5 +97,88 @@ pub fn on_answer(ticket: u32) {
         |place: &&AtomicU32| place.compare_exchange(ticket, ticket | DONE, Ordering::SeqCst, Ordering::SeqCst).is_ok();
     if let Some(place) = WAITING.iter().filter(|_| ticket != 0).find(done) {
         futex::wake_all(place);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{connection::fake::Scheduler, driver::fake::until};
+    use rustix::process::getppid;
+    use std::{thread, vec::Vec};
+
+    fn connect() -> Scheduler {
+        submit::set_active(true);
+        Scheduler::connect()
+    }
+
+    /// Waits for room to restore another process, which the tests leave alone.
+    fn restore() {
+        wait_for_room(getppid().expect("a parent").as_raw_nonzero().get());
+    }
+
+    /// Waits for the next request, and returns its ticket.
+    fn ticket(scheduler: &Scheduler) -> u32 {
+        let mut found = 0;
+        until(|| match scheduler.next() {
+            Some(ClientMessage::ForeignCheckpoint { step: CheckpointStep::Restoring, ticket }) => {
+                found = ticket;
+                true
+            }
+            _ => false,
+        });
+        found
+    }
+
+    #[test]
+    fn a_restore_waits_only_while_the_library_is_active() {
+        let scheduler = connect();
+        thread::scope(|scope| {
+            let waiting = scope.spawn(restore);
+            ticket(&scheduler);
+            assert!(!waiting.is_finished());
+            submit::set_active(false);
+        });
+        restore();
+        assert_eq!(scheduler.sent(), []);
+    }
+
+    #[test]
+    fn a_restore_wakes_its_own_process() {
+        let scheduler = connect();
+        presence::leave();
+        thread::scope(|scope| {
+            scope.spawn(restore);
+            let ticket = ticket(&scheduler);
+            until(presence::is_wanted);
+            presence::leave();
+            until(presence::is_wanted);
+            assert!(is_any_waiting());
+            presence::come_back();
+            on_answer(ticket);
+        });
+        assert!(!is_any_waiting());
+    }
+
+    /// A request may reach a scheduler before the process has introduced itself there, and is then repeated.
+    #[test]
+    fn only_the_answer_to_the_latest_request_ends_a_wait() {
+        let scheduler = connect();
+        let mut tickets = Vec::new();
+        for _ in 0..2 {
+            thread::scope(|scope| {
+                let waiting = scope.spawn(restore);
+                let replaced = ticket(&scheduler);
+                connection::begin_generation();
+                let latest = ticket(&scheduler);
+                on_answer(replaced);
+                thread::sleep(2 * LOOK);
+                assert!(!waiting.is_finished());
+                on_answer(latest);
+                tickets.extend([replaced, latest]);
+            });
+        }
+        tickets.dedup();
+        assert_eq!(tickets.len(), 4, "{tickets:?}");
     }
 }

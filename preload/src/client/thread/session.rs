@@ -180,6 +180,7 @@ impl ClientThread {
     /// room appears, and its program waits until then.
     pub(super) fn run_ungated(&mut self) {
         self.ungated = true;
+        connection::stop_expecting();
         self.forget_host_memory();
         for gpu in gpu::in_use() {
             gpu.admit_context();
@@ -223,6 +224,7 @@ mod tests {
             limit_request::{Outcome, raise},
         },
         memory::engine::GRANULE,
+        registry::checkpoints,
         submit::closed,
     };
     use nvshare_wire::{SchedulerMessage, scheduler::Refusal};
@@ -280,6 +282,21 @@ mod tests {
             assert!(!asking.is_finished(), "the next scheduler may have another limit");
             client.thread.run_ungated();
             assert_eq!(asking.join().expect("no panic"), Outcome::Raised);
+        });
+    }
+
+    #[test]
+    fn a_restore_outlives_the_connection_until_the_client_runs_without_a_scheduler() {
+        let mut client = Client::new(1);
+        thread::scope(|scope| {
+            let restore = || checkpoints::wait_for_room(std::os::unix::process::parent_id() as i32);
+            let asked = scope.spawn(restore);
+            until(|| client.sent().iter().any(|message| matches!(message, ClientMessage::ForeignCheckpoint { .. })));
+            client.thread.on_disconnect("it has ended");
+            let asking = scope.spawn(restore);
+            thread::sleep(Duration::from_millis(300));
+            assert!(!asked.is_finished() && !asking.is_finished(), "the next scheduler may know whether there is room");
+            client.thread.run_ungated();
         });
     }
 

@@ -12,9 +12,9 @@
 //! From the moment the entries are closed until `Awake`, the client's thread makes no driver call.
 //! It also takes no lock of a GPU, because a waiting thread of the program may hold that lock.
 //! Messages that arrive in that time are carried out afterwards. A thread that waits for the
-//! scheduler's answer, at a gate or for a limit, cancels the preparation, or wakes the process if
-//! it is already prepared. If `PrepareSleep` has the flag `PAUSED`, waiting threads do not prevent
-//! the sleep, because they could not continue anyway.
+//! scheduler's answer, at a gate, for a limit or to restore another process, cancels the
+//! preparation, or wakes the process if it is already prepared. If `PrepareSleep` has the flag
+//! `PAUSED`, waiting threads do not prevent the sleep, because they could not continue anyway.
 //!
 //! If the scheduler disappears while the process sleeps, the client waits for the next scheduler.
 //! The client's `Hello` says that the process is asleep. The client then names the process's GPUs,
@@ -34,7 +34,7 @@ use crate::{
     env::{settings, trace::trace},
     gpu::{self, Gpu},
     memory::foreign_devices,
-    registry::shared,
+    registry::{checkpoints, shared},
     submit::{barrier, captures, threads},
     sys::{
         tasks::{self, Task},
@@ -185,7 +185,7 @@ impl ClientThread {
         if captures::any() {
             return Some(SleepRefusal::Capture);
         }
-        if exit::has_begun() {
+        if exit::has_begun() || (!paused && checkpoints::is_any_waiting()) {
             return Some(SleepRefusal::Busy);
         }
         // Checked before `unevictable`, which foreign devices may have caused: otherwise the reason
@@ -503,6 +503,28 @@ mod tests {
         let expected =
             [SleepRefusal::Capture, SleepRefusal::Peers, SleepRefusal::Immovable, SleepRefusal::Busy].map(|why| [why]);
         assert_eq!(refused, expected);
+    }
+
+    #[test]
+    fn a_client_that_waits_to_restore_another_process_stays_awake() {
+        let mut client = Client::new(1);
+        std::thread::scope(|scope| {
+            scope.spawn(|| checkpoints::wait_for_room(std::os::unix::process::parent_id() as i32));
+            let mut ticket = 0;
+            client.step_until(|client| match client.sent()[..] {
+                [ClientMessage::ForeignCheckpoint { ticket: sent, .. }] => {
+                    ticket = sent;
+                    true
+                }
+                _ => false,
+            });
+            prepare(&mut client);
+            client.step();
+            assert_eq!((refusals(&client), client.is_awake()), (Vec::from([SleepRefusal::Busy]), true));
+            client.receive(SchedulerMessage::Continue { ticket });
+        });
+        prepare(&mut client);
+        client.step_until(|client| client.thread.is_off_its_gpus());
     }
 
     #[test]

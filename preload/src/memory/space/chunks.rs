@@ -405,7 +405,7 @@ mod tests {
         let (one, other) = (small(), small());
         let base = space.range_of(one).expect("a slab");
         assert_eq!(space.range_of(other), Some(base));
-        assert!(space.announce(base, one) && space.announce(base, other) && space.announce(base, one));
+        assert_eq!([one, other, one].map(|at| space.announce(base, at)), [Some(true), Some(true), Some(false)]);
         assert_eq!((space.account.demand, space.account.pinned), (0, GRANULE));
         space.withdraw(base, one);
         assert_eq!(space.account.pinned, GRANULE, "the other is still announced");

@@ -73,12 +73,13 @@ impl Space {
     }
 
     /// Keeps a range on the GPU until the program withdraws the announcement of this address to other
-    /// devices, or frees the memory there. Returns `false` if a part of the range is off the GPU.
-    pub fn announce(&mut self, base: u64, address: u64) -> bool {
-        let insert = |pins: &mut Pins| {
-            pins.announced.insert(address);
-        };
-        self.on_gpu(base).is_some() && self.change_pins(base, insert)
+    /// devices, or frees the memory there. Returns whether the address was not announced before, or `None` if
+    /// a part of the range is off the GPU.
+    pub fn announce(&mut self, base: u64, address: u64) -> Option<bool> {
+        self.on_gpu(base)?;
+        let mut is_new = false;
+        self.change_pins(base, |pins| is_new = pins.announced.insert(address));
+        Some(is_new)
     }
 
     /// Handles an address that other devices do not access any more.

@@ -135,9 +135,10 @@ impl Space {
 
     fn free_in_order(&mut self, address: u64, order: Order) -> bool {
         let Some(range) = self.allocations.get(&address).filter(|a| a.pool != 0).map(|a| a.range) else { return false };
-        let Some(RangeKind::Pool(id)) = self.ranges.get(&range).map(|range| &range.kind) else { return false };
+        let Some(&RangeKind::Pool(id)) = self.ranges.get(&range).map(|range| &range.kind) else { return false };
         self.allocations.remove(&address);
-        self.pools.free(*id, address, order);
+        self.withdraw(range, address);
+        self.pools.free(id, address, order);
         if PENDING.load(Ordering::Relaxed) & bit(self.gpu) == 0 {
             PENDING.fetch_or(bit(self.gpu), Ordering::Relaxed);
         }
@@ -188,4 +189,22 @@ impl Space {
 
 fn bit(gpu: CUdevice) -> u64 {
     u32::try_from(gpu).ok().and_then(|gpu| 1u64.checked_shl(gpu)).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::memory::fake::Memory;
+    use nvshare_pools::Policy;
+
+    #[test]
+    fn a_segment_moves_again_once_its_announced_block_is_freed() {
+        let memory = Memory::new();
+        let mut space = memory.space.lock();
+        space.pools.add(7, Policy::default());
+        let at = space.allocate_with_pool(7, 1000, false, memory.work).expect("room").address;
+        let base = space.range_of(at).expect("a segment");
+        assert!(space.announce(base, at).is_some() && space.account.pinned > 0);
+        assert!(space.free_in_pool(at, None));
+        assert_eq!(space.account.pinned, 0);
+    }
 }
