@@ -85,7 +85,7 @@ fn readers_do_not_block_the_scheduling_loop() {
         (welcomes.join().expect("it ends"), answers)
     });
     eprintln!("answers (sentences, time, clients, GPUs): {answers:?}");
-    // If the scheduling loop explained the waits itself, it would welcome nobody meanwhile.
+    // If the scheduling loop explained the waits itself, no program would be welcomed during an answer.
     let during = |(begin, end)| welcomes.iter().filter(|welcome| begin < welcome.0 && welcome.1 < end).count();
     let welcomed: usize = answers.iter().map(|answer| during(answer.1)).sum();
     assert!(welcomed >= 2 * answers.len(), "{welcomed} programs were welcomed during {} answers", answers.len());

@@ -4,11 +4,13 @@
 //!
 //! A program that runs under the library reports its calls, but only the helper's answer counts
 //! ([`Operation::Inspect`]). The calls of other programs are found by their effects: the process does not
-//! answer, or NVML no longer lists it. While a process is locked or checkpointed, it is inspected again
-//! whenever it sends a message, and when NVML lists it again.
+//! answer, or NVML does not list it although it has memory. While a process is locked or checkpointed, it
+//! is inspected again whenever it sends a message. A checkpointed process is also inspected when NVML lists
+//! it again, and a locked one at each measurement, because an unlock has no effect that can be seen.
 //!
-//! A program under the library asks before it restores a process, and waits for room. No inspection
-//! begins between the answer and the end of the restore: the process would still look checkpointed.
+//! A program under the library asks before it restores a process, and waits for room. The process is
+//! inspected first. No inspection begins between the answer and the end of the restore: the process would
+//! still look checkpointed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;

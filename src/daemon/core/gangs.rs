@@ -1,8 +1,8 @@
 //! Gangs: clients whose kernels wait for each other, so that they must run together.
 //!
 //! A client gives the names of its gangs: when it connects, and when it joins a NCCL communicator. Gangs
-//! with a common member are one gang, so a client of several communicators joins all of their
-//! members. A gang ends when its last member leaves: a library does not report that a communicator has
+//! with a common member are one gang, up to [`MOST_MERGED`], so a client of several communicators joins
+//! all of their members. A gang ends when its last member leaves: a library does not report that a communicator has
 //! ended, and another one usually follows.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,8 +14,8 @@ use crate::scheduler::ClientId;
 /// communicator of all its processes first.
 pub(super) const MAX_NAMES: usize = 64;
 
-/// Gangs with more members together stay apart. A job that is larger runs on several hosts. Each merge
-/// queues all members anew, while all tenants wait.
+/// Two gangs with more members together stay apart: a merge queues all members anew, while all tenants
+/// wait. A larger job needs no merge if its first communicator has all its processes.
 const MOST_MERGED: usize = 64;
 
 /// The gangs that have clients.
@@ -133,6 +133,27 @@ mod tests {
         // A new member of either communicator joins all of them.
         assert!(join(&mut gangs, 6, 10).is_empty());
         assert_eq!(gang(&gangs, 6), second);
+    }
+
+    #[test]
+    fn gangs_that_are_too_large_together_stay_apart() {
+        let (mut gangs, user) = (Gangs::default(), user(1000));
+        let most = MOST_MERGED as u64;
+        for client in 1..=most {
+            gangs.join(ClientId(client), &user, if client == 1 { 10 } else { 20 });
+        }
+        gangs.join(ClientId(most + 1), &user, 30);
+        assert_eq!(gangs.join(ClientId(1), &user, 20), BTreeSet::from([ClientId(1)]));
+        let gang = gangs.of(ClientId(1));
+        assert!(gangs.join(ClientId(most + 1), &user, 20).is_empty());
+        assert_ne!(gangs.of(ClientId(most + 1)), gang);
+        // A client that is in no gang causes no merge.
+        gangs.join(ClientId(most + 2), &user, 20);
+        assert_eq!(gangs.of(ClientId(most + 2)), gang);
+        for client in 1..=most + 2 {
+            gangs.leave(ClientId(client), &user.tenant);
+        }
+        assert!(gangs.named.is_empty() && gangs.gangs.is_empty() && gangs.clients.is_empty());
     }
 
     #[test]
