@@ -147,7 +147,10 @@ fn memory_that_fits_is_not_moved() {
         }
         let moves = machine.moves();
         assert_eq!(evicted(&moves), 0);
-        assert_one_holder(&moves);
+        if anti_thrash == "on" {
+            // With `auto`, a program may run beside another one that hardly uses the GPU.
+            assert_one_holder(&moves);
+        }
     }
 }
 
