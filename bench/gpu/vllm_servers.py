@@ -2,10 +2,11 @@
 """Measures vLLM under nvshare: two engines or two servers that do not fit on the GPU together, and
 vLLM's own sleep mode. Compares every answer with the native answer.
 
-  vllm_servers.py [--programs target/release] [--steps eager,graph,pair,http,sleep,sleep-nvshare]
-                  [--free 40] [--switches 16] [--switch-time 25] [--contended 10] [--start 90]
-                  [--model DIRECTORY] [--backend NAME] [--settings TOML] [--touch 0] [--budget 540]
-                  [--out DIRECTORY]
+  vllm_servers.py [--programs target/release]
+                  [--steps eager,graph,pair,http,asleep,sleep,sleep-nvshare]
+                  [--free 40] [--switches 16] [--questions 2] [--switch-time 25] [--contended 10]
+                  [--start 90] [--model DIRECTORY] [--backend NAME] [--settings TOML] [--touch 0]
+                  [--budget 540] [--out DIRECTORY] [--json bench/results.json] [--commit COMMIT]
 
 The model has the shapes of Llama 3 8B and a vocabulary of 32,000: 7.24 billion random weights, 13.5
 GiB in bf16. A ballast process leaves --free GiB of the GPU free. Each engine may allocate nine
@@ -16,9 +17,12 @@ The steps, each with its own processes:
                          a batch gives the same answers. `graph` uses CUDA graphs for decoding, but
                          not torch.compile; its hashes are the reference for the other steps.
                          `default` uses vLLM's defaults
-  pair                   two engines that start together under nvshare. They answer in turn, two
-                         questions each; then one engine answers back-to-back questions, then both
+  pair                   two engines that start together under nvshare. They answer in turn,
+                         --questions questions each; then one engine answers back-to-back questions,
+                         then both
   http                   the same with two `vllm serve`
+  asleep                 two engines under nvshare, which nvsharectl pauses and resumes several
+                         times
   sleep                  natively, two engines with sleep mode (level 1). The second engine starts
                          while the first sleeps; then they change places four times
   sleep-nvshare          the same under nvshare; then both are awake and answer in turn
@@ -30,11 +34,21 @@ Prints JSON lines:
                 of wrong answers since the start, and the GiB moved in and out per switch
   …-contended   the durations of the answers, and the throughput of both engines divided by the
                 throughput of one
+  asleep        the seconds from `nvsharectl pause` of both engines until both are asleep, the GPU
+                memory in use before they started and while they sleep, and the seconds from
+                `nvsharectl resume` of both to the end of the first answer, and from there to
+                the end of the other engine's answer
   sleep, …      the seconds from the call of sleep() of one engine to the first token of the other,
                 and their parts. `swapped` are the GiB that nvshare moved in and out so far
 A failed step does not stop the next. The lines are also in results.jsonl in --out, with the logs of
 all programs and the scheduler's records. The exit status is 1 if a step failed or an answer was
 wrong.
+
+With --json, the time to the first token after a switch between two `vllm serve` and the number of
+wrong answers are written as figures.
+
+The step `asleep` needs nvsharectl and nvshare-checkpoint in --programs, and an ordinary user: the
+scheduler cannot checkpoint programs of root.
 
 Needs a GPU, vLLM, PyTorch and transformers.
 """
@@ -65,9 +79,10 @@ GIB = 2**30
 UTILIZATION = 0.9  # part of --free that an engine may allocate
 FIRST_PORT = 8001
 SERVED_NAME = "m"
-SLEEP_SWITCHES, AWAKE_ROUNDS = 4, 6
+SLEEP_SWITCHES, AWAKE_ROUNDS, SLEEPS = 4, 6, 4
 ALONE_SECONDS = 5
-LIMITS = {"eager": 110, "graph": 110, "default": 200, "pair": 160, "http": 150, "sleep": 120, "sleep-nvshare": 150}
+LIMITS = {"eager": 110, "graph": 110, "default": 200, "pair": 160, "http": 480, "asleep": 150, "sleep": 120, "sleep-nvshare": 150}
+STEPS = ("eager", "graph", "pair", "http", "asleep", "sleep", "sleep-nvshare")
 SHORTEST_STEP = 20  # seconds: a step does not begin if less of the budget is left
 ENVIRONMENT = {
     # The native reference and all engines must select the same kernels, and flashinfer and DeepGEMM
@@ -280,7 +295,7 @@ class Answers:
 class Run:
     def __init__(self, arguments, directory):
         self.arguments, self.directory, self.began = arguments, directory, time.time()
-        self.programs, self.hashes, self.failed = set(), {}, False
+        self.programs, self.hashes, self.failed, self.figures = set(), {}, False, []
         self.metrics = directory / "metrics.sock"
         # vLLM takes a fraction of the GPU's total memory, which the ballast does not lower.
         self.total = total_memory()
@@ -393,17 +408,26 @@ class Run:
             answers.ask(program, 0)
         before, switched, same, whole, number = self.swapped(), [], [], [], 0
         until = time.time() + self.arguments.switch_time
-        while number < self.arguments.switches and time.time() < until:
+        while len(switched) < self.arguments.switches and time.time() < until:
             for program in programs:
                 answer = answers.ask(program, number)
                 switched.append(answer["first"])
                 whole.append(answer["whole"])
-                number += 1
-                same.append(answers.ask(program, number)["first"])
+                for _ in range(self.arguments.questions - 1):
+                    number += 1
+                    same.append(answers.ask(program, number)["first"])
         time.sleep(1)  # until the clients have reported the moved bytes
         moved = [round((b - a) / len(switched), 2) for a, b in zip(before, self.swapped())] if switched else None
         said = {"first_switched": summary(switched), "first_same": summary(same), "whole_switched": summary(whole)}
         self.say(f"{step}-switches", ok=not answers.wrong, **answers.counts(), **said, moved=moved)
+        if step == "http" and switched:
+            note = f"{len(switched)} switches between two `vllm serve` of {UTILIZATION * self.arguments.free:.0f} GiB"
+            note += f" in {self.arguments.free:g} GiB; {moved[0]} GiB in and {moved[1]} GiB out per switch"
+            value = figures.percentile(switched, 0.99)
+            self.figures = [("vllm-first-token-after-switch-p99", value, "s", note)]
+            if answers.expected:
+                note = f"of {answers.count} answers of 32 tokens, greedy decoding"
+                self.figures.append(("vllm-outputs-changed", answers.wrong, "count", note))
 
     def contended(self, step, programs, answers):
         errors = []
@@ -437,6 +461,44 @@ class Run:
         said["throughput"] = round(rate / (len(alone) / sum(alone)), 3) if alone else None
         ok = not answers.wrong and not errors
         self.say(f"{step}-contended", ok=ok, errors=errors, **answers.counts(), **said)
+
+    def asleep(self, step):
+        answers = Answers(self.reference())
+        with self.ballast(), self.scheduler(step) as environment:
+            before = used_memory()
+            engines = [self.engine(f"{step}-{i}", environment) for i in range(2)]
+            ready = [engine.ready(self.arguments.start) for engine in engines]
+            took, left, woken = [], [], []
+            for number in range(SLEEPS):
+                for engine in engines:
+                    answers.ask(engine, number)
+                began = time.time()
+                clients = [client["pid"] for client in self.status()]
+                for pid in clients:
+                    self.control("pause", str(pid))
+                while any(client["sleep"] != "sleeping" for client in self.status()):
+                    if time.time() > began + 60:
+                        raise Failed(f"not asleep after 60 s: {self.status()}")
+                    time.sleep(0.02)
+                took.append(time.time() - began)
+                left.append(used_memory())
+                began = time.time()
+                for pid in clients:
+                    self.control("resume", str(pid))
+                for engine in engines:
+                    answers.ask(engine, number + 1)
+                    woken.append(time.time() - began)
+                    began = time.time()
+            said = {"pause": summary(took), "resume_whole_answer": summary(woken)}
+            said |= {"used_mib": {"before": before, "asleep": left}, "ready": ready}
+            self.say(step, ok=not answers.wrong, **answers.counts(), **said)
+
+    def control(self, *words):
+        words = [self.arguments.programs / "nvsharectl", "--control", self.directory / "control.sock", *words]
+        return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+    def status(self):
+        return json.loads(self.control("--json", "status"))["clients"]
 
     def sleep_mode(self, step, under_nvshare):
         with contextlib.ExitStack() as stack:
@@ -481,6 +543,8 @@ class Run:
             self.native(step)
         elif step in ("pair", "http"):
             self.pair(step)
+        elif step == "asleep":
+            self.asleep(step)
         else:
             self.sleep_mode(step, step == "sleep-nvshare")
 
@@ -503,6 +567,12 @@ class Run:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 self.clear()
             self.say(f"{step}-took", seconds=round(time.time() - began, 1))
+
+
+def used_memory():
+    """Returns the MiB of the GPU in use, by any program."""
+    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[0])
 
 
 def total_memory():
@@ -531,9 +601,10 @@ def main():
     parser.add_argument(
         "--programs", type=Path, default=Path("target/release"), help="directory of nvshare-scheduler and libnvshare.so"
     )
-    parser.add_argument("--steps", type=steps, default=["eager", "graph", "pair", "http", "sleep", "sleep-nvshare"])
+    parser.add_argument("--steps", type=steps, default=list(STEPS))
     parser.add_argument("--free", type=float, default=40, help="GiB that the ballast leaves free")
     parser.add_argument("--switches", type=int, default=16)
+    parser.add_argument("--questions", type=int, default=2, help="questions after each switch")
     parser.add_argument("--switch-time", type=float, default=25, help="maximum seconds of the switches")
     parser.add_argument("--contended", type=float, default=10, help="seconds of back-to-back questions to both")
     parser.add_argument("--start", type=float, default=90, help="timeout of a start, in seconds")
@@ -543,6 +614,8 @@ def main():
     parser.add_argument("--touch", type=int, default=0, help="GiB of host memory to use once at the beginning")
     parser.add_argument("--budget", type=float, default=540, help="seconds")
     parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--commit", help="commit of the measured binaries (default: the checked-out commit)")
     arguments = parser.parse_args()
     arguments.programs = arguments.programs.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -566,6 +639,8 @@ def main():
             write_model(arguments.model)
         run = Run(arguments, directory)
         run.run()
+        if arguments.json and run.figures:
+            figures.add(arguments.json, run.figures, arguments.commit)
     sys.exit(1 if run.failed else 0)
 
 
