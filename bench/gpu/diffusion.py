@@ -56,7 +56,6 @@ from pathlib import Path
 import figures
 import stage
 
-HERE = Path(__file__).resolve().parent
 GIB, MIB = 2**30, 2**20
 CHUNK, RATE = 64 * MIB, GIB  # the game's allocations, and its bytes per second
 GAME_HOLDS, GAME_RESTS = 3, 1  # seconds
@@ -251,37 +250,6 @@ def game(size):
 # The steps.
 
 
-class Child:
-    """A program, whose lines a thread reads."""
-
-    def __init__(self, name, words, environment, log, hear):
-        self.name, self.log, self.is_done = name, log, False
-        with open(log, "w") as errors:
-            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
-            self.process = subprocess.Popen([sys.executable, __file__, *words], env=os.environ | environment, **pipes)
-        self.loaded = threading.Event()
-        self.thread = threading.Thread(target=self.read, args=[hear], daemon=True)
-        self.thread.start()
-
-    def read(self, hear):
-        for line in self.process.stdout:
-            with contextlib.suppress(json.JSONDecodeError):
-                said = json.loads(line)
-                self.is_done |= "done" in said
-                hear(self.name, said)
-                if "loaded" in said:
-                    self.loaded.set()
-        self.loaded.set()
-
-    def trouble(self):
-        """Returns why the program did not complete; an empty string if it did."""
-        if self.is_done:
-            return ""
-        status, lines = self.process.poll(), self.log.read_text(errors="replace").splitlines()
-        what = "ran out of time" if status is None else f"ended with status {status}"
-        return f"{self.name} {what}: {' | '.join(lines[-3:])[-500:]}"
-
-
 class Run:
     def __init__(self, arguments, directory):
         self.arguments, self.directory, self.began = arguments, directory, time.time()
@@ -301,17 +269,14 @@ class Run:
         shape = {name: getattr(self.arguments, name) for name in ("images", "size", "denoise")}
         words = ["--child", json.dumps(shape | {"checkpoints": count, "seconds": seconds})]
         log = self.arguments.out / f"{step}-{name}.log"
-        return Child(name, words, ENVIRONMENT | environment, log, hear)
+        return stage.Child(name, [__file__, *words], ENVIRONMENT | environment, log, hear)
 
     @contextlib.contextmanager
     def stage(self, step):
         """Yields the environment of the step's programs, and a dictionary for the step's line."""
         said = {}
         with contextlib.ExitStack() as stack:
-            words = [sys.executable, HERE / "suites.py", "--ballast", str(self.arguments.free)]
-            holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            stack.callback(stage.end, holder)
-            self.say("ballast", **json.loads(holder.stdout.readline() or '{"error": "the ballast has ended"}'))
+            self.say("ballast", **stack.enter_context(stage.ballast(self.arguments.free)))
             if step in ("native", "again"):
                 yield {}, said
                 return
