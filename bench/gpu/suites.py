@@ -440,10 +440,8 @@ class Run:
                 say({"kind": "skipped", "suite": name, "why": f"no tests in {folder}" if folder else "not installed"})
                 self.notes.append(f"{name}: not installed")
                 del self.suites[name]
-        words = [sys.executable, __file__, "--ballast", str(self.arguments.free)]
-        holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        try:
-            say({"kind": "ballast"} | json.loads(holder.stdout.readline() or '{"error": "the ballast has ended"}'))
+        with stage.ballast(self.arguments.free) as left:
+            say({"kind": "ballast"} | left)
             for i, name in enumerate(self.suites):
                 now = time.monotonic()
                 if now + 5 > self.deadline:
@@ -451,8 +449,6 @@ class Run:
                     continue
                 part = self.suites[name].weight / sum(self.suites[other].weight for other in list(self.suites)[i:])
                 self.suite(name, now + (self.deadline - now) * part)
-        finally:
-            stage.end(holder)
 
     def report(self):
         changed = self.differing["changed"]
