@@ -9,7 +9,8 @@ compute the same results under nvshare as natively.
 
   jax             JAX, which allocates 75 % of the GPU when it starts, as it does by default. The
                   program sees a GPU of --jax GiB
-  jax-managed     JAX with TF_FORCE_UNIFIED_MEMORY: 2 GiB of managed memory
+  jax-managed     JAX with TF_FORCE_UNIFIED_MEMORY: nine tenths of the 4 GiB that the program sees, as
+                  managed memory
   rmm-pool        CuPy with RAPIDS' memory pool
   rmm-arena       CuPy with RAPIDS' arenas
   rmm-async       CuPy with RAPIDS' pool of cudaMallocAsync
@@ -200,11 +201,11 @@ def environment_of(name, is_native, arguments):
     own = dict(ENVIRONMENT.get(name, {}))
     if name.startswith("jax") and is_native:
         own["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    elif name.startswith("jax"):
+    elif name == "jax":
         own["NVSHARE_MEMORY_MAX"] = f"{arguments.jax}G"
-    if name == "jax-managed" and not is_native:
-        # The fraction is a part of the GPU that the program sees.
-        own |= {"TF_FORCE_UNIFIED_MEMORY": "1", "XLA_PYTHON_CLIENT_MEM_FRACTION": str(MANAGED / arguments.jax)}
+    elif name == "jax-managed":
+        # JAX allocates nine tenths of what it sees as managed memory, whatever fraction it is told.
+        own |= {"TF_FORCE_UNIFIED_MEMORY": "1", "NVSHARE_MEMORY_MAX": f"{2 * MANAGED}G"}
     return own
 
 
