@@ -131,24 +131,6 @@ impl Presence<'_> {
 
     // Events. Each returns tasks for the client.
 
-    /// Handles an event that changes a client's sleep. `None`: the event is about something else.
-    pub fn handle(&mut self, event: &Event) -> Option<(ClientId, Vec<Task>)> {
-        let tasks = match *event {
-            Event::SleepWanted { client, paused } => (client, self.want(client, paused)),
-            Event::FoundAsleep { client } => (client, self.found(client)),
-            Event::SleepReady { client } => (client, self.ready(client)),
-            Event::SleepRefused { client, why } => (client, self.refused(client, why)),
-            Event::WakeRequested { client } => (client, self.wake(client, false)),
-            Event::Resumed { client } => (client, self.wake(client, true)),
-            Event::Checkpointed { client, outcome } => (client, self.checkpointed(client, outcome)),
-            Event::ForeignCheckpoint { client, state } => (client, self.foreign(client, state)),
-            Event::RestoreRequested { client } => (client, self.restore_requested(client)),
-            Event::Migrate { client, from, to } => (client, self.migrate(client, Move { from, to })),
-            _ => return None,
-        };
-        Some(tasks)
-    }
-
     pub fn want(&mut self, client: ClientId, paused: bool) -> Vec<Task> {
         if !self.clients.contains_key(&client) {
             return Vec::new();
@@ -158,27 +140,27 @@ impl Presence<'_> {
     }
 
     /// Handles the connection of a client that an earlier scheduler told to sleep.
-    fn found(&mut self, client: ClientId) -> Vec<Task> {
+    pub fn found(&mut self, client: ClientId) -> Vec<Task> {
         if !self.clients.contains_key(&client) {
             return Vec::new();
         }
         vec![Task::Step(self.sleep.found(client))]
     }
 
-    fn ready(&mut self, client: ClientId) -> Vec<Task> {
+    pub fn ready(&mut self, client: ClientId) -> Vec<Task> {
         let obstacle = self.model().obstacle_when_ready(client);
         vec![Task::Step(self.sleep.ready(self.now, client, obstacle))]
     }
 
-    fn refused(&mut self, client: ClientId, why: SleepObstacle) -> Vec<Task> {
+    pub fn refused(&mut self, client: ClientId, why: SleepObstacle) -> Vec<Task> {
         vec![Task::Step(self.sleep.refused(self.now, client, why))]
     }
 
-    fn wake(&mut self, client: ClientId, resumed: bool) -> Vec<Task> {
+    pub fn wake(&mut self, client: ClientId, resumed: bool) -> Vec<Task> {
         vec![Task::Step(self.sleep.wake(self.now, client, resumed, self.effects.number()))]
     }
 
-    fn checkpointed(&mut self, client: ClientId, outcome: SleepOutcome) -> Vec<Task> {
+    pub fn checkpointed(&mut self, client: ClientId, outcome: SleepOutcome) -> Vec<Task> {
         let has_failed_to_move = self.sleep.has_failed_to_move(client, outcome);
         let step = self.sleep.answered(self.now, client, outcome, self.effects.number());
         let mut tasks = Vec::new();
@@ -197,7 +179,7 @@ impl Presence<'_> {
     }
 
     /// Handles the present state of a process that another program may have checkpointed.
-    fn foreign(&mut self, client: ClientId, state: ForeignState) -> Vec<Task> {
+    pub fn foreign(&mut self, client: ClientId, state: ForeignState) -> Vec<Task> {
         if !self.clients.contains_key(&client) {
             return Vec::new();
         }
@@ -206,7 +188,7 @@ impl Presence<'_> {
         vec![Task::Step(self.sleep.foreign(client, state))]
     }
 
-    fn restore_requested(&mut self, client: ClientId) -> Vec<Task> {
+    pub fn restore_requested(&mut self, client: ClientId) -> Vec<Task> {
         if !self.clients.contains_key(&client) {
             return Vec::new();
         }
@@ -219,7 +201,7 @@ impl Presence<'_> {
         vec![Task::Move, Task::Step(step)]
     }
 
-    fn migrate(&mut self, client: ClientId, to: Move) -> Vec<Task> {
+    pub fn migrate(&mut self, client: ClientId, to: Move) -> Vec<Task> {
         if !self.clients.contains_key(&client) {
             return Vec::new();
         }
