@@ -31,7 +31,7 @@ use crate::{
     client::Clients,
     effects::Effects,
     fairness::Fairness,
-    gpu::Gpus,
+    gpu::{Gpu, Gpus},
     model::Model,
     placement::Placements,
     queue::Queues,
@@ -92,6 +92,8 @@ pub(crate) enum Task {
     Limit,
     /// Set room aside for the waking client.
     ExpectReturn,
+    /// Let other clients use the room of the waking client.
+    GiveUpRoom,
     /// Release the room of the client, which stays asleep.
     CancelReturn,
     /// Another program has locked the client's process, or the process runs again.
@@ -290,6 +292,7 @@ impl Presence<'_> {
             | Task::ForgetContexts
             | Task::Limit
             | Task::ExpectReturn
+            | Task::GiveUpRoom
             | Task::CancelReturn
             | Task::Halt
             | Task::Reserve
@@ -363,7 +366,8 @@ impl Presence<'_> {
     }
 
     /// Sets room aside for waking clients, in the order in which they wake. If two clients wait for
-    /// the same GPU, the later one waits for the earlier one. A client without GPUs needs no room.
+    /// the same GPU, the later one waits for the earlier one, unless the earlier one does not fit now.
+    /// Room is set aside on all GPUs of a client or on none. A client without GPUs needs no room.
     fn return_next(&mut self) -> Tasks {
         let (mut taken, mut rooms, mut steps) = (GpuSet::new(), Tasks::new(), Tasks::new());
         for client in self.sleep.waking() {
@@ -372,9 +376,16 @@ impl Presence<'_> {
                 steps.push((client, Task::Step(self.sleep.has_room(client))));
                 continue;
             }
-            let returns_other = |id| self.gpus.get(id).is_some_and(|gpu| gpu.returns_other(client));
-            let is_next = !ids.iter().any(|id| taken.contains(id) || returns_other(*id));
-            rooms.extend(is_next.then_some((client, Task::ExpectReturn)));
+            let gpus = || ids.iter().filter_map(|id| self.gpus.get(*id));
+            if !gpus().all(|gpu| gpu.is_set_aside(client)) {
+                let is_free = |gpu: &Gpu| !taken.contains(&gpu.id) && !gpu.returns_other(client);
+                let fits = self.model().fits_to_return(client);
+                let task = if fits && gpus().all(is_free) { Task::ExpectReturn } else { Task::GiveUpRoom };
+                rooms.push((client, task));
+                if !fits {
+                    continue;
+                }
+            }
             taken.extend(ids);
         }
         rooms.extend(steps);

@@ -3,6 +3,7 @@
 use crate::sleep::{CONTEXT, Scene};
 use nvshare_sched::*;
 use scheduler_sim::*;
+use scheduler_tests::*;
 use std::time::Duration;
 
 const LENT: ForeignState = ForeignState::Checkpointed { restore_waits: true };
@@ -159,4 +160,36 @@ fn a_client_that_ends_while_it_is_checkpointed_leaves_nothing_behind() {
         assert_eq!((scene.t.state(2), scene.t.attachment(2).mapped), (LockState::Holding, 10 * GIB));
         assert_eq!(scene.capacity(), 16 * GIB - CONTEXT);
     }
+}
+
+#[test]
+fn a_checkpointed_client_that_does_not_fit_now_delays_no_other_client() {
+    let mut scene = Scene::contended();
+    scene.foreign(1, LENT);
+    for _ in 0..3 {
+        scene.settle();
+    }
+    // Client 2 now has memory where client 1's was, and cannot evict it.
+    scene.t.report(2, 10 * GIB, 10 * GIB, 8 * GIB);
+    let capacity = scene.capacity();
+    scene.t.say(Event::RestoreRequested { client: client(1) });
+    assert_eq!((scene.phase(1), scene.capacity()), (SleepPhase::Waking, capacity));
+    let obstacle = scene.t.machine.explain(client(1), scene.t.now).next().and_then(|what| what.obstacle);
+    assert_eq!(obstacle, Some(Obstacle::NoRoomToReturn(8 * GIB)));
+    assert!(!scene.t.after(Duration::from_secs(600)).contains(&revoke(2)));
+    assert_eq!(scene.t.state(2), LockState::Holding);
+    scene.t.release(2, ReleaseReason::Idle);
+    scene.t.request(2);
+    assert_eq!(scene.t.state(2), LockState::Holding);
+    // Half of it can be evicted again, which makes room.
+    scene.t.report(2, 10 * GIB, 10 * GIB, 4 * GIB);
+    let mut commands = Vec::new();
+    for _ in 0..50 {
+        if scene.t.state(2) == LockState::Revoking {
+            scene.t.release(2, ReleaseReason::Revoked);
+        }
+        commands.extend(scene.settle());
+        commands.extend(scene.t.after(ms(500)));
+    }
+    assert!(commands.contains(&Command::RestoreAllowed { client: client(1) }), "{commands:?}");
 }

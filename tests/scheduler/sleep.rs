@@ -227,6 +227,125 @@ fn a_hung_restore_does_not_block_other_restores() {
     }
 }
 
+/// Returns a scene in which client 1 is off the GPU, client 3 has pinned so much memory that client 1's
+/// context does not fit, and client 2 is idle.
+fn crowded() -> Scene {
+    let mut scene = Scene::paused(&[4 * GIB, GIB, GIB]);
+    scene.measure();
+    let free = 16 * GIB - 2 * CONTEXT;
+    let pinned = free - CONTEXT / 2;
+    scene.t.report(3, pinned, GIB, 0);
+    scene.t.request(3);
+    for _ in 0..3 {
+        scene.t.map(2);
+        scene.t.map(3);
+        scene.measure();
+    }
+    scene.t.report(3, pinned, pinned, pinned);
+    scene.t.release(3, ReleaseReason::Idle);
+    scene.measure();
+    assert_eq!(scene.t.attachment(3).pinned, pinned);
+    scene
+}
+
+#[test]
+fn a_client_that_cannot_be_restored_now_delays_no_other_client() {
+    let mut scene = crowded();
+    let capacity = scene.capacity();
+    scene.resume(1);
+    scene.measure();
+    assert_eq!((scene.phase(1), scene.capacity()), (SleepPhase::Waking, capacity));
+    let obstacle = scene.t.machine.explain(client(1), scene.t.now).next().and_then(|what| what.obstacle);
+    assert_eq!(obstacle, Some(Obstacle::NoRoomToReturn(scene.t.attachment(3).pinned)));
+    // Client 2 fits beside the pinned memory, but not beside that and client 1's context.
+    scene.t.report(2, CONTEXT / 2, 0, 0);
+    scene.t.request(2);
+    assert_eq!(scene.t.state(2), LockState::Holding);
+    scene.t.map(2);
+    assert_eq!(scene.t.attachment(2).mapped, CONTEXT / 2);
+    assert!(!scene.t.after(Duration::from_secs(600)).contains(&revoke(2)));
+    // The memory is unpinned, so there is room, although client 2 uses some of it.
+    scene.t.report(3, GIB, GIB, 0);
+    assert_eq!(
+        scene.t.machine.explain(client(1), scene.t.now).next().and_then(|what| what.obstacle),
+        Some(Obstacle::Sleeps(SleepPhase::Waking))
+    );
+    let mut commands = Vec::new();
+    for _ in 0..3 {
+        scene.t.map(3);
+        commands.extend(scene.measure());
+    }
+    assert!(commands.contains(&checkpoint(1, SleepOperation::Wake)), "{commands:?}");
+}
+
+#[test]
+fn room_that_can_no_longer_become_free_is_given_up() {
+    let mut scene = Scene::paused(&[4 * GIB, GIB, GIB]);
+    scene.measure();
+    let all = 16 * GIB - 2 * CONTEXT;
+    scene.t.report(3, all, GIB, 0);
+    scene.t.request(3);
+    for _ in 0..3 {
+        scene.t.map(2);
+        scene.t.map(3);
+        scene.measure();
+    }
+    assert_eq!(scene.t.attachment(3).mapped, all);
+    let capacity = scene.capacity();
+    scene.resume(1);
+    assert_eq!(scene.capacity(), capacity - CONTEXT - 64 * MIB, "room is set aside");
+    scene.t.report(3, all, all, all);
+    assert_eq!((scene.phase(1), scene.capacity()), (SleepPhase::Waking, capacity));
+}
+
+/// The holder's kernel ends later than any time that the room is kept, and another one follows.
+#[test]
+fn programs_with_long_kernels_do_not_keep_a_client_from_returning() {
+    let mut scene = Scene::paused(&[4 * GIB, 7 * GIB, 7 * GIB]);
+    scene.measure();
+    let kernel = Duration::from_secs(45);
+    let mut ends = std::collections::BTreeMap::new();
+    scene.resume(1);
+    let (mut since_unfit, mut longest) = (None, Duration::ZERO);
+    for second in 0..1200 {
+        scene.t.now += Duration::from_secs(1);
+        let mut commands = scene.measure();
+        for n in [2, 3] {
+            if scene.t.attachment(n).demand < 15 * GIB / 2 {
+                scene.t.report(n, 15 * GIB / 2, 7 * GIB, 0);
+            }
+            match (scene.t.state(n), ends.get(&n).copied()) {
+                (LockState::Holding, None) => drop(ends.insert(n, scene.t.now + kernel)),
+                (LockState::Holding, Some(end)) if end <= scene.t.now => drop(ends.insert(n, scene.t.now + kernel)),
+                (LockState::Revoking | LockState::Stuck | LockState::Undrainable, Some(end)) => {
+                    if end <= scene.t.now {
+                        ends.remove(&n);
+                        commands.extend(scene.t.release(n, ReleaseReason::Revoked));
+                    } else if scene.t.state(n) == LockState::Revoking {
+                        commands.extend(scene.t.stuck(n, StuckReason::LongWork));
+                    }
+                }
+                (LockState::Idle, _) => {
+                    commands.extend(scene.t.map(n));
+                    commands.extend(scene.t.request(n));
+                }
+                _ => {}
+            }
+            commands.extend(scene.t.map(n));
+        }
+        let runs = [2, 3].iter().any(|n| ends.contains_key(n));
+        match runs {
+            true => since_unfit = None,
+            false => longest = longest.max(scene.t.now - *since_unfit.get_or_insert(scene.t.now)),
+        }
+        if scene.phase(1) == SleepPhase::Restoring {
+            assert!(longest < Duration::from_secs(30), "no client ran for {longest:?}");
+            return;
+        }
+        assert!(second < 1199, "client 1 is not restored");
+    }
+}
+
 #[test]
 fn a_running_client_is_revoked_before_it_sleeps() {
     let mut scene = Scene::new(&[4 * GIB, GIB]);

@@ -200,6 +200,11 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
             SleepPhase::Asleep | SleepPhase::Awake => "It is asleep, and wakes up when it calls the driver.".into(),
         },
         Obstacle::Stopped => "A signal or a debugger has stopped its process.".into(),
+        Obstacle::NoRoomToReturn(bytes) => format!(
+            "It waits to be restored on {gpu}. {} of other programs' memory cannot be evicted from {gpu}, and the rest \
+             is too small for the restore. It is restored as soon as enough of that memory is free.",
+            units::size(*bytes)
+        ),
         Obstacle::Context { deferred: false } => format!("It waits for free memory for its CUDA context on {gpu}."),
         Obstacle::Context { deferred: true } => format!(
             "It waits to create a CUDA context on {gpu}. With that context, another program would have too little \

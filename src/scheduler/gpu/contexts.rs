@@ -193,7 +193,7 @@ impl Gpu {
             && self.away.remove(&client).is_some()
         {
             self.unmeasured.insert(client);
-            attachment.used = Some(now);
+            (attachment.used, attachment.return_patience) = (Some(now), Duration::ZERO);
             match &mut attachment.attached {
                 Some(attached) => *attached = now,
                 // This scheduler has sent the client no limit.

@@ -187,6 +187,9 @@ impl Machine {
             (rooms, gpu.note_capacity(cx.settings))
         };
         let Some((rooms, has_gained_room)) = self.with_gpu(id, begin) else { return };
+        if let Some(client) = self.model().waits_to_return(id) {
+            self.follow(client, vec![Task::ReturnNext]);
+        }
         if has_gained_room {
             let pinned = self.queues.take_blocked_by_pinned(id);
             self.sharing().with_each(pinned, |requests, entity| requests.enqueue(entity));
@@ -380,6 +383,7 @@ impl Machine {
                 Task::ForgetContexts => self.sharing().forget_contexts(client),
                 Task::Limit => self.sharing().limit_sleeper(client),
                 Task::ExpectReturn => self.with_gpus_of(client, |gpu, cx, fx| gpu.expect_return(cx, fx, client)),
+                Task::GiveUpRoom => self.with_gpus_of(client, |gpu, _, fx| gpu.give_up_room(fx, client)),
                 Task::Halt => self.halt(client),
                 Task::Reserve => self.with_gpus_of(client, |gpu, _, fx| gpu.reserve_return(fx, client)),
                 Task::Lend => self.with_gpus_of(client, |gpu, _, fx| gpu.lend(fx, client)),
@@ -415,6 +419,7 @@ impl Machine {
             Return::Waits(next) => return next,
             // The GPU changes, so it is settled again.
             Return::IsOverdue(client) => self.follow(client, vec![Task::Return]),
+            Return::DoesNotFit(client) => self.follow(client, vec![Task::GiveUpRoom, Task::Return]),
             Return::HasRoom(client) => self.change_sleep(client, |presence| presence.restore(client)),
         }
         None

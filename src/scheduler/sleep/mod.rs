@@ -283,6 +283,11 @@ impl Sleep {
         self.clients.get(&client).is_some_and(is_to)
     }
 
+    /// Whether a client waits for room.
+    pub fn is_waking(&self, client: ClientId) -> bool {
+        matches!(self.state_of(client), Stage::Waking(_) | Stage::Foreign(Foreign::Waking(_)))
+    }
+
     /// Clients that wait for room, in the order in which they are served.
     pub fn waking(&self) -> Vec<ClientId> {
         let number = |(client, entry): (&ClientId, &Entry)| match entry.state {
