@@ -162,6 +162,57 @@ fn a_client_that_ends_while_it_is_checkpointed_leaves_nothing_behind() {
     }
 }
 
+/// The library has reported the memory, and no measurement can show it.
+#[test]
+fn a_new_scheduler_keeps_the_room_of_a_checkpointed_client() {
+    for (state, knows_first) in [(RESERVED, true), (RESERVED, false), (LENT, true), (LENT, false)] {
+        let mut scene = Scene::new(&[]);
+        for n in [1, 2] {
+            scene.t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(n) });
+            scene.t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        }
+        scene.contexts.push(2);
+        scene.measure();
+        if knows_first {
+            scene.foreign(1, state);
+        }
+        scene.t.report(1, 10 * GIB, 10 * GIB, 0);
+        scene.measure();
+        scene.foreign(1, state);
+        assert_eq!(scene.t.attachment(1).charge, 10 * GIB, "{state:?}");
+        scene.t.report(1, 10 * GIB, 10 * GIB, 0);
+        scene.measure();
+        assert_eq!(scene.t.attachment(1).charge, 10 * GIB, "{state:?}");
+        scene.t.report(2, 10 * GIB, 0, 0);
+        scene.t.request(2);
+        scene.settle();
+        scene.settle();
+        assert_eq!(scene.t.state(2) == LockState::Holding, state == LENT);
+        assert_eq!(scene.t.attachment(1).charge, 10 * GIB, "{state:?}");
+    }
+}
+
+#[test]
+fn a_report_of_a_checkpointed_client_reserves_no_more_than_there_is() {
+    let mut scene = Scene::new(&[]);
+    for n in [1, 2] {
+        scene.t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(n) });
+        scene.t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+    }
+    scene.contexts.push(2);
+    scene.t.report(2, 4 * GIB, 0, 0);
+    scene.t.map(2);
+    scene.t.report(2, 4 * GIB, 4 * GIB, 4 * GIB);
+    scene.measure();
+    scene.foreign(1, RESERVED);
+    scene.t.report(1, 1 << 50, 1 << 50, 0);
+    scene.measure();
+    let view = scene.t.machine.gpu(gpu(0)).unwrap();
+    assert!(view.charged <= view.capacity && scene.t.attachment(1).charge > 8 * GIB, "{view:?}");
+    scene.t.request(2);
+    assert_eq!(scene.t.state(2), LockState::Holding);
+}
+
 #[test]
 fn a_checkpointed_client_that_does_not_fit_now_delays_no_other_client() {
     let mut scene = Scene::contended();

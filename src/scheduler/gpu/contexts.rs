@@ -181,6 +181,7 @@ impl Gpu {
         if self.attachments.contains_key(&client) {
             self.away.entry(client).or_insert(bytes);
         }
+        self.charge_checkpointed(cx, fx, client);
         self.measure(fx);
         fx.touch(self.id);
     }
