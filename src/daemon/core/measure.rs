@@ -8,7 +8,7 @@ use tracing::{debug, info};
 use super::model::{Client, ClientGpuStats, Listing, Model};
 use crate::daemon::gpu::accounting::{Attached, Basis};
 use crate::daemon::gpu::nvml::Sample;
-use crate::scheduler::{ClientId, Event, GpuId, SleepPhase, Time};
+use crate::scheduler::{ClientId, Command, Event, GpuId, SleepPhase, Time};
 
 /// Clients of an earlier daemon reconnect within this time. Until then, memory of unknown processes
 /// does not count as overhead.
@@ -174,5 +174,15 @@ impl Model {
 
 /// The event that accepts clients' reports as measured, for a GPU that cannot be measured.
 pub(super) fn unmeasured(gpu: GpuId, now: Time) -> Event {
+/// The client and the GPU of a report, which changes the bounds on the client's memory.
+pub(super) fn reporter(event: &Event) -> Option<(ClientId, GpuId)> {
+    if let Event::Memory { client, gpu, .. } = event { Some((*client, *gpu)) } else { None }
+}
+
+/// The client and the GPU of an allowance, which changes the bounds on the client's memory.
+pub(super) fn allowed(command: &Command) -> Option<(ClientId, GpuId)> {
+    if let Command::Allowance { client, gpu, .. } = command { Some((*client, *gpu)) } else { None }
+}
+
     Event::Measured { gpu, begun: now, free: None, found: BTreeMap::new() }
 }

@@ -343,16 +343,6 @@ impl Model {
         }
     }
 
-    /// The client and the GPU of a report about memory.
-    pub(super) fn reporter(event: &Event) -> Option<(ClientId, GpuId)> {
-        if let Event::Memory { client, gpu, .. } = event { Some((*client, *gpu)) } else { None }
-    }
-
-    /// The client that a command allows memory, and the GPU.
-    pub(super) fn allowed(command: &Command) -> Option<(ClientId, GpuId)> {
-        if let Command::Allowance { client, gpu, .. } = command { Some((*client, *gpu)) } else { None }
-    }
-
     pub(super) fn is_nvml_usable(&self) -> bool {
         self.nvml == Some(NvmlState::Usable)
     }
