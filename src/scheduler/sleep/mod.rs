@@ -377,7 +377,7 @@ impl Sleep {
             _ if entry.moving.is_some() || entry.homes.len() >= MAX_MOVES => return Some(MoveObstacle::Moving),
             Stage::Lost => return Some(MoveObstacle::Sleep(SleepObstacle::Failed)),
             // The process may stay locked for any time.
-            Stage::Foreign(_) => return Some(MoveObstacle::Sleep(SleepObstacle::Silent)),
+            Stage::Foreign(_) => return Some(MoveObstacle::Sleep(SleepObstacle::Foreign)),
             Stage::Awake if entry.owes_answer => return Some(MoveObstacle::Sleep(SleepObstacle::Silent)),
             Stage::Awake => entry.due = None, // the client is asked to prepare without delay
             _ => {}
