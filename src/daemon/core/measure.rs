@@ -72,8 +72,10 @@ impl Model {
             }
             let has_changed = match machine.sleep_of(*id).phase {
                 SleepPhase::Checkpointed | SleepPhase::Lent => is_listed,
-                // Other programs unlock and checkpoint it without a sign.
+                // Other programs unlock and checkpoint a locked process without a sign, and may hang before or
+                // after a restore.
                 SleepPhase::Locked => true,
+                SleepPhase::Restoring => machine.is_foreign(*id),
                 SleepPhase::Awake => is_missed,
                 _ => false,
             };
@@ -172,8 +174,6 @@ impl Model {
     }
 }
 
-/// The event that accepts clients' reports as measured, for a GPU that cannot be measured.
-pub(super) fn unmeasured(gpu: GpuId, now: Time) -> Event {
 /// The client and the GPU of a report, which changes the bounds on the client's memory.
 pub(super) fn reporter(event: &Event) -> Option<(ClientId, GpuId)> {
     if let Event::Memory { client, gpu, .. } = event { Some((*client, *gpu)) } else { None }
@@ -184,5 +184,7 @@ pub(super) fn allowed(command: &Command) -> Option<(ClientId, GpuId)> {
     if let Command::Allowance { client, gpu, .. } = command { Some((*client, *gpu)) } else { None }
 }
 
+/// The event that accepts clients' reports as measured, for a GPU that cannot be measured.
+pub(super) fn unmeasured(gpu: GpuId, now: Time) -> Event {
     Event::Measured { gpu, begun: now, free: None, found: BTreeMap::new() }
 }

@@ -430,7 +430,7 @@ impl Core {
             Report::Used(used) => {
                 for sample in used {
                     let changed = self.model.changed_processes(&sample);
-                    changed.into_iter().for_each(|client| self.host.inspect(&self.model, client));
+                    changed.into_iter().for_each(|client| self.host.measured(&self.model, client));
                     self.measure(&sample);
                     self.model.keep_sample(sample);
                 }
