@@ -4,6 +4,7 @@ use crate::sleep::{CONTEXT, Scene};
 use nvshare_sched::*;
 use scheduler_sim::*;
 use scheduler_tests::*;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 const LENT: ForeignState = ForeignState::Checkpointed { restore_waits: true };
@@ -243,4 +244,75 @@ fn a_checkpointed_client_that_does_not_fit_now_delays_no_other_client() {
         commands.extend(scene.t.after(ms(500)));
     }
     assert!(commands.contains(&Command::RestoreAllowed { client: client(1) }), "{commands:?}");
+}
+
+/// The programs fill the GPU, one of them always runs a kernel that is longer than their turns, and the
+/// client does not fit beside either of them.
+#[test]
+fn programs_with_long_kernels_do_not_keep_a_client_from_returning() {
+    const KERNEL: Duration = Duration::from_secs(45);
+    let mut scene = Scene::new(&[10 * GIB, 2 * GIB, 2 * GIB]);
+    scene.foreign(1, LENT);
+    scene.measure();
+    assert_eq!(scene.t.attachment(1).charge, 10 * GIB);
+    // The first kernel of client 2 is shorter, so that the kernels of the two end at different times.
+    let mut ends = BTreeMap::from([(2, scene.t.now + KERNEL / 2)]);
+    let mut idle = 0;
+    for second in 0..1200 {
+        scene.t.now += Duration::from_secs(1);
+        scene.t.after(Duration::ZERO);
+        for n in [2, 3] {
+            let holds = !matches!(scene.t.state(n), LockState::Idle | LockState::Waiting);
+            if holds && *ends.entry(n).or_insert(scene.t.now + KERNEL) <= scene.t.now {
+                ends.remove(&n);
+                scene.t.release(n, ReleaseReason::Revoked);
+            } else if scene.t.state(n) == LockState::Revoking {
+                scene.t.stuck(n, StuckReason::LongWork);
+            }
+            if scene.t.state(n) == LockState::Idle {
+                scene.t.request(n);
+            }
+            let allowed = scene.t.attachment(n).allowance;
+            scene.t.report(n, 15 * GIB / 2, allowed.min(15 * GIB / 2), 0);
+        }
+        scene.measure();
+        match second {
+            0..200 => {}
+            200 => {
+                assert_eq!([2, 3].map(|n| scene.t.attachment(n).mapped), [15 * GIB / 2; 2]);
+                scene.t.say(Event::RestoreRequested { client: client(1) });
+            }
+            _ if scene.phase(1) == SleepPhase::Restoring => return assert!(idle < 100, "no client ran for {idle} s"),
+            _ => idle += u32::from(ends.is_empty()),
+        }
+    }
+    panic!("client 1 is not restored: {:?}", scene.t.machine.gpus());
+}
+
+/// Otherwise its memory would count as evictable again, and room would be set aside again and again.
+#[test]
+fn a_holder_that_cannot_drain_stays_revoked_while_a_client_waits_to_return() {
+    let mut scene = Scene::new(&[10 * GIB, 2 * GIB]);
+    scene.foreign(1, LENT);
+    scene.t.report(2, 10 * GIB, 2 * GIB, 0);
+    scene.t.request(2);
+    scene.settle();
+    scene.settle();
+    assert_eq!((scene.t.state(2), scene.t.attachment(1).charge), (LockState::Holding, 10 * GIB));
+    let capacity = scene.capacity();
+    scene.t.say(Event::RestoreRequested { client: client(1) });
+    assert!(scene.capacity() < capacity, "room is set aside");
+    for second in 0..200 {
+        if scene.t.after(Duration::from_secs(1)).contains(&revoke(2)) {
+            scene.t.stuck(2, StuckReason::LongWork);
+        }
+        if second > 60 {
+            assert_eq!((scene.t.state(2), scene.capacity()), (LockState::Undrainable, capacity), "{second}");
+        }
+    }
+    scene.t.release(2, ReleaseReason::Revoked);
+    for _ in 0..3 {
+        scene.settle();
+    }
+    assert_eq!(scene.phase(1), SleepPhase::Restoring);
 }
