@@ -100,7 +100,7 @@ impl ForeignCheckpoints {
         }
     }
 
-    /// Whether a locked client is to be inspected again.
+    /// Whether the next inspection of a locked client is due. If so, schedules the one after it.
     fn is_due(&mut self, client: ClientId, now: Time) -> bool {
         let (due, interval) = self.looks.entry(client).or_insert((now, LOOK.0));
         let is_due = *due <= now;

@@ -109,8 +109,7 @@ impl Gpu {
         (context, lent)
     }
 
-    /// Bytes by which memory that cannot be evicted leaves a waking client too little room. 0 if the
-    /// client fits.
+    /// The bytes that a waking client lacks beside memory that cannot be evicted. 0: the client fits.
     pub fn lacks_to_return(&self, cx: Context, client: ClientId) -> u64 {
         if self.access != Access::Turns {
             return 0;
