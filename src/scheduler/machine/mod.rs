@@ -338,7 +338,6 @@ impl Machine {
         }
         // Holders and the first request in the queue are served first. Bytes that are still free
         // may then go to a client that is not waiting.
-        self.effects.untouch(id);
         self.settle(id);
         if self.gpus.get(id).is_some_and(|gpu| !gpu.lacking) && !self.model().is_over_limit(client, id) {
             let overdrawn = self.model().overdrawn(id);
