@@ -412,6 +412,7 @@ pub fn sleep_obstacle_name(obstacle: SleepObstacle) -> &'static str {
         SleepObstacle::Unsupported => "this host's driver or nvshare-checkpoint does not support it",
         SleepObstacle::Unmeasured => "NVML does not measure its GPU",
         SleepObstacle::Silent => "it does not answer",
+        SleepObstacle::Foreign => "another program has locked or checkpointed its process",
         SleepObstacle::Failed => "the driver could not take it off the GPU",
     }
 }

@@ -190,8 +190,9 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
                 .into(),
             SleepPhase::Checkpointed => format!(
                 "Another program has checkpointed its process. Its room on {gpu} stays reserved, because that \
-                 program runs without nvshare: its restore would not wait for room, and would fail. If you start \
-                 that program with `nvsharectl run`, other programs can use the room until the restore."
+                 program ran without nvshare, or the scheduler was restarted since: a restore that does not wait \
+                 for room would fail. If you start that program with `nvsharectl run`, other programs can use the \
+                 room until the restore."
             ),
             SleepPhase::Lent => format!(
                 "Another program has checkpointed its process. Other programs use its room on {gpu} until that \
@@ -199,6 +200,11 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
             ),
             SleepPhase::Asleep | SleepPhase::Awake => "It is asleep, and wakes up when it calls the driver.".into(),
         },
+        Obstacle::NoRoomToReturn(bytes) => format!(
+            "It waits to be restored on {gpu}. {} of other programs' memory cannot be evicted from {gpu}, and the rest \
+             is too small for the restore. It is restored as soon as enough of that memory is free.",
+            units::size(*bytes)
+        ),
         Obstacle::Stopped => "A signal or a debugger has stopped its process.".into(),
         Obstacle::Context { deferred: false } => format!("It waits for free memory for its CUDA context on {gpu}."),
         Obstacle::Context { deferred: true } => format!(

@@ -8,7 +8,7 @@ use tracing::{debug, info};
 use super::model::{Client, ClientGpuStats, Listing, Model};
 use crate::daemon::gpu::accounting::{Attached, Basis};
 use crate::daemon::gpu::nvml::Sample;
-use crate::scheduler::{ClientId, Event, GpuId, SleepPhase, Time};
+use crate::scheduler::{ClientId, Command, Event, GpuId, SleepPhase, Time};
 
 /// Clients of an earlier daemon reconnect within this time. Until then, memory of unknown processes
 /// does not count as overhead.
@@ -72,8 +72,10 @@ impl Model {
             }
             let has_changed = match machine.sleep_of(*id).phase {
                 SleepPhase::Checkpointed | SleepPhase::Lent => is_listed,
-                // Other programs unlock and checkpoint it without a sign.
+                // Other programs unlock and checkpoint a locked process without a sign, and may hang before or
+                // after a restore.
                 SleepPhase::Locked => true,
+                SleepPhase::Restoring => machine.is_foreign(*id),
                 SleepPhase::Awake => is_missed,
                 _ => false,
             };
@@ -170,6 +172,16 @@ impl Model {
         let listed = self.gpus.iter().filter(|(_, gpu)| gpu.index.is_some() && !self.is_nvml_usable());
         listed.map(|(id, _)| unmeasured(*id, now)).collect()
     }
+}
+
+/// The client and the GPU of a report, which changes the bounds on the client's memory.
+pub(super) fn reporter(event: &Event) -> Option<(ClientId, GpuId)> {
+    if let Event::Memory { client, gpu, .. } = event { Some((*client, *gpu)) } else { None }
+}
+
+/// The client and the GPU of an allowance, which changes the bounds on the client's memory.
+pub(super) fn allowed(command: &Command) -> Option<(ClientId, GpuId)> {
+    if let Command::Allowance { client, gpu, .. } = command { Some((*client, *gpu)) } else { None }
 }
 
 /// The event that accepts clients' reports as measured, for a GPU that cannot be measured.

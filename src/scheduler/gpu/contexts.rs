@@ -181,6 +181,7 @@ impl Gpu {
         if self.attachments.contains_key(&client) {
             self.away.entry(client).or_insert(bytes);
         }
+        self.charge_checkpointed(cx, fx, client);
         self.measure(fx);
         fx.touch(self.id);
     }
@@ -193,7 +194,7 @@ impl Gpu {
             && self.away.remove(&client).is_some()
         {
             self.unmeasured.insert(client);
-            attachment.used = Some(now);
+            (attachment.used, attachment.return_patience) = (Some(now), Duration::ZERO);
             match &mut attachment.attached {
                 Some(attached) => *attached = now,
                 // This scheduler has sent the client no limit.

@@ -24,6 +24,7 @@ impl Gpu {
     /// Allows memory that stays on the GPU anyway: a client's pinned memory, or all memory of a
     /// client that reconnected to a new scheduler. The charge does not rise.
     pub fn allow_resident(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
+        self.charge_checkpointed(cx, fx, client);
         let Some(account) = self.account(client) else { return };
         if account.awaits_measurement() {
             return;
@@ -31,6 +32,19 @@ impl Gpu {
         let least = if account.is_new() { account.report.mapped } else { account.report.pinned };
         if account.allowance < least {
             self.allow(cx, fx, client, least);
+        }
+    }
+
+    /// Charges a client that another program checkpointed before this scheduler started. No measurement
+    /// can show the memory that its restore maps. So the client's report is believed, as far as that
+    /// memory fits beside memory that cannot be evicted.
+    pub fn charge_checkpointed(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
+        let is_checkpointed = cx.sleep.is_foreign(client) && self.away.contains_key(&client);
+        let Some(account) = self.account(client).filter(|account| is_checkpointed && account.is_new()) else { return };
+        let others = self.ledger.unevictable().saturating_sub(self.unevictable_of(client));
+        let bytes = account.claimed().min(self.capacity(cx.settings).saturating_sub(others));
+        if bytes > 0 {
+            self.allow(cx, fx, client, bytes);
         }
     }
 
