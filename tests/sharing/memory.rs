@@ -279,7 +279,10 @@ fn programs_swap_and_see_their_limits_with_little_host_memory() {
 
 #[test]
 fn a_program_that_fills_the_gpu_continues_when_new_programs_start() {
-    let machine = Machine::with_scheduler(Setup::default());
+    // SAFETY: `getuid` has no preconditions.
+    let uid = unsafe { libc::getuid() };
+    let rules = format!("[[rule]]\nname = \"mine\"\nuser = {uid}\non-memory-full = \"wait\"\n");
+    let machine = Machine::with_scheduler(Setup { rules, ..Setup::default() });
     // The program takes all memory except what its checks need, so no context fits beside it.
     let memory = machine.setup.capacity(1) - 2 * MIB;
     let mut all = machine.program(&format!("mix --mem {memory} --chunks 1 --reps 1 --rounds endless")).start();
