@@ -102,7 +102,11 @@ impl Account {
     }
     /// Bytes that the program may still allocate.
     pub fn free(&self) -> u64 {
-        self.limit.saturating_sub(self.demand + self.pinned - self.freeing)
+        self.free_within(self.limit)
+    }
+    /// Bytes that the program could still allocate under this limit.
+    pub(super) fn free_within(&self, limit: u64) -> u64 {
+        limit.saturating_sub(self.demand + self.pinned - self.freeing)
     }
     /// Whether `bytes` more would fit if every process on the GPU were a client of nvshare. Assumes the
     /// scheduler's largest reserve, an eighth of `total`.

@@ -29,9 +29,11 @@ use crate::{
         engine::{self, CHUNK, Engine, Flags, GRANULE},
         slab::{self, Slab},
         staging::Buffer,
+        visible_limit::VisibleLimit,
         waiter::Waiter,
     },
     submit::{Fence, Work},
+    sys::time::Instant,
 };
 use alloc::{
     boxed::Box,
@@ -65,6 +67,7 @@ pub struct Space {
     unfreed: Vec<u64>,
     pub pools: Pools<Fence>,
     pub account: Account,
+    visible_limit: VisibleLimit,
     /// Whether chunks have arrived, or pools at rest have released memory, since the last
     /// [`take_arrivals`](Self::take_arrivals).
     has_arrivals: bool,
@@ -203,10 +206,17 @@ impl Space {
             account,
             has_arrivals: false,
         }
+            visible_limit: VisibleLimit::Unasked,
     }
 
     pub fn engine(&self) -> &'static dyn Engine {
         self.engine
+    /// Bytes that the program sees as free.
+    pub fn visible_free(&mut self) -> u64 {
+        let limit = self.visible_limit.of(&self.account, Instant::now());
+        self.account.free_within(limit)
+    }
+
     }
 
     pub fn gpu(&self) -> CUdevice {
