@@ -22,6 +22,7 @@ mod fill;
 mod graph;
 mod green;
 mod host;
+mod interop;
 mod ipc;
 mod kernels;
 mod launch;
