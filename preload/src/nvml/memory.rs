@@ -63,7 +63,12 @@ fn sizes(device: Device, total: u64, free: u64) -> Option<MemoryInfo> {
 /// NVML's requirements.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
+#[unsafe(naked)]
 pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo(device: Device, memory: *mut Memory) -> Return {
+    pad_and_jump!(on_nvml_device_get_memory_info);
+}
+
+unsafe extern "C" fn on_nvml_device_get_memory_info(device: Device, memory: *mut Memory) -> Return {
     type Real = unsafe extern "C" fn(Device, *mut Memory) -> Return;
     let Some(real) = MEMORY.address() else { return ERROR_LIBRARY_NOT_FOUND };
     // SAFETY: NVML's export of this name has this signature, and the arguments are the program's own.
@@ -85,7 +90,12 @@ pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo(device: Device, memory: *mut Me
 /// NVML's requirements.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
+#[unsafe(naked)]
 pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: Device, memory: *mut Memory2) -> Return {
+    pad_and_jump!(on_nvml_device_get_memory_info_v2);
+}
+
+unsafe extern "C" fn on_nvml_device_get_memory_info_v2(device: Device, memory: *mut Memory2) -> Return {
     type Real = unsafe extern "C" fn(Device, *mut Memory2) -> Return;
     let Some(real) = MEMORY_2.address() else { return ERROR_LIBRARY_NOT_FOUND };
     // SAFETY: NVML's export of this name has this signature, and the arguments are the program's own.
