@@ -345,6 +345,7 @@ pub fn engine_reason(reason: EngineReason) -> &'static str {
         EngineReason::NoManaged => "NVSHARE_ENGINE asks for managed, but this GPU cannot migrate managed memory",
         EngineReason::Neither => {
             "this GPU or its driver supports neither virtual memory management nor migration of managed memory"
+        EngineReason::Sanitizer => "compute-sanitizer checks the program, which needs the driver's own allocations",
         }
     }
 }

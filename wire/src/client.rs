@@ -272,6 +272,8 @@ byte_enum! {
         NoManaged = 4,
         /// The GPU supports neither engine.
         Neither = 5,
+        /// compute-sanitizer checks the program, and recognizes only the driver's allocations.
+        Sanitizer = 6,
     }
 }
 

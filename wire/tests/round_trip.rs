@@ -28,7 +28,8 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
         Just(EngineReason::Oversubscription),
         Just(EngineReason::NoVmm),
         Just(EngineReason::NoManaged),
-        Just(EngineReason::Neither)
+        Just(EngineReason::Neither),
+        Just(EngineReason::Sanitizer)
     ];
     let gpu_kind = prop_oneof![Just(GpuKind::Gpu), Just(GpuKind::Mig)];
     let release = prop_oneof![
