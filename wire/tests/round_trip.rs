@@ -187,6 +187,7 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
         }),
         (secret(), any::<u32>()).prop_map(|(exporter, range)| Adopt { exporter, range }),
         any::<u64>().prop_map(|client| Resume { client }),
+        any::<u32>().prop_map(|range| Unused { range }),
         (any::<(u32, u32, [u8; 16])>(), prop_oneof![Just(GpuKind::Gpu), Just(GpuKind::Mig)])
             .prop_map(|((at, of, uuid), kind)| Placed { at, of, uuid: Uuid(uuid), kind }),
         any::<([u8; 16], u64)>().prop_map(|(uuid, bytes)| MemoryMax { uuid: Uuid(uuid), bytes }),

@@ -17,7 +17,7 @@ mod managed;
 mod mapping;
 mod pools;
 
-pub use export::{Export, Exported};
+pub use export::{Export, Exported, Opening};
 pub use pools::has_pending_frees;
 
 use crate::{
@@ -95,7 +95,7 @@ struct Range {
     /// The driver has already freed the addresses of the range.
     gone: bool,
     pins: Pins,
-    /// The name by which other processes open the range. An exported range is pinned.
+    /// The name by which other processes open the range.
     exported: Option<Exported>,
     aliases: Aliases,
 }
@@ -105,13 +105,15 @@ struct Range {
 struct Pins {
     /// Other processes or devices may access the range until it is freed.
     always: bool,
+    /// Other processes may have the exported range open.
+    opened: bool,
     /// The addresses that the program has announced to other devices.
     announced: BTreeSet<u64>,
 }
 
 impl Pins {
     fn are_any(&self) -> bool {
-        self.always || !self.announced.is_empty()
+        self.always || self.opened || !self.announced.is_empty()
     }
 }
 
@@ -204,19 +206,19 @@ impl Space {
             unfreed: Vec::new(),
             pools: Pools::default(),
             account,
+            visible_limit: VisibleLimit::Unasked,
             has_arrivals: false,
         }
-            visible_limit: VisibleLimit::Unasked,
     }
 
-    pub fn engine(&self) -> &'static dyn Engine {
-        self.engine
     /// Bytes that the program sees as free.
     pub fn visible_free(&mut self) -> u64 {
         let limit = self.visible_limit.of(&self.account, Instant::now());
         self.account.free_within(limit)
     }
 
+    pub fn engine(&self) -> &'static dyn Engine {
+        self.engine
     }
 
     pub fn gpu(&self) -> CUdevice {
