@@ -367,6 +367,11 @@ pub fn state_name(state: LockState, attached: bool) -> &'static str {
 
 /// Describes why a client's memory cannot be evicted from a GPU.
 pub fn eviction_block_name(block: EvictionBlock) -> &'static str {
+/// Why none of a client's memory can be evicted if a device other than a GPU may access it.
+pub const OTHER_DEVICE: &str = "another device, such as an RDMA network card, may access it. If only NCCL uses that \
+    card, NCCL_IB_DISABLE=1 lets the memory move. NCCL_NET_GDR_LEVEL=LOC alone does not, because nvshare cannot see \
+    that NCCL then opens the card without using it for GPU memory";
+
     match block {
         EvictionBlock::HostFull => "host memory is full",
         EvictionBlock::Broken => "its CUDA contexts are broken",

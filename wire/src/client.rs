@@ -345,5 +345,8 @@ byte_enum! {
         /// The driver does not report the contexts as idle, although all work that passed the gate
         /// is done. The client has abandoned an eviction.
         UnseenWork = 6,
+        /// A device other than a GPU, such as a network card, may access the client's memory. Sent
+        /// like `UntrackedWork`, and with the same effect.
+        OtherDevice = 7,
     }
 }

@@ -45,7 +45,8 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
         Just(StuckReason::UntrackedWork),
         Just(StuckReason::HostFull),
         Just(StuckReason::Broken),
-        Just(StuckReason::UnseenWork)
+        Just(StuckReason::UnseenWork),
+        Just(StuckReason::OtherDevice)
     ];
     prop_oneof![
         (any::<(u16, u16, u32, u64, u64)>(), ".{0,40}").prop_map(
@@ -186,8 +187,8 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
             chunk
         }),
         (secret(), any::<u32>()).prop_map(|(exporter, range)| Adopt { exporter, range }),
-        any::<u64>().prop_map(|client| Resume { client }),
         any::<u32>().prop_map(|range| Unused { range }),
+        any::<u64>().prop_map(|client| Resume { client }),
         (any::<(u32, u32, [u8; 16])>(), prop_oneof![Just(GpuKind::Gpu), Just(GpuKind::Mig)])
             .prop_map(|((at, of, uuid), kind)| Placed { at, of, uuid: Uuid(uuid), kind }),
         any::<([u8; 16], u64)>().prop_map(|(uuid, bytes)| MemoryMax { uuid: Uuid(uuid), bytes }),

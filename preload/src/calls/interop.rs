@@ -4,6 +4,7 @@
 
 use super::access::with_memory;
 use crate::{driver::types::*, gpu, submit};
+use nvshare_wire::client::StuckReason;
 
 /// Makes the call while the program's memory is on the GPU. If the call succeeds, the memory stays
 /// on the GPU from then on.
@@ -25,6 +26,6 @@ pub fn tie() {
 
 pub fn make_unevictable() {
     if submit::is_active() {
-        crate::sys::errno::preserve(|| gpu::in_use().for_each(gpu::Gpu::make_unevictable));
+        crate::sys::errno::preserve(|| gpu::in_use().for_each(|gpu| gpu.make_unevictable(StuckReason::UntrackedWork)));
     }
 }
