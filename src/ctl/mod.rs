@@ -31,6 +31,7 @@
 
 pub mod adopt;
 pub mod arguments;
+mod beside;
 #[cfg(feature = "cdi")]
 pub mod cdi;
 mod connect;

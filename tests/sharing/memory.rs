@@ -330,6 +330,19 @@ fn memory_outside_the_engines_is_free_after_the_last_program_ends() {
 }
 
 #[test]
+fn status_names_programs_without_nvshare() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let client = machine.program("stranger --mem 1M --seconds 600").start();
+    client.wait_to_say("holding");
+    let stranger = machine.program("stranger --mem 1M --seconds 600").without_nvshare().start();
+    stranger.wait_to_say("holding");
+    let line = |program: &Program| format!("(process {}) uses this GPU without nvshare", program.pid());
+    wait_for("the program to be named", || machine.ctl(&["status"]).contains(&line(&stranger)).then_some(()));
+    assert!(!machine.ctl(&["status"]).contains(&line(&client)));
+    assert_eq!(machine.status()["gpus"][0]["others"], serde_json::json!([stranger.pid()]));
+}
+
+#[test]
 fn memory_is_evicted_for_a_foreign_program() {
     let machine = Machine::with_scheduler(Setup { memory: 512 * MIB, ..Setup::default() });
     let words = "mix --mem 220M --chunks 4 --reps 1 --rounds endless";

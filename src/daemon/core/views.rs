@@ -226,6 +226,7 @@ impl View {
                 kept: Some(seen.kept),
                 rooms: Some(self.present_rooms(&seen.rooms)),
                 unproven: Some(unproven.map(|(_, program)| program.clone()).collect()),
+                others: Some(entry.others.clone()),
             })
         };
         let mut gpus: Vec<_> = self.machine.gpus().into_iter().filter_map(view).collect();
