@@ -332,10 +332,14 @@ impl SharedMemoryRegistry {
     }
 
     /// The exporters of a range that no client has open or requests.
-    pub fn exporters_of_unused(&self, (key, range): Range) -> impl Iterator<Item = ClientId> + '_ {
-        let is_requested = || self.requests.all.values().any(|request| (request.key, request.range) == (key, range));
+    pub fn exporters_of_unused(&self, (key, range): Range) -> Vec<ClientId> {
+        let is_meant =
+            |number| self.requests.all.get(number).is_some_and(|request| (request.key, request.range) == (key, range));
+        let exporters = || self.exporters.clients.get(&key).into_iter().flatten();
+        let is_requested =
+            || exporters().filter_map(|client| self.requests.of_exporter.get(client)).flatten().any(is_meant);
         let is_unused = !self.imports.ranges.contains_key(&(key, range)) && !is_requested();
-        self.exporters.clients.get(&key).into_iter().flatten().copied().filter(move |_| is_unused)
+        exporters().copied().filter(|_| is_unused).collect()
     }
 
     /// The ranges that a client has open.

@@ -33,6 +33,8 @@ pub struct Sharing {
     adoptions: BTreeMap<ClientId, Adoptions>,
     /// The unknown exporter whose memory a client requested last, and the time of the first such request.
     asked_for: BTreeMap<ClientId, (Secret, Time)>,
+    /// The range that a client is about to request again, because it was off the GPU.
+    awaited: BTreeMap<ClientId, (Secret, u32)>,
 }
 
 /// Memory that the daemon asks a client to adopt.
@@ -57,7 +59,7 @@ pub struct Shared {
 impl Default for Sharing {
     fn default() -> Self {
         let registry = SharedMemoryRegistry::new(clock::now());
-        Self { registry, adoptions: BTreeMap::new(), asked_for: BTreeMap::new() }
+        Self { registry, adoptions: BTreeMap::new(), asked_for: BTreeMap::new(), awaited: BTreeMap::new() }
     }
 }
 
@@ -141,11 +143,9 @@ impl Sharing {
             }
             ClientMessage::Closed { exporter, range } => {
                 let import = Import { importer: client, exporter, range };
-                let was_open = self.registry.opened_by(client).contains(&(exporter, range));
                 let adopter = self.registry.close(import);
-                if was_open {
-                    self.tell_unused(model, (exporter, range));
-                }
+                self.awaited.remove(&client);
+                self.tell_unused(model, (exporter, range));
                 self.adoption_answered(model, client);
                 shared.changed = self.ask_to_adopt(model, adopter);
                 shared.changed.extend(attachments(model, client));
@@ -180,6 +180,10 @@ impl Sharing {
         descriptors: &[Foreign],
     ) {
         let Some((importer, ticket)) = request.importer else { return };
+        match outcome {
+            OpenOutcome::Busy => drop(self.awaited.insert(importer, (request.key, request.range))),
+            _ => drop(self.awaited.remove(&importer)),
+        }
         let (OpenOutcome::Done, Some(gpu), 1..=MAX_DESCRIPTORS) = (outcome, gpu, descriptors.len()) else {
             let outcome = if outcome == OpenOutcome::Done { OpenOutcome::Failed } else { outcome };
             return send_open_result(model, importer, ticket, outcome);
@@ -199,15 +203,18 @@ impl Sharing {
 
     /// Tells the exporter of a range if no client has it open or requests it.
     fn tell_unused(&self, model: &Model, range: (Secret, u32)) {
+        if self.awaited.values().any(|awaited| *awaited == range) {
+            return;
+        }
         for exporter in self.registry.exporters_of_unused(range) {
             model.send(exporter, SchedulerMessage::Unused { range: range.1 });
         }
     }
 
-    /// The ranges that a client has open. They stay open when the client has disconnected, until its process
-    /// has ended.
+    /// The ranges that a client has open or is about to open. They stay open when the client has disconnected,
+    /// until its process has ended.
     pub fn opened_by(&self, client: ClientId) -> Vec<(Secret, u32)> {
-        self.registry.opened_by(client)
+        self.registry.opened_by(client).into_iter().chain(self.awaited.get(&client).copied()).collect()
     }
 
     /// Handles the end of a process that had these ranges open.
@@ -274,6 +281,7 @@ impl Sharing {
     pub fn leave(&mut self, model: &Model, client: ClientId) -> BTreeSet<(ClientId, GpuId)> {
         self.adoptions.remove(&client);
         self.asked_for.remove(&client);
+        self.awaited.remove(&client);
         let (adopters, unanswered) = self.registry.leave(client);
         let changed = self.ask_to_adopt(model, adopters);
         for (importer, ticket) in unanswered.into_iter().filter_map(|request| request.importer) {

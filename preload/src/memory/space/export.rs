@@ -67,7 +67,14 @@ impl Space {
 
     /// Sets whether other processes may have a range open. Returns `false` if the range does not exist.
     fn set_opened(&mut self, base: u64, opened: bool) -> bool {
-        self.change_pins(base, |pins| pins.opened = opened)
+        self.change_pins(base, |pins| (pins.opened, pins.awaited) = (opened, false))
+    }
+
+    /// Called when a chunk of a range has arrived on the GPU.
+    pub(super) fn on_arrival(&mut self, base: u64) {
+        if self.ranges.get(&base).is_some_and(|range| range.pins.awaited) && self.on_gpu(base).is_some() {
+            self.set_opened(base, true);
+        }
     }
 
     /// Handles the end of all imports of a range: the range moves again, until a process opens it anew.
@@ -97,6 +104,7 @@ impl Space {
         let mut inside = self.allocations.range(base..base + bytes);
         inside.find(|(_, a)| a.id == allocation)?;
         if self.on_gpu(base).is_none() {
+            self.change_pins(base, |pins| pins.awaited = true);
             return Some(Opening::Away);
         }
         self.set_opened(base, true);
@@ -106,5 +114,44 @@ impl Space {
             _ => None,
         });
         Some(Opening::Chunks { bytes, chunk: CHUNK, handles: handles.take(MAX_DESCRIPTORS).collect() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{
+        engine::GRANULE,
+        fake::{EVICT_ALL, Memory},
+        mover::Goal,
+    };
+
+    fn pinned(memory: &Memory) -> u64 {
+        memory.space.lock().account.pinned
+    }
+
+    /// A process opens memory that has left the GPU. When it is back, it stays until the process opens it.
+    #[test]
+    fn unused_memory_moves_until_a_process_opens_it_again() {
+        let memory = Memory::new();
+        let at = memory.allocate();
+        let exported = Exported { range: 1, secret: Secret([7; 16]) };
+        let Export::Done(_, allocation, 0) = memory.space.lock().export(at, |_| true, || Some(exported)) else {
+            panic!("an export")
+        };
+        let open = || memory.space.lock().open_export(exported, allocation.id, 0);
+        assert_eq!(pinned(&memory), GRANULE);
+        memory.space.lock().on_unused(1);
+        assert_eq!(pinned(&memory), 0);
+        memory.run(EVICT_ALL);
+        assert!(matches!(open(), Some(Opening::Away)));
+        assert_eq!(pinned(&memory), 0);
+        memory.run(Goal::Restore);
+        assert_eq!(pinned(&memory), GRANULE, "it does not leave before it is opened");
+        let Some(Opening::Chunks { bytes: GRANULE, handles, .. }) = open() else { panic!("chunks") };
+        assert_eq!(handles.len(), 1);
+        memory.space.lock().keep_opened();
+        memory.space.lock().on_unused(1);
+        assert_eq!(pinned(&memory), GRANULE, "another scheduler may know other importers");
     }
 }

@@ -107,6 +107,9 @@ struct Pins {
     always: bool,
     /// Other processes may have the exported range open.
     opened: bool,
+    /// A process waits to open the exported range. It counts as open once it is on the GPU. Otherwise it
+    /// could be evicted again before the process asks again.
+    awaited: bool,
     /// The addresses that the program has announced to other devices.
     announced: BTreeSet<u64>,
 }
