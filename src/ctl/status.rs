@@ -7,7 +7,7 @@ use nvshare_wire::client::EngineReason;
 use super::program_state::{self, Tone, seconds};
 use super::table::{Align, Table, wrapped};
 use super::why::{self, Waits};
-use super::{CtlError, Target, block_on};
+use super::{CtlError, Target, beside, block_on};
 use crate::bus::status::Status;
 use crate::bus::{self, Client, Gpu, GpuUse, Room, SchedulerProxy, Unproven};
 use crate::config::units;
@@ -142,6 +142,7 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
             "{process} runs as without nvshare, because it has not shown that it can open the GPU's device file."
         ));
     }
+    beside::sentences(gpu, clients).for_each(|sentence| say(&sentence));
     let mut rows: Vec<(usize, &Client, &GpuUse)> = clients
         .iter()
         .flat_map(|client| client.gpus.iter().filter(|usage| usage.uuid == gpu.uuid).map(move |usage| (client, usage)))

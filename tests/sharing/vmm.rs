@@ -119,6 +119,12 @@ fn memory_shared_with_another_device_stays_resident() {
     check_shared_with_another_device("--how range", 16 * MIB);
 }
 
+/// Resources of graphics APIs are the driver's own memory, and concern no other memory of the program.
+#[test]
+fn memory_of_a_program_with_graphics_resources_moves() {
+    check_shared_with_another_device("--how graphics", 0);
+}
+
 #[test]
 fn mapped_memory_shared_with_another_device_stays_resident() {
     check_shared_with_another_device("--how sync --kind vmm", 16 * MIB);

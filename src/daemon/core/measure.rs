@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tracing::{debug, info};
 
-use super::model::{Client, ClientGpuStats, Listing, Model};
+use super::model::{Client, ClientGpuStats, Gpu, Listing, Model};
 use crate::daemon::gpu::accounting::{Attached, Basis};
 use crate::daemon::gpu::nvml::Sample;
 use crate::scheduler::{ClientId, Command, Event, GpuId, SleepPhase, Time};
@@ -147,6 +147,18 @@ impl Model {
             events.push(Event::Measured { gpu, begun: sample.begun, free, found });
         }
         events
+    }
+
+    /// Process IDs of programs that use a GPU and are not clients, as of its newest measurement.
+    pub(super) fn others_on(&self, gpu: &Gpu) -> Vec<u32> {
+        let Some(sample) = gpu.sample.as_ref().filter(|sample| sample.begun >= self.started + RECONNECT_TIME) else {
+            return Vec::new();
+        };
+        let clients: BTreeSet<i32> = self.clients.values().map(|client| client.identity.pid).collect();
+        let is_other = |pid: &u32| {
+            !self.departed.contains_key(pid) && i32::try_from(*pid).is_ok_and(|pid| !clients.contains(&pid))
+        };
+        sample.processes.iter().flat_map(BTreeMap::keys).copied().filter(is_other).collect()
     }
 
     /// The bounds on the memory that each client had mapped on a GPU when it was measured.

@@ -147,6 +147,8 @@ pub(super) struct Use {
     pub in_file: u64,
     /// The client submits work in ways that bypass the library's gates.
     pub untracked_work: bool,
+    /// A device other than a GPU may access the client's memory.
+    pub other_device: bool,
     /// Why the client uses its engine.
     pub reason: EngineReason,
 }

@@ -7,7 +7,7 @@ use nvshare_wire::client::Sharing as OpenOutcome;
 use nvshare_wire::{ClientMessage, MAX_DESCRIPTORS, SchedulerMessage, Secret};
 
 use super::model::Model;
-use super::shared_memory::{Import, SharedMemoryRegistry};
+use super::shared_memory::{Import, OpenRequest, SharedMemoryRegistry};
 use crate::daemon::tenants::What;
 use crate::scheduler::{ClientId, GpuId, Time};
 use crate::sys::clock;
@@ -33,6 +33,8 @@ pub struct Sharing {
     adoptions: BTreeMap<ClientId, Adoptions>,
     /// The unknown exporter whose memory a client requested last, and the time of the first such request.
     asked_for: BTreeMap<ClientId, (Secret, Time)>,
+    /// The range that a client is about to request again, because it was off the GPU.
+    awaited: BTreeMap<ClientId, (Secret, u32)>,
 }
 
 /// Memory that the daemon asks a client to adopt.
@@ -57,7 +59,7 @@ pub struct Shared {
 impl Default for Sharing {
     fn default() -> Self {
         let registry = SharedMemoryRegistry::new(clock::now());
-        Self { registry, adoptions: BTreeMap::new(), asked_for: BTreeMap::new() }
+        Self { registry, adoptions: BTreeMap::new(), asked_for: BTreeMap::new(), awaited: BTreeMap::new() }
     }
 }
 
@@ -140,7 +142,10 @@ impl Sharing {
                 self.adoption_answered(model, client);
             }
             ClientMessage::Closed { exporter, range } => {
-                let adopter = self.registry.close(Import { importer: client, exporter, range });
+                let import = Import { importer: client, exporter, range };
+                let adopter = self.registry.close(import);
+                self.awaited.remove(&client);
+                self.tell_unused(model, (exporter, range));
                 self.adoption_answered(model, client);
                 shared.changed = self.ask_to_adopt(model, adopter);
                 shared.changed.extend(attachments(model, client));
@@ -161,7 +166,24 @@ impl Sharing {
         descriptors: &[Foreign],
     ) {
         let Some(request) = self.registry.answer(client, ticket) else { return };
+        self.pass_on(model, &request, (outcome, bytes, chunk), gpu, descriptors);
+        // If the memory is not open now, the exporter has prepared it in vain.
+        self.tell_unused(model, (request.key, request.range));
+    }
+
+    fn pass_on(
+        &mut self,
+        model: &Model,
+        request: &OpenRequest,
+        (outcome, bytes, chunk): (OpenOutcome, u64, u64),
+        gpu: Option<GpuId>,
+        descriptors: &[Foreign],
+    ) {
         let Some((importer, ticket)) = request.importer else { return };
+        match outcome {
+            OpenOutcome::Busy => drop(self.awaited.insert(importer, (request.key, request.range))),
+            _ => drop(self.awaited.remove(&importer)),
+        }
         let (OpenOutcome::Done, Some(gpu), 1..=MAX_DESCRIPTORS) = (outcome, gpu, descriptors.len()) else {
             let outcome = if outcome == OpenOutcome::Done { OpenOutcome::Failed } else { outcome };
             return send_open_result(model, importer, ticket, outcome);
@@ -173,10 +195,31 @@ impl Sharing {
             return send_open_result(model, importer, ticket, OpenOutcome::Failed);
         };
         // Recorded before the memory is sent, so that the memory counts as soon as the importer has it open.
-        self.registry.open(&request, gpu, bytes.min(model.total(gpu)), share);
+        self.registry.open(request, gpu, bytes.min(model.total(gpu)), share);
         if connection.send_with(SchedulerMessage::Opened { ticket, outcome, bytes, chunk }, descriptors).is_err() {
             send_open_result(model, importer, ticket, OpenOutcome::Failed);
         }
+    }
+
+    /// Tells the exporter of a range if no client has it open or requests it.
+    fn tell_unused(&self, model: &Model, range: (Secret, u32)) {
+        if self.awaited.values().any(|awaited| *awaited == range) {
+            return;
+        }
+        for exporter in self.registry.exporters_of_unused(range) {
+            model.send(exporter, SchedulerMessage::Unused { range: range.1 });
+        }
+    }
+
+    /// The ranges that a client has open or is about to open. They stay open when the client has disconnected,
+    /// until its process has ended.
+    pub fn opened_by(&self, client: ClientId) -> Vec<(Secret, u32)> {
+        self.registry.opened_by(client).into_iter().chain(self.awaited.get(&client).copied()).collect()
+    }
+
+    /// Handles the end of a process that had these ranges open.
+    pub fn importer_ended(&self, model: &Model, ranges: Vec<(Secret, u32)>) {
+        ranges.into_iter().for_each(|range| self.tell_unused(model, range));
     }
 
     /// True if a requested exporter may still announce itself. An exporter may do so for
@@ -238,6 +281,7 @@ impl Sharing {
     pub fn leave(&mut self, model: &Model, client: ClientId) -> BTreeSet<(ClientId, GpuId)> {
         self.adoptions.remove(&client);
         self.asked_for.remove(&client);
+        self.awaited.remove(&client);
         let (adopters, unanswered) = self.registry.leave(client);
         let changed = self.ask_to_adopt(model, adopters);
         for (importer, ticket) in unanswered.into_iter().filter_map(|request| request.importer) {

@@ -1,6 +1,6 @@
 //! CUDA contexts that do not exist yet. A client waits for room for its context on the GPU. If the
 //! context would leave an attached client too little memory to ever run again, the waiting client
-//! is *deferred*. A deferred client waits longer, and is refused after [`CONTEXT_TIMEOUT`].
+//! is *deferred*, and refused after [`CONTEXT_TIMEOUT`].
 
 use super::{Context, Gpu, context_queue::PendingContext};
 use crate::{
@@ -18,9 +18,12 @@ const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long attaching and waking clients wait for another client's restore. The limit is needed
 /// because a stopped process can delay its restore indefinitely.
 pub(super) const RESTORE: Duration = Duration::from_secs(10);
-/// How long a client is deferred before it is notified that its context has no room. If the
+/// How long a client is deferred before it is notified that its context has no room. Some programs
+/// give the discovery of GPUs three seconds, and report an error better than a timeout. If the
 /// client's rule makes allocations wait, the client is never notified.
-const CONTEXT_TIMEOUT: Duration = Duration::from_secs(30);
+const CONTEXT_TIMEOUT: Duration = Duration::from_secs(2);
+/// The longer wait while a client of the GPU is being put to sleep, which makes room.
+const LEAVING_TIMEOUT: Duration = Duration::from_secs(30);
 /// Memory that a restore needs beyond the measured context: at most `SLACK` bytes, and at most one
 /// part in `SLACK_PART` of a GPU.
 const SLACK: u64 = 64 << 20;
@@ -136,12 +139,14 @@ impl Gpu {
         if self.drained {
             return None; // clients wait until the drain ends
         }
+        let is_leaving = self.attachments.keys().any(|client| cx.sleep.is_leaving(*client));
+        let timeout = if is_leaving { LEAVING_TIMEOUT } else { CONTEXT_TIMEOUT };
         let mut next: Option<Time> = None;
         for pending in self.contexts.iter_mut().filter(|pending| !pending.refused) {
             if cx.rules.waits_for_memory(pending.client) {
                 continue;
             }
-            let due = pending.since + CONTEXT_TIMEOUT;
+            let due = pending.since + timeout;
             if cx.now < due {
                 next = Some(next.map_or(due, |next| next.min(due)));
                 continue;

@@ -200,7 +200,7 @@ impl ClientThread {
                 (space.account, space.engine().kind(), space.has_managed(), space.has_exported())
             };
             let reasons = [
-                (account.unevictable, SleepRefusal::UnseenWork),
+                (account.unevictable.is_some(), SleepRefusal::UnseenWork),
                 (engine != Engine::Swap || has_managed, SleepRefusal::Managed),
                 (gpu.peers().next().is_some(), SleepRefusal::Peers),
                 (is_exported || shared::has_imports(), SleepRefusal::Ipc),

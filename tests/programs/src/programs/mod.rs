@@ -225,7 +225,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     (
         "story",
         story::run,
-        "--mem 0 --changes 0 --context 1 --init 1 --nvml 0: how much memory there is, by everything that says so, each time that changes",
+        "--mem 0 --changes 0 --context 1 --init 1 --nvml 0 --too-much 0: how much memory there is, by everything that says so, each time that changes",
     ),
     (
         "unseen",
