@@ -18,7 +18,7 @@ const FILE_LINES: usize = 700;
 const FUNCTION_LINES: usize = 80;
 /// Longer functions, with their lines of code. The list and its numbers may only shrink.
 const LONG: [(&str, &str, usize); 3] = [
-    ("ctl/status.rs", "gpu_text", 113),
+    ("ctl/status.rs", "gpu_text", 108),
     ("daemon/run.rs", "serve", 82),
     ("daemon/transport/session.rs", "receive", 141),
 ];

@@ -53,6 +53,10 @@ macro_rules! relay {
             );
             #[cfg(target_arch = "aarch64")]
             core::arch::naked_asm!(
+                "nop",
+                "nop",
+                "nop",
+                "nop",
                 "stp x0, x1, [sp, #-32]!",
                 "str x30, [sp, #16]",
                 "bl {target}",

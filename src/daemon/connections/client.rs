@@ -163,7 +163,7 @@ pub async fn converse(
             "was disconnected"
         }
     };
-    let opened = core.borrow().host.sharing.opened_by(client);
+    let opened = core.borrow_mut().host.sharing.keep_open(client);
     core.borrow_mut().disconnect(client, why);
     connection.close();
     discard_unread(connection.socket(), connection.budget().tenant().number());
@@ -171,7 +171,7 @@ pub async fn converse(
     slice.end().await;
     // A process that exits closes its connection first. A process that continues has its imports still mapped.
     if !opened.is_empty() && tokio::time::timeout(EXIT_TIMEOUT, died(pidfd)).await.is_ok() {
-        let core = core.borrow();
+        let core = &mut *core.borrow_mut();
         core.host.sharing.importer_ended(&core.model, opened);
     }
 }

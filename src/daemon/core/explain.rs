@@ -174,6 +174,25 @@ fn holds(gpu: &str, own: &HolderAhead) -> String {
     }
 }
 
+/// Explains that memory that cannot be evicted leaves too little room on a GPU.
+fn pinned_sentence(names: &impl Names, gpu: GpuId, bytes: u64) -> String {
+    let mut text = format!(
+        "{} of other programs' memory cannot be evicted from {}. The rest of the GPU is too small for this program.",
+        units::size(bytes),
+        names.gpu(gpu)
+    );
+    let mut reached: Vec<String> =
+        names.reached_by_devices(gpu).into_iter().map(|client| names.client(client)).collect();
+    if reached.len() > NAMED {
+        let rest = reached.split_off(NAMED).len();
+        reached.push(format!("{rest} more"));
+    }
+    if !reached.is_empty() {
+        let _ = write!(text, " The memory of {} stays there: {OTHER_DEVICE}.", reached.join(", "));
+    }
+    text
+}
+
 fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> String {
     match obstacle {
         Obstacle::Paused => "It is paused. `nvsharectl resume` continues it.".into(),
@@ -233,19 +252,7 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
             format!("It has used up its time-max on {gpu}. It may run again in {}.", about(*left))
         }
         Obstacle::OwnHold => format!("It was asked to release {gpu}, and has not yet released it."),
-        Obstacle::Pinned(full, bytes) => {
-            let mut text = format!(
-                "{} of other programs' memory cannot be evicted from {}. The rest of the GPU is too small for this \
-                 program.",
-                units::size(*bytes),
-                names.gpu(*full)
-            );
-            let reached: Vec<String> = names.reached_by_devices(*full).into_iter().map(|c| names.client(c)).collect();
-            if !reached.is_empty() {
-                let _ = write!(text, " The memory of {} stays there: {OTHER_DEVICE}.", reached.join(", "));
-            }
-            text
-        }
+        Obstacle::Pinned(full, bytes) => pinned_sentence(names, *full, *bytes),
         Obstacle::Room(full, bytes) => format!(
             "{} of {} are kept free for other programs, as `nvsharectl status` shows. The rest of the GPU is too \
              small for this program.",

@@ -342,6 +342,12 @@ impl SharedMemoryRegistry {
         exporters().copied().filter(|_| is_unused).collect()
     }
 
+    /// The client's secret, if no other client exports memory under it.
+    pub fn sole_secret(&self, client: ClientId) -> Option<Secret> {
+        let key = self.exporters.secrets.get(&client)?;
+        self.exporters.clients.get(key).filter(|clients| clients.len() == 1).map(|_| *key)
+    }
+
     /// The ranges that a client has open.
     pub fn opened_by(&self, importer: ClientId) -> Vec<(Secret, u32)> {
         let own = self.imports.of_importer.get(&importer);

@@ -1,5 +1,6 @@
 //! Passes messages about shared memory between exporters and importers.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
@@ -35,6 +36,9 @@ pub struct Sharing {
     asked_for: BTreeMap<ClientId, (Secret, Time)>,
     /// The range that a client is about to request again, because it was off the GPU.
     awaited: BTreeMap<ClientId, (Secret, u32)>,
+    /// Ranges that processes had open when they disconnected, and the numbers of these processes. A
+    /// process that continues without a connection still has the memory mapped.
+    kept_open: BTreeMap<(Secret, u32), u32>,
 }
 
 /// Memory that the daemon asks a client to adopt.
@@ -59,7 +63,8 @@ pub struct Shared {
 impl Default for Sharing {
     fn default() -> Self {
         let registry = SharedMemoryRegistry::new(clock::now());
-        Self { registry, adoptions: BTreeMap::new(), asked_for: BTreeMap::new(), awaited: BTreeMap::new() }
+        let (adoptions, asked_for, awaited, kept_open) = Default::default();
+        Self { registry, adoptions, asked_for, awaited, kept_open }
     }
 }
 
@@ -123,6 +128,9 @@ impl Sharing {
                 self.exported(model, client, (ticket, outcome, bytes, chunk), gpu, descriptors);
             }
             ClientMessage::Withdrawn { range } => {
+                if let Some(secret) = self.registry.sole_secret(client) {
+                    self.kept_open.remove(&(secret, range));
+                }
                 let adopter = self.registry.withdraw(client, range);
                 shared.changed = self.ask_to_adopt(model, adopter);
             }
@@ -144,7 +152,9 @@ impl Sharing {
             ClientMessage::Closed { exporter, range } => {
                 let import = Import { importer: client, exporter, range };
                 let adopter = self.registry.close(import);
-                self.awaited.remove(&client);
+                if self.awaited.get(&client) == Some(&(exporter, range)) {
+                    self.awaited.remove(&client);
+                }
                 self.tell_unused(model, (exporter, range));
                 self.adoption_answered(model, client);
                 shared.changed = self.ask_to_adopt(model, adopter);
@@ -180,9 +190,13 @@ impl Sharing {
         descriptors: &[Foreign],
     ) {
         let Some((importer, ticket)) = request.importer else { return };
-        match outcome {
-            OpenOutcome::Busy => drop(self.awaited.insert(importer, (request.key, request.range))),
-            _ => drop(self.awaited.remove(&importer)),
+        let range = (request.key, request.range);
+        let before = match outcome {
+            OpenOutcome::Busy => self.awaited.insert(importer, range),
+            _ => self.awaited.remove(&importer),
+        };
+        if let Some(other) = before.filter(|before| *before != range) {
+            self.tell_unused(model, other);
         }
         let (OpenOutcome::Done, Some(gpu), 1..=MAX_DESCRIPTORS) = (outcome, gpu, descriptors.len()) else {
             let outcome = if outcome == OpenOutcome::Done { OpenOutcome::Failed } else { outcome };
@@ -203,7 +217,7 @@ impl Sharing {
 
     /// Tells the exporter of a range if no client has it open or requests it.
     fn tell_unused(&self, model: &Model, range: (Secret, u32)) {
-        if self.awaited.values().any(|awaited| *awaited == range) {
+        if self.kept_open.contains_key(&range) || self.awaited.values().any(|awaited| *awaited == range) {
             return;
         }
         for exporter in self.registry.exporters_of_unused(range) {
@@ -211,15 +225,29 @@ impl Sharing {
         }
     }
 
-    /// The ranges that a client has open or is about to open. They stay open when the client has disconnected,
-    /// until its process has ended.
-    pub fn opened_by(&self, client: ClientId) -> Vec<(Secret, u32)> {
-        self.registry.opened_by(client).into_iter().chain(self.awaited.get(&client).copied()).collect()
+    /// Notes that a client disconnects. Returns the ranges that it has open or is about to open. They
+    /// stay open until its process has ended, or until they are freed.
+    pub fn keep_open(&mut self, client: ClientId) -> Vec<(Secret, u32)> {
+        let ranges = self.registry.opened_by(client).into_iter().chain(self.awaited.get(&client).copied());
+        let ranges: Vec<_> = ranges.collect();
+        for range in &ranges {
+            let processes = self.kept_open.entry(*range).or_default();
+            *processes = processes.saturating_add(1);
+        }
+        ranges
     }
 
-    /// Handles the end of a process that had these ranges open.
-    pub fn importer_ended(&self, model: &Model, ranges: Vec<(Secret, u32)>) {
-        ranges.into_iter().for_each(|range| self.tell_unused(model, range));
+    /// Handles the end of a process that had these ranges open when it disconnected.
+    pub fn importer_ended(&mut self, model: &Model, ranges: Vec<(Secret, u32)>) {
+        for range in ranges {
+            if let Entry::Occupied(mut processes) = self.kept_open.entry(range) {
+                *processes.get_mut() -= 1;
+                if *processes.get() == 0 {
+                    processes.remove();
+                }
+            }
+            self.tell_unused(model, range);
+        }
     }
 
     /// True if a requested exporter may still announce itself. An exporter may do so for
@@ -282,6 +310,9 @@ impl Sharing {
         self.adoptions.remove(&client);
         self.asked_for.remove(&client);
         self.awaited.remove(&client);
+        if let Some(secret) = self.registry.sole_secret(client) {
+            self.kept_open.retain(|(exporter, _), _| *exporter != secret);
+        }
         let (adopters, unanswered) = self.registry.leave(client);
         let changed = self.ask_to_adopt(model, adopters);
         for (importer, ticket) in unanswered.into_iter().filter_map(|request| request.importer) {

@@ -15,6 +15,9 @@ pub(crate) struct ContextQueue {
 pub(crate) struct PendingContext {
     pub client: ClientId,
     pub since: Time,
+    /// Since when the client is deferred.
+    #[serde(default)]
+    pub deferred: Option<Time>,
     /// The client was notified that it waits for other clients to need less memory.
     pub told: bool,
     /// The client was notified that its context is denied.
@@ -23,7 +26,7 @@ pub(crate) struct PendingContext {
 
 impl ContextQueue {
     pub fn push(&mut self, since: Time, client: ClientId) {
-        self.queue.push_back(PendingContext { client, since, told: false, refused: false });
+        self.queue.push_back(PendingContext { client, since, deferred: None, told: false, refused: false });
     }
 
     pub fn remove(&mut self, client: ClientId) {
@@ -50,8 +53,17 @@ impl ContextQueue {
         self.deferred
     }
 
-    pub fn defer(&mut self, count: usize) {
+    pub fn defer(&mut self, now: Time, count: usize) {
         self.deferred = count;
+        let from = self.queue.len() - count;
+        for (index, pending) in self.queue.iter_mut().enumerate() {
+            pending.deferred = (index >= from).then(|| pending.deferred.unwrap_or(now));
+        }
+    }
+
+    /// Deferred clients get their full time again, because room may become free soon.
+    pub fn restart_deferrals(&mut self, now: Time) {
+        self.deferred_mut().for_each(|pending| pending.deferred = Some(now));
     }
 
     pub fn deferred_mut(&mut self) -> impl Iterator<Item = &mut PendingContext> {

@@ -121,7 +121,7 @@ impl Gpu {
         let room = room.map_or(usize::MAX, |room| usize::try_from(room).unwrap_or(usize::MAX));
         let too_many = if self.drained { self.contexts.len() } else { self.contexts.len().saturating_sub(room) };
         let deferred = self.contexts.iter().rev().take(too_many).take_while(|pending| waits(pending)).count();
-        self.contexts.defer(if self.access == super::Access::Gone { 0 } else { deferred });
+        self.contexts.defer(cx.now, if self.access == super::Access::Gone { 0 } else { deferred });
     }
 
     /// Notifies deferred clients that their wait may be long.
@@ -146,7 +146,8 @@ impl Gpu {
             if cx.rules.waits_for_memory(pending.client) {
                 continue;
             }
-            let due = pending.since + timeout;
+            // A client that is not deferred waits for room that becomes free.
+            let due = pending.deferred.map_or(pending.since + LEAVING_TIMEOUT, |since| since + timeout);
             if cx.now < due {
                 next = Some(next.map_or(due, |next| next.min(due)));
                 continue;
@@ -187,6 +188,8 @@ impl Gpu {
             self.away.entry(client).or_insert(bytes);
         }
         self.charge_checkpointed(cx, fx, client);
+        // The next measurement no longer contains the client's context.
+        self.contexts.restart_deferrals(cx.now);
         self.measure(fx);
         fx.touch(self.id);
     }

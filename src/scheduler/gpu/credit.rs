@@ -42,7 +42,9 @@ impl Gpu {
         let is_checkpointed = cx.sleep.is_foreign(client) && self.away.contains_key(&client);
         let Some(account) = self.account(client).filter(|account| is_checkpointed && account.is_new()) else { return };
         let others = self.ledger.unevictable().saturating_sub(self.unevictable_of(client));
-        let bytes = account.claimed().min(self.capacity(cx.settings).saturating_sub(others));
+        let limits = [cx.rules.memory_max(client, self.total), cx.rules.env_memory_max(client, self.total)];
+        let limit = limits.into_iter().flatten().min().unwrap_or(u64::MAX);
+        let bytes = account.claimed().min(limit).min(self.capacity(cx.settings).saturating_sub(others));
         if bytes > 0 {
             self.allow(cx, fx, client, bytes);
         }
