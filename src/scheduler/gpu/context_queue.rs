@@ -7,8 +7,6 @@ use std::collections::VecDeque;
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ContextQueue {
     queue: VecDeque<PendingContext>,
-    /// The number of deferred clients, which are the last in the queue.
-    deferred: usize,
 }
 
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
@@ -50,12 +48,12 @@ impl ContextQueue {
     }
 
     pub fn deferred(&self) -> usize {
-        self.deferred
+        self.queue.iter().filter(|pending| pending.deferred.is_some()).count()
     }
 
+    /// Defers this number of clients, the last ones.
     pub fn defer(&mut self, now: Time, count: usize) {
-        self.deferred = count;
-        let from = self.queue.len() - count;
+        let from = self.queue.len().saturating_sub(count);
         for (index, pending) in self.queue.iter_mut().enumerate() {
             pending.deferred = (index >= from).then(|| pending.deferred.unwrap_or(now));
         }
@@ -67,14 +65,13 @@ impl ContextQueue {
     }
 
     pub fn deferred_mut(&mut self) -> impl Iterator<Item = &mut PendingContext> {
-        let from = self.queue.len() - self.deferred;
-        self.queue.iter_mut().skip(from)
+        self.queue.iter_mut().filter(|pending| pending.deferred.is_some())
     }
 
     /// The first client, the start of its wait, and the number of undeferred clients behind it.
     /// `None`: all clients are deferred.
     pub fn first(&self) -> Option<(ClientId, Time, usize)> {
-        let behind = self.queue.len().checked_sub(1 + self.deferred)?;
+        let behind = self.queue.len().checked_sub(1 + self.deferred())?;
         self.queue.front().map(|pending| (pending.client, pending.since, behind))
     }
 
