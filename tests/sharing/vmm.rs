@@ -135,6 +135,7 @@ fn a_program_with_graphics_resources_does_not_sleep() {
     sleep::pause(&machine, &program);
     let why = "it uses driver functions that the library does not intercept";
     sleep::wait_until(&machine, &program, "sleep-obstacle", why);
+    sleep::resume(&machine, &program);
     program.end();
     machine.wait_until_empty();
 }
