@@ -316,3 +316,22 @@ fn a_holder_that_cannot_drain_stays_revoked_while_a_client_waits_to_return() {
     }
     assert_eq!(scene.phase(1), SleepPhase::Restoring);
 }
+
+/// A checkpoint takes seconds, and so may the daemon's question about it. Until it is noticed,
+/// measurements refute the client's report.
+#[test]
+fn a_checkpoint_that_is_noticed_late_keeps_the_charge_of_its_memory() {
+    for seconds in [0, 3, 12, 30] {
+        let mut scene = Scene::contended();
+        scene.contexts.retain(|there| *there != 1);
+        for _ in 0..seconds * 5 {
+            scene.measure();
+            scene.t.after(Duration::from_millis(200));
+        }
+        scene.foreign(1, LENT);
+        assert_eq!(scene.t.attachment(1).charge, 10 * GIB, "noticed after {seconds} s");
+        scene.settle();
+        let commands = scene.t.say(Event::RestoreRequested { client: client(1) });
+        assert!(!commands.contains(&Command::RestoreAllowed { client: client(1) }), "{commands:?}");
+    }
+}

@@ -249,6 +249,11 @@ impl Account {
         self.claimed.0
     }
 
+    /// The most mapped bytes that a measurement has shown.
+    pub fn seen(&self) -> u64 {
+        self.seen
+    }
+
     /// Records that the client's process is off its GPUs and has no memory on them, whatever the
     /// client reported. `verifies`: the clients of this GPU are measured.
     pub fn is_off(&mut self, verifies: bool) {

@@ -35,17 +35,20 @@ impl Gpu {
         }
     }
 
-    /// Charges a client that another program checkpointed before this scheduler started. No measurement
-    /// can show the memory that its restore maps. So the client's report is believed, as far as that
-    /// memory fits beside memory that cannot be evicted.
+    /// Charges a client that another program has checkpointed for the memory that its restore maps. No
+    /// measurement can show this memory, and measurements may have refuted the client's report before the
+    /// checkpoint was noticed. So the report is believed up to the memory that was once measured, or
+    /// entirely if this scheduler started after the checkpoint, and as far as the memory fits beside
+    /// memory that cannot be evicted.
     pub fn charge_checkpointed(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         let is_checkpointed = cx.sleep.is_foreign(client) && self.away.contains_key(&client);
-        let Some(account) = self.account(client).filter(|account| is_checkpointed && account.is_new()) else { return };
+        let Some(account) = self.account(client).filter(|_| is_checkpointed) else { return };
+        let claimed = account.claimed().min(if account.is_new() { u64::MAX } else { account.seen() });
         let others = self.ledger.unevictable().saturating_sub(self.unevictable_of(client));
         let limits = [cx.rules.memory_max(client, self.total), cx.rules.env_memory_max(client, self.total)];
         let limit = limits.into_iter().flatten().min().unwrap_or(u64::MAX);
-        let bytes = account.claimed().min(limit).min(self.capacity(cx.settings).saturating_sub(others));
-        if bytes > 0 {
+        let bytes = claimed.min(limit).min(self.capacity(cx.settings).saturating_sub(others));
+        if bytes > account.charge {
             self.allow(cx, fx, client, bytes);
         }
     }

@@ -95,7 +95,7 @@ struct Range {
     /// The driver has already freed the addresses of the range.
     gone: bool,
     pins: Pins,
-    /// The name by which other processes open the range.
+    /// Identifies the range to processes that open it.
     exported: Option<Exported>,
     aliases: Aliases,
 }
