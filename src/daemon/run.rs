@@ -28,7 +28,7 @@ use crate::daemon::control::views::Views;
 use crate::daemon::core::Core;
 use crate::daemon::gpu::nvml::{self, Report};
 use crate::daemon::logging;
-use crate::daemon::systemd::fd_store::StoredConnection;
+use crate::daemon::systemd::fd_store::{Inherited, StoredConnection};
 use crate::daemon::tenants::Budgets;
 use crate::daemon::{metrics, node, systemd, tasks};
 use crate::sys::listen::{self, Bound};
@@ -200,7 +200,7 @@ struct Sockets {
     /// The reason why metrics are not served on the configured address.
     metrics_error: Option<String>,
     clients_path: PathBuf,
-    stored: Vec<StoredConnection>,
+    stored: Inherited,
     /// Names of passed file descriptors that this version of the daemon does not know.
     unknown: Vec<String>,
     /// On drop, removes the files of the sockets that the daemon bound itself.
@@ -336,8 +336,8 @@ impl Startup {
             Ok(None) => {}
             Err(e) => warn!("cannot checkpoint programs: {e}"),
         }
-        tasks::start_swap_files(&core)?;
-        let connections = start_connections(&core, &control.views, clients, stored, bus_attempted);
+        tasks::start_swap_files(&core, stored.swap_files)?;
+        let connections = start_connections(&core, &control.views, clients, stored.connections, bus_attempted);
         let mut claims = claims.map(|directory| ClaimSockets::new(&directory, &core, &connections));
         tasks::start(&core, published);
         control.views.start(&core);

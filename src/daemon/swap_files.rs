@@ -2,7 +2,8 @@
 //!
 //! Disks can be slow, so a separate thread creates the files and reserves their space. The scheduling
 //! loop sends this thread jobs and never waits. The files have no names. The kernel deletes a file once
-//! the daemon and the client have closed it, so no file is ever left behind.
+//! the daemon, systemd's descriptor store and the client have closed it, so no file is ever left
+//! behind.
 //!
 //! The client gets a separate open file description. The daemon checks with a write lease on its
 //! own description whether any process still has the file open: the kernel grants the lease only if
@@ -11,20 +12,25 @@
 
 use std::fs::{DirBuilder, File};
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
 use std::thread;
 
-use rustix::fs::{FallocateFlags, Mode, OFlags, fallocate, ftruncate, open, statfs, statvfs};
+use rustix::fs::{FallocateFlags, Mode, OFlags, fallocate, ftruncate, open, statvfs};
 use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc::UnboundedSender;
+use tracing::warn;
 
 use crate::config::swap::SwapMax;
+use crate::daemon::systemd;
+use crate::daemon::systemd::fd_store::{EntryName, Kind, SWAP_FILE_RECORD, StoredSwapFile};
+use crate::identity::Tenant;
 use crate::scheduler::ClientId;
-use crate::sys::lease;
+use crate::sys::{descriptors, lease};
 
 /// Granularity of reserved space, in bytes. A small step limits the time for which one call can keep
 /// the disk busy.
@@ -33,6 +39,70 @@ pub const STEP: u64 = 256 << 20;
 const GRANULE: u64 = 2 << 20;
 /// Bytes that a file may occupy beyond its reserved space, for the file system's own data.
 const SLACK: u64 = 64 << 20;
+
+/// What the next daemon must know about a swap file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Record {
+    pub tenant: Tenant,
+    /// Bytes of host memory that the client's control groups allow.
+    pub ram_max: u64,
+    /// Bytes reserved in the file. The file's size does not tell, because the client can change it.
+    pub reserved: u64,
+}
+
+/// A swap file in systemd's descriptor store, which passes it to the next daemon.
+#[derive(Debug)]
+pub struct Stored {
+    name: EntryName,
+    memfd: File,
+    record: Record,
+}
+
+impl Stored {
+    /// Stores a client's file. `None` without systemd.
+    pub fn keep(client: ClientId, file: &File, record: Record) -> Option<Self> {
+        let name = EntryName { kind: Kind::SwapFile, version: SWAP_FILE_RECORD, client: client.0, start_time: 0 };
+        let memfd = systemd::record::create("nvshare-swap-file").ok()?;
+        systemd::record::write(&memfd, 0, &record).ok()?;
+        systemd::keep(&name.to_string(), &[file.as_fd(), memfd.as_fd()]).then_some(Self { name, memfd, record })
+    }
+
+    /// Takes over a file that an earlier daemon stored. If its record cannot be read, forgets the file.
+    pub fn inherit(stored: StoredSwapFile) -> Option<(ClientId, File, Self)> {
+        let StoredSwapFile { name, file, record: memfd } = stored;
+        let record = if name.version == SWAP_FILE_RECORD {
+            systemd::record::read(&memfd, 0)
+        } else {
+            Err(io::ErrorKind::Unsupported.into())
+        };
+        match record {
+            Ok(record) => Some((ClientId(name.client), file, Self { name, memfd, record })),
+            Err(e) => {
+                warn!("cannot take over the swap file of client {}: {e}", name.client);
+                systemd::forget(&name.to_string());
+                None
+            }
+        }
+    }
+
+    pub fn record(&self) -> &Record {
+        &self.record
+    }
+
+    /// Records a change of the reserved space.
+    pub fn reserve(&mut self, bytes: u64) {
+        self.record.reserved = bytes;
+        if let Err(e) = systemd::record::write(&self.memfd, 0, &self.record) {
+            warn!("cannot record the size of a swap file: {e}");
+        }
+    }
+
+    /// Removes the file from the store.
+    pub fn forget(self) {
+        systemd::forget(&self.name.to_string());
+    }
+}
 
 /// A job for the file thread.
 #[derive(Debug)]
@@ -144,27 +214,25 @@ fn grow(
     Ok(())
 }
 
-/// The kernel's `TMPFS_MAGIC` and `RAMFS_MAGIC`.
-const IN_MEMORY: [i64; 2] = [0x0102_1994, 0x8584_58f6];
-
 /// Creates an unnamed file that only the daemon's user can open.
 fn create(directory: &Path) -> io::Result<File> {
     if !directory.exists() {
         DirBuilder::new().mode(0o700).create(directory)?;
     }
-    // A file in RAM would save no memory. The file would also be charged to the scheduler's own control
-    // group, which has a low limit.
-    if IN_MEMORY.contains(&statfs(directory)?.f_type) {
-        return Err(io::Error::other("it is in RAM. Use a directory on a disk"));
-    }
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC | OFlags::EXCL;
     let mode = Mode::RUSR | Mode::WUSR;
     // `O_DIRECT` avoids the page cache, which would use the memory that the file is meant to save. Some
     // file systems do not support it.
-    match open(directory, flags | OFlags::DIRECT, mode) {
-        Err(Errno::INVAL) => Ok(open(directory, flags, mode)?.into()),
-        opened => Ok(opened?.into()),
+    let file = match open(directory, flags | OFlags::DIRECT, mode) {
+        Err(Errno::INVAL) => open(directory, flags, mode)?,
+        opened => opened?,
+    };
+    // A file in RAM would save no memory. The file would also be charged to the scheduler's own control
+    // group, which has a low limit.
+    if descriptors::is_in_memory(&file) {
+        return Err(io::Error::other("it is in RAM. Use a directory on a disk"));
     }
+    Ok(file.into())
 }
 
 /// Opens a file again, with the same flags.

@@ -19,6 +19,7 @@ use crate::daemon::core::{
 use crate::daemon::gpu::nvml::Query;
 use crate::daemon::swap_files::Keeper;
 use crate::daemon::systemd;
+use crate::daemon::systemd::fd_store::StoredSwapFile;
 use crate::daemon::usage::HoursUsed;
 use crate::scheduler::ClientId;
 use crate::sys::clock;
@@ -92,13 +93,18 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
     });
 }
 
-/// Starts the thread that creates files for memory that fits neither on GPUs nor in RAM.
+/// Starts the thread that creates files for memory that fits neither on GPUs nor in RAM. `stored`: the
+/// files that an earlier daemon created.
 ///
 /// # Errors
 /// No thread can be started.
-pub fn start_swap_files(core: &Rc<RefCell<Core>>) -> std::io::Result<()> {
+pub fn start_swap_files(core: &Rc<RefCell<Core>>, stored: Vec<StoredSwapFile>) -> std::io::Result<()> {
     let (report, mut reports) = mpsc::unbounded_channel();
     core.borrow_mut().host.files.use_keeper(Keeper::start(report)?);
+    {
+        let Core { model, host, .. } = &mut *core.borrow_mut();
+        stored.into_iter().for_each(|stored| host.files.inherit(model, stored));
+    }
     let core = core.clone();
     spawn_local(async move {
         while let Some(report) = reports.recv().await {

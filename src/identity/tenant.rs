@@ -18,10 +18,13 @@
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
+use serde::{Deserialize, Serialize};
+
 use super::Cgroup;
 
 /// A unit of trust and of accounting.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Tenant {
     /// The host's root, outside all containers and in the scheduler's PID namespace.
     Root,

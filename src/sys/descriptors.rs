@@ -3,7 +3,7 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{LazyLock, Mutex, PoisonError};
 
 use rustix::fs::OFlags;
@@ -31,6 +31,14 @@ pub fn prepare(fd: BorrowedFd<'_>) -> io::Result<()> {
     let flags = rustix::fs::fcntl_getfl(fd)?;
     rustix::fs::fcntl_setfl(fd, flags | OFlags::NONBLOCK)?;
     Ok(rustix::io::fcntl_setfd(fd, FdFlags::CLOEXEC)?)
+}
+
+/// The kernel's `TMPFS_MAGIC` and `RAMFS_MAGIC`.
+const IN_MEMORY: [i64; 2] = [0x0102_1994, 0x8584_58f6];
+
+/// Whether a descriptor refers to a file in RAM, such as a memfd.
+pub fn is_in_memory(fd: impl AsFd) -> bool {
+    rustix::fs::fstatfs(fd).is_ok_and(|found| IN_MEMORY.contains(&found.f_type))
 }
 
 /// The reserved descriptor of [`read`].

@@ -42,12 +42,22 @@ fn in_file(machine: &Machine, program: &Program) -> Option<u64> {
     client["gpus"][0]["in-file"].as_u64()
 }
 
+/// The path of the descriptor through which a program has its file open.
+fn path_of_file(program: &Program) -> Option<PathBuf> {
+    let is_file = |path: &PathBuf| fs::metadata(path).is_ok_and(|found| found.is_file());
+    descriptors_of(program, "nvshare-file").into_iter().find(is_file)
+}
+
+/// The file's inode.
+fn number_of(path: PathBuf) -> u64 {
+    fs::metadata(path).expect("its figures").ino()
+}
+
 /// Waits until memory has been written to a program's file, and opens the file a second time.
 #[track_caller]
 fn file_of(machine: &Machine, program: &Program) -> File {
     wait_for("it to have memory in its file", || in_file(machine, program));
-    let is_file = |path: &PathBuf| fs::metadata(path).is_ok_and(|found| found.is_file());
-    let path = descriptors_of(program, "nvshare-file").into_iter().find(is_file).expect("its file");
+    let path = path_of_file(program).expect("its file");
     OpenOptions::new().read(true).write(true).open(path).expect("the file")
 }
 
@@ -214,6 +224,7 @@ fn a_modified_swap_file_is_reported_to_the_program() {
     });
 }
 
+/// Without stored connections, the new scheduler knows no file.
 #[test]
 fn memory_in_a_swap_file_survives_a_scheduler_restart() {
     let mut machine = Machine::with_scheduler(tight());
@@ -224,6 +235,47 @@ fn memory_in_a_swap_file_survives_a_scheduler_restart() {
     idle.end();
     other.end();
     machine.wait_until_empty();
+}
+
+#[test]
+fn programs_keep_their_swap_files_across_a_scheduler_restart() {
+    let mut machine = Machine::with_manager(tight());
+    let (mut idle, mut other) = one_in_its_file(&machine);
+    drop(file_of(&machine, &idle));
+    let numbers = || [&idle, &other].map(|program| number_of(path_of_file(program).expect("its file")));
+    let before = numbers();
+    machine.kill_scheduler();
+    machine.start_scheduler();
+    // The other program, which is on the GPU, moves to its file under a scheduler that did not create it.
+    let mut next = machine.program(&format!("{} --cpu-ms 600000", mix(2))).start();
+    wait_for("the other to be in its file", || in_file(&machine, &other).filter(|bytes| *bytes > 0));
+    next.wait_to_say("round 0 is over");
+    assert_eq!(numbers(), before);
+    [&mut idle, &mut other, &mut next].into_iter().for_each(|program| drop(program.end()));
+    machine.wait_until_empty();
+    wait_for("nothing to be stored", || machine.manager.as_ref()?.kept().is_empty().then_some(()));
+}
+
+/// Otherwise each restart would give the tenant the space once more.
+#[test]
+fn space_of_a_file_stays_reserved_across_a_scheduler_restart() {
+    let mut machine = Machine::with_manager(Setup { file_max: Some("768M"), ..tight() });
+    let (mut idle, mut other) = one_in_its_file(&machine);
+    let file = file_of(&machine, &idle);
+    idle.kill();
+    for _ in 0..2 {
+        machine.kill_scheduler();
+        machine.start_scheduler();
+    }
+    let mut third = self::idle(&machine);
+    let mut refused = machine.program(&mix(2)).start();
+    assert!(!refused.wait().success(), "there is no space for its file");
+    drop(file);
+    wait_for("the space to be free", || machine.program(&mix(2)).start().wait().success().then_some(()));
+    other.end();
+    third.end();
+    machine.wait_until_empty();
+    wait_for("nothing to be stored", || machine.manager.as_ref()?.kept().is_empty().then_some(()));
 }
 
 /// [`tight`] with the swap files on a separate disk.

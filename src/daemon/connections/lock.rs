@@ -21,7 +21,6 @@ use std::sync::Arc;
 
 use nvshare_wire::client::{Engine, EngineReason, GpuKind, ReleaseReason};
 use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text, Uuid, version};
-use rustix::fs::MemfdFlags;
 use serde::{Deserialize, Serialize};
 use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
@@ -49,8 +48,6 @@ const SLOT: u32 = 0;
 const GPUS: u64 = 1 << SLOT;
 /// Utilization in permille that is too high for any other client to run beside this one.
 const EXCLUSIVE: u32 = 2000;
-/// Maximum size of a record in bytes. A process can have 65536 groups.
-const MAX_RECORD: u64 = 1 << 20;
 
 /// The arguments of the D-Bus method `AcquireLock`, and its caller.
 #[derive(Debug, Clone)]
@@ -161,10 +158,9 @@ impl Record {
 
     /// Creates the record file of a lock that is not held yet.
     fn create(&self) -> io::Result<File> {
-        let file = File::from(rustix::fs::memfd_create("nvshare-lock", MemfdFlags::CLOEXEC)?);
-        let text = serde_json::to_vec(self)?;
+        let file = systemd::record::create("nvshare-lock")?;
         file.write_all_at(&NOT_HELD, 0)?;
-        file.write_all_at(&text, NOT_HELD.len() as u64)?;
+        systemd::record::write(&file, NOT_HELD.len() as u64, self)?;
         Ok(file)
     }
 
@@ -172,17 +168,7 @@ impl Record {
     fn read(file: &File) -> io::Result<(Self, bool)> {
         let mut held = NOT_HELD;
         file.read_exact_at(&mut held, 0)?;
-        let mut text = Vec::new();
-        let mut at = held.len() as u64;
-        let mut part = [0; 4096];
-        while at < MAX_RECORD {
-            match file.read_at(&mut part, at)? {
-                0 => break,
-                n => text.extend_from_slice(part.get(..n).unwrap_or_default()),
-            }
-            at = (held.len() + text.len()) as u64;
-        }
-        Ok((serde_json::from_slice(&text)?, held == HELD))
+        Ok((systemd::record::read(file, held.len() as u64)?, held == HELD))
     }
 
     fn identity(&self) -> Identity {

@@ -29,7 +29,7 @@ use super::client::{self, Hello};
 use super::lock::{self, TakenOver};
 use crate::daemon::core::{Core, MAX_DEVICES};
 use crate::daemon::systemd;
-use crate::daemon::systemd::fd_store::{ConnectionName, Kind, StoredConnection};
+use crate::daemon::systemd::fd_store::{EntryName, Kind, StoredConnection};
 use crate::daemon::tenants::{Share, Slice, What};
 use crate::daemon::transport::connection::Connection;
 use crate::daemon::transport::peer;
@@ -48,7 +48,7 @@ const MAX_PACKETS: usize = 1024;
 
 /// A client that was asked for its state over its stored connection.
 struct StoredClient {
-    name: ConnectionName,
+    name: EntryName,
     connection: Rc<Connection>,
     identity: Arc<Identity>,
     pidfd: Option<Rc<AsyncFd<OwnedFd>>>,
@@ -165,7 +165,7 @@ fn admit_late(state: ClientState, core: &Rc<RefCell<Core>>, connections: &Rc<Con
 
 /// Asks a client for its state. `None` if its process has exited, or its connection cannot be taken
 /// over.
-fn ask(name: ConnectionName, socket: OwnedFd, connections: &Connections) -> Option<StoredClient> {
+fn ask(name: EntryName, socket: OwnedFd, connections: &Connections) -> Option<StoredClient> {
     let is_supported = (version::MIN..=version::MAX).contains(&name.version);
     let tenant = peer::presumed_tenant(socket.as_fd());
     let socket = Foreign::connection(socket, tenant.number());
@@ -201,7 +201,7 @@ async fn read_state(asked: StoredClient) -> Option<ClientState> {
 
 async fn read_answer(
     connection: &Connection,
-    name: ConnectionName,
+    name: EntryName,
 ) -> Option<(Hello, Vec<Vec<u8>>, BTreeSet<DeviceFile>, SlotSet)> {
     let mut buffer = [0; MAX_LEN];
     let mut hello = None;
@@ -267,6 +267,7 @@ async fn admit(
         let client = ClientId(asked.name.client);
         let arrival = hello.arrival(&asked.connection, &asked.identity, asked.name.version, &asked.pidfd);
         core.borrow_mut().resume(client, arrival, asked.name);
+        core.borrow_mut().host.files.resume(client);
         core.borrow_mut().model.prove(client, std::mem::take(devices));
         let packets = std::mem::take(packets_left);
         let (later, first): (Vec<_>, Vec<_>) =

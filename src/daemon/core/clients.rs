@@ -12,7 +12,7 @@ use crate::config::rules::EnvLimits;
 use crate::daemon::gpu::accounting::History;
 use crate::daemon::gpu::device_files;
 use crate::daemon::systemd;
-use crate::daemon::systemd::fd_store::{ConnectionName, Kind, LOCK_RECORD};
+use crate::daemon::systemd::fd_store::{EntryName, Kind, LOCK_RECORD};
 use crate::daemon::transport::peer;
 use crate::daemon::transport::session::Session;
 use crate::identity::printable;
@@ -39,12 +39,7 @@ impl Model {
 
     /// Adds a client. `stored_as`: the name of the connection, if it was taken over from an earlier daemon.
     /// Returns the event for the scheduler.
-    pub(super) fn add_client(
-        &mut self,
-        client: ClientId,
-        arrival: Arrival,
-        stored_as: Option<ConnectionName>,
-    ) -> Event {
+    pub(super) fn add_client(&mut self, client: ClientId, arrival: Arrival, stored_as: Option<EntryName>) -> Event {
         let Arrival { connection, identity, version, gang, library, lock, reconnects, is_asleep, process } = arrival;
         self.gangs.join(client, &identity, gang);
         let event =
@@ -130,7 +125,7 @@ impl Model {
             return;
         }
         let start_time = peer::start_time(entry.identity.pid).unwrap_or(0);
-        let name = ConnectionName { kind, version, client: client.0, start_time };
+        let name = EntryName { kind, version, client: client.0, start_time };
         if systemd::keep(&name.to_string(), &descriptors) {
             entry.stored_as = Some(name);
         }

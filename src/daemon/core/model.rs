@@ -25,7 +25,7 @@ use crate::config::rules::{EnvLimits, Instance, Rule};
 use crate::daemon::gpu::accounting::{Accounting, History};
 use crate::daemon::gpu::device_files;
 use crate::daemon::gpu::nvml::{DriverVersions, NvmlState, Sample};
-use crate::daemon::systemd::fd_store::ConnectionName;
+use crate::daemon::systemd::fd_store::EntryName;
 use crate::daemon::tenants::{Budget, Budgets, Share};
 use crate::daemon::transport::connection::Connection;
 use crate::daemon::transport::peer;
@@ -81,7 +81,7 @@ pub(super) struct Client {
     /// The process's pidfd. `None` if the daemon cannot see the process.
     pub process: Option<Rc<AsyncFd<OwnedFd>>>,
     /// The connection's name in systemd's descriptor store. `None` if the connection is not stored.
-    pub stored_as: Option<ConnectionName>,
+    pub stored_as: Option<EntryName>,
     /// The files of a lock acquired over D-Bus. A D-Bus lock uses no memory. `None` for a program with the
     /// library.
     pub lock: Option<Rc<LockFiles>>,

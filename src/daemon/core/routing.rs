@@ -26,7 +26,7 @@ use crate::config::rules::Rules;
 use crate::daemon::checkpoint::{HelperAnswer, Operation, Outcome};
 use crate::daemon::gpu::nvml::{GpuDescription, Listing, NvmlState, Query, Report, Sample};
 use crate::daemon::swap_files;
-use crate::daemon::systemd::fd_store::ConnectionName;
+use crate::daemon::systemd::fd_store::EntryName;
 use crate::daemon::tenants::Slice;
 use crate::daemon::transport::session::{ClientAction, PlacementQuery, Violation};
 use crate::daemon::usage::HoursUsed;
@@ -177,11 +177,11 @@ impl Core {
     }
 
     /// Takes over a client of an earlier daemon. The client keeps its ID.
-    pub fn resume(&mut self, client: ClientId, arrival: Arrival, name: ConnectionName) {
+    pub fn resume(&mut self, client: ClientId, arrival: Arrival, name: EntryName) {
         self.add(client, arrival, Some(name));
     }
 
-    fn add(&mut self, client: ClientId, mut arrival: Arrival, stored_as: Option<ConnectionName>) {
+    fn add(&mut self, client: ClientId, mut arrival: Arrival, stored_as: Option<EntryName>) {
         self.containers.name_arrival(&mut arrival);
         let (version, is_resumed) = (arrival.version, stored_as.is_some());
         self.observe.log.log_arrival(client, &arrival.identity, &arrival.library, is_resumed);

@@ -46,7 +46,8 @@ use tracing::{debug, info, warn};
 use super::host_use::HostFigures;
 use super::model::{Client, Model, Wanted};
 use crate::config::{Config, units};
-use crate::daemon::swap_files::{self, Job, Keeper, Report, STEP};
+use crate::daemon::swap_files::{self, Job, Keeper, Record, Report, STEP, Stored};
+use crate::daemon::systemd::fd_store::StoredSwapFile;
 use crate::identity::Tenant;
 use crate::scheduler::{ClientId, Engine, Event, GpuId, Time};
 use crate::sys::clock;
@@ -64,8 +65,9 @@ const CHECK_PERIOD: Duration = Duration::from_secs(5);
 pub struct SwapFiles {
     keeper: Option<Keeper>,
     of: BTreeMap<ClientId, ClientFile>,
-    /// Files of disconnected clients. The space of a file stays reserved while any process has the
-    /// file open.
+    /// Files of clients that are not connected: of disconnected clients, and of an earlier daemon's clients
+    /// until they are taken over. The space of a file stays reserved while any process has the file
+    /// open.
     left: BTreeMap<ClientId, LeftFile>,
     /// Requests for higher limits that wait for the disk, with their arrival times.
     held: Vec<(Time, Wanted)>,
@@ -95,6 +97,7 @@ struct LeftFile {
     tenant: Tenant,
     file: Arc<File>,
     reserved: u64,
+    stored: Option<Stored>,
 }
 
 #[derive(Debug, Default)]
@@ -108,6 +111,7 @@ struct ClientFile {
     asked: u64,
     /// The limits last sent to the client: bytes in RAM, and bytes in the file.
     told: Option<(u64, u64)>,
+    stored: Option<Stored>,
 }
 
 /// A client's need for host memory, in bytes.
@@ -190,6 +194,24 @@ impl SwapFiles {
     /// Sets the handle of the thread that creates the files.
     pub fn use_keeper(&mut self, keeper: Keeper) {
         self.keeper = Some(keeper);
+    }
+
+    /// Counts a file that an earlier daemon created.
+    pub fn inherit(&mut self, model: &mut Model, stored: StoredSwapFile) {
+        let Some((client, file, stored)) = Stored::inherit(stored) else { return };
+        model.reserve_id(client);
+        let Record { tenant, reserved, .. } = stored.record().clone();
+        self.left.insert(client, LeftFile { tenant, file: Arc::new(file), reserved, stored: Some(stored) });
+    }
+
+    /// Takes over the file of a client of an earlier daemon. The client keeps using its file until it is
+    /// offered another.
+    pub fn resume(&mut self, client: ClientId) {
+        let Some(LeftFile { file, reserved, stored, .. }) = self.left.remove(&client) else { return };
+        let ram_max = stored.as_ref().map_or(u64::MAX, |stored| stored.record().ram_max);
+        self.uses.insert(client, FileUse::Possible { ram_max });
+        let (file, theirs, told) = (Some(file), None, None);
+        self.of.insert(client, ClientFile { file, theirs, reserved, asked: reserved, told, stored });
     }
 
     /// True if memory is in files or may be written to files. Host memory must then be watched.
@@ -368,8 +390,16 @@ impl SwapFiles {
                     self.has_warned = false;
                     info!("can reserve space for programs' memory again");
                 }
-                if model.clients.contains_key(&client) {
+                if let Some(identity) = model.identity(client) {
                     let entry = self.of.entry(client).or_default();
+                    match (&mut entry.stored, &file, self.uses.get(&client)) {
+                        (Some(stored), ..) => stored.reserve(reserved),
+                        (stored, Some(file), Some(FileUse::Possible { ram_max })) => {
+                            let record = Record { tenant: identity.tenant.clone(), ram_max: *ram_max, reserved };
+                            *stored = Stored::keep(client, file, record);
+                        }
+                        _ => {}
+                    }
                     (entry.file, entry.reserved, entry.asked) = (file, reserved, reserved);
                     entry.theirs = theirs.or_else(|| entry.theirs.take());
                     debug!(client = client.0, reserved, "space in a swap file");
@@ -384,7 +414,11 @@ impl SwapFiles {
                     entry.connection.close();
                 }
             }
-            Report::Freed { client } => drop(self.left.remove(&client)),
+            Report::Freed { client } => {
+                if let Some(stored) = self.left.remove(&client).and_then(|left| left.stored) {
+                    stored.forget();
+                }
+            }
         }
     }
 
@@ -478,13 +512,17 @@ impl SwapFiles {
     pub fn leave(&mut self, client: ClientId, tenant: &Tenant) {
         self.uses.remove(&client);
         self.held.retain(|(_, (who, ..))| *who != client);
-        let Some(ClientFile { file: Some(file), theirs, reserved, asked, .. }) = self.of.remove(&client) else {
+        let Some(ClientFile { file: Some(file), theirs, reserved, asked, mut stored, .. }) = self.of.remove(&client)
+        else {
             return;
         };
         if theirs.is_some() {
+            stored.into_iter().for_each(Stored::forget);
             return; // the client never got the file
         }
-        let file = LeftFile { tenant: tenant.clone(), file, reserved: reserved.max(asked) };
+        let reserved = reserved.max(asked);
+        stored.iter_mut().for_each(|stored| stored.reserve(reserved));
+        let file = LeftFile { tenant: tenant.clone(), file, reserved, stored };
         if let Some(keeper) = &self.keeper {
             keeper.ask(Job::CheckLeft { client, file: file.file.clone(), reserved: file.reserved });
         }

@@ -5,6 +5,7 @@
 //! wait.
 
 pub mod fd_store;
+pub mod record;
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
@@ -13,7 +14,7 @@ use std::sync::mpsc::{self, Sender, SyncSender};
 use std::thread;
 use std::time::Duration;
 
-use fd_store::{ConnectionName, Kind as Stored, StoredConnection};
+use fd_store::{EntryName, Inherited, Kind as Stored, StoredConnection, StoredSwapFile};
 use libsystemd::activation;
 use sd_notify::NotifyState;
 use tracing::warn;
@@ -36,8 +37,7 @@ pub struct Activated {
     pub control: Option<OwnedFd>,
     /// The sockets for metrics. There may be several: a socket unit can listen on several addresses.
     pub metrics: Vec<OwnedFd>,
-    /// Connections stored by the previous daemon.
-    pub stored: Vec<StoredConnection>,
+    pub stored: Inherited,
     /// Names of passed file descriptors that this version of the daemon does not know.
     pub unknown: Vec<String>,
 }
@@ -48,15 +48,15 @@ pub fn activated() -> Result<Activated, String> {
     let given = activation::receive_descriptors_with_names(true)
         .map_err(|e| format!("cannot take over the sockets that systemd passed: {e}"))?;
     let mut sockets = Activated::default();
-    let mut locks: BTreeMap<u64, (ConnectionName, Vec<OwnedFd>)> = BTreeMap::new();
+    let mut pairs: BTreeMap<(Stored, u64), (EntryName, Vec<OwnedFd>)> = BTreeMap::new();
     for (descriptor, name) in given {
         // SAFETY: systemd passed this descriptor to this process, and no other code uses it.
         let fd = unsafe { OwnedFd::from_raw_fd(descriptor.into_raw_fd()) };
-        if let Some(name) = ConnectionName::parse(&name) {
+        if let Some(name) = EntryName::parse(&name) {
             match name.kind {
                 _ if descriptors::prepare(fd.as_fd()).is_err() => {}
-                Stored::Program => sockets.stored.push(StoredConnection { name, socket: fd, record: None }),
-                Stored::Lock => locks.entry(name.client).or_insert((name, Vec::new())).1.push(fd),
+                Stored::Program => sockets.stored.connections.push(StoredConnection { name, socket: fd, record: None }),
+                kind => pairs.entry((kind, name.client)).or_insert((name, Vec::new())).1.push(fd),
             }
             continue;
         }
@@ -83,12 +83,19 @@ pub fn activated() -> Result<Activated, String> {
             Kind::Metrics => sockets.metrics.push(fd),
         }
     }
-    for (name, descriptors) in locks.into_values() {
-        let (socket, record): (Vec<_>, Vec<_>) = descriptors.into_iter().partition(|fd| socket::is_local(fd.as_fd()));
-        match <[OwnedFd; 1]>::try_from(socket) {
-            Ok([socket]) => sockets.stored.push(StoredConnection { name, socket, record: record.into_iter().next() }),
-            // The caller closed its end while no daemon was running.
-            Err(_) => sockets.unknown.push(name.to_string()),
+    for (name, pair) in pairs.into_values() {
+        let (mut records, mut others): (Vec<_>, Vec<_>) =
+            pair.into_iter().partition(|fd| descriptors::is_in_memory(fd));
+        match (name.kind, others.pop(), records.pop()) {
+            (Stored::SwapFile, Some(file), Some(record)) => {
+                let (file, record) = (file.into(), record.into());
+                sockets.stored.swap_files.push(StoredSwapFile { name, file, record });
+            }
+            (Stored::Lock, Some(socket), record) => {
+                sockets.stored.connections.push(StoredConnection { name, socket, record })
+            }
+            // For example, the lock's caller closed its end while no daemon was running.
+            _ => sockets.unknown.push(name.to_string()),
         }
     }
     Ok(sockets)

@@ -113,7 +113,8 @@ impl HostTier {
 impl ClientThread {
     /// Called when the scheduler offers swap files. Tests only now whether this process can use
     /// these files, because a seccomp filter may kill a process that tries.
-    pub(super) fn use_swap_file(&self) {
+    pub(super) fn use_swap_file(&mut self) {
+        self.retire_file(); // this scheduler does not know it
         if file::is_supported() {
             connection::send(&ClientMessage::UseSwapFile { ram_max: headroom::most_in_groups() });
         }
@@ -132,15 +133,15 @@ impl ClientThread {
         }
     }
 
-    /// Forgets the limit on host memory and the current file. Called when no scheduler sets a limit any
-    /// more, and when a new scheduler takes over, because it does not know the file. Nothing more is
-    /// written to the file, and it is kept until its contents have been read.
+    /// Forgets the limit on host memory. Called when no scheduler sets a limit any more, and when a new
+    /// scheduler takes over.
     pub(super) fn forget_host_memory(&mut self) {
         self.tier.ram = u64::MAX;
-        self.retire_file();
     }
 
-    fn retire_file(&mut self) {
+    /// Stops using the current file, because the scheduler does not know it. Nothing more is written to
+    /// the file, and it is kept until its contents have been read.
+    pub(super) fn retire_file(&mut self) {
         if let Some(file) = self.tier.current.take() {
             file.retire();
             // The file is closed once its last chunk has been read.
@@ -317,7 +318,9 @@ mod tests {
         set_host_memory(&mut client, 0);
         client.step_until(|_| account(gpu).in_file == 2 * GRANULE);
         client.thread.forget_host_memory();
-        assert!(client.thread.tier.current.is_none() && client.thread.tier.ram == u64::MAX);
+        assert!(client.thread.tier.current.is_some() && client.thread.tier.ram == u64::MAX);
+        client.thread.use_swap_file();
+        assert!(client.thread.tier.current.is_none());
         client.step();
         assert_eq!((client.thread.tier.files.len(), account(gpu).in_file), (1, 2 * GRANULE));
         restore(&mut client, gpu, addresses);

@@ -80,6 +80,7 @@ impl ClientThread {
         shared::announce_exporter();
         connection::set_connection(Some(Connection { socket, version }));
         self.forget_host_memory();
+        self.retire_file();
         let now = Instant::now();
         self.connected_at = (now, self.disconnected_since.filter(|_| !is_first).unwrap_or(now));
         (self.version, self.disconnected_since, self.ungated) = (version, None, false);
