@@ -208,7 +208,8 @@ fn an_exporter_that_never_answers_is_not_flooded() {
         question(&exporter);
     }
     exporter.send(ClientMessage::Request { gpus: 1 });
-    exporter.until_granted(); // no other message came before
+    let first = exporter.until(|m| matches!(m, SchedulerMessage::Grant { .. } | SchedulerMessage::Export { .. }));
+    assert!(matches!(first, SchedulerMessage::Grant { .. }), "{first:?}");
 }
 
 #[test]
@@ -292,4 +293,71 @@ fn an_exporters_orphaned_bytes_are_counted_immediately_and_once() {
     while pinned(&daemon, &importer) != 0 {
         assert!(Instant::now() < deadline);
     }
+}
+
+/// Answers the next question about the exporter's memory.
+fn export(exporter: &Client) {
+    let ticket = question(exporter);
+    send_with(exporter, &exported(ticket), &[file("a"), file("b")]);
+}
+
+fn import(importer: &Client) {
+    importer.attach();
+    importer.send(open(1));
+}
+
+#[test]
+#[ignore = "a helper: opens memory, and stays connected"]
+fn helper_import() {
+    let client = Client::welcomed(&helper_socket());
+    import(&client);
+    assert_eq!(outcome(&client, 1), Sharing::Done);
+    std::thread::sleep(PATIENCE);
+}
+
+#[test]
+#[ignore = "a helper: opens memory, and disconnects"]
+fn helper_import_and_disconnect() {
+    let client = Client::welcomed(&helper_socket());
+    import(&client);
+    assert_eq!(outcome(&client, 1), Sharing::Done);
+    drop(client);
+    std::thread::sleep(PATIENCE);
+}
+
+#[test]
+fn an_exporter_is_told_when_the_only_process_that_opened_its_memory_has_ended() {
+    let daemon = Daemon::start();
+    let exporter = exporter(&daemon);
+    let mut process = helper("shared_memory::helper_import", &daemon.socket()).spawn().expect("it starts");
+    export(&exporter);
+    exporter.send(ClientMessage::Request { gpus: 1 });
+    exporter.until_granted(); // the daemon has then passed the memory on
+    process.kill().expect("it runs");
+    process.wait().expect("its end");
+    exporter.until(|message| *message == SchedulerMessage::Unused { range: 1 });
+}
+
+/// A process that goes on without a connection still has the memory mapped.
+#[test]
+fn memory_stays_in_use_while_a_process_without_a_connection_has_it_open() {
+    let daemon = Daemon::start();
+    let (exporter, other) = (exporter(&daemon), client(&daemon));
+    let test = "shared_memory::helper_import_and_disconnect";
+    let mut process = helper(test, &daemon.socket()).spawn().expect("it starts");
+    export(&exporter);
+    daemon.log.wait("disconnected");
+    import(&other);
+    export(&exporter);
+    assert_eq!(outcome(&other, 1), Sharing::Done);
+    other.send(ClientMessage::Closed { exporter: KEY, range: 1 });
+    other.send(ClientMessage::Request { gpus: 1 });
+    other.until_granted(); // the daemon has then read that it is closed
+    other.release();
+    exporter.send(ClientMessage::Request { gpus: 1 });
+    let is_either =
+        |m: &SchedulerMessage| matches!(m, SchedulerMessage::Grant { .. } | SchedulerMessage::Unused { .. });
+    assert_eq!(exporter.until(is_either), SchedulerMessage::Grant { gpus: 1 });
+    process.kill().expect("it runs");
+    process.wait().expect("its end");
 }
