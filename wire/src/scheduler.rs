@@ -157,6 +157,11 @@ messages! {
         /// process on its GPUs, or if the scheduler does not know the process.
         86 => Continue { ticket: u32 },
 
+        /// CRIU is about to write the process to disk. A client that is asleep answers with
+        /// [`Leaving`](crate::ClientMessage::Leaving), and closes the connection. Another client
+        /// answers with [`LeaveRefused`](crate::ClientMessage::LeaveRefused).
+        87 => Leave {},
+
         /// Answers [`RequestPlacement`](crate::ClientMessage::RequestPlacement): the GPU that the
         /// process should see at position `at` of `of`.
         90 => Placed { at: u32, of: u32, uuid: Uuid, kind: GpuKind },

@@ -26,7 +26,7 @@
 //! driver. The call returns once any program has unlocked the process. The process then continues
 //! without a scheduler. A process cannot unlock itself, so a process that stays locked waits.
 
-use super::{ClientThread, RETRY_LATE, RETRY_SOON, session};
+use super::{ClientThread, RETRY_LATE, RETRY_SOON, leave::Away, session};
 use crate::{
     client::{exit, placement},
     connection::{self, Connection, gangs, handshake, presence, socket::Socket},
@@ -102,7 +102,9 @@ pub(super) struct Prepared {
     connected: Option<(Arc<Socket>, u16, u64)>,
     /// When to try to connect.
     next_try: Option<Instant>,
-    lost_at: Option<Instant>,
+    pub(super) lost_at: Option<Instant>,
+    /// Set while the client stays disconnected, so that CRIU can save the process.
+    pub(super) away: Option<Away>,
     /// True if a thread of this library is calling the driver.
     is_tried: bool,
     /// True if a successor has taken over the connection and been greeted.
@@ -260,8 +262,13 @@ impl ClientThread {
             self.sleep = Sleep::Prepared(Prepared { messages, ..Prepared::default() });
         }
         let Sleep::Prepared(prepared) = &mut self.sleep else { return Duration::ZERO };
+        if prepared.away.as_mut().is_some_and(|away| !away.is_over()) {
+            return RETRY_SOON;
+        }
+        prepared.away = None;
         let mut wait = Duration::from_secs(3600);
         if let Some(next_try) = prepared.next_try {
+            let lost_at = *prepared.lost_at.get_or_insert_with(Instant::now);
             if Instant::now() >= next_try {
                 prepared.next_try = Some(Instant::now() + RETRY_LATE);
                 if let Ok((socket, version, id)) = handshake::connect(&session::hello()) {
@@ -278,7 +285,7 @@ impl ClientThread {
             wait = RETRY_SOON;
             // The process may be unlocked: the scheduler may have disappeared before it locked the
             // process, or another process may have restored this process.
-            if !prepared.is_tried && prepared.lost_at.is_some_and(|lost| lost.elapsed() >= RETURN_TIMEOUT) {
+            if !prepared.is_tried && lost_at.elapsed() >= RETURN_TIMEOUT {
                 prepared.is_tried = try_driver();
             }
             if prepared.is_tried && has_answered() {
@@ -323,6 +330,7 @@ impl ClientThread {
                     self.on_disconnect_asleep("it does not read its messages");
                 }
             }
+            (Sleep::Prepared(_), SchedulerMessage::Leave {}) => self.leave(),
             (Sleep::Prepared(prepared), message) => prepared.messages.push((message, descriptors)),
             // The scheduler does not know yet that the process is prepared, so it has not locked the process.
             (_, message @ SchedulerMessage::Resume { .. }) => {
