@@ -77,7 +77,9 @@ fn systemd_accepts_the_units() {
             std::fs::write(directory.0.join(name), lines.collect::<String>()).expect("a file");
         }
     }
-    for unit in ["nvshare.socket", "nvshare.service", "nvshare-checkpoint.socket", "nvshare-checkpoint@x.service"] {
+    let helpers = ["nvshare-checkpoint", "nvshare-hibernate"];
+    let helpers = helpers.iter().flat_map(|name| [format!("{name}.socket"), format!("{name}@x.service")]);
+    for unit in ["nvshare.socket".to_owned(), "nvshare.service".to_owned()].into_iter().chain(helpers) {
         let mut command = Command::new("systemd-analyze");
         command.args(["verify", "--man=no", "--recursive-errors=no"]).arg(directory.0.join(unit));
         command.env("SYSTEMD_UNIT_PATH", format!("{}:", directory.0.display()));
@@ -127,9 +129,10 @@ fn journalctl_accepts_the_catalog() {
 fn sockets_are_in_directories_that_outlive_the_service() {
     let read = |name: &str| std::fs::read_to_string(installed(name)).expect("a file");
     let made = read("nvshare.tmpfiles");
-    let sockets = ["nvshare.socket", "nvshare-control.socket", "nvshare-metrics.socket", "nvshare-checkpoint.socket"];
+    let names = ["", "-control", "-metrics", "-checkpoint", "-hibernate"];
+    let sockets = names.map(|name| format!("nvshare{name}.socket"));
     for socket in sockets {
-        let text = read(socket);
+        let text = read(&socket);
         let path = text.lines().find_map(|line| line.strip_prefix("Listen")?.split_once('=')).expect("a socket").1;
         let directory = Path::new(path).parent().expect("a directory").display().to_string();
         assert!(made.lines().any(|line| line.starts_with(&format!("d {directory} "))), "{directory}");

@@ -4,7 +4,9 @@
 
 use nvshare_wire::{
     ClientMessage, Counts, Moves, SchedulerMessage, Secret, Text, Uuid,
-    client::{CheckpointStep, Engine, EngineReason, GpuKind, LeaveRefusal, ReleaseReason, Sharing, SleepRefusal, StuckReason},
+    client::{
+        CheckpointStep, Engine, EngineReason, GpuKind, LeaveRefusal, ReleaseReason, Sharing, SleepRefusal, StuckReason,
+    },
     env_limits::LimitName,
     scheduler::{Denial, NoPlacement, Refusal, WaitReason},
     visible_devices::Chooser,

@@ -2,7 +2,9 @@
 
 use nvshare_wire::{
     ClientMessage, Counts, HEADER_LEN, MAX_LEN, Moves, SchedulerMessage, Secret, Text, Uuid, WireError,
-    client::{CheckpointStep, Engine, EngineReason, GpuKind, LeaveRefusal, ReleaseReason, Sharing, SleepRefusal, StuckReason},
+    client::{
+        CheckpointStep, Engine, EngineReason, GpuKind, LeaveRefusal, ReleaseReason, Sharing, SleepRefusal, StuckReason,
+    },
     env_limits::LimitName,
     moves::MAX_MOVES,
     scheduler::{Denial, NoPlacement, Refusal, WaitReason},

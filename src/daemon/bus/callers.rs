@@ -242,6 +242,11 @@ impl Caller<'_> {
         }
     }
 
+    /// The user whose programs and images the caller owns.
+    pub fn own_user(&self) -> u32 {
+        accountable(self.uid)
+    }
+
     async fn may_administer(&self, action: Action, what: &str, rule: &str) -> fdo::Result<()> {
         self.is_of_the_host(what)?;
         let only_root = |why: &str| format!("{} may not {what}: {why}only root may do this", self.user());

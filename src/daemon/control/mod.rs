@@ -31,6 +31,7 @@ use crate::daemon::connections::{Connections, lock, room};
 use crate::daemon::core::bundle::Snapshot;
 use crate::daemon::core::{Core, check_room};
 use crate::daemon::gpu::nvml::Query;
+use crate::daemon::hibernate;
 use crate::daemon::logging;
 use crate::daemon::state_file::Saving;
 use crate::daemon::systemd;
@@ -94,6 +95,7 @@ impl Control {
                     .with_host(|host, model, events| host.sleep.pause(model, events, pid, is_paused, &users));
                 answer_when_saved(pause, reply);
             }
+            Request::Hibernation(request, reply) => hibernate::answer(core, request, reply),
             Request::Migrate { pid, gpu, users, reply } => core
                 .borrow_mut()
                 .with_host(|host, model, events| host.moves.begin(model, events, (pid, &gpu), &users, reply)),

@@ -68,6 +68,7 @@ impl Model {
             devices: BTreeSet::new(),
             is_exempt: is_asleep,
             process,
+            departure: None,
             stored_as,
             lock,
         };

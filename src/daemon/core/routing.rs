@@ -170,6 +170,8 @@ impl Core {
 
     /// Welcomes a client that has sent Hello.
     pub fn connect(&mut self, arrival: Arrival) -> ClientId {
+        // The process kept its bytes until now, as the client that left for hibernation.
+        self.model.absent_clients_of(&arrival.identity).into_iter().for_each(|gone| self.disconnect(gone, "is back"));
         let client = self.model.new_id();
         self.add(client, arrival, None);
         let placement = self.host.placements.take(&self.model, client);
@@ -287,6 +289,7 @@ impl Core {
                 let request = self.host.foreign_checkpoint(&self.model, client, pidfd, (step, ticket));
                 self.apply_all(request);
             }
+            ClientAction::Leaving(refusal) => self.model.note_departure(client, refusal),
             ClientAction::UseSwapFile { ram_max } => self.host.files.accepted(client, ram_max),
             ClientAction::EnvLimit { limit, text } => self.set_env_limit(client, limit, &text),
             ClientAction::RequestPlacement(request) => self.place(client, &request),

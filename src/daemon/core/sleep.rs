@@ -207,6 +207,9 @@ impl Sleep {
                  Kubernetes: the component sleep/), then resume it."
             )));
         }
+        if !is_paused && clients.iter().any(|client| model.is_departing(*client)) {
+            return Err(fdo::Error::Failed(format!("cannot resume process {pid}: it is being saved to disk")));
+        }
         let saving = self.paused.set(pid.try_into().unwrap_or_default(), is_paused);
         let event = |client: ClientId| {
             if let Some(identity) = model.identity(client) {
@@ -221,6 +224,15 @@ impl Sleep {
         };
         events.extend(clients.into_iter().map(event));
         Ok(saving)
+    }
+
+    /// Ends the pause of a program that could not be hibernated. A client that has left is not paused when
+    /// its process connects again.
+    pub fn unpause(&mut self, model: &Model, events: &mut Vec<Event>, pid: u32) {
+        drop(self.paused.set(pid.try_into().unwrap_or_default(), false));
+        let clients = model.program(pid).unwrap_or_default().into_iter();
+        let present = clients.filter(|client| !model.is_departing(*client));
+        events.extend(present.map(|client| Event::Resumed { client }));
     }
 
     /// The events that restore the sleep of a newly connected client. If the client's process is paused, the

@@ -105,7 +105,10 @@ mod tests {
         }
         let Sleep::Prepared(prepared) = &client.thread.sleep else { panic!("the client is asleep") };
         assert!(prepared.away.is_none(), "the client connects again");
-        assert!(prepared.lost_at.is_some_and(|lost| lost.elapsed() < RETRY_LATE), "its wait for a scheduler begins now");
+        assert!(
+            prepared.lost_at.is_some_and(|lost| lost.elapsed() < RETRY_LATE),
+            "its wait for a scheduler begins now"
+        );
     }
 
     #[test]
