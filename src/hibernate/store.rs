@@ -532,3 +532,6 @@ fn is_name(name: &str) -> bool {
 fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
 }
+
+#[cfg(test)]
+mod tests;

@@ -119,6 +119,12 @@ impl Core {
         }
     }
 
+    /// Removes the clients of a process that have left. The process connects again, and kept its bytes until
+    /// now.
+    pub(super) fn end_absence(&mut self, identity: &Identity) {
+        self.model.absent_clients_of(identity).into_iter().for_each(|client| self.disconnect(client, "is back"));
+    }
+
     /// Asks a sleeping client to leave.
     pub fn ask_to_leave(&mut self, client: ClientId) {
         if let Some(entry) = self.model.clients.get_mut(&client) {

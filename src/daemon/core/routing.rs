@@ -170,8 +170,7 @@ impl Core {
 
     /// Welcomes a client that has sent Hello.
     pub fn connect(&mut self, arrival: Arrival) -> ClientId {
-        // The process kept its bytes until now, as the client that left for hibernation.
-        self.model.absent_clients_of(&arrival.identity).into_iter().for_each(|gone| self.disconnect(gone, "is back"));
+        self.end_absence(&arrival.identity);
         let client = self.model.new_id();
         self.add(client, arrival, None);
         let placement = self.host.placements.take(&self.model, client);
@@ -564,8 +563,7 @@ impl Core {
         self.release_held();
     }
 
-    /// Sends the scheduler the number of bytes that it can promise beyond the GPUs' memory. `wanted`: a request
-    /// that is about to be made.
+    /// Sends the scheduler the bytes that it can promise beyond the GPUs' memory. `wanted`: the next request.
     fn promise(&mut self, wanted: Option<Wanted>) {
         let promise = self.host.files.promise(&self.model, &self.host.figures, wanted);
         self.apply_all(promise);
@@ -609,8 +607,7 @@ impl Core {
         self.sample_host();
     }
 
-    /// Puts the configuration's settings into effect. `log`: logs a change from the first settings to the
-    /// second.
+    /// Puts the configuration's settings into effect. `log`: logs a change of the settings.
     fn set_settings(&mut self, log: impl FnOnce(&Settings, &Settings)) {
         let settings = settings::in_effect(&self.model.config, self.model.driver.driver.as_deref());
         if *self.io.settings.borrow() != settings {
