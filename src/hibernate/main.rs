@@ -86,6 +86,8 @@ fn main() -> ExitCode {
         eprintln!("nvshare-hibernate must be started by the scheduler, with a socket as its standard input");
         return ExitCode::FAILURE;
     }
+    // Each file and directory is created with a mode of its own.
+    rustix::process::umask(rustix::fs::Mode::empty());
     let store = Store::open(&arguments.images);
     if let Ok(store) = &store {
         store.settle();

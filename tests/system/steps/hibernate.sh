@@ -1,0 +1,109 @@
+#!/bin/bash
+# A user's program is saved to disk by a real CRIU, and restored. Then every process that takes part is
+# killed at random moments. Afterwards, the program runs, or its image can be restored, but never both.
+#
+#   HIBERNATIONS=500 hibernate.sh   the number of hibernations with kills (default: 20)
+. "$(dirname "$0")/../lib.sh"
+
+images=/var/lib/nvshare-hibernate
+log=/home/$user/hibernate.log
+# The container manager gives all processes inheritable capabilities, which users of other systems lack.
+start() { # arguments of cuda-program
+    said=$(umask 0 && exec runuser -u $user -- env "${gpu[@]}" setpriv --inh-caps=-all \
+        nvsharectl run --portable=$log -- cuda-program "$@")
+    pid=$(sed -n 's/.* runs as process \([0-9]*\), .*/\1/p' <<<"$said")
+    [ -n "$pid" ] || fail "the program was not started: $said"
+    until_true "the program to be served" is_so ".clients[] | select(.pid == $pid) | .gpus[].grants > 0"
+}
+lives() { kill -0 "$pid" 2>/dev/null; }
+gone() { ! lives; }
+state() { sed -n 's/^State:\t\(.\).*/\1/p' "/proc/$pid/status" 2>/dev/null; }
+goes_on() { case $(state) in R | S | D) ;; *) return 1 ;; esac; }
+image() { nvsharectl hibernated --json | jq -r ".[] | select(.name | startswith(\"cuda-program-$pid-\")) | .name"; }
+# Ends the program, which must have right results.
+ends_well() {
+    kill -USR1 "$pid"
+    until_true "the program to end" gone
+    [ "$(grep -c '"ok":true' $log)" = 1 ] || fail "the program's results: $(cat $log)"
+    rm $log
+}
+
+start naps --mem 16M --seconds 600 --pause-ms 5
+if ! criu --version 2>/dev/null | grep -q '^Version: [4-9]'; then
+    refused "CRIU 4.1 or newer is needed" as_user nvsharectl hibernate "$pid"
+    until_true "the program to continue" goes_on
+    ends_well
+    exit 0
+fi
+
+refused "may not" runuser -u nobody -- nvsharectl hibernate "$pid"
+as_user nvsharectl hibernate "$pid" >/tmp/said || fail "its owner may not hibernate it"
+lives && fail "the program still runs"
+saved=$(image)
+grep -q "nvsharectl restore $saved" /tmp/said || fail "said $(cat /tmp/said)"
+until_true "the scheduler to forget it" is_so '.clients | length == 0'
+[ "$(stat -c %a $images)" = 700 ] || fail "others can enter $images"
+[ -z "$(find $images/"$saved"/criu ! -user root)" ] || fail "the image belongs to $user"
+
+# Another user does not see the image.
+refused "there is no image" runuser -u nobody -- nvsharectl restore "$saved"
+[ "$(runuser -u nobody -- nvsharectl hibernated)" = "No program is saved." ] || fail "nobody sees images"
+# A changed image is refused, and so is one whose owner was changed.
+pages=$(find $images/"$saved"/criu -name 'pages-*.img' | head -n 1)
+cp -a "$pages" /tmp/pages
+printf x | dd of="$pages" bs=1 seek=4096 conv=notrunc status=none
+refused "is damaged" as_user nvsharectl restore "$saved"
+cp -a /tmp/pages "$pages"
+cp -a $images/"$saved"/manifest /tmp/manifest
+sed -i "s/\"uid\":$(id -u $user)/\"uid\":0/" $images/"$saved"/manifest
+refused "this host has not signed it" nvsharectl restore "$saved"
+cp -a /tmp/manifest $images/"$saved"/manifest
+# The log is another file than the one that the program had open, and the user may not write it.
+mv $log $log.saved && install -m 644 /dev/null $log
+truncate -s "$(stat -c %s $log.saved)" $log
+refused "Permission denied" as_user nvsharectl restore "$saved"
+mv $log.saved $log
+
+as_user nvsharectl restore "$saved" >/dev/null || fail "its owner may not restore it"
+until_true "the program to continue" goes_on
+[ -z "$(sed -n 's/^Cap\(Inh\|Prm\|Eff\|Amb\):\t0*$//p' "/proc/$pid/status" | tr -d '\n')" ] || fail "it has capabilities"
+grep -Eq '^Cap(Inh|Prm|Eff|Amb):.*[1-9a-f]' "/proc/$pid/status" && fail "the restored program has capabilities"
+refused "runs as process $pid" as_user nvsharectl restore "$saved"
+until_true "the program to be served" is_so ".clients[] | select(.pid == $pid) | .gpus[].grants > 0"
+ends_well
+as_user nvsharectl hibernated --delete "$saved" || fail "its owner may not delete it"
+rm -f /tmp/said /tmp/pages /tmp/manifest
+
+settled() { [ -z "$(image)" ] && goes_on || { [ -n "$(image)" ] && gone; }; }
+lost=0
+for _ in $(seq "${HIBERNATIONS:-20}"); do
+    start naps --mem 8M --seconds 600 --pause-ms 5
+    nvsharectl hibernate "$pid" >/tmp/said 2>&1 &
+    order=$!
+    sleep "0.$(printf '%03d' $((RANDOM % 500)))"
+    victims=(nvshare-hibernate criu nvshare-scheduler)
+    victim=${victims[RANDOM % 3]}
+    pkill -KILL -x "${victim:0:15}" || true
+    wait $order || true
+    # Each list starts a helper, which settles what a killed helper has left.
+    until_true "the program or its image after $victim was killed: $(cat /tmp/said)" settled
+    saved=$(image)
+    if [ -n "$saved" ]; then
+        nvsharectl restore "$saved" >/tmp/said 2>&1 &
+        order=$!
+        sleep "0.$(printf '%03d' $((RANDOM % 300)))"
+        pkill -KILL -x "${victim:0:15}" || true
+        wait $order || true
+        running() { nvsharectl hibernated --json | jq -e ".[] | select(.name == \"$saved\") | .\"runs-as\" == $pid" && goes_on; }
+        restored() { running || { nvsharectl restore "$saved" && running; }; }
+        until_true "$saved to be restored after $victim was killed: $(cat /tmp/said)" restored
+        nvsharectl hibernated --delete "$saved"
+    fi
+    # A scheduler that was killed has left the program paused.
+    nvsharectl resume "$pid" >/dev/null 2>&1 || true
+    until_true "the program to be connected" is_so ".clients[] | select(.pid == $pid)"
+    ends_well
+done
+[ $lost = 0 ] || fail "$lost programs were lost"
+[ "$(nvsharectl hibernated)" = "No program is saved." ] || fail "left: $(nvsharectl hibernated)"
+rm -rf /tmp/said $images
