@@ -17,7 +17,7 @@ use super::model::{Departure, Model};
 use super::routing::Core;
 use crate::bus;
 use crate::identity::Identity;
-use crate::scheduler::{ClientId, SleepPhase};
+use crate::scheduler::{ClientId, Event, SleepPhase};
 
 /// Maximum time for which a client that has left keeps its bytes.
 pub const ABSENCE: Duration = Duration::from_secs(600);
@@ -100,7 +100,8 @@ impl Core {
             return cannot("it has not used a GPU yet");
         }
         let was_paused = self.model.machine.sleep_of(client).paused;
-        self.with_host(|host, model, events| host.sleep.pause(model, events, pid, true, users))?;
+        // Not saved as a pause: if this daemon is killed, the program continues with the next daemon.
+        self.with_host(|_, _, events| events.push(Event::SleepWanted { client, paused: true }));
         Ok(Candidate { client, pid, uid, process, was_paused })
     }
 
@@ -133,14 +134,19 @@ impl Core {
         self.model.send(client, SchedulerMessage::Leave {});
     }
 
-    /// Ends a hibernation that has failed. `pid`: the program, whose process may have connected again.
+    /// Ends a hibernation that has failed. The program continues. If its client has left, it continues when
+    /// its process connects again.
     pub fn end_hibernation(&mut self, candidate: &Candidate) {
         let is_absent = matches!(self.model.departure(candidate.client), Some(Departure::Left(_)));
         if let Some(entry) = self.model.clients.get_mut(&candidate.client).filter(|_| !is_absent) {
             entry.departure = None;
         }
         if !candidate.was_paused {
-            self.with_host(|host, model, events| host.sleep.unpause(model, events, candidate.pid));
+            self.with_host(|_, model, events| {
+                let clients = model.program(candidate.pid).unwrap_or_default().into_iter();
+                let present = clients.filter(|client| !model.is_departing(*client));
+                events.extend(present.map(|client| Event::Resumed { client }));
+            });
         }
     }
 

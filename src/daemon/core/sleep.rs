@@ -226,15 +226,6 @@ impl Sleep {
         Ok(saving)
     }
 
-    /// Ends the pause of a program that could not be hibernated. A client that has left is not paused when
-    /// its process connects again.
-    pub fn unpause(&mut self, model: &Model, events: &mut Vec<Event>, pid: u32) {
-        drop(self.paused.set(pid.try_into().unwrap_or_default(), false));
-        let clients = model.program(pid).unwrap_or_default().into_iter();
-        let present = clients.filter(|client| !model.is_departing(*client));
-        events.extend(present.map(|client| Event::Resumed { client }));
-    }
-
     /// The events that restore the sleep of a newly connected client. If the client's process is paused, the
     /// client is paused again. An earlier daemon may have received that order.
     pub fn restore(&self, model: &Model, client: ClientId) -> Vec<Event> {

@@ -74,8 +74,12 @@ ends_well
 as_user nvsharectl hibernated --delete "$saved" || fail "its owner may not delete it"
 rm -f /tmp/said /tmp/pages /tmp/manifest
 
+# systemd would stop to restart a scheduler that is killed this often.
+kill_victim() {
+    pkill -KILL -x "${victim:0:15}" || true
+    systemctl reset-failed $unit nvshare.socket 2>/dev/null || true
+}
 settled() { [ -z "$(image)" ] && goes_on || { [ -n "$(image)" ] && gone; }; }
-lost=0
 for _ in $(seq "${HIBERNATIONS:-20}"); do
     start naps --mem 8M --seconds 600 --pause-ms 5
     nvsharectl hibernate "$pid" >/tmp/said 2>&1 &
@@ -83,7 +87,7 @@ for _ in $(seq "${HIBERNATIONS:-20}"); do
     sleep "0.$(printf '%03d' $((RANDOM % 500)))"
     victims=(nvshare-hibernate criu nvshare-scheduler)
     victim=${victims[RANDOM % 3]}
-    pkill -KILL -x "${victim:0:15}" || true
+    kill_victim
     wait $order || true
     # Each list starts a helper, which settles what a killed helper has left.
     until_true "the program or its image after $victim was killed: $(cat /tmp/said)" settled
@@ -92,18 +96,15 @@ for _ in $(seq "${HIBERNATIONS:-20}"); do
         nvsharectl restore "$saved" >/tmp/said 2>&1 &
         order=$!
         sleep "0.$(printf '%03d' $((RANDOM % 300)))"
-        pkill -KILL -x "${victim:0:15}" || true
+        kill_victim
         wait $order || true
         running() { nvsharectl hibernated --json | jq -e ".[] | select(.name == \"$saved\") | .\"runs-as\" == $pid" && goes_on; }
         restored() { running || { nvsharectl restore "$saved" && running; }; }
         until_true "$saved to be restored after $victim was killed: $(cat /tmp/said)" restored
         nvsharectl hibernated --delete "$saved"
     fi
-    # A scheduler that was killed has left the program paused.
-    nvsharectl resume "$pid" >/dev/null 2>&1 || true
-    until_true "the program to be connected" is_so ".clients[] | select(.pid == $pid)"
+    until_true "the program to be connected" is_so ".clients[] | select(.pid == $pid and .paused == false)"
     ends_well
 done
-[ $lost = 0 ] || fail "$lost programs were lost"
 [ "$(nvsharectl hibernated)" = "No program is saved." ] || fail "left: $(nvsharectl hibernated)"
 rm -rf /tmp/said $images
