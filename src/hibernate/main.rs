@@ -18,7 +18,7 @@ mod process;
 mod store;
 
 use clap::Parser;
-use nvshare_hibernate::{IDLE, MAX_PACKET, Reply, Request};
+use nvshare_hibernate::{IDLE, Image, MAX_PACKET, Reply, Request};
 use process::{Credentials, Identity, Tree};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -181,28 +181,17 @@ fn check(store: &Store, tree: &Tree, uid: u32) -> Result<Credentials, Refusal> {
     Ok(owner)
 }
 
-/// Saves a program. Its processes are stopped from here on, until they are ended or the program
-/// cannot be saved.
+/// Saves a program. The record is written before the program is stopped, and is removed after the program
+/// continues. So a program that a killed helper has left stopped always has a record.
 fn save(store: &Store, root: i32, uid: u32, socket: BorrowedFd<'_>) -> Result<Reply, Refusal> {
-    let tree = Tree::stop(root)?;
-    let saved = tree.check(uid).and_then(|owner| save_stopped(store, &tree, owner, socket));
-    // From `complete` on, the program is the image.
-    saved.inspect_err(|_| tree.resume())
-}
-
-fn save_stopped(store: &Store, tree: &Tree, owner: Credentials, socket: BorrowedFd<'_>) -> Result<Reply, Refusal> {
-    let program = process::name(tree.root());
-    let process = Identity::of(tree.root()).ok_or_else(|| Refusal::new("the program has ended"))?;
-    let entry = store.create(&program, tree, &owner)?;
-    let manifest = Manifest::new(&program, owner, tree);
-    let complete = || {
-        criu::dump(&entry, &manifest.owner, tree.root())?;
-        if has_hung_up(socket) {
-            return Err(Refusal::new("it was cancelled"));
-        }
-        store.complete(&entry, &manifest, process.clone())
-    };
-    match complete() {
+    let gone = || Refusal::new("the program has ended");
+    let tree = Tree::of(root).ok_or_else(gone)?;
+    let owner = tree.check(uid)?;
+    let program = process::name(root);
+    let process = Identity::of(root).ok_or_else(gone)?;
+    let entry = store.create(&program, &process, &owner)?;
+    let saved = Tree::stop(root).and_then(|tree| save_stopped(store, &entry, &tree, &program, uid, socket));
+    match saved {
         Ok(image) => {
             // If this fails, the next helper ends the process.
             if let Err(e) = entry.end(&process) {
@@ -210,16 +199,33 @@ fn save_stopped(store: &Store, tree: &Tree, owner: Credentials, socket: Borrowed
             }
             Ok(Reply::Saved { image })
         }
-        Err(why) if matches!(entry.stage(), Some(Stage::Ending { .. })) => {
-            // The record was written, but perhaps not to the disk. The image counts.
-            let _ = entry.end(&process);
-            Err(why)
-        }
         Err(why) => {
-            let _ = entry.delete();
+            // The record may say that the image is the program although it could not be synced.
+            let image_counts = !matches!(entry.stage(), Some(Stage::Saving { .. }));
+            let done = if image_counts { entry.end(&process) } else { entry.give_up(&process) };
+            done.map_err(|e| Refusal::new(format!("{why}, and its record cannot be written: {e}")))?;
             Err(why)
         }
     }
+}
+
+/// Completes the image of a stopped program.
+fn save_stopped(
+    store: &Store,
+    entry: &Entry,
+    tree: &Tree,
+    program: &str,
+    uid: u32,
+    socket: BorrowedFd<'_>,
+) -> Result<Image, Refusal> {
+    // Only now can the program not change any more.
+    let manifest = Manifest::new(program, tree.check(uid)?, tree);
+    criu::dump(entry, &manifest.owner, tree.root())?;
+    if has_hung_up(socket) {
+        return Err(Refusal::new("it was cancelled"));
+    }
+    let process = Identity::of(tree.root()).ok_or_else(|| Refusal::new("the program has ended"))?;
+    store.complete(entry, &manifest, process)
 }
 
 fn restore(store: &Store, image: &str, uid: u32) -> Result<Reply, Refusal> {

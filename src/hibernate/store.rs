@@ -175,19 +175,18 @@ impl Store {
         entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| is_name(name)).collect()
     }
 
-    /// Creates an image of a program that is stopped. CRIU can write to `criu/` and `work/`.
+    /// Creates an image of a program that is about to be stopped. CRIU can write to `criu/` and `work/`.
     ///
     /// # Errors
     /// The disk is full.
-    pub fn create(&self, program: &str, tree: &Tree, owner: &Credentials) -> Result<Entry, Refusal> {
-        let process = Identity::of(tree.root()).ok_or_else(|| Refusal::new("the program has ended"))?;
+    pub fn create(&self, program: &str, process: &Identity, owner: &Credentials) -> Result<Entry, Refusal> {
         let program: String = program.chars().take(16).collect();
-        let name = format!("{program}-{}-{}", tree.root(), now());
+        let name = format!("{program}-{}-{}", process.pid, now());
         let path = self.path.join(&name);
         let create = || -> io::Result<Entry> {
             fs::DirBuilder::new().mode(0o755).create(&path)?;
             let entry = Entry { name, path: path.clone(), lock: lock(&path)?.ok_or(io::ErrorKind::ResourceBusy)? };
-            entry.record(&Stage::Saving { process })?;
+            entry.record(&Stage::Saving { process: process.clone() })?;
             for part in ["criu", "work"] {
                 fs::DirBuilder::new().mode(0o700).create(path.join(part))?;
                 chown(path.join(part), Some(owner.uid), Some(owner.gid))?;
@@ -341,11 +340,7 @@ impl Store {
             return entry.delete();
         };
         match stage {
-            Stage::Saving { process } => {
-                let tree = process.lives().then(|| Tree::of(process.pid)).flatten();
-                tree.as_ref().inspect(|tree| tree.resume());
-                entry.delete()
-            }
+            Stage::Saving { process } => entry.give_up(&process),
             Stage::Ending { process } => entry.end(&process),
             Stage::Restoring { helper, cgroups } => {
                 let manifest = self.manifest(&entry.path)?;
@@ -394,6 +389,13 @@ impl Entry {
 
     pub fn delete(&self) -> io::Result<()> {
         fs::remove_dir_all(&self.path)
+    }
+
+    /// Lets the process of an image that is not complete continue, and deletes the image.
+    pub fn give_up(&self, process: &Identity) -> io::Result<()> {
+        let tree = process.lives().then(|| Tree::of(process.pid)).flatten();
+        tree.as_ref().inspect(|tree| tree.resume());
+        self.delete()
     }
 
     /// Ends the process of a complete image.

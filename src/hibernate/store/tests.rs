@@ -25,7 +25,7 @@ fn image(store: &Store, uid: u32) -> Entry {
         gid: rustix::process::getegid().as_raw(),
         groups: Vec::new(),
     };
-    let entry = store.create("program", &tree, &me).expect("an image");
+    let entry = store.create("program", &Identity::of(own).expect("this process"), &me).expect("an image");
     for (name, contents) in [("pages-1.img", "the memory"), ("core-7.img", "uid 1000")] {
         fs::write(entry.path.join("criu").join(name), contents).expect("a file");
     }
