@@ -3,11 +3,12 @@
 use crate::{
     Refusal,
     owner::{Purpose, run_as},
-    process::Credentials,
+    process::{Credentials, Identity},
     store::Entry,
 };
 use std::{
     ffi::OsStr,
+    io,
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::process::CommandExt,
@@ -45,16 +46,25 @@ fn run(entry: &Entry, owner: &Credentials, purpose: Purpose, arguments: &[&str],
     command.args(["--images-dir", ".", "--work-dir", "../work", "--log-file", log, "-v1"]);
     run_as(&mut command, owner, purpose, images.as_fd());
     keep_open(&mut command, &entry.lock);
-    let status = command.status().map_err(|e| Refusal::new(format!("cannot start {CRIU}: {e}")))?;
+    let words = |e: io::Error| Refusal::new(format!("cannot run {CRIU}: {e}"));
+    let mut child = command.spawn().map_err(words)?;
+    // If this fails, CRIU continues: stopping it is more dangerous than to forget it.
+    if let Some(process) = Identity::of(child.id() as i32)
+        && let Err(e) = entry.begin(process, owner.uid)
+    {
+        eprintln!("nvshare-hibernate: cannot record the process of {CRIU}: {e}");
+    }
+    let status = child.wait().map_err(words)?;
     if status.success() {
         return Ok(());
     }
+    entry.end_leftovers();
     let why = entry.error_in(log).unwrap_or_else(|| status.to_string());
     Err(Refusal::new(format!("CRIU fails: {why}")))
 }
 
 /// Lets CRIU hold the lock of the image, even if this helper is killed.
-fn keep_open(command: &mut Command, lock: &OwnedFd) {
+pub fn keep_open(command: &mut Command, lock: &OwnedFd) {
     let lock = lock.as_raw_fd();
     // SAFETY: the closure only makes a system call.
     unsafe {

@@ -109,10 +109,8 @@ fn is_alive(pidfd: &OwnedFd) -> bool {
 
 /// Returns the descendants of a process, and the process itself first.
 fn tree(root: i32) -> Vec<i32> {
-    let pids = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     let mut children: BTreeMap<i32, Vec<i32>> = BTreeMap::new();
-    for pid in pids {
+    for pid in pids() {
         if let Some(stat) = Stat::of(pid) {
             children.entry(stat.parent).or_default().push(pid);
         }
@@ -278,6 +276,24 @@ fn credentials(pid: i32) -> Option<Credentials> {
 /// The user of a process, if all its user IDs are equal.
 pub fn owner(pid: i32) -> Option<u32> {
     credentials(pid).map(|credentials| credentials.uid)
+}
+
+/// Ends all processes for which `is_meant` returns true, and waits until they have ended.
+pub fn kill_all(is_meant: impl Fn(i32) -> bool) {
+    let open = |pid| Some(Member { pid, pidfd: pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty()).ok()? });
+    // Checked while the pidfd is open, so that the PID belongs to the process that is ended.
+    let members = pids().filter_map(open).filter(|member| is_meant(member.pid)).collect();
+    Tree { root: 0, members }.kill();
+}
+
+/// Whether a process has this file or directory open.
+pub fn has_open(pid: i32, path: &Path) -> bool {
+    open_files(pid).any(|(_, open)| open == path)
+}
+
+fn pids() -> impl Iterator<Item = i32> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
 
 /// The control groups of a process.

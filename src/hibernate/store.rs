@@ -31,6 +31,8 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
+/// The latest process of CRIU.
+const CRIU: &str = "criu-process";
 const RECORD: &str = "record";
 const MANIFEST: &str = "manifest";
 const SIGNATURE: &str = "signature";
@@ -82,6 +84,13 @@ impl Manifest {
     fn bytes(&self) -> u64 {
         self.files.iter().map(|file| file.bytes).sum()
     }
+}
+
+/// A process of CRIU, which runs as this user.
+#[derive(Debug, Serialize, Deserialize)]
+struct Worker {
+    process: Identity,
+    uid: u32,
 }
 
 #[derive(Debug)]
@@ -327,7 +336,10 @@ impl Store {
                         is_settled = false;
                     }
                 }
-                Ok(None) => is_settled = false,
+                Ok(None) => {
+                    end_leftovers(&self.path.join(&name));
+                    is_settled = false;
+                }
                 Err(_) => {} // deleted since
             }
         }
@@ -385,6 +397,16 @@ impl Entry {
         let text = String::from_utf8_lossy(&text);
         let error = text.lines().find_map(|line| line.split_once("Error (")?.1.split_once("): "))?.1;
         Some(error.chars().filter(|c| !c.is_control()).take(200).collect())
+    }
+
+    /// Records that this process is CRIU's.
+    pub fn begin(&self, process: Identity, uid: u32) -> io::Result<()> {
+        replace(&self.path, CRIU, &serde_json::to_vec(&Worker { process, uid })?)
+    }
+
+    /// Ends the children of a CRIU that was killed.
+    pub fn end_leftovers(&self) {
+        end_leftovers(&self.path);
     }
 
     pub fn delete(&self) -> io::Result<()> {
@@ -497,6 +519,20 @@ fn describe(name: &str, manifest: &Manifest, runs_as: Option<i32>) -> Image {
         bytes: manifest.bytes(),
         runs_as,
         damage: None,
+    }
+}
+
+/// Ends the processes that a killed CRIU has left: some wait forever, and hold the lock of the image. They
+/// run as the owner of the program, and have inherited the lock. Processes of a CRIU that succeeded have
+/// closed it.
+fn end_leftovers(path: &Path) {
+    let read = || -> io::Result<Worker> {
+        let mut text = Vec::new();
+        open_sealed(&path.join(CRIU))?.take(MAX_MANIFEST).read_to_end(&mut text)?;
+        Ok(serde_json::from_slice(&text)?)
+    };
+    if let Some(Worker { uid, .. }) = read().ok().filter(|worker| !worker.process.lives() && worker.uid != 0) {
+        process::kill_all(|pid| process::owner(pid) == Some(uid) && process::has_open(pid, path));
     }
 }
 

@@ -81,7 +81,7 @@ fn systemd_accepts_the_units() {
     let helpers = helpers.iter().flat_map(|name| [format!("{name}.socket"), format!("{name}@x.service")]);
     for unit in ["nvshare.socket".to_owned(), "nvshare.service".to_owned()].into_iter().chain(helpers) {
         let mut command = Command::new("systemd-analyze");
-        command.args(["verify", "--man=no", "--recursive-errors=no"]).arg(directory.0.join(unit));
+        command.args(["verify", "--man=no", "--recursive-errors=no"]).arg(directory.0.join(&unit));
         command.env("SYSTEMD_UNIT_PATH", format!("{}:", directory.0.display()));
         let Some(output) = ask(&mut command) else { return };
         let said = String::from_utf8_lossy(&output.stderr);

@@ -172,3 +172,25 @@ fn the_process_of_a_complete_image_is_ended() {
     assert_eq!(entry.stage(), Some(Stage::Saved));
     store.verify(&entry, OWNER).expect("the image can be restored");
 }
+
+#[test]
+fn children_of_a_killed_criu_do_not_hold_the_lock_forever() {
+    if !rustix::process::geteuid().is_root() {
+        return test_support::skip("root");
+    }
+    let (_directory, store, entry) = store();
+    let mut orphan = std::process::Command::new("sleep");
+    std::os::unix::process::CommandExt::uid(&mut orphan, 65534);
+    crate::criu::keep_open(&mut orphan, &entry.lock);
+    let mut orphan = orphan.arg("1000").spawn().expect("a process");
+    let mut criu = std::process::Command::new("sleep").arg("1000").spawn().expect("a process");
+    entry.begin(Identity::of(criu.id() as i32).expect("it runs"), 65534).expect("a record");
+    drop(entry);
+    assert!(!store.settle() && orphan.try_wait().expect("a child").is_none(), "CRIU lives");
+    criu.kill().expect("killed");
+    criu.wait().expect("it has ended");
+    let reaper = std::thread::spawn(move || orphan.wait().expect("it has ended"));
+    assert!(!store.settle(), "the lock was held");
+    assert!(!reaper.join().expect("no panic").success());
+    assert!(store.settle());
+}

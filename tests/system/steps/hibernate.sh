@@ -36,6 +36,34 @@ if ! criu --version 2>/dev/null | grep -q '^Version: [4-9]'; then
     exit 0
 fi
 
+# While CRIU works, the scheduler keeps the bytes of the program, which is not connected. If CRIU fails,
+# the program connects again and continues.
+criu=$(command -v criu)
+mv "$criu" "$criu.real"
+cat >"$criu" <<'END'
+#!/bin/sh
+[ "$1" != --version ] || exec echo 'Version: 4.1'
+while [ -e /run/criu-works ]; do sleep 0.1; done
+exit 1
+END
+chmod 755 "$criu"
+touch /run/criu-works
+as_user nvsharectl hibernate "$pid" >/tmp/said 2>&1 &
+order=$!
+until_true "CRIU to work" pgrep -f 'criu dump'
+sleep 1.5
+is_so ".clients[] | select(.pid == $pid) | .gpus[].demand > 0" >/dev/null || fail "its bytes are not kept: $(nvsharectl)"
+[ "$(state)" = T ] || fail "the program is not stopped"
+refused "is being saved to disk" as_user nvsharectl resume "$pid"
+refused "is being hibernated already" as_user nvsharectl hibernate "$pid"
+rm /run/criu-works
+wait $order && fail "a program was saved without CRIU"
+grep -q "cannot hibernate process $pid: CRIU fails" /tmp/said || fail "said $(cat /tmp/said)"
+goes_on || fail "the program is $(state)"
+until_true "it to run again" is_so ".clients[] | select(.pid == $pid and .paused == false) | .gpus[].\"lock-time\" > 0.2"
+mv "$criu.real" "$criu"
+[ "$(nvsharectl hibernated)" = "No program is saved." ] || fail "left: $(nvsharectl hibernated)"
+
 refused "may not" runuser -u nobody -- nvsharectl hibernate "$pid"
 as_user nvsharectl hibernate "$pid" >/tmp/said || fail "its owner may not hibernate it"
 lives && fail "the program still runs"
@@ -80,6 +108,7 @@ kill_victim() {
     systemctl reset-failed $unit nvshare.socket 2>/dev/null || true
 }
 settled() { [ -z "$(image)" ] && goes_on || { [ -n "$(image)" ] && gone; }; }
+saves=0
 for _ in $(seq "${HIBERNATIONS:-20}"); do
     start naps --mem 8M --seconds 600 --pause-ms 5
     nvsharectl hibernate "$pid" >/tmp/said 2>&1 &
@@ -93,6 +122,7 @@ for _ in $(seq "${HIBERNATIONS:-20}"); do
     until_true "the program or its image after $victim was killed: $(cat /tmp/said)" settled
     saved=$(image)
     if [ -n "$saved" ]; then
+        saves=$((saves + 1))
         nvsharectl restore "$saved" >/tmp/said 2>&1 &
         order=$!
         sleep "0.$(printf '%03d' $((RANDOM % 300)))"
@@ -107,4 +137,6 @@ for _ in $(seq "${HIBERNATIONS:-20}"); do
     ends_well
 done
 [ "$(nvsharectl hibernated)" = "No program is saved." ] || fail "left: $(nvsharectl hibernated)"
+# Kills that never, or always, prevent the image test only half of the cases.
+[ "${HIBERNATIONS:-20}" -lt 20 ] || { [ $saves -gt 0 ] && [ $saves -lt "${HIBERNATIONS:-20}" ]; } || fail "$saves programs were saved"
 rm -rf /tmp/said $images
