@@ -66,10 +66,10 @@ const CORE: [&str; 44] = [
     "moves",
     "sleep",
     "foreign",
+    "hibernation",
     "rooms",
     "host",
     "routing",
-    "hibernation",
     "view",
     "views",
     "explain",
@@ -160,8 +160,20 @@ fn upward(folder: &Path, prefix: &str, layers: &[&str]) -> Vec<String> {
         let path = file.strip_prefix(folder).expect("below the folder");
         let first = path.components().next().expect("a name").as_os_str().to_str().expect("UTF-8");
         let layer = first.trim_end_matches(".rs");
-        if ["lib", "mod", "layers", "calls", "bin", "scheduler", "idle_gap", "pools", "simulated_client", "checkpoint"]
-            .contains(&layer)
+        if [
+            "lib",
+            "mod",
+            "layers",
+            "calls",
+            "bin",
+            "scheduler",
+            "idle_gap",
+            "pools",
+            "simulated_client",
+            "checkpoint",
+            "hibernate",
+        ]
+        .contains(&layer)
         {
             continue;
         }

@@ -64,18 +64,14 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Pause { program }) => pause::pause(&target, &program),
         Some(Verb::Resume { program }) => pause::resume(&target, &program),
         Some(Verb::Migrate { program, to }) => moves::migrate(&target, &program, &to),
-        Some(Verb::Hibernate { program }) => print(&hibernate::hibernate(&target, &program)?),
-        Some(Verb::Restore { image }) => print(&hibernate::restore(&target, &image)?),
-        Some(Verb::Hibernated { delete: Some(image), .. }) => hibernate::delete(&target, &image),
-        Some(Verb::Hibernated { delete: None, .. }) => print(&hibernate::list(&target, json)?),
+        Some(verb @ (Verb::Hibernate { .. } | Verb::Restore { .. } | Verb::Hibernated { .. })) => {
+            print(&hibernate::carry_out(&target, verb, json)?)
+        }
         Some(Verb::Drain { gpu }) => print(&moves::drain(&target, &gpu)?),
         Some(Verb::Undrain { gpu }) => moves::undrain(&target, &gpu),
         Some(Verb::Run { library, gpus, memory, portable, command }) => {
             let request = place::GpuRequest { gpus, memory };
-            match run::run(&target, library.as_deref(), request, portable.as_deref(), &command) {
-                Ok(line) => print(&line),
-                Err(e) => Err(e),
-            }
+            run::run(&target, library.as_deref(), request, portable.as_deref(), &command).and_then(|line| print(&line))
         }
         Some(Verb::Lock { gpu, who, why, on_loss, command }) => {
             return lock::lock(&target, &lock::LockRequest { gpu, who, why, on_loss }, &command);

@@ -1,15 +1,29 @@
 //! `nvsharectl hibernate`, `restore` and `hibernated`: save programs to disk, restore and list them.
 
+use super::arguments::Verb;
 use super::table::{Align, Table};
 use super::{CtlError, Target, block_on, password, pause};
 use crate::bus::Image;
 use crate::config::units;
 
+/// Carries out one of the three commands. Returns the text to print.
+///
+/// # Errors
+/// The command fails.
+pub fn carry_out(target: &Target, verb: Verb, is_json: bool) -> Result<String, CtlError> {
+    match verb {
+        Verb::Hibernate { program } => hibernate(target, &program),
+        Verb::Restore { image } => restore(target, &image),
+        Verb::Hibernated { delete: Some(image), .. } => delete(target, &image).map(|()| String::new()),
+        _ => list(target, is_json),
+    }
+}
+
 /// Saves programs to disk and ends their processes. Returns a line for each program.
 ///
 /// # Errors
 /// The program does not exist, or cannot be saved. It then continues.
-pub fn hibernate(target: &Target, program: &str) -> Result<String, CtlError> {
+fn hibernate(target: &Target, program: &str) -> Result<String, CtlError> {
     block_on(async {
         let scheduler = target.connect().await?;
         let mut lines = String::new();
@@ -25,7 +39,7 @@ pub fn hibernate(target: &Target, program: &str) -> Result<String, CtlError> {
 ///
 /// # Errors
 /// The image does not exist, is damaged, or cannot be restored here and now.
-pub fn restore(target: &Target, image: &str) -> Result<String, CtlError> {
+fn restore(target: &Target, image: &str) -> Result<String, CtlError> {
     block_on(async {
         let scheduler = target.connect().await?;
         let pid: u32 = password::call(&scheduler, "Restore", &(image,)).await?;
@@ -37,7 +51,7 @@ pub fn restore(target: &Target, image: &str) -> Result<String, CtlError> {
 ///
 /// # Errors
 /// The scheduler cannot read the images.
-pub fn list(target: &Target, is_json: bool) -> Result<String, CtlError> {
+fn list(target: &Target, is_json: bool) -> Result<String, CtlError> {
     let images = block_on(async { Ok(target.connect().await?.list_hibernated().await?) })?;
     if is_json {
         let image = |image: &Image| {
@@ -56,7 +70,7 @@ pub fn list(target: &Target, is_json: bool) -> Result<String, CtlError> {
 ///
 /// # Errors
 /// The image does not exist, or is being restored.
-pub fn delete(target: &Target, image: &str) -> Result<(), CtlError> {
+fn delete(target: &Target, image: &str) -> Result<(), CtlError> {
     block_on(async {
         let scheduler = target.connect().await?;
         Ok(password::call::<()>(&scheduler, "DeleteHibernated", &(image,)).await?)

@@ -15,7 +15,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use nvshare_hibernate::{Image, MAX_PACKET, Reply, Request};
-use nvshare_wire::client::LeaveRefusal;
+use nvshare_wire::client::LeaveAnswer;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::process::{Child, Command};
@@ -166,18 +166,19 @@ async fn restore(uid: u32, image: String) -> fdo::Result<u32> {
 
 /// Saves a program. The program is paused until it was saved. If it cannot be saved, it continues.
 async fn save(core: &Rc<RefCell<Core>>, pid: u32, users: &BTreeSet<u32>) -> fdo::Result<Image> {
-    let candidate = core.borrow_mut().begin_hibernation(pid, users)?;
-    let what = format!("hibernate process {pid}");
-    let (name, since) = (core.borrow().name_of(candidate.client), Instant::now());
+    let propose =
+        |core: &mut Core| core.with_host(|host, model, events| host.departures.propose(model, events, pid, users));
+    let candidate = propose(&mut core.borrow_mut())?;
+    let (name, since) = (&candidate.name, Instant::now());
     let saved = save_candidate(core, &candidate).await;
     if let Err(why) = &saved {
         warn!(pid, "cannot save {name} to disk: {why}");
-        core.borrow_mut().end_hibernation(&candidate);
+        core.borrow_mut().with_host(|host, model, events| host.departures.give_up(model, events, &candidate));
     } else {
         let seconds = since.elapsed().as_secs_f64();
         info!(pid, seconds, "saved {name} to disk after {seconds:.1} s");
     }
-    saved.map_err(|why| failed(&what, why))
+    saved.map_err(|why| failed(&format!("hibernate process {pid}"), why))
 }
 
 async fn save_candidate(core: &Rc<RefCell<Core>>, candidate: &Candidate) -> Result<Image, String> {
@@ -219,11 +220,10 @@ async fn settle() {
 async fn wait_until_asleep(core: &Rc<RefCell<Core>>, candidate: &Candidate) -> Result<(), String> {
     let asleep = async {
         loop {
-            let sleeps = core.borrow().sleeps(candidate.client);
+            let sleeps = core.borrow().model.sleeps(candidate.client);
             match sleeps {
                 Sleeps::Yes => return Ok(()),
-                Sleeps::Gone => return Err("it has ended".into()),
-                Sleeps::No(why) => return Err(format!("it cannot sleep: {why}")),
+                Sleeps::No(why) => return Err(format!("it does not sleep: {why}")),
                 Sleeps::NotYet => sleep(LOOK).await,
             }
         }
@@ -233,20 +233,20 @@ async fn wait_until_asleep(core: &Rc<RefCell<Core>>, candidate: &Candidate) -> R
 
 /// Waits until a sleeping client has closed its connection.
 async fn leave(core: &Rc<RefCell<Core>>, candidate: &Candidate) -> Result<(), String> {
-    core.borrow_mut().ask_to_leave(candidate.client);
+    core.borrow_mut().with_host(|host, model, _| host.departures.ask_to_leave(model, candidate.client));
     let left = async {
         loop {
-            let departure = core.borrow().model.departure(candidate.client);
+            let departure = core.borrow().host.departures.departure(candidate.client);
             match departure {
                 Some(Departure::Left(_)) => return Ok(()),
-                Some(Departure::Refused(LeaveRefusal::SwapFile)) => {
+                Some(Departure::Refused(LeaveAnswer::SwapFile)) => {
                     return Err(
                         "it has a swap file, which cannot be saved. Start it while `file` in `[swap]` is not set"
                             .into(),
                     );
                 }
-                Some(Departure::Refused(LeaveRefusal::Awake)) => return Err("it was woken. Try again".into()),
-                Some(Departure::Asked) => sleep(LOOK).await,
+                Some(Departure::Refused(_)) => return Err("it was woken. Try again".into()),
+                Some(Departure::Asked | Departure::Preparing) => sleep(LOOK).await,
                 None => return Err("it has ended".into()),
             }
         }

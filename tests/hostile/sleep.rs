@@ -3,7 +3,12 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvshare_wire::{ClientMessage, Moves, SchedulerMessage, Uuid, client::SleepRefusal, scheduler::PAUSED, version};
+use nvshare_wire::{
+    ClientMessage, Moves, SchedulerMessage, Uuid,
+    client::{LeaveAnswer, SleepRefusal},
+    scheduler::PAUSED,
+    version,
+};
 use test_support::machine::*;
 
 use crate::fake::{Fake, MEMORY, TICK, machine, stays_for};
@@ -196,7 +201,9 @@ fn a_program_that_leaves_returns_after_it_has_run_for_a_second() {
     assert!(checkpoint(&machine, &program, "asleep"));
     let connections = sockets(&program);
     fake.say(SchedulerMessage::Leave {});
-    wait_for("its departure", || matches!(fake.receive(), Some(ClientMessage::Leaving {})).then_some(()));
+    wait_for("its departure", || {
+        matches!(fake.receive(), Some(ClientMessage::Leaving { answer: LeaveAnswer::Leaves })).then_some(())
+    });
     wait_for("a closed connection", || {
         assert_eq!(fake.receive(), None, "`Leaving` is the last message");
         (sockets(&program) == connections - 1).then_some(())

@@ -170,13 +170,8 @@ messages! {
         /// process. Answered by [`Continue`](crate::SchedulerMessage::Continue).
         27 => ForeignCheckpoint { step: CheckpointStep, ticket: u32 },
 
-        /// Answers [`Leave`](crate::SchedulerMessage::Leave), as the last message of the connection.
-        /// The client connects again after one second, without the time for which its process is
-        /// stopped.
-        28 => Leaving {},
-
-        /// Answers [`Leave`](crate::SchedulerMessage::Leave): the client keeps its connection.
-        29 => LeaveRefused { why: LeaveRefusal },
+        /// Answers [`Leave`](crate::SchedulerMessage::Leave).
+        28 => Leaving { answer: LeaveAnswer },
 
         /// A part of the process's `CUDA_VISIBLE_DEVICES`. Parts are sent in order.
         30 => VisibleDevices { text: Text<PART> },
@@ -314,12 +309,16 @@ byte_enum! {
 }
 
 byte_enum! {
-    /// Why a client keeps its connection although CRIU is about to write its process to disk.
-    pub enum LeaveRefusal {
-        /// The client is not asleep.
-        Awake = 0,
-        /// The client has a swap file, which is open in a descriptor table that CRIU does not save.
-        SwapFile = 1,
+    /// Whether a client leaves, so that CRIU can write its process to disk.
+    pub enum LeaveAnswer {
+        /// The client closes the connection, and sends no other message. The client connects again
+        /// after one second, without the time for which its process is stopped.
+        Leaves = 0,
+        /// The client stays, because it is not asleep.
+        Awake = 1,
+        /// The client stays, because it has a swap file. The file is open in a descriptor table that
+        /// CRIU does not save.
+        SwapFile = 2,
     }
 }
 

@@ -157,9 +157,8 @@ messages! {
         /// process on its GPUs, or if the scheduler does not know the process.
         86 => Continue { ticket: u32 },
 
-        /// CRIU is about to write the process to disk. A client that is asleep answers with
-        /// [`Leaving`](crate::ClientMessage::Leaving), and closes the connection. Another client
-        /// answers with [`LeaveRefused`](crate::ClientMessage::LeaveRefused).
+        /// CRIU is about to write the process to disk. A client that is asleep closes the
+        /// connection. Answered by [`Leaving`](crate::ClientMessage::Leaving).
         87 => Leave {},
 
         /// Answers [`RequestPlacement`](crate::ClientMessage::RequestPlacement): the GPU that the

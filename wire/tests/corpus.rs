@@ -5,7 +5,7 @@
 use nvshare_wire::{
     ClientMessage, Counts, Moves, SchedulerMessage, Secret, Text, Uuid,
     client::{
-        CheckpointStep, Engine, EngineReason, GpuKind, LeaveRefusal, ReleaseReason, Sharing, SleepRefusal, StuckReason,
+        CheckpointStep, Engine, EngineReason, GpuKind, LeaveAnswer, ReleaseReason, Sharing, SleepRefusal, StuckReason,
     },
     env_limits::LimitName,
     scheduler::{Denial, NoPlacement, Refusal, WaitReason},
@@ -82,8 +82,7 @@ fn client_messages() -> Vec<(&'static str, ClientMessage)> {
         ("use_swap_file", UseSwapFile { ram_max: 4 << 30 }),
         ("join_gang", JoinGang { gang: 0x6e63_636c }),
         ("foreign_checkpoint", ForeignCheckpoint { step: CheckpointStep::Restoring, ticket: 9 }),
-        ("leaving", Leaving {}),
-        ("leave_refused", LeaveRefused { why: LeaveRefusal::SwapFile }),
+        ("leaving", Leaving { answer: LeaveAnswer::SwapFile }),
         ("visible_devices", VisibleDevices { text: Text::new("GPU-5a,1") }),
         (
             "request_placement",

@@ -3,7 +3,7 @@
 use nvshare_wire::{
     ClientMessage, Counts, HEADER_LEN, MAX_LEN, Moves, SchedulerMessage, Secret, Text, Uuid, WireError,
     client::{
-        CheckpointStep, Engine, EngineReason, GpuKind, LeaveRefusal, ReleaseReason, Sharing, SleepRefusal, StuckReason,
+        CheckpointStep, Engine, EngineReason, GpuKind, LeaveAnswer, ReleaseReason, Sharing, SleepRefusal, StuckReason,
     },
     env_limits::LimitName,
     moves::MAX_MOVES,
@@ -130,8 +130,7 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
         any::<u64>().prop_map(|gang| JoinGang { gang }),
         (any::<u32>(), prop_oneof![Just(CheckpointStep::Locked), Just(CheckpointStep::Restored)])
             .prop_map(|(ticket, step)| ForeignCheckpoint { step, ticket }),
-        Just(Leaving {}),
-        prop_oneof![Just(LeaveRefusal::Awake), Just(LeaveRefusal::SwapFile)].prop_map(|why| LeaveRefused { why }),
+        prop_oneof![Just(LeaveAnswer::Leaves), Just(LeaveAnswer::SwapFile)].prop_map(|answer| Leaving { answer }),
     ]
 }
 

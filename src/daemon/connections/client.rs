@@ -147,7 +147,7 @@ pub async fn converse(
         () = async { connection.flush().await; std::future::pending().await } => End::Closed,
         () = died(pidfd) => End::Died,
     };
-    let departure = core.borrow().model.departure(client);
+    let departure = core.borrow().host.departures.departure(client);
     let end = match (end, departure) {
         (End::Closed, Some(Departure::Left(back))) => tokio::select! {
             () = died(pidfd) => End::Died,

@@ -90,9 +90,12 @@ impl Control {
             Request::TerminateLock(client, reply) => drop(reply.send(core.borrow().model.end_lock(ClientId(client)))),
             Request::UsersOf(pid, reply) => drop(reply.send(core.borrow().model.users_of(pid))),
             Request::Pause { pid, is_paused, users, reply } => {
-                let pause = core
-                    .borrow_mut()
-                    .with_host(|host, model, events| host.sleep.pause(model, events, pid, is_paused, &users));
+                let pause = core.borrow_mut().with_host(|host, model, events| {
+                    if !is_paused {
+                        host.departures.check_resume(model, pid)?;
+                    }
+                    host.sleep.pause(model, events, pid, is_paused, &users)
+                });
                 answer_when_saved(pause, reply);
             }
             Request::Hibernation(request, reply) => hibernate::answer(core, request, reply),

@@ -68,7 +68,6 @@ impl Model {
             devices: BTreeSet::new(),
             is_exempt: is_asleep,
             process,
-            departure: None,
             stored_as,
             lock,
         };

@@ -73,10 +73,10 @@ mod views;
 
 pub use clients::MAX_DEVICES;
 pub use gpus::Present;
-pub use hibernation::{ABSENCE, Candidate, Sleeps};
+pub use hibernation::{ABSENCE, Candidate, Departure, Sleeps};
 pub use io::{SAMPLE_QUIET, Signals, send_if_new};
 pub use measure::EXIT_TIME;
-pub use model::{Arrival, ClientPids, Departure, GpuStates, Holders, LockFiles, Model, NamedGpu};
+pub use model::{Arrival, ClientPids, GpuStates, Holders, LockFiles, Model, NamedGpu};
 pub use placement::may_lock;
 pub use rooms::{PendingRoom, RoomRequest, check as check_room};
 pub use routing::Core;

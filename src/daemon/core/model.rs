@@ -9,11 +9,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use nvshare_wire::client::{EngineReason, GpuKind, LeaveRefusal};
+use nvshare_wire::client::{EngineReason, GpuKind};
 use nvshare_wire::{SchedulerMessage, Uuid};
 use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
-use tokio::sync::Notify;
 use tracing::{debug, warn};
 use zbus::fdo;
 
@@ -81,24 +80,11 @@ pub(super) struct Client {
     pub is_exempt: bool,
     /// The process's pidfd. `None` if the daemon cannot see the process.
     pub process: Option<Rc<AsyncFd<OwnedFd>>>,
-    /// How far the client has left for hibernation. `None` if it was not asked to leave.
-    pub departure: Option<Departure>,
     /// The connection's name in systemd's descriptor store. `None` if the connection is not stored.
     pub stored_as: Option<ConnectionName>,
     /// The files of a lock acquired over D-Bus. A D-Bus lock uses no memory. `None` for a program with the
     /// library.
     pub lock: Option<Rc<LockFiles>>,
-}
-
-/// How far a client has left.
-#[derive(Debug, Clone)]
-pub enum Departure {
-    /// The client was asked to leave.
-    Asked,
-    /// The client refuses to leave.
-    Refused(LeaveRefusal),
-    /// The client closes its connection, or has closed it. Notified when its process is back.
-    Left(Rc<Notify>),
 }
 
 /// The file descriptors that let a D-Bus lock outlive the daemon.

@@ -170,7 +170,8 @@ impl Core {
 
     /// Welcomes a client that has sent Hello.
     pub fn connect(&mut self, arrival: Arrival) -> ClientId {
-        self.end_absence(&arrival.identity);
+        let absent = self.host.departures.on_return(&self.model, &arrival.identity);
+        absent.into_iter().for_each(|client| self.disconnect(client, "is back"));
         let client = self.model.new_id();
         self.add(client, arrival, None);
         let placement = self.host.placements.take(&self.model, client);
@@ -217,9 +218,7 @@ impl Core {
         self.observe.log.log_departure(client, &gone, why);
         self.io.publish_attached(&self.model);
         self.io.clients_changed(&self.model);
-        self.host.files.leave(client, &gone.identity.tenant);
-        self.host.moves.leave(client);
-        self.host.sleep.leave(client);
+        self.host.forget_client(client, &gone.identity.tenant);
         let restored = self.host.foreign.leave(&self.model, client);
         // Must precede `Event::Disconnected`, which frees the client's memory. Memory that other clients have
         // open stays in use.
@@ -288,7 +287,7 @@ impl Core {
                 let request = self.host.foreign_checkpoint(&self.model, client, pidfd, (step, ticket));
                 self.apply_all(request);
             }
-            ClientAction::Leaving(refusal) => self.model.note_departure(client, refusal),
+            ClientAction::Leaving(answer) => self.host.departures.on_answer(client, answer),
             ClientAction::UseSwapFile { ram_max } => self.host.files.accepted(client, ram_max),
             ClientAction::EnvLimit { limit, text } => self.set_env_limit(client, limit, &text),
             ClientAction::RequestPlacement(request) => self.place(client, &request),

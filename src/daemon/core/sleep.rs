@@ -207,9 +207,6 @@ impl Sleep {
                  Kubernetes: the component sleep/), then resume it."
             )));
         }
-        if !is_paused && clients.iter().any(|client| model.is_departing(*client)) {
-            return Err(fdo::Error::Failed(format!("cannot resume process {pid}: it is being saved to disk")));
-        }
         let saving = self.paused.set(pid.try_into().unwrap_or_default(), is_paused);
         let event = |client: ClientId| {
             if let Some(identity) = model.identity(client) {

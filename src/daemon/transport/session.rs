@@ -5,7 +5,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use nvshare_wire::client::{CheckpointStep, EngineReason, GpuKind, LeaveRefusal, SleepRefusal};
+use nvshare_wire::client::{CheckpointStep, EngineReason, GpuKind, LeaveAnswer, SleepRefusal};
 use nvshare_wire::env_limits::{self, LimitName};
 use nvshare_wire::visible_devices::Chooser;
 use nvshare_wire::{ClientMessage, Counts, MAX_SLOTS, Moves, SchedulerMessage, SlotSet, WireError, scheduler as wire};
@@ -116,7 +116,7 @@ pub enum ClientAction {
         ticket: u32,
     },
     /// Handle a client that leaves for hibernation, or refuses to.
-    Leaving(Option<LeaveRefusal>),
+    Leaving(LeaveAnswer),
     /// Do nothing: the value is still incomplete, or was already known.
     Incomplete,
     /// Handle a message about shared memory. `gpu`: the GPU that the message names, if any.
@@ -311,8 +311,7 @@ impl Session {
             ClientMessage::SleepRefused { why } => {
                 ClientAction::Event(Event::SleepRefused { client, why: obstacle(why) })
             }
-            ClientMessage::Leaving {} => ClientAction::Leaving(None),
-            ClientMessage::LeaveRefused { why } => ClientAction::Leaving(Some(why)),
+            ClientMessage::Leaving { answer } => ClientAction::Leaving(answer),
             ClientMessage::Wake {} => ClientAction::Event(Event::WakeRequested { client }),
             message @ (ClientMessage::Exported { slot, bytes, .. } | ClientMessage::Imported { slot, bytes, .. }) => {
                 if bytes > MAX_BYTES {

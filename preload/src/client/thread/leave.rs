@@ -10,7 +10,7 @@
 use super::{ClientThread, RETRY_SOON, sleep::Sleep};
 use crate::{connection, sys::time::Instant};
 use core::time::Duration;
-use nvshare_wire::{ClientMessage, client::LeaveRefusal};
+use nvshare_wire::{ClientMessage, client::LeaveAnswer};
 
 /// How long a client that was told to leave runs before it connects again.
 const AWAY: Duration = Duration::from_secs(1);
@@ -42,10 +42,10 @@ impl ClientThread {
     pub(super) fn leave(&mut self) {
         // A swap file is open in a descriptor table of its own, which CRIU does not save.
         if self.tier.has_files() {
-            return self.refuse_to_leave(LeaveRefusal::SwapFile);
+            return self.refuse_to_leave(LeaveAnswer::SwapFile);
         }
         // If the message cannot be sent, the scheduler does not expect this client to leave.
-        if connection::send(&ClientMessage::Leaving {}) {
+        if connection::send(&ClientMessage::Leaving { answer: LeaveAnswer::Leaves }) {
             self.on_disconnect_asleep("the process is being saved to disk");
             if let Sleep::Prepared(prepared) = &mut self.sleep {
                 (prepared.away, prepared.lost_at) = (Some(Away::begin()), None);
@@ -53,8 +53,8 @@ impl ClientThread {
         }
     }
 
-    pub(super) fn refuse_to_leave(&self, why: LeaveRefusal) {
-        connection::send(&ClientMessage::LeaveRefused { why });
+    pub(super) fn refuse_to_leave(&self, answer: LeaveAnswer) {
+        connection::send(&ClientMessage::Leaving { answer });
     }
 }
 
@@ -79,7 +79,7 @@ mod tests {
     fn a_sleeping_client_closes_its_connection_and_stays_asleep() {
         let mut client = asleep();
         client.receive(SchedulerMessage::Leave {});
-        assert_eq!(client.sent(), [ClientMessage::Leaving {}]);
+        assert_eq!(client.sent(), [ClientMessage::Leaving { answer: LeaveAnswer::Leaves }]);
         assert!(client.thread.socket.is_none() && !connection::is_connected());
         presence::want();
         assert_eq!(client.step(), RETRY_SOON);
@@ -116,7 +116,7 @@ mod tests {
         let mut client = Client::new(1);
         client.sent();
         client.receive(SchedulerMessage::Leave {});
-        assert_eq!(client.sent(), [ClientMessage::LeaveRefused { why: LeaveRefusal::Awake }]);
+        assert_eq!(client.sent(), [ClientMessage::Leaving { answer: LeaveAnswer::Awake }]);
         assert!(connection::is_connected());
     }
 }
