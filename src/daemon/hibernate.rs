@@ -182,7 +182,8 @@ async fn save(core: &Rc<RefCell<Core>>, pid: u32, users: &BTreeSet<u32>) -> fdo:
 }
 
 async fn save_candidate(core: &Rc<RefCell<Core>>, candidate: &Candidate) -> Result<Image, String> {
-    let request = Request::Check { uid: candidate.uid };
+    let clients = core.borrow().model.client_pids().into_values().filter_map(|pid| pid.try_into().ok()).collect();
+    let request = Request::Check { uid: candidate.uid, clients };
     let helper = Helper::start().map_err(|e| format!("cannot start {PROGRAM}: {e}"))?;
     let check = |reply: Option<Reply>| match reply {
         Some(Reply::Done) => Ok(()),

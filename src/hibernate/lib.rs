@@ -18,8 +18,9 @@ pub const IDLE: Duration = Duration::from_secs(60);
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
     /// Checks whether a program can be saved. Carries a pidfd of its process, which is the root of the
-    /// tree of processes to save, and must belong to this user.
-    Check { uid: u32 },
+    /// tree of processes to save, and must belong to this user. `clients`: all clients of the scheduler. No
+    /// other client may be in the tree, because it stays connected.
+    Check { uid: u32, clients: Vec<i32> },
     /// Saves a program that has left its scheduler, and ends it. Carries a pidfd, as `Check`.
     Save { uid: u32 },
     /// Restores a program from an image of this user.

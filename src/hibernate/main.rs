@@ -5,7 +5,8 @@
 //!
 //! - `owner`: CRIU runs as the owner of the program, so that a restore gives no one a right.
 //! - `process`: which processes can be saved; stopping them. `criu`: CRIU's command lines.
-//! - `store`: images, their signatures, and what killed helpers have left.
+//! - `store`: images, their signatures, and what killed helpers have left. `scope`: restored programs as
+//!   units.
 //!
 //! The helper runs as root with the capabilities to become the owner (`CAP_SETUID`, `CAP_SETGID`), to
 //! give CRIU its capabilities (`CAP_CHECKPOINT_RESTORE`, `CAP_SETPCAP`), to take CRIU's files
@@ -15,6 +16,7 @@
 mod criu;
 mod owner;
 mod process;
+mod scope;
 mod store;
 
 use clap::Parser;
@@ -146,8 +148,14 @@ fn has_hung_up(socket: BorrowedFd<'_>) -> bool {
 fn perform(store: &Store, request: Request, pidfd: Option<OwnedFd>, socket: BorrowedFd<'_>) -> Result<Reply, Refusal> {
     let root = || pidfd.as_ref().and_then(process::of_pidfd).ok_or_else(|| Refusal::new("the program has ended"));
     match request {
-        Request::Check { uid } => {
+        Request::Check { uid, clients } => {
             let tree = Tree::of(root()?).ok_or_else(|| Refusal::new("the program has ended"))?;
+            if let Some(pid) = tree.pids().iter().skip(1).find(|pid| clients.contains(pid)) {
+                let name = process::name(*pid);
+                return Err(Refusal::new(format!(
+                    "process {pid} ({name}), which it has started, uses a GPU, too. End it"
+                )));
+            }
             check(store, &tree, uid).map(|_| Reply::Done)
         }
         Request::Save { uid } => save(store, root()?, uid, socket),

@@ -14,6 +14,7 @@
 use crate::{
     Refusal,
     process::{self, Credentials, Identity, Tree},
+    scope,
 };
 use hmac::{Hmac, Mac};
 use nvshare_hibernate::{Image, MAX_LISTED};
@@ -441,10 +442,12 @@ impl Entry {
         self.record(&Stage::Saved)
     }
 
-    /// Lets a restored program continue.
+    /// Lets a restored program continue, in a scope of its own.
     pub fn go_on(&self, process: Identity) -> io::Result<()> {
-        let tree = process.lives().then(|| Tree::of(process.pid)).flatten();
-        tree.as_ref().inspect(|tree| tree.resume());
+        if let Some(tree) = process.lives().then(|| Tree::of(process.pid)).flatten() {
+            scope::put_into(&tree, &self.name);
+            tree.resume();
+        }
         self.record(&Stage::Restored { process })
     }
 
