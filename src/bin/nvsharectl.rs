@@ -64,9 +64,7 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Pause { program }) => pause::pause(&target, &program),
         Some(Verb::Resume { program }) => pause::resume(&target, &program),
         Some(Verb::Migrate { program, to }) => moves::migrate(&target, &program, &to),
-        Some(verb @ (Verb::Hibernate { .. } | Verb::Restore { .. } | Verb::Hibernated { .. })) => {
-            print(&hibernate::carry_out(&target, verb, json)?)
-        }
+        Some(Verb::Images(command)) => print(&hibernate::carry_out(&target, command, json)?),
         Some(Verb::Drain { gpu }) => print(&moves::drain(&target, &gpu)?),
         Some(Verb::Undrain { gpu }) => moves::undrain(&target, &gpu),
         Some(Verb::Run { library, gpus, memory, portable, command }) => {

@@ -183,28 +183,8 @@ pub enum Verb {
         #[arg(long, value_name = "GPU", value_hint = ValueHint::Other)]
         to: String,
     },
-    /// Save running programs to disk and end their processes
-    ///
-    /// Returns when the images are complete. A program that cannot be saved continues.
-    Hibernate {
-        /// Process ID, systemd unit, container or pod, as shown by `status`
-        #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other)]
-        program: String,
-    },
-    /// Restore a program that was saved to disk
-    Restore {
-        /// Name of the image, as shown by `hibernated`
-        #[arg(value_name = "IMAGE", value_hint = ValueHint::Other)]
-        image: String,
-    },
-    /// List the programs that were saved to disk, or delete an image
-    Hibernated {
-        /// Delete this image
-        #[arg(long, value_name = "IMAGE", value_hint = ValueHint::Other, conflicts_with = "json")]
-        delete: Option<String>,
-        #[command(flatten)]
-        json: Json,
-    },
+    #[command(flatten)]
+    Images(Images),
     /// Empty a GPU and admit no new programs to it. Its programs move to GPUs of the same kind, or sleep
     ///
     /// Returns when the GPU is empty, and lists the programs that sleep or cannot leave.
@@ -372,11 +352,38 @@ impl Verb {
         match self {
             Self::Status(json) | Self::Get(json) | Self::Pressure(json) => Some(*json),
             Self::Why { json, .. } | Self::Report { json, .. } | Self::Simulate { json, .. } => Some(*json),
-            Self::Timeline { json, .. } | Self::Hibernated { json, .. } => Some(*json),
+            Self::Timeline { json, .. } | Self::Images(Images::Hibernated { json, .. }) => Some(*json),
             Self::Preload(Preload::Status { json, .. } | Preload::Verify { json, .. }) => Some(*json),
             _ => None,
         }
     }
+}
+
+/// Programs that are saved to disk.
+#[derive(Debug, Subcommand)]
+pub enum Images {
+    /// Save running programs to disk and end their processes
+    ///
+    /// Returns when the images are complete. A program that cannot be saved continues.
+    Hibernate {
+        /// Process ID, systemd unit, container or pod, as shown by `status`
+        #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other)]
+        program: String,
+    },
+    /// Restore a program that was saved to disk
+    Restore {
+        /// Name of the image, as shown by `hibernated`
+        #[arg(value_name = "IMAGE", value_hint = ValueHint::Other)]
+        image: String,
+    },
+    /// List the programs that were saved to disk, or delete an image
+    Hibernated {
+        /// Delete this image
+        #[arg(long, value_name = "IMAGE", value_hint = ValueHint::Other, conflicts_with = "json")]
+        delete: Option<String>,
+        #[command(flatten)]
+        json: Json,
+    },
 }
 
 #[cfg(feature = "cdi")]

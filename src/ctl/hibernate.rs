@@ -1,6 +1,6 @@
 //! `nvsharectl hibernate`, `restore` and `hibernated`: save programs to disk, restore and list them.
 
-use super::arguments::Verb;
+use super::arguments::Images;
 use super::table::{Align, Table};
 use super::{CtlError, Target, block_on, password, pause};
 use crate::bus::Image;
@@ -10,12 +10,12 @@ use crate::config::units;
 ///
 /// # Errors
 /// The command fails.
-pub fn carry_out(target: &Target, verb: Verb, is_json: bool) -> Result<String, CtlError> {
-    match verb {
-        Verb::Hibernate { program } => hibernate(target, &program),
-        Verb::Restore { image } => restore(target, &image),
-        Verb::Hibernated { delete: Some(image), .. } => delete(target, &image).map(|()| String::new()),
-        _ => list(target, is_json),
+pub fn carry_out(target: &Target, command: Images, is_json: bool) -> Result<String, CtlError> {
+    match command {
+        Images::Hibernate { program } => hibernate(target, &program),
+        Images::Restore { image } => restore(target, &image),
+        Images::Hibernated { delete: Some(image), .. } => delete(target, &image).map(|()| String::new()),
+        Images::Hibernated { delete: None, .. } => list(target, is_json),
     }
 }
 
