@@ -39,8 +39,10 @@ const SLEEP_TIMEOUT: Duration = Duration::from_secs(120);
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval of the checks of the program.
 const LOOK: Duration = Duration::from_millis(10);
-/// Interval of the requests to settle what a killed helper has left.
+/// Interval and maximum number of the requests to settle what a killed helper has left. CRIU may still be
+/// at work, without the helper.
 const SETTLE_PERIOD: Duration = Duration::from_secs(1);
+const MAX_SETTLES: usize = 600;
 
 /// A request of the D-Bus object, whose caller is already authorized.
 #[derive(Debug)]
@@ -206,12 +208,22 @@ async fn save_candidate(core: &Rc<RefCell<Core>>, candidate: &Candidate) -> Resu
     }
 }
 
-/// Waits until no killed helper has left processes stopped.
+/// Lets programs continue that an earlier daemon and its helper have left stopped.
+pub fn settle_at_start() {
+    // A child of the daemon ends soon after the daemon, and leaves what the next request settles.
+    if systemd::is_there() && Path::new(SOCKET).exists() {
+        spawn_local(settle());
+    }
+}
+
+/// Waits until no killed helper has left processes stopped, or no helper can tell.
 async fn settle() {
-    loop {
-        if let Ok(helper) = Helper::start()
-            && let Some(Reply::Done) = helper.ask(&Request::Settle, None).await
-        {
+    for _ in 0..MAX_SETTLES {
+        let reply = match Helper::start() {
+            Ok(helper) => helper.ask(&Request::Settle, None).await,
+            Err(_) => return,
+        };
+        if !matches!(reply, None | Some(Reply::Busy)) {
             return;
         }
         sleep(SETTLE_PERIOD).await;

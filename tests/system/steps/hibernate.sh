@@ -104,7 +104,7 @@ rm -f /tmp/said /tmp/pages /tmp/manifest
 
 # systemd would stop to restart a scheduler that is killed this often.
 kill_victim() {
-    pkill -KILL -x "${victim:0:15}" || true
+    for name in $victim; do pkill -KILL -x "${name:0:15}" || true; done
     systemctl reset-failed $unit nvshare.socket 2>/dev/null || true
 }
 settled() { [ -z "$(image)" ] && goes_on || { [ -n "$(image)" ] && gone; }; }
@@ -114,8 +114,8 @@ for _ in $(seq "${HIBERNATIONS:-20}"); do
     nvsharectl hibernate "$pid" >/tmp/said 2>&1 &
     order=$!
     sleep "0.$(printf '%03d' $((RANDOM % 500)))"
-    victims=(nvshare-hibernate criu nvshare-scheduler)
-    victim=${victims[RANDOM % 3]}
+    victims=(nvshare-hibernate criu nvshare-scheduler "nvshare-scheduler nvshare-hibernate")
+    victim=${victims[RANDOM % 4]}
     kill_victim
     wait $order || true
     # Each list starts a helper, which settles what a killed helper has left.
