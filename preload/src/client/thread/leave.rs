@@ -1,41 +1,18 @@
 //! Leaving the scheduler, so that CRIU can save this sleeping process to disk.
 //!
 //! CRIU cannot save one end of a connected `SOCK_SEQPACKET` socket. So the scheduler sends `Leave`, and
-//! the client closes its connection. The client connects again after it has run for [`AWAY`]. Before
+//! the client closes its connection. The client connects again after it has run for `AWAY`. Before
 //! that time is over, the process is stopped and saved. If it cannot be saved, and when it was
 //! restored, it runs again and connects as any sleeping client whose connection was lost. So the
 //! client need not know what happened. Rejected: a file or a message that ends the absence, because it
 //! would have to survive in each place where the process may be restored.
 
-use super::{ClientThread, RETRY_SOON, sleep::Sleep};
-use crate::{connection, sys::time::Instant};
-use core::time::Duration;
+use super::{
+    ClientThread,
+    sleep::{Away, Sleep},
+};
+use crate::connection;
 use nvshare_wire::{ClientMessage, client::LeaveAnswer};
-
-/// How long a client that was told to leave runs before it connects again.
-const AWAY: Duration = Duration::from_secs(1);
-
-/// Measures [`AWAY`] in steps. A step takes at least `RETRY_SOON`. A step in which the process was
-/// stopped counts like any other, so the time for which the process is stopped does not count.
-#[derive(Debug)]
-pub(super) struct Away {
-    steps_left: u128,
-    since: Instant,
-}
-
-impl Away {
-    fn begin() -> Self {
-        Self { steps_left: AWAY.as_millis() / RETRY_SOON.as_millis(), since: Instant::now() }
-    }
-
-    /// Returns true if the process has run for [`AWAY`].
-    pub fn is_over(&mut self) -> bool {
-        if self.since.elapsed() >= RETRY_SOON {
-            (self.steps_left, self.since) = (self.steps_left.saturating_sub(1), Instant::now());
-        }
-        self.steps_left == 0
-    }
-}
 
 impl ClientThread {
     /// Closes the connection of a sleeping client.
@@ -62,9 +39,11 @@ impl ClientThread {
 mod tests {
     use super::*;
     use crate::{
-        client::thread::{RETRY_LATE, fake::Client},
+        client::thread::{RETRY_LATE, RETRY_SOON, fake::Client},
         connection::presence,
+        sys::time::Instant,
     };
+    use core::time::Duration;
     use nvshare_wire::SchedulerMessage;
 
     fn asleep() -> Client {

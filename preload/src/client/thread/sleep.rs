@@ -26,7 +26,7 @@
 //! driver. The call returns once any program has unlocked the process. The process then continues
 //! without a scheduler. A process cannot unlock itself, so a process that stays locked waits.
 
-use super::{ClientThread, RETRY_LATE, RETRY_SOON, leave::Away, session};
+use super::{ClientThread, RETRY_LATE, RETRY_SOON, session};
 use crate::{
     client::{exit, placement},
     connection::{self, Connection, gangs, handshake, presence, socket::Socket},
@@ -63,6 +63,9 @@ const MOST_ON_THEIR_WAY: Duration = Duration::from_secs(1);
 /// The longest wait for another scheduler, if the scheduler disappears while the process is asleep.
 /// After this time, this library calls the driver.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long a client that was told to leave runs before it connects again.
+const AWAY: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Default)]
 pub(super) enum Sleep {
@@ -112,6 +115,28 @@ pub(super) struct Prepared {
     /// The GPUs already named to the present scheduler, if it replaced the scheduler that asked for the
     /// sleep.
     named: SlotSet,
+}
+
+/// Measures [`AWAY`] in steps. A step takes at least `RETRY_SOON`. A step in which the process was
+/// stopped counts like any other, so the time for which the process is stopped does not count.
+#[derive(Debug)]
+pub(super) struct Away {
+    pub steps_left: u128,
+    pub since: Instant,
+}
+
+impl Away {
+    pub fn begin() -> Self {
+        Self { steps_left: AWAY.as_millis() / RETRY_SOON.as_millis(), since: Instant::now() }
+    }
+
+    /// Returns true if the process has run for [`AWAY`].
+    pub fn is_over(&mut self) -> bool {
+        if self.since.elapsed() >= RETRY_SOON {
+            (self.steps_left, self.since) = (self.steps_left.saturating_sub(1), Instant::now());
+        }
+        self.steps_left == 0
+    }
 }
 
 impl ClientThread {
