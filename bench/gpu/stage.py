@@ -8,7 +8,10 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
+from pathlib import Path
 
 LIBC = ctypes.CDLL(None)
 
@@ -130,6 +133,56 @@ def wait_to_begin(ready, go):
     ready.touch()
     while not go.exists():
         time.sleep(0.001)
+
+
+class Child:
+    """A Python program that prints lines of JSON. A thread passes each line to `hear`, with the
+    program's name. The line with "loaded" tells that the program has allocated its memory, the line
+    with "done" that it has completed."""
+
+    def __init__(self, name, words, environment, log, hear):
+        self.name, self.log, self.is_done = name, log, False
+        with open(log, "w") as errors:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
+            self.process = subprocess.Popen([sys.executable, *map(str, words)], env=os.environ | environment, **pipes)
+        self.loaded = threading.Event()
+        self.thread = threading.Thread(target=self.read, args=[hear], daemon=True)
+        self.thread.start()
+
+    def read(self, hear):
+        for line in self.process.stdout:
+            with contextlib.suppress(json.JSONDecodeError):
+                said = json.loads(line)
+                self.is_done |= "done" in said
+                hear(self.name, said)
+                if "loaded" in said:
+                    self.loaded.set()
+        self.loaded.set()
+
+    def trouble(self):
+        """Returns why the program did not complete; an empty string if it did."""
+        if self.is_done:
+            return ""
+        if not self.thread.is_alive():  # the program has closed its output, so it is ending
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+        status, lines = self.process.poll(), self.log.read_text(errors="replace").splitlines()
+        what = "ran out of time" if status is None else f"ended with status {status}"
+        return f"{self.name} {what}: {' | '.join(lines[-3:])[-500:]}"
+
+
+@contextlib.contextmanager
+def ballast(free):
+    """Holds GPU memory until only `free` GiB are free. Yields a dictionary that tells how much."""
+    words = [sys.executable, Path(__file__).with_name("suites.py"), "--ballast", str(free)]
+    holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        line = holder.stdout.readline()
+        if not line:
+            raise SystemExit("the ballast ended: is the GPU visible?")
+        yield json.loads(line)
+    finally:
+        end(holder)
 
 
 def end_with_parent():

@@ -3,7 +3,7 @@
 differs.
 
   suites.py [--programs target/release]
-            [--suites cupy,numba,kvcached,torch_memory_saver,torch_memory_saver-nvml,warp]
+            [--suites cupy,numba,kvcached,torch_memory_saver,torch_memory_saver-nvml,warp,drjit]
             [--modes native,nvshare,swapped] [--tests target/dev/suites] [--budget 330] [--free 24]
             [--processes 4] [--json bench/results.json] [--commit ID] [--out DIRECTORY]
 
@@ -109,6 +109,15 @@ SUITES = {
     "kvcached": Suite("kvcached", ["tests/test_vmm_transaction.py", "tests/test_*.py"], processes=1, weight=1.5),
     "torch_memory_saver": Suite("torch_memory_saver", ["test/test_[!m]*.py"], weight=2.5, options=["-k", f"not ({MEASURING})"]),
     "torch_memory_saver-nvml": Suite("torch_memory_saver", ["test/test_examples.py"], processes=1, weight=2, options=["-k", MEASURING]),
+    # Most tests run for each type of array; those for the CPU don't use the GPU.
+    "drjit": Suite(
+        "drjit",
+        [f"tests/test_{name}.py" for name in ("event", "green_context", "texture", "memop", "reduction", "coop_vec", "batched_gemm")]
+        + [f"tests/test_{name}.py" for name in ("hashgrid", "nn", "opt", "rand", "conversion", "wrap", "init", "tensor")]
+        + [f"tests/test_{name}.py" for name in ("while_loop", "switch", "freeze")],
+        weight=3,
+        options=["-k", "cuda"],
+    ),
     "warp": Suite("warp", ["cuda/test_*.py", "test_array.py", "test_copy.py", "test_launch.py", "test_*.py"], inside="warp.tests", weight=3),
 }
 
@@ -431,10 +440,8 @@ class Run:
                 say({"kind": "skipped", "suite": name, "why": f"no tests in {folder}" if folder else "not installed"})
                 self.notes.append(f"{name}: not installed")
                 del self.suites[name]
-        words = [sys.executable, __file__, "--ballast", str(self.arguments.free)]
-        holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        try:
-            say({"kind": "ballast"} | json.loads(holder.stdout.readline() or '{"error": "the ballast has ended"}'))
+        with stage.ballast(self.arguments.free) as left:
+            say({"kind": "ballast"} | left)
             for i, name in enumerate(self.suites):
                 now = time.monotonic()
                 if now + 5 > self.deadline:
@@ -442,8 +449,6 @@ class Run:
                     continue
                 part = self.suites[name].weight / sum(self.suites[other].weight for other in list(self.suites)[i:])
                 self.suite(name, now + (self.deadline - now) * part)
-        finally:
-            stage.end(holder)
 
     def report(self):
         changed = self.differing["changed"]

@@ -45,7 +45,8 @@ all programs and the scheduler's records. The exit status is 1 if a step failed 
 wrong.
 
 With --json, the time to the first token after a switch between two `vllm serve` and the number of
-wrong answers are written as figures.
+wrong answers are written as figures. If ENABLE_KVCACHED=true is set, so is the throughput of both
+engines.
 
 The step `asleep` needs nvsharectl and nvshare-checkpoint in --programs, and an ordinary user: the
 scheduler cannot checkpoint programs of root.
@@ -459,6 +460,9 @@ class Run:
         rate = sum(map(len, each)) / (time.time() - began)
         said = {"alone": summary(alone), "each": [summary(took) for took in each]}
         said["throughput"] = round(rate / (len(alone) / sum(alone)), 3) if alone else None
+        if said["throughput"] and os.environ.get("ENABLE_KVCACHED") == "true":
+            note = f"two engines with kvcached in {self.arguments.free:g} GiB, {sum(map(len, each))} answers of both"
+            self.figures.append(("kvcached-pair-over-alone", said["throughput"], "ratio", note))
         ok = not answers.wrong and not errors
         self.say(f"{step}-contended", ok=ok, errors=errors, **answers.counts(), **said)
 

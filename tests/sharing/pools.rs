@@ -161,3 +161,23 @@ fn memory_of_driver_managed_pools_is_pinned() {
     idle.wait_to_say("holding");
     wait_for("it to be counted", || (machine.status()["clients"][0]["gpus"][0]["pinned"] == 32 * MIB).then_some(()));
 }
+
+/// RAPIDS declares this usage for all of its pools.
+#[test]
+fn pools_for_decompression_by_hardware_are_pinned_only_on_gpus_that_have_it() {
+    for decompression in [false, true] {
+        let simulator = vec![("CUDA_SIM_DECOMPRESSION", u8::from(decompression).to_string())];
+        let machine = Machine::with_scheduler(Setup { simulator, ..Setup::default() });
+        let mut program = machine.program("pools --mem 64M --seconds 600 --pause-ms 3 --usage 2").start();
+        let gpu = || machine.status()["clients"][0]["gpus"][0].clone();
+        let bytes = |what: &str| gpu()[what].as_u64().unwrap_or_default();
+        wait_for("memory of both pools", || (bytes("demand") >= 32 * MIB).then_some(()));
+        if decompression {
+            wait_for("pinned memory", || (bytes("pinned") > 0).then_some(()));
+        } else {
+            assert_eq!(bytes("pinned"), 0);
+        }
+        program.kill();
+        machine.wait_until_empty();
+    }
+}

@@ -7,7 +7,8 @@
 //! The driver's pool also serves the allocations that this library leaves to it. Their memory is
 //! pinned:
 //!
-//! - allocations from pools that are shareable, limited, not on a GPU, or of an unknown kind
+//! - allocations from pools that are shareable, limited, not on a GPU, for decompression by hardware
+//!   that the GPU has, or of an unknown kind
 //! - allocations during a stream capture
 //! - allocations on GPUs whose memory is not moved by copying
 //!
@@ -17,7 +18,7 @@
 use crate::{
     driver::{self, check, types::*},
     gpu::{self, Gpu, peers::couple},
-    memory::space::Space,
+    memory::{engine, space::Space},
     sys::sync::{Mutex, Rank},
 };
 use alloc::{collections::BTreeMap, vec::Vec};
@@ -49,9 +50,18 @@ impl Properties {
             && self.location.kind == MEM_LOCATION_TYPE_DEVICE
             && self.win32_security_attributes.is_null()
             && self.max_size == 0
-            && self.usage == 0
             && self.reserved == [0; 54];
-        is_plain.then_some(self.location.id)
+        (is_plain && self.has_plain_usage()).then_some(self.location.id)
+    }
+
+    /// Whether the declared usage requires nothing of the memory. RAPIDS declares decompression by
+    /// hardware for each pool if the driver knows this usage, also on GPUs without such hardware.
+    fn has_plain_usage(&self) -> bool {
+        match self.usage {
+            0 => true,
+            POOL_USAGE_HW_DECOMPRESS => !engine::has(self.location.id, DEVICE_ATTRIBUTE_MEM_DECOMPRESS_ALGORITHM_MASK),
+            _ => false,
+        }
     }
 }
 

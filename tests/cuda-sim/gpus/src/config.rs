@@ -59,6 +59,8 @@ pub struct Config {
     pub nvml_delay: Duration,
     /// `CUDA_SIM_VMM`: `0` for a GPU without virtual memory management.
     pub vmm: bool,
+    /// `CUDA_SIM_DECOMPRESSION`: whether the GPU has hardware for decompression.
+    pub decompression: bool,
     /// `CUDA_SIM_KEEP_MEMORY`: whether a process keeps freed host pages for its next chunks.
     pub keep_memory: bool,
     /// `CUDA_SIM_FINGERPRINT_TIME`: additional milliseconds that each fingerprint kernel runs.
@@ -128,6 +130,7 @@ impl Config {
             nvml_processes: listing(),
             nvml_delay: milliseconds("CUDA_SIM_NVML_DELAY"),
             vmm: size("CUDA_SIM_VMM", 1) != 0,
+            decompression: size("CUDA_SIM_DECOMPRESSION", 0) != 0,
             keep_memory: size("CUDA_SIM_KEEP_MEMORY", 0) != 0,
             fingerprint_time: milliseconds("CUDA_SIM_FINGERPRINT_TIME"),
             fat_binaries: size("CUDA_SIM_FAT_BINARIES", 1) != 0,

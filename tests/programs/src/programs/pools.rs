@@ -78,8 +78,9 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let mut pools = [0; 2];
     late_cu!(cuDeviceGetDefaultMemPool(&mut pools[0], gpu.device))?;
     let location = crate::cuda::api::Location { kind: 1, id: gpu.device };
+    let usage = args.size("usage", "0") as u16;
     let properties =
-        PoolProperties { kind: 1, handle_types: 0, location, security: 0, max_size: 0, usage: 0, reserved: [0; 54] };
+        PoolProperties { kind: 1, handle_types: 0, location, security: 0, max_size: 0, usage, reserved: [0; 54] };
     late_cu!(cuMemPoolCreate(&mut pools[1], &properties))?;
     late_cu!(cuMemPoolSetAttribute(pools[1], RELEASE_THRESHOLD, &u64::MAX))?;
     let plan = Plan {
