@@ -2,23 +2,22 @@
 //! `nvshare-hibernate` keeps the images and runs CRIU. ARCHITECTURE.md has the steps and what happens
 //! if an actor dies.
 //!
-//! With systemd, the helper is a service that has its own socket. Without systemd, it is a child of the
-//! daemon, and can save programs only if the daemon runs as root.
+//! The helper is a service of systemd that has its own socket. Without systemd, programs cannot be saved,
+//! because CRIU and restored programs run in scopes.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
-use std::process::Stdio;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nvshare_hibernate::{Image, MAX_PACKET, Reply, Request};
+use nvshare_hibernate::{Image, MAX_LISTED, MAX_PACKET, Reply, Request};
 use nvshare_wire::client::LeaveAnswer;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
-use tokio::process::{Child, Command};
 use tokio::sync::oneshot;
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
@@ -27,6 +26,7 @@ use zbus::fdo;
 
 use crate::daemon::core::{Candidate, Core, Departure, Sleeps};
 use crate::daemon::systemd;
+use crate::daemon::tenants::{Budget, Share, What};
 use crate::sys::{descriptors, socket};
 
 /// The socket of the helper. systemd starts a helper for each connection.
@@ -37,6 +37,8 @@ const PROGRAM: &str = "nvshare-hibernate";
 const SLEEP_TIMEOUT: Duration = Duration::from_secs(120);
 /// Maximum time until a sleeping client has left.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum time until the helper answers. systemd ends the helper earlier (`RuntimeMaxSec=`).
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(1300);
 /// Interval of the checks of the program.
 const LOOK: Duration = Duration::from_millis(10);
 /// Interval and maximum number of the requests to settle what a killed helper has left. CRIU may still be
@@ -57,7 +59,14 @@ pub enum HibernationRequest {
         uid: u32,
         image: String,
     },
-    List,
+    /// Lists the images of this user, or of all users.
+    List {
+        uid: Option<u32>,
+    },
+    /// Finds the image with this name.
+    Find {
+        image: String,
+    },
     Delete {
         uid: u32,
         image: String,
@@ -73,15 +82,21 @@ pub enum Done {
     Deleted,
 }
 
-/// Carries out a request, and sends the answer.
-pub fn answer(core: &Rc<RefCell<Core>>, request: HibernationRequest, reply: oneshot::Sender<fdo::Result<Done>>) {
+/// Carries out a request, and sends the answer. `budget`: the caller's, which limits its helpers.
+pub fn answer(
+    core: &Rc<RefCell<Core>>,
+    request: HibernationRequest,
+    budget: Arc<Budget>,
+    reply: oneshot::Sender<fdo::Result<Done>>,
+) {
     let core = core.clone();
     spawn_local(async move {
         let done = match request {
-            HibernationRequest::Save { pid, users } => save(&core, pid, &users).await.map(Done::Saved),
-            HibernationRequest::Restore { uid, image } => restore(uid, image).await.map(Done::Restored),
-            HibernationRequest::List => list().await.map(Done::Listed),
-            HibernationRequest::Delete { uid, image } => delete(uid, image).await.map(|()| Done::Deleted),
+            HibernationRequest::Save { pid, users } => save(&core, &budget, pid, &users).await.map(Done::Saved),
+            HibernationRequest::Restore { uid, image } => restore(&budget, uid, image).await.map(Done::Restored),
+            HibernationRequest::List { uid } => list(&budget, uid).await.map(Done::Listed),
+            HibernationRequest::Find { image } => find(&budget, image).await.map(Done::Listed),
+            HibernationRequest::Delete { uid, image } => delete(&budget, uid, image).await.map(|()| Done::Deleted),
         };
         let _ = reply.send(done); // the caller may have left
     });
@@ -90,36 +105,32 @@ pub fn answer(core: &Rc<RefCell<Core>>, request: HibernationRequest, reply: ones
 /// A started helper. Dropping this value closes its socket.
 struct Helper {
     socket: AsyncFd<OwnedFd>,
-    _child: Option<Child>,
+    _place: Option<Share>,
 }
 
 impl Helper {
-    fn start() -> io::Result<Self> {
-        if systemd::is_there() && Path::new(SOCKET).exists() {
-            let own = socket::connect(Path::new(SOCKET), socket::Kind::Packets)?;
-            return Ok(Self { socket: descriptors::watch(own)?, _child: None });
+    /// Starts a helper for a caller, once fewer than the limit run for its tenant. `None`: for the daemon.
+    async fn start(budget: Option<&Arc<Budget>>) -> io::Result<Self> {
+        if !is_there() {
+            return Err(io::Error::other("systemd or nvshare-hibernate.socket is missing"));
         }
-        let (own, its) = socket::packet_pair()?;
-        rustix::io::ioctl_fionbio(&its, false)?;
-        let own_path = std::env::current_exe()?;
-        let beside = own_path.with_file_name(PROGRAM);
-        let installed = own_path.parent().and_then(Path::parent).map(|prefix| prefix.join("libexec").join(PROGRAM));
-        let program = installed.filter(|path| !beside.exists() && path.exists()).unwrap_or(beside);
-        let mut command = Command::new(program);
-        command.stdin(Stdio::from(its)).stdout(Stdio::null()).env("NVSHARE_DISABLE", "1");
-        command.arg("--scheduler").arg(rustix::process::geteuid().as_raw().to_string());
-        let child = command.spawn()?;
-        Ok(Self { socket: descriptors::watch(own)?, _child: Some(child) })
+        let mut place = None;
+        if let Some(budget) = budget {
+            place = Some(budget.wait_for(What::Helpers).await);
+            budget.wait_for_token(What::Helpers).await;
+        }
+        let own = socket::connect(Path::new(SOCKET), socket::Kind::Packets)?;
+        Ok(Self { socket: descriptors::watch(own)?, _place: place })
     }
 
-    /// Sends a request, and waits for its answer. `None`: the helper has exited.
+    /// Sends a request, and waits for its answer. `None`: the helper has exited, or does not answer.
     async fn ask(&self, request: &Request, process: Option<&OwnedFd>) -> Option<Reply> {
         let descriptors: Vec<&OwnedFd> = process.into_iter().collect();
         socket::send_with(self.socket.get_ref().as_fd(), &request.encode(), &descriptors).ok()?;
         let mut packet = vec![0; MAX_PACKET];
         // Received file descriptors are closed.
         let receive = |fd: &OwnedFd| socket::receive(fd.as_fd(), &mut packet, 0, &mut Vec::new());
-        let length = self.socket.async_io(Interest::READABLE, receive).await.ok()?;
+        let length = timeout(ANSWER_TIMEOUT, self.socket.async_io(Interest::READABLE, receive)).await.ok()?.ok()?;
         Reply::decode(packet.get(..length)?)
     }
 }
@@ -128,8 +139,14 @@ fn failed(what: &str, why: impl std::fmt::Display) -> fdo::Error {
     fdo::Error::Failed(format!("cannot {what}: {why}"))
 }
 
-async fn ask(what: &str, request: Request) -> fdo::Result<Reply> {
-    let helper = Helper::start().map_err(|e| failed(what, format_args!("cannot start {PROGRAM}: {e}")))?;
+/// Returns true if helpers can be started.
+fn is_there() -> bool {
+    systemd::is_there() && Path::new(SOCKET).exists()
+}
+
+async fn ask(budget: &Arc<Budget>, what: &str, request: Request) -> fdo::Result<Reply> {
+    let start = Helper::start(Some(budget)).await;
+    let helper = start.map_err(|e| failed(what, format_args!("cannot start {PROGRAM}: {e}")))?;
     match helper.ask(&request, None).await {
         Some(Reply::Refused(why)) => Err(failed(what, why)),
         Some(Reply::Busy) => Err(failed(what, "it is being saved or restored. Try again later")),
@@ -142,22 +159,39 @@ fn unexpected(what: &str) -> fdo::Error {
     failed(what, format_args!("unexpected reply of {PROGRAM}"))
 }
 
-async fn list() -> fdo::Result<Vec<Image>> {
+async fn list(budget: &Arc<Budget>, uid: Option<u32>) -> fdo::Result<Vec<Image>> {
     let what = "list images";
-    match ask(what, Request::List).await? {
-        Reply::Images(images) => Ok(images),
-        _ => Err(unexpected(what)),
+    let mut images: Vec<Image> = Vec::new();
+    loop {
+        match ask(budget, what, Request::List { uid, skip: images.len() }).await? {
+            Reply::Images(page) => {
+                let is_last = page.len() < MAX_LISTED;
+                images.extend(page);
+                if is_last {
+                    return Ok(images);
+                }
+            }
+            _ => return Err(unexpected(what)),
+        }
     }
 }
 
-async fn delete(uid: u32, image: String) -> fdo::Result<()> {
-    let what = format!("delete image {image:?}");
-    ask(&what, Request::Delete { uid, image }).await.map(drop)
+async fn find(budget: &Arc<Budget>, image: String) -> fdo::Result<Vec<Image>> {
+    let what = format!("find image {image:?}");
+    match ask(budget, &what, Request::Find { image }).await? {
+        Reply::Images(images) => Ok(images),
+        _ => Err(unexpected(&what)),
+    }
 }
 
-async fn restore(uid: u32, image: String) -> fdo::Result<u32> {
+async fn delete(budget: &Arc<Budget>, uid: u32, image: String) -> fdo::Result<()> {
+    let what = format!("delete image {image:?}");
+    ask(budget, &what, Request::Delete { uid, image }).await.map(drop)
+}
+
+async fn restore(budget: &Arc<Budget>, uid: u32, image: String) -> fdo::Result<u32> {
     let what = format!("restore image {image:?}");
-    match ask(&what, Request::Restore { uid, image: image.clone() }).await? {
+    match ask(budget, &what, Request::Restore { uid, image: image.clone() }).await? {
         Reply::Restored { pid } => {
             info!(pid, uid, image, "restored image {image} as process {pid}");
             Ok(pid.try_into().unwrap_or(0))
@@ -167,12 +201,12 @@ async fn restore(uid: u32, image: String) -> fdo::Result<u32> {
 }
 
 /// Saves a program. The program is paused until it was saved. If it cannot be saved, it continues.
-async fn save(core: &Rc<RefCell<Core>>, pid: u32, users: &BTreeSet<u32>) -> fdo::Result<Image> {
+async fn save(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, pid: u32, users: &BTreeSet<u32>) -> fdo::Result<Image> {
     let propose =
         |core: &mut Core| core.with_host(|host, model, events| host.departures.propose(model, events, pid, users));
     let candidate = propose(&mut core.borrow_mut())?;
     let (name, since) = (&candidate.name, Instant::now());
-    let saved = save_candidate(core, &candidate).await;
+    let saved = save_candidate(core, budget, &candidate).await;
     if let Err(why) = &saved {
         warn!(pid, "cannot save {name} to disk: {why}");
         core.borrow_mut().with_host(|host, model, events| host.departures.give_up(model, events, &candidate));
@@ -183,19 +217,25 @@ async fn save(core: &Rc<RefCell<Core>>, pid: u32, users: &BTreeSet<u32>) -> fdo:
     saved.map_err(|why| failed(&format!("hibernate process {pid}"), why))
 }
 
-async fn save_candidate(core: &Rc<RefCell<Core>>, candidate: &Candidate) -> Result<Image, String> {
+async fn save_candidate(
+    core: &Rc<RefCell<Core>>,
+    budget: &Arc<Budget>,
+    candidate: &Candidate,
+) -> Result<Image, String> {
+    wait_until_asleep(core, candidate).await?;
+    // Only now, because the program may take long to sleep, and the helper does not wait for a request so
+    // long.
+    let helper = Helper::start(Some(budget)).await.map_err(|e| format!("cannot start {PROGRAM}: {e}"))?;
     let clients = core.borrow().model.client_pids().into_values().filter_map(|pid| pid.try_into().ok()).collect();
     let request = Request::Check { uid: candidate.uid, clients };
-    let helper = Helper::start().map_err(|e| format!("cannot start {PROGRAM}: {e}"))?;
     let check = |reply: Option<Reply>| match reply {
         Some(Reply::Done) => Ok(()),
         Some(Reply::Refused(why)) => Err(why),
         _ => Err(format!("{PROGRAM} ended without a reply. Try again")),
     };
-    wait_until_asleep(core, candidate).await?;
     check(helper.ask(&request, Some(&candidate.process)).await)?;
     leave(core, candidate).await?;
-    match helper.ask(&Request::Save { uid: candidate.uid }, Some(&candidate.process)).await {
+    match helper.ask(&Request::Save, None).await {
         Some(Reply::Saved { image }) => Ok(image),
         Some(Reply::Refused(why)) => Err(why),
         _ => {
@@ -210,24 +250,23 @@ async fn save_candidate(core: &Rc<RefCell<Core>>, candidate: &Candidate) -> Resu
 
 /// Lets programs continue that an earlier daemon and its helper have left stopped.
 pub fn settle_at_start() {
-    // A child of the daemon ends soon after the daemon, and leaves what the next request settles.
-    if systemd::is_there() && Path::new(SOCKET).exists() {
+    if is_there() {
         spawn_local(settle());
     }
 }
 
-/// Waits until no killed helper has left processes stopped, or no helper can tell.
+/// Waits until no killed helper has left processes stopped.
 async fn settle() {
     for _ in 0..MAX_SETTLES {
-        let reply = match Helper::start() {
-            Ok(helper) => helper.ask(&Request::Settle, None).await,
-            Err(_) => return,
-        };
-        if !matches!(reply, None | Some(Reply::Busy)) {
+        // A helper that cannot be started now may be started later.
+        if let Ok(helper) = Helper::start(None).await
+            && !matches!(helper.ask(&Request::Settle, None).await, None | Some(Reply::Busy))
+        {
             return;
         }
         sleep(SETTLE_PERIOD).await;
     }
+    warn!("cannot settle what {PROGRAM} has left: a program may be stopped. See: nvsharectl hibernated");
 }
 
 async fn wait_until_asleep(core: &Rc<RefCell<Core>>, candidate: &Candidate) -> Result<(), String> {

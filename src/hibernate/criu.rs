@@ -2,18 +2,16 @@
 
 use crate::{
     Refusal,
-    owner::{Purpose, run_as},
-    process::{Credentials, Identity},
-    store::Entry,
+    rights::Rights,
+    scope::Scope,
+    store::{Entry, Store},
+    worker::{self, CAP_CHECKPOINT_RESTORE, CAP_SETPCAP, Task},
 };
 use std::{
-    ffi::OsStr,
     io,
-    os::{
-        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-        unix::process::CommandExt,
-    },
+    os::fd::AsFd,
     process::{Command, Stdio},
+    time::Instant,
 };
 
 /// The oldest version of CRIU that works. Debian 12's 3.17.1 does not know the kernels that Debian 13's
@@ -39,72 +37,57 @@ pub fn check() -> Result<(), Refusal> {
     Err(Refusal::new(format!("{NEEDED}. This host has version {version}")))
 }
 
-fn run(entry: &Entry, owner: &Credentials, purpose: Purpose, arguments: &[&str], log: &str) -> Result<(), Refusal> {
-    let images = entry.part("criu").map_err(|e| Refusal::new(format!("cannot open the image: {e}")))?;
-    let mut command = Command::new(CRIU);
-    command.args(arguments).args(["--unprivileged", "--no-default-config", "--manage-cgroups=ignore"]);
-    command.args(["--images-dir", ".", "--work-dir", "../work", "--log-file", log, "-v1"]);
-    run_as(&mut command, owner, purpose, images.as_fd());
-    keep_open(&mut command, &entry.lock);
-    let words = |e: io::Error| Refusal::new(format!("cannot run {CRIU}: {e}"));
-    let mut child = command.spawn().map_err(words)?;
-    // If this fails, CRIU continues: stopping it is more dangerous than to forget it.
-    if let Some(process) = Identity::of(child.id() as i32)
-        && let Err(e) = entry.begin(process, owner.uid)
-    {
-        eprintln!("nvshare-hibernate: cannot record the process of {CRIU}: {e}");
-    }
-    let status = child.wait().map_err(words)?;
-    if status.success() {
-        return Ok(());
-    }
-    entry.end_leftovers();
-    let why = entry.error_in(log).unwrap_or_else(|| status.to_string());
-    Err(Refusal::new(format!("CRIU fails: {why}")))
+/// An image, and how CRIU works on it.
+#[derive(Debug, Clone, Copy)]
+pub struct Job<'a> {
+    pub store: &'a Store,
+    pub entry: &'a Entry,
+    pub scope: &'a Scope,
+    pub rights: &'a Rights,
+    pub deadline: Instant,
 }
 
-/// Lets CRIU hold the lock of the image, even if this helper is killed.
-pub fn keep_open(command: &mut Command, lock: &OwnedFd) {
-    let lock = lock.as_raw_fd();
-    // SAFETY: the closure only makes a system call.
-    unsafe {
-        command.pre_exec(move || match libc::fcntl(lock, libc::F_SETFD, 0) {
-            0 => Ok(()),
-            _ => Err(std::io::Error::last_os_error()),
+impl Job<'_> {
+    fn run(
+        &self,
+        arguments: &[&str],
+        capabilities: &[u32],
+        log: &str,
+        obstacle: impl Fn() -> Option<String>,
+    ) -> Result<(), Refusal> {
+        let images =
+            self.entry.part("criu").map_err(|e: io::Error| Refusal::new(format!("cannot open the image: {e}")))?;
+        let common = ["--unprivileged", "--no-default-config", "--manage-cgroups=ignore"];
+        let places = ["--images-dir", ".", "--work-dir", "../work", "--log-file", log, "-v1"];
+        let arguments = arguments.iter().chain(&common).chain(&places).map(|argument| (*argument).to_owned()).collect();
+        let task = Task::Execute { program: CRIU.into(), arguments, capabilities: capabilities.into() };
+        let done = worker::run(self.scope, self.rights, task, images.as_fd(), self.deadline, obstacle)?;
+        if done.status.success() {
+            return Ok(());
+        }
+        let why = self.entry.error_in(log).unwrap_or_else(|| done.status.to_string());
+        Err(Refusal::new(format!("CRIU fails: {why}")))
+    }
+
+    /// Saves the tree below a stopped process. The processes stay stopped, whatever happens.
+    ///
+    /// # Errors
+    /// CRIU fails.
+    pub fn dump(&self, root: i32) -> Result<(), Refusal> {
+        let arguments =
+            ["dump", "--leave-stopped", "--file-locks", "--ghost-limit", "268435456", "--tree", &root.to_string()];
+        self.run(&arguments, &[CAP_CHECKPOINT_RESTORE], "dump.log", || {
+            // The image may be larger than the memory that was counted.
+            self.store.check_reserve().err().map(|Refusal(why)| why)
         })
-    };
-}
+    }
 
-/// Saves the tree below a stopped process. The processes stay stopped, whatever happens.
-///
-/// # Errors
-/// CRIU fails.
-pub fn dump(entry: &Entry, owner: &Credentials, root: i32) -> Result<(), Refusal> {
-    let arguments =
-        ["dump", "--leave-stopped", "--file-locks", "--ghost-limit", "268435456", "--tree", &root.to_string()];
-    run(entry, owner, Purpose::Dump, &arguments, "dump.log")
-}
-
-/// Restores the processes of a checked image. The processes are stopped, as when they were saved.
-///
-/// # Errors
-/// CRIU fails. It has then ended the processes.
-pub fn restore(entry: &Entry, owner: &Credentials) -> Result<(), Refusal> {
-    run(entry, owner, Purpose::Restore, &["restore", "--file-locks", "--restore-detached"], "restore.log")
-}
-
-/// Returns the first of these files that the owner may not open.
-pub fn first_closed<'a>(owner: &Credentials, files: &'a [(std::path::PathBuf, bool)]) -> Option<&'a std::path::Path> {
-    let root = std::fs::File::open("/").ok()?;
-    let is_closed = |(path, is_written): &&(std::path::PathBuf, bool)| {
-        let mut command = Command::new("/proc/self/exe");
-        command.arg("--probe").arg(path).args(is_written.then_some(OsStr::new("--writable")));
-        run_as(&mut command, owner, Purpose::Probe, root_of(&root));
-        !command.status().is_ok_and(|status| status.success())
-    };
-    files.iter().find(is_closed).map(|(path, _)| path.as_path())
-}
-
-fn root_of(root: &std::fs::File) -> BorrowedFd<'_> {
-    root.as_fd()
+    /// Restores the processes of a checked image. The processes are stopped, as when they were saved.
+    ///
+    /// # Errors
+    /// CRIU fails. It may have left processes in the scope.
+    pub fn restore(&self) -> Result<(), Refusal> {
+        let arguments = ["restore", "--file-locks", "--restore-detached"];
+        self.run(&arguments, &[CAP_CHECKPOINT_RESTORE, CAP_SETPCAP], "restore.log", || None)
+    }
 }

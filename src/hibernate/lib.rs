@@ -10,23 +10,27 @@ use std::time::Duration;
 
 /// Maximum length of a packet in bytes.
 pub const MAX_PACKET: usize = 128 << 10;
-/// Maximum number of images in an answer.
-pub const MAX_LISTED: usize = 256;
+/// Maximum number of images in an answer. Each takes at most 1 KiB of a packet.
+pub const MAX_LISTED: usize = 100;
 /// Time that the helper waits for a request before it exits.
 pub const IDLE: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
-    /// Checks whether a program can be saved. Carries a pidfd of its process, which is the root of the
+    /// Checks whether a program can be saved, and prepares its image. Carries a pidfd of its process, which is the root of the
     /// tree of processes to save, and must belong to this user. `clients`: all clients of the scheduler. No
     /// other client may be in the tree, because it stays connected.
     Check { uid: u32, clients: Vec<i32> },
-    /// Saves a program that has left its scheduler, and ends it. Carries a pidfd, as `Check`.
-    Save { uid: u32 },
+    /// Saves the program that the latest `Check` has accepted, and ends it. Its client has left the
+    /// scheduler.
+    Save,
     /// Restores a program from an image of this user.
     Restore { uid: u32, image: String },
-    /// Lists the images, the newest first.
-    List,
+    /// Lists the images of this user, or of all users, the newest first, after the first `skip` images.
+    /// An answer with fewer images than [`MAX_LISTED`] is the last one.
+    List { uid: Option<u32>, skip: usize },
+    /// Lists the image with this name, if it exists.
+    Find { image: String },
     /// Deletes an image of this user.
     Delete { uid: u32, image: String },
     /// Continues or ends the processes that a killed helper has left stopped. Every helper does so when
@@ -51,14 +55,12 @@ pub enum Reply {
 }
 
 /// An image, as its signed manifest describes it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Image {
     pub name: String,
     pub uid: u32,
     /// The name of the program.
     pub program: String,
-    /// The process IDs that a restore needs, the root of the tree first.
-    pub pids: Vec<i32>,
     /// When the program was saved, in seconds since 1970.
     pub saved: u64,
     /// Size of the image in bytes.

@@ -3,10 +3,10 @@
 //!
 //! The section "Hibernation" of ARCHITECTURE.md explains the steps, and what happens if an actor dies.
 //!
-//! - `owner`: CRIU runs as the owner of the program, so that a restore gives no one a right.
-//! - `process`: which processes can be saved; stopping them. `criu`: CRIU's command lines.
-//! - `store`: images, their signatures, and what killed helpers have left. `scope`: restored programs as
-//!   units.
+//! - `worker`: CRIU runs as the owner of the program, so that a restore gives no one a right. `scope`: it
+//!   runs in the user's slice. `rights`: what a restored program may have. `criu`: CRIU's command lines.
+//! - `process`: which processes can be saved; stopping them.
+//! - `store`: images, their signatures, and what killed helpers have left. `record`: where the program is.
 //!
 //! The helper runs as root with the capabilities to become the owner (`CAP_SETUID`, `CAP_SETGID`), to
 //! give CRIU its capabilities (`CAP_CHECKPOINT_RESTORE`, `CAP_SETPCAP`), to take CRIU's files
@@ -14,32 +14,36 @@
 //! (`CAP_SYS_PTRACE`, `CAP_KILL`).
 
 mod criu;
-mod owner;
 mod process;
+mod record;
+mod rights;
 mod scope;
 mod store;
+mod worker;
 
 use clap::Parser;
+use criu::Job;
 use nvshare_hibernate::{IDLE, Image, MAX_PACKET, Reply, Request};
-use process::{Credentials, Identity, Tree};
+use process::{Identity, Tree};
+use record::Stage;
+use rights::Credentials;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, UCred, recvmsg, send},
 };
+use scope::Scope;
 use std::{
     ffi::CString,
     fmt,
-    fs::OpenOptions,
     io::{IoSliceMut, stdin},
     mem::MaybeUninit,
-    os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::fs::OpenOptionsExt,
-    },
-    path::PathBuf,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::{Path, PathBuf},
     process::ExitCode,
+    time::Instant,
 };
-use store::{Entry, Manifest, Stage, Store};
+use store::{Entry, Manifest, Store};
+use worker::TIMEOUT;
 
 /// Saves sleeping programs to disk and restores them, for the nvshare-scheduler connected to standard input.
 #[derive(Debug, Parser)]
@@ -51,11 +55,9 @@ struct Arguments {
     /// Directory of the images
     #[arg(long, value_name = "DIR", env = "NVSHARE_IMAGES", default_value = "/var/lib/nvshare-hibernate")]
     images: PathBuf,
-    /// Only check whether this process may open a file
-    #[arg(long, value_name = "FILE", hide = true)]
-    probe: Option<PathBuf>,
+    /// Carry out the task on standard input
     #[arg(long, hide = true)]
-    writable: bool,
+    worker: bool,
 }
 
 /// The reason why a request is not carried out, in words for the user.
@@ -76,11 +78,8 @@ impl fmt::Display for Refusal {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    if let Some(path) = arguments.probe {
-        let mut options = OpenOptions::new();
-        let opened =
-            options.read(!arguments.writable).write(arguments.writable).custom_flags(libc::O_NONBLOCK).open(path);
-        return if opened.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    if arguments.worker {
+        return if worker::work().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
     let stdin = stdin();
     let socket = stdin.as_fd();
@@ -94,15 +93,22 @@ fn main() -> ExitCode {
     if let Ok(store) = &store {
         store.settle();
     }
+    let mut prepared = None;
     while let Some((request, pidfd)) = receive(socket) {
-        let perform = |store: &Store| perform(store, request, pidfd, socket);
         let reply = match &store {
-            Ok(store) => perform(store).unwrap_or_else(|Refusal(why)| Reply::Refused(why)),
+            Ok(store) => {
+                let helper = Helper { store, socket, deadline: Instant::now() + TIMEOUT };
+                let reply = helper.perform(request, pidfd, &mut prepared);
+                reply.unwrap_or_else(|Refusal(why)| Reply::Refused(why))
+            }
             Err(Refusal(why)) => Reply::Refused(why.clone()),
         };
         if send(socket, &reply.encode(), SendFlags::NOSIGNAL).is_err() {
             break;
         }
+    }
+    if let Some(Prepared { entry, .. }) = prepared {
+        let _ = entry.delete(); // otherwise, the next helper deletes it
     }
     ExitCode::SUCCESS
 }
@@ -145,133 +151,188 @@ fn has_hung_up(socket: BorrowedFd<'_>) -> bool {
     poll(&mut [PollFd::new(&socket, PollFlags::RDHUP)], Some(&Timespec::default())) != Ok(0)
 }
 
-fn perform(store: &Store, request: Request, pidfd: Option<OwnedFd>, socket: BorrowedFd<'_>) -> Result<Reply, Refusal> {
-    let root = || pidfd.as_ref().and_then(process::of_pidfd).ok_or_else(|| Refusal::new("the program has ended"));
-    match request {
-        Request::Check { uid, clients } => {
-            let tree = Tree::of(root()?).ok_or_else(|| Refusal::new("the program has ended"))?;
-            if let Some(pid) = tree.pids().iter().skip(1).find(|pid| clients.contains(pid)) {
-                let name = process::name(*pid);
-                return Err(Refusal::new(format!(
-                    "process {pid} ({name}), which it has started, uses a GPU, too. End it"
-                )));
+/// A program that can be saved, and its image, which is still empty.
+struct Prepared {
+    program: String,
+    process: Identity,
+    entry: Entry,
+    scope: Scope,
+}
+
+/// The work for one request.
+struct Helper<'a> {
+    store: &'a Store,
+    socket: BorrowedFd<'a>,
+    deadline: Instant,
+}
+
+fn gone() -> Refusal {
+    Refusal::new("the program has ended")
+}
+
+impl Helper<'_> {
+    fn perform(
+        &self,
+        request: Request,
+        pidfd: Option<OwnedFd>,
+        prepared: &mut Option<Prepared>,
+    ) -> Result<Reply, Refusal> {
+        let store = self.store;
+        match request {
+            Request::Check { uid, clients } => {
+                let root = pidfd.as_ref().and_then(process::of_pidfd).ok_or_else(gone)?;
+                *prepared = Some(self.check(root, uid, &clients)?);
+                Ok(Reply::Done)
             }
-            check(store, &tree, uid).map(|_| Reply::Done)
-        }
-        Request::Save { uid } => save(store, root()?, uid, socket),
-        Request::Restore { uid, image } => restore(store, &image, uid),
-        Request::List => Ok(Reply::Images(store.list())),
-        Request::Delete { uid, image } => {
-            let Some(entry) = store.lock(&image)? else { return Ok(Reply::Busy) };
-            // Only root's manifest is missing or damaged.
-            if uid != 0 {
-                store.owned(&entry, uid)?;
+            Request::Save => {
+                let prepared = prepared.take().ok_or_else(|| Refusal::new("it was not checked"))?;
+                self.save(&prepared).map(|image| Reply::Saved { image })
             }
-            entry.delete().map_err(|e| Refusal::new(format!("cannot delete image {image}: {e}")))?;
-            Ok(Reply::Done)
-        }
-        Request::Settle => Ok(if store.settle() { Reply::Done } else { Reply::Busy }),
-    }
-}
-
-/// Checks that a program can be saved. Changes nothing.
-fn check(store: &Store, tree: &Tree, uid: u32) -> Result<Credentials, Refusal> {
-    criu::check()?;
-    let owner = tree.check(uid)?;
-    let files = tree.files();
-    if let Some(path) = criu::first_closed(&owner, &files) {
-        let path = path.display();
-        return Err(Refusal::new(format!(
-            "it has {path} open, which its user may not open. Start it with: nvsharectl run --portable -- COMMAND"
-        )));
-    }
-    store.check_room(tree.memory())?;
-    Ok(owner)
-}
-
-/// Saves a program. The record is written before the program is stopped, and is removed after the program
-/// continues. So a program that a killed helper has left stopped always has a record.
-fn save(store: &Store, root: i32, uid: u32, socket: BorrowedFd<'_>) -> Result<Reply, Refusal> {
-    let gone = || Refusal::new("the program has ended");
-    let tree = Tree::of(root).ok_or_else(gone)?;
-    let owner = tree.check(uid)?;
-    let program = process::name(root);
-    let process = Identity::of(root).ok_or_else(gone)?;
-    let entry = store.create(&program, &process, &owner)?;
-    let saved = Tree::stop(root).and_then(|tree| save_stopped(store, &entry, &tree, &program, uid, socket));
-    match saved {
-        Ok(image) => {
-            // If this fails, the next helper ends the process.
-            if let Err(e) = entry.end(&process) {
-                eprintln!("nvshare-hibernate: cannot write the record of image {}: {e}", entry.name);
+            Request::Restore { uid, image } => self.restore(&image, uid),
+            Request::List { uid, skip } => Ok(Reply::Images(store.list(uid, skip))),
+            Request::Find { image } => Ok(Reply::Images(store.find(&image).into_iter().collect())),
+            Request::Delete { uid, image } => {
+                let Some(entry) = store.lock(&image)? else { return Ok(Reply::Busy) };
+                if store.find(&image).is_none_or(|image| image.uid != uid) {
+                    return Err(Refusal::new(format!("image {image} belongs to another user")));
+                }
+                entry.delete().map_err(|e| Refusal::new(format!("cannot delete image {image}: {e}")))?;
+                Ok(Reply::Done)
             }
-            Ok(Reply::Saved { image })
-        }
-        Err(why) => {
-            // The record may say that the image is the program although it could not be synced.
-            let image_counts = !matches!(entry.stage(), Some(Stage::Saving { .. }));
-            let done = if image_counts { entry.end(&process) } else { entry.give_up(&process) };
-            done.map_err(|e| Refusal::new(format!("{why}, and its record cannot be written: {e}")))?;
-            Err(why)
+            Request::Settle => Ok(if store.settle() { Reply::Done } else { Reply::Busy }),
         }
     }
+
+    /// Checks that a program can be saved, and prepares its image. Does not change the program.
+    fn check(&self, root: i32, uid: u32, clients: &[i32]) -> Result<Prepared, Refusal> {
+        let process = Identity::of(root).ok_or_else(gone)?;
+        let tree = Tree::of(&process).ok_or_else(gone)?;
+        if let Some(pid) = tree.pids().iter().skip(1).find(|pid| clients.contains(pid)) {
+            let name = process::name(*pid);
+            return Err(Refusal::new(format!("process {pid} ({name}), which it has started, uses a GPU, too. End it")));
+        }
+        criu::check()?;
+        let rights = tree.check(uid)?;
+        tree.check_running()?;
+        self.check_files(&tree, &rights)?;
+        self.store.check_room(uid, tree.memory())?;
+        let program = process::name(root);
+        let (entry, scope) = self.store.create(&program, &process, &rights)?;
+        Ok(Prepared { program, process, entry, scope })
+    }
+
+    /// Checks that the owner may open the files of a program, and writes their data to the disk.
+    fn check_files(&self, tree: &Tree, rights: &rights::Rights) -> Result<(), Refusal> {
+        match worker::first_closed(rights, tree.files(), self.deadline)? {
+            Some(path) => Err(Refusal::new(format!(
+                "it has {path:?} open, which its user may not open. Start it with: nvsharectl run --portable -- \
+                 COMMAND"
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// Saves a program. The record was written before the program is stopped, and is removed after the
+    /// program continues. So a program that a killed helper has left stopped always has a record.
+    fn save(&self, prepared: &Prepared) -> Result<Image, Refusal> {
+        let Prepared { process, entry, .. } = prepared;
+        let failed = |e| Refusal::new(format!("cannot write the record of image {}: {e}", entry.name));
+        let uid = process.uid.ok_or_else(gone)?;
+        let saved = Tree::stop(process).and_then(|tree| self.save_stopped(prepared, &tree, uid));
+        match saved.and_then(|image| {
+            entry.record(uid, &Stage::Ending { process: process.clone() }).map_err(failed)?;
+            Ok(image)
+        }) {
+            Ok(image) => {
+                // If this fails, the next helper ends the process.
+                if let Err(e) = entry.end(uid, process) {
+                    eprintln!("nvshare-hibernate: {}", failed(e));
+                }
+                Ok(image)
+            }
+            Err(why) => {
+                // The disk may have either record if the one above could not be synced. So the program only
+                // continues when the disk says for sure that the image does not count.
+                let stage = Stage::Saving { process: process.clone(), scope: prepared.scope.clone() };
+                let given_up = entry.record(uid, &stage).and_then(|()| entry.give_up(process));
+                given_up
+                    .map_err(|e| Refusal::new(format!("{why}. It stays stopped until its record is written: {e}")))?;
+                Err(why)
+            }
+        }
+    }
+
+    /// Completes the image of a stopped program.
+    fn save_stopped(&self, prepared: &Prepared, tree: &Tree, uid: u32) -> Result<Image, Refusal> {
+        let Prepared { program, process, entry, scope } = prepared;
+        // Only now can the program not change any more.
+        let rights = tree.check(uid)?;
+        self.check_files(tree, &rights)?;
+        let manifest = Manifest::new(program, rights, process, tree);
+        let job = Job { store: self.store, entry, scope, rights: &manifest.rights, deadline: self.deadline };
+        job.dump(process.pid)?;
+        let cancelled = || has_hung_up(self.socket).then(|| Refusal::new("it was cancelled"));
+        cancelled().map_or(Ok(()), Err)?;
+        let image = self.store.complete(entry, &manifest)?;
+        cancelled().map_or(Ok(image), Err)
+    }
+
+    fn restore(&self, image: &str, uid: u32) -> Result<Reply, Refusal> {
+        criu::check()?;
+        let Some(entry) = self.store.lock(image)? else { return Ok(Reply::Busy) };
+        let words = |e: std::io::Error| Refusal::new(format!("cannot restore image {image}: {e}"));
+        match entry.stage().map_err(words)? {
+            stage if stage.process().is_some() => {
+                let pid = stage.process().unwrap_or_default();
+                return Err(Refusal::new(format!("image {image} was restored, and runs as process {pid}")));
+            }
+            Stage::Saved | Stage::Restored { .. } => {}
+            _ => return Err(Refusal::new(format!("image {image} is not complete, or an attempt is not finished"))),
+        }
+        let manifest = self.store.verify(&entry, uid)?;
+        check_groups(&manifest.rights.owner)?;
+        let taken = manifest.threads.iter().find(|pid| Path::new(&format!("/proc/{pid}")).exists());
+        if let Some(pid) = taken {
+            return Err(Refusal::new(format!(
+                "another process has its process ID {pid}. Restore it when that process has ended"
+            )));
+        }
+        let scope = Scope::new(image, uid).map_err(words)?;
+        entry.record(uid, &Stage::Restoring { scope: scope.clone() }).map_err(words)?;
+        let job =
+            Job { store: self.store, entry: &entry, scope: &scope, rights: &manifest.rights, deadline: self.deadline };
+        let begun = job.restore().and_then(|()| begin(&job, &manifest));
+        let process = match begun {
+            Ok(process) => process,
+            Err(why) => {
+                entry.end_restore(uid, &scope).map_err(words)?;
+                return Err(why);
+            }
+        };
+        // If this fails, the next helper lets the program continue.
+        if let Err(e) = entry.go_on(uid, process, &scope) {
+            eprintln!("nvshare-hibernate: cannot continue the program of image {image}: {e}");
+        }
+        Ok(Reply::Restored { pid: manifest.root })
+    }
 }
 
-/// Completes the image of a stopped program.
-fn save_stopped(
-    store: &Store,
-    entry: &Entry,
-    tree: &Tree,
-    program: &str,
-    uid: u32,
-    socket: BorrowedFd<'_>,
-) -> Result<Image, Refusal> {
-    // Only now can the program not change any more.
-    let manifest = Manifest::new(program, tree.check(uid)?, tree);
-    criu::dump(entry, &manifest.owner, tree.root())?;
-    if has_hung_up(socket) {
-        return Err(Refusal::new("it was cancelled"));
-    }
-    let process = Identity::of(tree.root()).ok_or_else(|| Refusal::new("the program has ended"))?;
-    store.complete(entry, &manifest, process)
-}
-
-fn restore(store: &Store, image: &str, uid: u32) -> Result<Reply, Refusal> {
-    criu::check()?;
-    let Some(entry) = store.lock(image)? else { return Ok(Reply::Busy) };
-    let stage = entry.stage().ok_or_else(|| Refusal::new(format!("image {image} is not complete")))?;
-    if let Some(pid) = stage.process() {
-        return Err(Refusal::new(format!("image {image} was restored, and runs as process {pid}")));
-    }
-    let manifest = store.verify(&entry, uid)?;
-    check_groups(&manifest.owner)?;
-    let taken = manifest.threads.iter().find(|pid| PathBuf::from(format!("/proc/{pid}")).exists());
-    if let Some(pid) = taken {
-        return Err(Refusal::new(format!(
-            "another process has its process ID {pid}. Restore it when that process has ended"
-        )));
-    }
-    let words = |e: std::io::Error| Refusal::new(format!("cannot restore image {image}: {e}"));
-    let own = std::process::id() as i32;
-    let helper = Identity::of(own).ok_or_else(|| Refusal::new("cannot read /proc"))?;
-    let cgroups = process::cgroups(own).unwrap_or_default();
-    entry.record(&Stage::Restoring { helper: helper.clone(), cgroups: cgroups.clone() }).map_err(words)?;
-    let restored = criu::restore(&entry, &manifest.owner).and_then(|()| begin(&entry, &manifest));
-    if restored.is_err() {
-        entry.end_restore(&manifest, &helper, &cgroups).map_err(words)?;
-    }
-    restored
-}
-
-/// Lets a restored program continue. **From the first record on, the program is the process.**
-fn begin(entry: &Entry, manifest: &Manifest) -> Result<Reply, Refusal> {
-    let words = |e: std::io::Error| Refusal::new(format!("cannot write the record of image {}: {e}", entry.name));
-    let process = Identity::of(manifest.root).ok_or_else(|| Refusal::new("the program ended while it was restored"))?;
-    entry.record(&Stage::Continuing { process: process.clone() }).map_err(words)?;
-    if let Err(e) = entry.go_on(process) {
-        eprintln!("nvshare-hibernate: cannot write the record of image {}: {e}", entry.name);
-    }
-    Ok(Reply::Restored { pid: manifest.root })
+/// Checks a restored program, and records that **from now on, the program is the process**. The program is
+/// frozen, so that it cannot change, whatever signals its owner sends.
+fn begin(job: &Job<'_>, manifest: &Manifest) -> Result<Identity, Refusal> {
+    let words = |e: std::io::Error| Refusal::new(format!("cannot check the restored program: {e}"));
+    job.scope.freeze().map_err(words)?;
+    let pids = job.scope.pids().map_err(words)?;
+    // Also the processes outside of the tree.
+    manifest.rights.check(Path::new("/proc"), &pids).map_err(|why| {
+        Refusal::new(format!("a restored program must have no more rights than when it was saved, but {why}"))
+    })?;
+    let process = Identity::of(manifest.root).filter(|process| pids.contains(&process.pid));
+    let process = process.ok_or_else(|| Refusal::new("the program ended while it was restored"))?;
+    let uid = manifest.rights.owner.uid;
+    let stage = Stage::Continuing { process: process.clone(), scope: job.scope.clone() };
+    job.entry.record(uid, &stage).map_err(words)?;
+    Ok(process)
 }
 
 /// Checks that the owner still has the user and the groups that the program has.

@@ -1,6 +1,10 @@
-//! A tree of processes: who it belongs to, whether it can be saved, and stopping it.
+//! A tree of processes: whether it can be saved, and stopping it.
 
-use crate::Refusal;
+use crate::{
+    Refusal,
+    rights::{Credentials, Rights, Status, login, tasks},
+    scope,
+};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
@@ -11,6 +15,7 @@ use std::{
     fs,
     os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
+    time::{Duration, Instant},
 };
 
 /// The attempts to stop a tree whose processes start others at the same time.
@@ -19,18 +24,12 @@ const ATTEMPTS: usize = 50;
 /// restore namespaces.
 const NAMESPACES: [&str; 7] = ["user", "mnt", "pid", "net", "ipc", "uts", "cgroup"];
 
-/// The users and groups of a program. All its user IDs are equal, and so are all its group IDs.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Credentials {
-    pub uid: u32,
-    pub gid: u32,
-    pub groups: Vec<u32>,
-}
-
-/// Identifies a process, also after the process has ended.
+/// Identifies a process of a user, also after the process has ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     pub pid: i32,
+    /// The user, if all user IDs of the process are equal.
+    pub uid: Option<u32>,
     /// Start time in clock ticks since boot.
     pub started: u64,
     pub boot: String,
@@ -44,6 +43,7 @@ pub fn boot() -> String {
 /// The fields of `/proc/PID/stat`.
 #[derive(Debug, Clone, Copy)]
 struct Stat {
+    state: char,
     parent: i32,
     group: i32,
     session: i32,
@@ -57,6 +57,7 @@ impl Stat {
         let fields: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
         let number = |at: usize| fields.get(at - 3)?.parse::<i64>().ok();
         Some(Self {
+            state: fields.first()?.chars().next()?,
             parent: number(4)? as i32,
             group: number(5)? as i32,
             session: number(6)? as i32,
@@ -68,7 +69,8 @@ impl Stat {
 
 impl Identity {
     pub fn of(pid: i32) -> Option<Self> {
-        Some(Self { pid, started: Stat::of(pid)?.started, boot: boot() })
+        let uid = credentials(pid).map(|credentials| credentials.uid);
+        Some(Self { pid, uid, started: Stat::of(pid)?.started, boot: boot() })
     }
 
     pub fn lives(&self) -> bool {
@@ -78,29 +80,37 @@ impl Identity {
 
 #[derive(Debug)]
 struct Member {
-    pid: i32,
+    identity: Identity,
     pidfd: OwnedFd,
+}
+
+impl Member {
+    /// Opens a process. The process had this identity after it was opened and still lived, so the pidfd is
+    /// that of this process.
+    fn open(pid: i32) -> Option<Self> {
+        let pidfd = pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty()).ok()?;
+        let identity = Identity::of(pid)?;
+        is_alive(&pidfd).then_some(Self { identity, pidfd })
+    }
 }
 
 /// A process and all its descendants.
 #[derive(Debug)]
 pub struct Tree {
-    root: i32,
     members: Vec<Member>,
-}
-
-/// Returns the fields of `/proc/PID/status` that begin with `name`, as numbers of this base.
-fn status(pid: i32, name: &str, base: u32) -> Option<Vec<u64>> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let field = status.lines().find_map(|line| line.strip_prefix(name))?;
-    field.split_whitespace().map(|number| u64::from_str_radix(number, base).ok()).collect()
 }
 
 /// Returns the process of a pidfd, if it lives.
 pub fn of_pidfd(pidfd: &OwnedFd) -> Option<i32> {
     let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
     let pid = info.lines().find_map(|line| line.strip_prefix("Pid:"))?.trim().parse().ok().filter(|pid| *pid > 0)?;
-    (status(pid, "Tgid:", 10)? == [pid as u64] && is_alive(pidfd)).then_some(pid)
+    let is_process = Status::read(&directory(pid)).ok()?.number("Tgid") == Some(pid as u64);
+    (is_process && is_alive(pidfd)).then_some(pid)
+}
+
+/// The directory of a process in `/proc`.
+fn directory(pid: i32) -> PathBuf {
+    PathBuf::from(format!("/proc/{pid}"))
 }
 
 fn is_alive(pidfd: &OwnedFd) -> bool {
@@ -126,27 +136,26 @@ fn tree(root: i32) -> Vec<i32> {
 
 impl Tree {
     /// Returns the tree below a process, or `None` if the process has ended.
-    pub fn of(root: i32) -> Option<Self> {
-        let open = |pid| Some(Member { pid, pidfd: pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty()).ok()? });
-        let members: Vec<Member> = tree(root).into_iter().filter_map(open).collect();
-        let has_root = members.first().is_some_and(|member| member.pid == root && is_alive(&member.pidfd));
-        has_root.then_some(Self { root, members })
+    pub fn of(root: &Identity) -> Option<Self> {
+        let members: Vec<Member> = tree(root.pid).into_iter().filter_map(Member::open).collect();
+        members.first().is_some_and(|member| member.identity == *root).then_some(Self { members })
     }
 
-    pub fn root(&self) -> i32 {
-        self.root
+    /// Returns these processes.
+    pub fn of_all(pids: &[i32]) -> Self {
+        Self { members: pids.iter().filter_map(|pid| Member::open(*pid)).collect() }
     }
 
     pub fn pids(&self) -> Vec<i32> {
-        self.members.iter().map(|member| member.pid).collect()
+        self.members.iter().map(|member| member.identity.pid).collect()
     }
 
     /// Returns the IDs of all threads, the root first.
     pub fn threads(&self) -> Vec<i32> {
         let threads = |pid: &i32| {
-            let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+            let tasks = tasks(&directory(*pid)).into_iter().flatten();
             let mut threads: Vec<i32> = tasks
-                .filter_map(|task| task.file_name().to_str()?.parse().ok())
+                .filter_map(|task| task.file_name()?.to_str()?.parse().ok())
                 .filter(|thread| thread != pid)
                 .collect();
             threads.insert(0, *pid);
@@ -160,8 +169,11 @@ impl Tree {
         self.pids().into_iter().map(memory).sum()
     }
 
-    fn signal(&self, signal: Signal) {
-        for member in &self.members {
+    /// Sends a signal to the processes of the root's user. The helper may signal all processes, but the
+    /// owner of a program may not.
+    fn signal(&self, uid: Option<u32>, signal: Signal) {
+        let is_meant = |member: &&Member| uid.is_some() && member.identity.uid == uid;
+        for member in self.members.iter().filter(is_meant) {
             let _ = pidfd_send_signal(&member.pidfd, signal); // fails if the process has ended
         }
     }
@@ -171,79 +183,66 @@ impl Tree {
     /// # Errors
     /// The process has ended, or its processes start others faster than they are stopped. The processes
     /// then continue.
-    pub fn stop(root: i32) -> Result<Self, Refusal> {
+    pub fn stop(root: &Identity) -> Result<Self, Refusal> {
         let gone = || Refusal::new("the program has ended");
         let mut stopped = Self::of(root).ok_or_else(gone)?;
         for _ in 0..ATTEMPTS {
-            stopped.signal(Signal::STOP);
+            stopped.signal(root.uid, Signal::STOP);
             let now = Self::of(root).ok_or_else(gone)?;
             if now.pids() == stopped.pids() {
                 return Ok(stopped);
             }
             stopped = now;
         }
-        stopped.resume();
+        stopped.resume(root.uid);
         Err(Refusal::new("its processes start others without end"))
     }
 
-    pub fn resume(&self) {
-        self.signal(Signal::CONT);
+    pub fn resume(&self, uid: Option<u32>) {
+        self.signal(uid, Signal::CONT);
     }
 
-    /// Ends all processes, and waits until they have ended.
-    pub fn kill(&self) {
-        self.signal(Signal::KILL);
-        for member in &self.members {
-            let limit = Timespec { tv_sec: 10, tv_nsec: 0 };
+    /// Ends all processes of a user, and waits until they have ended.
+    pub fn kill(&self, uid: Option<u32>) {
+        self.signal(uid, Signal::KILL);
+        let until = Instant::now() + Duration::from_secs(10);
+        for member in self.members.iter().filter(|member| uid.is_some() && member.identity.uid == uid) {
+            let left = until.saturating_duration_since(Instant::now());
+            let limit = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
             let _ = poll(&mut [PollFd::new(&member.pidfd, PollFlags::IN)], Some(&limit));
         }
     }
 
-    /// Checks whether CRIU can save the tree as a program of this user, and restore it.
+    /// Checks whether CRIU can save the tree as a program of this user, and restore it. Returns its rights.
     ///
     /// # Errors
     /// The reason why not, with the remedy.
-    pub fn check(&self, uid: u32) -> Result<Credentials, Refusal> {
+    pub fn check(&self, uid: u32) -> Result<Rights, Refusal> {
         if uid == 0 {
             return Err(Refusal::new("it runs as root. Start it as another user"));
         }
         let gone = || Refusal::new("the program has ended");
-        let root = credentials(self.root).ok_or_else(gone)?;
-        let members: BTreeSet<i32> = self.pids().into_iter().collect();
-        for pid in &members {
-            let name = name(*pid);
-            let refuse = |why: &str| Err(Refusal::new(format!("process {pid} ({name}) {why}")));
-            let Some(own) = credentials(*pid) else { return refuse("runs under several users or groups") };
-            let Some(stat) = Stat::of(*pid) else { return Err(gone()) };
-            if own.uid != uid || own != root {
-                return refuse("has another user or group");
-            }
-            let capabilities = ["CapInh:", "CapPrm:", "CapEff:", "CapAmb:"];
-            if capabilities.iter().any(|set| status(*pid, set, 16) != Some(vec![0])) {
-                return refuse("has capabilities. Start it without privileges");
-            }
-            if status(*pid, "Seccomp:", 10).is_some_and(|mode| mode != [0]) {
-                return refuse(
-                    "has a filter of system calls (seccomp), which cannot be saved. Start it without the filter",
-                );
-            }
-            if status(*pid, "TracerPid:", 10).is_some_and(|tracer| tracer != [0]) {
-                return refuse("is being debugged. Detach the debugger");
-            }
-            if let Some(kind) = NAMESPACES.iter().find(|kind| !shares_namespace(*pid, kind)) {
-                return refuse(&format!("is in another {kind} namespace, such as a container's or a unit's"));
-            }
-            if stat.terminal != 0 {
-                return refuse("has a terminal. Start it with: nvsharectl run --portable -- COMMAND");
-            }
-            if !members.contains(&stat.session) || !members.contains(&stat.group) {
-                return refuse(
-                    "belongs to a session of another program. Start it with: nvsharectl run --portable -- COMMAND",
-                );
-            }
-            check_files(*pid).map_err(|why| Refusal::new(format!("process {pid} ({name}) {why}")))?;
+        let root = self.members.first().ok_or_else(gone)?.identity.pid;
+        let owner = credentials(root).ok_or_else(gone)?;
+        let member = Kin { owner, login: login(&directory(root)), members: self.pids().into_iter().collect() };
+        for pid in &member.members {
+            let refuse = |why: String| Refusal::new(format!("process {pid} ({}) {why}", name(*pid)));
+            member.check(*pid, uid).map_err(refuse)?;
         }
-        Ok(root)
+        let directories: Vec<PathBuf> = self.pids().into_iter().map(directory).collect();
+        Rights::of(member.owner, member.login, &directories).map_err(|_| gone())
+    }
+
+    /// Checks that no process is stopped. A dump that fails would continue the process.
+    ///
+    /// # Errors
+    /// The process that is stopped.
+    pub fn check_running(&self) -> Result<(), Refusal> {
+        let is_stopped = |pid: &i32| Stat::of(*pid).is_some_and(|stat| stat.state == 'T');
+        match self.pids().into_iter().find(is_stopped) {
+            Some(pid) => Err(Refusal::new(format!("process {pid} ({}) is stopped. Continue it first", name(pid)))),
+            None => Ok(()),
+        }
     }
 
     /// Returns the regular files that the processes have open, and whether each is open for writing.
@@ -262,33 +261,100 @@ impl Tree {
     }
 }
 
+/// What all processes of a tree must have in common.
+struct Kin {
+    owner: Credentials,
+    login: Option<u32>,
+    members: BTreeSet<i32>,
+}
+
+impl Kin {
+    /// Checks that CRIU can save a process of this user, and that a restore gives the process nothing that
+    /// it lacks, and takes no restriction from it.
+    fn check(&self, pid: i32, uid: u32) -> Result<(), String> {
+        let ended = "has ended";
+        let place = scope::place(pid).ok_or(ended)?;
+        check_place(&place, uid)?;
+        let is_restored = scope::is_of_restored(&place, uid);
+        for task in tasks(&directory(pid)).map_err(|_| ended)? {
+            check_task(&task, uid, &self.owner, is_restored)?;
+        }
+        let stat = Stat::of(pid).ok_or(ended)?;
+        if stat.state == 't' {
+            return Err("is being debugged. Detach the debugger".into());
+        }
+        if login(&directory(pid)) != self.login {
+            return Err("belongs to another login".into());
+        }
+        if let Some(kind) = NAMESPACES.iter().find(|kind| !shares_namespace(pid, kind)) {
+            return Err(format!("is in another {kind} namespace, such as a container's or a unit's"));
+        }
+        if label(&pid.to_string()) != label("self") {
+            return Err("is confined by a security module, which cannot be saved".into());
+        }
+        if stat.terminal != 0 {
+            return Err("has a terminal. Start it with: nvsharectl run --portable -- COMMAND".into());
+        }
+        if !self.members.contains(&stat.session) || !self.members.contains(&stat.group) {
+            let why = "belongs to a session of another program. Start it with: nvsharectl run --portable -- COMMAND";
+            return Err(why.into());
+        }
+        check_files(pid)
+    }
+}
+
+/// Checks a thread. CRIU restores the restrictions of the thread group's leader only.
+fn check_task(task: &Path, uid: u32, owner: &Credentials, is_restored: bool) -> Result<(), String> {
+    let status = Status::read(task).map_err(|_| "has ended")?;
+    let own = status.credentials().ok_or("runs under several users or groups")?;
+    if own.uid != uid || own != *owner {
+        return Err("has another user or group".into());
+    }
+    if status.has_capabilities() {
+        return Err("has capabilities. Start it without privileges".into());
+    }
+    if status.is_filtered() {
+        let why = "has a filter of system calls (seccomp), which cannot be saved. Start it without the filter";
+        return Err(why.into());
+    }
+    // Landlock cannot be seen from outside, and cannot be saved. Users cannot use it without this flag.
+    if status.has_no_new_privileges() && !is_restored {
+        let why = "may restrict itself (NoNewPrivs, as sandboxes set it), which cannot be saved. Start it without";
+        return Err(format!("{why} the sandbox"));
+    }
+    if status.number("TracerPid").is_some_and(|tracer| tracer != 0) {
+        return Err("is being debugged. Detach the debugger".into());
+    }
+    Ok(())
+}
+
+/// Checks that a process belongs to its user's slice, because it is restored there. Limits of other
+/// control groups, such as those of a service or of a batch system, would be lost; and a service may be
+/// started again.
+fn check_place(place: &str, uid: u32) -> Result<(), String> {
+    let Some(rest) = place.strip_prefix(&format!("/user.slice/user-{uid}.slice/")) else {
+        return Err(format!(
+            "is outside of the slice of its user, in control group {place:?}. Start it from a login of the user"
+        ));
+    };
+    let mut units = rest.split('/').filter(|unit| *unit != format!("user@{uid}.service"));
+    match units.find(|unit| unit.ends_with(".service")) {
+        Some(unit) => {
+            let remedy = "Start it with: systemd-run --user --scope nvsharectl run --portable -- COMMAND";
+            Err(format!("is of the service {unit:?}, which systemd may start again. {remedy}"))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Returns the label that a security module has given to a process.
+fn label(pid: &str) -> Option<String> {
+    fs::read_to_string(format!("/proc/{pid}/attr/current")).ok()
+}
+
 /// Returns the credentials of a process whose user IDs are equal, and whose group IDs are equal.
 fn credentials(pid: i32) -> Option<Credentials> {
-    let same = |name: &str| {
-        let ids = status(pid, name, 10)?;
-        let first = *ids.first()?;
-        ids.iter().all(|id| *id == first).then_some(first as u32)
-    };
-    let groups = status(pid, "Groups:", 10)?.into_iter().map(|group| group as u32).collect();
-    Some(Credentials { uid: same("Uid:")?, gid: same("Gid:")?, groups })
-}
-
-/// The user of a process, if all its user IDs are equal.
-pub fn owner(pid: i32) -> Option<u32> {
-    credentials(pid).map(|credentials| credentials.uid)
-}
-
-/// Ends all processes for which `is_meant` returns true, and waits until they have ended.
-pub fn kill_all(is_meant: impl Fn(i32) -> bool) {
-    let open = |pid| Some(Member { pid, pidfd: pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty()).ok()? });
-    // Checked while the pidfd is open, so that the PID belongs to the process that is ended.
-    let members = pids().filter_map(open).filter(|member| is_meant(member.pid)).collect();
-    Tree { root: 0, members }.kill();
-}
-
-/// Whether a process has this file or directory open.
-pub fn has_open(pid: i32, path: &Path) -> bool {
-    open_files(pid).any(|(_, open)| open == path)
+    Status::read(&directory(pid)).ok()?.credentials()
 }
 
 fn pids() -> impl Iterator<Item = i32> {
@@ -296,19 +362,10 @@ fn pids() -> impl Iterator<Item = i32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
 
-/// The control groups of a process.
-pub fn cgroups(pid: i32) -> Option<String> {
-    fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()
-}
-
 /// The memory of a process in bytes, as far as it is saved.
 fn memory(pid: i32) -> u64 {
-    let kib = |name: &str| {
-        let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-        let field = status.lines().find_map(|line| line.strip_prefix(name))?;
-        field.split_whitespace().next()?.parse::<u64>().ok()
-    };
-    ["VmRSS:", "VmSwap:"].iter().filter_map(|name| kib(name)).sum::<u64>() << 10
+    let status = Status::read(&directory(pid));
+    status.map_or(0, |status| ["VmRSS", "VmSwap"].iter().filter_map(|name| status.bytes(name)).sum())
 }
 
 /// The name of a process, with no characters but letters, digits, `.`, `_` and `-`.
@@ -361,3 +418,6 @@ fn tcp_connections(pid: i32) -> BTreeSet<u64> {
     };
     lines.iter().flat_map(|text| text.lines().skip(1)).filter_map(inode).collect()
 }
+
+#[cfg(test)]
+mod tests;

@@ -6,15 +6,19 @@
 //! - `record`: the [`Stage`] of the image, which is replaced atomically. **Exactly one of the image and
 //!   its process is the program**: the stage says which, and another helper ends the other one.
 //!
-//! A helper and its CRIU hold a lock on the directory while they work.
+//! A helper holds a lock on the directory while it works. If a helper was killed, the stage names the
+//! scope in which its CRIU may still work.
 //!
 //! While CRIU writes, `criu/` belongs to the program's owner. Afterwards, it belongs to root, and no
 //! process may have its files open for writing. So CRIU reads what was checked.
 
 use crate::{
     Refusal,
-    process::{self, Credentials, Identity, Tree},
-    scope,
+    process::{Identity, Tree},
+    record::{self, Stage, VERSION, open_sealed, read_sealed, replace},
+    rights::Rights,
+    scope::{Scope, random},
+    worker::TIMEOUT,
 };
 use hmac::{Hmac, Mac};
 use nvshare_hibernate::{Image, MAX_LISTED};
@@ -23,18 +27,15 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
     fs::{self, File, OpenOptions, Permissions},
-    io::{self, Read, Write},
+    io::{self, Read},
     os::{
-        fd::{AsRawFd, OwnedFd},
+        fd::OwnedFd,
         unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown},
     },
     path::{Path, PathBuf},
-    time::{SystemTime, UNIX_EPOCH},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-/// The latest process of CRIU.
-const CRIU: &str = "criu-process";
-const RECORD: &str = "record";
 const MANIFEST: &str = "manifest";
 const SIGNATURE: &str = "signature";
 const KEY: &str = "key";
@@ -42,32 +43,23 @@ const KEY: &str = "key";
 const MAX_MANIFEST: u64 = 4 << 20;
 /// Longest name of an image.
 const MAX_NAME: usize = 64;
-/// Free space, in bytes, that a dump needs beside the memory of the program.
-const SPARE: u64 = 64 << 20;
-
-/// Where the program is.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Stage {
-    /// In this process, which is stopped. The image is not complete.
-    Saving { process: Identity },
-    /// In the image. This process is stopped and has to be ended.
-    Ending { process: Identity },
-    /// In the image.
-    Saved,
-    /// In the image. CRIU may have created processes, which have to be ended. They began after this
-    /// helper, and are in its control groups.
-    Restoring { helper: Identity, cgroups: String },
-    /// In this process, which is stopped and has to continue.
-    Continuing { process: Identity },
-    /// In this process, until it ends.
-    Restored { process: Identity },
-}
+/// Maximum length of the reason why an image cannot be used, in characters.
+const MAX_DAMAGE: usize = 200;
+/// Free space, in bytes, that images leave on a disk: a tenth of the disk, but at most this much.
+const RESERVE: u64 = 4 << 30;
+/// Maximum number of images of a user.
+const MAX_IMAGES: usize = 64;
+/// Each user's images may take this part of the disk.
+const SHARE_OF_USER: u64 = 2;
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Manifest {
+    version: u32,
     pub program: String,
-    pub owner: Credentials,
+    pub rights: Rights,
     pub root: i32,
+    /// The kernel's ID of the boot in which the program was saved.
+    pub boot: String,
     /// The IDs of all threads.
     pub threads: Vec<i32>,
     pub saved: u64,
@@ -87,13 +79,6 @@ impl Manifest {
     }
 }
 
-/// A process of CRIU, which runs as this user.
-#[derive(Debug, Serialize, Deserialize)]
-struct Worker {
-    process: Identity,
-    uid: u32,
-}
-
 #[derive(Debug)]
 pub struct Store {
     path: PathBuf,
@@ -105,7 +90,7 @@ pub struct Store {
 pub struct Entry {
     pub name: String,
     path: PathBuf,
-    pub lock: OwnedFd,
+    _lock: OwnedFd,
 }
 
 fn words(what: &str) -> impl Fn(io::Error) -> Refusal {
@@ -115,34 +100,6 @@ fn words(what: &str) -> impl Fn(io::Error) -> Refusal {
 
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// Writes a file so that it has either the old or the new contents, even after a crash.
-fn replace(directory: &Path, name: &str, contents: &[u8]) -> io::Result<()> {
-    let new = directory.join(format!("{name}.new"));
-    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
-    file.write_all(contents)?;
-    file.sync_all()?;
-    fs::rename(new, directory.join(name))?;
-    File::open(directory)?.sync_all()
-}
-
-/// Opens a regular file that only the helper's user can change and no process has open for writing.
-fn open_sealed(path: &Path) -> io::Result<File> {
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
-    let metadata = file.metadata()?;
-    let own = rustix::process::geteuid().as_raw();
-    if !metadata.is_file() || metadata.nlink() != 1 || metadata.uid() != own || metadata.mode() & 0o022 != 0 {
-        return Err(io::Error::other("it is not a file that only the helper can change"));
-    }
-    // The kernel grants a read lease only if no process has the file open for writing.
-    for lease in [libc::F_RDLCK, libc::F_UNLCK] {
-        // SAFETY: the descriptor is open.
-        if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, lease) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
-    }
-    Ok(file)
 }
 
 impl Store {
@@ -165,13 +122,11 @@ impl Store {
     }
 
     fn key(path: &Path) -> io::Result<Vec<u8>> {
-        if let Ok(mut file) = open_sealed(&path.join(KEY)) {
-            let mut key = Vec::new();
-            file.read_to_end(&mut key)?;
-            return if key.len() >= 32 { Ok(key) } else { Err(io::Error::other("it is too short")) };
-        }
-        if path.join(KEY).exists() {
-            return Err(io::Error::other("other users can change it"));
+        match read_sealed(&path.join(KEY), 4096) {
+            Ok(key) if key.len() >= 32 => return Ok(key),
+            Ok(_) => return Err(io::Error::other("it is too short")),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            Err(e) => return Err(e),
         }
         let mut key = vec![0; 32];
         File::open("/dev/urandom")?.read_exact(&mut key)?;
@@ -185,40 +140,73 @@ impl Store {
         entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| is_name(name)).collect()
     }
 
-    /// Creates an image of a program that is about to be stopped. CRIU can write to `criu/` and `work/`.
+    /// Creates an image of a program that is about to be stopped. CRIU can write to `criu/` and `work/`, in
+    /// the scope.
     ///
     /// # Errors
     /// The disk is full.
-    pub fn create(&self, program: &str, process: &Identity, owner: &Credentials) -> Result<Entry, Refusal> {
+    pub fn create(&self, program: &str, process: &Identity, rights: &Rights) -> Result<(Entry, Scope), Refusal> {
+        let failed = words("create the image");
         let program: String = program.chars().take(16).collect();
-        let name = format!("{program}-{}-{}", process.pid, now());
+        let name = format!("{program}-{}-{}-{}", process.pid, now(), random().map_err(&failed)?);
         let path = self.path.join(&name);
-        let create = || -> io::Result<Entry> {
-            fs::DirBuilder::new().mode(0o755).create(&path)?;
-            let entry = Entry { name, path: path.clone(), lock: lock(&path)?.ok_or(io::ErrorKind::ResourceBusy)? };
-            entry.record(&Stage::Saving { process: process.clone() })?;
+        // From here on, the directory is this helper's.
+        fs::DirBuilder::new().mode(0o755).create(&path).map_err(&failed)?;
+        let owner = &rights.owner;
+        let create = || -> io::Result<(Entry, Scope)> {
+            let scope = Scope::new(&name, owner.uid)?;
+            let lock = lock(&path)?.ok_or(io::ErrorKind::ResourceBusy)?;
+            let entry = Entry { name: name.clone(), path: path.clone(), _lock: lock };
+            entry.record(owner.uid, &Stage::Saving { process: process.clone(), scope: scope.clone() })?;
             for part in ["criu", "work"] {
                 fs::DirBuilder::new().mode(0o700).create(path.join(part))?;
                 chown(path.join(part), Some(owner.uid), Some(owner.gid))?;
             }
-            Ok(entry)
+            Ok((entry, scope))
         };
-        create().inspect_err(|_| drop(fs::remove_dir_all(&path))).map_err(words("create the image"))
+        create().inspect_err(|_| drop(fs::remove_dir_all(&path))).map_err(failed)
     }
 
-    /// Checks that the disk has room for the memory of a program.
+    /// Checks that an image of this size may be created for a user.
     ///
     /// # Errors
-    /// It has not.
-    pub fn check_room(&self, bytes: u64) -> Result<(), Refusal> {
-        let stat = rustix::fs::statvfs(&self.path).map_err(|e| words("read the free space")(e.into()))?;
-        let (free, needed) = (stat.f_bavail * stat.f_frsize, bytes + SPARE);
-        let mib = |bytes: u64| bytes.div_ceil(1 << 20);
-        if free >= needed {
+    /// The disk has no room, or the user has too many or too large images.
+    pub fn check_room(&self, uid: u32, bytes: u64) -> Result<(), Refusal> {
+        let own: Vec<Image> = self.images(Some(uid));
+        let delete = "Delete images with: nvsharectl hibernated --delete IMAGE";
+        if own.len() >= MAX_IMAGES {
+            return Err(Refusal::new(format!("its user has {MAX_IMAGES} images. {delete}")));
+        }
+        let disk = self.disk()?;
+        let (used, most) = (own.iter().map(|image| image.bytes).sum::<u64>(), disk.size / SHARE_OF_USER);
+        if used + bytes > most {
+            let (used, most, needed) = (mib(used), mib(most), mib(bytes));
+            return Err(Refusal::new(format!(
+                "the image needs {needed} MiB. Its user's images may have {most} MiB, and have {used} MiB. {delete}"
+            )));
+        }
+        if disk.free >= bytes + disk.reserve() {
             return Ok(());
         }
-        let (needed, free, at) = (mib(needed), mib(free), self.path.display());
+        let (needed, free, at) = (mib(bytes + disk.reserve()), mib(disk.free), self.path.display());
         Err(Refusal::new(format!("the image needs {needed} MiB, and {at} has {free} MiB. Free space there")))
+    }
+
+    /// Checks that the images leave their reserve.
+    ///
+    /// # Errors
+    /// They do not, so that nothing more should be written.
+    pub fn check_reserve(&self) -> Result<(), Refusal> {
+        let (disk, at) = (self.disk()?, self.path.display());
+        match disk.free >= disk.reserve() {
+            true => Ok(()),
+            false => Err(Refusal::new(format!("the disk of {at} is almost full. Free space there"))),
+        }
+    }
+
+    fn disk(&self) -> Result<Disk, Refusal> {
+        let stat = rustix::fs::statvfs(&self.path).map_err(|e| words("read the free space")(e.into()))?;
+        Ok(Disk { size: stat.f_blocks * stat.f_frsize, free: stat.f_bavail * stat.f_frsize })
     }
 
     /// Locks an image. `None`: CRIU or another helper is at work.
@@ -231,25 +219,25 @@ impl Store {
             return Err(Refusal::new(format!("there is no image {name:?}. List images with: nvsharectl hibernated")));
         }
         let lock = lock(&path).map_err(words("lock the image"))?;
-        Ok(lock.map(|lock| Entry { name: name.into(), path, lock }))
+        Ok(lock.map(|lock| Entry { name: name.into(), path, _lock: lock }))
     }
 
-    /// Completes an image: seals CRIU's files, and signs the manifest. **From then on, the program is the
-    /// image.**
+    /// Completes an image: seals CRIU's files, signs the manifest, and reads everything back from the disk,
+    /// as a restore will.
     ///
     /// # Errors
-    /// The disk is full, or CRIU has written something other than files.
-    pub fn complete(&self, entry: &Entry, manifest: &Manifest, process: Identity) -> Result<Image, Refusal> {
-        let complete = || -> io::Result<Image> {
+    /// The disk is full or broken, or CRIU has written something other than files.
+    pub fn complete(&self, entry: &Entry, manifest: &Manifest) -> Result<Image, Refusal> {
+        let complete = || -> io::Result<()> {
             let manifest = Manifest { files: entry.seal()?, ..manifest.clone() };
             let text = serde_json::to_vec(&manifest)?;
             replace(&entry.path, SIGNATURE, hex(&self.mac(&text).finalize().into_bytes()).as_bytes())?;
             replace(&entry.path, MANIFEST, &text)?;
-            fsync(File::open(&self.path)?)?;
-            entry.record(&Stage::Ending { process })?;
-            Ok(describe(&entry.name, &manifest, None))
+            Ok(fsync(File::open(&self.path)?)?)
         };
-        complete().map_err(words("complete the image"))
+        complete().map_err(words("complete the image"))?;
+        let manifest = self.verify(entry, manifest.rights.owner.uid)?;
+        Ok(describe(&entry.name, &manifest, None))
     }
 
     fn mac(&self, text: &[u8]) -> Hmac<Sha256> {
@@ -264,11 +252,7 @@ impl Store {
     /// # Errors
     /// This host has not signed the manifest.
     fn manifest(&self, path: &Path) -> io::Result<Manifest> {
-        let read = |name: &str| -> io::Result<Vec<u8>> {
-            let mut contents = Vec::new();
-            open_sealed(&path.join(name))?.take(MAX_MANIFEST).read_to_end(&mut contents)?;
-            Ok(contents)
-        };
+        let read = |name: &str| read_sealed(&path.join(name), MAX_MANIFEST);
         let (text, signature) = (read(MANIFEST)?, read(SIGNATURE)?);
         let signature: Option<Vec<u8>> =
             signature.chunks(2).map(|pair| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()).collect();
@@ -276,7 +260,11 @@ impl Store {
         if !is_signed {
             return Err(io::Error::other("this host has not signed it"));
         }
-        Ok(serde_json::from_slice(&text)?)
+        let manifest: Manifest = serde_json::from_slice(&text)?;
+        match manifest.version == VERSION {
+            true => Ok(manifest),
+            false => Err(io::Error::other("another version of nvshare has saved it")),
+        }
     }
 
     /// Checks an image of a user completely, so that CRIU may read it.
@@ -295,93 +283,124 @@ impl Store {
     /// The image belongs to another user, or is not signed by this host.
     pub fn owned(&self, entry: &Entry, uid: u32) -> Result<Manifest, Refusal> {
         let manifest = self.manifest(&entry.path).map_err(words(&format!("use image {}", entry.name)))?;
-        if manifest.owner.uid != uid || uid == 0 {
+        if manifest.rights.owner.uid != uid || uid == 0 {
             return Err(Refusal::new(format!("image {} belongs to another user", entry.name)));
         }
         Ok(manifest)
     }
 
-    /// Lists the complete images, the newest first.
-    pub fn list(&self) -> Vec<Image> {
-        let image = |name: &String| {
-            let path = self.path.join(name);
-            match (read_record(&path)?, self.manifest(&path)) {
-                (Stage::Saving { .. }, _) => None,
-                (stage, Ok(manifest)) => Some(describe(name, &manifest, stage.process())),
-                (_, Err(e)) => Some(Image {
-                    name: name.clone(),
-                    uid: 0,
-                    program: String::new(),
-                    pids: Vec::new(),
-                    saved: 0,
-                    bytes: 0,
-                    runs_as: None,
-                    damage: Some(e.to_string()),
-                }),
-            }
-        };
-        let mut images: Vec<Image> = self.names().iter().filter_map(image).collect();
+    /// Returns a page of the complete images of a user, or of all users, the newest first, after the first
+    /// `skip` images.
+    pub fn list(&self, uid: Option<u32>, skip: usize) -> Vec<Image> {
+        let mut images = self.images(uid);
         images.sort_by(|a, b| b.saved.cmp(&a.saved).then(b.name.cmp(&a.name)));
-        images.truncate(MAX_LISTED);
-        images
+        images.into_iter().skip(skip).take(MAX_LISTED).collect()
     }
 
-    /// Finishes what killed helpers have begun. Returns `false` if CRIU or another helper is at work.
+    fn images(&self, uid: Option<u32>) -> Vec<Image> {
+        let images = self.names().into_iter().filter_map(|name| self.find(&name));
+        images.filter(|image| uid.is_none_or(|uid| image.uid == uid)).collect()
+    }
+
+    /// Describes an image. `None`: it does not exist, or is not complete.
+    ///
+    /// A damaged image belongs to the user of its record, or to root.
+    pub fn find(&self, name: &str) -> Option<Image> {
+        let path = self.path.join(name);
+        if !is_name(name) || !path.is_dir() {
+            return None;
+        }
+        let damaged = |uid, damage: &io::Error| {
+            let damage = damage.to_string().chars().take(MAX_DAMAGE).collect();
+            Some(Image { name: name.into(), uid, damage: Some(damage), ..Image::default() })
+        };
+        match (record::read(&path), self.manifest(&path)) {
+            (Ok(None | Some((_, Stage::Saving { .. }))), _) => None,
+            (Ok(Some((_, stage))), Ok(manifest)) => Some(describe(name, &manifest, stage.process())),
+            (Ok(Some((uid, _))), Err(e)) => damaged(uid, &e),
+            (Err(e), Ok(manifest)) => damaged(manifest.rights.owner.uid, &e),
+            (Err(e), Err(_)) => damaged(0, &e),
+        }
+    }
+
+    /// Finishes what killed helpers have begun. Returns `false` if CRIU or another helper is at work, or
+    /// something could not be finished.
     pub fn settle(&self) -> bool {
         let mut is_settled = true;
         for name in self.names() {
-            match self.lock(&name) {
-                Ok(Some(entry)) => {
-                    if let Err(e) = self.settle_one(&entry) {
-                        eprintln!("nvshare-hibernate: cannot settle image {name}: {e}");
-                        is_settled = false;
-                    }
-                }
-                Ok(None) => {
-                    end_leftovers(&self.path.join(&name));
-                    is_settled = false;
-                }
-                Err(_) => {} // deleted since
-            }
+            // Deleted since, if there is an error.
+            let Ok(lock) = self.lock(&name) else { continue };
+            let done = lock.map_or(Ok(false), |entry| self.settle_one(&entry));
+            is_settled &= done.unwrap_or_else(|e| {
+                eprintln!("nvshare-hibernate: cannot settle image {name}: {e}");
+                false
+            });
         }
         is_settled
     }
 
-    fn settle_one(&self, entry: &Entry) -> io::Result<()> {
-        let Some(stage) = read_record(&entry.path) else {
-            // The helper was killed before it stopped the program.
-            return entry.delete();
+    fn settle_one(&self, entry: &Entry) -> io::Result<bool> {
+        let Some((uid, stage)) = record::read(&entry.path)? else {
+            // The helper was killed before it stopped the program. An image that lost its record is kept.
+            if !entry.path.join(MANIFEST).try_exists()? {
+                entry.delete()?;
+            }
+            return Ok(true);
         };
         match stage {
-            Stage::Saving { process } => entry.give_up(&process),
-            Stage::Ending { process } => entry.end(&process),
-            Stage::Restoring { helper, cgroups } => {
-                let manifest = self.manifest(&entry.path)?;
-                entry.end_restore(&manifest, &helper, &cgroups)
+            // CRIU may end without the helper. Ending CRIU while it is in the program may damage the program.
+            Stage::Saving { scope, .. } if scope.is_populated()? && entry.age()? < TIMEOUT => return Ok(false),
+            Stage::Saving { process, scope } => {
+                scope.kill()?;
+                entry.give_up(&process)?;
             }
-            Stage::Continuing { process } => entry.go_on(process),
-            Stage::Saved | Stage::Restored { .. } => Ok(()),
+            Stage::Ending { process } => entry.end(uid, &process)?,
+            Stage::Restoring { scope } => entry.end_restore(uid, &scope)?,
+            Stage::Continuing { process, scope } => entry.go_on(uid, process, &scope)?,
+            Stage::Saved | Stage::Restored { .. } => {}
         }
+        Ok(true)
     }
 }
 
-impl Stage {
-    /// The process that was restored, if it lives.
-    pub fn process(&self) -> Option<i32> {
-        match self {
-            Self::Continuing { process } | Self::Restored { process } if process.lives() => Some(process.pid),
-            _ => None,
-        }
+/// Size and free space of the disk of the images, in bytes.
+struct Disk {
+    size: u64,
+    free: u64,
+}
+
+impl Disk {
+    fn reserve(&self) -> u64 {
+        RESERVE.min(self.size / 10)
     }
+}
+
+fn mib(bytes: u64) -> u64 {
+    bytes.div_ceil(1 << 20)
 }
 
 impl Entry {
-    pub fn stage(&self) -> Option<Stage> {
-        read_record(&self.path)
+    /// Reads the stage of the image.
+    ///
+    /// # Errors
+    /// The record is missing or cannot be read.
+    pub fn stage(&self) -> io::Result<Stage> {
+        Ok(record::read(&self.path)?.ok_or(io::ErrorKind::NotFound)?.1)
     }
 
-    pub fn record(&self, stage: &Stage) -> io::Result<()> {
-        replace(&self.path, RECORD, &serde_json::to_vec(stage)?)
+    /// Writes the stage of the image, which belongs to this user.
+    ///
+    /// # Errors
+    /// The record may have the old or the new stage.
+    pub fn record(&self, uid: u32, stage: &Stage) -> io::Result<()> {
+        record::write(&self.path, uid, stage)
+    }
+
+    /// Returns how long ago the image was created.
+    fn age(&self) -> io::Result<Duration> {
+        // The directory's name contains the time, which nobody else can change.
+        let created = self.name.rsplit('-').nth(1).and_then(|time| time.parse().ok()).map(Duration::from_secs);
+        Ok(Duration::from_secs(now()).saturating_sub(created.unwrap_or_default()))
     }
 
     /// Opens `criu` or `work`.
@@ -400,55 +419,40 @@ impl Entry {
         Some(error.chars().filter(|c| !c.is_control()).take(200).collect())
     }
 
-    /// Records that this process is CRIU's.
-    pub fn begin(&self, process: Identity, uid: u32) -> io::Result<()> {
-        replace(&self.path, CRIU, &serde_json::to_vec(&Worker { process, uid })?)
-    }
-
-    /// Ends the children of a CRIU that was killed.
-    pub fn end_leftovers(&self) {
-        end_leftovers(&self.path);
-    }
-
     pub fn delete(&self) -> io::Result<()> {
         fs::remove_dir_all(&self.path)
     }
 
     /// Lets the process of an image that is not complete continue, and deletes the image.
     pub fn give_up(&self, process: &Identity) -> io::Result<()> {
-        let tree = process.lives().then(|| Tree::of(process.pid)).flatten();
-        tree.as_ref().inspect(|tree| tree.resume());
+        if let Some(tree) = Tree::of(process) {
+            tree.resume(process.uid);
+        }
         self.delete()
     }
 
     /// Ends the process of a complete image.
-    pub fn end(&self, process: &Identity) -> io::Result<()> {
-        let tree = process.lives().then(|| Tree::of(process.pid)).flatten();
-        tree.as_ref().inspect(|tree| tree.kill());
-        self.record(&Stage::Saved)
-    }
-
-    /// Ends the processes that CRIU has created in a restore that was not finished. Their PIDs were free
-    /// before the restore.
-    pub fn end_restore(&self, manifest: &Manifest, helper: &Identity, cgroups: &str) -> io::Result<()> {
-        let root = Identity::of(manifest.root);
-        let is_new = |root: &Identity| {
-            root.boot == helper.boot
-                && root.started >= helper.started
-                && process::cgroups(root.pid).as_deref() == Some(cgroups)
-                && process::owner(root.pid) == Some(manifest.owner.uid)
-        };
-        root.filter(is_new).and_then(|root| Tree::of(root.pid)).as_ref().inspect(|tree| tree.kill());
-        self.record(&Stage::Saved)
-    }
-
-    /// Lets a restored program continue, in a scope of its own.
-    pub fn go_on(&self, process: Identity) -> io::Result<()> {
-        if let Some(tree) = process.lives().then(|| Tree::of(process.pid)).flatten() {
-            scope::put_into(&tree, &self.name);
-            tree.resume();
+    pub fn end(&self, uid: u32, process: &Identity) -> io::Result<()> {
+        if let Some(tree) = Tree::of(process) {
+            tree.kill(process.uid);
         }
-        self.record(&Stage::Restored { process })
+        self.record(uid, &Stage::Saved)
+    }
+
+    /// Ends the processes that CRIU has created in a restore that was not finished.
+    pub fn end_restore(&self, uid: u32, scope: &Scope) -> io::Result<()> {
+        scope.kill()?;
+        self.record(uid, &Stage::Saved)
+    }
+
+    /// Lets a restored program continue.
+    pub fn go_on(&self, uid: u32, process: Identity, scope: &Scope) -> io::Result<()> {
+        // Without its scope, the program has ended.
+        if scope.is_populated()? {
+            Tree::of_all(&scope.pids()?).resume(Some(uid));
+            scope.thaw()?;
+        }
+        self.record(uid, &Stage::Restored { process })
     }
 
     /// Takes CRIU's files from the owner, writes them to the disk, and returns their checksums.
@@ -464,13 +468,17 @@ impl Entry {
             let name = entry.file_name().into_string().map_err(|_| io::Error::other("a file has an invalid name"))?;
             let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
             let file = OpenOptions::new().read(true).custom_flags(flags).open(entry.path())?;
-            if !file.metadata()?.is_file() {
-                return Err(io::Error::other(format!("{name} is not a file")));
+            let metadata = file.metadata()?;
+            // A link would give the other name's file to root.
+            if !metadata.is_file() || metadata.nlink() != 1 {
+                return Err(io::Error::other(format!("{name:?} is not a file of its own")));
             }
             rustix::fs::fchown(&file, Some(rustix::process::geteuid()), Some(rustix::process::getegid()))?;
             file.set_permissions(Permissions::from_mode(0o444))?;
             file.sync_all()?;
             let (bytes, sha256) = checksum(open_sealed(&entry.path())?)?;
+            // So that the disk is read when the image is verified. This is advice, which may fail.
+            let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
             files.push(SavedFile { name, bytes, sha256 });
         }
         opened.sync_all()?;
@@ -506,43 +514,23 @@ impl Entry {
 
 impl Manifest {
     /// A manifest without files.
-    pub fn new(program: &str, owner: Credentials, tree: &Tree) -> Self {
-        let (root, threads) = (tree.root(), tree.threads());
-        Self { program: program.into(), owner, root, threads, saved: now(), files: Vec::new() }
+    pub fn new(program: &str, rights: Rights, root: &Identity, tree: &Tree) -> Self {
+        let (boot, threads) = (root.boot.clone(), tree.threads());
+        let (program, root) = (program.into(), root.pid);
+        Self { version: VERSION, program, rights, root, boot, threads, saved: now(), files: Vec::new() }
     }
 }
 
 fn describe(name: &str, manifest: &Manifest, runs_as: Option<i32>) -> Image {
     Image {
         name: name.into(),
-        uid: manifest.owner.uid,
+        uid: manifest.rights.owner.uid,
         program: manifest.program.clone(),
-        pids: manifest.threads.iter().copied().take(64).collect(),
         saved: manifest.saved,
         bytes: manifest.bytes(),
         runs_as,
         damage: None,
     }
-}
-
-/// Ends the processes that a killed CRIU has left: some wait forever, and hold the lock of the image. They
-/// run as the owner of the program, and have inherited the lock. Processes of a CRIU that succeeded have
-/// closed it.
-fn end_leftovers(path: &Path) {
-    let read = || -> io::Result<Worker> {
-        let mut text = Vec::new();
-        open_sealed(&path.join(CRIU))?.take(MAX_MANIFEST).read_to_end(&mut text)?;
-        Ok(serde_json::from_slice(&text)?)
-    };
-    if let Some(Worker { uid, .. }) = read().ok().filter(|worker| !worker.process.lives() && worker.uid != 0) {
-        process::kill_all(|pid| process::owner(pid) == Some(uid) && process::has_open(pid, path));
-    }
-}
-
-fn read_record(path: &Path) -> Option<Stage> {
-    let mut text = Vec::new();
-    open_sealed(&path.join(RECORD)).ok()?.take(MAX_MANIFEST).read_to_end(&mut text).ok()?;
-    serde_json::from_slice(&text).ok()
 }
 
 fn checksum(mut file: File) -> io::Result<(u64, String)> {

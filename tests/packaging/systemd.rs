@@ -59,6 +59,21 @@ fn the_checkpoint_helper_is_started_for_the_scheduler_alone() {
     assert!(value(&read("nvshare.socket"), "Wants").split(' ').any(|unit| unit == "nvshare-checkpoint.socket"));
 }
 
+/// Any user may cause connections to the hibernation helper, and runs programs that it has restored.
+#[test]
+fn the_hibernation_helper_is_limited_in_time_and_privileges_but_not_in_starts() {
+    let read = |name: &str| std::fs::read_to_string(installed(name)).expect("a file");
+    let (socket, service) = (read("nvshare-hibernate.socket"), read("nvshare-hibernate@.service"));
+    let has = |unit: &str, line: &str| unit.lines().any(|found| found == line);
+    for line in ["SocketUser=nvshare", "SocketMode=0600", "MaxConnections=64", "TriggerLimitIntervalSec=0"] {
+        assert!(has(&socket, line), "{line}");
+    }
+    // 20 minutes are longer than the time for CRIU, and shorter than the scheduler waits.
+    for line in ["NoNewPrivileges=yes", "RuntimeMaxSec=20min", "Restart=no", "StateDirectoryMode=0700"] {
+        assert!(has(&service, line), "{line}");
+    }
+}
+
 /// Checks that systemd accepts every unit. Replaces the units' commands with `/bin/true`, because
 /// the programs need not be installed.
 #[test]

@@ -169,6 +169,11 @@ impl Caller<'_> {
         gate::admit_query(&self.budget, what)
     }
 
+    /// The budget of the caller's tenant.
+    pub fn budget(&self) -> &Arc<Budget> {
+        &self.budget
+    }
+
     /// Checks that the caller may see other users' clients.
     ///
     /// # Errors

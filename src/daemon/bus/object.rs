@@ -228,7 +228,8 @@ impl Object {
     #[zbus(out_args("image"))]
     async fn hibernate(&self, pid: u32, #[zbus(header)] header: Header<'_>) -> Result<String, Failure> {
         let users = self.authorize_for(pid, &format!("hibernate process {pid}"), &header).await?;
-        match self.hibernation(HibernationRequest::Save { pid, users }).await? {
+        let caller = self.callers.identify(Some(&header)).await?;
+        match self.hibernation(&caller, HibernationRequest::Save { pid, users }).await? {
             Done::Saved(image) => Ok(image.name),
             _ => Err(Error::Stopping("the scheduler is stopping".into()).into()),
         }
@@ -236,8 +237,8 @@ impl Object {
 
     #[zbus(out_args("pid"))]
     async fn restore(&self, image: String, #[zbus(header)] header: Header<'_>) -> Result<u32, Failure> {
-        let uid = self.authorize_for_image(&image, "restore", &header).await?;
-        match self.hibernation(HibernationRequest::Restore { uid, image }).await? {
+        let (uid, caller) = self.authorize_for_image(&image, "restore", &header).await?;
+        match self.hibernation(&caller, HibernationRequest::Restore { uid, image }).await? {
             Done::Restored(pid) => Ok(pid),
             _ => Err(Error::Stopping("the scheduler is stopping".into()).into()),
         }
@@ -247,15 +248,14 @@ impl Object {
     async fn list_hibernated(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Image>, Failure> {
         let caller = self.callers.identify(Some(&header)).await?;
         caller.may_see_others()?;
-        let images = self.images().await?;
-        let own = caller.own_user();
-        let sees_all = images.iter().any(|image| image.uid != own) && caller.sees_all().await;
-        Ok(images.iter().filter(|image| sees_all || image.uid == own).map(present_image).collect())
+        let uid = if caller.sees_all().await { None } else { Some(caller.own_user()) };
+        let images = self.images(&caller, HibernationRequest::List { uid }).await?;
+        Ok(images.iter().map(present_image).collect())
     }
 
     async fn delete_hibernated(&self, image: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
-        let uid = self.authorize_for_image(&image, "delete", &header).await?;
-        self.hibernation(HibernationRequest::Delete { uid, image }).await.map(drop)
+        let (uid, caller) = self.authorize_for_image(&image, "delete", &header).await?;
+        self.hibernation(&caller, HibernationRequest::Delete { uid, image }).await.map(drop)
     }
 
     async fn drain(&self, gpu: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
@@ -483,37 +483,44 @@ impl Object {
         Ok(users)
     }
 
-    async fn hibernation(&self, request: HibernationRequest) -> Result<Done, Failure> {
-        Ok(self.ask(|reply| Request::Hibernation(request, reply)).await??)
+    async fn hibernation(&self, caller: &Caller<'_>, request: HibernationRequest) -> Result<Done, Failure> {
+        let budget = caller.budget().clone();
+        Ok(self.ask(|reply| Request::Hibernation(request, budget, reply)).await??)
     }
 
-    async fn images(&self) -> Result<Vec<Image>, Failure> {
-        match self.hibernation(HibernationRequest::List).await? {
+    async fn images(&self, caller: &Caller<'_>, request: HibernationRequest) -> Result<Vec<Image>, Failure> {
+        match self.hibernation(caller, request).await? {
             Done::Listed(images) => Ok(images),
             _ => Err(Error::Stopping("the scheduler is stopping".into()).into()),
         }
     }
 
-    /// Returns the owner of an image. A caller may always act on its own images. Damaged images belong to
-    /// root.
+    /// Returns the owner of an image, and the caller. A caller may always act on its own images. Damaged
+    /// images may belong to root.
     ///
     /// # Errors
     /// The image does not exist, or the caller may not perform this action on it.
-    async fn authorize_for_image(&self, image: &str, verb: &str, header: &Header<'_>) -> Result<u32, Failure> {
+    async fn authorize_for_image(
+        &self,
+        image: &str,
+        verb: &str,
+        header: &Header<'_>,
+    ) -> Result<(u32, Caller<'_>), Failure> {
         let caller = self.callers.identify(Some(header)).await?;
-        caller.may_see_others()?;
+        let what = format!("{verb} image {image:?}");
+        caller.identity(&what)?;
         let own = caller.own_user();
-        let owner = self.images().await?.iter().find(|found| found.name == image).map(|found| found.uid);
+        let found = self.images(&caller, HibernationRequest::Find { image: image.into() }).await?;
         // Users do not learn which images others have.
-        let owner = match owner {
+        let owner = match found.first().map(|found| found.uid) {
             Some(owner) if owner == own || caller.sees_all().await => owner,
             _ => {
                 let text = format!("there is no image {image:?}. List images with: nvsharectl hibernated");
                 return Err(fdo::Error::InvalidArgs(text).into());
             }
         };
-        caller.may_pause(owner, &format!("{verb} image {image}")).await?;
-        Ok(owner)
+        caller.may_pause(owner, &what).await?;
+        Ok((owner, caller))
     }
 
     /// Reads the state on a separate thread. With many clients, reading can take a while.

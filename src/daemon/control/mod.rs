@@ -98,7 +98,7 @@ impl Control {
                 });
                 answer_when_saved(pause, reply);
             }
-            Request::Hibernation(request, reply) => hibernate::answer(core, request, reply),
+            Request::Hibernation(request, budget, reply) => hibernate::answer(core, request, budget, reply),
             Request::Migrate { pid, gpu, users, reply } => core
                 .borrow_mut()
                 .with_host(|host, model, events| host.moves.begin(model, events, (pid, &gpu), &users, reply)),

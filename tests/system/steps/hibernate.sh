@@ -8,9 +8,10 @@
 images=/var/lib/nvshare-hibernate
 log=/home/$user/hibernate.log
 # The container manager gives all processes inheritable capabilities, which users of other systems lack.
+# The program is in its user's slice, as after a login.
 start() { # arguments of cuda-program
-    said=$(umask 0 && exec runuser -u $user -- env "${gpu[@]}" setpriv --inh-caps=-all \
-        nvsharectl run --portable=$log -- cuda-program "$@")
+    said=$(umask 0 && exec systemd-run --quiet --scope --uid=$user --slice="user-$(id -u $user).slice" \
+        env "${gpu[@]}" setpriv --inh-caps=-all nvsharectl run --portable=$log -- cuda-program "$@")
     pid=$(sed -n 's/.* runs as process \([0-9]*\), .*/\1/p' <<<"$said")
     [ -n "$pid" ] || fail "the program was not started: $said"
     until_true "the program to be served" is_so ".clients[] | select(.pid == $pid) | .gpus[].grants > 0"
