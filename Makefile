@@ -123,6 +123,9 @@ endif
 check:
 	@CARGO='$(CARGO)' tests/check.sh
 
+# Hibernations that are interrupted at random moments: few in `make check`, which sets FRESH=no.
+HIBERNATIONS ?= $(if $(FRESH),20,500)
+
 # The old and the new version contain the same programs, because dpkg and systemd perform the steps
 # of an upgrade.
 check-system: $(PROGRAMS)
@@ -130,7 +133,7 @@ check-system: $(PROGRAMS)
 	rm -rf $(TARGET)/system/packages
 	$(MAKE) deb PACKAGES='$(abspath $(TARGET))/system/packages'
 	$(MAKE) deb PACKAGES='$(abspath $(TARGET))/system/packages' VERSION=999~test
-	tests/system/check.sh $(BUILT) $(TARGET)/system/packages
+	HIBERNATIONS='$(HIBERNATIONS)' tests/system/check.sh $(BUILT) $(TARGET)/system/packages
 	for suite in $(or $(SUITES),bookworm trixie); do FRESH='$(FRESH)' tests/system/fresh.sh $$suite || exit; done
 
 check-containers: artifacts

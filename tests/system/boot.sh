@@ -37,7 +37,8 @@ finish() {
 trap finish EXIT INT TERM
 
 inside() {
-    nsenter --all --target "$init" env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=dumb "$@"
+    nsenter --all --target "$init" env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=dumb \
+        ${HIBERNATIONS:+"HIBERNATIONS=$HIBERNATIONS"} "$@"
 }
 
 for _ in $(seq 600); do

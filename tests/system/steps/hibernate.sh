@@ -66,6 +66,7 @@ mv "$criu.real" "$criu"
 [ "$(nvsharectl hibernated)" = "No program is saved." ] || fail "left: $(nvsharectl hibernated)"
 
 refused "may not" runuser -u nobody -- nvsharectl hibernate "$pid"
+limits=$(cat "/proc/$pid/limits")
 as_user nvsharectl hibernate "$pid" >/tmp/said || fail "its owner may not hibernate it"
 lives && fail "the program still runs"
 saved=$(image)
@@ -99,9 +100,118 @@ until_true "the program to continue" goes_on
 grep -Eq '^Cap(Inh|Prm|Eff|Amb):.*[1-9a-f]' "/proc/$pid/status" && fail "the restored program has capabilities"
 refused "runs as process $pid" as_user nvsharectl restore "$saved"
 until_true "the program to be served" is_so ".clients[] | select(.pid == $pid) | .gpus[].grants > 0"
+[[ $(cat "/proc/$pid/cgroup") == *"/user-$(id -u $user).slice/nvshare-$saved-"*.scope* ]] || fail "it is in $(cat "/proc/$pid/cgroup")"
+[ "$(cat "/proc/$pid/limits")" = "$limits" ] || fail "it has other limits: $(cat "/proc/$pid/limits")"
+[ "$(sed -n 's/^NoNewPrivs:\t//p' "/proc/$pid/status")" = 1 ] || fail "it may get privileges from set-user-ID programs"
+as_user nvsharectl hibernated --delete "$saved" || fail "its owner may not delete it"
+# A restored program is saved again.
+as_user nvsharectl hibernate "$pid" >/tmp/said || fail "it may not be saved again"
+saved=$(image)
+as_user nvsharectl restore "$saved" >/dev/null || fail "its owner may not restore it"
+until_true "the program to continue" goes_on
+until_true "the program to be served" is_so ".clients[] | select(.pid == $pid) | .gpus[].grants > 0"
 ends_well
 as_user nvsharectl hibernated --delete "$saved" || fail "its owner may not delete it"
 rm -f /tmp/said /tmp/pages /tmp/manifest
+
+# The owner of a program controls what CRIU reads from it, and which processes it leaves. A restore gives
+# none of them a right. The stand-in for CRIU does what such an owner can do.
+mv "$criu" "$criu.real"
+cat >"$criu" <<'END'
+#!/bin/bash
+[ "$1" != --version ] || exec echo 'Version: 4.1'
+criu.real "$@" || exit
+case $1$(cat /run/forge) in
+    dumpimage) for core in core-*.img; do python3 /run/forge.py "$core"; done ;;
+    # Has the capabilities of CRIU.
+    restoreorphan) setsid sleep 1000 & ;;
+esac
+END
+# Adds the capabilities that CRIU has to those in an image.
+cat >/run/forge.py <<'END'
+import struct, sys
+
+none = b"".join(bytes([9 + kind << 3, 0]) * 2 for kind in range(3))
+more = b"".join(bytes([9 + kind << 3, 0x80, 2]) * 2 for kind in range(3))
+
+def varint(data, at):
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        shift, at = shift + 7, at + 1
+        if byte < 0x80:
+            return value, at
+
+def encode(value):
+    out = b""
+    while value > 0x7F:
+        out, value = out + bytes([value & 0x7F | 0x80]), value >> 7
+    return out + bytes([value])
+
+def forge(message):
+    out, at, found = b"", 0, message.find(none)
+    while at < len(message):
+        if at == found:
+            out, at = out + more, at + len(none)
+            continue
+        start = at
+        key, at = varint(message, at)
+        if key & 7 == 0:
+            _, at = varint(message, at)
+        elif key & 7 == 2:
+            length, begin = varint(message, at)
+            at = begin + length
+            if begin <= found < at:
+                inner = forge(message[begin:at])
+                out += encode(key) + encode(len(inner)) + inner
+                continue
+        else:
+            at += 8 if key & 7 == 1 else 4
+        out += message[start:at]
+    return out
+
+path = sys.argv[1]
+image = open(path, "rb").read()
+length, = struct.unpack_from("<I", image, 8)
+forged = forge(image[12:12 + length])
+if forged != image[12:12 + length]:
+    open(path, "wb").write(image[:8] + struct.pack("<I", len(forged)) + forged + image[12 + length:])
+    open("/run/forged", "w").write(path)
+END
+chmod 755 "$criu"
+install -m 666 /dev/null /run/forged
+left() { pgrep -u $user -x "cuda-program|sleep"; }
+for forgery in image orphan; do
+    echo $forgery >/run/forge
+    start naps --mem 16M --seconds 600 --pause-ms 5
+    as_user nvsharectl hibernate "$pid" >/tmp/said 2>&1 || fail "the forger is refused: $(cat /tmp/said)"
+    saved=$(image)
+    refused "has capabilities" as_user nvsharectl restore "$saved"
+    left && fail "processes of the refused program are left"
+    refused "has capabilities" as_user nvsharectl restore "$saved"
+    [ "$(image)" = "$saved" ] || fail "the image is gone"
+    # Not the same file: the program's own log has no results.
+    as_user nvsharectl hibernated --delete "$saved"
+    rm $log
+done
+[ -s /run/forged ] || fail "no image was forged"
+mv "$criu.real" "$criu"
+rm /run/forge /run/forge.py /run/forged
+
+# A restore would take these restrictions from a program.
+start_with() { # command…
+    said=$(umask 0 && exec env "${gpu[@]}" "$@" nvsharectl run --portable=$log -- \
+        cuda-program naps --mem 16M --seconds 600 --pause-ms 5)
+    pid=$(sed -n 's/.* runs as process \([0-9]*\), .*/\1/p' <<<"$said")
+    until_true "the program to be served" is_so ".clients[] | select(.pid == $pid) | .gpus[].grants > 0"
+}
+start_with runuser -u $user -- setpriv --inh-caps=-all
+refused "is outside of the slice of its user" nvsharectl hibernate "$pid"
+ends_well
+start_with systemd-run --quiet --scope --uid=$user --slice="user-$(id -u $user).slice" setpriv --inh-caps=-all --no-new-privs
+refused "NoNewPrivs" nvsharectl hibernate "$pid"
+ends_well
 
 # systemd would stop to restart a scheduler that is killed this often.
 kill_victim() {
