@@ -189,12 +189,16 @@ impl Helper<'_> {
                 self.save(&prepared).map(|image| Reply::Saved { image })
             }
             Request::Restore { uid, image } => self.restore(&image, uid),
-            Request::List { uid, skip } => Ok(Reply::Images(store.list(uid, skip))),
+            Request::List { uid, skip } => store.list(uid, skip).map(Reply::Images),
             Request::Find { image } => Ok(Reply::Images(store.find(&image).into_iter().collect())),
             Request::Delete { uid, image } => {
                 let Some(entry) = store.lock(&image)? else { return Ok(Reply::Busy) };
                 if store.find(&image).is_none_or(|image| image.uid != uid) {
                     return Err(Refusal::new(format!("image {image} belongs to another user")));
+                }
+                // The process of another stage is the program, or has to be ended.
+                if entry.stage().is_ok_and(|stage| !matches!(stage, Stage::Saved | Stage::Restored { .. })) {
+                    return Ok(Reply::Busy);
                 }
                 entry.delete().map_err(|e| Refusal::new(format!("cannot delete image {image}: {e}")))?;
                 Ok(Reply::Done)
@@ -291,6 +295,7 @@ impl Helper<'_> {
         }
         let manifest = self.store.verify(&entry, uid)?;
         check_groups(&manifest.rights.owner)?;
+        manifest.check_driver(store::driver().as_deref())?;
         let taken = manifest.threads.iter().find(|pid| Path::new(&format!("/proc/{pid}")).exists());
         if let Some(pid) = taken {
             return Err(Refusal::new(format!(

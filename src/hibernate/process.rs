@@ -273,7 +273,7 @@ impl Kin {
     /// it lacks, and takes no restriction from it.
     fn check(&self, pid: i32, uid: u32) -> Result<(), String> {
         let ended = "has ended";
-        let place = scope::place(pid).ok_or(ended)?;
+        let place = scope::place(pid).ok_or("is in no control group of version 2, where it would be restored")?;
         check_place(&place, uid)?;
         let is_restored = scope::is_of_restored(&place, uid);
         for task in tasks(&directory(pid)).map_err(|_| ended)? {

@@ -58,8 +58,8 @@ pub struct Manifest {
     pub program: String,
     pub rights: Rights,
     pub root: i32,
-    /// The kernel's ID of the boot in which the program was saved.
-    pub boot: String,
+    /// The version of the NVIDIA driver, if it was loaded.
+    pub driver: Option<String>,
     /// The IDs of all threads.
     pub threads: Vec<i32>,
     pub saved: u64,
@@ -135,9 +135,9 @@ impl Store {
     }
 
     /// The names of all images.
-    fn names(&self) -> Vec<String> {
-        let entries = fs::read_dir(&self.path).into_iter().flatten().flatten();
-        entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| is_name(name)).collect()
+    fn names(&self) -> io::Result<Vec<String>> {
+        let names: io::Result<Vec<_>> = fs::read_dir(&self.path)?.map(|entry| Ok(entry?.file_name())).collect();
+        Ok(names?.into_iter().filter_map(|name| name.into_string().ok()).filter(|name| is_name(name)).collect())
     }
 
     /// Creates an image of a program that is about to be stopped. CRIU can write to `criu/` and `work/`, in
@@ -172,7 +172,7 @@ impl Store {
     /// # Errors
     /// The disk has no room, or the user has too many or too large images.
     pub fn check_room(&self, uid: u32, bytes: u64) -> Result<(), Refusal> {
-        let own: Vec<Image> = self.images(Some(uid));
+        let own = self.images(Some(uid))?;
         let delete = "Delete images with: nvsharectl hibernated --delete IMAGE";
         if own.len() >= MAX_IMAGES {
             return Err(Refusal::new(format!("its user has {MAX_IMAGES} images. {delete}")));
@@ -291,15 +291,19 @@ impl Store {
 
     /// Returns a page of the complete images of a user, or of all users, the newest first, after the first
     /// `skip` images.
-    pub fn list(&self, uid: Option<u32>, skip: usize) -> Vec<Image> {
-        let mut images = self.images(uid);
+    ///
+    /// # Errors
+    /// The directory of the images cannot be read.
+    pub fn list(&self, uid: Option<u32>, skip: usize) -> Result<Vec<Image>, Refusal> {
+        let mut images = self.images(uid)?;
         images.sort_by(|a, b| b.saved.cmp(&a.saved).then(b.name.cmp(&a.name)));
-        images.into_iter().skip(skip).take(MAX_LISTED).collect()
+        Ok(images.into_iter().skip(skip).take(MAX_LISTED).collect())
     }
 
-    fn images(&self, uid: Option<u32>) -> Vec<Image> {
-        let images = self.names().into_iter().filter_map(|name| self.find(&name));
-        images.filter(|image| uid.is_none_or(|uid| image.uid == uid)).collect()
+    fn images(&self, uid: Option<u32>) -> Result<Vec<Image>, Refusal> {
+        let names = self.names().map_err(words("list the images"))?;
+        let images = names.into_iter().filter_map(|name| self.find(&name));
+        Ok(images.filter(|image| uid.is_none_or(|uid| image.uid == uid)).collect())
     }
 
     /// Describes an image. `None`: it does not exist, or is not complete.
@@ -326,8 +330,9 @@ impl Store {
     /// Finishes what killed helpers have begun. Returns `false` if CRIU or another helper is at work, or
     /// something could not be finished.
     pub fn settle(&self) -> bool {
+        let Ok(names) = self.names() else { return false };
         let mut is_settled = true;
-        for name in self.names() {
+        for name in names {
             // Deleted since, if there is an error.
             let Ok(lock) = self.lock(&name) else { continue };
             let done = lock.map_or(Ok(false), |entry| self.settle_one(&entry));
@@ -513,12 +518,34 @@ impl Entry {
 }
 
 impl Manifest {
+    /// Checks that the driver is the one with which the program was saved. Its memory cannot return to
+    /// another one.
+    ///
+    /// # Errors
+    /// It is another one.
+    pub fn check_driver(&self, present: Option<&str>) -> Result<(), Refusal> {
+        match (self.driver.as_deref(), present) {
+            (Some(saved), Some(present)) if saved != present => Err(Refusal::new(format!(
+                "it was saved with NVIDIA driver {saved}, and this host has {present}. Load the driver {saved}"
+            ))),
+            (Some(saved), None) => {
+                Err(Refusal::new(format!("it was saved with NVIDIA driver {saved}, which is not loaded. Load it")))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// A manifest without files.
     pub fn new(program: &str, rights: Rights, root: &Identity, tree: &Tree) -> Self {
-        let (boot, threads) = (root.boot.clone(), tree.threads());
+        let (driver, threads) = (driver(), tree.threads());
         let (program, root) = (program.into(), root.pid);
-        Self { version: VERSION, program, rights, root, boot, threads, saved: now(), files: Vec::new() }
+        Self { version: VERSION, program, rights, root, driver, threads, saved: now(), files: Vec::new() }
     }
+}
+
+/// Returns the version of the loaded NVIDIA driver.
+pub fn driver() -> Option<String> {
+    fs::read_to_string("/sys/module/nvidia/version").ok().map(|version| version.trim().to_owned())
 }
 
 fn describe(name: &str, manifest: &Manifest, runs_as: Option<i32>) -> Image {

@@ -266,3 +266,45 @@ fn leave_keyring() -> io::Result<()> {
         e => Err(e),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sleeper(seconds: &str) -> (Child, OwnedFd) {
+        let child = Command::new("sleep").arg(seconds).spawn().expect("a process");
+        let pid = Pid::from_raw(child.id() as i32).expect("a process ID");
+        (child, pidfd_open(pid, PidfdFlags::empty()).expect("it lives"))
+    }
+
+    #[test]
+    fn a_worker_that_does_not_end_is_given_up_at_the_deadline_or_an_obstacle() {
+        let (mut child, pidfd) = sleeper("1000");
+        let soon = Instant::now() + LOOK * 2;
+        let why = wait(&pidfd, soon, || None).expect_err("it does not end").to_string();
+        assert!(why.contains("longer than 600 s") && Instant::now() >= soon, "{why}");
+        let later = Instant::now() + TIMEOUT;
+        let why = wait(&pidfd, later, || Some("the disk is full".into())).expect_err("an obstacle").to_string();
+        assert_eq!(why, "the disk is full");
+        child.kill().expect("killed");
+        wait(&pidfd, later, || None).expect("it has ended");
+        child.wait().expect("it has ended");
+    }
+
+    #[test]
+    fn a_worker_without_an_order_does_nothing() {
+        assert!(serde_json::from_slice::<Order>(b"").is_err(), "its helper has ended");
+    }
+
+    #[test]
+    fn files_that_may_not_be_opened_are_found() {
+        let directory = test_support::Directory::new();
+        let path = directory.0.join("file");
+        std::fs::write(&path, "x").expect("a file");
+        let mut synced = BTreeSet::new();
+        assert!(opens(&path, false, &mut synced) && synced.is_empty(), "nothing was written");
+        assert!(opens(&path, true, &mut synced) && synced.len() == 1);
+        assert!(!opens(&directory.0.join("gone"), false, &mut synced));
+        assert!(!opens(&directory.0, true, &mut synced), "a directory cannot be written");
+    }
+}

@@ -49,7 +49,7 @@ fn a_complete_image_is_accepted_for_its_owner_alone() {
         let why = store.verify(&entry, other).expect_err("another user").to_string();
         assert!(why.contains("belongs to another user"), "{why}");
     }
-    assert_eq!(store.list(None, 0).iter().map(|image| &image.name).collect::<Vec<_>>(), [&entry.name]);
+    assert_eq!(store.list(None, 0).expect("images").iter().map(|image| &image.name).collect::<Vec<_>>(), [&entry.name]);
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn manifests_that_this_host_has_not_signed_are_refused() {
     // As if the image belonged to another user.
     replace(&entry.path, MANIFEST, manifest.replace("\"uid\":1000", "\"uid\":1001").as_bytes()).expect("a file");
     assert!(refusal(&store, &entry).contains("this host has not signed it"));
-    assert!(store.list(None, 0)[0].damage.as_deref().is_some_and(|why| why.contains("not signed")));
+    assert!(store.list(None, 0).expect("images")[0].damage.as_deref().is_some_and(|why| why.contains("not signed")));
     replace(&entry.path, MANIFEST, manifest.as_bytes()).expect("a file");
     store.verify(&entry, OWNER).expect("it is as it was");
     for signature in ["", "00", "nonsense", &"00".repeat(32)] {
@@ -237,10 +237,10 @@ fn each_user_has_pages_and_limits_of_its_own() {
             fs::copy(template.path.join(part), path.join(part)).expect("a copy");
         }
     }
-    assert_eq!(store.list(Some(OWNER), 0).len(), 1);
+    assert_eq!(store.list(Some(OWNER), 0).expect("images").len(), 1);
     assert_eq!(store.find(&first.name).map(|image| image.uid), Some(OWNER));
-    let page = store.list(None, 0);
-    assert_eq!((page.len(), store.list(None, MAX_LISTED).len()), (MAX_LISTED, 22));
+    let page = store.list(None, 0).expect("images");
+    assert_eq!((page.len(), store.list(None, MAX_LISTED).expect("images").len()), (MAX_LISTED, 22));
     let longest = |image: Image| Image { name: "x".repeat(MAX_NAME), damage: Some("\u{1f480}".repeat(200)), ..image };
     let reply = nvshare_hibernate::Reply::Images(page.into_iter().map(longest).collect());
     assert!(reply.encode().len() <= nvshare_hibernate::MAX_PACKET, "{}", reply.encode().len());
@@ -281,4 +281,17 @@ fn an_image_that_exists_is_not_touched_by_a_second_one() {
     let again = image(&store, OWNER);
     assert_ne!(entry.name, again.name, "names are random");
     store.verify(&entry, OWNER).expect("it is as it was");
+}
+
+#[test]
+fn a_program_is_not_restored_with_another_driver() {
+    let (_directory, store, entry) = store();
+    let manifest = store.verify(&entry, OWNER).expect("an image");
+    let with = |driver: Option<&str>| Manifest { driver: driver.map(str::to_owned), ..manifest.clone() };
+    with(None).check_driver(None).expect("a simulated GPU");
+    with(Some("580.1")).check_driver(Some("580.1")).expect("the same");
+    for present in [Some("590.2"), None] {
+        let why = with(Some("580.1")).check_driver(present).expect_err("another driver").to_string();
+        assert!(why.contains("with NVIDIA driver 580.1") && why.contains("Load"), "{why}");
+    }
 }

@@ -225,8 +225,9 @@ for _ in $(seq "${HIBERNATIONS:-20}"); do
     nvsharectl hibernate "$pid" >/tmp/said 2>&1 &
     order=$!
     sleep "0.$(printf '%03d' $((RANDOM % 500)))"
-    victims=(nvshare-hibernate criu nvshare-scheduler "nvshare-scheduler nvshare-hibernate")
-    victim=${victims[RANDOM % 4]}
+    # `exe`: a worker that has not become CRIU yet.
+    victims=(nvshare-hibernate criu nvshare-scheduler "nvshare-scheduler nvshare-hibernate" exe "exe nvshare-hibernate")
+    victim=${victims[RANDOM % 6]}
     kill_victim
     wait $order || true
     # Each list starts a helper, which settles what a killed helper has left.
