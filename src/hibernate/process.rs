@@ -15,11 +15,16 @@ use std::{
     fs,
     os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
+    thread::sleep,
     time::{Duration, Instant},
 };
 
 /// The attempts to stop a tree whose processes start others at the same time.
 const ATTEMPTS: usize = 50;
+/// Maximum time until a process has stopped, unless it waits for a disk or a driver.
+const STOP: Duration = Duration::from_secs(5);
+/// Interval of the checks.
+const LOOK: Duration = Duration::from_millis(2);
 /// Namespaces that a program must share with the helper, because CRIU without privileges cannot save or
 /// restore namespaces.
 const NAMESPACES: [&str; 7] = ["user", "mnt", "pid", "net", "ipc", "uts", "cgroup"];
@@ -53,7 +58,12 @@ struct Stat {
 
 impl Stat {
     fn of(pid: i32) -> Option<Self> {
-        let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        Self::read(&directory(pid))
+    }
+
+    /// Reads the file of a process or thread. `directory`: its directory in `/proc`.
+    fn read(directory: &Path) -> Option<Self> {
+        let text = fs::read_to_string(directory.join("stat")).ok()?;
         let fields: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
         let number = |at: usize| fields.get(at - 3)?.parse::<i64>().ok();
         Some(Self {
@@ -91,6 +101,23 @@ impl Member {
         let pidfd = pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty()).ok()?;
         let identity = Identity::of(pid)?;
         is_alive(&pidfd).then_some(Self { identity, pidfd })
+    }
+}
+
+impl Member {
+    /// Waits until all threads have stopped or ended, if this is a process of the user. Returns `false` if
+    /// they do not.
+    fn stops(&self, uid: Option<u32>) -> bool {
+        let until = Instant::now() + STOP;
+        let has_stopped =
+            |task: PathBuf| Stat::read(&task).is_none_or(|stat| matches!(stat.state, 'T' | 't' | 'Z' | 'X'));
+        while self.identity.uid == uid && !tasks(&directory(self.identity.pid)).into_iter().flatten().all(has_stopped) {
+            if Instant::now() > until {
+                return false;
+            }
+            sleep(LOOK);
+        }
+        true
     }
 }
 
@@ -178,16 +205,22 @@ impl Tree {
         }
     }
 
-    /// Stops all processes of the tree below a process.
+    /// Stops all processes of the tree below a process, and waits until all their threads have stopped.
     ///
     /// # Errors
-    /// The process has ended, or its processes start others faster than they are stopped. The processes
-    /// then continue.
+    /// The process has ended, its processes start others faster than they are stopped, or one does not
+    /// stop. The processes then continue.
     pub fn stop(root: &Identity) -> Result<Self, Refusal> {
         let gone = || Refusal::new("the program has ended");
         let mut stopped = Self::of(root).ok_or_else(gone)?;
         for _ in 0..ATTEMPTS {
             stopped.signal(root.uid, Signal::STOP);
+            // Until then, a thread may start a process that the list lacks.
+            if let Some(member) = stopped.members.iter().find(|member| !member.stops(root.uid)) {
+                stopped.resume(root.uid);
+                let pid = member.identity.pid;
+                return Err(Refusal::new(format!("process {pid} ({}) does not stop", name(pid))));
+            }
             let now = Self::of(root).ok_or_else(gone)?;
             if now.pids() == stopped.pids() {
                 return Ok(stopped);
@@ -245,16 +278,16 @@ impl Tree {
         }
     }
 
-    /// Returns the regular files that the processes have open, and whether each is open for writing.
+    /// Returns the files that the processes have open by a name, and whether each is open for writing. Does not
+    /// touch the files, because a file system of the owner may never answer.
     pub fn files(&self) -> Vec<(PathBuf, bool)> {
         let of = |pid: i32| {
             open_files(pid).filter_map(move |(descriptor, path)| {
-                let is_regular = fs::metadata(format!("/proc/{pid}/fd/{descriptor}")).ok()?.is_file();
                 let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{descriptor}")).ok()?;
                 let flags = info.lines().find_map(|line| line.strip_prefix("flags:"))?.trim();
                 let is_written = u32::from_str_radix(flags, 8).ok()? & libc::O_ACCMODE as u32 != 0;
                 let is_named = path.is_absolute() && !path.to_string_lossy().ends_with(" (deleted)");
-                (is_regular && is_named).then_some((path, is_written))
+                is_named.then_some((path, is_written))
             })
         };
         self.pids().into_iter().flat_map(of).collect()

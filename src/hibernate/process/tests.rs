@@ -58,6 +58,30 @@ fn restrictions_of_any_thread_are_refused() {
 }
 
 #[test]
+fn all_threads_have_stopped_when_a_tree_has() {
+    // A thread that starts another one all the time.
+    let script = "import threading\ndef go():\n threading.Thread(target=go).start()\n\
+        for _ in range(8): go()\n";
+    let Ok(mut busy) = Command::new("python3").args(["-c", script]).stderr(std::process::Stdio::null()).spawn() else {
+        return test_support::skip("python3");
+    };
+    let identity = Identity::of(busy.id() as i32).expect("it runs");
+    sleep(Duration::from_millis(300));
+    for _ in 0..20 {
+        let stopped = Tree::stop(&identity).expect("it is stopped");
+        let states: Vec<char> = tasks(&directory(identity.pid))
+            .expect("threads")
+            .iter()
+            .filter_map(|task| Some(Stat::read(task)?.state))
+            .collect();
+        assert!(states.iter().all(|state| matches!(state, 'T' | 'Z' | 'X')), "{states:?}");
+        stopped.resume(identity.uid);
+    }
+    busy.kill().expect("killed");
+    busy.wait().expect("it has ended");
+}
+
+#[test]
 fn only_processes_of_the_program_and_its_user_get_signals() {
     let (mut child, identity) = child();
     let pid = identity.pid;
