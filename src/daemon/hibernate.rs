@@ -27,6 +27,7 @@ use zbus::fdo;
 use crate::daemon::core::{Candidate, Core, Departure, Sleeps};
 use crate::daemon::systemd;
 use crate::daemon::tenants::{Budget, Share, What};
+use crate::daemon::transport::peer;
 use crate::sys::{descriptors, socket};
 
 /// The socket of the helper. systemd starts a helper for each connection.
@@ -39,6 +40,8 @@ const SLEEP_TIMEOUT: Duration = Duration::from_secs(120);
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time until the helper answers. systemd ends the helper earlier (`RuntimeMaxSec=`).
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1300);
+/// Maximum number of ancestors of a process that are looked at.
+const MAX_DEPTH: usize = 64;
 /// Interval of the checks of the program.
 const LOOK: Duration = Duration::from_millis(10);
 /// Interval and maximum number of the requests to settle what a killed helper has left. CRIU may still be
@@ -200,41 +203,80 @@ async fn restore(budget: &Arc<Budget>, uid: u32, image: String) -> fdo::Result<u
     }
 }
 
-/// Saves a program. The program is paused until it was saved. If it cannot be saved, it continues.
+/// Saves a program, with the programs that its processes have started. All are paused until they were saved.
+/// If they cannot be saved, they continue.
 async fn save(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, pid: u32, users: &BTreeSet<u32>) -> fdo::Result<Image> {
-    let propose =
-        |core: &mut Core| core.with_host(|host, model, events| host.departures.propose(model, events, pid, users));
-    let candidate = propose(&mut core.borrow_mut())?;
-    let (name, since) = (&candidate.name, Instant::now());
-    let saved = save_candidate(core, budget, &candidate).await;
-    if let Err(why) = &saved {
-        warn!(pid, "cannot save {name} to disk: {why}");
-        core.borrow_mut().with_host(|host, model, events| host.departures.give_up(model, events, &candidate));
-    } else {
+    let since = Instant::now();
+    let mut candidates = Vec::new();
+    let saved = match propose(core, pid, users, &mut candidates) {
+        Ok(()) => save_candidates(core, budget, &candidates).await.map_err(|why| {
+            warn!(pid, "cannot save process {pid} to disk: {why}");
+            failed(&format!("hibernate process {pid}"), why)
+        }),
+        Err(e) => Err(e),
+    };
+    if saved.is_err() {
+        core.borrow_mut().with_host(|host, model, events| {
+            for candidate in &candidates {
+                host.departures.give_up(model, events, candidate);
+            }
+        });
+    } else if let Some(Candidate { name, .. }) = candidates.first() {
         let seconds = since.elapsed().as_secs_f64();
         info!(pid, seconds, "saved {name} to disk after {seconds:.1} s");
     }
-    saved.map_err(|why| failed(&format!("hibernate process {pid}"), why))
+    saved
 }
 
-async fn save_candidate(
+/// Puts the program of a process to sleep, and those of its descendants.
+///
+/// # Errors
+/// One of them cannot be hibernated. The earlier ones are in `candidates`.
+fn propose(
+    core: &Rc<RefCell<Core>>,
+    root: u32,
+    users: &BTreeSet<u32>,
+    candidates: &mut Vec<Candidate>,
+) -> fdo::Result<()> {
+    let clients: BTreeSet<u32> = core.borrow().model.client_pids().into_values().collect();
+    let descendants = clients.into_iter().filter(|pid| is_descendant(*pid, root));
+    for pid in std::iter::once(root).chain(descendants) {
+        let candidate =
+            core.borrow_mut().with_host(|host, model, events| host.departures.propose(model, events, pid, users))?;
+        candidates.push(candidate);
+    }
+    Ok(())
+}
+
+/// Returns true if a process was started by another one, or by its descendants.
+fn is_descendant(pid: u32, root: u32) -> bool {
+    let parent = |pid: &i32| peer::parent(*pid).filter(|parent| *parent > 0);
+    let (Ok(pid), Ok(root)) = (i32::try_from(pid), i32::try_from(root)) else { return false };
+    std::iter::successors(parent(&pid), parent).take(MAX_DEPTH).any(|ancestor| ancestor == root)
+}
+
+async fn save_candidates(
     core: &Rc<RefCell<Core>>,
     budget: &Arc<Budget>,
-    candidate: &Candidate,
+    candidates: &[Candidate],
 ) -> Result<Image, String> {
-    wait_until_asleep(core, candidate).await?;
+    let root = candidates.first().ok_or("it has ended")?;
+    for candidate in candidates {
+        wait_until_asleep(core, candidate).await?;
+    }
     // Only now, because the program may take long to sleep, and the helper does not wait for a request so
     // long.
     let helper = Helper::start(Some(budget)).await.map_err(|e| format!("cannot start {PROGRAM}: {e}"))?;
-    let clients = core.borrow().model.client_pids().into_values().filter_map(|pid| pid.try_into().ok()).collect();
-    let request = Request::Check { uid: candidate.uid, clients };
+    let leaves = |pid: &u32| candidates.iter().any(|candidate| candidate.pid == *pid);
+    let others = core.borrow().model.client_pids().into_values().filter(|pid| !leaves(pid));
+    let request = Request::Check { uid: root.uid, clients: others.filter_map(|pid| pid.try_into().ok()).collect() };
     let check = |reply: Option<Reply>| match reply {
         Some(Reply::Done) => Ok(()),
         Some(Reply::Refused(why)) => Err(why),
         _ => Err(format!("{PROGRAM} ended without a reply. Try again")),
     };
-    check(helper.ask(&request, Some(&candidate.process)).await)?;
-    leave(core, candidate).await?;
+    check(helper.ask(&request, Some(&root.process)).await)?;
+    leave(core, candidates).await?;
     match helper.ask(&Request::Save, None).await {
         Some(Reply::Saved { image }) => Ok(image),
         Some(Reply::Refused(why)) => Err(why),
@@ -283,25 +325,36 @@ async fn wait_until_asleep(core: &Rc<RefCell<Core>>, candidate: &Candidate) -> R
     timeout(SLEEP_TIMEOUT, asleep).await.unwrap_or_else(|_| Err("it does not fall asleep".into()))
 }
 
-/// Waits until a sleeping client has closed its connection.
-async fn leave(core: &Rc<RefCell<Core>>, candidate: &Candidate) -> Result<(), String> {
-    core.borrow_mut().with_host(|host, model, _| host.departures.ask_to_leave(model, candidate.client));
-    let left = async {
-        loop {
-            let departure = core.borrow().host.departures.departure(candidate.client);
-            match departure {
-                Some(Departure::Left(_)) => return Ok(()),
-                Some(Departure::Refused(LeaveAnswer::SwapFile)) => {
-                    return Err(
-                        "it has a swap file, which cannot be saved. Start it while `file` in `[swap]` is not set"
-                            .into(),
-                    );
-                }
-                Some(Departure::Refused(_)) => return Err("it was woken. Try again".into()),
-                Some(Departure::Asked | Departure::Preparing) => sleep(LOOK).await,
-                None => return Err("it has ended".into()),
-            }
+/// Waits until the sleeping clients have closed their connections. All leave at the same time, because each
+/// comes back after a second.
+async fn leave(core: &Rc<RefCell<Core>>, candidates: &[Candidate]) -> Result<(), String> {
+    core.borrow_mut().with_host(|host, model, _| {
+        for candidate in candidates {
+            host.departures.ask_to_leave(model, candidate.client);
         }
+    });
+    let left = async {
+        for candidate in candidates {
+            wait_until_left(core, candidate).await?;
+        }
+        Ok(())
     };
     timeout(LEAVE_TIMEOUT, left).await.unwrap_or_else(|_| Err("it does not answer".into()))
+}
+
+async fn wait_until_left(core: &Rc<RefCell<Core>>, candidate: &Candidate) -> Result<(), String> {
+    loop {
+        let departure = core.borrow().host.departures.departure(candidate.client);
+        match departure {
+            Some(Departure::Left(_)) => return Ok(()),
+            Some(Departure::Refused(LeaveAnswer::SwapFile)) => {
+                return Err(
+                    "it has a swap file, which cannot be saved. Start it while `file` in `[swap]` is not set".into()
+                );
+            }
+            Some(Departure::Refused(_)) => return Err("it was woken. Try again".into()),
+            Some(Departure::Asked | Departure::Preparing) => sleep(LOOK).await,
+            None => return Err("it has ended".into()),
+        }
+    }
 }

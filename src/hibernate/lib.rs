@@ -18,8 +18,8 @@ pub const IDLE: Duration = Duration::from_secs(60);
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
     /// Checks whether a program can be saved, and prepares its image. Carries a pidfd of its process, which is the root of the
-    /// tree of processes to save, and must belong to this user. `clients`: all clients of the scheduler. No
-    /// other client may be in the tree, because it stays connected.
+    /// tree of processes to save, and must belong to this user. `clients`: the clients of the scheduler that
+    /// stay connected. None of them may be in the tree.
     Check { uid: u32, clients: Vec<i32> },
     /// Saves the program that the latest `Check` has accepted, and ends it. Its client has left the
     /// scheduler.

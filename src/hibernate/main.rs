@@ -213,7 +213,9 @@ impl Helper<'_> {
         let tree = Tree::of(&process).ok_or_else(gone)?;
         if let Some(pid) = tree.pids().iter().skip(1).find(|pid| clients.contains(pid)) {
             let name = process::name(*pid);
-            return Err(Refusal::new(format!("process {pid} ({name}), which it has started, uses a GPU, too. End it")));
+            return Err(Refusal::new(format!(
+                "process {pid} ({name}), which it has started, has just begun to use a GPU. Try again"
+            )));
         }
         criu::check()?;
         let rights = tree.check(uid)?;

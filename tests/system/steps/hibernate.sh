@@ -114,6 +114,26 @@ ends_well
 as_user nvsharectl hibernated --delete "$saved" || fail "its owner may not delete it"
 rm -f /tmp/said /tmp/pages /tmp/manifest
 
+# A program that has started another one is saved with it, and both are restored.
+said=$(umask 0 && exec systemd-run --quiet --scope --uid=$user --slice="user-$(id -u $user).slice" env "${gpu[@]}" setpriv \
+    --inh-caps=-all nvsharectl run --portable=$log -- bash -c 'run() { "$@" cuda-program naps --mem 16M --seconds 600 \
+    --pause-ms 5; }; (run exec) & run exec')
+pid=$(sed -n 's/.* runs as process \([0-9]*\), .*/\1/p' <<<"$said")
+both_served() { is_so '[.clients[] | select(.gpus[].grants > 0)] | length == 2'; }
+until_true "both programs to be served" both_served
+child=$(pgrep -P "$pid" -x cuda-program) || fail "it has not started another program"
+as_user nvsharectl hibernate "$pid" >/tmp/said 2>&1 || fail "the two programs are refused: $(cat /tmp/said)"
+saved=$(image)
+kill -0 "$child" 2>/dev/null && fail "the second program still runs"
+as_user nvsharectl restore "$saved" >/dev/null || fail "the two programs are not restored"
+until_true "both programs to be served" both_served
+kill -USR1 "$child" "$pid"
+until_true "the program to end" gone
+both_end() { [ "$(grep -c '"ok":true' $log)" = 2 ]; }
+until_true "both results" both_end
+rm $log
+as_user nvsharectl hibernated --delete "$saved"
+
 # The owner of a program controls what CRIU reads from it, and which processes it leaves. A restore gives
 # none of them a right. The stand-in for CRIU does what such an owner can do.
 mv "$criu" "$criu.real"
