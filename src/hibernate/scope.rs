@@ -80,8 +80,8 @@ impl Scope {
     /// Creates the scope, and waits until this process, which waits for the helper, is in it.
     ///
     /// # Errors
-    /// systemd does not create the scope.
-    pub fn start(&self, pid: i32) -> Result<(), Refusal> {
+    /// systemd does not create the scope, or the process has ended.
+    pub fn start(&self, pid: i32, has_ended: impl Fn() -> bool) -> Result<(), Refusal> {
         let Self { name, uid } = self;
         let mut command = Command::new("busctl");
         command.env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").stdin(Stdio::null()).stdout(Stdio::null());
@@ -99,7 +99,11 @@ impl Scope {
         }
         // The answer only says that systemd has queued a job.
         let expected = self.place();
-        wait(|| Ok(place(pid).as_ref() == Some(&expected))).map_err(|e| failed(&e.to_string()))
+        let is_there = || match place(pid).as_ref() == Some(&expected) {
+            false if has_ended() => Err(io::Error::other("the worker was killed")),
+            is_there => Ok(is_there),
+        };
+        wait(is_there).map_err(|e| failed(&e.to_string()))
     }
 
     /// Stops all processes, and prevents them from being continued by signals.

@@ -95,7 +95,7 @@ pub fn run(
     let pidfd = Pid::from_raw(child.id() as i32).ok_or(io::ErrorKind::NotFound.into());
     let pidfd = pidfd.and_then(|pid| Ok(pidfd_open(pid, PidfdFlags::empty())?)).map_err(words)?;
     let order = serde_json::to_vec(&Order { rights: rights.clone(), task }).map_err(|e| words(e.into()))?;
-    let begun = scope.start(child.id() as i32).and_then(|()| {
+    let begun = scope.start(child.id() as i32, || is_ready(&pidfd, PollFlags::IN)).and_then(|()| {
         // Dropped, so the worker reads to the end.
         let mut stdin = child.stdin.take().ok_or_else(|| Refusal::new("the worker has no input"))?;
         stdin.write_all(&order).map_err(words)
