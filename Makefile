@@ -79,7 +79,7 @@ help:
 build:
 	@tests/needs.sh cargo cc $(if $(STATIC),libc.a)
 	$(CARGO) build --release --locked -p nvshare --bin nvshare-scheduler
-	$(CARGO) build --release --locked -p nvshare-checkpoint
+	$(CARGO) build --release --locked -p nvshare-checkpoint -p nvshare-hibernate
 	$(CARGO) rustc --release --locked -p nvshare --bin nvsharectl -- $(STATIC)
 	$(CARGO) run --release --locked -p nvshare-completions -- $(COMPLETIONS)
 	$(CARGO) build --release --locked --manifest-path preload/Cargo.toml
@@ -87,7 +87,7 @@ build:
 # Builds no shell completions, and links nvsharectl dynamically.
 quick:
 	@tests/needs.sh cargo cc
-	$(CARGO) build --locked --profile quick -p nvshare -p nvshare-checkpoint
+	$(CARGO) build --locked --profile quick -p nvshare -p nvshare-checkpoint -p nvshare-hibernate
 	$(CARGO) build --locked --profile quick --manifest-path preload/Cargo.toml
 
 # Builds the programs that tests start.
@@ -123,6 +123,9 @@ endif
 check:
 	@CARGO='$(CARGO)' tests/check.sh
 
+# Hibernations that are interrupted at random moments: few in `make check`, which sets FRESH=no.
+HIBERNATIONS ?= $(if $(FRESH),20,500)
+
 # The old and the new version contain the same programs, because dpkg and systemd perform the steps
 # of an upgrade.
 check-system: $(PROGRAMS)
@@ -130,7 +133,7 @@ check-system: $(PROGRAMS)
 	rm -rf $(TARGET)/system/packages
 	$(MAKE) deb PACKAGES='$(abspath $(TARGET))/system/packages'
 	$(MAKE) deb PACKAGES='$(abspath $(TARGET))/system/packages' VERSION=999~test
-	tests/system/check.sh $(BUILT) $(TARGET)/system/packages
+	HIBERNATIONS='$(HIBERNATIONS)' tests/system/check.sh $(BUILT) $(TARGET)/system/packages
 	for suite in $(or $(SUITES),bookworm trixie); do FRESH='$(FRESH)' tests/system/fresh.sh $$suite || exit; done
 
 check-containers: artifacts
@@ -163,7 +166,7 @@ install:
 	@[ -e $(TARGET)/release/libnvshare.so ] || { echo 'Nothing is built yet: make build' >&2; exit 1; }
 	install -d $(addprefix $(DESTDIR),$(bindir) $(libexecdir) $(libdir) $(unitdir) $(userunitdir) $(sysconfdir)/nvshare)
 	install -m 755 $(TARGET)/release/nvshare-scheduler $(TARGET)/release/nvsharectl $(DESTDIR)$(bindir)
-	install -m 755 $(TARGET)/release/nvshare-checkpoint $(DESTDIR)$(libexecdir)
+	install -m 755 $(TARGET)/release/nvshare-checkpoint $(TARGET)/release/nvshare-hibernate $(DESTDIR)$(libexecdir)
 	@# In one step: where every program loads it, one that loads half of it dies.
 	install -m 644 $(TARGET)/release/libnvshare.so $(DESTDIR)$(libdir)/libnvshare.so.new
 	mv -f $(DESTDIR)$(libdir)/libnvshare.so.new $(DESTDIR)$(libdir)/libnvshare.so
@@ -173,7 +176,8 @@ install:
 	install -m 644 systemd/user/nvshare-games.service $(DESTDIR)$(userunitdir)
 	sed -i 's|=/usr/bin/nv|=$(bindir)/nv|' $(DESTDIR)$(unitdir)/nvshare.service $(DESTDIR)$(unitdir)/nvshare-cdi.service \
 	    $(DESTDIR)$(userunitdir)/nvshare-games.service
-	sed -i 's|/usr/libexec/|$(libexecdir)/|' $(DESTDIR)$(unitdir)/nvshare-checkpoint@.service
+	sed -i 's|/usr/libexec/|$(libexecdir)/|' $(DESTDIR)$(unitdir)/nvshare-checkpoint@.service \
+	    $(DESTDIR)$(unitdir)/nvshare-hibernate@.service
 	install -Dm 644 $(COMPLETIONS)/nvsharectl.bash $(DESTDIR)$(bashdir)/nvsharectl
 	install -Dm 644 -t $(DESTDIR)$(zshdir) $(COMPLETIONS)/_nvsharectl
 	install -Dm 644 -t $(DESTDIR)$(fishdir) $(COMPLETIONS)/nvsharectl.fish
@@ -191,8 +195,8 @@ install:
 	install -Dm 644 -t $(DESTDIR)$(cockpitdir) cockpit/manifest.json cockpit/index.html $(wildcard cockpit/*.js cockpit/*.css)
 	for page in $(filter-out $(IN_IMAGE),$(wildcard man/*.[0-9])); do install -Dm 644 -t $(DESTDIR)$(mandir)/man$${page##*.} $$page || exit; done
 	@# The other names of that page.
-	for name in nvshare-scheduler nvshare-checkpoint nvshare.socket nvshare-control.socket nvshare-metrics.socket \
-	    nvshare-checkpoint.socket; do \
+	for name in nvshare-scheduler nvshare-checkpoint nvshare-hibernate nvshare.socket nvshare-control.socket \
+	    nvshare-metrics.socket nvshare-checkpoint.socket nvshare-hibernate.socket; do \
 	    ln -sf nvshare.service.8 $(DESTDIR)$(mandir)/man8/$$name.8 || exit; done
 
 # Removes all files that `install` would install, except settings.

@@ -9,7 +9,7 @@ const CRATE: [&str; 10] =
     ["sys", "gpu_faults", "identity", "config", "bus", "recorder", "timeline", "simulate", "daemon", "ctl"];
 
 /// Modules of the daemon, from the lowest to the highest.
-const DAEMON: [&str; 17] = [
+const DAEMON: [&str; 18] = [
     "logging",
     "node",
     "state_file",
@@ -22,6 +22,7 @@ const DAEMON: [&str; 17] = [
     "metrics",
     "usage",
     "core",
+    "hibernate",
     "connections",
     "bus",
     "control",
@@ -31,7 +32,7 @@ const DAEMON: [&str; 17] = [
 
 /// Modules of the daemon's core, from the lowest to the highest: the model, what observes it, the other
 /// components, the routing, and the readers of all of them.
-const CORE: [&str; 43] = [
+const CORE: [&str; 44] = [
     "pods",
     "claims",
     "lock_files",
@@ -65,6 +66,7 @@ const CORE: [&str; 43] = [
     "moves",
     "sleep",
     "foreign",
+    "hibernation",
     "rooms",
     "host",
     "routing",
@@ -158,8 +160,20 @@ fn upward(folder: &Path, prefix: &str, layers: &[&str]) -> Vec<String> {
         let path = file.strip_prefix(folder).expect("below the folder");
         let first = path.components().next().expect("a name").as_os_str().to_str().expect("UTF-8");
         let layer = first.trim_end_matches(".rs");
-        if ["lib", "mod", "layers", "calls", "bin", "scheduler", "idle_gap", "pools", "simulated_client", "checkpoint"]
-            .contains(&layer)
+        if [
+            "lib",
+            "mod",
+            "layers",
+            "calls",
+            "bin",
+            "scheduler",
+            "idle_gap",
+            "pools",
+            "simulated_client",
+            "checkpoint",
+            "hibernate",
+        ]
+        .contains(&layer)
         {
             continue;
         }

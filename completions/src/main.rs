@@ -64,7 +64,7 @@ _nvsharectl_of_this_host() {
             cut -d ' ' -f 1)" -- "$word")
         return
         ;;
-    why:why:* | pause:pause:* | resume:resume:* | migrate:migrate:*)
+    why:why:* | pause:pause:* | resume:resume:* | migrate:migrate:* | hibernate:hibernate:*)
         mapfile -t COMPREPLY < <(compgen -W "$(nvsharectl --json 2>/dev/null | grep -o '"pid": *[1-9][0-9]*' | grep -o '[0-9]*$')" -- "$word")
         return
         ;;

@@ -14,8 +14,8 @@ use nvshare::ctl::status::{self, Style};
 #[cfg(feature = "top")]
 use nvshare::ctl::top;
 use nvshare::ctl::{
-    CtlError, Target, adopt, debug, driver, games, moves, pause, place, preload, pressure, replay, report, room, rules,
-    run, simulate, timeline, why,
+    CtlError, Target, adopt, debug, driver, games, hibernate, moves, pause, place, preload, pressure, replay, report,
+    room, rules, run, simulate, timeline, why,
 };
 
 fn main() -> ExitCode {
@@ -64,10 +64,12 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Pause { program }) => pause::pause(&target, &program),
         Some(Verb::Resume { program }) => pause::resume(&target, &program),
         Some(Verb::Migrate { program, to }) => moves::migrate(&target, &program, &to),
+        Some(Verb::Images(command)) => print(&hibernate::carry_out(&target, command, json)?),
         Some(Verb::Drain { gpu }) => print(&moves::drain(&target, &gpu)?),
         Some(Verb::Undrain { gpu }) => moves::undrain(&target, &gpu),
-        Some(Verb::Run { library, gpus, memory, command }) => {
-            Err(run::run(&target, library.as_deref(), place::GpuRequest { gpus, memory }, &command))
+        Some(Verb::Run { library, gpus, memory, portable, command }) => {
+            let request = place::GpuRequest { gpus, memory };
+            run::run(&target, library.as_deref(), request, portable.as_deref(), &command).and_then(|line| print(&line))
         }
         Some(Verb::Lock { gpu, who, why, on_loss, command }) => {
             return lock::lock(&target, &lock::LockRequest { gpu, who, why, on_loss }, &command);

@@ -104,6 +104,22 @@ pub struct Pressure {
     pub full_total: f64,
 }
 
+/// A program that was saved to disk.
+#[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
+#[zbus(signature = "a{sv}", rename_all = "kebab-case")]
+pub struct Image {
+    pub name: String,
+    pub uid: u32,
+    pub program: String,
+    /// When the program was saved, in seconds since 1970.
+    pub saved: u64,
+    pub bytes: u64,
+    /// The process that was restored from the image and still runs, or 0.
+    pub runs_as: u32,
+    /// Why the image cannot be used, or empty.
+    pub damage: String,
+}
+
 /// GPU usage. The query's grouping decides which optional fields are present: the GPU, the tenant,
 /// the unit, the container, and the hour or day. An hour or day is given by its beginning and its
 /// length in seconds. The figures are sums over the columns that the query does not group by.
@@ -251,6 +267,10 @@ pub trait Scheduler {
     fn pause(&self, pid: u32) -> zbus::Result<()>;
     fn resume(&self, pid: u32) -> zbus::Result<()>;
     fn migrate(&self, pid: u32, gpu: &str) -> zbus::Result<()>;
+    fn hibernate(&self, pid: u32) -> zbus::Result<String>;
+    fn restore(&self, image: &str) -> zbus::Result<u32>;
+    fn list_hibernated(&self) -> zbus::Result<Vec<Image>>;
+    fn delete_hibernated(&self, image: &str) -> zbus::Result<()>;
     fn drain(&self, gpu: &str) -> zbus::Result<()>;
     fn undrain(&self, gpu: &str) -> zbus::Result<()>;
     fn list_rules(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;

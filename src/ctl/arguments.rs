@@ -183,6 +183,8 @@ pub enum Verb {
         #[arg(long, value_name = "GPU", value_hint = ValueHint::Other)]
         to: String,
     },
+    #[command(flatten)]
+    Images(Images),
     /// Empty a GPU and admit no new programs to it. Its programs move to GPUs of the same kind, or sleep
     ///
     /// Returns when the GPU is empty, and lists the programs that sleep or cannot leave.
@@ -209,6 +211,10 @@ pub enum Verb {
         /// Memory that the command needs on each GPU, like 20G. The scheduler prefers GPUs where it fits
         #[arg(long, value_name = "SIZE", value_parser = parse_memory, value_hint = ValueHint::Other)]
         memory: Option<u64>,
+        /// Run the command in the background, so that it can be hibernated: without a terminal, in a session of its own, with
+        /// its output in this file
+        #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "nvshare.log", value_hint = ValueHint::FilePath)]
+        portable: Option<PathBuf>,
 
         /// The command and its arguments
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND", value_hint = ValueHint::CommandWithArguments)]
@@ -346,11 +352,38 @@ impl Verb {
         match self {
             Self::Status(json) | Self::Get(json) | Self::Pressure(json) => Some(*json),
             Self::Why { json, .. } | Self::Report { json, .. } | Self::Simulate { json, .. } => Some(*json),
-            Self::Timeline { json, .. } => Some(*json),
+            Self::Timeline { json, .. } | Self::Images(Images::Hibernated { json, .. }) => Some(*json),
             Self::Preload(Preload::Status { json, .. } | Preload::Verify { json, .. }) => Some(*json),
             _ => None,
         }
     }
+}
+
+/// Programs that are saved to disk.
+#[derive(Debug, Subcommand)]
+pub enum Images {
+    /// Save running programs to disk and end their processes
+    ///
+    /// Returns when the images are complete. A program that cannot be saved continues.
+    Hibernate {
+        /// Process ID, systemd unit, container or pod, as shown by `status`
+        #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other)]
+        program: String,
+    },
+    /// Restore a program that was saved to disk
+    Restore {
+        /// Name of the image, as shown by `hibernated`
+        #[arg(value_name = "IMAGE", value_hint = ValueHint::Other)]
+        image: String,
+    },
+    /// List the programs that were saved to disk, or delete an image
+    Hibernated {
+        /// Delete this image
+        #[arg(long, value_name = "IMAGE", value_hint = ValueHint::Other, conflicts_with = "json")]
+        delete: Option<String>,
+        #[command(flatten)]
+        json: Json,
+    },
 }
 
 #[cfg(feature = "cdi")]

@@ -10,6 +10,7 @@
 //! - [`why`]: the reasons why a program waits.
 //! - [`report`]: GPU usage of users, units and containers.
 //! - [`pause`]: pausing and resuming programs.
+//! - [`hibernate`]: saving programs to disk, restoring and listing them.
 //! - [`moves`]: moving programs to other GPUs.
 //! - [`lock`]: running a command while holding a GPU's lock.
 //! - [`room`]: keeping memory of a GPU free.
@@ -39,6 +40,7 @@ pub mod debug;
 pub mod driver;
 mod errors;
 pub mod games;
+pub mod hibernate;
 pub mod lock;
 pub mod moves;
 mod password;

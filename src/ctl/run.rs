@@ -1,11 +1,15 @@
 //! `nvsharectl run`: runs one command with the library preloaded. The command replaces this process
-//! by `exec`, so the caller sees the command's own exit code and signals.
+//! by `exec`, so the caller sees the command's own exit code and signals. With `--portable`, the command
+//! runs in the background.
 
 use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use nvshare_wire::env_limits::LimitName;
 
@@ -16,30 +20,63 @@ use crate::config::rules::{EnvLimits, variable};
 const LIBRARY: &str = "libnvshare.so";
 const PRELOAD: &str = "LD_PRELOAD";
 
-/// Executes the command. Returns only if the execution fails.
-pub fn run(target: &Target, library: Option<&Path>, request: GpuRequest, command: &[OsString]) -> CtlError {
+/// Executes the command in place of this process, or starts it in the background if `portable` names a
+/// file for its output. Returns a line about the started command.
+///
+/// # Errors
+/// The command cannot be executed.
+pub fn run(
+    target: &Target,
+    library: Option<&Path>,
+    request: GpuRequest,
+    portable: Option<&Path>,
+    command: &[OsString],
+) -> Result<String, CtlError> {
     let Some((program, arguments)) = command.split_first() else {
-        return CtlError::Failed("the command is missing".into());
+        return Err(CtlError::Failed("the command is missing".into()));
     };
     // An invalid limit is an error, so that a typo does not remove the limit.
     if let Some(mistake) = env_limits().mistake() {
-        return CtlError::Failed(mistake);
+        return Err(CtlError::Failed(mistake));
     }
-    let library = match find(library) {
-        Ok(library) => library,
-        Err(e) => return e,
-    };
+    let library = find(library)?;
     let preload = preload(std::env::var_os(PRELOAD).as_deref(), &library);
     let mut starting = Command::new(program);
     starting.args(arguments).env(PRELOAD, preload);
-    match place::ask(request) {
-        Ok(Some(gpus)) => drop(starting.env("CUDA_VISIBLE_DEVICES", gpus)),
-        Ok(None) => {}
-        Err(e) => return e,
+    if let Some(gpus) = place::ask(request)? {
+        starting.env("CUDA_VISIBLE_DEVICES", gpus);
+    }
+    let cannot = |error| CtlError::CannotRun { command: program.to_string_lossy().into_owned(), error };
+    if let Some(log) = portable {
+        let pid = detach(&mut starting, log)?.spawn().map_err(cannot)?.id();
+        return Ok(format!("{} runs as process {pid}, with its output in {}.\n", program.display(), log.display()));
     }
     run_progress::begin(target);
-    let error = starting.exec();
-    CtlError::CannotRun { command: program.to_string_lossy().into_owned(), error }
+    Err(cannot(starting.exec()))
+}
+
+/// Gives a command nothing that cannot be saved to disk: no terminal, no session or process group of other
+/// programs, and no open files but the log.
+fn detach<'a>(command: &'a mut Command, log: &Path) -> Result<&'a mut Command, CtlError> {
+    let open = || {
+        let log = File::options().create(true).append(true).mode(0o600).open(log)?;
+        Ok((log.try_clone()?, log))
+    };
+    let (output, errors) =
+        open().map_err(|e: io::Error| CtlError::Failed(format!("cannot open {}: {e}", log.display())))?;
+    command.stdin(Stdio::null()).stdout(output).stderr(errors);
+    // SAFETY: the closure only makes system calls.
+    unsafe {
+        command.pre_exec(|| {
+            rustix::process::setsid()?;
+            // The pipe on which the parent waits for the result of `exec` is close-on-exec, too.
+            match libc::close_range(3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC as i32) {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            }
+        });
+    }
+    Ok(command)
 }
 
 /// The limits that the environment sets.

@@ -15,6 +15,7 @@
 //! - `metrics`: metrics for monitoring.
 //! - `usage`: records of programs' usage, on disk.
 //! - `core`: the scheduler's state machine, and the state that its decisions depend on.
+//! - `hibernate`: saves programs to disk and restores them, through a separate program.
 //! - `connections`: clients' connections from the handshake to their end, and GPU locks over D-Bus.
 //! - `bus`: the D-Bus object.
 //! - `control`: carries out requests of the D-Bus object on the scheduling loop, and applies changed
@@ -28,6 +29,7 @@ mod connections;
 mod control;
 mod core;
 mod gpu;
+mod hibernate;
 mod logging;
 mod metrics;
 mod node;

@@ -17,6 +17,7 @@ use crate::daemon::core::{
     send_if_new,
 };
 use crate::daemon::gpu::nvml::Query;
+use crate::daemon::hibernate;
 use crate::daemon::swap_files::Keeper;
 use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::StoredSwapFile;
@@ -126,6 +127,7 @@ pub struct Published {
 pub fn start(core: &Rc<RefCell<Core>>, published: Published) {
     let Published { holders, clients, states } = published;
     let often = PUBLISHING_PERIOD;
+    hibernate::settle_at_start();
     spawn_local(tick(core.clone()));
     spawn_local(sample_memory(core.clone()));
     spawn_local(check_stopped(core.clone()));

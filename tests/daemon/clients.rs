@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use nvshare_wire::client::StuckReason;
+use nvshare_wire::client::{LeaveAnswer, StuckReason};
 use nvshare_wire::env_limits::{self, LimitName};
 use nvshare_wire::scheduler::Refusal;
 use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text, Uuid, version};
@@ -25,6 +25,21 @@ fn a_client_attaches_gets_an_allowance_and_is_granted_the_lock() {
     client.until_granted();
     let other = daemon.client();
     assert!(other.id > client.id, "ids are never used twice");
+}
+
+/// Only a client that was asked to leave keeps its bytes when it disconnects.
+#[test]
+fn a_client_that_leaves_without_being_asked_keeps_nothing() {
+    let daemon = Daemon::start();
+    let client = daemon.client();
+    client.attach();
+    client.report(2 * GIB, 0);
+    client.request();
+    client.until_granted();
+    client.send(ClientMessage::Leaving { answer: LeaveAnswer::Leaves });
+    drop(client);
+    let has_clients = || daemon.ctl(&["status", "--json"]).stdout.contains("\"engine\"");
+    test_support::wait_for("the scheduler to forget the client", || (!has_clients()).then_some(()));
 }
 
 #[test]

@@ -3,7 +3,12 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvshare_wire::{ClientMessage, Moves, SchedulerMessage, Uuid, client::SleepRefusal, scheduler::PAUSED, version};
+use nvshare_wire::{
+    ClientMessage, Moves, SchedulerMessage, Uuid,
+    client::{LeaveAnswer, SleepRefusal},
+    scheduler::PAUSED,
+    version,
+};
 use test_support::machine::*;
 
 use crate::fake::{Fake, MEMORY, TICK, machine, stays_for};
@@ -182,6 +187,54 @@ fn the_next_scheduler_wakes_a_sleeping_program() {
     program.signal(libc::SIGUSR1);
     fake.serve_to_the_end(&mut program);
     program.finish();
+}
+
+/// A sleeping program leaves its scheduler, so that it can be saved to disk. The program connects again
+/// after it has run for a second. The time for which it is stopped does not count.
+#[test]
+fn a_program_that_leaves_returns_after_it_has_run_for_a_second() {
+    let machine = machine();
+    let mut fake = Fake::new(&machine);
+    let mut program = naps(&machine, "--seconds 600 --pause-ms 200", "link");
+    fake.serve_until_granted(&mut program);
+    fake.prepare_at_last(&mut program);
+    assert!(checkpoint(&machine, &program, "asleep"));
+    let connections = sockets(&program);
+    fake.say(SchedulerMessage::Leave {});
+    wait_for("its departure", || {
+        matches!(fake.receive(), Some(ClientMessage::Leaving { answer: LeaveAnswer::Leaves })).then_some(())
+    });
+    wait_for("a closed connection", || {
+        assert_eq!(fake.receive(), None, "`Leaving` is the last message");
+        (sockets(&program) == connections - 1).then_some(())
+    });
+    program.signal(libc::SIGSTOP);
+    thread::sleep(Duration::from_secs(3));
+    assert!(!fake.accept(), "the program is stopped");
+    program.signal(libc::SIGCONT);
+    let since = Instant::now();
+    wait_for("it to return", || fake.accept().then_some(()));
+    // The step in which the program was stopped counts, and the program may have run before.
+    assert!(since.elapsed() > Duration::from_millis(100), "it returned after {:?}", since.elapsed());
+    let hello = wait_for("a greeting", || fake.receive());
+    assert!(matches!(hello, ClientMessage::Hello { flags: nvshare_wire::client::ASLEEP, .. }), "{hello:?}");
+    fake.welcome(version::MAX);
+    let attach = wait_for("its GPU", || fake.receive());
+    assert!(matches!(attach, ClientMessage::Attach { slot: 0, .. }), "{attach:?}");
+    fake.provide(0);
+    fake.wait_for_wake();
+    assert!(checkpoint(&machine, &program, "awake"));
+    fake.say(SchedulerMessage::Awake { moved: Moves::default() });
+    program.signal(libc::SIGUSR1);
+    fake.serve_to_the_end(&mut program);
+    program.finish();
+}
+
+/// The number of sockets that a program has open.
+fn sockets(program: &Program) -> usize {
+    let descriptors = std::fs::read_dir(format!("/proc/{}/fd", program.pid())).expect("its descriptors").flatten();
+    let targets = descriptors.filter_map(|entry| std::fs::read_link(entry.path()).ok());
+    targets.filter(|target| target.to_string_lossy().starts_with("socket:")).count()
 }
 
 /// The scheduler disappears permanently after the preparation, before any process has locked the

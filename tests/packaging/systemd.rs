@@ -59,6 +59,21 @@ fn the_checkpoint_helper_is_started_for_the_scheduler_alone() {
     assert!(value(&read("nvshare.socket"), "Wants").split(' ').any(|unit| unit == "nvshare-checkpoint.socket"));
 }
 
+/// Any user may cause connections to the hibernation helper, and runs programs that it has restored.
+#[test]
+fn the_hibernation_helper_is_limited_in_time_and_privileges_but_not_in_starts() {
+    let read = |name: &str| std::fs::read_to_string(installed(name)).expect("a file");
+    let (socket, service) = (read("nvshare-hibernate.socket"), read("nvshare-hibernate@.service"));
+    let has = |unit: &str, line: &str| unit.lines().any(|found| found == line);
+    for line in ["SocketUser=nvshare", "SocketMode=0600", "MaxConnections=64", "TriggerLimitIntervalSec=0"] {
+        assert!(has(&socket, line), "{line}");
+    }
+    // 20 minutes are longer than the time for CRIU, and shorter than the scheduler waits.
+    for line in ["NoNewPrivileges=yes", "RuntimeMaxSec=20min", "Restart=no", "StateDirectoryMode=0700"] {
+        assert!(has(&service, line), "{line}");
+    }
+}
+
 /// Checks that systemd accepts every unit. Replaces the units' commands with `/bin/true`, because
 /// the programs need not be installed.
 #[test]
@@ -77,9 +92,11 @@ fn systemd_accepts_the_units() {
             std::fs::write(directory.0.join(name), lines.collect::<String>()).expect("a file");
         }
     }
-    for unit in ["nvshare.socket", "nvshare.service", "nvshare-checkpoint.socket", "nvshare-checkpoint@x.service"] {
+    let helpers = ["nvshare-checkpoint", "nvshare-hibernate"];
+    let helpers = helpers.iter().flat_map(|name| [format!("{name}.socket"), format!("{name}@x.service")]);
+    for unit in ["nvshare.socket".to_owned(), "nvshare.service".to_owned()].into_iter().chain(helpers) {
         let mut command = Command::new("systemd-analyze");
-        command.args(["verify", "--man=no", "--recursive-errors=no"]).arg(directory.0.join(unit));
+        command.args(["verify", "--man=no", "--recursive-errors=no"]).arg(directory.0.join(&unit));
         command.env("SYSTEMD_UNIT_PATH", format!("{}:", directory.0.display()));
         let Some(output) = ask(&mut command) else { return };
         let said = String::from_utf8_lossy(&output.stderr);
@@ -127,9 +144,10 @@ fn journalctl_accepts_the_catalog() {
 fn sockets_are_in_directories_that_outlive_the_service() {
     let read = |name: &str| std::fs::read_to_string(installed(name)).expect("a file");
     let made = read("nvshare.tmpfiles");
-    let sockets = ["nvshare.socket", "nvshare-control.socket", "nvshare-metrics.socket", "nvshare-checkpoint.socket"];
+    let names = ["", "-control", "-metrics", "-checkpoint", "-hibernate"];
+    let sockets = names.map(|name| format!("nvshare{name}.socket"));
     for socket in sockets {
-        let text = read(socket);
+        let text = read(&socket);
         let path = text.lines().find_map(|line| line.strip_prefix("Listen")?.split_once('=')).expect("a socket").1;
         let directory = Path::new(path).parent().expect("a directory").display().to_string();
         assert!(made.lines().any(|line| line.starts_with(&format!("d {directory} "))), "{directory}");

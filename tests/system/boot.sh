@@ -11,9 +11,12 @@ root=$1
 shift
 
 console=$(mktemp)
+# CRIU saves no process with a filter of system calls, which the container manager gives all processes,
+# and needs the capability to choose process IDs.
+export SYSTEMD_SECCOMP=0
 # Timers are masked. Otherwise, if midnight passed during the test, Debian's daily jobs would change
 # files while inside.sh compares them.
-setsid systemd-nspawn --quiet --directory="$root" --keep-unit --register=no --private-network --boot \
+setsid systemd-nspawn --quiet --capability=CAP_CHECKPOINT_RESTORE --directory="$root" --keep-unit --register=no --private-network --boot \
     systemd.mask=timers.target </dev/null >"$console" 2>&1 &
 container=$!
 
@@ -34,7 +37,8 @@ finish() {
 trap finish EXIT INT TERM
 
 inside() {
-    nsenter --all --target "$init" env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=dumb "$@"
+    nsenter --all --target "$init" env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=dumb \
+        ${HIBERNATIONS:+"HIBERNATIONS=$HIBERNATIONS"} "$@"
 }
 
 for _ in $(seq 600); do

@@ -75,7 +75,8 @@ source_package() { # directory
 failed=0
 for suite in ${SUITES:-bookworm trixie}; do
     began=$SECONDS
-    base "$suite" $include
+    # Debian 12's CRIU is too old.
+    base "$suite" "$include$([ "$suite" = bookworm ] || echo ,criu)"
     root=$(mktemp -d "${TMPDIR:-/tmp}/nvshare-system-XXXXXX")
     # shellcheck disable=SC2064
     trap "rm -rf --one-file-system '$root'" EXIT

@@ -26,7 +26,7 @@ ldconfig
 simulate "${gpu[@]}"
 snapshot >/tmp/before
 
-for step in install autopkgtest activation settings lock release-driver metrics cdi share sleep migrate swap-file accounting games \
+for step in install autopkgtest activation settings lock release-driver metrics cdi share sleep hibernate migrate swap-file accounting games \
     recipes restart upgrade preload-service preload remove; do
     began=$(date +%s%N)
     "$here/steps/$step.sh" || { echo "step $step failed" >&2; exit 1; }

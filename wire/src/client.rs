@@ -170,6 +170,9 @@ messages! {
         /// process. Answered by [`Continue`](crate::SchedulerMessage::Continue).
         27 => ForeignCheckpoint { step: CheckpointStep, ticket: u32 },
 
+        /// Answers [`Leave`](crate::SchedulerMessage::Leave).
+        28 => Leaving { answer: LeaveAnswer },
+
         /// A part of the process's `CUDA_VISIBLE_DEVICES`. Parts are sent in order.
         30 => VisibleDevices { text: Text<PART> },
 
@@ -304,6 +307,20 @@ byte_enum! {
         Capture = 7,
         /// The client is in a gang.
         Gang = 8,
+    }
+}
+
+byte_enum! {
+    /// Whether a client leaves, so that CRIU can write its process to disk.
+    pub enum LeaveAnswer {
+        /// The client closes the connection, and sends no other message. The client connects again
+        /// after one second, without the time for which its process is stopped.
+        Leaves = 0,
+        /// The client stays, because it is not asleep.
+        Awake = 1,
+        /// The client stays, because it has a swap file. The file is open in a descriptor table that
+        /// CRIU does not save.
+        SwapFile = 2,
     }
 }
 

@@ -162,6 +162,10 @@ messages! {
         /// Until the next [`Export`](Self::Export), the memory may leave the GPU.
         87 => Unused { range: u32 },
 
+        /// CRIU is about to write the process to disk. A client that is asleep closes the
+        /// connection. Answered by [`Leaving`](crate::ClientMessage::Leaving).
+        88 => Leave {},
+
         /// Answers [`RequestPlacement`](crate::ClientMessage::RequestPlacement): the GPU that the
         /// process should see at position `at` of `of`.
         90 => Placed { at: u32, of: u32, uuid: Uuid, kind: GpuKind },

@@ -4,7 +4,9 @@
 
 use nvshare_wire::{
     ClientMessage, Counts, Moves, SchedulerMessage, Secret, Text, Uuid,
-    client::{CheckpointStep, Engine, EngineReason, GpuKind, ReleaseReason, Sharing, SleepRefusal, StuckReason},
+    client::{
+        CheckpointStep, Engine, EngineReason, GpuKind, LeaveAnswer, ReleaseReason, Sharing, SleepRefusal, StuckReason,
+    },
     env_limits::LimitName,
     scheduler::{Denial, NoPlacement, Refusal, WaitReason},
     visible_devices::Chooser,
@@ -80,6 +82,7 @@ fn client_messages() -> Vec<(&'static str, ClientMessage)> {
         ("use_swap_file", UseSwapFile { ram_max: 4 << 30 }),
         ("join_gang", JoinGang { gang: 0x6e63_636c }),
         ("foreign_checkpoint", ForeignCheckpoint { step: CheckpointStep::Restoring, ticket: 9 }),
+        ("leaving", Leaving { answer: LeaveAnswer::SwapFile }),
         ("visible_devices", VisibleDevices { text: Text::new("GPU-5a,1") }),
         (
             "request_placement",
@@ -118,6 +121,7 @@ fn scheduler_messages() -> Vec<(&'static str, SchedulerMessage)> {
         ("offer_swap_file", OfferSwapFile {}),
         ("continue", Continue { ticket: 9 }),
         ("awake", Awake { moved: Moves::new([(uuid, other), (other, uuid)]).unwrap() }),
+        ("leave", Leave {}),
         ("placed", Placed { at: 1, of: 2, uuid: Uuid([0x5a; 16]), kind: GpuKind::Gpu }),
         ("unplaced", Unplaced { outcome: NoPlacement::NoGpu, text: Text::new("no GPU is left") }),
         ("remark", Remark { text: Text::new("NVSHARE_WEIGHT: weight cannot be 0") }),

@@ -2,7 +2,9 @@
 
 use nvshare_wire::{
     ClientMessage, Counts, HEADER_LEN, MAX_LEN, Moves, SchedulerMessage, Secret, Text, Uuid, WireError,
-    client::{CheckpointStep, Engine, EngineReason, GpuKind, ReleaseReason, Sharing, SleepRefusal, StuckReason},
+    client::{
+        CheckpointStep, Engine, EngineReason, GpuKind, LeaveAnswer, ReleaseReason, Sharing, SleepRefusal, StuckReason,
+    },
     env_limits::LimitName,
     moves::MAX_MOVES,
     scheduler::{Denial, NoPlacement, Refusal, WaitReason},
@@ -130,6 +132,7 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
         any::<u64>().prop_map(|gang| JoinGang { gang }),
         (any::<u32>(), prop_oneof![Just(CheckpointStep::Locked), Just(CheckpointStep::Restored)])
             .prop_map(|(ticket, step)| ForeignCheckpoint { step, ticket }),
+        prop_oneof![Just(LeaveAnswer::Leaves), Just(LeaveAnswer::SwapFile)].prop_map(|answer| Leaving { answer }),
     ]
 }
 
@@ -165,6 +168,7 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
         any::<(u64, u64)>().prop_map(|(ram, file)| HostMemory { ram, file }),
         Just(OfferSwapFile {}),
         any::<u32>().prop_map(|ticket| Continue { ticket }),
+        Just(Leave {}),
         any::<u32>().prop_map(|flags| PrepareSleep { flags }),
         any::<(u32, u32)>().prop_map(|(slot, micros)| RunAhead { slot, micros }),
         prop::collection::vec(any::<([u8; 16], [u8; 16])>(), 0..=MAX_MOVES).prop_map(|moves| {

@@ -169,6 +169,11 @@ impl Caller<'_> {
         gate::admit_query(&self.budget, what)
     }
 
+    /// The budget of the caller's tenant.
+    pub fn budget(&self) -> &Arc<Budget> {
+        &self.budget
+    }
+
     /// Checks that the caller may see other users' clients.
     ///
     /// # Errors
@@ -240,6 +245,11 @@ impl Caller<'_> {
             true => self.is_of_the_host(what),
             false => self.may_change(what, "").await,
         }
+    }
+
+    /// The user whose programs and images the caller owns.
+    pub fn own_user(&self) -> u32 {
+        accountable(self.uid)
     }
 
     async fn may_administer(&self, action: Action, what: &str, rule: &str) -> fdo::Result<()> {

@@ -38,7 +38,8 @@ use crate::daemon::core::bundle::Snapshot;
 use crate::daemon::core::claims::Claims;
 use crate::daemon::core::pods::{Pods, Refused};
 use crate::daemon::core::{ClientPids, GpuStates, Holders, NamedGpu, Present, RoomRequest, View};
-use crate::daemon::tenants::Budgets;
+use crate::daemon::hibernate::{Done, HibernationRequest};
+use crate::daemon::tenants::{Budget, Budgets};
 use crate::daemon::usage::{Query, UsageAnswer};
 use crate::recorder::follow::Follower;
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
@@ -82,6 +83,8 @@ pub enum Request {
         users: BTreeSet<u32>,
         reply: oneshot::Sender<fdo::Result<()>>,
     },
+    /// Saves a program to disk, restores it, or changes the images. With the caller's budget.
+    Hibernation(HibernationRequest, Arc<Budget>, oneshot::Sender<fdo::Result<Done>>),
     /// Moves the program with this process ID to this GPU. The program must belong to one of these users.
     /// The answer is sent once the move has succeeded or failed.
     Migrate {

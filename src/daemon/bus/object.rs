@@ -4,6 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use nvshare_hibernate::Image;
 use tokio::sync::oneshot;
 use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
@@ -24,6 +25,7 @@ use crate::daemon::core::describe::Reader;
 use crate::daemon::core::pods::Pods;
 use crate::daemon::core::timeline::Viewer;
 use crate::daemon::core::{RoomRequest, View};
+use crate::daemon::hibernate::{Done, HibernationRequest};
 use crate::daemon::usage::{Amounts, Column, Key, Query};
 
 /// Minimum pause between two answers to queries for usage.
@@ -221,6 +223,39 @@ impl Object {
         let what = format!("move process {pid} to another GPU");
         let users = self.authorize_for(pid, &what, &header).await?;
         Ok(self.ask(|reply| Request::Migrate { pid, gpu, users, reply }).await??)
+    }
+
+    #[zbus(out_args("image"))]
+    async fn hibernate(&self, pid: u32, #[zbus(header)] header: Header<'_>) -> Result<String, Failure> {
+        let users = self.authorize_for(pid, &format!("hibernate process {pid}"), &header).await?;
+        let caller = self.callers.identify(Some(&header)).await?;
+        match self.hibernation(&caller, HibernationRequest::Save { pid, users }).await? {
+            Done::Saved(image) => Ok(image.name),
+            _ => Err(Error::Stopping("the scheduler is stopping".into()).into()),
+        }
+    }
+
+    #[zbus(out_args("pid"))]
+    async fn restore(&self, image: String, #[zbus(header)] header: Header<'_>) -> Result<u32, Failure> {
+        let (uid, caller) = self.authorize_for_image(&image, "restore", &header).await?;
+        match self.hibernation(&caller, HibernationRequest::Restore { uid, image }).await? {
+            Done::Restored(pid) => Ok(pid),
+            _ => Err(Error::Stopping("the scheduler is stopping".into()).into()),
+        }
+    }
+
+    #[zbus(out_args("images"))]
+    async fn list_hibernated(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<bus::Image>, Failure> {
+        let caller = self.callers.identify(Some(&header)).await?;
+        caller.may_see_others()?;
+        let uid = if caller.sees_all().await { None } else { Some(caller.own_user()) };
+        let images = self.images(&caller, HibernationRequest::List { uid }).await?;
+        Ok(images.iter().map(present_image).collect())
+    }
+
+    async fn delete_hibernated(&self, image: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
+        let (uid, caller) = self.authorize_for_image(&image, "delete", &header).await?;
+        self.hibernation(&caller, HibernationRequest::Delete { uid, image }).await.map(drop)
     }
 
     async fn drain(&self, gpu: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
@@ -448,6 +483,46 @@ impl Object {
         Ok(users)
     }
 
+    async fn hibernation(&self, caller: &Caller<'_>, request: HibernationRequest) -> Result<Done, Failure> {
+        let budget = caller.budget().clone();
+        Ok(self.ask(|reply| Request::Hibernation(request, budget, reply)).await??)
+    }
+
+    async fn images(&self, caller: &Caller<'_>, request: HibernationRequest) -> Result<Vec<Image>, Failure> {
+        match self.hibernation(caller, request).await? {
+            Done::Listed(images) => Ok(images),
+            _ => Err(Error::Stopping("the scheduler is stopping".into()).into()),
+        }
+    }
+
+    /// Returns the owner of an image, and the caller. A caller may always act on its own images. Damaged
+    /// images may belong to root.
+    ///
+    /// # Errors
+    /// The image does not exist, or the caller may not perform this action on it.
+    async fn authorize_for_image(
+        &self,
+        image: &str,
+        verb: &str,
+        header: &Header<'_>,
+    ) -> Result<(u32, Caller<'_>), Failure> {
+        let caller = self.callers.identify(Some(header)).await?;
+        let what = format!("{verb} image {image:?}");
+        caller.identity(&what)?;
+        let own = caller.own_user();
+        let found = self.images(&caller, HibernationRequest::Find { image: image.into() }).await?;
+        // Users do not learn which images others have.
+        let owner = match found.first().map(|found| found.uid) {
+            Some(owner) if owner == own || caller.sees_all().await => owner,
+            _ => {
+                let text = format!("there is no image {image:?}. List images with: nvsharectl hibernated");
+                return Err(fdo::Error::InvalidArgs(text).into());
+            }
+        };
+        caller.may_pause(owner, &what).await?;
+        Ok((owner, caller))
+    }
+
     /// Reads the state on a separate thread. With many clients, reading can take a while.
     async fn read<T: Send + 'static>(&self, read: impl FnOnce(&View) -> T + Send + 'static) -> Result<T, Error> {
         let view = self.ask(Request::View).await?;
@@ -461,6 +536,12 @@ impl Object {
         self.shared.requests.send(request(reply)).map_err(|_| stopping())?;
         answer.await.map_err(|_| stopping())
     }
+}
+
+fn present_image(image: &Image) -> bus::Image {
+    let Image { name, uid, program, saved, bytes, runs_as, damage, .. } = image.clone();
+    let runs_as = runs_as.and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0);
+    bus::Image { name, uid, program, saved, bytes, runs_as, damage: damage.unwrap_or_default() }
 }
 
 /// Converts usage for D-Bus. Includes only the columns that the query groups by.

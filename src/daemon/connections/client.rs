@@ -14,7 +14,7 @@ use tracing::{debug, error};
 
 use super::Connections;
 use super::accept::{discard_unread, refuse};
-use crate::daemon::core::{Arrival, Core};
+use crate::daemon::core::{ABSENCE, Arrival, Core, Departure};
 use crate::daemon::tenants::{Budget, Share, Slice, What};
 use crate::daemon::transport::connection::{Connection, Received};
 use crate::daemon::transport::peer;
@@ -149,6 +149,15 @@ pub async fn converse(
         // This branch never completes: a failure to send does not end the connection.
         () = async { connection.flush().await; std::future::pending().await } => End::Closed,
         () = died(pidfd) => End::Died,
+    };
+    let departure = core.borrow().host.departures.departure(client);
+    let end = match (end, departure) {
+        (End::Closed, Some(Departure::Left(back))) => tokio::select! {
+            () = died(pidfd) => End::Died,
+            () = back.notified() => End::Closed,
+            () = tokio::time::sleep(ABSENCE) => End::Closed,
+        },
+        (end, _) => end,
     };
     let slice = connection.budget().slice().await;
     if !matches!(end, End::Violation(_)) {

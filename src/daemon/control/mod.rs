@@ -31,6 +31,7 @@ use crate::daemon::connections::{Connections, lock, room};
 use crate::daemon::core::bundle::Snapshot;
 use crate::daemon::core::{Core, check_room};
 use crate::daemon::gpu::nvml::Query;
+use crate::daemon::hibernate;
 use crate::daemon::logging;
 use crate::daemon::state_file::Saving;
 use crate::daemon::systemd;
@@ -89,11 +90,15 @@ impl Control {
             Request::TerminateLock(client, reply) => drop(reply.send(core.borrow().model.end_lock(ClientId(client)))),
             Request::UsersOf(pid, reply) => drop(reply.send(core.borrow().model.users_of(pid))),
             Request::Pause { pid, is_paused, users, reply } => {
-                let pause = core
-                    .borrow_mut()
-                    .with_host(|host, model, events| host.sleep.pause(model, events, pid, is_paused, &users));
+                let pause = core.borrow_mut().with_host(|host, model, events| {
+                    if !is_paused {
+                        host.departures.check_resume(model, pid)?;
+                    }
+                    host.sleep.pause(model, events, pid, is_paused, &users)
+                });
                 answer_when_saved(pause, reply);
             }
+            Request::Hibernation(request, budget, reply) => hibernate::answer(core, request, budget, reply),
             Request::Migrate { pid, gpu, users, reply } => core
                 .borrow_mut()
                 .with_host(|host, model, events| host.moves.begin(model, events, (pid, &gpu), &users, reply)),

@@ -2,6 +2,7 @@
 //! components do not change each other. `SwapFiles` reads the figures of host memory.
 
 use super::foreign::ForeignCheckpoints;
+use super::hibernation::Departures;
 use super::host_use::HostFigures;
 use super::model::Model;
 use super::moves::Moves;
@@ -11,6 +12,7 @@ use super::sharing::Sharing;
 use super::sleep::Sleep;
 use super::swap_files::SwapFiles;
 use crate::daemon::checkpoint::{HelperAnswer, Outcome};
+use crate::identity::Tenant;
 use crate::scheduler::{ClientId, Event};
 use crate::sys::foreign::Foreign;
 use crate::sys::pidfd;
@@ -24,12 +26,21 @@ pub struct Host {
     pub placements: Placements,
     pub sleep: Sleep,
     pub foreign: ForeignCheckpoints,
+    pub departures: Departures,
     pub moves: Moves,
     /// Memory that is kept free at users' requests.
     pub rooms: Rooms,
 }
 
 impl Host {
+    /// Forgets a client that has disconnected, apart from what other clients still depend on.
+    pub fn forget_client(&mut self, client: ClientId, tenant: &Tenant) {
+        self.files.leave(client, tenant);
+        self.moves.leave(client);
+        self.sleep.leave(client);
+        self.departures.forget(client);
+    }
+
     /// Inspects a client's process, which another program may have locked or checkpointed.
     pub fn inspect(&mut self, model: &Model, client: ClientId) {
         self.foreign.inspect(model, &self.sleep, client);

@@ -16,7 +16,8 @@
 //! - `host`: what the daemon manages for programs and users. `host_use`: figures of host memory;
 //!   `swap_files`: the RAM and the swap file space of each client; `sharing`: messages about shared memory,
 //!   and `shared_memory`, the registry of that memory; `placement`: the GPUs that clients may see;
-//!   `sleep`: suspend of the host, and sleep of programs; `paused`: the paused processes; `foreign`: processes
+//!   `sleep`: suspend of the host, and sleep of programs; `hibernation`: clients that leave, so that their
+//!   processes can be saved to disk; `paused`: the paused processes; `foreign`: processes
 //!   that other programs checkpoint; `moves`: moves of programs between GPUs; `rooms`: memory that is kept free for programs that are not clients.
 //! - `containers`: [`pods`] and [`claims`], names and rules from Kubernetes; `units` limits the number of
 //!   units of a tenant; `lock_files`: files that clients lock while no scheduler runs.
@@ -37,6 +38,7 @@ mod foreign;
 mod gangs;
 mod gpus;
 mod groups;
+mod hibernation;
 mod host;
 mod host_use;
 mod hours;
@@ -71,6 +73,7 @@ mod views;
 
 pub use clients::MAX_DEVICES;
 pub use gpus::Present;
+pub use hibernation::{ABSENCE, Candidate, Departure, Sleeps};
 pub use io::{SAMPLE_QUIET, Signals, send_if_new};
 pub use measure::EXIT_TIME;
 pub use model::{Arrival, ClientPids, GpuStates, Holders, LockFiles, Model, NamedGpu};

@@ -169,6 +169,8 @@ impl Core {
 
     /// Welcomes a client that has sent Hello.
     pub fn connect(&mut self, arrival: Arrival) -> ClientId {
+        let absent = self.host.departures.on_return(&self.model, &arrival.identity);
+        absent.into_iter().for_each(|client| self.disconnect(client, "is back"));
         let client = self.model.new_id();
         self.add(client, arrival, None);
         let placement = self.host.placements.take(&self.model, client);
@@ -215,9 +217,7 @@ impl Core {
         self.observe.log.log_departure(client, &gone, why);
         self.io.publish_attached(&self.model);
         self.io.clients_changed(&self.model);
-        self.host.files.leave(client, &gone.identity.tenant);
-        self.host.moves.leave(client);
-        self.host.sleep.leave(client);
+        self.host.forget_client(client, &gone.identity.tenant);
         let restored = self.host.foreign.leave(&self.model, client);
         // Must precede `Event::Disconnected`, which frees the client's memory. Memory that other clients have
         // open stays in use.
@@ -286,6 +286,7 @@ impl Core {
                 let request = self.host.foreign_checkpoint(&self.model, client, pidfd, (step, ticket));
                 self.apply_all(request);
             }
+            ClientAction::Leaving(answer) => self.host.departures.on_answer(client, answer),
             ClientAction::UseSwapFile { ram_max } => self.host.files.accepted(client, ram_max),
             ClientAction::EnvLimit { limit, text } => self.set_env_limit(client, limit, &text),
             ClientAction::RequestPlacement(request) => self.place(client, &request),
@@ -560,8 +561,7 @@ impl Core {
         self.release_held();
     }
 
-    /// Sends the scheduler the number of bytes that it can promise beyond the GPUs' memory. `wanted`: a request
-    /// that is about to be made.
+    /// Sends the scheduler the bytes that it can promise beyond the GPUs' memory. `wanted`: the next request.
     fn promise(&mut self, wanted: Option<Wanted>) {
         let promise = self.host.files.promise(&self.model, &self.host.figures, wanted);
         self.apply_all(promise);
@@ -605,8 +605,7 @@ impl Core {
         self.sample_host();
     }
 
-    /// Puts the configuration's settings into effect. `log`: logs a change from the first settings to the
-    /// second.
+    /// Puts the configuration's settings into effect. `log`: logs a change of the settings.
     fn set_settings(&mut self, log: impl FnOnce(&Settings, &Settings)) {
         let settings = settings::in_effect(&self.model.config, self.model.driver.driver.as_deref());
         if *self.io.settings.borrow() != settings {

@@ -5,7 +5,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use nvshare_wire::client::{CheckpointStep, EngineReason, GpuKind, SleepRefusal};
+use nvshare_wire::client::{CheckpointStep, EngineReason, GpuKind, LeaveAnswer, SleepRefusal};
 use nvshare_wire::env_limits::{self, LimitName};
 use nvshare_wire::visible_devices::Chooser;
 use nvshare_wire::{ClientMessage, Counts, MAX_SLOTS, Moves, SchedulerMessage, SlotSet, WireError, scheduler as wire};
@@ -115,6 +115,8 @@ pub enum ClientAction {
         step: CheckpointStep,
         ticket: u32,
     },
+    /// Handle a client that leaves for hibernation, or refuses to.
+    Leaving(LeaveAnswer),
     /// Do nothing: the value is still incomplete, or was already known.
     Incomplete,
     /// Handle a message about shared memory. `gpu`: the GPU that the message names, if any.
@@ -309,6 +311,7 @@ impl Session {
             ClientMessage::SleepRefused { why } => {
                 ClientAction::Event(Event::SleepRefused { client, why: obstacle(why) })
             }
+            ClientMessage::Leaving { answer } => ClientAction::Leaving(answer),
             ClientMessage::Wake {} => ClientAction::Event(Event::WakeRequested { client }),
             message @ (ClientMessage::Exported { slot, bytes, .. } | ClientMessage::Imported { slot, bytes, .. }) => {
                 if bytes > MAX_BYTES {

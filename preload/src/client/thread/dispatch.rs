@@ -11,6 +11,7 @@ use alloc::vec::Vec;
 use core::time::Duration;
 use nvshare_wire::{
     SchedulerMessage, SlotSet,
+    client::LeaveAnswer,
     scheduler::{Denial, WaitReason},
 };
 use rustix::fd::OwnedFd;
@@ -98,6 +99,7 @@ impl ClientThread {
             SchedulerMessage::PrepareSleep { flags } => self.prepare_sleep(flags),
             SchedulerMessage::Continue { ticket } => checkpoints::on_answer(ticket),
             SchedulerMessage::Awake { moved } => self.wake_up(moved),
+            SchedulerMessage::Leave {} => self.refuse_to_leave(LeaveAnswer::Awake),
             SchedulerMessage::Resume { .. } => self.resume(),
             SchedulerMessage::Remark { .. } => {}
             // These answers come too late: the driver has already read `CUDA_VISIBLE_DEVICES`.

@@ -104,6 +104,11 @@ impl HostTier {
         self.seen.map_or(Headroom::UNLIMITED, |(_, headroom)| headroom)
     }
 
+    /// Whether the client has a swap file.
+    pub fn has_files(&self) -> bool {
+        !self.files.is_empty()
+    }
+
     /// Returns the bytes of host memory that this client may still allocate.
     fn spare(&self) -> u64 {
         self.ram.saturating_sub(self.host_memory())

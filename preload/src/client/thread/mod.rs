@@ -6,12 +6,13 @@
 //!
 //! - `dispatch`: carries out messages. `session`: connects, resumes, handles a lost connection.
 //! - `memory`: moves memory, once the driver has confirmed that no work is running. `files`: the swap
-//!   files. `sleep`: leaving the GPUs and coming back.
+//!   files. `sleep`: leaving the GPUs and coming back. `leave`: leaving the scheduler while asleep.
 
 mod dispatch;
 #[cfg(test)]
 mod fake;
 mod files;
+mod leave;
 mod memory;
 mod session;
 mod sleep;

@@ -64,6 +64,9 @@ const MOST_ON_THEIR_WAY: Duration = Duration::from_secs(1);
 /// After this time, this library calls the driver.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long a client that was told to leave runs before it connects again.
+const AWAY: Duration = Duration::from_secs(1);
+
 #[derive(Debug, Default)]
 pub(super) enum Sleep {
     #[default]
@@ -102,7 +105,9 @@ pub(super) struct Prepared {
     connected: Option<(Arc<Socket>, u16, u64)>,
     /// When to try to connect.
     next_try: Option<Instant>,
-    lost_at: Option<Instant>,
+    pub(super) lost_at: Option<Instant>,
+    /// Set while the client stays disconnected, so that CRIU can save the process.
+    pub(super) away: Option<Away>,
     /// True if a thread of this library is calling the driver.
     is_tried: bool,
     /// True if a successor has taken over the connection and been greeted.
@@ -110,6 +115,28 @@ pub(super) struct Prepared {
     /// The GPUs already named to the present scheduler, if it replaced the scheduler that asked for the
     /// sleep.
     named: SlotSet,
+}
+
+/// Measures [`AWAY`] in steps. A step takes at least `RETRY_SOON`. A step in which the process was
+/// stopped counts like any other, so the time for which the process is stopped does not count.
+#[derive(Debug)]
+pub(super) struct Away {
+    pub steps_left: u128,
+    pub since: Instant,
+}
+
+impl Away {
+    pub fn begin() -> Self {
+        Self { steps_left: AWAY.as_millis() / RETRY_SOON.as_millis(), since: Instant::now() }
+    }
+
+    /// Returns true if the process has run for [`AWAY`].
+    pub fn is_over(&mut self) -> bool {
+        if self.since.elapsed() >= RETRY_SOON {
+            (self.steps_left, self.since) = (self.steps_left.saturating_sub(1), Instant::now());
+        }
+        self.steps_left == 0
+    }
 }
 
 impl ClientThread {
@@ -260,8 +287,13 @@ impl ClientThread {
             self.sleep = Sleep::Prepared(Prepared { messages, ..Prepared::default() });
         }
         let Sleep::Prepared(prepared) = &mut self.sleep else { return Duration::ZERO };
+        if prepared.away.as_mut().is_some_and(|away| !away.is_over()) {
+            return RETRY_SOON;
+        }
+        prepared.away = None;
         let mut wait = Duration::from_secs(3600);
         if let Some(next_try) = prepared.next_try {
+            let lost_at = *prepared.lost_at.get_or_insert_with(Instant::now);
             if Instant::now() >= next_try {
                 prepared.next_try = Some(Instant::now() + RETRY_LATE);
                 if let Ok((socket, version, id)) = handshake::connect(&session::hello()) {
@@ -278,7 +310,7 @@ impl ClientThread {
             wait = RETRY_SOON;
             // The process may be unlocked: the scheduler may have disappeared before it locked the
             // process, or another process may have restored this process.
-            if !prepared.is_tried && prepared.lost_at.is_some_and(|lost| lost.elapsed() >= RETURN_TIMEOUT) {
+            if !prepared.is_tried && lost_at.elapsed() >= RETURN_TIMEOUT {
                 prepared.is_tried = try_driver();
             }
             if prepared.is_tried && has_answered() {
@@ -323,6 +355,7 @@ impl ClientThread {
                     self.on_disconnect_asleep("it does not read its messages");
                 }
             }
+            (Sleep::Prepared(_), SchedulerMessage::Leave {}) => self.leave(),
             (Sleep::Prepared(prepared), message) => prepared.messages.push((message, descriptors)),
             // The scheduler does not know yet that the process is prepared, so it has not locked the process.
             (_, message @ SchedulerMessage::Resume { .. }) => {

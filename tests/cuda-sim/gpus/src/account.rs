@@ -352,13 +352,16 @@ fn living() -> Vec<Process> {
 
 fn read(path: PathBuf) -> Option<Process> {
     let file = File::options().read(true).write(true).open(&path).ok()?;
-    if flock(&file, libc::LOCK_EX | libc::LOCK_NB) {
-        let _ = fs::remove_file(pid_file(&path));
-        let _ = fs::remove_file(&path);
-        return None;
-    }
     let mut bytes = [0; WORDS * 8];
     file.read_exact_at(&mut bytes, 0).ok()?;
+    if flock(&file, libc::LOCK_EX | libc::LOCK_NB) {
+        // A checkpointed process may be saved to disk. When it is restored, it opens its files again.
+        if !checkpoint::is_checkpointed(&bytes) {
+            let _ = fs::remove_file(pid_file(&path));
+            let _ = fs::remove_file(&path);
+        }
+        return None;
+    }
     let word = |at: usize| bytes[at * 8..at * 8 + 8].try_into().map_or(0, u64::from_ne_bytes);
     let gpus = std::array::from_fn(|gpu| Usage { plain: word(plain_word(gpu)), managed: word(managed_word(gpu)) });
     let table: Vec<u64> = (SHARED..CHECKPOINT).map(word).collect();

@@ -59,6 +59,13 @@ impl State {
     }
 }
 
+/// Whether a process was checkpointed when it last wrote these words of its account.
+pub(crate) fn is_checkpointed(account: &[u8]) -> bool {
+    let (words, _) = account.as_chunks::<8>();
+    let state = words.get(account::CHECKPOINT + STATE).map(|word| u64::from_ne_bytes(*word));
+    state == Some(State::Checkpointed as u64)
+}
+
 /// A request to a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {

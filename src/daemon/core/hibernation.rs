@@ -1,0 +1,184 @@
+//! Clients that leave, so that their processes can be saved to disk. A client that has left keeps its
+//! bytes, group and place until its process connects again or ends, or `ABSENCE` has passed.
+//!
+//! The daemon holds a pidfd of the process. So the process's PID belongs to no other process, and
+//! identifies the process when it connects again.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+use std::time::Duration;
+
+use nvshare_wire::SchedulerMessage;
+use nvshare_wire::client::LeaveAnswer;
+use tokio::sync::Notify;
+use zbus::fdo;
+
+use super::model::Model;
+use crate::bus;
+use crate::identity::Identity;
+use crate::scheduler::{ClientId, Event, SleepPhase};
+
+/// Maximum time for which a client that has left keeps its bytes.
+pub const ABSENCE: Duration = Duration::from_secs(600);
+
+/// How far a client has left.
+#[derive(Debug, Clone)]
+pub enum Departure {
+    /// The client's program is to sleep, and to be checked.
+    Preparing,
+    /// The client was asked to leave.
+    Asked,
+    /// The client refuses to leave.
+    Refused(LeaveAnswer),
+    /// The client closes its connection, or has closed it. Notified when its process is back.
+    Left(Rc<Notify>),
+}
+
+/// A program that is to be hibernated.
+#[derive(Debug)]
+pub struct Candidate {
+    pub client: ClientId,
+    pub pid: u32,
+    pub uid: u32,
+    /// The name of the program, for the log.
+    pub name: String,
+    /// The process's pidfd.
+    pub process: OwnedFd,
+    /// The program was paused before.
+    was_paused: bool,
+}
+
+/// Whether a program sleeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sleeps {
+    Yes,
+    NotYet,
+    /// The program cannot sleep now, for this reason.
+    No(&'static str),
+}
+
+/// The programs that are being hibernated.
+#[derive(Debug, Default)]
+pub struct Departures(BTreeMap<ClientId, Departure>);
+
+impl Departures {
+    /// Puts a program to sleep, so that it can be hibernated. `users`: the users whose programs the caller may
+    /// control.
+    ///
+    /// # Errors
+    /// No program has this process ID, or the program cannot be hibernated.
+    pub fn propose(
+        &mut self,
+        model: &Model,
+        events: &mut Vec<Event>,
+        pid: u32,
+        users: &BTreeSet<u32>,
+    ) -> fdo::Result<Candidate> {
+        let clients = model.program_of(pid, users)?;
+        let cannot = |why: &str| Err(fdo::Error::Failed(format!("cannot hibernate process {pid}: {why}")));
+        let [client] = clients[..] else { return cannot("it has loaded the library several times") };
+        if self.0.contains_key(&client) {
+            return cannot("it is being hibernated already");
+        }
+        let Some(entry) = model.clients.get(&client) else { return cannot("it has ended") };
+        let process = entry.process.as_ref().and_then(|process| process.get_ref().try_clone().ok());
+        let Some(process) = process else { return cannot("the scheduler cannot see its process") };
+        if entry.gpus.is_empty() {
+            return cannot("it has not used a GPU yet");
+        }
+        self.0.insert(client, Departure::Preparing);
+        let (uid, name) = (entry.identity.uid, entry.identity.label().to_string());
+        let was_paused = model.machine.sleep_of(client).paused;
+        // Not saved as a pause: if this daemon is killed, the program continues with the next daemon.
+        events.push(Event::SleepWanted { client, paused: true });
+        Ok(Candidate { client, pid, uid, name, process, was_paused })
+    }
+
+    /// Asks a sleeping client to leave.
+    pub fn ask_to_leave(&mut self, model: &Model, client: ClientId) {
+        if let Some(departure) = self.0.get_mut(&client) {
+            *departure = Departure::Asked;
+            model.send(client, SchedulerMessage::Leave {});
+        }
+    }
+
+    /// Handles the client's answer. An answer without a question has no effect.
+    pub fn on_answer(&mut self, client: ClientId, answer: LeaveAnswer) {
+        if let Some(departure @ Departure::Asked) = self.0.get_mut(&client) {
+            *departure = match answer {
+                LeaveAnswer::Leaves => Departure::Left(Rc::default()),
+                LeaveAnswer::Awake | LeaveAnswer::SwapFile => Departure::Refused(answer),
+            };
+        }
+    }
+
+    /// How far a client has left. `None` if it is not to leave, or has ended.
+    pub fn departure(&self, client: ClientId) -> Option<Departure> {
+        self.0.get(&client).cloned()
+    }
+
+    /// True if a client is leaving or has left, so that its process may be stopped at any moment.
+    pub fn is_departing(&self, client: ClientId) -> bool {
+        matches!(self.0.get(&client), Some(Departure::Asked | Departure::Left(_)))
+    }
+
+    /// The clients of a process that have left. The process itself connects again. Notifies their tasks.
+    pub fn on_return(&self, model: &Model, identity: &Identity) -> Vec<ClientId> {
+        let is_back = |(client, departure): (&ClientId, &Departure)| match departure {
+            Departure::Left(back) if model.identity(*client).is_some_and(|known| known.pid == identity.pid) => {
+                back.notify_one();
+                Some(*client)
+            }
+            _ => None,
+        };
+        self.0.iter().filter(|_| identity.pid > 0).filter_map(is_back).collect()
+    }
+
+    /// Forgets a client that has disconnected.
+    pub fn forget(&mut self, client: ClientId) {
+        self.0.remove(&client);
+    }
+
+    /// Ends a hibernation that has failed. The program continues. If its client has left, it continues when
+    /// its process connects again.
+    pub fn give_up(&mut self, model: &Model, events: &mut Vec<Event>, candidate: &Candidate) {
+        if !matches!(self.0.get(&candidate.client), Some(Departure::Left(_))) {
+            self.0.remove(&candidate.client);
+        }
+        if !candidate.was_paused {
+            let clients = model.program(candidate.pid).unwrap_or_default().into_iter();
+            let present = clients.filter(|client| !self.is_departing(*client));
+            events.extend(present.map(|client| Event::Resumed { client }));
+        }
+    }
+
+    /// Checks that a program may be resumed.
+    ///
+    /// # Errors
+    /// The program is being saved.
+    pub fn check_resume(&self, model: &Model, pid: u32) -> fdo::Result<()> {
+        let is_departing = |client: &ClientId| self.is_departing(*client);
+        match model.program(pid)?.iter().any(is_departing) {
+            true => Err(fdo::Error::Failed(format!("cannot resume process {pid}: it is being saved to disk"))),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Model {
+    /// Whether a paused program sleeps.
+    pub fn sleeps(&self, client: ClientId) -> Sleeps {
+        if !self.clients.contains_key(&client) {
+            return Sleeps::No("it has ended");
+        }
+        let sleep = self.machine.sleep_of(client);
+        match (sleep.phase, sleep.obstacle) {
+            (SleepPhase::Asleep, _) => Sleeps::Yes,
+            _ if !sleep.paused => Sleeps::No("it was resumed"),
+            (SleepPhase::Awake, Some(why)) => Sleeps::No(bus::sleep_obstacle_name(why)),
+            (SleepPhase::Lost, _) => Sleeps::No("the driver cannot restore it"),
+            _ => Sleeps::NotYet,
+        }
+    }
+}

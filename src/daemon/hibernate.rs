@@ -1,0 +1,360 @@
+//! Hibernation: programs leave the machine's memory for an image on disk, and are restored. The helper
+//! `nvshare-hibernate` keeps the images and runs CRIU. ARCHITECTURE.md has the steps and what happens
+//! if an actor dies.
+//!
+//! The helper is a service of systemd that has its own socket. Without systemd, programs cannot be saved,
+//! because CRIU and restored programs run in scopes.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nvshare_hibernate::{Image, MAX_LISTED, MAX_PACKET, Reply, Request};
+use nvshare_wire::client::LeaveAnswer;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::sync::oneshot;
+use tokio::task::spawn_local;
+use tokio::time::{sleep, timeout};
+use tracing::{info, warn};
+use zbus::fdo;
+
+use crate::daemon::core::{Candidate, Core, Departure, Sleeps};
+use crate::daemon::systemd;
+use crate::daemon::tenants::{Budget, Share, What};
+use crate::daemon::transport::peer;
+use crate::sys::{descriptors, socket};
+
+/// The socket of the helper. systemd starts a helper for each connection.
+const SOCKET: &str = "/run/nvshare-hibernate/hibernate.sock";
+const PROGRAM: &str = "nvshare-hibernate";
+
+/// Maximum time until a program sleeps. Its preparation takes at most 40 s.
+const SLEEP_TIMEOUT: Duration = Duration::from_secs(120);
+/// Maximum time until a sleeping client has left.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum time until the helper answers. systemd ends the helper earlier (`RuntimeMaxSec=`).
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(1300);
+/// Maximum number of ancestors of a process that are looked at.
+const MAX_DEPTH: usize = 64;
+/// Interval of the checks of the program.
+const LOOK: Duration = Duration::from_millis(10);
+/// Interval and maximum number of the requests to settle what a killed helper has left. CRIU may still be
+/// at work, without the helper.
+const SETTLE_PERIOD: Duration = Duration::from_secs(1);
+const MAX_SETTLES: usize = 600;
+
+/// A request of the D-Bus object, whose caller is already authorized.
+#[derive(Debug)]
+pub enum HibernationRequest {
+    /// Saves the program with this process ID, which belongs to one of these users, and ends it.
+    Save {
+        pid: u32,
+        users: BTreeSet<u32>,
+    },
+    /// Restores the program of an image of this user.
+    Restore {
+        uid: u32,
+        image: String,
+    },
+    /// Lists the images of this user, or of all users.
+    List {
+        uid: Option<u32>,
+    },
+    /// Finds the image with this name.
+    Find {
+        image: String,
+    },
+    Delete {
+        uid: u32,
+        image: String,
+    },
+}
+
+/// The answer to a [`HibernationRequest`].
+#[derive(Debug)]
+pub enum Done {
+    Saved(Image),
+    Restored(u32),
+    Listed(Vec<Image>),
+    Deleted,
+}
+
+/// Carries out a request, and sends the answer. `budget`: the caller's, which limits its helpers.
+pub fn answer(
+    core: &Rc<RefCell<Core>>,
+    request: HibernationRequest,
+    budget: Arc<Budget>,
+    reply: oneshot::Sender<fdo::Result<Done>>,
+) {
+    let core = core.clone();
+    spawn_local(async move {
+        let done = match request {
+            HibernationRequest::Save { pid, users } => save(&core, &budget, pid, &users).await.map(Done::Saved),
+            HibernationRequest::Restore { uid, image } => restore(&budget, uid, image).await.map(Done::Restored),
+            HibernationRequest::List { uid } => list(&budget, uid).await.map(Done::Listed),
+            HibernationRequest::Find { image } => find(&budget, image).await.map(Done::Listed),
+            HibernationRequest::Delete { uid, image } => delete(&budget, uid, image).await.map(|()| Done::Deleted),
+        };
+        let _ = reply.send(done); // the caller may have left
+    });
+}
+
+/// A started helper. Dropping this value closes its socket.
+struct Helper {
+    socket: AsyncFd<OwnedFd>,
+    _place: Option<Share>,
+}
+
+impl Helper {
+    /// Starts a helper for a caller, once fewer than the limit run for its tenant. `None`: for the daemon.
+    async fn start(budget: Option<&Arc<Budget>>) -> io::Result<Self> {
+        if !is_there() {
+            return Err(io::Error::other("systemd or nvshare-hibernate.socket is missing"));
+        }
+        let mut place = None;
+        if let Some(budget) = budget {
+            place = Some(budget.wait_for(What::Helpers).await);
+            budget.wait_for_token(What::Helpers).await;
+        }
+        let own = socket::connect(Path::new(SOCKET), socket::Kind::Packets)?;
+        Ok(Self { socket: descriptors::watch(own)?, _place: place })
+    }
+
+    /// Sends a request, and waits for its answer. `None`: the helper has exited, or does not answer.
+    async fn ask(&self, request: &Request, process: Option<&OwnedFd>) -> Option<Reply> {
+        let descriptors: Vec<&OwnedFd> = process.into_iter().collect();
+        socket::send_with(self.socket.get_ref().as_fd(), &request.encode(), &descriptors).ok()?;
+        let mut packet = vec![0; MAX_PACKET];
+        // Received file descriptors are closed.
+        let receive = |fd: &OwnedFd| socket::receive(fd.as_fd(), &mut packet, 0, &mut Vec::new());
+        let length = timeout(ANSWER_TIMEOUT, self.socket.async_io(Interest::READABLE, receive)).await.ok()?.ok()?;
+        Reply::decode(packet.get(..length)?)
+    }
+}
+
+fn failed(what: &str, why: impl std::fmt::Display) -> fdo::Error {
+    fdo::Error::Failed(format!("cannot {what}: {why}"))
+}
+
+/// Returns true if helpers can be started.
+fn is_there() -> bool {
+    systemd::is_there() && Path::new(SOCKET).exists()
+}
+
+async fn ask(budget: &Arc<Budget>, what: &str, request: Request) -> fdo::Result<Reply> {
+    let start = Helper::start(Some(budget)).await;
+    let helper = start.map_err(|e| failed(what, format_args!("cannot start {PROGRAM}: {e}")))?;
+    match helper.ask(&request, None).await {
+        Some(Reply::Refused(why)) => Err(failed(what, why)),
+        Some(Reply::Busy) => Err(failed(what, "it is being saved or restored. Try again later")),
+        Some(reply) => Ok(reply),
+        None => Err(failed(what, format_args!("{PROGRAM} ended without a reply. Try again"))),
+    }
+}
+
+fn unexpected(what: &str) -> fdo::Error {
+    failed(what, format_args!("unexpected reply of {PROGRAM}"))
+}
+
+async fn list(budget: &Arc<Budget>, uid: Option<u32>) -> fdo::Result<Vec<Image>> {
+    let what = "list images";
+    let mut images: Vec<Image> = Vec::new();
+    loop {
+        match ask(budget, what, Request::List { uid, skip: images.len() }).await? {
+            Reply::Images(page) => {
+                let is_last = page.len() < MAX_LISTED;
+                images.extend(page);
+                if is_last {
+                    return Ok(images);
+                }
+            }
+            _ => return Err(unexpected(what)),
+        }
+    }
+}
+
+async fn find(budget: &Arc<Budget>, image: String) -> fdo::Result<Vec<Image>> {
+    let what = format!("find image {image:?}");
+    match ask(budget, &what, Request::Find { image }).await? {
+        Reply::Images(images) => Ok(images),
+        _ => Err(unexpected(&what)),
+    }
+}
+
+async fn delete(budget: &Arc<Budget>, uid: u32, image: String) -> fdo::Result<()> {
+    let what = format!("delete image {image:?}");
+    ask(budget, &what, Request::Delete { uid, image }).await.map(drop)
+}
+
+async fn restore(budget: &Arc<Budget>, uid: u32, image: String) -> fdo::Result<u32> {
+    let what = format!("restore image {image:?}");
+    match ask(budget, &what, Request::Restore { uid, image: image.clone() }).await? {
+        Reply::Restored { pid } => {
+            info!(pid, uid, image, "restored image {image} as process {pid}");
+            Ok(pid.try_into().unwrap_or(0))
+        }
+        _ => Err(unexpected(&what)),
+    }
+}
+
+/// Saves a program, with the programs that its processes have started. All are paused until they were saved.
+/// If they cannot be saved, they continue.
+async fn save(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, pid: u32, users: &BTreeSet<u32>) -> fdo::Result<Image> {
+    let since = Instant::now();
+    let mut candidates = Vec::new();
+    let saved = match propose(core, pid, users, &mut candidates) {
+        Ok(()) => save_candidates(core, budget, &candidates).await.map_err(|why| {
+            warn!(pid, "cannot save process {pid} to disk: {why}");
+            failed(&format!("hibernate process {pid}"), why)
+        }),
+        Err(e) => Err(e),
+    };
+    if saved.is_err() {
+        core.borrow_mut().with_host(|host, model, events| {
+            for candidate in &candidates {
+                host.departures.give_up(model, events, candidate);
+            }
+        });
+    } else if let Some(Candidate { name, .. }) = candidates.first() {
+        let seconds = since.elapsed().as_secs_f64();
+        info!(pid, seconds, "saved {name} to disk after {seconds:.1} s");
+    }
+    saved
+}
+
+/// Puts the program of a process to sleep, and those of its descendants.
+///
+/// # Errors
+/// One of them cannot be hibernated. The earlier ones are in `candidates`.
+fn propose(
+    core: &Rc<RefCell<Core>>,
+    root: u32,
+    users: &BTreeSet<u32>,
+    candidates: &mut Vec<Candidate>,
+) -> fdo::Result<()> {
+    let clients: BTreeSet<u32> = core.borrow().model.client_pids().into_values().collect();
+    let descendants = clients.into_iter().filter(|pid| is_descendant(*pid, root));
+    for pid in std::iter::once(root).chain(descendants) {
+        let candidate =
+            core.borrow_mut().with_host(|host, model, events| host.departures.propose(model, events, pid, users))?;
+        candidates.push(candidate);
+    }
+    Ok(())
+}
+
+/// Returns true if a process was started by another one, or by its descendants.
+fn is_descendant(pid: u32, root: u32) -> bool {
+    let parent = |pid: &i32| peer::parent(*pid).filter(|parent| *parent > 0);
+    let (Ok(pid), Ok(root)) = (i32::try_from(pid), i32::try_from(root)) else { return false };
+    std::iter::successors(parent(&pid), parent).take(MAX_DEPTH).any(|ancestor| ancestor == root)
+}
+
+async fn save_candidates(
+    core: &Rc<RefCell<Core>>,
+    budget: &Arc<Budget>,
+    candidates: &[Candidate],
+) -> Result<Image, String> {
+    let root = candidates.first().ok_or("it has ended")?;
+    for candidate in candidates {
+        wait_until_asleep(core, candidate).await?;
+    }
+    // Only now, because the program may take long to sleep, and the helper does not wait for a request so
+    // long.
+    let helper = Helper::start(Some(budget)).await.map_err(|e| format!("cannot start {PROGRAM}: {e}"))?;
+    let leaves = |pid: &u32| candidates.iter().any(|candidate| candidate.pid == *pid);
+    let others = core.borrow().model.client_pids().into_values().filter(|pid| !leaves(pid));
+    let request = Request::Check { uid: root.uid, clients: others.filter_map(|pid| pid.try_into().ok()).collect() };
+    let check = |reply: Option<Reply>| match reply {
+        Some(Reply::Done) => Ok(()),
+        Some(Reply::Refused(why)) => Err(why),
+        _ => Err(format!("{PROGRAM} ended without a reply. Try again")),
+    };
+    check(helper.ask(&request, Some(&root.process)).await)?;
+    leave(core, candidates).await?;
+    match helper.ask(&Request::Save, None).await {
+        Some(Reply::Saved { image }) => Ok(image),
+        Some(Reply::Refused(why)) => Err(why),
+        _ => {
+            drop(helper);
+            settle().await;
+            Err(format!(
+                "{PROGRAM} ended before it replied. If `nvsharectl hibernated` lists the program, it was saved"
+            ))
+        }
+    }
+}
+
+/// Lets programs continue that an earlier daemon and its helper have left stopped.
+pub fn settle_at_start() {
+    if is_there() {
+        spawn_local(settle());
+    }
+}
+
+/// Waits until no killed helper has left processes stopped.
+async fn settle() {
+    for _ in 0..MAX_SETTLES {
+        // A helper that cannot be started now may be started later.
+        if let Ok(helper) = Helper::start(None).await
+            && !matches!(helper.ask(&Request::Settle, None).await, None | Some(Reply::Busy))
+        {
+            return;
+        }
+        sleep(SETTLE_PERIOD).await;
+    }
+    warn!("cannot settle what {PROGRAM} has left: a program may be stopped. See: nvsharectl hibernated");
+}
+
+async fn wait_until_asleep(core: &Rc<RefCell<Core>>, candidate: &Candidate) -> Result<(), String> {
+    let asleep = async {
+        loop {
+            let sleeps = core.borrow().model.sleeps(candidate.client);
+            match sleeps {
+                Sleeps::Yes => return Ok(()),
+                Sleeps::No(why) => return Err(format!("it does not sleep: {why}")),
+                Sleeps::NotYet => sleep(LOOK).await,
+            }
+        }
+    };
+    timeout(SLEEP_TIMEOUT, asleep).await.unwrap_or_else(|_| Err("it does not fall asleep".into()))
+}
+
+/// Waits until the sleeping clients have closed their connections. All leave at the same time, because each
+/// comes back after a second.
+async fn leave(core: &Rc<RefCell<Core>>, candidates: &[Candidate]) -> Result<(), String> {
+    core.borrow_mut().with_host(|host, model, _| {
+        for candidate in candidates {
+            host.departures.ask_to_leave(model, candidate.client);
+        }
+    });
+    let left = async {
+        for candidate in candidates {
+            wait_until_left(core, candidate).await?;
+        }
+        Ok(())
+    };
+    timeout(LEAVE_TIMEOUT, left).await.unwrap_or_else(|_| Err("it does not answer".into()))
+}
+
+async fn wait_until_left(core: &Rc<RefCell<Core>>, candidate: &Candidate) -> Result<(), String> {
+    loop {
+        let departure = core.borrow().host.departures.departure(candidate.client);
+        match departure {
+            Some(Departure::Left(_)) => return Ok(()),
+            Some(Departure::Refused(LeaveAnswer::SwapFile)) => {
+                return Err(
+                    "it has a swap file, which cannot be saved. Start it while `file` in `[swap]` is not set".into()
+                );
+            }
+            Some(Departure::Refused(_)) => return Err("it was woken. Try again".into()),
+            Some(Departure::Asked | Departure::Preparing) => sleep(LOOK).await,
+            None => return Err("it has ended".into()),
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! Runs CRIU as the owner of a program.
+
+use crate::{
+    Refusal,
+    rights::Rights,
+    scope::Scope,
+    store::{Entry, Store},
+    worker::{self, CAP_CHECKPOINT_RESTORE, CAP_SETPCAP, Task},
+};
+use std::{
+    io,
+    os::fd::AsFd,
+    process::{Command, Stdio},
+    time::Instant,
+};
+
+/// The oldest version of CRIU that works. Debian 12's 3.17.1 does not know the kernels that Debian 13's
+/// 4.1.1 does.
+const OLDEST: (u32, u32) = (4, 1);
+const CRIU: &str = "criu";
+const NEEDED: &str = "CRIU 4.1 or newer is needed. Install the package criu, for example of Debian 13";
+
+/// Checks that a new enough CRIU is installed.
+///
+/// # Errors
+/// It is not.
+pub fn check() -> Result<(), Refusal> {
+    let mut command = Command::new(CRIU);
+    command.env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").arg("--version").stdin(Stdio::null());
+    let output = command.output().map_err(|_| Refusal::new(NEEDED))?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let version = text.lines().find_map(|line| line.strip_prefix("Version: ")).unwrap_or_default().trim();
+    let mut parts = version.split('.').map(|part| part.parse::<u32>().unwrap_or(0));
+    if (parts.next().unwrap_or(0), parts.next().unwrap_or(0)) >= OLDEST {
+        return Ok(());
+    }
+    Err(Refusal::new(format!("{NEEDED}. This host has version {version}")))
+}
+
+/// An image, and how CRIU works on it.
+#[derive(Debug, Clone, Copy)]
+pub struct Job<'a> {
+    pub store: &'a Store,
+    pub entry: &'a Entry,
+    pub scope: &'a Scope,
+    pub rights: &'a Rights,
+    pub deadline: Instant,
+}
+
+impl Job<'_> {
+    fn run(
+        &self,
+        arguments: &[&str],
+        capabilities: &[u32],
+        log: &str,
+        obstacle: impl Fn() -> Option<String>,
+    ) -> Result<(), Refusal> {
+        let images =
+            self.entry.part("criu").map_err(|e: io::Error| Refusal::new(format!("cannot open the image: {e}")))?;
+        let common = ["--unprivileged", "--no-default-config", "--manage-cgroups=ignore"];
+        let places = ["--images-dir", ".", "--work-dir", "../work", "--log-file", log, "-v1"];
+        let arguments = arguments.iter().chain(&common).chain(&places).map(|argument| (*argument).to_owned()).collect();
+        let task = Task::Execute { program: CRIU.into(), arguments, capabilities: capabilities.into() };
+        let done = worker::run(self.scope, self.rights, task, images.as_fd(), self.deadline, obstacle)?;
+        if done.status.success() {
+            return Ok(());
+        }
+        let why = self.entry.error_in(log).unwrap_or_else(|| done.status.to_string());
+        Err(Refusal::new(format!("CRIU fails: {why}")))
+    }
+
+    /// Saves the tree below a stopped process. The processes stay stopped, whatever happens.
+    ///
+    /// # Errors
+    /// CRIU fails.
+    pub fn dump(&self, root: i32) -> Result<(), Refusal> {
+        let arguments =
+            ["dump", "--leave-stopped", "--file-locks", "--ghost-limit", "268435456", "--tree", &root.to_string()];
+        self.run(&arguments, &[CAP_CHECKPOINT_RESTORE], "dump.log", || {
+            // The image may be larger than the memory that was counted.
+            self.store.check_reserve().err().map(|Refusal(why)| why)
+        })
+    }
+
+    /// Restores the processes of a checked image. The processes are stopped, as when they were saved.
+    ///
+    /// # Errors
+    /// CRIU fails. It may have left processes in the scope.
+    pub fn restore(&self) -> Result<(), Refusal> {
+        let arguments = ["restore", "--file-locks", "--restore-detached"];
+        self.run(&arguments, &[CAP_CHECKPOINT_RESTORE, CAP_SETPCAP], "restore.log", || None)
+    }
+}

@@ -1,0 +1,99 @@
+//! Requests to `nvshare-hibernate` and its answers. Each request and each answer is one packet of JSON
+//! over the `SOCK_SEQPACKET` socket that is the program's standard input. Both sides are installed
+//! together, so only one version of the packets is supported.
+//!
+//! Closing the socket cancels a request, unless its image is already complete or its program is
+//! already restored.
+
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+
+/// Maximum length of a packet in bytes.
+pub const MAX_PACKET: usize = 128 << 10;
+/// Maximum number of images in an answer. Each takes at most 1 KiB of a packet.
+pub const MAX_LISTED: usize = 100;
+/// Time that the helper waits for a request before it exits.
+pub const IDLE: Duration = Duration::from_secs(60);
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Request {
+    /// Checks whether a program can be saved, and prepares its image. Carries a pidfd of its process, which is the root of the
+    /// tree of processes to save, and must belong to this user. `clients`: the clients of the scheduler that
+    /// stay connected. None of them may be in the tree.
+    Check { uid: u32, clients: Vec<i32> },
+    /// Saves the program that the latest `Check` has accepted, and ends it. Its client has left the
+    /// scheduler.
+    Save,
+    /// Restores a program from an image of this user.
+    Restore { uid: u32, image: String },
+    /// Lists the images of this user, or of all users, the newest first, after the first `skip` images.
+    /// An answer with fewer images than [`MAX_LISTED`] is the last one.
+    List { uid: Option<u32>, skip: usize },
+    /// Lists the image with this name, if it exists.
+    Find { image: String },
+    /// Deletes an image of this user.
+    Delete { uid: u32, image: String },
+    /// Continues or ends the processes that a killed helper has left stopped. Every helper does so when
+    /// it starts. The answer is [`Reply::Busy`] while CRIU or another helper is at work.
+    Settle,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reply {
+    Done,
+    Saved {
+        image: Image,
+    },
+    Restored {
+        pid: i32,
+    },
+    Images(Vec<Image>),
+    Busy,
+    /// The reason why the request was not carried out, in words for the user. A program that was to be
+    /// saved continues.
+    Refused(String),
+}
+
+/// An image, as its signed manifest describes it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Image {
+    pub name: String,
+    pub uid: u32,
+    /// The name of the program.
+    pub program: String,
+    /// When the program was saved, in seconds since 1970.
+    pub saved: u64,
+    /// Size of the image in bytes.
+    pub bytes: u64,
+    /// The process that was restored from this image and still lives.
+    pub runs_as: Option<i32>,
+    /// Why the image cannot be used.
+    pub damage: Option<String>,
+}
+
+impl Request {
+    pub fn encode(&self) -> Vec<u8> {
+        encode(self)
+    }
+
+    /// Decodes a request. Returns `None` if the packet is not a request of this version.
+    pub fn decode(packet: &[u8]) -> Option<Self> {
+        serde_json::from_slice(packet).ok()
+    }
+}
+
+impl Reply {
+    pub fn encode(&self) -> Vec<u8> {
+        encode(self)
+    }
+
+    /// Decodes an answer. Returns `None` if the packet is not an answer of this version.
+    pub fn decode(packet: &[u8]) -> Option<Self> {
+        serde_json::from_slice(packet).ok()
+    }
+}
+
+fn encode(value: &impl Serialize) -> Vec<u8> {
+    // These types have only string keys, so encoding cannot fail.
+    serde_json::to_vec(value).unwrap_or_default()
+}

@@ -1,0 +1,367 @@
+//! `nvshare-hibernate`: saves sleeping programs to disk and restores them. Standard input is a socket to
+//! the scheduler, which sends the requests. The crate's library describes the packets.
+//!
+//! The section "Hibernation" of ARCHITECTURE.md explains the steps, and what happens if an actor dies.
+//!
+//! - `worker`: CRIU runs as the owner of the program, so that a restore gives no one a right. `scope`: it
+//!   runs in the user's slice. `rights`: what a restored program may have. `criu`: CRIU's command lines.
+//! - `process`: which processes can be saved; stopping them.
+//! - `store`: images, their signatures, and what killed helpers have left. `record`: where the program is.
+//!
+//! The helper runs as root with the capabilities to become the owner (`CAP_SETUID`, `CAP_SETGID`), to
+//! give CRIU its capabilities (`CAP_CHECKPOINT_RESTORE`, `CAP_SETPCAP`), to take CRIU's files
+//! (`CAP_CHOWN`, `CAP_FOWNER`, `CAP_DAC_OVERRIDE`), and to read and stop the program
+//! (`CAP_SYS_PTRACE`, `CAP_KILL`).
+
+mod criu;
+mod process;
+mod record;
+mod rights;
+mod scope;
+mod store;
+mod worker;
+
+use clap::Parser;
+use criu::Job;
+use nvshare_hibernate::{IDLE, Image, MAX_PACKET, Reply, Request};
+use process::{Identity, Tree};
+use record::Stage;
+use rights::Credentials;
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, UCred, recvmsg, send},
+};
+use scope::Scope;
+use std::{
+    ffi::CString,
+    fmt,
+    io::{IoSliceMut, stdin},
+    mem::MaybeUninit,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::Instant,
+};
+use store::{Entry, Manifest, Store};
+use worker::TIMEOUT;
+
+/// Saves sleeping programs to disk and restores them, for the nvshare-scheduler connected to standard input.
+#[derive(Debug, Parser)]
+#[command(name = "nvshare-hibernate", version)]
+struct Arguments {
+    /// Name or numeric ID of the scheduler's user
+    #[arg(long, value_name = "USER", default_value = "0")]
+    scheduler: String,
+    /// Directory of the images
+    #[arg(long, value_name = "DIR", env = "NVSHARE_IMAGES", default_value = "/var/lib/nvshare-hibernate")]
+    images: PathBuf,
+    /// Carry out the task on standard input
+    #[arg(long, hide = true)]
+    worker: bool,
+}
+
+/// The reason why a request is not carried out, in words for the user.
+#[derive(Debug)]
+pub struct Refusal(String);
+
+impl Refusal {
+    pub fn new(why: impl Into<String>) -> Self {
+        Self(why.into())
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    if arguments.worker {
+        return if worker::work().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    }
+    let stdin = stdin();
+    let socket = stdin.as_fd();
+    if !user(&arguments.scheduler).is_some_and(|uid| is_scheduler(socket, uid)) {
+        eprintln!("nvshare-hibernate must be started by the scheduler, with a socket as its standard input");
+        return ExitCode::FAILURE;
+    }
+    // Each file and directory is created with a mode of its own.
+    rustix::process::umask(rustix::fs::Mode::empty());
+    let store = Store::open(&arguments.images);
+    if let Ok(store) = &store {
+        store.settle();
+    }
+    let mut prepared = None;
+    while let Some((request, pidfd)) = receive(socket) {
+        let reply = match &store {
+            Ok(store) => {
+                let helper = Helper { store, socket, deadline: Instant::now() + TIMEOUT };
+                let reply = helper.perform(request, pidfd, &mut prepared);
+                reply.unwrap_or_else(|Refusal(why)| Reply::Refused(why))
+            }
+            Err(Refusal(why)) => Reply::Refused(why.clone()),
+        };
+        if send(socket, &reply.encode(), SendFlags::NOSIGNAL).is_err() {
+            break;
+        }
+    }
+    if let Some(Prepared { entry, .. }) = prepared {
+        let _ = entry.delete(); // otherwise, the next helper deletes it
+    }
+    ExitCode::SUCCESS
+}
+
+/// Returns the user with this name or numeric ID.
+fn user(name: &str) -> Option<u32> {
+    if let Ok(uid) = name.parse() {
+        return Some(uid);
+    }
+    let name = CString::new(name).ok()?;
+    // SAFETY: `name` is a string. The result is read before any other call that could change it, and this
+    // process has one thread.
+    unsafe { libc::getpwnam(name.as_ptr()).as_ref() }.map(|user| user.pw_uid)
+}
+
+/// Returns true if the peer of the socket is the scheduler's user or root.
+fn is_scheduler(socket: BorrowedFd<'_>, scheduler: u32) -> bool {
+    let is_allowed = |peer: UCred| peer.uid.is_root() || peer.uid.as_raw() == scheduler;
+    rustix::net::sockopt::socket_peercred(socket).is_ok_and(is_allowed)
+}
+
+/// Receives one request, and its pidfd. Returns `None` if no request arrives within `IDLE`.
+fn receive(socket: BorrowedFd<'_>) -> Option<(Request, Option<OwnedFd>)> {
+    let limit = Timespec { tv_sec: IDLE.as_secs() as i64, tv_nsec: 0 };
+    poll(&mut [PollFd::new(&socket, PollFlags::IN)], Some(&limit)).ok().filter(|ready| *ready > 0)?;
+    let mut packet = vec![0; MAX_PACKET];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut parts = [IoSliceMut::new(&mut packet)];
+    let received = recvmsg(socket, &mut parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC).ok()?;
+    let pidfd = ancillary.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+        _ => None,
+    });
+    Some((Request::decode(packet.get(..received.bytes)?)?, pidfd))
+}
+
+/// Returns true if the scheduler no longer waits for an answer.
+fn has_hung_up(socket: BorrowedFd<'_>) -> bool {
+    poll(&mut [PollFd::new(&socket, PollFlags::RDHUP)], Some(&Timespec::default())) != Ok(0)
+}
+
+/// A program that can be saved, and its image, which is still empty.
+struct Prepared {
+    program: String,
+    process: Identity,
+    entry: Entry,
+    scope: Scope,
+}
+
+/// The work for one request.
+struct Helper<'a> {
+    store: &'a Store,
+    socket: BorrowedFd<'a>,
+    deadline: Instant,
+}
+
+fn gone() -> Refusal {
+    Refusal::new("the program has ended")
+}
+
+impl Helper<'_> {
+    fn perform(
+        &self,
+        request: Request,
+        pidfd: Option<OwnedFd>,
+        prepared: &mut Option<Prepared>,
+    ) -> Result<Reply, Refusal> {
+        let store = self.store;
+        match request {
+            Request::Check { uid, clients } => {
+                let root = pidfd.as_ref().and_then(process::of_pidfd).ok_or_else(gone)?;
+                *prepared = Some(self.check(root, uid, &clients)?);
+                Ok(Reply::Done)
+            }
+            Request::Save => {
+                let prepared = prepared.take().ok_or_else(|| Refusal::new("it was not checked"))?;
+                self.save(&prepared).map(|image| Reply::Saved { image })
+            }
+            Request::Restore { uid, image } => self.restore(&image, uid),
+            Request::List { uid, skip } => store.list(uid, skip).map(Reply::Images),
+            Request::Find { image } => Ok(Reply::Images(store.find(&image).into_iter().collect())),
+            Request::Delete { uid, image } => {
+                let Some(entry) = store.lock(&image)? else { return Ok(Reply::Busy) };
+                if store.find(&image).is_none_or(|image| image.uid != uid) {
+                    return Err(Refusal::new(format!("image {image} belongs to another user")));
+                }
+                // The process of another stage is the program, or has to be ended.
+                if entry.stage().is_ok_and(|stage| !matches!(stage, Stage::Saved | Stage::Restored { .. })) {
+                    return Ok(Reply::Busy);
+                }
+                entry.delete().map_err(|e| Refusal::new(format!("cannot delete image {image}: {e}")))?;
+                Ok(Reply::Done)
+            }
+            Request::Settle => Ok(if store.settle() { Reply::Done } else { Reply::Busy }),
+        }
+    }
+
+    /// Checks that a program can be saved, and prepares its image. Does not change the program.
+    fn check(&self, root: i32, uid: u32, clients: &[i32]) -> Result<Prepared, Refusal> {
+        let process = Identity::of(root).ok_or_else(gone)?;
+        let tree = Tree::of(&process).ok_or_else(gone)?;
+        if let Some(pid) = tree.pids().iter().skip(1).find(|pid| clients.contains(pid)) {
+            let name = process::name(*pid);
+            return Err(Refusal::new(format!(
+                "process {pid} ({name}), which it has started, has just begun to use a GPU. Try again"
+            )));
+        }
+        criu::check()?;
+        let rights = tree.check(uid)?;
+        tree.check_running()?;
+        self.check_files(&tree, &rights)?;
+        self.store.check_room(uid, tree.memory())?;
+        let program = process::name(root);
+        let (entry, scope) = self.store.create(&program, &process, &rights)?;
+        Ok(Prepared { program, process, entry, scope })
+    }
+
+    /// Checks that the owner may open the files of a program, and writes their data to the disk.
+    fn check_files(&self, tree: &Tree, rights: &rights::Rights) -> Result<(), Refusal> {
+        match worker::first_closed(rights, tree.files(), self.deadline)? {
+            Some(path) => Err(Refusal::new(format!(
+                "it has {path:?} open, which its user may not open. Start it with: nvsharectl run --portable -- \
+                 COMMAND"
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// Saves a program. The record was written before the program is stopped, and is removed after the
+    /// program continues. So a program that a killed helper has left stopped always has a record.
+    fn save(&self, prepared: &Prepared) -> Result<Image, Refusal> {
+        let Prepared { process, entry, .. } = prepared;
+        let failed = |e| Refusal::new(format!("cannot write the record of image {}: {e}", entry.name));
+        let uid = process.uid.ok_or_else(gone)?;
+        let saved = Tree::stop(process).and_then(|tree| self.save_stopped(prepared, &tree, uid));
+        match saved.and_then(|image| {
+            entry.record(uid, &Stage::Ending { process: process.clone() }).map_err(failed)?;
+            Ok(image)
+        }) {
+            Ok(image) => {
+                // If this fails, the next helper ends the process.
+                if let Err(e) = entry.end(uid, process) {
+                    eprintln!("nvshare-hibernate: {}", failed(e));
+                }
+                Ok(image)
+            }
+            Err(why) => {
+                // The disk may have either record if the one above could not be synced. So the program only
+                // continues when the disk says for sure that the image does not count.
+                let stage = Stage::Saving { process: process.clone(), scope: prepared.scope.clone() };
+                let given_up = entry.record(uid, &stage).and_then(|()| entry.give_up(process));
+                given_up
+                    .map_err(|e| Refusal::new(format!("{why}. It stays stopped until its record is written: {e}")))?;
+                Err(why)
+            }
+        }
+    }
+
+    /// Completes the image of a stopped program.
+    fn save_stopped(&self, prepared: &Prepared, tree: &Tree, uid: u32) -> Result<Image, Refusal> {
+        let Prepared { program, process, entry, scope } = prepared;
+        // Only now can the program not change any more.
+        let rights = tree.check(uid)?;
+        self.check_files(tree, &rights)?;
+        let manifest = Manifest::new(program, rights, process, tree);
+        let job = Job { store: self.store, entry, scope, rights: &manifest.rights, deadline: self.deadline };
+        job.dump(process.pid)?;
+        let cancelled = || has_hung_up(self.socket).then(|| Refusal::new("it was cancelled"));
+        cancelled().map_or(Ok(()), Err)?;
+        let image = self.store.complete(entry, &manifest)?;
+        cancelled().map_or(Ok(image), Err)
+    }
+
+    fn restore(&self, image: &str, uid: u32) -> Result<Reply, Refusal> {
+        criu::check()?;
+        let Some(entry) = self.store.lock(image)? else { return Ok(Reply::Busy) };
+        let words = |e: std::io::Error| Refusal::new(format!("cannot restore image {image}: {e}"));
+        match entry.stage().map_err(words)? {
+            stage if stage.process().is_some() => {
+                let pid = stage.process().unwrap_or_default();
+                return Err(Refusal::new(format!("image {image} was restored, and runs as process {pid}")));
+            }
+            Stage::Saved | Stage::Restored { .. } => {}
+            _ => return Err(Refusal::new(format!("image {image} is not complete, or an attempt is not finished"))),
+        }
+        let manifest = self.store.verify(&entry, uid)?;
+        check_groups(&manifest.rights.owner)?;
+        manifest.check_driver(store::driver().as_deref())?;
+        let taken = manifest.threads.iter().find(|pid| Path::new(&format!("/proc/{pid}")).exists());
+        if let Some(pid) = taken {
+            return Err(Refusal::new(format!(
+                "another process has its process ID {pid}. Restore it when that process has ended"
+            )));
+        }
+        let scope = Scope::new(image, uid).map_err(words)?;
+        entry.record(uid, &Stage::Restoring { scope: scope.clone() }).map_err(words)?;
+        let job =
+            Job { store: self.store, entry: &entry, scope: &scope, rights: &manifest.rights, deadline: self.deadline };
+        let begun = job.restore().and_then(|()| begin(&job, &manifest));
+        let process = match begun {
+            Ok(process) => process,
+            Err(why) => {
+                entry.end_restore(uid, &scope).map_err(words)?;
+                return Err(why);
+            }
+        };
+        // If this fails, the next helper lets the program continue.
+        if let Err(e) = entry.go_on(uid, process, &scope) {
+            eprintln!("nvshare-hibernate: cannot continue the program of image {image}: {e}");
+        }
+        Ok(Reply::Restored { pid: manifest.root })
+    }
+}
+
+/// Checks a restored program, and records that **from now on, the program is the process**. The program is
+/// frozen, so that it cannot change, whatever signals its owner sends.
+fn begin(job: &Job<'_>, manifest: &Manifest) -> Result<Identity, Refusal> {
+    let words = |e: std::io::Error| Refusal::new(format!("cannot check the restored program: {e}"));
+    job.scope.freeze().map_err(words)?;
+    let pids = job.scope.pids().map_err(words)?;
+    // Also the processes outside of the tree.
+    manifest.rights.check(Path::new("/proc"), &pids).map_err(|why| {
+        Refusal::new(format!("a restored program must have no more rights than when it was saved, but {why}"))
+    })?;
+    let process = Identity::of(manifest.root).filter(|process| pids.contains(&process.pid));
+    let process = process.ok_or_else(|| Refusal::new("the program ended while it was restored"))?;
+    let uid = manifest.rights.owner.uid;
+    let stage = Stage::Continuing { process: process.clone(), scope: job.scope.clone() };
+    job.entry.record(uid, &stage).map_err(words)?;
+    Ok(process)
+}
+
+/// Checks that the owner still has the user and the groups that the program has.
+///
+/// # Errors
+/// The user is gone, or has left one of the groups.
+fn check_groups(owner: &Credentials) -> Result<(), Refusal> {
+    let now = groups_of(owner.uid).ok_or_else(|| Refusal::new(format!("there is no user {} any more", owner.uid)))?;
+    match owner.groups.iter().chain([&owner.gid]).find(|group| !now.contains(group)) {
+        Some(group) => Err(Refusal::new(format!("its user is no longer a member of group {group}"))),
+        None => Ok(()),
+    }
+}
+
+/// Returns the present groups of a user, or `None` if there is no such user.
+fn groups_of(uid: u32) -> Option<Vec<u32>> {
+    // SAFETY: the result is read before any other call that could change it, and this process has one thread.
+    let user = unsafe { libc::getpwuid(uid).as_ref() }?;
+    let mut groups = vec![0; 65536];
+    let mut count = groups.len() as i32;
+    // SAFETY: `pw_name` is a string, and `groups` has room for `count` groups.
+    let result = unsafe { libc::getgrouplist(user.pw_name, user.pw_gid, groups.as_mut_ptr(), &raw mut count) };
+    groups.truncate(usize::try_from(count).ok().filter(|_| result >= 0)?);
+    Some(groups)
+}

@@ -1,0 +1,109 @@
+//! Which processes can be saved.
+
+use super::*;
+use std::process::{Child, Command};
+use test_support::Directory;
+
+fn child() -> (Child, Identity) {
+    let child = Command::new("sleep").arg("1000").spawn().expect("a process");
+    let identity = Identity::of(child.id() as i32).expect("it runs");
+    (child, identity)
+}
+
+fn state(pid: i32) -> char {
+    Stat::of(pid).expect("it lives").state
+}
+
+#[test]
+fn only_processes_of_the_users_slice_that_systemd_does_not_start_again_are_saved() {
+    for place in ["session-2.scope", "user@1000.service/app.slice/run-1.scope", "nvshare-a.scope"] {
+        check_place(&format!("/user.slice/user-1000.slice/{place}"), 1000).expect(place);
+    }
+    for (place, expected) in [
+        ("/system.slice/slurmstepd.scope/job_1", "outside of the slice"),
+        ("/system.slice/train.service", "outside of the slice"),
+        ("/user.slice/user-1001.slice/session-2.scope", "outside of the slice"),
+        ("/", "outside of the slice"),
+        ("/user.slice/user-1000.slice/user@1000.service/app.slice/train.service", "service \"train.service\""),
+        ("/user.slice/user-1000.slice/user@1000.service/app.slice/train.service/inner", "service \"train.service\""),
+    ] {
+        let why = check_place(place, 1000).expect_err(place);
+        assert!(why.contains(expected), "{place}: {why}");
+    }
+}
+
+#[test]
+fn restrictions_of_any_thread_are_refused() {
+    let directory = Directory::new();
+    let owner = Credentials { uid: 1000, gid: 1000, groups: vec![1000] };
+    let status = "Uid:\t1000\t1000\t1000\t1000\nGid:\t1000\t1000\t1000\t1000\nGroups:\t1000 \nCapInh:\t0\nCapPrm:\t0\n\
+        CapEff:\t0\nCapAmb:\t0\nNoNewPrivs:\t0\nSeccomp:\t0\nTracerPid:\t0\n";
+    let check = |status: &str, is_restored| {
+        fs::write(directory.0.join("status"), status).expect("a file");
+        check_task(&directory.0, 1000, &owner, is_restored)
+    };
+    check(status, false).expect("it has no restrictions");
+    for (from, to, expected) in [
+        ("Seccomp:\t0", "Seccomp:\t2", "seccomp"),
+        ("NoNewPrivs:\t0", "NoNewPrivs:\t1", "NoNewPrivs"),
+        ("CapAmb:\t0", "CapAmb:\t1", "capabilities"),
+        ("TracerPid:\t0", "TracerPid:\t5", "debugged"),
+        ("Groups:\t1000", "Groups:\t27", "another user or group"),
+    ] {
+        let why = check(&status.replace(from, to), false).expect_err(to);
+        assert!(why.contains(expected), "{to}: {why}");
+    }
+    // Each restored program has the flag.
+    check(&status.replace("NoNewPrivs:\t0", "NoNewPrivs:\t1"), true).expect("it is saved again");
+}
+
+#[test]
+fn all_threads_have_stopped_when_a_tree_has() {
+    // A thread that starts another one all the time.
+    let script = "import threading\ndef go():\n threading.Thread(target=go).start()\n\
+        for _ in range(8): go()\n";
+    let Ok(mut busy) = Command::new("python3").args(["-c", script]).stderr(std::process::Stdio::null()).spawn() else {
+        return test_support::skip("python3");
+    };
+    let identity = Identity::of(busy.id() as i32).expect("it runs");
+    sleep(Duration::from_millis(300));
+    for _ in 0..20 {
+        let stopped = Tree::stop(&identity).expect("it is stopped");
+        let states: Vec<char> = tasks(&directory(identity.pid))
+            .expect("threads")
+            .iter()
+            .filter_map(|task| Some(Stat::read(task)?.state))
+            .collect();
+        assert!(states.iter().all(|state| matches!(state, 'T' | 'Z' | 'X')), "{states:?}");
+        stopped.resume(identity.uid);
+    }
+    busy.kill().expect("killed");
+    busy.wait().expect("it has ended");
+}
+
+#[test]
+fn only_processes_of_the_program_and_its_user_get_signals() {
+    let (mut child, identity) = child();
+    let pid = identity.pid;
+    // As if the process ID had been given to another process, or the process to another user.
+    for other in [
+        Identity { started: identity.started + 1, ..identity.clone() },
+        Identity { uid: Some(identity.uid.expect("a user") + 1), ..identity.clone() },
+        Identity { boot: "other".into(), ..identity.clone() },
+    ] {
+        assert!(Tree::of(&other).is_none() && Tree::stop(&other).is_err() && !other.lives(), "{other:?}");
+        assert_ne!(state(pid), 'T');
+    }
+    let tree = Tree::of(&identity).expect("it lives");
+    for uid in [None, identity.uid.map(|uid| uid + 1)] {
+        tree.signal(uid, Signal::STOP);
+        tree.kill(uid);
+        assert_ne!(state(pid), 'T');
+    }
+    tree.check_running().expect("it runs");
+    let stopped = Tree::stop(&identity).expect("it is stopped");
+    assert!(stopped.check_running().is_err_and(|why| why.to_string().contains("is stopped")));
+    stopped.resume(identity.uid);
+    child.kill().expect("killed");
+    child.wait().expect("it has ended");
+}

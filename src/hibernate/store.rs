@@ -1,0 +1,593 @@
+//! The images. Each image is a directory of the store, which only root can enter:
+//!
+//! - `criu/`: CRIU's files. `work/`: its logs.
+//! - `manifest`: what the image contains, with the checksum of each file of `criu/`. `signature`: the
+//!   manifest's HMAC-SHA-256 with the host's key, which is checked before the manifest is parsed.
+//! - `record`: the [`Stage`] of the image, which is replaced atomically. **Exactly one of the image and
+//!   its process is the program**: the stage says which, and another helper ends the other one.
+//!
+//! A helper holds a lock on the directory while it works. If a helper was killed, the stage names the
+//! scope in which its CRIU may still work.
+//!
+//! While CRIU writes, `criu/` belongs to the program's owner. Afterwards, it belongs to root, and no
+//! process may have its files open for writing. So CRIU reads what was checked.
+
+use crate::{
+    Refusal,
+    process::{Identity, Tree},
+    record::{self, Stage, VERSION, open_sealed, read_sealed, replace},
+    rights::Rights,
+    scope::{Scope, random},
+    worker::TIMEOUT,
+};
+use hmac::{Hmac, Mac};
+use nvshare_hibernate::{Image, MAX_LISTED};
+use rustix::fs::{FlockOperation, Mode, OFlags, flock, fsync};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::{
+    fs::{self, File, OpenOptions, Permissions},
+    io::{self, Read},
+    os::{
+        fd::OwnedFd,
+        unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown},
+    },
+    path::{Path, PathBuf},
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+const MANIFEST: &str = "manifest";
+const SIGNATURE: &str = "signature";
+const KEY: &str = "key";
+/// Maximum length of a manifest in bytes. CRIU writes a few files for each process.
+const MAX_MANIFEST: u64 = 4 << 20;
+/// Longest name of an image.
+const MAX_NAME: usize = 64;
+/// Maximum length of the reason why an image cannot be used, in characters.
+const MAX_DAMAGE: usize = 200;
+/// Free space, in bytes, that images leave on a disk: a tenth of the disk, but at most this much.
+const RESERVE: u64 = 4 << 30;
+/// Maximum number of images of a user.
+const MAX_IMAGES: usize = 64;
+/// Each user's images may take this part of the disk.
+const SHARE_OF_USER: u64 = 2;
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Manifest {
+    version: u32,
+    pub program: String,
+    pub rights: Rights,
+    pub root: i32,
+    /// The version of the NVIDIA driver, if it was loaded.
+    pub driver: Option<String>,
+    /// The IDs of all threads.
+    pub threads: Vec<i32>,
+    pub saved: u64,
+    files: Vec<SavedFile>,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct SavedFile {
+    name: String,
+    bytes: u64,
+    sha256: String,
+}
+
+impl Manifest {
+    fn bytes(&self) -> u64 {
+        self.files.iter().map(|file| file.bytes).sum()
+    }
+}
+
+#[derive(Debug)]
+pub struct Store {
+    path: PathBuf,
+    key: Vec<u8>,
+}
+
+/// An image that this process has locked.
+#[derive(Debug)]
+pub struct Entry {
+    pub name: String,
+    path: PathBuf,
+    _lock: OwnedFd,
+}
+
+fn words(what: &str) -> impl Fn(io::Error) -> Refusal {
+    let what = what.to_owned();
+    move |e| Refusal::new(format!("cannot {what}: {e}"))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+impl Store {
+    /// Opens the directory of the images, and creates it and the host's key if they are missing.
+    ///
+    /// # Errors
+    /// Other users can enter the directory, or it cannot be used.
+    pub fn open(path: &Path) -> Result<Self, Refusal> {
+        let shown = path.display();
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(words(&format!("create {shown}")))?;
+        let path = path.canonicalize().map_err(words(&format!("open {shown}")))?;
+        let metadata = path.metadata().map_err(words(&format!("read {shown}")))?;
+        if metadata.uid() != rustix::process::geteuid().as_raw() || metadata.mode() & 0o077 != 0 {
+            return Err(Refusal::new(format!(
+                "other users can enter {shown}. Run: chown root {shown}; chmod 700 {shown}"
+            )));
+        }
+        let key = Self::key(&path).map_err(words(&format!("read the key in {shown}")))?;
+        Ok(Self { path, key })
+    }
+
+    fn key(path: &Path) -> io::Result<Vec<u8>> {
+        match read_sealed(&path.join(KEY), 4096) {
+            Ok(key) if key.len() >= 32 => return Ok(key),
+            Ok(_) => return Err(io::Error::other("it is too short")),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            Err(e) => return Err(e),
+        }
+        let mut key = vec![0; 32];
+        File::open("/dev/urandom")?.read_exact(&mut key)?;
+        replace(path, KEY, &key)?;
+        Ok(key)
+    }
+
+    /// The names of all images.
+    fn names(&self) -> io::Result<Vec<String>> {
+        let names: io::Result<Vec<_>> = fs::read_dir(&self.path)?.map(|entry| Ok(entry?.file_name())).collect();
+        Ok(names?.into_iter().filter_map(|name| name.into_string().ok()).filter(|name| is_name(name)).collect())
+    }
+
+    /// Creates an image of a program that is about to be stopped. CRIU can write to `criu/` and `work/`, in
+    /// the scope.
+    ///
+    /// # Errors
+    /// The disk is full.
+    pub fn create(&self, program: &str, process: &Identity, rights: &Rights) -> Result<(Entry, Scope), Refusal> {
+        let failed = words("create the image");
+        let program: String = program.chars().take(16).collect();
+        let name = format!("{program}-{}-{}-{}", process.pid, now(), random().map_err(&failed)?);
+        let path = self.path.join(&name);
+        // From here on, the directory is this helper's.
+        fs::DirBuilder::new().mode(0o755).create(&path).map_err(&failed)?;
+        let owner = &rights.owner;
+        let create = || -> io::Result<(Entry, Scope)> {
+            let scope = Scope::new(&name, owner.uid)?;
+            let lock = lock(&path)?.ok_or(io::ErrorKind::ResourceBusy)?;
+            let entry = Entry { name: name.clone(), path: path.clone(), _lock: lock };
+            entry.record(owner.uid, &Stage::Saving { process: process.clone(), scope: scope.clone() })?;
+            for part in ["criu", "work"] {
+                fs::DirBuilder::new().mode(0o700).create(path.join(part))?;
+                chown(path.join(part), Some(owner.uid), Some(owner.gid))?;
+            }
+            Ok((entry, scope))
+        };
+        create().inspect_err(|_| drop(fs::remove_dir_all(&path))).map_err(failed)
+    }
+
+    /// Checks that an image of this size may be created for a user.
+    ///
+    /// # Errors
+    /// The disk has no room, or the user has too many or too large images.
+    pub fn check_room(&self, uid: u32, bytes: u64) -> Result<(), Refusal> {
+        let own = self.images(Some(uid))?;
+        let delete = "Delete images with: nvsharectl hibernated --delete IMAGE";
+        if own.len() >= MAX_IMAGES {
+            return Err(Refusal::new(format!("its user has {MAX_IMAGES} images. {delete}")));
+        }
+        let disk = self.disk()?;
+        let (used, most) = (own.iter().map(|image| image.bytes).sum::<u64>(), disk.size / SHARE_OF_USER);
+        if used + bytes > most {
+            let (used, most, needed) = (mib(used), mib(most), mib(bytes));
+            return Err(Refusal::new(format!(
+                "the image needs {needed} MiB. Its user's images may have {most} MiB, and have {used} MiB. {delete}"
+            )));
+        }
+        if disk.free >= bytes + disk.reserve() {
+            return Ok(());
+        }
+        let (needed, free, at) = (mib(bytes + disk.reserve()), mib(disk.free), self.path.display());
+        Err(Refusal::new(format!("the image needs {needed} MiB, and {at} has {free} MiB. Free space there")))
+    }
+
+    /// Checks that the images leave their reserve.
+    ///
+    /// # Errors
+    /// They do not, so that nothing more should be written.
+    pub fn check_reserve(&self) -> Result<(), Refusal> {
+        let (disk, at) = (self.disk()?, self.path.display());
+        match disk.free >= disk.reserve() {
+            true => Ok(()),
+            false => Err(Refusal::new(format!("the disk of {at} is almost full. Free space there"))),
+        }
+    }
+
+    fn disk(&self) -> Result<Disk, Refusal> {
+        let stat = rustix::fs::statvfs(&self.path).map_err(|e| words("read the free space")(e.into()))?;
+        Ok(Disk { size: stat.f_blocks * stat.f_frsize, free: stat.f_bavail * stat.f_frsize })
+    }
+
+    /// Locks an image. `None`: CRIU or another helper is at work.
+    ///
+    /// # Errors
+    /// The image does not exist.
+    pub fn lock(&self, name: &str) -> Result<Option<Entry>, Refusal> {
+        let path = self.path.join(name);
+        if !is_name(name) || !path.is_dir() {
+            return Err(Refusal::new(format!("there is no image {name:?}. List images with: nvsharectl hibernated")));
+        }
+        let lock = lock(&path).map_err(words("lock the image"))?;
+        Ok(lock.map(|lock| Entry { name: name.into(), path, _lock: lock }))
+    }
+
+    /// Completes an image: seals CRIU's files, signs the manifest, and reads everything back from the disk,
+    /// as a restore will.
+    ///
+    /// # Errors
+    /// The disk is full or broken, or CRIU has written something other than files.
+    pub fn complete(&self, entry: &Entry, manifest: &Manifest) -> Result<Image, Refusal> {
+        let complete = || -> io::Result<()> {
+            let manifest = Manifest { files: entry.seal()?, ..manifest.clone() };
+            let text = serde_json::to_vec(&manifest)?;
+            replace(&entry.path, SIGNATURE, hex(&self.mac(&text).finalize().into_bytes()).as_bytes())?;
+            replace(&entry.path, MANIFEST, &text)?;
+            Ok(fsync(File::open(&self.path)?)?)
+        };
+        complete().map_err(words("complete the image"))?;
+        let manifest = self.verify(entry, manifest.rights.owner.uid)?;
+        Ok(describe(&entry.name, &manifest, None))
+    }
+
+    fn mac(&self, text: &[u8]) -> Hmac<Sha256> {
+        // An HMAC accepts keys of any length.
+        let mut mac = Hmac::<Sha256>::new_from_slice(&self.key).expect("any key is valid");
+        mac.update(text);
+        mac
+    }
+
+    /// Reads the manifest of an image, after its signature was checked.
+    ///
+    /// # Errors
+    /// This host has not signed the manifest.
+    fn manifest(&self, path: &Path) -> io::Result<Manifest> {
+        let read = |name: &str| read_sealed(&path.join(name), MAX_MANIFEST);
+        let (text, signature) = (read(MANIFEST)?, read(SIGNATURE)?);
+        let signature: Option<Vec<u8>> =
+            signature.chunks(2).map(|pair| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()).collect();
+        let is_signed = signature.is_some_and(|signature| self.mac(&text).verify_slice(&signature).is_ok());
+        if !is_signed {
+            return Err(io::Error::other("this host has not signed it"));
+        }
+        let manifest: Manifest = serde_json::from_slice(&text)?;
+        match manifest.version == VERSION {
+            true => Ok(manifest),
+            false => Err(io::Error::other("another version of nvshare has saved it")),
+        }
+    }
+
+    /// Checks an image of a user completely, so that CRIU may read it.
+    ///
+    /// # Errors
+    /// The image belongs to another user, is not signed by this host, or was changed.
+    pub fn verify(&self, entry: &Entry, uid: u32) -> Result<Manifest, Refusal> {
+        let manifest = self.owned(entry, uid)?;
+        entry.compare(&manifest).map_err(words(&format!("use image {}", entry.name)))?;
+        Ok(manifest)
+    }
+
+    /// Reads the manifest of an image of this user.
+    ///
+    /// # Errors
+    /// The image belongs to another user, or is not signed by this host.
+    pub fn owned(&self, entry: &Entry, uid: u32) -> Result<Manifest, Refusal> {
+        let manifest = self.manifest(&entry.path).map_err(words(&format!("use image {}", entry.name)))?;
+        if manifest.rights.owner.uid != uid || uid == 0 {
+            return Err(Refusal::new(format!("image {} belongs to another user", entry.name)));
+        }
+        Ok(manifest)
+    }
+
+    /// Returns a page of the complete images of a user, or of all users, the newest first, after the first
+    /// `skip` images.
+    ///
+    /// # Errors
+    /// The directory of the images cannot be read.
+    pub fn list(&self, uid: Option<u32>, skip: usize) -> Result<Vec<Image>, Refusal> {
+        let mut images = self.images(uid)?;
+        images.sort_by(|a, b| b.saved.cmp(&a.saved).then(b.name.cmp(&a.name)));
+        Ok(images.into_iter().skip(skip).take(MAX_LISTED).collect())
+    }
+
+    fn images(&self, uid: Option<u32>) -> Result<Vec<Image>, Refusal> {
+        let names = self.names().map_err(words("list the images"))?;
+        let images = names.into_iter().filter_map(|name| self.find(&name));
+        Ok(images.filter(|image| uid.is_none_or(|uid| image.uid == uid)).collect())
+    }
+
+    /// Describes an image. `None`: it does not exist, or is not complete.
+    ///
+    /// A damaged image belongs to the user of its record, or to root.
+    pub fn find(&self, name: &str) -> Option<Image> {
+        let path = self.path.join(name);
+        if !is_name(name) || !path.is_dir() {
+            return None;
+        }
+        let damaged = |uid, damage: &io::Error| {
+            let damage = damage.to_string().chars().take(MAX_DAMAGE).collect();
+            Some(Image { name: name.into(), uid, damage: Some(damage), ..Image::default() })
+        };
+        match (record::read(&path), self.manifest(&path)) {
+            (Ok(None | Some((_, Stage::Saving { .. }))), _) => None,
+            (Ok(Some((_, stage))), Ok(manifest)) => Some(describe(name, &manifest, stage.process())),
+            (Ok(Some((uid, _))), Err(e)) => damaged(uid, &e),
+            (Err(e), Ok(manifest)) => damaged(manifest.rights.owner.uid, &e),
+            (Err(e), Err(_)) => damaged(0, &e),
+        }
+    }
+
+    /// Finishes what killed helpers have begun. Returns `false` if CRIU or another helper is at work, or
+    /// something could not be finished.
+    pub fn settle(&self) -> bool {
+        let Ok(names) = self.names() else { return false };
+        let mut is_settled = true;
+        for name in names {
+            // Deleted since, if there is an error.
+            let Ok(lock) = self.lock(&name) else { continue };
+            let done = lock.map_or(Ok(false), |entry| self.settle_one(&entry));
+            is_settled &= done.unwrap_or_else(|e| {
+                eprintln!("nvshare-hibernate: cannot settle image {name}: {e}");
+                false
+            });
+        }
+        is_settled
+    }
+
+    fn settle_one(&self, entry: &Entry) -> io::Result<bool> {
+        let Some((uid, stage)) = record::read(&entry.path)? else {
+            // The helper was killed before it stopped the program. An image that lost its record is kept.
+            if !entry.path.join(MANIFEST).try_exists()? {
+                entry.delete()?;
+            }
+            return Ok(true);
+        };
+        match stage {
+            // CRIU may end without the helper. Ending CRIU while it is in the program may damage the program.
+            Stage::Saving { scope, .. } if scope.is_populated()? && entry.age()? < TIMEOUT => return Ok(false),
+            Stage::Saving { process, scope } => {
+                scope.kill()?;
+                entry.give_up(&process)?;
+            }
+            Stage::Ending { process } => entry.end(uid, &process)?,
+            Stage::Restoring { scope } => entry.end_restore(uid, &scope)?,
+            Stage::Continuing { process, scope } => entry.go_on(uid, process, &scope)?,
+            Stage::Saved | Stage::Restored { .. } => {}
+        }
+        Ok(true)
+    }
+}
+
+/// Size and free space of the disk of the images, in bytes.
+struct Disk {
+    size: u64,
+    free: u64,
+}
+
+impl Disk {
+    fn reserve(&self) -> u64 {
+        RESERVE.min(self.size / 10)
+    }
+}
+
+fn mib(bytes: u64) -> u64 {
+    bytes.div_ceil(1 << 20)
+}
+
+impl Entry {
+    /// Reads the stage of the image.
+    ///
+    /// # Errors
+    /// The record is missing or cannot be read.
+    pub fn stage(&self) -> io::Result<Stage> {
+        Ok(record::read(&self.path)?.ok_or(io::ErrorKind::NotFound)?.1)
+    }
+
+    /// Writes the stage of the image, which belongs to this user.
+    ///
+    /// # Errors
+    /// The record may have the old or the new stage.
+    pub fn record(&self, uid: u32, stage: &Stage) -> io::Result<()> {
+        record::write(&self.path, uid, stage)
+    }
+
+    /// Returns how long ago the image was created.
+    fn age(&self) -> io::Result<Duration> {
+        // The directory's name contains the time, which nobody else can change.
+        let created = self.name.rsplit('-').nth(1).and_then(|time| time.parse().ok()).map(Duration::from_secs);
+        Ok(Duration::from_secs(now()).saturating_sub(created.unwrap_or_default()))
+    }
+
+    /// Opens `criu` or `work`.
+    pub fn part(&self, name: &str) -> io::Result<OwnedFd> {
+        Ok(rustix::fs::open(self.path.join(name), directory_flags(), Mode::empty())?)
+    }
+
+    /// Returns CRIU's first error in a log.
+    pub fn error_in(&self, log: &str) -> Option<String> {
+        let path = self.path.join("work").join(log);
+        let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path).ok()?;
+        let mut text = Vec::new();
+        file.take(64 << 20).read_to_end(&mut text).ok()?;
+        let text = String::from_utf8_lossy(&text);
+        let error = text.lines().find_map(|line| line.split_once("Error (")?.1.split_once("): "))?.1;
+        Some(error.chars().filter(|c| !c.is_control()).take(200).collect())
+    }
+
+    pub fn delete(&self) -> io::Result<()> {
+        fs::remove_dir_all(&self.path)
+    }
+
+    /// Lets the process of an image that is not complete continue, and deletes the image.
+    pub fn give_up(&self, process: &Identity) -> io::Result<()> {
+        if let Some(tree) = Tree::of(process) {
+            tree.resume(process.uid);
+        }
+        self.delete()
+    }
+
+    /// Ends the process of a complete image.
+    pub fn end(&self, uid: u32, process: &Identity) -> io::Result<()> {
+        if let Some(tree) = Tree::of(process) {
+            tree.kill(process.uid);
+        }
+        self.record(uid, &Stage::Saved)
+    }
+
+    /// Ends the processes that CRIU has created in a restore that was not finished.
+    pub fn end_restore(&self, uid: u32, scope: &Scope) -> io::Result<()> {
+        scope.kill()?;
+        self.record(uid, &Stage::Saved)
+    }
+
+    /// Lets a restored program continue.
+    pub fn go_on(&self, uid: u32, process: Identity, scope: &Scope) -> io::Result<()> {
+        // Without its scope, the program has ended.
+        if scope.is_populated()? {
+            Tree::of_all(&scope.pids()?).resume(Some(uid));
+            scope.thaw()?;
+        }
+        self.record(uid, &Stage::Restored { process })
+    }
+
+    /// Takes CRIU's files from the owner, writes them to the disk, and returns their checksums.
+    fn seal(&self) -> io::Result<Vec<SavedFile>> {
+        let directory = self.path.join("criu");
+        let opened = File::open(&directory)?;
+        // First the directory, so that the owner can add and replace no file any more.
+        rustix::fs::fchown(&opened, Some(rustix::process::geteuid()), Some(rustix::process::getegid()))?;
+        rustix::fs::fchmod(&opened, Mode::from_raw_mode(0o555))?;
+        let mut files = Vec::new();
+        for entry in fs::read_dir(&directory)? {
+            let entry = entry?;
+            let name = entry.file_name().into_string().map_err(|_| io::Error::other("a file has an invalid name"))?;
+            let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+            let file = OpenOptions::new().read(true).custom_flags(flags).open(entry.path())?;
+            let metadata = file.metadata()?;
+            // A link would give the other name's file to root.
+            if !metadata.is_file() || metadata.nlink() != 1 {
+                return Err(io::Error::other(format!("{name:?} is not a file of its own")));
+            }
+            rustix::fs::fchown(&file, Some(rustix::process::geteuid()), Some(rustix::process::getegid()))?;
+            file.set_permissions(Permissions::from_mode(0o444))?;
+            file.sync_all()?;
+            let (bytes, sha256) = checksum(open_sealed(&entry.path())?)?;
+            // So that the disk is read when the image is verified. This is advice, which may fail.
+            let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
+            files.push(SavedFile { name, bytes, sha256 });
+        }
+        opened.sync_all()?;
+        files.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(files)
+    }
+
+    /// Compares CRIU's files with the manifest.
+    fn compare(&self, manifest: &Manifest) -> io::Result<()> {
+        let directory = self.path.join("criu");
+        let metadata = fs::symlink_metadata(&directory)?;
+        let own = rustix::process::geteuid().as_raw();
+        if !metadata.is_dir() || metadata.uid() != own || metadata.mode() & 0o022 != 0 {
+            return Err(io::Error::other("others can change its files"));
+        }
+        let mut names: Vec<String> = Vec::new();
+        for entry in fs::read_dir(&directory)? {
+            names.push(entry?.file_name().into_string().map_err(|_| io::Error::other("a file has an invalid name"))?);
+        }
+        names.sort();
+        if !names.iter().eq(manifest.files.iter().map(|file| &file.name)) {
+            return Err(io::Error::other("files are missing, or were added"));
+        }
+        for SavedFile { name, bytes, sha256 } in &manifest.files {
+            let (found, sum) = checksum(open_sealed(&directory.join(name))?)?;
+            if found != *bytes || sum != *sha256 {
+                return Err(io::Error::other(format!("{name} is damaged")));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Manifest {
+    /// Checks that the driver is the one with which the program was saved. Its memory cannot return to
+    /// another one.
+    ///
+    /// # Errors
+    /// It is another one.
+    pub fn check_driver(&self, present: Option<&str>) -> Result<(), Refusal> {
+        match (self.driver.as_deref(), present) {
+            (Some(saved), Some(present)) if saved != present => Err(Refusal::new(format!(
+                "it was saved with NVIDIA driver {saved}, and this host has {present}. Load the driver {saved}"
+            ))),
+            (Some(saved), None) => {
+                Err(Refusal::new(format!("it was saved with NVIDIA driver {saved}, which is not loaded. Load it")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// A manifest without files.
+    pub fn new(program: &str, rights: Rights, root: &Identity, tree: &Tree) -> Self {
+        let (driver, threads) = (driver(), tree.threads());
+        let (program, root) = (program.into(), root.pid);
+        Self { version: VERSION, program, rights, root, driver, threads, saved: now(), files: Vec::new() }
+    }
+}
+
+/// Returns the version of the loaded NVIDIA driver.
+pub fn driver() -> Option<String> {
+    fs::read_to_string("/sys/module/nvidia/version").ok().map(|version| version.trim().to_owned())
+}
+
+fn describe(name: &str, manifest: &Manifest, runs_as: Option<i32>) -> Image {
+    Image {
+        name: name.into(),
+        uid: manifest.rights.owner.uid,
+        program: manifest.program.clone(),
+        saved: manifest.saved,
+        bytes: manifest.bytes(),
+        runs_as,
+        damage: None,
+    }
+}
+
+fn checksum(mut file: File) -> io::Result<(u64, String)> {
+    let mut hash = Sha256::new();
+    let bytes = io::copy(&mut file, &mut hash)?;
+    Ok((bytes, hex(&hash.finalize())))
+}
+
+fn directory_flags() -> OFlags {
+    OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC
+}
+
+fn lock(path: &Path) -> io::Result<Option<OwnedFd>> {
+    let directory = rustix::fs::open(path, directory_flags(), Mode::empty())?;
+    match flock(&directory, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(Some(directory)),
+        Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Whether this is the name of an image. Such a name is a single part of a path.
+fn is_name(name: &str) -> bool {
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+    !name.is_empty() && name.len() <= MAX_NAME && name != KEY && name.contains('-') && name.chars().all(is_allowed)
+}
+
+fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
+}
+
+#[cfg(test)]
+mod tests;

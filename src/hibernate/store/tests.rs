@@ -1,0 +1,297 @@
+//! Images that were changed, forged or copied, and what killed helpers have left.
+
+use super::*;
+use crate::rights::Credentials;
+use std::os::unix::fs::symlink;
+use test_support::Directory;
+
+const OWNER: u32 = 1000;
+
+/// A store with an image of `OWNER` that has two files.
+fn store() -> (Directory, Store, Entry) {
+    let directory = Directory::new();
+    fs::set_permissions(&directory.0, Permissions::from_mode(0o700)).expect("permissions");
+    let store = Store::open(&directory.0).expect("a store");
+    let entry = image(&store, OWNER);
+    (directory, store, entry)
+}
+
+fn image(store: &Store, uid: u32) -> Entry {
+    let own = Identity::of(std::process::id() as i32).expect("this process");
+    let tree = Tree::of(&own).expect("this process");
+    let rights = |owner| Rights { owner, limits: Vec::new(), login: None };
+    // Only root can give files to another user.
+    let me = rights(Credentials {
+        uid: rustix::process::geteuid().as_raw(),
+        gid: rustix::process::getegid().as_raw(),
+        groups: Vec::new(),
+    });
+    let (entry, _) = store.create("program", &own, &me).expect("an image");
+    for (name, contents) in [("pages-1.img", "the memory"), ("core-7.img", "uid 1000")] {
+        fs::write(entry.path.join("criu").join(name), contents).expect("a file");
+    }
+    let rights = rights(Credentials { uid, gid: uid, groups: vec![uid] });
+    let image = store.complete(&entry, &Manifest::new("program", rights, &own, &tree)).expect("complete");
+    assert_eq!((image.uid, image.bytes, image.damage), (uid, 18, None));
+    entry.record(uid, &Stage::Saved).expect("a record");
+    entry
+}
+
+fn refusal(store: &Store, entry: &Entry) -> String {
+    store.verify(entry, OWNER).expect_err("the image is refused").to_string()
+}
+
+#[test]
+fn a_complete_image_is_accepted_for_its_owner_alone() {
+    let (_directory, store, entry) = store();
+    assert_eq!(store.verify(&entry, OWNER).expect("it is right").rights.owner.uid, OWNER);
+    for other in [OWNER + 1, 0] {
+        let why = store.verify(&entry, other).expect_err("another user").to_string();
+        assert!(why.contains("belongs to another user"), "{why}");
+    }
+    assert_eq!(store.list(None, 0).expect("images").iter().map(|image| &image.name).collect::<Vec<_>>(), [&entry.name]);
+}
+
+#[test]
+fn changed_files_are_refused() {
+    type Change = fn(&Path) -> io::Result<()>;
+    let writable = |path: &Path| fs::set_permissions(path, Permissions::from_mode(0o755));
+    let changes: [(Change, &str); 7] = [
+        (
+            |criu| {
+                fs::remove_file(criu.join("core-7.img")).and_then(|()| fs::write(criu.join("core-7.img"), "uid 0000"))
+            },
+            "core-7.img is damaged",
+        ),
+        (|criu| fs::write(criu.join("more.img"), "more"), "files are missing, or were added"),
+        (|criu| fs::remove_file(criu.join("core-7.img")), "files are missing, or were added"),
+        (
+            |criu| {
+                fs::rename(criu.join("core-7.img"), criu.join("../elsewhere"))?;
+                symlink("../elsewhere", criu.join("core-7.img"))
+            },
+            "cannot use image",
+        ),
+        (|criu| fs::hard_link(criu.join("core-7.img"), criu.join("../link")), "only the helper can change"),
+        (
+            |criu| fs::set_permissions(criu.join("core-7.img"), Permissions::from_mode(0o666)),
+            "only the helper can change",
+        ),
+        (|criu| fs::set_permissions(criu, Permissions::from_mode(0o777)), "others can change its files"),
+    ];
+    for (change, expected) in changes {
+        let (_directory, store, entry) = store();
+        let criu = entry.path.join("criu");
+        writable(&criu).expect("permissions");
+        change(&criu).expect("a change");
+        let why = refusal(&store, &entry);
+        assert!(why.contains(expected), "{why}, not {expected}");
+    }
+}
+
+#[test]
+fn files_that_a_process_can_still_write_are_refused() {
+    let (_directory, store, entry) = store();
+    let path = entry.path.join("criu/core-7.img");
+    fs::set_permissions(&path, Permissions::from_mode(0o644)).expect("permissions");
+    let open = OpenOptions::new().write(true).open(&path).expect("a file");
+    assert!(refusal(&store, &entry).contains("temporarily unavailable"), "{}", refusal(&store, &entry));
+    drop(open);
+    store.verify(&entry, OWNER).expect("no process can write it");
+}
+
+#[test]
+fn manifests_that_this_host_has_not_signed_are_refused() {
+    let (_directory, store, entry) = store();
+    let manifest = fs::read_to_string(entry.path.join(MANIFEST)).expect("a manifest");
+    // As if the image belonged to another user.
+    replace(&entry.path, MANIFEST, manifest.replace("\"uid\":1000", "\"uid\":1001").as_bytes()).expect("a file");
+    assert!(refusal(&store, &entry).contains("this host has not signed it"));
+    assert!(store.list(None, 0).expect("images")[0].damage.as_deref().is_some_and(|why| why.contains("not signed")));
+    replace(&entry.path, MANIFEST, manifest.as_bytes()).expect("a file");
+    store.verify(&entry, OWNER).expect("it is as it was");
+    for signature in ["", "00", "nonsense", &"00".repeat(32)] {
+        replace(&entry.path, SIGNATURE, signature.as_bytes()).expect("a file");
+        assert!(refusal(&store, &entry).contains("this host has not signed it"), "{signature}");
+    }
+    // Another host's image.
+    let (_elsewhere, other, foreign) = self::store();
+    for part in [MANIFEST, SIGNATURE] {
+        fs::copy(foreign.path.join(part), entry.path.join(part)).expect("a copy");
+    }
+    assert!(refusal(&store, &entry).contains("this host has not signed it"));
+    other.verify(&foreign, OWNER).expect("the other host accepts it");
+}
+
+#[test]
+fn a_directory_that_others_can_enter_is_not_used() {
+    let directory = Directory::new();
+    fs::set_permissions(&directory.0, Permissions::from_mode(0o755)).expect("permissions");
+    let why = Store::open(&directory.0).expect_err("others can enter it").to_string();
+    assert!(why.contains("other users can enter"), "{why}");
+}
+
+#[test]
+fn names_of_images_are_no_paths() {
+    let (_directory, store, entry) = store();
+    assert!(store.lock(&entry.name).expect("an image").is_none(), "the test holds its lock");
+    for name in ["", ".", "..", "a/b-1", "../x-1", "key", "a-1/..", "-\0", &"a-".repeat(40)] {
+        assert!(store.lock(name).is_err(), "{name:?}");
+    }
+}
+
+/// A process that may be stopped and ended.
+fn process() -> (std::process::Child, Identity) {
+    let child = std::process::Command::new("sleep").arg("1000").spawn().expect("a process");
+    let process = Identity::of(child.id() as i32).expect("it runs");
+    (child, process)
+}
+
+fn is_stopped(process: &Identity) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", process.pid)).expect("it lives");
+    stat.contains(") T ")
+}
+
+fn scope() -> Scope {
+    Scope::new("test", OWNER).expect("random numbers")
+}
+
+#[test]
+fn a_partial_image_is_deleted_once_no_helper_is_at_work() {
+    let (_directory, store, entry) = store();
+    let (mut child, process) = process();
+    let _stopped = Tree::stop(&process).expect("it is stopped");
+    entry.record(OWNER, &Stage::Saving { process: process.clone(), scope: scope() }).expect("a record");
+    assert!(!store.settle(), "a helper holds the lock");
+    let name = entry.name.clone();
+    drop(entry);
+    assert!(store.settle() && store.lock(&name).is_err());
+    assert!(!is_stopped(&process), "the program continues");
+    child.kill().expect("killed");
+    child.wait().expect("it has ended");
+}
+
+#[test]
+fn the_process_of_a_complete_image_is_ended() {
+    let (_directory, store, entry) = store();
+    let (mut child, process) = process();
+    entry.record(OWNER, &Stage::Ending { process }).expect("a record");
+    let name = entry.name.clone();
+    drop(entry);
+    // The process is a zombie until it is waited for.
+    let reaper = std::thread::spawn(move || child.wait().expect("it has ended"));
+    assert!(store.settle());
+    assert!(!reaper.join().expect("no panic").success());
+    let entry = store.lock(&name).expect("an image").expect("no helper is at work");
+    assert_eq!(entry.stage().expect("a record"), Stage::Saved);
+    store.verify(&entry, OWNER).expect("the image can be restored");
+}
+
+/// For example because the machine has no file descriptors left, a backup has linked the record, or
+/// another version has written it.
+#[test]
+fn a_record_that_cannot_be_read_changes_nothing() {
+    type Damage = fn(&Path) -> io::Result<()>;
+    let damages: [(Damage, &str); 4] = [
+        (|record| fs::hard_link(record, record.with_file_name("backup")), "only the helper can change"),
+        (|record| fs::write(record, "{\"version\":2,\"stage\":\"Archived\"}"), "version 2"),
+        (|record| fs::write(record, ""), "EOF"),
+        (|record| fs::write(record, vec![b' '; 8192]), "too long"),
+    ];
+    for (damage, expected) in damages {
+        let (_directory, store, entry) = store();
+        let (mut child, process) = process();
+        let _stopped = Tree::stop(&process).expect("it is stopped");
+        entry.record(OWNER, &Stage::Saving { process: process.clone(), scope: scope() }).expect("a record");
+        damage(&entry.path.join("record")).expect("damage");
+        assert!(entry.stage().is_err());
+        let (name, path) = (entry.name.clone(), entry.path.clone());
+        drop(entry);
+        assert!(!store.settle(), "it is not finished");
+        assert!(path.join("criu/core-7.img").exists() && is_stopped(&process), "nothing has changed");
+        let image = store.find(&name).expect("it is listed");
+        assert!(image.damage.as_deref().is_some_and(|why| why.contains(expected)), "{image:?}, not {expected}");
+        child.kill().expect("killed");
+        child.wait().expect("it has ended");
+    }
+}
+
+#[test]
+fn an_image_that_lost_its_record_is_kept() {
+    let (_directory, store, entry) = store();
+    fs::remove_file(entry.path.join("record")).expect("removed");
+    let path = entry.path.clone();
+    drop(entry);
+    assert!(store.settle() && path.join(MANIFEST).exists());
+}
+
+#[test]
+fn each_user_has_pages_and_limits_of_its_own() {
+    let (_directory, store, first) = store();
+    // Many images of another user, all newer.
+    let template = image(&store, OWNER + 1);
+    for number in 0..MAX_LISTED + 20 {
+        let path = store.path.join(format!("program-{number}-1-0"));
+        fs::create_dir(&path).expect("a directory");
+        for part in [MANIFEST, SIGNATURE, "record"] {
+            fs::copy(template.path.join(part), path.join(part)).expect("a copy");
+        }
+    }
+    assert_eq!(store.list(Some(OWNER), 0).expect("images").len(), 1);
+    assert_eq!(store.find(&first.name).map(|image| image.uid), Some(OWNER));
+    let page = store.list(None, 0).expect("images");
+    assert_eq!((page.len(), store.list(None, MAX_LISTED).expect("images").len()), (MAX_LISTED, 22));
+    let longest = |image: Image| Image { name: "x".repeat(MAX_NAME), damage: Some("\u{1f480}".repeat(200)), ..image };
+    let reply = nvshare_hibernate::Reply::Images(page.into_iter().map(longest).collect());
+    assert!(reply.encode().len() <= nvshare_hibernate::MAX_PACKET, "{}", reply.encode().len());
+    store.check_room(OWNER, 1).expect("one image");
+    let why = store.check_room(OWNER + 1, 1).expect_err("too many images").to_string();
+    assert!(why.contains("has 64 images"), "{why}");
+    let why = store.check_room(OWNER, u64::MAX / 4).expect_err("too large").to_string();
+    assert!(why.contains("images may have"), "{why}");
+}
+
+#[test]
+fn a_manifest_that_is_too_long_to_be_read_is_not_completed() {
+    let (_directory, store, entry) = store();
+    let manifest = store.verify(&entry, OWNER).expect("an image");
+    let threads = (1..MAX_MANIFEST as i32 / 4).collect();
+    let why = store.complete(&entry, &Manifest { threads, ..manifest }).expect_err("too long").to_string();
+    assert!(why.contains("too long"), "{why}");
+}
+
+/// The owner can create links in `criu/` while CRIU writes.
+#[test]
+fn linked_files_are_not_given_to_root() {
+    let (directory, store, entry) = store();
+    let manifest = store.verify(&entry, OWNER).expect("an image");
+    let victim = directory.0.join("victim");
+    fs::write(&victim, "not CRIU's").expect("a file");
+    fs::set_permissions(&victim, Permissions::from_mode(0o640)).expect("permissions");
+    fs::set_permissions(entry.path.join("criu"), Permissions::from_mode(0o755)).expect("permissions");
+    fs::hard_link(&victim, entry.path.join("criu/z.img")).expect("a link");
+    let why = store.complete(&entry, &manifest).expect_err("a link").to_string();
+    assert!(why.contains("not a file of its own"), "{why}");
+    assert_eq!(fs::metadata(&victim).expect("a file").mode() & 0o777, 0o640);
+}
+
+#[test]
+fn an_image_that_exists_is_not_touched_by_a_second_one() {
+    let (_directory, store, entry) = store();
+    let again = image(&store, OWNER);
+    assert_ne!(entry.name, again.name, "names are random");
+    store.verify(&entry, OWNER).expect("it is as it was");
+}
+
+#[test]
+fn a_program_is_not_restored_with_another_driver() {
+    let (_directory, store, entry) = store();
+    let manifest = store.verify(&entry, OWNER).expect("an image");
+    let with = |driver: Option<&str>| Manifest { driver: driver.map(str::to_owned), ..manifest.clone() };
+    with(None).check_driver(None).expect("a simulated GPU");
+    with(Some("580.1")).check_driver(Some("580.1")).expect("the same");
+    for present in [Some("590.2"), None] {
+        let why = with(Some("580.1")).check_driver(present).expect_err("another driver").to_string();
+        assert!(why.contains("with NVIDIA driver 580.1") && why.contains("Load"), "{why}");
+    }
+}

@@ -1,0 +1,315 @@
+//! Workers: processes that run as the owner of a program, with the owner's rights and limits, and with the
+//! capabilities that CRIU needs and no others.
+//!
+//! The kernel then checks each access of CRIU as an access of the owner. So a restore opens only files
+//! that the owner may open now, whatever a path in the image refers to, and creates only processes
+//! with the owner's users, groups and limits.
+//!
+//! A worker begins as root in a copy of the helper, and waits for its task on its standard input. Only
+//! when it is in its scope, it gets the task, becomes the owner and carries out the task. If the helper
+//! ends before, so does the worker.
+
+use crate::{
+    Refusal,
+    rights::{Rights, login},
+    scope::Scope,
+};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    process::{Pid, PidfdFlags, pidfd_open},
+};
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::BTreeSet,
+    ffi::OsString,
+    fs::{File, OpenOptions},
+    io::{self, Read, Write},
+    os::{
+        fd::{AsRawFd, BorrowedFd, OwnedFd},
+        unix::{
+            fs::{MetadataExt, OpenOptionsExt},
+            process::CommandExt,
+        },
+    },
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    time::{Duration, Instant},
+};
+
+/// Maximum time of all work for one request.
+pub const TIMEOUT: Duration = Duration::from_secs(600);
+/// Maximum time until a worker has ended after it was killed. A worker that waits for a file system of its
+/// owner may never end.
+const END: Duration = Duration::from_secs(2);
+/// Interval of the checks while a worker works.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// Choosing the PIDs of new processes, and reading the files that processes have mapped.
+pub const CAP_CHECKPOINT_RESTORE: u32 = 40;
+/// Lowering the bounding set of a process. CRIU restores a bounding set that lacks capabilities, and
+/// fails if it may not lower its own [CRIU 4.1.1].
+pub const CAP_SETPCAP: u32 = 8;
+
+/// What a worker does.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum Task {
+    /// Executes a program with these capabilities.
+    Execute { program: String, arguments: Vec<String>, capabilities: Vec<u32> },
+    /// Opens regular files, for writing if the flag is set, and writes their file systems' data to the disk.
+    /// Prints the first file that cannot be opened.
+    Open { files: Vec<(OsString, bool)> },
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Order {
+    rights: Rights,
+    task: Task,
+}
+
+/// The end of a worker.
+#[derive(Debug)]
+pub struct Done {
+    pub status: ExitStatus,
+    pub output: Vec<u8>,
+}
+
+/// Carries out a task in a scope, in this directory. `obstacle` is called from time to time. If it returns
+/// a reason, or the work takes longer than until `deadline`, all processes of the scope are ended.
+///
+/// # Errors
+/// The reason; or the worker cannot be started, or does not end.
+pub fn run(
+    scope: &Scope,
+    rights: &Rights,
+    task: Task,
+    directory: BorrowedFd<'_>,
+    deadline: Instant,
+    obstacle: impl Fn() -> Option<String>,
+) -> Result<Done, Refusal> {
+    let words = |e: io::Error| Refusal::new(format!("cannot start a worker: {e}"));
+    let mut command = Command::new("/proc/self/exe");
+    command.arg("--worker").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+    command.env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").env("NVSHARE_DISABLE", "1");
+    command.current_dir(format!("/proc/self/fd/{}", directory.as_raw_fd()));
+    let mut child = command.spawn().map_err(words)?;
+    let pidfd = Pid::from_raw(child.id() as i32).ok_or(io::ErrorKind::NotFound.into());
+    let pidfd = pidfd.and_then(|pid| Ok(pidfd_open(pid, PidfdFlags::empty())?)).map_err(words)?;
+    let order = serde_json::to_vec(&Order { rights: rights.clone(), task }).map_err(|e| words(e.into()))?;
+    let begun = scope.start(child.id() as i32, || is_ready(&pidfd, PollFlags::IN)).and_then(|()| {
+        // Dropped, so the worker reads to the end.
+        let mut stdin = child.stdin.take().ok_or_else(|| Refusal::new("the worker has no input"))?;
+        stdin.write_all(&order).map_err(words)
+    });
+    let waited = begun.and_then(|()| wait(&pidfd, deadline, obstacle));
+    if waited.is_err() {
+        end(scope, &mut child, &pidfd);
+    }
+    waited?;
+    let mut output = Vec::new();
+    let status = child.wait().map_err(words)?;
+    // A process that the worker has started may hold the pipe open, but not write to it later.
+    if let Some(stdout) = child.stdout.take().filter(|stdout| is_ready(stdout, PollFlags::IN)) {
+        stdout.take(64 << 10).read_to_end(&mut output).map_err(words)?;
+    }
+    Ok(Done { status, output })
+}
+
+fn is_ready(fd: &impl std::os::fd::AsFd, flags: PollFlags) -> bool {
+    poll(&mut [PollFd::new(fd, flags)], Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+}
+
+/// Waits until a worker has ended.
+fn wait(worker: &OwnedFd, deadline: Instant, obstacle: impl Fn() -> Option<String>) -> Result<(), Refusal> {
+    loop {
+        let limit = Timespec { tv_sec: 0, tv_nsec: LOOK.subsec_nanos().into() };
+        if poll(&mut [PollFd::new(worker, PollFlags::IN)], Some(&limit)).is_ok_and(|ready| ready > 0) {
+            return Ok(());
+        }
+        if let Some(why) = obstacle() {
+            return Err(Refusal::new(why));
+        }
+        if Instant::now() >= deadline {
+            return Err(Refusal::new(format!("it took longer than {} s", TIMEOUT.as_secs())));
+        }
+    }
+}
+
+/// Ends a worker and all other processes of its scope, as far as they end.
+fn end(scope: &Scope, child: &mut Child, worker: &OwnedFd) {
+    let _ = child.kill(); // it may not be in its scope yet
+    if let Err(e) = scope.kill() {
+        eprintln!("nvshare-hibernate: cannot end the processes of {scope:?}: {e}");
+    }
+    let limit = Timespec { tv_sec: END.as_secs() as i64, tv_nsec: 0 };
+    if poll(&mut [PollFd::new(worker, PollFlags::IN)], Some(&limit)).is_ok_and(|ready| ready > 0) {
+        let _ = child.wait(); // it has ended
+    }
+}
+
+/// Returns the first of these files that the owner may not open. Data that programs have written to the
+/// files' file systems is on the disk afterwards.
+///
+/// # Errors
+/// The worker does not answer.
+pub fn first_closed(
+    rights: &Rights,
+    files: Vec<(PathBuf, bool)>,
+    deadline: Instant,
+) -> Result<Option<PathBuf>, Refusal> {
+    let words = |e: io::Error| Refusal::new(format!("cannot examine its files: {e}"));
+    let scope = Scope::new("files", rights.owner.uid).map_err(words)?;
+    let root = File::open("/").map_err(words)?;
+    let task = Task::Open { files: files.into_iter().map(|(path, is_written)| (path.into(), is_written)).collect() };
+    let done = run(&scope, rights, task, std::os::fd::AsFd::as_fd(&root), deadline, || None)?;
+    let closed: Option<OsString> = serde_json::from_slice(&done.output)
+        .map_err(|_| Refusal::new(format!("cannot examine its files: the worker failed: {}", done.status)))?;
+    Ok(closed.map(PathBuf::from))
+}
+
+/// The main function of a worker. Returns if the task has failed, or ends this process.
+///
+/// # Errors
+/// The helper has ended, or this process cannot become the owner.
+pub fn work() -> io::Result<()> {
+    let mut text = Vec::new();
+    io::stdin().read_to_end(&mut text)?;
+    let Order { rights, task } = serde_json::from_slice(&text)?;
+    match task {
+        Task::Execute { program, arguments, capabilities } => {
+            become_owner(&rights, &capabilities)?;
+            let mut command = Command::new(program);
+            command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+            Err(command.exec())
+        }
+        Task::Open { files } => {
+            // The kernel lets no process with the owner's rights trace this one, which changed its user and
+            // executes nothing.
+            become_owner(&rights, &[])?;
+            let mut synced = BTreeSet::new();
+            let closed = files.into_iter().find(|(path, is_written)| !opens(path.as_ref(), *is_written, &mut synced));
+            println!("{}", serde_json::to_string(&closed.map(|(path, _)| path))?);
+            Ok(())
+        }
+    }
+}
+
+fn opens(path: &Path, is_written: bool, synced: &mut BTreeSet<u64>) -> bool {
+    match std::fs::metadata(path) {
+        Ok(metadata) if metadata.is_file() => {}
+        found => return found.is_ok(),
+    }
+    let mut options = OpenOptions::new();
+    let Ok(file) = options.read(!is_written).write(is_written).custom_flags(libc::O_NONBLOCK).open(path) else {
+        return false;
+    };
+    let is_new = is_written && file.metadata().is_ok_and(|metadata| synced.insert(metadata.dev()));
+    !is_new || rustix::fs::syncfs(&file).is_ok()
+}
+
+fn check(result: libc::c_int) -> io::Result<()> {
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[repr(C)]
+struct Header {
+    version: u32,
+    pid: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Sets {
+    effective: u32,
+    permitted: u32,
+    inheritable: u32,
+}
+
+const VERSION_3: u32 = 0x2008_0522;
+
+/// Gives this process the rights of a program, and these capabilities.
+fn become_owner(rights: &Rights, capabilities: &[u32]) -> io::Result<()> {
+    let Rights { owner, limits, .. } = rights;
+    // Without a login, a process may choose any. The program has the login that it had.
+    if let Some(user) = rights.login
+        && login(Path::new("/proc/self")) != Some(user)
+    {
+        std::fs::write("/proc/self/loginuid", user.to_string())?;
+    }
+    let set = capabilities.iter().fold(0_u64, |set, capability| set | 1 << capability);
+    let half = |half: u32| Sets { effective: half, permitted: half, inheritable: half };
+    let sets = [half(set as u32), half((set >> 32) as u32)];
+    let header = Header { version: VERSION_3, pid: 0 };
+    // SAFETY: the pointers refer to values that live during the calls.
+    unsafe {
+        libc::umask(0o077);
+        for (resource, limit) in limits.iter().enumerate() {
+            let limit = libc::rlimit { rlim_cur: *limit, rlim_max: *limit };
+            check(libc::setrlimit(resource as _, &raw const limit))?;
+        }
+        check(libc::setgroups(owner.groups.len(), owner.groups.as_ptr()))?;
+        check(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
+        check(libc::prctl(libc::PR_SET_KEEPCAPS, 1, 0, 0, 0))?;
+        check(libc::setresgid(owner.gid, owner.gid, owner.gid))?;
+        check(libc::setresuid(owner.uid, owner.uid, owner.uid))?;
+        check(libc::syscall(libc::SYS_capset, &raw const header, sets.as_ptr()) as i32)?;
+        for capability in capabilities {
+            check(libc::prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_RAISE, *capability, 0, 0))?;
+        }
+    }
+    leave_keyring()
+}
+
+/// Joins an empty session keyring, so that the program has no keys of the helper.
+fn leave_keyring() -> io::Result<()> {
+    // SAFETY: without a name, the call reads no memory.
+    let result = unsafe { libc::syscall(libc::SYS_keyctl, libc::KEYCTL_JOIN_SESSION_KEYRING, 0_usize, 0, 0, 0) };
+    match io::Error::last_os_error() {
+        _ if result >= 0 => Ok(()),
+        // The kernel, or a container manager, has no keyrings.
+        e if matches!(e.raw_os_error(), Some(libc::ENOSYS | libc::EPERM)) => Ok(()),
+        e => Err(e),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sleeper(seconds: &str) -> (Child, OwnedFd) {
+        let child = Command::new("sleep").arg(seconds).spawn().expect("a process");
+        let pid = Pid::from_raw(child.id() as i32).expect("a process ID");
+        (child, pidfd_open(pid, PidfdFlags::empty()).expect("it lives"))
+    }
+
+    #[test]
+    fn a_worker_that_does_not_end_is_given_up_at_the_deadline_or_an_obstacle() {
+        let (mut child, pidfd) = sleeper("1000");
+        let soon = Instant::now() + LOOK * 2;
+        let why = wait(&pidfd, soon, || None).expect_err("it does not end").to_string();
+        assert!(why.contains("longer than 600 s") && Instant::now() >= soon, "{why}");
+        let later = Instant::now() + TIMEOUT;
+        let why = wait(&pidfd, later, || Some("the disk is full".into())).expect_err("an obstacle").to_string();
+        assert_eq!(why, "the disk is full");
+        child.kill().expect("killed");
+        wait(&pidfd, later, || None).expect("it has ended");
+        child.wait().expect("it has ended");
+    }
+
+    #[test]
+    fn a_worker_without_an_order_does_nothing() {
+        assert!(serde_json::from_slice::<Order>(b"").is_err(), "its helper has ended");
+    }
+
+    #[test]
+    fn files_that_may_not_be_opened_are_found() {
+        let directory = test_support::Directory::new();
+        let path = directory.0.join("file");
+        std::fs::write(&path, "x").expect("a file");
+        let mut synced = BTreeSet::new();
+        assert!(opens(&path, false, &mut synced) && synced.is_empty(), "nothing was written");
+        assert!(opens(&path, true, &mut synced) && synced.len() == 1);
+        assert!(!opens(&directory.0.join("gone"), false, &mut synced));
+        assert!(opens(Path::new("/dev/null"), true, &mut synced), "devices are not opened");
+        assert_eq!(synced.len(), 1);
+    }
+}
