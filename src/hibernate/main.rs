@@ -219,6 +219,8 @@ impl Helper<'_> {
         }
         criu::check()?;
         let rights = tree.check(uid)?;
+        // Otherwise, the image could not be restored.
+        check_groups(&rights.owner)?;
         tree.check_running()?;
         self.check_files(&tree, &rights)?;
         self.store.check_room(uid, tree.memory())?;
@@ -306,8 +308,9 @@ impl Helper<'_> {
         }
         let scope = Scope::new(image, uid).map_err(words)?;
         entry.record(uid, &Stage::Restoring { scope: scope.clone() }).map_err(words)?;
-        let job =
-            Job { store: self.store, entry: &entry, scope: &scope, rights: &manifest.rights, deadline: self.deadline };
+        // An image of any size must be restorable, so reading it above does not count.
+        let deadline = Instant::now() + TIMEOUT;
+        let job = Job { store: self.store, entry: &entry, scope: &scope, rights: &manifest.rights, deadline };
         let begun = job.restore().and_then(|()| begin(&job, &manifest));
         let process = match begun {
             Ok(process) => process,
@@ -342,14 +345,14 @@ fn begin(job: &Job<'_>, manifest: &Manifest) -> Result<Identity, Refusal> {
     Ok(process)
 }
 
-/// Checks that the owner still has the user and the groups that the program has.
+/// Checks that the owner has the user and the groups that the program has.
 ///
 /// # Errors
-/// The user is gone, or has left one of the groups.
+/// The user is gone, or is not in one of the groups.
 fn check_groups(owner: &Credentials) -> Result<(), Refusal> {
     let now = groups_of(owner.uid).ok_or_else(|| Refusal::new(format!("there is no user {} any more", owner.uid)))?;
     match owner.groups.iter().chain([&owner.gid]).find(|group| !now.contains(group)) {
-        Some(group) => Err(Refusal::new(format!("its user is no longer a member of group {group}"))),
+        Some(group) => Err(Refusal::new(format!("its user is not a member of group {group}"))),
         None => Ok(()),
     }
 }
