@@ -152,11 +152,13 @@ struct Figures {
     host: u64,
     counts: Counts,
     in_file: u64,
+    managed: u64,
 }
 
 impl Figures {
     fn report(self) -> ClientMessage {
-        let Self { slot, ack, demand, mapped, swapped, pinned, device_free, limit_ack, host, counts, in_file } = self;
+        let Self { slot, ack, demand, mapped, swapped, pinned, device_free, limit_ack, host, counts, in_file, managed } =
+            self;
         ClientMessage::Memory {
             slot,
             ack,
@@ -169,6 +171,7 @@ impl Figures {
             host,
             counts,
             in_file,
+            managed,
         }
     }
 }
@@ -271,6 +274,7 @@ const LIES: &[(&str, Lie)] = &[
     ("Memory.mapped", |gpu, n| with(gpu, Figures { mapped: n, ..Figures::default() })),
     ("Memory.swapped", |gpu, n| with(gpu, Figures { swapped: n, ..Figures::default() })),
     ("Memory.in_file", |gpu, n| with(gpu, Figures { in_file: n, ..Figures::default() })),
+    ("Memory.managed", |gpu, n| with(gpu, Figures { managed: n, ..Figures::default() })),
     ("Memory.pinned", |gpu, n| with(gpu, Figures { pinned: n, ..Figures::default() })),
     ("Memory.demand, mapped and pinned", |gpu, n| {
         with(gpu, Figures { demand: n, mapped: n, pinned: n, ..Figures::default() })

@@ -60,6 +60,7 @@ impl Gpu {
                 host: account.host(),
                 counts: account.counts,
                 in_file: account.in_file,
+                managed: account.managed,
             });
         self.unreported.store(!sent, Ordering::SeqCst);
     }
@@ -103,6 +104,14 @@ impl Gpu {
     /// Changes the number of pinned bytes.
     pub fn pin(&self, change: impl FnOnce(u64) -> u64) {
         self.change(|space| space.account.pinned = change(space.account.pinned));
+    }
+
+    /// Changes the number of pinned bytes by changing the number of managed bytes among them.
+    pub fn pin_managed(&self, change: impl Fn(u64) -> u64) {
+        self.change(|space| {
+            space.account.pinned = change(space.account.pinned);
+            space.account.managed = change(space.account.managed);
+        });
     }
 
     /// Counts an allocation that fails for lack of memory.

@@ -16,6 +16,8 @@ pub struct Account {
     pub in_file: u64,
     /// Memory that cannot be evicted, because the driver manages it rather than an engine.
     pub pinned: u64,
+    /// Managed memory that the driver has not freed yet, wherever it is.
+    pub managed: u64,
     /// The scheduler's limit on mapped bytes; `u64::MAX` without a scheduler.
     pub allowance: u64,
     /// The sequence number of the latest allowance that has been carried out.

@@ -6,10 +6,10 @@ use std::time::SystemTime;
 
 use nvshare_wire::client::{EngineReason, StuckReason};
 
-use super::measure::EXIT_TIME;
-use super::model::{Arrival, Client, ClientGpuStats, Listing, Model, Use};
+use super::measure::{EXIT_TIME, LATE_RECONNECT_TIME};
+use super::model::{Arrival, Client, ClientGpuStats, Departed, Listing, Model, Use};
 use crate::config::rules::EnvLimits;
-use crate::daemon::gpu::accounting::History;
+use crate::daemon::gpu::accounting::{Extent, History};
 use crate::daemon::gpu::device_files;
 use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::{ConnectionName, Kind, LOCK_RECORD};
@@ -95,19 +95,28 @@ impl Model {
         }
         if self.departed.len() >= MAX_DEPARTED {
             // Measurements remove old entries too, but NVML may be unavailable.
-            self.departed.retain(|_, left| now < *left + EXIT_TIME);
+            self.departed.retain(|_, departed| now < departed.left + EXIT_TIME);
         }
-        self.departed.insert(gone.identity.pid.try_into().unwrap_or(0), now);
+        let managed = gone.gpus.iter().map(|(gpu, stats)| (*gpu, stats.managed.min(stats.managed_max))).collect();
+        self.departed.insert(gone.identity.pid.try_into().unwrap_or(0), Departed { left: now, managed });
         Some(gone)
     }
 
     /// Records that a client has attached a GPU.
     pub(super) fn attach(&mut self, client: ClientId, gpu: GpuId, reason: EngineReason, now: Time) {
         let total = self.total(gpu);
+        let returns = now < self.started + LATE_RECONNECT_TIME;
         let Some(entry) = self.clients.get_mut(&client) else { return };
+        let total = if entry.lock.is_none() { total } else { 0 };
+        // The process may have managed memory from before it was connected to this daemon.
+        let departed = self.departed.get(&entry.identity.pid.try_into().unwrap_or(0));
+        let before = departed.and_then(|departed| departed.managed.get(&gpu)).copied().unwrap_or(0);
+        let managed = if returns { total } else { before };
         let fresh = ClientGpuStats {
             attached: now,
-            history: History::unknown(now, if entry.lock.is_none() { total } else { 0 }),
+            history: History::unknown(now, total, managed),
+            managed,
+            managed_max: managed,
             report: None,
             host: 0,
             listing: Listing::Unknown,
@@ -149,6 +158,7 @@ impl Model {
         client: ClientId,
         gpu: GpuId,
         mut report: MemoryReport,
+        managed: u64,
         (host, in_file): (u64, u64),
     ) {
         let total = self.total(gpu);
@@ -159,6 +169,11 @@ impl Model {
         report.mapped = report.mapped.min(total);
         report.pinned = report.pinned.min(report.mapped);
         if let Some(stats) = self.stats(client, gpu) {
+            stats.managed = managed.min(total);
+            if stats.report.is_none() {
+                // Whatever the client does not claim now, it did not have before it connected.
+                stats.managed_max = stats.managed_max.min(stats.managed);
+            }
             (stats.host, stats.shown.in_file, stats.report) = (host, in_file, Some(report));
         }
     }
@@ -197,10 +212,14 @@ impl Model {
 
     /// Records the present bounds on a client's mapped memory.
     pub(super) fn note_extent(&mut self, client: ClientId, gpu: GpuId, now: Time) {
-        let Some(extent) = self.machine.extent(client, gpu) else { return };
-        if let Some(stats) = self.stats(client, gpu).filter(|stats| stats.report.is_some()) {
-            stats.history.record(now, extent);
-        }
+        let Some((least, most)) = self.machine.extent(client, gpu) else { return };
+        let (charge, total) = (self.machine.charge(client, gpu), self.total(gpu));
+        let Some(stats) = self.stats(client, gpu) else { return };
+        let Some(report) = stats.report else { return };
+        stats.managed_max = stats.managed_max.max(charge.min(total));
+        let managed = stats.managed.min(stats.managed_max);
+        let evicted = managed.min(report.demand.max(managed).saturating_sub(report.mapped));
+        stats.history.record(now, Extent { least, most, managed, evicted });
     }
 
     /// Moves a client's records to the new GPU after its memory has moved.

@@ -6,13 +6,17 @@ use std::time::Duration;
 use tracing::{debug, info};
 
 use super::model::{Client, ClientGpuStats, Listing, Model};
-use crate::daemon::gpu::accounting::{Attached, Basis};
+use crate::daemon::gpu::accounting::{Attached, Basis, Extent};
 use crate::daemon::gpu::nvml::Sample;
-use crate::scheduler::{ClientId, Event, GpuId, SleepPhase, Time};
+use crate::scheduler::{ClientId, Engine, Event, GpuId, SleepPhase, Time};
 
 /// Clients of an earlier daemon reconnect within this time. Until then, memory of unknown processes
 /// does not count as overhead.
 const RECONNECT_TIME: Duration = Duration::from_secs(1);
+
+/// Clients that have been without a daemon for a while reconnect within this time. Claims of managed memory
+/// from before the connection count until then.
+pub(super) const LATE_RECONNECT_TIME: Duration = Duration::from_secs(3);
 
 /// A client reports its memory within this time after attaching. Until the first report, the client may
 /// have mapped any number of bytes.
@@ -34,6 +38,9 @@ const SHORTEST_PERIOD: Duration = Duration::from_millis(100);
 /// The estimate for a context that has not been measured is at most the GPU's size divided by this
 /// number.
 const CONTEXT_DIVISOR: u64 = 16;
+
+/// The reserve is at most the GPU's size divided by this number.
+const RESERVE_DIVISOR: u64 = 16;
 
 /// The driver needs more memory than this for each CUDA context.
 const SMALLEST_CONTEXT: u64 = 32 << 20;
@@ -105,22 +112,31 @@ impl Model {
         let attached = self.extents(sample, adopted);
         let guess = self.config.settings.context.min(self.total(sample.gpu) / CONTEXT_DIVISOR);
         let gpu = sample.gpu;
+        let faulted_in = self.faulted_in(gpu);
         let Some(entry) = self.gpus.get_mut(&gpu) else { return Vec::new() };
         let before = (entry.accounting.overhead(), entry.accounting.basis());
         let is_measured = entry.index.is_some();
         let settled = sample.begun >= self.started + RECONNECT_TIME;
-        self.departed.retain(|_, left| sample.begun < *left + EXIT_TIME);
+        self.departed.retain(|_, departed| sample.begun < departed.left + EXIT_TIME);
         let clients: BTreeSet<u32> = attached.iter().map(|client| client.pid).collect();
         let is_own = |pid| !settled || self.departed.contains_key(&pid);
         let is_known = |pid: &u32| clients.contains(pid) || self.departed.contains_key(pid);
         let is_all_known = sample.processes.iter().flat_map(BTreeMap::keys).all(is_known);
+        let complete = settled || is_all_known;
+        let departed = self.departed.values().filter_map(|departed| departed.managed.get(&gpu));
+        let absent =
+            if complete { departed.fold(faulted_in, |sum, bytes| sum.saturating_add(*bytes)) } else { u64::MAX };
         let overhead = match sample.steady {
-            true => entry.accounting.sample(sample, &attached, guess, is_own),
+            true => entry.accounting.sample(sample, &attached, guess, absent, is_own),
             false => None,
         };
+        let free = entry.total.saturating_sub(sample.used).saturating_add(entry.accounting.evicted(sample, &attached));
         let found = entry.accounting.found(sample, &attached, guess).filter(|_| is_measured);
         if !settled {
             entry.accounting.forget_total();
+        }
+        if sample.begun < self.started + LATE_RECONNECT_TIME {
+            entry.accounting.forget_unlisted();
         }
         let basis = entry.accounting.basis();
         if is_measured && overhead.is_some() && before.1 != basis {
@@ -136,13 +152,17 @@ impl Model {
             if before.0 != Some(bytes) {
                 debug!(gpu = %gpu.0, bytes, "overhead");
             }
-            let (others, complete) = (entry.accounting.others(), settled || is_all_known);
+            let others = entry.accounting.others();
             // Sent even if unchanged: the scheduler may wait for a measurement that includes a new context.
             events.push(Event::GpuOverhead { gpu, begun: sample.begun, bytes, others, complete });
         }
         if let Some(found) = found {
-            let free = Some(entry.total.saturating_sub(sample.used)).filter(|_| sample.steady);
+            let free = Some(free).filter(|_| sample.steady);
             events.push(Event::Measured { gpu, begun: sample.begun, free, found });
+        }
+        if sample.steady {
+            let stats = self.clients.values_mut().filter_map(|client| client.gpus.get_mut(&gpu));
+            stats.for_each(|stats| stats.history.sampled(sample.begun));
         }
         events
     }
@@ -156,12 +176,32 @@ impl Model {
                 |stats: &&ClientGpuStats| stats.report.is_some() || sample.begun < stats.attached + FIRST_REPORT_TIME;
             let extent = self.machine.extent(*id, gpu)?;
             let stats = client.gpus.get(&gpu).filter(tells);
-            let (least, most) = stats.map_or(extent, |stats| stats.history.at(sample.begun));
+            let unreported = Extent { least: extent.0, most: extent.1, ..Extent::default() };
+            let extent = stats.map_or(unreported, |stats| stats.history.at(sample.begun));
+            let Extent { least, most, managed, evicted } = extent;
+            // NVML shows no managed memory under the process.
+            let least = least.saturating_sub(managed);
+            let arrived = stats.map_or(0, |stats| stats.history.arrived());
             let pid = client.identity.pid.try_into().unwrap_or(0);
             let is_new = !self.machine.has_context(*id, gpu, sample.begun);
-            Some(Attached { client: *id, pid, least, most, adopted: adopted(*id), is_new })
+            let adopted = adopted(*id);
+            Some(Attached { client: *id, pid, least, most, managed, arrived, evicted, adopted, is_new })
         };
         self.clients.iter().filter_map(extent).collect()
+    }
+
+    /// Managed bytes beyond clients' allowances that page faults may bring onto a GPU (engine `managed`).
+    /// They take no more than the reserve, because clients are allowed the rest.
+    fn faulted_in(&self, gpu: GpuId) -> u64 {
+        let faults = |(id, client): (&ClientId, &Client)| {
+            self.machine.engine(*id, gpu) == Some(Engine::Managed)
+                && client.gpus.get(&gpu).is_some_and(|stats| stats.managed > 0)
+        };
+        if self.clients.iter().any(faults) {
+            self.config.settings.reserve.min(self.total(gpu) / RESERVE_DIVISOR)
+        } else {
+            0
+        }
     }
 
     /// The events that accept clients' reports as measured, for the GPUs that NVML listed and cannot measure

@@ -47,7 +47,7 @@ pub struct Model {
     pub budgets: Arc<Budgets>,
     /// Disconnected processes by PID, with the time of the disconnect. The driver frees their GPU memory
     /// shortly afterwards.
-    pub(super) departed: BTreeMap<u32, Time>,
+    pub(super) departed: BTreeMap<u32, Departed>,
     /// Whether NVML answers queries, is released, or fails. `None` without an NVML thread.
     pub(super) nvml: Option<NvmlState>,
     pub(super) driver: DriverVersions,
@@ -120,12 +120,24 @@ pub(super) struct ClientGpuStats {
     pub attached: Time,
     /// Bounds on the client's mapped memory in the recent past.
     pub history: History,
+    /// Bytes of managed memory in the client's newest report.
+    pub managed: u64,
+    /// The most bytes of `managed` that count: the client's highest charge on the GPU.
+    pub managed_max: u64,
     /// The client's newest report.
     pub report: Option<MemoryReport>,
     /// Bytes of host memory that the client uses.
     pub host: u64,
     pub listing: Listing,
     pub shown: Use,
+}
+
+/// A process whose client has disconnected. It may still have memory on GPUs.
+#[derive(Debug)]
+pub(super) struct Departed {
+    pub left: Time,
+    /// The bytes of managed memory that it may have on each GPU.
+    pub managed: BTreeMap<GpuId, u64>,
 }
 
 /// Whether NVML lists a client's process on a GPU.

@@ -93,6 +93,8 @@ pub enum ClientAction {
         host: u64,
         /// Bytes that the client has in a swap file.
         in_file: u64,
+        /// Bytes of the client's managed memory, wherever they are.
+        managed: u64,
         counts: Counts,
     },
     /// Decide which GPUs the client sees.
@@ -224,6 +226,7 @@ impl Session {
                 host,
                 counts,
                 in_file,
+                managed,
             } => {
                 let gpu = self.gpu(slot)?;
                 for (field, bytes) in [
@@ -233,6 +236,7 @@ impl Session {
                     ("pinned", pinned),
                     ("host", host),
                     ("in_file", in_file),
+                    ("managed", managed),
                 ] {
                     if bytes > MAX_BYTES {
                         return Err(Violation::Bytes { field, bytes });
@@ -244,7 +248,7 @@ impl Session {
                 let in_file = in_file.min(swapped);
                 let host = host.max(swapped - in_file);
                 let device_free = (device_free != u64::MAX).then_some(device_free);
-                ClientAction::Memory { gpu, report, device_free, host, in_file, counts }
+                ClientAction::Memory { gpu, report, device_free, host, in_file, managed, counts }
             }
             ClientMessage::RequestLimit { slot, bytes } => {
                 ClientAction::Event(Event::LimitRequested { client, gpu: self.gpu(slot)?, bytes })

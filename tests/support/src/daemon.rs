@@ -461,6 +461,7 @@ pub fn memory(slot: u32, demand: u64, mapped: u64) -> ClientMessage {
         host,
         counts,
         in_file: 0,
+        managed: 0,
     }
 }
 
@@ -481,6 +482,7 @@ pub fn memory_after(ack: u32, limit_ack: u32, demand: u64, mapped: u64) -> Clien
         host,
         counts,
         in_file: 0,
+        managed: 0,
     }
 }
 

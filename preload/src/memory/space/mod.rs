@@ -18,6 +18,7 @@ mod mapping;
 mod pools;
 
 pub use export::{Export, Exported};
+pub use managed::Unfreed;
 pub use pools::has_pending_frees;
 
 use crate::{
@@ -62,7 +63,7 @@ pub struct Space {
     free_buffers: Vec<Buffer>,
     waiter: Waiter,
     /// Managed memory that counts as freed, but that a program thread must still pass to the driver.
-    unfreed: Vec<u64>,
+    unfreed: Vec<Unfreed>,
     pub pools: Pools<Fence>,
     pub account: Account,
     /// Whether chunks have arrived, or pools at rest have released memory, since the last
@@ -296,6 +297,9 @@ impl Space {
         let (pins, exported, aliases) = (Pins::default(), None, Aliases::default());
         let mut range = Range { len, kind, chunks, dead: false, gone: false, pins, exported, aliases };
         self.account.demand += len;
+        if !engine.copies() {
+            self.account.managed += len;
+        }
         // Maps the range now only if no other memory is missing, because missing chunks get the
         // room first.
         let lacking = self.account.demand - len > self.account.mapped;
@@ -356,8 +360,10 @@ impl Space {
             }
             self.account.demand -= chunk.len;
         }
-        if !range.gone && !engine.unreserve(base, range.len) {
-            self.unfreed.push(base);
+        if !engine.copies() && range.gone {
+            self.account.managed -= range.len;
+        } else if !engine.unreserve(base, range.len) {
+            self.unfreed.push(Unfreed { base, len: range.len });
         }
         // Lowers the peak, because a new allocation that raises the demand again has not been used
         // by any work.
@@ -471,7 +477,10 @@ impl Space {
             self.allocations.remove(&allocation.base);
             self.release_gone(allocation);
         }
-        self.unfreed.clear(); // the driver may have freed some of it with the context and reused the addresses
+        // The driver may have freed some of it with the context and reused the addresses.
+        for unfreed in core::mem::take(&mut self.unfreed) {
+            self.account.managed -= unfreed.len;
+        }
         self.buffers().for_each(|buffer| buffer.forget_context(context));
         self.waiter.forget_context(context);
         if last {

@@ -20,13 +20,18 @@ impl Accounting {
             (*pid, Shared { bytes, least: process.least, clients: process.clients })
         };
         let mut in_use: BTreeMap<u32, Shared> = of_clients.iter().map(shared).collect();
+        let mut managed = self.unlisted.map_or(0, |unlisted| unlisted.managed);
         let found = clients.iter().filter_map(|client| {
             let process = of_clients.get(&client.pid)?;
             let large = context(process).unwrap_or(guess);
             // Other clients of the same process may have mapped up to `others` of these bytes.
             let others = process.most - client.most;
             let least = process.used.saturating_sub(large).saturating_sub(others).saturating_sub(SIGNIFICANT);
-            Some((client.client, Found { least, most: in_use.get_mut(&client.pid)?.take(client) }))
+            // Each managed byte counts for one client, too.
+            let of_client = managed.min(client.managed);
+            managed -= of_client;
+            let most = in_use.get_mut(&client.pid)?.take(client).saturating_add(of_client);
+            Some((client.client, Found { least, most }))
         });
         Some(found.collect())
     }
@@ -36,13 +41,33 @@ impl Accounting {
     fn found_in_total(&self, sample: &Sample, clients: &[Attached]) -> Option<BTreeMap<ClientId, Found>> {
         let overhead = self.total.filter(|_| sample.steady)?;
         let least = clients.iter().fold(0u64, |sum, client| sum.saturating_add(client.least));
+        // Evicted managed memory may be in use, and belongs to any client.
+        let evicted = sum_of_evicted(clients).saturating_add(SIGNIFICANT);
         let mut in_use = Shared { bytes: sample.used.saturating_sub(overhead), least, clients: clients.len() };
         let found = clients.iter().map(|client| {
             let most = in_use.take(client);
-            (client.client, Found { least: most.saturating_sub(SIGNIFICANT), most })
+            (client.client, Found { least: most.saturating_sub(evicted), most })
         });
         Some(found.collect())
     }
+
+    /// The bytes in use that the driver gives to plain allocations: managed memory that clients have evicted.
+    /// Without figures for processes, an upper bound.
+    pub fn evicted(&self, sample: &Sample, clients: &[Attached]) -> u64 {
+        let in_use = match self.unlisted {
+            Some(unlisted) => unlisted.managed,
+            None => {
+                let least =
+                    clients.iter().fold(self.total.unwrap_or(sample.used), |sum, c| sum.saturating_add(c.least));
+                sample.used.saturating_sub(least)
+            }
+        };
+        in_use.min(sum_of_evicted(clients))
+    }
+}
+
+fn sum_of_evicted(clients: &[Attached]) -> u64 {
+    clients.iter().fold(0, |sum, client| sum.saturating_add(client.evicted))
 }
 
 /// Bytes of several clients. Each byte counts only once. One after the other, each client takes up
