@@ -59,9 +59,7 @@ impl Properties {
     fn has_plain_usage(&self) -> bool {
         match self.usage {
             0 => true,
-            POOL_USAGE_HW_DECOMPRESS => {
-                !engine::has(self.location.id, DEVICE_ATTRIBUTE_MEM_DECOMPRESS_ALGORITHM_MASK)
-            }
+            POOL_USAGE_HW_DECOMPRESS => !engine::has(self.location.id, DEVICE_ATTRIBUTE_MEM_DECOMPRESS_ALGORITHM_MASK),
             _ => false,
         }
     }
