@@ -7,16 +7,21 @@ use std::os::fd::AsRawFd;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use cuda_sim_gpus::trouble::{self, Stranger};
 use nvshare_wire::client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, StuckReason};
 use nvshare_wire::env_limits::LimitName;
 use nvshare_wire::{
     ClientMessage, Counts, MAX_LEN, SchedulerMessage, Secret, Text, Uuid, version, visible_devices::Chooser,
 };
 use test_support::daemon::Client;
-use test_support::machine::{Dice, MIB, Machine, PATIENCE, Program, Setup};
+use test_support::machine::{Dice, MIB, Machine, PATIENCE, Program, Setup, wait_for};
+
+use crate::memory::others;
 
 /// An honest program that takes longer than this counts as stuck.
 const BOUND: Duration = PATIENCE;
+/// Clients of an earlier scheduler reconnect within this time, and a new scheduler believes their claims.
+const RECONNECT_TIME: Duration = Duration::from_millis(3100);
 /// How often the scheduler is queried while a program runs.
 const ASK: Duration = Duration::from_secs(1);
 const MEMORY: u64 = 96 * MIB;
@@ -213,6 +218,26 @@ fn a_hung_holder_without_a_context_withholds_no_memory() {
         let mut program = honest(&machine);
         assert_eq!(finish_beside(&machine, &mut [], &mut program, "never gives the lock back"), Ok(()));
     }
+}
+
+/// NVML shows managed memory under no process. A client can pass off no more memory of other programs
+/// as its own than the scheduler let it have.
+#[test]
+fn a_false_managed_claim_hides_no_memory_of_other_programs() {
+    let machine = machine();
+    let gpu = gpu_of(&machine);
+    let program = machine.program("stranger --mem 4M --seconds 600").start();
+    program.wait_to_say("holding");
+    wait_for("the program to be measured", || (others(&machine) == Some(0)).then_some(()));
+    thread::sleep(RECONNECT_TIME);
+    let mut liar = Liar::new(&machine);
+    liar.tell(&[attach(gpu), Figures { demand: 8 * MIB, managed: MOST, ..Figures::default() }.report()]);
+    let unlisted = Stranger { bytes: 32 * MIB, pid: None };
+    trouble::set_strangers(&machine.path("gpu"), 0, &[unlisted]).expect("the strangers");
+    wait_for("their memory to be counted", || {
+        liar.listen();
+        (others(&machine) >= Some(24 * MIB)).then_some(())
+    });
 }
 
 fn claim(figures: Figures) {

@@ -185,19 +185,19 @@ pub fn attribute(value: *mut i32, attribute: u32, device: i32) -> Done {
         50 => 0,                               // PCI domain
         75 => 9,                               // compute capability
         76 => 0,
-        81 => 228 << 10,      // shared memory per multiprocessor
-        82 => 65_536,         // registers per multiprocessor
-        83 => 1,              // managed memory
-        86 | 88 => 0,         // native host atomics, pageable access
-        89..=96 => 1,         // concurrent managed access, preemption, stream memory operations, cooperative
-        97 => 227 << 10,      // shared memory per block, opted in
-        98 | 99 => 1,         // flush, host registration
-        102 => vmm,           // virtual memory management
-        103 => vmm,           // sharing by file descriptor
-        106 => 32,            // blocks per multiprocessor
-        110 => vmm,           // access by other devices
-        115 => 1,             // memory pools
-        119 => 1,             // pool handle types: file descriptors
+        81 => 228 << 10,                               // shared memory per multiprocessor
+        82 => 65_536,                                  // registers per multiprocessor
+        83 => 1,                                       // managed memory
+        86 | 88 => 0,                                  // native host atomics, pageable access
+        89..=96 => 1,    // concurrent managed access, preemption, stream memory operations, cooperative
+        97 => 227 << 10, // shared memory per block, opted in
+        98 | 99 => 1,    // flush, host registration
+        102 => vmm,      // virtual memory management
+        103 => vmm,      // sharing by file descriptor
+        106 => 32,       // blocks per multiprocessor
+        110 => vmm,      // access by other devices
+        115 => 1,        // memory pools
+        119 => 1,        // pool handle types: file descriptors
         136 => i32::from(Config::get().decompression), // algorithms for decompression by hardware
         120 | 122 | 123 => 1, // clusters, 64-bit stream memory operations
         0 | 148.. => return Err(Error::INVALID_VALUE),

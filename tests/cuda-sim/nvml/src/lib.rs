@@ -270,7 +270,8 @@ fn processes<T>(handle: usize, count: *mut u32, to: *mut T, entry: impl Fn(u32, 
     }
     let listing = Config::get().nvml_processes;
     let Figures { processes, strangers, .. } = figures(gpu);
-    let own = processes.iter().map(|p| (p.pid_here(), p.gpus[gpu].plain + p.gpus[gpu].managed));
+    // The driver's figure of a process does not contain its managed memory.
+    let own = processes.iter().map(|p| (p.pid_here(), p.gpus[gpu].plain));
     let strangers = strangers.iter().filter_map(|stranger| Some((stranger.pid?, stranger.bytes)));
     let listed = own.chain(strangers).filter(|(_, bytes)| *bytes > 0 && listing != Listing::None);
     let said = |bytes| if listing == Listing::All { bytes } else { NOT_AVAILABLE };
