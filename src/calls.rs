@@ -18,7 +18,7 @@ const FILE_LINES: usize = 700;
 const FUNCTION_LINES: usize = 80;
 /// Longer functions, with their lines of code. The list and its numbers may only shrink.
 const LONG: [(&str, &str, usize); 3] = [
-    ("ctl/status.rs", "gpu_text", 113),
+    ("ctl/status.rs", "gpu_text", 108),
     ("daemon/run.rs", "serve", 82),
     ("daemon/transport/session.rs", "receive", 141),
 ];
@@ -357,13 +357,13 @@ fn no_circle_of_calls_has_many_files() {
 
 /// The files that pass events to the components.
 #[test]
-fn the_outer_objects_have_methods_in_one_file() {
+fn the_outer_objects_have_methods_in_one_place() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    for (folder, outer, own) in [("scheduler", "Machine", "machine.rs"), ("daemon/core", "Core", "routing.rs")] {
+    for (folder, outer, own) in [("scheduler", "Machine", "machine/"), ("daemon/core", "Core", "routing.rs")] {
         let sources = sources(&source.join(folder));
         let functions = functions(&sources);
         let with: BTreeSet<&str> = functions.iter().filter(|f| f.owner == Some(outer)).map(|f| f.file).collect();
-        assert_eq!(with, BTreeSet::from([own]), "files of {folder} with methods of {outer}");
+        assert!(!with.is_empty() && with.iter().all(|file| file.starts_with(own)), "{outer} has methods in {with:?}");
     }
 }
 

@@ -60,6 +60,8 @@ pub struct Gpu {
     pub kept: Option<u64>,
     pub rooms: Option<Vec<Room>>,
     pub unproven: Option<Vec<Unproven>>,
+    /// Process IDs.
+    pub others: Option<Vec<u32>>,
 }
 
 /// A program that has not shown that it may use the GPU. It runs as without nvshare.
@@ -343,6 +345,7 @@ pub fn engine_reason(reason: EngineReason) -> &'static str {
         EngineReason::Oversubscription => "NVSHARE_ENABLE_SINGLE_OVERSUB allows it to exceed GPU memory",
         EngineReason::NoVmm => "this GPU or its driver has no virtual memory management",
         EngineReason::NoManaged => "NVSHARE_ENGINE asks for managed, but this GPU cannot migrate managed memory",
+        EngineReason::Sanitizer => "compute-sanitizer checks the program, which needs the driver's own allocations",
         EngineReason::Neither => {
             "this GPU or its driver supports neither virtual memory management nor migration of managed memory"
         }
@@ -363,6 +366,11 @@ pub fn state_name(state: LockState, attached: bool) -> &'static str {
         LockState::Suspended => "suspended",
     }
 }
+
+/// Why none of a client's memory can be evicted if a device other than a GPU may access it.
+pub const OTHER_DEVICE: &str = "another device, such as an RDMA network card, may access it. If only NCCL uses that \
+    card, NCCL_IB_DISABLE=1 lets the memory move. NCCL_NET_GDR_LEVEL=LOC alone does not, because nvshare cannot see \
+    that NCCL then opens the card without using it for GPU memory";
 
 /// Describes why a client's memory cannot be evicted from a GPU.
 pub fn eviction_block_name(block: EvictionBlock) -> &'static str {
@@ -412,6 +420,7 @@ pub fn sleep_obstacle_name(obstacle: SleepObstacle) -> &'static str {
         SleepObstacle::Unsupported => "this host's driver or nvshare-checkpoint does not support it",
         SleepObstacle::Unmeasured => "NVML does not measure its GPU",
         SleepObstacle::Silent => "it does not answer",
+        SleepObstacle::Foreign => "another program has locked or checkpointed its process",
         SleepObstacle::Failed => "the driver could not take it off the GPU",
     }
 }

@@ -62,6 +62,7 @@ pub fn gpu_json(gpu: &Gpu) -> Value {
         "link-rate": gpu.link_rate,
         "kept": gpu.kept,
         "rooms": gpu.rooms.as_ref().map(|rooms| rooms.iter().map(room_json).collect::<Vec<_>>()),
+        "others": gpu.others,
         "unproven": gpu.unproven.as_ref().map(|all| all.iter().map(unproven_json).collect::<Vec<_>>()),
     })
 }

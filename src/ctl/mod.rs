@@ -1,7 +1,7 @@
 //! The commands of `nvsharectl`, one file each.
 //!
 //! - [`arguments`]: the command line.
-//! - [`status`]: GPUs and programs as a table.
+//! - [`status`]: GPUs and programs as a table. `beside`: programs that use a GPU without nvshare.
 //! - [`top`]: GPUs and programs on the whole terminal.
 //! - [`rules`]: setting and printing rules.
 //! - [`settings`]: reading and changing settings, reloading the configuration file.
@@ -31,6 +31,7 @@
 
 pub mod adopt;
 pub mod arguments;
+mod beside;
 #[cfg(feature = "cdi")]
 pub mod cdi;
 mod connect;

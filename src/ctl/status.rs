@@ -7,7 +7,7 @@ use nvshare_wire::client::EngineReason;
 use super::program_state::{self, Tone, seconds};
 use super::table::{Align, Table, wrapped};
 use super::why::{self, Waits};
-use super::{CtlError, Target, block_on};
+use super::{CtlError, Target, beside, block_on};
 use crate::bus::status::Status;
 use crate::bus::{self, Client, Gpu, GpuUse, Room, SchedulerProxy, Unproven};
 use crate::config::units;
@@ -92,6 +92,12 @@ const DISPENSABLE: [&str; 7] = ["ENGINE", "FOR", "HELD", "DEMAND", "UNIT", "WAIT
 /// The minimum width of the command column, in characters.
 const LEAST_COMMAND: usize = 12;
 
+fn unproven_sentence(Unproven { pid, uid, name }: &Unproven) -> String {
+    let user = user(*uid);
+    let process = if *pid == 0 { format!("{name} of {user}") } else { format!("{name} (process {pid}) of {user}") };
+    format!("{process} runs as without nvshare, because it has not shown that it can open the GPU's device file.")
+}
+
 fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, style: Style) {
     let number = gpu.index.map_or(String::new(), |index| format!(" {index}"));
     let kind = if gpu.kind == "mig" { "MIG slice of GPU" } else { "GPU" };
@@ -135,13 +141,8 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], waits: &Waits, styl
             units::size(kept)
         ));
     }
-    for Unproven { pid, uid, name } in gpu.unproven.iter().flatten() {
-        let user = user(*uid);
-        let process = if *pid == 0 { format!("{name} of {user}") } else { format!("{name} (process {pid}) of {user}") };
-        say(&format!(
-            "{process} runs as without nvshare, because it has not shown that it can open the GPU's device file."
-        ));
-    }
+    gpu.unproven.iter().flatten().for_each(|unproven| say(&unproven_sentence(unproven)));
+    beside::sentences(gpu, clients).for_each(|sentence| say(&sentence));
     let mut rows: Vec<(usize, &Client, &GpuUse)> = clients
         .iter()
         .flat_map(|client| client.gpus.iter().filter(|usage| usage.uuid == gpu.uuid).map(move |usage| (client, usage)))

@@ -297,8 +297,8 @@ impl Startup {
             sockets;
         unknown.iter().for_each(|name| systemd::forget(name));
 
-        let (settings, settings_changed) = watch::channel(config.settings.clone());
-        let core = Rc::new(RefCell::new(Core::new(config, record, settings)?));
+        let core = Rc::new(RefCell::new(Core::new(config, record)?));
+        let settings_changed = core.borrow().io.follow_settings();
         core.borrow_mut().set_problems(|problems| (problems.configuration, problems.metrics) = (error, metrics_error));
         if let Some(directory) = clients_path.parent() {
             core.borrow_mut().containers.lock_files.create_in(directory);

@@ -66,8 +66,8 @@ pub fn start_checkpoints(core: &Rc<RefCell<Core>>, helpers: Helpers) {
     spawn_local(async move {
         while let Some(request) = requests.recv().await {
             let CheckpointRequest { client, operation, process, identity, pairs, mut awaited } = match request {
-                Checkpoint::Prepare(client) => {
-                    prepared.borrow_mut().keep(Instant::now(), client, || helpers.prepare());
+                Checkpoint::Prepare(client, identity) => {
+                    prepared.borrow_mut().keep(Instant::now(), client, || helpers.prepare(&identity.tenant));
                     continue;
                 }
                 Checkpoint::Do(request) => request,

@@ -68,7 +68,7 @@ pub enum What {
     ControlQueries,
     /// Rooms.
     Rooms,
-    /// Checkpoint helpers, until they have exited.
+    /// Checkpoint helpers with a request, until they have exited. Each started helper costs a token.
     Helpers,
     /// Units that metrics, pressure and usage records name.
     Units,
@@ -104,8 +104,9 @@ impl What {
             // More rooms would not give the tenant more memory.
             Self::Rooms => (4, ANY, 1),
             // A tenant can keep a helper running by stopping the client's process. `MaxConnections=` of the
-            // helpers' socket leaves room for the helpers of many tenants.
-            Self::Helpers => (4, ANY, 1),
+            // helpers' socket leaves room for the helpers of many tenants. A program that claims to be asleep,
+            // or that refuses to prepare, makes the daemon start one helper after the other.
+            Self::Helpers => (4, 8, 1),
             // A user or a container's root can invent any number of units.
             Self::Units => (100, ANY, ROOT_FACTOR),
             // The scheduler has the same limit.
@@ -238,6 +239,13 @@ impl Budget {
             *full = next;
         }
         is_left
+    }
+
+    /// Takes a token, and waits until one is left.
+    pub async fn wait_for_token(&self, what: What) {
+        while !self.take_token(what) {
+            tokio::time::sleep(self.token(what)).await;
+        }
     }
 
     /// The time after which the bucket gains one token.

@@ -107,11 +107,27 @@ impl Identity {
     pub fn may_share_with(&self, other: &Self) -> bool {
         self.placed && other.placed && self.tenant == other.tenant
     }
+
+    /// Returns true if `other` is the process `pid`, and a process of this tenant may name it.
+    pub fn is_neighbour(&self, other: &Self, pid: i32) -> bool {
+        pid > 0 && other.pid == pid && self.may_share_with(other)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_process_names_only_visible_processes_of_its_tenant() {
+        let process = |pid, uid, placed| Identity { pid, tenant: Tenant::User(uid), placed, ..Identity::default() };
+        let own = process(1, 1000, true);
+        assert!(own.is_neighbour(&process(2, 1000, true), 2));
+        for (other, pid) in [((2, 1000, true), 3), ((2, 1001, true), 2), ((2, 1000, false), 2), ((0, 1000, true), 0)] {
+            assert!(!own.is_neighbour(&process(other.0, other.1, other.2), pid), "{other:?}");
+        }
+        assert!(!process(1, 1000, false).is_neighbour(&process(2, 1000, true), 2), "its container is unknown");
+    }
 
     #[test]
     fn memory_is_shared_within_a_tenant_only() {

@@ -38,11 +38,6 @@ impl Effects {
         self.touched.extend(gpus);
     }
 
-    /// Unmarks a GPU that is about to be settled.
-    pub fn untouch(&mut self, gpu: GpuId) {
-        self.touched.remove(&gpu);
-    }
-
     /// Removes and returns the next GPU to settle.
     pub fn take_touched(&mut self) -> Option<GpuId> {
         self.touched.pop_first()
@@ -79,7 +74,7 @@ impl Effects {
 
     /// Cancels the pending work for a GPU.
     pub fn forget(&mut self, gpu: GpuId) {
-        self.untouch(gpu);
+        self.touched.remove(&gpu);
         let all = [Wake::Gpu, Wake::Verification, Wake::Failures, Wake::HeldRequests];
         all.into_iter().for_each(|wake| self.wake(wake(gpu), None));
     }

@@ -32,6 +32,7 @@ pub(crate) enum StuckReason {
     HostFull,
     Broken,
     UnseenWork,
+    OtherDevice,
 }
 
 #[derive(Serialize, Deserialize)]

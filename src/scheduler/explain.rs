@@ -102,6 +102,9 @@ pub enum Obstacle {
     Drained,
     /// The client is off its GPUs, or is leaving them or returning to them.
     Sleeps(SleepPhase),
+    /// The client waits to be restored. Its context, and its memory that other clients use, do not fit
+    /// on this GPU beside this number of unevictable bytes of other clients.
+    NoRoomToReturn(u64),
     /// The client's process is stopped.
     Stopped,
     /// The client waits for room for its context. `deferred`: the context would leave too little
@@ -215,6 +218,10 @@ impl<'a> Model<'a> {
         }
         if sleep.drained {
             return Some(Obstacle::Drained);
+        }
+        if sleep.phase == SleepPhase::Waking && gpu.lacks_to_return(self.gpu_context(), client) > 0 {
+            let stays = gpu.ledger.unevictable().saturating_sub(gpu.unevictable_of(client));
+            return Some(Obstacle::NoRoomToReturn(stays));
         }
         if sleep.phase != SleepPhase::Awake {
             return Some(Obstacle::Sleeps(sleep.phase));

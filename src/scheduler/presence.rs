@@ -31,7 +31,7 @@ use crate::{
     client::Clients,
     effects::Effects,
     fairness::Fairness,
-    gpu::Gpus,
+    gpu::{Gpu, Gpus},
     model::Model,
     placement::Placements,
     queue::Queues,
@@ -92,6 +92,8 @@ pub(crate) enum Task {
     Limit,
     /// Set room aside for the waking client.
     ExpectReturn,
+    /// Let other clients use the room of the waking client.
+    GiveUpRoom,
     /// Release the room of the client, which stays asleep.
     CancelReturn,
     /// Another program has locked the client's process, or the process runs again.
@@ -131,24 +133,6 @@ impl Presence<'_> {
 
     // Events. Each returns tasks for the client.
 
-    /// Handles an event that changes a client's sleep. `None`: the event is about something else.
-    pub fn handle(&mut self, event: &Event) -> Option<(ClientId, Vec<Task>)> {
-        let tasks = match *event {
-            Event::SleepWanted { client, paused } => (client, self.want(client, paused)),
-            Event::FoundAsleep { client } => (client, self.found(client)),
-            Event::SleepReady { client } => (client, self.ready(client)),
-            Event::SleepRefused { client, why } => (client, self.refused(client, why)),
-            Event::WakeRequested { client } => (client, self.wake(client, false)),
-            Event::Resumed { client } => (client, self.wake(client, true)),
-            Event::Checkpointed { client, outcome } => (client, self.checkpointed(client, outcome)),
-            Event::ForeignCheckpoint { client, state } => (client, self.foreign(client, state)),
-            Event::RestoreRequested { client } => (client, self.restore_requested(client)),
-            Event::Migrate { client, from, to } => (client, self.migrate(client, Move { from, to })),
-            _ => return None,
-        };
-        Some(tasks)
-    }
-
     pub fn want(&mut self, client: ClientId, paused: bool) -> Vec<Task> {
         if !self.clients.contains_key(&client) {
             return Vec::new();
@@ -158,27 +142,27 @@ impl Presence<'_> {
     }
 
     /// Handles the connection of a client that an earlier scheduler told to sleep.
-    fn found(&mut self, client: ClientId) -> Vec<Task> {
+    pub fn found(&mut self, client: ClientId) -> Vec<Task> {
         if !self.clients.contains_key(&client) {
             return Vec::new();
         }
         vec![Task::Step(self.sleep.found(client))]
     }
 
-    fn ready(&mut self, client: ClientId) -> Vec<Task> {
+    pub fn ready(&mut self, client: ClientId) -> Vec<Task> {
         let obstacle = self.model().obstacle_when_ready(client);
         vec![Task::Step(self.sleep.ready(self.now, client, obstacle))]
     }
 
-    fn refused(&mut self, client: ClientId, why: SleepObstacle) -> Vec<Task> {
+    pub fn refused(&mut self, client: ClientId, why: SleepObstacle) -> Vec<Task> {
         vec![Task::Step(self.sleep.refused(self.now, client, why))]
     }
 
-    fn wake(&mut self, client: ClientId, resumed: bool) -> Vec<Task> {
+    pub fn wake(&mut self, client: ClientId, resumed: bool) -> Vec<Task> {
         vec![Task::Step(self.sleep.wake(self.now, client, resumed, self.effects.number()))]
     }
 
-    fn checkpointed(&mut self, client: ClientId, outcome: SleepOutcome) -> Vec<Task> {
+    pub fn checkpointed(&mut self, client: ClientId, outcome: SleepOutcome) -> Vec<Task> {
         let has_failed_to_move = self.sleep.has_failed_to_move(client, outcome);
         let step = self.sleep.answered(self.now, client, outcome, self.effects.number());
         let mut tasks = Vec::new();
@@ -197,7 +181,7 @@ impl Presence<'_> {
     }
 
     /// Handles the present state of a process that another program may have checkpointed.
-    fn foreign(&mut self, client: ClientId, state: ForeignState) -> Vec<Task> {
+    pub fn foreign(&mut self, client: ClientId, state: ForeignState) -> Vec<Task> {
         if !self.clients.contains_key(&client) {
             return Vec::new();
         }
@@ -206,7 +190,7 @@ impl Presence<'_> {
         vec![Task::Step(self.sleep.foreign(client, state))]
     }
 
-    fn restore_requested(&mut self, client: ClientId) -> Vec<Task> {
+    pub fn restore_requested(&mut self, client: ClientId) -> Vec<Task> {
         if !self.clients.contains_key(&client) {
             return Vec::new();
         }
@@ -219,7 +203,7 @@ impl Presence<'_> {
         vec![Task::Move, Task::Step(step)]
     }
 
-    fn migrate(&mut self, client: ClientId, to: Move) -> Vec<Task> {
+    pub fn migrate(&mut self, client: ClientId, to: Move) -> Vec<Task> {
         if !self.clients.contains_key(&client) {
             return Vec::new();
         }
@@ -308,6 +292,7 @@ impl Presence<'_> {
             | Task::ForgetContexts
             | Task::Limit
             | Task::ExpectReturn
+            | Task::GiveUpRoom
             | Task::CancelReturn
             | Task::Halt
             | Task::Reserve
@@ -381,7 +366,8 @@ impl Presence<'_> {
     }
 
     /// Sets room aside for waking clients, in the order in which they wake. If two clients wait for
-    /// the same GPU, the later one waits for the earlier one. A client without GPUs needs no room.
+    /// the same GPU, the later one waits for the earlier one, unless the earlier one does not fit now.
+    /// Room is set aside on all GPUs of a client or on none. A client without GPUs needs no room.
     fn return_next(&mut self) -> Tasks {
         let (mut taken, mut rooms, mut steps) = (GpuSet::new(), Tasks::new(), Tasks::new());
         for client in self.sleep.waking() {
@@ -390,9 +376,16 @@ impl Presence<'_> {
                 steps.push((client, Task::Step(self.sleep.has_room(client))));
                 continue;
             }
-            let returns_other = |id| self.gpus.get(id).is_some_and(|gpu| gpu.returns_other(client));
-            let is_next = !ids.iter().any(|id| taken.contains(id) || returns_other(*id));
-            rooms.extend(is_next.then_some((client, Task::ExpectReturn)));
+            let gpus = || ids.iter().filter_map(|id| self.gpus.get(*id));
+            if !gpus().all(|gpu| gpu.is_set_aside(client)) {
+                let is_free = |gpu: &Gpu| !taken.contains(&gpu.id) && !gpu.returns_other(client);
+                let fits = self.model().fits_to_return(client);
+                let task = if fits && gpus().all(is_free) { Task::ExpectReturn } else { Task::GiveUpRoom };
+                rooms.push((client, task));
+                if !fits {
+                    continue;
+                }
+            }
             taken.extend(ids);
         }
         rooms.extend(steps);

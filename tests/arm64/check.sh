@@ -108,7 +108,7 @@ for binary in guest sharing; do
     # The selection of `make artifacts`, so that cargo builds no dependency again with other features.
     program=$(cd "$tree" && "$cargo" test --locked --workspace --exclude nvshare-device-plugin --exclude nvshare-agent \
         --test $binary --no-run --message-format=json |
-        sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)
+        sed -n '/"kind":\["test"\]/s/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)
     all=$("$program" --list --format terse | sed -n 's/: test$//p' | sort)
     case $binary in
     guest) tests=$all ;;

@@ -14,6 +14,18 @@ fn plugins_opened_with_deepbind_or_dlmopen_work() {
     }
 }
 
+/// A program may replace the first instructions of functions that it finds, which are this library's.
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn a_program_that_redirects_functions_in_place_works() {
+    let host = Host::new();
+    let program = host.program("patches");
+    let mut running = host.case(&program, &[]).start();
+    let ended = end(&mut running);
+    assert_eq!((ended.status, &*ended.stdout), ((Some(0), None), "redirected\n"), "{ended:?}");
+    assert!(host.clients() > 0, "it is shared");
+}
+
 #[test]
 fn rtld_next_of_an_interposer_is_unchanged() {
     let host = Host::new();

@@ -80,6 +80,7 @@ pub fn message(dice: &mut Dice) -> SchedulerMessage {
             chunk: bytes(dice),
         },
         25 => SchedulerMessage::Adopt { exporter: Secret([dice.number() as u8; 16]), range: count(dice) },
+        26 => SchedulerMessage::Unused { range: count(dice) },
         _ => SchedulerMessage::Waiting {
             gpus: slots(dice),
             why: dice.pick(&[WaitReason::Queue, WaitReason::HolderStuck, WaitReason::Eviction, WaitReason::Pinned]),

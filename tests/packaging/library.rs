@@ -44,6 +44,40 @@ fn the_library_needs_no_symbol_newer_than_glibc_2_17() {
     }
 }
 
+/// Some programs replace the beginning of functions that they find by a jump, and move the replaced
+/// instructions elsewhere. Debug and release builds have the same first instructions.
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn exported_functions_begin_with_instructions_that_work_anywhere() {
+    use iced_x86::{Decoder, DecoderOptions, FlowControl};
+    use object::{Object, ObjectSection, ObjectSymbol};
+
+    /// The longest usual jump.
+    const REPLACED: u64 = 14;
+    let file = std::fs::read(artifact("libnvshare.so")).expect("the library");
+    let file = object::File::parse(&*file).expect("an ELF file");
+    let text = file.section_by_name(".text").expect("code");
+    let code = text.data().expect("contents");
+    let exported: Vec<_> = file.dynamic_symbols().filter(|symbol| symbol.is_definition()).collect();
+    assert!(exported.len() > 500, "{}", exported.len());
+    for symbol in exported {
+        let (name, at) = (symbol.name().expect("a name"), symbol.address());
+        let offset = usize::try_from(at - text.address()).expect("an offset");
+        let mut end = at;
+        for instruction in &mut Decoder::with_ip(64, &code[offset..], at, DecoderOptions::NONE) {
+            if instruction.ip() >= at + REPLACED {
+                let target = instruction.near_branch_target();
+                assert!(!(at + 1..at + REPLACED).contains(&target), "{name} jumps into its beginning");
+                break;
+            }
+            end = instruction.next_ip();
+            assert!(!instruction.is_ip_rel_memory_operand(), "{name}: {instruction}");
+            assert_eq!(instruction.flow_control(), FlowControl::Next, "{name}: {instruction}");
+        }
+        assert_eq!(end, at + REPLACED, "{name}: the first {REPLACED} bytes are whole instructions");
+    }
+}
+
 /// The NVML functions that may have to return the same values as CUDA.
 const NVML: [&str; 7] = [
     "nvmlDeviceGetCount",

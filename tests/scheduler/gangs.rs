@@ -174,3 +174,46 @@ fn a_member_that_drains_in_time_delays_the_next_grant() {
     t.after(ms(15));
     assert_eq!(t.release(2, ReleaseReason::Revoked)[..1], [grant(3)]);
 }
+
+/// Returns a machine with two GPUs. Clients 1 and 2 are a gang, and so are clients 3 and 4. The first
+/// client of each gang is on GPU 0, and the other one on GPU 1. Client 1 has GPU 0.
+fn with_conflicting_gangs(anti_thrash: AntiThrash) -> Talk {
+    let mut t = Talk::in_mode(anti_thrash);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    for (n, gang, at) in [(1, 1, 0), (2, 1, 1), (3, 2, 0), (4, 2, 1)] {
+        let (client, gpu) = (client(n), gpu(at));
+        t.say(Event::Connected { client, gang, tenant: TenantId(gang) });
+        t.say(Event::Attached { client, gpu, engine: Engine::Swap });
+        let report = MemoryReport { ack: u32::MAX, demand: GIB, limit_ack: u32::MAX, ..MemoryReport::default() };
+        t.say(Event::Memory { client, gpu, report });
+    }
+    t.request(1);
+    t.after(Duration::from_secs(10));
+    assert_eq!(t.state(1), LockState::Holding);
+    t
+}
+
+#[test]
+fn a_gang_is_granted_other_gpus_as_soon_as_a_conflicting_gang_has_left() {
+    for leaves in [
+        Event::Released { client: client(1), gpus: gpus([0]), reason: ReleaseReason::Idle, busy: Duration::ZERO },
+        Event::Detached { client: client(1), gpu: gpu(0) },
+        Event::GangChanged { client: client(1), gang: 0 },
+        Event::Disconnected { client: client(2) },
+    ] {
+        let mut t = with_conflicting_gangs(AntiThrash::On);
+        t.say(Event::Requested { client: client(4), gpus: gpus([1]) });
+        t.after(ms(50));
+        assert_eq!(t.state(4), LockState::Waiting, "the other gang runs");
+        let granted = Command::Grant { client: client(4), gpus: gpus([1]) };
+        assert!(t.say(leaves.clone()).contains(&granted), "{leaves:?}");
+    }
+}
+
+#[test]
+fn conflicting_gangs_run_together_without_turns() {
+    let mut t = with_conflicting_gangs(AntiThrash::Off);
+    let commands = t.say(Event::Requested { client: client(4), gpus: gpus([1]) });
+    assert!(commands.contains(&Command::Grant { client: client(4), gpus: gpus([1]) }), "{commands:?}");
+    assert!(!t.after(Duration::from_secs(60)).iter().any(|c| matches!(c, Command::Revoke { .. })));
+}

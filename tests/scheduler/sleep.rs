@@ -227,6 +227,77 @@ fn a_hung_restore_does_not_block_other_restores() {
     }
 }
 
+/// Returns a scene in which client 1 is off the GPU. Client 3 has pinned most of the GPU, so that client
+/// 1's context does not fit. Client 2 is idle.
+fn crowded() -> Scene {
+    let mut scene = Scene::paused(&[4 * GIB, GIB, GIB]);
+    scene.measure();
+    let free = 16 * GIB - 2 * CONTEXT;
+    let pinned = free - CONTEXT / 2;
+    scene.t.report(3, pinned, GIB, 0);
+    scene.t.request(3);
+    for _ in 0..3 {
+        scene.t.map(2);
+        scene.t.map(3);
+        scene.measure();
+    }
+    scene.t.report(3, pinned, pinned, pinned);
+    scene.t.release(3, ReleaseReason::Idle);
+    scene.measure();
+    assert_eq!(scene.t.attachment(3).pinned, pinned);
+    scene
+}
+
+#[test]
+fn a_client_that_cannot_be_restored_now_delays_no_other_client() {
+    let mut scene = crowded();
+    let capacity = scene.capacity();
+    scene.resume(1);
+    scene.measure();
+    assert_eq!((scene.phase(1), scene.capacity()), (SleepPhase::Waking, capacity));
+    let obstacle = scene.t.machine.explain(client(1), scene.t.now).next().and_then(|what| what.obstacle);
+    assert_eq!(obstacle, Some(Obstacle::NoRoomToReturn(scene.t.attachment(3).pinned)));
+    // Client 2 fits beside the pinned memory, but not beside that and client 1's context.
+    scene.t.report(2, CONTEXT / 2, 0, 0);
+    scene.t.request(2);
+    assert_eq!(scene.t.state(2), LockState::Holding);
+    scene.t.map(2);
+    assert_eq!(scene.t.attachment(2).mapped, CONTEXT / 2);
+    assert!(!scene.t.after(Duration::from_secs(600)).contains(&revoke(2)));
+    // The memory is unpinned, so there is room, although client 2 uses some of it.
+    scene.t.report(3, GIB, GIB, 0);
+    assert_eq!(
+        scene.t.machine.explain(client(1), scene.t.now).next().and_then(|what| what.obstacle),
+        Some(Obstacle::Sleeps(SleepPhase::Waking))
+    );
+    let mut commands = Vec::new();
+    for _ in 0..3 {
+        scene.t.map(3);
+        commands.extend(scene.measure());
+    }
+    assert!(commands.contains(&checkpoint(1, SleepOperation::Wake)), "{commands:?}");
+}
+
+#[test]
+fn room_that_can_no_longer_become_free_is_given_up() {
+    let mut scene = Scene::paused(&[4 * GIB, GIB, GIB]);
+    scene.measure();
+    let all = 16 * GIB - 2 * CONTEXT;
+    scene.t.report(3, all, GIB, 0);
+    scene.t.request(3);
+    for _ in 0..3 {
+        scene.t.map(2);
+        scene.t.map(3);
+        scene.measure();
+    }
+    assert_eq!(scene.t.attachment(3).mapped, all);
+    let capacity = scene.capacity();
+    scene.resume(1);
+    assert_eq!(scene.capacity(), capacity - CONTEXT - 64 * MIB, "room is set aside");
+    scene.t.report(3, all, all, all);
+    assert_eq!((scene.phase(1), scene.capacity()), (SleepPhase::Waking, capacity));
+}
+
 #[test]
 fn a_running_client_is_revoked_before_it_sleeps() {
     let mut scene = Scene::new(&[4 * GIB, GIB]);
@@ -318,6 +389,20 @@ fn a_helpers_death_is_followed_by_settling_the_client() {
     assert_eq!(scene.t.after(Duration::from_secs(1)), [checkpoint(1, SleepOperation::Settle)]);
     assert_eq!(scene.helper(1, SleepOutcome::Runs).first(), Some(&awake(1)));
     assert!(scene.t.request(1).contains(&grant(1)));
+}
+
+#[test]
+fn room_for_the_context_of_a_lost_client_is_promised_to_others() {
+    let mut scene = Scene::paused(&[4 * GIB, GIB]);
+    scene.measure();
+    scene.resume(1);
+    scene.measure();
+    assert_eq!(scene.phase(1), SleepPhase::Restoring);
+    scene.helper(1, SleepOutcome::Lost);
+    scene.measure();
+    assert_eq!(scene.phase(1), SleepPhase::Lost);
+    let promised = |scene: &Scene| scene.t.attachment(2).limit;
+    assert!(promised(&scene) > 16 * GIB - 2 * CONTEXT, "{}", promised(&scene));
 }
 
 #[test]
@@ -531,10 +616,14 @@ mod idle {
         let commands = scene.t.say(Event::Attached { client: client(3), gpu: gpu(0), engine: Engine::Swap });
         assert!(commands.contains(&waits) && commands.contains(&prepares(1)), "{commands:?}");
         scene.t.map(1);
+        // Its memory takes longer to leave than a context without any such prospect may wait.
+        let mut commands = scene.t.after(Duration::from_secs(3));
         scene.ready(1);
         scene.contexts.retain(|n| *n != 1);
-        scene.helper(1, SleepOutcome::Asleep);
-        let commands = [scene.measure(), scene.t.after(Duration::from_secs(3))].concat();
+        commands.extend(scene.helper(1, SleepOutcome::Asleep));
+        commands.extend([scene.measure(), scene.t.after(Duration::from_secs(3))].concat());
         assert!(commands.contains(&Command::Attached { client: client(3), gpu: gpu(0) }), "{commands:?}");
+        let is_denied = commands.iter().any(|command| matches!(command, Command::Denied { .. }));
+        assert!(!is_denied, "the room that its leaving has made is not measured yet: {commands:?}");
     }
 }

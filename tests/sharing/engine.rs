@@ -45,6 +45,23 @@ fn status_shows_a_programs_engine_and_its_reason() {
     }
 }
 
+/// compute-sanitizer finds accesses beyond the end of an allocation only if the driver has made it.
+#[test]
+fn a_program_under_compute_sanitizer_has_the_drivers_own_allocations() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let reason = "compute-sanitizer checks the program, which needs the driver's own allocations";
+    for environment in [
+        ("NV_SANITIZER_INJECTION_PORT_BASE", "49152"),
+        ("NV_SANITIZER_INJECTION_PORT_RANGE_BEGIN", "49152"),
+        ("CUDA_INJECTION64_PATH", "/opt/compute-sanitizer/libsanitizer-collection.so"),
+    ] {
+        let (engine, why, text) = shown(&machine, &[environment]);
+        assert_eq!((&*engine, &*why), ("none", reason), "{environment:?}");
+        assert!(text.contains(&format!(" has engine none: {reason}.")), "{text}");
+    }
+    assert_eq!(shown(&machine, &[("CUDA_INJECTION64_PATH", "/opt/libcupti.so")]).0, "swap", "another tool");
+}
+
 #[test]
 fn status_shows_that_a_gpu_lacks_virtual_memory_management() {
     let simulator = vec![("CUDA_SIM_VMM", "0".to_owned())];

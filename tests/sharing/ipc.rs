@@ -136,6 +136,67 @@ fn a_thousand_handles_can_be_imported() {
     machine.wait_until_empty();
 }
 
+/// Closed memory leaves the GPU for other programs, and returns when it is opened again.
+#[test]
+fn memory_moves_again_once_its_last_importer_has_closed_it() {
+    let machine = Machine::with_scheduler(pressed());
+    let (hold, reopen) = (mark(&machine, "hold"), mark(&machine, "reopen"));
+    let pair = Pair::new(&machine, &format!("--mem {SHARED} --private 8M --rounds 2"));
+    let mut exporter = pair.exporter(&machine, &format!("--hold {hold}")).start();
+    let mut importer = pair.importer(&machine, &format!("--reopen {reopen}")).start();
+    reached(&reopen);
+    wait_for_pinned(&machine, &exporter, 0);
+    // The third program leaves room for less than the shared memory.
+    let mut third = machine.program("mix --mem 136M --chunks 4 --reps 3 --rounds endless").start();
+    wait_for("the shared memory to leave", || {
+        let status = machine.status();
+        let client = status["clients"].as_array()?.iter().find(|client| client["pid"] == exporter.pid())?.clone();
+        (number(&client["gpus"][0]["resident"]) < 8 * MIB).then_some(())
+    });
+    make(&reopen);
+    importer.finish();
+    make(&hold);
+    exporter.finish();
+    third.end();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn memory_moves_again_once_its_last_importer_has_ended() {
+    let machine = Machine::with_scheduler(pressed());
+    let (hold, keep) = (mark(&machine, "hold"), mark(&machine, "keep"));
+    let pair = Pair::new(&machine, &format!("--mem {SHARED} --rounds 2"));
+    let mut exporter = pair.exporter(&machine, &format!("--hold {hold}")).start();
+    let mut importer = pair.importer(&machine, &format!("--keep {keep}")).start();
+    reached(&keep);
+    assert_eq!(pinned(&machine, &exporter), SHARED, "it is open");
+    importer.kill();
+    wait_for_pinned(&machine, &exporter, 0);
+    make(&hold);
+    exporter.finish();
+    machine.wait_until_empty();
+}
+
+/// A scheduler that has started since then may not know all importers.
+#[test]
+fn memory_opened_under_an_earlier_scheduler_stays_on_the_gpu() {
+    let mut machine = Machine::with_scheduler(pressed());
+    let (hold, keep) = (mark(&machine, "hold"), mark(&machine, "keep"));
+    let pair = Pair::new(&machine, &format!("--mem {SHARED} --rounds 2"));
+    let mut exporter = pair.exporter(&machine, &format!("--hold {hold}")).start();
+    let mut importer = pair.importer(&machine, &format!("--keep {keep}")).start();
+    reached(&keep);
+    machine.kill_scheduler();
+    machine.start_scheduler();
+    wait_for_pinned(&machine, &exporter, SHARED);
+    make(&keep);
+    importer.finish();
+    assert_eq!(pinned(&machine, &exporter), SHARED);
+    make(&hold);
+    exporter.finish();
+    machine.wait_until_empty();
+}
+
 #[test]
 fn exporting_evicted_memory_restores_it() {
     let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });

@@ -338,7 +338,10 @@ fn programs_swap_and_see_their_limits_with_little_host_memory() {
 
 #[test]
 fn a_program_that_fills_the_gpu_continues_when_new_programs_start() {
-    let machine = Machine::with_scheduler(Setup::default());
+    // SAFETY: `getuid` has no preconditions.
+    let uid = unsafe { libc::getuid() };
+    let rules = format!("[[rule]]\nname = \"mine\"\nuser = {uid}\non-memory-full = \"wait\"\n");
+    let machine = Machine::with_scheduler(Setup { rules, ..Setup::default() });
     // The program takes all memory except what its checks need, so no context fits beside it.
     let memory = machine.setup.capacity(1) - 2 * MIB;
     let mut all = machine.program(&format!("mix --mem {memory} --chunks 1 --reps 1 --rounds endless")).start();
@@ -383,6 +386,19 @@ fn memory_outside_the_engines_is_free_after_the_last_program_ends() {
     stranger.kill();
     assert_eq!(machine.free(), machine.setup.memory);
     machine.program(&mix(128 * MIB, 2)).start().finish();
+}
+
+#[test]
+fn status_names_programs_without_nvshare() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let client = machine.program("stranger --mem 1M --seconds 600").start();
+    client.wait_to_say("holding");
+    let stranger = machine.program("stranger --mem 1M --seconds 600").without_nvshare().start();
+    stranger.wait_to_say("holding");
+    let line = |program: &Program| format!("(process {}) uses this GPU without nvshare", program.pid());
+    wait_for("the program to be named", || machine.ctl(&["status"]).contains(&line(&stranger)).then_some(()));
+    assert!(!machine.ctl(&["status"]).contains(&line(&client)));
+    assert_eq!(machine.status()["gpus"][0]["others"], serde_json::json!([stranger.pid()]));
 }
 
 #[test]

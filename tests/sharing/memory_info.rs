@@ -1,5 +1,5 @@
 //! The memory sizes that a program sees. CUDA and NVML agree, and report no more than a rule or the
-//! program's environment allows. Without such a limit, both report the same as without nvshare.
+//! program's environment allows. Without such a limit, both report the same total as without nvshare.
 
 use std::fs;
 
@@ -99,14 +99,14 @@ fn without_a_limit_sizes_are_reported_as_without_nvshare() {
     let machine = ruled(setup(), "");
     let truth = [256 * MIB, 256 * MIB + RESERVED];
     let totals = |report: &Report| {
-        let [device_total, total, _, nvml_total, nvml_free] = told(report, 0);
-        assert_eq!(device_total, total);
+        let [device_total, total, free, nvml_total, nvml_free] = told(report, 0);
+        assert_eq!((device_total, free), (total, nvml_free));
         ([device_total, nvml_total], nvml_free)
     };
     let stranger = totals(&machine.program("story").without_nvshare().start().finish());
     assert_eq!(stranger, (truth, 252 * MIB));
     machine.wait_until_empty();
-    assert_eq!(totals(&machine.program("story").start().finish()), stranger);
+    assert_eq!(totals(&machine.program("story").start().finish()).0, truth);
     machine.wait_until_empty();
     let before = machine.program("story --context 0").start().finish();
     assert_eq!(foretold(&before, 0), [truth[0], truth[1], truth[0]]);
@@ -120,6 +120,48 @@ fn without_a_limit_sizes_are_reported_as_without_nvshare() {
     rule(&machine, &mine("100M"));
     let aside = machine.program("story").env("NVSHARE_ENGINE", "none").start().finish();
     assert_eq!(totals(&aside).0, truth);
+}
+
+/// NVML's own figure would be lower by the other program's memory, which leaves the GPU when needed.
+#[test]
+fn nvml_reports_cudas_free_memory_to_a_program_with_a_context() {
+    let machine = ruled(setup(), "");
+    let holder = machine.program("stranger --mem 100M --seconds 600").start();
+    holder.wait_to_say("holding");
+    let report = machine.program("story --mem 32M").start().finish();
+    let [_, _, free, nvml_total, nvml_free] = told(&report, 0);
+    assert_eq!((free, nvml_total), (nvml_free, 256 * MIB + RESERVED));
+    assert!(free > 156 * MIB, "{free}");
+    let monitor = machine.program("story --context 0").start().finish();
+    assert!(foretold(&monitor, 0)[2] <= 156 * MIB, "a program without a context sees the GPU's own figure");
+}
+
+/// Some programs measure free memory twice when they start, and treat a rise as an error.
+#[test]
+fn free_memory_does_not_rise_when_another_program_ends() {
+    let machine = ruled(setup(), "");
+    let first = machine.program("stranger --mem 1M --seconds 600").start();
+    first.wait_to_say("holding");
+    let mut holder = machine.program("stranger --mem 64M --seconds 600").without_nvshare().start();
+    holder.wait_to_say("holding");
+    wait_for("its memory to be measured", || {
+        (number(&machine.status()["gpus"][0]["capacity"]) < 192 * MIB).then_some(())
+    });
+    let mut user = machine.program("story --mem 16M --too-much 1G").start();
+    user.wait_to_say("reading 0");
+    let limit = || {
+        let status = machine.status();
+        let client = status["clients"].as_array()?.iter().find(|client| client["pid"] == user.pid())?.clone();
+        client["gpus"][0]["limit"].as_u64()
+    };
+    let before = wait_for("its limit", limit);
+    holder.kill();
+    wait_for("a higher limit", || limit().filter(|now| *now >= before + 48 * MIB));
+    let report = user.end();
+    let [first, second, third] = [0, 1, 2].map(|reading| told(&report, reading));
+    assert!(second[2] <= first[2], "the other program's memory is free, and not shown: {first:?} {second:?}");
+    assert_eq!([second[2], third[2]], [second[4], third[4]], "NVML agrees");
+    assert!(third[2] >= first[2] + 48 * MIB, "an allocation has failed: {first:?} {third:?}");
 }
 
 #[test]

@@ -131,7 +131,7 @@ fn many_streams_of_many_threads_survive_hand_overs() {
 #[test]
 fn random_allocations_survive_hand_overs() {
     let seed = Dice::seeded().below(1_000_000);
-    under_pressure(pressed(), &[&format!("churn --mem 36M --seconds 2 --seed {seed}")]);
+    under_pressure(pressed(), &[&format!("churn --mem 36M --seconds 2 --steps 150 --seed {seed}")]);
 }
 
 #[test]

@@ -3,6 +3,8 @@
 
 use test_support::machine::*;
 
+use crate::sleep;
+
 /// A GPU that cannot hold two programs of 64 MiB at the same time.
 fn pressed() -> Setup {
     Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() }
@@ -117,6 +119,25 @@ fn memory_shared_with_another_device_stays_resident() {
     check_shared_with_another_device("--how tokens", 16 * MIB);
     check_shared_with_another_device("--how token-list", 16 * MIB);
     check_shared_with_another_device("--how range", 16 * MIB);
+}
+
+/// Resources of graphics APIs are the driver's own memory, and concern no other memory of the program.
+#[test]
+fn memory_of_a_program_with_graphics_resources_moves() {
+    check_shared_with_another_device("--how graphics", 0);
+}
+
+#[test]
+fn a_program_with_graphics_resources_does_not_sleep() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let mut program = machine.program("escapes --mem 16M --beside 16M --seconds 600 --how graphics").start();
+    program.wait_to_say("holding");
+    sleep::pause(&machine, &program);
+    let why = "it uses driver functions that the library does not intercept";
+    sleep::wait_until(&machine, &program, "sleep-obstacle", why);
+    sleep::resume(&machine, &program);
+    program.end();
+    machine.wait_until_empty();
 }
 
 #[test]

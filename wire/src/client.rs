@@ -276,6 +276,8 @@ byte_enum! {
         NoManaged = 4,
         /// The GPU supports neither engine.
         Neither = 5,
+        /// compute-sanitizer checks the program, and recognizes only the driver's allocations.
+        Sanitizer = 6,
     }
 }
 
@@ -347,5 +349,8 @@ byte_enum! {
         /// The driver does not report the contexts as idle, although all work that passed the gate
         /// is done. The client has abandoned an eviction.
         UnseenWork = 6,
+        /// A device other than a GPU, such as a network card, may access the client's memory. Sent
+        /// like `UntrackedWork`, and with the same effect.
+        OtherDevice = 7,
     }
 }

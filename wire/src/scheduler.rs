@@ -65,7 +65,8 @@ messages! {
 
         /// Another client, authorized by the scheduler, opens memory that this client has exported.
         /// The client must answer with [`Exported`](crate::ClientMessage::Exported), even if it
-        /// cannot pass the memory's descriptors on.
+        /// cannot pass the memory's descriptors on. `Busy` means that the memory is off the GPU and
+        /// on its way back.
         73 => Export { ticket: u64, secret: Secret, range: u32, allocation: u64, first: u32 },
 
         /// Answers [`Open`](crate::ClientMessage::Open). Carries descriptors of chunks if the
@@ -156,6 +157,10 @@ messages! {
         /// continue. A client that is about to restore a process is answered when there is room for the
         /// process on its GPUs, or if the scheduler does not know the process.
         86 => Continue { ticket: u32 },
+
+        /// No other client has this exported range open any more, and no request for it is pending.
+        /// Until the next [`Export`](Self::Export), the memory may leave the GPU.
+        87 => Unused { range: u32 },
 
         /// Answers [`RequestPlacement`](crate::ClientMessage::RequestPlacement): the GPU that the
         /// process should see at position `at` of `of`.

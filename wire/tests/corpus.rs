@@ -109,6 +109,7 @@ fn scheduler_messages() -> Vec<(&'static str, SchedulerMessage)> {
         ("export", Export { ticket: 5, secret: SECRET, range: 2, allocation: 9, first: 16 }),
         ("opened", Opened { ticket: 4, outcome: Sharing::Busy, bytes: 80 << 20, chunk: 64 << 20 }),
         ("adopt", Adopt { exporter: KEY, range: 2 }),
+        ("unused", Unused { range: 2 }),
         ("prepare", Prepare { slot, bytes: 12 << 30 }),
         ("resume", Resume { client: 7 }),
         ("memory-max", MemoryMax { uuid: Uuid([0x5a; 16]), bytes: 8 << 30 }),

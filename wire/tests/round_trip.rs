@@ -28,7 +28,8 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
         Just(EngineReason::Oversubscription),
         Just(EngineReason::NoVmm),
         Just(EngineReason::NoManaged),
-        Just(EngineReason::Neither)
+        Just(EngineReason::Neither),
+        Just(EngineReason::Sanitizer)
     ];
     let gpu_kind = prop_oneof![Just(GpuKind::Gpu), Just(GpuKind::Mig)];
     let release = prop_oneof![
@@ -44,7 +45,8 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
         Just(StuckReason::UntrackedWork),
         Just(StuckReason::HostFull),
         Just(StuckReason::Broken),
-        Just(StuckReason::UnseenWork)
+        Just(StuckReason::UnseenWork),
+        Just(StuckReason::OtherDevice)
     ];
     prop_oneof![
         (any::<(u16, u16, u32, u64, u64)>(), ".{0,40}").prop_map(
@@ -186,6 +188,7 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
             chunk
         }),
         (secret(), any::<u32>()).prop_map(|(exporter, range)| Adopt { exporter, range }),
+        any::<u32>().prop_map(|range| Unused { range }),
         any::<u64>().prop_map(|client| Resume { client }),
         (any::<(u32, u32, [u8; 16])>(), prop_oneof![Just(GpuKind::Gpu), Just(GpuKind::Mig)])
             .prop_map(|((at, of, uuid), kind)| Placed { at, of, uuid: Uuid(uuid), kind }),

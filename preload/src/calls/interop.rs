@@ -2,8 +2,9 @@
 //! APIs passes no gate, and may use this library's memory. After such a call the library cannot know
 //! when the program's work is done, so the program's memory stays on the GPU.
 
-use super::{access::with_memory, contexts};
+use super::access::with_memory;
 use crate::{driver::types::*, gpu, submit};
+use nvshare_wire::client::StuckReason;
 
 /// Makes the call while the program's memory is on the GPU. If the call succeeds, the memory stays
 /// on the GPU from then on.
@@ -25,13 +26,6 @@ pub fn tie() {
 
 pub fn make_unevictable() {
     if submit::is_active() {
-        crate::sys::errno::preserve(|| gpu::in_use().for_each(gpu::Gpu::make_unevictable));
+        crate::sys::errno::preserve(|| gpu::in_use().for_each(|gpu| gpu.make_unevictable(StuckReason::UntrackedWork)));
     }
-}
-
-/// Creates a context that another API shares. Creates it outside the gate, because making room for it
-/// may take a while.
-pub fn create_tied(device: CUdevice, context: *mut CUcontext, real: impl Fn() -> CUresult) -> CUresult {
-    let result = contexts::create_context(device, context, real);
-    if result == SUCCESS { call_and_tie(|| SUCCESS) } else { result }
 }

@@ -246,7 +246,7 @@ impl Offline {
             self.ignore_until = Some(now + IGNORE);
         }
         let ignores = self.ignore_until.is_some_and(|until| now < until);
-        let takes_part = self.held.is_none() && !ignores && !space.lock().account.unevictable;
+        let takes_part = self.held.is_none() && !ignores && space.lock().account.unevictable.is_none();
         let is_taken = takes_part && self.files.as_ref().is_some_and(|files| files.turn.is_taken());
         if is_taken == self.is_stopped() {
             return;

@@ -99,6 +99,9 @@ impl Drop for Scheduler {
 pub fn was_woken() -> bool {
     let Some(receiver) = wakeup::receiver() else { return false };
     let [woken, _] = super::socket::wait([Some(receiver), None], Duration::ZERO);
-    receiver.drain();
+    // A message that arrives from here on belongs to the next call.
+    if woken {
+        receiver.drain();
+    }
     woken
 }

@@ -95,15 +95,13 @@ macro_rules! entries {
 
         mod exported {
             use super::{STRIDE, entries};
+            use crate::sys::pad::pad_and_jump;
             $(
                 #[allow(non_snake_case)]
                 #[cfg_attr(not(test), unsafe(no_mangle))]
                 #[unsafe(naked)]
                 pub unsafe extern "C" fn $name() {
-                    #[cfg(target_arch = "x86_64")]
-                    core::arch::naked_asm!("jmp {entries} + {at}", entries = sym entries, at = const $index * STRIDE);
-                    #[cfg(target_arch = "aarch64")]
-                    core::arch::naked_asm!("b {entries} + {at}", entries = sym entries, at = const $index * STRIDE);
+                    pad_and_jump!(entries, $index * STRIDE);
                 }
             )*
         }

@@ -106,15 +106,24 @@ macro_rules! hooks {
 macro_rules! hook {
     ($real:ident $flavour:ident $name:ident ( $($arg:ident : $type:ty),* $(,)? ) $body:block) => {
         #[allow(non_snake_case)]
+        #[cfg_attr(not(test), unsafe(no_mangle))]
+        #[unsafe(naked)]
+        #[allow(clippy::missing_safety_doc, clippy::too_many_arguments)]
+        pub unsafe extern "C" fn $name($($arg: $type),*) -> $crate::driver::types::CUresult {
+            $crate::sys::pad::pad_and_jump!($name::hook);
+        }
+
+        #[allow(non_snake_case)]
         pub mod $name {
+            #[allow(unused_imports)]
+            use super::*;
+
             pub static REAL: $crate::driver::Function =
                 $crate::driver::Function::new($crate::driver::hook::c_name(concat!(stringify!($name), "\0").as_bytes()));
-        }
 
         // The driver defines the parameters and the requirements on them.
         #[allow(non_snake_case, clippy::missing_safety_doc, clippy::too_many_arguments)]
-        #[cfg_attr(not(test), unsafe(no_mangle))]
-        pub unsafe extern "C" fn $name($($arg: $type),*) -> $crate::driver::types::CUresult {
+        pub unsafe extern "C" fn hook($($arg: $type),*) -> $crate::driver::types::CUresult {
             #[allow(unused_variables)]
             let $flavour = const { $crate::driver::hook::Flavour::of(stringify!($name)) };
             type Real = unsafe extern "C" fn($($type),*) -> $crate::driver::types::CUresult;
@@ -140,6 +149,7 @@ macro_rules! hook {
                 }
             };
             $body
+        }
         }
     };
 }

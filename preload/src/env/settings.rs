@@ -44,6 +44,8 @@ pub struct Settings {
     pub limits: EnvLimits,
     /// Whether this library serves memory pools, so that their memory can move.
     pub movable_pools: bool,
+    /// Whether compute-sanitizer has started the program, by the variables that it sets.
+    pub has_sanitizer: bool,
     /// True if `NVSHARE_MEMORY_MAX` is set, but is not an amount.
     pub memory_max_is_unread: bool,
 }
@@ -78,6 +80,7 @@ impl Settings {
             memory_max: memory_max.flatten(),
             memory_max_is_unread: memory_max == Some(None),
             limits: EnvLimits::read(),
+            has_sanitizer: has_sanitizer(),
             movable_pools: environment(c"NVSHARE_MOVABLE_POOLS").is_none() || flag(c"NVSHARE_MOVABLE_POOLS"),
         }
     }
@@ -86,6 +89,12 @@ impl Settings {
 /// Whether the library must leave the program alone, even before the program initialises CUDA.
 pub fn is_disabled() -> bool {
     flag(c"NVSHARE_DISABLE")
+}
+
+fn has_sanitizer() -> bool {
+    let ports = [c"NV_SANITIZER_INJECTION_PORT_BASE", c"NV_SANITIZER_INJECTION_PORT_RANGE_BEGIN"];
+    let file = environment(c"CUDA_INJECTION64_PATH").and_then(|path| path.rsplit(|byte| *byte == b'/').next());
+    ports.iter().any(|name| environment(name).is_some()) || file.is_some_and(|file| file.starts_with(b"libsanitizer-"))
 }
 
 /// Whether the variable is set, and neither empty nor `0`.

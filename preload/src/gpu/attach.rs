@@ -230,8 +230,8 @@ impl Gpu {
         tell_imports(self);
         if let Some(space) = self.space.get() {
             let guard = space.lock();
-            if guard.account.unevictable {
-                self.explain_unevictable();
+            if let Some(reason) = guard.account.unevictable {
+                self.explain_unevictable(reason);
             }
             self.report(&guard.account);
         }

@@ -2,11 +2,14 @@
 
 use super::identity::Identity;
 use crate::{
-    driver::{self, types::*},
+    driver::{self, library::Library, types::*},
     env::{settings, trace::trace},
     memory::engine::{self, Engine},
 };
 use nvshare_wire::{Text, Uuid, client as wire};
+
+/// The library that compute-sanitizer injects into programs.
+static SANITIZER: Library = Library::new(c"libsanitizer-collection.so");
 
 #[derive(Debug)]
 pub struct Info {
@@ -36,7 +39,11 @@ impl Info {
             driver::cuDeviceTotalMem_v2(&mut total, device);
         }
         let settings = settings::get();
+        let has_sanitizer = || settings.has_sanitizer || SANITIZER.handle_if_loaded().is_some();
         let (engine, reason) = match engine::choose(device, settings.engine) {
+            // The sanitizer finds accesses beyond the end of an allocation only if it has seen the allocation
+            // with its exact size.
+            _ if settings.engine.is_none() && has_sanitizer() => (None, wire::EngineReason::Sanitizer),
             (engine, wire::EngineReason::Asked) if settings.oversubscribe => {
                 (engine, wire::EngineReason::Oversubscription)
             }

@@ -54,7 +54,7 @@ impl Gpu {
                 demand: account.demand + account.pinned,
                 mapped: account.mapped + account.pinned,
                 swapped: account.swapped,
-                pinned: account.pinned + if account.unevictable { account.mapped } else { 0 },
+                pinned: account.pinned + if account.unevictable.is_some() { account.mapped } else { 0 },
                 device_free,
                 limit_ack: account.limit_seq,
                 host: account.host(),
@@ -70,22 +70,22 @@ impl Gpu {
         self.unreported.load(Ordering::SeqCst)
     }
 
-    /// Keeps all memory on the GPU permanently, because the program submits work that passes no gate.
-    pub fn make_unevictable(&self) {
+    /// Keeps all memory on the GPU permanently. The first reason is kept.
+    pub fn make_unevictable(&self, reason: wire::StuckReason) {
         let Some(space) = self.space() else { return };
         let mut guard = space.lock();
-        if !core::mem::replace(&mut guard.account.unevictable, true) {
-            trace!("GPU {}: keeping memory on the GPU, because some work bypasses the gate", self.index);
-            self.explain_unevictable();
+        if guard.account.unevictable.is_none() {
+            guard.account.unevictable = Some(reason);
+            trace!("GPU {}: keeping memory on the GPU: {reason:?}", self.index);
+            self.explain_unevictable(reason);
             self.report(&guard.account);
         }
     }
 
     /// Tells the scheduler why all memory stays on the GPU. If the GPU has not been introduced yet, its
     /// introduction calls this function again.
-    pub(super) fn explain_unevictable(&self) {
+    pub(super) fn explain_unevictable(&self, reason: wire::StuckReason) {
         if self.is_introduced() {
-            let reason = wire::StuckReason::UntrackedWork;
             connection::send(&ClientMessage::Stuck { gpus: 1 << self.index, reason });
         }
     }
@@ -333,13 +333,13 @@ mod tests {
         let driver = Driver::new();
         let (gpu, _, scheduler) = attach_to_scheduler(&driver);
         allocate(gpu);
-        gpu.make_unevictable();
+        gpu.make_unevictable(wire::StuckReason::OtherDevice);
         let sent = scheduler.sent();
         let [ClientMessage::Stuck { reason, .. }, ClientMessage::Memory { pinned, mapped, .. }] = sent[..] else {
             panic!("{sent:?}")
         };
-        assert_eq!((reason, pinned, mapped), (wire::StuckReason::UntrackedWork, GRANULE, GRANULE));
-        gpu.make_unevictable();
+        assert_eq!((reason, pinned, mapped), (wire::StuckReason::OtherDevice, GRANULE, GRANULE));
+        gpu.make_unevictable(wire::StuckReason::UntrackedWork);
         assert_eq!(scheduler.sent().len(), 0);
     }
 

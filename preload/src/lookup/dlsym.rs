@@ -35,6 +35,8 @@ macro_rules! relay {
         pub unsafe extern "C" fn $name($($arg: $type),*) -> *mut c_void {
             #[cfg(target_arch = "x86_64")]
             core::arch::naked_asm!(
+                ".byte 0x66, 0x0f, 0x1f, 0x84, 0, 0, 0, 0, 0", // see `sys::pad`
+                ".byte 0x0f, 0x1f, 0x44, 0, 0",
                 "push rdi",
                 "push rsi",
                 "sub rsp, 8", // keeps the stack aligned for the call
@@ -51,6 +53,10 @@ macro_rules! relay {
             );
             #[cfg(target_arch = "aarch64")]
             core::arch::naked_asm!(
+                "nop",
+                "nop",
+                "nop",
+                "nop",
                 "stp x0, x1, [sp, #-32]!",
                 "str x30, [sp, #16]",
                 "bl {target}",

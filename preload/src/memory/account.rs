@@ -1,6 +1,6 @@
 //! The memory account of one GPU: the sizes and locations of the program's memory, and its limits.
 
-use nvshare_wire::Counts;
+use nvshare_wire::{Counts, client::StuckReason};
 
 /// The account of one GPU, in bytes. Ranges are counted in full, so their sizes are multiples of the
 /// granule.
@@ -57,8 +57,9 @@ pub struct Account {
     pub offline_room: Option<u64>,
     /// The largest demand that was completely on the GPU.
     pub peak: u64,
-    /// All memory stays on the GPU, because the library cannot detect the end of the program's work.
-    pub unevictable: bool,
+    /// Why all memory stays on the GPU, if it does: the library cannot detect the end of the program's
+    /// work, or other devices may access the memory.
+    pub unevictable: Option<StuckReason>,
     /// Counters of moved bytes and refused allocations.
     pub counts: Counts,
 }
@@ -104,7 +105,11 @@ impl Account {
     }
     /// Bytes that the program may still allocate.
     pub fn free(&self) -> u64 {
-        self.limit.saturating_sub(self.demand + self.pinned - self.freeing)
+        self.free_within(self.limit)
+    }
+    /// Bytes that the program could still allocate under this limit.
+    pub(super) fn free_within(&self, limit: u64) -> u64 {
+        limit.saturating_sub(self.demand + self.pinned - self.freeing)
     }
     /// Whether `bytes` more would fit if every process on the GPU were a client of nvshare. Assumes the
     /// scheduler's largest reserve, an eighth of `total`.

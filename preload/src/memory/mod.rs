@@ -2,7 +2,8 @@
 //!
 //! - [`engine`]: ways to map chunks of memory on the GPU and unmap them.
 //! - [`space`]: the program's allocations: addresses, sizes, chunks. [`account`]: counts of their
-//!   bytes. [`slab`]: one granule shared by many small allocations.
+//!   bytes. [`slab`]: one granule shared by many small allocations. [`visible_limit`]: the limit that the
+//!   program sees.
 //! - [`alias`]: additional addresses at which the program has mapped a chunk.
 //! - [`mover`]: eviction and restoring, only on the client's thread.
 //! - [`staging`]: buffers in host memory. [`headroom`]: the host memory that this process may still
@@ -25,4 +26,5 @@ pub mod mover;
 pub mod slab;
 pub mod space;
 pub mod staging;
+mod visible_limit;
 mod waiter;

@@ -2,7 +2,10 @@
 //! counts and numbers the same GPUs as CUDA. Lookups by UUID or PCI bus are not changed.
 
 use super::{Device, ERROR_LIBRARY_NOT_FOUND, Function, Return, SUCCESS, uuid};
-use crate::{client::placement, sys::errno};
+use crate::{
+    client::placement,
+    sys::{errno, pad::pad_and_jump},
+};
 use alloc::format;
 use core::{ffi::c_char, mem::transmute, ptr::NonNull};
 
@@ -55,7 +58,12 @@ fn by_index(real: &Function, index: u32, device: *mut Device) -> Return {
 /// NVML's requirements.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
+#[unsafe(naked)]
 pub unsafe extern "C" fn nvmlDeviceGetCount(device_count: *mut u32) -> Return {
+    pad_and_jump!(on_nvml_device_get_count);
+}
+
+unsafe extern "C" fn on_nvml_device_get_count(device_count: *mut u32) -> Return {
     count(&COUNT, device_count)
 }
 
@@ -65,7 +73,12 @@ pub unsafe extern "C" fn nvmlDeviceGetCount(device_count: *mut u32) -> Return {
 /// NVML's requirements.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
+#[unsafe(naked)]
 pub unsafe extern "C" fn nvmlDeviceGetCount_v2(device_count: *mut u32) -> Return {
+    pad_and_jump!(on_nvml_device_get_count_v2);
+}
+
+unsafe extern "C" fn on_nvml_device_get_count_v2(device_count: *mut u32) -> Return {
     count(&COUNT_2, device_count)
 }
 
@@ -75,7 +88,12 @@ pub unsafe extern "C" fn nvmlDeviceGetCount_v2(device_count: *mut u32) -> Return
 /// NVML's requirements.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
+#[unsafe(naked)]
 pub unsafe extern "C" fn nvmlDeviceGetHandleByIndex(index: u32, device: *mut Device) -> Return {
+    pad_and_jump!(on_nvml_device_get_handle_by_index);
+}
+
+unsafe extern "C" fn on_nvml_device_get_handle_by_index(index: u32, device: *mut Device) -> Return {
     by_index(&BY_INDEX, index, device)
 }
 
@@ -85,7 +103,12 @@ pub unsafe extern "C" fn nvmlDeviceGetHandleByIndex(index: u32, device: *mut Dev
 /// NVML's requirements.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
+#[unsafe(naked)]
 pub unsafe extern "C" fn nvmlDeviceGetHandleByIndex_v2(index: u32, device: *mut Device) -> Return {
+    pad_and_jump!(on_nvml_device_get_handle_by_index_v2);
+}
+
+unsafe extern "C" fn on_nvml_device_get_handle_by_index_v2(index: u32, device: *mut Device) -> Return {
     by_index(&BY_INDEX_2, index, device)
 }
 
@@ -95,7 +118,12 @@ pub unsafe extern "C" fn nvmlDeviceGetHandleByIndex_v2(index: u32, device: *mut 
 /// NVML's requirements.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
+#[unsafe(naked)]
 pub unsafe extern "C" fn nvmlDeviceGetIndex(device: Device, index: *mut u32) -> Return {
+    pad_and_jump!(on_nvml_device_get_index);
+}
+
+unsafe extern "C" fn on_nvml_device_get_index(device: Device, index: *mut u32) -> Return {
     type Real = unsafe extern "C" fn(Device, *mut u32) -> Return;
     let Some(real) = INDEX.address() else { return ERROR_LIBRARY_NOT_FOUND };
     // SAFETY: NVML's export of this name has this signature, and the arguments are the program's own.

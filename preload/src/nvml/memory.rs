@@ -1,15 +1,16 @@
-//! The memory sizes that NVML shows, which equal CUDA's ([`memory_info`]). NVML shows the real
-//! sizes to programs that do not use CUDA, such as monitors, and to programs without a limit. It
-//! also shows the real sizes of MIG slices.
+//! The memory sizes that NVML shows to a program with a CUDA context on the GPU or with a limit, which
+//! agree with CUDA's ([`memory_info`]). NVML shows the real sizes to all other programs, such as
+//! monitors. It also shows the real sizes of MIG slices.
 
 use super::{Device, ERROR_LIBRARY_NOT_FOUND, Function, Return, SUCCESS, uuid};
 use crate::{
     gpu::{
-        self,
+        self, Gpu,
         memory_info::{self, MemoryInfo},
         memory_limits,
     },
-    sys::errno,
+    submit,
+    sys::{errno, pad::pad_and_jump},
 };
 use core::{
     mem::{size_of, transmute},
@@ -46,12 +47,13 @@ pub static MEMORY_2: Function = Function::new(c"nvmlDeviceGetMemoryInfo_v2");
 /// Converts NVML's `total` and `free` of a GPU to the sizes that the program sees. Returns `None` if
 /// the program sees NVML's sizes.
 fn sizes(device: Device, total: u64, free: u64) -> Option<MemoryInfo> {
-    if !memory_limits::are_set() {
+    let is_used = |gpu: &Gpu| gpu.space().is_some() && gpu.work.has_contexts();
+    if !submit::is_active() || !(memory_limits::are_set() || gpu::in_use().any(is_used)) {
         return None;
     }
     errno::preserve(|| {
         let gpu = gpu::find_managed_by_uuid(uuid(device)?)?;
-        Some(memory_info::of(gpu, total, || Some(free))).filter(|told| told.total < total)
+        Some(memory_info::of(gpu, total, || Some(free))).filter(|told| told.total < total || is_used(gpu))
     })
 }
 
@@ -61,7 +63,12 @@ fn sizes(device: Device, total: u64, free: u64) -> Option<MemoryInfo> {
 /// NVML's requirements.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
+#[unsafe(naked)]
 pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo(device: Device, memory: *mut Memory) -> Return {
+    pad_and_jump!(on_nvml_device_get_memory_info);
+}
+
+unsafe extern "C" fn on_nvml_device_get_memory_info(device: Device, memory: *mut Memory) -> Return {
     type Real = unsafe extern "C" fn(Device, *mut Memory) -> Return;
     let Some(real) = MEMORY.address() else { return ERROR_LIBRARY_NOT_FOUND };
     // SAFETY: NVML's export of this name has this signature, and the arguments are the program's own.
@@ -83,7 +90,12 @@ pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo(device: Device, memory: *mut Me
 /// NVML's requirements.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
+#[unsafe(naked)]
 pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: Device, memory: *mut Memory2) -> Return {
+    pad_and_jump!(on_nvml_device_get_memory_info_v2);
+}
+
+unsafe extern "C" fn on_nvml_device_get_memory_info_v2(device: Device, memory: *mut Memory2) -> Return {
     type Real = unsafe extern "C" fn(Device, *mut Memory2) -> Return;
     let Some(real) = MEMORY_2.address() else { return ERROR_LIBRARY_NOT_FOUND };
     // SAFETY: NVML's export of this name has this signature, and the arguments are the program's own.

@@ -16,6 +16,7 @@ use core::{
 use nvshare_wire::{ClientMessage, client::CheckpointStep};
 use rustix::{
     fd::AsFd,
+    io::Errno,
     process::{Pid, PidfdFlags, getpid, pidfd_open},
 };
 
@@ -23,6 +24,8 @@ use rustix::{
 const LOOK: Duration = Duration::from_millis(100);
 /// The longest wait for the answer to a report. The scheduler answers reports at once.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a call waits for a free descriptor. It then continues, because the wait might never end.
+const DESCRIPTOR_TIMEOUT: Duration = Duration::from_secs(10);
 /// The number of threads that can wait at the same time. Further calls do not wait.
 const MOST: usize = 64;
 /// Marks the ticket of a thread that may continue.
@@ -78,8 +81,12 @@ fn say(pid: i32, step: CheckpointStep, most: Duration) {
             ticket = next;
             let message = ClientMessage::ForeignCheckpoint { step, ticket };
             // The descriptor is open only here: the program may close any descriptor, and reuse its number.
-            let Ok(process) = pidfd_open(process, PidfdFlags::empty()) else { break };
-            told = connection::send_with(&message, &[process.as_fd()]).then_some(met);
+            match pidfd_open(process, PidfdFlags::empty()) {
+                Ok(process) => told = connection::send_with(&message, &[process.as_fd()]).then_some(met),
+                // The program or the system has no descriptor left at the moment.
+                Err(Errno::MFILE | Errno::NFILE | Errno::NOMEM) if begin.elapsed() < DESCRIPTOR_TIMEOUT => {}
+                Err(_) => break,
+            }
         }
         futex::wait(place, ticket, LOOK);
     }
@@ -104,7 +111,7 @@ pub fn on_answer(ticket: u32) {
 mod tests {
     use super::*;
     use crate::{connection::fake::Scheduler, driver::fake::until};
-    use rustix::process::getppid;
+    use rustix::process::{Resource, Rlimit, getppid, getrlimit, setrlimit};
     use std::{thread, vec::Vec};
 
     fn connect() -> Scheduler {
@@ -141,6 +148,21 @@ mod tests {
         });
         restore();
         assert_eq!(scheduler.sent(), []);
+    }
+
+    #[test]
+    fn a_restore_waits_for_a_free_descriptor() {
+        let scheduler = connect();
+        let limit = getrlimit(Resource::Nofile);
+        setrlimit(Resource::Nofile, Rlimit { current: Some(0), ..limit }).expect("a lower limit");
+        thread::scope(|scope| {
+            let waiting = scope.spawn(restore);
+            thread::sleep(3 * LOOK);
+            assert!(!waiting.is_finished());
+            setrlimit(Resource::Nofile, limit).expect("the former limit");
+            on_answer(ticket(&scheduler));
+        });
+        assert!(!is_any_waiting());
     }
 
     #[test]

@@ -2,12 +2,14 @@
 //!
 //! - [`driver_memory`]: memory that no engine can move. [`virtual_memory`]: memory that the program reserves,
 //!   creates and maps itself.
+//! - [`graphics`]: resources of graphics APIs.
 //! - [`pools`]: memory pools, by the driver's handles.
 //! - [`checkpoints`]: other processes that this program checkpoints.
 //! - [`shared`]: memory exported to other processes and imported from them.
 
 pub mod checkpoints;
 pub mod driver_memory;
+pub mod graphics;
 pub mod pools;
 pub mod shared;
 pub mod virtual_memory;

@@ -15,6 +15,7 @@ pub mod file;
 pub mod futex;
 pub mod lock_file;
 pub mod once;
+pub mod pad;
 pub mod rank;
 pub mod sync;
 pub mod tasks;

@@ -24,6 +24,16 @@ const ADDRESS_SANITIZER: &str = "a program built with gcc -fsanitize=address abo
     runtime does not come first\"). Set ASAN_OPTIONS=verify_asan_link_order=0 for it, link it with -static-libasan, \
     or preload for single programs only, with nvsharectl run or LD_PRELOAD";
 
+/// The packages of Nix. Their C library is built with another path.
+const NIX_STORE: &str = "/nix/store";
+const NIX: &str = "programs from /nix/store read /etc/ld-nix.so.preload instead of /etc/ld.so.preload, so they do not \
+    load the library. Start them with nvsharectl run, or name the library in /etc/ld-nix.so.preload";
+
+/// A note about programs that do not read `/etc/ld.so.preload`, if this host has such programs.
+fn nix_note(store: &Path) -> Option<String> {
+    store.is_dir().then(|| NIX.into())
+}
+
 /// Checks the file, and then runs programs with the library. `rehearse` is the future text of
 /// `/etc/ld.so.preload`. Without `rehearse`, the programs load the library through `LD_PRELOAD`.
 pub fn verify(path: &Path, rehearse: Option<&[u8]>) -> Report {
@@ -61,6 +71,7 @@ pub fn verify(path: &Path, rehearse: Option<&[u8]>) -> Report {
     report.checks.extend(trials);
     if report.is_good() {
         report.notes.push(ADDRESS_SANITIZER.into());
+        report.notes.extend(nix_note(Path::new(NIX_STORE)));
     }
     if !report.is_good() && rehearse.is_some_and(others_are_bad) {
         report.notes.push(
@@ -106,5 +117,17 @@ impl Report {
             "checks": self.checks.iter().map(check).collect::<Vec<_>>(),
             "notes": self.notes,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_host_with_packages_of_nix_gets_a_note() {
+        let store = tempfile::tempdir().expect("a directory");
+        assert!(nix_note(store.path()).is_some_and(|note| note.contains("/etc/ld-nix.so.preload")));
+        assert_eq!(nix_note(&store.path().join("none")), None);
     }
 }

@@ -47,7 +47,7 @@ use tokio::process::{Child, Command};
 use tokio::select;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::task::spawn_local;
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 
 use crate::daemon::tenants::{Budgets, Share, What};
 use crate::identity::Tenant;
@@ -79,10 +79,6 @@ struct Patience {
     answer: Duration,
     /// Time to wait for the answer to `Settle`. The helper itself waits for a driver call in progress.
     settled: Duration,
-    /// Minimum time for which a request counts against its tenant's limit. A program that claims to be
-    /// asleep, or to be ready to sleep, makes the daemon start a helper, so this time limits how often one
-    /// tenant's programs can.
-    interval: Duration,
     /// Time to wait for a child to exit after the daemon has shut down the socket. The child first undoes
     /// its unfinished work. For helpers that systemd starts, `RuntimeMaxSec=` is the corresponding limit.
     end: Duration,
@@ -94,7 +90,6 @@ const PATIENCE: Patience = Patience {
     place: Duration::from_secs(60),
     answer: Duration::from_secs(60),
     settled: Duration::from_secs(10),
-    interval: Duration::from_millis(500),
     end: Duration::from_secs(10),
 };
 
@@ -208,9 +203,12 @@ impl Helpers {
         Self { start, patience, all: Arc::new(Semaphore::new(MAX_HELPERS)), budgets }
     }
 
-    /// Starts a helper for a request that is expected soon. The helper exits if no request arrives.
-    pub fn prepare(&self) -> Option<Helper> {
-        self.start().ok() // `send` tries again, and reports the error
+    /// Starts a helper for a request that is expected soon. The helper exits if no request arrives. `None`
+    /// if that fails, or the tenant has started too many helpers lately. [`ask`](Self::ask) then starts the
+    /// helper, and reports the error.
+    pub fn prepare(&self, tenant: &Tenant) -> Option<Helper> {
+        let may_start = self.budgets.of(tenant).take_token(What::Helpers);
+        may_start.then(|| self.start().ok()).flatten()
     }
 
     /// Checkpoints a process or restores it. If the future is dropped early, the helper undoes its work as
@@ -237,7 +235,7 @@ impl Helpers {
     ) -> (HelperAnswer, Option<Helper>) {
         let untouched = if operation == Operation::Sleep { Outcome::Runs } else { Outcome::Unknown };
         let not_begun = |failure| HelperAnswer { outcome: untouched, failure: Some(failure) };
-        let Ok(place) = timeout(self.patience.place, self.place(tenant)).await else {
+        let Ok(place) = timeout(self.patience.place, self.place(tenant, prepared.is_none())).await else {
             return (not_begun(HelperFailure::Busy), None);
         };
         let helper = match self.send(prepared, operation, &[process], uid, pairs) {
@@ -250,7 +248,6 @@ impl Helpers {
         };
         let (mut asker, answer) = oneshot::channel();
         let end = self.patience.end;
-        let rested = sleep(self.patience.interval);
         // The helper counts against both limits until it exits. The caller does not wait for the exit, and
         // may be gone by then.
         spawn_local(async move {
@@ -276,7 +273,6 @@ impl Helpers {
                 helper.end(end).await;
             }
             drop(of_all);
-            rested.await;
             drop(of_tenant);
         });
         let unknown = |failure| HelperAnswer { outcome: Outcome::Unknown, failure: Some(failure) };
@@ -293,10 +289,15 @@ impl Helpers {
         (answer, helper)
     }
 
-    async fn place(&self, tenant: &Tenant) -> Place {
+    /// Waits for the permission to run a helper. `starts`: the helper was not started yet.
+    async fn place(&self, tenant: &Tenant, starts: bool) -> Place {
         // While a request waits for the limit of all helpers, it counts only against its own tenant's limit.
         // So the request delays no other tenant.
-        let of_tenant = self.budgets.of(tenant).wait_for(What::Helpers).await;
+        let budget = self.budgets.of(tenant);
+        let of_tenant = budget.wait_for(What::Helpers).await;
+        if starts {
+            budget.wait_for_token(What::Helpers).await;
+        }
         match self.all.clone().acquire_owned().await {
             Ok(of_all) => Place { of_tenant, of_all },
             Err(_) => pending().await, // the semaphore is never closed

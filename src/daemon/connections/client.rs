@@ -30,6 +30,9 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// Charge to the tenant's message budget for identifying a process, and for adding or removing a
 /// client.
 const ARRIVAL_TOKENS: u32 = 10;
+/// A process that exits has ended this time after its connection was closed. If it has not, it
+/// continues without the connection.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of packets that are read after a process has exited. A socket holds fewer.
 const MAX_LAST_PACKETS: usize = 1024;
 
@@ -160,11 +163,17 @@ pub async fn converse(
             "was disconnected"
         }
     };
+    let opened = core.borrow_mut().host.sharing.keep_open(client);
     core.borrow_mut().disconnect(client, why);
     connection.close();
     discard_unread(connection.socket(), connection.budget().tenant().number());
     slice.spend(ARRIVAL_TOKENS);
     slice.end().await;
+    // A process that exits closes its connection first. A process that continues has its imports still mapped.
+    if !opened.is_empty() && tokio::time::timeout(EXIT_TIMEOUT, died(pidfd)).await.is_ok() {
+        let core = &mut *core.borrow_mut();
+        core.host.sharing.importer_ended(&core.model, opened);
+    }
 }
 
 /// Reads packets that a process sent before it exited. The daemon can notice the exit before it has

@@ -120,7 +120,7 @@ impl Model {
             report: None,
             host: 0,
             listing: Listing::Unknown,
-            shown: Use { idle_since: now, in_file: 0, untracked_work: false, reason },
+            shown: Use { idle_since: now, in_file: 0, untracked_work: false, other_device: false, reason },
         };
         entry.gpus.insert(gpu, fresh);
         self.store(client);
@@ -198,9 +198,11 @@ impl Model {
                     self.stats(*client, *gpu).into_iter().for_each(|stats| stats.shown.idle_since = now);
                 }
             }
-            Stuck { client, gpus, reason: StuckReason::UntrackedWork } => {
+            Stuck { client, gpus, reason } => {
                 for gpu in gpus {
-                    self.stats(*client, *gpu).into_iter().for_each(|stats| stats.shown.untracked_work = true);
+                    let Some(stats) = self.stats(*client, *gpu) else { continue };
+                    stats.shown.untracked_work |= *reason == StuckReason::UntrackedWork;
+                    stats.shown.other_device |= *reason == StuckReason::OtherDevice;
                 }
             }
             Detached { client, gpu } => {

@@ -24,6 +24,15 @@ impl Log {
                 log_client!(info, name: "untracked-work", client, identity, gpu = model.labels(gpus), "keeping the memory \
                     of {label} on the GPU, because it submits work that nvshare cannot track");
             }
+            Event::Stuck { client, gpus, reason: StuckReason::OtherDevice } => {
+                let Some(entry) = model.clients.get(client) else { return };
+                if gpus.iter().filter_map(|gpu| entry.gpus.get(gpu)).all(|stats| stats.shown.other_device) {
+                    return;
+                }
+                let (identity, label) = (&entry.identity, entry.identity.label());
+                log_client!(info, name: "untracked-work", client, identity, gpu = model.labels(gpus), "keeping the memory \
+                    of {label} on the GPU, because {}", bus::OTHER_DEVICE);
+            }
             Event::Stuck { client, gpus, reason } => debug!(client = client.0, ?gpus, ?reason, "cannot drain"),
             _ => {}
         }

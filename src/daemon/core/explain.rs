@@ -8,8 +8,8 @@ use std::time::Duration;
 use zbus::fdo;
 
 use super::model::{client_name, gpu_name};
-use super::view::View;
-use crate::bus::{EXPECTED, UNKNOWN_START};
+use super::view::{CopiedClient, View};
+use crate::bus::{EXPECTED, OTHER_DEVICE, UNKNOWN_START};
 use crate::config::units;
 use crate::scheduler::{
     Ahead, ClientId, Explanation, GpuId, HolderAhead, LockState, Obstacle, Reason, SleepPhase, Standstill,
@@ -28,6 +28,8 @@ trait Names {
     fn client(&self, client: ClientId) -> String;
     fn gpu(&self, gpu: GpuId) -> String;
     fn rule(&self, client: ClientId) -> Option<String>;
+    /// The clients whose memory on a GPU other devices may access.
+    fn reached_by_devices(&self, gpu: GpuId) -> Vec<ClientId>;
 }
 
 impl Names for View {
@@ -42,6 +44,11 @@ impl Names for View {
     fn rule(&self, client: ClientId) -> Option<String> {
         let rule = self.rule_of(client)?;
         Some(if rule.name.is_empty() { format!("rule {}", rule.origin) } else { format!("rule {:?}", rule.name) })
+    }
+
+    fn reached_by_devices(&self, gpu: GpuId) -> Vec<ClientId> {
+        let is_reached = |entry: &CopiedClient| entry.uses.get(&gpu).is_some_and(|shown| shown.other_device);
+        self.clients.iter().filter(|(_, entry)| is_reached(entry)).map(|(client, _)| *client).collect()
     }
 }
 
@@ -167,6 +174,25 @@ fn holds(gpu: &str, own: &HolderAhead) -> String {
     }
 }
 
+/// Explains that memory that cannot be evicted leaves too little room on a GPU.
+fn pinned_sentence(names: &impl Names, gpu: GpuId, bytes: u64) -> String {
+    let mut text = format!(
+        "{} of other programs' memory cannot be evicted from {}. The rest of the GPU is too small for this program.",
+        units::size(bytes),
+        names.gpu(gpu)
+    );
+    let mut reached: Vec<String> =
+        names.reached_by_devices(gpu).into_iter().map(|client| names.client(client)).collect();
+    if reached.len() > NAMED {
+        let rest = reached.split_off(NAMED).len();
+        reached.push(format!("{rest} more"));
+    }
+    if !reached.is_empty() {
+        let _ = write!(text, " The memory of {} stays there: {OTHER_DEVICE}.", reached.join(", "));
+    }
+    text
+}
+
 fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> String {
     match obstacle {
         Obstacle::Paused => "It is paused. `nvsharectl resume` continues it.".into(),
@@ -190,8 +216,9 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
                 .into(),
             SleepPhase::Checkpointed => format!(
                 "Another program has checkpointed its process. Its room on {gpu} stays reserved, because that \
-                 program runs without nvshare: its restore would not wait for room, and would fail. If you start \
-                 that program with `nvsharectl run`, other programs can use the room until the restore."
+                 program ran without nvshare, or the scheduler was restarted since: a restore that does not wait \
+                 for room would fail. If you start that program with `nvsharectl run`, other programs can use the \
+                 room until the restore."
             ),
             SleepPhase::Lent => format!(
                 "Another program has checkpointed its process. Other programs use its room on {gpu} until that \
@@ -199,6 +226,11 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
             ),
             SleepPhase::Asleep | SleepPhase::Awake => "It is asleep, and wakes up when it calls the driver.".into(),
         },
+        Obstacle::NoRoomToReturn(bytes) => format!(
+            "It waits to be restored on {gpu}. {} of other programs' memory cannot be evicted from {gpu}, and the rest \
+             is too small for the restore. It is restored as soon as enough of that memory is free.",
+            units::size(*bytes)
+        ),
         Obstacle::Stopped => "A signal or a debugger has stopped its process.".into(),
         Obstacle::Context { deferred: false } => format!("It waits for free memory for its CUDA context on {gpu}."),
         Obstacle::Context { deferred: true } => format!(
@@ -220,12 +252,7 @@ fn obstacle_sentence(names: &impl Names, gpu: &str, obstacle: &Obstacle) -> Stri
             format!("It has used up its time-max on {gpu}. It may run again in {}.", about(*left))
         }
         Obstacle::OwnHold => format!("It was asked to release {gpu}, and has not yet released it."),
-        Obstacle::Pinned(full, bytes) => format!(
-            "{} of other programs' memory cannot be evicted from {}. The rest of the GPU is too small for this \
-             program.",
-            units::size(*bytes),
-            names.gpu(*full)
-        ),
+        Obstacle::Pinned(full, bytes) => pinned_sentence(names, *full, *bytes),
         Obstacle::Room(full, bytes) => format!(
             "{} of {} are kept free for other programs, as `nvsharectl status` shows. The rest of the GPU is too \
              small for this program.",
@@ -325,6 +352,9 @@ mod tests {
         fn rule(&self, client: ClientId) -> Option<String> {
             (client.0 == 9).then(|| "rule \"render\"".into())
         }
+        fn reached_by_devices(&self, gpu: GpuId) -> Vec<ClientId> {
+            if gpu == GpuId(Uuid([7; 16])) { vec![ClientId(9)] } else { Vec::new() }
+        }
     }
 
     fn s(seconds: u64) -> Duration {
@@ -395,6 +425,18 @@ mod tests {
         let text = of(&Explanation { standstill: Some(standstill), ..waiting() }).join(" ");
         assert!(text.contains("program 2 holds GPU 0 and program 3 holds GPU 0"), "{text}");
         assert!(text.contains("the same NVSHARE_GANG"), "{text}");
+    }
+
+    #[test]
+    fn memory_that_a_network_card_may_access_is_named_with_its_remedy() {
+        let pinned = |gpu: u8| {
+            let what = Explanation { obstacle: Some(Obstacle::Pinned(GpuId(Uuid([gpu; 16])), 5 << 30)), ..waiting() };
+            sentences(&Fake, ClientId(1), &what).join("\n")
+        };
+        let text = pinned(7);
+        assert!(text.contains("The memory of program 9 stays there: another device"), "{text}");
+        assert!(text.contains("NCCL_IB_DISABLE=1") && text.contains("NCCL_NET_GDR_LEVEL=LOC"), "{text}");
+        assert!(!pinned(1).contains("NCCL"), "{}", pinned(1));
     }
 
     #[test]

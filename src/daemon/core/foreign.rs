@@ -6,14 +6,21 @@
 //! ([`Operation::Inspect`]). The calls of other programs are found by their effects: the process does not
 //! answer, or NVML does not list it although it has memory. While a process is locked or checkpointed, it
 //! is inspected again whenever it sends a message. A checkpointed process is also inspected when NVML lists
-//! it again, and a locked one at each measurement, because an unlock has no effect that can be seen.
+//! it again, and a locked one from time to time ([`LOOK`]), because an unlock has no effect that can be seen.
 //!
 //! A program under the library asks before it restores a process, and waits for room. The process is
 //! inspected first. No inspection begins between the answer and the end of the restore: the process would
-//! still look checkpointed.
+//! still look checkpointed. After [`RESTORE`], the program may have hung, and the process is inspected again.
+//! Until the program reports the end of the restore or ends itself, the room stays reserved, because the
+//! restore may still begin.
+//!
+//! A new daemon does not know whether the restore of a checkpointed process will wait. So the room of each
+//! such process is reserved until a program asks to restore it: a restore without room fails permanently,
+//! and reserved room only makes other programs move their memory.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
+use std::time::Duration;
 
 use nvshare_wire::SchedulerMessage;
 use nvshare_wire::client::CheckpointStep;
@@ -23,7 +30,14 @@ use tracing::info;
 use super::model::Model;
 use super::sleep::Sleep;
 use crate::daemon::checkpoint::Outcome;
-use crate::scheduler::{ClientId, Event, ForeignState, SleepPhase};
+use crate::scheduler::{ClientId, Event, ForeignState, SleepPhase, Time};
+use crate::sys::clock;
+
+/// How long a restore may take. The driver restores 2 GiB per second, and the largest GPUs have 192 GiB.
+const RESTORE: Duration = Duration::from_secs(120);
+/// The first and the longest interval between inspections of a locked process that sends no messages. The
+/// interval doubles. Other clients wait for a locked process's memory for at most this long after its unlock.
+const LOOK: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(10));
 
 /// Checkpoints of clients' processes by other programs.
 #[derive(Debug, Default)]
@@ -32,6 +46,8 @@ pub struct ForeignCheckpoints {
     restores_wait: BTreeSet<ClientId>,
     inspections: BTreeMap<ClientId, Inspection>,
     restores: BTreeMap<Restore, Request>,
+    /// For locked clients: when the next measurement may cause an inspection, and the interval after it.
+    looks: BTreeMap<ClientId, (Time, Duration)>,
 }
 
 /// The client whose process is restored, and the client that restores it.
@@ -46,6 +62,8 @@ struct Request {
     ticket: u32,
     /// The scheduler has been asked for room.
     is_passed_on: bool,
+    /// When the caller was allowed to restore the client.
+    allowed: Option<Time>,
 }
 
 /// A running inspection of a process.
@@ -62,7 +80,7 @@ impl ForeignCheckpoints {
     pub fn inspect(&mut self, model: &Model, sleep: &Sleep, client: ClientId) {
         let is_own = !model.machine.is_foreign(client)
             && !matches!(model.machine.sleep_of(client).phase, SleepPhase::Awake | SleepPhase::Preparing);
-        if is_own || self.restores.iter().any(|(restore, request)| restore.target == client && request.is_passed_on) {
+        if is_own || self.is_restored(client, clock::now()) {
             return;
         }
         if let Some(inspection) = self.inspections.get_mut(&client) {
@@ -72,6 +90,31 @@ impl ForeignCheckpoints {
         if let Some(awaits) = sleep.inspect(model, client) {
             self.inspections.insert(client, Inspection { _awaits: awaits, is_outdated: false });
         }
+    }
+
+    /// Handles a measurement after which the state of a client's process may have changed.
+    pub fn measured(&mut self, model: &Model, sleep: &Sleep, client: ClientId) {
+        let is_locked = model.machine.sleep_of(client).phase == SleepPhase::Locked;
+        if !is_locked || self.is_due(client, clock::now()) {
+            self.inspect(model, sleep, client);
+        }
+    }
+
+    /// Whether the next inspection of a locked client is due. If so, schedules the one after it.
+    fn is_due(&mut self, client: ClientId, now: Time) -> bool {
+        let (due, interval) = self.looks.entry(client).or_insert((now, LOOK.0));
+        let is_due = *due <= now;
+        if is_due {
+            (*due, *interval) = (now + *interval, (*interval * 2).min(LOOK.1));
+        }
+        is_due
+    }
+
+    /// Whether a client waits for its restore, or is being restored.
+    fn is_restored(&self, client: ClientId, now: Time) -> bool {
+        let is_pending = |request: &Request| request.allowed.is_none_or(|at| now < at + RESTORE);
+        let mut all = self.restores.iter().filter(|(restore, _)| restore.target == client);
+        all.any(|(_, request)| request.is_passed_on && is_pending(request))
     }
 
     /// Handles a client that changes the process of `target`. `None`: no program of the client's tenant has
@@ -92,7 +135,7 @@ impl ForeignCheckpoints {
         let restore = Restore { target, caller };
         match step {
             CheckpointStep::Restoring => {
-                let before = self.restores.insert(restore, Request { ticket, is_passed_on: false });
+                let before = self.restores.insert(restore, Request { ticket, is_passed_on: false, allowed: None });
                 if let Some(before) = before.filter(|before| before.ticket != ticket) {
                     go_on(before.ticket);
                 }
@@ -114,19 +157,25 @@ impl ForeignCheckpoints {
         if self.inspections.contains_key(&target) {
             return None;
         }
-        let waiting = self.restores.iter_mut().filter(|(restore, _)| restore.target == target);
+        let is_waiting =
+            |(restore, request): &(&Restore, &mut Request)| restore.target == target && request.allowed.is_none();
+        let waiting = self.restores.iter_mut().filter(is_waiting);
         let count = waiting.map(|(_, request)| request.is_passed_on = true).count();
         (count > 0).then_some(Event::RestoreRequested { client: target })
     }
 
-    /// Whether the program that restores the client will wait for room.
+    /// Whether the program that restores the client will wait for room. It will not if it has permission.
     fn restore_waits(&self, client: ClientId) -> bool {
-        self.restores_wait.contains(&client) || self.restores.keys().any(|restore| restore.target == client)
+        let mut requests = self.restores.iter().filter(|(restore, _)| restore.target == client).peekable();
+        let is_any = requests.peek().is_some();
+        requests.all(|(_, request)| request.allowed.is_none()) && (is_any || self.restores_wait.contains(&client))
     }
 
     /// Tells the programs that wait for room that they may restore a client.
-    pub fn allow(&self, model: &Model, client: ClientId) {
-        for (restore, request) in self.restores.iter().filter(|(restore, _)| restore.target == client) {
+    pub fn allow(&mut self, model: &Model, client: ClientId) {
+        let requests = self.restores.iter_mut().filter(|(restore, _)| restore.target == client);
+        for (restore, request) in requests.filter(|(_, request)| request.allowed.is_none()) {
+            request.allowed = Some(clock::now());
             model.send(restore.caller, SchedulerMessage::Continue { ticket: request.ticket });
         }
     }
@@ -145,6 +194,9 @@ impl ForeignCheckpoints {
         if state == Some(ForeignState::Runs) {
             self.restores_wait.remove(&client);
         }
+        if state.is_some_and(|state| state != ForeignState::Locked) {
+            self.looks.remove(&client);
+        }
         let mut events: Vec<Event> =
             state.map(|state| Event::ForeignCheckpoint { client, state }).into_iter().collect();
         // A restore does not wait for another inspection, which each message of the process causes.
@@ -162,6 +214,7 @@ impl ForeignCheckpoints {
     pub fn leave(&mut self, model: &Model, client: ClientId) -> Vec<ClientId> {
         self.restores_wait.remove(&client);
         self.inspections.remove(&client);
+        self.looks.remove(&client);
         self.allow(model, client); // the driver's call fails
         let targets = self.restores.keys().filter(|restore| restore.caller == client).map(|restore| restore.target);
         let targets = targets.filter(|target| *target != client).collect();
@@ -186,5 +239,45 @@ fn note(model: &Model, client: ClientId, state: ForeignState) {
     if let Some(identity) = model.identity(client) {
         let (name, pid) = (identity.label(), identity.pid);
         info!(name: "foreign-checkpoint", client = client.0, pid, "another program {what} {name}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+
+    const TARGET: ClientId = ClientId(1);
+    const CALLER: ClientId = ClientId(2);
+
+    /// A caller that has permission may hang before or after the restore.
+    #[test]
+    fn an_unfinished_restore_is_inspected_again_and_keeps_its_room() {
+        let (model, mut foreign) = (Model::new(Config::default()), ForeignCheckpoints::default());
+        foreign.restores_wait.insert(TARGET);
+        assert!(foreign.restore_waits(TARGET));
+        let request = Request { ticket: 1, is_passed_on: false, allowed: None };
+        foreign.restores.insert(Restore { target: TARGET, caller: CALLER }, request);
+        assert!(!foreign.is_restored(TARGET, clock::now()) && foreign.restore_waits(TARGET));
+        assert_eq!(foreign.pass_on(TARGET), Some(Event::RestoreRequested { client: TARGET }));
+        assert!(foreign.is_restored(TARGET, clock::now() + 10 * RESTORE), "it waits for room");
+        foreign.allow(&model, TARGET);
+        assert!(foreign.is_restored(TARGET, clock::now()) && !foreign.restore_waits(TARGET));
+        assert!(!foreign.is_restored(TARGET, clock::now() + RESTORE) && !foreign.restore_waits(TARGET));
+        assert_eq!(foreign.pass_on(TARGET), None, "it is not asked twice");
+        foreign.leave(&model, CALLER);
+        assert!(foreign.restore_waits(TARGET), "the caller has ended, and the next one will ask");
+    }
+
+    #[test]
+    fn a_locked_process_is_inspected_less_and_less_often() {
+        let mut foreign = ForeignCheckpoints::default();
+        let looks = |foreign: &mut ForeignCheckpoints, from: u64| {
+            (from..from + 600).filter(|n| foreign.is_due(TARGET, Duration::from_millis(n * 200))).count()
+        };
+        let (first, later) = (looks(&mut foreign, 0), looks(&mut foreign, 600));
+        assert!((12..20).contains(&first) && later == 12, "{first} and {later} in 2 minutes");
+        foreign.leave(&Model::new(Config::default()), TARGET);
+        assert!(foreign.is_due(TARGET, Duration::from_secs(240)));
     }
 }

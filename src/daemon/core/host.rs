@@ -35,6 +35,11 @@ impl Host {
         self.foreign.inspect(model, &self.sleep, client);
     }
 
+    /// Handles a measurement after which the state of a client's process may have changed.
+    pub fn measured(&mut self, model: &Model, client: ClientId) {
+        self.foreign.measured(model, &self.sleep, client);
+    }
+
     /// Handles the result of an inspection. Returns the events for the scheduler.
     pub fn inspected(&mut self, model: &mut Model, client: ClientId, answer: &HelperAnswer) -> Vec<Event> {
         if answer.outcome == Outcome::Unknown {

@@ -69,20 +69,18 @@ pub struct Io {
 }
 
 impl Io {
+    /// `settings`: the settings in effect.
+    ///
     /// # Errors
     /// The process has no file descriptors left.
-    pub(super) fn new(settings: watch::Sender<Settings>, in_effect: &Settings) -> std::io::Result<Self> {
-        settings.send_if_modified(|known| {
-            known.clone_from(in_effect);
-            false
-        });
+    pub(super) fn new(settings: Settings) -> std::io::Result<Self> {
         Ok(Self {
             timer: Rc::new(Timer::new()?),
             armed: None,
             ticked: Time::ZERO,
             nvml: None,
             signals: Rc::default(),
-            settings,
+            settings: watch::Sender::new(settings),
             problems: Problems::default(),
             published_problems: watch::Sender::default(),
             present: watch::Sender::default(),
@@ -159,6 +157,11 @@ impl Io {
         if send_if_new(&self.published_problems, all.into_iter().flatten().collect()) {
             self.signals.turns.notify_one(); // updates the status line
         }
+    }
+
+    /// A receiver of the settings in effect.
+    pub fn follow_settings(&self) -> watch::Receiver<Settings> {
+        self.settings.subscribe()
     }
 
     pub fn follow_gpus(&self) -> watch::Receiver<Present> {

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use tracing::{debug, info};
 
-use super::model::{Client, ClientGpuStats, Listing, Model};
+use super::model::{Client, ClientGpuStats, Gpu, Listing, Model};
 use crate::daemon::gpu::accounting::{Attached, Basis, Extent};
 use crate::daemon::gpu::nvml::Sample;
-use crate::scheduler::{ClientId, Engine, Event, GpuId, SleepPhase, Time};
+use crate::scheduler::{ClientId, Command, Engine, Event, GpuId, SleepPhase, Time};
 
 /// Clients of an earlier daemon reconnect within this time. Until then, memory of unknown processes
 /// does not count as overhead.
@@ -79,8 +79,10 @@ impl Model {
             }
             let has_changed = match machine.sleep_of(*id).phase {
                 SleepPhase::Checkpointed | SleepPhase::Lent => is_listed,
-                // Other programs unlock and checkpoint it without a sign.
+                // Other programs unlock and checkpoint a locked process without a sign, and may hang before or
+                // after a restore.
                 SleepPhase::Locked => true,
+                SleepPhase::Restoring => machine.is_foreign(*id),
                 SleepPhase::Awake => is_missed,
                 _ => false,
             };
@@ -167,6 +169,18 @@ impl Model {
         events
     }
 
+    /// Process IDs of programs that use a GPU and are not clients, as of its newest measurement.
+    pub(super) fn others_on(&self, gpu: &Gpu) -> Vec<u32> {
+        let Some(sample) = gpu.sample.as_ref().filter(|sample| sample.begun >= self.started + RECONNECT_TIME) else {
+            return Vec::new();
+        };
+        let clients: BTreeSet<i32> = self.clients.values().map(|client| client.identity.pid).collect();
+        let is_other = |pid: &u32| {
+            !self.departed.contains_key(pid) && i32::try_from(*pid).is_ok_and(|pid| !clients.contains(&pid))
+        };
+        sample.processes.iter().flat_map(BTreeMap::keys).copied().filter(is_other).collect()
+    }
+
     /// The bounds on the memory that each client had mapped on a GPU when it was measured.
     fn extents(&self, sample: &Sample, adopted: impl Fn(ClientId) -> u64) -> Vec<Attached> {
         let gpu = sample.gpu;
@@ -210,6 +224,16 @@ impl Model {
         let listed = self.gpus.iter().filter(|(_, gpu)| gpu.index.is_some() && !self.is_nvml_usable());
         listed.map(|(id, _)| unmeasured(*id, now)).collect()
     }
+}
+
+/// The client and the GPU of a report, which changes the bounds on the client's memory.
+pub(super) fn reporter(event: &Event) -> Option<(ClientId, GpuId)> {
+    if let Event::Memory { client, gpu, .. } = event { Some((*client, *gpu)) } else { None }
+}
+
+/// The client and the GPU of an allowance, which changes the bounds on the client's memory.
+pub(super) fn allowed(command: &Command) -> Option<(ClientId, GpuId)> {
+    if let Command::Allowance { client, gpu, .. } = command { Some((*client, *gpu)) } else { None }
 }
 
 /// The event that accepts clients' reports as measured, for a GPU that cannot be measured.

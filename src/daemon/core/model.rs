@@ -159,6 +159,8 @@ pub(super) struct Use {
     pub in_file: u64,
     /// The client submits work in ways that bypass the library's gates.
     pub untracked_work: bool,
+    /// A device other than a GPU may access the client's memory.
+    pub other_device: bool,
     /// Why the client uses its engine.
     pub reason: EngineReason,
 }
@@ -355,16 +357,6 @@ impl Model {
         }
     }
 
-    /// The client and the GPU of a report about memory.
-    pub(super) fn reporter(event: &Event) -> Option<(ClientId, GpuId)> {
-        if let Event::Memory { client, gpu, .. } = event { Some((*client, *gpu)) } else { None }
-    }
-
-    /// The client that a command allows memory, and the GPU.
-    pub(super) fn allowed(command: &Command) -> Option<(ClientId, GpuId)> {
-        if let Command::Allowance { client, gpu, .. } = command { Some((*client, *gpu)) } else { None }
-    }
-
     pub(super) fn is_nvml_usable(&self) -> bool {
         self.nvml == Some(NvmlState::Usable)
     }
@@ -554,10 +546,9 @@ impl Model {
 
     /// The client of a process that another client names: a program of the same tenant.
     pub(super) fn neighbour(&self, client: ClientId, pid: i32) -> Option<ClientId> {
-        let tenant = &self.identity(client)?.tenant;
-        let mut programs = self.clients.iter().filter(|(_, entry)| entry.lock.is_none() && pid > 0);
-        let is_it = |entry: &Client| entry.identity.pid == pid && entry.identity.tenant == *tenant;
-        programs.find(|(_, entry)| is_it(entry)).map(|(id, _)| *id)
+        let own = self.identity(client)?;
+        let mut programs = self.clients.iter().filter(|(_, entry)| entry.lock.is_none());
+        programs.find(|(_, entry)| own.is_neighbour(&entry.identity, pid)).map(|(id, _)| *id)
     }
 
     /// The event that tells the scheduler whether a client's process is stopped.

@@ -10,13 +10,12 @@ use nvshare_wire::client::GpuKind;
 use nvshare_wire::env_limits::LimitName;
 use nvshare_wire::scheduler::Refusal;
 use nvshare_wire::{SchedulerMessage, SlotSet, Text};
-use tokio::sync::watch;
 use tracing::{debug, warn};
 
 use super::containers::Containers;
 use super::host::Host;
 use super::io::{Io, Problems};
-use super::measure::unmeasured;
+use super::measure::{allowed, reporter, unmeasured};
 use super::model::{Arrival, Model, Wanted};
 use super::moves;
 use super::observe::Observe;
@@ -53,10 +52,10 @@ impl Core {
     ///
     /// # Errors
     /// The process has no file descriptors left, or the record cannot be written.
-    pub fn new(config: Config, record: Option<File>, settings: watch::Sender<Settings>) -> std::io::Result<Self> {
+    pub fn new(config: Config, record: Option<File>) -> std::io::Result<Self> {
         let model = Model::new(config);
         Ok(Self {
-            io: Io::new(settings, model.machine.settings())?,
+            io: Io::new(model.machine.settings().clone())?,
             observe: Observe::new(&model, record)?,
             host: Host::default(),
             containers: Containers::default(),
@@ -80,13 +79,13 @@ impl Core {
             self.observe.note_event(&self.model, &event, now);
             self.model.note_event(&event, now);
             self.io.note_event(&self.model, &event);
-            let reporter = Model::reporter(&event);
+            let reporter = reporter(&event);
             let concerned = pressure::client_of(&event);
             self.observe.recorder.begin(&self.model.machine, now, &event);
             let commands = self.model.machine.handle(now, event);
             self.observe.recorder.finish(&commands);
             self.observe.pressure.note(&self.model, concerned, &commands, now);
-            let allowed = commands.iter().filter_map(Model::allowed);
+            let allowed = commands.iter().filter_map(allowed);
             reporter.into_iter().chain(allowed).for_each(|(client, gpu)| self.note_extent(client, gpu, now));
             for command in commands {
                 events.extend(self.carry_out(&command, now));
@@ -431,7 +430,7 @@ impl Core {
             Report::Used(used) => {
                 for sample in used {
                     let changed = self.model.changed_processes(&sample);
-                    changed.into_iter().for_each(|client| self.host.inspect(&self.model, client));
+                    changed.into_iter().for_each(|client| self.host.measured(&self.model, client));
                     self.measure(&sample);
                     self.model.keep_sample(sample);
                 }

@@ -116,8 +116,8 @@ pub struct OpenRequest {
     /// request.
     pub importer: Option<(ClientId, u32)>,
     exporter: ClientId,
-    key: Secret,
-    range: u32,
+    pub key: Secret,
+    pub range: u32,
 }
 
 /// One client's use of an open range of an exporter's memory.
@@ -329,6 +329,29 @@ impl SharedMemoryRegistry {
         }
         let request = OpenRequest { importer: Some((importer, ticket)), exporter, key, range };
         Ok((exporter, self.requests.insert(importer, request)))
+    }
+
+    /// The exporters of a range that no client has open or requests.
+    pub fn exporters_of_unused(&self, (key, range): Range) -> Vec<ClientId> {
+        let is_meant =
+            |number| self.requests.all.get(number).is_some_and(|request| (request.key, request.range) == (key, range));
+        let exporters = || self.exporters.clients.get(&key).into_iter().flatten();
+        let is_requested =
+            || exporters().filter_map(|client| self.requests.of_exporter.get(client)).flatten().any(is_meant);
+        let is_unused = !self.imports.ranges.contains_key(&(key, range)) && !is_requested();
+        exporters().copied().filter(|_| is_unused).collect()
+    }
+
+    /// The client's secret, if no other client exports memory under it.
+    pub fn sole_secret(&self, client: ClientId) -> Option<Secret> {
+        let key = self.exporters.secrets.get(&client)?;
+        self.exporters.clients.get(key).filter(|clients| clients.len() == 1).map(|_| *key)
+    }
+
+    /// The ranges that a client has open.
+    pub fn opened_by(&self, importer: ClientId) -> Vec<(Secret, u32)> {
+        let own = self.imports.of_importer.get(&importer);
+        own.into_iter().flat_map(|own| &own.ranges).copied().collect()
     }
 
     /// Handles an exporter's answer to a request. Returns the request, or `None` if the number is

@@ -1,5 +1,6 @@
 //! Passes messages about shared memory between exporters and importers.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
@@ -7,7 +8,7 @@ use nvshare_wire::client::Sharing as OpenOutcome;
 use nvshare_wire::{ClientMessage, MAX_DESCRIPTORS, SchedulerMessage, Secret};
 
 use super::model::Model;
-use super::shared_memory::{Import, SharedMemoryRegistry};
+use super::shared_memory::{Import, OpenRequest, SharedMemoryRegistry};
 use crate::daemon::tenants::What;
 use crate::scheduler::{ClientId, GpuId, Time};
 use crate::sys::clock;
@@ -33,6 +34,11 @@ pub struct Sharing {
     adoptions: BTreeMap<ClientId, Adoptions>,
     /// The unknown exporter whose memory a client requested last, and the time of the first such request.
     asked_for: BTreeMap<ClientId, (Secret, Time)>,
+    /// The range that a client is about to request again, because it was off the GPU.
+    awaited: BTreeMap<ClientId, (Secret, u32)>,
+    /// Ranges that processes had open when they disconnected, and the numbers of these processes. A
+    /// process that continues without a connection still has the memory mapped.
+    kept_open: BTreeMap<(Secret, u32), u32>,
 }
 
 /// Memory that the daemon asks a client to adopt.
@@ -57,7 +63,8 @@ pub struct Shared {
 impl Default for Sharing {
     fn default() -> Self {
         let registry = SharedMemoryRegistry::new(clock::now());
-        Self { registry, adoptions: BTreeMap::new(), asked_for: BTreeMap::new() }
+        let (adoptions, asked_for, awaited, kept_open) = Default::default();
+        Self { registry, adoptions, asked_for, awaited, kept_open }
     }
 }
 
@@ -121,6 +128,9 @@ impl Sharing {
                 self.exported(model, client, (ticket, outcome, bytes, chunk), gpu, descriptors);
             }
             ClientMessage::Withdrawn { range } => {
+                if let Some(secret) = self.registry.sole_secret(client) {
+                    self.kept_open.remove(&(secret, range));
+                }
                 let adopter = self.registry.withdraw(client, range);
                 shared.changed = self.ask_to_adopt(model, adopter);
             }
@@ -140,7 +150,12 @@ impl Sharing {
                 self.adoption_answered(model, client);
             }
             ClientMessage::Closed { exporter, range } => {
-                let adopter = self.registry.close(Import { importer: client, exporter, range });
+                let import = Import { importer: client, exporter, range };
+                let adopter = self.registry.close(import);
+                if self.awaited.get(&client) == Some(&(exporter, range)) {
+                    self.awaited.remove(&client);
+                }
+                self.tell_unused(model, (exporter, range));
                 self.adoption_answered(model, client);
                 shared.changed = self.ask_to_adopt(model, adopter);
                 shared.changed.extend(attachments(model, client));
@@ -161,7 +176,28 @@ impl Sharing {
         descriptors: &[Foreign],
     ) {
         let Some(request) = self.registry.answer(client, ticket) else { return };
+        self.pass_on(model, &request, (outcome, bytes, chunk), gpu, descriptors);
+        // If the memory is not open now, the exporter has prepared it in vain.
+        self.tell_unused(model, (request.key, request.range));
+    }
+
+    fn pass_on(
+        &mut self,
+        model: &Model,
+        request: &OpenRequest,
+        (outcome, bytes, chunk): (OpenOutcome, u64, u64),
+        gpu: Option<GpuId>,
+        descriptors: &[Foreign],
+    ) {
         let Some((importer, ticket)) = request.importer else { return };
+        let range = (request.key, request.range);
+        let before = match outcome {
+            OpenOutcome::Busy => self.awaited.insert(importer, range),
+            _ => self.awaited.remove(&importer),
+        };
+        if let Some(other) = before.filter(|before| *before != range) {
+            self.tell_unused(model, other);
+        }
         let (OpenOutcome::Done, Some(gpu), 1..=MAX_DESCRIPTORS) = (outcome, gpu, descriptors.len()) else {
             let outcome = if outcome == OpenOutcome::Done { OpenOutcome::Failed } else { outcome };
             return send_open_result(model, importer, ticket, outcome);
@@ -173,9 +209,44 @@ impl Sharing {
             return send_open_result(model, importer, ticket, OpenOutcome::Failed);
         };
         // Recorded before the memory is sent, so that the memory counts as soon as the importer has it open.
-        self.registry.open(&request, gpu, bytes.min(model.total(gpu)), share);
+        self.registry.open(request, gpu, bytes.min(model.total(gpu)), share);
         if connection.send_with(SchedulerMessage::Opened { ticket, outcome, bytes, chunk }, descriptors).is_err() {
             send_open_result(model, importer, ticket, OpenOutcome::Failed);
+        }
+    }
+
+    /// Tells the exporter of a range if no client has it open or requests it.
+    fn tell_unused(&self, model: &Model, range: (Secret, u32)) {
+        if self.kept_open.contains_key(&range) || self.awaited.values().any(|awaited| *awaited == range) {
+            return;
+        }
+        for exporter in self.registry.exporters_of_unused(range) {
+            model.send(exporter, SchedulerMessage::Unused { range: range.1 });
+        }
+    }
+
+    /// Notes that a client disconnects. Returns the ranges that it has open or is about to open. They
+    /// stay open until its process has ended, or until they are freed.
+    pub fn keep_open(&mut self, client: ClientId) -> Vec<(Secret, u32)> {
+        let ranges = self.registry.opened_by(client).into_iter().chain(self.awaited.get(&client).copied());
+        let ranges: Vec<_> = ranges.collect();
+        for range in &ranges {
+            let processes = self.kept_open.entry(*range).or_default();
+            *processes = processes.saturating_add(1);
+        }
+        ranges
+    }
+
+    /// Handles the end of a process that had these ranges open when it disconnected.
+    pub fn importer_ended(&mut self, model: &Model, ranges: Vec<(Secret, u32)>) {
+        for range in ranges {
+            if let Entry::Occupied(mut processes) = self.kept_open.entry(range) {
+                *processes.get_mut() -= 1;
+                if *processes.get() == 0 {
+                    processes.remove();
+                }
+            }
+            self.tell_unused(model, range);
         }
     }
 
@@ -238,6 +309,10 @@ impl Sharing {
     pub fn leave(&mut self, model: &Model, client: ClientId) -> BTreeSet<(ClientId, GpuId)> {
         self.adoptions.remove(&client);
         self.asked_for.remove(&client);
+        self.awaited.remove(&client);
+        if let Some(secret) = self.registry.sole_secret(client) {
+            self.kept_open.retain(|(exporter, _), _| *exporter != secret);
+        }
         let (adopters, unanswered) = self.registry.leave(client);
         let changed = self.ask_to_adopt(model, adopters);
         for (importer, ticket) in unanswered.into_iter().filter_map(|request| request.importer) {

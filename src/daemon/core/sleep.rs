@@ -32,7 +32,7 @@ const NO_HELPER: &str = "nvshare-checkpoint is missing or cannot use the driver"
 #[derive(Debug)]
 pub enum Checkpoint {
     /// A client is preparing for sleep. A request to checkpoint its process follows soon.
-    Prepare(ClientId),
+    Prepare(ClientId, Arc<Identity>),
     Do(CheckpointRequest),
 }
 
@@ -98,12 +98,12 @@ impl Sleep {
     /// # Errors
     /// The obstacle to the client's sleep that the daemon knows without asking the client.
     pub fn prepare(&self, model: &Model, client: ClientId, now: Time) -> Result<(), SleepObstacle> {
-        let has_process = model.clients.get(&client).is_none_or(|entry| entry.process.is_some());
+        let Some(entry) = model.clients.get(&client) else { return Ok(()) };
         let is_possible = self.impossible_since.is_none_or(|at| now >= at + NO_CHECKPOINTS);
         match &self.requests {
-            _ if !has_process => Err(SleepObstacle::Unreachable),
+            _ if entry.process.is_none() => Err(SleepObstacle::Unreachable),
             Some(requests) if is_possible => {
-                let _ = requests.send(Checkpoint::Prepare(client));
+                let _ = requests.send(Checkpoint::Prepare(client, entry.identity.clone()));
                 Ok(())
             }
             _ => Err(SleepObstacle::Unsupported),

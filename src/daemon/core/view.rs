@@ -69,6 +69,8 @@ pub(super) struct CopiedGpu {
     pub basis: Basis,
     /// Bytes of all clients' contexts, if NVML lists processes.
     pub contexts: Option<u64>,
+    /// Process IDs of programs that use the GPU and are not clients, if NVML lists processes.
+    pub others: Vec<u32>,
 }
 
 /// A client, as D-Bus callers see it.
@@ -128,6 +130,7 @@ impl View {
                 overhead: accounting.overhead(),
                 basis: if model.is_measured(gpu) { accounting.basis() } else { Basis::Reports },
                 contexts: (accounting.basis() == Basis::Processes).then(contexts),
+                others: model.others_on(gpu),
             };
             (*id, copied)
         });

@@ -103,7 +103,11 @@ impl View {
             unverified: attachment.disbelieved.map(|claimed| claimed.saturating_sub(attachment.mapped)),
             mapping_failures: attachment.failures,
             untracked_work: stats.is_some_and(|stats| stats.untracked_work),
-            eviction_blocked: attachment.eviction_blocked.map_or("", bus::eviction_block_name).into(),
+            eviction_blocked: match (attachment.eviction_blocked, stats) {
+                (_, Some(stats)) if stats.other_device => bus::OTHER_DEVICE,
+                (block, _) => block.map_or("", bus::eviction_block_name),
+            }
+            .into(),
             utilization: attachment.utilization,
             lock_time: attachment.lock_time.as_secs_f64(),
             wait_time: attachment.wait_time.as_secs_f64(),
@@ -222,6 +226,7 @@ impl View {
                 kept: Some(seen.kept),
                 rooms: Some(self.present_rooms(&seen.rooms)),
                 unproven: Some(unproven.map(|(_, program)| program.clone()).collect()),
+                others: Some(entry.others.clone()),
             })
         };
         let mut gpus: Vec<_> = self.machine.gpus().into_iter().filter_map(view).collect();

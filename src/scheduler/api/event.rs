@@ -163,7 +163,7 @@ pub enum Event {
     Held { client: ClientId, gpus: GpuSet },
     /// From a revoked holder that cannot drain yet. The holder keeps the lock and is asked again
     /// later. `HostFull`, `Broken` and `UnseenWork` mean that the holder cannot evict;
-    /// `UntrackedWork` only explains pinned memory.
+    /// `UntrackedWork` and `OtherDevice` only explain pinned memory.
     Stuck {
         client: ClientId,
         gpus: GpuSet,

@@ -78,6 +78,8 @@ pub enum SleepObstacle {
     Unmeasured,
     /// The client has not answered.
     Silent,
+    /// Another program has locked or checkpointed the client's process.
+    Foreign,
     /// The checkpoint failed.
     Failed,
 }

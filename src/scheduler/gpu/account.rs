@@ -249,6 +249,11 @@ impl Account {
         self.claimed.0
     }
 
+    /// The most mapped bytes that a measurement has shown.
+    pub fn seen(&self) -> u64 {
+        self.seen
+    }
+
     /// Records that the client's process is off its GPUs and has no memory on them, whatever the
     /// client reported. `verifies`: the clients of this GPU are measured.
     pub fn is_off(&mut self, verifies: bool) {
@@ -366,5 +371,48 @@ impl Account {
     /// pending.
     pub(crate) fn expires(&self) -> Option<Time> {
         self.frees.expires().into_iter().chain(self.measurement_is_late_at()).min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(seconds: u64) -> Time {
+        Duration::from_secs(seconds)
+    }
+
+    /// An account with an allowance of 10 bytes, all of them mapped and measured.
+    fn measured() -> Account {
+        let mut account = Account::default();
+        account.distrust();
+        account.set(at(1), 10);
+        assert_eq!(account.unused_since(), Some(at(1)));
+        account.reported(at(2), MemoryReport { ack: 1, demand: 10, mapped: 10, ..MemoryReport::default() });
+        account.measured(at(3), Some(Found { least: 10, most: 10 }));
+        assert_eq!((account.charge, account.unused_since()), (10, None));
+        account
+    }
+
+    #[test]
+    fn memory_is_unused_since_the_first_raise_that_no_measurement_covers() {
+        let mut account = measured();
+        for (seconds, bytes) in [(4, 10), (5, 8), (6, 20), (7, 30)] {
+            account.set(at(seconds), bytes);
+        }
+        assert_eq!(account.unused_since(), Some(at(6)));
+    }
+
+    #[test]
+    fn a_lower_charge_leaves_the_difference_unverified() {
+        let mut account = measured();
+        account.charge_as_known(at(4));
+        assert_eq!((account.charge, account.expires()), (10, None), "nothing was freed");
+        account.set(at(5), 30);
+        account.charge_as_known(at(6));
+        assert_eq!((account.charge, account.unverified()), (30, 0), "it may map its allowance");
+        account.set(at(7), 4);
+        account.charge_as_known(at(8));
+        assert_eq!((account.charge, account.unverified()), (10, 20), "it may have mapped the rest");
     }
 }

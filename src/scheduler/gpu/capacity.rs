@@ -60,7 +60,7 @@ impl Gpu {
     }
 
     /// The total and the lent bytes, minus the reserve.
-    fn all(&self, settings: &Settings) -> u64 {
+    pub(super) fn all(&self, settings: &Settings) -> u64 {
         self.total.saturating_add(self.lent_bytes()).saturating_sub(self.reserve(settings))
     }
 

@@ -7,14 +7,15 @@ use std::collections::VecDeque;
 #[derive(Debug, Default, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ContextQueue {
     queue: VecDeque<PendingContext>,
-    /// The number of deferred clients, which are the last in the queue.
-    deferred: usize,
 }
 
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct PendingContext {
     pub client: ClientId,
     pub since: Time,
+    /// Since when the client is deferred.
+    #[serde(default)]
+    pub deferred: Option<Time>,
     /// The client was notified that it waits for other clients to need less memory.
     pub told: bool,
     /// The client was notified that its context is denied.
@@ -23,7 +24,7 @@ pub(crate) struct PendingContext {
 
 impl ContextQueue {
     pub fn push(&mut self, since: Time, client: ClientId) {
-        self.queue.push_back(PendingContext { client, since, told: false, refused: false });
+        self.queue.push_back(PendingContext { client, since, deferred: None, told: false, refused: false });
     }
 
     pub fn remove(&mut self, client: ClientId) {
@@ -47,22 +48,30 @@ impl ContextQueue {
     }
 
     pub fn deferred(&self) -> usize {
-        self.deferred
+        self.queue.iter().filter(|pending| pending.deferred.is_some()).count()
     }
 
-    pub fn defer(&mut self, count: usize) {
-        self.deferred = count;
+    /// Defers this number of clients, the last ones.
+    pub fn defer(&mut self, now: Time, count: usize) {
+        let from = self.queue.len().saturating_sub(count);
+        for (index, pending) in self.queue.iter_mut().enumerate() {
+            pending.deferred = (index >= from).then(|| pending.deferred.unwrap_or(now));
+        }
+    }
+
+    /// Deferred clients get their full time again, because room may become free soon.
+    pub fn restart_deferrals(&mut self, now: Time) {
+        self.deferred_mut().for_each(|pending| pending.deferred = Some(now));
     }
 
     pub fn deferred_mut(&mut self) -> impl Iterator<Item = &mut PendingContext> {
-        let from = self.queue.len() - self.deferred;
-        self.queue.iter_mut().skip(from)
+        self.queue.iter_mut().filter(|pending| pending.deferred.is_some())
     }
 
     /// The first client, the start of its wait, and the number of undeferred clients behind it.
     /// `None`: all clients are deferred.
     pub fn first(&self) -> Option<(ClientId, Time, usize)> {
-        let behind = self.queue.len().checked_sub(1 + self.deferred)?;
+        let behind = self.queue.len().checked_sub(1 + self.deferred())?;
         self.queue.front().map(|pending| (pending.client, pending.since, behind))
     }
 

@@ -1,6 +1,6 @@
 //! CUDA contexts that do not exist yet. A client waits for room for its context on the GPU. If the
 //! context would leave an attached client too little memory to ever run again, the waiting client
-//! is *deferred*. A deferred client waits longer, and is refused after [`CONTEXT_TIMEOUT`].
+//! is *deferred*, and refused after [`CONTEXT_TIMEOUT`].
 
 use super::{Context, Gpu, context_queue::PendingContext};
 use crate::{
@@ -18,9 +18,12 @@ const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long attaching and waking clients wait for another client's restore. The limit is needed
 /// because a stopped process can delay its restore indefinitely.
 pub(super) const RESTORE: Duration = Duration::from_secs(10);
-/// How long a client is deferred before it is notified that its context has no room. If the
+/// How long a client is deferred before it is notified that its context has no room. Some programs
+/// give the discovery of GPUs three seconds, and report an error better than a timeout. If the
 /// client's rule makes allocations wait, the client is never notified.
-const CONTEXT_TIMEOUT: Duration = Duration::from_secs(30);
+const CONTEXT_TIMEOUT: Duration = Duration::from_secs(2);
+/// The longer wait while a client of the GPU is being put to sleep, which makes room.
+const LEAVING_TIMEOUT: Duration = Duration::from_secs(30);
 /// Memory that a restore needs beyond the measured context: at most `SLACK` bytes, and at most one
 /// part in `SLACK_PART` of a GPU.
 const SLACK: u64 = 64 << 20;
@@ -118,7 +121,7 @@ impl Gpu {
         let room = room.map_or(usize::MAX, |room| usize::try_from(room).unwrap_or(usize::MAX));
         let too_many = if self.drained { self.contexts.len() } else { self.contexts.len().saturating_sub(room) };
         let deferred = self.contexts.iter().rev().take(too_many).take_while(|pending| waits(pending)).count();
-        self.contexts.defer(if self.access == super::Access::Gone { 0 } else { deferred });
+        self.contexts.defer(cx.now, if self.access == super::Access::Gone { 0 } else { deferred });
     }
 
     /// Notifies deferred clients that their wait may be long.
@@ -136,12 +139,15 @@ impl Gpu {
         if self.drained {
             return None; // clients wait until the drain ends
         }
+        let is_leaving = self.attachments.keys().any(|client| cx.sleep.is_leaving(*client));
+        let timeout = if is_leaving { LEAVING_TIMEOUT } else { CONTEXT_TIMEOUT };
         let mut next: Option<Time> = None;
         for pending in self.contexts.iter_mut().filter(|pending| !pending.refused) {
             if cx.rules.waits_for_memory(pending.client) {
                 continue;
             }
-            let due = pending.since + CONTEXT_TIMEOUT;
+            // A client that is not deferred waits for room that becomes free.
+            let due = pending.deferred.map_or(pending.since + LEAVING_TIMEOUT, |since| since + timeout);
             if cx.now < due {
                 next = Some(next.map_or(due, |next| next.min(due)));
                 continue;
@@ -181,6 +187,9 @@ impl Gpu {
         if self.attachments.contains_key(&client) {
             self.away.entry(client).or_insert(bytes);
         }
+        self.charge_checkpointed(cx, fx, client);
+        // The next measurement no longer contains the client's context.
+        self.contexts.restart_deferrals(cx.now);
         self.measure(fx);
         fx.touch(self.id);
     }
@@ -193,7 +202,7 @@ impl Gpu {
             && self.away.remove(&client).is_some()
         {
             self.unmeasured.insert(client);
-            attachment.used = Some(now);
+            (attachment.used, attachment.return_patience) = (Some(now), Duration::ZERO);
             match &mut attachment.attached {
                 Some(attached) => *attached = now,
                 // This scheduler has sent the client no limit.

@@ -24,6 +24,7 @@ impl Gpu {
     /// Allows memory that stays on the GPU anyway: a client's pinned memory, or all memory of a
     /// client that reconnected to a new scheduler. The charge does not rise.
     pub fn allow_resident(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
+        self.charge_checkpointed(cx, fx, client);
         let Some(account) = self.account(client) else { return };
         if account.awaits_measurement() {
             return;
@@ -31,6 +32,24 @@ impl Gpu {
         let least = if account.is_new() { account.report.mapped } else { account.report.pinned };
         if account.allowance < least {
             self.allow(cx, fx, client, least);
+        }
+    }
+
+    /// Charges a client that another program has checkpointed for the memory that its restore maps. No
+    /// measurement can show this memory, and measurements may have refuted the client's report before the
+    /// checkpoint was noticed. So the report is believed up to the memory that was once measured, or
+    /// entirely if this scheduler started after the checkpoint, and as far as the memory fits beside
+    /// memory that cannot be evicted.
+    pub fn charge_checkpointed(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
+        let is_checkpointed = cx.sleep.is_foreign(client) && self.away.contains_key(&client);
+        let Some(account) = self.account(client).filter(|_| is_checkpointed) else { return };
+        let claimed = account.claimed().min(if account.is_new() { u64::MAX } else { account.seen() });
+        let others = self.ledger.unevictable().saturating_sub(self.unevictable_of(client));
+        let limits = [cx.rules.memory_max(client, self.total), cx.rules.env_memory_max(client, self.total)];
+        let limit = limits.into_iter().flatten().min().unwrap_or(u64::MAX);
+        let bytes = claimed.min(limit).min(self.capacity(cx.settings).saturating_sub(others));
+        if bytes > account.charge {
+            self.allow(cx, fx, client, bytes);
         }
     }
 

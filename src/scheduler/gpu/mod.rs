@@ -209,6 +209,10 @@ pub(crate) struct Attachment {
     grew: Option<Time>,
     /// The demand had also grown shortly before `grew`.
     keeps_growing: bool,
+    /// How long room for the client's return is kept beside holders that cannot drain. 0: they have
+    /// not kept the client from returning.
+    #[serde(default)]
+    return_patience: Duration,
 }
 
 /// A client's records during a move from one GPU to another. The client has nothing on either GPU.
@@ -445,6 +449,7 @@ impl Attachment {
             rate: None,
             grew: None,
             keeps_growing: false,
+            return_patience: Duration::ZERO,
         }
     }
 

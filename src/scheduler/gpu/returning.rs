@@ -1,8 +1,20 @@
-//! Room for the context of a client that wakes up. A restore that runs out of memory cannot be
-//! repeated. So a restore begins only after its room was set aside and a later measurement found
-//! the room free.
+//! Room for the context of a client that wakes up, and for its memory if other clients use that. A
+//! restore that runs out of memory cannot be repeated. So a restore begins only after its room was
+//! set aside and a later measurement found the room free.
+//!
+//! A GPU sets room aside for one client at a time. That room is no capacity of other clients, so
+//! their requests may not fit, and wait. They would wait without a bound if the room could not
+//! become free. So **room is set aside only while it fits beside all memory that cannot be
+//! evicted**, on each of the client's GPUs. A client whose room does not fit delays no other client.
+//! Each settling of one of its GPUs looks at it again, before any request is served.
+//!
+//! So other clients' later demand cannot keep a client from returning: it can be evicted, except
+//! memory of holders that cannot drain. Two programs with long kernels that take turns would keep the
+//! client out for ever, because the GPU is never without a kernel. So holders that cannot drain have
+//! [`PATIENCE`] to drain before the room is given up, and twice that time after each failure. Other
+//! clients thus wait for at most twice the time that a drain has already taken.
 
-use super::{Access, Context, Gpu, contexts::RESTORE};
+use super::{Access, Context, Gpu, Hold, contexts::RESTORE};
 use crate::{
     api::{ClientId, Time},
     effects::Effects,
@@ -11,6 +23,8 @@ use std::time::Duration;
 
 /// The interval between measurements while a waking client waits for one.
 const MEASURE: Duration = Duration::from_secs(1);
+/// How long room stays set aside beside holders that cannot drain, the first time.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The client that waits for its restore on a GPU, or is being restored there. A GPU has at most
 /// one such client at a time, so memory that is measured as free is available to that client.
@@ -31,11 +45,15 @@ pub(crate) struct Returning {
     pub restored: Option<Time>,
     /// When a measurement was last requested.
     pub asked: Option<Time>,
+    /// Since when the room does not fit beside holders that cannot drain.
+    #[serde(default)]
+    pub lacks_since: Option<Time>,
 }
 
 impl Returning {
     pub fn new(client: ClientId, bytes: u64, lent: u64) -> Self {
-        Self { client, bytes, lent, secured: None, is_measured: false, restored: None, asked: None }
+        let (secured, restored, asked, lacks_since) = (None, None, None, None);
+        Self { client, bytes, lent, secured, is_measured: false, restored, asked, lacks_since }
     }
 
     /// Records whether the bytes are secured. If not, other clients still have some of the bytes.
@@ -68,18 +86,74 @@ pub(crate) enum Return {
     IsOverdue(ClientId),
     /// The client has room on this GPU.
     HasRoom(ClientId),
+    /// The client does not fit beside memory that cannot be evicted.
+    DoesNotFit(ClientId),
 }
 
 impl Gpu {
     /// Sets room aside for a waking client, unless another client waits for its restore.
     pub fn expect_return(&mut self, cx: Context, fx: &mut Effects, client: ClientId) {
         if self.returning.is_none() {
-            let bytes = self.away.get(&client).copied().unwrap_or_else(|| self.context_of(cx, client));
-            let is_lent = self.lent.remove(&client);
-            let lent = self.account(client).filter(|_| is_lent).map_or(0, |account| account.charge);
+            let (bytes, lent) = self.room_of(cx, client);
+            self.lent.remove(&client);
             self.returning = Some(Returning::new(client, bytes, lent));
             fx.touch(self.id);
         }
+    }
+
+    /// Bytes that a client needs for its context, and bytes of its charge that other clients use,
+    /// while no room is set aside for it.
+    fn room_of(&self, cx: Context, client: ClientId) -> (u64, u64) {
+        let context = self.away.get(&client).copied().unwrap_or_else(|| self.context_of(cx, client));
+        let lent = self.account(client).filter(|_| self.lent.contains(&client)).map_or(0, |account| account.charge);
+        (context, lent)
+    }
+
+    /// The bytes that a waking client lacks beside memory that cannot be evicted. 0: the client fits.
+    pub fn lacks_to_return(&self, cx: Context, client: ClientId) -> u64 {
+        if self.access != Access::Turns {
+            return 0;
+        }
+        let (context, lent) = if self.is_set_aside(client) { (0, 0) } else { self.room_of(cx, client) };
+        let overhead = self.overhead_wanted(cx.settings).saturating_add(context);
+        let taken = self.ledger.unevictable().saturating_add(lent).saturating_add(overhead);
+        taken.saturating_sub(self.all(cx.settings))
+    }
+
+    /// Whether room is set aside for a waking client, or the client is being restored.
+    pub fn is_set_aside(&self, client: ClientId) -> bool {
+        self.returning.is_some_and(|returning| returning.client == client)
+    }
+
+    /// Lets other clients use the room of a client that does not fit now.
+    pub fn give_up_room(&mut self, fx: &mut Effects, client: ClientId) {
+        if let Some(returning) = self.returning.take_if(|returning| returning.client == client) {
+            self.lent.extend(Some(client).filter(|_| returning.lent > 0));
+            fx.touch(self.id);
+        }
+    }
+
+    /// Whether the client that waits for its restore fits, or only holders that cannot drain are in its
+    /// way, and have time left. Returns the end of that time.
+    fn fits_or_waits(&mut self, cx: Context, client: ClientId) -> Option<Option<Time>> {
+        let lacks = self.lacks_to_return(cx, client);
+        let undrainable = self.holders().filter(|holder| self.hold(*holder).is_some_and(Hold::is_undrainable));
+        let may_leave = undrainable.fold(0u64, |sum, holder| sum.saturating_add(self.unevictable_of(holder)));
+        let (returning, attachment) = (self.returning.as_mut()?, self.attachments.get_mut(&client)?);
+        if lacks == 0 {
+            returning.lacks_since = None;
+            return Some(None);
+        }
+        if lacks > may_leave {
+            return None;
+        }
+        let patience = attachment.return_patience.max(PATIENCE);
+        let until = returning.lacks_since.get_or_insert(cx.now).saturating_add(patience);
+        if until <= cx.now {
+            attachment.return_patience = patience.saturating_mul(2);
+            return None;
+        }
+        Some(Some(until))
     }
 
     /// Reserves room for the context of a client that may be restored at any moment. The client's
@@ -127,6 +201,7 @@ impl Gpu {
             self.give_up_return();
             return Some(Return::IsOverdue(client));
         }
+        let Some(until) = self.fits_or_waits(cx, client) else { return Some(Return::DoesNotFit(client)) };
         let is_gone = self.access == Access::Gone; // the driver's error should reach the client
         let has_room = self.access == Access::Turns
             && self.trial.is_none()
@@ -146,7 +221,7 @@ impl Gpu {
             // A pending measurement may never arrive, or may have begun too early.
             self.measure_again(fx);
         }
-        Some(Return::Waits(Some(due.max(now + MEASURE))))
+        Some(Return::Waits(until.into_iter().chain([due.max(now + MEASURE)]).min()))
     }
 }
 

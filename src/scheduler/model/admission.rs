@@ -234,7 +234,7 @@ impl Model<'_> {
         let is_in_the_way = || hold.is_some_and(|hold| self.is_in_the_way(hold.entity));
         let exclusive = self.settings.anti_thrash != AntiThrash::Off;
         let others = self.queues.first(id).is_some()
-            || (undrainable && self.queues.blocks_any(id))
+            || (undrainable && (self.queues.blocks_any(id) || self.waits_to_return(id).is_some()))
             || self.overdrawn(id) > 0
             || (exclusive && self.gpus.holders(id).count() > 1 && !self.may_all_stay(id));
         let is_spent = self.shares().capped_at(client, id).is_some_and(|at| at <= self.now);

@@ -145,7 +145,7 @@ impl Model<'_> {
     /// The first gang in the queues of other GPUs that waits for this GPU's holders. `None`: no
     /// gang waits for them.
     pub fn gang_awaiting_holders(&self, id: GpuId) -> Option<Entity> {
-        if !self.queues.gangs().are_several() || self.settings.anti_thrash == AntiThrash::Off {
+        if !self.queues.gangs().are_several() {
             return None;
         }
         let holds = self.gpus.holds_on(id).filter(|(_, hold)| !hold.is_bypassed());

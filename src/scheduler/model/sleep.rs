@@ -76,6 +76,18 @@ impl Model<'_> {
         self.gpus.get(id).map_or(0, |gpu| gpu.context_of(self.gpu_context(), client))
     }
 
+    /// Whether a waking client fits on all of its GPUs beside memory that cannot be evicted.
+    pub fn fits_to_return(&self, client: ClientId) -> bool {
+        let fits = |id| self.gpus.get(id).is_none_or(|gpu| gpu.lacks_to_return(self.gpu_context(), client) == 0);
+        self.gpus.of_client(client).into_iter().all(fits)
+    }
+
+    /// A client that waits for room on a GPU, where no room is set aside for it.
+    pub fn waits_to_return(&self, id: GpuId) -> Option<ClientId> {
+        let gpu = self.gpus.get(id)?;
+        gpu.away.keys().copied().find(|client| self.sleep.is_waking(*client) && !gpu.is_set_aside(*client))
+    }
+
     /// Whether all GPUs of a waking client have room for it.
     pub fn has_room_to_return(&self, client: ClientId) -> bool {
         let returning = |id| self.gpus.get(id).and_then(|gpu| gpu.returning);

@@ -7,7 +7,7 @@ impl Sharing<'_> {
     /// Handles a holder's report that it cannot drain or evict.
     pub fn stuck(&mut self, client: ClientId, gpus: &GpuSet, reason: StuckReason) {
         let cannot_evict = match reason {
-            StuckReason::UntrackedWork => return, // concerns the client's memory, not a drain
+            StuckReason::UntrackedWork | StuckReason::OtherDevice => return, // concerns the client's memory, not a drain
             StuckReason::HostFull => Some(EvictionBlock::HostFull),
             StuckReason::Broken => Some(EvictionBlock::Broken),
             StuckReason::UnseenWork => Some(EvictionBlock::UnseenWork),

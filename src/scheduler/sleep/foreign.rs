@@ -61,7 +61,7 @@ impl Sleep {
             ForeignState::Checkpointed { restore_waits: false } => Foreign::Reserved,
             ForeignState::Checkpointed { restore_waits: true } => Foreign::Lent,
         };
-        entry.answer_move(Some(MoveObstacle::Sleep(SleepObstacle::Silent)));
+        entry.answer_move(Some(MoveObstacle::Sleep(SleepObstacle::Foreign)));
         entry.owes_answer |= entry.state == Stage::Preparing;
         (entry.state, entry.due) = (Stage::Foreign(stage), None);
         Step::IsKept(stage)
@@ -140,7 +140,7 @@ mod tests {
     #[test]
     fn a_locked_client_is_not_moved() {
         let (mut sleep, to) = (Sleep::default(), Move { from: GpuId(Uuid([1; 16])), to: GpuId(Uuid([2; 16])) });
-        let obstacle = Some(MoveObstacle::Sleep(SleepObstacle::Silent));
+        let obstacle = Some(MoveObstacle::Sleep(SleepObstacle::Foreign));
         assert_eq!(sleep.want_move(A, to), None);
         sleep.foreign(A, ForeignState::Locked);
         assert_eq!(sleep.take_answer(A), Some((to, obstacle)));

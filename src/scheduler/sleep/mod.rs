@@ -283,6 +283,11 @@ impl Sleep {
         self.clients.get(&client).is_some_and(is_to)
     }
 
+    /// Whether a client waits for room.
+    pub fn is_waking(&self, client: ClientId) -> bool {
+        matches!(self.state_of(client), Stage::Waking(_) | Stage::Foreign(Foreign::Waking(_)))
+    }
+
     /// Clients that wait for room, in the order in which they are served.
     pub fn waking(&self) -> Vec<ClientId> {
         let number = |(client, entry): (&ClientId, &Entry)| match entry.state {
@@ -372,7 +377,7 @@ impl Sleep {
             _ if entry.moving.is_some() || entry.homes.len() >= MAX_MOVES => return Some(MoveObstacle::Moving),
             Stage::Lost => return Some(MoveObstacle::Sleep(SleepObstacle::Failed)),
             // The process may stay locked for any time.
-            Stage::Foreign(_) => return Some(MoveObstacle::Sleep(SleepObstacle::Silent)),
+            Stage::Foreign(_) => return Some(MoveObstacle::Sleep(SleepObstacle::Foreign)),
             Stage::Awake if entry.owes_answer => return Some(MoveObstacle::Sleep(SleepObstacle::Silent)),
             Stage::Awake => entry.due = None, // the client is asked to prepare without delay
             _ => {}

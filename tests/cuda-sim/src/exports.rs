@@ -6,7 +6,8 @@
 //! `_ptds` symbol, stream 0 is the thread's own stream.
 
 use crate::{
-    alloc, array, capture, checkpoint, context, copy, device, error, event, fill, graph, green, host, ipc, launch,
+    alloc, array, capture, checkpoint, context, copy, device, error, event, fill, graph, green, host, interop, ipc,
+    launch,
     lookup::{self, Export},
     managed::{self, Location},
     module, multicast, peer, pointer, pool,
@@ -186,6 +187,9 @@ exports! {
         "cuIpcOpenMemHandle" 11000 cuIpcOpenMemHandle_v2 = ipc::open, (at: *mut u64, handle: ipc::Handle, flags: u32);
         "cuIpcCloseMemHandle" 4010 cuIpcCloseMemHandle = ipc::close, (at: u64);
         "cuMemGetHandleForAddressRange" 11070 cuMemGetHandleForAddressRange = vmm::range_handle, (handle: *mut i32, at: u64, size: usize, kind: u32, flags: u64);
+        // Graphics
+        "cuGraphicsGLRegisterBuffer" 3000 cuGraphicsGLRegisterBuffer = interop::register, (resource: *mut usize, buffer: u32, flags: u32);
+        "cuImportExternalSemaphore" 10000 cuImportExternalSemaphore = interop::import, (semaphore: *mut usize, description: *const u8);
         // Pools
         "cuDeviceGetDefaultMemPool" 11020 cuDeviceGetDefaultMemPool = pool::device_default, (pool: *mut usize, device: i32);
         "cuDeviceGetMemPool" 11020 cuDeviceGetMemPool = pool::device_get, (pool: *mut usize, device: i32);

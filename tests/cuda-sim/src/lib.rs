@@ -6,7 +6,7 @@
 //! [`ipc`] add memory to that table. [`stream`] queues [`work`], which [`kernels`], [`copy`],
 //! [`fill`] and [`value`] execute. [`event`], [`capture`] and [`graph`] build on streams.
 //! [`module`] and [`launch`] load and launch kernels. [`checkpoint`] takes whole processes off the
-//! GPUs. The crate `cuda-sim-gpus` contains the state that processes share.
+//! GPUs. [`interop`] numbers resources of graphics APIs. The crate `cuda-sim-gpus` contains the state that processes share.
 
 mod alloc;
 mod array;
@@ -22,6 +22,7 @@ mod fill;
 mod graph;
 mod green;
 mod host;
+mod interop;
 mod ipc;
 mod kernels;
 mod launch;

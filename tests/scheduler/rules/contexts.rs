@@ -71,8 +71,9 @@ fn attached(commands: &[Command]) -> Vec<u64> {
 fn a_context_without_room_is_refused_after_a_timeout() {
     let mut t = nearly_full();
     arrive(&mut t, 2, 0);
-    assert_eq!(t.after(Duration::from_secs(29)), []);
-    assert_eq!(t.after(Duration::from_secs(1)), [denied(2, 0, Denial::NoContext)]);
+    assert_eq!(t.after(ms(1999)), []);
+    assert_eq!(t.after(ms(1)), [denied(2, 0, Denial::NoContext)]);
+    assert_eq!(t.after(Duration::from_secs(28)), []);
     assert_eq!(t.machine.deadline(), None);
     // The request stays pending until the client detaches.
     assert_eq!(attached(&t.report(1, 14 * GIB, 14 * GIB, 0)), [2]);
@@ -93,8 +94,9 @@ fn a_context_that_would_block_a_client_waits() {
     let mut t = nearly_full();
     assert_eq!(arrive(&mut t, 2, 0), [waiting(2, WaitReason::Context)]);
     assert_eq!(arrive(&mut t, 3, 0), [waiting(3, WaitReason::Context)]);
-    // Clients take no memory from client 1 while their contexts wait.
-    assert_eq!(t.after(Duration::from_secs(29)), []);
+    // Clients take no memory from client 1 while their contexts wait, before and after they are denied.
+    assert_eq!(t.after(ms(1999)), []);
+    assert_eq!(t.after(Duration::from_secs(28)), [2, 3].map(|n| denied(n, 0, Denial::NoContext)));
     assert_eq!((t.state(1), t.attachment(1).allowance), (LockState::Holding, 15 * GIB - 512 * MIB));
     // There is room for one of the waiting contexts, and later for both.
     assert_eq!(attached(&t.report(1, 14 * GIB, 14 * GIB, 0)), [2]);

@@ -89,6 +89,7 @@ impl ClientThread {
                 shared::on_answer(ticket, outcome, bytes, chunk, descriptors)
             }
             SchedulerMessage::Adopt { exporter, range } => shared::adopt(exporter, range),
+            SchedulerMessage::Unused { range } => shared::on_unused(range),
             SchedulerMessage::RunAhead { slot, micros } => {
                 by_slot(slot).inspect(|gpu| gpu.work.limit_run_ahead(micros));
             }

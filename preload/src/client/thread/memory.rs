@@ -132,7 +132,7 @@ impl ClientThread {
     ) -> (Goal, Duration) {
         let target = if self.is_preparing_sleep() { 0 } else { account.allowance.saturating_sub(account.pinned) };
         if account.mapped > target || account.mapped + account.pinned > account.allowance {
-            if account.unevictable {
+            if account.unevictable.is_some() {
                 give_up_eviction(gpu, space);
                 return (Goal::Idle, Duration::MAX);
             }
@@ -190,16 +190,12 @@ impl ClientThread {
             let _ = mover.choose_context(&contexts);
             return mover.tidy(space, self.tier.is_pageable);
         }
-        if matches!(goal, Goal::Evict { .. })
-            && mover.is_idle()
-            && (foreign_devices::may_reach_memory() || redirect::was_refused())
-        {
-            trace!(
-                "GPU {}: keeping memory on the GPU, because another device or a library without hooks may access it",
-                gpu.index
-            );
-            gpu.make_unevictable();
-            return Duration::ZERO;
+        if matches!(goal, Goal::Evict { .. }) && mover.is_idle() {
+            let is_reached = foreign_devices::may_reach_memory();
+            if is_reached || redirect::was_refused() {
+                gpu.make_unevictable(if is_reached { StuckReason::OtherDevice } else { StuckReason::UntrackedWork });
+                return Duration::ZERO;
+            }
         }
         let step = gpu.report_after(space, || mover.step(space, &contexts, goal));
         if let (Step::Done { moved: true }, Some(context)) = (step, mover.context()) {
@@ -431,7 +427,7 @@ mod tests {
         let mut client = Client::new(1);
         let gpu = client.gpu();
         client.allocate(gpu, 0);
-        gpu.make_unevictable();
+        gpu.make_unevictable(StuckReason::UntrackedWork);
         client.allow(gpu, 7, 0);
         client.step();
         assert_eq!((account(gpu).ack, account(gpu).mapped, client.driver.count(OUT)), (7, GRANULE, 0));

@@ -34,7 +34,7 @@ use crate::{
     env::{settings, trace::trace},
     gpu::{self, Gpu},
     memory::foreign_devices,
-    registry::{checkpoints, shared},
+    registry::{checkpoints, graphics, shared},
     submit::{barrier, captures, threads},
     sys::{
         tasks::{self, Task},
@@ -200,7 +200,7 @@ impl ClientThread {
                 (space.account, space.engine().kind(), space.has_managed(), space.has_exported())
             };
             let reasons = [
-                (account.unevictable, SleepRefusal::UnseenWork),
+                (account.unevictable.is_some(), SleepRefusal::UnseenWork),
                 (engine != Engine::Swap || has_managed, SleepRefusal::Managed),
                 (gpu.peers().next().is_some(), SleepRefusal::Peers),
                 (is_exported || shared::has_imports(), SleepRefusal::Ipc),
@@ -212,7 +212,7 @@ impl ClientThread {
                 return Some(why);
             }
         }
-        redirect::was_refused().then_some(SleepRefusal::UnseenWork)
+        (graphics::any() || redirect::was_refused()).then_some(SleepRefusal::UnseenWork)
     }
 
     /// Ends the preparation. Called when an eviction has stopped, because the preparation would

@@ -213,6 +213,8 @@ impl Space {
         self.update_peak();
         if dead {
             self.drop_range(base);
+        } else {
+            self.on_arrival(base);
         }
     }
 

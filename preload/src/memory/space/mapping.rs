@@ -91,7 +91,7 @@ impl Space {
     }
 
     /// Changes the reasons for which a range stays on the GPU. Returns `false` if the range does not exist.
-    fn change_pins(&mut self, base: u64, change: impl FnOnce(&mut Pins)) -> bool {
+    pub(super) fn change_pins(&mut self, base: u64, change: impl FnOnce(&mut Pins)) -> bool {
         let Some(range) = self.ranges.get_mut(&base) else { return false };
         let before = range.pins.are_any();
         change(&mut range.pins);

@@ -17,7 +17,7 @@ mod managed;
 mod mapping;
 mod pools;
 
-pub use export::{Export, Exported};
+pub use export::{Export, Exported, Opening};
 pub use managed::Unfreed;
 pub use pools::has_pending_frees;
 
@@ -30,9 +30,11 @@ use crate::{
         engine::{self, CHUNK, Engine, Flags, GRANULE},
         slab::{self, Slab},
         staging::Buffer,
+        visible_limit::VisibleLimit,
         waiter::Waiter,
     },
     submit::{Fence, Work},
+    sys::time::Instant,
 };
 use alloc::{
     boxed::Box,
@@ -66,6 +68,7 @@ pub struct Space {
     unfreed: Vec<Unfreed>,
     pub pools: Pools<Fence>,
     pub account: Account,
+    visible_limit: VisibleLimit,
     /// Whether chunks have arrived, or pools at rest have released memory, since the last
     /// [`take_arrivals`](Self::take_arrivals).
     has_arrivals: bool,
@@ -93,7 +96,7 @@ struct Range {
     /// The driver has already freed the addresses of the range.
     gone: bool,
     pins: Pins,
-    /// The name by which other processes open the range. An exported range is pinned.
+    /// Identifies the range to processes that open it.
     exported: Option<Exported>,
     aliases: Aliases,
 }
@@ -103,13 +106,18 @@ struct Range {
 struct Pins {
     /// Other processes or devices may access the range until it is freed.
     always: bool,
+    /// Other processes may have the exported range open.
+    opened: bool,
+    /// A process waits to open the exported range. It counts as open once it is on the GPU. Otherwise it
+    /// could be evicted again before the process asks again.
+    awaited: bool,
     /// The addresses that the program has announced to other devices.
     announced: BTreeSet<u64>,
 }
 
 impl Pins {
     fn are_any(&self) -> bool {
-        self.always || !self.announced.is_empty()
+        self.always || self.opened || !self.announced.is_empty()
     }
 }
 
@@ -202,8 +210,15 @@ impl Space {
             unfreed: Vec::new(),
             pools: Pools::default(),
             account,
+            visible_limit: VisibleLimit::Unasked,
             has_arrivals: false,
         }
+    }
+
+    /// Bytes that the program sees as free.
+    pub fn visible_free(&mut self) -> u64 {
+        let limit = self.visible_limit.of(&self.account, Instant::now());
+        self.account.free_within(limit)
     }
 
     pub fn engine(&self) -> &'static dyn Engine {

@@ -6,7 +6,7 @@ use crate::{
     connection::{self, outbox},
     driver::{self, types::*},
     gpu::{self, Gpu},
-    memory::space::{Export, Exported},
+    memory::space::{Export, Exported, Opening, Space},
     sys::{
         once::OnceBox,
         sync::{Mutex, Rank},
@@ -18,7 +18,7 @@ use core::{
     sync::atomic::{AtomicU32, Ordering},
     time::Duration,
 };
-use nvshare_wire::{ClientMessage, MAX_DESCRIPTORS, Secret, client::Sharing};
+use nvshare_wire::{ClientMessage, Secret, client::Sharing};
 use rustix::{
     fd::{AsFd, FromRawFd, OwnedFd},
     rand::{GetRandomFlags, getrandom},
@@ -59,7 +59,8 @@ pub enum Attempt {
     Impossible,
 }
 
-/// Exports the allocation that contains this address. Its range stays on the GPU from now on.
+/// Exports the allocation that contains this address. Its range stays on the GPU until the last process
+/// that opens it has closed it.
 pub fn export(gpu: &'static Gpu, address: u64) -> Attempt {
     static RANGES: AtomicU32 = AtomicU32::new(1);
     let Some(key) = announce_key() else { return Attempt::Impossible };
@@ -97,14 +98,22 @@ pub fn answer(ticket: u64, secret: Secret, range: u32, allocation: u64, first: u
     let exported = Exported { range, secret };
     let mut outcome = Sharing::Unknown;
     for gpu in gpu::in_use() {
-        let Some(space) = gpu.space() else { continue };
-        let guard = space.lock();
-        let Some((bytes, chunk, handles)) = guard.chunks_of_export(exported, allocation, first as usize) else {
-            continue;
-        };
         // The space stays locked, so that the chunks are not freed before they are exported.
-        let descriptors: Vec<OwnedFd> = handles.take(MAX_DESCRIPTORS).map_while(descriptor).collect();
-        drop(guard);
+        let open = |space: &mut Space| {
+            Some(match space.open_export(exported, allocation, first as usize)? {
+                Opening::Away => None,
+                Opening::Chunks { bytes, chunk, handles } => {
+                    Some((bytes, chunk, handles.into_iter().map_while(descriptor).collect::<Vec<OwnedFd>>()))
+                }
+            })
+        };
+        let Some(opening) = gpu.change(open).flatten() else { continue };
+        let Some((bytes, chunk, descriptors)) = opening else {
+            // Like a thread that waits for its memory. The importer asks again.
+            gpu.request();
+            outcome = Sharing::Busy;
+            break;
+        };
         outcome = Sharing::Failed;
         if !descriptors.is_empty() {
             let answer = ClientMessage::Exported { ticket, outcome: Sharing::Done, slot: gpu.index, bytes, chunk };
@@ -117,6 +126,13 @@ pub fn answer(ticket: u64, secret: Secret, range: u32, allocation: u64, first: u
     }
     outbox::push([ClientMessage::Exported { ticket, outcome, slot: 0, bytes: 0, chunk: 0 }]);
     outbox::flush();
+}
+
+/// Called when no other process has this range open any more.
+pub fn on_unused(range: u32) {
+    for gpu in gpu::in_use() {
+        gpu.change(|space| space.on_unused(range));
+    }
 }
 
 /// Returns the key of this process as an exporter, if it has exported memory.

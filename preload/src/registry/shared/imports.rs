@@ -10,7 +10,7 @@ use crate::{
     gpu::{self, Gpu},
     memory::{engine::GRANULE, space::Allocation},
     submit::Fence,
-    sys::sync::{Mutex, Rank},
+    sys::sync::{Guard, Mutex, Rank},
 };
 use alloc::{collections::BTreeMap, vec::Vec};
 use core::{
@@ -209,10 +209,7 @@ pub fn unmap_closed() -> bool {
         if done { gone.push(*name) } else { rest = true }
     }
     let gone: Vec<_> = gone.into_iter().filter_map(|name| Some((name, registry.take(name)?))).collect();
-    // Unmaps with the lock held, so that no thread opens these ranges during the unmapping.
-    gone.iter().for_each(|(_, import)| import.unmap());
-    drop(registry);
-    gone.into_iter().for_each(|(name, import)| forget(name, &import));
+    forget(registry, &gone);
     !rest
 }
 
@@ -234,17 +231,25 @@ pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
         }
     }
     let gone: Vec<_> = gone.into_iter().filter_map(|name| Some((name, registry.take(name)?))).collect();
-    gone.iter().for_each(|(_, import)| import.unmap());
-    drop(registry);
-    gone.into_iter().for_each(|(name, import)| forget(name, &import));
+    forget(registry, &gone);
 }
 
-/// Tells the scheduler that a range is no longer open here.
-fn forget((exporter, range): RangeId, import: &Import) {
-    trace!("closed the import at {:#x}", import.at);
-    outbox::push([ClientMessage::Closed { exporter, range }]);
-    if let Some(home) = import.home.filter(|_| import.adopted) {
-        home.pin(|pinned| pinned.saturating_sub(import.bytes));
+/// Unmaps ranges, and tells the scheduler that they are no longer open here. The registry is locked
+/// until the messages are queued: otherwise a thread could open a range again before `Closed` is
+/// sent, and the scheduler would take the range for unused.
+fn forget<G>(registry: Guard<G>, gone: &[(RangeId, Import)]) {
+    for (_, import) in gone {
+        import.unmap();
+        trace!("closed the import at {:#x}", import.at);
+    }
+    outbox::push(
+        gone.iter().map(|((exporter, range), _)| ClientMessage::Closed { exporter: *exporter, range: *range }),
+    );
+    drop(registry);
+    for (_, import) in gone {
+        if let Some(home) = import.home.filter(|_| import.adopted) {
+            home.pin(|pinned| pinned.saturating_sub(import.bytes));
+        }
     }
     outbox::flush();
 }

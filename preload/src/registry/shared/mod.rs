@@ -6,8 +6,9 @@
 //! the request. The exporter sends descriptors of the range's chunks back the same way, but only to
 //! a process that knows the secret. The importer maps the chunks.
 //!
-//! Exported memory is pinned on the GPU until the exporter frees it. Imported memory is foreign: it
-//! does not move. The scheduler counts the memory as the exporter's until the exporter frees it or
+//! Exported memory is pinned on the GPU until the last importer has closed it. If a process opens it
+//! later, the exporter restores it first, and pins it again. Imported memory is foreign: it does not
+//! move. The scheduler counts the memory as the exporter's until the exporter frees it or
 //! ends. Then the scheduler tells one of the importers to adopt the memory, and counts it as that
 //! importer's.
 //!
@@ -21,17 +22,20 @@ mod imports;
 mod open;
 mod question;
 
-pub use export::{Attempt, answer, export};
+pub use export::{Attempt, answer, export, on_unused};
 pub use handle::{IpcHandle, is_ours};
 pub use imports::{adopt, close, drop_context, find, has_imports, introduce, unmap_closed};
 pub use open::open;
 pub use question::on_answer;
 
-use crate::connection::outbox;
+use crate::{connection::outbox, gpu, memory::space::Space};
 use nvshare_wire::ClientMessage;
 
 /// Begins a new connection. If this process has exported memory, the first message names the
 /// process as an exporter.
 pub fn announce_exporter() {
+    for gpu in gpu::in_use() {
+        gpu.change(Space::keep_opened);
+    }
     outbox::restart(|| export::key().map(|key| ClientMessage::Exporter { key }));
 }

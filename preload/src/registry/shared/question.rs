@@ -18,8 +18,10 @@ use core::{
 use nvshare_wire::{ClientMessage, client::Sharing};
 use rustix::fd::OwnedFd;
 
-/// The longest wait for an exporter, which may be moving its memory or be stopped.
+/// The longest wait for an exporter's answer. The exporter may be stopped.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// The longest wait until an exporter's memory is back on the GPU: a few turns of other clients.
+const RETURN_TIMEOUT: Duration = Duration::from_secs(120);
 /// The interval between checks whether the scheduler is back, and between requests to a busy exporter.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
@@ -55,7 +57,8 @@ pub fn on_answer(ticket: u32, outcome: Sharing, bytes: u64, chunk: u64, descript
 pub fn ask(handle: &ExportHandle, first: u32) -> Result<ExporterAnswer, CUresult> {
     static TICKETS: AtomicU32 = AtomicU32::new(0);
     let _waiting = await_client_thread();
-    let begin = Instant::now();
+    let first_asked = Instant::now();
+    let mut begin = first_asked;
     let mut asked = false;
     let mut met = connection::generation();
     let result = loop {
@@ -63,10 +66,10 @@ pub fn ask(handle: &ExportHandle, first: u32) -> Result<ExporterAnswer, CUresult
         let mut question = QUESTION.lock();
         let late = begin.elapsed() >= ANSWER_TIMEOUT;
         match question.as_mut().and_then(|q| q.answer.take()) {
-            Some(ExporterAnswer { outcome: Sharing::Busy, .. }) if !late => {
+            Some(ExporterAnswer { outcome: Sharing::Busy, .. }) if first_asked.elapsed() < RETURN_TIMEOUT => {
                 drop(question);
                 time::sleep(POLL_INTERVAL);
-                asked = false;
+                (asked, begin) = (false, Instant::now());
                 continue;
             }
             Some(answer) => break Ok(answer),

@@ -292,6 +292,8 @@ late! {
     cuLaunchCooperativeKernelMultiDevice(list: *const LaunchParams, count: u32, flags: u32);
     cuMemcpyPeer(to: u64, to_context: usize, from: u64, from_context: usize, len: usize);
     cuMemcpyPeerAsync(to: u64, to_context: usize, from: u64, from_context: usize, len: usize, stream: usize);
+    cuGraphicsGLRegisterBuffer(resource: *mut usize, buffer: u32, flags: u32);
+    cuImportExternalSemaphore(semaphore: *mut usize, description: *const u8);
     cuMulticastCreate(object: *mut u64, properties: *const MulticastProperties);
     cuMulticastAddDevice(object: u64, device: i32);
     cuMulticastBindMem(object: u64, at: usize, memory: u64, offset: usize, size: usize, flags: u64);

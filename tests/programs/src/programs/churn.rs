@@ -17,13 +17,13 @@ struct Held {
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let (limit, seed) = (args.size("mem", "256M"), args.size("seed", "1"));
-    let time = Duration::from_secs_f64(args.number("seconds", "2"));
+    let (time, least) = (Duration::from_secs_f64(args.number("seconds", "2")), args.size("steps", "0"));
     let gpu = Gpu::open(0)?;
     let mut random = Random::new(seed);
     let mut held: Vec<Held> = Vec::new();
     let (mut steps, mut refused) = (0, 0);
     let start = Instant::now();
-    while start.elapsed() < time && !signal::has_come() {
+    while (start.elapsed() < time || steps < least) && !signal::has_come() {
         steps += 1;
         let used: u64 = held.iter().map(|h| h.buffer.count() * 4).sum();
         let pick = random.below(held.len() as u64) as usize;

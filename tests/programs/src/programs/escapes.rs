@@ -40,6 +40,11 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
                     late_cu!(cuPointerGetAttributes(1, &P2P_TOKENS, &tokens.as_mut_ptr(), buffer.at))?
                 }
                 "range" => late_cu!(cuMemGetHandleForAddressRange(&mut descriptor, buffer.at, memory, DMA_BUF, 0))?,
+                "graphics" => {
+                    let mut resource = 0;
+                    late_cu!(cuGraphicsGLRegisterBuffer(&mut resource, 1, 0))?;
+                    late_cu!(cuImportExternalSemaphore(&mut resource, [0_u8; 128].as_ptr()))?;
+                }
                 _ => {}
             }
             (buffer.at, Some(buffer))

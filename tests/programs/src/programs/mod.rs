@@ -95,7 +95,11 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
         naps::run,
         "--mem 16M --seconds 5 --pause-ms 20: threads that launch, ask and allocate, with pauses; verify",
     ),
-    ("churn", churn::run, "--mem 256M --seconds 2 --seed 1: random allocate, grow, write, free, verify"),
+    (
+        "churn",
+        churn::run,
+        "--mem 256M --seconds 2 --steps 0 --seed 1: random allocate, grow, write, free, verify, for at least --steps",
+    ),
     ("streams", streams::run, "--mem 64M --streams 8 --threads 4 --rounds 10: many streams from many threads, verify"),
     (
         "binds",
@@ -221,7 +225,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     (
         "story",
         story::run,
-        "--mem 0 --changes 0 --context 1 --init 1 --nvml 0: how much memory there is, by everything that says so, each time that changes",
+        "--mem 0 --changes 0 --context 1 --init 1 --nvml 0 --too-much 0: how much memory there is, by everything that says so, each time that changes",
     ),
     (
         "unseen",

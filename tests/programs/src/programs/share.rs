@@ -136,6 +136,7 @@ fn export(args: &Args, report: &mut Report, meeting: &Meeting, gpu: &Gpu, privat
         meeting.wait(STEP[1], round)?;
         rounds = round;
     }
+    wait_for_file(args, "hold")?;
     for (i, buffer) in buffers.iter().enumerate() {
         let want = buffer.count() * (i as u64 + 2 * u64::from(rounds));
         expect("the sum of what is shared", gpu.sum(buffer.at, buffer.count())?, want)?;
@@ -223,6 +224,15 @@ fn import(args: &Args, report: &mut Report, meeting: &Meeting, gpu: &Gpu, privat
     }
     stream.synchronise()?;
     expect("closing once more", late_cu!(cuIpcCloseMemHandle(opened[0])).err().map_or(0, |e| e.code), 1)?;
+    if args.given("reopen") {
+        wait_for_file(args, "reopen")?;
+        for (i, handle) in handles.iter().enumerate() {
+            let at = open(*handle)?;
+            let want = elements * (i as u64 + 2 * u64::from(rounds));
+            expect("the sum of what was opened again", gpu.sum(at, elements)?, want)?;
+            late_cu!(cuIpcCloseMemHandle(at))?;
+        }
+    }
     wait_for_file(args, "stay")?;
     Ok(rounds)
 }

@@ -1,5 +1,6 @@
 //! Reports total and free memory by all interfaces: the driver, and NVML with each kind of lookup.
-//! Reports them once at the start, and again after each change.
+//! Reports them once at the start, and again after each change. With `--too-much`, reports them again
+//! when the test asks for it, and once more after an allocation of so many bytes has failed.
 
 use super::{Outcome, expect};
 use crate::{
@@ -9,6 +10,7 @@ use crate::{
         nvml::{Lookup, Memory, Memory2, Nvml},
     },
     report::Report,
+    signal,
 };
 use std::{error::Error, thread, time::Duration};
 
@@ -96,6 +98,13 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             reading = asked.read()?;
         }
         tell(report, number, &reading)?;
+    }
+    let too_much = args.size("too-much", "0") as usize;
+    if too_much > 0 {
+        signal::pause(Duration::from_secs(3600));
+        tell(report, 1, &asked.read()?)?;
+        expect("that an allocation fails", Buffer::new(Kind::Alloc, too_much).is_err(), true)?;
+        tell(report, 2, &asked.read()?)?;
     }
     Ok(())
 }

@@ -1,7 +1,11 @@
-//! The state, and the dispatch of events to the components. A component decides about its own state:
-//! its methods read the other components, and leave commands, wake-ups and GPUs to settle in
-//! [`Effects`]. Only this file and, for the locks and their memory, `sharing` change several
-//! components. Decisions about several components only read: they are in `model`.
+//! The state, and the order in which events change it. A component decides about its own state: its
+//! methods read the other components, and leave commands, wake-ups and GPUs to settle in [`Effects`].
+//! Only this file and, for the locks and their memory, `sharing` change several components. Decisions
+//! about several components only read: they are in `model`.
+//!
+//! - `dispatch`: which method handles each event.
+
+mod dispatch;
 
 use crate::{
     api::*,
@@ -126,91 +130,6 @@ impl Machine {
         self.effects.take_commands()
     }
 
-    fn dispatch(&mut self, event: Event) {
-        // Any message from a client proves that its process runs.
-        if let Some(client) = event.sender() {
-            self.alive(client);
-        }
-        if let Some((client, tasks)) = self.presence().handle(&event) {
-            return self.follow(client, tasks);
-        }
-        match event {
-            Event::Attached { client, gpu, engine } => self.attach(client, gpu, engine),
-            Event::Detached { client, gpu } => self.detach(client, gpu),
-            Event::Memory { client, gpu, report } => self.report(client, gpu, report),
-            Event::LimitRequested { client, gpu, bytes } => self.sharing().request_limit(client, gpu, bytes),
-            Event::ReservationRequested { client, gpu, bytes } => {
-                self.with_gpu(gpu, |gpu, cx, fx| gpu.request_reservation(cx, fx, client, bytes));
-            }
-            Event::Utilization { client, gpu, permille } => {
-                self.with_gpu(gpu, |gpu, _, fx| gpu.utilization(fx, client, permille));
-            }
-            Event::Requested { client, gpus } => self.sharing().request(client, gpus),
-            Event::Cancelled { client, gpus } => self.sharing().cancel(client, &gpus),
-            Event::Released { client, gpus, reason, busy } => {
-                self.sharing().released(client, &gpus, reason, busy);
-                if self.sleep.is_to_prepare(client) {
-                    self.follow(client, vec![Task::Prepare]);
-                }
-            }
-            Event::Held { client, gpus } => self.sharing().held(client, &gpus),
-            Event::Stuck { client, gpus, reason } => self.sharing().stuck(client, &gpus, reason),
-            event => self.dispatch_from_daemon(event),
-        }
-    }
-
-    /// Dispatches an event that is not a client's message.
-    fn dispatch_from_daemon(&mut self, event: Event) {
-        match event {
-            Event::Configure(settings) => self.configure(settings),
-            Event::GpuFound { gpu, total } => {
-                let suspended = self.suspended;
-                self.sharing().gpu_found(gpu, total, suspended);
-            }
-            Event::GpuGone { gpu } => self.sharing().gpu_gone(gpu),
-            Event::Suspend { suspended } => self.suspend(suspended),
-            Event::GpuLink { gpu, rate } => {
-                self.with_gpu(gpu, |gpu, _, fx| gpu.link_found(fx, rate));
-            }
-            Event::GpuOverhead { gpu, begun, bytes, others, complete } => {
-                self.with_gpu(gpu, |gpu, cx, fx| gpu.overhead_measured(cx, fx, begun, bytes, others, complete));
-            }
-            Event::Measured { gpu, begun, free, found } => self.sharing().measured(gpu, begun, free, &found),
-            Event::ContextSizes { gpu, bytes } => {
-                self.with_quota(|quota, cx, _| quota.contexts_measured(cx, gpu, &bytes))
-            }
-            Event::OtherPrograms { gpu, present } => {
-                self.with_gpu(gpu, |gpu, _, fx| gpu.other_programs(fx, present));
-            }
-            Event::HostMemory { bytes } => self.quota.host_memory(bytes),
-            Event::HostAhead { bytes } => self.sharing().host_ahead(bytes),
-            Event::Connected { client, gang, tenant } => self.connected(client, gang, tenant),
-            Event::GangChanged { client, gang } => self.gang_changed(client, gang),
-            Event::Groups { groups } => self.grouped(&groups),
-            Event::EnvLimits { client, limits } => self.set_env_limits(client, limits),
-            Event::Labels { labels } => self.places.label(&labels),
-            Event::PlacementRequested { client, request } => {
-                self.with_places(|places, cx, fx| places.request(cx, fx, client, &request));
-            }
-            Event::PlacementTaken { client, from } => {
-                self.with_places(|places, cx, _| places.take_over(cx, client, from));
-            }
-            Event::Disconnected { client } => self.disconnected(client),
-            Event::Stopped { client, stopped } => self.stopped(client, stopped),
-            Event::RoomRequested { room, gpu, bytes, until } => {
-                let (settings, until) = (&self.settings, until.min(MAX_TIME));
-                self.gpus.make_room(self.now, settings, &mut self.effects, (room, gpu), bytes, until);
-            }
-            Event::RoomClosed { room } => self.gpus.end_room(&mut self.effects, room),
-            Event::Drain { gpu, drained } => self.drain(gpu, drained),
-            Event::Kinds { kinds } => self.places.set_kinds(kinds),
-            Event::Failing { gpu, failing } => self.gpus.get_mut(gpu).into_iter().for_each(|gpu| gpu.failing = failing),
-            Event::Allowed { allowed } => self.places.allow(allowed),
-            Event::Tick => {}
-            event => debug_assert!(event.sender().is_some(), "no part of the scheduler handles {event:?}"),
-        }
-    }
-
     // Access to the components.
 
     /// A read-only view of the current state.
@@ -227,6 +146,11 @@ impl Machine {
     /// Runs `act` on a GPU if the GPU is known.
     fn with_gpu<R>(&mut self, id: GpuId, act: impl FnOnce(&mut Gpu, gpu::Context, &mut Effects) -> R) -> Option<R> {
         self.sharing().with_gpu(id, act)
+    }
+
+    /// Changes a GPU if it is known.
+    fn change_gpu<R>(&mut self, id: GpuId, act: impl FnOnce(&mut Gpu, gpu::Context, &mut Effects) -> R) {
+        self.with_gpu(id, act);
     }
 
     /// Runs `act` on each GPU that a client has attached.
@@ -263,6 +187,9 @@ impl Machine {
             (rooms, gpu.note_capacity(cx.settings))
         };
         let Some((rooms, has_gained_room)) = self.with_gpu(id, begin) else { return };
+        if let Some(client) = self.model().waits_to_return(id) {
+            self.follow(client, vec![Task::ReturnNext]);
+        }
         if has_gained_room {
             let pinned = self.queues.take_blocked_by_pinned(id);
             self.sharing().with_each(pinned, |requests, entity| requests.enqueue(entity));
@@ -369,6 +296,14 @@ impl Machine {
         }
     }
 
+    /// Handles a client's release of locks.
+    fn released(&mut self, client: ClientId, gpus: &GpuSet, reason: ReleaseReason, busy: Duration) {
+        self.sharing().released(client, gpus, reason, busy);
+        if self.sleep.is_to_prepare(client) {
+            self.follow(client, vec![Task::Prepare]);
+        }
+    }
+
     // Memory.
 
     fn attach(&mut self, client: ClientId, id: GpuId, engine: Engine) {
@@ -403,7 +338,6 @@ impl Machine {
         }
         // Holders and the first request in the queue are served first. Bytes that are still free
         // may then go to a client that is not waiting.
-        self.effects.untouch(id);
         self.settle(id);
         if self.gpus.get(id).is_some_and(|gpu| !gpu.lacking) && !self.model().is_over_limit(client, id) {
             let overdrawn = self.model().overdrawn(id);
@@ -448,6 +382,7 @@ impl Machine {
                 Task::ForgetContexts => self.sharing().forget_contexts(client),
                 Task::Limit => self.sharing().limit_sleeper(client),
                 Task::ExpectReturn => self.with_gpus_of(client, |gpu, cx, fx| gpu.expect_return(cx, fx, client)),
+                Task::GiveUpRoom => self.with_gpus_of(client, |gpu, _, fx| gpu.give_up_room(fx, client)),
                 Task::Halt => self.halt(client),
                 Task::Reserve => self.with_gpus_of(client, |gpu, _, fx| gpu.reserve_return(fx, client)),
                 Task::Lend => self.with_gpus_of(client, |gpu, _, fx| gpu.lend(fx, client)),
@@ -483,6 +418,7 @@ impl Machine {
             Return::Waits(next) => return next,
             // The GPU changes, so it is settled again.
             Return::IsOverdue(client) => self.follow(client, vec![Task::Return]),
+            Return::DoesNotFit(client) => self.follow(client, vec![Task::GiveUpRoom, Task::Return]),
             Return::HasRoom(client) => self.change_sleep(client, |presence| presence.restore(client)),
         }
         None
@@ -620,6 +556,17 @@ impl Machine {
         }
         self.effects.touch_all(self.gpus.ids());
         self.with_requests(|requests| requests.all_may_need_no_turn());
+    }
+
+    fn gpu_found(&mut self, id: GpuId, total: u64) {
+        let suspended = self.suspended;
+        self.sharing().gpu_found(id, total, suspended);
+    }
+
+    /// Keeps memory of a GPU free for programs that are not clients.
+    fn make_room(&mut self, room: RoomId, gpu: GpuId, bytes: u64, until: Time) {
+        let (settings, until) = (&self.settings, until.min(MAX_TIME));
+        self.gpus.make_room(self.now, settings, &mut self.effects, (room, gpu), bytes, until);
     }
 
     fn suspend(&mut self, suspended: bool) {
