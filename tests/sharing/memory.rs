@@ -4,6 +4,7 @@
 use std::fmt::Display;
 
 use cuda_sim_gpus::account;
+use cuda_sim_gpus::trouble::{self, Stranger};
 use test_support::machine::*;
 
 /// Work on `memory` bytes whose results reveal every lost, repeated or reordered launch.
@@ -122,12 +123,51 @@ fn evicted_managed_memory_does_not_count_as_other_programs_memory_after_a_restar
     other.end();
     let kept = account::usage(&machine.path("gpu"), idle.pid(), 0).expect("its memory").kept;
     assert!(kept >= 16 * MIB, "the other program got the other pages: {kept}");
+    // The stopped program connects after the scheduler has measured the GPU.
+    idle.signal(libc::SIGSTOP);
     machine.kill_scheduler();
     machine.start_scheduler();
-    let mut other = machine.program(&endless(60 * MIB)).start();
+    let mut other = machine.program(&endless(MIB)).start();
     machine.wait_for_grants(&other, 1);
+    wait_for("the memory to be another program's", || (others(&machine) >= Some(kept)).then_some(()));
+    idle.signal(libc::SIGCONT);
     wait_for("no memory to be another program's", || (others(&machine) == Some(0)).then_some(()));
+    let mut third = machine.program(&endless(60 * MIB)).start();
+    machine.wait_for_grants(&third, 1);
     other.end();
+    third.end();
+}
+
+/// A graphics program grows beside evicted managed memory, which could explain the growth.
+#[test]
+fn memory_of_graphics_programs_is_not_mistaken_for_managed_memory() {
+    let machine = Machine::with_scheduler(Setup { memory: 96 * MIB, ..Setup::default() });
+    let idle = machine.program(&format!("stranger --mem {} --kind managed --seconds 600", 64 * MIB)).start();
+    idle.wait_to_say("holding");
+    let mut other = machine.program(&endless(60 * MIB)).start();
+    idle.wait_to_say("bytes left in");
+    machine.wait_for_grants(&other, 1);
+    let game = Stranger { bytes: 12 * MIB, pid: Some(std::process::id()), is_graphics: true };
+    trouble::set_strangers(&machine.path("gpu"), 0, &[game]).expect("the strangers");
+    wait_for("the game to be measured", || (others(&machine) == Some(12 * MIB)).then_some(()));
+    other.end();
+}
+
+/// Pages of a program that exceeds the GPU are faulted in beyond its allowance.
+#[test]
+fn memory_that_page_faults_bring_onto_the_gpu_does_not_count_as_other_programs_memory() {
+    let machine = Machine::with_scheduler(Setup { memory: 64 * MIB, ..Setup::default() });
+    let words = mix(80 * MIB, "endless");
+    let setup = [("NVSHARE_ENGINE", "managed"), ("NVSHARE_ENABLE_SINGLE_OVERSUB", "1")];
+    let program = machine.program(&words);
+    let mut program = setup.iter().fold(program, |program, (name, value)| program.env(name, value)).start();
+    let resident = || Some(account::usage(&machine.path("gpu"), program.pid(), 0)?.managed);
+    wait_for("more than it is allowed to be there", || (resident()? > machine.setup.capacity(1)).then_some(()));
+    // Then at most all of the reserve is in use.
+    wait_for("its context to be measured", || others(&machine));
+    let most = (0..25).filter_map(|_| others(&machine)).max();
+    assert_eq!(most, Some(0));
+    program.end();
 }
 
 /// The memory of other programs, as the scheduler counts it. `None` if it has no figures for processes.

@@ -60,10 +60,10 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
             }
         ),
         any::<u32>().prop_map(|slot| Detach { slot }),
-        (any::<(u32, u32, u64, u64, u64, u64, u64, u32, u64)>(), any::<[u64; 6]>()).prop_map(
+        (any::<(u32, u32, u64, u64, u64, u64, u64, u32, u64)>(), any::<[u64; 7]>()).prop_map(
             |(
                 (slot, ack, demand, mapped, swapped, pinned, device_free, limit_ack, host),
-                [out, back, unmoved, refused, in_file, managed],
+                [out, back, unmoved, refused, in_file, managed, managed_mapped],
             )| Memory {
                 slot,
                 ack,
@@ -77,6 +77,7 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
                 counts: Counts { swapped_out: out, swapped_in: back, unmoved, refused },
                 in_file,
                 managed,
+                managed_mapped,
             }
         ),
         any::<(u32, u64)>().prop_map(|(slot, bytes)| RequestLimit { slot, bytes }),

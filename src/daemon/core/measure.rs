@@ -14,10 +14,6 @@ use crate::scheduler::{ClientId, Command, Engine, Event, GpuId, SleepPhase, Time
 /// does not count as overhead.
 const RECONNECT_TIME: Duration = Duration::from_secs(1);
 
-/// Clients that have been without a daemon for a while reconnect within this time. Claims of managed memory
-/// from before the connection count until then.
-pub(super) const LATE_RECONNECT_TIME: Duration = Duration::from_secs(3);
-
 /// A client reports its memory within this time after attaching. Until the first report, the client may
 /// have mapped any number of bytes.
 const FIRST_REPORT_TIME: Duration = Duration::from_secs(1);
@@ -38,9 +34,6 @@ const SHORTEST_PERIOD: Duration = Duration::from_millis(100);
 /// The estimate for a context that has not been measured is at most the GPU's size divided by this
 /// number.
 const CONTEXT_DIVISOR: u64 = 16;
-
-/// The reserve is at most the GPU's size divided by this number.
-const RESERVE_DIVISOR: u64 = 16;
 
 /// The driver needs more memory than this for each CUDA context.
 const SMALLEST_CONTEXT: u64 = 32 << 20;
@@ -102,9 +95,12 @@ impl Model {
     /// run out of memory.
     pub fn sample_period(&self) -> Duration {
         let is_shared = |id: GpuId| self.machine.charged(id) > 0;
-        let gpus = self.gpus.iter().filter(|(id, gpu)| gpu.has_others && !gpu.gone && is_shared(**id));
-        let free = gpus.filter_map(|(_, gpu)| Some(gpu.total.saturating_sub(gpu.sample.as_ref()?.used))).min();
-        let Some(free) = free else { return Duration::MAX };
+        let free = |(id, gpu): (&GpuId, &Gpu)| {
+            let sample = gpu.sample.as_ref().filter(|_| !gpu.gone && is_shared(*id))?;
+            let grows = gpu.has_others || sample.graphics > 0;
+            grows.then(|| gpu.total.saturating_sub(sample.used).saturating_add(gpu.evicted))
+        };
+        let Some(free) = self.gpus.iter().filter_map(free).min() else { return Duration::MAX };
         Duration::from_millis(free / FREE_PARTS / (GROWTH / 1000)).max(SHORTEST_PERIOD)
     }
 
@@ -119,26 +115,22 @@ impl Model {
         let before = (entry.accounting.overhead(), entry.accounting.basis());
         let is_measured = entry.index.is_some();
         let settled = sample.begun >= self.started + RECONNECT_TIME;
-        self.departed.retain(|_, departed| sample.begun < departed.left + EXIT_TIME);
+        self.departed.forget(sample.begun.saturating_sub(EXIT_TIME));
         let clients: BTreeSet<u32> = attached.iter().map(|client| client.pid).collect();
-        let is_own = |pid| !settled || self.departed.contains_key(&pid);
-        let is_known = |pid: &u32| clients.contains(pid) || self.departed.contains_key(pid);
+        let is_own = |pid| !settled || self.departed.contains(pid);
+        let is_known = |pid: &u32| clients.contains(pid) || self.departed.contains(*pid);
         let is_all_known = sample.processes.iter().flat_map(BTreeMap::keys).all(is_known);
         let complete = settled || is_all_known;
-        let departed = self.departed.values().filter_map(|departed| departed.managed.get(&gpu));
-        let absent =
-            if complete { departed.fold(faulted_in, |sum, bytes| sum.saturating_add(*bytes)) } else { u64::MAX };
+        let absent = if complete { self.departed.managed(gpu).saturating_add(faulted_in) } else { u64::MAX };
         let overhead = match sample.steady {
             true => entry.accounting.sample(sample, &attached, guess, absent, is_own),
             false => None,
         };
-        let free = entry.total.saturating_sub(sample.used).saturating_add(entry.accounting.evicted(sample, &attached));
+        entry.evicted = entry.accounting.evicted(sample, &attached);
+        let (free, evicted) = (entry.total.saturating_sub(sample.used), entry.evicted);
         let found = entry.accounting.found(sample, &attached, guess).filter(|_| is_measured);
         if !settled {
             entry.accounting.forget_total();
-        }
-        if sample.begun < self.started + LATE_RECONNECT_TIME {
-            entry.accounting.forget_unlisted();
         }
         let basis = entry.accounting.basis();
         if is_measured && overhead.is_some() && before.1 != basis {
@@ -160,11 +152,7 @@ impl Model {
         }
         if let Some(found) = found {
             let free = Some(free).filter(|_| sample.steady);
-            events.push(Event::Measured { gpu, begun: sample.begun, free, found });
-        }
-        if sample.steady {
-            let stats = self.clients.values_mut().filter_map(|client| client.gpus.get_mut(&gpu));
-            stats.for_each(|stats| stats.history.sampled(sample.begun));
+            events.push(Event::Measured { gpu, begun: sample.begun, free, evicted, found });
         }
         events
     }
@@ -175,9 +163,8 @@ impl Model {
             return Vec::new();
         };
         let clients: BTreeSet<i32> = self.clients.values().map(|client| client.identity.pid).collect();
-        let is_other = |pid: &u32| {
-            !self.departed.contains_key(pid) && i32::try_from(*pid).is_ok_and(|pid| !clients.contains(&pid))
-        };
+        let is_other =
+            |pid: &u32| !self.departed.contains(*pid) && i32::try_from(*pid).is_ok_and(|pid| !clients.contains(&pid));
         sample.processes.iter().flat_map(BTreeMap::keys).copied().filter(is_other).collect()
     }
 
@@ -192,30 +179,23 @@ impl Model {
             let stats = client.gpus.get(&gpu).filter(tells);
             let unreported = Extent { least: extent.0, most: extent.1, ..Extent::default() };
             let extent = stats.map_or(unreported, |stats| stats.history.at(sample.begun));
-            let Extent { least, most, managed, evicted } = extent;
-            // NVML shows no managed memory under the process.
-            let least = least.saturating_sub(managed);
-            let arrived = stats.map_or(0, |stats| stats.history.arrived());
+            let Extent { least, most, managed, managed_mapped, unmapped } = extent;
             let pid = client.identity.pid.try_into().unwrap_or(0);
             let is_new = !self.machine.has_context(*id, gpu, sample.begun);
             let adopted = adopted(*id);
-            Some(Attached { client: *id, pid, least, most, managed, arrived, evicted, adopted, is_new })
+            Some(Attached { client: *id, pid, least, most, managed, managed_mapped, unmapped, adopted, is_new })
         };
         self.clients.iter().filter_map(extent).collect()
     }
 
-    /// Managed bytes beyond clients' allowances that page faults may bring onto a GPU (engine `managed`).
-    /// They take no more than the reserve, because clients are allowed the rest.
+    /// The most managed bytes beyond clients' charges that page faults may have brought onto a GPU (engine
+    /// `managed`): they find only memory that is not charged.
     fn faulted_in(&self, gpu: GpuId) -> u64 {
-        let faults = |(id, client): (&ClientId, &Client)| {
-            self.machine.engine(*id, gpu) == Some(Engine::Managed)
-                && client.gpus.get(&gpu).is_some_and(|stats| stats.managed > 0)
-        };
-        if self.clients.iter().any(faults) {
-            self.config.settings.reserve.min(self.total(gpu) / RESERVE_DIVISOR)
-        } else {
-            0
-        }
+        let faults = |id: &ClientId| self.machine.engine(*id, gpu) == Some(Engine::Managed);
+        let beyond = self.clients.iter().filter(|(id, _)| faults(id)).filter_map(|(_, client)| client.gpus.get(&gpu));
+        let beyond = beyond.fold(0u64, |sum, stats| sum.saturating_add(stats.claims.disbelieved()));
+        let overhead = self.gpus.get(&gpu).and_then(|gpu| gpu.accounting.overhead()).unwrap_or(0);
+        beyond.min(self.total(gpu).saturating_sub(overhead).saturating_sub(self.machine.charged(gpu)))
     }
 
     /// The events that accept clients' reports as measured, for the GPUs that NVML listed and cannot measure
@@ -238,5 +218,5 @@ pub(super) fn allowed(command: &Command) -> Option<(ClientId, GpuId)> {
 
 /// The event that accepts clients' reports as measured, for a GPU that cannot be measured.
 pub(super) fn unmeasured(gpu: GpuId, now: Time) -> Event {
-    Event::Measured { gpu, begun: now, free: None, found: BTreeMap::new() }
+    Event::Measured { gpu, begun: now, free: None, evicted: 0, found: BTreeMap::new() }
 }

@@ -31,6 +31,7 @@ fn report(demand: u64, mapped: u64, counts: [u64; 4]) -> ClientMessage {
         counts: Counts { swapped_out, swapped_in, unmoved, refused },
         in_file: 0,
         managed: 0,
+        managed_mapped: 0,
     }
 }
 

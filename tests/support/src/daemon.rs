@@ -462,6 +462,7 @@ pub fn memory(slot: u32, demand: u64, mapped: u64) -> ClientMessage {
         counts,
         in_file: 0,
         managed: 0,
+        managed_mapped: 0,
     }
 }
 
@@ -483,6 +484,7 @@ pub fn memory_after(ack: u32, limit_ack: u32, demand: u64, mapped: u64) -> Clien
         counts,
         in_file: 0,
         managed: 0,
+        managed_mapped: 0,
     }
 }
 

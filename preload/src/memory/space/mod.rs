@@ -312,9 +312,8 @@ impl Space {
         let (pins, exported, aliases) = (Pins::default(), None, Aliases::default());
         let mut range = Range { len, kind, chunks, dead: false, gone: false, pins, exported, aliases };
         self.account.demand += len;
-        if !engine.copies() {
-            self.account.managed += len;
-        }
+        let is_managed = !engine.copies();
+        self.account.managed += if is_managed { len } else { 0 };
         // Maps the range now only if no other memory is missing, because missing chunks get the
         // room first.
         let lacking = self.account.demand - len > self.account.mapped;
@@ -325,7 +324,7 @@ impl Space {
                 match engine.map(self.gpu, base + chunk.offset, chunk.len, flags) {
                     Ok(handle) => {
                         chunk.residency = Residency::Gpu { handle, copy: None };
-                        self.account.mapped += chunk.len;
+                        self.account.map(chunk.len, is_managed);
                     }
                     // Other clients have not freed their memory yet, so the mover retries. A retry
                     // helps only if a scheduler or other clients exist.
@@ -348,6 +347,7 @@ impl Space {
     /// Frees a range that is no longer in use.
     fn dismantle(&mut self, base: u64, mut range: Range) {
         let engine = range.chunks.first().map_or(self.engine, |chunk| self.engine_of(chunk.flags));
+        let is_managed = !engine.copies();
         if range.pins.are_any() {
             self.account.unpin(range.len);
         }
@@ -359,7 +359,7 @@ impl Space {
                 Residency::Gpu { handle, copy } => {
                     range.aliases.hide(chunk.offset);
                     engine.unmap(base + chunk.offset, chunk.len, handle);
-                    self.account.mapped -= chunk.len;
+                    self.account.unmap(chunk.len, is_managed);
                     self.account.host_cache -= copy.as_ref().map_or(0, Kept::host_bytes);
                     self.keep_buffers(copy.and_then(|copy| copy.without_buffer().0));
                 }
@@ -375,7 +375,7 @@ impl Space {
             }
             self.account.demand -= chunk.len;
         }
-        if !engine.copies() && range.gone {
+        if is_managed && range.gone {
             self.account.managed -= range.len;
         } else if !engine.unreserve(base, range.len) {
             self.unfreed.push(Unfreed { base, len: range.len });

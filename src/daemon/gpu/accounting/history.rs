@@ -15,13 +15,14 @@ const MAX_CHANGES: usize = 32;
 /// Bounds on a client's memory at one moment or over a time, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Extent {
-    /// Bounds on the mapped bytes.
+    /// Bounds on the mapped bytes. `least` excludes managed memory.
     pub least: u64,
     pub most: u64,
     /// The most bytes of managed memory, wherever they are.
     pub managed: u64,
-    /// The most bytes of managed memory that the client has evicted.
-    pub evicted: u64,
+    /// The most bytes of managed memory that are mapped, and that are not mapped.
+    pub managed_mapped: u64,
+    pub unmapped: u64,
 }
 
 impl Extent {
@@ -30,13 +31,9 @@ impl Extent {
             least: self.least.min(other.least),
             most: self.most.max(other.most),
             managed: self.managed.max(other.managed),
-            evicted: self.evicted.max(other.evicted),
+            managed_mapped: self.managed_mapped.max(other.managed_mapped),
+            unmapped: self.unmapped.max(other.unmapped),
         }
-    }
-
-    /// The most bytes of managed memory that are mapped.
-    fn managed_mapped(&self) -> u64 {
-        self.managed.min(self.most)
     }
 }
 
@@ -44,8 +41,6 @@ impl Extent {
 #[derive(Debug, Default)]
 pub struct History {
     changes: VecDeque<(Time, Extent)>,
-    /// The most managed bytes that the client had mapped at a time since the last sample.
-    arrived: u64,
 }
 
 impl History {
@@ -53,8 +48,8 @@ impl History {
     /// mapped any part of the GPU's `total` bytes: a client of an earlier daemon may already have
     /// memory, and `managed` bytes of managed memory.
     pub fn unknown(now: Time, total: u64, managed: u64) -> Self {
-        let extent = Extent { least: 0, most: total, managed, evicted: managed };
-        Self { changes: VecDeque::from([(now, extent)]), arrived: extent.managed_mapped() }
+        let extent = Extent { least: 0, most: total, managed, managed_mapped: managed, unmapped: managed };
+        Self { changes: VecDeque::from([(now, extent)]) }
     }
 
     /// Records that the client's memory is within the bounds `extent` from now on.
@@ -62,7 +57,6 @@ impl History {
         if self.changes.back().is_some_and(|(_, last)| *last == extent) {
             return;
         }
-        self.arrived = self.arrived.max(extent.managed_mapped());
         self.changes.push_back((now, extent));
         while self.changes.get(1).is_some_and(|(at, _)| *at + MAX_SAMPLE_AGE < now) {
             self.changes.pop_front();
@@ -83,16 +77,6 @@ impl History {
         let counts = self.changes.iter().zip(later).filter(|(_, until)| until.is_none_or(|until| until > from));
         counts.map(|((_, extent), _)| *extent).reduce(Extent::union).unwrap_or_default()
     }
-
-    /// The most managed bytes that the client had mapped at a time since the last sample.
-    pub fn arrived(&self) -> u64 {
-        self.arrived
-    }
-
-    /// Records that a sample that began at `begun` has been handled.
-    pub fn sampled(&mut self, begun: Time) {
-        self.arrived = self.at(begun).managed_mapped();
-    }
 }
 
 #[cfg(test)]
@@ -111,21 +95,6 @@ mod tests {
         assert_eq!(history.at(ms(90)), mapped(0, 64));
         assert_eq!(history.at(ms(240)), mapped(0, 64));
         assert_eq!(history.at(ms(260)), mapped(48, 48));
-    }
-
-    #[test]
-    fn managed_memory_that_came_and_left_between_samples_is_remembered() {
-        let ms = Duration::from_millis;
-        let mut history = History::default();
-        let managed = |mapped| Extent { least: mapped, most: mapped, managed: 9, evicted: 9 - mapped };
-        for (at, mapped) in [(100, 0), (5000, 7), (9000, 0), (15_000, 0)] {
-            history.record(ms(at), managed(mapped));
-        }
-        assert_eq!((history.at(ms(15_000)), history.arrived()), (managed(0), 7));
-        history.sampled(ms(9000));
-        assert_eq!(history.arrived(), 7, "it had just left when the sample began");
-        history.sampled(ms(15_000));
-        assert_eq!(history.arrived(), 0);
     }
 
     #[test]

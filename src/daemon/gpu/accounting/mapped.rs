@@ -28,7 +28,7 @@ impl Accounting {
             let others = process.most - client.most;
             let least = process.used.saturating_sub(large).saturating_sub(others).saturating_sub(SIGNIFICANT);
             // Each managed byte counts for one client, too.
-            let of_client = managed.min(client.managed);
+            let of_client = managed.min(client.managed_mapped);
             managed -= of_client;
             let most = in_use.get_mut(&client.pid)?.take(client).saturating_add(of_client);
             Some((client.client, Found { least, most }))
@@ -41,33 +41,33 @@ impl Accounting {
     fn found_in_total(&self, sample: &Sample, clients: &[Attached]) -> Option<BTreeMap<ClientId, Found>> {
         let overhead = self.total.filter(|_| sample.steady)?;
         let least = clients.iter().fold(0u64, |sum, client| sum.saturating_add(client.least));
-        // Evicted managed memory may be in use, and belongs to any client.
-        let evicted = sum_of_evicted(clients).saturating_add(SIGNIFICANT);
+        // Managed memory that is not mapped may be in use, and belongs to any client.
+        let margin = sum_of(clients, |client| client.unmapped).saturating_add(SIGNIFICANT);
         let mut in_use = Shared { bytes: sample.used.saturating_sub(overhead), least, clients: clients.len() };
         let found = clients.iter().map(|client| {
             let most = in_use.take(client);
-            (client.client, Found { least: most.saturating_sub(evicted), most })
+            (client.client, Found { least: most.saturating_sub(margin), most })
         });
         Some(found.collect())
     }
 
-    /// The bytes in use that the driver gives to plain allocations: managed memory that clients have evicted.
-    /// Without figures for processes, an upper bound.
+    /// The bytes in use that the driver gives to plain allocations of `cuMemAlloc`: managed memory that clients
+    /// have evicted. Without figures for processes, an upper bound.
     pub fn evicted(&self, sample: &Sample, clients: &[Attached]) -> u64 {
-        let in_use = match self.unlisted {
-            Some(unlisted) => unlisted.managed,
-            None => {
-                let least =
-                    clients.iter().fold(self.total.unwrap_or(sample.used), |sum, c| sum.saturating_add(c.least));
-                sample.used.saturating_sub(least)
+        let in_use = match self.basis {
+            Basis::Processes => self.unlisted.map_or(0, |unlisted| unlisted.managed),
+            Basis::Total | Basis::Reports => {
+                let least = sum_of(clients, |client| client.least);
+                sample.used.saturating_sub(self.total.unwrap_or(sample.used)).saturating_sub(least)
             }
         };
-        in_use.min(sum_of_evicted(clients))
+        let unmapped = in_use.saturating_sub(sum_of(clients, |client| client.managed_mapped));
+        unmapped.min(sum_of(clients, |client| client.unmapped))
     }
 }
 
-fn sum_of_evicted(clients: &[Attached]) -> u64 {
-    clients.iter().fold(0, |sum, client| sum.saturating_add(client.evicted))
+fn sum_of(clients: &[Attached], bytes: impl Fn(&Attached) -> u64) -> u64 {
+    clients.iter().map(bytes).fold(0, u64::saturating_add)
 }
 
 /// Bytes of several clients. Each byte counts only once. One after the other, each client takes up

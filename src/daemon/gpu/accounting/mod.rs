@@ -4,7 +4,8 @@
 //! mapped at the time of the sample are known only as an interval, from [`Attached::least`] to
 //! [`Attached::most`]. Quantities derived from these bytes are intervals too. An estimate is kept while
 //! it lies in the newest interval, and is otherwise clamped to that interval. So a wrong estimate lasts
-//! at most until the next sample, even while memory moves.
+//! at most until the next sample, even while memory moves. Only while clients have managed memory can
+//! it last longer.
 //!
 //! - *Context*: memory of a client's process beyond its mapped memory. The driver takes seconds to
 //!   create a context, and a sample from that time shows only a part. So a context is measured only
@@ -28,24 +29,24 @@
 //!   its process. So [`Attached::least`] excludes them.
 //! - With figures for processes, other programs' processes are measured exactly. The *unlisted*
 //!   bytes, which no process uses, are the managed bytes and the rest: memory of the driver, and
-//!   managed or unlisted memory of other programs. The managed bytes never exceed the bytes that the
-//!   clients have, and grow from one sample to the next by no more than the clients had mapped
-//!   until then. Anything else that appears belongs to other programs, as fast as without managed
-//!   memory.
+//!   managed memory of other programs. The rest is nearly constant and starts at the memory that the
+//!   driver reserves. It changes only if the managed bytes that clients have cannot explain the unlisted
+//!   bytes (`unlisted`).
 //! - With figures for the whole GPU, the clients' memory in use exceeds their mapped memory by no more
-//!   than the managed memory that they have evicted.
-//! - A claim of managed bytes counts only up to the highest charge of the client, or up to the managed
-//!   bytes that a client claims when it reconnects to a new daemon. It never lowers an estimate.
-//!   So a false claim can hide unlisted memory of other programs only as far as that memory grows,
-//!   and only as many bytes as the scheduler let the client map. Clients cannot hide memory that NVML
-//!   shows under their processes.
-//! - Managed bytes in use that no client has mapped are *evicted*. Plain allocations of all programs
-//!   get them, so they are free.
+//!   than the managed memory that they have not mapped.
+//! - A claim of managed bytes counts only up to the highest charge of the client. If the process is older
+//!   than the daemon, its first claim counts too. So a false claim can hide unlisted memory only as far as
+//!   that memory grows, and only as many bytes as the scheduler let the client map. Clients cannot hide
+//!   memory that NVML shows under a process.
+//! - Managed bytes in use that no client has mapped are *evicted*. The driver gives them to plain
+//!   allocations of all programs. Restores of checkpoints do not count on them, because they were never
+//!   measured beside them.
 //!
-//! `history` records the intervals. [`Basis`] tells which figures NVML provides. `mapped` derives the
+//! `history` records the intervals, and `claims` what clients report. [`Basis`] tells which figures NVML provides. `mapped` derives the
 //! bounds on each client's memory.
 
 mod basis;
+mod claims;
 mod history;
 mod mapped;
 mod unlisted;
@@ -56,6 +57,7 @@ use self::unlisted::Unlisted;
 use super::nvml::Sample;
 use crate::scheduler::ClientId;
 pub use basis::Basis;
+pub use claims::{Claims, Departed};
 pub use history::{Extent, History};
 
 /// The granularity of GPU memory, in bytes. Smaller differences are not reported to the scheduler.
@@ -91,10 +93,9 @@ pub struct Attached {
     pub most: u64,
     /// The most bytes of managed memory that the client had, wherever they were.
     pub managed: u64,
-    /// The most managed bytes that the client had mapped at a time since the previous sample.
-    pub arrived: u64,
-    /// The most managed bytes that the client had evicted.
-    pub evicted: u64,
+    /// The most managed bytes that the client had mapped, and that it had but not mapped.
+    pub managed_mapped: u64,
+    pub unmapped: u64,
     /// Adopted bytes among the mapped bytes.
     pub adopted: u64,
     /// The client's context may have been incomplete at the time of the sample. The scheduler reserves
@@ -108,7 +109,7 @@ struct Process {
     used: u64,
     least: u64,
     most: u64,
-    managed: u64,
+    managed_mapped: u64,
     /// Bytes adopted by the process's clients.
     adopted: u64,
     /// At least one of the process's clients is new.
@@ -142,7 +143,7 @@ impl Accounting {
             Some(processes) => {
                 self.basis = Basis::Processes;
                 self.total = None;
-                self.sample_processes((sample.used, processes), clients, guess, absent, is_own)
+                self.sample_processes(sample, processes, clients, guess, absent, is_own)
             }
             None => {
                 if self.basis == Basis::Processes {
@@ -150,7 +151,6 @@ impl Accounting {
                 }
                 self.basis = Basis::Total;
                 self.contexts.clear();
-                self.unlisted = None;
                 let bytes = self.sample_total(sample.used, clients);
                 let contexts = clients.iter().filter(|client| !client.is_new).count() as u64;
                 self.others = bytes.saturating_sub(guess.saturating_mul(contexts));
@@ -165,7 +165,8 @@ impl Accounting {
 
     fn sample_processes(
         &mut self,
-        (used, processes): (u64, &BTreeMap<u32, u64>),
+        sample: &Sample,
+        processes: &BTreeMap<u32, u64>,
         clients: &[Attached],
         guess: u64,
         absent: u64,
@@ -176,11 +177,13 @@ impl Accounting {
         let sum = |bytes: u64, (_, more): (&u32, &u64)| bytes.saturating_add(*more);
         let (own, of_others): (Vec<_>, Vec<_>) =
             processes.iter().partition(|(pid, _)| is_client(**pid) || is_own(**pid));
-        let others = used.saturating_sub(own.into_iter().fold(0, sum));
+        let others = sample.used.saturating_sub(own.into_iter().fold(0, sum));
         let others = self.find_adopted(&of_clients, guess, others);
-        let listed = of_others.into_iter().fold(0, sum).min(others);
-        let unlisted = Unlisted::measured(self.unlisted.take(), others - listed, clients, absent);
-        let others = listed + self.unlisted.insert(unlisted).rest;
+        let listed = of_others.into_iter().fold(sample.graphics, sum).min(others);
+        let managed = clients.iter().fold(absent, |sum, client| sum.saturating_add(client.managed));
+        let unlisted = self.unlisted.get_or_insert_with(|| Unlisted::new(sample.begun, sample.reserved));
+        unlisted.divide(sample.begun, others - listed, managed);
+        let others = listed + unlisted.rest;
         self.others = others;
         let contexts = of_clients.values().map(|process| {
             // `found` lowers the bounds on mapped memory by `SIGNIFICANT`. Adding this margin here
@@ -204,8 +207,8 @@ impl Accounting {
                     self.contexts.insert(process.first, range.1);
                     range.1
                 }
-                None if process.managed == 0 => guess.clamp(range.0, range.1),
-                // While a process has managed memory, there is no exact size.
+                None if process.managed_mapped == 0 => guess.clamp(range.0, range.1),
+                // While managed memory of a process is mapped, there is no exact size.
                 before => {
                     let bytes = before.copied().unwrap_or(guess).clamp(range.0, range.1);
                     self.contexts.insert(process.first, bytes);
@@ -227,7 +230,7 @@ impl Accounting {
         let (mut unclaimed, mut others) = (unclaimed.fold(0u64, u64::saturating_add), others);
         let mut adopted = BTreeMap::new();
         for (pid, process) in processes.iter().filter(|(_, process)| process.adopted > 0) {
-            let plain = process.most.saturating_sub(process.managed);
+            let plain = process.most.saturating_sub(process.managed_mapped);
             let missing = plain.saturating_sub(mapped(process)).min(process.adopted);
             // Unreported bytes of the adopter's own process already count as mapped for the adopter.
             let own = mapped(process).saturating_sub(process.least);
@@ -242,7 +245,7 @@ impl Accounting {
     }
 
     fn sample_total(&mut self, used: u64, clients: &[Attached]) -> u64 {
-        let most = clients.iter().fold(0u64, |sum, c| sum.saturating_add(c.most).saturating_add(c.evicted));
+        let most = clients.iter().fold(0u64, |sum, c| sum.saturating_add(c.most).saturating_add(c.unmapped));
         let least = clients.iter().fold(0u64, |sum, c| sum.saturating_add(c.least));
         let range = (used.saturating_sub(most), used.saturating_sub(least));
         // In the first sample, memory in use counts as memory of the clients, up to their upper
@@ -276,23 +279,23 @@ impl Accounting {
         self.total = None;
     }
 
-    /// Discards the estimate of the unlisted memory. Clients of an earlier daemon may still reconnect, and
-    /// their managed memory is unknown until then.
-    pub fn forget_unlisted(&mut self) {
-        self.unlisted = None;
+    /// Discards the estimates that depend on managed memory, because a client of an earlier daemon has
+    /// reported managed memory. Until now, that memory counted as another program's.
+    pub fn forget(&mut self) {
+        (self.total, self.unlisted) = (None, None);
     }
 }
 
 /// Groups clients by process. A process that NVML does not list uses no GPU memory.
 fn by_process(processes: &BTreeMap<u32, u64>, clients: &[Attached]) -> BTreeMap<u32, Process> {
     let mut all: BTreeMap<u32, Process> = BTreeMap::new();
-    for Attached { client, pid, least, most, managed, adopted, is_new, .. } in clients {
+    for Attached { client, pid, least, most, managed_mapped, adopted, is_new, .. } in clients {
         let used = processes.get(pid).copied().unwrap_or(0);
         let process = all.entry(*pid).or_insert(Process {
             used,
             least: 0,
             most: 0,
-            managed: 0,
+            managed_mapped: 0,
             adopted: 0,
             is_new: false,
             clients: 0,
@@ -300,7 +303,7 @@ fn by_process(processes: &BTreeMap<u32, u64>, clients: &[Attached]) -> BTreeMap<
         });
         process.least = process.least.saturating_add(*least);
         process.most = process.most.saturating_add(*most);
-        process.managed = process.managed.saturating_add(*managed);
+        process.managed_mapped = process.managed_mapped.saturating_add(*managed_mapped);
         process.adopted = process.adopted.saturating_add(*adopted);
         process.is_new |= is_new;
         process.clients += 1;

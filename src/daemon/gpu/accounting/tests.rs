@@ -1,12 +1,21 @@
 use super::*;
-use crate::scheduler::{GpuId, Uuid};
+use crate::scheduler::{GpuId, Time, Uuid};
+use std::cell::Cell;
+use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 const GUESS: u64 = 600 * MIB;
 
+/// The memory that the driver reserves, in MiB.
+const RESERVED: u64 = 300;
+
+/// A sample, 5 s after the previous one.
 fn sample(used: u64, processes: &[(u32, u64)]) -> Sample {
+    thread_local!(static NOW: Cell<Time> = const { Cell::new(Time::ZERO) });
+    let begun = NOW.replace(NOW.get() + Duration::from_secs(5));
     let processes = Some(processes.iter().map(|(pid, mib)| (*pid, mib * MIB)).collect());
-    Sample { gpu: GpuId(Uuid([0; 16])), begun: Default::default(), steady: true, used: used * MIB, processes }
+    let (gpu, reserved) = (GpuId(Uuid([0; 16])), RESERVED * MIB);
+    Sample { gpu, begun, steady: true, used: used * MIB, reserved, graphics: 0, processes }
 }
 
 /// A client whose mapped memory does not change.
@@ -21,8 +30,8 @@ fn moving(id: u64, least: u64, most: u64) -> Attached {
         least: least * MIB,
         most: most * MIB,
         managed: 0,
-        arrived: 0,
-        evicted: 0,
+        managed_mapped: 0,
+        unmapped: 0,
         adopted: 0,
         is_new: false,
     }
@@ -32,8 +41,8 @@ fn moving(id: u64, least: u64, most: u64) -> Attached {
 fn managed(id: u64, managed: u64, mapped: u64) -> Attached {
     Attached {
         managed: managed * MIB,
-        arrived: mapped * MIB,
-        evicted: (managed - mapped) * MIB,
+        managed_mapped: mapped * MIB,
+        unmapped: (managed - mapped) * MIB,
         ..moving(id, 0, mapped)
     }
 }
@@ -280,27 +289,62 @@ fn managed_memory_does_not_count_as_other_programs_memory() {
 fn the_context_of_a_process_with_managed_memory_is_estimated() {
     let mut accounting = Accounting::default();
     let partly_mapped = managed(1, 8000, 3000);
-    assert_eq!(told(&mut accounting, &sample(3500, &[(1, 500)]), &[partly_mapped]), 500);
+    assert_eq!(told(&mut accounting, &sample(3500, &[(1, 500)]), &[partly_mapped]), RESERVED + 500);
     assert_eq!(accounting.contexts().get(&ClientId(1)), Some(&(500 * MIB)));
     let with_other_memory = Attached { most: 4000 * MIB, ..partly_mapped };
     told(&mut accounting, &sample(4500, &[(1, 1500)]), &[with_other_memory]);
     assert_eq!(accounting.contexts().get(&ClientId(1)), Some(&(500 * MIB)), "it stays while it is possible");
 }
 
+/// A game beside evicted managed memory: graphics programs are measured exactly.
 #[test]
-fn growth_of_other_programs_is_not_hidden_by_evicted_managed_memory() {
+fn growth_of_listed_programs_is_not_hidden_by_managed_memory() {
+    let mut accounting = Accounting::default();
+    told(&mut accounting, &sample(800, &[(1, 500)]), &[client(1, 0)]);
+    for client in [managed(1, 36_000, 0), managed(1, 36_000, 36_000)] {
+        assert_eq!(told(&mut accounting, &sample(6800, &[(1, 500)]), &[client]), 800);
+        let game = Sample { graphics: 6000 * MIB, ..sample(12_800, &[(1, 500)]) };
+        assert_eq!(told(&mut accounting, &game, &[client]), 6800);
+        let game = Sample { graphics: 7000 * MIB, ..sample(15_800, &[(1, 500), (7, 2000)]) };
+        assert_eq!(told(&mut accounting, &game, &[client]), 9800);
+    }
+}
+
+#[test]
+fn unlisted_memory_beyond_the_managed_memory_is_other_programs() {
+    let mut accounting = Accounting::default();
+    let evicted = managed(1, 6000, 0);
+    told(&mut accounting, &sample(800, &[(1, 500)]), &[client(1, 0)]);
+    assert_eq!(told(&mut accounting, &sample(6800, &[(1, 500)]), &[evicted]), 800);
+    assert_eq!(told(&mut accounting, &sample(10_800, &[(1, 500)]), &[evicted]), 4800);
+    assert_eq!(told(&mut accounting, &sample(7800, &[(1, 500)]), &[evicted]), 4800, "it stays");
+    assert_eq!(told(&mut accounting, &sample(1000, &[(1, 500)]), &[evicted]), 1000);
+}
+
+/// A sample may be handled before the report of a new managed allocation.
+#[test]
+fn a_late_report_of_managed_memory_lowers_the_overhead_again() {
+    let mut accounting = Accounting::default();
+    let first = sample(800, &[(1, 500)]);
+    told(&mut accounting, &first, &[client(1, 0)]);
+    let early = Sample { used: 6800 * MIB, ..sample(0, &[(1, 500)]) };
+    assert_eq!(told(&mut accounting, &early, &[client(1, 0)]), 6800);
+    let later = Sample { begun: early.begun + Duration::from_secs(1), ..early };
+    assert_eq!(told(&mut accounting, &later, &[managed(1, 6000, 6000)]), 800);
+}
+
+/// One failed list of processes does not turn memory of the driver and of other programs into clients' managed
+/// memory.
+#[test]
+fn the_estimate_survives_a_sample_without_process_figures() {
     let mut accounting = Accounting::default();
     let evicted = managed(1, 36_000, 0);
-    told(&mut accounting, &sample(800, &[(1, 500)]), &[client(1, 0)]);
-    told(&mut accounting, &sample(6800, &[(1, 500)]), &[managed(1, 36_000, 6000)]);
-    assert_eq!(told(&mut accounting, &sample(6800, &[(1, 500)]), &[evicted]), 800);
-    // A program whose process is not listed, for example a display server, and a program that is listed.
-    assert_eq!(told(&mut accounting, &sample(10_800, &[(1, 500)]), &[evicted]), 4800);
-    assert_eq!(told(&mut accounting, &sample(12_800, &[(1, 500), (7, 2000)]), &[evicted]), 6800);
-    // A listed program is measured exactly even while managed memory may arrive.
-    let arriving = managed(1, 36_000, 36_000);
-    assert_eq!(told(&mut accounting, &sample(13_800, &[(1, 500), (7, 3000)]), &[arriving]), 7800);
-    assert_eq!(told(&mut accounting, &sample(10_800, &[(1, 500)]), &[arriving]), 4800);
+    told(&mut accounting, &sample(2800, &[(1, 500)]), &[client(1, 0)]);
+    assert_eq!(told(&mut accounting, &sample(20_000, &[(1, 500)]), &[evicted]), 2800);
+    assert_eq!(told_in_total(&mut accounting, 20_000, &[evicted]), 2800);
+    assert_eq!(told(&mut accounting, &sample(20_000, &[(1, 500)]), &[evicted]), 2800);
+    let sample = sample(20_000, &[(1, 500)]);
+    assert_eq!(accounting.evicted(&sample, &[evicted]), 17_200 * MIB);
 }
 
 #[test]
@@ -313,18 +357,17 @@ fn claims_of_managed_memory_lower_no_estimate() {
     assert_eq!(told(&mut accounting, &sample(13_000, &[(1, 8500), (7, 3000)]), &[liar]), 8998);
 }
 
+/// A new daemon learns late of the managed memory of an earlier daemon's clients.
 #[test]
-fn in_the_first_sample_unlisted_memory_is_managed_memory() {
-    let clients = [managed(1, 36_000, 0)];
+fn the_first_report_of_an_older_process_corrects_the_estimate() {
+    let processes = || sample(36_800, &[(1, 500), (2, 500)]);
     let mut accounting = Accounting::default();
-    assert_eq!(told(&mut accounting, &sample(36_800, &[(1, 500)]), &clients), 800);
-    // Not all clients of an earlier daemon have reconnected yet. So nothing is known for the next sample.
-    let mut accounting = Accounting::default();
-    let processes = sample(36_800, &[(1, 500), (2, 500)]);
-    assert_eq!(accounting.sample(&processes, &[client(1, 0)], GUESS, u64::MAX, |_| true), Some(500 * MIB));
-    accounting.forget_unlisted();
+    let unknown = accounting.sample(&processes(), &[client(1, 0)], GUESS, u64::MAX, |_| true);
+    assert_eq!(unknown, Some((RESERVED + 500) * MIB), "clients may reconnect");
+    assert_eq!(told(&mut accounting, &processes(), &[client(1, 0)]), 36_800);
+    accounting.forget();
     let clients = [client(1, 0), managed(2, 36_000, 36_000)];
-    assert_eq!(told(&mut accounting, &processes, &clients), 500 + 500);
+    assert_eq!(told(&mut accounting, &processes(), &clients), RESERVED + 1000);
 }
 
 #[test]
@@ -348,8 +391,17 @@ fn managed_memory_in_use_confirms_reports_of_it_once() {
     assert_eq!(found.values().map(|found| found.most / MIB).collect::<Vec<_>>(), [8000, 2000]);
     assert!(found.values().all(|found| found.least == 0), "nothing shows whose it is");
     assert_eq!(accounting.evicted(&sample, &clients), 0);
+    // The second client's pages were the first client's.
     let clients = [managed(1, 8000, 0), managed(2, 8000, 8000)];
+    assert_eq!(accounting.evicted(&sample, &clients), 2000 * MIB);
+    let clients = [managed(1, 8000, 0), managed(2, 8000, 2000)];
     assert_eq!(accounting.evicted(&sample, &clients), 8000 * MIB);
+    let found = accounting.found(&sample, &clients, GUESS).expect("figures");
+    assert_eq!(
+        found.values().map(|found| found.most / MIB).collect::<Vec<_>>(),
+        [0, 2000],
+        "evicted memory is not mapped"
+    );
 }
 
 #[test]
