@@ -20,9 +20,9 @@ impl Samples {
     /// the clients that are no longer listed.
     pub fn reduce(&mut self, event: &Event) -> (Option<Event>, Vec<ClientId>) {
         match *event {
-            Event::Measured { gpu, begun, free, ref found } => {
+            Event::Measured { gpu, begun, free, evicted, ref found } => {
                 let (found, gone) = differences(self.present.entry(gpu).or_default(), found);
-                (Some(Event::Measured { gpu, begun, free, found }), gone)
+                (Some(Event::Measured { gpu, begun, free, evicted, found }), gone)
             }
             Event::ContextSizes { gpu, ref bytes } => {
                 let (bytes, gone) = differences(self.contexts.entry(gpu).or_default(), bytes);
@@ -35,9 +35,9 @@ impl Samples {
     /// Restores the event that [`Self::reduce`] reduced.
     pub fn restore(&mut self, event: Event, gone: &[ClientId]) -> Event {
         match event {
-            Event::Measured { gpu, begun, free, found } => {
+            Event::Measured { gpu, begun, free, evicted, found } => {
                 let found = whole(self.present.entry(gpu).or_default(), found, gone);
-                Event::Measured { gpu, begun, free, found }
+                Event::Measured { gpu, begun, free, evicted, found }
             }
             Event::ContextSizes { gpu, bytes } => {
                 let bytes = whole(self.contexts.entry(gpu).or_default(), bytes, gone);

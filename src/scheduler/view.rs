@@ -343,6 +343,11 @@ impl<'a> Model<'a> {
         Some(self.gpus.account(id, gpu)?.extent(ignored))
     }
 
+    /// The bytes of a GPU that are charged to a client. 0 if the client has not attached the GPU.
+    pub fn charge(&self, id: ClientId, gpu: GpuId) -> u64 {
+        self.gpus.account(id, gpu).map_or(0, |account| account.charge)
+    }
+
     /// The bytes that a client has on a GPU, and in host memory. `None`: the client has not
     /// attached the GPU.
     pub fn resident_and_swapped(&self, id: ClientId, gpu: GpuId) -> Option<(u64, u64)> {

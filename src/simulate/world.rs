@@ -179,7 +179,7 @@ impl World {
             // Simulated programs report correctly, so the measurement adds no information.
             Happening::Measured(place, begun) => {
                 let gpu = gpu_id(place);
-                self.feed(Event::Measured { gpu, begun, free: None, found: BTreeMap::new() });
+                self.feed(Event::Measured { gpu, begun, free: None, evicted: 0, found: BTreeMap::new() });
             }
         }
     }

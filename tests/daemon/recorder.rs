@@ -167,7 +167,7 @@ fn a_record_written_at_run_time_has_every_entry() {
     let mut entries = Vec::new();
     let measured = (0..6_000).map(|n| {
         let found = (0..5).filter(|c| (n / 7 + c) % 3 != 0).map(|c| (client(c), exactly(n / 100 * 4096))).collect();
-        Event::Measured { gpu: gpu(0), begun: ms(n), free: None, found }
+        Event::Measured { gpu: gpu(0), begun: ms(n), free: None, evicted: 0, found }
     });
     for (number, event) in (1..).zip([Event::GpuFound { gpu: gpu(0), total: 16 * GIB }].into_iter().chain(measured)) {
         let commands = handle(&mut recorder, &mut machine, ms(number), event.clone());
@@ -212,7 +212,12 @@ fn large_entries_are_bounded() {
     handle(&mut recorder, &mut machine, ms(0), Event::GpuFound { gpu: gpu(0), total: 16 * GIB });
     for n in 0..1_000 {
         let found = (0..1000).map(|c| (client(c), exactly(n * 4096 + c))).collect();
-        handle(&mut recorder, &mut machine, ms(n), Event::Measured { gpu: gpu(0), begun: ms(n), free: None, found });
+        handle(
+            &mut recorder,
+            &mut machine,
+            ms(n),
+            Event::Measured { gpu: gpu(0), begun: ms(n), free: None, evicted: 0, found },
+        );
     }
     assert!(recorder.bytes() <= 16 << 20, "{}", recorder.bytes());
     let recording = recorder.recording();

@@ -269,6 +269,8 @@ fn an_exporters_orphaned_bytes_are_counted_immediately_and_once() {
         host: 0,
         counts: Counts::default(),
         in_file: 0,
+        managed: 0,
+        managed_mapped: 0,
     };
     exporter.send(pinned_report(2 * CHUNK));
     importer.send(pinned_report(0));

@@ -60,6 +60,8 @@ fn report(client: &Client, mapped: u64, swapped: u64, moved_in: u64, moved_out: 
         host: swapped,
         counts: Counts { swapped_in: moved_in, swapped_out: moved_out, ..Counts::default() },
         in_file: 0,
+        managed: 0,
+        managed_mapped: 0,
     });
 }
 

@@ -590,6 +590,8 @@ fn any(dice: &mut Dice) -> ClientMessage {
             host: more,
             counts: Counts { swapped_out: bytes, swapped_in: number, unmoved: u64::MAX, refused: bytes },
             in_file: bytes.min(near),
+            managed: more,
+            managed_mapped: more,
         },
         9..11 => ClientMessage::Request { gpus },
         11..13 => {

@@ -11,7 +11,7 @@ use std::time::Duration;
 /// Reports a measurement that begins now, with the free bytes and each client's bytes.
 fn found(t: &mut Talk, free: u64, clients: &[(u64, u64)]) -> Vec<Command> {
     let found: BTreeMap<ClientId, Found> = clients.iter().map(|(n, bytes)| (client(*n), exactly(*bytes))).collect();
-    t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: Some(free), found })
+    t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: Some(free), evicted: 0, found })
 }
 
 /// Creates a GPU of 16 GiB on which clients' memory is measured.
@@ -209,6 +209,7 @@ fn memory_allowed_since_the_measurement_is_believed() {
         gpu: gpu(0),
         begun: t.now.saturating_sub(ms(1)),
         free: None,
+        evicted: 0,
         found: [(client(1), exactly(0))].into(),
     });
     assert_eq!((t.attachment(1).mapped, t.attachment(1).disbelieved), (8 * GIB, None));

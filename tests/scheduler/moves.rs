@@ -59,7 +59,7 @@ impl Scene {
             let there = there.flat_map(|c| c.attachments.into_iter().map(move |a| (c.client, a)));
             let there = there.filter(|(_, a)| a.gpu == gpu(on)).map(|(client, a)| (client, a.mapped));
             let found = there.map(|(client, bytes)| (client, Found { least: bytes, most: bytes })).collect();
-            commands.extend(self.t.say(Event::Measured { gpu: gpu(on), begun, free: None, found }));
+            commands.extend(self.t.say(Event::Measured { gpu: gpu(on), begun, free: None, evicted: 0, found }));
         }
         commands
     }

@@ -468,7 +468,7 @@ fn event() -> impl Strategy<Value = Event> {
         1 => (g(), prop::collection::btree_map(c(), bytes(), 0..4)).prop_map(|(gpu, bytes)| Event::ContextSizes { gpu, bytes }),
         3 => (g(), 0u64..20_000, prop::collection::btree_map(c(), bytes(), 0..4)).prop_map(|(gpu, begun, bytes)| {
             let found = bytes.into_iter().map(|(client, bytes)| (client, Found { least: bytes / 2, most: bytes }));
-            Event::Measured { gpu, begun: ms(begun), free: (begun % 3 > 0).then_some(begun << 20), found: found.collect() }
+            Event::Measured { gpu, begun: ms(begun), free: (begun % 3 > 0).then_some(begun << 20), evicted: 0, found: found.collect() }
         }),
         3 => (c(), g(), bytes()).prop_map(|(client, gpu, bytes)| Event::LimitRequested { client, gpu, bytes }),
         2 => (c(), g(), bytes()).prop_map(|(client, gpu, bytes)| Event::ReservationRequested { client, gpu, bytes }),

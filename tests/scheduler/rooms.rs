@@ -27,7 +27,7 @@ fn refused(room: u64, why: RoomObstacle) -> Command {
 fn evict(t: &mut Talk, n: u64) -> Vec<Command> {
     let commands = t.map(n);
     t.now += ms(1);
-    let measured = Event::Measured { gpu: gpu(0), begun: t.now, free: None, found: Default::default() };
+    let measured = Event::Measured { gpu: gpu(0), begun: t.now, free: None, evicted: 0, found: Default::default() };
     [commands, t.say(measured)].concat()
 }
 
@@ -90,7 +90,7 @@ fn a_room_is_ready_once_the_freed_memory_is_measured() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 12 * GIB);
     let found = [(client(1), exactly(12 * GIB))].into();
-    t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: None, found });
+    t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: None, evicted: 0, found });
     make(&mut t, 1, 8 * GIB);
     t.now += ms(10);
     let commands = t.map(1);
@@ -98,7 +98,7 @@ fn a_room_is_ready_once_the_freed_memory_is_measured() {
     let found = [(client(1), exactly(8 * GIB))].into();
     let begun = t.now;
     t.now += ms(2);
-    assert!(t.say(Event::Measured { gpu: gpu(0), begun, free: None, found }).contains(&ready(1)));
+    assert!(t.say(Event::Measured { gpu: gpu(0), begun, free: None, evicted: 0, found }).contains(&ready(1)));
 }
 
 #[test]

@@ -49,7 +49,7 @@ impl Scene {
         let mut found: std::collections::BTreeMap<ClientId, Found> =
             found.map(|(client, bytes)| (client, Found { least: bytes, most: bytes })).collect();
         found.entry(client(0)).or_insert(Found { least: 0, most: 0 });
-        commands.extend(self.t.say(Event::Measured { gpu: gpu(0), begun, free: self.free, found }));
+        commands.extend(self.t.say(Event::Measured { gpu: gpu(0), begun, free: self.free, evicted: 0, found }));
         commands
     }
 

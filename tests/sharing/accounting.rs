@@ -7,13 +7,16 @@ use std::os::fd::AsRawFd;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use cuda_sim_gpus::trouble::{self, Stranger};
 use nvshare_wire::client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, StuckReason};
 use nvshare_wire::env_limits::LimitName;
 use nvshare_wire::{
     ClientMessage, Counts, MAX_LEN, SchedulerMessage, Secret, Text, Uuid, version, visible_devices::Chooser,
 };
 use test_support::daemon::Client;
-use test_support::machine::{Dice, MIB, Machine, PATIENCE, Program, Setup};
+use test_support::machine::{Dice, MIB, Machine, PATIENCE, Program, Setup, wait_for};
+
+use crate::memory::others;
 
 /// An honest program that takes longer than this counts as stuck.
 const BOUND: Duration = PATIENCE;
@@ -152,11 +155,27 @@ struct Figures {
     host: u64,
     counts: Counts,
     in_file: u64,
+    managed: u64,
+    managed_mapped: u64,
 }
 
 impl Figures {
     fn report(self) -> ClientMessage {
-        let Self { slot, ack, demand, mapped, swapped, pinned, device_free, limit_ack, host, counts, in_file } = self;
+        let Self {
+            slot,
+            ack,
+            demand,
+            mapped,
+            swapped,
+            pinned,
+            device_free,
+            limit_ack,
+            host,
+            counts,
+            in_file,
+            managed,
+            managed_mapped,
+        } = self;
         ClientMessage::Memory {
             slot,
             ack,
@@ -169,6 +188,8 @@ impl Figures {
             host,
             counts,
             in_file,
+            managed,
+            managed_mapped,
         }
     }
 }
@@ -210,6 +231,27 @@ fn a_hung_holder_without_a_context_withholds_no_memory() {
         let mut program = honest(&machine);
         assert_eq!(finish_beside(&machine, &mut [], &mut program, "never gives the lock back"), Ok(()));
     }
+}
+
+/// NVML shows managed memory under no process. A client can pass off no more memory of other programs
+/// as its own than the scheduler let it have.
+#[test]
+fn a_false_managed_claim_hides_no_memory_of_other_programs() {
+    let machine = machine();
+    let gpu = gpu_of(&machine);
+    let program = machine.program("stranger --mem 4M --seconds 600").start();
+    program.wait_to_say("holding");
+    let mut liar = Liar::new(&machine);
+    // This process is older than the scheduler, which therefore believes its first claim.
+    let first = Figures { demand: 8 * MIB, ..Figures::default() };
+    liar.tell(&[attach(gpu), first.report(), Figures { managed: MOST, managed_mapped: MOST, ..first }.report()]);
+    wait_for("the program to be measured", || (others(&machine) == Some(0)).then_some(()));
+    let unlisted = Stranger { bytes: 32 * MIB, pid: None, is_graphics: false };
+    trouble::set_strangers(&machine.path("gpu"), 0, &[unlisted]).expect("the strangers");
+    wait_for("their memory to be counted", || {
+        liar.listen();
+        (others(&machine) >= Some(24 * MIB)).then_some(())
+    });
 }
 
 fn claim(figures: Figures) {
@@ -271,6 +313,10 @@ const LIES: &[(&str, Lie)] = &[
     ("Memory.mapped", |gpu, n| with(gpu, Figures { mapped: n, ..Figures::default() })),
     ("Memory.swapped", |gpu, n| with(gpu, Figures { swapped: n, ..Figures::default() })),
     ("Memory.in_file", |gpu, n| with(gpu, Figures { in_file: n, ..Figures::default() })),
+    ("Memory.managed", |gpu, n| with(gpu, Figures { managed: n, ..Figures::default() })),
+    ("Memory.managed and managed_mapped", |gpu, n| {
+        with(gpu, Figures { mapped: n, managed: n, managed_mapped: n, ..Figures::default() })
+    }),
     ("Memory.pinned", |gpu, n| with(gpu, Figures { pinned: n, ..Figures::default() })),
     ("Memory.demand, mapped and pinned", |gpu, n| {
         with(gpu, Figures { demand: n, mapped: n, pinned: n, ..Figures::default() })

@@ -3,6 +3,8 @@
 
 use std::fmt::Display;
 
+use cuda_sim_gpus::account;
+use cuda_sim_gpus::trouble::{self, Stranger};
 use test_support::machine::*;
 
 /// Work on `memory` bytes whose results reveal every lost, repeated or reordered launch.
@@ -65,9 +67,40 @@ fn evicted_managed_memory_leaves_the_gpu() {
     machine.wait_for_move(before, "the managed memory to be evicted", |m| m.what == "freed" && m.pid == idle.pid());
     idle.wait_to_say("bytes left in");
     // Without the library's prefetch, the driver would evict only the minimum.
-    wait_for("it to have left", || (machine.free() >= SHARE / 2).then_some(()));
+    let resident = || Some(account::usage(&machine.path("gpu"), idle.pid(), 0)?.managed);
+    wait_for("it to have left", || (resident()? <= SHARE / 2).then_some(()));
     idle.kill();
     other.end();
+}
+
+/// Regression test: evicted managed memory stays in use until other allocations need it. It
+/// counted as memory of other programs, and two programs waited until the end.
+#[test]
+fn evicted_managed_memory_does_not_count_as_other_programs_memory() {
+    let machine = Machine::with_scheduler(Setup { memory: 96 * MIB, ..Setup::default() });
+    let (idle_share, share) = (64 * MIB, 60 * MIB);
+    assert!(share <= machine.setup.capacity(3) && idle_share <= machine.setup.capacity(3));
+    let idle = machine.program(&format!("stranger --mem {idle_share} --kind managed --seconds 600")).start();
+    idle.wait_to_say("holding");
+    let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&endless(share)).start()).collect();
+    idle.wait_to_say("bytes left in");
+    machine.wait_for_exchange(&programs);
+    let evicted = |client: &serde_json::Value| {
+        let gpu = &client["gpus"][0];
+        client["pid"] == idle.pid() && gpu["resident"] == 0 && gpu["swapped"].as_u64() == Some(idle_share)
+    };
+    wait_for("the managed memory to be off the GPU, and no other program's", || {
+        let status = machine.status();
+        let is_evicted = status["clients"].as_array()?.iter().any(evicted);
+        (is_evicted && others(&machine) == Some(0)).then_some(())
+    });
+    for program in &programs {
+        machine.wait_for_grants(program, 4);
+    }
+    assert_eq!(others(&machine), Some(0));
+    for program in &mut programs {
+        program.end();
+    }
 }
 
 #[test]
@@ -76,6 +109,72 @@ fn managed_memory_beyond_the_limit_is_refused() {
     let report = machine.program("oversub --mem 396M --chunk 36M --rounds 1 --kind managed").start().finish();
     assert_eq!(report.0["failed"], "cuMemAllocManaged");
     assert_eq!(report.number("allocated"), 216 * MIB);
+}
+
+/// A new scheduler learns of the evicted memory only from the client's report.
+#[test]
+fn evicted_managed_memory_does_not_count_as_other_programs_memory_after_a_restart() {
+    let mut machine = Machine::with_scheduler(Setup { memory: 96 * MIB, ..Setup::default() });
+    let idle = machine.program(&format!("stranger --mem {} --kind managed --seconds 600", 64 * MIB)).start();
+    idle.wait_to_say("holding");
+    let mut other = machine.program(&endless(60 * MIB)).start();
+    idle.wait_to_say("bytes left in");
+    machine.wait_for_grants(&other, 1);
+    other.end();
+    let kept = account::usage(&machine.path("gpu"), idle.pid(), 0).expect("its memory").kept;
+    assert!(kept >= 16 * MIB, "the other program got the other pages: {kept}");
+    // The stopped program connects after the scheduler has measured the GPU.
+    idle.signal(libc::SIGSTOP);
+    machine.kill_scheduler();
+    machine.start_scheduler();
+    let mut other = machine.program(&endless(MIB)).start();
+    machine.wait_for_grants(&other, 1);
+    wait_for("the memory to be another program's", || (others(&machine) >= Some(kept)).then_some(()));
+    idle.signal(libc::SIGCONT);
+    wait_for("no memory to be another program's", || (others(&machine) == Some(0)).then_some(()));
+    let mut third = machine.program(&endless(60 * MIB)).start();
+    machine.wait_for_grants(&third, 1);
+    other.end();
+    third.end();
+}
+
+/// A graphics program grows beside evicted managed memory, which could explain the growth.
+#[test]
+fn memory_of_graphics_programs_is_not_mistaken_for_managed_memory() {
+    let machine = Machine::with_scheduler(Setup { memory: 96 * MIB, ..Setup::default() });
+    let idle = machine.program(&format!("stranger --mem {} --kind managed --seconds 600", 64 * MIB)).start();
+    idle.wait_to_say("holding");
+    let mut other = machine.program(&endless(60 * MIB)).start();
+    idle.wait_to_say("bytes left in");
+    machine.wait_for_grants(&other, 1);
+    let game = Stranger { bytes: 12 * MIB, pid: Some(std::process::id()), is_graphics: true };
+    trouble::set_strangers(&machine.path("gpu"), 0, &[game]).expect("the strangers");
+    wait_for("the game to be measured", || (others(&machine) == Some(12 * MIB)).then_some(()));
+    other.end();
+}
+
+/// Pages of a program that exceeds the GPU are faulted in beyond its allowance.
+#[test]
+fn memory_that_page_faults_bring_onto_the_gpu_does_not_count_as_other_programs_memory() {
+    let machine = Machine::with_scheduler(Setup { memory: 64 * MIB, ..Setup::default() });
+    let words = mix(80 * MIB, "endless");
+    let setup = [("NVSHARE_ENGINE", "managed"), ("NVSHARE_ENABLE_SINGLE_OVERSUB", "1")];
+    let program = machine.program(&words);
+    let mut program = setup.iter().fold(program, |program, (name, value)| program.env(name, value)).start();
+    let resident = || Some(account::usage(&machine.path("gpu"), program.pid(), 0)?.managed);
+    wait_for("more than it is allowed to be there", || (resident()? > machine.setup.capacity(1)).then_some(()));
+    // Then at most all of the reserve is in use.
+    wait_for("its context to be measured", || others(&machine));
+    let most = (0..25).filter_map(|_| others(&machine)).max();
+    assert_eq!(most, Some(0));
+    program.end();
+}
+
+/// The memory of other programs, as the scheduler counts it. `None` if it has no figures for processes.
+pub(crate) fn others(machine: &Machine) -> Option<u64> {
+    let gpu = &machine.status()["gpus"][0];
+    (gpu["accounting"] == "processes").then_some(())?;
+    Some(gpu["overhead"].as_u64()?.saturating_sub(gpu["contexts"].as_u64()?))
 }
 
 /// A GPU that cannot hold two programs of [`SHARE`] at the same time.

@@ -114,7 +114,10 @@ impl Narrow {
 
     /// Adds strangers to the permanent ones.
     fn strangers(&self, bytes: u64, pid: Option<u32>) {
-        let strangers = [Stranger { bytes: self.strangers, pid: None }, Stranger { bytes, pid }];
+        let strangers = [
+            Stranger { bytes: self.strangers, pid: None, is_graphics: false },
+            Stranger { bytes, pid, is_graphics: false },
+        ];
         trouble::set_strangers(&self.gpu(), 0, &strangers).expect("the strangers");
     }
 

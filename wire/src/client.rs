@@ -73,6 +73,12 @@ messages! {
             counts: Counts,
             /// The part of `swapped` that is in a swap file instead of host memory.
             in_file: u64,
+            /// Bytes of the client's managed memory (`cuMemAllocManaged`), wherever they are. NVML does
+            /// not show them under the client's process. Managed memory that has left the GPU
+            /// counts as in use there until the driver gives its pages to another program.
+            managed: u64,
+            /// The part of `mapped` that is managed memory.
+            managed_mapped: u64,
         },
 
         /// Requests the locks of all GPUs in the set together. Replaces a pending request.

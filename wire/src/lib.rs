@@ -60,6 +60,14 @@
 //!       ◀────────────── HostMemory(ram 1 GiB, file 2 GiB) + descriptor
 //! Memory(swapped 3 GiB, in_file 2 GiB) ─▶
 //! ```
+//! Managed memory keeps GPU memory in use after its eviction, until other programs need that
+//! memory. NVML shows it under no process. So clients report all managed memory that they have:
+//! ```text
+//! client                              scheduler
+//! Memory(mapped 8 GiB, managed 6 GiB, managed_mapped 6 GiB) ─▶
+//!       ◀──────────────────────────── Allowance(0)
+//! Memory(mapped 0, managed 6 GiB, managed_mapped 0) ─▶        up to 6 GiB in use are evicted memory
+//! ```
 //! The holder of the *GPU lock* (Grant, Revoke, Release) may submit work. The *allowance* is the
 //! number of bytes that a client may have mapped. The two are independent: a client that has lost
 //! the lock keeps its memory until the bytes are needed. The *limit* is the number of bytes that a

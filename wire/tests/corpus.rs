@@ -59,6 +59,8 @@ fn client_messages() -> Vec<(&'static str, ClientMessage)> {
                 host: 1 << 30,
                 counts: Counts { swapped_out: 5 << 30, swapped_in: 3 << 30, unmoved: 7 << 20, refused: 2 },
                 in_file: 1 << 30,
+                managed: 3 << 30,
+                managed_mapped: 2 << 30,
             },
         ),
         ("request", Request { gpus }),

@@ -62,10 +62,10 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
             }
         ),
         any::<u32>().prop_map(|slot| Detach { slot }),
-        (any::<(u32, u32, u64, u64, u64, u64, u64, u32, u64)>(), any::<[u64; 5]>()).prop_map(
+        (any::<(u32, u32, u64, u64, u64, u64, u64, u32, u64)>(), any::<[u64; 7]>()).prop_map(
             |(
                 (slot, ack, demand, mapped, swapped, pinned, device_free, limit_ack, host),
-                [out, back, unmoved, refused, in_file],
+                [out, back, unmoved, refused, in_file, managed, managed_mapped],
             )| Memory {
                 slot,
                 ack,
@@ -78,6 +78,8 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
                 host,
                 counts: Counts { swapped_out: out, swapped_in: back, unmoved, refused },
                 in_file,
+                managed,
+                managed_mapped,
             }
         ),
         any::<(u32, u64)>().prop_map(|(slot, bytes)| RequestLimit { slot, bytes }),

@@ -28,6 +28,7 @@ use crate::{
         time::{self, Instant},
     },
 };
+use alloc::vec::Vec;
 use core::time::Duration;
 
 /// The interval between checks whether freed memory is available.
@@ -144,7 +145,7 @@ pub fn wait_beside_capture(gpu: &Gpu) {
 /// Handles `cuMemAllocManaged`. All but small allocations are moved by prefetching, so they count as
 /// demand like other memory.
 pub fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: impl Fn() -> CUresult) -> CUresult {
-    let counted = || driver_memory::allocate(gpu::current(), Kind::Address, place, size as u64, &real);
+    let counted = || driver_memory::allocate(gpu::current(), Kind::Managed, place, size as u64, &real);
     let movable = submit::is_active() && !place.is_null() && size as u64 > slab::LARGEST && flags == MEM_ATTACH_GLOBAL;
     let gpu = if movable { gpu::current() } else { None };
     let Some((gpu, space)) = gpu.and_then(|gpu| Some((gpu, gpu.space()?))) else { return counted() };
@@ -287,10 +288,11 @@ pub fn free_managed(address: CUdeviceptr) -> Option<CUresult> {
     let free = |gpu: &'static Gpu| {
         let space = gpu.space()?;
         // Retry memory that an earlier call could not free.
-        let mut unfreed = space.lock().take_unfreed();
-        unfreed.retain(|base| by_driver(*base) != SUCCESS);
+        let unfreed = space.lock().take_unfreed();
         if !unfreed.is_empty() {
-            space.lock().keep_unfreed(unfreed);
+            let (freed, refused): (Vec<_>, Vec<_>) = unfreed.into_iter().partition(|u| by_driver(u.base) == SUCCESS);
+            let bytes = freed.iter().map(|unfreed| unfreed.len).sum();
+            gpu.change(|space| space.end_of_unfreed(refused, bytes));
         }
         let freeing = loop {
             match space.lock().take_managed(address) {

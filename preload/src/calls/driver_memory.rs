@@ -56,6 +56,26 @@ mod tests {
     use std::thread;
 
     #[test]
+    fn managed_memory_that_the_driver_serves_is_reported() {
+        let driver = Driver::new();
+        let (gpu, _, scheduler) = fake::attach_to_scheduler(&driver);
+        let reported = || {
+            let newest = scheduler.sent().pop();
+            let Some(ClientMessage::Memory { pinned, managed, .. }) = newest else { panic!("{newest:?}") };
+            (pinned / GRANULE, managed / GRANULE)
+        };
+        assert_eq!(allocate(Some(gpu), Kind::Managed, &7, 2 * GRANULE, || SUCCESS), SUCCESS);
+        assert_eq!(reported(), (2, 2));
+        assert_eq!(allocate(Some(gpu), Kind::Address, &8, GRANULE, || SUCCESS), SUCCESS);
+        assert_eq!(reported(), (3, 2));
+        assert_eq!(free(Kind::Address, 7, || SUCCESS), SUCCESS);
+        assert_eq!(reported(), (1, 0));
+        assert_eq!(allocate(Some(gpu), Kind::Managed, &9, GRANULE, || SUCCESS), SUCCESS);
+        driver_memory::drop_context(gpu, core::ptr::null_mut(), true);
+        assert_eq!(reported(), (0, 0));
+    }
+
+    #[test]
     fn room_is_requested_on_the_gpu_of_the_memory() {
         let driver = Driver::new();
         let (gpu, _) = fake::attach(&driver);

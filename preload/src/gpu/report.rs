@@ -60,6 +60,8 @@ impl Gpu {
                 host: account.host(),
                 counts: account.counts,
                 in_file: account.in_file,
+                managed: account.managed,
+                managed_mapped: account.managed_mapped,
             });
         self.unreported.store(!sent, Ordering::SeqCst);
     }
@@ -103,6 +105,15 @@ impl Gpu {
     /// Changes the number of pinned bytes.
     pub fn pin(&self, change: impl FnOnce(u64) -> u64) {
         self.change(|space| space.account.pinned = change(space.account.pinned));
+    }
+
+    /// Changes the number of pinned bytes by changing the number of managed bytes among them.
+    pub fn pin_managed(&self, change: impl Fn(u64) -> u64) {
+        self.change(|space| {
+            space.account.pinned = change(space.account.pinned);
+            space.account.managed = change(space.account.managed);
+            space.account.managed_mapped = change(space.account.managed_mapped);
+        });
     }
 
     /// Counts an allocation that fails for lack of memory.

@@ -16,6 +16,10 @@ pub struct Account {
     pub in_file: u64,
     /// Memory that cannot be evicted, because the driver manages it rather than an engine.
     pub pinned: u64,
+    /// Managed memory that the driver has not freed yet, wherever it is.
+    pub managed: u64,
+    /// The part of `mapped` and `pinned` that is managed memory. At most `managed`.
+    pub managed_mapped: u64,
     /// The scheduler's limit on mapped bytes; `u64::MAX` without a scheduler.
     pub allowance: u64,
     /// The sequence number of the latest allowance that has been carried out.
@@ -124,6 +128,16 @@ impl Account {
     /// make room.
     pub(super) fn room_comes(&self) -> bool {
         self.allowance != u64::MAX || self.demand.saturating_add(self.pinned) <= self.offline_room.unwrap_or(0)
+    }
+    /// Counts `len` bytes as mapped.
+    pub(super) fn map(&mut self, len: u64, is_managed: bool) {
+        self.mapped += len;
+        self.managed_mapped += if is_managed { len } else { 0 };
+    }
+    /// Counts `len` mapped bytes no longer.
+    pub(super) fn unmap(&mut self, len: u64, is_managed: bool) {
+        self.mapped -= len;
+        self.managed_mapped -= if is_managed { len } else { 0 };
     }
     pub(super) fn pin(&mut self, bytes: u64) {
         (self.demand, self.mapped, self.pinned) = (self.demand - bytes, self.mapped - bytes, self.pinned + bytes);

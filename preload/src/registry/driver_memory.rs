@@ -19,8 +19,20 @@ pub enum Kind {
     /// A handle from `cuMemCreate`. The chunk lives until its last handle and its last mapping are gone.
     Chunk,
     Array,
-    /// Managed memory, or memory of a pool, by address.
+    /// Managed memory, by address.
+    Managed,
+    /// Memory of a pool, by address. [`take`] also finds managed memory by this kind.
     Address,
+}
+
+impl Kind {
+    /// Changes the bytes that count for memory of this kind.
+    fn count(self, gpu: &Gpu, change: impl Fn(u64) -> u64) {
+        match self {
+            Self::Managed => gpu.pin_managed(change),
+            Self::Chunk | Self::Array | Self::Address => gpu.pin(change),
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -50,24 +62,26 @@ pub fn add(gpu: Option<&'static Gpu>, kind: Kind, name: u64, bytes: u64) {
     let bytes = if bytes < GRANULE / 2 { bytes } else { bytes.div_ceil(GRANULE) * GRANULE };
     let context = if kind == Kind::Chunk { 0 } else { current_context().map_or(0, |context| context as usize) };
     TABLE.lock().pinned.insert((kind, name), Pinned { gpu, bytes, references: 1, context });
-    gpu.pin(|pinned| pinned.saturating_add(bytes));
+    kind.count(gpu, |counted| counted.saturating_add(bytes));
 }
 
 /// Removes the arrays and addresses of a destroyed context. If it was the `last` context of the
 /// GPU, removes all arrays and addresses of the GPU. Chunks belong to no context, and stay.
 pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
     let mut table = TABLE.lock();
-    let mut bytes = 0u64;
+    let (mut bytes, mut managed) = (0u64, 0u64);
     table.pinned.retain(|(kind, _), pinned| {
         let gone = core::ptr::eq(pinned.gpu, gpu)
             && *kind != Kind::Chunk
             && (last || (pinned.context != 0 && pinned.context == context as usize));
-        bytes += if gone { pinned.bytes } else { 0 };
+        *if *kind == Kind::Managed { &mut managed } else { &mut bytes } += if gone { pinned.bytes } else { 0 };
         !gone
     });
     drop(table);
-    if bytes > 0 {
-        gpu.pin(|pinned| pinned.saturating_sub(bytes));
+    for (kind, bytes) in [(Kind::Address, bytes), (Kind::Managed, managed)] {
+        if bytes > 0 {
+            kind.count(gpu, |counted| counted.saturating_sub(bytes));
+        }
     }
 }
 
@@ -89,8 +103,9 @@ pub struct Reference {
 /// Takes a reference out before the call that releases it, because after the call the handle or
 /// address may denote other memory.
 pub fn take(kind: Kind, name: u64) -> Option<Reference> {
-    let name = (kind, name);
     let mut table = TABLE.lock();
+    let is_managed = kind == Kind::Address && table.pinned.contains_key(&(Kind::Managed, name));
+    let name = (if is_managed { Kind::Managed } else { kind }, name);
     let pinned = table.pinned.get_mut(&name)?;
     pinned.references = pinned.references.saturating_sub(1);
     let last = if pinned.references == 0 { table.pinned.remove(&name) } else { None };
@@ -102,7 +117,7 @@ impl Reference {
     /// longer counts.
     pub fn release(self) {
         if let Some(Pinned { gpu, bytes, .. }) = self.last {
-            gpu.pin(|pinned| pinned.saturating_sub(bytes));
+            self.name.0.count(gpu, |counted| counted.saturating_sub(bytes));
         }
     }
 

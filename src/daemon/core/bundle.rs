@@ -86,8 +86,11 @@ impl Snapshot {
             clients: clients.iter().map(|client| visible(client, command_lines)).collect(),
         };
         let nvml = samples.iter().map(|(uuid, sample)| {
-            let Sample { gpu: _, begun, steady, used, processes } = sample;
-            json!({ "uuid": uuid, "begun-ns": nanos(*begun), "steady": steady, "used": used, "processes": processes })
+            let Sample { gpu: _, begun, steady, used, reserved, graphics, processes } = sample;
+            json!({
+                "uuid": uuid, "begun-ns": nanos(*begun), "steady": steady, "used": used, "reserved": reserved,
+                "graphics": graphics, "processes": processes
+            })
         });
         let nvml = json!({ "gpus": nvml.collect::<Vec<_>>() });
         let (header, configuration) = (header(now, driver, command_lines), configuration(&config));

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::AsFd;
+use std::sync::OnceLock;
 use std::time::SystemTime;
 
 use nvshare_wire::client::{EngineReason, StuckReason};
@@ -9,12 +10,12 @@ use nvshare_wire::client::{EngineReason, StuckReason};
 use super::measure::EXIT_TIME;
 use super::model::{Arrival, Client, ClientGpuStats, Listing, Model, Use};
 use crate::config::rules::EnvLimits;
-use crate::daemon::gpu::accounting::History;
+use crate::daemon::gpu::accounting::{Claims, History};
 use crate::daemon::gpu::device_files;
 use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::{EntryName, Kind, LOCK_RECORD};
 use crate::daemon::transport::peer;
-use crate::daemon::transport::session::Session;
+use crate::daemon::transport::session::{Managed, Session};
 use crate::identity::printable;
 use crate::scheduler::{ClientId, Engine, Event, GpuId, MemoryReport, TenantId, Time};
 use crate::sys::device_file::DeviceFile;
@@ -48,6 +49,8 @@ impl Model {
         if stored_as.is_some() {
             session.taken_over();
         }
+        // The daemon cannot see processes outside its PID namespace.
+        let is_older = peer::start_time(identity.pid).map_or(reconnects, |start| start < own_start_time());
         let entry = Client {
             connection,
             session,
@@ -63,6 +66,7 @@ impl Model {
             devices: BTreeSet::new(),
             is_exempt: is_asleep,
             process,
+            is_older,
             stored_as,
             lock,
         };
@@ -90,9 +94,10 @@ impl Model {
         }
         if self.departed.len() >= MAX_DEPARTED {
             // Measurements remove old entries too, but NVML may be unavailable.
-            self.departed.retain(|_, left| now < *left + EXIT_TIME);
+            self.departed.forget(now.saturating_sub(EXIT_TIME));
         }
-        self.departed.insert(gone.identity.pid.try_into().unwrap_or(0), now);
+        let managed = gone.gpus.iter().map(|(gpu, stats)| (*gpu, stats.claims.believed()));
+        self.departed.add(gone.identity.pid.try_into().unwrap_or(0), now, managed);
         Some(gone)
     }
 
@@ -100,9 +105,14 @@ impl Model {
     pub(super) fn attach(&mut self, client: ClientId, gpu: GpuId, reason: EngineReason, now: Time) {
         let total = self.total(gpu);
         let Some(entry) = self.clients.get_mut(&client) else { return };
+        let total = if entry.lock.is_none() { total } else { 0 };
+        // The process may have managed memory from before it was connected to this daemon.
+        let departed = self.departed.take_managed(entry.identity.pid.try_into().unwrap_or(0), gpu);
+        let managed = if entry.is_older { total } else { departed };
         let fresh = ClientGpuStats {
             attached: now,
-            history: History::unknown(now, if entry.lock.is_none() { total } else { 0 }),
+            history: History::unknown(now, total, managed),
+            claims: Claims::new(managed),
             report: None,
             host: 0,
             listing: Listing::Unknown,
@@ -144,6 +154,7 @@ impl Model {
         client: ClientId,
         gpu: GpuId,
         mut report: MemoryReport,
+        managed: Managed,
         (host, in_file): (u64, u64),
     ) {
         let total = self.total(gpu);
@@ -153,8 +164,13 @@ impl Model {
         report.demand = if is_managed { report.demand } else { report.demand.min(total) };
         report.mapped = report.mapped.min(total);
         report.pinned = report.pinned.min(report.mapped);
-        if let Some(stats) = self.stats(client, gpu) {
-            (stats.host, stats.shown.in_file, stats.report) = (host, in_file, Some(report));
+        let is_older = self.clients.get(&client).is_some_and(|entry| entry.is_older);
+        let Some(stats) = self.stats(client, gpu) else { return };
+        let is_first = stats.report.is_none();
+        stats.claims.report(Managed { bytes: managed.bytes.min(total), mapped: managed.mapped });
+        (stats.host, stats.shown.in_file, stats.report) = (host, in_file, Some(report));
+        if is_first && is_older && managed.bytes > 0 {
+            self.gpus.get_mut(&gpu).into_iter().for_each(|gpu| gpu.accounting.forget());
         }
     }
 
@@ -195,9 +211,11 @@ impl Model {
     /// Records the present bounds on a client's mapped memory.
     pub(super) fn note_extent(&mut self, client: ClientId, gpu: GpuId, now: Time) {
         let Some(extent) = self.machine.extent(client, gpu) else { return };
-        if let Some(stats) = self.stats(client, gpu).filter(|stats| stats.report.is_some()) {
-            stats.history.record(now, extent);
-        }
+        let mapped = self.machine.resident_and_swapped(client, gpu).map_or(0, |(resident, _)| resident);
+        let charge = self.machine.charge(client, gpu).min(self.total(gpu));
+        let Some(stats) = self.stats(client, gpu).filter(|stats| stats.report.is_some()) else { return };
+        stats.claims.charged(charge);
+        stats.history.record(now, stats.claims.extent(extent, mapped));
     }
 
     /// Moves a client's records to the new GPU after its memory has moved.
@@ -217,4 +235,10 @@ impl Model {
         let gpus = self.clients.get(&client)?.session.attached(slots);
         (!gpus.is_empty()).then_some(Event::Held { client, gpus })
     }
+}
+
+/// The start time of this daemon.
+fn own_start_time() -> u64 {
+    static START: OnceLock<u64> = OnceLock::new();
+    *START.get_or_init(|| peer::start_time(std::process::id().cast_signed()).unwrap_or(0))
 }

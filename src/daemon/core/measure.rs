@@ -6,9 +6,9 @@ use std::time::Duration;
 use tracing::{debug, info};
 
 use super::model::{Client, ClientGpuStats, Gpu, Listing, Model};
-use crate::daemon::gpu::accounting::{Attached, Basis};
+use crate::daemon::gpu::accounting::{Attached, Basis, Extent};
 use crate::daemon::gpu::nvml::Sample;
-use crate::scheduler::{ClientId, Command, Event, GpuId, SleepPhase, Time};
+use crate::scheduler::{ClientId, Command, Engine, Event, GpuId, SleepPhase, Time};
 
 /// Clients of an earlier daemon reconnect within this time. Until then, memory of unknown processes
 /// does not count as overhead.
@@ -95,9 +95,12 @@ impl Model {
     /// run out of memory.
     pub fn sample_period(&self) -> Duration {
         let is_shared = |id: GpuId| self.machine.charged(id) > 0;
-        let gpus = self.gpus.iter().filter(|(id, gpu)| gpu.has_others && !gpu.gone && is_shared(**id));
-        let free = gpus.filter_map(|(_, gpu)| Some(gpu.total.saturating_sub(gpu.sample.as_ref()?.used))).min();
-        let Some(free) = free else { return Duration::MAX };
+        let free = |(id, gpu): (&GpuId, &Gpu)| {
+            let sample = gpu.sample.as_ref().filter(|_| !gpu.gone && is_shared(*id))?;
+            let grows = gpu.has_others || sample.graphics > 0;
+            grows.then(|| gpu.total.saturating_sub(sample.used).saturating_add(gpu.evicted))
+        };
+        let Some(free) = self.gpus.iter().filter_map(free).min() else { return Duration::MAX };
         Duration::from_millis(free / FREE_PARTS / (GROWTH / 1000)).max(SHORTEST_PERIOD)
     }
 
@@ -107,19 +110,24 @@ impl Model {
         let attached = self.extents(sample, adopted);
         let guess = self.config.settings.context.min(self.total(sample.gpu) / CONTEXT_DIVISOR);
         let gpu = sample.gpu;
+        let faulted_in = self.faulted_in(gpu);
         let Some(entry) = self.gpus.get_mut(&gpu) else { return Vec::new() };
         let before = (entry.accounting.overhead(), entry.accounting.basis());
         let is_measured = entry.index.is_some();
         let settled = sample.begun >= self.started + RECONNECT_TIME;
-        self.departed.retain(|_, left| sample.begun < *left + EXIT_TIME);
+        self.departed.forget(sample.begun.saturating_sub(EXIT_TIME));
         let clients: BTreeSet<u32> = attached.iter().map(|client| client.pid).collect();
-        let is_own = |pid| !settled || self.departed.contains_key(&pid);
-        let is_known = |pid: &u32| clients.contains(pid) || self.departed.contains_key(pid);
+        let is_own = |pid| !settled || self.departed.contains(pid);
+        let is_known = |pid: &u32| clients.contains(pid) || self.departed.contains(*pid);
         let is_all_known = sample.processes.iter().flat_map(BTreeMap::keys).all(is_known);
+        let complete = settled || is_all_known;
+        let absent = if complete { self.departed.managed(gpu).saturating_add(faulted_in) } else { u64::MAX };
         let overhead = match sample.steady {
-            true => entry.accounting.sample(sample, &attached, guess, is_own),
+            true => entry.accounting.sample(sample, &attached, guess, absent, is_own),
             false => None,
         };
+        entry.evicted = entry.accounting.evicted(sample, &attached);
+        let (free, evicted) = (entry.total.saturating_sub(sample.used), entry.evicted);
         let found = entry.accounting.found(sample, &attached, guess).filter(|_| is_measured);
         if !settled {
             entry.accounting.forget_total();
@@ -138,13 +146,13 @@ impl Model {
             if before.0 != Some(bytes) {
                 debug!(gpu = %gpu.0, bytes, "overhead");
             }
-            let (others, complete) = (entry.accounting.others(), settled || is_all_known);
+            let others = entry.accounting.others();
             // Sent even if unchanged: the scheduler may wait for a measurement that includes a new context.
             events.push(Event::GpuOverhead { gpu, begun: sample.begun, bytes, others, complete });
         }
         if let Some(found) = found {
-            let free = Some(entry.total.saturating_sub(sample.used)).filter(|_| sample.steady);
-            events.push(Event::Measured { gpu, begun: sample.begun, free, found });
+            let free = Some(free).filter(|_| sample.steady);
+            events.push(Event::Measured { gpu, begun: sample.begun, free, evicted, found });
         }
         events
     }
@@ -155,9 +163,8 @@ impl Model {
             return Vec::new();
         };
         let clients: BTreeSet<i32> = self.clients.values().map(|client| client.identity.pid).collect();
-        let is_other = |pid: &u32| {
-            !self.departed.contains_key(pid) && i32::try_from(*pid).is_ok_and(|pid| !clients.contains(&pid))
-        };
+        let is_other =
+            |pid: &u32| !self.departed.contains(*pid) && i32::try_from(*pid).is_ok_and(|pid| !clients.contains(&pid));
         sample.processes.iter().flat_map(BTreeMap::keys).copied().filter(is_other).collect()
     }
 
@@ -170,12 +177,25 @@ impl Model {
                 |stats: &&ClientGpuStats| stats.report.is_some() || sample.begun < stats.attached + FIRST_REPORT_TIME;
             let extent = self.machine.extent(*id, gpu)?;
             let stats = client.gpus.get(&gpu).filter(tells);
-            let (least, most) = stats.map_or(extent, |stats| stats.history.at(sample.begun));
+            let unreported = Extent { least: extent.0, most: extent.1, ..Extent::default() };
+            let extent = stats.map_or(unreported, |stats| stats.history.at(sample.begun));
+            let Extent { least, most, managed, managed_mapped, unmapped } = extent;
             let pid = client.identity.pid.try_into().unwrap_or(0);
             let is_new = !self.machine.has_context(*id, gpu, sample.begun);
-            Some(Attached { client: *id, pid, least, most, adopted: adopted(*id), is_new })
+            let adopted = adopted(*id);
+            Some(Attached { client: *id, pid, least, most, managed, managed_mapped, unmapped, adopted, is_new })
         };
         self.clients.iter().filter_map(extent).collect()
+    }
+
+    /// The most managed bytes beyond clients' charges that page faults may have brought onto a GPU (engine
+    /// `managed`): they find only memory that is not charged.
+    fn faulted_in(&self, gpu: GpuId) -> u64 {
+        let faults = |id: &ClientId| self.machine.engine(*id, gpu) == Some(Engine::Managed);
+        let beyond = self.clients.iter().filter(|(id, _)| faults(id)).filter_map(|(_, client)| client.gpus.get(&gpu));
+        let beyond = beyond.fold(0u64, |sum, stats| sum.saturating_add(stats.claims.disbelieved()));
+        let overhead = self.gpus.get(&gpu).and_then(|gpu| gpu.accounting.overhead()).unwrap_or(0);
+        beyond.min(self.total(gpu).saturating_sub(overhead).saturating_sub(self.machine.charged(gpu)))
     }
 
     /// The events that accept clients' reports as measured, for the GPUs that NVML listed and cannot measure
@@ -198,5 +218,5 @@ pub(super) fn allowed(command: &Command) -> Option<(ClientId, GpuId)> {
 
 /// The event that accepts clients' reports as measured, for a GPU that cannot be measured.
 pub(super) fn unmeasured(gpu: GpuId, now: Time) -> Event {
-    Event::Measured { gpu, begun: now, free: None, found: BTreeMap::new() }
+    Event::Measured { gpu, begun: now, free: None, evicted: 0, found: BTreeMap::new() }
 }

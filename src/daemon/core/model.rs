@@ -22,7 +22,7 @@ use super::settings;
 use crate::bus;
 use crate::config::Config;
 use crate::config::rules::{EnvLimits, Instance, Rule};
-use crate::daemon::gpu::accounting::{Accounting, History};
+use crate::daemon::gpu::accounting::{Accounting, Claims, Departed, History};
 use crate::daemon::gpu::device_files;
 use crate::daemon::gpu::nvml::{DriverVersions, NvmlState, Sample};
 use crate::daemon::systemd::fd_store::EntryName;
@@ -45,9 +45,8 @@ pub struct Model {
     pub(super) gangs: Gangs,
     pub(super) next_client: u64,
     pub budgets: Arc<Budgets>,
-    /// Disconnected processes by PID, with the time of the disconnect. The driver frees their GPU memory
-    /// shortly afterwards.
-    pub(super) departed: BTreeMap<u32, Time>,
+    /// Disconnected processes. The driver frees their GPU memory shortly afterwards.
+    pub(super) departed: Departed,
     /// Whether NVML answers queries, is released, or fails. `None` without an NVML thread.
     pub(super) nvml: Option<NvmlState>,
     pub(super) driver: DriverVersions,
@@ -80,6 +79,8 @@ pub(super) struct Client {
     pub is_exempt: bool,
     /// The process's pidfd. `None` if the daemon cannot see the process.
     pub process: Option<Rc<AsyncFd<OwnedFd>>>,
+    /// The process is older than this daemon. It may have had memory before it connected.
+    pub is_older: bool,
     /// The connection's name in systemd's descriptor store. `None` if the connection is not stored.
     pub stored_as: Option<EntryName>,
     /// The files of a lock acquired over D-Bus. A D-Bus lock uses no memory. `None` for a program with the
@@ -120,6 +121,8 @@ pub(super) struct ClientGpuStats {
     pub attached: Time,
     /// Bounds on the client's mapped memory in the recent past.
     pub history: History,
+    /// The managed memory that the client reports.
+    pub claims: Claims,
     /// The client's newest report.
     pub report: Option<MemoryReport>,
     /// Bytes of host memory that the client uses.
@@ -173,6 +176,8 @@ pub(super) struct Gpu {
     pub has_display: bool,
     /// Programs without nvshare use the GPU, or may use it.
     pub has_others: bool,
+    /// Bytes in use, at the newest measurement, that the driver gives to plain allocations.
+    pub evicted: u64,
     /// The GPU's charge against the budget of the tenant whose client named it. `None` if NVML lists or
     /// has listed the GPU.
     pub named_by: Option<Share>,
@@ -193,6 +198,7 @@ impl Gpu {
             sample: None,
             has_display: false,
             has_others: true,
+            evicted: 0,
             named_by: None,
         }
     }
@@ -262,7 +268,7 @@ impl Model {
             groups: Groups::default(),
             gangs: Gangs::default(),
             next_client: 1,
-            departed: BTreeMap::new(),
+            departed: Departed::default(),
             nvml: None,
             driver: DriverVersions::default(),
             started: clock::now(),
@@ -327,7 +333,15 @@ impl Model {
     pub(super) fn reported_sample(&self, gpu: GpuId, free: u64, now: Time) -> Option<Sample> {
         let is_listed = self.gpus.get(&gpu).is_some_and(|entry| entry.index.is_some());
         let used = self.total(gpu).saturating_sub(free);
-        (!is_listed).then_some(Sample { gpu, begun: now, steady: true, used, processes: None })
+        (!is_listed).then_some(Sample {
+            gpu,
+            begun: now,
+            steady: true,
+            used,
+            reserved: 0,
+            graphics: 0,
+            processes: None,
+        })
     }
 
     /// Closes the connection of a client that broke the protocol.

@@ -268,9 +268,9 @@ impl Core {
                 drop(descriptors);
                 self.attach(client, action, now)?;
             }
-            ClientAction::Memory { gpu, report, device_free, host, in_file, counts } => {
+            ClientAction::Memory { gpu, report, device_free, host, in_file, managed, counts } => {
                 self.observe.counts.report(client, gpu, counts);
-                self.model.set_report(client, gpu, report, (host, in_file));
+                self.model.set_report(client, gpu, report, managed, (host, in_file));
                 self.host.sharing.reported(client, gpu);
                 self.report([(client, gpu)]);
                 let sample = device_free.and_then(|free| self.model.reported_sample(gpu, free, now));

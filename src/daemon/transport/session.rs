@@ -71,6 +71,15 @@ impl From<WireError> for Violation {
     }
 }
 
+/// A client's managed memory on one GPU, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Managed {
+    /// All of the memory, wherever it is.
+    pub bytes: u64,
+    /// The part that is mapped.
+    pub mapped: u64,
+}
+
 /// The action that the daemon takes in response to a packet.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ClientAction {
@@ -93,6 +102,7 @@ pub enum ClientAction {
         host: u64,
         /// Bytes that the client has in a swap file.
         in_file: u64,
+        managed: Managed,
         counts: Counts,
     },
     /// Decide which GPUs the client sees.
@@ -156,6 +166,17 @@ pub struct Session {
     is_taken_over: bool,
     /// True while the client repeats its state, until it sends `Held`.
     repeats: bool,
+}
+
+/// Checks that fields of a message are at most [`MAX_BYTES`].
+///
+/// # Errors
+/// [`Violation::Bytes`] with the first larger field.
+fn check_bytes(fields: &[(&'static str, u64)]) -> Result<(), Violation> {
+    match fields.iter().find(|(_, bytes)| *bytes > MAX_BYTES) {
+        Some((field, bytes)) => Err(Violation::Bytes { field, bytes: *bytes }),
+        None => Ok(()),
+    }
 }
 
 impl Session {
@@ -226,27 +247,27 @@ impl Session {
                 host,
                 counts,
                 in_file,
+                managed,
+                managed_mapped,
             } => {
                 let gpu = self.gpu(slot)?;
-                for (field, bytes) in [
+                check_bytes(&[
                     ("demand", demand),
                     ("mapped", mapped),
                     ("swapped", swapped),
                     ("pinned", pinned),
                     ("host", host),
                     ("in_file", in_file),
-                ] {
-                    if bytes > MAX_BYTES {
-                        return Err(Violation::Bytes { field, bytes });
-                    }
-                }
+                    ("managed", managed),
+                ])?;
                 // Pinned bytes are part of the mapped bytes.
                 let report = MemoryReport { ack, demand, mapped, swapped, pinned: pinned.min(mapped), limit_ack };
                 // Swapped bytes are either in a file or in host memory.
                 let in_file = in_file.min(swapped);
                 let host = host.max(swapped - in_file);
+                let managed = Managed { bytes: managed, mapped: managed_mapped.min(managed) };
                 let device_free = (device_free != u64::MAX).then_some(device_free);
-                ClientAction::Memory { gpu, report, device_free, host, in_file, counts }
+                ClientAction::Memory { gpu, report, device_free, host, in_file, managed, counts }
             }
             ClientMessage::RequestLimit { slot, bytes } => {
                 ClientAction::Event(Event::LimitRequested { client, gpu: self.gpu(slot)?, bytes })

@@ -74,10 +74,19 @@ pub enum Event {
     },
     /// From the daemon, after `GpuOverhead` of the same measurement. `found` lists the memory of
     /// each client on the GPU without its context; clients missing from `found` could not be
-    /// measured. `free` is the GPU's free memory in bytes, or `None` if unknown. Both were measured
-    /// no earlier than `begun`. The measurement confirms or refutes clients' reports, and answers
-    /// requests that were waiting for a measurement.
-    Measured { gpu: GpuId, begun: Time, free: Option<u64>, found: BTreeMap<ClientId, Found> },
+    /// measured. `free` is the GPU's free memory in bytes, or `None` if unknown. `evicted` is the
+    /// number of bytes in use that the driver gives to plain allocations: managed memory that clients
+    /// have evicted. Restores do not count on these bytes. All were measured no earlier than `begun`.
+    /// The measurement confirms or refutes clients' reports, and answers requests that were waiting
+    /// for a measurement.
+    Measured {
+        gpu: GpuId,
+        begun: Time,
+        free: Option<u64>,
+        #[serde(default)]
+        evicted: u64,
+        found: BTreeMap<ClientId, Found>,
+    },
     /// From the daemon: the measured sizes of clients' contexts on a GPU. A context's measured size
     /// counts towards limits. Until a size is measured, `Settings::context` counts instead.
     ContextSizes { gpu: GpuId, bytes: BTreeMap<ClientId, u64> },

@@ -27,7 +27,7 @@ const PROOF: u32 = 12;
 #[derive(Clone, Copy)]
 pub(crate) struct Measurement<'a> {
     pub begun: Time,
-    /// Free bytes of the GPU. `None`: unknown.
+    /// Bytes of the GPU that plain allocations can get. `None`: unknown.
     pub free: Option<u64>,
     pub found: &'a BTreeMap<ClientId, Found>,
     /// The clients' known bytes on the GPU when the measurement arrived.

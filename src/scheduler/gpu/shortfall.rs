@@ -103,8 +103,8 @@ impl Failures {
         self.until = now + self.interval;
     }
 
-    /// Handles a measurement. `free`: the free bytes of the GPU (`None`: unknown). `in_use`: the
-    /// bytes that clients have.
+    /// Handles a measurement. `free`: bytes of the GPU that plain allocations can get (`None`:
+    /// unknown). `in_use`: the bytes that clients have.
     pub fn measured(&mut self, free: Option<u64>, in_use: u64) {
         self.unavailable = self.unavailable.min(free.unwrap_or(u64::MAX));
         if in_use == 0 {

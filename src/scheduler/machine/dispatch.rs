@@ -54,7 +54,9 @@ impl Machine {
             Event::OtherPrograms { gpu, present } => self.change_gpu(gpu, |gpu, _, fx| gpu.other_programs(fx, present)),
             Event::Failing { gpu, failing } => self.change_gpu(gpu, |gpu, _, _| gpu.failing = failing),
             Event::Drain { gpu, drained } => self.drain(gpu, drained),
-            Event::Measured { gpu, begun, free, found } => self.sharing().measured(gpu, begun, free, &found),
+            Event::Measured { gpu, begun, free, evicted, found } => {
+                self.sharing().measured(gpu, begun, (free, evicted), &found);
+            }
             Event::ContextSizes { gpu, bytes } => {
                 self.with_quota(|quota, cx, _| quota.contexts_measured(cx, gpu, &bytes))
             }

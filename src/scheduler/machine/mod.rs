@@ -627,6 +627,7 @@ reads! {
     // A client on one GPU.
     engine(id: ClientId, gpu: GpuId) -> Option<Engine>;
     extent(id: ClientId, gpu: GpuId) -> Option<(u64, u64)>;
+    charge(id: ClientId, gpu: GpuId) -> u64;
     resident_and_swapped(id: ClientId, gpu: GpuId) -> Option<(u64, u64)>;
     committed_or_requested(id: ClientId, gpu: GpuId) -> u64;
     turns(id: ClientId, gpu: GpuId, now: Time) -> Option<Turns>;

@@ -33,8 +33,15 @@ impl Sharing<'_> {
         }
     }
 
-    /// Handles a measurement of clients' memory.
-    pub fn measured(&mut self, id: GpuId, begun: Time, free: Option<u64>, found: &BTreeMap<ClientId, Found>) {
+    /// Handles a measurement of clients' memory. `evicted`: bytes in use that the driver gives to plain
+    /// allocations.
+    pub fn measured(
+        &mut self,
+        id: GpuId,
+        begun: Time,
+        (free, evicted): (Option<u64>, u64),
+        found: &BTreeMap<ClientId, Found>,
+    ) {
         if self.with_gpu(id, |gpu, cx, fx| gpu.clients_measured(cx, fx, begun, found)).is_none() {
             return;
         }
@@ -42,7 +49,8 @@ impl Sharing<'_> {
             self.measure(id);
         }
         self.with_gpu(id, |gpu, cx, _| gpu.returning_measured(cx.settings, begun, free));
-        self.explain_failures(id, begun, free, found);
+        let available = free.map(|free| free.saturating_add(evicted));
+        self.explain_failures(id, begun, available, found);
         self.touch(id);
     }
 

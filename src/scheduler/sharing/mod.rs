@@ -283,8 +283,8 @@ impl Sharing<'_> {
         }
     }
 
-    /// Explains failures by a measurement that began at `begun`. `free`: the GPU's free bytes.
-    /// `found`: the bytes of each client.
+    /// Explains failures by a measurement that began at `begun`. `free`: bytes that plain
+    /// allocations can get. `found`: the bytes of each client.
     pub fn explain_failures(&mut self, id: GpuId, begun: Time, free: Option<u64>, found: &BTreeMap<ClientId, Found>) {
         let Some(gpu) = self.gpus.get(id) else { return };
         let measurement = Measurement { begun, free, found, in_use: gpu.in_use() };

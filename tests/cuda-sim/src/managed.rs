@@ -1,5 +1,6 @@
 //! Managed memory. The host and GPUs access it at the same address. Managed memory resides on a GPU
-//! only while that GPU needs it.
+//! only while that GPU needs it. After a prefetch to the host, the GPU's memory stays in use until
+//! allocations need it, as with driver 580.
 //!
 //! Residency is recorded per block. A kernel waits while the blocks that it accesses fault in to its
 //! GPU. If the GPU has no room, other blocks of any process are evicted. If no block can be evicted,
@@ -28,6 +29,8 @@ pub struct Managed {
 struct Residency {
     /// The GPU on which each block resides, if any.
     gpu: Vec<Option<usize>>,
+    /// The GPU whose memory each block keeps although it was prefetched to the host, if any.
+    kept: Vec<Option<usize>>,
     last_used: u64,
     read_mostly: bool,
     preferred: i32,
@@ -71,8 +74,13 @@ pub fn alloc(at: *mut u64, bytes: usize, flags: u32) -> Done {
         return Err(Error::OUT_OF_MEMORY);
     }
     let blocks = len.div_ceil(GRANULARITY) as usize;
-    let residency =
-        Residency { gpu: vec![None; blocks], preferred: NOWHERE, prefetched: NOWHERE, ..Residency::default() };
+    let residency = Residency {
+        gpu: vec![None; blocks],
+        kept: vec![None; blocks],
+        preferred: NOWHERE,
+        prefetched: NOWHERE,
+        ..Residency::default()
+    };
     let managed = Arc::new(Managed { blocks, state: Mutex::new(residency) });
     lock(&TABLE).all.push(Arc::downgrade(&managed));
     space_mut().insert(Mapping::new(place, len, Backing::Managed(managed), context.handle()).for_gpus(u64::MAX));
@@ -83,9 +91,14 @@ pub fn alloc(at: *mut u64, bytes: usize, flags: u32) -> Done {
 pub fn free(mapping: &Mapping, managed: &Managed) {
     let mut table = lock(&TABLE);
     let mut gone = [0; MAX_GPUS];
-    for gpu in lock(&managed.state).gpu.iter_mut().filter_map(Option::take) {
+    let mut state = lock(&managed.state);
+    for gpu in state.gpu.iter_mut().filter_map(Option::take) {
         gone[gpu] += GRANULARITY;
     }
+    for gpu in state.kept.iter_mut().filter_map(Option::take) {
+        Account::get().give_kept(gpu, GRANULARITY);
+    }
+    drop(state);
     for (gpu, bytes) in gone.into_iter().enumerate().filter(|(_, bytes)| *bytes > 0) {
         table.believed[gpu] -= bytes;
         Account::get().give_managed(gpu, bytes);
@@ -117,13 +130,17 @@ pub fn prefetch(at: u64, len: u64, gpu: Option<usize>) -> Done {
             let mut table = lock(&TABLE);
             let mut gone = [0; MAX_GPUS];
             for (managed, first, last) in blocks(at, len) {
-                for gpu in lock(&managed.state).gpu[first..=last].iter_mut().filter_map(Option::take) {
+                let mut state = lock(&managed.state);
+                for block in first..=last {
+                    let Some(gpu) = state.gpu[block].take() else { continue };
                     gone[gpu] += GRANULARITY;
+                    state.release_kept(block);
+                    state.kept[block] = Some(gpu);
                 }
             }
             for (gpu, bytes) in gone.into_iter().enumerate().filter(|(_, bytes)| *bytes > 0) {
                 table.believed[gpu] -= bytes;
-                Account::get().give_managed(gpu, bytes);
+                Account::get().keep_managed(gpu, bytes);
             }
             drop(table);
             for (gpu, bytes) in gone.into_iter().enumerate() {
@@ -186,6 +203,7 @@ fn migrate(at: u64, len: u64, gpu: usize) -> u64 {
                 Account::get().give_managed(other, GRANULARITY);
             }
             moved += GRANULARITY;
+            lock(&managed.state).release_kept(block);
             if !Account::get().take_managed(gpu, GRANULARITY) {
                 lock(&managed.state).gpu[block] = None;
                 continue;
@@ -196,6 +214,15 @@ fn migrate(at: u64, len: u64, gpu: usize) -> u64 {
         }
     }
     moved
+}
+
+impl Residency {
+    /// Releases the memory that a block keeps.
+    fn release_kept(&mut self, block: usize) {
+        if let Some(gpu) = self.kept[block].take() {
+            Account::get().give_kept(gpu, GRANULARITY);
+        }
+    }
 }
 
 impl Table {

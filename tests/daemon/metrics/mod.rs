@@ -30,6 +30,8 @@ fn report(demand: u64, mapped: u64, counts: [u64; 4]) -> ClientMessage {
         host: demand - mapped,
         counts: Counts { swapped_out, swapped_in, unmoved, refused },
         in_file: 0,
+        managed: 0,
+        managed_mapped: 0,
     }
 }
 

@@ -28,7 +28,7 @@ impl World {
             (client, Found { least: least.saturating_sub(spread), most: most + spread })
         });
         let found = found.collect();
-        self.at(at, Happening::ToMachine(Event::Measured { gpu, begun, free, found }));
+        self.at(at, Happening::ToMachine(Event::Measured { gpu, begun, free, evicted: 0, found }));
     }
 
     /// Returns the free bytes. `coming` bytes of the clients' memory are not mapped yet, and count

@@ -399,7 +399,7 @@ impl World {
                 if self.physical {
                     return self.read_wrongly(gpu, begun, at, found);
                 }
-                self.at(at, Happening::ToMachine(Event::Measured { gpu, begun, free: None, found }));
+                self.at(at, Happening::ToMachine(Event::Measured { gpu, begun, free: None, evicted: 0, found }));
             }
             Happening::Room(room, gpu) => self.ask_for_room(room, gpu),
             Happening::RoomCloses(room) => self.close_room(room),
@@ -421,7 +421,8 @@ impl World {
             let at = self.now + Duration::from_micros(self.rng.below(2000));
             self.at(at, Happening::Read(*gpu, self.now));
         } else {
-            let believe = Event::Measured { gpu: *gpu, begun: self.now, free: None, found: BTreeMap::new() };
+            let believe =
+                Event::Measured { gpu: *gpu, begun: self.now, free: None, evicted: 0, found: BTreeMap::new() };
             self.at(self.now, Happening::ToMachine(believe));
         }
     }

@@ -91,7 +91,7 @@ fn a_silent_holder_withholds_only_its_measured_memory() {
     assert_eq!(t.state(2), LockState::Waiting, "12 of 16 GiB are the other's, as far as is known");
     let found = [(client(1), Found { least: 0, most: 0 }), (client(2), Found { least: 0, most: 4 * GIB })];
     let begun = t.now;
-    t.say(Event::Measured { gpu: gpu(0), begun, free: None, found: found.into() });
+    t.say(Event::Measured { gpu: gpu(0), begun, free: None, evicted: 0, found: found.into() });
     t.map(2);
     assert_eq!((t.attachment(1).charge, t.state(2)), (0, LockState::Holding));
 }

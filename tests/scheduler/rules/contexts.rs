@@ -44,7 +44,10 @@ fn unverified_bytes_for_a_holder_go_to_no_later_client() {
     let half = 5;
     assert_eq!(allowances(&t.acknowledge(3, half, 4 * GIB, 3 * GIB, 0)), [], "client 2 has no doubts, but comes later");
     let found = [(1, 8), (2, 4), (3, 3)].map(|(n, gib)| (client(n), exactly(gib * GIB))).into();
-    assert_eq!(allowances(&t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: None, found })), [(1, 9 * GIB)]);
+    assert_eq!(
+        allowances(&t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: None, evicted: 0, found })),
+        [(1, 9 * GIB)]
+    );
 }
 
 /// Returns a GPU on which each context takes 1 GiB. Client 1 has all memory except half of such a
@@ -194,7 +197,7 @@ fn eight_at_once(bytes: u64) -> (Talk, Vec<Command>) {
 fn look(t: &mut Talk, overhead: u64) -> Vec<Command> {
     let mut commands = t.measured(overhead);
     let found = (1..=8).map(|n| (client(n), exactly(0))).collect();
-    commands.extend(t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: None, found }));
+    commands.extend(t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: None, evicted: 0, found }));
     commands
 }
 
@@ -234,7 +237,13 @@ fn an_allocation_waits_at_most_ten_seconds_for_new_contexts() {
     while t.now < begun + Duration::from_secs(10) {
         let mut commands = t.after(ms(100));
         // Memory moves continuously, so the overhead cannot be determined.
-        commands.extend(t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: None, found: BTreeMap::new() }));
+        commands.extend(t.say(Event::Measured {
+            gpu: gpu(0),
+            begun: t.now,
+            free: None,
+            evicted: 0,
+            found: BTreeMap::new(),
+        }));
         assert_eq!(denials(&commands) > 0, t.now >= begun + Duration::from_secs(10), "{:?}", t.now - begun);
     }
 }

@@ -86,7 +86,7 @@ fn hoping() -> Talk {
 }
 
 fn present(t: &mut Talk, begun: Duration) -> Vec<Command> {
-    t.say(Event::Measured { gpu: gpu(0), begun, free: None, found: Default::default() })
+    t.say(Event::Measured { gpu: gpu(0), begun, free: None, evicted: 0, found: Default::default() })
 }
 
 #[test]

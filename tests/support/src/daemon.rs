@@ -461,6 +461,8 @@ pub fn memory(slot: u32, demand: u64, mapped: u64) -> ClientMessage {
         host,
         counts,
         in_file: 0,
+        managed: 0,
+        managed_mapped: 0,
     }
 }
 
@@ -481,6 +483,8 @@ pub fn memory_after(ack: u32, limit_ack: u32, demand: u64, mapped: u64) -> Clien
         host,
         counts,
         in_file: 0,
+        managed: 0,
+        managed_mapped: 0,
     }
 }
 

@@ -142,7 +142,7 @@ impl Mover {
         engine.unmap(base + offset, len, handle);
         let mut guard = space.lock();
         self.stats.out += len;
-        guard.on_eviction(len, &residency);
+        guard.on_eviction(base, len, &residency);
         guard.put(base, offset, residency);
     }
 

@@ -129,7 +129,7 @@ impl Space {
         let chunk = range.chunks.iter_mut().find(|c| c.offset == offset && c.is_at_hand() && c.len <= room)?;
         let taken = chunk.take();
         self.account.in_flight += taken.len;
-        self.account.mapped += taken.len;
+        self.account.map(taken.len, !self.engine_of(taken.flags).copies());
         if matches!(taken.residency, Residency::Host(_)) {
             self.account.swapped -= taken.len;
         }
@@ -188,7 +188,7 @@ impl Space {
 
     /// Puts back a chunk that could not be restored.
     pub(in crate::memory) fn stays_away(&mut self, base: u64, offset: u64, len: u64, residency: Residency) {
-        self.on_eviction(len, &residency);
+        self.on_eviction(base, len, &residency);
         self.put(base, offset, residency);
     }
 
@@ -235,9 +235,10 @@ impl Space {
         self.ranges.get_mut(&base).map_or(Ok(()), |range| range.aliases.show(offset, len, handle))
     }
 
-    /// Accounts for a chunk whose memory on the GPU has been freed. `there` is the chunk's new residency.
-    pub(in crate::memory) fn on_eviction(&mut self, len: u64, there: &Residency) {
-        self.account.mapped -= len;
+    /// Accounts for a chunk of the range `base` whose memory on the GPU has been freed. `there` is the chunk's
+    /// new residency.
+    pub(in crate::memory) fn on_eviction(&mut self, base: u64, len: u64, there: &Residency) {
+        self.account.unmap(len, !self.engine_of_range(base).copies());
         if let Residency::Host(_) | Residency::File(_) = there {
             self.account.swapped += len;
         }
@@ -446,7 +447,7 @@ mod tests {
             let Leaving { base, chunk, .. } = space.take_leaving(GRANULE).remove(0);
             let Residency::Gpu { handle, .. } = chunk.residency else { panic!("{chunk:?}") };
             space.engine().unmap(base + chunk.offset, chunk.len, handle);
-            space.on_eviction(chunk.len, &Residency::Constant(0));
+            space.on_eviction(base, chunk.len, &Residency::Constant(0));
             space.put(base, chunk.offset, Residency::Constant(0));
         }
         assert_eq!((space.account.ack, space.account.mapped, space.account.swapped), (2, 0, 0));

@@ -31,6 +31,14 @@ impl Freeing {
     }
 }
 
+/// Managed memory that has left the space, and that a thread of the program must still pass to
+/// `cuMemFree`. It may be on the GPU until then.
+#[derive(Debug, Clone, Copy)]
+pub struct Unfreed {
+    pub base: u64,
+    pub len: u64,
+}
+
 /// The error if the mover currently holds a part of the memory.
 #[derive(Debug)]
 pub struct IsMoving;
@@ -107,13 +115,67 @@ impl Space {
         self.freed.extend(freed);
     }
 
-    /// Takes managed memory that could not be freed earlier. The caller passes it to `cuMemFree`.
-    pub fn take_unfreed(&mut self) -> Vec<u64> {
+    /// Takes managed memory that could not be freed earlier. The caller passes it to `cuMemFree`, and
+    /// then calls [`end_of_unfreed`](Self::end_of_unfreed).
+    pub fn take_unfreed(&mut self) -> Vec<Unfreed> {
         core::mem::take(&mut self.unfreed)
     }
 
-    /// Keeps memory that the driver has refused to free, for example because of a capture.
-    pub fn keep_unfreed(&mut self, unfreed: Vec<u64>) {
-        self.unfreed.extend(unfreed);
+    /// Keeps memory that the driver has refused to free, for example because of a capture. `freed`: the
+    /// bytes that it has freed.
+    pub fn end_of_unfreed(&mut self, refused: Vec<Unfreed>, freed: u64) {
+        self.unfreed.extend(refused);
+        // The memory of a context that was destroyed during the call no longer counts.
+        self.account.managed = self.account.managed.saturating_sub(freed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::fake::Memory;
+
+    const AT: u64 = 64 << 30;
+    const SIZE: u64 = 3 * GRANULE;
+
+    fn allocate(memory: &Memory, at: u64) {
+        let mut space = memory.space.lock();
+        let context = memory.context as usize;
+        assert_eq!(space.allocate_managed(SIZE - 1, context, false, memory.work, || Ok(at)), Ok(at));
+    }
+
+    #[test]
+    fn managed_memory_counts_until_the_driver_has_freed_it() {
+        let memory = Memory::new();
+        let counted = || (memory.account().demand, memory.account().managed);
+        allocate(&memory, AT);
+        memory.allocate();
+        assert_eq!(counted(), (SIZE + GRANULE, SIZE), "other memory is not managed");
+        let take = || memory.space.lock().take_managed(AT).expect("it is not moving").expect("managed memory");
+        let freeing = take();
+        assert_eq!(counted().1, SIZE, "the driver may still be waiting for work");
+        memory.space.lock().end_of_freeing(freeing, false);
+        assert_eq!(counted().1, SIZE, "it has refused");
+        let freeing = take();
+        memory.space.lock().end_of_freeing(freeing, true);
+        assert_eq!(counted(), (GRANULE, 0));
+    }
+
+    #[test]
+    fn managed_memory_that_a_program_thread_must_free_still_counts() {
+        let memory = Memory::new();
+        let managed = || memory.account().managed;
+        for at in [AT, 2 * AT] {
+            allocate(&memory, at);
+            memory.space.lock().undo(at);
+        }
+        assert_eq!((memory.account().demand, managed()), (0, 2 * SIZE));
+        let unfreed = memory.space.lock().take_unfreed();
+        assert_eq!(unfreed.iter().map(|unfreed| unfreed.base).collect::<Vec<_>>(), [AT, 2 * AT]);
+        memory.space.lock().end_of_unfreed(unfreed[1..].to_vec(), SIZE);
+        assert_eq!(managed(), SIZE);
+        allocate(&memory, AT);
+        memory.space.lock().drop_context(memory.context as usize, true);
+        assert_eq!(managed(), 0, "the driver has freed it with its context");
     }
 }

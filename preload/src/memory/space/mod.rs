@@ -18,6 +18,7 @@ mod mapping;
 mod pools;
 
 pub use export::{Export, Exported, Opening};
+pub use managed::Unfreed;
 pub use pools::has_pending_frees;
 
 use crate::{
@@ -64,7 +65,7 @@ pub struct Space {
     free_buffers: Vec<Buffer>,
     waiter: Waiter,
     /// Managed memory that counts as freed, but that a program thread must still pass to the driver.
-    unfreed: Vec<u64>,
+    unfreed: Vec<Unfreed>,
     pub pools: Pools<Fence>,
     pub account: Account,
     visible_limit: VisibleLimit,
@@ -311,6 +312,8 @@ impl Space {
         let (pins, exported, aliases) = (Pins::default(), None, Aliases::default());
         let mut range = Range { len, kind, chunks, dead: false, gone: false, pins, exported, aliases };
         self.account.demand += len;
+        let is_managed = !engine.copies();
+        self.account.managed += if is_managed { len } else { 0 };
         // Maps the range now only if no other memory is missing, because missing chunks get the
         // room first.
         let lacking = self.account.demand - len > self.account.mapped;
@@ -321,7 +324,7 @@ impl Space {
                 match engine.map(self.gpu, base + chunk.offset, chunk.len, flags) {
                     Ok(handle) => {
                         chunk.residency = Residency::Gpu { handle, copy: None };
-                        self.account.mapped += chunk.len;
+                        self.account.map(chunk.len, is_managed);
                     }
                     // Other clients have not freed their memory yet, so the mover retries. A retry
                     // helps only if a scheduler or other clients exist.
@@ -344,6 +347,7 @@ impl Space {
     /// Frees a range that is no longer in use.
     fn dismantle(&mut self, base: u64, mut range: Range) {
         let engine = range.chunks.first().map_or(self.engine, |chunk| self.engine_of(chunk.flags));
+        let is_managed = !engine.copies();
         if range.pins.are_any() {
             self.account.unpin(range.len);
         }
@@ -355,7 +359,7 @@ impl Space {
                 Residency::Gpu { handle, copy } => {
                     range.aliases.hide(chunk.offset);
                     engine.unmap(base + chunk.offset, chunk.len, handle);
-                    self.account.mapped -= chunk.len;
+                    self.account.unmap(chunk.len, is_managed);
                     self.account.host_cache -= copy.as_ref().map_or(0, Kept::host_bytes);
                     self.keep_buffers(copy.and_then(|copy| copy.without_buffer().0));
                 }
@@ -371,8 +375,10 @@ impl Space {
             }
             self.account.demand -= chunk.len;
         }
-        if !range.gone && !engine.unreserve(base, range.len) {
-            self.unfreed.push(base);
+        if is_managed && range.gone {
+            self.account.managed -= range.len;
+        } else if !engine.unreserve(base, range.len) {
+            self.unfreed.push(Unfreed { base, len: range.len });
         }
         // Lowers the peak, because a new allocation that raises the demand again has not been used
         // by any work.
@@ -486,7 +492,10 @@ impl Space {
             self.allocations.remove(&allocation.base);
             self.release_gone(allocation);
         }
-        self.unfreed.clear(); // the driver may have freed some of it with the context and reused the addresses
+        // The driver may have freed some of it with the context and reused the addresses.
+        for unfreed in core::mem::take(&mut self.unfreed) {
+            self.account.managed -= unfreed.len;
+        }
         self.buffers().for_each(|buffer| buffer.forget_context(context));
         self.waiter.forget_context(context);
         if last {

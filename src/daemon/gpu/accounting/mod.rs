@@ -4,7 +4,8 @@
 //! mapped at the time of the sample are known only as an interval, from [`Attached::least`] to
 //! [`Attached::most`]. Quantities derived from these bytes are intervals too. An estimate is kept while
 //! it lies in the newest interval, and is otherwise clamped to that interval. So a wrong estimate lasts
-//! at most until the next sample, even while memory moves.
+//! at most until the next sample, even while memory moves. Only while clients have managed memory can
+//! it last longer.
 //!
 //! - *Context*: memory of a client's process beyond its mapped memory. The driver takes seconds to
 //!   create a context, and a sample from that time shows only a part. So a context is measured only
@@ -13,25 +14,51 @@
 //!   the driver.
 //! - *Others*: the overhead without contexts. Without figures for processes, contexts count with their
 //!   assumed size.
+//! - *Managed*: clients' managed memory that NVML counts as in use. NVML does not show it under any
+//!   process, and the driver keeps it after it was prefetched to the host, until plain allocations
+//!   need the pages (driver 580). So it is unknown how much of a client's managed memory is in use.
 //! - *Found*: bounds on a client's mapped memory, independent of the client's reports. The scheduler
 //!   accepts only reports within these bounds.
 //! - *Adopted*: shared memory that its exporter has freed, and that now counts for another client. NVML
 //!   may show this memory under the exporter, the adopter, or no process. In each case, the memory
 //!   counts for the adopter.
 //!
-//! `history` records the intervals. [`Basis`] tells which figures NVML provides. `mapped` derives the
+//! Managed memory widens the intervals. Invariants:
+//!
+//! - Of the bytes that a client has mapped, its managed bytes may be missing from NVML's figure for
+//!   its process. So [`Attached::least`] excludes them.
+//! - With figures for processes, other programs' processes are measured exactly. The *unlisted*
+//!   bytes, which no process uses, are the managed bytes and the rest: memory of the driver, and
+//!   managed memory of other programs. The rest is nearly constant and starts at the memory that the
+//!   driver reserves. It changes only if the managed bytes that clients have cannot explain the unlisted
+//!   bytes (`unlisted`).
+//! - With figures for the whole GPU, the clients' memory in use exceeds their mapped memory by no more
+//!   than the managed memory that they have not mapped.
+//! - A claim of managed bytes counts only up to the highest charge of the client. If the process is older
+//!   than the daemon, its first claim counts too. So a false claim can hide unlisted memory only as far as
+//!   that memory grows, and only as many bytes as the scheduler let the client map. Clients cannot hide
+//!   memory that NVML shows under a process.
+//! - Managed bytes in use that no client has mapped are *evicted*. The driver gives them to plain
+//!   allocations of all programs. Restores of checkpoints do not count on them, because they were never
+//!   measured beside them.
+//!
+//! `history` records the intervals, and `claims` what clients report. [`Basis`] tells which figures NVML provides. `mapped` derives the
 //! bounds on each client's memory.
 
 mod basis;
+mod claims;
 mod history;
 mod mapped;
+mod unlisted;
 
 use std::collections::BTreeMap;
 
+use self::unlisted::Unlisted;
 use super::nvml::Sample;
 use crate::scheduler::ClientId;
 pub use basis::Basis;
-pub use history::History;
+pub use claims::{Claims, Departed};
+pub use history::{Extent, History};
 
 /// The granularity of GPU memory, in bytes. Smaller differences are not reported to the scheduler.
 const SIGNIFICANT: u64 = 2 << 20;
@@ -47,6 +74,8 @@ pub struct Accounting {
     total: Option<u64>,
     /// Memory of programs that are not clients.
     others: u64,
+    /// The memory that figures for processes do not list.
+    unlisted: Option<Unlisted>,
     basis: Basis,
     /// Bytes that each process's clients have adopted. The last sample did not show these bytes under
     /// the process.
@@ -58,9 +87,15 @@ pub struct Accounting {
 pub struct Attached {
     pub client: ClientId,
     pub pid: u32,
-    /// Bounds on the bytes that the client had mapped at the time of the sample.
+    /// Bounds on the bytes that the client had mapped at the time of the sample. `least` does not
+    /// include managed bytes.
     pub least: u64,
     pub most: u64,
+    /// The most bytes of managed memory that the client had, wherever they were.
+    pub managed: u64,
+    /// The most managed bytes that the client had mapped, and that it had but not mapped.
+    pub managed_mapped: u64,
+    pub unmapped: u64,
     /// Adopted bytes among the mapped bytes.
     pub adopted: u64,
     /// The client's context may have been incomplete at the time of the sample. The scheduler reserves
@@ -74,6 +109,7 @@ struct Process {
     used: u64,
     least: u64,
     most: u64,
+    managed_mapped: u64,
     /// Bytes adopted by the process's clients.
     adopted: u64,
     /// At least one of the process's clients is new.
@@ -90,12 +126,13 @@ impl Accounting {
     ///
     /// `guess`: the size assumed for a context that was not measured. `is_own(pid)` is true for a process
     /// that is not a client, but was one or may be about to reconnect. The memory of such a process does
-    /// not count as overhead.
+    /// not count as overhead. `absent`: the most managed bytes that such processes may have.
     pub fn sample(
         &mut self,
         sample: &Sample,
         clients: &[Attached],
         guess: u64,
+        absent: u64,
         is_own: impl Fn(u32) -> bool,
     ) -> Option<u64> {
         self.contexts.retain(|client, _| clients.iter().any(|c| c.client == *client));
@@ -106,7 +143,7 @@ impl Accounting {
             Some(processes) => {
                 self.basis = Basis::Processes;
                 self.total = None;
-                self.sample_processes(sample.used, processes, clients, guess, is_own)
+                self.sample_processes(sample, processes, clients, guess, absent, is_own)
             }
             None => {
                 if self.basis == Basis::Processes {
@@ -128,17 +165,25 @@ impl Accounting {
 
     fn sample_processes(
         &mut self,
-        used: u64,
+        sample: &Sample,
         processes: &BTreeMap<u32, u64>,
         clients: &[Attached],
         guess: u64,
+        absent: u64,
         is_own: impl Fn(u32) -> bool,
     ) -> u64 {
         let of_clients = by_process(processes, clients);
         let is_client = |pid: u32| of_clients.contains_key(&pid);
-        let own = processes.iter().filter(|(pid, _)| is_client(**pid) || is_own(**pid));
-        let others = used.saturating_sub(own.map(|(_, bytes)| *bytes).fold(0, u64::saturating_add));
+        let sum = |bytes: u64, (_, more): (&u32, &u64)| bytes.saturating_add(*more);
+        let (own, of_others): (Vec<_>, Vec<_>) =
+            processes.iter().partition(|(pid, _)| is_client(**pid) || is_own(**pid));
+        let others = sample.used.saturating_sub(own.into_iter().fold(0, sum));
         let others = self.find_adopted(&of_clients, guess, others);
+        let listed = of_others.into_iter().fold(sample.graphics, sum).min(others);
+        let managed = clients.iter().fold(absent, |sum, client| sum.saturating_add(client.managed));
+        let unlisted = self.unlisted.get_or_insert_with(|| Unlisted::new(sample.begun, sample.reserved));
+        unlisted.divide(sample.begun, others - listed, managed);
+        let others = listed + unlisted.rest;
         self.others = others;
         let contexts = of_clients.values().map(|process| {
             // `found` lowers the bounds on mapped memory by `SIGNIFICANT`. Adding this margin here
@@ -150,8 +195,8 @@ impl Accounting {
                 return range.0.saturating_sub(guess);
             }
             let known = self.contexts.get(&process.first);
-            // Managed memory is reported as mapped before it reaches the GPU. The sample then does not show the
-            // context's size.
+            // Its reports of memory that is not managed are false. The sample then does not show the context's
+            // size.
             if (1..process.least).contains(&process.used) {
                 return known.copied().unwrap_or(guess);
             }
@@ -162,12 +207,13 @@ impl Accounting {
                     self.contexts.insert(process.first, range.1);
                     range.1
                 }
-                Some(before) => {
-                    let bytes = (*before).clamp(range.0, range.1);
+                None if process.managed_mapped == 0 => guess.clamp(range.0, range.1),
+                // While managed memory of a process is mapped, there is no exact size.
+                before => {
+                    let bytes = before.copied().unwrap_or(guess).clamp(range.0, range.1);
                     self.contexts.insert(process.first, bytes);
                     bytes
                 }
-                None => guess.clamp(range.0, range.1),
             }
         });
         others.saturating_add(contexts.fold(0, u64::saturating_add))
@@ -184,7 +230,8 @@ impl Accounting {
         let (mut unclaimed, mut others) = (unclaimed.fold(0u64, u64::saturating_add), others);
         let mut adopted = BTreeMap::new();
         for (pid, process) in processes.iter().filter(|(_, process)| process.adopted > 0) {
-            let missing = process.most.saturating_sub(mapped(process)).min(process.adopted);
+            let plain = process.most.saturating_sub(process.managed_mapped);
+            let missing = plain.saturating_sub(mapped(process)).min(process.adopted);
             // Unreported bytes of the adopter's own process already count as mapped for the adopter.
             let own = mapped(process).saturating_sub(process.least);
             let of_processes = missing.min(unclaimed.saturating_sub(own));
@@ -198,7 +245,7 @@ impl Accounting {
     }
 
     fn sample_total(&mut self, used: u64, clients: &[Attached]) -> u64 {
-        let most = clients.iter().fold(0u64, |sum, c| sum.saturating_add(c.most));
+        let most = clients.iter().fold(0u64, |sum, c| sum.saturating_add(c.most).saturating_add(c.unmapped));
         let least = clients.iter().fold(0u64, |sum, c| sum.saturating_add(c.least));
         let range = (used.saturating_sub(most), used.saturating_sub(least));
         // In the first sample, memory in use counts as memory of the clients, up to their upper
@@ -231,17 +278,24 @@ impl Accounting {
     pub fn forget_total(&mut self) {
         self.total = None;
     }
+
+    /// Discards the estimates that depend on managed memory, because a client of an earlier daemon has
+    /// reported managed memory. Until now, that memory counted as another program's.
+    pub fn forget(&mut self) {
+        (self.total, self.unlisted) = (None, None);
+    }
 }
 
 /// Groups clients by process. A process that NVML does not list uses no GPU memory.
 fn by_process(processes: &BTreeMap<u32, u64>, clients: &[Attached]) -> BTreeMap<u32, Process> {
     let mut all: BTreeMap<u32, Process> = BTreeMap::new();
-    for Attached { client, pid, least, most, adopted, is_new } in clients {
+    for Attached { client, pid, least, most, managed_mapped, adopted, is_new, .. } in clients {
         let used = processes.get(pid).copied().unwrap_or(0);
         let process = all.entry(*pid).or_insert(Process {
             used,
             least: 0,
             most: 0,
+            managed_mapped: 0,
             adopted: 0,
             is_new: false,
             clients: 0,
@@ -249,6 +303,7 @@ fn by_process(processes: &BTreeMap<u32, u64>, clients: &[Attached]) -> BTreeMap<
         });
         process.least = process.least.saturating_add(*least);
         process.most = process.most.saturating_add(*most);
+        process.managed_mapped = process.managed_mapped.saturating_add(*managed_mapped);
         process.adopted = process.adopted.saturating_add(*adopted);
         process.is_new |= is_new;
         process.clients += 1;

@@ -160,13 +160,15 @@ const TRIES: usize = 3;
 /// Samples a GPU with several calls. If the memory in use has changed between the first and the
 /// last call, samples again, up to `TRIES` times in all.
 fn sample(Found { device, gpu, .. }: &Found<'_>) -> Option<Sample> {
-    let used = || device.memory_info().ok().map(|memory| memory.total.saturating_sub(memory.free));
+    let memory = || device.memory_info().ok().map(|memory| (memory.total.saturating_sub(memory.free), memory.reserved));
     let take = || {
         let begun = clock::now();
-        let before = used()?;
+        let (used, reserved) = memory()?;
         let processes = device.running_compute_processes().ok().and_then(|all| by_pid(&all));
         let processes = processes.filter(|processes| are_here(processes.keys().copied()));
-        Some(Sample { gpu: *gpu, begun, steady: used()? == before, used: before, processes })
+        let graphics = device.running_graphics_processes().unwrap_or_default();
+        let graphics = processes.as_ref().map_or(0, |listed| graphics_only(&graphics, listed));
+        Some(Sample { gpu: *gpu, begun, steady: memory()?.0 == used, used, reserved, graphics, processes })
     };
     let mut sample = take()?;
     for _ in 1..TRIES {
@@ -197,6 +199,15 @@ fn by_pid(all: &[ProcessInfo]) -> Option<BTreeMap<u32, u64>> {
         *processes.entry(process.pid).or_default() += bytes;
     }
     Some(processes)
+}
+
+/// Memory in use by the processes of a list of graphics programs that are not among `listed`.
+fn graphics_only(all: &[ProcessInfo], listed: &BTreeMap<u32, u64>) -> u64 {
+    let bytes = |process: &ProcessInfo| match process.used_gpu_memory {
+        UsedGpuMemory::Used(bytes) if !listed.contains_key(&process.pid) => bytes,
+        UsedGpuMemory::Used(_) | UsedGpuMemory::Unavailable => 0,
+    };
+    all.iter().map(bytes).fold(0, u64::saturating_add)
 }
 
 /// Parses NVML's UUIDs, such as `GPU-8a6c…` and `MIG-8a6c…`.

@@ -114,7 +114,11 @@ pub struct Sample {
     pub steady: bool,
     /// Total bytes in use, including the driver's own memory.
     pub used: u64,
-    /// Bytes in use by each process, by PID. `None` if NVML has no such figures, or reports PIDs of another
+    /// The part of `used` that the driver always uses.
+    pub reserved: u64,
+    /// Bytes in use by processes that use the GPU for graphics only. They are not in `processes`.
+    pub graphics: u64,
+    /// Bytes in use by each process that uses CUDA, by PID. `None` if NVML has no such figures, or reports PIDs of another
     /// PID namespace.
     pub processes: Option<BTreeMap<u32, u64>>,
 }

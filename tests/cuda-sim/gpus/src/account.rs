@@ -29,6 +29,9 @@ pub struct Usage {
     pub plain: u64,
     /// Resident bytes of managed memory. Any process that needs the room may evict these bytes.
     pub managed: u64,
+    /// Bytes of managed memory that was prefetched to the host. They stay in use until plain allocations
+    /// or other managed memory need them.
+    pub kept: u64,
 }
 
 /// One living process.
@@ -42,18 +45,22 @@ pub struct Process {
     path: PathBuf,
 }
 
-/// The number of words in a process's file: its pid, `plain` and `managed` for each GPU of the
+/// The number of words in a process's file: its pid, `plain`, `managed` and `kept` for each GPU of the
 /// machine, its shared chunks, and the words of [`checkpoint`].
 pub(crate) const WORDS: usize = CHECKPOINT + checkpoint::WORDS;
-const SHARED: usize = 1 + 2 * MAX_GPUS;
+const SHARED: usize = 1 + 3 * MAX_GPUS;
 pub(crate) const CHECKPOINT: usize = SHARED + shared::WORDS;
 
 fn plain_word(gpu: usize) -> usize {
-    1 + 2 * gpu
+    1 + 3 * gpu
 }
 
 fn managed_word(gpu: usize) -> usize {
-    2 + 2 * gpu
+    2 + 3 * gpu
+}
+
+fn kept_word(gpu: usize) -> usize {
+    3 + 3 * gpu
 }
 
 static ACCOUNT: OnceLock<io::Result<Account>> = OnceLock::new();
@@ -138,7 +145,8 @@ impl Account {
         !shared::read(&table).is_empty()
     }
 
-    /// Allocates `bytes` on a GPU. If the GPU has no room, evicts managed memory of any process.
+    /// Allocates `bytes` on a GPU. If the GPU has no room, takes kept bytes and then evicts managed memory
+    /// of any process.
     /// Returns false if the bytes still don't fit.
     #[must_use]
     pub fn take(&self, gpu: usize, bytes: u64) -> bool {
@@ -192,12 +200,31 @@ impl Account {
         true
     }
 
-    /// Releases managed memory that this process itself has evicted.
+    /// Releases managed memory.
     pub fn give_managed(&self, gpu: usize, bytes: u64) {
         let Ok(_all) = Everybody::lock() else { return };
+        self.lower(managed_word(place(gpu)), bytes);
+    }
+
+    /// Keeps the bytes of managed memory that this process has evicted.
+    pub fn keep_managed(&self, gpu: usize, bytes: u64) {
+        let Ok(_all) = Everybody::lock() else { return };
         let gpu = place(gpu);
-        let have = self.words[managed_word(gpu)].load(Ordering::Relaxed);
-        self.words[managed_word(gpu)].store(have.saturating_sub(bytes), Ordering::Relaxed);
+        let kept = self.lower(managed_word(gpu), bytes);
+        self.words[kept_word(gpu)].fetch_add(kept, Ordering::Relaxed);
+    }
+
+    /// Releases kept bytes, as far as they were not taken since.
+    pub fn give_kept(&self, gpu: usize, bytes: u64) {
+        let Ok(_all) = Everybody::lock() else { return };
+        self.lower(kept_word(place(gpu)), bytes);
+    }
+
+    /// Subtracts up to `bytes` from a word. Returns the difference.
+    fn lower(&self, word: usize, bytes: u64) -> u64 {
+        let have = self.words[word].load(Ordering::Relaxed);
+        self.words[word].store(have.saturating_sub(bytes), Ordering::Relaxed);
+        have.min(bytes)
     }
 
     /// Resident bytes of managed memory. Other processes may have evicted some of this process's
@@ -210,17 +237,19 @@ impl Account {
         self.words[managed_word(place)].load(Ordering::Relaxed)
     }
 
-    /// Evicts managed memory until `bytes` fit on that GPU of the machine. The caller holds the
-    /// lock [`Everybody`].
+    /// Takes kept bytes and evicts managed memory until `bytes` fit on that GPU of the machine. The caller
+    /// holds the lock [`Everybody`].
     fn make_room(&self, gpu: usize, bytes: u64) -> bool {
         let mut others = living();
         let total = used_by_processes(gpu, &others);
+        let kept = kept_by_processes(gpu, &others);
         others.retain(|p| p.path != self.path);
         let dir = &Config::get().dir;
         let strangers = strangers(gpu, total).iter().map(|s| s.bytes).sum();
         let fragmented = Config::get().fragmented.saturating_add(trouble::fragmented(dir, gpu));
         let most = Config::get().memory.saturating_sub(hidden(gpu)).saturating_sub(fragmented);
         let Some(want) = total.checked_add(bytes).and_then(|want| want.checked_add(strangers)) else { return false };
+        let mut excess = kept.saturating_sub(most.saturating_sub(want));
         let mut missing = want.saturating_sub(most);
         let managed = self.managed_at(gpu) + others.iter().map(|p| p.gpus[gpu].managed).sum::<u64>();
         if missing > managed {
@@ -228,11 +257,17 @@ impl Account {
         }
         // This eviction takes no simulated time.
         for other in &others {
-            let loss = missing.min(other.gpus[gpu].managed);
-            if loss > 0 && set_managed(&other.path, gpu, other.gpus[gpu].managed - loss).is_ok() {
-                missing -= loss;
+            let Usage { managed, kept, .. } = other.gpus[gpu];
+            for (word, have, wanted) in
+                [(managed_word(gpu), managed, &mut missing), (kept_word(gpu), kept, &mut excess)]
+            {
+                let loss = have.min(*wanted);
+                if loss > 0 && set_word(&other.path, word, have - loss).is_ok() {
+                    *wanted -= loss;
+                }
             }
         }
+        self.lower(kept_word(gpu), excess);
         let loss = missing.min(self.managed_at(gpu));
         self.words[managed_word(gpu)].fetch_sub(loss, Ordering::Relaxed);
         missing == loss
@@ -260,7 +295,10 @@ impl Figures {
 
     /// Bytes in use as NVML counts them.
     pub fn used(&self, gpu: usize) -> u64 {
-        used_by_processes(gpu, &self.processes) + self.strangers.iter().map(|s| s.bytes).sum::<u64>()
+        let used = used_by_processes(gpu, &self.processes) + self.strangers.iter().map(|s| s.bytes).sum::<u64>();
+        // Foreign processes take kept bytes too.
+        let left = Config::get().memory.saturating_sub(self.hidden).saturating_sub(used);
+        used + kept_by_processes(gpu, &self.processes).min(left)
     }
 
     /// Free bytes as CUDA counts them, including fragmented bytes.
@@ -271,6 +309,10 @@ impl Figures {
 
 fn used_by_processes(gpu: usize, processes: &[Process]) -> u64 {
     processes.iter().map(|p| p.gpus[gpu].plain + p.gpus[gpu].managed).sum()
+}
+
+fn kept_by_processes(gpu: usize, processes: &[Process]) -> u64 {
+    processes.iter().map(|p| p.gpus[gpu].kept).sum()
 }
 
 /// Bytes in use that NVML does not count.
@@ -296,6 +338,24 @@ pub fn processes() -> Vec<Process> {
         Ok(_all) => living(),
         Err(_) => Vec::new(),
     }
+}
+
+/// The memory of a process on a GPU of the simulated machine whose directory is `dir`. For processes
+/// outside that machine.
+pub fn usage(dir: &Path, pid: u32, gpu: usize) -> Option<Usage> {
+    let all = fs::read_dir(dir.join("processes")).ok()?;
+    let own = all.flatten().find(|entry| entry.file_name().to_string_lossy().starts_with(&format!("{pid}-")))?;
+    Some(usage_in(&fs::read(own.path()).ok().filter(|bytes| bytes.len() >= WORDS * 8)?, gpu))
+}
+
+/// The memory on a GPU in the contents of a process's file.
+fn usage_in(file: &[u8], gpu: usize) -> Usage {
+    let [plain, managed, kept] = [plain_word(gpu), managed_word(gpu), kept_word(gpu)].map(|at| word(file, at));
+    Usage { plain, managed, kept }
+}
+
+fn word(file: &[u8], at: usize) -> u64 {
+    file[at * 8..at * 8 + 8].try_into().map_or(0, u64::from_ne_bytes)
 }
 
 fn processes_dir() -> PathBuf {
@@ -362,14 +422,13 @@ fn read(path: PathBuf) -> Option<Process> {
         }
         return None;
     }
-    let word = |at: usize| bytes[at * 8..at * 8 + 8].try_into().map_or(0, u64::from_ne_bytes);
-    let gpus = std::array::from_fn(|gpu| Usage { plain: word(plain_word(gpu)), managed: word(managed_word(gpu)) });
-    let table: Vec<u64> = (SHARED..CHECKPOINT).map(word).collect();
-    Some(Process { pid: word(0) as u32, gpus, shared: shared::read(&table), path })
+    let gpus = std::array::from_fn(|gpu| usage_in(&bytes, gpu));
+    let table: Vec<u64> = (SHARED..CHECKPOINT).map(|at| word(&bytes, at)).collect();
+    Some(Process { pid: word(&bytes, 0) as u32, gpus, shared: shared::read(&table), path })
 }
 
-fn set_managed(path: &Path, gpu: usize, bytes: u64) -> io::Result<()> {
-    File::options().write(true).open(path)?.write_all_at(&bytes.to_ne_bytes(), managed_word(gpu) as u64 * 8)
+fn set_word(path: &Path, word: usize, bytes: u64) -> io::Result<()> {
+    File::options().write(true).open(path)?.write_all_at(&bytes.to_ne_bytes(), word as u64 * 8)
 }
 
 /// The lock of all accounts. This lock makes the check for room and the allocation one atomic step.

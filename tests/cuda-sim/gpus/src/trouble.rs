@@ -148,11 +148,20 @@ pub struct Stranger {
     pub bytes: u64,
     /// The pid in NVML's list. With `None`, only the total includes the bytes.
     pub pid: Option<u32>,
+    /// NVML lists the process among the graphics programs.
+    pub is_graphics: bool,
 }
+
+/// The end of a graphics program's line.
+const GRAPHICS: &str = " graphics";
 
 /// Replaces the foreign processes of a GPU.
 pub fn set_strangers(dir: &Path, gpu: usize, strangers: &[Stranger]) -> io::Result<()> {
-    let line = |s: &Stranger| format!("{} {}\n", s.bytes, s.pid.map_or("-".into(), |pid| pid.to_string()));
+    let line = |s: &Stranger| {
+        let (pid, graphics) =
+            (s.pid.map_or("-".into(), |pid| pid.to_string()), if s.is_graphics { GRAPHICS } else { "" });
+        format!("{} {pid}{graphics}\n", s.bytes)
+    };
     let text: String = strangers.iter().map(line).collect();
     put(&memory_file(dir, gpu, "strangers"), (!text.is_empty()).then_some(&text))
 }
@@ -160,7 +169,8 @@ pub fn set_strangers(dir: &Path, gpu: usize, strangers: &[Stranger]) -> io::Resu
 pub fn strangers(dir: &Path, gpu: usize) -> Vec<Stranger> {
     let stranger = |line: &str| {
         let (bytes, pid) = line.split_once(' ')?;
-        Some(Stranger { bytes: bytes.parse().ok()?, pid: pid.parse().ok() })
+        let (pid, is_graphics) = pid.strip_suffix(GRAPHICS).map_or((pid, false), |pid| (pid, true));
+        Some(Stranger { bytes: bytes.parse().ok()?, pid: pid.parse().ok(), is_graphics })
     };
     let text = fs::read_to_string(memory_file(dir, gpu, "strangers")).unwrap_or_default();
     text.lines().filter_map(stranger).collect()

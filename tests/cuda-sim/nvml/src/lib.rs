@@ -259,8 +259,21 @@ const MEMORY_2: u32 = size_of::<Memory2>() as u32 | 2 << 24;
 /// `NVML_VALUE_NOT_AVAILABLE`
 const NOT_AVAILABLE: u64 = u64::MAX;
 
+/// A list of processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Programs {
+    Compute,
+    Graphics,
+}
+
 /// Writes the processes that have memory of a GPU into the program's list.
-fn processes<T>(handle: usize, count: *mut u32, to: *mut T, entry: impl Fn(u32, u64) -> T) -> Result<(), Error> {
+fn processes<T>(
+    programs: Programs,
+    handle: usize,
+    count: *mut u32,
+    to: *mut T,
+    entry: impl Fn(u32, u64) -> T,
+) -> Result<(), Error> {
     if slice(handle).is_some() {
         return out(count, 0);
     }
@@ -270,8 +283,10 @@ fn processes<T>(handle: usize, count: *mut u32, to: *mut T, entry: impl Fn(u32, 
     }
     let listing = Config::get().nvml_processes;
     let Figures { processes, strangers, .. } = figures(gpu);
-    let own = processes.iter().map(|p| (p.pid_here(), p.gpus[gpu].plain + p.gpus[gpu].managed));
-    let strangers = strangers.iter().filter_map(|stranger| Some((stranger.pid?, stranger.bytes)));
+    // The driver's figure of a process does not contain its managed memory.
+    let own = processes.iter().filter(|_| programs == Programs::Compute).map(|p| (p.pid_here(), p.gpus[gpu].plain));
+    let strangers = strangers.iter().filter(|stranger| stranger.is_graphics == (programs == Programs::Graphics));
+    let strangers = strangers.filter_map(|stranger| Some((stranger.pid?, stranger.bytes)));
     let listed = own.chain(strangers).filter(|(_, bytes)| *bytes > 0 && listing != Listing::None);
     let said = |bytes| if listing == Listing::All { bytes } else { NOT_AVAILABLE };
     let all: Vec<_> = listed.map(|(pid, bytes)| (pid, said(bytes))).collect();
@@ -423,21 +438,21 @@ exports! {
         out(rates, Utilization { gpu: 0, memory: 0 })
     }
     nvmlDeviceGetComputeRunningProcesses(handle: usize, count: *mut u32, to: *mut Process1) {
-        processes(handle, count, to, |pid, bytes| Process1 { pid, bytes })
+        processes(Programs::Compute, handle, count, to, |pid, bytes| Process1 { pid, bytes })
     }
     nvmlDeviceGetComputeRunningProcesses_v2(handle: usize, count: *mut u32, to: *mut Process) {
-        processes(handle, count, to, |pid, bytes| Process { pid, bytes, gpu_instance: u32::MAX, compute_instance: u32::MAX })
+        processes(Programs::Compute, handle, count, to, |pid, bytes| Process { pid, bytes, gpu_instance: u32::MAX, compute_instance: u32::MAX })
     }
     nvmlDeviceGetComputeRunningProcesses_v3(handle: usize, count: *mut u32, to: *mut Process) {
-        processes(handle, count, to, |pid, bytes| Process { pid, bytes, gpu_instance: u32::MAX, compute_instance: u32::MAX })
+        processes(Programs::Compute, handle, count, to, |pid, bytes| Process { pid, bytes, gpu_instance: u32::MAX, compute_instance: u32::MAX })
     }
-    nvmlDeviceGetGraphicsRunningProcesses_v2(handle: usize, count: *mut u32, _to: *mut Process) {
-        gpu(handle)?;
-        out(count, 0)
+    nvmlDeviceGetGraphicsRunningProcesses_v2(handle: usize, count: *mut u32, to: *mut Process) {
+        let entry = |pid, bytes| Process { pid, bytes, gpu_instance: u32::MAX, compute_instance: u32::MAX };
+        processes(Programs::Graphics, handle, count, to, entry)
     }
-    nvmlDeviceGetGraphicsRunningProcesses_v3(handle: usize, count: *mut u32, _to: *mut Process) {
-        gpu(handle)?;
-        out(count, 0)
+    nvmlDeviceGetGraphicsRunningProcesses_v3(handle: usize, count: *mut u32, to: *mut Process) {
+        let entry = |pid, bytes| Process { pid, bytes, gpu_instance: u32::MAX, compute_instance: u32::MAX };
+        processes(Programs::Graphics, handle, count, to, entry)
     }
     nvmlDeviceGetMigMode(handle: usize, current: *mut u32, pending: *mut u32) {
         slices(handle)?;

@@ -44,6 +44,17 @@ fn memory_and_process_figures_match_allocations() {
     Account::get().give(1, 30 * M);
     assert_eq!((memory(), processes().0), ([100 * M, 100 * M, 0], 0));
 
+    // Managed memory is in no process's figure, and stays in use after it was evicted.
+    assert!(Account::get().take(1, 10 * M) && Account::get().take_managed(1, 50 * M));
+    assert_eq!((memory(), processes()), ([100 * M, 40 * M, 60 * M], (1, process::id(), 10 * M)));
+    Account::get().keep_managed(1, 50 * M);
+    assert_eq!((memory(), processes()), ([100 * M, 40 * M, 60 * M], (1, process::id(), 10 * M)));
+    assert!(Account::get().take(1, 60 * M));
+    assert_eq!((memory(), processes().2), ([100 * M, 0, 100 * M], 70 * M), "30 of the kept bytes remain");
+    Account::get().give_kept(1, 50 * M);
+    Account::get().give(1, 70 * M);
+    assert_eq!((memory(), processes().0), ([100 * M, 100 * M, 0], 0));
+
     assert_eq!(nvmlDeviceGetMaxPcieLinkWidth(handle, &mut 0), 3, "nobody told what the link is");
 
     let mut uuid = [0; 96];

@@ -63,7 +63,10 @@ fn used_bytes_have_the_configured_error() {
 #[test]
 fn foreign_processes_with_a_pid_are_listed() {
     isolated("foreign_processes_with_a_pid_are_listed", ("CUDA_SIM_GPUS", "1"), |dir| {
-        let strangers = [Stranger { bytes: 20 * M, pid: Some(77) }, Stranger { bytes: 10 * M, pid: None }];
+        let strangers = [
+            Stranger { bytes: 20 * M, pid: Some(77), is_graphics: false },
+            Stranger { bytes: 10 * M, pid: None, is_graphics: false },
+        ];
         trouble::set_strangers(&dir, 0, &strangers).expect("a file");
         assert_eq!((used(), processes()), (30 * M, vec![(77, 20 * M)]));
     });

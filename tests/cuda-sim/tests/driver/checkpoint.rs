@@ -253,7 +253,7 @@ fn a_restore_without_room_is_final() {
         assert_eq!(cu("cuInit", &[0]), 0);
         assert_eq!((target.lock(0), target.call("Checkpoint")), (0, 0));
         target.tell("alloc");
-        let stranger = Stranger { bytes: 100 << 20, pid: None };
+        let stranger = Stranger { bytes: 100 << 20, pid: None, is_graphics: false };
         trouble::set_strangers(&simulated_machine(), 0, &[stranger]).expect("a file");
         assert_eq!((target.call("Restore"), target.state(), used(0)), (OUT_OF_MEMORY, FAILED, 100));
         trouble::set_strangers(&simulated_machine(), 0, &[]).expect("no file");
@@ -289,7 +289,7 @@ fn a_moved_process_sees_the_other_gpu_under_its_device() {
         let uuid = |gpu| u32::from_ne_bytes(Config::get().uuid(gpu)[..4].try_into().expect("four bytes"));
         assert_ne!(uuid(0), uuid(1));
         // Foreign memory makes the free bytes of the two GPUs differ.
-        let stranger = Stranger { bytes: 8 << 20, pid: None };
+        let stranger = Stranger { bytes: 8 << 20, pid: None, is_graphics: false };
         trouble::set_strangers(&simulated_machine(), 1, &[stranger]).expect("a file");
         let bus = target.does("bus id");
         for (from, to, free) in [(0, 1, 72), (1, 0, 80)] {

@@ -241,6 +241,43 @@ fn managed_memory_may_exceed_the_gpu() {
 }
 
 #[test]
+fn evicted_managed_memory_stays_in_use_until_plain_allocations_need_it() {
+    isolated(
+        "memory::evicted_managed_memory_stays_in_use_until_plain_allocations_need_it",
+        &[("CUDA_SIM_MEMORY", "64M"), ("CUDA_SIM_CONTEXT", "16M"), ("CUDA_SIM_LINK_BANDWIDTH", "100G")],
+        || {
+            let gpu = Gpu::open();
+            let len = 32 * M;
+            let at = get("cuMemAllocManaged", &[len, 1]);
+            let prefetch = |device: i32| {
+                assert_eq!(cu("cuMemPrefetchAsync", &[at, len, device as usize, 0]), 0);
+                assert_eq!(cu("cuCtxSynchronize", &[]), 0);
+            };
+            assert_eq!(gpu.launch("fill_u32", 0, &[at as u64, (len / 4) as u64, 9]), 0);
+            assert_eq!(cu("cuCtxSynchronize", &[]), 0);
+            assert_eq!(free_memory(), 16 * M);
+            prefetch(-1);
+            assert_eq!(free_memory(), 16 * M, "it has left, and its pages are still in use");
+            prefetch(0);
+            assert_eq!(free_memory(), 16 * M, "the same pages are used again");
+            prefetch(-1);
+
+            let chunk = chunk(24 * M).expect("the driver gives it the pages");
+            assert_eq!(free_memory(), 0);
+            let plain = alloc(16 * M);
+            assert_eq!(free_memory(), 0);
+            assert_eq!(cu("cuMemRelease", &[chunk]), 0);
+            assert_eq!(cu("cuMemFree_v2", &[plain as usize]), 0);
+            assert_eq!(free_memory(), 40 * M, "8 MiB of pages are left");
+            // SAFETY: managed memory is host memory, too, and the GPU is idle.
+            assert_eq!(unsafe { ((at + len - 4) as *const u32).read() }, 9, "its contents");
+            assert_eq!(cu("cuMemFree_v2", &[at]), 0);
+            assert_eq!(free_memory(), 48 * M);
+        },
+    );
+}
+
+#[test]
 fn cuda_sim_fail_makes_the_nth_call_fail() {
     isolated("memory::cuda_sim_fail_makes_the_nth_call_fail", &[("CUDA_SIM_FAIL", "cuMemCreate:2")], || {
         let _gpu = Gpu::open();

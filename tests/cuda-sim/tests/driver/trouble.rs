@@ -59,12 +59,15 @@ fn fragmented_bytes_are_free_but_unusable() {
 fn foreign_processes_reduce_the_free_memory() {
     isolated("trouble::foreign_processes_reduce_the_free_memory", MACHINE, || {
         let (_gpu, dir) = (Gpu::open(), simulated_machine());
-        let (seen, unseen) = (Stranger { bytes: 30 << 20, pid: Some(1) }, Stranger { bytes: 20 << 20, pid: None });
+        let (seen, unseen) = (
+            Stranger { bytes: 30 << 20, pid: Some(1), is_graphics: false },
+            Stranger { bytes: 20 << 20, pid: None, is_graphics: false },
+        );
         trouble::set_strangers(&dir, 0, &[seen, unseen]).expect("a file");
         assert_eq!(free_memory(), 34 * M);
         assert_eq!(Figures::of(0).strangers, [seen, unseen]);
         assert_eq!((try_alloc(36 * M), try_alloc(24 * M)), (OUT_OF_MEMORY, 0));
-        let greedy = Stranger { bytes: 1 << 40, pid: None };
+        let greedy = Stranger { bytes: 1 << 40, pid: None, is_graphics: false };
         trouble::set_strangers(&dir, 0, &[seen, greedy]).expect("a file");
         assert_eq!(free_memory(), 0);
         assert_eq!(Figures::of(0).used(0), 100 << 20, "never more than there is");

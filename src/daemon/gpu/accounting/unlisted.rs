@@ -1,0 +1,70 @@
+//! The memory in use that NVML shows under no process.
+
+use std::time::Duration;
+
+use crate::scheduler::Time;
+
+/// Growth of [`Unlisted::rest`] is provisional for this time: the report that explains the growth as managed
+/// memory of a client may still arrive.
+const PROVISIONAL: Duration = Duration::from_secs(2);
+
+/// The memory in use that NVML shows under no process, in bytes.
+#[derive(Debug, Clone, Copy)]
+pub struct Unlisted {
+    /// Clients' managed memory.
+    pub managed: u64,
+    /// The rest: memory of the driver, and managed memory of other programs. It is assumed to change only if
+    /// clients' managed memory cannot explain the change.
+    pub rest: u64,
+    /// `rest` before its provisional growth, and when that growth began.
+    settled: u64,
+    since: Time,
+}
+
+impl Unlisted {
+    /// The estimate before the first sample. `reserved`: the memory that the driver always uses.
+    pub fn new(now: Time, reserved: u64) -> Self {
+        Self { managed: 0, rest: reserved, settled: reserved, since: now }
+    }
+
+    /// Divides the `bytes` that a sample shows under no process. `managed`: the most managed bytes that
+    /// clients have.
+    pub fn divide(&mut self, now: Time, bytes: u64, managed: u64) {
+        if now >= self.since + PROVISIONAL {
+            self.settled = self.rest;
+        }
+        let was_settled = self.rest <= self.settled;
+        self.rest = self.settled.clamp(bytes.saturating_sub(managed), bytes);
+        self.managed = bytes - self.rest;
+        self.settled = self.settled.min(self.rest);
+        if was_settled || self.rest == self.settled {
+            self.since = now;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn growth_of_the_rest_is_provisional_until_reports_have_arrived() {
+        let mut unlisted = Unlisted::new(Time::ZERO, 5);
+        let mut rest = |ms, bytes, managed| {
+            unlisted.divide(Duration::from_millis(ms), bytes, managed);
+            assert_eq!(unlisted.managed + unlisted.rest, bytes);
+            unlisted.rest
+        };
+        assert_eq!(rest(0, 5, 0), 5);
+        assert_eq!(rest(5000, 13, 0), 13);
+        assert_eq!(rest(6900, 14, 8), 6, "a client reports 8 bytes, which explain most of the growth");
+        assert_eq!(rest(6950, 13, 8), 5);
+        // The growth settles if no report explains it.
+        assert_eq!(rest(20_000, 20, 8), 12);
+        assert_eq!(rest(21_000, 22, 8), 14);
+        assert_eq!(rest(22_000, 22, 8), 14);
+        assert_eq!(rest(22_100, 22, 20), 14, "a late claim");
+        assert_eq!(rest(22_200, 9, 20), 9, "the memory is no longer in use");
+        assert_eq!(rest(22_300, 14, 20), 9);
+    }
+}
