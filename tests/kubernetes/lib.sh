@@ -70,7 +70,7 @@ start_etcd() {
 
 start_api_server() {
     start kube-apiserver kube-apiserver "${gates[@]}" --etcd-servers=http://127.0.0.1:2379 --bind-address=0.0.0.0 --secure-port=443 \
-        --advertise-address=$address --service-cluster-ip-range=10.96.0.0/24 --authorization-mode=Node,RBAC \
+        --advertise-address=$address --service-cluster-ip-range=10.96.0.0/24 --authorization-mode=Node,RBAC --allow-privileged \
         --token-auth-file=/etc/kubernetes/tokens --tls-cert-file=/etc/kubernetes/server.crt \
         --tls-private-key-file=/etc/kubernetes/server.key --service-account-issuer=https://kubernetes.default.svc \
         --service-account-signing-key-file=/etc/kubernetes/server.key --service-account-key-file=/etc/kubernetes/server.key \
