@@ -3,7 +3,7 @@
 
 CARGO ?= cargo
 # Programs for Kubernetes nodes only. Building them takes long.
-KUBERNETES = nvshare-device-plugin nvshare-agent
+KUBERNETES_CRATES = nvshare-device-plugin nvshare-agent
 # The prerequisites of checks. tests/check.sh sets this variable to nothing, because it has already
 # built the programs.
 PROGRAMS ?= programs
@@ -55,7 +55,8 @@ help:
 	@echo 'make check-system  boots Debian 12 and 13 in containers, and goes through the packages there; then the demo and'
 	@echo '                 the check in fresh ones, as CONTRIBUTING.md has it (root); FRESH=demo, FRESH=no: without the check, or both'
 	@echo 'make check-containers  containers of Debian 11 and 12 share a simulated GPU under a real podman (root)'
-	@echo 'make check-kubernetes  pods share a simulated GPU on a real Kubernetes node, built for it at first (root)'
+	@echo 'make check-kubernetes  pods share a simulated GPU on a real Kubernetes node, built for it at first (root); or:'
+	@echo '                 KUBERNETES=DIR          with the kubelet and other programs of a release in DIR, claims included'
 	@echo 'make check-arm64  programs for aarch64 share a simulated GPU, emulated by qemu-user on x86-64 (root, Debian)'
 	@echo 'make check-compatibility FROM=v0.1.0  the library of that version beside this scheduler, and the other way round'
 	@echo 'make bench     benchmarks; what they said elsewhere is in bench/RESULTS.md'
@@ -98,7 +99,7 @@ artifacts: programs
 # The programs that one run of cargo builds.
 programs:
 	@tests/needs.sh cargo cc
-	$(CARGO) build --workspace $(addprefix --exclude ,$(KUBERNETES)) --locked
+	$(CARGO) build --workspace $(addprefix --exclude ,$(KUBERNETES_CRATES)) --locked
 	$(CARGO) build --locked --manifest-path preload/Cargo.toml
 
 # On a simulated GPU, the demo needs no optional features and no optimization.
@@ -144,7 +145,7 @@ check-containers: artifacts
 check-kubernetes: artifacts
 	@tests/needs.sh mmdebstrap cc libc.a readelf ip
 	$(CARGO) build --workspace --locked
-	tests/kubernetes/check.sh $(BUILT)
+	tests/kubernetes/check.sh $(BUILT) $(if $(KUBERNETES),'$(KUBERNETES)')
 	PATH='$(abspath $(TARGET))/kubernetes/tools':"$$PATH" $(CARGO) test --locked -p nvshare-agent --test agent -- --include-ignored helm manifests
 
 check-arm64: artifacts

@@ -1,18 +1,30 @@
 #!/bin/bash
 # Tests nvshare on a real Kubernetes node: see README.md.
 #
-#   check.sh BUILT   BUILT: target/debug
+#   check.sh BUILT [PROGRAMS]   BUILT: target/debug
+#
+# PROGRAMS: a directory with kubelet, kube-apiserver, kube-controller-manager and kube-scheduler, and
+# optionally with kubectl, etcd, containerd, runc and CNI plugins, at any depth.
 #
 # STEPS='[12]*' in the environment selects steps.
 set -eu
 
-[ $# -eq 1 ] || { echo "usage: $0 BUILT" >&2; exit 2; }
+[ $# -eq 1 ] || [ $# -eq 2 ] || { echo "usage: $0 BUILT [PROGRAMS]" >&2; exit 2; }
 built=$(realpath "$1") here=$(realpath "$(dirname "$0")")
 project=$(realpath "$here/../..")
 cache=${built%/*}/kubernetes
 mkdir -p "$cache"
 
-[ -d "$cache/kubernetes" ] || "$here/kubernetes.sh" "$cache/kubernetes"
+if [ $# -eq 2 ]; then
+    programs=$(realpath "$2")
+    for program in kubelet kube-apiserver kube-controller-manager kube-scheduler; do
+        [ -n "$(find "$programs" -name "$program" -type f -executable)" ] ||
+            { echo "$programs contains no program $program" >&2; exit 2; }
+    done
+else
+    programs=$cache/kubernetes
+    [ -d "$programs" ] || "$here/kubernetes.sh" "$programs"
+fi
 [ -d "$cache/tools" ] || "$here/helm.sh" "$cache/tools" || echo "there is no helm, and nothing is tried with it" >&2
 mkdir -p "$cache/tools"
 if [ ! -d "$cache/node" ]; then
@@ -27,13 +39,18 @@ fi
 scratch=$(mktemp -d "${TMPDIR:-/var/tmp}/nvshare-kubernetes.XXXXXX")
 trap 'rm -rf --one-file-system "$scratch"' EXIT
 "$here/images.sh" "$built" "$scratch/images"
-cp -r "$project/kubernetes/base" "$project/kubernetes/examples" "$here/overlay" "$scratch/images/"
-# The kustomize of this kubectl doesn't support components.
-cp "$project/kubernetes/sleep/daemonset.yaml" "$scratch/images/overlay/sleep.yaml"
-# Copies the chart, with its links replaced by files. The version check is removed, because this
-# Kubernetes is old.
+for directory in base dra sleep read-only-etc examples; do cp -r "$project/kubernetes/$directory" "$scratch/images/"; done
+# Copies the chart, with its links replaced by files.
 cp -rL "$project/kubernetes/helm/nvshare" "$scratch/images/chart"
-sed -i '/^kubeVersion:/d' "$scratch/images/chart/Chart.yaml"
+if [ $# -eq 2 ]; then
+    cp -r "$here/slots" "$here/claims" "$scratch/images/"
+else
+    cp -r "$here/overlay" "$scratch/images/slots"
+    # The kustomize of this kubectl doesn't support components.
+    cp "$project/kubernetes/sleep/daemonset.yaml" "$scratch/images/slots/sleep.yaml"
+    # This Kubernetes is older than the chart allows.
+    sed -i '/^kubeVersion:/d' "$scratch/images/chart/Chart.yaml"
+fi
 
 # The node's processes run in separate control groups. All of these processes end together with the
 # node's PID namespace, so the groups can then be removed.
@@ -55,7 +72,7 @@ code=0
         echo $BASHPID >"$group/cgroup.procs"
     done
     exec unshare --mount --pid --fork --kill-child --net --uts --ipc --cgroup \
-        "$here/node.sh" "$cache" "$scratch" "$scratch/images" "${steps[@]}"
+        "$here/node.sh" "$cache" "$programs" "$scratch" "${steps[@]}"
 ) || code=$?
 for group in "${groups[@]}"; do
     find "$group" -depth -type d -exec rmdir {} + 2>/dev/null || true

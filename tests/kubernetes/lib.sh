@@ -1,10 +1,18 @@
 # shellcheck shell=bash
 # Functions that the steps share. inside.sh sources this file.
 
-export PATH=/opt/kubernetes:$PATH KUBECONFIG=/etc/kubernetes/admin.conf
+export PATH=/opt/kubernetes:$PATH:/opt/tools KUBECONFIG=/etc/kubernetes/admin.conf
 address=10.96.0.1
 began=$SECONDS
 declare -A daemons
+
+# The minor version of Kubernetes 1.
+minor=$(kubelet --version | sed 's/.*v1\.\([0-9]*\).*/\1/')
+has_cdi() { [ "$minor" -ge 28 ]; }
+has_claims() { [ "$minor" -ge 34 ]; }
+# The gates that the README names.
+gates=()
+case $minor in 34 | 35) gates=(--feature-gates=DRAConsumableCapacity=true,DRADeviceTaints=true) ;; esac
 
 say() { printf '%4d s  %s\n' $((SECONDS - began)) "$*"; }
 
@@ -14,7 +22,7 @@ fail() {
         kubectl get nodes,pods --all-namespaces -o wide
         ! declare -F ctl >/dev/null || ctl status
         kubectl get events --all-namespaces --sort-by=.lastTimestamp | tail -n 20
-        for container in prepare checkpoint scheduler device-plugin agent; do
+        for container in prepare checkpoint scheduler cdi device-plugin agent; do
             echo "--- log of $container"
             kubectl -n nvshare logs daemonset/nvshare -c $container --tail=20
         done
@@ -32,7 +40,7 @@ finish() {
 }
 
 until_true() { # what, command…
-    local what=$1 deadline=$((SECONDS + 120))
+    local what=$1 deadline=$((SECONDS + ${PATIENCE:-120}))
     shift
     while [ $SECONDS -lt $deadline ]; do
         if "$@" >/dev/null 2>&1; then return; fi
@@ -61,8 +69,8 @@ start_etcd() {
 }
 
 start_api_server() {
-    start kube-apiserver kube-apiserver --etcd-servers=http://127.0.0.1:2379 --bind-address=0.0.0.0 --secure-port=443 \
-        --advertise-address=$address --service-cluster-ip-range=10.96.0.0/24 --authorization-mode=Node,RBAC \
+    start kube-apiserver kube-apiserver "${gates[@]}" --etcd-servers=http://127.0.0.1:2379 --bind-address=0.0.0.0 --secure-port=443 \
+        --advertise-address=$address --service-cluster-ip-range=10.96.0.0/24 --authorization-mode=Node,RBAC --allow-privileged \
         --token-auth-file=/etc/kubernetes/tokens --tls-cert-file=/etc/kubernetes/server.crt \
         --tls-private-key-file=/etc/kubernetes/server.key --service-account-issuer=https://kubernetes.default.svc \
         --service-account-signing-key-file=/etc/kubernetes/server.key --service-account-key-file=/etc/kubernetes/server.key \
@@ -75,8 +83,8 @@ start_api_server() {
 start_controllers() {
     start kube-controller-manager kube-controller-manager --kubeconfig=$KUBECONFIG --leader-elect=false \
         --use-service-account-credentials --root-ca-file=/etc/kubernetes/ca.crt \
-        --service-account-private-key-file=/etc/kubernetes/server.key
-    start kube-scheduler kube-scheduler --kubeconfig=$KUBECONFIG --leader-elect=false
+        --service-account-private-key-file=/etc/kubernetes/server.key "${gates[@]}"
+    start kube-scheduler kube-scheduler "${gates[@]}" --kubeconfig=$KUBECONFIG --leader-elect=false
 }
 
 start_containerd() {
@@ -85,9 +93,32 @@ start_containerd() {
 }
 
 start_kubelet() {
+    local endpoint=()
+    has_cdi || endpoint=(--container-runtime=remote --container-runtime-endpoint=unix:///run/containerd/containerd.sock)
     start kubelet kubelet --config=/etc/kubernetes/kubelet.yaml --kubeconfig=/etc/kubernetes/kubelet.conf \
-        --container-runtime=remote --container-runtime-endpoint=unix:///run/containerd/containerd.sock \
-        --hostname-override=node --node-ip=$address --node-labels=nvidia.com/gpu.present=true
+        "${endpoint[@]}" "${gates[@]}" --hostname-override=node --node-ip=$address --node-labels=nvidia.com/gpu.present=true
+}
+
+# Starts the second node: containerd and a kubelet in their own mount and PID namespaces. Both nodes
+# have one network.
+start_second_node() {
+    local file
+    cp -r /etc/kubernetes /etc/containerd /etc/cni /etc/cdi /second/etc/
+    cp /etc/kubernetes/second.conf /second/etc/kubernetes/kubelet.conf
+    for file in crt key; do cp "/etc/kubernetes/second.$file" "/second/etc/kubernetes/kubelet.$file"; done
+    printf 'port: 10350\nhealthzPort: 10348\ncgroupRoot: /second\n' >>/second/etc/kubernetes/kubelet.yaml
+    sed -i 's/"bridge": "pods"/"bridge": "second"/; s/10\.244\.0\.0/10.244.1.0/' /second/etc/cni/net.d/10-bridge.conflist
+    for file in /sys/fs/cgroup/*/; do
+        [ ! -e "$file/cgroup.procs" ] || mkdir -p "$file/second"
+    done
+    for file in cpuset.cpus cpuset.mems; do cat "/sys/fs/cgroup/cpuset/$file" >"/sys/fs/cgroup/cpuset/second/$file"; done
+    start second unshare --mount --propagation private --pid --fork --kill-child --uts /steps/second.sh
+    until_true "the second node" kubectl wait --for=condition=Ready node/second --timeout=1s
+}
+
+# Runs a command in the second node.
+on_second() {
+    nsenter --target "$(pgrep -P "${daemons[second]}")" --mount --pid "$@"
 }
 
 node_is_ready() {
@@ -114,12 +145,14 @@ configure_node() {
         -subj /CN=ca 2>/dev/null
     certificate server /CN=server "subjectAltName=IP:$address,IP:127.0.0.1,DNS:kubernetes.default.svc"
     certificate kubelet /CN=node "subjectAltName=IP:$address,DNS:node"
+    certificate second /CN=second "subjectAltName=IP:10.96.0.2,DNS:second"
     certificate client /O=system:masters/CN=api-server "extendedKeyUsage=clientAuth"
     cat >/etc/kubernetes/tokens <<'TOKENS'
 admin-token,admin,admin,system:masters
 kubelet-token,system:node:node,kubelet,system:nodes
+second-token,system:node:second,second,system:nodes
 TOKENS
-    { kubeconfig admin admin-token; kubeconfig kubelet kubelet-token; } >/dev/null
+    { kubeconfig admin admin-token; kubeconfig kubelet kubelet-token; kubeconfig second second-token; } >/dev/null
     cat >/etc/kubernetes/kubelet.yaml <<'KUBELET'
 apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
@@ -134,14 +167,18 @@ clusterDomain: cluster.local
 evictionHard: {nodefs.available: "0%", imagefs.available: "0%"}
 imageGCHighThresholdPercent: 100
 KUBELET
-    cat >/etc/containerd/config.toml <<'CONTAINERD'
+    ! has_cdi || echo 'containerRuntimeEndpoint: unix:///run/containerd/containerd.sock' >>/etc/kubernetes/kubelet.yaml
+    [ "$minor" -lt 31 ] || echo 'failCgroupV1: false' >>/etc/kubernetes/kubelet.yaml
+    local plugins=/usr/lib/cni
+    [ ! -e /opt/kubernetes/bridge ] || plugins=/opt/kubernetes
+    cat >/etc/containerd/config.toml <<CONTAINERD
 version = 2
 [plugins."io.containerd.grpc.v1.cri"]
 sandbox_image = "nvshare.test/pause:1"
 enable_cdi = true
 restrict_oom_score_adj = true
 [plugins."io.containerd.grpc.v1.cri".cni]
-bin_dir = "/usr/lib/cni"
+bin_dir = "$plugins"
 [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
 runtime_type = "io.containerd.runc.v2"
 [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.nvidia]
@@ -154,6 +191,17 @@ CONTAINERD
  "ipam": {"type": "host-local", "ranges": [[{"subnet": "10.244.0.0/24"}]], "routes": [{"dst": "0.0.0.0/0"}]}}]}
 CNI
 }
+
+# Writes NVIDIA's CDI file, for simulated GPUs.
+write_nvidia_cdi() { # number of GPUs
+    mkdir -p /etc/cdi
+    jq --argjson gpus "$1" '{cdiVersion: "0.5.0", kind: "nvidia.com/gpu",
+        devices: [range($gpus) | {name: tostring, containerEdits: {deviceNodes: [{path: "/dev/zero"}]}}],
+        containerEdits: {env: .env, mounts: [.mounts[] | {hostPath: .source, containerPath: .destination, options}]}}' \
+        /opt/gpu/edits.json >/etc/cdi/nvidia.json
+}
+
+helm() { /opt/tools/helm --namespace nvshare "$@" >>/logs/helm 2>&1 || fail "helm $1: $(tail -n 5 /logs/helm)"; }
 
 start_node() {
     configure_node

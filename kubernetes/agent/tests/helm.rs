@@ -9,7 +9,7 @@ use k8s_openapi::api::batch::v1::Job;
 use kubernetes_test_support::api_server::{Answer, ApiServer, Method, Watchers, World, refused, whole};
 use serde_json::{Value, json};
 
-use crate::manifests::{built_list, built_with_sleep, check_dra_additions, documents, kubernetes};
+use crate::manifests::{built_with, check_dra_additions, documents, kubernetes};
 
 fn chart() -> std::path::PathBuf {
     kubernetes().join("helm/nvshare")
@@ -75,7 +75,7 @@ fn the_schema_lists_exactly_the_charts_values() {
 fn the_schema_names_every_container() {
     let schema: Value = serde_json::from_str(&read("values.schema.json")).expect("JSON");
     let named = |object: &Value| object["name"].as_str().expect("a name").to_owned();
-    let mut containers: Vec<String> = built_with_sleep("dra")
+    let mut containers: Vec<String> = built_with(&["sleep"], "dra")
         .iter()
         .filter(|object| object["kind"] == "DaemonSet")
         .flat_map(|object| {
@@ -312,15 +312,17 @@ fn an_upgrade_that_removes_sleep_or_dra_must_be_confirmed() {
 #[ignore = "needs helm and kubectl: make check-kubernetes"]
 fn every_combination_of_features_renders_the_kustomize_output() {
     let sleep = json!({"enabled": true});
-    for (directory, has_sleep, values) in [
-        ("base", false, json!({})),
-        ("base", true, json!({"sleep": sleep})),
-        ("mounts", false, json!({"inject": "mounts"})),
-        ("mounts", true, json!({"inject": "mounts", "sleep": sleep})),
-        ("dra", false, json!({"dra": {"enabled": true}})),
-        ("dra", true, json!({"dra": {"enabled": true}, "sleep": sleep})),
-    ] {
-        let built = if has_sleep { built_with_sleep(directory) } else { built_list(directory) };
+    let features: [(&str, &[&str], Value); 7] = [
+        ("base", &[], json!({})),
+        ("base", &["sleep"], json!({"sleep": sleep})),
+        ("mounts", &[], json!({"inject": "mounts"})),
+        ("mounts", &["sleep"], json!({"inject": "mounts", "sleep": sleep})),
+        ("dra", &[], json!({"dra": {"enabled": true}})),
+        ("dra", &["sleep"], json!({"dra": {"enabled": true}, "sleep": sleep})),
+        ("base", &["sleep", "read-only-etc"], json!({"sleep": sleep, "readOnlyEtc": true})),
+    ];
+    for (directory, components, values) in features {
+        let built = built_with(components, directory);
         let chart = rendered_list(&values);
         for object in chart.iter().chain(&built).filter(|object| object["kind"] == "DaemonSet") {
             let pod = &object["spec"]["template"]["spec"];
@@ -343,7 +345,7 @@ fn every_combination_of_features_renders_the_kustomize_output() {
         let (chart, built) = (by_name(chart), by_name(built));
         assert_eq!(chart.keys().collect::<Vec<_>>(), built.keys().collect::<Vec<_>>(), "{directory}");
         for (name, object) in &chart {
-            assert_eq!(object, &built[name], "{directory}, {has_sleep}: {name}");
+            assert_eq!(object, &built[name], "{directory}, {components:?}: {name}");
         }
     }
 }

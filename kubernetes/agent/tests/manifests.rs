@@ -10,6 +10,7 @@ use k8s_openapi::api::admissionregistration::v1::{ValidatingAdmissionPolicy, Val
 use k8s_openapi::api::apps::v1::DaemonSet;
 use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::{ConfigMap, Namespace, Pod, PodSpec, ServiceAccount};
+use k8s_openapi::api::networking::v1::NetworkPolicy;
 use k8s_openapi::api::node::v1::RuntimeClass;
 use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding};
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceClaimTemplate};
@@ -24,7 +25,9 @@ pub fn kubernetes() -> PathBuf {
 /// All documents of the manifests, with their files.
 pub fn documents() -> Vec<(PathBuf, Value)> {
     let mut all = Vec::new();
-    for directory in ["base", "mounts", "dra", "sleep", "examples", "examples/dra", "examples/volume-mounts"] {
+    for directory in
+        ["base", "mounts", "dra", "sleep", "read-only-etc", "examples", "examples/dra", "examples/volume-mounts"]
+    {
         for entry in std::fs::read_dir(kubernetes().join(directory)).expect("the manifests") {
             let path = entry.expect("an entry").path();
             if path.is_dir() {
@@ -81,15 +84,17 @@ fn every_field_is_in_the_kubernetes_schema() {
             "DaemonSet" => known::<DaemonSet>(&document),
             "Job" => known::<Job>(&document),
             "Pod" => known::<Pod>(&document),
+            "NetworkPolicy" => known::<NetworkPolicy>(&document),
             "RuntimeClass" => known::<RuntimeClass>(&document),
             "DeviceClass" => known::<DeviceClass>(&document),
             "ResourceClaim" => known::<ResourceClaim>(&document),
             "ResourceClaimTemplate" => known::<ResourceClaimTemplate>(&document),
             "ValidatingAdmissionPolicy" => known::<ValidatingAdmissionPolicy>(&document),
             "ValidatingAdmissionPolicyBinding" => known::<ValidatingAdmissionPolicyBinding>(&document),
-            // These kinds belong to kubectl and to Prometheus' operator rather than to Kubernetes'
-            // API.
-            "Kustomization" | "Component" | "PodMonitor" | "PrometheusRule" => continue,
+            // These kinds belong to kubectl, Prometheus' operator, Kueue and Karpenter rather than to
+            // Kubernetes' API.
+            "Kustomization" | "Component" | "PodMonitor" | "PrometheusRule" | "ResourceFlavor" | "ClusterQueue"
+            | "LocalQueue" | "NodeOverlay" => continue,
             other => panic!("{path:?}: {other:?} is checked by nothing here"),
         };
         let known = known.unwrap_or_else(|e| panic!("{path:?}: {kind}: {e}"));
@@ -303,19 +308,23 @@ fn built_from(directory: &Path) -> Vec<Value> {
     serde_saphyr::from_multiple(&text).unwrap_or_else(|e| panic!("{directory:?}: {e}"))
 }
 
-/// Builds the base of this directory with the component for sleep, as the README describes, and
-/// returns the objects.
-pub fn built_with_sleep(directory: &str) -> Vec<Value> {
+/// Builds the base of this directory with these components, as the README describes, and returns the
+/// objects.
+pub fn built_with(components: &[&str], directory: &str) -> Vec<Value> {
+    if components.is_empty() {
+        return built_list(directory);
+    }
     let copy = tempfile::tempdir().expect("a directory");
-    for part in ["base", "mounts", "dra", "sleep"] {
+    for part in ["base", "mounts", "dra", "sleep", "read-only-etc"] {
         std::fs::create_dir(copy.path().join(part)).expect("a directory");
         for entry in std::fs::read_dir(kubernetes().join(part)).expect("the manifests") {
             let entry = entry.expect("an entry");
             std::fs::copy(entry.path(), copy.path().join(part).join(entry.file_name())).expect("a copy");
         }
     }
-    let (base, component) = (copy.path().join("base/kustomization.yaml"), "components:\n  - ../sleep\n");
-    let text = std::fs::read_to_string(&base).expect("a kustomization") + component;
+    let base = copy.path().join("base/kustomization.yaml");
+    let mut text = std::fs::read_to_string(&base).expect("a kustomization") + "components:\n";
+    text.extend(components.iter().map(|component| format!("  - ../{component}\n")));
     std::fs::write(&base, text).expect("written");
     built_from(&copy.path().join(directory))
 }

@@ -2,6 +2,10 @@
 # Pods share the GPU, although together they need more memory than the GPU has. If no slot is left,
 # a pod waits.
 
+# Without CDI, NVIDIA's runtime gives the GPU to the pod.
+runtime="runtimeClassName: nvidia"
+! has_cdi || runtime=
+command_of() { printf '["cuda-program", %s]' "$(printf '%s' "$1" | sed 's/[^ ]*/"&"/g; s/ /, /g')"; }
 pod() { # name, words of the program, annotations
     kubectl apply -f - <<POD >/dev/null
 apiVersion: v1
@@ -11,11 +15,11 @@ metadata:
   annotations: {${3:-}}
 spec:
   restartPolicy: Never
-  runtimeClassName: nvidia
+  $runtime
   containers:
     - name: main
       image: nvshare.test/program:1
-      command: [cuda-program, $(printf '%s' "$2" | sed 's/[^ ]*/"&"/g; s/ /, /g')]
+      command: $(command_of "$2")
       resources: {limits: {nvshare.com/gpu: 1}}
 POD
 }

@@ -2,9 +2,6 @@
 # nvshare's containers are killed while pods compute, the kubelet is restarted, and the DaemonSet is
 # deployed again. Pods continue and have correct results.
 
-restarts_of() { # container
-    kubectl -n nvshare get pods -o jsonpath="{.items[0].status.containerStatuses[?(@.name=='$1')].restartCount}"
-}
 is_back() { # container, how often it had been restarted
     [ "$(restarts_of "$1")" -gt "$2" ] && kubectl -n nvshare wait --for=condition=Ready pods --all --timeout=1s
 }

@@ -10,7 +10,7 @@ until_true "three pods to run" running 3
 until_true "the modest pod's limit" eval 'ctl status | grep -q "may use 64 MiB"'
 until_true "its weight" eval 'ctl status | grep -q "weight 20"'
 agent() { kubectl -n nvshare logs daemonset/nvshare -c agent --tail=-1; }
-until_true "the agent to refuse a weight" eval 'agent | grep "default/greedy" | grep -q "100 at most"'
+until_true "the agent to refuse a weight" eval 'agent | grep "default/greedy" | grep -q "at most 100"'
 until_true "the agent to report a mistake" eval 'agent | grep "default/wrong" | grep -q heavy'
 pod large "mix --mem 96M --reps 1 --rounds 2" 'nvshare.com/memory-max: "64M"'
 until_true "a pod to be refused memory" is large Failed

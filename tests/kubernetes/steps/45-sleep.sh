@@ -2,11 +2,6 @@
 # The container with the necessary capabilities puts a pod's program to sleep and wakes it. The
 # program can be woken even if that container and the scheduler were killed during the sleep.
 
-client() { # what of it
-    ctl --json status | jq -r ".clients[] | select(.\"pod-name\" == \"sleeper\") | .$1"
-}
-sleeps() { [ "$(client sleep)" = "$1" ]; }
-
 a_pod_sleeps_and_wakes() {
     pod sleeper "mix --mem 64M --reps 1 --rounds endless --cpu-ms 20"
     until_true "the program to be a client" eval '[ "$(client pid)" -gt 0 ]'

@@ -1,20 +1,20 @@
 # shellcheck shell=bash
 # Containers get the library through nvshare's CDI file, which names the files that nvshare has
-# installed on the node. This kubelet cannot request CDI devices, so nvidia-runtime applies the CDI
-# file instead of containerd. An image's own preloaded library is loaded too. If the image's list
-# cannot be merged, an event gives the reason.
+# installed on the node. A kubelet before 1.28 cannot request CDI devices, so nvidia-runtime applies
+# the CDI file instead of containerd. An image's own preloaded library is loaded too. If the image's
+# list cannot be merged, an event gives the reason.
 
-node=/var/lib/nvshare-node
-# Sockets need short paths.
-ln -sfn /var/lib/kubelet/pods/*/volumes/kubernetes.io~empty-dir/control /run/control
-mkdir -p /etc/cdi
-jq '{cdiVersion: "0.5.0", kind: "nvidia.com/gpu",
-    devices: [{name: "0", containerEdits: {deviceNodes: [{path: "/dev/zero"}]}}],
-    containerEdits: {env: .env, mounts: [.mounts[] | {hostPath: .source, containerPath: .destination, options}]}}' \
-    /opt/gpu/edits.json >/etc/cdi/nvidia.json
-$node/nvsharectl --control /run/control/control.sock cdi generate --require-nvidia --output=/var/run/cdi/nvshare.json \
-    --library=$node/libnvshare.so --preload-list=$node/ld.so.preload --hook=$node/nvsharectl >/logs/cdi 2>&1 ||
-    fail "no CDI file: $(cat /logs/cdi)"
+request="resources: {limits: {nvshare.com/gpu: 1}}"
+if ! has_cdi; then
+    request="env: [{name: TEST_CDI_FILE, value: /var/run/cdi/nvshare.json}]"
+    node=/var/lib/nvshare-node
+    # Sockets need short paths.
+    ln -sfn /var/lib/kubelet/pods/*/volumes/kubernetes.io~empty-dir/control /run/control
+    write_nvidia_cdi 1
+    $node/nvsharectl --control /run/control/control.sock cdi generate --require-nvidia --output=/var/run/cdi/nvshare.json \
+        --library=$node/libnvshare.so --preload-list=$node/ld.so.preload --hook=$node/nvsharectl >/logs/cdi 2>&1 ||
+        fail "no CDI file: $(cat /logs/cdi)"
+fi
 
 cdi_pod() { # name, image, words of the program
     kubectl apply -f - <<POD >/dev/null
@@ -24,12 +24,12 @@ metadata:
   name: $1
 spec:
   restartPolicy: Never
-  runtimeClassName: nvidia
+  $runtime
   containers:
     - name: main
       image: nvshare.test/$2:1
-      command: [cuda-program, $(printf '%s' "$3" | sed 's/[^ ]*/"&"/g; s/ /, /g')]
-      env: [{name: TEST_CDI_FILE, value: /var/run/cdi/nvshare.json}]
+      command: $(command_of "$3")
+      $request
       securityContext: {readOnlyRootFilesystem: true}
 POD
 }
@@ -48,4 +48,4 @@ cdi_pod link links "naps --seconds 600"
 says_why() { kubectl get events -o jsonpath='{.items[*].message}' | grep -q "cannot merge the image's /etc/ld.so.preload .* it is a symbolic link"; }
 until_true "the event that the README names" says_why
 kubectl delete pods --all --grace-period=1 --timeout=180s >/dev/null
-rm /etc/cdi/nvidia.json /var/run/cdi/nvshare.json /run/control
+has_cdi || rm /etc/cdi/nvidia.json /var/run/cdi/nvshare.json /run/control

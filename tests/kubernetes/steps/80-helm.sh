@@ -2,8 +2,8 @@
 # The Helm chart is installed, changed and removed.
 
 [ -x /opt/tools/helm ] || { say "there is no helm"; return; }
-helm() { /opt/tools/helm --namespace nvshare "$@" >>/logs/helm 2>&1 || fail "helm $1: $(tail -n 5 /logs/helm)"; }
-values=(--set inject=mounts --set slots=3 --set createRuntimeClass=true --wait --timeout 180s)
+values=(--set slots=3 --set createRuntimeClass=true --wait --timeout 180s)
+has_cdi || values+=(--set inject=mounts)
 
 kubectl delete runtimeclass nvidia >/dev/null
 kubectl create namespace nvshare >/dev/null
