@@ -344,7 +344,8 @@ fn a_lock_timeout_leaves_the_process_running() {
 fn a_restore_without_room_loses_the_process() {
     let Some(sleeper) = start("a_restore_without_room_loses_the_process") else { return };
     assert_eq!(sleeper.ask(Operation::Sleep), ASLEEP);
-    trouble::set_strangers(&machine(), 0, &[Stranger { bytes: 100 * M, pid: None, is_graphics: false }]).expect("a file");
+    trouble::set_strangers(&machine(), 0, &[Stranger { bytes: 100 * M, pid: None, is_graphics: false }])
+        .expect("a file");
     let lost = Reply { outcome: Outcome::Lost, failed: Step::Restore, error: OUT_OF_MEMORY };
     assert_eq!(sleeper.ask(Operation::Wake), lost);
 }
