@@ -31,7 +31,7 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, UCred, recvmsg, send},
 };
-use scope::Scope;
+use scope::{PATIENCE, Scope};
 use std::{
     ffi::CString,
     fmt,
@@ -196,9 +196,13 @@ impl Helper<'_> {
                 if store.find(&image).is_none_or(|image| image.uid != uid) {
                     return Err(Refusal::new(format!("image {image} belongs to another user")));
                 }
-                // The process of another stage is the program, or has to be ended.
-                if entry.stage().is_ok_and(|stage| !matches!(stage, Stage::Saved | Stage::Restored { .. })) {
-                    return Ok(Reply::Busy);
+                match entry.stage() {
+                    Ok(Stage::Saved | Stage::Restored { .. }) => {}
+                    // The process of another stage is the program, or has to be ended.
+                    Ok(_) => return Ok(Reply::Busy),
+                    // The system may be able to read the record later.
+                    Err(e) if e.raw_os_error().is_some() => return Ok(Reply::Busy),
+                    Err(_) => {}
                 }
                 entry.delete().map_err(|e| Refusal::new(format!("cannot delete image {image}: {e}")))?;
                 Ok(Reply::Done)
@@ -209,8 +213,9 @@ impl Helper<'_> {
 
     /// Checks that a program can be saved, and prepares its image. Does not change the program.
     fn check(&self, root: i32, uid: u32, clients: &[i32]) -> Result<Prepared, Refusal> {
-        let process = Identity::of(root).ok_or_else(gone)?;
-        let tree = Tree::of(&process).ok_or_else(gone)?;
+        let unreadable = |e| Refusal::new(format!("cannot read the state of its processes: {e}"));
+        let process = Identity::of(root).map_err(unreadable)?.ok_or_else(gone)?;
+        let tree = Tree::of(&process).map_err(unreadable)?.ok_or_else(gone)?;
         if let Some(pid) = tree.pids().iter().skip(1).find(|pid| clients.contains(pid)) {
             let name = process::name(*pid);
             return Err(Refusal::new(format!(
@@ -253,7 +258,7 @@ impl Helper<'_> {
         }) {
             Ok(image) => {
                 // If this fails, the next helper ends the process.
-                if let Err(e) = entry.end(uid, process) {
+                if let Err(e) = entry.end(uid, process, Instant::now() + PATIENCE) {
                     eprintln!("nvshare-hibernate: {}", failed(e));
                 }
                 Ok(image)
@@ -315,7 +320,7 @@ impl Helper<'_> {
         let process = match begun {
             Ok(process) => process,
             Err(why) => {
-                entry.end_restore(uid, &scope).map_err(words)?;
+                entry.end_restore(uid, &scope, Instant::now() + PATIENCE).map_err(words)?;
                 return Err(why);
             }
         };
@@ -337,7 +342,7 @@ fn begin(job: &Job<'_>, manifest: &Manifest) -> Result<Identity, Refusal> {
     manifest.rights.check(Path::new("/proc"), &pids).map_err(|why| {
         Refusal::new(format!("a restored program must have no more rights than when it was saved, but {why}"))
     })?;
-    let process = Identity::of(manifest.root).filter(|process| pids.contains(&process.pid));
+    let process = Identity::of(manifest.root).map_err(words)?.filter(|process| pids.contains(&process.pid));
     let process = process.ok_or_else(|| Refusal::new("the program ended while it was restored"))?;
     let uid = manifest.rights.owner.uid;
     let stage = Stage::Continuing { process: process.clone(), scope: job.scope.clone() };

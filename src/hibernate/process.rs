@@ -12,7 +12,7 @@ use rustix::{
 use serde::{Deserialize, Serialize};
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs,
+    fs, io,
     os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
     thread::sleep,
@@ -41,8 +41,27 @@ pub struct Identity {
 }
 
 /// The kernel's ID of the present boot.
-pub fn boot() -> String {
-    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
+pub fn boot() -> io::Result<String> {
+    Ok(fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
+}
+
+/// Tells a process that has ended (`None`) from one that cannot be read, for example because the system has
+/// no file descriptors left. What is decided for a process that has ended would destroy a living one.
+fn unless_ended<T>(read: io::Result<T>) -> io::Result<Option<T>> {
+    match read {
+        Ok(found) => Ok(Some(found)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH) => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+/// Why nothing can be said about a process.
+fn unreadable(e: io::Error) -> Refusal {
+    Refusal::new(format!("cannot read the state of its processes: {e}"))
+}
+
+fn gone() -> Refusal {
+    Refusal::new("the program has ended")
 }
 
 /// The fields of `/proc/PID/stat`.
@@ -57,13 +76,17 @@ struct Stat {
 }
 
 impl Stat {
-    fn of(pid: i32) -> Option<Self> {
+    fn of(pid: i32) -> io::Result<Option<Self>> {
         Self::read(&directory(pid))
     }
 
-    /// Reads the file of a process or thread. `directory`: its directory in `/proc`.
-    fn read(directory: &Path) -> Option<Self> {
-        let text = fs::read_to_string(directory.join("stat")).ok()?;
+    /// Reads the file of a process or thread. `directory`: its directory in `/proc`. `None`: it has ended.
+    fn read(directory: &Path) -> io::Result<Option<Self>> {
+        let Some(text) = unless_ended(fs::read_to_string(directory.join("stat")))? else { return Ok(None) };
+        Ok(Some(Self::parse(&text).ok_or(io::ErrorKind::InvalidData)?))
+    }
+
+    fn parse(text: &str) -> Option<Self> {
         let fields: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
         let number = |at: usize| fields.get(at - 3)?.parse::<i64>().ok();
         Some(Self {
@@ -78,13 +101,21 @@ impl Stat {
 }
 
 impl Identity {
-    pub fn of(pid: i32) -> Option<Self> {
-        let uid = credentials(pid).map(|credentials| credentials.uid);
-        Some(Self { pid, uid, started: Stat::of(pid)?.started, boot: boot() })
+    /// Returns the identity of a process. `None`: it has ended.
+    ///
+    /// # Errors
+    /// The process cannot be read.
+    pub fn of(pid: i32) -> io::Result<Option<Self>> {
+        let Some(status) = unless_ended(Status::read(&directory(pid)))? else { return Ok(None) };
+        let Some(Stat { started, .. }) = Stat::of(pid)? else { return Ok(None) };
+        let uid = status.credentials().map(|credentials| credentials.uid);
+        Ok(Some(Self { pid, uid, started, boot: boot()? }))
     }
 
-    pub fn lives(&self) -> bool {
-        Self::of(self.pid).as_ref() == Some(self)
+    /// # Errors
+    /// The process cannot be read.
+    pub fn lives(&self) -> io::Result<bool> {
+        Ok(Self::of(self.pid)?.as_ref() == Some(self))
     }
 }
 
@@ -96,11 +127,13 @@ struct Member {
 
 impl Member {
     /// Opens a process. The process had this identity after it was opened and still lived, so the pidfd is
-    /// that of this process.
-    fn open(pid: i32) -> Option<Self> {
-        let pidfd = pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty()).ok()?;
-        let identity = Identity::of(pid)?;
-        is_alive(&pidfd).then_some(Self { identity, pidfd })
+    /// that of this process. `None`: it has ended.
+    fn open(pid: i32) -> io::Result<Option<Self>> {
+        let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
+        let opened = pidfd_open(pid, PidfdFlags::empty()).map_err(io::Error::from);
+        let Some(pidfd) = unless_ended(opened)? else { return Ok(None) };
+        let Some(identity) = Identity::of(pid.as_raw_nonzero().get())? else { return Ok(None) };
+        Ok(is_alive(&pidfd).then_some(Self { identity, pidfd }))
     }
 }
 
@@ -109,9 +142,14 @@ impl Member {
     /// they do not.
     fn stops(&self, uid: Option<u32>) -> bool {
         let until = Instant::now() + STOP;
-        let has_stopped =
-            |task: PathBuf| Stat::read(&task).is_none_or(|stat| matches!(stat.state, 'T' | 't' | 'Z' | 'X'));
-        while self.identity.uid == uid && !tasks(&directory(self.identity.pid)).into_iter().flatten().all(has_stopped) {
+        let has_stopped = |task: PathBuf| {
+            Stat::read(&task).is_ok_and(|stat| stat.is_none_or(|stat| matches!(stat.state, 'T' | 't' | 'Z' | 'X')))
+        };
+        let all_have_stopped = || {
+            unless_ended(tasks(&directory(self.identity.pid)))
+                .is_ok_and(|tasks| tasks.into_iter().flatten().all(has_stopped))
+        };
+        while self.identity.uid == uid && !all_have_stopped() {
             if Instant::now() > until {
                 return false;
             }
@@ -145,10 +183,10 @@ fn is_alive(pidfd: &OwnedFd) -> bool {
 }
 
 /// Returns the descendants of a process, and the process itself first.
-fn tree(root: i32) -> Vec<i32> {
+fn tree(root: i32) -> io::Result<Vec<i32>> {
     let mut children: BTreeMap<i32, Vec<i32>> = BTreeMap::new();
-    for pid in pids() {
-        if let Some(stat) = Stat::of(pid) {
+    for pid in pids()? {
+        if let Some(stat) = Stat::of(pid)? {
             children.entry(stat.parent).or_default().push(pid);
         }
     }
@@ -158,19 +196,26 @@ fn tree(root: i32) -> Vec<i32> {
         found.extend(children.remove(&pid).unwrap_or_default());
         at += 1;
     }
-    found
+    Ok(found)
 }
 
 impl Tree {
     /// Returns the tree below a process, or `None` if the process has ended.
-    pub fn of(root: &Identity) -> Option<Self> {
-        let members: Vec<Member> = tree(root.pid).into_iter().filter_map(Member::open).collect();
-        members.first().is_some_and(|member| member.identity == *root).then_some(Self { members })
+    ///
+    /// # Errors
+    /// A process cannot be read.
+    pub fn of(root: &Identity) -> io::Result<Option<Self>> {
+        let tree = Self::of_all(&tree(root.pid)?)?;
+        Ok(tree.members.first().is_some_and(|member| member.identity == *root).then_some(tree))
     }
 
-    /// Returns these processes.
-    pub fn of_all(pids: &[i32]) -> Self {
-        Self { members: pids.iter().filter_map(|pid| Member::open(*pid)).collect() }
+    /// Returns those of these processes that have not ended.
+    ///
+    /// # Errors
+    /// A process cannot be read.
+    pub fn of_all(pids: &[i32]) -> io::Result<Self> {
+        let members: io::Result<Vec<_>> = pids.iter().filter_map(|pid| Member::open(*pid).transpose()).collect();
+        Ok(Self { members: members? })
     }
 
     pub fn pids(&self) -> Vec<i32> {
@@ -211,8 +256,7 @@ impl Tree {
     /// The process has ended, its processes start others faster than they are stopped, or one does not
     /// stop. The processes then continue.
     pub fn stop(root: &Identity) -> Result<Self, Refusal> {
-        let gone = || Refusal::new("the program has ended");
-        let mut stopped = Self::of(root).ok_or_else(gone)?;
+        let mut stopped = Self::of(root).map_err(unreadable)?.ok_or_else(gone)?;
         for _ in 0..ATTEMPTS {
             stopped.signal(root.uid, Signal::STOP);
             // Until then, a thread may start a process that the list lacks.
@@ -221,7 +265,13 @@ impl Tree {
                 let pid = member.identity.pid;
                 return Err(Refusal::new(format!("process {pid} ({}) does not stop", name(pid))));
             }
-            let now = Self::of(root).ok_or_else(gone)?;
+            let now = match Self::of(root) {
+                Ok(now) => now.ok_or_else(gone)?,
+                Err(e) => {
+                    stopped.resume(root.uid);
+                    return Err(unreadable(e));
+                }
+            };
             if now.pids() == stopped.pids() {
                 return Ok(stopped);
             }
@@ -236,14 +286,19 @@ impl Tree {
     }
 
     /// Ends all processes of a user, and waits until they have ended.
-    pub fn kill(&self, uid: Option<u32>) {
+    ///
+    /// # Errors
+    /// A process has not ended at this time.
+    pub fn kill(&self, uid: Option<u32>, until: Instant) -> io::Result<()> {
         self.signal(uid, Signal::KILL);
-        let until = Instant::now() + Duration::from_secs(10);
         for member in self.members.iter().filter(|member| uid.is_some() && member.identity.uid == uid) {
             let left = until.saturating_duration_since(Instant::now());
             let limit = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-            let _ = poll(&mut [PollFd::new(&member.pidfd, PollFlags::IN)], Some(&limit));
+            if poll(&mut [PollFd::new(&member.pidfd, PollFlags::IN)], Some(&limit))? == 0 {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
         }
+        Ok(())
     }
 
     /// Checks whether CRIU can save the tree as a program of this user, and restore it. Returns its rights.
@@ -254,7 +309,6 @@ impl Tree {
         if uid == 0 {
             return Err(Refusal::new("it runs as root. Start it as another user"));
         }
-        let gone = || Refusal::new("the program has ended");
         let root = self.members.first().ok_or_else(gone)?.identity.pid;
         let owner = credentials(root).ok_or_else(gone)?;
         let member = Kin { owner, login: login(&directory(root)), members: self.pids().into_iter().collect() };
@@ -271,7 +325,7 @@ impl Tree {
     /// # Errors
     /// The process that is stopped.
     pub fn check_running(&self) -> Result<(), Refusal> {
-        let is_stopped = |pid: &i32| Stat::of(*pid).is_some_and(|stat| stat.state == 'T');
+        let is_stopped = |pid: &i32| !matches!(Stat::of(*pid), Ok(stat) if stat.is_none_or(|stat| stat.state != 'T'));
         match self.pids().into_iter().find(is_stopped) {
             Some(pid) => Err(Refusal::new(format!("process {pid} ({}) is stopped. Continue it first", name(pid)))),
             None => Ok(()),
@@ -312,7 +366,7 @@ impl Kin {
         for task in tasks(&directory(pid)).map_err(|_| ended)? {
             check_task(&task, uid, &self.owner, is_restored)?;
         }
-        let stat = Stat::of(pid).ok_or(ended)?;
+        let stat = Stat::of(pid).ok().flatten().ok_or(ended)?;
         if stat.state == 't' {
             return Err("is being debugged. Detach the debugger".into());
         }
@@ -390,9 +444,9 @@ fn credentials(pid: i32) -> Option<Credentials> {
     Status::read(&directory(pid)).ok()?.credentials()
 }
 
-fn pids() -> impl Iterator<Item = i32> {
-    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+fn pids() -> io::Result<impl Iterator<Item = i32>> {
+    let entries: io::Result<Vec<_>> = fs::read_dir("/proc")?.collect();
+    Ok(entries?.into_iter().filter_map(|entry| entry.file_name().to_str()?.parse().ok()))
 }
 
 /// The memory of a process in bytes, as far as it is saved.

@@ -48,10 +48,12 @@ struct Record {
 }
 
 impl Stage {
-    /// The process that was restored, if it lives.
+    /// The process that was restored, unless it has ended.
     pub fn process(&self) -> Option<i32> {
         match self {
-            Self::Continuing { process, .. } | Self::Restored { process } if process.lives() => Some(process.pid),
+            Self::Continuing { process, .. } | Self::Restored { process } if process.lives().unwrap_or(true) => {
+                Some(process.pid)
+            }
             _ => None,
         }
     }

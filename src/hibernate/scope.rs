@@ -16,7 +16,7 @@ use std::{
 };
 
 /// Maximum time until systemd has created a scope, or the kernel has frozen or ended one.
-const PATIENCE: Duration = Duration::from_secs(10);
+pub const PATIENCE: Duration = Duration::from_secs(10);
 /// Interval of the checks.
 const LOOK: Duration = Duration::from_millis(5);
 
@@ -155,13 +155,13 @@ impl Scope {
     /// Ends all processes, and waits until they have ended. A scope that does not exist has none.
     ///
     /// # Errors
-    /// A process does not end.
-    pub fn kill(&self) -> io::Result<()> {
+    /// A process has not ended at this time.
+    pub fn kill(&self, until: Instant) -> io::Result<()> {
         match fs::write(self.directory()?.join("cgroup.kill"), "1") {
             Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
             _ => {}
         }
-        wait(|| self.is_populated().map(|is_populated| !is_populated))
+        wait_until(until, || self.is_populated().map(|is_populated| !is_populated))
     }
 }
 
@@ -177,7 +177,10 @@ fn event(directory: &Path, line: &str) -> io::Result<bool> {
 }
 
 fn wait(is_done: impl Fn() -> io::Result<bool>) -> io::Result<()> {
-    let until = Instant::now() + PATIENCE;
+    wait_until(Instant::now() + PATIENCE, is_done)
+}
+
+fn wait_until(until: Instant, is_done: impl Fn() -> io::Result<bool>) -> io::Result<()> {
     while !is_done()? {
         if Instant::now() > until {
             return Err(io::ErrorKind::TimedOut.into());
@@ -208,7 +211,7 @@ mod tests {
     fn a_scope_that_does_not_exist_has_no_processes() {
         let scope = Scope::new("test", 1).expect("random numbers");
         let Ok(false) = scope.is_populated() else { return test_support::skip("control groups of version 2") };
-        scope.kill().expect("it has none");
+        scope.kill(Instant::now()).expect("it has none");
         assert!(scope.freeze().is_err() && scope.thaw().is_err() && scope.pids().is_err());
         assert_ne!(scope, Scope::new("test", 1).expect("random numbers"), "each operation has its own");
     }

@@ -33,7 +33,7 @@ use std::{
         unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown},
     },
     path::{Path, PathBuf},
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 const MANIFEST: &str = "manifest";
@@ -49,6 +49,11 @@ const MAX_DAMAGE: usize = 200;
 const RESERVE: u64 = 4 << 30;
 /// Maximum number of images of a user.
 const MAX_IMAGES: usize = 64;
+/// The start of the names of directories that are no images any more.
+const DELETED: &str = ".deleted-";
+/// The time for which all processes of unfinished operations together are waited for. Some may never end, and
+/// every helper settles before it works.
+const SETTLE_PATIENCE: Duration = Duration::from_secs(1);
 /// Each user's images may take this part of the disk.
 const SHARE_OF_USER: u64 = 2;
 
@@ -331,11 +336,12 @@ impl Store {
     /// something could not be finished.
     pub fn settle(&self) -> bool {
         let Ok(names) = self.names() else { return false };
-        let mut is_settled = true;
+        let mut is_settled = self.delete_rest().is_ok();
+        let until = Instant::now() + SETTLE_PATIENCE;
         for name in names {
             // Deleted since, if there is an error.
             let Ok(lock) = self.lock(&name) else { continue };
-            let done = lock.map_or(Ok(false), |entry| self.settle_one(&entry));
+            let done = lock.map_or(Ok(false), |entry| self.settle_one(&entry, until));
             is_settled &= done.unwrap_or_else(|e| {
                 eprintln!("nvshare-hibernate: cannot settle image {name}: {e}");
                 false
@@ -344,7 +350,20 @@ impl Store {
         is_settled
     }
 
-    fn settle_one(&self, entry: &Entry) -> io::Result<bool> {
+    /// Deletes what is left of deleted images.
+    fn delete_rest(&self) -> io::Result<()> {
+        for entry in fs::read_dir(&self.path)? {
+            let entry = entry?;
+            if entry.file_name().as_encoded_bytes().starts_with(DELETED.as_bytes()) {
+                // Another helper may be deleting it.
+                unless_missing(fs::remove_dir_all(entry.path()))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Finishes one operation. `until`: waits no longer for processes that do not end.
+    fn settle_one(&self, entry: &Entry, until: Instant) -> io::Result<bool> {
         let Some((uid, stage)) = record::read(&entry.path)? else {
             // The helper was killed before it stopped the program. An image that lost its record is kept.
             if !entry.path.join(MANIFEST).try_exists()? {
@@ -356,11 +375,11 @@ impl Store {
             // CRIU may end without the helper. Ending CRIU while it is in the program may damage the program.
             Stage::Saving { scope, .. } if scope.is_populated()? && entry.age()? < TIMEOUT => return Ok(false),
             Stage::Saving { process, scope } => {
-                scope.kill()?;
+                scope.kill(until)?;
                 entry.give_up(&process)?;
             }
-            Stage::Ending { process } => entry.end(uid, &process)?,
-            Stage::Restoring { scope } => entry.end_restore(uid, &scope)?,
+            Stage::Ending { process } => entry.end(uid, &process, until)?,
+            Stage::Restoring { scope } => entry.end_restore(uid, &scope, until)?,
             Stage::Continuing { process, scope } => entry.go_on(uid, process, &scope)?,
             Stage::Saved | Stage::Restored { .. } => {}
         }
@@ -424,29 +443,33 @@ impl Entry {
         Some(error.chars().filter(|c| !c.is_control()).take(200).collect())
     }
 
+    /// Deletes the image. What is left if the helper is killed is no image any more, and is deleted by the next
+    /// helper.
     pub fn delete(&self) -> io::Result<()> {
-        fs::remove_dir_all(&self.path)
+        let deleted = self.path.with_file_name(format!("{DELETED}{}", self.name));
+        fs::rename(&self.path, &deleted)?;
+        fs::remove_dir_all(deleted)
     }
 
     /// Lets the process of an image that is not complete continue, and deletes the image.
     pub fn give_up(&self, process: &Identity) -> io::Result<()> {
-        if let Some(tree) = Tree::of(process) {
+        if let Some(tree) = Tree::of(process)? {
             tree.resume(process.uid);
         }
         self.delete()
     }
 
     /// Ends the process of a complete image.
-    pub fn end(&self, uid: u32, process: &Identity) -> io::Result<()> {
-        if let Some(tree) = Tree::of(process) {
-            tree.kill(process.uid);
+    pub fn end(&self, uid: u32, process: &Identity, until: Instant) -> io::Result<()> {
+        if let Some(tree) = Tree::of(process)? {
+            tree.kill(process.uid, until)?;
         }
         self.record(uid, &Stage::Saved)
     }
 
     /// Ends the processes that CRIU has created in a restore that was not finished.
-    pub fn end_restore(&self, uid: u32, scope: &Scope) -> io::Result<()> {
-        scope.kill()?;
+    pub fn end_restore(&self, uid: u32, scope: &Scope, until: Instant) -> io::Result<()> {
+        scope.kill(until)?;
         self.record(uid, &Stage::Saved)
     }
 
@@ -454,7 +477,7 @@ impl Entry {
     pub fn go_on(&self, uid: u32, process: Identity, scope: &Scope) -> io::Result<()> {
         // Without its scope, the program has ended.
         if scope.is_populated()? {
-            Tree::of_all(&scope.pids()?).resume(Some(uid));
+            Tree::of_all(&scope.pids()?)?.resume(Some(uid));
             scope.thaw()?;
         }
         self.record(uid, &Stage::Restored { process })
@@ -558,6 +581,10 @@ fn describe(name: &str, manifest: &Manifest, runs_as: Option<i32>) -> Image {
         runs_as,
         damage: None,
     }
+}
+
+fn unless_missing(done: io::Result<()>) -> io::Result<()> {
+    done.or_else(|e| if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) })
 }
 
 fn checksum(mut file: File) -> io::Result<(u64, String)> {

@@ -12,7 +12,7 @@
 use crate::{
     Refusal,
     rights::{Rights, login},
-    scope::Scope,
+    scope::{PATIENCE, Scope},
 };
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -137,7 +137,7 @@ fn wait(worker: &OwnedFd, deadline: Instant, obstacle: impl Fn() -> Option<Strin
 /// Ends a worker and all other processes of its scope, as far as they end.
 fn end(scope: &Scope, child: &mut Child, worker: &OwnedFd) {
     let _ = child.kill(); // it may not be in its scope yet
-    if let Err(e) = scope.kill() {
+    if let Err(e) = scope.kill(Instant::now() + PATIENCE) {
         eprintln!("nvshare-hibernate: cannot end the processes of {scope:?}: {e}");
     }
     let limit = Timespec { tv_sec: END.as_secs() as i64, tv_nsec: 0 };

@@ -6,12 +6,12 @@ use test_support::Directory;
 
 fn child() -> (Child, Identity) {
     let child = Command::new("sleep").arg("1000").spawn().expect("a process");
-    let identity = Identity::of(child.id() as i32).expect("it runs");
+    let identity = Identity::of(child.id() as i32).expect("its files").expect("it runs");
     (child, identity)
 }
 
 fn state(pid: i32) -> char {
-    Stat::of(pid).expect("it lives").state
+    Stat::of(pid).expect("its file").expect("it lives").state
 }
 
 #[test]
@@ -65,14 +65,14 @@ fn all_threads_have_stopped_when_a_tree_has() {
     let Ok(mut busy) = Command::new("python3").args(["-c", script]).stderr(std::process::Stdio::null()).spawn() else {
         return test_support::skip("python3");
     };
-    let identity = Identity::of(busy.id() as i32).expect("it runs");
+    let identity = Identity::of(busy.id() as i32).expect("its files").expect("it runs");
     sleep(Duration::from_millis(300));
     for _ in 0..20 {
         let stopped = Tree::stop(&identity).expect("it is stopped");
         let states: Vec<char> = tasks(&directory(identity.pid))
             .expect("threads")
             .iter()
-            .filter_map(|task| Some(Stat::read(task)?.state))
+            .filter_map(|task| Some(Stat::read(task).expect("its file")?.state))
             .collect();
         assert!(states.iter().all(|state| matches!(state, 'T' | 'Z' | 'X')), "{states:?}");
         stopped.resume(identity.uid);
@@ -91,13 +91,14 @@ fn only_processes_of_the_program_and_its_user_get_signals() {
         Identity { uid: Some(identity.uid.expect("a user") + 1), ..identity.clone() },
         Identity { boot: "other".into(), ..identity.clone() },
     ] {
-        assert!(Tree::of(&other).is_none() && Tree::stop(&other).is_err() && !other.lives(), "{other:?}");
+        assert!(Tree::of(&other).is_ok_and(|tree| tree.is_none()), "{other:?}");
+        assert!(Tree::stop(&other).is_err() && !other.lives().expect("its files"), "{other:?}");
         assert_ne!(state(pid), 'T');
     }
-    let tree = Tree::of(&identity).expect("it lives");
+    let tree = Tree::of(&identity).expect("its files").expect("it lives");
     for uid in [None, identity.uid.map(|uid| uid + 1)] {
         tree.signal(uid, Signal::STOP);
-        tree.kill(uid);
+        tree.kill(uid, Instant::now()).expect("none is meant");
         assert_ne!(state(pid), 'T');
     }
     tree.check_running().expect("it runs");

@@ -17,8 +17,8 @@ fn store() -> (Directory, Store, Entry) {
 }
 
 fn image(store: &Store, uid: u32) -> Entry {
-    let own = Identity::of(std::process::id() as i32).expect("this process");
-    let tree = Tree::of(&own).expect("this process");
+    let own = Identity::of(std::process::id() as i32).expect("its files").expect("this process");
+    let tree = Tree::of(&own).expect("its files").expect("this process");
     let rights = |owner| Rights { owner, limits: Vec::new(), login: None };
     // Only root can give files to another user.
     let me = rights(Credentials {
@@ -143,7 +143,7 @@ fn names_of_images_are_no_paths() {
 /// A process that may be stopped and ended.
 fn process() -> (std::process::Child, Identity) {
     let child = std::process::Command::new("sleep").arg("1000").spawn().expect("a process");
-    let process = Identity::of(child.id() as i32).expect("it runs");
+    let process = Identity::of(child.id() as i32).expect("its files").expect("it runs");
     (child, process)
 }
 
@@ -294,4 +294,50 @@ fn a_program_is_not_restored_with_another_driver() {
         let why = with(Some("580.1")).check_driver(present).expect_err("another driver").to_string();
         assert!(why.contains("with NVIDIA driver 580.1") && why.contains("Load"), "{why}");
     }
+}
+
+/// Runs a function while this process can open no files.
+fn without_descriptors<T>(run: impl FnOnce() -> T) -> T {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    let before = getrlimit(Resource::Nofile);
+    let mut none = getrlimit(Resource::Nofile);
+    none.current = Some(0);
+    setrlimit(Resource::Nofile, none).expect("a limit");
+    let result = run();
+    setrlimit(Resource::Nofile, before).expect("a limit");
+    result
+}
+
+/// If it counted as ended, the image would be deleted, or would count beside its program.
+#[test]
+fn a_process_that_cannot_be_read_has_not_ended() {
+    let (_directory, store, entry) = store();
+    let (mut child, process) = process();
+    let stopped = Tree::stop(&process).expect("it is stopped");
+    let until = std::time::Instant::now();
+    let (given_up, ended, lives) = without_descriptors(|| {
+        (
+            entry.give_up(&process),
+            entry.end(OWNER, &process, until),
+            Stage::Restored { process: process.clone() }.process(),
+        )
+    });
+    assert!(given_up.is_err() && ended.is_err());
+    assert_eq!(lives, Some(process.pid));
+    assert!(is_stopped(&process));
+    store.verify(&entry, OWNER).expect("the image is still there");
+    stopped.resume(process.uid);
+    child.kill().expect("killed");
+    child.wait().expect("it has ended");
+}
+
+#[test]
+fn the_rest_of_a_deleted_image_is_deleted_and_no_image() {
+    let (directory, store, entry) = store();
+    let name = entry.name.clone();
+    drop(entry);
+    let rest = directory.0.join(format!("{DELETED}{name}"));
+    fs::rename(directory.0.join(&name), &rest).expect("the image");
+    assert!(store.list(Some(OWNER), 0).expect("a list").is_empty());
+    assert!(store.settle() && !rest.exists());
 }
