@@ -74,6 +74,58 @@ pub fn wait_at_most(most: Duration) {
     });
 }
 
+/// The longest time that counts for a thread that was stopped while it waited.
+const SLICE: Duration = Duration::from_millis(100);
+
+/// A bound on a thread's wait for the scheduler. It counts time for which the thread waits while the
+/// process is on its GPUs and runs. A paused process gets its answer after it is resumed, and a stopped
+/// process reads its answer after it continues; neither may fail a call of the program.
+#[derive(Debug)]
+pub struct Patience {
+    left: Duration,
+    most: Duration,
+}
+
+impl Patience {
+    pub const fn new(most: Duration) -> Self {
+        Self { left: most, most }
+    }
+
+    pub fn is_over(&self) -> bool {
+        self.left.is_zero()
+    }
+
+    /// The time that has counted.
+    pub fn duration(&self) -> Duration {
+        self.most.saturating_sub(self.left)
+    }
+
+    /// Waits until the word is no longer `expected`, until the patience is over, or until the process is back
+    /// on its GPUs.
+    pub fn wait(&mut self, word: &AtomicU32, expected: u32) {
+        while word.load(Ordering::SeqCst) == expected && !self.is_over() {
+            if is_away() {
+                return wait();
+            }
+            self.wait_at_most(word, expected, SLICE);
+        }
+    }
+
+    /// Waits as [`wait`](Self::wait) does, but no longer than `most` while the process is on its GPUs. May
+    /// return early.
+    pub fn wait_at_most(&mut self, word: &AtomicU32, expected: u32, most: Duration) {
+        if is_away() {
+            return wait();
+        }
+        let slice = most.min(SLICE).min(if self.is_over() { SLICE } else { self.left });
+        let begin = Instant::now();
+        futex::wait(word, expected, slice);
+        if !is_away() {
+            self.left = self.left.saturating_sub(begin.elapsed().min(slice));
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -87,6 +139,33 @@ mod tests {
         fn drop(&mut self) {
             come_back();
         }
+    }
+
+    #[test]
+    fn patience_does_not_count_time_off_the_gpus() {
+        let word = AtomicU32::new(0);
+        let mut patience = Patience::new(Duration::from_millis(300));
+        leave();
+        thread::scope(|scope| {
+            let _come_back = ComeBack;
+            let waiting = scope.spawn(|| {
+                patience.wait(&word, 0);
+                patience.duration()
+            });
+            while !is_wanted() {
+                thread::yield_now();
+            }
+            thread::sleep(Duration::from_millis(400));
+            assert!(!waiting.is_finished());
+            come_back();
+            assert_eq!(waiting.join().expect("no panic"), Duration::ZERO);
+        });
+        let mut patience = Patience::new(Duration::from_millis(3));
+        patience.wait(&word, 0);
+        assert!(patience.is_over() && patience.duration() == Duration::from_millis(3));
+        let mut patience = Patience::new(Duration::from_secs(1000));
+        patience.wait(&word, 1);
+        assert_eq!(patience.duration(), Duration::ZERO, "the word has changed already");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use super::{Gpu, find, identity, info::Info, memory_limits, proof, support};
 use crate::{
-    connection,
+    connection::{self, presence::Patience},
     driver::{query, types::*},
     env::trace::trace,
     memory::{mover::Mover, space::Space},
@@ -11,7 +11,7 @@ use crate::{
     sys::{
         futex,
         sync::{Mutex, Rank, await_client_thread},
-        time::{self, Instant},
+        time,
     },
 };
 use alloc::boxed::Box;
@@ -113,11 +113,10 @@ impl Gpu {
     /// context becomes refused, which would hide the GPU from the scheduler.
     fn wait_for_admission(&self) -> bool {
         let _waiting = await_client_thread();
-        let asked_at = connection::is_connected().then(Instant::now);
+        let mut patience = Patience::new(if connection::is_connected() { ADMISSION_TIMEOUT } else { Duration::ZERO });
         loop {
             let state = self.admission.load(Ordering::SeqCst);
-            let is_unanswered =
-                state == admission::UNKNOWN && asked_at.is_none_or(|asked_at| asked_at.elapsed() >= ADMISSION_TIMEOUT);
+            let is_unanswered = state == admission::UNKNOWN && patience.is_over();
             match state {
                 admission::ADMITTED => return true,
                 admission::REFUSED => {
@@ -125,7 +124,7 @@ impl Gpu {
                     return false;
                 }
                 _ if is_unanswered || !submit::is_active() => self.admit_context(),
-                _ => futex::wait(&self.admission, state, Duration::from_millis(100)),
+                _ => patience.wait_at_most(&self.admission, state, Duration::from_millis(100)),
             }
         }
     }

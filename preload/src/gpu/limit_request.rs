@@ -4,14 +4,13 @@
 //! lock. The client's thread stores the answers, and the requesting threads wait for them.
 
 use crate::{
-    connection,
+    connection::{self, presence::Patience},
     env::trace::trace,
     gpu::Gpu,
     memory::{engine::GRANULE, slab},
     sys::{
         futex,
         sync::{Mutex, Rank, await_client_thread},
-        time::Instant,
     },
 };
 use core::{
@@ -90,7 +89,7 @@ pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
     let Some(space) = gpu.space() else { return Outcome::Beyond };
     let bytes = if bytes <= slab::LARGEST { GRANULE } else { bytes.checked_next_multiple_of(GRANULE).unwrap_or(bytes) };
     let _waiting = await_client_thread();
-    let mut begin = Instant::now();
+    let mut patience = Patience::new(TIMEOUT);
     let mut asked = false;
     loop {
         let seen = gpu.limit_answers.count.load(Ordering::SeqCst);
@@ -107,25 +106,24 @@ pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
             return Outcome::Beyond;
         }
         if gpu.limit_answers.awaited.load(Ordering::SeqCst) {
-            begin = Instant::now();
+            patience = Patience::new(TIMEOUT);
         }
-        let left = TIMEOUT.saturating_sub(begin.elapsed());
-        if left.is_zero() {
+        if patience.is_over() {
             return Outcome::Denied;
         }
         asked = true;
         if !is_known {
-            futex::wait(&gpu.limit_answers.count, seen, left);
+            patience.wait(&gpu.limit_answers.count, seen);
             continue;
         }
         if gpu.is_introduced() && connection::send(&ClientMessage::RequestLimit { slot: gpu.index, bytes: wanted }) {
-            futex::wait(&gpu.limit_answers.count, seen, left);
+            patience.wait(&gpu.limit_answers.count, seen);
             if gpu.limit_answers.denial_since(seen).is_some_and(|denied| denied <= wanted) {
                 trace!("GPU {}: the scheduler refused a limit of {wanted} bytes", gpu.index);
                 return Outcome::Denied;
             }
         } else {
-            futex::wait(&gpu.limit_answers.count, seen, SEND_RETRY);
+            patience.wait_at_most(&gpu.limit_answers.count, seen, SEND_RETRY);
         }
     }
 }

@@ -3,7 +3,7 @@
 //! the scheduler and repeats the call, a few times.
 
 use crate::{
-    connection,
+    connection::{self, presence::Patience},
     driver::types::{CUresult, ERROR_OUT_OF_MEMORY},
     env::trace::trace,
     gpu::{self, Gpu},
@@ -115,13 +115,12 @@ fn request_room(gpu: &Gpu, bytes: u64) -> bool {
         (gpu.is_introduced() && connection::send(&ClientMessage::Reserve { slot: gpu.index, bytes })).then_some(met)
     };
     let Some(mut asked) = ask() else { return false };
-    let begin = Instant::now();
+    let mut patience = Patience::new(TIMEOUT);
     while gpu.reservation_answers.count.load(Ordering::SeqCst) == seen {
-        let left = TIMEOUT.saturating_sub(begin.elapsed());
-        if left.is_zero() || !connection::is_connected() {
+        if patience.is_over() || !connection::is_connected() {
             return false;
         }
-        futex::wait(&gpu.reservation_answers.count, seen, left.min(Duration::from_millis(100)));
+        patience.wait_at_most(&gpu.reservation_answers.count, seen, Duration::from_millis(100));
         // A new scheduler does not know the request.
         if asked != connection::generation() {
             let Some(again) = ask() else { return false };
@@ -129,6 +128,6 @@ fn request_room(gpu: &Gpu, bytes: u64) -> bool {
         }
     }
     let room = gpu.reservation_answers.bytes.load(Ordering::SeqCst);
-    trace!("GPU {}: reserved {room} of {bytes} bytes in {} µs", gpu.index, begin.elapsed().as_micros());
+    trace!("GPU {}: reserved {room} of {bytes} bytes in {} µs", gpu.index, patience.duration().as_micros());
     room > 0
 }

@@ -2,12 +2,12 @@
 
 use super::handle::ExportHandle;
 use crate::{
-    connection::{self, outbox},
+    connection::{self, outbox, presence::Patience},
     driver::types::*,
     sys::{
         futex,
         sync::{Mutex, Rank, await_client_thread},
-        time::{self, Instant},
+        time,
     },
 };
 use alloc::vec::Vec;
@@ -57,23 +57,23 @@ pub fn on_answer(ticket: u32, outcome: Sharing, bytes: u64, chunk: u64, descript
 pub fn ask(handle: &ExportHandle, first: u32) -> Result<ExporterAnswer, CUresult> {
     static TICKETS: AtomicU32 = AtomicU32::new(0);
     let _waiting = await_client_thread();
-    let first_asked = Instant::now();
-    let mut begin = first_asked;
+    let mut patience = Patience::new(ANSWER_TIMEOUT);
+    let mut spent = Duration::ZERO;
     let mut asked = false;
     let mut met = connection::generation();
     let result = loop {
         let seen = ANSWERS.load(Ordering::SeqCst);
         let mut question = QUESTION.lock();
-        let late = begin.elapsed() >= ANSWER_TIMEOUT;
         match question.as_mut().and_then(|q| q.answer.take()) {
-            Some(ExporterAnswer { outcome: Sharing::Busy, .. }) if first_asked.elapsed() < RETURN_TIMEOUT => {
+            Some(ExporterAnswer { outcome: Sharing::Busy, .. }) if spent < RETURN_TIMEOUT => {
                 drop(question);
                 time::sleep(POLL_INTERVAL);
-                (asked, begin) = (false, Instant::now());
+                spent += patience.duration() + POLL_INTERVAL;
+                (asked, patience) = (false, Patience::new(ANSWER_TIMEOUT));
                 continue;
             }
             Some(answer) => break Ok(answer),
-            None if late => break Err(ERROR_MAP_FAILED),
+            None if patience.is_over() => break Err(ERROR_MAP_FAILED),
             None => {}
         }
         // A new scheduler does not know the request, so the request is repeated.
@@ -89,7 +89,7 @@ pub fn ask(handle: &ExportHandle, first: u32) -> Result<ExporterAnswer, CUresult
         } else {
             drop(question);
         }
-        futex::wait(&ANSWERS, seen, POLL_INTERVAL);
+        patience.wait_at_most(&ANSWERS, seen, POLL_INTERVAL);
     };
     *QUESTION.lock() = None;
     let answer = result?;
