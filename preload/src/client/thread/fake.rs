@@ -98,6 +98,20 @@ impl Client {
         }
     }
 
+    /// Prepares a sleep until the process is ready to sleep. Asks again when the client is busy, as the
+    /// scheduler does: beside much other load, the threads of a test may not get to run for a second.
+    /// `check` is called before each step.
+    #[track_caller]
+    pub fn fall_asleep(&mut self, flags: u32, check: impl Fn(&Self)) {
+        self.step_until(|client| {
+            check(client);
+            if client.is_awake() {
+                client.receive(SchedulerMessage::PrepareSleep { flags });
+            }
+            matches!(client.thread.sleep, Sleep::Prepared(_))
+        });
+    }
+
     /// Evicts all memory of a GPU.
     pub fn evict(&mut self, gpu: &Gpu, seq: u32) {
         self.allow(gpu, seq, 0);

@@ -49,7 +49,7 @@ mod tests {
     fn asleep() -> Client {
         let mut client = Client::new(1);
         client.sent();
-        client.receive(SchedulerMessage::PrepareSleep { flags: 1 });
+        client.fall_asleep(1, |_| {});
         client.step_until(|client| client.sent().contains(&ClientMessage::SleepReady {}));
         client
     }

@@ -487,11 +487,9 @@ mod tests {
         let gpu = client.gpu();
         let at = client.allocate(gpu, 4);
         client.allow(gpu, 1, 1);
-        prepare(&mut client);
-        client.step_until(|client| {
+        client.fall_asleep(0, |client| {
             let has_left = client.driver.used() == 0;
             assert!(has_left || !Client::is_shut(), "the driver was shut before the memory had left");
-            client.thread.is_off_its_gpus()
         });
         assert!(Client::is_shut() && presence::is_away());
         client.step_until(|client| client.sent().contains(&ClientMessage::SleepReady {}));
@@ -597,10 +595,10 @@ mod tests {
     #[test]
     fn a_sleeping_client_asks_once_to_be_woken() {
         let mut client = Client::new(1);
-        prepare(&mut client);
-        client.step_until(|client| matches!(client.thread.sleep, Sleep::Prepared(_)));
+        client.fall_asleep(0, |_| {});
         client.step();
-        assert_eq!(client.sent(), [ClientMessage::SleepReady {}]);
+        let sent = client.sent();
+        assert_eq!(sent.iter().filter(|sent| **sent == ClientMessage::SleepReady {}).count(), 1, "{sent:?}");
         presence::want();
         for _ in 0..3 {
             client.step();
@@ -613,8 +611,7 @@ mod tests {
     /// A client with one GPU that is ready to sleep, and the UUID of the GPU.
     fn ready_to_sleep() -> (Client, Uuid) {
         let mut client = Client::new(1);
-        prepare(&mut client);
-        client.step_until(|client| matches!(client.thread.sleep, Sleep::Prepared(_)));
+        client.fall_asleep(0, |_| {});
         client.sent();
         let uuid = client.gpu().uuid().expect("a UUID");
         (client, uuid)
