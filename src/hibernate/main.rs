@@ -24,7 +24,7 @@ mod worker;
 use clap::Parser;
 use criu::Job;
 use nvshare_hibernate::{IDLE, Image, MAX_PACKET, Reply, Request};
-use process::{Identity, Tree};
+use process::{Identity, Tree, gone, unreadable};
 use record::Stage;
 use rights::Credentials;
 use rustix::{
@@ -166,10 +166,6 @@ struct Helper<'a> {
     deadline: Instant,
 }
 
-fn gone() -> Refusal {
-    Refusal::new("the program has ended")
-}
-
 impl Helper<'_> {
     fn perform(
         &self,
@@ -213,7 +209,6 @@ impl Helper<'_> {
 
     /// Checks that a program can be saved, and prepares its image. Does not change the program.
     fn check(&self, root: i32, uid: u32, clients: &[i32]) -> Result<Prepared, Refusal> {
-        let unreadable = |e| Refusal::new(format!("cannot read the state of its processes: {e}"));
         let process = Identity::of(root).map_err(unreadable)?.ok_or_else(gone)?;
         let tree = Tree::of(&process).map_err(unreadable)?.ok_or_else(gone)?;
         if let Some(pid) = tree.pids().iter().skip(1).find(|pid| clients.contains(pid)) {

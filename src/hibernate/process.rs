@@ -56,11 +56,11 @@ fn unless_ended<T>(read: io::Result<T>) -> io::Result<Option<T>> {
 }
 
 /// Why nothing can be said about a process.
-fn unreadable(e: io::Error) -> Refusal {
+pub fn unreadable(e: io::Error) -> Refusal {
     Refusal::new(format!("cannot read the state of its processes: {e}"))
 }
 
-fn gone() -> Refusal {
+pub fn gone() -> Refusal {
     Refusal::new("the program has ended")
 }
 

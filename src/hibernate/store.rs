@@ -422,7 +422,7 @@ impl Entry {
 
     /// Returns how long ago the image was created.
     fn age(&self) -> io::Result<Duration> {
-        // The directory's name contains the time, which nobody else can change.
+        // The name of the directory contains the time. Only the helper can rename the directory.
         let created = self.name.rsplit('-').nth(1).and_then(|time| time.parse().ok()).map(Duration::from_secs);
         Ok(Duration::from_secs(now()).saturating_sub(created.unwrap_or_default()))
     }
