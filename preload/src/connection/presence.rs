@@ -117,7 +117,11 @@ impl Patience {
         if is_away() {
             return wait();
         }
-        let slice = most.min(SLICE).min(if self.is_over() { SLICE } else { self.left });
+        let mut slice = most.min(SLICE);
+        // A caller may wait on after its patience is over, and must not spin then.
+        if !self.is_over() {
+            slice = slice.min(self.left);
+        }
         let begin = Instant::now();
         futex::wait(word, expected, slice);
         if !is_away() {
