@@ -162,6 +162,24 @@ fn a_program_continues_after_a_cancelled_sleep() {
 
 /// The scheduler disappears while the program sleeps. The next scheduler learns of the sleep, wakes
 /// the program, and then receives its other messages.
+/// Welcomes a sleeping program that has connected again, and serves it until its end.
+#[track_caller]
+fn wake_after_return(machine: &Machine, fake: &mut Fake, mut program: Program) {
+    let hello = wait_for("a greeting", || fake.receive());
+    let ClientMessage::Hello { flags, .. } = hello else { panic!("{hello:?}") };
+    assert_eq!(flags & nvshare_wire::client::ASLEEP, nvshare_wire::client::ASLEEP, "{hello:?}");
+    fake.welcome(version::MAX);
+    let attach = wait_for("its GPU", || fake.receive());
+    assert!(matches!(attach, ClientMessage::Attach { slot: 0, .. }), "{attach:?}");
+    fake.provide(0);
+    fake.wait_for_wake();
+    assert!(checkpoint(machine, &program, "awake"));
+    fake.say(SchedulerMessage::Awake { moved: Moves::default() });
+    program.signal(libc::SIGUSR1);
+    fake.serve_to_the_end(&mut program);
+    program.finish();
+}
+
 #[test]
 fn the_next_scheduler_wakes_a_sleeping_program() {
     let machine = machine();
@@ -174,19 +192,7 @@ fn the_next_scheduler_wakes_a_sleeping_program() {
     thread::sleep(Duration::from_secs(1));
     fake.return_if_away();
     wait_for("it to return", || fake.accept().then_some(()));
-    let hello = wait_for("a greeting", || fake.receive());
-    let ClientMessage::Hello { flags, .. } = hello else { panic!("{hello:?}") };
-    assert_eq!(flags & nvshare_wire::client::ASLEEP, nvshare_wire::client::ASLEEP, "{hello:?}");
-    fake.welcome(version::MAX);
-    let attach = wait_for("its GPU", || fake.receive());
-    assert!(matches!(attach, ClientMessage::Attach { slot: 0, .. }), "{attach:?}");
-    fake.provide(0);
-    fake.wait_for_wake();
-    assert!(checkpoint(&machine, &program, "awake"));
-    fake.say(SchedulerMessage::Awake { moved: Moves::default() });
-    program.signal(libc::SIGUSR1);
-    fake.serve_to_the_end(&mut program);
-    program.finish();
+    wake_after_return(&machine, &mut fake, program);
 }
 
 /// A sleeping program leaves its scheduler, so that it can be saved to disk. The program connects again
@@ -216,18 +222,7 @@ fn a_program_that_leaves_returns_after_it_has_run_for_a_second() {
     wait_for("it to return", || fake.accept().then_some(()));
     // The step in which the program was stopped counts, and the program may have run before.
     assert!(since.elapsed() > Duration::from_millis(100), "it returned after {:?}", since.elapsed());
-    let hello = wait_for("a greeting", || fake.receive());
-    assert!(matches!(hello, ClientMessage::Hello { flags: nvshare_wire::client::ASLEEP, .. }), "{hello:?}");
-    fake.welcome(version::MAX);
-    let attach = wait_for("its GPU", || fake.receive());
-    assert!(matches!(attach, ClientMessage::Attach { slot: 0, .. }), "{attach:?}");
-    fake.provide(0);
-    fake.wait_for_wake();
-    assert!(checkpoint(&machine, &program, "awake"));
-    fake.say(SchedulerMessage::Awake { moved: Moves::default() });
-    program.signal(libc::SIGUSR1);
-    fake.serve_to_the_end(&mut program);
-    program.finish();
+    wake_after_return(&machine, &mut fake, program);
 }
 
 /// The number of sockets that a program has open.
