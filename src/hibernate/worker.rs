@@ -107,9 +107,13 @@ pub fn run(
     waited?;
     let mut output = Vec::new();
     let status = child.wait().map_err(words)?;
-    // A process that the worker has started may hold the pipe open, but not write to it later.
-    if let Some(stdout) = child.stdout.take().filter(|stdout| is_ready(stdout, PollFlags::IN)) {
-        stdout.take(64 << 10).read_to_end(&mut output).map_err(words)?;
+    if let Some(stdout) = child.stdout.take() {
+        // A process that the worker has started may hold the pipe open.
+        rustix::io::ioctl_fionbio(&stdout, true).map_err(|e| words(e.into()))?;
+        match stdout.take(64 << 10).read_to_end(&mut output) {
+            Err(e) if e.kind() != io::ErrorKind::WouldBlock => return Err(words(e)),
+            _ => {}
+        }
     }
     Ok(Done { status, output })
 }
