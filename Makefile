@@ -42,7 +42,7 @@ DIST = nvshare-$(shell sed -n '/^\[workspace.package\]/,/^$$/s/^version = "\(.*\
 # The output directory of apt-repository.
 REPOSITORY ?= $(abspath $(TARGET))/repository
 
-.PHONY: help build quick artifacts programs demo-programs demo check check-system check-containers check-kubernetes check-arm64 check-compatibility bench install uninstall deb apt-repository dist clean
+.PHONY: help build quick artifacts programs demo-programs demo check check-system check-containers check-kubernetes check-arm64 check-compatibility figures-cpu card install uninstall deb apt-repository dist clean
 
 help:
 	@echo 'make build     optimised programs, libnvshare.so and shell completions, in $(TARGET)/release; or:'
@@ -59,7 +59,8 @@ help:
 	@echo '                 KUBERNETES=DIR          with the kubelet and other programs of a release in DIR, claims included'
 	@echo 'make check-arm64  programs for aarch64 share a simulated GPU, emulated by qemu-user on x86-64 (root, Debian)'
 	@echo 'make check-compatibility FROM=v0.1.0  the library of that version beside this scheduler, and the other way round'
-	@echo 'make bench     benchmarks; what they said elsewhere is in bench/RESULTS.md'
+	@echo 'make figures-cpu   measures all figures that need no GPU; PARTS="..." only some'
+	@echo 'make card      what bench/gpu/all.py needs on a machine with a GPU'
 	@echo 'make install   to $$DESTDIR$(prefix): programs, library, systemd units, D-Bus and polkit policy, man pages,'
 	@echo '                 completions, the page for Cockpit'
 	@echo 'make uninstall  removes what install installed, but for settings'
@@ -156,11 +157,20 @@ check-compatibility: programs
 	@[ -n '$(FROM)' ] || { echo 'Which version? make check-compatibility FROM=v0.1.0' >&2; exit 1; }
 	CARGO='$(CARGO)' tests/compatibility.sh '$(FROM)' $(BUILT)
 
-bench:
+figures-cpu:
 	@tests/needs.sh cargo cc
+	CARGO='$(CARGO)' bench/cpu.sh $(PARTS)
+
+card:
+	@tests/needs.sh cargo cc
+	$(CARGO) build --release --locked -p nvshare -p nvshare-checkpoint -p nvshare-hibernate -p cuda-programs
 	$(CARGO) build --release --locked --manifest-path preload/Cargo.toml
-	$(CARGO) build --release --locked -p cuda-sim -p nvml-sim
-	$(CARGO) bench --locked --bench events --bench handover --bench metrics --bench top --bench guest --bench exposure --bench exchange --bench soak
+	$(CARGO) build --release --locked -p nvshare --bench exchange --bench mix
+	rm -rf $(TARGET)/card
+	mkdir $(TARGET)/card
+	cd $(TARGET)/release && cp nvshare-scheduler nvsharectl nvshare-checkpoint nvshare-hibernate cuda-program libnvshare.so ../card
+	for bench in exchange mix; do \
+	    cp "$$(ls -t $(TARGET)/release/deps/$$bench-* | grep -v '\.d$$' | head -n 1)" $(TARGET)/card/$$bench || exit; done
 
 # This target does not use cargo, so that root need not have cargo. Run `make build` first.
 install:

@@ -2,8 +2,8 @@
 //! compared with loading an empty library. A launch through the library's open gate is compared
 //! with a direct launch. The driver is a stub, so only the library's cost is measured.
 //!
-//! `cargo bench --bench guest [-- --json FILE]` runs the benchmark. `make bench` builds the library
-//! first.
+//! `cargo bench --bench guest [-- --json FILE]` runs the benchmark. `make figures-cpu PARTS=guest`
+//! builds the library first.
 
 use std::{
     path::{Path, PathBuf},

@@ -2,7 +2,8 @@
 """Computes figures, and writes them to a file with the format of bench/results.json, which
 bench/support/src/results.rs defines.
 
-  figures.py FROM INTO   copies the figures of one file into another
+  figures.py FROM INTO                          copies the figures of one file into another
+  figures.py --add FILE NAME VALUE UNIT NOTE   writes a figure of the checked-out commit
 """
 
 import datetime
@@ -74,7 +75,8 @@ def hardware():
         gpus = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
         name, driver, generation, width = [field.strip() for field in gpus[0].split(",")]
     except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
-        return f"no GPU found, {os.cpu_count()} CPU cores"
+        models = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+        return f"{os.cpu_count()} × {(models or ['CPU'])[0]}"
     return f"{len(gpus)} × {name} (PCIe {generation} ×{width}, driver {driver}), {os.cpu_count()} CPU cores"
 
 
@@ -88,6 +90,10 @@ def measured_files(programs):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
+    if sys.argv[1:2] == ["--add"] and len(sys.argv) == 7:
+        file, name, value, unit, note = sys.argv[2:]
+        add(Path(file), [(name, float(value), unit, note)])
+    elif len(sys.argv) == 3:
+        put(Path(sys.argv[2]), json.loads(Path(sys.argv[1]).read_text()))
+    else:
         sys.exit(__doc__)
-    put(Path(sys.argv[2]), json.loads(Path(sys.argv[1]).read_text()))

@@ -10,7 +10,7 @@ use bench_support::{
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 const README: &str = include_str!("../../README.md");
@@ -89,6 +89,28 @@ fn every_result_is_described_in_figures_toml() {
             let place = Path::new(env!("CARGO_MANIFEST_DIR")).join(code);
             assert!(place.exists(), "the code of {} is not at {code}", wanted.name);
         }
+    }
+}
+
+/// Returns the text of all files of a directory with these extensions.
+fn sources(directory: &str, extensions: &[&str]) -> String {
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join(directory);
+    let files = std::fs::read_dir(directory).expect("a directory").map(|file| file.expect("a file").path());
+    let is_source = |path: &PathBuf| path.extension().is_some_and(|own| extensions.iter().any(|one| own == *one));
+    files.filter(is_source).map(|path| std::fs::read_to_string(path).expect("a text")).collect()
+}
+
+/// Otherwise, a figure would grow old, because nobody knows how to measure it again.
+#[test]
+fn each_figure_is_measured_by_a_script_for_all_figures() {
+    let card = include_str!("../../bench/gpu/all.py");
+    let elsewhere = sources("bench", &["rs", "sh"]) + &sources("bench/gpu", &["py"]);
+    for wanted in figures().wanted.iter().filter(|wanted| wanted.name != README_LINES) {
+        // peers.py derives the names of its figures from the cases.
+        let name = format!("\"{}\"", wanted.name.trim_start_matches("peers-"));
+        let needs_card = wanted.machine.contains("H200") || wanted.name.starts_with("peers-");
+        let (file, text) = if needs_card { ("bench/gpu/all.py", card) } else { ("bench", elsewhere.as_str()) };
+        assert!(text.contains(&name) || text.contains(&format!(" {} ", wanted.name)), "{file} lacks {}", wanted.name);
     }
 }
 

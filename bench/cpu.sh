@@ -1,0 +1,102 @@
+#!/bin/sh
+# Measures the figures that need no GPU, and writes them to bench/results.json.
+#
+#     bench/cpu.sh [PART…]    default: all parts that PARTS lists
+#
+# A part is a benchmark of cargo or one of the functions below. `check`, which runs `make check` in a
+# fresh clone, and `cockpit`, which boots a Debian, are long, and need an idle machine. Some parts need
+# root. JSON=FILE writes to another file.
+set -eu
+cd "$(dirname "$0")/.."
+cargo=${CARGO:-cargo}
+json=${JSON:-$PWD/bench/results.json}
+PARTS="events handover metrics top debug guest exposure hostile soak swap-file eight-jax aliases simulate waiting crash demo"
+LONG="check cockpit"
+
+add() { python3 bench/gpu/figures.py --add "$json" "$1" "$2" "$3" "$4"; }
+
+# Prints the seconds of processor time that a command takes. Its output goes to standard error.
+processor_time() {
+    { bash -c 'TIMEFORMAT="%U %S"; time "$@" >&2 2>&3' - "$@" 3>&2; } 2>&1 >&2 | awk '{ printf "%.1f\n", $1 + $2 }'
+}
+
+# Clones the checked-out commit.
+clone() {
+    rm -rf target/figures
+    git clone --quiet . target/figures
+}
+
+simulate() {
+    $cargo build --release --locked --bin nvsharectl
+    for _ in 1 2; do
+        begin=$(date +%s.%N)
+        target/release/nvsharectl simulate tests/scenarios/ten-thousand.toml >&2
+        echo "$(date +%s.%N) $begin"
+    done | awk '{ s = $1 - $2; if (s > most) most = s } END { printf "%.2f\n", most }' >target/simulate
+    add simulate-10000-clients-1000-gpus "$(cat target/simulate)" s "the slower of two runs, release build"
+}
+
+aliases() {
+    tests/cuda-sim/install.sh target/simulator target/release
+    LD_LIBRARY_PATH=$PWD/target/simulator CUDA_SIM_DIR=$PWD/target/simulated-gpu \
+        python3 bench/gpu/queues.py --programs target/release --cases aliases --json "$json"
+}
+
+waiting() {
+    export RUSTC_WORKSPACE_WRAPPER=clippy-driver # the same build as `make check`
+    make artifacts >&2
+    note="all tests of sharing, with a library that has debug assertions"
+    add waiting-calls-under-locks "$(tests/waiting-calls.sh | tail -n 1)" count "$note"
+}
+
+crash() {
+    seconds=${NVSHARE_CRASH_SECONDS:-900}
+    export RUSTC_WORKSPACE_WRAPPER=clippy-driver NVSHARE_CRASH_SECONDS="$seconds" NVSHARE_TEST_SEED=random
+    make artifacts >&2
+    $cargo nextest run --workspace --profile long --no-capture -E 'binary(crash) and test(random_kills)' 2>&1 |
+        tee /dev/stderr | sed -n 's/^[0-9.]* s: {\(.*\)}$/\1/p' | tail -n 1 >target/crash
+    # "holder killed": 12, "finished": 30, …
+    count=$(tr ',' '\n' <target/crash | awk -F: '/killed|told to end/ { n += $2 } END { print n + 0 }')
+    add crash-kills-survived "$count" count "on the simulated GPU in $seconds s: $(tr -d '"' <target/crash)"
+}
+
+demo() {
+    clone
+    (cd target/figures && $cargo fetch --locked >&2 && $cargo fetch --locked --manifest-path preload/Cargo.toml >&2)
+    seconds=$(processor_time make -C target/figures demo-programs)
+    add demo-build-cpu "$seconds" s "make demo-programs in a fresh clone, crates downloaded before"
+}
+
+check() {
+    clone
+    (cd target/figures && $cargo fetch --locked >&2 && $cargo fetch --locked --manifest-path preload/Cargo.toml >&2)
+    begin=$(date +%s)
+    NVSHARE_TEST_ALL=1 CARGO_INCREMENTAL=0 make -C target/figures check >&2
+    minutes=$(echo "$begin $(date +%s)" | awk '{ printf "%.1f\n", ($2 - $1) / 60 }')
+    add check-minutes-two-cores "$minutes" min "make check in a fresh clone, crates downloaded before, on $(nproc) processors"
+}
+
+cockpit() {
+    note="page and scheduler, beside one viewer, over 60 s, minus the scheduler's time without the page"
+    CPU=1 SUITES=trixie make check-system 2>&1 | tee /dev/stderr | sed -n 's/.*"sum": \([0-9.]*\).*/\1/p' | tail -n 1 >target/cockpit
+    add cockpit-100-clients-cpu "$(cat target/cockpit)" percent "$note"
+}
+
+benches="events handover metrics top debug guest exposure hostile soak swap-file eight-jax"
+$cargo build --release --locked --manifest-path preload/Cargo.toml
+$cargo build --release --locked -p nvshare -p nvshare-checkpoint -p cuda-programs -p cuda-sim -p nvml-sim
+for part in ${*:-$PARTS}; do
+    echo "--- $part" >&2
+    case " $benches " in
+    *" $part "*) $cargo bench --locked --bench "$part" -- --json "$json" ;;
+    *)
+        case " $PARTS $LONG " in
+        *" $part "*) "$part" ;;
+        *)
+            echo "unknown part $part. The parts are: $PARTS $LONG" >&2
+            exit 1
+            ;;
+        esac
+        ;;
+    esac
+done
