@@ -8,6 +8,13 @@ use std::time::Duration;
 /// each attempt.
 pub(crate) const STUCK: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 
+/// How long a turn waits for a holder's memory, beyond the time that the returned bytes take at
+/// [`RETURN_RATE`]. A holder whose memory returns more slowly is revoked at the end of its turn.
+const RETURN_PATIENCE: Duration = Duration::from_secs(3);
+/// The slowest rate, in bytes per second, at which memory is expected to return. Hard disks, which may
+/// hold swap files, are about twice as fast.
+const RETURN_RATE: u64 = 64 << 20;
+
 /// The lock state of a client on one GPU.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ClientLock {
@@ -73,6 +80,9 @@ pub(crate) struct Hold {
     pub since: Time,
     /// How long the GPU was idle before the grant while this client's memory was being moved in.
     pub moved: Duration,
+    /// How the rest of this client's memory returns after the grant. `None`: all memory was there.
+    #[serde(default)]
+    pub returning: Option<Returning>,
     /// The request had waited long enough to precede the other requests of its owner.
     pub aged: bool,
     /// The owner's finish tag at the grant.
@@ -109,6 +119,17 @@ pub(crate) struct Hold {
     pub lags: bool,
     /// The holder did not drain in time. While it is revoked, it does not count as a holder.
     pub undrainable: bool,
+}
+
+/// The return of a holder's memory to the GPU.
+#[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Returning {
+    /// Bytes in host memory at the grant.
+    all: u64,
+    /// Bytes of them that have returned.
+    done: u64,
+    /// How long the return took. `None`: some bytes are missing.
+    took: Option<Duration>,
 }
 
 /// A revoke that the client has not answered with a release yet.
@@ -154,6 +175,7 @@ impl Hold {
             group,
             since,
             moved: Duration::ZERO,
+            returning: None,
             aged: false,
             finish_tag: Time::ZERO,
             own_finish_tag: Time::ZERO,
@@ -170,6 +192,32 @@ impl Hold {
             lags: false,
             undrainable: false,
         }
+    }
+
+    /// Records that this many bytes of the holder's memory are in host memory at the grant.
+    pub fn begin_return(&mut self, swapped: u64) {
+        self.returning = (swapped > 0).then_some(Returning { all: swapped, done: 0, took: None });
+    }
+
+    /// Records how many bytes of the holder's memory are still in host memory.
+    pub fn follow_return(&mut self, now: Time, swapped: u64) {
+        if let Some(Returning { all, done, took: took @ None }) = &mut self.returning {
+            *done = all.saturating_sub(swapped).max(*done);
+            *took = (swapped == 0).then(|| now.saturating_sub(self.since));
+        }
+    }
+
+    /// The earliest end of a turn that was worth the return of the holder's memory: the holder has then
+    /// had its memory for as long as the return took.
+    ///
+    /// **A turn in which a client's memory only returns is wasted, and a client whose turns are all
+    /// wasted never finishes.** From a slow disk, memory can take longer than a time quantum.
+    pub fn worthwhile_until(&self) -> Time {
+        let length = self.returning.map_or(Duration::ZERO, |Returning { done, took, .. }| match took {
+            Some(took) => took.saturating_mul(2),
+            None => RETURN_PATIENCE + Duration::from_millis(done / (RETURN_RATE / 1000)),
+        });
+        self.since.saturating_add(length)
     }
 
     /// How long other clients have waited for this holder.

@@ -30,8 +30,9 @@ impl Gpu {
     }
 
     /// Records a lock that a client holds.
-    pub fn take_over_hold(&mut self, cx: Context, fx: &mut Effects, client: ClientId, hold: Hold) {
+    pub fn take_over_hold(&mut self, cx: Context, fx: &mut Effects, client: ClientId, mut hold: Hold) {
         if let Some(attachment) = self.attachments.get_mut(&client) {
+            hold.begin_return(attachment.account().report.swapped);
             self.holders.insert(hold.number, client);
             attachment.lock.hold = Some(hold);
         }

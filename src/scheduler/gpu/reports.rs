@@ -33,6 +33,9 @@ impl Gpu {
         if report.mapped >= report.demand {
             attachment.failures.succeeded();
         }
+        if let Some(hold) = &mut attachment.lock.hold {
+            hold.follow_return(cx.now, report.swapped);
+        }
         if report.demand > needed {
             attachment.grows(cx.now);
         }

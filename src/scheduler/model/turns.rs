@@ -253,6 +253,7 @@ impl Model<'_> {
         let gang_since = pressure.first.and_then(|first| self.awaited_since(hold.entity, first));
         let gang_ends = gang_since.map(|since| since.saturating_add(turn));
         let ends = gang_ends.map_or(ends, |at| at.min(ends));
+        let ends = if precedence == Precedence::Before { ends } else { ends.max(hold.worthwhile_until()) };
         let backfills = hold.backfills.filter(|(first, _)| pressure.first == Some(*first));
         Some(match backfills.map(|(_, until)| until) {
             Some(until) if equal && !pressure.overdue => until,

@@ -29,6 +29,40 @@ fn anti_thrash_on_honours_the_time_quantum() {
     assert_eq!(t.release(1, ReleaseReason::Revoked), [grant(2)]);
 }
 
+/// Returns a machine with turns of a second on which client 2 was just granted the lock, 8 GiB of its
+/// memory are in host memory, and client 1 waits.
+fn with_returning_memory() -> Talk {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, 12 * GIB);
+    t.join(2, 12 * GIB);
+    t.request(1);
+    t.request(2);
+    t.after(Duration::from_secs(1));
+    t.release(1, ReleaseReason::Revoked);
+    assert!(t.map(1).contains(&grant(2)));
+    assert_eq!(t.attachment(2).swapped, 8 * GIB);
+    t.request(1);
+    t
+}
+
+#[test]
+fn a_turn_lasts_at_least_twice_as_long_as_memory_takes_to_return() {
+    let mut t = with_returning_memory();
+    assert_eq!(t.after(ms(2900)), [], "the turn would be wasted");
+    t.report(2, 12 * GIB, 5 * GIB, 0);
+    assert_eq!(t.after(ms(600)), [], "a gibibyte has returned");
+    t.map(2);
+    assert_eq!(t.after(ms(3499)), []);
+    assert_eq!(t.after(ms(1)), [revoke(2)]);
+}
+
+#[test]
+fn a_turn_ends_if_memory_does_not_return() {
+    let mut t = with_returning_memory();
+    assert_eq!(t.after(ms(2999)), []);
+    assert_eq!(t.after(ms(1)), [revoke(2)]);
+}
+
 #[test]
 fn a_turns_clock_is_paused_while_no_client_waits() {
     let mut t = Talk::with_waiter();
