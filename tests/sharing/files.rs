@@ -95,6 +95,24 @@ fn memory_in_swap_files_is_restored_unchanged() {
 
 /// Copies from unregistered host memory would be so slow that the test would fail.
 #[test]
+fn memory_in_ram_moves_to_a_file_that_is_configured_later() {
+    let machine = Machine::with_scheduler(Setup { file_max: None, swap_max: "160M", ..tight() });
+    let (mut idle, mut other) = one_in_its_file(&machine);
+    let swapped = || machine.status()["clients"][0]["gpus"][0]["swapped"].as_u64();
+    wait_for("memory in RAM", || swapped().filter(|bytes| *bytes > 0));
+    let config = machine.path("nvshare.toml");
+    let text = fs::read_to_string(&config).expect("the configuration");
+    let directory = artifact("nvshare-scheduler").with_file_name("swap-files");
+    let files = format!("max = \"16M\"\nfile = {directory:?}\nfile-max = \"1G\"");
+    fs::write(&config, text.replace("max = \"160M\"", &files)).expect("the configuration");
+    kill(machine.scheduler_pid(), libc::SIGHUP);
+    drop(file_of(&machine, &idle));
+    idle.end();
+    other.end();
+    machine.wait_until_empty();
+}
+
+#[test]
 fn memory_in_swap_files_is_restored_at_link_speed() {
     let simulator = vec![("CUDA_SIM_PAGEABLE_BANDWIDTH", "64K".into())];
     let machine = Machine::with_scheduler(Setup { simulator, ..tight() });
@@ -237,11 +255,18 @@ fn memory_in_a_swap_file_survives_a_scheduler_restart() {
     machine.wait_until_empty();
 }
 
+/// The number of swap files that the manager keeps for the next scheduler.
+fn kept_files(machine: &Machine) -> usize {
+    let kept = machine.manager.as_ref().expect("a manager").kept();
+    kept.iter().filter(|name| name.starts_with("f")).count()
+}
+
 #[test]
 fn programs_keep_their_swap_files_across_a_scheduler_restart() {
     let mut machine = Machine::with_manager(tight());
     let (mut idle, mut other) = one_in_its_file(&machine);
     drop(file_of(&machine, &idle));
+    wait_for("both files to be stored", || (kept_files(&machine) == 2).then_some(()));
     let numbers = || [&idle, &other].map(|program| number_of(path_of_file(program).expect("its file")));
     let before = numbers();
     machine.kill_scheduler();
@@ -262,6 +287,8 @@ fn space_of_a_file_stays_reserved_across_a_scheduler_restart() {
     let mut machine = Machine::with_manager(Setup { file_max: Some("768M"), ..tight() });
     let (mut idle, mut other) = one_in_its_file(&machine);
     let file = file_of(&machine, &idle);
+    // On a busy machine, the scheduler may have to send the descriptors to systemd again.
+    wait_for("both files to be stored", || (kept_files(&machine) == 2).then_some(()));
     idle.kill();
     for _ in 0..2 {
         machine.kill_scheduler();

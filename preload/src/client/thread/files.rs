@@ -131,6 +131,9 @@ impl ClientThread {
         if let Some(descriptor) = descriptors.into_iter().next() {
             self.retire_file();
             self.tier.current = SwapFile::open(descriptor);
+            if self.tier.current.is_none() {
+                trace!("cannot open the swap file");
+            }
             self.tier.files.extend(self.tier.current.clone());
         }
         if let Some(file) = &self.tier.current {
