@@ -6,6 +6,7 @@
 //! - `worker`: CRIU runs as the owner of the program, so that a restore gives no one a right. `scope`: it
 //!   runs in the user's slice. `rights`: what a restored program may have. `criu`: CRIU's command lines.
 //! - `process`: which processes can be saved; stopping them.
+//! - `claims`: the rights that an image claims for its tasks.
 //! - `store`: images, their signatures, and what killed helpers have left. `record`: where the program is.
 //!
 //! The helper runs as root with the capabilities to become the owner (`CAP_SETUID`, `CAP_SETGID`), to
@@ -13,6 +14,7 @@
 //! (`CAP_CHOWN`, `CAP_FOWNER`, `CAP_DAC_OVERRIDE`), and to read and stop the program
 //! (`CAP_SYS_PTRACE`, `CAP_KILL`).
 
+mod claims;
 mod criu;
 mod process;
 mod record;

@@ -14,6 +14,7 @@
 
 use crate::{
     Refusal,
+    claims::{self, MAX_CORE},
     process::{Identity, Tree},
     record::{self, Stage, VERSION, open_sealed, read_sealed, replace},
     rights::Rights,
@@ -26,6 +27,7 @@ use rustix::fs::{FlockOperation, Mode, OFlags, flock, fsync};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
+    collections::BTreeSet,
     fs::{self, File, OpenOptions, Permissions},
     io::{self, Read},
     os::{
@@ -275,10 +277,12 @@ impl Store {
     /// Checks an image of a user completely, so that CRIU may read it.
     ///
     /// # Errors
-    /// The image belongs to another user, is not signed by this host, or was changed.
+    /// The image belongs to another user, is not signed by this host, was changed, or claims rights that are
+    /// not recorded.
     pub fn verify(&self, entry: &Entry, uid: u32) -> Result<Manifest, Refusal> {
         let manifest = self.owned(entry, uid)?;
-        entry.compare(&manifest).map_err(words(&format!("use image {}", entry.name)))?;
+        let checked = entry.compare(&manifest).and_then(|()| entry.check_claims(&manifest));
+        checked.map_err(words(&format!("use image {}", entry.name)))?;
         Ok(manifest)
     }
 
@@ -537,6 +541,22 @@ impl Entry {
             }
         }
         Ok(())
+    }
+
+    /// Checks that each thread has a file with its rights, and that no file claims other rights.
+    fn check_claims(&self, manifest: &Manifest) -> io::Result<()> {
+        let mut threads = BTreeSet::new();
+        for SavedFile { name, .. } in &manifest.files {
+            if let Some(thread) = claims::thread_of(name).map_err(io::Error::other)? {
+                let file = read_sealed(&self.path.join("criu").join(name), MAX_CORE)?;
+                claims::check(&file, &manifest.rights).map_err(|why| io::Error::other(format!("{name} {why}")))?;
+                threads.insert(thread);
+            }
+        }
+        match threads == manifest.threads.iter().copied().collect() {
+            true => Ok(()),
+            false => Err(io::Error::other("it describes other threads than were saved")),
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! Images that were changed, forged or copied, and what killed helpers have left.
 
 use super::*;
+use crate::claims::tests::{file_for, file_with_capabilities};
 use crate::rights::Credentials;
 use std::os::unix::fs::symlink;
 use test_support::Directory;
@@ -27,14 +28,52 @@ fn image(store: &Store, uid: u32) -> Entry {
         groups: Vec::new(),
     });
     let (entry, _) = store.create("program", &own, &me).expect("an image");
-    for (name, contents) in [("pages-1.img", "the memory"), ("core-7.img", "uid 1000")] {
+    let rights = rights(Credentials { uid, gid: uid, groups: vec![uid] });
+    let core = file_for(&rights);
+    let bytes = core.len() as u64 + 10;
+    for (name, contents) in [("pages-1.img", b"the memory".as_slice()), ("core-7.img", &core)] {
         fs::write(entry.path.join("criu").join(name), contents).expect("a file");
     }
-    let rights = rights(Credentials { uid, gid: uid, groups: vec![uid] });
-    let image = store.complete(&entry, &Manifest::new("program", rights, &own, &tree)).expect("complete");
-    assert_eq!((image.uid, image.bytes, image.damage), (uid, 18, None));
+    let manifest = Manifest { threads: vec![7], ..Manifest::new("program", rights, &own, &tree) };
+    let image = store.complete(&entry, &manifest).expect("complete");
+    assert_eq!((image.uid, image.bytes, image.damage), (uid, bytes, None));
     entry.record(uid, &Stage::Saved).expect("a record");
     entry
+}
+
+/// Replaces a file of an image, as if the image had been complete with it.
+fn complete_with(store: &Store, entry: &Entry, name: &str, contents: Option<&[u8]>) -> Result<Image, Refusal> {
+    let criu = entry.path.join("criu");
+    let manifest = store.owned(entry, OWNER).expect("an image");
+    fs::set_permissions(&criu, Permissions::from_mode(0o755)).expect("permissions");
+    drop(fs::remove_file(criu.join(name)));
+    if let Some(contents) = contents {
+        fs::write(criu.join(name), contents).expect("a file");
+    }
+    store.complete(entry, &manifest)
+}
+
+#[test]
+fn an_image_that_claims_other_rights_is_not_used() {
+    let (_directory, store, entry) = store();
+    let rights = store.verify(&entry, OWNER).expect("an image").rights;
+    let forged = file_with_capabilities(&rights);
+    let cases: [(&str, Option<&[u8]>, &str); 6] = [
+        ("core-7.img", Some(&forged), "core-7.img claims capabilities"),
+        ("core-7.img", Some(&[0; 2 << 20]), "too long"),
+        ("core-7.img", None, "other threads"),
+        ("core-8.img", Some(&file_for(&rights)), "other threads"),
+        ("core-x.img", Some(b""), "core-x.img is unknown"),
+        ("rlimit-7.img", Some(b""), "rlimit-7.img claims rights"),
+    ];
+    for (name, contents, expected) in cases {
+        let why = complete_with(&store, &entry, name, contents).expect_err(expected).to_string();
+        assert!(why.contains(expected), "{why}, not {expected}");
+        // The image is signed, as by an earlier version that did not check claims.
+        assert_eq!(refusal(&store, &entry), why);
+        drop(fs::remove_file(entry.path.join("criu").join(name)));
+        complete_with(&store, &entry, "core-7.img", Some(&file_for(&rights))).expect("as before");
+    }
 }
 
 fn refusal(store: &Store, entry: &Entry) -> String {

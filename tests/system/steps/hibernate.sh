@@ -134,8 +134,9 @@ until_true "both results" both_end
 rm $log
 as_user nvsharectl hibernated --delete "$saved"
 
-# The owner of a program controls what CRIU reads from it, and which processes it leaves. A restore gives
-# none of them a right. The stand-in for CRIU does what such an owner can do.
+# The owner of a program controls what CRIU reads from it, and which processes it leaves. An image that
+# claims a right is not sealed, and a restore gives no process a right. The stand-in for CRIU does what
+# such an owner can do.
 mv "$criu" "$criu.real"
 cat >"$criu" <<'END'
 #!/bin/bash
@@ -202,19 +203,25 @@ END
 chmod 755 "$criu"
 install -m 666 /dev/null /run/forged
 left() { pgrep -u $user -x "cuda-program|sleep"; }
-for forgery in image orphan; do
-    echo $forgery >/run/forge
-    start naps --mem 16M --seconds 600 --pause-ms 5
-    as_user nvsharectl hibernate "$pid" >/tmp/said 2>&1 || fail "the forger is refused: $(cat /tmp/said)"
-    saved=$(image)
+echo image >/run/forge
+start naps --mem 16M --seconds 600 --pause-ms 5
+refused "claims capabilities" as_user nvsharectl hibernate "$pid"
+[ -z "$(image)" ] || fail "the forged image is left: $(image)"
+until_true "the program to continue" goes_on
+until_true "the program to be connected" is_so ".clients[] | select(.pid == $pid and .paused == false)"
+ends_well
+echo orphan >/run/forge
+start naps --mem 16M --seconds 600 --pause-ms 5
+as_user nvsharectl hibernate "$pid" >/tmp/said 2>&1 || fail "the program is refused: $(cat /tmp/said)"
+saved=$(image)
+for _ in 1 2; do
     refused "has capabilities" as_user nvsharectl restore "$saved"
     left && fail "processes of the refused program are left"
-    refused "has capabilities" as_user nvsharectl restore "$saved"
-    [ "$(image)" = "$saved" ] || fail "the image is gone"
-    # Not the same file: the program's own log has no results.
-    as_user nvsharectl hibernated --delete "$saved"
-    rm $log
 done
+[ "$(image)" = "$saved" ] || fail "the image is gone"
+# Not the same file: the program's own log has no results.
+as_user nvsharectl hibernated --delete "$saved"
+rm $log
 [ -s /run/forged ] || fail "no image was forged"
 mv "$criu.real" "$criu"
 rm /run/forge /run/forge.py /run/forged
