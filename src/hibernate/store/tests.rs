@@ -1,5 +1,6 @@
 //! Images that were changed, forged or copied, and what killed helpers have left.
 
+use super::room::SHARE_OF_USER;
 use super::*;
 use crate::claims::tests::{file_for, file_with_capabilities};
 use crate::rights::Credentials;
@@ -27,7 +28,7 @@ fn image(store: &Store, uid: u32) -> Entry {
         gid: rustix::process::getegid().as_raw(),
         groups: Vec::new(),
     });
-    let (entry, _) = store.create("program", &own, &me).expect("an image");
+    let (entry, _) = store.create("program", &own, &me, 0).expect("an image");
     let rights = rights(Credentials { uid, gid: uid, groups: vec![uid] });
     let core = file_for(&rights);
     let bytes = core.len() as u64 + 10;
@@ -200,7 +201,7 @@ fn a_partial_image_is_deleted_once_no_helper_is_at_work() {
     let (_directory, store, entry) = store();
     let (mut child, process) = process();
     let _stopped = Tree::stop(&process).expect("it is stopped");
-    entry.record(OWNER, &Stage::Saving { process: process.clone(), scope: scope() }).expect("a record");
+    entry.record(OWNER, &Stage::Saving { process: process.clone(), scope: scope(), expected: 0 }).expect("a record");
     assert!(!store.settle(), "a helper holds the lock");
     let name = entry.name.clone();
     drop(entry);
@@ -241,7 +242,9 @@ fn a_record_that_cannot_be_read_changes_nothing() {
         let (_directory, store, entry) = store();
         let (mut child, process) = process();
         let _stopped = Tree::stop(&process).expect("it is stopped");
-        entry.record(OWNER, &Stage::Saving { process: process.clone(), scope: scope() }).expect("a record");
+        entry
+            .record(OWNER, &Stage::Saving { process: process.clone(), scope: scope(), expected: 0 })
+            .expect("a record");
         damage(&entry.path.join("record")).expect("damage");
         assert!(entry.stage().is_err());
         let (name, path) = (entry.name.clone(), entry.path.clone());
@@ -288,6 +291,39 @@ fn each_user_has_pages_and_limits_of_its_own() {
     assert!(why.contains("has 64 images"), "{why}");
     let why = store.check_room(OWNER, u64::MAX / 4).expect_err("too large").to_string();
     assert!(why.contains("images may have"), "{why}");
+}
+
+#[test]
+fn an_image_that_is_being_saved_is_listed_and_counts_with_its_estimate() {
+    let (_directory, store, entry) = store();
+    let (mut child, process) = process();
+    let stage = |expected| Stage::Saving { process: process.clone(), scope: scope(), expected };
+    entry.record(OWNER, &stage(1 << 30)).expect("a record");
+    let [image] = &store.list(Some(OWNER), 0).expect("images")[..] else { panic!("one image") };
+    assert_eq!((image.expected, image.runs_as, image.program.as_str()), (Some(1 << 30), Some(process.pid), "program"));
+    assert!(image.bytes > 10 && image.saved > 0 && image.damage.is_none(), "{image:?}");
+    store.check_room(OWNER, 1).expect("there is room");
+    let half = store.disk().expect("a disk").size / SHARE_OF_USER;
+    entry.record(OWNER, &stage(half)).expect("a record");
+    let why = store.check_room(OWNER, 1).expect_err("no room beside it").to_string();
+    assert!(why.contains("images may have"), "{why}");
+    store.check_written(&entry, OWNER).expect("its own estimate does not count against it");
+    child.kill().expect("killed");
+    child.wait().expect("it has ended");
+}
+
+/// CRIU may write more than was estimated.
+#[test]
+fn an_image_that_became_larger_than_the_users_share_is_not_completed() {
+    let (_directory, store, entry) = store();
+    let criu = entry.path.join("criu");
+    fs::set_permissions(&criu, Permissions::from_mode(0o755)).expect("permissions");
+    let more = File::create(criu.join("pages-2.img")).expect("a file");
+    more.set_len(store.disk().expect("a disk").size / SHARE_OF_USER).expect("a sparse file");
+    let why = store.check_written(&entry, OWNER).expect_err("too large").to_string();
+    assert!(why.contains("images may have"), "{why}");
+    let manifest = store.owned(&entry, OWNER).expect("an image");
+    assert_eq!(store.complete(&entry, &manifest).expect_err("too large").to_string(), why);
 }
 
 #[test]
