@@ -38,6 +38,10 @@ const PROGRAM: &str = "nvshare-hibernate";
 
 const CANCELLED: &str = "it was cancelled";
 
+/// Exists if a program was saved or restored since the host was booted. Otherwise, no helper has left anything
+/// that a daemon must settle when it starts.
+const USED: &str = "/run/nvshare/hibernated";
+
 /// Maximum time until a program sleeps. Its preparation takes at most 40 s.
 const SLEEP_TIMEOUT: Duration = Duration::from_secs(120);
 /// Maximum time until a sleeping client has left.
@@ -206,6 +210,7 @@ async fn delete(budget: &Arc<Budget>, uid: u32, image: String) -> fdo::Result<()
 
 async fn restore(budget: &Arc<Budget>, uid: u32, image: String) -> fdo::Result<u32> {
     let what = format!("restore image {image:?}");
+    record_use().map_err(|why| failed(&what, why))?;
     match ask(budget, &what, Request::Restore { uid, image: image.clone() }).await? {
         Reply::Restored { pid } => {
             info!(pid, uid, image, "restored image {image} as process {pid}");
@@ -316,6 +321,7 @@ async fn prepare(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, candidates: &[C
     // Only now, because the program may take long to sleep, and the helper does not wait for a request so
     // long.
     let helper = Helper::start(Some(budget)).await.map_err(|e| format!("cannot start {PROGRAM}: {e}"))?;
+    record_use()?;
     let leaves = |pid: &u32| candidates.iter().any(|candidate| candidate.pid == *pid);
     let others = core.borrow().model.client_pids().into_values().filter(|pid| !leaves(pid));
     let request = Request::Check { uid: root.uid, clients: others.filter_map(|pid| pid.try_into().ok()).collect() };
@@ -330,9 +336,14 @@ async fn prepare(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, candidates: &[C
 
 /// Lets programs continue that an earlier daemon and its helper have left stopped.
 pub fn settle_at_start() {
-    if is_there() {
+    if is_there() && Path::new(USED).exists() {
         spawn_local(settle());
     }
+}
+
+/// Records that programs may be stopped from now on.
+fn record_use() -> Result<(), String> {
+    std::fs::write(USED, "").map_err(|e| format!("cannot write {USED}: {e}"))
 }
 
 /// Waits until no killed helper has left processes stopped.

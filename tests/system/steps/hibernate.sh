@@ -29,6 +29,9 @@ ends_well() {
     rm $log
 }
 
+# The scheduler, which was started before, starts no helper where no program was saved. A helper creates
+# this directory.
+[ ! -e $images ] || fail "a helper was started: $(ls $images)"
 start naps --mem 16M --seconds 600 --pause-ms 5
 if ! criu --version 2>/dev/null | grep -q '^Version: [4-9]'; then
     refused "CRIU 4.1 or newer is needed" as_user nvsharectl hibernate "$pid"
