@@ -114,7 +114,9 @@ pub struct Image {
     /// When the program was saved, in seconds since 1970.
     pub saved: u64,
     pub bytes: u64,
-    /// The process that was restored from the image and still runs, or 0.
+    /// The estimated size of an image that is being saved. Missing if the image is complete.
+    pub expected_bytes: Option<u64>,
+    /// The process that was restored from the image and still runs, or that is being saved to it, or 0.
     pub runs_as: u32,
     /// Why the image cannot be used, or empty.
     pub damage: String,

@@ -1,10 +1,17 @@
 //! `nvsharectl hibernate`, `restore` and `hibernated`: save programs to disk, restore and list them.
 
 use super::arguments::Images;
+use super::progress::Progress;
 use super::table::{Align, Table};
 use super::{CtlError, Target, block_on, password, pause};
-use crate::bus::Image;
+use crate::bus::{Image, SchedulerProxy};
 use crate::config::units;
+use std::pin::pin;
+use std::time::{Duration, Instant};
+use tokio::time::sleep;
+
+/// Interval of the lists that show the progress. Each list starts a helper.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// Carries out one of the three commands. Returns the text to print.
 ///
@@ -28,11 +35,53 @@ fn hibernate(target: &Target, program: &str) -> Result<String, CtlError> {
         let scheduler = target.connect().await?;
         let mut lines = String::new();
         for pid in pause::pids(&scheduler, program).await? {
-            let image: String = password::call(&scheduler, "Hibernate", &(pid,)).await?;
+            let image = save(&scheduler, pid).await?;
             lines += &format!("Process {pid} is saved. Restore it with: nvsharectl restore {image}\n");
         }
         Ok(lines)
     })
+}
+
+/// Saves a program, and shows the progress on a terminal. Returns the name of the image. If this process is
+/// interrupted, the scheduler cancels the hibernation.
+async fn save(scheduler: &SchedulerProxy<'_>, pid: u32) -> zbus::Result<String> {
+    let mut progress = Progress::new();
+    let body = (pid,);
+    let mut saving = pin!(password::call(scheduler, "Hibernate", &body));
+    let mut begun = None;
+    loop {
+        tokio::select! {
+            image = &mut saving => {
+                progress.show("");
+                return image;
+            }
+            () = sleep(LOOK), if progress.is_shown() => {
+                if !password::asks() {
+                    // An older scheduler lists only complete images.
+                    let images = scheduler.list_hibernated().await.unwrap_or_default();
+                    let image = images.iter().find(|image| image.runs_as == pid && image.expected_bytes.is_some());
+                    let since = image.map(|_| *begun.get_or_insert_with(Instant::now));
+                    progress.show(&step(pid, image, since.map_or(Duration::ZERO, |since| since.elapsed())));
+                }
+            }
+        }
+    }
+}
+
+/// Describes how far a program is saved. `elapsed`: the time since its image was first seen.
+fn step(pid: u32, image: Option<&Image>, elapsed: Duration) -> String {
+    let Some(Image { bytes, expected_bytes: Some(expected), .. }) = image else {
+        return format!("pausing process {pid}");
+    };
+    if bytes >= expected {
+        return format!("saving process {pid}: {} written, checking the image", units::size(*bytes));
+    }
+    let written = format!("saving process {pid}: {} of about {}", units::size(*bytes), units::size(*expected));
+    let rate = *bytes as f64 / elapsed.as_secs_f64();
+    match rate > 0.0 && elapsed >= LOOK {
+        true => format!("{written}, {:.0} s left", ((expected - bytes) as f64 / rate).ceil()),
+        false => written,
+    }
 }
 
 /// Restores the program of an image. Returns a line about it.
@@ -55,10 +104,10 @@ fn list(target: &Target, is_json: bool) -> Result<String, CtlError> {
     let images = block_on(async { Ok(target.connect().await?.list_hibernated().await?) })?;
     if is_json {
         let image = |image: &Image| {
-            let Image { name, uid, program, saved, bytes, runs_as, damage } = image;
+            let Image { name, uid, program, saved, bytes, expected_bytes, runs_as, damage } = image;
             serde_json::json!({
-                "name": name, "uid": uid, "program": program, "saved": saved, "bytes": bytes, "runs-as": runs_as,
-                "damage": damage,
+                "name": name, "uid": uid, "program": program, "saved": saved, "bytes": bytes,
+                "expected-bytes": expected_bytes, "runs-as": runs_as, "damage": damage,
             })
         };
         return Ok(format!("{:#}\n", serde_json::Value::from_iter(images.iter().map(image))));
@@ -85,6 +134,7 @@ fn present(images: &[Image]) -> String {
         Table::new(&[("IMAGE", Align::Left), ("UID", Align::Right), ("SIZE", Align::Right), ("STATE", Align::Left)]);
     for image in images {
         let state = match (image.runs_as, image.damage.as_str()) {
+            (pid, _) if image.expected_bytes.is_some() => format!("process {pid} is being saved"),
             (0, "") => "saved".to_owned(),
             (0, damage) => format!("unusable: {damage}"),
             (pid, _) => format!("runs as process {pid}"),
@@ -108,14 +158,28 @@ mod tests {
             damage: damage.into(),
             ..Image::default()
         };
-        let images = [image("a-1-2", 0, ""), image("a-1-3", 7, ""), image("b-2-4", 0, "this host has not signed it")];
+        let partial = Image { expected_bytes: Some(4 << 30), ..image("c-9-5", 9, "") };
+        let images =
+            [image("a-1-2", 0, ""), image("a-1-3", 7, ""), image("b-2-4", 0, "this host has not signed it"), partial];
         let expected = "\
 IMAGE   UID   SIZE  STATE
 a-1-2  1000  3 GiB  saved
 a-1-3  1000  3 GiB  runs as process 7
 b-2-4  1000  3 GiB  unusable: this host has not signed it
+c-9-5  1000  3 GiB  process 9 is being saved
 ";
         assert_eq!(present(&images), expected);
         assert_eq!(present(&[]), "No program is saved.\n");
+    }
+
+    #[test]
+    fn the_progress_has_a_time_left_once_bytes_are_written() {
+        let image = |bytes| Image { bytes, expected_bytes: Some(8 << 30), runs_as: 7, ..Image::default() };
+        let step = |bytes, seconds| super::step(7, Some(&image(bytes)), Duration::from_secs(seconds));
+        assert_eq!(super::step(7, None, Duration::ZERO), "pausing process 7");
+        assert_eq!(step(0, 5), "saving process 7: 0 B of about 8 GiB");
+        assert_eq!(step(2 << 30, 0), "saving process 7: 2 GiB of about 8 GiB");
+        assert_eq!(step(2 << 30, 5), "saving process 7: 2 GiB of about 8 GiB, 15 s left");
+        assert_eq!(step(9 << 30, 5), "saving process 7: 9 GiB written, checking the image");
     }
 }

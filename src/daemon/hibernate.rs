@@ -10,12 +10,14 @@ use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nvshare_hibernate::{Image, MAX_LISTED, MAX_PACKET, Reply, Request};
 use nvshare_wire::client::LeaveAnswer;
+use rustix::net::{Shutdown, shutdown};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::oneshot;
@@ -33,6 +35,12 @@ use crate::sys::{descriptors, socket};
 /// The socket of the helper. systemd starts a helper for each connection.
 const SOCKET: &str = "/run/nvshare-hibernate/hibernate.sock";
 const PROGRAM: &str = "nvshare-hibernate";
+
+const CANCELLED: &str = "it was cancelled";
+
+/// Exists if a program was saved or restored since the host was booted. Otherwise, no helper has left anything
+/// that a daemon must settle when it starts.
+const USED: &str = "/run/nvshare/hibernated";
 
 /// Maximum time until a program sleeps. Its preparation takes at most 40 s.
 const SLEEP_TIMEOUT: Duration = Duration::from_secs(120);
@@ -85,17 +93,20 @@ pub enum Done {
     Deleted,
 }
 
-/// Carries out a request, and sends the answer. `budget`: the caller's, which limits its helpers.
+/// Carries out a request, and sends the answer. If the caller leaves, a program that is being saved continues.
+/// `budget`: the caller's, which limits its helpers.
 pub fn answer(
     core: &Rc<RefCell<Core>>,
     request: HibernationRequest,
     budget: Arc<Budget>,
-    reply: oneshot::Sender<fdo::Result<Done>>,
+    mut reply: oneshot::Sender<fdo::Result<Done>>,
 ) {
     let core = core.clone();
     spawn_local(async move {
         let done = match request {
-            HibernationRequest::Save { pid, users } => save(&core, &budget, pid, &users).await.map(Done::Saved),
+            HibernationRequest::Save { pid, users } => {
+                save(&core, &budget, pid, &users, pin!(reply.closed())).await.map(Done::Saved)
+            }
             HibernationRequest::Restore { uid, image } => restore(&budget, uid, image).await.map(Done::Restored),
             HibernationRequest::List { uid } => list(&budget, uid).await.map(Done::Listed),
             HibernationRequest::Find { image } => find(&budget, image).await.map(Done::Listed),
@@ -124,6 +135,11 @@ impl Helper {
         }
         let own = socket::connect(Path::new(SOCKET), socket::Kind::Packets)?;
         Ok(Self { socket: descriptors::watch(own)?, _place: place })
+    }
+
+    /// Cancels the request, which is still answered.
+    fn cancel(&self) {
+        let _ = shutdown(self.socket.get_ref(), Shutdown::Write); // fails if the helper has ended
     }
 
     /// Sends a request, and waits for its answer. `None`: the helper has exited, or does not answer.
@@ -194,6 +210,7 @@ async fn delete(budget: &Arc<Budget>, uid: u32, image: String) -> fdo::Result<()
 
 async fn restore(budget: &Arc<Budget>, uid: u32, image: String) -> fdo::Result<u32> {
     let what = format!("restore image {image:?}");
+    record_use().map_err(|why| failed(&what, why))?;
     match ask(budget, &what, Request::Restore { uid, image: image.clone() }).await? {
         Reply::Restored { pid } => {
             info!(pid, uid, image, "restored image {image} as process {pid}");
@@ -204,12 +221,18 @@ async fn restore(budget: &Arc<Budget>, uid: u32, image: String) -> fdo::Result<u
 }
 
 /// Saves a program, with the programs that its processes have started. All are paused until they were saved.
-/// If they cannot be saved, they continue.
-async fn save(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, pid: u32, users: &BTreeSet<u32>) -> fdo::Result<Image> {
+/// If they cannot be saved, or `cancelled` completes before they are, they continue.
+async fn save(
+    core: &Rc<RefCell<Core>>,
+    budget: &Arc<Budget>,
+    pid: u32,
+    users: &BTreeSet<u32>,
+    cancelled: Pin<&mut impl Future<Output = ()>>,
+) -> fdo::Result<Image> {
     let since = Instant::now();
     let mut candidates = Vec::new();
     let saved = match propose(core, pid, users, &mut candidates) {
-        Ok(()) => save_candidates(core, budget, &candidates).await.map_err(|why| {
+        Ok(()) => save_candidates(core, budget, &candidates, cancelled).await.map_err(|why| {
             warn!(pid, "cannot save process {pid} to disk: {why}");
             failed(&format!("hibernate process {pid}"), why)
         }),
@@ -259,25 +282,24 @@ async fn save_candidates(
     core: &Rc<RefCell<Core>>,
     budget: &Arc<Budget>,
     candidates: &[Candidate],
+    mut cancelled: Pin<&mut impl Future<Output = ()>>,
 ) -> Result<Image, String> {
-    let root = candidates.first().ok_or("it has ended")?;
-    for candidate in candidates {
-        wait_until_asleep(core, candidate).await?;
-    }
-    // Only now, because the program may take long to sleep, and the helper does not wait for a request so
-    // long.
-    let helper = Helper::start(Some(budget)).await.map_err(|e| format!("cannot start {PROGRAM}: {e}"))?;
-    let leaves = |pid: &u32| candidates.iter().any(|candidate| candidate.pid == *pid);
-    let others = core.borrow().model.client_pids().into_values().filter(|pid| !leaves(pid));
-    let request = Request::Check { uid: root.uid, clients: others.filter_map(|pid| pid.try_into().ok()).collect() };
-    let check = |reply: Option<Reply>| match reply {
-        Some(Reply::Done) => Ok(()),
-        Some(Reply::Refused(why)) => Err(why),
-        _ => Err(format!("{PROGRAM} ended without a reply. Try again")),
+    let helper = tokio::select! {
+        helper = prepare(core, budget, candidates) => helper?,
+        () = &mut cancelled => return Err(CANCELLED.into()),
     };
-    check(helper.ask(&request, Some(&root.process)).await)?;
-    leave(core, candidates).await?;
-    match helper.ask(&Request::Save, None).await {
+    let reply = {
+        let mut saving = pin!(helper.ask(&Request::Save, None));
+        tokio::select! {
+            biased; // sends the request first
+            reply = &mut saving => reply,
+            () = cancelled => {
+                helper.cancel();
+                saving.await
+            }
+        }
+    };
+    match reply {
         Some(Reply::Saved { image }) => Ok(image),
         Some(Reply::Refused(why)) => Err(why),
         _ => {
@@ -290,11 +312,38 @@ async fn save_candidates(
     }
 }
 
+/// Prepares programs so that the returned helper can save them: they sleep, were checked, and have left.
+async fn prepare(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, candidates: &[Candidate]) -> Result<Helper, String> {
+    let root = candidates.first().ok_or("it has ended")?;
+    for candidate in candidates {
+        wait_until_asleep(core, candidate).await?;
+    }
+    // Only now, because the program may take long to sleep, and the helper does not wait for a request so
+    // long.
+    let helper = Helper::start(Some(budget)).await.map_err(|e| format!("cannot start {PROGRAM}: {e}"))?;
+    record_use()?;
+    let leaves = |pid: &u32| candidates.iter().any(|candidate| candidate.pid == *pid);
+    let others = core.borrow().model.client_pids().into_values().filter(|pid| !leaves(pid));
+    let request = Request::Check { uid: root.uid, clients: others.filter_map(|pid| pid.try_into().ok()).collect() };
+    match helper.ask(&request, Some(&root.process)).await {
+        Some(Reply::Done) => {}
+        Some(Reply::Refused(why)) => return Err(why),
+        _ => return Err(format!("{PROGRAM} ended without a reply. Try again")),
+    }
+    leave(core, candidates).await?;
+    Ok(helper)
+}
+
 /// Lets programs continue that an earlier daemon and its helper have left stopped.
 pub fn settle_at_start() {
-    if is_there() {
+    if is_there() && Path::new(USED).exists() {
         spawn_local(settle());
     }
+}
+
+/// Records that programs may be stopped from now on.
+fn record_use() -> Result<(), String> {
+    std::fs::write(USED, "").map_err(|e| format!("cannot write {USED}: {e}"))
 }
 
 /// Waits until no killed helper has left processes stopped.

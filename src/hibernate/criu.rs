@@ -52,6 +52,7 @@ impl Job<'_> {
         &self,
         arguments: &[&str],
         capabilities: &[u32],
+        survives_limit: bool,
         log: &str,
         obstacle: impl Fn() -> Option<String>,
     ) -> Result<(), Refusal> {
@@ -60,7 +61,7 @@ impl Job<'_> {
         let common = ["--unprivileged", "--no-default-config", "--manage-cgroups=ignore"];
         let places = ["--images-dir", ".", "--work-dir", "../work", "--log-file", log, "-v1"];
         let arguments = arguments.iter().chain(&common).chain(&places).map(|argument| (*argument).to_owned()).collect();
-        let task = Task::Execute { program: CRIU.into(), arguments, capabilities: capabilities.into() };
+        let task = Task::Execute { program: CRIU.into(), arguments, capabilities: capabilities.into(), survives_limit };
         let done = worker::run(self.scope, self.rights, task, images.as_fd(), self.deadline, obstacle)?;
         if done.status.success() {
             return Ok(());
@@ -71,14 +72,18 @@ impl Job<'_> {
 
     /// Saves the tree below a stopped process. The processes stay stopped, whatever happens.
     ///
+    /// CRIU executes code in the processes, and would damage them if it were killed then. So if the image
+    /// becomes too large, or `cancelled` returns a reason, its writes fail, and it ends by itself.
+    ///
     /// # Errors
     /// CRIU fails.
-    pub fn dump(&self, root: i32) -> Result<(), Refusal> {
+    pub fn dump(&self, root: i32, cancelled: impl Fn() -> Option<String>) -> Result<(), Refusal> {
         let arguments =
             ["dump", "--leave-stopped", "--file-locks", "--ghost-limit", "268435456", "--tree", &root.to_string()];
-        self.run(&arguments, &[CAP_CHECKPOINT_RESTORE], "dump.log", || {
+        self.run(&arguments, &[CAP_CHECKPOINT_RESTORE], true, "dump.log", || {
             // The image may be larger than the memory that was counted.
-            self.store.check_reserve().err().map(|Refusal(why)| why)
+            let checked = self.store.check_written(self.entry, self.rights.owner.uid);
+            cancelled().or_else(|| checked.err().map(|Refusal(why)| why))
         })
     }
 
@@ -88,6 +93,6 @@ impl Job<'_> {
     /// CRIU fails. It may have left processes in the scope.
     pub fn restore(&self) -> Result<(), Refusal> {
         let arguments = ["restore", "--file-locks", "--restore-detached"];
-        self.run(&arguments, &[CAP_CHECKPOINT_RESTORE, CAP_SETPCAP], "restore.log", || None)
+        self.run(&arguments, &[CAP_CHECKPOINT_RESTORE, CAP_SETPCAP], false, "restore.log", || None)
     }
 }

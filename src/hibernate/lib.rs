@@ -2,8 +2,8 @@
 //! over the `SOCK_SEQPACKET` socket that is the program's standard input. Both sides are installed
 //! together, so only one version of the packets is supported.
 //!
-//! Closing the socket cancels a request, unless its image is already complete or its program is
-//! already restored.
+//! Closing the socket for writing, or completely, cancels a request, unless its image is already complete
+//! or its program is already restored. The reply then says which.
 
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -54,7 +54,7 @@ pub enum Reply {
     Refused(String),
 }
 
-/// An image, as its signed manifest describes it.
+/// An image, as its signed manifest describes it, or its record if it is not complete.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Image {
     pub name: String,
@@ -63,9 +63,11 @@ pub struct Image {
     pub program: String,
     /// When the program was saved, in seconds since 1970.
     pub saved: u64,
-    /// Size of the image in bytes.
+    /// Size of the image in bytes, as far as it was written.
     pub bytes: u64,
-    /// The process that was restored from this image and still lives.
+    /// Estimated size in bytes of an image that is being saved. `None`: the image is complete.
+    pub expected: Option<u64>,
+    /// The process that was restored from this image and still lives, or that is being saved to it.
     pub runs_as: Option<i32>,
     /// Why the image cannot be used.
     pub damage: Option<String>,

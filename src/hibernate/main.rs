@@ -6,13 +6,15 @@
 //! - `worker`: CRIU runs as the owner of the program, so that a restore gives no one a right. `scope`: it
 //!   runs in the user's slice. `rights`: what a restored program may have. `criu`: CRIU's command lines.
 //! - `process`: which processes can be saved; stopping them.
-//! - `store`: images, their signatures, and what killed helpers have left. `record`: where the program is.
+//! - `claims`: the rights that an image claims for its tasks.
+//! - `store`: images, their signatures, their room, and what killed helpers have left. `record`: where the program is.
 //!
 //! The helper runs as root with the capabilities to become the owner (`CAP_SETUID`, `CAP_SETGID`), to
 //! give CRIU its capabilities (`CAP_CHECKPOINT_RESTORE`, `CAP_SETPCAP`), to take CRIU's files
 //! (`CAP_CHOWN`, `CAP_FOWNER`, `CAP_DAC_OVERRIDE`), and to read and stop the program
 //! (`CAP_SYS_PTRACE`, `CAP_KILL`).
 
+mod claims;
 mod criu;
 mod process;
 mod record;
@@ -157,6 +159,8 @@ struct Prepared {
     process: Identity,
     entry: Entry,
     scope: Scope,
+    /// The estimated size of the image, in bytes.
+    expected: u64,
 }
 
 /// The work for one request.
@@ -223,10 +227,11 @@ impl Helper<'_> {
         check_groups(&rights.owner)?;
         tree.check_running()?;
         self.check_files(&tree, &rights)?;
-        self.store.check_room(uid, tree.memory())?;
+        let expected = tree.memory();
+        self.store.check_room(uid, expected)?;
         let program = process::name(root);
-        let (entry, scope) = self.store.create(&program, &process, &rights)?;
-        Ok(Prepared { program, process, entry, scope })
+        let (entry, scope) = self.store.create(&program, &process, &rights, expected)?;
+        Ok(Prepared { program, process, entry, scope, expected })
     }
 
     /// Checks that the owner may open the files of a program, and writes their data to the disk.
@@ -261,7 +266,8 @@ impl Helper<'_> {
             Err(why) => {
                 // The disk may have either record if the one above could not be synced. So the program only
                 // continues when the disk says for sure that the image does not count.
-                let stage = Stage::Saving { process: process.clone(), scope: prepared.scope.clone() };
+                let (scope, expected) = (prepared.scope.clone(), prepared.expected);
+                let stage = Stage::Saving { process: process.clone(), scope, expected };
                 let given_up = entry.record(uid, &stage).and_then(|()| entry.give_up(process));
                 given_up
                     .map_err(|e| Refusal::new(format!("{why}. It stays stopped until its record is written: {e}")))?;
@@ -272,17 +278,16 @@ impl Helper<'_> {
 
     /// Completes the image of a stopped program.
     fn save_stopped(&self, prepared: &Prepared, tree: &Tree, uid: u32) -> Result<Image, Refusal> {
-        let Prepared { program, process, entry, scope } = prepared;
+        let Prepared { program, process, entry, scope, .. } = prepared;
         // Only now can the program not change any more.
         let rights = tree.check(uid)?;
         self.check_files(tree, &rights)?;
         let manifest = Manifest::new(program, rights, process, tree);
         let job = Job { store: self.store, entry, scope, rights: &manifest.rights, deadline: self.deadline };
-        job.dump(process.pid)?;
-        let cancelled = || has_hung_up(self.socket).then(|| Refusal::new("it was cancelled"));
-        cancelled().map_or(Ok(()), Err)?;
+        let cancelled = || has_hung_up(self.socket).then(|| "it was cancelled".to_owned());
+        job.dump(process.pid, cancelled)?;
         let image = self.store.complete(entry, &manifest)?;
-        cancelled().map_or(Ok(image), Err)
+        cancelled().map_or(Ok(image), |why| Err(Refusal(why)))
     }
 
     fn restore(&self, image: &str, uid: u32) -> Result<Reply, Refusal> {

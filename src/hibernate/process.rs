@@ -13,7 +13,10 @@ use serde::{Deserialize, Serialize};
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs, io,
-    os::fd::{AsRawFd, OwnedFd},
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
     path::{Path, PathBuf},
     thread::sleep,
     time::{Duration, Instant},
@@ -236,9 +239,13 @@ impl Tree {
         self.pids().iter().flat_map(threads).collect()
     }
 
-    /// The memory of all processes in bytes.
+    /// The memory of all processes that CRIU saves, in bytes: the private memory of each process, and each
+    /// piece of shared memory once. Unlinked files elsewhere and pipes are not counted, because a file system
+    /// of the owner may never answer.
     pub fn memory(&self) -> u64 {
-        self.pids().into_iter().map(memory).sum()
+        let shared: BTreeMap<(u64, u64), u64> = self.pids().into_iter().flat_map(shared_memory).collect();
+        let private: u64 = self.pids().into_iter().map(private_memory).sum();
+        private + shared.values().sum::<u64>()
     }
 
     /// Sends a signal to the processes of the root's user. The helper may signal all processes, but the
@@ -449,10 +456,41 @@ fn pids() -> io::Result<impl Iterator<Item = i32>> {
     Ok(entries?.into_iter().filter_map(|entry| entry.file_name().to_str()?.parse().ok()))
 }
 
-/// The memory of a process in bytes, as far as it is saved.
-fn memory(pid: i32) -> u64 {
+/// The private memory of a process in bytes, without unchanged pages of files.
+fn private_memory(pid: i32) -> u64 {
     let status = Status::read(&directory(pid));
-    status.map_or(0, |status| ["VmRSS", "VmSwap"].iter().filter_map(|name| status.bytes(name)).sum())
+    status.map_or(0, |status| ["RssAnon", "VmSwap"].iter().filter_map(|name| status.bytes(name)).sum())
+}
+
+/// The shared memory that a process has mapped or open: the device and the inode, and the size in bytes.
+fn shared_memory(pid: i32) -> impl Iterator<Item = ((u64, u64), u64)> {
+    let maps = fs::read_to_string(directory(pid).join("maps")).unwrap_or_default();
+    let mapped: Vec<PathBuf> = maps.lines().filter_map(|line| shared_mapping(pid, line)).collect();
+    let open = open_files(pid).filter(|(_, path)| is_saved_memory(&path.to_string_lossy()));
+    let open = open.map(move |(descriptor, _)| directory(pid).join("fd").join(descriptor));
+    let size = |path: PathBuf| {
+        let metadata = fs::metadata(path).ok()?;
+        Some(((metadata.dev(), metadata.ino()), metadata.blocks() * 512))
+    };
+    mapped.into_iter().chain(open).filter_map(size)
+}
+
+/// Returns the file of a mapping in `/proc`, from its line in `maps`, if the mapping is shared memory.
+fn shared_mapping(pid: i32, line: &str) -> Option<PathBuf> {
+    let mut fields = line.splitn(6, ' ');
+    let (range, access) = (fields.next()?, fields.next()?);
+    let path = fields.nth(3)?.trim_start();
+    let range: Vec<&str> = range.split('-').map(|address| address.trim_start_matches('0')).collect();
+    let is_shared = access.ends_with('s') && is_saved_memory(path);
+    is_shared.then(|| directory(pid).join("map_files").join(range.join("-")))
+}
+
+/// Returns true if this is the path of shared memory that no file system has a name for, so that CRIU saves
+/// its contents. The kernel's own file systems always answer.
+fn is_saved_memory(path: &str) -> bool {
+    path.starts_with("/memfd:")
+        || ((path.starts_with("/dev/zero") || path.starts_with("/SYSV") || path.starts_with("/dev/shm/"))
+            && path.ends_with(" (deleted)"))
 }
 
 /// The name of a process, with no characters but letters, digits, `.`, `_` and `-`.

@@ -25,7 +25,13 @@ const MAX_RECORD: u64 = 4096;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Stage {
     /// In this process, which may be stopped. The image is not complete. CRIU may be at work in the scope.
-    Saving { process: Identity, scope: Scope },
+    /// `expected`: the estimated size of the image, in bytes.
+    Saving {
+        process: Identity,
+        scope: Scope,
+        #[serde(default)]
+        expected: u64,
+    },
     /// In the image. This process is stopped and has to be ended.
     Ending { process: Identity },
     /// In the image.

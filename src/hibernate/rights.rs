@@ -1,8 +1,10 @@
 //! The rights of a program: its users and groups, limits and login. They are recorded before the program
 //! is saved, and checked for **each task of a restored program** before it continues.
 //!
-//! CRIU reads the rights of an image from the program, which its owner controls. So nothing that an image
-//! says about rights is trusted: a task that has more than the record is ended.
+//! CRIU reads the rights of an image from the program, which its owner controls. `claims` refuses an image
+//! that claims more than the record. What CRIU has then created is compared with the record, too, because
+//! CRIU may have left other processes, and may know formats that `claims` does not: a task that has more is
+//! ended.
 
 use serde::{Deserialize, Serialize};
 use std::{

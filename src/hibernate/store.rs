@@ -14,6 +14,7 @@
 
 use crate::{
     Refusal,
+    claims::{self, MAX_CORE},
     process::{Identity, Tree},
     record::{self, Stage, VERSION, open_sealed, read_sealed, replace},
     rights::Rights,
@@ -26,6 +27,7 @@ use rustix::fs::{FlockOperation, Mode, OFlags, flock, fsync};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
+    collections::BTreeSet,
     fs::{self, File, OpenOptions, Permissions},
     io::{self, Read},
     os::{
@@ -45,17 +47,11 @@ const MAX_MANIFEST: u64 = 4 << 20;
 const MAX_NAME: usize = 64;
 /// Maximum length of the reason why an image cannot be used, in characters.
 const MAX_DAMAGE: usize = 200;
-/// Free space, in bytes, that images leave on a disk: a tenth of the disk, but at most this much.
-const RESERVE: u64 = 4 << 30;
-/// Maximum number of images of a user.
-const MAX_IMAGES: usize = 64;
 /// The start of the names of directories that are no images any more.
 const DELETED: &str = ".deleted-";
 /// The time for which all processes of unfinished operations together are waited for. Some may never end, and
 /// every helper settles before it works.
 const SETTLE_PATIENCE: Duration = Duration::from_secs(1);
-/// Each user's images may take this part of the disk.
-const SHARE_OF_USER: u64 = 2;
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Manifest {
@@ -146,11 +142,17 @@ impl Store {
     }
 
     /// Creates an image of a program that is about to be stopped. CRIU can write to `criu/` and `work/`, in
-    /// the scope.
+    /// the scope. `expected`: the estimated size.
     ///
     /// # Errors
     /// The disk is full.
-    pub fn create(&self, program: &str, process: &Identity, rights: &Rights) -> Result<(Entry, Scope), Refusal> {
+    pub fn create(
+        &self,
+        program: &str,
+        process: &Identity,
+        rights: &Rights,
+        expected: u64,
+    ) -> Result<(Entry, Scope), Refusal> {
         let failed = words("create the image");
         let program: String = program.chars().take(16).collect();
         let name = format!("{program}-{}-{}-{}", process.pid, now(), random().map_err(&failed)?);
@@ -162,7 +164,7 @@ impl Store {
             let scope = Scope::new(&name, owner.uid)?;
             let lock = lock(&path)?.ok_or(io::ErrorKind::ResourceBusy)?;
             let entry = Entry { name: name.clone(), path: path.clone(), _lock: lock };
-            entry.record(owner.uid, &Stage::Saving { process: process.clone(), scope: scope.clone() })?;
+            entry.record(owner.uid, &Stage::Saving { process: process.clone(), scope: scope.clone(), expected })?;
             for part in ["criu", "work"] {
                 fs::DirBuilder::new().mode(0o700).create(path.join(part))?;
                 chown(path.join(part), Some(owner.uid), Some(owner.gid))?;
@@ -170,48 +172,6 @@ impl Store {
             Ok((entry, scope))
         };
         create().inspect_err(|_| drop(fs::remove_dir_all(&path))).map_err(failed)
-    }
-
-    /// Checks that an image of this size may be created for a user.
-    ///
-    /// # Errors
-    /// The disk has no room, or the user has too many or too large images.
-    pub fn check_room(&self, uid: u32, bytes: u64) -> Result<(), Refusal> {
-        let own = self.images(Some(uid))?;
-        let delete = "Delete images with: nvsharectl hibernated --delete IMAGE";
-        if own.len() >= MAX_IMAGES {
-            return Err(Refusal::new(format!("its user has {MAX_IMAGES} images. {delete}")));
-        }
-        let disk = self.disk()?;
-        let (used, most) = (own.iter().map(|image| image.bytes).sum::<u64>(), disk.size / SHARE_OF_USER);
-        if used + bytes > most {
-            let (used, most, needed) = (mib(used), mib(most), mib(bytes));
-            return Err(Refusal::new(format!(
-                "the image needs {needed} MiB. Its user's images may have {most} MiB, and have {used} MiB. {delete}"
-            )));
-        }
-        if disk.free >= bytes + disk.reserve() {
-            return Ok(());
-        }
-        let (needed, free, at) = (mib(bytes + disk.reserve()), mib(disk.free), self.path.display());
-        Err(Refusal::new(format!("the image needs {needed} MiB, and {at} has {free} MiB. Free space there")))
-    }
-
-    /// Checks that the images leave their reserve.
-    ///
-    /// # Errors
-    /// They do not, so that nothing more should be written.
-    pub fn check_reserve(&self) -> Result<(), Refusal> {
-        let (disk, at) = (self.disk()?, self.path.display());
-        match disk.free >= disk.reserve() {
-            true => Ok(()),
-            false => Err(Refusal::new(format!("the disk of {at} is almost full. Free space there"))),
-        }
-    }
-
-    fn disk(&self) -> Result<Disk, Refusal> {
-        let stat = rustix::fs::statvfs(&self.path).map_err(|e| words("read the free space")(e.into()))?;
-        Ok(Disk { size: stat.f_blocks * stat.f_frsize, free: stat.f_bavail * stat.f_frsize })
     }
 
     /// Locks an image. `None`: CRIU or another helper is at work.
@@ -231,8 +191,11 @@ impl Store {
     /// as a restore will.
     ///
     /// # Errors
-    /// The disk is full or broken, or CRIU has written something other than files.
+    /// The disk is full or broken, the image is larger than its user's share, or CRIU has written something
+    /// other than files.
     pub fn complete(&self, entry: &Entry, manifest: &Manifest) -> Result<Image, Refusal> {
+        // CRIU has ended, so the files do not grow any more.
+        self.check_written(entry, manifest.rights.owner.uid)?;
         let complete = || -> io::Result<()> {
             let manifest = Manifest { files: entry.seal()?, ..manifest.clone() };
             let text = serde_json::to_vec(&manifest)?;
@@ -275,10 +238,12 @@ impl Store {
     /// Checks an image of a user completely, so that CRIU may read it.
     ///
     /// # Errors
-    /// The image belongs to another user, is not signed by this host, or was changed.
+    /// The image belongs to another user, is not signed by this host, was changed, or claims rights that are
+    /// not recorded.
     pub fn verify(&self, entry: &Entry, uid: u32) -> Result<Manifest, Refusal> {
         let manifest = self.owned(entry, uid)?;
-        entry.compare(&manifest).map_err(words(&format!("use image {}", entry.name)))?;
+        let checked = entry.compare(&manifest).and_then(|()| entry.check_claims(&manifest));
+        checked.map_err(words(&format!("use image {}", entry.name)))?;
         Ok(manifest)
     }
 
@@ -294,7 +259,7 @@ impl Store {
         Ok(manifest)
     }
 
-    /// Returns a page of the complete images of a user, or of all users, the newest first, after the first
+    /// Returns a page of the images of a user, or of all users, the newest first, after the first
     /// `skip` images.
     ///
     /// # Errors
@@ -311,7 +276,7 @@ impl Store {
         Ok(images.filter(|image| uid.is_none_or(|uid| image.uid == uid)).collect())
     }
 
-    /// Describes an image. `None`: it does not exist, or is not complete.
+    /// Describes an image. `None`: it does not exist.
     ///
     /// A damaged image belongs to the user of its record, or to root.
     pub fn find(&self, name: &str) -> Option<Image> {
@@ -324,7 +289,17 @@ impl Store {
             Some(Image { name: name.into(), uid, damage: Some(damage), ..Image::default() })
         };
         match (record::read(&path), self.manifest(&path)) {
-            (Ok(None | Some((_, Stage::Saving { .. }))), _) => None,
+            (Ok(None), _) => None,
+            (Ok(Some((uid, Stage::Saving { process, expected, .. }))), _) => Some(Image {
+                name: name.into(),
+                uid,
+                program: name.rsplitn(4, '-').last().unwrap_or_default().into(),
+                saved: created(name),
+                bytes: written(&path),
+                expected: Some(expected),
+                runs_as: Some(process.pid),
+                damage: None,
+            }),
             (Ok(Some((_, stage))), Ok(manifest)) => Some(describe(name, &manifest, stage.process())),
             (Ok(Some((uid, _))), Err(e)) => damaged(uid, &e),
             (Err(e), Ok(manifest)) => damaged(manifest.rights.owner.uid, &e),
@@ -374,7 +349,7 @@ impl Store {
         match stage {
             // CRIU may end without the helper. Ending CRIU while it is in the program may damage the program.
             Stage::Saving { scope, .. } if scope.is_populated()? && entry.age()? < TIMEOUT => return Ok(false),
-            Stage::Saving { process, scope } => {
+            Stage::Saving { process, scope, .. } => {
                 scope.kill(until)?;
                 entry.give_up(&process)?;
             }
@@ -385,22 +360,6 @@ impl Store {
         }
         Ok(true)
     }
-}
-
-/// Size and free space of the disk of the images, in bytes.
-struct Disk {
-    size: u64,
-    free: u64,
-}
-
-impl Disk {
-    fn reserve(&self) -> u64 {
-        RESERVE.min(self.size / 10)
-    }
-}
-
-fn mib(bytes: u64) -> u64 {
-    bytes.div_ceil(1 << 20)
 }
 
 impl Entry {
@@ -422,9 +381,7 @@ impl Entry {
 
     /// Returns how long ago the image was created.
     fn age(&self) -> io::Result<Duration> {
-        // The name of the directory contains the time. Only the helper can rename the directory.
-        let created = self.name.rsplit('-').nth(1).and_then(|time| time.parse().ok()).map(Duration::from_secs);
-        Ok(Duration::from_secs(now()).saturating_sub(created.unwrap_or_default()))
+        Ok(Duration::from_secs(now().saturating_sub(created(&self.name))))
     }
 
     /// Opens `criu` or `work`.
@@ -538,6 +495,22 @@ impl Entry {
         }
         Ok(())
     }
+
+    /// Checks that each thread has a file with its rights, and that no file claims other rights.
+    fn check_claims(&self, manifest: &Manifest) -> io::Result<()> {
+        let mut threads = BTreeSet::new();
+        for SavedFile { name, .. } in &manifest.files {
+            if let Some(thread) = claims::thread_of(name).map_err(io::Error::other)? {
+                let file = read_sealed(&self.path.join("criu").join(name), MAX_CORE)?;
+                claims::check(&file, &manifest.rights).map_err(|why| io::Error::other(format!("{name} {why}")))?;
+                threads.insert(thread);
+            }
+        }
+        match threads == manifest.threads.iter().copied().collect() {
+            true => Ok(()),
+            false => Err(io::Error::other("it describes other threads than were saved")),
+        }
+    }
 }
 
 impl Manifest {
@@ -578,9 +551,22 @@ fn describe(name: &str, manifest: &Manifest, runs_as: Option<i32>) -> Image {
         program: manifest.program.clone(),
         saved: manifest.saved,
         bytes: manifest.bytes(),
+        expected: None,
         runs_as,
         damage: None,
     }
+}
+
+/// When an image was created, in seconds since 1970. The name of its directory contains the time, and only the
+/// helper can rename the directory.
+fn created(name: &str) -> u64 {
+    name.rsplit('-').nth(1).and_then(|time| time.parse().ok()).unwrap_or(0)
+}
+
+/// The bytes that CRIU has written to an image so far. The files of an image that is being deleted count 0.
+fn written(image: &Path) -> u64 {
+    let files = fs::read_dir(image.join("criu")).into_iter().flatten().flatten();
+    files.filter_map(|file| file.metadata().ok()).map(|file| file.len()).sum()
 }
 
 fn unless_missing(done: io::Result<()>) -> io::Result<()> {
@@ -616,5 +602,6 @@ fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
 }
 
+mod room;
 #[cfg(test)]
 mod tests;

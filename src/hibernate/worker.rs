@@ -53,8 +53,11 @@ pub const CAP_SETPCAP: u32 = 8;
 /// What a worker does.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Task {
-    /// Executes a program with these capabilities.
-    Execute { program: String, arguments: Vec<String>, capabilities: Vec<u32> },
+    /// Executes a program with these capabilities. `survives_limit`: a write beyond the limit on the size of
+    /// files fails, instead of ending the program.
+    Execute { program: String, arguments: Vec<String>, capabilities: Vec<u32>, survives_limit: bool },
+    /// Makes all further writes to files by this process of the owner fail. The owner cannot undo it.
+    EndWrites { pid: u32 },
     /// Opens regular files, for writing if the flag is set, and writes their file systems' data to the disk.
     /// Prints the first file that cannot be opened.
     Open { files: Vec<(OsString, bool)> },
@@ -74,7 +77,8 @@ pub struct Done {
 }
 
 /// Carries out a task in a scope, in this directory. `obstacle` is called from time to time. If it returns
-/// a reason, or the work takes longer than until `deadline`, all processes of the scope are ended.
+/// a reason, the worker's writes fail, so that a program that checks its writes ends in order. If the work
+/// takes longer than until `deadline`, all processes of the scope are ended.
 ///
 /// # Errors
 /// The reason; or the worker cannot be started, or does not end.
@@ -100,7 +104,8 @@ pub fn run(
         let mut stdin = child.stdin.take().ok_or_else(|| Refusal::new("the worker has no input"))?;
         stdin.write_all(&order).map_err(words)
     });
-    let waited = begun.and_then(|()| wait(&pidfd, deadline, obstacle));
+    let pid = child.id();
+    let waited = begun.and_then(|()| wait(&pidfd, deadline, obstacle, || end_writes(rights, pid)));
     if waited.is_err() {
         end(scope, &mut child, &pidfd);
     }
@@ -122,20 +127,43 @@ fn is_ready(fd: &impl std::os::fd::AsFd, flags: PollFlags) -> bool {
     poll(&mut [PollFd::new(fd, flags)], Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }
 
-/// Waits until a worker has ended.
-fn wait(worker: &OwnedFd, deadline: Instant, obstacle: impl Fn() -> Option<String>) -> Result<(), Refusal> {
+/// Waits until a worker has ended. Once `obstacle` returns a reason, calls `stop` until it succeeds.
+///
+/// # Errors
+/// The reason, when the worker has ended; or the worker does not end.
+fn wait(
+    worker: &OwnedFd,
+    deadline: Instant,
+    obstacle: impl Fn() -> Option<String>,
+    stop: impl Fn() -> Result<(), Refusal>,
+) -> Result<(), Refusal> {
+    let mut reason = None;
+    let mut is_stopped = false;
     loop {
         let limit = Timespec { tv_sec: 0, tv_nsec: LOOK.subsec_nanos().into() };
         if poll(&mut [PollFd::new(worker, PollFlags::IN)], Some(&limit)).is_ok_and(|ready| ready > 0) {
-            return Ok(());
-        }
-        if let Some(why) = obstacle() {
-            return Err(Refusal::new(why));
+            return reason.map_or(Ok(()), |why| Err(Refusal::new(why)));
         }
         if Instant::now() >= deadline {
             return Err(Refusal::new(format!("it took longer than {} s", TIMEOUT.as_secs())));
         }
+        reason = reason.or_else(&obstacle);
+        if reason.is_some() && !is_stopped {
+            let stopped = stop().inspect_err(|why| eprintln!("nvshare-hibernate: {why}"));
+            is_stopped = stopped.is_ok();
+        }
     }
+}
+
+/// Makes the writes of a worker fail. The kernel lets the owner lower the limits of its processes, but not the
+/// helper, which lacks `CAP_SYS_RESOURCE`.
+fn end_writes(rights: &Rights, pid: u32) -> Result<(), Refusal> {
+    let words = |why: String| Refusal::new(format!("cannot end the writes of process {pid}: {why}"));
+    let scope = Scope::new("limits", rights.owner.uid).map_err(|e| words(e.to_string()))?;
+    let root = File::open("/").map_err(|e| words(e.to_string()))?;
+    let deadline = Instant::now() + PATIENCE;
+    let done = run(&scope, rights, Task::EndWrites { pid }, std::os::fd::AsFd::as_fd(&root), deadline, || None)?;
+    if done.status.success() { Ok(()) } else { Err(words(done.status.to_string())) }
 }
 
 /// Ends a worker and all other processes of its scope, as far as they end.
@@ -179,11 +207,23 @@ pub fn work() -> io::Result<()> {
     io::stdin().read_to_end(&mut text)?;
     let Order { rights, task } = serde_json::from_slice(&text)?;
     match task {
-        Task::Execute { program, arguments, capabilities } => {
+        Task::Execute { program, arguments, capabilities, survives_limit } => {
             become_owner(&rights, &capabilities)?;
+            if survives_limit {
+                // SAFETY: this signal has no handler.
+                unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+            }
             let mut command = Command::new(program);
             command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
             Err(command.exec())
+        }
+        Task::EndWrites { pid } => {
+            become_owner(&rights, &[])?;
+            let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+            // SAFETY: `none` lives during the call, and the previous limit is not asked for.
+            let result =
+                unsafe { libc::prlimit(pid as i32, libc::RLIMIT_FSIZE, &raw const none, std::ptr::null_mut()) };
+            check(result)
         }
         Task::Open { files } => {
             // The kernel lets no process with the owner's rights trace this one, which changed its user and
@@ -278,6 +318,7 @@ fn leave_keyring() -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::cell::{Cell, RefCell};
 
     fn sleeper(seconds: &str) -> (Child, OwnedFd) {
         let child = Command::new("sleep").arg(seconds).spawn().expect("a process");
@@ -286,17 +327,37 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_does_not_end_is_given_up_at_the_deadline_or_an_obstacle() {
+    fn a_worker_that_does_not_end_is_given_up_at_the_deadline() {
         let (mut child, pidfd) = sleeper("1000");
         let soon = Instant::now() + LOOK * 2;
-        let why = wait(&pidfd, soon, || None).expect_err("it does not end").to_string();
+        let why = wait(&pidfd, soon, || None, || Ok(())).expect_err("it does not end").to_string();
         assert!(why.contains("longer than 600 s") && Instant::now() >= soon, "{why}");
         let later = Instant::now() + TIMEOUT;
-        let why = wait(&pidfd, later, || Some("the disk is full".into())).expect_err("an obstacle").to_string();
-        assert_eq!(why, "the disk is full");
         child.kill().expect("killed");
-        wait(&pidfd, later, || None).expect("it has ended");
+        wait(&pidfd, later, || None, || Ok(())).expect("it has ended");
         child.wait().expect("it has ended");
+    }
+
+    #[test]
+    fn an_obstacle_stops_a_worker_once_and_is_the_reason() {
+        let (child, pidfd) = sleeper("1000");
+        let (obstacles, stops) = (Cell::new(0), Cell::new(0));
+        let obstacle = || {
+            obstacles.set(obstacles.get() + 1);
+            (obstacles.get() == 1).then(|| "the disk is full".to_owned())
+        };
+        let child = RefCell::new(child);
+        let stop = || {
+            stops.set(stops.get() + 1);
+            if stops.get() == 1 {
+                return Err(Refusal::new("systemd does not answer"));
+            }
+            child.borrow_mut().kill().expect("killed");
+            Ok(())
+        };
+        let why = wait(&pidfd, Instant::now() + TIMEOUT, obstacle, stop).expect_err("an obstacle").to_string();
+        assert_eq!((why.as_str(), obstacles.get(), stops.get()), ("the disk is full", 1, 2));
+        child.borrow_mut().wait().expect("it has ended");
     }
 
     #[test]

@@ -81,6 +81,28 @@ impl Subject {
         let polkit = polkit::Subject::new_for_message_header(header).ok()?;
         Some(Self { sender: header.sender()?.to_owned().into(), polkit })
     }
+
+    /// A future that completes when the sender leaves the bus. `None` if the sender has already left.
+    ///
+    /// # Errors
+    /// The bus does not answer.
+    pub async fn leaves(&self, connection: &Connection) -> zbus::Result<Option<impl Future<Output = ()> + use<>>> {
+        let rule = MatchRule::builder()
+            .msg_type(message::Type::Signal)
+            .sender("org.freedesktop.DBus")
+            .interface("org.freedesktop.DBus")
+            .member("NameOwnerChanged")
+            .arg(0, self.sender.as_str())
+            .build()?;
+        let mut changes = MessageStream::for_match_rule(rule, connection, None).await?;
+        if !DBusProxy::new(connection).await?.name_has_owner(self.sender.clone().into()).await? {
+            return Ok(None);
+        }
+        // The owner of a unique name changes only if its connection closes.
+        Ok(Some(async move {
+            let _ = std::future::poll_fn(|cx| Pin::new(&mut changes).poll_next(cx)).await;
+        }))
+    }
 }
 
 /// The timeout of a check, and whether polkit may ask for a password.
@@ -132,7 +154,7 @@ impl Authority {
         };
         let limit = if manner == Manner::Quick { QUICK_TIMEOUT } else { INTERACTIVE_TIMEOUT };
         let gone = || Authorization::No("the caller has left the bus".into());
-        let Ok(Some(leaving)) = check.sender_leaves().await else { return gone() };
+        let Ok(Some(leaving)) = check.subject.leaves(connection).await else { return gone() };
         let answer = tokio::select! {
             answer = check.run() => return answer,
             () = leaving => gone(),
@@ -155,25 +177,6 @@ struct Check<'a> {
 }
 
 impl Check<'_> {
-    /// A future that completes when the sender leaves the bus. `None` if the sender has already left.
-    async fn sender_leaves(&self) -> zbus::Result<Option<impl Future<Output = ()> + use<>>> {
-        let rule = MatchRule::builder()
-            .msg_type(message::Type::Signal)
-            .sender("org.freedesktop.DBus")
-            .interface("org.freedesktop.DBus")
-            .member("NameOwnerChanged")
-            .arg(0, self.subject.sender.as_str())
-            .build()?;
-        let mut changes = MessageStream::for_match_rule(rule, self.connection, None).await?;
-        if !DBusProxy::new(self.connection).await?.name_has_owner(self.subject.sender.clone().into()).await? {
-            return Ok(None);
-        }
-        // The owner of a unique name changes only if its connection closes.
-        Ok(Some(async move {
-            let _ = std::future::poll_fn(|cx| Pin::new(&mut changes).poll_next(cx)).await;
-        }))
-    }
-
     async fn polkit(&self) -> zbus::Result<AuthorityProxy<'_>> {
         // The daemon reads none of polkit's properties, so it does not cache them.
         AuthorityProxy::builder(self.connection).cache_properties(CacheProperties::No).build().await

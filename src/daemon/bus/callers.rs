@@ -1,14 +1,17 @@
 //! Callers of the D-Bus object, and their authorization.
 
 use std::collections::HashMap;
+use std::future::{pending, poll_fn};
 use std::os::fd::AsFd;
 use std::path::Path;
+use std::pin::Pin;
 use std::sync::Arc;
 
 use tracing::debug;
-use zbus::Connection;
+use zbus::export::futures_core::Stream;
 use zbus::fdo::{self, DBusProxy};
 use zbus::message::{Flags, Header};
+use zbus::{Connection, MessageStream};
 
 use super::authority::{Action, Authority, Authorization, Details, Manner, Subject};
 use super::gate::{self, Place, Senders};
@@ -244,6 +247,23 @@ impl Caller<'_> {
         match user == accountable(self.uid) {
             true => self.is_of_the_host(what),
             false => self.may_change(what, "").await,
+        }
+    }
+
+    /// Returns when the caller has closed its connection. `connection`: carries the call.
+    pub async fn leaves(&self, connection: &Connection) {
+        match &self.from {
+            From::Bus { asker, subject, .. } => match subject.leaves(asker).await {
+                Ok(Some(leaving)) => leaving.await,
+                Ok(None) => {}
+                // Without an answer of the bus, the caller counts as present.
+                Err(_) => pending().await,
+            },
+            From::Peer => {
+                let mut messages = MessageStream::from(connection);
+                while poll_fn(|cx| Pin::new(&mut messages).poll_next(cx)).await.is_some_and(|message| message.is_ok()) {
+                }
+            }
         }
     }
 

@@ -8,7 +8,7 @@ use nvshare_hibernate::Image;
 use tokio::sync::oneshot;
 use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
-use zbus::{OwnedVariant, fdo};
+use zbus::{Connection, OwnedVariant, fdo};
 
 use super::callers::{Caller, Callers};
 use super::failure::Failure;
@@ -226,10 +226,22 @@ impl Object {
     }
 
     #[zbus(out_args("image"))]
-    async fn hibernate(&self, pid: u32, #[zbus(header)] header: Header<'_>) -> Result<String, Failure> {
+    async fn hibernate(
+        &self,
+        pid: u32,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<String, Failure> {
         let users = self.authorize_for(pid, &format!("hibernate process {pid}"), &header).await?;
         let caller = self.callers.identify(Some(&header)).await?;
-        match self.hibernation(&caller, HibernationRequest::Save { pid, users }).await? {
+        // If the caller leaves, the dropped request cancels the hibernation.
+        let done = tokio::select! {
+            done = self.hibernation(&caller, HibernationRequest::Save { pid, users }) => done?,
+            () = caller.leaves(connection) => {
+                return Err(fdo::Error::Failed(format!("cannot hibernate process {pid}: the caller has left")).into());
+            }
+        };
+        match done {
             Done::Saved(image) => Ok(image.name),
             _ => Err(Error::Stopping("the scheduler is stopping".into()).into()),
         }
@@ -539,9 +551,18 @@ impl Object {
 }
 
 fn present_image(image: &Image) -> bus::Image {
-    let Image { name, uid, program, saved, bytes, runs_as, damage, .. } = image.clone();
+    let Image { name, uid, program, saved, bytes, expected, runs_as, damage } = image.clone();
     let runs_as = runs_as.and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0);
-    bus::Image { name, uid, program, saved, bytes, runs_as, damage: damage.unwrap_or_default() }
+    bus::Image {
+        name,
+        uid,
+        program,
+        saved,
+        bytes,
+        expected_bytes: expected,
+        runs_as,
+        damage: damage.unwrap_or_default(),
+    }
 }
 
 /// Converts usage for D-Bus. Includes only the columns that the query groups by.

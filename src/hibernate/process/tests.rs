@@ -1,7 +1,10 @@
 //! Which processes can be saved.
 
 use super::*;
-use std::process::{Child, Command};
+use std::{
+    io::Read,
+    process::{Child, Command, Stdio},
+};
 use test_support::Directory;
 
 fn child() -> (Child, Identity) {
@@ -107,4 +110,44 @@ fn only_processes_of_the_program_and_its_user_get_signals() {
     stopped.resume(identity.uid);
     child.kill().expect("killed");
     child.wait().expect("it has ended");
+}
+
+#[test]
+fn shared_memory_counts_once() {
+    let file = rustix::fs::memfd_create("shared", rustix::fs::MemfdFlags::empty()).expect("a file in memory");
+    let size = 64 << 20;
+    rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, size).expect("memory");
+    let mut command = Command::new("sh");
+    let mut shell = command.args(["-c", "sleep 1000 & echo; wait"]).stdout(Stdio::piped()).spawn().expect("a shell");
+    // Written when both processes run.
+    shell.stdout.as_mut().expect("its output").read_exact(&mut [0]).expect("a line");
+    let root = Identity::of(shell.id() as i32).expect("its files").expect("it runs");
+    let tree = Tree::of(&root).expect("its files").expect("it runs");
+    assert_eq!(tree.pids().len(), 2);
+    let memory = tree.memory();
+    assert!((size..size * 2).contains(&memory), "{memory}");
+    tree.signal(root.uid, Signal::KILL);
+    shell.wait().expect("it has ended");
+}
+
+#[test]
+fn only_shared_memory_without_a_name_is_saved() {
+    let map = |line: &str| shared_mapping(7, line);
+    let range = "00400000-7f0000402000";
+    assert_eq!(
+        map(&format!("{range} rw-s 00000000 00:01 5  /memfd:x (deleted)")),
+        Some("/proc/7/map_files/400000-7f0000402000".into())
+    );
+    for path in ["/dev/zero (deleted)", "/SYSV00000000 (deleted)", "/dev/shm/a b (deleted)"] {
+        assert!(map(&format!("{range} rw-s 00000000 00:01 5        {path}")).is_some(), "{path}");
+    }
+    for other in [
+        "rw-p 00000000 00:01 5 /memfd:x (deleted)",
+        "rw-s 00000000 00:01 5 /dev/shm/named",
+        "rw-s 00000000 00:01 5 /home/a/file (deleted)",
+        "rw-s 00000000 00:00 0 ",
+        "",
+    ] {
+        assert_eq!(map(&format!("{range} {other}")), None, "{other}");
+    }
 }

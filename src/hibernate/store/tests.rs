@@ -1,6 +1,8 @@
 //! Images that were changed, forged or copied, and what killed helpers have left.
 
+use super::room::SHARE_OF_USER;
 use super::*;
+use crate::claims::tests::{file_for, file_with_capabilities};
 use crate::rights::Credentials;
 use std::os::unix::fs::symlink;
 use test_support::Directory;
@@ -26,15 +28,53 @@ fn image(store: &Store, uid: u32) -> Entry {
         gid: rustix::process::getegid().as_raw(),
         groups: Vec::new(),
     });
-    let (entry, _) = store.create("program", &own, &me).expect("an image");
-    for (name, contents) in [("pages-1.img", "the memory"), ("core-7.img", "uid 1000")] {
+    let (entry, _) = store.create("program", &own, &me, 0).expect("an image");
+    let rights = rights(Credentials { uid, gid: uid, groups: vec![uid] });
+    let core = file_for(&rights);
+    let bytes = core.len() as u64 + 10;
+    for (name, contents) in [("pages-1.img", b"the memory".as_slice()), ("core-7.img", &core)] {
         fs::write(entry.path.join("criu").join(name), contents).expect("a file");
     }
-    let rights = rights(Credentials { uid, gid: uid, groups: vec![uid] });
-    let image = store.complete(&entry, &Manifest::new("program", rights, &own, &tree)).expect("complete");
-    assert_eq!((image.uid, image.bytes, image.damage), (uid, 18, None));
+    let manifest = Manifest { threads: vec![7], ..Manifest::new("program", rights, &own, &tree) };
+    let image = store.complete(&entry, &manifest).expect("complete");
+    assert_eq!((image.uid, image.bytes, image.damage), (uid, bytes, None));
     entry.record(uid, &Stage::Saved).expect("a record");
     entry
+}
+
+/// Replaces a file of an image, as if the image had been complete with it.
+fn complete_with(store: &Store, entry: &Entry, name: &str, contents: Option<&[u8]>) -> Result<Image, Refusal> {
+    let criu = entry.path.join("criu");
+    let manifest = store.owned(entry, OWNER).expect("an image");
+    fs::set_permissions(&criu, Permissions::from_mode(0o755)).expect("permissions");
+    drop(fs::remove_file(criu.join(name)));
+    if let Some(contents) = contents {
+        fs::write(criu.join(name), contents).expect("a file");
+    }
+    store.complete(entry, &manifest)
+}
+
+#[test]
+fn an_image_that_claims_other_rights_is_not_used() {
+    let (_directory, store, entry) = store();
+    let rights = store.verify(&entry, OWNER).expect("an image").rights;
+    let forged = file_with_capabilities(&rights);
+    let cases: [(&str, Option<&[u8]>, &str); 6] = [
+        ("core-7.img", Some(&forged), "core-7.img claims capabilities"),
+        ("core-7.img", Some(&[0; 2 << 20]), "too long"),
+        ("core-7.img", None, "other threads"),
+        ("core-8.img", Some(&file_for(&rights)), "other threads"),
+        ("core-x.img", Some(b""), "core-x.img is unknown"),
+        ("rlimit-7.img", Some(b""), "rlimit-7.img claims rights"),
+    ];
+    for (name, contents, expected) in cases {
+        let why = complete_with(&store, &entry, name, contents).expect_err(expected).to_string();
+        assert!(why.contains(expected), "{why}, not {expected}");
+        // The image is signed, as by an earlier version that did not check claims.
+        assert_eq!(refusal(&store, &entry), why);
+        drop(fs::remove_file(entry.path.join("criu").join(name)));
+        complete_with(&store, &entry, "core-7.img", Some(&file_for(&rights))).expect("as before");
+    }
 }
 
 fn refusal(store: &Store, entry: &Entry) -> String {
@@ -161,7 +201,7 @@ fn a_partial_image_is_deleted_once_no_helper_is_at_work() {
     let (_directory, store, entry) = store();
     let (mut child, process) = process();
     let _stopped = Tree::stop(&process).expect("it is stopped");
-    entry.record(OWNER, &Stage::Saving { process: process.clone(), scope: scope() }).expect("a record");
+    entry.record(OWNER, &Stage::Saving { process: process.clone(), scope: scope(), expected: 0 }).expect("a record");
     assert!(!store.settle(), "a helper holds the lock");
     let name = entry.name.clone();
     drop(entry);
@@ -202,7 +242,9 @@ fn a_record_that_cannot_be_read_changes_nothing() {
         let (_directory, store, entry) = store();
         let (mut child, process) = process();
         let _stopped = Tree::stop(&process).expect("it is stopped");
-        entry.record(OWNER, &Stage::Saving { process: process.clone(), scope: scope() }).expect("a record");
+        entry
+            .record(OWNER, &Stage::Saving { process: process.clone(), scope: scope(), expected: 0 })
+            .expect("a record");
         damage(&entry.path.join("record")).expect("damage");
         assert!(entry.stage().is_err());
         let (name, path) = (entry.name.clone(), entry.path.clone());
@@ -249,6 +291,39 @@ fn each_user_has_pages_and_limits_of_its_own() {
     assert!(why.contains("has 64 images"), "{why}");
     let why = store.check_room(OWNER, u64::MAX / 4).expect_err("too large").to_string();
     assert!(why.contains("images may have"), "{why}");
+}
+
+#[test]
+fn an_image_that_is_being_saved_is_listed_and_counts_with_its_estimate() {
+    let (_directory, store, entry) = store();
+    let (mut child, process) = process();
+    let stage = |expected| Stage::Saving { process: process.clone(), scope: scope(), expected };
+    entry.record(OWNER, &stage(1 << 30)).expect("a record");
+    let [image] = &store.list(Some(OWNER), 0).expect("images")[..] else { panic!("one image") };
+    assert_eq!((image.expected, image.runs_as, image.program.as_str()), (Some(1 << 30), Some(process.pid), "program"));
+    assert!(image.bytes > 10 && image.saved > 0 && image.damage.is_none(), "{image:?}");
+    store.check_room(OWNER, 1).expect("there is room");
+    let half = store.disk().expect("a disk").size / SHARE_OF_USER;
+    entry.record(OWNER, &stage(half)).expect("a record");
+    let why = store.check_room(OWNER, 1).expect_err("no room beside it").to_string();
+    assert!(why.contains("images may have"), "{why}");
+    store.check_written(&entry, OWNER).expect("its own estimate does not count against it");
+    child.kill().expect("killed");
+    child.wait().expect("it has ended");
+}
+
+/// CRIU may write more than was estimated.
+#[test]
+fn an_image_that_became_larger_than_the_users_share_is_not_completed() {
+    let (_directory, store, entry) = store();
+    let criu = entry.path.join("criu");
+    fs::set_permissions(&criu, Permissions::from_mode(0o755)).expect("permissions");
+    let more = File::create(criu.join("pages-2.img")).expect("a file");
+    more.set_len(store.disk().expect("a disk").size / SHARE_OF_USER).expect("a sparse file");
+    let why = store.check_written(&entry, OWNER).expect_err("too large").to_string();
+    assert!(why.contains("images may have"), "{why}");
+    let manifest = store.owned(&entry, OWNER).expect("an image");
+    assert_eq!(store.complete(&entry, &manifest).expect_err("too large").to_string(), why);
 }
 
 #[test]

@@ -29,6 +29,9 @@ ends_well() {
     rm $log
 }
 
+# The scheduler, which was started before, starts no helper where no program was saved. A helper creates
+# this directory.
+[ ! -e $images ] || fail "a helper was started: $(ls $images)"
 start naps --mem 16M --seconds 600 --pause-ms 5
 if ! criu --version 2>/dev/null | grep -q '^Version: [4-9]'; then
     refused "CRIU 4.1 or newer is needed" as_user nvsharectl hibernate "$pid"
@@ -64,6 +67,83 @@ goes_on || fail "the program is $(state)"
 until_true "it to run again" is_so ".clients[] | select(.pid == $pid and .paused == false) | .gpus[].\"lock-time\" > 0.2"
 mv "$criu.real" "$criu"
 [ "$(nvsharectl hibernated)" = "No program is saved." ] || fail "left: $(nvsharectl hibernated)"
+
+continues() {
+    goes_on || fail "the program is $(state)"
+    until_true "it to run again" is_so ".clients[] | select(.pid == $pid and .paused == false)"
+    [ "$(nvsharectl hibernated)" = "No program is saved." ] || fail "left: $(nvsharectl hibernated)"
+}
+mv "$criu" "$criu.real"
+cat >"$criu" <<'END'
+#!/bin/bash
+[ "$1" != --version ] || exec echo 'Version: 4.1'
+[ ! -e /run/criu-fails ] || ulimit -f 8192
+while [ -e /run/criu-works ]; do sleep 0.1; done
+exec criu.real "$@"
+END
+chmod 755 "$criu"
+# CRIU's writes fail in the middle of a process's memory, while it executes code in the program. It removes
+# that code, and the program continues with right results.
+first=$pid
+touch /run/criu-fails
+said=$(umask 0 && exec systemd-run --quiet --scope --uid=$user --slice="user-$(id -u $user).slice" env "${gpu[@]}" setpriv \
+    --inh-caps=-all nvsharectl run --portable=$log.second -- bash -c 'python3 -c "import signal
+data = bytes(range(256)) * (64 << 10)
+signal.signal(signal.SIGUSR2, lambda *_: print(data == bytes(range(256)) * (64 << 10)) or exit())
+while True: signal.pause()" & exec cuda-program naps --mem 16M --seconds 600 --pause-ms 5')
+pid=$(sed -n 's/.* runs as process \([0-9]*\), .*/\1/p' <<<"$said")
+until_true "the program to be served" is_so ".clients[] | select(.pid == $pid) | .gpus[].grants > 0"
+has_memory() { [ "$(awk '/RssAnon/ { print $2 }' "/proc/$(pgrep -P "$pid" -x python3)/status")" -gt 16000 ]; }
+until_true "its second process to have memory" has_memory
+refused "File too large" nvsharectl hibernate "$pid"
+rm /run/criu-fails
+continues
+pkill -USR2 -P "$pid" -x python3
+kill -USR1 "$pid"
+until_true "the program to end" gone
+ends_right() { [ "$(grep -c '"ok":true\|^True' $log.second)" = 2 ]; }
+until_true "its right results" ends_right
+rm $log.second
+pid=$first
+
+# The helper lets CRIU's writes fail, and does not kill CRIU.
+may_not_write() { grep -q '^Max file size  *0  *0 ' "/proc/$(pgrep -f 'criu dump' | head -n 1)/limits"; }
+begin() {
+    touch /run/criu-works
+    nvsharectl hibernate "$pid" >/tmp/said 2>&1 &
+    order=$!
+    until_true "CRIU to work" pgrep -f 'criu dump'
+}
+fails() { # why
+    until_true "CRIU's writes to fail" may_not_write
+    expected=$(nvsharectl hibernated --json | jq ".[] | select(.\"runs-as\" == $pid) | .\"expected-bytes\"")
+    [ "${expected:-0}" -gt 0 ] || fail "the image is not listed: $(nvsharectl hibernated)"
+    rm /run/criu-works
+    wait $order && fail "the program was saved though $1"
+    until_true "the program to continue" goes_on
+    nothing_is_left() { [ "$(nvsharectl hibernated)" = "No program is saved." ]; }
+    until_true "the partial image to be deleted" nothing_is_left
+    continues
+}
+# The disk becomes full while CRIU writes.
+mount -t tmpfs -o size=512M,mode=700 tmpfs $images
+begin
+fallocate -l "$(($(stat -f -c '%a * %S' $images) - (20 << 20)))" $images/filler
+fails "the disk is full"
+grep -q "is almost full" /tmp/said || fail "said $(cat /tmp/said)"
+umount $images
+# The caller is interrupted.
+begin
+kill -TERM $order
+fails "its caller has left"
+[ "$(logged "cannot save process $pid to disk: it was cancelled")" = 1 ] || fail "the scheduler has not cancelled"
+# The caller is interrupted before the program is stopped.
+nvsharectl hibernate "$pid" >/tmp/said 2>&1 &
+kill -TERM $!
+wait $! || true
+until_true "nothing to be left" nothing_is_left
+continues
+mv "$criu.real" "$criu"
 
 refused "may not" runuser -u nobody -- nvsharectl hibernate "$pid"
 limits=$(cat "/proc/$pid/limits")
@@ -134,8 +214,9 @@ until_true "both results" both_end
 rm $log
 as_user nvsharectl hibernated --delete "$saved"
 
-# The owner of a program controls what CRIU reads from it, and which processes it leaves. A restore gives
-# none of them a right. The stand-in for CRIU does what such an owner can do.
+# The owner of a program controls what CRIU reads from it, and which processes it leaves. An image that
+# claims a right is not sealed, and a restore gives no process a right. The stand-in for CRIU does what
+# such an owner can do.
 mv "$criu" "$criu.real"
 cat >"$criu" <<'END'
 #!/bin/bash
@@ -202,19 +283,25 @@ END
 chmod 755 "$criu"
 install -m 666 /dev/null /run/forged
 left() { pgrep -u $user -x "cuda-program|sleep"; }
-for forgery in image orphan; do
-    echo $forgery >/run/forge
-    start naps --mem 16M --seconds 600 --pause-ms 5
-    as_user nvsharectl hibernate "$pid" >/tmp/said 2>&1 || fail "the forger is refused: $(cat /tmp/said)"
-    saved=$(image)
+echo image >/run/forge
+start naps --mem 16M --seconds 600 --pause-ms 5
+refused "claims capabilities" as_user nvsharectl hibernate "$pid"
+[ -z "$(image)" ] || fail "the forged image is left: $(image)"
+until_true "the program to continue" goes_on
+until_true "the program to be connected" is_so ".clients[] | select(.pid == $pid and .paused == false)"
+ends_well
+echo orphan >/run/forge
+start naps --mem 16M --seconds 600 --pause-ms 5
+as_user nvsharectl hibernate "$pid" >/tmp/said 2>&1 || fail "the program is refused: $(cat /tmp/said)"
+saved=$(image)
+for _ in 1 2; do
     refused "has capabilities" as_user nvsharectl restore "$saved"
     left && fail "processes of the refused program are left"
-    refused "has capabilities" as_user nvsharectl restore "$saved"
-    [ "$(image)" = "$saved" ] || fail "the image is gone"
-    # Not the same file: the program's own log has no results.
-    as_user nvsharectl hibernated --delete "$saved"
-    rm $log
 done
+[ "$(image)" = "$saved" ] || fail "the image is gone"
+# Not the same file: the program's own log has no results.
+as_user nvsharectl hibernated --delete "$saved"
+rm $log
 [ -s /run/forged ] || fail "no image was forged"
 mv "$criu.real" "$criu"
 rm /run/forge /run/forge.py /run/forged
@@ -269,6 +356,7 @@ for _ in $(seq "${HIBERNATIONS:-20}"); do
     ends_well
 done
 [ "$(nvsharectl hibernated)" = "No program is saved." ] || fail "left: $(nvsharectl hibernated)"
+echo "  ${HIBERNATIONS:-20} hibernations with kills: $saves programs were saved and restored, none was lost"
 # Kills that never, or always, prevent the image test only half of the cases.
 [ "${HIBERNATIONS:-20}" -lt 20 ] || { [ $saves -gt 0 ] && [ $saves -lt "${HIBERNATIONS:-20}" ]; } || fail "$saves programs were saved"
 rm -rf /tmp/said $images
