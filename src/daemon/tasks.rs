@@ -134,7 +134,7 @@ pub fn start(core: &Rc<RefCell<Core>>, published: Published) {
     spawn_local(publish(core.clone(), often, |signals| &signals.holders, Model::holders, holders));
     spawn_local(publish(core.clone(), often, |signals| &signals.arrivals, Model::client_pids, clients));
     spawn_local(publish(core.clone(), CHANGES_PERIOD, |signals| &signals.state, Model::gpu_states, states));
-    spawn_local(announce_limits(core.clone()));
+    spawn_local(announce_rules(core.clone()));
     spawn_local(save_usage(core.clone()));
 }
 
@@ -220,14 +220,14 @@ async fn check_stopped(core: Rc<RefCell<Core>>) {
     }
 }
 
-/// Sends clients their limits on GPUs that were found after the clients connected.
-async fn announce_limits(core: Rc<RefCell<Core>>) {
+/// Sends clients their rules on GPUs that were found after the clients connected.
+async fn announce_rules(core: Rc<RefCell<Core>>) {
     let signals = core.borrow().io.signals.clone();
     loop {
         signals.limits.notified().await;
         let mut last = Some(ClientId(0));
         while let Some(client) = last {
-            last = core.borrow_mut().model.announce_limits_after(client, LIMITS_AT_ONCE);
+            last = core.borrow_mut().model.announce_rules_after(client, LIMITS_AT_ONCE);
             tokio::task::yield_now().await;
         }
         tokio::time::sleep(LIMITS_PERIOD).await;

@@ -72,7 +72,11 @@ pub fn message(dice: &mut Dice) -> SchedulerMessage {
         },
         28 => SchedulerMessage::Unplaced { outcome: NoPlacement::Free, text: Text::new("nonsense") },
         29 => SchedulerMessage::Remark { text: Text::new(dice.pick(&["", "%s%n", "\u{1b}[2J\n", LONG])) },
-        30 => SchedulerMessage::MemoryMax { uuid: Uuid([dice.number() as u8; 16]), bytes: bytes(dice) },
+        30 => SchedulerMessage::GpuRules {
+            uuid: Uuid([dice.number() as u8; 16]),
+            memory_max: bytes(dice),
+            permissions: count(dice),
+        },
         24 => SchedulerMessage::Opened {
             ticket: slot(dice),
             outcome: dice.pick(&[Sharing::Done, Sharing::Unknown, Sharing::Failed, Sharing::Busy]),

@@ -98,7 +98,11 @@ fn mapping_does_not_wait_for_a_turn() {
 /// program's memory moves.
 #[track_caller]
 fn check_shared_with_another_device(words: &str, pinned: u64) {
-    let machine = Machine::with_scheduler(pressed());
+    check_shared_on(&Machine::with_scheduler(pressed()), words, pinned);
+}
+
+#[track_caller]
+fn check_shared_on(machine: &Machine, words: &str, pinned: u64) {
     let mut program = machine.program(&format!("escapes --mem 16M --beside 64M --seconds 600 {words}")).start();
     program.wait_to_say("holding");
     let mut other = machine.program("mix --mem 60M --chunks 4 --reps 3 --rounds endless").start();
@@ -138,6 +142,30 @@ fn a_program_with_graphics_resources_does_not_sleep() {
     sleep::resume(&machine, &program);
     program.end();
     machine.wait_until_empty();
+}
+
+/// Programs prefer FABRIC handles if the driver offers them. Memory with such handles cannot move.
+#[test]
+fn fabric_handles_are_offered_only_on_a_fabric_of_several_hosts_or_by_a_rule() {
+    let by_rule = "[[rule]]\nfabric-handles = true\n";
+    for (fabric, rules, pinned) in [
+        ("handles", "", 0),
+        ("cluster", "", 16 * MIB),
+        ("handles", by_rule, 16 * MIB),
+        ("none", by_rule, 0), // what the driver lacks is not offered
+    ] {
+        eprintln!("{fabric}, {rules:?}");
+        let simulator = vec![("CUDA_SIM_FABRIC", fabric.to_owned())];
+        let machine = Machine::with_scheduler(Setup { rules: rules.into(), simulator, ..pressed() });
+        check_shared_on(&machine, "--how offered", pinned);
+    }
+}
+
+/// Only the scheduler knows whether a fabric exists.
+#[test]
+fn fabric_handles_are_offered_without_a_scheduler() {
+    let machine = Machine::new(Setup { simulator: vec![("CUDA_SIM_FABRIC", "handles".into())], ..pressed() });
+    assert_eq!(machine.program("info").start().finish().number("fabric_handles"), 1);
 }
 
 #[test]

@@ -22,7 +22,7 @@
 //! Hello ────────────────────────────▶
 //!       ◀──────────────────────────── Welcome            (or Refused, then closes)
 //! EnvLimit(weight, "10") ───────────▶                     one for each variable that is set; a Remark if it has no effect
-//!       ◀──────────────────────────── MemoryMax(GPU by UUID)    one for each GPU on which a rule limits its memory
+//!       ◀──────────────────────────── GpuRules(GPU by UUID)     one for each GPU on which a rule limits or permits something
 //! Attach(slot 0 = GPU by UUID) ─────▶                     before it creates a context there
 //!       ◀──────────────────────────── Attached            there is room for the context; limit and first allowance
 //! Memory(demand 2 GiB, mapped 0) ───▶                     a state, not a change: the newest report replaces all others

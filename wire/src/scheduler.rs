@@ -103,12 +103,19 @@ messages! {
             client: u64,
         },
 
-        /// The bytes that a rule allows all clients of this client's group together on a GPU, even
-        /// if the client does not use that GPU. 0: no limit. Sent before any answer to the client,
-        /// and whenever the limit changes. A new client receives this message only for GPUs with a
-        /// limit. A reconnecting client receives this message for every GPU. On GPUs that the
-        /// client has attached, the newest [`Limit`](Self::Limit) applies instead.
-        80 => MemoryMax { uuid: Uuid, bytes: u64 },
+        /// What applies to the client on a GPU, even if the client does not use that GPU. Sent before
+        /// any answer to the client, and whenever a value changes. A new client receives this message
+        /// only for GPUs with a value other than 0. A reconnecting client receives this message for
+        /// every GPU.
+        80 => GpuRules {
+            uuid: Uuid,
+            /// The bytes that a rule allows all clients of this client's group together on the GPU.
+            /// 0: no limit. On GPUs that the client has attached, the newest [`Limit`](Self::Limit)
+            /// applies instead.
+            memory_max: u64,
+            /// [`FABRIC_HANDLES`], or 0.
+            permissions: u32,
+        },
 
         /// The scheduler is about to checkpoint the client. The client evicts all memory and does
         /// not enter the driver until [`Awake`](Self::Awake). Answered by
@@ -179,6 +186,10 @@ messages! {
         92 => Remark { text: Text<REMARK> },
     }
 }
+
+/// A permission of [`GpuRules`](SchedulerMessage::GpuRules): the client offers its program FABRIC
+/// handles of memory on the GPU, if the driver supports them. Such memory cannot leave the GPU.
+pub const FABRIC_HANDLES: u32 = 1;
 
 /// A flag of [`PrepareSleep`](SchedulerMessage::PrepareSleep): the client is paused, so it must not
 /// refuse because of waiting threads.

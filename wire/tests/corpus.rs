@@ -116,7 +116,7 @@ fn scheduler_messages() -> Vec<(&'static str, SchedulerMessage)> {
         ("unused", Unused { range: 2 }),
         ("prepare", Prepare { slot, bytes: 12 << 30 }),
         ("resume", Resume { client: 7 }),
-        ("memory-max", MemoryMax { uuid: Uuid([0x5a; 16]), bytes: 8 << 30 }),
+        ("gpu_rules", GpuRules { uuid: Uuid([0x5a; 16]), memory_max: 8 << 30, permissions: 1 }),
         ("prepare_sleep", PrepareSleep { flags: 1 }),
         ("run_ahead", RunAhead { slot, micros: 16_000 }),
         ("host_memory", HostMemory { ram: 1 << 30, file: 2 << 30 }),

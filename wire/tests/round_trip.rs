@@ -197,7 +197,11 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
         any::<u64>().prop_map(|client| Resume { client }),
         (any::<(u32, u32, [u8; 16])>(), prop_oneof![Just(GpuKind::Gpu), Just(GpuKind::Mig)])
             .prop_map(|((at, of, uuid), kind)| Placed { at, of, uuid: Uuid(uuid), kind }),
-        any::<([u8; 16], u64)>().prop_map(|(uuid, bytes)| MemoryMax { uuid: Uuid(uuid), bytes }),
+        any::<([u8; 16], u64, u32)>().prop_map(|(uuid, memory_max, permissions)| GpuRules {
+            uuid: Uuid(uuid),
+            memory_max,
+            permissions
+        }),
         (prop_oneof![Just(NoPlacement::Free), Just(NoPlacement::NoGpu)], ".{0,250}")
             .prop_map(|(outcome, text)| Unplaced { outcome, text: Text::new(&text) }),
         ".{0,250}".prop_map(|text| Remark { text: Text::new(&text) }),

@@ -7,7 +7,7 @@ use crate::{
         socket::{self, Socket},
     },
     env::{settings, trace::trace},
-    gpu::{identity::Identity, memory_limits},
+    gpu::{identity::Identity, rules},
     sys::{
         c,
         once::{Once, OnceBox},
@@ -126,8 +126,11 @@ fn ask(socket: &Socket, version: u16) -> PlacementAnswer {
                 return if outcome == NoPlacement::NoGpu { PlacementAnswer::NoGpu } else { PlacementAnswer::Free };
             }
             Ok(Some((SchedulerMessage::Remark { text }, _))) => trace!("{}", text.as_str()),
-            // The program may ask for this limit immediately after CUDA has been initialised.
-            Ok(Some((SchedulerMessage::MemoryMax { uuid, bytes }, _))) => memory_limits::set(uuid, bytes),
+            // The program may ask for these values immediately after CUDA has been initialised.
+            Ok(Some((SchedulerMessage::GpuRules { uuid, memory_max, permissions }, _))) => {
+                rules::limit(uuid, memory_max);
+                rules::permit(uuid, permissions);
+            }
             // The scheduler sends other messages only after this client has attached a GPU.
             Ok(_) => {}
             Err(_) => return PlacementAnswer::Free,

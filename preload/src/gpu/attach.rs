@@ -1,7 +1,7 @@
 //! Attaching to a GPU when the program begins to use it. The library identifies the GPU, introduces it
 //! to the scheduler, and waits until a CUDA context is admitted.
 
-use super::{Gpu, find, identity, info::Info, memory_limits, proof, support};
+use super::{Gpu, find, identity, info::Info, proof, rules, support};
 use crate::{
     connection::{self, presence::Patience},
     driver::{query, types::*},
@@ -77,7 +77,7 @@ impl Gpu {
         }
         if let Some(engine) = info.engine {
             let mut space = Space::new(self.index as CUdevice, engine, info.total, info.env_max, &self.work);
-            space.account.max = memory_limits::of(info.identity.get());
+            space.account.max = rules::memory_max(info.identity.get());
             let _ = self.space.set(Box::new(Mutex::new(Rank::Space, space)));
         }
         self.set_attached();

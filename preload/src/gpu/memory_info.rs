@@ -1,6 +1,6 @@
 //! The memory sizes that the program sees. CUDA and NVML report the same free memory of a GPU on which
 //! the program has a context. Under a limit from a rule or from the program's environment
-//! ([`super::memory_limits`]) they report the same sizes even earlier, because programs plan with these
+//! ([`super::rules`]) they report the same sizes even earlier, because programs plan with these
 //! sizes.
 
 use super::Gpu;

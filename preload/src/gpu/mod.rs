@@ -8,7 +8,8 @@
 //! - [`report`]: reporting the memory account to the scheduler.
 //! - [`limit_request`]: requests for a higher limit. [`reservation`]: requests for memory that the
 //!   driver needs.
-//! - [`memory_limits`]: limits on the program's memory. [`memory_info`]: the sizes that the program sees.
+//! - [`rules`]: limits and permissions of the scheduler's rules. [`memory_info`]: the sizes that the
+//!   program sees.
 
 pub mod attach;
 #[cfg(test)]
@@ -17,11 +18,11 @@ pub mod identity;
 pub mod info;
 pub mod limit_request;
 pub mod memory_info;
-pub mod memory_limits;
 pub mod peers;
 pub mod proof;
 mod report;
 pub mod reservation;
+pub mod rules;
 pub mod support;
 
 pub use target::{are_several, device_of};
@@ -178,7 +179,7 @@ impl Gpu {
         self.forget_denials();
         self.reservation_answers.forget();
         if let (Some(space), Some(uuid)) = (self.space(), self.uuid()) {
-            space.lock().account.max = memory_limits::of(uuid);
+            space.lock().account.max = rules::memory_max(uuid);
         }
     }
 
@@ -197,7 +198,7 @@ impl Gpu {
             return account.at_most(u64::MAX);
         }
         let Some(info) = self.info() else { return u64::MAX };
-        let ruled = memory_limits::of(info.identity.get());
+        let ruled = rules::memory_max(info.identity.get());
         info.env_max.min(if ruled == 0 { u64::MAX } else { ruled })
     }
 

@@ -8,13 +8,13 @@ use crate::{
         put, query,
         types::*,
     },
-    gpu::{self, memory_info, memory_limits},
+    gpu::{self, memory_info, rules},
     submit,
 };
 
 /// Lowers a size that the driver has reported for a GPU to the program's limit on that GPU.
 fn total(result: CUresult, device: CUdevice, bound: impl FnOnce(u64)) -> CUresult {
-    if result == SUCCESS && memory_limits::are_set() {
+    if result == SUCCESS && rules::are_limits_set() {
         crate::sys::errno::preserve(|| {
             if let Some(gpu) = gpu::find_managed(device) {
                 bound(gpu.memory_limit());

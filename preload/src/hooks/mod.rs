@@ -6,7 +6,7 @@
 //!   size of memory.
 //! - [`pools`]: memory pools. [`arrays`]: arrays.
 //! - [`vmm`]: memory that the program reserves, creates and maps itself.
-//! - [`reservation`]: calls in which the driver allocates GPU memory for itself.
+//! - [`device`]: queries about a GPU. [`reservation`]: calls in which the driver allocates GPU memory for itself.
 //! - [`context`]: initialisation, contexts, captures, lookups.
 //! - [`checkpoints`]: calls that checkpoint other processes.
 //! - [`ipc`]: memory shared with other processes. [`interop`]: other APIs. Their work passes no hook.
@@ -21,6 +21,7 @@ mod arrays;
 mod checkpoints;
 mod context;
 mod copies;
+mod device;
 mod interop;
 mod ipc;
 mod launch;

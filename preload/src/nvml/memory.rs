@@ -7,7 +7,7 @@ use crate::{
     gpu::{
         self, Gpu,
         memory_info::{self, MemoryInfo},
-        memory_limits,
+        rules,
     },
     submit,
     sys::{errno, pad::pad_and_jump},
@@ -48,7 +48,7 @@ pub static MEMORY_2: Function = Function::new(c"nvmlDeviceGetMemoryInfo_v2");
 /// the program sees NVML's sizes.
 fn sizes(device: Device, total: u64, free: u64) -> Option<MemoryInfo> {
     let is_used = |gpu: &Gpu| gpu.space().is_some() && gpu.work.has_contexts();
-    if !submit::is_active() || !(memory_limits::are_set() || gpu::in_use().any(is_used)) {
+    if !submit::is_active() || !(rules::are_limits_set() || gpu::in_use().any(is_used)) {
         return None;
     }
     errno::preserve(|| {

@@ -55,8 +55,8 @@ pub enum Rank {
     LockRequest,
     /// The last denied request for a higher limit.
     DeniedLimit,
-    /// The limits that rules set.
-    RuledLimits,
+    /// What rules limit and permit.
+    Rules,
     /// Announcing this process to the scheduler as an exporter.
     ExportKey,
     /// The device files that the driver has had open.

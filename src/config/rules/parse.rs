@@ -42,6 +42,7 @@ pub struct RawRule {
     priority: Option<Priority>,
     interactive: Option<bool>,
     gang: Option<bool>,
+    fabric_handles: Option<bool>,
     allowed_gpus: Option<GpuNames>,
     affinity: Option<Spanned<String>>,
     anti_affinity: Option<Spanned<String>>,
@@ -109,7 +110,8 @@ impl RawRule {
             user: self.user.map(|user| account("user", user, unknown, user_id)).transpose()?,
             group: self.group.map(|group| account("group", group, unknown, group_id)).transpose()?,
         };
-        let is_empty = memory.is_none() && share.is_none() && self.gang.is_none() && self.sleep_after.is_none();
+        let has_flag = self.gang.or(self.fabric_handles).is_some();
+        let is_empty = memory.is_none() && share.is_none() && !has_flag && self.sleep_after.is_none();
         if is_empty && self.gpu_hours.is_none() && places == Whereabouts::default() {
             return Err((span, format!("the rule sets nothing: it needs at least one of {}", LIMIT_KEYS.join(", "))));
         }
@@ -123,7 +125,8 @@ impl RawRule {
         let gpu_hours = self.gpu_hours.map(Spanned::into_inner);
         let sleep_after = self.sleep_after.map(|after| after.0);
         let limits = RuleLimits { sleep_after, share, gang: self.gang.unwrap_or(false), ..memory.unwrap_or_default() };
-        Ok(Rule { origin, name, subject, limits, gpu_hours, places })
+        let fabric_handles = self.fabric_handles.unwrap_or(false);
+        Ok(Rule { origin, name, subject, limits, gpu_hours, fabric_handles, places })
     }
 
     /// Returns the rule's settings for placement.

@@ -13,7 +13,7 @@ use crate::scheduler::{Amount, OnMemoryFull, RuleLimits, Share};
 pub const SUBJECT_KEYS: [&str; 8] = ["name", "unit", "slice", "container", "pod", "claim", "user", "group"];
 
 /// The keys of a rule that set limits and shares.
-pub const LIMIT_KEYS: [&str; 16] = [
+pub const LIMIT_KEYS: [&str; 17] = [
     "memory-max",
     "memory-low",
     "swap-max",
@@ -26,6 +26,7 @@ pub const LIMIT_KEYS: [&str; 16] = [
     "priority",
     "interactive",
     "gang",
+    "fabric-handles",
     "allowed-gpus",
     "affinity",
     "anti-affinity",
@@ -57,6 +58,8 @@ pub struct Rule {
     pub subject: Subject,
     pub limits: RuleLimits,
     pub gpu_hours: Option<GpuHours>,
+    /// The programs may use FABRIC handles of memory, which then stays on the GPU.
+    pub fabric_handles: bool,
     pub places: Whereabouts,
 }
 
@@ -83,8 +86,10 @@ impl Rule {
             Amount::Bytes(bytes) => i64::try_from(bytes).unwrap_or(i64::MAX).into(),
             Amount::Percent(percent) => toml::Value::from(format!("{percent}%")),
         };
-        let is_empty =
-            self.limits == RuleLimits::default() && self.gpu_hours.is_none() && self.places == Whereabouts::default();
+        let is_empty = self.limits == RuleLimits::default()
+            && self.gpu_hours.is_none()
+            && !self.fabric_handles
+            && self.places == Whereabouts::default();
         let memory_max = (memory_max != Amount::Infinity || is_empty).then(|| amount(memory_max));
         let Share { weight, min, max, priority, interactive } = says.unwrap_or_default();
         let weight = if weight == 0 { "idle".into() } else { i64::from(weight).into() };
@@ -109,6 +114,7 @@ impl Rule {
             ("priority", (priority != 0).then(|| i64::from(priority).into())),
             ("interactive", interactive.then(|| true.into())),
             ("gang", gang.then(|| true.into())),
+            ("fabric-handles", self.fabric_handles.then(|| true.into())),
         ];
         pairs.into_iter().chain(self.places.pairs()).filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()
     }

@@ -61,7 +61,7 @@ impl Model {
             rule: None,
             has_used_up: false,
             env_limits: EnvLimits::default(),
-            announced_limits: BTreeMap::new(),
+            announced_rules: BTreeMap::new(),
             reconnects,
             devices: BTreeSet::new(),
             is_exempt: is_asleep,

@@ -31,6 +31,7 @@ pub(super) struct Found {
     pub is_listed: bool,
     pub is_resized: bool,
     pub display_changed: bool,
+    pub fabric_changed: bool,
 }
 
 impl Model {
@@ -41,7 +42,7 @@ impl Model {
 
     /// Records a GPU that NVML lists.
     pub(super) fn found(&mut self, found: GpuDescription) -> Found {
-        let GpuDescription { gpu, kind, name, total, index, minor, capability, link: _, has_display } = found;
+        let GpuDescription { gpu, kind, name, total, index, minor, capability, link: _, has_display, has_fabric } = found;
         let before = self.gpus.remove(&gpu).filter(|known| !known.gone);
         let is_same_size = before.as_ref().is_some_and(|known| known.total == total);
         let changes = Found {
@@ -49,11 +50,12 @@ impl Model {
             is_listed: before.as_ref().is_none_or(|known| known.index.is_none()),
             is_resized: !is_same_size,
             display_changed: has_display != before.as_ref().is_some_and(|known| known.has_display),
+            fabric_changed: has_fabric != before.as_ref().is_some_and(|known| known.has_fabric),
         };
         let (accounting, sample) = before.map(|known| (known.accounting, known.sample)).unwrap_or_default();
         let index = Some(index);
         let fresh = Gpu::new(kind, name, total);
-        let entry = Gpu { index, minor, capability, accounting, sample, has_display, ..fresh };
+        let entry = Gpu { index, minor, capability, accounting, sample, has_display, has_fabric, ..fresh };
         if changes.is_new {
             info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "found {}", entry.name);
         }

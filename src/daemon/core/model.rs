@@ -68,8 +68,8 @@ pub(super) struct Client {
     pub has_used_up: bool,
     /// Limits from the client's environment.
     pub env_limits: EnvLimits,
-    /// Memory limits from rules that the daemon has sent to the client, in bytes by GPU.
-    pub announced_limits: BTreeMap<GpuId, u64>,
+    /// The memory limits, in bytes, and the permissions that the daemon has sent to the client, by GPU.
+    pub announced_rules: BTreeMap<GpuId, (u64, u32)>,
     /// The client was connected before. An earlier daemon may have sent it other limits.
     pub reconnects: bool,
     /// The device files that the client has shown to be open.
@@ -174,6 +174,8 @@ pub(super) struct Gpu {
     pub sample: Option<Sample>,
     /// A display is attached to the GPU.
     pub has_display: bool,
+    /// A fabric connects the GPU to GPUs of other hosts.
+    pub has_fabric: bool,
     /// Programs without nvshare use the GPU, or may use it.
     pub has_others: bool,
     /// Bytes in use, at the newest measurement, that the driver gives to plain allocations.
@@ -197,6 +199,7 @@ impl Gpu {
             accounting: Accounting::default(),
             sample: None,
             has_display: false,
+            has_fabric: false,
             has_others: true,
             evicted: 0,
             named_by: None,

@@ -200,7 +200,7 @@ impl Core {
             self.apply(placement::labels(&self.model, [client]));
         }
         self.apply_all(placement::allowed(&self.model, [client]));
-        self.model.announce_limits([client]);
+        self.model.announce_rules([client]);
     }
 
     /// Handles a client's report about the locks that an earlier daemon granted to the client.
@@ -381,7 +381,7 @@ impl Core {
     fn set_env_limit(&mut self, client: ClientId, limit: LimitName, text: &str) {
         if let Some(event) = self.model.set_env_limit(client, limit, text) {
             self.apply(event);
-            self.model.announce_limits([client]);
+            self.model.announce_rules([client]);
         }
         if limit == LimitName::AllowedGpus {
             self.apply_all(placement::allowed(&self.model, [client]));
@@ -471,7 +471,9 @@ impl Core {
         if changes.is_resized {
             self.apply(Event::GpuFound { gpu, total });
             self.apply_all(self.host.moves.drain_again(&self.model, gpu));
-            self.model.announce_limits(self.model.all_clients());
+        }
+        if changes.is_resized || changes.fabric_changed {
+            self.model.announce_rules(self.model.all_clients());
         }
         if changes.is_listed {
             self.disconnect_unproven(gpu);
@@ -502,7 +504,7 @@ impl Core {
         }
         self.apply(Event::GpuFound { gpu, total });
         self.apply_all(self.host.moves.drain_again(&self.model, gpu));
-        self.model.announce_limits([client]);
+        self.model.announce_rules([client]);
         self.io.signals.limits.notify_one();
         self.io.publish_gpus(&self.model);
         // The GPU may be a newly created MIG slice.
@@ -639,7 +641,7 @@ impl Core {
         let groups = self.model.regroup(before);
         self.apply(groups);
         let clients = self.model.all_clients();
-        self.model.announce_limits(clients.iter().copied());
+        self.model.announce_rules(clients.iter().copied());
         self.apply(placement::labels(&self.model, clients.iter().copied()));
         self.apply_all(placement::allowed(&self.model, clients));
     }

@@ -1,10 +1,11 @@
 //! Rules: each client's rule and group, the limits from the client's environment, and the memory
-//! limits that the daemon sends to the client.
+//! limits and permissions that the daemon sends to the client.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use nvshare_wire::env_limits::LimitName;
+use nvshare_wire::scheduler::FABRIC_HANDLES;
 use nvshare_wire::{SchedulerMessage, Text};
 use tracing::debug;
 
@@ -72,32 +73,34 @@ impl Model {
         changed.into_iter().map(|client| (client, self.assign_group(client))).collect()
     }
 
-    /// Sends clients the memory limits that their rules set on each GPU, if the limits have changed.
+    /// Sends clients the memory limits and permissions that they have on each GPU, if these have changed.
     /// Programs query the GPU's memory size before they use the GPU, and plan their allocations by this
     /// size.
-    pub(super) fn announce_limits(&mut self, clients: impl IntoIterator<Item = ClientId>) {
+    pub(super) fn announce_rules(&mut self, clients: impl IntoIterator<Item = ClientId>) {
         for client in clients {
+            let offers_fabric = self.rule_of(client).is_some_and(|rule| rule.fabric_handles);
             let Some(entry) = self.clients.get_mut(&client) else { continue };
-            if entry.announced_limits.len() > self.gpus.len() {
-                entry.announced_limits.retain(|gpu, _| self.gpus.contains_key(gpu));
+            if entry.announced_rules.len() > self.gpus.len() {
+                entry.announced_rules.retain(|gpu, _| self.gpus.contains_key(gpu));
             }
-            for gpu in self.gpus.keys() {
-                let bytes = self.machine.lowest_max(client, *gpu).unwrap_or(0);
-                let before = entry.announced_limits.insert(*gpu, bytes);
-                if before.unwrap_or(0) != bytes || (before.is_none() && entry.reconnects) {
-                    entry.connection.send(SchedulerMessage::MemoryMax { uuid: gpu.0, bytes });
+            for (gpu, properties) in &self.gpus {
+                let memory_max = self.machine.lowest_max(client, *gpu).unwrap_or(0);
+                let permissions = if properties.has_fabric || offers_fabric { FABRIC_HANDLES } else { 0 };
+                let before = entry.announced_rules.insert(*gpu, (memory_max, permissions));
+                if before.unwrap_or_default() != (memory_max, permissions) || (before.is_none() && entry.reconnects) {
+                    entry.connection.send(SchedulerMessage::GpuRules { uuid: gpu.0, memory_max, permissions });
                 }
             }
         }
     }
 
-    /// Sends limits to the next `count` clients after `client`. Returns the last of these clients, or
+    /// Sends rules to the next `count` clients after `client`. Returns the last of these clients, or
     /// `None` if there are no more.
-    pub fn announce_limits_after(&mut self, client: ClientId, count: usize) -> Option<ClientId> {
+    pub fn announce_rules_after(&mut self, client: ClientId, count: usize) -> Option<ClientId> {
         let after = (std::ops::Bound::Excluded(client), std::ops::Bound::Unbounded);
         let next: Vec<ClientId> = self.clients.range(after).map(|(client, _)| *client).take(count).collect();
         let last = next.last().copied();
-        self.announce_limits(next);
+        self.announce_rules(next);
         last
     }
 

@@ -46,11 +46,11 @@ impl Outbox {
 
 /// True if `newer` supersedes `older`. A grant is never superseded.
 fn replaces(newer: &SchedulerMessage, older: &SchedulerMessage) -> bool {
-    use SchedulerMessage::{Allowance, Contended, Denied, Limit, MemoryMax, Prepare, Reserved, Revoke, Waiting};
+    use SchedulerMessage::{Allowance, Contended, Denied, GpuRules, Limit, Prepare, Reserved, Revoke, Waiting};
     match (newer, older) {
         (Allowance { slot: new, .. }, Allowance { slot: old, .. }) => new == old,
         (Limit { slot: new, .. }, Limit { slot: old, .. }) => new == old,
-        (MemoryMax { uuid: new, .. }, MemoryMax { uuid: old, .. }) => new == old,
+        (GpuRules { uuid: new, .. }, GpuRules { uuid: old, .. }) => new == old,
         (Reserved { slot: new, .. }, Reserved { slot: old, .. }) => new == old,
         (Prepare { slot: new, .. }, Prepare { slot: old, .. }) => new == old,
         (Denied { slot: new, what: a, .. }, Denied { slot: old, what: b, .. }) => new == old && a == b,

@@ -5,7 +5,7 @@ use crate::{
     error::{Done, Error},
     out,
 };
-use cuda_sim_gpus::{Config, device_file, place};
+use cuda_sim_gpus::{Config, config::Fabric, device_file, place};
 use std::{
     env,
     ffi::{CStr, c_char},
@@ -156,6 +156,7 @@ pub fn by_pci_bus_id(device: *mut i32, id: *const c_char) -> Done {
 pub fn attribute(value: *mut i32, attribute: u32, device: i32) -> Done {
     let gpu = gpu(device)?;
     let vmm = i32::from(Config::get().vmm);
+    let fabric = i32::from(Config::get().fabric != Fabric::None);
     let mode = if Config::get().exclusive.contains(&place(gpu)) { 3 } else { 0 };
     let answer: i32 = match attribute {
         1 | 2 => 1024,                            // threads per block; block dimension x
@@ -197,7 +198,8 @@ pub fn attribute(value: *mut i32, attribute: u32, device: i32) -> Done {
         106 => 32,       // blocks per multiprocessor
         110 => vmm,      // access by other devices
         115 => 1,        // memory pools
-        119 => 1,        // pool handle types: file descriptors
+        119 => 1 | 8 * fabric, // pool handle types: file descriptors, FABRIC handles
+        128 => fabric & vmm,   // FABRIC handles
         136 => i32::from(Config::get().decompression), // algorithms for decompression by hardware
         120 | 122 | 123 => 1, // clusters, 64-bit stream memory operations
         0 | 148.. => return Err(Error::INVALID_VALUE),

@@ -7,7 +7,7 @@ use crate::{
     memory::{self, Backing, Chunk, GRANULARITY, Mapping, space, space_mut},
     out,
 };
-use cuda_sim_gpus::{Config, at_place, place, trouble};
+use cuda_sim_gpus::{Config, at_place, config::Fabric, place, trouble};
 use std::{
     collections::HashMap,
     ffi::CString,
@@ -19,6 +19,12 @@ use std::{
 
 const PINNED: u32 = 1;
 const FILE_DESCRIPTOR: u32 = 1;
+const FABRIC: u32 = 8;
+
+/// The types of handles that chunks can be created for.
+fn handle_types() -> u32 {
+    if Config::get().fabric == Fabric::None { FILE_DESCRIPTOR } else { FILE_DESCRIPTOR | FABRIC }
+}
 
 /// `CUmemAllocationProp`
 #[derive(Clone, Copy, Debug, Default)]
@@ -99,7 +105,7 @@ pub fn granularity(granularity: *mut usize, properties: *const Properties, _opti
 pub fn create(handle: *mut u64, size: usize, properties: *const Properties, flags: u64) -> Done {
     supported()?;
     let properties = crate::arg(properties)?;
-    if handle.is_null() || flags != 0 || properties.handle_types & !FILE_DESCRIPTOR != 0 {
+    if handle.is_null() || flags != 0 || properties.handle_types & !handle_types() != 0 {
         return Err(Error::INVALID_VALUE);
     }
     whole(size as u64)?;
@@ -108,7 +114,7 @@ pub fn create(handle: *mut u64, size: usize, properties: *const Properties, flag
         crate::write_down_failure("cuMemCreate");
         return Err(Error::OUT_OF_MEMORY);
     }
-    let chunk = Chunk::new(gpu, size as u64, properties.handle_types == FILE_DESCRIPTOR)?;
+    let chunk = Chunk::new(gpu, size as u64, properties.handle_types & FILE_DESCRIPTOR != 0)?;
     chunk.rdma.store(properties.rdma != 0, Ordering::Relaxed);
     out(handle, hold(chunk))
 }

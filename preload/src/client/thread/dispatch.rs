@@ -4,7 +4,7 @@ use super::ClientThread;
 use crate::{
     client::turn::Turn,
     env::trace::trace,
-    gpu::{self, Gpu, memory_limits},
+    gpu::{self, Gpu, rules},
     registry::{checkpoints, shared},
 };
 use alloc::vec::Vec;
@@ -31,7 +31,7 @@ impl ClientThread {
             SchedulerMessage::Attached { .. } => {}
             SchedulerMessage::Limit { slot, bytes, seq, most, spare, max } => {
                 if let Some(gpu) = by_slot(slot) {
-                    gpu.uuid().inspect(|uuid| memory_limits::set(*uuid, max));
+                    gpu.uuid().inspect(|uuid| rules::limit(*uuid, max));
                     gpu.forget_denials();
                     gpu.change(|space| {
                         space.limit(seq, bytes, most, spare);
@@ -41,7 +41,10 @@ impl ClientThread {
                     gpu.admit_context();
                 }
             }
-            SchedulerMessage::MemoryMax { uuid, bytes } => memory_limits::set(uuid, bytes),
+            SchedulerMessage::GpuRules { uuid, memory_max, permissions } => {
+                rules::limit(uuid, memory_max);
+                rules::permit(uuid, permissions);
+            }
             SchedulerMessage::Reserved { slot, bytes } => {
                 by_slot(slot).inspect(|gpu| gpu.reservation_answers.room(bytes));
             }

@@ -13,6 +13,7 @@ use nvshare_wire::Uuid;
 use nvshare_wire::client::GpuKind;
 use tracing::debug;
 
+use super::fabric::has_fabric;
 use super::{GpuDescription, Sample};
 use crate::gpu_faults::nvml::advice;
 use crate::gpu_faults::{FaultAnswer, Faults};
@@ -109,6 +110,7 @@ impl<'a> Devices<'a> {
                     link: link(device),
                     has_display: device.is_display_active().is_ok_and(|is| is)
                         || device.is_display_connected().is_ok_and(|is| is),
+                    has_fabric: *kind == GpuKind::Gpu && has_fabric(device),
                 }),
                 Err(e) => self.error = Some(e),
             }

@@ -7,10 +7,11 @@
 //!
 //! - `schedule`: decides when NVML is opened and closed.
 //! - `driver`: state of the driver that files show without NVML.
-//! - `devices`: calls of NVML.
+//! - `devices`: calls of NVML. `fabric`: a call that the wrapper lacks.
 
 mod devices;
 mod driver;
+mod fabric;
 mod schedule;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -140,6 +141,8 @@ pub struct GpuDescription {
     pub link: Option<u64>,
     /// A display is attached, or is initialised without a monitor.
     pub has_display: bool,
+    /// A fabric connects the GPU to GPUs of other hosts.
+    pub has_fabric: bool,
 }
 
 /// Starts the thread. The thread's first reports are the GPUs and their memory in use, or the failure

@@ -59,6 +59,8 @@ pub struct Config {
     pub nvml_delay: Duration,
     /// `CUDA_SIM_VMM`: `0` for a GPU without virtual memory management.
     pub vmm: bool,
+    /// `CUDA_SIM_FABRIC`: the fabric between the GPUs.
+    pub fabric: Fabric,
     /// `CUDA_SIM_DECOMPRESSION`: whether the GPU has hardware for decompression.
     pub decompression: bool,
     /// `CUDA_SIM_KEEP_MEMORY`: whether a process keeps freed host pages for its next chunks.
@@ -77,6 +79,16 @@ pub struct Config {
     pub fail: HashMap<String, BTreeSet<u64>>,
     /// `CUDA_SIM_FAIL_AS`: the error of these failures.
     pub fail_as: u32,
+}
+
+/// The fabric between the GPUs, and what the driver offers because of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fabric {
+    None,
+    /// The driver supports FABRIC handles, and the fabric ends at this host.
+    Handles,
+    /// The driver supports FABRIC handles, and the fabric connects several hosts.
+    Cluster,
 }
 
 /// The features of NVML.
@@ -130,6 +142,7 @@ impl Config {
             nvml_processes: listing(),
             nvml_delay: milliseconds("CUDA_SIM_NVML_DELAY"),
             vmm: size("CUDA_SIM_VMM", 1) != 0,
+            fabric: fabric(),
             decompression: size("CUDA_SIM_DECOMPRESSION", 0) != 0,
             keep_memory: size("CUDA_SIM_KEEP_MEMORY", 0) != 0,
             fingerprint_time: milliseconds("CUDA_SIM_FINGERPRINT_TIME"),
@@ -220,6 +233,14 @@ fn support() -> Support {
         Err(_) | Ok("all") => Support::All,
         Ok("memory") => Support::Memory,
         Ok(other) => panic!("CUDA_SIM_NVML={other}: want all or memory"),
+    }
+}
+
+fn fabric() -> Fabric {
+    match env::var("CUDA_SIM_FABRIC").as_deref() {
+        Ok("handles") => Fabric::Handles,
+        Ok("cluster") => Fabric::Cluster,
+        _ => Fabric::None,
     }
 }
 

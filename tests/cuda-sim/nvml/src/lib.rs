@@ -9,7 +9,7 @@
 use cuda_sim_gpus::{
     Config,
     account::Figures,
-    config::{Listing, Support},
+    config::{Fabric, Listing, Support},
     trouble,
 };
 use std::{
@@ -110,6 +110,23 @@ pub struct FieldValue {
     /// The union. Only its unsigned int is used.
     value: u64,
 }
+
+/// `nvmlGpuFabricInfo_v2_t`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct FabricInfo {
+    version: u32,
+    cluster: [u8; 16],
+    status: u32,
+    clique: u32,
+    state: u8,
+    health: u32,
+}
+
+/// The version of [`FabricInfo`].
+const FABRIC_2: u32 = size_of::<FabricInfo>() as u32 | 2 << 24;
+/// `NVML_GPU_FABRIC_STATE_COMPLETED`
+const COMPLETED: u8 = 3;
 
 /// `NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`
 const RECOVERY_ACTION: u32 = 230;
@@ -487,6 +504,19 @@ exports! {
             unsafe { values.add(i).as_mut() }.into_iter().for_each(|value| field(gpu, value));
         }
         Ok(())
+    }
+    nvmlDeviceGetGpuFabricInfoV(handle: usize, to: *mut FabricInfo) {
+        gpu(handle)?;
+        let (state, cluster) = match Config::get().fabric {
+            Fabric::None => (0, [0; 16]),
+            Fabric::Handles => (COMPLETED, [0; 16]),
+            Fabric::Cluster => (COMPLETED, [0xfa; 16]),
+        };
+        // SAFETY: the API's contract: null, or a complete structure with its version set.
+        match unsafe { to.as_ref() }.ok_or(INVALID_ARGUMENT)?.version {
+            FABRIC_2 => out(to, FabricInfo { version: FABRIC_2, cluster, status: 0, clique: 1, state, health: 0 }),
+            _ => Err(VERSION_MISMATCH),
+        }
     }
     nvmlDeviceGetMaxPcieLinkGeneration(handle: usize, generation: *mut u32) { out(generation, link(handle, |_| 1)?) }
     nvmlDeviceGetMaxPcieLinkWidth(handle: usize, lanes: *mut u32) { out(lanes, link(handle, |lanes| lanes)?) }

@@ -244,6 +244,7 @@ macro_rules! late {
 }
 
 late! {
+    cuDeviceGetAttribute(value: *mut i32, attribute: u32, device: i32);
     cuStreamWaitValue32_v2(stream: usize, at: u64, value: u32, flags: u32);
     cuStreamWriteValue32_v2(stream: usize, at: u64, value: u32, flags: u32);
     cuStreamBatchMemOp_v2(stream: usize, count: u32, operations: *const BatchOp, flags: u32);

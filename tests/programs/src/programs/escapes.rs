@@ -1,6 +1,6 @@
 //! Holds memory and shares a part of it, like programs whose memory other devices or processes use.
 
-use super::{Outcome, expect};
+use super::{Outcome, expect, info::FABRIC_HANDLES};
 use crate::{
     args::Args,
     cuda::{
@@ -16,6 +16,8 @@ const P2P_TOKENS: u32 = 5;
 const SYNC_MEMOPS: u32 = 6;
 const DMA_BUF: u32 = 1;
 const DESCRIPTOR: u32 = 1;
+/// `CU_MEM_HANDLE_TYPE_FABRIC`
+const FABRIC: u32 = 8;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let (memory, beside) = (args.size("mem", "16M") as usize, args.size("beside", "32M"));
@@ -25,7 +27,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let others = (0..4).map(|_| Buffer::new(Kind::Alloc, beside as usize / 4)).collect::<Result<Vec<_>, _>>()?;
     let mut descriptor = -1;
     let (at, owner) = match args.text("how", "none") {
-        how @ ("export" | "bind" | "bind-address") => (give_whole(memory, how, &mut descriptor)?, None),
+        how @ ("export" | "bind" | "bind-address" | "offered") => (give_whole(memory, how, &mut descriptor)?, None),
         how => {
             let buffer = Buffer::new(kind, memory)?;
             match how {
@@ -68,18 +70,22 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// Allocates memory and exports it, or binds it to a multicast object, by its handle or its
-/// address.
+/// Allocates memory and exports it, or binds it to a multicast object, by its handle or its address.
+/// `offered` allocates memory that could be exported by the handle that the driver offers, with a
+/// preference for FABRIC, like PyTorch's expandable segments.
 fn give_whole(len: usize, how: &str, descriptor: &mut i32) -> crate::cuda::Result<u64> {
     let location = api::Location { kind: 1, id: 0 };
     let (mut at, mut handle) = (0, 0);
-    let properties = api::Properties { kind: 1, handle_types: DESCRIPTOR, location, ..Default::default() };
+    let mut has_fabric = 0;
+    late_cu!(cuDeviceGetAttribute(&mut has_fabric, FABRIC_HANDLES, 0))?;
+    let handle_types = if how == "offered" && has_fabric == 1 { FABRIC } else { DESCRIPTOR };
+    let properties = api::Properties { kind: 1, handle_types, location, ..Default::default() };
     cu!(cuMemCreate(&mut handle, len, &properties, 0))?;
     cu!(cuMemAddressReserve(&mut at, len, 0, 0, 0))?;
     cu!(cuMemMap(at, len, 0, handle, 0))?;
     cu!(cuMemSetAccess(at, len, &api::Access { location, flags: 3 }, 1))?;
     let mut object = 0;
-    if how != "export" {
+    if how.starts_with("bind") {
         let properties = MulticastProperties { devices: 1, size: len, ..MulticastProperties::default() };
         late_cu!(cuMulticastCreate(&mut object, &properties))?;
         late_cu!(cuMulticastAddDevice(object, 0))?;
@@ -87,6 +93,7 @@ fn give_whole(len: usize, how: &str, descriptor: &mut i32) -> crate::cuda::Resul
     match how {
         "bind" => late_cu!(cuMulticastBindMem(object, 0, handle, 0, len, 0))?,
         "bind-address" => late_cu!(cuMulticastBindAddr(object, 0, at, len, 0))?,
+        "offered" => {}
         _ => late_cu!(cuMemExportToShareableHandle(descriptor, handle, DESCRIPTOR, 0))?,
     }
     cu!(cuMemRelease(handle))?;

@@ -5,11 +5,15 @@ use crate::{
     args::Args,
     cuda::{
         Gpu, cu,
+        late::late_cu,
         nvml::{Lookup, Nvml},
     },
     report::Report,
 };
 use std::ffi::CStr;
+
+/// `CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED`
+pub const FABRIC_HANDLES: u32 = 128;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let gpu = Gpu::open(args.size("device", "0") as i32)?;
@@ -19,7 +23,10 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     cu!(cuDeviceTotalMem_v2(&mut total, gpu.device))?;
     cu!(cuDeviceGetName(name.as_mut_ptr(), name.len() as i32, gpu.device))?;
     let (free, seen) = gpu.memory()?;
+    let mut fabric = 0;
+    late_cu!(cuDeviceGetAttribute(&mut fabric, FABRIC_HANDLES, gpu.device))?;
     report.integer("gpus", count as u64);
+    report.integer("fabric_handles", fabric as u64);
     report.integer("driver", version as u64);
     // SAFETY: the driver ends the name with NUL.
     report.text("name", &unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy());

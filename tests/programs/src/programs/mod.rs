@@ -210,7 +210,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     (
         "escapes",
         escapes::run,
-        "--mem 16M --beside 32M --how sync|sync-and-clear|range|export|bind|bind-address|none --kind alloc|vmm --seconds 5: hold memory, part of it given to others, verify",
+        "--mem 16M --beside 32M --how sync|sync-and-clear|range|export|bind|bind-address|offered|none --kind alloc|vmm --seconds 5: hold memory, part of it given to others, verify",
     ),
     (
         "maps",
