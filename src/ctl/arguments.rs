@@ -366,12 +366,22 @@ pub enum Images {
     ///
     /// Returns when the images are complete. A program that cannot be saved continues.
     Hibernate {
-        /// Process ID, systemd unit, container or pod, as shown by `status`
+        /// Copy the image to this host with rsync over ssh, restore it there, and delete it here. Also continues such a move of
+        /// an image. Requires root on both hosts
+        #[arg(long, value_name = "HOST", value_hint = ValueHint::Hostname)]
+        send: Option<String>,
+        /// Process ID, systemd unit, container or pod, as shown by `status`; with --send also an image
         #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other)]
         program: String,
     },
     /// Restore a program that was saved to disk
     Restore {
+        /// Start nothing. List what this host lacks for a restore, and fail if it lacks something
+        #[arg(long)]
+        check: bool,
+        /// Restore the image although it was sent to another host. Use this only if the program does not run there
+        #[arg(long, conflicts_with = "check")]
+        sent: bool,
         /// Name of the image, as shown by `hibernated`
         #[arg(value_name = "IMAGE", value_hint = ValueHint::Other)]
         image: String,

@@ -22,6 +22,7 @@
 //! - [`debug`]: saving a debug bundle.
 //! - [`replay`]: analysing a debug bundle.
 //! - [`timeline`]: drawing a timeline.
+//! - `send`: moving a program to another host.
 //! - [`adopt`]: making a service share GPUs, with a rule for a server.
 //! - [`preload`]: loading the library into every program of the machine.
 //! - [`cdi`]: GPUs and nvshare in containers.
@@ -56,6 +57,7 @@ pub mod room;
 pub mod rules;
 pub mod run;
 mod run_progress;
+mod send;
 pub mod settings;
 pub mod simulate;
 pub mod status;

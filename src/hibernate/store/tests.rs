@@ -31,7 +31,7 @@ fn image(store: &Store, uid: u32) -> Entry {
         fs::write(entry.path.join("criu").join(name), contents).expect("a file");
     }
     let rights = rights(Credentials { uid, gid: uid, groups: vec![uid] });
-    let image = store.complete(&entry, &Manifest::new("program", rights, &own, &tree)).expect("complete");
+    let image = store.complete(&entry, &Manifest::new("program", rights, &own, &tree, Needs::default())).expect("complete");
     assert_eq!((image.uid, image.bytes, image.damage), (uid, 18, None));
     entry.record(uid, &Stage::Saved).expect("a record");
     entry
@@ -281,19 +281,6 @@ fn an_image_that_exists_is_not_touched_by_a_second_one() {
     let again = image(&store, OWNER);
     assert_ne!(entry.name, again.name, "names are random");
     store.verify(&entry, OWNER).expect("it is as it was");
-}
-
-#[test]
-fn a_program_is_not_restored_with_another_driver() {
-    let (_directory, store, entry) = store();
-    let manifest = store.verify(&entry, OWNER).expect("an image");
-    let with = |driver: Option<&str>| Manifest { driver: driver.map(str::to_owned), ..manifest.clone() };
-    with(None).check_driver(None).expect("a simulated GPU");
-    with(Some("580.1")).check_driver(Some("580.1")).expect("the same");
-    for present in [Some("590.2"), None] {
-        let why = with(Some("580.1")).check_driver(present).expect_err("another driver").to_string();
-        assert!(why.contains("with NVIDIA driver 580.1") && why.contains("Load"), "{why}");
-    }
 }
 
 /// Runs a function while this process can open no files.
