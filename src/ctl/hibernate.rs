@@ -2,7 +2,7 @@
 
 use super::arguments::Images;
 use super::table::{Align, Table};
-use super::{CtlError, Target, block_on, password, pause, send};
+use super::{CtlError, Target, all, block_on, password, pause, send, shutdown};
 use crate::bus::Image;
 use crate::config::units;
 
@@ -12,8 +12,11 @@ use crate::config::units;
 /// The command fails.
 pub fn carry_out(target: &Target, command: Images, is_json: bool) -> Result<String, CtlError> {
     match command {
-        Images::Hibernate { send: Some(host), program } => send::hibernate(target, &host, &program),
-        Images::Hibernate { program, send: None } => hibernate(target, &program),
+        Images::Hibernate { send: Some(host), program, .. } => send::hibernate(target, &host, &program),
+        Images::Hibernate { at_shutdown: true, .. } => shutdown::wait_and_save(target),
+        Images::Hibernate { all: true, within, .. } => all::save(target, within),
+        Images::Hibernate { program, .. } => hibernate(target, &program),
+        Images::Restore { all: true, .. } => all::restore(target),
         Images::Restore { check: true, image, .. } => check(target, &image),
         Images::Restore { sent, image, .. } => restore(target, &image, sent),
         Images::Hibernated { delete: Some(image), .. } => delete(target, &image).map(|()| String::new()),
