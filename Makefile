@@ -182,7 +182,7 @@ install:
 	[ -e $(DESTDIR)$(sysconfdir)/nvshare/nvshare.toml ] || install -m 644 etc/nvshare.toml $(DESTDIR)$(sysconfdir)/nvshare
 	install -m 644 $(wildcard systemd/*.service systemd/*.socket systemd/*.path) $(DESTDIR)$(unitdir)
 	install -m 644 systemd/user/nvshare-games.service $(DESTDIR)$(userunitdir)
-	sed -i 's|=/usr/bin/nv|=$(bindir)/nv|' $(DESTDIR)$(unitdir)/nvshare.service $(DESTDIR)$(unitdir)/nvshare-cdi.service \
+	sed -i 's|=/usr/bin/nv|=$(bindir)/nv|' $(addprefix $(DESTDIR)$(unitdir)/,nvshare.service nvshare-cdi.service nvshare-boot.service) \
 	    $(DESTDIR)$(userunitdir)/nvshare-games.service
 	sed -i 's|/usr/libexec/|$(libexecdir)/|' $(DESTDIR)$(unitdir)/nvshare-checkpoint@.service \
 	    $(DESTDIR)$(unitdir)/nvshare-hibernate@.service

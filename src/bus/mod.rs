@@ -120,6 +120,10 @@ pub struct Image {
     pub runs_as: u32,
     /// Why the image cannot be used, or empty.
     pub damage: String,
+    /// Where the program is: `saved`, `running`, `ended`, `sent` or `unfinished`.
+    pub state: Option<String>,
+    /// The host to which the image was sent.
+    pub sent_to: Option<String>,
 }
 
 /// GPU usage. The query's grouping decides which optional fields are present: the GPU, the tenant,
@@ -272,6 +276,7 @@ pub trait Scheduler {
     fn hibernate(&self, pid: u32) -> zbus::Result<String>;
     fn restore(&self, image: &str) -> zbus::Result<u32>;
     fn list_hibernated(&self) -> zbus::Result<Vec<Image>>;
+    fn check_hibernated(&self, image: &str) -> zbus::Result<Vec<String>>;
     fn delete_hibernated(&self, image: &str) -> zbus::Result<()>;
     fn drain(&self, gpu: &str) -> zbus::Result<()>;
     fn undrain(&self, gpu: &str) -> zbus::Result<()>;

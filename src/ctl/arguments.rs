@@ -366,14 +366,37 @@ pub enum Images {
     ///
     /// Returns when the images are complete. A program that cannot be saved continues.
     Hibernate {
-        /// Process ID, systemd unit, container or pod, as shown by `status`
-        #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other)]
+        /// Copy the image to this host with rsync over ssh, restore it there, and delete it here. Also continues such a move of
+        /// an image. Requires root on both hosts
+        #[arg(long, value_name = "HOST", value_hint = ValueHint::Hostname)]
+        send: Option<String>,
+        /// Save all programs that can be saved, those that have used GPUs for the longest time first. `restore --all` restores
+        /// them. Requires root
+        #[arg(long, conflicts_with_all = ["send", "program"])]
+        all: bool,
+        /// Longest time for --all, like 2min. Programs that would probably take longer are not saved
+        #[arg(long, value_name = "TIME", requires = "all", value_parser = parse_room, value_hint = ValueHint::Other)]
+        within: Option<Duration>,
+        /// Wait until the host shuts down, and save the programs then, in the time that logind gives
+        #[arg(long, requires = "all", conflicts_with = "within")]
+        at_shutdown: bool,
+        /// Process ID, systemd unit, container or pod, as shown by `status`; with --send also an image
+        #[arg(value_name = "PID|UNIT|CONTAINER|POD", value_hint = ValueHint::Other, required_unless_present = "all", default_value = "", hide_default_value = true)]
         program: String,
     },
     /// Restore a program that was saved to disk
     Restore {
+        /// Start nothing. List what this host lacks for a restore, and fail if it lacks something
+        #[arg(long)]
+        check: bool,
+        /// Restore the image although it was sent to another host. Use this only if the program does not run there
+        #[arg(long, conflicts_with = "check")]
+        sent: bool,
+        /// Restore the programs that `hibernate --all` has saved. Requires root
+        #[arg(long, conflicts_with_all = ["check", "sent", "image"])]
+        all: bool,
         /// Name of the image, as shown by `hibernated`
-        #[arg(value_name = "IMAGE", value_hint = ValueHint::Other)]
+        #[arg(value_name = "IMAGE", value_hint = ValueHint::Other, required_unless_present = "all", default_value = "", hide_default_value = true)]
         image: String,
     },
     /// List the programs that were saved to disk, or delete an image

@@ -3,7 +3,7 @@
 use super::arguments::Images;
 use super::progress::Progress;
 use super::table::{Align, Table};
-use super::{CtlError, Target, block_on, password, pause};
+use super::{CtlError, Target, all, block_on, password, pause, send, shutdown};
 use crate::bus::{Image, SchedulerProxy};
 use crate::config::units;
 use std::pin::pin;
@@ -19,8 +19,13 @@ const LOOK: Duration = Duration::from_secs(1);
 /// The command fails.
 pub fn carry_out(target: &Target, command: Images, is_json: bool) -> Result<String, CtlError> {
     match command {
-        Images::Hibernate { program } => hibernate(target, &program),
-        Images::Restore { image } => restore(target, &image),
+        Images::Hibernate { send: Some(host), program, .. } => send::hibernate(target, &host, &program),
+        Images::Hibernate { at_shutdown: true, .. } => shutdown::wait_and_save(target),
+        Images::Hibernate { all: true, within, .. } => all::save(target, within),
+        Images::Hibernate { program, .. } => hibernate(target, &program),
+        Images::Restore { all: true, .. } => all::restore(target),
+        Images::Restore { check: true, image, .. } => check(target, &image),
+        Images::Restore { sent, image, .. } => restore(target, &image, sent),
         Images::Hibernated { delete: Some(image), .. } => delete(target, &image).map(|()| String::new()),
         Images::Hibernated { delete: None, .. } => list(target, is_json),
     }
@@ -84,13 +89,32 @@ fn step(pid: u32, image: Option<&Image>, elapsed: Duration) -> String {
     }
 }
 
-/// Restores the program of an image. Returns a line about it.
+/// Checks whether an image can be restored here and now. Returns a line about it.
+///
+/// # Errors
+/// It cannot. The error lists everything that the host lacks.
+fn check(target: &Target, image: &str) -> Result<String, CtlError> {
+    let lacks: Vec<String> = block_on(async {
+        let scheduler = target.connect().await?;
+        Ok(password::call(&scheduler, "CheckHibernated", &(image,)).await?)
+    })?;
+    match &lacks[..] {
+        [] => Ok(format!("{image} can be restored on this host.\n")),
+        lacks => Err(CtlError::Failed(format!("cannot restore image {image:?}: {}", lacks.join("\n")))),
+    }
+}
+
+/// Restores the program of an image. Returns a line about it. `is_claimed`: the program does not run on the host
+/// to which the image was sent.
 ///
 /// # Errors
 /// The image does not exist, is damaged, or cannot be restored here and now.
-fn restore(target: &Target, image: &str) -> Result<String, CtlError> {
+fn restore(target: &Target, image: &str, is_claimed: bool) -> Result<String, CtlError> {
     block_on(async {
         let scheduler = target.connect().await?;
+        if is_claimed {
+            password::call::<()>(&scheduler, "ClaimHibernated", &(image,)).await?;
+        }
         let pid: u32 = password::call(&scheduler, "Restore", &(image,)).await?;
         Ok(format!("{image} runs as process {pid}.\n"))
     })
@@ -104,10 +128,11 @@ fn list(target: &Target, is_json: bool) -> Result<String, CtlError> {
     let images = block_on(async { Ok(target.connect().await?.list_hibernated().await?) })?;
     if is_json {
         let image = |image: &Image| {
-            let Image { name, uid, program, saved, bytes, expected_bytes, runs_as, damage } = image;
+            let Image { name, uid, program, saved, bytes, expected_bytes, runs_as, damage, state, sent_to } = image;
             serde_json::json!({
                 "name": name, "uid": uid, "program": program, "saved": saved, "bytes": bytes,
-                "expected-bytes": expected_bytes, "runs-as": runs_as, "damage": damage,
+                "expected-bytes": expected_bytes, "runs-as": runs_as, "damage": damage, "state": state,
+                "sent-to": sent_to,
             })
         };
         return Ok(format!("{:#}\n", serde_json::Value::from_iter(images.iter().map(image))));
@@ -133,11 +158,12 @@ fn present(images: &[Image]) -> String {
     let mut table =
         Table::new(&[("IMAGE", Align::Left), ("UID", Align::Right), ("SIZE", Align::Right), ("STATE", Align::Left)]);
     for image in images {
-        let state = match (image.runs_as, image.damage.as_str()) {
-            (pid, _) if image.expected_bytes.is_some() => format!("process {pid} is being saved"),
-            (0, "") => "saved".to_owned(),
-            (0, damage) => format!("unusable: {damage}"),
-            (pid, _) => format!("runs as process {pid}"),
+        let state = match (image.runs_as, image.damage.as_str(), &image.sent_to) {
+            (pid, ..) if image.expected_bytes.is_some() => format!("process {pid} is being saved"),
+            (0, "", Some(host)) => format!("sent to {host}"),
+            (0, "", None) => "saved".to_owned(),
+            (0, damage, _) => format!("unusable: {damage}"),
+            (pid, ..) => format!("runs as process {pid}"),
         };
         table.row(vec![image.name.clone(), image.uid.to_string(), units::size(image.bytes), state]);
     }
@@ -158,13 +184,15 @@ mod tests {
             damage: damage.into(),
             ..Image::default()
         };
+        let sent = Image { sent_to: Some("gpu2".into()), ..image("a-1-4", 0, "") };
+        let unsigned = image("b-2-4", 0, "this host has not signed it");
         let partial = Image { expected_bytes: Some(4 << 30), ..image("c-9-5", 9, "") };
-        let images =
-            [image("a-1-2", 0, ""), image("a-1-3", 7, ""), image("b-2-4", 0, "this host has not signed it"), partial];
+        let images = [image("a-1-2", 0, ""), image("a-1-3", 7, ""), sent, unsigned, partial];
         let expected = "\
 IMAGE   UID   SIZE  STATE
 a-1-2  1000  3 GiB  saved
 a-1-3  1000  3 GiB  runs as process 7
+a-1-4  1000  3 GiB  sent to gpu2
 b-2-4  1000  3 GiB  unusable: this host has not signed it
 c-9-5  1000  3 GiB  process 9 is being saved
 ";

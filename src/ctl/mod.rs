@@ -22,6 +22,7 @@
 //! - [`debug`]: saving a debug bundle.
 //! - [`replay`]: analysing a debug bundle.
 //! - [`timeline`]: drawing a timeline.
+//! - `send`: moving a program to another host. `all`, `shutdown`: saving all programs, and restoring them.
 //! - [`adopt`]: making a service share GPUs, with a rule for a server.
 //! - [`preload`]: loading the library into every program of the machine.
 //! - [`cdi`]: GPUs and nvshare in containers.
@@ -31,6 +32,7 @@
 //!   operations.
 
 pub mod adopt;
+mod all;
 pub mod arguments;
 mod beside;
 #[cfg(feature = "cdi")]
@@ -56,7 +58,9 @@ pub mod room;
 pub mod rules;
 pub mod run;
 mod run_progress;
+mod send;
 pub mod settings;
+mod shutdown;
 pub mod simulate;
 pub mod status;
 mod systemd;

@@ -70,6 +70,22 @@ pub enum HibernationRequest {
         uid: u32,
         image: String,
     },
+    /// Lists everything that this host lacks for a restore of an image of this user.
+    Compare {
+        uid: u32,
+        image: String,
+    },
+    /// Records that the program of an image of this user may run on this other host from now on.
+    Send {
+        uid: u32,
+        image: String,
+        host: String,
+    },
+    /// Records that the program of an image that was sent does not run on the other host.
+    Claim {
+        uid: u32,
+        image: String,
+    },
     /// Lists the images of this user, or of all users.
     List {
         uid: Option<u32>,
@@ -90,7 +106,9 @@ pub enum Done {
     Saved(Image),
     Restored(u32),
     Listed(Vec<Image>),
-    Deleted,
+    /// What this host lacks for a restore.
+    Lacks(Vec<String>),
+    Changed,
 }
 
 /// Carries out a request, and sends the answer. If the caller leaves, a program that is being saved continues.
@@ -107,10 +125,22 @@ pub fn answer(
             HibernationRequest::Save { pid, users } => {
                 save(&core, &budget, pid, &users, pin!(reply.closed())).await.map(Done::Saved)
             }
-            HibernationRequest::Restore { uid, image } => restore(&budget, uid, image).await.map(Done::Restored),
+            HibernationRequest::Restore { uid, image } => restore(&core, &budget, uid, image).await.map(Done::Restored),
+            HibernationRequest::Compare { uid, image } => compare(&core, &budget, uid, image).await.map(Done::Lacks),
+            HibernationRequest::Send { uid, image, host } => {
+                let what = format!("send image {image:?}");
+                change(&budget, &what, Request::Send { uid, image, host }).await
+            }
+            HibernationRequest::Claim { uid, image } => {
+                let what = format!("claim image {image:?}");
+                change(&budget, &what, Request::Claim { uid, image }).await
+            }
             HibernationRequest::List { uid } => list(&budget, uid).await.map(Done::Listed),
             HibernationRequest::Find { image } => find(&budget, image).await.map(Done::Listed),
-            HibernationRequest::Delete { uid, image } => delete(&budget, uid, image).await.map(|()| Done::Deleted),
+            HibernationRequest::Delete { uid, image } => {
+                let what = format!("delete image {image:?}");
+                change(&budget, &what, Request::Delete { uid, image }).await
+            }
         };
         let _ = reply.send(done); // the caller may have left
     });
@@ -203,15 +233,25 @@ async fn find(budget: &Arc<Budget>, image: String) -> fdo::Result<Vec<Image>> {
     }
 }
 
-async fn delete(budget: &Arc<Budget>, uid: u32, image: String) -> fdo::Result<()> {
-    let what = format!("delete image {image:?}");
-    ask(budget, &what, Request::Delete { uid, image }).await.map(drop)
+/// Changes an image or its record.
+async fn change(budget: &Arc<Budget>, what: &str, request: Request) -> fdo::Result<Done> {
+    ask(budget, what, request).await.map(|_| Done::Changed)
 }
 
-async fn restore(budget: &Arc<Budget>, uid: u32, image: String) -> fdo::Result<u32> {
+async fn compare(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, uid: u32, image: String) -> fdo::Result<Vec<String>> {
+    let what = format!("check image {image:?}");
+    let gpus = core.borrow().model.kinds_of_host();
+    match ask(budget, &what, Request::Compare { uid, image, gpus }).await? {
+        Reply::Lacks(lacks) => Ok(lacks),
+        _ => Err(unexpected(&what)),
+    }
+}
+
+async fn restore(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, uid: u32, image: String) -> fdo::Result<u32> {
     let what = format!("restore image {image:?}");
     record_use().map_err(|why| failed(&what, why))?;
-    match ask(budget, &what, Request::Restore { uid, image: image.clone() }).await? {
+    let gpus = core.borrow().model.kinds_of_host();
+    match ask(budget, &what, Request::Restore { uid, image: image.clone(), gpus }).await? {
         Reply::Restored { pid } => {
             info!(pid, uid, image, "restored image {image} as process {pid}");
             Ok(pid.try_into().unwrap_or(0))
@@ -324,7 +364,9 @@ async fn prepare(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, candidates: &[C
     record_use()?;
     let leaves = |pid: &u32| candidates.iter().any(|candidate| candidate.pid == *pid);
     let others = core.borrow().model.client_pids().into_values().filter(|pid| !leaves(pid));
-    let request = Request::Check { uid: root.uid, clients: others.filter_map(|pid| pid.try_into().ok()).collect() };
+    let clients = others.filter_map(|pid| pid.try_into().ok()).collect();
+    let gpus = candidates.iter().flat_map(|candidate| candidate.gpus.iter().copied()).collect();
+    let request = Request::Check { uid: root.uid, clients, gpus: core.borrow().model.kinds_of(&gpus) };
     match helper.ask(&request, Some(&root.process)).await {
         Some(Reply::Done) => {}
         Some(Reply::Refused(why)) => return Err(why),

@@ -19,18 +19,24 @@ pub const IDLE: Duration = Duration::from_secs(60);
 pub enum Request {
     /// Checks whether a program can be saved, and prepares its image. Carries a pidfd of its process, which is the root of the
     /// tree of processes to save, and must belong to this user. `clients`: the clients of the scheduler that
-    /// stay connected. None of them may be in the tree.
-    Check { uid: u32, clients: Vec<i32> },
+    /// stay connected. None of them may be in the tree. `gpus`: the kind of each GPU that the program has used.
+    Check { uid: u32, clients: Vec<i32>, gpus: Vec<String> },
     /// Saves the program that the latest `Check` has accepted, and ends it. Its client has left the
     /// scheduler.
     Save,
-    /// Restores a program from an image of this user.
-    Restore { uid: u32, image: String },
+    /// Restores a program from an image of this user. `gpus`: the kinds of this host's GPUs.
+    Restore { uid: u32, image: String, gpus: Vec<String> },
+    /// Lists everything that this host lacks for a restore of an image of this user, and starts nothing.
+    Compare { uid: u32, image: String, gpus: Vec<String> },
     /// Lists the images of this user, or of all users, the newest first, after the first `skip` images.
     /// An answer with fewer images than [`MAX_LISTED`] is the last one.
     List { uid: Option<u32>, skip: usize },
     /// Lists the image with this name, if it exists.
     Find { image: String },
+    /// Records that the program of an image of this user may run on this other host from now on.
+    Send { uid: u32, image: String, host: String },
+    /// Records that the program of an image that was sent does not run on the other host.
+    Claim { uid: u32, image: String },
     /// Deletes an image of this user.
     Delete { uid: u32, image: String },
     /// Continues or ends the processes that a killed helper has left stopped. Every helper does so when
@@ -48,6 +54,8 @@ pub enum Reply {
         pid: i32,
     },
     Images(Vec<Image>),
+    /// What this host lacks, each with the remedy.
+    Lacks(Vec<String>),
     Busy,
     /// The reason why the request was not carried out, in words for the user. A program that was to be
     /// saved continues.
@@ -65,12 +73,37 @@ pub struct Image {
     pub saved: u64,
     /// Size of the image in bytes, as far as it was written.
     pub bytes: u64,
-    /// Estimated size in bytes of an image that is being saved. `None`: the image is complete.
-    pub expected: Option<u64>,
-    /// The process that was restored from this image and still lives, or that is being saved to it.
-    pub runs_as: Option<i32>,
+    pub place: Place,
     /// Why the image cannot be used.
     pub damage: Option<String>,
+}
+
+/// Where the program of an image is.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Place {
+    /// In this process. The image is being written, and will have about `expected` bytes.
+    Saving { process: i32, expected: u64 },
+    /// In the image.
+    #[default]
+    Image,
+    /// In this process, which was restored from the image.
+    Process(i32),
+    /// The process that was restored from the image has ended. The image can be restored again.
+    Ended,
+    /// In the image, or on this host, to which the image was sent.
+    Sent(String),
+    /// An operation is in progress, or has to be finished.
+    Unfinished,
+}
+
+impl Image {
+    /// The bytes that the image takes, or will take when it is complete.
+    pub fn room(&self) -> u64 {
+        match self.place {
+            Place::Saving { expected, .. } => self.bytes.max(expected),
+            _ => self.bytes,
+        }
+    }
 }
 
 impl Request {

@@ -7,6 +7,8 @@
 //!   runs in the user's slice. `rights`: what a restored program may have. `criu`: CRIU's command lines.
 //! - `process`: which processes can be saved; stopping them.
 //! - `claims`: the rights that an image claims for its tasks.
+//! - `needs`, `files`: what a program needs from the host.
+//! - `sending`: images for other hosts.
 //! - `store`: images, their signatures, their room, and what killed helpers have left. `record`: where the program is.
 //!
 //! The helper runs as root with the capabilities to become the owner (`CAP_SETUID`, `CAP_SETGID`), to
@@ -16,15 +18,19 @@
 
 mod claims;
 mod criu;
+mod files;
+mod needs;
 mod process;
 mod record;
 mod rights;
 mod scope;
+mod sending;
 mod store;
 mod worker;
 
 use clap::Parser;
 use criu::Job;
+use needs::{Needs, System};
 use nvshare_hibernate::{IDLE, Image, MAX_PACKET, Reply, Request};
 use process::{Identity, Tree, gone, unreadable};
 use record::Stage;
@@ -161,6 +167,8 @@ struct Prepared {
     scope: Scope,
     /// The estimated size of the image, in bytes.
     expected: u64,
+    /// The kind of each GPU that the program has used.
+    gpus: Vec<String>,
 }
 
 /// The work for one request.
@@ -179,16 +187,34 @@ impl Helper<'_> {
     ) -> Result<Reply, Refusal> {
         let store = self.store;
         match request {
-            Request::Check { uid, clients } => {
+            Request::Check { uid, clients, gpus } => {
                 let root = pidfd.as_ref().and_then(process::of_pidfd).ok_or_else(gone)?;
-                *prepared = Some(self.check(root, uid, &clients)?);
+                *prepared = Some(self.check(root, uid, &clients, gpus)?);
                 Ok(Reply::Done)
             }
             Request::Save => {
                 let prepared = prepared.take().ok_or_else(|| Refusal::new("it was not checked"))?;
                 self.save(&prepared).map(|image| Reply::Saved { image })
             }
-            Request::Restore { uid, image } => self.restore(&image, uid),
+            Request::Restore { uid, image, gpus } => {
+                let Some(entry) = store.lock(&image)? else { return Ok(Reply::Busy) };
+                self.restore(&entry, uid, &gpus)
+            }
+            Request::Compare { uid, image, gpus } => {
+                let Some(entry) = store.lock(&image)? else { return Ok(Reply::Busy) };
+                entry.check_restorable()?;
+                Ok(Reply::Lacks(self.compare(&store.verify(&entry, uid)?, &gpus)?))
+            }
+            Request::Send { uid, image, host } => {
+                let Some(entry) = store.lock(&image)? else { return Ok(Reply::Busy) };
+                store.owned(&entry, uid)?;
+                entry.send(uid, host)
+            }
+            Request::Claim { uid, image } => {
+                let Some(entry) = store.lock(&image)? else { return Ok(Reply::Busy) };
+                store.owned(&entry, uid)?;
+                entry.claim(uid)
+            }
             Request::List { uid, skip } => store.list(uid, skip).map(Reply::Images),
             Request::Find { image } => Ok(Reply::Images(store.find(&image).into_iter().collect())),
             Request::Delete { uid, image } => {
@@ -197,7 +223,7 @@ impl Helper<'_> {
                     return Err(Refusal::new(format!("image {image} belongs to another user")));
                 }
                 match entry.stage() {
-                    Ok(Stage::Saved | Stage::Restored { .. }) => {}
+                    Ok(Stage::Saved | Stage::Restored { .. } | Stage::Sent { .. }) => {}
                     // The process of another stage is the program, or has to be ended.
                     Ok(_) => return Ok(Reply::Busy),
                     // The system may be able to read the record later.
@@ -212,7 +238,7 @@ impl Helper<'_> {
     }
 
     /// Checks that a program can be saved, and prepares its image. Does not change the program.
-    fn check(&self, root: i32, uid: u32, clients: &[i32]) -> Result<Prepared, Refusal> {
+    fn check(&self, root: i32, uid: u32, clients: &[i32], gpus: Vec<String>) -> Result<Prepared, Refusal> {
         let process = Identity::of(root).map_err(unreadable)?.ok_or_else(gone)?;
         let tree = Tree::of(&process).map_err(unreadable)?.ok_or_else(gone)?;
         if let Some(pid) = tree.pids().iter().skip(1).find(|pid| clients.contains(pid)) {
@@ -231,7 +257,7 @@ impl Helper<'_> {
         self.store.check_room(uid, expected)?;
         let program = process::name(root);
         let (entry, scope) = self.store.create(&program, &process, &rights, expected)?;
-        Ok(Prepared { program, process, entry, scope, expected })
+        Ok(Prepared { program, process, entry, scope, expected, gpus })
     }
 
     /// Checks that the owner may open the files of a program, and writes their data to the disk.
@@ -278,11 +304,12 @@ impl Helper<'_> {
 
     /// Completes the image of a stopped program.
     fn save_stopped(&self, prepared: &Prepared, tree: &Tree, uid: u32) -> Result<Image, Refusal> {
-        let Prepared { program, process, entry, scope, .. } = prepared;
+        let Prepared { program, process, entry, scope, gpus, .. } = prepared;
         // Only now can the program not change any more.
         let rights = tree.check(uid)?;
         self.check_files(tree, &rights)?;
-        let manifest = Manifest::new(program, rights, process, tree);
+        let needs = Needs::of(tree, &rights, gpus.clone(), self.deadline)?;
+        let manifest = Manifest::new(program, rights, process, tree, needs);
         let job = Job { store: self.store, entry, scope, rights: &manifest.rights, deadline: self.deadline };
         let cancelled = || has_hung_up(self.socket).then(|| "it was cancelled".to_owned());
         job.dump(process.pid, cancelled)?;
@@ -290,32 +317,39 @@ impl Helper<'_> {
         cancelled().map_or(Ok(image), |why| Err(Refusal(why)))
     }
 
-    fn restore(&self, image: &str, uid: u32) -> Result<Reply, Refusal> {
-        criu::check()?;
-        let Some(entry) = self.store.lock(image)? else { return Ok(Reply::Busy) };
-        let words = |e: std::io::Error| Refusal::new(format!("cannot restore image {image}: {e}"));
-        match entry.stage().map_err(words)? {
-            stage if stage.process().is_some() => {
-                let pid = stage.process().unwrap_or_default();
-                return Err(Refusal::new(format!("image {image} was restored, and runs as process {pid}")));
-            }
-            Stage::Saved | Stage::Restored { .. } => {}
-            _ => return Err(Refusal::new(format!("image {image} is not complete, or an attempt is not finished"))),
+    /// Lists everything that this host lacks for a restore of a checked image, each with the remedy.
+    ///
+    /// # Errors
+    /// The files of the program cannot be examined.
+    fn compare(&self, manifest: &Manifest, gpus: &[String]) -> Result<Vec<String>, Refusal> {
+        let owner = &manifest.rights.owner;
+        let user = needs::user_name(owner.uid);
+        let mut lacks: Vec<String> = criu::check().err().map(|Refusal(why)| why).into_iter().collect();
+        lacks.extend(needs::missing_control_groups());
+        lacks.extend(manifest.needs.missing(&System::present(), gpus, user.as_deref()));
+        lacks.extend(needs::taken(&manifest.threads));
+        match check_groups(owner) {
+            // Only a user that exists here can have files.
+            Err(Refusal(why)) => lacks.push(why),
+            Ok(()) => lacks.extend(files::compare(&manifest.rights, &manifest.needs.files, self.deadline)?),
         }
-        let manifest = self.store.verify(&entry, uid)?;
-        check_groups(&manifest.rights.owner)?;
-        manifest.check_driver(store::driver().as_deref())?;
-        let taken = manifest.threads.iter().find(|pid| Path::new(&format!("/proc/{pid}")).exists());
-        if let Some(pid) = taken {
-            return Err(Refusal::new(format!(
-                "another process has its process ID {pid}. Restore it when that process has ended"
-            )));
+        Ok(lacks)
+    }
+
+    fn restore(&self, entry: &Entry, uid: u32, gpus: &[String]) -> Result<Reply, Refusal> {
+        let image = &entry.name;
+        let words = |e: std::io::Error| Refusal::new(format!("cannot restore image {image}: {e}"));
+        entry.check_restorable()?;
+        let manifest = self.store.verify(entry, uid)?;
+        let lacks = self.compare(&manifest, gpus)?;
+        if !lacks.is_empty() {
+            return Err(Refusal::new(lacks.join("\n")));
         }
         let scope = Scope::new(image, uid).map_err(words)?;
         entry.record(uid, &Stage::Restoring { scope: scope.clone() }).map_err(words)?;
         // An image of any size must be restorable, so reading it above does not count.
         let deadline = Instant::now() + TIMEOUT;
-        let job = Job { store: self.store, entry: &entry, scope: &scope, rights: &manifest.rights, deadline };
+        let job = Job { store: self.store, entry, scope: &scope, rights: &manifest.rights, deadline };
         let begun = job.restore().and_then(|()| begin(&job, &manifest));
         let process = match begun {
             Ok(process) => process,

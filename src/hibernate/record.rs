@@ -43,6 +43,9 @@ pub enum Stage {
     Continuing { process: Identity, scope: Scope },
     /// In this process, until it ends.
     Restored { process: Identity },
+    /// In the image, or on this other host, which has a copy of the image and of this record. Only an order says
+    /// that it is in the image.
+    Sent { host: String },
 }
 
 #[derive(Debug, Serialize, Deserialize)]

@@ -51,7 +51,10 @@ pub fn is_of_restored(place: &str, uid: u32) -> bool {
 }
 
 /// Returns the directory of the control groups of version 2.
-fn mount() -> io::Result<PathBuf> {
+///
+/// # Errors
+/// The host has none.
+pub fn mount() -> io::Result<PathBuf> {
     let text = fs::read_to_string("/proc/self/mountinfo")?;
     let of_cgroups = |line: &str| {
         let (mount, kind) = line.split_once(" - ")?;

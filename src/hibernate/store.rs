@@ -15,6 +15,7 @@
 use crate::{
     Refusal,
     claims::{self, MAX_CORE},
+    needs::Needs,
     process::{Identity, Tree},
     record::{self, Stage, VERSION, open_sealed, read_sealed, replace},
     rights::Rights,
@@ -22,7 +23,7 @@ use crate::{
     worker::TIMEOUT,
 };
 use hmac::{Hmac, Mac};
-use nvshare_hibernate::{Image, MAX_LISTED};
+use nvshare_hibernate::{Image, MAX_LISTED, Place};
 use rustix::fs::{FlockOperation, Mode, OFlags, flock, fsync};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -41,6 +42,10 @@ use std::{
 const MANIFEST: &str = "manifest";
 const SIGNATURE: &str = "signature";
 const KEY: &str = "key";
+/// The directory with the keys of other hosts whose images are accepted.
+const TRUSTED: &str = "trusted";
+/// Minimum length of a key in bytes.
+const MIN_KEY: usize = 32;
 /// Maximum length of a manifest in bytes. CRIU writes a few files for each process.
 const MAX_MANIFEST: u64 = 4 << 20;
 /// Longest name of an image.
@@ -59,8 +64,7 @@ pub struct Manifest {
     pub program: String,
     pub rights: Rights,
     pub root: i32,
-    /// The version of the NVIDIA driver, if it was loaded.
-    pub driver: Option<String>,
+    pub needs: Needs,
     /// The IDs of all threads.
     pub threads: Vec<i32>,
     pub saved: u64,
@@ -84,6 +88,8 @@ impl Manifest {
 pub struct Store {
     path: PathBuf,
     key: Vec<u8>,
+    /// The keys of the hosts that this host trusts.
+    trusted: Vec<Vec<u8>>,
 }
 
 /// An image that this process has locked.
@@ -119,17 +125,34 @@ impl Store {
             )));
         }
         let key = Self::key(&path).map_err(words(&format!("read the key in {shown}")))?;
-        Ok(Self { path, key })
+        let trusted =
+            Self::trusted(&path.join(TRUSTED)).map_err(words(&format!("read the keys in {shown}/{TRUSTED}")))?;
+        Ok(Self { path, key, trusted })
+    }
+
+    /// Reads the keys of other hosts. A key that others can change is not accepted.
+    fn trusted(path: &Path) -> io::Result<Vec<Vec<u8>>> {
+        let entries = match fs::read_dir(path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries?,
+        };
+        let mut keys = Vec::new();
+        for entry in entries {
+            let path = entry?.path();
+            match read_key(&path) {
+                Ok(key) => keys.push(key),
+                Err(e) => eprintln!("nvshare-hibernate: cannot use the key {}: {e}", path.display()),
+            }
+        }
+        Ok(keys)
     }
 
     fn key(path: &Path) -> io::Result<Vec<u8>> {
-        match read_sealed(&path.join(KEY), 4096) {
-            Ok(key) if key.len() >= 32 => return Ok(key),
-            Ok(_) => return Err(io::Error::other("it is too short")),
+        match read_key(&path.join(KEY)) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-            Err(e) => return Err(e),
+            key => return key,
         }
-        let mut key = vec![0; 32];
+        let mut key = vec![0; MIN_KEY];
         File::open("/dev/urandom")?.read_exact(&mut key)?;
         replace(path, KEY, &key)?;
         Ok(key)
@@ -199,7 +222,7 @@ impl Store {
         let complete = || -> io::Result<()> {
             let manifest = Manifest { files: entry.seal()?, ..manifest.clone() };
             let text = serde_json::to_vec(&manifest)?;
-            replace(&entry.path, SIGNATURE, hex(&self.mac(&text).finalize().into_bytes()).as_bytes())?;
+            replace(&entry.path, SIGNATURE, hex(&mac(&self.key, &text).finalize().into_bytes()).as_bytes())?;
             replace(&entry.path, MANIFEST, &text)?;
             Ok(fsync(File::open(&self.path)?)?)
         };
@@ -208,25 +231,23 @@ impl Store {
         Ok(describe(&entry.name, &manifest, None))
     }
 
-    fn mac(&self, text: &[u8]) -> Hmac<Sha256> {
-        // An HMAC accepts keys of any length.
-        let mut mac = Hmac::<Sha256>::new_from_slice(&self.key).expect("any key is valid");
-        mac.update(text);
-        mac
+    /// True if this host, or a host that it trusts, has signed a text.
+    fn is_signed(&self, text: &[u8], signature: &[u8]) -> bool {
+        let mut keys = std::iter::once(&self.key).chain(&self.trusted);
+        keys.any(|key| mac(key, text).verify_slice(signature).is_ok())
     }
 
     /// Reads the manifest of an image, after its signature was checked.
     ///
     /// # Errors
-    /// This host has not signed the manifest.
+    /// Neither this host nor one that it trusts has signed the manifest.
     fn manifest(&self, path: &Path) -> io::Result<Manifest> {
         let read = |name: &str| read_sealed(&path.join(name), MAX_MANIFEST);
         let (text, signature) = (read(MANIFEST)?, read(SIGNATURE)?);
         let signature: Option<Vec<u8>> =
             signature.chunks(2).map(|pair| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()).collect();
-        let is_signed = signature.is_some_and(|signature| self.mac(&text).verify_slice(&signature).is_ok());
-        if !is_signed {
-            return Err(io::Error::other("this host has not signed it"));
+        if !signature.is_some_and(|signature| self.is_signed(&text, &signature)) {
+            return Err(io::Error::other("this host has not signed it, and trusts no host that has"));
         }
         let manifest: Manifest = serde_json::from_slice(&text)?;
         match manifest.version == VERSION {
@@ -238,8 +259,8 @@ impl Store {
     /// Checks an image of a user completely, so that CRIU may read it.
     ///
     /// # Errors
-    /// The image belongs to another user, is not signed by this host, was changed, or claims rights that are
-    /// not recorded.
+    /// The image belongs to another user, has no valid signature, was changed, or claims rights that are not
+    /// recorded.
     pub fn verify(&self, entry: &Entry, uid: u32) -> Result<Manifest, Refusal> {
         let manifest = self.owned(entry, uid)?;
         let checked = entry.compare(&manifest).and_then(|()| entry.check_claims(&manifest));
@@ -250,7 +271,7 @@ impl Store {
     /// Reads the manifest of an image of this user.
     ///
     /// # Errors
-    /// The image belongs to another user, or is not signed by this host.
+    /// The image belongs to another user, or has no valid signature.
     pub fn owned(&self, entry: &Entry, uid: u32) -> Result<Manifest, Refusal> {
         let manifest = self.manifest(&entry.path).map_err(words(&format!("use image {}", entry.name)))?;
         if manifest.rights.owner.uid != uid || uid == 0 {
@@ -296,11 +317,10 @@ impl Store {
                 program: name.rsplitn(4, '-').last().unwrap_or_default().into(),
                 saved: created(name),
                 bytes: written(&path),
-                expected: Some(expected),
-                runs_as: Some(process.pid),
+                place: Place::Saving { process: process.pid, expected },
                 damage: None,
             }),
-            (Ok(Some((_, stage))), Ok(manifest)) => Some(describe(name, &manifest, stage.process())),
+            (Ok(Some((_, stage))), Ok(manifest)) => Some(describe(name, &manifest, Some(&stage))),
             (Ok(Some((uid, _))), Err(e)) => damaged(uid, &e),
             (Err(e), Ok(manifest)) => damaged(manifest.rights.owner.uid, &e),
             (Err(e), Err(_)) => damaged(0, &e),
@@ -356,7 +376,7 @@ impl Store {
             Stage::Ending { process } => entry.end(uid, &process, until)?,
             Stage::Restoring { scope } => entry.end_restore(uid, &scope, until)?,
             Stage::Continuing { process, scope } => entry.go_on(uid, process, &scope)?,
-            Stage::Saved | Stage::Restored { .. } => {}
+            Stage::Saved | Stage::Restored { .. } | Stage::Sent { .. } => {}
         }
         Ok(true)
     }
@@ -514,45 +534,30 @@ impl Entry {
 }
 
 impl Manifest {
-    /// Checks that the driver is the one with which the program was saved. Its memory cannot return to
-    /// another one.
-    ///
-    /// # Errors
-    /// It is another one.
-    pub fn check_driver(&self, present: Option<&str>) -> Result<(), Refusal> {
-        match (self.driver.as_deref(), present) {
-            (Some(saved), Some(present)) if saved != present => Err(Refusal::new(format!(
-                "it was saved with NVIDIA driver {saved}, and this host has {present}. Load the driver {saved}"
-            ))),
-            (Some(saved), None) => {
-                Err(Refusal::new(format!("it was saved with NVIDIA driver {saved}, which is not loaded. Load it")))
-            }
-            _ => Ok(()),
-        }
-    }
-
     /// A manifest without files.
-    pub fn new(program: &str, rights: Rights, root: &Identity, tree: &Tree) -> Self {
-        let (driver, threads) = (driver(), tree.threads());
-        let (program, root) = (program.into(), root.pid);
-        Self { version: VERSION, program, rights, root, driver, threads, saved: now(), files: Vec::new() }
+    pub fn new(program: &str, rights: Rights, root: &Identity, tree: &Tree, needs: Needs) -> Self {
+        let (program, root, threads) = (program.into(), root.pid, tree.threads());
+        Self { version: VERSION, program, rights, root, needs, threads, saved: now(), files: Vec::new() }
     }
 }
 
-/// Returns the version of the loaded NVIDIA driver.
-pub fn driver() -> Option<String> {
-    fs::read_to_string("/sys/module/nvidia/version").ok().map(|version| version.trim().to_owned())
-}
-
-fn describe(name: &str, manifest: &Manifest, runs_as: Option<i32>) -> Image {
+fn describe(name: &str, manifest: &Manifest, stage: Option<&Stage>) -> Image {
+    let place = match stage {
+        None | Some(Stage::Saved) => Place::Image,
+        Some(Stage::Sent { host }) => Place::Sent(host.clone()),
+        Some(stage) => match (stage.process(), stage) {
+            (Some(pid), _) => Place::Process(pid),
+            (None, Stage::Restored { .. }) => Place::Ended,
+            (None, _) => Place::Unfinished,
+        },
+    };
     Image {
         name: name.into(),
         uid: manifest.rights.owner.uid,
         program: manifest.program.clone(),
         saved: manifest.saved,
         bytes: manifest.bytes(),
-        expected: None,
-        runs_as,
+        place,
         damage: None,
     }
 }
@@ -567,6 +572,18 @@ fn created(name: &str) -> u64 {
 fn written(image: &Path) -> u64 {
     let files = fs::read_dir(image.join("criu")).into_iter().flatten().flatten();
     files.filter_map(|file| file.metadata().ok()).map(|file| file.len()).sum()
+}
+
+fn mac(key: &[u8], text: &[u8]) -> Hmac<Sha256> {
+    // An HMAC accepts keys of any length.
+    let mut mac = Hmac::<Sha256>::new_from_slice(key).expect("any key is valid");
+    mac.update(text);
+    mac
+}
+
+fn read_key(path: &Path) -> io::Result<Vec<u8>> {
+    let key = read_sealed(path, 4096)?;
+    if key.len() >= MIN_KEY { Ok(key) } else { Err(io::Error::other("it is too short")) }
 }
 
 fn unless_missing(done: io::Result<()>) -> io::Result<()> {

@@ -11,6 +11,7 @@
 
 use crate::{
     Refusal,
+    files::Examination,
     rights::{Rights, login},
     scope::{PATIENCE, Scope},
 };
@@ -61,6 +62,8 @@ pub enum Task {
     /// Opens regular files, for writing if the flag is set, and writes their file systems' data to the disk.
     /// Prints the first file that cannot be opened.
     Open { files: Vec<(OsString, bool)> },
+    /// Examines the files that a program needs, and prints the answer.
+    Examine(Examination),
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -232,6 +235,11 @@ pub fn work() -> io::Result<()> {
             let mut synced = BTreeSet::new();
             let closed = files.into_iter().find(|(path, is_written)| !opens(path.as_ref(), *is_written, &mut synced));
             println!("{}", serde_json::to_string(&closed.map(|(path, _)| path))?);
+            Ok(())
+        }
+        Task::Examine(work) => {
+            become_owner(&rights, &[])?;
+            println!("{}", work.perform()?);
             Ok(())
         }
     }

@@ -84,7 +84,7 @@ fn systemd_accepts_the_units() {
         let is_unit = [".service", ".socket", ".path"].iter().any(|kind| name.ends_with(kind));
         if is_unit {
             let text = std::fs::read_to_string(&unit).expect("a file");
-            let command = |line: &str| line.starts_with("ExecStart=") || line.starts_with("ExecReload=");
+            let command = |line: &str| line.starts_with("ExecStart") || line.starts_with("ExecReload=");
             let lines = text.lines().map(|line| match line.split_once('=') {
                 Some((key, _)) if command(line) => format!("{key}=/bin/true\n"),
                 _ => format!("{line}\n"),
@@ -94,7 +94,8 @@ fn systemd_accepts_the_units() {
     }
     let helpers = ["nvshare-checkpoint", "nvshare-hibernate"];
     let helpers = helpers.iter().flat_map(|name| [format!("{name}.socket"), format!("{name}@x.service")]);
-    for unit in ["nvshare.socket".to_owned(), "nvshare.service".to_owned()].into_iter().chain(helpers) {
+    let own = ["nvshare.socket", "nvshare.service", "nvshare-boot.service"].map(str::to_owned);
+    for unit in own.into_iter().chain(helpers) {
         let mut command = Command::new("systemd-analyze");
         command.args(["verify", "--man=no", "--recursive-errors=no"]).arg(directory.0.join(&unit));
         command.env("SYSTEMD_UNIT_PATH", format!("{}:", directory.0.display()));

@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nvshare_hibernate::Image;
+use nvshare_hibernate::{Image, Place};
 use tokio::sync::oneshot;
 use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
@@ -263,6 +263,34 @@ impl Object {
         let uid = if caller.sees_all().await { None } else { Some(caller.own_user()) };
         let images = self.images(&caller, HibernationRequest::List { uid }).await?;
         Ok(images.iter().map(present_image).collect())
+    }
+
+    #[zbus(out_args("lacks"))]
+    async fn check_hibernated(
+        &self,
+        image: String,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<Vec<String>, Failure> {
+        let (uid, caller) = self.authorize_for_image(&image, "check", &header).await?;
+        match self.hibernation(&caller, HibernationRequest::Compare { uid, image }).await? {
+            Done::Lacks(lacks) => Ok(lacks),
+            _ => Err(Error::Stopping("the scheduler is stopping".into()).into()),
+        }
+    }
+
+    async fn send_hibernated(
+        &self,
+        image: String,
+        host: String,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<(), Failure> {
+        let (uid, caller) = self.authorize_for_image(&image, "send", &header).await?;
+        self.hibernation(&caller, HibernationRequest::Send { uid, image, host }).await.map(drop)
+    }
+
+    async fn claim_hibernated(&self, image: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
+        let (uid, caller) = self.authorize_for_image(&image, "claim", &header).await?;
+        self.hibernation(&caller, HibernationRequest::Claim { uid, image }).await.map(drop)
     }
 
     async fn delete_hibernated(&self, image: String, #[zbus(header)] header: Header<'_>) -> Result<(), Failure> {
@@ -551,18 +579,18 @@ impl Object {
 }
 
 fn present_image(image: &Image) -> bus::Image {
-    let Image { name, uid, program, saved, bytes, expected, runs_as, damage } = image.clone();
-    let runs_as = runs_as.and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0);
-    bus::Image {
-        name,
-        uid,
-        program,
-        saved,
-        bytes,
-        expected_bytes: expected,
-        runs_as,
-        damage: damage.unwrap_or_default(),
-    }
+    let Image { name, uid, program, saved, bytes, place, damage } = image.clone();
+    let pid = |pid: i32| u32::try_from(pid).unwrap_or(0);
+    let (state, runs_as, expected_bytes, sent_to) = match place {
+        Place::Saving { process, expected } => ("saving", pid(process), Some(expected), None),
+        Place::Image => ("saved", 0, None, None),
+        Place::Process(process) => ("running", pid(process), None, None),
+        Place::Ended => ("ended", 0, None, None),
+        Place::Sent(host) => ("sent", 0, None, Some(host)),
+        Place::Unfinished => ("unfinished", 0, None, None),
+    };
+    let (state, damage) = (Some(state.to_owned()), damage.unwrap_or_default());
+    bus::Image { name, uid, program, saved, bytes, expected_bytes, runs_as, damage, state, sent_to }
 }
 
 /// Converts usage for D-Bus. Includes only the columns that the query groups by.

@@ -17,7 +17,7 @@ use zbus::fdo;
 use super::model::Model;
 use crate::bus;
 use crate::identity::Identity;
-use crate::scheduler::{ClientId, Event, SleepPhase};
+use crate::scheduler::{ClientId, Event, GpuSet, SleepPhase};
 
 /// Maximum time for which a client that has left keeps its bytes.
 pub const ABSENCE: Duration = Duration::from_secs(600);
@@ -43,6 +43,8 @@ pub struct Candidate {
     pub uid: u32,
     /// The name of the program, for the log.
     pub name: String,
+    /// The GPUs that the program has used.
+    pub gpus: GpuSet,
     /// The process's pidfd.
     pub process: OwnedFd,
     /// The program was paused before.
@@ -89,10 +91,11 @@ impl Departures {
         }
         self.0.insert(client, Departure::Preparing);
         let (uid, name) = (entry.identity.uid, entry.identity.label().to_string());
+        let gpus = entry.gpus.keys().copied().collect();
         let was_paused = model.machine.sleep_of(client).paused;
         // Not saved as a pause: if this daemon is killed, the program continues with the next daemon.
         events.push(Event::SleepWanted { client, paused: true });
-        Ok(Candidate { client, pid, uid, name, process, was_paused })
+        Ok(Candidate { client, pid, uid, name, gpus, process, was_paused })
     }
 
     /// Asks a sleeping client to leave.
@@ -167,6 +170,16 @@ impl Departures {
 }
 
 impl Model {
+    /// The kind of each of these GPUs, as far as they are known.
+    pub fn kinds_of(&self, gpus: &GpuSet) -> Vec<String> {
+        gpus.iter().filter_map(|gpu| Some(self.gpus.get(gpu)?.name.clone())).collect()
+    }
+
+    /// The kind of each GPU of the host.
+    pub fn kinds_of_host(&self) -> Vec<String> {
+        self.gpus.values().filter(|gpu| gpu.index.is_some() && !gpu.gone).map(|gpu| gpu.name.clone()).collect()
+    }
+
     /// Whether a paused program sleeps.
     pub fn sleeps(&self, client: ClientId) -> Sleeps {
         if !self.clients.contains_key(&client) {

@@ -165,6 +165,8 @@ pub(super) struct Gpu {
     pub index: Option<u32>,
     /// NVML no longer lists the GPU, but clients still use it.
     pub gone: bool,
+    /// A GPU of another host. Only sleeping clients, which were restored on this host, have named it.
+    pub is_foreign: bool,
     /// Minor number of the GPU's device file. A MIG slice has the number of its physical GPU.
     pub minor: Option<u32>,
     /// The GPU's compute capability.
@@ -194,6 +196,7 @@ impl Gpu {
             total,
             index: None,
             gone: false,
+            is_foreign: false,
             minor: None,
             capability: None,
             accounting: Accounting::default(),

@@ -342,6 +342,7 @@ impl Core {
         self.io.query_nvml(Query::Attach);
         debug!(client = client.0, slot, gpu = %gpu.0, ?event, "attached");
         self.apply(event);
+        self.recognize_foreign(gpu);
         // A client that reconnects may still use limits that an earlier daemon sent.
         let reconnects = self.model.clients.get(&client).is_some_and(|entry| entry.reconnects);
         if reconnects || self.model.gpus.get(&gpu).is_some_and(|gpu| gpu.has_display) {
@@ -455,16 +456,39 @@ impl Core {
             let gone = self.model.lose(gpu);
             self.apply(gone);
         }
-        if let Some(kinds) = moves::kinds(&self.model) {
-            self.apply(kinds);
-            self.apply_all(placement::allowed(&self.model, self.model.all_clients()));
+        self.apply_kinds();
+        if is_complete {
+            let unlisted = self.model.gpus.iter().filter(|(_, gpu)| gpu.index.is_none()).map(|(id, _)| *id);
+            unlisted.collect::<Vec<_>>().into_iter().for_each(|gpu| self.recognize_foreign(gpu));
         }
         self.io.publish_gpus(&self.model);
     }
 
+    fn apply_kinds(&mut self) {
+        if let Some(kinds) = moves::kinds(&self.model) {
+            self.apply(kinds);
+            self.apply_all(placement::allowed(&self.model, self.model.all_clients()));
+        }
+    }
+
+    /// Lets the programs of a GPU leave it if it is a GPU of another host.
+    fn recognize_foreign(&mut self, gpu: GpuId) {
+        let events = moves::recognize_foreign(&mut self.model, gpu);
+        if !events.is_empty() {
+            // First, because the drain looks for GPUs of the same kind.
+            self.apply_kinds();
+            self.apply_all(events);
+        }
+    }
+
     fn gpu_found(&mut self, found: GpuDescription) {
         let GpuDescription { gpu, total, link, .. } = found;
+        let was_foreign = self.model.gpus.get(&gpu).is_some_and(|known| known.is_foreign);
         let changes = self.model.found(found);
+        if was_foreign {
+            self.apply(Event::Drain { gpu, drained: false });
+            self.apply_all(self.host.moves.drain_again(&self.model, gpu));
+        }
         if changes.is_new {
             self.containers.lock_files.create(gpu);
         }

@@ -34,7 +34,7 @@ impl Store {
     /// saved counts with its estimated size.
     fn check_share(&self, uid: u32, name: &str, bytes: u64) -> Result<(), Refusal> {
         let others = self.images(Some(uid))?.into_iter().filter(|image| image.name != name);
-        let used: u64 = others.map(|image| image.bytes.max(image.expected.unwrap_or(0))).sum();
+        let used: u64 = others.map(|image| image.room()).sum();
         let most = self.disk()?.size / SHARE_OF_USER;
         if used + bytes <= most {
             return Ok(());

@@ -35,8 +35,8 @@ fn image(store: &Store, uid: u32) -> Entry {
     for (name, contents) in [("pages-1.img", b"the memory".as_slice()), ("core-7.img", &core)] {
         fs::write(entry.path.join("criu").join(name), contents).expect("a file");
     }
-    let manifest = Manifest { threads: vec![7], ..Manifest::new("program", rights, &own, &tree) };
-    let image = store.complete(&entry, &manifest).expect("complete");
+    let manifest = Manifest::new("program", rights, &own, &tree, Needs::default());
+    let image = store.complete(&entry, &Manifest { threads: vec![7], ..manifest }).expect("complete");
     assert_eq!((image.uid, image.bytes, image.damage), (uid, bytes, None));
     entry.record(uid, &Stage::Saved).expect("a record");
     entry
@@ -300,7 +300,8 @@ fn an_image_that_is_being_saved_is_listed_and_counts_with_its_estimate() {
     let stage = |expected| Stage::Saving { process: process.clone(), scope: scope(), expected };
     entry.record(OWNER, &stage(1 << 30)).expect("a record");
     let [image] = &store.list(Some(OWNER), 0).expect("images")[..] else { panic!("one image") };
-    assert_eq!((image.expected, image.runs_as, image.program.as_str()), (Some(1 << 30), Some(process.pid), "program"));
+    let place = Place::Saving { process: process.pid, expected: 1 << 30 };
+    assert_eq!((&image.place, image.program.as_str()), (&place, "program"));
     assert!(image.bytes > 10 && image.saved > 0 && image.damage.is_none(), "{image:?}");
     store.check_room(OWNER, 1).expect("there is room");
     let half = store.disk().expect("a disk").size / SHARE_OF_USER;
@@ -356,19 +357,6 @@ fn an_image_that_exists_is_not_touched_by_a_second_one() {
     let again = image(&store, OWNER);
     assert_ne!(entry.name, again.name, "names are random");
     store.verify(&entry, OWNER).expect("it is as it was");
-}
-
-#[test]
-fn a_program_is_not_restored_with_another_driver() {
-    let (_directory, store, entry) = store();
-    let manifest = store.verify(&entry, OWNER).expect("an image");
-    let with = |driver: Option<&str>| Manifest { driver: driver.map(str::to_owned), ..manifest.clone() };
-    with(None).check_driver(None).expect("a simulated GPU");
-    with(Some("580.1")).check_driver(Some("580.1")).expect("the same");
-    for present in [Some("590.2"), None] {
-        let why = with(Some("580.1")).check_driver(present).expect_err("another driver").to_string();
-        assert!(why.contains("with NVIDIA driver 580.1") && why.contains("Load"), "{why}");
-    }
 }
 
 /// Runs a function while this process can open no files.

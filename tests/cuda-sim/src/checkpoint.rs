@@ -292,11 +292,14 @@ pub fn restore(pid: i32, args: *const RestoreArgs) -> Done {
     }
     let config = Config::get();
     let gpu = |uuid| (0..config.gpus).find(|gpu| config.uuid(*gpu) == uuid).ok_or(Error::INVALID_VALUE);
+    // GPUs of another host are taken in the order of the list.
+    let mut foreign = 0..config.gpus;
     let mut to = [None; MAX_GPUS];
     for index in 0..args.count as usize {
         // SAFETY: by the API's contract, the list has `args.count` pairs.
         let pair = unsafe { args.pairs.add(index).read_unaligned() };
-        if to[gpu(pair.old)?].replace(gpu(pair.new)? as u8).is_some() {
+        let old = gpu(pair.old).ok().or_else(|| foreign.next()).ok_or(Error::INVALID_VALUE)?;
+        if to[old].replace(gpu(pair.new)? as u8).is_some() {
             return Err(Error::INVALID_VALUE);
         }
     }

@@ -5,6 +5,7 @@ use std::{
     collections::{BTreeSet, HashMap},
     env,
     fmt::Write as _,
+    fs,
     path::{Path, PathBuf},
     sync::OnceLock,
     time::Duration,
@@ -201,8 +202,11 @@ pub fn gpu_uuid(dir: &Path, gpu: usize) -> String {
     text("GPU", uuid_in(dir, &gpu.to_string()))
 }
 
+/// A file `host` in the directory contains the name of the simulated host, whose GPUs have other UUIDs. It is read
+/// each time, because a process may be checkpointed on one host and restored on another.
 fn uuid_in(dir: &Path, what: &str) -> [u8; 16] {
-    let name = format!("{}#{what}", dir.display());
+    let host = fs::read_to_string(dir.join("host")).unwrap_or_default();
+    let name = format!("{}#{what}{}", dir.display(), host.trim());
     let mut uuid = [0; 16];
     for (half, seed) in [0xcbf2_9ce4_8422_2325_u64, 0x9ae1_6a3b_2f90_404f].into_iter().enumerate() {
         let hash = name.bytes().fold(seed, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));

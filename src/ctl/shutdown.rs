@@ -1,0 +1,55 @@
+//! `nvsharectl hibernate --all --at-shutdown`: saves programs before the host shuts down.
+//!
+//! logind announces a shutdown, and waits for this program for at most `InhibitDelayMaxSec`. A unit that is stopped
+//! during the shutdown would come too late: systemd then starts no helper and no scope any more.
+
+use std::pin::Pin;
+use std::time::{Duration, Instant};
+
+use zbus::export::futures_core::Stream;
+use zbus::{Connection, OwnedFd};
+
+use super::{CtlError, Target, all, block_on};
+
+#[zbus::proxy(
+    interface = "org.freedesktop.login1.Manager",
+    default_service = "org.freedesktop.login1",
+    default_path = "/org/freedesktop/login1"
+)]
+trait Manager {
+    fn inhibit(&self, what: &str, who: &str, why: &str, mode: &str) -> zbus::Result<OwnedFd>;
+
+    #[zbus(property, name = "InhibitDelayMaxUSec")]
+    fn inhibit_delay_max_usec(&self) -> zbus::Result<u64>;
+
+    #[zbus(signal)]
+    fn prepare_for_shutdown(&self, start: bool) -> zbus::Result<()>;
+}
+
+/// Waits for the shutdown of the host, and saves all programs that can be saved in time. Returns a line for each one.
+///
+/// # Errors
+/// logind is missing, or not all programs were saved.
+pub fn wait_and_save(target: &Target) -> Result<String, CtlError> {
+    block_on(async {
+        let failed = |e: zbus::Error| CtlError::Failed(format!("cannot ask logind to delay shutdowns: {e}"));
+        let connection = Connection::system().await.map_err(failed)?;
+        let logind = ManagerProxy::new(&connection).await.map_err(failed)?;
+        let mut signals = logind.receive_prepare_for_shutdown().await.map_err(failed)?;
+        let why = "Programs are saved to disk";
+        let delay = logind.inhibit("shutdown", "nvshare", why, "delay").await.map_err(failed)?;
+        loop {
+            let next = std::future::poll_fn(|cx| Pin::new(&mut signals).poll_next(cx)).await;
+            let Some(signal) = next else {
+                return Err(CtlError::Failed("the connection to logind has ended".into()));
+            };
+            if signal.args().map_err(failed)?.start {
+                break;
+            }
+        }
+        let lasts = Duration::from_micros(logind.inhibit_delay_max_usec().await.map_err(failed)?);
+        let saved = all::save_all(&target.connect().await?, Some(Instant::now() + lasts)).await;
+        drop(delay);
+        saved
+    })
+}
