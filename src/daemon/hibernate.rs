@@ -222,12 +222,7 @@ async fn change(budget: &Arc<Budget>, what: &str, request: Request) -> fdo::Resu
     ask(budget, what, request).await.map(|_| Done::Changed)
 }
 
-async fn compare(
-    core: &Rc<RefCell<Core>>,
-    budget: &Arc<Budget>,
-    uid: u32,
-    image: String,
-) -> fdo::Result<Vec<String>> {
+async fn compare(core: &Rc<RefCell<Core>>, budget: &Arc<Budget>, uid: u32, image: String) -> fdo::Result<Vec<String>> {
     let what = format!("check image {image:?}");
     let gpus = core.borrow().model.kinds_of_host();
     match ask(budget, &what, Request::Compare { uid, image, gpus }).await? {

@@ -144,8 +144,11 @@ fn build_id(file: &File) -> Option<Vec<u8>> {
     let segments = (0..count.min(256)).filter_map(|index| {
         let mut segment = [0; 56];
         file.read_exact_at(&mut segment, table.checked_add(index * size)?).ok()?;
-        (number(&segment, 0, 4)? == u64::from(PT_NOTE))
-            .then_some((number(&segment, 8, 8)?, number(&segment, 32, 8)?, number(&segment, 48, 8)?))
+        (number(&segment, 0, 4)? == u64::from(PT_NOTE)).then_some((
+            number(&segment, 8, 8)?,
+            number(&segment, 32, 8)?,
+            number(&segment, 48, 8)?,
+        ))
     });
     segments.filter_map(|(offset, length, align)| id_in_notes(&notes(file, offset, length)?, align)).next()
 }
@@ -298,9 +301,14 @@ mod tests {
         let code = line("r-xp 00001000 fe:01 77                         /usr/lib/x y.so");
         assert_eq!(mapped(&code), Some(("/usr/lib/x y.so", true)));
         assert_eq!(mapped(&line("r--p 00000000 fe:01 77  /etc/data")), Some(("/etc/data", false)));
-        for other in ["rw-p 00000000 00:00 0", "rw-p 00000000 00:00 0  [heap]", "rw-s 00000000 00:01 9  /memfd:x",
-            "rw-s 00000000 fe:01 9  /tmp/x (deleted)", "rw-s 00000000 00:05 9  /dev/zero", "r--p 00000000 fe:01 9  /a\\012b"]
-        {
+        for other in [
+            "rw-p 00000000 00:00 0",
+            "rw-p 00000000 00:00 0  [heap]",
+            "rw-s 00000000 00:01 9  /memfd:x",
+            "rw-s 00000000 fe:01 9  /tmp/x (deleted)",
+            "rw-s 00000000 00:05 9  /dev/zero",
+            "r--p 00000000 fe:01 9  /a\\012b",
+        ] {
             assert_eq!(mapped(&line(other)), None, "{other}");
         }
     }

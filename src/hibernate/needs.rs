@@ -51,7 +51,9 @@ const INSTRUCTIONS: &str = "3dnow 3dnowext 3dnowprefetch abm adx aes amx_bf16 am
 
 /// True if a flag names instructions that programs may execute.
 fn is_instruction_set(flag: &str) -> bool {
-    flag.starts_with("avx512") || flag.starts_with("avx10") || INSTRUCTIONS.split_whitespace().any(|known| known == flag)
+    flag.starts_with("avx512")
+        || flag.starts_with("avx10")
+        || INSTRUCTIONS.split_whitespace().any(|known| known == flag)
 }
 
 /// Returns the instruction sets in the text of `/proc/cpuinfo`. On ARM, every feature is one.
@@ -88,12 +90,7 @@ impl Needs {
     ///
     /// # Errors
     /// Its files cannot be examined in time.
-    pub fn of(
-        tree: &Tree,
-        rights: &Rights,
-        gpus: Vec<String>,
-        deadline: Instant,
-    ) -> Result<Self, crate::Refusal> {
+    pub fn of(tree: &Tree, rights: &Rights, gpus: Vec<String>, deadline: Instant) -> Result<Self, crate::Refusal> {
         let files = files::identify(rights, tree, deadline)?;
         let user = user_name(rights.owner.uid).unwrap_or_default();
         Ok(Self { user, system: System::present(), gpus, files })
@@ -207,7 +204,8 @@ mod tests {
 
     #[test]
     fn everything_that_a_host_lacks_is_named_at_once() {
-        let host = System { driver: Some("590.2".into()), kernel: "6.1.0-9".into(), instructions: ["avx2".into()].into() };
+        let host =
+            System { driver: Some("590.2".into()), kernel: "6.1.0-9".into(), instructions: ["avx2".into()].into() };
         let missing = needs().missing(&host, &["H100".into()], Some("bob"));
         let expected = [
             "uses 2 of \"H100\", and this host has 1",

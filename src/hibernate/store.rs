@@ -129,7 +129,8 @@ impl Store {
             )));
         }
         let key = Self::key(&path).map_err(words(&format!("read the key in {shown}")))?;
-        let trusted = Self::trusted(&path.join(TRUSTED)).map_err(words(&format!("read the keys in {shown}/{TRUSTED}")))?;
+        let trusted =
+            Self::trusted(&path.join(TRUSTED)).map_err(words(&format!("read the keys in {shown}/{TRUSTED}")))?;
         Ok(Self { path, key, trusted })
     }
 

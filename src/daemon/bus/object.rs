@@ -254,7 +254,11 @@ impl Object {
     }
 
     #[zbus(out_args("lacks"))]
-    async fn check_hibernated(&self, image: String, #[zbus(header)] header: Header<'_>) -> Result<Vec<String>, Failure> {
+    async fn check_hibernated(
+        &self,
+        image: String,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<Vec<String>, Failure> {
         let (uid, caller) = self.authorize_for_image(&image, "check", &header).await?;
         match self.hibernation(&caller, HibernationRequest::Compare { uid, image }).await? {
             Done::Lacks(lacks) => Ok(lacks),
