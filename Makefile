@@ -204,7 +204,7 @@ install:
 	for page in $(filter-out $(IN_IMAGE),$(wildcard man/*.[0-9])); do install -Dm 644 -t $(DESTDIR)$(mandir)/man$${page##*.} $$page || exit; done
 	@# The other names of that page.
 	for name in nvshare-scheduler nvshare-checkpoint nvshare-hibernate nvshare.socket nvshare-control.socket \
-	    nvshare-metrics.socket nvshare-checkpoint.socket nvshare-hibernate.socket; do \
+	    nvshare-metrics.socket nvshare-checkpoint.socket nvshare-hibernate.socket nvshare-boot.service; do \
 	    ln -sf nvshare.service.8 $(DESTDIR)$(mandir)/man8/$$name.8 || exit; done
 
 # Removes all files that `install` would install, except settings.

@@ -30,8 +30,6 @@ const SSH: [&str; 8] = [
     "-l",
     "root",
 ];
-/// The exit status of ssh if it has lost the other host.
-const LOST: i32 = 255;
 
 fn failed(text: String) -> CtlError {
     CtlError::Failed(text)
@@ -215,32 +213,36 @@ impl<'a> Remote<'a> {
         self.ask(&steps).map(drop)
     }
 
-    /// Orders the other host to restore its copy, and deletes the image here when the program runs there.
+    /// Orders the other host to restore its copy, and deletes the image here when the program runs there, or has run.
     async fn order(
         &self,
         scheduler: &SchedulerProxy<'_>,
         image: &str,
         there: Option<String>,
     ) -> Result<String, CtlError> {
-        let has_run = |state: &Option<String>| state.as_deref().is_some_and(|it| it == "running" || it == "ended");
+        let host = self.host;
+        let has_run = |state: &Option<String>| matches!(state.as_deref(), Some("running" | "ended"));
+        let mut there = there;
         if !has_run(&there) {
             let output = self.ssh(&format!("nvsharectl restore --sent {image}"))?;
+            there = Some("running".into());
             if !output.status.success() {
-                let why = failed(format!("{}: {}", self.host, said(&output)));
-                match self.state(image) {
+                let why = failed(format!("{host}: {}", said(&output)));
+                there = match self.state(image) {
                     // The answer was lost, not the order.
-                    Ok(state) if has_run(&state) => {}
+                    Ok(state) if has_run(&state) => state,
                     Ok(_) => return Err(self.take_back(scheduler, image, why).await),
-                    Err(e) if output.status.code() == Some(LOST) => return Err(self.unknown(image, &e)),
                     Err(_) => return Err(self.unknown(image, &why)),
-                }
+                };
             }
         }
+        let what = match there.as_deref() {
+            Some("running") => format!("{image} runs on {host}"),
+            _ => format!("{image} was restored on {host}, where its process has ended"),
+        };
         let deleted: zbus::Result<()> = password::call(scheduler, "DeleteHibernated", &(image,)).await;
-        deleted.map_err(|e| {
-            failed(format!("{image} runs on {}, but cannot be deleted here: {}", self.host, CtlError::from(e)))
-        })?;
-        Ok(format!("{image} runs on {}.\n", self.host))
+        deleted.map_err(|e| failed(format!("{what}, but cannot be deleted here: {}", CtlError::from(e))))?;
+        Ok(format!("{what}.\n"))
     }
 
     /// Deletes the copy, so that it can never be restored, and then makes the image here the program. Returns the

@@ -65,6 +65,23 @@ look_at_page() { # suite
     trap - EXIT
 }
 
+# Moves programs between two hosts, which need ssh. Their systems are separate from the one whose files are compared.
+move_between() { # suite
+    echo "--- $1: two hosts"
+    base "$1-nodes" "$include,criu,openssh-server,openssh-client,rsync,iproute2"
+    root=$(mktemp -d "${TMPDIR:-/tmp}/nvshare-system-XXXXXX")
+    # shellcheck disable=SC2064
+    trap "rm -rf --one-file-system '$root'" EXIT
+    tar -C "$root" -xf "$base"
+    prepare "$root"
+    cp -r "$bases/repository" "$root/opt/nvshare-test/repository"
+    began=$SECONDS
+    "$here/nodes.sh" "$root" || { failed=1 && echo "--- $1: FAILED" >&2; }
+    echo "--- $1: the two hosts took $((SECONDS - began)) s"
+    rm -rf --one-file-system "$root"
+    trap - EXIT
+}
+
 # Makes a source package of the tree.
 source_package() { # directory
     mkdir -p "$1/nvshare"
@@ -126,6 +143,6 @@ for suite in ${SUITES:-bookworm trixie}; do
     rm -rf --one-file-system "$root"
     trap - EXIT
     # The oldest Cockpit that the page was tested with is Debian 13's.
-    [ "$suite" != trixie ] || look_at_page "$suite"
+    [ "$suite" != trixie ] || { move_between "$suite" && look_at_page "$suite"; }
 done
 exit $failed

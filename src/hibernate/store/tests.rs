@@ -164,6 +164,52 @@ fn manifests_that_this_host_has_not_signed_are_refused() {
 }
 
 #[test]
+fn images_of_trusted_hosts_are_accepted() {
+    let (_elsewhere, other, foreign) = store();
+    let (directory, store, entry) = store();
+    for part in [MANIFEST, SIGNATURE] {
+        fs::copy(foreign.path.join(part), entry.path.join(part)).expect("a copy");
+    }
+    assert!(refusal(&store, &entry).contains("trusts no host that has"));
+    let trusted = directory.0.join(TRUSTED);
+    fs::create_dir(&trusted).expect("a directory");
+    fs::copy(other.path.join(KEY), trusted.join("host")).expect("the other host's key");
+    fs::write(trusted.join("short"), "no key").expect("a file");
+    let opened = Store::open(&directory.0).expect("a store");
+    opened.verify(&entry, OWNER).expect("a trusted host has signed it");
+    assert!(opened.verify(&entry, OWNER + 1).is_err(), "it still belongs to its owner");
+    // A key that others can change is not trusted.
+    fs::set_permissions(trusted.join("host"), Permissions::from_mode(0o666)).expect("permissions");
+    assert!(refusal(&Store::open(&directory.0).expect("a store"), &entry).contains("trusts no host that has"));
+}
+
+#[test]
+fn an_image_that_was_sent_is_restored_only_by_an_order() {
+    let (directory, store, entry) = store();
+    for host in ["", "-oProxyCommand=x", "a b", "a/b"] {
+        assert!(entry.send(OWNER, host.into()).is_err(), "{host:?}");
+    }
+    entry.check_restorable().expect("it was not sent");
+    entry.send(OWNER, "gpu2".into()).expect("it was sent");
+    entry.send(OWNER, "gpu2".into()).expect("again");
+    let why = entry.check_restorable().expect_err("it may run there").to_string();
+    assert!(why.contains("was sent to gpu2") && why.contains("nvsharectl restore --sent"), "{why}");
+    let name = entry.name.clone();
+    assert_eq!(store.find(&name).map(|image| image.place), Some(Place::Sent("gpu2".into())));
+    // Helpers that settle leave it as it is.
+    drop(entry);
+    assert!(store.settle() && directory.0.join(&name).exists());
+    let entry = store.lock(&name).expect("an image").expect("no helper is at work");
+    assert!(entry.check_restorable().is_err());
+    entry.claim(OWNER).expect("an order");
+    entry.check_restorable().expect("it is the program");
+    let process = Identity::of(std::process::id() as i32).expect("its files").expect("this process");
+    entry.record(OWNER, &Stage::Restored { process }).expect("a record");
+    let why = entry.send(OWNER, "gpu2".into()).expect_err("it runs here").to_string();
+    assert!(why.contains("runs as process"), "{why}");
+}
+
+#[test]
 fn a_directory_that_others_can_enter_is_not_used() {
     let directory = Directory::new();
     fs::set_permissions(&directory.0, Permissions::from_mode(0o755)).expect("permissions");
