@@ -122,7 +122,7 @@ pub struct Image {
     pub damage: String,
     /// Where the program is: `saved`, `running`, `ended`, `sent` or `unfinished`.
     pub state: Option<String>,
-    /// The host to which the image was sent.
+    /// The host that got a copy of the image.
     pub sent_to: Option<String>,
 }
 

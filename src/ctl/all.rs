@@ -4,8 +4,8 @@
 //! hibernated. An image is in the list only after it is complete. If it is missing there, the program is not lost:
 //! its user restores it.
 //!
-//! If the time does not suffice, **the programs with the most work are saved first**: those that have held GPUs for
-//! the longest time. A program whose bytes need more than the time that is left is skipped, so that smaller ones
+//! If the time does not suffice, **the programs with the most work are saved first**. A program's work is the time
+//! for which it has held GPUs. A program whose bytes need more than the time that is left is skipped, so that smaller ones
 //! are saved.
 
 use std::fs;

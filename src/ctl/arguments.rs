@@ -370,7 +370,7 @@ pub enum Images {
         /// an image. Requires root on both hosts
         #[arg(long, value_name = "HOST", value_hint = ValueHint::Hostname)]
         send: Option<String>,
-        /// Save all programs that can be saved, those that have used GPUs for the longest time first. `restore --all` restores
+        /// Save all programs that can be saved, in the order of their GPU time, the longest first. `restore --all` restores
         /// them. Requires root
         #[arg(long, conflicts_with_all = ["send", "program"])]
         all: bool,

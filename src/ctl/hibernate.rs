@@ -105,7 +105,7 @@ fn check(target: &Target, image: &str) -> Result<String, CtlError> {
 }
 
 /// Restores the program of an image. Returns a line about it. `is_claimed`: the program does not run on the host
-/// to which the image was sent.
+/// that got a copy of the image.
 ///
 /// # Errors
 /// The image does not exist, is damaged, or cannot be restored here and now.

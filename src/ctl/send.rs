@@ -64,7 +64,7 @@ struct Remote<'a> {
     host: &'a str,
 }
 
-/// Returns the state of an image, and the host to which it was sent.
+/// Returns the state of an image, and the host that got a copy.
 async fn state(scheduler: &SchedulerProxy<'_>, image: &str) -> Result<(String, Option<String>), CtlError> {
     let images = scheduler.list_hibernated().await?;
     let image = images.into_iter().find(|known| known.name == image);
@@ -124,7 +124,7 @@ impl<'a> Remote<'a> {
         )))
     }
 
-    /// Returns the state of the copy of an image. `None`: there is no copy.
+    /// Returns the state of the copy of an image. `None`: the other host has no copy.
     fn state(&self, image: &str) -> Result<Option<String>, CtlError> {
         let text = self.ask("nvsharectl hibernated --json")?;
         let images: Vec<serde_json::Value> = serde_json::from_str(&text)

@@ -1,4 +1,4 @@
-//! The files that a program needs: those that it has open or mapped. They are examined by a worker, as the
+//! The files that a program needs, because it has opened or mapped them. They are examined by a worker, as the
 //! owner: the helper tells no user whether a file exists that the user may not see, and does not wait for
 //! a file system of the owner that never answers.
 
@@ -185,7 +185,8 @@ fn number(bytes: &[u8], at: usize, size: usize) -> Option<u64> {
 fn needed(tree: &Tree) -> Vec<NeededFile> {
     let mut files = BTreeMap::new();
     for (path, is_written) in tree.files() {
-        if let Some(path) = path.to_str() {
+        // Files of its own processes in /proc exist again when CRIU has created them.
+        if let Some(path) = path.to_str().filter(|path| !path.starts_with("/proc/")) {
             files.insert(path.to_owned(), if is_written { Use::Write } else { Use::Read });
         }
     }

@@ -24,7 +24,8 @@ pub enum Request {
     /// Saves the program that the latest `Check` has accepted, and ends it. Its client has left the
     /// scheduler.
     Save,
-    /// Restores a program from an image of this user. `gpus`: the kinds of this host's GPUs.
+    /// Restores a program from an image of this user. `gpus`: the kinds of this host's GPUs; empty if
+    /// they are not known.
     Restore { uid: u32, image: String, gpus: Vec<String> },
     /// Lists everything that this host lacks for a restore of an image of this user, and starts nothing.
     Compare { uid: u32, image: String, gpus: Vec<String> },
@@ -90,7 +91,7 @@ pub enum Place {
     Process(i32),
     /// The process that was restored from the image has ended. The image can be restored again.
     Ended,
-    /// In the image, or on this host, to which the image was sent.
+    /// In the image, or on this host, which got a copy.
     Sent(String),
     /// An operation is in progress, or has to be finished.
     Unfinished,

@@ -96,7 +96,7 @@ impl Needs {
         Ok(Self { user, system: System::present(), gpus, files })
     }
 
-    /// Lists what a host lacks, each with the remedy. `gpus`: the kinds of the host's GPUs. `user`: the host's
+    /// Lists what a host lacks, each with the remedy. `gpus`: the kinds of the host's GPUs; empty if they are not known. `user`: the host's
     /// name of the program's user.
     pub fn missing(&self, host: &System, gpus: &[String], user: Option<&str>) -> Vec<String> {
         let mut missing: Vec<String> = self.missing_gpus(gpus);
@@ -124,6 +124,10 @@ impl Needs {
     }
 
     fn missing_gpus(&self, present: &[String]) -> Vec<String> {
+        // After a boot, the program sleeps until the scheduler finds its GPU.
+        if present.is_empty() {
+            return Vec::new();
+        }
         let count = |kinds: &[String]| {
             kinds.iter().fold(BTreeMap::new(), |mut counts: BTreeMap<String, usize>, kind| {
                 *counts.entry(kind.clone()).or_default() += 1;
@@ -218,6 +222,7 @@ mod tests {
         for (missing, expected) in missing.iter().zip(expected) {
             assert!(missing.contains(expected), "{missing}, not {expected}");
         }
+        assert_eq!(needs().missing(&system(), &[], None), [""; 0], "the GPUs are not known yet");
         let unloaded = System { driver: None, ..system() };
         let missing = needs().missing(&unloaded, &["H100".into(), "H100".into()], None);
         assert!(missing.len() == 1 && missing[0].contains("which is not loaded. Load it"), "{missing:?}");

@@ -1,4 +1,4 @@
-//! Images that are sent to another host, and what the record of an image says about orders.
+//! Images that are sent to another host.
 //!
 //! The image is copied while it is [`Stage::Saved`]. Then both hosts' records say [`Stage::Sent`], so neither
 //! restores it by itself, whatever is cut off or killed. The sender orders the other host to claim and restore

@@ -6,7 +6,7 @@
 #
 #   nodes.sh ROOT   a system with the packages' repository, openssh-server, rsync and criu. It is copied.
 #
-# The hosts have other GPUs (UUIDs), but share the kernel's clocks and processor. A shared file system for the files of
+# The hosts have other GPUs (UUIDs) and other monotonic clocks, but share the kernel and the processor. A shared file system for the files of
 # programs is simulated: they are copied before the other host restores the program.
 set -eu
 
@@ -31,7 +31,10 @@ fail() {
     exit 1
 }
 boot() { # node
-    setsid systemd-nspawn --quiet --capability=CAP_CHECKPOINT_RESTORE --directory="$nodes/$1" --machine="nvshare-$1" --keep-unit \
+    # The clocks of a are ahead, as if it had been booted earlier.
+    clocks=()
+    [ "$1" = b ] || clocks=(unshare --time --monotonic 1000000 --boottime 1000000)
+    setsid "${clocks[@]}" systemd-nspawn --quiet --capability=CAP_CHECKPOINT_RESTORE --directory="$nodes/$1" --machine="nvshare-$1" --keep-unit \
         --register=no --network-bridge=$bridge --boot systemd.mask=timers.target </dev/null >"$nodes/$1.console" 2>&1 &
     echo $! >"$nodes/$1.pid"
     for _ in $(seq 600); do
@@ -102,7 +105,17 @@ done
 # ssh that cuts the network at a step (/run/cut: when, the number of earlier such commands, a part of the command).
 cat >"$nodes/a/usr/local/bin/ssh" <<'EOF'
 #!/bin/bash
-case $* in *"mv -T"*) rsync -a --exclude=/gpu/host --rsh=/usr/bin/ssh -R /srv/./gpu /home/./ root@node-b:/srv/ && rsync -a --rsh=/usr/bin/ssh /home/ root@node-b:/home/ ;; esac >/dev/null 2>&1
+case $* in *"mv -T"*)
+    cd /srv/gpu
+    {
+        rsync -a --rsh=/usr/bin/ssh processes pids root@node-b:/srv/gpu/
+        # The other GPU's files have another state.
+        for file in gpu* host-link; do echo "[ -e $file ] || truncate -s $(stat -c %s "$file") $file; chmod 666 $file"; done |
+            /usr/bin/ssh root@node-b "cd /srv/gpu; sh"
+        rsync -a --rsh=/usr/bin/ssh /home/ root@node-b:/home/
+    } >/dev/null 2>&1
+    ;;
+esac
 read -r when skip part 2>/dev/null </run/cut || exec /usr/bin/ssh "$@"
 [[ $* == *"$part"* ]] || exec /usr/bin/ssh "$@"
 if [ "$skip" -gt 0 ]; then

@@ -18,7 +18,8 @@
 //!   and `shared_memory`, the registry of that memory; `placement`: the GPUs that clients may see;
 //!   `sleep`: suspend of the host, and sleep of programs; `hibernation`: clients that leave, so that their
 //!   processes can be saved to disk; `paused`: the paused processes; `foreign`: processes
-//!   that other programs checkpoint; `moves`: moves of programs between GPUs; `rooms`: memory that is kept free for programs that are not clients.
+//!   that other programs checkpoint; `moves`: moves of programs between GPUs; `other_hosts`: moves of
+//!   programs from the GPUs of another host; `rooms`: memory that is kept free for programs that are not clients.
 //! - `containers`: [`pods`] and [`claims`], names and rules from Kubernetes; `units` limits the number of
 //!   units of a tenant; `lock_files`: files that clients lock while no scheduler runs.
 //!
@@ -50,6 +51,7 @@ mod metrics;
 mod model;
 mod moves;
 mod observe;
+mod other_hosts;
 mod paused;
 mod placement;
 pub mod pods;

@@ -6,10 +6,6 @@
 //! The client learns the new GPU's UUID from `Awake`. For a restore, the driver accepts either no
 //! pairs of old and new GPUs, or pairs for all GPUs of the host. So the daemon adds pairs for
 //! the GPUs that are not part of the move.
-//!
-//! A program that was hibernated on another host names that host's GPU, and sleeps. **The daemon drains such a
-//! foreign GPU**, so the scheduler moves the program to a GPU of the same kind, as it moves other sleeping
-//! programs. Such a drain is not saved: the GPU is forgotten with its last client.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -176,28 +172,6 @@ pub(super) fn kinds(model: &Model) -> Option<Event> {
         }
     }
     (model.machine.kinds() != kinds).then_some(Event::Kinds { kinds })
-}
-
-/// Recognizes a GPU of another host: only sleeping clients have named it, NVML does not list it, and NVML lists a
-/// GPU of the same name. Returns the events that let its clients leave it.
-pub(super) fn recognize_foreign(model: &mut Model, id: GpuId) -> Vec<Event> {
-    let Some(gpu) = model.gpus.get(&id) else { return Vec::new() };
-    let is_unlisted = gpu.index.is_none() && !gpu.gone && gpu.kind == GpuKind::Gpu && !gpu.is_foreign;
-    let users: Vec<ClientId> = model.users_of_gpu(id).collect();
-    let sleeps = |client: &ClientId| model.clients.get(client).is_some_and(|entry| entry.is_exempt);
-    if !is_unlisted || users.is_empty() || !users.iter().all(sleeps) {
-        return Vec::new();
-    }
-    let like_it = |other: &&Gpu| other.index.is_some() && !other.gone && !other.is_slice() && other.name == gpu.name;
-    let Some((total, capability)) = model.gpus.values().find(like_it).map(|gpu| (gpu.total, gpu.capability)) else {
-        return Vec::new();
-    };
-    info!(gpu = gpu.label(id), "{} belongs to another host. Its programs move to a GPU of this host", gpu.name);
-    if let Some(gpu) = model.gpus.get_mut(&id) {
-        // The driver and NVML show different sizes of one GPU.
-        (gpu.is_foreign, gpu.total, gpu.capability) = (true, total, capability);
-    }
-    vec![Event::GpuFound { gpu: id, total }, Event::Drain { gpu: id, drained: true }]
 }
 
 /// Pairs each GPU of the host with the GPU on which a process's memory is restored after these moves.

@@ -72,7 +72,7 @@ impl Core {
 
     /// Passes an event to the scheduler, and carries out the resulting commands. A command can yield
     /// another event, which is handled next.
-    fn apply(&mut self, event: Event) {
+    pub(super) fn apply(&mut self, event: Event) {
         let now = clock::now();
         let mut events = VecDeque::from([event]);
         while let Some(event) = events.pop_front() {
@@ -97,7 +97,7 @@ impl Core {
         self.io.arm(self.model.machine.deadline());
     }
 
-    fn apply_all(&mut self, events: impl IntoIterator<Item = Event>) {
+    pub(super) fn apply_all(&mut self, events: impl IntoIterator<Item = Event>) {
         events.into_iter().for_each(|event| self.apply(event));
     }
 
@@ -458,37 +458,15 @@ impl Core {
         }
         self.apply_kinds();
         if is_complete {
-            let unlisted = self.model.gpus.iter().filter(|(_, gpu)| gpu.index.is_none()).map(|(id, _)| *id);
-            unlisted.collect::<Vec<_>>().into_iter().for_each(|gpu| self.recognize_foreign(gpu));
+            self.recognize_all_foreign();
         }
         self.io.publish_gpus(&self.model);
     }
 
-    fn apply_kinds(&mut self) {
-        if let Some(kinds) = moves::kinds(&self.model) {
-            self.apply(kinds);
-            self.apply_all(placement::allowed(&self.model, self.model.all_clients()));
-        }
-    }
-
-    /// Lets the programs of a GPU leave it if it is a GPU of another host.
-    fn recognize_foreign(&mut self, gpu: GpuId) {
-        let events = moves::recognize_foreign(&mut self.model, gpu);
-        if !events.is_empty() {
-            // First, because the drain looks for GPUs of the same kind.
-            self.apply_kinds();
-            self.apply_all(events);
-        }
-    }
-
     fn gpu_found(&mut self, found: GpuDescription) {
         let GpuDescription { gpu, total, link, .. } = found;
-        let was_foreign = self.model.gpus.get(&gpu).is_some_and(|known| known.is_foreign);
+        self.use_if_foreign(gpu);
         let changes = self.model.found(found);
-        if was_foreign {
-            self.apply(Event::Drain { gpu, drained: false });
-            self.apply_all(self.host.moves.drain_again(&self.model, gpu));
-        }
         if changes.is_new {
             self.containers.lock_files.create(gpu);
         }

@@ -36,7 +36,10 @@ use crate::{
     gpu::{self, Gpu},
     registry::shared,
     submit::{captures, closed, threads},
-    sys::{sync::on_client_thread, time::Instant},
+    sys::{
+        sync::on_client_thread,
+        time::{self, Instant},
+    },
 };
 use alloc::{string::String, sync::Arc, vec::Vec};
 use core::{sync::atomic::AtomicU64, time::Duration};
@@ -153,6 +156,7 @@ impl ClientThread {
         let _here = on_client_thread();
         captures::relax_thread();
         loop {
+            time::follow();
             let mut timeout = if self.is_off_its_gpus() { self.step_asleep() } else { self.step() };
             let woken = wakeup::receiver();
             if woken.is_none() {
